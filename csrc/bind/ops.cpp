@@ -1,0 +1,115 @@
+// torch.ops.pycomm: the collectives for torch.compile, opcheck and export, through torch's stable ABI,
+// so that one build serves every torch from its target version on. Fake kernels: pycomm/ops.py.
+#define TORCH_TARGET_VERSION 0x020b000000000000  // the oldest torch served: 2.11
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <string>
+
+#include "bind/registry.h"
+#include "cpu/group.h"
+
+namespace pycomm::bind {
+namespace {
+
+using torch::stable::Tensor;
+
+DType dtype_of(const Tensor& tensor) {
+  using torch::headeronly::ScalarType;
+  switch (tensor.scalar_type()) {
+    case ScalarType::Double:
+      return DType::f64;
+    case ScalarType::Float:
+      return DType::f32;
+    case ScalarType::Half:
+      return DType::f16;
+    case ScalarType::BFloat16:
+      return DType::bf16;
+    case ScalarType::Long:
+      return DType::i64;
+    case ScalarType::Int:
+      return DType::i32;
+    case ScalarType::Byte:
+      return DType::u8;
+    default:
+      PYCOMM_CHECK(false, "tensor has an unsupported dtype");
+  }
+}
+
+template <class Enum>
+Enum parse(const std::string& text, const char* argument, int count) {
+  std::string allowed;
+  for (int i = 0; i < count; ++i) {
+    if (text == name_of(static_cast<Enum>(i))) return static_cast<Enum>(i);
+    allowed += std::string(i == 0 ? "" : ", ") + name_of(static_cast<Enum>(i));
+  }
+  PYCOMM_CHECK(false, std::string(argument) + " must be one of " + allowed + ", got '" + text + "'");
+}
+
+void run(cpu::Group& group, const Operation& operation, const Tensor& input, const Tensor& output) {
+  PYCOMM_CHECK(input.is_contiguous() && output.is_contiguous(), "tensor must be contiguous");
+  group.run(operation, input.const_data_ptr(), output.mutable_data_ptr());
+}
+
+void all_reduce_(Tensor tensor, std::string op, std::string algorithm, std::string group) {
+  run(*find_group(group),
+      {Collective::all_reduce, parse<Algorithm>(algorithm, "algorithm", 5), dtype_of(tensor),
+       parse<ReduceOp>(op, "op", kReduceOps), 0, tensor.numel()},
+      tensor, tensor);
+}
+
+Tensor all_reduce(Tensor tensor, std::string op, std::string algorithm, std::string group) {
+  Tensor result = torch::stable::clone(tensor);
+  all_reduce_(result, std::move(op), std::move(algorithm), std::move(group));
+  return result;
+}
+
+void reduce_scatter_(Tensor output, Tensor input, std::string op, std::string group) {
+  const auto found = find_group(group);
+  PYCOMM_CHECK(input.numel() == output.numel() * found->size(),
+               "input must have group size times as many elements as output");
+  run(*found,
+      {Collective::reduce_scatter, Algorithm::two_shot, dtype_of(output),
+       parse<ReduceOp>(op, "op", kReduceOps), 0, output.numel()},
+      input, output);
+}
+
+void all_gather_(Tensor output, Tensor input, std::string group) {
+  const auto found = find_group(group);
+  PYCOMM_CHECK(output.numel() == input.numel() * found->size(),
+               "output must have group size times as many elements as input");
+  run(*found,
+      {Collective::all_gather, Algorithm::two_shot, dtype_of(input), ReduceOp::sum, 0, input.numel()},
+      input, output);
+}
+
+void broadcast_(Tensor tensor, int64_t src, std::string group) {
+  const auto found = find_group(group);
+  PYCOMM_CHECK(src >= 0 && src < found->size(), "src must be a rank of the group");
+  run(*found,
+      {Collective::broadcast, Algorithm::one_shot, dtype_of(tensor), ReduceOp::sum,
+       static_cast<std::int32_t>(src), tensor.numel()},
+      tensor, tensor);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY(pycomm, m) {
+  m.def("all_reduce_(Tensor(a!) tensor, str op, str algorithm, str group) -> ()");
+  m.def("all_reduce(Tensor tensor, str op, str algorithm, str group) -> Tensor");
+  m.def("reduce_scatter_(Tensor(a!) output, Tensor input, str op, str group) -> ()");
+  m.def("all_gather_(Tensor(a!) output, Tensor input, str group) -> ()");
+  m.def("broadcast_(Tensor(a!) tensor, int src, str group) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(pycomm, CPU, m) {
+  m.impl("all_reduce_", TORCH_BOX(&all_reduce_));
+  m.impl("all_reduce", TORCH_BOX(&all_reduce));
+  m.impl("reduce_scatter_", TORCH_BOX(&reduce_scatter_));
+  m.impl("all_gather_", TORCH_BOX(&all_gather_));
+  m.impl("broadcast_", TORCH_BOX(&broadcast_));
+}
+
+}  // namespace pycomm::bind

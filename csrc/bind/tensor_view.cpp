@@ -1,0 +1,95 @@
+#include "bind/tensor_view.h"
+
+#include <ATen/dlpack.h>
+
+namespace py = pybind11;
+
+namespace pycomm::bind {
+namespace {
+
+struct Torch {
+  PyTypeObject* tensor_type = nullptr;
+  const DLPackExchangeAPI* exchange = nullptr;  // null where this torch has none
+  PyObject* requires_grad = nullptr;
+};
+
+const Torch& torch() {
+  // Leaked: it must outlive the interpreter's other objects.
+  static const Torch* const found = [] {
+    auto* torch = new Torch;
+    const py::object type = py::module_::import("torch").attr("Tensor");
+    torch->tensor_type = reinterpret_cast<PyTypeObject*>(type.inc_ref().ptr());
+    torch->requires_grad = PyUnicode_InternFromString("requires_grad");
+    const py::object capsule = py::getattr(type, "__dlpack_c_exchange_api__", py::none());
+    if (!capsule.is_none()) {
+      const auto* api = static_cast<const DLPackExchangeAPI*>(
+          PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+      if (api == nullptr) PyErr_Clear();
+      if (api != nullptr && api->header.version.major == DLPACK_MAJOR_VERSION) torch->exchange = api;
+    }
+    return torch;
+  }();
+  return *found;
+}
+
+bool dtype_of(const DLDataType& type, DType& dtype) {
+  if (type.lanes != 1) return false;
+  switch (type.code << 8 | type.bits) {
+    case kDLFloat << 8 | 64:
+      dtype = DType::f64;
+      return true;
+    case kDLFloat << 8 | 32:
+      dtype = DType::f32;
+      return true;
+    case kDLFloat << 8 | 16:
+      dtype = DType::f16;
+      return true;
+    case kDLBfloat << 8 | 16:
+      dtype = DType::bf16;
+      return true;
+    case kDLInt << 8 | 64:
+      dtype = DType::i64;
+      return true;
+    case kDLInt << 8 | 32:
+      dtype = DType::i32;
+      return true;
+    case kDLUInt << 8 | 8:
+      dtype = DType::u8;
+      return true;
+    default:
+      return false;
+  }
+}
+
+}  // namespace
+
+bool view_plain_tensor(PyObject* object, TensorView& view) {
+  const Torch& known = torch();
+  if (known.exchange == nullptr || Py_TYPE(object) != known.tensor_type) return false;
+  DLTensor tensor;
+  if (known.exchange->dltensor_from_py_object_no_sync == nullptr ||
+      known.exchange->dltensor_from_py_object_no_sync(object, &tensor) != 0) {
+    PyErr_Clear();
+    return false;
+  }
+  if (tensor.device.device_type != kDLCPU || !dtype_of(tensor.dtype, view.dtype)) return false;
+
+  view.count = 1;
+  bool contiguous = true;
+  for (int d = tensor.ndim - 1; d >= 0; --d) {
+    if (tensor.strides != nullptr && tensor.shape[d] != 1) {
+      contiguous = contiguous && tensor.strides[d] == view.count;
+    }
+    view.count *= tensor.shape[d];
+  }
+  if (!contiguous && view.count != 0) return false;
+  view.data = static_cast<std::byte*>(tensor.data) + tensor.byte_offset;
+
+  PyObject* requires_grad = PyObject_GetAttr(object, known.requires_grad);
+  if (requires_grad == nullptr) PyErr_Clear();
+  const bool plain = requires_grad == Py_False;
+  Py_XDECREF(requires_grad);
+  return plain;
+}
+
+}  // namespace pycomm::bind

@@ -1,0 +1,51 @@
+// What an operation is, as every rank announces it to every other before any data is trusted.
+#pragma once
+
+#include "common.h"
+
+namespace pycomm {
+
+enum class Collective : std::uint8_t { all_reduce, reduce_scatter, all_gather, broadcast, barrier };
+enum class Algorithm : std::uint8_t { automatic, one_shot, two_shot, ring, tree };
+
+// The part on which all ranks must agree; compared whole, byte by byte.
+struct Operation {
+  Collective collective = Collective::barrier;
+  Algorithm algorithm = Algorithm::one_shot;
+  DType dtype = DType::u8;
+  ReduceOp op = ReduceOp::sum;
+  std::int32_t root = 0;
+  std::int64_t count = 0;  // elements: of the tensor, or of one rank's share where shares differ
+};
+static_assert(sizeof(Operation) == 16);
+
+PYCOMM_HD bool operator==(const Operation& a, const Operation& b) {
+  return a.collective == b.collective && a.algorithm == b.algorithm && a.dtype == b.dtype &&
+         a.op == b.op && a.root == b.root && a.count == b.count;
+}
+
+inline constexpr std::int64_t kNotInWindow = -1;
+
+// One cache line in a rank's window. `epoch` is released last and acquired first. Operations use
+// two of these lines in turn: a rank that announces k + 2 has completed k + 1, hence has read every
+// announcement of k + 1, hence knows that everyone has completed k and reads its line no more.
+struct alignas(64) Announcement {
+  Operation operation;
+  std::int64_t input = kNotInWindow;   // where the tensors lie in this rank's window
+  std::int64_t output = kNotInWindow;
+  std::uint32_t epoch = 0;
+};
+static_assert(sizeof(Announcement) == 64);
+
+constexpr const char* name_of(Collective collective) {
+  constexpr const char* names[] = {"all_reduce", "reduce_scatter", "all_gather", "broadcast",
+                                   "barrier"};
+  return names[static_cast<int>(collective)];
+}
+
+constexpr const char* name_of(Algorithm algorithm) {
+  constexpr const char* names[] = {"auto", "one_shot", "two_shot", "ring", "tree"};
+  return names[static_cast<int>(algorithm)];
+}
+
+}  // namespace pycomm

@@ -1,0 +1,140 @@
+// The arithmetic of a reduction, one element at a time.
+//
+// Floats of 16 and 32 bits accumulate in fp32, doubles in fp64, integers in their own type (wrapping,
+// as torch does). AVG divides the finished sum once, in the accumulator type; integers truncate.
+// MIN and MAX return NaN when either side is NaN. A NaN is made canonical when it is stored, because
+// processors differ in the bits they make. `-ffp-contract=off` and `--fmad=false` hold for all of it.
+#pragma once
+
+#include <type_traits>
+
+#include "common.h"
+
+namespace pycomm {
+
+template <class To, class From>
+PYCOMM_HD To bit_cast(const From& from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  __builtin_memcpy(&to, &from, sizeof(To));
+  return to;
+}
+
+// fp16 -> fp32, exact. The multiplication moves the exponent's bias and makes subnormals normal.
+PYCOMM_HD float half_to_float(std::uint16_t bits) {
+#if defined(__CUDA_ARCH__)
+  float converted;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(converted) : "h"(bits));
+  return converted;
+#else
+  const std::uint32_t magnitude = (bits & 0x7fffu) << 13;
+  std::uint32_t result = bit_cast<std::uint32_t>(bit_cast<float>(magnitude) * 0x1p112f);
+  result |= magnitude >= (0x7c00u << 13) ? 0x7f800000u : 0u;
+  return bit_cast<float>(result | (bits & 0x8000u) << 16);
+#endif
+}
+
+// fp32 -> fp16, to nearest even; a NaN becomes 0x7e00.
+PYCOMM_HD std::uint16_t float_to_half(float value) {
+#if defined(__CUDA_ARCH__)
+  std::uint16_t converted;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(converted) : "f"(value));
+  return value == value ? converted : std::uint16_t{0x7e00};
+#else
+  const std::uint32_t bits = bit_cast<std::uint32_t>(value);
+  const std::uint32_t magnitude = bits & 0x7fffffffu;
+  // Below 2^-14: adding 0.5 aligns the mantissa so that the adder itself rounds it.
+  const std::uint32_t subnormal =
+      bit_cast<std::uint32_t>(bit_cast<float>(magnitude) + 0.5f) - 0x3f000000u;
+  const std::uint32_t normal = (magnitude - (112u << 23) + 0xfffu + (magnitude >> 13 & 1u)) >> 13;
+  std::uint32_t result = magnitude < (113u << 23) ? subnormal : normal;
+  result = magnitude >= (143u << 23) ? 0x7c00u : result;
+  result |= bits >> 16 & 0x8000u;
+  return static_cast<std::uint16_t>(magnitude > 0x7f800000u ? 0x7e00u : result);
+#endif
+}
+
+PYCOMM_HD float bfloat16_to_float(std::uint16_t bits) {
+  return bit_cast<float>(static_cast<std::uint32_t>(bits) << 16);
+}
+
+// fp32 -> bf16, to nearest even; a NaN becomes 0x7fc0.
+PYCOMM_HD std::uint16_t float_to_bfloat16(float value) {
+  const std::uint32_t bits = bit_cast<std::uint32_t>(value);
+  const std::uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+  return static_cast<std::uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
+}
+
+template <class T>
+struct accumulator {
+  using type = T;
+};
+template <>
+struct accumulator<Half> {
+  using type = float;
+};
+template <>
+struct accumulator<BFloat16> {
+  using type = float;
+};
+template <class T>
+using accumulator_t = typename accumulator<T>::type;
+
+template <class T>
+PYCOMM_HD accumulator_t<T> load(T value) {
+  if constexpr (std::is_same_v<T, Half>) {
+    return half_to_float(value.bits);
+  } else if constexpr (std::is_same_v<T, BFloat16>) {
+    return bfloat16_to_float(value.bits);
+  } else {
+    return value;
+  }
+}
+
+template <class T>
+PYCOMM_HD T store(accumulator_t<T> value) {
+  if constexpr (std::is_same_v<T, Half>) {
+    return Half{float_to_half(value)};
+  } else if constexpr (std::is_same_v<T, BFloat16>) {
+    return BFloat16{float_to_bfloat16(value)};
+  } else if constexpr (std::is_floating_point_v<T>) {
+    if constexpr (sizeof(T) == 8) {
+      return value == value ? value : bit_cast<double>(std::uint64_t{0x7ff8000000000000u});
+    } else {
+      return value == value ? value : bit_cast<float>(0x7fc00000u);
+    }
+  } else {
+    return value;
+  }
+}
+
+// What happens between two contributions. AVG adds; finish() divides.
+template <ReduceOp op, class A>
+PYCOMM_HD A combine(A a, A b) {
+  if constexpr (op == ReduceOp::min) {
+    return a < b || a != a ? a : b;
+  } else if constexpr (op == ReduceOp::max) {
+    return a > b || a != a ? a : b;
+  } else if constexpr (std::is_floating_point_v<A>) {
+    return op == ReduceOp::prod ? a * b : a + b;
+  } else {
+    // Unsigned, so that overflow wraps instead of being undefined.
+    using U = std::conditional_t<sizeof(A) == 8, std::uint64_t, std::uint32_t>;
+    const U x = static_cast<U>(a), y = static_cast<U>(b);
+    return static_cast<A>(op == ReduceOp::prod ? x * y : x + y);
+  }
+}
+
+// What happens once, after the last contribution of `ranks`.
+template <ReduceOp op, class A>
+PYCOMM_HD A finish(A a, int ranks) {
+  if constexpr (op != ReduceOp::avg) {
+    return a;
+  } else if constexpr (std::is_floating_point_v<A>) {
+    return a / static_cast<A>(ranks);
+  } else {
+    return static_cast<A>(a / ranks);
+  }
+}
+
+}  // namespace pycomm

@@ -1,0 +1,64 @@
+// Epochs, and the word with which a rank stops all others.
+//
+// A flag only ever grows, modulo 2^32, and is never reset. Within an operation an algorithm speaks of
+// steps 1, 2, 3, ... of a slot; what is stored is the slot's value at the operation's start plus the
+// step. That a step means the same on every rank rests on one rule: in an operation every rank
+// signals each slot equally often.
+//
+// The concept that the algorithms are templates of (cpu/comm.h and cuda/comm.cuh implement it):
+//
+//   int rank(), size()                      who I am, how many we are
+//   int64 count(), line()                   elements of this operation; elements in a cache line
+//   bool direct()                           after announce(): tensors lie in the windows, no staging
+//   Place input(), output()                 my tensors
+//   Place input(r), output(r)               rank r's tensors, where direct()
+//   Place slot(r, i)                        staging slot i of rank r, `slot_count()` elements long
+//   void announce()                         publish this operation, meet every other rank's
+//   void signal(slot)                       release: everything before it is visible to who waits
+//   void wait(r, slot, step)                acquire: returns when rank r has signalled `step` times
+//   void wait_all(slot, step)               the same for every other rank
+//   void copy(to, from, n)
+//   void reduce(k, to, n_from, from, n, last)   to(0..k-1) = from(0) op from(1) op ...
+//
+// A wait that cannot be satisfied ends by the executor's means: the CPU throws; a CUDA block drains,
+// that is, runs on with waits that return at once and data steps that do nothing.
+#pragma once
+
+#include "common.h"
+
+namespace pycomm {
+
+// `staged` and `reduced` serve the shot algorithms; ring and tree give them their own meaning.
+enum Slot : int { kStaged, kReduced, kUp, kDown };
+inline constexpr int kSlots = 4;
+
+// Staging slots that an algorithm rotates through.
+inline constexpr int kStagingSlots = 4;
+
+PYCOMM_HD constexpr bool reached(std::uint32_t flag, std::uint32_t target) {
+  return static_cast<std::int32_t>(flag - target) >= 0;
+}
+
+// A piece of some rank's memory; where `rank` is not the caller's, its use is traffic.
+struct Place {
+  std::byte* data;
+  int rank;
+};
+
+// What one rank did in one operation.
+struct Traffic {
+  std::int64_t steps = 0;      // signals published
+  std::int64_t bytes_in = 0;   // read from other ranks' memory
+  std::int64_t bytes_out = 0;  // written to other ranks' memory
+};
+
+enum class Reason : std::uint8_t { none, peer_died, timeout, mismatch, aborted };
+
+// The abort word: reason and the rank to blame. The first one written stays.
+PYCOMM_HD constexpr std::uint64_t abort_word(Reason reason, int rank) {
+  return static_cast<std::uint64_t>(reason) << 32 | static_cast<std::uint32_t>(rank);
+}
+PYCOMM_HD constexpr Reason reason_of(std::uint64_t word) { return static_cast<Reason>(word >> 32); }
+PYCOMM_HD constexpr int rank_of(std::uint64_t word) { return static_cast<int>(word & 0xffffffffu); }
+
+}  // namespace pycomm

@@ -1,0 +1,117 @@
+// Tree all-reduce: a double binary tree, pipelined.
+//
+//   Two trees span the ranks, each carries one half of the tensor, and a rank is an inner node of at
+//   most one of them (core/layout.h). A half is cut into pieces; for piece k, in each tree:
+//   1. Up: a node adds left child's partial result, own contribution, right child's partial result, in
+//      this order, and keeps the sum where its parent reads it. At the root the sum is complete.
+//   2. Down: a node copies the complete piece from its parent and keeps it for its children. Down runs
+//      `lag` pieces behind up, so that the way to the root and back is filled with other pieces.
+//
+// Per rank, for S bytes: at most S read from two children and S/2 from a parent in the tree where it
+// is an inner node, S/2 from its parent in the other: 2 S. 2 signals per piece and tree.
+// The partial results are rounded to the tensor's type at every inner node, in the tree's order.
+// Reference: Sanders, Speck, Traeff 2009, "Two-tree algorithms for full bandwidth broadcast, reduction
+// and scan".
+//
+// Nobody waits in a circle: up waits only for the same piece lower in the tree, down only for the same
+// piece higher in the tree, and each rank goes through (piece, up before down, tree) in one order.
+// A slot's partial result may be overwritten by the complete one, which came through the parent.
+#pragma once
+
+#include "core/layout.h"
+#include "core/signal.h"
+
+namespace pycomm {
+
+inline constexpr std::int64_t kTreePieceBytes = 64 << 10;
+
+template <class Comm>
+struct Tree {
+  Comm& comm;
+  Range half;
+  TreeNode node;
+  Tiles pieces;
+  int index;  // which of the two trees
+
+  PYCOMM_HD int up_slot() const { return kUp - 2 * index; }      // kUp or kStaged
+  PYCOMM_HD int down_slot() const { return kDown - 2 * index; }  // kDown or kReduced
+
+  // Where rank r keeps piece k.
+  PYCOMM_HD Place kept(int r, std::int64_t k) const {
+    if (comm.direct()) return comm.at(comm.output(r), half.begin + pieces[k].begin);
+    const std::int64_t place = index * kStagingSlots + k % kStagingSlots;
+    return comm.at(comm.slot(r, 0), place * pieces.size);
+  }
+
+  PYCOMM_HD void wait_children(int slot, std::int64_t step) const {
+    if (node.left >= 0) comm.wait(node.left, slot, step);
+    if (node.right >= 0) comm.wait(node.right, slot, step);
+  }
+
+  PYCOMM_HD void up(std::int64_t k) const {
+    const int me = comm.rank();
+    // The children have read what was in this slot.
+    if (!comm.direct()) wait_children(down_slot(), k - kStagingSlots + 1);
+    wait_children(up_slot(), k + 1);
+    const Range piece = pieces[k];
+    const Place in = comm.at(comm.input(), half.begin + piece.begin);
+    const Place out = comm.at(comm.output(), half.begin + piece.begin);
+    const bool root = node.parent < 0;
+    if (node.left < 0 && node.right < 0) {
+      comm.copy(kept(me, k), in, piece.count);
+    } else {
+      const int before = node.left >= 0 ? 1 : 0;
+      comm.reduce(
+          root && !comm.direct() ? 2 : 1, [&](int i) { return i == 0 ? kept(me, k) : out; },
+          1 + before + (node.right >= 0 ? 1 : 0),
+          [&](int i) {
+            return i < before ? kept(node.left, k) : i == before ? in : kept(node.right, k);
+          },
+          piece.count, root);
+    }
+    comm.signal(up_slot());
+    if (root) comm.signal(down_slot());
+  }
+
+  PYCOMM_HD void down(std::int64_t k) const {
+    if (node.parent < 0) return;
+    comm.wait(node.parent, down_slot(), k + 1);
+    const Range piece = pieces[k];
+    const Place out = comm.at(comm.output(), half.begin + piece.begin);
+    const Place mine = node.left < 0 && node.right < 0 ? out : kept(comm.rank(), k);
+    comm.copy(mine, kept(node.parent, k), piece.count);
+    comm.copy(out, mine, piece.count);
+    comm.signal(down_slot());
+  }
+};
+
+template <class Comm>
+PYCOMM_HD void tree(Comm& comm) {
+  comm.announce();
+  const int n = comm.size(), me = comm.rank();
+  std::int64_t size = comm.elements(kTreePieceBytes);
+  // Both trees' rotating places share the staging area.
+  const std::int64_t room = comm.slot_count() / 2 / comm.line() * comm.line();
+  if (!comm.direct() && size > room) size = room;
+
+  const auto tree_of = [&](int index) {
+    const Range half = part_of(comm.count(), 2, index, comm.line());
+    return Tree<Comm>{comm, half, tree_node(index, me, n), Tiles{half.count, size}, index};
+  };
+  const Tree<Comm> first = tree_of(0), second = tree_of(1);
+  const std::int64_t pieces = first.pieces.count();  // the second half is never the longer one
+  const std::int64_t depth = tree_depth(n);
+  const std::int64_t lag = depth < kStagingSlots - 1 ? depth : kStagingSlots - 1;
+  for (std::int64_t k = 0; k < pieces + lag; ++k) {
+    if (k < first.pieces.count()) first.up(k);
+    if (k < second.pieces.count()) second.up(k);
+    if (k >= lag && k - lag < first.pieces.count()) first.down(k - lag);
+    if (k >= lag && k - lag < second.pieces.count()) second.down(k - lag);
+  }
+  if (comm.direct()) {
+    first.wait_children(first.down_slot(), first.pieces.count());
+    second.wait_children(second.down_slot(), second.pieces.count());
+  }
+}
+
+}  // namespace pycomm

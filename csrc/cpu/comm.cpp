@@ -1,0 +1,220 @@
+#include "cpu/comm.h"
+
+#include <sched.h>
+
+#include <thread>
+
+namespace pycomm::cpu {
+namespace {
+
+// How a wait spends its time: a few polls, then polls with the processor offered to others (there may
+// be more ranks than cores), and naps once the peer is clearly busy with something else.
+constexpr int kSpins = 20;
+constexpr auto kYieldFor = std::chrono::milliseconds(2);
+constexpr auto kNap = std::chrono::microseconds(20);
+constexpr auto kLookForDeathEvery = std::chrono::milliseconds(1);
+constexpr auto kInterruptEvery = std::chrono::milliseconds(50);
+
+// Instead of a slot, in a record of what is waited for.
+constexpr int kAnnouncement = kSlots;
+
+void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+std::atomic_ref<std::uint32_t> epoch_of(Announcement& announcement) {
+  return std::atomic_ref<std::uint32_t>(announcement.epoch);
+}
+
+std::string describe(const Operation& operation) {
+  std::string text = std::string(name_of(operation.collective)) + "(";
+  if (operation.collective != Collective::barrier) {
+    text += std::string(name_of(operation.dtype)) + ", " + std::to_string(operation.count) + " elements";
+  }
+  if (operation.collective == Collective::all_reduce ||
+      operation.collective == Collective::reduce_scatter) {
+    text += std::string(", op=") + name_of(operation.op);
+  }
+  if (operation.collective == Collective::all_reduce) {
+    text += std::string(", algorithm=") + name_of(operation.algorithm);
+  }
+  if (operation.collective == Collective::broadcast) text += ", src=" + std::to_string(operation.root);
+  return text + ")";
+}
+
+}  // namespace
+
+Comm::Comm(std::shared_ptr<Window> window, std::shared_ptr<const Liveness> peers, int rank, int size,
+           Clock::duration timeout, std::uint32_t first_epoch)
+    : window_(std::move(window)),
+      peers_(std::move(peers)),
+      rank_(rank),
+      size_(size),
+      timeout_(timeout),
+      slot_bytes_(window_->half_bytes() / kStagingSlots / kLine * kLine),
+      sequence_(first_epoch),
+      sources_(static_cast<std::size_t>(size) + 1),
+      targets_(static_cast<std::size_t>(size) + 1) {
+  PYCOMM_CHECK(slot_bytes_ >= size * kLine,
+               "staging_bytes must be at least " +
+                   std::to_string(2 * kStagingSlots * size * kLine) + " for this world size");
+  for (int slot = 0; slot < kSlots; ++slot) {
+    signalled_[slot] = first_epoch;
+    mine().flags[slot].value.store(first_epoch, std::memory_order_release);
+  }
+  for (Announcement& announcement : mine().announcements) {
+    epoch_of(announcement).store(first_epoch, std::memory_order_release);
+  }
+}
+
+void Comm::begin(const Operation& operation, const void* input, void* output,
+                 void (*interrupt)()) {
+  ++sequence_;
+  operation_ = operation;
+  interrupt_ = interrupt;
+  element_size_ = size_of(operation.dtype);
+  input_ = static_cast<std::byte*>(const_cast<void*>(input));
+  output_ = static_cast<std::byte*>(output);
+  const bool gathers = operation.collective == Collective::all_gather;
+  const std::int64_t bytes = operation.count * element_size_;
+  const std::int64_t output_bytes = gathers ? bytes * size_ : bytes;
+  output_end_ = output_ + output_bytes;
+  loop_ = reduce_loop(operation.dtype, operation.op, false);
+  last_loop_ = reduce_loop(operation.dtype, operation.op, true);
+  direct_ = false;
+  stream_ = store_policy_.next(bytes);
+  traffic_ = {};
+  for (int slot = 0; slot < kSlots; ++slot) started_[slot] = signalled_[slot];
+}
+
+void Comm::announce() {
+  Announcement& announced = announcement(rank_);
+  const bool scatters = operation_.collective == Collective::reduce_scatter;
+  const bool gathers = operation_.collective == Collective::all_gather;
+  const std::int64_t bytes = operation_.count * element_size_;
+  announced.operation = operation_;
+  announced.input = window_->offset_in_heap(rank_, input_, scatters ? bytes * size_ : bytes);
+  announced.output = window_->offset_in_heap(rank_, output_, gathers ? bytes * size_ : bytes);
+  stream_fence();
+  epoch_of(announced).store(sequence_, std::memory_order_release);
+
+  for (int r = 0; r < size_; ++r) {
+    if (r == rank_) continue;
+    const auto& epoch = *reinterpret_cast<const std::atomic<std::uint32_t>*>(&announcement(r).epoch);
+    wait_for(epoch, sequence_, r, kAnnouncement);
+  }
+  check_agreement();
+
+  direct_ = true;
+  for (int r = 0; r < size_; ++r) {
+    direct_ = direct_ && (gathers || announcement(r).input != kNotInWindow) &&
+              (scatters || announcement(r).output != kNotInWindow);
+  }
+}
+
+void Comm::check_agreement() const {
+  const Operation& first = announcement(0).operation;
+  for (int r = 1; r < size_; ++r) {
+    const Operation& other = announcement(r).operation;
+    if (other == first) continue;
+    throw CollectiveError(Reason::mismatch, r, peers_->pid(r), name_of(operation_.collective), sequence_,
+                          "operation " + std::to_string(sequence_) + ": rank 0 called " +
+                              describe(first) + ", rank " + std::to_string(r) + " called " +
+                              describe(other));
+  }
+}
+
+void Comm::wait_for(const std::atomic<std::uint32_t>& flag, std::uint32_t target, int r, int slot) {
+  for (int i = 0; i <= kSpins; ++i) {
+    if (reached(flag.load(std::memory_order_acquire), target)) return;
+    pause();
+  }
+  wait_long(flag, target, r, slot);
+}
+
+void Comm::wait_long(const std::atomic<std::uint32_t>& flag, std::uint32_t target, int r, int slot) {
+  mine().waiting.store(static_cast<std::uint64_t>(r + 1) << 40 |
+                           static_cast<std::uint64_t>(slot) << 32 | target,
+                       std::memory_order_release);
+  const Clock::time_point start = Clock::now();
+  Clock::time_point look_at = start + kLookForDeathEvery, interrupt_at = start + kInterruptEvery;
+  while (!reached(flag.load(std::memory_order_acquire), target)) {
+    check_abort();
+    const Clock::time_point now = Clock::now();
+    bool gone = window_->control(r).left.load(std::memory_order_acquire) != 0;
+    if (now > look_at) {
+      gone = gone || peers_->ended(r);
+      look_at = now + kLookForDeathEvery;
+    }
+    // Whoever is gone has published all that it ever will.
+    if (gone && !reached(flag.load(std::memory_order_acquire), target)) {
+      abort(Reason::peer_died, r);
+    } else if (now - start > timeout_) {
+      abort(Reason::timeout, culprit(r));
+    } else if (interrupt_ != nullptr && now > interrupt_at) {
+      interrupt_();
+      interrupt_at = now + kInterruptEvery;
+    }
+    if (now - start < kYieldFor) {
+      sched_yield();
+    } else {
+      std::this_thread::sleep_for(kNap);
+    }
+  }
+  mine().waiting.store(0, std::memory_order_release);
+}
+
+// I wait for `r`, who may in turn wait for somebody else: the rank to blame waits for nobody, or for
+// something that has long come.
+int Comm::culprit(int r) const {
+  for (int hops = 0; hops < size_; ++hops) {
+    const std::uint64_t waiting = window_->control(r).waiting.load(std::memory_order_acquire);
+    if (waiting == 0) return r;
+    const int next = static_cast<int>(waiting >> 40) - 1;
+    const int slot = static_cast<int>(waiting >> 32 & 0xff);
+    Control& control = window_->control(next);
+    const std::uint32_t value =
+        slot == kAnnouncement ? epoch_of(announcement(next)).load(std::memory_order_acquire)
+                              : control.flags[slot].value.load(std::memory_order_acquire);
+    if (reached(value, static_cast<std::uint32_t>(waiting))) return r;
+    r = next;
+  }
+  return r;
+}
+
+void Comm::abort(Reason reason, int rank) {
+  std::uint64_t none = 0;
+  window_->control(0).abort.compare_exchange_strong(none, abort_word(reason, rank),
+                                                    std::memory_order_acq_rel);
+}
+
+void Comm::check_abort() const {
+  const std::uint64_t word = window_->control(0).abort.load(std::memory_order_acquire);
+  if (word != 0) raise(reason_of(word), rank_of(word));
+}
+
+void Comm::raise(Reason reason, int rank) const {
+  const std::string who = "rank " + std::to_string(rank) + " (pid " + std::to_string(peers_->pid(rank)) + ")";
+  const std::string where = " during " + describe(operation_) + ", operation " +
+                            std::to_string(sequence_) + " of the group";
+  std::string message;
+  switch (reason) {
+    case Reason::peer_died:
+      message = who + " died or left";
+      break;
+    case Reason::timeout:
+      message = who + " did not answer within " +
+                std::to_string(std::chrono::duration<double>(timeout_).count()) + " s";
+      break;
+    default:
+      message = who + " aborted the group";
+  }
+  throw CollectiveError(reason, rank, peers_->pid(rank), name_of(operation_.collective), sequence_,
+                        message + where);
+}
+
+}  // namespace pycomm::cpu

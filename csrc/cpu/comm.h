@@ -1,0 +1,160 @@
+// The CPU executor of the algorithms in core/: one rank, a thread or a process, over a Window.
+// Implements the concept described in core/signal.h. Not thread-safe: Group serialises.
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <vector>
+
+#include "core/layout.h"
+#include "core/operation.h"
+#include "core/signal.h"
+#include "cpu/errors.h"
+#include "cpu/liveness.h"
+#include "cpu/loops.h"
+#include "cpu/store_policy.h"
+#include "cpu/window.h"
+
+namespace pycomm::cpu {
+
+class Comm {
+ public:
+  // `first_epoch` is the value all flags count from, the same on every rank.
+  Comm(std::shared_ptr<Window> window, std::shared_ptr<const Liveness> peers, int rank, int size,
+       Clock::duration timeout, std::uint32_t first_epoch);
+
+  // Starts the next operation; an algorithm's call follows. `interrupt` is called now and then in a
+  // long wait, and may throw.
+  void begin(const Operation& operation, const void* input, void* output, void (*interrupt)());
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  int root() const { return operation_.root; }
+  std::int64_t count() const { return operation_.count; }
+  std::int64_t block() const { return operation_.count; }
+  std::int64_t elements(std::int64_t bytes) const { return bytes / element_size_; }
+  std::int64_t line() const { return elements(kLine); }
+  bool direct() const { return direct_; }
+  Place input() const { return {input_, rank_}; }
+  Place output() const { return {output_, rank_}; }
+  Place input(int r) const { return {window_->slice(r) + announcement(r).input, r}; }
+  Place output(int r) const { return {window_->slice(r) + announcement(r).output, r}; }
+  Place slot(int r, std::int64_t i) const {
+    return {window_->staging(r, sequence_) + i * slot_bytes_, r};
+  }
+  std::int64_t slot_count() const { return elements(slot_bytes_); }
+  Place at(Place place, std::int64_t elements) const {
+    return {place.data + elements * element_size_, place.rank};
+  }
+
+  void announce();
+
+  void signal(Slot slot) {
+    stream_fence();
+    mine().flags[slot].value.store(++signalled_[slot], std::memory_order_release);
+    ++traffic_.steps;
+  }
+  void signal(int slot) { signal(static_cast<Slot>(slot)); }
+
+  void wait(int r, int slot, std::int64_t step) {
+    if (step <= 0) return;
+    const std::atomic<std::uint32_t>& flag = window_->control(r).flags[slot].value;
+    wait_for(flag, started_[slot] + static_cast<std::uint32_t>(step), r, slot);
+  }
+  void wait_all(int slot, std::int64_t step) {
+    for (int r = 0; r < size_; ++r) {
+      if (r != rank_) wait(r, slot, step);
+    }
+  }
+
+  void copy(Place to, Place from, std::int64_t n) {
+    if (n == 0 || to.data == from.data) return;
+    count_traffic(n, to, from);
+    const Target there = target(to);
+    const StorePolicy::Timer timer = store_policy_.time(shared(to), n * element_size_);
+    cpu::copy(there, from.data, n * element_size_);
+  }
+
+  template <class To, class From>
+  void reduce(int n_to, To to, int n_from, From from, std::int64_t n, bool last) {
+    if (n == 0) return;
+    bool any_shared = false;
+    for (int i = 0; i < n_from; ++i) {
+      const Place place = from(i);
+      sources_[i] = place.data;
+      if (place.rank != rank_) traffic_.bytes_in += n * element_size_;
+    }
+    for (int i = 0; i < n_to; ++i) {
+      const Place place = to(i);
+      targets_[i] = target(place);
+      any_shared = any_shared || shared(place);
+      if (place.rank != rank_) traffic_.bytes_out += n * element_size_;
+    }
+    const StorePolicy::Timer timer = store_policy_.time(any_shared, n_to * n * element_size_);
+    cpu::reduce(last ? last_loop_ : loop_, targets_.data(), n_to, sources_.data(), n_from, n,
+                element_size_, size_);
+  }
+
+  // From any thread; the first reason given to a group stays.
+  void abort(Reason reason, int rank);
+  // This rank takes part in no further operation.
+  void leave() { mine().left.store(1, std::memory_order_release); }
+
+  const Traffic& traffic() const { return traffic_; }
+  std::uint32_t sequence() const { return sequence_; }
+  // All ranks' flags must agree after an operation; tests look at it.
+  std::uint32_t signalled(int slot) const { return signalled_[slot]; }
+  std::int64_t slot_bytes() const { return slot_bytes_; }
+
+  // Throws if the group has been aborted.
+  void check_abort() const;
+
+ private:
+  Control& mine() const { return window_->control(rank_); }
+  Announcement& announcement(int r) const {
+    return window_->control(r).announcements[sequence_ & 1u];
+  }
+  void wait_for(const std::atomic<std::uint32_t>& flag, std::uint32_t target, int r, int slot);
+  void wait_long(const std::atomic<std::uint32_t>& flag, std::uint32_t target, int r, int slot);
+  int culprit(int r) const;
+  void check_agreement() const;
+  [[noreturn]] void raise(Reason reason, int rank) const;
+
+  // Read by other ranks next: everything but my own ordinary output.
+  bool shared(Place place) const {
+    return direct_ || place.data < output_ || place.data >= output_end_;
+  }
+  Target target(Place place) const { return {place.data, stream_ && shared(place)}; }
+  void count_traffic(std::int64_t n, Place to, Place from) {
+    if (from.rank != rank_) traffic_.bytes_in += n * element_size_;
+    if (to.rank != rank_) traffic_.bytes_out += n * element_size_;
+  }
+
+  std::shared_ptr<Window> window_;
+  std::shared_ptr<const Liveness> peers_;
+  int rank_;
+  int size_;
+  Clock::duration timeout_;
+  std::int64_t slot_bytes_;
+  std::uint32_t sequence_;
+  std::uint32_t signalled_[kSlots];
+  std::uint32_t started_[kSlots];
+
+  Operation operation_;
+  std::byte* input_ = nullptr;
+  std::byte* output_ = nullptr;
+  std::byte* output_end_ = nullptr;
+  std::int64_t element_size_ = 1;
+  ReduceLoop loop_ = nullptr;
+  ReduceLoop last_loop_ = nullptr;
+  bool direct_ = false;
+  bool stream_ = false;
+  StorePolicy store_policy_;
+  Traffic traffic_;
+
+  std::vector<const void*> sources_;
+  std::vector<Target> targets_;
+  void (*interrupt_)() = nullptr;
+};
+
+}  // namespace pycomm::cpu

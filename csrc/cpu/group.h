@@ -1,0 +1,102 @@
+// One rank's membership in a group: orders its operations, runs them on the caller's thread or on a
+// worker, and refuses work once something has failed.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+#include "core/operation.h"
+#include "cpu/comm.h"
+#include "cpu/window.h"
+
+namespace pycomm::cpu {
+
+// The group is closed, has failed, or belongs to the parent of a forked process.
+class GroupUnusable : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// An operation in flight.
+class Work {
+ public:
+  // Returns whether it has completed within `patience`; throws what the operation threw.
+  bool wait(Clock::duration patience);
+  bool completed() const;
+
+ private:
+  friend class Group;
+  void complete(std::exception_ptr error);
+
+  mutable std::mutex mutex_;
+  std::condition_variable done_;
+  bool completed_ = false;
+  std::exception_ptr error_;
+};
+
+class Group {
+ public:
+  Group(std::shared_ptr<Window> window, std::shared_ptr<const Liveness> peers, int rank, int size,
+        Clock::duration timeout, std::uint32_t first_epoch);
+  ~Group();
+  Group(const Group&) = delete;
+  Group& operator=(const Group&) = delete;
+
+  // Runs an operation after all that were submitted before; blocks. Buffers are raw host memory.
+  void run(Operation operation, const void* input, void* output, void (*interrupt)() = nullptr);
+  // The same on the worker; the buffers must live until the work has completed.
+  std::shared_ptr<Work> submit(Operation operation, const void* input, void* output);
+
+  // Stops this and every other rank of the group: they raise Aborted, naming this rank.
+  void abort() { comm_.abort(Reason::aborted, rank_); }
+  // This rank has failed elsewhere: who needs it raises PeerDied. For ranks that are threads.
+  void leave() { comm_.leave(); }
+  // Waits for submitted work, then takes part in nothing more. Idempotent.
+  void close();
+  bool closed() const { return closed_.load(std::memory_order_acquire); }
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  const Comm& comm() const { return comm_; }
+  const std::shared_ptr<Heap>& heap() const { return heap_; }
+  bool in_window(std::uintptr_t data, std::int64_t bytes) const {
+    return window_->offset_in_heap(rank_, reinterpret_cast<const void*>(data), bytes) != kNotInWindow;
+  }
+
+ private:
+  struct Task {
+    Operation operation;
+    const void* input;
+    void* output;
+    std::shared_ptr<Work> work;
+  };
+
+  void check_usable();
+  void execute(Operation operation, const void* input, void* output, void (*interrupt)());
+  void copy_alone(const Operation& operation, const void* input, void* output);
+  void serve();
+  bool forked() const;
+
+  const int rank_;
+  const int size_;
+  const unsigned forks_;
+  std::shared_ptr<Window> window_;
+  std::shared_ptr<Heap> heap_;
+  Comm comm_;
+  std::mutex running_;  // held while an operation runs
+
+  std::mutex queue_mutex_;
+  std::condition_variable queue_changed_;
+  std::deque<Task> queue_;
+  std::atomic<int> pending_{0};
+  std::atomic<bool> closed_{false};
+  std::atomic<bool> failed_{false};
+  std::string failure_;  // why; written once before failed_
+  std::thread worker_;
+};
+
+}  // namespace pycomm::cpu

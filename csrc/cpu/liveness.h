@@ -1,0 +1,40 @@
+// Which processes the ranks are, and whether they still run.
+//
+// A pidfd becomes readable when its process ends, in whatever way, and cannot be fooled by a reused
+// pid, a zombie or a child that inherited a socket. Ranks that are threads have none.
+#pragma once
+
+#include <poll.h>
+#include <unistd.h>
+
+#include <utility>
+#include <vector>
+
+namespace pycomm::cpu {
+
+class Liveness {
+ public:
+  // Both indexed by rank; owns the pidfds from then on. A pidfd of -1 is not watched.
+  Liveness(std::vector<int> pids, std::vector<int> pidfds)
+      : pids_(std::move(pids)), pidfds_(std::move(pidfds)) {}
+  ~Liveness() {
+    for (const int fd : pidfds_) {
+      if (fd >= 0) close(fd);
+    }
+  }
+  Liveness(const Liveness&) = delete;
+  Liveness& operator=(const Liveness&) = delete;
+
+  int pid(int r) const { return pids_[static_cast<std::size_t>(r)]; }
+
+  bool ended(int r) const {
+    pollfd fd{pidfds_[static_cast<std::size_t>(r)], POLLIN, 0};
+    return fd.fd >= 0 && poll(&fd, 1, 0) > 0;
+  }
+
+ private:
+  std::vector<int> pids_;
+  std::vector<int> pidfds_;
+};
+
+}  // namespace pycomm::cpu

@@ -1,0 +1,145 @@
+#include "cpu/window.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <limits>
+#include <system_error>
+
+#include "core/layout.h"
+
+namespace pycomm::cpu {
+namespace {
+
+constexpr std::int64_t kPage = 4096;
+
+[[noreturn]] void fail(const char* call) {
+  throw std::system_error(errno, std::generic_category(), std::string(call) + PYCOMM_WHERE);
+}
+
+// What the machine can give without killing someone; unlimited where it does not say.
+std::int64_t available_bytes() {
+  std::ifstream meminfo("/proc/meminfo");
+  std::string key, unit;
+  for (std::int64_t kib = 0; meminfo >> key >> kib; std::getline(meminfo, unit)) {
+    if (key == "MemAvailable:") return kib * 1024;
+  }
+  return std::numeric_limits<std::int64_t>::max();
+}
+
+void reserve_file(int fd, std::int64_t offset, std::int64_t bytes) {
+  const std::int64_t available = available_bytes();
+  if (bytes > available) {
+    throw OutOfMemory("the shared window needs " + std::to_string(bytes) + " bytes, the machine has " +
+                      std::to_string(available));
+  }
+  while (fallocate(fd, 0, offset, bytes) != 0) {
+    if (errno == EINTR) continue;
+    if (errno == ENOSPC || errno == ENOMEM) {
+      throw OutOfMemory("no memory for " + std::to_string(bytes) + " bytes of shared window: " +
+                        std::strerror(errno));
+    }
+    fail("fallocate");
+  }
+}
+
+}  // namespace
+
+int Window::create(int ranks, std::int64_t slice_bytes, std::int64_t staging_bytes) {
+  const int fd = memfd_create("pycomm", MFD_CLOEXEC);
+  if (fd < 0) fail("memfd_create");
+  try {
+    if (fchmod(fd, 0600) != 0) fail("fchmod");
+    if (ftruncate(fd, ranks * slice_bytes) != 0) fail("ftruncate");
+    for (int r = 0; r < ranks; ++r) {
+      reserve_file(fd, r * slice_bytes, kControlBytes + staging_bytes);
+    }
+  } catch (...) {
+    close(fd);
+    throw;
+  }
+  return fd;
+}
+
+Window::Window(int fd, int ranks, std::int64_t slice_bytes, std::int64_t staging_bytes)
+    : fd_(fd), ranks_(ranks), slice_bytes_(slice_bytes), half_bytes_(staging_bytes / 2) {
+  void* base = mmap(nullptr, static_cast<std::size_t>(ranks * slice_bytes), PROT_READ | PROT_WRITE,
+                    MAP_SHARED | MAP_NORESERVE, fd, 0);
+  if (base == MAP_FAILED) {
+    const int error = errno;
+    close(fd_);
+    errno = error;
+    fail("mmap");
+  }
+  base_ = static_cast<std::byte*>(base);
+#if defined(MADV_POPULATE_WRITE)
+  // Only a head start: older kernels fault the pages in at first use.
+  for (int r = 0; r < ranks; ++r) {
+    (void)madvise(slice(r), static_cast<std::size_t>(heap_begin()), MADV_POPULATE_WRITE);
+  }
+#endif
+}
+
+Window::~Window() {
+  munmap(base_, static_cast<std::size_t>(ranks_ * slice_bytes_));
+  close(fd_);
+}
+
+void Window::reserve(int r, std::int64_t offset, std::int64_t bytes) {
+  reserve_file(fd_, r * slice_bytes_ + offset, bytes);
+}
+
+void Window::release(int r, std::int64_t offset, std::int64_t bytes) {
+  (void)fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, r * slice_bytes_ + offset, bytes);
+}
+
+Heap::Heap(std::shared_ptr<Window> window, int rank) : window_(std::move(window)), rank_(rank) {
+  const std::int64_t begin = round_up(window_->heap_begin(), kPage);
+  free_[begin] = window_->slice_bytes() - begin;
+}
+
+std::byte* Heap::allocate(std::int64_t bytes) {
+  PYCOMM_CHECK(bytes >= 0, "bytes must not be negative, got " + std::to_string(bytes));
+  const std::int64_t size = round_up(bytes > 0 ? bytes : 1, kPage);
+  const std::lock_guard lock(mutex_);
+  for (auto range = free_.begin(); range != free_.end(); ++range) {
+    const auto [offset, room] = *range;
+    if (room < size) continue;
+    window_->reserve(rank_, offset, size);
+    free_.erase(range);
+    if (room > size) free_[offset + size] = room - size;
+    used_[offset] = size;
+    return window_->slice(rank_) + offset;
+  }
+  throw OutOfMemory("the window's heap has no " + std::to_string(bytes) + " bytes left");
+}
+
+void Heap::free(std::byte* data) {
+  const std::lock_guard lock(mutex_);
+  const auto used = used_.find(data - window_->slice(rank_));
+  PYCOMM_CHECK(used != used_.end(), "not an allocation of this heap");
+  auto [offset, size] = *used;
+  used_.erase(used);
+  window_->release(rank_, offset, size);
+  // Joins its neighbours.
+  auto next = free_.lower_bound(offset);
+  if (next != free_.end() && next->first == offset + size) {
+    size += next->second;
+    next = free_.erase(next);
+  }
+  if (next != free_.begin()) {
+    const auto before = std::prev(next);
+    if (before->first + before->second == offset) {
+      before->second += size;
+      return;
+    }
+  }
+  free_[offset] = size;
+}
+
+}  // namespace pycomm::cpu

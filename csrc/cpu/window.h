@@ -1,0 +1,103 @@
+// The memory that the ranks of one machine share: one anonymous file with a slice per rank.
+//
+//   slice of rank r:  | control page | staging, even operations | staging, odd operations | heap ... |
+//
+// The file has no name, so it is gone with the last process that maps it. It is as large as could ever
+// be needed, but only what has been reserved takes memory: control and staging when it is made, heap
+// when a tensor is allocated, so that a lack of memory is an exception there and no SIGBUS later.
+#pragma once
+
+#include <atomic>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <new>
+
+#include "common.h"
+#include "core/operation.h"
+#include "core/signal.h"
+
+namespace pycomm::cpu {
+
+// What a rank tells the others. All of it is zero at first.
+struct Control {
+  // 128 bytes, because processors fetch lines in pairs.
+  struct alignas(128) Flag {
+    std::atomic<std::uint32_t> value;
+  };
+  Announcement announcements[2];
+  Flag flags[kSlots];
+  alignas(128) std::atomic<std::uint64_t> waiting;  // for whom and what, while a wait is long
+  alignas(128) std::atomic<std::uint32_t> left;     // no operation will follow
+  alignas(128) std::atomic<std::uint64_t> abort;    // rank 0's serves the whole group
+};
+
+inline constexpr std::int64_t kControlBytes = 4096;
+static_assert(sizeof(Control) <= kControlBytes);
+static_assert(std::atomic<std::uint32_t>::is_always_lock_free &&
+              std::atomic<std::uint64_t>::is_always_lock_free);
+
+class OutOfMemory : public std::bad_alloc {
+ public:
+  explicit OutOfMemory(std::string message) : message_(std::move(message)) {}
+  const char* what() const noexcept override { return message_.c_str(); }
+
+ private:
+  std::string message_;
+};
+
+class Window {
+ public:
+  // A new shared file for `ranks` ranks; returns its descriptor. `staging_bytes` is per rank.
+  static int create(int ranks, std::int64_t slice_bytes, std::int64_t staging_bytes);
+
+  // Maps the file; owns `fd` from then on.
+  Window(int fd, int ranks, std::int64_t slice_bytes, std::int64_t staging_bytes);
+  ~Window();
+  Window(const Window&) = delete;
+  Window& operator=(const Window&) = delete;
+
+  Control& control(int r) const { return *reinterpret_cast<Control*>(slice(r)); }
+  std::byte* slice(int r) const { return base_ + r * slice_bytes_; }
+  // Staging of rank r for operations of this parity.
+  std::byte* staging(int r, std::uint32_t parity) const {
+    return slice(r) + kControlBytes + (parity & 1u) * half_bytes_;
+  }
+  std::int64_t half_bytes() const { return half_bytes_; }
+  std::int64_t slice_bytes() const { return slice_bytes_; }
+  std::int64_t heap_begin() const { return kControlBytes + 2 * half_bytes_; }
+
+  // Takes memory for a range of rank r's slice, or gives it back.
+  void reserve(int r, std::int64_t offset, std::int64_t bytes);
+  void release(int r, std::int64_t offset, std::int64_t bytes);
+
+  // Where in rank r's heap a tensor lies, or kNotInWindow.
+  std::int64_t offset_in_heap(int r, const void* data, std::int64_t bytes) const {
+    const std::int64_t offset = static_cast<const std::byte*>(data) - slice(r);
+    return offset >= heap_begin() && offset + bytes <= slice_bytes_ ? offset : kNotInWindow;
+  }
+
+ private:
+  int fd_;
+  int ranks_;
+  std::int64_t slice_bytes_;
+  std::int64_t half_bytes_;
+  std::byte* base_ = nullptr;
+};
+
+// One rank's heap: first fit over free ranges.
+class Heap {
+ public:
+  Heap(std::shared_ptr<Window> window, int rank);
+  std::byte* allocate(std::int64_t bytes);
+  void free(std::byte* data);
+
+ private:
+  std::shared_ptr<Window> window_;
+  int rank_;
+  std::mutex mutex_;
+  std::map<std::int64_t, std::int64_t> free_;  // offset -> bytes
+  std::map<std::int64_t, std::int64_t> used_;
+};
+
+}  // namespace pycomm::cpu

@@ -1,0 +1,126 @@
+"""What an all-reduce will do: algorithm, steps and bytes, in closed form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from pycomm import _C
+from pycomm._dtypes import ALGORITHMS, check_choice
+
+LINE = 64
+PIECE = 64 << 10  # of the pipelined algorithms
+STAGING_SLOTS = 4
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One rank's part in an all-reduce.
+
+    Attributes:
+        algorithm: what runs.
+        why: what chose it.
+        device: ``"cpu"`` or ``"cuda"``.
+        path: ``"staged"`` through the shared window, or ``"window"`` where the tensors lie in it, or
+            ``"alone"`` in a world of one.
+        steps: signals that this rank gives the others.
+        bytes_in: bytes that it reads from other ranks' memory.
+        bytes_out: bytes that it writes to other ranks' memory.
+    """
+
+    algorithm: str
+    why: str
+    device: str
+    path: str
+    steps: int
+    bytes_in: int
+    bytes_out: int
+
+
+def part_of(count: int, parts: int, index: int, unit: int) -> tuple[int, int]:
+    """Begin and length of part `index` of `count` elements, cut at multiples of `unit`."""
+    base, longer = divmod(-(-count // unit), parts)
+    begin = min((index * base + min(index, longer)) * unit, count)
+    end = min(((index + 1) * base + min(index + 1, longer)) * unit, count)
+    return begin, end - begin
+
+
+def tiles_of(count: int, size: int) -> list[int]:
+    """Lengths of the tiles of `count` elements."""
+    return [min(size, count - begin) for begin in range(0, count, size)] if size else []
+
+
+def select(nbytes: int, size: int, device: str = "cpu") -> str:
+    """What ``algorithm="auto"`` picks."""
+    number = _C.select_algorithm(nbytes, size, {"cpu": 0, "cuda": 1}[device])
+    return next(name for name, value in ALGORITHMS.items() if value == number)
+
+
+def make_plan(
+    *,
+    nbytes: int,
+    dtype: torch.dtype,
+    rank: int,
+    size: int,
+    algorithm: str,
+    in_window: bool,
+    slot_bytes: int,
+) -> Plan:
+    """The plan of one rank; see :meth:`pycomm.Group.explain`."""
+    check_choice("algorithm", algorithm, ALGORITHMS)
+    if nbytes < 0 or nbytes % dtype.itemsize:
+        raise ValueError(
+            f"nbytes must be a multiple of {dtype.itemsize}, the size of {dtype}, got {nbytes}"
+        )
+    chosen = select(nbytes, size) if algorithm == "auto" else algorithm
+    why = "named by the caller"
+    if algorithm == "auto":
+        why = f"measured best for {nbytes} bytes among {size} ranks on cpu"
+    if size == 1:
+        return Plan(chosen, "a world of one", "cpu", "alone", 0, 0, 0)
+    direct = in_window and chosen != "one_shot"
+    counting = {"one_shot": _one_shot, "two_shot": _two_shot, "ring": _ring, "tree": _tree}[chosen]
+    steps, elements_in, elements_out = counting(
+        nbytes // dtype.itemsize, rank, size, direct, slot_bytes // dtype.itemsize, dtype.itemsize
+    )
+    path = "window" if direct else "staged"
+    item = dtype.itemsize
+    return Plan(chosen, why, "cpu", path, steps, elements_in * item, elements_out * item)
+
+
+Counts = tuple[int, int, int]
+
+
+def _one_shot(count: int, rank: int, size: int, direct: bool, slot: int, item: int) -> Counts:  # noqa: ARG001
+    return max(len(tiles_of(count, slot)) - 1, 0), (size - 1) * count, 0
+
+
+def _two_shot(count: int, rank: int, size: int, direct: bool, slot: int, item: int) -> Counts:
+    tiles = tiles_of(count, count if direct else slot)
+    owned = sum(part_of(tile, size, rank, LINE // item)[1] for tile in tiles)
+    if direct:
+        return len(tiles), (size - 1) * owned, (size - 1) * owned
+    return 2 * len(tiles), (size - 1) * owned + count - owned, 0
+
+
+def _ring(count: int, rank: int, size: int, direct: bool, slot: int, item: int) -> Counts:
+    steps = read = 0
+    for tile in tiles_of(count, count if direct else slot):
+        chunks = [part_of(tile, size, c, LINE // item)[1] for c in range(size)]
+        steps += (2 * size - 1) * len(tiles_of(chunks[0], PIECE // item))
+        # Every chunk comes by twice, but for the one this rank starts and the one after the owned one.
+        read += 2 * tile - chunks[rank] - chunks[(rank + 2) % size]
+    return steps, read, 0
+
+
+def _tree(count: int, rank: int, size: int, direct: bool, slot: int, item: int) -> Counts:
+    line = LINE // item
+    piece = PIECE // item if direct else min(PIECE // item, slot // 2 // line * line)
+    steps = read = 0
+    for index in range(2):
+        _, half = part_of(count, 2, index, line)
+        parent, left, right = _C.tree_node(index, rank, size)
+        steps += 2 * len(tiles_of(half, piece))
+        read += half * sum(neighbour >= 0 for neighbour in (parent, left, right))
+    return steps, read, 0

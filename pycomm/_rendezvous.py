@@ -1,0 +1,162 @@
+"""How the processes of a group find each other and come to share memory.
+
+The group's torch.distributed Store carries one address and the ranks' identities. Rank 0 makes the
+window, an anonymous file, and hands its descriptor to each peer over an abstract Unix socket, so that
+nothing ever has a name in a file system. Who connects must run as the same user and know the secret
+that only the Store's users can read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pycomm.errors import Timeout
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+_NAMESPACES = ("net", "pid", "ipc")
+
+
+class Deadline:
+    """Seconds that a rendezvous may still take."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    def left(self) -> float:
+        """Seconds left, never less than a millisecond (zero would mean "do not wait at all")."""
+        return max(self._end - time.monotonic(), 1e-3)
+
+    @contextlib.contextmanager
+    def guarding(self, what: str) -> Iterator[None]:
+        """Turns the transports' own ways of running out of time into pycomm.Timeout."""
+        try:
+            yield
+        except Exception as error:
+            late = isinstance(error, TimeoutError) or time.monotonic() >= self._end
+            if late or "timeout" in str(error).lower():
+                raise Timeout(
+                    f"rendezvous: {what} did not happen within {self._seconds} s",
+                    operation="rendezvous",
+                ) from error
+            raise
+
+
+@dataclass(frozen=True)
+class Membership:
+    """What a rank knows after the rendezvous; both lists are indexed by rank."""
+
+    window_fd: int
+    pids: list[int]
+    pidfds: list[int]
+
+
+def machine_identity() -> str:
+    """Equal for two processes only if they can share memory and watch each other."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return " ".join([boot, *(str(Path(f"/proc/self/ns/{n}").readlink()) for n in _NAMESPACES)])
+
+
+def _exchange(store: Store, key: str, mine: str, rank: int, size: int, deadline: Deadline) -> list[str]:
+    """All ranks' strings, in rank order."""
+    store.set(f"{key}/{rank}", mine)
+    values = []
+    for r in range(size):
+        with deadline.guarding(f"rank {r} joining"):
+            store.wait([f"{key}/{r}"], timedelta(seconds=deadline.left()))
+            values.append(store.get(f"{key}/{r}").decode())
+    return values
+
+
+def _peer_uid(connection: socket.socket) -> int:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", credentials)[1])
+
+
+def _hand_out(listener: socket.socket, fd: int, secret: bytes, peers: int, deadline: Deadline) -> None:
+    """Gives the descriptor to `peers` peers, and nothing to anyone else who connects."""
+    while peers > 0:
+        with deadline.guarding("every rank taking the window"):
+            listener.settimeout(deadline.left())
+            connection, _ = listener.accept()
+            with connection:
+                connection.settimeout(deadline.left())
+                if _peer_uid(connection) != os.getuid() or connection.recv(64) != secret:
+                    continue
+                socket.send_fds(connection, [b"w"], [fd])
+                peers -= 1
+
+
+def _take(address: str, secret: bytes, deadline: Deadline) -> int:
+    with (
+        deadline.guarding("rank 0 handing out the window"),
+        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection,
+    ):
+        connection.settimeout(deadline.left())
+        connection.connect(f"\0{address}")
+        connection.send(secret)
+        _, fds, _, _ = socket.recv_fds(connection, 1, 1)
+        if not fds:
+            raise ConnectionError("rank 0 closed the connection without handing out the window")
+        os.set_inheritable(fds[0], False)
+        return fds[0]
+
+
+def join(
+    store: Store, rank: int, size: int, make_window: object, timeout: float
+) -> Membership:
+    """Meets the other ranks over `store`.
+
+    Args:
+        store: the process group's own Store, under a prefix that only this group uses.
+        rank: this process.
+        size: how many processes.
+        make_window: called on rank 0 only; returns the descriptor of a new window.
+        timeout: seconds for the whole of it.
+
+    Raises:
+        pycomm.Timeout: a rank did not come in time.
+        ValueError: the ranks do not share one machine.
+    """
+    assert callable(make_window)
+    deadline = Deadline(timeout)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with listener:
+        address, secret = f"pycomm-{secrets.token_hex(16)}", secrets.token_hex(16)
+        if rank == 0:
+            listener.bind(f"\0{address}")
+            listener.listen(size)
+        mine = {"pid": os.getpid(), "machine": machine_identity()}
+        if rank == 0:
+            mine |= {"address": address, "secret": secret}
+        everyone = [
+            json.loads(text)
+            for text in _exchange(store, "member", json.dumps(mine), rank, size, deadline)
+        ]
+        apart = [r for r in range(size) if everyone[r]["machine"] != everyone[0]["machine"]]
+        if apart:
+            raise ValueError(
+                f"group must lie on one machine (same boot and network, pid and ipc namespaces); "
+                f"ranks {apart} share none with rank 0"
+            )
+        pids = [int(member["pid"]) for member in everyone]
+        pidfds = [os.pidfd_open(pid) if r != rank else -1 for r, pid in enumerate(pids)]
+        if rank == 0:
+            window_fd = make_window()
+            _hand_out(listener, window_fd, secret.encode(), size - 1, deadline)
+        else:
+            window_fd = _take(everyone[0]["address"], everyone[0]["secret"].encode(), deadline)
+    return Membership(window_fd, pids, pidfds)

@@ -1,0 +1,309 @@
+"""The collectives. Argument order and names follow torch.distributed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pycomm._dtypes import ALGORITHMS, COLLECTIVES, OPS, check_choice, check_dtype
+from pycomm.group import default_group
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pycomm import _C
+    from pycomm.group import Group
+
+# Seconds between two looks at pending signals while Python waits for a worker.
+_PATIENCE = 0.05
+
+
+class Work:
+    """An operation under way, as returned with ``async_op=True``; keeps its tensors alive."""
+
+    def __init__(
+        self, core: _C.Work | None, tensors: tuple[torch.Tensor, ...], finish: Callable[[], None]
+    ) -> None:
+        self._core = core
+        self._tensors = tensors
+        self._finish: Callable[[], None] | None = finish
+
+    def wait(self) -> None:
+        """Blocks until the result is there; raises what went wrong."""
+        if self._core is not None:
+            while not self._core.wait(_PATIENCE):
+                pass
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
+
+    def is_completed(self) -> bool:
+        """Whether :meth:`wait` would return at once."""
+        return self._core is None or self._core.completed()
+
+    def __del__(self) -> None:
+        # The worker still uses the tensors' memory: it must not be freed under it.
+        if self._core is not None and not self._core.completed():
+            _Orphans.adopt(self._core, self._tensors)
+
+
+class _Orphans:
+    """Works that nobody holds any more; let go once they have completed."""
+
+    held: list[tuple[Any, tuple[torch.Tensor, ...]]] = []
+
+    @classmethod
+    def adopt(cls, core: _C.Work, tensors: tuple[torch.Tensor, ...]) -> None:
+        cls.held = [(c, t) for c, t in cls.held if not c.completed()]
+        cls.held.append((core, tensors))
+
+
+def all_reduce(
+    tensor: torch.Tensor,
+    op: str = "sum",
+    *,
+    out: torch.Tensor | None = None,
+    algorithm: str = "auto",
+    deterministic: bool = False,
+    group: Group | None = None,
+    async_op: bool = False,
+) -> Any:
+    """Reduces a tensor over all ranks of a group; every rank gets the same bits.
+
+    Args:
+        tensor: any shape and strides, on the CPU; float64, float32, float16, bfloat16, int64, int32 or
+            uint8. Overwritten unless `out` is given. 16-bit floats accumulate in fp32; integers wrap.
+        op: ``"sum"``, ``"avg"`` (integers truncate), ``"min"``, ``"max"`` (NaN wins) or ``"prod"``.
+        out: takes the result; like `tensor` in shape and dtype, and disjoint from it.
+        algorithm: ``"auto"``, ``"one_shot"``, ``"two_shot"``, ``"ring"`` or ``"tree"``
+            (docs/algorithms.md). The shot algorithms add in rank order and round once.
+        deterministic: insist on that order, whatever the size.
+        group: by default the first group made, or one on torch.distributed's default group.
+        async_op: return a :class:`Work` at once; operations still run in the order of the calls.
+
+    Returns:
+        The tensor with the result, or a :class:`Work`.
+
+    Raises:
+        ValueError, TypeError: an argument is not as described.
+        pycomm.PeerDied, pycomm.Timeout, pycomm.Mismatch, pycomm.Aborted: see :mod:`pycomm.errors`.
+        pycomm.GroupUnusable: the group is closed, has failed, or was inherited by a fork.
+    """
+    if group is None:
+        group = default_group()
+    if op not in OPS or algorithm not in ALGORITHMS:
+        check_choice("op", op, OPS)
+        check_choice("algorithm", algorithm, ALGORITHMS)
+    if deterministic and algorithm in ("ring", "tree"):
+        raise ValueError(
+            f"algorithm must be auto, one_shot or two_shot with deterministic=True, got {algorithm!r}"
+        )
+    if (
+        out is None
+        and not async_op
+        and group._core.all_reduce(tensor, OPS[op], ALGORITHMS[algorithm])
+    ):
+        return tensor
+    check_tensor("tensor", tensor)
+    result = tensor
+    if out is not None:
+        check_tensor("out", out)
+        _check_like("out", out, "tensor", tensor)
+        _check_disjoint("out", out, "tensor", tensor)
+        result = out
+    return _launch(
+        group, "all_reduce", tensor, result, tensor.numel(), op, algorithm=algorithm, async_op=async_op
+    )
+
+
+def reduce_scatter(
+    output: torch.Tensor,
+    input: torch.Tensor,  # noqa: A002 - torch.distributed's name
+    op: str = "sum",
+    *,
+    group: Group | None = None,
+    async_op: bool = False,
+) -> Any:
+    """Reduces `input`, a block per rank, and leaves rank r's block in its `output`.
+
+    Args:
+        output: takes this rank's block; disjoint from `input`.
+        input: group size times as many elements; block r goes to rank r.
+        op: as in :func:`all_reduce`; adds in rank order and rounds once.
+        group: as in :func:`all_reduce`.
+        async_op: as in :func:`all_reduce`.
+
+    Returns:
+        `output`, or a :class:`Work`. Raises as :func:`all_reduce` does.
+    """
+    group = group if group is not None else default_group()
+    check_choice("op", op, OPS)
+    check_tensor("output", output)
+    check_tensor("input", input)
+    _check_blocks("input", input, "output", output, group.size)
+    _check_disjoint("output", output, "input", input)
+    return _launch(group, "reduce_scatter", input, output, output.numel(), op, async_op=async_op)
+
+
+def all_gather(
+    output: torch.Tensor,
+    input: torch.Tensor,  # noqa: A002 - torch.distributed's name
+    *,
+    group: Group | None = None,
+    async_op: bool = False,
+) -> Any:
+    """Collects every rank's `input`, in rank order, in everyone's `output`.
+
+    Args:
+        output: group size times as many elements as `input`; disjoint from it.
+        input: this rank's block.
+        group: as in :func:`all_reduce`.
+        async_op: as in :func:`all_reduce`.
+
+    Returns:
+        `output`, or a :class:`Work`. Raises as :func:`all_reduce` does.
+    """
+    group = group if group is not None else default_group()
+    check_tensor("output", output)
+    check_tensor("input", input)
+    _check_blocks("output", output, "input", input, group.size)
+    _check_disjoint("output", output, "input", input)
+    return _launch(group, "all_gather", input, output, input.numel(), async_op=async_op)
+
+
+def broadcast(
+    tensor: torch.Tensor, src: int = 0, *, group: Group | None = None, async_op: bool = False
+) -> Any:
+    """Copies rank `src`'s tensor into everyone's.
+
+    Args:
+        tensor: read on rank `src`, overwritten elsewhere.
+        src: a rank of the group.
+        group: as in :func:`all_reduce`.
+        async_op: as in :func:`all_reduce`.
+
+    Returns:
+        `tensor`, or a :class:`Work`. Raises as :func:`all_reduce` does.
+    """
+    group = group if group is not None else default_group()
+    check_tensor("tensor", tensor)
+    if not 0 <= src < group.size:
+        raise ValueError(f"src must be a rank from 0 to {group.size - 1}, got {src}")
+    return _launch(
+        group, "broadcast", tensor, tensor, tensor.numel(), root=src, async_op=async_op
+    )
+
+
+def barrier(*, group: Group | None = None, async_op: bool = False) -> Work | None:
+    """Returns when every rank of the group has called it. Raises as :func:`all_reduce` does."""
+    group = group if group is not None else default_group()
+    arguments = (COLLECTIVES["barrier"], ALGORITHMS["one_shot"], 0, 0, 0, 0, 0, 0)
+    if async_op:
+        return Work(group._core.submit(*arguments), (), lambda: None)
+    group._core.run(*arguments)
+    return None
+
+
+def _launch(
+    group: Group,
+    collective: str,
+    source: torch.Tensor,
+    result: torch.Tensor,
+    count: int,
+    op: str = "sum",
+    *,
+    algorithm: str = "two_shot",
+    root: int = 0,
+    async_op: bool,
+) -> Any:
+    """Runs or submits an operation on contiguous stand-ins of the tensors."""
+    dense_source = source.detach().contiguous()
+    dense_result = dense_source if result is source else result.detach()
+    if not dense_result.is_contiguous():
+        dense_result = torch.empty(result.shape, dtype=result.dtype, device=result.device)
+    arguments = (
+        COLLECTIVES[collective],
+        ALGORITHMS[algorithm],
+        check_dtype("tensor", source.dtype),
+        OPS[op],
+        root,
+        count,
+        dense_source.data_ptr(),
+        dense_result.data_ptr(),
+    )
+
+    def finish() -> None:
+        if dense_result.data_ptr() != result.data_ptr():
+            result.detach().copy_(dense_result)
+
+    if async_op:
+        work = group._core.submit(*arguments)
+        return Work(work, (dense_source, dense_result, result), finish)
+    group._core.run(*arguments)
+    finish()
+    return result
+
+
+def check_tensor(argument: str, tensor: torch.Tensor) -> None:
+    """Refuses what no collective takes."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{argument} must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{argument} must be dense, got layout {tensor.layout}")
+    if tensor.device.type != "cpu":
+        raise ValueError(f"{argument} must lie on the CPU, got device {tensor.device}")
+    check_dtype(argument, tensor.dtype)
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{argument} must not require grad: collectives are not differentiable; "
+            f"pass {argument}.detach(), or call under torch.no_grad()"
+        )
+    if tensor.is_conj() or tensor.is_neg():
+        raise ValueError(f"{argument} must be materialised: call resolve_conj() and resolve_neg()")
+
+
+def _check_same_kind(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+    if tensor.dtype != other.dtype:
+        raise ValueError(f"{name} must have {other_name}'s dtype {other.dtype}, got {tensor.dtype}")
+    if tensor.device != other.device:
+        raise ValueError(
+            f"{name} must lie on {other_name}'s device {other.device}, got {tensor.device}"
+        )
+
+
+def _check_like(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+    _check_same_kind(name, tensor, other_name, other)
+    if tensor.shape != other.shape:
+        raise ValueError(
+            f"{name} must have {other_name}'s shape {tuple(other.shape)}, got {tuple(tensor.shape)}"
+        )
+
+
+def _check_blocks(
+    name: str, tensor: torch.Tensor, block_name: str, block: torch.Tensor, size: int
+) -> None:
+    _check_same_kind(name, tensor, block_name, block)
+    if tensor.numel() != block.numel() * size:
+        raise ValueError(
+            f"{name} must have {size} (the group's size) times as many elements as {block_name}, "
+            f"{block.numel() * size}, got {tensor.numel()}"
+        )
+
+
+def _check_disjoint(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+    """Whether two tensors' spans of memory meet, or are the same dense tensor."""
+    if tensor.numel() == 0 or other.numel() == 0:
+        return
+    if tensor.data_ptr() == other.data_ptr() and tensor.is_contiguous() and other.is_contiguous():
+        if tensor.numel() == other.numel():
+            return  # in place
+    (a, a_end), (b, b_end) = _span(tensor), _span(other)
+    if a < b_end and b < a_end:
+        raise ValueError(f"{name} must not overlap {other_name} in memory")
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = tensor.data_ptr()
+    return begin, begin + (last + 1) * tensor.element_size()

@@ -1,0 +1,57 @@
+"""What can go wrong in a group, as exceptions."""
+
+from __future__ import annotations
+
+
+class PycommError(RuntimeError):
+    """Base of pycomm's own errors. Bad arguments raise ValueError or TypeError instead."""
+
+
+class CollectiveError(PycommError):
+    """An operation failed on every rank of its group; the group is of no further use.
+
+    Attributes:
+        rank: the rank to blame, within the group. All ranks name the same one.
+        pid: that rank's process.
+        operation: the collective this rank was in, such as ``"all_reduce"``.
+        sequence: its number in the group, counted from 1.
+    """
+
+    def __init__(
+        self, message: str, *, rank: int = -1, pid: int = -1, operation: str = "", sequence: int = 0
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.pid = pid
+        self.operation = operation
+        self.sequence = sequence
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Survives pickling, so that it can cross from a worker process to its parent."""
+        return (_rebuild, (type(self), str(self), self.__dict__))
+
+
+def _rebuild(kind: type[CollectiveError], message: str, state: dict[str, int]) -> CollectiveError:
+    error = kind(message)
+    error.__dict__.update(state)
+    return error
+
+
+class PeerDied(CollectiveError):
+    """A rank's process ended, or it closed the group, before it had done what others need."""
+
+
+class Timeout(CollectiveError):
+    """A rank did not answer within the group's timeout."""
+
+
+class Mismatch(CollectiveError):
+    """Ranks called different operations, or one with different counts, dtypes or options."""
+
+
+class Aborted(CollectiveError):
+    """A rank called ``abort()``, or was interrupted in the middle of an operation."""
+
+
+class GroupUnusable(PycommError):
+    """The group is closed, has failed, or belongs to the parent of this forked process."""

@@ -1,0 +1,303 @@
+"""Groups: who reduces with whom, in which shared memory."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from pycomm import _C
+from pycomm._dtypes import DTYPES, check_dtype
+from pycomm._plan import Plan, make_plan
+from pycomm._rendezvous import join
+from pycomm.errors import GroupUnusable
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+DEFAULT_TIMEOUT = 300.0
+DEFAULT_STAGING_BYTES = 2 << 20
+
+_names = itertools.count()
+
+
+def slice_bytes() -> int:
+    """Address space of one rank's slice of a window: as much as the machine has memory."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return -(-memory // (1 << 30)) << 30
+
+
+class Group:
+    """One rank's membership in a group of ranks on one machine.
+
+    Made by :func:`init` or :class:`LocalWorld`. Operations on a group run in the order in which they
+    were called, whichever thread calls; all ranks must call the same ones in the same order.
+
+    Attributes:
+        rank: this rank, from 0.
+        size: how many ranks.
+        timeout: seconds that a rank may leave the others waiting.
+        name: what ``torch.ops.pycomm`` calls the group.
+    """
+
+    def __init__(
+        self,
+        window: _C.Window,
+        pids: list[int],
+        pidfds: list[int],
+        rank: int,
+        size: int,
+        timeout: float,
+        first_epoch: int = 0,
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self.timeout = timeout
+        self.name = f"pycomm:{next(_names)}"
+        self._core = _C.Group(window, pids, pidfds, rank, size, timeout, first_epoch)
+        _C.register_group(self.name, self._core)
+
+    def empty(self, *size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """An uninitialised CPU tensor in the shared window; collectives on it need no staging copy.
+
+        The saving takes effect when the tensors of all ranks lie in their windows. The memory is the
+        tensor's own and goes back when the tensor does.
+
+        Args:
+            size: the shape, as for :func:`torch.empty`.
+            dtype: one of the supported dtypes.
+
+        Raises:
+            MemoryError: the machine lacks the memory.
+        """
+        check_dtype("dtype", dtype)
+        self._check_open()
+        shape = torch.Size(size)
+        count = shape.numel()
+        if count == 0:
+            return torch.empty(shape, dtype=dtype)
+        allocation = self._core.allocate(count * dtype.itemsize)
+        return torch.frombuffer(allocation, dtype=dtype, count=count).view(shape)
+
+    def explain(
+        self,
+        nbytes: int,
+        dtype: torch.dtype = torch.float32,
+        *,
+        algorithm: str = "auto",
+        in_window: bool = False,
+    ) -> Plan:
+        """What an all-reduce of `nbytes` bytes would do here, and why; the same on every rank."""
+        check_dtype("dtype", dtype)
+        return make_plan(
+            nbytes=nbytes,
+            dtype=dtype,
+            rank=self.rank,
+            size=self.size,
+            algorithm=algorithm,
+            in_window=in_window,
+            slot_bytes=self._core.slot_bytes,
+        )
+
+    def traffic(self) -> tuple[int, int, int]:
+        """Of this rank's last operation: signals given, bytes read from and written to other ranks."""
+        return self._core.traffic
+
+    def abort(self) -> None:
+        """Makes every rank that is in an operation, or enters one, raise :class:`pycomm.Aborted`.
+
+        From any thread; the group is of no further use.
+        """
+        self._core.abort()
+
+    def close(self) -> None:
+        """Finishes what was started, then leaves the group. Idempotent; waits for no other rank."""
+        self._core.close()
+
+    def _check_open(self) -> None:
+        if self._core.closed:
+            raise GroupUnusable("group is closed")
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"pycomm.Group({self.name!r}, rank={self.rank}, size={self.size})"
+
+
+_default: Group | None = None
+_default_lock = threading.Lock()
+_made = 0
+
+
+def init(
+    group: dist.ProcessGroup | None = None,
+    timeout: float = DEFAULT_TIMEOUT,
+    *,
+    staging_bytes: int = DEFAULT_STAGING_BYTES,
+) -> Group:
+    """Makes a group of the processes of a torch.distributed group; a collective call.
+
+    The first group made becomes the default of every operation. Where torch.distributed is not set up
+    yet, it is, from torchrun's environment, with Gloo.
+
+    Args:
+        group: a torch.distributed process group; by default the default one. Its Store serves as the
+            rendezvous.
+        timeout: seconds that a rank may leave the others waiting, here and in every operation.
+        staging_bytes: shared memory per rank for tensors that do not lie in the window.
+
+    Raises:
+        ValueError: the ranks do not share one machine, or this process is not in `group`.
+        pycomm.Timeout: a rank did not come in time.
+    """
+    global _default, _made
+    if timeout <= 0:
+        raise ValueError(f"timeout must be positive, got {timeout}")
+    if not dist.is_initialized():
+        if "MASTER_ADDR" not in os.environ:
+            raise ValueError(
+                "torch.distributed is not set up, and torchrun's environment is absent: start with "
+                "torchrun, call torch.distributed.init_process_group, or use pycomm.LocalWorld"
+            )
+        dist.init_process_group("gloo")
+    process_group = group if group is not None else dist.group.WORLD
+    rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
+    if rank < 0:
+        raise ValueError("group must contain this process")
+    store = dist.PrefixStore(_store_prefix(process_group), _store_of(process_group))
+    members = join(
+        store, rank, size, lambda: _C.create_window(size, slice_bytes(), staging_bytes), timeout
+    )
+    window = _C.Window(members.window_fd, size, slice_bytes(), staging_bytes)
+    made = Group(window, members.pids, members.pidfds, rank, size, timeout)
+    with _default_lock:
+        if _default is None:
+            _default = made
+    return made
+
+
+def _store_of(process_group: Any) -> dist.Store:
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_process_group_store(process_group)
+
+
+_groups_made: dict[str, int] = {}
+
+
+def _store_prefix(process_group: Any) -> str:
+    """Unique to this process group and to how many pycomm groups it has made so far."""
+    name = process_group.group_name
+    number = _groups_made.get(name, 0)
+    _groups_made[name] = number + 1
+    return f"pycomm/{name}/{number}"
+
+
+def default_group() -> Group:
+    """The default group; made on first use, on torch.distributed's default group."""
+    return _default if _default is not None else init()
+
+
+def set_default_group(group: Group | None) -> None:
+    """Replaces the default group; None makes the next use make a new one."""
+    global _default
+    _default = group
+
+
+class LocalWorld:
+    """A group whose ranks are threads of this process.
+
+    .. code-block:: python
+
+        with pycomm.LocalWorld(4) as world:
+            sums = world.run(lambda group: pycomm.all_reduce(torch.ones(8), group=group))
+
+    Args:
+        size: how many ranks.
+        timeout: seconds that a rank may leave the others waiting.
+        staging_bytes: shared memory per rank for tensors that do not lie in the window.
+
+    Attributes:
+        groups: one :class:`Group` per rank, for callers with threads of their own.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        timeout: float = DEFAULT_TIMEOUT,
+        *,
+        staging_bytes: int = DEFAULT_STAGING_BYTES,
+        first_epoch: int = 0,
+    ) -> None:
+        if size < 1:
+            raise ValueError(f"size must be at least 1, got {size}")
+        if timeout <= 0:
+            raise ValueError(f"timeout must be positive, got {timeout}")
+        fd = _C.create_window(size, slice_bytes(), staging_bytes)
+        window = _C.Window(fd, size, slice_bytes(), staging_bytes)
+        pids = [os.getpid()] * size
+        self.groups = [
+            Group(window, pids, [-1] * size, rank, size, timeout, first_epoch)
+            for rank in range(size)
+        ]
+
+    def run(self, function: Any, *args: Any) -> list[Any]:
+        """Calls ``function(group, *args)`` on a thread per rank; returns the results in rank order.
+
+        When a rank raises, the others raise :class:`pycomm.PeerDied` where they need it, and the
+        first rank's own exception comes out of here.
+        """
+        size = len(self.groups)
+        results: list[Any] = [None] * size
+        errors: list[BaseException] = []
+        lock = threading.Lock()
+
+        def body(rank: int) -> None:
+            try:
+                results[rank] = function(self.groups[rank], *args)
+            except BaseException as error:
+                with lock:
+                    errors.append(error)
+                self.groups[rank]._core.leave()
+
+        threads = [threading.Thread(target=body, args=(rank,)) for rank in range(size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+        return results
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self.groups)
+
+    def close(self) -> None:
+        """Closes every rank's group."""
+        with contextlib.ExitStack() as stack:
+            for group in self.groups:
+                stack.callback(group.close)
+
+    def __enter__(self) -> LocalWorld:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self.close()

@@ -1,0 +1,89 @@
+"""Builds pycomm._C: the CPU part always, the CUDA part where nvcc and a CUDA build of torch are.
+
+PYCOMM_CUDA=0 leaves CUDA out, 1 insists on it, auto (the default) looks. Metadata: pyproject.toml.
+"""
+
+import os
+import re
+import shutil
+from glob import glob
+from pathlib import Path
+
+# torch's build helper reads CUDA_HOME when it is imported, and guesses it wrongly from a wrapper.
+
+
+def find_cuda_home() -> str | None:
+    """The CUDA toolkit's folder: CUDA_HOME, or the one nvcc belongs to, or /usr/local/cuda."""
+    if home := os.environ.get("CUDA_HOME"):
+        return home
+    candidates = []
+    if nvcc := shutil.which("nvcc"):
+        real = Path(nvcc).resolve()
+        candidates.append(real.parent.parent)
+        head = real.read_bytes()[:4096]
+        if head.startswith(b"#!"):  # a wrapper script that calls the real one
+            candidates += [Path(p) for p in re.findall(r"(/\S+)/bin/nvcc", head.decode())]
+    candidates.append(Path("/usr/local/cuda"))
+    for home in candidates:
+        if (home / "include" / "cuda_runtime.h").exists() and (home / "bin" / "nvcc").exists():
+            return str(home)
+    return None
+
+
+if cuda_home := find_cuda_home():
+    os.environ["CUDA_HOME"] = cuda_home
+os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0;10.0+PTX")
+
+import pybind11  # noqa: E402
+import torch  # noqa: E402
+from setuptools import setup  # noqa: E402
+from torch.utils.cpp_extension import (  # noqa: E402
+    BuildExtension,
+    CppExtension,
+    CUDAExtension,
+    include_paths,
+)
+
+ROOT = Path(__file__).parent
+
+
+def with_cuda() -> bool:
+    """Whether to build for CUDA. A GPU need not be present."""
+    wanted = os.environ.get("PYCOMM_CUDA", "auto")
+    if wanted not in ("auto", "0", "1"):
+        raise SystemExit(f"PYCOMM_CUDA must be auto, 0 or 1, got {wanted!r}")
+    if os.environ.get("FORCE_CUDA") == "1" and wanted == "auto":
+        wanted = "1"
+    possible = cuda_home is not None and torch.version.cuda is not None
+    if wanted == "1" and not possible:
+        raise SystemExit(
+            f"PYCOMM_CUDA=1 needs nvcc (found: {cuda_home}) and a CUDA build of torch "
+            f"(torch {torch.__version__} has CUDA: {torch.version.cuda})"
+        )
+    return possible and wanted != "0"
+
+
+def extension():  # type: ignore[no-untyped-def]
+    """The one extension module."""
+    cuda = with_cuda()
+    sources = glob("csrc/cpu/*.cpp") + glob("csrc/bind/*.cpp")
+    sources += glob("csrc/cuda/*.cu") if cuda else glob("csrc/cuda/no_cuda.cpp")
+    common = ["-std=c++20", "-O3", "-g0", "-fvisibility=hidden"]
+    host = ["-Wall", "-Wextra", "-Werror", "-fopenmp-simd", "-ffp-contract=off"]
+    nvcc = ["--fmad=false", "-Xcompiler=-Wall,-Wextra", "--expt-relaxed-constexpr", "-lineinfo"]
+    # As system headers, so that only our own warnings count.
+    host += [f"-isystem{path}" for path in include_paths()]
+    print(
+        f"pycomm: torch {torch.__version__}, CUDA {cuda_home if cuda else 'not built'}"
+        + (f", architectures {os.environ['TORCH_CUDA_ARCH_LIST']}" if cuda else "")
+    )
+    return (CUDAExtension if cuda else CppExtension)(
+        "pycomm._C",
+        sources=sorted(sources),
+        include_dirs=[str(ROOT / "csrc"), pybind11.get_include()],
+        extra_compile_args={"cxx": common + host, "nvcc": common + nvcc},
+        libraries=["cuda"] if cuda else [],
+    )
+
+
+setup(ext_modules=[extension()], cmdclass={"build_ext": BuildExtension})
