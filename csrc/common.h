@@ -15,11 +15,10 @@
 #define PYCOMM_HD inline __attribute__((always_inline))
 #endif
 
-// One copy of a loop per level of x86-64, chosen when the library is loaded. GCC 12's ThreadSanitizer
-// crashes on them at start; other compilers and processors have one copy.
+// One copy of a loop per level of x86-64, chosen when the library is loaded. GCC 12's
+// ThreadSanitizer crashes on them at start; other compilers and processors have one copy.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_THREAD__)
-#define PYCOMM_CLONES \
-  __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#define PYCOMM_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define PYCOMM_CLONES
 #endif
@@ -29,11 +28,11 @@
 #define PYCOMM_WHERE " [" __FILE__ ":" PYCOMM_STRINGIZE(__LINE__) "]"
 
 // Throws std::invalid_argument (ValueError in Python) unless `condition` holds.
-#define PYCOMM_CHECK(condition, message)                              \
-  do {                                                                \
-    if (!(condition)) {                                               \
+#define PYCOMM_CHECK(condition, message)                                \
+  do {                                                                  \
+    if (!(condition)) {                                                 \
       throw std::invalid_argument(std::string(message) + PYCOMM_WHERE); \
-    }                                                                 \
+    }                                                                   \
   } while (false)
 
 namespace pycomm {

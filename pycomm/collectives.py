@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pycomm import _C
 from pycomm._dtypes import ALGORITHMS, COLLECTIVES, OPS, check_choice, check_dtype
 from pycomm.group import default_group
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pycomm import _C
     from pycomm.group import Group
 
 # Seconds between two looks at pending signals while Python waits for a worker.
@@ -102,7 +102,7 @@ def all_reduce(
     if (
         out is None
         and not async_op
-        and group._core.all_reduce(tensor, OPS[op], ALGORITHMS[algorithm])
+        and _C.all_reduce(group._handle, tensor, OPS[op], ALGORITHMS[algorithm])
     ):
         return tensor
     check_tensor("tensor", tensor)

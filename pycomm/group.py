@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from pycomm import _C
-from pycomm._dtypes import DTYPES, check_dtype
+from pycomm._dtypes import check_dtype
 from pycomm._plan import Plan, make_plan
 from pycomm._rendezvous import join
 from pycomm.errors import GroupUnusable
@@ -61,6 +61,7 @@ class Group:
         self.timeout = timeout
         self.name = f"pycomm:{next(_names)}"
         self._core = _C.Group(window, pids, pidfds, rank, size, timeout, first_epoch)
+        self._handle = self._core.handle
         _C.register_group(self.name, self._core)
 
     def empty(self, *size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -141,7 +142,6 @@ class Group:
 
 _default: Group | None = None
 _default_lock = threading.Lock()
-_made = 0
 
 
 def init(
@@ -165,7 +165,7 @@ def init(
         ValueError: the ranks do not share one machine, or this process is not in `group`.
         pycomm.Timeout: a rank did not come in time.
     """
-    global _default, _made
+    global _default
     if timeout <= 0:
         raise ValueError(f"timeout must be positive, got {timeout}")
     if not dist.is_initialized():
@@ -242,7 +242,7 @@ class LocalWorld:
         timeout: float = DEFAULT_TIMEOUT,
         *,
         staging_bytes: int = DEFAULT_STAGING_BYTES,
-        first_epoch: int = 0,
+        _first_epoch: int = 0,
     ) -> None:
         if size < 1:
             raise ValueError(f"size must be at least 1, got {size}")
@@ -252,7 +252,7 @@ class LocalWorld:
         window = _C.Window(fd, size, slice_bytes(), staging_bytes)
         pids = [os.getpid()] * size
         self.groups = [
-            Group(window, pids, [-1] * size, rank, size, timeout, first_epoch)
+            Group(window, pids, [-1] * size, rank, size, timeout, _first_epoch)
             for rank in range(size)
         ]
 

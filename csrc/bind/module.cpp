@@ -2,8 +2,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "bind/fast_call.h"
 #include "bind/registry.h"
-#include "bind/tensor_view.h"
 #include "core/select.h"
 #include "cpu/group.h"
 
@@ -13,7 +13,6 @@ namespace pycomm::bind {
 namespace {
 
 using cpu::Clock;
-using cpu::CollectiveError;
 using cpu::Group;
 using cpu::Heap;
 using cpu::Liveness;
@@ -22,12 +21,6 @@ using cpu::Work;
 
 Clock::duration seconds(double s) {
   return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(s));
-}
-
-// Lets Ctrl-C and other signals end a long wait.
-void check_signals() {
-  const py::gil_scoped_acquire gil;
-  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
 // Memory of a rank's heap, seen by Python through the buffer protocol.
@@ -49,9 +42,14 @@ class Allocation {
   std::byte* data_;
 };
 
-Operation operation(int collective, int algorithm, int dtype, int op, int root, std::int64_t count) {
-  return {static_cast<Collective>(collective), static_cast<Algorithm>(algorithm),
-          static_cast<DType>(dtype), static_cast<ReduceOp>(op), root, count};
+Operation operation(int collective, int algorithm, int dtype, int op, int root,
+                    std::int64_t count) {
+  return {static_cast<Collective>(collective),
+          static_cast<Algorithm>(algorithm),
+          static_cast<DType>(dtype),
+          static_cast<ReduceOp>(op),
+          root,
+          count};
 }
 
 void run(Group& group, int collective, int algorithm, int dtype, int op, int root,
@@ -61,65 +59,27 @@ void run(Group& group, int collective, int algorithm, int dtype, int op, int roo
             reinterpret_cast<const void*>(input), reinterpret_cast<void*>(output), check_signals);
 }
 
-std::shared_ptr<Work> submit(Group& group, int collective, int algorithm, int dtype, int op, int root,
-                             std::int64_t count, std::uintptr_t input, std::uintptr_t output) {
+std::shared_ptr<Work> submit(Group& group, int collective, int algorithm, int dtype, int op,
+                             int root, std::int64_t count, std::uintptr_t input,
+                             std::uintptr_t output) {
   const py::gil_scoped_release no_gil;
   return group.submit(operation(collective, algorithm, dtype, op, root, count),
                       reinterpret_cast<const void*>(input), reinterpret_cast<void*>(output));
 }
 
-// The short way of the most frequent call; false where the tensor needs a closer look.
-bool all_reduce(Group& group, py::handle tensor, int op, int algorithm) {
-  TensorView view;
-  if (!view_plain_tensor(tensor.ptr(), view)) return false;
-  const py::gil_scoped_release no_gil;
-  group.run({Collective::all_reduce, static_cast<Algorithm>(algorithm), view.dtype,
-             static_cast<ReduceOp>(op), 0, view.count},
-            view.data, view.data, check_signals);
-  return true;
-}
-
-void set_python_error(const CollectiveError& error) {
-  const char* name = "CollectiveError";
-  switch (error.reason) {
-    case Reason::peer_died:
-      name = "PeerDied";
-      break;
-    case Reason::timeout:
-      name = "Timeout";
-      break;
-    case Reason::mismatch:
-      name = "Mismatch";
-      break;
-    case Reason::aborted:
-      name = "Aborted";
-      break;
-    case Reason::none:
-      break;
-  }
-  const py::object type = py::module_::import("pycomm.errors").attr(name);
-  const py::object value = type(error.what(), py::arg("rank") = error.rank, py::arg("pid") = error.pid,
-                                py::arg("operation") = error.operation,
-                                py::arg("sequence") = error.sequence);
-  PyErr_SetObject(type.ptr(), value.ptr());
-}
-
 void translate(std::exception_ptr pointer) {
   try {
     if (pointer) std::rethrow_exception(pointer);
-  } catch (const CollectiveError& error) {
-    set_python_error(error);
-  } catch (const cpu::GroupUnusable& error) {
-    py::set_error(py::module_::import("pycomm.errors").attr("GroupUnusable"), error.what());
-  } catch (const std::system_error& error) {
-    py::set_error(PyExc_OSError, error.what());
+  } catch (...) {
+    set_python_error();
   }
 }
 
 void bind_group(py::module_& m) {
   py::class_<Work, std::shared_ptr<Work>>(m, "Work")
-      .def("wait", [](Work& work, double s) { return work.wait(seconds(s)); },
-           py::call_guard<py::gil_scoped_release>())
+      .def(
+          "wait", [](Work& work, double s) { return work.wait(seconds(s)); },
+          py::call_guard<py::gil_scoped_release>())
       .def("completed", &Work::completed);
 
   py::class_<Allocation>(m, "Allocation", py::buffer_protocol())
@@ -132,8 +92,9 @@ void bind_group(py::module_& m) {
         py::arg("staging_bytes"));
 
   py::class_<Group, std::shared_ptr<Group>>(m, "Group")
-      .def(py::init([](std::shared_ptr<Window> window, std::vector<int> pids, std::vector<int> pidfds,
-                       int rank, int size, double timeout, std::uint32_t first_epoch) {
+      .def(py::init([](std::shared_ptr<Window> window, std::vector<int> pids,
+                       std::vector<int> pidfds, int rank, int size, double timeout,
+                       std::uint32_t first_epoch) {
              auto peers = std::make_shared<const Liveness>(std::move(pids), std::move(pidfds));
              return std::make_shared<Group>(std::move(window), std::move(peers), rank, size,
                                             seconds(timeout), first_epoch);
@@ -142,7 +103,7 @@ void bind_group(py::module_& m) {
            py::arg("timeout"), py::arg("first_epoch") = 0)
       .def("run", &run)
       .def("submit", &submit)
-      .def("all_reduce", &all_reduce)
+      .def_property_readonly("handle", &handle_of)
       .def("abort", &Group::abort)
       .def("leave", &Group::leave)
       .def("close", &Group::close, py::call_guard<py::gil_scoped_release>())
@@ -152,7 +113,8 @@ void bind_group(py::module_& m) {
            })
       .def("in_window", &Group::in_window)
       .def_property_readonly("closed", &Group::closed)
-      .def_property_readonly("slot_bytes", [](const Group& group) { return group.comm().slot_bytes(); })
+      .def_property_readonly("slot_bytes",
+                             [](const Group& group) { return group.comm().slot_bytes(); })
       .def_property_readonly("sequence", [](const Group& group) { return group.comm().sequence(); })
       .def_property_readonly("traffic",
                              [](const Group& group) {
@@ -160,11 +122,16 @@ void bind_group(py::module_& m) {
                                return py::make_tuple(traffic.steps, traffic.bytes_in,
                                                      traffic.bytes_out);
                              })
-      .def_property_readonly("signalled", [](const Group& group) {
-        py::tuple counts(kSlots);
-        for (int slot = 0; slot < kSlots; ++slot) counts[slot] = group.comm().signalled(slot);
-        return counts;
-      });
+      .def(
+          "published",
+          [](const Group& group, int rank) {
+            PYCOMM_CHECK(rank >= 0 && rank < group.size(), "rank must be one of the group's");
+            py::tuple counts(kSlots + 1);
+            counts[0] = group.comm().announced(rank);
+            for (int i = 0; i < kSlots; ++i) counts[i + 1] = group.comm().published(rank, i);
+            return counts;
+          },
+          py::arg("rank"));
   m.def("register_group", &register_group, py::arg("name"), py::arg("group"));
 }
 
@@ -172,6 +139,7 @@ void bind_group(py::module_& m) {
 
 PYBIND11_MODULE(_C, m) {
   py::register_exception_translator(translate);
+  bind_fast_call(m);
   bind_group(m);
   m.def(
       "select_algorithm",

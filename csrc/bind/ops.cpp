@@ -1,5 +1,6 @@
-// torch.ops.pycomm: the collectives for torch.compile, opcheck and export, through torch's stable ABI,
-// so that one build serves every torch from its target version on. Fake kernels: pycomm/ops.py.
+// torch.ops.pycomm: the collectives for torch.compile, opcheck and export, through torch's stable
+// ABI, so that one build serves every torch from its target version on. Fake kernels:
+// pycomm/ops.py.
 #define TORCH_TARGET_VERSION 0x020b000000000000  // the oldest torch served: 2.11
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -45,7 +46,8 @@ Enum parse(const std::string& text, const char* argument, int count) {
     if (text == name_of(static_cast<Enum>(i))) return static_cast<Enum>(i);
     allowed += std::string(i == 0 ? "" : ", ") + name_of(static_cast<Enum>(i));
   }
-  PYCOMM_CHECK(false, std::string(argument) + " must be one of " + allowed + ", got '" + text + "'");
+  PYCOMM_CHECK(false,
+               std::string(argument) + " must be one of " + allowed + ", got '" + text + "'");
 }
 
 void run(cpu::Group& group, const Operation& operation, const Tensor& input, const Tensor& output) {
@@ -81,7 +83,8 @@ void all_gather_(Tensor output, Tensor input, std::string group) {
   PYCOMM_CHECK(output.numel() == input.numel() * found->size(),
                "output must have group size times as many elements as input");
   run(*found,
-      {Collective::all_gather, Algorithm::two_shot, dtype_of(input), ReduceOp::sum, 0, input.numel()},
+      {Collective::all_gather, Algorithm::two_shot, dtype_of(input), ReduceOp::sum, 0,
+       input.numel()},
       input, output);
 }
 

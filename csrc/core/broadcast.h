@@ -3,8 +3,8 @@
 //   1. Stage: the root copies a tile into its staging slot and says so (direct: nothing to do).
 //   2. Copy: every other rank copies it from there, and says so.
 //
-// S bytes read from the root per other rank; 2 steps per tile. With one machine's memory between the
-// ranks all of them can read the root's copy at once, which no tree betters.
+// S bytes read from the root per other rank; 2 steps per tile. With one machine's memory between
+// the ranks all of them can read the root's copy at once, which no tree betters.
 #pragma once
 
 #include "core/layout.h"
@@ -21,8 +21,8 @@ PYCOMM_HD void broadcast(Comm& comm) {
   for (std::int64_t t = 0; t < tiles.count(); ++t) {
     const Range tile = tiles[t];
     const Place tensor = comm.at(comm.output(), tile.begin);
-    const Place shared = direct ? comm.at(comm.output(root), tile.begin)
-                                : comm.slot(root, t % kStagingSlots);
+    const Place shared =
+        direct ? comm.at(comm.output(root), tile.begin) : comm.slot(root, t % kStagingSlots);
     if (is_root) {
       comm.wait_all(kReduced, t - kStagingSlots + 1);
       if (!direct) comm.copy(shared, tensor, tile.count);

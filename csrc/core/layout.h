@@ -1,4 +1,5 @@
-// How n elements split into tiles, and a tile into the chunks that ranks own. Pure index arithmetic.
+// How n elements split into tiles, and a tile into the chunks that ranks own. Pure index
+// arithmetic.
 #pragma once
 
 #include "common.h"
@@ -13,7 +14,9 @@ struct Range {
   std::int64_t count;
 };
 
-PYCOMM_HD constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+PYCOMM_HD constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) {
+  return (a + b - 1) / b;
+}
 
 PYCOMM_HD constexpr std::int64_t round_up(std::int64_t a, std::int64_t unit) {
   return ceil_div(a, unit) * unit;
@@ -27,7 +30,8 @@ PYCOMM_HD constexpr Range part_of(std::int64_t count, std::int64_t parts, std::i
   const std::int64_t base = units / parts, longer = units % parts;
   const std::int64_t begin = (index * base + (index < longer ? index : longer)) * unit;
   const std::int64_t end = begin + (base + (index < longer ? 1 : 0)) * unit;
-  return {begin < count ? begin : count, (end < count ? end : count) - (begin < count ? begin : count)};
+  return {begin < count ? begin : count,
+          (end < count ? end : count) - (begin < count ? begin : count)};
 }
 
 // `total` elements cut into tiles of `size`; the last tile may be short. No element, no tile.

@@ -1,14 +1,15 @@
 // One-shot all-reduce: everybody reads everything. For small messages, where one wait is all there
 // is time for.
 //
-//   1. Stage: each rank copies its tile into its own staging slot and says so. For the first tile the
+//   1. Stage: each rank copies its tile into its own staging slot and says so. For the first tile
+//   the
 //      announcement of the operation says it, so a small message costs a single round.
 //   2. Reduce: each rank adds all n contributions of the tile, in rank order, into its output.
 //
-// Per rank, for S bytes: S staged; (n-1) S read from peers; 1 step per tile. Rounds once, at the end.
-// Two slots suffice: a peer that has signalled tile t has reduced tile t-1, and nobody signals t+1
-// before having seen every t. Reference: the "naive" all-to-all all-reduce; as one-shot in TensorRT-LLM
-// and vLLM.
+// Per rank, for S bytes: S staged; (n-1) S read from peers; 1 step per tile. Rounds once, at the
+// end. Two slots suffice: a peer that has signalled tile t has reduced tile t-1, and nobody signals
+// t+1 before having seen every t. Reference: the "naive" all-to-all all-reduce; as one-shot in
+// TensorRT-LLM and vLLM.
 #pragma once
 
 #include "core/layout.h"
@@ -35,8 +36,8 @@ PYCOMM_HD void one_shot(Comm& comm) {
     }
     const Range tile = tiles[t];
     comm.reduce(
-        1, [&](int) { return comm.at(comm.output(), tile.begin); },
-        n, [&](int r) { return r == me ? comm.at(comm.input(), tile.begin) : comm.slot(r, t % 2); },
+        1, [&](int) { return comm.at(comm.output(), tile.begin); }, n,
+        [&](int r) { return r == me ? comm.at(comm.input(), tile.begin) : comm.slot(r, t % 2); },
         tile.count, true);
   }
 }

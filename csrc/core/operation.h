@@ -31,7 +31,7 @@ inline constexpr std::int64_t kNotInWindow = -1;
 // announcement of k + 1, hence knows that everyone has completed k and reads its line no more.
 struct alignas(64) Announcement {
   Operation operation;
-  std::int64_t input = kNotInWindow;   // where the tensors lie in this rank's window
+  std::int64_t input = kNotInWindow;  // where the tensors lie in this rank's window
   std::int64_t output = kNotInWindow;
   std::uint32_t epoch = 0;
 };

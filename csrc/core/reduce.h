@@ -1,9 +1,10 @@
 // The arithmetic of a reduction, one element at a time.
 //
-// Floats of 16 and 32 bits accumulate in fp32, doubles in fp64, integers in their own type (wrapping,
-// as torch does). AVG divides the finished sum once, in the accumulator type; integers truncate.
-// MIN and MAX return NaN when either side is NaN. A NaN is made canonical when it is stored, because
-// processors differ in the bits they make. `-ffp-contract=off` and `--fmad=false` hold for all of it.
+// Floats of 16 and 32 bits accumulate in fp32, doubles in fp64, integers in their own type
+// (wrapping, as torch does). AVG divides the finished sum once, in the accumulator type; integers
+// truncate. MIN and MAX return NaN when either side is NaN. A NaN is made canonical when it is
+// stored, because processors differ in the bits they make. `-ffp-contract=off` and `--fmad=false`
+// hold for all of it.
 #pragma once
 
 #include <type_traits>

@@ -1,21 +1,21 @@
 // Ring all-reduce: reduce-scatter and all-gather around a ring, pipelined.
 //
-//   A tile has n chunks, a chunk has pieces. At step s rank r makes its copy of chunk (r - s) mod n:
-//   0.            r's own contribution, as it is;
-//   1 .. n-2.     the left neighbour's partial result plus r's contribution;
-//   n-1.          the same, and it is complete: r owns chunk r+1;
-//   n .. 2n-2.    the left neighbour's complete chunk, copied.
-//   After each piece r signals, and the right neighbour, one step behind, goes on with that piece
-//   while r makes the next one.
+//   A tile has n chunks, a chunk has pieces. At step s rank r makes its copy of chunk (r - s) mod
+//   n: 0.            r's own contribution, as it is; 1 .. n-2.     the left neighbour's partial
+//   result plus r's contribution; n-1.          the same, and it is complete: r owns chunk r+1; n
+//   .. 2n-2.    the left neighbour's complete chunk, copied. After each piece r signals, and the
+//   right neighbour, one step behind, goes on with that piece while r makes the next one.
 //
 // Per rank, for S bytes: 2 (n-1)/n S read from the left neighbour, nothing from anyone else; 2n-1
-// signals per piece of a chunk (2(n-1) feed the neighbour, the last one frees the slot).
-// Chunk c is added in the order c, c+1, ..., c-1 (mod n) and rounded to the tensor's type at every hop.
-// Reference: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of
-// workstations".
+// signals per piece of a chunk (2(n-1) feed the neighbour; the last says that r needs no more of
+// it). Chunk c is added in the order c, c+1, ..., c-1 (mod n) and rounded to the tensor's type at
+// every hop. Reference: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for
+// clusters of workstations".
 //
 // r may overwrite a partial chunk by the complete one, because that one has come through the right
-// neighbour, which therefore has read the partial (or, for r's own last chunk, never needs it).
+// neighbour, which therefore has read the partial (or, for r's own last chunk, never needs it). And
+// the slots of tile t - 2 are free when r has completed t - 1, because every chunk of t - 1 has
+// come through the right neighbour, which has read all of t - 2 before.
 #pragma once
 
 #include "core/layout.h"
@@ -48,8 +48,8 @@ struct RingTile {
     } else if (s < n) {
       const bool last = s == n - 1;
       comm.reduce(
-          last && !comm.direct() ? 2 : 1, [&](int i) { return i == 0 ? here : out; },
-          2, [&](int i) { return i == 0 ? there : in; }, part.count, last);
+          last && !comm.direct() ? 2 : 1, [&](int i) { return i == 0 ? here : out; }, 2,
+          [&](int i) { return i == 0 ? there : in; }, part.count, last);
     } else {
       // Kept for the right neighbour, unless it is the chunk that the neighbour has owned itself.
       const Place kept = s < 2 * n - 2 ? here : out;
@@ -66,18 +66,18 @@ PYCOMM_HD void ring(Comm& comm) {
   const int left = (me + n - 1) % n, right = (me + 1) % n;
   const bool direct = comm.direct();
   const Tiles tiles{comm.count(), direct ? comm.count() : comm.slot_count()};
-  std::int64_t signalled = 0, previous[kStagingSlots] = {};
+  std::int64_t signalled = 0;
 
   for (std::int64_t t = 0; t < tiles.count(); ++t) {
     const Range range = tiles[t];
     const std::int64_t piece_count = comm.elements(kRingPieceBytes);
     const std::int64_t chunk_count = part_of(range.count, n, 0, comm.line()).count;
-    const RingTile<Comm> tile{comm, range,
+    const RingTile<Comm> tile{comm,
+                              range,
                               direct ? comm.output() : comm.slot(me, t % kStagingSlots),
                               direct ? comm.output(left) : comm.slot(left, t % kStagingSlots),
-                              piece_count, ceil_div(chunk_count, piece_count)};
-    // The right neighbour has read all of the tile that was in this slot.
-    comm.wait(right, kUp, previous[t % kStagingSlots]);
+                              piece_count,
+                              ceil_div(chunk_count, piece_count)};
     for (int s = 0; s <= 2 * n - 2; ++s) {
       for (std::int64_t piece = 0; piece < tile.pieces; ++piece) {
         if (s > 0) comm.wait(left, kUp, signalled + 1 - tile.pieces);
@@ -86,7 +86,6 @@ PYCOMM_HD void ring(Comm& comm) {
         ++signalled;
       }
     }
-    previous[t % kStagingSlots] = signalled;
   }
   if (direct) comm.wait(right, kUp, signalled);
 }

@@ -30,7 +30,8 @@ inline constexpr Choice kChoices[] = {
     {Device::cuda, kAnyRanks, kAnySize, Algorithm::two_shot},
 };
 
-// Both candidates add in rank order and round once, so the choice never changes a bit of the result.
+// Both candidates add in rank order and round once, so the choice never changes a bit of the
+// result.
 constexpr Algorithm select_algorithm(std::int64_t bytes, int ranks, Device device) {
   for (const Choice& choice : kChoices) {
     if (choice.device == device && ranks <= choice.max_ranks && bytes <= choice.max_bytes) {

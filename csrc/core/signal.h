@@ -1,27 +1,26 @@
 // Epochs, and the word with which a rank stops all others.
 //
-// A flag only ever grows, modulo 2^32, and is never reset. Within an operation an algorithm speaks of
-// steps 1, 2, 3, ... of a slot; what is stored is the slot's value at the operation's start plus the
-// step. That a step means the same on every rank rests on one rule: in an operation every rank
+// A flag only ever grows, modulo 2^32, and is never reset. Within an operation an algorithm speaks
+// of steps 1, 2, 3, ... of a slot; what is stored is the slot's value at the operation's start plus
+// the step. That a step means the same on every rank rests on one rule: in an operation every rank
 // signals each slot equally often.
 //
 // The concept that the algorithms are templates of (cpu/comm.h and cuda/comm.cuh implement it):
 //
 //   int rank(), size()                      who I am, how many we are
 //   int64 count(), line()                   elements of this operation; elements in a cache line
-//   bool direct()                           after announce(): tensors lie in the windows, no staging
-//   Place input(), output()                 my tensors
-//   Place input(r), output(r)               rank r's tensors, where direct()
-//   Place slot(r, i)                        staging slot i of rank r, `slot_count()` elements long
-//   void announce()                         publish this operation, meet every other rank's
-//   void signal(slot)                       release: everything before it is visible to who waits
-//   void wait(r, slot, step)                acquire: returns when rank r has signalled `step` times
-//   void wait_all(slot, step)               the same for every other rank
-//   void copy(to, from, n)
-//   void reduce(k, to, n_from, from, n, last)   to(0..k-1) = from(0) op from(1) op ...
+//   bool direct()                           after announce(): tensors lie in the windows, no
+//   staging Place input(), output()                 my tensors Place input(r), output(r) rank r's
+//   tensors, where direct() Place slot(r, i)                        staging slot i of rank r,
+//   `slot_count()` elements long void announce()                         publish this operation,
+//   meet every other rank's void signal(slot)                       release: everything before it
+//   is visible to who waits void wait(r, slot, step)                acquire: returns when rank r
+//   has signalled `step` times void wait_all(slot, step)               the same for every other
+//   rank void copy(to, from, n) void reduce(k, to, n_from, from, n, last)   to(0..k-1) = from(0) op
+//   from(1) op ...
 //
-// A wait that cannot be satisfied ends by the executor's means: the CPU throws; a CUDA block drains,
-// that is, runs on with waits that return at once and data steps that do nothing.
+// A wait that cannot be satisfied ends by the executor's means: the CPU throws; a CUDA block
+// drains, that is, runs on with waits that return at once and data steps that do nothing.
 #pragma once
 
 #include "common.h"

@@ -1,21 +1,26 @@
 // Tree all-reduce: a double binary tree, pipelined.
 //
-//   Two trees span the ranks, each carries one half of the tensor, and a rank is an inner node of at
-//   most one of them (core/layout.h). A half is cut into pieces; for piece k, in each tree:
-//   1. Up: a node adds left child's partial result, own contribution, right child's partial result, in
+//   Two trees span the ranks, each carries one half of the tensor, and a rank is an inner node of
+//   at most one of them (core/layout.h). A half is cut into pieces; for piece k, in each tree:
+//   1. Up: a node adds left child's partial result, own contribution, right child's partial result,
+//   in
 //      this order, and keeps the sum where its parent reads it. At the root the sum is complete.
-//   2. Down: a node copies the complete piece from its parent and keeps it for its children. Down runs
+//   2. Down: a node copies the complete piece from its parent and keeps it for its children. Down
+//   runs
 //      `lag` pieces behind up, so that the way to the root and back is filled with other pieces.
 //
-// Per rank, for S bytes: at most S read from two children and S/2 from a parent in the tree where it
-// is an inner node, S/2 from its parent in the other: 2 S. 2 signals per piece and tree.
-// The partial results are rounded to the tensor's type at every inner node, in the tree's order.
-// Reference: Sanders, Speck, Traeff 2009, "Two-tree algorithms for full bandwidth broadcast, reduction
-// and scan".
+// Per rank, for S bytes: at most S read from two children and S/2 from a parent in the tree where
+// it is an inner node, S/2 from its parent in the other: 2 S. 2 signals per piece and tree. The
+// partial results are rounded to the tensor's type at every inner node, in the tree's order.
+// Reference: Sanders, Speck, Traeff 2009, "Two-tree algorithms for full bandwidth broadcast,
+// reduction and scan".
 //
-// Nobody waits in a circle: up waits only for the same piece lower in the tree, down only for the same
-// piece higher in the tree, and each rank goes through (piece, up before down, tree) in one order.
-// A slot's partial result may be overwritten by the complete one, which came through the parent.
+// Nobody waits in a circle: up waits only for the same piece lower in the tree, down only for the
+// same piece higher in the tree, and each rank goes through (piece, up before down, tree) in one
+// order. A slot's partial result may be overwritten by the complete one, which came through the
+// parent. And the place of piece k - kStagingSlots is free when piece k goes up: a child that is
+// through with k on its way up has been through with k - 1 - lag on its way down before, and lag <
+// kStagingSlots.
 #pragma once
 
 #include "core/layout.h"
@@ -50,8 +55,6 @@ struct Tree {
 
   PYCOMM_HD void up(std::int64_t k) const {
     const int me = comm.rank();
-    // The children have read what was in this slot.
-    if (!comm.direct()) wait_children(down_slot(), k - kStagingSlots + 1);
     wait_children(up_slot(), k + 1);
     const Range piece = pieces[k];
     const Place in = comm.at(comm.input(), half.begin + piece.begin);

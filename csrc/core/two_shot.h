@@ -2,21 +2,24 @@
 // owner, who reduces it for all.
 //
 //   1. Stage: each rank copies the chunks that others own into its staging slot.
-//   2. Reduce: the owner of a chunk adds the n contributions in rank order, writes the result to its
+//   2. Reduce: the owner of a chunk adds the n contributions in rank order, writes the result to
+//   its
 //      output and to its own slot.
-//   3. Gather: each rank copies the other owners' results to its output, one tile behind (so that it
+//   3. Gather: each rank copies the other owners' results to its output, one tile behind (so that
+//   it
 //      rarely waits for them).
 //
-// Where all tensors lie in the shared window there is one tile and no staging: the owner reads every
-// rank's tensor and writes the result into every rank's tensor; the announcement and one last wait
-// stand for phases 1 and 3.
+// Where all tensors lie in the shared window there is one tile and no staging: the owner reads
+// every rank's tensor and writes the result into every rank's tensor; the announcement and one last
+// wait stand for phases 1 and 3.
 //
-// Per rank, for S bytes of result: (n-1)/n S read from peers in phase 2 and again in phase 3 (direct:
-// written to peers instead); 2 steps per tile (direct: 1). Reduce-scatter is phases 1 and 2, all-gather 1 and 3.
-// Rounds once. References: Rabenseifner 2004 for the halves; QuickReduce, vLLM for the shape.
+// Per rank, for S bytes of result: (n-1)/n S read from peers in phase 2 and again in phase 3
+// (direct: written to peers instead); 2 steps per tile (direct: 1). Reduce-scatter is phases 1 and
+// 2, all-gather 1 and 3. Rounds once. References: Rabenseifner 2004 for the halves; QuickReduce,
+// vLLM for the shape.
 //
-// Slots: at the time tile t is staged, every peer has been seen to stage t-1, so has gathered t-3 (for
-// all-gather, t-4): with kStagingSlots = 4 the slot of t-4 is free.
+// Slots: at the time tile t is staged, every peer has been seen to stage t-1, so has gathered t-3
+// (for all-gather, t-4): with kStagingSlots = 4 the slot of t-4 is free.
 #pragma once
 
 #include "core/layout.h"
@@ -55,9 +58,7 @@ struct InputBlocks {
   PYCOMM_HD std::int64_t stride() const {
     return part_of(comm.slot_count(), comm.size(), comm.size() - 1, comm.line()).count;
   }
-  PYCOMM_HD Tiles tiles() const {
-    return {comm.count(), comm.direct() ? comm.count() : stride()};
-  }
+  PYCOMM_HD Tiles tiles() const { return {comm.count(), comm.direct() ? comm.count() : stride()}; }
   PYCOMM_HD Chunk operator()(std::int64_t t, int owner) const {
     const Range tile = tiles()[t];
     return {owner * comm.block() + tile.begin, tile.begin, owner * stride(), tile.count};
@@ -91,7 +92,8 @@ PYCOMM_HD void stage_for_owners(Comm& comm, const Chunks& chunks, std::int64_t t
   for (int owner = 0; owner < comm.size(); ++owner) {
     if (owner == comm.rank()) continue;
     const Chunk chunk = chunks(t, owner);
-    comm.copy(slot_of(comm, comm.rank(), t, chunk), comm.at(comm.input(), chunk.input), chunk.count);
+    comm.copy(slot_of(comm, comm.rank(), t, chunk), comm.at(comm.input(), chunk.input),
+              chunk.count);
   }
   comm.signal(kStaged);
   comm.wait_all(kStaged, t + 1);

@@ -7,8 +7,9 @@
 namespace pycomm::cpu {
 namespace {
 
-// How a wait spends its time: a few polls, then polls with the processor offered to others (there may
-// be more ranks than cores), and naps once the peer is clearly busy with something else.
+// How a wait spends its time: a few polls (none where ranks share cores: the peer needs this one),
+// then polls with the core offered to others, and naps once the peer is clearly busy with something
+// else.
 constexpr int kSpins = 20;
 constexpr auto kYieldFor = std::chrono::milliseconds(2);
 constexpr auto kNap = std::chrono::microseconds(20);
@@ -26,6 +27,14 @@ void pause() {
 #endif
 }
 
+// Cores that this process may run on.
+int cores() {
+  cpu_set_t set;
+  return sched_getaffinity(0, sizeof(set), &set) == 0
+             ? CPU_COUNT(&set)
+             : static_cast<int>(std::thread::hardware_concurrency());
+}
+
 std::atomic_ref<std::uint32_t> epoch_of(Announcement& announcement) {
   return std::atomic_ref<std::uint32_t>(announcement.epoch);
 }
@@ -33,7 +42,8 @@ std::atomic_ref<std::uint32_t> epoch_of(Announcement& announcement) {
 std::string describe(const Operation& operation) {
   std::string text = std::string(name_of(operation.collective)) + "(";
   if (operation.collective != Collective::barrier) {
-    text += std::string(name_of(operation.dtype)) + ", " + std::to_string(operation.count) + " elements";
+    text += std::string(name_of(operation.dtype)) + ", " + std::to_string(operation.count) +
+            " elements";
   }
   if (operation.collective == Collective::all_reduce ||
       operation.collective == Collective::reduce_scatter) {
@@ -42,26 +52,28 @@ std::string describe(const Operation& operation) {
   if (operation.collective == Collective::all_reduce) {
     text += std::string(", algorithm=") + name_of(operation.algorithm);
   }
-  if (operation.collective == Collective::broadcast) text += ", src=" + std::to_string(operation.root);
+  if (operation.collective == Collective::broadcast)
+    text += ", src=" + std::to_string(operation.root);
   return text + ")";
 }
 
 }  // namespace
 
-Comm::Comm(std::shared_ptr<Window> window, std::shared_ptr<const Liveness> peers, int rank, int size,
-           Clock::duration timeout, std::uint32_t first_epoch)
+Comm::Comm(std::shared_ptr<Window> window, std::shared_ptr<const Liveness> peers, int rank,
+           int size, Clock::duration timeout, std::uint32_t first_epoch)
     : window_(std::move(window)),
       peers_(std::move(peers)),
       rank_(rank),
       size_(size),
       timeout_(timeout),
       slot_bytes_(window_->half_bytes() / kStagingSlots / kLine * kLine),
+      spins_(size <= cores() ? kSpins : 0),
       sequence_(first_epoch),
       sources_(static_cast<std::size_t>(size) + 1),
       targets_(static_cast<std::size_t>(size) + 1) {
-  PYCOMM_CHECK(slot_bytes_ >= size * kLine,
-               "staging_bytes must be at least " +
-                   std::to_string(2 * kStagingSlots * size * kLine) + " for this world size");
+  PYCOMM_CHECK(slot_bytes_ >= size * kLine, "staging_bytes must be at least " +
+                                                std::to_string(2 * kStagingSlots * size * kLine) +
+                                                " for this world size");
   for (int slot = 0; slot < kSlots; ++slot) {
     signalled_[slot] = first_epoch;
     mine().flags[slot].value.store(first_epoch, std::memory_order_release);
@@ -71,8 +83,7 @@ Comm::Comm(std::shared_ptr<Window> window, std::shared_ptr<const Liveness> peers
   }
 }
 
-void Comm::begin(const Operation& operation, const void* input, void* output,
-                 void (*interrupt)()) {
+void Comm::begin(const Operation& operation, const void* input, void* output, void (*interrupt)()) {
   ++sequence_;
   operation_ = operation;
   interrupt_ = interrupt;
@@ -104,7 +115,8 @@ void Comm::announce() {
 
   for (int r = 0; r < size_; ++r) {
     if (r == rank_) continue;
-    const auto& epoch = *reinterpret_cast<const std::atomic<std::uint32_t>*>(&announcement(r).epoch);
+    const auto& epoch =
+        *reinterpret_cast<const std::atomic<std::uint32_t>*>(&announcement(r).epoch);
     wait_for(epoch, sequence_, r, kAnnouncement);
   }
   check_agreement();
@@ -116,30 +128,36 @@ void Comm::announce() {
   }
 }
 
+std::uint32_t Comm::announced(int r) const {
+  return epoch_of(announcement(r)).load(std::memory_order_acquire);
+}
+
 void Comm::check_agreement() const {
   const Operation& first = announcement(0).operation;
   for (int r = 1; r < size_; ++r) {
     const Operation& other = announcement(r).operation;
     if (other == first) continue;
-    throw CollectiveError(Reason::mismatch, r, peers_->pid(r), name_of(operation_.collective), sequence_,
-                          "operation " + std::to_string(sequence_) + ": rank 0 called " +
-                              describe(first) + ", rank " + std::to_string(r) + " called " +
-                              describe(other));
+    throw CollectiveError(
+        Reason::mismatch, r, peers_->pid(r), name_of(operation_.collective), sequence_,
+        "operation " + std::to_string(sequence_) + ": rank 0 called " + describe(first) +
+            ", rank " + std::to_string(r) + " called " + describe(other));
   }
 }
 
 void Comm::wait_for(const std::atomic<std::uint32_t>& flag, std::uint32_t target, int r, int slot) {
-  for (int i = 0; i <= kSpins; ++i) {
-    if (reached(flag.load(std::memory_order_acquire), target)) return;
+  if (reached(flag.load(std::memory_order_acquire), target)) return;
+  for (int i = 0; i < spins_; ++i) {
     pause();
+    if (reached(flag.load(std::memory_order_acquire), target)) return;
   }
   wait_long(flag, target, r, slot);
 }
 
-void Comm::wait_long(const std::atomic<std::uint32_t>& flag, std::uint32_t target, int r, int slot) {
-  mine().waiting.store(static_cast<std::uint64_t>(r + 1) << 40 |
-                           static_cast<std::uint64_t>(slot) << 32 | target,
-                       std::memory_order_release);
+void Comm::wait_long(const std::atomic<std::uint32_t>& flag, std::uint32_t target, int r,
+                     int slot) {
+  mine().waiting.store(
+      static_cast<std::uint64_t>(r + 1) << 40 | static_cast<std::uint64_t>(slot) << 32 | target,
+      std::memory_order_release);
   const Clock::time_point start = Clock::now();
   Clock::time_point look_at = start + kLookForDeathEvery, interrupt_at = start + kInterruptEvery;
   while (!reached(flag.load(std::memory_order_acquire), target)) {
@@ -168,18 +186,15 @@ void Comm::wait_long(const std::atomic<std::uint32_t>& flag, std::uint32_t targe
   mine().waiting.store(0, std::memory_order_release);
 }
 
-// I wait for `r`, who may in turn wait for somebody else: the rank to blame waits for nobody, or for
-// something that has long come.
+// I wait for `r`, who may in turn wait for somebody else: the rank to blame waits for nobody, or
+// for something that has long come.
 int Comm::culprit(int r) const {
   for (int hops = 0; hops < size_; ++hops) {
     const std::uint64_t waiting = window_->control(r).waiting.load(std::memory_order_acquire);
     if (waiting == 0) return r;
     const int next = static_cast<int>(waiting >> 40) - 1;
     const int slot = static_cast<int>(waiting >> 32 & 0xff);
-    Control& control = window_->control(next);
-    const std::uint32_t value =
-        slot == kAnnouncement ? epoch_of(announcement(next)).load(std::memory_order_acquire)
-                              : control.flags[slot].value.load(std::memory_order_acquire);
+    const std::uint32_t value = slot == kAnnouncement ? announced(next) : published(next, slot);
     if (reached(value, static_cast<std::uint32_t>(waiting))) return r;
     r = next;
   }
@@ -198,7 +213,8 @@ void Comm::check_abort() const {
 }
 
 void Comm::raise(Reason reason, int rank) const {
-  const std::string who = "rank " + std::to_string(rank) + " (pid " + std::to_string(peers_->pid(rank)) + ")";
+  const std::string who =
+      "rank " + std::to_string(rank) + " (pid " + std::to_string(peers_->pid(rank)) + ")";
   const std::string where = " during " + describe(operation_) + ", operation " +
                             std::to_string(sequence_) + " of the group";
   std::string message;

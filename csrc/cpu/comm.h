@@ -102,8 +102,12 @@ class Comm {
 
   const Traffic& traffic() const { return traffic_; }
   std::uint32_t sequence() const { return sequence_; }
-  // All ranks' flags must agree after an operation; tests look at it.
-  std::uint32_t signalled(int slot) const { return signalled_[slot]; }
+  // What rank r has published so far, in this operation's announcement or for a slot; also of a
+  // rank that is dead.
+  std::uint32_t announced(int r) const;
+  std::uint32_t published(int r, int slot) const {
+    return window_->control(r).flags[slot].value.load(std::memory_order_acquire);
+  }
   std::int64_t slot_bytes() const { return slot_bytes_; }
 
   // Throws if the group has been aborted.
@@ -136,6 +140,7 @@ class Comm {
   int size_;
   Clock::duration timeout_;
   std::int64_t slot_bytes_;
+  int spins_;
   std::uint32_t sequence_;
   std::uint32_t signalled_[kSlots];
   std::uint32_t started_[kSlots];

@@ -11,8 +11,8 @@ namespace pycomm::cpu {
 // Becomes pycomm.PeerDied, Timeout, Mismatch or Aborted in Python.
 class CollectiveError : public std::runtime_error {
  public:
-  CollectiveError(Reason reason, int rank, int pid, std::string operation,
-                  std::uint32_t sequence, const std::string& message)
+  CollectiveError(Reason reason, int rank, int pid, std::string operation, std::uint32_t sequence,
+                  const std::string& message)
       : std::runtime_error(message),
         reason(reason),
         rank(rank),

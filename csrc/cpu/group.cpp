@@ -14,8 +14,8 @@ namespace {
 std::atomic<unsigned> forks_so_far{0};
 
 unsigned current_forks() {
-  static const int registered =
-      pthread_atfork(nullptr, nullptr, [] { forks_so_far.fetch_add(1, std::memory_order_relaxed); });
+  static const int registered = pthread_atfork(
+      nullptr, nullptr, [] { forks_so_far.fetch_add(1, std::memory_order_relaxed); });
   (void)registered;
   return forks_so_far.load(std::memory_order_relaxed);
 }

@@ -64,7 +64,8 @@ class Group {
   const Comm& comm() const { return comm_; }
   const std::shared_ptr<Heap>& heap() const { return heap_; }
   bool in_window(std::uintptr_t data, std::int64_t bytes) const {
-    return window_->offset_in_heap(rank_, reinterpret_cast<const void*>(data), bytes) != kNotInWindow;
+    return window_->offset_in_heap(rank_, reinterpret_cast<const void*>(data), bytes) !=
+           kNotInWindow;
   }
 
  private:

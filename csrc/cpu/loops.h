@@ -13,8 +13,8 @@ using ReduceLoop = void (*)(void* to, const void* const* from, int n_from, std::
 // `last` includes what happens once, after the last contribution (AVG's division).
 ReduceLoop reduce_loop(DType dtype, ReduceOp op, bool last);
 
-// Where a result goes. `stream` writes around the caches: for lines that another core holds, and for
-// data that will not be read soon.
+// Where a result goes. `stream` writes around the caches: for lines that another core holds, and
+// for data that will not be read soon.
 struct Target {
   std::byte* data;
   bool stream;

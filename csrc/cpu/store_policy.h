@@ -2,10 +2,10 @@
 //
 // Cores that share a cache pass lines on quickly, and plain stores win by a factor of two to three.
 // Cores that do not (another socket, another complex, or a virtual machine that was moved) make a
-// plain store wait for the line that the reader still holds: 2.4 GB/s were seen, against more than 50
-// with streamed stores. Which of the two holds can change while a program runs, so the policy times
-// its own plain stores, streams after two slow ones, and tries plain stores again from time to time.
-// It changes no result, so ranks may differ in it.
+// plain store wait for the line that the reader still holds: 2.4 GB/s were seen, against more than
+// 50 with streamed stores. Which of the two holds can change while a program runs, so the policy
+// times its own plain stores, streams after two slow ones, and tries plain stores again from time
+// to time. It changes no result, so ranks may differ in it.
 #pragma once
 
 #include <chrono>

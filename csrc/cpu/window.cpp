@@ -35,14 +35,14 @@ std::int64_t available_bytes() {
 void reserve_file(int fd, std::int64_t offset, std::int64_t bytes) {
   const std::int64_t available = available_bytes();
   if (bytes > available) {
-    throw OutOfMemory("the shared window needs " + std::to_string(bytes) + " bytes, the machine has " +
-                      std::to_string(available));
+    throw OutOfMemory("the shared window needs " + std::to_string(bytes) +
+                      " bytes, the machine has " + std::to_string(available));
   }
   while (fallocate(fd, 0, offset, bytes) != 0) {
     if (errno == EINTR) continue;
     if (errno == ENOSPC || errno == ENOMEM) {
-      throw OutOfMemory("no memory for " + std::to_string(bytes) + " bytes of shared window: " +
-                        std::strerror(errno));
+      throw OutOfMemory("no memory for " + std::to_string(bytes) +
+                        " bytes of shared window: " + std::strerror(errno));
     }
     fail("fallocate");
   }
@@ -95,7 +95,8 @@ void Window::reserve(int r, std::int64_t offset, std::int64_t bytes) {
 }
 
 void Window::release(int r, std::int64_t offset, std::int64_t bytes) {
-  (void)fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, r * slice_bytes_ + offset, bytes);
+  (void)fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, r * slice_bytes_ + offset,
+                  bytes);
 }
 
 Heap::Heap(std::shared_ptr<Window> window, int rank) : window_(std::move(window)), rank_(rank) {

@@ -1,10 +1,12 @@
 // The memory that the ranks of one machine share: one anonymous file with a slice per rank.
 //
-//   slice of rank r:  | control page | staging, even operations | staging, odd operations | heap ... |
+//   slice of rank r:  | control page | staging, even operations | staging, odd operations | heap
+//   ... |
 //
-// The file has no name, so it is gone with the last process that maps it. It is as large as could ever
-// be needed, but only what has been reserved takes memory: control and staging when it is made, heap
-// when a tensor is allocated, so that a lack of memory is an exception there and no SIGBUS later.
+// The file has no name, so it is gone with the last process that maps it. It is as large as could
+// ever be needed, but only what has been reserved takes memory: control and staging when it is
+// made, heap when a tensor is allocated, so that a lack of memory is an exception there and no
+// SIGBUS later.
 #pragma once
 
 #include <atomic>

@@ -1,4 +1,4 @@
-#include "bind/tensor_view.h"
+#include "bind/fast_call.h"
 
 #include <ATen/dlpack.h>
 
@@ -6,6 +6,14 @@ namespace py = pybind11;
 
 namespace pycomm::bind {
 namespace {
+
+constexpr const char* kHandleName = "pycomm.group";
+
+struct TensorView {
+  void* data;
+  DType dtype;
+  std::int64_t count;
+};
 
 struct Torch {
   PyTypeObject* tensor_type = nullptr;
@@ -25,7 +33,8 @@ const Torch& torch() {
       const auto* api = static_cast<const DLPackExchangeAPI*>(
           PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
       if (api == nullptr) PyErr_Clear();
-      if (api != nullptr && api->header.version.major == DLPACK_MAJOR_VERSION) torch->exchange = api;
+      if (api != nullptr && api->header.version.major == DLPACK_MAJOR_VERSION)
+        torch->exchange = api;
     }
     return torch;
   }();
@@ -61,8 +70,6 @@ bool dtype_of(const DLDataType& type, DType& dtype) {
   }
 }
 
-}  // namespace
-
 bool view_plain_tensor(PyObject* object, TensorView& view) {
   const Torch& known = torch();
   if (known.exchange == nullptr || Py_TYPE(object) != known.tensor_type) return false;
@@ -91,5 +98,41 @@ bool view_plain_tensor(PyObject* object, TensorView& view) {
   Py_XDECREF(requires_grad);
   return plain;
 }
+
+PyObject* all_reduce(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  if (count != 4) {
+    PyErr_SetString(PyExc_TypeError, "all_reduce takes handle, tensor, op, algorithm");
+    return nullptr;
+  }
+  auto* group = static_cast<cpu::Group*>(PyCapsule_GetPointer(arguments[0], kHandleName));
+  const long op = PyLong_AsLong(arguments[2]), algorithm = PyLong_AsLong(arguments[3]);
+  if (group == nullptr || PyErr_Occurred() != nullptr) return nullptr;
+  TensorView view;
+  if (!view_plain_tensor(arguments[1], view)) Py_RETURN_FALSE;
+  try {
+    const py::gil_scoped_release no_gil;
+    group->run({Collective::all_reduce, static_cast<Algorithm>(algorithm), view.dtype,
+                static_cast<ReduceOp>(op), 0, view.count},
+               view.data, view.data, check_signals);
+  } catch (...) {
+    set_python_error();
+    return nullptr;
+  }
+  Py_RETURN_TRUE;
+}
+
+PyMethodDef methods[] = {
+    {"all_reduce", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(all_reduce)),
+     METH_FASTCALL, "all_reduce(handle, tensor, op, algorithm) -> bool"},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+}  // namespace
+
+void bind_fast_call(py::module_& m) {
+  if (PyModule_AddFunctions(m.ptr(), methods) != 0) throw py::error_already_set();
+}
+
+py::capsule handle_of(cpu::Group& group) { return py::capsule(&group, kHandleName); }
 
 }  // namespace pycomm::bind

@@ -1,0 +1,61 @@
+# make demo, make test: everything from nothing. Needs python3 (3.10 to 3.13), a C++ compiler and make.
+PYTHON ?= python3
+VENV ?= .venv
+# Any torch from 2.11 on; a plain "torch" also works and brings CUDA along.
+TORCH ?= torch==2.13.0
+BIN := $(VENV)/bin
+JOBS ?= 2
+
+.PHONY: demo test test-gpu cuda-check lint format tsan asan bench clean
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --upgrade pip
+
+$(VENV)/.torch: | $(BIN)/python
+	$(BIN)/pip install -q "$(TORCH)" "setuptools>=77" "pybind11>=2.13" ninja wheel cmake
+	touch $@
+
+# The build itself; again whenever a source changes.
+$(VENV)/.built: $(VENV)/.torch setup.py pyproject.toml $(shell find csrc -type f)
+	$(BIN)/pip install -q --no-build-isolation -e ".[bench,test]"
+	touch $@
+
+demo: $(VENV)/.built
+	$(BIN)/python examples/demo.py
+
+test: $(VENV)/.built cpp-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -q tests
+
+# Needs a CUDA device; see docs/cuda.md.
+test-gpu: $(VENV)/.built
+	$(BIN)/python -m pytest -q -m gpu tests
+
+bench: $(VENV)/.built
+	$(BIN)/python -m pycomm.bench all_reduce --ranks 2 -b 8 -e 64M -f 2 -a all --peer gloo
+
+# The C++ tests, plain and under sanitizers. Ranks are threads, so that they see every rank.
+.PHONY: cpp-test
+cpp-test tsan asan: $(VENV)/.torch
+	PATH="$(abspath $(BIN)):$$PATH" sh tests/cpp/run.sh $@
+
+cuda-check: $(VENV)/.torch
+	$(BIN)/python tests/cuda_check.py
+
+$(VENV)/.lint: $(VENV)/.built
+	$(BIN)/pip install -q ruff mypy "clang-format==20.1.8"
+	touch $@
+
+lint: $(VENV)/.lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | xargs $(BIN)/clang-format --dry-run --Werror
+
+format: $(VENV)/.lint
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | xargs $(BIN)/clang-format -i
+
+clean:
+	rm -rf build out dist *.egg-info pycomm/*.so $(VENV)

@@ -1,0 +1,67 @@
+// C++ exceptions as Python's: the collectives' own from pycomm/errors.py, the rest as pybind11 has
+// them.
+#include <pybind11/pybind11.h>
+
+#include <system_error>
+
+#include "bind/fast_call.h"
+#include "cpu/errors.h"
+#include "cpu/group.h"
+
+namespace py = pybind11;
+
+namespace pycomm::bind {
+namespace {
+
+const char* class_of(Reason reason) {
+  switch (reason) {
+    case Reason::peer_died:
+      return "PeerDied";
+    case Reason::timeout:
+      return "Timeout";
+    case Reason::mismatch:
+      return "Mismatch";
+    case Reason::aborted:
+      return "Aborted";
+    case Reason::none:
+      break;
+  }
+  return "CollectiveError";
+}
+
+void set_collective_error(const cpu::CollectiveError& error) {
+  const py::object type = py::module_::import("pycomm.errors").attr(class_of(error.reason));
+  const py::object value =
+      type(error.what(), py::arg("rank") = error.rank, py::arg("pid") = error.pid,
+           py::arg("operation") = error.operation, py::arg("sequence") = error.sequence);
+  PyErr_SetObject(type.ptr(), value.ptr());
+}
+
+}  // namespace
+
+void set_python_error() {
+  try {
+    throw;
+  } catch (py::error_already_set& error) {
+    error.restore();
+  } catch (const cpu::CollectiveError& error) {
+    set_collective_error(error);
+  } catch (const cpu::GroupUnusable& error) {
+    py::set_error(py::module_::import("pycomm.errors").attr("GroupUnusable"), error.what());
+  } catch (const std::bad_alloc& error) {
+    py::set_error(PyExc_MemoryError, error.what());
+  } catch (const std::invalid_argument& error) {
+    py::set_error(PyExc_ValueError, error.what());
+  } catch (const std::system_error& error) {
+    py::set_error(PyExc_OSError, error.what());
+  } catch (const std::exception& error) {
+    py::set_error(PyExc_RuntimeError, error.what());
+  }
+}
+
+void check_signals() {
+  const py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
+}  // namespace pycomm::bind

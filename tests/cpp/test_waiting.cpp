@@ -1,0 +1,179 @@
+// Every wait ends: timeouts, ranks that leave, aborts, disagreement; and memory comes back.
+#include <atomic>
+#include <string>
+#include <vector>
+
+#include "world.h"
+
+namespace pycomm::test {
+namespace {
+
+using cpu::CollectiveError;
+
+void sum(cpu::Group& group, std::int64_t count, Algorithm algorithm = Algorithm::two_shot) {
+  std::vector<float> x(static_cast<std::size_t>(count), 1);
+  group.run({Collective::all_reduce, algorithm, DType::f32, ReduceOp::sum, 0, count}, x.data(),
+            x.data());
+}
+
+// The error that `body` raises.
+CollectiveError error_of(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const CollectiveError& error) {
+    return error;
+  }
+  throw std::runtime_error("a CollectiveError was expected");
+}
+
+void refuses_afterwards(cpu::Group& group) {
+  try {
+    sum(group, 1);
+  } catch (const cpu::GroupUnusable&) {
+    return;
+  }
+  throw std::runtime_error("a failed group must refuse work");
+}
+
+void times_out() {
+  World world(4, 64 << 10, 0, 0.3);
+  world.run([&](int r) {
+    sum(world[r], 100);
+    if (r == 2) return;  // stays silent
+    const CollectiveError error = error_of([&] { sum(world[r], 100, Algorithm::ring); });
+    PYCOMM_CHECK(error.reason == Reason::timeout, "a silent rank must cause Timeout");
+    refuses_afterwards(world[r]);
+  });
+}
+
+void blames_the_silent() {
+  World world(4, 64 << 10, 0, 0.3);
+  world.run([&](int r) {
+    if (r == 2) return;
+    const CollectiveError error = error_of([&] { sum(world[r], 100); });
+    PYCOMM_CHECK(error.rank == 2, "Timeout must name rank 2, named " + std::to_string(error.rank));
+    PYCOMM_CHECK(error.operation == "all_reduce" && error.sequence == 1, "and what was going on");
+  });
+}
+
+void notices_who_leaves() {
+  World world(3);
+  world.run([&](int r) {
+    sum(world[r], 5000, Algorithm::tree);
+    if (r == 1) {
+      world[r].close();
+      return;
+    }
+    const CollectiveError error = error_of([&] { sum(world[r], 5000, Algorithm::ring); });
+    PYCOMM_CHECK(error.reason == Reason::peer_died && error.rank == 1, "rank 1 has left");
+    PYCOMM_CHECK(error.sequence == 2, "in the second operation");
+  });
+}
+
+void leaving_after_the_last_is_fine() {
+  for (int round = 0; round < 50; ++round) {
+    World world(3);
+    world.run([&](int r) {
+      sum(world[r], 4000, Algorithm::ring);
+      world[r].close();
+    });
+  }
+}
+
+void aborts() {
+  World world(3);
+  world.run([&](int r) {
+    if (r == 0) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      world[r].abort();
+      world[r].abort();
+      return;
+    }
+    const CollectiveError error = error_of([&] { sum(world[r], 10); });
+    PYCOMM_CHECK(error.reason == Reason::aborted && error.rank == 0, "rank 0 has aborted");
+    refuses_afterwards(world[r]);
+  });
+}
+
+void disagreement_is_told_to_all() {
+  World world(4);
+  world.run([&](int r) {
+    const CollectiveError error = error_of([&] { sum(world[r], r == 2 ? 11 : 10); });
+    PYCOMM_CHECK(error.reason == Reason::mismatch && error.rank == 2, "rank 2 disagrees");
+    const std::string text = error.what();
+    PYCOMM_CHECK(text.find("10 elements") != std::string::npos, "one side");
+    PYCOMM_CHECK(text.find("11 elements") != std::string::npos, "the other side");
+    refuses_afterwards(world[r]);
+  });
+}
+
+void a_failed_work_throws() {
+  World world(2, 64 << 10, 0, 0.2);
+  std::vector<float> x(10);
+  const auto work =
+      world[0].submit({Collective::all_reduce, Algorithm::ring, DType::f32, ReduceOp::sum, 0, 10},
+                      x.data(), x.data());
+  const CollectiveError error = error_of([&] { work->wait(std::chrono::seconds(10)); });
+  PYCOMM_CHECK(error.reason == Reason::timeout && error.rank == 1, "rank 1 was silent");
+}
+
+void interrupts_a_wait() {
+  World world(2);
+  static std::atomic<int> calls{0};
+  world.run([&](int r) {
+    std::vector<float> x(10);
+    const Operation operation{
+        Collective::all_reduce, Algorithm::tree, DType::f32, ReduceOp::sum, 0, 10};
+    if (r == 1) {
+      while (calls.load() == 0) std::this_thread::yield();
+      PYCOMM_CHECK(error_of([&] { sum(world[r], 10, Algorithm::tree); }).reason == Reason::aborted,
+                   "an interrupted rank aborts the group");
+      return;
+    }
+    try {
+      world[r].run(operation, x.data(), x.data(), [] {
+        ++calls;
+        throw std::runtime_error("interrupted");
+      });
+    } catch (const std::runtime_error& error) {
+      PYCOMM_CHECK(std::string(error.what()) == "interrupted", "the interrupt's own exception");
+    }
+  });
+}
+
+void heap_gives_back() {
+  World world(1);
+  cpu::Heap& heap = *world[0].heap();
+  for (int i = 0; i < 200; ++i) {
+    std::byte* a = heap.allocate(1 << 20);
+    std::byte* b = heap.allocate(2 << 20);
+    *a = *b = std::byte{1};
+    PYCOMM_CHECK(a != b, "allocations must not share memory");
+    heap.free(i % 2 == 0 ? a : b);
+    heap.free(i % 2 == 0 ? b : a);
+  }
+  std::byte* whole = heap.allocate((1 << 30) - (1 << 20));
+  heap.free(whole);
+  try {
+    heap.allocate(std::int64_t{1} << 40);
+  } catch (const cpu::OutOfMemory&) {
+    return;
+  }
+  throw std::runtime_error("an allocation beyond the heap must fail");
+}
+
+}  // namespace
+}  // namespace pycomm::test
+
+int main() {
+  using namespace pycomm::test;
+  return run_all({{"times out", times_out},
+                  {"blames the silent rank", blames_the_silent},
+                  {"notices who leaves", notices_who_leaves},
+                  {"leaving after the last operation is fine", leaving_after_the_last_is_fine},
+                  {"aborts", aborts},
+                  {"disagreement is told to all", disagreement_is_told_to_all},
+                  {"a failed work throws", a_failed_work_throws},
+                  {"interrupts a wait", interrupts_a_wait},
+                  {"heap gives back", heap_gives_back}});
+}
