@@ -6,7 +6,6 @@ PYCOMM_CUDA=0 leaves CUDA out, 1 insists on it, auto (the default) looks. Metada
 import os
 import re
 import shutil
-from glob import glob
 from pathlib import Path
 
 # torch's build helper reads CUDA_HOME when it is imported, and guesses it wrongly from a wrapper.
@@ -40,7 +39,6 @@ from setuptools import setup  # noqa: E402
 from torch.utils.cpp_extension import (  # noqa: E402
     BuildExtension,
     CppExtension,
-    CUDAExtension,
     include_paths,
 )
 
@@ -66,23 +64,26 @@ def with_cuda() -> bool:
 def extension():  # type: ignore[no-untyped-def]
     """The one extension module."""
     cuda = with_cuda()
-    sources = glob("csrc/cpu/*.cpp") + glob("csrc/bind/*.cpp")
-    sources += glob("csrc/cuda/*.cu") if cuda else glob("csrc/cuda/no_cuda.cpp")
+    sources = [*Path().glob("csrc/cpu/*.cpp"), *Path().glob("csrc/bind/*.cpp")]
+    sources += Path("csrc/cuda").glob("*.cu" if cuda else "no_cuda.cpp")
     common = ["-std=c++20", "-O3", "-g0", "-fvisibility=hidden"]
     host = ["-Wall", "-Wextra", "-Werror", "-fopenmp-simd", "-ffp-contract=off"]
-    nvcc = ["--fmad=false", "-Xcompiler=-Wall,-Wextra", "--expt-relaxed-constexpr", "-lineinfo"]
+    nvcc = ["--fmad=false", "-Xcompiler=-Wall,-Wextra", "--expt-relaxed-constexpr"]
     # As system headers, so that only our own warnings count.
     host += [f"-isystem{path}" for path in include_paths()]
     print(
         f"pycomm: torch {torch.__version__}, CUDA {cuda_home if cuda else 'not built'}"
         + (f", architectures {os.environ['TORCH_CUDA_ARCH_LIST']}" if cuda else "")
     )
-    return (CUDAExtension if cuda else CppExtension)(
+    # The CUDA runtime is linked statically: the module also loads beside a CPU build of torch.
+    return CppExtension(
         "pycomm._C",
-        sources=sorted(sources),
+        sources=sorted(map(str, sources)),
         include_dirs=[str(ROOT / "csrc"), pybind11.get_include()],
-        extra_compile_args={"cxx": common + host, "nvcc": common + nvcc},
-        libraries=["cuda"] if cuda else [],
+        define_macros=[("PYCOMM_WITH_CUDA", str(int(cuda)))],
+        extra_compile_args={"cxx": common + host, "nvcc": common + nvcc} if cuda else common + host,
+        library_dirs=[f"{cuda_home}/lib64"] if cuda else [],
+        libraries=["cudart_static", "rt", "dl", "pthread"] if cuda else [],
     )
 
 

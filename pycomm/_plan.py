@@ -22,20 +22,21 @@ class Plan:
         algorithm: what runs.
         why: what chose it.
         device: ``"cpu"`` or ``"cuda"``.
-        path: ``"staged"`` through the shared window, or ``"window"`` where the tensors lie in it, or
-            ``"alone"`` in a world of one.
-        steps: signals that this rank gives the others.
-        bytes_in: bytes that it reads from other ranks' memory.
-        bytes_out: bytes that it writes to other ranks' memory.
+        path: on the CPU, ``"staged"`` through the shared window, ``"window"`` where the tensors lie
+            in it, ``"alone"`` in a world of one; on CUDA, what joins the ranks: ``"threads"``,
+            ``"peer memory"`` or ``"pinned host memory"``.
+        steps: signals that this rank gives the others; None on CUDA, where nobody counts.
+        bytes_in: bytes that it reads from other ranks' memory; None on CUDA.
+        bytes_out: bytes that it writes to other ranks' memory; None on CUDA.
     """
 
     algorithm: str
     why: str
     device: str
     path: str
-    steps: int
-    bytes_in: int
-    bytes_out: int
+    steps: int | None
+    bytes_in: int | None
+    bytes_out: int | None
 
 
 def part_of(count: int, parts: int, index: int, unit: int) -> tuple[int, int]:
@@ -109,7 +110,7 @@ def _ring(count: int, rank: int, size: int, direct: bool, slot: int, item: int) 
     for tile in tiles_of(count, count if direct else slot):
         chunks = [part_of(tile, size, c, LINE // item)[1] for c in range(size)]
         steps += (2 * size - 1) * len(tiles_of(chunks[0], PIECE // item))
-        # Every chunk comes by twice, but for the one this rank starts and the one after the owned one.
+        # Every chunk comes by twice, but for the one this rank starts and the next but one.
         read += 2 * tile - chunks[rank] - chunks[(rank + 2) % size]
     return steps, read, 0
 

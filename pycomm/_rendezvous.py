@@ -1,9 +1,9 @@
 """How the processes of a group find each other and come to share memory.
 
 The group's torch.distributed Store carries one address and the ranks' identities. Rank 0 makes the
-window, an anonymous file, and hands its descriptor to each peer over an abstract Unix socket, so that
-nothing ever has a name in a file system. Who connects must run as the same user and know the secret
-that only the Store's users can read.
+window, an anonymous file, and hands its descriptor to each peer over an abstract Unix socket, so
+that nothing ever has a name in a file system. Who connects must run as the same user and know the
+secret that only the Store's users can read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from pycomm.errors import Timeout
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed.distributed_c10d import Store
 
 _NAMESPACES = ("net", "pid", "ipc")
 
@@ -70,7 +70,9 @@ def machine_identity() -> str:
     return " ".join([boot, *(str(Path(f"/proc/self/ns/{n}").readlink()) for n in _NAMESPACES)])
 
 
-def _exchange(store: Store, key: str, mine: str, rank: int, size: int, deadline: Deadline) -> list[str]:
+def _exchange(
+    store: Store, key: str, mine: str, rank: int, size: int, deadline: Deadline
+) -> list[str]:
     """All ranks' strings, in rank order."""
     store.set(f"{key}/{rank}", mine)
     values = []
@@ -82,11 +84,15 @@ def _exchange(store: Store, key: str, mine: str, rank: int, size: int, deadline:
 
 
 def _peer_uid(connection: socket.socket) -> int:
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    credentials = connection.getsockopt(
+        socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
+    )
     return int(struct.unpack("3i", credentials)[1])
 
 
-def _hand_out(listener: socket.socket, fd: int, secret: bytes, peers: int, deadline: Deadline) -> None:
+def _hand_out(
+    listener: socket.socket, fd: int, secret: bytes, peers: int, deadline: Deadline
+) -> None:
     """Gives the descriptor to `peers` peers, and nothing to anyone else who connects."""
     while peers > 0:
         with deadline.guarding("every rank taking the window"):
@@ -116,7 +122,7 @@ def _take(address: str, secret: bytes, deadline: Deadline) -> int:
 
 
 def join(
-    store: Store, rank: int, size: int, make_window: object, timeout: float
+    store: Store, rank: int, size: int, make_window: Callable[[], int], timeout: float
 ) -> Membership:
     """Meets the other ranks over `store`.
 
@@ -131,7 +137,6 @@ def join(
         pycomm.Timeout: a rank did not come in time.
         ValueError: the ranks do not share one machine.
     """
-    assert callable(make_window)
     deadline = Deadline(timeout)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     with listener:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -51,7 +51,7 @@ class Work:
 class _Orphans:
     """Works that nobody holds any more; let go once they have completed."""
 
-    held: list[tuple[Any, tuple[torch.Tensor, ...]]] = []
+    held: ClassVar[list[tuple[_C.Work, tuple[torch.Tensor, ...]]]] = []
 
     @classmethod
     def adopt(cls, core: _C.Work, tensors: tuple[torch.Tensor, ...]) -> None:
@@ -72,8 +72,9 @@ def all_reduce(
     """Reduces a tensor over all ranks of a group; every rank gets the same bits.
 
     Args:
-        tensor: any shape and strides, on the CPU; float64, float32, float16, bfloat16, int64, int32 or
-            uint8. Overwritten unless `out` is given. 16-bit floats accumulate in fp32; integers wrap.
+        tensor: any shape and strides, on the CPU or, enqueued on the current stream, CUDA; float64,
+            float32, float16, bfloat16, int64, int32 or uint8. Overwritten unless `out` is given.
+            16-bit floats accumulate in fp32; integers wrap.
         op: ``"sum"``, ``"avg"`` (integers truncate), ``"min"``, ``"max"`` (NaN wins) or ``"prod"``.
         out: takes the result; like `tensor` in shape and dtype, and disjoint from it.
         algorithm: ``"auto"``, ``"one_shot"``, ``"two_shot"``, ``"ring"`` or ``"tree"``
@@ -97,7 +98,7 @@ def all_reduce(
         check_choice("algorithm", algorithm, ALGORITHMS)
     if deterministic and algorithm in ("ring", "tree"):
         raise ValueError(
-            f"algorithm must be auto, one_shot or two_shot with deterministic=True, got {algorithm!r}"
+            f"algorithm must be auto, one_shot or two_shot when deterministic, got {algorithm!r}"
         )
     if (
         out is None
@@ -113,7 +114,14 @@ def all_reduce(
         _check_disjoint("out", out, "tensor", tensor)
         result = out
     return _launch(
-        group, "all_reduce", tensor, result, tensor.numel(), op, algorithm=algorithm, async_op=async_op
+        group,
+        "all_reduce",
+        tensor,
+        result,
+        tensor.numel(),
+        op,
+        algorithm=algorithm,
+        async_op=async_op,
     )
 
 
@@ -190,9 +198,7 @@ def broadcast(
     check_tensor("tensor", tensor)
     if not 0 <= src < group.size:
         raise ValueError(f"src must be a rank from 0 to {group.size - 1}, got {src}")
-    return _launch(
-        group, "broadcast", tensor, tensor, tensor.numel(), root=src, async_op=async_op
-    )
+    return _launch(group, "broadcast", tensor, tensor, tensor.numel(), root=src, async_op=async_op)
 
 
 def barrier(*, group: Group | None = None, async_op: bool = False) -> Work | None:
@@ -200,7 +206,7 @@ def barrier(*, group: Group | None = None, async_op: bool = False) -> Work | Non
     group = group if group is not None else default_group()
     arguments = (COLLECTIVES["barrier"], ALGORITHMS["one_shot"], 0, 0, 0, 0, 0, 0)
     if async_op:
-        return Work(group._core.submit(*arguments), (), lambda: None)
+        return Work(group._core.submit(*arguments), (), _nothing)
     group._core.run(*arguments)
     return None
 
@@ -237,6 +243,18 @@ def _launch(
         if dense_result.data_ptr() != result.data_ptr():
             result.detach().copy_(dense_result)
 
+    if source.device.type == "cuda":
+        group._cuda_side(source.device).run(
+            COLLECTIVES[collective],
+            ALGORITHMS[algorithm],
+            OPS[op],
+            root,
+            count,
+            dense_source,
+            dense_result,
+        )
+        finish()
+        return Work(None, (), _nothing) if async_op else result
     if async_op:
         work = group._core.submit(*arguments)
         return Work(work, (dense_source, dense_result, result), finish)
@@ -245,14 +263,18 @@ def _launch(
     return result
 
 
+def _nothing() -> None:
+    """What is left to do for a work whose stream does it."""
+
+
 def check_tensor(argument: str, tensor: torch.Tensor) -> None:
     """Refuses what no collective takes."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{argument} must be a torch.Tensor, got {type(tensor).__name__}")
     if tensor.layout != torch.strided:
         raise ValueError(f"{argument} must be dense, got layout {tensor.layout}")
-    if tensor.device.type != "cpu":
-        raise ValueError(f"{argument} must lie on the CPU, got device {tensor.device}")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{argument} must lie on the CPU or a CUDA device, got {tensor.device}")
     check_dtype(argument, tensor.dtype)
     if tensor.requires_grad and torch.is_grad_enabled():
         raise ValueError(
@@ -295,9 +317,13 @@ def _check_disjoint(name: str, tensor: torch.Tensor, other_name: str, other: tor
     """Whether two tensors' spans of memory meet, or are the same dense tensor."""
     if tensor.numel() == 0 or other.numel() == 0:
         return
-    if tensor.data_ptr() == other.data_ptr() and tensor.is_contiguous() and other.is_contiguous():
-        if tensor.numel() == other.numel():
-            return  # in place
+    if (
+        tensor.data_ptr() == other.data_ptr()
+        and tensor.numel() == other.numel()
+        and tensor.is_contiguous()
+        and other.is_contiguous()
+    ):
+        return  # in place
     (a, a_end), (b, b_end) = _span(tensor), _span(other)
     if a < b_end and b < a_end:
         raise ValueError(f"{name} must not overlap {other_name} in memory")

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from pycomm import _C
+from pycomm._cuda import DEFAULT_MAX_BLOCKS, CudaSide, LocalDevices, join_processes
 from pycomm._dtypes import check_dtype
-from pycomm._plan import Plan, make_plan
+from pycomm._plan import Plan, make_plan, select
 from pycomm._rendezvous import join
 from pycomm.errors import GroupUnusable
 
@@ -36,8 +40,8 @@ def slice_bytes() -> int:
 class Group:
     """One rank's membership in a group of ranks on one machine.
 
-    Made by :func:`init` or :class:`LocalWorld`. Operations on a group run in the order in which they
-    were called, whichever thread calls; all ranks must call the same ones in the same order.
+    Made by :func:`init` or :class:`LocalWorld`. Operations on a group run in the order in which
+    they were called, whichever thread calls; all ranks must call the same ones in the same order.
 
     Attributes:
         rank: this rank, from 0.
@@ -62,17 +66,26 @@ class Group:
         self.name = f"pycomm:{next(_names)}"
         self._core = _C.Group(window, pids, pidfds, rank, size, timeout, first_epoch)
         self._handle = self._core.handle
+        self._cuda: CudaSide | None = None
+        self._join_cuda: Callable[[torch.device], CudaSide] = _no_cuda
         _C.register_group(self.name, self._core)
 
-    def empty(self, *size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """An uninitialised CPU tensor in the shared window; collectives on it need no staging copy.
+    def empty(
+        self,
+        *size: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> torch.Tensor:
+        """An uninitialised tensor in the shared window; collectives on it need no staging copy.
 
-        The saving takes effect when the tensors of all ranks lie in their windows. The memory is the
-        tensor's own and goes back when the tensor does.
+        The saving takes effect when the tensors of all ranks lie in their windows. On the CPU the
+        memory is the tensor's own and goes back when the tensor does; on CUDA it comes from the
+        heap that ``init(cuda_heap_bytes=...)`` set aside, and goes back with the group.
 
         Args:
             size: the shape, as for :func:`torch.empty`.
             dtype: one of the supported dtypes.
+            device: ``"cpu"`` or a CUDA device.
 
         Raises:
             MemoryError: the machine lacks the memory.
@@ -80,6 +93,8 @@ class Group:
         check_dtype("dtype", dtype)
         self._check_open()
         shape = torch.Size(size)
+        if torch.device(device).type == "cuda":
+            return self._cuda_side(torch.device(device)).empty(shape, dtype)
         count = shape.numel()
         if count == 0:
             return torch.empty(shape, dtype=dtype)
@@ -93,9 +108,22 @@ class Group:
         *,
         algorithm: str = "auto",
         in_window: bool = False,
+        device: str = "cpu",
     ) -> Plan:
-        """What an all-reduce of `nbytes` bytes would do here, and why; the same on every rank."""
+        """What an all-reduce of `nbytes` bytes would do here, and why.
+
+        The choice is the same on every rank; steps and bytes are this rank's own.
+
+        Args:
+            nbytes: bytes of the tensor.
+            dtype: its dtype.
+            algorithm: as for :func:`pycomm.all_reduce`.
+            in_window: whether all ranks' tensors come from :meth:`empty`.
+            device: ``"cpu"`` or ``"cuda"``.
+        """
         check_dtype("dtype", dtype)
+        if device == "cuda":
+            return self._explain_cuda(nbytes, algorithm)
         return make_plan(
             nbytes=nbytes,
             dtype=dtype,
@@ -106,8 +134,23 @@ class Group:
             slot_bytes=self._core.slot_bytes,
         )
 
+    def _explain_cuda(self, nbytes: int, algorithm: str) -> Plan:
+        chosen = select(nbytes, self.size, "cuda") if algorithm == "auto" else algorithm
+        path = "not connected yet" if self._cuda is None else self._cuda.transport
+        why = "named by the caller" if chosen == algorithm else f"the table's choice for {nbytes} B"
+        return Plan(chosen, why, "cuda", path, None, None, None)
+
+    def check(self) -> None:
+        """Raises if something has gone wrong in CUDA kernels that have run so far.
+
+        Operations on CUDA tensors return before they run; their errors come out of here, or of the
+        group's next operation. Waits for nothing: synchronise first to know of all.
+        """
+        if self._cuda is not None:
+            self._cuda.check()
+
     def traffic(self) -> tuple[int, int, int]:
-        """Of this rank's last operation: signals given, bytes read from and written to other ranks."""
+        """Of this rank's last operation: signals given, bytes read from and written to others."""
         return self._core.traffic
 
     def abort(self) -> None:
@@ -119,7 +162,21 @@ class Group:
 
     def close(self) -> None:
         """Finishes what was started, then leaves the group. Idempotent; waits for no other rank."""
+        self._cuda = None
         self._core.close()
+
+    def _cuda_side(self, device: torch.device) -> CudaSide:
+        """This rank's CUDA side; made at the first call, by all ranks together."""
+        self._check_open()
+        if device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        if self._cuda is None:
+            self._cuda = self._join_cuda(device)
+        if self._cuda.device != device:
+            raise ValueError(
+                f"device must be {self._cuda.device}, where this rank has been so far, got {device}"
+            )
+        return self._cuda
 
     def _check_open(self) -> None:
         if self._core.closed:
@@ -140,6 +197,10 @@ class Group:
         return f"pycomm.Group({self.name!r}, rank={self.rank}, size={self.size})"
 
 
+def _no_cuda(device: torch.device) -> CudaSide:
+    raise ValueError(f"this group has no CUDA side, got a tensor on {device}")
+
+
 _default: Group | None = None
 _default_lock = threading.Lock()
 
@@ -149,17 +210,21 @@ def init(
     timeout: float = DEFAULT_TIMEOUT,
     *,
     staging_bytes: int = DEFAULT_STAGING_BYTES,
+    max_blocks: int = DEFAULT_MAX_BLOCKS,
+    cuda_heap_bytes: int = 0,
 ) -> Group:
     """Makes a group of the processes of a torch.distributed group; a collective call.
 
-    The first group made becomes the default of every operation. Where torch.distributed is not set up
-    yet, it is, from torchrun's environment, with Gloo.
+    The first group made becomes the default of every operation. Where torch.distributed is not set
+    up yet, it is, from torchrun's environment, with Gloo.
 
     Args:
-        group: a torch.distributed process group; by default the default one. Its Store serves as the
-            rendezvous.
+        group: a torch.distributed process group; by default the default one. Its Store serves as
+            the rendezvous.
         timeout: seconds that a rank may leave the others waiting, here and in every operation.
         staging_bytes: shared memory per rank for tensors that do not lie in the window.
+        max_blocks: the most blocks of threads that an operation may take from a GPU.
+        cuda_heap_bytes: device memory per rank for ``group.empty(..., device="cuda")``.
 
     Raises:
         ValueError: the ranks do not share one machine, or this process is not in `group`.
@@ -179,21 +244,22 @@ def init(
     rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
     if rank < 0:
         raise ValueError("group must contain this process")
-    store = dist.PrefixStore(_store_prefix(process_group), _store_of(process_group))
+    store = PrefixStore(_store_prefix(process_group), _store_of(process_group))
     members = join(
         store, rank, size, lambda: _C.create_window(size, slice_bytes(), staging_bytes), timeout
     )
     window = _C.Window(members.window_fd, size, slice_bytes(), staging_bytes)
     made = Group(window, members.pids, members.pidfds, rank, size, timeout)
+    made._join_cuda = lambda device: join_processes(
+        made, device, process_group, max_blocks, cuda_heap_bytes
+    )
     with _default_lock:
         if _default is None:
             _default = made
     return made
 
 
-def _store_of(process_group: Any) -> dist.Store:
-    from torch.distributed import distributed_c10d
-
+def _store_of(process_group: Any) -> Store:
     return distributed_c10d._get_process_group_store(process_group)
 
 
@@ -231,6 +297,7 @@ class LocalWorld:
         size: how many ranks.
         timeout: seconds that a rank may leave the others waiting.
         staging_bytes: shared memory per rank for tensors that do not lie in the window.
+        max_blocks: the most blocks of threads that a rank's operation may take from a GPU.
 
     Attributes:
         groups: one :class:`Group` per rank, for callers with threads of their own.
@@ -242,6 +309,7 @@ class LocalWorld:
         timeout: float = DEFAULT_TIMEOUT,
         *,
         staging_bytes: int = DEFAULT_STAGING_BYTES,
+        max_blocks: int = DEFAULT_MAX_BLOCKS,
         _first_epoch: int = 0,
     ) -> None:
         if size < 1:
@@ -255,6 +323,9 @@ class LocalWorld:
             Group(window, pids, [-1] * size, rank, size, timeout, _first_epoch)
             for rank in range(size)
         ]
+        devices = LocalDevices(self.groups, max_blocks)
+        for group in self.groups:
+            group._join_cuda = functools.partial(devices.side, group.rank)
 
     def run(self, function: Any, *args: Any) -> list[Any]:
         """Calls ``function(group, *args)`` on a thread per rank; returns the results in rank order.

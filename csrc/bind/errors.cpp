@@ -4,8 +4,8 @@
 
 #include <system_error>
 
-#include "bind/fast_call.h"
-#include "cpu/errors.h"
+#include "bind/python.h"
+#include "core/errors.h"
 #include "cpu/group.h"
 
 namespace py = pybind11;
@@ -29,7 +29,7 @@ const char* class_of(Reason reason) {
   return "CollectiveError";
 }
 
-void set_collective_error(const cpu::CollectiveError& error) {
+void set_collective_error(const CollectiveError& error) {
   const py::object type = py::module_::import("pycomm.errors").attr(class_of(error.reason));
   const py::object value =
       type(error.what(), py::arg("rank") = error.rank, py::arg("pid") = error.pid,
@@ -44,7 +44,7 @@ void set_python_error() {
     throw;
   } catch (py::error_already_set& error) {
     error.restore();
-  } catch (const cpu::CollectiveError& error) {
+  } catch (const CollectiveError& error) {
     set_collective_error(error);
   } catch (const cpu::GroupUnusable& error) {
     py::set_error(py::module_::import("pycomm.errors").attr("GroupUnusable"), error.what());

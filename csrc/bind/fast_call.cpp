@@ -2,6 +2,8 @@
 
 #include <ATen/dlpack.h>
 
+#include "bind/python.h"
+
 namespace py = pybind11;
 
 namespace pycomm::bind {

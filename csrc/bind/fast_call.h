@@ -18,10 +18,4 @@ void bind_fast_call(pybind11::module_& m);
 // What all_reduce takes for a group; valid as long as the group lives.
 pybind11::capsule handle_of(cpu::Group& group);
 
-// Sets the Python error for the C++ exception being handled.
-void set_python_error();
-
-// Lets Ctrl-C and other signals end a long wait.
-void check_signals();
-
 }  // namespace pycomm::bind

@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include "bind/fast_call.h"
+#include "bind/python.h"
 #include "bind/registry.h"
 #include "core/select.h"
 #include "cpu/group.h"
@@ -104,14 +105,15 @@ void bind_group(py::module_& m) {
       .def("run", &run)
       .def("submit", &submit)
       .def_property_readonly("handle", &handle_of)
-      .def("abort", &Group::abort)
+      .def("abort", [](Group& group) { group.abort(); })
       .def("leave", &Group::leave)
       .def("close", &Group::close, py::call_guard<py::gil_scoped_release>())
       .def("allocate",
            [](Group& group, std::int64_t bytes) {
              return std::make_unique<Allocation>(group.heap(), bytes);
            })
-      .def("in_window", &Group::in_window)
+      .def("offset_of", &Group::offset_of, py::arg("data"))
+      .def("address", &Group::address, py::arg("rank"), py::arg("offset"))
       .def_property_readonly("closed", &Group::closed)
       .def_property_readonly("slot_bytes",
                              [](const Group& group) { return group.comm().slot_bytes(); })
@@ -141,6 +143,7 @@ PYBIND11_MODULE(_C, m) {
   py::register_exception_translator(translate);
   bind_fast_call(m);
   bind_group(m);
+  bind_cuda(m);
   m.def(
       "select_algorithm",
       [](std::int64_t bytes, int ranks, int device) {

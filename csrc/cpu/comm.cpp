@@ -39,24 +39,6 @@ std::atomic_ref<std::uint32_t> epoch_of(Announcement& announcement) {
   return std::atomic_ref<std::uint32_t>(announcement.epoch);
 }
 
-std::string describe(const Operation& operation) {
-  std::string text = std::string(name_of(operation.collective)) + "(";
-  if (operation.collective != Collective::barrier) {
-    text += std::string(name_of(operation.dtype)) + ", " + std::to_string(operation.count) +
-            " elements";
-  }
-  if (operation.collective == Collective::all_reduce ||
-      operation.collective == Collective::reduce_scatter) {
-    text += std::string(", op=") + name_of(operation.op);
-  }
-  if (operation.collective == Collective::all_reduce) {
-    text += std::string(", algorithm=") + name_of(operation.algorithm);
-  }
-  if (operation.collective == Collective::broadcast)
-    text += ", src=" + std::to_string(operation.root);
-  return text + ")";
-}
-
 }  // namespace
 
 Comm::Comm(std::shared_ptr<Window> window, std::shared_ptr<const Liveness> peers, int rank,
@@ -137,10 +119,7 @@ void Comm::check_agreement() const {
   for (int r = 1; r < size_; ++r) {
     const Operation& other = announcement(r).operation;
     if (other == first) continue;
-    throw CollectiveError(
-        Reason::mismatch, r, peers_->pid(r), name_of(operation_.collective), sequence_,
-        "operation " + std::to_string(sequence_) + ": rank 0 called " + describe(first) +
-            ", rank " + std::to_string(r) + " called " + describe(other));
+    throw mismatch(first, r, other, peers_->pid(r), sequence_);
   }
 }
 
@@ -161,15 +140,15 @@ void Comm::wait_long(const std::atomic<std::uint32_t>& flag, std::uint32_t targe
   const Clock::time_point start = Clock::now();
   Clock::time_point look_at = start + kLookForDeathEvery, interrupt_at = start + kInterruptEvery;
   while (!reached(flag.load(std::memory_order_acquire), target)) {
-    check_abort();
+    if (const std::uint64_t word = aborted()) raise(word);
     const Clock::time_point now = Clock::now();
-    bool gone = window_->control(r).left.load(std::memory_order_acquire) != 0;
+    bool is_gone = left(r);
     if (now > look_at) {
-      gone = gone || peers_->ended(r);
+      is_gone = is_gone || peers_->ended(r);
       look_at = now + kLookForDeathEvery;
     }
     // Whoever is gone has published all that it ever will.
-    if (gone && !reached(flag.load(std::memory_order_acquire), target)) {
+    if (is_gone && !reached(flag.load(std::memory_order_acquire), target)) {
       abort(Reason::peer_died, r);
     } else if (now - start > timeout_) {
       abort(Reason::timeout, culprit(r));
@@ -207,30 +186,9 @@ void Comm::abort(Reason reason, int rank) {
                                                     std::memory_order_acq_rel);
 }
 
-void Comm::check_abort() const {
-  const std::uint64_t word = window_->control(0).abort.load(std::memory_order_acquire);
-  if (word != 0) raise(reason_of(word), rank_of(word));
-}
-
-void Comm::raise(Reason reason, int rank) const {
-  const std::string who =
-      "rank " + std::to_string(rank) + " (pid " + std::to_string(peers_->pid(rank)) + ")";
-  const std::string where = " during " + describe(operation_) + ", operation " +
-                            std::to_string(sequence_) + " of the group";
-  std::string message;
-  switch (reason) {
-    case Reason::peer_died:
-      message = who + " died or left";
-      break;
-    case Reason::timeout:
-      message = who + " did not answer within " +
-                std::to_string(std::chrono::duration<double>(timeout_).count()) + " s";
-      break;
-    default:
-      message = who + " aborted the group";
-  }
-  throw CollectiveError(reason, rank, peers_->pid(rank), name_of(operation_.collective), sequence_,
-                        message + where);
+void Comm::raise(std::uint64_t word) const {
+  const int rank = rank_of(word);
+  throw failure(reason_of(word), rank, peers_->pid(rank), operation_, sequence_);
 }
 
 }  // namespace pycomm::cpu

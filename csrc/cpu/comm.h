@@ -6,10 +6,10 @@
 #include <memory>
 #include <vector>
 
+#include "core/errors.h"
 #include "core/layout.h"
 #include "core/operation.h"
 #include "core/signal.h"
-#include "cpu/errors.h"
 #include "cpu/liveness.h"
 #include "cpu/loops.h"
 #include "cpu/store_policy.h"
@@ -110,8 +110,13 @@ class Comm {
   }
   std::int64_t slot_bytes() const { return slot_bytes_; }
 
-  // Throws if the group has been aborted.
-  void check_abort() const;
+  int pid(int r) const { return peers_->pid(r); }
+  // Not zero once the group has been aborted.
+  std::uint64_t aborted() const {
+    return window_->control(0).abort.load(std::memory_order_acquire);
+  }
+  // Whether rank r has left, or its process has ended. Takes a system call.
+  bool gone(int r) const { return left(r) || peers_->ended(r); }
 
  private:
   Control& mine() const { return window_->control(rank_); }
@@ -122,7 +127,8 @@ class Comm {
   void wait_long(const std::atomic<std::uint32_t>& flag, std::uint32_t target, int r, int slot);
   int culprit(int r) const;
   void check_agreement() const;
-  [[noreturn]] void raise(Reason reason, int rank) const;
+  [[noreturn]] void raise(std::uint64_t word) const;
+  bool left(int r) const { return window_->control(r).left.load(std::memory_order_acquire) != 0; }
 
   // Read by other ranks next: everything but my own ordinary output.
   bool shared(Place place) const {

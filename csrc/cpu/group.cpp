@@ -72,14 +72,41 @@ void Group::check_usable() {
 }
 
 void Group::run(Operation operation, const void* input, void* output, void (*interrupt)()) {
+  run_in_order({operation, input, output, false, nullptr}, interrupt);
+}
+
+void Group::agree(const Operation& operation, void (*interrupt)()) {
+  run_in_order({operation, nullptr, nullptr, true, nullptr}, interrupt);
+}
+
+std::shared_ptr<Work> Group::submit(Operation operation, const void* input, void* output) {
+  check_usable();
+  return enqueue({operation, input, output, false, nullptr});
+}
+
+// On this thread, unless something submitted earlier is still to come.
+void Group::run_in_order(const Task& task, void (*interrupt)()) {
   check_usable();
   if (pending_.load(std::memory_order_acquire) == 0) {
     const std::lock_guard lock(running_);
-    execute(operation, input, output, interrupt);
-    return;
+    execute(task, interrupt);
+  } else {
+    await(*enqueue(task), interrupt);
   }
-  const std::shared_ptr<Work> work = submit(operation, input, output);
-  while (!work->wait(std::chrono::milliseconds(50))) {
+}
+
+std::shared_ptr<Work> Group::enqueue(Task task) {
+  task.work = std::make_shared<Work>();
+  const std::lock_guard lock(queue_mutex_);
+  if (!worker_.joinable()) worker_ = std::thread([this] { serve(); });
+  pending_.fetch_add(1, std::memory_order_acq_rel);
+  queue_.push_back(task);
+  queue_changed_.notify_one();
+  return task.work;
+}
+
+void Group::await(Work& work, void (*interrupt)()) {
+  while (!work.wait(std::chrono::milliseconds(50))) {
     if (interrupt == nullptr) continue;
     try {
       interrupt();
@@ -87,23 +114,12 @@ void Group::run(Operation operation, const void* input, void* output, void (*int
       // The worker must let go of the buffers before the caller frees them.
       abort();
       try {
-        while (!work->wait(std::chrono::seconds(1))) continue;
+        while (!work.wait(std::chrono::seconds(1))) continue;
       } catch (const std::exception&) {
       }
       throw;
     }
   }
-}
-
-std::shared_ptr<Work> Group::submit(Operation operation, const void* input, void* output) {
-  check_usable();
-  auto work = std::make_shared<Work>();
-  const std::lock_guard lock(queue_mutex_);
-  if (!worker_.joinable()) worker_ = std::thread([this] { serve(); });
-  pending_.fetch_add(1, std::memory_order_acq_rel);
-  queue_.push_back({operation, input, output, work});
-  queue_changed_.notify_one();
-  return work;
 }
 
 void Group::serve() {
@@ -118,7 +134,7 @@ void Group::serve() {
     std::exception_ptr error;
     try {
       const std::lock_guard running(running_);
-      execute(task.operation, task.input, task.output, nullptr);
+      execute(task, nullptr);
     } catch (...) {
       error = std::current_exception();
     }
@@ -128,23 +144,28 @@ void Group::serve() {
   }
 }
 
-void Group::execute(Operation operation, const void* input, void* output, void (*interrupt)()) {
+void Group::execute(const Task& task, void (*interrupt)()) {
   if (failed_.load(std::memory_order_acquire)) check_usable();
   if (size_ == 1) {
-    copy_alone(operation, input, output);
+    if (!task.agree_only) copy_alone(task.operation, task.input, task.output);
     return;
   }
+  Operation operation = task.operation;
   if (operation.algorithm == Algorithm::automatic) {
     operation.algorithm =
         select_algorithm(operation.count * size_of(operation.dtype), size_, Device::cpu);
   }
   try {
-    comm_.begin(operation, input, output, interrupt);
-    pycomm::run(comm_, operation);
+    comm_.begin(operation, task.input, task.output, interrupt);
+    if (task.agree_only) {
+      barrier(comm_);
+    } else {
+      pycomm::run(comm_, operation);
+    }
   } catch (const std::exception& error) {
-    // A Mismatch is seen by all ranks at once; anything else must reach those who still wait.
-    const auto* known = dynamic_cast<const CollectiveError*>(&error);
-    if (known == nullptr) abort();
+    // All ranks see a Mismatch, and the abort word tells of the rest; of an interrupt nobody knows
+    // yet.
+    if (dynamic_cast<const CollectiveError*>(&error) == nullptr) abort();
     failure_ = error.what();
     failed_.store(true, std::memory_order_release);
     throw;

@@ -48,11 +48,21 @@ class Group {
 
   // Runs an operation after all that were submitted before; blocks. Buffers are raw host memory.
   void run(Operation operation, const void* input, void* output, void (*interrupt)() = nullptr);
-  // The same on the worker; the buffers must live until the work has completed.
+  // Only meets the other ranks and checks that all mean this operation, whose data moves elsewhere.
+  void agree(const Operation& operation, void (*interrupt)() = nullptr);
+  // The same as run() on the worker; the buffers must live until the work has completed.
   std::shared_ptr<Work> submit(Operation operation, const void* input, void* output);
+
+  // Throws GroupUnusable if it is.
+  void check_usable();
+  int pid(int r) const { return comm_.pid(r); }
 
   // Stops this and every other rank of the group: they raise Aborted, naming this rank.
   void abort() { comm_.abort(Reason::aborted, rank_); }
+  // An executor elsewhere has found a reason to stop, or wants to know of one.
+  void abort(Reason reason, int rank) { comm_.abort(reason, rank); }
+  std::uint64_t abort_word() const { return comm_.aborted(); }
+  bool gone(int r) const { return comm_.gone(r); }
   // This rank has failed elsewhere: who needs it raises PeerDied. For ranks that are threads.
   void leave() { comm_.leave(); }
   // Waits for submitted work, then takes part in nothing more. Idempotent.
@@ -63,9 +73,12 @@ class Group {
   int size() const { return size_; }
   const Comm& comm() const { return comm_; }
   const std::shared_ptr<Heap>& heap() const { return heap_; }
-  bool in_window(std::uintptr_t data, std::int64_t bytes) const {
-    return window_->offset_in_heap(rank_, reinterpret_cast<const void*>(data), bytes) !=
-           kNotInWindow;
+  // Between addresses in this rank's slice of the window and offsets, which all ranks share.
+  std::int64_t offset_of(std::uintptr_t data) const {
+    return static_cast<std::int64_t>(data - address(rank_, 0));
+  }
+  std::uintptr_t address(int r, std::int64_t offset) const {
+    return reinterpret_cast<std::uintptr_t>(window_->slice(r) + offset);
   }
 
  private:
@@ -73,11 +86,14 @@ class Group {
     Operation operation;
     const void* input;
     void* output;
+    bool agree_only;
     std::shared_ptr<Work> work;
   };
 
-  void check_usable();
-  void execute(Operation operation, const void* input, void* output, void (*interrupt)());
+  std::shared_ptr<Work> enqueue(Task task);
+  void await(Work& work, void (*interrupt)());
+  void run_in_order(const Task& task, void (*interrupt)());
+  void execute(const Task& task, void (*interrupt)());
   void copy_alone(const Operation& operation, const void* input, void* output);
   void serve();
   bool forked() const;

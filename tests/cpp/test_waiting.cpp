@@ -8,7 +8,6 @@
 namespace pycomm::test {
 namespace {
 
-using cpu::CollectiveError;
 
 void sum(cpu::Group& group, std::int64_t count, Algorithm algorithm = Algorithm::two_shot) {
   std::vector<float> x(static_cast<std::size_t>(count), 1);

@@ -1,0 +1,148 @@
+// A group's CUDA side in Python: joins the kernels (cuda/) with the group that watches over them
+// (cpu/).
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <condition_variable>
+#include <thread>
+
+#include "bind/python.h"
+#include "core/errors.h"
+#include "core/select.h"
+#include "cpu/group.h"
+#include "cuda/endpoint.h"
+
+namespace py = pybind11;
+
+namespace pycomm::bind {
+namespace {
+
+using cuda::Endpoint;
+using cuda::SharedLaunch;
+
+class CudaGroup {
+ public:
+  // `shared` where the ranks are threads on one device, null otherwise.
+  CudaGroup(std::shared_ptr<cpu::Group> host, std::shared_ptr<Endpoint> endpoint,
+            std::shared_ptr<SharedLaunch> shared)
+      : host_(std::move(host)), endpoint_(std::move(endpoint)), shared_(std::move(shared)) {
+    watcher_ = std::thread([this] { watch(); });
+  }
+  ~CudaGroup() {
+    {
+      const std::lock_guard lock(mutex_);
+      stop_ = true;
+    }
+    changed_.notify_all();
+    watcher_.join();
+  }
+  CudaGroup(const CudaGroup&) = delete;
+  CudaGroup& operator=(const CudaGroup&) = delete;
+
+  // Enqueues the operation on the stream.
+  void run(Operation operation, const void* input, void* output, std::uintptr_t stream) {
+    check();
+    if (operation.algorithm == Algorithm::automatic) {
+      operation.algorithm =
+          select_algorithm(operation.count * size_of(operation.dtype), host_->size(), Device::cuda);
+    }
+    latest_ = operation;
+    if (shared_ == nullptr) {
+      endpoint_->launch(operation, input, output, stream);
+    } else {
+      run_together(operation, input, output, stream);
+    }
+  }
+
+  // Raises what went wrong in a kernel.
+  void check() {
+    host_->check_usable();
+    const cuda::Failure found = endpoint_->failure();
+    if (found.reason == Reason::none) return;
+    const int pid = host_->pid(found.rank);
+    if (found.reason == Reason::mismatch) {
+      throw mismatch(found.first, found.rank, found.other, pid, found.sequence);
+    }
+    throw failure(found.reason, found.rank, pid, latest_, found.sequence);
+  }
+
+ private:
+  void run_together(const Operation& operation, const void* input, void* output,
+                    std::uintptr_t stream) {
+    shared_->put(host_->rank(), operation, input, output, stream);
+    host_->agree(operation, check_signals);
+    if (host_->rank() == 0) {
+      try {
+        shared_->launch();
+      } catch (...) {
+        host_->abort();
+        throw;
+      }
+    }
+    host_->agree({}, check_signals);  // a barrier: it has been launched
+    shared_->follow(host_->rank());
+  }
+
+  // Carries news between the host's group and running kernels, both ways.
+  void watch() {
+    std::unique_lock lock(mutex_);
+    while (!changed_.wait_for(lock, std::chrono::milliseconds(5), [&] { return stop_; })) {
+      const cuda::Failure failure = endpoint_->failure();
+      if (failure.reason != Reason::none && failure.reason != Reason::mismatch) {
+        host_->abort(failure.reason, failure.rank);
+      }
+      for (int r = 0; r < host_->size(); ++r) {
+        if (r != host_->rank() && host_->gone(r)) endpoint_->set_gone(r);
+      }
+      if (const std::uint64_t word = host_->abort_word()) endpoint_->set_abort(word);
+    }
+  }
+
+  std::shared_ptr<cpu::Group> host_;
+  std::shared_ptr<Endpoint> endpoint_;
+  std::shared_ptr<SharedLaunch> shared_;
+  Operation latest_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool stop_ = false;
+  std::thread watcher_;
+};
+
+}  // namespace
+
+void bind_cuda(py::module_& m) {
+  m.attr("has_cuda") = PYCOMM_WITH_CUDA != 0;
+  py::class_<Endpoint, std::shared_ptr<Endpoint>>(m, "CudaEndpoint")
+      .def(py::init([](int device, int rank, int ranks, int lanes, std::int64_t staging_bytes,
+                       std::int64_t window_bytes, double timeout,
+                       std::vector<std::uintptr_t> windows, bool one_address_space) {
+             return std::make_shared<Endpoint>(
+                 cuda::EndpointOptions{device, rank, ranks, lanes, staging_bytes, window_bytes,
+                                       timeout, std::move(windows), one_address_space});
+           }),
+           py::arg("device"), py::arg("rank"), py::arg("ranks"), py::arg("lanes"),
+           py::arg("staging_bytes"), py::arg("window_bytes"), py::arg("timeout"),
+           py::arg("windows"), py::arg("one_address_space"));
+  py::class_<SharedLaunch, std::shared_ptr<SharedLaunch>>(m, "CudaSharedLaunch")
+      .def(py::init<std::vector<std::shared_ptr<Endpoint>>>(), py::arg("endpoints"));
+  py::class_<CudaGroup>(m, "CudaGroup")
+      .def(py::init<std::shared_ptr<cpu::Group>, std::shared_ptr<Endpoint>,
+                    std::shared_ptr<SharedLaunch>>(),
+           py::arg("host"), py::arg("endpoint"), py::arg("shared").none(true))
+      .def("check", &CudaGroup::check)
+      .def("run", [](CudaGroup& group, int collective, int algorithm, int dtype, int op, int root,
+                     std::int64_t count, std::uintptr_t input, std::uintptr_t output,
+                     std::uintptr_t stream) {
+        const py::gil_scoped_release no_gil;
+        group.run({static_cast<Collective>(collective), static_cast<Algorithm>(algorithm),
+                   static_cast<DType>(dtype), static_cast<ReduceOp>(op), root, count},
+                  reinterpret_cast<const void*>(input), reinterpret_cast<void*>(output), stream);
+      });
+  m.def("cuda_window_bytes", &cuda::window_bytes, py::arg("ranks"), py::arg("lanes"),
+        py::arg("staging_bytes"), py::arg("heap_bytes"));
+  m.def("cuda_heap_begin", &cuda::heap_begin, py::arg("ranks"), py::arg("lanes"),
+        py::arg("staging_bytes"));
+  m.def("cuda_register_host", &cuda::register_host_memory, py::arg("data"), py::arg("bytes"));
+}
+
+}  // namespace pycomm::bind

@@ -1,0 +1,16 @@
+// What the parts of the binding share.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace pycomm::bind {
+
+// Sets the Python error for the C++ exception being handled.
+void set_python_error();
+
+// Lets Ctrl-C and other signals end a long wait.
+void check_signals();
+
+void bind_cuda(pybind11::module_& m);
+
+}  // namespace pycomm::bind

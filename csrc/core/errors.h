@@ -1,0 +1,77 @@
+// How a collective fails, and how an operation is called in messages.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+
+#include "core/operation.h"
+#include "core/signal.h"
+
+namespace pycomm {
+
+// Becomes pycomm.PeerDied, Timeout, Mismatch or Aborted in Python.
+class CollectiveError : public std::runtime_error {
+ public:
+  CollectiveError(Reason reason, int rank, int pid, std::string operation, std::uint32_t sequence,
+                  const std::string& message)
+      : std::runtime_error(message),
+        reason(reason),
+        rank(rank),
+        pid(pid),
+        operation(std::move(operation)),
+        sequence(sequence) {}
+
+  const Reason reason;
+  const int rank;  // the one to blame
+  const int pid;
+  const std::string operation;
+  const std::uint32_t sequence;
+};
+
+inline std::string describe(const Operation& operation) {
+  std::string text = std::string(name_of(operation.collective)) + "(";
+  if (operation.collective != Collective::barrier) {
+    text += std::string(name_of(operation.dtype)) + ", " + std::to_string(operation.count) +
+            " elements";
+  }
+  if (operation.collective == Collective::all_reduce ||
+      operation.collective == Collective::reduce_scatter) {
+    text += std::string(", op=") + name_of(operation.op);
+  }
+  if (operation.collective == Collective::all_reduce) {
+    text += std::string(", algorithm=") + name_of(operation.algorithm);
+  }
+  if (operation.collective == Collective::broadcast)
+    text += ", src=" + std::to_string(operation.root);
+  return text + ")";
+}
+
+// A rank is to blame for the end of an operation.
+inline CollectiveError failure(Reason reason, int rank, int pid, const Operation& operation,
+                               std::uint32_t sequence) {
+  const char* what = reason == Reason::peer_died ? " died or left"
+                     : reason == Reason::timeout ? " did not answer within the group's timeout"
+                                                 : " aborted the group";
+  return {reason,
+          rank,
+          pid,
+          name_of(operation.collective),
+          sequence,
+          "rank " + std::to_string(rank) + " (pid " + std::to_string(pid) + ")" + what +
+              " during " + describe(operation) + ", operation " + std::to_string(sequence) +
+              " of the group"};
+}
+
+// Rank 0 called one thing, rank `r` another.
+inline CollectiveError mismatch(const Operation& first, int r, const Operation& other, int pid,
+                                std::uint32_t sequence) {
+  return {Reason::mismatch,
+          r,
+          pid,
+          name_of(first.collective),
+          sequence,
+          "operation " + std::to_string(sequence) + ": rank 0 called " + describe(first) +
+              ", rank " + std::to_string(r) + " called " + describe(other)};
+}
+
+}  // namespace pycomm

@@ -1,0 +1,300 @@
+// The CUDA executor of the algorithms in core/: one block of threads per rank and lane. Implements
+// the concept described in core/signal.h. Every method is called by all threads of the block
+// together.
+//
+// A wait that cannot be satisfied does not trap, because that would cost the process its context:
+// the block drains. From then on its waits return at once, it moves no data and signals nothing,
+// and the reason stands in the mailbox.
+#pragma once
+
+#include <cuda/atomic>
+
+#include "core/layout.h"
+#include "core/operation.h"
+#include "core/reduce.h"
+#include "core/signal.h"
+#include "cuda/layout.h"
+
+namespace pycomm::cuda {
+
+// One rank's part of a launch.
+struct RankLaunch {
+  Operation operation;
+  std::byte* input;
+  std::byte* output;
+  std::int64_t
+      input_location;  // where peers find them: an offset from bases[rank], or kNotInWindow
+  std::int64_t output_location;
+  std::byte* const* windows;  // device array: every rank's window, as this rank sees it
+  std::byte* const* bases;    // device array: what locations of a rank count from
+  Mailbox* mailbox;
+  int rank;
+};
+
+struct Launch {
+  WindowLayout layout;
+  std::uint64_t timeout_ns;
+  int local_ranks;  // blocks [i * lanes, (i + 1) * lanes) belong to ranks[i]
+  RankLaunch ranks[kMaxLocalRanks];
+};
+
+__device__ inline std::uint64_t now_ns() {
+  std::uint64_t now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+}
+
+template <class Word>
+__device__ ::cuda::atomic_ref<Word, ::cuda::thread_scope_system> shared_word(void* address) {
+  return ::cuda::atomic_ref<Word, ::cuda::thread_scope_system>(*static_cast<Word*>(address));
+}
+
+template <class T, ReduceOp op>
+class BlockComm {
+ public:
+  __device__ BlockComm(const Launch& launch)
+      : me_(launch.ranks[blockIdx.x / launch.layout.lanes]),
+        layout_(launch.layout),
+        timeout_ns_(launch.timeout_ns),
+        lane_(static_cast<int>(blockIdx.x) % launch.layout.lanes) {
+    const auto& state =
+        *reinterpret_cast<const LaneState*>(window(me_.rank) + layout_.state(lane_));
+    sequence_ = state.sequence + 1;
+    for (int slot = 0; slot < kSlots; ++slot)
+      started_[slot] = signalled_[slot] = state.signalled[slot];
+    const Range part = part_of(me_.operation.count, layout_.lanes, lane_, line());
+    begin_ = part.begin;
+    count_ = part.count;
+    __syncthreads();  // everyone has read the state before finish() writes it
+  }
+
+  // Leaves the state for the next operation.
+  __device__ void finish() {
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    auto& state = *reinterpret_cast<LaneState*>(window(me_.rank) + layout_.state(lane_));
+    state.sequence = sequence_;
+    for (int slot = 0; slot < kSlots; ++slot) state.signalled[slot] = signalled_[slot];
+  }
+
+  __device__ int rank() const { return me_.rank; }
+  __device__ int size() const { return layout_.ranks; }
+  __device__ int root() const { return me_.operation.root; }
+  __device__ std::int64_t count() const { return count_; }
+  __device__ std::int64_t block() const { return me_.operation.count; }
+  __device__ std::int64_t elements(std::int64_t bytes) const { return bytes / kSize; }
+  __device__ std::int64_t line() const { return kLine / kSize; }
+  __device__ bool direct() const { return direct_; }
+  __device__ Place input() const { return {me_.input + begin_ * kSize, me_.rank}; }
+  __device__ Place output() const { return {me_.output + begin_ * kSize, me_.rank}; }
+  __device__ Place input(int r) const {
+    return {me_.bases[r] + announced(r).input + begin_ * kSize, r};
+  }
+  __device__ Place output(int r) const {
+    return {me_.bases[r] + announced(r).output + begin_ * kSize, r};
+  }
+  __device__ Place slot(int r, std::int64_t i) const {
+    return {window(r) + layout_.staging(sequence_, lane_, i), r};
+  }
+  __device__ std::int64_t slot_count() const { return elements(layout_.slot_bytes()); }
+  __device__ Place at(Place place, std::int64_t elements) const {
+    return {place.data + elements * kSize, place.rank};
+  }
+
+  __device__ void announce() {
+    __syncthreads();
+    for (int r = threadIdx.x; r < size(); r += blockDim.x) {
+      if (failed_) continue;
+      auto& line = *reinterpret_cast<Announcement*>(window(r) +
+                                                    layout_.announcement(lane_, sequence_, rank()));
+      line.operation = me_.operation;
+      line.input = me_.input_location;
+      line.output = me_.output_location;
+      shared_word<std::uint32_t>(&line.epoch).store(sequence_, ::cuda::std::memory_order_release);
+    }
+    bool stop = false;
+    for (int r = threadIdx.x; r < size(); r += blockDim.x) {
+      if (r != rank()) stop |= !poll(const_cast<std::uint32_t*>(&announced(r).epoch), sequence_, r);
+    }
+    settle(stop);
+    compare();
+  }
+
+  __device__ void signal(int slot) {
+    ++signalled_[slot];
+    __syncthreads();
+    for (int r = threadIdx.x; r < size(); r += blockDim.x) {
+      if (r == rank() || failed_) continue;
+      shared_word<std::uint32_t>(window(r) + layout_.flag(lane_, slot, rank()))
+          .store(signalled_[slot], ::cuda::std::memory_order_release);
+    }
+  }
+
+  __device__ void wait(int r, int slot, std::int64_t step) {
+    if (step <= 0) return;
+    bool stop = false;
+    if (threadIdx.x == 0) stop = !poll(flag(slot, r), target(slot, step), r);
+    settle(stop);
+  }
+
+  __device__ void wait_all(int slot, std::int64_t step) {
+    if (step <= 0) return;
+    bool stop = false;
+    for (int r = threadIdx.x; r < size(); r += blockDim.x) {
+      if (r != rank()) stop |= !poll(flag(slot, r), target(slot, step), r);
+    }
+    settle(stop);
+  }
+
+  __device__ void copy(Place to, Place from, std::int64_t n) {
+    if (failed_ || to.data == from.data) return;
+    const std::int64_t bytes = n * kSize;
+    std::int64_t done = 0;
+    if (aligned(to.data) && aligned(from.data)) {
+      auto* target = reinterpret_cast<uint4*>(to.data);
+      const auto* source = reinterpret_cast<const uint4*>(from.data);
+      const std::int64_t vectors = bytes / 16;
+#pragma unroll 4
+      for (std::int64_t i = threadIdx.x; i < vectors; i += blockDim.x) target[i] = source[i];
+      done = vectors * 16;
+    }
+    auto* target = reinterpret_cast<T*>(to.data);
+    const auto* source = reinterpret_cast<const T*>(from.data);
+    for (std::int64_t i = done / kSize + threadIdx.x; i < n; i += blockDim.x) target[i] = source[i];
+    __syncthreads();
+  }
+
+  template <class To, class From>
+  __device__ void reduce(int n_to, To to, int n_from, From from, std::int64_t n, bool last) {
+    if (failed_) return;
+    bool vectors = true;
+    for (int i = 0; i < n_to; ++i) vectors = vectors && aligned(to(i).data);
+    for (int i = 0; i < n_from; ++i) vectors = vectors && aligned(from(i).data);
+    std::int64_t done = 0;
+    if (vectors) {
+      reduce_packed<kPerVector>(n_to, to, n_from, from, 0, n / kPerVector, last);
+      done = n / kPerVector * kPerVector;
+    }
+    reduce_packed<1>(n_to, to, n_from, from, done, n, last);
+    __syncthreads();
+  }
+
+ private:
+  static constexpr std::int64_t kSize = sizeof(T);
+  static constexpr int kPerVector = 16 / sizeof(T);
+
+  // A place for `width` elements that moves in one access.
+  template <int width>
+  struct alignas(width * sizeof(T)) Pack {
+    T element[width];
+  };
+
+  template <int width, class To, class From>
+  __device__ void reduce_packed(int n_to, To to, int n_from, From from, std::int64_t begin,
+                                std::int64_t end, bool last) {
+    using A = accumulator_t<T>;
+    for (std::int64_t i = begin + threadIdx.x; i < end; i += blockDim.x) {
+      A sum[width];
+      const auto first = reinterpret_cast<const Pack<width>*>(from(0).data)[i];
+#pragma unroll
+      for (int k = 0; k < width; ++k) sum[k] = load(first.element[k]);
+#pragma unroll 4
+      for (int r = 1; r < n_from; ++r) {
+        const auto next = reinterpret_cast<const Pack<width>*>(from(r).data)[i];
+#pragma unroll
+        for (int k = 0; k < width; ++k) sum[k] = combine<op>(sum[k], load(next.element[k]));
+      }
+      Pack<width> result;
+#pragma unroll
+      for (int k = 0; k < width; ++k) {
+        result.element[k] = store<T>(last ? pycomm::finish<op>(sum[k], size()) : sum[k]);
+      }
+      for (int j = 0; j < n_to; ++j) reinterpret_cast<Pack<width>*>(to(j).data)[i] = result;
+    }
+  }
+
+  __device__ static bool aligned(const void* address) {
+    return reinterpret_cast<std::uintptr_t>(address) % 16 == 0;
+  }
+  __device__ std::byte* window(int r) const { return me_.windows[r]; }
+  __device__ const Announcement& announced(int r) const {
+    return *reinterpret_cast<const Announcement*>(window(rank()) +
+                                                  layout_.announcement(lane_, sequence_, r));
+  }
+  __device__ std::uint32_t* flag(int slot, int from) const {
+    return reinterpret_cast<std::uint32_t*>(window(rank()) + layout_.flag(lane_, slot, from));
+  }
+  __device__ std::uint32_t target(int slot, std::int64_t step) const {
+    return started_[slot] + static_cast<std::uint32_t>(step);
+  }
+
+  // One thread waits for one word of rank r. False: the wait will never end well.
+  __device__ bool poll(std::uint32_t* word, std::uint32_t target, int r) {
+    if (failed_) return false;
+    const auto flag = shared_word<std::uint32_t>(word);
+    const std::uint64_t start = now_ns();
+    for (unsigned spin = 1; !reached(flag.load(::cuda::std::memory_order_acquire), target);
+         ++spin) {
+      if (spin % 256 != 0) continue;
+      const bool gone = shared_word<std::uint32_t>(&me_.mailbox->gone[r])
+                            .load(::cuda::std::memory_order_acquire) != 0;
+      if (gone && !reached(flag.load(::cuda::std::memory_order_acquire), target)) {
+        return report(Reason::peer_died, r);
+      }
+      if (shared_word<std::uint64_t>(&me_.mailbox->abort).load(::cuda::std::memory_order_acquire) !=
+          0) {
+        return false;
+      }
+      if (now_ns() - start > timeout_ns_) return report(Reason::timeout, r);
+    }
+    return true;
+  }
+
+  __device__ bool report(Reason reason, int r) {
+    auto failure = shared_word<std::uint64_t>(&me_.mailbox->failure);
+    if (failure.load(::cuda::std::memory_order_acquire) == 0) {
+      me_.mailbox->sequence = sequence_;
+      failure.store(abort_word(reason, r), ::cuda::std::memory_order_release);
+    }
+    return false;
+  }
+
+  // The whole block agrees on whether to drain.
+  __device__ void settle(bool stop) { failed_ = __syncthreads_or(stop) != 0 || failed_; }
+
+  __device__ void compare() {
+    if (failed_) return;
+    const bool scatters = me_.operation.collective == Collective::reduce_scatter;
+    const bool gathers = me_.operation.collective == Collective::all_gather;
+    bool direct = true;
+    int differs = -1;
+    for (int r = 0; r < size(); ++r) {
+      const Announcement& other = announced(r);
+      if (differs < 0 && !(other.operation == announced(0).operation)) differs = r;
+      direct = direct && (gathers || other.input != kNotInWindow) &&
+               (scatters || other.output != kNotInWindow);
+    }
+    direct_ = direct;
+    // All lanes see it; the first one tells.
+    if (differs >= 0 && threadIdx.x == 0 && lane_ == 0) {
+      me_.mailbox->first = announced(0).operation;
+      me_.mailbox->other = announced(differs).operation;
+      report(Reason::mismatch, differs);
+    }
+    settle(differs >= 0);
+  }
+
+  const RankLaunch& me_;
+  const WindowLayout& layout_;
+  const std::uint64_t timeout_ns_;
+  const int lane_;
+  std::int64_t begin_;
+  std::int64_t count_;
+  std::uint32_t sequence_;
+  std::uint32_t signalled_[kSlots];
+  std::uint32_t started_[kSlots];
+  bool direct_ = false;
+  bool failed_ = false;
+};
+
+}  // namespace pycomm::cuda

@@ -1,0 +1,256 @@
+#include "cuda/endpoint.h"
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "cuda/launch.cuh"
+
+namespace pycomm::cuda {
+namespace {
+
+// Makes a device current for a scope.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device) {
+    PYCOMM_CUDA_CHECK(cudaGetDevice(&before_));
+    PYCOMM_CUDA_CHECK(cudaSetDevice(device));
+  }
+  ~DeviceGuard() { (void)cudaSetDevice(before_); }
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  int before_ = 0;
+};
+
+cudaStream_t stream_of(std::uintptr_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
+
+void launch_collective(const Launch& launch, cudaStream_t stream) {
+  const Operation& operation = launch.ranks[0].operation;
+  switch (operation.collective) {
+    case Collective::all_reduce:
+      switch (operation.algorithm) {
+        case Algorithm::automatic:  // resolved before
+        case Algorithm::one_shot:
+          return launch_one_shot(launch, stream);
+        case Algorithm::two_shot:
+          return launch_two_shot(launch, stream);
+        case Algorithm::ring:
+          return launch_ring(launch, stream);
+        case Algorithm::tree:
+          return launch_tree(launch, stream);
+      }
+      return;
+    case Collective::reduce_scatter:
+      return launch_reduce_scatter(launch, stream);
+    case Collective::all_gather:
+      return launch_all_gather(launch, stream);
+    case Collective::broadcast:
+      return launch_broadcast(launch, stream);
+    case Collective::barrier:
+      return launch_barrier(launch, stream);
+  }
+}
+
+// So that kernels may use peers' memory; once per pair of devices is enough, and twice no error.
+void enable_peer_access(const std::vector<std::uintptr_t>& windows, int device) {
+  for (const std::uintptr_t window : windows) {
+    cudaPointerAttributes attributes{};
+    PYCOMM_CUDA_CHECK(cudaPointerGetAttributes(&attributes, reinterpret_cast<void*>(window)));
+    if (attributes.type != cudaMemoryTypeDevice || attributes.device == device) continue;
+    const cudaError_t error = cudaDeviceEnablePeerAccess(attributes.device, 0);
+    if (error == cudaErrorPeerAccessAlreadyEnabled) {
+      (void)cudaGetLastError();
+    } else {
+      PYCOMM_CUDA_CHECK(error);
+    }
+  }
+}
+
+}  // namespace
+
+struct Endpoint::Impl {
+  EndpointOptions options;
+  WindowLayout layout;
+  Mailbox* mailbox = nullptr;         // as the host sees it
+  Mailbox* device_mailbox = nullptr;  // as kernels see it
+  std::byte** tables = nullptr;       // device memory: windows, then bases
+
+  explicit Impl(EndpointOptions given)
+      : options(std::move(given)), layout{options.ranks, options.lanes, options.staging_bytes} {
+    const DeviceGuard guard(options.device);
+    const auto ranks = static_cast<std::size_t>(options.ranks);
+    if (options.one_address_space) enable_peer_access(options.windows, options.device);
+    const std::size_t mailbox_bytes = sizeof(Mailbox) + ranks * sizeof(std::uint32_t);
+    PYCOMM_CUDA_CHECK(cudaHostAlloc(reinterpret_cast<void**>(&mailbox), mailbox_bytes,
+                                    cudaHostAllocMapped | cudaHostAllocPortable));
+    std::memset(mailbox, 0, mailbox_bytes);
+    PYCOMM_CUDA_CHECK(
+        cudaHostGetDevicePointer(reinterpret_cast<void**>(&device_mailbox), mailbox, 0));
+    std::vector<std::uintptr_t> rows = options.windows;
+    rows.resize(2 * ranks, 0);
+    if (!options.one_address_space) {
+      std::copy(options.windows.begin(), options.windows.end(), rows.begin() + options.ranks);
+    }
+    const std::size_t bytes = rows.size() * sizeof(std::uintptr_t);
+    PYCOMM_CUDA_CHECK(cudaMalloc(reinterpret_cast<void**>(&tables), bytes));
+    PYCOMM_CUDA_CHECK(cudaMemcpy(tables, rows.data(), bytes, cudaMemcpyHostToDevice));
+  }
+
+  ~Impl() {
+    // Waits for kernels that still use them; errors mean that the context is gone anyway.
+    int before = 0;
+    (void)cudaGetDevice(&before);
+    (void)cudaSetDevice(options.device);
+    (void)cudaFree(tables);
+    (void)cudaFreeHost(mailbox);
+    (void)cudaSetDevice(before);
+  }
+
+  std::int64_t location(const void* data, std::int64_t bytes) const {
+    const auto address = reinterpret_cast<std::uintptr_t>(data);
+    if (options.one_address_space) return static_cast<std::int64_t>(address);
+    const std::uintptr_t mine = options.windows[static_cast<std::size_t>(options.rank)];
+    const auto offset = static_cast<std::int64_t>(address - mine);
+    const bool inside = address >= mine + static_cast<std::uintptr_t>(layout.heap_begin()) &&
+                        offset + bytes <= options.window_bytes;
+    return inside ? offset : kNotInWindow;
+  }
+
+  RankLaunch prepare(const Operation& operation, const void* input, void* output) const {
+    const std::int64_t bytes = operation.count * size_of(operation.dtype);
+    const bool scatters = operation.collective == Collective::reduce_scatter;
+    const bool gathers = operation.collective == Collective::all_gather;
+    RankLaunch launch;
+    launch.operation = operation;
+    launch.input = static_cast<std::byte*>(const_cast<void*>(input));
+    launch.output = static_cast<std::byte*>(output);
+    launch.input_location = location(input, scatters ? bytes * options.ranks : bytes);
+    launch.output_location = location(output, gathers ? bytes * options.ranks : bytes);
+    launch.windows = tables;
+    launch.bases = tables + options.ranks;
+    launch.mailbox = device_mailbox;
+    launch.rank = options.rank;
+    return launch;
+  }
+
+  Launch frame(int local_ranks) const {
+    Launch launch;
+    launch.layout = layout;
+    launch.timeout_ns = static_cast<std::uint64_t>(options.timeout * 1e9);
+    launch.local_ranks = local_ranks;
+    return launch;
+  }
+};
+
+std::int64_t window_bytes(int ranks, int lanes, std::int64_t staging_bytes,
+                          std::int64_t heap_bytes) {
+  return heap_begin(ranks, lanes, staging_bytes) + heap_bytes;
+}
+
+std::int64_t heap_begin(int ranks, int lanes, std::int64_t staging_bytes) {
+  const WindowLayout layout{ranks, lanes, staging_bytes};
+  PYCOMM_CHECK(layout.slot_bytes() >= ranks * kLine,
+               "staging_bytes must be at least " +
+                   std::to_string(2 * kStagingSlots * lanes * ranks * kLine) +
+                   " for this world size and number of blocks");
+  return layout.heap_begin();
+}
+
+std::uintptr_t register_host_memory(std::uintptr_t data, std::int64_t bytes) {
+  void* host = reinterpret_cast<void*>(data);
+  PYCOMM_CUDA_CHECK(cudaHostRegister(host, static_cast<std::size_t>(bytes),
+                                     cudaHostRegisterMapped | cudaHostRegisterPortable));
+  void* device = nullptr;
+  PYCOMM_CUDA_CHECK(cudaHostGetDevicePointer(&device, host, 0));
+  return reinterpret_cast<std::uintptr_t>(device);
+}
+
+Endpoint::Endpoint(EndpointOptions options) : impl_(std::make_unique<Impl>(std::move(options))) {}
+Endpoint::~Endpoint() = default;
+
+void Endpoint::launch(const Operation& operation, const void* input, void* output,
+                      std::uintptr_t stream) {
+  const DeviceGuard guard(impl_->options.device);
+  Launch launch = impl_->frame(1);
+  launch.ranks[0] = impl_->prepare(operation, input, output);
+  launch_collective(launch, stream_of(stream));
+}
+
+void Endpoint::set_gone(int r) { __atomic_store_n(&impl_->mailbox->gone[r], 1u, __ATOMIC_RELEASE); }
+
+void Endpoint::set_abort(std::uint64_t word) {
+  __atomic_store_n(&impl_->mailbox->abort, word, __ATOMIC_RELEASE);
+}
+
+Failure Endpoint::failure() const {
+  const std::uint64_t word = __atomic_load_n(&impl_->mailbox->failure, __ATOMIC_ACQUIRE);
+  if (word == 0) return {};
+  return {reason_of(word), rank_of(word), impl_->mailbox->sequence, impl_->mailbox->first,
+          impl_->mailbox->other};
+}
+
+struct SharedLaunch::Impl {
+  std::vector<std::shared_ptr<Endpoint>> endpoints;
+  Launch launch;
+  std::vector<cudaStream_t> streams;
+  std::vector<cudaEvent_t> arrived;
+  cudaEvent_t done = nullptr;
+};
+
+SharedLaunch::SharedLaunch(std::vector<std::shared_ptr<Endpoint>> endpoints)
+    : impl_(std::make_unique<Impl>()) {
+  PYCOMM_CHECK(!endpoints.empty() && endpoints.size() <= kMaxLocalRanks,
+               "one device holds at most " + std::to_string(kMaxLocalRanks) + " ranks, got " +
+                   std::to_string(endpoints.size()));
+  impl_->endpoints = std::move(endpoints);
+  const auto ranks = impl_->endpoints.size();
+  const DeviceGuard guard(impl_->endpoints[0]->impl_->options.device);
+  impl_->launch = impl_->endpoints[0]->impl_->frame(static_cast<int>(ranks));
+  impl_->streams.resize(ranks);
+  impl_->arrived.resize(ranks);
+  for (cudaEvent_t& event : impl_->arrived) {
+    PYCOMM_CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+  }
+  PYCOMM_CUDA_CHECK(cudaEventCreateWithFlags(&impl_->done, cudaEventDisableTiming));
+}
+
+SharedLaunch::~SharedLaunch() {
+  for (const cudaEvent_t event : impl_->arrived) (void)cudaEventDestroy(event);
+  (void)cudaEventDestroy(impl_->done);
+}
+
+void SharedLaunch::put(int rank, const Operation& operation, const void* input, void* output,
+                       std::uintptr_t stream) {
+  const auto r = static_cast<std::size_t>(rank);
+  const Endpoint::Impl& endpoint = *impl_->endpoints[r]->impl_;
+  const DeviceGuard guard(endpoint.options.device);
+  impl_->launch.ranks[rank] = endpoint.prepare(operation, input, output);
+  impl_->streams[r] = stream_of(stream);
+  PYCOMM_CUDA_CHECK(cudaEventRecord(impl_->arrived[r], impl_->streams[r]));
+}
+
+void SharedLaunch::launch() {
+  const DeviceGuard guard(impl_->endpoints[0]->impl_->options.device);
+  const cudaStream_t leader = impl_->streams[0];
+  for (std::size_t r = 1; r < impl_->streams.size(); ++r) {
+    if (impl_->streams[r] != leader) {
+      PYCOMM_CUDA_CHECK(cudaStreamWaitEvent(leader, impl_->arrived[r], 0));
+    }
+  }
+  launch_collective(impl_->launch, leader);
+  PYCOMM_CUDA_CHECK(cudaEventRecord(impl_->done, leader));
+}
+
+void SharedLaunch::follow(int rank) {
+  const auto r = static_cast<std::size_t>(rank);
+  if (impl_->streams[r] == impl_->streams[0]) return;
+  const DeviceGuard guard(impl_->endpoints[r]->impl_->options.device);
+  PYCOMM_CUDA_CHECK(cudaStreamWaitEvent(impl_->streams[r], impl_->done, 0));
+}
+
+}  // namespace pycomm::cuda

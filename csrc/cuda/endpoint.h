@@ -1,0 +1,86 @@
+// One rank's CUDA side: its window, its kernels, and how they fail. Host code; no torch.
+//
+// Where a build has no CUDA, no_cuda.cpp stands in, and creating an Endpoint says so.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "core/operation.h"
+#include "core/signal.h"
+
+namespace pycomm::cuda {
+
+struct EndpointOptions {
+  int device;
+  int rank;
+  int ranks;
+  int lanes;                            // blocks per rank
+  std::int64_t staging_bytes;           // per rank
+  std::int64_t window_bytes;            // the whole window, heap included
+  double timeout;                       // seconds
+  std::vector<std::uintptr_t> windows;  // every rank's window, as this device sees it; zeroed
+  bool one_address_space;               // ranks are threads: any tensor of a rank is everyone's
+};
+
+// How a kernel failed; `reason` is none where none did.
+struct Failure {
+  Reason reason;
+  int rank;
+  std::uint32_t sequence;
+  Operation first;  // of a mismatch: what rank 0 called, and what `rank`
+  Operation other;
+};
+
+// Bytes of a window with this much staging and heap.
+std::int64_t window_bytes(int ranks, int lanes, std::int64_t staging_bytes,
+                          std::int64_t heap_bytes);
+std::int64_t heap_begin(int ranks, int lanes, std::int64_t staging_bytes);
+
+// The device address of pinned host memory; registers the range on first use of it.
+std::uintptr_t register_host_memory(std::uintptr_t data, std::int64_t bytes);
+
+class Endpoint {
+ public:
+  explicit Endpoint(EndpointOptions options);
+  ~Endpoint();
+  Endpoint(const Endpoint&) = delete;
+  Endpoint& operator=(const Endpoint&) = delete;
+
+  // Enqueues this rank's kernel on the stream and returns. Capturable in a graph.
+  void launch(const Operation& operation, const void* input, void* output, std::uintptr_t stream);
+
+  // From the host to running kernels, at any time.
+  void set_gone(int r);
+  void set_abort(std::uint64_t word);
+  // From the kernels to the host.
+  Failure failure() const;
+
+ private:
+  friend class SharedLaunch;
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+// Ranks that are threads and share one device also share one launch, so that their blocks are
+// resident together: each rank puts its part, then, when all have, rank 0 launches, and the others
+// follow. Who waits for whom on the host is the caller's business.
+class SharedLaunch {
+ public:
+  explicit SharedLaunch(std::vector<std::shared_ptr<Endpoint>> endpoints);
+  ~SharedLaunch();
+  SharedLaunch(const SharedLaunch&) = delete;
+  SharedLaunch& operator=(const SharedLaunch&) = delete;
+
+  void put(int rank, const Operation& operation, const void* input, void* output,
+           std::uintptr_t stream);
+  void launch();
+  void follow(int rank);
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace pycomm::cuda

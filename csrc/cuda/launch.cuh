@@ -1,0 +1,81 @@
+// How one algorithm becomes kernels: one per element type and reduction, all alike.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <string>
+
+#include "cuda/comm.cuh"
+#include "cuda/launch.h"
+
+namespace pycomm::cuda {
+
+inline void check(cudaError_t error, const char* call, const char* where) {
+  if (error == cudaSuccess) return;
+  throw std::runtime_error(std::string(call) + ": " + cudaGetErrorString(error) + where);
+}
+#define PYCOMM_CUDA_CHECK(call) ::pycomm::cuda::check((call), #call, PYCOMM_WHERE)
+
+template <class Body, class T, ReduceOp op>
+__global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ Launch launch) {
+  BlockComm<T, op> comm(launch);
+  Body::run(comm);
+  comm.finish();
+}
+
+// Blocks of one rank meet blocks of other ranks in the kernel. Where those are in the same launch,
+// they must be resident together, which a cooperative launch guarantees (or refuses).
+template <class Body, class T, ReduceOp op>
+void launch_kernel(const Launch& launch, cudaStream_t stream) {
+  void* arguments[] = {const_cast<Launch*>(&launch)};
+  const dim3 grid(static_cast<unsigned>(launch.local_ranks * launch.layout.lanes));
+  const void* function = reinterpret_cast<const void*>(&kernel<Body, T, op>);
+  if (launch.local_ranks > 1) {
+    PYCOMM_CUDA_CHECK(
+        cudaLaunchCooperativeKernel(function, grid, dim3(kThreads), arguments, 0, stream));
+  } else {
+    PYCOMM_CUDA_CHECK(cudaLaunchKernel(function, grid, dim3(kThreads), arguments, 0, stream));
+  }
+}
+
+template <class Body, class T>
+void launch_op(const Launch& launch, ReduceOp reduce_op, cudaStream_t stream) {
+  switch (reduce_op) {
+    case ReduceOp::sum:
+      return launch_kernel<Body, T, ReduceOp::sum>(launch, stream);
+    case ReduceOp::avg:
+      return launch_kernel<Body, T, ReduceOp::avg>(launch, stream);
+    case ReduceOp::min:
+      return launch_kernel<Body, T, ReduceOp::min>(launch, stream);
+    case ReduceOp::max:
+      return launch_kernel<Body, T, ReduceOp::max>(launch, stream);
+    case ReduceOp::prod:
+      return launch_kernel<Body, T, ReduceOp::prod>(launch, stream);
+  }
+}
+
+// For bodies that reduce.
+template <class Body>
+void launch_reducing(const Launch& launch, cudaStream_t stream) {
+  const Operation& operation = launch.ranks[0].operation;
+  visit_dtype(operation.dtype, [&](auto element) {
+    launch_op<Body, decltype(element)>(launch, operation.op, stream);
+  });
+}
+
+// For bodies that only move data: one kernel per size of element.
+template <class Body>
+void launch_moving(const Launch& launch, cudaStream_t stream) {
+  switch (size_of(launch.ranks[0].operation.dtype)) {
+    case 8:
+      return launch_kernel<Body, std::int64_t, ReduceOp::sum>(launch, stream);
+    case 4:
+      return launch_kernel<Body, std::int32_t, ReduceOp::sum>(launch, stream);
+    case 2:
+      return launch_kernel<Body, Half, ReduceOp::sum>(launch, stream);
+    default:
+      return launch_kernel<Body, std::uint8_t, ReduceOp::sum>(launch, stream);
+  }
+}
+
+}  // namespace pycomm::cuda

@@ -1,0 +1,72 @@
+// A rank's window in device-visible memory. Plain arithmetic, host and device.
+//
+//   | lane 0 | lane 1 | ... | staging, even operations | staging, odd operations | heap |
+//
+// A lane is one block of threads on every rank: it works on its own part of the tensor, through its
+// own flags and staging, and never waits for another lane. Unlike on the CPU, peers write flags and
+// announcements into the window of the rank that waits, so that polling stays in local memory.
+#pragma once
+
+#include "common.h"
+#include "core/layout.h"
+#include "core/operation.h"
+#include "core/signal.h"
+
+namespace pycomm::cuda {
+
+// Ranks that can share one device, and so one kernel launch.
+inline constexpr int kMaxLocalRanks = 32;
+inline constexpr int kThreads = 512;
+
+// What a lane remembers from operation to operation. In device memory, so that a replayed graph
+// goes on counting where the last operation stopped.
+struct LaneState {
+  std::uint32_t sequence;
+  std::uint32_t signalled[kSlots];
+};
+
+struct WindowLayout {
+  int ranks;
+  int lanes;
+  std::int64_t staging_bytes;  // both parities
+
+  PYCOMM_HD constexpr std::int64_t lane_bytes() const {
+    return round_up(2 * ranks * static_cast<std::int64_t>(sizeof(Announcement)) +
+                        kSlots * ranks * 4 + static_cast<std::int64_t>(sizeof(LaneState)),
+                    128);
+  }
+  PYCOMM_HD constexpr std::int64_t announcement(int lane, std::uint32_t parity, int from) const {
+    return lane * lane_bytes() +
+           ((parity & 1u) * ranks + from) * static_cast<std::int64_t>(sizeof(Announcement));
+  }
+  PYCOMM_HD constexpr std::int64_t flag(int lane, int slot, int from) const {
+    return announcement(lane, 1, ranks) + (slot * ranks + from) * 4;
+  }
+  PYCOMM_HD constexpr std::int64_t state(int lane) const { return flag(lane, kSlots, 0); }
+  PYCOMM_HD constexpr std::int64_t half_bytes() const {
+    return staging_bytes / 2 / (lanes * kStagingSlots * kLine) * (lanes * kStagingSlots * kLine);
+  }
+  PYCOMM_HD constexpr std::int64_t slot_bytes() const {
+    return half_bytes() / lanes / kStagingSlots;
+  }
+  PYCOMM_HD constexpr std::int64_t staging(std::uint32_t parity, int lane,
+                                           std::int64_t slot) const {
+    return lanes * lane_bytes() + (parity & 1u) * half_bytes() +
+           (lane * kStagingSlots + slot) * slot_bytes();
+  }
+  PYCOMM_HD constexpr std::int64_t heap_begin() const {
+    return round_up(staging(1, lanes, 0), 4096);
+  }
+};
+
+// How a kernel fails and learns that it must: pinned host memory that the host watches and writes.
+struct Mailbox {
+  std::uint64_t failure;   // by this rank's kernels: abort_word; the first one stays
+  std::uint32_t sequence;  // of the operation that failed
+  Operation first;         // of a disagreement: what rank 0 called, and what the other one
+  Operation other;
+  std::uint64_t abort;    // by the host: abort_word of the group
+  std::uint32_t gone[1];  // by the host: one word per rank, not zero once it has left or died
+};
+
+}  // namespace pycomm::cuda

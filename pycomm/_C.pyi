@@ -1,0 +1,119 @@
+"""The extension module: numbers and pointers, no tensors."""
+
+from typing_extensions import Buffer
+
+float64: int
+float32: int
+float16: int
+bfloat16: int
+int64: int
+int32: int
+uint8: int
+has_cuda: bool
+
+class Work:
+    def wait(self, seconds: float) -> bool: ...
+    def completed(self) -> bool: ...
+
+class Allocation(Buffer): ...
+
+class Window:
+    def __init__(self, fd: int, ranks: int, slice_bytes: int, staging_bytes: int) -> None: ...
+
+class Group:
+    def __init__(
+        self,
+        window: Window,
+        pids: list[int],
+        pidfds: list[int],
+        rank: int,
+        size: int,
+        timeout: float,
+        first_epoch: int = 0,
+    ) -> None: ...
+    def run(
+        self,
+        collective: int,
+        algorithm: int,
+        dtype: int,
+        op: int,
+        root: int,
+        count: int,
+        input: int,
+        output: int,
+        /,
+    ) -> None: ...
+    def submit(
+        self,
+        collective: int,
+        algorithm: int,
+        dtype: int,
+        op: int,
+        root: int,
+        count: int,
+        input: int,
+        output: int,
+        /,
+    ) -> Work: ...
+    def abort(self) -> None: ...
+    def leave(self) -> None: ...
+    def close(self) -> None: ...
+    def allocate(self, bytes: int, /) -> Allocation: ...
+    def offset_of(self, data: int) -> int: ...
+    def address(self, rank: int, offset: int) -> int: ...
+    def published(self, rank: int) -> tuple[int, int, int, int, int]: ...
+    @property
+    def handle(self) -> object: ...
+    @property
+    def closed(self) -> bool: ...
+    @property
+    def slot_bytes(self) -> int: ...
+    @property
+    def sequence(self) -> int: ...
+    @property
+    def traffic(self) -> tuple[int, int, int]: ...
+
+class CudaEndpoint:
+    def __init__(
+        self,
+        device: int,
+        rank: int,
+        ranks: int,
+        lanes: int,
+        staging_bytes: int,
+        window_bytes: int,
+        timeout: float,
+        windows: list[int],
+        one_address_space: bool,
+    ) -> None: ...
+
+class CudaSharedLaunch:
+    def __init__(self, endpoints: list[CudaEndpoint]) -> None: ...
+
+class CudaGroup:
+    def __init__(
+        self, host: Group, endpoint: CudaEndpoint, shared: CudaSharedLaunch | None
+    ) -> None: ...
+    def check(self) -> None: ...
+    def run(
+        self,
+        collective: int,
+        algorithm: int,
+        dtype: int,
+        op: int,
+        root: int,
+        count: int,
+        input: int,
+        output: int,
+        stream: int,
+        /,
+    ) -> None: ...
+
+def all_reduce(handle: object, tensor: object, op: int, algorithm: int, /) -> bool: ...
+def create_window(ranks: int, slice_bytes: int, staging_bytes: int) -> int: ...
+def register_group(name: str, group: Group) -> None: ...
+def select_algorithm(bytes: int, ranks: int, device: int) -> int: ...
+def tree_node(tree: int, rank: int, size: int) -> tuple[int, int, int]: ...
+def cuda_window_bytes(ranks: int, lanes: int, staging_bytes: int, heap_bytes: int) -> int: ...
+def cuda_heap_begin(ranks: int, lanes: int, staging_bytes: int) -> int: ...
+def cuda_register_host(data: int, bytes: int) -> int: ...
