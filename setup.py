@@ -66,9 +66,21 @@ def extension():  # type: ignore[no-untyped-def]
     cuda = with_cuda()
     sources = [*Path().glob("csrc/cpu/*.cpp"), *Path().glob("csrc/bind/*.cpp")]
     sources += Path("csrc/cuda").glob("*.cu" if cuda else "no_cuda.cpp")
-    common = ["-std=c++20", "-O3", "-g0", "-fvisibility=hidden"]
-    host = ["-Wall", "-Wextra", "-Werror", "-fopenmp-simd", "-ffp-contract=off"]
-    nvcc = ["--fmad=false", "-Xcompiler=-Wall,-Wextra", "--expt-relaxed-constexpr"]
+    common = ["-std=c++20", "-O3"]
+    host = [
+        "-g0",
+        "-fvisibility=hidden",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-fopenmp-simd",
+        "-ffp-contract=off",
+    ]
+    nvcc = [
+        "--fmad=false",
+        "-Xcompiler=-Wall,-Wextra,-fvisibility=hidden",
+        "--expt-relaxed-constexpr",
+    ]
     # As system headers, so that only our own warnings count.
     host += [f"-isystem{path}" for path in include_paths()]
     print(

@@ -13,12 +13,14 @@
 #pragma once
 
 #include "core/layout.h"
+#include "core/packet.h"
 #include "core/signal.h"
 
 namespace pycomm {
 
 template <class Comm>
 PYCOMM_HD void one_shot(Comm& comm) {
+  if (comm.fits_packets()) return one_shot_packets(comm);
   const int n = comm.size(), me = comm.rank();
   const Tiles tiles{comm.count(), comm.slot_count()};
   const auto stage = [&](std::int64_t t) {

@@ -2,7 +2,11 @@
 
 #include <sched.h>
 
+#include <algorithm>
+#include <cstring>
 #include <thread>
+
+#include "core/packet.h"
 
 namespace pycomm::cpu {
 namespace {
@@ -18,6 +22,15 @@ constexpr auto kInterruptEvery = std::chrono::milliseconds(50);
 
 // Instead of a slot, in a record of what is waited for.
 constexpr int kAnnouncement = kSlots;
+constexpr int kPacket = kSlots + 1;
+
+std::uint32_t epoch_in(const std::atomic<std::uint32_t>& flag) {
+  return flag.load(std::memory_order_acquire);
+}
+
+std::uint32_t epoch_in(const std::atomic<std::uint64_t>& packet) {
+  return packet_sequence(packet.load(std::memory_order_relaxed));
+}
 
 void pause() {
 #if defined(__x86_64__)
@@ -51,6 +64,7 @@ Comm::Comm(std::shared_ptr<Window> window, std::shared_ptr<const Liveness> peers
       slot_bytes_(window_->half_bytes() / kStagingSlots / kLine * kLine),
       spins_(size <= cores() ? kSpins : 0),
       sequence_(first_epoch),
+      taken_(static_cast<std::size_t>(size * kPacketBytes)),
       sources_(static_cast<std::size_t>(size) + 1),
       targets_(static_cast<std::size_t>(size) + 1) {
   PYCOMM_CHECK(slot_bytes_ >= size * kLine, "staging_bytes must be at least " +
@@ -84,7 +98,7 @@ void Comm::begin(const Operation& operation, const void* input, void* output, vo
   for (int slot = 0; slot < kSlots; ++slot) started_[slot] = signalled_[slot];
 }
 
-void Comm::announce() {
+void Comm::publish() {
   Announcement& announced = announcement(rank_);
   const bool scatters = operation_.collective == Collective::reduce_scatter;
   const bool gathers = operation_.collective == Collective::all_gather;
@@ -94,7 +108,9 @@ void Comm::announce() {
   announced.output = window_->offset_in_heap(rank_, output_, gathers ? bytes * size_ : bytes);
   stream_fence();
   epoch_of(announced).store(sequence_, std::memory_order_release);
+}
 
+void Comm::meet() {
   for (int r = 0; r < size_; ++r) {
     if (r == rank_) continue;
     const auto& epoch =
@@ -103,6 +119,8 @@ void Comm::announce() {
   }
   check_agreement();
 
+  const bool scatters = operation_.collective == Collective::reduce_scatter;
+  const bool gathers = operation_.collective == Collective::all_gather;
   direct_ = true;
   for (int r = 0; r < size_; ++r) {
     direct_ = direct_ && (gathers || announcement(r).input != kNotInWindow) &&
@@ -123,23 +141,48 @@ void Comm::check_agreement() const {
   }
 }
 
-void Comm::wait_for(const std::atomic<std::uint32_t>& flag, std::uint32_t target, int r, int slot) {
-  if (reached(flag.load(std::memory_order_acquire), target)) return;
-  for (int i = 0; i < spins_; ++i) {
-    pause();
-    if (reached(flag.load(std::memory_order_acquire), target)) return;
+void Comm::put_packets(int r, Place from) {
+  std::atomic<std::uint64_t>* packets = window_->packets(r, sequence_, rank_);
+  const std::int64_t bytes = count() * element_size_;
+  for (std::int64_t done = 0; done < bytes; done += 4) {
+    const std::int64_t n = std::min<std::int64_t>(4, bytes - done);
+    std::uint32_t data = 0;
+    std::memcpy(&data, from.data + done, static_cast<std::size_t>(n));
+    packets[done / 4].store(make_packet(data, sequence_), std::memory_order_relaxed);
   }
-  wait_long(flag, target, r, slot);
+  traffic_.bytes_out += 2 * round_up(bytes, 4);
 }
 
-void Comm::wait_long(const std::atomic<std::uint32_t>& flag, std::uint32_t target, int r,
-                     int slot) {
+void Comm::take_packets(int r) {
+  const std::atomic<std::uint64_t>* packets = window_->packets(rank_, sequence_, r);
+  std::byte* to = taken(r).data;
+  for (std::int64_t done = 0; done < count() * element_size_; done += 4) {
+    const std::atomic<std::uint64_t>& packet = packets[done / 4];
+    wait_for(packet, sequence_, r, kPacket);
+    const std::uint32_t data = packet_data(packet.load(std::memory_order_relaxed));
+    std::memcpy(to + done, &data, 4);
+  }
+}
+
+template <class Word>
+void Comm::wait_for(const std::atomic<Word>& word, std::uint32_t target, int r, int slot) {
+  if (reached(epoch_in(word), target)) return;
+  for (int i = 0; i < spins_; ++i) {
+    pause();
+    if (reached(epoch_in(word), target)) return;
+  }
+  wait_long(word, target, r, slot);
+}
+template void Comm::wait_for(const std::atomic<std::uint32_t>&, std::uint32_t, int, int);
+
+template <class Word>
+void Comm::wait_long(const std::atomic<Word>& word, std::uint32_t target, int r, int slot) {
   mine().waiting.store(
       static_cast<std::uint64_t>(r + 1) << 40 | static_cast<std::uint64_t>(slot) << 32 | target,
       std::memory_order_release);
   const Clock::time_point start = Clock::now();
   Clock::time_point look_at = start + kLookForDeathEvery, interrupt_at = start + kInterruptEvery;
-  while (!reached(flag.load(std::memory_order_acquire), target)) {
+  while (!reached(epoch_in(word), target)) {
     if (const std::uint64_t word = aborted()) raise(word);
     const Clock::time_point now = Clock::now();
     bool is_gone = left(r);
@@ -148,7 +191,7 @@ void Comm::wait_long(const std::atomic<std::uint32_t>& flag, std::uint32_t targe
       look_at = now + kLookForDeathEvery;
     }
     // Whoever is gone has published all that it ever will.
-    if (is_gone && !reached(flag.load(std::memory_order_acquire), target)) {
+    if (is_gone && !reached(epoch_in(word), target)) {
       abort(Reason::peer_died, r);
     } else if (now - start > timeout_) {
       abort(Reason::timeout, culprit(r));
@@ -173,6 +216,10 @@ int Comm::culprit(int r) const {
     if (waiting == 0) return r;
     const int next = static_cast<int>(waiting >> 40) - 1;
     const int slot = static_cast<int>(waiting >> 32 & 0xff);
+    if (slot == kPacket) {
+      r = next;
+      continue;
+    }
     const std::uint32_t value = slot == kAnnouncement ? announced(next) : published(next, slot);
     if (reached(value, static_cast<std::uint32_t>(waiting))) return r;
     r = next;

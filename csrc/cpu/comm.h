@@ -47,7 +47,17 @@ class Comm {
     return {place.data + elements * element_size_, place.rank};
   }
 
-  void announce();
+  void announce() {
+    publish();
+    meet();
+  }
+  void publish();
+  void meet();
+
+  bool fits_packets() const { return count() * element_size_ <= kPacketBytes; }
+  void put_packets(int r, Place from);
+  void take_packets(int r);
+  Place taken(int r) { return {taken_.data() + r * kPacketBytes, rank_}; }
 
   void signal(Slot slot) {
     stream_fence();
@@ -58,8 +68,8 @@ class Comm {
 
   void wait(int r, int slot, std::int64_t step) {
     if (step <= 0) return;
-    const std::atomic<std::uint32_t>& flag = window_->control(r).flags[slot].value;
-    wait_for(flag, started_[slot] + static_cast<std::uint32_t>(step), r, slot);
+    wait_for(window_->control(r).flags[slot].value,
+             started_[slot] + static_cast<std::uint32_t>(step), r, slot);
   }
   void wait_all(int slot, std::int64_t step) {
     for (int r = 0; r < size_; ++r) {
@@ -123,8 +133,11 @@ class Comm {
   Announcement& announcement(int r) const {
     return window_->control(r).announcements[sequence_ & 1u];
   }
-  void wait_for(const std::atomic<std::uint32_t>& flag, std::uint32_t target, int r, int slot);
-  void wait_long(const std::atomic<std::uint32_t>& flag, std::uint32_t target, int r, int slot);
+  // `word` is a flag or a packet of rank r; `slot` tells which, for culprit().
+  template <class Word>
+  void wait_for(const std::atomic<Word>& word, std::uint32_t target, int r, int slot);
+  template <class Word>
+  void wait_long(const std::atomic<Word>& word, std::uint32_t target, int r, int slot);
   int culprit(int r) const;
   void check_agreement() const;
   [[noreturn]] void raise(std::uint64_t word) const;
@@ -163,6 +176,7 @@ class Comm {
   StorePolicy store_policy_;
   Traffic traffic_;
 
+  std::vector<std::byte> taken_;
   std::vector<const void*> sources_;
   std::vector<Target> targets_;
   void (*interrupt_)() = nullptr;

@@ -57,7 +57,7 @@ int Window::create(int ranks, std::int64_t slice_bytes, std::int64_t staging_byt
     if (fchmod(fd, 0600) != 0) fail("fchmod");
     if (ftruncate(fd, ranks * slice_bytes) != 0) fail("ftruncate");
     for (int r = 0; r < ranks; ++r) {
-      reserve_file(fd, r * slice_bytes, kControlBytes + staging_bytes);
+      reserve_file(fd, r * slice_bytes, kControlBytes + packet_area_bytes(ranks) + staging_bytes);
     }
   } catch (...) {
     close(fd);

@@ -16,6 +16,7 @@
 #include <new>
 
 #include "common.h"
+#include "core/layout.h"
 #include "core/operation.h"
 #include "core/signal.h"
 
@@ -35,9 +36,16 @@ struct Control {
 };
 
 inline constexpr std::int64_t kControlBytes = 4096;
+// The largest tensor that travels in packets (core/packet.h).
+inline constexpr std::int64_t kPacketBytes = 64;
 static_assert(sizeof(Control) <= kControlBytes);
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free &&
               std::atomic<std::uint64_t>::is_always_lock_free);
+
+// Of one rank: two parities, all peers, twice the data.
+constexpr std::int64_t packet_area_bytes(int ranks) {
+  return round_up(std::int64_t{2} * ranks * 2 * kPacketBytes, 4096);
+}
 
 class OutOfMemory : public std::bad_alloc {
  public:
@@ -63,11 +71,16 @@ class Window {
   std::byte* slice(int r) const { return base_ + r * slice_bytes_; }
   // Staging of rank r for operations of this parity.
   std::byte* staging(int r, std::uint32_t parity) const {
-    return slice(r) + kControlBytes + (parity & 1u) * half_bytes_;
+    return slice(r) + staging_begin() + (parity & 1u) * half_bytes_;
+  }
+  // Where rank `from` puts packets for rank r in operations of this parity.
+  std::atomic<std::uint64_t>* packets(int r, std::uint32_t parity, int from) const {
+    const std::int64_t offset = ((parity & 1u) * ranks_ + from) * 2 * kPacketBytes;
+    return reinterpret_cast<std::atomic<std::uint64_t>*>(slice(r) + kControlBytes + offset);
   }
   std::int64_t half_bytes() const { return half_bytes_; }
   std::int64_t slice_bytes() const { return slice_bytes_; }
-  std::int64_t heap_begin() const { return kControlBytes + 2 * half_bytes_; }
+  std::int64_t heap_begin() const { return staging_begin() + 2 * half_bytes_; }
 
   // Takes memory for a range of rank r's slice, or gives it back.
   void reserve(int r, std::int64_t offset, std::int64_t bytes);
@@ -80,6 +93,8 @@ class Window {
   }
 
  private:
+  std::int64_t staging_begin() const { return kControlBytes + packet_area_bytes(ranks_); }
+
   int fd_;
   int ranks_;
   std::int64_t slice_bytes_;

@@ -11,6 +11,7 @@
 
 #include "core/layout.h"
 #include "core/operation.h"
+#include "core/packet.h"
 #include "core/reduce.h"
 #include "core/signal.h"
 #include "cuda/layout.h"
@@ -102,6 +103,11 @@ class BlockComm {
   }
 
   __device__ void announce() {
+    publish();
+    meet();
+  }
+
+  __device__ void publish() {
     __syncthreads();
     for (int r = threadIdx.x; r < size(); r += blockDim.x) {
       if (failed_) continue;
@@ -112,12 +118,49 @@ class BlockComm {
       line.output = me_.output_location;
       shared_word<std::uint32_t>(&line.epoch).store(sequence_, ::cuda::std::memory_order_release);
     }
+  }
+
+  __device__ void meet() {
     bool stop = false;
     for (int r = threadIdx.x; r < size(); r += blockDim.x) {
-      if (r != rank()) stop |= !poll(const_cast<std::uint32_t*>(&announced(r).epoch), sequence_, r);
+      if (r == rank()) continue;
+      stop |= !poll(word_at(const_cast<std::uint32_t*>(&announced(r).epoch)), sequence_, r);
     }
     settle(stop);
     compare();
+  }
+
+  // The whole tensor decides, so that all lanes do the same; a lane begins at a whole line.
+  __device__ bool fits_packets() const { return block() * kSize <= kPacketBytes; }
+
+  __device__ void put_packets(int r, Place from) {
+    if (failed_) return;
+    std::uint64_t* packets = packets_of(r, rank());
+    for (std::int64_t i = threadIdx.x; i < packet_count(); i += blockDim.x) {
+      const std::uint32_t data = word_of(from.data, i);
+      shared_word<std::uint64_t>(packets + i)
+          .store(make_packet(data, sequence_), ::cuda::std::memory_order_relaxed);
+    }
+  }
+
+  // Into this lane's own staging, from where reduce() reads them.
+  __device__ void take_packets(int r) {
+    std::uint64_t* packets = packets_of(rank(), r);
+    bool stop = false;
+    for (std::int64_t i = threadIdx.x; i < packet_count() && !stop; i += blockDim.x) {
+      const auto packet = shared_word<std::uint64_t>(packets + i);
+      const auto sequence = [&] {
+        return packet_sequence(packet.load(::cuda::std::memory_order_relaxed));
+      };
+      stop = !poll(sequence, sequence_, r);
+      reinterpret_cast<std::uint32_t*>(taken(r).data)[i] =
+          packet_data(packet.load(::cuda::std::memory_order_relaxed));
+    }
+    settle(stop);
+  }
+
+  __device__ Place taken(int r) const {
+    return {window(rank()) + layout_.staging(sequence_, lane_, 0) + r * kPacketBytes, rank()};
   }
 
   __device__ void signal(int slot) {
@@ -133,7 +176,7 @@ class BlockComm {
   __device__ void wait(int r, int slot, std::int64_t step) {
     if (step <= 0) return;
     bool stop = false;
-    if (threadIdx.x == 0) stop = !poll(flag(slot, r), target(slot, step), r);
+    if (threadIdx.x == 0) stop = !poll(word_at(flag(slot, r)), target(slot, step), r);
     settle(stop);
   }
 
@@ -141,7 +184,7 @@ class BlockComm {
     if (step <= 0) return;
     bool stop = false;
     for (int r = threadIdx.x; r < size(); r += blockDim.x) {
-      if (r != rank()) stop |= !poll(flag(slot, r), target(slot, step), r);
+      if (r != rank()) stop |= !poll(word_at(flag(slot, r)), target(slot, step), r);
     }
     settle(stop);
   }
@@ -228,19 +271,44 @@ class BlockComm {
     return started_[slot] + static_cast<std::uint32_t>(step);
   }
 
+  __device__ std::uint64_t* packets_of(int to, int from) const {
+    return reinterpret_cast<std::uint64_t*>(window(to) + layout_.packets(sequence_, from)) +
+           begin_ * kSize / 4;
+  }
+  __device__ std::int64_t packet_count() const { return ceil_div(count() * kSize, 4); }
+
+  // Word i of a tensor; what lies beyond its end counts as zero.
+  __device__ std::uint32_t word_of(const std::byte* data, std::int64_t i) const {
+    if constexpr (kSize >= 4) {
+      return reinterpret_cast<const std::uint32_t*>(data)[i];
+    } else {
+      std::uint32_t word = 0;
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const bool inside = i * 4 + k < count() * kSize;
+        word |= inside ? static_cast<std::uint32_t>(data[i * 4 + k]) << (8 * k) : 0u;
+      }
+      return word;
+    }
+  }
+
+  __device__ static auto word_at(std::uint32_t* address) {
+    return [address] {
+      return shared_word<std::uint32_t>(address).load(::cuda::std::memory_order_acquire);
+    };
+  }
+
   // One thread waits for one word of rank r. False: the wait will never end well.
-  __device__ bool poll(std::uint32_t* word, std::uint32_t target, int r) {
+  template <class Word>
+  __device__ bool poll(Word word, std::uint32_t target, int r) {
     if (failed_) return false;
-    const auto flag = shared_word<std::uint32_t>(word);
-    const std::uint64_t start = now_ns();
-    for (unsigned spin = 1; !reached(flag.load(::cuda::std::memory_order_acquire), target);
-         ++spin) {
+    std::uint64_t start = 0;
+    for (unsigned spin = 1; !reached(word(), target); ++spin) {
       if (spin % 256 != 0) continue;
+      if (start == 0) start = now_ns();
       const bool gone = shared_word<std::uint32_t>(&me_.mailbox->gone[r])
                             .load(::cuda::std::memory_order_acquire) != 0;
-      if (gone && !reached(flag.load(::cuda::std::memory_order_acquire), target)) {
-        return report(Reason::peer_died, r);
-      }
+      if (gone && !reached(word(), target)) return report(Reason::peer_died, r);
       if (shared_word<std::uint64_t>(&me_.mailbox->abort).load(::cuda::std::memory_order_acquire) !=
           0) {
         return false;

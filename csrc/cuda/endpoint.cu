@@ -88,7 +88,7 @@ struct Endpoint::Impl {
     const std::size_t mailbox_bytes = sizeof(Mailbox) + ranks * sizeof(std::uint32_t);
     PYCOMM_CUDA_CHECK(cudaHostAlloc(reinterpret_cast<void**>(&mailbox), mailbox_bytes,
                                     cudaHostAllocMapped | cudaHostAllocPortable));
-    std::memset(mailbox, 0, mailbox_bytes);
+    std::memset(static_cast<void*>(mailbox), 0, mailbox_bytes);
     PYCOMM_CUDA_CHECK(
         cudaHostGetDevicePointer(reinterpret_cast<void**>(&device_mailbox), mailbox, 0));
     std::vector<std::uintptr_t> rows = options.windows;
@@ -154,9 +154,9 @@ std::int64_t window_bytes(int ranks, int lanes, std::int64_t staging_bytes,
 
 std::int64_t heap_begin(int ranks, int lanes, std::int64_t staging_bytes) {
   const WindowLayout layout{ranks, lanes, staging_bytes};
-  PYCOMM_CHECK(layout.slot_bytes() >= ranks * kLine,
-               "staging_bytes must be at least " +
-                   std::to_string(2 * kStagingSlots * lanes * ranks * kLine) +
+  const std::int64_t least = std::max(kStagingSlots * ranks * kLine, ranks * kPacketBytes);
+  PYCOMM_CHECK(layout.slot_bytes() * kStagingSlots >= least,
+               "staging_bytes must be at least " + std::to_string(2 * lanes * least) +
                    " for this world size and number of blocks");
   return layout.heap_begin();
 }

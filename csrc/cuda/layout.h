@@ -1,6 +1,6 @@
 // A rank's window in device-visible memory. Plain arithmetic, host and device.
 //
-//   | lane 0 | lane 1 | ... | staging, even operations | staging, odd operations | heap |
+//   | lane 0 | lane 1 | ... | packets | staging, even operations | staging, odd operations | heap |
 //
 // A lane is one block of threads on every rank: it works on its own part of the tensor, through its
 // own flags and staging, and never waits for another lane. Unlike on the CPU, peers write flags and
@@ -17,6 +17,9 @@ namespace pycomm::cuda {
 // Ranks that can share one device, and so one kernel launch.
 inline constexpr int kMaxLocalRanks = 32;
 inline constexpr int kThreads = 512;
+
+// The largest tensor that travels in packets (core/packet.h).
+inline constexpr std::int64_t kPacketBytes = 16 << 10;
 
 // What a lane remembers from operation to operation. In device memory, so that a replayed graph
 // goes on counting where the last operation stopped.
@@ -43,6 +46,10 @@ struct WindowLayout {
     return announcement(lane, 1, ranks) + (slot * ranks + from) * 4;
   }
   PYCOMM_HD constexpr std::int64_t state(int lane) const { return flag(lane, kSlots, 0); }
+  // All lanes share an area: packet i of a tensor is always the same one, whichever lane puts it.
+  PYCOMM_HD constexpr std::int64_t packets(std::uint32_t parity, int from) const {
+    return lanes * lane_bytes() + ((parity & 1u) * ranks + from) * 2 * kPacketBytes;
+  }
   PYCOMM_HD constexpr std::int64_t half_bytes() const {
     return staging_bytes / 2 / (lanes * kStagingSlots * kLine) * (lanes * kStagingSlots * kLine);
   }
@@ -51,7 +58,7 @@ struct WindowLayout {
   }
   PYCOMM_HD constexpr std::int64_t staging(std::uint32_t parity, int lane,
                                            std::int64_t slot) const {
-    return lanes * lane_bytes() + (parity & 1u) * half_bytes() +
+    return packets(1, ranks) + (parity & 1u) * half_bytes() +
            (lane * kStagingSlots + slot) * slot_bytes();
   }
   PYCOMM_HD constexpr std::int64_t heap_begin() const {
