@@ -21,7 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pycomm.errors import Timeout
+from pycomm.errors import PeerDied, Timeout
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -98,7 +98,8 @@ def _hand_out(
         with deadline.guarding("every rank taking the window"):
             listener.settimeout(deadline.left())
             connection, _ = listener.accept()
-            with connection:
+            # Who dies in the middle of it is missed later, by the deadline.
+            with connection, contextlib.suppress(ConnectionError):
                 connection.settimeout(deadline.left())
                 if _peer_uid(connection) != os.getuid() or connection.recv(64) != secret:
                     continue
@@ -121,6 +122,19 @@ def _take(address: str, secret: bytes, deadline: Deadline) -> int:
         return fds[0]
 
 
+def _watch(rank: int, pid: int) -> int:
+    """A descriptor that tells of the end of a process."""
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError as error:
+        raise PeerDied(
+            f"rank {rank} (pid {pid}) died during the rendezvous",
+            rank=rank,
+            pid=pid,
+            operation="rendezvous",
+        ) from error
+
+
 def join(
     store: Store, rank: int, size: int, make_window: Callable[[], int], timeout: float
 ) -> Membership:
@@ -135,6 +149,7 @@ def join(
 
     Raises:
         pycomm.Timeout: a rank did not come in time.
+        pycomm.PeerDied: a rank died after it had come, where that was seen.
         ValueError: the ranks do not share one machine.
     """
     deadline = Deadline(timeout)
@@ -158,7 +173,7 @@ def join(
                 f"ranks {apart} share none with rank 0"
             )
         pids = [int(member["pid"]) for member in everyone]
-        pidfds = [os.pidfd_open(pid) if r != rank else -1 for r, pid in enumerate(pids)]
+        pidfds = [_watch(r, pid) if r != rank else -1 for r, pid in enumerate(pids)]
         if rank == 0:
             window_fd = make_window()
             _hand_out(listener, window_fd, secret.encode(), size - 1, deadline)

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import torch
 
+from pycomm import __version__
+
 GIB = 1 << 30
 # What a report of wrong or slow behaviour may hinge on.
-PACKAGES = ("pycomm", "torch", "numpy", "mpi4py", "deepspeed")
-LIMITS = ("OMP_NUM_THREADS", "MASTER_ADDR", "RANK", "WORLD_SIZE", "GLOO_SOCKET_IFNAME")
+PACKAGES = ("torch", "numpy", "mpi4py", "deepspeed")
+VARIABLES = ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "GLOO_SOCKET_IFNAME")
 
 
 def cpu_model() -> str:
@@ -38,8 +40,8 @@ def memory_gib() -> float:
 
 
 def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
-    """Python's version and those of the named packages that are installed."""
-    found = {"python": platform.python_version()}
+    """The versions of pycomm, Python and those of the named packages that are installed."""
+    found = {"pycomm": __version__, "python": platform.python_version()}
     for package in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
@@ -85,7 +87,9 @@ def _pidfd() -> str:
 
 
 def _environment() -> str:
-    return ", ".join(f"{name}={os.environ[name]}" for name in LIMITS if name in os.environ) or "-"
+    return (
+        ", ".join(f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ) or "-"
+    )
 
 
 PROBES: dict[str, Callable[[], object]] = {

@@ -8,6 +8,7 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,7 @@ from pycomm import _C
 from pycomm._cuda import DEFAULT_MAX_BLOCKS, CudaSide, LocalDevices, join_processes
 from pycomm._dtypes import check_dtype
 from pycomm._plan import Plan, make_plan, select
-from pycomm._rendezvous import join
+from pycomm._rendezvous import Deadline, join
 from pycomm.errors import GroupUnusable
 
 if TYPE_CHECKING:
@@ -239,7 +240,8 @@ def init(
                 "torch.distributed is not set up, and torchrun's environment is absent: start with "
                 "torchrun, call torch.distributed.init_process_group, or use pycomm.LocalWorld"
             )
-        dist.init_process_group("gloo")
+        with Deadline(timeout).guarding("every process joining torch.distributed"):
+            dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
     process_group = group if group is not None else dist.group.WORLD
     rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
     if rank < 0:

@@ -43,6 +43,17 @@ class Allocation {
   std::byte* data_;
 };
 
+// A group may have to wait for its worker when it goes: other threads must be able to run
+// meanwhile.
+void delete_group(Group* group) {
+  if (PyGILState_Check() != 0) {
+    const py::gil_scoped_release no_gil;
+    delete group;
+  } else {
+    delete group;
+  }
+}
+
 Operation operation(int collective, int algorithm, int dtype, int op, int root,
                     std::int64_t count) {
   return {static_cast<Collective>(collective),
@@ -97,8 +108,9 @@ void bind_group(py::module_& m) {
                        std::vector<int> pidfds, int rank, int size, double timeout,
                        std::uint32_t first_epoch) {
              auto peers = std::make_shared<const Liveness>(std::move(pids), std::move(pidfds));
-             return std::make_shared<Group>(std::move(window), std::move(peers), rank, size,
-                                            seconds(timeout), first_epoch);
+             return std::shared_ptr<Group>(new Group(std::move(window), std::move(peers), rank,
+                                                     size, seconds(timeout), first_epoch),
+                                           delete_group);
            }),
            py::arg("window"), py::arg("pids"), py::arg("pidfds"), py::arg("rank"), py::arg("size"),
            py::arg("timeout"), py::arg("first_epoch") = 0)

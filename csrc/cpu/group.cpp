@@ -184,6 +184,7 @@ void Group::close() {
     queue_changed_.notify_all();
   }
   if (worker_.joinable()) worker_.join();
+  const std::lock_guard lock(running_);  // another thread's operation ends first
   leave();
 }
 

@@ -1,0 +1,87 @@
+"""What is measured: the settings of a run and the cases they expand to."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A whole run, as asked for on the command line; see ``python -m pycomm.bench -h``."""
+
+    collective: str
+    ranks: int
+    sizes: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    ops: tuple[str, ...]
+    algorithms: tuple[str, ...]
+    buffers: tuple[str, ...]
+    peers: tuple[str, ...]
+    iters: int | None
+    warmup_iters: int | None
+    check: bool
+    device: str
+    timeout: float
+    json: str | None
+    plot: str | None
+    command: str
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the benchmark, whoever runs it.
+
+    Attributes:
+        collective: all_reduce, reduce_scatter, all_gather or broadcast.
+        dtype: of the elements.
+        op: of the reductions.
+        count: elements of the whole: of reduce_scatter's input and of all_gather's output.
+        ranks: how many take part.
+        device: where the tensors lie.
+    """
+
+    collective: str
+    dtype: torch.dtype
+    op: str
+    count: int
+    ranks: int
+    device: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole."""
+        return self.count * self.dtype.itemsize
+
+    def tensors(self, empty: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """A rank's input and output, made by `empty`; one and the same where it works in place."""
+        whole = empty(self.count, dtype=self.dtype)
+        if self.collective in ("all_reduce", "broadcast"):
+            return whole, whole
+        block = empty(self.count // self.ranks, dtype=self.dtype)
+        return (block, whole) if self.collective == "all_gather" else (whole, block)
+
+
+def bus_factor(collective: str, ranks: int) -> float:
+    """Bus over algorithm bandwidth: what the slowest link carries per byte of the whole."""
+    if collective == "all_reduce":
+        return 2 * (ranks - 1) / ranks
+    if collective == "broadcast":
+        return 1.0
+    return (ranks - 1) / ranks
+
+
+def expand(settings: Settings, ranks: int) -> Iterator[Case]:
+    """Every case of a run, small sizes first; sizes are cut to whole elements for every rank."""
+    kinds = itertools.product(settings.dtypes, settings.ops)
+    for (name, op), size in itertools.product(kinds, settings.sizes):
+        dtype: torch.dtype = getattr(torch, name)
+        blocks = 1 if settings.collective in ("all_reduce", "broadcast") else ranks
+        unit = blocks * dtype.itemsize
+        count = max(size // unit, 1) * blocks
+        yield Case(settings.collective, dtype, op, count, ranks, settings.device)

@@ -1,0 +1,164 @@
+"""The command line, with nccl-tests' flags."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+
+from pycomm import _C
+from pycomm._dtypes import ALGORITHMS, DTYPES, OPS
+from pycomm.bench import extras, launch, session
+from pycomm.bench.cases import GIB, KIB, MIB, Settings
+from pycomm.bench.peers import FINDERS
+
+UNITS = {"": 1, "K": KIB, "M": MIB, "G": GIB}
+COLLECTIVES = {
+    "all_reduce": "time all-reduces",
+    "reduce_scatter": "time reduce-scatters; size is that of the whole input",
+    "all_gather": "time all-gathers; size is that of the whole output",
+    "broadcast": "time broadcasts from rank 0",
+}
+DTYPE_NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+
+
+def size(text: str) -> int:
+    """Bytes, with nccl-tests' suffixes: ``8``, ``64K``, ``1M``, ``2G``."""
+    match = re.fullmatch(r"(\d+)([KMG]?)", text.upper())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"expected bytes such as 8, 64K or 1M, got {text!r}")
+    return int(match[1]) * UNITS[match[2]]
+
+
+def some_of(choices: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+    """A parser of one of the choices, some of them with commas between, or ``all``."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        names = tuple(choices) if text == "all" else tuple(text.split(","))
+        for name in names:
+            if name not in choices:
+                raise argparse.ArgumentTypeError(
+                    f"expected some of {', '.join(choices)}, got {name!r}"
+                )
+        return names
+
+    return parse
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """A sub-command per collective."""
+    parser = argparse.ArgumentParser(
+        prog="python -m pycomm.bench",
+        description="Times pycomm against what is installed beside it, in interleaved rounds.",
+        epilog="Starts the ranks itself, or is one of them under torchrun or mpirun.",
+    )
+    commands = parser.add_subparsers(dest="collective", required=True, metavar="COLLECTIVE")
+    for name, text in COLLECTIVES.items():
+        command = commands.add_parser(name, help=text, description=text)
+        _add_size_flags(command)
+        _add_what_flags(command, name)
+        _add_how_flags(command)
+    return parser
+
+
+def _add_size_flags(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument_group("sizes").add_argument
+    add("-b", "--minbytes", type=size, default=8, metavar="SIZE", help="smallest (default 8)")
+    add(
+        "-e",
+        "--maxbytes",
+        type=size,
+        default=64 * MIB,
+        metavar="SIZE",
+        help="largest (default 64M)",
+    )
+    add("-f", "--stepfactor", type=int, default=2, metavar="N", help="times N (default 2)")
+    add("-i", "--stepbytes", type=size, metavar="SIZE", help="plus SIZE, instead of -f")
+
+
+def _add_what_flags(command: argparse.ArgumentParser, collective: str) -> None:
+    add = command.add_argument_group("what to time; comma-separated, or `all`").add_argument
+    add("-d", "--datatype", type=some_of(DTYPE_NAMES), default=("float32",), metavar="TYPE",
+        help=f"{', '.join(DTYPE_NAMES)} (default float32)")  # fmt: skip
+    if collective in ("all_reduce", "reduce_scatter"):
+        add("-o", "--op", type=some_of(tuple(OPS)), default=("sum",), metavar="OP",
+            help=f"{', '.join(OPS)} (default sum)")  # fmt: skip
+    if collective == "all_reduce":
+        add("-a", "--algorithm", type=some_of(tuple(ALGORITHMS)), default=("auto",),
+            metavar="ALGORITHM", help=f"{', '.join(ALGORITHMS)} (default auto)")  # fmt: skip
+    add("--buffer", choices=("tensor", "window", "both"), default="tensor",
+        help="ordinary tensors (default), tensors made by group.empty, or both")  # fmt: skip
+    add("--peer", type=some_of(tuple(FINDERS)), default=(), metavar="PEER",
+        help=f"{', '.join(FINDERS)}: time these beside pycomm")  # fmt: skip
+    add("--device", choices=("cpu", "cuda"), default="cpu")
+
+
+def _add_how_flags(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument_group("how").add_argument
+    add("--ranks", type=int, default=2, help="processes to start (default 2)")
+    add("-n", "--iters", type=int, help="timed calls (default: as many as fit into 0.25 s)")
+    add("-w", "--warmup_iters", type=int, help="untimed calls before each of the rounds")
+    add("-c", "--check", type=int, choices=(0, 1), default=1, help="verify results (default 1)")
+    add("--timeout", type=float, default=60.0, help="seconds to wait for a rank (default 60)")
+    add("-J", "--json", metavar="FILE", help="write results")
+    add("--plot", metavar="FILE", help="draw results as a PNG")
+
+
+def _sizes(arguments: argparse.Namespace) -> tuple[int, ...]:
+    """From the smallest to the largest, by factor or step."""
+    sizes = []
+    current = max(arguments.minbytes, 1)
+    while current <= arguments.maxbytes:
+        sizes.append(current)
+        current = (
+            current + arguments.stepbytes if arguments.stepbytes else current * arguments.stepfactor
+        )
+    return tuple(sizes)
+
+
+def parse(argv: Sequence[str] | None = None) -> Settings:
+    """Settings from a command line; exits with a message where they make no sense here."""
+    parser = make_parser()
+    arguments = parser.parse_args(argv)
+    if arguments.minbytes > arguments.maxbytes:
+        parser.error("--minbytes must not exceed --maxbytes")
+    if arguments.stepfactor < 2 and not arguments.stepbytes:
+        parser.error("--stepfactor must be at least 2")
+    if arguments.ranks < 1:
+        parser.error("--ranks must be at least 1")
+    if arguments.device == "cuda" and not getattr(_C, "has_cuda", False):
+        parser.error("--device cuda: this build of pycomm has no CUDA")
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch finds no GPU on this machine")
+    if arguments.plot:
+        extras.require("matplotlib")
+    return Settings(
+        collective=arguments.collective,
+        ranks=arguments.ranks,
+        sizes=_sizes(arguments),
+        dtypes=arguments.datatype,
+        ops=getattr(arguments, "op", ("sum",)),
+        algorithms=getattr(arguments, "algorithm", ("auto",)),
+        buffers=("tensor", "window") if arguments.buffer == "both" else (arguments.buffer,),
+        peers=arguments.peer,
+        iters=arguments.iters,
+        warmup_iters=arguments.warmup_iters,
+        check=bool(arguments.check),
+        device=arguments.device,
+        timeout=arguments.timeout,
+        json=arguments.json,
+        plot=arguments.plot,
+        command=shlex.join(
+            ["python", "-m", "pycomm.bench", *(sys.argv[1:] if argv is None else argv)]
+        ),
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parses, starts the ranks and runs."""
+    settings = parse(argv)
+    launch.run(session.run, settings, ranks=settings.ranks, timeout=settings.timeout)

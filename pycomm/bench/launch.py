@@ -1,0 +1,101 @@
+"""Where the ranks come from: torchrun, mpirun, or processes that we spawn ourselves."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch's stubs lack it
+from torch.multiprocessing.spawn import spawn
+
+LOOPBACK = "127.0.0.1"
+
+
+def under_torchrun() -> bool:
+    """Whether torchrun, or something that speaks its environment, started this process."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def under_mpi() -> bool:
+    """Whether an MPI launcher started this process."""
+    return "OMPI_COMM_WORLD_RANK" in os.environ or "PMI_RANK" in os.environ
+
+
+def run(body: Callable[..., None], *args: Any, ranks: int, timeout: float = 300.0) -> None:
+    """Calls ``body(*args)`` on every rank, with torch.distributed set up on Gloo.
+
+    Under torchrun or mpirun this process is one of the ranks already, and the launcher's count
+    holds. Otherwise `ranks` processes are spawned, so `body` must be importable; if one raises, the
+    others are stopped and the exception is raised here.
+
+    Args:
+        body: what to run.
+        args: its arguments.
+        ranks: how many processes to spawn.
+        timeout: seconds that a rank may wait for another in torch.distributed.
+    """
+    if under_torchrun():
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+        _call(body, args)
+    elif under_mpi():
+        _join_mpi(timeout)
+        _call(body, args)
+    else:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by the children as they load OpenMP
+        store = _host_store()
+        arguments = (ranks, store.port, timeout, body, args)
+        spawn(_spawned, arguments, nprocs=ranks)  # type: ignore[no-untyped-call]
+
+
+def _host_store() -> TCPStore:
+    return TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+
+
+def _spawned(
+    rank: int,
+    ranks: int,
+    port: int,
+    timeout: float,
+    body: Callable[..., None],
+    args: tuple[Any, ...],
+) -> None:
+    _join(TCPStore(LOOPBACK, port, is_master=False), rank, ranks, timeout)
+    _call(body, args)
+
+
+def _join_mpi(timeout: float) -> None:
+    from mpi4py import MPI
+
+    rank, ranks = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+    store = _host_store() if rank == 0 else None
+    port = MPI.COMM_WORLD.bcast(store.port if store is not None else None)
+    _join(store or TCPStore(LOOPBACK, port, is_master=False), rank, ranks, timeout)
+
+
+def _join(store: TCPStore, rank: int, ranks: int, timeout: float) -> None:
+    """Enters torch.distributed, and sets what torchrun would have set."""
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_RANK": str(rank),
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(store.port),
+    }
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # By default Gloo looks for the host's own name, which containers often cannot resolve.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    limit = timedelta(seconds=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=limit)
+
+
+def _call(body: Callable[..., None], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    try:
+        body(*args)
+        dist.barrier()  # no rank tears down what another still uses
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,143 @@
+"""How the clock is read.
+
+Shared machines are noisy for minutes at a time, so a lone time says little; a ratio of times taken
+side by side says much. So all contestants of a case run in interleaved rounds: in every round each
+has one block of calls, in an order that rotates from round to round. The figures are medians.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+import pycomm
+from pycomm.bench.contestants import Prepared
+
+ROUNDS = 7
+# Calls per contestant and case: as many as fit into the budget, within these bounds.
+BUDGET_S = 0.25
+FEWEST, MOST = 21, 7000
+PILOT_CALLS = 5
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a contestant took for one call, in microseconds.
+
+    A rank's sample is the time from one call's return to the next one's, on its own clock, so
+    nothing between calls goes uncounted; the collective itself keeps the ranks together.
+
+    Attributes:
+        time_us: of each round, the slowest rank's mean over the middle half of its samples, which
+            no preemption moves; of these, the median.
+        p50_us: the slowest rank's median over all samples.
+        p99_us: the slowest rank's 99th percentile over all samples.
+        iterations: samples per rank.
+    """
+
+    time_us: float
+    p50_us: float
+    p99_us: float
+    iterations: int
+
+
+def interleave(
+    group: pycomm.Group, runs: list[Prepared], iters: int | None, warmup_iters: int | None
+) -> list[Figures]:
+    """Times every contestant of a case; all ranks call it together.
+
+    Args:
+        group: keeps the ranks together between blocks.
+        runs: the contestants, ready to run.
+        iters: calls of each over all rounds; by default as many as fit into a fixed time.
+        warmup_iters: untimed calls before each block; by default a tenth of the block.
+    """
+    gc.disable()
+    for run in runs:
+        run.source.zero_()  # zero stays zero under every reduction, however often it is repeated
+    blocks = [math.ceil((iters or fitting) / ROUNDS) for fitting in _fitting(group, runs)]
+    samples: list[list[list[int]]] = [[] for _ in runs]
+    for number in range(ROUNDS):
+        for offset in range(len(runs)):
+            index = (number + offset) % len(runs)
+            warmup = blocks[index] // 10 + 1 if warmup_iters is None else warmup_iters
+            samples[index].append(_block(group, runs[index], warmup, blocks[index]))
+    gc.enable()
+    return _figures(samples)
+
+
+def barrier_us(group: pycomm.Group, calls: int = 2000) -> float:
+    """The median time of a barrier: how near to each other the ranks' cores are at the moment."""
+    nothing = torch.empty(0)
+    run = Prepared(nothing, nothing, lambda: pycomm.barrier(group=group))
+    return _figures([[_block(group, run, calls // 10, calls)]])[0].p50_us
+
+
+def _fitting(group: pycomm.Group, runs: list[Prepared]) -> list[int]:
+    """How many calls of each contestant fit into the budget: the same numbers on every rank."""
+    pilots = [min(_block(group, run, PILOT_CALLS, PILOT_CALLS)) for run in runs]
+    slowest = torch.tensor(pilots)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return [min(max(int(BUDGET_S * 1e9 / ns), FEWEST), MOST) for ns in slowest.tolist()]
+
+
+def _block(group: pycomm.Group, run: Prepared, warmup: int, iterations: int) -> list[int]:
+    """Nanoseconds of each of a row of calls."""
+    call = _synchronised(run)
+    pycomm.barrier(group=group)
+    for _ in range(warmup):
+        call()
+    stamps = [0] * (iterations + 1)
+    clock = time.perf_counter_ns
+    stamps[0] = clock()
+    for i in range(1, iterations + 1):
+        call()
+        stamps[i] = clock()
+    return [after - before for before, after in itertools.pairwise(stamps)]
+
+
+def _synchronised(run: Prepared) -> Callable[[], object]:
+    """The call, complete when it returns."""
+    if run.source.device.type == "cpu":
+        return run.call
+
+    def call() -> None:
+        run.call()
+        torch.cuda.synchronize()
+
+    return call
+
+
+def _figures(samples: list[list[list[int]]]) -> list[Figures]:
+    """The figures of every contestant, from all ranks' samples per round; the same on all ranks."""
+    mine = []
+    for rounds in samples:
+        ordered = sorted(itertools.chain.from_iterable(rounds))
+        mine.append(
+            [percentile(ordered, 0.5), percentile(ordered, 0.99), *map(middle_mean, rounds)]
+        )
+    slowest = torch.tensor(mine, dtype=torch.float64) / 1e3
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return [
+        Figures(statistics.median(means), p50, p99, sum(map(len, rounds)))
+        for rounds, (p50, p99, *means) in zip(samples, slowest.tolist(), strict=True)
+    ]
+
+
+def percentile(ordered: list[int], share: float) -> int:
+    """The smallest sample that at least `share` of the sorted samples do not exceed."""
+    return ordered[max(math.ceil(share * len(ordered)) - 1, 0)]
+
+
+def middle_mean(samples: list[int]) -> float:
+    """The mean without the lowest and the highest quarter."""
+    quarter = len(samples) // 4
+    return statistics.fmean(sorted(samples)[quarter : len(samples) - quarter])
