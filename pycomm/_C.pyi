@@ -28,6 +28,7 @@ class Group:
         pidfds: list[int],
         rank: int,
         size: int,
+        cores: int,
         timeout: float,
         first_epoch: int = 0,
     ) -> None: ...

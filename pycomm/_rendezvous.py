@@ -57,11 +57,19 @@ class Deadline:
 
 @dataclass(frozen=True)
 class Membership:
-    """What a rank knows after the rendezvous; both lists are indexed by rank."""
+    """What a rank knows after the rendezvous.
+
+    Attributes:
+        window_fd: the shared file.
+        pids: every rank's process.
+        pidfds: what tells of their ends; -1 for this rank itself.
+        cores: how many the ranks may run on, all together.
+    """
 
     window_fd: int
     pids: list[int]
     pidfds: list[int]
+    cores: int
 
 
 def machine_identity() -> str:
@@ -159,7 +167,11 @@ def join(
         if rank == 0:
             listener.bind(f"\0{address}")
             listener.listen(size)
-        mine = {"pid": os.getpid(), "machine": machine_identity()}
+        mine = {
+            "pid": os.getpid(),
+            "machine": machine_identity(),
+            "cores": sorted(os.sched_getaffinity(0)),
+        }
         if rank == 0:
             mine |= {"address": address, "secret": secret}
         everyone = [
@@ -179,4 +191,5 @@ def join(
             _hand_out(listener, window_fd, secret.encode(), size - 1, deadline)
         else:
             window_fd = _take(everyone[0]["address"], everyone[0]["secret"].encode(), deadline)
-    return Membership(window_fd, pids, pidfds)
+    cores = set().union(*(member["cores"] for member in everyone))
+    return Membership(window_fd, pids, pidfds, len(cores))

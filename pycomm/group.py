@@ -58,6 +58,7 @@ class Group:
         pidfds: list[int],
         rank: int,
         size: int,
+        cores: int,
         timeout: float,
         first_epoch: int = 0,
     ) -> None:
@@ -65,7 +66,7 @@ class Group:
         self.size = size
         self.timeout = timeout
         self.name = f"pycomm:{next(_names)}"
-        self._core = _C.Group(window, pids, pidfds, rank, size, timeout, first_epoch)
+        self._core = _C.Group(window, pids, pidfds, rank, size, cores, timeout, first_epoch)
         self._handle = self._core.handle
         self._cuda: CudaSide | None = None
         self._join_cuda: Callable[[torch.device], CudaSide] = _no_cuda
@@ -251,7 +252,7 @@ def init(
         store, rank, size, lambda: _C.create_window(size, slice_bytes(), staging_bytes), timeout
     )
     window = _C.Window(members.window_fd, size, slice_bytes(), staging_bytes)
-    made = Group(window, members.pids, members.pidfds, rank, size, timeout)
+    made = Group(window, members.pids, members.pidfds, rank, size, members.cores, timeout)
     made._join_cuda = lambda device: join_processes(
         made, device, process_group, max_blocks, cuda_heap_bytes
     )
@@ -320,9 +321,9 @@ class LocalWorld:
             raise ValueError(f"timeout must be positive, got {timeout}")
         fd = _C.create_window(size, slice_bytes(), staging_bytes)
         window = _C.Window(fd, size, slice_bytes(), staging_bytes)
-        pids = [os.getpid()] * size
+        pids, cores = [os.getpid()] * size, len(os.sched_getaffinity(0))
         self.groups = [
-            Group(window, pids, [-1] * size, rank, size, timeout, _first_epoch)
+            Group(window, pids, [-1] * size, rank, size, cores, timeout, _first_epoch)
             for rank in range(size)
         ]
         devices = LocalDevices(self.groups, max_blocks)

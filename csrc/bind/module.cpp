@@ -105,15 +105,15 @@ void bind_group(py::module_& m) {
 
   py::class_<Group, std::shared_ptr<Group>>(m, "Group")
       .def(py::init([](std::shared_ptr<Window> window, std::vector<int> pids,
-                       std::vector<int> pidfds, int rank, int size, double timeout,
+                       std::vector<int> pidfds, int rank, int size, int cores, double timeout,
                        std::uint32_t first_epoch) {
              auto peers = std::make_shared<const Liveness>(std::move(pids), std::move(pidfds));
              return std::shared_ptr<Group>(new Group(std::move(window), std::move(peers), rank,
-                                                     size, seconds(timeout), first_epoch),
+                                                     size, cores, seconds(timeout), first_epoch),
                                            delete_group);
            }),
            py::arg("window"), py::arg("pids"), py::arg("pidfds"), py::arg("rank"), py::arg("size"),
-           py::arg("timeout"), py::arg("first_epoch") = 0)
+           py::arg("cores"), py::arg("timeout"), py::arg("first_epoch") = 0)
       .def("run", &run)
       .def("submit", &submit)
       .def_property_readonly("handle", &handle_of)

@@ -21,8 +21,8 @@ inline constexpr int kAnyRanks = INT32_MAX;
 // Measured with `python -m pycomm.bench all_reduce -a all` (benchmarks/results/); first match wins.
 // The rows for CUDA are not measured yet: they follow the published crossovers of vLLM's kernels.
 inline constexpr Choice kChoices[] = {
-    {Device::cpu, 2, 512 << 10, Algorithm::one_shot},
-    {Device::cpu, 4, 64 << 10, Algorithm::one_shot},
+    {Device::cpu, 2, 64 << 10, Algorithm::one_shot},
+    {Device::cpu, 4, 32 << 10, Algorithm::one_shot},
     {Device::cpu, kAnyRanks, 16 << 10, Algorithm::one_shot},
     {Device::cpu, kAnyRanks, kAnySize, Algorithm::two_shot},
     {Device::cuda, 4, 512 << 10, Algorithm::one_shot},

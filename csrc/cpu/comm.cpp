@@ -40,14 +40,6 @@ void pause() {
 #endif
 }
 
-// Cores that this process may run on.
-int cores() {
-  cpu_set_t set;
-  return sched_getaffinity(0, sizeof(set), &set) == 0
-             ? CPU_COUNT(&set)
-             : static_cast<int>(std::thread::hardware_concurrency());
-}
-
 std::atomic_ref<std::uint32_t> epoch_of(Announcement& announcement) {
   return std::atomic_ref<std::uint32_t>(announcement.epoch);
 }
@@ -55,14 +47,14 @@ std::atomic_ref<std::uint32_t> epoch_of(Announcement& announcement) {
 }  // namespace
 
 Comm::Comm(std::shared_ptr<Window> window, std::shared_ptr<const Liveness> peers, int rank,
-           int size, Clock::duration timeout, std::uint32_t first_epoch)
+           int size, int cores, Clock::duration timeout, std::uint32_t first_epoch)
     : window_(std::move(window)),
       peers_(std::move(peers)),
       rank_(rank),
       size_(size),
       timeout_(timeout),
       slot_bytes_(window_->half_bytes() / kStagingSlots / kLine * kLine),
-      spins_(size <= cores() ? kSpins : 0),
+      spins_(size <= cores ? kSpins : 0),
       sequence_(first_epoch),
       taken_(static_cast<std::size_t>(size * kPacketBytes)),
       sources_(static_cast<std::size_t>(size) + 1),

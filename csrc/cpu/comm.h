@@ -20,8 +20,9 @@ namespace pycomm::cpu {
 class Comm {
  public:
   // `first_epoch` is the value all flags count from, the same on every rank.
+  // `cores`: how many there are for all ranks together.
   Comm(std::shared_ptr<Window> window, std::shared_ptr<const Liveness> peers, int rank, int size,
-       Clock::duration timeout, std::uint32_t first_epoch);
+       int cores, Clock::duration timeout, std::uint32_t first_epoch);
 
   // Starts the next operation; an algorithm's call follows. `interrupt` is called now and then in a
   // long wait, and may throw.

@@ -42,13 +42,13 @@ void Work::complete(std::exception_ptr error) {
 }
 
 Group::Group(std::shared_ptr<Window> window, std::shared_ptr<const Liveness> peers, int rank,
-             int size, Clock::duration timeout, std::uint32_t first_epoch)
+             int size, int cores, Clock::duration timeout, std::uint32_t first_epoch)
     : rank_(rank),
       size_(size),
       forks_(current_forks()),
       window_(std::move(window)),
       heap_(std::make_shared<Heap>(window_, rank)),
-      comm_(window_, std::move(peers), rank, size, timeout, first_epoch) {}
+      comm_(window_, std::move(peers), rank, size, cores, timeout, first_epoch) {}
 
 Group::~Group() {
   if (forked()) {

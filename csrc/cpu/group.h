@@ -41,7 +41,7 @@ class Work {
 class Group {
  public:
   Group(std::shared_ptr<Window> window, std::shared_ptr<const Liveness> peers, int rank, int size,
-        Clock::duration timeout, std::uint32_t first_epoch);
+        int cores, Clock::duration timeout, std::uint32_t first_epoch);
   ~Group();
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;

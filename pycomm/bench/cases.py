@@ -77,9 +77,11 @@ def bus_factor(collective: str, ranks: int) -> float:
 
 
 def expand(settings: Settings, ranks: int) -> Iterator[Case]:
-    """Every case of a run, small sizes first; sizes are cut to whole elements for every rank."""
-    kinds = itertools.product(settings.dtypes, settings.ops)
-    for (name, op), size in itertools.product(kinds, settings.sizes):
+    """Every case of a run, cut to whole elements for every rank.
+
+    What one might compare, dtypes and operations at one size, is measured close together.
+    """
+    for size, name, op in itertools.product(settings.sizes, settings.dtypes, settings.ops):
         dtype: torch.dtype = getattr(torch, name)
         blocks = 1 if settings.collective in ("all_reduce", "broadcast") else ranks
         unit = blocks * dtype.itemsize

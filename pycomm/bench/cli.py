@@ -130,7 +130,7 @@ def parse(argv: Sequence[str] | None = None) -> Settings:
         parser.error("--stepfactor must be at least 2")
     if arguments.ranks < 1:
         parser.error("--ranks must be at least 1")
-    if arguments.device == "cuda" and not getattr(_C, "has_cuda", False):
+    if arguments.device == "cuda" and not _C.has_cuda:
         parser.error("--device cuda: this build of pycomm has no CUDA")
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no GPU on this machine")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -58,14 +59,14 @@ class Pycomm:
     buffer: str
     impl: str = "pycomm"
 
-    def supports(self, case: Case) -> bool:
-        """Everything, on the CPU."""
-        return case.device == "cpu"
+    def supports(self, case: Case) -> bool:  # noqa: ARG002
+        """Everything."""
+        return True
 
     def prepare(self, case: Case) -> Prepared:
         """Tensors from torch or from the group's window."""
         empty = self.group.empty if self.buffer == "window" else torch.empty
-        source, result = case.tensors(empty)
+        source, result = case.tensors(functools.partial(empty, device=case.device))
         group, op, algorithm = self.group, case.op, self.algorithm
         calls: dict[str, Callable[[], object]] = {
             "all_reduce": lambda: pycomm.all_reduce(source, op, algorithm=algorithm, group=group),
@@ -80,7 +81,8 @@ class Pycomm:
         if self.algorithm != "auto" or case.collective != "all_reduce":
             return None
         in_window = self.buffer == "window"
-        return self.group.explain(case.nbytes, case.dtype, in_window=in_window).algorithm
+        plan = self.group.explain(case.nbytes, case.dtype, in_window=in_window, device=case.device)
+        return plan.algorithm
 
 
 def own(

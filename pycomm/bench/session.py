@@ -18,7 +18,9 @@ from pycomm.bench.report import Row
 
 def run(settings: Settings) -> None:
     """Measures all that the settings ask for; rank 0 prints, writes and plots."""
-    group = pycomm.init(timeout=settings.timeout)
+    group = pycomm.init(timeout=settings.timeout, cuda_heap_bytes=_cuda_heap_bytes(settings))
+    if settings.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     cases = list(expand(settings, group.size))
     others, absent = peers.find(settings.peers)
     for peer in others:
@@ -38,6 +40,14 @@ def run(settings: Settings) -> None:
     if group.rank == 0:
         _finish(settings, meta, rows)
     group.close()
+
+
+def _cuda_heap_bytes(settings: Settings) -> int:
+    """Room for every tensor that the run takes from a CUDA window; none of it comes back."""
+    if settings.device == "cpu" or "window" not in settings.buffers:
+        return 0
+    variants = len(settings.dtypes) * len(settings.ops) * len(settings.algorithms)
+    return 3 * variants * sum(settings.sizes)
 
 
 def _run_case(

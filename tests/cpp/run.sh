@@ -1,5 +1,5 @@
-#!/bin/sh
-# Builds and runs the C++ tests: cpp-test (plain), tsan or asan.
+#!/ bin / sh
+#Builds and runs the C++ tests : cpp - test(plain), tsan or asan.
 set -eu
 case "$1" in
   cpp-test) sanitize="" ;;

@@ -8,7 +8,6 @@
 namespace pycomm::test {
 namespace {
 
-
 void sum(cpu::Group& group, std::int64_t count, Algorithm algorithm = Algorithm::two_shot) {
   std::vector<float> x(static_cast<std::size_t>(count), 1);
   group.run({Collective::all_reduce, algorithm, DType::f32, ReduceOp::sum, 0, count}, x.data(),

@@ -25,7 +25,8 @@ class World {
     const auto timeout = std::chrono::duration_cast<cpu::Clock::duration>(
         std::chrono::duration<double>(timeout_seconds));
     for (int r = 0; r < size; ++r) {
-      groups_.push_back(std::make_unique<cpu::Group>(window, peers, r, size, timeout, first_epoch));
+      groups_.push_back(
+          std::make_unique<cpu::Group>(window, peers, r, size, 2, timeout, first_epoch));
     }
   }
 
