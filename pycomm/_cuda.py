@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from pycomm.group import Group
 
 DEFAULT_MAX_BLOCKS = 32
-STAGING_BYTES = 32 << 20
+STAGING_BYTES = 32 << 20  # per rank, at least
+PACKET_BYTES = 16 << 10  # of one rank's tensor that travels in packets
 
 
 class CudaSide:
@@ -50,10 +51,15 @@ class CudaSide:
         self.device = device
         self.transport = transport
         self.lanes = lanes
+        self._core = _C.CudaGroup(group._core, endpoint, shared)
         self._heap = heap
         self._heap_used = 0
         self._keep = keep  # the memory behind the windows
-        self._core = _C.CudaGroup(group._core, endpoint, shared)
+
+    def close(self) -> None:
+        """Lets everything that was enqueued end, then lets go of the windows."""
+        self._core.close()
+        self._heap = self._keep = None
 
     def run(
         self,
@@ -107,6 +113,11 @@ def _lanes(max_blocks: int, device: torch.device, ranks_here: int) -> int:
     return max(1, min(max_blocks, processors // ranks_here))
 
 
+def _staging_bytes(lanes: int, size: int) -> int:
+    """Enough for every lane to take every peer's packets, for odd and even operations."""
+    return max(STAGING_BYTES, 2 * lanes * size * PACKET_BYTES)
+
+
 def _all_agree(group: Group, flag: bool) -> bool:
     """Whether the flag holds on every rank."""
     value = torch.tensor([int(flag)], dtype=torch.int32)
@@ -128,84 +139,122 @@ def _device_id(device: torch.device) -> int:
     return int(uuid.replace("-", "")[:15], 16)
 
 
-def _sees_all_peers(group: Group, device: torch.device) -> bool:
-    """Whether this rank's device can use the memory of every other rank's."""
+def _sees_all(device: torch.device, devices: list[int]) -> bool:
+    """Whether a device can use the memory of all others, which go by :func:`_device_id`."""
     visible = {
         _device_id(torch.device("cuda", i)): torch.device("cuda", i)
         for i in range(torch.cuda.device_count())
     }
-    for number in _gather(group, _device_id(device)):
-        peer = visible.get(number)
-        if peer is None:
-            return False
-        if peer != device and not torch.cuda.can_device_access_peer(device, peer):
-            return False
-    return True
+    peers = [visible.get(number) for number in devices]
+    return all(
+        peer is not None and (peer == device or torch.cuda.can_device_access_peer(device, peer))
+        for peer in peers
+    )
 
 
 def join_processes(
     group: Group, device: torch.device, process_group: Any, max_blocks: int, heap_bytes: int
 ) -> CudaSide:
     """The CUDA side of a group of processes; a collective call."""
-    lanes = min(_gather(group, _lanes(max_blocks, device, 1)))
-    window_bytes = _C.cuda_window_bytes(group.size, lanes, STAGING_BYTES, heap_bytes)
+    devices = _gather(group, _device_id(device))
+    crowd = devices.count(devices[group.rank])
+    lanes = min(_gather(group, _lanes(max_blocks, device, crowd)))
+    staging = _staging_bytes(lanes, group.size)
+    window_bytes = _C.cuda_window_bytes(group.size, lanes, staging, heap_bytes)
+    memory = None
+    if _all_agree(group, _sees_all(device, devices)):
+        memory = _symmetric_memory(window_bytes, device)
     keep: Any
-    heap: torch.Tensor | None = None
-    if _all_agree(group, _sees_all_peers(group, device)):
+    heap = None
+    if _all_agree(group, memory is not None):
+        assert memory is not None
         transport = "peer memory"
-        windows, memory, keep = _symmetric_windows(window_bytes, device, process_group)
-        heap = memory[_C.cuda_heap_begin(group.size, lanes, STAGING_BYTES) :]
+        shared_device = len(set(devices)) < group.size
+        windows, handle = _symmetric_windows(memory, process_group, group.rank, shared_device)
+        keep = (memory, handle)
+        heap = memory[_C.cuda_heap_begin(group.size, lanes, staging) :]
     else:
         transport = "pinned host memory"
-        windows, keep = _pinned_windows(group, window_bytes - heap_bytes)
         window_bytes -= heap_bytes
+        windows, keep = _pinned_windows(group, device, window_bytes)
     group._core.run(4, 1, 0, 0, 0, 0, 0, 0)  # a barrier: every window is zero
     endpoint = _C.CudaEndpoint(
         device.index,
         group.rank,
         group.size,
         lanes,
-        STAGING_BYTES,
+        staging,
         window_bytes,
         group.timeout,
         windows,
-        False,
+        one_address_space=False,
+        stage_always=False,
     )
     return CudaSide(group, device, transport, endpoint, None, lanes, heap, keep)
 
 
+# The two functions that touch torch's symmetric memory (alpha).
+
+
+def _symmetric_memory(nbytes: int, device: torch.device) -> torch.Tensor | None:
+    """Memory that can be shared, zeroed; None where there is none to be had."""
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    try:
+        # Straight from the allocator: a pool might recycle a block on some ranks only.
+        memory: torch.Tensor = _SymmetricMemory.empty_strided_p2p(
+            (nbytes,), (1,), torch.uint8, device
+        )
+        memory.zero_()
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return None
+    return memory
+
+
 def _symmetric_windows(
-    window_bytes: int, device: torch.device, process_group: Any
-) -> tuple[list[int], torch.Tensor, Any]:
-    """The one place that touches torch's symmetric memory (alpha)."""
-    # Several ranks on one GPU are slow, and fine for tests.
-    os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    memory: torch.Tensor, process_group: Any, rank: int, shared_device: bool
+) -> tuple[list[int], Any]:
+    """Every rank's window, as this rank sees it, and what keeps them mapped."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
-    memory = symmetric_memory.empty(window_bytes, dtype=torch.uint8, device=device)
-    memory.zero_()
-    torch.cuda.synchronize(device)
-    handle = symmetric_memory.rendezvous(memory, process_group)
-    return [int(pointer) for pointer in handle.buffer_ptrs], memory, (memory, handle)
+    variable = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+    before = os.environ.get(variable)
+    if shared_device:  # slow, and fine for tests
+        os.environ[variable] = "1"
+    try:
+        handle = symmetric_memory.rendezvous(memory, process_group)
+    finally:
+        if shared_device and before is None:
+            del os.environ[variable]
+    windows = [int(pointer) + getattr(handle, "offset", 0) for pointer in handle.buffer_ptrs]
+    if windows[rank] != memory.data_ptr():
+        raise RuntimeError("torch's symmetric memory is not where its handle says")
+    return windows, handle
 
 
-def _pinned_windows(group: Group, window_bytes: int) -> tuple[list[int], Any]:
-    """Windows in the group's shared host memory, registered with this rank's device."""
+def _pinned_windows(group: Group, device: torch.device, window_bytes: int) -> tuple[list[int], Any]:
+    """Windows in the group's shared host memory, pinned for this rank's device."""
     memory = group.empty(window_bytes, dtype=torch.uint8)
     memory.zero_()
     offsets = _gather(group, group._core.offset_of(memory.data_ptr()))
-    addresses = [group._core.address(rank, offset) for rank, offset in enumerate(offsets)]
-    return [_C.cuda_register_host(address, window_bytes) for address in addresses], memory
+    pinned = [
+        _C.CudaHostRegistration(device.index, group._core.address(rank, offset), window_bytes)
+        for rank, offset in enumerate(offsets)
+    ]
+    # In this order: unpinned before it is given back.
+    return [registration.address for registration in pinned], (pinned, memory)
 
 
 class LocalDevices:
     """The CUDA sides of ranks that are threads; each says where it is, then one connects all."""
 
-    def __init__(self, groups: list[Group], max_blocks: int) -> None:
+    def __init__(self, groups: list[Group], max_blocks: int, stage_always: bool) -> None:
         self._groups = groups
         self._max_blocks = max_blocks
+        self._stage_always = stage_always
         self._devices: list[torch.device | None] = [None] * len(groups)
-        self._sides: list[CudaSide] = []
+        self._sides: list[CudaSide | None] = []
         self._lock = threading.Lock()
 
     def side(self, rank: int, device: torch.device) -> CudaSide:
@@ -216,9 +265,11 @@ class LocalDevices:
         with self._lock:
             if not self._sides:
                 self._sides = self._connect([d for d in self._devices if d is not None])
-        return self._sides[rank]
+            side, self._sides[rank] = self._sides[rank], None  # the group's own from now on
+        assert side is not None
+        return side
 
-    def _connect(self, devices: list[torch.device]) -> list[CudaSide]:
+    def _connect(self, devices: list[torch.device]) -> list[CudaSide | None]:
         size = len(self._groups)
         together = len(set(devices)) == 1
         if not together and len(set(devices)) != size:
@@ -226,7 +277,10 @@ class LocalDevices:
                 f"the ranks' tensors must lie all on one GPU or each on its own, got {devices}"
             )
         lanes = min(_lanes(self._max_blocks, d, size if together else 1) for d in devices)
-        window_bytes = _C.cuda_window_bytes(size, lanes, STAGING_BYTES, 0)
+        staging = _staging_bytes(lanes, size)
+        window_bytes = _C.cuda_window_bytes(size, lanes, staging, 0)
+        if not together:
+            _grant_access(devices)
         memory = [torch.zeros(window_bytes, dtype=torch.uint8, device=d) for d in devices]
         for device in devices:
             torch.cuda.synchronize(device)
@@ -237,11 +291,12 @@ class LocalDevices:
                 rank,
                 size,
                 lanes,
-                STAGING_BYTES,
+                staging,
                 window_bytes,
                 self._groups[rank].timeout,
                 windows,
-                True,
+                one_address_space=True,
+                stage_always=self._stage_always,
             )
             for rank, device in enumerate(devices)
         ]
@@ -250,3 +305,13 @@ class LocalDevices:
             CudaSide(group, device, "threads", endpoint, shared, lanes, None, memory)
             for group, device, endpoint in zip(self._groups, devices, endpoints, strict=True)
         ]
+
+
+def _grant_access(devices: list[torch.device]) -> None:
+    """Makes torch's allocators give every device access to the memory of every other."""
+    for source in devices:
+        for target in devices:
+            if source != target:
+                if not torch.cuda.can_device_access_peer(target, source):
+                    raise ValueError(f"ranks that are threads need peer access, {target} lacks it")
+                torch.empty(1, device=source).to(target)

@@ -243,6 +243,11 @@ def _launch(
         if dense_result.data_ptr() != result.data_ptr():
             result.detach().copy_(dense_result)
 
+    if source.device.type == "cuda" and group.size == 1:
+        if dense_result is not dense_source:
+            dense_result.copy_(dense_source.view_as(dense_result))
+        finish()
+        return Work(None, (), _nothing) if async_op else result
     if source.device.type == "cuda":
         group._cuda_side(source.device).run(
             COLLECTIVES[collective],

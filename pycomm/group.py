@@ -82,7 +82,8 @@ class Group:
 
         The saving takes effect when the tensors of all ranks lie in their windows. On the CPU the
         memory is the tensor's own and goes back when the tensor does; on CUDA it comes from the
-        heap that ``init(cuda_heap_bytes=...)`` set aside, and goes back with the group.
+        heap that ``init(cuda_heap_bytes=...)`` set aside, goes back with the group, and the first
+        call is one for all ranks together.
 
         Args:
             size: the shape, as for :func:`torch.empty`.
@@ -164,7 +165,9 @@ class Group:
 
     def close(self) -> None:
         """Finishes what was started, then leaves the group. Idempotent; waits for no other rank."""
-        self._cuda = None
+        side, self._cuda, self._join_cuda = self._cuda, None, _no_cuda
+        if side is not None:
+            side.close()
         self._core.close()
 
     def _cuda_side(self, device: torch.device) -> CudaSide:
@@ -173,7 +176,11 @@ class Group:
         if device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         if self._cuda is None:
-            self._cuda = self._join_cuda(device)
+            try:
+                self._cuda = self._join_cuda(device)
+            except BaseException:
+                self._core.abort()  # the peers must not wait for this rank
+                raise
         if self._cuda.device != device:
             raise ValueError(
                 f"device must be {self._cuda.device}, where this rank has been so far, got {device}"
@@ -314,6 +321,7 @@ class LocalWorld:
         staging_bytes: int = DEFAULT_STAGING_BYTES,
         max_blocks: int = DEFAULT_MAX_BLOCKS,
         _first_epoch: int = 0,
+        _stage_always: bool = False,
     ) -> None:
         if size < 1:
             raise ValueError(f"size must be at least 1, got {size}")
@@ -326,7 +334,7 @@ class LocalWorld:
             Group(window, pids, [-1] * size, rank, size, cores, timeout, _first_epoch)
             for rank in range(size)
         ]
-        devices = LocalDevices(self.groups, max_blocks)
+        devices = LocalDevices(self.groups, max_blocks, _stage_always)
         for group in self.groups:
             group._join_cuda = functools.partial(devices.side, group.rank)
 

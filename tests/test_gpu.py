@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import pycomm
 from pycomm._dtypes import ALGORITHMS, DTYPES, OPS
@@ -37,15 +39,19 @@ def on_cpu(size: int, body: Callable[[pycomm.Group], torch.Tensor]) -> list[torc
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("algorithm", [a for a in ALGORITHMS if a != "auto"])
 @pytest.mark.parametrize("size", SIZES)
-def test_all_reduce_has_the_bits_of_the_cpu(size: int, algorithm: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
+def test_all_reduce_has_the_bits_of_the_cpu(
+    staged: bool, size: int, algorithm: str, dtype: torch.dtype
+) -> None:
     """Shot algorithms add in rank order on both; ring and tree need exact values for that."""
     in_rank_order = algorithm in ("one_shot", "two_shot")
 
     def inputs(rank: int, count: int) -> torch.Tensor:
         tensor = values(rank, count, dtype)
-        return tensor if in_rank_order else tensor.to(torch.float64).round().clamp(-3, 3).to(dtype)
+        whole = tensor.to(torch.float64).round().clamp(-3, 3) + 0.0  # no negative zeros
+        return tensor if in_rank_order else whole.to(dtype)
 
-    with pycomm.LocalWorld(size) as world:
+    with pycomm.LocalWorld(size, _stage_always=staged) as world:
         for count in COUNTS:
             for op in OPS:
                 if not in_rank_order and op == "prod" and size > 4:
@@ -63,8 +69,9 @@ def test_all_reduce_has_the_bits_of_the_cpu(size: int, algorithm: str, dtype: to
                     assert bits(got) == bits(want), (count, op)
 
 
-def test_other_collectives() -> None:
-    with pycomm.LocalWorld(4) as world:
+@pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
+def test_other_collectives(staged: bool) -> None:
+    with pycomm.LocalWorld(4, _stage_always=staged) as world:
         for count in (1, 33, 100_003):
 
             def body(group: pycomm.Group, count: int = count) -> None:
@@ -99,6 +106,68 @@ def test_runs_on_side_streams_and_after_what_is_queued_there() -> None:
                 assert torch.equal(tensor.cpu(), torch.full((1 << 20,), 151.0))
 
         world.run(body)
+
+
+def test_operations_on_changing_streams_run_one_after_the_other() -> None:
+    with pycomm.LocalWorld(2) as world:
+
+        def body(group: pycomm.Group) -> None:
+            streams = [torch.cuda.Stream() for _ in range(3)]
+            tensors = [torch.full((1 << 18,), float(k), device="cuda") for k in range(30)]
+            torch.cuda.synchronize()
+            for k, tensor in enumerate(tensors):
+                with torch.cuda.stream(streams[k % 3]):
+                    pycomm.all_reduce(tensor, group=group)
+            torch.cuda.synchronize()
+            for k, tensor in enumerate(tensors):
+                assert torch.equal(tensor.cpu(), torch.full((1 << 18,), 2.0 * k))
+
+        world.run(body)
+
+
+def test_closing_lets_enqueued_work_end() -> None:
+    tensors = [torch.ones(1 << 20, device="cuda") for _ in range(2)]
+    with pycomm.LocalWorld(2) as world:
+
+        def body(group: pycomm.Group) -> None:
+            tensor = tensors[group.rank]
+            for _ in range(200):
+                tensor += 1
+            pycomm.all_reduce(tensor, group=group)
+
+        world.run(body)
+    for tensor in tensors:
+        assert torch.equal(tensor.cpu(), torch.full((1 << 20,), 402.0))
+
+
+def process_body(rank: int, size: int, store: str, transport: str) -> None:
+    """One of several processes that share one GPU."""
+    if transport == "pinned host memory":
+        pycomm._cuda._sees_all = lambda *_: False
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    with pycomm.init(timeout=60, cuda_heap_bytes=4 << 20) as group:
+        for count in (1, 1000, 300_007):
+            for algorithm in ("one_shot", "two_shot", "ring", "tree"):
+                tensor = torch.full((count,), float(rank), device="cuda")
+                pycomm.all_reduce(tensor, algorithm=algorithm)
+                assert tensor.cpu().eq(sum(range(size))).all(), (count, algorithm)
+        assert group.explain(4, device="cuda").path == transport
+        if transport == "peer memory":
+            tensor = group.empty(4099, device="cuda").fill_(rank)
+            pycomm.all_reduce(tensor, algorithm="two_shot")
+            assert tensor.cpu().eq(sum(range(size))).all()
+        torch.cuda.synchronize()
+        group.check()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("transport", ["peer memory", "pinned host memory"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_processes_on_one_gpu(tmp_path: Path, size: int, transport: str) -> None:
+    """They take turns on the device, so this says nothing about speed."""
+    torch.multiprocessing.spawn(
+        process_body, (size, str(tmp_path / "store"), transport), nprocs=size
+    )
 
 
 def test_two_groups_at_once() -> None:

@@ -18,6 +18,7 @@ namespace pycomm::bind {
 namespace {
 
 using cuda::Endpoint;
+using cuda::HostRegistration;
 using cuda::SharedLaunch;
 
 class CudaGroup {
@@ -29,56 +30,85 @@ class CudaGroup {
     watcher_ = std::thread([this] { watch(); });
   }
   ~CudaGroup() {
-    {
-      const std::lock_guard lock(mutex_);
-      stop_ = true;
+    if (host_->forked()) {
+      // The watcher does not exist here, and CUDA does not survive a fork: leak its objects.
+      watcher_.detach();
+      (void)new std::shared_ptr<Endpoint>(std::move(endpoint_));
+      (void)new std::shared_ptr<SharedLaunch>(std::move(shared_));
+    } else {
+      stop_watching();
     }
-    changed_.notify_all();
-    watcher_.join();
   }
   CudaGroup(const CudaGroup&) = delete;
   CudaGroup& operator=(const CudaGroup&) = delete;
 
   // Enqueues the operation on the stream.
   void run(Operation operation, const void* input, void* output, std::uintptr_t stream) {
+    const std::lock_guard lock(running_);
     check();
+    operation.device = Device::cuda;
     if (operation.algorithm == Algorithm::automatic) {
       operation.algorithm =
           select_algorithm(operation.count * size_of(operation.dtype), host_->size(), Device::cuda);
     }
-    latest_ = operation;
-    if (shared_ == nullptr) {
-      endpoint_->launch(operation, input, output, stream);
-    } else {
-      run_together(operation, input, output, stream);
+    try {
+      if (shared_ == nullptr) {
+        endpoint_->launch(operation, input, output, stream);
+      } else {
+        run_together(operation, input, output, stream);
+      }
+    } catch (const CollectiveError&) {
+      throw;
+    } catch (...) {
+      host_->abort();  // the peers must not wait for what will not come
+      throw;
     }
   }
 
-  // Raises what went wrong in a kernel.
+  // Raises what went wrong in a kernel, once; the group refuses work from then on.
   void check() {
     host_->check_usable();
     const cuda::Failure found = endpoint_->failure();
-    if (found.reason == Reason::none) return;
-    const int pid = host_->pid(found.rank);
-    if (found.reason == Reason::mismatch) {
-      throw mismatch(found.first, found.rank, found.other, pid, found.sequence);
-    }
-    throw failure(found.reason, found.rank, pid, latest_, found.sequence);
+    const std::uint64_t word = host_->abort_word();
+    if (found.reason == Reason::none && word == 0) return;
+    const CollectiveError error = describe_failure(found, word);
+    host_->fail(error.what());
+    throw error;
+  }
+
+  // Lets everything that was enqueued end, under the watcher's eyes.
+  void close() {
+    endpoint_->synchronize();
+    stop_watching();
   }
 
  private:
+  CollectiveError describe_failure(const cuda::Failure& found, std::uint64_t word) const {
+    if (found.reason == Reason::none) {
+      const int rank = rank_of(word);
+      return failure(reason_of(word), rank, host_->pid(rank), found.first, found.sequence);
+    }
+    const int pid = host_->pid(found.rank);
+    if (found.reason != Reason::mismatch) {
+      return failure(found.reason, found.rank, pid, found.first, found.sequence);
+    }
+    return mismatch(found.first, found.rank, found.other, pid, found.sequence);
+  }
+
+  void stop_watching() {
+    {
+      const std::lock_guard lock(mutex_);
+      stop_ = true;
+    }
+    changed_.notify_all();
+    if (watcher_.joinable()) watcher_.join();
+  }
+
   void run_together(const Operation& operation, const void* input, void* output,
                     std::uintptr_t stream) {
     shared_->put(host_->rank(), operation, input, output, stream);
     host_->agree(operation, check_signals);
-    if (host_->rank() == 0) {
-      try {
-        shared_->launch();
-      } catch (...) {
-        host_->abort();
-        throw;
-      }
-    }
+    if (host_->rank() == 0) shared_->launch();
     host_->agree({}, check_signals);  // a barrier: it has been launched
     shared_->follow(host_->rank());
   }
@@ -101,7 +131,7 @@ class CudaGroup {
   std::shared_ptr<cpu::Group> host_;
   std::shared_ptr<Endpoint> endpoint_;
   std::shared_ptr<SharedLaunch> shared_;
-  Operation latest_;
+  std::mutex running_;  // one operation at a time is handed over
   std::mutex mutex_;
   std::condition_variable changed_;
   bool stop_ = false;
@@ -115,14 +145,20 @@ void bind_cuda(py::module_& m) {
   py::class_<Endpoint, std::shared_ptr<Endpoint>>(m, "CudaEndpoint")
       .def(py::init([](int device, int rank, int ranks, int lanes, std::int64_t staging_bytes,
                        std::int64_t window_bytes, double timeout,
-                       std::vector<std::uintptr_t> windows, bool one_address_space) {
-             return std::make_shared<Endpoint>(
-                 cuda::EndpointOptions{device, rank, ranks, lanes, staging_bytes, window_bytes,
-                                       timeout, std::move(windows), one_address_space});
+                       std::vector<std::uintptr_t> windows, bool one_address_space,
+                       bool stage_always) {
+             return std::make_shared<Endpoint>(cuda::EndpointOptions{
+                 device, rank, ranks, lanes, staging_bytes, window_bytes, timeout,
+                 std::move(windows), one_address_space, stage_always});
            }),
            py::arg("device"), py::arg("rank"), py::arg("ranks"), py::arg("lanes"),
            py::arg("staging_bytes"), py::arg("window_bytes"), py::arg("timeout"),
-           py::arg("windows"), py::arg("one_address_space"));
+           py::arg("windows"), py::arg("one_address_space"), py::arg("stage_always"),
+           py::call_guard<py::gil_scoped_release>());
+  py::class_<HostRegistration>(m, "CudaHostRegistration")
+      .def(py::init<int, std::uintptr_t, std::int64_t>(), py::arg("device"), py::arg("data"),
+           py::arg("bytes"))
+      .def_property_readonly("address", &HostRegistration::address);
   py::class_<SharedLaunch, std::shared_ptr<SharedLaunch>>(m, "CudaSharedLaunch")
       .def(py::init<std::vector<std::shared_ptr<Endpoint>>>(), py::arg("endpoints"));
   py::class_<CudaGroup>(m, "CudaGroup")
@@ -130,6 +166,7 @@ void bind_cuda(py::module_& m) {
                     std::shared_ptr<SharedLaunch>>(),
            py::arg("host"), py::arg("endpoint"), py::arg("shared").none(true))
       .def("check", &CudaGroup::check)
+      .def("close", &CudaGroup::close, py::call_guard<py::gil_scoped_release>())
       .def("run", [](CudaGroup& group, int collective, int algorithm, int dtype, int op, int root,
                      std::int64_t count, std::uintptr_t input, std::uintptr_t output,
                      std::uintptr_t stream) {
@@ -142,7 +179,6 @@ void bind_cuda(py::module_& m) {
         py::arg("staging_bytes"), py::arg("heap_bytes"));
   m.def("cuda_heap_begin", &cuda::heap_begin, py::arg("ranks"), py::arg("lanes"),
         py::arg("staging_bytes"));
-  m.def("cuda_register_host", &cuda::register_host_memory, py::arg("data"), py::arg("bytes"));
 }
 
 }  // namespace pycomm::bind

@@ -43,6 +43,7 @@ inline std::string describe(const Operation& operation) {
   }
   if (operation.collective == Collective::broadcast)
     text += ", src=" + std::to_string(operation.root);
+  if (operation.device == Device::cuda) text += ", on CUDA";
   return text + ")";
 }
 

@@ -6,9 +6,10 @@
 namespace pycomm {
 
 enum class Collective : std::uint8_t { all_reduce, reduce_scatter, all_gather, broadcast, barrier };
+enum class Device : std::uint8_t { cpu, cuda };
 enum class Algorithm : std::uint8_t { automatic, one_shot, two_shot, ring, tree };
 
-// The part on which all ranks must agree; compared whole, byte by byte.
+// The part on which all ranks must agree.
 struct Operation {
   Collective collective = Collective::barrier;
   Algorithm algorithm = Algorithm::one_shot;
@@ -16,12 +17,13 @@ struct Operation {
   ReduceOp op = ReduceOp::sum;
   std::int32_t root = 0;
   std::int64_t count = 0;  // elements: of the tensor, or of one rank's share where shares differ
+  Device device = Device::cpu;
 };
-static_assert(sizeof(Operation) == 16);
+static_assert(sizeof(Operation) == 24);
 
 PYCOMM_HD bool operator==(const Operation& a, const Operation& b) {
   return a.collective == b.collective && a.algorithm == b.algorithm && a.dtype == b.dtype &&
-         a.op == b.op && a.root == b.root && a.count == b.count;
+         a.op == b.op && a.root == b.root && a.device == b.device && a.count == b.count;
 }
 
 inline constexpr std::int64_t kNotInWindow = -1;

@@ -6,8 +6,6 @@
 
 namespace pycomm {
 
-enum class Device : std::uint8_t { cpu, cuda };
-
 struct Choice {
   Device device;
   int max_ranks;           // the row serves worlds up to this size

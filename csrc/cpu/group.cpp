@@ -67,6 +67,7 @@ void Group::check_usable() {
   }
   if (closed_.load(std::memory_order_acquire)) throw GroupUnusable("group is closed");
   if (failed_.load(std::memory_order_acquire)) {
+    const std::lock_guard lock(failure_mutex_);
     throw GroupUnusable("group has failed and must be made anew; the failure was: " + failure_);
   }
 }
@@ -166,10 +167,15 @@ void Group::execute(const Task& task, void (*interrupt)()) {
     // All ranks see a Mismatch, and the abort word tells of the rest; of an interrupt nobody knows
     // yet.
     if (dynamic_cast<const CollectiveError*>(&error) == nullptr) abort();
-    failure_ = error.what();
-    failed_.store(true, std::memory_order_release);
+    fail(error.what());
     throw;
   }
+}
+
+void Group::fail(const std::string& why) {
+  const std::lock_guard lock(failure_mutex_);
+  if (!failed_) failure_ = why;
+  failed_.store(true, std::memory_order_release);
 }
 
 void Group::copy_alone(const Operation& operation, const void* input, void* output) {

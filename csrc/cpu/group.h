@@ -56,11 +56,15 @@ class Group {
   // Throws GroupUnusable if it is.
   void check_usable();
   int pid(int r) const { return comm_.pid(r); }
+  // Whether this process is a fork of the one that made the group.
+  bool forked() const;
 
   // Stops this and every other rank of the group: they raise Aborted, naming this rank.
   void abort() { comm_.abort(Reason::aborted, rank_); }
   // An executor elsewhere has found a reason to stop, or wants to know of one.
   void abort(Reason reason, int rank) { comm_.abort(reason, rank); }
+  // A failure that was found elsewhere: the group refuses work from now on.
+  void fail(const std::string& why);
   std::uint64_t abort_word() const { return comm_.aborted(); }
   bool gone(int r) const { return comm_.gone(r); }
   // This rank has failed elsewhere: who needs it raises PeerDied. For ranks that are threads.
@@ -96,7 +100,6 @@ class Group {
   void execute(const Task& task, void (*interrupt)());
   void copy_alone(const Operation& operation, const void* input, void* output);
   void serve();
-  bool forked() const;
 
   const int rank_;
   const int size_;
@@ -112,7 +115,8 @@ class Group {
   std::atomic<int> pending_{0};
   std::atomic<bool> closed_{false};
   std::atomic<bool> failed_{false};
-  std::string failure_;  // why; written once before failed_
+  std::mutex failure_mutex_;
+  std::string failure_;  // why
   std::thread worker_;
 };
 

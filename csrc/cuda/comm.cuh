@@ -60,6 +60,7 @@ class BlockComm {
         lane_(static_cast<int>(blockIdx.x) % launch.layout.lanes) {
     const auto& state =
         *reinterpret_cast<const LaneState*>(window(me_.rank) + layout_.state(lane_));
+    failed_ = state.failed != 0;
     sequence_ = state.sequence + 1;
     for (int slot = 0; slot < kSlots; ++slot)
       started_[slot] = signalled_[slot] = state.signalled[slot];
@@ -74,6 +75,7 @@ class BlockComm {
     __syncthreads();
     if (threadIdx.x != 0) return;
     auto& state = *reinterpret_cast<LaneState*>(window(me_.rank) + layout_.state(lane_));
+    state.failed = failed_;
     state.sequence = sequence_;
     for (int slot = 0; slot < kSlots; ++slot) state.signalled[slot] = signalled_[slot];
   }
@@ -174,7 +176,7 @@ class BlockComm {
   }
 
   __device__ void wait(int r, int slot, std::int64_t step) {
-    if (step <= 0) return;
+    if (step <= 0 || r == rank()) return;
     bool stop = false;
     if (threadIdx.x == 0) stop = !poll(word_at(flag(slot, r)), target(slot, step), r);
     settle(stop);
@@ -210,15 +212,23 @@ class BlockComm {
   template <class To, class From>
   __device__ void reduce(int n_to, To to, int n_from, From from, std::int64_t n, bool last) {
     if (failed_) return;
-    bool vectors = true;
-    for (int i = 0; i < n_to; ++i) vectors = vectors && aligned(to(i).data);
-    for (int i = 0; i < n_from; ++i) vectors = vectors && aligned(from(i).data);
+    __shared__ std::byte* targets[kMaxRanks + 1];
+    __shared__ const std::byte* sources[kMaxRanks + 1];
+    bool odd = false;
+    for (int i = threadIdx.x; i < n_to; i += blockDim.x) {
+      targets[i] = to(i).data;
+      odd |= !aligned(targets[i]);
+    }
+    for (int i = threadIdx.x; i < n_from; i += blockDim.x) {
+      sources[i] = from(i).data;
+      odd |= !aligned(sources[i]);
+    }
     std::int64_t done = 0;
-    if (vectors) {
-      reduce_packed<kPerVector>(n_to, to, n_from, from, 0, n / kPerVector, last);
+    if (__syncthreads_or(odd) == 0) {
+      reduce_packed<kPerVector>(targets, n_to, sources, n_from, 0, n / kPerVector, last);
       done = n / kPerVector * kPerVector;
     }
-    reduce_packed<1>(n_to, to, n_from, from, done, n, last);
+    reduce_packed<1>(targets, n_to, sources, n_from, done, n, last);
     __syncthreads();
   }
 
@@ -232,18 +242,18 @@ class BlockComm {
     T element[width];
   };
 
-  template <int width, class To, class From>
-  __device__ void reduce_packed(int n_to, To to, int n_from, From from, std::int64_t begin,
-                                std::int64_t end, bool last) {
+  template <int width>
+  __device__ void reduce_packed(std::byte* const* to, int n_to, const std::byte* const* from,
+                                int n_from, std::int64_t begin, std::int64_t end, bool last) {
     using A = accumulator_t<T>;
     for (std::int64_t i = begin + threadIdx.x; i < end; i += blockDim.x) {
       A sum[width];
-      const auto first = reinterpret_cast<const Pack<width>*>(from(0).data)[i];
+      const auto first = reinterpret_cast<const Pack<width>*>(from[0])[i];
 #pragma unroll
       for (int k = 0; k < width; ++k) sum[k] = load(first.element[k]);
 #pragma unroll 4
       for (int r = 1; r < n_from; ++r) {
-        const auto next = reinterpret_cast<const Pack<width>*>(from(r).data)[i];
+        const auto next = reinterpret_cast<const Pack<width>*>(from[r])[i];
 #pragma unroll
         for (int k = 0; k < width; ++k) sum[k] = combine<op>(sum[k], load(next.element[k]));
       }
@@ -252,7 +262,7 @@ class BlockComm {
       for (int k = 0; k < width; ++k) {
         result.element[k] = store<T>(last ? pycomm::finish<op>(sum[k], size()) : sum[k]);
       }
-      for (int j = 0; j < n_to; ++j) reinterpret_cast<Pack<width>*>(to(j).data)[i] = result;
+      for (int j = 0; j < n_to; ++j) reinterpret_cast<Pack<width>*>(to[j])[i] = result;
     }
   }
 
@@ -319,9 +329,14 @@ class BlockComm {
   }
 
   __device__ bool report(Reason reason, int r) {
-    auto failure = shared_word<std::uint64_t>(&me_.mailbox->failure);
+    return report(reason, r, me_.operation, me_.operation);
+  }
+  __device__ bool report(Reason reason, int r, const Operation& first, const Operation& other) {
+    const auto failure = shared_word<std::uint64_t>(&me_.mailbox->failure);
     if (failure.load(::cuda::std::memory_order_acquire) == 0) {
       me_.mailbox->sequence = sequence_;
+      me_.mailbox->first = first;
+      me_.mailbox->other = other;
       failure.store(abort_word(reason, r), ::cuda::std::memory_order_release);
     }
     return false;
@@ -345,9 +360,7 @@ class BlockComm {
     direct_ = direct;
     // All lanes see it; the first one tells.
     if (differs >= 0 && threadIdx.x == 0 && lane_ == 0) {
-      me_.mailbox->first = announced(0).operation;
-      me_.mailbox->other = announced(differs).operation;
-      report(Reason::mismatch, differs);
+      report(Reason::mismatch, differs, announced(0).operation, announced(differs).operation);
     }
     settle(differs >= 0);
   }

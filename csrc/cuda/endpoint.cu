@@ -17,14 +17,18 @@ class DeviceGuard {
  public:
   explicit DeviceGuard(int device) {
     PYCOMM_CUDA_CHECK(cudaGetDevice(&before_));
-    PYCOMM_CUDA_CHECK(cudaSetDevice(device));
+    changed_ = before_ != device;
+    if (changed_) PYCOMM_CUDA_CHECK(cudaSetDevice(device));
   }
-  ~DeviceGuard() { (void)cudaSetDevice(before_); }
+  ~DeviceGuard() {
+    if (changed_) (void)cudaSetDevice(before_);
+  }
   DeviceGuard(const DeviceGuard&) = delete;
   DeviceGuard& operator=(const DeviceGuard&) = delete;
 
  private:
   int before_ = 0;
+  bool changed_ = false;
 };
 
 cudaStream_t stream_of(std::uintptr_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
@@ -71,6 +75,34 @@ void enable_peer_access(const std::vector<std::uintptr_t>& windows, int device) 
   }
 }
 
+// Runs what uses one set of flags one after the other, whatever streams it is on.
+class Order {
+ public:
+  Order() { PYCOMM_CUDA_CHECK(cudaEventCreateWithFlags(&last_, cudaEventDisableTiming)); }
+  ~Order() { (void)cudaEventDestroy(last_); }
+  Order(const Order&) = delete;
+  Order& operator=(const Order&) = delete;
+
+  void launch(const Launch& launch, cudaStream_t stream) {
+    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    PYCOMM_CUDA_CHECK(cudaStreamIsCapturing(stream, &capture));
+    // An event of a capture means nothing outside it, and the other way round.
+    const bool live = capture == cudaStreamCaptureStatusNone;
+    if (live && used_ && stream != stream_)
+      PYCOMM_CUDA_CHECK(cudaStreamWaitEvent(stream, last_, 0));
+    launch_collective(launch, stream);
+    if (!live) return;
+    PYCOMM_CUDA_CHECK(cudaEventRecord(last_, stream));
+    stream_ = stream;
+    used_ = true;
+  }
+
+ private:
+  cudaEvent_t last_ = nullptr;
+  cudaStream_t stream_ = nullptr;
+  bool used_ = false;
+};
+
 }  // namespace
 
 struct Endpoint::Impl {
@@ -79,10 +111,15 @@ struct Endpoint::Impl {
   Mailbox* mailbox = nullptr;         // as the host sees it
   Mailbox* device_mailbox = nullptr;  // as kernels see it
   std::byte** tables = nullptr;       // device memory: windows, then bases
+  std::unique_ptr<Order> order;
 
   explicit Impl(EndpointOptions given)
       : options(std::move(given)), layout{options.ranks, options.lanes, options.staging_bytes} {
+    PYCOMM_CHECK(options.ranks <= kMaxRanks, "a group on CUDA has at most " +
+                                                 std::to_string(kMaxRanks) + " ranks, got " +
+                                                 std::to_string(options.ranks));
     const DeviceGuard guard(options.device);
+    order = std::make_unique<Order>();
     const auto ranks = static_cast<std::size_t>(options.ranks);
     if (options.one_address_space) enable_peer_access(options.windows, options.device);
     const std::size_t mailbox_bytes = sizeof(Mailbox) + ranks * sizeof(std::uint32_t);
@@ -102,16 +139,19 @@ struct Endpoint::Impl {
   }
 
   ~Impl() {
-    // Waits for kernels that still use them; errors mean that the context is gone anyway.
+    // Errors here mean that the context is gone anyway.
     int before = 0;
     (void)cudaGetDevice(&before);
     (void)cudaSetDevice(options.device);
+    (void)cudaDeviceSynchronize();
+    order.reset();
     (void)cudaFree(tables);
     (void)cudaFreeHost(mailbox);
     (void)cudaSetDevice(before);
   }
 
   std::int64_t location(const void* data, std::int64_t bytes) const {
+    if (options.stage_always) return kNotInWindow;
     const auto address = reinterpret_cast<std::uintptr_t>(data);
     if (options.one_address_space) return static_cast<std::int64_t>(address);
     const std::uintptr_t mine = options.windows[static_cast<std::size_t>(options.rank)];
@@ -141,7 +181,7 @@ struct Endpoint::Impl {
   Launch frame(int local_ranks) const {
     Launch launch;
     launch.layout = layout;
-    launch.timeout_ns = static_cast<std::uint64_t>(options.timeout * 1e9);
+    launch.timeout_ns = static_cast<std::uint64_t>(std::min(options.timeout, 1e9) * 1e9);
     launch.local_ranks = local_ranks;
     return launch;
   }
@@ -161,14 +201,20 @@ std::int64_t heap_begin(int ranks, int lanes, std::int64_t staging_bytes) {
   return layout.heap_begin();
 }
 
-std::uintptr_t register_host_memory(std::uintptr_t data, std::int64_t bytes) {
+HostRegistration::HostRegistration(int device, std::uintptr_t data, std::int64_t bytes)
+    : data_(data) {
+  const DeviceGuard guard(device);
   void* host = reinterpret_cast<void*>(data);
   PYCOMM_CUDA_CHECK(cudaHostRegister(host, static_cast<std::size_t>(bytes),
                                      cudaHostRegisterMapped | cudaHostRegisterPortable));
-  void* device = nullptr;
-  PYCOMM_CUDA_CHECK(cudaHostGetDevicePointer(&device, host, 0));
-  return reinterpret_cast<std::uintptr_t>(device);
+  void* seen = nullptr;
+  const cudaError_t error = cudaHostGetDevicePointer(&seen, host, 0);
+  if (error != cudaSuccess) (void)cudaHostUnregister(host);
+  PYCOMM_CUDA_CHECK(error);
+  address_ = reinterpret_cast<std::uintptr_t>(seen);
 }
+
+HostRegistration::~HostRegistration() { (void)cudaHostUnregister(reinterpret_cast<void*>(data_)); }
 
 Endpoint::Endpoint(EndpointOptions options) : impl_(std::make_unique<Impl>(std::move(options))) {}
 Endpoint::~Endpoint() = default;
@@ -178,7 +224,12 @@ void Endpoint::launch(const Operation& operation, const void* input, void* outpu
   const DeviceGuard guard(impl_->options.device);
   Launch launch = impl_->frame(1);
   launch.ranks[0] = impl_->prepare(operation, input, output);
-  launch_collective(launch, stream_of(stream));
+  impl_->order->launch(launch, stream_of(stream));
+}
+
+void Endpoint::synchronize() {
+  const DeviceGuard guard(impl_->options.device);
+  PYCOMM_CUDA_CHECK(cudaDeviceSynchronize());
 }
 
 void Endpoint::set_gone(int r) { __atomic_store_n(&impl_->mailbox->gone[r], 1u, __ATOMIC_RELEASE); }
@@ -200,6 +251,8 @@ struct SharedLaunch::Impl {
   std::vector<cudaStream_t> streams;
   std::vector<cudaEvent_t> arrived;
   cudaEvent_t done = nullptr;
+  cudaStream_t leader = nullptr;  // where the latest launch went
+  std::unique_ptr<Order> order;
 };
 
 SharedLaunch::SharedLaunch(std::vector<std::shared_ptr<Endpoint>> endpoints)
@@ -211,6 +264,7 @@ SharedLaunch::SharedLaunch(std::vector<std::shared_ptr<Endpoint>> endpoints)
   const auto ranks = impl_->endpoints.size();
   const DeviceGuard guard(impl_->endpoints[0]->impl_->options.device);
   impl_->launch = impl_->endpoints[0]->impl_->frame(static_cast<int>(ranks));
+  impl_->order = std::make_unique<Order>();
   impl_->streams.resize(ranks);
   impl_->arrived.resize(ranks);
   for (cudaEvent_t& event : impl_->arrived) {
@@ -236,19 +290,19 @@ void SharedLaunch::put(int rank, const Operation& operation, const void* input, 
 
 void SharedLaunch::launch() {
   const DeviceGuard guard(impl_->endpoints[0]->impl_->options.device);
-  const cudaStream_t leader = impl_->streams[0];
+  const cudaStream_t leader = impl_->leader = impl_->streams[0];
   for (std::size_t r = 1; r < impl_->streams.size(); ++r) {
     if (impl_->streams[r] != leader) {
       PYCOMM_CUDA_CHECK(cudaStreamWaitEvent(leader, impl_->arrived[r], 0));
     }
   }
-  launch_collective(impl_->launch, leader);
+  impl_->order->launch(impl_->launch, leader);
   PYCOMM_CUDA_CHECK(cudaEventRecord(impl_->done, leader));
 }
 
 void SharedLaunch::follow(int rank) {
   const auto r = static_cast<std::size_t>(rank);
-  if (impl_->streams[r] == impl_->streams[0]) return;
+  if (impl_->streams[r] == impl_->leader) return;
   const DeviceGuard guard(impl_->endpoints[r]->impl_->options.device);
   PYCOMM_CUDA_CHECK(cudaStreamWaitEvent(impl_->streams[r], impl_->done, 0));
 }

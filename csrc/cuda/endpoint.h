@@ -22,6 +22,7 @@ struct EndpointOptions {
   double timeout;                       // seconds
   std::vector<std::uintptr_t> windows;  // every rank's window, as this device sees it; zeroed
   bool one_address_space;               // ranks are threads: any tensor of a rank is everyone's
+  bool stage_always;                    // never use tensors where they lie
 };
 
 // How a kernel failed; `reason` is none where none did.
@@ -29,7 +30,7 @@ struct Failure {
   Reason reason;
   int rank;
   std::uint32_t sequence;
-  Operation first;  // of a mismatch: what rank 0 called, and what `rank`
+  Operation first;  // what failed; of a mismatch: what rank 0 called, and what `rank`
   Operation other;
 };
 
@@ -38,8 +39,21 @@ std::int64_t window_bytes(int ranks, int lanes, std::int64_t staging_bytes,
                           std::int64_t heap_bytes);
 std::int64_t heap_begin(int ranks, int lanes, std::int64_t staging_bytes);
 
-// The device address of pinned host memory; registers the range on first use of it.
-std::uintptr_t register_host_memory(std::uintptr_t data, std::int64_t bytes);
+// A range of host memory, pinned for a device while it lives.
+class HostRegistration {
+ public:
+  HostRegistration(int device, std::uintptr_t data, std::int64_t bytes);
+  ~HostRegistration();
+  HostRegistration(const HostRegistration&) = delete;
+  HostRegistration& operator=(const HostRegistration&) = delete;
+
+  // Where the device sees it.
+  std::uintptr_t address() const { return address_; }
+
+ private:
+  std::uintptr_t data_;
+  std::uintptr_t address_ = 0;
+};
 
 class Endpoint {
  public:
@@ -48,9 +62,12 @@ class Endpoint {
   Endpoint(const Endpoint&) = delete;
   Endpoint& operator=(const Endpoint&) = delete;
 
-  // Enqueues this rank's kernel on the stream and returns. Capturable in a graph.
+  // Enqueues this rank's kernel on the stream, behind the one before, and returns. Capturable in a
+  // graph, where the order against operations outside is the caller's.
   void launch(const Operation& operation, const void* input, void* output, std::uintptr_t stream);
 
+  // Returns when everything on the device has run.
+  void synchronize();
   // From the host to running kernels, at any time.
   void set_gone(int r);
   void set_abort(std::uint64_t word);

@@ -17,6 +17,8 @@ namespace pycomm::cuda {
 // Ranks that can share one device, and so one kernel launch.
 inline constexpr int kMaxLocalRanks = 32;
 inline constexpr int kThreads = 512;
+// Ranks of one group on CUDA: a block keeps a table of pointers to all of them.
+inline constexpr int kMaxRanks = 64;
 
 // The largest tensor that travels in packets (core/packet.h).
 inline constexpr std::int64_t kPacketBytes = 16 << 10;
@@ -24,6 +26,7 @@ inline constexpr std::int64_t kPacketBytes = 16 << 10;
 // What a lane remembers from operation to operation. In device memory, so that a replayed graph
 // goes on counting where the last operation stopped.
 struct LaneState {
+  std::uint32_t failed;  // an earlier operation drained, so its signals are not what peers count on
   std::uint32_t sequence;
   std::uint32_t signalled[kSlots];
 };
@@ -70,7 +73,7 @@ struct WindowLayout {
 struct Mailbox {
   std::uint64_t failure;   // by this rank's kernels: abort_word; the first one stays
   std::uint32_t sequence;  // of the operation that failed
-  Operation first;         // of a disagreement: what rank 0 called, and what the other one
+  Operation first;         // what failed; of a disagreement: what rank 0 called, and the other one
   Operation other;
   std::uint64_t abort;    // by the host: abort_word of the group
   std::uint32_t gone[1];  // by the host: one word per rank, not zero once it has left or died

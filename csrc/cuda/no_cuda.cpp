@@ -19,10 +19,12 @@ struct SharedLaunch::Impl {};
 
 std::int64_t window_bytes(int, int, std::int64_t, std::int64_t) { unavailable(); }
 std::int64_t heap_begin(int, int, std::int64_t) { unavailable(); }
-std::uintptr_t register_host_memory(std::uintptr_t, std::int64_t) { unavailable(); }
+HostRegistration::HostRegistration(int, std::uintptr_t, std::int64_t) { unavailable(); }
+HostRegistration::~HostRegistration() = default;
 Endpoint::Endpoint(EndpointOptions) { unavailable(); }
 Endpoint::~Endpoint() = default;
 void Endpoint::launch(const Operation&, const void*, void*, std::uintptr_t) { unavailable(); }
+void Endpoint::synchronize() { unavailable(); }
 void Endpoint::set_gone(int) { unavailable(); }
 void Endpoint::set_abort(std::uint64_t) { unavailable(); }
 Failure Endpoint::failure() const { unavailable(); }
