@@ -11,7 +11,7 @@ from pycomm._dtypes import ALGORITHMS, check_choice
 
 LINE = 64
 PIECE = 64 << 10  # of the pipelined algorithms
-STAGING_SLOTS = 4
+PACKET_BYTES = 64  # the largest tensor that travels in packets, at twice its size
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,10 @@ Counts = tuple[int, int, int]
 
 
 def _one_shot(count: int, rank: int, size: int, direct: bool, slot: int, item: int) -> Counts:  # noqa: ARG001
-    return max(len(tiles_of(count, slot)) - 1, 0), (size - 1) * count, 0
+    if count * item <= PACKET_BYTES:
+        words = -(-count * item // 4)
+        return 0, 0, (size - 1) * words * 8 // item
+    return len(tiles_of(count, slot)) - 1, (size - 1) * count, 0
 
 
 def _two_shot(count: int, rank: int, size: int, direct: bool, slot: int, item: int) -> Counts:
@@ -110,8 +113,8 @@ def _ring(count: int, rank: int, size: int, direct: bool, slot: int, item: int) 
     for tile in tiles_of(count, count if direct else slot):
         chunks = [part_of(tile, size, c, LINE // item)[1] for c in range(size)]
         steps += (2 * size - 1) * len(tiles_of(chunks[0], PIECE // item))
-        # Every chunk comes by twice, but for the one this rank starts and the next but one.
-        read += 2 * tile - chunks[rank] - chunks[(rank + 2) % size]
+        # Every chunk comes by twice, but once the one this rank starts and the one it owns.
+        read += 2 * tile - chunks[rank] - chunks[(rank + 1) % size]
     return steps, read, 0
 
 

@@ -42,17 +42,14 @@ class Deadline:
 
     @contextlib.contextmanager
     def guarding(self, what: str) -> Iterator[None]:
-        """Turns the transports' own ways of running out of time into pycomm.Timeout."""
+        """Turns the transports' own ways of failing into pycomm.Timeout."""
         try:
             yield
-        except Exception as error:
-            late = isinstance(error, TimeoutError) or time.monotonic() >= self._end
-            if late or "timeout" in str(error).lower():
-                raise Timeout(
-                    f"rendezvous: {what} did not happen within {self._seconds} s",
-                    operation="rendezvous",
-                ) from error
-            raise
+        except (OSError, RuntimeError) as error:
+            raise Timeout(
+                f"rendezvous: {what} did not happen within {self._seconds} s ({error})",
+                operation="rendezvous",
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -82,7 +79,8 @@ def _exchange(
     store: Store, key: str, mine: str, rank: int, size: int, deadline: Deadline
 ) -> list[str]:
     """All ranks' strings, in rank order."""
-    store.set(f"{key}/{rank}", mine)
+    with deadline.guarding("reaching the Store"):
+        store.set(f"{key}/{rank}", mine)
     values = []
     for r in range(size):
         with deadline.guarding(f"rank {r} joining"):
@@ -185,11 +183,23 @@ def join(
                 f"ranks {apart} share none with rank 0"
             )
         pids = [int(member["pid"]) for member in everyone]
-        pidfds = [_watch(r, pid) if r != rank else -1 for r, pid in enumerate(pids)]
-        if rank == 0:
-            window_fd = make_window()
-            _hand_out(listener, window_fd, secret.encode(), size - 1, deadline)
-        else:
-            window_fd = _take(everyone[0]["address"], everyone[0]["secret"].encode(), deadline)
-    cores = set().union(*(member["cores"] for member in everyone))
+        cores = set().union(*(member["cores"] for member in everyone))
+        with contextlib.ExitStack() as on_failure:
+            pidfds = []
+            for r, pid in enumerate(pids):
+                pidfds.append(_watch(r, pid) if r != rank else -1)
+                if r != rank:
+                    on_failure.callback(os.close, pidfds[-1])
+            if rank == 0:
+                window_fd = make_window()
+                on_failure.callback(os.close, window_fd)
+                _hand_out(listener, window_fd, secret.encode(), size - 1, deadline)
+                store.set("complete", "")
+            else:
+                window_fd = _take(everyone[0]["address"], everyone[0]["secret"].encode(), deadline)
+                on_failure.callback(os.close, window_fd)
+                # Who goes on before all are there would blame rank 0 for somebody else's death.
+                with deadline.guarding("every rank taking the window"):
+                    store.wait(["complete"], timedelta(seconds=deadline.left()))
+            on_failure.pop_all()
     return Membership(window_fd, pids, pidfds, len(cores))

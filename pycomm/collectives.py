@@ -106,10 +106,10 @@ def all_reduce(
         and _C.all_reduce(group._handle, tensor, OPS[op], ALGORITHMS[algorithm])
     ):
         return tensor
-    check_tensor("tensor", tensor)
+    (check_tensor if out is not None else _check_written)("tensor", tensor)
     result = tensor
     if out is not None:
-        check_tensor("out", out)
+        _check_written("out", out)
         _check_like("out", out, "tensor", tensor)
         _check_disjoint("out", out, "tensor", tensor)
         result = out
@@ -147,7 +147,7 @@ def reduce_scatter(
     """
     group = group if group is not None else default_group()
     check_choice("op", op, OPS)
-    check_tensor("output", output)
+    _check_written("output", output)
     check_tensor("input", input)
     _check_blocks("input", input, "output", output, group.size)
     _check_disjoint("output", output, "input", input)
@@ -173,7 +173,7 @@ def all_gather(
         `output`, or a :class:`Work`. Raises as :func:`all_reduce` does.
     """
     group = group if group is not None else default_group()
-    check_tensor("output", output)
+    _check_written("output", output)
     check_tensor("input", input)
     _check_blocks("output", output, "input", input, group.size)
     _check_disjoint("output", output, "input", input)
@@ -195,7 +195,7 @@ def broadcast(
         `tensor`, or a :class:`Work`. Raises as :func:`all_reduce` does.
     """
     group = group if group is not None else default_group()
-    check_tensor("tensor", tensor)
+    _check_written("tensor", tensor)
     if not 0 <= src < group.size:
         raise ValueError(f"src must be a rank from 0 to {group.size - 1}, got {src}")
     return _launch(group, "broadcast", tensor, tensor, tensor.numel(), root=src, async_op=async_op)
@@ -286,8 +286,15 @@ def check_tensor(argument: str, tensor: torch.Tensor) -> None:
             f"{argument} must not require grad: collectives are not differentiable; "
             f"pass {argument}.detach(), or call under torch.no_grad()"
         )
-    if tensor.is_conj() or tensor.is_neg():
-        raise ValueError(f"{argument} must be materialised: call resolve_conj() and resolve_neg()")
+    if tensor.is_neg():
+        raise ValueError(f"{argument} must be materialised, got a negated view: call resolve_neg()")
+
+
+def _check_written(argument: str, tensor: torch.Tensor) -> None:
+    """Refuses what cannot take a result."""
+    check_tensor(argument, tensor)
+    if torch._debug_has_internal_overlap(tensor) == 1:
+        raise ValueError(f"{argument} must not overlap itself in memory, got an expanded tensor")
 
 
 def _check_same_kind(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:

@@ -21,7 +21,6 @@ from pycomm._cuda import DEFAULT_MAX_BLOCKS, CudaSide, LocalDevices, join_proces
 from pycomm._dtypes import check_dtype
 from pycomm._plan import Plan, make_plan, select
 from pycomm._rendezvous import Deadline, join
-from pycomm.errors import GroupUnusable
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -94,7 +93,7 @@ class Group:
             MemoryError: the machine lacks the memory.
         """
         check_dtype("dtype", dtype)
-        self._check_open()
+        self._core.check_usable()
         shape = torch.Size(size)
         if torch.device(device).type == "cuda":
             return self._cuda_side(torch.device(device)).empty(shape, dtype)
@@ -172,7 +171,7 @@ class Group:
 
     def _cuda_side(self, device: torch.device) -> CudaSide:
         """This rank's CUDA side; made at the first call, by all ranks together."""
-        self._check_open()
+        self._core.check_usable()
         if device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         if self._cuda is None:
@@ -186,10 +185,6 @@ class Group:
                 f"device must be {self._cuda.device}, where this rank has been so far, got {device}"
             )
         return self._cuda
-
-    def _check_open(self) -> None:
-        if self._core.closed:
-            raise GroupUnusable("group is closed")
 
     def __enter__(self) -> Group:
         return self

@@ -21,6 +21,7 @@ struct Torch {
   PyTypeObject* tensor_type = nullptr;
   const DLPackExchangeAPI* exchange = nullptr;  // null where this torch has none
   PyObject* requires_grad = nullptr;
+  PyObject* is_neg = nullptr;
 };
 
 const Torch& torch() {
@@ -30,6 +31,7 @@ const Torch& torch() {
     const py::object type = py::module_::import("torch").attr("Tensor");
     torch->tensor_type = reinterpret_cast<PyTypeObject*>(type.inc_ref().ptr());
     torch->requires_grad = PyUnicode_InternFromString("requires_grad");
+    torch->is_neg = PyUnicode_InternFromString("is_neg");
     const py::object capsule = py::getattr(type, "__dlpack_c_exchange_api__", py::none());
     if (!capsule.is_none()) {
       const auto* api = static_cast<const DLPackExchangeAPI*>(
@@ -72,6 +74,14 @@ bool dtype_of(const DLDataType& type, DType& dtype) {
   }
 }
 
+// Whether an answer is False; takes the answer.
+bool is_false(PyObject* answer) {
+  if (answer == nullptr) PyErr_Clear();
+  const bool plain = answer == Py_False;
+  Py_XDECREF(answer);
+  return plain;
+}
+
 bool view_plain_tensor(PyObject* object, TensorView& view) {
   const Torch& known = torch();
   if (known.exchange == nullptr || Py_TYPE(object) != known.tensor_type) return false;
@@ -94,11 +104,8 @@ bool view_plain_tensor(PyObject* object, TensorView& view) {
   if (!contiguous && view.count != 0) return false;
   view.data = static_cast<std::byte*>(tensor.data) + tensor.byte_offset;
 
-  PyObject* requires_grad = PyObject_GetAttr(object, known.requires_grad);
-  if (requires_grad == nullptr) PyErr_Clear();
-  const bool plain = requires_grad == Py_False;
-  Py_XDECREF(requires_grad);
-  return plain;
+  return is_false(PyObject_GetAttr(object, known.requires_grad)) &&
+         is_false(PyObject_CallMethodNoArgs(object, known.is_neg));
 }
 
 PyObject* all_reduce(PyObject*, PyObject* const* arguments, Py_ssize_t count) {

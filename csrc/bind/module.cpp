@@ -46,6 +46,8 @@ class Allocation {
 // A group may have to wait for its worker when it goes: other threads must be able to run
 // meanwhile.
 void delete_group(Group* group) {
+  // A condition variable whose waiter does not exist here could not be destroyed: leak it all.
+  if (group->forked()) return;
   if (PyGILState_Check() != 0) {
     const py::gil_scoped_release no_gil;
     delete group;
@@ -126,7 +128,7 @@ void bind_group(py::module_& m) {
            })
       .def("offset_of", &Group::offset_of, py::arg("data"))
       .def("address", &Group::address, py::arg("rank"), py::arg("offset"))
-      .def_property_readonly("closed", &Group::closed)
+      .def("check_usable", &Group::check_usable)
       .def_property_readonly("slot_bytes",
                              [](const Group& group) { return group.comm().slot_bytes(); })
       .def_property_readonly("sequence", [](const Group& group) { return group.comm().sequence(); })

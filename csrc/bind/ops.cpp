@@ -52,6 +52,7 @@ Enum parse(const std::string& text, const char* argument, int count) {
 
 void run(cpu::Group& group, const Operation& operation, const Tensor& input, const Tensor& output) {
   PYCOMM_CHECK(input.is_contiguous() && output.is_contiguous(), "tensor must be contiguous");
+  PYCOMM_CHECK(input.scalar_type() == output.scalar_type(), "input must have output's dtype");
   group.run(operation, input.const_data_ptr(), output.mutable_data_ptr());
 }
 

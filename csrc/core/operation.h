@@ -39,6 +39,12 @@ struct alignas(64) Announcement {
 };
 static_assert(sizeof(Announcement) == 64);
 
+// Operations are numbered 1, 2, 3, ...; after 2^32 - 1 comes 2. None has the number 0, which is
+// what fresh memory holds, and odd and even ones alternate for ever.
+PYCOMM_HD constexpr std::uint32_t next_sequence(std::uint32_t sequence) {
+  return sequence + 1 == 0 ? 2 : sequence + 1;
+}
+
 constexpr const char* name_of(Collective collective) {
   constexpr const char* names[] = {"all_reduce", "reduce_scatter", "all_gather", "broadcast",
                                    "barrier"};

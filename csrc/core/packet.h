@@ -13,7 +13,9 @@
 // there.
 //
 // The packets of an operation lie in one of two areas in turn, for the reason why announcements do
-// (core/operation.h). Nothing else is ever written there, so no stale word can pass for a new one.
+// (core/operation.h). Nothing else is ever written there, and who takes a packet leaves a number of
+// the other parity in its place: no stale word passes for a new one, however old it is. (Fresh
+// memory says 0, which is no operation's number.)
 #pragma once
 
 #include "core/layout.h"

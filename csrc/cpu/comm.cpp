@@ -24,12 +24,13 @@ constexpr auto kInterruptEvery = std::chrono::milliseconds(50);
 constexpr int kAnnouncement = kSlots;
 constexpr int kPacket = kSlots + 1;
 
-std::uint32_t epoch_in(const std::atomic<std::uint32_t>& flag) {
-  return flag.load(std::memory_order_acquire);
+bool has_come(const std::atomic<std::uint32_t>& flag, std::uint32_t target) {
+  return reached(flag.load(std::memory_order_acquire), target);
 }
 
-std::uint32_t epoch_in(const std::atomic<std::uint64_t>& packet) {
-  return packet_sequence(packet.load(std::memory_order_relaxed));
+// Exactly this operation's: a place may have been left alone for longer than epochs can tell.
+bool has_come(const std::atomic<std::uint64_t>& packet, std::uint32_t target) {
+  return packet_sequence(packet.load(std::memory_order_relaxed)) == target;
 }
 
 void pause() {
@@ -72,7 +73,7 @@ Comm::Comm(std::shared_ptr<Window> window, std::shared_ptr<const Liveness> peers
 }
 
 void Comm::begin(const Operation& operation, const void* input, void* output, void (*interrupt)()) {
-  ++sequence_;
+  sequence_ = next_sequence(sequence_);
   operation_ = operation;
   interrupt_ = interrupt;
   element_size_ = size_of(operation.dtype);
@@ -88,6 +89,7 @@ void Comm::begin(const Operation& operation, const void* input, void* output, vo
   stream_ = store_policy_.next(bytes);
   traffic_ = {};
   for (int slot = 0; slot < kSlots; ++slot) started_[slot] = signalled_[slot];
+  if (const std::uint64_t word = aborted()) raise(word);
 }
 
 void Comm::publish() {
@@ -145,6 +147,12 @@ void Comm::put_packets(int r, Place from) {
   traffic_.bytes_out += 2 * round_up(bytes, 4);
 }
 
+// No operation that uses an area has a number of the other parity.
+void Comm::empty_packet(std::uint32_t parity, int r, std::int64_t i) {
+  window_->packets(rank_, parity, r)[i].store(make_packet(0, ~parity & 1u),
+                                              std::memory_order_relaxed);
+}
+
 void Comm::take_packets(int r) {
   const std::atomic<std::uint64_t>* packets = window_->packets(rank_, sequence_, r);
   std::byte* to = taken(r).data;
@@ -153,15 +161,16 @@ void Comm::take_packets(int r) {
     wait_for(packet, sequence_, r, kPacket);
     const std::uint32_t data = packet_data(packet.load(std::memory_order_relaxed));
     std::memcpy(to + done, &data, 4);
+    empty_packet(sequence_, r, done / 4);
   }
 }
 
 template <class Word>
 void Comm::wait_for(const std::atomic<Word>& word, std::uint32_t target, int r, int slot) {
-  if (reached(epoch_in(word), target)) return;
+  if (has_come(word, target)) return;
   for (int i = 0; i < spins_; ++i) {
     pause();
-    if (reached(epoch_in(word), target)) return;
+    if (has_come(word, target)) return;
   }
   wait_long(word, target, r, slot);
 }
@@ -174,7 +183,7 @@ void Comm::wait_long(const std::atomic<Word>& word, std::uint32_t target, int r,
       std::memory_order_release);
   const Clock::time_point start = Clock::now();
   Clock::time_point look_at = start + kLookForDeathEvery, interrupt_at = start + kInterruptEvery;
-  while (!reached(epoch_in(word), target)) {
+  while (!has_come(word, target)) {
     if (const std::uint64_t word = aborted()) raise(word);
     const Clock::time_point now = Clock::now();
     bool is_gone = left(r);
@@ -183,7 +192,7 @@ void Comm::wait_long(const std::atomic<Word>& word, std::uint32_t target, int r,
       look_at = now + kLookForDeathEvery;
     }
     // Whoever is gone has published all that it ever will.
-    if (is_gone && !reached(epoch_in(word), target)) {
+    if (is_gone && !has_come(word, target)) {
       abort(Reason::peer_died, r);
     } else if (now - start > timeout_) {
       abort(Reason::timeout, culprit(r));

@@ -134,6 +134,7 @@ class Comm {
   Announcement& announcement(int r) const {
     return window_->control(r).announcements[sequence_ & 1u];
   }
+  void empty_packet(std::uint32_t parity, int r, std::int64_t i);
   // `word` is a flag or a packet of rank r; `slot` tells which, for culprit().
   template <class Word>
   void wait_for(const std::atomic<Word>& word, std::uint32_t target, int r, int slot);

@@ -1,27 +1,12 @@
 #include "cpu/group.h"
 
-#include <pthread.h>
-
 #include <cstring>
 
 #include "core/run.h"
 #include "core/select.h"
+#include "cpu/fork.h"
 
 namespace pycomm::cpu {
-namespace {
-
-// Counts the forks between the first process and this one.
-std::atomic<unsigned> forks_so_far{0};
-
-unsigned current_forks() {
-  static const int registered = pthread_atfork(
-      nullptr, nullptr, [] { forks_so_far.fetch_add(1, std::memory_order_relaxed); });
-  (void)registered;
-  return forks_so_far.load(std::memory_order_relaxed);
-}
-
-}  // namespace
-
 bool Work::wait(Clock::duration patience) {
   std::unique_lock lock(mutex_);
   if (!done_.wait_for(lock, patience, [&] { return completed_; })) return false;
@@ -50,16 +35,17 @@ Group::Group(std::shared_ptr<Window> window, std::shared_ptr<const Liveness> pee
       heap_(std::make_shared<Heap>(window_, rank)),
       comm_(window_, std::move(peers), rank, size, cores, timeout, first_epoch) {}
 
-Group::~Group() {
-  if (forked()) {
-    // The parent's worker does not exist here, and the parent's group is not ours to leave.
-    if (worker_.joinable()) worker_.detach();
-  } else {
-    close();
-  }
+Group::~Group() { close(); }
+
+bool Group::forked() const { return forks_ != current_forks(); }
+
+void Group::abort() {
+  if (!forked()) comm_.abort(Reason::aborted, rank_);
 }
 
-bool Group::forked() const { return forks_ != forks_so_far.load(std::memory_order_relaxed); }
+void Group::leave() {
+  if (!forked()) comm_.leave();
+}
 
 void Group::check_usable() {
   if (forked()) {
@@ -147,10 +133,6 @@ void Group::serve() {
 
 void Group::execute(const Task& task, void (*interrupt)()) {
   if (failed_.load(std::memory_order_acquire)) check_usable();
-  if (size_ == 1) {
-    if (!task.agree_only) copy_alone(task.operation, task.input, task.output);
-    return;
-  }
   Operation operation = task.operation;
   if (operation.algorithm == Algorithm::automatic) {
     operation.algorithm =
@@ -158,7 +140,9 @@ void Group::execute(const Task& task, void (*interrupt)()) {
   }
   try {
     comm_.begin(operation, task.input, task.output, interrupt);
-    if (task.agree_only) {
+    if (size_ == 1) {
+      if (!task.agree_only) copy_alone(operation, task.input, task.output);
+    } else if (task.agree_only) {
       barrier(comm_);
     } else {
       pycomm::run(comm_, operation);
@@ -185,6 +169,7 @@ void Group::copy_alone(const Operation& operation, const void* input, void* outp
 
 void Group::close() {
   if (closed_.exchange(true)) return;
+  if (forked()) return;  // the parent's membership is not ours to end
   {
     const std::lock_guard lock(queue_mutex_);
     queue_changed_.notify_all();

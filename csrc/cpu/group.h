@@ -60,7 +60,7 @@ class Group {
   bool forked() const;
 
   // Stops this and every other rank of the group: they raise Aborted, naming this rank.
-  void abort() { comm_.abort(Reason::aborted, rank_); }
+  void abort();
   // An executor elsewhere has found a reason to stop, or wants to know of one.
   void abort(Reason reason, int rank) { comm_.abort(reason, rank); }
   // A failure that was found elsewhere: the group refuses work from now on.
@@ -68,10 +68,9 @@ class Group {
   std::uint64_t abort_word() const { return comm_.aborted(); }
   bool gone(int r) const { return comm_.gone(r); }
   // This rank has failed elsewhere: who needs it raises PeerDied. For ranks that are threads.
-  void leave() { comm_.leave(); }
+  void leave();
   // Waits for submitted work, then takes part in nothing more. Idempotent.
   void close();
-  bool closed() const { return closed_.load(std::memory_order_acquire); }
 
   int rank() const { return rank_; }
   int size() const { return size_; }

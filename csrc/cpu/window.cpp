@@ -12,6 +12,7 @@
 #include <system_error>
 
 #include "core/layout.h"
+#include "cpu/fork.h"
 
 namespace pycomm::cpu {
 namespace {
@@ -99,7 +100,8 @@ void Window::release(int r, std::int64_t offset, std::int64_t bytes) {
                   bytes);
 }
 
-Heap::Heap(std::shared_ptr<Window> window, int rank) : window_(std::move(window)), rank_(rank) {
+Heap::Heap(std::shared_ptr<Window> window, int rank)
+    : window_(std::move(window)), rank_(rank), forks_(current_forks()) {
   const std::int64_t begin = round_up(window_->heap_begin(), kPage);
   free_[begin] = window_->slice_bytes() - begin;
 }
@@ -121,6 +123,7 @@ std::byte* Heap::allocate(std::int64_t bytes) {
 }
 
 void Heap::free(std::byte* data) {
+  if (forks_ != current_forks()) return;  // the memory is the parent's
   const std::lock_guard lock(mutex_);
   const auto used = used_.find(data - window_->slice(rank_));
   PYCOMM_CHECK(used != used_.end(), "not an allocation of this heap");

@@ -112,6 +112,7 @@ class Heap {
  private:
   std::shared_ptr<Window> window_;
   int rank_;
+  const unsigned forks_;
   std::mutex mutex_;
   std::map<std::int64_t, std::int64_t> free_;  // offset -> bytes
   std::map<std::int64_t, std::int64_t> used_;

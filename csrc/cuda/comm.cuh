@@ -61,7 +61,7 @@ class BlockComm {
     const auto& state =
         *reinterpret_cast<const LaneState*>(window(me_.rank) + layout_.state(lane_));
     failed_ = state.failed != 0;
-    sequence_ = state.sequence + 1;
+    sequence_ = next_sequence(state.sequence);
     for (int slot = 0; slot < kSlots; ++slot)
       started_[slot] = signalled_[slot] = state.signalled[slot];
     const Range part = part_of(me_.operation.count, layout_.lanes, lane_, line());
@@ -126,7 +126,7 @@ class BlockComm {
     bool stop = false;
     for (int r = threadIdx.x; r < size(); r += blockDim.x) {
       if (r == rank()) continue;
-      stop |= !poll(word_at(const_cast<std::uint32_t*>(&announced(r).epoch)), sequence_, r);
+      stop |= !poll(flag_at(const_cast<std::uint32_t*>(&announced(r).epoch), sequence_), r);
     }
     settle(stop);
     compare();
@@ -151,12 +151,13 @@ class BlockComm {
     bool stop = false;
     for (std::int64_t i = threadIdx.x; i < packet_count() && !stop; i += blockDim.x) {
       const auto packet = shared_word<std::uint64_t>(packets + i);
-      const auto sequence = [&] {
-        return packet_sequence(packet.load(::cuda::std::memory_order_relaxed));
+      const auto has_come = [&] {
+        return packet_sequence(packet.load(::cuda::std::memory_order_relaxed)) == sequence_;
       };
-      stop = !poll(sequence, sequence_, r);
+      stop = !poll(has_come, r);
       reinterpret_cast<std::uint32_t*>(taken(r).data)[i] =
           packet_data(packet.load(::cuda::std::memory_order_relaxed));
+      packet.store(make_packet(0, ~sequence_ & 1u), ::cuda::std::memory_order_relaxed);
     }
     settle(stop);
   }
@@ -178,7 +179,7 @@ class BlockComm {
   __device__ void wait(int r, int slot, std::int64_t step) {
     if (step <= 0 || r == rank()) return;
     bool stop = false;
-    if (threadIdx.x == 0) stop = !poll(word_at(flag(slot, r)), target(slot, step), r);
+    if (threadIdx.x == 0) stop = !poll(flag_at(flag(slot, r), target(slot, step)), r);
     settle(stop);
   }
 
@@ -186,7 +187,7 @@ class BlockComm {
     if (step <= 0) return;
     bool stop = false;
     for (int r = threadIdx.x; r < size(); r += blockDim.x) {
-      if (r != rank()) stop |= !poll(word_at(flag(slot, r)), target(slot, step), r);
+      if (r != rank()) stop |= !poll(flag_at(flag(slot, r), target(slot, step)), r);
     }
     settle(stop);
   }
@@ -302,23 +303,24 @@ class BlockComm {
     }
   }
 
-  __device__ static auto word_at(std::uint32_t* address) {
-    return [address] {
-      return shared_word<std::uint32_t>(address).load(::cuda::std::memory_order_acquire);
+  __device__ static auto flag_at(std::uint32_t* address, std::uint32_t target) {
+    return [address, target] {
+      return reached(shared_word<std::uint32_t>(address).load(::cuda::std::memory_order_acquire),
+                     target);
     };
   }
 
   // One thread waits for one word of rank r. False: the wait will never end well.
-  template <class Word>
-  __device__ bool poll(Word word, std::uint32_t target, int r) {
+  template <class HasCome>
+  __device__ bool poll(HasCome has_come, int r) {
     if (failed_) return false;
     std::uint64_t start = 0;
-    for (unsigned spin = 1; !reached(word(), target); ++spin) {
+    for (unsigned spin = 1; !has_come(); ++spin) {
       if (spin % 256 != 0) continue;
       if (start == 0) start = now_ns();
       const bool gone = shared_word<std::uint32_t>(&me_.mailbox->gone[r])
                             .load(::cuda::std::memory_order_acquire) != 0;
-      if (gone && !reached(word(), target)) return report(Reason::peer_died, r);
+      if (gone && !has_come()) return report(Reason::peer_died, r);
       if (shared_word<std::uint64_t>(&me_.mailbox->abort).load(::cuda::std::memory_order_acquire) !=
           0) {
         return false;

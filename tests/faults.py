@@ -1,0 +1,395 @@
+"""Kills ranks at every phase of their life and records what the survivors say, and how soon.
+
+``python tests/faults.py --kills 60 --json FILE`` writes a row per kill. A kill aims at a phase; the
+phase that it hit is read afterwards from what the victim had published by then: whether it had
+announced the operation, and how many tiles it had staged and reduced. Aims:
+
+- rendezvous: the victim kills itself at a chosen step of ``pycomm.init``;
+- staging, reducing, gathering: phases of a two-shot all-reduce of one tile;
+- pipelining: somewhere in a ring or tree;
+- idling: between two operations; closing: while ``close()`` finishes operations under way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import platform
+import random
+import signal
+import struct
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import helpers
+import torch
+import torch.distributed as dist
+
+import pycomm
+from pycomm import _rendezvous
+
+PHASES = ("rendezvous", "staging", "reducing", "gathering", "pipelining", "idling", "closing")
+SIZES_IN_BYTES = (4, 4096, 1 << 20, 16 << 20)
+TILED = {"staging": (0, 0), "reducing": (1, 0), "gathering": (1, 1)}  # tiles staged and reduced
+POINTS = ("before joining", "after joining", "after taking the window")
+OPERATION_TIMEOUT = 30.0  # far more than a detection may take
+RENDEZVOUS_TIMEOUT = 1.0
+WARM_UP = 3  # operations before the kill
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One kill."""
+
+    phase: str
+    size: int
+    victim: int
+    nbytes: int
+    algorithm: str
+    seed: int
+
+    @property
+    def staging_bytes(self) -> int:
+        """Enough for one tile."""
+        return max(2 << 20, 8 * self.nbytes + 4096)
+
+    @property
+    def point(self) -> str:
+        """Where in the rendezvous."""
+        return POINTS[self.seed % len(POINTS)]
+
+    @property
+    def operations_under_way(self) -> int:
+        """When the victim closes: enough to take a while."""
+        return 8 + (8 << 20) // (self.nbytes + 4096)
+
+    @property
+    def killer(self) -> int:
+        return 0 if self.victim != 0 else 1
+
+
+def make_trial(phase: str, seed: int) -> Trial:
+    rng = random.Random(f"{phase} {seed}")
+    size = rng.choice((2, 3, 4))
+    algorithms = {
+        "pipelining": ("ring", "tree"),
+        "idling": ("one_shot", "tree"),
+        "closing": ("auto",),
+    }
+    algorithm = rng.choice(algorithms.get(phase, ("two_shot",)))
+    # Every number of bytes gets its turn; in a rendezvous every point, for rank 0 and for another.
+    nbytes = SIZES_IN_BYTES[seed % len(SIZES_IN_BYTES)]
+    victim = rng.randrange(size)
+    if phase == "rendezvous":
+        victim, nbytes = (size - 1) * (seed // len(POINTS) % 2), 4
+    return Trial(phase, size, victim, nbytes, algorithm, seed)
+
+
+class Progress:
+    """Where the victim is, in memory that all processes of a trial map."""
+
+    WHERE = ("nowhere", "rendezvous", "idle", "operation", "closing", "left")
+    RECORD = struct.Struct("=iid")
+
+    def __init__(self, path: str) -> None:
+        with Path(path).open("a+b") as file:
+            file.truncate(self.RECORD.size)
+            self._memory = mmap.mmap(file.fileno(), self.RECORD.size)
+
+    def mark(self, where: str, operation: int = 0) -> None:
+        struct.pack_into("=ii", self._memory, 0, self.WHERE.index(where), operation)
+
+    def kill(self, pid: int) -> None:
+        struct.pack_into("=d", self._memory, 8, time.monotonic())
+        os.kill(pid, signal.SIGKILL)
+
+    def read(self) -> tuple[str, int, float]:
+        where, operation, killed_at = self.RECORD.unpack_from(self._memory)
+        return self.WHERE[where], operation, killed_at
+
+
+def kill_myself_in_rendezvous(progress: Progress, point: str) -> None:
+    """Arranges the end of this process at a step of the rendezvous."""
+
+    def ending(function: Any, first: bool) -> Any:
+        def wrapped(*args: Any) -> Any:
+            if not first:
+                function(*args)
+            progress.kill(os.getpid())
+
+        return wrapped
+
+    names = {"before joining": ["_exchange"], "after joining": ["_exchange"]}
+    for name in names.get(point, ["_take", "_hand_out"]):
+        original = getattr(_rendezvous, name)
+        setattr(_rendezvous, name, ending(original, point == "before joining"))
+
+
+class Killer(threading.Thread):
+    """On a survivor: waits until the victim is where the trial wants it, and kills it."""
+
+    def __init__(self, group: pycomm.Group, trial: Trial, progress: Progress, pid: int) -> None:
+        super().__init__(daemon=True)
+        self.group, self.trial, self.progress, self.pid = group, trial, progress, pid
+        self.rng = random.Random(trial.seed)
+        self.now = (0, 0, (0, 0, 0, 0))  # the main thread's attempt, its sequence, flags before it
+
+    def aimed_at(self) -> bool:
+        where, operation, _ = self.progress.read()
+        phase, (attempt, sequence, before) = self.trial.phase, self.now
+        if phase == "closing":
+            return where == "closing"
+        if operation < WARM_UP:
+            return False
+        if phase == "idling":
+            return where == "idle"
+        announced, *flags = self.group._core.published(self.trial.victim)
+        done = tuple(flag - start for flag, start in zip(flags, before, strict=True))
+        if where != "operation" or operation != attempt or announced != sequence:
+            return False
+        return done[:2] == TILED[phase] if phase in TILED else True
+
+    def run(self) -> None:
+        if self.trial.phase in TILED:
+            pin(1)
+        while True:
+            if self.aimed_at():
+                self.linger()
+                # Stopped, it cannot leave the phase between the look and the kill.
+                os.kill(self.pid, signal.SIGSTOP)
+                wait_until_stopped(self.pid)
+                if self.aimed_at():
+                    self.progress.kill(self.pid)
+                    return
+                os.kill(self.pid, signal.SIGCONT)
+            time.sleep(0)
+
+    def linger(self) -> None:
+        """Up to a good part of what the phase takes."""
+        longest = 2e-6 + self.trial.nbytes / 16e9
+        end = time.monotonic() + self.rng.random() * longest
+        while time.monotonic() < end:
+            pass
+
+
+def wait_until_stopped(pid: int) -> None:
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "TZX":
+        time.sleep(0)
+
+
+def participate(rank: int, size: int, store: str, trial: Trial) -> dict[str, Any]:
+    """A rank's life in a trial: ends by the kill, or by the error that it causes."""
+    progress = Progress(store + ".progress")
+    rng = random.Random(trial.seed + 1)
+    is_victim = rank == trial.victim
+    helpers.join_world(rank, size, store)
+    wait_until_all_are_connected(size)
+    in_rendezvous = trial.phase == "rendezvous"
+    if is_victim:
+        progress.mark("rendezvous")
+        if in_rendezvous:
+            kill_myself_in_rendezvous(progress, trial.point)
+    report: dict[str, Any] = {"attempted": 0}
+    try:
+        group = pycomm.init(
+            timeout=RENDEZVOUS_TIMEOUT if in_rendezvous else OPERATION_TIMEOUT,
+            staging_bytes=trial.staging_bytes,
+        )
+    except Exception as error:
+        return report | describe(error) | {"hit": "rendezvous"}
+    x = torch.ones(trial.nbytes // 4)
+    killer = None
+    pids = pids_of(group) if not in_rendezvous else []
+    if trial.phase in TILED:
+        pin(0)
+    if rank == trial.killer and not in_rendezvous:
+        killer = Killer(group, trial, progress, pids[trial.victim])
+        killer.start()
+    sequence = group._core.sequence
+    try:
+        while True:
+            if is_victim:
+                progress.mark("idle", report["attempted"])
+                if trial.phase == "closing" and report["attempted"] == WARM_UP:
+                    for _ in range(trial.operations_under_way):
+                        pycomm.all_reduce(x, "max", group=group, async_op=True)
+                    progress.mark("closing", WARM_UP)
+                    group.close()
+                    progress.mark("left", WARM_UP)
+                    time.sleep(1)
+                if trial.phase == "idling":
+                    time.sleep(rng.random() / 200)
+            report["attempted"] += 1
+            sequence += 1
+            before = group._core.published(rank)[1:]
+            if killer is not None:
+                killer.now = (report["attempted"], sequence, before)
+            if is_victim:
+                progress.mark("operation", report["attempted"])
+            pycomm.all_reduce(x, "max", algorithm=trial.algorithm, group=group)
+    except Exception as error:
+        report |= describe(error) | {"expected_sequence": sequence}
+    report["hit"] = phase_hit(trial, progress, group, sequence, report["attempted"], before)
+    try:
+        pycomm.all_reduce(x, group=group)
+        report["afterwards"] = "nothing"
+    except Exception as error:
+        report["afterwards"] = type(error).__name__
+    group.close()
+    return report
+
+
+def pids_of(group: pycomm.Group) -> list[int]:
+    """Every rank's process."""
+    everyone = torch.empty(group.size, dtype=torch.int64)
+    return pycomm.all_gather(everyone, torch.tensor([os.getpid()]), group=group).tolist()
+
+
+def wait_until_all_are_connected(size: int) -> None:
+    """By the store alone: who dies next must not disturb torch.distributed's own start."""
+    store = dist.distributed_c10d._get_default_store()
+    store.add("connected", 1)
+    while store.add("connected", 0) < size:
+        time.sleep(0.001)
+
+
+def pin(core: int) -> None:
+    """Ranks on one core, the killer on another: it sees a phase at once, and strikes within it."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[core % len(cores)]})
+
+
+def describe(error: Exception) -> dict[str, Any]:
+    now = time.monotonic()
+    fields = ("rank", "pid", "operation", "sequence")
+    return {"at": now, "error": type(error).__name__, "message": str(error)} | {
+        field: getattr(error, field, None) for field in fields
+    }
+
+
+def phase_hit(
+    trial: Trial,
+    progress: Progress,
+    group: pycomm.Group,
+    sequence: int,
+    attempted: int,
+    before: tuple[int, ...],
+) -> str:
+    """Where the victim stopped, as far as what it published tells."""
+    where, operation, _ = progress.read()
+    if where != "operation":
+        return {"idle": "idling", "left": "having left"}.get(where, where)
+    announced, *flags = group._core.published(trial.victim)
+    if operation == attempted and announced != sequence:
+        return "entering"
+    if trial.algorithm != "two_shot":
+        return "pipelining" if trial.algorithm in ("ring", "tree") else trial.algorithm
+    if operation < attempted:
+        return "gathering"  # all signals of that operation were given
+    done = tuple(flag - start for flag, start in zip(flags, before, strict=True))[:2]
+    return next((phase for phase, tiles in TILED.items() if tiles == done), "gathering")
+
+
+def run_trial(trial: Trial) -> dict[str, Any]:
+    """One row: what was done and what each survivor reported."""
+    with helpers.Ranks(trial.size, participate, trial) as ranks:
+        pids = ranks.pids
+        hung = False
+        try:
+            ranks.join(OPERATION_TIMEOUT)
+        except AssertionError:
+            hung = True
+        outcomes = list(ranks.outcomes)
+        progress = Progress(str(Path(ranks.store + ".progress")))
+        _, _, killed_at = progress.read()
+    row: dict[str, Any] = asdict(trial) | {
+        "hung": hung,
+        "killed": killed_at > 0,
+        "victim_pid": pids[trial.victim],
+    }
+    survivors = [
+        outcome.value or {"error": repr(outcome.error), "message": outcome.trace}
+        for rank, outcome in enumerate(outcomes)
+        if rank != trial.victim and outcome is not None
+    ]
+    for survivor in survivors:
+        survivor["ms"] = round((survivor.pop("at", float("nan")) - killed_at) * 1e3, 3)
+    row["hit"] = survivors[0].get("hit", "unknown") if survivors else "unknown"
+    row["survivors"] = survivors
+    return row
+
+
+def complaints(row: dict[str, Any]) -> list[str]:
+    """Every way in which a row breaks the promises."""
+    found = ["a rank hung"] if row["hung"] else []
+    if not row["killed"]:
+        found.append("the kill never came")
+    if len(row["survivors"]) != row["size"] - 1:
+        found.append("a survivor is missing")
+    for survivor in row["survivors"]:
+        kind = survivor["error"]
+        in_rendezvous = survivor["operation"] == "rendezvous"
+        if in_rendezvous and survivor["ms"] > (RENDEZVOUS_TIMEOUT + 1) * 1e3:
+            found.append(f"rendezvous took {survivor['ms']} ms to fail")
+        if in_rendezvous and kind == "Timeout":
+            continue
+        if kind != "PeerDied":
+            found.append(f"raised {kind}: {survivor['message']}")
+            continue
+        culprit = (survivor["rank"], survivor["pid"])
+        if culprit != (row["victim"], row["victim_pid"]):
+            found.append(f"named rank and pid {culprit}")
+        if in_rendezvous:
+            continue
+        named = (survivor["operation"], survivor["sequence"])
+        if named != ("all_reduce", survivor["expected_sequence"]):
+            found.append(f"named operation {named}")
+        if not survivor["ms"] <= 1000:
+            found.append(f"took {survivor['ms']} ms")
+        if survivor["afterwards"] != "GroupUnusable":
+            found.append(f"then gave {survivor['afterwards']}")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    rows, bad = [], 0
+    for i in range(options.kills):
+        trial = make_trial(PHASES[i % len(PHASES)], options.seed + i // len(PHASES))
+        row = run_trial(trial)
+        row["complaints"] = complaints(row)
+        bad += bool(row["complaints"])
+        rows.append(row)
+        slowest = max((s["ms"] for s in row["survivors"]), default=float("nan"))
+        print(
+            f"{i + 1:4} {row['phase']:>11} hit {row['hit']:<11} {row['size']} ranks "
+            f"{row['nbytes']:>9} B {row['algorithm']:<8} {slowest:9.3f} ms",
+            *row["complaints"],
+            flush=True,
+        )
+    meta = {
+        "what": "kill -9 of one rank; ms from the kill to the exception in each survivor",
+        "kills": options.kills,
+        "broken_promises": bad,
+        "seed": options.seed,
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "pycomm": pycomm.__version__,
+    }
+    if options.json:
+        options.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+    raise SystemExit(bad != 0)
+
+
+if __name__ == "__main__":
+    main()

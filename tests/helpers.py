@@ -1,0 +1,188 @@
+"""Ranks as processes: start them, give each its part, collect what they say, leave none behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import pycomm
+
+# One clean process has imported torch and forks the others: a rank starts in milliseconds.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "pycomm", "numpy"])
+
+LIMIT = 90.0  # seconds that a set of processes may take
+
+
+@dataclass
+class Outcome:
+    """What became of one rank."""
+
+    pid: int
+    value: Any = None
+    error: BaseException | None = None
+    trace: str = ""
+    exitcode: int | None = None
+
+
+def join_world(rank: int, size: int, store: str, seconds: float = 60) -> None:
+    """torch.distributed's default group over a file."""
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, size),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=seconds),
+    )
+
+
+def _body(
+    pipe: Connection, function: Callable[..., Any], rank: int, size: int, store: str, args: tuple
+) -> None:
+    torch.set_num_threads(1)
+    outcome = Outcome(os.getpid())
+    try:
+        outcome.value = function(rank, size, store, *args)
+    except BaseException as error:  # a KeyboardInterrupt is a result, too
+        outcome.error, outcome.trace = error, traceback.format_exc()
+    # By value: torch's own pickling for processes would go through files in shared memory.
+    try:
+        message = pickle.dumps(outcome)
+    except Exception:
+        outcome.value, outcome.error = None, RuntimeError(f"{outcome.value!r}, {outcome.error!r}")
+        message = pickle.dumps(outcome)
+    pipe.send_bytes(message)
+    pipe.close()
+
+
+class Ranks:
+    """Processes that run ``function(rank, size, store, *args)``; for use in a ``with`` block."""
+
+    def __init__(self, size: int, function: Callable[..., Any], *args: Any) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="pycomm-test-")
+        self.store = str(Path(self._folder.name) / "store")
+        self.outcomes: list[Outcome | None] = [None] * size
+        self._pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(size):
+            ours, theirs = CONTEXT.Pipe(duplex=False)
+            process = CONTEXT.Process(
+                target=_body, args=(theirs, function, rank, size, self.store, args), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self.processes.append(process)
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self.processes]
+
+    def signal(self, rank: int, number: int) -> float:
+        """Sends a signal; returns when, by the clock that all processes share."""
+        now = time.monotonic()
+        os.kill(self.processes[rank].pid, number)
+        return now
+
+    def wait_for(self, ranks: Iterable[int], limit: float = LIMIT) -> list[Outcome]:
+        """What these ranks said; fails the test if they do not end in time."""
+        end = time.monotonic() + limit
+        ranks = list(ranks)
+        missing = {self._pipes[rank]: rank for rank in ranks if self.outcomes[rank] is None}
+        while missing:
+            ready = wait(list(missing), timeout=max(end - time.monotonic(), 0))
+            stuck = sorted(missing.values())
+            assert ready, f"ranks {stuck} had not ended after {limit} s"
+            for pipe in ready:
+                rank = missing.pop(pipe)
+                self.outcomes[rank] = Outcome(self.processes[rank].pid)
+                with suppress(EOFError):  # it died without a word
+                    self.outcomes[rank] = pickle.loads(pipe.recv_bytes())
+        return [self.outcomes[rank] for rank in ranks]
+
+    def join(self, limit: float = LIMIT) -> list[Outcome]:
+        """All outcomes, once all processes have ended."""
+        end = time.monotonic() + limit
+        outcomes = self.wait_for(range(len(self.processes)), limit)
+        for outcome, process in zip(outcomes, self.processes, strict=True):
+            process.join(max(end - time.monotonic(), 0.1))
+            outcome.exitcode = process.exitcode
+        return outcomes
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        for process in self.processes:
+            if process.is_alive():
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)
+            process.join()
+            process.close()
+        for pipe in self._pipes:
+            pipe.close()
+        self._folder.cleanup()
+
+
+def run_ranks(
+    size: int, function: Callable[..., Any], *args: Any, limit: float = LIMIT
+) -> list[Any]:
+    """What every rank returned; a rank's exception is raised here, with its traceback."""
+    with Ranks(size, function, *args) as ranks:
+        outcomes = ranks.join(limit)
+    for rank, outcome in enumerate(outcomes):
+        if outcome.error is not None:
+            raise AssertionError(f"rank {rank} failed:\n{outcome.trace}") from outcome.error
+        assert outcome.exitcode == 0, f"rank {rank} ended with {outcome.exitcode}"
+    return [outcome.value for outcome in outcomes]
+
+
+def wait_until(condition: Callable[[], bool], limit: float = 30) -> None:
+    """Polls; fails the test if it does not come true in time."""
+    end = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < end, f"did not happen within {limit} s"
+        time.sleep(0.002)
+
+
+@contextmanager
+def member(rank: int, size: int, store: str, **options: Any) -> Iterator[pycomm.Group]:
+    """A rank's group, over a world of its own."""
+    join_world(rank, size, store)
+    with pycomm.init(**options) as group:
+        yield group
+    dist.destroy_process_group()
+
+
+def in_group(
+    rank: int, size: int, store: str, function: Callable[..., Any], options: dict, *args: Any
+) -> Any:
+    """For :class:`Ranks`: ``function(group, *args)`` in a new group."""
+    with member(rank, size, store, **options) as group:
+        return function(group, *args)
+
+
+def run_group(size: int, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+    """:func:`run_ranks` for functions that take a group; `options` are those of ``pycomm.init``."""
+    return run_ranks(size, in_group, function, options, *args)
+
+
+def data_begin(size: int) -> int:
+    """Where staging begins in a rank's slice: after a page of flags and the packets."""
+    packets = 2 * size * 2 * 64
+    return 4096 + -(-packets // 4096) * 4096

@@ -1,0 +1,240 @@
+"""Many all-reduces in one world: what ranks pass in, what they get out, and whether it is right."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import golden
+import textbook
+import torch
+
+import pycomm
+
+ALGORITHMS = ("one_shot", "two_shot", "ring", "tree")
+OPS = ("sum", "avg", "min", "max", "prod")
+DTYPES = (
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+)
+SENTINEL = 77
+
+# How a rank's tensor and `out` lie in memory.
+LAYOUTS = (
+    "plain",
+    "offset",  # data that starts one element into its storage
+    "strided",
+    "out",
+    "strided out",
+    "window",
+    "window offset",
+    "window out",
+    "window on even ranks",
+    "window without out",  # the input lies in the window, the output does not
+)
+DIRECT = ("window", "window offset", "window out")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One all-reduce."""
+
+    algorithm: str
+    op: str
+    dtype: torch.dtype
+    count: int
+    layout: str = "plain"
+
+    def input(self, rank: int) -> torch.Tensor:
+        """What a rank contributes: the same wherever it is worked out."""
+        seed = zlib.crc32(f"{self.op} {self.dtype} {self.count} {rank}".encode())
+        return sample(self.dtype, self.count, self.op, torch.Generator().manual_seed(seed))
+
+    @property
+    def direct(self) -> bool:
+        """Whether all tensors of all ranks lie in the window."""
+        return self.layout in DIRECT and self.count > 0 and self.algorithm != "one_shot"
+
+
+def specials(dtype: torch.dtype) -> torch.Tensor:
+    """Zeros of both signs, infinities, NaN with a sign and a payload, subnormals, the largest."""
+    info = torch.finfo(dtype)
+    values = [0.0, -0.0, 1.0, -1.0, float("inf"), float("-inf"), float("nan"), info.max, -info.max]
+    values += [info.tiny, info.tiny / 2, -info.tiny / 4, info.tiny * info.eps]
+    made = torch.tensor(values, dtype=torch.float64).to(dtype)
+    odd_nan = golden.bits(made[6:7].clone()) - 1  # all ones below; with the sign it is no default
+    return torch.cat([made, odd_nan.view(dtype), -odd_nan.view(dtype)])
+
+
+def sample(dtype: torch.dtype, count: int, op: str, generator: torch.Generator) -> torch.Tensor:
+    """Random numbers; every eighth float is a special value, on all ranks alike."""
+    if not dtype.is_floating_point:
+        info = torch.iinfo(dtype)
+        whole = torch.randint(info.min, info.max, (count,), generator=generator, dtype=dtype)
+        tiny = torch.randint(0, 4, (count,), generator=generator, dtype=dtype)
+        return torch.where(torch.rand(count, generator=generator) < 0.5, whole, tiny)
+    spread = 1 if op == "prod" else 6
+    scale = torch.exp2(torch.randint(-spread, spread, (count,), generator=generator).double())
+    values = (torch.randn(count, generator=generator).double() * scale).to(dtype)
+    pool = specials(dtype)
+    pick = torch.randint(0, len(pool), (count,), generator=generator)
+    return torch.where(torch.arange(count) % 8 == 5, pool[pick], values)
+
+
+class Buffer:
+    """A flat tensor inside a larger one, whose other elements nobody may touch."""
+
+    def __init__(self, group: pycomm.Group, dtype: torch.dtype, count: int, how: str) -> None:
+        begin = 1 if "offset" in how else 0
+        step = 3 if "strided" in how else 1
+        size = begin + count * step + 2
+        self.base = (
+            group.empty(size, dtype=dtype) if "window" in how else torch.empty(size, dtype=dtype)
+        )
+        self.base.fill_(SENTINEL)
+        self.place = slice(begin, begin + count * step, step)
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        return self.base[self.place]
+
+    def surroundings_intact(self) -> bool:
+        outside = torch.ones(self.base.numel(), dtype=torch.bool)
+        outside[self.place] = False
+        return bool((self.base[outside] == SENTINEL).all())
+
+
+@dataclass
+class Observed:
+    """What one rank saw of one case."""
+
+    result: torch.Tensor
+    clean: bool  # returned the right object, left the input and the surroundings alone
+    traffic: tuple[int, int, int]
+    planned: tuple[int, int, int]
+    flags: tuple[int, ...]
+
+
+def buffers(group: pycomm.Group, case: Case) -> tuple[Buffer, Buffer | None]:
+    how, to = case.layout, None
+    if case.layout == "window on even ranks":
+        how = "window" if group.rank % 2 == 0 else "plain"
+    if case.layout == "window without out":
+        to = Buffer(group, case.dtype, case.count, "plain")
+    elif "out" in case.layout:
+        to = Buffer(group, case.dtype, case.count, how)
+    source = Buffer(group, case.dtype, case.count, how)
+    source.tensor.copy_(case.input(group.rank))
+    return source, to
+
+
+def run_case(group: pycomm.Group, case: Case) -> Observed:
+    source, to = buffers(group, case)
+    tensor, out = source.tensor, to.tensor if to is not None else None
+    returned = pycomm.all_reduce(tensor, case.op, out=out, algorithm=case.algorithm, group=group)
+    target = tensor if out is None else out
+    clean = returned is target and source.surroundings_intact()
+    if to is not None:
+        clean = clean and to.surroundings_intact()
+        clean = clean and golden.same_bits(tensor, case.input(group.rank))
+    nbytes = case.count * case.dtype.itemsize
+    plan = group.explain(nbytes, case.dtype, algorithm=case.algorithm, in_window=case.direct)
+    return Observed(
+        target.clone(),
+        clean,
+        tuple(group.traffic()),
+        (plan.steps, plan.bytes_in, plan.bytes_out),
+        tuple(group._core.published(group.rank)[1:]),
+    )
+
+
+def run_cases(group: pycomm.Group, cases: Iterable[Case]) -> list[Observed]:
+    """One rank's part in all of them, back to back."""
+    return [run_case(group, case) for case in cases]
+
+
+def check(cases: list[Case], seen: list[list[Observed]], staging_bytes: int) -> None:
+    """Fails on the first case that went otherwise than the references say; `seen` is by rank."""
+    size = len(seen)
+    for index, case in enumerate(cases):
+        inputs = [case.input(rank) for rank in range(size)]
+        expected = golden.all_reduced(
+            case.algorithm, inputs, case.op, staging_bytes=staging_bytes, direct=case.direct
+        )
+        for rank in range(size):
+            got = seen[rank][index]
+            where = f"{case}, rank {rank} of {size}, staging_bytes={staging_bytes}"
+            assert golden.same_bits(got.result, expected), _difference(where, got.result, expected)
+            assert got.clean, f"touched what it should not have: {where}"
+            cost = textbook.cost(
+                case.algorithm,
+                count=case.count,
+                rank=rank,
+                size=size,
+                itemsize=case.dtype.itemsize,
+                staging_bytes=staging_bytes,
+                direct=case.direct,
+            )
+            assert got.traffic == cost, f"{got.traffic} is not the textbook's {cost}: {where}"
+            assert got.planned == cost, f"explain() says {got.planned}, not {cost}: {where}"
+            assert got.flags == seen[0][index].flags, f"flags differ from rank 0's: {where}"
+
+
+def _difference(where: str, got: torch.Tensor, expected: torch.Tensor) -> str:
+    wrong = (golden.bits(got) != golden.bits(expected)).nonzero().flatten().tolist()
+    first = wrong[0]
+    return (
+        f"{len(wrong)} of {got.numel()} elements are wrong, the first at {first}: "
+        f"{got[first].item()!r} instead of {expected[first].item()!r}: {where}"
+    )
+
+
+def small_staging(size: int) -> int:
+    """So little that a chunk of a slot is two cache lines, and everything wraps."""
+    return 1024 * size
+
+
+def border_counts(dtype: torch.dtype, size: int) -> list[int]:
+    """Counts around every border that `small_staging` makes: lines, tiles, all four slots."""
+    slot = golden.slot_elements(small_staging(size), dtype.itemsize)
+    line = golden.CACHE_LINE // dtype.itemsize
+    counts = {0, 1, 2, 7, line - 1, line, line + 1, slot // 2 + 1, slot - 1, slot, slot + 1}
+    counts |= {2 * slot - line, 3 * slot + 5, 4 * slot, 4 * slot + 1, 5 * slot - 3, 9 * slot + 31}
+    return sorted(counts)
+
+
+def grid(algorithm: str, dtype: torch.dtype, size: int) -> list[Case]:
+    """Every op with every count, and with every layout, by turns."""
+    cases = []
+    for at, op in enumerate(OPS):
+        for turn, count in enumerate(border_counts(dtype, size)):
+            layout = LAYOUTS[(turn + 3 * at) % len(LAYOUTS)]
+            cases.append(Case(algorithm, op, dtype, count, layout))
+    return cases
+
+
+def check_grid(algorithm: str, dtype: torch.dtype, size: int) -> None:
+    cases, staging_bytes = grid(algorithm, dtype, size), small_staging(size)
+    with pycomm.LocalWorld(size, timeout=60, staging_bytes=staging_bytes) as world:
+        check(cases, world.run(run_cases, cases), staging_bytes)
+
+
+def check_large(algorithm: str, size: int) -> None:
+    """Default staging, with tensors of many pieces and tiles."""
+    staging_bytes = 2 << 20
+    cases = [
+        Case(algorithm, "sum", torch.float32, 65_537, "plain"),
+        Case(algorithm, "avg", torch.bfloat16, 4 * 131_072 + 4_099, "offset"),
+        Case(algorithm, "avg", torch.float16, 4 * 32_768 * size + 77, "window"),
+        Case(algorithm, "sum", torch.float32, 3 * 16_384 * size + 1, "window out"),
+        Case(algorithm, "prod", torch.uint8, 262_144, "strided"),
+        Case(algorithm, "max", torch.float64, 32_768 + 1, "window offset"),
+    ]
+    with pycomm.LocalWorld(size, timeout=60) as world:
+        check(cases, world.run(run_cases, cases), staging_bytes)

@@ -1,0 +1,131 @@
+"""Who may include or import whom: bind -> cpu, cuda -> core -> common, and the same in Python."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+CSRC = ROOT / "csrc"
+INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
+
+# What of our own each layer may include.
+LAYERS = {
+    "core": {"core", "common.h"},
+    "cpu": {"cpu", "core", "common.h"},
+    "cuda": {"cuda", "core", "common.h"},
+    "bind": {"bind", "cpu", "cuda", "core", "common.h"},
+    "common.h": {"common.h"},
+}
+TORCH = r"torch|ATen|c10|pybind11|Python\.h"
+SYSTEM = r"sys/|linux/|unistd|fcntl|pthread|poll|sched"
+# What of others' each layer may not.
+FORBIDDEN = {
+    "core": TORCH + r"|cuda|cooperative_groups|" + SYSTEM,
+    "cpu": TORCH + "|cuda",
+    "cuda": TORCH,
+    "bind": "cuda",
+    "common.h": TORCH + "|cuda|" + SYSTEM,
+}
+
+
+def sources():
+    found = [p for p in CSRC.rglob("*") if p.suffix in (".h", ".cuh", ".cpp", ".cu", ".inc")]
+    assert len(found) > 20
+    return sorted(found)
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(CSRC)))
+def test_includes(path):
+    layer = path.relative_to(CSRC).parts[0]
+    for kind, name in INCLUDE.findall(path.read_text()):
+        if kind == '"':
+            assert (CSRC / name).exists(), f'"{name}" is no file of ours'
+            assert name.split("/")[0] in LAYERS[layer], f"{layer} may not include {name}"
+        else:
+            assert not re.match(FORBIDDEN[layer], name), f"{layer} may not include <{name}>"
+
+
+def test_core_includes_only_the_standard_library():
+    for path in (CSRC / "core").iterdir():
+        for kind, name in INCLUDE.findall(path.read_text()):
+            assert kind == '"' or re.fullmatch(r"[a-z_]+", name), f"{path.name} includes <{name}>"
+
+
+# From the lowest layer up; a module imports only what comes before it.
+PYTHON_LAYERS = [
+    {"_C"},
+    {"errors", "ops"},
+    {"_dtypes"},
+    {"_plan", "_rendezvous", "_cuda"},
+    {"group"},
+    {"collectives"},
+    {"__init__"},
+    {"collect_env", "bench"},
+]
+LEVEL = {name: level for level, names in enumerate(PYTHON_LAYERS) for name in names}
+
+
+def imported_at_import_time(path):
+    """Modules that `import path` would import; not those for type checkers or inside functions."""
+    pending = list(ast.parse(path.read_text()).body)
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name}: relative import"
+            if node.module == "pycomm":
+                yield from (f"pycomm.{alias.name}" for alias in node.names)
+            else:
+                yield node.module
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            pending += node.orelse
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            pending += [
+                child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)
+            ]
+
+
+def modules():
+    return sorted((ROOT / "pycomm").glob("*.py"))
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: p.stem)
+def test_python_imports(path):
+    level = LEVEL[path.stem]
+    for name in imported_at_import_time(path):
+        if name.startswith("pycomm."):
+            lower = name.split(".")[1]
+            # What is no module is an attribute of the package itself.
+            allowed = LEVEL.get(lower, LEVEL["__init__"]) < level
+            assert allowed, f"{path.stem} may not import {lower}"
+
+
+def run_python(code):
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    ).stdout
+
+
+def test_importing_pycomm_imports_nothing_heavy():
+    code = "import sys, pycomm; print(*sorted(sys.modules))"
+    loaded = set(run_python(code).split())
+    assert "pycomm._C" in loaded
+    assert not loaded & {"cupy", "matplotlib", "rich", "pytest", "deepspeed", "mpi4py"}
+    assert not any(name.startswith("pycomm.bench") for name in loaded)
+
+
+def test_importing_pycomm_starts_nothing():
+    """No threads, no files in shared memory, no default group."""
+    code = """
+import os, threading, torch
+before = set(os.listdir("/proc/self/task")), set(os.listdir("/proc/self/fd"))
+import pycomm
+after = set(os.listdir("/proc/self/task")), set(os.listdir("/proc/self/fd"))
+print(before == after, threading.active_count(), pycomm.group._default)
+"""
+    assert run_python(code).split() == ["True", "1", "None"]

@@ -1,0 +1,193 @@
+"""init: under torchrun, on an existing process group, and when ranks do not come."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import helpers
+import pytest
+import torch
+import torch.distributed as dist
+
+import pycomm
+
+SCRIPT = """
+import torch, pycomm
+{setup}
+rank = torch.distributed.get_rank()
+x = torch.full((1000,), float(rank + 1))
+{call}
+assert x.tolist() == [6.0] * 1000, x
+assert pycomm.default_group().size == 3
+print(f"rank {{rank}} is fine", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("setup", "call"),
+    [
+        ("group = pycomm.init()", "pycomm.all_reduce(x, group=group)"),
+        ("pycomm.init()", "pycomm.all_reduce(x)"),
+        ("torch.distributed.init_process_group('gloo')", "pycomm.all_reduce(x)"),
+    ],
+    ids=["explicit", "first becomes default", "default made on first use"],
+)
+def test_under_torchrun(tmp_path, setup, call):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(setup=setup, call=call))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*command, "--nproc-per-node=3", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    # They write at once, so lines may run into each other.
+    assert sorted(re.findall(r"rank (\d) is fine", done.stdout)) == ["0", "1", "2"]
+
+
+def test_without_anything_to_go_by(monkeypatch):
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    for call in (pycomm.init, pycomm.default_group, lambda: pycomm.all_reduce(torch.ones(3))):
+        with pytest.raises(ValueError, match=r"torchrun.*init_process_group.*LocalWorld"):
+            call()
+
+
+@pytest.mark.parametrize("timeout", [0, -3])
+def test_timeout_must_be_positive(timeout):
+    with pytest.raises(ValueError, match=f"timeout must be positive, got {timeout}"):
+        pycomm.init(timeout=timeout)
+
+
+def defaults(rank, size, store):
+    helpers.join_world(rank, size, store)
+    first, second = pycomm.init(), pycomm.init(timeout=7.0)
+    assert pycomm.default_group() is first
+    assert (first.timeout, second.timeout) == (300.0, 7.0)
+    assert first.name != second.name
+    assert repr(first) == f"pycomm.Group({first.name!r}, rank={rank}, size={size})"
+    x = torch.ones(3)
+    pycomm.all_reduce(x)
+    assert first._core.sequence == 1
+    pycomm.set_default_group(second)
+    pycomm.all_reduce(x)
+    assert second._core.sequence == 1
+    pycomm.set_default_group(None)
+    third = pycomm.default_group()
+    assert third not in (first, second)
+    return pycomm.all_reduce(x).tolist()
+
+
+def test_defaults():
+    assert helpers.run_ranks(2, defaults) == [[8.0] * 3] * 2
+
+
+def same_store(rank, size, store):
+    """Over a TCP store, and over gloo's own default timeout."""
+    dist.init_process_group("gloo", init_method=f"file://{store}.init", rank=rank, world_size=size)
+    with pycomm.init() as group:
+        return pycomm.all_reduce(torch.ones(2), group=group).tolist()
+
+
+def test_on_a_group_with_an_init_method():
+    assert helpers.run_ranks(2, same_store) == [[2.0, 2.0]] * 2
+
+
+def absent(rank, size, store, missing):
+    """All join torch.distributed, one never calls init."""
+    helpers.join_world(rank, size, store)
+    if rank == missing:
+        end = time.monotonic() + 20
+        while len(list(Path(store).parent.glob("gave-up-*"))) < size - 1:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        return None
+    start = time.monotonic()
+    try:
+        pycomm.init(timeout=1.0)
+    except pycomm.Timeout as error:
+        took = time.monotonic() - start
+        Path(f"{store}").parent.joinpath(f"gave-up-{rank}").touch()
+        return str(error), error.operation, took
+    return "joined"
+
+
+@pytest.mark.parametrize("missing", [0, 2])
+def test_a_missing_rank(missing):
+    for outcome in helpers.run_ranks(3, absent, missing):
+        if outcome is None:
+            continue
+        message, operation, took = outcome
+        assert operation == "rendezvous"
+        assert "within 1.0 s" in message
+        assert f"rank {missing}" in message
+        assert 0.9 <= took <= 2.0
+
+
+def two_timeouts(rank, size, store):
+    """A group that failed to form does not spoil the next one."""
+    helpers.join_world(rank, size, store)
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:  # finds what rank 0 has left there
+        store.wait(["failed/0"], timedelta(seconds=20))
+    with pytest.raises(pycomm.CollectiveError):
+        pycomm.init(timeout=0.5)
+    store.set(f"failed/{rank}", "")
+    store.wait([f"failed/{r}" for r in range(size)], timedelta(seconds=20))
+    with pycomm.init() as group:
+        return pycomm.all_reduce(torch.ones(1), group=group).item()
+
+
+def test_init_again_after_it_failed():
+    assert helpers.run_ranks(2, two_timeouts) == [2.0, 2.0]
+
+
+def used_by_strangers(rank, size, store):
+    """Whoever does not know the secret gets nothing, and disturbs nobody."""
+    import socket
+
+    from pycomm import _rendezvous
+
+    helpers.join_world(rank, size, store)
+    if rank == 0:
+        with pycomm.init() as group:
+            return pycomm.all_reduce(torch.ones(1), group=group).item()
+    original = _rendezvous._take
+
+    def take_after_a_stranger(address, secret, deadline):
+        for message in (b"wrong secret", b""):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
+                stranger.connect(f"\0{address}")
+                stranger.send(message)
+                if message:
+                    assert stranger.recv(16) == b""
+        return original(address, secret, deadline)
+
+    _rendezvous._take = take_after_a_stranger
+    with pycomm.init() as group:
+        return pycomm.all_reduce(torch.ones(1), group=group).item()
+
+
+def test_strangers_get_no_window():
+    assert helpers.run_ranks(2, used_by_strangers) == [2.0, 2.0]
+
+
+def different_machines(rank, size, store):
+    from pycomm import _rendezvous
+
+    helpers.join_world(rank, size, store)
+    if rank == 1:
+        _rendezvous.machine_identity = lambda: "another one"
+    with pytest.raises(ValueError, match=r"one machine .*ranks \[1\] share none with rank 0"):
+        pycomm.init()
+    return True
+
+
+def test_ranks_on_different_machines_are_told_so():
+    assert helpers.run_ranks(3, different_machines) == [True] * 3

@@ -1,0 +1,100 @@
+"""Who touches whose memory: ranks forbid themselves what they should not need, and still work."""
+
+import ctypes
+import mmap
+from pathlib import Path
+
+import golden
+import helpers
+import pytest
+import torch
+
+import pycomm
+
+PROT = {"none": 0, "read": 1}
+SIZE = 5
+STAGING = 1 << 20
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def window_address():
+    """Where this process has mapped its only window."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return min(int(line.split("-")[0], 16) for line in lines if "memfd:pycomm" in line)
+
+
+def forbid(base, rank, begin, length, what):
+    """Takes a part of a rank's slice away; touching it would be the end of this process."""
+    address = base + rank * pycomm.group.slice_bytes() + begin
+    done = LIBC.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(length), PROT[what])
+    assert done == 0, ctypes.get_errno()
+
+
+def reduce_with_blinkers(group, algorithm, in_window, needed, what):
+    """`needed` ranks' data stay open; of the others only the page of flags."""
+    x = group.empty(50_000) if in_window else torch.empty(50_000)
+    x.fill_(group.rank + 1)
+    pycomm.barrier(group=group)
+    base = window_address()
+    data = helpers.data_begin(group.size)
+    assert data % mmap.PAGESIZE == 0
+    for rank in range(group.size):
+        if rank != group.rank and rank not in needed[group.rank]:
+            forbid(base, rank, data, STAGING + (1 << 20), what)
+    for _ in range(3):
+        x.fill_(group.rank + 1)
+        pycomm.barrier(group=group)
+        pycomm.all_reduce(x, algorithm=algorithm, group=group)
+        assert torch.equal(x, torch.full((50_000,), float(sum(range(1, group.size + 1)))))
+        pycomm.barrier(group=group)
+    return True
+
+
+def tree_neighbours():
+    near = [set() for _ in range(SIZE)]
+    for root in golden.double_tree(SIZE):
+        for node in root.walk():
+            for child in node.children():
+                near[node.rank].add(child.rank)
+                near[child.rank].add(node.rank)
+    return near
+
+
+NEEDED = {
+    "ring": [{(rank - 1) % SIZE} for rank in range(SIZE)],
+    "tree": tree_neighbours(),
+}
+
+
+@pytest.mark.parametrize("in_window", [False, True])
+@pytest.mark.parametrize("algorithm", NEEDED)
+def test_only_neighbours_are_read(algorithm, in_window):
+    arguments = (algorithm, in_window, NEEDED[algorithm], "none")
+    results = helpers.run_group(SIZE, reduce_with_blinkers, *arguments, staging_bytes=STAGING)
+    assert results == [True] * SIZE
+
+
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot", "ring", "tree"])
+def test_nobody_writes_to_others_unless_in_the_window(algorithm):
+    arguments = (algorithm, False, [set()] * SIZE, "read")
+    results = helpers.run_group(SIZE, reduce_with_blinkers, *arguments, staging_bytes=STAGING)
+    assert results == [True] * SIZE
+
+
+def test_the_blinkers_work():
+    """The same, with one neighbour too many forbidden: the process ends by SIGSEGV."""
+    needed = [set(), *NEEDED["ring"][1:]]
+    with helpers.Ranks(
+        SIZE,
+        helpers.in_group,
+        reduce_with_blinkers,
+        {"staging_bytes": STAGING},
+        "ring",
+        False,
+        needed,
+        "none",
+    ) as ranks:
+        outcomes = ranks.join()
+    assert outcomes[0].exitcode == -11
+    assert {type(outcome.error) for outcome in outcomes[1:]} == {pycomm.PeerDied}
+    assert {outcome.error.rank for outcome in outcomes[1:]} == {0}

@@ -1,0 +1,114 @@
+"""torch.ops.pycomm: what opcheck asks for, and the same numbers under torch.compile."""
+
+import gc
+
+import helpers
+import pytest
+import sweep
+import torch
+
+import pycomm
+
+OPS = torch.ops.pycomm
+
+
+@pytest.fixture
+def alone(world):
+    return world(1).groups[0].name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
+def test_opcheck(alone, dtype):
+    def fresh(count):
+        return sweep.Case("", "sum", dtype, count).input(0).nan_to_num()
+
+    calls = [
+        (OPS.all_reduce, (fresh(12), "sum", "auto", alone)),
+        (OPS.all_reduce, (fresh(12).view(3, 4), "avg", "ring", alone)),
+        (OPS.all_reduce_, (fresh(12), "max", "two_shot", alone)),
+        (OPS.reduce_scatter_, (fresh(12), fresh(12), "min", alone)),
+        (OPS.all_gather_, (fresh(12), fresh(12), alone)),
+        (OPS.broadcast_, (fresh(12), 0, alone)),
+    ]
+    for op, arguments in calls:
+        torch.library.opcheck(op, arguments)
+
+
+def test_every_operation_is_checked_above():
+    names = {schema.name for schema in torch._C._jit_get_all_schemas()}
+    ours = {name.removeprefix("pycomm::") for name in names if name.startswith("pycomm::")}
+    assert ours >= {"all_reduce", "all_reduce_", "reduce_scatter_", "all_gather_", "broadcast_"}
+    cpu = {
+        name
+        for name in ours
+        if torch._C._dispatch_has_kernel_for_dispatch_key(f"pycomm::{name}", "CPU")
+    }
+    assert cpu == {"all_reduce", "all_reduce_", "reduce_scatter_", "all_gather_", "broadcast_"}
+
+
+def step(x, rank, size, name):
+    """Uses all operations, and ordinary ones in between."""
+    total = OPS.all_reduce(x * 2, "sum", "two_shot", name)
+    y = total + rank
+    OPS.all_reduce_(y, "avg", "ring", name)
+    blocks = y.repeat(size)
+    mine = torch.empty_like(y)
+    OPS.reduce_scatter_(mine, blocks, "max", name)
+    everyone = torch.empty_like(blocks)
+    OPS.all_gather_(everyone, mine * (rank + 1), name)
+    z = everyone.sum(0, keepdim=True) + y
+    OPS.broadcast_(z, size - 1, name)
+    return z.sin(), y, everyone
+
+
+def eager_and_compiled(group):
+    arguments = (group.rank, group.size, group.name)
+    x = torch.arange(100.0) + group.rank
+    eager = step(x, *arguments)
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    twice = [compiled(x, *arguments) for _ in range(2)]
+    same = all(torch.equal(a, b) for result in twice for a, b in zip(eager, result, strict=True))
+    return same and torch.equal(x, torch.arange(100.0) + group.rank), eager[2].tolist()
+
+
+def test_compiled_alone(world):
+    same, _ = eager_and_compiled(world(1).groups[0])
+    assert same
+
+
+def test_compiled_in_processes():
+    (first, everyone), (second, again) = helpers.run_group(2, eager_and_compiled)
+    assert first
+    assert second
+    assert everyone == again
+    # x * 2 sums to 4i + 2; adding the rank averages to 4i + 2.5; gathered times rank + 1.
+    expected = 4 * torch.arange(100.0) + 2.5
+    assert everyone == torch.cat([expected, 2 * expected]).tolist()
+
+
+def test_same_results_as_the_functions(world):
+    def body(group):
+        case = sweep.Case("tree", "prod", torch.float32, 3000)
+        a, b = case.input(group.rank), case.input(group.rank)
+        pycomm.all_reduce(a, "prod", algorithm="tree", group=group)
+        c = OPS.all_reduce(b, "prod", "tree", group.name)
+        OPS.all_reduce_(b, "prod", "tree", group.name)
+        return torch.equal(a.view(torch.int32), b.view(torch.int32)) and torch.equal(
+            a.view(torch.int32), c.view(torch.int32)
+        )
+
+    assert world(3).run(body) == [True] * 3
+
+
+def test_the_name_of_a_group_that_is_gone(world):
+    group = world(1).groups[0]
+    group.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        OPS.all_reduce(torch.ones(3), "sum", "auto", group.name)
+    with pycomm.LocalWorld(1) as other:
+        name = other.groups[0].name
+    del other
+    gc.collect()
+    with pytest.raises(ValueError, match=f"group must name an open pycomm group, got '{name}'"):
+        OPS.all_reduce(torch.ones(3), "sum", "auto", name)

@@ -1,0 +1,14 @@
+"""Ranks as processes get what ranks as threads get."""
+
+import helpers
+import pytest
+import sweep
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("algorithm", sweep.ALGORITHMS)
+def test_exact(algorithm, size):
+    staging_bytes = sweep.small_staging(size)
+    cases = [case for dtype in sweep.DTYPES for case in sweep.grid(algorithm, dtype, size)]
+    seen = helpers.run_group(size, sweep.run_cases, cases, staging_bytes=staging_bytes)
+    sweep.check(cases, seen, staging_bytes)
