@@ -52,6 +52,7 @@ def disagree(group, usual, odd, odd_rank, in_window):
     """A good operation, a bad one, and one more; the errors of the last two."""
     known = calls(group, in_window)
     known["sum"](8)
+    error = None
     try:
         eval(odd if group.rank == odd_rank else usual, known)
     except pycomm.CollectiveError as caught:
