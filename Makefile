@@ -25,7 +25,7 @@ demo: $(VENV)/.built
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/.built cpp-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -q tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -q tests
 
 # Needs a CUDA device; see docs/cuda.md.
 test-gpu: $(VENV)/.built

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+# One worker builds it for all.
+pytestmark = pytest.mark.xdist_group("wheel")
+
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("csrc", "pycomm", "setup.py", "pyproject.toml", "README.md", "LICENSE")
 
