@@ -43,7 +43,7 @@ cuda-check: $(VENV)/.torch
 	$(BIN)/python tests/cuda_check.py
 
 $(VENV)/.lint: $(VENV)/.built
-	$(BIN)/pip install -q ruff mypy "clang-format==20.1.8"
+	$(BIN)/pip install -q ruff==0.17.5 mypy==2.4.1 clang-format==20.1.8
 	touch $@
 
 lint: $(VENV)/.lint
