@@ -88,12 +88,12 @@ def test_a_late_sleeper_writes_nothing_into_others_tensors(tmp_path):
 
 def test_a_rank_that_never_comes(world):
     local_world = world(3, timeout=0.5)
+    start = time.monotonic()
 
     def body(group):
         if group.rank == 1:
             time.sleep(1.2)
             return None
-        start = time.monotonic()
         with pytest.raises(pycomm.Timeout, match=r"rank 1 .*did not answer within") as caught:
             pycomm.barrier(group=group)
         return caught.value.rank, time.monotonic() - start

@@ -2,14 +2,13 @@
 // is time for.
 //
 //   1. Stage: each rank copies its tile into its own staging slot and says so. For the first tile
-//   the
-//      announcement of the operation says it, so a small message costs a single round.
+//      the announcement of the operation says it, so a small message costs a single round.
 //   2. Reduce: each rank adds all n contributions of the tile, in rank order, into its output.
 //
 // Per rank, for S bytes: S staged; (n-1) S read from peers; 1 step per tile. Rounds once, at the
 // end. Two slots suffice: a peer that has signalled tile t has reduced tile t-1, and nobody signals
-// t+1 before having seen every t. Reference: the "naive" all-to-all all-reduce; as one-shot in
-// TensorRT-LLM and vLLM.
+// t+1 before having seen every t. The smallest messages travel in packets (core/packet.h).
+// Reference: the "naive" all-to-all all-reduce; as one-shot in TensorRT-LLM and vLLM.
 #pragma once
 
 #include "core/layout.h"

@@ -1,16 +1,13 @@
 // One-shot in packets: for messages so small that one flag per message costs more than the message.
 //
 //   1. Publish the operation, then put own data into every peer's window, four bytes to an
-//   eight-byte
-//      packet whose other half is the operation's number. One store carries both: no fence, and no
-//      flag that comes later.
-//   2. Meet the other ranks' announcements (sent before the packets, so there by now), and check
-//   them.
+//      eight-byte packet whose other half is the operation's number. One store carries both: no
+//      fence, and no flag that comes later.
+//   2. Meet the other ranks' announcements (sent before the packets, so there by now); check them.
 //   3. Take each peer's packets as their numbers appear; add in rank order.
 //
 // Per rank, for S bytes: 2 (n-1) S written to peers, nothing read from them; no signals. Rounds
-// once. Reference: the LL protocol of NCCL, whose idea it is that the data tell that they are
-// there.
+// once. Reference: the LL protocol of NCCL, whose idea it is that the data tell that they are there.
 //
 // The packets of an operation lie in one of two areas in turn, for the reason why announcements do
 // (core/operation.h). Nothing else is ever written there, and who takes a packet leaves a number of

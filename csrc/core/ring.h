@@ -1,21 +1,23 @@
 // Ring all-reduce: reduce-scatter and all-gather around a ring, pipelined.
 //
-//   A tile has n chunks, a chunk has pieces. At step s rank r makes its copy of chunk (r - s) mod
-//   n: 0.            r's own contribution, as it is; 1 .. n-2.     the left neighbour's partial
-//   result plus r's contribution; n-1.          the same, and it is complete: r owns chunk r+1; n
-//   .. 2n-2.    the left neighbour's complete chunk, copied. After each piece r signals, and the
-//   right neighbour, one step behind, goes on with that piece while r makes the next one.
+//   A tile has n chunks, a chunk has pieces. At step s rank r makes its copy of chunk (r-s) mod n:
+//     0            r's own contribution, as it is;
+//     1 .. n-2     the left neighbour's partial result plus r's contribution;
+//     n-1          the same, and it is complete: r owns chunk r+1;
+//     n .. 2n-2    the left neighbour's complete chunk, copied.
+//   After each piece r signals, and the right neighbour, one step behind, goes on with that piece
+//   while r makes the next one.
 //
 // Per rank, for S bytes: 2 (n-1)/n S read from the left neighbour, nothing from anyone else; 2n-1
-// signals per piece of a chunk (2(n-1) feed the neighbour; the last says that r needs no more of
-// it). Chunk c is added in the order c, c+1, ..., c-1 (mod n) and rounded to the tensor's type at
-// every hop. Reference: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for
-// clusters of workstations".
+// signals per piece of a chunk (2(n-1) feed the neighbour; the last says that r needs no more).
+// Chunk c is added in the order c, c+1, ..., c-1 (mod n) and rounded to the tensor's type at every
+// hop. Reference: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters
+// of workstations".
 //
 // r may overwrite a partial chunk by the complete one, because that one has come through the right
-// neighbour, which therefore has read the partial (or, for r's own last chunk, never needs it). And
-// the slots of tile t - 2 are free when r has completed t - 1, because every chunk of t - 1 has
-// come through the right neighbour, which has read all of t - 2 before.
+// neighbour, which therefore has read the partial (or, for r's own last chunk, never needs it).
+// And the slots of tile t-2 are free when r has completed t-1, because every chunk of t-1 has come
+// through the right neighbour, which has read all of t-2 before.
 #pragma once
 
 #include "core/layout.h"

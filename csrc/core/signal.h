@@ -7,17 +7,19 @@
 //
 // The concept that the algorithms are templates of (cpu/comm.h and cuda/comm.cuh implement it):
 //
-//   int rank(), size()                      who I am, how many we are
-//   int64 count(), line()                   elements of this operation; elements in a cache line
-//   bool direct()                           after announce(): tensors lie in the windows, no
-//   staging Place input(), output()                 my tensors Place input(r), output(r) rank r's
-//   tensors, where direct() Place slot(r, i)                        staging slot i of rank r,
-//   `slot_count()` elements long void announce()                         publish this operation,
-//   meet every other rank's void signal(slot)                       release: everything before it
-//   is visible to who waits void wait(r, slot, step)                acquire: returns when rank r
-//   has signalled `step` times void wait_all(slot, step)               the same for every other
-//   rank void copy(to, from, n) void reduce(k, to, n_from, from, n, last)   to(0..k-1) = from(0) op
-//   from(1) op ...
+//   int rank(), size()          who I am, how many we are
+//   int64 count(), line()       elements of this operation; elements in a cache line
+//   bool direct()               after announce(): tensors lie in the windows, no staging
+//   Place input(), output()     my tensors
+//   Place input(r), output(r)   rank r's tensors, where direct()
+//   Place slot(r, i)            staging slot i of rank r, `slot_count()` elements long
+//   void announce()             publish() this operation, meet() every other rank's
+//   bool fits_packets()         put_packets, take_packets, taken serve (core/packet.h)
+//   void signal(slot)           release: everything before it is visible to who waits
+//   void wait(r, slot, step)    acquire: returns when rank r has signalled `step` times
+//   void wait_all(slot, step)   the same for every other rank
+//   void copy(to, from, n)
+//   void reduce(n_to, to, n_from, from, n, last)   to(0), to(1), ... = from(0) op from(1) op ...
 //
 // A wait that cannot be satisfied ends by the executor's means: the CPU throws; a CUDA block
 // drains, that is, runs on with waits that return at once and data steps that do nothing.

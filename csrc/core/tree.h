@@ -2,12 +2,11 @@
 //
 //   Two trees span the ranks, each carries one half of the tensor, and a rank is an inner node of
 //   at most one of them (core/layout.h). A half is cut into pieces; for piece k, in each tree:
-//   1. Up: a node adds left child's partial result, own contribution, right child's partial result,
-//   in
-//      this order, and keeps the sum where its parent reads it. At the root the sum is complete.
+//   1. Up: a node adds left child's partial result, own contribution, right child's partial
+//      result, in this order, and keeps the sum where its parent reads it. At the root the sum is
+//      complete.
 //   2. Down: a node copies the complete piece from its parent and keeps it for its children. Down
-//   runs
-//      `lag` pieces behind up, so that the way to the root and back is filled with other pieces.
+//      runs `lag` pieces behind up, so that the way to the root and back is filled with others.
 //
 // Per rank, for S bytes: at most S read from two children and S/2 from a parent in the tree where
 // it is an inner node, S/2 from its parent in the other: 2 S. 2 signals per piece and tree. The
@@ -19,8 +18,8 @@
 // same piece higher in the tree, and each rank goes through (piece, up before down, tree) in one
 // order. A slot's partial result may be overwritten by the complete one, which came through the
 // parent. And the place of piece k - kStagingSlots is free when piece k goes up: a child that is
-// through with k on its way up has been through with k - 1 - lag on its way down before, and lag <
-// kStagingSlots.
+// through with k on its way up has been through with k-1-lag on its way down before, and
+// lag < kStagingSlots.
 #pragma once
 
 #include "core/layout.h"

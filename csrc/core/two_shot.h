@@ -3,11 +3,9 @@
 //
 //   1. Stage: each rank copies the chunks that others own into its staging slot.
 //   2. Reduce: the owner of a chunk adds the n contributions in rank order, writes the result to
-//   its
-//      output and to its own slot.
+//      its output and to its own slot.
 //   3. Gather: each rank copies the other owners' results to its output, one tile behind (so that
-//   it
-//      rarely waits for them).
+//      it rarely waits for them).
 //
 // Where all tensors lie in the shared window there is one tile and no staging: the owner reads
 // every rank's tensor and writes the result into every rank's tensor; the announcement and one last

@@ -1,7 +1,6 @@
 // The memory that the ranks of one machine share: one anonymous file with a slice per rank.
 //
-//   slice of rank r:  | control page | staging, even operations | staging, odd operations | heap
-//   ... |
+//   | control page | packets | staging, even operations | staging, odd operations | heap ... |
 //
 // The file has no name, so it is gone with the last process that maps it. It is as large as could
 // ever be needed, but only what has been reserved takes memory: control and staging when it is
