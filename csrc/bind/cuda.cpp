@@ -6,17 +6,20 @@
 #include <condition_variable>
 #include <thread>
 
+#include "bind/compressed.h"
 #include "bind/python.h"
 #include "core/errors.h"
 #include "core/select.h"
 #include "cpu/group.h"
 #include "cuda/endpoint.h"
+#include "cuda/wire.h"
 
 namespace py = pybind11;
 
 namespace pycomm::bind {
 namespace {
 
+using cuda::Compression;
 using cuda::Endpoint;
 using cuda::HostRegistration;
 using cuda::SharedLaunch;
@@ -43,19 +46,24 @@ class CudaGroup {
   CudaGroup& operator=(const CudaGroup&) = delete;
 
   // Enqueues the operation on the stream.
-  void run(Operation operation, const void* input, void* output, std::uintptr_t stream) {
+  void run(Operation operation, const void* input, void* output, std::uintptr_t stream,
+           const Compression& compression = {}) {
     const std::lock_guard lock(running_);
     check();
     operation.device = Device::cuda;
     if (operation.algorithm == Algorithm::automatic) {
-      operation.algorithm =
-          select_algorithm(operation.count * size_of(operation.dtype), host_->size(), Device::cuda);
+      // The number of lossy points never depends on the size.
+      operation.algorithm = operation.codec.kind != CodecKind::none
+                                ? Algorithm::two_shot
+                                : select_algorithm(operation.count * size_of(operation.dtype),
+                                                   host_->size(), Device::cuda);
     }
+    endpoint_->check(operation);
     try {
       if (shared_ == nullptr) {
-        endpoint_->launch(operation, input, output, stream);
+        endpoint_->launch(operation, input, output, stream, compression);
       } else {
-        run_together(operation, input, output, stream);
+        run_together(operation, input, output, stream, compression);
       }
     } catch (const CollectiveError&) {
       throw;
@@ -105,8 +113,8 @@ class CudaGroup {
   }
 
   void run_together(const Operation& operation, const void* input, void* output,
-                    std::uintptr_t stream) {
-    shared_->put(host_->rank(), operation, input, output, stream);
+                    std::uintptr_t stream, const Compression& compression) {
+    shared_->put(host_->rank(), operation, input, output, stream, compression);
     host_->agree(operation, check_signals);
     if (host_->rank() == 0) shared_->launch();
     host_->agree({}, check_signals);  // a barrier: it has been launched
@@ -138,6 +146,55 @@ class CudaGroup {
   std::thread watcher_;
 };
 
+void run_compressed(CudaGroup& group, const CompressedCall& call, std::uintptr_t nonfinite,
+                    std::uintptr_t workspace, std::uintptr_t stream) {
+  const py::gil_scoped_release no_gil;
+  group.run(call.operation, call.input, call.output, stream,
+            {call.feedback, reinterpret_cast<std::uint32_t*>(nonfinite),
+             reinterpret_cast<std::byte*>(workspace)});
+}
+
+// A device, its stream and workspace, and elements that lie there.
+cuda::WireJob wire_job(int device, std::uintptr_t stream, std::uintptr_t workspace,
+                       const Codec& codec, int dtype, std::int64_t n, std::uintptr_t elements,
+                       std::uintptr_t wire) {
+  cuda::WireJob job;
+  job.device = device;
+  job.stream = stream;
+  job.codec = codec;
+  job.dtype = static_cast<DType>(dtype);
+  job.n = n;
+  job.elements = reinterpret_cast<std::byte*>(elements);
+  job.wire = reinterpret_cast<std::byte*>(wire);
+  job.workspace = reinterpret_cast<std::byte*>(workspace);
+  return job;
+}
+
+void encode(int device, std::uintptr_t stream, std::uintptr_t workspace, const Codec& codec,
+            int dtype, std::uintptr_t x, std::int64_t n, std::uintptr_t wire, std::uint64_t seed,
+            std::uint32_t step, std::int64_t offset) {
+  const py::gil_scoped_release no_gil;
+  cuda::WireJob job = wire_job(device, stream, workspace, codec, dtype, n, x, wire);
+  job.random = {seed, step, 0};
+  job.offset = offset;
+  cuda::encode(job);
+}
+
+void decode(int device, std::uintptr_t stream, std::uintptr_t workspace, const Codec& codec,
+            std::uintptr_t wire, std::int64_t bytes, std::int64_t n, int dtype,
+            std::uintptr_t output, bool add) {
+  const py::gil_scoped_release no_gil;
+  cuda::decode(wire_job(device, stream, workspace, codec, dtype, n, output, wire), bytes, add);
+}
+
+std::int64_t select(int device, std::uintptr_t stream, std::uintptr_t workspace, const Codec& codec,
+                    int dtype, std::uintptr_t x, std::int64_t n, std::uintptr_t indices,
+                    std::uintptr_t values) {
+  const py::gil_scoped_release no_gil;
+  return cuda::select(wire_job(device, stream, workspace, codec, dtype, n, x, 0),
+                      reinterpret_cast<std::int64_t*>(indices), reinterpret_cast<float*>(values));
+}
+
 }  // namespace
 
 void bind_cuda(py::module_& m) {
@@ -167,14 +224,23 @@ void bind_cuda(py::module_& m) {
            py::arg("host"), py::arg("endpoint"), py::arg("shared").none(true))
       .def("check", &CudaGroup::check)
       .def("close", &CudaGroup::close, py::call_guard<py::gil_scoped_release>())
-      .def("run", [](CudaGroup& group, int collective, int algorithm, int dtype, int op, int root,
-                     std::int64_t count, std::uintptr_t input, std::uintptr_t output,
-                     std::uintptr_t stream) {
-        const py::gil_scoped_release no_gil;
-        group.run({static_cast<Collective>(collective), static_cast<Algorithm>(algorithm),
-                   static_cast<DType>(dtype), static_cast<ReduceOp>(op), root, count},
-                  reinterpret_cast<const void*>(input), reinterpret_cast<void*>(output), stream);
-      });
+      .def("run",
+           [](CudaGroup& group, int collective, int algorithm, int dtype, int op, int root,
+              std::int64_t count, std::uintptr_t input, std::uintptr_t output,
+              std::uintptr_t stream) {
+             const py::gil_scoped_release no_gil;
+             group.run({static_cast<Collective>(collective), static_cast<Algorithm>(algorithm),
+                        static_cast<DType>(dtype), static_cast<ReduceOp>(op), root, count},
+                       reinterpret_cast<const void*>(input), reinterpret_cast<void*>(output),
+                       stream);
+           })
+      .def("run_compressed", &run_compressed);
+  m.def("cuda_encode", &encode);
+  m.def("cuda_decode", &decode);
+  m.def("cuda_select", &select);
+  m.def("cuda_workspace_bytes", &cuda::workspace_bytes, py::arg("codec"), py::arg("n"),
+        py::arg("ranks"), py::arg("exchange"));
+  m.def("cuda_least_staging_bytes", &cuda::least_staging_bytes, py::arg("ranks"), py::arg("lanes"));
   m.def("cuda_window_bytes", &cuda::window_bytes, py::arg("ranks"), py::arg("lanes"),
         py::arg("staging_bytes"), py::arg("heap_bytes"));
   m.def("cuda_heap_begin", &cuda::heap_begin, py::arg("ranks"), py::arg("lanes"),

@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "bind/compressed.h"
 #include "bind/fast_call.h"
 #include "bind/python.h"
 #include "bind/registry.h"
@@ -81,6 +82,16 @@ std::shared_ptr<Work> submit(Group& group, int collective, int algorithm, int dt
                       reinterpret_cast<const void*>(input), reinterpret_cast<void*>(output));
 }
 
+bool run_compressed(Group& group, const CompressedCall& call) {
+  const py::gil_scoped_release no_gil;
+  return group.run(call.operation, call.input, call.output, check_signals, call.feedback);
+}
+
+std::shared_ptr<Work> submit_compressed(Group& group, const CompressedCall& call) {
+  const py::gil_scoped_release no_gil;
+  return group.submit(call.operation, call.input, call.output, call.feedback);
+}
+
 void translate(std::exception_ptr pointer) {
   try {
     if (pointer) std::rethrow_exception(pointer);
@@ -94,7 +105,8 @@ void bind_group(py::module_& m) {
       .def(
           "wait", [](Work& work, double s) { return work.wait(seconds(s)); },
           py::call_guard<py::gil_scoped_release>())
-      .def("completed", &Work::completed);
+      .def("completed", &Work::completed)
+      .def("nonfinite", &Work::nonfinite);
 
   py::class_<Allocation>(m, "Allocation", py::buffer_protocol())
       .def_buffer([](Allocation& allocation) { return allocation.buffer(); });
@@ -118,6 +130,8 @@ void bind_group(py::module_& m) {
            py::arg("cores"), py::arg("timeout"), py::arg("first_epoch") = 0)
       .def("run", &run)
       .def("submit", &submit)
+      .def("run_compressed", &run_compressed)
+      .def("submit_compressed", &submit_compressed)
       .def_property_readonly("handle", &handle_of)
       .def("abort", [](Group& group) { group.abort(); })
       .def("leave", &Group::leave)
@@ -156,6 +170,7 @@ void bind_group(py::module_& m) {
 PYBIND11_MODULE(_C, m) {
   py::register_exception_translator(translate);
   bind_fast_call(m);
+  bind_codec(m);
   bind_group(m);
   bind_cuda(m);
   m.def(

@@ -11,6 +11,7 @@ void set_python_error();
 // Lets Ctrl-C and other signals end a long wait.
 void check_signals();
 
+void bind_codec(pybind11::module_& m);
 void bind_cuda(pybind11::module_& m);
 
 }  // namespace pycomm::bind

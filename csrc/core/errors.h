@@ -41,6 +41,8 @@ inline std::string describe(const Operation& operation) {
   if (operation.collective == Collective::all_reduce) {
     text += std::string(", algorithm=") + name_of(operation.algorithm);
   }
+  if (operation.codec.kind != CodecKind::none) text += ", " + describe(operation.codec);
+  if (operation.offset != 0) text += ", offset=" + std::to_string(first_element(operation));
   if (operation.collective == Collective::broadcast)
     text += ", src=" + std::to_string(operation.root);
   if (operation.device == Device::cuda) text += ", on CUDA";

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common.h"
+#include "core/codec.h"
 
 namespace pycomm {
 
@@ -18,12 +19,20 @@ struct Operation {
   std::int32_t root = 0;
   std::int64_t count = 0;  // elements: of the tensor, or of one rank's share where shares differ
   Device device = Device::cpu;
+  std::uint32_t offset = 0;  // compressed: of the tensor in the whole, in kSmallestBlock elements
+  Codec codec = {};
 };
-static_assert(sizeof(Operation) == 24);
+static_assert(sizeof(Operation) == 40);
+
+// Index of the tensor's first element in the whole.
+PYCOMM_HD constexpr std::int64_t first_element(const Operation& operation) {
+  return operation.offset * kSmallestBlock;
+}
 
 PYCOMM_HD bool operator==(const Operation& a, const Operation& b) {
   return a.collective == b.collective && a.algorithm == b.algorithm && a.dtype == b.dtype &&
-         a.op == b.op && a.root == b.root && a.device == b.device && a.count == b.count;
+         a.op == b.op && a.root == b.root && a.device == b.device && a.count == b.count &&
+         a.offset == b.offset && a.codec == b.codec;
 }
 
 inline constexpr std::int64_t kNotInWindow = -1;
@@ -35,6 +44,7 @@ struct alignas(64) Announcement {
   Operation operation;
   std::int64_t input = kNotInWindow;  // where the tensors lie in this rank's window
   std::int64_t output = kNotInWindow;
+  std::uint32_t overflow = 0;  // compressed, with feedback: this rank's tensor may not be summed
   std::uint32_t epoch = 0;
 };
 static_assert(sizeof(Announcement) == 64);

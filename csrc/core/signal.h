@@ -10,6 +10,8 @@
 //   int rank(), size()          who I am, how many we are
 //   int64 count(), line()       elements of this operation; elements in a cache line
 //   bool direct()               after announce(): tensors lie in the windows, no staging
+//   kCoded                      slots hold encoded elements (core/codec.h): then every contribution
+//                               goes through a slot, so that no rank's own is more exact than others
 //   Place input(), output()     my tensors
 //   Place input(r), output(r)   rank r's tensors, where direct()
 //   Place slot(r, i)            staging slot i of rank r, `slot_count()` elements long
@@ -40,10 +42,13 @@ PYCOMM_HD constexpr bool reached(std::uint32_t flag, std::uint32_t target) {
   return static_cast<std::int32_t>(flag - target) >= 0;
 }
 
+inline constexpr std::int64_t kPlain = -1;
+
 // A piece of some rank's memory; where `rank` is not the caller's, its use is traffic.
 struct Place {
   std::byte* data;
   int rank;
+  std::int64_t coded = kPlain;  // of encoded elements: which one, in the tile that begins at `data`
 };
 
 // What one rank did in one operation.

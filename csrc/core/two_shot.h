@@ -16,6 +16,11 @@
 // 2, all-gather 1 and 3. Rounds once. References: Rabenseifner 2004 for the halves; QuickReduce,
 // vLLM for the shape.
 //
+// With a codec (core/codec.h) slots hold encoded elements: phase 1 encodes every contribution, the
+// owner's too; phase 2 decodes, adds and encodes the result, and the owner decodes what it has
+// encoded; phase 3 decodes. A mean has then been rounded twice by the codec: as the mean of n
+// rounded contributions, and itself.
+//
 // Slots: at the time tile t is staged, every peer has been seen to stage t-1, so has gathered t-3
 // (for all-gather, t-4): with kStagingSlots = 4 the slot of t-4 is free.
 #pragma once
@@ -45,6 +50,32 @@ struct EvenChunks {
     const Range tile = tiles()[t];
     const Range part = part_of(tile.count, comm.size(), owner, comm.line());
     return {tile.begin + part.begin, tile.begin + part.begin, part.begin, part.count};
+  }
+};
+
+// Compressed all-reduce: the owner of an element depends on its index in the whole and on nothing
+// else, so that neither do the bits, however the whole is cut into tensors and those into tiles.
+// Owners take turns every kOwnedElements; a tile is one piece of each owner's stretch.
+inline constexpr std::int64_t kOwnedElements = 16384;
+
+template <class Comm>
+struct CyclicChunks {
+  Comm& comm;
+  std::int64_t offset;  // of the tensor in the whole, a multiple of the codec's block
+  std::int64_t piece;   // divides kOwnedElements, and a slot holds one of every owner
+
+  PYCOMM_HD std::int64_t cycle() const { return comm.size() * kOwnedElements; }
+  PYCOMM_HD Tiles tiles() const {
+    const std::int64_t cycles = ceil_div(offset + comm.count(), cycle()) - offset / cycle();
+    return {comm.count() == 0 ? 0 : cycles * (kOwnedElements / piece), 1};
+  }
+  PYCOMM_HD Chunk operator()(std::int64_t t, int owner) const {
+    const std::int64_t pieces = kOwnedElements / piece;
+    const std::int64_t start = (offset / cycle() + t / pieces) * cycle() + owner * kOwnedElements +
+                               t % pieces * piece - offset;
+    const std::int64_t begin = start < 0 ? 0 : start;
+    const std::int64_t end = start + piece < comm.count() ? start + piece : comm.count();
+    return {begin, begin, owner * piece, end > begin ? end - begin : 0};
   }
 };
 
@@ -88,7 +119,7 @@ PYCOMM_HD Place slot_of(Comm& comm, int r, std::int64_t t, const Chunk& chunk) {
 template <class Comm, class Chunks>
 PYCOMM_HD void stage_for_owners(Comm& comm, const Chunks& chunks, std::int64_t t) {
   for (int owner = 0; owner < comm.size(); ++owner) {
-    if (owner == comm.rank()) continue;
+    if (owner == comm.rank() && !Comm::kCoded) continue;
     const Chunk chunk = chunks(t, owner);
     comm.copy(slot_of(comm, comm.rank(), t, chunk), comm.at(comm.input(), chunk.input),
               chunk.count);
@@ -104,7 +135,7 @@ PYCOMM_HD void reduce_owned(Comm& comm, const Chunks& chunks, std::int64_t t, bo
   const Chunk mine = chunks(t, me);
   const auto from = [&](int r) {
     if (comm.direct()) return comm.at(comm.input(r), mine.input);
-    return r == me ? comm.at(comm.input(), mine.input) : slot_of(comm, r, t, mine);
+    return r == me && !Comm::kCoded ? comm.at(comm.input(), mine.input) : slot_of(comm, r, t, mine);
   };
   const auto to = [&](int i) {
     if (!everywhere) return comm.at(comm.output(), mine.output);
@@ -126,10 +157,9 @@ PYCOMM_HD void gather_from_owners(Comm& comm, const Chunks& chunks, std::int64_t
 
 }  // namespace detail
 
-template <class Comm>
-PYCOMM_HD void two_shot(Comm& comm) {
+template <class Comm, class Chunks>
+PYCOMM_HD void two_shot(Comm& comm, const Chunks& chunks) {
   comm.announce();
-  const EvenChunks<Comm> chunks{comm};
   const std::int64_t tiles = chunks.tiles().count();
   for (std::int64_t t = 0; t <= tiles; ++t) {
     if (t < tiles) {
@@ -142,6 +172,11 @@ PYCOMM_HD void two_shot(Comm& comm) {
       if (!comm.direct()) detail::gather_from_owners(comm, chunks, t - 1);
     }
   }
+}
+
+template <class Comm>
+PYCOMM_HD void two_shot(Comm& comm) {
+  two_shot(comm, EvenChunks<Comm>{comm});
 }
 
 template <class Comm>

@@ -72,9 +72,11 @@ Comm::Comm(std::shared_ptr<Window> window, std::shared_ptr<const Liveness> peers
   }
 }
 
-void Comm::begin(const Operation& operation, const void* input, void* output, void (*interrupt)()) {
+void Comm::begin(const Operation& operation, const void* input, void* output, void (*interrupt)(),
+                 bool overflow) {
   sequence_ = next_sequence(sequence_);
   operation_ = operation;
+  overflow_ = overflow;
   interrupt_ = interrupt;
   element_size_ = size_of(operation.dtype);
   input_ = static_cast<std::byte*>(const_cast<void*>(input));
@@ -96,8 +98,11 @@ void Comm::publish() {
   Announcement& announced = announcement(rank_);
   const bool scatters = operation_.collective == Collective::reduce_scatter;
   const bool gathers = operation_.collective == Collective::all_gather;
-  const std::int64_t bytes = operation_.count * element_size_;
+  // Of top-k, the input is an area for lists, whatever the tensor's size.
+  const bool lists = operation_.codec.kind == CodecKind::topk;
+  const std::int64_t bytes = lists ? 0 : operation_.count * element_size_;
   announced.operation = operation_;
+  announced.overflow = overflow_ ? 1 : 0;
   announced.input = window_->offset_in_heap(rank_, input_, scatters ? bytes * size_ : bytes);
   announced.output = window_->offset_in_heap(rank_, output_, gathers ? bytes * size_ : bytes);
   stream_fence();
@@ -120,6 +125,19 @@ void Comm::meet() {
     direct_ = direct_ && (gathers || announcement(r).input != kNotInWindow) &&
               (scatters || announcement(r).output != kNotInWindow);
   }
+}
+
+bool Comm::any_overflow() const {
+  bool any = false;
+  for (int r = 0; r < size_; ++r) any = any || announcement(r).overflow != 0;
+  return any;
+}
+
+std::byte* Comm::announced_area(int r, std::int64_t bytes) const {
+  const std::int64_t begin = announcement(r).input;
+  PYCOMM_CHECK(begin >= window_->heap_begin() && begin <= window_->slice_bytes() - bytes,
+               "rank " + std::to_string(r) + " has announced memory outside its heap");
+  return window_->slice(r) + begin;
 }
 
 std::uint32_t Comm::announced(int r) const {

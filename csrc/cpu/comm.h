@@ -19,6 +19,8 @@ namespace pycomm::cpu {
 
 class Comm {
  public:
+  static constexpr bool kCoded = false;
+
   // `first_epoch` is the value all flags count from, the same on every rank.
   // `cores`: how many there are for all ranks together.
   Comm(std::shared_ptr<Window> window, std::shared_ptr<const Liveness> peers, int rank, int size,
@@ -26,7 +28,9 @@ class Comm {
 
   // Starts the next operation; an algorithm's call follows. `interrupt` is called now and then in a
   // long wait, and may throw.
-  void begin(const Operation& operation, const void* input, void* output, void (*interrupt)());
+  // `overflow` is announced with it.
+  void begin(const Operation& operation, const void* input, void* output, void (*interrupt)(),
+             bool overflow = false);
 
   int rank() const { return rank_; }
   int size() const { return size_; }
@@ -54,6 +58,11 @@ class Comm {
   }
   void publish();
   void meet();
+  // After meet(): whether any rank has announced it.
+  bool any_overflow() const;
+  // After meet(): the memory in rank r's heap that it has announced as its input. Throws unless so
+  // many bytes lie there.
+  std::byte* announced_area(int r, std::int64_t bytes) const;
 
   bool fits_packets() const { return count() * element_size_ <= kPacketBytes; }
   void put_packets(int r, Place from);
@@ -112,6 +121,8 @@ class Comm {
   void leave() { mine().left.store(1, std::memory_order_release); }
 
   const Traffic& traffic() const { return traffic_; }
+  // Bytes moved by an executor on top of this one.
+  void count_in(std::int64_t bytes) { traffic_.bytes_in += bytes; }
   std::uint32_t sequence() const { return sequence_; }
   // What rank r has published so far, in this operation's announcement or for a slot; also of a
   // rank that is dead.
@@ -167,6 +178,7 @@ class Comm {
   std::uint32_t started_[kSlots];
 
   Operation operation_;
+  bool overflow_ = false;
   std::byte* input_ = nullptr;
   std::byte* output_ = nullptr;
   std::byte* output_end_ = nullptr;

@@ -19,9 +19,15 @@ bool Work::completed() const {
   return completed_;
 }
 
-void Work::complete(std::exception_ptr error) {
+bool Work::nonfinite() const {
+  const std::lock_guard lock(mutex_);
+  return nonfinite_;
+}
+
+void Work::complete(bool nonfinite, std::exception_ptr error) {
   const std::lock_guard lock(mutex_);
   completed_ = true;
+  nonfinite_ = nonfinite;
   error_ = std::move(error);
   done_.notify_all();
 }
@@ -58,28 +64,43 @@ void Group::check_usable() {
   }
 }
 
-void Group::run(Operation operation, const void* input, void* output, void (*interrupt)()) {
-  run_in_order({operation, input, output, false, nullptr}, interrupt);
+// At the door, and on all ranks alike.
+void Group::check_fits(const Operation& operation) const {
+  if (operation.codec.kind == CodecKind::none || operation.codec.kind == CodecKind::topk) return;
+  const auto staging = CodedStaging::in(comm_.slot_bytes() * kStagingSlots, operation.codec);
+  PYCOMM_CHECK(staging.piece(size_) > 0, "staging_bytes is too small to compress among " +
+                                             std::to_string(size_) +
+                                             " ranks: make the group with at least " +
+                                             std::to_string(2 * staging.enough(size_)));
+}
+
+bool Group::run(const Operation& operation, const void* input, void* output, void (*interrupt)(),
+                const Feedback& feedback) {
+  check_fits(operation);
+  return run_in_order({operation, input, output, false, feedback, nullptr}, interrupt);
 }
 
 void Group::agree(const Operation& operation, void (*interrupt)()) {
-  run_in_order({operation, nullptr, nullptr, true, nullptr}, interrupt);
+  run_in_order({operation, nullptr, nullptr, true, {}, nullptr}, interrupt);
 }
 
-std::shared_ptr<Work> Group::submit(Operation operation, const void* input, void* output) {
+std::shared_ptr<Work> Group::submit(const Operation& operation, const void* input, void* output,
+                                    const Feedback& feedback) {
   check_usable();
-  return enqueue({operation, input, output, false, nullptr});
+  check_fits(operation);
+  return enqueue({operation, input, output, false, feedback, nullptr});
 }
 
 // On this thread, unless something submitted earlier is still to come.
-void Group::run_in_order(const Task& task, void (*interrupt)()) {
+bool Group::run_in_order(const Task& task, void (*interrupt)()) {
   check_usable();
   if (pending_.load(std::memory_order_acquire) == 0) {
     const std::lock_guard lock(running_);
-    execute(task, interrupt);
-  } else {
-    await(*enqueue(task), interrupt);
+    return execute(task, interrupt);
   }
+  const std::shared_ptr<Work> work = enqueue(task);
+  await(*work, interrupt);
+  return work->nonfinite();
 }
 
 std::shared_ptr<Work> Group::enqueue(Task task) {
@@ -119,34 +140,34 @@ void Group::serve() {
     lock.unlock();
 
     std::exception_ptr error;
+    bool nonfinite = false;
     try {
       const std::lock_guard running(running_);
-      execute(task, nullptr);
+      nonfinite = execute(task, nullptr);
     } catch (...) {
       error = std::current_exception();
     }
     // Before the work completes: who has waited for it may run the next operation inline.
     pending_.fetch_sub(1, std::memory_order_acq_rel);
-    task.work->complete(std::move(error));
+    task.work->complete(nonfinite, std::move(error));
   }
 }
 
-void Group::execute(const Task& task, void (*interrupt)()) {
+bool Group::execute(const Task& task, void (*interrupt)()) {
   if (failed_.load(std::memory_order_acquire)) check_usable();
   Operation operation = task.operation;
+  const CodecKind codec = task.agree_only ? CodecKind::none : operation.codec.kind;
   if (operation.algorithm == Algorithm::automatic) {
+    // The number of lossy points never depends on the size.
     operation.algorithm =
-        select_algorithm(operation.count * size_of(operation.dtype), size_, Device::cpu);
+        codec != CodecKind::none
+            ? Algorithm::two_shot
+            : select_algorithm(operation.count * size_of(operation.dtype), size_, Device::cpu);
   }
   try {
-    comm_.begin(operation, task.input, task.output, interrupt);
-    if (size_ == 1) {
-      if (!task.agree_only) copy_alone(operation, task.input, task.output);
-    } else if (task.agree_only) {
-      barrier(comm_);
-    } else {
-      pycomm::run(comm_, operation);
-    }
+    if (codec == CodecKind::none) return run_plain(operation, task, interrupt);
+    if (codec == CodecKind::topk) return run_topk(operation, task, interrupt);
+    return run_blocks(operation, task, interrupt);
   } catch (const std::exception& error) {
     // All ranks see a Mismatch, and the abort word tells of the rest; of an interrupt nobody knows
     // yet.
@@ -154,6 +175,43 @@ void Group::execute(const Task& task, void (*interrupt)()) {
     fail(error.what());
     throw;
   }
+}
+
+bool Group::run_plain(const Operation& operation, const Task& task, void (*interrupt)()) {
+  comm_.begin(operation, task.input, task.output, interrupt);
+  if (size_ == 1) {
+    if (!task.agree_only) copy_alone(operation, task.input, task.output);
+  } else if (task.agree_only) {
+    barrier(comm_);
+  } else {
+    pycomm::run(comm_, operation);
+  }
+  return false;
+}
+
+// A world of one compresses, too: what it shows is what a larger one would do.
+bool Group::run_blocks(const Operation& operation, const Task& task, void (*interrupt)()) {
+  const bool overflow = task.feedback.residual != nullptr &&
+                        overflows(operation, size_, task.input, task.feedback.residual);
+  comm_.begin(operation, task.input, task.output, interrupt, overflow);
+  CodedComm coded(comm_, operation, task.feedback);
+  if (operation.algorithm == Algorithm::ring && size_ > 1) {
+    ring(coded);
+  } else if (operation.algorithm == Algorithm::tree && size_ > 1) {
+    tree(coded);
+  } else {
+    two_shot(coded, coded.chunks());
+  }
+  return coded.nonfinite();
+}
+
+bool Group::run_topk(const Operation& operation, const Task& task, void (*interrupt)()) {
+  if (topk_ == nullptr) topk_ = std::make_unique<TopkWorkspace>(heap_);
+  TopkComm coded(comm_, *topk_, operation, task.input, task.output, task.feedback);
+  std::byte* const area = coded.begin_area();
+  comm_.begin(operation, area, area, interrupt, coded.overflow());
+  two_shot(coded, TopkRegions{});
+  return coded.nonfinite();
 }
 
 void Group::fail(const std::string& why) {

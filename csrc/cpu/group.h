@@ -10,7 +10,9 @@
 #include <thread>
 
 #include "core/operation.h"
+#include "cpu/coded_comm.h"
 #include "cpu/comm.h"
+#include "cpu/topk_comm.h"
 #include "cpu/window.h"
 
 namespace pycomm::cpu {
@@ -27,14 +29,17 @@ class Work {
   // Returns whether it has completed within `patience`; throws what the operation threw.
   bool wait(Clock::duration patience);
   bool completed() const;
+  // Of a compressed operation that has completed: what run() returns.
+  bool nonfinite() const;
 
  private:
   friend class Group;
-  void complete(std::exception_ptr error);
+  void complete(bool nonfinite, std::exception_ptr error);
 
   mutable std::mutex mutex_;
   std::condition_variable done_;
   bool completed_ = false;
+  bool nonfinite_ = false;
   std::exception_ptr error_;
 };
 
@@ -47,11 +52,14 @@ class Group {
   Group& operator=(const Group&) = delete;
 
   // Runs an operation after all that were submitted before; blocks. Buffers are raw host memory.
-  void run(Operation operation, const void* input, void* output, void (*interrupt)() = nullptr);
+  // Of a compressed one, returns whether a value was not finite; the residual is then untouched.
+  bool run(const Operation& operation, const void* input, void* output,
+           void (*interrupt)() = nullptr, const Feedback& feedback = {});
   // Only meets the other ranks and checks that all mean this operation, whose data moves elsewhere.
   void agree(const Operation& operation, void (*interrupt)() = nullptr);
   // The same as run() on the worker; the buffers must live until the work has completed.
-  std::shared_ptr<Work> submit(Operation operation, const void* input, void* output);
+  std::shared_ptr<Work> submit(const Operation& operation, const void* input, void* output,
+                               const Feedback& feedback = {});
 
   // Throws GroupUnusable if it is.
   void check_usable();
@@ -90,13 +98,18 @@ class Group {
     const void* input;
     void* output;
     bool agree_only;
+    Feedback feedback;
     std::shared_ptr<Work> work;
   };
 
+  void check_fits(const Operation& operation) const;
   std::shared_ptr<Work> enqueue(Task task);
   void await(Work& work, void (*interrupt)());
-  void run_in_order(const Task& task, void (*interrupt)());
-  void execute(const Task& task, void (*interrupt)());
+  bool run_in_order(const Task& task, void (*interrupt)());
+  bool execute(const Task& task, void (*interrupt)());
+  bool run_plain(const Operation& operation, const Task& task, void (*interrupt)());
+  bool run_blocks(const Operation& operation, const Task& task, void (*interrupt)());
+  bool run_topk(const Operation& operation, const Task& task, void (*interrupt)());
   void copy_alone(const Operation& operation, const void* input, void* output);
   void serve();
 
@@ -106,7 +119,8 @@ class Group {
   std::shared_ptr<Window> window_;
   std::shared_ptr<Heap> heap_;
   Comm comm_;
-  std::mutex running_;  // held while an operation runs
+  std::unique_ptr<TopkWorkspace> topk_;  // made at the first use
+  std::mutex running_;                   // held while an operation runs
 
   std::mutex queue_mutex_;
   std::condition_variable queue_changed_;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common.h"
+#include "core/layout.h"
 
 namespace pycomm::cpu {
 
@@ -25,6 +26,14 @@ void copy(Target to, const std::byte* from, std::int64_t bytes);
 // Runs `loop` once over `count` elements and stores the result in every target.
 void reduce(ReduceLoop loop, const Target* to, int n_to, const void* const* from, int n_from,
             std::int64_t count, std::int64_t element_size, int ranks);
+
+// Asks for lines that will be read soon; beyond the end of memory it does no harm. For loops that
+// visit what they have read once more: the processor's own prefetching pauses meanwhile.
+PYCOMM_HD void prefetch(const void* data, std::int64_t bytes) {
+  for (std::int64_t i = 0; i < bytes; i += kLine) {
+    __builtin_prefetch(static_cast<const std::byte*>(data) + i);
+  }
+}
 
 // Makes streamed stores visible before whatever is released next.
 void stream_fence();

@@ -7,6 +7,7 @@
 // and the reason stands in the mailbox.
 #pragma once
 
+#include <chrono>
 #include <cuda/atomic>
 
 #include "core/layout.h"
@@ -40,9 +41,14 @@ struct Launch {
 };
 
 __device__ inline std::uint64_t now_ns() {
+#if defined(__CUDA_ARCH__)
   std::uint64_t now;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
   return now;
+#else  // in a test that runs kernels on the CPU
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return static_cast<std::uint64_t>(std::chrono::nanoseconds(now).count());
+#endif
 }
 
 template <class Word>
@@ -53,7 +59,10 @@ __device__ ::cuda::atomic_ref<Word, ::cuda::thread_scope_system> shared_word(voi
 template <class T, ReduceOp op>
 class BlockComm {
  public:
-  __device__ BlockComm(const Launch& launch)
+  static constexpr bool kCoded = false;
+
+  // Lanes begin at multiples of `unit` elements.
+  __device__ BlockComm(const Launch& launch, std::int64_t unit = kLine / sizeof(T))
       : me_(launch.ranks[blockIdx.x / launch.layout.lanes]),
         layout_(launch.layout),
         timeout_ns_(launch.timeout_ns),
@@ -64,7 +73,7 @@ class BlockComm {
     sequence_ = next_sequence(state.sequence);
     for (int slot = 0; slot < kSlots; ++slot)
       started_[slot] = signalled_[slot] = state.signalled[slot];
-    const Range part = part_of(me_.operation.count, layout_.lanes, lane_, line());
+    const Range part = part_of(me_.operation.count, layout_.lanes, lane_, unit);
     begin_ = part.begin;
     count_ = part.count;
     __syncthreads();  // everyone has read the state before finish() writes it
@@ -80,9 +89,11 @@ class BlockComm {
     for (int slot = 0; slot < kSlots; ++slot) state.signalled[slot] = signalled_[slot];
   }
 
+  __device__ bool failed() const { return failed_; }
   __device__ int rank() const { return me_.rank; }
   __device__ int size() const { return layout_.ranks; }
   __device__ int root() const { return me_.operation.root; }
+  __device__ std::int64_t begin() const { return begin_; }  // of this lane's part
   __device__ std::int64_t count() const { return count_; }
   __device__ std::int64_t block() const { return me_.operation.count; }
   __device__ std::int64_t elements(std::int64_t bytes) const { return bytes / kSize; }
@@ -100,6 +111,8 @@ class BlockComm {
     return {window(r) + layout_.staging(sequence_, lane_, i), r};
   }
   __device__ std::int64_t slot_count() const { return elements(layout_.slot_bytes()); }
+  // All lanes' slots as one.
+  __device__ std::byte* area(int r) const { return window(r) + layout_.staging(sequence_, 0, 0); }
   __device__ Place at(Place place, std::int64_t elements) const {
     return {place.data + elements * kSize, place.rank};
   }
@@ -107,6 +120,14 @@ class BlockComm {
   __device__ void announce() {
     publish();
     meet();
+  }
+  // Before announce(): what goes with it.
+  __device__ void set_overflow(bool overflow) { overflow_ = overflow ? 1 : 0; }
+  // After announce(): whether any rank has announced it.
+  __device__ bool any_overflow() const {
+    bool any = false;
+    for (int r = 0; r < size() && !failed_; ++r) any |= announced(r).overflow != 0;
+    return any;
   }
 
   __device__ void publish() {
@@ -118,6 +139,7 @@ class BlockComm {
       line.operation = me_.operation;
       line.input = me_.input_location;
       line.output = me_.output_location;
+      line.overflow = overflow_;
       shared_word<std::uint32_t>(&line.epoch).store(sequence_, ::cuda::std::memory_order_release);
     }
   }
@@ -333,7 +355,9 @@ class BlockComm {
   __device__ bool report(Reason reason, int r) {
     return report(reason, r, me_.operation, me_.operation);
   }
-  __device__ bool report(Reason reason, int r, const Operation& first, const Operation& other) {
+  // Not inlined: nobody who waits should hold registers for it.
+  __device__ __noinline__ bool report(Reason reason, int r, const Operation& first,
+                                      const Operation& other) {
     const auto failure = shared_word<std::uint64_t>(&me_.mailbox->failure);
     if (failure.load(::cuda::std::memory_order_acquire) == 0) {
       me_.mailbox->sequence = sequence_;
@@ -376,6 +400,7 @@ class BlockComm {
   std::uint32_t sequence_;
   std::uint32_t signalled_[kSlots];
   std::uint32_t started_[kSlots];
+  std::uint32_t overflow_ = 0;
   bool direct_ = false;
   bool failed_ = false;
 };

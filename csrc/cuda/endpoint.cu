@@ -7,29 +7,13 @@
 #include <stdexcept>
 #include <string>
 
+#include "core/coded.h"
+#include "core/topk.h"
+#include "cuda/coded_comm.cuh"
 #include "cuda/launch.cuh"
 
 namespace pycomm::cuda {
 namespace {
-
-// Makes a device current for a scope.
-class DeviceGuard {
- public:
-  explicit DeviceGuard(int device) {
-    PYCOMM_CUDA_CHECK(cudaGetDevice(&before_));
-    changed_ = before_ != device;
-    if (changed_) PYCOMM_CUDA_CHECK(cudaSetDevice(device));
-  }
-  ~DeviceGuard() {
-    if (changed_) (void)cudaSetDevice(before_);
-  }
-  DeviceGuard(const DeviceGuard&) = delete;
-  DeviceGuard& operator=(const DeviceGuard&) = delete;
-
- private:
-  int before_ = 0;
-  bool changed_ = false;
-};
 
 cudaStream_t stream_of(std::uintptr_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
 
@@ -60,6 +44,28 @@ void launch_collective(const Launch& launch, cudaStream_t stream) {
   }
 }
 
+// A world of one compresses, too: what it shows is what a larger one would do.
+void launch_compressed(const CodedLaunch& launch, cudaStream_t stream) {
+  const Operation& operation = launch.ranks[0].operation;
+  if (operation.codec.kind == CodecKind::topk) return launch_topk_exchange(launch, stream);
+  if (launch.compressions[0].feedback.residual != nullptr) launch_largest(launch, stream);
+  if (launch.layout.ranks > 1 && operation.algorithm == Algorithm::ring) {
+    return launch_coded_ring(launch, stream);
+  }
+  if (launch.layout.ranks > 1 && operation.algorithm == Algorithm::tree) {
+    return launch_coded_tree(launch, stream);
+  }
+  launch_coded_two_shot(launch, stream);
+}
+
+void launch_any(const CodedLaunch& launch, cudaStream_t stream) {
+  if (launch.ranks[0].operation.codec.kind == CodecKind::none) {
+    launch_collective(launch, stream);
+  } else {
+    launch_compressed(launch, stream);
+  }
+}
+
 // So that kernels may use peers' memory; once per pair of devices is enough, and twice no error.
 void enable_peer_access(const std::vector<std::uintptr_t>& windows, int device) {
   for (const std::uintptr_t window : windows) {
@@ -83,14 +89,14 @@ class Order {
   Order(const Order&) = delete;
   Order& operator=(const Order&) = delete;
 
-  void launch(const Launch& launch, cudaStream_t stream) {
+  void launch(const CodedLaunch& launch, cudaStream_t stream) {
     cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
     PYCOMM_CUDA_CHECK(cudaStreamIsCapturing(stream, &capture));
     // An event of a capture means nothing outside it, and the other way round.
     const bool live = capture == cudaStreamCaptureStatusNone;
     if (live && used_ && stream != stream_)
       PYCOMM_CUDA_CHECK(cudaStreamWaitEvent(stream, last_, 0));
-    launch_collective(launch, stream);
+    launch_any(launch, stream);
     if (!live) return;
     PYCOMM_CUDA_CHECK(cudaEventRecord(last_, stream));
     stream_ = stream;
@@ -111,6 +117,7 @@ struct Endpoint::Impl {
   Mailbox* mailbox = nullptr;         // as the host sees it
   Mailbox* device_mailbox = nullptr;  // as kernels see it
   std::byte** tables = nullptr;       // device memory: windows, then bases
+  std::uint32_t* largest = nullptr;   // device memory: CodedLaunch::largest
   std::unique_ptr<Order> order;
 
   explicit Impl(EndpointOptions given)
@@ -136,6 +143,8 @@ struct Endpoint::Impl {
     const std::size_t bytes = rows.size() * sizeof(std::uintptr_t);
     PYCOMM_CUDA_CHECK(cudaMalloc(reinterpret_cast<void**>(&tables), bytes));
     PYCOMM_CUDA_CHECK(cudaMemcpy(tables, rows.data(), bytes, cudaMemcpyHostToDevice));
+    const auto lanes = static_cast<std::size_t>(options.lanes);
+    PYCOMM_CUDA_CHECK(cudaMalloc(reinterpret_cast<void**>(&largest), lanes * sizeof(*largest)));
   }
 
   ~Impl() {
@@ -146,6 +155,7 @@ struct Endpoint::Impl {
     (void)cudaDeviceSynchronize();
     order.reset();
     (void)cudaFree(tables);
+    (void)cudaFree(largest);
     (void)cudaFreeHost(mailbox);
     (void)cudaSetDevice(before);
   }
@@ -161,11 +171,13 @@ struct Endpoint::Impl {
     return inside ? offset : kNotInWindow;
   }
 
-  RankLaunch prepare(const Operation& operation, const void* input, void* output) const {
+  // Fills a place of a launch with this rank's part.
+  void put(CodedLaunch& to, int index, const Operation& operation, const void* input, void* output,
+           const Compression& compression) const {
     const std::int64_t bytes = operation.count * size_of(operation.dtype);
     const bool scatters = operation.collective == Collective::reduce_scatter;
     const bool gathers = operation.collective == Collective::all_gather;
-    RankLaunch launch;
+    RankLaunch& launch = to.ranks[index];
     launch.operation = operation;
     launch.input = static_cast<std::byte*>(const_cast<void*>(input));
     launch.output = static_cast<std::byte*>(output);
@@ -175,11 +187,13 @@ struct Endpoint::Impl {
     launch.bases = tables + options.ranks;
     launch.mailbox = device_mailbox;
     launch.rank = options.rank;
-    return launch;
+    to.compressions[index] = compression;
+    to.staging = CodedStaging::in(layout.slot_bytes() * kStagingSlots, operation.codec);
+    to.largest[index] = largest;
   }
 
-  Launch frame(int local_ranks) const {
-    Launch launch;
+  CodedLaunch frame(int local_ranks) const {
+    CodedLaunch launch;
     launch.layout = layout;
     launch.timeout_ns = static_cast<std::uint64_t>(std::min(options.timeout, 1e9) * 1e9);
     launch.local_ranks = local_ranks;
@@ -192,13 +206,20 @@ std::int64_t window_bytes(int ranks, int lanes, std::int64_t staging_bytes,
   return heap_begin(ranks, lanes, staging_bytes) + heap_bytes;
 }
 
+// A lane stages a line per rank, or takes every peer's packets, or a stride of every rank's, encoded
+// in the widest way.
+std::int64_t least_staging_bytes(int ranks, int lanes) {
+  constexpr std::int64_t kWidest = kLargestBlock * 5;
+  return 2 * lanes *
+         std::max({kStagingSlots * ranks * kLine, ranks * kPacketBytes,
+                   kStagingSlots * (ranks + 1) * kWidest});
+}
+
 std::int64_t heap_begin(int ranks, int lanes, std::int64_t staging_bytes) {
-  const WindowLayout layout{ranks, lanes, staging_bytes};
-  const std::int64_t least = std::max(kStagingSlots * ranks * kLine, ranks * kPacketBytes);
-  PYCOMM_CHECK(layout.slot_bytes() * kStagingSlots >= least,
-               "staging_bytes must be at least " + std::to_string(2 * lanes * least) +
-                   " for this world size and number of blocks");
-  return layout.heap_begin();
+  const std::int64_t least = least_staging_bytes(ranks, lanes);
+  PYCOMM_CHECK(staging_bytes >= least, "staging_bytes must be at least " + std::to_string(least) +
+                                           " for this world size and number of blocks");
+  return WindowLayout{ranks, lanes, staging_bytes}.heap_begin();
 }
 
 HostRegistration::HostRegistration(int device, std::uintptr_t data, std::int64_t bytes)
@@ -219,11 +240,25 @@ HostRegistration::~HostRegistration() { (void)cudaHostUnregister(reinterpret_cas
 Endpoint::Endpoint(EndpointOptions options) : impl_(std::make_unique<Impl>(std::move(options))) {}
 Endpoint::~Endpoint() = default;
 
+void Endpoint::check(const Operation& operation) const {
+  if (operation.codec.kind != CodecKind::topk) return;
+  const WindowLayout& layout = impl_->layout;
+  const TopkArea area{operation.count, layout.ranks, operation.codec};
+  std::int64_t most = 0;
+  for (int r = 0; r < layout.ranks; ++r) most = std::max(most, area.bytes(r));
+  PYCOMM_CHECK(most <= layout.half_bytes(),
+               "top-k lists of " + std::to_string(most) +
+                   " bytes do not fit the CUDA window, which " + "stages " +
+                   std::to_string(layout.half_bytes()) +
+                   ": send fewer elements, or make the group with a staging_bytes of at least " +
+                   std::to_string(round_up(2 * most, 1 << 20) + (1 << 20)));
+}
+
 void Endpoint::launch(const Operation& operation, const void* input, void* output,
-                      std::uintptr_t stream) {
+                      std::uintptr_t stream, const Compression& compression) {
   const DeviceGuard guard(impl_->options.device);
-  Launch launch = impl_->frame(1);
-  launch.ranks[0] = impl_->prepare(operation, input, output);
+  CodedLaunch launch = impl_->frame(1);
+  impl_->put(launch, 0, operation, input, output, compression);
   impl_->order->launch(launch, stream_of(stream));
 }
 
@@ -247,7 +282,7 @@ Failure Endpoint::failure() const {
 
 struct SharedLaunch::Impl {
   std::vector<std::shared_ptr<Endpoint>> endpoints;
-  Launch launch;
+  CodedLaunch launch;
   std::vector<cudaStream_t> streams;
   std::vector<cudaEvent_t> arrived;
   cudaEvent_t done = nullptr;
@@ -279,11 +314,11 @@ SharedLaunch::~SharedLaunch() {
 }
 
 void SharedLaunch::put(int rank, const Operation& operation, const void* input, void* output,
-                       std::uintptr_t stream) {
+                       std::uintptr_t stream, const Compression& compression) {
   const auto r = static_cast<std::size_t>(rank);
   const Endpoint::Impl& endpoint = *impl_->endpoints[r]->impl_;
   const DeviceGuard guard(endpoint.options.device);
-  impl_->launch.ranks[rank] = endpoint.prepare(operation, input, output);
+  endpoint.put(impl_->launch, rank, operation, input, output, compression);
   impl_->streams[r] = stream_of(stream);
   PYCOMM_CUDA_CHECK(cudaEventRecord(impl_->arrived[r], impl_->streams[r]));
 }

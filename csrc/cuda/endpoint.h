@@ -9,6 +9,7 @@
 
 #include "core/operation.h"
 #include "core/signal.h"
+#include "cuda/layout.h"
 
 namespace pycomm::cuda {
 
@@ -34,6 +35,8 @@ struct Failure {
   Operation other;
 };
 
+// The least staging that every operation but a top-k can do with.
+std::int64_t least_staging_bytes(int ranks, int lanes);
 // Bytes of a window with this much staging and heap.
 std::int64_t window_bytes(int ranks, int lanes, std::int64_t staging_bytes,
                           std::int64_t heap_bytes);
@@ -62,9 +65,12 @@ class Endpoint {
   Endpoint(const Endpoint&) = delete;
   Endpoint& operator=(const Endpoint&) = delete;
 
+  // Throws std::invalid_argument if the window is too small for it.
+  void check(const Operation& operation) const;
   // Enqueues this rank's kernel on the stream, behind the one before, and returns. Capturable in a
   // graph, where the order against operations outside is the caller's.
-  void launch(const Operation& operation, const void* input, void* output, std::uintptr_t stream);
+  void launch(const Operation& operation, const void* input, void* output, std::uintptr_t stream,
+              const Compression& compression = {});
 
   // Returns when everything on the device has run.
   void synchronize();
@@ -91,7 +97,7 @@ class SharedLaunch {
   SharedLaunch& operator=(const SharedLaunch&) = delete;
 
   void put(int rank, const Operation& operation, const void* input, void* output,
-           std::uintptr_t stream);
+           std::uintptr_t stream, const Compression& compression = {});
   void launch();
   void follow(int rank);
 

@@ -16,6 +16,25 @@ inline void check(cudaError_t error, const char* call, const char* where) {
 }
 #define PYCOMM_CUDA_CHECK(call) ::pycomm::cuda::check((call), #call, PYCOMM_WHERE)
 
+// Makes a device current for a scope.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device) {
+    PYCOMM_CUDA_CHECK(cudaGetDevice(&before_));
+    changed_ = before_ != device;
+    if (changed_) PYCOMM_CUDA_CHECK(cudaSetDevice(device));
+  }
+  ~DeviceGuard() {
+    if (changed_) (void)cudaSetDevice(before_);
+  }
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  int before_ = 0;
+  bool changed_ = false;
+};
+
 template <class Body, class T, ReduceOp op>
 __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ Launch launch) {
   BlockComm<T, op> comm(launch);
@@ -23,19 +42,30 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ La
   comm.finish();
 }
 
+// Blocks that meet no other ranks'.
+template <class L>
+void launch_blocks(void (*kernel)(L), std::int64_t blocks, const L& launch, cudaStream_t stream) {
+  void* arguments[] = {const_cast<L*>(&launch)};
+  PYCOMM_CUDA_CHECK(cudaLaunchKernel(reinterpret_cast<const void*>(kernel),
+                                     dim3(static_cast<unsigned>(blocks)), dim3(kThreads), arguments,
+                                     0, stream));
+}
+
 // Blocks of one rank meet blocks of other ranks in the kernel. Where those are in the same launch,
 // they must be resident together, which a cooperative launch guarantees (or refuses).
+template <class L>
+void launch_meeting(void (*kernel)(L), const L& launch, cudaStream_t stream) {
+  const std::int64_t blocks = launch.local_ranks * launch.layout.lanes;
+  if (launch.local_ranks == 1) return launch_blocks(kernel, blocks, launch, stream);
+  void* arguments[] = {const_cast<L*>(&launch)};
+  PYCOMM_CUDA_CHECK(cudaLaunchCooperativeKernel(reinterpret_cast<const void*>(kernel),
+                                                dim3(static_cast<unsigned>(blocks)), dim3(kThreads),
+                                                arguments, 0, stream));
+}
+
 template <class Body, class T, ReduceOp op>
 void launch_kernel(const Launch& launch, cudaStream_t stream) {
-  void* arguments[] = {const_cast<Launch*>(&launch)};
-  const dim3 grid(static_cast<unsigned>(launch.local_ranks * launch.layout.lanes));
-  const void* function = reinterpret_cast<const void*>(&kernel<Body, T, op>);
-  if (launch.local_ranks > 1) {
-    PYCOMM_CUDA_CHECK(
-        cudaLaunchCooperativeKernel(function, grid, dim3(kThreads), arguments, 0, stream));
-  } else {
-    PYCOMM_CUDA_CHECK(cudaLaunchKernel(function, grid, dim3(kThreads), arguments, 0, stream));
-  }
+  launch_meeting(&kernel<Body, T, op>, launch, stream);
 }
 
 template <class Body, class T>

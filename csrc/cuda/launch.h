@@ -6,6 +6,7 @@
 namespace pycomm::cuda {
 
 struct Launch;
+struct CodedLaunch;
 
 void launch_one_shot(const Launch& launch, cudaStream_t stream);
 void launch_two_shot(const Launch& launch, cudaStream_t stream);
@@ -15,5 +16,13 @@ void launch_ring(const Launch& launch, cudaStream_t stream);
 void launch_tree(const Launch& launch, cudaStream_t stream);
 void launch_broadcast(const Launch& launch, cudaStream_t stream);
 void launch_barrier(const Launch& launch, cudaStream_t stream);
+
+// Of int8 and casts.
+void launch_coded_two_shot(const CodedLaunch& launch, cudaStream_t stream);
+void launch_coded_ring(const CodedLaunch& launch, cudaStream_t stream);
+void launch_coded_tree(const CodedLaunch& launch, cudaStream_t stream);
+void launch_topk_exchange(const CodedLaunch& launch, cudaStream_t stream);
+// Before int8 and casts, with feedback: finds CodedLaunch::largest.
+void launch_largest(const CodedLaunch& launch, cudaStream_t stream);
 
 }  // namespace pycomm::cuda

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "common.h"
+#include "core/feedback.h"
 #include "core/layout.h"
 #include "core/operation.h"
 #include "core/signal.h"
@@ -67,6 +68,13 @@ struct WindowLayout {
   PYCOMM_HD constexpr std::int64_t heap_begin() const {
     return round_up(staging(1, lanes, 0), 4096);
   }
+};
+
+// One rank's part of a compressed operation.
+struct Compression {
+  Feedback feedback;
+  std::uint32_t* nonfinite = nullptr;  // device memory, set to 1 where a value is not; or null
+  std::byte* workspace = nullptr;      // top-k: device memory, used until the operation is complete
 };
 
 // How a kernel fails and learns that it must: pinned host memory that the host watches and writes.

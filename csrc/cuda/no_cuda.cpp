@@ -1,7 +1,8 @@
-// The twin of endpoint.cu in builds without CUDA.
+// The twin of endpoint.cu, wire.cu and topk_wire.cu in builds without CUDA.
 #include <stdexcept>
 
 #include "cuda/endpoint.h"
+#include "cuda/wire.h"
 
 namespace pycomm::cuda {
 namespace {
@@ -17,21 +18,32 @@ namespace {
 struct Endpoint::Impl {};
 struct SharedLaunch::Impl {};
 
+std::int64_t least_staging_bytes(int, int) { unavailable(); }
 std::int64_t window_bytes(int, int, std::int64_t, std::int64_t) { unavailable(); }
 std::int64_t heap_begin(int, int, std::int64_t) { unavailable(); }
 HostRegistration::HostRegistration(int, std::uintptr_t, std::int64_t) { unavailable(); }
 HostRegistration::~HostRegistration() = default;
 Endpoint::Endpoint(EndpointOptions) { unavailable(); }
 Endpoint::~Endpoint() = default;
-void Endpoint::launch(const Operation&, const void*, void*, std::uintptr_t) { unavailable(); }
+void Endpoint::check(const Operation&) const { unavailable(); }
+void Endpoint::launch(const Operation&, const void*, void*, std::uintptr_t, const Compression&) {
+  unavailable();
+}
 void Endpoint::synchronize() { unavailable(); }
 void Endpoint::set_gone(int) { unavailable(); }
 void Endpoint::set_abort(std::uint64_t) { unavailable(); }
 Failure Endpoint::failure() const { unavailable(); }
 SharedLaunch::SharedLaunch(std::vector<std::shared_ptr<Endpoint>>) { unavailable(); }
 SharedLaunch::~SharedLaunch() = default;
-void SharedLaunch::put(int, const Operation&, const void*, void*, std::uintptr_t) { unavailable(); }
+void SharedLaunch::put(int, const Operation&, const void*, void*, std::uintptr_t,
+                       const Compression&) {
+  unavailable();
+}
 void SharedLaunch::launch() { unavailable(); }
 void SharedLaunch::follow(int) { unavailable(); }
+void encode(const WireJob&) { unavailable(); }
+void decode(const WireJob&, std::int64_t, bool) { unavailable(); }
+std::int64_t select(const WireJob&, std::int64_t*, float*) { unavailable(); }
+std::int64_t workspace_bytes(const Codec&, std::int64_t, int, bool) { unavailable(); }
 
 }  // namespace pycomm::cuda

@@ -1,0 +1,129 @@
+// Codecs, and encoding and decoding outside a group, for Python.
+#include <pybind11/pybind11.h>
+
+#include "bind/compressed.h"
+#include "bind/python.h"
+#include "cpu/topk_comm.h"
+#include "cpu/wire.h"
+
+namespace py = pybind11;
+
+namespace pycomm::bind {
+namespace {
+
+Codec make_codec(int kind, int values, bool stochastic, std::int64_t block, std::int64_t k) {
+  Codec codec;
+  codec.kind = static_cast<CodecKind>(kind);
+  codec.values = static_cast<DType>(values);
+  codec.stochastic = stochastic ? 1 : 0;
+  codec.block = static_cast<std::uint32_t>(block);
+  codec.k = k;
+  return codec;
+}
+
+CompressedCall make_call(int algorithm, int dtype, int op, std::int64_t count, std::uintptr_t input,
+                         std::uintptr_t output, const Codec& codec, std::uintptr_t residual,
+                         std::uintptr_t velocity, float momentum, std::uint64_t seed,
+                         std::uint32_t step, std::int64_t offset) {
+  Operation operation;
+  operation.collective = Collective::all_reduce;
+  operation.algorithm = static_cast<Algorithm>(algorithm);
+  operation.dtype = static_cast<DType>(dtype);
+  operation.op = static_cast<ReduceOp>(op);
+  operation.count = count;
+  operation.offset = static_cast<std::uint32_t>(offset / kSmallestBlock);
+  operation.codec = codec;
+  operation.codec.feedback = residual != 0 ? 1 : 0;
+  return {operation,
+          {reinterpret_cast<float*>(residual), reinterpret_cast<float*>(velocity), momentum, seed,
+           step},
+          reinterpret_cast<const void*>(input),
+          reinterpret_cast<void*>(output)};
+}
+
+// What rank r owns of n elements in a compressed two-shot, as bytes on the wire.
+std::int64_t owned_bytes(const Codec& codec, std::int64_t n, int ranks, int r) {
+  const std::int64_t cycle = ranks * kOwnedElements;
+  const std::int64_t rest = n % cycle - r * kOwnedElements;
+  const std::int64_t last = rest < 0 ? 0 : rest < kOwnedElements ? rest : kOwnedElements;
+  const std::int64_t owned = n / cycle * kOwnedElements + last;
+  return codec.kind == CodecKind::int8 ? int8_bytes(owned, codec.block)
+                                       : owned * size_of(codec.values);
+}
+
+std::int64_t list_bytes(const Codec& codec, std::int64_t n, int ranks, int r, bool result) {
+  const TopkRegion region{n, ranks, r};
+  const std::int64_t entries = result ? region.share(codec.k) : region.capacity(codec.k);
+  return TopkLayout{region.chunks(), entries, codec.values}.bytes();
+}
+
+// The most bytes that a rank reads from its peers in one two-shot all-reduce: n - 1 contributions to
+// what it owns, and the others' results.
+std::int64_t wire_bytes(const Codec& codec, std::int64_t n, int ranks) {
+  std::int64_t most = 0, results = 0;
+  const bool lists = codec.kind == CodecKind::topk;
+  for (int r = 0; r < ranks; ++r) {
+    results += lists ? list_bytes(codec, n, ranks, r, true) : owned_bytes(codec, n, ranks, r);
+  }
+  for (int r = 0; r < ranks; ++r) {
+    const std::int64_t sent =
+        lists ? list_bytes(codec, n, ranks, r, false) : owned_bytes(codec, n, ranks, r);
+    const std::int64_t own =
+        lists ? list_bytes(codec, n, ranks, r, true) : owned_bytes(codec, n, ranks, r);
+    most = std::max(most, (ranks - 1) * sent + results - own);
+  }
+  return most;
+}
+
+bool encode(const Codec& codec, int dtype, std::uintptr_t x, std::int64_t n, std::uintptr_t wire,
+            std::uint64_t seed, std::uint32_t step, std::int64_t offset) {
+  const py::gil_scoped_release no_gil;
+  return cpu::encode(codec, static_cast<DType>(dtype), reinterpret_cast<const void*>(x), n,
+                     reinterpret_cast<std::byte*>(wire), {seed, step, 0}, offset);
+}
+
+bool decode(const Codec& codec, std::uintptr_t wire, std::int64_t bytes, std::int64_t n, int dtype,
+            std::uintptr_t output, bool add) {
+  const py::gil_scoped_release no_gil;
+  return cpu::decode(codec, reinterpret_cast<const std::byte*>(wire), bytes, n,
+                     static_cast<DType>(dtype), reinterpret_cast<void*>(output), add);
+}
+
+// Writes at most k indices and values; returns how many.
+std::int64_t select(int dtype, std::uintptr_t x, std::int64_t n, std::int64_t k,
+                    std::uintptr_t indices, std::uintptr_t values) {
+  const py::gil_scoped_release no_gil;
+  auto* const index_of = reinterpret_cast<std::int64_t*>(indices);
+  auto* const value_of = reinterpret_cast<float*>(values);
+  std::int64_t found = 0;
+  for (const cpu::Entry& entry :
+       cpu::select(static_cast<DType>(dtype), reinterpret_cast<const void*>(x), n, k)) {
+    index_of[found] = entry.index;
+    value_of[found++] = entry.value;
+  }
+  return found;
+}
+
+}  // namespace
+
+void bind_codec(py::module_& m) {
+  py::class_<Codec>(m, "Codec")
+      .def(py::init(&make_codec), py::arg("kind"), py::arg("values") = 0,
+           py::arg("stochastic") = false, py::arg("block") = 0, py::arg("k") = 0)
+      .def("__repr__", [](const Codec& codec) { return describe(codec); });
+  py::class_<CompressedCall>(m, "CompressedCall")
+      .def(py::init(&make_call), py::arg("algorithm"), py::arg("dtype"), py::arg("op"),
+           py::arg("count"), py::arg("input"), py::arg("output"), py::arg("codec"),
+           py::arg("residual"), py::arg("velocity"), py::arg("momentum"), py::arg("seed"),
+           py::arg("step"), py::arg("offset"));
+  m.def("encoded_bytes", &encoded_bytes, py::arg("codec"), py::arg("n"));
+  m.def("wire_bytes", &wire_bytes, py::arg("codec"), py::arg("n"), py::arg("ranks"));
+  m.def("encode", &encode, py::arg("codec"), py::arg("dtype"), py::arg("x"), py::arg("n"),
+        py::arg("wire"), py::arg("seed"), py::arg("step"), py::arg("offset"));
+  m.def("decode", &decode, py::arg("codec"), py::arg("wire"), py::arg("bytes"), py::arg("n"),
+        py::arg("dtype"), py::arg("output"), py::arg("add"));
+  m.def("select", &select, py::arg("dtype"), py::arg("x"), py::arg("n"), py::arg("k"),
+        py::arg("indices"), py::arg("values"));
+}
+
+}  // namespace pycomm::bind

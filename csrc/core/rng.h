@@ -1,0 +1,52 @@
+// Random bits that are a function of what they are for: Philox4x32-10 (Salmon, Moraes, Dror, Shaw
+// 2011, "Parallel random numbers: as easy as 1, 2, 3"). No state, so the bits of an element do not
+// depend on who asks for them, in which order or in which pieces.
+#pragma once
+
+#include "common.h"
+
+namespace pycomm {
+
+struct Random {
+  std::uint64_t seed = 0;
+  std::uint32_t step = 0;
+  std::uint32_t stream = 0;  // which rank's contribution, or kResultStream
+};
+inline constexpr std::uint32_t kResultStream = 0xffffffffu;
+
+// Elements whose bits come from one run of counters: 64 counters give four words each, word w of
+// counter c going to element w * 64 + c, so that neighbours run through the rounds side by side.
+inline constexpr std::int64_t kRandomRun = 256;
+
+struct RandomWords {
+  std::uint32_t word[4];
+};
+
+PYCOMM_HD RandomWords philox(const Random& random, std::uint64_t counter) {
+  std::uint32_t a = static_cast<std::uint32_t>(counter);
+  std::uint32_t b = static_cast<std::uint32_t>(counter >> 32);
+  std::uint32_t c = random.step, d = random.stream;
+  std::uint32_t key = static_cast<std::uint32_t>(random.seed);
+  std::uint32_t other = static_cast<std::uint32_t>(random.seed >> 32);
+  for (int round = 0; round < 10; ++round) {
+    const std::uint64_t first = std::uint64_t{0xd2511f53u} * a;
+    const std::uint64_t second = std::uint64_t{0xcd9e8d57u} * c;
+    a = static_cast<std::uint32_t>(second >> 32) ^ b ^ key;
+    b = static_cast<std::uint32_t>(second);
+    c = static_cast<std::uint32_t>(first >> 32) ^ d ^ other;
+    d = static_cast<std::uint32_t>(first);
+    key += 0x9e3779b9u;
+    other += 0xbb67ae85u;
+  }
+  return {{a, b, c, d}};
+}
+
+// The bits of one element, by its index in the whole.
+PYCOMM_HD std::uint32_t random_bits(const Random& random, std::int64_t index) {
+  const std::int64_t run = index / kRandomRun, place = index % kRandomRun;
+  const RandomWords words =
+      philox(random, static_cast<std::uint64_t>(run * (kRandomRun / 4) + place % 64));
+  return words.word[place / 64];
+}
+
+}  // namespace pycomm

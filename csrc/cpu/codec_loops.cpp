@@ -1,0 +1,326 @@
+#include "cpu/codec_loops.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "core/cast.h"
+#include "core/feedback.h"
+#include "core/int8.h"
+#include "core/layout.h"
+#include "cpu/loops.h"
+
+namespace pycomm::cpu {
+namespace {
+
+// Of a codec without blocks, so many elements are taken through the cache at a time.
+constexpr std::int64_t kStride = 1024;
+
+// Each codec: encode() makes n elements of a block from fp32 values and says whether all were
+// finite; value() decodes one.
+template <bool stochastic>
+struct Int8Codec {
+  using Payload = std::int8_t;
+  static constexpr bool kScaled = true;
+
+  PYCOMM_HD static bool encode(const float* v, std::int64_t n, Payload* to, float* scale,
+                               const Random& random, std::int64_t first) {
+    std::uint32_t largest = 0;
+#pragma omp simd reduction(max : largest)
+    for (std::int64_t i = 0; i < n; ++i) largest = std::max(largest, magnitude(v[i]));
+    const Int8Scale made = int8_scale(largest);
+    *scale = made.scale;
+    if constexpr (stochastic) {
+      std::uint32_t bits[kLargestBlock];
+      draw(random, first, n, bits);
+#pragma omp simd
+      for (std::int64_t i = 0; i < n; ++i) to[i] = int8_quantize(v[i], made.inverse, bits[i]);
+    } else {
+#pragma omp simd
+      for (std::int64_t i = 0; i < n; ++i) to[i] = int8_quantize(v[i], made.inverse);
+    }
+    if (largest < kInfinityBits) return true;
+    std::fill(to, to + n, Payload{0});  // processors differ in what is left of a NaN
+    return false;
+  }
+
+  PYCOMM_HD static float value(Payload q, float scale) { return int8_dequantize(q, scale); }
+
+ private:
+  // Whole runs of counters; blocks begin at multiples of half a run.
+  PYCOMM_HD static void draw(const Random& random, std::int64_t first, std::int64_t n,
+                             std::uint32_t* bits) {
+    if (first % kRandomRun != 0 || n % kRandomRun != 0) {
+      for (std::int64_t i = 0; i < n; ++i) bits[i] = random_bits(random, first + i);
+      return;
+    }
+    for (std::int64_t run = 0; run < n; run += kRandomRun) {
+      const auto counter = static_cast<std::uint64_t>((first + run) / 4);
+      std::uint32_t* to = bits + run;
+#pragma omp simd
+      for (std::int64_t c = 0; c < 64; ++c) {
+        const RandomWords words = philox(random, counter + static_cast<std::uint64_t>(c));
+        to[c] = words.word[0];
+        to[64 + c] = words.word[1];
+        to[128 + c] = words.word[2];
+        to[192 + c] = words.word[3];
+      }
+    }
+  }
+};
+
+template <class W>
+struct CastCodec {
+  using Payload = W;
+  static constexpr bool kScaled = false;
+
+  PYCOMM_HD static bool encode(const float* v, std::int64_t n, Payload* to, float*, const Random&,
+                               std::int64_t) {
+    std::uint32_t largest = 0;
+#pragma omp simd reduction(max : largest)
+    for (std::int64_t i = 0; i < n; ++i) {
+      to[i] = store<W>(v[i]);
+      largest = std::max(largest, magnitude(load(to[i])));
+    }
+    return largest < kInfinityBits;
+  }
+
+  PYCOMM_HD static float value(Payload p, float) { return load(p); }
+};
+
+template <class Codec>
+struct View {
+  const typename Codec::Payload* payload;
+  float scale;
+
+  PYCOMM_HD View(const Encoded& encoded, std::int64_t start, std::int64_t block)
+      : payload(reinterpret_cast<const typename Codec::Payload*>(encoded.payload) + start),
+        scale(Codec::kScaled ? encoded.scales[start / block] : 1.0f) {}
+  PYCOMM_HD float operator[](std::int64_t i) const { return Codec::value(payload[i], scale); }
+};
+
+// How far from a block that is read twice.
+constexpr std::int64_t kAhead = 8192;
+
+// magnitude() of the largest of n decoded elements, as a T. A block has an element of 127 scales.
+template <class T, class Codec>
+PYCOMM_HD std::uint32_t largest_stored(const View<Codec>& view, std::int64_t n) {
+  if constexpr (Codec::kScaled) {
+    return magnitude(load(store<T>(Codec::value(127, view.scale))));
+  } else {
+    std::uint32_t largest = 0;
+#pragma omp simd reduction(max : largest)
+    for (std::int64_t i = 0; i < n; ++i) {
+      largest = std::max(largest, magnitude(load(store<T>(view[i]))));
+    }
+    return largest;
+  }
+}
+
+template <class T>
+PYCOMM_HD void load_own(const T* x, const float* residual, std::int64_t n, float* v) {
+  if (residual == nullptr) {
+#pragma omp simd
+    for (std::int64_t i = 0; i < n; ++i) v[i] = load(x[i]);
+  } else {
+#pragma omp simd
+    for (std::int64_t i = 0; i < n; ++i) v[i] = contribution(load(x[i]), residual[i]);
+  }
+}
+
+PYCOMM_HD bool is_power_of_two(float value) { return (magnitude(value) & 0x7fffffu) == 0; }
+
+PYCOMM_HD void divide(float* v, std::int64_t n, float divisor) {
+  if (divisor == 1.0f) return;
+#pragma omp simd
+  for (std::int64_t i = 0; i < n; ++i) v[i] /= divisor;
+}
+
+// Adds one source to `sum`, or begins with it.
+template <class T, class Codec>
+PYCOMM_HD void add_source(const Pass& pass, const Source& source, bool begin, std::int64_t start,
+                          std::int64_t n, std::int64_t block, float* sum) {
+  if (source.own) {
+    const T* x = reinterpret_cast<const T*>(source.encoded.payload) + start;
+    const float* residual = pass.residual == nullptr ? nullptr : pass.residual + start;
+    float own[kLargestBlock];
+    load_own(x, residual, n, begin ? sum : own);
+    if (begin) return;
+#pragma omp simd
+    for (std::int64_t i = 0; i < n; ++i) sum[i] += own[i];
+    return;
+  }
+  const View<Codec> view(source.encoded, start, block);
+  if (begin) {
+#pragma omp simd
+    for (std::int64_t i = 0; i < n; ++i) sum[i] = view[i];
+  } else {
+#pragma omp simd
+    for (std::int64_t i = 0; i < n; ++i) sum[i] += view[i];
+  }
+}
+
+// The sum of the sources for n elements from `start`, divided: in `buffer`, or where it lies
+// already.
+template <class T, class Codec>
+PYCOMM_HD const float* sum_sources(const Pass& pass, std::int64_t start, std::int64_t n,
+                                   std::int64_t block, float* buffer) {
+  const Source* from = pass.from;
+  if constexpr (std::is_same_v<T, float>) {
+    if (pass.n_from == 1 && from[0].own && pass.residual == nullptr && !pass.last) {
+      const float* x = reinterpret_cast<const float*>(from[0].encoded.payload) + start;
+      prefetch(reinterpret_cast<const std::byte*>(x) + kAhead, n * 4);
+      return x;
+    }
+  }
+  const float divisor = pass.last ? pass.divisor : 1.0f;
+  if (pass.n_from == 2 && !from[0].own && !from[1].own && is_power_of_two(divisor)) {
+    // Two ranks: one visit. By a power of two, the product is the quotient.
+    const View<Codec> a(from[0].encoded, start, block), b(from[1].encoded, start, block);
+    const float inverse = 1.0f / divisor;
+#pragma omp simd
+    for (std::int64_t i = 0; i < n; ++i) buffer[i] = (a[i] + b[i]) * inverse;
+    return buffer;
+  }
+  for (int s = 0; s < pass.n_from; ++s) {
+    add_source<T, Codec>(pass, from[s], s == 0, start, n, block, buffer);
+  }
+  divide(buffer, n, divisor);
+  return buffer;
+}
+
+// The output, as the fp32 that residuals are reckoned with.
+template <class T>
+struct Stored {
+  const T* data;
+  PYCOMM_HD float operator[](std::int64_t i) const { return load(data[i]); }
+};
+
+template <class Sent>
+PYCOMM_HD void keep_lost(float* residual, bool begin, const float* v, const Sent& sent,
+                         std::int64_t n, float divisor) {
+  if (begin) {
+#pragma omp simd
+    for (std::int64_t i = 0; i < n; ++i) residual[i] = lost(v[i], sent[i], divisor);
+  } else {
+#pragma omp simd
+    for (std::int64_t i = 0; i < n; ++i) residual[i] += lost(v[i], sent[i], divisor);
+  }
+}
+
+// Output and residual of n elements whose sum `v` has been encoded as `made`. What all ranks get is
+// the output, in the tensor's type.
+template <class T, class Codec>
+PYCOMM_HD void settle(const Pass& pass, std::int64_t start, std::int64_t n, bool own,
+                      const float* v, const View<Codec>& made) {
+  T* output = static_cast<T*>(pass.output) + start;
+  if (pass.output != nullptr) {
+#pragma omp simd
+    for (std::int64_t i = 0; i < n; ++i) output[i] = store<T>(made[i]);
+  }
+  if (pass.residual == nullptr || pass.keep_residual) return;
+  float* residual = pass.residual + start;
+  if (pass.output != nullptr) {
+    keep_lost(residual, own, v, Stored<T>{output}, n, pass.divisor);
+  } else {
+    keep_lost(residual, own, v, made, n, pass.divisor);
+  }
+}
+
+template <class T, class Codec>
+PYCOMM_CLONES bool encode_blocks(const Pass& pass, std::int64_t block) {
+  using Payload = typename Codec::Payload;
+  float buffer[kLargestBlock];
+  bool own = false, finite = true;
+  for (int s = 0; s < pass.n_from; ++s) own = own || pass.from[s].own;
+  const std::int64_t stride = Codec::kScaled ? block : kStride;
+  for (std::int64_t start = 0; start < pass.n; start += stride) {
+    const std::int64_t n = std::min(stride, pass.n - start);
+    const float* v = sum_sources<T, Codec>(pass, start, n, block, buffer);
+    finite &= Codec::encode(v, n, reinterpret_cast<Payload*>(pass.to.payload) + start,
+                            pass.to.scales + (Codec::kScaled ? start / block : 0), pass.random,
+                            pass.first + start);
+    const View<Codec> made(pass.to, start, block);
+    if (pass.output != nullptr) finite &= largest_stored<T>(made, n) < kInfinityBits;
+    settle<T, Codec>(pass, start, n, own, v, made);
+  }
+  return !finite;
+}
+
+template <class T, class Codec, bool add>
+PYCOMM_CLONES bool decode_blocks(const Encoded& from, void* output, std::int64_t count,
+                                 std::int64_t block) {
+  T* to = static_cast<T*>(output);
+  std::uint32_t largest = 0;
+  const std::int64_t stride = Codec::kScaled ? block : kStride;
+  for (std::int64_t start = 0; start < count; start += stride) {
+    const std::int64_t n = std::min(stride, count - start);
+    const View<Codec> view(from, start, block);
+    T* y = to + start;
+    if constexpr (add) {
+#pragma omp simd
+      for (std::int64_t i = 0; i < n; ++i) y[i] += view[i];
+    } else {
+#pragma omp simd
+      for (std::int64_t i = 0; i < n; ++i) y[i] = store<T>(view[i]);
+    }
+    largest = std::max(largest, largest_stored<T>(view, n));
+  }
+  return largest >= kInfinityBits;
+}
+
+template <class T>
+PYCOMM_CLONES std::uint32_t largest_sum(const void* input, const float* residual, std::int64_t n) {
+  const T* x = static_cast<const T*>(input);
+  std::uint32_t largest = 0;
+  if (residual == nullptr) {
+#pragma omp simd reduction(max : largest)
+    for (std::int64_t i = 0; i < n; ++i) largest = std::max(largest, magnitude(load(x[i])));
+  } else {
+#pragma omp simd reduction(max : largest)
+    for (std::int64_t i = 0; i < n; ++i) {
+      largest = std::max(largest, magnitude(contribution(load(x[i]), residual[i])));
+    }
+  }
+  return largest;
+}
+
+template <class T, class Codec>
+CodecLoops loops_of() {
+  return {encode_blocks<T, Codec>, decode_blocks<T, Codec, false>,
+          decode_blocks<float, Codec, true>, largest_sum<T>, Codec::kScaled};
+}
+
+template <class T>
+CodecLoops loops_for(const Codec& codec) {
+  if (codec.kind == CodecKind::int8) {
+    return codec.stochastic != 0 ? loops_of<T, Int8Codec<true>>() : loops_of<T, Int8Codec<false>>();
+  }
+  PYCOMM_CHECK(codec.kind == CodecKind::cast, "not a codec of blocks: " + describe(codec));
+  switch (codec.values) {
+    case DType::f16:
+      return loops_of<T, CastCodec<Half>>();
+    case DType::bf16:
+      return loops_of<T, CastCodec<BFloat16>>();
+    default:
+      return loops_of<T, CastCodec<float>>();
+  }
+}
+
+}  // namespace
+
+CodecLoops codec_loops(DType dtype, const Codec& codec) {
+  switch (dtype) {
+    case DType::f32:
+      return loops_for<float>(codec);
+    case DType::f16:
+      return loops_for<Half>(codec);
+    case DType::bf16:
+      return loops_for<BFloat16>(codec);
+    default:
+      PYCOMM_CHECK(false, std::string("tensor must be float32, float16 or bfloat16 to be "
+                                      "compressed, got ") +
+                              name_of(dtype));
+  }
+}
+
+}  // namespace pycomm::cpu

@@ -1,0 +1,96 @@
+// The CPU executor with a codec of blocks: the same algorithms, but slots hold encoded elements.
+//
+// copy() from the tensor into a slot encodes, reduce() decodes, adds and encodes, copy() from a slot
+// into the tensor decodes. In two-shot every rank encodes every contribution once and what it owns
+// once more; in ring and tree every rank encodes every element once. What is lost goes into the
+// residual of the rank that loses it, so that nothing is lost at all.
+//
+// A rank's staging is one encoded tile: the payload of all slots, then the scales of all slots.
+#pragma once
+
+#include "core/coded.h"
+#include "core/feedback.h"
+#include "cpu/codec_loops.h"
+#include "cpu/comm.h"
+
+namespace pycomm::cpu {
+
+// Whether this contribution to a compressed operation with feedback could become infinite on its
+// way, or is already; then no rank touches its residual.
+bool overflows(const Operation& operation, int ranks, const void* input, const float* residual);
+
+class CodedComm {
+ public:
+  static constexpr bool kCoded = true;
+
+  // `comm` has begun the operation, for which its staging is large enough.
+  CodedComm(Comm& comm, const Operation& operation, const Feedback& feedback);
+
+  int rank() const { return comm_.rank(); }
+  int size() const { return comm_.size(); }
+  std::int64_t count() const { return comm_.count(); }
+  std::int64_t line() const { return staging_.block; }
+  std::int64_t elements(std::int64_t bytes) const {
+    return comm_.elements(bytes) / kLargestBlock * kLargestBlock;
+  }
+  bool direct() const { return false; }
+  Place input() const { return comm_.input(); }
+  Place output() const { return comm_.output(); }
+  Place input(int) const { return comm_.input(); }
+  Place output(int) const { return comm_.output(); }
+  Place slot(int r, std::int64_t i) const { return {comm_.slot(r, 0).data, r, i * staging_.slot}; }
+  std::int64_t slot_count() const { return staging_.slot; }
+  Place at(Place place, std::int64_t elements) const {
+    if (place.coded == kPlain) return comm_.at(place, elements);
+    return {place.data, place.rank, place.coded + elements};
+  }
+
+  void announce() {
+    comm_.announce();
+    keep_residual_ = comm_.any_overflow();
+  }
+  void signal(int slot) { comm_.signal(slot); }
+  void wait(int r, int slot, std::int64_t step) { comm_.wait(r, slot, step); }
+  void wait_all(int slot, std::int64_t step) { comm_.wait_all(slot, step); }
+
+  void copy(Place to, Place from, std::int64_t n);
+
+  template <class To, class From>
+  void reduce(int n_to, To to, int n_from, From from, std::int64_t n, bool last) {
+    if (n == 0) return;
+    for (int i = 0; i < n_from; ++i) {
+      sources_[static_cast<std::size_t>(i)] = source(from(i), n);
+    }
+    Place encoded = to(0), output = to(n_to - 1);
+    if (encoded.coded == kPlain) std::swap(encoded, output);
+    encode(encoded, output, n_from, n, last);
+  }
+
+  // Two-shot's chunks: as large as slots allow.
+  CyclicChunks<CodedComm> chunks() { return {*this, first_element(operation_), piece_}; }
+  // Whether a value was not finite; once the algorithm has run, the same on every rank.
+  bool nonfinite() const { return nonfinite_ || keep_residual_; }
+
+ private:
+  std::int64_t encoded_bytes(std::int64_t n) const {
+    return n * staging_.payload + (loops_.scaled ? ceil_div(n, staging_.block) * 4 : 0);
+  }
+  Source source(Place place, std::int64_t n);
+  void encode(Place to, Place output, int n_from, std::int64_t n, bool last);
+  std::int64_t index(Place tensor, std::byte* begin) const {
+    return comm_.elements(tensor.data - begin);
+  }
+
+  Comm& comm_;
+  const Operation& operation_;
+  const Feedback& feedback_;
+  const CodecLoops loops_;
+  const CodedStaging staging_;
+  const std::int64_t piece_;
+  bool keep_residual_ = false;
+  bool nonfinite_ = false;
+  std::int64_t own_ = 0;  // index of the own contribution among the sources' elements
+  std::vector<Source> sources_;
+};
+
+}  // namespace pycomm::cpu

@@ -1,0 +1,158 @@
+#include "cpu/topk_comm.h"
+
+#include "core/cast.h"
+#include "core/feedback.h"
+
+namespace pycomm::cpu {
+
+std::byte* TopkWorkspace::area(std::uint32_t parity, std::int64_t bytes) {
+  std::byte*& area = areas_[parity & 1u];
+  std::int64_t& room = bytes_[parity & 1u];
+  if (area != nullptr && room >= bytes) return area;
+  if (area != nullptr) heap_->free(area);
+  area = nullptr;
+  room = 0;
+  area = heap_->allocate(bytes);
+  room = bytes;
+  return area;
+}
+
+TopkComm::TopkComm(Comm& comm, TopkWorkspace& workspace, const Operation& operation,
+                   const void* input, void* output, const Feedback& feedback)
+    : comm_(comm),
+      workspace_(workspace),
+      operation_(operation),
+      feedback_(feedback),
+      candidates_{operation.dtype,  input, operation.count, feedback.residual, feedback.velocity,
+                  feedback.momentum},
+      output_(output),
+      area_{operation.count, comm.size(), operation.codec},
+      areas_(static_cast<std::size_t>(comm.size())) {
+  const std::uint32_t largest = workspace_.selection.prepare(candidates_, operation.codec.k);
+  overflow_ = feedback.residual != nullptr && largest > safe_magnitude(operation, size());
+}
+
+std::byte* TopkComm::begin_area() {
+  return workspace_.area(next_sequence(comm_.sequence()), area_.bytes(rank()));
+}
+
+void TopkComm::announce() {
+  comm_.announce();
+  for (int r = 0; r < size(); ++r) {
+    areas_[static_cast<std::size_t>(r)] = comm_.announced_area(r, area_.bytes(r));
+  }
+  keep_residual_ = comm_.any_overflow();
+  selected_ = &workspace_.selection.collect(candidates_, feeds());
+}
+
+void TopkComm::stage(int owner) {
+  const TopkRegion target = region(owner);
+  std::vector<Entry>& list = workspace_.list;
+  list.clear();
+  for (const Entry& entry : *selected_) {
+    if (entry.index / kTopkChunk % size() == static_cast<std::uint32_t>(owner)) {
+      list.push_back(entry);
+    }
+  }
+  keep_largest(list, target.capacity(operation_.codec.k), workspace_.magnitudes,
+               [](const Entry&) {});
+  TopkWriter writer(target, operation_.codec.values,
+                    areas_[static_cast<std::size_t>(rank())] + area_.list(owner),
+                    area_.room(owner, false));
+  writer.write(list, [&](const Entry& entry, float sent) {
+    if (!feeds()) return;
+    feedback_.residual[entry.index] = lost(entry.value, sent, 1.0f);
+    if (feedback_.velocity != nullptr) feedback_.velocity[entry.index] = 0;
+  });
+}
+
+TopkReader TopkComm::reader(Place list, bool result) {
+  const int owner = static_cast<int>(list.coded);
+  const std::int64_t begin = result ? area_.result() : area_.list(owner);
+  TopkReader found(region(owner), operation_.codec.values, list.data + begin,
+                   area_.room(owner, result));
+  if (list.rank != rank()) comm_.count_in(found.bytes());
+  return found;
+}
+
+// The sums of a chunk, in rank order, go to the end of the list.
+void TopkComm::add_chunk(std::int64_t chunk) {
+  std::vector<float>& sums = workspace_.sums;
+  const Range range = region(rank()).chunk(chunk);
+  for (const TopkReader& list : readers_) {
+    list.read(chunk,
+              [&](std::int64_t i, float value) { sums[static_cast<std::size_t>(i)] += value; });
+  }
+  Hits hits;
+  const Tiles stretches{range.count, kStretch};
+  for (std::int64_t t = 0; t < stretches.count(); ++t) {
+    const Range stretch = stretches[t];
+    mark_nonzero(sums.data() + stretch.begin, stretch.count, hits.bytes);
+    hits.each(stretch.count, [&](std::int64_t i) {
+      float& sum = sums[static_cast<std::size_t>(stretch.begin + i)];
+      const std::int64_t index = range.begin + stretch.begin + i;
+      workspace_.list.push_back({static_cast<std::uint32_t>(index), sum});
+      sum = 0;
+    });
+  }
+}
+
+void TopkComm::reduce_region() {
+  workspace_.sums.assign(static_cast<std::size_t>(kTopkChunk), 0.0f);
+  workspace_.list.clear();
+  const TopkRegion mine = region(rank());
+  for (std::int64_t j = 0; j < mine.chunks(); ++j) add_chunk(j);
+  keep_largest(workspace_.list, mine.share(operation_.codec.k), workspace_.magnitudes,
+               [&](const Entry& entry) {
+                 if (feeds()) feedback_.residual[entry.index] += entry.value;
+               });
+  write_result();
+}
+
+// What all ranks get, in the tensor's type; the rest of the sum stays here.
+void TopkComm::write_result() {
+  const TopkRegion mine = region(rank());
+  const float divisor = operation_.op == ReduceOp::avg ? static_cast<float>(size()) : 1.0f;
+  for (Entry& entry : workspace_.list) entry.value /= divisor;
+  const Place here{areas_[static_cast<std::size_t>(rank())], rank(), rank()};
+  TopkWriter writer(mine, operation_.codec.values, here.data + area_.result(),
+                    area_.room(rank(), true));
+  writer.write(workspace_.list, [&](const Entry& entry, float sent) {
+    if (feeds()) feedback_.residual[entry.index] += lost(entry.value, as_stored(sent), divisor);
+  });
+  gather(rank(), here);
+}
+
+void TopkComm::gather(int owner, Place from) {
+  const TopkReader list = reader(from, true);
+  visit_dtype(operation_.dtype, [&](auto element) {
+    using T = decltype(element);
+    if constexpr (std::is_same_v<accumulator_t<T>, float>) scatter<T>(list, region(owner));
+  });
+}
+
+template <class T>
+void TopkComm::scatter(const TopkReader& list, const TopkRegion& region) {
+  for (std::int64_t j = 0; j < region.chunks(); ++j) {
+    const Range chunk = region.chunk(j);
+    T* const to = static_cast<T*>(output_) + chunk.begin;
+    std::fill(to, to + chunk.count, T{});
+    list.read(j, [&](std::int64_t i, float value) {
+      to[i] = store<T>(value);
+      nonfinite_ |= magnitude(load(to[i])) >= kInfinityBits;
+    });
+  }
+}
+
+float TopkComm::as_stored(float value) const {
+  switch (operation_.dtype) {
+    case DType::f16:
+      return load(store<Half>(value));
+    case DType::bf16:
+      return load(store<BFloat16>(value));
+    default:
+      return value;
+  }
+}
+
+}  // namespace pycomm::cpu

@@ -1,0 +1,116 @@
+// The CPU executor of two-shot with top-k: one tile, whose chunks are the regions of the owners.
+//
+//   1. Stage: select k elements, cut each region's list to its capacity, encode it where the owner
+//      reads it. What is sent is taken out of residual and velocity.
+//   2. Reduce: for its region, the owner adds the lists in rank order, selects its share of the sums
+//      and encodes it; what it does not select goes into its residual.
+//   3. Gather: decode the other owners' lists.
+//
+// The lists lie in the rank's heap, in two areas for odd and even operations, for the reason why
+// announcements do (core/operation.h). Sums are made in one tile of 65,536 elements.
+#pragma once
+
+#include "core/two_shot.h"
+#include "cpu/coded_comm.h"
+#include "cpu/topk_select.h"
+#include "cpu/topk_wire.h"
+
+namespace pycomm::cpu {
+
+// Memory that a group keeps from one top-k operation to the next. The areas go with the window and
+// not before: a peer may still read them when this rank has left.
+class TopkWorkspace {
+ public:
+  explicit TopkWorkspace(std::shared_ptr<Heap> heap) : heap_(std::move(heap)) {}
+
+  // This rank's area for an operation of this parity, of at least so many bytes.
+  std::byte* area(std::uint32_t parity, std::int64_t bytes);
+
+  TopkSelection selection;
+  std::vector<float> sums;  // all zero between uses
+  std::vector<Entry> list;
+  std::vector<std::uint32_t> magnitudes;
+
+ private:
+  std::shared_ptr<Heap> heap_;
+  std::byte* areas_[2] = {};
+  std::int64_t bytes_[2] = {};
+};
+
+// Chunks of the one tile.
+struct TopkRegions {
+  Tiles tiles() const { return {1, 1}; }
+  Chunk operator()(std::int64_t, int owner) const { return {owner, owner, owner, 1}; }
+};
+
+class TopkComm {
+ public:
+  static constexpr bool kCoded = true;
+
+  // Counts; the caller then begins the operation on `comm` with list() for a tensor.
+  TopkComm(Comm& comm, TopkWorkspace& workspace, const Operation& operation, const void* input,
+           void* output, const Feedback& feedback);
+  bool overflow() const { return overflow_; }
+  std::byte* begin_area();
+
+  int rank() const { return comm_.rank(); }
+  int size() const { return comm_.size(); }
+  bool direct() const { return false; }
+  // A place is a region, of a tensor (no data) or of a rank's lists.
+  Place input() const { return {nullptr, rank()}; }
+  Place output() const { return {nullptr, rank()}; }
+  Place input(int) const { return input(); }
+  Place output(int) const { return output(); }
+  Place slot(int r, std::int64_t) const { return {areas_[static_cast<std::size_t>(r)], r}; }
+  Place at(Place place, std::int64_t region) const { return {place.data, place.rank, region}; }
+
+  void announce();
+  void signal(int slot) { comm_.signal(slot); }
+  void wait_all(int slot, std::int64_t step) { comm_.wait_all(slot, step); }
+
+  void copy(Place to, Place from, std::int64_t) {
+    if (to.data != nullptr) {
+      stage(static_cast<int>(to.coded));
+    } else {
+      gather(static_cast<int>(to.coded), from);
+    }
+  }
+  template <class To, class From>
+  void reduce(int, To, int, From from, std::int64_t, bool) {
+    for (int r = 0; r < size(); ++r) readers_.push_back(reader(from(r), false));
+    reduce_region();
+    readers_.clear();
+  }
+
+  // Whether a value was not finite; once the algorithm has run, the same on every rank.
+  bool nonfinite() const { return nonfinite_ || keep_residual_; }
+
+ private:
+  TopkRegion region(int owner) const { return {operation_.count, size(), owner}; }
+  TopkReader reader(Place list, bool result);
+  bool feeds() const { return feedback_.residual != nullptr && !keep_residual_; }
+  void stage(int owner);
+  void reduce_region();
+  void add_chunk(std::int64_t chunk);
+  void write_result();
+  void gather(int owner, Place from);
+  template <class T>
+  void scatter(const TopkReader& list, const TopkRegion& region);
+  float as_stored(float value) const;
+
+  Comm& comm_;
+  TopkWorkspace& workspace_;
+  const Operation& operation_;
+  const Feedback& feedback_;
+  Candidates candidates_;
+  void* output_;
+  TopkArea area_;
+  bool overflow_ = false;
+  bool keep_residual_ = false;
+  bool nonfinite_ = false;
+  const std::vector<Entry>* selected_ = nullptr;
+  std::vector<std::byte*> areas_;  // every rank's
+  std::vector<TopkReader> readers_;
+};
+
+}  // namespace pycomm::cpu

@@ -1,0 +1,59 @@
+// Sums over the threads of a block.
+#pragma once
+
+#include "cuda/layout.h"
+
+namespace pycomm::cuda {
+
+// Over the threads before this one; `total` becomes the sum over all. All threads call it together.
+__device__ inline std::uint64_t sum_before(std::uint64_t value, std::uint64_t& total) {
+  __shared__ std::uint64_t of_warp[kThreads / 32];
+  const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
+  std::uint64_t sum = value;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const std::uint64_t other = __shfl_up_sync(0xffffffffu, sum, step);
+    if (lane >= step) sum += other;
+  }
+  __syncthreads();  // everyone is through with the last ones
+  if (lane == 31) of_warp[warp] = sum;
+  __syncthreads();
+  std::uint64_t before = sum - value;
+  total = 0;
+  for (int w = 0; w < kThreads / 32; ++w) {
+    if (w < warp) before += of_warp[w];
+    total += of_warp[w];
+  }
+  return before;
+}
+
+__device__ inline std::uint64_t sum_of_all(std::uint64_t value) {
+  std::uint64_t total;
+  sum_before(value, total);
+  return total;
+}
+
+// Finds from the top the bin with the `left`-th element, and which one it is in there. False: there
+// are not so many.
+__device__ inline bool pick_bin(const std::uint32_t* bins, int count, std::uint32_t& left,
+                                std::uint32_t& bin) {
+  __shared__ std::uint32_t found_bin, found_left;
+  const int each = count / kThreads, top = count - static_cast<int>(threadIdx.x) * each;
+  std::uint64_t mine = 0, total;
+  for (int i = 1; i <= each; ++i) mine += bins[top - i];
+  const std::uint64_t before = sum_before(mine, total);
+  if (total < left) return false;
+  if (before < left && before + mine >= left) {
+    auto rest = static_cast<std::uint32_t>(left - before);
+    int i = top - 1;
+    while (bins[i] < rest) rest -= bins[i--];
+    found_bin = static_cast<std::uint32_t>(i);
+    found_left = rest;
+  }
+  __syncthreads();
+  bin = found_bin;
+  left = found_left;
+  return true;
+}
+
+}  // namespace pycomm::cuda
