@@ -11,9 +11,43 @@ int32: int
 uint8: int
 has_cuda: bool
 
+class Codec:
+    def __init__(
+        self, kind: int, values: int = 0, stochastic: bool = False, block: int = 0, k: int = 0
+    ) -> None: ...
+
+class CompressedCall:
+    def __init__(
+        self,
+        algorithm: int,
+        dtype: int,
+        op: int,
+        count: int,
+        input: int,
+        output: int,
+        codec: Codec,
+        residual: int,
+        velocity: int,
+        momentum: float,
+        seed: int,
+        step: int,
+        offset: int,
+    ) -> None: ...
+
+def encoded_bytes(codec: Codec, n: int) -> int: ...
+def wire_bytes(codec: Codec, n: int, ranks: int) -> int: ...
+def encode(
+    codec: Codec, dtype: int, x: int, n: int, wire: int, seed: int, step: int, offset: int
+) -> bool: ...
+def decode(
+    codec: Codec, wire: int, bytes: int, n: int, dtype: int, output: int, add: bool
+) -> bool: ...
+def select(dtype: int, x: int, n: int, k: int, indices: int, values: int) -> int: ...
+
 class Work:
     def wait(self, seconds: float) -> bool: ...
     def completed(self) -> bool: ...
+    def nonfinite(self) -> bool: ...
 
 class Allocation(Buffer): ...
 
@@ -56,6 +90,8 @@ class Group:
         output: int,
         /,
     ) -> Work: ...
+    def run_compressed(self, call: CompressedCall, /) -> bool: ...
+    def submit_compressed(self, call: CompressedCall, /) -> Work: ...
     def abort(self) -> None: ...
     def leave(self) -> None: ...
     def close(self) -> None: ...
@@ -115,6 +151,9 @@ class CudaGroup:
         stream: int,
         /,
     ) -> None: ...
+    def run_compressed(
+        self, call: CompressedCall, nonfinite: int, workspace: int, stream: int, /
+    ) -> None: ...
 
 def all_reduce(handle: object, tensor: object, op: int, algorithm: int, /) -> bool: ...
 def create_window(ranks: int, slice_bytes: int, staging_bytes: int) -> int: ...
@@ -123,3 +162,44 @@ def select_algorithm(bytes: int, ranks: int, device: int) -> int: ...
 def tree_node(tree: int, rank: int, size: int) -> tuple[int, int, int]: ...
 def cuda_window_bytes(ranks: int, lanes: int, staging_bytes: int, heap_bytes: int) -> int: ...
 def cuda_heap_begin(ranks: int, lanes: int, staging_bytes: int) -> int: ...
+def cuda_least_staging_bytes(ranks: int, lanes: int) -> int: ...
+def cuda_workspace_bytes(codec: Codec, n: int, ranks: int, exchange: bool) -> int: ...
+def cuda_encode(
+    device: int,
+    stream: int,
+    workspace: int,
+    codec: Codec,
+    dtype: int,
+    x: int,
+    n: int,
+    wire: int,
+    seed: int,
+    step: int,
+    offset: int,
+    /,
+) -> None: ...
+def cuda_decode(
+    device: int,
+    stream: int,
+    workspace: int,
+    codec: Codec,
+    wire: int,
+    bytes: int,
+    n: int,
+    dtype: int,
+    output: int,
+    add: bool,
+    /,
+) -> None: ...
+def cuda_select(
+    device: int,
+    stream: int,
+    workspace: int,
+    codec: Codec,
+    dtype: int,
+    x: int,
+    n: int,
+    indices: int,
+    values: int,
+    /,
+) -> int: ...

@@ -6,18 +6,23 @@
 
     group = pycomm.init()  # under torchrun, or on torch.distributed's default group
     pycomm.all_reduce(x, op="avg")
+    pycomm.compressed_all_reduce(x, pycomm.Int8(), residual=state)
 """
 
 import torch  # noqa: F401 - its libraries must be loaded before ours
 
-from pycomm import ops
+from pycomm import compressed_ops, ops
+from pycomm._names import parse_compressor
 from pycomm._plan import Plan
 from pycomm.collectives import Work, all_gather, all_reduce, barrier, broadcast, reduce_scatter
+from pycomm.compressed import compressed_all_reduce
+from pycomm.compression import Cast, Compressor, Identity, Int8, TopK
 from pycomm.errors import (
     Aborted,
     CollectiveError,
     GroupUnusable,
     Mismatch,
+    NonFinite,
     PeerDied,
     PycommError,
     Timeout,
@@ -28,23 +33,32 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Aborted",
+    "Cast",
     "CollectiveError",
+    "Compressor",
     "Group",
     "GroupUnusable",
+    "Identity",
+    "Int8",
     "LocalWorld",
     "Mismatch",
+    "NonFinite",
     "PeerDied",
     "Plan",
     "PycommError",
     "Timeout",
+    "TopK",
     "Work",
     "all_gather",
     "all_reduce",
     "barrier",
     "broadcast",
+    "compressed_all_reduce",
+    "compressed_ops",
     "default_group",
     "init",
     "ops",
+    "parse_compressor",
     "reduce_scatter",
     "set_default_group",
 ]

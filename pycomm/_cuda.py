@@ -21,11 +21,13 @@ from pycomm import _C
 from pycomm._dtypes import DTYPES
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from pycomm.group import Group
 
 DEFAULT_MAX_BLOCKS = 32
 STAGING_BYTES = 32 << 20  # per rank, at least
-PACKET_BYTES = 16 << 10  # of one rank's tensor that travels in packets
+_TOPK = 3  # the kind of codec
 
 
 class CudaSide:
@@ -51,6 +53,7 @@ class CudaSide:
         self.device = device
         self.transport = transport
         self.lanes = lanes
+        self._size = group.size
         self._core = _C.CudaGroup(group._core, endpoint, shared)
         self._heap = heap
         self._heap_used = 0
@@ -87,6 +90,25 @@ class CudaSide:
             stream.cuda_stream,
         )
 
+    def run_compressed(
+        self,
+        call: _C.CompressedCall,
+        codec: _C.Codec,
+        count: int,
+        tensors: Iterable[torch.Tensor],
+        flag: NonfiniteFlag | None,
+    ) -> None:
+        """Enqueues a compressed all-reduce of `count` elements, which uses `tensors`."""
+        stream = torch.cuda.current_stream(self.device)
+        nbytes = _C.cuda_workspace_bytes(codec, count, self._size, exchange=True)
+        workspace = _workspace(nbytes, self.device)
+        for tensor in tensors:
+            tensor.record_stream(stream)
+        word = 0 if flag is None else flag.word.data_ptr()
+        self._core.run_compressed(call, word, workspace.data_ptr(), stream.cuda_stream)
+        if flag is not None:
+            flag.event.record(stream)
+
     def check(self) -> None:
         """Raises what went wrong in kernels that have been enqueued so far and have ended."""
         self._core.check()
@@ -107,15 +129,71 @@ class CudaSide:
         return self._heap[begin : begin + nbytes].view(dtype).view(shape)
 
 
+class NonfiniteFlag:
+    """Whether a compressed operation has met an infinity or a NaN, once its stream has run it."""
+
+    def __init__(self, side: CudaSide) -> None:
+        self.word = torch.zeros(1, dtype=torch.int32, device=side.device)
+        self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._side = side
+
+    def read(self) -> bool:
+        """Waits on the host until the operation has run; raises what went wrong in it."""
+        self.event.synchronize()
+        self._side.check()
+        return bool(self.word.item())
+
+
+class Codecs:
+    """Encoding and decoding on one device's current stream, called as ``_C``'s for the CPU are."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._place = (device.index, torch.cuda.current_stream(device).cuda_stream)
+
+    def encode(
+        self,
+        codec: _C.Codec,
+        dtype: int,
+        x: int,
+        n: int,
+        wire: int,
+        seed: int,
+        step: int,
+        offset: int,
+    ) -> None:
+        """Enqueues."""
+        space = _workspace(_C.cuda_workspace_bytes(codec, n, 1, exchange=False), self._device)
+        _C.cuda_encode(*self._place, space.data_ptr(), codec, dtype, x, n, wire, seed, step, offset)
+
+    def decode(
+        self, codec: _C.Codec, wire: int, nbytes: int, n: int, dtype: int, output: int, add: bool
+    ) -> None:
+        """Waits for the stream, to check what it decodes."""
+        space = _workspace(4, self._device)
+        _C.cuda_decode(*self._place, space.data_ptr(), codec, wire, nbytes, n, dtype, output, add)
+
+    def select(self, dtype: int, x: int, n: int, k: int, indices: int, values: int) -> int:
+        """Waits for the stream, to tell how many there are."""
+        codec = _C.Codec(_TOPK, k=k)
+        space = _workspace(_C.cuda_workspace_bytes(codec, n, 1, exchange=False), self._device)
+        return _C.cuda_select(*self._place, space.data_ptr(), codec, dtype, x, n, indices, values)
+
+
+def _workspace(nbytes: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
 def _lanes(max_blocks: int, device: torch.device, ranks_here: int) -> int:
     """Blocks per rank: at most what was asked for, and what fits beside the other ranks' blocks."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     return max(1, min(max_blocks, processors // ranks_here))
 
 
-def _staging_bytes(lanes: int, size: int) -> int:
-    """Enough for every lane to take every peer's packets, for odd and even operations."""
-    return max(STAGING_BYTES, 2 * lanes * size * PACKET_BYTES)
+def _staging_bytes(lanes: int, group: Group) -> int:
+    """As much as the group was made with on the CPU, two halves of four slots, if that is more."""
+    asked = 8 * group._core.slot_bytes
+    return max(STAGING_BYTES, asked, _C.cuda_least_staging_bytes(group.size, lanes))
 
 
 def _all_agree(group: Group, flag: bool) -> bool:
@@ -156,10 +234,12 @@ def join_processes(
     group: Group, device: torch.device, process_group: Any, max_blocks: int, heap_bytes: int
 ) -> CudaSide:
     """The CUDA side of a group of processes; a collective call."""
+    if group.size == 1:
+        return LocalDevices([group], max_blocks, stage_always=False).side(0, device)
     devices = _gather(group, _device_id(device))
     crowd = devices.count(devices[group.rank])
     lanes = min(_gather(group, _lanes(max_blocks, device, crowd)))
-    staging = _staging_bytes(lanes, group.size)
+    staging = _staging_bytes(lanes, group)
     window_bytes = _C.cuda_window_bytes(group.size, lanes, staging, heap_bytes)
     memory = None
     if _all_agree(group, _sees_all(device, devices)):
@@ -277,7 +357,7 @@ class LocalDevices:
                 f"the ranks' tensors must lie all on one GPU or each on its own, got {devices}"
             )
         lanes = min(_lanes(self._max_blocks, d, size if together else 1) for d in devices)
-        staging = _staging_bytes(lanes, size)
+        staging = _staging_bytes(lanes, self._groups[0])
         window_bytes = _C.cuda_window_bytes(size, lanes, staging, 0)
         if not together:
             _grant_access(devices)

@@ -38,6 +38,15 @@ class Work:
             self._finish()
             self._finish = None
 
+    @property
+    def nonfinite(self) -> bool:
+        """Of a compressed operation: whether a gradient had an infinity or a NaN. Waits.
+
+        The same on every rank; residuals are then as they were.
+        """
+        self.wait()
+        return self._core is not None and self._core.nonfinite()
+
     def is_completed(self) -> bool:
         """Whether :meth:`wait` would return at once."""
         return self._core is None or self._core.completed()
@@ -106,12 +115,12 @@ def all_reduce(
         and _C.all_reduce(group._handle, tensor, OPS[op], ALGORITHMS[algorithm])
     ):
         return tensor
-    (check_tensor if out is not None else _check_written)("tensor", tensor)
+    (check_tensor if out is not None else check_written)("tensor", tensor)
     result = tensor
     if out is not None:
-        _check_written("out", out)
-        _check_like("out", out, "tensor", tensor)
-        _check_disjoint("out", out, "tensor", tensor)
+        check_written("out", out)
+        check_like("out", out, "tensor", tensor)
+        check_disjoint("out", out, "tensor", tensor)
         result = out
     return _launch(
         group,
@@ -147,10 +156,10 @@ def reduce_scatter(
     """
     group = group if group is not None else default_group()
     check_choice("op", op, OPS)
-    _check_written("output", output)
+    check_written("output", output)
     check_tensor("input", input)
     _check_blocks("input", input, "output", output, group.size)
-    _check_disjoint("output", output, "input", input)
+    check_disjoint("output", output, "input", input)
     return _launch(group, "reduce_scatter", input, output, output.numel(), op, async_op=async_op)
 
 
@@ -173,10 +182,10 @@ def all_gather(
         `output`, or a :class:`Work`. Raises as :func:`all_reduce` does.
     """
     group = group if group is not None else default_group()
-    _check_written("output", output)
+    check_written("output", output)
     check_tensor("input", input)
     _check_blocks("output", output, "input", input, group.size)
-    _check_disjoint("output", output, "input", input)
+    check_disjoint("output", output, "input", input)
     return _launch(group, "all_gather", input, output, input.numel(), async_op=async_op)
 
 
@@ -195,7 +204,7 @@ def broadcast(
         `tensor`, or a :class:`Work`. Raises as :func:`all_reduce` does.
     """
     group = group if group is not None else default_group()
-    _check_written("tensor", tensor)
+    check_written("tensor", tensor)
     if not 0 <= src < group.size:
         raise ValueError(f"src must be a rank from 0 to {group.size - 1}, got {src}")
     return _launch(group, "broadcast", tensor, tensor, tensor.numel(), root=src, async_op=async_op)
@@ -290,7 +299,7 @@ def check_tensor(argument: str, tensor: torch.Tensor) -> None:
         raise ValueError(f"{argument} must be materialised, got a negated view: call resolve_neg()")
 
 
-def _check_written(argument: str, tensor: torch.Tensor) -> None:
+def check_written(argument: str, tensor: torch.Tensor) -> None:
     """Refuses what cannot take a result."""
     check_tensor(argument, tensor)
     if torch._debug_has_internal_overlap(tensor) == 1:
@@ -306,7 +315,8 @@ def _check_same_kind(name: str, tensor: torch.Tensor, other_name: str, other: to
         )
 
 
-def _check_like(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+def check_like(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+    """Refuses another dtype, device or shape."""
     _check_same_kind(name, tensor, other_name, other)
     if tensor.shape != other.shape:
         raise ValueError(
@@ -325,7 +335,7 @@ def _check_blocks(
         )
 
 
-def _check_disjoint(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+def check_disjoint(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
     """Whether two tensors' spans of memory meet, or are the same dense tensor."""
     if tensor.numel() == 0 or other.numel() == 0:
         return

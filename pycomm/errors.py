@@ -53,5 +53,9 @@ class Aborted(CollectiveError):
     """A rank called ``abort()``, or was interrupted in the middle of an operation."""
 
 
+class NonFinite(PycommError):
+    """A gradient had an infinity or a NaN; raised on every rank, and the group goes on."""
+
+
 class GroupUnusable(PycommError):
     """The group is closed, has failed, or belongs to the parent of this forked process."""

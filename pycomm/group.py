@@ -7,6 +7,7 @@ import functools
 import itertools
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ DEFAULT_TIMEOUT = 300.0
 DEFAULT_STAGING_BYTES = 2 << 20
 
 _names = itertools.count()
+_by_name: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()
 
 
 def slice_bytes() -> int:
@@ -70,6 +72,7 @@ class Group:
         self._cuda: CudaSide | None = None
         self._join_cuda: Callable[[torch.device], CudaSide] = _no_cuda
         _C.register_group(self.name, self._core)
+        _by_name[self.name] = self
 
     def empty(
         self,
@@ -199,6 +202,13 @@ class Group:
 
     def __repr__(self) -> str:
         return f"pycomm.Group({self.name!r}, rank={self.rank}, size={self.size})"
+
+
+def find_group(name: str) -> Group:
+    """The group of that name; for operators, which take no objects."""
+    if name not in _by_name:
+        raise ValueError(f"group must name an open pycomm group, got {name!r}")
+    return _by_name[name]
 
 
 def _no_cuda(device: torch.device) -> CudaSide:

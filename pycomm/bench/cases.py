@@ -22,6 +22,8 @@ class Settings:
     ops: tuple[str, ...]
     algorithms: tuple[str, ...]
     buffers: tuple[str, ...]
+    compressions: tuple[str, ...]
+    feedback: bool
     peers: tuple[str, ...]
     iters: int | None
     warmup_iters: int | None

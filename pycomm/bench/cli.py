@@ -10,11 +10,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from pycomm import _C
+from pycomm import _C, parse_compressor
 from pycomm._dtypes import ALGORITHMS, DTYPES, OPS
-from pycomm.bench import extras, launch, session
+from pycomm.bench import codec_session, extras, launch, session
 from pycomm.bench.cases import GIB, KIB, MIB, Settings
+from pycomm.bench.codec_tasks import UNIT, CodecSettings
 from pycomm.bench.peers import FINDERS
+from pycomm.compression import COMPRESSIBLE
 
 UNITS = {"": 1, "K": KIB, "M": MIB, "G": GIB}
 COLLECTIVES = {
@@ -23,14 +25,18 @@ COLLECTIVES = {
     "all_gather": "time all-gathers; size is that of the whole output",
     "broadcast": "time broadcasts from rank 0",
 }
+CODEC = "time encoding, decoding and selecting, without ranks"
 DTYPE_NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+CODEC_DTYPE_NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in COMPRESSIBLE)
+COMPRESSIONS = ("none", "bf16", "fp16", "int8", "topk:0.01")
+COMPRESSION_HELP = "none, bf16, fp16, int8, int8:BLOCK, topk:DENSITY"
 
 
 def size(text: str) -> int:
-    """Bytes, with nccl-tests' suffixes: ``8``, ``64K``, ``1M``, ``2G``."""
+    """A number, with nccl-tests' suffixes: ``8``, ``64K``, ``1M``, ``2G``."""
     match = re.fullmatch(r"(\d+)([KMG]?)", text.upper())
     if match is None:
-        raise argparse.ArgumentTypeError(f"expected bytes such as 8, 64K or 1M, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a number such as 8, 64K or 1M, got {text!r}")
     return int(match[1]) * UNITS[match[2]]
 
 
@@ -49,19 +55,31 @@ def some_of(choices: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
     return parse
 
 
+def compressions(text: str) -> tuple[str, ...]:
+    """Names that pycomm.parse_compressor takes, with commas between, or ``all``."""
+    names = COMPRESSIONS if text == "all" else tuple(text.split(","))
+    for name in names:
+        try:
+            parse_compressor(name)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+    return names
+
+
 def make_parser() -> argparse.ArgumentParser:
-    """A sub-command per collective."""
+    """A sub-command per collective, and one for codecs."""
     parser = argparse.ArgumentParser(
         prog="python -m pycomm.bench",
         description="Times pycomm against what is installed beside it, in interleaved rounds.",
         epilog="Starts the ranks itself, or is one of them under torchrun or mpirun.",
     )
-    commands = parser.add_subparsers(dest="collective", required=True, metavar="COLLECTIVE")
+    commands = parser.add_subparsers(dest="collective", required=True, metavar="WHAT")
     for name, text in COLLECTIVES.items():
         command = commands.add_parser(name, help=text, description=text)
         _add_size_flags(command)
         _add_what_flags(command, name)
-        _add_how_flags(command)
+        _add_how_flags(command, name)
+    _add_codec_flags(commands.add_parser("codec", help=CODEC, description=CODEC))
     return parser
 
 
@@ -90,6 +108,8 @@ def _add_what_flags(command: argparse.ArgumentParser, collective: str) -> None:
     if collective == "all_reduce":
         add("-a", "--algorithm", type=some_of(tuple(ALGORITHMS)), default=("auto",),
             metavar="ALGORITHM", help=f"{', '.join(ALGORITHMS)} (default auto)")  # fmt: skip
+        add("--compress", type=compressions, default=("none",), metavar="COMPRESSION",
+            help=f"{COMPRESSION_HELP} (default none)")  # fmt: skip
     add("--buffer", choices=("tensor", "window", "both"), default="tensor",
         help="ordinary tensors (default), tensors made by group.empty, or both")  # fmt: skip
     add("--peer", type=some_of(tuple(FINDERS)), default=(), metavar="PEER",
@@ -97,15 +117,30 @@ def _add_what_flags(command: argparse.ArgumentParser, collective: str) -> None:
     add("--device", choices=("cpu", "cuda"), default="cpu")
 
 
-def _add_how_flags(command: argparse.ArgumentParser) -> None:
+def _add_how_flags(command: argparse.ArgumentParser, collective: str) -> None:
     add = command.add_argument_group("how").add_argument
     add("--ranks", type=int, default=2, help="processes to start (default 2)")
     add("-n", "--iters", type=int, help="timed calls (default: as many as fit into 0.25 s)")
     add("-w", "--warmup_iters", type=int, help="untimed calls before each of the rounds")
     add("-c", "--check", type=int, choices=(0, 1), default=1, help="verify results (default 1)")
+    if collective == "all_reduce":
+        add("--feedback", action="store_true", help="compress with a residual")
     add("--timeout", type=float, default=60.0, help="seconds to wait for a rank (default 60)")
     add("-J", "--json", metavar="FILE", help="write results")
     add("--plot", metavar="FILE", help="draw results as a PNG")
+
+
+def _add_codec_flags(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("--codec", type=compressions, action="extend", metavar="COMPRESSION",
+        help=f"{COMPRESSION_HELP}, comma-separated, or `all` (default int8)")  # fmt: skip
+    add("-n", "--elements", type=size, default=64 * MIB, metavar="N",
+        help=f"rounded down to a multiple of {UNIT} (default 64M)")  # fmt: skip
+    add("-d", "--datatype", type=some_of(CODEC_DTYPE_NAMES), default=("float32",), metavar="TYPE",
+        help=f"{', '.join(CODEC_DTYPE_NAMES)}, or `all` (default float32)")  # fmt: skip
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="cpu (one thread) or cuda")
+    add("--iters", type=int, help="timed calls (default: as many as fit into 0.25 s)")
+    add("-J", "--json", metavar="FILE", help="write results")
 
 
 def _sizes(arguments: argparse.Namespace) -> tuple[int, ...]:
@@ -120,20 +155,42 @@ def _sizes(arguments: argparse.Namespace) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def parse(argv: Sequence[str] | None = None) -> Settings:
+def parse(argv: Sequence[str] | None = None) -> Settings | CodecSettings:
     """Settings from a command line; exits with a message where they make no sense here."""
     parser = make_parser()
     arguments = parser.parse_args(argv)
+    if arguments.device == "cuda" and not _C.has_cuda:
+        parser.error("--device cuda: this build of pycomm has no CUDA")
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch finds no GPU on this machine")
+    words = sys.argv[1:] if argv is None else argv
+    command = shlex.join(["python", "-m", "pycomm.bench", *words])
+    if arguments.collective == "codec":
+        return _codec_settings(arguments, command)
+    return _settings(parser, arguments, command)
+
+
+def _codec_settings(arguments: argparse.Namespace, command: str) -> CodecSettings:
+    return CodecSettings(
+        codecs=tuple(arguments.codec or ("int8",)),
+        count=max(arguments.elements // UNIT, 1) * UNIT,
+        dtypes=arguments.datatype,
+        device=arguments.device,
+        iters=arguments.iters,
+        json=arguments.json,
+        command=command,
+    )
+
+
+def _settings(
+    parser: argparse.ArgumentParser, arguments: argparse.Namespace, command: str
+) -> Settings:
     if arguments.minbytes > arguments.maxbytes:
         parser.error("--minbytes must not exceed --maxbytes")
     if arguments.stepfactor < 2 and not arguments.stepbytes:
         parser.error("--stepfactor must be at least 2")
     if arguments.ranks < 1:
         parser.error("--ranks must be at least 1")
-    if arguments.device == "cuda" and not _C.has_cuda:
-        parser.error("--device cuda: this build of pycomm has no CUDA")
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch finds no GPU on this machine")
     if arguments.plot:
         extras.require("matplotlib")
     return Settings(
@@ -144,6 +201,8 @@ def parse(argv: Sequence[str] | None = None) -> Settings:
         ops=getattr(arguments, "op", ("sum",)),
         algorithms=getattr(arguments, "algorithm", ("auto",)),
         buffers=("tensor", "window") if arguments.buffer == "both" else (arguments.buffer,),
+        compressions=getattr(arguments, "compress", ("none",)),
+        feedback=getattr(arguments, "feedback", False),
         peers=arguments.peer,
         iters=arguments.iters,
         warmup_iters=arguments.warmup_iters,
@@ -152,13 +211,14 @@ def parse(argv: Sequence[str] | None = None) -> Settings:
         timeout=arguments.timeout,
         json=arguments.json,
         plot=arguments.plot,
-        command=shlex.join(
-            ["python", "-m", "pycomm.bench", *(sys.argv[1:] if argv is None else argv)]
-        ),
+        command=command,
     )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parses, starts the ranks and runs."""
+    """Parses, starts the ranks where there are any, and runs."""
     settings = parse(argv)
-    launch.run(session.run, settings, ranks=settings.ranks, timeout=settings.timeout)
+    if isinstance(settings, CodecSettings):
+        codec_session.run(settings)
+    else:
+        launch.run(session.run, settings, ranks=settings.ranks, timeout=settings.timeout)

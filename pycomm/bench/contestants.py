@@ -1,4 +1,4 @@
-"""Who competes: the interface of every contestant, and pycomm's own."""
+"""Who competes: the interface of every contestant, and pycomm's own, compressed or not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from typing import Protocol
 import torch
 
 import pycomm
-from pycomm.bench.cases import Case
+from pycomm.bench.cases import Case, Settings, bus_factor
+from pycomm.compression import COMPRESSIBLE
+
+# Those that compress, and of these the ones that cannot carry top-k.
+ALGORITHMS = ("auto", "two_shot", "ring", "tree")
+DENSE_ALGORITHMS = ("ring", "tree")
 
 
 @dataclass(frozen=True)
@@ -21,15 +26,25 @@ class Prepared:
         source: takes the input.
         result: holds the output after a call; may be `source` itself.
         call: runs the collective once, through the API that users call.
+        fill: gives `source` data for the clock: repeated calls must leave them what they are.
+        residual: what `call` keeps of what compression loses.
     """
 
     source: torch.Tensor
     result: torch.Tensor
     call: Callable[[], object]
+    fill: Callable[[torch.Tensor], object] = torch.Tensor.zero_
+    residual: torch.Tensor | None = None
+
+    def settle(self) -> None:
+        """Makes the data ready for the clock."""
+        self.fill(self.source)
+        if self.residual is not None:
+            self.residual.zero_()
 
 
 class Contestant(Protocol):
-    """One way to run a collective; the three names tell it from the others in a table."""
+    """One way to run a collective; the four names tell it from the others in a table."""
 
     @property
     def impl(self) -> str:
@@ -42,6 +57,10 @@ class Contestant(Protocol):
     @property
     def buffer(self) -> str:
         """``"tensor"``, or ``"window"`` where the tensors lie in shared memory."""
+
+    @property
+    def compression(self) -> str:
+        """What becomes of elements on the wire, as :func:`pycomm.parse_compressor` takes it."""
 
     def supports(self, case: Case) -> bool:
         """Whether it can run the case at all."""
@@ -57,6 +76,7 @@ class Pycomm:
     group: pycomm.Group
     algorithm: str
     buffer: str
+    compression: str = "none"
     impl: str = "pycomm"
 
     def supports(self, case: Case) -> bool:  # noqa: ARG002
@@ -84,9 +104,90 @@ class Pycomm:
         plan = self.group.explain(case.nbytes, case.dtype, in_window=in_window, device=case.device)
         return plan.algorithm
 
+    def wire_bytes(self, case: Case) -> int:
+        """Bytes that a rank reads from its peers, where no rank reads more than it must."""
+        return int(case.nbytes * bus_factor(case.collective, case.ranks))
 
-def own(
-    group: pycomm.Group, algorithms: tuple[str, ...], buffers: tuple[str, ...]
-) -> list[Contestant]:
-    """Our own contestants: every algorithm on every buffer."""
-    return [Pycomm(group, algorithm, buffer) for buffer in buffers for algorithm in algorithms]
+
+@dataclass(frozen=True)
+class Compressed(Pycomm):
+    """pycomm's compressed all-reduce, with or without a residual.
+
+    It works in place, as the others do, on what repeated calls leave as it is: a mean on normal
+    deviates, a sum on zeros. Top-k, whose work depends on the data, goes from normal deviates to a
+    second tensor: its own results are nearly all zeros.
+    """
+
+    feedback: bool = False
+
+    def refusal(self, case: Case) -> str | None:
+        """What of a case it cannot do, in a word or two."""
+        compressor = pycomm.parse_compressor(self.compression)
+        dtype = str(case.dtype).removeprefix("torch.")
+        if self.algorithm not in ALGORITHMS:
+            return self.algorithm
+        if isinstance(compressor, pycomm.TopK) and self.algorithm in DENSE_ALGORITHMS:
+            return f"{self.compression} by {self.algorithm}"
+        if case.op not in ("avg", "sum"):
+            return case.op
+        if case.dtype not in COMPRESSIBLE:
+            return dtype
+        try:
+            compressor.codec(case.count, case.dtype)
+        except ValueError:  # it would send more than is there
+            return f"{self.compression} of {dtype}"
+        return None
+
+    def supports(self, case: Case) -> bool:
+        """See :meth:`refusal`."""
+        return self.refusal(case) is None
+
+    def prepare(self, case: Case) -> Prepared:
+        """Ordinary tensors: compression always stages."""
+        compressor = pycomm.parse_compressor(self.compression)
+        sparse = isinstance(compressor, pycomm.TopK)
+        source = torch.empty(case.count, dtype=case.dtype, device=case.device)
+        result = torch.empty_like(source) if sparse else source
+        residual = torch.zeros_like(source, dtype=torch.float32) if self.feedback else None
+        call = functools.partial(
+            pycomm.compressed_all_reduce,
+            source,
+            compressor,
+            residual=residual,
+            op=case.op,
+            out=result if sparse else None,
+            algorithm=self.algorithm,
+            group=self.group,
+        )
+        fill = torch.Tensor.normal_ if sparse or case.op == "avg" else torch.Tensor.zero_
+        return Prepared(source, result, call, fill, residual)
+
+    def chosen(self, case: Case) -> str | None:  # noqa: ARG002
+        """Two-shot, whatever the size."""
+        return "two_shot" if self.algorithm == "auto" else None
+
+    def wire_bytes(self, case: Case) -> int:
+        """See :meth:`pycomm.Compressor.wire_bytes`."""
+        compressor = pycomm.parse_compressor(self.compression)
+        return compressor.wire_bytes(case.count, case.ranks, case.dtype)
+
+
+def own(group: pycomm.Group, settings: Settings) -> list[Contestant]:
+    """Our own contestants: every algorithm on every buffer, then every algorithm compressed."""
+    field: list[Contestant] = []
+    for compression in settings.compressions:
+        if compression == "none":
+            field += [Pycomm(group, a, b) for b in settings.buffers for a in settings.algorithms]
+        else:
+            field += [
+                Compressed(group, algorithm, "tensor", compression, feedback=settings.feedback)
+                for algorithm in settings.algorithms
+            ]
+    return field
+
+
+def refusals(field: list[Contestant], cases: list[Case]) -> list[str]:
+    """What of our own is left out, each thing once."""
+    ours = [contestant for contestant in field if isinstance(contestant, Compressed)]
+    found = [contestant.refusal(case) for case in cases for contestant in ours]
+    return list(dict.fromkeys(reason for reason in found if reason is not None))

@@ -32,6 +32,7 @@ class Probe:
     stream: Callable[[torch.Tensor, torch.Tensor], object]
     impl: str = "floor"
     buffer: str = "private"
+    compression: str = "none"
 
     def supports(self, case: Case) -> bool:
         """All-reduces too large for the caches."""

@@ -50,19 +50,20 @@ class Figures:
 
 
 def interleave(
-    group: pycomm.Group, runs: list[Prepared], iters: int | None, warmup_iters: int | None
+    group: pycomm.Group | None,
+    runs: list[Prepared],
+    iters: int | None = None,
+    warmup_iters: int | None = None,
 ) -> list[Figures]:
     """Times every contestant of a case; all ranks call it together.
 
     Args:
-        group: keeps the ranks together between blocks.
+        group: keeps the ranks together between blocks; None where a process measures alone.
         runs: the contestants, ready to run.
         iters: calls of each over all rounds; by default as many as fit into a fixed time.
         warmup_iters: untimed calls before each block; by default a tenth of the block.
     """
     gc.disable()
-    for run in runs:
-        run.source.zero_()  # zero stays zero under every reduction, however often it is repeated
     blocks = [math.ceil((iters or fitting) / ROUNDS) for fitting in _fitting(group, runs)]
     samples: list[list[list[int]]] = [[] for _ in runs]
     for number in range(ROUNDS):
@@ -71,28 +72,35 @@ def interleave(
             warmup = blocks[index] // 10 + 1 if warmup_iters is None else warmup_iters
             samples[index].append(_block(group, runs[index], warmup, blocks[index]))
     gc.enable()
-    return _figures(samples)
+    return _figures(group, samples)
 
 
 def barrier_us(group: pycomm.Group, calls: int = 2000) -> float:
     """The median time of a barrier: how near to each other the ranks' cores are at the moment."""
     nothing = torch.empty(0)
     run = Prepared(nothing, nothing, lambda: pycomm.barrier(group=group))
-    return _figures([[_block(group, run, calls // 10, calls)]])[0].p50_us
+    return _figures(group, [[_block(group, run, calls // 10, calls)]])[0].p50_us
 
 
-def _fitting(group: pycomm.Group, runs: list[Prepared]) -> list[int]:
+def _fitting(group: pycomm.Group | None, runs: list[Prepared]) -> list[int]:
     """How many calls of each contestant fit into the budget: the same numbers on every rank."""
     pilots = [min(_block(group, run, PILOT_CALLS, PILOT_CALLS)) for run in runs]
-    slowest = torch.tensor(pilots)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    slowest = _slowest(group, torch.tensor(pilots))
     return [min(max(int(BUDGET_S * 1e9 / ns), FEWEST), MOST) for ns in slowest.tolist()]
 
 
-def _block(group: pycomm.Group, run: Prepared, warmup: int, iterations: int) -> list[int]:
+def _slowest(group: pycomm.Group | None, times: torch.Tensor) -> torch.Tensor:
+    """Of every time the slowest rank's."""
+    if group is not None:
+        dist.all_reduce(times, dist.ReduceOp.MAX)
+    return times
+
+
+def _block(group: pycomm.Group | None, run: Prepared, warmup: int, iterations: int) -> list[int]:
     """Nanoseconds of each of a row of calls."""
     call = _synchronised(run)
-    pycomm.barrier(group=group)
+    if group is not None:
+        pycomm.barrier(group=group)
     for _ in range(warmup):
         call()
     stamps = [0] * (iterations + 1)
@@ -116,7 +124,7 @@ def _synchronised(run: Prepared) -> Callable[[], object]:
     return call
 
 
-def _figures(samples: list[list[list[int]]]) -> list[Figures]:
+def _figures(group: pycomm.Group | None, samples: list[list[list[int]]]) -> list[Figures]:
     """The figures of every contestant, from all ranks' samples per round; the same on all ranks."""
     mine = []
     for rounds in samples:
@@ -124,8 +132,7 @@ def _figures(samples: list[list[list[int]]]) -> list[Figures]:
         mine.append(
             [percentile(ordered, 0.5), percentile(ordered, 0.99), *map(middle_mean, rounds)]
         )
-    slowest = torch.tensor(mine, dtype=torch.float64) / 1e3
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    slowest = _slowest(group, torch.tensor(mine, dtype=torch.float64) / 1e3)
     return [
         Figures(statistics.median(means), p50, p99, sum(map(len, rounds)))
         for rounds, (p50, p99, *means) in zip(samples, slowest.tolist(), strict=True)

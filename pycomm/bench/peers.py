@@ -31,6 +31,7 @@ class TorchPeer:
     device: str
     algorithm: str = "default"
     buffer: str = "tensor"
+    compression: str = "none"
 
     @staticmethod
     def gloo() -> list[Contestant]:
@@ -77,6 +78,7 @@ class MpiPeer:
     algorithm: str
     impl: str = "mpi"
     buffer: str = "tensor"
+    compression: str = "none"
 
     @staticmethod
     def find() -> list[Contestant]:
@@ -123,6 +125,7 @@ class DeepSpeedPeer:
     impl: str = "deepspeed"
     algorithm: str = "default"
     buffer: str = "tensor"
+    compression: str = "none"
 
     @staticmethod
     def find() -> list[Contestant]:

@@ -25,7 +25,7 @@ THEIRS = {"gloo": "#666666", "mpi": "#E69F00", "deepspeed": "#000000", "nccl": "
 MARKS = {"pycomm": "o", "gloo": "s", "mpi": "D", "deepspeed": "^", "nccl": "v"}
 MOST_TICKS = 9
 
-Key = tuple[str, str, str, str, str]
+Key = tuple[str, str, str, str, str, str]
 
 
 def draw(path: str, meta: dict[str, Any], rows: Sequence[Row]) -> None:
@@ -57,23 +57,25 @@ def draw(path: str, meta: dict[str, Any], rows: Sequence[Row]) -> None:
 
 
 def _lines(rows: Sequence[Row]) -> dict[Key, list[Row]]:
-    """The rows of every contestant, dtype and operation."""
+    """The rows of every contestant, compression, dtype and operation."""
     lines: dict[Key, list[Row]] = {}
     for row in rows:
-        lines.setdefault((row.impl, row.algorithm, row.buffer, row.dtype, row.op), []).append(row)
+        key = (row.impl, row.algorithm, row.buffer, row.compression, row.dtype, row.op)
+        lines.setdefault(key, []).append(row)
     return lines
 
 
 def _label(key: Key, lines: dict[Key, list[Row]]) -> str:
     """Names what tells a line from the others, and nothing that all share."""
-    impl, algorithm, buffer, dtype, op = key
+    impl, algorithm, buffer, compression, dtype, op = key
     words = [impl]
     if sum(other[0] == impl and other[2:] == key[2:] for other in lines) > 1:
         words.append(algorithm.replace("_", "-" if impl == "pycomm" else " "))
     if len({other[2] for other in lines if other[0] == "pycomm"}) > 1 and impl == "pycomm":
         words.append("in the window" if buffer == "window" else "ordinary tensors")
-    words += [dtype] if len({other[3] for other in lines}) > 1 else []
-    words += [op] if len({other[4] for other in lines}) > 1 else []
+    words += [compression] if compression != "none" else []
+    words += [dtype] if len({other[4] for other in lines}) > 1 else []
+    words += [op] if len({other[5] for other in lines}) > 1 else []
     return ", ".join(words)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ class Row:
 
     Attributes:
         chosen: what ``algorithm="auto"`` picked.
+        wire_bytes: what a rank reads from its peers; None for peers, whose ways are their own.
+        algbw_GBps: bytes of the tensor over time: with compression the effective bandwidth.
         wrong: wrong elements over all ranks; None where nothing was checked.
         floor_percent: the floor's time over this row's; None where the floor was not measured.
     """
@@ -37,6 +39,7 @@ class Row:
     ranks: int
     buffer: str
     bytes: int
+    wire_bytes: int | None
     count: int
     iterations: int
     time_us: float
@@ -54,18 +57,20 @@ def make_row(
     """Adds what follows from the measured figures."""
     bandwidth = case.nbytes / figures.time_us / 1e3
     in_window = contestant.buffer == "window"
+    ours = contestant if isinstance(contestant, Pycomm) else None
     return Row(
         collective=case.collective,
         impl=contestant.impl,
         algorithm=contestant.algorithm,
-        chosen=contestant.chosen(case) if isinstance(contestant, Pycomm) else None,
+        chosen=ours.chosen(case) if ours else None,
         device=case.device,
         dtype=str(case.dtype).removeprefix("torch."),
         op=case.op,
-        compression="none",
+        compression=contestant.compression,
         ranks=case.ranks,
         buffer=contestant.buffer,
         bytes=case.nbytes,
+        wire_bytes=ours.wire_bytes(case) if ours else None,
         count=case.count,
         iterations=figures.iterations,
         time_us=round(figures.time_us, 3),
@@ -80,12 +85,11 @@ def make_row(
     )
 
 
-def make_meta(settings: Settings, ranks: int, absent: dict[str, str]) -> dict[str, Any]:
-    """The circumstances of a run; names neither host nor user."""
+def circumstances(command: str) -> dict[str, Any]:
+    """When, where and with what something runs; names neither host nor user."""
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": settings.command,
-        "ranks": ranks,
+        "command": command,
         "machine": {
             "cpu": collect_env.cpu_model(),
             "cores": os.cpu_count(),
@@ -94,37 +98,57 @@ def make_meta(settings: Settings, ranks: int, absent: dict[str, str]) -> dict[st
             "kernel": os.uname().release,
         },
         "versions": collect_env.versions(),
-        "absent_peers": absent,
         "load_before": os.getloadavg()[0],
+    }
+
+
+def make_meta(
+    settings: Settings, ranks: int, absent: dict[str, str], refused: list[str]
+) -> dict[str, Any]:
+    """The circumstances of a run of ranks."""
+    return {
+        **circumstances(settings.command),
+        "ranks": ranks,
+        "feedback": settings.feedback,
+        "absent_peers": absent,
+        "refused": refused,
         "floor": [],
     }
 
 
-def write_json(path: str, meta: dict[str, Any], rows: Iterable[Row]) -> None:
+def write_json(path: str, meta: dict[str, Any], rows: Iterable[dict[str, Any]]) -> None:
     """Writes ``{"meta": ..., "rows": [...]}``, a row per line."""
-    lines = ",\n".join("    " + json.dumps(asdict(row)) for row in rows)
+    lines = ",\n".join("    " + json.dumps(row) for row in rows)
     head = json.dumps(meta, indent=2).replace("\n", "\n  ")
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(f'{{\n  "meta": {head},\n  "rows": [\n{lines}\n  ]\n}}\n')
 
 
 HEADER = """\
-#       size        count      type  redop  impl       algorithm    buffer        time   algbw   busbw  #wrong       p50       p99  floor
-#        (B)   (elements)                                                        (us)  (GB/s)  (GB/s)               (us)      (us)    (%)"""  # noqa: E501
+#       size        count      type  redop  impl       algorithm    buffer compression         wire        time   algbw   busbw  #wrong       p50       p99  floor
+#        (B)   (elements)                                                                       (B)        (us)  (GB/s)  (GB/s)               (us)      (us)    (%)"""  # noqa: E501
 
 
 def preamble(meta: dict[str, Any], settings: Settings) -> str:
     """The lines above the table."""
-    machine = meta["machine"]
-    versions = ", ".join(f"{name} {version}" for name, version in meta["versions"].items())
-    where = f"{machine['cores']} cores of {machine['cpu']}"
     lines = [
-        f"{settings.collective}, {meta['ranks']} ranks on {where}",
-        versions,
+        f"{settings.collective}, {meta['ranks']} ranks on {place(meta)}",
+        versions(meta),
         f"load {meta['load_before']:.2f}, barrier {meta['barrier_us_before']:.2f} us",
     ]
     lines += [f"no {name}: {reason}" for name, reason in meta["absent_peers"].items()]
+    lines += [f"not compressed: {', '.join(meta['refused'])}"] if meta["refused"] else []
     return "\n".join(f"# {line}" for line in lines) + "\n" + HEADER
+
+
+def place(meta: dict[str, Any]) -> str:
+    """The machine, in a line."""
+    return f"{meta['machine']['cores']} cores of {meta['machine']['cpu']}"
+
+
+def versions(meta: dict[str, Any]) -> str:
+    """The software, in a line."""
+    return ", ".join(f"{name} {version}" for name, version in meta["versions"].items())
 
 
 def format_row(row: Row) -> str:
@@ -132,10 +156,11 @@ def format_row(row: Row) -> str:
     op = row.op if row.collective in ("all_reduce", "reduce_scatter") else "none"
     algorithm = f"{row.algorithm}:{row.chosen}" if row.chosen else row.algorithm
     wrong = "N/A" if row.wrong is None else str(row.wrong)
+    wire = "" if row.wire_bytes is None else str(row.wire_bytes)
     floor = "" if row.floor_percent is None else f"{row.floor_percent:.0f}"
     return (
         f"{row.bytes:12} {row.count:12} {row.dtype:>9} {op:>6}  "
-        f"{row.impl:10} {algorithm:12} {row.buffer:6} "
+        f"{row.impl:10} {algorithm:12} {row.buffer:6} {row.compression:11} {wire:>12} "
         f"{row.time_us:11.2f} {row.algbw_GBps:7.2f} {row.busbw_GBps:7.2f} {wrong:>7} "
         f"{row.p50_us:9.2f} {row.p99_us:9.2f} {floor:>6}"
     ).rstrip()
@@ -150,20 +175,43 @@ def human_bytes(count: int) -> str:
 
 
 def compare(rows: list[Row]) -> list[str]:
-    """Per size, our time on each buffer as a ratio to the best peer's of the same run.
-
-    Ours is what ``algorithm="auto"`` takes, or the best algorithm where that was not measured.
-    """
+    """Per size, our uncompressed time on each buffer as a ratio to the best peer's."""
     lines = []
-    for key in dict.fromkeys((row.bytes, row.dtype, row.op) for row in rows):
-        same = [row for row in rows if (row.bytes, row.dtype, row.op) == key]
+    for what, same in _by_case(rows).items():
         peers = [row for row in same if row.impl != "pycomm"]
         for buffer in ("tensor", "window"):
-            ours = [row for row in same if row.impl == "pycomm" and row.buffer == buffer]
-            ours = [row for row in ours if row.algorithm == "auto"] or ours
+            ours = [row for row in same if (row.buffer, row.compression) == (buffer, "none")]
+            ours = [row for row in ours if row.impl == "pycomm"]
             if ours and peers:
-                best, peer = (min(group, key=lambda row: row.p50_us) for group in (ours, peers))
-                what = f"{human_bytes(key[0])} {key[1]} {key[2]}, {buffer}"
+                best, peer = _best(ours), _best(peers)
                 times = f"pycomm {best.p50_us:,.2f} us, {peer.impl} {peer.p50_us:,.2f} us"
-                lines.append(f"{what}: {times}: {peer.p50_us / best.p50_us:.2f} times as fast")
+                ratio = f"{peer.p50_us / best.p50_us:.2f} times as fast"
+                lines.append(f"{what}, {buffer}: {times}: {ratio}")
     return lines
+
+
+def compare_compressed(rows: list[Row]) -> list[str]:
+    """Per size, the time of every compression as a ratio to the uncompressed one's."""
+    lines = []
+    for what, same in _by_case(rows).items():
+        ours = [row for row in same if (row.impl, row.buffer) == ("pycomm", "tensor")]
+        plain = [row for row in ours if row.compression == "none"]
+        for name in dict.fromkeys(row.compression for row in ours):
+            if plain and name != "none":
+                best, base = _best([row for row in ours if row.compression == name]), _best(plain)
+                times = f"{name} {best.p50_us:,.2f} us, uncompressed {base.p50_us:,.2f} us"
+                lines.append(f"{what}: {times}: {best.p50_us / base.p50_us:.2f} times the time")
+    return lines
+
+
+def _by_case(rows: list[Row]) -> dict[str, list[Row]]:
+    """The rows of every size, dtype and operation, under what to call them."""
+    cases: dict[str, list[Row]] = {}
+    for row in rows:
+        cases.setdefault(f"{human_bytes(row.bytes)} {row.dtype} {row.op}", []).append(row)
+    return cases
+
+
+def _best(rows: list[Row]) -> Row:
+    """What ``algorithm="auto"`` takes, or the fastest algorithm where that was not measured."""
+    return min([row for row in rows if row.algorithm == "auto"] or rows, key=lambda row: row.p50_us)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import pycomm
-from pycomm.bench import contestants, floor, measure, peers, report, verify
+from pycomm.bench import contestants, floor, measure, peers, report, verify, verify_compressed
 from pycomm.bench.cases import Case, Settings, expand
-from pycomm.bench.contestants import Contestant, Prepared
+from pycomm.bench.contestants import Compressed, Contestant, Prepared
 from pycomm.bench.measure import Figures
 from pycomm.bench.report import Row
 
@@ -21,20 +22,23 @@ def run(settings: Settings) -> None:
     group = pycomm.init(timeout=settings.timeout, cuda_heap_bytes=_cuda_heap_bytes(settings))
     if settings.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    torch.manual_seed(group.rank)  # ranks' deviates differ, as their gradients do
     cases = list(expand(settings, group.size))
     others, absent = peers.find(settings.peers)
     for peer in others:
         if not any(peer.supports(case) for case in cases):
             absent[peer.impl] = "cannot run any of these cases"
-    field = [*contestants.own(group, settings.algorithms, settings.buffers), *others]
-    meta = report.make_meta(settings, group.size, absent)
+    field = [*contestants.own(group, settings), *others]
+    meta = report.make_meta(settings, group.size, absent, contestants.refusals(field, cases))
     meta["barrier_us_before"] = round(measure.barrier_us(group), 3)
     _say(report.preamble(meta, settings))
     rows: list[Row] = []
     for case in cases:
-        added = _run_case(settings, group, field, case, meta)
-        _say("\n".join(map(report.format_row, added)))
-        rows += added
+        able = [contestant for contestant in field if contestant.supports(case)]
+        if able:
+            added = _run_case(settings, group, able, case, meta)
+            _say("\n".join(map(report.format_row, added)))
+            rows += added
     meta["barrier_us_after"] = round(measure.barrier_us(group), 3)
     meta["load_after"] = os.getloadavg()[0]
     if group.rank == 0:
@@ -53,15 +57,16 @@ def _cuda_heap_bytes(settings: Settings) -> int:
 def _run_case(
     settings: Settings,
     group: pycomm.Group,
-    field: list[Contestant],
+    able: list[Contestant],
     case: Case,
     meta: dict[str, Any],
 ) -> list[Row]:
     """Checks, then times, all contestants of a case."""
-    able = [contestant for contestant in field if contestant.supports(case)]
     streams = [probe for probe in floor.probes(group) if probe.supports(case)]
     runs = [contestant.prepare(case) for contestant in [*able, *streams]]
-    wrong = _check(case, group.rank, runs[: len(able)]) if settings.check else [None] * len(able)
+    wrong = _check(case, group.rank, able, runs) if settings.check else [None] * len(able)
+    for run in runs:
+        run.settle()
     figures = measure.interleave(group, runs, settings.iters, settings.warmup_iters)
     floor_us = None
     if streams:
@@ -72,9 +77,16 @@ def _run_case(
     ]
 
 
-def _check(case: Case, rank: int, runs: list[Prepared]) -> list[int]:
+def _check(case: Case, rank: int, able: list[Contestant], runs: list[Prepared]) -> list[int]:
     """Wrong elements of every contestant, over all ranks."""
-    wrong = torch.tensor([verify.count_wrong(case, rank, run) for run in runs])
+    wrong = torch.tensor(
+        [
+            verify_compressed.count_wrong(case, rank, contestant, run)
+            if isinstance(contestant, Compressed)
+            else verify.count_wrong(case, rank, run)
+            for contestant, run in zip(able, runs, strict=False)
+        ]
+    )
     dist.all_reduce(wrong)
     return [int(count) for count in wrong]
 
@@ -108,10 +120,10 @@ def _finish(settings: Settings, meta: dict[str, Any], rows: list[Row]) -> None:
         rate = f"{entry['GBps']} GB/s read plus written, all ranks together"
         print(f"# floor at {size}: {rate} ({entry['probe']})")
     print(f"# load {meta['load_after']:.2f}, barrier {meta['barrier_us_after']:.2f} us")
-    for line in report.compare(rows):
+    for line in [*report.compare(rows), *report.compare_compressed(rows)]:
         print(f"# {line}")
     if settings.json is not None:
-        report.write_json(settings.json, meta, rows)
+        report.write_json(settings.json, meta, map(asdict, rows))
     if settings.plot is not None:
         from pycomm.bench import plot
 

@@ -16,6 +16,7 @@ from pycomm.bench.contestants import Prepared
 PERIOD = 251
 # Exact in bfloat16, and 8 bits: no result may pass this.
 LARGEST = 255
+LARGEST_SUMMAND = 4  # of what is summed or averaged: a base of 2, plus 1, plus 1
 POISON = 99
 
 

@@ -1,0 +1,27 @@
+"""Arrays of other libraries, as tensors on the same memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+
+def as_tensor(argument: str, value: Any, *, written: bool) -> torch.Tensor:
+    """The tensor itself, or one that shares the memory of a NumPy, CuPy or other DLPack array."""
+    if isinstance(value, torch.Tensor):
+        return value
+    if not hasattr(value, "__dlpack__"):
+        raise TypeError(
+            f"{argument} must be a torch.Tensor or an array with __dlpack__, "
+            f"got {type(value).__name__}"
+        )
+    if any(stride < 0 for stride in getattr(value, "strides", None) or ()):
+        raise ValueError(f"{argument} must not have negative strides, which torch lacks")
+    if written and not getattr(getattr(value, "flags", None), "writeable", True):
+        raise ValueError(f"{argument} must be writable, got a read-only array")
+    try:
+        return from_dlpack(value)
+    except (BufferError, RuntimeError) as error:
+        raise ValueError(f"{argument} must be an array that torch can take: {error}") from error

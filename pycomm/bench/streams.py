@@ -1,0 +1,111 @@
+"""How fast this machine can move bytes with a given mix of reads and writes.
+
+A codec that waits for nothing but memory takes as long as a stream with its mix of reads and
+writes. No loop has just any mix, so a stream here is two of them, one after the other, whose reads
+and writes add up to the mix: to read 5 bytes per 4 written, ``y += a`` on a quarter of the tensor
+and ``y *= 1`` on the rest. Several such streams compete, and the fastest of them counts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from pycomm.bench.contestants import Prepared
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Bytes that one call reads and writes."""
+
+    read: int
+    write: int
+
+    @property
+    def total(self) -> int:
+        """Read plus written."""
+        return self.read + self.write
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A loop that writes ``y``, and reads as much as `reads` times that.
+
+    Attributes:
+        name: for tables.
+        reads: elements read per element written.
+        operands: how many of them come from other memory than ``y``.
+        call: takes ``y`` and the operands.
+    """
+
+    name: str
+    reads: int
+    operands: int
+    call: Callable[..., object]
+
+
+# Nothing of torch's writes without reading the cache lines first.
+FILL = Loop("memset(y)", 0, 0, lambda y: ctypes.memset(y.data_ptr(), 0, y.nbytes))
+SCALE = Loop("y *= 1", 1, 0, lambda y: y.mul_(1.0))
+COPY = Loop("y = a", 1, 1, lambda y, a: y.copy_(a))
+ADD = Loop("y += a", 2, 1, lambda y, a: y.add_(a))
+ADD_PRODUCT = Loop("y += a * b", 3, 2, lambda y, a, b: y.addcmul_(a, b))
+# The loop at index i reads i elements per element written.
+LADDERS = ((FILL, COPY), (FILL, SCALE), (FILL, SCALE, ADD), (FILL, SCALE, ADD, ADD_PRODUCT))
+READERS: dict[str, Callable[[torch.Tensor], object]] = {
+    "sum(x)": lambda x: x.sum(),
+    "max(x)": lambda x: x.max(),
+}
+
+
+def streams(mix: Mix, device: str) -> dict[str, Prepared]:
+    """The competing streams by name; on a GPU only a copy, which is all that GPUs are measured by.
+
+    They share one source and one target.
+    """
+    reads, writes = mix.read // 4, mix.write // 4
+    if device != "cpu":
+        reads = writes = mix.total // 8
+    source, target = (torch.ones(max(n, 1), device=device) for n in (reads, writes))
+    if device != "cpu":
+        return {COPY.name: Prepared(source, target, lambda: target.copy_(source))}
+    found: dict[str, Prepared] = {}
+    for ladder in LADDERS:
+        for reader in READERS:
+            name, calls = _compose(source[:reads], target[:writes], ladder, reader)
+            found[name] = Prepared(source, target, partial(_run, calls))
+    return found
+
+
+def _run(calls: list[Callable[[], object]]) -> None:
+    for call in calls:
+        call()
+
+
+def _compose(
+    source: torch.Tensor, target: torch.Tensor, ladder: tuple[Loop, ...], reader: str
+) -> tuple[str, list[Callable[[], object]]]:
+    """A stream that writes all of `target` and reads as many elements as `source` has."""
+    reads, writes = source.numel(), target.numel()
+    top = len(ladder) - 1
+    step = min(reads // writes, top) if writes else top
+    above = reads - step * writes if step < top else 0  # elements for the loop that reads one more
+    parts = [(ladder[min(step + 1, top)], above), (ladder[step], writes - above)]
+    names: list[str] = []
+    calls: list[Callable[[], object]] = []
+    read = written = 0
+    for loop, length in parts:
+        if length > 0:
+            operands = [source[read + i * length :][:length] for i in range(loop.operands)]
+            calls.append(partial(loop.call, target[written:][:length], *operands))
+            names.append(loop.name)
+            read, written = read + loop.operands * length, written + length
+    rest = reads - step * writes - above
+    if rest > 0:
+        calls.append(partial(READERS[reader], source[reads - rest :]))
+        names.append(reader)
+    return ", ".join(names), calls

@@ -1,0 +1,253 @@
+"""The compressed all-reduce."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pycomm import _C
+from pycomm._arrays import as_tensor
+from pycomm._cuda import NonfiniteFlag
+from pycomm._dtypes import ALGORITHMS, DTYPES, OPS
+from pycomm.collectives import Work, check_disjoint, check_like, check_tensor, check_written
+from pycomm.compression import (
+    SMALLEST_BLOCK,
+    Compressor,
+    TopK,
+    check_compressible,
+    check_step,
+)
+from pycomm.errors import NonFinite
+from pycomm.group import default_group
+
+if TYPE_CHECKING:
+    from pycomm.group import Group
+
+_OPS = ("avg", "sum")
+_ALGORITHMS = ("auto", "two_shot", "ring", "tree")
+
+
+def compressed_all_reduce(
+    tensor: Any,
+    compressor: Compressor,
+    *,
+    residual: Any | None = None,
+    velocity: Any | None = None,
+    op: str = "avg",
+    out: Any | None = None,
+    algorithm: str = "auto",
+    step: int = 0,
+    offset: int = 0,
+    strict: bool = False,
+    group: Group | None = None,
+    async_op: bool = False,
+) -> Any:
+    """Averages a tensor over all ranks, compressed on the way; every rank gets the same bits.
+
+    With a `residual`, what compression loses, here and where this rank compresses the result, is
+    kept there and added to the next call's tensor: summed over ranks, gradient plus residual before
+    equals group size times result plus residual after.
+
+    Args:
+        tensor: float32, float16 or bfloat16; any shape and strides, on the CPU or a CUDA device; or
+            an array of NumPy, CuPy or another library that speaks DLPack. Overwritten unless `out`
+            is given.
+        compressor: ``pycomm.Int8()``, ``pycomm.TopK(density=0.01)``, ``pycomm.Cast()`` or
+            ``pycomm.Identity()``. All ranks must pass equal ones; of seed, step and momentum nobody
+            checks it.
+        residual: float32, contiguous, of the tensor's shape; zeros at first. On all ranks or none.
+        velocity: the same, where the compressor has momentum, and only there.
+        op: ``"avg"`` or ``"sum"``.
+        out: takes the result; like `tensor` in shape and dtype, and disjoint from it.
+        algorithm: ``"auto"`` (two-shot, whatever the size), ``"two_shot"``, ``"ring"`` or
+            ``"tree"`` (not with top-k). What each may be off by: docs/algorithms.md.
+        step: of the training, for stochastic rounding and for warm-up.
+        offset: index of the first element in the whole that this tensor is a part of, a multiple of
+            the compressor's block (128 where it has none). Two-shot then gives the same bits
+            however the whole is split.
+        strict: raise :class:`pycomm.NonFinite` where a gradient has an infinity or a NaN, when the
+            operation is complete. Otherwise :attr:`Work.nonfinite` tells, and the result is not
+            finite either where the gradient was not (of int8, in the whole block).
+        group: by default the first group made, or one on torch.distributed's default group.
+        async_op: return a :class:`Work` at once.
+
+    Returns:
+        What was passed as `out` or `tensor`, or a :class:`Work`.
+
+    Raises:
+        ValueError, TypeError: an argument is not as described.
+        pycomm.NonFinite: see `strict`.
+        Otherwise as :func:`pycomm.all_reduce`.
+    """
+    group = group if group is not None else default_group()
+    _check_options(compressor, op, algorithm, step, offset)
+    source = as_tensor("tensor", tensor, written=out is None)
+    (check_written if out is None else check_tensor)("tensor", source)
+    check_compressible("tensor", source)
+    result = source if out is None else as_tensor("out", out, written=True)
+    if out is not None:
+        check_written("out", result)
+        check_like("out", result, "tensor", source)
+        check_disjoint("out", result, "tensor", source)
+    kept = _check_state("residual", residual, source, {"tensor": source, "out": result})
+    others = {"tensor": source, "out": result} | ({} if kept is None else {"residual": kept})
+    speed = _check_state("velocity", velocity, source, others)
+    if (compressor.momentum > 0) != (speed is not None):
+        raise ValueError("velocity must be given where the compressor has momentum, and only there")
+    if speed is not None and kept is None:
+        raise ValueError("residual must be given where the compressor has momentum")
+    dense = source.detach().contiguous()
+    dense_result = dense if result is source else result.detach()
+    if not dense_result.is_contiguous():
+        dense_result = torch.empty_like(dense)
+    codec = compressor.codec(dense.numel(), dense.dtype, step)
+    core = _C.CompressedCall(
+        algorithm=ALGORITHMS[algorithm],
+        dtype=DTYPES[dense.dtype],
+        op=OPS[op],
+        count=dense.numel(),
+        input=dense.data_ptr(),
+        output=dense_result.data_ptr(),
+        codec=codec,
+        residual=0 if kept is None else kept.data_ptr(),
+        velocity=0 if speed is None else speed.data_ptr(),
+        momentum=compressor.momentum,
+        seed=compressor.seed,
+        step=step,
+        offset=offset,
+    )
+    call = _Call(core, codec, dense, dense_result, result, kept, speed, strict)
+    run = call.on_stream if dense.device.type == "cuda" else call.on_cpu
+    work = run(group, async_op)
+    return work if async_op else tensor if out is None else out
+
+
+_NONFINITE = "a gradient has an infinity or a NaN, on this rank or another"
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call made ready: contiguous stand-ins, and what they stand for."""
+
+    core: _C.CompressedCall
+    codec: _C.Codec
+    source: torch.Tensor
+    result: torch.Tensor
+    wanted: torch.Tensor
+    residual: torch.Tensor | None
+    velocity: torch.Tensor | None
+    strict: bool
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All that must live until the operation is complete."""
+        state = (self.residual, self.velocity)
+        given = (tensor for tensor in state if tensor is not None)
+        return (self.source, self.result, self.wanted, *given)
+
+    def finish(self) -> None:
+        """Puts the result where it is wanted."""
+        if self.result.data_ptr() != self.wanted.data_ptr():
+            self.wanted.detach().copy_(self.result)
+
+    def on_cpu(self, group: Group, async_op: bool) -> Work | None:
+        """Runs it, or hands it to the group's worker."""
+        if async_op:
+            work = group._core.submit_compressed(self.core)
+            return _CompressedWork(work, self.tensors(), self.finish, self.strict)
+        nonfinite = group._core.run_compressed(self.core)
+        self.finish()
+        if self.strict and nonfinite:
+            raise NonFinite(_NONFINITE)
+        return None
+
+    def on_stream(self, group: Group, async_op: bool) -> Work | None:
+        """Enqueues it; waits for it only where strict."""
+        side = group._cuda_side(self.source.device)
+        flag = NonfiniteFlag(side) if async_op or self.strict else None
+        side.run_compressed(self.core, self.codec, self.source.numel(), self.tensors(), flag)
+        self.finish()
+        if async_op:
+            return _StreamWork(flag, self.strict)
+        if flag is not None and flag.read():
+            raise NonFinite(_NONFINITE)
+        return None
+
+
+class _CompressedWork(Work):
+    def __init__(self, *details: Any) -> None:
+        *rest, self._strict = details
+        super().__init__(*rest)
+
+    def wait(self) -> None:
+        """Blocks until the result is there; raises what went wrong."""
+        super().wait()
+        if self._strict and self._core is not None and self._core.nonfinite():
+            raise NonFinite(_NONFINITE)
+
+
+class _StreamWork(Work):
+    """An operation on a CUDA stream: what comes later on the stream need not wait for it."""
+
+    def __init__(self, flag: NonfiniteFlag | None, strict: bool) -> None:
+        super().__init__(None, (), lambda: None)
+        self._flag = flag
+        self._strict = strict
+
+    def wait(self) -> None:
+        """Where strict, blocks until the stream has run the operation; raises what went wrong."""
+        if self._strict and self.nonfinite:
+            raise NonFinite(_NONFINITE)
+
+    @property
+    def nonfinite(self) -> bool:
+        """See :attr:`Work.nonfinite`. Waits until the stream has run the operation."""
+        return self._flag is not None and self._flag.read()
+
+    def is_completed(self) -> bool:
+        """Whether :attr:`nonfinite` would answer at once."""
+        return self._flag is None or self._flag.event.query()  # type: ignore[no-untyped-call]
+
+
+def _check_options(compressor: Compressor, op: str, algorithm: str, step: int, offset: int) -> None:
+    if not isinstance(compressor, Compressor):
+        raise TypeError(
+            f"compressor must be pycomm.Int8(), TopK(...), Cast() or Identity(), got {compressor!r}"
+        )
+    if op not in _OPS:
+        raise ValueError(f"op must be one of {', '.join(_OPS)}, got {op!r}")
+    if algorithm not in _ALGORITHMS:
+        raise ValueError(f"algorithm must be one of {', '.join(_ALGORITHMS)}, got {algorithm!r}")
+    if isinstance(compressor, TopK) and algorithm not in ("auto", "two_shot"):
+        raise ValueError(f"algorithm must be auto or two_shot for top-k, got {algorithm!r}")
+    check_step(step)
+    block = getattr(compressor, "block", SMALLEST_BLOCK)
+    if offset < 0 or offset % block:
+        raise ValueError(f"offset must be a multiple of the block, {block}, got {offset}")
+    if offset >= SMALLEST_BLOCK << 32:
+        raise ValueError(f"offset must be below 2^39, got {offset}")
+
+
+def _check_state(
+    name: str, state: Any | None, source: torch.Tensor, others: dict[str, torch.Tensor]
+) -> torch.Tensor | None:
+    """A residual or a velocity: fp32, written in place."""
+    if state is None:
+        return None
+    tensor = as_tensor(name, state, written=True)
+    check_written(name, tensor)
+    if tensor.dtype != torch.float32:
+        raise ValueError(f"{name} must be float32, got {tensor.dtype}")
+    if tensor.shape != source.shape or tensor.device != source.device:
+        raise ValueError(
+            f"{name} must be like tensor, {tuple(source.shape)} on {source.device}, "
+            f"got {tuple(tensor.shape)} on {tensor.device}"
+        )
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous")
+    for other_name, other in others.items():
+        if tensor.data_ptr() == other.data_ptr() and tensor.numel():
+            raise ValueError(f"{name} must not overlap {other_name} in memory")
+        check_disjoint(name, tensor, other_name, other)
+    return tensor.detach()

@@ -1,0 +1,82 @@
+"""torch.ops.pycomm: the compressed operations, with fake kernels.
+
+Compressors travel as text (:func:`pycomm.parse_compressor`), groups by name (``group.name``):
+
+- ``compressed_all_reduce_(tensor, compressor, residual, velocity, op, algorithm, step, offset,
+  strict, group)``, in place; residual and velocity may be None
+- ``encode(x, compressor, step, offset) -> Tensor``
+- ``decode(wire, compressor, n, dtype) -> Tensor``
+"""
+
+from __future__ import annotations
+
+import torch
+
+from pycomm._names import parse_compressor
+from pycomm.compressed import compressed_all_reduce
+from pycomm.group import find_group
+
+_library = torch.library.Library("pycomm", "FRAGMENT")
+_library.define(
+    "compressed_all_reduce_(Tensor(a!) tensor, str compressor, Tensor(b!)? residual, "
+    "Tensor(c!)? velocity, str op, str algorithm, int step, int offset, bool strict, str group) "
+    "-> ()"
+)
+_library.define("encode(Tensor x, str compressor, int step, int offset) -> Tensor")
+_library.define("decode(Tensor wire, str compressor, SymInt n, ScalarType dtype) -> Tensor")
+
+
+def _compressed_all_reduce(
+    tensor: torch.Tensor,
+    compressor: str,
+    residual: torch.Tensor | None,
+    velocity: torch.Tensor | None,
+    op: str,
+    algorithm: str,
+    step: int,
+    offset: int,
+    strict: bool,
+    group: str,
+) -> None:
+    compressed_all_reduce(
+        tensor,
+        parse_compressor(compressor),
+        residual=residual,
+        velocity=velocity,
+        op=op,
+        algorithm=algorithm,
+        step=step,
+        offset=offset,
+        strict=strict,
+        group=find_group(group),
+    )
+
+
+def _encode(x: torch.Tensor, compressor: str, step: int, offset: int) -> torch.Tensor:
+    return parse_compressor(compressor).encode(x, step=step, offset=offset)
+
+
+def _decode(wire: torch.Tensor, compressor: str, n: int, dtype: torch.dtype) -> torch.Tensor:
+    return parse_compressor(compressor).decode(wire, n, dtype=dtype)
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("compressed_all_reduce_", _compressed_all_reduce, _device)
+    _library.impl("encode", _encode, _device)
+    _library.impl("decode", _decode, _device)
+
+
+@torch.library.register_fake("pycomm::compressed_all_reduce_", lib=_library)
+def _(*args: object) -> None:
+    """Changes values only."""
+
+
+@torch.library.register_fake("pycomm::encode", lib=_library)
+def _(x: torch.Tensor, compressor: str, step: int, offset: int) -> torch.Tensor:  # noqa: ARG001
+    nbytes = parse_compressor(compressor).encoded_bytes(x.numel(), x.dtype, step=step)
+    return x.new_empty(nbytes, dtype=torch.uint8)
+
+
+@torch.library.register_fake("pycomm::decode", lib=_library)
+def _(wire: torch.Tensor, compressor: str, n: int, dtype: torch.dtype) -> torch.Tensor:  # noqa: ARG001
+    return wire.new_empty(n, dtype=dtype)

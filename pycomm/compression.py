@@ -1,0 +1,374 @@
+"""Compressors: what a gradient becomes on the wire. Formats: docs/wire-format.md.
+
+A compressor is a plain value: what it needs to remember from step to step (a residual, a velocity)
+are tensors of the caller's. :func:`pycomm.compressed_all_reduce` fuses one into an all-reduce;
+:meth:`Compressor.encode` and :meth:`Compressor.decode` are the codec alone.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pycomm import _C
+from pycomm._arrays import as_tensor
+from pycomm._dtypes import DTYPES
+
+SMALLEST_BLOCK = 128
+COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16)
+_CAST, _INT8, _TOPK = 1, 2, 3
+_INDEX_BYTES = 2
+# int8 values on the wire stand under uint8's number.
+VALUES = {
+    torch.float32: _C.float32,
+    torch.float16: _C.float16,
+    torch.bfloat16: _C.bfloat16,
+    torch.int8: _C.uint8,
+}
+
+
+def check_compressible(argument: str, tensor: torch.Tensor) -> None:
+    """Refuses what no codec takes."""
+    if tensor.dtype not in COMPRESSIBLE:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in COMPRESSIBLE)
+        raise ValueError(f"{argument} must have one of the dtypes {allowed}, got {tensor.dtype}")
+
+
+class Compressor(ABC):
+    """What all compressors do. Elements are float32, float16 or bfloat16."""
+
+    momentum: float = 0.0
+    seed: int = 0
+
+    @abstractmethod
+    def codec(self, n: int, dtype: torch.dtype, step: int = 0) -> _C.Codec:
+        """The codec for a tensor of `n` elements at `step`, on which all ranks must agree.
+
+        Raises:
+            ValueError: it makes no sense for this tensor.
+        """
+
+    def encoded_bytes(self, n: int, dtype: torch.dtype = torch.float32, *, step: int = 0) -> int:
+        """Bytes that :meth:`encode` makes of `n` elements, with their header of 16."""
+        _check_count(n)
+        return _C.encoded_bytes(self.codec(n, dtype, step), n)
+
+    def wire_bytes(
+        self, n: int, ranks: int, dtype: torch.dtype = torch.float32, *, step: int = 0
+    ) -> int:
+        """Bytes that a rank reads from its peers in one two-shot all-reduce of `n` elements.
+
+        Of top-k, and where ranks own unequal shares, the most that any rank reads.
+        """
+        _check_count(n)
+        _check_whole("ranks", ranks)
+        if ranks < 1:
+            raise ValueError(f"ranks must be at least 1, got {ranks}")
+        return _C.wire_bytes(self.codec(n, dtype, step), n, ranks)
+
+    def encode(
+        self, x: Any, out: Any | None = None, *, step: int = 0, offset: int = 0
+    ) -> torch.Tensor:
+        """Encodes a tensor.
+
+        Args:
+            x: float32, float16 or bfloat16, any shape, on the CPU or a CUDA device; or an array of
+                NumPy, CuPy or another library that speaks DLPack.
+            out: uint8, contiguous, :meth:`encoded_bytes` long, on the same device.
+            step: of the training, for stochastic rounding and warm-up.
+            offset: index of the first element in the whole that `x` is a part of, for stochastic
+                rounding.
+
+        Returns:
+            uint8 tensor, header first; carries NaN where an element is not finite.
+        """
+        check_step(step)
+        if not 0 <= offset < 2**63:
+            raise ValueError(f"offset must not be negative, got {offset}")
+        dense = _elements("x", x)
+        codec = self.codec(dense.numel(), dense.dtype, step)
+        nbytes = _C.encoded_bytes(codec, dense.numel())
+        if out is None:
+            wire = torch.empty(nbytes, dtype=torch.uint8, device=dense.device)
+        else:
+            wire = _check_wire("out", as_tensor("out", out, written=True), dense.device)
+            if wire.numel() != nbytes:
+                raise ValueError(f"out must have {nbytes} bytes, got {wire.numel()}")
+        _backend(dense.device).encode(
+            codec, DTYPES[dense.dtype], dense.data_ptr(), dense.numel(), wire.data_ptr(),
+            self.seed, step, offset,
+        )  # fmt: skip
+        return wire
+
+    def decode(
+        self,
+        wire: Any,
+        n: int,
+        out: Any | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        add: bool = False,
+    ) -> torch.Tensor:
+        """Decodes what :meth:`encode` has made.
+
+        Args:
+            wire: uint8, contiguous. Every bound in it is checked.
+            n: how many elements it holds.
+            out: takes them: contiguous, `n` elements; by default a new tensor of `dtype`.
+            dtype: of the new tensor.
+            add: add to what `out`, then float32, holds.
+
+        Raises:
+            ValueError: the bytes are not what this compressor makes of `n` elements. Some of `out`
+                may have been written then.
+        """
+        _check_count(n)
+        source = as_tensor("wire", wire, written=False)
+        _check_wire("wire", source, source.device)
+        if out is None and add:
+            raise ValueError("out must be given where add=True")
+        if out is None and dtype not in COMPRESSIBLE:
+            raise ValueError(f"dtype must be float32, float16 or bfloat16, got {dtype}")
+        target = (
+            torch.empty(n, dtype=dtype, device=source.device)
+            if out is None
+            else as_tensor("out", out, written=True)
+        )
+        _check_target(target, n, source.device, add)
+        _backend(source.device).decode(
+            self._reading_codec(n, target.dtype), source.data_ptr(), source.numel(), n,
+            DTYPES[target.dtype], target.data_ptr(), add,
+        )  # fmt: skip
+        return target
+
+    def _reading_codec(self, n: int, dtype: torch.dtype) -> _C.Codec:
+        return self.codec(n, dtype)
+
+
+@dataclass(frozen=True)
+class Cast(Compressor):
+    """A narrower float type, rounded to nearest even.
+
+    Attributes:
+        dtype: ``torch.bfloat16`` or ``torch.float16``. Values beyond float16's range become
+            infinite, and are reported.
+    """
+
+    dtype: torch.dtype = torch.bfloat16
+
+    def __post_init__(self) -> None:
+        if self.dtype not in (torch.bfloat16, torch.float16):
+            raise ValueError(f"dtype must be torch.bfloat16 or torch.float16, got {self.dtype}")
+
+    def codec(self, n: int, dtype: torch.dtype, step: int = 0) -> _C.Codec:  # noqa: ARG002
+        """See :meth:`Compressor.codec`."""
+        return _C.Codec(_CAST, values=DTYPES[self.dtype])
+
+
+@dataclass(frozen=True)
+class Identity(Compressor):
+    """No compression: the tensor's own dtype on the wire. For comparing."""
+
+    def codec(self, n: int, dtype: torch.dtype, step: int = 0) -> _C.Codec:  # noqa: ARG002
+        """See :meth:`Compressor.codec`."""
+        return _C.Codec(_CAST, values=DTYPES[dtype])
+
+
+@dataclass(frozen=True)
+class Int8(Compressor):
+    """8-bit integers in blocks that share an fp32 scale: 8.125 bits per element.
+
+    The scale of a block is its largest magnitude A over 127. A mean over ranks is off by at most
+    2 A / 254 (two-shot), (n + 1) / 2 * A / 254 (ring of n) or (log2(n) + 1) * A / 254 (tree), with
+    A the largest of the blocks involved, and some ulps. Zeros stay zeros; scaling by a power of two
+    commutes; a block of magnitudes below 127 * 2^-126 becomes zero.
+
+    Attributes:
+        block: elements that share a scale: a power of two from 128 to 4096.
+        rounding: ``"nearest"`` (to even) or ``"stochastic"``: unbiased, at 1.4 times the error. The
+            random bits are Philox's, of seed, step, rank and the element's index in the whole, so
+            the result of two-shot does not depend on how data are split.
+        seed: of the random bits.
+    """
+
+    block: int = 256
+    rounding: str = "nearest"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check_whole("block", self.block)
+        _check_whole("seed", self.seed)
+        if self.block not in (128, 256, 512, 1024, 2048, 4096):
+            raise ValueError(f"block must be a power of two from 128 to 4096, got {self.block}")
+        if self.rounding not in ("nearest", "stochastic"):
+            raise ValueError(f"rounding must be nearest or stochastic, got {self.rounding!r}")
+        if not 0 <= self.seed < 2**64:
+            raise ValueError(f"seed must be from 0 to 2^64 - 1, got {self.seed}")
+
+    def codec(self, n: int, dtype: torch.dtype, step: int = 0) -> _C.Codec:  # noqa: ARG002
+        """See :meth:`Compressor.codec`."""
+        return _C.Codec(_INT8, stochastic=self.rounding == "stochastic", block=self.block)
+
+
+@dataclass(frozen=True)
+class TopK(Compressor):
+    """The k elements of largest magnitude, exactly; of equals those with the lower index.
+
+    What is not sent is lost unless there is a residual. Densities at which indices and values take
+    as many bytes as the dense tensor are refused. Between ranks, an owner of a region takes
+    at most twice the region's share of k from each rank, adds, and sends its share of the largest
+    sums to all; the rest stays in residuals.
+
+    Attributes:
+        density: share of the elements to send.
+        k: how many elements to send, instead.
+        values: on the wire: ``torch.float32``, ``torch.bfloat16``, ``torch.float16`` or
+            ``torch.int8`` (a scale per 65,536 elements). What rounding loses stays in the residual.
+        warmup_steps: during so many steps the density falls exponentially from a quarter to
+            `density` (Lin et al. 2018, "Deep gradient compression").
+        momentum: factor of momentum correction with masking (the same paper), for optimizers
+            without momentum of their own; needs ``velocity=``.
+    """
+
+    density: float | None = None
+    k: int | None = None
+    values: torch.dtype = torch.float32
+    warmup_steps: int = 0
+    momentum: float = 0.0
+
+    FIRST_DENSITY = 0.25
+
+    def __post_init__(self) -> None:
+        if (self.density is None) == (self.k is None):
+            raise ValueError("exactly one of density and k must be given")
+        if self.density is not None and not 0 < self.density <= 1:
+            raise ValueError(f"density must be above 0 and at most 1, got {self.density}")
+        if self.k is not None:
+            _check_whole("k", self.k)
+            if self.k < 1:
+                raise ValueError(f"k must be at least 1, got {self.k}")
+        if self.values not in VALUES:
+            raise ValueError(
+                "values must be torch.float32, torch.bfloat16, torch.float16 or torch.int8, "
+                f"got {self.values}"
+            )
+        _check_whole("warmup_steps", self.warmup_steps)
+        if self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps must not be negative, got {self.warmup_steps}")
+        if self.warmup_steps and self.density is None:
+            raise ValueError("warmup_steps must come with density, not with k")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum must be at least 0 and below 1, got {self.momentum}")
+
+    def density_at(self, step: int) -> float:
+        """The density of a step, the first one being 0."""
+        assert self.density is not None
+        if step >= self.warmup_steps or self.density >= self.FIRST_DENSITY:
+            return self.density
+        ratio = self.density / self.FIRST_DENSITY
+        return float(self.FIRST_DENSITY * ratio ** (step / self.warmup_steps))
+
+    def count(self, n: int, step: int = 0) -> int:
+        """How many of `n` elements are sent at a step."""
+        if self.k is not None:
+            return min(self.k, n)
+        return min(math.ceil(self.density_at(step) * n), n)
+
+    def codec(self, n: int, dtype: torch.dtype, step: int = 0) -> _C.Codec:
+        """See :meth:`Compressor.codec`."""
+        if n >= 2**32:
+            raise ValueError(f"tensor must have fewer than 2^32 elements for top-k, got {n}")
+        self._check_worth(n, dtype, step)
+        return _C.Codec(_TOPK, values=VALUES[self.values], k=self.count(n, step))
+
+    def select(self, x: Any, *, step: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Indices (int64, ascending) and values (float32) of the selected elements of `x`.
+
+        Zeros are never selected, so there may be fewer than asked for.
+        """
+        dense = _elements("x", x)
+        k = self.count(dense.numel(), step)
+        self.codec(dense.numel(), dense.dtype, step)
+        indices = torch.empty(k, dtype=torch.int64, device=dense.device)
+        values = torch.empty(k, dtype=torch.float32, device=dense.device)
+        found = _backend(dense.device).select(
+            DTYPES[dense.dtype], dense.data_ptr(), dense.numel(), k,
+            indices.data_ptr(), values.data_ptr(),
+        )  # fmt: skip
+        return indices[:found], values[:found]
+
+    def _check_worth(self, n: int, dtype: torch.dtype, step: int) -> None:
+        entry = _INDEX_BYTES + self.values.itemsize
+        share = self.density_at(step) if self.density is not None else self.count(n) / max(n, 1)
+        if share * entry >= dtype.itemsize and n > 1:
+            what = f"density {share:g}" if self.density is not None else f"k = {self.k} of {n}"
+            raise ValueError(
+                f"{what} would send {share * entry:.2f} bytes per element, where dense "
+                f"{str(dtype).removeprefix('torch.')} takes {dtype.itemsize}: must be below "
+                f"{dtype.itemsize / entry:.3f} of the elements, or use pycomm.Identity()"
+            )
+
+    def _reading_codec(self, n: int, dtype: torch.dtype) -> _C.Codec:  # noqa: ARG002
+        return _C.Codec(_TOPK, values=VALUES[self.values], k=n)
+
+
+def _backend(device: torch.device) -> Any:
+    if device.type == "cpu":
+        return _C
+    from pycomm._cuda import Codecs
+
+    return Codecs(device)
+
+
+def check_step(step: int) -> None:
+    """Refuses what no random bits are drawn for."""
+    _check_whole("step", step)
+    if not 0 <= step < 2**32:
+        raise ValueError(f"step must be from 0 to 2^32 - 1, got {step}")
+
+
+def _check_whole(name: str, value: object) -> None:
+    if not isinstance(value, int | torch.SymInt) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+
+
+def _check_count(n: int) -> None:
+    _check_whole("n", n)
+    if n < 0:
+        raise ValueError(f"n must not be negative, got {n}")
+
+
+def _elements(argument: str, value: Any) -> torch.Tensor:
+    tensor = as_tensor(argument, value, written=False)
+    check_compressible(argument, tensor)
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{argument} must be dense, got layout {tensor.layout}")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{argument} must lie on the CPU or a CUDA device, got {tensor.device}")
+    if tensor.is_neg():
+        raise ValueError(f"{argument} must be materialised, got a negated view: call resolve_neg()")
+    return tensor.detach().contiguous()
+
+
+def _check_wire(argument: str, wire: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if wire.dtype != torch.uint8 or not wire.is_contiguous():
+        raise ValueError(f"{argument} must be contiguous and uint8, got {wire.dtype}")
+    if wire.device != device:
+        raise ValueError(f"{argument} must lie on {device}, got {wire.device}")
+    if wire.data_ptr() % 4:
+        raise ValueError(f"{argument} must be aligned to 4 bytes")
+    return wire
+
+
+def _check_target(target: torch.Tensor, n: int, device: torch.device, add: bool) -> None:
+    check_compressible("out", target)
+    if target.numel() != n or not target.is_contiguous():
+        raise ValueError(f"out must be contiguous and have {n} elements, got {target.numel()}")
+    if target.device != device:
+        raise ValueError(f"out must lie on {device}, got {target.device}")
+    if add and target.dtype != torch.float32:
+        raise ValueError(f"out must be float32 where add=True, got {target.dtype}")
