@@ -55,6 +55,7 @@ def _body(
     pipe: Connection, function: Callable[..., Any], rank: int, size: int, store: str, args: tuple
 ) -> None:
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the shell has set
     outcome = Outcome(os.getpid())
     try:
         outcome.value = function(rank, size, store, *args)

@@ -59,10 +59,12 @@ def test_core_includes_only_the_standard_library():
 PYTHON_LAYERS = [
     {"_C"},
     {"errors", "ops"},
-    {"_dtypes"},
-    {"_plan", "_rendezvous", "_cuda"},
-    {"group"},
+    {"_dtypes", "_arrays"},
+    {"_plan", "_rendezvous", "_cuda", "compression"},
+    {"group", "_names"},
     {"collectives"},
+    {"compressed"},
+    {"compressed_ops"},
     {"__init__"},
     {"collect_env", "bench"},
 ]

@@ -34,16 +34,31 @@ def test_opcheck(alone, dtype):
         torch.library.opcheck(op, arguments)
 
 
+@pytest.mark.parametrize("compressor", ["int8:512:rounding=stochastic", "bf16", "topk:0.1"])
+def test_opcheck_of_compressed(alone, compressor):
+    x, residual = torch.randn(700, generator=torch.Generator().manual_seed(0)), torch.zeros(700)
+    wire = OPS.encode(x, compressor, 3, 0)
+    rest = ("two_shot", 3, 0, False, alone)
+    calls = [
+        (OPS.compressed_all_reduce_, (x, compressor, residual, None, "avg", *rest)),
+        (OPS.compressed_all_reduce_, (x, compressor, None, None, "sum", *rest)),
+        (OPS.encode, (x, compressor, 3, 0)),
+        (OPS.decode, (wire, compressor, 700, torch.float32)),
+    ]
+    for op, arguments in calls:
+        torch.library.opcheck(op, arguments)
+
+
 def test_every_operation_is_checked_above():
     names = {schema.name for schema in torch._C._jit_get_all_schemas()}
     ours = {name.removeprefix("pycomm::") for name in names if name.startswith("pycomm::")}
-    assert ours >= {"all_reduce", "all_reduce_", "reduce_scatter_", "all_gather_", "broadcast_"}
     cpu = {
         name
         for name in ours
         if torch._C._dispatch_has_kernel_for_dispatch_key(f"pycomm::{name}", "CPU")
     }
-    assert cpu == {"all_reduce", "all_reduce_", "reduce_scatter_", "all_gather_", "broadcast_"}
+    collectives = {"all_reduce", "all_reduce_", "reduce_scatter_", "all_gather_", "broadcast_"}
+    assert cpu == collectives | {"compressed_all_reduce_", "encode", "decode"}
 
 
 def step(x, rank, size, name):
@@ -57,6 +72,8 @@ def step(x, rank, size, name):
     everyone = torch.empty_like(blocks)
     OPS.all_gather_(everyone, mine * (rank + 1), name)
     z = everyone.sum(0, keepdim=True) + y
+    OPS.compressed_all_reduce_(z, "int8", None, None, "avg", "ring", 0, 0, False, name)
+    z = OPS.decode(OPS.encode(z, "bf16", 0, 0), "bf16", z.numel(), torch.float32).view_as(z)
     OPS.broadcast_(z, size - 1, name)
     return z.sin(), y, everyone
 

@@ -1,5 +1,5 @@
-#!/ bin / sh
-#Builds and runs the C++ tests : cpp - test(plain), tsan or asan.
+#!/bin/sh
+# Builds and runs the C++ tests: cpp-test (plain), tsan or asan.
 set -eu
 case "$1" in
   cpp-test) sanitize="" ;;
@@ -7,7 +7,7 @@ case "$1" in
   asan) sanitize=address ;;
   *) echo "usage: $0 cpp-test|tsan|asan" >&2; exit 2 ;;
 esac
-cmake -S . -B "build/$1" -G Ninja -DPYCOMM_SANITIZE="$sanitize" >"/dev/null"
+cmake -S . -B "build/$1" -G Ninja -DPYCOMM_SANITIZE="$sanitize" >/dev/null
 cmake --build "build/$1"
 export TSAN_OPTIONS=halt_on_error=1 ASAN_OPTIONS=detect_leaks=1
 ctest --test-dir "build/$1" --output-on-failure

@@ -1,0 +1,162 @@
+// CUDA's language and runtime on a CPU, as far as csrc/cuda/ needs them, so that tests run the
+// kernels themselves. A block is a system thread; its threads are fibers, which take turns at
+// barriers, shuffles and atomic loads, in an order that is drawn anew every time: where a barrier is
+// missing, a test soon sees it. Streams run at once what they are given.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+// These spell an attribute like a macro below.
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+struct dim3 {
+  unsigned x = 1, y = 1, z = 1;
+  dim3() = default;
+  explicit dim3(unsigned x) : x(x) {}
+};
+
+namespace device {
+
+extern thread_local dim3 thread_index, block_index, block_size, grid_size;
+
+void pause();
+// All threads of the block; returns whether any of them votes.
+bool meet(bool vote);
+// All threads of the warp; returns what each has brought.
+const std::uint64_t* exchange(std::uint64_t value);
+int launch(const void* kernel, dim3 grid, dim3 block, void** arguments);
+
+template <class To, class From>
+To converted(From from) {
+  To to{};
+  std::memcpy(&to, &from, sizeof(To) < sizeof(From) ? sizeof(To) : sizeof(From));
+  return to;
+}
+
+}  // namespace device
+
+#define __device__
+#define __host__
+#define __global__
+#define __shared__ static thread_local
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define __noinline__ __attribute__((noinline))
+#define threadIdx device::thread_index
+#define blockIdx device::block_index
+#define blockDim device::block_size
+#define gridDim device::grid_size
+
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+
+inline void __syncthreads() { device::meet(false); }
+inline int __syncthreads_or(int vote) { return device::meet(vote != 0) ? 1 : 0; }
+inline void __syncwarp() { device::exchange(0); }
+
+template <class T>
+T __shfl_xor_sync(unsigned, T value, int mask) {
+  const auto all = device::exchange(device::converted<std::uint64_t>(value));
+  return device::converted<T>(all[threadIdx.x % 32 ^ static_cast<unsigned>(mask)]);
+}
+
+template <class T>
+T __shfl_up_sync(unsigned, T value, int distance) {
+  const auto all = device::exchange(device::converted<std::uint64_t>(value));
+  const int from = static_cast<int>(threadIdx.x % 32) - distance;
+  return from < 0 ? value : device::converted<T>(all[from]);
+}
+
+inline unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
+inline unsigned atomicAdd(unsigned* word, unsigned value) {
+  return __atomic_fetch_add(word, value, __ATOMIC_RELAXED);
+}
+inline unsigned atomicOr(unsigned* word, unsigned value) {
+  return __atomic_fetch_or(word, value, __ATOMIC_RELAXED);
+}
+
+using cudaError_t = int;
+using cudaStream_t = struct Stream*;
+using cudaEvent_t = struct Event*;
+inline constexpr cudaError_t cudaSuccess = 0, cudaErrorPeerAccessAlreadyEnabled = 704;
+enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone };
+enum cudaMemoryType { cudaMemoryTypeHost, cudaMemoryTypeDevice };
+enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost };
+enum { cudaEventDisableTiming = 1, cudaHostAllocPortable = 1, cudaHostAllocMapped = 2 };
+enum { cudaHostRegisterPortable = 1, cudaHostRegisterMapped = 2 };
+struct cudaPointerAttributes {
+  int type, device;
+};
+
+// Fresh memory holds garbage, so that nobody relies on zeros.
+inline cudaError_t cudaMalloc(void** to, std::size_t bytes) {
+  *to = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
+  std::memset(*to, 0xcd, bytes);
+  return cudaSuccess;
+}
+inline cudaError_t cudaFree(void* data) {
+  std::free(data);
+  return cudaSuccess;
+}
+inline cudaError_t cudaHostAlloc(void** to, std::size_t bytes, int) {
+  return cudaMalloc(to, bytes);
+}
+inline cudaError_t cudaFreeHost(void* data) { return cudaFree(data); }
+inline cudaError_t cudaHostGetDevicePointer(void** to, void* data, int) {
+  *to = data;
+  return cudaSuccess;
+}
+inline cudaError_t cudaMemcpy(void* to, const void* from, std::size_t bytes, int) {
+  std::memcpy(to, from, bytes);
+  return cudaSuccess;
+}
+inline cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, int kind,
+                                   cudaStream_t) {
+  return cudaMemcpy(to, from, bytes, kind);
+}
+inline cudaError_t cudaMemsetAsync(void* to, int value, std::size_t bytes, cudaStream_t) {
+  std::memset(to, value, bytes);
+  return cudaSuccess;
+}
+inline cudaError_t cudaLaunchKernel(const void* kernel, dim3 grid, dim3 block, void** arguments,
+                                    std::size_t, cudaStream_t) {
+  return device::launch(kernel, grid, block, arguments);
+}
+inline cudaError_t cudaLaunchCooperativeKernel(const void* kernel, dim3 grid, dim3 block,
+                                               void** arguments, std::size_t, cudaStream_t) {
+  return device::launch(kernel, grid, block, arguments);
+}
+inline cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* to, const void*) {
+  *to = {cudaMemoryTypeDevice, 0};
+  return cudaSuccess;
+}
+inline cudaError_t cudaGetDevice(int* to) {
+  *to = 0;
+  return cudaSuccess;
+}
+inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* to) {
+  *to = cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+inline const char* cudaGetErrorString(cudaError_t) { return "error"; }
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+inline cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
+inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
+inline cudaError_t cudaDeviceEnablePeerAccess(int, int) { return cudaSuccess; }
+inline cudaError_t cudaHostRegister(void*, std::size_t, int) { return cudaSuccess; }
+inline cudaError_t cudaHostUnregister(void*) { return cudaSuccess; }
+inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t*, int) { return cudaSuccess; }
+inline cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
+inline cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return cudaSuccess; }
+inline cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, int) { return cudaSuccess; }

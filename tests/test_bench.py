@@ -1,0 +1,160 @@
+"""The benchmark of compression: who competes, what counts as wrong, what is written."""
+
+import json
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from helpers import join_world, run_group, run_ranks
+
+import pycomm
+from pycomm.bench import cli, codec_tasks, session, streams, verify_compressed
+from pycomm.bench.cases import Case
+from pycomm.bench.contestants import Compressed
+
+CASE = Case("all_reduce", torch.float32, "avg", 5000, 2, "cpu")
+
+
+def run_session(rank, size, store, argv):
+    join_world(rank, size, store)
+    session.run(cli.parse(argv))
+
+
+def test_compressions_compete(tmp_path):
+    """Every one beside the uncompressed; what it cannot do is left out and named once."""
+    path = tmp_path / "results.json"
+    what = "-b 64K -e 64K -o avg,min -a two_shot,ring --compress none,int8,topk:0.01"
+    argv = ["all_reduce", *what.split(), "-n", "7", "-J", str(path)]
+    run_ranks(2, run_session, argv)
+    results = json.loads(path.read_text())
+    rows = {(r["op"], r["compression"], r["algorithm"]): r for r in results["rows"]}
+    plain = {("none", "two_shot"), ("none", "ring")}
+    compressed = {("int8", "two_shot"), ("int8", "ring"), ("topk:0.01", "two_shot")}
+    assert set(rows) == {("avg", *c) for c in plain | compressed} | {("min", *c) for c in plain}
+    assert all(row["wrong"] == 0 for row in rows.values())
+    assert results["meta"]["refused"] == ["topk:0.01 by ring", "min"]
+    assert rows["avg", "none", "ring"]["wire_bytes"] == 65536
+    for name in ("int8", "topk:0.01"):
+        row = rows["avg", name, "two_shot"]
+        assert row["wire_bytes"] == pycomm.parse_compressor(name).wire_bytes(16384, 2)
+        assert row["algbw_GBps"] == pytest.approx(65536 / row["time_us"] / 1e3, abs=1e-3)
+
+
+def count_wrong(group, name, algorithm, case, spoil=0.0):
+    """On this rank, where rank 1 adds `spoil` to an element of its result."""
+    contestant = Compressed(group, algorithm, "tensor", name)
+    prepared = contestant.prepare(case)
+
+    def call():
+        prepared.call()
+        if group.rank == 1:
+            prepared.result[7] += spoil
+
+    return verify_compressed.count_wrong(case, group.rank, contestant, replace(prepared, call=call))
+
+
+def count_every(group):
+    counts = {}
+    for name in ("int8", "bf16", "fp16", "topk:0.01"):
+        for algorithm in ("auto", "ring", "tree"):
+            for dtype, op in product((torch.float32, torch.bfloat16), ("avg", "sum")):
+                case = replace(CASE, dtype=dtype, op=op, ranks=group.size)
+                if Compressed(group, algorithm, "tensor", name).supports(case):
+                    counts[name, algorithm, dtype, op] = count_wrong(group, name, algorithm, case)
+    return counts
+
+
+def test_right_results_are_right():
+    for counts in run_group(3, count_every):
+        assert len(counts) == 4 * (3 * 3 + 1)
+        assert not any(counts.values()), counts
+
+
+def count_spoilt(group):
+    spoils = [("topk:0.01", 1e-3), ("int8", 1e-3), ("int8", 1.0), ("bf16", float("nan"))]
+    return [count_wrong(group, name, "auto", CASE, spoil) for name, spoil in spoils]
+
+
+def test_wrong_results_are_found():
+    """A rank that has other bits; and a value beyond what compression may change."""
+    assert run_group(2, count_spoilt) == [[0, 0, 0, 0], [1, 1, 2, 2]]
+
+
+def test_feedback_settles():
+    """What a check has left in a residual does not reach the clock."""
+    with pycomm.LocalWorld(1) as world:
+        contestant = Compressed(world.groups[0], "auto", "tensor", "int8", feedback=True)
+        for op, zeros in (("avg", False), ("sum", True)):
+            prepared = contestant.prepare(replace(CASE, op=op, ranks=1))
+            prepared.residual.fill_(3)
+            prepared.settle()
+            assert not prepared.residual.any()
+            assert prepared.source.any() != zeros
+
+
+@pytest.mark.parametrize("read", [0, 4, 16 * 127, 16 * 500, 16 * 1000, 16 * 3900, 16 * 9000])
+@pytest.mark.parametrize("write", [0, 16, 16 * 1000])
+def test_streams_move_what_they_say(read, write):
+    loops = {loop.call: loop for ladder in streams.LADDERS for loop in ladder}
+    source, target = torch.ones(read // 4), torch.ones(write // 4)
+    for ladder in streams.LADDERS:
+        _, calls = streams._compose(source, target, ladder, "sum(x)")
+        reads = writes = 0
+        for call in calls:
+            n, loop = call.args[0].numel(), loops.get(call.func)
+            writes += n if loop else 0
+            reads += n * (loop.reads if loop else 1)
+            assert all(operand.numel() == n for operand in call.args)
+        assert writes == target.numel()
+        assert reads == source.numel()
+
+
+def test_codecs(tmp_path, capsys):
+    path = tmp_path / "codecs.json"
+    what = ["--codec", "int8,bf16", "--codec", "topk:0.01", "-n", "9K", "-d", "float32,bfloat16"]
+    cli.main(["codec", *what, "--iters", "7", "-J", str(path)])
+    rows = json.loads(path.read_text())["rows"]
+    operations = {
+        "int8": ["encode", "decode", "decode_add"],
+        "bf16": ["encode", "decode"],
+        "topk:0.01": ["select", "encode", "decode"],
+    }
+    expected = [(codec, name) for codec, names in operations.items() for name in names]
+    assert [(row["codec"], row["operation"]) for row in rows] == 2 * expected
+    for row in rows:
+        assert row["wrong"] == 0
+        assert row["count"] == 8192
+        assert row["iterations"] == 7
+        codec = pycomm.parse_compressor(row["codec"])
+        assert row["encoded_bytes"] == codec.encoded_bytes(8192, getattr(torch, row["dtype"]))
+    assert capsys.readouterr().out.count("times faster than torch.topk") == 4
+
+
+class WrongInt8(pycomm.Int8):
+    def decode(self, wire, n, out=None, **options):
+        taken = super().decode(wire, n, out, **options)
+        taken[5] += 1
+        return taken
+
+
+class WrongTopK(pycomm.TopK):
+    def select(self, x, **options):
+        indices, values = super().select(x, **options)
+        return indices.flip(0), values.flip(0)
+
+
+def test_wrong_codecs_are_found():
+    x = torch.randn(8192)
+    assert [task.wrong() for task in codec_tasks.tasks(WrongInt8(), x)] == [1, 1, 1]
+    selecting, *_ = codec_tasks.tasks(WrongTopK(k=100), x)
+    assert selecting.wrong() == 99
+
+
+@pytest.mark.parametrize(
+    "argv", ["all_reduce --compress int9", "codec --codec topk", "codec -d int32", "codec -n many"]
+)
+def test_nonsense_is_refused(argv, capsys):
+    with pytest.raises(SystemExit):
+        cli.parse(argv.split())
+    assert "expected" in (message := capsys.readouterr().err) or "must be" in message

@@ -1,0 +1,504 @@
+"""Bad arguments of compressors and compressed all-reduces, and ranks that disagree about them."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+import pycomm
+from pycomm import parse_compressor
+
+X = torch.ones(600)
+R = torch.zeros(600)
+MOMENTUM = pycomm.TopK(0.01, momentum=0.9)
+
+
+def reduce_with(group, tensor=X, compressor=pycomm.Int8(), **options):  # noqa: B008 - it is frozen
+    return pycomm.compressed_all_reduce(tensor, compressor, group=group, **options)
+
+
+def read_only():
+    array = np.ones(600, np.float32)
+    array.flags.writeable = False
+    return array
+
+
+# What is called, which exception comes, what its message says.
+BAD_COMPRESSORS = {
+    "block of 100": (
+        lambda: pycomm.Int8(100),
+        "block must be a power of two from 128 to 4096, got 100",
+    ),
+    "block of 64": (lambda: pycomm.Int8(64), "from 128 to 4096, got 64"),
+    "block of 8192": (lambda: pycomm.Int8(8192), "from 128 to 4096, got 8192"),
+    "rounding": (
+        lambda: pycomm.Int8(rounding="down"),
+        "rounding must be nearest or stochastic, got 'down'",
+    ),
+    "negative seed": (lambda: pycomm.Int8(seed=-1), "seed must be from 0 to 2^64 - 1, got -1"),
+    "large seed": (lambda: pycomm.Int8(seed=2**64), f"2^64 - 1, got {2**64}"),
+    "cast to float64": (
+        lambda: pycomm.Cast(torch.float64),
+        "dtype must be torch.bfloat16 or torch.float16, got torch.float64",
+    ),
+    "cast to int8": (lambda: pycomm.Cast(torch.int8), "got torch.int8"),
+    "neither density nor k": (lambda: pycomm.TopK(), "exactly one of density and k must be given"),
+    "density and k": (lambda: pycomm.TopK(0.1, k=3), "exactly one of density and k must be given"),
+    "density 0": (lambda: pycomm.TopK(0.0), "density must be above 0 and at most 1, got 0.0"),
+    "density 1.5": (lambda: pycomm.TopK(1.5), "at most 1, got 1.5"),
+    "density NaN": (lambda: pycomm.TopK(float("nan")), "at most 1, got nan"),
+    "k 0": (lambda: pycomm.TopK(k=0), "k must be at least 1, got 0"),
+    "values": (
+        lambda: pycomm.TopK(0.1, values=torch.float64),
+        "values must be torch.float32, torch.bfloat16, torch.float16 or torch.int8, "
+        "got torch.float64",
+    ),
+    "negative warm-up": (
+        lambda: pycomm.TopK(0.1, warmup_steps=-1),
+        "warmup_steps must not be negative, got -1",
+    ),
+    "warm-up of k": (
+        lambda: pycomm.TopK(k=3, warmup_steps=5),
+        "warmup_steps must come with density, not with k",
+    ),
+    "momentum 1": (
+        lambda: pycomm.TopK(0.1, momentum=1.0),
+        "momentum must be at least 0 and below 1, got 1.0",
+    ),
+    "negative momentum": (lambda: pycomm.TopK(0.1, momentum=-0.1), "below 1, got -0.1"),
+    "unknown name": (lambda: parse_compressor("zip"), "compressor must be none, bf16, fp16, int8"),
+    "top-k without density": (lambda: parse_compressor("topk"), "density and k must be given"),
+    "a bad block": (lambda: parse_compressor("int8:100"), "from 128 to 4096, got 100"),
+    "no number": (lambda: parse_compressor("topk:abc"), "got 'topk:abc'"),
+    "twice": (lambda: parse_compressor("topk:0.1:0.2"), "each option once"),
+    "an option of another": (lambda: parse_compressor("bf16:block=256"), "got 'bf16:block=256'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_COMPRESSORS)
+def test_compressors(name):
+    call, message = BAD_COMPRESSORS[name]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call()
+
+
+BAD_CODINGS = {
+    "doubles": (
+        lambda: pycomm.Int8().encode(X.double()),
+        ValueError,
+        "x must have one of the dtypes float32, float16, bfloat16, got torch.float64",
+    ),
+    "a list": (lambda: pycomm.Int8().encode([1.0]), TypeError, "x must be a torch.Tensor or an"),
+    "short out": (
+        lambda: pycomm.Int8().encode(X, torch.empty(100, dtype=torch.uint8)),
+        ValueError,
+        f"out must have {16 + 608 + 12} bytes, got 100",
+    ),
+    "float out": (
+        lambda: pycomm.Int8().encode(X, torch.empty(636)),
+        ValueError,
+        "out must be contiguous and uint8, got torch.float32",
+    ),
+    "strided out": (
+        lambda: pycomm.Int8().encode(X, torch.empty(1272, dtype=torch.uint8)[::2]),
+        ValueError,
+        "out must be contiguous and uint8",
+    ),
+    "odd out": (
+        lambda: pycomm.Int8().encode(X, torch.empty(637, dtype=torch.uint8)[1:]),
+        ValueError,
+        "out must be aligned to 4 bytes",
+    ),
+    "more than it is worth": (
+        lambda: pycomm.TopK(0.7).encode(X),
+        ValueError,
+        "density 0.7 would send 4.20 bytes per element, where dense float32 takes 4: "
+        "must be below 0.667 of the elements",
+    ),
+    "more than it is worth of fp16": (
+        lambda: pycomm.TopK(k=200, values=torch.int8).encode(X[:250].half()),
+        ValueError,
+        "k = 200 of 250 would send 2.40 bytes per element, where dense float16 takes 2",
+    ),
+    "too many elements": (
+        lambda: pycomm.TopK(0.001).encoded_bytes(2**32),
+        ValueError,
+        f"tensor must have fewer than 2^32 elements for top-k, got {2**32}",
+    ),
+    "a meta tensor": (
+        lambda: pycomm.Int8().encode(torch.ones(3, device="meta")),
+        ValueError,
+        "must lie on the CPU",
+    ),
+    "a negative count": (
+        lambda: pycomm.Int8().encoded_bytes(-1),
+        ValueError,
+        "n must not be negative, got -1",
+    ),
+    "a negative count of elements": (
+        lambda: pycomm.Int8().decode(torch.empty(16, dtype=torch.uint8), -1),
+        ValueError,
+        "n must not be negative, got -1",
+    ),
+    "no ranks": (
+        lambda: pycomm.Int8().wire_bytes(10, 0),
+        ValueError,
+        "ranks must be at least 1, got 0",
+    ),
+    "a wire of floats": (
+        lambda: pycomm.Int8().decode(torch.empty(636), 600),
+        ValueError,
+        "wire must be contiguous and uint8, got torch.float32",
+    ),
+    "a wire that is a list": (
+        lambda: pycomm.Int8().decode([1], 600),
+        TypeError,
+        "wire must be a torch.Tensor or an array with __dlpack__, got list",
+    ),
+    "an odd wire": (
+        lambda: pycomm.Int8().decode(torch.empty(637, dtype=torch.uint8)[1:], 600),
+        ValueError,
+        "wire must be aligned to 4 bytes",
+    ),
+    "adding to nothing": (
+        lambda: pycomm.Int8().decode(pycomm.Int8().encode(X), 600, add=True),
+        ValueError,
+        "out must be given where add=True",
+    ),
+    "adding to halves": (
+        lambda: pycomm.Int8().decode(pycomm.Int8().encode(X), 600, X.half(), add=True),
+        ValueError,
+        "out must be float32 where add=True, got torch.float16",
+    ),
+    "out of doubles": (
+        lambda: pycomm.Int8().decode(pycomm.Int8().encode(X), 600, X.double()),
+        ValueError,
+        "out must have one of the dtypes float32, float16, bfloat16, got torch.float64",
+    ),
+    "out of another length": (
+        lambda: pycomm.Int8().decode(pycomm.Int8().encode(X), 600, X[:599].clone()),
+        ValueError,
+        "out must be contiguous and have 600 elements, got 599",
+    ),
+    "out with strides": (
+        lambda: pycomm.Int8().decode(pycomm.Int8().encode(X), 600, torch.empty(1200)[::2]),
+        ValueError,
+        "out must be contiguous and have 600 elements",
+    ),
+    "a negative step": (
+        lambda: pycomm.Int8().encode(X, step=-1),
+        ValueError,
+        "step must be from 0 to 2^32 - 1, got -1",
+    ),
+    "a large step": (
+        lambda: pycomm.Int8().encode(X, step=2**32),
+        ValueError,
+        f"step must be from 0 to 2^32 - 1, got {2**32}",
+    ),
+    "a negative offset": (
+        lambda: pycomm.Int8().encode(X, offset=-256),
+        ValueError,
+        "offset must",
+    ),
+    "a negated view": (
+        lambda: pycomm.Int8().encode(torch._neg_view(X)),
+        ValueError,
+        "x must be materialised",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CODINGS)
+def test_encode_and_decode(name):
+    call, kind, message = BAD_CODINGS[name]
+    with pytest.raises(kind, match=re.escape(message)):
+        call()
+
+
+BAD_CALLS = {
+    "a class": (
+        {"compressor": pycomm.Int8},
+        TypeError,
+        "compressor must be pycomm.Int8(), TopK(...), Cast() or Identity(), got <class",
+    ),
+    "a name": ({"compressor": "int8"}, TypeError, "or Identity(), got 'int8'"),
+    "op": ({"op": "max"}, ValueError, "op must be one of avg, sum, got 'max'"),
+    "algorithm": (
+        {"algorithm": "one_shot"},
+        ValueError,
+        "algorithm must be one of auto, two_shot, ring, tree, got 'one_shot'",
+    ),
+    "ring of top-k": (
+        {"compressor": pycomm.TopK(0.1), "algorithm": "ring"},
+        ValueError,
+        "algorithm must be auto or two_shot for top-k, got 'ring'",
+    ),
+    "tree of top-k": (
+        {"compressor": pycomm.TopK(0.1), "algorithm": "tree"},
+        ValueError,
+        "algorithm must be auto or two_shot for top-k, got 'tree'",
+    ),
+    "negative step": ({"step": -1}, ValueError, "step must be from 0 to 2^32 - 1, got -1"),
+    "large step": ({"step": 2**32}, ValueError, f"2^32 - 1, got {2**32}"),
+    "odd offset": (
+        {"offset": 128},
+        ValueError,
+        "offset must be a multiple of the block, 256, got 128",
+    ),
+    "negative offset": ({"offset": -256}, ValueError, "offset must be a multiple of the block"),
+    "a list": (
+        {"tensor": [1.0]},
+        TypeError,
+        "tensor must be a torch.Tensor or an array with __dlpack__, got list",
+    ),
+    "integers": (
+        {"tensor": torch.ones(6, dtype=torch.int32)},
+        ValueError,
+        "tensor must have one of the dtypes float32, float16, bfloat16, got torch.int32",
+    ),
+    "an array of doubles": ({"tensor": np.ones(6)}, ValueError, "got torch.float64"),
+    "an array of strings": (
+        {"tensor": np.array(["a"])},
+        ValueError,
+        "tensor must be an array that torch can take",
+    ),
+    "an array of the other byte order": (
+        {"tensor": np.ones(6, ">f4" if np.little_endian else "<f4")},
+        ValueError,
+        "tensor must be an array that torch can take",
+    ),
+    "an array that runs backwards": (
+        {"tensor": np.ones(6, np.float32)[::-1]},
+        ValueError,
+        "tensor must not have negative strides",
+    ),
+    "a read-only array": (
+        {"tensor": read_only()},
+        ValueError,
+        "tensor must be writable",
+    ),
+    "requires grad": (
+        {"tensor": torch.ones(6, requires_grad=True)},
+        ValueError,
+        "tensor must not require grad",
+    ),
+    "an expanded tensor": (
+        {"tensor": torch.ones(1).expand(600)},
+        ValueError,
+        "tensor must not overlap itself in memory",
+    ),
+    "a negated view": (
+        {"tensor": torch._neg_view(X)},
+        ValueError,
+        "tensor must be materialised",
+    ),
+    "out of another dtype": (
+        {"out": X.half()},
+        ValueError,
+        "out must have tensor's dtype torch.float32, got torch.float16",
+    ),
+    "out of another shape": (
+        {"out": torch.empty(20, 30)},
+        ValueError,
+        "out must have tensor's shape (600,), got (20, 30)",
+    ),
+    "out that overlaps": (
+        {"tensor": (long := torch.ones(700))[:600], "out": long[100:]},
+        ValueError,
+        "out must not overlap tensor in memory",
+    ),
+    "a residual of halves": (
+        {"residual": R.half()},
+        ValueError,
+        "residual must be float32, got torch.float16",
+    ),
+    "a residual of another shape": (
+        {"residual": R.view(20, 30)},
+        ValueError,
+        "residual must be like tensor, (600,) on cpu, got (20, 30) on cpu",
+    ),
+    "a strided residual": (
+        {"residual": torch.zeros(1200)[::2]},
+        ValueError,
+        "residual must be contiguous",
+    ),
+    "the tensor as residual": (
+        {"residual": X},
+        ValueError,
+        "residual must not overlap tensor in memory",
+    ),
+    "a residual that overlaps out": (
+        {"out": long[:600], "residual": long[:600]},
+        ValueError,
+        "residual must not overlap out in memory",
+    ),
+    "a residual that requires grad": (
+        {"residual": torch.zeros(600, requires_grad=True)},
+        ValueError,
+        "residual must not require grad",
+    ),
+    "a residual that is a list": (
+        {"residual": [0.0]},
+        TypeError,
+        "residual must be a torch.Tensor or an array",
+    ),
+    "no velocity": (
+        {"compressor": MOMENTUM, "residual": R},
+        ValueError,
+        "velocity must be given where the compressor has momentum, and only there",
+    ),
+    "velocity without momentum": (
+        {"residual": R, "velocity": torch.zeros(600)},
+        ValueError,
+        "velocity must be given where the compressor has momentum, and only there",
+    ),
+    "momentum without residual": (
+        {"compressor": MOMENTUM, "velocity": R},
+        ValueError,
+        "residual must be given where the compressor has momentum",
+    ),
+    "a velocity of doubles": (
+        {"compressor": MOMENTUM, "residual": R, "velocity": R.double()},
+        ValueError,
+        "velocity must be float32, got torch.float64",
+    ),
+    "the residual as velocity": (
+        {"compressor": MOMENTUM, "residual": R, "velocity": R},
+        ValueError,
+        "must not overlap",
+    ),
+    "more than it is worth": (
+        {"compressor": pycomm.TopK(0.7)},
+        ValueError,
+        "density 0.7 would send 4.20 bytes per element",
+    ),
+}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_compressed_all_reduce(world, name, asynchronous):
+    """Raises on rank 0 of two before anybody is waited for, and the group goes on."""
+    options, kind, message = BAD_CALLS[name]
+    group = world(2, timeout=2).groups[0]
+    sequence = group._core.sequence
+    with pytest.raises(kind, match=re.escape(message)):
+        reduce_with(group, **options, async_op=asynchronous)
+    assert group._core.sequence == sequence
+    group._core.check_usable()
+
+
+def test_staging_that_is_too_small_says_what_would_do(world):
+    """For every rank; with what is asked for it works."""
+    size = 5
+
+    def body(group):
+        return reduce_with(group, torch.ones(600), pycomm.Identity())[0].item()
+
+    with pytest.raises(ValueError, match=r"staging_bytes is too small .* 5 ranks") as caught:
+        world(size, staging_bytes=8_000).run(body)
+    enough = int(re.search(r"at least (\d+)", str(caught.value))[1])
+    assert world(size, staging_bytes=enough).run(body) == [1.0] * size
+
+
+# What most ranks call, what one calls instead, and what of each must be in the message.
+DISAGREEMENTS = {
+    "compressor": ("reduce(Int8())", "reduce(Cast())", "int8 in blocks of 256", "as bfloat16"),
+    "none": ("reduce(Int8())", "plain()", "int8 in blocks of 256", "op=sum"),
+    "block": ("reduce(Int8())", "reduce(Int8(512))", "blocks of 256", "blocks of 512"),
+    "rounding": (
+        "reduce(Int8())",
+        "reduce(Int8(rounding='stochastic'))",
+        "blocks of 256",
+        "blocks of 256, stochastic",
+    ),
+    "dtype of the wire": (
+        "reduce(Cast())",
+        "reduce(Cast(torch.float16))",
+        "as bfloat16",
+        "as float16",
+    ),
+    "k": ("reduce(TopK(k=5))", "reduce(TopK(k=6))", "top 5 as float32", "top 6 as float32"),
+    "density at a step": (
+        "reduce(TopK(0.01, warmup_steps=9), step=0)",
+        "reduce(TopK(0.01, warmup_steps=9), step=9)",
+        "top 150 as",
+        "top 6 as",
+    ),
+    "values": (
+        "reduce(TopK(k=5))",
+        "reduce(TopK(k=5, values=torch.int8))",
+        "top 5 as float32",
+        "top 5 as int8",
+    ),
+    "feedback": (
+        "reduce(Int8())",
+        "reduce(Int8(), residual=torch.zeros(600))",
+        "blocks of 256",
+        "blocks of 256, with feedback",
+    ),
+    "feedback of top-k": (
+        "reduce(TopK(k=5), residual=torch.zeros(600))",
+        "reduce(TopK(k=5))",
+        "top 5 as float32, with feedback",
+        "top 5 as float32",
+    ),
+    "op": ("reduce(Int8())", "reduce(Int8(), op='sum')", "op=avg", "op=sum"),
+    "algorithm": (
+        "reduce(Int8(), algorithm='ring')",
+        "reduce(Int8())",
+        "algorithm=ring",
+        "algorithm=two_shot",
+    ),
+    "count": ("reduce(Int8())", "reduce(Int8(), torch.ones(601))", "600 elements", "601 elements"),
+    "count of top-k": (
+        "reduce(TopK(k=5))",
+        "reduce(TopK(k=5), torch.ones(200_000))",
+        "600 elements",
+        "200000 elements",
+    ),
+    "dtype": ("reduce(Int8())", "reduce(Int8(), X.half())", "all_reduce(float32", "float16"),
+    "offset": (
+        "reduce(Int8(), torch.ones(40_000))",
+        "reduce(Int8(), torch.ones(40_000), offset=256 * 99)",
+        "40000 elements",
+        "offset",
+    ),
+}
+
+
+def disagree(group, usual, odd, odd_rank):
+    """A good operation, then a bad one: its error, and whether the group is still of use."""
+
+    def reduce(compressor, tensor=None, **options):
+        tensor = torch.ones(600) if tensor is None else tensor
+        pycomm.compressed_all_reduce(tensor, compressor, group=group, **options)
+
+    known = {name: getattr(pycomm, name) for name in ("Int8", "Cast", "TopK")}
+    known |= {"torch": torch, "X": X, "reduce": reduce}
+    known["plain"] = lambda: pycomm.all_reduce(torch.ones(600), group=group)
+    reduce(pycomm.Int8())
+    error = None
+    try:
+        eval(odd if group.rank == odd_rank else usual, known)
+    except pycomm.CollectiveError as caught:
+        error = caught
+    with pytest.raises(pycomm.GroupUnusable):
+        reduce(pycomm.Int8())
+    return error
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", DISAGREEMENTS)
+def test_ranks_that_disagree(world, name, size):
+    usual, odd, usual_words, odd_words = DISAGREEMENTS[name]
+    for odd_rank in range(size):
+        errors = world(size, timeout=5).run(disagree, usual, odd, odd_rank)
+        for error in errors:
+            assert type(error) is pycomm.Mismatch, error
+            message = str(error)
+            assert usual_words in message
+            assert odd_words in message
+            assert f"rank {odd_rank}" in message
+        assert len({str(error) for error in errors}) == 1

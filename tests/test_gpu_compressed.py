@@ -1,0 +1,242 @@
+"""Compressed all-reduces and codecs on a real device: the same bits as the CPU."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import compressing
+import pytest
+import torch
+import torch.distributed as dist
+from compressing import FLOATS, gradient
+
+import pycomm
+
+pytestmark = pytest.mark.gpu
+
+SIZES = (1, 2, 3, 4, 8)
+COUNTS = (0, 1, 17, 4099, 16_383, 16_384, 16_385, 3 * 16_384 + 1, 300_007)
+BLOCKS = (
+    pycomm.Int8(),
+    pycomm.Int8(block=128),
+    pycomm.Int8(block=4096),
+    pycomm.Int8(rounding="stochastic", seed=7),
+    pycomm.Int8(block=128, rounding="stochastic"),
+    pycomm.Cast(torch.bfloat16),
+    pycomm.Cast(torch.float16),
+    pycomm.Identity(),
+)
+LISTS = (
+    pycomm.TopK(0.01),
+    pycomm.TopK(0.05, values=torch.bfloat16),
+    pycomm.TopK(0.02, values=torch.int8, momentum=0.9),
+)
+
+
+Case = functools.partial(compressing.Case, algorithm="auto", steps=2, scale=0.01)
+
+
+def run(group: pycomm.Group, case: compressing.Case, device: str) -> list[torch.Tensor]:
+    """One rank's results, and at the end residual and velocity."""
+    feeds = case.feedback or case.compressor.momentum > 0
+    residual = torch.zeros(case.count, device=device) if feeds else None
+    velocity = torch.zeros(case.count, device=device) if case.compressor.momentum else None
+    seen = [
+        pycomm.compressed_all_reduce(
+            case.input(group.rank, step).to(device),
+            case.compressor,
+            residual=residual,
+            velocity=velocity,
+            op=case.op,
+            algorithm=case.algorithm,
+            step=step,
+            offset=case.offset,
+            group=group,
+        )
+        for step in range(case.steps)
+    ]
+    return [t.cpu() for t in (*seen, residual, velocity) if t is not None]
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def check(world: pycomm.LocalWorld, case: compressing.Case) -> None:
+    want = world.run(run, case, "cpu")
+    for rank, (mine, wanted) in enumerate(zip(world.run(run, case, "cuda"), want, strict=True)):
+        assert all(map(same_bits, mine, wanted)), (rank, case)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("compressor", BLOCKS, ids=str)
+@pytest.mark.parametrize("size", SIZES)
+def test_blocks_have_the_bits_of_the_cpu(
+    size: int, compressor: pycomm.Compressor, dtype: torch.dtype
+) -> None:
+    block = getattr(compressor, "block", 1)
+    with pycomm.LocalWorld(size) as world:
+        for turn, count in enumerate(COUNTS):
+            op, feedback = ("avg", "sum")[turn % 2], turn % 3 > 0
+            offset = (0, 7, 1234)[turn % 3] * block
+            check(world, Case(compressor, dtype, count, op=op, feedback=feedback, offset=offset))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("compressor", LISTS, ids=str)
+@pytest.mark.parametrize("size", SIZES)
+def test_top_k_has_the_bits_of_the_cpu(
+    size: int, compressor: pycomm.Compressor, dtype: torch.dtype
+) -> None:
+    with pycomm.LocalWorld(size) as world:
+        for turn, count in enumerate((0, 1, 1501, 65_536, 65_537, 390_001)):
+            check(world, Case(compressor, dtype, count, op=("avg", "sum")[turn % 2]))
+
+
+@pytest.mark.parametrize("lanes", [1, 5])
+def test_few_blocks_and_large_tensors(lanes: int) -> None:
+    with pycomm.LocalWorld(2, max_blocks=lanes) as world:
+        for compressor in (pycomm.Int8(), pycomm.Identity(), pycomm.TopK(0.01)):
+            check(world, Case(compressor, count=(1 << 22) + 3))
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "tree"])
+@pytest.mark.parametrize("compressor", BLOCKS, ids=str)
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_ring_and_tree_lose_nothing(
+    size: int, compressor: pycomm.Compressor, algorithm: str
+) -> None:
+    """Their order of addition is that of the device's lanes; so ranks agree, and sums are kept."""
+    case = Case(compressor, count=100_003, algorithm=algorithm, op="sum", steps=1)
+    with pycomm.LocalWorld(size) as world:
+        seen = world.run(run, case, "cuda")
+    results, residuals = zip(*seen, strict=True)
+    assert all(same_bits(result, results[0]) for result in results)
+    before = sum(case.input(rank, 0).double() for rank in range(size))
+    after = results[0].double() + sum(residual.double() for residual in residuals)
+    assert torch.allclose(before, after, atol=1e-5)
+
+
+@pytest.mark.parametrize("compressor", [*BLOCKS, *LISTS[:2]], ids=str)
+@pytest.mark.parametrize("poison", [float("inf"), float("nan")])
+def test_what_is_not_finite_is_told_and_residuals_stay(
+    poison: float, compressor: pycomm.Compressor
+) -> None:
+    def body(group: pycomm.Group) -> None:
+        tensor = gradient(torch.float32, 20_000, group.rank).cuda()
+        residual = torch.full((20_000,), 0.5, device="cuda")
+        work = pycomm.compressed_all_reduce(
+            tensor.clone(), compressor, residual=residual, group=group, async_op=True
+        )
+        assert not work.nonfinite
+        before = residual.clone()
+        if group.rank == 1:
+            tensor[777] = poison
+        with pytest.raises(pycomm.NonFinite):
+            pycomm.compressed_all_reduce(
+                tensor, compressor, residual=residual, group=group, strict=True
+            )
+        assert not tensor[777].isfinite()
+        assert torch.equal(residual, before)
+
+    with pycomm.LocalWorld(2) as world:
+        world.run(body)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("compressor", [*BLOCKS, *LISTS], ids=str)
+def test_encode_and_decode_are_those_of_the_cpu(
+    compressor: pycomm.Compressor, dtype: torch.dtype
+) -> None:
+    for count in (0, 1, 15, 4097, 65_536, 65_537, 200_003):
+        x = gradient(dtype, count, 0)
+        wire = compressor.encode(x, step=3, offset=4096)
+        on_device = compressor.encode(x.cuda(), step=3, offset=4096)
+        assert same_bits(on_device.cpu(), wire), count
+        for kind in [dtype] if isinstance(compressor, pycomm.Identity) else FLOATS:
+            want = compressor.decode(wire, count, dtype=kind)
+            assert same_bits(compressor.decode(on_device, count, dtype=kind).cpu(), want), count
+        if isinstance(compressor, pycomm.Identity) and dtype != torch.float32:
+            continue  # its wire has the tensor's own type
+        sums = gradient(torch.float32, count, 1)
+        want = compressor.decode(wire, count, sums.clone(), add=True)
+        got = compressor.decode(on_device, count, sums.cuda(), add=True)
+        assert same_bits(got.cpu(), want), count
+
+
+@pytest.mark.parametrize("compressor", LISTS, ids=str)
+def test_selection_is_that_of_the_cpu(compressor: pycomm.TopK) -> None:
+    ties = torch.ones(100_000)
+    sparse = torch.zeros(100_000)
+    sparse[::5000] = -1
+    for x in (gradient(torch.float32, 100_000, 0), ties, sparse, torch.zeros(1000)):
+        for mine, wanted in zip(compressor.select(x.cuda()), compressor.select(x), strict=True):
+            assert torch.equal(mine.cpu(), wanted)
+
+
+@pytest.mark.parametrize("compressor", [BLOCKS[0], BLOCKS[5], LISTS[0]], ids=str)
+def test_wrong_bytes_are_refused(compressor: pycomm.Compressor) -> None:
+    wire = compressor.encode(gradient(torch.float32, 5000, 0).cuda())
+    for wrong in (wire[:12], wire[:-4].clone()):
+        with pytest.raises(ValueError, match=r"wire|truncated"):
+            compressor.decode(wrong, 5000)
+    with pytest.raises(ValueError, match="5000 elements"):
+        compressor.decode(wire, 4999)
+    broken = wire.clone()
+    broken[0] = 0
+    with pytest.raises(ValueError, match="no encoding"):
+        compressor.decode(broken, 5000)
+    if isinstance(compressor, pycomm.TopK):
+        broken = wire.clone()
+        broken[22:24] = broken[20:22]  # the second index like the first
+        with pytest.raises(ValueError, match="out of order"):
+            compressor.decode(broken, 5000)
+
+
+def test_lists_beyond_the_window_are_refused_at_the_door() -> None:
+    def body(group: pycomm.Group) -> None:
+        tensor = torch.ones(1 << 24, device="cuda")
+        with pytest.raises(ValueError, match="staging_bytes of at least"):
+            pycomm.compressed_all_reduce(tensor, pycomm.TopK(0.3), group=group)
+        assert pycomm.all_reduce(torch.ones(3, device="cuda"), group=group).sum().item() == 6
+
+    with pycomm.LocalWorld(2) as world:
+        world.run(body)
+    with pycomm.LocalWorld(2, staging_bytes=256 << 20) as world:
+        check(world, Case(pycomm.TopK(0.3), count=1 << 24, steps=1))
+
+
+def test_disagreement_about_compression_is_told() -> None:
+    def body(group: pycomm.Group) -> None:
+        with pytest.raises(pycomm.Mismatch, match=r"blocks of 256.*blocks of 512"):
+            pycomm.compressed_all_reduce(
+                torch.ones(10, device="cuda"), pycomm.Int8(256 * (group.rank + 1)), group=group
+            )
+
+    with pycomm.LocalWorld(2) as world:
+        world.run(body)
+
+
+def process_body(rank: int, size: int, store: str, transport: str, want: Any) -> None:
+    """One of several processes that share one GPU."""
+    if transport == "pinned host memory":
+        pycomm._cuda._sees_all = lambda *_: False
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    with pycomm.init(timeout=60) as group:
+        for case, of_rank in want:
+            assert all(map(same_bits, run(group, case, "cuda"), of_rank[rank])), case
+        group.check()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("transport", ["peer memory", "pinned host memory"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_processes_on_one_gpu(tmp_path: Path, size: int, transport: str) -> None:
+    cases = [Case(c, count=70_001) for c in (pycomm.Int8(), pycomm.Cast(), pycomm.TopK(0.01))]
+    with pycomm.LocalWorld(size) as world:
+        want = [(case, world.run(run, case, "cpu")) for case in cases]
+    torch.multiprocessing.spawn(
+        process_body, (size, str(tmp_path / "store"), transport, want), nprocs=size
+    )
