@@ -37,6 +37,7 @@ class CudaSide:
         device: where this rank's tensors must lie.
         transport: ``"threads"``, ``"peer memory"`` or ``"pinned host memory"``.
         lanes: blocks per rank.
+        shares_device: whether the ranks are threads on one GPU.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class CudaSide:
         self.device = device
         self.transport = transport
         self.lanes = lanes
+        self.shares_device = shared is not None
         self._size = group.size
         self._core = _C.CudaGroup(group._core, endpoint, shared)
         self._heap = heap
@@ -92,7 +94,7 @@ class CudaSide:
 
     def run_compressed(
         self,
-        call: _C.CompressedCall,
+        call: _C.Call,
         codec: _C.Codec,
         count: int,
         tensors: Iterable[torch.Tensor],

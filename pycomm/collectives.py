@@ -51,6 +51,16 @@ class Work:
         """Whether :meth:`wait` would return at once."""
         return self._core is None or self._core.completed()
 
+    def interval(self) -> tuple[float, float]:
+        """When it began and ended, in seconds of ``time.perf_counter``; on CUDA zeros. Waits."""
+        self.wait()
+        return (0.0, 0.0) if self._core is None else self._core.interval()
+
+    def moved(self) -> int:
+        """Bytes it has read from and written to other ranks' memory; on CUDA 0. Waits."""
+        self.wait()
+        return 0 if self._core is None else self._core.moved()
+
     def __del__(self) -> None:
         # The worker still uses the tensors' memory: it must not be freed under it.
         if self._core is not None and not self._core.completed():
@@ -60,12 +70,15 @@ class Work:
 class _Orphans:
     """Works that nobody holds any more; let go once they have completed."""
 
-    held: ClassVar[list[tuple[_C.Work, tuple[torch.Tensor, ...]]]] = []
+    held: ClassVar[dict[int, tuple[_C.Work, tuple[torch.Tensor, ...]]]] = {}
 
     @classmethod
     def adopt(cls, core: _C.Work, tensors: tuple[torch.Tensor, ...]) -> None:
-        cls.held = [(c, t) for c, t in cls.held if not c.completed()]
-        cls.held.append((core, tensors))
+        # By steps that no other thread, nor the collection of garbage, comes between.
+        cls.held[id(core)] = (core, tensors)
+        for key, (old, _) in list(cls.held.items()):
+            if old.completed():
+                cls.held.pop(key, None)
 
 
 def all_reduce(

@@ -103,7 +103,7 @@ def compressed_all_reduce(
     if not dense_result.is_contiguous():
         dense_result = torch.empty_like(dense)
     codec = compressor.codec(dense.numel(), dense.dtype, step)
-    core = _C.CompressedCall(
+    core = _C.Call(
         algorithm=ALGORITHMS[algorithm],
         dtype=DTYPES[dense.dtype],
         op=OPS[op],
@@ -131,7 +131,7 @@ _NONFINITE = "a gradient has an infinity or a NaN, on this rank or another"
 class _Call:
     """A call made ready: contiguous stand-ins, and what they stand for."""
 
-    core: _C.CompressedCall
+    core: _C.Call
     codec: _C.Codec
     source: torch.Tensor
     result: torch.Tensor

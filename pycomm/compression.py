@@ -65,7 +65,7 @@ class Compressor(ABC):
         Of top-k, and where ranks own unequal shares, the most that any rank reads.
         """
         _check_count(n)
-        _check_whole("ranks", ranks)
+        check_whole("ranks", ranks)
         if ranks < 1:
             raise ValueError(f"ranks must be at least 1, got {ranks}")
         return _C.wire_bytes(self.codec(n, dtype, step), n, ranks)
@@ -200,8 +200,8 @@ class Int8(Compressor):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _check_whole("block", self.block)
-        _check_whole("seed", self.seed)
+        check_whole("block", self.block)
+        check_whole("seed", self.seed)
         if self.block not in (128, 256, 512, 1024, 2048, 4096):
             raise ValueError(f"block must be a power of two from 128 to 4096, got {self.block}")
         if self.rounding not in ("nearest", "stochastic"):
@@ -248,7 +248,7 @@ class TopK(Compressor):
         if self.density is not None and not 0 < self.density <= 1:
             raise ValueError(f"density must be above 0 and at most 1, got {self.density}")
         if self.k is not None:
-            _check_whole("k", self.k)
+            check_whole("k", self.k)
             if self.k < 1:
                 raise ValueError(f"k must be at least 1, got {self.k}")
         if self.values not in VALUES:
@@ -256,7 +256,7 @@ class TopK(Compressor):
                 "values must be torch.float32, torch.bfloat16, torch.float16 or torch.int8, "
                 f"got {self.values}"
             )
-        _check_whole("warmup_steps", self.warmup_steps)
+        check_whole("warmup_steps", self.warmup_steps)
         if self.warmup_steps < 0:
             raise ValueError(f"warmup_steps must not be negative, got {self.warmup_steps}")
         if self.warmup_steps and self.density is None:
@@ -326,18 +326,19 @@ def _backend(device: torch.device) -> Any:
 
 def check_step(step: int) -> None:
     """Refuses what no random bits are drawn for."""
-    _check_whole("step", step)
+    check_whole("step", step)
     if not 0 <= step < 2**32:
         raise ValueError(f"step must be from 0 to 2^32 - 1, got {step}")
 
 
-def _check_whole(name: str, value: object) -> None:
+def check_whole(name: str, value: object) -> None:
+    """Refuses what is no int."""
     if not isinstance(value, int | torch.SymInt) or isinstance(value, bool):
         raise TypeError(f"{name} must be an int, got {value!r}")
 
 
 def _check_count(n: int) -> None:
-    _check_whole("n", n)
+    check_whole("n", n)
     if n < 0:
         raise ValueError(f"n must not be negative, got {n}")
 

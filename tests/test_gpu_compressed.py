@@ -13,6 +13,8 @@ import torch.distributed as dist
 from compressing import FLOATS, gradient
 
 import pycomm
+from pycomm import _C
+from pycomm._dtypes import ALGORITHMS, DTYPES, OPS
 
 pytestmark = pytest.mark.gpu
 
@@ -93,6 +95,56 @@ def test_top_k_has_the_bits_of_the_cpu(
     with pycomm.LocalWorld(size) as world:
         for turn, count in enumerate((0, 1, 1501, 65_536, 65_537, 390_001)):
             check(world, Case(compressor, dtype, count, op=("avg", "sum")[turn % 2]))
+
+
+def run_fed(
+    group: pycomm.Group, compressor: pycomm.Compressor | None, used: bool, device: str
+) -> list[torch.Tensor]:
+    """A call as hooks make it: the result, what is fed back, and what was before."""
+    count = 70_001
+    x = gradient(torch.float32, count, group.rank).to(device) * used
+    names = ("residual", "velocity", "residual_before", "velocity_before")
+    kept = {
+        name: gradient(torch.float32, count, group.rank, step).to(device)
+        for step, name in enumerate(names, 1)
+    }
+    scale = torch.tensor(0.37, device=device)
+    codec = _C.Codec(0) if compressor is None else compressor.codec(count, x.dtype, 0)
+    call = _C.Call(
+        algorithm=ALGORITHMS["two_shot"],
+        dtype=DTYPES[x.dtype],
+        op=OPS["avg"],
+        count=count,
+        input=x.data_ptr(),
+        output=x.data_ptr(),
+        codec=codec,
+        momentum=0.9,
+        seed=0,
+        step=0,
+        offset=65_536,  # the second chunk of the whole: the second rank's
+        hold_unused=True,
+        scale=scale.data_ptr(),
+        **{name: tensor.data_ptr() for name, tensor in kept.items()},
+    )
+    tensors = (x, *kept.values(), scale)
+    if device == "cpu":
+        group._core.run_compressed(call)
+    else:
+        group._cuda_side(x.device).run_compressed(call, codec, count, tensors, None)
+    return [tensor.cpu() for tensor in tensors]
+
+
+@pytest.mark.parametrize("users", [0, 1, 2])
+@pytest.mark.parametrize("compressor", [None, pycomm.Int8(), pycomm.TopK(0.01)], ids=str)
+def test_scaled_and_unused_tensors_have_the_bits_of_the_cpu(
+    compressor: pycomm.Compressor | None, users: int
+) -> None:
+    def body(group: pycomm.Group) -> None:
+        mine, wanted = (run_fed(group, compressor, group.rank < users, d) for d in ("cuda", "cpu"))
+        assert all(map(same_bits, mine, wanted))
+
+    with pycomm.LocalWorld(2) as world:
+        world.run(body)
 
 
 @pytest.mark.parametrize("lanes", [1, 5])

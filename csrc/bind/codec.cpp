@@ -1,8 +1,8 @@
 // Codecs, and encoding and decoding outside a group, for Python.
 #include <pybind11/pybind11.h>
 
-#include "bind/compressed.h"
 #include "bind/python.h"
+#include "core/call.h"
 #include "cpu/topk_comm.h"
 #include "cpu/wire.h"
 
@@ -21,10 +21,12 @@ Codec make_codec(int kind, int values, bool stochastic, std::int64_t block, std:
   return codec;
 }
 
-CompressedCall make_call(int algorithm, int dtype, int op, std::int64_t count, std::uintptr_t input,
-                         std::uintptr_t output, const Codec& codec, std::uintptr_t residual,
-                         std::uintptr_t velocity, float momentum, std::uint64_t seed,
-                         std::uint32_t step, std::int64_t offset) {
+// Addresses of 0 stand for what there is none of.
+Call make_call(int algorithm, int dtype, int op, std::int64_t count, std::uintptr_t input,
+               std::uintptr_t output, const Codec& codec, std::uintptr_t residual,
+               std::uintptr_t velocity, float momentum, std::uint64_t seed, std::uint32_t step,
+               std::int64_t offset, bool hold_unused, std::uintptr_t scale,
+               std::uintptr_t residual_before, std::uintptr_t velocity_before, std::uint16_t tag) {
   Operation operation;
   operation.collective = Collective::all_reduce;
   operation.algorithm = static_cast<Algorithm>(algorithm);
@@ -32,13 +34,21 @@ CompressedCall make_call(int algorithm, int dtype, int op, std::int64_t count, s
   operation.op = static_cast<ReduceOp>(op);
   operation.count = count;
   operation.offset = static_cast<std::uint32_t>(offset / kSmallestBlock);
+  operation.tag = tag;
   operation.codec = codec;
   operation.codec.feedback = residual != 0 ? 1 : 0;
-  return {operation,
-          {reinterpret_cast<float*>(residual), reinterpret_cast<float*>(velocity), momentum, seed,
-           step},
-          reinterpret_cast<const void*>(input),
-          reinterpret_cast<void*>(output)};
+  Feedback feedback;
+  feedback.residual = reinterpret_cast<float*>(residual);
+  feedback.velocity = reinterpret_cast<float*>(velocity);
+  feedback.momentum = momentum;
+  feedback.seed = seed;
+  feedback.step = step;
+  feedback.hold_unused = hold_unused;
+  feedback.scale = reinterpret_cast<const float*>(scale);
+  feedback.residual_before = reinterpret_cast<float*>(residual_before);
+  feedback.velocity_before = reinterpret_cast<float*>(velocity_before);
+  return {operation, reinterpret_cast<const void*>(input), reinterpret_cast<void*>(output),
+          feedback};
 }
 
 // What rank r owns of n elements in a compressed two-shot, as bytes on the wire.
@@ -111,11 +121,13 @@ void bind_codec(py::module_& m) {
       .def(py::init(&make_codec), py::arg("kind"), py::arg("values") = 0,
            py::arg("stochastic") = false, py::arg("block") = 0, py::arg("k") = 0)
       .def("__repr__", [](const Codec& codec) { return describe(codec); });
-  py::class_<CompressedCall>(m, "CompressedCall")
+  py::class_<Call>(m, "Call")
       .def(py::init(&make_call), py::arg("algorithm"), py::arg("dtype"), py::arg("op"),
            py::arg("count"), py::arg("input"), py::arg("output"), py::arg("codec"),
            py::arg("residual"), py::arg("velocity"), py::arg("momentum"), py::arg("seed"),
-           py::arg("step"), py::arg("offset"));
+           py::arg("step"), py::arg("offset"), py::arg("hold_unused") = false, py::arg("scale") = 0,
+           py::arg("residual_before") = 0, py::arg("velocity_before") = 0, py::arg("tag") = 0)
+      .def("set_step", [](Call& call, std::uint32_t step) { call.feedback.step = step; });
   m.def("encoded_bytes", &encoded_bytes, py::arg("codec"), py::arg("n"));
   m.def("wire_bytes", &wire_bytes, py::arg("codec"), py::arg("n"), py::arg("ranks"));
   m.def("encode", &encode, py::arg("codec"), py::arg("dtype"), py::arg("x"), py::arg("n"),

@@ -6,8 +6,8 @@
 #include <condition_variable>
 #include <thread>
 
-#include "bind/compressed.h"
 #include "bind/python.h"
+#include "core/call.h"
 #include "core/errors.h"
 #include "core/select.h"
 #include "cpu/group.h"
@@ -146,7 +146,7 @@ class CudaGroup {
   std::thread watcher_;
 };
 
-void run_compressed(CudaGroup& group, const CompressedCall& call, std::uintptr_t nonfinite,
+void run_compressed(CudaGroup& group, const Call& call, std::uintptr_t nonfinite,
                     std::uintptr_t workspace, std::uintptr_t stream) {
   const py::gil_scoped_release no_gil;
   group.run(call.operation, call.input, call.output, stream,

@@ -2,7 +2,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include "bind/compressed.h"
 #include "bind/fast_call.h"
 #include "bind/python.h"
 #include "bind/registry.h"
@@ -82,14 +81,33 @@ std::shared_ptr<Work> submit(Group& group, int collective, int algorithm, int dt
                       reinterpret_cast<const void*>(input), reinterpret_cast<void*>(output));
 }
 
-bool run_compressed(Group& group, const CompressedCall& call) {
+bool run_compressed(Group& group, const Call& call) {
   const py::gil_scoped_release no_gil;
   return group.run(call.operation, call.input, call.output, check_signals, call.feedback);
 }
 
-std::shared_ptr<Work> submit_compressed(Group& group, const CompressedCall& call) {
+// Several calls, made once and submitted at many steps.
+class Exchange {
+ public:
+  explicit Exchange(std::vector<Call> calls) : calls_(std::move(calls)) {}
+
+  std::shared_ptr<Work> submit(Group& group, std::uint32_t step) {
+    const py::gil_scoped_release no_gil;
+    for (Call& call : calls_) call.feedback.step = step;
+    return group.submit(calls_);
+  }
+
+ private:
+  std::vector<Call> calls_;
+};
+
+double seconds_of(Clock::time_point time) {
+  return std::chrono::duration<double>(time.time_since_epoch()).count();
+}
+
+std::shared_ptr<Work> submit_compressed(Group& group, const Call& call) {
   const py::gil_scoped_release no_gil;
-  return group.submit(call.operation, call.input, call.output, call.feedback);
+  return group.submit({call});
 }
 
 void translate(std::exception_ptr pointer) {
@@ -106,7 +124,12 @@ void bind_group(py::module_& m) {
           "wait", [](Work& work, double s) { return work.wait(seconds(s)); },
           py::call_guard<py::gil_scoped_release>())
       .def("completed", &Work::completed)
-      .def("nonfinite", &Work::nonfinite);
+      .def("nonfinite", &Work::nonfinite)
+      .def("moved", &Work::moved)
+      .def("interval", [](const Work& work) {
+        const auto [begin, end] = work.interval();
+        return py::make_tuple(seconds_of(begin), seconds_of(end));
+      });
 
   py::class_<Allocation>(m, "Allocation", py::buffer_protocol())
       .def_buffer([](Allocation& allocation) { return allocation.buffer(); });
@@ -162,6 +185,9 @@ void bind_group(py::module_& m) {
             return counts;
           },
           py::arg("rank"));
+  py::class_<Exchange>(m, "Exchange")
+      .def(py::init<std::vector<Call>>(), py::arg("calls"))
+      .def("submit", &Exchange::submit);
   m.def("register_group", &register_group, py::arg("name"), py::arg("group"));
 }
 

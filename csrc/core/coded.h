@@ -3,6 +3,7 @@
 #pragma once
 
 #include "core/codec.h"
+#include "core/feedback.h"
 #include "core/int8.h"
 #include "core/rng.h"
 #include "core/two_shot.h"
@@ -29,6 +30,7 @@ struct Pass {
   // With feedback (or null): added to the own contribution. What encoding loses, times `divisor`, is
   // then stored here, or added where the own contribution has been encoded before.
   float* residual = nullptr;
+  Scaling scaling = {};
   bool keep_residual = false;  // read it, but leave it as it is
   bool last = false;           // all contributions are in: `divisor` applies
   float divisor = 1;

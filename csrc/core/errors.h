@@ -43,6 +43,7 @@ inline std::string describe(const Operation& operation) {
   }
   if (operation.codec.kind != CodecKind::none) text += ", " + describe(operation.codec);
   if (operation.offset != 0) text += ", offset=" + std::to_string(first_element(operation));
+  if (operation.tag != 0) text += ", tag=" + std::to_string(operation.tag);
   if (operation.collective == Collective::broadcast)
     text += ", src=" + std::to_string(operation.root);
   if (operation.device == Device::cuda) text += ", on CUDA";

@@ -15,17 +15,35 @@ struct Feedback {
   float momentum = 0;
   std::uint64_t seed = 0;
   std::uint32_t step = 0;
+  // Where a tensor is zero on all ranks nothing is sent, and residual and velocity stay: so that a
+  // result that nobody will use takes nothing along.
+  bool hold_unused = false;
+  const float* scale = nullptr;      // what the tensor has been multiplied by; or null
+  float* residual_before = nullptr;  // take residual and velocity as they were; or null
+  float* velocity_before = nullptr;
 };
 
-// What a rank contributes.
-PYCOMM_HD float contribution(float x, float residual) { return x + residual; }
+// Residual and velocity are kept in units of the unscaled tensor.
+struct Scaling {
+  float scale = 1;
+  float inverse = 1;
+};
 
-// Momentum correction: what takes the place of x, and is the next velocity.
-PYCOMM_HD float accelerated(float velocity, float momentum, float x) {
-  return momentum * velocity + x;
+PYCOMM_HD Scaling scaling_of(const Feedback& feedback) {
+  if (feedback.scale == nullptr) return {};
+  return {*feedback.scale, 1.0f / *feedback.scale};
 }
 
-// What is lost where `value` has become `sent`; of a mean over `divisor` ranks, in units of the sum.
-PYCOMM_HD float lost(float value, float sent, float divisor) { return (value - sent) * divisor; }
+// What a rank contributes.
+PYCOMM_HD float contribution(float x, float residual, float scale) { return x + residual * scale; }
+
+// Momentum correction: what takes the place of x, and is the next velocity (scaled).
+PYCOMM_HD float accelerated(float velocity, float momentum, float x, float scale) {
+  return momentum * (velocity * scale) + x;
+}
+
+// What is lost where `value` has become `sent`. `factor`: of a mean, the ranks it is of, because
+// residuals are in units of the sum; times Scaling::inverse.
+PYCOMM_HD float lost(float value, float sent, float factor) { return (value - sent) * factor; }
 
 }  // namespace pycomm

@@ -19,7 +19,8 @@ struct Operation {
   std::int32_t root = 0;
   std::int64_t count = 0;  // elements: of the tensor, or of one rank's share where shares differ
   Device device = Device::cpu;
-  std::uint32_t offset = 0;  // compressed: of the tensor in the whole, in kSmallestBlock elements
+  std::uint16_t tag = 0;     // of the caller's, to tell its operations from others'
+  std::uint32_t offset = 0;  // of the tensor in the whole, in kSmallestBlock elements
   Codec codec = {};
 };
 static_assert(sizeof(Operation) == 40);
@@ -32,10 +33,26 @@ PYCOMM_HD constexpr std::int64_t first_element(const Operation& operation) {
 PYCOMM_HD bool operator==(const Operation& a, const Operation& b) {
   return a.collective == b.collective && a.algorithm == b.algorithm && a.dtype == b.dtype &&
          a.op == b.op && a.root == b.root && a.device == b.device && a.count == b.count &&
-         a.offset == b.offset && a.codec == b.codec;
+         a.tag == b.tag && a.offset == b.offset && a.codec == b.codec;
 }
 
 inline constexpr std::int64_t kNotInWindow = -1;
+
+// Compressed, with feedback: what a rank knows of its tensor before anything is sent.
+struct Outlook {
+  std::uint16_t overflow = 0;  // it may not be summed
+  std::uint16_t unused = 0;    // it is all zeros, and Feedback::hold_unused
+};
+
+PYCOMM_HD constexpr Outlook make_outlook(bool overflow, bool unused) {
+  return {static_cast<std::uint16_t>(overflow), static_cast<std::uint16_t>(unused)};
+}
+
+// What ranks say together.
+PYCOMM_HD constexpr Outlook operator|(Outlook a, Outlook b) {
+  return {static_cast<std::uint16_t>(a.overflow | b.overflow),
+          static_cast<std::uint16_t>(a.unused & b.unused)};
+}
 
 // One cache line in a rank's window. `epoch` is released last and acquired first. Operations use
 // two of these lines in turn: a rank that announces k + 2 has completed k + 1, hence has read every
@@ -44,7 +61,7 @@ struct alignas(64) Announcement {
   Operation operation;
   std::int64_t input = kNotInWindow;  // where the tensors lie in this rank's window
   std::int64_t output = kNotInWindow;
-  std::uint32_t overflow = 0;  // compressed, with feedback: this rank's tensor may not be summed
+  Outlook outlook;
   std::uint32_t epoch = 0;
 };
 static_assert(sizeof(Announcement) == 64);

@@ -4,7 +4,7 @@
 // with the lower index is taken, and a zero never. Elements are cut into chunks of 65,536, so that
 // an index within a chunk takes 16 bits.
 //
-// In an exchange chunk c belongs to rank c mod n; what one rank owns is its region. A rank sends at
+// In an exchange the ranks own chunks in turn; what one rank owns is its region. A rank sends at
 // most `kSpread` times a region's fair share of k to its owner, and the owner sends a fair share of
 // the sums to all: the cost stays the same, however many ranks there are and wherever their largest
 // elements lie. What does not fit stays in the residual of the rank that has it.
@@ -18,9 +18,9 @@
 // regions; the format: docs/wire-format.md.
 #pragma once
 
-#include "core/codec.h"
 #include "core/int8.h"
 #include "core/layout.h"
+#include "core/operation.h"
 
 namespace pycomm {
 
@@ -40,15 +40,15 @@ PYCOMM_HD constexpr std::int64_t topk_chunks(std::int64_t n) { return ceil_div(n
 struct TopkRegion {
   std::int64_t n;
   int ranks;
-  int owner;
+  int first;  // chunk; below `ranks`
 
   PYCOMM_HD constexpr std::int64_t chunks() const {
     const std::int64_t all = topk_chunks(n);
-    return all / ranks + (owner < all % ranks ? 1 : 0);
+    return all / ranks + (first < all % ranks ? 1 : 0);
   }
   // The j-th chunk of the region: where in the tensor.
   PYCOMM_HD constexpr Range chunk(std::int64_t j) const {
-    return Tiles{n, kTopkChunk}[owner + j * ranks];
+    return Tiles{n, kTopkChunk}[first + j * ranks];
   }
   PYCOMM_HD constexpr std::int64_t elements() const {
     if (chunks() == 0) return 0;
@@ -86,16 +86,30 @@ struct TopkLayout {
   }
 };
 
-// Where the lists of one rank lie in its area: one for every owner, then the owned region's result.
+// Who owns which region of a tensor, and where the lists of one rank lie in its area: one for every
+// owner, then the owned region's result.
 struct TopkArea {
   std::int64_t n;
   int ranks;
   Codec codec;
+  int turn;  // whose the first chunk is, so that many small tensors have different owners
 
-  PYCOMM_HD constexpr std::int64_t room(int owner, bool result) const {
-    const TopkRegion region{n, ranks, owner};
-    const std::int64_t entries = result ? region.share(codec.k) : region.capacity(codec.k);
-    return round_up(TopkLayout{region.chunks(), entries, codec.values}.bytes(), kLine);
+  PYCOMM_HD constexpr TopkArea(const Operation& operation, int world)
+      : n(operation.count),
+        ranks(world),
+        codec(operation.codec),
+        turn(static_cast<int>(first_element(operation) / kTopkChunk % world)) {}
+
+  PYCOMM_HD constexpr TopkRegion region(int owner) const {
+    return {n, ranks, (owner + ranks - turn) % ranks};
+  }
+  PYCOMM_HD constexpr int owner(std::int64_t chunk) const {
+    return static_cast<int>((chunk + turn) % ranks);
+  }
+  PYCOMM_HD constexpr std::int64_t room(int rank, bool result) const {
+    const TopkRegion owned = region(rank);
+    const std::int64_t entries = result ? owned.share(codec.k) : owned.capacity(codec.k);
+    return round_up(TopkLayout{owned.chunks(), entries, codec.values}.bytes(), kLine);
   }
   PYCOMM_HD constexpr std::int64_t list(int owner) const {
     std::int64_t begin = 0;

@@ -117,13 +117,13 @@ PYCOMM_HD std::uint32_t largest_stored(const View<Codec>& view, std::int64_t n) 
 }
 
 template <class T>
-PYCOMM_HD void load_own(const T* x, const float* residual, std::int64_t n, float* v) {
+PYCOMM_HD void load_own(const T* x, const float* residual, float scale, std::int64_t n, float* v) {
   if (residual == nullptr) {
 #pragma omp simd
     for (std::int64_t i = 0; i < n; ++i) v[i] = load(x[i]);
   } else {
 #pragma omp simd
-    for (std::int64_t i = 0; i < n; ++i) v[i] = contribution(load(x[i]), residual[i]);
+    for (std::int64_t i = 0; i < n; ++i) v[i] = contribution(load(x[i]), residual[i], scale);
   }
 }
 
@@ -143,7 +143,7 @@ PYCOMM_HD void add_source(const Pass& pass, const Source& source, bool begin, st
     const T* x = reinterpret_cast<const T*>(source.encoded.payload) + start;
     const float* residual = pass.residual == nullptr ? nullptr : pass.residual + start;
     float own[kLargestBlock];
-    load_own(x, residual, n, begin ? sum : own);
+    load_own(x, residual, pass.scaling.scale, n, begin ? sum : own);
     if (begin) return;
 #pragma omp simd
     for (std::int64_t i = 0; i < n; ++i) sum[i] += own[i];
@@ -197,13 +197,13 @@ struct Stored {
 
 template <class Sent>
 PYCOMM_HD void keep_lost(float* residual, bool begin, const float* v, const Sent& sent,
-                         std::int64_t n, float divisor) {
+                         std::int64_t n, float factor) {
   if (begin) {
 #pragma omp simd
-    for (std::int64_t i = 0; i < n; ++i) residual[i] = lost(v[i], sent[i], divisor);
+    for (std::int64_t i = 0; i < n; ++i) residual[i] = lost(v[i], sent[i], factor);
   } else {
 #pragma omp simd
-    for (std::int64_t i = 0; i < n; ++i) residual[i] += lost(v[i], sent[i], divisor);
+    for (std::int64_t i = 0; i < n; ++i) residual[i] += lost(v[i], sent[i], factor);
   }
 }
 
@@ -219,10 +219,11 @@ PYCOMM_HD void settle(const Pass& pass, std::int64_t start, std::int64_t n, bool
   }
   if (pass.residual == nullptr || pass.keep_residual) return;
   float* residual = pass.residual + start;
+  const float factor = pass.divisor * pass.scaling.inverse;
   if (pass.output != nullptr) {
-    keep_lost(residual, own, v, Stored<T>{output}, n, pass.divisor);
+    keep_lost(residual, own, v, Stored<T>{output}, n, factor);
   } else {
-    keep_lost(residual, own, v, made, n, pass.divisor);
+    keep_lost(residual, own, v, made, n, factor);
   }
 }
 
@@ -269,17 +270,13 @@ PYCOMM_CLONES bool decode_blocks(const Encoded& from, void* output, std::int64_t
 }
 
 template <class T>
-PYCOMM_CLONES std::uint32_t largest_sum(const void* input, const float* residual, std::int64_t n) {
+PYCOMM_CLONES std::uint32_t largest_sum(const void* input, const float* residual, float scale,
+                                        std::int64_t n) {
   const T* x = static_cast<const T*>(input);
   std::uint32_t largest = 0;
-  if (residual == nullptr) {
 #pragma omp simd reduction(max : largest)
-    for (std::int64_t i = 0; i < n; ++i) largest = std::max(largest, magnitude(load(x[i])));
-  } else {
-#pragma omp simd reduction(max : largest)
-    for (std::int64_t i = 0; i < n; ++i) {
-      largest = std::max(largest, magnitude(contribution(load(x[i]), residual[i])));
-    }
+  for (std::int64_t i = 0; i < n; ++i) {
+    largest = std::max(largest, magnitude(contribution(load(x[i]), residual[i], scale)));
   }
   return largest;
 }
@@ -306,7 +303,29 @@ CodecLoops loops_for(const Codec& codec) {
   }
 }
 
+template <class T>
+bool all_zero(const T* x, std::int64_t n) {
+  std::uint32_t largest = 0;
+  for (std::int64_t start = 0; start < n && largest == 0; start += kStride) {
+    const std::int64_t end = std::min(start + kStride, n);
+#pragma omp simd reduction(max : largest)
+    for (std::int64_t i = start; i < end; ++i) largest = std::max(largest, magnitude(load(x[i])));
+  }
+  return largest == 0;
+}
+
 }  // namespace
+
+bool all_zero(DType dtype, const void* x, std::int64_t n) {
+  switch (dtype) {
+    case DType::f16:
+      return all_zero(static_cast<const Half*>(x), n);
+    case DType::bf16:
+      return all_zero(static_cast<const BFloat16*>(x), n);
+    default:
+      return all_zero(static_cast<const float*>(x), n);
+  }
+}
 
 CodecLoops codec_loops(DType dtype, const Codec& codec) {
   switch (dtype) {

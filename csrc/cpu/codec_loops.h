@@ -14,8 +14,9 @@ using EncodeLoop = bool (*)(const Pass& pass, std::int64_t block);
 // output[i] = decoded (or += decoded, for fp32). Whether some of it is not finite.
 using DecodeLoop = bool (*)(const Encoded& from, void* output, std::int64_t n, std::int64_t block);
 
-// magnitude() of the largest x[i] + residual[i]; `residual` may be null.
-using LargestLoop = std::uint32_t (*)(const void* x, const float* residual, std::int64_t n);
+// magnitude() of the largest x[i] + scale * residual[i].
+using LargestLoop = std::uint32_t (*)(const void* x, const float* residual, float scale,
+                                      std::int64_t n);
 
 struct CodecLoops {
   EncodeLoop encode;
@@ -27,5 +28,8 @@ struct CodecLoops {
 
 // For int8 and casts of fp32, fp16 and bf16 tensors.
 CodecLoops codec_loops(DType dtype, const Codec& codec);
+
+// Of either sign. Mostly the first look tells.
+bool all_zero(DType dtype, const void* x, std::int64_t n);
 
 }  // namespace pycomm::cpu

@@ -6,15 +6,24 @@
 
 namespace pycomm::cpu {
 
-bool overflows(const Operation& operation, int ranks, const void* input, const float* residual) {
+bool is_unused(const Call& call) {
+  return call.feedback.hold_unused &&
+         all_zero(call.operation.dtype, call.input, call.operation.count);
+}
+
+Outlook outlook_of(const Operation& operation, const Call& call, int ranks) {
+  if (call.feedback.residual == nullptr) return {};
   const CodecLoops loops = codec_loops(operation.dtype, operation.codec);
-  return loops.largest(input, residual, operation.count) > safe_magnitude(operation, ranks);
+  const std::uint32_t largest = loops.largest(call.input, call.feedback.residual,
+                                              scaling_of(call.feedback).scale, operation.count);
+  return make_outlook(largest > safe_magnitude(operation, ranks), is_unused(call));
 }
 
 CodedComm::CodedComm(Comm& comm, const Operation& operation, const Feedback& feedback)
     : comm_(comm),
       operation_(operation),
       feedback_(feedback),
+      scaling_(scaling_of(feedback)),
       loops_(codec_loops(operation.dtype, operation.codec)),
       staging_(CodedStaging::in(comm.slot_bytes() * kStagingSlots, operation.codec)),
       piece_(staging_.piece(comm.size())),
@@ -42,8 +51,9 @@ void CodedComm::encode(Place to, Place output, int n_from, std::int64_t n, bool 
     pass.output = output.data;
     element = index(output, this->output().data);
   }
-  if (feedback_.residual != nullptr) pass.residual = feedback_.residual + element;
-  pass.keep_residual = keep_residual_;
+  if (feedback_.residual != nullptr && !unused_) pass.residual = feedback_.residual + element;
+  pass.scaling = scaling_;
+  pass.keep_residual = overflow_;
   pass.random = {feedback_.seed, feedback_.step,
                  last ? kResultStream : static_cast<std::uint32_t>(rank())};
   pass.first = first_element(operation_) + element;

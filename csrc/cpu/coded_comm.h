@@ -8,16 +8,17 @@
 // A rank's staging is one encoded tile: the payload of all slots, then the scales of all slots.
 #pragma once
 
+#include "core/call.h"
 #include "core/coded.h"
-#include "core/feedback.h"
 #include "cpu/codec_loops.h"
 #include "cpu/comm.h"
 
 namespace pycomm::cpu {
 
-// Whether this contribution to a compressed operation with feedback could become infinite on its
-// way, or is already; then no rank touches its residual.
-bool overflows(const Operation& operation, int ranks, const void* input, const float* residual);
+// Of a compressed operation. With an overflow, and where no rank uses its tensor, no rank touches
+// its residual.
+Outlook outlook_of(const Operation& operation, const Call& call, int ranks);
+bool is_unused(const Call& call);
 
 class CodedComm {
  public:
@@ -47,7 +48,9 @@ class CodedComm {
 
   void announce() {
     comm_.announce();
-    keep_residual_ = comm_.any_overflow();
+    const Outlook outlook = comm_.outlook();
+    overflow_ = outlook.overflow != 0;
+    unused_ = outlook.unused != 0;
   }
   void signal(int slot) { comm_.signal(slot); }
   void wait(int r, int slot, std::int64_t step) { comm_.wait(r, slot, step); }
@@ -69,7 +72,7 @@ class CodedComm {
   // Two-shot's chunks: as large as slots allow.
   CyclicChunks<CodedComm> chunks() { return {*this, first_element(operation_), piece_}; }
   // Whether a value was not finite; once the algorithm has run, the same on every rank.
-  bool nonfinite() const { return nonfinite_ || keep_residual_; }
+  bool nonfinite() const { return nonfinite_ || overflow_; }
 
  private:
   std::int64_t encoded_bytes(std::int64_t n) const {
@@ -84,10 +87,12 @@ class CodedComm {
   Comm& comm_;
   const Operation& operation_;
   const Feedback& feedback_;
+  const Scaling scaling_;
   const CodecLoops loops_;
   const CodedStaging staging_;
   const std::int64_t piece_;
-  bool keep_residual_ = false;
+  bool overflow_ = false;
+  bool unused_ = false;
   bool nonfinite_ = false;
   std::int64_t own_ = 0;  // index of the own contribution among the sources' elements
   std::vector<Source> sources_;

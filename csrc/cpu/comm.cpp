@@ -73,10 +73,10 @@ Comm::Comm(std::shared_ptr<Window> window, std::shared_ptr<const Liveness> peers
 }
 
 void Comm::begin(const Operation& operation, const void* input, void* output, void (*interrupt)(),
-                 bool overflow) {
+                 Outlook outlook) {
   sequence_ = next_sequence(sequence_);
   operation_ = operation;
-  overflow_ = overflow;
+  outlook_ = outlook;
   interrupt_ = interrupt;
   element_size_ = size_of(operation.dtype);
   input_ = static_cast<std::byte*>(const_cast<void*>(input));
@@ -102,7 +102,7 @@ void Comm::publish() {
   const bool lists = operation_.codec.kind == CodecKind::topk;
   const std::int64_t bytes = lists ? 0 : operation_.count * element_size_;
   announced.operation = operation_;
-  announced.overflow = overflow_ ? 1 : 0;
+  announced.outlook = outlook_;
   announced.input = window_->offset_in_heap(rank_, input_, scatters ? bytes * size_ : bytes);
   announced.output = window_->offset_in_heap(rank_, output_, gathers ? bytes * size_ : bytes);
   stream_fence();
@@ -127,10 +127,10 @@ void Comm::meet() {
   }
 }
 
-bool Comm::any_overflow() const {
-  bool any = false;
-  for (int r = 0; r < size_; ++r) any = any || announcement(r).overflow != 0;
-  return any;
+Outlook Comm::outlook() const {
+  Outlook all = announcement(0).outlook;
+  for (int r = 1; r < size_; ++r) all = all | announcement(r).outlook;
+  return all;
 }
 
 std::byte* Comm::announced_area(int r, std::int64_t bytes) const {

@@ -28,9 +28,9 @@ class Comm {
 
   // Starts the next operation; an algorithm's call follows. `interrupt` is called now and then in a
   // long wait, and may throw.
-  // `overflow` is announced with it.
+  // `outlook` is announced with it.
   void begin(const Operation& operation, const void* input, void* output, void (*interrupt)(),
-             bool overflow = false);
+             Outlook outlook = {});
 
   int rank() const { return rank_; }
   int size() const { return size_; }
@@ -58,8 +58,8 @@ class Comm {
   }
   void publish();
   void meet();
-  // After meet(): whether any rank has announced it.
-  bool any_overflow() const;
+  // After meet(): of all ranks.
+  Outlook outlook() const;
   // After meet(): the memory in rank r's heap that it has announced as its input. Throws unless so
   // many bytes lie there.
   std::byte* announced_area(int r, std::int64_t bytes) const;
@@ -178,7 +178,7 @@ class Comm {
   std::uint32_t started_[kSlots];
 
   Operation operation_;
-  bool overflow_ = false;
+  Outlook outlook_;
   std::byte* input_ = nullptr;
   std::byte* output_ = nullptr;
   std::byte* output_end_ = nullptr;

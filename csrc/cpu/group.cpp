@@ -7,6 +7,21 @@
 #include "cpu/fork.h"
 
 namespace pycomm::cpu {
+namespace {
+
+void keep_before(const Call& call) {
+  const Feedback& feedback = call.feedback;
+  const auto bytes = static_cast<std::size_t>(call.operation.count) * sizeof(float);
+  if (feedback.residual_before != nullptr && bytes > 0) {
+    std::memcpy(feedback.residual_before, feedback.residual, bytes);
+  }
+  if (feedback.velocity_before != nullptr && bytes > 0) {
+    std::memcpy(feedback.velocity_before, feedback.velocity, bytes);
+  }
+}
+
+}  // namespace
+
 bool Work::wait(Clock::duration patience) {
   std::unique_lock lock(mutex_);
   if (!done_.wait_for(lock, patience, [&] { return completed_; })) return false;
@@ -24,9 +39,22 @@ bool Work::nonfinite() const {
   return nonfinite_;
 }
 
-void Work::complete(bool nonfinite, std::exception_ptr error) {
+Interval Work::interval() const {
+  const std::lock_guard lock(mutex_);
+  return interval_;
+}
+
+std::int64_t Work::moved() const {
+  const std::lock_guard lock(mutex_);
+  return moved_;
+}
+
+void Work::complete(bool nonfinite, std::exception_ptr error, Interval interval,
+                    std::int64_t moved) {
   const std::lock_guard lock(mutex_);
   completed_ = true;
+  interval_ = interval;
+  moved_ = moved;
   nonfinite_ = nonfinite;
   error_ = std::move(error);
   done_.notify_all();
@@ -77,18 +105,19 @@ void Group::check_fits(const Operation& operation) const {
 bool Group::run(const Operation& operation, const void* input, void* output, void (*interrupt)(),
                 const Feedback& feedback) {
   check_fits(operation);
-  return run_in_order({operation, input, output, false, feedback, nullptr}, interrupt);
+  const Call call{operation, input, output, feedback};
+  return run_in_order({.calls = {&call, 1}}, interrupt);
 }
 
 void Group::agree(const Operation& operation, void (*interrupt)()) {
-  run_in_order({operation, nullptr, nullptr, true, {}, nullptr}, interrupt);
+  const Call call{operation};
+  run_in_order({.calls = {&call, 1}, .agree_only = true}, interrupt);
 }
 
-std::shared_ptr<Work> Group::submit(const Operation& operation, const void* input, void* output,
-                                    const Feedback& feedback) {
+std::shared_ptr<Work> Group::submit(std::vector<Call> calls) {
   check_usable();
-  check_fits(operation);
-  return enqueue({operation, input, output, false, feedback, nullptr});
+  for (const Call& call : calls) check_fits(call.operation);
+  return enqueue({.calls = calls, .owned = std::move(calls)});
 }
 
 // On this thread, unless something submitted earlier is still to come.
@@ -108,9 +137,10 @@ std::shared_ptr<Work> Group::enqueue(Task task) {
   const std::lock_guard lock(queue_mutex_);
   if (!worker_.joinable()) worker_ = std::thread([this] { serve(); });
   pending_.fetch_add(1, std::memory_order_acq_rel);
-  queue_.push_back(task);
+  std::shared_ptr<Work> work = task.work;
+  queue_.push_back(std::move(task));
   queue_changed_.notify_one();
-  return task.work;
+  return work;
 }
 
 void Group::await(Work& work, void (*interrupt)()) {
@@ -141,22 +171,34 @@ void Group::serve() {
 
     std::exception_ptr error;
     bool nonfinite = false;
+    std::int64_t moved = 0;
+    const Clock::time_point begin = Clock::now();
     try {
       const std::lock_guard running(running_);
-      nonfinite = execute(task, nullptr);
+      rethrow_failure();
+      nonfinite = execute(task, nullptr, &moved);
     } catch (...) {
       error = std::current_exception();
     }
     // Before the work completes: who has waited for it may run the next operation inline.
     pending_.fetch_sub(1, std::memory_order_acq_rel);
-    task.work->complete(nonfinite, std::move(error));
+    task.work->complete(nonfinite, std::move(error), {begin, Clock::now()}, moved);
   }
 }
 
-bool Group::execute(const Task& task, void (*interrupt)()) {
+bool Group::execute(const Task& task, void (*interrupt)(), std::int64_t* moved) {
+  bool nonfinite = false;
+  for (const Call& call : task.calls) {
+    nonfinite |= execute(call, task.agree_only, interrupt);
+    if (moved != nullptr) *moved += comm_.traffic().bytes_in + comm_.traffic().bytes_out;
+  }
+  return nonfinite;
+}
+
+bool Group::execute(const Call& call, bool agree_only, void (*interrupt)()) {
   if (failed_.load(std::memory_order_acquire)) check_usable();
-  Operation operation = task.operation;
-  const CodecKind codec = task.agree_only ? CodecKind::none : operation.codec.kind;
+  Operation operation = call.operation;
+  const CodecKind codec = agree_only ? CodecKind::none : operation.codec.kind;
   if (operation.algorithm == Algorithm::automatic) {
     // The number of lossy points never depends on the size.
     operation.algorithm =
@@ -165,36 +207,39 @@ bool Group::execute(const Task& task, void (*interrupt)()) {
             : select_algorithm(operation.count * size_of(operation.dtype), size_, Device::cpu);
   }
   try {
-    if (codec == CodecKind::none) return run_plain(operation, task, interrupt);
-    if (codec == CodecKind::topk) return run_topk(operation, task, interrupt);
-    return run_blocks(operation, task, interrupt);
+    if (codec == CodecKind::topk) return run_topk(operation, call, interrupt);
+    if (codec != CodecKind::none) return run_blocks(operation, call, interrupt);
+    if (!agree_only) {
+      run_plain(operation, call, interrupt);
+    } else {
+      comm_.begin(operation, nullptr, nullptr, interrupt);
+      if (size_ > 1) barrier(comm_);
+    }
+    return false;
   } catch (const std::exception& error) {
     // All ranks see a Mismatch, and the abort word tells of the rest; of an interrupt nobody knows
     // yet.
     if (dynamic_cast<const CollectiveError*>(&error) == nullptr) abort();
-    fail(error.what());
+    fail(error.what(), std::current_exception());
     throw;
   }
 }
 
-bool Group::run_plain(const Operation& operation, const Task& task, void (*interrupt)()) {
-  comm_.begin(operation, task.input, task.output, interrupt);
-  if (size_ == 1) {
-    if (!task.agree_only) copy_alone(operation, task.input, task.output);
-  } else if (task.agree_only) {
-    barrier(comm_);
-  } else {
-    pycomm::run(comm_, operation);
+void Group::run_plain(const Operation& operation, const Call& call, void (*interrupt)()) {
+  comm_.begin(operation, call.input, call.output, interrupt);
+  if (size_ > 1) return pycomm::run(comm_, operation);
+  const std::int64_t bytes = operation.count * size_of(operation.dtype);
+  if (call.input != call.output && bytes > 0) {
+    std::memcpy(call.output, call.input, static_cast<std::size_t>(bytes));
   }
-  return false;
 }
 
 // A world of one compresses, too: what it shows is what a larger one would do.
-bool Group::run_blocks(const Operation& operation, const Task& task, void (*interrupt)()) {
-  const bool overflow = task.feedback.residual != nullptr &&
-                        overflows(operation, size_, task.input, task.feedback.residual);
-  comm_.begin(operation, task.input, task.output, interrupt, overflow);
-  CodedComm coded(comm_, operation, task.feedback);
+bool Group::run_blocks(const Operation& operation, const Call& call, void (*interrupt)()) {
+  const Outlook outlook = outlook_of(operation, call, size_);
+  keep_before(call);
+  comm_.begin(operation, call.input, call.output, interrupt, outlook);
+  CodedComm coded(comm_, operation, call.feedback);
   if (operation.algorithm == Algorithm::ring && size_ > 1) {
     ring(coded);
   } else if (operation.algorithm == Algorithm::tree && size_ > 1) {
@@ -205,24 +250,31 @@ bool Group::run_blocks(const Operation& operation, const Task& task, void (*inte
   return coded.nonfinite();
 }
 
-bool Group::run_topk(const Operation& operation, const Task& task, void (*interrupt)()) {
+bool Group::run_topk(const Operation& operation, const Call& call, void (*interrupt)()) {
   if (topk_ == nullptr) topk_ = std::make_unique<TopkWorkspace>(heap_);
-  TopkComm coded(comm_, *topk_, operation, task.input, task.output, task.feedback);
+  TopkComm coded(comm_, *topk_, operation, call);
+  keep_before(call);
   std::byte* const area = coded.begin_area();
-  comm_.begin(operation, area, area, interrupt, coded.overflow());
+  comm_.begin(operation, area, area, interrupt, coded.outlook());
   two_shot(coded, TopkRegions{});
   return coded.nonfinite();
 }
 
 void Group::fail(const std::string& why) {
+  fail(why, std::make_exception_ptr(GroupUnusable("group has failed: " + why)));
+}
+
+void Group::fail(const std::string& why, std::exception_ptr error) {
   const std::lock_guard lock(failure_mutex_);
-  if (!failed_) failure_ = why;
+  if (failed_) return;
+  failure_ = why;
+  error_ = std::move(error);
   failed_.store(true, std::memory_order_release);
 }
 
-void Group::copy_alone(const Operation& operation, const void* input, void* output) {
-  const std::int64_t bytes = operation.count * size_of(operation.dtype);
-  if (input != output && bytes > 0) std::memcpy(output, input, static_cast<std::size_t>(bytes));
+void Group::rethrow_failure() {
+  const std::lock_guard lock(failure_mutex_);
+  if (error_) std::rethrow_exception(error_);
 }
 
 void Group::close() {

@@ -7,9 +7,11 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <thread>
+#include <vector>
 
-#include "core/operation.h"
+#include "core/call.h"
 #include "cpu/coded_comm.h"
 #include "cpu/comm.h"
 #include "cpu/topk_comm.h"
@@ -23,24 +25,35 @@ class GroupUnusable : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// An operation in flight.
+struct Interval {
+  Clock::time_point begin;
+  Clock::time_point end;
+};
+
+// Operations in flight.
 class Work {
  public:
   // Returns whether it has completed within `patience`; throws what the operation threw.
   bool wait(Clock::duration patience);
   bool completed() const;
-  // Of a compressed operation that has completed: what run() returns.
+  // Of compressed operations that have completed: what run() returns.
   bool nonfinite() const;
+  // When the worker began and ended; once it has completed.
+  Interval interval() const;
+  // Bytes read from and written to other ranks' memory.
+  std::int64_t moved() const;
 
  private:
   friend class Group;
-  void complete(bool nonfinite, std::exception_ptr error);
+  void complete(bool nonfinite, std::exception_ptr error, Interval interval, std::int64_t moved);
 
   mutable std::mutex mutex_;
   std::condition_variable done_;
   bool completed_ = false;
   bool nonfinite_ = false;
   std::exception_ptr error_;
+  Interval interval_;
+  std::int64_t moved_ = 0;
 };
 
 class Group {
@@ -57,9 +70,13 @@ class Group {
            void (*interrupt)() = nullptr, const Feedback& feedback = {});
   // Only meets the other ranks and checks that all mean this operation, whose data moves elsewhere.
   void agree(const Operation& operation, void (*interrupt)() = nullptr);
-  // The same as run() on the worker; the buffers must live until the work has completed.
+  // The same as run() on the worker, of one call after the other; the buffers must live until the
+  // work has completed.
+  std::shared_ptr<Work> submit(std::vector<Call> calls);
   std::shared_ptr<Work> submit(const Operation& operation, const void* input, void* output,
-                               const Feedback& feedback = {});
+                               const Feedback& feedback = {}) {
+    return submit({{operation, input, output, feedback}});
+  }
 
   // Throws GroupUnusable if it is.
   void check_usable();
@@ -94,24 +111,25 @@ class Group {
 
  private:
   struct Task {
-    Operation operation;
-    const void* input;
-    void* output;
-    bool agree_only;
-    Feedback feedback;
-    std::shared_ptr<Work> work;
+    std::span<const Call> calls;
+    bool agree_only = false;
+    std::vector<Call> owned = {};  // of a task that the caller does not wait for
+    std::shared_ptr<Work> work = nullptr;
   };
 
   void check_fits(const Operation& operation) const;
   std::shared_ptr<Work> enqueue(Task task);
   void await(Work& work, void (*interrupt)());
   bool run_in_order(const Task& task, void (*interrupt)());
-  bool execute(const Task& task, void (*interrupt)());
-  bool run_plain(const Operation& operation, const Task& task, void (*interrupt)());
-  bool run_blocks(const Operation& operation, const Task& task, void (*interrupt)());
-  bool run_topk(const Operation& operation, const Task& task, void (*interrupt)());
-  void copy_alone(const Operation& operation, const void* input, void* output);
+  bool execute(const Task& task, void (*interrupt)(), std::int64_t* moved = nullptr);
+  bool execute(const Call& call, bool agree_only, void (*interrupt)());
+  void run_plain(const Operation& operation, const Call& call, void (*interrupt)());
+  bool run_blocks(const Operation& operation, const Call& call, void (*interrupt)());
+  bool run_topk(const Operation& operation, const Call& call, void (*interrupt)());
   void serve();
+  void fail(const std::string& why, std::exception_ptr error);
+  // What was handed over before a failure shares it.
+  void rethrow_failure();
 
   const int rank_;
   const int size_;
@@ -130,6 +148,7 @@ class Group {
   std::atomic<bool> failed_{false};
   std::mutex failure_mutex_;
   std::string failure_;  // why
+  std::exception_ptr error_;
   std::thread worker_;
 };
 

@@ -18,18 +18,19 @@ std::byte* TopkWorkspace::area(std::uint32_t parity, std::int64_t bytes) {
 }
 
 TopkComm::TopkComm(Comm& comm, TopkWorkspace& workspace, const Operation& operation,
-                   const void* input, void* output, const Feedback& feedback)
+                   const Call& call)
     : comm_(comm),
       workspace_(workspace),
       operation_(operation),
-      feedback_(feedback),
-      candidates_{operation.dtype,  input, operation.count, feedback.residual, feedback.velocity,
-                  feedback.momentum},
-      output_(output),
-      area_{operation.count, comm.size(), operation.codec},
+      feedback_(call.feedback),
+      candidates_{operation.dtype,    call.input,         operation.count,      feedback_.residual,
+                  feedback_.velocity, feedback_.momentum, scaling_of(feedback_)},
+      output_(call.output),
+      area_(operation, comm.size()),
       areas_(static_cast<std::size_t>(comm.size())) {
   const std::uint32_t largest = workspace_.selection.prepare(candidates_, operation.codec.k);
-  overflow_ = feedback.residual != nullptr && largest > safe_magnitude(operation, size());
+  if (feedback_.residual == nullptr) return;
+  outlook_ = make_outlook(largest > safe_magnitude(operation, size()), is_unused(call));
 }
 
 std::byte* TopkComm::begin_area() {
@@ -41,27 +42,30 @@ void TopkComm::announce() {
   for (int r = 0; r < size(); ++r) {
     areas_[static_cast<std::size_t>(r)] = comm_.announced_area(r, area_.bytes(r));
   }
-  keep_residual_ = comm_.any_overflow();
-  selected_ = &workspace_.selection.collect(candidates_, feeds());
+  outlook_ = comm_.outlook();
+  if (outlook_.unused != 0) {
+    workspace_.selection.clear();
+  } else {
+    workspace_.selection.collect(candidates_, feeds());
+  }
 }
 
 void TopkComm::stage(int owner) {
   const TopkRegion target = region(owner);
   std::vector<Entry>& list = workspace_.list;
   list.clear();
-  for (const Entry& entry : *selected_) {
-    if (entry.index / kTopkChunk % size() == static_cast<std::uint32_t>(owner)) {
-      list.push_back(entry);
-    }
+  for (const Entry& entry : workspace_.selection.entries()) {
+    if (area_.owner(entry.index / kTopkChunk) == owner) list.push_back(entry);
   }
   keep_largest(list, target.capacity(operation_.codec.k), workspace_.magnitudes,
                [](const Entry&) {});
   TopkWriter writer(target, operation_.codec.values,
                     areas_[static_cast<std::size_t>(rank())] + area_.list(owner),
                     area_.room(owner, false));
+  const float inverse = candidates_.scaling.inverse;
   writer.write(list, [&](const Entry& entry, float sent) {
     if (!feeds()) return;
-    feedback_.residual[entry.index] = lost(entry.value, sent, 1.0f);
+    feedback_.residual[entry.index] = lost(entry.value, sent, inverse);
     if (feedback_.velocity != nullptr) feedback_.velocity[entry.index] = 0;
   });
 }
@@ -98,13 +102,14 @@ void TopkComm::add_chunk(std::int64_t chunk) {
 }
 
 void TopkComm::reduce_region() {
-  workspace_.sums.assign(static_cast<std::size_t>(kTopkChunk), 0.0f);
+  workspace_.sums.resize(static_cast<std::size_t>(kTopkChunk));
   workspace_.list.clear();
   const TopkRegion mine = region(rank());
   for (std::int64_t j = 0; j < mine.chunks(); ++j) add_chunk(j);
   keep_largest(workspace_.list, mine.share(operation_.codec.k), workspace_.magnitudes,
                [&](const Entry& entry) {
-                 if (feeds()) feedback_.residual[entry.index] += entry.value;
+                 if (!feeds()) return;
+                 feedback_.residual[entry.index] += entry.value * candidates_.scaling.inverse;
                });
   write_result();
 }
@@ -114,11 +119,12 @@ void TopkComm::write_result() {
   const TopkRegion mine = region(rank());
   const float divisor = operation_.op == ReduceOp::avg ? static_cast<float>(size()) : 1.0f;
   for (Entry& entry : workspace_.list) entry.value /= divisor;
+  const float factor = divisor * candidates_.scaling.inverse;
   const Place here{areas_[static_cast<std::size_t>(rank())], rank(), rank()};
   TopkWriter writer(mine, operation_.codec.values, here.data + area_.result(),
                     area_.room(rank(), true));
   writer.write(workspace_.list, [&](const Entry& entry, float sent) {
-    if (feeds()) feedback_.residual[entry.index] += lost(entry.value, as_stored(sent), divisor);
+    if (feeds()) feedback_.residual[entry.index] += lost(entry.value, as_stored(sent), factor);
   });
   gather(rank(), here);
 }

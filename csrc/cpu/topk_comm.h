@@ -48,9 +48,9 @@ class TopkComm {
   static constexpr bool kCoded = true;
 
   // Counts; the caller then begins the operation on `comm` with list() for a tensor.
-  TopkComm(Comm& comm, TopkWorkspace& workspace, const Operation& operation, const void* input,
-           void* output, const Feedback& feedback);
-  bool overflow() const { return overflow_; }
+  // `operation` is the call's, with its algorithm chosen.
+  TopkComm(Comm& comm, TopkWorkspace& workspace, const Operation& operation, const Call& call);
+  Outlook outlook() const { return outlook_; }
   std::byte* begin_area();
 
   int rank() const { return comm_.rank(); }
@@ -83,12 +83,14 @@ class TopkComm {
   }
 
   // Whether a value was not finite; once the algorithm has run, the same on every rank.
-  bool nonfinite() const { return nonfinite_ || keep_residual_; }
+  bool nonfinite() const { return nonfinite_ || outlook_.overflow != 0; }
 
  private:
-  TopkRegion region(int owner) const { return {operation_.count, size(), owner}; }
+  TopkRegion region(int owner) const { return area_.region(owner); }
   TopkReader reader(Place list, bool result);
-  bool feeds() const { return feedback_.residual != nullptr && !keep_residual_; }
+  bool feeds() const {
+    return feedback_.residual != nullptr && outlook_.overflow == 0 && outlook_.unused == 0;
+  }
   void stage(int owner);
   void reduce_region();
   void add_chunk(std::int64_t chunk);
@@ -105,10 +107,8 @@ class TopkComm {
   Candidates candidates_;
   void* output_;
   TopkArea area_;
-  bool overflow_ = false;
-  bool keep_residual_ = false;
+  Outlook outlook_;  // this rank's, and once announced, of all
   bool nonfinite_ = false;
-  const std::vector<Entry>* selected_ = nullptr;
   std::vector<std::byte*> areas_;  // every rank's
   std::vector<TopkReader> readers_;
 };

@@ -1,6 +1,5 @@
 #include "cpu/topk_select.h"
 
-#include "core/feedback.h"
 #include "core/reduce.h"
 #include "cpu/loops.h"
 
@@ -16,6 +15,12 @@ std::int64_t most_collected(std::int64_t n, std::int64_t k) {
 }
 
 constexpr std::int64_t kAhead = 8192;
+
+PYCOMM_HD void store_unscaled(const float* values, std::int64_t n, const Scaling& scaling,
+                              float* to) {
+#pragma omp simd
+  for (std::int64_t i = 0; i < n; ++i) to[i] = values[i] * scaling.inverse;
+}
 
 struct Stretch {
   const float* values;
@@ -34,9 +39,9 @@ PYCOMM_CLONES Stretch load_stretch(const Candidates& from, std::int64_t start, s
     float* velocity = from.velocity + start;
 #pragma omp simd
     for (std::int64_t i = 0; i < n; ++i) {
-      buffer[i] = accelerated(velocity[i], from.momentum, load(x[i]));
+      buffer[i] = accelerated(velocity[i], from.momentum, load(x[i]), from.scaling.scale);
     }
-    if (store) std::copy(buffer, buffer + n, velocity);
+    if (store) store_unscaled(buffer, n, from.scaling, velocity);
   } else if (std::is_same_v<T, float> && from.residual == nullptr) {
     values = reinterpret_cast<const float*>(x);
   } else {
@@ -46,8 +51,10 @@ PYCOMM_CLONES Stretch load_stretch(const Candidates& from, std::int64_t start, s
   if (from.residual != nullptr) {
     float* residual = from.residual + start;
 #pragma omp simd
-    for (std::int64_t i = 0; i < n; ++i) buffer[i] = contribution(buffer[i], residual[i]);
-    if (store) std::copy(buffer, buffer + n, residual);
+    for (std::int64_t i = 0; i < n; ++i) {
+      buffer[i] = contribution(buffer[i], residual[i], from.scaling.scale);
+    }
+    if (store) store_unscaled(buffer, n, from.scaling, residual);
   }
   // While this stretch's hits are visited, memory must not pause.
   prefetch(reinterpret_cast<const std::byte*>(x) + kAhead,
@@ -152,7 +159,7 @@ void TopkSelection::count_digit(const Candidates& from, int digit) {
   }
 }
 
-const std::vector<Entry>& TopkSelection::collect(const Candidates& from, bool store) {
+void TopkSelection::collect(const Candidates& from, bool store) {
   entries_.clear();
   std::int64_t ties = ties_;
   scan(
@@ -163,7 +170,6 @@ const std::vector<Entry>& TopkSelection::collect(const Candidates& from, bool st
       },
       [] {});
   keep_largest(entries_, k_, magnitudes_, [](const Entry&) {});
-  return entries_;
 }
 
 }  // namespace pycomm::cpu

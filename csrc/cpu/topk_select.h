@@ -14,6 +14,7 @@
 #include <functional>
 #include <vector>
 
+#include "core/feedback.h"
 #include "core/topk.h"
 
 namespace pycomm::cpu {
@@ -59,6 +60,7 @@ struct Candidates {
   float* residual = nullptr;  // or null: x + residual is selected from
   float* velocity = nullptr;  // or null: momentum * velocity + x takes the place of x
   float momentum = 0;
+  Scaling scaling = {};
 };
 
 class TopkSelection {
@@ -66,9 +68,11 @@ class TopkSelection {
   // Returns the largest magnitude(), which tells whether all are finite.
   std::uint32_t prepare(const Candidates& from, std::int64_t k);
 
-  // The entries, by index. Where `store`, all elements go into residual and velocity as they were
+  // Makes the entries(), by index. Where `store`, all elements go into residual and velocity as they were
   // selected from: whoever sends an entry takes it out of them.
-  const std::vector<Entry>& collect(const Candidates& from, bool store);
+  void collect(const Candidates& from, bool store);
+  void clear() { entries_.clear(); }
+  const std::vector<Entry>& entries() const { return entries_; }
 
  private:
   void count_digit(const Candidates& from, int digit);

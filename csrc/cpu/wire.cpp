@@ -165,7 +165,8 @@ std::vector<Entry> select(DType dtype, const void* x, std::int64_t n, std::int64
   from.x = x;
   from.n = n;
   selection.prepare(from, k);
-  return selection.collect(from, false);
+  selection.collect(from, false);
+  return selection.entries();
 }
 
 }  // namespace pycomm::cpu

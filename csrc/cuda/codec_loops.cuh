@@ -195,7 +195,9 @@ __device__ void sum_with_own(const Pass& pass, std::int64_t start, int n, int sh
       if (pass.residual != nullptr) {
         const Octet<float> residual = load_octet(pass.residual + start, n);
 #pragma unroll
-        for (int i = 0; i < kOctet; ++i) next[i] = contribution(next[i], residual.element[i]);
+        for (int i = 0; i < kOctet; ++i) {
+          next[i] = contribution(next[i], residual.element[i], pass.scaling.scale);
+        }
       }
     } else {
       const auto octet = load_octet(payload_at<Codec>(from, start), n);
@@ -241,8 +243,9 @@ __device__ void settle(const Pass& pass, std::int64_t start, int n, bool own, co
     store_octet(static_cast<T*>(pass.output) + start, output, n);
   }
   if (pass.residual == nullptr || pass.keep_residual) return;
+  const float factor = pass.divisor * pass.scaling.inverse;
 #pragma unroll
-  for (int i = 0; i < kOctet; ++i) kept.element[i] = lost(v[i], kept.element[i], pass.divisor);
+  for (int i = 0; i < kOctet; ++i) kept.element[i] = lost(v[i], kept.element[i], factor);
   if (!own) {
     const Octet<float> residual = load_octet(pass.residual + start, n);
 #pragma unroll

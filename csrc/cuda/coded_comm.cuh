@@ -11,19 +11,28 @@ namespace pycomm::cuda {
 struct CodedLaunch : Launch {
   Compression compressions[kMaxLocalRanks];
   CodedStaging staging;  // of a lane; here it costs a kernel no registers
-  // Device memory. With feedback: the largest magnitude() of each of as many parts as there are
-  // lanes, found by a kernel before.
-  std::uint32_t* largest[kMaxLocalRanks];
+  // Device memory. With feedback: what a kernel before has found in each of as many parts of the
+  // tensor as there are lanes.
+  Outlook* outlooks[kMaxLocalRanks];
 };
 
-// Whether a rank's contribution may not be summed.
-__device__ inline bool overflows(const CodedLaunch& launch, int index) {
-  if (launch.compressions[index].feedback.residual == nullptr) return false;
-  const Operation& operation = launch.ranks[index].operation;
-  const std::uint32_t most = safe_magnitude(operation, launch.layout.ranks);
-  bool over = false;
-  for (int i = 0; i < launch.layout.lanes; ++i) over |= launch.largest[index][i] > most;
-  return over;
+// One part's, from what each thread has seen of it; all threads of the block together.
+__device__ inline void put_outlook(const CodedLaunch& launch, std::uint32_t largest, bool used) {
+  const int lanes = launch.layout.lanes, index = static_cast<int>(blockIdx.x) / lanes;
+  largest = largest_of(largest, kThreads);
+  used = __syncthreads_or(used) != 0;
+  if (threadIdx.x != 0) return;
+  const bool holds = launch.compressions[index].feedback.hold_unused;
+  launch.outlooks[index][static_cast<int>(blockIdx.x) % lanes] = make_outlook(
+      largest > safe_magnitude(launch.ranks[index].operation, launch.layout.ranks), holds && !used);
+}
+
+// A rank's.
+__device__ inline Outlook outlook_of(const CodedLaunch& launch, int index) {
+  if (launch.compressions[index].feedback.residual == nullptr) return {};
+  Outlook all = launch.outlooks[index][0];
+  for (int i = 1; i < launch.layout.lanes; ++i) all = all | launch.outlooks[index][i];
+  return all;
 }
 
 template <class T>
@@ -36,12 +45,12 @@ class CodedComm {
         operation_(launch.ranks[blockIdx.x / launch.layout.lanes].operation),
         compression_(launch.compressions[blockIdx.x / launch.layout.lanes]),
         staging_(launch.staging) {
-    comm_.set_overflow(overflows(launch, static_cast<int>(blockIdx.x) / launch.layout.lanes));
+    comm_.set_outlook(outlook_of(launch, static_cast<int>(blockIdx.x) / launch.layout.lanes));
   }
 
   // Says whether a value was not finite, as far as this block has seen them.
   __device__ void finish() {
-    const bool any = __syncthreads_or(nonfinite_ || keep_residual_) != 0;
+    const bool any = __syncthreads_or(nonfinite_ || outlook_.overflow != 0) != 0;
     if (any && threadIdx.x == 0 && compression_.nonfinite != nullptr) {
       atomicOr(compression_.nonfinite, 1u);
     }
@@ -71,7 +80,7 @@ class CodedComm {
 
   __device__ void announce() {
     comm_.announce();
-    keep_residual_ = comm_.any_overflow();
+    outlook_ = comm_.outlook();
   }
 
   // These are not inlined: a pass needs the registers that an algorithm would hold.
@@ -143,30 +152,29 @@ class CodedComm {
   }
 
   // `output` is what `to` is where there is none.
-  __device__ void encode(const Sources& sources, Place to, Place output, std::int64_t n,
-                         bool last) {
+  __device__ __noinline__ void encode(const Sources& sources, Place to, Place output,
+                                      std::int64_t n, bool last) {
+    const Feedback& feedback = compression_.feedback;
     const bool writes = output.coded == kPlain;
+    const std::int64_t element =
+        comm_.begin() + (writes ? index(output, this->output()) : sources.own_element);
     Pass pass;
     pass.from = sources.from;
     pass.n_from = sources.count;
     pass.to = staging_[to];
     if (writes) pass.output = output.data;
-    pass.n = n;
+    if (feedback.residual != nullptr && outlook_.unused == 0) {
+      pass.residual = feedback.residual + element;
+    }
+    pass.scaling = scaling_of(feedback);
+    pass.keep_residual = outlook_.overflow != 0;
     pass.last = last;
-    run_pass(pass, writes ? index(output, this->output()) : sources.own_element, sources.own);
-  }
-
-  // The pass's first element is `element` of this lane's part.
-  __device__ __noinline__ void run_pass(Pass& pass, std::int64_t element, bool own) {
-    const Feedback& feedback = compression_.feedback;
-    element += comm_.begin();
-    if (feedback.residual != nullptr) pass.residual = feedback.residual + element;
-    pass.keep_residual = keep_residual_;
-    if (pass.last && operation_.op == ReduceOp::avg) pass.divisor = static_cast<float>(size());
+    if (last && operation_.op == ReduceOp::avg) pass.divisor = static_cast<float>(size());
+    pass.n = n;
     pass.random = {feedback.seed, feedback.step,
-                   pass.last ? kResultStream : static_cast<std::uint32_t>(rank())};
+                   last ? kResultStream : static_cast<std::uint32_t>(rank())};
     pass.first = first_element(operation_) + element;
-    nonfinite_ |= encode_pass<T>(operation_.codec, pass, own, staging_.shift);
+    nonfinite_ |= encode_pass<T>(operation_.codec, pass, sources.own, staging_.shift);
     __syncthreads();
   }
 
@@ -187,7 +195,7 @@ class CodedComm {
   const Operation& operation_;
   const Compression& compression_;
   const CodedStaging& staging_;
-  bool keep_residual_ = false;
+  Outlook outlook_;         // of all ranks
   bool nonfinite_ = false;  // of this thread's elements
 };
 

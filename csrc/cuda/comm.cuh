@@ -122,12 +122,13 @@ class BlockComm {
     meet();
   }
   // Before announce(): what goes with it.
-  __device__ void set_overflow(bool overflow) { overflow_ = overflow ? 1 : 0; }
-  // After announce(): whether any rank has announced it.
-  __device__ bool any_overflow() const {
-    bool any = false;
-    for (int r = 0; r < size() && !failed_; ++r) any |= announced(r).overflow != 0;
-    return any;
+  __device__ void set_outlook(Outlook outlook) { outlook_ = outlook; }
+  // After announce(): of all ranks. Not inlined: an algorithm has no registers left for it.
+  __device__ __noinline__ Outlook outlook() const {
+    if (failed_) return {};
+    Outlook all = announced(0).outlook;
+    for (int r = 1; r < size(); ++r) all = all | announced(r).outlook;
+    return all;
   }
 
   __device__ void publish() {
@@ -139,7 +140,7 @@ class BlockComm {
       line.operation = me_.operation;
       line.input = me_.input_location;
       line.output = me_.output_location;
-      line.overflow = overflow_;
+      line.outlook = outlook_;
       shared_word<std::uint32_t>(&line.epoch).store(sequence_, ::cuda::std::memory_order_release);
     }
   }
@@ -400,7 +401,7 @@ class BlockComm {
   std::uint32_t sequence_;
   std::uint32_t signalled_[kSlots];
   std::uint32_t started_[kSlots];
-  std::uint32_t overflow_ = 0;
+  Outlook outlook_;
   bool direct_ = false;
   bool failed_ = false;
 };

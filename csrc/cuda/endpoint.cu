@@ -44,11 +44,25 @@ void launch_collective(const Launch& launch, cudaStream_t stream) {
   }
 }
 
+void keep_before(const CodedLaunch& launch, cudaStream_t stream) {
+  for (int i = 0; i < launch.local_ranks; ++i) {
+    const auto bytes = static_cast<std::size_t>(launch.ranks[i].operation.count) * sizeof(float);
+    const auto keep = [&](float* to, const float* from) {
+      if (to == nullptr) return;
+      PYCOMM_CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream));
+    };
+    const Feedback& feedback = launch.compressions[i].feedback;
+    keep(feedback.residual_before, feedback.residual);
+    keep(feedback.velocity_before, feedback.velocity);
+  }
+}
+
 // A world of one compresses, too: what it shows is what a larger one would do.
 void launch_compressed(const CodedLaunch& launch, cudaStream_t stream) {
   const Operation& operation = launch.ranks[0].operation;
+  keep_before(launch, stream);
   if (operation.codec.kind == CodecKind::topk) return launch_topk_exchange(launch, stream);
-  if (launch.compressions[0].feedback.residual != nullptr) launch_largest(launch, stream);
+  if (launch.compressions[0].feedback.residual != nullptr) launch_outlook(launch, stream);
   if (launch.layout.ranks > 1 && operation.algorithm == Algorithm::ring) {
     return launch_coded_ring(launch, stream);
   }
@@ -117,7 +131,7 @@ struct Endpoint::Impl {
   Mailbox* mailbox = nullptr;         // as the host sees it
   Mailbox* device_mailbox = nullptr;  // as kernels see it
   std::byte** tables = nullptr;       // device memory: windows, then bases
-  std::uint32_t* largest = nullptr;   // device memory: CodedLaunch::largest
+  Outlook* outlooks = nullptr;        // device memory: CodedLaunch::outlooks
   std::unique_ptr<Order> order;
 
   explicit Impl(EndpointOptions given)
@@ -144,7 +158,7 @@ struct Endpoint::Impl {
     PYCOMM_CUDA_CHECK(cudaMalloc(reinterpret_cast<void**>(&tables), bytes));
     PYCOMM_CUDA_CHECK(cudaMemcpy(tables, rows.data(), bytes, cudaMemcpyHostToDevice));
     const auto lanes = static_cast<std::size_t>(options.lanes);
-    PYCOMM_CUDA_CHECK(cudaMalloc(reinterpret_cast<void**>(&largest), lanes * sizeof(*largest)));
+    PYCOMM_CUDA_CHECK(cudaMalloc(reinterpret_cast<void**>(&outlooks), lanes * sizeof(Outlook)));
   }
 
   ~Impl() {
@@ -155,7 +169,7 @@ struct Endpoint::Impl {
     (void)cudaDeviceSynchronize();
     order.reset();
     (void)cudaFree(tables);
-    (void)cudaFree(largest);
+    (void)cudaFree(outlooks);
     (void)cudaFreeHost(mailbox);
     (void)cudaSetDevice(before);
   }
@@ -189,7 +203,7 @@ struct Endpoint::Impl {
     launch.rank = options.rank;
     to.compressions[index] = compression;
     to.staging = CodedStaging::in(layout.slot_bytes() * kStagingSlots, operation.codec);
-    to.largest[index] = largest;
+    to.outlooks[index] = outlooks;
   }
 
   CodedLaunch frame(int local_ranks) const {
@@ -243,7 +257,7 @@ Endpoint::~Endpoint() = default;
 void Endpoint::check(const Operation& operation) const {
   if (operation.codec.kind != CodecKind::topk) return;
   const WindowLayout& layout = impl_->layout;
-  const TopkArea area{operation.count, layout.ranks, operation.codec};
+  const TopkArea area(operation, layout.ranks);
   std::int64_t most = 0;
   for (int r = 0; r < layout.ranks; ++r) most = std::max(most, area.bytes(r));
   PYCOMM_CHECK(most <= layout.half_bytes(),

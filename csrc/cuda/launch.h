@@ -22,7 +22,7 @@ void launch_coded_two_shot(const CodedLaunch& launch, cudaStream_t stream);
 void launch_coded_ring(const CodedLaunch& launch, cudaStream_t stream);
 void launch_coded_tree(const CodedLaunch& launch, cudaStream_t stream);
 void launch_topk_exchange(const CodedLaunch& launch, cudaStream_t stream);
-// Before int8 and casts, with feedback: finds CodedLaunch::largest.
-void launch_largest(const CodedLaunch& launch, cudaStream_t stream);
+// Before int8 and casts, with feedback: finds CodedLaunch::outlooks.
+void launch_outlook(const CodedLaunch& launch, cudaStream_t stream);
 
 }  // namespace pycomm::cuda

@@ -87,6 +87,7 @@ struct TopkBlock {
   const RankLaunch& me;
   const Feedback& feedback;
   const Codec& codec;
+  const TopkArea area;
   const TopkScratch scratch;
 
   __device__ explicit TopkBlock(const TopkLaunch& launch)
@@ -97,14 +98,14 @@ struct TopkBlock {
         me(launch.ranks[index]),
         feedback(launch.compressions[index].feedback),
         codec(me.operation.codec),
+        area(me.operation, launch.layout.ranks),
         scratch(launch.compressions[index].workspace, n(), codec.k, ranks(), exchanges()) {}
 
   // Not alone, without a window.
   __device__ bool exchanges() const { return me.windows != nullptr; }
   __device__ std::int64_t n() const { return me.operation.count; }
   __device__ int ranks() const { return launch.layout.ranks; }
-  __device__ TopkRegion region(int owner) const { return {n(), ranks(), owner}; }
-  __device__ TopkArea area() const { return {n(), ranks(), codec}; }
+  __device__ TopkRegion region(int owner) const { return area.region(owner); }
 
   // Where element p of the own region's sums belongs.
   __device__ std::int64_t element(std::int64_t p) const {
@@ -153,6 +154,7 @@ struct Selector {
   const T* x;
   const float* residual;
   const float* velocity;
+  Scaling scaling;
   std::int64_t n;
   std::uint32_t k;
   std::uint32_t* histograms;
@@ -164,6 +166,7 @@ struct Selector {
              : reinterpret_cast<const T*>(of.me.input);
     residual = sums ? nullptr : of.feedback.residual;
     velocity = sums ? nullptr : of.feedback.velocity;
+    scaling = scaling_of(of.feedback);
     n = sums ? mine.elements() : of.n();
     k = static_cast<std::uint32_t>(sums ? mine.share(of.codec.k) : of.codec.k);
     histograms = of.scratch.histograms + (sums ? TopkScratch::kBins : 0);
@@ -172,24 +175,33 @@ struct Selector {
   __device__ std::int64_t tiles() const { return ceil_div(n, kStride); }
 
   // This thread's eight of a tile, zeros beyond the end; and the velocity they give, where there is
-  // one.
-  __device__ void load_values(std::int64_t start, float* v, float* faster = nullptr) const {
+  // one. Returns whether some of x is not zero.
+  __device__ bool load_values(std::int64_t start, float* v, float* faster = nullptr) const {
     const int count = octet_count(n - start);
     const Octet<T> octet = load_octet(x + start, count);
+    bool used = false;
 #pragma unroll
-    for (int i = 0; i < kOctet; ++i) v[i] = load(octet.element[i]);
+    for (int i = 0; i < kOctet; ++i) {
+      v[i] = load(octet.element[i]);
+      used |= magnitude(v[i]) != 0;
+    }
     if (velocity != nullptr) {
       const Octet<float> speed = load_octet(velocity + start, count);
 #pragma unroll
       for (int i = 0; i < kOctet; ++i) {
-        v[i] = accelerated(speed.element[i], block.feedback.momentum, v[i]);
+        v[i] = accelerated(speed.element[i], block.feedback.momentum, v[i], scaling.scale);
         if (faster != nullptr) faster[i] = v[i];
       }
     }
-    if (residual == nullptr) return;
-    const Octet<float> kept = load_octet(residual + start, count);
+    if (residual != nullptr) {
+      const Octet<float> kept = load_octet(residual + start, count);
 #pragma unroll
-    for (int i = 0; i < kOctet; ++i) v[i] = contribution(v[i], kept.element[i]);
+      for (int i = 0; i < kOctet; ++i) v[i] = contribution(v[i], kept.element[i], scaling.scale);
+    }
+    // An infinite scale has made something of what lies beyond the end.
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) v[i] = i < count ? v[i] : 0.0f;
+    return used;
   }
 
   // From so many digits, the highest bits of the smallest magnitude taken, and how many of those

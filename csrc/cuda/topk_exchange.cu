@@ -5,6 +5,12 @@
 namespace pycomm::cuda {
 namespace {
 
+__device__ void store_unscaled(float* to, Octet<float> octet, int n, const Scaling& scaling) {
+#pragma unroll
+  for (int i = 0; i < kOctet; ++i) octet.element[i] *= scaling.inverse;
+  store_octet(to, octet, n);
+}
+
 // All elements go into residual and velocity as they were selected from; then what is sent is taken
 // out of them.
 template <class T>
@@ -17,35 +23,38 @@ __device__ void feed(const TopkBlock& block) {
     const int n = octet_count(from.n - start);
     Octet<float> v, faster;
     from.load_values(start, v.element, faster.element);
-    store_octet(feedback.residual + start, v, n);
-    if (feedback.velocity != nullptr) store_octet(feedback.velocity + start, faster, n);
+    store_unscaled(feedback.residual + start, v, n, from.scaling);
+    if (feedback.velocity != nullptr) {
+      store_unscaled(feedback.velocity + start, faster, n, from.scaling);
+    }
     __syncthreads();
     const std::int64_t end = block.entries_before_tile(tile + 1);
     for (std::int64_t i = block.entries_before_tile(tile) + threadIdx.x; i < end; i += kThreads) {
       const std::uint32_t index = scratch.indices[i];
       const std::int64_t chunk = index / kTopkChunk;
       const float value = scratch.values[i];
-      if (!scratch.cuts[chunk % block.ranks()].keeps(index, value)) continue;
+      if (!scratch.cuts[block.area.owner(chunk)].keeps(index, value)) continue;
       const bool scaled = block.codec.values == DType::u8;
       const Int8Scale scale = int8_scale(scaled ? scratch.largest[chunk] : 0);
-      feedback.residual[index] = lost(value, through_wire(value, block.codec.values, scale), 1.0f);
+      const float sent = through_wire(value, block.codec.values, scale);
+      feedback.residual[index] = lost(value, sent, from.scaling.inverse);
       if (feedback.velocity != nullptr) feedback.velocity[index] = 0;
     }
   }
 }
 
-// The sums of the own region, in rank order.
+// The sums of the own region, in rank order; zeros where nobody uses the tensor.
 template <class Comm>
-__device__ void add_lists(const TopkBlock& block, const Comm& comm) {
-  const int me = comm.rank();
+__device__ void add_lists(const TopkBlock& block, const Comm& comm, bool unused) {
+  const int me = comm.rank(), lists = unused ? 0 : comm.size();
   const TopkRegion mine = block.region(me);
-  const TopkArea area = block.area();
+  const TopkArea& area = block.area;
   for (std::int64_t j = block.lane; j < mine.chunks(); j += block.lanes) {
     const Range range = mine.chunk(j);
     float* const sums = block.scratch.sums + j * kTopkChunk;
     for (std::int64_t i = threadIdx.x; i < range.count; i += kThreads) sums[i] = 0;
     __syncthreads();
-    for (int r = 0; r < comm.size(); ++r) {
+    for (int r = 0; r < lists; ++r) {
       const ChunkReader list(mine, j, block.codec.values, comm.area(r) + area.list(me),
                              area.room(me, false));
       for (std::int64_t i = threadIdx.x; i < list.count; i += kThreads) {
@@ -62,16 +71,17 @@ __global__ void __launch_bounds__(kThreads, 1)
     meet_kernel(const __grid_constant__ TopkLaunch launch) {
   BlockComm<T, ReduceOp::sum> comm(launch);
   const TopkBlock block(launch);
-  comm.set_overflow(overflows(launch, block.index));
+  comm.set_outlook(outlook_of(launch, block.index));
   comm.announce();
   if (!comm.failed()) {
-    const bool keep = comm.any_overflow();
+    const Outlook outlook = comm.outlook();
+    const bool overflow = outlook.overflow != 0, unused = outlook.unused != 0;
     if (block.lane == 0 && threadIdx.x == 0) {
-      *block.scratch.keep = keep ? 1 : 0;
-      if (keep) block.report_nonfinite();
+      *block.scratch.keep = overflow || unused ? 1 : 0;
+      if (overflow) block.report_nonfinite();
     }
-    if (block.feedback.residual != nullptr && !keep) feed<T>(block);
-    add_lists(block, comm);
+    if (block.feedback.residual != nullptr && !overflow && !unused) feed<T>(block);
+    add_lists(block, comm, unused);
   }
   comm.finish();
 }
@@ -79,10 +89,10 @@ __global__ void __launch_bounds__(kThreads, 1)
 // Every owner's result; zeros where there is none.
 template <class T, class Comm>
 __device__ bool gather(const TopkBlock& block, const Comm& comm) {
-  const TopkArea area = block.area();
+  const TopkArea& area = block.area;
   bool finite = true;
   for (std::int64_t c = block.lane; c < topk_chunks(block.n()); c += block.lanes) {
-    const auto owner = static_cast<int>(c % comm.size());
+    const int owner = area.owner(c);
     const TopkRegion region = block.region(owner);
     const std::int64_t j = c / comm.size();
     const ChunkReader list(region, j, block.codec.values, comm.area(owner) + area.result(),

@@ -17,7 +17,7 @@ __device__ void each_entry(const TopkBlock& block, std::int64_t chunk, Visit vis
 template <class Visit>
 __device__ void each_entry(const TopkBlock& block, const TopkRegion& region, Visit visit) {
   for (std::int64_t j = 0; j < region.chunks(); ++j) {
-    each_entry(block, region.owner + j * region.ranks, visit);
+    each_entry(block, region.first + j * region.ranks, visit);
   }
 }
 
@@ -62,14 +62,14 @@ __global__ void __launch_bounds__(kThreads) cut_kernel(const __grid_constant__ T
     const std::int64_t capacity = region.capacity(block.codec.k);
     std::int64_t found = 0;
     for (std::int64_t j = 0; j < region.chunks(); ++j) {
-      const std::int64_t chunk = owner + j * region.ranks;
+      const std::int64_t chunk = region.first + j * region.ranks;
       found += block.entries_before_chunk(chunk + 1, block.n()) -
                block.entries_before_chunk(chunk, block.n());
     }
     const Cut cut = found > capacity ? find_cut(block, region, capacity) : Cut{0, 0};
     std::uint64_t kept = 0;
     for (std::int64_t j = 0; j < region.chunks(); ++j) {
-      const std::int64_t chunk = owner + j * region.ranks;
+      const std::int64_t chunk = region.first + j * region.ranks;
       if (threadIdx.x == 0) scratch.begins[chunk] = static_cast<std::uint32_t>(kept);
       each_entry(block, chunk, [&](std::int64_t i, bool exists) {
         const bool keeps = exists && cut.keeps(scratch.indices[i], scratch.values[i]);
@@ -135,11 +135,11 @@ __global__ void __launch_bounds__(kThreads) list_kernel(const __grid_constant__ 
   if (block.failed()) return;
   const TopkScratch& scratch = block.scratch;
   for (std::int64_t c = block.lane; c < topk_chunks(block.n()); c += block.lanes) {
-    const auto owner = static_cast<int>(c % block.ranks());
+    const int owner = block.area.owner(c);
     const TopkLayout layout{block.region(owner).chunks(), scratch.entries[owner],
                             block.codec.values};
     const Cut cut = scratch.cuts[owner];
-    ChunkWriter writer{layout, block.lists() + block.area().list(owner), c / block.ranks(),
+    ChunkWriter writer{layout, block.lists() + block.area.list(owner), c / block.ranks(),
                        scratch.begins[c]};
     const auto keeps = [&](std::int64_t i, bool exists) {
       return exists && cut.keeps(scratch.indices[i], scratch.values[i]);
@@ -182,12 +182,14 @@ __global__ void __launch_bounds__(kThreads)
   const std::int64_t n = mine.elements();
   const bool averages = block.me.operation.op == ReduceOp::avg, feeds = block.feeds();
   const float divisor = averages ? static_cast<float>(block.ranks()) : 1.0f;
+  const float factor = divisor * scaling_of(block.feedback).inverse;
   const TopkLayout layout{mine.chunks(), block.entries_before_chunk(mine.chunks(), n),
                           block.codec.values};
+  std::byte* const list = block.lists() + block.area.result();
   for (std::int64_t j = block.lane; j < mine.chunks(); j += block.lanes) {
     const std::int64_t begin = block.entries_before_chunk(j, n);
     const std::int64_t end = block.entries_before_chunk(j + 1, n);
-    ChunkWriter writer{layout, block.lists() + block.area().result(), j, begin};
+    ChunkWriter writer{layout, list, j, begin};
     if (layout.scaled()) {
       std::uint32_t largest = 0;
       for (std::int64_t i = begin + threadIdx.x; i < end; i += kThreads) {
@@ -203,7 +205,7 @@ __global__ void __launch_bounds__(kThreads)
       if (!has || !feeds) continue;
       const float sent = through_wire(value, layout.values, writer.scale);
       block.feedback.residual[block.element(scratch.indices[i])] +=
-          lost(value, as_stored(sent, block.me.operation.dtype), divisor);
+          lost(value, as_stored(sent, block.me.operation.dtype), factor);
     }
     writer.write_count(begin);
   }

@@ -11,12 +11,13 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ std::uint32_t bins[digit_bins(0)];
   const int digit = launch.digit, count = digit_bins(digit);
   std::uint32_t prefix = 0, left = 0, largest = 0;
+  bool used = false;
   if (digit > 0 && !from.threshold(digit, prefix, left)) return;
   for (int i = threadIdx.x; i < count; i += kThreads) bins[i] = 0;
   __syncthreads();
   for (std::int64_t tile = block.lane; tile < from.tiles(); tile += block.lanes) {
     float v[kOctet];
-    from.load_values(tile * kStride + threadIdx.x * kOctet, v);
+    used |= from.load_values(tile * kStride + threadIdx.x * kOctet, v);
 #pragma unroll
     for (int i = 0; i < kOctet; ++i) {
       const std::uint32_t size = magnitude(v[i]);
@@ -32,8 +33,7 @@ __global__ void __launch_bounds__(kThreads)
     if (bins[i] != 0) atomicAdd(&to[i], bins[i]);
   }
   if (digit > 0 || launch.sums || !block.exchanges()) return;
-  largest = largest_of(largest, kThreads);
-  if (threadIdx.x == 0) launch.largest[block.index][block.lane] = largest;
+  put_outlook(launch, largest, used);
 }
 
 // How many of a thread's elements are larger than `least`, and how many just as large: two counts in
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(kThreads)
         scratch.indices[at] = static_cast<std::uint32_t>(start + i);
         scratch.values[at] = v[i];
       } else if (feeds && size != 0) {
-        block.feedback.residual[block.element(start + i)] += v[i];
+        block.feedback.residual[block.element(start + i)] += v[i] * from.scaling.inverse;
       }
       above += size > least ? 1 : 0;
       equal += size == least ? 1 : 0;

@@ -340,7 +340,11 @@ using Tensor = std::vector<float>;
 
 // What all ranks hold after a step.
 struct Step {
+  explicit Step(int n) {
+    for (auto* part : {&before, &x, &after, &result}) part->resize(static_cast<std::size_t>(n));
+  }
   std::vector<Tensor> before, x, after, result;
+  float scale = 1;  // of x
 };
 
 // Nothing is lost: gradients and residuals that went in are the result and residuals that came out.
@@ -353,14 +357,22 @@ void check_step(const Step& step, bool feeds, double allowed, const std::string&
                    "ranks differ at element " + std::to_string(i) + ": " + where);
       in += static_cast<double>(step.x[r][i]);
       if (!feeds) continue;
-      in += static_cast<double>(step.before[r][i]);
-      kept += static_cast<double>(step.after[r][i]);
+      in += static_cast<double>(step.before[r][i] * step.scale);
+      kept += static_cast<double>(step.after[r][i] * step.scale);
     }
     const double out = static_cast<double>(step.result[0][i]) + kept;
     PYCOMM_CHECK(std::fabs(in - out) <= allowed, "element " + std::to_string(i) + " is " +
                                                      std::to_string(out) + " instead of " +
                                                      std::to_string(in) + ": " + where);
   }
+}
+
+Operation all_reduce(const Way& way, std::int64_t count, bool feeds) {
+  Operation operation{Collective::all_reduce, way.algorithm, DType::f32, ReduceOp::sum, 0, count};
+  operation.codec = way.codec;
+  operation.codec.feedback = feeds ? 1 : 0;
+  if (way.codec.kind == CodecKind::topk) operation.codec.k = ceil_div(count, 20);
+  return operation;
 }
 
 // Of so little staging that slots wrap many times.
@@ -381,14 +393,11 @@ void compressed(int n, bool feeds, std::uint32_t first_epoch) {
   for (const std::int64_t count : {0, 1, 4099, 3 * 16384 * n + 777}) {
     for (const Way& way : all) {
       constexpr int kSteps = 2;
-      const auto size = static_cast<std::size_t>(n);
-      std::vector<Step> steps(kSteps);
-      for (Step& step : steps) {
-        for (auto* part : {&step.before, &step.x, &step.after, &step.result}) part->resize(size);
-      }
+      std::vector<Step> steps(kSteps, Step(n));
+      for (Step& step : steps) step.scale = static_cast<float>(1 + round % 3);
       world.run([&](int r) {
         Dice dice(static_cast<unsigned>(n * 1000 + round * 10 + r));
-        Tensor residual(static_cast<std::size_t>(count));
+        Tensor residual(static_cast<std::size_t>(count)), was = residual;
         for (int s = 0; s < kSteps; ++s) {
           const auto me = static_cast<std::size_t>(r);
           Step& step = steps[static_cast<std::size_t>(s)];
@@ -396,13 +405,13 @@ void compressed(int n, bool feeds, std::uint32_t first_epoch) {
           for (std::int64_t i = 0; i < count; ++i) x.push_back(gradient(r, i, round + s));
           step.before[me] = residual;
           Tensor output = x;  // in place
-          Operation operation{
-              Collective::all_reduce, way.algorithm, DType::f32, ReduceOp::sum, 0, count};
-          operation.codec = way.codec;
-          operation.codec.feedback = feeds ? 1 : 0;
-          if (way.codec.kind == CodecKind::topk) operation.codec.k = ceil_div(count, 20);
+          Operation operation = all_reduce(way, count, feeds);
+          // Another rank owns the first chunk.
+          operation.offset = static_cast<std::uint32_t>(kTopkChunk / kSmallestBlock * round);
           Feedback feedback;
           feedback.residual = feeds ? residual.data() : nullptr;
+          feedback.residual_before = feeds ? was.data() : nullptr;
+          feedback.scale = &step.scale;
           feedback.step = static_cast<std::uint32_t>(s);
           dawdle(dice);
           bool nonfinite = false;
@@ -414,6 +423,7 @@ void compressed(int n, bool feeds, std::uint32_t first_epoch) {
             nonfinite = work->nonfinite();
           }
           PYCOMM_CHECK(!nonfinite, "all is finite");
+          PYCOMM_CHECK(!feeds || was == step.before[me], "a residual must be kept as it was");
           step.after[me] = residual;
           step.result[me] = output;
         }
@@ -424,6 +434,44 @@ void compressed(int n, bool feeds, std::uint32_t first_epoch) {
                    std::string(way.name) + ", " + name_of(way.algorithm) + ", " +
                        std::to_string(count) + " elements, step " + std::to_string(s));
       }
+    }
+  }
+}
+
+// A tensor that is zero on some ranks is one like any other; on all of them, it takes nothing along.
+void unused(int n) {
+  World world(n, small_staging(n));
+  constexpr std::int64_t kCount = 5000;
+  for (const Way& way : ways()) {
+    for (const int users : {0, 1}) {
+      Step step(n);
+      world.run([&](int r) {
+        const auto me = static_cast<std::size_t>(r);
+        Tensor residual, velocity(kCount, 0.5f), velocity_was(kCount), output(kCount);
+        for (std::int64_t i = 0; i < kCount; ++i) residual.push_back(gradient(r, i, 0));
+        if (r < users) output[77] = 3;
+        step.x[me] = output;
+        step.before[me] = residual;
+        Feedback feedback;
+        feedback.residual = residual.data();
+        feedback.hold_unused = true;
+        if (way.codec.kind == CodecKind::topk && users == 0) {
+          feedback.velocity = velocity.data();
+          feedback.velocity_before = velocity_was.data();
+        }
+        world[r].run(all_reduce(way, kCount, true), output.data(), output.data(), nullptr,
+                     feedback);
+        PYCOMM_CHECK(velocity == Tensor(kCount, 0.5f), "an unused velocity must stay");
+        PYCOMM_CHECK(feedback.velocity_before == nullptr || velocity_was == velocity,
+                     "a velocity must be kept as it was");
+        step.after[me] = residual;
+        step.result[me] = output;
+      });
+      check_step(step, true, 1e-2, way.name);
+      const bool held = step.after == step.before;
+      const bool sent = step.result[0] != Tensor(kCount);
+      PYCOMM_CHECK(held == (users == 0) && sent == (users > 0),
+                   std::string(way.name) + " of " + std::to_string(users) + " users");
     }
   }
 }
@@ -482,6 +530,7 @@ int main() {
   for (int n = 1; n <= 5; ++n) {
     tests.push_back({"compressed", [n] { compressed(n, false, 0); }});
     tests.push_back({"compressed with feedback", [n] { compressed(n, true, 0); }});
+    tests.push_back({"unused tensors", [n] { unused(n); }});
   }
   return run_all(tests);
 }

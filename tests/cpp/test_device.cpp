@@ -17,6 +17,7 @@ using cuda::Compression;
 using cuda::Endpoint;
 
 constexpr int kLanes = 2;
+constexpr std::uint32_t kChunkOffset = kTopkChunk / kSmallestBlock;  // Operation::offset
 
 // Ranks that share one device.
 class DeviceWorld {
@@ -46,40 +47,64 @@ class DeviceWorld {
   std::vector<std::vector<std::byte>> windows_;
 };
 
+struct Case {
+  Operation operation;
+  bool momentum = false;
+  float poison = 0;
+  unsigned seed = 0;
+  float scale = 0;  // or 0: none
+  int unused = 0;   // the tensors of so many ranks are zeros
+  bool hold_unused = false;
+};
+
 // What every rank has: a tensor, its result, and what is fed back.
 template <class T>
 struct Tensors {
   std::vector<std::vector<T>> x, y;
-  std::vector<std::vector<float>> residual, velocity;
+  std::vector<std::vector<float>> residual, velocity, residual_before, velocity_before;
+  float scale;
 
-  Tensors(int n, std::int64_t count, unsigned seed, float poison) {
-    std::mt19937 random(seed);
+  Tensors(int n, const Case& c) : scale(c.scale) {
+    const auto size = static_cast<std::size_t>(c.operation.count);
+    std::mt19937 random(c.seed);
     std::normal_distribution<float> normal;
-    const auto values = [&](float scale) {
-      std::vector<float> made(static_cast<std::size_t>(count));
-      for (float& value : made) value = normal(random) * scale;
+    const auto values = [&](float spread) {
+      std::vector<float> made(size);
+      for (float& value : made) value = normal(random) * spread;
       return made;
     };
     for (int r = 0; r < n; ++r) {
       x.emplace_back();
       for (float value : values(1)) {
-        if (seed % 3 == 1) value = std::round(value);  // ties and zeros
-        x[r].push_back(store<T>(value));
+        if (c.seed % 3 == 1) value = std::round(value);  // ties and zeros
+        x[r].push_back(store<T>(r < c.unused ? value * 0 : value));
       }
-      y.emplace_back(static_cast<std::size_t>(count) + 1);
+      y.emplace_back(size + 1);
       residual.push_back(values(0.01f));
       velocity.push_back(values(0.1f));
+      residual_before.emplace_back(size);
+      velocity_before.emplace_back(size);
     }
-    if (poison != 0 && count > 0) x[n - 1][static_cast<std::size_t>(count / 3)] = store<T>(poison);
+    if (c.poison != 0 && size > 0) x[n - 1][size / 3] = store<T>(c.poison);
   }
 
-  Feedback feedback(int r, const Operation& operation, bool momentum) {
+  // Every second case keeps what was there before.
+  Feedback feedback(int r, const Case& c) {
     Feedback made;
-    if (operation.codec.feedback != 0) made.residual = residual[r].data();
-    if (momentum) made.velocity = velocity[r].data();
-    made.momentum = momentum ? 0.9f : 0.0f;
+    const bool keeps = c.seed % 2 == 0;
+    if (c.operation.codec.feedback != 0) {
+      made.residual = residual[r].data();
+      if (keeps) made.residual_before = residual_before[r].data();
+    }
+    if (c.momentum) {
+      made.velocity = velocity[r].data();
+      if (keeps) made.velocity_before = velocity_before[r].data();
+    }
+    made.momentum = c.momentum ? 0.9f : 0.0f;
     made.seed = 77;
     made.step = 5;
+    made.hold_unused = c.hold_unused;
+    if (scale != 0) made.scale = &scale;
     return made;
   }
 };
@@ -89,23 +114,16 @@ bool same(const std::vector<V>& a, const std::vector<V>& b) {
   return std::memcmp(a.data(), b.data(), a.size() * sizeof(V)) == 0;
 }
 
-struct Case {
-  Operation operation;
-  bool momentum = false;
-  float poison = 0;
-  unsigned seed = 0;
-};
-
 // Odd cases are misaligned by an element.
 template <class T>
 void compare(const Case& c, World& world, DeviceWorld& on_device) {
   const int n = world.size();
-  Tensors<T> want(n, c.operation.count, c.seed, c.poison), got = want;
+  Tensors<T> want(n, c), got = want;
   const std::size_t odd = c.seed % 2;
   bool nonfinite = false;
   world.run([&](int r) {
     const bool told = world[r].run(c.operation, want.x[r].data(), want.y[r].data() + odd, nullptr,
-                                   want.feedback(r, c.operation, c.momentum));
+                                   want.feedback(r, c));
     if (r == 0) nonfinite = told;
   });
   Operation operation = c.operation;
@@ -116,9 +134,8 @@ void compare(const Case& c, World& world, DeviceWorld& on_device) {
     workspaces[r].resize(
         static_cast<std::size_t>(cuda::workspace_bytes(operation.codec, operation.count, n, true)));
     on_device.endpoints[r]->check(operation);
-    on_device.shared->put(
-        r, operation, got.x[r].data(), got.y[r].data() + odd, 0,
-        {got.feedback(r, c.operation, c.momentum), &flags[r], workspaces[r].data()});
+    on_device.shared->put(r, operation, got.x[r].data(), got.y[r].data() + odd, 0,
+                          {got.feedback(r, c), &flags[r], workspaces[r].data()});
   }
   on_device.shared->launch();
   const std::string what = describe(operation) + ", seed " + std::to_string(c.seed);
@@ -127,6 +144,9 @@ void compare(const Case& c, World& world, DeviceWorld& on_device) {
     PYCOMM_CHECK(same(want.y[r], got.y[r]), what + ": result of rank " + std::to_string(r));
     PYCOMM_CHECK(same(want.residual[r], got.residual[r]), what + ": residual");
     PYCOMM_CHECK(same(want.velocity[r], got.velocity[r]), what + ": velocity");
+    PYCOMM_CHECK(same(want.residual_before[r], got.residual_before[r]) &&
+                     same(want.velocity_before[r], got.velocity_before[r]),
+                 what + ": what was before");
     PYCOMM_CHECK((flags[r] != 0) == nonfinite, what + ": nonfinite");
   }
 }
@@ -229,6 +249,31 @@ void lists(int n) {
         c.seed = seed;
         c.momentum = c.operation.codec.feedback != 0 && seed % 2 == 0;
         c.poison = seed % 5 == 0 ? INFINITY : 0.0f;
+        c.operation.offset = kChunkOffset * (seed % 4);  // so that owners take turns
+        compare(c, world, on_device);
+      }
+    }
+  }
+}
+
+// Scaled tensors, of which some or all are zeros.
+void fed(int n) {
+  World world(n, 2 << 20);
+  DeviceWorld on_device(n);
+  unsigned seed = 0;
+  for (const Codec& codec : {int8(256, false), int8(128, true), cast(DType::bf16),
+                             top(800, DType::f32), top(2000, DType::u8)}) {
+    const bool lists = codec.kind == CodecKind::topk;
+    for (const float scale : {0.0f, 1024.0f, 0.37f, INFINITY}) {
+      for (const int unused : {n - 1, n}) {
+        Case c{all_reduce(lists ? 70'001 : 9001, codec, ++seed)};
+        c.seed = seed;
+        c.scale = scale;
+        c.unused = unused;
+        c.hold_unused = seed % 5 != 0;
+        c.momentum = lists && seed % 3 != 0;
+        c.operation.codec.feedback = 1;
+        c.operation.offset = kChunkOffset * seed;
         compare(c, world, on_device);
       }
     }
@@ -236,7 +281,10 @@ void lists(int n) {
 }
 
 void encode_and_decode(std::int64_t n, const Codec& codec) {
-  Tensors<float> tensors(1, n, static_cast<unsigned>(n) % 4, 0);
+  Case c;
+  c.operation.count = n;
+  c.seed = static_cast<unsigned>(n) % 4;
+  Tensors<float> tensors(1, c);
   auto* const x = reinterpret_cast<std::byte*>(tensors.x[0].data());
   const std::int64_t bytes = encoded_bytes(codec, n);
   std::vector<std::uint32_t> want(static_cast<std::size_t>(bytes) / 4 + 1), got = want;
@@ -275,17 +323,16 @@ void wires() {
 void drains(const Codec& codec) {
   constexpr std::int64_t kCount = 70'000;
   DeviceWorld world(3, 0.2);
-  const Operation operation = all_reduce(kCount, codec, 0);
-  Tensors<float> before(2, kCount, 0, 0), after = before;
+  const Case c{all_reduce(kCount, codec, 0), codec.kind == CodecKind::topk};
+  Tensors<float> before(2, c), after = before;
   for (int turn = 0; turn < 2; ++turn) {
     std::vector<std::thread> threads;
     for (int r = 0; r < 2; ++r) {
       threads.emplace_back([&, r] {
         std::vector<std::byte> workspace(
             static_cast<std::size_t>(cuda::workspace_bytes(codec, kCount, 3, true)));
-        world.endpoints[r]->launch(operation, after.x[r].data(), after.y[r].data(), 0,
-                                   {after.feedback(r, operation, codec.kind == CodecKind::topk),
-                                    nullptr, workspace.data()});
+        world.endpoints[r]->launch(c.operation, after.x[r].data(), after.y[r].data(), 0,
+                                   {after.feedback(r, c), nullptr, workspace.data()});
       });
     }
     for (std::thread& thread : threads) thread.join();
@@ -313,6 +360,9 @@ int main() {
       {"top-k, alone", [] { lists(1); }},
       {"top-k, 2 ranks", [] { lists(2); }},
       {"top-k, 3 ranks", [] { lists(3); }},
+      {"scaled and unused tensors, alone", [] { fed(1); }},
+      {"scaled and unused tensors, 2 ranks", [] { fed(2); }},
+      {"scaled and unused tensors, 3 ranks", [] { fed(3); }},
       {"encoded tensors", [] { wires(); }},
       {"a missing rank",
        [] {

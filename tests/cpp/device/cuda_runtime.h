@@ -91,7 +91,7 @@ using cudaEvent_t = struct Event*;
 inline constexpr cudaError_t cudaSuccess = 0, cudaErrorPeerAccessAlreadyEnabled = 704;
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone };
 enum cudaMemoryType { cudaMemoryTypeHost, cudaMemoryTypeDevice };
-enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost };
+enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice };
 enum { cudaEventDisableTiming = 1, cudaHostAllocPortable = 1, cudaHostAllocMapped = 2 };
 enum { cudaHostRegisterPortable = 1, cudaHostRegisterMapped = 2 };
 struct cudaPointerAttributes {
