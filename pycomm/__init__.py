@@ -11,12 +11,13 @@
 
 import torch  # noqa: F401 - its libraries must be loaded before ours
 
-from pycomm import compressed_ops, ops
+from pycomm import compressed_ops, hooks, ops
 from pycomm._names import parse_compressor
 from pycomm._plan import Plan
 from pycomm.collectives import Work, all_gather, all_reduce, barrier, broadcast, reduce_scatter
 from pycomm.compressed import compressed_all_reduce
 from pycomm.compression import Cast, Compressor, Identity, Int8, TopK
+from pycomm.data_parallel import DataParallel
 from pycomm.errors import (
     Aborted,
     CollectiveError,
@@ -36,6 +37,7 @@ __all__ = [
     "Cast",
     "CollectiveError",
     "Compressor",
+    "DataParallel",
     "Group",
     "GroupUnusable",
     "Identity",
@@ -56,6 +58,7 @@ __all__ = [
     "compressed_all_reduce",
     "compressed_ops",
     "default_group",
+    "hooks",
     "init",
     "ops",
     "parse_compressor",

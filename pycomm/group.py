@@ -69,6 +69,7 @@ class Group:
         self.name = f"pycomm:{next(_names)}"
         self._core = _C.Group(window, pids, pidfds, rank, size, cores, timeout, first_epoch)
         self._handle = self._core.handle
+        self._tags = itertools.cycle(range(1, 1 << 16))
         self._cuda: CudaSide | None = None
         self._join_cuda: Callable[[torch.device], CudaSide] = _no_cuda
         _C.register_group(self.name, self._core)
@@ -171,6 +172,10 @@ class Group:
         if side is not None:
             side.close()
         self._core.close()
+
+    def _next_tag(self) -> int:
+        """What tells one user's operations from another's: ranks compare it. 0 is nobody's."""
+        return next(self._tags)
 
     def _cuda_side(self, device: torch.device) -> CudaSide:
         """This rank's CUDA side; made at the first call, by all ranks together."""

@@ -7,4 +7,6 @@ every rank.
 
 ``python -m pycomm.bench codec`` needs no ranks: `codec_tasks` says what is measured, `streams` what
 memory allows, `codec_report` how it is shown, and `codec_session` ties them together.
+
+`overlap` and `step` time training steps; `training` says what trains.
 """

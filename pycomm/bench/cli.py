@@ -12,10 +12,11 @@ import torch
 
 from pycomm import _C, parse_compressor
 from pycomm._dtypes import ALGORITHMS, DTYPES, OPS
-from pycomm.bench import codec_session, extras, launch, session
+from pycomm.bench import codec_session, extras, launch, overlap, session, step
 from pycomm.bench.cases import GIB, KIB, MIB, Settings
 from pycomm.bench.codec_tasks import UNIT, CodecSettings
 from pycomm.bench.peers import FINDERS
+from pycomm.bench.training import MODES, TrainingSettings
 from pycomm.compression import COMPRESSIBLE
 
 UNITS = {"": 1, "K": KIB, "M": MIB, "G": GIB}
@@ -25,7 +26,10 @@ COLLECTIVES = {
     "all_gather": "time all-gathers; size is that of the whole output",
     "broadcast": "time broadcasts from rank 0",
 }
+TRAINING = {"overlap": overlap.run, "step": step.run}
 CODEC = "time encoding, decoding and selecting, without ranks"
+OVERLAP = "time training steps, and say how much of the exchange backward does not hide"
+STEP = "time training steps, pycomm's exchange beside that of DDP on Gloo"
 DTYPE_NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in DTYPES)
 CODEC_DTYPE_NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in COMPRESSIBLE)
 COMPRESSIONS = ("none", "bf16", "fp16", "int8", "topk:0.01")
@@ -67,7 +71,7 @@ def compressions(text: str) -> tuple[str, ...]:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """A sub-command per collective, and one for codecs."""
+    """A sub-command per collective, one for codecs, and two for training."""
     parser = argparse.ArgumentParser(
         prog="python -m pycomm.bench",
         description="Times pycomm against what is installed beside it, in interleaved rounds.",
@@ -80,6 +84,10 @@ def make_parser() -> argparse.ArgumentParser:
         _add_what_flags(command, name)
         _add_how_flags(command, name)
     _add_codec_flags(commands.add_parser("codec", help=CODEC, description=CODEC))
+    command = commands.add_parser("overlap", help=OVERLAP, description=OVERLAP)
+    _add_training_flags(command, parameters=64 * MIB, batch=128)
+    command = commands.add_parser("step", help=STEP, description=STEP)
+    _add_training_flags(command, parameters=25 * MIB, batch=8)
     return parser
 
 
@@ -143,6 +151,19 @@ def _add_codec_flags(command: argparse.ArgumentParser) -> None:
     add("-J", "--json", metavar="FILE", help="write results")
 
 
+def _add_training_flags(command: argparse.ArgumentParser, parameters: int, batch: int) -> None:
+    add = command.add_argument
+    add("-p", "--parameters", type=size, default=parameters, metavar="N",
+        help=f"of the model, as near as layers allow (default {parameters // MIB}M)")  # fmt: skip
+    add("--batch", type=int, default=batch, metavar="N", help=f"rows per rank (default {batch})")
+    add("--mode", type=some_of(MODES), default=MODES, metavar="MODE",
+        help=f"{' or '.join(MODES)} (default both)")  # fmt: skip
+    add("--ranks", type=int, default=2, help="processes to start (default 2)")
+    add("-n", "--iters", type=int, help="timed steps (default: 21, or as many as fit into 0.25 s)")
+    add("--timeout", type=float, default=60.0, help="seconds to wait for a rank (default 60)")
+    add("-J", "--json", metavar="FILE", help="write results")
+
+
 def _sizes(arguments: argparse.Namespace) -> tuple[int, ...]:
     """From the smallest to the largest, by factor or step."""
     sizes = []
@@ -155,16 +176,18 @@ def _sizes(arguments: argparse.Namespace) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def parse(argv: Sequence[str] | None = None) -> Settings | CodecSettings:
+def parse(argv: Sequence[str] | None = None) -> Settings | CodecSettings | TrainingSettings:
     """Settings from a command line; exits with a message where they make no sense here."""
     parser = make_parser()
     arguments = parser.parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    command = shlex.join(["python", "-m", "pycomm.bench", *words])
+    if arguments.collective in TRAINING:
+        return _training_settings(parser, arguments, command)
     if arguments.device == "cuda" and not _C.has_cuda:
         parser.error("--device cuda: this build of pycomm has no CUDA")
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no GPU on this machine")
-    words = sys.argv[1:] if argv is None else argv
-    command = shlex.join(["python", "-m", "pycomm.bench", *words])
     if arguments.collective == "codec":
         return _codec_settings(arguments, command)
     return _settings(parser, arguments, command)
@@ -177,6 +200,26 @@ def _codec_settings(arguments: argparse.Namespace, command: str) -> CodecSetting
         dtypes=arguments.datatype,
         device=arguments.device,
         iters=arguments.iters,
+        json=arguments.json,
+        command=command,
+    )
+
+
+def _training_settings(
+    parser: argparse.ArgumentParser, arguments: argparse.Namespace, command: str
+) -> TrainingSettings:
+    if arguments.ranks < 2:
+        parser.error("--ranks must be at least 2")
+    if arguments.batch < 1:
+        parser.error("--batch must be at least 1")
+    return TrainingSettings(
+        benchmark=arguments.collective,
+        ranks=arguments.ranks,
+        parameters=arguments.parameters,
+        batch=arguments.batch,
+        modes=arguments.mode,
+        iters=arguments.iters,
+        timeout=arguments.timeout,
         json=arguments.json,
         command=command,
     )
@@ -220,5 +263,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = parse(argv)
     if isinstance(settings, CodecSettings):
         codec_session.run(settings)
+    elif isinstance(settings, TrainingSettings):
+        run = TRAINING[settings.benchmark]
+        launch.run(run, settings, ranks=settings.ranks, timeout=settings.timeout)
     else:
         launch.run(session.run, settings, ranks=settings.ranks, timeout=settings.timeout)

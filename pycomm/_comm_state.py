@@ -1,0 +1,352 @@
+"""What a communication hook, or the wrapper, does and remembers from step to step."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._compile import _disable_dynamo
+from torch.autograd import Variable
+from torch.futures import Future
+
+from pycomm._exchange import Plan, Recipe, dense_wire_bytes, make_plan, run_on_stream, run_on_worker
+from pycomm._parameters import Exclude, Parameters
+from pycomm._residuals import FORMAT, Residuals
+from pycomm.collectives import Work
+from pycomm.compression import Compressor, check_whole
+from pycomm.errors import GroupUnusable
+from pycomm.group import Group, default_group
+
+NamedParameters = Iterable[tuple[str, torch.Tensor]]
+
+
+@dataclass
+class _Flight:
+    """An exchange under way."""
+
+    plan: Plan
+    work: Work
+    future: Future[torch.Tensor]
+    buffer: torch.Tensor
+
+    def wire_bytes(self) -> int:
+        """What this rank has moved, or on CUDA, where nobody counts, the most it may have."""
+        return self.work.moved() or self.plan.wire_bytes
+
+
+@dataclass
+class _Step:
+    """What has been seen of a training step."""
+
+    parameters: set[int] = field(default_factory=set)
+    exposed: float = 0.0
+    flights: list[_Flight] = field(default_factory=list)
+    waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+
+
+class CommState:
+    """What a hook, or the wrapper, needs to remember from step to step.
+
+    Args:
+        compressor: of the gradients; None sends them as they are.
+        params: ``model.named_parameters()``. With them, what compression loses is kept by parameter
+            and sent later (error feedback), and stochastic rounding does not depend on buckets.
+        group: by default the default group. All ranks make their states in the same order.
+        exclude: ``exclude(name, parameter)`` says which parameters are sent as they are, in the
+            same exchange; by default those with one dimension or less than 4,096 elements.
+        grad_scaler: the ``torch.amp.GradScaler`` in use: residuals are kept unscaled, and put back
+            when its step has overflowed. Doubles their memory.
+        warmup_steps: so many steps at the beginning are sent as they are.
+        feedback: False keeps no residuals in spite of `params`.
+
+    Attributes:
+        step: how many steps have begun; a step exchanges every parameter once.
+        group: who exchanges.
+
+    Raises:
+        ValueError, TypeError: an argument is not as described.
+    """
+
+    def __init__(
+        self,
+        compressor: Compressor | None = None,
+        params: NamedParameters | None = None,
+        *,
+        group: Group | None = None,
+        exclude: Exclude | None = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
+        warmup_steps: int = 0,
+        feedback: bool = True,
+    ) -> None:
+        _check_options(compressor, group, grad_scaler, warmup_steps)
+        self.compressor = compressor
+        self.step = 0
+        self._parameters = Parameters(params, exclude)
+        self._scaler = grad_scaler
+        self._warmup_steps = warmup_steps
+        self._residuals = self._make_residuals(feedback)
+        self._plans: dict[tuple[int, ...], tuple[tuple[int, int], Plan]] = {}
+        self._flying: dict[int, list[_Flight]] = {}  # by the backward that began them
+        self._now = _Step()
+        self._exposed_before = 0.0
+        self._stream: torch.cuda.Stream | None = None
+        self.group = group if group is not None else default_group()
+        self._tag = self.group._next_tag()
+
+    def start(
+        self, buffer: torch.Tensor, parameters: Sequence[torch.Tensor], backward: int = -1
+    ) -> Future[Any]:
+        """Begins to average a bucket over all ranks, in place; for hooks.
+
+        Args:
+            buffer: flat, on the CPU or a CUDA device: the gradients of `parameters`, one behind the
+                other.
+            parameters: whose gradients they are.
+            backward: what :meth:`finish` will call it.
+
+        Returns:
+            A future of `buffer`; on the CPU it is fulfilled by :meth:`finish`.
+        """
+        if buffer.layout != torch.strided:
+            raise ValueError(f"gradients must be dense, got layout {buffer.layout}")
+        key = (buffer.data_ptr(), *map(id, parameters))
+        seen = self._now.parameters
+        if not seen or not seen.isdisjoint(key[1:]):
+            self._begin_step(buffer.device)
+        plan = self._plan_for(key, buffer, parameters)
+        self._now.parameters.update(key[1:])
+        try:
+            with _named("pycomm::start"):
+                flight = self._launch(plan, buffer)
+        except GroupUnusable:
+            self.finish(backward)  # raises what has made it so
+            raise
+        self._now.flights.append(flight)
+        self._flying.setdefault(backward, []).append(flight)
+        return flight.future
+
+    @_disable_dynamo
+    def start_in_backward(
+        self, buffer: torch.Tensor, parameters: Sequence[torch.Tensor]
+    ) -> Future[Any]:
+        """:meth:`start`, with the running backward waiting in its end.
+
+        Where it has ended already, as in the first iteration of a static graph, this waits.
+        """
+        backward = torch._C._current_graph_task_id()
+        future = self.start(buffer, parameters, backward)
+        if torch._C._current_autograd_node() is None:
+            self.finish(backward)
+        elif len(self._flying[backward]) == 1:
+            Variable._execution_engine.queue_callback(functools.partial(self.finish, backward))
+        return future
+
+    @_disable_dynamo
+    def finish(self, backward: int = -1) -> None:
+        """Waits for what was started under this number; raises what went wrong."""
+        flights = self._flying.pop(backward, [])
+        if not flights:
+            return
+        begin = time.perf_counter()
+        if self._stream is not None:
+            self._time_stream(self._stream)
+        with _named("pycomm::finish"):
+            for flight in flights:
+                flight.work.wait()
+                if flight.future.done():
+                    flight.future.wait()  # on CUDA only the current stream does
+                else:
+                    flight.future.set_result(flight.buffer)
+        self._now.exposed += time.perf_counter() - begin
+
+    def stats(self) -> dict[str, float]:
+        """Numbers for a logger; sizes and times are of the last step.
+
+        Returns:
+            ``steps``; ``bytes_in``: of gradients; ``bytes_wire``: that this rank moved from and to
+            its peers (on CUDA: at most); ``ratio``: how many times as many an uncompressed exchange
+            moves;
+            ``exposed_ms``: that backward waited for exchanges in its end; ``exposed_ms_total``;
+            ``residual_norm``: Euclidean, of what this rank has not sent yet.
+        """
+        self._residuals.settle(self._scale())
+        exposed = self._exposed()
+        flights, ranks = self._now.flights, self.group.size
+        bytes_wire = sum(flight.wire_bytes() for flight in flights)
+        bytes_dense = sum(dense_wire_bytes(flight.buffer.nbytes, ranks) for flight in flights)
+        return {
+            "steps": float(self.step),
+            "bytes_in": float(sum(flight.buffer.nbytes for flight in flights)),
+            "bytes_wire": float(bytes_wire),
+            "ratio": bytes_dense / bytes_wire if bytes_wire else 1.0,
+            "exposed_ms": 1e3 * exposed,
+            "exposed_ms_total": 1e3 * (self._exposed_before + exposed),
+            "residual_norm": self._residuals.norm(),
+        }
+
+    def intervals(self) -> list[tuple[int, float, float]]:
+        """Of the last step's exchanges on the CPU: bytes, begin and end by ``perf_counter``."""
+        return [(f.buffer.nbytes, *f.work.interval()) for f in self._now.flights]
+
+    def residual(self, name: str) -> torch.Tensor:
+        """What this rank has not sent yet of a parameter: fp32, in its shape, unscaled; a view."""
+        self._residuals.settle(self._scale())
+        return self._residuals.find(name)
+
+    def state_dict(self, gathered: bool = False) -> dict[str, Any]:
+        """What must be saved with the model, at the end of a step.
+
+        Args:
+            gathered: collect every rank's on rank 0, for those who save there alone; a collective
+                call, which gives the other ranks an empty dict.
+
+        Returns:
+            This rank's residuals, in copies. Every rank must save its own.
+        """
+        self._residuals.settle(self._scale())
+        kept = {"format": FORMAT, "size": self.group.size, "step": self.step}
+        if not gathered:
+            return kept | {"rank": self.group.rank, "kept": self._residuals.dump()}
+        dumps = self._residuals.gather(self.group)
+        return kept | {"gathered": dumps} if self.group.rank == 0 else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes back what :meth:`state_dict` gave, bit for bit.
+
+        From a gathered one every rank picks its own; if the number of ranks has changed, everyone
+        gets the mean of the old residuals, so that the mean that is still to be sent is the same.
+
+        Raises:
+            ValueError: it is of another model, or of another rank.
+        """
+        if not isinstance(state_dict, dict) or state_dict.get("format") != FORMAT:
+            raise ValueError("state_dict must come from state_dict() of a state of pycomm.hooks")
+        rank, size, saved = self.group.rank, self.group.size, state_dict["size"]
+        if "gathered" in state_dict:
+            dumps = state_dict["gathered"]
+            self._residuals.load([dumps[rank]] if saved == size else dumps)
+        elif (state_dict["rank"], saved) != (rank, size):
+            raise ValueError(
+                f"state_dict must be this rank's own: it is of rank {state_dict['rank']} of "
+                f"{saved}, this is rank {rank} of {size}; a gathered one, "
+                "state_dict(gathered=True), serves every rank and any number of ranks"
+            )
+        else:
+            self._residuals.load([state_dict["kept"]])
+        self.step = state_dict["step"]
+        self._now = _Step()
+
+    def _make_residuals(self, feedback: bool) -> Residuals:
+        compressor, kinds = self.compressor, []
+        if compressor is not None and feedback and self._parameters.known:
+            kinds = ["residual"] + (["velocity"] if compressor.momentum else [])
+        elif compressor is not None and compressor.momentum:
+            raise ValueError(
+                "params must be given, where the compressor has momentum, and feedback"
+            )
+        entries = self._parameters.entries.values() if kinds else ()
+        compressed = [entry for entry in entries if not entry.dense]
+        return Residuals(compressed, kinds, restorable=self._scaler is not None)
+
+    def _begin_step(self, device: torch.device) -> None:
+        if self.step == 0 or not self._plans:
+            self._residuals.to(device)
+        scale = self._scale()
+        self._residuals.settle(scale)
+        self._exposed_before += self._exposed()
+        self._now = _Step()
+        self._flying.clear()  # of backwards that never ended
+        self.step += 1
+        if self.step > self._warmup_steps:
+            self._residuals.begin_step(scale)
+
+    def _plan_for(
+        self, key: tuple[int, ...], buffer: torch.Tensor, parameters: Sequence[torch.Tensor]
+    ) -> Plan:
+        """The bucket's plan; made anew when buckets, the warm-up's phase or the scale change."""
+        step, scale = self.step - 1, self._scale()
+        warm = max(self._warmup_steps, getattr(self.compressor, "warmup_steps", 0))
+        state = (min(step, warm), 0 if scale is None else scale.data_ptr())
+        found = self._plans.get(key)
+        if found is not None and found[0] == state:
+            return found[1]
+        if found is None:  # DDP has new buckets: let go of the old ones' memory
+            for old in [k for k in self._plans if not set(key[1:]).isdisjoint(k[1:])]:
+                del self._plans[old]
+        compressor = self.compressor if step >= self._warmup_steps else None
+        recipe = Recipe(compressor, self._residuals, step, scale, self._tag)
+        plan = make_plan(buffer, self._parameters.of(parameters), recipe, self.group)
+        self._plans[key] = (state, plan)
+        return plan
+
+    def _launch(self, plan: Plan, buffer: torch.Tensor) -> _Flight:
+        step = self.step - 1
+        if buffer.device.type == "cpu":
+            return _Flight(plan, run_on_worker(plan, step, self.group), Future(), buffer)
+        device = buffer.device
+        if self.group._cuda_side(device).shares_device and torch._C._current_graph_task_id() >= 0:
+            raise ValueError(
+                "ranks that are threads must have a GPU each to exchange in backward, got "
+                f"{device} for all: autograd has one thread per device"
+            )
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        future: Future[Any] = Future(devices=[device])
+        with torch.cuda.stream(self._stream):
+            run_on_stream(plan, step, self.group, device)
+            buffer.record_stream(self._stream)
+            future.set_result(buffer)
+        return _Flight(plan, Work(None, (), self.group.check), future, buffer)
+
+    def _scale(self) -> torch.Tensor | None:
+        """The gradients' scale, as a tensor on their device."""
+        if self._scaler is None or not self._scaler.is_enabled():
+            return None
+        scale: torch.Tensor | None = self._scaler._scale  # none before the first loss was scaled
+        return scale
+
+    def _time_stream(self, stream: torch.cuda.Stream) -> None:
+        """Notes where backward and exchanges end, on their streams."""
+        begin: torch.cuda.Event
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record(torch.cuda.current_stream(stream.device))
+        end.record(stream)
+        self._now.waits.append((begin, end))
+
+    def _exposed(self) -> float:
+        """Seconds of this step."""
+        exposed = self._now.exposed
+        for begin, end in self._now.waits:
+            end.synchronize()
+            exposed += max(begin.elapsed_time(end), 0.0) / 1e3
+        return exposed
+
+
+def _named(name: str) -> contextlib.AbstractContextManager[Any]:
+    """A range for the profiler, where one runs: in backward its cost would be felt."""
+    if torch._C._autograd._profiler_enabled():
+        return torch.autograd.profiler.record_function(name)
+    return contextlib.nullcontext()
+
+
+def _check_options(
+    compressor: object, group: object, grad_scaler: object, warmup_steps: int
+) -> None:
+    if compressor is not None and not isinstance(compressor, Compressor):
+        raise TypeError(
+            f"compressor must be pycomm.Int8(), TopK(...), Cast(), Identity() or None, "
+            f"got {compressor!r}"
+        )
+    if group is not None and not isinstance(group, Group):
+        raise TypeError(f"group must be a pycomm.Group, got {group!r}")
+    if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):
+        raise TypeError(f"grad_scaler must be a torch.amp.GradScaler, got {grad_scaler!r}")
+    check_whole("warmup_steps", warmup_steps)
+    if warmup_steps < 0:
+        raise ValueError(f"warmup_steps must not be negative, got {warmup_steps}")

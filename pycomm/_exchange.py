@@ -1,0 +1,196 @@
+"""One bucket's exchange: what is called for its parameters, and what is under way.
+
+A bucket is a flat tensor with the gradients of some parameters, one behind the other. Parameters
+that are compressed have an operation each, so that blocks, selections and owners follow them;
+neighbours that are not share one. All of a bucket's operations are handed over in one call, and the
+group's worker (or on CUDA a stream of its own) runs them while backward goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pycomm import _C
+from pycomm._dtypes import ALGORITHMS, COLLECTIVES, DTYPES, OPS
+from pycomm.collectives import Work
+from pycomm.compression import Compressor, check_compressible
+
+if TYPE_CHECKING:
+    from pycomm._parameters import Entry
+    from pycomm._residuals import Residuals
+    from pycomm.group import Group
+
+_AVG = OPS["avg"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What all exchanges of a state have in common.
+
+    Attributes:
+        compressor: of the parameters that are not dense; None compresses nothing.
+        residuals: what is fed back.
+        step: of the training, from 0.
+        scale: of the gradients, as a tensor beside them; None where they are not scaled.
+        tag: tells these exchanges from others on the group.
+    """
+
+    compressor: Compressor | None
+    residuals: Residuals
+    step: int
+    scale: torch.Tensor | None
+    tag: int
+
+
+@dataclass
+class Plan:
+    """A bucket's operations, made once per layout."""
+
+    calls: list[_C.Call] = field(default_factory=list)
+    parts: list[_Part] = field(default_factory=list)
+    wire_bytes: int = 0
+
+    @cached_property
+    def exchange(self) -> _C.Exchange:
+        """All of them as one."""
+        return _C.Exchange(self.calls)
+
+    @cached_property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All that must live until they have run."""
+        return tuple(tensor for part in self.parts for tensor in (part.tensor, *part.kept))
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What a call is about, for a device."""
+
+    tensor: torch.Tensor
+    codec: _C.Codec | None
+    kept: tuple[torch.Tensor, ...]
+
+
+def make_plan(buffer: torch.Tensor, entries: Sequence[Entry], recipe: Recipe, group: Group) -> Plan:
+    """The operations for a bucket.
+
+    Raises:
+        ValueError: `buffer` is not what the entries' gradients make up.
+    """
+    count = sum(entry.numel for entry in entries)
+    if buffer.numel() != count or not buffer.is_contiguous():
+        raise ValueError(
+            f"a bucket must hold the {count} elements of its parameters one behind the other, "
+            f"got {buffer.numel()}"
+        )
+    plan = Plan()
+    dense: list[Entry] = []  # neighbours
+    begin = end = 0
+    for entry in entries:
+        if recipe.compressor is None or entry.dense or not entry.numel:
+            dense.append(entry)
+            end += entry.numel
+            continue
+        _add_dense(plan, buffer[begin:end], dense, recipe, group)
+        begin, end = end, end + entry.numel
+        _add_compressed(plan, buffer[begin:end], entry, recipe, group)
+        begin, dense = end, []
+    _add_dense(plan, buffer[begin:end], dense, recipe, group)
+    return plan
+
+
+def dense_wire_bytes(nbytes: int, ranks: int) -> int:
+    """Bytes that a rank reads from its peers in an uncompressed two-shot all-reduce."""
+    return 2 * (ranks - 1) * nbytes // ranks
+
+
+def _add_dense(
+    plan: Plan, tensor: torch.Tensor, entries: Sequence[Entry], recipe: Recipe, group: Group
+) -> None:
+    if tensor.numel() == 0:
+        return
+    plan.calls.append(_call(tensor, entries[0], recipe, _C.Codec(0)))
+    plan.parts.append(_Part(tensor, None, ()))
+    plan.wire_bytes += dense_wire_bytes(tensor.nbytes, group.size)
+
+
+def _add_compressed(
+    plan: Plan, tensor: torch.Tensor, entry: Entry, recipe: Recipe, group: Group
+) -> None:
+    compressor, residuals = recipe.compressor, recipe.residuals
+    assert compressor is not None
+    check_compressible(f"gradient of {entry.name or 'a parameter'}", tensor)
+    codec = compressor.codec(entry.numel, tensor.dtype, recipe.step)
+    kept: dict[str, torch.Tensor] = {}
+    for kind in residuals.kinds:
+        kept[kind] = residuals.of(entry, kind)
+        before = residuals.before(entry, kind)
+        if before is not None:
+            kept[f"{kind}_before"] = before
+    pointers = {name: part.data_ptr() for name, part in kept.items()}
+    if recipe.scale is not None:
+        pointers["scale"] = recipe.scale.data_ptr()
+    plan.calls.append(
+        _call(
+            tensor,
+            entry,
+            recipe,
+            codec,
+            momentum=compressor.momentum,
+            seed=compressor.seed,
+            hold_unused=True,
+            **pointers,
+        )
+    )
+    plan.parts.append(_Part(tensor, codec, tuple(kept.values())))
+    plan.wire_bytes += compressor.wire_bytes(
+        entry.numel, group.size, tensor.dtype, step=recipe.step
+    )
+
+
+def _call(
+    tensor: torch.Tensor, first: Entry, recipe: Recipe, codec: _C.Codec, **options: Any
+) -> _C.Call:
+    """An average in place, in rank order; ranks compare tag and place in the model."""
+    defaults = {"residual": 0, "velocity": 0, "momentum": 0.0, "seed": 0}
+    return _C.Call(
+        algorithm=ALGORITHMS["auto"],
+        dtype=DTYPES[tensor.dtype],
+        op=_AVG,
+        count=tensor.numel(),
+        input=tensor.data_ptr(),
+        output=tensor.data_ptr(),
+        codec=codec,
+        step=0,
+        offset=first.first,
+        tag=recipe.tag,
+        **(defaults | options),
+    )
+
+
+def run_on_worker(plan: Plan, step: int, group: Group) -> Work:
+    """Hands a bucket to the group's worker."""
+    return Work(plan.exchange.submit(group._core, step), plan.tensors, _nothing)
+
+
+def run_on_stream(plan: Plan, step: int, group: Group, device: torch.device) -> None:
+    """Enqueues a bucket on the current stream."""
+    side = group._cuda_side(device)
+    for call, part in zip(plan.calls, plan.parts, strict=True):
+        tensor = part.tensor
+        if part.codec is None:
+            side.run(
+                COLLECTIVES["all_reduce"], ALGORITHMS["auto"], _AVG, 0, tensor.numel(), tensor,
+                tensor,
+            )  # fmt: skip
+        else:
+            call.set_step(step)
+            side.run_compressed(call, part.codec, tensor.numel(), (tensor, *part.kept), None)
+
+
+def _nothing() -> None:
+    """There is nothing to put anywhere: results are in place."""

@@ -1,0 +1,145 @@
+"""A model's parameters, as an exchange sees them: what each is called, and where it stands.
+
+Blocks, owners and random bits of a parameter follow its place in the model and nothing else, so
+that results do not depend on how gradients are packed into buckets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+# A multiple of every block.
+_ALIGNMENT = 4096
+_SMALL = 4096
+_WRAPPERS = ("module", "_orig_mod")
+
+Exclude = Callable[[str, torch.Tensor], bool]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parameter.
+
+    Attributes:
+        name: without the prefixes of wrappers; empty where names are not known.
+        shape: the parameter's.
+        strides: of its gradient in a bucket: the parameter's own where those are dense.
+        first: index of its first element in the whole model.
+        dense: whether it is sent uncompressed.
+    """
+
+    name: str
+    shape: torch.Size
+    strides: tuple[int, ...]
+    first: int
+    dense: bool
+
+    @property
+    def numel(self) -> int:
+        """How many elements."""
+        return self.shape.numel()
+
+    def view(self, part: torch.Tensor) -> torch.Tensor:
+        """A flat piece of a bucket's layout, in the parameter's shape."""
+        return part.as_strided(self.shape, self.strides)
+
+
+class Parameters:
+    """The parameters of a model that get gradients, in the model's order.
+
+    Args:
+        params: ``model.named_parameters()``; None where names do not matter.
+        exclude: says what is sent dense; by default what has one dimension or less than 4,096
+            elements.
+
+    Attributes:
+        entries: by the parameter's id. Parameters live as long as this does.
+    """
+
+    def __init__(
+        self, params: Iterable[tuple[str, torch.Tensor]] | None, exclude: Exclude | None
+    ) -> None:
+        if exclude is not None and not callable(exclude):
+            raise TypeError(f"exclude must be a function of name and parameter, got {exclude!r}")
+        if exclude is not None and params is None:
+            raise ValueError("exclude must come with params: it is asked by name")
+        self.known = params is not None
+        self._exclude = exclude if exclude is not None else is_small
+        self._kept: list[torch.Tensor] = []
+        self.entries: dict[int, Entry] = {}
+        first = 0
+        for name, parameter in () if params is None else _checked(params):
+            entry = self._add(name, parameter, first)
+            first += -(-entry.numel // _ALIGNMENT) * _ALIGNMENT
+
+    def __getitem__(self, parameter: torch.Tensor) -> Entry:
+        entry = self.entries.get(id(parameter))
+        if entry is not None:
+            return entry
+        if self.known:
+            raise ValueError(
+                f"params must name every parameter that is exchanged; one of shape "
+                f"{tuple(parameter.shape)} is not among them: pass model.named_parameters() of the "
+                "model whose gradients these are"
+            )
+        return self._add("", parameter, 0)
+
+    def of(self, parameters: Sequence[torch.Tensor]) -> list[Entry]:
+        """Their entries."""
+        return [self[parameter] for parameter in parameters]
+
+    def _add(self, name: str, parameter: torch.Tensor, first: int) -> Entry:
+        dense = bool(self._exclude(name, parameter))
+        entry = Entry(name, parameter.shape, dense_strides(parameter), first, dense)
+        self._kept.append(parameter)
+        self.entries[id(parameter)] = entry
+        return entry
+
+
+def dense_strides(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Those of a gradient that fills a flat piece of memory, in the parameter's memory format."""
+    outer_first = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
+    if parameter.permute(outer_first).is_contiguous():
+        return parameter.stride()
+    return torch.empty(parameter.shape, device="meta").stride()
+
+
+def is_small(name: str, parameter: torch.Tensor) -> bool:  # noqa: ARG001 - an Exclude
+    """Whether compressing it would not pay: biases, norms, and whatever is tiny."""
+    return parameter.dim() <= 1 or parameter.numel() < _SMALL
+
+
+def _checked(params: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    """Those that get gradients, under names without wrappers' prefixes."""
+    named = []
+    for item in params if isinstance(params, Iterable) else (params,):
+        if (
+            not isinstance(item, tuple)
+            or len(item) != 2
+            or not isinstance(item[0], str)
+            or not isinstance(item[1], torch.Tensor)
+        ):
+            raise TypeError(
+                f"params must be pairs of name and parameter, as model.named_parameters() gives "
+                f"them, got {type(item).__name__}"
+            )
+        if item[1].requires_grad:
+            named.append((_bare(item[0]), item[1]))
+    names = [name for name, _ in named]
+    if len(set(names)) != len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"params must have names of their own, got {twice!r} twice")
+    if not named:
+        raise ValueError("params must hold a parameter that requires grad, got none")
+    return named
+
+
+def _bare(name: str) -> str:
+    """Without what DistributedDataParallel and torch.compile put in front."""
+    words = name.split(".")
+    while words[0] in _WRAPPERS and len(words) > 1:
+        words = words[1:]
+    return ".".join(word for word in words if word != "_orig_mod")

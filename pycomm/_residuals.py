@@ -1,0 +1,159 @@
+"""What compression has not sent yet, kept by parameter; saved, restored, and put back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pycomm.collectives import broadcast
+
+if TYPE_CHECKING:
+    from pycomm._parameters import Entry
+    from pycomm.group import Group
+
+_LINE = 16  # elements
+FORMAT = 1
+
+
+class Residuals:
+    """One fp32 tensor per kind ("residual", with momentum also "velocity"), all parameters in it.
+
+    A parameter's part lies where it lies whatever the buckets, so that nothing needs moving when
+    they change.
+
+    Args:
+        entries: the parameters that are compressed.
+        kinds: what to keep.
+        restorable: keep what was there before a step, too.
+    """
+
+    def __init__(self, entries: Iterable[Entry], kinds: Sequence[str], restorable: bool) -> None:
+        self._entries = {entry.name: entry for entry in entries}
+        self._begin: dict[str, int] = {}
+        count = 0
+        for entry in self._entries.values():
+            self._begin[entry.name] = count
+            count += -(-entry.numel // _LINE) * _LINE
+        self._flat = {kind: torch.zeros(count) for kind in kinds}
+        self._before = {kind: torch.zeros(count if restorable else 0) for kind in kinds}
+        self._scale: torch.Tensor | None = None  # of the step that may have to be put back
+
+    def __bool__(self) -> bool:
+        return bool(self._flat)
+
+    @property
+    def kinds(self) -> list[str]:
+        """What is kept."""
+        return list(self._flat)
+
+    def to(self, device: torch.device) -> None:
+        """Moves everything, before its first use."""
+        for tensors in (self._flat, self._before):
+            for kind, tensor in tensors.items():
+                tensors[kind] = tensor.to(device)
+
+    def of(self, entry: Entry, kind: str) -> torch.Tensor:
+        """A parameter's part, flat."""
+        return self._part(self._flat[kind], entry)
+
+    def before(self, entry: Entry, kind: str) -> torch.Tensor | None:
+        """Where its part goes before a step; None where nothing is restorable."""
+        whole = self._before[kind]
+        return self._part(whole, entry) if whole.numel() else None
+
+    def find(self, name: str, kind: str = "residual") -> torch.Tensor:
+        """A parameter's part by name, in the parameter's shape."""
+        if kind not in self._flat or name not in self._entries:
+            raise ValueError(
+                f"name must be that of a parameter with a {kind}, one of {list(self._begin)}, "
+                f"got {name!r}"
+            )
+        entry = self._entries[name]
+        return entry.view(self.of(entry, kind))
+
+    def norm(self) -> float:
+        """The Euclidean norm of all residuals."""
+        if "residual" not in self._flat:
+            return 0.0
+        return float(torch.linalg.vector_norm(self._flat["residual"], dtype=torch.float64))
+
+    def begin_step(self, scale: torch.Tensor | None) -> None:
+        """Notes at what scale gradients are exchanged; :meth:`settle` needs to know."""
+        if self and scale is not None:
+            self._scale = scale.clone()
+
+    def settle(self, scale: torch.Tensor | None) -> None:
+        """Puts everything back if the step before has overflowed, which has made the scale smaller.
+
+        An optimizer has then skipped the step, so what was sent has gone nowhere. As long as the
+        scale has not changed it may still do so. On a CUDA device nobody waits for the answer.
+        """
+        noted = self._scale
+        if noted is None or scale is None:
+            return
+        if noted.device.type == "cpu":
+            if float(scale) < float(noted):
+                self._scale = None
+                for kind, before in self._before.items():
+                    self._flat[kind].copy_(before)
+            return
+        for kind, before in self._before.items():
+            flat = self._flat[kind]
+            torch.where(scale < noted, before, flat, out=flat)
+
+    def dump(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Copies by kind and name, in the parameters' shapes."""
+        return {kind: self._split(flat) for kind, flat in self._flat.items()}
+
+    def gather(self, group: Group) -> list[dict[str, dict[str, torch.Tensor]]]:
+        """Every rank's :meth:`dump`, on rank 0; elsewhere nothing. A collective call."""
+        everyone: list[dict[str, dict[str, torch.Tensor]]] = []
+        for rank in range(group.size):
+            dumped = {}
+            for kind, flat in self._flat.items():
+                theirs = flat.clone() if rank == group.rank else torch.empty_like(flat)
+                broadcast(theirs, rank, group=group)
+                if group.rank == 0:
+                    dumped[kind] = self._split(theirs)
+            everyone.append(dumped)
+        return everyone if group.rank == 0 else []
+
+    def load(self, dumps: Sequence[dict[str, Any]]) -> None:
+        """Takes the mean of some dumps, in their order; of one, its bits."""
+        for dump in dumps:
+            self._check(dump)
+        for kind in self._flat:
+            for name in self._entries:
+                part = self.find(name, kind)
+                part.copy_(dumps[0][kind][name])
+                for other in dumps[1:]:
+                    part.add_(other[kind][name].to(part.device))
+                if len(dumps) > 1:
+                    part.div_(len(dumps))
+        self._scale = None
+
+    def _part(self, whole: torch.Tensor, entry: Entry) -> torch.Tensor:
+        begin = self._begin[entry.name]
+        return whole[begin : begin + entry.numel]
+
+    def _split(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {
+            name: entry.view(self._part(flat, entry)).clone()
+            for name, entry in self._entries.items()
+        }
+
+    def _check(self, dump: dict[str, Any]) -> None:
+        """Refuses what was saved for another model, or by a state of another kind."""
+        for kind in self._flat:
+            if kind not in dump:
+                raise ValueError(f"state_dict must hold a {kind} for every parameter, got none")
+            shapes = {name: tuple(tensor.shape) for name, tensor in dump[kind].items()}
+            wanted = {name: tuple(entry.shape) for name, entry in self._entries.items()}
+            for name in wanted.keys() | shapes.keys():
+                if wanted.get(name) != shapes.get(name):
+                    raise ValueError(
+                        f"state_dict must be of this model: {kind} of {name!r} has shape "
+                        f"{shapes.get(name, 'none')}, the parameter {wanted.get(name, 'none')}"
+                    )

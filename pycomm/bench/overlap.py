@@ -1,0 +1,172 @@
+"""How much of the exchange backward hides: ``python -m pycomm.bench overlap``.
+
+Where ranks have a core each, an exchange through memory takes from backward what it needs of the
+core, and nothing can be hidden. So the exchange gets a link: one that takes as long as backward
+does, and costs no core anything. What a step takes longer than its computation is exposed.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import pycomm
+from pycomm._exchange import Plan
+from pycomm.bench import measure, report
+from pycomm.bench.contestants import Prepared
+from pycomm.bench.training import TrainingSettings, begin, count_parameters, count_wrong, make
+from pycomm.collectives import Work
+from pycomm.hooks import CommState
+
+ALONE = {"ddp": "idle", "wrapper": "plain"}  # what computes the same without any exchange
+
+
+class Link:
+    """Lets the exchanges of a state end no sooner than a link of a given rate could carry them.
+
+    Attributes:
+        seconds_per_byte: its rate, inverted; at first it carries everything at once.
+        buckets: what was exchanged in the last step.
+    """
+
+    def __init__(self, state: CommState) -> None:
+        self.seconds_per_byte = 0.0
+        self.buckets: list[tuple[Plan, torch.Tensor]] = []
+        self._state, self._step, self._free = state, state.step, 0.0
+        self._launch = state._launch
+        state._launch = self._send  # type: ignore[method-assign]
+
+    def exchange(self) -> None:
+        """What a step exchanges, without the step."""
+        for flight in [self._carry(*bucket) for bucket in self.buckets]:
+            flight.work.wait()
+
+    def _send(self, plan: Plan, buffer: torch.Tensor) -> Any:
+        if self._state.step != self._step:
+            self._step, self.buckets = self._state.step, []
+        self.buckets.append((plan, buffer))
+        return self._carry(plan, buffer)
+
+    def _carry(self, plan: Plan, buffer: torch.Tensor) -> Any:
+        flight = self._launch(plan, buffer)
+        taken = plan.wire_bytes * self.seconds_per_byte
+        self._free = max(time.perf_counter(), self._free) + taken
+        flight.work = _Carried(flight.work, self._free)
+        return flight
+
+
+class _Carried(Work):
+    """An exchange whose bytes arrive at a given time."""
+
+    def __init__(self, work: Work, arrival: float) -> None:
+        super().__init__(None, (), work.wait)
+        self._arrival = arrival
+
+    def wait(self) -> None:
+        time.sleep(max(self._arrival - time.perf_counter(), 0.0))
+        super().wait()
+
+
+@dataclass(frozen=True)
+class OverlapRow:
+    """What became of one mode; the keys of the JSON file.
+
+    Attributes:
+        bytes: of gradients, per step.
+        compute_us: a step without any exchange.
+        backward_us: its backward.
+        communication_us: what the step exchanges, through the same link, without the step.
+        step_us: a step with it.
+        exposed_us: what the step takes longer than its computation.
+        exposed_percent: of the communication.
+        call_mean_us: that handing over a bucket keeps backward: under DDP, the whole hook.
+        call_p50_us: the median of that.
+        wrong: gradients, over all ranks.
+    """
+
+    mode: str
+    ranks: int
+    parameters: int
+    bytes: int
+    buckets: int
+    iterations: int
+    compute_us: float
+    backward_us: float
+    communication_us: float
+    step_us: float
+    exposed_us: float
+    exposed_percent: float
+    call_mean_us: float
+    call_p50_us: float
+    wrong: int
+
+
+HEADER = """\
+#    mode  parameters  buckets    compute   backward  communication       step  exposed         hand-over  #wrong
+#                                    (ms)       (ms)           (ms)       (ms)      (%)  mean (us)   p50"""  # noqa: E501
+
+
+def format_row(row: OverlapRow) -> str:
+    """A line of the table."""
+    return (
+        f"{row.mode:>9} {row.parameters:11} {row.buckets:8} {row.compute_us / 1e3:10.1f} "
+        f"{row.backward_us / 1e3:10.1f} {row.communication_us / 1e3:14.1f} "
+        f"{row.step_us / 1e3:10.1f} {row.exposed_percent:8.1f} "
+        f"{row.call_mean_us:10.1f} {row.call_p50_us:5.1f} {row.wrong:>7}"
+    )
+
+
+def run(settings: TrainingSettings) -> None:
+    """Measures every mode that the settings ask for; rank 0 prints and writes."""
+    with pycomm.init(timeout=settings.timeout) as group:
+        meta = begin(settings, group, HEADER)
+        rows = []
+        for mode in settings.modes:
+            rows.append(_measure(mode, settings, group))
+            if group.rank == 0:
+                print(format_row(rows[-1]), flush=True)
+    if settings.json is not None and group.rank == 0:
+        report.write_json(settings.json, meta, map(asdict, rows))
+
+
+def _measure(mode: str, settings: TrainingSettings, group: pycomm.Group) -> OverlapRow:
+    alone, trainee = (make(name, settings, group) for name in (ALONE[mode], mode))
+    assert trainee.state is not None
+    wrong = count_wrong(trainee, alone)
+    link = Link(trainee.state)
+    trainee.step()  # tells the link of the buckets
+    link.seconds_per_byte = _slowest(alone.backwards[1:]) / trainee.state.stats()["bytes_wire"]
+    trainee.calls.clear()
+    exchange = Prepared(alone.rows, alone.rows, link.exchange)
+    runs = [alone.prepared(), exchange, trainee.prepared()]
+    compute, communication, step = measure.interleave(group, runs, settings.iters)
+    exposed_us = step.time_us - compute.time_us
+    return OverlapRow(
+        mode=mode,
+        ranks=group.size,
+        parameters=count_parameters(trainee),
+        bytes=int(trainee.state.stats()["bytes_in"]),
+        buckets=len(link.buckets),
+        iterations=step.iterations,
+        compute_us=round(compute.time_us, 1),
+        backward_us=round(1e6 * _slowest(alone.backwards), 1),
+        communication_us=round(communication.time_us, 1),
+        step_us=round(step.time_us, 1),
+        exposed_us=round(exposed_us, 1),
+        exposed_percent=round(100 * exposed_us / communication.time_us, 1),
+        call_mean_us=round(1e6 * statistics.fmean(trainee.calls), 1),
+        call_p50_us=round(1e6 * statistics.median(trainee.calls), 1),
+        wrong=wrong,
+    )
+
+
+def _slowest(seconds: list[float]) -> float:
+    """The slowest rank's median: the same on every rank."""
+    median = torch.tensor(statistics.median(seconds))
+    dist.all_reduce(median, dist.ReduceOp.MAX)
+    return float(median)

@@ -1,0 +1,373 @@
+"""A data-parallel wrapper of a module, with the exchange overlapping backward.
+
+Gradients lie in flat buckets in the group's shared window, so that they are reduced where backward
+leaves them. A bucket's exchange starts when its last gradient is there, and backward goes on
+meanwhile. In which order gradients come is learned in the first backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import weakref
+from collections.abc import Container, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._compile import _disable_dynamo as not_compiled
+from torch.autograd import Variable
+from torch.autograd.graph import Node
+from torch.utils import _pytree as pytree
+
+from pycomm._buckets import Bucket, Slab, partition
+from pycomm._comm_state import CommState
+from pycomm._parameters import Exclude
+from pycomm.collectives import Work, all_reduce, broadcast
+from pycomm.compression import Compressor
+from pycomm.group import Group
+
+_MIB = 1 << 20
+
+
+class DataParallel(nn.Module):
+    """Runs a module on every rank and averages its gradients in backward.
+
+    .. code-block:: python
+
+        model = pycomm.DataParallel(model, compression=pycomm.Int8())
+
+    All ranks begin with rank 0's parameters and buffers. Works among processes and among the
+    threads of a :class:`pycomm.LocalWorld`, each with a module of its own.
+
+    Args:
+        module: what to train.
+        compression: a compressor for the gradients, or None.
+        bucket_mb: the most MiB in a bucket; models of less than 16 such have smaller ones.
+        group: by default the default group.
+        feedback: keep what compression loses, and send it later.
+        exclude: see :class:`pycomm.hooks.CommState`.
+        grad_scaler: see :class:`pycomm.hooks.CommState`.
+        warmup_steps: see :class:`pycomm.hooks.CommState`.
+        broadcast_buffers: give everyone rank 0's buffers before every forward with gradients.
+
+    Attributes:
+        module: what was wrapped; ``state_dict`` and ``load_state_dict`` are its own.
+        comm_state: statistics, and residuals to save; see :class:`pycomm.hooks.CommState`.
+
+    Raises:
+        ValueError, TypeError: an argument is not as described.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        compression: Compressor | None = None,
+        bucket_mb: float = 25,
+        group: Group | None = None,
+        feedback: bool = True,
+        exclude: Exclude | None = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
+        warmup_steps: int = 0,
+        broadcast_buffers: bool = True,
+    ) -> None:
+        super().__init__()
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+        if not bucket_mb > 0:
+            raise ValueError(f"bucket_mb must be positive, got {bucket_mb}")
+        self.module = module
+        self.comm_state = CommState(
+            compression,
+            module.named_parameters(),
+            group=group,
+            exclude=exclude,
+            grad_scaler=grad_scaler,
+            warmup_steps=warmup_steps,
+            feedback=feedback,
+        )
+        self._broadcast_buffers = broadcast_buffers
+        self._parameters_in_order = [p for p in module.parameters() if p.requires_grad][::-1]
+        self._broadcast([*module.parameters(), *module.buffers()], 0)
+        self._slab = Slab(self._parameters_in_order, bucket_mb * _MIB, self._group)
+        self._buckets: list[Bucket] = []
+        self._bucket_of: dict[int, Bucket] = {}
+        self._lay_out()
+        self._ready: list[torch.Tensor] | None = []  # in the order of the first backward
+        self._syncing = True
+        self._in_backward = False
+        self._next = 0  # bucket to be exchanged
+        self._weighing: _Weighing | None = None
+        self._joined_steps: int | None = None  # none outside of join()
+        me = weakref.ref(self)
+        for parameter in self._parameters_in_order:
+            arrived = functools.partial(_arrived, me)
+            parameter.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_insert_prefix)  # type: ignore[no-untyped-call]
+
+    def forward(self, *args: Any, weight: float | None = None, **kwargs: Any) -> Any:
+        """The module's forward.
+
+        Args:
+            args: for the module.
+            weight: how much this rank's gradients count in the mean, for batches of different
+                sizes: sum(weight * gradient) / sum(weight). On all ranks or none.
+            kwargs: for the module.
+        """
+        training = torch.is_grad_enabled()
+        if training:
+            self._prepare(weight)
+        outputs = self.module(*args, **kwargs)
+        if training and self._syncing:
+            self._watch(outputs)
+        return outputs
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards in here (their forwards, too) only add up gradients; the next one exchanges."""
+        before, self._syncing = self._syncing, False
+        try:
+            yield
+        finally:
+            self._syncing = before
+
+    @contextlib.contextmanager
+    def join(self) -> Iterator[None]:
+        """Around a training loop: ranks may have different numbers of batches.
+
+        One that has run out takes part in the others' exchanges without counting in the mean. In
+        the end all have the parameters and buffers of a rank that was the last to stop; buffers are
+        not exchanged before, and optimizers' states not at all.
+        """
+        self._joined_steps = 0
+        try:
+            yield
+            while self._prepare(0.0, active=False):
+                self._reset()
+                self._exchange_nothing()
+            last = torch.tensor([self._joined_steps * self._group.size + self._group.rank])
+            all_reduce(last, "max", group=self._group)
+            source = int(last) % self._group.size
+            self._broadcast([*self.module.parameters(), *self.module.buffers()], source)
+        finally:
+            self._joined_steps = self._weighing = None
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Loads into the module."""
+        return self.module.load_state_dict(*args, **kwargs)
+
+    @property
+    def _group(self) -> Group:
+        return self.comm_state.group
+
+    @not_compiled
+    def _prepare(self, weight: float | None, active: bool = True) -> bool:
+        """Before a forward with gradients, or instead of one; whether any rank still goes on."""
+        if self._in_backward and torch._C._current_graph_task_id() < 0:
+            self._exchange_nothing()  # backward has raised, and others may be waiting
+        if not self._syncing:
+            return True
+        self._weighing = None
+        if weight is not None or self._joined_steps is not None:
+            self._weighing = _Weighing(1.0 if weight is None else weight, active, self._group)
+        if self._weighing is not None and self._joined_steps is not None:
+            self._joined_steps += active
+            return self._weighing.active_ranks() > 0
+        if self._broadcast_buffers:
+            self._broadcast(list(self.module.buffers()), 0)
+        return True
+
+    @not_compiled
+    def _watch(self, outputs: Any) -> None:
+        """Has the backward that begins at these tensors end with the exchange."""
+        began = functools.partial(_began, weakref.ref(self))
+        for output in _tensors_in(outputs):
+            if output.grad_fn is not None:
+                output.register_hook(began)  # type: ignore[no-untyped-call]
+
+    def _begin_backward(self, first: Node | None = None) -> None:
+        if self._in_backward or not self._syncing:
+            return
+        self._reset()
+        end = functools.partial(self._end_backward, first)
+        Variable._execution_engine.queue_callback(end)
+
+    def _reset(self) -> None:
+        self._in_backward = True
+        self._next = 0
+        for bucket in self._buckets:
+            bucket.reset()
+
+    def _arrive(self, parameter: torch.Tensor) -> None:
+        """A gradient has been accumulated."""
+        if not self._syncing:
+            return
+        self._begin_backward()
+        if self._ready is not None:
+            self._ready.append(parameter)
+        bucket = self._bucket_of[id(parameter)]
+        if bucket.sent:
+            raise RuntimeError(
+                f"gradient of a parameter of shape {tuple(parameter.shape)} came again after it "
+                "had been sent: the parameter is used in several reentrant checkpoints; call "
+                "torch.utils.checkpoint.checkpoint with use_reentrant=False"
+            )
+        bucket.put(parameter)
+        self._start_full()
+
+    def _start_full(self) -> None:
+        """Starts what is complete, always in the same order."""
+        while self._next < len(self._buckets) and not self._buckets[self._next].waiting:
+            bucket = self._buckets[self._next]
+            if self._weighing is not None:
+                self._weighing.scale(bucket.flat)
+            self.comm_state.start(bucket.flat, bucket.parameters)
+            bucket.sent = True
+            self._next += 1
+
+    @not_compiled
+    def _end_backward(self, first: Node | None) -> None:
+        """Backward is through; `first` is where it entered the module, if it began in outputs."""
+        arrived = any(bucket.arrived for bucket in self._buckets)
+        if not arrived and first is not None and _leads_to(first, self._bucket_of):
+            self._in_backward = False  # torch.autograd.grad for something else
+        else:
+            self._exchange_rest()
+
+    def _exchange_rest(self) -> None:
+        """Sends what has not been sent, with zeros for what was not used, and waits."""
+        self._in_backward = False
+        unused = [parameter for bucket in self._buckets for parameter in bucket.complete()]
+        self._start_full()
+        self.comm_state.finish()
+        for parameter in self._used_elsewhere(unused):
+            if parameter.grad is None:
+                self._bucket_of[id(parameter)].adopt(parameter)
+        if self._ready is not None:
+            self._learn_order(self._ready)
+            self._ready = None
+
+    def _exchange_nothing(self) -> None:
+        """Sends zeros instead of what has not been sent, and forgets the result."""
+        self._weighing = None
+        self._drop_gradients()
+        self._exchange_rest()
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        for parameter in self._parameters_in_order:
+            parameter.grad = None
+
+    def _used_elsewhere(self, unused: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Which of the parameters that were not used here some other rank has used."""
+        without = set(map(id, unused))
+        used = torch.tensor([id(p) not in without for p in self._parameters_in_order]).byte()
+        all_reduce(used, "max", group=self._group)
+        anywhere = zip(self._parameters_in_order, used.tolist(), strict=True)
+        return [p for p, is_used in anywhere if is_used and id(p) in without]
+
+    def _learn_order(self, ready: Sequence[torch.Tensor]) -> None:
+        """Lays buckets out in rank 0's order of the first backward."""
+        index = {id(p): i for i, p in enumerate(self._parameters_in_order)}
+        seen = list(dict.fromkeys(index[id(parameter)] for parameter in ready))
+        order = torch.tensor([*seen, *sorted(set(index.values()) - set(seen))])
+        broadcast(order, 0, group=self._group)
+        self._parameters_in_order = [self._parameters_in_order[i] for i in order.tolist()]
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        """Makes new buckets, and moves gradients there."""
+        kept = [(p, p.grad.clone()) for p in self._parameters_in_order if p.grad is not None]
+        self._buckets = self._slab.cut(self._parameters_in_order)
+        self._bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
+        for parameter, gradient in kept:
+            parameter.grad = gradient
+            self._bucket_of[id(parameter)].put(parameter)
+
+    def _broadcast(self, tensors: Sequence[torch.Tensor], source: int) -> None:
+        """Gives everyone one rank's tensors, many small ones at a time."""
+        for members in partition((tensor.data for tensor in tensors), _MIB):
+            flat = torch.cat([member.reshape(-1) for member in members])
+            broadcast(flat.view(torch.uint8), source, group=self._group)
+            begin = 0
+            for member in members if self._group.rank != source else ():
+                end = begin + member.numel()
+                member.copy_(flat[begin:end].view(member.shape))
+                begin = end
+
+
+class _Weighing:
+    """The sum of all ranks' weights, on its way."""
+
+    def __init__(self, weight: float, active: bool, group: Group) -> None:
+        if not (weight >= 0 and math.isfinite(weight)):
+            raise ValueError(f"weight must be finite and not negative, got {weight}")
+        self._weight = float(weight)
+        self._size = group.size
+        self._sums = torch.tensor([self._weight, active], dtype=torch.float64)
+        self._work: Work = all_reduce(self._sums, "sum", group=group, async_op=True)
+
+    def active_ranks(self) -> int:
+        """How many have not run out of batches."""
+        self._work.wait()
+        return int(self._sums[1])
+
+    def scale(self, gradients: torch.Tensor) -> None:
+        """Makes a plain mean a weighted one. What has no weight may be infinite, or no number."""
+        self._work.wait()
+        total = float(self._sums[0])
+        if total == 0:
+            raise ValueError("weight must be positive on some rank, got 0 on all")
+        if self._weight == 0:
+            gradients.zero_()
+        else:
+            gradients.mul_(self._weight * self._size / total)
+
+
+@not_compiled
+def _arrived(model: weakref.ref[DataParallel], parameter: torch.Tensor) -> None:
+    if (alive := model()) is not None:
+        alive._arrive(parameter)
+
+
+@not_compiled
+def _began(model: weakref.ref[DataParallel], gradient: torch.Tensor) -> None:  # noqa: ARG001
+    if (alive := model()) is not None:
+        alive._begin_backward(torch._C._current_autograd_node())
+
+
+def _tensors_in(outputs: Any) -> Iterator[torch.Tensor]:
+    for leaf in pytree.tree_leaves(outputs):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif dataclasses.is_dataclass(leaf):
+            yield from _tensors_in([getattr(leaf, f.name) for f in dataclasses.fields(leaf)])
+
+
+def _leads_to(node: Node, parameters: Container[int]) -> bool:
+    """Whether a gradient that enters the graph here could get to one of these."""
+    seen: set[Node] = set()
+    ahead = [node]
+    while ahead:
+        node = ahead.pop()
+        if id(getattr(node, "variable", None)) in parameters:
+            return True
+        if node not in seen:
+            seen.add(node)
+            ahead += [following for following, _ in node.next_functions if following is not None]
+    return False
+
+
+def _insert_prefix(
+    _module: nn.Module, state_dict: dict[str, Any], prefix: str, *_details: Any
+) -> None:
+    """Where the wrapper is part of another module, which loads its children by their names."""
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        state_dict[f"{prefix}module.{key.removeprefix(prefix)}"] = state_dict.pop(key)
