@@ -307,13 +307,14 @@ class Regions:
     count: int
     size: int
     k: int
+    offset: int = 0
 
     def owner(self, index: np.ndarray) -> np.ndarray:
-        return index // CHUNK % self.size
+        return (index // CHUNK + self.offset // CHUNK) % self.size
 
     def elements(self, owner: int) -> int:
         lengths = [min(CHUNK, self.count - b) for b in range(0, self.count, CHUNK)]
-        return sum(lengths[owner :: self.size])
+        return sum(lengths[(owner - self.offset // CHUNK) % self.size :: self.size])
 
     def share(self, owner: int) -> int:
         return -(-self.k * self.elements(owner) // self.count) if self.count else 0
@@ -330,10 +331,11 @@ def top_k(
     residuals: list[np.ndarray] | None = None,
     velocities: list[np.ndarray] | None = None,
     momentum: float = 0.0,
+    offset: int = 0,
 ) -> torch.Tensor:
     """Two-shot: ranks send what they select to its owner, who sends what it selects of the sums."""
     size, count, dtype = len(inputs), inputs[0].numel(), inputs[0].dtype
-    regions = Regions(count, size, k)
+    regions = Regions(count, size, k, offset)
     divisor = np.float32(size if op == "avg" else 1)
     sums = np.zeros(count, np.float32)
     for rank, x in enumerate(inputs):

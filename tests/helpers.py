@@ -24,7 +24,9 @@ import pycomm
 
 # One clean process has imported torch and forks the others: a rank starts in milliseconds.
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "pycomm", "numpy"])
+CONTEXT.set_forkserver_preload(
+    ["torch", "torch.distributed", "torch._dynamo", "pycomm", "numpy"]  # DDP takes in dynamo
+)
 
 LIMIT = 90.0  # seconds that a set of processes may take
 

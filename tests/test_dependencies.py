@@ -63,8 +63,10 @@ PYTHON_LAYERS = [
     {"_plan", "_rendezvous", "_cuda", "compression"},
     {"group", "_names"},
     {"collectives"},
-    {"compressed"},
-    {"compressed_ops"},
+    {"compressed", "_parameters", "_residuals"},
+    {"compressed_ops", "_exchange", "_buckets"},
+    {"_comm_state"},
+    {"hooks", "data_parallel"},
     {"__init__"},
     {"collect_env", "bench"},
 ]

@@ -1,0 +1,303 @@
+"""pycomm.DataParallel when things go wrong: refusals, errors in backward, death, and its end."""
+
+import functools
+import gc
+import os
+import signal
+import time
+import weakref
+
+import ddp
+import golden
+import helpers
+import pytest
+import torch
+import wrapped
+from torch import nn
+from wrapped import TINY
+
+import pycomm
+
+
+def make(options):
+    with pycomm.LocalWorld(1) as world:
+        options = {"module": nn.Linear(3, 3), "group": world.groups[0], **options}
+        return pycomm.DataParallel(options.pop("module"), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bucket_mb": 0}, "bucket_mb must be positive, got 0"),
+        ({"bucket_mb": float("nan")}, "bucket_mb must be positive, got nan"),
+        ({"warmup_steps": -1}, "warmup_steps must not be negative, got -1"),
+        ({"module": nn.ReLU()}, "must hold a parameter that requires grad"),
+        ({"module": nn.Linear(2, 2).requires_grad_(False)}, "must hold a parameter that requires"),
+        ({"compression": pycomm.TopK(0.1, momentum=0.5), "feedback": False}, "momentum"),
+        ({"module": nn.Linear(2, 2, dtype=torch.complex64)}, "dtype must have one of"),
+    ],
+)
+def test_bad_values(options, message):
+    with pytest.raises(ValueError, match=message):
+        make(options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"module": "linear"}, "module must be a torch.nn.Module, got str"),
+        ({"compression": "int8"}, "compressor must be"),
+        ({"group": "world"}, "group must be a pycomm.Group, got 'world'"),
+        ({"exclude": "bias"}, "exclude must be a function"),
+        ({"grad_scaler": 2.0}, "grad_scaler must be a torch.amp.GradScaler, got 2.0"),
+    ],
+)
+def test_bad_types(options, message):
+    with pytest.raises(TypeError, match=message):
+        make(options)
+
+
+class OwnError(Exception):
+    def __init__(self, number):
+        super().__init__(number)
+        self.number = number
+
+
+class Fragile(nn.Module):
+    """Calls something in the middle of backward."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*[nn.Linear(40, 40) for _ in range(6)])
+        self.call = None
+
+    def forward(self, x, call=None):
+        x = self.layers[:3](x)
+        if call is not None:
+            x.register_hook(call)
+        return self.layers[3:](x)
+
+
+def raise_own(gradient):
+    raise OwnError(gradient.dim())
+
+
+def check_steps(group, model, steps, set_to_none=True):
+    alone = Fragile()
+    for step in steps:
+        loss = wrapped.batch_loss(model, group.rank, step)
+        model.zero_grad(set_to_none=set_to_none)
+        loss.backward()
+        expected = wrapped.mean_gradients(alone, group.size, step)
+        assert wrapped.same(wrapped.gradients_of(model), expected)
+
+
+def fail(model, rank, step):
+    """A backward that raises."""
+    with pytest.raises(OwnError) as caught:
+        model(ddp.batch(rank, step), raise_own).sum().backward()
+    assert caught.value.number == 2
+
+
+def all_raise(group, set_to_none):
+    """In the first step and in a later one; nothing of it is left."""
+    model = pycomm.DataParallel(Fragile(), bucket_mb=TINY)
+    fail(model, group.rank, 0)
+    check_steps(group, model, range(2), set_to_none)
+    fail(model, group.rank, 0)
+    fail(model, group.rank, 1)
+    model.zero_grad(set_to_none=set_to_none)
+    with pytest.raises(RuntimeError, match="shape"):
+        model(torch.ones(2, 3))
+    check_steps(group, model, range(2), set_to_none)
+
+
+def one_raises(group, set_to_none):
+    """The other gets zeros for what it had not sent, once it goes on."""
+    model, alone = pycomm.DataParallel(Fragile(), bucket_mb=TINY), Fragile()
+    for turn in range(3):
+        if group.rank == turn % group.size:
+            fail(model, group.rank, turn)
+        else:
+            model.zero_grad(set_to_none=set_to_none)
+            wrapped.batch_loss(model, group.rank, turn).backward()
+            alone.zero_grad()
+            wrapped.batch_loss(alone, group.rank, turn).backward()
+            for got, half in zip(model.module.layers[:3], alone.layers[:3], strict=True):
+                assert golden.same_bits(got.weight.grad, half.weight.grad / group.size)
+        check_steps(group, model, range(2), set_to_none)
+    assert model.comm_state.step == 9
+
+
+def raising_before_accumulation(group, set_to_none):
+    """What is added up afterwards counts, what was before does not."""
+    model, alone = pycomm.DataParallel(Fragile(), bucket_mb=TINY), Fragile()
+
+    def loss(module, rank, step):
+        return wrapped.batch_loss(module, rank, step) + wrapped.batch_loss(module, rank, step + 1)
+
+    fail(model, group.rank, 0)
+    model.zero_grad(set_to_none=set_to_none)
+    with model.no_sync():
+        wrapped.batch_loss(model, group.rank, 0).backward()
+    wrapped.batch_loss(model, group.rank, 1).backward()
+    expected = wrapped.mean_gradients(alone, group.size, 0, loss)
+    for name, got in wrapped.gradients_of(model).items():
+        torch.testing.assert_close(got, expected[name])
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("body", [all_raise, one_raises, raising_before_accumulation])
+def test_an_error_in_backward_leaves_the_wrapper_usable(body, set_to_none):
+    helpers.run_group(2, body, set_to_none)
+
+
+def sparse(group):
+    torch.manual_seed(0)
+    model = pycomm.DataParallel(nn.Embedding(50, 8, sparse=True))
+    with pytest.raises(ValueError, match=r"must be dense, got one of layout torch.sparse_coo"):
+        model(torch.tensor([1, 2])).sum().backward()
+    model.module.sparse = False
+    model.zero_grad()
+    model(torch.tensor([group.rank, 2])).sum().backward()
+    assert model.module.weight.grad[:3, 0].tolist() == [0.5, 0.5, 1]
+
+
+def test_sparse_gradients_are_refused():
+    helpers.run_group(2, sparse)
+
+
+def dying(group, place, compressor):
+    """Rank 1 dies in mid-backward, and rank 0 is told; what it gets and when."""
+    model = pycomm.DataParallel(Fragile(), bucket_mb=TINY, compression=compressor)
+    for step in range(2):
+        wrapped.batch_loss(model, group.rank, step).backward()
+
+    def meet(gradient):
+        if group.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if place == "middle":
+            time.sleep(0.3)  # the exchanges so far have failed before the next is begun
+        del gradient
+
+    with pytest.raises(pycomm.PeerDied) as caught:
+        model(ddp.batch(group.rank, 2), meet).sum().backward()
+    with pytest.raises(pycomm.PycommError, match="died"):
+        model(ddp.batch(group.rank, 3)).sum().backward()
+    return caught.value.rank, caught.value.operation
+
+
+@pytest.mark.parametrize("compressor", [None, pycomm.Int8()], ids=repr)
+@pytest.mark.parametrize("place", ["end", "middle"])
+def test_death_of_a_peer_comes_out_of_backward_as_what_it_is(place, compressor):
+    arguments = (dying, {"timeout": 30}, place, compressor)
+    with helpers.Ranks(2, helpers.in_group, *arguments) as ranks:
+        (outcome,) = ranks.wait_for([0])
+    assert outcome.error is None, outcome.trace
+    assert outcome.value == (1, "all_reduce")
+
+
+class Shortcut(nn.Module):
+    """Two layers of one size, of which the first may be left out."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = (nn.Linear(40, 40, bias=False) for _ in range(2))
+
+    def forward(self, x, skip):
+        return self.second(x if skip else self.first(x))
+
+
+def crossing(group, apart):
+    """Two models in one backward; what one of them lacks on rank 0 is sent after the other's."""
+    groups = group, pycomm.init() if apart else group
+    models = [pycomm.DataParallel(Shortcut(), bucket_mb=TINY, group=g) for g in groups]
+
+    def loss(both, rank, step):
+        x = both[0](ddp.batch(rank, step), skip=False)
+        return both[1](x, skip=rank == 0).square().mean()
+
+    if not apart:
+        with pytest.raises(pycomm.Mismatch, match=r"tag=\d\), rank 1 called"):
+            loss(models, group.rank, 0).backward()
+        return
+    for step in range(3):
+        for model in models:
+            model.zero_grad()
+        loss(models, group.rank, step).backward()
+        expected = wrapped.mean_gradients(nn.ModuleList([Shortcut(), Shortcut()]), 2, step, loss)
+        for index, model in enumerate(models):
+            for name, got in wrapped.gradients_of(model).items():
+                assert golden.same_bits(got, expected[f"{index}.{name}"])
+
+
+@pytest.mark.parametrize("apart", [True, False], ids=["two groups", "one group"])
+def test_two_models_whose_exchanges_cross(apart):
+    """On one group they are told apart, however alike; on a group each they work."""
+    helpers.run_group(2, crossing, apart)
+
+
+def dropped(group):
+    """Its module lives on by itself, and may be wrapped again."""
+    module, alone = Fragile(), Fragile()
+    for step in range(2):
+        model = pycomm.DataParallel(module, bucket_mb=TINY)
+        wrapped.batch_loss(model, group.rank, step).backward()
+        loss = wrapped.batch_loss(model, group.rank, step)  # its outputs live on, too
+        died = weakref.ref(model)
+        del model
+        gc.collect()
+        assert died() is None
+        module.zero_grad()
+        if group.rank == 0:
+            loss.backward()
+            wrapped.batch_loss(module, 0, step).backward()
+            alone.zero_grad()
+            for _ in range(2):
+                wrapped.batch_loss(alone, 0, step).backward()
+            assert wrapped.same(wrapped.gradients_of(module), wrapped.gradients_of(alone))
+            module.zero_grad()
+    model = pycomm.DataParallel(module, bucket_mb=TINY)
+    check_steps(group, model, range(2))
+
+
+def test_a_wrapper_that_is_gone_does_nothing():
+    helpers.run_group(2, dropped)
+
+
+def in_flight_when_dropped(group):
+    """Memory that an exchange still uses is not given back."""
+    for step in range(5):
+        model = pycomm.DataParallel(Fragile(), bucket_mb=TINY)
+        fail(model, group.rank, step)
+        del model
+    check_steps(group, pycomm.DataParallel(Fragile()), range(1))
+
+
+def test_dropping_a_wrapper_with_exchanges_under_way():
+    helpers.run_group(2, in_flight_when_dropped)
+
+
+def pass_by(marker, gradient):
+    del marker, gradient
+
+
+def forgetful(group):
+    """The wrapper keeps nothing of the graphs that it has seen, run or not."""
+    model = pycomm.DataParallel(Fragile(), bucket_mb=TINY)
+    for run in (True, False):
+        marker = OwnError(0)
+        out = model(ddp.batch(group.rank, 0), functools.partial(pass_by, marker))
+        alive = weakref.ref(marker)
+        del marker
+        assert alive() is not None
+        if run:
+            out.sum().backward()
+        del out
+        assert alive() is None
+
+
+def test_graphs_are_not_kept():
+    helpers.run_group(2, forgetful)

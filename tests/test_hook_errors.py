@@ -1,0 +1,263 @@
+"""What goes wrong comes out of backward as what it is; bad arguments are refused at the door."""
+
+import os
+import signal
+import time
+
+import ddp
+import helpers
+import pytest
+import torch
+from ddp import COMPRESSORS, Watched
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import pycomm
+from pycomm import hooks
+
+TINY = {"bucket_cap_mb": 0.001}
+
+
+class Dying(Watched):
+    """Rank 1 kills itself in a hook in mid-backward; the others dawdle before their last one."""
+
+    def prepare(self, rank, pause):
+        self.rank, self.pause, self.armed = rank, pause, False
+
+    def hook(self, state, bucket):
+        if self.armed and self.rank == 1 and bucket.index() == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.armed and bucket.is_last():
+            time.sleep(self.pause)
+        return super().hook(state, bucket)
+
+
+def until_a_peer_is_gone(group, name, pause):
+    """What backward raised, and what the group does afterwards."""
+    watched = Dying(ddp.Given(), COMPRESSORS[name], layout=TINY)
+    watched.prepare(group.rank, pause)
+    watched.run(group.rank, range(2))
+    loss = watched.model(ddp.gradients(watched.model, group.rank, 2))
+    watched.armed = True
+    with pytest.raises(pycomm.PeerDied) as caught:
+        watched.backward(loss)
+    with pytest.raises(pycomm.GroupUnusable, match="died"):
+        pycomm.all_reduce(torch.ones(9), group=group)
+    return caught.value.rank, caught.value.pid, caught.value.operation
+
+
+@pytest.mark.parametrize("pause", [0, 0.5])
+@pytest.mark.parametrize("name", ["dense", "int8", "topk"])
+def test_a_peers_death_in_mid_backward_keeps_its_name(name, pause):
+    """Whether it is noticed where backward ends or, after a pause, where a hook hands over more."""
+    arguments = (until_a_peer_is_gone, {"timeout": 30}, name, pause)
+    with helpers.Ranks(3, helpers.in_group, *arguments) as ranks:
+        victim = ranks.pids[1]
+        survivors = ranks.wait_for([0, 2])
+    for outcome in survivors:
+        assert outcome.error is None, outcome.trace
+        assert outcome.value == (1, victim, "all_reduce")
+
+
+def in_a_static_graphs_first_iteration(group):
+    watched = Watched(ddp.Given(), pycomm.Int8(), layout={"static_graph": True})
+    loss = watched.model(ddp.gradients(watched.model, group.rank, 0))
+    if group.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(pycomm.PeerDied) as caught:
+        watched.backward(loss)
+    return caught.value.rank
+
+
+def test_a_peers_death_where_ddp_has_delayed_all_hooks():
+    arguments = (in_a_static_graphs_first_iteration, {"timeout": 30})
+    with helpers.Ranks(2, helpers.in_group, *arguments) as ranks:
+        (survivor,) = ranks.wait_for([0])
+    assert survivor.error is None, survivor.trace
+    assert survivor.value == 1
+
+
+def raised_by_backward(group, watched, kind):
+    """The error of the first step."""
+    loss = watched.model(ddp.gradients(watched.model, group.rank, 0))
+    with pytest.raises(kind) as caught:
+        watched.backward(loss)
+    return caught.value
+
+
+def with_an_absent_peer(group, folder):
+    watched = Watched(ddp.Given(), None, layout=TINY)
+    if group.rank == 1:
+        helpers.wait_until((folder / "noticed").exists)
+        return None
+    error = raised_by_backward(group, watched, pycomm.Timeout)
+    (folder / "noticed").touch()
+    return error.rank
+
+
+def test_a_peer_that_does_not_come_is_a_timeout(tmp_path):
+    assert helpers.run_group(2, with_an_absent_peer, tmp_path, timeout=3)[0] == 1
+
+
+def with_states_that_differ(group, names):
+    watched = Watched(ddp.Given(), COMPRESSORS[names[group.rank]])
+    return str(raised_by_backward(group, watched, pycomm.Mismatch))
+
+
+@pytest.mark.parametrize("names", [("int8", "topk"), ("int8", "stochastic"), ("dense", "int8")])
+def test_ranks_whose_states_differ_are_a_mismatch(names):
+    for message in helpers.run_group(2, with_states_that_differ, names):
+        assert "rank 0" in message
+        assert "rank 1" in message
+
+
+def register(model, state, hook):
+    ddp_model = DistributedDataParallel(model)
+    ddp_model.register_comm_hook(state, hook)
+    return ddp_model
+
+
+def with_a_stranger(group):
+    """The state knows another model's parameters, or not all of them."""
+    model = ddp.network()
+    first = dict(model[0].named_parameters())
+    for params in (ddp.network().named_parameters(), first.items()):
+        hooked = register(model, hooks.TopKState(params), hooks.topk_hook)
+        with pytest.raises(ValueError, match="params must name every parameter"):
+            hooked(ddp.batch(group.rank, 0)).sum().backward()
+
+
+def with_a_wrong_state(group):
+    model = ddp.network()
+    int8, dense = hooks.Int8State(), hooks.AllReduceState()
+    wrong = [
+        (int8, hooks.topk_hook, "TopKState"),
+        (dense, hooks.int8_hook, "Int8State"),
+        (int8, hooks.all_reduce_hook, "AllReduceState"),
+        (None, hooks.int8_hook, "Int8State"),
+    ]
+    for state, hook, wanted in wrong:
+        hooked = register(model, state, hook)
+        with pytest.raises(TypeError, match=f"state must be a pycomm.hooks.{wanted}"):
+            hooked(ddp.batch(group.rank, 0)).sum().backward()
+
+
+def with_a_wrong_dtype(group):
+    model = ddp.network().double()
+    hooked = register(model, hooks.AllReduceState(), hooks.all_reduce_hook)
+    hooked(ddp.batch(group.rank, 0).double()).sum().backward()
+    hooked = register(model, hooks.Int8State(model.named_parameters()), hooks.int8_hook)
+    with pytest.raises(ValueError, match=r"0\.weight must have one of the dtypes"):
+        hooked(ddp.batch(group.rank, 0).double()).sum().backward()
+
+
+def with_a_density_that_does_not_pay(group):
+    model = ddp.network().bfloat16()
+    state = hooks.TopKState(model.named_parameters(), density=0.4)
+    hooked = register(model, state, hooks.topk_hook)
+    with pytest.raises(ValueError, match="would send"):
+        hooked(ddp.batch(group.rank, 0).bfloat16()).sum().backward()
+
+
+def with_sparse_gradients(group):
+    for state, hook in (
+        (hooks.AllReduceState(), hooks.all_reduce_hook),
+        (hooks.Int8State(), hooks.int8_hook),
+    ):
+        hooked = register(nn.Embedding(1000, 64, sparse=True), state, hook)
+        with pytest.raises(ValueError, match="dense"):
+            hooked(torch.tensor([1, 2, 3 + group.rank])).sum().backward()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        with_a_stranger,
+        with_a_wrong_state,
+        with_a_wrong_dtype,
+        with_a_density_that_does_not_pay,
+        with_sparse_gradients,
+    ],
+)
+def test_what_does_not_fit_the_model_is_refused_in_backward(body):
+    helpers.run_group(2, body)
+
+
+class Failing(torch.autograd.Function):
+    """Raises in the middle of backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        del ctx
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        del ctx, gradient
+        raise KeyError("the user's own")
+
+
+def with_a_failing_backward(group):
+    """All ranks fail after their first bucket, give up that DDP model, and go on with another."""
+    first, second = nn.Linear(100, 100), nn.Linear(100, 100)
+    module = nn.Sequential(first, second)
+    state = hooks.Int8State(module.named_parameters())
+    seen = []
+    for fails in (False, False, True, False, False):
+        if len(seen) in (0, 2):
+            hooked = register(module, state, hooks.int8_hook)
+        x = torch.full((3, 100), 1.0 + group.rank)
+        hooked.zero_grad()
+        output = hooked(x)
+        if fails:
+            output = second(Failing.apply(first(x)))
+            with pytest.raises(KeyError, match="own"):
+                output.sum().backward()
+        else:
+            output.sum().backward()
+            seen.append(first.weight.grad.clone())
+    return seen
+
+
+def test_a_state_outlives_a_backward_that_failed():
+    mine, others = helpers.run_group(2, with_a_failing_backward)
+    assert all(torch.equal(a, b) for a, b in zip(mine, others, strict=True))
+    assert all(gradient.isfinite().all() for gradient in mine)
+
+
+NAMED = [("weight", nn.Parameter(torch.zeros(100, 100)))]
+BAD = {
+    "a module": (TypeError, "params", lambda: hooks.Int8State(nn.Linear(3, 3))),
+    "bare parameters": (TypeError, "params", lambda: hooks.Int8State(nn.Linear(3, 3).parameters())),
+    "no parameters": (ValueError, "params", lambda: hooks.Int8State([])),
+    "names twice": (ValueError, "params", lambda: hooks.Int8State([*NAMED, *NAMED])),
+    "no params": (TypeError, "params", lambda: hooks.TopKState(None)),
+    "exclude": (TypeError, "exclude", lambda: hooks.Int8State(NAMED, exclude="bias")),
+    "group": (TypeError, "group", lambda: hooks.AllReduceState(group="gloo")),
+    "scaler": (TypeError, "grad_scaler", lambda: hooks.Int8State(NAMED, grad_scaler=2.0)),
+    "warm-up": (ValueError, "warmup_steps", lambda: hooks.Int8State(NAMED, warmup_steps=-1)),
+    "warm-up of 1.5": (TypeError, "warmup_steps", lambda: hooks.Int8State(warmup_steps=1.5)),
+    "block": (ValueError, "block", lambda: hooks.Int8State(block=100)),
+    "rounding": (ValueError, "rounding", lambda: hooks.Int8State(rounding="up")),
+    "density": (ValueError, "density", lambda: hooks.TopKState(NAMED, density=0)),
+    "values": (ValueError, "values", lambda: hooks.TopKState(NAMED, values=torch.float64)),
+    "momentum": (ValueError, "momentum", lambda: hooks.TopKState(NAMED, momentum=1.0)),
+    "compressor": (TypeError, "compressor", lambda: hooks.CommState("int8")),
+    "option": (TypeError, "feed", lambda: hooks.Int8State(NAMED, feed=True)),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_arguments_are_refused_at_once(what):
+    error, names, make = BAD[what]
+    with pytest.raises(error, match=names):
+        make()
+
+
+def test_a_residual_that_is_not_kept_is_a_clear_error(world):
+    named = [*NAMED, ("bias", nn.Parameter(torch.zeros(100)))]
+    state = hooks.Int8State(named, group=world(1).groups[0])
+    assert state.residual("weight").shape == (100, 100)
+    for name in ("bias", "unknown"):
+        with pytest.raises(ValueError, match=f"weight.*{name}"):
+            state.residual(name)

@@ -1,0 +1,256 @@
+"""What states save, take back and refuse; and what they report."""
+
+import io
+import time
+
+import ddp
+import golden
+import helpers
+import pytest
+import torch
+from ddp import COMPRESSORS, LAYOUTS, Watched
+from torch import nn
+
+import pycomm
+from pycomm import hooks
+
+HELD = [name for name in COMPRESSORS if name != "dense"]
+
+
+def saved(state_dict):
+    """As it comes back from a file."""
+    file = io.BytesIO()
+    torch.save({"comm": state_dict}, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)["comm"]
+
+
+def train(group, name, layout, steps, start, gathered):
+    """Goes on from `start`, a model's and a state's dict per rank; returns the same."""
+    watched = Watched(ddp.network(), COMPRESSORS[name], layout=LAYOUTS[layout])
+    if start is not None:
+        model, state = start[0 if gathered else group.rank]
+        watched.model.module.load_state_dict(model)
+        watched.state.load_state_dict(saved(state))
+    optimizer = torch.optim.SGD(watched.model.parameters(), lr=0.1)
+    for step in steps:
+        optimizer.zero_grad()
+        watched.backward(watched.model(ddp.batch(group.rank, step)).square().mean())
+        optimizer.step()
+    assert watched.state.step == steps.stop
+    return watched.model.module.state_dict(), watched.state.state_dict(gathered)
+
+
+def tensors(kept):
+    """All tensors in nested dicts, by their path."""
+    if isinstance(kept, torch.Tensor):
+        return {"": kept}
+    items = kept.items() if isinstance(kept, dict) else enumerate(kept)
+    return {
+        f"{key}.{path}": tensor
+        for key, value in items
+        if isinstance(value, (dict, list, torch.Tensor))
+        for path, tensor in tensors(value).items()
+    }
+
+
+def same(one, other):
+    one, other = tensors(one), tensors(other)
+    assert one.keys() == other.keys()
+    return all(golden.same_bits(one[path], other[path]) for path in one)
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("name", HELD)
+def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(name, gathered):
+    """In new processes, whose buckets begin in another layout than they had when saving."""
+
+    def run(layout, steps, start=None):
+        return helpers.run_group(2, train, name, layout, steps, start, gathered)
+
+    through = run("tiny buckets", range(6))
+    resumed = run("some buckets", range(3, 6), run("one bucket", range(3)))
+    for (model, state), (other_model, other_state) in zip(through, resumed, strict=True):
+        assert same(model, other_model)
+        assert same(state, other_state)
+    assert bool(tensors(through[1][1])) is not gathered  # all of it is with rank 0
+
+
+def make(group, name="int8", seed=None, module=None):
+    """A state that has something to remember, without a training."""
+    named = list((module or ddp.Given()).named_parameters())
+    state, _ = ddp.make_state(COMPRESSORS[name], named, group=group)
+    for one in ("wide", "square") if seed is not None else ():
+        generator = torch.Generator().manual_seed(seed)
+        state.residual(one).copy_(torch.randn(ddp.SHAPES[one], generator=generator))
+    return state
+
+
+def test_a_dict_does_not_change_with_its_state(world):
+    state = make(world(1).groups[0], seed=3)
+    before = state.state_dict()
+    copy = saved(before)
+    state.residual("wide").zero_()
+    assert same(before, copy)
+    state.load_state_dict(before)
+    state.residual("wide").add_(1)
+    assert same(before, copy)
+
+
+def test_every_rank_finds_its_own_in_a_gathered_dict(world):
+    def body(group):
+        state = make(group, "momentum", seed=group.rank)
+        everyone = state.state_dict(gathered=True)
+        return everyone, state.state_dict()
+
+    (everyone, _), *others = given = world(3).run(body)
+    assert [dump for dump, _ in others] == [{}, {}]
+
+    def again(group):
+        state = make(group, "momentum")
+        state.load_state_dict(saved(everyone))
+        return state.state_dict()
+
+    for now, (_, then) in zip(world(3).run(again), given, strict=True):
+        assert same(now, then)
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3), (2, 1)])
+def test_another_number_of_ranks_gets_the_mean(world, before, after):
+    """So that the mean over ranks of what is still to be sent stays."""
+
+    def save(group):
+        state = make(group, seed=group.rank)
+        return state.state_dict(gathered=True), state.residual("wide").clone()
+
+    given = world(before).run(save)
+    everyone = saved(given[0][0])
+
+    def load(group):
+        state = make(group)
+        state.load_state_dict(everyone)
+        return state.residual("wide").clone()
+
+    mean = sum(residual.double() for _, residual in given) / before
+    for residual in world(after).run(load):
+        torch.testing.assert_close(residual.double(), mean, rtol=1e-6, atol=1e-6)
+
+
+def refused(state, state_dict, match):
+    """With a reason, and the state stays as it was."""
+    before = state.state_dict()
+    with pytest.raises(ValueError, match=match):
+        state.load_state_dict(state_dict)
+    assert same(before, state.state_dict())
+
+
+def test_another_ranks_dict_is_refused(world):
+    dumps = world(2).run(lambda group: make(group, seed=group.rank).state_dict())
+    groups = world(2).groups
+    refused(make(groups[0], seed=5), dumps[1], "rank 1 of 2, this is rank 0 of 2")
+    refused(make(world(3).groups[1], seed=5), dumps[1], "rank 1 of 2, this is rank 1 of 3")
+
+
+class Renamed(nn.Module):
+    """:class:`ddp.Given`, with one parameter called otherwise."""
+
+    def __init__(self):
+        super().__init__()
+        for name, parameter in ddp.Given().named_parameters():
+            self.register_parameter(name.replace("square", "cube"), parameter)
+
+
+def test_another_models_dict_is_refused(world):
+    group = world(1).groups[0]
+    other = nn.Sequential(nn.Linear(100, 100))
+    renamed, foreign = make(group, module=Renamed()), make(group, module=other)
+    given = make(group, seed=5)
+    refused(given, renamed.state_dict(), "(square|cube)")
+    refused(given, foreign.state_dict(), "this model")
+    refused(given, foreign.state_dict(gathered=True), "this model")
+    module = ddp.Given()
+    module.wide = nn.Parameter(torch.zeros(250, 280))
+    refused(given, make(group, module=module).state_dict(), "wide")
+
+
+def test_another_compressors_dict_is_refused_where_something_is_missing(world):
+    group = world(1).groups[0]
+    refused(make(group, "momentum"), make(group, "topk", seed=1).state_dict(), "velocity")
+    without = hooks.Int8State(group=group).state_dict()
+    refused(make(group, seed=1), without, "residual")
+
+
+@pytest.mark.parametrize("what", [None, 3, {}, {"comm": {}}, {"format": -1}])
+def test_what_is_no_dict_of_a_state_is_refused(world, what):
+    refused(make(world(1).groups[0], seed=1), what, "state_dict")
+
+
+# Statistics.
+
+
+def reporting(group, name, options):
+    """Of every step: statistics, residuals, and what single calls read from peers."""
+    watched = Watched(ddp.Given(), COMPRESSORS[name], layout=LAYOUTS["views"], **options)
+    memory, seen = {}, []
+    for number in range(3):
+        (step,) = watched.run(group.rank, [number])
+        stats = watched.state.stats()
+        read = sum(
+            bytes_read(group, COMPRESSORS[name], one, x, memory, step.first.get(one))
+            for one, x in step.local.items()
+        )
+        seen.append((stats, step.residuals, read))
+    return seen
+
+
+def bytes_read(group, compressor, name, x, memory, first):
+    """By this rank, where a gradient is exchanged alone."""
+    if compressor is None or ddp.sent_dense(name, x):
+        return 2 * x.nbytes * (group.size - 1) // group.size
+    kinds = ["residual", "velocity"] if compressor.momentum else ["residual"]
+    kept = memory.setdefault(name, {kind: torch.zeros_like(x) for kind in kinds})
+    pycomm.compressed_all_reduce(x, compressor, group=group, offset=first, **kept)
+    return group.traffic()[1]
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_numbers_for_loggers(name):
+    elements = sum(parameter.numel() for parameter in ddp.Given().parameters())
+    for steps in helpers.run_group(2, reporting, name, {}):
+        total = 0
+        for number, (stats, residuals, read) in enumerate(steps):
+            assert all(isinstance(value, float) for value in stats.values())
+            assert stats["steps"] == number + 1
+            assert stats["bytes_in"] == 4 * elements
+            assert stats["bytes_wire"] == read
+            assert stats["ratio"] == pytest.approx(4 * elements / read, rel=1e-4)
+            norm = sum(float(r.double().square().sum()) for r in residuals.values()) ** 0.5
+            assert stats["residual_norm"] == pytest.approx(norm, rel=1e-6)
+            total += stats["exposed_ms"]
+            assert stats["exposed_ms_total"] == pytest.approx(total)
+
+
+def test_a_warm_up_is_counted_as_dense():
+    for steps in helpers.run_group(2, reporting, "int8", {"warmup_steps": 2}):
+        dense = [True, True, False]
+        assert [stats["bytes_wire"] == stats["bytes_in"] for stats, *_ in steps] == dense
+        assert [stats["ratio"] == 1 for stats, *_ in steps] == dense
+
+
+def with_a_late_peer(group, folder):
+    """Rank 1 begins its second backward 0.3 s after rank 0 has handed over everything."""
+    watched = Watched(ddp.Given(), pycomm.Int8())
+    watched.run(group.rank, [0])
+    loss = watched.model(ddp.gradients(watched.model, group.rank, 1))
+    if group.rank == 0:
+        loss.register_hook(lambda _: (folder / "begun").touch())
+    else:
+        helpers.wait_until((folder / "begun").exists)
+        time.sleep(0.3)
+    watched.backward(loss)
+    return watched.state.stats()
+
+
+def test_waiting_for_a_peer_is_exposed(tmp_path):
+    stats, _ = helpers.run_group(2, with_a_late_peer, tmp_path)
+    assert 100 < stats["exposed_ms"] <= stats["exposed_ms_total"]

@@ -1,0 +1,135 @@
+"""Training examples and benchmarks: what they show, and that exchanges run inside of backward."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import join_world, run_group, run_ranks
+
+from pycomm import hooks
+from pycomm.bench import cli, overlap, step, training
+from pycomm.bench.overlap import Link
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+BACKWARD = "autograd::engine::evaluate_function"
+LATE_US = 1000.0  # how far the trace's two clocks may seem to be apart
+
+
+@pytest.mark.parametrize(
+    ("launcher", "mode", "compress"), [([], "wrapper", "int8"), (TORCHRUN, "ddp", "topk:0.01")]
+)
+def test_example(launcher, mode, compress, tmp_path):
+    """It says what it has done, and its trace has every exchange where it belongs."""
+    trace, plot = tmp_path / "trace.json", tmp_path / "loss.png"
+    what = ["--steps", "20", "--mode", mode, "--compress", compress]
+    files = ["--trace", str(trace), "--plot", str(plot)]
+    command = [sys.executable, *launcher, str(EXAMPLES / "train_lm.py"), *what, *files]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
+    for words in ("tokens/s on 2 ranks", "exposed", "B per step", "bit-equal on all ranks"):
+        assert words in said
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    events = json.loads(trace.read_text())["traceEvents"]
+    steps = [about_step(events, step) for step in named(events, "step")]
+    assert len(steps) == 5
+    for starts, exchanges in steps:
+        assert len(exchanges) == len(starts) > 1
+        for start, exchange in zip(starts, exchanges, strict=True):
+            assert exchange["ts"] > start["ts"] - LATE_US
+    assert any(hides(events, *step) for step in steps)
+
+
+def named(events, name):
+    return sorted((e for e in events if e.get("name") == name), key=lambda e: e["ts"])
+
+
+def about_step(events, step):
+    """A step's calls of the hook, and its exchanges."""
+    begin, end = step["ts"], step["ts"] + step["dur"]
+    names = ("pycomm::start", "pycomm::exchange")
+    return [[e for e in named(events, name) if begin <= e["ts"] <= end] for name in names]
+
+
+def hides(events, starts, exchanges):
+    """Whether backward goes on computing for the second exchange while the first one runs."""
+    begin = max(starts[0]["ts"] + starts[0]["dur"], exchanges[0]["ts"])
+    end = min(starts[1]["ts"], exchanges[0]["ts"] + exchanges[0]["dur"])
+    computed = [e for e in events if e.get("name", "").startswith(BACKWARD)]
+    return any(begin < event["ts"] < end for event in computed)
+
+
+def exchange_through_link(group):
+    state = hooks.AllReduceState(group=group)
+    link = Link(state)
+    buffers = [torch.full((1000,), float(group.rank + i)) for i in range(2)]
+    parameters = [torch.nn.Parameter(torch.empty(1000)) for _ in range(2)]
+    taken = []
+    for link.seconds_per_byte, pause in ((0, 0), (1e-4, 0), (1e-4, 0.5)):
+        begin = time.perf_counter()
+        for buffer, parameter in zip(buffers, parameters, strict=True):
+            state.start(buffer, [parameter])
+        time.sleep(pause)
+        taken.append(time.perf_counter() - begin)
+        state.finish()
+        taken.append(time.perf_counter() - begin)
+    link.exchange()
+    means = [(buffer == 0.5 + i).all() for i, buffer in enumerate(buffers)]
+    return taken, len(link.buckets), all(means), state.stats()["exposed_ms"]
+
+
+def test_link():
+    """Carries one bucket after the other, as long as their bytes take, and leaves them right."""
+    for taken, buckets, right, exposed_ms in run_group(2, exchange_through_link):
+        assert right
+        assert buckets == 2
+        started, finished = taken[2:4]  # 4,000 bytes each, 0.4 s each
+        assert finished >= 0.8 > started
+        assert taken[5] >= 0.8
+        assert exposed_ms < 500  # of the 800, backward's 500 hide most
+
+
+def measure_training(rank, size, store, folder):
+    join_world(rank, size, store)
+    for run in (overlap, step):
+        name = run.__name__.rsplit(".", 1)[-1]
+        what = f"{name} -p 2M --batch 2 -n 7 -J {folder}/{name}.json"
+        run.run(cli.parse(what.split()))
+
+
+def test_benchmarks(tmp_path):
+    run_ranks(2, measure_training, str(tmp_path))
+    rows = {}
+    for name in ("overlap", "step"):
+        results = json.loads((tmp_path / f"{name}.json").read_text())
+        assert results["meta"]["ranks"] == 2
+        for row in results["rows"]:
+            assert (row["wrong"], row["iterations"]) == (0, 7)
+            rows[name, row.get("mode") or row["name"]] = row
+    assert set(rows) == {
+        *(("overlap", mode) for mode in training.MODES),
+        *(("step", name) for name in (*training.MODES, "gloo")),
+    }
+    for mode in training.MODES:
+        row = rows["overlap", mode]
+        assert row["bytes"] == 4 * row["parameters"]
+        assert row["exposed_us"] == pytest.approx(row["step_us"] - row["compute_us"], abs=0.2)
+        assert row["buckets"] > 1
+    assert rows["step", "gloo"]["speedup"] == 1
+
+
+def count_spoilt(group):
+    settings = cli.parse(["overlap", "-p", "1M", "--batch", "2"])
+    plain, trained = (training.make(name, settings, group) for name in ("plain", "ddp"))
+    counts = [training.count_wrong(trained, plain)]
+    if group.rank == 1:
+        next(trained.model.parameters()).grad[7] *= 1.01
+    counts.append(training.count_wrong(trained, plain))
+    return counts
+
+
+def test_wrong_gradients_are_found():
+    assert run_group(2, count_spoilt) == [[0, 1], [0, 1]]
