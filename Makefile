@@ -6,7 +6,7 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: demo test test-gpu cuda-check lint format tsan asan bench clean
+.PHONY: demo test test-gpu convergence cuda-check lint format tsan asan bench clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -30,6 +30,10 @@ test: $(VENV)/.built cpp-test
 # Needs a CUDA device; see docs/cuda.md.
 test-gpu: $(VENV)/.built
 	$(BIN)/python -m pytest -q -m gpu tests
+
+# Trains in every mode, for minutes; the short form is among the tests.
+convergence: $(VENV)/.built
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m convergence
 
 bench: $(VENV)/.built
 	$(BIN)/python -m pycomm.bench all_reduce --ranks 2 -b 8 -e 64M -f 2 -a all --peer gloo

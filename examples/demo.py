@@ -1,4 +1,4 @@
-"""Everything at one glance: a training that exchanges with pycomm, and pycomm beside Gloo.
+"""Everything at one glance: a training with and without compression, and pycomm beside Gloo.
 
 Takes under three minutes on two cores; ``make demo`` runs it.
 """
@@ -10,20 +10,52 @@ from pathlib import Path
 from typing import Any
 
 import train_lm
+from showing import draw_losses
 
+import pycomm
 from pycomm.bench import cli, extras, launch
 from pycomm.bench.report import human_bytes
 
 RANKS = 2
-STEPS = 1000
+STEPS = 600
+COMPRESSIONS = ("none", "int8", "topk:0.01")
 OUT = Path(__file__).resolve().parent.parent / "out"
+CURVES = OUT / "demo_losses.png"
 BENCHMARK = "all_reduce -b 256 -e 64M -f 8 --buffer both --peer gloo"
 NEXT = """\
 Next:
-  python -m pycomm.bench all_reduce -h                 every flag of the benchmark
+  python examples/train_lm.py --mode wrapper -h        the training alone, with pycomm's own wrapper
+  torchrun --nproc-per-node 2 examples/train_lm.py     the training under torchrun
+  python -m pycomm.bench overlap                       how much of the exchange backward hides
   python -m pycomm.bench all_reduce -a all --peer all  every algorithm, every peer that is installed
-  torchrun --nproc-per-node 2 examples/train_lm.py     the training again, under torchrun
   make test                                            the tests"""
+
+
+def train_all() -> None:
+    """The same training with every compression; rank 0 tells and draws how they ended."""
+    with pycomm.init() as group:
+        runs = {
+            name: train_lm.train(train_lm.Settings("ddp", name, STEPS), group)
+            for name in COMPRESSIONS
+        }
+    if group.rank == 0:
+        print("\n".join(tabulate(runs)))
+        curves = {name: run.losses for name, run in runs.items()}
+        draw_losses(str(CURVES), curves, train_lm.TALK_EVERY)
+        print(f"\nparameters bit-equal on all ranks in every one of them; drawn in {CURVES}")
+
+
+def tabulate(runs: dict[str, train_lm.Run]) -> list[str]:
+    """A line per training."""
+    lines = [
+        f"\n  {'':10} {'final loss':>10} {'step':>9} {'on the wire per step':>22} {'ratio':>7}"
+    ]
+    lines += [
+        f"  {name:10} {run.final_loss:10.3f} {run.step_ms:6.1f} ms "
+        f"{run.stats['bytes_wire']:20,.0f} B {run.stats['ratio']:7.1f}"
+        for name, run in runs.items()
+    ]
+    return lines
 
 
 def summarise(rows: list[dict[str, Any]]) -> list[str]:
@@ -46,8 +78,10 @@ def main() -> None:
     """Trains, measures, draws, and says what it all means."""
     extras.require("rich", "matplotlib")
     results, picture = OUT / "demo.json", OUT / "demo.png"
-    print(f"1. Training a small transformer on {RANKS} ranks, gradients averaged by pycomm\n")
-    launch.run(train_lm.train, STEPS, ranks=RANKS)
+    print(
+        f"1. A small transformer under DDP on {RANKS} ranks: the same steps, gradients compressed\n"
+    )
+    launch.run(train_all, ranks=RANKS)
     print(f"\n2. All-reduce among {RANKS} ranks, pycomm beside Gloo in the same rounds\n")
     files = ["-J", str(results), "--plot", str(picture)]
     cli.main([*BENCHMARK.split(), "--ranks", str(RANKS), *files])
