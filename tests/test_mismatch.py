@@ -110,8 +110,8 @@ def test_asynchronous_work_raises_it_when_waited_for(world):
     def body(group):
         good = pycomm.all_reduce(torch.ones(4), group=group, async_op=True)
         bad = pycomm.all_reduce(torch.ones(4 + group.rank), group=group, async_op=True)
-        # Refused at once, or when its turn comes: whether the failure has been seen by now is luck.
-        with pytest.raises(pycomm.GroupUnusable, match="5 elements"):
+        # Refused at once, or it shares the failure: whether that has been seen by now is luck.
+        with pytest.raises((pycomm.GroupUnusable, pycomm.Mismatch), match="5 elements"):
             pycomm.all_reduce(torch.ones(4), group=group, async_op=True).wait()
         good.wait()
         with pytest.raises(pycomm.Mismatch, match=r"4 elements.*5 elements"):
