@@ -75,6 +75,7 @@ def extension():  # type: ignore[no-untyped-def]
         "-Werror",
         "-fopenmp-simd",
         "-ffp-contract=off",
+        "-fno-math-errno",  # so that square roots are instructions
     ]
     nvcc = [
         "--fmad=false",

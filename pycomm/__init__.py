@@ -11,7 +11,7 @@
 
 import torch  # noqa: F401 - its libraries must be loaded before ours
 
-from pycomm import compressed_ops, hooks, ops
+from pycomm import compressed_ops, hooks, ops, optim
 from pycomm._names import parse_compressor
 from pycomm._plan import Plan
 from pycomm.collectives import Work, all_gather, all_reduce, barrier, broadcast, reduce_scatter
@@ -29,6 +29,7 @@ from pycomm.errors import (
     Timeout,
 )
 from pycomm.group import Group, LocalWorld, default_group, init, set_default_group
+from pycomm.memory import MemoryReport, memory_report
 
 __version__ = "0.1.0"
 
@@ -43,6 +44,7 @@ __all__ = [
     "Identity",
     "Int8",
     "LocalWorld",
+    "MemoryReport",
     "Mismatch",
     "NonFinite",
     "PeerDied",
@@ -60,7 +62,9 @@ __all__ = [
     "default_group",
     "hooks",
     "init",
+    "memory_report",
     "ops",
+    "optim",
     "parse_compressor",
     "reduce_scatter",
     "set_default_group",

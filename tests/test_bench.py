@@ -158,3 +158,26 @@ def test_nonsense_is_refused(argv, capsys):
     with pytest.raises(SystemExit):
         cli.parse(argv.split())
     assert "expected" in (message := capsys.readouterr().err) or "must be" in message
+
+
+def test_optimizers(tmp_path, capsys):
+    """Every scheme, plain and full, beside torch; the bytes are those of the storage."""
+    path = tmp_path / "optimizers.json"
+    what = "-n 8K --scheme all --full --peer torch --threads 1 --iters 7"
+    cli.main(["optimizer", *what.split(), "-J", str(path)])
+    rows = {(r["scheme"], r["impl"]): r for r in json.loads(path.read_text())["rows"]}
+    assert {impl for _, impl in rows} == {"pycomm", "pycomm full", "torch"}
+    per_parameter = {
+        s: r["bytes"] / r["count"] for (s, impl), r in rows.items() if impl == "pycomm"
+    }
+    assert per_parameter["fp32"] == 28
+    assert per_parameter["bf16_master"] == 28
+    assert per_parameter["bf16_remainder"] == 26
+    assert per_parameter["bf16_remainder_bf16"] == 18
+    assert per_parameter["bf16_remainder_8bit"] == pytest.approx(14.06, abs=0.01)
+    assert rows["fp32", "pycomm full"]["bytes"] == 32 * 8192
+    what = "--name lion --small --peer torch --threads 1 --iters 7"
+    cli.main(["optimizer", *what.split()])
+    shown = capsys.readouterr().out
+    assert "no torch: torch.optim has no lion" in shown
+    assert "     500  lion" in shown

@@ -67,6 +67,8 @@ PYTHON_LAYERS = [
     {"compressed_ops", "_exchange", "_buckets"},
     {"_comm_state"},
     {"hooks", "data_parallel"},
+    {"optim"},
+    {"memory"},
     {"__init__"},
     {"collect_env", "bench"},
 ]

@@ -199,6 +199,7 @@ PYBIND11_MODULE(_C, m) {
   bind_codec(m);
   bind_group(m);
   bind_cuda(m);
+  bind_optim(m);
   m.def(
       "select_algorithm",
       [](std::int64_t bytes, int ranks, int device) {

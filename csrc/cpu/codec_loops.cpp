@@ -8,6 +8,7 @@
 #include "core/int8.h"
 #include "core/layout.h"
 #include "cpu/loops.h"
+#include "cpu/random_run.h"
 
 namespace pycomm::cpu {
 namespace {
@@ -54,16 +55,7 @@ struct Int8Codec {
       return;
     }
     for (std::int64_t run = 0; run < n; run += kRandomRun) {
-      const auto counter = static_cast<std::uint64_t>((first + run) / 4);
-      std::uint32_t* to = bits + run;
-#pragma omp simd
-      for (std::int64_t c = 0; c < 64; ++c) {
-        const RandomWords words = philox(random, counter + static_cast<std::uint64_t>(c));
-        to[c] = words.word[0];
-        to[64 + c] = words.word[1];
-        to[128 + c] = words.word[2];
-        to[192 + c] = words.word[3];
-      }
+      random_run(random, first + run, bits + run);
     }
   }
 };

@@ -12,13 +12,15 @@ import torch
 
 from pycomm import _C, parse_compressor
 from pycomm._dtypes import ALGORITHMS, DTYPES, OPS
-from pycomm.bench import codec_session, extras, launch, overlap, session, step
+from pycomm.bench import codec_session, extras, launch, optim_session, overlap, session, step
 from pycomm.bench.cases import GIB, KIB, MIB, Settings
 from pycomm.bench.codec_tasks import UNIT, CodecSettings
+from pycomm.bench.optim_tasks import OPTIMIZERS, PEERS, SCHEMES, OptimizerSettings
 from pycomm.bench.peers import FINDERS
 from pycomm.bench.training import MODES, TrainingSettings
 from pycomm.compression import COMPRESSIBLE
 
+AnySettings = Settings | CodecSettings | OptimizerSettings | TrainingSettings
 UNITS = {"": 1, "K": KIB, "M": MIB, "G": GIB}
 COLLECTIVES = {
     "all_reduce": "time all-reduces",
@@ -27,6 +29,7 @@ COLLECTIVES = {
     "broadcast": "time broadcasts from rank 0",
 }
 TRAINING = {"overlap": overlap.run, "step": step.run}
+OPTIMIZER = "time fused optimizer steps beside torch's, without ranks"
 CODEC = "time encoding, decoding and selecting, without ranks"
 OVERLAP = "time training steps, and say how much of the exchange backward does not hide"
 STEP = "time training steps, pycomm's exchange beside that of DDP on Gloo"
@@ -84,6 +87,7 @@ def make_parser() -> argparse.ArgumentParser:
         _add_what_flags(command, name)
         _add_how_flags(command, name)
     _add_codec_flags(commands.add_parser("codec", help=CODEC, description=CODEC))
+    _add_optimizer_flags(commands.add_parser("optimizer", help=OPTIMIZER, description=OPTIMIZER))
     command = commands.add_parser("overlap", help=OVERLAP, description=OVERLAP)
     _add_training_flags(command, parameters=64 * MIB, batch=128)
     command = commands.add_parser("step", help=STEP, description=STEP)
@@ -164,6 +168,20 @@ def _add_training_flags(command: argparse.ArgumentParser, parameters: int, batch
     add("-J", "--json", metavar="FILE", help="write results")
 
 
+def _add_optimizer_flags(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("--name", choices=tuple(OPTIMIZERS), default="adamw", help="default adamw")
+    add("--scheme", type=some_of(tuple(SCHEMES)), default=("fp32",), metavar="SCHEME",
+        help=f"{', '.join(SCHEMES)}, or `all` (default fp32)")  # fmt: skip
+    add("-n", "--elements", type=size, default=64 * MIB, metavar="N", help="default 64M")
+    add("--small", action="store_true", help="500 tensors of 1K to 100K elements instead")
+    add("--full", action="store_true", help="also with unscaling, check and clipping")
+    add("--peer", type=some_of(PEERS), default=(), metavar="PEER", help=", ".join(PEERS))
+    add("--threads", type=int, default=torch.get_num_threads(), help="default: torch's")
+    add("--iters", type=int, help="timed calls (default: as many as fit into 0.25 s)")
+    add("-J", "--json", metavar="FILE", help="write results")
+
+
 def _sizes(arguments: argparse.Namespace) -> tuple[int, ...]:
     """From the smallest to the largest, by factor or step."""
     sizes = []
@@ -176,7 +194,7 @@ def _sizes(arguments: argparse.Namespace) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def parse(argv: Sequence[str] | None = None) -> Settings | CodecSettings | TrainingSettings:
+def parse(argv: Sequence[str] | None = None) -> AnySettings:
     """Settings from a command line; exits with a message where they make no sense here."""
     parser = make_parser()
     arguments = parser.parse_args(argv)
@@ -184,6 +202,8 @@ def parse(argv: Sequence[str] | None = None) -> Settings | CodecSettings | Train
     command = shlex.join(["python", "-m", "pycomm.bench", *words])
     if arguments.collective in TRAINING:
         return _training_settings(parser, arguments, command)
+    if arguments.collective == "optimizer":
+        return _optimizer_settings(arguments, command)
     if arguments.device == "cuda" and not _C.has_cuda:
         parser.error("--device cuda: this build of pycomm has no CUDA")
     if arguments.device == "cuda" and not torch.cuda.is_available():
@@ -220,6 +240,21 @@ def _training_settings(
         modes=arguments.mode,
         iters=arguments.iters,
         timeout=arguments.timeout,
+        json=arguments.json,
+        command=command,
+    )
+
+
+def _optimizer_settings(arguments: argparse.Namespace, command: str) -> OptimizerSettings:
+    return OptimizerSettings(
+        name=arguments.name,
+        schemes=arguments.scheme,
+        count=arguments.elements,
+        small=arguments.small,
+        full=arguments.full,
+        peers=arguments.peer,
+        threads=arguments.threads,
+        iters=arguments.iters,
         json=arguments.json,
         command=command,
     )
@@ -266,5 +301,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     elif isinstance(settings, TrainingSettings):
         run = TRAINING[settings.benchmark]
         launch.run(run, settings, ranks=settings.ranks, timeout=settings.timeout)
+    elif isinstance(settings, OptimizerSettings):
+        optim_session.run(settings)
     else:
         launch.run(session.run, settings, ranks=settings.ranks, timeout=settings.timeout)

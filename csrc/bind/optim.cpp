@@ -1,0 +1,109 @@
+// Optimizer steps, for Python: settings, tables of pointers, and torch's threads.
+#define TORCH_TARGET_VERSION 0x020b000000000000  // the oldest torch served: 2.11
+#include <pybind11/pybind11.h>
+#include <torch/csrc/stable/ops.h>
+
+#include "bind/python.h"
+#include "cpu/optim_loops.h"
+#include "cpu/optim_step.h"
+
+namespace py = pybind11;
+
+namespace pycomm::bind {
+namespace {
+
+// At least so many chunks for each thread: less is done before another one has woken up.
+constexpr std::int64_t kGrain = 16;
+
+// torch's own threads, as many as it has been told to use: a second pool would fight them for the
+// cores.
+void torch_parallel(std::int64_t n, const cpu::Body& body) {
+  torch::stable::parallel_for(0, n, kGrain, body);
+}
+
+// A table of segments, which Python fills as 64-bit words.
+std::vector<cpu::Segment> segments_of(const py::buffer& table) {
+  const py::buffer_info info = table.request();
+  PYCOMM_CHECK(info.itemsize == 8 && info.ndim == 1 && info.strides[0] == 8,
+               "table must be a row of 64-bit words");
+  const auto bytes = static_cast<std::size_t>(info.size) * 8;
+  PYCOMM_CHECK(bytes % sizeof(cpu::Segment) == 0, "table must hold whole segments");
+  const auto* first = static_cast<const cpu::Segment*>(info.ptr);
+  return {first, first + bytes / sizeof(cpu::Segment)};
+}
+
+cpu::Control control(std::uintptr_t grad_scale, std::uintptr_t found_inf, std::uintptr_t clip) {
+  return {reinterpret_cast<const float*>(grad_scale), reinterpret_cast<float*>(found_inf),
+          reinterpret_cast<float*>(clip)};
+}
+
+double survey(const py::buffer& table, std::uintptr_t grad_scale, std::uintptr_t found_inf,
+              std::uintptr_t clip, double max_norm) {
+  const std::vector<cpu::Segment> segments = segments_of(table);
+  const py::gil_scoped_release no_gil;
+  return cpu::survey(segments, control(grad_scale, found_inf, clip), max_norm, torch_parallel);
+}
+
+void step(const Settings& settings, const py::buffer& table, std::uintptr_t grad_scale,
+          std::uintptr_t found_inf, std::uintptr_t clip) {
+  const std::vector<cpu::Segment> segments = segments_of(table);
+  const py::gil_scoped_release no_gil;
+  cpu::step(settings, segments, control(grad_scale, found_inf, clip), torch_parallel);
+}
+
+cpu::Numbers codes(std::uintptr_t data, std::uintptr_t largest, bool squares) {
+  return {Storage::code8, squares, reinterpret_cast<std::byte*>(data),
+          reinterpret_cast<float*>(largest), nullptr};
+}
+
+void decode_state(std::uintptr_t from, std::uintptr_t largest, std::int64_t n, bool squares,
+                  std::uintptr_t to) {
+  const py::gil_scoped_release no_gil;
+  cpu::load_chunk(codes(from, largest, squares), 0, n, reinterpret_cast<float*>(to));
+}
+
+void encode_state(std::uintptr_t from, std::int64_t n, bool squares, std::uintptr_t to,
+                  std::uintptr_t largest) {
+  const py::gil_scoped_release no_gil;
+  cpu::store_chunk(codes(to, largest, squares), 0, n, reinterpret_cast<const float*>(from), nullptr,
+                   0);
+}
+
+Settings make_settings(int rule, const py::kwargs& values) {
+  Settings settings;
+  settings.rule = static_cast<Rule>(rule);
+  const py::object self = py::cast(&settings, py::return_value_policy::reference);
+  for (const auto& [name, value] : values) py::setattr(self, name, value);
+  return settings;
+}
+
+}  // namespace
+
+void bind_optim(py::module_& m) {
+  py::class_<Settings>(m, "OptimizerSettings")
+      .def(py::init(&make_settings), py::arg("rule"))
+      .def_readwrite("amsgrad", &Settings::amsgrad)
+      .def_readwrite("decoupled", &Settings::decoupled)
+      .def_readwrite("nesterov", &Settings::nesterov)
+      .def_readwrite("maximize", &Settings::maximize)
+      .def_readwrite("adapt", &Settings::adapt)
+      .def_readwrite("stochastic", &Settings::stochastic)
+      .def_readwrite("lr", &Settings::lr)
+      .def_readwrite("beta1", &Settings::beta1)
+      .def_readwrite("beta2", &Settings::beta2)
+      .def_readwrite("eps", &Settings::eps)
+      .def_readwrite("weight_decay", &Settings::weight_decay)
+      .def_readwrite("momentum", &Settings::momentum)
+      .def_readwrite("dampening", &Settings::dampening)
+      .def_readwrite("seed", &Settings::seed);
+  m.def("decode_state", &decode_state, py::arg("codes"), py::arg("largest"), py::arg("n"),
+        py::arg("squares"), py::arg("values"));
+  m.def("encode_state", &encode_state, py::arg("values"), py::arg("n"), py::arg("squares"),
+        py::arg("codes"), py::arg("largest"));
+  m.def("optimizer_survey", &survey, py::arg("table"), py::arg("grad_scale"), py::arg("found_inf"),
+        py::arg("clip"), py::arg("max_norm"));
+  m.def("optimizer_step", &step, py::arg("settings"), py::arg("table"), py::arg("grad_scale"),
+        py::arg("found_inf"), py::arg("clip"));
+}
+
+}  // namespace pycomm::bind

@@ -1,0 +1,30 @@
+// A fp32 number as a bf16 one, which the model computes with, and a remainder of 16 bits.
+//
+//   split   hi = bits 16 to 31 of (x + half a unit of bf16), lo = bits 0 to 15 of x
+//   join    (hi << 16) + lo, `lo` taken as signed
+//
+// Exact for every x but NaN, which becomes the canonical NaN. `hi` is x rounded to nearest, ties
+// away from zero (ties to even would need a seventeenth bit); so the largest values round to
+// infinity, and join() still finds them again.
+#pragma once
+
+#include "core/reduce.h"
+
+namespace pycomm {
+
+struct SplitFloat {
+  std::uint16_t hi;  // bf16
+  std::uint16_t lo;
+};
+
+PYCOMM_HD SplitFloat split(float value) {
+  const std::uint32_t bits = bit_cast<std::uint32_t>(store<float>(value));
+  return {static_cast<std::uint16_t>((bits + 0x8000u) >> 16), static_cast<std::uint16_t>(bits)};
+}
+
+PYCOMM_HD float join(std::uint16_t hi, std::uint16_t lo) {
+  const std::uint32_t carry = lo & 0x8000u;  // rounding went up
+  return bit_cast<float>((static_cast<std::uint32_t>(hi) << 16) + lo - (carry << 1));
+}
+
+}  // namespace pycomm

@@ -1,0 +1,67 @@
+// The loops of optimizers over one chunk, which stays in the first-level cache: numbers from memory
+// to fp32, the update over core/ arithmetic, and back. What is common in memory is used in place:
+// fp32, bf16 with or without remainders. Everything else goes through buffers of fp32.
+#pragma once
+
+#include "core/adamw.h"
+#include "core/lamb.h"
+#include "core/lion.h"
+#include "core/rng.h"
+#include "core/sgd.h"
+#include "core/square_sum.h"
+#include "core/state8.h"
+
+namespace pycomm::cpu {
+
+inline constexpr std::int64_t kChunk = kSumBlock;
+static_assert(kChunk % kStateBlock == 0);
+
+// A run of numbers in memory.
+struct Numbers {
+  Storage storage = Storage::none;
+  bool squares = false;  // second moments: never below zero
+  std::byte* data = nullptr;
+  float* largest = nullptr;           // of code8, per block
+  std::uint16_t* bfloat16 = nullptr;  // of remainder, the other half
+};
+
+// `n` of them from element `at`, as fp32: in `buffer`, or where they lie already.
+float* load_chunk(const Numbers& numbers, std::int64_t at, std::int64_t n, float* buffer);
+
+// Stores what load_chunk() returned. `random`: bits whose halves named by `shift` round bf16 at
+// random; null rounds to nearest.
+void store_chunk(const Numbers& numbers, std::int64_t at, std::int64_t n, const float* values,
+                 const std::uint32_t* random, int shift);
+
+// How weights and gradients of a chunk are stored: both as fp32, both as bf16, or both as bf16 with
+// remainders of the weights.
+enum class Weights : std::uint8_t { fp32, bf16, split };
+
+// A chunk's numbers, wherever they lie. Gradients are multiplied by `scale` first.
+struct Chunk {
+  std::int64_t n;
+  float scale;
+  Weights weights;
+  bool bf16_states;  // otherwise fp32
+  const void* g;
+  void* p;
+  std::uint16_t* remainder;
+  void* state[kMostStates];
+};
+
+template <class Element>
+void update_chunk(const Element& element, const Chunk& chunk);
+
+struct LambSums {
+  double weights;
+  double directions;
+};
+// Of a chunk in fp32.
+LambSums lamb_sums(const Lamb& lamb, const Chunk& chunk);
+
+double square_sum(const float* values, std::int64_t n);
+
+// The random bits of elements from `first`, which begins a run.
+void random_chunk(const Random& random, std::int64_t first, std::int64_t n, std::uint32_t* to);
+
+}  // namespace pycomm::cpu

@@ -1,0 +1,88 @@
+"""States of other optimizers, and of this one in other forms."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from pycomm.optim import _storage
+from pycomm.optim._storage import MASTER, REMAINDER, State
+from pycomm.optim.flat import Buffers, zeros_for
+
+
+class Sealed:
+    """A parameter's saved state, as it is."""
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self.state = state
+
+
+def for_torch(param: torch.Tensor, state: Mapping[str, Any], names: Collection[str]) -> State:
+    """A parameter's state as torch.optim has it."""
+    made: State = {name: _storage.to_fp32(state, name) for name in names if name in state}
+    if "exp_avg" in names:
+        made["step"] = state["step"].clone()
+    if MASTER in state or REMAINDER in state:
+        made[MASTER] = _storage.joined(param, state)
+    return made
+
+
+def adopt(
+    param: torch.Tensor,
+    group: Mapping[str, Any],
+    saved: Mapping[str, Any],
+    names: tuple[str, ...],
+    buffers: Buffers,
+) -> State:
+    """A parameter's saved state, in the form that the group's options ask for."""
+    if not saved:
+        return {}
+    # torch.optim.SGD and Lion have no counter; apex and TransformerEngine keep it in the group.
+    started = any(saved.get(name) is not None for name in names)
+    step = saved.get("step", group.get("step", float(started)))
+    state: State = {"step": torch.tensor(float(step), dtype=torch.float32)}
+    for name in names:
+        state.update(_adopt_state(param, group, saved, name))
+    if _storage.wants_master(param, group["master_weights"]):
+        _adopt_master(param, group["master_weights"], saved, state)
+    for name, tensor in state.items():
+        if tensor.shape == param.shape and name != "step":
+            state[name] = zeros_for(buffers, param, name, tensor.dtype).copy_(tensor)
+    return state
+
+
+def _adopt_state(
+    param: torch.Tensor, group: Mapping[str, Any], saved: Mapping[str, Any], name: str
+) -> State:
+    dtype = _storage.wanted_dtype(param, group["states"])
+    stored = saved.get(name)
+    if stored is None:
+        return _storage.make_state(param, name, dtype)
+    if stored.shape != param.shape:
+        raise ValueError(
+            f"{name} has shape {tuple(stored.shape)}, its parameter {tuple(param.shape)}"
+        )
+    kept = _like(param, stored)
+    scale = _storage.scale_name(name)
+    same: State = {name: kept}
+    if scale in saved:
+        same[scale] = saved[scale].detach().to(param.device, copy=True)
+    if kept.dtype == dtype:
+        return same
+    return _storage.from_fp32(_storage.to_fp32(same, name), name, dtype)
+
+
+def _adopt_master(param: torch.Tensor, master: str, saved: Mapping[str, Any], state: State) -> None:
+    if master == "remainder" and REMAINDER in saved:
+        state[REMAINDER] = _like(param, saved[REMAINDER])
+    elif MASTER in saved or REMAINDER in saved:
+        _storage.set_weights(param, state, master, _storage.joined(param, saved).to(param.device))
+    else:
+        state.update(_storage.make_master(param, master, {}))
+
+
+def _like(param: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
+    """A copy in the parameter's place and order of elements."""
+    return torch.empty_like(param, dtype=stored.dtype).copy_(stored)

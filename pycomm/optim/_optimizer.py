@@ -1,0 +1,315 @@
+"""What all fused optimizers share: options, states, checkpoints, and the step itself."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, cast
+
+import torch
+from torch._compile import _disable_dynamo
+
+from pycomm import _C
+from pycomm.optim import _checkpoint, _storage
+from pycomm.optim._storage import State
+from pycomm.optim.flat import Buffers
+
+Group = dict[str, Any]
+# The gradients' scale, whether one is not finite, the factor that clips them.
+Control = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+
+# Options of ours, which a checkpoint does not change: it is converted to them.
+OWN_OPTIONS = ("master_weights", "states", "stochastic_rounding", "seed")
+
+
+class FusedOptimizer(torch.optim.Optimizer):
+    """Base of the fused optimizers.
+
+    Attributes:
+        max_norm: bound of the norm of all gradients together, or None.
+        grad_norm: of the last step with `max_norm`, before clipping: a float64 tensor.
+    """
+
+    # torch.amp.GradScaler hands over its scale and what it found, as `grad_scale` and `found_inf`.
+    _step_supports_amp_scaling = True
+
+    grad_norm: torch.Tensor | None = None
+
+    _state_dtypes: ClassVar[tuple[str, ...]] = ("fp32", "bf16", "8bit")
+
+    def __init__(self, params: Any, defaults: Group, max_norm: float | None) -> None:
+        if max_norm is not None and not max_norm > 0:
+            raise ValueError(f"max_norm must be above 0, got {max_norm}")
+        self.max_norm = max_norm
+        self._buffers: Buffers = {}
+        super().__init__(params, defaults)
+
+    # What an optimizer is.
+
+    def _state_names(self, group: Group) -> tuple[str, ...]:
+        """The states of a parameter, in the order of the arithmetic."""
+        raise NotImplementedError
+
+    def _settings(self, group: Group) -> _C.OptimizerSettings:
+        """A group's settings for the extension."""
+        raise NotImplementedError
+
+    # Parameters.
+
+    def add_param_group(self, param_group: Group) -> None:
+        """See :meth:`torch.optim.Optimizer.add_param_group`."""
+        super().add_param_group(param_group)
+        try:
+            self._check_group(self.param_groups[-1])
+        except Exception:
+            del self.param_groups[-1]
+            raise
+
+    def _check_group(self, group: Group) -> None:
+        for param in group["params"]:
+            _check_param(type(self).__name__, param)
+        _check_options(group, self._state_dtypes, any("_sq" in n for n in self._state_names(group)))
+
+    # Checkpoints.
+
+    def state_dict(self, *, format: str = "pycomm") -> dict[str, Any]:  # noqa: A002
+        """A checkpoint.
+
+        Args:
+            format: ``"pycomm"`` keeps everything bit for bit. ``"torch"`` is for torch.optim:
+                states in fp32, options of pycomm left out, and weights of higher precision
+                joined, as ``master_param``.
+        """
+        state_dict = super().state_dict()
+        if format == "pycomm":
+            return state_dict
+        if format != "torch":
+            raise ValueError(f"format must be pycomm or torch, got {format!r}")
+        params = [param for group in self.param_groups for param in group["params"]]
+        names = {n for group in self.param_groups for n in self._state_names(group)}
+        state_dict["state"] = {
+            number: _checkpoint.for_torch(params[number], state, names)
+            for number, state in state_dict["state"].items()
+        }
+        for group in state_dict["param_groups"]:
+            for option in OWN_OPTIONS:
+                del group[option]
+        return state_dict
+
+    @_disable_dynamo
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a checkpoint of this class or of torch's, apex' or TransformerEngine's.
+
+        States take the form that this optimizer was made for. Weights of higher precision come from
+        the checkpoint or, without any there, from the parameters.
+        """
+        # torch casts states to the parameter's type, which would ruin them: it sees none.
+        sealed = {key: _checkpoint.Sealed(value) for key, value in state_dict["state"].items()}
+        super().load_state_dict({**state_dict, "state": sealed})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickling and copying."""
+        return {**super().__getstate__(), "max_norm": self.max_norm, "_buffers": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Also what :meth:`load_state_dict` ends with."""
+        own = [
+            {key: group[key] for key in OWN_OPTIONS} for group in getattr(self, "param_groups", ())
+        ]
+        super().__setstate__(state)
+        for number, group in enumerate(self.param_groups):
+            if own:
+                group.update(own[number])
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+            self._check_group(group)
+            for param in group["params"]:
+                saved = self.state.get(param)
+                if isinstance(saved, _checkpoint.Sealed):
+                    names = self._state_names(group)
+                    self.state[param] = _checkpoint.adopt(
+                        param, group, saved.state, names, self._buffers
+                    )
+
+    # The step.
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step; see :meth:`torch.optim.Optimizer.step`.
+
+        Gradients are divided by the tensor ``grad_scale`` where that attribute is set. Where a
+        tensor ``found_inf`` is set and not zero, nothing happens at all.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._step()
+        return loss
+
+    @_disable_dynamo
+    @torch.no_grad()
+    def _step(self) -> None:
+        tables, keep = self._tables()
+        if not tables:
+            return
+        scale, found = _scalar(self, "grad_scale"), _scalar(self, "found_inf")
+        if scale is not None and found is None:
+            found = torch.zeros(())
+            self.found_inf = found
+            self._survey(tables, (scale, found, None))
+        clip = None
+        if self.max_norm is not None:
+            clip = torch.empty(())
+            self._survey(tables, (scale, found, clip))
+        for group, table in tables:
+            settings = self._settings(group)
+            _C.optimizer_step(settings, table, _pointer(scale), _pointer(found), _pointer(clip))
+        del keep
+
+    def _survey(self, tables: list[tuple[Group, array[int]]], control: Control) -> None:
+        """Looks at all gradients together."""
+        table = array("q")
+        for _, part in tables:
+            table += part
+        scale, found, clip = (_pointer(tensor) for tensor in control)
+        norm = _C.optimizer_survey(table, scale, found, clip, self.max_norm or 0.0)
+        self.grad_norm = torch.tensor(norm, dtype=torch.float64)
+
+    def _tables(self) -> tuple[list[tuple[Group, array[int]]], list[torch.Tensor]]:
+        """Each group's table, and gradients that must live until they have been used."""
+        tables, keep, stream = [], [], 0
+        for group in self.param_groups:
+            names, table = self._state_names(group), array("q")
+            for param in group["params"]:
+                grad = param.grad
+                if grad is not None:
+                    grad = _usable_grad(type(self).__name__, param, grad)
+                    keep.append(grad)
+                    state = self.state[param]
+                    if len(state) == 0:
+                        self._init_state(param, group, state)
+                    table.extend(_storage.segment(param, grad, state, names, stream))
+                stream += 1
+            if table:
+                tables.append((group, table))
+        return tables, keep
+
+    def _init_state(self, param: torch.Tensor, group: Group, state: State) -> None:
+        state["step"] = torch.zeros((), dtype=torch.float32)
+        dtype = _storage.wanted_dtype(param, group["states"])
+        for name in self._state_names(group):
+            state.update(_storage.make_state(param, name, dtype, self._buffers))
+        if _storage.wants_master(param, group["master_weights"]):
+            state.update(_storage.make_master(param, group["master_weights"], self._buffers))
+
+
+def _pointer(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def check_torch_flags(**flags: Any) -> None:
+    """Refuses what torch's implementations can do and a fused step cannot."""
+    for name, allowed in (("foreach", (None, False)), ("fused", (None, True))):
+        if flags.get(name) not in allowed:
+            raise ValueError(f"{name}={flags[name]} is not supported: the step is always fused")
+    if flags.get("differentiable"):
+        raise ValueError("differentiable=True is not supported: the step is fused")
+
+
+def check_rates(lr: float | torch.Tensor, **rates: float) -> None:
+    """Refuses what torch refuses."""
+    if isinstance(lr, torch.Tensor) and lr.numel() != 1:
+        raise ValueError("lr must have one element where it is a tensor")
+    for name, value in {"lr": float(lr), **rates}.items():
+        if not value >= 0:
+            raise ValueError(f"{name} must not be negative, got {value}")
+
+
+def check_betas(betas: Iterable[float | torch.Tensor]) -> tuple[float, float]:
+    """The two as floats."""
+    first, second = (float(beta) for beta in betas)
+    for beta in (first, second):
+        if not 0 <= beta < 1:
+            raise ValueError(f"betas must be at least 0 and below 1, got {(first, second)}")
+    return first, second
+
+
+def _check_param(optimizer: str, param: torch.Tensor) -> None:
+    shape = f"a parameter of shape {tuple(param.shape)}"
+    if param.dtype not in _storage.FLOATS:
+        raise TypeError(
+            f"{optimizer} takes float32, float16 and bfloat16, got {shape} of {param.dtype}"
+        )
+    if param.device.type != "cpu":
+        raise NotImplementedError(f"{optimizer} runs on the CPU, got {shape} on {param.device}")
+    if (
+        param.layout != torch.strided
+        or torch.empty_like(param, device="meta").stride() != param.stride()
+    ):
+        raise ValueError(
+            f"{optimizer} takes dense parameters, got {shape}, stride {param.stride()}"
+        )
+
+
+def _check_options(group: Group, allowed: tuple[str, ...], has_squares: bool) -> None:
+    master, states = group["master_weights"], group["states"]
+    dtypes = {param.dtype for param in group["params"]}
+    if master not in _storage.MASTERS:
+        raise ValueError(f"master_weights must be None, 'fp32' or 'remainder', got {master!r}")
+    if master == "remainder" and torch.float16 in dtypes:
+        raise ValueError(
+            "master_weights='remainder' completes bfloat16 parameters, got float16: use 'fp32'"
+        )
+    if states not in allowed:
+        raise ValueError(f"states must be one of {', '.join(allowed)}, got {states!r}")
+    if not group["stochastic_rounding"]:
+        return
+    bare = {dtype for dtype in dtypes if dtype != torch.float32} if master is None else set()
+    if torch.float16 in bare:
+        raise ValueError("stochastic_rounding=True rounds to bfloat16, got float16 parameters")
+    if not bare and not (states == "bf16" and has_squares) and dtypes:
+        raise ValueError(
+            "stochastic_rounding=True has nothing to round: it is for bfloat16 parameters without "
+            "master weights and for second moments in bfloat16"
+        )
+
+
+def _usable_grad(optimizer: str, param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """The gradient in the parameter's order of elements."""
+    if grad.is_sparse:
+        raise RuntimeError(f"{optimizer} does not support sparse gradients")
+    if not grad.is_cpu:
+        raise NotImplementedError(f"{optimizer} runs on the CPU, got a gradient on {grad.device}")
+    if grad.dtype not in _storage.FLOATS:
+        raise TypeError(f"{optimizer} takes floating-point gradients, got {grad.dtype}")
+    same = (grad.is_contiguous() and param.is_contiguous()) or grad.stride() == param.stride()
+    if same and not grad.is_neg():
+        return grad
+    return torch.empty_like(param, dtype=grad.dtype).copy_(grad)
+
+
+def _scalar(optimizer: torch.optim.Optimizer, name: str) -> torch.Tensor | None:
+    """An attribute that a GradScaler may have set."""
+    value = getattr(optimizer, name, None)
+    if value is None:
+        return None
+    if isinstance(value, torch.Tensor) and value.dtype == torch.float32 and value.is_cpu:
+        return value
+    return torch.as_tensor(value, dtype=torch.float32, device="cpu")
+
+
+def own_options(
+    master_weights: str | None, states: str, stochastic_rounding: bool, seed: int
+) -> Mapping[str, Any]:
+    """The part of a group's defaults that is the same for all."""
+    return {
+        "master_weights": master_weights,
+        "states": states,
+        "stochastic_rounding": stochastic_rounding,
+        "seed": seed,
+    }
+
+
+def number(value: float | torch.Tensor) -> float:
+    """A learning rate, whichever it is."""
+    return cast(float, value.item()) if isinstance(value, torch.Tensor) else float(value)

@@ -1,0 +1,150 @@
+"""How weights and states lie in memory, and the words that tell the extension."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from pycomm import _C
+from pycomm.optim.flat import Buffers, zeros_for
+
+State = dict[str, Any]
+
+BLOCK = 256  # elements of an 8-bit state that share a scale
+SMALL = 4096  # tensors with fewer elements keep fp32 where 8 bits are asked for
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+STATES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "8bit": torch.uint8}
+MASTERS = (None, "fp32", "remainder")
+MASTER, REMAINDER = "master_param", "remainder"
+
+
+# enum class Storage of csrc/core/optimizer.h.
+_KINDS = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3, torch.uint8: 5}
+_FP32_MASTER, _REMAINDER = 1 << 16, 4 << 16
+
+
+def scale_name(name: str) -> str:
+    """Where a state in 8 bits keeps the largest magnitudes of its blocks."""
+    return f"{name}_absmax"
+
+
+def wanted_dtype(param: torch.Tensor, states: str) -> torch.dtype:
+    """In which type a group's option stores the states of a parameter."""
+    if states == "8bit" and param.numel() < SMALL:
+        return torch.float32
+    return STATES[states]
+
+
+def wants_master(param: torch.Tensor, master: str | None) -> bool:
+    """Whether a parameter needs weights of higher precision beside it."""
+    return master is not None and param.dtype != torch.float32
+
+
+def make_state(
+    param: torch.Tensor, name: str, dtype: torch.dtype, buffers: Buffers | None = None
+) -> State:
+    """A state of zeros, in an optimizer's buffers where the parameter is flattened."""
+    state: State = {name: zeros_for({} if buffers is None else buffers, param, name, dtype)}
+    if dtype == torch.uint8:
+        blocks = -(-param.numel() // BLOCK)
+        state[scale_name(name)] = torch.zeros(blocks, device=param.device)
+    return state
+
+
+def make_master(param: torch.Tensor, master: str, buffers: Buffers) -> State:
+    """Weights of higher precision that equal the parameter."""
+    if master == "fp32":
+        return {MASTER: zeros_for(buffers, param, MASTER, torch.float32).copy_(param.detach())}
+    return {REMAINDER: zeros_for(buffers, param, REMAINDER, torch.int16)}
+
+
+def to_fp32(state: Mapping[str, Any], name: str) -> torch.Tensor:
+    """A state's values."""
+    stored: torch.Tensor = state[name]
+    if stored.dtype != torch.uint8:
+        return stored.float()
+    values = torch.empty_like(stored, dtype=torch.float32)
+    scales = state[scale_name(name)]
+    _C.decode_state(
+        stored.data_ptr(), scales.data_ptr(), stored.numel(), squares(name), values.data_ptr()
+    )
+    return values
+
+
+def from_fp32(values: torch.Tensor, name: str, dtype: torch.dtype) -> State:
+    """A state with these values."""
+    if dtype != torch.uint8:
+        return {name: values.to(dtype)}
+    state = make_state(values, name, dtype)
+    codes, scales = state[name], state[scale_name(name)]
+    _C.encode_state(
+        values.data_ptr(), values.numel(), squares(name), codes.data_ptr(), scales.data_ptr()
+    )
+    return state
+
+
+def squares(name: str) -> bool:
+    """Whether a state holds second moments, which have a code of their own."""
+    return name.endswith("_sq")
+
+
+def joined(param: torch.Tensor, state: Mapping[str, Any]) -> torch.Tensor:
+    """The weights of a parameter in fp32, with all that is known of them."""
+    master: torch.Tensor | None = state.get(MASTER)
+    if master is not None:
+        return master.detach().float()
+    if REMAINDER not in state:
+        return param.detach().float()
+    low: torch.Tensor = state[REMAINDER].to(torch.int32)
+    high = param.detach().view(torch.int16).to(torch.int32) << 16
+    return (high + low).view(torch.float32)
+
+
+def split(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A bf16 parameter and its remainder, from fp32 weights."""
+    bits = weights.view(torch.int32)
+    nan = weights.isnan()
+    high = ((bits + 0x8000) >> 16).to(torch.int16).masked_fill(nan, 0x7FC0)
+    return high.view(torch.bfloat16), bits.to(torch.int16).masked_fill(nan, 0)
+
+
+def set_weights(param: torch.Tensor, state: State, master: str, weights: torch.Tensor) -> None:
+    """Makes a parameter and what stands beside it equal fp32 weights."""
+    if master == "fp32":
+        state[MASTER] = torch.empty_like(param, dtype=torch.float32).copy_(weights)
+        param.detach().copy_(state[MASTER])
+    else:
+        ordered = torch.empty_like(param, dtype=torch.float32).copy_(weights)
+        high, state[REMAINDER] = split(ordered)
+        param.detach().copy_(high)
+
+
+def segment(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    state: Mapping[str, Any],
+    names: tuple[str, ...],
+    stream: int,
+) -> list[int]:
+    """The words of a parameter: struct Segment of csrc/cpu/optim_step.h."""
+    # Hundreds of parameters go through here in every step.
+    step, count = state["step"].data_ptr(), param.numel()
+    words = [param.data_ptr(), grad.data_ptr(), 0, 0, 0, 0, 0, 0, 0, step, count, stream, 0]
+    kinds = _KINDS[param.dtype] | _KINDS[grad.dtype] << 8
+    for place, name in enumerate(names, 3):
+        tensor = state[name]
+        dtype = tensor.dtype
+        words[place] = tensor.data_ptr()
+        kinds |= _KINDS[dtype] << 8 * place
+        if dtype == torch.uint8:
+            words[place + 3] = state[scale_name(name)].data_ptr()
+    if MASTER in state:
+        words[2] = state[MASTER].data_ptr()
+        kinds |= _FP32_MASTER
+    elif REMAINDER in state:
+        words[2] = state[REMAINDER].data_ptr()
+        kinds |= _REMAINDER
+    words[12] = kinds
+    return words

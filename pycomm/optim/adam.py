@@ -1,0 +1,129 @@
+"""Adam and AdamW."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pycomm import _C
+from pycomm.optim._optimizer import (
+    FusedOptimizer,
+    Group,
+    check_betas,
+    check_rates,
+    check_torch_flags,
+    number,
+    own_options,
+)
+
+_ADAMW = 0  # csrc/core/optimizer.h
+
+
+class FusedAdam(FusedOptimizer):
+    """torch.optim.Adam in one pass.
+
+    Args:
+        params: as for :class:`torch.optim.Adam`, as are `lr`, `betas`, `eps`, `weight_decay`,
+            `amsgrad`, `maximize` and `decoupled_weight_decay`.
+        lr: learning rate, a number or a tensor.
+        betas: of the first and the second moment.
+        eps: added to the divisor.
+        weight_decay: L2 penalty.
+        amsgrad: divide by the largest second moment so far.
+        foreach: only None or False.
+        maximize: follow the gradient upwards.
+        capturable: accepted; every step is.
+        differentiable: only False.
+        fused: only None or True.
+        decoupled_weight_decay: AdamW's.
+        master_weights: for 16-bit parameters. ``"fp32"`` keeps fp32 weights beside them,
+            ``"remainder"`` the 16 bits that a bf16 parameter lacks, which is as exact.
+        states: ``"fp32"``, ``"bf16"`` or ``"8bit"`` (blocks of 256; tensors below 4,096 elements
+            keep fp32).
+        stochastic_rounding: of bf16 parameters without master weights, and of second moments in
+            bf16.
+        seed: of its random bits, which depend on the parameter, the element and the step alone.
+        max_norm: clips the norm of all gradients together, as
+            :func:`torch.nn.utils.clip_grad_norm_` does, without a pass of its own over them.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        master_weights: str | None = None,
+        states: str = "fp32",
+        stochastic_rounding: bool = False,
+        seed: int = 0,
+        max_norm: float | None = None,
+    ) -> None:
+        check_torch_flags(foreach=foreach, fused=fused, differentiable=differentiable)
+        check_rates(lr, eps=eps, weight_decay=weight_decay)
+        defaults = {
+            "lr": lr,
+            "betas": check_betas(betas),
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "capturable": capturable,
+            "decoupled_weight_decay": decoupled_weight_decay,
+            **own_options(master_weights, states, stochastic_rounding, seed),
+        }
+        super().__init__(params, defaults, max_norm)
+
+    def _state_names(self, group: Group) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if group["amsgrad"] else 2]
+
+    def _settings(self, group: Group) -> _C.OptimizerSettings:
+        beta1, beta2 = group["betas"]
+        return _C.OptimizerSettings(
+            _ADAMW,
+            lr=number(group["lr"]),
+            beta1=beta1,
+            beta2=beta2,
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            amsgrad=group["amsgrad"],
+            decoupled=group["decoupled_weight_decay"],
+            maximize=group["maximize"],
+            stochastic=group["stochastic_rounding"],
+            seed=group["seed"],
+        )
+
+
+class FusedAdamW(FusedAdam):
+    """torch.optim.AdamW in one pass: :class:`FusedAdam` with decoupled weight decay."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        **options: Any,
+    ) -> None:
+        if "decoupled_weight_decay" in options:
+            raise TypeError("FusedAdamW always decouples weight decay: use FusedAdam to choose")
+        options["decoupled_weight_decay"] = True
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As :class:`torch.optim.AdamW`, whatever the checkpoint says."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group["decoupled_weight_decay"] = True

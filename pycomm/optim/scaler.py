@@ -1,0 +1,46 @@
+"""Loss scaling without a pass of its own over the gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import OptState
+
+from pycomm.optim._optimizer import FusedOptimizer
+
+
+class GradScaler(torch.amp.GradScaler):
+    """torch.amp.GradScaler whose :meth:`step` leaves all the work to a fused optimizer.
+
+    torch's own reads and writes every gradient before a step, to look for infinities. A fused
+    optimizer looks while it measures the norm for clipping, and unscales as it steps. Everything
+    else, other optimizers too, is as in torch.
+
+    Args:
+        device: where the scale lies.
+        options: torch's.
+    """
+
+    def __init__(self, device: str = "cpu", **options: Any) -> None:
+        super().__init__(device, **options)
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """See :meth:`torch.amp.GradScaler.step`."""
+        state = self._per_optimizer_states[id(optimizer)]
+        fused = isinstance(optimizer, FusedOptimizer) and state["stage"] is OptState.READY
+        if not self._enabled or not fused:
+            return super().step(optimizer, *args, **kwargs)
+        if args or kwargs:
+            raise RuntimeError("closures are not supported while gradients are scaled")
+        scale, _ = self._check_scale_growth_tracker("step")
+        optimizer.grad_scale = scale * getattr(optimizer, "grad_scale", 1)  # type: ignore[attr-defined]
+        optimizer.found_inf = None  # type: ignore[attr-defined]
+        try:
+            loss: float | None = optimizer.step()
+            found = optimizer.found_inf  # type: ignore[attr-defined]
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+        state["found_inf_per_device"] = {scale.device: torch.zeros(()) if found is None else found}
+        state["stage"] = OptState.STEPPED
+        return loss

@@ -1,0 +1,230 @@
+"""What every optimizer step must give, worked out with numpy and nothing of pycomm's.
+
+One parameter at a time, flat. Arithmetic is fp32 in the order that is written here; factors of a
+whole step are Python's doubles. Formats follow docs/optimizers.md.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import golden
+import numpy as np
+import torch
+from golden_compression import random_bits
+
+F = np.float32
+BLOCK = 256
+
+
+def power(base: float, n: int) -> float:
+    result = 1.0
+    while n:
+        if n % 2:
+            result *= base
+        base, n = base * base, n // 2
+    return result
+
+
+def canonical(values: np.ndarray) -> np.ndarray:
+    return np.where(np.isnan(values), np.uint32(0x7FC00000).view(F), values)
+
+
+# Formats: what fp32 values have become once stored.
+
+
+def split(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """bf16 patterns and remainders."""
+    bits = canonical(values).view(np.uint32).astype(np.uint64)
+    return ((bits + 0x8000) >> 16).astype(np.uint16), (bits & 0xFFFF).astype(np.uint16)
+
+
+def join(high: np.ndarray, low: np.ndarray) -> np.ndarray:
+    signed = low.astype(np.int64) - (low.astype(np.int64) >> 15 << 16)
+    return ((high.astype(np.int64) << 16) + signed).astype(np.uint32).view(F)
+
+
+def stochastic_bf16(values: np.ndarray, random: np.ndarray) -> np.ndarray:
+    """To the neighbour above in magnitude where 16 random bits carry."""
+    bits = canonical(values).view(np.uint32).astype(np.uint64)
+    carried = bits + np.where(np.isfinite(values), random.astype(np.uint64), 0)
+    return (carried >> 16 << 16).astype(np.uint32).view(F)
+
+
+def blocks(values: np.ndarray) -> np.ndarray:
+    padded = np.zeros(-(-len(values) // BLOCK) * BLOCK, F)
+    padded[: len(values)] = values
+    return padded.reshape(-1, BLOCK)
+
+
+def encode8(values: np.ndarray, squares: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Codes, and the largest magnitude of each block."""
+    with np.errstate(all="ignore"):
+        rows = blocks(values)
+        largest = np.abs(rows).max(1)
+        bad = ~np.isfinite(largest)
+        dead = bad | (largest < np.finfo(F).tiny)
+        inverse = np.where(dead, F(0), F(1) / largest)[:, None]
+        if squares:
+            codes = np.rint(np.sqrt(np.sqrt(rows * inverse)) * F(255))
+            codes = np.where((rows > 0) & (codes < 1), F(1), codes)
+        else:
+            codes = np.copysign(np.rint(np.sqrt(np.abs(rows) * inverse) * F(127)), rows)
+    codes[dead] = 0
+    stored = np.where(bad, np.uint32(0x7FC00000).view(F), np.where(dead, F(0), largest))
+    codes = codes.astype(np.uint8 if squares else np.int8).view(np.uint8)
+    return codes.reshape(-1)[: len(values)], stored.astype(F)
+
+
+def decode8(codes: np.ndarray, largest: np.ndarray, squares: bool) -> np.ndarray:
+    scale = np.repeat(largest, BLOCK)[: len(codes)]
+    if squares:
+        q = codes.astype(F) * F(1 / 255)
+        return (q * q) * (q * q) * scale
+    q = codes.view(np.int8).astype(F) * F(1 / 127)
+    return q * np.abs(q) * scale
+
+
+def through(values: np.ndarray, storage: str, squares: bool, random: np.ndarray) -> np.ndarray:
+    """A state as the next step finds it."""
+    if storage == "8bit" and len(values) >= 4096:
+        return decode8(*encode8(values, squares), squares)
+    if storage == "bf16":
+        if random is not None and squares:
+            return stochastic_bf16(values, random >> 16)
+        return rounded(values, torch.bfloat16)
+    return rounded(values, torch.float16) if storage == "fp16" else canonical(values)
+
+
+def rounded(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    return golden.narrow(np.array(values, dtype=F), dtype).float().numpy()
+
+
+def square_sum(values: np.ndarray) -> float:
+    return tree_sum(values.astype(np.float64) ** 2)
+
+
+def tree_sum(terms: np.ndarray) -> float:
+    """A tree of fan-in 1024 over 32 lanes, in double."""
+    while len(terms) > 1:
+        padded = np.zeros(-(-len(terms) // 1024) * 1024)
+        padded[: len(terms)] = terms
+        lanes = np.zeros((len(padded) // 1024, 32))
+        for row in padded.reshape(-1, 32, 32).transpose(1, 0, 2):
+            lanes = lanes + row
+        while lanes.shape[1] > 1:
+            half = lanes.shape[1] // 2
+            lanes = lanes[:, :half] + lanes[:, half:]
+        terms = lanes[:, 0]
+    return float(terms[0]) if len(terms) else 0.0
+
+
+# Optimizers.
+
+
+def average(beta: float, old: np.ndarray, new: np.ndarray) -> np.ndarray:
+    """As a step from whichever weighs more."""
+    return old + F(1 - beta) * (new - old) if beta >= 0.5 else new - F(beta) * (new - old)
+
+
+@dataclass
+class Parameter:
+    """One parameter and its states, all as fp32 values."""
+
+    rule: str
+    weights: np.ndarray
+    options: dict
+    dtype: torch.dtype = torch.float32
+    master: str | None = None
+    storage: str = "fp32"
+    stochastic: bool = False
+    seed: int = 0
+    stream: int = 0
+    step: int = 0
+    states: list[np.ndarray] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.states = [np.zeros_like(self.weights) for _ in range(3)]
+
+    def update(self, g: np.ndarray, scale: float = 1.0) -> None:
+        self.step += 1
+        factor = F(-scale if self.options.get("maximize") else scale)
+        with np.errstate(all="ignore"):
+            weights = getattr(self, self.rule)(g * factor, self.weights)
+        random = None
+        if self.stochastic:
+            index = np.arange(len(weights))
+            random = random_bits(index, self.step, self.stream, self.seed)
+        self.states = [
+            through(state, self.storage, place > 0, random)
+            for place, state in enumerate(self.states)
+        ]
+        if self.dtype == torch.float32 or self.master is not None:
+            self.weights = canonical(weights)
+        elif random is not None:
+            self.weights = stochastic_bf16(weights, random & 0xFFFF)
+        else:
+            self.weights = rounded(weights, self.dtype)
+
+    @property
+    def seen(self) -> np.ndarray:
+        """The parameter itself."""
+        if self.master == "remainder" and self.dtype == torch.bfloat16:
+            high, _ = split(self.weights)
+            return (high.astype(np.uint32) << 16).view(F)
+        return rounded(self.weights, self.dtype)
+
+    def moments(self, g: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray, F, F]:
+        beta1, beta2 = self.options["betas"]
+        m, v, _ = self.states
+        m, v = average(beta1, m, g), average(beta2, v, g * g)
+        root = math.sqrt(1 - power(beta2, self.step))
+        factor = F(scale * root / (1 - power(beta1, self.step)))
+        return m, v, factor, F(self.options["eps"] * root)
+
+    def adam(self, g: np.ndarray, p: np.ndarray) -> np.ndarray:
+        if self.options["weight_decay"]:
+            g = g + F(self.options["weight_decay"]) * p
+        return p - self.adam_step(g)
+
+    def adamw(self, g: np.ndarray, p: np.ndarray) -> np.ndarray:
+        o = self.options
+        return p * F(1 - o["lr"] * o["weight_decay"]) - self.adam_step(g)
+
+    def adam_step(self, g: np.ndarray) -> np.ndarray:
+        o = self.options
+        m, v, factor, eps = self.moments(g, o["lr"])
+        most = np.maximum(self.states[2], v) if o.get("amsgrad") else self.states[2]
+        self.states = [m, v, most]
+        divisor = most if o.get("amsgrad") else v
+        return factor * (m / (np.sqrt(divisor) + eps))
+
+    def sgd(self, g: np.ndarray, p: np.ndarray) -> np.ndarray:
+        o = self.options
+        if o["weight_decay"]:
+            g = g + F(o["weight_decay"]) * p
+        if o["momentum"]:
+            keep = F(1) if self.step == 1 else F(1 - o["dampening"])
+            b = F(o["momentum"]) * self.states[0] + keep * g
+            self.states[0] = b
+            g = g + F(o["momentum"]) * b if o["nesterov"] else b
+        return p - F(o["lr"]) * g
+
+    def lion(self, g: np.ndarray, p: np.ndarray) -> np.ndarray:
+        o = self.options
+        (beta1, beta2), m = o["betas"], self.states[0]
+        sign = np.sign(average(beta1, m, g))
+        self.states[0] = average(beta2, m, g)
+        return p * F(1 - o["lr"] * o["weight_decay"]) - F(o["lr"]) * sign
+
+    def lamb(self, g: np.ndarray, p: np.ndarray) -> np.ndarray:
+        o = self.options
+        m, v, factor, eps = self.moments(g, 1.0)
+        self.states[:2] = m, v
+        u = factor * (m / (np.sqrt(v) + eps)) + F(o["weight_decay"]) * p
+        weights, directions = square_sum(p), square_sum(u)
+        ratio = 1.0
+        if o["weight_decay"] and weights > 0 and directions > 0:
+            ratio = math.sqrt(weights) / math.sqrt(directions)
+        return p - F(o["lr"] * ratio) * u

@@ -1,0 +1,133 @@
+"""What is not supported is refused in words; nothing is ignored."""
+
+import pytest
+import torch
+from optimizing import OPTIMIZERS, Case, gradients, parameters, set_gradients
+
+import pycomm.optim as optim
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+def one(dtype=torch.float32):
+    return [torch.nn.Parameter(torch.ones(3, dtype=dtype))]
+
+
+REFUSED = [
+    (optim.FusedAdam, torch.float32, {"lr": -1.0}, "lr must not be negative"),
+    (optim.FusedAdam, torch.float32, {"lr": torch.ones(2)}, "lr must have one element"),
+    (optim.FusedAdam, torch.float32, {"betas": (1.0, 0.9)}, "betas must be"),
+    (optim.FusedAdam, torch.float32, {"eps": -1.0}, "eps must not be negative"),
+    (optim.FusedAdamW, torch.float32, {"weight_decay": -0.1}, "weight_decay must not"),
+    (optim.FusedAdamW, torch.float32, {"foreach": True}, "foreach=True is not supported"),
+    (optim.FusedAdamW, torch.float32, {"fused": False}, "fused=False is not supported"),
+    (optim.FusedAdamW, torch.float32, {"differentiable": True}, "differentiable=True"),
+    (optim.FusedAdamW, torch.float32, {"max_norm": 0.0}, "max_norm must be above 0"),
+    (optim.FusedAdamW, torch.float32, {"states": "int4"}, "states must be one of"),
+    (optim.FusedAdamW, torch.float32, {"states": "fp16"}, "states must be one of fp32, bf16, 8bit"),
+    (optim.FusedAdamW, BF16, {"master_weights": "bf16"}, "master_weights must be"),
+    (optim.FusedAdamW, FP16, {"master_weights": "remainder"}, "use 'fp32'"),
+    (optim.FusedAdamW, FP16, {"stochastic_rounding": True}, "got float16"),
+    (optim.FusedAdamW, torch.float32, {"stochastic_rounding": True}, "nothing to round"),
+    (optim.FusedLion, BF16, {"stochastic_rounding": True, "master_weights": "fp32",
+                             "states": "bf16"}, "nothing to round"),
+    (optim.FusedSGD, torch.float32, {"nesterov": True}, "needs momentum"),
+    (optim.FusedSGD, torch.float32, {"momentum": -0.1}, "momentum must not be negative"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "dtype", "options", "message"), REFUSED)
+def test_refused(kind, dtype, options, message):
+    with pytest.raises(ValueError, match=message):
+        kind(one(dtype), **options)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS.values())
+def test_refused_parameters(kind):
+    with pytest.raises(TypeError, match=f"{kind.__name__} takes float32, float16 and bfloat16"):
+        kind(one(torch.float64))
+    with pytest.raises(TypeError, match="complex64"):
+        kind(one(torch.complex64))
+    spread = torch.nn.Parameter(torch.ones(6, 2)[:, 0])
+    with pytest.raises(ValueError, match="takes dense parameters"):
+        kind([spread])
+    with pytest.raises(NotImplementedError, match="runs on the CPU"):
+        kind([torch.nn.Parameter(torch.ones(3, device="meta"))])
+    optimizer = kind(one())
+    with pytest.raises(TypeError, match="float64"):
+        optimizer.add_param_group({"params": one(torch.float64)})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_sparse_gradients_are_refused():
+    table = torch.nn.Embedding(5, 3, sparse=True)
+    optimizer = optim.FusedSGD(table.parameters())
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(RuntimeError, match="FusedSGD does not support sparse gradients"):
+        optimizer.step()
+
+
+def test_parameters_that_have_been_moved_are_refused():
+    model = torch.nn.Linear(2, 2)
+    optimizer = optim.FusedAdamW(model.parameters())
+    torch.utils.swap_tensors(model.weight, torch.nn.Parameter(torch.zeros(2, 2, device="meta")))
+    model.weight.grad = torch.zeros(2, 2, device="meta")
+    with pytest.raises(NotImplementedError, match="got a gradient on meta"):
+        optimizer.step()
+
+
+def test_decoupled_is_not_an_option_of_adamw():
+    with pytest.raises(TypeError, match="use FusedAdam"):
+        optim.FusedAdamW(one(), decoupled_weight_decay=False)
+
+
+def test_parameters_without_gradients_and_without_elements():
+    params = [*one(), torch.nn.Parameter(torch.ones(0, 4)), *one()]
+    optimizer = optim.FusedAdamW(params, states="8bit", max_norm=1.0)
+    optimizer.step()
+    assert not optimizer.state
+    params[1].grad = torch.zeros_like(params[1])
+    optimizer.step()
+    assert optimizer.state[params[1]]["step"] == 1
+    assert optimizer.grad_norm == 0
+    params[2].grad = torch.ones_like(params[2])
+    optimizer.step()
+    assert torch.equal(params[0], torch.ones(3))
+    assert (params[2] < 1).all()
+
+
+def test_small_tensors_keep_fp32_where_8_bits_are_asked_for():
+    params = parameters(shapes=((4095,), (4096,), (64, 65)))
+    optimizer = Case("adamw", states="8bit").make(params)
+    set_gradients(params, gradients(params, 0))
+    optimizer.step()
+    kinds = [optimizer.state[p]["exp_avg"].dtype for p in params]
+    assert kinds == [torch.float32, torch.uint8, torch.uint8]
+    assert optimizer.state[params[2]]["exp_avg_sq_absmax"].numel() == 17
+
+
+def test_random_bits_belong_to_parameter_and_element():
+    """Not to the order of groups' calls, threads, or which other parameters have gradients."""
+    case = Case("sgd", {"momentum": 0.0, "lr": 1e-3}, BF16, stochastic=True, seed=1)
+    alone, together = (parameters(BF16) for _ in range(2))
+    grads = gradients(alone, 0)
+    alone[2].grad = grads[2]
+    case.make(alone).step()
+    set_gradients(together, grads)
+    case.make(together).step()
+    assert torch.equal(alone[2], together[2])
+    other = parameters(BF16)
+    set_gradients(other, grads)
+    Case("sgd", case.options, BF16, stochastic=True, seed=2).make(other).step()
+    assert not torch.equal(other[2], together[2])
+
+
+def test_stochastic_rounding_is_fair():
+    """The mean of many parameters moves by what is far below a unit of bf16."""
+    param = torch.nn.Parameter(torch.ones(1 << 16, dtype=BF16))
+    optimizer = optim.FusedSGD([param], lr=1e-4, stochastic_rounding=True)
+    for _ in range(10):
+        param.grad = -torch.ones_like(param)
+        optimizer.step()
+    # Standard deviation of the mean: less than 2^-8 * sqrt(10) / 2^8.
+    assert param.float().mean().item() == pytest.approx(1.001, abs=2e-4)

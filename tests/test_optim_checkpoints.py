@@ -1,0 +1,165 @@
+"""Checkpoints: bit for bit within a form, converted between forms, and of other optimizers."""
+
+import copy
+import io
+
+import golden
+import golden_optim as reference
+import numpy as np
+import pytest
+import torch
+from optimizing import Case, gradients, parameters, run, set_gradients
+
+import pycomm.optim as optim
+
+BF16 = torch.bfloat16
+CASES = [
+    Case("adamw", {"amsgrad": True}, BF16, None, "remainder", "8bit"),
+    Case("adam", states="bf16"),
+    Case("sgd", {"dampening": 0.2}, torch.float16, None, "fp32", "fp16"),
+    Case("lion", dtype=BF16, stochastic=True, seed=3),
+    Case("lamb", dtype=BF16, master="remainder", states="bf16", stochastic=True),
+]
+
+
+def advance(params, optimizer, steps):
+    for step in steps:
+        set_gradients(params, gradients(params, step))
+        optimizer.step()
+
+
+def tensors(params, optimizer):
+    return [*params, *(t for p in params for t in optimizer.state[p].values())]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("way", ["saved", "copied"])
+def test_going_on_changes_no_bit(case, way):
+    params, optimizer = run(case)
+    if way == "saved":
+        file = io.BytesIO()
+        torch.save({"params": params, "optimizer": optimizer.state_dict()}, file)
+        file.seek(0)
+        saved = torch.load(file, weights_only=False)
+        again = [torch.nn.Parameter(p.detach().clone()) for p in saved["params"]]
+        resumed = case.make(again)
+        resumed.load_state_dict(saved["optimizer"])
+    else:
+        again, resumed = copy.deepcopy((params, optimizer))
+    advance(params, optimizer, range(3, 6))
+    advance(again, resumed, range(3, 6))
+    for one, other in zip(tensors(params, optimizer), tensors(again, resumed), strict=True):
+        assert golden.same_bits(one.detach(), other.detach())
+
+
+def test_a_checkpoint_is_safe_to_unpickle():
+    _, optimizer = run(CASES[0])
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    assert torch.load(file, weights_only=True)["param_groups"][0]["states"] == "8bit"
+
+
+@pytest.mark.parametrize("states", ["fp32", "bf16", "8bit"])
+@pytest.mark.parametrize("master", [None, "fp32", "remainder"])
+def test_loading_converts(states, master):
+    """Any form into any other: moments to rounding, weights exactly where both keep them."""
+    for source in (CASES[0], Case("adamw", {"amsgrad": True}, BF16, None, "fp32")):
+        params, optimizer = run(source)
+        other = Case("adamw", {"amsgrad": True}, BF16, None, master, states)
+        again = [torch.nn.Parameter(p.detach().clone()) for p in params]
+        loaded = other.make(again)
+        loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        expected, got = (o.state_dict(format="torch")["state"] for o in (optimizer, loaded))
+        assert loaded.param_groups[0]["states"] == states
+        for number, state in expected.items():
+            limit = {"fp32": 0.0, "bf16": 2**-8, "8bit": 1 / 60}[states]
+            for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+                most = state[name].abs().max() if state[name].numel() else 0
+                assert ((got[number][name] - state[name]).abs() <= limit * most).all()
+            assert got[number]["step"] == state["step"] == 3
+            if master is not None:
+                assert golden.same_bits(got[number]["master_param"], state["master_param"])
+        advance(again, loaded, [3])
+
+
+def test_remainders_and_fp32_masters_train_alike():
+    """The joined weights of one are those of the other, to the last bit."""
+    seen = []
+    for master in ("fp32", "remainder"):
+        case = Case("adamw", dtype=BF16, grad_dtype=torch.float32, master=master)
+        params = parameters(BF16)
+        optimizer = case.make(params)
+        advance(params, optimizer, [])
+        for step in range(20):
+            set_gradients(params, gradients(params, step, torch.float32))
+            optimizer.step()
+        states = optimizer.state_dict(format="torch")["state"]
+        seen.append([states[n]["master_param"] for n in range(len(params))])
+    for one, other in zip(*seen, strict=True):
+        assert golden.same_bits(one, other)
+
+
+def test_counter_in_the_group():
+    """As apex' and TransformerEngine's FusedAdam keep it; with masters as the latter does."""
+    params, optimizer = run(Case("adamw", dtype=BF16, master="fp32"), steps=4)
+    state_dict = copy.deepcopy(optimizer.state_dict())
+    for state in state_dict["state"].values():
+        del state["step"]
+    kept = {"lr", "betas", "eps", "weight_decay", "params"}
+    group = {k: v for k, v in state_dict["param_groups"][0].items() if k in kept}
+    state_dict["param_groups"] = [{**group, "step": 4, "bias_correction": True}]
+    again = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    resumed = Case("adamw", dtype=BF16, master="remainder").make(again)
+    resumed.load_state_dict(state_dict)
+    advance(params, optimizer, range(4, 6))
+    advance(again, resumed, range(4, 6))
+    expected, got = (o.state_dict(format="torch")["state"] for o in (optimizer, resumed))
+    for number, state in expected.items():
+        assert golden.same_bits(got[number]["master_param"], state["master_param"])
+        assert got[number]["step"] == state["step"] == 6
+
+
+def test_momentum_that_has_not_begun():
+    """torch.optim.SGD saves None, or no state at all."""
+    params = parameters()
+    for state in ({}, {"momentum_buffer": None}):
+        optimizer = optim.FusedSGD(params, momentum=0.9, dampening=0.5)
+        groups = optimizer.state_dict()["param_groups"]
+        optimizer.load_state_dict({"state": {0: state} if state else {}, "param_groups": groups})
+        grads = gradients(params, 0)
+        set_gradients(params, grads)
+        optimizer.step()
+        assert torch.equal(optimizer.state[params[0]]["momentum_buffer"], grads[0])
+
+
+def test_wrong_checkpoints_are_refused():
+    params, optimizer = run(Case("adamw"))
+    with pytest.raises(ValueError, match="format must be pycomm or torch"):
+        optimizer.state_dict(format="apex")
+    wrong = copy.deepcopy(optimizer.state_dict())
+    wrong["state"][0]["exp_avg"] = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"exp_avg has shape \(3,\), its parameter \(33, 7\)"):
+        optim.FusedAdamW(params).load_state_dict(wrong)
+
+
+@pytest.mark.slow
+def test_every_number_survives_the_split():
+    """All 2^32 patterns, through one step that does nothing."""
+    count = 2**22
+    param = torch.nn.Parameter(torch.zeros(count, dtype=BF16))
+    optimizer = optim.FusedSGD([param], lr=0.0, master_weights="remainder")
+    param.grad = torch.zeros_like(param)
+    optimizer.step()
+    state = optimizer.state[param]
+    for begin in range(0, 2**32, count):
+        bits = np.arange(begin, begin + count, dtype=np.uint32)
+        high, low = reference.split(bits.view(np.float32))
+        param.data.view(torch.int16).copy_(torch.from_numpy(high.view(np.int16)))
+        state["remainder"].copy_(torch.from_numpy(low.view(np.int16)))
+        optimizer.step()
+        assert np.array_equal(param.data.view(torch.int16).numpy(), high.view(np.int16))
+        assert np.array_equal(state["remainder"].numpy(), low.view(np.int16))
+        joined = optim._storage.joined(param, state).numpy().view(np.uint32)
+        expected = reference.canonical(bits.view(np.float32)).view(np.uint32)
+        assert np.array_equal(joined, expected)

@@ -1,0 +1,143 @@
+"""Beside fp64, and what holds for any numbers."""
+
+import math
+
+import golden
+import numpy as np
+import pytest
+import torch
+from golden_optim import BLOCK
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from optimizing import DEFAULTS, Case
+
+import pycomm.optim as optim
+from pycomm.optim import _storage
+
+FLOATS = st.floats(allow_nan=False, allow_infinity=False, width=32)
+ULP = 2.0**-23
+
+
+def one_step(name, options, step, p, g, states):
+    """From given states: what the extension makes of them."""
+    param = torch.nn.Parameter(torch.from_numpy(p))
+    optimizer = Case(name, options).make([param])
+    names = optimizer._state_names(optimizer.param_groups[0])
+    saved = {k: torch.from_numpy(s) for k, s in zip(names, states, strict=False)}
+    groups = optimizer.state_dict()["param_groups"]
+    state = {0: {"step": torch.tensor(float(step)), **saved}}
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    param.grad = torch.from_numpy(g)
+    optimizer.step()
+    return [param.detach(), *(optimizer.state[param][k] for k in names)]
+
+
+@pytest.mark.parametrize("step", [0, 1, 9, 999, 10**6])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_adam_beside_fp64(step, decay):
+    """Within 2 ulps of the largest term of each sum; the step itself within 4 of its own.
+
+    Factors of the averages are the fp32 numbers next to those asked for, here as well.
+    """
+    generator = np.random.default_rng(step)
+    p, g, m = (generator.standard_normal(20000).astype(np.float32) for _ in range(3))
+    v = (generator.standard_normal(20000) ** 2).astype(np.float32)
+    o = {**DEFAULTS["adamw"], "weight_decay": decay}
+    got = one_step("adamw", {"weight_decay": decay}, step, p.copy(), g, [m.copy(), v.copy()])
+    p, g, m, v = (x.astype(np.float64) for x in (p, g, m, v))
+    beta1, beta2 = (1 - float(np.float32(1 - beta)) for beta in o["betas"])
+    new_m = beta1 * m + (1 - beta1) * g
+    new_v = beta2 * v + (1 - beta2) * g * g
+    hat_m = new_m / (1 - beta1 ** (step + 1))
+    hat_v = new_v / (1 - beta2 ** (step + 1))
+    change = o["lr"] * hat_m / (np.sqrt(hat_v) + o["eps"])
+    new_p = p * (1 - o["lr"] * decay) - change
+    within(got[1], new_m, 2 * np.maximum(np.abs(beta1 * m), np.abs((1 - beta1) * g)))
+    within(got[2], new_v, 2 * np.maximum(beta2 * v, (1 - beta2) * g * g))
+    # What m has lost to cancellation is relative to its terms, not to m.
+    share = np.maximum(np.abs(beta1 * m), np.abs((1 - beta1) * g)) / np.abs(new_m)
+    within(
+        got[0], new_p, 2 * np.maximum(np.abs(p), np.abs(change)) + (4 + 2 * share) * np.abs(change)
+    )
+
+
+def within(got, expected, terms):
+    off = np.abs(got.numpy().astype(np.float64) - expected)
+    assert (off <= terms * ULP).all(), (off / (terms * ULP)).max()
+
+
+@given(
+    values=arrays.arrays(np.float32, st.integers(1, 600), elements=FLOATS),
+    squares=st.booleans(),
+)
+@settings(max_examples=150)
+def test_error_of_codes(values, squares):
+    """The bounds of docs/optimizers.md."""
+    values = np.abs(values) if squares else values
+    name = "exp_avg_sq" if squares else "exp_avg"
+    state = _storage.from_fp32(torch.from_numpy(values), name, torch.uint8)
+    got = _storage.to_fp32(state, name).numpy().astype(np.float64)
+    for begin in range(0, len(values), BLOCK):
+        x = values[begin : begin + BLOCK].astype(np.float64)
+        decoded = got[begin : begin + BLOCK]
+        most = np.abs(x).max()
+        if most < np.finfo(np.float32).tiny:
+            assert not decoded.any()
+            continue
+        slack = 1 + 1e-5
+        if squares:
+            y = (x / most) ** 0.25
+            limit = np.where(y < 1 / 255, 1 / 255**2, y / 255 + 1 / 510**2) * slack
+            assert (np.abs(np.sqrt(decoded) - np.sqrt(x)) <= limit * math.sqrt(most) + 1e-22).all()
+            alive = x >= np.finfo(np.float32).tiny
+            assert (state[name].numpy()[begin : begin + BLOCK][alive] > 0).all()
+        else:
+            limit = np.sqrt(np.abs(x) / most) / 127 + 1 / 254**2
+            assert (np.abs(decoded - x) <= limit * most * slack + 1e-44).all()
+            assert (np.sign(decoded) * np.sign(x) >= 0).all()
+    again = _storage.from_fp32(torch.from_numpy(got.astype(np.float32)), name, torch.uint8)
+    for key in (name, _storage.scale_name(name)):
+        assert golden.same_bits(again[key], state[key])
+
+
+@given(values=arrays.arrays(np.float32, st.integers(1, 300), elements=st.floats(width=32)))
+@settings(max_examples=150)
+def test_split_and_join(values):
+    weights = torch.from_numpy(values)
+    param, remainder = _storage.split(weights)
+    joined = _storage.joined(param, {"remainder": remainder})
+    nan = weights.isnan()
+    assert golden.same_bits(joined[~nan], weights[~nan])
+    assert joined[nan].isnan().all()
+    assert param[nan].isnan().all()
+
+
+@given(power=st.integers(-20, 20), max_norm=st.sampled_from([None, 0.5]))
+@settings(max_examples=30)
+def test_a_power_of_two_as_scale_changes_no_bit(power, max_norm):
+    seen = []
+    for scale in (1.0, 2.0**power):
+        param = torch.nn.Parameter(torch.linspace(-1, 1, 2000))
+        optimizer = optim.FusedLAMB([param], max_norm=max_norm)
+        optimizer.grad_scale = torch.tensor(scale)
+        param.grad = torch.linspace(-3, 2, 2000) * scale
+        optimizer.step()
+        seen.append(param)
+    assert golden.same_bits(*seen)
+
+
+@given(count=st.integers(0, 5000), seed=st.integers(0, 99))
+@settings(max_examples=40)
+def test_norm(count, seed):
+    """To double's rounding, over any tensors; 1e-12 is far more than it needs."""
+    generator = torch.Generator().manual_seed(seed)
+    params = [torch.nn.Parameter(torch.zeros(n)) for n in (count, 7, 1024)]
+    optimizer = optim.FusedSGD(params, max_norm=1.0)
+    for param in params:
+        param.grad = torch.randn(param.shape, generator=generator) * 1e20
+    optimizer.step()
+    expected = math.sqrt(math.fsum(x * x for p in params for x in p.grad.tolist()))
+    assert optimizer.grad_norm.item() == pytest.approx(expected, rel=1e-12)
+    moved = math.sqrt(math.fsum(x * x for p in params for x in p.detach().tolist()))
+    assert moved == pytest.approx(1e-3, rel=1e-5)
