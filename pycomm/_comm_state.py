@@ -229,8 +229,10 @@ class CommState:
         rank, size, saved = self.group.rank, self.group.size, state_dict["size"]
         if "gathered" in state_dict:
             dumps = state_dict["gathered"]
+            if len(dumps) != saved:
+                raise ValueError(f"state_dict must be of all {saved} ranks, got {len(dumps)}")
             self._residuals.load([dumps[rank]] if saved == size else dumps)
-        elif (state_dict["rank"], saved) != (rank, size):
+        elif self._residuals and (state_dict["rank"], saved) != (rank, size):
             raise ValueError(
                 f"state_dict must be this rank's own: it is of rank {state_dict['rank']} of "
                 f"{saved}, this is rank {rank} of {size}; a gathered one, "

@@ -131,9 +131,9 @@ def _add_compressed(
         before = residuals.before(entry, kind)
         if before is not None:
             kept[f"{kind}_before"] = before
-    pointers = {name: part.data_ptr() for name, part in kept.items()}
     if recipe.scale is not None:
-        pointers["scale"] = recipe.scale.data_ptr()
+        kept["scale"] = recipe.scale
+    pointers = {name: part.data_ptr() for name, part in kept.items()}
     plan.calls.append(
         _call(
             tensor,

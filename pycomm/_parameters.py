@@ -14,7 +14,7 @@ import torch
 # A multiple of every block.
 _ALIGNMENT = 4096
 _SMALL = 4096
-_WRAPPERS = ("module", "_orig_mod")
+_WRAPPERS = ("_orig_mod.", "module.")
 
 Exclude = Callable[[str, torch.Tensor], bool]
 
@@ -127,19 +127,19 @@ def _checked(params: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torc
                 f"them, got {type(item).__name__}"
             )
         if item[1].requires_grad:
-            named.append((_bare(item[0]), item[1]))
-    names = [name for name, _ in named]
+            named.append(item)
+    names = _bare([name for name, _ in named])
     if len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"params must have names of their own, got {twice!r} twice")
     if not named:
         raise ValueError("params must hold a parameter that requires grad, got none")
-    return named
+    return [(name, parameter) for name, (_, parameter) in zip(names, named, strict=True)]
 
 
-def _bare(name: str) -> str:
-    """Without what DistributedDataParallel and torch.compile put in front."""
-    words = name.split(".")
-    while words[0] in _WRAPPERS and len(words) > 1:
-        words = words[1:]
-    return ".".join(word for word in words if word != "_orig_mod")
+def _bare(names: list[str]) -> list[str]:
+    """Without what DistributedDataParallel and torch.compile put in front of all."""
+    for wrapper in _WRAPPERS * 2:
+        if all(name.startswith(wrapper) for name in names):
+            names = [name.removeprefix(wrapper) for name in names]
+    return [name.replace("._orig_mod.", ".").removeprefix("_orig_mod.") for name in names]

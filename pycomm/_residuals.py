@@ -146,9 +146,11 @@ class Residuals:
 
     def _check(self, dump: dict[str, Any]) -> None:
         """Refuses what was saved for another model, or by a state of another kind."""
+        if dump.keys() != self._flat.keys():
+            raise ValueError(
+                f"state_dict must hold what this state keeps, {self.kinds}, got {list(dump)}"
+            )
         for kind in self._flat:
-            if kind not in dump:
-                raise ValueError(f"state_dict must hold a {kind} for every parameter, got none")
             shapes = {name: tuple(tensor.shape) for name, tensor in dump[kind].items()}
             wanted = {name: tuple(entry.shape) for name, entry in self._entries.items()}
             for name in wanted.keys() | shapes.keys():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import math
 import weakref
 from collections.abc import Container, Iterator, Sequence
@@ -45,7 +46,8 @@ class DataParallel(nn.Module):
     Args:
         module: what to train.
         compression: a compressor for the gradients, or None.
-        bucket_mb: the most MiB in a bucket; models of less than 16 such have smaller ones.
+        bucket_mb: the most MiB in a bucket of several parameters; models of less than 16 such have
+            smaller ones.
         group: by default the default group.
         feedback: keep what compression loses, and send it later.
         exclude: see :class:`pycomm.hooks.CommState`.
@@ -79,6 +81,10 @@ class DataParallel(nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
         if not bucket_mb > 0:
             raise ValueError(f"bucket_mb must be positive, got {bucket_mb}")
+        if "weight" in inspect.signature(module.forward).parameters:
+            raise ValueError(
+                "module must not have an argument `weight` in its forward, which is the wrapper's"
+            )
         self.module = module
         self.comm_state = CommState(
             compression,
@@ -91,6 +97,7 @@ class DataParallel(nn.Module):
         )
         self._broadcast_buffers = broadcast_buffers
         self._parameters_in_order = [p for p in module.parameters() if p.requires_grad][::-1]
+        self._frozen = [p for p in module.parameters() if not p.requires_grad]
         self._broadcast([*module.parameters(), *module.buffers()], 0)
         self._slab = Slab(self._parameters_in_order, bucket_mb * _MIB, self._group)
         self._buckets: list[Bucket] = []
@@ -114,7 +121,8 @@ class DataParallel(nn.Module):
         Args:
             args: for the module.
             weight: how much this rank's gradients count in the mean, for batches of different
-                sizes: sum(weight * gradient) / sum(weight). On all ranks or none.
+                sizes: sum(weight * gradient) / sum(weight). On all ranks or none. Of several
+                forwards before a backward, the last one's counts for all.
             kwargs: for the module.
         """
         training = torch.is_grad_enabled()
@@ -171,8 +179,15 @@ class DataParallel(nn.Module):
     def _prepare(self, weight: float | None, active: bool = True) -> bool:
         """Before a forward with gradients, or instead of one; whether any rank still goes on."""
         if self._in_backward and torch._C._current_graph_task_id() < 0:
-            self._exchange_nothing()  # backward has raised, and others may be waiting
+            self._exchange_nothing(raised=True)  # others may be waiting
+        if any(parameter.requires_grad for parameter in self._frozen):
+            raise ValueError(
+                "module must not have parameters that began to require grad when it was wrapped "
+                "already: wrap it anew"
+            )
         if not self._syncing:
+            if weight is not None:
+                raise ValueError("weight must be given where gradients are exchanged, not before")
             return True
         self._weighing = None
         if weight is not None or self._joined_steps is not None:
@@ -241,37 +256,51 @@ class DataParallel(nn.Module):
         else:
             self._exchange_rest()
 
-    def _exchange_rest(self) -> None:
-        """Sends what has not been sent, with zeros for what was not used, and waits."""
+    def _exchange_rest(self, raised: bool | None = False) -> None:
+        """Sends what has not been sent, with zeros for what was not used, and waits.
+
+        `raised`: whether backward has; None where there was none.
+        """
         self._in_backward = False
         unused = [parameter for bucket in self._buckets for parameter in bucket.complete()]
         self._start_full()
         self.comm_state.finish()
-        for parameter in self._used_elsewhere(unused):
+        for parameter in self._used_elsewhere(unused, raised):
             if parameter.grad is None:
                 self._bucket_of[id(parameter)].adopt(parameter)
         if self._ready is not None:
             self._learn_order(self._ready)
             self._ready = None
 
-    def _exchange_nothing(self) -> None:
+    def _exchange_nothing(self, raised: bool | None = None) -> None:
         """Sends zeros instead of what has not been sent, and forgets the result."""
         self._weighing = None
         self._drop_gradients()
-        self._exchange_rest()
-        self._drop_gradients()
+        try:
+            self._exchange_rest(raised)
+        finally:
+            self._drop_gradients()
 
     def _drop_gradients(self) -> None:
         for parameter in self._parameters_in_order:
             parameter.grad = None
 
-    def _used_elsewhere(self, unused: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Which of the parameters that were not used here some other rank has used."""
+    def _used_elsewhere(
+        self, unused: Sequence[torch.Tensor], raised: bool | None
+    ) -> list[torch.Tensor]:
+        """Which of the parameters that were not used here some other rank has used.
+
+        Raises on every rank where backward has raised on some only: no optimizer may step then.
+        """
         without = set(map(id, unused))
-        used = torch.tensor([id(p) not in without for p in self._parameters_in_order]).byte()
-        all_reduce(used, "max", group=self._group)
-        anywhere = zip(self._parameters_in_order, used.tolist(), strict=True)
-        return [p for p, is_used in anywhere if is_used and id(p) in without]
+        used = [id(p) not in without for p in self._parameters_in_order]
+        flags = torch.tensor([*used, raised is True, raised is False]).byte()
+        all_reduce(flags, "max", group=self._group)
+        *anywhere, any_raised, any_fine = flags.tolist()
+        if any_raised and any_fine:
+            raise RuntimeError("backward has raised on some ranks: its gradients are no mean")
+        found = zip(self._parameters_in_order, anywhere, strict=True)
+        return [p for p, is_used in found if is_used and id(p) in without]
 
     def _learn_order(self, ready: Sequence[torch.Tensor]) -> None:
         """Lays buckets out in rank 0's order of the first backward."""

@@ -114,18 +114,21 @@ def all_raise(group, set_to_none):
 
 
 def one_raises(group, set_to_none):
-    """The other gets zeros for what it had not sent, once it goes on."""
-    model, alone = pycomm.DataParallel(Fragile(), bucket_mb=TINY), Fragile()
+    """The other ones learn of it, so that no optimizer steps; then all can go on."""
+    model = pycomm.DataParallel(Fragile(), bucket_mb=TINY)
     for turn in range(3):
-        if group.rank == turn % group.size:
+        failing = group.rank == turn % group.size
+        if failing:
             fail(model, group.rank, turn)
+        model.zero_grad(set_to_none=set_to_none)
+        told = pytest.raises(RuntimeError, match="raised on some ranks")
+        if failing:
+            with told:
+                wrapped.batch_loss(model, group.rank, turn)
         else:
-            model.zero_grad(set_to_none=set_to_none)
-            wrapped.batch_loss(model, group.rank, turn).backward()
-            alone.zero_grad()
-            wrapped.batch_loss(alone, group.rank, turn).backward()
-            for got, half in zip(model.module.layers[:3], alone.layers[:3], strict=True):
-                assert golden.same_bits(got.weight.grad, half.weight.grad / group.size)
+            loss = wrapped.batch_loss(model, group.rank, turn)
+            with told:
+                loss.backward()
         check_steps(group, model, range(2), set_to_none)
     assert model.comm_state.step == 9
 
@@ -220,7 +223,9 @@ def crossing(group, apart):
         return both[1](x, skip=rank == 0).square().mean()
 
     if not apart:
-        with pytest.raises(pycomm.Mismatch, match=r"tag=\d\), rank 1 called"):
+        # The other model's next exchange may find the group failed already, and quote the failure.
+        refused = (pycomm.Mismatch, pycomm.GroupUnusable)
+        with pytest.raises(refused, match=r"tag=\d\), rank 1 called"):
             loss(models, group.rank, 0).backward()
         return
     for step in range(3):
