@@ -94,7 +94,17 @@ def through(values: np.ndarray, storage: str, squares: bool, random: np.ndarray)
         if random is not None and squares:
             return stochastic_bf16(values, random >> 16)
         return rounded(values, torch.bfloat16)
-    return rounded(values, torch.float16) if storage == "fp16" else canonical(values)
+    if storage == "fp16":
+        return roots(values) if squares else rounded(values, torch.float16)
+    return canonical(values)
+
+
+def roots(values: np.ndarray) -> np.ndarray:
+    """Through their roots in fp16, which are never zero above zero."""
+    with np.errstate(all="ignore"):
+        stored = rounded(np.sqrt(values), torch.float16)
+    stored = np.where((values > 0) & (stored == 0), F(2**-24), stored)
+    return canonical(stored * stored)
 
 
 def rounded(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:

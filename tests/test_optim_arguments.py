@@ -23,8 +23,7 @@ REFUSED = [
     (optim.FusedAdamW, torch.float32, {"fused": False}, "fused=False is not supported"),
     (optim.FusedAdamW, torch.float32, {"differentiable": True}, "differentiable=True"),
     (optim.FusedAdamW, torch.float32, {"max_norm": 0.0}, "max_norm must be above 0"),
-    (optim.FusedAdamW, torch.float32, {"states": "int4"}, "states must be one of"),
-    (optim.FusedAdamW, torch.float32, {"states": "fp16"}, "states must be one of fp32, bf16, 8bit"),
+    (optim.FusedAdamW, torch.float32, {"states": "int4"}, "one of fp32, fp16, bf16, 8bit"),
     (optim.FusedAdamW, BF16, {"master_weights": "bf16"}, "master_weights must be"),
     (optim.FusedAdamW, FP16, {"master_weights": "remainder"}, "use 'fp32'"),
     (optim.FusedAdamW, FP16, {"stochastic_rounding": True}, "got float16"),
@@ -51,7 +50,7 @@ def test_refused_parameters(kind):
     spread = torch.nn.Parameter(torch.ones(6, 2)[:, 0])
     with pytest.raises(ValueError, match="takes dense parameters"):
         kind([spread])
-    with pytest.raises(NotImplementedError, match="runs on the CPU"):
+    with pytest.raises(ValueError, match="runs on the CPU"):
         kind([torch.nn.Parameter(torch.ones(3, device="meta"))])
     optimizer = kind(one())
     with pytest.raises(TypeError, match="float64"):
@@ -72,7 +71,7 @@ def test_parameters_that_have_been_moved_are_refused():
     optimizer = optim.FusedAdamW(model.parameters())
     torch.utils.swap_tensors(model.weight, torch.nn.Parameter(torch.zeros(2, 2, device="meta")))
     model.weight.grad = torch.zeros(2, 2, device="meta")
-    with pytest.raises(NotImplementedError, match="got a gradient on meta"):
+    with pytest.raises(ValueError, match="got a gradient on meta"):
         optimizer.step()
 
 

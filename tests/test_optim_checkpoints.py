@@ -16,6 +16,7 @@ BF16 = torch.bfloat16
 CASES = [
     Case("adamw", {"amsgrad": True}, BF16, None, "remainder", "8bit"),
     Case("adam", states="bf16"),
+    Case("adam", {"amsgrad": True}, torch.float16, None, "fp32", "fp16"),
     Case("sgd", {"dampening": 0.2}, torch.float16, None, "fp32", "fp16"),
     Case("lion", dtype=BF16, stochastic=True, seed=3),
     Case("lamb", dtype=BF16, master="remainder", states="bf16", stochastic=True),
@@ -60,11 +61,15 @@ def test_a_checkpoint_is_safe_to_unpickle():
     assert torch.load(file, weights_only=True)["param_groups"][0]["states"] == "8bit"
 
 
-@pytest.mark.parametrize("states", ["fp32", "bf16", "8bit"])
+@pytest.mark.parametrize("states", ["fp32", "bf16", "fp16", "8bit"])
 @pytest.mark.parametrize("master", [None, "fp32", "remainder"])
 def test_loading_converts(states, master):
     """Any form into any other: moments to rounding, weights exactly where both keep them."""
-    for source in (CASES[0], Case("adamw", {"amsgrad": True}, BF16, None, "fp32")):
+    sources = [
+        Case("adamw", {"amsgrad": True}, BF16, None, "fp32"),
+        Case("adamw", {"amsgrad": True}, BF16, None, "remainder", "fp16"),
+    ]
+    for source in (CASES[0], *sources):
         params, optimizer = run(source)
         other = Case("adamw", {"amsgrad": True}, BF16, None, master, states)
         again = [torch.nn.Parameter(p.detach().clone()) for p in params]
@@ -73,7 +78,7 @@ def test_loading_converts(states, master):
         expected, got = (o.state_dict(format="torch")["state"] for o in (optimizer, loaded))
         assert loaded.param_groups[0]["states"] == states
         for number, state in expected.items():
-            limit = {"fp32": 0.0, "bf16": 2**-8, "8bit": 1 / 60}[states]
+            limit = {"fp32": 0.0, "bf16": 2**-8, "fp16": 2**-10, "8bit": 1 / 60}[states]
             for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
                 most = state[name].abs().max() if state[name].numel() else 0
                 assert ((got[number][name] - state[name]).abs() <= limit * most).all()
@@ -81,6 +86,22 @@ def test_loading_converts(states, master):
             if master is not None:
                 assert golden.same_bits(got[number]["master_param"], state["master_param"])
         advance(again, loaded, [3])
+
+
+def test_second_moments_in_fp16_of_torch():
+    """Not roots, as ours are: they are told apart by name."""
+    param = torch.nn.Parameter(torch.ones(8, dtype=torch.float16))
+    peer = torch.optim.Adam([param])
+    param.grad = torch.full_like(param, 3.0)
+    peer.step()
+    assert peer.state[param]["exp_avg_sq"].dtype == torch.float16
+    loaded = optim.FusedAdam([param], states="fp16")
+    loaded.load_state_dict(peer.state_dict())
+    state = loaded.state[param]
+    assert "exp_avg_sq" not in state
+    assert state["exp_avg_sq_root"].dtype == torch.float16
+    moment = peer.state[param]["exp_avg_sq"].float()
+    assert torch.allclose(state["exp_avg_sq_root"].float().square(), moment, rtol=2**-10)
 
 
 def test_remainders_and_fp32_masters_train_alike():

@@ -28,7 +28,7 @@ MIXED = [
     Case(name, dtype=dtype, master=master, states=states)
     for name in NAMES
     for dtype, master in KINDS
-    for states in ("fp32", "bf16", "8bit")
+    for states in ("fp32", "bf16", "fp16", "8bit")
 ]
 MORE = [
     Case("adamw", {"amsgrad": True}, BF16, None, "remainder", "8bit"),
@@ -36,8 +36,7 @@ MORE = [
     Case("adamw", dtype=BF16, stochastic=True, states="bf16", seed=2**63),
     Case("adamw", dtype=BF16, stochastic=True, states="bf16", master="remainder"),
     Case("lion", dtype=BF16, stochastic=True),
-    Case("sgd", dtype=BF16, states="fp16"),
-    Case("lion", dtype=FP16, states="fp16"),
+    Case("adamw", {"amsgrad": True}, states="fp16"),
     Case("adamw", dtype=BF16, grad_dtype=torch.float32, master="remainder"),
     Case("adamw", dtype=torch.float32, grad_dtype=BF16),
     Case("adamw", dtype=BF16, grad_dtype=FP16, states="bf16"),

@@ -18,7 +18,7 @@ inline constexpr int kRules = 4;
 enum class Storage : std::uint8_t {
   none,
   f32,
-  f16,
+  f16,  // of second moments: core/root_half.h
   bf16,
   remainder,  // 16 bits that a bf16 parameter lacks: core/split_float.h
   code8       // core/state8.h

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "core/root_half.h"
 #include "core/rounding.h"
 #include "core/split_float.h"
 #include "cpu/loops.h"
@@ -20,6 +21,16 @@ template <class T>
 PYCOMM_CLONES void narrow(const float* from, std::int64_t n, T* to) {
 #pragma omp simd
   for (std::int64_t i = 0; i < n; ++i) to[i] = store<T>(from[i]);
+}
+
+PYCOMM_CLONES void square_all(const Half* from, std::int64_t n, float* to) {
+#pragma omp simd
+  for (std::int64_t i = 0; i < n; ++i) to[i] = load_root(from[i]);
+}
+
+PYCOMM_CLONES void root_all(const float* from, std::int64_t n, Half* to) {
+#pragma omp simd
+  for (std::int64_t i = 0; i < n; ++i) to[i] = store_root(from[i]);
 }
 
 PYCOMM_CLONES void narrow_at_random(const float* from, std::int64_t n, const std::uint32_t* random,
@@ -160,9 +171,11 @@ float* load_chunk(const Numbers& numbers, std::int64_t at, std::int64_t n, float
       return nullptr;
     case Storage::f32:
       return reinterpret_cast<float*>(numbers.data) + at;
-    case Storage::f16:
-      widen(reinterpret_cast<const Half*>(numbers.data) + at, n, buffer);
+    case Storage::f16: {
+      const auto* from = reinterpret_cast<const Half*>(numbers.data) + at;
+      numbers.squares ? square_all(from, n, buffer) : widen(from, n, buffer);
       break;
+    }
     case Storage::bf16:
       widen(reinterpret_cast<const BFloat16*>(numbers.data) + at, n, buffer);
       break;
@@ -187,9 +200,11 @@ void store_chunk(const Numbers& numbers, std::int64_t at, std::int64_t n, const 
     case Storage::none:
     case Storage::f32:
       break;  // updated in place
-    case Storage::f16:
-      narrow(values, n, reinterpret_cast<Half*>(numbers.data) + at);
+    case Storage::f16: {
+      auto* to = reinterpret_cast<Half*>(numbers.data) + at;
+      numbers.squares ? root_all(values, n, to) : narrow(values, n, to);
       break;
+    }
     case Storage::bf16: {
       auto* to = reinterpret_cast<std::uint16_t*>(numbers.data) + at;
       if (random != nullptr) {

@@ -7,6 +7,7 @@
     )
 """
 
+from pycomm.optim._options import Options
 from pycomm.optim.adam import FusedAdam, FusedAdamW
 from pycomm.optim.flat import FlatParameters, flatten
 from pycomm.optim.lamb import FusedLAMB
@@ -22,5 +23,6 @@ __all__ = [
     "FusedLion",
     "FusedSGD",
     "GradScaler",
+    "Options",
     "flatten",
 ]

@@ -21,7 +21,8 @@ class Sealed:
 
 def for_torch(param: torch.Tensor, state: Mapping[str, Any], names: Collection[str]) -> State:
     """A parameter's state as torch.optim has it."""
-    made: State = {name: _storage.to_fp32(state, name) for name in names if name in state}
+    kept = [name for name in names if _storage.place_in(state, name) in state]
+    made: State = {name: _storage.to_fp32(state, name) for name in kept}
     if "exp_avg" in names:
         made["step"] = state["step"].clone()
     if MASTER in state or REMAINDER in state:
@@ -40,7 +41,7 @@ def adopt(
     if not saved:
         return {}
     # torch.optim.SGD and Lion have no counter; apex and TransformerEngine keep it in the group.
-    started = any(saved.get(name) is not None for name in names)
+    started = any(saved.get(_storage.place_in(saved, name)) is not None for name in names)
     step = saved.get("step", group.get("step", float(started)))
     state: State = {"step": torch.tensor(float(step), dtype=torch.float32)}
     for name in names:
@@ -57,19 +58,20 @@ def _adopt_state(
     param: torch.Tensor, group: Mapping[str, Any], saved: Mapping[str, Any], name: str
 ) -> State:
     dtype = _storage.wanted_dtype(param, group["states"])
-    stored = saved.get(name)
+    place = _storage.place_in(saved, name)
+    stored = saved.get(place)
     if stored is None:
         return _storage.make_state(param, name, dtype)
     if stored.shape != param.shape:
         raise ValueError(
-            f"{name} has shape {tuple(stored.shape)}, its parameter {tuple(param.shape)}"
+            f"{place} has shape {tuple(stored.shape)}, its parameter {tuple(param.shape)}"
         )
     kept = _like(param, stored)
     scale = _storage.scale_name(name)
-    same: State = {name: kept}
+    same: State = {place: kept}
     if scale in saved:
         same[scale] = saved[scale].detach().to(param.device, copy=True)
-    if kept.dtype == dtype:
+    if kept.dtype == dtype and place == _storage.place_of(name, dtype):
         return same
     return _storage.from_fp32(_storage.to_fp32(same, name), name, dtype)
 

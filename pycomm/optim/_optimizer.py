@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any, ClassVar, cast
 
 import torch
 from torch._compile import _disable_dynamo
 
 from pycomm import _C
-from pycomm.optim import _checkpoint, _storage
+from pycomm.optim import _checkpoint, _options, _storage
+from pycomm.optim._options import Group, Options
 from pycomm.optim._storage import State
 from pycomm.optim.flat import Buffers
 
-Group = dict[str, Any]
 # The gradients' scale, whether one is not finite, the factor that clips them.
 Control = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
-
-# Options of ours, which a checkpoint does not change: it is converted to them.
-OWN_OPTIONS = ("master_weights", "states", "stochastic_rounding", "seed")
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -35,14 +32,12 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     grad_norm: torch.Tensor | None = None
 
-    _state_dtypes: ClassVar[tuple[str, ...]] = ("fp32", "bf16", "8bit")
+    _rule: ClassVar[int]  # enum class Rule of csrc/core/optimizer.h
 
-    def __init__(self, params: Any, defaults: Group, max_norm: float | None) -> None:
-        if max_norm is not None and not max_norm > 0:
-            raise ValueError(f"max_norm must be above 0, got {max_norm}")
-        self.max_norm = max_norm
+    def __init__(self, params: Any, defaults: Group, options: Options) -> None:
+        own, self.max_norm = _options.with_defaults(type(self).__name__, options)
         self._buffers: Buffers = {}
-        super().__init__(params, defaults)
+        super().__init__(params, {**defaults, **own})
 
     # What an optimizer is.
 
@@ -50,9 +45,20 @@ class FusedOptimizer(torch.optim.Optimizer):
         """The states of a parameter, in the order of the arithmetic."""
         raise NotImplementedError
 
-    def _settings(self, group: Group) -> _C.OptimizerSettings:
-        """A group's settings for the extension."""
+    def _own_settings(self, group: Group) -> dict[str, Any]:
+        """What the extension must know of a group beyond what all optimizers have."""
         raise NotImplementedError
+
+    def _settings(self, group: Group) -> _C.OptimizerSettings:
+        return _C.OptimizerSettings(
+            self._rule,
+            lr=number(group["lr"]),
+            weight_decay=number(group["weight_decay"]),
+            maximize=group["maximize"],
+            stochastic=group["stochastic_rounding"],
+            seed=group["seed"],
+            **self._own_settings(group),
+        )
 
     # Parameters.
 
@@ -67,8 +73,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _check_group(self, group: Group) -> None:
         for param in group["params"]:
-            _check_param(type(self).__name__, param)
-        _check_options(group, self._state_dtypes, any("_sq" in n for n in self._state_names(group)))
+            _options.check_param(type(self).__name__, param)
+        _options.check_options(group, any(map(_storage.squares, self._state_names(group))))
 
     # Checkpoints.
 
@@ -92,7 +98,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             for number, state in state_dict["state"].items()
         }
         for group in state_dict["param_groups"]:
-            for option in OWN_OPTIONS:
+            for option in _options.DEFAULTS:
                 del group[option]
         return state_dict
 
@@ -113,9 +119,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Also what :meth:`load_state_dict` ends with."""
-        own = [
-            {key: group[key] for key in OWN_OPTIONS} for group in getattr(self, "param_groups", ())
-        ]
+        groups = getattr(self, "param_groups", ())
+        own = [{key: group[key] for key in _options.DEFAULTS} for group in groups]
         super().__setstate__(state)
         for number, group in enumerate(self.param_groups):
             if own:
@@ -183,7 +188,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             for param in group["params"]:
                 grad = param.grad
                 if grad is not None:
-                    grad = _usable_grad(type(self).__name__, param, grad)
+                    grad = _options.usable_grad(type(self).__name__, param, grad)
                     keep.append(grad)
                     state = self.state[param]
                     if len(state) == 0:
@@ -207,87 +212,6 @@ def _pointer(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def check_torch_flags(**flags: Any) -> None:
-    """Refuses what torch's implementations can do and a fused step cannot."""
-    for name, allowed in (("foreach", (None, False)), ("fused", (None, True))):
-        if flags.get(name) not in allowed:
-            raise ValueError(f"{name}={flags[name]} is not supported: the step is always fused")
-    if flags.get("differentiable"):
-        raise ValueError("differentiable=True is not supported: the step is fused")
-
-
-def check_rates(lr: float | torch.Tensor, **rates: float) -> None:
-    """Refuses what torch refuses."""
-    if isinstance(lr, torch.Tensor) and lr.numel() != 1:
-        raise ValueError("lr must have one element where it is a tensor")
-    for name, value in {"lr": float(lr), **rates}.items():
-        if not value >= 0:
-            raise ValueError(f"{name} must not be negative, got {value}")
-
-
-def check_betas(betas: Iterable[float | torch.Tensor]) -> tuple[float, float]:
-    """The two as floats."""
-    first, second = (float(beta) for beta in betas)
-    for beta in (first, second):
-        if not 0 <= beta < 1:
-            raise ValueError(f"betas must be at least 0 and below 1, got {(first, second)}")
-    return first, second
-
-
-def _check_param(optimizer: str, param: torch.Tensor) -> None:
-    shape = f"a parameter of shape {tuple(param.shape)}"
-    if param.dtype not in _storage.FLOATS:
-        raise TypeError(
-            f"{optimizer} takes float32, float16 and bfloat16, got {shape} of {param.dtype}"
-        )
-    if param.device.type != "cpu":
-        raise NotImplementedError(f"{optimizer} runs on the CPU, got {shape} on {param.device}")
-    if (
-        param.layout != torch.strided
-        or torch.empty_like(param, device="meta").stride() != param.stride()
-    ):
-        raise ValueError(
-            f"{optimizer} takes dense parameters, got {shape}, stride {param.stride()}"
-        )
-
-
-def _check_options(group: Group, allowed: tuple[str, ...], has_squares: bool) -> None:
-    master, states = group["master_weights"], group["states"]
-    dtypes = {param.dtype for param in group["params"]}
-    if master not in _storage.MASTERS:
-        raise ValueError(f"master_weights must be None, 'fp32' or 'remainder', got {master!r}")
-    if master == "remainder" and torch.float16 in dtypes:
-        raise ValueError(
-            "master_weights='remainder' completes bfloat16 parameters, got float16: use 'fp32'"
-        )
-    if states not in allowed:
-        raise ValueError(f"states must be one of {', '.join(allowed)}, got {states!r}")
-    if not group["stochastic_rounding"]:
-        return
-    bare = {dtype for dtype in dtypes if dtype != torch.float32} if master is None else set()
-    if torch.float16 in bare:
-        raise ValueError("stochastic_rounding=True rounds to bfloat16, got float16 parameters")
-    if not bare and not (states == "bf16" and has_squares) and dtypes:
-        raise ValueError(
-            "stochastic_rounding=True has nothing to round: it is for bfloat16 parameters without "
-            "master weights and for second moments in bfloat16"
-        )
-
-
-def _usable_grad(optimizer: str, param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """The gradient in the parameter's order of elements."""
-    if grad.is_sparse:
-        raise RuntimeError(f"{optimizer} does not support sparse gradients")
-    if not grad.is_cpu:
-        raise NotImplementedError(f"{optimizer} runs on the CPU, got a gradient on {grad.device}")
-    if grad.dtype not in _storage.FLOATS:
-        raise TypeError(f"{optimizer} takes floating-point gradients, got {grad.dtype}")
-    same = (grad.is_contiguous() and param.is_contiguous()) or grad.stride() == param.stride()
-    if same and not grad.is_neg():
-        return grad
-    return torch.empty_like(param, dtype=grad.dtype).copy_(grad)
-
-
 def _scalar(optimizer: torch.optim.Optimizer, name: str) -> torch.Tensor | None:
     """An attribute that a GradScaler may have set."""
     value = getattr(optimizer, name, None)
@@ -296,18 +220,6 @@ def _scalar(optimizer: torch.optim.Optimizer, name: str) -> torch.Tensor | None:
     if isinstance(value, torch.Tensor) and value.dtype == torch.float32 and value.is_cpu:
         return value
     return torch.as_tensor(value, dtype=torch.float32, device="cpu")
-
-
-def own_options(
-    master_weights: str | None, states: str, stochastic_rounding: bool, seed: int
-) -> Mapping[str, Any]:
-    """The part of a group's defaults that is the same for all."""
-    return {
-        "master_weights": master_weights,
-        "states": states,
-        "stochastic_rounding": stochastic_rounding,
-        "seed": seed,
-    }
 
 
 def number(value: float | torch.Tensor) -> float:

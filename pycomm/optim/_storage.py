@@ -30,6 +30,16 @@ def scale_name(name: str) -> str:
     return f"{name}_absmax"
 
 
+def place_of(name: str, dtype: torch.dtype) -> str:
+    """Under which name a state of a type is kept: second moments in fp16 as their roots."""
+    return f"{name}_root" if dtype == torch.float16 and squares(name) else name
+
+
+def place_in(state: Mapping[str, Any], name: str) -> str:
+    """Under which name a state is kept there, if it is."""
+    return name if name in state else f"{name}_root"
+
+
 def wanted_dtype(param: torch.Tensor, states: str) -> torch.dtype:
     """In which type a group's option stores the states of a parameter."""
     if states == "8bit" and param.numel() < SMALL:
@@ -46,7 +56,8 @@ def make_state(
     param: torch.Tensor, name: str, dtype: torch.dtype, buffers: Buffers | None = None
 ) -> State:
     """A state of zeros, in an optimizer's buffers where the parameter is flattened."""
-    state: State = {name: zeros_for({} if buffers is None else buffers, param, name, dtype)}
+    place = place_of(name, dtype)
+    state: State = {place: zeros_for({} if buffers is None else buffers, param, place, dtype)}
     if dtype == torch.uint8:
         blocks = -(-param.numel() // BLOCK)
         state[scale_name(name)] = torch.zeros(blocks, device=param.device)
@@ -62,7 +73,10 @@ def make_master(param: torch.Tensor, master: str, buffers: Buffers) -> State:
 
 def to_fp32(state: Mapping[str, Any], name: str) -> torch.Tensor:
     """A state's values."""
-    stored: torch.Tensor = state[name]
+    place = place_in(state, name)
+    stored: torch.Tensor = state[place]
+    if place != name:
+        return stored.float().square()
     if stored.dtype != torch.uint8:
         return stored.float()
     values = torch.empty_like(stored, dtype=torch.float32)
@@ -75,6 +89,10 @@ def to_fp32(state: Mapping[str, Any], name: str) -> torch.Tensor:
 
 def from_fp32(values: torch.Tensor, name: str, dtype: torch.dtype) -> State:
     """A state with these values."""
+    if place_of(name, dtype) != name:
+        roots = values.sqrt().to(dtype)
+        least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+        return {place_of(name, dtype): roots.masked_fill((values > 0) & (roots == 0), least)}
     if dtype != torch.uint8:
         return {name: values.to(dtype)}
     state = make_state(values, name, dtype)
@@ -134,7 +152,7 @@ def segment(
     words = [param.data_ptr(), grad.data_ptr(), 0, 0, 0, 0, 0, 0, 0, step, count, stream, 0]
     kinds = _KINDS[param.dtype] | _KINDS[grad.dtype] << 8
     for place, name in enumerate(names, 3):
-        tensor = state[name]
+        tensor = state[place_in(state, name)]
         dtype = tensor.dtype
         words[place] = tensor.data_ptr()
         kinds |= _KINDS[dtype] << 8 * place

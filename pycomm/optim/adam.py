@@ -5,19 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from typing_extensions import Unpack
 
-from pycomm import _C
-from pycomm.optim._optimizer import (
-    FusedOptimizer,
-    Group,
-    check_betas,
-    check_rates,
-    check_torch_flags,
-    number,
-    own_options,
-)
-
-_ADAMW = 0  # csrc/core/optimizer.h
+from pycomm.optim._optimizer import FusedOptimizer
+from pycomm.optim._options import Group, Options, check_betas, check_rates, check_torch_flags
 
 
 class FusedAdam(FusedOptimizer):
@@ -37,16 +28,10 @@ class FusedAdam(FusedOptimizer):
         differentiable: only False.
         fused: only None or True.
         decoupled_weight_decay: AdamW's.
-        master_weights: for 16-bit parameters. ``"fp32"`` keeps fp32 weights beside them,
-            ``"remainder"`` the 16 bits that a bf16 parameter lacks, which is as exact.
-        states: ``"fp32"``, ``"bf16"`` or ``"8bit"`` (blocks of 256; tensors below 4,096 elements
-            keep fp32).
-        stochastic_rounding: of bf16 parameters without master weights, and of second moments in
-            bf16.
-        seed: of its random bits, which depend on the parameter, the element and the step alone.
-        max_norm: clips the norm of all gradients together, as
-            :func:`torch.nn.utils.clip_grad_norm_` does, without a pass of its own over them.
+        options: see :class:`Options`.
     """
+
+    _rule = 0
 
     def __init__(
         self,
@@ -63,11 +48,7 @@ class FusedAdam(FusedOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
-        master_weights: str | None = None,
-        states: str = "fp32",
-        stochastic_rounding: bool = False,
-        seed: int = 0,
-        max_norm: float | None = None,
+        **options: Unpack[Options],
     ) -> None:
         check_torch_flags(foreach=foreach, fused=fused, differentiable=differentiable)
         check_rates(lr, eps=eps, weight_decay=weight_decay)
@@ -80,28 +61,21 @@ class FusedAdam(FusedOptimizer):
             "maximize": maximize,
             "capturable": capturable,
             "decoupled_weight_decay": decoupled_weight_decay,
-            **own_options(master_weights, states, stochastic_rounding, seed),
         }
-        super().__init__(params, defaults, max_norm)
+        super().__init__(params, defaults, options)
 
     def _state_names(self, group: Group) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if group["amsgrad"] else 2]
 
-    def _settings(self, group: Group) -> _C.OptimizerSettings:
+    def _own_settings(self, group: Group) -> dict[str, Any]:
         beta1, beta2 = group["betas"]
-        return _C.OptimizerSettings(
-            _ADAMW,
-            lr=number(group["lr"]),
-            beta1=beta1,
-            beta2=beta2,
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            amsgrad=group["amsgrad"],
-            decoupled=group["decoupled_weight_decay"],
-            maximize=group["maximize"],
-            stochastic=group["stochastic_rounding"],
-            seed=group["seed"],
-        )
+        return {
+            "beta1": beta1,
+            "beta2": beta2,
+            "eps": group["eps"],
+            "amsgrad": group["amsgrad"],
+            "decoupled": group["decoupled_weight_decay"],
+        }
 
 
 class FusedAdamW(FusedAdam):

@@ -5,18 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from typing_extensions import Unpack
 
-from pycomm import _C
-from pycomm.optim._optimizer import (
-    FusedOptimizer,
-    Group,
-    check_betas,
-    check_rates,
-    number,
-    own_options,
-)
-
-_LAMB = 3  # csrc/core/optimizer.h
+from pycomm.optim._optimizer import FusedOptimizer
+from pycomm.optim._options import Group, Options, check_betas, check_rates
 
 
 class FusedLAMB(FusedOptimizer):
@@ -31,12 +23,10 @@ class FusedLAMB(FusedOptimizer):
         always_adapt: scale steps by the norm of the weights also where `weight_decay` is 0 (biases
             and norms, usually).
         maximize: follow the gradient upwards.
-        master_weights: see :class:`FusedAdam`.
-        states: ``"fp32"``, ``"bf16"`` or ``"8bit"``.
-        stochastic_rounding: see :class:`FusedAdam`.
-        seed: of its random bits.
-        max_norm: clips the norm of all gradients together.
+        options: see :class:`Options`.
     """
+
+    _rule = 3
 
     def __init__(
         self,
@@ -48,11 +38,7 @@ class FusedLAMB(FusedOptimizer):
         *,
         always_adapt: bool = False,
         maximize: bool = False,
-        master_weights: str | None = None,
-        states: str = "fp32",
-        stochastic_rounding: bool = False,
-        seed: int = 0,
-        max_norm: float | None = None,
+        **options: Unpack[Options],
     ) -> None:
         check_rates(lr, eps=eps, weight_decay=weight_decay)
         defaults = {
@@ -62,24 +48,17 @@ class FusedLAMB(FusedOptimizer):
             "weight_decay": weight_decay,
             "always_adapt": always_adapt,
             "maximize": maximize,
-            **own_options(master_weights, states, stochastic_rounding, seed),
         }
-        super().__init__(params, defaults, max_norm)
+        super().__init__(params, defaults, options)
 
     def _state_names(self, group: Group) -> tuple[str, ...]:  # noqa: ARG002
         return ("exp_avg", "exp_avg_sq")
 
-    def _settings(self, group: Group) -> _C.OptimizerSettings:
+    def _own_settings(self, group: Group) -> dict[str, Any]:
         beta1, beta2 = group["betas"]
-        return _C.OptimizerSettings(
-            _LAMB,
-            lr=number(group["lr"]),
-            beta1=beta1,
-            beta2=beta2,
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            adapt=group["always_adapt"] or group["weight_decay"] != 0,
-            maximize=group["maximize"],
-            stochastic=group["stochastic_rounding"],
-            seed=group["seed"],
-        )
+        return {
+            "beta1": beta1,
+            "beta2": beta2,
+            "eps": group["eps"],
+            "adapt": group["always_adapt"] or group["weight_decay"] != 0,
+        }

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
+from typing_extensions import Unpack
 
-from pycomm import _C
-from pycomm.optim._optimizer import (
-    FusedOptimizer,
-    Group,
-    check_betas,
-    check_rates,
-    number,
-    own_options,
-)
-
-_LION = 2  # csrc/core/optimizer.h
+from pycomm.optim._optimizer import FusedOptimizer
+from pycomm.optim._options import Group, Options, check_betas, check_rates
 
 
 class FusedLion(FusedOptimizer):
@@ -28,14 +20,10 @@ class FusedLion(FusedOptimizer):
         betas: of the step's direction, and of the momentum.
         weight_decay: decoupled weight decay.
         maximize: follow the gradient upwards.
-        master_weights: see :class:`FusedAdam`.
-        states: of the momentum; ``"fp16"`` is possible too.
-        stochastic_rounding: of bf16 parameters without master weights.
-        seed: of its random bits.
-        max_norm: clips the norm of all gradients together.
+        options: see :class:`Options`.
     """
 
-    _state_dtypes: ClassVar[tuple[str, ...]] = ("fp32", "fp16", "bf16", "8bit")
+    _rule = 2
 
     def __init__(
         self,
@@ -45,11 +33,7 @@ class FusedLion(FusedOptimizer):
         weight_decay: float = 0,
         *,
         maximize: bool = False,
-        master_weights: str | None = None,
-        states: str = "fp32",
-        stochastic_rounding: bool = False,
-        seed: int = 0,
-        max_norm: float | None = None,
+        **options: Unpack[Options],
     ) -> None:
         check_rates(lr, weight_decay=weight_decay)
         defaults = {
@@ -57,22 +41,12 @@ class FusedLion(FusedOptimizer):
             "betas": check_betas(betas),
             "weight_decay": weight_decay,
             "maximize": maximize,
-            **own_options(master_weights, states, stochastic_rounding, seed),
         }
-        super().__init__(params, defaults, max_norm)
+        super().__init__(params, defaults, options)
 
     def _state_names(self, group: Group) -> tuple[str, ...]:  # noqa: ARG002
         return ("exp_avg",)
 
-    def _settings(self, group: Group) -> _C.OptimizerSettings:
+    def _own_settings(self, group: Group) -> dict[str, Any]:
         beta1, beta2 = group["betas"]
-        return _C.OptimizerSettings(
-            _LION,
-            lr=number(group["lr"]),
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=group["weight_decay"],
-            maximize=group["maximize"],
-            stochastic=group["stochastic_rounding"],
-            seed=group["seed"],
-        )
+        return {"beta1": beta1, "beta2": beta2}

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
+from typing_extensions import Unpack
 
-from pycomm import _C
-from pycomm.optim._optimizer import (
-    FusedOptimizer,
-    Group,
-    check_rates,
-    check_torch_flags,
-    number,
-    own_options,
-)
-
-_SGD = 1  # csrc/core/optimizer.h
+from pycomm.optim._optimizer import FusedOptimizer
+from pycomm.optim._options import Group, Options, check_rates, check_torch_flags
 
 
 class FusedSGD(FusedOptimizer):
@@ -33,14 +25,10 @@ class FusedSGD(FusedOptimizer):
         foreach: only None or False.
         differentiable: only False.
         fused: only None or True.
-        master_weights: see :class:`FusedAdam`.
-        states: of the momentum; ``"fp16"`` is possible too.
-        stochastic_rounding: of bf16 parameters without master weights.
-        seed: of its random bits.
-        max_norm: clips the norm of all gradients together.
+        options: see :class:`Options`.
     """
 
-    _state_dtypes: ClassVar[tuple[str, ...]] = ("fp32", "fp16", "bf16", "8bit")
+    _rule = 1
 
     def __init__(
         self,
@@ -55,11 +43,7 @@ class FusedSGD(FusedOptimizer):
         foreach: bool | None = None,
         differentiable: bool = False,
         fused: bool | None = None,
-        master_weights: str | None = None,
-        states: str = "fp32",
-        stochastic_rounding: bool = False,
-        seed: int = 0,
-        max_norm: float | None = None,
+        **options: Unpack[Options],
     ) -> None:
         check_torch_flags(foreach=foreach, fused=fused, differentiable=differentiable)
         check_rates(lr, momentum=momentum, weight_decay=float(weight_decay))
@@ -72,22 +56,15 @@ class FusedSGD(FusedOptimizer):
             "weight_decay": weight_decay,
             "nesterov": nesterov,
             "maximize": maximize,
-            **own_options(master_weights, states, stochastic_rounding, seed),
         }
-        super().__init__(params, defaults, max_norm)
+        super().__init__(params, defaults, options)
 
     def _state_names(self, group: Group) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] != 0 else ()
 
-    def _settings(self, group: Group) -> _C.OptimizerSettings:
-        return _C.OptimizerSettings(
-            _SGD,
-            lr=number(group["lr"]),
-            momentum=group["momentum"],
-            dampening=group["dampening"],
-            weight_decay=number(group["weight_decay"]),
-            nesterov=group["nesterov"],
-            maximize=group["maximize"],
-            stochastic=group["stochastic_rounding"],
-            seed=group["seed"],
-        )
+    def _own_settings(self, group: Group) -> dict[str, Any]:
+        return {
+            "momentum": group["momentum"],
+            "dampening": group["dampening"],
+            "nesterov": group["nesterov"],
+        }

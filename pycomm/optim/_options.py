@@ -1,0 +1,133 @@
+"""Options of fused optimizers, and what is refused of them and of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypedDict
+
+import torch
+
+from pycomm.optim import _storage
+
+Group = dict[str, Any]
+
+
+class Options(TypedDict, total=False):
+    """What every fused optimizer takes besides its own arguments.
+
+    Attributes:
+        master_weights: for 16-bit parameters. ``"fp32"`` keeps fp32 weights beside them,
+            ``"remainder"`` the 16 bits that a bf16 parameter lacks, which is as exact. By default
+            None: the parameters are all there is.
+        states: ``"fp32"`` (the default), ``"bf16"``, ``"fp16"`` (of second moments the square
+            roots) or ``"8bit"`` (blocks of 256; tensors below 4,096 elements keep fp32).
+        stochastic_rounding: of bf16 parameters without master weights, and of second moments in
+            bf16.
+        seed: of its random bits, which depend on the parameter, the element and the step alone.
+        max_norm: clips the norm of all gradients together, as
+            :func:`torch.nn.utils.clip_grad_norm_` does, without a pass of its own over them.
+    """
+
+    master_weights: str | None
+    states: str
+    stochastic_rounding: bool
+    seed: int
+    max_norm: float | None
+
+
+# Those that belong to a group. A checkpoint does not change them: it is converted to them.
+DEFAULTS = {"master_weights": None, "states": "fp32", "stochastic_rounding": False, "seed": 0}
+
+
+def with_defaults(optimizer: str, options: Options) -> tuple[Group, float | None]:
+    """The options of groups, and `max_norm`."""
+    for name in options:
+        if name not in Options.__annotations__:
+            raise TypeError(f"{optimizer}() got an unexpected keyword argument {name!r}")
+    max_norm = options.get("max_norm")
+    if max_norm is not None and not max_norm > 0:
+        raise ValueError(f"max_norm must be above 0, got {max_norm}")
+    return {name: options.get(name, default) for name, default in DEFAULTS.items()}, max_norm
+
+
+def check_torch_flags(**flags: Any) -> None:
+    """Refuses what torch's implementations can do and a fused step cannot."""
+    for name, allowed in (("foreach", (None, False)), ("fused", (None, True))):
+        if flags.get(name) not in allowed:
+            raise ValueError(f"{name}={flags[name]} is not supported: the step is always fused")
+    if flags.get("differentiable"):
+        raise ValueError("differentiable=True is not supported: the step is fused")
+
+
+def check_rates(lr: float | torch.Tensor, **rates: float) -> None:
+    """Refuses what torch refuses."""
+    if isinstance(lr, torch.Tensor) and lr.numel() != 1:
+        raise ValueError("lr must have one element where it is a tensor")
+    for name, value in {"lr": float(lr), **rates}.items():
+        if not value >= 0:
+            raise ValueError(f"{name} must not be negative, got {value}")
+
+
+def check_betas(betas: Iterable[float | torch.Tensor]) -> tuple[float, float]:
+    """The two as floats."""
+    first, second = (float(beta) for beta in betas)
+    for beta in (first, second):
+        if not 0 <= beta < 1:
+            raise ValueError(f"betas must be at least 0 and below 1, got {(first, second)}")
+    return first, second
+
+
+def check_param(optimizer: str, param: torch.Tensor) -> None:
+    """Refuses parameters that no step can be made for."""
+    shape = f"a parameter of shape {tuple(param.shape)}"
+    if param.dtype not in _storage.FLOATS:
+        raise TypeError(
+            f"{optimizer} takes float32, float16 and bfloat16, got {shape} of {param.dtype}"
+        )
+    if param.device.type != "cpu":
+        raise ValueError(f"{optimizer} runs on the CPU, got {shape} on {param.device}")
+    if (
+        param.layout != torch.strided
+        or torch.empty_like(param, device="meta").stride() != param.stride()
+    ):
+        raise ValueError(
+            f"{optimizer} takes dense parameters, got {shape}, stride {param.stride()}"
+        )
+
+
+def check_options(group: Group, has_squares: bool) -> None:
+    """Refuses options that contradict each other or the group's parameters."""
+    master, states = group["master_weights"], group["states"]
+    dtypes = {param.dtype for param in group["params"]}
+    if master not in _storage.MASTERS:
+        raise ValueError(f"master_weights must be None, 'fp32' or 'remainder', got {master!r}")
+    if master == "remainder" and torch.float16 in dtypes:
+        raise ValueError(
+            "master_weights='remainder' completes bfloat16 parameters, got float16: use 'fp32'"
+        )
+    if states not in _storage.STATES:
+        raise ValueError(f"states must be one of {', '.join(_storage.STATES)}, got {states!r}")
+    if not group["stochastic_rounding"]:
+        return
+    bare = {dtype for dtype in dtypes if dtype != torch.float32} if master is None else set()
+    if torch.float16 in bare:
+        raise ValueError("stochastic_rounding=True rounds to bfloat16, got float16 parameters")
+    if not bare and not (states == "bf16" and has_squares) and dtypes:
+        raise ValueError(
+            "stochastic_rounding=True has nothing to round: it is for bfloat16 parameters without "
+            "master weights and for second moments in bfloat16"
+        )
+
+
+def usable_grad(optimizer: str, param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """The gradient in the parameter's order of elements."""
+    if grad.is_sparse:
+        raise RuntimeError(f"{optimizer} does not support sparse gradients")
+    if not grad.is_cpu:
+        raise ValueError(f"{optimizer} runs on the CPU, got a gradient on {grad.device}")
+    if grad.dtype not in _storage.FLOATS:
+        raise TypeError(f"{optimizer} takes floating-point gradients, got {grad.dtype}")
+    same = (grad.is_contiguous() and param.is_contiguous()) or grad.stride() == param.stride()
+    if same and not grad.is_neg():
+        return grad
+    return torch.empty_like(param, dtype=grad.dtype).copy_(grad)
