@@ -23,6 +23,14 @@
 #define PYCOMM_CLONES
 #endif
 
+// Before a loop whose iterations do not depend on each other, though its pointers might alias. Where
+// iterations have variables whose address is taken, `omp simd` would settle for narrower vectors.
+#if defined(__clang__)
+#define PYCOMM_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define PYCOMM_INDEPENDENT _Pragma("GCC ivdep")
+#endif
+
 #define PYCOMM_STRINGIZE_(x) #x
 #define PYCOMM_STRINGIZE(x) PYCOMM_STRINGIZE_(x)
 #define PYCOMM_WHERE " [" __FILE__ ":" PYCOMM_STRINGIZE(__LINE__) "]"

@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include "bind/python.h"
+#include "cpu/huge_pages.h"
 #include "cpu/optim_loops.h"
 #include "cpu/optim_step.h"
 
@@ -96,6 +97,12 @@ void bind_optim(py::module_& m) {
       .def_readwrite("momentum", &Settings::momentum)
       .def_readwrite("dampening", &Settings::dampening)
       .def_readwrite("seed", &Settings::seed);
+  m.def(
+      "advise_huge_pages",
+      [](std::uintptr_t data, std::int64_t bytes) {
+        cpu::advise_huge_pages(reinterpret_cast<void*>(data), bytes);
+      },
+      py::arg("data"), py::arg("bytes"));
   m.def("decode_state", &decode_state, py::arg("codes"), py::arg("largest"), py::arg("n"),
         py::arg("squares"), py::arg("values"));
   m.def("encode_state", &encode_state, py::arg("values"), py::arg("n"), py::arg("squares"),

@@ -63,7 +63,7 @@ PYCOMM_HD float bfloat16_to_float(std::uint16_t bits) {
 PYCOMM_HD std::uint16_t float_to_bfloat16(float value) {
   const std::uint32_t bits = bit_cast<std::uint32_t>(value);
   const std::uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
-  return static_cast<std::uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
+  return static_cast<std::uint16_t>(value == value ? rounded : 0x7fc0u);
 }
 
 template <class T>

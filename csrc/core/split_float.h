@@ -23,8 +23,9 @@ PYCOMM_HD SplitFloat split(float value) {
 }
 
 PYCOMM_HD float join(std::uint16_t hi, std::uint16_t lo) {
-  const std::uint32_t carry = lo & 0x8000u;  // rounding went up
-  return bit_cast<float>((static_cast<std::uint32_t>(hi) << 16) + lo - (carry << 1));
+  const std::int32_t below = static_cast<std::int16_t>(lo);  // negative where rounding went up
+  return bit_cast<float>((static_cast<std::uint32_t>(hi) << 16) +
+                         static_cast<std::uint32_t>(below));
 }
 
 }  // namespace pycomm

@@ -140,7 +140,7 @@ PYCOMM_CLONES void update_loop(const Element& given, const Chunk& chunk) {
   State* a = static_cast<State*>(chunk.state[0]);
   State* b = static_cast<State*>(chunk.state[1]);
   State* c = static_cast<State*>(chunk.state[2]);
-#pragma omp simd
+  PYCOMM_INDEPENDENT
   for (std::int64_t i = 0; i < chunk.n; ++i) {
     float weight = weights.weight(i), first = 0.0f, second = 0.0f, third = 0.0f;
     if constexpr (n_states > 0) first = load(a[i]);
@@ -161,6 +161,16 @@ void update_states(const Element& element, const Chunk& chunk) {
   } else {
     update_loop<Element, Weights, float>(element, chunk);
   }
+}
+
+// A fused multiply-add gives the same bits here, because the square is exact.
+template <class T>
+PYCOMM_CLONES __attribute__((optimize("fp-contract=fast"))) double square_sum_of(const T* values,
+                                                                                 std::int64_t n) {
+  return sum_block(n, [values](std::int64_t i) __attribute__((always_inline)) {
+    const double value = load(values[i]);
+    return value * value;
+  });
 }
 
 }  // namespace
@@ -259,14 +269,18 @@ PYCOMM_CLONES LambSums lamb_sums(const Lamb& given, const Chunk& chunk) {
     float m = first[i], v = second[i];
     u[i] = lamb.direction(g[i] * chunk.scale, p[i], m, v);
   }
-  return {square_sum(p, chunk.n), square_sum(u, chunk.n)};
+  return {square_sum_of(p, chunk.n), square_sum_of(u, chunk.n)};
 }
 
-PYCOMM_CLONES double square_sum(const float* values, std::int64_t n) {
-  return sum_block(n, [values](std::int64_t i) __attribute__((always_inline)) {
-    const double value = values[i];
-    return value * value;
-  });
+double square_sum(const Numbers& numbers, std::int64_t at, std::int64_t n) {
+  switch (numbers.storage) {
+    case Storage::f32:
+      return square_sum_of(reinterpret_cast<const float*>(numbers.data) + at, n);
+    case Storage::f16:
+      return square_sum_of(reinterpret_cast<const Half*>(numbers.data) + at, n);
+    default:
+      return square_sum_of(reinterpret_cast<const BFloat16*>(numbers.data) + at, n);
+  }
 }
 
 PYCOMM_CLONES void random_chunk(const Random& random, std::int64_t first, std::int64_t n,

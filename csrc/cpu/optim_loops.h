@@ -59,7 +59,8 @@ struct LambSums {
 // Of a chunk in fp32.
 LambSums lamb_sums(const Lamb& lamb, const Chunk& chunk);
 
-double square_sum(const float* values, std::int64_t n);
+// Of gradients: fp32, fp16 or bf16.
+double square_sum(const Numbers& numbers, std::int64_t at, std::int64_t n);
 
 // The random bits of elements from `first`, which begins a run.
 void random_chunk(const Random& random, std::int64_t first, std::int64_t n, std::uint32_t* to);

@@ -257,10 +257,9 @@ double survey(const std::vector<Segment>& segments, const Control& control, doub
       const Numbers grad{segment.grad_storage, false,
                          static_cast<std::byte*>(const_cast<void*>(segment.grad)), nullptr,
                          nullptr};
-      float buffer[kChunk];
       for (std::int64_t c = first; c < last; ++c) {
-        const std::int64_t at = c * kChunk, n = std::min(kChunk, segment.count - at);
-        sums[row.begin(s) + c] = square_sum(load_chunk(grad, at, n, buffer), n);
+        const std::int64_t at = c * kChunk;
+        sums[row.begin(s) + c] = square_sum(grad, at, std::min(kChunk, segment.count - at));
       }
     });
   });

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from pycomm.optim._memory import zeros_like
+
 Buffers = dict[tuple[int, str, torch.dtype], torch.Tensor]
 
 ALIGN = 32  # elements: parameters begin at whole cache lines in every type
@@ -79,12 +81,12 @@ def flatten(params: Iterable[torch.nn.Parameter]) -> FlatParameters:
 def zeros_for(buffers: Buffers, param: torch.Tensor, name: str, dtype: torch.dtype) -> torch.Tensor:
     """A state of zeros; of a flattened parameter, in its place of an optimizer's buffer."""
     if param not in _homes:
-        return torch.zeros_like(param, dtype=dtype)
+        return zeros_like(param, dtype)
     flat, offset = _homes[param]
     whole = flat.parameters[param.dtype]
     key = (whole.data_ptr(), name, dtype)
     if key not in buffers:
-        buffers[key] = torch.zeros_like(whole, dtype=dtype)
+        buffers[key] = zeros_like(whole, dtype)
     return view_at(buffers[key], offset, param)
 
 
