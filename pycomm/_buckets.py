@@ -1,47 +1,45 @@
-"""Flat memory for gradients, in the shared window, cut into buckets."""
+"""The wrapper's gradients: flat memory in the shared window, cut into buckets."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from pycomm._parameters import dense_strides
+from pycomm._flat import Layout, Place, put, room
 
 if TYPE_CHECKING:
     from pycomm.group import Group
 
-_LINE = 64  # bytes; buckets begin at multiples
 _FEWEST = 16  # so that all but the last sixteenth of an exchange can hide behind backward
 _SMALLEST = 1 << 20
-
-Kind = tuple[torch.dtype, torch.device]
 
 
 class Bucket:
     """Gradients that are exchanged together.
 
     Attributes:
-        flat: all of them, one behind the other.
+        flat: all of them, and zeros for padding.
         parameters: whose they are.
+        begins: where in `flat` each gradient begins.
         waiting: ids of those that have not been put here in this backward.
         sent: whether the exchange of this backward has been started.
     """
 
-    def __init__(self, flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> None:
-        self.flat = flat
+    def __init__(self, parameters: Sequence[torch.Tensor], places: Sequence[Place]) -> None:
         self.parameters = list(parameters)
+        first, last = places[0], places[-1]
+        end = last.offset + self.parameters[-1].numel()
+        self.flat = first.piece.gradients[first.offset : end]
+        self.begins = [place.offset - first.offset for place in places]
         self.waiting: set[int] = set()
         self.sent = False
-        self._views = {}
-        begin = 0
-        for parameter in self.parameters:
-            end = begin + parameter.numel()
-            self._views[id(parameter)] = flat[begin:end].as_strided(
-                parameter.shape, dense_strides(parameter)
-            )
-            begin = end
+        self._views = {
+            id(parameter): place.of(place.piece.gradients, parameter)
+            for parameter, place in zip(parameters, places, strict=True)
+        }
         self.reset()
 
     def reset(self) -> None:
@@ -63,15 +61,18 @@ class Bucket:
 
     def put(self, parameter: torch.Tensor) -> None:
         """Makes the parameter's gradient lie here; zeros stand for none, which stays none."""
-        view = self._views[id(parameter)]
-        gradient = parameter.grad
+        view, gradient = self._views[id(parameter)], parameter.grad
         if gradient is None:
             view.zero_()
         elif gradient.layout != torch.strided:
             raise ValueError(f"gradients must be dense, got one of layout {gradient.layout}")
-        elif gradient.data_ptr() != view.data_ptr():
-            view.copy_(gradient.detach())
-            parameter.grad = view
+        elif gradient.dtype != view.dtype:
+            raise ValueError(
+                f"gradients must have the type that they had when the module was wrapped, "
+                f"{view.dtype}, got {gradient.dtype}: wrap it anew"
+            )
+        else:
+            put(parameter, view)
         self.waiting.discard(id(parameter))
 
     def adopt(self, parameter: torch.Tensor) -> None:
@@ -80,54 +81,66 @@ class Bucket:
 
 
 class Slab:
-    """The memory of all buckets, one piece per dtype and device; new buckets use it again."""
+    """The memory of all buckets, one piece per kind; new buckets use it again.
+
+    Parameters that are flattened, before or after, pin it: buckets are cut from where gradients lie
+    then, and follow the order of backward only among themselves.
+    """
 
     def __init__(self, parameters: Sequence[torch.Tensor], limit: float, group: Group) -> None:
         nbytes = sum(parameter.nbytes for parameter in parameters)
         self._limit = min(limit, max(_SMALLEST, nbytes // _FEWEST))
-        self._pieces: dict[Kind, torch.Tensor] = {}
-        for kind in dict.fromkeys(map(_kind, parameters)):
-            # Wherever buckets are cut, each wastes less than a line.
-            lines = sum(-(-p.nbytes // _LINE) for p in parameters if _kind(p) == kind)
-            count = (lines * _LINE) // kind[0].itemsize
-            self._pieces[kind] = _memory(count, *kind, group)
+        self._layout = Layout(parameters, functools.partial(_memory, group))
 
     def cut(self, parameters: Sequence[torch.Tensor]) -> list[Bucket]:
-        """Buckets with the gradients of the parameters in that order; in that order they fill."""
-        used = dict.fromkeys(self._pieces, 0)
-        buckets = []
-        for members in partition(parameters, self._limit):
-            kind = _kind(members[0])
-            begin, count = used[kind], sum(parameter.numel() for parameter in members)
-            buckets.append(Bucket(self._pieces[kind][begin : begin + count], members))
-            line = _LINE // kind[0].itemsize
-            used[kind] = begin + -(-count // line) * line
-        return buckets
+        """Buckets with the gradients of the parameters; in that order they fill."""
+        self._layout.arrange(parameters)
+        order = {id(parameter): index for index, parameter in enumerate(parameters)}
+        buckets = [Bucket(run, [self._layout[p] for p in run]) for run in self._runs(parameters)]
+        return sorted(buckets, key=lambda bucket: max(order[id(p)] for p in bucket.parameters))
+
+    def _runs(self, parameters: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """Parameters that lie one behind the other, with nobody else between, up to the limit."""
+        number = {piece: index for index, piece in enumerate(self._layout.pieces)}
+
+        def begin(parameter: torch.Tensor) -> tuple[int, int]:
+            place = self._layout[parameter]
+            return number[place.piece], place.offset
+
+        stretch: dict[int, tuple[int, int]] = {}  # by where it begins
+        first = end = (-1, 0)
+        lying = sorted(parameters, key=begin)
+        for parameter in lying:
+            if begin(parameter) != end:
+                first = begin(parameter)
+            stretch[id(parameter)] = first
+            end = begin(parameter)[0], begin(parameter)[1] + room(parameter)
+        return partition(lying, self._limit, lambda parameter: stretch[id(parameter)])
 
 
-def partition(tensors: Iterable[torch.Tensor], limit: float) -> list[list[torch.Tensor]]:
-    """Cuts a sequence into lists of one dtype and device, of about `limit` bytes.
+def partition(
+    tensors: Iterable[torch.Tensor],
+    limit: float,
+    kind: Callable[[torch.Tensor], Hashable] = lambda tensor: (tensor.dtype, tensor.device),
+) -> list[list[torch.Tensor]]:
+    """Cuts a sequence into lists of one kind, by default dtype and device, of about `limit` bytes.
 
     The lists are in the order of their last members.
     """
-    filling: dict[Kind, list[torch.Tensor]] = {}
-    room: dict[Kind, float] = {}
+    filling: dict[Hashable, list[torch.Tensor]] = {}
+    left: dict[Hashable, float] = {}
     ends: dict[int, tuple[int, list[torch.Tensor]]] = {}
     for index, tensor in enumerate(tensors):
-        kind = _kind(tensor)
-        if kind not in filling or tensor.nbytes > room[kind]:
-            filling[kind], room[kind] = [], limit
-        filling[kind].append(tensor)
-        room[kind] -= tensor.nbytes
-        ends[id(filling[kind])] = index, filling[kind]
+        key = kind(tensor)
+        if key not in filling or tensor.nbytes > left[key]:
+            filling[key], left[key] = [], limit
+        filling[key].append(tensor)
+        left[key] -= tensor.nbytes
+        ends[id(filling[key])] = index, filling[key]
     return [members for _, members in sorted(ends.values(), key=lambda end: end[0])]
 
 
-def _kind(tensor: torch.Tensor) -> Kind:
-    return tensor.dtype, tensor.device
-
-
-def _memory(count: int, dtype: torch.dtype, device: torch.device, group: Group) -> torch.Tensor:
+def _memory(group: Group, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """In the window where there is room."""
     try:
         return group.empty(count, dtype=dtype, device=device)

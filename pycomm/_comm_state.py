@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -99,7 +100,12 @@ class CommState:
         self._tag = self.group._next_tag()
 
     def start(
-        self, buffer: torch.Tensor, parameters: Sequence[torch.Tensor], backward: int = -1
+        self,
+        buffer: torch.Tensor,
+        parameters: Sequence[torch.Tensor],
+        backward: int = -1,
+        *,
+        begins: Sequence[int] | None = None,
     ) -> Future[Any]:
         """Begins to average a bucket over all ranks, in place; for hooks.
 
@@ -108,6 +114,7 @@ class CommState:
                 other.
             parameters: whose gradients they are.
             backward: what :meth:`finish` will call it.
+            begins: where each gradient begins, if there is room between them.
 
         Returns:
             A future of `buffer`; on the CPU it is fulfilled by :meth:`finish`.
@@ -118,7 +125,7 @@ class CommState:
         seen = self._now.parameters
         if not seen or not seen.isdisjoint(key[1:]):
             self._begin_step(buffer.device)
-        plan = self._plan_for(key, buffer, parameters)
+        plan = self._plan_for(key, buffer, parameters, begins)
         self._now.parameters.update(key[1:])
         try:
             with _named("pycomm::start"):
@@ -168,9 +175,9 @@ class CommState:
         """Numbers for a logger; sizes and times are of the last step.
 
         Returns:
-            ``steps``; ``bytes_in``: of gradients; ``bytes_wire``: that this rank moved from and to
-            its peers (on CUDA: at most); ``ratio``: how many times as many an uncompressed exchange
-            moves;
+            ``steps``; ``bytes_in``: of buckets of gradients; ``bytes_wire``: that this rank moved
+            from and to its peers (on CUDA: at most); ``ratio``: how many times as many an
+            uncompressed exchange moves;
             ``exposed_ms``: that backward waited for exchanges in its end; ``exposed_ms_total``;
             ``residual_norm``: Euclidean, of what this rank has not sent yet.
         """
@@ -197,6 +204,10 @@ class CommState:
         """What this rank has not sent yet of a parameter: fp32, in its shape, unscaled; a view."""
         self._residuals.settle(self._scale())
         return self._residuals.find(name)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All that is kept from step to step: residuals, also those that could be put back."""
+        return self._residuals.tensors()
 
     def state_dict(self, gathered: bool = False) -> dict[str, Any]:
         """What must be saved with the model, at the end of a step.
@@ -268,7 +279,11 @@ class CommState:
             self._residuals.begin_step(scale)
 
     def _plan_for(
-        self, key: tuple[int, ...], buffer: torch.Tensor, parameters: Sequence[torch.Tensor]
+        self,
+        key: tuple[int, ...],
+        buffer: torch.Tensor,
+        parameters: Sequence[torch.Tensor],
+        begins: Sequence[int] | None,
     ) -> Plan:
         """The bucket's plan; made anew when buckets, the warm-up's phase or the scale change."""
         step, scale = self.step - 1, self._scale()
@@ -282,7 +297,10 @@ class CommState:
                 del self._plans[old]
         compressor = self.compressor if step >= self._warmup_steps else None
         recipe = Recipe(compressor, self._residuals, step, scale, self._tag)
-        plan = make_plan(buffer, self._parameters.of(parameters), recipe, self.group)
+        entries = self._parameters.of(parameters)
+        if begins is None:
+            begins = list(itertools.accumulate((e.numel for e in entries[:-1]), initial=0))
+        plan = make_plan(buffer, entries, begins, recipe, self.group)
         self._plans[key] = (state, plan)
         return plan
 

@@ -1,7 +1,7 @@
 """One bucket's exchange: what is called for its parameters, and what is under way.
 
-A bucket is a flat tensor with the gradients of some parameters, one behind the other. Parameters
-that are compressed have an operation each, so that blocks, selections and owners follow them;
+A bucket is a flat tensor with the gradients of some parameters, in order. Parameters that are
+compressed have an operation each, so that blocks, selections and owners follow them;
 neighbours that are not share one. All of a bucket's operations are handed over in one call, and the
 group's worker (or on CUDA a stream of its own) runs them while backward goes on.
 """
@@ -75,31 +75,37 @@ class _Part:
     kept: tuple[torch.Tensor, ...]
 
 
-def make_plan(buffer: torch.Tensor, entries: Sequence[Entry], recipe: Recipe, group: Group) -> Plan:
-    """The operations for a bucket.
+def make_plan(
+    buffer: torch.Tensor,
+    entries: Sequence[Entry],
+    begins: Sequence[int],
+    recipe: Recipe,
+    group: Group,
+) -> Plan:
+    """The operations for a bucket; each entry's gradient begins where `begins` says.
 
     Raises:
         ValueError: `buffer` is not what the entries' gradients make up.
     """
-    count = sum(entry.numel for entry in entries)
+    ends = [begin + entry.numel for begin, entry in zip(begins, entries, strict=True)]
+    count = ends[-1] if ends else 0
     if buffer.numel() != count or not buffer.is_contiguous():
         raise ValueError(
             f"a bucket must hold the {count} elements of its parameters one behind the other, "
             f"got {buffer.numel()}"
         )
     plan = Plan()
-    dense: list[Entry] = []  # neighbours
-    begin = end = 0
-    for entry in entries:
+    first = 0  # of neighbours that share an operation
+    for index, entry in enumerate(entries):
         if recipe.compressor is None or entry.dense or not entry.numel:
-            dense.append(entry)
-            end += entry.numel
             continue
-        _add_dense(plan, buffer[begin:end], dense, recipe, group)
-        begin, end = end, end + entry.numel
-        _add_compressed(plan, buffer[begin:end], entry, recipe, group)
-        begin, dense = end, []
-    _add_dense(plan, buffer[begin:end], dense, recipe, group)
+        if first < index:
+            shared = buffer[begins[first] : ends[index - 1]]
+            _add_dense(plan, shared, entries[first], recipe, group)
+        _add_compressed(plan, buffer[begins[index] : ends[index]], entry, recipe, group)
+        first = index + 1
+    if first < len(entries):
+        _add_dense(plan, buffer[begins[first] :], entries[first], recipe, group)
     return plan
 
 
@@ -109,11 +115,11 @@ def dense_wire_bytes(nbytes: int, ranks: int) -> int:
 
 
 def _add_dense(
-    plan: Plan, tensor: torch.Tensor, entries: Sequence[Entry], recipe: Recipe, group: Group
+    plan: Plan, tensor: torch.Tensor, first: Entry, recipe: Recipe, group: Group
 ) -> None:
     if tensor.numel() == 0:
         return
-    plan.calls.append(_call(tensor, entries[0], recipe, _C.Codec(0)))
+    plan.calls.append(_call(tensor, first, recipe, _C.Codec(0)))
     plan.parts.append(_Part(tensor, None, ()))
     plan.wire_bytes += dense_wire_bytes(tensor.nbytes, group.size)
 

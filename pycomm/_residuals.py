@@ -48,6 +48,10 @@ class Residuals:
         """What is kept."""
         return list(self._flat)
 
+    def tensors(self) -> list[torch.Tensor]:
+        """All memory."""
+        return [*self._flat.values(), *self._before.values()]
+
     def to(self, device: torch.device) -> None:
         """Moves everything, before its first use."""
         for tensors in (self._flat, self._before):

@@ -243,7 +243,7 @@ class DataParallel(nn.Module):
             bucket = self._buckets[self._next]
             if self._weighing is not None:
                 self._weighing.scale(bucket.flat)
-            self.comm_state.start(bucket.flat, bucket.parameters)
+            self.comm_state.start(bucket.flat, bucket.parameters, begins=bucket.begins)
             bucket.sent = True
             self._next += 1
 

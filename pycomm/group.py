@@ -49,6 +49,7 @@ class Group:
         rank: this rank, from 0.
         size: how many ranks.
         timeout: seconds that a rank may leave the others waiting.
+        staging_bytes: shared memory of this rank for tensors that do not lie in the window.
         name: what ``torch.ops.pycomm`` calls the group.
     """
 
@@ -61,11 +62,11 @@ class Group:
         size: int,
         cores: int,
         timeout: float,
+        staging_bytes: int,
         first_epoch: int = 0,
     ) -> None:
-        self.rank = rank
-        self.size = size
-        self.timeout = timeout
+        self.rank, self.size, self.timeout = rank, size, timeout
+        self.staging_bytes = staging_bytes
         self.name = f"pycomm:{next(_names)}"
         self._core = _C.Group(window, pids, pidfds, rank, size, cores, timeout, first_epoch)
         self._handle = self._core.handle
@@ -269,7 +270,9 @@ def init(
         store, rank, size, lambda: _C.create_window(size, slice_bytes(), staging_bytes), timeout
     )
     window = _C.Window(members.window_fd, size, slice_bytes(), staging_bytes)
-    made = Group(window, members.pids, members.pidfds, rank, size, members.cores, timeout)
+    made = Group(
+        window, members.pids, members.pidfds, rank, size, members.cores, timeout, staging_bytes
+    )
     made._join_cuda = lambda device: join_processes(
         made, device, process_group, max_blocks, cuda_heap_bytes
     )
@@ -341,7 +344,9 @@ class LocalWorld:
         window = _C.Window(fd, size, slice_bytes(), staging_bytes)
         pids, cores = [os.getpid()] * size, len(os.sched_getaffinity(0))
         self.groups = [
-            Group(window, pids, [-1] * size, rank, size, cores, timeout, _first_epoch)
+            Group(
+                window, pids, [-1] * size, rank, size, cores, timeout, staging_bytes, _first_epoch
+            )
             for rank in range(size)
         ]
         devices = LocalDevices(self.groups, max_blocks, _stage_always)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-KINDS = ("parameters", "gradients", "master weights", "states", "communication")
+from pycomm._flat import place_of
+from pycomm.data_parallel import DataParallel
+
 MASTERS = ("master_param", "remainder")
 
 
@@ -34,12 +36,13 @@ class MemoryReport:
         return self.bytes[kind] / max(self.elements, 1)
 
     def __str__(self) -> str:
-        lines = [f"{'':16}{'MiB':>12}  bytes per parameter"]
+        lines = [f"{'':16}{'MiB':>12}  bytes per parameter   share"]
         lines += [self._line(kind, size) for kind, size in self.bytes.items()]
         return "\n".join([*lines, self._line("total", self.total)])
 
     def _line(self, kind: str, size: int) -> str:
-        return f"{kind:16}{size / 2**20:12.3f}  {size / max(self.elements, 1):19.3f}"
+        per_parameter, share = size / max(self.elements, 1), size / max(self.total, 1)
+        return f"{kind:16}{size / 2**20:12.3f}  {per_parameter:19.3f}  {share:6.1%}"
 
     def plot(self, file: str | Path) -> None:
         """Draws bytes per parameter as a bar, one piece for each kind. Needs matplotlib."""
@@ -64,36 +67,55 @@ def memory_report(
     optimizer: torch.optim.Optimizer,
     communication: Iterable[torch.Tensor] = (),
 ) -> MemoryReport:
-    """Counts what training holds between steps, of any optimizer.
+    """Counts what training holds between steps, of any optimizer, on this rank.
 
     Args:
-        model: its parameters, and gradients where there are any.
+        model: its parameters, and gradients where there are any or memory is set aside for them. Of
+            a :class:`pycomm.DataParallel` in it also residuals, and its group's staging.
         optimizer: its states, as they are now: most are made by the first step.
-        communication: tensors that exchanging gradients needs, such as residuals.
+        communication: tensors that exchanging gradients needs besides, such as
+            ``comm_state.tensors()`` of a hook.
     """
-    seen: set[int] = set()
     params = list(model.parameters())
     states = [state for state in optimizer.state.values() if isinstance(state, dict)]
     named = [
         item for state in states for item in state.items() if isinstance(item[1], torch.Tensor)
     ]
-    kinds = (
-        params,
-        [param.grad for param in params if param.grad is not None],
-        [tensor for name, tensor in named if name in MASTERS],
-        [tensor for name, tensor in named if name not in MASTERS],
-        communication,
-    )
-    counted = {kind: _bytes(tensors, seen) for kind, tensors in zip(KINDS, kinds, strict=True)}
-    return MemoryReport(sum(param.numel() for param in params), counted)
+    wrappers = [module for module in model.modules() if isinstance(module, DataParallel)]
+    counted = _Storages()
+    sizes = {
+        "parameters": counted.add(params),
+        "gradients": counted.add(_gradients(params)),
+        "master weights": counted.add(tensor for name, tensor in named if name in MASTERS),
+        "states": counted.add(tensor for name, tensor in named if name not in MASTERS),
+        "communication": counted.add(communication),
+    }
+    for wrapper in wrappers:
+        sizes["communication"] += counted.add(wrapper.comm_state.tensors())
+    groups = {wrapper.comm_state.group for wrapper in wrappers}
+    sizes["communication"] += sum(group.staging_bytes for group in groups)
+    return MemoryReport(sum(param.numel() for param in params), sizes)
 
 
-def _bytes(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
-    """Of whole storages, which views of a flat buffer share, padding included."""
-    total = 0
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in seen:
-            seen.add(storage.data_ptr())
-            total += storage.nbytes()
-    return total
+def _gradients(params: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Gradients, and flat memory that is kept for them where there are none."""
+    for param in params:
+        if param.grad is not None:
+            yield param.grad
+        place = place_of(param)
+        if place is not None:
+            yield place.piece.gradients
+
+
+class _Storages:
+    """Whole storages, which views of a flat buffer share, padding included: each counts once."""
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+
+    def add(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Bytes of those that have not been counted yet."""
+        storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
+        new = storages.keys() - self._seen
+        self._seen |= new
+        return sum(storages[address].untyped_storage().nbytes() for address in new)

@@ -82,7 +82,7 @@ def _adopt_master(param: torch.Tensor, master: str, saved: Mapping[str, Any], st
     elif MASTER in saved or REMAINDER in saved:
         _storage.set_weights(param, state, master, _storage.joined(param, saved).to(param.device))
     else:
-        state.update(_storage.make_master(param, master, {}))
+        state.update(_storage.make_master(param, master))
 
 
 def _like(param: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:

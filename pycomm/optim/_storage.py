@@ -57,14 +57,14 @@ def make_state(
 ) -> State:
     """A state of zeros, in an optimizer's buffers where the parameter is flattened."""
     place = place_of(name, dtype)
-    state: State = {place: zeros_for({} if buffers is None else buffers, param, place, dtype)}
+    state: State = {place: zeros_for(buffers, param, place, dtype)}
     if dtype == torch.uint8:
         blocks = -(-param.numel() // BLOCK)
         state[scale_name(name)] = torch.zeros(blocks, device=param.device)
     return state
 
 
-def make_master(param: torch.Tensor, master: str, buffers: Buffers) -> State:
+def make_master(param: torch.Tensor, master: str, buffers: Buffers | None = None) -> State:
     """Weights of higher precision that equal the parameter."""
     if master == "fp32":
         return {MASTER: zeros_for(buffers, param, MASTER, torch.float32).copy_(param.detach())}

@@ -2,94 +2,110 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+import weakref
+from collections.abc import Iterable, Sequence
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from pycomm._flat import Layout, Piece, home_of, place_of
+from pycomm._parameters import dense_strides
 from pycomm.optim._memory import zeros_like
 
-Buffers = dict[tuple[int, str, torch.dtype], torch.Tensor]
-
-ALIGN = 32  # elements: parameters begin at whole cache lines in every type
-
-# Where a flattened parameter lies.
-_homes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+# An optimizer's, by the piece whose places they have, the state's name and its type.
+Buffers = dict[tuple[weakref.ref[Piece], str, torch.dtype], torch.Tensor]
 
 
 class FlatParameters:
-    """One buffer for all parameters of a type, and one for their gradients.
+    """Flat buffers: a pair for every type and device, of a wrapped module the wrapper's.
 
     Attributes:
-        parameters: the buffers, by type.
-        gradients: the same for gradients; each parameter's ``grad`` is a view of its place.
-        padding: the share of the buffers that no parameter uses.
+        padding: the share of the buffers that these parameters do not use.
     """
 
-    def __init__(self, params: Iterable[torch.nn.Parameter]) -> None:
-        self._params = list(dict.fromkeys(params))
-        self._offsets: dict[torch.dtype, int] = {}
-        self.parameters: dict[torch.dtype, torch.Tensor] = {}
-        self.gradients: dict[torch.dtype, torch.Tensor] = {}
-        places = [self._place(param) for param in self._params]
-        for dtype, length in self._offsets.items():
-            device = next(p.device for p in self._params if p.dtype == dtype)
-            self.parameters[dtype] = torch.zeros(length, dtype=dtype, device=device)
-            self.gradients[dtype] = torch.zeros(length, dtype=dtype, device=device)
-        for param, offset in zip(self._params, places, strict=True):
-            view = view_at(self.parameters[param.dtype], offset, param)
-            view.copy_(param.detach())
-            param.data = view
-            _homes[param] = (self, offset)
-        self.zero_grad()
-        used = sum(param.numel() for param in self._params)
-        total = sum(self._offsets.values())
+    def __init__(self, pieces: Sequence[Piece], used: int) -> None:
+        self._pieces = pieces
+        total = sum(len(piece.gradients) for piece in pieces)
         self.padding = 1 - used / total if total else 0.0
 
-    def zero_grad(self) -> None:
-        """Zeroes all gradients at once and puts each back into its place.
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """Of parameters."""
+        return [piece.parameters for piece in self._pieces if piece.parameters is not None]
 
-        Instead of the optimizer's, after which gradients would lie elsewhere: steps stay right, but
-        buffers go stale.
-        """
-        for gradients in self.gradients.values():
-            gradients.zero_()
-        for param in self._params:
-            _, offset = _homes[param]
-            param.grad = view_at(self.gradients[param.dtype], offset, param)
-
-    def _place(self, param: torch.nn.Parameter) -> int:
-        if param in _homes:
-            raise ValueError(f"a parameter of shape {tuple(param.shape)} has been flattened before")
-        if any(p.device != param.device for p in self._params if p.dtype == param.dtype):
-            raise ValueError("params must lie on one device")
-        if torch.empty_like(param, device="meta").stride() != param.stride():
-            raise ValueError(f"params must be dense, got stride {param.stride()}")
-        offset = self._offsets.get(param.dtype, 0)
-        self._offsets[param.dtype] = offset + -(-param.numel() // ALIGN) * ALIGN
-        return offset
+    @property
+    def gradients(self) -> list[torch.Tensor]:
+        """Of gradients, at the same offsets; undefined where a parameter's is None."""
+        return [piece.gradients for piece in self._pieces]
 
 
-def flatten(params: Iterable[torch.nn.Parameter]) -> FlatParameters:
+def flatten(params: Iterable[torch.Tensor]) -> FlatParameters:
     """Moves parameters into flat buffers; the model that holds them does not notice.
 
-    States of optimizers made afterwards lie at the same places of buffers of their own.
+    Gradients lie at the same offsets of buffers of their own, and so do states of optimizers made
+    afterwards. Where a :class:`pycomm.DataParallel` keeps gradients, in the shared window, they
+    stay, and parameters follow their order. What does not require grad stays where it is.
+
+    Args:
+        params: parameters of any types and devices, such as ``model.parameters()``.
+
+    Raises:
+        TypeError: `params` are no tensors.
+        ValueError: one of them is no leaf, not dense, flattened already, or shares memory with
+            another.
     """
-    return FlatParameters(params)
+    found = _checked(params)
+    new = Layout([param for param in found if place_of(param) is None], _zeros)
+    places = [place_of(param) or new[param] for param in found]
+    for param, place in zip(found, places, strict=True):
+        place.take_in(param)
+    return FlatParameters(
+        list(dict.fromkeys(place.piece for place in places)), sum(p.numel() for p in found)
+    )
 
 
-def zeros_for(buffers: Buffers, param: torch.Tensor, name: str, dtype: torch.dtype) -> torch.Tensor:
-    """A state of zeros; of a flattened parameter, in its place of an optimizer's buffer."""
-    if param not in _homes:
+def zeros_for(
+    buffers: Buffers | None, param: torch.Tensor, name: str, dtype: torch.dtype
+) -> torch.Tensor:
+    """A state of zeros; of a flattened parameter, in its place of an optimizer's buffers."""
+    home = home_of(param)
+    if buffers is None or home is None:
         return zeros_like(param, dtype)
-    flat, offset = _homes[param]
-    whole = flat.parameters[param.dtype]
-    key = (whole.data_ptr(), name, dtype)
+    key = (weakref.ref(home.piece), name, dtype)
     if key not in buffers:
-        buffers[key] = zeros_like(whole, dtype)
-    return view_at(buffers[key], offset, param)
+        buffers[key] = zeros_like(home.piece.gradients, dtype)
+    return home.of(buffers[key], param).zero_()
 
 
-def view_at(buffer: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
-    """A parameter's place, in its shape and order of elements."""
-    return buffer.as_strided(like.shape, like.stride(), offset)
+def _zeros(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.zeros(count, dtype=dtype, device=device)
+
+
+def _checked(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Those that get gradients, each once."""
+    if isinstance(params, torch.Tensor):
+        raise TypeError("params must be tensors, such as model.parameters(), got a single one")
+    found = list(dict.fromkeys(params))
+    for param in found:
+        if not isinstance(param, torch.Tensor):
+            raise TypeError(
+                f"params must be tensors, such as model.parameters(), got {type(param).__name__}"
+            )
+    found = [param for param in found if param.requires_grad]
+    for param in found:
+        shape = f"one of shape {tuple(param.shape)}"
+        if not param.is_leaf:
+            raise ValueError(f"params must be leaves, got {shape} that was computed")
+        if param.layout != torch.strided or dense_strides(param) != param.stride():
+            raise ValueError(f"params must be dense, got {shape}")
+        if home_of(param) is not None:
+            raise ValueError(f"params must not have been flattened before, got {shape} that has")
+    ordered = sorted(found, key=lambda param: (str(param.device), param.data_ptr()))
+    for one, other in itertools.pairwise(ordered):
+        end = one.data_ptr() + one.nbytes
+        if one.device == other.device and one.data_ptr() <= other.data_ptr() < end:
+            raise ValueError(
+                f"params must not share memory without being the same, got shapes "
+                f"{tuple(one.shape)} and {tuple(other.shape)}"
+            )
+    return found

@@ -1,0 +1,183 @@
+"""Flat memory: parameters side by side, with their gradients and states at the same offsets.
+
+A layout gives parameters places, and their gradients memory: the wrapper's in its window. Flattened
+parameters lie in their places themselves, and stay there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch._compile import _disable_dynamo as not_compiled
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from pycomm._parameters import dense_strides
+
+ALIGN = 64  # elements: places begin at whole cache lines in every type, 8-bit states included
+
+Memory = Callable[[int, torch.dtype, torch.device], torch.Tensor]
+
+
+class Kind(NamedTuple):
+    """What parameters share whose gradients lie together."""
+
+    dtype: torch.dtype
+    grad_dtype: torch.dtype
+    device: torch.device
+
+
+class Piece:
+    """Flat memory of one kind.
+
+    Attributes:
+        kind: of the parameters.
+        gradients: theirs, each in its place.
+        parameters: the same of those that are flattened; as long as none is, places may change.
+    """
+
+    def __init__(self, kind: Kind, gradients: torch.Tensor) -> None:
+        self.kind = kind
+        self.gradients = gradients
+        self.parameters: torch.Tensor | None = None
+
+
+class Place(NamedTuple):
+    """Where a parameter lies, or could."""
+
+    piece: Piece
+    offset: int
+
+    def of(self, buffer: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """This place of a buffer, in the parameter's shape and order of elements."""
+        part = buffer[self.offset : self.offset + like.numel()]
+        return part.as_strided(like.shape, dense_strides(like))
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """Whether the parameter lies here."""
+        whole = self.piece.parameters
+        if whole is None or self.piece.kind != kind_of(parameter):
+            return False
+        return parameter.data_ptr() == self._address(whole) or parameter.numel() == 0
+
+    def take_in(self, parameter: torch.Tensor) -> None:
+        """Moves a parameter here, and its gradient whenever it gets one."""
+        piece = self.piece
+        if piece.parameters is None:
+            length, kind = len(piece.gradients), piece.kind
+            piece.parameters = torch.zeros(length, dtype=kind.dtype, device=kind.device)
+        view = self.of(piece.parameters, parameter)
+        parameter.data = view.copy_(parameter.detach())
+        if parameter not in _homes:
+            parameter.register_post_accumulate_grad_hook(settle)  # type: ignore[no-untyped-call]
+        _homes[parameter] = self
+        settle(parameter)
+
+    def _address(self, buffer: torch.Tensor) -> int:
+        return buffer.data_ptr() + self.offset * buffer.itemsize
+
+
+# No value holds a parameter, which would live for ever then.
+_homes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # places of the flattened
+_layouts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # weak references
+
+
+class Layout:
+    """Places for parameters: those that they have, or new ones.
+
+    Args:
+        parameters: no one twice.
+        memory: makes memory for so many gradients of a type on a device.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], memory: Memory) -> None:
+        self._places: dict[int, Place] = {}
+        lengths: dict[Kind, int] = {}
+        for parameter in parameters:
+            home, kind = home_of(parameter), kind_of(parameter)
+            if home is not None:
+                self._places[id(parameter)] = home
+            else:
+                lengths[kind] = lengths.get(kind, 0) + room(parameter)
+        for piece in self.pieces:
+            held, kind = piece.gradients, piece.kind
+            piece.gradients = memory(len(held), kind.grad_dtype, kind.device).copy_(held)
+        new = {
+            kind: Piece(kind, memory(length, kind.grad_dtype, kind.device))
+            for kind, length in lengths.items()
+        }
+        for parameter in parameters:
+            if id(parameter) not in self._places:
+                self._places[id(parameter)] = Place(new[kind_of(parameter)], 0)
+            _layouts[parameter] = weakref.ref(self)
+        self.arrange(parameters)
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """All that places lie in."""
+        return list(dict.fromkeys(place.piece for place in self._places.values()))
+
+    def __getitem__(self, parameter: torch.Tensor) -> Place:
+        return self._places[id(parameter)]
+
+    def arrange(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Gives places in this order, in pieces where none is flattened, and clears those."""
+        used = {piece: 0 for piece in self.pieces if piece.parameters is None}
+        for piece in used:
+            piece.gradients.zero_()  # what lies between places takes part in exchanges
+        for parameter in parameters:
+            piece = self[parameter].piece
+            if piece in used:
+                self._places[id(parameter)] = Place(piece, used[piece])
+                used[piece] += room(parameter)
+
+
+def room(parameter: torch.Tensor) -> int:
+    """Elements that it takes, with the padding behind it; an empty one, too, has its own place."""
+    return -(-max(parameter.numel(), 1) // ALIGN) * ALIGN
+
+
+def kind_of(parameter: torch.Tensor) -> Kind:
+    """Of what kind its place must be."""
+    return Kind(parameter.dtype, parameter.grad_dtype or parameter.dtype, parameter.device)
+
+
+def home_of(parameter: torch.Tensor) -> Place | None:
+    """Where a flattened parameter lies; None if it never did or has been moved away since."""
+    place: Place | None = _homes.get(parameter)  # type: ignore[no-untyped-call]
+    return place if place is not None and place.holds(parameter) else None
+
+
+def place_of(parameter: torch.Tensor) -> Place | None:
+    """Where it or at least its gradient lies."""
+    home = home_of(parameter)
+    if home is not None or parameter not in _layouts:
+        return home
+    layout: Layout | None = _layouts[parameter]()
+    place = layout[parameter] if layout is not None else None
+    return place if place is not None and place.piece.kind == kind_of(parameter) else None
+
+
+def put(parameter: torch.Tensor, view: torch.Tensor) -> None:
+    """Makes the parameter's gradient lie there."""
+    gradient = parameter.grad
+    assert gradient is not None
+    if gradient.data_ptr() != view.data_ptr():
+        view.copy_(gradient.detach())
+        parameter.grad = view
+
+
+@not_compiled
+def settle(parameter: torch.Tensor) -> None:
+    """Puts a flattened parameter's gradient into its place, if it can lie there.
+
+    After ``zero_grad(set_to_none=True)`` backward makes new ones.
+    """
+    home, gradient = home_of(parameter), parameter.grad
+    if home is None or gradient is None or gradient.requires_grad:
+        return
+    buffer = home.piece.gradients
+    if gradient.layout == torch.strided and gradient.dtype == buffer.dtype:
+        put(parameter, home.of(buffer, parameter))
