@@ -55,8 +55,8 @@ class MemoryReport:
             width = self.per_parameter(kind)
             axes.barh(0, width, left=left, label=f"{kind}: {width:.3g}")
             left += width
-        axes.set_yticks([])
-        axes.set_xlabel("bytes per parameter")
+        axes.set(xlim=(0, left or 1), yticks=[], xlabel=f"bytes per parameter: {left:.3g} in total")
+        axes.spines[["top", "left", "right"]].set_visible(False)
         axes.legend(ncols=len(self.bytes), fontsize="x-small", loc="lower center",
                     bbox_to_anchor=(0.5, 1.0), frameon=False)  # fmt: skip
         figure.savefig(file, dpi=150)

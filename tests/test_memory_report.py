@@ -1,0 +1,60 @@
+"""What the memory report counts, and how it shows it."""
+
+import pytest
+import torch
+from torch import nn
+
+import pycomm
+import pycomm.optim as optim
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [2, 2, 0, 8]),
+        ({"master_weights": "fp32"}, [2, 2, 4, 8]),
+        ({"master_weights": "remainder", "states": "bf16"}, [2, 2, 2, 4]),
+        ({"master_weights": "remainder", "states": "8bit"}, [2, 2, 2, 2 + 8 / 256]),
+    ],
+)
+def test_memory_report(options, expected, tmp_path):
+    model = torch.nn.Linear(256, 64, bias=False).bfloat16()
+    optimizer = optim.FusedAdamW(model.parameters(), **options)
+    model.weight.grad = torch.zeros_like(model.weight)
+    optimizer.step()
+    residual = torch.zeros(64, 256)
+    report = pycomm.memory_report(model, optimizer, [residual])
+    found = [report.per_parameter(kind) for kind in report.bytes]
+    step = 4 / model.weight.numel()
+    assert found == pytest.approx([*expected[:3], expected[3] + step, 4])
+    assert report.total == sum(report.bytes.values())
+    assert str(report).splitlines()[-1].split()[0] == "total"
+    pytest.importorskip("matplotlib")
+    report.plot(tmp_path / "memory.png")
+    assert (tmp_path / "memory.png").stat().st_size > 1000
+
+
+def test_memory_report_of_a_wrapper(world):
+    (group,) = world(1, staging_bytes=1 << 20)
+    module = nn.Linear(256, 256, bias=False)
+    model = pycomm.DataParallel(module, group=group, compression=pycomm.TopK(0.1, momentum=0.5))
+    optimizer = optim.FusedAdamW(model.parameters())
+    count = module.weight.numel()
+    expected = {
+        "parameters": 4 * count,
+        "gradients": 4 * count,
+        "master weights": 0,
+        "states": 0,
+        "communication": 2 * 4 * count + (1 << 20),  # residuals and velocities
+    }
+    assert pycomm.memory_report(model, optimizer).bytes == expected
+    step = model(torch.ones(2, 256)).sum()
+    step.backward()
+    optimizer.step()
+    expected["states"] = 8 * count + 4
+    assert pycomm.memory_report(nn.Sequential(model), optimizer).bytes == expected
+    optim.flatten(model.parameters())
+    optimizer.zero_grad()
+    assert pycomm.memory_report(model, optimizer).bytes == expected
+    extra = pycomm.memory_report(model, optimizer, model.comm_state.tensors())
+    assert extra.bytes == expected
