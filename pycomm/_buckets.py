@@ -66,10 +66,10 @@ class Bucket:
             view.zero_()
         elif gradient.layout != torch.strided:
             raise ValueError(f"gradients must be dense, got one of layout {gradient.layout}")
-        elif gradient.dtype != view.dtype:
+        elif (gradient.dtype, gradient.device) != (view.dtype, view.device):
             raise ValueError(
-                f"gradients must have the type that they had when the module was wrapped, "
-                f"{view.dtype}, got {gradient.dtype}: wrap it anew"
+                f"gradients must be {view.dtype} on {view.device}, as when the module was wrapped, "
+                f"got {gradient.dtype} on {gradient.device}: wrap it anew"
             )
         else:
             put(parameter, view)
@@ -77,7 +77,7 @@ class Bucket:
 
     def adopt(self, parameter: torch.Tensor) -> None:
         """Gives the parameter what lies here for its gradient."""
-        parameter.grad = self._views[id(parameter)]
+        parameter.grad = self._views[id(parameter)].detach()
 
 
 class Slab:

@@ -166,7 +166,7 @@ def put(parameter: torch.Tensor, view: torch.Tensor) -> None:
     assert gradient is not None
     if gradient.data_ptr() != view.data_ptr():
         view.copy_(gradient.detach())
-        parameter.grad = view
+        parameter.grad = view.detach()  # its own: module.to() changes a gradient's data
 
 
 @not_compiled

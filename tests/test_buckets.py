@@ -80,6 +80,8 @@ def test_gradients_never_overlap_whatever_the_order(data):
             buckets = slab.cut(order)
             spans = []
             for bucket in buckets:
+                assert not bucket.flat.any()
+                bucket.flat.fill_(9)
                 for parameter, begin in zip(bucket.parameters, bucket.begins, strict=True):
                     bucket.adopt(parameter)
                     address = bucket.flat.data_ptr() + begin * parameter.itemsize

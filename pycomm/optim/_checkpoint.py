@@ -48,9 +48,11 @@ def adopt(
         state.update(_adopt_state(param, group, saved, name))
     if _storage.wants_master(param, group["master_weights"]):
         _adopt_master(param, group["master_weights"], saved, state)
+    flat = _storage.buffers_for(param, group["states"], buffers)
     for name, tensor in state.items():
         if tensor.shape == param.shape and name != "step":
-            state[name] = zeros_for(buffers, param, name, tensor.dtype).copy_(tensor)
+            own = buffers if name in (MASTER, REMAINDER) else flat
+            state[name] = zeros_for(own, param, name, tensor.dtype).copy_(tensor)
     return state
 
 

@@ -202,8 +202,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _init_state(self, param: torch.Tensor, group: Group, state: State) -> None:
         state["step"] = torch.zeros((), dtype=torch.float32)
         dtype = _storage.wanted_dtype(param, group["states"])
+        buffers = _storage.buffers_for(param, group["states"], self._buffers)
         for name in self._state_names(group):
-            state.update(_storage.make_state(param, name, dtype, self._buffers))
+            state.update(_storage.make_state(param, name, dtype, buffers))
         if _storage.wants_master(param, group["master_weights"]):
             state.update(_storage.make_master(param, group["master_weights"], self._buffers))
 

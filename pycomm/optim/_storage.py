@@ -47,6 +47,11 @@ def wanted_dtype(param: torch.Tensor, states: str) -> torch.dtype:
     return STATES[states]
 
 
+def buffers_for(param: torch.Tensor, states: str, buffers: Buffers) -> Buffers | None:
+    """Where a parameter's states may lie: the few of another type would need buffers as long."""
+    return buffers if wanted_dtype(param, states) == STATES[states] else None
+
+
 def wants_master(param: torch.Tensor, master: str | None) -> bool:
     """Whether a parameter needs weights of higher precision beside it."""
     return master is not None and param.dtype != torch.float32
