@@ -1,7 +1,6 @@
-// A world of ranks that are threads, and what the C++ tests share.
+// A world of ranks that are threads.
 #pragma once
 
-#include <cstdio>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -10,6 +9,7 @@
 #include <vector>
 
 #include "cpu/group.h"
+#include "run_all.h"
 
 namespace pycomm::test {
 
@@ -56,21 +56,5 @@ class World {
  private:
   std::vector<std::unique_ptr<cpu::Group>> groups_;
 };
-
-// Runs named tests; the process's exit status says whether all passed.
-inline int run_all(const std::vector<std::pair<const char*, std::function<void()>>>& tests) {
-  int failed = 0;
-  for (const auto& [name, body] : tests) {
-    try {
-      body();
-      std::printf("passed  %s\n", name);
-    } catch (const std::exception& error) {
-      std::printf("FAILED  %s: %s\n", name, error.what());
-      ++failed;
-    }
-    std::fflush(stdout);
-  }
-  return failed == 0 ? 0 : 1;
-}
 
 }  // namespace pycomm::test
