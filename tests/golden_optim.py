@@ -180,7 +180,7 @@ class Parameter:
     @property
     def seen(self) -> np.ndarray:
         """The parameter itself."""
-        if self.master == "remainder" and self.dtype == torch.bfloat16:
+        if self.master is not None and self.dtype == torch.bfloat16:
             high, _ = split(self.weights)
             return (high.astype(np.uint32) << 16).view(F)
         return rounded(self.weights, self.dtype)

@@ -316,4 +316,7 @@ def test_thousand_steps(rule, options, monkeypatch):
         assert state["step"] == STEPS
         assert param.isfinite().all()
         if "master_param" in state:
-            assert torch.equal(param, state["master_param"].to(form.dtype))
+            seen = state["master_param"].to(form.dtype)
+            if form.dtype == BF16:  # ties away from zero
+                seen = textbook.nearest_bf16(state["master_param"])
+            assert torch.equal(param, seen)

@@ -122,3 +122,10 @@ def lion(o: Options, p: torch.Tensor, g: Near, m: torch.Tensor) -> list[Near]:
     unsure = (mixed.value.abs() <= mixed.off) & (mixed.off > 2.0**-148)  # any sign is right
     new.off = new.off + torch.where(unsure, 2 * o["lr"], 0.0)
     return [new, add(beta2 * m, g.times(1 - beta2))]
+
+
+def nearest_bf16(values: torch.Tensor) -> torch.Tensor:
+    """Finite fp32 numbers, with ties away from zero."""
+    mantissa, exponent = torch.frexp(values.double())
+    whole = (mantissa.abs() * 256 + 0.5).floor().copysign(mantissa)
+    return torch.ldexp(whole, exponent - 8).to(torch.bfloat16)

@@ -57,6 +57,11 @@ PYCOMM_CLONES void split_all(const float* from, std::int64_t n, std::uint16_t* h
   }
 }
 
+PYCOMM_CLONES void split_off(const float* from, std::int64_t n, std::uint16_t* hi) {
+#pragma omp simd
+  for (std::int64_t i = 0; i < n; ++i) hi[i] = split(from[i]).hi;
+}
+
 template <bool squares>
 PYCOMM_CLONES void decode(const std::uint8_t* from, const float* largest, std::int64_t n,
                           float* to) {
@@ -235,6 +240,14 @@ void store_chunk(const Numbers& numbers, std::int64_t at, std::int64_t n, const 
                       : encode<false>(values, n, codes, largest);
       break;
     }
+  }
+}
+
+void store_beside(const Numbers& param, std::int64_t at, std::int64_t n, const float* weights) {
+  if (param.storage == Storage::bf16) {
+    split_off(weights, n, reinterpret_cast<std::uint16_t*>(param.data) + at);
+  } else {
+    store_chunk(param, at, n, weights, nullptr, 0);
   }
 }
 

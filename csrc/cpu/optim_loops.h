@@ -33,6 +33,10 @@ float* load_chunk(const Numbers& numbers, std::int64_t at, std::int64_t n, float
 void store_chunk(const Numbers& numbers, std::int64_t at, std::int64_t n, const float* values,
                  const std::uint32_t* random, int shift);
 
+// Stores fp32 weights in the parameter that they stand beside. In bf16 with ties away from zero, as
+// beside remainders: so a model trains to the same bits with either.
+void store_beside(const Numbers& param, std::int64_t at, std::int64_t n, const float* weights);
+
 // How weights and gradients of a chunk are stored: both as fp32, both as bf16, or both as bf16 with
 // remainders of the weights.
 enum class Weights : std::uint8_t { fp32, bf16, split };

@@ -124,7 +124,7 @@ class Reader {
     if (in_place_ == Weights::fp32) {
       const auto* p = static_cast<const float*>(chunk.p);
       store_chunk(weight_, at, chunk.n, p, random, 0);
-      if (weight_.storage == Storage::f32) store_chunk(param_, at, chunk.n, p, nullptr, 0);
+      if (weight_.storage == Storage::f32) store_beside(param_, at, chunk.n, p);
     }
     for (int s = 0; s < kMostStates && !states_in_place_; ++s) {
       store_chunk(state_[s], at, chunk.n, static_cast<const float*>(chunk.state[s]),

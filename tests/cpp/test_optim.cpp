@@ -201,12 +201,14 @@ void sums() {
 // Sums of squares are infinite or NaN if, and only if, an element is.
 void sums_of_squares_tell_what_is_finite() {
   std::vector<float> values(cpu::kChunk, kLargest);
-  PYCOMM_CHECK(std::isfinite(cpu::square_sum(values.data(), cpu::kChunk) * 1e18), "finite");
+  const cpu::Numbers numbers{Storage::f32, false, reinterpret_cast<std::byte*>(values.data()),
+                             nullptr, nullptr};
+  PYCOMM_CHECK(std::isfinite(cpu::square_sum(numbers, 0, cpu::kChunk) * 1e18), "finite");
   for (const float bad : {std::numeric_limits<float>::infinity(), bit_cast<float>(0xffc00000u)}) {
     for (std::size_t i = 0; i < values.size(); ++i) {
       values[i] = bad;
       for (const std::int64_t n : {cpu::kChunk, static_cast<std::int64_t>(i) + 1}) {
-        PYCOMM_CHECK(!std::isfinite(cpu::square_sum(values.data(), n)),
+        PYCOMM_CHECK(!std::isfinite(cpu::square_sum(numbers, 0, n)),
                      "element " + std::to_string(i) + " of " + std::to_string(n));
       }
       values[i] = kLargest;
