@@ -11,6 +11,9 @@ from pycomm.optim import _storage
 from pycomm.optim._storage import MASTER, REMAINDER, State
 from pycomm.optim.flat import Buffers, zeros_for
 
+# What all states have of these optimizers; momentum and the largest second moments may begin later.
+_ALWAYS = ("exp_avg", "exp_avg_sq")
+
 
 class Sealed:
     """A parameter's saved state, as it is."""
@@ -40,6 +43,7 @@ def adopt(
     """A parameter's saved state, in the form that the group's options ask for."""
     if not saved:
         return {}
+    saved = _named_as_here(param, saved, names)
     # torch.optim.SGD and Lion have no counter; apex and TransformerEngine keep it in the group.
     started = any(saved.get(_storage.place_in(saved, name)) is not None for name in names)
     step = saved.get("step", group.get("step", float(started)))
@@ -56,6 +60,24 @@ def adopt(
     return state
 
 
+def _named_as_here(
+    param: torch.Tensor, saved: Mapping[str, Any], names: tuple[str, ...]
+) -> Mapping[str, Any]:
+    """A saved state, refused where it is of another kind of optimizer or parameter."""
+    for name in names:
+        if name in _ALWAYS and _storage.place_in(saved, name) not in saved:
+            raise ValueError(f"a state of the checkpoint has no {name}, but {', '.join(saved)}")
+    master = saved.get(MASTER)
+    if master is not None and master.dtype == torch.int16:  # TransformerEngine's remainders
+        others = {name: value for name, value in saved.items() if name != MASTER}
+        saved = {**others, REMAINDER: master}
+    if REMAINDER in saved and param.dtype != torch.bfloat16:
+        raise ValueError(
+            f"the checkpoint has remainders of bfloat16 parameters, got one of {param.dtype}"
+        )
+    return saved
+
+
 def _adopt_state(
     param: torch.Tensor, group: Mapping[str, Any], saved: Mapping[str, Any], name: str
 ) -> State:
@@ -68,8 +90,10 @@ def _adopt_state(
         raise ValueError(
             f"{place} has shape {tuple(stored.shape)}, its parameter {tuple(param.shape)}"
         )
-    kept = _like(param, stored)
     scale = _storage.scale_name(name)
+    if scale in saved and stored.stride() != param.stride():  # blocks of another order
+        return _storage.from_fp32(_like(param, _storage.to_fp32(saved, name)), name, dtype)
+    kept = _like(param, stored)
     same: State = {place: kept}
     if scale in saved:
         same[scale] = saved[scale].detach().to(param.device, copy=True)
