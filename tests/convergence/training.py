@@ -76,6 +76,11 @@ class Run:
     final_loss: float = float("nan")
 
 
+def rate_factor(done: float) -> float:
+    """Grows, then falls to nothing, both along straight lines."""
+    return max(min(done / RISING, 1 - done), 0)
+
+
 class Trainee:
     """All that changes in the course of a run."""
 
@@ -89,7 +94,7 @@ class Trainee:
     def train_step(self) -> str:
         """Returns a digest of the parameters."""
         for settings in self.optimizer.param_groups:
-            settings["lr"] = self.task.rate * self._rate_factor()
+            settings["lr"] = self.task.rate * rate_factor(self.step / self.plan.steps)
         self.optimizer.zero_grad()
         self.task.loss(self.model, self.task.draw()).backward()
         if self.plan.broken is not None:
@@ -118,11 +123,6 @@ class Trainee:
         self.optimizer.load_state_dict(saved["optimizer"])
         self.state.load_state_dict(saved["comm"])
         self.task.random.set_state(saved["random"])
-
-    def _rate_factor(self) -> float:
-        """Grows, then falls to nothing, both along straight lines."""
-        done = self.step / self.plan.steps
-        return max(min(done / RISING, 1 - done), 0)
 
     def _digest(self) -> str:
         hashed = hashlib.sha256()
