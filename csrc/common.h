@@ -29,6 +29,12 @@
 #define PYCOMM_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
 #else
 #define PYCOMM_INDEPENDENT _Pragma("GCC ivdep")
+
+// Before a loop: vectorise it, whatever it looks like. nvcc does not know the pragma.
+#if defined(__CUDACC__)
+#define PYCOMM_SIMD
+#else
+#define PYCOMM_SIMD _Pragma("omp simd")
 #endif
 
 #define PYCOMM_STRINGIZE_(x) #x

@@ -23,31 +23,31 @@ void torch_parallel(std::int64_t n, const cpu::Body& body) {
 }
 
 // A table of segments, which Python fills as 64-bit words.
-std::vector<cpu::Segment> segments_of(const py::buffer& table) {
+std::vector<Segment> segments_of(const py::buffer& table) {
   const py::buffer_info info = table.request();
   PYCOMM_CHECK(info.itemsize == 8 && info.ndim == 1 && info.strides[0] == 8,
                "table must be a row of 64-bit words");
   const auto bytes = static_cast<std::size_t>(info.size) * 8;
-  PYCOMM_CHECK(bytes % sizeof(cpu::Segment) == 0, "table must hold whole segments");
-  const auto* first = static_cast<const cpu::Segment*>(info.ptr);
-  return {first, first + bytes / sizeof(cpu::Segment)};
+  PYCOMM_CHECK(bytes % sizeof(Segment) == 0, "table must hold whole segments");
+  const auto* first = static_cast<const Segment*>(info.ptr);
+  return {first, first + bytes / sizeof(Segment)};
 }
 
-cpu::Control control(std::uintptr_t grad_scale, std::uintptr_t found_inf, std::uintptr_t clip) {
+Control control(std::uintptr_t grad_scale, std::uintptr_t found_inf, std::uintptr_t clip) {
   return {reinterpret_cast<const float*>(grad_scale), reinterpret_cast<float*>(found_inf),
           reinterpret_cast<float*>(clip)};
 }
 
 double survey(const py::buffer& table, std::uintptr_t grad_scale, std::uintptr_t found_inf,
               std::uintptr_t clip, double max_norm) {
-  const std::vector<cpu::Segment> segments = segments_of(table);
+  const std::vector<Segment> segments = segments_of(table);
   const py::gil_scoped_release no_gil;
   return cpu::survey(segments, control(grad_scale, found_inf, clip), max_norm, torch_parallel);
 }
 
 void step(const Settings& settings, const py::buffer& table, std::uintptr_t grad_scale,
           std::uintptr_t found_inf, std::uintptr_t clip) {
-  const std::vector<cpu::Segment> segments = segments_of(table);
+  const std::vector<Segment> segments = segments_of(table);
   const py::gil_scoped_release no_gil;
   cpu::step(settings, segments, control(grad_scale, found_inf, clip), torch_parallel);
 }

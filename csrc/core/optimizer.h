@@ -24,6 +24,20 @@ enum class Storage : std::uint8_t {
   code8       // core/state8.h
 };
 
+// Bytes of an element.
+PYCOMM_HD constexpr std::int64_t size_of(Storage storage) {
+  switch (storage) {
+    case Storage::none:
+      return 0;
+    case Storage::f32:
+      return 4;
+    case Storage::code8:
+      return 1;
+    default:
+      return 2;
+  }
+}
+
 inline constexpr int kMostStates = 3;
 
 // A group's settings, by torch.optim's names.

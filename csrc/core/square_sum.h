@@ -21,12 +21,12 @@ PYCOMM_HD double sum_block(std::int64_t n, const Term& term) {
   double lanes[kSumLanes] = {};
   const std::int64_t whole = n / kSumLanes * kSumLanes;
   for (std::int64_t i = 0; i < whole; i += kSumLanes) {
-#pragma omp simd
+    PYCOMM_SIMD
     for (int l = 0; l < kSumLanes; ++l) lanes[l] += term(i + l);
   }
   for (std::int64_t i = whole; i < n; ++i) lanes[i - whole] += term(i);
   for (int half = kSumLanes / 2; half > 0; half /= 2) {
-#pragma omp simd
+    PYCOMM_SIMD
     for (int l = 0; l < half; ++l) lanes[l] += lanes[l + half];
   }
   return lanes[0];

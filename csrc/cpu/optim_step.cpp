@@ -1,7 +1,6 @@
 #include "cpu/optim_step.h"
 
 #include <algorithm>
-#include <cmath>
 
 #include "cpu/loops.h"
 #include "cpu/optim_loops.h"
@@ -41,22 +40,6 @@ class Row {
   const std::vector<Segment>& segments_;
   std::vector<std::int64_t> begins_;
 };
-
-std::int64_t bytes_of(Storage storage, std::int64_t n) {
-  switch (storage) {
-    case Storage::none:
-      return 0;
-    case Storage::f32:
-      return n * 4;
-    case Storage::code8:
-      return n;
-    default:
-      return n * 2;
-  }
-}
-
-// Second moments are states 1 and 2 of these.
-bool has_squares(Rule rule) { return rule == Rule::adamw || rule == Rule::lamb; }
 
 // A segment's numbers, chunk by chunk.
 class Reader {
@@ -171,7 +154,7 @@ class Reader {
   }
 
   static void fetch(const Numbers& numbers, std::int64_t at, std::int64_t n) {
-    prefetch(numbers.data + bytes_of(numbers.storage, at), bytes_of(numbers.storage, n));
+    prefetch(numbers.data + at * size_of(numbers.storage), n * size_of(numbers.storage));
   }
 
   const Settings& settings_;
@@ -182,13 +165,6 @@ class Reader {
   Weights in_place_ = Weights::fp32;
   float g_[kChunk], p_[kChunk], s_[kMostStates][kChunk];
 };
-
-// Gradients are multiplied by this.
-float factor(const Settings& settings, const Control& control) {
-  const double scale = control.grad_scale == nullptr ? 1.0 : *control.grad_scale;
-  const double clip = control.clip == nullptr ? 1.0 : *control.clip;
-  return static_cast<float>((settings.maximize ? -clip : clip) / scale);
-}
 
 template <class Element>
 void update(const Settings& settings, const Segment& segment, float scale, std::int64_t first,
@@ -266,21 +242,15 @@ double survey(const std::vector<Segment>& segments, const Control& control, doub
   for (std::size_t s = 0; s < segments.size(); ++s) {
     totals.push_back(sum_tree(sums.data() + row.begin(s), row.chunks(s)));
   }
-  const double scale = control.grad_scale == nullptr ? 1.0 : *control.grad_scale;
-  const double total = sum_tree(totals.data(), static_cast<std::int64_t>(totals.size()));
-  const double norm = std::sqrt(total) / scale;
-  if (control.found_inf != nullptr && !std::isfinite(norm)) *control.found_inf = 1.0f;
-  if (control.clip != nullptr) {
-    *control.clip = static_cast<float>(std::min(1.0, max_norm / (norm + 1e-6)));
-  }
-  return norm;
+  return conclude(sum_tree(totals.data(), static_cast<std::int64_t>(totals.size())), max_norm,
+                  control);
 }
 
 void step(const Settings& settings, const std::vector<Segment>& segments, const Control& control,
           const Parallel& parallel) {
-  if (control.found_inf != nullptr && *control.found_inf != 0.0f) return;
+  if (skips(control)) return;
   const Row row(segments);
-  const float scale = factor(settings, control);
+  const float scale = gradient_factor(settings.maximize, control);
   std::vector<double> ratios(segments.size(), 1.0);
   if (settings.rule == Rule::lamb && settings.adapt) {
     ratios = lamb_ratios(settings, segments, row, scale, parallel);

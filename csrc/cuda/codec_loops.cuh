@@ -9,6 +9,7 @@
 #include "core/coded.h"
 #include "core/feedback.h"
 #include "cuda/layout.h"
+#include "cuda/random_run.cuh"
 
 namespace pycomm::cuda {
 
@@ -73,8 +74,7 @@ __device__ inline std::uint32_t largest_of(std::uint32_t value, int width) {
   return value;
 }
 
-// Random bits of this thread's eight elements; the block's first one has index `first`. A run of
-// counters serves a warp: each thread draws two, and finds its elements' words in shared memory.
+// Random bits of this thread's eight elements; the block's first one has index `first`.
 __device__ inline void draw(const Random& random, std::int64_t first, std::uint32_t* bits) {
   static_assert(kRandomRun == 32 * kOctet);
   const int lane = static_cast<int>(threadIdx.x % 32);
@@ -83,15 +83,8 @@ __device__ inline void draw(const Random& random, std::int64_t first, std::uint3
     for (int i = 0; i < kOctet; ++i) bits[i] = random_bits(random, of_warp + lane * kOctet + i);
     return;
   }
-  __shared__ std::uint32_t words[kStride];
-  std::uint32_t* const run = words + (threadIdx.x - lane) * kOctet;
-  __syncwarp();  // everyone is through with the last ones
-  for (int c = lane; c < 64; c += 32) {
-    const RandomWords drawn = philox(random, static_cast<std::uint64_t>(of_warp / 4 + c));
-#pragma unroll
-    for (int w = 0; w < 4; ++w) run[w * 64 + c] = drawn.word[w];
-  }
-  __syncwarp();
+  draw_run(random, of_warp);
+  const std::uint32_t* const run = words_of_warp();
 #pragma unroll
   for (int i = 0; i < kOctet; ++i) bits[i] = run[lane * kOctet + i];
 }

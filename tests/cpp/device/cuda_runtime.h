@@ -77,6 +77,21 @@ T __shfl_up_sync(unsigned, T value, int distance) {
   return from < 0 ? value : device::converted<T>(all[from]);
 }
 
+inline bool __any_sync(unsigned, bool vote) {
+  const auto all = device::exchange(vote ? 1 : 0);
+  bool any = false;
+  for (int i = 0; i < 32; ++i) any |= all[i] != 0;
+  return any;
+}
+
+inline unsigned __reduce_max_sync(unsigned, unsigned value) {
+  const auto all = device::exchange(value);
+  std::uint64_t most = 0;
+  for (int i = 0; i < 32; ++i) most = all[i] > most ? all[i] : most;
+  return static_cast<unsigned>(most);
+}
+
+inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
 inline unsigned atomicAdd(unsigned* word, unsigned value) {
   return __atomic_fetch_add(word, value, __ATOMIC_RELAXED);
@@ -138,6 +153,12 @@ inline cudaError_t cudaLaunchCooperativeKernel(const void* kernel, dim3 grid, di
 }
 inline cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* to, const void*) {
   *to = {cudaMemoryTypeDevice, 0};
+  return cudaSuccess;
+}
+// Few, so that blocks of tests have several pieces of work each.
+enum { cudaDevAttrMultiProcessorCount = 16 };
+inline cudaError_t cudaDeviceGetAttribute(int* to, int, int) {
+  *to = 1;
   return cudaSuccess;
 }
 inline cudaError_t cudaGetDevice(int* to) {

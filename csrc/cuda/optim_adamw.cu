@@ -1,0 +1,10 @@
+#include "core/adamw.h"
+#include "cuda/optim_step.cuh"
+
+namespace pycomm::cuda {
+
+void launch_adamw(const StepLaunch& launch, std::int64_t blocks, cudaStream_t stream) {
+  launch_step<AdamW<false>>(launch, blocks, stream);
+}
+
+}  // namespace pycomm::cuda

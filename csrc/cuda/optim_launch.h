@@ -1,0 +1,33 @@
+// The launchers of optimizer kernels, a file for each rule, which one compiler thread compiles in
+// seconds.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "cuda/optim_table.h"
+
+namespace pycomm::cuda {
+
+struct StepLaunch {
+  Table table;
+  Control control;
+  Group group;
+};
+
+struct SurveyLaunch {
+  Table table;
+  Control control;
+  Survey survey;
+};
+
+void launch_adamw(const StepLaunch& launch, std::int64_t blocks, cudaStream_t stream);
+void launch_amsgrad(const StepLaunch& launch, std::int64_t blocks, cudaStream_t stream);
+void launch_sgd(const StepLaunch& launch, std::int64_t blocks, cudaStream_t stream);
+void launch_lion(const StepLaunch& launch, std::int64_t blocks, cudaStream_t stream);
+void launch_lamb(const StepLaunch& launch, std::int64_t blocks, cudaStream_t stream);
+
+// `blocks` of these share out sums of 1024 elements.
+void launch_lamb_ratios(const StepLaunch& launch, std::int64_t blocks, cudaStream_t stream);
+void launch_survey(const SurveyLaunch& launch, std::int64_t blocks, cudaStream_t stream);
+
+}  // namespace pycomm::cuda

@@ -1,0 +1,47 @@
+// Calls of the CUDA runtime: errors as exceptions, the current device, launches.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <string>
+
+#include "cuda/layout.h"
+
+namespace pycomm::cuda {
+
+inline void check(cudaError_t error, const char* call, const char* where) {
+  if (error == cudaSuccess) return;
+  throw std::runtime_error(std::string(call) + ": " + cudaGetErrorString(error) + where);
+}
+#define PYCOMM_CUDA_CHECK(call) ::pycomm::cuda::check((call), #call, PYCOMM_WHERE)
+
+// Makes a device current for a scope.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device) {
+    PYCOMM_CUDA_CHECK(cudaGetDevice(&before_));
+    changed_ = before_ != device;
+    if (changed_) PYCOMM_CUDA_CHECK(cudaSetDevice(device));
+  }
+  ~DeviceGuard() {
+    if (changed_) (void)cudaSetDevice(before_);
+  }
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  int before_ = 0;
+  bool changed_ = false;
+};
+
+// Blocks that meet no other ranks'.
+template <class L>
+void launch_blocks(void (*kernel)(L), std::int64_t blocks, const L& launch, cudaStream_t stream,
+                   int threads = kThreads) {
+  void* arguments[] = {const_cast<L*>(&launch)};
+  PYCOMM_CUDA_CHECK(cudaLaunchKernel(reinterpret_cast<const void*>(kernel),
+                                     dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)),
+                                     arguments, 0, stream));
+}
+
+}  // namespace pycomm::cuda
