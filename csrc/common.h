@@ -29,6 +29,7 @@
 #define PYCOMM_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
 #else
 #define PYCOMM_INDEPENDENT _Pragma("GCC ivdep")
+#endif
 
 // Before a loop: vectorise it, whatever it looks like. nvcc does not know the pragma.
 #if defined(__CUDACC__)
