@@ -60,6 +60,31 @@ def optimizer_step(
     settings: OptimizerSettings, table: Buffer, grad_scale: int, found_inf: int, clip: int
 ) -> None: ...
 def advise_huge_pages(data: int, bytes: int) -> None: ...
+
+class DeviceTable:
+    def set(self, table: Buffer) -> int: ...
+    def upload(self, memory: int, device: int, stream: int) -> None: ...
+    def survey(
+        self,
+        grad_scale: int,
+        found_inf: int,
+        clip: int,
+        max_norm: float,
+        sets_found: bool,
+        norm: int,
+    ) -> None: ...
+    def step(
+        self,
+        settings: OptimizerSettings,
+        first: int,
+        count: int,
+        grad_scale: int,
+        found_inf: int,
+        clip: int,
+        lr: int,
+        lr_is_double: bool,
+    ) -> None: ...
+
 def decode_state(codes: int, largest: int, n: int, squares: bool, values: int) -> None: ...
 def encode_state(values: int, n: int, squares: bool, codes: int, largest: int) -> None: ...
 

@@ -7,6 +7,7 @@
 #include "cpu/huge_pages.h"
 #include "cpu/optim_loops.h"
 #include "cpu/optim_step.h"
+#include "cuda/optim_step.h"
 
 namespace py = pybind11;
 
@@ -70,6 +71,38 @@ void encode_state(std::uintptr_t from, std::int64_t n, bool squares, std::uintpt
                    0);
 }
 
+// An optimizer's segments on a device, and what is done with them there.
+class DeviceTable {
+ public:
+  std::int64_t set(const py::buffer& table) { return table_.set(segments_of(table)); }
+
+  void upload(std::uintptr_t memory, int device, std::uintptr_t stream) {
+    table_.upload(reinterpret_cast<void*>(memory), device, stream);
+    device_ = device;
+    stream_ = stream;
+  }
+
+  void survey(std::uintptr_t grad_scale, std::uintptr_t found_inf, std::uintptr_t clip,
+              double max_norm, bool sets_found, std::uintptr_t norm) const {
+    cuda::survey(job(control(grad_scale, found_inf, clip)),
+                 {max_norm, sets_found, reinterpret_cast<double*>(norm)});
+  }
+
+  void step(const Settings& settings, std::int64_t first, std::int64_t count,
+            std::uintptr_t grad_scale, std::uintptr_t found_inf, std::uintptr_t clip,
+            std::uintptr_t lr, bool lr_is_double) const {
+    cuda::step(job(control(grad_scale, found_inf, clip)),
+               {first, count, settings, reinterpret_cast<const void*>(lr), lr_is_double});
+  }
+
+ private:
+  cuda::StepJob job(const Control& control) const { return {device_, stream_, &table_, control}; }
+
+  cuda::SegmentTable table_;
+  int device_ = 0;
+  std::uintptr_t stream_ = 0;
+};
+
 Settings make_settings(int rule, const py::kwargs& values) {
   Settings settings;
   settings.rule = static_cast<Rule>(rule);
@@ -103,6 +136,15 @@ void bind_optim(py::module_& m) {
         cpu::advise_huge_pages(reinterpret_cast<void*>(data), bytes);
       },
       py::arg("data"), py::arg("bytes"));
+  py::class_<DeviceTable>(m, "DeviceTable")
+      .def(py::init())
+      .def("set", &DeviceTable::set, py::arg("table"))
+      .def("upload", &DeviceTable::upload, py::arg("memory"), py::arg("device"), py::arg("stream"))
+      .def("survey", &DeviceTable::survey, py::arg("grad_scale"), py::arg("found_inf"),
+           py::arg("clip"), py::arg("max_norm"), py::arg("sets_found"), py::arg("norm"))
+      .def("step", &DeviceTable::step, py::arg("settings"), py::arg("first"), py::arg("count"),
+           py::arg("grad_scale"), py::arg("found_inf"), py::arg("clip"), py::arg("lr"),
+           py::arg("lr_is_double"));
   m.def("decode_state", &decode_state, py::arg("codes"), py::arg("largest"), py::arg("n"),
         py::arg("squares"), py::arg("values"));
   m.def("encode_state", &encode_state, py::arg("values"), py::arg("n"), py::arg("squares"),

@@ -1,7 +1,8 @@
-// The twin of endpoint.cu, wire.cu and topk_wire.cu in builds without CUDA.
+// The twin of endpoint.cu, wire.cu, topk_wire.cu and optim_step.cu in builds without CUDA.
 #include <stdexcept>
 
 #include "cuda/endpoint.h"
+#include "cuda/optim_step.h"
 #include "cuda/wire.h"
 
 namespace pycomm::cuda {
@@ -45,5 +46,9 @@ void encode(const WireJob&) { unavailable(); }
 void decode(const WireJob&, std::int64_t, bool) { unavailable(); }
 std::int64_t select(const WireJob&, std::int64_t*, float*) { unavailable(); }
 std::int64_t workspace_bytes(const Codec&, std::int64_t, int, bool) { unavailable(); }
+std::int64_t SegmentTable::set(const std::vector<Segment>&) { unavailable(); }
+void SegmentTable::upload(void*, int, std::uintptr_t) { unavailable(); }
+void survey(const StepJob&, const Survey&) { unavailable(); }
+void step(const StepJob&, const Group&) { unavailable(); }
 
 }  // namespace pycomm::cuda

@@ -89,6 +89,7 @@ void survey(const StepJob& job, const Survey& survey) {
 }
 
 void step(const StepJob& job, const Group& group) {
+  if (group.count == 0) return;
   const DeviceGuard guard(job.device);
   const StepLaunch launch{table_of(job), job.control, group};
   const auto stream = reinterpret_cast<cudaStream_t>(job.stream);

@@ -47,7 +47,7 @@ def adopt(
     # torch.optim.SGD and Lion have no counter; apex and TransformerEngine keep it in the group.
     started = any(saved.get(_storage.place_in(saved, name)) is not None for name in names)
     step = saved.get("step", group.get("step", float(started)))
-    state: State = {"step": torch.tensor(float(step), dtype=torch.float32)}
+    state: State = {"step": torch.tensor(float(step), device=param.device)}
     for name in names:
         state.update(_adopt_state(param, group, saved, name))
     if _storage.wants_master(param, group["master_weights"]):

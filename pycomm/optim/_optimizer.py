@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch._compile import _disable_dynamo
 
 from pycomm import _C
-from pycomm.optim import _checkpoint, _options, _storage
+from pycomm.optim import _checkpoint, _executors, _options, _storage
+from pycomm.optim._executors import OnCuda, Table
 from pycomm.optim._options import Group, Options
 from pycomm.optim._storage import State
 from pycomm.optim.flat import Buffers
-
-# The gradients' scale, whether one is not finite, the factor that clips them.
-Control = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -31,6 +29,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
 
     grad_norm: torch.Tensor | None = None
+
+    _on_cuda: OnCuda | None = None
 
     _rule: ClassVar[int]  # enum class Rule of csrc/core/optimizer.h
 
@@ -49,11 +49,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         """What the extension must know of a group beyond what all optimizers have."""
         raise NotImplementedError
 
-    def _settings(self, group: Group) -> _C.OptimizerSettings:
+    def _settings(self, group: Group, lr: float) -> _C.OptimizerSettings:
         return _C.OptimizerSettings(
             self._rule,
-            lr=number(group["lr"]),
-            weight_decay=number(group["weight_decay"]),
+            lr=lr,
+            weight_decay=float(group["weight_decay"]),
             maximize=group["maximize"],
             stochastic=group["stochastic_rounding"],
             seed=group["seed"],
@@ -72,6 +72,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise
 
     def _check_group(self, group: Group) -> None:
+        _options.check_devices(type(self).__name__, self.param_groups)
         for param in group["params"]:
             _options.check_param(type(self).__name__, param)
         _options.check_options(group, any(map(_storage.squares, self._state_names(group))))
@@ -157,30 +158,23 @@ class FusedOptimizer(torch.optim.Optimizer):
         tables, keep = self._tables()
         if not tables:
             return
-        scale, found = _scalar(self, "grad_scale"), _scalar(self, "found_inf")
-        if scale is not None and found is None:
-            found = torch.zeros(())
-            self.found_inf = found
-            self._survey(tables, (scale, found, None))
-        clip = None
-        if self.max_norm is not None:
-            clip = torch.empty(())
-            self._survey(tables, (scale, found, clip))
-        for group, table in tables:
-            settings = self._settings(group)
-            _C.optimizer_step(settings, table, _pointer(scale), _pointer(found), _pointer(clip))
+        device = keep[0].device
+        steps = _executors.executor(device, tables, self._on_cuda)
+        if isinstance(steps, OnCuda) and not _executors.is_capturing(device):
+            self._on_cuda = steps
+        scale, found = _scalar(self, "grad_scale", device), _scalar(self, "found_inf", device)
+        sets_found = scale is not None and found is None
+        if sets_found:
+            self.found_inf = found = steps.scalar()
+        clip = None if self.max_norm is None else steps.scalar()
+        control = (scale, found, clip)
+        if sets_found or clip is not None:
+            self.grad_norm = steps.survey(control, self.max_norm or 0.0, sets_found)
+        for number, (group, _) in enumerate(tables):
+            steps.step(number, self._settings(group, steps.rate(group["lr"])), control)
         del keep
 
-    def _survey(self, tables: list[tuple[Group, array[int]]], control: Control) -> None:
-        """Looks at all gradients together."""
-        table = array("q")
-        for _, part in tables:
-            table += part
-        scale, found, clip = (_pointer(tensor) for tensor in control)
-        norm = _C.optimizer_survey(table, scale, found, clip, self.max_norm or 0.0)
-        self.grad_norm = torch.tensor(norm, dtype=torch.float64)
-
-    def _tables(self) -> tuple[list[tuple[Group, array[int]]], list[torch.Tensor]]:
+    def _tables(self) -> tuple[list[Table], list[torch.Tensor]]:
         """Each group's table, and gradients that must live until they have been used."""
         tables, keep, stream = [], [], 0
         for group in self.param_groups:
@@ -200,7 +194,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         return tables, keep
 
     def _init_state(self, param: torch.Tensor, group: Group, state: State) -> None:
-        state["step"] = torch.zeros((), dtype=torch.float32)
+        if _executors.is_capturing(param.device):
+            raise RuntimeError(
+                f"{type(self).__name__}: states must exist before a step is captured: take one"
+            )
+        state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
         dtype = _storage.wanted_dtype(param, group["states"])
         buffers = _storage.buffers_for(param, group["states"], self._buffers)
         for name in self._state_names(group):
@@ -209,20 +207,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             state.update(_storage.make_master(param, group["master_weights"], self._buffers))
 
 
-def _pointer(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-def _scalar(optimizer: torch.optim.Optimizer, name: str) -> torch.Tensor | None:
+def _scalar(
+    optimizer: torch.optim.Optimizer, name: str, device: torch.device
+) -> torch.Tensor | None:
     """An attribute that a GradScaler may have set."""
     value = getattr(optimizer, name, None)
     if value is None:
         return None
-    if isinstance(value, torch.Tensor) and value.dtype == torch.float32 and value.is_cpu:
-        return value
-    return torch.as_tensor(value, dtype=torch.float32, device="cpu")
-
-
-def number(value: float | torch.Tensor) -> float:
-    """A learning rate, whichever it is."""
-    return cast(float, value.item()) if isinstance(value, torch.Tensor) else float(value)
+    return torch.as_tensor(value, dtype=torch.float32, device=device)

@@ -84,14 +84,24 @@ def check_param(optimizer: str, param: torch.Tensor) -> None:
         raise TypeError(
             f"{optimizer} takes float32, float16 and bfloat16, got {shape} of {param.dtype}"
         )
-    if param.device.type != "cpu":
-        raise ValueError(f"{optimizer} runs on the CPU, got {shape} on {param.device}")
+    if param.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{optimizer} runs on the CPU and CUDA, got {shape} on {param.device}")
     if (
         param.layout != torch.strided
         or torch.empty_like(param, device="meta").stride() != param.stride()
     ):
         raise ValueError(
             f"{optimizer} takes dense parameters, got {shape}, stride {param.stride()}"
+        )
+
+
+def check_devices(optimizer: str, groups: Iterable[Group]) -> None:
+    """Refuses parameters on several devices."""
+    devices = dict.fromkeys(str(param.device) for group in groups for param in group["params"])
+    if len(devices) > 1:
+        raise ValueError(
+            f"{optimizer} takes parameters on one device, got {', '.join(devices)}: "
+            "make an optimizer for each"
         )
 
 
@@ -123,8 +133,11 @@ def usable_grad(optimizer: str, param: torch.Tensor, grad: torch.Tensor) -> torc
     """The gradient in the parameter's order of elements."""
     if grad.is_sparse:
         raise RuntimeError(f"{optimizer} does not support sparse gradients")
-    if not grad.is_cpu:
-        raise ValueError(f"{optimizer} runs on the CPU, got a gradient on {grad.device}")
+    if grad.get_device() != param.get_device():
+        raise ValueError(
+            f"{optimizer} takes gradients beside their parameters, got one on {grad.device} of a "
+            f"parameter on {param.device}"
+        )
     if grad.dtype not in _storage.FLOATS:
         raise TypeError(f"{optimizer} takes floating-point gradients, got {grad.dtype}")
     same = (grad.is_contiguous() and param.is_contiguous()) or grad.stride() == param.stride()

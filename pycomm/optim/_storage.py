@@ -84,12 +84,12 @@ def to_fp32(state: Mapping[str, Any], name: str) -> torch.Tensor:
         return stored.float().square()
     if stored.dtype != torch.uint8:
         return stored.float()
-    values = torch.empty_like(stored, dtype=torch.float32)
-    scales = state[scale_name(name)]
+    codes, scales = stored.cpu(), state[scale_name(name)].cpu()
+    values = torch.empty_like(codes, dtype=torch.float32)
     _C.decode_state(
-        stored.data_ptr(), scales.data_ptr(), stored.numel(), squares(name), values.data_ptr()
+        codes.data_ptr(), scales.data_ptr(), codes.numel(), squares(name), values.data_ptr()
     )
-    return values
+    return values.to(stored.device)
 
 
 def from_fp32(values: torch.Tensor, name: str, dtype: torch.dtype) -> State:
@@ -100,12 +100,13 @@ def from_fp32(values: torch.Tensor, name: str, dtype: torch.dtype) -> State:
         return {place_of(name, dtype): roots.masked_fill((values > 0) & (roots == 0), least)}
     if dtype != torch.uint8:
         return {name: values.to(dtype)}
-    state = make_state(values, name, dtype)
+    on_cpu = values.cpu()
+    state = make_state(on_cpu, name, dtype)
     codes, scales = state[name], state[scale_name(name)]
     _C.encode_state(
-        values.data_ptr(), values.numel(), squares(name), codes.data_ptr(), scales.data_ptr()
+        on_cpu.data_ptr(), on_cpu.numel(), squares(name), codes.data_ptr(), scales.data_ptr()
     )
-    return state
+    return {key: tensor.to(values.device) for key, tensor in state.items()}
 
 
 def squares(name: str) -> bool:
@@ -151,7 +152,7 @@ def segment(
     names: tuple[str, ...],
     stream: int,
 ) -> list[int]:
-    """The words of a parameter: struct Segment of csrc/cpu/optim_step.h."""
+    """The words of a parameter: struct Segment of csrc/core/segment.h."""
     # Hundreds of parameters go through here in every step.
     step, count = state["step"].data_ptr(), param.numel()
     words = [param.data_ptr(), grad.data_ptr(), 0, 0, 0, 0, 0, 0, 0, step, count, stream, 0]

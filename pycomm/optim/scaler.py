@@ -34,13 +34,16 @@ class GradScaler(torch.amp.GradScaler):
         if args or kwargs:
             raise RuntimeError("closures are not supported while gradients are scaled")
         scale, _ = self._check_scale_growth_tracker("step")
-        optimizer.grad_scale = scale * getattr(optimizer, "grad_scale", 1)  # type: ignore[attr-defined]
+        own = getattr(optimizer, "grad_scale", None)
+        optimizer.grad_scale = scale if own is None else scale * own  # type: ignore[attr-defined]
         optimizer.found_inf = None  # type: ignore[attr-defined]
         try:
             loss: float | None = optimizer.step()
             found = optimizer.found_inf  # type: ignore[attr-defined]
         finally:
             del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
-        state["found_inf_per_device"] = {scale.device: torch.zeros(()) if found is None else found}
+        state["found_inf_per_device"] = {
+            scale.device: scale.new_zeros(()) if found is None else found
+        }
         state["stage"] = OptState.STEPPED
         return loss

@@ -1,0 +1,135 @@
+"""What runs the steps of an optimizer: this process, or a CUDA device."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import torch
+
+from pycomm import _C
+from pycomm.optim._options import Group
+
+# A group and its segments, as words.
+Table = tuple[Group, "array[int]"]
+# The gradients' scale, whether one is not finite, the factor that clips them.
+Control = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+
+WORDS = 13  # of a segment: struct Segment of csrc/core/segment.h
+
+
+class OnCpu:
+    """Steps on torch's threads."""
+
+    def __init__(self, tables: list[Table]) -> None:
+        self._tables = tables
+
+    def scalar(self) -> torch.Tensor:
+        """Room for a number that a survey finds."""
+        return torch.zeros(())
+
+    def survey(self, control: Control, max_norm: float, sets_found: bool) -> torch.Tensor:  # noqa: ARG002
+        """The norm of all gradients together; fills in the control."""
+        norm = _C.optimizer_survey(_joined(self._tables), *_pointers(control), max_norm)
+        return torch.tensor(norm, dtype=torch.float64)
+
+    def rate(self, lr: float | torch.Tensor) -> float:
+        """A learning rate for the settings."""
+        return _number(lr)
+
+    def step(self, number: int, settings: _C.OptimizerSettings, control: Control) -> None:
+        """Steps one of the tables."""
+        _C.optimizer_step(settings, self._tables[number][1], *_pointers(control))
+
+
+class OnCuda:
+    """Steps on a device, on one stream, without ever waiting for it.
+
+    The segments of all groups stand in a table in device memory, which is written to as far as it
+    has changed since the last step.
+    """
+
+    def __init__(self, device: torch.device, stream: int) -> None:
+        self.stream = stream
+        self._device = device
+        self._table = _C.DeviceTable()
+        self._memory = torch.empty(0, dtype=torch.uint8, device=device)
+        self._tables: list[Table] = []
+
+    def hold(self, tables: list[Table]) -> None:
+        """Gets ready for a step of these tables."""
+        self._tables = tables
+        size = self._table.set(_joined(tables))
+        if self._memory.numel() < size:
+            self._memory = torch.empty(size, dtype=torch.uint8, device=self._device)
+        self._table.upload(self._memory.data_ptr(), self._device.index, self.stream)
+
+    def scalar(self) -> torch.Tensor:
+        """Room for a number that a survey finds."""
+        return torch.empty((), device=self._device)
+
+    def survey(self, control: Control, max_norm: float, sets_found: bool) -> torch.Tensor:
+        """The norm of all gradients together; fills in the control."""
+        norm = torch.empty((), dtype=torch.float64, device=self._device)
+        self._table.survey(*_pointers(control), max_norm, sets_found, norm.data_ptr())
+        return norm
+
+    def rate(self, lr: float | torch.Tensor) -> float:
+        """A learning rate for the settings; one on the device is read there."""
+        return 0.0 if isinstance(lr, torch.Tensor) and lr.is_cuda else _number(lr)
+
+    def step(self, number: int, settings: _C.OptimizerSettings, control: Control) -> None:
+        """Steps one of the tables."""
+        first = sum(len(words) for _, words in self._tables[:number]) // WORDS
+        group, words = self._tables[number]
+        lr = group["lr"]
+        if not (isinstance(lr, torch.Tensor) and lr.is_cuda):
+            lr = None
+        elif lr.device != self._device:
+            raise ValueError(f"lr must lie on {self._device} or the CPU, got {lr.device}")
+        elif lr.dtype not in (torch.float32, torch.float64):
+            lr = lr.double()
+        self._table.step(
+            settings,
+            first,
+            len(words) // WORDS,
+            *_pointers(control),
+            0 if lr is None else lr.data_ptr(),
+            lr is not None and lr.dtype == torch.float64,
+        )
+
+
+def executor(device: torch.device, tables: list[Table], last: OnCuda | None) -> OnCpu | OnCuda:
+    """What steps these tables; `last`: the one of the last step, to be used again if possible."""
+    if device.type == "cpu":
+        return OnCpu(tables)
+    stream = torch.cuda.current_stream(device).cuda_stream
+    if last is None or last.stream != stream or is_capturing(device):
+        # A captured graph writes its own table when it is replayed: no later step can change that.
+        last = OnCuda(device, stream)
+    last.hold(tables)
+    return last
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether the current stream of a device becomes a graph."""
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
+def _joined(tables: list[Table]) -> array[int]:
+    words = array("q")
+    for _, part in tables:
+        words += part
+    return words
+
+
+def _pointers(control: Control) -> tuple[int, int, int]:
+    scale, found, clip = (0 if tensor is None else tensor.data_ptr() for tensor in control)
+    return scale, found, clip
+
+
+def _number(value: Any) -> float:
+    return float(value.item() if isinstance(value, torch.Tensor) else value)
