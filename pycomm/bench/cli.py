@@ -177,6 +177,7 @@ def _add_optimizer_flags(command: argparse.ArgumentParser) -> None:
     add("--small", action="store_true", help="500 tensors of 1K to 100K elements instead")
     add("--full", action="store_true", help="also with unscaling, check and clipping")
     add("--peer", type=some_of(PEERS), default=(), metavar="PEER", help=", ".join(PEERS))
+    add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--threads", type=int, default=torch.get_num_threads(), help="default: torch's")
     add("--iters", type=int, help="timed calls (default: as many as fit into 0.25 s)")
     add("-J", "--json", metavar="FILE", help="write results")
@@ -202,12 +203,12 @@ def parse(argv: Sequence[str] | None = None) -> AnySettings:
     command = shlex.join(["python", "-m", "pycomm.bench", *words])
     if arguments.collective in TRAINING:
         return _training_settings(parser, arguments, command)
-    if arguments.collective == "optimizer":
-        return _optimizer_settings(arguments, command)
     if arguments.device == "cuda" and not _C.has_cuda:
         parser.error("--device cuda: this build of pycomm has no CUDA")
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no GPU on this machine")
+    if arguments.collective == "optimizer":
+        return _optimizer_settings(arguments, command)
     if arguments.collective == "codec":
         return _codec_settings(arguments, command)
     return _settings(parser, arguments, command)
@@ -253,6 +254,7 @@ def _optimizer_settings(arguments: argparse.Namespace, command: str) -> Optimize
         small=arguments.small,
         full=arguments.full,
         peers=arguments.peer,
+        device=arguments.device,
         threads=arguments.threads,
         iters=arguments.iters,
         json=arguments.json,

@@ -54,7 +54,8 @@ def run(settings: OptimizerSettings) -> None:
     """Measures all that the settings ask for, prints and writes."""
     torch.set_num_threads(settings.threads)
     meta = report.circumstances(settings.command)
-    print(f"# optimizers on {settings.threads} threads; {report.place(meta)}")
+    where = "CUDA" if settings.device == "cuda" else f"{settings.threads} threads"
+    print(f"# optimizers on {where}; {report.place(meta)}")
     print(f"# {report.versions(meta)}\n# load {meta['load_before']:.2f}\n{HEADER}", flush=True)
     rows: list[OptimizerRow] = []
     for name in settings.schemes:
@@ -79,8 +80,8 @@ def _run_scheme(name: str, scheme: Scheme, settings: OptimizerSettings) -> list[
             print(f"# no {peer}: {error}")
     sizes = [param.numel() for param in make_params(settings, scheme.dtype)]
     count = sum(sizes)
-    probes = list(streams(scheme.mix(settings.name, count, full=False), "cpu").values())
-    nothing = torch.empty(0)
+    probes = list(streams(scheme.mix(settings.name, count, full=False), settings.device).values())
+    nothing = torch.empty(0, device=settings.device)
     runs = [*(Prepared(nothing, nothing, call) for call in calls.values()), *probes]
     figures = measure.interleave(None, runs, settings.iters)
     fastest = min(figure.time_us for figure in figures[len(calls) :])

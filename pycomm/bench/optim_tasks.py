@@ -34,6 +34,7 @@ class OptimizerSettings:
     small: bool
     full: bool
     peers: tuple[str, ...]
+    device: str
     threads: int
     iters: int | None
     json: str | None
@@ -84,8 +85,9 @@ def make_params(settings: OptimizerSettings, dtype: torch.dtype) -> list[torch.n
         sizes = (least * (most / least) ** powers).long().tolist()
     params = []
     for size in sizes:
-        params.append(torch.nn.Parameter(torch.randn(size, generator=generator).to(dtype)))
-        params[-1].grad = torch.randn(size, generator=generator).to(dtype)
+        values, grad = (torch.randn(size, generator=generator) for _ in range(2))
+        params.append(torch.nn.Parameter(values.to(settings.device, dtype)))
+        params[-1].grad = grad.to(settings.device, dtype)
     return params
 
 
@@ -95,8 +97,8 @@ def our_step(settings: OptimizerSettings, scheme: Scheme, full: bool) -> Callabl
     more: dict[str, Any] = {"max_norm": 1.0} if full else {}
     optimizer = kind(make_params(settings, scheme.dtype), **options, **scheme.options, **more)
     if full:
-        optimizer.grad_scale = torch.tensor(2.0)  # type: ignore[attr-defined]
-        optimizer.found_inf = torch.tensor(0.0)  # type: ignore[attr-defined]
+        optimizer.grad_scale = torch.tensor(2.0, device=settings.device)  # type: ignore[attr-defined]
+        optimizer.found_inf = torch.tensor(0.0, device=settings.device)  # type: ignore[attr-defined]
     return optimizer.step
 
 
@@ -112,7 +114,7 @@ def peer_step(peer: str, settings: OptimizerSettings, scheme: Scheme) -> Callabl
         _, options, _ = OPTIMIZERS[settings.name]
         step: Callable[[], object] = TORCH[settings.name](params, fused=True, **options).step
         return step
-    if settings.name not in ("adam", "adamw"):
+    if settings.name not in ("adam", "adamw") or settings.device != "cpu":
         raise ValueError(f"DeepSpeed's CPUAdam is no {settings.name}")
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
