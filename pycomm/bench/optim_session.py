@@ -36,6 +36,7 @@ class OptimizerRow:
     optimizer: str
     scheme: str
     impl: str
+    device: str
     threads: int
     count: int
     tensors: int
@@ -110,6 +111,7 @@ def _row(
         optimizer=settings.name,
         scheme=scheme,
         impl=impl,
+        device=settings.device,
         threads=settings.threads,
         count=count,
         tensors=tensors,

@@ -115,7 +115,7 @@ def peer_step(peer: str, settings: OptimizerSettings, scheme: Scheme) -> Callabl
         step: Callable[[], object] = TORCH[settings.name](params, fused=True, **options).step
         return step
     if settings.name not in ("adam", "adamw") or settings.device != "cpu":
-        raise ValueError(f"DeepSpeed's CPUAdam is no {settings.name}")
+        raise ValueError(f"DeepSpeed's CPUAdam is no {settings.name} on {settings.device}")
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     made = DeepSpeedCPUAdam(params, adamw_mode=settings.name == "adamw", fp32_optimizer_states=True)
