@@ -252,14 +252,15 @@ __device__ void store_as(void* data, std::int64_t at, int left, Convert convert)
 
 template <class Order>
 __device__ void load_floats(Storage storage, const void* data, std::int64_t at, int left,
-                                   float* to) {
+                            float* to) {
   switch (storage) {
     case Storage::f32:
       return load_as<Order, float>(data, at, left, to, [](float x) { return x; });
     case Storage::f16:
       return load_as<Order, Half>(data, at, left, to, [](Half x) { return pycomm::load(x); });
     default:
-      return load_as<Order, BFloat16>(data, at, left, to, [](BFloat16 x) { return pycomm::load(x); });
+      return load_as<Order, BFloat16>(data, at, left, to,
+                                      [](BFloat16 x) { return pycomm::load(x); });
   }
 }
 
@@ -272,7 +273,8 @@ __device__ inline void store_floats(Storage storage, const float* from, void* da
     case Storage::f16:
       return store_as<Half>(data, at, left, [&](int i) { return pycomm::store<Half>(from[i]); });
     default:
-      return store_as<BFloat16>(data, at, left, [&](int i) { return dice.round(from[i], i, shift); });
+      return store_as<BFloat16>(data, at, left,
+                                [&](int i) { return dice.round(from[i], i, shift); });
   }
 }
 
@@ -290,8 +292,8 @@ struct AnyWeights {
       for (int i = 0; i < kEight; ++i) p[i] = join(high[i], low[i]);
     } else {
       const bool master = s.master_storage != Storage::none;
-      load_floats<Order>(master ? s.master_storage : s.param_storage, master ? s.master : s.param, at,
-                  left, p);
+      load_floats<Order>(master ? s.master_storage : s.param_storage, master ? s.master : s.param,
+                         at, left, p);
     }
   }
   __device__ float weight(int i) const { return p[i]; }
@@ -319,8 +321,8 @@ struct AnyState {
     const void* const data = s.state[number];
     if (s.state_storage[number] == Storage::code8) {
       const float largest = s.largest[number][at / kStateBlock];
-      load_as<Order, std::uint8_t>(data, at, left, values,
-                            [&](std::uint8_t code) { return decode(number, code, largest); });
+      load_as<Order, std::uint8_t>(
+          data, at, left, values, [&](std::uint8_t code) { return decode(number, code, largest); });
     } else if (s.state_storage[number] == Storage::f16 && number > 0) {
       load_as<Order, Half>(data, at, left, values, [](Half root) { return load_root(root); });
     } else {

@@ -30,8 +30,7 @@ Table table_of(const StepJob& job) {
 // As many blocks as a device runs at once, or as there are pieces of work.
 std::int64_t blocks_for(std::int64_t pieces, int per_processor, int device) {
   int processors = 0;
-  PYCOMM_CUDA_CHECK(
-      cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+  PYCOMM_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
   return std::clamp<std::int64_t>(pieces, 1, std::int64_t{processors} * per_processor);
 }
 
@@ -50,8 +49,7 @@ std::int64_t SegmentTable::set(const std::vector<Segment>& segments) {
     std::memcpy(fields, &segments[s], sizeof(fields));
     for (std::size_t f = 0; f < kFields; ++f) wanted_[f * segments.size() + s] = fields[f];
   }
-  std::copy(first_tiles_.begin(), first_tiles_.end(),
-            wanted_.begin() + kFields * segments_);
+  std::copy(first_tiles_.begin(), first_tiles_.end(), wanted_.begin() + kFields * segments_);
   return table.size() * 8;
 }
 

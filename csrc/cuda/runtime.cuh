@@ -40,8 +40,8 @@ void launch_blocks(void (*kernel)(L), std::int64_t blocks, const L& launch, cuda
                    int threads = kThreads) {
   void* arguments[] = {const_cast<L*>(&launch)};
   PYCOMM_CUDA_CHECK(cudaLaunchKernel(reinterpret_cast<const void*>(kernel),
-                                     dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)),
-                                     arguments, 0, stream));
+                                     dim3(static_cast<unsigned>(blocks)),
+                                     dim3(static_cast<unsigned>(threads)), arguments, 0, stream));
 }
 
 }  // namespace pycomm::cuda
