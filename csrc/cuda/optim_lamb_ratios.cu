@@ -19,7 +19,7 @@ __device__ void lamb_sums(const Segment& segment, std::int64_t piece, const Lamb
     second.load(segment, 1, at, left);
 #pragma unroll
     for (int i = 0; i < kEight; ++i) {
-      if (Strided::place(i) >= left) continue;
+      if (Strided::offset(i) >= left) continue;
       const float weight = weights.weight(i);
       float m = first.value(0, i), v = second.value(1, i);
       const double both[] = {weight, lamb.direction(weights.gradient(i) * scale, weight, m, v)};

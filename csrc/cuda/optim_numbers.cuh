@@ -34,7 +34,7 @@ struct Eight {
 __device__ inline int lane() { return static_cast<int>(threadIdx.x % 32); }
 
 // Where in a run a lane's i-th element is.
-__device__ inline int place(int i) {
+__device__ inline int offset(int i) {
   return i / kQuad * static_cast<int>(kRun / 2) + lane() * kQuad + i % kQuad;
 }
 
@@ -63,7 +63,7 @@ struct Dice {
 
   __device__ BFloat16 round(float value, int i, int shift) const {
     if (!thrown) return store<BFloat16>(value);
-    return {float_to_bfloat16(value, static_cast<std::uint16_t>(run[place(i)] >> shift))};
+    return {float_to_bfloat16(value, static_cast<std::uint16_t>(run[offset(i)] >> shift))};
   }
 };
 
@@ -171,7 +171,7 @@ __device__ inline std::uint8_t encode(int number, float value, float inverse) {
 __device__ inline State8Scale scale_of(const float* values, int left) {
   std::uint32_t most = 0;
 #pragma unroll
-  for (int i = 0; i < kEight; ++i) most = max(most, place(i) < left ? magnitude(values[i]) : 0u);
+  for (int i = 0; i < kEight; ++i) most = max(most, offset(i) < left ? magnitude(values[i]) : 0u);
   return state8_scale(__reduce_max_sync(0xffffffffu, most));
 }
 
@@ -201,11 +201,11 @@ struct CodedState {
 // Any storage: of a run of `left` elements, at any address. Missing elements are zeros. In which
 // order lanes have elements: as above, or
 struct InQuads {
-  __device__ static int place(int i) { return cuda::place(i); }
+  __device__ static int offset(int i) { return cuda::offset(i); }
 };
 // each the 32nd after the last one: the order of sums (core/square_sum.h).
 struct Strided {
-  __device__ static int place(int i) { return i * 32 + lane(); }
+  __device__ static int offset(int i) { return i * 32 + lane(); }
 };
 
 template <class Order, class T>
@@ -220,7 +220,7 @@ __device__ Eight<T> load_some(const T* run, int left) {
   Eight<T> values{};
 #pragma unroll
   for (int i = 0; i < kEight; ++i) {
-    if (Order::place(i) < left) values[i] = run[Order::place(i)];
+    if (Order::offset(i) < left) values[i] = run[Order::offset(i)];
   }
   return values;
 }
@@ -230,7 +230,7 @@ __device__ void store_some(T* run, int left, const Eight<T>& values) {
   if (whole<InQuads>(run, left)) return store_eight(run, values);
 #pragma unroll
   for (int i = 0; i < kEight; ++i) {
-    if (place(i) < left) run[place(i)] = values[i];
+    if (offset(i) < left) run[offset(i)] = values[i];
   }
 }
 
