@@ -158,6 +158,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         tables, keep = self._tables()
         if not tables:
             return
+        _options.check_devices(type(self).__name__, (group for group, _ in tables))
         device = keep[0].device
         steps = _executors.executor(device, tables, self._on_cuda)
         if isinstance(steps, OnCuda) and not _executors.is_capturing(device):
@@ -187,6 +188,11 @@ class FusedOptimizer(torch.optim.Optimizer):
                     state = self.state[param]
                     if len(state) == 0:
                         self._init_state(param, group, state)
+                    if state["step"].get_device() != grad.get_device():
+                        raise ValueError(
+                            f"{type(self).__name__}: a parameter has been moved to {param.device}, "
+                            f"its states lie on {state['step'].device}: make a new optimizer"
+                        )
                     table.extend(_storage.segment(param, grad, state, names, stream))
                 stream += 1
             if table:

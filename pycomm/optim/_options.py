@@ -133,10 +133,11 @@ def usable_grad(optimizer: str, param: torch.Tensor, grad: torch.Tensor) -> torc
     """The gradient in the parameter's order of elements."""
     if grad.is_sparse:
         raise RuntimeError(f"{optimizer} does not support sparse gradients")
-    if grad.get_device() != param.get_device():
+    # Numbers, which are quicker to compare than devices.
+    if grad.get_device() != param.get_device() or not (grad.is_cpu or grad.is_cuda):
         raise ValueError(
-            f"{optimizer} takes gradients beside their parameters, got one on {grad.device} of a "
-            f"parameter on {param.device}"
+            f"{optimizer} runs on the CPU and CUDA, got a gradient on {grad.device} of a parameter "
+            f"on {param.device}"
         )
     if grad.dtype not in _storage.FLOATS:
         raise TypeError(f"{optimizer} takes floating-point gradients, got {grad.dtype}")
