@@ -34,7 +34,7 @@ std::vector<Segment> segments_of(const py::buffer& table) {
   return {first, first + bytes / sizeof(Segment)};
 }
 
-Control control(std::uintptr_t grad_scale, std::uintptr_t found_inf, std::uintptr_t clip) {
+StepControl control(std::uintptr_t grad_scale, std::uintptr_t found_inf, std::uintptr_t clip) {
   return {reinterpret_cast<const float*>(grad_scale), reinterpret_cast<float*>(found_inf),
           reinterpret_cast<float*>(clip)};
 }
@@ -96,7 +96,7 @@ class DeviceTable {
   }
 
  private:
-  cuda::StepJob job(const Control& control) const { return {device_, stream_, &table_, control}; }
+  cuda::StepJob job(const StepControl& control) const { return {device_, stream_, &table_, control}; }
 
   cuda::SegmentTable table_;
   int device_ = 0;

@@ -30,18 +30,18 @@ PYCOMM_HD constexpr bool has_squares(Rule rule) {
 }
 
 // What steps read from memory, because a device writes it there; each may be null.
-struct Control {
+struct StepControl {
   const float* grad_scale;  // what gradients have been multiplied by
   float* found_inf;         // not zero: the step does nothing
   float* clip;              // factor of unscaled gradients
 };
 
-PYCOMM_HD bool skips(const Control& control) {
+PYCOMM_HD bool skips(const StepControl& control) {
   return control.found_inf != nullptr && *control.found_inf != 0.0f;
 }
 
 // What gradients are multiplied by.
-PYCOMM_HD float gradient_factor(bool maximize, const Control& control) {
+PYCOMM_HD float gradient_factor(bool maximize, const StepControl& control) {
   const double scale = control.grad_scale == nullptr ? 1.0 : *control.grad_scale;
   const double clip = control.clip == nullptr ? 1.0 : *control.clip;
   return static_cast<float>((maximize ? -clip : clip) / scale);
@@ -49,12 +49,12 @@ PYCOMM_HD float gradient_factor(bool maximize, const Control& control) {
 
 // The norm of the unscaled gradients, from the sum of their squares. Notes in found_inf that it is
 // not finite, and in clip what brings it down to `max_norm`.
-PYCOMM_HD double conclude(double squares, double max_norm, const Control& control) {
+PYCOMM_HD double conclude(double squares, double max_norm, const StepControl& control) {
   const double scale = control.grad_scale == nullptr ? 1.0 : *control.grad_scale;
   const double norm = std::sqrt(squares) / scale;
   const double factor = max_norm / (norm + 1e-6);
   if (control.found_inf != nullptr && norm - norm != 0.0) *control.found_inf = 1.0f;
-  if (control.clip != nullptr) *control.clip = static_cast<float>(factor < 1.0 ? factor : 1.0);
+  if (control.clip != nullptr) *control.clip = static_cast<float>(factor > 1.0 ? 1.0 : factor);
   return store<double>(norm);
 }
 

@@ -101,7 +101,7 @@ struct Fp32Weights {
   float* p;
   const float* g;
 
-  PYCOMM_HD explicit Fp32Weights(const Chunk& chunk)
+  PYCOMM_HD explicit Fp32Weights(const ChunkView& chunk)
       : p(static_cast<float*>(chunk.p)), g(static_cast<const float*>(chunk.g)) {}
   PYCOMM_HD float weight(std::int64_t i) const { return p[i]; }
   PYCOMM_HD float gradient(std::int64_t i) const { return g[i]; }
@@ -112,7 +112,7 @@ struct Bf16Weights {
   BFloat16* p;
   const BFloat16* g;
 
-  PYCOMM_HD explicit Bf16Weights(const Chunk& chunk)
+  PYCOMM_HD explicit Bf16Weights(const ChunkView& chunk)
       : p(static_cast<BFloat16*>(chunk.p)), g(static_cast<const BFloat16*>(chunk.g)) {}
   PYCOMM_HD float weight(std::int64_t i) const { return load(p[i]); }
   PYCOMM_HD float gradient(std::int64_t i) const { return load(g[i]); }
@@ -123,7 +123,7 @@ struct SplitWeights {
   std::uint16_t *hi, *lo;
   const BFloat16* g;
 
-  PYCOMM_HD explicit SplitWeights(const Chunk& chunk)
+  PYCOMM_HD explicit SplitWeights(const ChunkView& chunk)
       : hi(static_cast<std::uint16_t*>(chunk.p)),
         lo(chunk.remainder),
         g(static_cast<const BFloat16*>(chunk.g)) {}
@@ -137,7 +137,7 @@ struct SplitWeights {
 };
 
 template <class Element, class Weights, class State>
-PYCOMM_CLONES void update_loop(const Element& given, const Chunk& chunk) {
+PYCOMM_CLONES void update_loop(const Element& given, const ChunkView& chunk) {
   constexpr int n_states = Element::kStates;
   const Element element = given;
   const Weights weights(chunk);
@@ -160,7 +160,7 @@ PYCOMM_CLONES void update_loop(const Element& given, const Chunk& chunk) {
 }
 
 template <class Weights, class Element>
-void update_states(const Element& element, const Chunk& chunk) {
+void update_states(const Element& element, const ChunkView& chunk) {
   if (Element::kStates > 0 && chunk.bf16_states) {
     update_loop<Element, Weights, BFloat16>(element, chunk);
   } else {
@@ -252,7 +252,7 @@ void store_beside(const Numbers& param, std::int64_t at, std::int64_t n, const f
 }
 
 template <class Element>
-void update_chunk(const Element& element, const Chunk& chunk) {
+void update_chunk(const Element& element, const ChunkView& chunk) {
   switch (chunk.weights) {
     case Weights::fp32:
       return update_states<Fp32Weights>(element, chunk);
@@ -263,14 +263,14 @@ void update_chunk(const Element& element, const Chunk& chunk) {
   }
 }
 
-template void update_chunk(const AdamW<false>&, const Chunk&);
-template void update_chunk(const AdamW<true>&, const Chunk&);
-template void update_chunk(const Sgd<false>&, const Chunk&);
-template void update_chunk(const Sgd<true>&, const Chunk&);
-template void update_chunk(const Lion&, const Chunk&);
-template void update_chunk(const Lamb&, const Chunk&);
+template void update_chunk(const AdamW<false>&, const ChunkView&);
+template void update_chunk(const AdamW<true>&, const ChunkView&);
+template void update_chunk(const Sgd<false>&, const ChunkView&);
+template void update_chunk(const Sgd<true>&, const ChunkView&);
+template void update_chunk(const Lion&, const ChunkView&);
+template void update_chunk(const Lamb&, const ChunkView&);
 
-PYCOMM_CLONES LambSums lamb_sums(const Lamb& given, const Chunk& chunk) {
+PYCOMM_CLONES LambSums lamb_sums(const Lamb& given, const ChunkView& chunk) {
   const Lamb lamb = given;
   const float* g = static_cast<const float*>(chunk.g);
   const float* p = static_cast<const float*>(chunk.p);

@@ -42,7 +42,7 @@ void store_beside(const Numbers& param, std::int64_t at, std::int64_t n, const f
 enum class Weights : std::uint8_t { fp32, bf16, split };
 
 // A chunk's numbers, wherever they lie. Gradients are multiplied by `scale` first.
-struct Chunk {
+struct ChunkView {
   std::int64_t n;
   float scale;
   Weights weights;
@@ -54,14 +54,14 @@ struct Chunk {
 };
 
 template <class Element>
-void update_chunk(const Element& element, const Chunk& chunk);
+void update_chunk(const Element& element, const ChunkView& chunk);
 
 struct LambSums {
   double weights;
   double directions;
 };
 // Of a chunk in fp32.
-LambSums lamb_sums(const Lamb& lamb, const Chunk& chunk);
+LambSums lamb_sums(const Lamb& lamb, const ChunkView& chunk);
 
 // Of gradients: fp32, fp16 or bf16.
 double square_sum(const Numbers& numbers, std::int64_t at, std::int64_t n);

@@ -67,8 +67,8 @@ class Reader {
   }
 
   // Ready for update_chunk().
-  Chunk load(std::int64_t at) {
-    Chunk chunk = make(at);
+  ChunkView load(std::int64_t at) {
+    ChunkView chunk = make(at);
     chunk.weights = in_place_;
     if (in_place_ == Weights::fp32) {
       load_weights(at, chunk);
@@ -87,15 +87,15 @@ class Reader {
   }
 
   // All in fp32, to be read only.
-  Chunk load_fp32(std::int64_t at) {
-    Chunk chunk = make(at);
+  ChunkView load_fp32(std::int64_t at) {
+    ChunkView chunk = make(at);
     load_weights(at, chunk);
     load_states(at, chunk);
     return chunk;
   }
 
   // Writes back what load() had to convert.
-  void store(std::int64_t at, double step, const Chunk& chunk) {
+  void store(std::int64_t at, double step, const ChunkView& chunk) {
     std::uint32_t bits[kChunk];
     const std::uint32_t* random = nullptr;
     if (at_random_) {
@@ -124,20 +124,20 @@ class Reader {
     });
   }
 
-  Chunk make(std::int64_t at) const {
+  ChunkView make(std::int64_t at) const {
     fetch_next(at + kChunk);
-    Chunk chunk{};
+    ChunkView chunk{};
     chunk.n = std::min(kChunk, segment_.count - at);
     chunk.scale = scale_;
     return chunk;
   }
 
-  void load_weights(std::int64_t at, Chunk& chunk) {
+  void load_weights(std::int64_t at, ChunkView& chunk) {
     chunk.g = load_chunk(grad_, at, chunk.n, g_);
     chunk.p = load_chunk(weight_, at, chunk.n, p_);
   }
 
-  void load_states(std::int64_t at, Chunk& chunk) {
+  void load_states(std::int64_t at, ChunkView& chunk) {
     for (int s = 0; s < kMostStates; ++s) {
       chunk.state[s] = load_chunk(state_[s], at, chunk.n, s_[s]);
     }
@@ -171,7 +171,7 @@ void update(const Settings& settings, const Segment& segment, float scale, std::
             std::int64_t last, const Element& element) {
   Reader reader(settings, segment, scale);
   for (std::int64_t at = first * kChunk; at < last * kChunk; at += kChunk) {
-    const Chunk chunk = reader.load(at);
+    const ChunkView chunk = reader.load(at);
     update_chunk(element, chunk);
     reader.store(at, *segment.step + 1.0, chunk);
   }
@@ -223,7 +223,7 @@ std::vector<double> lamb_ratios(const Settings& settings, const std::vector<Segm
 
 }  // namespace
 
-double survey(const std::vector<Segment>& segments, const Control& control, double max_norm,
+double survey(const std::vector<Segment>& segments, const StepControl& control, double max_norm,
               const Parallel& parallel) {
   const Row row(segments);
   std::vector<double> sums(static_cast<std::size_t>(row.chunks())), totals;
@@ -246,7 +246,7 @@ double survey(const std::vector<Segment>& segments, const Control& control, doub
                   control);
 }
 
-void step(const Settings& settings, const std::vector<Segment>& segments, const Control& control,
+void step(const Settings& settings, const std::vector<Segment>& segments, const StepControl& control,
           const Parallel& parallel) {
   if (skips(control)) return;
   const Row row(segments);

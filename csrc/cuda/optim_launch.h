@@ -10,13 +10,13 @@ namespace pycomm::cuda {
 
 struct StepLaunch {
   Table table;
-  Control control;
+  StepControl control;
   Group group;
 };
 
 struct SurveyLaunch {
   Table table;
-  Control control;
+  StepControl control;
   Survey survey;
 };
 

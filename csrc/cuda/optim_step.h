@@ -41,7 +41,7 @@ struct StepJob {
   int device = 0;
   std::uintptr_t stream = 0;
   const SegmentTable* table = nullptr;
-  Control control = {};
+  StepControl control = {};
 };
 
 // As cpu::survey(), over the whole table. `norm` gets what that returns; found_inf is overwritten if

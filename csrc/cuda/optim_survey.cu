@@ -29,7 +29,7 @@ __device__ double grad_squares(const Segment& segment, std::int64_t piece) {
 __global__ void __launch_bounds__(kStepThreads, 5)
     survey_kernel(const __grid_constant__ SurveyLaunch launch) {
   const Table& table = launch.table;
-  const Control& control = launch.control;
+  const StepControl& control = launch.control;
   const auto within = trees_within<1>(table), over = trees_over<1>(table);
   visit_pieces(table, 0, table.segments, [&](const SumPiece& piece) {
     double sum[] = {grad_squares(table.segment(piece.segment), piece.number)};

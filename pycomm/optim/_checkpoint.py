@@ -40,10 +40,9 @@ def adopt(
     names: tuple[str, ...],
     buffers: Buffers,
 ) -> State:
-    """A parameter's saved state, in the form that the group's options ask for."""
+    """A parameter's saved state, checked, in the form that the group's options ask for."""
     if not saved:
         return {}
-    saved = _named_as_here(param, saved, names)
     # torch.optim.SGD and Lion have no counter; apex and TransformerEngine keep it in the group.
     started = any(saved.get(_storage.place_in(saved, name)) is not None for name in names)
     step = saved.get("step", group.get("step", float(started)))
@@ -60,13 +59,23 @@ def adopt(
     return state
 
 
-def _named_as_here(
+def checked(
     param: torch.Tensor, saved: Mapping[str, Any], names: tuple[str, ...]
 ) -> Mapping[str, Any]:
-    """A saved state, refused where it is of another kind of optimizer or parameter."""
-    for name in names:
-        if name in _ALWAYS and _storage.place_in(saved, name) not in saved:
+    """A saved state, named as here.
+
+    Raises:
+        ValueError: it is of another kind of optimizer or parameter.
+    """
+    for name in names if saved else ():
+        place = _storage.place_in(saved, name)
+        if name in _ALWAYS and place not in saved:
             raise ValueError(f"a state of the checkpoint has no {name}, but {', '.join(saved)}")
+        stored = saved.get(place)
+        if stored is not None and stored.shape != param.shape:
+            raise ValueError(
+                f"{place} has shape {tuple(stored.shape)}, its parameter {tuple(param.shape)}"
+            )
     master = saved.get(MASTER)
     if master is not None and master.dtype == torch.int16:  # TransformerEngine's remainders
         others = {name: value for name, value in saved.items() if name != MASTER}
@@ -86,10 +95,6 @@ def _adopt_state(
     stored = saved.get(place)
     if stored is None:
         return _storage.make_state(param, name, dtype)
-    if stored.shape != param.shape:
-        raise ValueError(
-            f"{place} has shape {tuple(stored.shape)}, its parameter {tuple(param.shape)}"
-        )
     scale = _storage.scale_name(name)
     if scale in saved and stored.stride() != param.stride():  # blocks of another order
         return _storage.from_fp32(_like(param, _storage.to_fp32(saved, name)), name, dtype)

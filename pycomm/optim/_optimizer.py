@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -31,6 +32,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     grad_norm: torch.Tensor | None = None
 
     _on_cuda: OnCuda | None = None
+    _found: torch.Tensor | None = None  # a `found_inf` of our own
 
     _rule: ClassVar[int]  # enum class Rule of csrc/core/optimizer.h
 
@@ -66,13 +68,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         """See :meth:`torch.optim.Optimizer.add_param_group`."""
         super().add_param_group(param_group)
         try:
+            _options.check_torch_flags(param_group)
             self._check_group(self.param_groups[-1])
         except Exception:
             del self.param_groups[-1]
             raise
 
     def _check_group(self, group: Group) -> None:
-        _options.check_devices(type(self).__name__, self.param_groups)
+        _options.check_groups(type(self).__name__, self.param_groups)
         for param in group["params"]:
             _options.check_param(type(self).__name__, param)
         _options.check_options(group, any(map(_storage.squares, self._state_names(group))))
@@ -110,9 +113,21 @@ class FusedOptimizer(torch.optim.Optimizer):
         States take the form that this optimizer was made for. Weights of higher precision come from
         the checkpoint or, without any there, from the parameters.
         """
+        before, hooks = self.__dict__.copy(), self._optimizer_load_state_dict_pre_hooks
+        state_dict = state_dict.copy()
+        for hook in hooks.values():
+            changed = hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         # torch casts states to the parameter's type, which would ruin them: it sees none.
         sealed = {key: _checkpoint.Sealed(value) for key, value in state_dict["state"].items()}
-        super().load_state_dict({**state_dict, "state": sealed})
+        self._optimizer_load_state_dict_pre_hooks = OrderedDict()
+        try:
+            super().load_state_dict({**state_dict, "state": sealed})
+        except Exception:
+            self.__dict__.update(before)
+            raise
+        finally:
+            self._optimizer_load_state_dict_pre_hooks = hooks
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickling and copying."""
@@ -129,13 +144,21 @@ class FusedOptimizer(torch.optim.Optimizer):
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
             self._check_group(group)
+        self._unseal()
+
+    def _unseal(self) -> None:
+        """Adopts states that are being loaded: all, or none if one is refused."""
+        sealed = {key: s.state for key, s in self.state.items() if isinstance(s, _checkpoint.Sealed)}
+        loaded = []
+        for group in self.param_groups:
+            names = self._state_names(group)
             for param in group["params"]:
-                saved = self.state.get(param)
-                if isinstance(saved, _checkpoint.Sealed):
-                    names = self._state_names(group)
-                    self.state[param] = _checkpoint.adopt(
-                        param, group, saved.state, names, self._buffers
-                    )
+                if param in sealed:
+                    saved = _checkpoint.checked(param, sealed.pop(param), names)
+                    loaded.append((param, group, saved, names))
+        for param, group, saved, names in loaded:
+            self.state[param] = _checkpoint.adopt(param, group, saved, names, self._buffers)
+        self.state.update(sealed)  # what belongs to no parameter
 
     # The step.
 
@@ -155,49 +178,57 @@ class FusedOptimizer(torch.optim.Optimizer):
     @_disable_dynamo
     @torch.no_grad()
     def _step(self) -> None:
-        tables, keep = self._tables()
+        tables, params, keep = self._tables()
         if not tables:
             return
-        _options.check_devices(type(self).__name__, (group for group, _ in tables))
-        device = keep[0].device
+        device = _options.one_device(type(self).__name__, params)
         steps = _executors.executor(device, tables, self._on_cuda)
         if isinstance(steps, OnCuda) and not _executors.is_capturing(device):
             self._on_cuda = steps
         scale, found = _scalar(self, "grad_scale", device), _scalar(self, "found_inf", device)
-        sets_found = scale is not None and found is None
+        sets_found = scale is not None and (found is None or found is self._found)
         if sets_found:
-            self.found_inf = found = steps.scalar()
+            self.found_inf = self._found = found = steps.scalar()
         clip = None if self.max_norm is None else steps.scalar()
         control = (scale, found, clip)
         if sets_found or clip is not None:
             self.grad_norm = steps.survey(control, self.max_norm or 0.0, sets_found)
         for number, (group, _) in enumerate(tables):
             steps.step(number, self._settings(group, steps.rate(group["lr"])), control)
+        torch.autograd.graph.increment_version(params)
         del keep
 
-    def _tables(self) -> tuple[list[Table], list[torch.Tensor]]:
-        """Each group's table, and gradients that must live until they have been used."""
-        tables, keep, stream = [], [], 0
+    def _tables(self) -> tuple[list[Table], list[torch.Tensor], list[torch.Tensor]]:
+        """Each group's table, their parameters, and gradients that must live until the end."""
+        tables, params, keep, stream = [], [], [], 0
         for group in self.param_groups:
             names, table = self._state_names(group), array("q")
             for param in group["params"]:
                 grad = param.grad
                 if grad is not None:
                     grad = _options.usable_grad(type(self).__name__, param, grad)
+                    params.append(param)
                     keep.append(grad)
-                    state = self.state[param]
-                    if len(state) == 0:
-                        self._init_state(param, group, state)
-                    if state["step"].get_device() != grad.get_device():
-                        raise ValueError(
-                            f"{type(self).__name__}: a parameter has been moved to {param.device}, "
-                            f"its states lie on {state['step'].device}: make a new optimizer"
-                        )
-                    table.extend(_storage.segment(param, grad, state, names, stream))
+                    if len(self.state[param]) == 0:
+                        self._init_state(param, group, self.state[param])
+                    try:
+                        words = _storage.segment(param, grad, self.state[param], names, stream)
+                    except _storage.ChangedError:
+                        self._follow(param, group, names)
+                        words = _storage.segment(param, grad, self.state[param], names, stream)
+                    table.extend(words)
                 stream += 1
             if table:
                 tables.append((group, table))
-        return tables, keep
+        return tables, params, keep
+
+    def _follow(self, param: torch.Tensor, group: Group, names: tuple[str, ...]) -> None:
+        """Converts states to what their parameter has become, or refuses it."""
+        _options.check_param(type(self).__name__, param)
+        state = _checkpoint.checked(param, self.state[param], names)
+        self.state[param] = _checkpoint.adopt(param, group, state, names, self._buffers)
+        if "momentum_buffer" in names and "momentum_buffer" not in state:
+            self.state[param]["step"].zero_()  # it begins with the gradient
 
     def _init_state(self, param: torch.Tensor, group: Group, state: State) -> None:
         if _executors.is_capturing(param.device):

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any, TypedDict
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from pycomm.optim import _storage
 
@@ -44,13 +45,16 @@ def with_defaults(optimizer: str, options: Options) -> tuple[Group, float | None
     for name in options:
         if name not in Options.__annotations__:
             raise TypeError(f"{optimizer}() got an unexpected keyword argument {name!r}")
+    seed = options.get("seed", 0)
+    if not isinstance(seed, int) or not 0 <= seed < 1 << 64:
+        raise ValueError(f"seed must be an integer from 0 to 2^64 - 1, got {seed!r}")
     max_norm = options.get("max_norm")
     if max_norm is not None and not max_norm > 0:
         raise ValueError(f"max_norm must be above 0, got {max_norm}")
     return {name: options.get(name, default) for name, default in DEFAULTS.items()}, max_norm
 
 
-def check_torch_flags(**flags: Any) -> None:
+def check_torch_flags(flags: Group) -> None:
     """Refuses what torch's implementations can do and a fused step cannot."""
     for name, allowed in (("foreach", (None, False)), ("fused", (None, True))):
         if flags.get(name) not in allowed:
@@ -80,6 +84,8 @@ def check_betas(betas: Iterable[float | torch.Tensor]) -> tuple[float, float]:
 def check_param(optimizer: str, param: torch.Tensor) -> None:
     """Refuses parameters that no step can be made for."""
     shape = f"a parameter of shape {tuple(param.shape)}"
+    if is_traceable_wrapper_subclass(param):
+        raise TypeError(f"{optimizer} takes plain tensors, got a {type(param).__name__}")
     if param.dtype not in _storage.FLOATS:
         raise TypeError(
             f"{optimizer} takes float32, float16 and bfloat16, got {shape} of {param.dtype}"
@@ -95,14 +101,24 @@ def check_param(optimizer: str, param: torch.Tensor) -> None:
         )
 
 
-def check_devices(optimizer: str, groups: Iterable[Group]) -> None:
-    """Refuses parameters on several devices."""
-    devices = dict.fromkeys(str(param.device) for group in groups for param in group["params"])
+def check_groups(optimizer: str, groups: Iterable[Group]) -> None:
+    """Refuses parameters on several devices, or twice."""
+    params = [param for group in groups for param in group["params"]]
+    if len(set(params)) < len(params):
+        raise ValueError(f"{optimizer} takes each parameter once, got one more than once")
+    if params:
+        one_device(optimizer, params)
+
+
+def one_device(optimizer: str, params: Iterable[torch.Tensor]) -> torch.device:
+    """The device of all parameters."""
+    devices = {param.device for param in params}
     if len(devices) > 1:
         raise ValueError(
-            f"{optimizer} takes parameters on one device, got {', '.join(devices)}: "
+            f"{optimizer} takes parameters on one device, got {', '.join(map(str, devices))}: "
             "make an optimizer for each"
         )
+    return devices.pop()
 
 
 def check_options(group: Group, has_squares: bool) -> None:

@@ -22,7 +22,10 @@ MASTER, REMAINDER = "master_param", "remainder"
 
 # enum class Storage of csrc/core/optimizer.h.
 _KINDS = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3, torch.uint8: 5}
-_FP32_MASTER, _REMAINDER = 1 << 16, 4 << 16
+_MASTER_KINDS = (
+    (MASTER, 1 << 16, (torch.float16, torch.bfloat16)),
+    (REMAINDER, 4 << 16, (torch.bfloat16,)),
+)
 
 
 def scale_name(name: str) -> str:
@@ -138,11 +141,17 @@ def set_weights(param: torch.Tensor, state: State, master: str, weights: torch.T
     """Makes a parameter and what stands beside it equal fp32 weights."""
     if master == "fp32":
         state[MASTER] = torch.empty_like(param, dtype=torch.float32).copy_(weights)
-        param.detach().copy_(state[MASTER])
+        # Rounded as by a step: as beside remainders.
+        is_bf16 = param.dtype == torch.bfloat16
+        param.detach().copy_(split(state[MASTER])[0] if is_bf16 else state[MASTER])
     else:
         ordered = torch.empty_like(param, dtype=torch.float32).copy_(weights)
         high, state[REMAINDER] = split(ordered)
         param.detach().copy_(high)
+
+
+class ChangedError(Exception):
+    """A parameter is not what its states were made for."""
 
 
 def segment(
@@ -152,23 +161,33 @@ def segment(
     names: tuple[str, ...],
     stream: int,
 ) -> list[int]:
-    """The words of a parameter: struct Segment of csrc/core/segment.h."""
+    """The words of a parameter: struct Segment of csrc/core/segment.h.
+
+    Raises:
+        ChangedError: states are missing, or not of the parameter's device, type, shape and order.
+    """
     # Hundreds of parameters go through here in every step.
+    shape, stride = param.shape, param.stride()
+    if state["step"].get_device() != param.get_device():
+        raise ChangedError
     step, count = state["step"].data_ptr(), param.numel()
     words = [param.data_ptr(), grad.data_ptr(), 0, 0, 0, 0, 0, 0, 0, step, count, stream, 0]
     kinds = _KINDS[param.dtype] | _KINDS[grad.dtype] << 8
     for place, name in enumerate(names, 3):
-        tensor = state[place_in(state, name)]
+        tensor = state.get(place_in(state, name))
+        if tensor is None or tensor.shape != shape or tensor.stride() != stride:
+            raise ChangedError
         dtype = tensor.dtype
         words[place] = tensor.data_ptr()
         kinds |= _KINDS[dtype] << 8 * place
         if dtype == torch.uint8:
             words[place + 3] = state[scale_name(name)].data_ptr()
-    if MASTER in state:
-        words[2] = state[MASTER].data_ptr()
-        kinds |= _FP32_MASTER
-    elif REMAINDER in state:
-        words[2] = state[REMAINDER].data_ptr()
-        kinds |= _REMAINDER
+    for name, kind, fits in _MASTER_KINDS:
+        if name in state:
+            tensor = state[name]
+            if param.dtype not in fits or tensor.shape != shape or tensor.stride() != stride:
+                raise ChangedError
+            words[2] = tensor.data_ptr()
+            kinds |= kind
     words[12] = kinds
     return words

@@ -50,7 +50,7 @@ class FusedAdam(FusedOptimizer):
         decoupled_weight_decay: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        check_torch_flags(foreach=foreach, fused=fused, differentiable=differentiable)
+        check_torch_flags({"foreach": foreach, "fused": fused, "differentiable": differentiable})
         check_rates(lr, eps=eps, weight_decay=weight_decay)
         defaults = {
             "lr": lr,

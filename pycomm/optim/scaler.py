@@ -19,11 +19,12 @@ class GradScaler(torch.amp.GradScaler):
 
     Args:
         device: where the scale lies.
-        options: torch's.
+        options: torch's, by place.
+        more: torch's, by name.
     """
 
-    def __init__(self, device: str = "cpu", **options: Any) -> None:
-        super().__init__(device, **options)
+    def __init__(self, device: str = "cpu", *options: Any, **more: Any) -> None:
+        super().__init__(device, *options, **more)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """See :meth:`torch.amp.GradScaler.step`."""

@@ -45,7 +45,7 @@ class FusedSGD(FusedOptimizer):
         fused: bool | None = None,
         **options: Unpack[Options],
     ) -> None:
-        check_torch_flags(foreach=foreach, fused=fused, differentiable=differentiable)
+        check_torch_flags({"foreach": foreach, "fused": fused, "differentiable": differentiable})
         check_rates(lr, momentum=momentum, weight_decay=float(weight_decay))
         if nesterov and (momentum <= 0 or dampening != 0):
             raise ValueError("nesterov=True needs momentum and no dampening")

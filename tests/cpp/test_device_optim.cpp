@@ -128,7 +128,7 @@ class OnDevice {
     if (memory_.size() * 8 < bytes) memory_.assign(bytes / 8, 0xcdcdcdcdcdcdcdcdu);
     table_.upload(memory_.data(), 0, 0);
   }
-  cuda::StepJob job(const Control& control) const { return {0, 0, &table_, control}; }
+  cuda::StepJob job(const StepControl& control) const { return {0, 0, &table_, control}; }
 
  private:
   cuda::SegmentTable table_;
@@ -139,7 +139,7 @@ void serial(std::int64_t n, const cpu::Body& body) { body(0, n); }
 
 struct Scalars {
   float scale = 4.0f, found = 0.0f, clip = 0.5f;
-  Control control() { return {&scale, &found, &clip}; }
+  StepControl control() { return {&scale, &found, &clip}; }
 };
 
 Settings settings_of(Rule rule) {

@@ -182,7 +182,7 @@ double train(const Form& form, std::vector<Parameter>& parameters, const cpu::Pa
     draw_gradients(form, 10 + step, parameters);
     const std::vector<cpu::Segment> table = segments(form, parameters);
     float scale = 4.0f, found = 0.0f, clip = 0.0f;
-    const cpu::Control control{&scale, &found, &clip};
+    const cpu::StepControl control{&scale, &found, &clip};
     norm = cpu::survey(table, control, 0.5, parallel);
     PYCOMM_CHECK(found == 0.0f && clip > 0.0f && clip < 1.0f, "clipped, not skipped");
     cpu::step(form.settings, table, control, parallel);
@@ -227,7 +227,7 @@ void skips_touch_nothing() {
       }
       const std::vector<Parameter> before = tensors;
       float scale = 4.0f, found = 0.0f;
-      const cpu::Control control{&scale, &found, nullptr};
+      const cpu::StepControl control{&scale, &found, nullptr};
       cpu::survey(table, control, 0.0, on_threads(dice, 3));
       PYCOMM_CHECK(found == 1.0f, "an overflow must be found: " + describe(form));
       for (const float several : {1.0f, 2.0f, inf, std::nanf("")}) {
