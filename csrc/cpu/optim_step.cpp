@@ -246,8 +246,8 @@ double survey(const std::vector<Segment>& segments, const StepControl& control, 
                   control);
 }
 
-void step(const Settings& settings, const std::vector<Segment>& segments, const StepControl& control,
-          const Parallel& parallel) {
+void step(const Settings& settings, const std::vector<Segment>& segments,
+          const StepControl& control, const Parallel& parallel) {
   if (skips(control)) return;
   const Row row(segments);
   const float scale = gradient_factor(settings.maximize, control);

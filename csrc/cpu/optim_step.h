@@ -19,7 +19,7 @@ using Parallel = std::function<void(std::int64_t n, const Body& body)>;
 double survey(const std::vector<Segment>& segments, const StepControl& control, double max_norm,
               const Parallel& parallel);
 
-void step(const Settings& settings, const std::vector<Segment>& segments, const StepControl& control,
-          const Parallel& parallel);
+void step(const Settings& settings, const std::vector<Segment>& segments,
+          const StepControl& control, const Parallel& parallel);
 
 }  // namespace pycomm::cpu

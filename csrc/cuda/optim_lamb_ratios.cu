@@ -32,7 +32,7 @@ __device__ void lamb_sums(const Segment& segment, std::int64_t piece, const Lamb
   }
 }
 
-__global__ void __launch_bounds__(kStepThreads, 2)
+__global__ void __launch_bounds__(kStepThreads, kStepBlocks)
     ratio_kernel(const __grid_constant__ StepLaunch launch) {
   const Table& table = launch.table;
   const Group& group = launch.group;

@@ -8,6 +8,11 @@
 
 namespace pycomm::cuda {
 
+// Blocks per processor: few enough for all registers that a thread wants, and with 100 bytes and
+// more under way for each of its threads enough to keep memory busy.
+inline constexpr int kStepBlocks = 2;
+inline constexpr int kSurveyBlocks = 5;
+
 struct StepLaunch {
   Table table;
   StepControl control;

@@ -82,7 +82,7 @@ void SegmentTable::upload(void* memory, int device, std::uintptr_t stream) {
 void survey(const StepJob& job, const Survey& survey) {
   const DeviceGuard guard(job.device);
   const SurveyLaunch launch{table_of(job), job.control, survey};
-  launch_survey(launch, blocks_for(launch.table.tiles, 5, job.device),
+  launch_survey(launch, blocks_for(launch.table.tiles, kSurveyBlocks, job.device),
                 reinterpret_cast<cudaStream_t>(job.stream));
 }
 
@@ -92,7 +92,7 @@ void step(const StepJob& job, const Group& group) {
   const StepLaunch launch{table_of(job), job.control, group};
   const auto stream = reinterpret_cast<cudaStream_t>(job.stream);
   const std::int64_t tiles = job.table->tiles(group.first, group.count);
-  const std::int64_t blocks = blocks_for(tiles, 3, job.device);
+  const std::int64_t blocks = blocks_for(tiles, kStepBlocks, job.device);
   switch (group.settings.rule) {
     case Rule::adamw:
       return group.settings.amsgrad ? launch_amsgrad(launch, blocks, stream)

@@ -194,7 +194,7 @@ __device__ void enter(const StepLaunch& launch, std::int64_t tile, Place& place,
 }
 
 template <class Element>
-__global__ void __launch_bounds__(kStepThreads, Element::kStates > 2 ? 2 : 3)
+__global__ void __launch_bounds__(kStepThreads, kStepBlocks)
     step_kernel(const __grid_constant__ StepLaunch launch) {
   __shared__ Place place;
   alignas(Element) __shared__ std::byte element[sizeof(Element)];

@@ -26,7 +26,7 @@ __device__ double grad_squares(const Segment& segment, std::int64_t piece) {
   }
 }
 
-__global__ void __launch_bounds__(kStepThreads, 5)
+__global__ void __launch_bounds__(kStepThreads, kSurveyBlocks)
     survey_kernel(const __grid_constant__ SurveyLaunch launch) {
   const Table& table = launch.table;
   const StepControl& control = launch.control;
