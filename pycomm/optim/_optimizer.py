@@ -148,7 +148,9 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _unseal(self) -> None:
         """Adopts states that are being loaded: all, or none if one is refused."""
-        sealed = {key: s.state for key, s in self.state.items() if isinstance(s, _checkpoint.Sealed)}
+        sealed = {
+            key: s.state for key, s in self.state.items() if isinstance(s, _checkpoint.Sealed)
+        }
         loaded = []
         for group in self.param_groups:
             names = self._state_names(group)
