@@ -15,6 +15,7 @@ from torch._compile import _disable_dynamo as not_compiled
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pycomm._parameters import dense_strides
+from pycomm._zeros import zeros
 
 ALIGN = 64  # elements: places begin at whole cache lines in every type, 8-bit states included
 
@@ -67,7 +68,7 @@ class Place(NamedTuple):
         piece = self.piece
         if piece.parameters is None:
             length, kind = len(piece.gradients), piece.kind
-            piece.parameters = torch.zeros(length, dtype=kind.dtype, device=kind.device)
+            piece.parameters = zeros(length, kind.dtype, kind.device)
         view = self.of(piece.parameters, parameter)
         parameter.data = view.copy_(parameter.detach())
         if parameter not in _homes:

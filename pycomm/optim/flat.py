@@ -10,7 +10,7 @@ import torch
 
 from pycomm._flat import Layout, Piece, home_of, place_of
 from pycomm._parameters import dense_strides
-from pycomm.optim._memory import zeros_like
+from pycomm._zeros import zeros, zeros_like
 
 # An optimizer's, by the piece whose places they have, the state's name and its type.
 Buffers = dict[tuple[weakref.ref[Piece], str, torch.dtype], torch.Tensor]
@@ -55,7 +55,7 @@ def flatten(params: Iterable[torch.Tensor]) -> FlatParameters:
             another.
     """
     found = _checked(params)
-    new = Layout([param for param in found if place_of(param) is None], _zeros)
+    new = Layout([param for param in found if place_of(param) is None], zeros)
     places = [place_of(param) or new[param] for param in found]
     for param, place in zip(found, places, strict=True):
         place.take_in(param)
@@ -75,10 +75,6 @@ def zeros_for(
     if key not in buffers:
         buffers[key] = zeros_like(home.piece.gradients, dtype)
     return home.of(buffers[key], param).zero_()
-
-
-def _zeros(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.zeros(count, dtype=dtype, device=device)
 
 
 def _checked(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
