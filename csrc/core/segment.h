@@ -54,7 +54,8 @@ PYCOMM_HD double conclude(double squares, double max_norm, const StepControl& co
   const double norm = std::sqrt(squares) / scale;
   const double factor = max_norm / (norm + 1e-6);
   if (control.found_inf != nullptr && norm - norm != 0.0) *control.found_inf = 1.0f;
-  if (control.clip != nullptr) *control.clip = static_cast<float>(factor > 1.0 ? 1.0 : factor);
+  if (control.clip != nullptr)
+    *control.clip = static_cast<float>(store<double>(factor > 1.0 ? 1.0 : factor));
   return store<double>(norm);
 }
 

@@ -129,7 +129,7 @@ struct MasterWeights {  // fp32 beside bf16
   __device__ void store(const Segment& s, std::int64_t at, int, const Dice&) const {
     Eight<BFloat16> p;
 #pragma unroll
-    for (int i = 0; i < kEight; ++i) p[i] = pycomm::store<BFloat16>(master[i]);
+    for (int i = 0; i < kEight; ++i) p[i] = {split(master[i]).hi};
     store_eight(static_cast<float*>(s.master) + at, master);
     store_eight(static_cast<BFloat16*>(s.param) + at, p);
   }
@@ -300,14 +300,18 @@ struct AnyWeights {
   __device__ float gradient(int i) const { return g[i]; }
   __device__ void set(int i, float value, const Dice&) { p[i] = value; }
   __device__ void store(const Segment& s, std::int64_t at, int left, const Dice& dice) const {
-    if (s.master_storage == Storage::remainder) {
+    if (s.master_storage == Storage::none) {
+      return store_floats(s.param_storage, p, s.param, at, left, dice, 0);
+    }
+    if (s.param_storage == Storage::bf16) {  // rounded alike beside remainders and fp32
       store_as<std::uint16_t>(s.param, at, left, [&](int i) { return split(p[i]).hi; });
+    } else {
+      store_floats(s.param_storage, p, s.param, at, left, {}, 0);
+    }
+    if (s.master_storage == Storage::remainder) {
       store_as<std::uint16_t>(s.master, at, left, [&](int i) { return split(p[i]).lo; });
-    } else if (s.master_storage == Storage::none) {
-      store_floats(s.param_storage, p, s.param, at, left, dice, 0);
     } else {
       store_floats(s.master_storage, p, s.master, at, left, {}, 0);
-      store_floats(s.param_storage, p, s.param, at, left, {}, 0);
     }
   }
 };

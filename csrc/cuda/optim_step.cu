@@ -9,13 +9,13 @@
 namespace pycomm::cuda {
 namespace {
 
-// What one launch writes: as many words as parameters of a kernel may have.
+// What one launch writes, by way of its parameters.
 struct Patch {
   std::uint64_t* to;
   std::int64_t count;
-  std::uint64_t words[4000];
+  std::uint64_t words[1000];
 };
-static_assert(sizeof(Patch) <= 32'764);
+static_assert(sizeof(Patch) <= 8 << 10);
 
 __global__ void __launch_bounds__(kThreads) patch_kernel(const __grid_constant__ Patch patch) {
   const std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;

@@ -136,10 +136,10 @@ void draw_gradients(const Form& form, unsigned seed, std::vector<Parameter>& par
   for (Parameter& p : parameters) p.grad = random_numbers(dice, form.grad, p.count);
 }
 
-std::vector<cpu::Segment> segments(const Form& form, std::vector<Parameter>& parameters) {
-  std::vector<cpu::Segment> made;
+std::vector<Segment> segments(const Form& form, std::vector<Parameter>& parameters) {
+  std::vector<Segment> made;
   for (Parameter& p : parameters) {
-    cpu::Segment segment{};
+    Segment segment{};
     segment.param = p.param.data();
     segment.grad = p.grad.data();
     segment.master = p.master.data();
@@ -180,9 +180,9 @@ double train(const Form& form, std::vector<Parameter>& parameters, const cpu::Pa
   double norm = 0;
   for (unsigned step = 0; step < 2; ++step) {
     draw_gradients(form, 10 + step, parameters);
-    const std::vector<cpu::Segment> table = segments(form, parameters);
+    const std::vector<Segment> table = segments(form, parameters);
     float scale = 4.0f, found = 0.0f, clip = 0.0f;
-    const cpu::StepControl control{&scale, &found, &clip};
+    const StepControl control{&scale, &found, &clip};
     norm = cpu::survey(table, control, 0.5, parallel);
     PYCOMM_CHECK(found == 0.0f && clip > 0.0f && clip < 1.0f, "clipped, not skipped");
     cpu::step(form.settings, table, control, parallel);
@@ -218,7 +218,7 @@ void skips_touch_nothing() {
       draw_gradients(form, 20, tensors);
       const float bad = dice() % 2 == 0 ? inf : -std::nanf("");
       const std::int64_t where = dice() % tensors[p].count;
-      std::vector<cpu::Segment> table = segments(form, tensors);
+      std::vector<Segment> table = segments(form, tensors);
       if (form.grad == Storage::f32) {
         reinterpret_cast<float*>(tensors[p].grad.data())[where] = bad;
       } else {
@@ -227,7 +227,7 @@ void skips_touch_nothing() {
       }
       const std::vector<Parameter> before = tensors;
       float scale = 4.0f, found = 0.0f;
-      const cpu::StepControl control{&scale, &found, nullptr};
+      const StepControl control{&scale, &found, nullptr};
       cpu::survey(table, control, 0.0, on_threads(dice, 3));
       PYCOMM_CHECK(found == 1.0f, "an overflow must be found: " + describe(form));
       for (const float several : {1.0f, 2.0f, inf, std::nanf("")}) {

@@ -45,7 +45,7 @@ constexpr unsigned kWarp = 32;
 // Kernels take one struct by value, which the ABI copies to the stack, so any size that is large
 // enough serves all.
 struct alignas(16) Arguments {
-  std::byte bytes[32 << 10];
+  std::byte bytes[8 << 10];
 };
 using Kernel = void (*)(Arguments);
 
