@@ -96,7 +96,9 @@ class DeviceTable {
   }
 
  private:
-  cuda::StepJob job(const StepControl& control) const { return {device_, stream_, &table_, control}; }
+  cuda::StepJob job(const StepControl& control) const {
+    return {device_, stream_, &table_, control};
+  }
 
   cuda::SegmentTable table_;
   int device_ = 0;
