@@ -102,6 +102,20 @@ def test_second_moments_in_fp16_of_torch():
     assert torch.allclose(state["exp_avg_sq_root"].float().square(), moment, rtol=2**-10)
 
 
+def test_loading_masters_leaves_parameters_as_they_were():
+    """Also where a weight lies between two bf16 numbers, of which the other one is even."""
+    param = torch.nn.Parameter(torch.full((8,), 1 + 2**-7, dtype=BF16))
+    optimizer = optim.FusedSGD([param], lr=0.0, momentum=0.9, master_weights="remainder")
+    param.grad = torch.zeros_like(param)
+    optimizer.step()
+    optimizer.state[param]["remainder"].fill_(-(2**15))
+    again = torch.nn.Parameter(param.detach().clone())
+    loaded = optim.FusedSGD([again], lr=0.0, momentum=0.9, master_weights="fp32")
+    loaded.load_state_dict(optimizer.state_dict())
+    assert loaded.state[again]["master_param"][0] == 1 + 2**-8
+    assert torch.equal(again, param)
+
+
 def test_remainders_and_fp32_masters_train_alike():
     """The joined weights of one are those of the other, to the last bit."""
     seen = []
