@@ -1,5 +1,7 @@
 """The extension module: numbers and pointers, no tensors."""
 
+from collections.abc import Sequence
+
 from typing_extensions import Buffer
 
 float64: int
@@ -104,17 +106,36 @@ class Allocation(Buffer): ...
 class Window:
     def __init__(self, fd: int, ranks: int, slice_bytes: int, staging_bytes: int) -> None: ...
 
+class Transport:
+    def __init__(self) -> None: ...
+    def complete(self) -> None: ...
+    def lose(self, host: int) -> None: ...
+    def stopped(self, abort_word: int) -> None: ...
+    def await_host(self, host: int) -> None: ...
+
+class LocalTransport(Transport):
+    @staticmethod
+    def make(hosts: int) -> list[LocalTransport]: ...
+
 class Group:
     def __init__(
         self,
         window: Window,
-        pids: list[int],
-        pidfds: list[int],
+        pids: Sequence[int],
+        pidfds: Sequence[int],
         rank: int,
         size: int,
         cores: int,
         timeout: float,
         first_epoch: int = 0,
+        numbers: Sequence[int] = (),
+    ) -> None: ...
+    def span(
+        self,
+        machines: Sequence[Sequence[int]],
+        here: int,
+        transport: Transport | None,
+        timeout: float,
     ) -> None: ...
     def run(
         self,
@@ -158,6 +179,8 @@ class Group:
     def sequence(self) -> int: ...
     @property
     def traffic(self) -> tuple[int, int, int]: ...
+    @property
+    def link_traffic(self) -> tuple[int, int]: ...
 
 class CudaEndpoint:
     def __init__(

@@ -183,9 +183,9 @@ class CommState:
         """
         self._residuals.settle(self._scale())
         exposed = self._exposed()
-        flights, ranks = self._now.flights, self.group.size
+        flights, group = self._now.flights, self.group
         bytes_wire = sum(flight.wire_bytes() for flight in flights)
-        bytes_dense = sum(dense_wire_bytes(flight.buffer.nbytes, ranks) for flight in flights)
+        bytes_dense = sum(dense_wire_bytes(flight.buffer.nbytes, group) for flight in flights)
         return {
             "steps": float(self.step),
             "bytes_in": float(sum(flight.buffer.nbytes for flight in flights)),

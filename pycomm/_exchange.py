@@ -109,9 +109,22 @@ def make_plan(
     return plan
 
 
-def dense_wire_bytes(nbytes: int, ranks: int) -> int:
-    """Bytes that a rank reads from its peers in an uncompressed two-shot all-reduce."""
-    return 2 * (ranks - 1) * nbytes // ranks
+def dense_wire_bytes(nbytes: int, group: Group) -> int:
+    """Bytes that a rank reads from its peers in an uncompressed two-shot all-reduce.
+
+    Where the group spans machines, what the carrier of a stripe receives from other machines.
+    """
+    parties, stripes = _parties(group)
+    return 2 * (parties - 1) * nbytes // parties // stripes
+
+
+def _parties(group: Group) -> tuple[int, int]:
+    """How many take part in this rank's exchange, and how many such exchanges share the work."""
+    if not group.stripes:
+        return group.size, 1
+    machine = next(ranks for ranks in group.hosts if group.rank in ranks)
+    carries = machine.index(group.rank) < group.stripes
+    return (len(group.hosts), group.stripes) if carries else (1, 1)
 
 
 def _add_dense(
@@ -121,7 +134,7 @@ def _add_dense(
         return
     plan.calls.append(_call(tensor, first, recipe, _C.Codec(0)))
     plan.parts.append(_Part(tensor, None, ()))
-    plan.wire_bytes += dense_wire_bytes(tensor.nbytes, group.size)
+    plan.wire_bytes += dense_wire_bytes(tensor.nbytes, group)
 
 
 def _add_compressed(
@@ -153,9 +166,9 @@ def _add_compressed(
         )
     )
     plan.parts.append(_Part(tensor, codec, tuple(kept.values())))
-    plan.wire_bytes += compressor.wire_bytes(
-        entry.numel, group.size, tensor.dtype, step=recipe.step
-    )
+    parties, stripes = _parties(group)
+    wire_bytes = compressor.wire_bytes(entry.numel, parties, tensor.dtype, step=recipe.step)
+    plan.wire_bytes += wire_bytes // stripes
 
 
 def _call(

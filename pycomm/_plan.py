@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from pycomm import _C
 from pycomm._dtypes import ALGORITHMS, check_choice
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 LINE = 64
 PIECE = 64 << 10  # of the pipelined algorithms
@@ -23,11 +27,15 @@ class Plan:
         why: what chose it.
         device: ``"cpu"`` or ``"cuda"``.
         path: on the CPU, ``"staged"`` through the shared window, ``"window"`` where the tensors lie
-            in it, ``"alone"`` in a world of one; on CUDA, what joins the ranks: ``"threads"``,
-            ``"peer memory"`` or ``"pinned host memory"``.
-        steps: signals that this rank gives the others; None on CUDA, where nobody counts.
-        bytes_in: bytes that it reads from other ranks' memory; None on CUDA.
-        bytes_out: bytes that it writes to other ranks' memory; None on CUDA.
+            in it, ``"alone"`` in a world of one, or how many machines and stripes there are; on
+            CUDA, what joins the ranks: ``"threads"``, ``"peer memory"`` or
+            ``"pinned host memory"``.
+        steps: signals that this rank gives the others; None on CUDA and between machines, where
+            nobody counts.
+        bytes_in: bytes that it reads from other ranks' memory, or of several machines receives from
+            the others; None on CUDA.
+        bytes_out: bytes that it writes to other ranks' memory, or sends to other machines; None on
+            CUDA.
     """
 
     algorithm: str
@@ -70,10 +78,7 @@ def make_plan(
 ) -> Plan:
     """The plan of one rank; see :meth:`pycomm.Group.explain`."""
     check_choice("algorithm", algorithm, ALGORITHMS)
-    if nbytes < 0 or nbytes % dtype.itemsize:
-        raise ValueError(
-            f"nbytes must be a multiple of {dtype.itemsize}, the size of {dtype}, got {nbytes}"
-        )
+    _check_bytes(nbytes, dtype)
     chosen = select(nbytes, size) if algorithm == "auto" else algorithm
     why = "named by the caller"
     if algorithm == "auto":
@@ -88,6 +93,37 @@ def make_plan(
     path = "window" if direct else "staged"
     item = dtype.itemsize
     return Plan(chosen, why, "cpu", path, steps, elements_in * item, elements_out * item)
+
+
+def make_spanning_plan(
+    nbytes: int, dtype: torch.dtype, rank: int, hosts: Sequence[Sequence[int]], algorithm: str
+) -> Plan:
+    """The plan of one rank of a group that spans machines: what goes between these."""
+    _check_bytes(nbytes, dtype)
+    if algorithm not in ("auto", "two_shot"):
+        raise ValueError(
+            f"algorithm must be auto or two_shot in a group that spans machines, got {algorithm!r}"
+        )
+    stripes = min(map(len, hosts))
+    here = next(i for i, ranks in enumerate(hosts) if rank in ranks)
+    path = f"{len(hosts)} machines, {stripes} stripe{'s' if stripes > 1 else ''}"
+    why = "two-shot between machines, whatever the size"
+    index = list(hosts[here]).index(rank)
+    if index >= stripes:
+        return Plan("two_shot", why, "cpu", path, None, 0, 0)
+    line = LINE // dtype.itemsize
+    _, stripe = part_of(nbytes // dtype.itemsize, stripes, index, line)
+    _, owned = part_of(stripe, len(hosts), here, line)
+    # Contributions one way, results the other: as many both ways.
+    moved = (len(hosts) - 1) * owned + stripe - owned
+    return Plan("two_shot", why, "cpu", path, None, moved * dtype.itemsize, moved * dtype.itemsize)
+
+
+def _check_bytes(nbytes: int, dtype: torch.dtype) -> None:
+    if nbytes < 0 or nbytes % dtype.itemsize:
+        raise ValueError(
+            f"nbytes must be a multiple of {dtype.itemsize}, the size of {dtype}, got {nbytes}"
+        )
 
 
 Counts = tuple[int, int, int]

@@ -1,14 +1,16 @@
 """How the processes of a group find each other and come to share memory.
 
-The group's torch.distributed Store carries one address and the ranks' identities. Rank 0 makes the
-window, an anonymous file, and hands its descriptor to each peer over an abstract Unix socket, so
-that nothing ever has a name in a file system. Who connects must run as the same user and know the
-secret that only the Store's users can read.
+The group's torch.distributed Store carries the ranks' identities, by which those find each other
+that share a machine, and addresses. The first rank of a machine makes its window, an anonymous
+file, and hands its descriptor to each peer over an abstract Unix socket, so that nothing ever has a
+name in a file system. Who connects must run as the same user and know the secret that only the
+Store's users can read.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import secrets
@@ -21,6 +23,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pycomm._hosts import Machines
 from pycomm.errors import PeerDied, Timeout
 
 if TYPE_CHECKING:
@@ -57,22 +60,31 @@ class Membership:
     """What a rank knows after the rendezvous.
 
     Attributes:
-        window_fd: the shared file.
+        machines: which ranks share one.
+        window_fd: this machine's shared file.
         pids: every rank's process.
-        pidfds: what tells of their ends; -1 for this rank itself.
-        cores: how many the ranks may run on, all together.
+        pidfds: what tells of the ends of this machine's; -1 for this rank itself.
+        cores: how many the ranks of this machine may run on, all together.
     """
 
+    machines: Machines
     window_fd: int
     pids: list[int]
     pidfds: list[int]
     cores: int
 
 
-def machine_identity() -> str:
-    """Equal for two processes only if they can share memory and watch each other."""
+def machine_identity(rank: int) -> str:
+    """Equal for two processes only if they can share memory and watch each other.
+
+    For tests, ``PYCOMM_TEST_HOSTS=2,1`` puts ranks 0 and 1 on one machine and rank 2 on another.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return " ".join([boot, *(str(Path(f"/proc/self/ns/{n}").readlink()) for n in _NAMESPACES)])
+    parts = [boot, *(str(Path(f"/proc/self/ns/{n}").readlink()) for n in _NAMESPACES)]
+    if imagined := os.environ.get("PYCOMM_TEST_HOSTS"):
+        ends = itertools.accumulate(map(int, imagined.split(",")))
+        parts.append(str(sum(rank >= end for end in ends)))
+    return " ".join(parts)
 
 
 def _exchange(
@@ -84,9 +96,13 @@ def _exchange(
     values = []
     for r in range(size):
         with deadline.guarding(f"rank {r} joining"):
-            store.wait([f"{key}/{r}"], timedelta(seconds=deadline.left()))
-            values.append(store.get(f"{key}/{r}").decode())
+            values.append(_get(store, f"{key}/{r}", deadline))
     return values
+
+
+def _get(store: Store, key: str, deadline: Deadline) -> str:
+    store.wait([key], timedelta(seconds=deadline.left()))
+    return str(store.get(key).decode())
 
 
 def _peer_uid(connection: socket.socket) -> int:
@@ -115,7 +131,7 @@ def _hand_out(
 
 def _take(address: str, secret: bytes, deadline: Deadline) -> int:
     with (
-        deadline.guarding("rank 0 handing out the window"),
+        deadline.guarding("the first rank handing out the window"),
         socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection,
     ):
         connection.settimeout(deadline.left())
@@ -123,7 +139,7 @@ def _take(address: str, secret: bytes, deadline: Deadline) -> int:
         connection.send(secret)
         _, fds, _, _ = socket.recv_fds(connection, 1, 1)
         if not fds:
-            raise ConnectionError("rank 0 closed the connection without handing out the window")
+            raise ConnectionError("the connection was closed before the window was handed out")
         os.set_inheritable(fds[0], False)
         return fds[0]
 
@@ -142,7 +158,7 @@ def _watch(rank: int, pid: int) -> int:
 
 
 def join(
-    store: Store, rank: int, size: int, make_window: Callable[[], int], timeout: float
+    store: Store, rank: int, size: int, make_window: Callable[[int], int], timeout: float
 ) -> Membership:
     """Meets the other ranks over `store`.
 
@@ -150,56 +166,67 @@ def join(
         store: the process group's own Store, under a prefix that only this group uses.
         rank: this process.
         size: how many processes.
-        make_window: called on rank 0 only; returns the descriptor of a new window.
+        make_window: returns the descriptor of a new window for so many ranks; called on the first
+            rank of each machine.
         timeout: seconds for the whole of it.
 
     Raises:
         pycomm.Timeout: a rank did not come in time.
         pycomm.PeerDied: a rank died after it had come, where that was seen.
-        ValueError: the ranks do not share one machine.
     """
     deadline = Deadline(timeout)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    with listener:
-        address, secret = f"pycomm-{secrets.token_hex(16)}", secrets.token_hex(16)
-        if rank == 0:
-            listener.bind(f"\0{address}")
-            listener.listen(size)
-        mine = {
-            "pid": os.getpid(),
-            "machine": machine_identity(),
-            "cores": sorted(os.sched_getaffinity(0)),
-        }
-        if rank == 0:
-            mine |= {"address": address, "secret": secret}
-        everyone = [
-            json.loads(text)
-            for text in _exchange(store, "member", json.dumps(mine), rank, size, deadline)
-        ]
-        apart = [r for r in range(size) if everyone[r]["machine"] != everyone[0]["machine"]]
-        if apart:
-            raise ValueError(
-                f"group must lie on one machine (same boot and network, pid and ipc namespaces); "
-                f"ranks {apart} share none with rank 0"
-            )
-        pids = [int(member["pid"]) for member in everyone]
-        cores = set().union(*(member["cores"] for member in everyone))
-        with contextlib.ExitStack() as on_failure:
-            pidfds = []
-            for r, pid in enumerate(pids):
-                pidfds.append(_watch(r, pid) if r != rank else -1)
-                if r != rank:
-                    on_failure.callback(os.close, pidfds[-1])
-            if rank == 0:
-                window_fd = make_window()
+    mine = {
+        "pid": os.getpid(),
+        "machine": machine_identity(rank),
+        "cores": sorted(os.sched_getaffinity(0)),
+    }
+    everyone = [
+        json.loads(text)
+        for text in _exchange(store, "member", json.dumps(mine), rank, size, deadline)
+    ]
+    machines = Machines.of([member["machine"] for member in everyone], rank)
+    pids = [int(member["pid"]) for member in everyone]
+    cores = set().union(*(everyone[r]["cores"] for r in machines.local))
+    with contextlib.ExitStack() as on_failure:
+        pidfds = []
+        for r in machines.local:
+            pidfds.append(_watch(r, pids[r]) if r != rank else -1)
+            if r != rank:
+                on_failure.callback(os.close, pidfds[-1])
+        window_fd = _share_window(store, rank, machines.local, make_window, deadline)
+        on_failure.pop_all()
+    return Membership(machines, window_fd, pids, pidfds, len(cores))
+
+
+def _share_window(
+    store: Store,
+    rank: int,
+    local: tuple[int, ...],
+    make_window: Callable[[int], int],
+    deadline: Deadline,
+) -> int:
+    """The descriptor of the window of the ranks of this machine, once all of them have it."""
+    first = local[0]
+    with contextlib.ExitStack() as on_failure:
+        if rank == first:
+            address, secret = f"pycomm-{secrets.token_hex(16)}", secrets.token_hex(16)
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+                listener.bind(f"\0{address}")
+                listener.listen(len(local))
+                with deadline.guarding("reaching the Store"):
+                    store.set(f"window/{first}", json.dumps([address, secret]))
+                window_fd = make_window(len(local))
                 on_failure.callback(os.close, window_fd)
-                _hand_out(listener, window_fd, secret.encode(), size - 1, deadline)
-                store.set("complete", "")
-            else:
-                window_fd = _take(everyone[0]["address"], everyone[0]["secret"].encode(), deadline)
-                on_failure.callback(os.close, window_fd)
-                # Who goes on before all are there would blame rank 0 for somebody else's death.
-                with deadline.guarding("every rank taking the window"):
-                    store.wait(["complete"], timedelta(seconds=deadline.left()))
-            on_failure.pop_all()
-    return Membership(window_fd, pids, pidfds, len(cores))
+                _hand_out(listener, window_fd, secret.encode(), len(local) - 1, deadline)
+            with deadline.guarding("reaching the Store"):
+                store.set(f"complete/{first}", "")
+        else:
+            with deadline.guarding(f"rank {first} offering the window"):
+                address, secret = json.loads(_get(store, f"window/{first}", deadline))
+            window_fd = _take(address, secret.encode(), deadline)
+            on_failure.callback(os.close, window_fd)
+            # Who goes on before all are there would blame the first for somebody else's death.
+            with deadline.guarding("every rank taking the window"):
+                store.wait([f"complete/{first}"], timedelta(seconds=deadline.left()))
+        on_failure.pop_all()
+    return window_fd

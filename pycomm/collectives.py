@@ -57,7 +57,10 @@ class Work:
         return (0.0, 0.0) if self._core is None else self._core.interval()
 
     def moved(self) -> int:
-        """Bytes it has read from and written to other ranks' memory; on CUDA 0. Waits."""
+        """Bytes it has read from and written to other ranks' memory; on CUDA 0. Waits.
+
+        In a group that spans machines: that this rank has received from other machines.
+        """
         self.wait()
         return 0 if self._core is None else self._core.moved()
 

@@ -8,7 +8,7 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from pycomm import _C
 from pycomm._cuda import DEFAULT_MAX_BLOCKS, CudaSide, LocalDevices, join_processes
 from pycomm._dtypes import check_dtype
-from pycomm._plan import Plan, make_plan, select
+from pycomm._hosts import Machines, connect
+from pycomm._plan import Plan, make_plan, make_spanning_plan, select
 from pycomm._rendezvous import Deadline, join
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def slice_bytes() -> int:
 
 
 class Group:
-    """One rank's membership in a group of ranks on one machine.
+    """One rank's membership in a group of ranks, on one machine or several.
 
     Made by :func:`init` or :class:`LocalWorld`. Operations on a group run in the order in which
     they were called, whichever thread calls; all ranks must call the same ones in the same order.
@@ -51,24 +52,37 @@ class Group:
         timeout: seconds that a rank may leave the others waiting.
         staging_bytes: shared memory of this rank for tensors that do not lie in the window.
         name: what ``torch.ops.pycomm`` calls the group.
+        hosts: the ranks of each machine, ascending; machines by their first rank.
+        stripes: how many ranks of every machine exchange with other machines, each with its like
+            there (the first ones); 0 on one machine.
     """
 
     def __init__(
         self,
         window: _C.Window,
+        machines: Machines,
         pids: list[int],
         pidfds: list[int],
         rank: int,
-        size: int,
         cores: int,
         timeout: float,
         staging_bytes: int,
+        link: _C.Transport | None = None,
         first_epoch: int = 0,
     ) -> None:
-        self.rank, self.size, self.timeout = rank, size, timeout
+        self.rank = rank
+        self.size = sum(map(len, machines.ranks))
+        self.timeout = timeout
         self.staging_bytes = staging_bytes
         self.name = f"pycomm:{next(_names)}"
-        self._core = _C.Group(window, pids, pidfds, rank, size, cores, timeout, first_epoch)
+        self.hosts = machines.ranks
+        self.stripes = machines.stripes
+        local = machines.local
+        self._core = _C.Group(
+            window, pids, pidfds, local.index(rank), len(local), cores, timeout, first_epoch, local
+        )
+        if len(machines.ranks) > 1:
+            self._core.span(machines.ranks, machines.here, link, timeout)
         self._handle = self._core.handle
         self._tags = itertools.cycle(range(1, 1 << 16))
         self._cuda: CudaSide | None = None
@@ -131,6 +145,8 @@ class Group:
         check_dtype("dtype", dtype)
         if device == "cuda":
             return self._explain_cuda(nbytes, algorithm)
+        if len(self.hosts) > 1:
+            return make_spanning_plan(nbytes, dtype, self.rank, self.hosts, algorithm)
         return make_plan(
             nbytes=nbytes,
             dtype=dtype,
@@ -159,6 +175,10 @@ class Group:
     def traffic(self) -> tuple[int, int, int]:
         """Of this rank's last operation: signals given, bytes read from and written to others."""
         return self._core.traffic
+
+    def link_traffic(self) -> tuple[int, int]:
+        """Of this rank's last operation: bytes sent to and received from other machines."""
+        return self._core.link_traffic
 
     def abort(self) -> None:
         """Makes every rank that is in an operation, or enters one, raise :class:`pycomm.Aborted`.
@@ -218,7 +238,9 @@ def find_group(name: str) -> Group:
 
 
 def _no_cuda(device: torch.device) -> CudaSide:
-    raise ValueError(f"this group has no CUDA side, got a tensor on {device}")
+    raise ValueError(
+        f"tensors must lie on the CPU in a group that spans machines or is closed, got {device}"
+    )
 
 
 _default: Group | None = None
@@ -235,6 +257,10 @@ def init(
 ) -> Group:
     """Makes a group of the processes of a torch.distributed group; a collective call.
 
+    Those that share a machine (the same boot and the same network, pid and ipc namespaces) share
+    memory. Between machines, as many ranks of each as the smallest has exchange over
+    torch.distributed (Gloo).
+
     The first group made becomes the default of every operation. Where torch.distributed is not set
     up yet, it is, from torchrun's environment, with Gloo.
 
@@ -247,7 +273,7 @@ def init(
         cuda_heap_bytes: device memory per rank for ``group.empty(..., device="cuda")``.
 
     Raises:
-        ValueError: the ranks do not share one machine, or this process is not in `group`.
+        ValueError: this process is not in `group`.
         pycomm.Timeout: a rank did not come in time.
     """
     global _default
@@ -266,16 +292,33 @@ def init(
     if rank < 0:
         raise ValueError("group must contain this process")
     store = PrefixStore(_store_prefix(process_group), _store_of(process_group))
+    deadline = Deadline(timeout)
     members = join(
-        store, rank, size, lambda: _C.create_window(size, slice_bytes(), staging_bytes), timeout
+        store,
+        rank,
+        size,
+        lambda ranks: _C.create_window(ranks, slice_bytes(), staging_bytes),
+        timeout,
     )
-    window = _C.Window(members.window_fd, size, slice_bytes(), staging_bytes)
+    machines = members.machines
+    window = _C.Window(members.window_fd, len(machines.local), slice_bytes(), staging_bytes)
+    with deadline.guarding("every machine connecting"):
+        link = connect(machines, rank, process_group, deadline.left())
     made = Group(
-        window, members.pids, members.pidfds, rank, size, members.cores, timeout, staging_bytes
+        window,
+        machines,
+        members.pids,
+        members.pidfds,
+        rank,
+        members.cores,
+        timeout,
+        staging_bytes,
+        link,
     )
-    made._join_cuda = lambda device: join_processes(
-        made, device, process_group, max_blocks, cuda_heap_bytes
-    )
+    if len(machines.ranks) == 1:
+        made._join_cuda = lambda device: join_processes(
+            made, device, process_group, max_blocks, cuda_heap_bytes
+        )
     with _default_lock:
         if _default is None:
             _default = made
@@ -321,6 +364,8 @@ class LocalWorld:
         timeout: seconds that a rank may leave the others waiting.
         staging_bytes: shared memory per rank for tensors that do not lie in the window.
         max_blocks: the most blocks of threads that a rank's operation may take from a GPU.
+        hosts: how many ranks are on each of several imagined machines; by default there is one. The
+            bits are those of real machines.
 
     Attributes:
         groups: one :class:`Group` per rank, for callers with threads of their own.
@@ -333,6 +378,7 @@ class LocalWorld:
         *,
         staging_bytes: int = DEFAULT_STAGING_BYTES,
         max_blocks: int = DEFAULT_MAX_BLOCKS,
+        hosts: Sequence[int] | None = None,
         _first_epoch: int = 0,
         _stage_always: bool = False,
     ) -> None:
@@ -340,15 +386,35 @@ class LocalWorld:
             raise ValueError(f"size must be at least 1, got {size}")
         if timeout <= 0:
             raise ValueError(f"timeout must be positive, got {timeout}")
-        fd = _C.create_window(size, slice_bytes(), staging_bytes)
-        window = _C.Window(fd, size, slice_bytes(), staging_bytes)
+        hosts = (size,) if hosts is None else tuple(hosts)
+        if any(count < 1 for count in hosts) or sum(hosts) != size:
+            raise ValueError(f"hosts must be positive and make up size, {size}, got {list(hosts)}")
+        ends = list(itertools.accumulate(hosts))
+        ranks = tuple(tuple(range(end - n, end)) for n, end in zip(hosts, ends, strict=True))
+        links = [_C.LocalTransport.make(len(hosts)) for _ in range(Machines(ranks, 0).stripes)]
         pids, cores = [os.getpid()] * size, len(os.sched_getaffinity(0))
-        self.groups = [
-            Group(
-                window, pids, [-1] * size, rank, size, cores, timeout, staging_bytes, _first_epoch
-            )
-            for rank in range(size)
-        ]
+        self.groups = []
+        for here, local in enumerate(ranks):
+            fd = _C.create_window(len(local), slice_bytes(), staging_bytes)
+            window = _C.Window(fd, len(local), slice_bytes(), staging_bytes)
+            for stripe, rank in enumerate(local):
+                link = links[stripe][here] if stripe < len(links) else None
+                self.groups.append(
+                    Group(
+                        window,
+                        Machines(ranks, here),
+                        pids,
+                        [-1] * len(local),
+                        rank,
+                        cores,
+                        timeout,
+                        staging_bytes,
+                        link,
+                        _first_epoch,
+                    )
+                )
+        if len(hosts) > 1:
+            return
         devices = LocalDevices(self.groups, max_blocks, _stage_always)
         for group in self.groups:
             group._join_cuda = functools.partial(devices.side, group.rank)

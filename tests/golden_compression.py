@@ -332,11 +332,15 @@ def top_k(
     velocities: list[np.ndarray] | None = None,
     momentum: float = 0.0,
     offset: int = 0,
+    ranks: int | None = None,
 ) -> torch.Tensor:
-    """Two-shot: ranks send what they select to its owner, who sends what it selects of the sums."""
+    """Two-shot: ranks send what they select to its owner, who sends what it selects of the sums.
+
+    `ranks`: how many an average is over, if not one per input.
+    """
     size, count, dtype = len(inputs), inputs[0].numel(), inputs[0].dtype
     regions = Regions(count, size, k, offset)
-    divisor = np.float32(size if op == "avg" else 1)
+    divisor = np.float32((ranks or size) if op == "avg" else 1)
     sums = np.zeros(count, np.float32)
     for rank, x in enumerate(inputs):
         own = golden.widen(x) + 0

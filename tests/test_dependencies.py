@@ -59,7 +59,7 @@ def test_core_includes_only_the_standard_library():
 PYTHON_LAYERS = [
     {"_C"},
     {"errors", "ops"},
-    {"_dtypes", "_arrays", "_zeros"},
+    {"_dtypes", "_arrays", "_zeros", "_hosts"},
     {"_plan", "_rendezvous", "_cuda", "compression"},
     {"group", "_names"},
     {"collectives"},

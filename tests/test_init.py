@@ -178,16 +178,17 @@ def test_strangers_get_no_window():
     assert helpers.run_ranks(2, used_by_strangers) == [2.0, 2.0]
 
 
-def different_machines(rank, size, store):
+def test_what_makes_a_machine(monkeypatch):
+    """Never the hostname; and tests may imagine several."""
+    import socket
+
     from pycomm import _rendezvous
 
-    helpers.join_world(rank, size, store)
-    if rank == 1:
-        _rendezvous.machine_identity = lambda: "another one"
-    with pytest.raises(ValueError, match=r"one machine .*ranks \[1\] share none with rank 0"):
-        pycomm.init()
-    return True
-
-
-def test_ranks_on_different_machines_are_told_so():
-    assert helpers.run_ranks(3, different_machines) == [True] * 3
+    here = _rendezvous.machine_identity(0)
+    assert here == _rendezvous.machine_identity(1)
+    assert socket.gethostname() not in here
+    assert Path("/proc/sys/kernel/random/boot_id").read_text().strip() in here
+    assert all(f"{name}:[" in here for name in ("net", "pid", "ipc"))
+    monkeypatch.setenv("PYCOMM_TEST_HOSTS", "2,1")
+    first, second, third = map(_rendezvous.machine_identity, range(3))
+    assert first == second != third

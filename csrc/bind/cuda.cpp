@@ -100,7 +100,7 @@ class CudaGroup {
     if (found.reason != Reason::mismatch) {
       return failure(found.reason, found.rank, pid, found.first, found.sequence);
     }
-    return mismatch(found.first, found.rank, found.other, pid, found.sequence);
+    return mismatch(0, found.first, found.rank, found.other, pid, found.sequence);
   }
 
   void stop_watching() {

@@ -16,7 +16,9 @@ namespace {
 using cpu::Clock;
 using cpu::Group;
 using cpu::Heap;
+using cpu::LinkTraffic;
 using cpu::Liveness;
+using cpu::Transport;
 using cpu::Window;
 using cpu::Work;
 
@@ -143,14 +145,24 @@ void bind_group(py::module_& m) {
   py::class_<Group, std::shared_ptr<Group>>(m, "Group")
       .def(py::init([](std::shared_ptr<Window> window, std::vector<int> pids,
                        std::vector<int> pidfds, int rank, int size, int cores, double timeout,
-                       std::uint32_t first_epoch) {
-             auto peers = std::make_shared<const Liveness>(std::move(pids), std::move(pidfds));
+                       std::uint32_t first_epoch, std::vector<int> numbers) {
+             auto peers = std::make_shared<const Liveness>(std::move(pids), std::move(pidfds),
+                                                           std::move(numbers));
              return std::shared_ptr<Group>(new Group(std::move(window), std::move(peers), rank,
                                                      size, cores, seconds(timeout), first_epoch),
                                            delete_group);
            }),
            py::arg("window"), py::arg("pids"), py::arg("pidfds"), py::arg("rank"), py::arg("size"),
-           py::arg("cores"), py::arg("timeout"), py::arg("first_epoch") = 0)
+           py::arg("cores"), py::arg("timeout"), py::arg("first_epoch") = 0,
+           py::arg("numbers") = std::vector<int>{})
+      .def(
+          "span",
+          [](Group& group, std::vector<std::vector<int>> machines, int here,
+             std::shared_ptr<Transport> transport, double timeout) {
+            group.span({std::move(machines), here}, std::move(transport), seconds(timeout));
+          },
+          py::arg("machines"), py::arg("here"), py::arg("transport"), py::arg("timeout"),
+          py::keep_alive<1, 4>())
       .def("run", &run)
       .def("submit", &submit)
       .def("run_compressed", &run_compressed)
@@ -168,12 +180,17 @@ void bind_group(py::module_& m) {
       .def("check_usable", &Group::check_usable)
       .def_property_readonly("slot_bytes",
                              [](const Group& group) { return group.comm().slot_bytes(); })
-      .def_property_readonly("sequence", [](const Group& group) { return group.comm().sequence(); })
+      .def_property_readonly("sequence", [](const Group& group) { return group.comm().ordinal(); })
       .def_property_readonly("traffic",
                              [](const Group& group) {
                                const Traffic& traffic = group.comm().traffic();
                                return py::make_tuple(traffic.steps, traffic.bytes_in,
                                                      traffic.bytes_out);
+                             })
+      .def_property_readonly("link_traffic",
+                             [](const Group& group) {
+                               const LinkTraffic traffic = group.link_traffic();
+                               return py::make_tuple(traffic.sent, traffic.received);
                              })
       .def(
           "published",
@@ -197,6 +214,7 @@ PYBIND11_MODULE(_C, m) {
   py::register_exception_translator(translate);
   bind_fast_call(m);
   bind_codec(m);
+  bind_transport(m);
   bind_group(m);
   bind_cuda(m);
   bind_optim(m);

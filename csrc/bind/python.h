@@ -14,5 +14,6 @@ void check_signals();
 void bind_codec(pybind11::module_& m);
 void bind_cuda(pybind11::module_& m);
 void bind_optim(pybind11::module_& m);
+void bind_transport(pybind11::module_& m);
 
 }  // namespace pycomm::bind

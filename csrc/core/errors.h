@@ -53,9 +53,10 @@ inline std::string describe(const Operation& operation) {
 // A rank is to blame for the end of an operation.
 inline CollectiveError failure(Reason reason, int rank, int pid, const Operation& operation,
                                std::uint32_t sequence) {
-  const char* what = reason == Reason::peer_died ? " died or left"
-                     : reason == Reason::timeout ? " did not answer within the group's timeout"
-                                                 : " aborted the group";
+  const char* what = reason == Reason::peer_died  ? " died or left"
+                     : reason == Reason::timeout  ? " did not answer within the group's timeout"
+                     : reason == Reason::mismatch ? " called another operation"
+                                                  : " aborted the group";
   return {reason,
           rank,
           pid,
@@ -66,16 +67,16 @@ inline CollectiveError failure(Reason reason, int rank, int pid, const Operation
               " of the group"};
 }
 
-// Rank 0 called one thing, rank `r` another.
-inline CollectiveError mismatch(const Operation& first, int r, const Operation& other, int pid,
-                                std::uint32_t sequence) {
+// Rank `first` called one thing, rank `r` another.
+inline CollectiveError mismatch(int first, const Operation& called, int r, const Operation& other,
+                                int pid, std::uint32_t sequence) {
   return {Reason::mismatch,
           r,
           pid,
-          name_of(first.collective),
+          name_of(called.collective),
           sequence,
-          "operation " + std::to_string(sequence) + ": rank 0 called " + describe(first) +
-              ", rank " + std::to_string(r) + " called " + describe(other)};
+          "operation " + std::to_string(sequence) + ": rank " + std::to_string(first) + " called " +
+              describe(called) + ", rank " + std::to_string(r) + " called " + describe(other)};
 }
 
 }  // namespace pycomm

@@ -128,9 +128,11 @@ PYCOMM_HD void stage_for_owners(Comm& comm, const Chunks& chunks, std::int64_t t
   comm.wait_all(kStaged, t + 1);
 }
 
-// Phase 2. `everywhere`: the result goes to all ranks, not to my output alone.
+// Phase 2. `everywhere`: the result goes to all ranks, not to my output alone. `last`: nothing will
+// be added to it.
 template <class Comm, class Chunks>
-PYCOMM_HD void reduce_owned(Comm& comm, const Chunks& chunks, std::int64_t t, bool everywhere) {
+PYCOMM_HD void reduce_owned(Comm& comm, const Chunks& chunks, std::int64_t t, bool everywhere,
+                            bool last = true) {
   const int n = comm.size(), me = comm.rank();
   const Chunk mine = chunks(t, me);
   const auto from = [&](int r) {
@@ -142,7 +144,7 @@ PYCOMM_HD void reduce_owned(Comm& comm, const Chunks& chunks, std::int64_t t, bo
     if (comm.direct()) return comm.at(comm.output(i), mine.output);
     return i == 0 ? comm.at(comm.output(), mine.output) : slot_of(comm, me, t, mine);
   };
-  comm.reduce(!everywhere ? 1 : comm.direct() ? n : 2, to, n, from, mine.count, true);
+  comm.reduce(!everywhere ? 1 : comm.direct() ? n : 2, to, n, from, mine.count, last);
 }
 
 // Phase 3, staged. Starts with the next rank, so that not all read one owner at a time.
@@ -179,14 +181,13 @@ PYCOMM_HD void two_shot(Comm& comm) {
   two_shot(comm, EvenChunks<Comm>{comm});
 }
 
-template <class Comm>
-PYCOMM_HD void reduce_scatter(Comm& comm) {
+template <class Comm, class Chunks>
+PYCOMM_HD void reduce_scatter(Comm& comm, const Chunks& chunks, bool last = true) {
   comm.announce();
-  const InputBlocks<Comm> chunks{comm};
   const std::int64_t tiles = chunks.tiles().count();
   for (std::int64_t t = 0; t < tiles; ++t) {
     if (!comm.direct()) detail::stage_for_owners(comm, chunks, t);
-    detail::reduce_owned(comm, chunks, t, false);
+    detail::reduce_owned(comm, chunks, t, false, last);
   }
   // The peers may still be reading my tensor.
   if (comm.direct()) {
@@ -196,9 +197,13 @@ PYCOMM_HD void reduce_scatter(Comm& comm) {
 }
 
 template <class Comm>
-PYCOMM_HD void all_gather(Comm& comm) {
+PYCOMM_HD void reduce_scatter(Comm& comm) {
+  reduce_scatter(comm, InputBlocks<Comm>{comm});
+}
+
+template <class Comm, class Chunks>
+PYCOMM_HD void all_gather(Comm& comm, const Chunks& chunks) {
   comm.announce();
-  const OutputBlocks<Comm> chunks{comm};
   const std::int64_t tiles = chunks.tiles().count();
   const int me = comm.rank();
   for (std::int64_t t = 0; t <= tiles; ++t) {
@@ -220,6 +225,11 @@ PYCOMM_HD void all_gather(Comm& comm) {
       if (!comm.direct()) detail::gather_from_owners(comm, chunks, t - 1);
     }
   }
+}
+
+template <class Comm>
+PYCOMM_HD void all_gather(Comm& comm) {
+  all_gather(comm, OutputBlocks<Comm>{comm});
 }
 
 }  // namespace pycomm

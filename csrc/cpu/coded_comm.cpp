@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "core/cast.h"
+#include "cpu/link.h"
 
 namespace pycomm::cpu {
 
@@ -11,25 +12,38 @@ bool is_unused(const Call& call) {
          all_zero(call.operation.dtype, call.input, call.operation.count);
 }
 
-Outlook outlook_of(const Operation& operation, const Call& call, int ranks) {
+void keep_before(const Call& call) {
+  const Feedback& feedback = call.feedback;
+  const auto bytes = static_cast<std::size_t>(call.operation.count) * sizeof(float);
+  if (feedback.residual_before != nullptr && bytes > 0) {
+    std::memcpy(feedback.residual_before, feedback.residual, bytes);
+  }
+  if (feedback.velocity_before != nullptr && bytes > 0) {
+    std::memcpy(feedback.velocity_before, feedback.velocity, bytes);
+  }
+}
+
+Outlook outlook_of(const Operation& operation, const Call& call, std::uint32_t limit) {
   if (call.feedback.residual == nullptr) return {};
   const CodecLoops loops = codec_loops(operation.dtype, operation.codec);
   const std::uint32_t largest = loops.largest(call.input, call.feedback.residual,
                                               scaling_of(call.feedback).scale, operation.count);
-  return make_outlook(largest > safe_magnitude(operation, ranks), is_unused(call));
+  return make_outlook(largest > limit, is_unused(call));
 }
 
-CodedComm::CodedComm(Comm& comm, const Operation& operation, const Feedback& feedback)
+template <class Base>
+CodedComm<Base>::CodedComm(Base& comm, const Operation& operation, const Feedback& feedback,
+                           const CodedStaging& staging)
     : comm_(comm),
       operation_(operation),
       feedback_(feedback),
       scaling_(scaling_of(feedback)),
       loops_(codec_loops(operation.dtype, operation.codec)),
-      staging_(CodedStaging::in(comm.slot_bytes() * kStagingSlots, operation.codec)),
-      piece_(staging_.piece(comm.size())),
+      staging_(staging),
       sources_(static_cast<std::size_t>(comm.size()) + 1) {}
 
-Source CodedComm::source(Place place, std::int64_t n) {
+template <class Base>
+Source CodedComm<Base>::source(Place place, std::int64_t n) {
   if (place.coded == kPlain) {
     own_ = index(place, input().data);
     return {{place.data, nullptr}, true};
@@ -38,29 +52,32 @@ Source CodedComm::source(Place place, std::int64_t n) {
   return {staging_[place], false};
 }
 
-void CodedComm::encode(Place to, Place output, int n_from, std::int64_t n, bool last) {
+template <class Base>
+void CodedComm<Base>::encode(Place to, Place output, int n_from, std::int64_t n, bool last) {
   Pass pass;
   pass.from = sources_.data();
   pass.n_from = n_from;
   pass.to = staging_[to];
   pass.last = last;
-  pass.divisor = last && operation_.op == ReduceOp::avg ? static_cast<float>(size()) : 1.0f;
+  pass.divisor =
+      last && operation_.op == ReduceOp::avg ? static_cast<float>(comm_.contributors()) : 1.0f;
   pass.n = n;
   std::int64_t element = own_;
   if (output.coded == kPlain) {
     pass.output = output.data;
     element = index(output, this->output().data);
   }
-  if (feedback_.residual != nullptr && !unused_) pass.residual = feedback_.residual + element;
+  if (feedback_.residual != nullptr && outlook_.unused == 0)
+    pass.residual = feedback_.residual + element;
   pass.scaling = scaling_;
-  pass.keep_residual = overflow_;
-  pass.random = {feedback_.seed, feedback_.step,
-                 last ? kResultStream : static_cast<std::uint32_t>(rank())};
+  pass.keep_residual = outlook_.overflow != 0;
+  pass.random = {feedback_.seed, feedback_.step, last ? kResultStream : comm_.stream()};
   pass.first = first_element(operation_) + element;
   nonfinite_ |= loops_.encode(pass, staging_.block);
 }
 
-void CodedComm::copy(Place to, Place from, std::int64_t n) {
+template <class Base>
+void CodedComm<Base>::copy(Place to, Place from, std::int64_t n) {
   if (n == 0 || (to.data == from.data && to.coded == from.coded)) return;
   if (from.coded == kPlain) {
     sources_[0] = source(from, n);
@@ -80,5 +97,16 @@ void CodedComm::copy(Place to, Place from, std::int64_t n) {
                 static_cast<std::size_t>(ceil_div(n, staging_.block) * 4));
   }
 }
+
+// What an algorithm instantiates besides is in the header.
+#define PYCOMM_INSTANTIATE(Base)                                                \
+  template CodedComm<Base>::CodedComm(Base&, const Operation&, const Feedback&, \
+                                      const CodedStaging&);                     \
+  template Source CodedComm<Base>::source(Place, std::int64_t);                 \
+  template void CodedComm<Base>::encode(Place, Place, int, std::int64_t, bool); \
+  template void CodedComm<Base>::copy(Place, Place, std::int64_t)
+PYCOMM_INSTANTIATE(Comm);
+PYCOMM_INSTANTIATE(Link);
+#undef PYCOMM_INSTANTIATE
 
 }  // namespace pycomm::cpu

@@ -6,6 +6,9 @@
 // residual of the rank that loses it, so that nothing is lost at all.
 //
 // A rank's staging is one encoded tile: the payload of all slots, then the scales of all slots.
+//
+// `Base` is the executor whose ranks exchange: Comm, or between machines Link, which hands over places
+// of its own instead of slots.
 #pragma once
 
 #include "core/call.h"
@@ -16,16 +19,20 @@
 namespace pycomm::cpu {
 
 // Of a compressed operation. With an overflow, and where no rank uses its tensor, no rank touches
-// its residual.
-Outlook outlook_of(const Operation& operation, const Call& call, int ranks);
+// its residual. `limit`: the safe_magnitude().
+Outlook outlook_of(const Operation& operation, const Call& call, std::uint32_t limit);
 bool is_unused(const Call& call);
+// Where the caller wants residual and velocity as they were.
+void keep_before(const Call& call);
 
+template <class Base>
 class CodedComm {
  public:
   static constexpr bool kCoded = true;
 
-  // `comm` has begun the operation, for which its staging is large enough.
-  CodedComm(Comm& comm, const Operation& operation, const Feedback& feedback);
+  // `comm` has begun the operation, for which the staging is large enough.
+  CodedComm(Base& comm, const Operation& operation, const Feedback& feedback,
+            const CodedStaging& staging);
 
   int rank() const { return comm_.rank(); }
   int size() const { return comm_.size(); }
@@ -48,9 +55,7 @@ class CodedComm {
 
   void announce() {
     comm_.announce();
-    const Outlook outlook = comm_.outlook();
-    overflow_ = outlook.overflow != 0;
-    unused_ = outlook.unused != 0;
+    outlook_ = comm_.outlook();
   }
   void signal(int slot) { comm_.signal(slot); }
   void wait(int r, int slot, std::int64_t step) { comm_.wait(r, slot, step); }
@@ -70,9 +75,13 @@ class CodedComm {
   }
 
   // Two-shot's chunks: as large as slots allow.
-  CyclicChunks<CodedComm> chunks() { return {*this, first_element(operation_), piece_}; }
+  CyclicChunks<CodedComm> chunks() {
+    return {*this, first_element(operation_), staging_.piece(size())};
+  }
+  // Of all ranks, once announced.
+  const Outlook& outlook() const { return outlook_; }
   // Whether a value was not finite; once the algorithm has run, the same on every rank.
-  bool nonfinite() const { return nonfinite_ || overflow_; }
+  bool nonfinite() const { return nonfinite_ || outlook_.overflow != 0; }
 
  private:
   std::int64_t encoded_bytes(std::int64_t n) const {
@@ -84,15 +93,13 @@ class CodedComm {
     return comm_.elements(tensor.data - begin);
   }
 
-  Comm& comm_;
+  Base& comm_;
   const Operation& operation_;
   const Feedback& feedback_;
   const Scaling scaling_;
   const CodecLoops loops_;
   const CodedStaging staging_;
-  const std::int64_t piece_;
-  bool overflow_ = false;
-  bool unused_ = false;
+  Outlook outlook_;
   bool nonfinite_ = false;
   std::int64_t own_ = 0;  // index of the own contribution among the sources' elements
   std::vector<Source> sources_;

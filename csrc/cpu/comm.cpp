@@ -57,6 +57,7 @@ Comm::Comm(std::shared_ptr<Window> window, std::shared_ptr<const Liveness> peers
       slot_bytes_(window_->half_bytes() / kStagingSlots / kLine * kLine),
       spins_(size <= cores ? kSpins : 0),
       sequence_(first_epoch),
+      ordinal_(first_epoch),
       taken_(static_cast<std::size_t>(size * kPacketBytes)),
       sources_(static_cast<std::size_t>(size) + 1),
       targets_(static_cast<std::size_t>(size) + 1) {
@@ -74,10 +75,18 @@ Comm::Comm(std::shared_ptr<Window> window, std::shared_ptr<const Liveness> peers
 
 void Comm::begin(const Operation& operation, const void* input, void* output, void (*interrupt)(),
                  Outlook outlook) {
+  ordinal_ = next_sequence(ordinal_);
+  called_ = operation;
+  interrupt_ = interrupt;
+  traffic_ = {};
+  begin_phase(operation, input, output, outlook);
+}
+
+void Comm::begin_phase(const Operation& operation, const void* input, void* output,
+                       Outlook outlook) {
   sequence_ = next_sequence(sequence_);
   operation_ = operation;
   outlook_ = outlook;
-  interrupt_ = interrupt;
   element_size_ = size_of(operation.dtype);
   input_ = static_cast<std::byte*>(const_cast<void*>(input));
   output_ = static_cast<std::byte*>(output);
@@ -89,9 +98,8 @@ void Comm::begin(const Operation& operation, const void* input, void* output, vo
   last_loop_ = reduce_loop(operation.dtype, operation.op, true);
   direct_ = false;
   stream_ = store_policy_.next(bytes);
-  traffic_ = {};
   for (int slot = 0; slot < kSlots; ++slot) started_[slot] = signalled_[slot];
-  if (const std::uint64_t word = aborted()) raise(word);
+  check_aborted();
 }
 
 void Comm::publish() {
@@ -149,7 +157,7 @@ void Comm::check_agreement() const {
   for (int r = 1; r < size_; ++r) {
     const Operation& other = announcement(r).operation;
     if (other == first) continue;
-    throw mismatch(first, r, other, peers_->pid(r), sequence_);
+    throw mismatch(number(0), first, number(r), other, peers_->pid(r), ordinal_);
   }
 }
 
@@ -201,18 +209,24 @@ void Comm::wait_long(const std::atomic<Word>& word, std::uint32_t target, int r,
       std::memory_order_release);
   const Clock::time_point start = Clock::now();
   Clock::time_point look_at = start + kLookForDeathEvery, interrupt_at = start + kInterruptEvery;
+  Clock::time_point last_sign = start;
+  std::uint32_t beats_seen = beats();
   while (!has_come(word, target)) {
-    if (const std::uint64_t word = aborted()) raise(word);
+    check_aborted();
     const Clock::time_point now = Clock::now();
     bool is_gone = left(r);
     if (now > look_at) {
       is_gone = is_gone || peers_->ended(r);
       look_at = now + kLookForDeathEvery;
+      if (const std::uint32_t heard = beats(); heard != beats_seen) {
+        beats_seen = heard;
+        last_sign = now;
+      }
     }
     // Whoever is gone has published all that it ever will.
     if (is_gone && !has_come(word, target)) {
       abort(Reason::peer_died, r);
-    } else if (now - start > timeout_) {
+    } else if (now - last_sign > timeout_) {
       abort(Reason::timeout, culprit(r));
     } else if (interrupt_ != nullptr && now > interrupt_at) {
       interrupt_();
@@ -246,15 +260,23 @@ int Comm::culprit(int r) const {
   return r;
 }
 
-void Comm::abort(Reason reason, int rank) {
+// Of all ranks: whoever waits for one of them may wait for a machine that it waits for.
+std::uint32_t Comm::beats() const {
+  std::uint32_t sum = 0;
+  for (int r = 0; r < size_; ++r) {
+    sum += window_->control(r).beats.load(std::memory_order_relaxed);
+  }
+  return sum;
+}
+
+void Comm::abort(std::uint64_t word) {
   std::uint64_t none = 0;
-  window_->control(0).abort.compare_exchange_strong(none, abort_word(reason, rank),
-                                                    std::memory_order_acq_rel);
+  window_->control(0).abort.compare_exchange_strong(none, word, std::memory_order_acq_rel);
 }
 
 void Comm::raise(std::uint64_t word) const {
-  const int rank = rank_of(word);
-  throw failure(reason_of(word), rank, peers_->pid(rank), operation_, sequence_);
+  const int number = rank_of(word);
+  throw failure(reason_of(word), number, peers_->pid_of(number), called_, ordinal_);
 }
 
 }  // namespace pycomm::cpu

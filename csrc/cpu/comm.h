@@ -31,9 +31,15 @@ class Comm {
   // `outlook` is announced with it.
   void begin(const Operation& operation, const void* input, void* output, void (*interrupt)(),
              Outlook outlook = {});
+  // Another algorithm follows as a part of the operation that has begun.
+  void begin_phase(const Operation& operation, const void* input, void* output,
+                   Outlook outlook = {});
 
   int rank() const { return rank_; }
   int size() const { return size_; }
+  // Whose contributions a result is made of, and which stream of random bits is mine.
+  int contributors() const { return size_; }
+  std::uint32_t stream() const { return static_cast<std::uint32_t>(rank_); }
   int root() const { return operation_.root; }
   std::int64_t count() const { return operation_.count; }
   std::int64_t block() const { return operation_.count; }
@@ -116,7 +122,16 @@ class Comm {
   }
 
   // From any thread; the first reason given to a group stays.
-  void abort(Reason reason, int rank);
+  void abort(Reason reason, int rank) { abort(abort_word(reason, number(rank))); }
+  void abort(std::uint64_t word);
+  // Throws if the group has been aborted.
+  void check_aborted() const {
+    if (const std::uint64_t word = aborted()) raise(word);
+  }
+  // For others of this machine: I wait for another one, within a deadline of my own.
+  void beat() { mine().beats.fetch_add(1, std::memory_order_relaxed); }
+  // What the whole group, of which this machine's ranks may be a part, calls rank r.
+  int number(int r) const { return peers_->number(r); }
   // This rank takes part in no further operation.
   void leave() { mine().left.store(1, std::memory_order_release); }
 
@@ -124,6 +139,9 @@ class Comm {
   // Bytes moved by an executor on top of this one.
   void count_in(std::int64_t bytes) { traffic_.bytes_in += bytes; }
   std::uint32_t sequence() const { return sequence_; }
+  // The number of the operation; it may have several phases, each with a number in sequence.
+  std::uint32_t ordinal() const { return ordinal_; }
+  const Operation& called() const { return called_; }
   // What rank r has published so far, in this operation's announcement or for a slot; also of a
   // rank that is dead.
   std::uint32_t announced(int r) const;
@@ -133,6 +151,7 @@ class Comm {
   std::int64_t slot_bytes() const { return slot_bytes_; }
 
   int pid(int r) const { return peers_->pid(r); }
+  int pid_of(int number) const { return peers_->pid_of(number); }
   // Not zero once the group has been aborted.
   std::uint64_t aborted() const {
     return window_->control(0).abort.load(std::memory_order_acquire);
@@ -152,6 +171,7 @@ class Comm {
   template <class Word>
   void wait_long(const std::atomic<Word>& word, std::uint32_t target, int r, int slot);
   int culprit(int r) const;
+  std::uint32_t beats() const;
   void check_agreement() const;
   [[noreturn]] void raise(std::uint64_t word) const;
   bool left(int r) const { return window_->control(r).left.load(std::memory_order_acquire) != 0; }
@@ -174,10 +194,12 @@ class Comm {
   std::int64_t slot_bytes_;
   int spins_;
   std::uint32_t sequence_;
+  std::uint32_t ordinal_;
   std::uint32_t signalled_[kSlots];
   std::uint32_t started_[kSlots];
 
-  Operation operation_;
+  Operation called_;
+  Operation operation_;  // of this phase
   Outlook outlook_;
   std::byte* input_ = nullptr;
   std::byte* output_ = nullptr;

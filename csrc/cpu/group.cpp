@@ -2,25 +2,12 @@
 
 #include <cstring>
 
+#include "core/cast.h"
 #include "core/run.h"
 #include "core/select.h"
 #include "cpu/fork.h"
 
 namespace pycomm::cpu {
-namespace {
-
-void keep_before(const Call& call) {
-  const Feedback& feedback = call.feedback;
-  const auto bytes = static_cast<std::size_t>(call.operation.count) * sizeof(float);
-  if (feedback.residual_before != nullptr && bytes > 0) {
-    std::memcpy(feedback.residual_before, feedback.residual, bytes);
-  }
-  if (feedback.velocity_before != nullptr && bytes > 0) {
-    std::memcpy(feedback.velocity_before, feedback.velocity, bytes);
-  }
-}
-
-}  // namespace
 
 bool Work::wait(Clock::duration patience) {
   std::unique_lock lock(mutex_);
@@ -62,23 +49,32 @@ void Work::complete(bool nonfinite, std::exception_ptr error, Interval interval,
 
 Group::Group(std::shared_ptr<Window> window, std::shared_ptr<const Liveness> peers, int rank,
              int size, int cores, Clock::duration timeout, std::uint32_t first_epoch)
-    : rank_(rank),
+    : rank_(peers->number(rank)),
       size_(size),
       forks_(current_forks()),
       window_(std::move(window)),
       heap_(std::make_shared<Heap>(window_, rank)),
       comm_(window_, std::move(peers), rank, size, cores, timeout, first_epoch) {}
 
+void Group::span(Machines machines, std::shared_ptr<Transport> transport, Clock::duration timeout) {
+  size_ = machines.world();
+  hosts_ = std::make_unique<Hosts>(comm_, std::move(machines), std::move(transport), timeout);
+}
+
 Group::~Group() { close(); }
 
 bool Group::forked() const { return forks_ != current_forks(); }
 
 void Group::abort() {
-  if (!forked()) comm_.abort(Reason::aborted, rank_);
+  if (forked()) return;
+  comm_.abort(Reason::aborted, comm_.rank());
+  if (hosts_ != nullptr) hosts_->stop(Reason::aborted, rank_);
 }
 
 void Group::leave() {
-  if (!forked()) comm_.leave();
+  if (forked()) return;
+  comm_.leave();
+  if (hosts_ != nullptr) hosts_->leave();
 }
 
 void Group::check_usable() {
@@ -94,6 +90,15 @@ void Group::check_usable() {
 
 // At the door, and on all ranks alike.
 void Group::check_fits(const Operation& operation) const {
+  if (hosts_ != nullptr) {
+    const Algorithm algorithm = operation.algorithm;
+    PYCOMM_CHECK(operation.collective != Collective::all_reduce ||
+                     algorithm == Algorithm::automatic || algorithm == Algorithm::two_shot,
+                 std::string("algorithm must be auto or two_shot in a group that spans machines, "
+                             "got ") +
+                     name_of(algorithm));
+    return;
+  }
   if (operation.codec.kind == CodecKind::none || operation.codec.kind == CodecKind::topk) return;
   const auto staging = CodedStaging::in(comm_.slot_bytes() * kStagingSlots, operation.codec);
   PYCOMM_CHECK(staging.piece(size_) > 0, "staging_bytes is too small to compress among " +
@@ -190,9 +195,14 @@ bool Group::execute(const Task& task, void (*interrupt)(), std::int64_t* moved) 
   bool nonfinite = false;
   for (const Call& call : task.calls) {
     nonfinite |= execute(call, task.agree_only, interrupt);
-    if (moved != nullptr) *moved += comm_.traffic().bytes_in + comm_.traffic().bytes_out;
+    if (moved != nullptr) *moved += bytes_moved();
   }
   return nonfinite;
+}
+
+std::int64_t Group::bytes_moved() const {
+  if (hosts_ != nullptr) return hosts_->traffic().received;
+  return comm_.traffic().bytes_in + comm_.traffic().bytes_out;
 }
 
 bool Group::execute(const Call& call, bool agree_only, void (*interrupt)()) {
@@ -202,11 +212,12 @@ bool Group::execute(const Call& call, bool agree_only, void (*interrupt)()) {
   if (operation.algorithm == Algorithm::automatic) {
     // The number of lossy points never depends on the size.
     operation.algorithm =
-        codec != CodecKind::none
+        codec != CodecKind::none || hosts_ != nullptr
             ? Algorithm::two_shot
             : select_algorithm(operation.count * size_of(operation.dtype), size_, Device::cpu);
   }
   try {
+    if (hosts_ != nullptr) return hosts_->run(operation, call, interrupt);
     if (codec == CodecKind::topk) return run_topk(operation, call, interrupt);
     if (codec != CodecKind::none) return run_blocks(operation, call, interrupt);
     if (!agree_only) {
@@ -219,7 +230,9 @@ bool Group::execute(const Call& call, bool agree_only, void (*interrupt)()) {
   } catch (const std::exception& error) {
     // All ranks see a Mismatch, and the abort word tells of the rest; of an interrupt nobody knows
     // yet.
-    if (dynamic_cast<const CollectiveError*>(&error) == nullptr) abort();
+    const auto* known = dynamic_cast<const CollectiveError*>(&error);
+    if (known == nullptr) abort();
+    if (known != nullptr && hosts_ != nullptr) hosts_->stop(known->reason, known->rank);
     fail(error.what(), std::current_exception());
     throw;
   }
@@ -236,10 +249,11 @@ void Group::run_plain(const Operation& operation, const Call& call, void (*inter
 
 // A world of one compresses, too: what it shows is what a larger one would do.
 bool Group::run_blocks(const Operation& operation, const Call& call, void (*interrupt)()) {
-  const Outlook outlook = outlook_of(operation, call, size_);
+  const Outlook outlook = outlook_of(operation, call, safe_magnitude(operation, size_));
   keep_before(call);
   comm_.begin(operation, call.input, call.output, interrupt, outlook);
-  CodedComm coded(comm_, operation, call.feedback);
+  const auto staging = CodedStaging::in(comm_.slot_bytes() * kStagingSlots, operation.codec);
+  CodedComm<Comm> coded(comm_, operation, call.feedback, staging);
   if (operation.algorithm == Algorithm::ring && size_ > 1) {
     ring(coded);
   } else if (operation.algorithm == Algorithm::tree && size_ > 1) {
@@ -252,9 +266,10 @@ bool Group::run_blocks(const Operation& operation, const Call& call, void (*inte
 
 bool Group::run_topk(const Operation& operation, const Call& call, void (*interrupt)()) {
   if (topk_ == nullptr) topk_ = std::make_unique<TopkWorkspace>(heap_);
-  TopkComm coded(comm_, *topk_, operation, call);
+  TopkComm<Comm> coded(comm_, *topk_, operation, call, safe_magnitude(operation, size_));
   keep_before(call);
-  std::byte* const area = coded.begin_area();
+  const std::uint32_t sequence = next_sequence(comm_.sequence());
+  std::byte* const area = topk_->area(sequence, coded.area_bytes(comm_.rank()));
   comm_.begin(operation, area, area, interrupt, coded.outlook());
   two_shot(coded, TopkRegions{});
   return coded.nonfinite();

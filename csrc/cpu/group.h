@@ -14,6 +14,7 @@
 #include "core/call.h"
 #include "cpu/coded_comm.h"
 #include "cpu/comm.h"
+#include "cpu/hosts.h"
 #include "cpu/topk_comm.h"
 #include "cpu/window.h"
 
@@ -40,7 +41,7 @@ class Work {
   bool nonfinite() const;
   // When the worker began and ended; once it has completed.
   Interval interval() const;
-  // Bytes read from and written to other ranks' memory.
+  // Bytes read from and written to other ranks' memory, or received from other machines.
   std::int64_t moved() const;
 
  private:
@@ -61,6 +62,10 @@ class Group {
   Group(std::shared_ptr<Window> window, std::shared_ptr<const Liveness> peers, int rank, int size,
         int cores, Clock::duration timeout, std::uint32_t first_epoch);
   ~Group();
+  // Makes it one machine's part of a group that spans machines; before the first operation.
+  // `transport`: to those who carry the same stripe on other machines; null where this rank carries
+  // none.
+  void span(Machines machines, std::shared_ptr<Transport> transport, Clock::duration timeout);
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
 
@@ -97,13 +102,15 @@ class Group {
   // Waits for submitted work, then takes part in nothing more. Idempotent.
   void close();
 
+  // In the whole group; Comm's are those on this machine.
   int rank() const { return rank_; }
   int size() const { return size_; }
   const Comm& comm() const { return comm_; }
+  LinkTraffic link_traffic() const { return hosts_ == nullptr ? LinkTraffic{} : hosts_->traffic(); }
   const std::shared_ptr<Heap>& heap() const { return heap_; }
   // Between addresses in this rank's slice of the window and offsets, which all ranks share.
   std::int64_t offset_of(std::uintptr_t data) const {
-    return static_cast<std::int64_t>(data - address(rank_, 0));
+    return static_cast<std::int64_t>(data - address(comm_.rank(), 0));
   }
   std::uintptr_t address(int r, std::int64_t offset) const {
     return reinterpret_cast<std::uintptr_t>(window_->slice(r) + offset);
@@ -126,18 +133,20 @@ class Group {
   void run_plain(const Operation& operation, const Call& call, void (*interrupt)());
   bool run_blocks(const Operation& operation, const Call& call, void (*interrupt)());
   bool run_topk(const Operation& operation, const Call& call, void (*interrupt)());
+  std::int64_t bytes_moved() const;
   void serve();
   void fail(const std::string& why, std::exception_ptr error);
   // What was handed over before a failure shares it.
   void rethrow_failure();
 
   const int rank_;
-  const int size_;
+  int size_;
   const unsigned forks_;
   std::shared_ptr<Window> window_;
   std::shared_ptr<Heap> heap_;
   Comm comm_;
   std::unique_ptr<TopkWorkspace> topk_;  // made at the first use
+  std::unique_ptr<Hosts> hosts_;         // where it spans machines
   std::mutex running_;                   // held while an operation runs
 
   std::mutex queue_mutex_;

@@ -14,9 +14,15 @@ namespace pycomm::cpu {
 
 class Liveness {
  public:
-  // Both indexed by rank; owns the pidfds from then on. A pidfd of -1 is not watched.
-  Liveness(std::vector<int> pids, std::vector<int> pidfds)
-      : pids_(std::move(pids)), pidfds_(std::move(pidfds)) {}
+  // Both indexed by rank; owns the pidfds from then on. A pidfd of -1 is not watched. Where the
+  // ranks are those of one machine among several, `numbers` is what the whole group calls them, and
+  // `pids` goes by these numbers.
+  Liveness(std::vector<int> pids, std::vector<int> pidfds, std::vector<int> numbers = {})
+      : pids_(std::move(pids)), pidfds_(std::move(pidfds)), numbers_(std::move(numbers)) {
+    if (numbers_.empty()) {
+      for (std::size_t r = 0; r < pidfds_.size(); ++r) numbers_.push_back(static_cast<int>(r));
+    }
+  }
   ~Liveness() {
     for (const int fd : pidfds_) {
       if (fd >= 0) close(fd);
@@ -25,7 +31,9 @@ class Liveness {
   Liveness(const Liveness&) = delete;
   Liveness& operator=(const Liveness&) = delete;
 
-  int pid(int r) const { return pids_[static_cast<std::size_t>(r)]; }
+  int number(int r) const { return numbers_[static_cast<std::size_t>(r)]; }
+  int pid_of(int number) const { return pids_[static_cast<std::size_t>(number)]; }
+  int pid(int r) const { return pid_of(number(r)); }
 
   bool ended(int r) const {
     pollfd fd{pidfds_[static_cast<std::size_t>(r)], POLLIN, 0};
@@ -35,6 +43,7 @@ class Liveness {
  private:
   std::vector<int> pids_;
   std::vector<int> pidfds_;
+  std::vector<int> numbers_;
 };
 
 }  // namespace pycomm::cpu

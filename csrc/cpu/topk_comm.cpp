@@ -2,6 +2,7 @@
 
 #include "core/cast.h"
 #include "core/feedback.h"
+#include "cpu/link.h"
 
 namespace pycomm::cpu {
 
@@ -17,8 +18,9 @@ std::byte* TopkWorkspace::area(std::uint32_t parity, std::int64_t bytes) {
   return area;
 }
 
-TopkComm::TopkComm(Comm& comm, TopkWorkspace& workspace, const Operation& operation,
-                   const Call& call)
+template <class Base>
+TopkComm<Base>::TopkComm(Base& comm, TopkWorkspace& workspace, const Operation& operation,
+                         const Call& call, std::uint32_t limit)
     : comm_(comm),
       workspace_(workspace),
       operation_(operation),
@@ -30,14 +32,11 @@ TopkComm::TopkComm(Comm& comm, TopkWorkspace& workspace, const Operation& operat
       areas_(static_cast<std::size_t>(comm.size())) {
   const std::uint32_t largest = workspace_.selection.prepare(candidates_, operation.codec.k);
   if (feedback_.residual == nullptr) return;
-  outlook_ = make_outlook(largest > safe_magnitude(operation, size()), is_unused(call));
+  outlook_ = make_outlook(largest > limit, is_unused(call));
 }
 
-std::byte* TopkComm::begin_area() {
-  return workspace_.area(next_sequence(comm_.sequence()), area_.bytes(rank()));
-}
-
-void TopkComm::announce() {
+template <class Base>
+void TopkComm<Base>::announce() {
   comm_.announce();
   for (int r = 0; r < size(); ++r) {
     areas_[static_cast<std::size_t>(r)] = comm_.announced_area(r, area_.bytes(r));
@@ -50,37 +49,38 @@ void TopkComm::announce() {
   }
 }
 
-void TopkComm::stage(int owner) {
+template <class Base>
+void TopkComm<Base>::stage(int owner) {
   const TopkRegion target = region(owner);
-  std::vector<Entry>& list = workspace_.list;
-  list.clear();
+  std::vector<Entry>& entries = workspace_.list;
+  entries.clear();
   for (const Entry& entry : workspace_.selection.entries()) {
-    if (area_.owner(entry.index / kTopkChunk) == owner) list.push_back(entry);
+    if (area_.owner(entry.index / kTopkChunk) == owner) entries.push_back(entry);
   }
-  keep_largest(list, target.capacity(operation_.codec.k), workspace_.magnitudes,
+  keep_largest(entries, target.capacity(operation_.codec.k), workspace_.magnitudes,
                [](const Entry&) {});
-  TopkWriter writer(target, operation_.codec.values,
-                    areas_[static_cast<std::size_t>(rank())] + area_.list(owner),
-                    area_.room(owner, false));
+  TopkWriter writer(target, operation_.codec.values, list(rank(), owner, false),
+                    room(owner, false));
   const float inverse = candidates_.scaling.inverse;
-  writer.write(list, [&](const Entry& entry, float sent) {
+  writer.write(entries, [&](const Entry& entry, float sent) {
     if (!feeds()) return;
     feedback_.residual[entry.index] = lost(entry.value, sent, inverse);
     if (feedback_.velocity != nullptr) feedback_.velocity[entry.index] = 0;
   });
 }
 
-TopkReader TopkComm::reader(Place list, bool result) {
-  const int owner = static_cast<int>(list.coded);
-  const std::int64_t begin = result ? area_.result() : area_.list(owner);
-  TopkReader found(region(owner), operation_.codec.values, list.data + begin,
-                   area_.room(owner, result));
-  if (list.rank != rank()) comm_.count_in(found.bytes());
+template <class Base>
+TopkReader TopkComm<Base>::reader(Place place, bool result) {
+  const int owner = static_cast<int>(place.coded);
+  TopkReader found(region(owner), operation_.codec.values, list(place.rank, owner, result),
+                   room(owner, result));
+  if (place.rank != rank()) comm_.count_in(found.bytes());
   return found;
 }
 
 // The sums of a chunk, in rank order, go to the end of the list.
-void TopkComm::add_chunk(std::int64_t chunk) {
+template <class Base>
+void TopkComm<Base>::add_chunk(std::int64_t chunk) {
   std::vector<float>& sums = workspace_.sums;
   const Range range = region(rank()).chunk(chunk);
   for (const TopkReader& list : readers_) {
@@ -101,7 +101,8 @@ void TopkComm::add_chunk(std::int64_t chunk) {
   }
 }
 
-void TopkComm::reduce_region() {
+template <class Base>
+void TopkComm<Base>::reduce_region() {
   workspace_.sums.resize(static_cast<std::size_t>(kTopkChunk));
   workspace_.list.clear();
   const TopkRegion mine = region(rank());
@@ -115,21 +116,23 @@ void TopkComm::reduce_region() {
 }
 
 // What all ranks get, in the tensor's type; the rest of the sum stays here.
-void TopkComm::write_result() {
+template <class Base>
+void TopkComm<Base>::write_result() {
   const TopkRegion mine = region(rank());
-  const float divisor = operation_.op == ReduceOp::avg ? static_cast<float>(size()) : 1.0f;
+  const float divisor =
+      operation_.op == ReduceOp::avg ? static_cast<float>(comm_.contributors()) : 1.0f;
   for (Entry& entry : workspace_.list) entry.value /= divisor;
   const float factor = divisor * candidates_.scaling.inverse;
   const Place here{areas_[static_cast<std::size_t>(rank())], rank(), rank()};
-  TopkWriter writer(mine, operation_.codec.values, here.data + area_.result(),
-                    area_.room(rank(), true));
+  TopkWriter writer(mine, operation_.codec.values, list(rank(), rank(), true), room(rank(), true));
   writer.write(workspace_.list, [&](const Entry& entry, float sent) {
     if (feeds()) feedback_.residual[entry.index] += lost(entry.value, as_stored(sent), factor);
   });
   gather(rank(), here);
 }
 
-void TopkComm::gather(int owner, Place from) {
+template <class Base>
+void TopkComm<Base>::gather(int owner, Place from) {
   const TopkReader list = reader(from, true);
   visit_dtype(operation_.dtype, [&](auto element) {
     using T = decltype(element);
@@ -137,8 +140,9 @@ void TopkComm::gather(int owner, Place from) {
   });
 }
 
+template <class Base>
 template <class T>
-void TopkComm::scatter(const TopkReader& list, const TopkRegion& region) {
+void TopkComm<Base>::scatter(const TopkReader& list, const TopkRegion& region) {
   for (std::int64_t j = 0; j < region.chunks(); ++j) {
     const Range chunk = region.chunk(j);
     T* const to = static_cast<T*>(output_) + chunk.begin;
@@ -150,7 +154,8 @@ void TopkComm::scatter(const TopkReader& list, const TopkRegion& region) {
   }
 }
 
-float TopkComm::as_stored(float value) const {
+template <class Base>
+float TopkComm<Base>::as_stored(float value) const {
   switch (operation_.dtype) {
     case DType::f16:
       return load(store<Half>(value));
@@ -160,5 +165,18 @@ float TopkComm::as_stored(float value) const {
       return value;
   }
 }
+
+// What an algorithm instantiates besides is in the header.
+#define PYCOMM_INSTANTIATE(Base)                                                          \
+  template TopkComm<Base>::TopkComm(Base&, TopkWorkspace&, const Operation&, const Call&, \
+                                    std::uint32_t);                                       \
+  template void TopkComm<Base>::announce();                                               \
+  template TopkReader TopkComm<Base>::reader(Place, bool);                                \
+  template void TopkComm<Base>::stage(int);                                               \
+  template void TopkComm<Base>::reduce_region();                                          \
+  template void TopkComm<Base>::gather(int, Place)
+PYCOMM_INSTANTIATE(Comm);
+PYCOMM_INSTANTIATE(Link);
+#undef PYCOMM_INSTANTIATE
 
 }  // namespace pycomm::cpu

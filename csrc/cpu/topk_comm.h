@@ -43,15 +43,29 @@ struct TopkRegions {
   Chunk operator()(std::int64_t, int owner) const { return {owner, owner, owner, 1}; }
 };
 
+template <class Base>
 class TopkComm {
  public:
   static constexpr bool kCoded = true;
 
   // Counts; the caller then begins the operation on `comm` with list() for a tensor.
-  // `operation` is the call's, with its algorithm chosen.
-  TopkComm(Comm& comm, TopkWorkspace& workspace, const Operation& operation, const Call& call);
+  // `operation` is the call's, with its algorithm chosen; `limit` the safe_magnitude().
+  TopkComm(Base& comm, TopkWorkspace& workspace, const Operation& operation, const Call& call,
+           std::uint32_t limit);
+  // This rank's, and once announced, of all.
   Outlook outlook() const { return outlook_; }
-  std::byte* begin_area();
+  // Bytes for the lists of rank r.
+  std::int64_t area_bytes(int r) const { return area_.bytes(r); }
+  // A list that a rank has written for an owner or, a result, for all: where, and its bytes.
+  std::byte* list(int r, int owner, bool result) const {
+    return areas_[static_cast<std::size_t>(r)] + (result ? area_.result() : area_.list(owner));
+  }
+  std::int64_t room(int owner, bool result) const { return area_.room(owner, result); }
+  std::int64_t list_bytes(int owner, bool result) const {
+    return TopkReader(region(owner), operation_.codec.values, list(rank(), owner, result),
+                      room(owner, result))
+        .bytes();
+  }
 
   int rank() const { return comm_.rank(); }
   int size() const { return comm_.size(); }
@@ -87,7 +101,7 @@ class TopkComm {
 
  private:
   TopkRegion region(int owner) const { return area_.region(owner); }
-  TopkReader reader(Place list, bool result);
+  TopkReader reader(Place place, bool result);
   bool feeds() const {
     return feedback_.residual != nullptr && outlook_.overflow == 0 && outlook_.unused == 0;
   }
@@ -100,14 +114,14 @@ class TopkComm {
   void scatter(const TopkReader& list, const TopkRegion& region);
   float as_stored(float value) const;
 
-  Comm& comm_;
+  Base& comm_;
   TopkWorkspace& workspace_;
   const Operation& operation_;
   const Feedback& feedback_;
   Candidates candidates_;
   void* output_;
   TopkArea area_;
-  Outlook outlook_;  // this rank's, and once announced, of all
+  Outlook outlook_;
   bool nonfinite_ = false;
   std::vector<std::byte*> areas_;  // every rank's
   std::vector<TopkReader> readers_;

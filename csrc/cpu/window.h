@@ -31,6 +31,7 @@ struct Control {
   Flag flags[kSlots];
   alignas(128) std::atomic<std::uint64_t> waiting;  // for whom and what, while a wait is long
   alignas(128) std::atomic<std::uint32_t> left;     // no operation will follow
+  alignas(128) std::atomic<std::uint32_t> beats;    // moves while it waits for another machine
   alignas(128) std::atomic<std::uint64_t> abort;    // rank 0's serves the whole group
 };
 

@@ -1,0 +1,77 @@
+// Transports between machines for Python, which brings the one over torch.distributed.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <atomic>
+
+#include "bind/python.h"
+#include "cpu/transport.h"
+
+namespace py = pybind11;
+
+namespace pycomm::bind {
+namespace {
+
+using cpu::LocalTransport;
+using cpu::Parcel;
+using cpu::Round;
+using cpu::Transport;
+
+// Whose post(), stop() and leave() a Python class defines.
+class PythonTransport : public Transport {
+ public:
+  void post(const Round& round) override {
+    const py::gil_scoped_acquire gil;
+    find("post")(parcels(round.sends), parcels(round.receives));
+  }
+  void stop(std::uint64_t abort_word) override {
+    const py::gil_scoped_acquire gil;
+    find("stop")(abort_word);
+  }
+  // Also from a destructor, where there is nobody to tell of a failure.
+  void leave() override {
+    const py::gil_scoped_acquire gil;
+    try {
+      find("leave")();
+    } catch (py::error_already_set& error) {
+      error.discard_as_unraisable("leaving a group");
+    }
+  }
+  int awaited() const override { return awaited_; }
+  void await(int host) { awaited_ = host; }
+
+ private:
+  py::function find(const char* name) const {
+    return py::get_override(static_cast<const Transport*>(this), name);
+  }
+  static py::list parcels(const std::vector<Parcel>& parcels) {
+    py::list list;
+    for (const Parcel& parcel : parcels) {
+      list.append(
+          py::make_tuple(parcel.host, reinterpret_cast<std::uintptr_t>(parcel.data), parcel.bytes));
+    }
+    return list;
+  }
+
+  std::atomic<int> awaited_{-1};
+};
+
+}  // namespace
+
+void bind_transport(py::module_& m) {
+  py::class_<Transport, PythonTransport, std::shared_ptr<Transport>>(m, "Transport")
+      .def(py::init<>())
+      .def("complete", &Transport::complete)
+      .def("lose", &Transport::lose, py::arg("host"))
+      .def("stopped", &Transport::stopped, py::arg("abort_word"))
+      .def(
+          "await_host",
+          [](Transport& transport, int host) {
+            dynamic_cast<PythonTransport&>(transport).await(host);
+          },
+          py::arg("host"));
+  py::class_<LocalTransport, Transport, std::shared_ptr<LocalTransport>>(m, "LocalTransport")
+      .def_static("make", &LocalTransport::make, py::arg("hosts"));
+}
+
+}  // namespace pycomm::bind

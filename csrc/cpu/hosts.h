@@ -1,0 +1,98 @@
+// The operations of a group that spans machines, in three phases.
+//
+//   1. Inside each machine: reduce-scatter to the ranks that carry stripes (core/stripes.h), in the
+//      order of ranks. A partial sum is rounded to the tensor's type, which is what travels.
+//   2. Between machines, stripe by stripe in parallel: two-shot in the order of machines
+//      (core/between.h). AVG divides here, once, by the number of all ranks.
+//   3. Inside each machine: all-gather of the stripes.
+//
+// So a tensor crosses each machine's link as in one exchange per machine, however many ranks it has.
+//
+// Compressed, the ranks of a machine act as one: what goes through the codec is the fp32 sum of their
+// gradients, with the sum of their residuals and of their velocities. These sums move to the rank that
+// carries the stripe and stay there, so that sums over ranks are what they would be anyway. Stripes
+// take turns by index. Where every machine has one rank, tensors go through the codec as they are, and
+// the bits are those of one machine with as many ranks.
+#pragma once
+
+#include <memory>
+
+#include "core/call.h"
+#include "core/stripes.h"
+#include "cpu/link.h"
+#include "cpu/parts.h"
+#include "cpu/topk_comm.h"
+
+namespace pycomm::cpu {
+
+class Hosts {
+ public:
+  // `transport`: of the stripe that this rank carries; null if it carries none.
+  Hosts(Comm& comm, Machines machines, std::shared_ptr<Transport> transport,
+        Clock::duration timeout);
+
+  // Runs an operation whose algorithm has been chosen. Of a compressed one, returns whether a value
+  // was not finite.
+  bool run(const Operation& operation, const Call& call, void (*interrupt)());
+
+  const Machines& machines() const { return machines_; }
+  // Over this rank's link, in the last operation.
+  LinkTraffic traffic() const { return link_ == nullptr ? LinkTraffic{} : link_->traffic(); }
+  // A rank is to blame for the group's end: tells this machine, as far as it does not know, and the
+  // others.
+  void stop(Reason reason, int rank) {
+    comm_.abort(abort_word(reason, rank));
+    if (link_ != nullptr) link_->stop();
+  }
+  void leave() {
+    if (link_ != nullptr) link_->leave();
+  }
+
+ private:
+  // A machine's gradient, residual and velocity, as far as this rank carries them.
+  struct Carried {
+    Operation operation;
+    Call call;
+  };
+
+  bool carries() const { return link_ != nullptr; }
+  void begin(const Operation& operation, void (*interrupt)());
+  Operation phase(const Operation& operation, std::int64_t count) const;
+
+  void all_reduce(const Operation& operation, const Call& call);
+  void reduce_scatter(const Operation& operation, const Call& call);
+  void all_gather(const Operation& operation, const Call& call);
+  void broadcast(const Operation& operation, const Call& call);
+  void barrier(const Operation& operation);
+
+  void reduce_to_stripes(const Operation& operation, std::int64_t count, const void* input,
+                         void* output);
+  void gather_stripes(const Operation& operation, std::int64_t count, void* data);
+  Range stripe(const Operation& operation, std::int64_t begin, std::int64_t count) const;
+  void exchange_plain(const Operation& operation, PlainPart::Work work);
+  std::int64_t segment(int machine, std::int64_t block) const {
+    return machines_.before(machine) * block;
+  }
+  const std::byte* in_machine_order(const void* blocks, std::int64_t bytes, bool from_rank_order,
+                                    std::byte* to) const;
+
+  bool compressed(const Operation& operation, const Call& call);
+  bool compressed_sum(const Operation& operation, const Call& call);
+  Outlook exchange_coded(const Operation& operation, const Call& call, float largest_result,
+                         bool together);
+  Outlook agree(Outlook mine, bool together);
+  float* fold(const Operation& operation, const Cycles& cycles, const float* mine, Scratch& to);
+  Carried carry(const Operation& operation, const Call& call, const Cycles& cycles);
+  const float* widened(const Operation& operation, const void* input);
+  Outlook unpack(const Operation& operation, const Call& call, const Carried& carried,
+                 const Cycles& cycles, Outlook outlook);
+  void keep(const Operation& operation, const Cycles& cycles, const float* carried, float* state);
+
+  Comm& comm_;
+  const Machines machines_;
+  std::unique_ptr<Link> link_;
+  TopkWorkspace topk_;
+  Scratch incoming_, blocks_, sums_, wide_, gradient_, residual_, velocity_;
+};
+
+}  // namespace pycomm::cpu

@@ -1,0 +1,132 @@
+#include "cpu/link.h"
+
+namespace pycomm::cpu {
+namespace {
+
+constexpr auto kLook = std::chrono::milliseconds(20);
+constexpr auto kWatchEvery = std::chrono::milliseconds(50);
+// Longer than in shared memory: a machine whose own rank is late says so in time.
+constexpr auto kGrace = std::chrono::milliseconds(500);
+
+}  // namespace
+
+Link::Link(Comm& local, std::shared_ptr<Transport> transport, const Machines& machines,
+           Clock::duration timeout)
+    : local_(local),
+      transport_(std::move(transport)),
+      machines_(machines),
+      timeout_(timeout),
+      greetings_(static_cast<std::size_t>(machines.count())),
+      areas_(static_cast<std::size_t>(machines.count())) {
+  transport_->listen([this](std::uint64_t word) { local_.abort(word); });
+  watcher_ = std::thread([this] { watch(); });
+}
+
+Link::~Link() {
+  leave();
+  watcher_.join();
+  transport_->listen({});
+}
+
+void Link::watch() {
+  std::unique_lock lock(left_mutex_);
+  while (!left_changed_.wait_for(lock, kWatchEvery, [&] { return left_; })) {
+    if (local_.aborted() != 0) {
+      lock.unlock();
+      return stop();
+    }
+  }
+}
+
+void Link::begin(void (*interrupt)()) {
+  interrupt_ = interrupt;
+  outlook_ = {};
+  traffic_ = {};
+}
+
+void Link::begin_tensor(const Operation& operation, const void* input, void* output,
+                        Outlook outlook) {
+  operation_ = operation;
+  input_ = static_cast<std::byte*>(const_cast<void*>(input));
+  output_ = static_cast<std::byte*>(output);
+  outlook_ = outlook;
+}
+
+void Link::publish() {
+  Greeting& mine = greetings_[static_cast<std::size_t>(rank())];
+  mine = {local_.called(), local_.ordinal(), outlook_};
+  Round round;
+  for (int m = 0; m < size(); ++m) {
+    if (m == rank()) continue;
+    Greeting& theirs = greetings_[static_cast<std::size_t>(m)];
+    round.sends.push_back({m, reinterpret_cast<std::byte*>(&mine), sizeof(Greeting)});
+    round.receives.push_back({m, reinterpret_cast<std::byte*>(&theirs), sizeof(Greeting)});
+  }
+  greeted_ = post(round);
+}
+
+void Link::meet() {
+  wait(greeted_);
+  outlook_ = greetings_[0].outlook;
+  const Greeting& first = greetings_[0];
+  for (int m = 1; m < size(); ++m) {
+    const Greeting& other = greetings_[static_cast<std::size_t>(m)];
+    outlook_ = outlook_ | other.outlook;
+    if (other.operation == first.operation && other.sequence == first.sequence) continue;
+    local_.abort(abort_word(Reason::mismatch, number(m)));
+    throw mismatch(number(0), first.operation, number(m), other.operation, local_.pid_of(number(m)),
+                   local_.ordinal());
+  }
+}
+
+std::int64_t Link::post(const Round& round) {
+  for (const Parcel& parcel : round.sends) traffic_.sent += parcel.bytes;
+  for (const Parcel& parcel : round.receives) traffic_.received += parcel.bytes;
+  transport_->post(round);
+  return ++posted_;
+}
+
+void Link::wait(std::int64_t round) {
+  const Clock::time_point start = Clock::now();
+  Clock::time_point lost_at = Clock::time_point::max();
+  while (!transport_->wait(round, kLook)) {
+    local_.beat();
+    look_for_failure(start, lost_at);
+    if (interrupt_ != nullptr) interrupt_();
+  }
+}
+
+void Link::look_for_failure(Clock::time_point start, Clock::time_point& lost_at) {
+  local_.check_aborted();
+  const Clock::time_point now = Clock::now();
+  const int machine = transport_->awaited();
+  if (machine < 0) return;
+  if (!transport_->lost(machine)) {
+    lost_at = Clock::time_point::max();
+  } else if (lost_at == Clock::time_point::max()) {
+    lost_at = now;
+  }
+  // What it has sent before may still be on its way through this process.
+  if (now > lost_at && now - lost_at > kGrace) {
+    local_.abort(abort_word(Reason::peer_died, number(machine)));
+  } else if (now - start > timeout_ + kGrace) {
+    local_.abort(abort_word(Reason::timeout, number(machine)));
+  }
+  local_.check_aborted();
+}
+
+void Link::stop() {
+  if (const std::uint64_t word = local_.aborted()) transport_->stop(word);
+}
+
+void Link::leave() {
+  {
+    const std::lock_guard lock(left_mutex_);
+    if (left_) return;
+    left_ = true;
+    left_changed_.notify_all();
+  }
+  transport_->leave();
+}
+
+}  // namespace pycomm::cpu

@@ -1,0 +1,234 @@
+#include "cpu/parts.h"
+
+namespace pycomm::cpu {
+
+PlainPart::PlainPart(Link& link, const Operation& operation, Work work, Scratch& scratch)
+    : link_(link),
+      work_(std::move(work)),
+      element_size_(size_of(operation.dtype)),
+      loop_(reduce_loop(operation.dtype, operation.op, true)),
+      incoming_(scratch.bytes(kTilesUnderWay * link.size() * kParcelBytes)),
+      sources_(static_cast<std::size_t>(link.size())) {
+  for (const Range& owned : work_.owned) {
+    tiles_ = std::max(tiles_, Tiles{owned.count, kParcelBytes / element_size_}.count());
+  }
+}
+
+Range PlainPart::piece(std::int64_t t, int machine) const {
+  const Range& owned = work_.owned[static_cast<std::size_t>(machine)];
+  const Tiles tiles{owned.count, kParcelBytes / element_size_};
+  if (t >= tiles.count()) return {owned.begin, 0};
+  const Range tile = tiles[t];
+  return {owned.begin + tile.begin, tile.count};
+}
+
+Round PlainPart::staged(std::int64_t t) const {
+  Round round;
+  const Range mine = piece(t, link_.rank());
+  for (int m = 0; m < link_.size(); ++m) {
+    if (m == link_.rank()) continue;
+    const Range theirs = piece(t, m);
+    if (theirs.count > 0) round.sends.push_back(parcel(m, at(theirs), theirs));
+    if (mine.count > 0) round.receives.push_back(parcel(m, incoming(t, m), mine));
+  }
+  return round;
+}
+
+void PlainPart::reduce(std::int64_t t) {
+  const Range mine = piece(t, link_.rank());
+  if (mine.count == 0) return;
+  for (int m = 0; m < link_.size(); ++m) {
+    sources_[static_cast<std::size_t>(m)] = m == link_.rank() ? at(mine) : incoming(t, m);
+  }
+  const Target here{at(mine), false};
+  cpu::reduce(loop_, &here, 1, sources_.data(), link_.size(), mine.count, element_size_,
+              link_.contributors());
+}
+
+Round PlainPart::reduced(std::int64_t t) const {
+  Round round;
+  const Range mine = piece(t, link_.rank());
+  for (int m = 0; m < link_.size(); ++m) {
+    if (m == link_.rank()) continue;
+    const Range theirs = piece(t, m);
+    if (mine.count > 0) round.sends.push_back(parcel(m, at(mine), mine));
+    if (theirs.count > 0) round.receives.push_back(parcel(m, at(theirs), theirs));
+  }
+  return round;
+}
+
+CodedStaging BlocksPart::staging(const Codec& codec) {
+  const std::int64_t payload = payload_size(codec);
+  const std::int64_t elements = kParcelBytes / (kOwnedElements * payload) * kOwnedElements;
+  CodedStaging staging = CodedStaging::in(0, codec);
+  staging.slot = elements / kStagingSlots;
+  return staging;
+}
+
+BlocksPart::BlocksPart(Link& link, CodedComm<Link>& coded, const Operation& operation,
+                       Scratch& scratch)
+    : link_(link),
+      coded_(coded),
+      staging_(staging(operation.codec)),
+      scaled_(operation.codec.kind == CodecKind::int8),
+      turns_per_tile_(kStagingSlots * staging_.slot / kOwnedElements),
+      region_bytes_(kStagingSlots * staging_.slot * staging_.payload +
+                    (kStagingSlots * staging_.slot >> staging_.shift) * 4),
+      turns_{link, first_element(operation), kOwnedElements},
+      regions_(scratch.bytes(kTilesUnderWay * 3 * link.size() * region_bytes_)) {}
+
+Place BlocksPart::region(std::int64_t t, Use use, int machine) const {
+  const std::int64_t index =
+      (t % kTilesUnderWay * 3 + static_cast<int>(use)) * link_.size() + machine;
+  const int writer = use == Use::contribution ? link_.rank() : machine;
+  return {regions_ + index * region_bytes_, writer, 0};
+}
+
+template <class Visit>
+std::int64_t BlocksPart::each_run(std::int64_t t, int owner, Visit visit) const {
+  const std::int64_t first = t * turns_per_tile_;
+  const std::int64_t end = std::min(first + turns_per_tile_, turns_.tiles().count());
+  std::int64_t elements = 0;
+  for (std::int64_t turn = first; turn < end; ++turn) {
+    const Chunk chunk = turns_(turn, owner);
+    visit(Range{chunk.input, chunk.count}, elements);
+    elements += chunk.count;
+  }
+  return elements;
+}
+
+std::int64_t BlocksPart::elements(std::int64_t t, int owner) const {
+  return each_run(t, owner, [](const Range&, std::int64_t) {});
+}
+
+void BlocksPart::add_parcels(std::vector<Parcel>& parcels, int machine, const Place& region,
+                             std::int64_t elements) const {
+  if (elements == 0) return;
+  const Encoded encoded = staging_[region];
+  const std::int64_t payload = elements * staging_.payload;
+  const std::int64_t scales = scaled_ ? ceil_div(elements, staging_.block) * 4 : 0;
+  if (encoded.payload + payload == reinterpret_cast<std::byte*>(encoded.scales)) {
+    parcels.push_back({machine, encoded.payload, payload + scales});
+    return;
+  }
+  parcels.push_back({machine, encoded.payload, payload});
+  if (scaled_) {
+    parcels.push_back({machine, reinterpret_cast<std::byte*>(encoded.scales), scales});
+  }
+}
+
+// Of every part, this machine's own as well: nobody has a better copy.
+void BlocksPart::stage(std::int64_t t) {
+  for (int m = 0; m < link_.size(); ++m) {
+    const Place to = region(t, Use::contribution, m);
+    each_run(t, m, [&](const Range& run, std::int64_t begin) {
+      coded_.copy(coded_.at(to, begin), coded_.at(coded_.input(), run.begin), run.count);
+    });
+  }
+}
+
+Round BlocksPart::staged(std::int64_t t) const {
+  Round round;
+  const std::int64_t mine = elements(t, link_.rank());
+  for (int m = 0; m < link_.size(); ++m) {
+    if (m == link_.rank()) continue;
+    add_parcels(round.sends, m, region(t, Use::contribution, m), elements(t, m));
+    add_parcels(round.receives, m, region(t, Use::incoming, m), mine);
+  }
+  return round;
+}
+
+// The result takes the place of the own contribution.
+void BlocksPart::reduce(std::int64_t t) {
+  const int me = link_.rank();
+  const Place own = region(t, Use::contribution, me);
+  each_run(t, me, [&](const Range& run, std::int64_t begin) {
+    const auto from = [&](int m) {
+      return coded_.at(m == me ? own : region(t, Use::incoming, m), begin);
+    };
+    const auto to = [&](int i) {
+      return i == 0 ? coded_.at(own, begin) : coded_.at(coded_.output(), run.begin);
+    };
+    coded_.reduce(2, to, link_.size(), from, run.count, true);
+  });
+}
+
+Round BlocksPart::reduced(std::int64_t t) const {
+  Round round;
+  const int me = link_.rank();
+  for (int m = 0; m < link_.size(); ++m) {
+    if (m == me) continue;
+    add_parcels(round.sends, m, region(t, Use::contribution, me), elements(t, me));
+    add_parcels(round.receives, m, region(t, Use::result, m), elements(t, m));
+  }
+  return round;
+}
+
+void BlocksPart::gather(std::int64_t t) {
+  for (int m = 0; m < link_.size(); ++m) {
+    if (m == link_.rank()) continue;
+    const Place from = region(t, Use::result, m);
+    each_run(t, m, [&](const Range& run, std::int64_t begin) {
+      coded_.copy(coded_.at(coded_.output(), run.begin), coded_.at(from, begin), run.count);
+    });
+  }
+}
+
+ListsPart::ListsPart(Link& link, TopkComm<Link>& coded)
+    : link_(link),
+      coded_(coded),
+      sent_(static_cast<std::size_t>(link.size())),
+      received_(static_cast<std::size_t>(link.size())) {}
+
+void ListsPart::stage(std::int64_t) {
+  for (int m = 0; m < link_.size(); ++m) {
+    coded_.copy({coded_.list(link_.rank(), m, false), link_.rank(), m}, lists(m), 1);
+  }
+}
+
+Round ListsPart::staged(std::int64_t) { return with_lengths(false); }
+
+void ListsPart::reduce(std::int64_t) {
+  const int me = link_.rank();
+  const auto from = [&](int m) { return Place{coded_.list(m, me, false), m, me}; };
+  coded_.reduce(1, from, link_.size(), from, 1, true);
+}
+
+Round ListsPart::reduced(std::int64_t) { return with_lengths(true); }
+
+void ListsPart::gather(std::int64_t) {
+  for (int m = 0; m < link_.size(); ++m) {
+    if (m == link_.rank()) continue;
+    coded_.copy({nullptr, link_.rank(), m}, {coded_.list(m, m, true), m, m}, 1);
+  }
+}
+
+// The lists that this rank has written for the others, or for all, and theirs.
+Round ListsPart::with_lengths(bool result) {
+  Round lengths, round;
+  const int me = link_.rank();
+  for (int m = 0; m < link_.size(); ++m) {
+    if (m == me) continue;
+    const auto i = static_cast<std::size_t>(m);
+    sent_[i] = coded_.list_bytes(result ? me : m, result);
+    lengths.sends.push_back({m, reinterpret_cast<std::byte*>(&sent_[i]), sizeof(sent_[i])});
+    lengths.receives.push_back({m, reinterpret_cast<std::byte*>(&received_[i]), sizeof(sent_[i])});
+  }
+  link_.wait(link_.post(lengths));
+  for (int m = 0; m < link_.size(); ++m) {
+    if (m == me) continue;
+    const auto i = static_cast<std::size_t>(m);
+    const int owner = result ? m : me;
+    PYCOMM_CHECK(received_[i] >= 0 && received_[i] <= coded_.room(owner, result),
+                 "a list from another machine must fit its place");
+    if (sent_[i] > 0) {
+      round.sends.push_back({m, coded_.list(me, result ? me : m, result), sent_[i]});
+    }
+    if (received_[i] > 0) {
+      round.receives.push_back({m, coded_.list(m, owner, result), received_[i]});
+    }
+  }
+  return round;
+}
+
+}  // namespace pycomm::cpu

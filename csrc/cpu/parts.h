@@ -1,0 +1,119 @@
+// What one rank's link does in an exchange (core/between.h): of a tensor as it is, of encoded blocks,
+// of top-k lists.
+#pragma once
+
+#include "core/between.h"
+#include "cpu/coded_comm.h"
+#include "cpu/link.h"
+#include "cpu/topk_comm.h"
+
+namespace pycomm::cpu {
+
+// The most bytes of a parcel.
+inline constexpr std::int64_t kParcelBytes = 256 << 10;
+
+// A tensor as it is, sent from where it lies; what others own comes to where it shall lie.
+class PlainPart {
+ public:
+  // The elements that each machine owns, and where they lie. `reduces`: they are sums of all
+  // machines' contributions, which all have here; `gathers`: all get them, here.
+  struct Work {
+    std::byte* data;
+    std::vector<Range> owned;
+    bool reduces;
+    bool gathers;
+  };
+
+  PlainPart(Link& link, const Operation& operation, Work work, Scratch& scratch);
+
+  std::int64_t tiles() const { return tiles_; }
+  bool reduces() const { return work_.reduces; }
+  bool gathers() const { return work_.gathers; }
+  void stage(std::int64_t) {}
+  Round staged(std::int64_t t) const;
+  void reduce(std::int64_t t);
+  Round reduced(std::int64_t t) const;
+  void gather(std::int64_t) {}
+
+ private:
+  Range piece(std::int64_t t, int machine) const;
+  Parcel parcel(int to, std::byte* data, const Range& range) const {
+    return {to, data, range.count * element_size_};
+  }
+  std::byte* at(const Range& range) const { return work_.data + range.begin * element_size_; }
+  std::byte* incoming(std::int64_t t, int machine) const {
+    return incoming_ + (t % kTilesUnderWay * link_.size() + machine) * kParcelBytes;
+  }
+
+  Link& link_;
+  Work work_;
+  const std::int64_t element_size_;
+  const ReduceLoop loop_;
+  std::int64_t tiles_ = 0;
+  std::byte* incoming_;
+  std::vector<const void*> sources_;
+};
+
+// Blocks of encoded elements. Machines own them by index, as ranks do on one machine
+// (CyclicChunks); a tile is so many turns that a parcel is worth its trip.
+class BlocksPart {
+ public:
+  BlocksPart(Link& link, CodedComm<Link>& coded, const Operation& operation, Scratch& scratch);
+  // As the codec's executor needs it.
+  static CodedStaging staging(const Codec& codec);
+
+  std::int64_t tiles() const { return ceil_div(turns_.tiles().count(), turns_per_tile_); }
+  static constexpr bool reduces() { return true; }
+  static constexpr bool gathers() { return true; }
+  void stage(std::int64_t t);
+  Round staged(std::int64_t t) const;
+  void reduce(std::int64_t t);
+  Round reduced(std::int64_t t) const;
+  void gather(std::int64_t t);
+
+ private:
+  // What this rank sends to an owner; what it receives to reduce; results.
+  enum class Use { contribution, incoming, result };
+
+  Place region(std::int64_t t, Use use, int machine) const;
+  // visit(range of the tensor, index of its first element in a region).
+  template <class Visit>
+  std::int64_t each_run(std::int64_t t, int owner, Visit visit) const;
+  void add_parcels(std::vector<Parcel>& parcels, int machine, const Place& region,
+                   std::int64_t elements) const;
+  std::int64_t elements(std::int64_t t, int owner) const;
+
+  Link& link_;
+  CodedComm<Link>& coded_;
+  const CodedStaging staging_;
+  const bool scaled_;
+  const std::int64_t turns_per_tile_;
+  const std::int64_t region_bytes_;
+  CyclicChunks<Link> turns_;
+  std::byte* regions_;
+};
+
+// Lists of top-k, in one tile. How long a list is goes ahead of it.
+class ListsPart {
+ public:
+  ListsPart(Link& link, TopkComm<Link>& coded);
+
+  static constexpr std::int64_t tiles() { return 1; }
+  static constexpr bool reduces() { return true; }
+  static constexpr bool gathers() { return true; }
+  void stage(std::int64_t);
+  Round staged(std::int64_t);
+  void reduce(std::int64_t);
+  Round reduced(std::int64_t);
+  void gather(std::int64_t);
+
+ private:
+  Place lists(int r) const { return {nullptr, r}; }
+  Round with_lengths(bool result);
+
+  Link& link_;
+  TopkComm<Link>& coded_;
+  std::vector<std::int64_t> sent_, received_;  // bytes
+};
+
+}  // namespace pycomm::cpu

@@ -1,0 +1,191 @@
+"""Groups that span machines: who is where, and the way between machines over torch.distributed.
+
+What happens on which machine and what travels is C++'s (csrc/cpu/hosts.h). Here is what carries it.
+The ranks that carry a stripe, one of each machine, have a torch.distributed process group of their
+own, so that no other traffic comes between. Sends and receives are posted in the order of the
+group's operations, and a thread waits for them in that order.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import queue
+import threading
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from pycomm import _C
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Parcel = tuple[int, int, int]  # machine, address, bytes
+
+_DATA, _CONTROL, _NOTHING = range(3)  # tags
+_FOREVER = timedelta(days=365)  # deadlines are the group's business
+_FAREWELL = timedelta(milliseconds=200)
+_AT_ONCE = timedelta(milliseconds=1)
+_LEFT = 0  # instead of an abort word
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Which ranks share a machine.
+
+    Attributes:
+        ranks: of each machine, ascending; machines by their first rank.
+        here: the index of this rank's machine.
+    """
+
+    ranks: tuple[tuple[int, ...], ...]
+    here: int
+
+    @classmethod
+    def of(cls, identities: Sequence[str], rank: int) -> Machines:
+        """From every rank's identity; see :func:`pycomm._rendezvous.machine_identity`."""
+        found: dict[str, list[int]] = {}
+        for r, identity in enumerate(identities):
+            found.setdefault(identity, []).append(r)
+        here = list(found).index(identities[rank])
+        return cls(tuple(tuple(ranks) for ranks in found.values()), here)
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        """The ranks of this machine."""
+        return self.ranks[self.here]
+
+    @property
+    def stripes(self) -> int:
+        """How many ranks of every machine exchange with other machines; of one machine, none."""
+        return min(map(len, self.ranks)) if len(self.ranks) > 1 else 0
+
+
+def connect(machines: Machines, rank: int, process_group: Any, timeout: float) -> Link | None:
+    """The way from this rank to those that carry the same stripe; None if it carries none.
+
+    A collective call of those.
+    """
+    stripe = machines.local.index(rank)
+    if stripe >= machines.stripes:
+        return None
+    members = [ranks[stripe] for ranks in machines.ranks]
+    world_ranks = [dist.get_global_rank(process_group, member) for member in members]
+    group = dist.new_group(
+        world_ranks,
+        timeout=timedelta(seconds=timeout),
+        backend="gloo",
+        use_local_synchronization=True,
+    )
+    order = sorted(world_ranks)
+    peers = {host: order.index(world_rank) for host, world_rank in enumerate(world_ranks)}
+    del peers[machines.here]
+    return Link(group, peers)
+
+
+class Link(_C.Transport):
+    """Carries one stripe over a process group.
+
+    Args:
+        process_group: of the ranks that carry the stripe.
+        peers: the ranks in it of the other machines.
+    """
+
+    def __init__(self, process_group: Any, peers: dict[int, int]) -> None:
+        super().__init__()
+        self._group = process_group._get_backend(torch.device("cpu"))
+        self._peers = peers
+        self._rounds: queue.SimpleQueue[list[tuple[int, Any]] | None] = queue.SimpleQueue()
+        self._ending = threading.Lock()
+        self._ended = False
+        self._waiter = threading.Thread(target=self._wait, name="pycomm-link", daemon=True)
+        self._waiter.start()
+        for host in peers:
+            threading.Thread(
+                target=self._listen, args=(host,), name="pycomm-link-control", daemon=True
+            ).start()
+        atexit.register(self.leave)  # as long as there are threads and modules
+
+    def post(self, sends: list[Parcel], receives: list[Parcel]) -> None:
+        """Starts a round."""
+        works: list[tuple[int, Any]] = []
+        for start, parcels in ((self._group.recv, receives), (self._group.send, sends)):
+            for host, address, nbytes in parcels:
+                works.append((host, self._start(start, host, _memory(address, nbytes), _DATA)))
+        self._rounds.put(works)
+
+    def stop(self, abort_word: int) -> None:
+        """Tells the others why; nothing touches posted memory any more when this returns."""
+        if not self._end():
+            return
+        self._tell(abort_word)
+        # A receive that is given up closes the connections, which ends all that wait for them.
+        for host in self._peers:
+            _finish(self._start(self._group.recv, host, torch.empty(1), _NOTHING), _AT_ONCE)
+        self._rounds.put(None)
+        self._waiter.join(1.0)
+
+    def leave(self) -> None:
+        """Tells the others that nothing will follow."""
+        if self._end():
+            self._tell(_LEFT)
+            self._rounds.put(None)
+
+    def _end(self) -> bool:
+        """Whether this is the end, and not one after it."""
+        with self._ending:
+            first, self._ended = not self._ended, True
+        if first:
+            atexit.unregister(self.leave)
+        return first
+
+    def _tell(self, word: int) -> None:
+        message = torch.tensor([word])
+        works = [self._start(self._group.send, host, message, _CONTROL) for host in self._peers]
+        for work in works:
+            _finish(work, _FAREWELL)
+
+    def _start(self, start: Any, host: int, memory: torch.Tensor, tag: int) -> Any:
+        """None where the connection is lost."""
+        try:
+            return start([memory], self._peers[host], tag)
+        except RuntimeError:
+            self.lose(host)
+            return None
+
+    def _wait(self) -> None:
+        """Completes rounds in their order; none after one that has failed."""
+        failed = False
+        while (works := self._rounds.get()) is not None:
+            for host, work in works:
+                if not failed:
+                    self.await_host(host)
+                if not _finish(work, _FOREVER):
+                    self.lose(host)
+                    failed = True
+            if not failed:
+                self.complete()
+
+    def _listen(self, host: int) -> None:
+        """Waits for a machine's last word."""
+        word = torch.zeros(1, dtype=torch.int64)
+        work = self._start(self._group.recv, host, word, _CONTROL)
+        if _finish(work, _FOREVER) and int(word) != _LEFT:
+            self.stopped(int(word))
+        self.lose(host)
+
+
+def _finish(work: Any, patience: timedelta) -> bool:
+    """Whether it has completed."""
+    try:
+        return work is not None and bool(work.wait(patience))
+    except RuntimeError:
+        return False
+
+
+def _memory(address: int, nbytes: int) -> torch.Tensor:
+    return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)

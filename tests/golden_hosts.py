@@ -1,0 +1,145 @@
+"""What groups that span machines must give, worked out with numpy and nothing of pycomm's.
+
+The ranks of a machine add up first, in order, then the machines do, in order. Uncompressed, what a
+machine's ranks make together is rounded to the tensor's type. Compressed, a machine is one rank of
+the one-machine model, with the sums of its ranks' gradients, residuals and velocities, stripe by
+stripe; the rank that carries a stripe keeps what is left.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import golden
+import golden_compression as reference
+import numpy as np
+import torch
+
+
+def by_machine(things: list, hosts: list[int]) -> list[list]:
+    ends = list(itertools.accumulate(hosts))
+    return [things[end - count : end] for count, end in zip(hosts, ends, strict=True)]
+
+
+def all_reduced(inputs: list[torch.Tensor], op: str, hosts: list[int]) -> torch.Tensor:
+    dtype = inputs[0].dtype
+    partial = [
+        own[0] if len(own) == 1 else golden.narrow(golden.fold(own, op), dtype)
+        for own in by_machine(inputs, hosts)
+    ]
+    return golden.complete(golden.fold(partial, op), op, len(inputs), dtype)
+
+
+def summed(arrays: list[np.ndarray]) -> np.ndarray:
+    total = arrays[0] + np.float32(0)
+    for array in arrays[1:]:
+        total = total + array
+    return total
+
+
+@dataclass
+class Striped(reference.Reduction):
+    """Machines as ranks: results are means over all ranks, and each stripe has its random bits."""
+
+    ranks: int = 1
+    stripes: int = 1
+    stripe: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.divisor = np.float32(self.ranks if self.op == "avg" else 1)
+
+    def pass_on(self, rank: int, values: np.ndarray, at: np.ndarray) -> np.ndarray:
+        sent = self.codec.through(values, rank * self.stripes + self.stripe, self.index[at])
+        self.kept[rank][at] = values - sent
+        return sent
+
+
+@dataclass
+class Exchange:
+    """One compressed all-reduce of flat tensors; what ranks feed back changes in place."""
+
+    inputs: list[torch.Tensor]
+    hosts: list[int]
+    op: str = "avg"
+    residuals: list[np.ndarray] | None = None
+    velocities: list[np.ndarray] | None = None
+    offset: int = 0
+
+    def __post_init__(self) -> None:
+        self.count, self.dtype = self.inputs[0].numel(), self.inputs[0].dtype
+        self.stripes = min(self.hosts)
+        self.index = np.arange(self.offset, self.offset + self.count)
+        self.result = torch.zeros(self.count, dtype=self.dtype)
+
+    def of_machines(self, arrays: list[np.ndarray] | None, at: np.ndarray) -> list | None:
+        if arrays is None:
+            return None
+        return [summed([a[at] for a in own]) for own in by_machine(arrays, self.hosts)]
+
+    def keep(self, arrays: list[np.ndarray] | None, kept: list | None, at: np.ndarray, s: int):
+        """The rank that carries the stripe has it all."""
+        if arrays is None:
+            return
+        for own, carried in zip(by_machine(arrays, self.hosts), kept, strict=True):
+            for i, array in enumerate(own):
+                array[at] = carried if i == s else 0
+
+    def stripe(self, s: int, turn: int) -> tuple[np.ndarray, int, np.ndarray]:
+        """Its elements, the index of the first among all the stripe's, the owners' machines."""
+        length = turn * len(self.hosts)
+        whole = np.arange(self.offset + self.count)
+        mine = whole // length % self.stripes == s
+        at = np.flatnonzero(mine[self.offset :])
+        return at, int(mine[: self.offset].sum()), self.index[at] % length // turn
+
+    def put(self, made: torch.Tensor, at: np.ndarray, owners: np.ndarray, kept: list | None):
+        """The result in the tensor's type; its owner keeps what that loses."""
+        self.result[torch.from_numpy(at)] = golden.narrow(made.numpy(), self.dtype)
+        divisor = np.float32(len(self.inputs) if self.op == "avg" else 1)
+        lost = (made.numpy() - reference.rounded(made.numpy(), self.dtype)) * divisor
+        for machine, residual in enumerate(kept or []):
+            residual[owners == machine] += lost[owners == machine]
+
+    def blocks(self, codec: reference.Codec) -> torch.Tensor:
+        for s in range(self.stripes):
+            at, offset, owners = self.stripe(s, reference.OWNED)
+            gradients = self.of_machines([golden.widen(x) for x in self.inputs], at)
+            residuals = self.of_machines(self.residuals, at)
+            work = Striped(
+                [torch.from_numpy(g) for g in gradients],
+                codec,
+                self.op,
+                residuals,
+                offset,
+                ranks=len(self.inputs),
+                stripes=self.stripes,
+                stripe=s,
+            )
+            made = reference.two_shot(work)
+            self.put(made, at, owners, residuals)
+            self.keep(self.residuals, residuals, at, s)
+        return self.result
+
+    def top_k(self, k: int, values: torch.dtype, momentum: float) -> torch.Tensor:
+        for s in range(self.stripes):
+            at, offset, owners = self.stripe(s, reference.CHUNK)
+            gradients = self.of_machines([golden.widen(x) for x in self.inputs], at)
+            residuals = self.of_machines(self.residuals, at)
+            velocities = self.of_machines(self.velocities, at)
+            made = reference.top_k(
+                [torch.from_numpy(g) for g in gradients],
+                -(-k * len(at) // self.count),
+                values,
+                self.op,
+                residuals,
+                velocities,
+                momentum,
+                offset,
+                ranks=len(self.inputs),
+            )
+            self.put(made, at, owners, residuals)
+            self.keep(self.residuals, residuals, at, s)
+            self.keep(self.velocities, velocities, at, s)
+        return self.result

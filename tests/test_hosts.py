@@ -1,0 +1,163 @@
+"""Groups that span machines: the collectives, for even and uneven layouts; threads."""
+
+from __future__ import annotations
+
+import golden
+import golden_hosts
+import pytest
+import torch
+
+import pycomm
+
+LAYOUTS = [[1, 1], [2, 2], [2, 1], [1, 1, 1], [3, 1], [1, 2, 3], [2, 2, 2, 2]]
+OPS = ("sum", "avg", "min", "max", "prod")
+DTYPES = (
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32,
+    torch.uint8,
+)  # fmt: skip
+
+
+def tensor(dtype: torch.dtype, count: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    if dtype.is_floating_point:
+        return torch.randn(count, generator=generator).to(dtype)
+    low = 0 if dtype == torch.uint8 else -50
+    return torch.randint(low, 50, (count,), generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_all_reduce_adds_up_machine_by_machine(world, hosts, dtype):
+    size, count = sum(hosts), 5003
+    inputs = [tensor(dtype, count, rank) for rank in range(size)]
+    groups = world(size, hosts=hosts, staging_bytes=32 << 10)
+    for op in OPS:
+        results = groups.run(
+            lambda group, op=op: pycomm.all_reduce(inputs[group.rank].clone(), op, group=group)
+        )
+        wanted = golden_hosts.all_reduced(inputs, op, hosts)
+        assert all(golden.same_bits(result, wanted) for result in results), op
+
+
+@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
+@pytest.mark.parametrize("count", [0, 1, 17, 100_003, 1_200_001])
+def test_counts_and_ways_into_memory(world, hosts, count):
+    """Tiles of several parcels; tensors in windows; out of place."""
+    size = sum(hosts)
+    inputs = [tensor(torch.float32, count, rank) for rank in range(size)]
+    wanted = golden_hosts.all_reduced(inputs, "sum", hosts)
+
+    def body(group):
+        mine = inputs[group.rank]
+        out = pycomm.all_reduce(mine, out=torch.empty_like(mine), group=group)
+        inside = group.empty(count).copy_(mine)
+        pycomm.all_reduce(inside, group=group)
+        work = pycomm.all_reduce(later := mine.clone(), group=group, async_op=True)
+        work.wait()
+        return [out, inside, later]
+
+    for results in world(size, hosts=hosts).run(body):
+        assert all(golden.same_bits(result, wanted) for result in results)
+
+
+@pytest.mark.parametrize("hosts", [[1, 1, 1, 1], [1, 1, 1]], ids=str)
+def test_one_rank_per_machine_is_as_on_one_machine(world, hosts):
+    def body(group):
+        x = tensor(torch.bfloat16, 70_001, group.rank)
+        return pycomm.all_reduce(x, "avg", group=group)
+
+    spanning = world(len(hosts), hosts=hosts).run(body)
+    together = world(len(hosts)).run(body)
+    assert golden.same_bits(spanning[0], together[0])
+
+
+@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
+@pytest.mark.parametrize("block", [0, 3, 40_001])
+def test_other_collectives(world, hosts, block):
+    size = sum(hosts)
+    inputs = [tensor(torch.float32, block * size, rank) for rank in range(size)]
+
+    def body(group):
+        mine = inputs[group.rank]
+        reduced = pycomm.reduce_scatter(torch.empty(block), mine, "avg", group=group)
+        gathered = pycomm.all_gather(torch.empty(block * size), mine[:block], group=group)
+        told = [pycomm.broadcast(mine.clone(), source, group=group) for source in range(group.size)]
+        pycomm.barrier(group=group)
+        return reduced, gathered, told
+
+    wanted = golden_hosts.all_reduced(inputs, "avg", hosts)
+    blocks = torch.cat([x[:block] for x in inputs])
+    for rank, (reduced, gathered, told) in enumerate(world(size, hosts=hosts).run(body)):
+        assert golden.same_bits(reduced, wanted[rank * block : (rank + 1) * block])
+        assert golden.same_bits(gathered, blocks)
+        assert all(golden.same_bits(x, inputs[source]) for source, x in enumerate(told))
+
+
+GREETING = 48  # bytes, to every other machine
+
+
+@pytest.mark.parametrize("hosts", [[1, 1], [2, 2], [3, 1], [2, 2, 2]], ids=str)
+def test_bytes_between_machines(world, hosts):
+    """One exchange per machine, however many ranks it has; and as explain() says."""
+    count = 300_000
+
+    def body(group):
+        pycomm.all_reduce(torch.zeros(count), group=group)
+        plan = group.explain(4 * count)
+        return group.link_traffic(), (plan.bytes_out, plan.bytes_in), group.stripes
+
+    machines = len(hosts)
+    seen = world(sum(hosts), hosts=hosts).run(body)
+    for ranks in golden_hosts.by_machine(seen, hosts):
+        stripes = ranks[0][2]
+        greetings = GREETING * (machines - 1)
+        for i, (traffic, planned, _) in enumerate(ranks):
+            extra = greetings if i < stripes else 0
+            assert traffic == (planned[0] + extra, planned[1] + extra)
+        sent = sum(traffic[0] for traffic, _, _ in ranks)
+        ideal = 2 * (machines - 1) / machines * 4 * count
+        assert sent == pytest.approx(ideal, rel=0.01)
+
+
+def test_what_a_group_says_of_itself(world):
+    groups = world(3, hosts=[2, 1])
+    assert [group.hosts for group in groups] == [((0, 1), (2,))] * 3
+    assert [group.stripes for group in groups] == [1] * 3
+    assert [group.rank for group in groups] == [0, 1, 2]
+    assert [group.size for group in groups] == [3] * 3
+    assert groups.groups[0].explain(1024).path == "2 machines, 1 stripe"
+    assert (world(2).groups[0].hosts, world(2).groups[0].stripes) == (((0, 1),), 0)
+
+
+@pytest.mark.parametrize("hosts", [[2], [1, 2, 1], [3, 0], [-1, 4]], ids=str)
+def test_hosts_must_make_up_the_world(hosts):
+    with pytest.raises(ValueError, match=r"hosts must be positive and make up size, 3, got"):
+        pycomm.LocalWorld(3, hosts=hosts)
+
+
+@pytest.mark.parametrize("algorithm", ["one_shot", "ring", "tree"])
+def test_algorithms_of_one_machine_are_refused(world, algorithm):
+    group = world(2, hosts=[1, 1]).groups[0]
+    message = (
+        f"algorithm must be auto or two_shot in a group that spans machines, got '?{algorithm}"
+    )
+    with pytest.raises(ValueError, match=message):
+        pycomm.all_reduce(torch.ones(3), algorithm=algorithm, group=group)
+    with pytest.raises(ValueError, match=message):
+        pycomm.all_reduce(torch.ones(3), algorithm=algorithm, group=group, async_op=True)
+    with pytest.raises(ValueError, match=message):
+        group.explain(12, algorithm=algorithm)
+
+
+def test_operations_of_a_compiled_graph(world):
+    """torch.ops take the group's name, and know the whole group's size."""
+
+    def body(group):
+        x = torch.full((5,), float(group.rank))
+        torch.ops.pycomm.all_reduce_(x, "sum", "auto", group.name)
+        out = torch.empty(4)
+        torch.ops.pycomm.all_gather_(out, torch.tensor([float(group.rank)]), group.name)
+        torch.ops.pycomm.broadcast_(y := x.clone() + group.rank, 3, group.name)
+        return x.tolist(), out.tolist(), y.tolist()
+
+    assert world(4, hosts=[2, 2]).run(body) == [([6.0] * 5, [0.0, 1.0, 2.0, 3.0], [9.0] * 5)] * 4

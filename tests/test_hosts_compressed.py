@@ -1,0 +1,187 @@
+"""Compressed all-reduces between machines: the model's bits, nothing lost, few bytes."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import compressing
+import golden
+import golden_hosts
+import numpy as np
+import pytest
+import torch
+from compressing import Case
+
+import pycomm
+
+LAYOUTS = [[1, 1], [2, 2], [2, 1], [1, 1, 1], [1, 3, 2], [2, 2, 2]]
+INT8, TOPK = pycomm.Int8(), pycomm.TopK(density=0.01)
+
+
+@dataclass
+class Model:
+    """What all ranks should have, step by step."""
+
+    case: Case
+    hosts: list[int]
+
+    def __post_init__(self) -> None:
+        def zeros():
+            return [np.zeros(self.case.count, np.float32) for _ in range(sum(self.hosts))]
+
+        self.residuals = zeros() if self.case.feedback else None
+        self.velocities = zeros() if self.case.compressor.momentum else None
+
+    def step(self, step: int) -> torch.Tensor:
+        case = self.case
+        exchange = golden_hosts.Exchange(
+            [case.input(rank, step) for rank in range(sum(self.hosts))],
+            self.hosts,
+            case.op,
+            self.residuals,
+            self.velocities,
+            case.offset,
+        )
+        if isinstance(case.compressor, pycomm.TopK):
+            k = compressing.sent_elements(case.compressor, case.count)
+            return exchange.top_k(k, case.compressor.values, case.compressor.momentum)
+        return exchange.blocks(compressing.codec_of(case.compressor, case.dtype, step))
+
+
+def check(case: Case, hosts: list[int], groups) -> None:
+    seen = groups.run(compressing.run, case)
+    model = Model(case, hosts)
+    for step in range(case.steps):
+        wanted = model.step(step)
+        for rank, steps in enumerate(seen):
+            assert golden.same_bits(steps[step].result, wanted), (step, rank)
+            if case.feedback:
+                kept = torch.from_numpy(model.residuals[rank])
+                assert golden.same_bits(steps[step].residual, kept), (step, rank)
+            if model.velocities is not None:
+                kept = torch.from_numpy(model.velocities[rank])
+                assert golden.same_bits(steps[step].velocity, kept), (step, rank)
+
+
+@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(INT8, count=1000, steps=2),
+        Case(INT8, count=200_003, offset=65_536 + 256, steps=2),
+        Case(INT8, torch.bfloat16, count=150_000, op="sum", steps=2),
+        Case(pycomm.Int8(block=1024, rounding="stochastic", seed=5), count=150_000, steps=2),
+        Case(pycomm.Cast(), count=150_000, feedback=False),
+        Case(pycomm.Identity(), torch.float16, count=70_000, steps=2),
+        Case(TOPK, count=3000, steps=3),
+        Case(TOPK, count=400_003, steps=2),
+        Case(pycomm.TopK(k=2000, values=torch.int8), torch.float16, count=300_000, steps=2),
+        Case(pycomm.TopK(density=0.02, momentum=0.9), count=200_000, op="sum", steps=2),
+    ],
+    ids=str,
+)
+def test_follows_the_model(world, hosts, case):
+    check(case, hosts, world(sum(hosts), hosts=hosts))
+
+
+@pytest.mark.parametrize("case", [Case(INT8, count=900_000), Case(INT8, count=2_500_000)], ids=str)
+def test_tiles_of_parcels(world, case):
+    """More than one tile under way."""
+    check(case, [2, 2], world(4, hosts=[2, 2]))
+
+
+@pytest.mark.parametrize("compressor", [INT8, TOPK, pycomm.Cast()], ids=str)
+@pytest.mark.parametrize("size", [2, 3])
+def test_one_rank_per_machine_is_as_on_one_machine(world, size, compressor):
+    case = Case(compressor, torch.bfloat16, count=300_000, steps=2)
+    spanning = world(size, hosts=[1] * size).run(compressing.run, case)
+    together = world(size).run(compressing.run, case)
+    for apart, whole in zip(spanning, together, strict=True):
+        for a, b in zip(apart, whole, strict=True):
+            assert golden.same_bits(a.result, b.result)
+            assert golden.same_bits(a.residual, b.residual)
+
+
+@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
+@pytest.mark.parametrize("compressor", [INT8, TOPK], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_nothing_is_lost(world, hosts, compressor, dtype):
+    size, count = sum(hosts), 200_000
+    case = Case(compressor, dtype, count=count)
+    before = [torch.randn(count, generator=torch.Generator().manual_seed(r)) for r in range(size)]
+
+    def body(group):
+        residual = before[group.rank].clone()
+        gradient = case.input(group.rank, 0)
+        out = pycomm.compressed_all_reduce(gradient, compressor, residual=residual, group=group)
+        return out, residual
+
+    seen = world(size, hosts=hosts).run(body)
+    given = sum(case.input(r, 0).double() + before[r].double() for r in range(size))
+    had = size * seen[0][0].double() + sum(residual.double() for _, residual in seen)
+    scale = sum(case.input(r, 0).abs().double() + before[r].abs().double() for r in range(size))
+    assert ((given - had).abs() <= 4e-6 * scale).all()
+
+
+@pytest.mark.parametrize("hosts", [[1, 1], [2, 2], [2, 1]], ids=str)
+def test_does_not_depend_on_how_the_whole_is_cut(world, hosts):
+    """Pieces at whole blocks, with offset=, have the bits of the whole; residuals too."""
+    cuts = [0, 8192, 300_032, 300_288, 500_001]
+    inputs = [compressing.gradient(torch.float32, cuts[-1], rank) for rank in range(sum(hosts))]
+
+    def body(group):
+        outcomes = []
+        for bounds in ([0, cuts[-1]], cuts):
+            x, residual = inputs[group.rank].clone(), torch.zeros(cuts[-1])
+            for begin, end in itertools.pairwise(bounds):
+                pycomm.compressed_all_reduce(
+                    x[begin:end], pycomm.Int8(rounding="stochastic"), offset=begin,
+                    residual=residual[begin:end], group=group,
+                )  # fmt: skip
+            outcomes.append((x, residual))
+        return outcomes
+
+    for whole, pieces in world(sum(hosts), hosts=hosts).run(body):
+        assert golden.same_bits(whole[0], pieces[0])
+        assert golden.same_bits(whole[1], pieces[1])
+
+
+@pytest.mark.parametrize("hosts", [[1, 1], [2, 2], [3, 1]], ids=str)
+@pytest.mark.parametrize("compressor", [INT8, TOPK], ids=str)
+def test_infinities_reach_no_residual(world, hosts, compressor):
+    """One rank's infinity is reported on all, and all residuals stay as they were."""
+    size, count = sum(hosts), 100_000
+    last = size - 1
+
+    def body(group):
+        x = compressing.gradient(torch.float32, count, group.rank)
+        if group.rank == last:
+            x[70_000] = float("inf")
+        residual = torch.full((count,), 0.5)
+        work = pycomm.compressed_all_reduce(
+            x, compressor, residual=residual, group=group, async_op=True
+        )
+        return work.nonfinite, bool((residual == 0.5).all())
+
+    assert world(size, hosts=hosts).run(body) == [(True, True)] * size
+
+
+@pytest.mark.parametrize("hosts", [[1, 1], [2, 2]], ids=str)
+def test_bytes_between_machines(world, hosts):
+    """What a machine sends is what a rank of a world of as many sends."""
+    count = 1 << 20
+
+    def body(group):
+        sent = []
+        for compressor in (INT8, TOPK):
+            x = compressing.gradient(torch.float32, count, group.rank)
+            pycomm.compressed_all_reduce(x, compressor, group=group)
+            sent.append(group.link_traffic()[0])
+        return sent
+
+    seen = world(sum(hosts), hosts=hosts).run(body)
+    for ranks in golden_hosts.by_machine(seen, hosts):
+        int8, topk = (sum(sent) for sent in zip(*ranks, strict=True))
+        assert int8 == pytest.approx(INT8.wire_bytes(count, len(hosts)), rel=0.02)
+        assert topk <= 1.02 * TOPK.wire_bytes(count, len(hosts))

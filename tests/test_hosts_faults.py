@@ -1,0 +1,183 @@
+"""Groups that span machines, when something goes wrong: an error on every rank, in time."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import spanning
+import torch
+
+import pycomm
+
+TIMEOUT = 1.5
+
+
+def storm(group: pycomm.Group, folder: str, compressor: pycomm.Compressor | None = None):
+    """Operations without end; what ended them, and when."""
+    x = torch.ones(500_000)
+    for turn in range(100_000):
+        if turn == 3:
+            Path(folder, f"under-way-{group.rank}").touch()
+        try:
+            if compressor is None:
+                pycomm.all_reduce(x, "avg", group=group)
+            else:
+                pycomm.compressed_all_reduce(x, compressor, group=group)
+        except pycomm.CollectiveError as error:
+            at = time.monotonic()
+            with pytest.raises(pycomm.GroupUnusable):
+                pycomm.barrier(group=group)
+            group.close()
+            return type(error), error.rank, at
+    return None
+
+
+def wait_for_start(folder: Path, size: int) -> None:
+    end = time.monotonic() + 30
+    while len(list(folder.glob("under-way-*"))) < size:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("compressor", [None, pycomm.Int8()], ids=str)
+@pytest.mark.parametrize(("hosts", "victim"), [([1, 1], 1), ([2, 2], 0), ([2, 1], 1)], ids=str)
+def test_a_killed_rank(tmp_path, hosts, victim, compressor):
+    """Whether it carries a stripe or not: all survivors raise, those beside it by its name."""
+    with spanning.ranks(hosts, storm, str(tmp_path), compressor, timeout=20.0) as ranks:
+        wait_for_start(tmp_path, sum(hosts))
+        killed = ranks.signal(victim, signal.SIGKILL)
+        survivors = [rank for rank in range(sum(hosts)) if rank != victim]
+        for outcome in ranks.wait_for(survivors, 30):
+            assert outcome.error is None, outcome.trace
+            kind, blamed, at = outcome.value
+            assert (kind, blamed) == (pycomm.PeerDied, victim)
+            assert at - killed < 3  # seconds, where cores are shared; mostly 0.6
+
+
+@pytest.mark.parametrize(("hosts", "victim"), [([1, 1], 0), ([2, 1], 1)], ids=str)
+def test_a_stopped_rank(tmp_path, hosts, victim):
+    with spanning.ranks(hosts, storm, str(tmp_path), timeout=TIMEOUT) as ranks:
+        wait_for_start(tmp_path, sum(hosts))
+        stopped = ranks.signal(victim, signal.SIGSTOP)
+        survivors = [rank for rank in range(sum(hosts)) if rank != victim]
+        for outcome in ranks.wait_for(survivors, 30):
+            assert outcome.error is None, outcome.trace
+            kind, blamed, at = outcome.value
+            assert (kind, blamed) == (pycomm.Timeout, victim)
+            assert TIMEOUT - 0.1 < at - stopped < TIMEOUT + 2
+        ranks.signal(victim, signal.SIGCONT)
+        (late,) = ranks.wait_for([victim], 30)
+        assert issubclass(late.value[0], pycomm.CollectiveError)
+
+
+def aborting(group: pycomm.Group):
+    """Rank 1, which carries nothing, stops all while they wait for it."""
+    if group.rank == 1:
+        time.sleep(0.3)
+        group.abort()
+        return "aborted"
+    try:
+        pycomm.barrier(group=group)
+    except pycomm.Aborted as error:
+        return error.rank
+    return None
+
+
+def test_abort_reaches_other_machines():
+    assert spanning.run([2, 1], aborting, timeout=20.0) == [1, "aborted", 1]
+
+
+def disagreeing(group: pycomm.Group):
+    try:
+        pycomm.all_reduce(torch.ones(100), "max" if group.rank == 2 else "sum", group=group)
+    except pycomm.Mismatch as error:
+        return error.rank
+    return None
+
+
+def test_machines_that_disagree():
+    assert spanning.run([2, 1], disagreeing, timeout=20.0) == [2, 2, 2]
+
+
+def leaving(group: pycomm.Group, early: bool):
+    """Rank 0 leaves after the last operation; or before."""
+    x = torch.ones(300_000)
+    pycomm.all_reduce(x, group=group)
+    if group.rank == 0 and early:
+        group.close()
+        return "left"
+    if group.rank > 0:
+        time.sleep(0.3)
+    try:
+        pycomm.all_reduce(x, group=group)
+    except pycomm.PeerDied as error:
+        return error.rank
+    return float(x[0])
+
+
+@pytest.mark.parametrize("hosts", [[1, 1], [2, 1]], ids=str)
+def test_leaving(hosts):
+    size = sum(hosts)
+    assert spanning.run(hosts, leaving, False, timeout=20.0) == [float(size**2)] * size
+    assert spanning.run(hosts, leaving, True, timeout=20.0) == ["left"] + [0] * (size - 1)
+
+
+def slow(group: pycomm.Group):
+    """A link on which every round takes a while; the whole takes longer than the timeout."""
+    from pycomm import _hosts
+
+    original = _hosts.Link.complete
+
+    def late(link):
+        time.sleep(0.04)
+        original(link)
+
+    _hosts.Link.complete = late
+    begin = time.monotonic()
+    x = torch.ones(4_000_000)
+    pycomm.all_reduce(x, group=group)
+    assert time.monotonic() - begin > 1.5 * group.timeout
+    return float(x[0])
+
+
+def test_a_slow_link_raises_nothing():
+    """Nor with the rank that only waits for the one that waits for the link."""
+    assert spanning.run([2, 1], slow, timeout=1.0) == [3.0] * 3
+
+
+def raises_on(group: pycomm.Group, culprit: int):
+    if group.rank == culprit:
+        raise KeyError("my own")
+    with pytest.raises(pycomm.PeerDied) as caught:
+        pycomm.all_reduce(torch.ones(1000), group=group)
+    assert caught.value.rank == culprit
+    raise caught.value
+
+
+@pytest.mark.parametrize("culprit", [0, 1, 2])
+def test_a_thread_that_raises(world, culprit):
+    with pytest.raises(KeyError, match="my own"):
+        world(3, hosts=[2, 1]).run(raises_on, culprit)
+
+
+def test_abort_of_threads(world):
+    groups = world(3, hosts=[2, 1])
+    assert groups.run(aborting) == [1, "aborted", 1]
+
+
+def missing(group: pycomm.Group):
+    if group.rank == 2:
+        time.sleep(2.5)
+        return None
+    begin = time.monotonic()
+    with pytest.raises(pycomm.Timeout) as caught:
+        pycomm.barrier(group=group)
+    assert 0.9 < time.monotonic() - begin < 2.2
+    return caught.value.rank
+
+
+def test_threads_that_do_not_come(world):
+    assert world(3, timeout=1.0, hosts=[2, 1]).run(missing) == [2, 2, None]

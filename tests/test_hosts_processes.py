@@ -1,0 +1,103 @@
+"""Groups that span machines, as processes over Gloo: the bits of LocalWorld(hosts=)."""
+
+from __future__ import annotations
+
+import compressing
+import pytest
+import spanning
+import torch
+from compressing import Case
+
+import pycomm
+
+LAYOUTS = [[1, 1], [2, 2], [2, 1], [1, 1, 1], [3, 1]]
+
+
+def everything(group: pycomm.Group) -> list[torch.Tensor]:
+    """One of each operation, sync and async."""
+    made = []
+    for dtype, op in [(torch.float32, "avg"), (torch.bfloat16, "sum"), (torch.int64, "max")]:
+        x = (compressing.gradient(torch.float32, 400_001, group.rank) * 100).to(dtype)
+        made.append(pycomm.all_reduce(x.clone(), op, group=group))
+        made.append(y := x.clone())
+        pycomm.all_reduce(y, op, group=group, async_op=True).wait()
+    x = compressing.gradient(torch.float32, 7 * group.size, group.rank)
+    made.append(pycomm.reduce_scatter(torch.empty(7), x, group=group))
+    made.append(pycomm.all_gather(torch.empty(7 * group.size), x[:7], group=group))
+    made.append(pycomm.broadcast(x, group.size - 1, group=group))
+    for compressor in (pycomm.Int8(), pycomm.TopK(0.01), pycomm.Cast()):
+        case = Case(compressor, torch.bfloat16, count=700_001, steps=2)
+        for step in compressing.run(group, case):
+            made += [step.result, step.residual]
+    pycomm.barrier(group=group)
+    return made
+
+
+@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
+def test_the_bits_of_threads(world, hosts):
+    wanted = world(sum(hosts), hosts=hosts).run(everything)
+    for rank, made in enumerate(spanning.run(hosts, everything)):
+        for i, (got, expected) in enumerate(zip(made, wanted[rank], strict=True)):
+            compressing.compare(f"tensor {i} of rank {rank}", got, expected)
+
+
+def where(group: pycomm.Group) -> tuple:
+    return group.hosts, group.stripes, group.rank, group.size
+
+
+def test_ranks_find_out_who_is_where():
+    hosts = ((0, 1, 2), (3,))
+    assert spanning.run([3, 1], where) == [(hosts, 1, rank, 4) for rank in range(4)]
+
+
+def train(group: pycomm.Group, bucket_mb: float, compressor: pycomm.Compressor | None):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(300, 200), torch.nn.Tanh(), torch.nn.Linear(200, 9))
+    wrapped = pycomm.DataParallel(model, compression=compressor, bucket_mb=bucket_mb, group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(group.rank)
+    for _ in range(3):
+        optimizer.zero_grad()
+        wrapped(torch.randn(8, 300, generator=generator)).square().mean().backward()
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("compressor", [None, pycomm.Int8(), pycomm.TopK(0.02)], ids=str)
+def test_the_wrapper(world, compressor):
+    """The same parameters everywhere, whatever the buckets."""
+    wanted = world(3, hosts=[2, 1]).run(train, 25, compressor)
+    for rank, got in enumerate(spanning.run([2, 1], train, 0.1, compressor)):
+        compressing.compare(f"parameters of rank {rank}", got, wanted[0])
+
+
+def train_with_hook(group: pycomm.Group, name: str, bucket_mb: float) -> torch.Tensor:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(300, 200), torch.nn.Tanh(), torch.nn.Linear(200, 9))
+    parallel = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=bucket_mb)
+    if name == "int8":
+        state = pycomm.hooks.Int8State(model.named_parameters(), group=group)
+        parallel.register_comm_hook(state, pycomm.hooks.int8_hook)
+    else:
+        state = pycomm.hooks.TopKState(model.named_parameters(), density=0.02, group=group)
+        parallel.register_comm_hook(state, pycomm.hooks.topk_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(group.rank)
+    for _ in range(3):
+        optimizer.zero_grad()
+        parallel(torch.randn(8, 300, generator=generator)).square().mean().backward()
+        optimizer.step()
+    saved = state.state_dict()
+    state.load_state_dict(saved)
+    assert state.stats()["bytes_wire"] > 0
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("name", ["int8", "topk"])
+def test_hooks(world, name):
+    """With DistributedDataParallel; the bits of the wrapper, for every layout of buckets."""
+    compressor = pycomm.Int8() if name == "int8" else pycomm.TopK(0.02)
+    wanted = world(4, hosts=[2, 2]).run(train, 25, compressor)
+    for bucket_mb in (0.05, 25):
+        for rank, got in enumerate(spanning.run([2, 2], train_with_hook, name, bucket_mb)):
+            compressing.compare(f"parameters of rank {rank}", got, wanted[0])
