@@ -105,6 +105,8 @@ class Exchange:
     def blocks(self, codec: reference.Codec) -> torch.Tensor:
         for s in range(self.stripes):
             at, offset, owners = self.stripe(s, reference.OWNED)
+            if not len(at):
+                continue
             gradients = self.of_machines([golden.widen(x) for x in self.inputs], at)
             residuals = self.of_machines(self.residuals, at)
             work = Striped(
@@ -125,6 +127,8 @@ class Exchange:
     def top_k(self, k: int, values: torch.dtype, momentum: float) -> torch.Tensor:
         for s in range(self.stripes):
             at, offset, owners = self.stripe(s, reference.CHUNK)
+            if not len(at):
+                continue
             gradients = self.of_machines([golden.widen(x) for x in self.inputs], at)
             residuals = self.of_machines(self.residuals, at)
             velocities = self.of_machines(self.velocities, at)

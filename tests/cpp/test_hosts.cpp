@@ -1,6 +1,6 @@
 // Groups that span machines, which are imagined: ranks as threads, so that sanitizers see every
 // machine. The numbers are the Python tests' business.
-#include <random>
+#include <cmath>
 #include <vector>
 
 #include "world.h"
