@@ -103,6 +103,9 @@ class Exchange:
             residual[owners == machine] += lost[owners == machine]
 
     def blocks(self, codec: reference.Codec) -> torch.Tensor:
+        if max(self.hosts) == 1:  # as on one machine
+            work = reference.Reduction(self.inputs, codec, self.op, self.residuals, self.offset)
+            return reference.two_shot(work)
         for s in range(self.stripes):
             at, offset, owners = self.stripe(s, reference.OWNED)
             if not len(at):

@@ -50,9 +50,17 @@ def test_ranks_find_out_who_is_where():
     assert spanning.run([3, 1], where) == [(hosts, 1, rank, 4) for rank in range(4)]
 
 
-def train(group: pycomm.Group, bucket_mb: float, compressor: pycomm.Compressor | None):
-    torch.manual_seed(0)
+def make_model() -> torch.nn.Module:
+    """The same in every thread, which share torch's generator."""
     model = torch.nn.Sequential(torch.nn.Linear(300, 200), torch.nn.Tanh(), torch.nn.Linear(200, 9))
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.uniform_(parameter, -0.06, 0.06, generator=generator)
+    return model
+
+
+def train(group: pycomm.Group, bucket_mb: float, compressor: pycomm.Compressor | None):
+    model = make_model()
     wrapped = pycomm.DataParallel(model, compression=compressor, bucket_mb=bucket_mb, group=group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(group.rank)
@@ -72,8 +80,7 @@ def test_the_wrapper(world, compressor):
 
 
 def train_with_hook(group: pycomm.Group, name: str, bucket_mb: float) -> torch.Tensor:
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(300, 200), torch.nn.Tanh(), torch.nn.Linear(200, 9))
+    model = make_model()
     parallel = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=bucket_mb)
     if name == "int8":
         state = pycomm.hooks.Int8State(model.named_parameters(), group=group)
@@ -87,9 +94,9 @@ def train_with_hook(group: pycomm.Group, name: str, bucket_mb: float) -> torch.T
         optimizer.zero_grad()
         parallel(torch.randn(8, 300, generator=generator)).square().mean().backward()
         optimizer.step()
+    assert state.stats()["bytes_wire"] > 0
     saved = state.state_dict()
     state.load_state_dict(saved)
-    assert state.stats()["bytes_wire"] > 0
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 

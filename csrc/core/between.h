@@ -28,7 +28,7 @@ inline constexpr std::int64_t kTilesUnderWay = 2 * kAhead + 1;
 // staged() and reduced() are the rounds.
 template <class Link, class Part>
 void exchange(Link& link, Part& part) {
-  std::int64_t staged[kTilesUnderWay], reduced[kTilesUnderWay];
+  std::int64_t staged[kTilesUnderWay]{}, reduced[kTilesUnderWay]{};
   const std::int64_t tiles = part.tiles();
   const auto in_range = [&](std::int64_t t) { return t >= 0 && t < tiles; };
   for (std::int64_t step = 0; step < tiles + 2 * kAhead; ++step) {
