@@ -99,6 +99,11 @@ class CommState:
         self.group = group if group is not None else default_group()
         self._tag = self.group._next_tag()
 
+    @property
+    def gradient_group(self) -> Group | None:
+        """Who exchanges gradients in this step."""
+        return self.group
+
     def start(
         self,
         buffer: torch.Tensor,

@@ -56,7 +56,8 @@ class Parameters:
             elements.
 
     Attributes:
-        entries: by the parameter's id. Parameters live as long as this does.
+        entries: by the parameter's id.
+        tensors: the parameters, in the order of `entries`; they live as long as this does.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Parameters:
             raise ValueError("exclude must come with params: it is asked by name")
         self.known = params is not None
         self._exclude = exclude if exclude is not None else is_small
-        self._kept: list[torch.Tensor] = []
+        self.tensors: list[torch.Tensor] = []
         self.entries: dict[int, Entry] = {}
         first = 0
         for name, parameter in () if params is None else _checked(params):
@@ -94,7 +95,7 @@ class Parameters:
     def _add(self, name: str, parameter: torch.Tensor, first: int) -> Entry:
         dense = bool(self._exclude(name, parameter))
         entry = Entry(name, parameter.shape, dense_strides(parameter), first, dense)
-        self._kept.append(parameter)
+        self.tensors.append(parameter)
         self.entries[id(parameter)] = entry
         return entry
 

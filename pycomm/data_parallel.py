@@ -8,12 +8,10 @@ meanwhile. In which order gradients come is learned in the first backward.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import inspect
-import math
 import weakref
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,12 +19,14 @@ from torch import nn
 from torch._compile import _disable_dynamo as not_compiled
 from torch.autograd import Variable
 from torch.autograd.graph import Node
-from torch.utils import _pytree as pytree
 
 from pycomm._buckets import Bucket, Slab, partition
 from pycomm._comm_state import CommState
+from pycomm._graphs import leads_to, tensors_in
+from pycomm._local_sgd import LocalSGDState
 from pycomm._parameters import Exclude
-from pycomm.collectives import Work, all_reduce, broadcast
+from pycomm._weighing import Weighing
+from pycomm.collectives import all_reduce, broadcast
 from pycomm.compression import Compressor
 from pycomm.group import Group
 
@@ -53,11 +53,16 @@ class DataParallel(nn.Module):
         exclude: see :class:`pycomm.hooks.CommState`.
         grad_scaler: see :class:`pycomm.hooks.CommState`.
         warmup_steps: see :class:`pycomm.hooks.CommState`.
-        broadcast_buffers: give everyone rank 0's buffers before every forward with gradients.
+        broadcast_buffers: give everyone rank 0's buffers before every forward with gradients; with
+            `local_sgd`, before the first one after an exchange.
+        local_sgd: exchanges parameters every so many steps instead of gradients in backward; its
+            ``step()`` must be called after every optimizer's. It has its own options in place of
+            those above.
 
     Attributes:
         module: what was wrapped; ``state_dict`` and ``load_state_dict`` are its own.
-        comm_state: statistics, and residuals to save; see :class:`pycomm.hooks.CommState`.
+        comm_state: statistics, and residuals to save: `local_sgd` if given, else a
+            :class:`pycomm.hooks.CommState`.
 
     Raises:
         ValueError, TypeError: an argument is not as described.
@@ -75,6 +80,7 @@ class DataParallel(nn.Module):
         grad_scaler: torch.amp.GradScaler | None = None,
         warmup_steps: int = 0,
         broadcast_buffers: bool = True,
+        local_sgd: LocalSGDState | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):
@@ -86,16 +92,21 @@ class DataParallel(nn.Module):
                 "module must not have an argument `weight` in its forward, which is the wrapper's"
             )
         self.module = module
-        self.comm_state = CommState(
-            compression,
-            module.named_parameters(),
-            group=group,
-            exclude=exclude,
-            grad_scaler=grad_scaler,
-            warmup_steps=warmup_steps,
-            feedback=feedback,
-        )
+        options: dict[str, Any] = {
+            "compressor": compression,
+            "group": group,
+            "exclude": exclude,
+            "grad_scaler": grad_scaler,
+            "warmup_steps": warmup_steps,
+            "feedback": feedback,
+        }
+        self.comm_state: CommState | LocalSGDState
+        if local_sgd is None:
+            self.comm_state = CommState(params=module.named_parameters(), **options)
+        else:
+            self.comm_state = _checked(local_sgd, options)
         self._broadcast_buffers = broadcast_buffers
+        self._agreements_seen = -1  # of local SGD, when buffers were broadcast
         self._parameters_in_order = [p for p in module.parameters() if p.requires_grad][::-1]
         self._frozen = [p for p in module.parameters() if not p.requires_grad]
         self._broadcast([*module.parameters(), *module.buffers()], 0)
@@ -103,11 +114,14 @@ class DataParallel(nn.Module):
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}
         self._lay_out()
-        self._ready: list[torch.Tensor] | None = []  # in the order of the first backward
+        # In the order of the first backward, where that is of interest.
+        self._ready: list[torch.Tensor] | None = None
+        if self.comm_state.gradient_group is not None:
+            self._ready = []
         self._syncing = True
         self._in_backward = False
         self._next = 0  # bucket to be exchanged
-        self._weighing: _Weighing | None = None
+        self._weighing: Weighing | None = None
         self._joined_steps: int | None = None  # none outside of join()
         me = weakref.ref(self)
         for parameter in self._parameters_in_order:
@@ -148,8 +162,14 @@ class DataParallel(nn.Module):
 
         One that has run out takes part in the others' exchanges without counting in the mean. In
         the end all have the parameters and buffers of a rank that was the last to stop; buffers are
-        not exchanged before, and optimizers' states not at all.
+        not exchanged before, and optimizers' states not at all. With `local_sgd`, see
+        :meth:`pycomm.hooks.LocalSGDState.join`; all end with rank 0's buffers.
         """
+        if isinstance(self.comm_state, LocalSGDState):
+            with self.comm_state.join():
+                yield
+            self._broadcast(list(self.module.buffers()), 0)
+            return
         self._joined_steps = 0
         try:
             yield
@@ -185,25 +205,34 @@ class DataParallel(nn.Module):
                 "module must not have parameters that began to require grad when it was wrapped "
                 "already: wrap it anew"
             )
+        group = self.comm_state.gradient_group if self._syncing else None
+        if weight is not None and group is None:
+            raise ValueError("weight must be given where gradients are exchanged, not elsewhere")
         if not self._syncing:
-            if weight is not None:
-                raise ValueError("weight must be given where gradients are exchanged, not before")
             return True
         self._weighing = None
-        if weight is not None or self._joined_steps is not None:
-            self._weighing = _Weighing(1.0 if weight is None else weight, active, self._group)
+        if group is not None and (weight is not None or self._joined_steps is not None):
+            self._weighing = Weighing(1.0 if weight is None else weight, active, group)
         if self._weighing is not None and self._joined_steps is not None:
             self._joined_steps += active
             return self._weighing.active_ranks() > 0
-        if self._broadcast_buffers:
+        if self._broadcast_buffers and self._agree_anew():
             self._broadcast(list(self.module.buffers()), 0)
         return True
+
+    def _agree_anew(self) -> bool:
+        """Whether ranks have come to the same parameters since this was asked last."""
+        state = self.comm_state
+        if not isinstance(state, LocalSGDState):
+            return True
+        before, self._agreements_seen = self._agreements_seen, state.agreements
+        return before != state.agreements and not state.joining
 
     @not_compiled
     def _watch(self, outputs: Any) -> None:
         """Has the backward that begins at these tensors end with the exchange."""
         began = functools.partial(_began, weakref.ref(self))
-        for output in _tensors_in(outputs):
+        for output in tensors_in(outputs):
             if output.grad_fn is not None:
                 output.register_hook(began)  # type: ignore[no-untyped-call]
 
@@ -251,7 +280,7 @@ class DataParallel(nn.Module):
     def _end_backward(self, first: Node | None) -> None:
         """Backward is through; `first` is where it entered the module, if it began in outputs."""
         arrived = any(bucket.arrived for bucket in self._buckets)
-        if not arrived and first is not None and _leads_to(first, self._bucket_of):
+        if not arrived and first is not None and leads_to(first, self._bucket_of):
             self._in_backward = False  # torch.autograd.grad for something else
         else:
             self._exchange_rest()
@@ -292,10 +321,13 @@ class DataParallel(nn.Module):
 
         Raises on every rank where backward has raised on some only: no optimizer may step then.
         """
+        group = self.comm_state.gradient_group
+        if group is None:
+            return []
         without = set(map(id, unused))
         used = [id(p) not in without for p in self._parameters_in_order]
         flags = torch.tensor([*used, raised is True, raised is False]).byte()
-        all_reduce(flags, "max", group=self._group)
+        all_reduce(flags, "max", group=group)
         *anywhere, any_raised, any_fine = flags.tolist()
         if any_raised and any_fine:
             raise RuntimeError("backward has raised on some ranks: its gradients are no mean")
@@ -332,32 +364,14 @@ class DataParallel(nn.Module):
                 begin = end
 
 
-class _Weighing:
-    """The sum of all ranks' weights, on its way."""
-
-    def __init__(self, weight: float, active: bool, group: Group) -> None:
-        if not (weight >= 0 and math.isfinite(weight)):
-            raise ValueError(f"weight must be finite and not negative, got {weight}")
-        self._weight = float(weight)
-        self._size = group.size
-        self._sums = torch.tensor([self._weight, active], dtype=torch.float64)
-        self._work: Work = all_reduce(self._sums, "sum", group=group, async_op=True)
-
-    def active_ranks(self) -> int:
-        """How many have not run out of batches."""
-        self._work.wait()
-        return int(self._sums[1])
-
-    def scale(self, gradients: torch.Tensor) -> None:
-        """Makes a plain mean a weighted one. What has no weight may be infinite, or no number."""
-        self._work.wait()
-        total = float(self._sums[0])
-        if total == 0:
-            raise ValueError("weight must be positive on some rank, got 0 on all")
-        if self._weight == 0:
-            gradients.zero_()
-        else:
-            gradients.mul_(self._weight * self._size / total)
+def _checked(local_sgd: object, options: dict[str, Any]) -> LocalSGDState:
+    """Refuses options that the state has for itself."""
+    if not isinstance(local_sgd, LocalSGDState):
+        raise TypeError(f"local_sgd must be a pycomm.hooks.LocalSGDState, got {local_sgd!r}")
+    for name, value in options.items():
+        if value != inspect.signature(CommState).parameters[name].default:
+            raise ValueError(f"{name} must be given to LocalSGDState where there is one")
+    return local_sgd
 
 
 @not_compiled
@@ -370,28 +384,6 @@ def _arrived(model: weakref.ref[DataParallel], parameter: torch.Tensor) -> None:
 def _began(model: weakref.ref[DataParallel], gradient: torch.Tensor) -> None:  # noqa: ARG001
     if (alive := model()) is not None:
         alive._begin_backward(torch._C._current_autograd_node())
-
-
-def _tensors_in(outputs: Any) -> Iterator[torch.Tensor]:
-    for leaf in pytree.tree_leaves(outputs):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
-        elif dataclasses.is_dataclass(leaf):
-            yield from _tensors_in([getattr(leaf, f.name) for f in dataclasses.fields(leaf)])
-
-
-def _leads_to(node: Node, parameters: Container[int]) -> bool:
-    """Whether a gradient that enters the graph here could get to one of these."""
-    seen: set[Node] = set()
-    ahead = [node]
-    while ahead:
-        node = ahead.pop()
-        if id(getattr(node, "variable", None)) in parameters:
-            return True
-        if node not in seen:
-            seen.add(node)
-            ahead += [following for following, _ in node.next_functions if following is not None]
-    return False
 
 
 def _insert_prefix(

@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from pycomm._comm_state import CommState, NamedParameters
+from pycomm._local_sgd import LocalSGDState
 from pycomm.compression import Int8, TopK
 from pycomm.group import Group
 
@@ -25,10 +26,12 @@ __all__ = [
     "AllReduceState",
     "CommState",
     "Int8State",
+    "LocalSGDState",
     "TopKState",
     "all_reduce_hook",
     "comm_hook",
     "int8_hook",
+    "local_sgd_hook",
     "topk_hook",
 ]
 
@@ -108,7 +111,16 @@ def comm_hook(state: CommState, bucket: GradBucket) -> Future[torch.Tensor]:
     return _run(state, CommState, bucket)
 
 
-def _run(state: CommState, kind: type[CommState], bucket: GradBucket) -> Future[torch.Tensor]:
+def local_sgd_hook(state: LocalSGDState, bucket: GradBucket) -> Future[torch.Tensor]:
+    """Leaves gradients alone, unless the state is in its warm-up or has an inner group."""
+    return _run(state, LocalSGDState, bucket)
+
+
+def _run(
+    state: CommState | LocalSGDState,
+    kind: type[CommState] | type[LocalSGDState],
+    bucket: GradBucket,
+) -> Future[torch.Tensor]:
     if not isinstance(state, kind):
         raise TypeError(f"state must be a pycomm.hooks.{kind.__name__}, got {state!r}")
     if not isinstance(bucket, GradBucket):

@@ -80,6 +80,20 @@ class FusedOptimizer(torch.optim.Optimizer):
             _options.check_param(type(self).__name__, param)
         _options.check_options(group, any(map(_storage.squares, self._state_names(group))))
 
+    # Weights of higher precision, for whoever changes them between steps.
+
+    def full_weights(self, param: torch.Tensor) -> torch.Tensor:
+        """A parameter's weights: fp32 where there is more of them beside it, else the parameter."""
+        state = self.state.get(param, {})
+        if _storage.MASTER in state or _storage.REMAINDER in state:
+            return _storage.joined(param, state)
+        return param.detach()
+
+    @torch.no_grad()
+    def set_full_weights(self, param: torch.Tensor, weights: torch.Tensor) -> None:
+        """Makes a parameter and what stands beside it equal `weights`, in place."""
+        _storage.write_weights(param, self.state.get(param, {}), weights)
+
     # Checkpoints.
 
     def state_dict(self, *, format: str = "pycomm") -> dict[str, Any]:  # noqa: A002

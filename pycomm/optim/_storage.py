@@ -150,6 +150,16 @@ def set_weights(param: torch.Tensor, state: State, master: str, weights: torch.T
         param.detach().copy_(high)
 
 
+def write_weights(param: torch.Tensor, state: Mapping[str, Any], weights: torch.Tensor) -> None:
+    """Writes weights to a parameter and what it has beside it, where they lie."""
+    if MASTER in state:
+        state[MASTER].copy_(weights)
+    elif REMAINDER in state:
+        weights, low = split(weights)
+        state[REMAINDER].copy_(low)
+    param.detach().copy_(weights)
+
+
 class ChangedError(Exception):
     """A parameter is not what its states were made for."""
 

@@ -1,0 +1,388 @@
+"""Exchange of parameters every so many steps, instead of gradients in every one."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch._compile import _disable_dynamo
+from torch.futures import Future
+
+from pycomm._comm_state import CommState, NamedParameters
+from pycomm._outer import Outer, Rule
+from pycomm._parameters import Exclude, Parameters
+from pycomm._residuals import FORMAT
+from pycomm.collectives import all_gather
+from pycomm.compression import Compressor, check_whole
+from pycomm.errors import Mismatch
+from pycomm.group import Group
+
+
+class LocalSGDState:
+    """Lets every rank train by itself, and averages their parameters every `period` steps.
+
+    For links that cannot carry gradients in every step. Under DistributedDataParallel:
+
+    .. code-block:: python
+
+        optimizer = torch.optim.AdamW(model.parameters())
+        local = pycomm.hooks.LocalSGDState(model.named_parameters(), optimizer, period=32)
+        model.register_comm_hook(local, pycomm.hooks.local_sgd_hook)
+        for batch in batches:
+            model(batch).backward()
+            optimizer.step()
+            local.step()
+
+    or ``model = pycomm.DataParallel(model, local_sgd=local)`` instead of the hook.
+
+    By default parameters are averaged (local SGD; Stich, "Local SGD converges fast and communicates
+    little", 2019; with `warmup_steps` post-local SGD; Lin et al., "Don't use large mini-batches,
+    use local SGD", 2020). With ``outer_lr=0.7, outer_momentum=0.9`` the mean of what ranks have
+    learned since the last exchange is the gradient of an outer Nesterov step (DiLoCo; Douillard et
+    al., "DiLoCo: distributed low-communication training of language models", 2023).
+
+    After every exchange all ranks have the same parameters, bit for bit. Optimizers' states and
+    buffers stay each rank's own.
+
+    Args:
+        params: ``model.named_parameters()``.
+        optimizer: of the model, the only one that changes these parameters. Of pycomm's optimizers
+            the weights of higher precision are exchanged, where there are any.
+        period: steps from one exchange to the next.
+        compression: a compressor for what has changed since the last exchange, or None. What it
+            loses is kept by parameter and sent later.
+        outer_lr: how far to go towards the mean.
+        outer_momentum: of the outer steps.
+        warmup_steps: so many steps at the beginning exchange gradients instead, uncompressed.
+        inner_group: ranks that exchange gradients in every step after the warm-up, too, such as
+            those of one machine.
+        group: who exchanges parameters; by default the default group.
+        exclude: see :class:`pycomm.hooks.CommState`.
+
+    Attributes:
+        group: who exchanges parameters.
+        period: steps from one exchange to the next.
+        steps: how many there have been.
+        agreements: how many times all ranks have had the same parameters: steps of the warm-up, and
+            exchanges.
+        joining: inside of :meth:`join`.
+
+    Raises:
+        ValueError, TypeError: an argument is not as described.
+    """
+
+    def __init__(
+        self,
+        params: NamedParameters,
+        optimizer: torch.optim.Optimizer,
+        *,
+        period: int,
+        compression: Compressor | None = None,
+        outer_lr: float = 1.0,
+        outer_momentum: float = 0.0,
+        warmup_steps: int = 0,
+        inner_group: Group | None = None,
+        group: Group | None = None,
+        exclude: Exclude | None = None,
+    ) -> None:
+        if params is None:
+            raise TypeError("params must be model.named_parameters(), got None")
+        _check_options(optimizer, period, outer_lr, outer_momentum, warmup_steps, inner_group)
+        named = list(params)
+        self._parameters = Parameters(named, exclude)
+        self._optimizer = optimizer
+        self._check_optimizer()
+        self._differences = CommState(compression, named, group=group, exclude=exclude)
+        self.group = self._differences.group
+        self.period = period
+        self.steps = self.agreements = 0
+        self._warmup_steps = warmup_steps
+        # Who averages gradients, during the warm-up and after it.
+        self._early = CommState(group=self.group) if warmup_steps else None
+        self._late = None if inner_group is None else CommState(group=inner_group)
+        plain = outer_lr == 1 and not outer_momentum
+        rule = Rule(outer_lr, outer_momentum, compression is not None or not plain)
+        self._outer = Outer(self._parameters, optimizer, rule)
+        options = repr((rule, warmup_steps, compression, inner_group is None))
+        self._options = zlib.crc32(options.encode())
+        self._pending = 0  # steps since the last exchange
+        self.joining = self._left = False
+        self._had_backward = self._had_step = False
+        me = weakref.ref(self)
+        optimizer.register_step_pre_hook(lambda *_: _before_step(me))
+
+    # In backward.
+
+    @property
+    def gradient_group(self) -> Group | None:
+        """Who exchanges gradients in this step, if anybody does."""
+        gradients = self._gradients
+        return None if gradients is None else gradients.group
+
+    def start(
+        self, buffer: torch.Tensor, parameters: Sequence[torch.Tensor], backward: int = -1
+    ) -> Future[Any]:
+        """Takes a bucket of gradients, and leaves it alone unless gradients are exchanged.
+
+        See :meth:`CommState.start`.
+        """
+        gradients = self._note_backward(parameters)
+        if gradients is not None:
+            return gradients.start(buffer, parameters, backward)
+        return _done(buffer)
+
+    @_disable_dynamo
+    def start_in_backward(
+        self, buffer: torch.Tensor, parameters: Sequence[torch.Tensor]
+    ) -> Future[Any]:
+        """See :meth:`start` and :meth:`CommState.start_in_backward`."""
+        gradients = self._note_backward(parameters)
+        if gradients is not None:
+            return gradients.start_in_backward(buffer, parameters)
+        return _done(buffer)
+
+    def finish(self, backward: int = -1) -> None:
+        """See :meth:`CommState.finish`."""
+        if self._gradients is not None:
+            self._gradients.finish(backward)
+
+    # After the optimizer.
+
+    @_disable_dynamo
+    def step(self) -> bool:
+        """Counts a step, and exchanges if it is time; to be called after every optimizer's step.
+
+        A step that a GradScaler has skipped counts, too: other ranks have not skipped it.
+
+        Returns:
+            Whether all ranks have the same parameters now.
+
+        Raises:
+            RuntimeError: there has been no backward of the model since the last call.
+            Otherwise as :meth:`exchange`.
+        """
+        if not self._had_backward:
+            raise RuntimeError(
+                "step() must come once after every optimizer step, and after a backward of a model "
+                "that leaves its gradients to this state: register local_sgd_hook, or pass "
+                "local_sgd= to pycomm.DataParallel"
+            )
+        self._had_backward = self._had_step = False
+        self.steps += 1
+        if self.steps <= self._warmup_steps:
+            self.agreements += 1
+            return True
+        self._pending += 1
+        if (self.steps - self._warmup_steps) % self.period:
+            return False
+        return self.exchange()
+
+    @_disable_dynamo
+    def exchange(self) -> bool:
+        """Exchanges now, wherever in the period: at the end of training, before an evaluation.
+
+        A collective call. Does nothing where no rank has made a step since the last exchange. After
+        an error parameters may be old ones and new ones.
+
+        Returns:
+            Whether there was an exchange.
+
+        Raises:
+            pycomm.Mismatch: ranks are not at the same step, or differ in their settings or in what
+                parameters they had in common.
+            Otherwise as :func:`pycomm.all_reduce`.
+        """
+        self._check_optimizer()
+        if self.steps < self._warmup_steps:
+            return False
+        if not self._outer.anchored:
+            self._outer.anchor()
+        reports = self._compare()
+        active = sum(report.pending > 0 for report in reports)
+        if active == 0:
+            self.steps = max(report.steps for report in reports)
+            return False
+        self._outer.exchange(self._differences, self._pending > 0, self.group.size / active)
+        self._pending = 0
+        self.agreements += 1
+        return True
+
+    @contextlib.contextmanager
+    def join(self) -> Iterator[None]:
+        """Around a training loop: ranks may have different numbers of batches.
+
+        One that has run out takes part in the others' exchanges without counting in the mean, but
+        for the steps that it has made since its last one. In the end all have the same parameters.
+        """
+        if self.steps < self._warmup_steps or self._late is not None:
+            raise ValueError(
+                "join() must come after the warm-up, and without inner_group: gradients are "
+                "exchanged there in every step"
+            )
+        self.joining = True
+        try:
+            yield
+            self._left = True
+            while self.exchange():
+                pass
+        finally:
+            self.joining = self._left = False
+
+    # For loggers and checkpoints.
+
+    def stats(self) -> dict[str, float]:
+        """Of the exchanges of parameters; see :meth:`CommState.stats`."""
+        return self._differences.stats()
+
+    def residual(self, name: str) -> torch.Tensor:
+        """What compression has kept of a parameter's changes: fp32, in its shape; a view."""
+        return self._differences.residual(name)
+
+    def state_dict(self, gathered: bool = False) -> dict[str, Any]:
+        """What must be saved with the model and the optimizer, after :meth:`step`.
+
+        Between exchanges parameters, and always optimizers' states, differ from rank to rank: to go
+        on as if nothing had happened, every rank must save all three.
+
+        Args:
+            gathered: collect every rank's residuals on rank 0; see :meth:`CommState.state_dict`.
+        """
+        differences = self._differences.state_dict(gathered)
+        if not differences:
+            return {}
+        return {
+            "format": FORMAT,
+            "steps": self.steps,
+            "pending": self._pending,
+            "agreements": self.agreements,
+            "outer": self._outer.dump(),
+            "differences": differences,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes back what :meth:`state_dict` gave, bit for bit.
+
+        Raises:
+            ValueError: it is of another model, another rank or other options.
+        """
+        if not isinstance(state_dict, dict) or "outer" not in state_dict:
+            raise ValueError("state_dict must come from state_dict() of a LocalSGDState")
+        self._outer.check(state_dict["outer"])
+        self._differences.load_state_dict(state_dict["differences"])
+        self._outer.load(state_dict["outer"])
+        self.steps = state_dict["steps"]
+        self.agreements = state_dict["agreements"]
+        self._pending = state_dict["pending"]
+        self._had_backward = self._had_step = False
+
+    @property
+    def _gradients(self) -> CommState | None:
+        return self._early if self.steps < self._warmup_steps else self._late
+
+    def _note_backward(self, parameters: Sequence[torch.Tensor]) -> CommState | None:
+        if not self._had_backward:
+            self._parameters.of(parameters)  # raises where they are another model's
+        self._had_backward = True
+        return self._gradients
+
+    def _before_step(self) -> None:
+        """Of the optimizer."""
+        if self._had_step:
+            raise RuntimeError(
+                "step() of the LocalSGDState must be called after every step of the optimizer"
+            )
+        self._had_step = True
+        if self.steps >= self._warmup_steps and not self._outer.anchored:
+            self._outer.anchor()
+
+    def _check_optimizer(self) -> None:
+        """Whoever is not exchanged would drift apart."""
+        for group in self._optimizer.param_groups:
+            for param in group["params"]:
+                if id(param) not in self._parameters.entries and param.requires_grad:
+                    raise ValueError(
+                        "params must name every parameter that the optimizer changes; one of shape "
+                        f"{tuple(param.shape)} is not among them"
+                    )
+
+    def _compare(self) -> list[_Report]:
+        """Every rank's report; raises where they do not go together."""
+        fingerprint = self._outer.fingerprint()
+        mine = _Report(
+            self.steps, self.period, self._options, fingerprint, self._pending, self._left
+        )
+        table = torch.empty(self.group.size, len(mine), dtype=torch.int64)
+        all_gather(table, torch.tensor(mine, dtype=torch.int64), group=self.group)
+        reports = [_Report(*row) for row in table.tolist()]
+        first = next((r for r in reports if not r.left), reports[0])
+        for rank, report in enumerate(reports):
+            if not report.fits(first):
+                against = reports.index(first)
+                raise Mismatch(
+                    f"ranks must exchange parameters at the same step, with the same settings and "
+                    f"from the same parameters: rank {against} {first}, rank {rank} {report}",
+                    rank=rank,
+                    operation="local_sgd",
+                )
+        return reports
+
+
+class _Report(NamedTuple):
+    """What a rank tells the others before an exchange."""
+
+    steps: int
+    period: int
+    options: int
+    parameters: int
+    pending: int
+    left: int
+
+    def fits(self, other: _Report) -> bool:
+        """Whether their ranks may exchange."""
+        here, there = self[1:4], other[1:4]
+        return here == there and (bool(self.left) or self.steps == other.steps)
+
+    def __str__(self) -> str:
+        return (
+            f"at step {self.steps}, period {self.period}, options {self.options:08x}, "
+            f"parameters {self.parameters:08x}"
+        )
+
+
+def _before_step(state: weakref.ref[LocalSGDState]) -> None:
+    if (alive := state()) is not None:
+        alive._before_step()
+
+
+def _done(buffer: torch.Tensor) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(buffer)
+    return future
+
+
+def _check_options(
+    optimizer: object,
+    period: int,
+    outer_lr: float,
+    outer_momentum: float,
+    warmup_steps: int,
+    inner_group: object,
+) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {optimizer!r}")
+    check_whole("period", period)
+    if period < 1:
+        raise ValueError(f"period must be at least 1, got {period}")
+    if not 0 < outer_lr < float("inf"):
+        raise ValueError(f"outer_lr must be positive and finite, got {outer_lr}")
+    if not 0 <= outer_momentum < 1:
+        raise ValueError(f"outer_momentum must be at least 0 and below 1, got {outer_momentum}")
+    check_whole("warmup_steps", warmup_steps)
+    if warmup_steps < 0:
+        raise ValueError(f"warmup_steps must not be negative, got {warmup_steps}")
+    if inner_group is not None and not isinstance(inner_group, Group):
+        raise TypeError(f"inner_group must be a pycomm.Group, got {inner_group!r}")

@@ -1,0 +1,243 @@
+"""Parameters that ranks have in common from one exchange to the next, and the step between.
+
+All arithmetic is element by element, every operation rounded by itself, so that ranks that begin
+with the same bits and are told the same mean end with the same bits, on any processor.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pycomm._buckets import partition
+from pycomm._comm_state import CommState
+from pycomm._parameters import Entry, Parameters
+from pycomm.errors import GroupUnusable
+
+_PIECE_BYTES = 25 << 20
+
+Kind = tuple[torch.dtype, torch.device]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How the mean of what ranks have learned becomes a step (Nesterov's, as in torch.optim.SGD).
+
+    Attributes:
+        lr: 1 without momentum makes the step the mean itself.
+        momentum: of the steps before.
+        on_differences: exchange what has changed since the last exchange, instead of parameters.
+    """
+
+    lr: float
+    momentum: float
+    on_differences: bool
+
+
+def weights_of(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> torch.Tensor:
+    """A parameter's weights as exactly as its optimizer has them; not a copy."""
+    if hasattr(optimizer, "full_weights"):
+        weights: torch.Tensor = optimizer.full_weights(param)
+        return weights
+    return param.detach()
+
+
+def set_weights_of(
+    optimizer: torch.optim.Optimizer, param: torch.Tensor, weights: torch.Tensor
+) -> None:
+    """Makes a parameter, and what its optimizer keeps beside it, equal `weights`."""
+    if hasattr(optimizer, "set_full_weights"):
+        optimizer.set_full_weights(param, weights)
+    else:
+        param.detach().copy_(weights)
+
+
+class _Piece:
+    """Some parameters of one type, exchanged together: flat, in fp32 (doubles in fp64).
+
+    Attributes:
+        parameters: which.
+        kind: of the flat tensors.
+        count: how many elements.
+        last: the parameters after the last exchange, before they were rounded to their type.
+        velocity: of the outer steps.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], entries: Sequence[Entry]) -> None:
+        self.parameters = list(parameters)
+        self._entries = list(entries)
+        dtype = torch.promote_types(parameters[0].dtype, torch.float32)
+        self.kind: Kind = dtype, parameters[0].device
+        self.count = sum(entry.numel for entry in entries)
+        self.last: torch.Tensor | None = None
+        self.velocity: torch.Tensor | None = None
+
+    def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Each parameter's place, in its shape, by name."""
+        parts = flat.split([entry.numel for entry in self._entries])
+        return {e.name: e.view(part) for e, part in zip(self._entries, parts, strict=True)}
+
+    def anchor(self, optimizer: torch.optim.Optimizer, rule: Rule) -> None:
+        """Takes the parameters as they are for what all ranks have in common."""
+        dtype, device = self.kind
+        self.last = torch.empty(self.count, dtype=dtype, device=device)
+        if rule.momentum:
+            self.velocity = torch.zeros_like(self.last)
+        for parameter, place in zip(self.parameters, self.views(self.last).values(), strict=True):
+            place.copy_(weights_of(optimizer, parameter))
+
+    def contribute(self, optimizer: torch.optim.Optimizer, flat: torch.Tensor) -> None:
+        """Puts there what this rank has to say."""
+        known = None if self.last is None else list(self.views(self.last).values())
+        for index, place in enumerate(self.views(flat).values()):
+            weights = weights_of(optimizer, self.parameters[index])
+            place.copy_(weights)
+            if known is not None:
+                place.sub_(known[index].to(weights.dtype))  # where the optimizer began
+
+    def advance(self, optimizer: torch.optim.Optimizer, rule: Rule, mean: torch.Tensor) -> None:
+        """The outer step; `mean` is used up."""
+        if self.last is not None:
+            if self.velocity is not None:
+                self.velocity.mul_(rule.momentum).add_(mean)
+                mean.add_(self.velocity * rule.momentum)
+            mean = self.last.add_(mean.mul_(rule.lr))
+        for parameter, place in zip(self.parameters, self.views(mean).values(), strict=True):
+            set_weights_of(optimizer, parameter, place)
+
+
+class Outer:
+    """The model as all ranks have it in common.
+
+    Args:
+        parameters: of the model.
+        optimizer: that changes them between exchanges.
+        rule: of the outer step.
+    """
+
+    def __init__(
+        self, parameters: Parameters, optimizer: torch.optim.Optimizer, rule: Rule
+    ) -> None:
+        self._optimizer = optimizer
+        self._rule = rule
+        lists = partition(parameters.tensors, _PIECE_BYTES)
+        self._pieces = [_Piece(members, parameters.of(members)) for members in lists]
+        self._buffers: dict[tuple[Kind, int], torch.Tensor] = {}
+        self._checked = False  # whether ranks have compared what they have in common
+
+    @property
+    def anchored(self) -> bool:
+        """Whether there is all that an exchange needs to know of the past."""
+        return not self._rule.on_differences or self._pieces[0].last is not None
+
+    @torch.no_grad()
+    def anchor(self) -> None:
+        """Takes the parameters as they are for what all ranks have in common."""
+        for piece in self._pieces:
+            piece.anchor(self._optimizer, self._rule)
+        self._checked = False
+
+    def fingerprint(self) -> int:
+        """Of what ranks should have in common; 0 where they know already that they do."""
+        if self._checked:
+            return 0
+        sums = [
+            int(_bits(p.last).sum(dtype=torch.int64)) for p in self._pieces if p.last is not None
+        ]
+        return zlib.crc32(repr(sums).encode())
+
+    @torch.no_grad()
+    def exchange(self, comm: CommState, taking_part: bool, factor: float) -> None:
+        """Averages over all ranks, which have compared fingerprints, and takes the outer step.
+
+        While a piece travels, the next one is made ready.
+
+        Args:
+            comm: does the exchange.
+            taking_part: whether this rank has something to say.
+            factor: makes the mean over all ranks one over those that have.
+        """
+        self._checked = True
+        for index, piece in enumerate(self._pieces):
+            flat = self._buffer(index)
+            if taking_part:
+                piece.contribute(self._optimizer, flat)
+            else:
+                flat.zero_()
+            try:
+                comm.start(flat, piece.parameters, index)
+            except GroupUnusable:
+                comm.finish(index - 1)  # raises what has made it so
+                raise
+            if index:
+                self._finish(index - 1, comm, factor)
+        self._finish(len(self._pieces) - 1, comm, factor)
+
+    def dump(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Copies by name; nothing where there is nothing yet."""
+        kept: dict[str, dict[str, torch.Tensor]] = {}
+        for piece in self._pieces:
+            for kind, flat in (("last", piece.last), ("velocity", piece.velocity)):
+                if flat is not None:
+                    views = piece.views(flat)
+                    kept.setdefault(kind, {}).update({n: v.clone() for n, v in views.items()})
+        return kept
+
+    def load(self, dump: dict[str, Any]) -> None:
+        """Takes back what :meth:`dump` gave.
+
+        Raises:
+            ValueError: it is of another model, or made under another rule.
+        """
+        self.check(dump)
+        for piece in self._pieces:
+            piece.last = piece.velocity = None
+            if dump:
+                piece.anchor(self._optimizer, self._rule)
+            for kind, saved in dump.items():
+                for name, place in piece.views(getattr(piece, kind)).items():
+                    place.copy_(saved[name])
+        self._checked = False
+
+    def check(self, dump: dict[str, Any]) -> None:
+        """Refuses what was saved for another model, or under another rule."""
+        kinds = [["last"], ["last", "velocity"]][self._rule.momentum > 0]
+        if dump and (not self._rule.on_differences or list(dump) != kinds):
+            wanted = kinds if self._rule.on_differences else []
+            raise ValueError(
+                f"state_dict must hold what this state keeps, {wanted}, got {list(dump)}"
+            )
+        shapes = {e.name: tuple(e.shape) for piece in self._pieces for e in piece._entries}
+        for kind, saved in dump.items():
+            found = {name: tuple(tensor.shape) for name, tensor in saved.items()}
+            if found != shapes:
+                wrong = sorted(dict(found.items() ^ shapes.items()))
+                raise ValueError(
+                    f"state_dict must be of this model: its {kind} differs in name or shape: "
+                    f"{', '.join(wrong)}"
+                )
+
+    def _buffer(self, index: int) -> torch.Tensor:
+        """Of a piece, flat; two take turns."""
+        piece = self._pieces[index]
+        key = piece.kind, index % 2
+        if key not in self._buffers:
+            dtype, device = piece.kind
+            most = max(other.count for other in self._pieces if other.kind == piece.kind)
+            self._buffers[key] = torch.empty(most, dtype=dtype, device=device)
+        return self._buffers[key][: piece.count]
+
+    def _finish(self, index: int, comm: CommState, factor: float) -> None:
+        comm.finish(index)
+        mean = self._buffer(index)
+        if factor != 1:
+            mean.mul_(factor)
+        self._pieces[index].advance(self._optimizer, self._rule, mean)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.int64 if tensor.dtype == torch.float64 else torch.int32)

@@ -1,0 +1,41 @@
+"""How much each rank's gradients count in a mean."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from pycomm.collectives import Work, all_reduce
+
+if TYPE_CHECKING:
+    from pycomm.group import Group
+
+
+class Weighing:
+    """The sum of all ranks' weights, on its way."""
+
+    def __init__(self, weight: float, active: bool, group: Group) -> None:
+        if not (weight >= 0 and math.isfinite(weight)):
+            raise ValueError(f"weight must be finite and not negative, got {weight}")
+        self._weight = float(weight)
+        self._size = group.size
+        self._sums = torch.tensor([self._weight, active], dtype=torch.float64)
+        self._work: Work = all_reduce(self._sums, "sum", group=group, async_op=True)
+
+    def active_ranks(self) -> int:
+        """How many have not run out of batches."""
+        self._work.wait()
+        return int(self._sums[1])
+
+    def scale(self, gradients: torch.Tensor) -> None:
+        """Makes a plain mean a weighted one. What has no weight may be infinite, or no number."""
+        self._work.wait()
+        total = float(self._sums[0])
+        if total == 0:
+            raise ValueError("weight must be positive on some rank, got 0 on all")
+        if self._weight == 0:
+            gradients.zero_()
+        else:
+            gradients.mul_(self._weight * self._size / total)

@@ -1,0 +1,124 @@
+"""Models whose ranks exchange parameters every so many steps, watched step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import ddp
+import golden_local_sgd
+import torch
+import wrapped
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import pycomm
+from pycomm import hooks, optim
+
+DILOCO = {"outer_lr": 0.7, "outer_momentum": 0.9}
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+@dataclass
+class Moment:
+    """One rank, before and after a call of ``step()``: weights as the optimizer has them."""
+
+    before: dict[str, torch.Tensor]
+    after: dict[str, torch.Tensor]
+    parameters: dict[str, torch.Tensor]  # after it, in their own types
+    exchanged: bool
+
+
+@dataclass
+class Trainee:
+    """A model, its optimizer, and the state that exchanges its parameters."""
+
+    group: pycomm.Group
+    front: str = "wrapper"
+    module: nn.Module = field(default_factory=ddp.Given)
+    make_optimizer: Any = sgd
+    options: dict[str, Any] = field(default_factory=lambda: {"period": 2})
+
+    def __post_init__(self) -> None:
+        self.optimizer = self.make_optimizer(p for p in self.module.parameters() if p.requires_grad)
+        named = self.module.named_parameters()
+        self.state = hooks.LocalSGDState(named, self.optimizer, group=self.group, **self.options)
+        if self.front == "wrapper":
+            self.model: nn.Module = pycomm.DataParallel(
+                self.module, bucket_mb=0.01, local_sgd=self.state
+            )
+        else:
+            self.model = DistributedDataParallel(self.module, bucket_cap_mb=0.01)
+            self.model.register_comm_hook(self.state, hooks.local_sgd_hook)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Copies, as exactly as the optimizer has them."""
+        full = getattr(self.optimizer, "full_weights", torch.Tensor.detach)
+        return {name: full(p).clone() for name, p in ddp.unprefixed(self.model).items()}
+
+    def backward(self, step: int) -> None:
+        rank = self.group.rank
+        if isinstance(self.module, ddp.Given):
+            self.model(ddp.gradients(self.model, rank, step)).backward()
+        else:
+            wrapped.batch_loss(self.model, rank, step).backward()
+
+    def step(self, step: int) -> Moment:
+        self.optimizer.zero_grad()
+        self.backward(step)
+        self.optimizer.step()
+        before = self.weights()
+        exchanged = self.state.step()
+        return Moment(before, self.weights(), wrapped.parameters_of(self.model), exchanged)
+
+    def run(self, steps: Iterable[int]) -> list[Moment]:
+        return [self.step(step) for step in steps]
+
+
+def train(group: pycomm.Group, front: str, steps: int, make: Any = None, **options: Any) -> Any:
+    """A rank's part: the weights that it began with, and every step."""
+    trainee = Trainee(group, front, options=options, **(make() if make else {}))
+    began = trainee.weights()
+    return began, trainee.run(range(steps))
+
+
+def check(runs: list[Any], options: dict[str, Any]) -> None:
+    """Every exchange of all ranks, bit for bit, beside the golden model."""
+    began = runs[0][0]
+    sizes = {name: -(-w.numel() // 4096) * 4096 for name, w in began.items()}
+    first = {name: sum(list(sizes.values())[:i]) for i, name in enumerate(sizes)}
+    outer = golden_local_sgd.Outer(
+        len(runs),
+        first,
+        options.get("outer_lr", 1.0),
+        options.get("outer_momentum", 0.0),
+        options.get("compression"),
+    )
+    if options.keys() & {"outer_lr", "compression"}:
+        outer.last = {name: wide(w).numpy().ravel() for name, w in began.items()}
+    for number, moments in enumerate(zip(*(run[1] for run in runs), strict=True), 1):
+        due = number % options["period"] == 0
+        assert [moment.exchanged for moment in moments] == [due] * len(runs)
+        if due:
+            expected = outer.exchange([moment.before for moment in moments])
+        for moment in moments:
+            assert wrapped.same(moment.after, expected if due else moment.before)
+            rounded = {n: w.to(moment.parameters[n].dtype) for n, w in moment.after.items()}
+            assert wrapped.same(moment.parameters, rounded)
+
+
+def wide(weights: torch.Tensor) -> torch.Tensor:
+    """In the type that exchanges reckon in."""
+    return weights.to(torch.promote_types(weights.dtype, torch.float32))
+
+
+def in_bf16(**options: Any) -> dict[str, Any]:
+    """A network whose parameters are bf16, with one of pycomm's optimizers."""
+    return {
+        "module": ddp.network().bfloat16(),
+        "make_optimizer": lambda parameters: optim.FusedAdamW(parameters, lr=1e-2, **options),
+    }

@@ -1,0 +1,70 @@
+"""What ranks that exchange parameters must have afterwards, worked out with numpy.
+
+An exchange is judged by what every rank had before it, so that it does not matter how optimizers
+came there. Means are :class:`ddp.Reference`'s; the outer step is Nesterov's, written out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import golden
+import numpy as np
+import torch
+from ddp import Reference, Step
+
+import pycomm
+
+Weights = dict[str, torch.Tensor]
+
+
+@dataclass
+class Outer:
+    """All ranks' view of the model, from exchange to exchange.
+
+    Attributes:
+        size: how many ranks.
+        first: index of each parameter's first element in the model.
+        lr, momentum: of the outer step.
+        compressor: of the differences, or None.
+        last: what ranks began with; None where parameters themselves are averaged.
+    """
+
+    size: int
+    first: dict[str, int]
+    lr: float = 1.0
+    momentum: float = 0.0
+    compressor: pycomm.Compressor | None = None
+    last: dict[str, np.ndarray] | None = None
+    velocity: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.means = Reference(self.size, self.compressor)
+
+    def exchange(self, weights: list[Weights]) -> Weights:
+        """What all have after it; each rank's weights before it, in their own types."""
+        after = {name: self._advance(name, [w[name] for w in weights]) for name in weights[0]}
+        self.means.steps += 1
+        return after
+
+    def _advance(self, name: str, weights: list[torch.Tensor]) -> torch.Tensor:
+        shape, dtype = weights[0].shape, weights[0].dtype
+        if self.last is None:
+            mean = self._mean(name, [golden.widen(w) for w in weights])
+            return golden.narrow(mean, dtype).view(shape)
+        began = golden.widen(golden.narrow(self.last[name], dtype)).reshape(shape)
+        change = self._mean(name, [golden.widen(w) - began for w in weights])
+        lr, momentum = (change.dtype.type(value) for value in (self.lr, self.momentum))
+        if self.momentum:
+            before = self.velocity.get(name, np.zeros_like(change))
+            self.velocity[name] = before * momentum + change
+            change = change + self.velocity[name] * momentum
+        self.last[name] = self.last[name].ravel() + change * lr
+        return golden.narrow(self.last[name], dtype).view(shape)
+
+    def _mean(self, name: str, parts: list[np.ndarray]) -> np.ndarray:
+        inputs = [torch.from_numpy(np.ascontiguousarray(part)) for part in parts]
+        if not any(x.any() for x in inputs):
+            return np.zeros(inputs[0].numel(), inputs[0].numpy().dtype)
+        mean = self.means._mean(name, inputs, Step(first=self.first))
+        return mean.numpy().ravel()

@@ -1,0 +1,322 @@
+"""Ranks that train by themselves and exchange parameters every so many steps."""
+
+import averaging
+import ddp
+import golden
+import helpers
+import pytest
+import torch
+import wrapped
+from averaging import DILOCO, Trainee
+from torch import nn
+
+import pycomm
+from pycomm import optim
+
+TOPK = pycomm.TopK(0.05, values=torch.bfloat16)
+STOCHASTIC = pycomm.Int8(512, "stochastic", seed=9)
+CASES = {
+    "averages": {"period": 2},
+    "every step": {"period": 1},
+    "DiLoCo": {"period": 3, **DILOCO},
+    "int8": {"period": 2, "compression": pycomm.Int8()},
+    "int8, DiLoCo": {"period": 2, "compression": STOCHASTIC, **DILOCO},
+    "top-k, DiLoCo": {"period": 2, "compression": TOPK, **DILOCO},
+    "casts": {"period": 2, "compression": pycomm.Cast()},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("size", [2, 3])
+def test_exchanges_are_the_golden_models(world, name, size):
+    averaging.check(world(size).run(trained, "wrapper", CASES[name]), CASES[name])
+
+
+def trained(group, front, options, make=None):
+    return averaging.train(group, front, 6, make, **options)
+
+
+def trained_in_all_ways(group):
+    """One case after the other."""
+    return [
+        trained(group, front, CASES[name])
+        for front, name in (("hook", "averages"), ("hook", "int8, DiLoCo"), ("wrapper", "DiLoCo"))
+    ]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_processes_under_hook_and_wrapper(size):
+    names = ["averages", "int8, DiLoCo", "DiLoCo"]
+    runs = helpers.run_group(size, trained_in_all_ways)
+    for name, *ranks in zip(names, *runs, strict=True):
+        averaging.check(ranks, CASES[name])
+
+
+def in_several_types():
+    return {"module": ddp.Given({"line": torch.float64, "small": torch.float16})}
+
+
+MODELS = {
+    "several types": (in_several_types, ["averages", "DiLoCo"]),
+    "bf16": (averaging.in_bf16, ["averages", "int8, DiLoCo"]),
+    "masters": (lambda: averaging.in_bf16(master_weights="fp32"), ["averages", "DiLoCo"]),
+    "remainders": (
+        lambda: averaging.in_bf16(master_weights="remainder"),
+        ["averages", "int8, DiLoCo"],
+    ),
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_weights_are_those_that_the_optimizer_has(world, model):
+    make, names = MODELS[model]
+    ready = iter([make() for _ in range(2 * len(names))])  # drawn by one thread
+    for name in names:
+        runs = world(2).run(
+            lambda group, name=name: trained(group, "wrapper", CASES[name], lambda: next(ready))
+        )
+        averaging.check(runs, CASES[name])
+
+
+def test_steps_between_are_each_ranks_own(world):
+    def body(group):
+        trainee, alone = Trainee(group, options={"period": 100}), ddp.Given()
+        optimizer = averaging.sgd(alone.parameters())
+        sequence = group.traffic()
+        for step in range(3):
+            trainee.step(step)
+            optimizer.zero_grad()
+            alone(ddp.gradients(alone, group.rank, step)).backward()
+            optimizer.step()
+            assert wrapped.same(trainee.weights(), wrapped.parameters_of(alone))
+        assert group.traffic() == sequence
+        assert trainee.state.exchange()
+        assert not trainee.state.exchange()  # there is nothing new
+        return trainee.weights()
+
+    one, other = world(2).run(body)
+    assert wrapped.same(one, other)
+
+
+def plain_sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def test_averages_of_every_step_are_synchronous_training(world):
+    """To rounding, with SGD without momentum."""
+    net = ddp.network().state_dict()
+
+    def body(group):
+        module, alone = nn.Sequential(), ddp_network(net)
+        module = ddp_network(net)
+        trainee = Trainee(group, module=module, make_optimizer=plain_sgd, options={"period": 1})
+        model = pycomm.DataParallel(alone, group=group)
+        optimizer = plain_sgd(model.parameters())
+        for step in range(5):
+            trainee.step(step)
+            optimizer.zero_grad()
+            wrapped.batch_loss(model, group.rank, step).backward()
+            optimizer.step()
+        return trainee.weights(), wrapped.parameters_of(model)
+
+    for local, synchronous in world(3).run(body):
+        for name, weights in local.items():
+            torch.testing.assert_close(weights, synchronous[name], rtol=1e-5, atol=1e-6)
+
+
+def ddp_network(state):
+    """:func:`ddp.network`, without the random numbers that all threads share."""
+    with torch.device("meta"):
+        net = nn.Sequential(nn.Linear(40, 200), nn.GELU(), nn.LayerNorm(200), nn.Linear(200, 30))
+    net.load_state_dict({name: tensor.clone() for name, tensor in state.items()}, assign=True)
+    return net
+
+
+@pytest.mark.parametrize("front", ["wrapper", "hook"])
+def test_a_warm_up_is_synchronous_training(front):
+    for local, synchronous, exchanged in helpers.run_group(2, warmed_up, front):
+        assert all(map(wrapped.same, local[:3], synchronous))
+        assert not wrapped.same(local[3], synchronous[2])
+        assert exchanged == [True, True, True, False, True, False]
+
+
+def warmed_up(group, front):
+    """Weights after each step, beside those of plain data-parallel training."""
+    net = ddp.network()
+    trainee = Trainee(group, front, module=net, options={"period": 2, "warmup_steps": 3, **DILOCO})
+    moments = trainee.run(range(6))
+    model = pycomm.DataParallel(ddp.network(), group=group)
+    synchronous = wrapped.train(model, group.rank, range(3))
+    return [m.after for m in moments], synchronous, [m.exchanged for m in moments]
+
+
+def in_two_machines(group):
+    """Pairs exchange gradients in every step, all exchange parameters every second one."""
+    pairs = [torch.distributed.new_group([0, 1]), torch.distributed.new_group([2, 3])]
+    with pycomm.init(pairs[group.rank // 2]) as inner:
+        for front in ("wrapper", "hook"):
+            options = {"period": 2, "inner_group": inner, **DILOCO}
+            trainee = Trainee(group, front, options=options)
+            yield trainee.weights(), trainee.run(range(4))
+
+
+def all_in_two_machines(group):
+    return list(in_two_machines(group))
+
+
+def test_gradients_in_a_machine_and_parameters_between_machines():
+    for runs in zip(*helpers.run_group(4, all_in_two_machines), strict=True):
+        averaging.check(list(runs), {"period": 2, **DILOCO})
+        for step in (0, 2):
+            weights = [moments[step].after for _, moments in runs]
+            assert wrapped.same(weights[0], weights[1])
+            assert wrapped.same(weights[2], weights[3])
+            assert not golden.same_bits(weights[1]["wide"], weights[2]["wide"])
+
+
+def test_frozen_parameters_are_left_alone(world):
+    def body(group):
+        module = ddp.Given()
+        module.square.requires_grad_(False)
+        trainee = Trainee(group, module=module, options={"period": 1, "compression": TOPK})
+        with torch.no_grad():
+            module.square.fill_(group.rank)
+        trainee.step(0)
+        return module.square.unique().item(), trainee.state.state_dict()["outer"]["last"].keys()
+
+    for rank, (value, names) in enumerate(world(2).run(body)):
+        assert value == rank
+        assert names == ddp.SHAPES.keys() - {"square"}
+
+
+def test_memory_is_taken_only_where_it_is_needed(world):
+    def body(group):
+        kept = []
+        for options in ({}, {"compression": pycomm.Int8()}, DILOCO):
+            trainee = Trainee(group, options={"period": 2, **options})
+            trainee.step(0)
+            kept.append(list(trainee.state.state_dict()["outer"]))
+        return kept
+
+    assert world(1).run(body) == [[[], ["last"], ["last", "velocity"]]]
+
+
+# What else training loops do.
+
+
+def test_gradients_accumulate(world):
+    """With or without no_sync."""
+
+    def body(group):
+        weights = []
+        for several in (True, False):
+            trainee = Trainee(group)
+            for step in range(2):
+                trainee.optimizer.zero_grad()
+                with trainee.model.no_sync() if several else torch.enable_grad():
+                    trainee.backward(2 * step)
+                trainee.backward(2 * step + 1)
+                trainee.optimizer.step()
+                trainee.state.step()
+            weights.append(trainee.weights())
+        return weights
+
+    (one, two), (three, four) = world(2).run(body)
+    assert wrapped.same(one, two)
+    assert wrapped.same(two, three)
+    assert wrapped.same(three, four)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_steps_that_a_scaler_skips_count(world, fused):
+    """On one rank alone, and where there would be an exchange: nobody waits in vain."""
+
+    def body(group):
+        made = optim.FusedSGD if fused else torch.optim.SGD
+        trainee = Trainee(group, make_optimizer=lambda params: made(params, lr=0.5))
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        changed = []
+        for step in range(4):
+            trainee.optimizer.zero_grad()
+            given = ddp.gradients(trainee.model, group.rank, step)
+            if (step, group.rank) == (1, 1):
+                given["bias"][0] = torch.inf
+            scaler.scale(trainee.model(given)).backward()
+            before = trainee.weights()
+            scaler.step(trainee.optimizer)
+            scaler.update()
+            changed.append(not golden.same_bits(before["wide"], trainee.weights()["wide"]))
+            trainee.state.step()
+        return changed, trainee.weights()
+
+    (all_done, one), (one_skipped, other) = world(2).run(body)
+    assert all_done == [True] * 4
+    assert one_skipped == [True, False, True, True]
+    assert wrapped.same(one, other)
+    assert all(weights.isfinite().all() for weights in one.values())
+
+
+@pytest.mark.parametrize("options", [{}, {"outer_lr": 0.5}])
+def test_ranks_may_run_out_of_batches(world, options):
+    """Steps of plain SGD on gradients that do not depend on parameters: numbers by hand."""
+    steps = [7, 3, 0]
+
+    def body(group):
+        trainee = Trainee(group, make_optimizer=plain_sgd, options={"period": 2, **options})
+        with trainee.model.join():
+            for step in range(steps[group.rank]):
+                trainee.step(step)
+        first = trainee.weights()
+        trainee.run(range(2))  # all go on together
+        return first, trainee.weights()
+
+    runs = world(3).run(body)
+    assert all(wrapped.same(run[i], runs[0][i]) for run in runs for i in (0, 1))
+    expected = {name: torch.zeros(shape).double() for name, shape in ddp.SHAPES.items()}
+    for begin in (0, 2, 4, 6):
+        done = [range(begin, min(begin + 2, n)) for n in steps]
+        active = sum(len(part) > 0 for part in done)
+        for rank, part in enumerate(done):
+            for step in part:
+                for name, gradient in ddp.gradients(ddp.Given(), rank, step).items():
+                    expected[name] -= 0.1 * options.get("outer_lr", 1) * gradient.double() / active
+    for name, weights in runs[0][0].items():
+        torch.testing.assert_close(weights.double(), expected[name], rtol=1e-5, atol=1e-5)
+
+
+class Normed(nn.Module):
+    """A network with buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(40)
+
+    def forward(self, x):
+        return self.norm(x)
+
+
+def test_buffers_are_the_first_ranks_after_an_exchange(world):
+    def body(group):
+        trainee = Trainee(group, module=Normed(), options={"period": 2})
+        seen = []
+        trainee.module.register_forward_pre_hook(
+            lambda module, _: seen.append(module.norm.running_mean.clone())
+        )
+        trainee.run(range(4))
+        return seen
+
+    one, other = world(2).run(body)
+    same = [golden.same_bits(a, b) for a, b in zip(one, other, strict=True)]
+    assert same == [True, False, True, False]
+
+
+def test_numbers_for_loggers(world):
+    def body(group):
+        trainee = Trainee(group, options={"period": 2, "compression": pycomm.Int8()})
+        trainee.run(range(4))
+        return trainee.state.stats()
+
+    for stats in world(2).run(body):
+        assert stats["steps"] == 2  # exchanges
+        assert stats["ratio"] > 2
+        assert stats["residual_norm"] > 0
