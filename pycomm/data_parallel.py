@@ -93,7 +93,6 @@ class DataParallel(nn.Module):
             )
         self.module = module
         options: dict[str, Any] = {
-            "compressor": compression,
             "group": group,
             "exclude": exclude,
             "grad_scaler": grad_scaler,
@@ -102,9 +101,9 @@ class DataParallel(nn.Module):
         }
         self.comm_state: CommState | LocalSGDState
         if local_sgd is None:
-            self.comm_state = CommState(params=module.named_parameters(), **options)
+            self.comm_state = CommState(compression, module.named_parameters(), **options)
         else:
-            self.comm_state = _checked(local_sgd, options)
+            self.comm_state = _checked(local_sgd, compression=compression, **options)
         self._broadcast_buffers = broadcast_buffers
         self._agreements_seen = -1  # of local SGD, when buffers were broadcast
         self._parameters_in_order = [p for p in module.parameters() if p.requires_grad][::-1]
@@ -364,12 +363,12 @@ class DataParallel(nn.Module):
                 begin = end
 
 
-def _checked(local_sgd: object, options: dict[str, Any]) -> LocalSGDState:
+def _checked(local_sgd: object, **options: Any) -> LocalSGDState:
     """Refuses options that the state has for itself."""
     if not isinstance(local_sgd, LocalSGDState):
         raise TypeError(f"local_sgd must be a pycomm.hooks.LocalSGDState, got {local_sgd!r}")
     for name, value in options.items():
-        if value != inspect.signature(CommState).parameters[name].default:
+        if value != inspect.signature(DataParallel).parameters[name].default:
             raise ValueError(f"{name} must be given to LocalSGDState where there is one")
     return local_sgd
 

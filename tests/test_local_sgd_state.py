@@ -80,9 +80,6 @@ def test_dicts_of_others_are_refused(world):
     trainee = make(group, **DILOCO)
     trainee.step(0)
     before = trainee.state.state_dict()
-    other = nn.Module()
-    other.wide = nn.Parameter(torch.zeros(250, 280))
-    other.forward = lambda given: (other.wide * given["wide"].view(250, 280)).sum()
     dicts = {
         "LocalSGDState": [None, {}, hooks.AllReduceState(group=group).state_dict()],
         r"\['last', 'velocity'\]": [kept_by(group, outer_lr=0.5)],
