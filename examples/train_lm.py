@@ -155,6 +155,7 @@ def parallelise(
         compressor = pycomm.parse_compressor(settings.compress)
     if settings.mode == "wrapper":
         wrapped = pycomm.DataParallel(model, compression=compressor, group=group)
+        assert isinstance(wrapped.comm_state, hooks.CommState)  # it exchanges gradients
         return wrapped, wrapped.comm_state
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
     state = hooks.CommState(compressor, model.named_parameters(), group=group)

@@ -98,14 +98,15 @@ def make(name: str, settings: TrainingSettings, group: pycomm.Group) -> Trainee:
     trainee = Trainee(module, rows)
     if name == "wrapper":
         wrapped = pycomm.DataParallel(module, group=group)
-        trainee.model, trainee.state = wrapped, wrapped.comm_state
-        start = timed(wrapped.comm_state.start, trainee.calls)
-        wrapped.comm_state.start = start  # type: ignore[method-assign]
+        state = wrapped.comm_state
+        assert isinstance(state, hooks.CommState)
+        trainee.model, trainee.state = wrapped, state
+        state.start = timed(state.start, trainee.calls)  # type: ignore[method-assign]
     elif name != "plain":
         trainee.model = ddp = DistributedDataParallel(module, gradient_as_bucket_view=True)
         if name == "ddp":
-            trainee.state = state = hooks.AllReduceState(group=group)
-            ddp.register_comm_hook(state, timed(hooks.all_reduce_hook, trainee.calls))
+            trainee.state = hooks.AllReduceState(group=group)
+            ddp.register_comm_hook(trainee.state, timed(hooks.all_reduce_hook, trainee.calls))
         elif name == "idle":
             ddp.register_comm_hook(None, _exchange_nothing)
     for _ in range(SETTLING):
