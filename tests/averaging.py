@@ -125,8 +125,8 @@ def wide(weights: torch.Tensor) -> torch.Tensor:
 
 
 def in_bf16(**options: Any) -> dict[str, Any]:
-    """A network whose parameters are bf16, with one of pycomm's optimizers."""
+    """Parameters in bf16, with one of pycomm's optimizers."""
     return {
-        "module": ddp.network().bfloat16(),
+        "module": ddp.Given(dict.fromkeys(ddp.SHAPES, torch.bfloat16)),
         "make_optimizer": lambda parameters: optim.FusedAdamW(parameters, lr=1e-2, **options),
     }
