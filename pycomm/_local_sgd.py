@@ -124,7 +124,12 @@ class LocalSGDState:
         return None if gradients is None else gradients.group
 
     def start(
-        self, buffer: torch.Tensor, parameters: Sequence[torch.Tensor], backward: int = -1
+        self,
+        buffer: torch.Tensor,
+        parameters: Sequence[torch.Tensor],
+        backward: int = -1,
+        *,
+        begins: Sequence[int] | None = None,
     ) -> Future[Any]:
         """Takes a bucket of gradients, and leaves it alone unless gradients are exchanged.
 
@@ -132,7 +137,7 @@ class LocalSGDState:
         """
         gradients = self._note_backward(parameters)
         if gradients is not None:
-            return gradients.start(buffer, parameters, backward)
+            return gradients.start(buffer, parameters, backward, begins=begins)
         return _done(buffer)
 
     @_disable_dynamo
@@ -206,7 +211,8 @@ class LocalSGDState:
         if active == 0:
             self.steps = max(report.steps for report in reports)
             return False
-        self._outer.exchange(self._differences, self._pending > 0, self.group.size / active)
+        factor = self.group.size / active if self._pending else 0.0
+        self._outer.exchange(self._differences, factor)
         self._pending = 0
         self.agreements += 1
         return True
@@ -359,7 +365,7 @@ def _before_step(state: weakref.ref[LocalSGDState]) -> None:
 
 
 def _done(buffer: torch.Tensor) -> Future[Any]:
-    future: Future[Any] = Future()
+    future: Future[Any] = Future(devices=[buffer.device] if buffer.is_cuda else None)
     future.set_result(buffer)
     return future
 

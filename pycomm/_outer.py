@@ -90,14 +90,18 @@ class _Piece:
         for parameter, place in zip(self.parameters, self.views(self.last).values(), strict=True):
             place.copy_(weights_of(optimizer, parameter))
 
-    def contribute(self, optimizer: torch.optim.Optimizer, flat: torch.Tensor) -> None:
-        """Puts there what this rank has to say."""
+    def contribute(
+        self, optimizer: torch.optim.Optimizer, flat: torch.Tensor, factor: float
+    ) -> None:
+        """Puts there what this rank has to say, times `factor`."""
         known = None if self.last is None else list(self.views(self.last).values())
         for index, place in enumerate(self.views(flat).values()):
             weights = weights_of(optimizer, self.parameters[index])
             place.copy_(weights)
             if known is not None:
                 place.sub_(known[index].to(weights.dtype))  # where the optimizer began
+        if factor != 1:
+            flat.mul_(factor)
 
     def advance(self, optimizer: torch.optim.Optimizer, rule: Rule, mean: torch.Tensor) -> None:
         """The outer step; `mean` is used up."""
@@ -151,21 +155,21 @@ class Outer:
         return zlib.crc32(repr(sums).encode())
 
     @torch.no_grad()
-    def exchange(self, comm: CommState, taking_part: bool, factor: float) -> None:
+    def exchange(self, comm: CommState, factor: float) -> None:
         """Averages over all ranks, which have compared fingerprints, and takes the outer step.
 
         While a piece travels, the next one is made ready.
 
         Args:
             comm: does the exchange.
-            taking_part: whether this rank has something to say.
-            factor: makes the mean over all ranks one over those that have.
+            factor: of this rank's part, for a mean over some ranks only: 0 where it has none.
+                Applied before the exchange, so that it is in the residuals, too.
         """
         self._checked = True
         for index, piece in enumerate(self._pieces):
             flat = self._buffer(index)
-            if taking_part:
-                piece.contribute(self._optimizer, flat)
+            if factor:
+                piece.contribute(self._optimizer, flat, factor)
             else:
                 flat.zero_()
             try:
@@ -174,8 +178,8 @@ class Outer:
                 comm.finish(index - 1)  # raises what has made it so
                 raise
             if index:
-                self._finish(index - 1, comm, factor)
-        self._finish(len(self._pieces) - 1, comm, factor)
+                self._finish(index - 1, comm)
+        self._finish(len(self._pieces) - 1, comm)
 
     def dump(self) -> dict[str, dict[str, torch.Tensor]]:
         """Copies by name; nothing where there is nothing yet."""
@@ -231,12 +235,9 @@ class Outer:
             self._buffers[key] = torch.empty(most, dtype=dtype, device=device)
         return self._buffers[key][: piece.count]
 
-    def _finish(self, index: int, comm: CommState, factor: float) -> None:
+    def _finish(self, index: int, comm: CommState) -> None:
         comm.finish(index)
-        mean = self._buffer(index)
-        if factor != 1:
-            mean.mul_(factor)
-        self._pieces[index].advance(self._optimizer, self._rule, mean)
+        self._pieces[index].advance(self._optimizer, self._rule, self._buffer(index))
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

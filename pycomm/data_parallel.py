@@ -113,10 +113,7 @@ class DataParallel(nn.Module):
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}
         self._lay_out()
-        # In the order of the first backward, where that is of interest.
-        self._ready: list[torch.Tensor] | None = None
-        if self.comm_state.gradient_group is not None:
-            self._ready = []
+        self._ready: list[torch.Tensor] | None = []  # in the order of the first backward
         self._syncing = True
         self._in_backward = False
         self._next = 0  # bucket to be exchanged
@@ -297,7 +294,8 @@ class DataParallel(nn.Module):
             if parameter.grad is None:
                 self._bucket_of[id(parameter)].adopt(parameter)
         if self._ready is not None:
-            self._learn_order(self._ready)
+            if self.comm_state.gradient_group is not None:
+                self._learn_order(self._ready)
             self._ready = None
 
     def _exchange_nothing(self, raised: bool | None = None) -> None:

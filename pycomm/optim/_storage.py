@@ -138,26 +138,25 @@ def split(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def set_weights(param: torch.Tensor, state: State, master: str, weights: torch.Tensor) -> None:
-    """Makes a parameter and what stands beside it equal fp32 weights."""
-    if master == "fp32":
-        state[MASTER] = torch.empty_like(param, dtype=torch.float32).copy_(weights)
-        # Rounded as by a step: as beside remainders.
-        is_bf16 = param.dtype == torch.bfloat16
-        param.detach().copy_(split(state[MASTER])[0] if is_bf16 else state[MASTER])
-    else:
-        ordered = torch.empty_like(param, dtype=torch.float32).copy_(weights)
-        high, state[REMAINDER] = split(ordered)
-        param.detach().copy_(high)
+    """Puts fp32 weights into a parameter and a new tensor beside it."""
+    name, dtype = (MASTER, torch.float32) if master == "fp32" else (REMAINDER, torch.int16)
+    state[name] = torch.empty_like(param, dtype=dtype)
+    write_weights(param, state, weights)
 
 
 def write_weights(param: torch.Tensor, state: Mapping[str, Any], weights: torch.Tensor) -> None:
-    """Writes weights to a parameter and what it has beside it, where they lie."""
+    """Writes fp32 weights to a parameter and what it has beside it, where they lie.
+
+    A bf16 parameter with something beside it is rounded as by a step.
+    """
+    rounded = weights
+    if param.dtype == torch.bfloat16 and (MASTER in state or REMAINDER in state):
+        rounded, low = split(weights)
+        if REMAINDER in state:
+            state[REMAINDER].copy_(low)
     if MASTER in state:
         state[MASTER].copy_(weights)
-    elif REMAINDER in state:
-        weights, low = split(weights)
-        state[REMAINDER].copy_(low)
-    param.detach().copy_(weights)
+    param.detach().copy_(rounded)
 
 
 class ChangedError(Exception):
