@@ -6,7 +6,7 @@ import contextlib
 import weakref
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch._compile import _disable_dynamo
@@ -15,10 +15,9 @@ from torch.futures import Future
 from pycomm._comm_state import CommState, NamedParameters
 from pycomm._outer import Outer, Rule
 from pycomm._parameters import Exclude, Parameters
+from pycomm._reports import Report, compare
 from pycomm._residuals import FORMAT
-from pycomm.collectives import all_gather
-from pycomm.compression import Compressor, check_whole
-from pycomm.errors import Mismatch
+from pycomm.compression import Compressor, check_compressible, check_whole
 from pycomm.group import Group
 
 
@@ -96,6 +95,7 @@ class LocalSGDState:
         self._parameters = Parameters(named, exclude)
         self._optimizer = optimizer
         self._check_optimizer()
+        _check_parameters(self._parameters, compression)
         self._differences = CommState(compression, named, group=group, exclude=exclude)
         self.group = self._differences.group
         self.period = period
@@ -206,7 +206,7 @@ class LocalSGDState:
             return False
         if not self._outer.anchored:
             self._outer.anchor()
-        reports = self._compare()
+        reports = compare(self._report(), self.group)
         active = sum(report.pending > 0 for report in reports)
         if active == 0:
             self.steps = max(report.steps for report in reports)
@@ -248,6 +248,10 @@ class LocalSGDState:
         """What compression has kept of a parameter's changes: fp32, in its shape; a view."""
         return self._differences.residual(name)
 
+    def tensors(self) -> list[torch.Tensor]:
+        """All that is kept from step to step, and what exchanges need."""
+        return [*self._differences.tensors(), *self._outer.tensors()]
+
     def state_dict(self, gathered: bool = False) -> dict[str, Any]:
         """What must be saved with the model and the optimizer, after :meth:`step`.
 
@@ -255,8 +259,17 @@ class LocalSGDState:
         on as if nothing had happened, every rank must save all three.
 
         Args:
-            gathered: collect every rank's residuals on rank 0; see :meth:`CommState.state_dict`.
+            gathered: collect every rank's residuals on rank 0, right after an exchange; see
+                :meth:`CommState.state_dict`.
+
+        Raises:
+            ValueError: `gathered`, and there have been steps since the last exchange.
         """
+        if gathered and self._pending:
+            raise ValueError(
+                f"gathered must be False, or exchange() be called before, {self._pending} steps "
+                "after the last exchange: ranks have parameters of their own"
+            )
         differences = self._differences.state_dict(gathered)
         if not differences:
             return {}
@@ -275,7 +288,8 @@ class LocalSGDState:
         Raises:
             ValueError: it is of another model, another rank or other options.
         """
-        if not isinstance(state_dict, dict) or "outer" not in state_dict:
+        wanted = {"format", "steps", "pending", "agreements", "outer", "differences"}
+        if not isinstance(state_dict, dict) or not wanted <= state_dict.keys():
             raise ValueError("state_dict must come from state_dict() of a LocalSGDState")
         self._outer.check(state_dict["outer"])
         self._differences.load_state_dict(state_dict["differences"])
@@ -305,6 +319,12 @@ class LocalSGDState:
         if self.steps >= self._warmup_steps and not self._outer.anchored:
             self._outer.anchor()
 
+    def _report(self) -> Report:
+        fingerprint = self._outer.fingerprint()
+        return Report(
+            self.steps, self.period, self._options, fingerprint, self._pending, self._left
+        )
+
     def _check_optimizer(self) -> None:
         """Whoever is not exchanged would drift apart."""
         for group in self._optimizer.param_groups:
@@ -314,49 +334,6 @@ class LocalSGDState:
                         "params must name every parameter that the optimizer changes; one of shape "
                         f"{tuple(param.shape)} is not among them"
                     )
-
-    def _compare(self) -> list[_Report]:
-        """Every rank's report; raises where they do not go together."""
-        fingerprint = self._outer.fingerprint()
-        mine = _Report(
-            self.steps, self.period, self._options, fingerprint, self._pending, self._left
-        )
-        table = torch.empty(self.group.size, len(mine), dtype=torch.int64)
-        all_gather(table, torch.tensor(mine, dtype=torch.int64), group=self.group)
-        reports = [_Report(*row) for row in table.tolist()]
-        first = next((r for r in reports if not r.left), reports[0])
-        for rank, report in enumerate(reports):
-            if not report.fits(first):
-                against = reports.index(first)
-                raise Mismatch(
-                    f"ranks must exchange parameters at the same step, with the same settings and "
-                    f"from the same parameters: rank {against} {first}, rank {rank} {report}",
-                    rank=rank,
-                    operation="local_sgd",
-                )
-        return reports
-
-
-class _Report(NamedTuple):
-    """What a rank tells the others before an exchange."""
-
-    steps: int
-    period: int
-    options: int
-    parameters: int
-    pending: int
-    left: int
-
-    def fits(self, other: _Report) -> bool:
-        """Whether their ranks may exchange."""
-        here, there = self[1:4], other[1:4]
-        return here == there and (bool(self.left) or self.steps == other.steps)
-
-    def __str__(self) -> str:
-        return (
-            f"at step {self.steps}, period {self.period}, options {self.options:08x}, "
-            f"parameters {self.parameters:08x}"
-        )
 
 
 def _before_step(state: weakref.ref[LocalSGDState]) -> None:
@@ -392,3 +369,14 @@ def _check_options(
         raise ValueError(f"warmup_steps must not be negative, got {warmup_steps}")
     if inner_group is not None and not isinstance(inner_group, Group):
         raise TypeError(f"inner_group must be a pycomm.Group, got {inner_group!r}")
+
+
+def _check_parameters(parameters: Parameters, compression: Compressor | None) -> None:
+    """Refuses now what an exchange would refuse after a whole period."""
+    entries = parameters.entries.values()
+    for parameter, entry in zip(parameters.tensors, entries, strict=True):
+        if not parameter.is_floating_point():
+            raise ValueError(f"params must be real floats, got {parameter.dtype} for {entry.name}")
+        if isinstance(compression, Compressor) and not entry.dense:
+            check_compressible(f"params: {entry.name}", parameter)
+            compression.codec(entry.numel, torch.float32)

@@ -78,7 +78,7 @@ class _Piece:
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """Each parameter's place, in its shape, by name."""
-        parts = flat.split([entry.numel for entry in self._entries])
+        parts = torch.split(flat, [entry.numel for entry in self._entries])
         return {e.name: e.view(part) for e, part in zip(self._entries, parts, strict=True)}
 
     def anchor(self, optimizer: torch.optim.Optimizer, rule: Rule) -> None:
@@ -206,6 +206,11 @@ class Outer:
                 for name, place in piece.views(getattr(piece, kind)).items():
                     place.copy_(saved[name])
         self._checked = False
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All memory."""
+        kept = [tensor for piece in self._pieces for tensor in (piece.last, piece.velocity)]
+        return [*self._buffers.values(), *(tensor for tensor in kept if tensor is not None)]
 
     def check(self, dump: dict[str, Any]) -> None:
         """Refuses what was saved for another model, or under another rule."""

@@ -63,7 +63,7 @@ PYTHON_LAYERS = [
     {"_plan", "_rendezvous", "_cuda", "compression"},
     {"group", "_names"},
     {"collectives"},
-    {"compressed", "_parameters", "_residuals", "_weighing"},
+    {"compressed", "_parameters", "_residuals", "_weighing", "_reports"},
     {"compressed_ops", "_exchange", "_flat"},
     {"_buckets"},
     {"_comm_state"},
