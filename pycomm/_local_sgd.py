@@ -288,8 +288,8 @@ class LocalSGDState:
         Raises:
             ValueError: it is of another model, another rank or other options.
         """
-        wanted = {"format", "steps", "pending", "agreements", "outer", "differences"}
-        if not isinstance(state_dict, dict) or not wanted <= state_dict.keys():
+        known = isinstance(state_dict, dict) and state_dict.get("format") == FORMAT
+        if not known or "outer" not in state_dict:
             raise ValueError("state_dict must come from state_dict() of a LocalSGDState")
         self._outer.check(state_dict["outer"])
         self._differences.load_state_dict(state_dict["differences"])

@@ -36,6 +36,12 @@ def trained(group, front, options, make=None):
     return averaging.train(group, front, 6, make, **options)
 
 
+@pytest.mark.parametrize("name", ["averages", "int8, DiLoCo"])
+def test_pieces_that_follow_each_other_are_exchanged_alike(world, monkeypatch, name):
+    monkeypatch.setattr("pycomm._outer._PIECE_BYTES", 1)  # a piece for every parameter
+    averaging.check(world(2).run(trained, "wrapper", CASES[name]), CASES[name])
+
+
 def trained_in_all_ways(group):
     """One case after the other."""
     return [
@@ -52,6 +58,15 @@ def test_processes_under_hook_and_wrapper(size):
         averaging.check(ranks, CASES[name])
 
 
+def in_flat_buffers():
+    def flattened(parameters):
+        parameters = list(parameters)
+        optim.flatten(parameters)
+        return optim.FusedAdamW(parameters, lr=1e-2, master_weights="remainder")
+
+    return {**averaging.in_bf16(), "make_optimizer": flattened}
+
+
 def in_several_types():
     return {"module": ddp.Given({"line": torch.float64, "small": torch.float16})}
 
@@ -64,6 +79,7 @@ MODELS = {
         lambda: averaging.in_bf16(master_weights="remainder"),
         ["averages", "int8, DiLoCo"],
     ),
+    "flat": (in_flat_buffers, ["top-k, DiLoCo"]),
 }
 
 
@@ -185,134 +201,23 @@ def test_frozen_parameters_are_left_alone(world):
         assert names == ddp.SHAPES.keys() - {"square"}
 
 
-def test_memory_is_taken_only_where_it_is_needed(world):
-    def body(group):
-        kept = []
-        for options in ({}, {"compression": pycomm.Int8()}, DILOCO):
-            trainee = Trainee(group, options={"period": 2, **options})
-            trainee.step(0)
-            kept.append(list(trainee.state.state_dict()["outer"]))
-        return kept
-
-    assert world(1).run(body) == [[[], ["last"], ["last", "velocity"]]]
-
-
-# What else training loops do.
-
-
-def test_gradients_accumulate(world):
-    """With or without no_sync."""
-
-    def body(group):
-        weights = []
-        for several in (True, False):
-            trainee = Trainee(group)
-            for step in range(2):
-                trainee.optimizer.zero_grad()
-                with trainee.model.no_sync() if several else torch.enable_grad():
-                    trainee.backward(2 * step)
-                trainee.backward(2 * step + 1)
-                trainee.optimizer.step()
-                trainee.state.step()
-            weights.append(trainee.weights())
-        return weights
-
-    (one, two), (three, four) = world(2).run(body)
-    assert wrapped.same(one, two)
-    assert wrapped.same(two, three)
-    assert wrapped.same(three, four)
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_steps_that_a_scaler_skips_count(world, fused):
-    """On one rank alone, and where there would be an exchange: nobody waits in vain."""
-
-    def body(group):
-        made = optim.FusedSGD if fused else torch.optim.SGD
-        trainee = Trainee(group, make_optimizer=lambda params: made(params, lr=0.5))
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        changed = []
-        for step in range(4):
-            trainee.optimizer.zero_grad()
-            given = ddp.gradients(trainee.model, group.rank, step)
-            if (step, group.rank) == (1, 1):
-                given["bias"][0] = torch.inf
-            scaler.scale(trainee.model(given)).backward()
-            before = trainee.weights()
-            scaler.step(trainee.optimizer)
-            scaler.update()
-            changed.append(not golden.same_bits(before["wide"], trainee.weights()["wide"]))
-            trainee.state.step()
-        return changed, trainee.weights()
-
-    (all_done, one), (one_skipped, other) = world(2).run(body)
-    assert all_done == [True] * 4
-    assert one_skipped == [True, False, True, True]
-    assert wrapped.same(one, other)
-    assert all(weights.isfinite().all() for weights in one.values())
-
-
-@pytest.mark.parametrize("options", [{}, {"outer_lr": 0.5}])
-def test_ranks_may_run_out_of_batches(world, options):
-    """Steps of plain SGD on gradients that do not depend on parameters: numbers by hand."""
-    steps = [7, 3, 0]
-
-    def body(group):
-        trainee = Trainee(group, make_optimizer=plain_sgd, options={"period": 2, **options})
-        with trainee.model.join():
-            for step in range(steps[group.rank]):
-                trainee.step(step)
-        first = trainee.weights()
-        trainee.step(0)  # all go on together, and this is an exchange
-        return first, trainee.weights()
-
-    runs = world(3).run(body)
-    assert all(wrapped.same(run[i], runs[0][i]) for run in runs for i in (0, 1))
-    expected = {name: torch.zeros(shape).double() for name, shape in ddp.SHAPES.items()}
-    for begin in (0, 2, 4, 6):
-        done = [range(begin, min(begin + 2, n)) for n in steps]
-        active = sum(len(part) > 0 for part in done)
-        for rank, part in enumerate(done):
-            for step in part:
-                for name, gradient in ddp.gradients(ddp.Given(), rank, step).items():
-                    expected[name] -= 0.1 * options.get("outer_lr", 1) * gradient.double() / active
-    for name, weights in runs[0][0].items():
-        torch.testing.assert_close(weights.double(), expected[name], rtol=1e-5, atol=1e-5)
-
-
-class Normed(nn.Module):
-    """A network with buffers."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(40)
-
-    def forward(self, x):
-        return self.norm(x)
-
-
-def test_buffers_are_the_first_ranks_after_an_exchange(world):
-    def body(group):
-        trainee = Trainee(group, module=Normed(), options={"period": 2})
-        seen = []
-        trainee.module.register_forward_pre_hook(
-            lambda module, _: seen.append(module.norm.running_mean.clone())
-        )
-        trainee.run(range(4))
-        return seen
-
-    one, other = world(2).run(body)
-    same = [golden.same_bits(a, b) for a, b in zip(one, other, strict=True)]
-    assert same == [True, False, True, False]
-
-
-def test_numbers_for_loggers(world):
-    def body(group):
-        trainee = Trainee(group, options={"period": 2, "compression": pycomm.Int8()})
-        trainee.run(range(4))
-        return trainee.state.stats()
-
-    for stats in world(2).run(body):
-        assert stats["steps"] == 2  # exchanges
-        assert stats["ratio"] > 2
-        assert stats["residual_norm"] > 0
+@pytest.mark.parametrize(
+    ("options", "kinds", "copies"),
+    [
+        ({}, [], 1),  # what travels
+        ({"compression": pycomm.Int8()}, ["last"], 3),
+        (DILOCO, ["last", "velocity"], 3),
+    ],
+)
+def test_memory_is_taken_only_where_it_is_needed(world, options, kinds, copies):
+    group = world(1).groups[0]
+    trainee = Trainee(group, options={"period": 1, "exclude": lambda *_: False, **options})
+    trainee.step(0)
+    assert list(trainee.state.state_dict()["outer"]) == kinds
+    tensors = trainee.state.tensors()
+    elements = sum(p.numel() for p in trainee.module.parameters())
+    padding = 16 * len(ddp.SHAPES)  # of residuals
+    assert 0 <= sum(t.numel() for t in tensors) - copies * elements <= padding
+    report = pycomm.memory_report(trainee.model, trainee.optimizer)
+    nbytes = sum(t.untyped_storage().nbytes() for t in tensors)
+    assert report.bytes["communication"] == group.staging_bytes + nbytes

@@ -1,7 +1,9 @@
 """The little language model learns as well where ranks exchange parameters every eighth step.
 
 Judged as in :mod:`convergence`: the final loss on training batches of all ranks, relative to that
-of synchronous training with the same seed, model, batches and learning rates.
+of synchronous training with the same seed, model, batches and learning rates. Averages must end
+where it ends. DiLoCo's outer momentum, beside an optimizer without, makes training faster: it must
+not end above.
 """
 
 import pytest
@@ -12,15 +14,12 @@ from convergence.tasks import Characters
 import pycomm
 from pycomm import hooks
 
-RANKS, STEPS, PERIOD = 2, 160, 8
+RANKS, STEPS, PERIOD = 2, 128, 8
 RISING = 0.1  # of the steps, in which the learning rate grows
-BAND = 0.03
-WORKING = {
-    "averages": {"warmup_steps": STEPS // 10},
-    "int8 averages": {"compression": pycomm.Int8()},
-    "int8 DiLoCo": {"compression": pycomm.Int8(), **DILOCO},
-}
-BROKEN = {"steps too short": {"outer_lr": 0.25}}
+BAND = 0.01
+AVERAGES = {"warmup_steps": STEPS // 8, "compression": pycomm.Int8()}
+OUTER = {"compression": pycomm.Int8(), **DILOCO}
+TOO_SHORT = {"outer_lr": 0.25}  # the control
 
 
 def learn(group, tasks, options):
@@ -54,15 +53,11 @@ def final_loss(world, options):
 
 
 @pytest.mark.timeout(600)
-def test_working_versions_end_in_the_band_and_a_broken_one_outside(world):
+def test_losses_end_where_those_of_synchronous_training_do(world):
     with torch.random.fork_rng():
-        synchronous = final_loss(world, None)
-        difference = {
-            name: final_loss(world, options) / synchronous - 1
-            for name, options in {**WORKING, **BROKEN}.items()
-        }
-    print(synchronous, difference)
-    for name in WORKING:
-        assert abs(difference[name]) <= BAND, difference
-    for name in BROKEN:
-        assert abs(difference[name]) > BAND, difference
+        synchronous, averages, outer, too_short = (
+            final_loss(world, options) for options in (None, AVERAGES, OUTER, TOO_SHORT)
+        )
+    assert averages == pytest.approx(synchronous, rel=BAND)
+    assert outer < (1 + BAND) * synchronous
+    assert too_short > (1 + BAND) * synchronous

@@ -17,9 +17,9 @@ from pycomm import hooks
 OPTIONS = {"period": 3, "compression": pycomm.TopK(0.05), **DILOCO}
 
 
-def go_on(group, steps, start, options, make_optimizer=averaging.sgd, gathered=False):
+def go_on(group, steps, start, options, make=dict, gathered=False):
     """Goes on from `start`, every rank's dicts; returns the same, after all weights."""
-    trainee = Trainee(group, options=options, make_optimizer=make_optimizer)
+    trainee = Trainee(group, options=options, **make())
     if start is not None:
         kept = saved(start[0 if gathered else group.rank])
         trainee.model.load_state_dict(kept["model"])
@@ -30,29 +30,51 @@ def go_on(group, steps, start, options, make_optimizer=averaging.sgd, gathered=F
     return weights, {**kept, "comm": trainee.state.state_dict(gathered)}
 
 
-@pytest.mark.parametrize("at", [0, 1, 3, 5])
-def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(world, at):
-    through = world(2).run(go_on, range(8), None, OPTIONS)
-    first = world(2).run(go_on, range(at), None, OPTIONS)
-    rest = world(2).run(go_on, range(at, 8), [kept for _, kept in first], OPTIONS)
+def with_remainders():
+    return averaging.in_bf16(master_weights="remainder")
+
+
+@pytest.mark.parametrize(
+    ("at", "make", "more"),
+    [
+        *((at, dict, {}) for at in (0, 1, 3, 5)),
+        (5, with_remainders, {}),
+        (1, dict, {"warmup_steps": 2}),
+        (4, dict, {"warmup_steps": 2}),
+    ],
+)
+def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(world, at, make, more):
+    options = {**OPTIONS, **more}
+    through = world(2).run(go_on, range(8), None, options, make)
+    first = world(2).run(go_on, range(at), None, options, make)
+    rest = world(2).run(go_on, range(at, 8), [kept for _, kept in first], options, make)
     for (whole, end), (begin, _), (weights, other_end) in zip(through, first, rest, strict=True):
         assert all(map(wrapped.same, whole, [*begin, *weights]))
         assert same(end, other_end)
 
 
-def without_momentum(params):
-    return torch.optim.SGD(params, lr=0.1)
+def without_momentum():
+    return {"make_optimizer": lambda params: torch.optim.SGD(params, lr=0.1)}
 
 
 def test_after_an_exchange_one_rank_can_save_for_all(world):
     """Where the optimizer has no states of its own."""
     options = (OPTIONS, without_momentum, True)
-    through = world(3).run(go_on, range(8), None, *options)
+    through = world(3).run(go_on, range(9), None, *options)
     first = world(3).run(go_on, range(6), None, *options)
     assert not first[1][1]["comm"]
-    rest = world(3).run(go_on, range(6, 8), [first[0][1]], *options)
+    rest = world(3).run(go_on, range(6, 9), [first[0][1]], *options)
     for (whole, _), (weights, _) in zip(through, rest, strict=True):
         assert all(map(wrapped.same, whole[6:], weights))
+
+
+def test_one_rank_cannot_save_for_all_in_mid_period(world):
+    trainee = Trainee(world(1).groups[0], options=OPTIONS)
+    trainee.run(range(4))
+    with pytest.raises(ValueError, match=r"gathered must be False, .* 1 steps after"):
+        trainee.state.state_dict(gathered=True)
+    trainee.state.exchange()
+    assert trainee.state.state_dict(gathered=True)["steps"] == 4
 
 
 def test_a_forgotten_state_is_seen(world):
@@ -81,8 +103,9 @@ def test_dicts_of_others_are_refused(world):
     trainee = make(group, **DILOCO)
     trainee.step(0)
     before = trainee.state.state_dict()
+    others = hooks.AllReduceState(group=group).state_dict()
     dicts = {
-        "LocalSGDState": [None, {}, hooks.AllReduceState(group=group).state_dict()],
+        "LocalSGDState": [None, {}, others, {**before, "format": 0}],
         r"\['last', 'velocity'\]": [kept_by(group, outer_lr=0.5)],
         "residual": [kept_by(group, compression=pycomm.Int8(), **DILOCO)],
     }
@@ -256,6 +279,22 @@ def test_parameters_that_nobody_exchanges_are_refused(world):
         hooks.LocalSGDState(
             some, averaging.sgd(module.parameters()), period=2, group=world(1).groups[0]
         )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "compression", "match"),
+    [
+        (torch.complex64, None, "real floats, got torch.complex64 for weight"),
+        (torch.float64, pycomm.Int8(), "params: weight must have one of the dtypes"),
+        (torch.float32, pycomm.TopK(k=9000), "k = 9000 of 10000 would send"),
+    ],
+)
+def test_what_no_exchange_could_carry_is_refused(world, dtype, compression, match):
+    weight = nn.Parameter(torch.zeros(100, 100, dtype=dtype))
+    optimizer, group = torch.optim.SGD([weight]), world(1).groups[0]
+    options = {"period": 500, "compression": compression, "group": group}
+    with pytest.raises(ValueError, match=match):
+        hooks.LocalSGDState([("weight", weight)], optimizer, **options)
 
 
 @pytest.mark.parametrize(

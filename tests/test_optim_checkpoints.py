@@ -116,6 +116,26 @@ def test_loading_masters_leaves_parameters_as_they_were():
     assert torch.equal(again, param)
 
 
+@pytest.mark.parametrize("master", ["remainder", "fp32"])
+def test_weights_that_are_set_between_steps_are_rounded_as_by_a_step(master):
+    """Also where they lie between two bf16 numbers, of which the other one is even."""
+    param = torch.nn.Parameter(torch.zeros(8, dtype=BF16))
+    optimizer = optim.FusedSGD([param], lr=0.0, master_weights=master)
+    param.grad = torch.zeros_like(param)
+    optimizer.step()
+    beside = optimizer.state[param].get("remainder", optimizer.state[param].get("master_param"))
+    place = beside.data_ptr()
+    weights = torch.linspace(-3, 3, 8)
+    weights[0] = 1 + 2**-8
+    optimizer.set_full_weights(param, weights)
+    before = param.detach().clone()
+    optimizer.step()
+    assert beside.data_ptr() == place
+    assert before[0] == 1 + 2**-7
+    assert torch.equal(before, param)
+    assert torch.equal(optimizer.full_weights(param), weights)
+
+
 def test_remainders_and_fp32_masters_train_alike():
     """The joined weights of one are those of the other, to the last bit."""
     seen = []
