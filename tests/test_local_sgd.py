@@ -157,6 +157,7 @@ def warmed_up(group, front):
     net = ddp.network()
     trainee = Trainee(group, front, module=net, options={"period": 2, "warmup_steps": 3, **DILOCO})
     moments = trainee.run(range(6))
+    assert trainee.state.stats()["steps"] == 1  # exchanges of parameters
     model = pycomm.DataParallel(ddp.network(), group=group)
     synchronous = wrapped.train(model, group.rank, range(3))
     return [m.after for m in moments], synchronous, [m.exchanged for m in moments]

@@ -1,4 +1,4 @@
-"""Local SGD in the training loops of others: scalers, accumulation, uneven data, buffers, loggers."""
+"""Local SGD in the training loops of others: scalers, accumulation, uneven data, buffers."""
 
 import ddp
 import golden
@@ -152,6 +152,18 @@ def test_buffers_are_the_first_ranks_after_an_exchange(world):
     one, other = world(2).run(body)
     same = [golden.same_bits(a, b) for a, b in zip(one, other, strict=True)]
     assert same == [True, False, True, False]
+
+
+def test_buffers_are_the_first_ranks_after_uneven_batches(world):
+    def body(group):
+        trainee = Trainee(group, module=Normed(), options={"period": 1})
+        with trainee.model.join():
+            trainee.run(range(4 if group.rank else 2))
+        return trainee.module.norm.running_mean, int(trainee.module.norm.num_batches_tracked)
+
+    (one, seen), (other, told) = world(2).run(body)
+    assert golden.same_bits(one, other)
+    assert (seen, told) == (2, 2)
 
 
 @pytest.mark.parametrize("options", [{}, {"compression": pycomm.Int8(), **DILOCO}])
