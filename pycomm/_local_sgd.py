@@ -201,21 +201,9 @@ class LocalSGDState:
                 parameters they had in common.
             Otherwise as :func:`pycomm.all_reduce`.
         """
-        self._check_optimizer()
         if self.steps < self._warmup_steps:
             return False
-        if not self._outer.anchored:
-            self._outer.anchor()
-        reports = compare(self._report(), self.group)
-        active = sum(report.pending > 0 for report in reports)
-        if active == 0:
-            self.steps = max(report.steps for report in reports)
-            return False
-        factor = self.group.size / active if self._pending else 0.0
-        self._outer.exchange(self._differences, factor)
-        self._pending = 0
-        self.agreements += 1
-        return True
+        return any(report.pending for report in self._meet())
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
@@ -233,8 +221,10 @@ class LocalSGDState:
         try:
             yield
             self._left = True
-            while self.exchange():
-                pass
+            reports = self._meet()
+            while not all(report.left for report in reports):
+                reports = self._meet()
+            self.steps = max(report.steps for report in reports)
         finally:
             self.joining = self._left = False
 
@@ -318,6 +308,20 @@ class LocalSGDState:
         self._had_step = True
         if self.steps >= self._warmup_steps and not self._outer.anchored:
             self._outer.anchor()
+
+    def _meet(self) -> list[Report]:
+        """Exchanges where any rank has made a step; every rank's report from before."""
+        self._check_optimizer()
+        if not self._outer.anchored:
+            self._outer.anchor()
+        reports = compare(self._report(), self.group)
+        active = sum(report.pending > 0 for report in reports)
+        if active:
+            factor = self.group.size / active if self._pending else 0.0
+            self._outer.exchange(self._differences, factor)
+            self._pending = 0
+            self.agreements += 1
+        return reports
 
     def _report(self) -> Report:
         fingerprint = self._outer.fingerprint()

@@ -110,6 +110,24 @@ def test_ranks_may_run_out_of_batches_under_the_hook(world):
     assert wrapped.same(other, expected)
 
 
+def test_ranks_that_have_run_out_stay_until_the_last_has(world):
+    """Also where another exchanges twice on end, the second time for nothing."""
+
+    def body(group):
+        trainee = Trainee(group, options={"period": 3})
+        with trainee.model.join():
+            for step in range(5 if group.rank else 1):
+                trainee.step(step)
+                if group.rank:
+                    assert trainee.state.exchange() == (step != 2)
+                    assert not trainee.state.exchange()
+        return trainee.weights(), trainee.state.steps, trainee.state.agreements
+
+    (one, *counts), (other, *same_counts) = world(2).run(body)
+    assert wrapped.same(one, other)
+    assert counts == same_counts == [5, 5]
+
+
 def test_a_rank_may_have_no_batches_after_a_resumed_warm_up(world):
     """Its wrapper has never seen a backward."""
 
