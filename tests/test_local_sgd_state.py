@@ -53,6 +53,19 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(world, at, make, m
         assert same(end, other_end)
 
 
+def test_an_exchange_may_come_at_once_after_a_resume(world):
+    def body(group):
+        trainee, resumed = (Trainee(group, options=OPTIONS) for _ in range(2))
+        trainee.run(range(4))
+        resumed.module.load_state_dict(trainee.module.state_dict())
+        resumed.state.load_state_dict(trainee.state.state_dict())
+        assert trainee.state.exchange()
+        assert resumed.state.exchange()
+        return wrapped.same(trainee.weights(), resumed.weights())
+
+    assert all(world(2).run(body))
+
+
 def without_momentum():
     return {"make_optimizer": lambda params: torch.optim.SGD(params, lr=0.1)}
 
