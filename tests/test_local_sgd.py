@@ -5,6 +5,7 @@ import ddp
 import golden
 import helpers
 import pytest
+import spanning
 import torch
 import wrapped
 from averaging import DILOCO, Trainee
@@ -56,6 +57,18 @@ def test_processes_under_hook_and_wrapper(size):
     runs = helpers.run_group(size, trained_in_all_ways)
     for name, *ranks in zip(names, *runs, strict=True):
         averaging.check(ranks, CASES[name])
+
+
+@pytest.mark.parametrize("name", ["averages", "int8, DiLoCo"])
+def test_machines_are_the_model_of_one_machine(world, name):
+    """Exchanges between machines have the bits of a world of threads laid out like them."""
+    hosts = [2, 1]
+    runs = spanning.run(hosts, trained, "wrapper", CASES[name])
+    expected = world(3, hosts=hosts).run(trained, "wrapper", CASES[name])
+    for (_, moments), (_, models) in zip(runs, expected, strict=True):
+        for moment, model in zip(moments, models, strict=True):
+            assert wrapped.same(moment.after, model.after)
+    assert wrapped.same(runs[0][1][-1].after, runs[2][1][-1].after)
 
 
 def in_flat_buffers():
