@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Parcel = tuple[int, int, int]  # machine, address, bytes
 
 _DATA, _CONTROL, _NOTHING = range(3)  # tags
-_FOREVER = timedelta(days=365)  # deadlines are the group's business
+_ALWAYS = timedelta(days=365)  # as long as the group lives
 _FAREWELL = timedelta(milliseconds=200)
 _AT_ONCE = timedelta(milliseconds=1)
 _LEFT = 0  # instead of an abort word
@@ -84,7 +84,7 @@ def connect(machines: Machines, rank: int, process_group: Any, timeout: float) -
     order = sorted(world_ranks)
     peers = {host: order.index(world_rank) for host, world_rank in enumerate(world_ranks)}
     del peers[machines.here]
-    return Link(group, peers)
+    return Link(group, peers, timeout)
 
 
 class Link(_C.Transport):
@@ -93,17 +93,19 @@ class Link(_C.Transport):
     Args:
         process_group: of the ranks that carry the stripe.
         peers: the ranks in it of the other machines.
+        timeout: the group's, in seconds. The group itself sees to it; here it only keeps threads
+            from waiting for ever.
     """
 
-    def __init__(self, process_group: Any, peers: dict[int, int]) -> None:
+    def __init__(self, process_group: Any, peers: dict[int, int], timeout: float) -> None:
         super().__init__()
         self._group = process_group._get_backend(torch.device("cpu"))
         self._peers = peers
+        self._patience = timedelta(seconds=4 * timeout + 10)
         self._rounds: queue.SimpleQueue[list[tuple[int, Any]] | None] = queue.SimpleQueue()
         self._ending = threading.Lock()
         self._ended = False
-        self._waiter = threading.Thread(target=self._wait, name="pycomm-link", daemon=True)
-        self._waiter.start()
+        threading.Thread(target=self._wait, name="pycomm-link", daemon=True).start()
         for host in peers:
             threading.Thread(
                 target=self._listen, args=(host,), name="pycomm-link-control", daemon=True
@@ -123,11 +125,10 @@ class Link(_C.Transport):
         if not self._end():
             return
         self._tell(abort_word)
-        # A receive that is given up closes the connections, which ends all that wait for them.
+        # A receive that is given up closes all connections.
         for host in self._peers:
             _finish(self._start(self._group.recv, host, torch.empty(1), _NOTHING), _AT_ONCE)
         self._rounds.put(None)
-        self._waiter.join(1.0)
 
     def leave(self) -> None:
         """Tells the others that nothing will follow."""
@@ -159,22 +160,19 @@ class Link(_C.Transport):
 
     def _wait(self) -> None:
         """Completes rounds in their order; none after one that has failed."""
-        failed = False
         while (works := self._rounds.get()) is not None:
             for host, work in works:
-                if not failed:
-                    self.await_host(host)
-                if not _finish(work, _FOREVER):
+                self.await_host(host)
+                if not _finish(work, self._patience):
                     self.lose(host)
-                    failed = True
-            if not failed:
-                self.complete()
+                    return
+            self.complete()
 
     def _listen(self, host: int) -> None:
         """Waits for a machine's last word."""
         word = torch.zeros(1, dtype=torch.int64)
         work = self._start(self._group.recv, host, word, _CONTROL)
-        if _finish(work, _FOREVER) and int(word) != _LEFT:
+        if _finish(work, _ALWAYS) and int(word) != _LEFT:
             self.stopped(int(word))
         self.lose(host)
 
