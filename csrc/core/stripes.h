@@ -48,6 +48,26 @@ struct Cycles {
   }
 };
 
+// Tiles of a tensor in stripes that take turns: each is a stretch of whole turns.
+struct Stretches {
+  std::int64_t turn;          // elements of a turn of all stripes
+  std::int64_t first, count;  // of the tensor in the whole
+  std::int64_t turns_per_tile;
+
+  PYCOMM_HD constexpr std::int64_t first_turn() const { return first / turn; }
+  PYCOMM_HD constexpr std::int64_t turns() const {
+    return count == 0 ? 0 : ceil_div(first + count, turn) - first_turn();
+  }
+  PYCOMM_HD constexpr std::int64_t tiles() const { return ceil_div(turns(), turns_per_tile); }
+  // Of the tensor.
+  PYCOMM_HD constexpr Range operator[](std::int64_t t) const {
+    const std::int64_t start = (first_turn() + t * turns_per_tile) * turn - first;
+    const std::int64_t stop = start + turns_per_tile * turn;
+    const std::int64_t begin = start < 0 ? 0 : start, end = stop < count ? stop : count;
+    return {begin, end - begin};
+  }
+};
+
 // The part of those that are in a tensor. A tile is one piece of every stripe's cycle.
 template <class Comm>
 struct CyclicStripes {

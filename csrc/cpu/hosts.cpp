@@ -8,63 +8,8 @@
 namespace pycomm::cpu {
 namespace {
 
-// Bits of Outlook::overflow in the last phase of a compressed operation: residuals are untouched; or
-// a value was not finite nevertheless.
-constexpr std::uint16_t kUntouched = 1, kNonfinite = 2;
-
-// What a rank says that has nothing to say.
-constexpr Outlook kIndifferent = make_outlook(false, true);
-
 void move(void* to, const void* from, std::int64_t bytes) {
   if (to != from && bytes > 0) std::memcpy(to, from, static_cast<std::size_t>(bytes));
-}
-
-std::int64_t turn_of(const Codec& codec) {
-  return codec.kind == CodecKind::topk ? kTopkChunk : kOwnedElements;
-}
-
-// A run of elements that one machine owns: from where on, also among those of the stripe alone.
-struct Run {
-  std::int64_t begin;
-  std::int64_t packed;
-  std::int64_t count;
-  std::int64_t owner;
-};
-
-// Visits the runs of a tensor that are in stripe s, in order.
-template <class Visit>
-void each_run(const Operation& operation, const Cycles& cycles, int s, Visit visit) {
-  const std::int64_t first = first_element(operation), turn = turn_of(operation.codec);
-  const std::int64_t skipped = cycles.before(first, s);
-  for (std::int64_t begin = 0; begin < operation.count;) {
-    const std::int64_t index = first + begin;
-    const std::int64_t next = std::min((index / turn + 1) * turn - first, operation.count);
-    if (index / cycles.length % cycles.stripes == s) {
-      visit(Run{begin, cycles.before(index, s) - skipped, next - begin,
-                index % cycles.length / turn});
-    }
-    begin = next;
-  }
-}
-
-// Rounds to the tensor's type; what that loses goes into `lost_there`, if there is any. Whether
-// something is not finite.
-bool narrow(DType dtype, const float* from, void* to, std::int64_t n, float* lost_there,
-            float factor) {
-  bool finite = true;
-  visit_dtype(dtype, [&](auto element) {
-    using T = decltype(element);
-    if constexpr (std::is_same_v<accumulator_t<T>, float>) {
-      for (std::int64_t i = 0; i < n; ++i) {
-        const T stored = store<T>(from[i]);
-        std::memcpy(static_cast<std::byte*>(to) + i * static_cast<std::int64_t>(sizeof(T)), &stored,
-                    sizeof(T));
-        finite = finite && magnitude(load(stored)) < kInfinityBits;
-        if (lost_there != nullptr) lost_there[i] += lost(from[i], load(stored), factor);
-      }
-    }
-  });
-  return !finite;
 }
 
 }  // namespace
@@ -247,147 +192,72 @@ bool Hosts::compressed(const Operation& operation, const Call& call) {
   keep_before(call);
   if (!machines_.single()) return compressed_sum(operation, call);
   const float largest = bit_cast<float>(largest_finite(operation.dtype));
-  return exchange_coded(operation, call, largest, false).overflow != 0;
+  return exchange_coded(operation, call, largest, nullptr).overflow != 0;
 }
 
-// The machine's ranks act as one.
 bool Hosts::compressed_sum(const Operation& operation, const Call& call) {
-  const Cycles cycles{machines_.count() * turn_of(operation.codec), machines_.stripes()};
-  const Carried carried = carry(operation, call, cycles);
+  Pool pool(comm_, machines_, pool_memory_, operation, call);
+  pool.collect_first();
   const float ranks_per_machine =
       static_cast<float>(machines_.world()) / static_cast<float>(machines_.count());
   const float largest = bit_cast<float>(largest_finite(operation.dtype)) *
                         (operation.op == ReduceOp::avg ? ranks_per_machine : 1.0f);
-  Outlook outlook = exchange_coded(carried.operation, carried.call, largest, true);
-  outlook = unpack(operation, call, carried, cycles, outlook);
-  if ((outlook.overflow & kUntouched) == 0 && outlook.unused == 0) {
-    keep(operation, cycles, carried.call.feedback.residual, call.feedback.residual);
-    keep(operation, cycles, carried.call.feedback.velocity, call.feedback.velocity);
-  }
+  const Outlook outlook = exchange_coded(pool.carried(), pool.call(), largest, &pool);
+  if ((outlook.overflow & kUntouched) == 0 && outlook.unused == 0) pool.keep();
   return outlook.overflow != 0;
 }
 
-// What has been found before anything is sent: `together`, by all ranks of this machine.
-Outlook Hosts::agree(Outlook mine, bool together) {
-  if (!together) return mine;
+// What has been found before anything is sent: of a pool, by all ranks of this machine.
+Outlook Hosts::agree(Outlook mine, const Pool* pool) {
+  if (pool == nullptr) return mine;
   comm_.begin_phase(comm_.called(), nullptr, nullptr, mine);
   comm_.announce();
   return comm_.outlook();
 }
 
+// Between machines; of a pool, also from its ranks and to them.
+template <class Coded, class Part>
+Outlook Hosts::exchange_parts(const Coded& coded, Part part, Pool* pool) {
+  const auto finding = [&coded] {
+    const bool untouched = coded.outlook().overflow != 0;
+    const std::uint16_t nonfinite = coded.nonfinite() ? kNonfinite : std::uint16_t{0};
+    return Outlook{untouched ? kUntouched : nonfinite, coded.outlook().unused};
+  };
+  if (pool == nullptr) {
+    exchange(*link_, part);
+    return finding();
+  }
+  Pooled pooled(*pool, part, finding);
+  exchange(*link_, pooled);
+  return pooled.outlook();
+}
+
+// `pool`: where the tensor is one, or null.
 Outlook Hosts::exchange_coded(const Operation& operation, const Call& call, float largest_result,
-                              bool together) {
+                              Pool* pool) {
   if (!carries()) {
-    agree(kIndifferent, together);
-    return kIndifferent;
+    agree(kIndifferent, pool);
+    NoPart nothing;
+    NoLink nowhere;
+    Pooled pooled(*pool, nothing, [] { return kIndifferent; });
+    exchange(nowhere, pooled);
+    return pooled.outlook();
   }
   const std::uint32_t limit = safe_magnitude(operation, machines_.count(), largest_result);
-  const auto finish = [&](auto& coded, auto&& part) {
-    exchange(*link_, part);
-    const bool untouched = coded.outlook().overflow != 0;
-    return Outlook{untouched           ? kUntouched
-                   : coded.nonfinite() ? kNonfinite
-                                       : std::uint16_t{0},
-                   coded.outlook().unused};
-  };
   if (operation.codec.kind == CodecKind::topk) {
     TopkComm<Link> coded(*link_, topk_, operation, call, limit);
-    link_->begin_tensor(operation, call.input, call.output, agree(coded.outlook(), together));
+    link_->begin_tensor(operation, call.input, call.output, agree(coded.outlook(), pool));
     coded.announce();
-    return finish(coded, ListsPart(*link_, coded));
+    return exchange_parts(coded, ListsPart(*link_, coded), pool);
   }
-  const Outlook outlook = agree(outlook_of(operation, call, limit), together);
+  const Outlook outlook = agree(outlook_of(operation, call, limit), pool);
   link_->begin_tensor(operation, call.input, call.output, outlook);
   CodedComm<Link> coded(*link_, operation, call.feedback, BlocksPart::staging(operation.codec));
   coded.announce();
-  return finish(coded, BlocksPart(*link_, coded, operation, incoming_));
-}
-
-const float* Hosts::widened(const Operation& operation, const void* input) {
-  if (operation.dtype == DType::f32) return static_cast<const float*>(input);
-  float* const wide = wide_.floats(operation.count);
-  Codec codec;
-  codec.kind = CodecKind::cast;
-  codec.values = operation.dtype;
-  const Encoded narrow{static_cast<std::byte*>(const_cast<void*>(input)), nullptr};
-  codec_loops(DType::f32, codec).decode(narrow, wide, operation.count, kSmallestBlock);
-  return wide;
-}
-
-// The sum over the machine's ranks of what is in this rank's stripe, without gaps.
-float* Hosts::fold(const Operation& operation, const Cycles& cycles, const float* mine,
-                   Scratch& to) {
-  if (mine == nullptr) return nullptr;
-  float* const sums = to.floats(operation.count);
-  Operation sum = phase(operation, operation.count);
-  sum.dtype = DType::f32;
-  sum.op = ReduceOp::sum;
-  if (comm_.size() == 1) {
-    move(sums, mine, operation.count * size_of(DType::f32));
-    return sums;
-  }
-  comm_.begin_phase(sum, mine, sums);
-  const CyclicStripes<Comm> stripes{comm_, cycles, first_element(operation), true};
-  PYCOMM_CHECK(
-      stripes.piece() * cycles.stripes <= comm_.slot_count(),
-      "staging_bytes is too small to compress in " + std::to_string(cycles.stripes) + " stripes");
-  pycomm::reduce_scatter(comm_, stripes);
-  return sums;
-}
-
-Hosts::Carried Hosts::carry(const Operation& operation, const Call& call, const Cycles& cycles) {
-  Carried carried{operation, call};
-  float* const sums = fold(operation, cycles, widened(operation, call.input), gradient_);
-  carried.call.input = carried.call.output = sums;
-  Feedback& feedback = carried.call.feedback;
-  feedback.residual = fold(operation, cycles, call.feedback.residual, residual_);
-  feedback.velocity = fold(operation, cycles, call.feedback.velocity, velocity_);
-  if (!carries()) return carried;
-  const std::int64_t first = first_element(operation), n = operation.count;
-  const std::int64_t begin = cycles.before(first, comm_.rank());
-  const std::int64_t count = cycles.before(first + n, comm_.rank()) - begin;
-  Operation& inner = carried.operation;
-  inner.dtype = DType::f32;
-  inner.count = count;
-  inner.offset = static_cast<std::uint32_t>(begin / kSmallestBlock);
-  if (n > 0) inner.codec.k = ceil_div(operation.codec.k * count, n);
-  return carried;
-}
-
-// Puts the stripe's result where it belongs, for all ranks of the machine.
-Outlook Hosts::unpack(const Operation& operation, const Call& call, const Carried& carried,
-                      const Cycles& cycles, Outlook outlook) {
-  if (carries()) {
-    const auto* sums = static_cast<const float*>(carried.call.input);
-    const Feedback& feedback = carried.call.feedback;
-    const float divisor =
-        operation.op == ReduceOp::avg ? static_cast<float>(machines_.world()) : 1.0f;
-    const float factor = divisor * scaling_of(call.feedback).inverse;
-    bool nonfinite = false;
-    each_run(operation, cycles, comm_.rank(), [&](const Run& run) {
-      const bool own = feedback.residual != nullptr && run.owner == machines_.here;
-      nonfinite |=
-          narrow(operation.dtype, sums + run.packed,
-                 static_cast<std::byte*>(call.output) + run.begin * size_of(operation.dtype),
-                 run.count, own ? feedback.residual + run.packed : nullptr, factor);
-    });
-    if (nonfinite && outlook.overflow == 0) outlook.overflow = kNonfinite;
-  }
-  if (comm_.size() == 1) return outlook;
-  comm_.begin_phase(phase(operation, operation.count), call.output, call.output, outlook);
-  pycomm::all_gather(comm_, CyclicStripes<Comm>{comm_, cycles, first_element(operation), false});
-  return comm_.outlook();
-}
-
-// This rank has what it carries, and nothing of the other stripes.
-void Hosts::keep(const Operation& operation, const Cycles& cycles, const float* carried,
-                 float* state) {
-  if (state == nullptr) return;
-  std::fill_n(state, operation.count, 0.0f);
-  if (!carries()) return;
-  each_run(operation, cycles, comm_.rank(), [&](const Run& run) {
-    move(state + run.begin, carried + run.packed, run.count * size_of(DType::f32));
-  });
+  const Stretches stretches =
+      pool != nullptr ? pool->stretches()
+                      : stretches_of(operation, {machines_.count() * kOwnedElements, 1});
+  return exchange_parts(coded, BlocksPart(*link_, coded, operation, stretches, incoming_), pool);
 }
 
 }  // namespace pycomm::cpu

@@ -8,11 +8,9 @@
 //
 // So a tensor crosses each machine's link as in one exchange per machine, however many ranks it has.
 //
-// Compressed, the ranks of a machine act as one: what goes through the codec is the fp32 sum of their
-// gradients, with the sum of their residuals and of their velocities. These sums move to the rank that
-// carries the stripe and stay there, so that sums over ranks are what they would be anyway. Stripes
-// take turns by index. Where every machine has one rank, tensors go through the codec as they are, and
-// the bits are those of one machine with as many ranks.
+// Compressed, the ranks of a machine act as one (cpu/pool.h), and the phases overlap tile by tile.
+// Stripes take turns by index. Where every machine has one rank, tensors go through the codec as they
+// are, and the bits are those of one machine with as many ranks.
 #pragma once
 
 #include <memory>
@@ -21,6 +19,7 @@
 #include "core/stripes.h"
 #include "cpu/link.h"
 #include "cpu/parts.h"
+#include "cpu/pool.h"
 #include "cpu/topk_comm.h"
 
 namespace pycomm::cpu {
@@ -49,12 +48,6 @@ class Hosts {
   }
 
  private:
-  // A machine's gradient, residual and velocity, as far as this rank carries them.
-  struct Carried {
-    Operation operation;
-    Call call;
-  };
-
   bool carries() const { return link_ != nullptr; }
   void begin(const Operation& operation, void (*interrupt)());
   Operation phase(const Operation& operation, std::int64_t count) const;
@@ -79,20 +72,17 @@ class Hosts {
   bool compressed(const Operation& operation, const Call& call);
   bool compressed_sum(const Operation& operation, const Call& call);
   Outlook exchange_coded(const Operation& operation, const Call& call, float largest_result,
-                         bool together);
-  Outlook agree(Outlook mine, bool together);
-  float* fold(const Operation& operation, const Cycles& cycles, const float* mine, Scratch& to);
-  Carried carry(const Operation& operation, const Call& call, const Cycles& cycles);
-  const float* widened(const Operation& operation, const void* input);
-  Outlook unpack(const Operation& operation, const Call& call, const Carried& carried,
-                 const Cycles& cycles, Outlook outlook);
-  void keep(const Operation& operation, const Cycles& cycles, const float* carried, float* state);
+                         Pool* pool);
+  template <class Coded, class Part>
+  Outlook exchange_parts(const Coded& coded, Part part, Pool* pool);
+  Outlook agree(Outlook mine, const Pool* pool);
 
   Comm& comm_;
   const Machines machines_;
   std::unique_ptr<Link> link_;
   TopkWorkspace topk_;
-  Scratch incoming_, blocks_, sums_, wide_, gradient_, residual_, velocity_;
+  PoolMemory pool_memory_;
+  Scratch incoming_, blocks_, sums_;
 };
 
 }  // namespace pycomm::cpu

@@ -57,6 +57,17 @@ Round PlainPart::reduced(std::int64_t t) const {
   return round;
 }
 
+Stretches stretches_of(const Operation& operation, const Cycles& cycles) {
+  Stretches stretches{cycles.length * cycles.stripes, first_element(operation), operation.count, 1};
+  if (operation.codec.kind == CodecKind::topk) {
+    stretches.turns_per_tile = std::max<std::int64_t>(stretches.turns(), 1);
+  } else {
+    const CodedStaging staging = BlocksPart::staging(operation.codec);
+    stretches.turns_per_tile = kStagingSlots * staging.slot / kOwnedElements;
+  }
+  return stretches;
+}
+
 CodedStaging BlocksPart::staging(const Codec& codec) {
   const std::int64_t payload = payload_size(codec);
   const std::int64_t elements = kParcelBytes / (kOwnedElements * payload) * kOwnedElements;
@@ -66,14 +77,14 @@ CodedStaging BlocksPart::staging(const Codec& codec) {
 }
 
 BlocksPart::BlocksPart(Link& link, CodedComm<Link>& coded, const Operation& operation,
-                       Scratch& scratch)
+                       const Stretches& stretches, Scratch& scratch)
     : link_(link),
       coded_(coded),
       staging_(staging(operation.codec)),
       scaled_(operation.codec.kind == CodecKind::int8),
-      turns_per_tile_(kStagingSlots * staging_.slot / kOwnedElements),
       region_bytes_(kStagingSlots * staging_.slot * staging_.payload +
                     (kStagingSlots * staging_.slot >> staging_.shift) * 4),
+      stretches_(stretches),
       turns_{link, first_element(operation), kOwnedElements},
       regions_(scratch.bytes(kTilesUnderWay * 3 * link.size() * region_bytes_)) {}
 
@@ -86,11 +97,13 @@ Place BlocksPart::region(std::int64_t t, Use use, int machine) const {
 
 template <class Visit>
 std::int64_t BlocksPart::each_run(std::int64_t t, int owner, Visit visit) const {
-  const std::int64_t first = t * turns_per_tile_;
-  const std::int64_t end = std::min(first + turns_per_tile_, turns_.tiles().count());
+  const std::int64_t first = t * stretches_.turns_per_tile;
+  const std::int64_t end = std::min(first + stretches_.turns_per_tile, stretches_.turns());
+  // A stripe's turns are counted as the whole's are, but may begin with the next one.
+  const std::int64_t before = stretches_.first_turn() - turns_.offset / turns_.cycle();
   std::int64_t elements = 0;
   for (std::int64_t turn = first; turn < end; ++turn) {
-    const Chunk chunk = turns_(turn, owner);
+    const Chunk chunk = turns_(before + turn, owner);
     visit(Range{chunk.input, chunk.count}, elements);
     elements += chunk.count;
   }

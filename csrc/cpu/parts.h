@@ -3,6 +3,7 @@
 #pragma once
 
 #include "core/between.h"
+#include "core/stripes.h"
 #include "cpu/coded_comm.h"
 #include "cpu/link.h"
 #include "cpu/topk_comm.h"
@@ -54,15 +55,21 @@ class PlainPart {
   std::vector<const void*> sources_;
 };
 
+// Of blocks, so many turns that a parcel is worth its trip; of top-k, whose selection is of the whole,
+// all of them.
+Stretches stretches_of(const Operation& operation, const Cycles& cycles);
+
 // Blocks of encoded elements. Machines own them by index, as ranks do on one machine
-// (CyclicChunks); a tile is so many turns that a parcel is worth its trip.
+// (CyclicChunks).
 class BlocksPart {
  public:
-  BlocksPart(Link& link, CodedComm<Link>& coded, const Operation& operation, Scratch& scratch);
+  // `operation`: of the link, whose tensor is cut into these stretches of the whole.
+  BlocksPart(Link& link, CodedComm<Link>& coded, const Operation& operation,
+             const Stretches& stretches, Scratch& scratch);
   // As the codec's executor needs it.
   static CodedStaging staging(const Codec& codec);
 
-  std::int64_t tiles() const { return ceil_div(turns_.tiles().count(), turns_per_tile_); }
+  std::int64_t tiles() const { return stretches_.tiles(); }
   static constexpr bool reduces() { return true; }
   static constexpr bool gathers() { return true; }
   void stage(std::int64_t t);
@@ -87,8 +94,8 @@ class BlocksPart {
   CodedComm<Link>& coded_;
   const CodedStaging staging_;
   const bool scaled_;
-  const std::int64_t turns_per_tile_;
   const std::int64_t region_bytes_;
+  const Stretches stretches_;
   CyclicChunks<Link> turns_;
   std::byte* regions_;
 };

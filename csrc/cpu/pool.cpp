@@ -1,0 +1,201 @@
+#include "cpu/pool.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "core/cast.h"
+#include "core/feedback.h"
+#include "core/two_shot.h"
+#include "cpu/parts.h"
+
+namespace pycomm::cpu {
+namespace {
+
+std::int64_t owned_elements(const Codec& codec) {
+  return codec.kind == CodecKind::topk ? kTopkChunk : kOwnedElements;
+}
+
+// A run of elements that one machine owns: from where on, also among those of the stripe alone.
+struct Run {
+  std::int64_t begin;
+  std::int64_t packed;
+  std::int64_t count;
+  std::int64_t owner;
+};
+
+// Visits the runs of a tensor that are in stripe s, in order.
+template <class Visit>
+void each_run(const Operation& operation, const Cycles& cycles, int s, Visit visit) {
+  const std::int64_t first = first_element(operation), owned = owned_elements(operation.codec);
+  const std::int64_t skipped = cycles.before(first, s);
+  for (std::int64_t begin = 0; begin < operation.count;) {
+    const std::int64_t index = first + begin;
+    const std::int64_t next = std::min((index / owned + 1) * owned - first, operation.count);
+    if (index / cycles.length % cycles.stripes == s) {
+      visit(Run{begin, cycles.before(index, s) - skipped, next - begin,
+                index % cycles.length / owned});
+    }
+    begin = next;
+  }
+}
+
+// Rounds to the tensor's type; what that loses goes into `lost_there`, if there is any. Whether
+// something is not finite.
+bool narrow_run(DType dtype, const float* from, std::byte* to, std::int64_t n, float* lost_there,
+                float factor) {
+  bool finite = true;
+  visit_dtype(dtype, [&](auto element) {
+    using T = decltype(element);
+    if constexpr (std::is_same_v<accumulator_t<T>, float>) {
+      for (std::int64_t i = 0; i < n; ++i) {
+        const T stored = store<T>(from[i]);
+        std::memcpy(to + i * static_cast<std::int64_t>(sizeof(T)), &stored, sizeof(T));
+        finite = finite && magnitude(load(stored)) < kInfinityBits;
+        if (lost_there != nullptr) lost_there[i] += lost(from[i], load(stored), factor);
+      }
+    }
+  });
+  return !finite;
+}
+
+}  // namespace
+
+Pool::Pool(Comm& comm, const Machines& machines, PoolMemory& memory, const Operation& operation,
+           const Call& call)
+    : comm_(comm),
+      machines_(machines),
+      wide_(memory.wide),
+      operation_(operation),
+      call_(call),
+      cycles_{machines.count() * owned_elements(operation.codec), machines.stripes()},
+      stretches_(stretches_of(operation, cycles_)),
+      carried_(operation),
+      carried_call_(call) {
+  const std::int64_t n = operation.count;
+  const auto sums = [&](const float* mine, Scratch& to) {
+    return mine == nullptr ? nullptr : to.floats(packed(n));
+  };
+  gradient_ = memory.gradient.floats(packed(n));
+  carried_call_.input = carried_call_.output = gradient_;
+  Feedback& feedback = carried_call_.feedback;
+  feedback.residual = sums(call.feedback.residual, memory.residual);
+  feedback.velocity = sums(call.feedback.velocity, memory.velocity);
+  if (!carries()) return;
+  carried_.dtype = DType::f32;
+  carried_.count = packed(n);
+  carried_.offset = static_cast<std::uint32_t>(
+      cycles_.before(first_element(operation), comm_.rank()) / kSmallestBlock);
+  if (n > 0) carried_.codec.k = ceil_div(operation.codec.k * carried_.count, n);
+}
+
+// How many elements of this rank's stripe come before one of the tensor's.
+std::int64_t Pool::packed(std::int64_t begin) const {
+  if (!carries()) return 0;
+  const std::int64_t first = first_element(operation_);
+  return cycles_.before(first + begin, comm_.rank()) - cycles_.before(first, comm_.rank());
+}
+
+// An operation inside the machine.
+Operation Pool::stretch_of(const Range& range, DType dtype) const {
+  Operation stretch = operation_;
+  stretch.algorithm = Algorithm::two_shot;
+  stretch.op = ReduceOp::sum;
+  stretch.codec = {};
+  stretch.dtype = dtype;
+  stretch.count = range.count;
+  stretch.offset += static_cast<std::uint32_t>(range.begin / kSmallestBlock);
+  return stretch;
+}
+
+void Pool::collect_first() {
+  if (call_.feedback.residual == nullptr && operation_.codec.kind != CodecKind::topk) return;
+  for (std::int64_t t = 0; t < stretches_.tiles(); ++t) collect_tile(t);
+  complete_ = true;
+}
+
+void Pool::collect_tile(std::int64_t t) {
+  const Range range = stretches_[t];
+  const Feedback &mine = call_.feedback, &sums = carried_call_.feedback;
+  fold(range, widened(range), gradient_);
+  if (mine.residual != nullptr) fold(range, mine.residual + range.begin, sums.residual);
+  if (mine.velocity != nullptr) fold(range, mine.velocity + range.begin, sums.velocity);
+}
+
+void Pool::fold(const Range& range, const float* mine, float* sums) {
+  float* const to = sums + packed(range.begin);
+  if (comm_.size() == 1) {
+    std::memcpy(to, mine, static_cast<std::size_t>(range.count) * sizeof(float));
+    return;
+  }
+  const Operation sum = stretch_of(range, DType::f32);
+  comm_.begin_phase(sum, mine, to);
+  const CyclicStripes<Comm> stripes{comm_, cycles_, first_element(sum), true};
+  PYCOMM_CHECK(
+      stripes.piece() * cycles_.stripes <= comm_.slot_count(),
+      "staging_bytes is too small to compress in " + std::to_string(cycles_.stripes) + " stripes");
+  pycomm::reduce_scatter(comm_, stripes);
+}
+
+const float* Pool::widened(const Range& range) {
+  const std::byte* const input =
+      static_cast<const std::byte*>(call_.input) + range.begin * size_of(operation_.dtype);
+  if (operation_.dtype == DType::f32) return reinterpret_cast<const float*>(input);
+  float* const wide = wide_.floats(range.count);
+  Codec codec;
+  codec.kind = CodecKind::cast;
+  codec.values = operation_.dtype;
+  const Encoded narrow{const_cast<std::byte*>(input), nullptr};
+  codec_loops(DType::f32, codec).decode(narrow, wide, range.count, kSmallestBlock);
+  return wide;
+}
+
+Outlook Pool::spread(std::int64_t t, Outlook mine) {
+  const Range range = stretches_[t];
+  nonfinite_ = narrow(range) || nonfinite_;
+  if (nonfinite_ && mine.overflow == 0) mine.overflow = kNonfinite;
+  if (comm_.size() == 1) return mine;
+  const Operation stretch = stretch_of(range, operation_.dtype);
+  std::byte* const output =
+      static_cast<std::byte*>(call_.output) + range.begin * size_of(operation_.dtype);
+  comm_.begin_phase(stretch, output, output, mine);
+  pycomm::all_gather(comm_, CyclicStripes<Comm>{comm_, cycles_, first_element(stretch), false});
+  return comm_.outlook();
+}
+
+bool Pool::narrow(const Range& range) {
+  if (!carries()) return false;
+  float* const residual = carried_call_.feedback.residual;
+  const float divisor =
+      operation_.op == ReduceOp::avg ? static_cast<float>(machines_.world()) : 1.0f;
+  const float factor = divisor * scaling_of(call_.feedback).inverse;
+  Operation stretch = stretch_of(range, operation_.dtype);
+  stretch.codec = operation_.codec;  // says who owns what
+  const std::int64_t before = packed(range.begin);
+  bool nonfinite = false;
+  each_run(stretch, cycles_, comm_.rank(), [&](const Run& run) {
+    const bool own = residual != nullptr && run.owner == machines_.here;
+    std::byte* const to = static_cast<std::byte*>(call_.output) +
+                          (range.begin + run.begin) * size_of(operation_.dtype);
+    nonfinite |= narrow_run(operation_.dtype, gradient_ + before + run.packed, to, run.count,
+                            own ? residual + before + run.packed : nullptr, factor);
+  });
+  return nonfinite;
+}
+
+void Pool::keep() const {
+  keep(carried_call_.feedback.residual, call_.feedback.residual);
+  keep(carried_call_.feedback.velocity, call_.feedback.velocity);
+}
+
+// This rank has what it carries, and nothing of the other stripes.
+void Pool::keep(const float* carried, float* state) const {
+  if (state == nullptr) return;
+  std::fill_n(state, operation_.count, 0.0f);
+  if (!carries()) return;
+  each_run(operation_, cycles_, comm_.rank(), [&](const Run& run) {
+    std::memcpy(state + run.begin, carried + run.packed,
+                static_cast<std::size_t>(run.count) * sizeof(float));
+  });
+}
+
+}  // namespace pycomm::cpu
