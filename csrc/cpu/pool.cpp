@@ -39,23 +39,21 @@ void each_run(const Operation& operation, const Cycles& cycles, int s, Visit vis
   }
 }
 
-// Rounds to the tensor's type; what that loses goes into `lost_there`, if there is any. Whether
-// something is not finite.
-bool narrow_run(DType dtype, const float* from, std::byte* to, std::int64_t n, float* lost_there,
-                float factor) {
-  bool finite = true;
-  visit_dtype(dtype, [&](auto element) {
-    using T = decltype(element);
-    if constexpr (std::is_same_v<accumulator_t<T>, float>) {
-      for (std::int64_t i = 0; i < n; ++i) {
-        const T stored = store<T>(from[i]);
-        std::memcpy(to + i * static_cast<std::int64_t>(sizeof(T)), &stored, sizeof(T));
-        finite = finite && magnitude(load(stored)) < kInfinityBits;
-        if (lost_there != nullptr) lost_there[i] += lost(from[i], load(stored), factor);
-      }
-    }
-  });
-  return !finite;
+// Rounds to the tensor's type; what that loses goes into `lost_there`, if there is any. Returns the
+// largest magnitude().
+template <class T>
+PYCOMM_CLONES std::uint32_t narrow_run(const float* from, T* to, std::int64_t n, float* lost_there,
+                                       float factor) {
+  std::uint32_t largest = 0;
+#pragma omp simd reduction(max : largest)
+  for (std::int64_t i = 0; i < n; ++i) {
+    to[i] = store<T>(from[i]);
+    largest = std::max(largest, magnitude(load(to[i])));
+  }
+  if (lost_there == nullptr) return largest;
+#pragma omp simd
+  for (std::int64_t i = 0; i < n; ++i) lost_there[i] += lost(from[i], load(to[i]), factor);
+  return largest;
 }
 
 }  // namespace
@@ -171,15 +169,20 @@ bool Pool::narrow(const Range& range) {
   Operation stretch = stretch_of(range, operation_.dtype);
   stretch.codec = operation_.codec;  // says who owns what
   const std::int64_t before = packed(range.begin);
-  bool nonfinite = false;
-  each_run(stretch, cycles_, comm_.rank(), [&](const Run& run) {
-    const bool own = residual != nullptr && run.owner == machines_.here;
-    std::byte* const to = static_cast<std::byte*>(call_.output) +
-                          (range.begin + run.begin) * size_of(operation_.dtype);
-    nonfinite |= narrow_run(operation_.dtype, gradient_ + before + run.packed, to, run.count,
-                            own ? residual + before + run.packed : nullptr, factor);
+  std::uint32_t largest = 0;
+  const auto narrow_to = [&](auto* output) {
+    each_run(stretch, cycles_, comm_.rank(), [&](const Run& run) {
+      const bool own = residual != nullptr && run.owner == machines_.here;
+      const std::int64_t at = before + run.packed;
+      largest = std::max(largest, narrow_run(gradient_ + at, output + range.begin + run.begin,
+                                             run.count, own ? residual + at : nullptr, factor));
+    });
+  };
+  visit_dtype(operation_.dtype, [&](auto element) {
+    using T = decltype(element);
+    if constexpr (std::is_same_v<accumulator_t<T>, float>) narrow_to(static_cast<T*>(call_.output));
   });
-  return nonfinite;
+  return largest >= kInfinityBits;
 }
 
 void Pool::keep() const {
