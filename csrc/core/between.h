@@ -24,8 +24,8 @@ inline constexpr std::int64_t kAhead = 2;
 inline constexpr std::int64_t kTilesUnderWay = 2 * kAhead + 1;
 
 // A Link posts rounds, which are numbered, and waits for them. A Part is what one operation does:
-// tiles(), kReduces, kGathers, stage(t), staged(t), reduce(t), reduced(t), gather(t), of which
-// staged() and reduced() are the rounds.
+// tiles(), reduces(), gathers(), stage(t), staged(t), reduce(t), reduced(t), meanwhile(t), gather(t), of
+// which staged() and reduced() are the rounds; meanwhile() needs no other machine's result.
 template <class Link, class Part>
 void exchange(Link& link, Part& part) {
   std::int64_t staged[kTilesUnderWay]{}, reduced[kTilesUnderWay]{};
@@ -42,6 +42,7 @@ void exchange(Link& link, Part& part) {
         part.reduce(t);
       }
       if (part.gathers()) reduced[t % kTilesUnderWay] = link.post(part.reduced(t));
+      part.meanwhile(t);
     }
     if (const std::int64_t t = step - 2 * kAhead; part.gathers() && in_range(t)) {
       link.wait(reduced[t % kTilesUnderWay]);

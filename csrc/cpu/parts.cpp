@@ -7,16 +7,16 @@ PlainPart::PlainPart(Link& link, const Operation& operation, Work work, Scratch&
       work_(std::move(work)),
       element_size_(size_of(operation.dtype)),
       loop_(reduce_loop(operation.dtype, operation.op, true)),
-      incoming_(scratch.bytes(kTilesUnderWay * link.size() * kParcelBytes)),
+      incoming_(scratch.bytes(kTilesUnderWay * link.size() * parcel_bytes(link.size()))),
       sources_(static_cast<std::size_t>(link.size())) {
   for (const Range& owned : work_.owned) {
-    tiles_ = std::max(tiles_, Tiles{owned.count, kParcelBytes / element_size_}.count());
+    tiles_ = std::max(tiles_, cut(owned).count());
   }
 }
 
 Range PlainPart::piece(std::int64_t t, int machine) const {
   const Range& owned = work_.owned[static_cast<std::size_t>(machine)];
-  const Tiles tiles{owned.count, kParcelBytes / element_size_};
+  const Tiles tiles = cut(owned);
   if (t >= tiles.count()) return {owned.begin, 0};
   const Range tile = tiles[t];
   return {owned.begin + tile.begin, tile.count};
@@ -57,20 +57,21 @@ Round PlainPart::reduced(std::int64_t t) const {
   return round;
 }
 
-Stretches stretches_of(const Operation& operation, const Cycles& cycles) {
+Stretches stretches_of(const Operation& operation, const Cycles& cycles, int machines) {
   Stretches stretches{cycles.length * cycles.stripes, first_element(operation), operation.count, 1};
   if (operation.codec.kind == CodecKind::topk) {
     stretches.turns_per_tile = std::max<std::int64_t>(stretches.turns(), 1);
   } else {
-    const CodedStaging staging = BlocksPart::staging(operation.codec);
+    const CodedStaging staging = BlocksPart::staging(operation.codec, machines);
     stretches.turns_per_tile = kStagingSlots * staging.slot / kOwnedElements;
   }
   return stretches;
 }
 
-CodedStaging BlocksPart::staging(const Codec& codec) {
-  const std::int64_t payload = payload_size(codec);
-  const std::int64_t elements = kParcelBytes / (kOwnedElements * payload) * kOwnedElements;
+CodedStaging BlocksPart::staging(const Codec& codec, int machines) {
+  const std::int64_t turn_bytes = kOwnedElements * payload_size(codec);
+  const std::int64_t turns = std::max<std::int64_t>(parcel_bytes(machines) / turn_bytes, 1);
+  const std::int64_t elements = turns * kOwnedElements;
   CodedStaging staging = CodedStaging::in(0, codec);
   staging.slot = elements / kStagingSlots;
   return staging;
@@ -80,7 +81,7 @@ BlocksPart::BlocksPart(Link& link, CodedComm<Link>& coded, const Operation& oper
                        const Stretches& stretches, Scratch& scratch)
     : link_(link),
       coded_(coded),
-      staging_(staging(operation.codec)),
+      staging_(staging(operation.codec, link.size())),
       scaled_(operation.codec.kind == CodecKind::int8),
       region_bytes_(kStagingSlots * staging_.slot * staging_.payload +
                     (kStagingSlots * staging_.slot >> staging_.shift) * 4),
@@ -204,16 +205,23 @@ Round ListsPart::staged(std::int64_t) { return with_lengths(false); }
 void ListsPart::reduce(std::int64_t) {
   const int me = link_.rank();
   const auto from = [&](int m) { return Place{coded_.list(m, me, false), m, me}; };
-  coded_.reduce(1, from, link_.size(), from, 1, true);
+  coded_.reduce_lists(from);
 }
 
 Round ListsPart::reduced(std::int64_t) { return with_lengths(true); }
 
+void ListsPart::meanwhile(std::int64_t) { decode(link_.rank()); }
+
 void ListsPart::gather(std::int64_t) {
   for (int m = 0; m < link_.size(); ++m) {
     if (m == link_.rank()) continue;
-    coded_.copy({nullptr, link_.rank(), m}, {coded_.list(m, m, true), m, m}, 1);
+    decode(m);
   }
+}
+
+// An owner's results.
+void ListsPart::decode(int owner) {
+  coded_.copy({nullptr, link_.rank(), owner}, {coded_.list(owner, owner, true), owner, owner}, 1);
 }
 
 // The lists that this rank has written for the others, or for all, and theirs.

@@ -10,8 +10,12 @@
 
 namespace pycomm::cpu {
 
-// The most bytes of a parcel.
-inline constexpr std::int64_t kParcelBytes = 256 << 10;
+// Bytes of a tile, in which every machine's part is a parcel, and the least that a parcel should have.
+inline constexpr std::int64_t kTileBytes = 1 << 20, kLeastParcelBytes = 32 << 10;
+
+constexpr std::int64_t parcel_bytes(int machines) {
+  return std::max(kTileBytes / machines / kLine * kLine, kLeastParcelBytes);
+}
 
 // A tensor as it is, sent from where it lies; what others own comes to where it shall lie.
 class PlainPart {
@@ -34,16 +38,20 @@ class PlainPart {
   Round staged(std::int64_t t) const;
   void reduce(std::int64_t t);
   Round reduced(std::int64_t t) const;
+  void meanwhile(std::int64_t) {}
   void gather(std::int64_t) {}
 
  private:
+  Tiles cut(const Range& owned) const {
+    return {owned.count, parcel_bytes(link_.size()) / element_size_};
+  }
   Range piece(std::int64_t t, int machine) const;
   Parcel parcel(int to, std::byte* data, const Range& range) const {
     return {to, data, range.count * element_size_};
   }
   std::byte* at(const Range& range) const { return work_.data + range.begin * element_size_; }
   std::byte* incoming(std::int64_t t, int machine) const {
-    return incoming_ + (t % kTilesUnderWay * link_.size() + machine) * kParcelBytes;
+    return incoming_ + (t % kTilesUnderWay * link_.size() + machine) * parcel_bytes(link_.size());
   }
 
   Link& link_;
@@ -57,7 +65,7 @@ class PlainPart {
 
 // Of blocks, so many turns that a parcel is worth its trip; of top-k, whose selection is of the whole,
 // all of them.
-Stretches stretches_of(const Operation& operation, const Cycles& cycles);
+Stretches stretches_of(const Operation& operation, const Cycles& cycles, int machines);
 
 // Blocks of encoded elements. Machines own them by index, as ranks do on one machine
 // (CyclicChunks).
@@ -67,7 +75,7 @@ class BlocksPart {
   BlocksPart(Link& link, CodedComm<Link>& coded, const Operation& operation,
              const Stretches& stretches, Scratch& scratch);
   // As the codec's executor needs it.
-  static CodedStaging staging(const Codec& codec);
+  static CodedStaging staging(const Codec& codec, int machines);
 
   std::int64_t tiles() const { return stretches_.tiles(); }
   static constexpr bool reduces() { return true; }
@@ -76,6 +84,7 @@ class BlocksPart {
   Round staged(std::int64_t t) const;
   void reduce(std::int64_t t);
   Round reduced(std::int64_t t) const;
+  void meanwhile(std::int64_t) {}
   void gather(std::int64_t t);
 
  private:
@@ -112,11 +121,13 @@ class ListsPart {
   Round staged(std::int64_t);
   void reduce(std::int64_t);
   Round reduced(std::int64_t);
+  void meanwhile(std::int64_t);
   void gather(std::int64_t);
 
  private:
   Place lists(int r) const { return {nullptr, r}; }
   Round with_lengths(bool result);
+  void decode(int owner);
 
   Link& link_;
   TopkComm<Link>& coded_;

@@ -66,7 +66,7 @@ Pool::Pool(Comm& comm, const Machines& machines, PoolMemory& memory, const Opera
       operation_(operation),
       call_(call),
       cycles_{machines.count() * owned_elements(operation.codec), machines.stripes()},
-      stretches_(stretches_of(operation, cycles_)),
+      stretches_(stretches_of(operation, cycles_, machines.count())),
       carried_(operation),
       carried_call_(call) {
   const std::int64_t n = operation.count;

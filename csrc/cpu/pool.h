@@ -93,6 +93,7 @@ class Pooled {
   Round staged(std::int64_t t) { return part_.staged(t); }
   void reduce(std::int64_t t) { part_.reduce(t); }
   Round reduced(std::int64_t t) { return part_.reduced(t); }
+  void meanwhile(std::int64_t t) { part_.meanwhile(t); }
   void gather(std::int64_t t) {
     part_.gather(t);
     outlook_ = pool_.spread(t, finding_());
@@ -113,6 +114,7 @@ struct NoPart {
   Round staged(std::int64_t) { return {}; }
   void reduce(std::int64_t) {}
   Round reduced(std::int64_t) { return {}; }
+  void meanwhile(std::int64_t) {}
   void gather(std::int64_t) {}
 };
 struct NoLink {

@@ -3,6 +3,7 @@
 #include "core/cast.h"
 #include "core/feedback.h"
 #include "cpu/link.h"
+#include "cpu/loops.h"
 
 namespace pycomm::cpu {
 
@@ -123,12 +124,10 @@ void TopkComm<Base>::write_result() {
       operation_.op == ReduceOp::avg ? static_cast<float>(comm_.contributors()) : 1.0f;
   for (Entry& entry : workspace_.list) entry.value /= divisor;
   const float factor = divisor * candidates_.scaling.inverse;
-  const Place here{areas_[static_cast<std::size_t>(rank())], rank(), rank()};
   TopkWriter writer(mine, operation_.codec.values, list(rank(), rank(), true), room(rank(), true));
   writer.write(workspace_.list, [&](const Entry& entry, float sent) {
     if (feeds()) feedback_.residual[entry.index] += lost(entry.value, as_stored(sent), factor);
   });
-  gather(rank(), here);
 }
 
 template <class Base>
@@ -143,15 +142,21 @@ void TopkComm<Base>::gather(int owner, Place from) {
 template <class Base>
 template <class T>
 void TopkComm<Base>::scatter(const TopkReader& list, const TopkRegion& region) {
+  const bool stream = operation_.count * static_cast<std::int64_t>(sizeof(T)) > kCachedOutput;
+  workspace_.chunk.resize(static_cast<std::size_t>(kTopkChunk) * sizeof(float));
+  T* const made = reinterpret_cast<T*>(workspace_.chunk.data());
   for (std::int64_t j = 0; j < region.chunks(); ++j) {
     const Range chunk = region.chunk(j);
-    T* const to = static_cast<T*>(output_) + chunk.begin;
-    std::fill(to, to + chunk.count, T{});
+    std::fill_n(made, chunk.count, T{});
     list.read(j, [&](std::int64_t i, float value) {
-      to[i] = store<T>(value);
-      nonfinite_ |= magnitude(load(to[i])) >= kInfinityBits;
+      made[i] = store<T>(value);
+      nonfinite_ |= magnitude(load(made[i])) >= kInfinityBits;
     });
+    std::byte* const to = reinterpret_cast<std::byte*>(static_cast<T*>(output_) + chunk.begin);
+    cpu::copy({to, stream}, workspace_.chunk.data(),
+              chunk.count * static_cast<std::int64_t>(sizeof(T)));
   }
+  stream_fence();  // another thread may read it next
 }
 
 template <class Base>

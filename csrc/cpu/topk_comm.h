@@ -17,6 +17,9 @@
 
 namespace pycomm::cpu {
 
+// An output of more bytes than that is written around the caches, which could not hold it.
+inline constexpr std::int64_t kCachedOutput = 8 << 20;
+
 // Memory that a group keeps from one top-k operation to the next. The areas go with the window and
 // not before: a peer may still read them when this rank has left.
 class TopkWorkspace {
@@ -28,6 +31,7 @@ class TopkWorkspace {
 
   TopkSelection selection;
   std::vector<float> sums;  // all zero between uses
+  std::vector<std::byte> chunk;
   std::vector<Entry> list;
   std::vector<std::uint32_t> magnitudes;
 
@@ -91,6 +95,12 @@ class TopkComm {
   }
   template <class To, class From>
   void reduce(int, To, int, From from, std::int64_t, bool) {
+    reduce_lists(from);
+    gather(rank(), {areas_[static_cast<std::size_t>(rank())], rank(), rank()});
+  }
+  // Makes this owner's result, which is not in the output yet.
+  template <class From>
+  void reduce_lists(From from) {
     for (int r = 0; r < size(); ++r) readers_.push_back(reader(from(r), false));
     reduce_region();
     readers_.clear();

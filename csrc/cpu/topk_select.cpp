@@ -1,5 +1,7 @@
 #include "cpu/topk_select.h"
 
+#include <cmath>
+
 #include "core/reduce.h"
 #include "cpu/loops.h"
 
@@ -15,6 +17,12 @@ std::int64_t most_collected(std::int64_t n, std::int64_t k) {
 }
 
 constexpr std::int64_t kAhead = 8192;
+
+// Of the elements, one in so many is in the sample, which is no larger than the other.
+constexpr std::int64_t kSampledOneIn = 128, kLargestSample = 64 << 10;
+
+// No magnitude.
+constexpr std::uint32_t kNone = 0xffffffffu;
 
 PYCOMM_HD void store_unscaled(const float* values, std::int64_t n, const Scaling& scaling,
                               float* to) {
@@ -90,6 +98,37 @@ std::uint32_t scan(const Candidates& from, bool store, const std::uint32_t& leas
   return largest;
 }
 
+template <class T>
+float candidate(const Candidates& from, std::int64_t i) {
+  float value = load(static_cast<const T*>(from.x)[i]);
+  if (from.velocity != nullptr) {
+    value = accelerated(from.velocity[i], from.momentum, value, from.scaling.scale);
+  }
+  if (from.residual != nullptr) value = contribution(value, from.residual[i], from.scaling.scale);
+  return value;
+}
+
+// A magnitude that k candidates reach with near certainty, and not many more: with n elements of
+// which k do, m p +- 4 sqrt(m p) of m sampled ones should, p = k / n.
+std::uint32_t guess_floor(const Candidates& from, std::int64_t k,
+                          std::vector<std::uint32_t>& magnitudes) {
+  const std::int64_t sampled = std::min(from.n / kSampledOneIn, kLargestSample);
+  const double expected = static_cast<double>(sampled) * static_cast<double>(k) /
+                          static_cast<double>(std::max<std::int64_t>(from.n, 1));
+  const auto rank = static_cast<std::int64_t>(expected + 4 * std::sqrt(expected) + 4);
+  if (rank >= sampled) return 1;
+  const auto value = from.dtype == DType::f32   ? candidate<float>
+                     : from.dtype == DType::f16 ? candidate<Half>
+                                                : candidate<BFloat16>;
+  const std::int64_t stride = (from.n / sampled - 1) | 1;  // odd: not that of a matrix's rows
+  magnitudes.clear();
+  for (std::int64_t i = 0; i < sampled; ++i)
+    magnitudes.push_back(magnitude(value(from, i * stride)));
+  const auto at = magnitudes.begin() + rank;
+  std::nth_element(magnitudes.begin(), at, magnitudes.end(), std::greater<>());
+  return std::max(*at, 1u);
+}
+
 }  // namespace
 
 PYCOMM_CLONES void mark_nonzero(const float* values, std::int64_t n, std::uint8_t* hits) {
@@ -99,35 +138,50 @@ PYCOMM_CLONES void mark_nonzero(const float* values, std::int64_t n, std::uint8_
 
 std::uint32_t TopkSelection::prepare(const Candidates& from, std::int64_t k) {
   k_ = k;
-  floor_ = 1;
   ties_ = -1;
-  counts_.assign(digit_bins(0), 0);
-  std::int64_t counted = 0;
+  floor_ = k == 0 ? kNone : guess_floor(from, k, magnitudes_);
+  collected_ = true;
+  entries_.clear();
+  const auto found = [&] { return static_cast<std::int64_t>(entries_.size()); };
+  const std::int64_t most = most_collected(from.n, k);
+  std::uint32_t least = floor_;
+  const std::uint32_t largest = scan(
+      from, false, least,
+      [&](std::int64_t i, float value) {
+        entries_.push_back({static_cast<std::uint32_t>(i), value});
+      },
+      [&] { least = found() > most ? kNone : least; });
+  if (found() > most) {
+    count(from);
+  } else if (found() < k && floor_ > 1) {
+    floor_ = 1;
+    count(from);
+  }
+  return largest;
+}
+
+// Raises floor_ as far as k candidates are left.
+void TopkSelection::count(const Candidates& from) {
+  collected_ = false;
+  counts_.assign(static_cast<std::size_t>(digit_bins(0)), 0);
   // The bin in which the k-th largest of those seen so far lies; lower ones can be forgotten.
   const auto raise_floor = [&] {
     std::int64_t above = 0;
     for (int bin = digit_bins(0) - 1; bin >= 0; --bin) {
       above += counts_[static_cast<std::size_t>(bin)];
-      if (above < k) continue;
+      if (above < k_) continue;
       floor_ = std::max(floor_, static_cast<std::uint32_t>(bin) << digit_shift(0));
       break;
     }
     collectable_ = above;
   };
-  const std::uint32_t largest = scan(
+  scan(
       from, false, floor_,
-      [&](std::int64_t, float value) {
-        ++counts_[magnitude(value) >> digit_shift(0)];
-        ++counted;
-      },
+      [&](std::int64_t, float value) { ++counts_[magnitude(value) >> digit_shift(0)]; },
       raise_floor);
   raise_floor();
-  if (k == 0 || counted == 0) floor_ = 0xffffffffu;
-  const std::int64_t most = most_collected(from.n, k);
-  for (int digit = 1; digit < kDigits && collectable_ > most && counted > 0; ++digit) {
-    count_digit(from, digit);
-  }
-  return largest;
+  const std::int64_t most = most_collected(from.n, k_);
+  for (int digit = 1; digit < kDigits && collectable_ > most; ++digit) count_digit(from, digit);
 }
 
 // Thins out the lowest bin that is collected.
@@ -160,15 +214,19 @@ void TopkSelection::count_digit(const Candidates& from, int digit) {
 }
 
 void TopkSelection::collect(const Candidates& from, bool store) {
-  entries_.clear();
-  std::int64_t ties = ties_;
-  scan(
-      from, store, floor_,
-      [&](std::int64_t i, float value) {
-        if (ties_ >= 0 && magnitude(value) == floor_ && ties-- <= 0) return;
-        entries_.push_back({static_cast<std::uint32_t>(i), value});
-      },
-      [] {});
+  if (collected_) {
+    if (store) scan(from, true, kNone, [](std::int64_t, float) {}, [] {});
+  } else {
+    entries_.clear();
+    std::int64_t ties = ties_;
+    scan(
+        from, store, floor_,
+        [&](std::int64_t i, float value) {
+          if (ties_ >= 0 && magnitude(value) == floor_ && ties-- <= 0) return;
+          entries_.push_back({static_cast<std::uint32_t>(i), value});
+        },
+        [] {});
+  }
   keep_largest(entries_, k_, magnitudes_, [](const Entry&) {});
 }
 

@@ -1,11 +1,13 @@
-// Selection of the k largest of n elements, exactly, in two passes over memory.
+// Selection of the k largest of n elements, exactly, mostly in one pass over memory.
 //
-//   1. prepare(): count the elements by the top bits of their magnitude. As soon as k elements above
-//      some magnitude have been seen, smaller ones need not be counted, so that the pass becomes a
-//      comparison per 64 elements and then runs at the speed of memory. The bin in which the k-th
-//      largest lies is known in the end. Where too many share that bin, further digits follow.
-//   2. collect(): gather what lies in that bin and above, write residuals on the way, and cut the
-//      list to exactly k.
+//   1. prepare(): a sample of the elements tells of a magnitude that a few more than k reach, and all
+//      that do are collected. As these are few, the pass is a comparison per 64 elements and runs at
+//      the speed of memory.
+//   2. collect(): writes residuals, where there are any, and cuts the list to exactly k.
+//
+// Where the sample misleads, so that fewer than k are found, or far too many because many are equal,
+// prepare() counts: it finds the bin of magnitudes in which the k-th largest lies, by its top bits, and
+// by further digits where too many share that bin. collect() then takes another pass.
 #pragma once
 
 #include <algorithm>
@@ -75,10 +77,11 @@ class TopkSelection {
   const std::vector<Entry>& entries() const { return entries_; }
 
  private:
+  void count(const Candidates& from);
   void count_digit(const Candidates& from, int digit);
-  void cut();
 
   std::int64_t k_ = 0;
+  bool collected_ = false;   // by prepare()
   std::uint32_t floor_ = 1;  // the smallest magnitude worth collecting
   std::int64_t ties_ = -1;   // how many of exactly that magnitude; -1: all, and cut() decides
   std::int64_t collectable_ = 0;
