@@ -74,6 +74,7 @@ PYTHON_LAYERS = [
     {"memory"},
     {"__init__"},
     {"collect_env", "bench"},
+    {"advise"},
 ]
 LEVEL = {name: level for level, names in enumerate(PYTHON_LAYERS) for name in names}
 

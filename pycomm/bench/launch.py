@@ -20,6 +20,11 @@ def under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def is_first() -> bool:
+    """Whether this process speaks for all: rank 0, or one that no launcher started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def under_mpi() -> bool:
     """Whether an MPI launcher started this process."""
     return "OMPI_COMM_WORLD_RANK" in os.environ or "PMI_RANK" in os.environ

@@ -1,0 +1,136 @@
+"""The command line: ``python -m pycomm.advise -h``."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from pycomm.advise import constants, measure, table
+from pycomm.advise.advice import Question
+from pycomm.advise.cluster import Cluster, Link
+from pycomm.bench import extras, launch
+
+DECIMAL = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
+NUMBER = r"(\d+(?:\.\d*)?|\.\d+)"
+MOST_RANKS = 16384
+
+
+def count(text: str) -> int:
+    """A number of parameters: ``125M``, ``1.3B``, ``10000``."""
+    match = re.fullmatch(NUMBER + "([KMGBT]?)", text.upper())
+    value = float(match[1]) * DECIMAL[match[2]] if match else 0.0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a number such as 125M or 1.3B, got {text!r}")
+    return round(value)
+
+
+def rate(text: str) -> float:
+    """Bits per second: ``100Mbit``, ``1Gbit``, ``25Gbit/s``, ``400G``."""
+    match = re.fullmatch(NUMBER + "([KMGT])(?:bit|bps|)(?:/s)?", text, re.IGNORECASE)
+    value = float(match[1]) * DECIMAL[match[2].upper()] if match else 0.0
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"expected a rate such as 100Mbit or 1Gbit, got {text!r}")
+    return value
+
+
+def number_in(low: float, high: float, what: str) -> Callable[[str], float]:
+    """A parser of numbers above `low` and at most `high`."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not low < value <= high or math.isinf(value):
+            raise argparse.ArgumentTypeError(f"expected {what}, got {text!r}")
+        return value
+
+    return parse
+
+
+def whole(text: str) -> int:
+    """A number of ranks or machines that the model takes."""
+    if not text.isdecimal() or not 1 <= int(text) <= MOST_RANKS:
+        raise argparse.ArgumentTypeError(f"expected a number from 1 to {MOST_RANKS}, got {text!r}")
+    return int(text)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """All flags, with their units."""
+    parser = argparse.ArgumentParser(
+        prog="python -m pycomm.advise",
+        description="Predicts training steps for every way to exchange gradients; says which to "
+        "choose. The model and its constants: docs/advisor.md.",
+    )
+    add = parser.add_argument
+    add("--params", type=count, required=True, metavar="N", help="of the model: 125M, 1.3B")
+    add("--ranks", type=whole, required=True, metavar="N", help="of all machines together")
+    add("--nodes", type=whole, required=True, metavar="N", help="machines")
+    add("--link", type=rate, metavar="RATE",
+        help="of a machine: 100Mbit, 1Gbit (default: as measured under torchrun)")  # fmt: skip
+    add("--step-ms", type=number_in(0, math.inf, "milliseconds such as 400"), required=True,
+        metavar="MS", help="a step's computation, without any exchange")  # fmt: skip
+    add("--density", type=number_in(0, 1, "a share above 0 and at most 1"), default=0.01,
+        metavar="SHARE", help="of the elements that top-k sends (default 0.01)")  # fmt: skip
+    add("--measure", action="store_true",
+        help="measure this machine first; under torchrun the links, too")  # fmt: skip
+    add("--constants", type=Path, metavar="FILE",
+        help="read the constants from there; with --measure, write them there")  # fmt: skip
+    add("--plot", metavar="FILE", help="draw the predictions as a PNG")
+    return parser
+
+
+def make_question(given: argparse.Namespace, known: constants.Constants) -> Question:
+    """What is asked, with these constants."""
+    latency = known["link.latency"]
+    if given.link is not None:
+        link = Link(given.link, latency, known["link.payload"])
+    elif known.link_rate is not None:
+        link = Link(known.link_rate, latency)
+    else:
+        raise SystemExit("--link must be given: no link between machines was measured")
+    cluster = Cluster(given.ranks, given.nodes, link)
+    return Question(given.params, cluster, given.step_ms / 1e3, given.density, known)
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Exits with a message where an argument makes no sense."""
+    parser = make_parser()
+    arguments = parser.parse_args(argv)
+    if arguments.ranks < arguments.nodes:
+        parser.error(f"--ranks must be at least --nodes, {arguments.nodes}, got {arguments.ranks}")
+    if arguments.constants and not arguments.measure and not arguments.constants.is_file():
+        parser.error(f"--constants: there is no file {arguments.constants}")
+    if arguments.plot:
+        extras.require("matplotlib")
+    return arguments
+
+
+def constants_for(arguments: argparse.Namespace) -> constants.Constants:
+    """Measured now, read from a file, or those that come with pycomm."""
+    if not arguments.measure:
+        try:
+            return constants.load(arguments.constants or constants.SHIPPED)
+        except ValueError as error:
+            raise SystemExit(f"--constants: {error}") from None
+    known = measure.measure()
+    if arguments.constants and launch.is_first():
+        constants.save(known, arguments.constants)
+    return known
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parses, measures where asked to, predicts and prints; under torchrun, rank 0 does."""
+    arguments = parse(argv)
+    known = constants_for(arguments)
+    if not launch.is_first():
+        return
+    question = make_question(arguments, known)
+    table.show(question)
+    if arguments.plot:
+        from pycomm.advise import plot
+
+        plot.draw(arguments.plot, question)

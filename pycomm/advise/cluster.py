@@ -1,0 +1,86 @@
+"""What is asked about: machines, their ranks, and the links that join them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class Link:
+    """What joins a machine to the others: the same rate in both directions at once.
+
+    Attributes:
+        rate: bits per second on the wire.
+        latency: seconds from a small message's sending to its arrival.
+        payload: bytes of messages per byte on the wire.
+        burst: bytes that pass at once after a pause: 0, but for a token bucket (``tc ... tbf``).
+    """
+
+    rate: float
+    latency: float
+    payload: float = 1.0
+    burst: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.rate <= 0:
+            raise ValueError(f"rate must be positive, got {self.rate}")
+        if self.latency < 0 or self.burst < 0:
+            raise ValueError(
+                f"latency and burst must not be negative, got {self.latency}, {self.burst}"
+            )
+        if not 0 < self.payload <= 1:
+            raise ValueError(f"payload must be above 0 and at most 1, got {self.payload}")
+
+    @property
+    def seconds_per_byte(self) -> float:
+        """Of a message, without latency."""
+        return 8 / (self.rate * self.payload)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Ranks on machines, as evenly as can be.
+
+    Attributes:
+        ranks: of all machines together.
+        nodes: machines.
+        link: of each machine.
+        cores_per_rank: 2 or more where an exchange takes nothing from what computes, 1 where both
+            share a core, less where ranks take turns on cores.
+    """
+
+    ranks: int
+    nodes: int
+    link: Link
+    cores_per_rank: float = 2.0
+
+    def __post_init__(self) -> None:
+        if self.nodes < 1:
+            raise ValueError(f"nodes must be at least 1, got {self.nodes}")
+        if self.ranks < self.nodes:
+            raise ValueError(f"ranks must be at least nodes, {self.nodes}, got {self.ranks}")
+        if self.cores_per_rank <= 0:
+            raise ValueError(f"cores_per_rank must be positive, got {self.cores_per_rank}")
+
+    @property
+    def stripes(self) -> int:
+        """Ranks of a machine that exchange with other machines: as many as the smallest has."""
+        return self.ranks // self.nodes
+
+    @property
+    def most_ranks(self) -> int:
+        """Ranks of the fullest machine."""
+        return -(-self.ranks // self.nodes)
+
+    @cached_property
+    def machine_of(self) -> list[int]:
+        """Of every rank; neighbours share one."""
+        longer = self.ranks % self.nodes
+        sizes = [self.stripes + (node < longer) for node in range(self.nodes)]
+        return [node for node, size in enumerate(sizes) for _ in range(size)]
+
+    @property
+    def slowdown(self) -> float:
+        """How much longer a rank's work takes because ranks take turns on cores."""
+        return max(1.0, 1.0 / self.cores_per_rank)

@@ -1,0 +1,103 @@
+"""The measured numbers that the model rests on: every one with its unit and where it is from."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+SHIPPED = Path(__file__).with_name("constants.json")
+COMPRESSIONS = ("none", "bf16", "int8", "topk")
+OPERATIONS = ("encode", "decode", "decode_add")
+SCALES = {
+    "ns/element": 1e-9,
+    "ns/byte": 1e-9,
+    "us": 1e-6,
+    "ratio": 1.0,
+    "ranks": 1.0,
+    "Gbit/s": 1e9,
+}
+# Every machine's; those of measured links have link.rate besides.
+UNITS = {
+    **{f"{name}.{operation}": "ns/element" for name in COMPRESSIONS for operation in OPERATIONS},
+    "local.latency": "us",
+    "local.all_reduce": "ns/byte",
+    "local.ranks": "ranks",
+    "link.latency": "us",
+    "link.message": "us",
+    "link.core": "ns/byte",
+    "link.payload": "ratio",
+}
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A measured number.
+
+    Attributes:
+        value: in the unit.
+        unit: one of `SCALES`.
+        source: what was run, or what it follows from.
+    """
+
+    value: float
+    unit: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Constants:
+    """All that the model needs to know of a machine.
+
+    Attributes:
+        machine: what it is, as :func:`pycomm.bench.report.circumstances` says it.
+        values: by name; see docs/advisor.md for what each one means.
+    """
+
+    machine: dict[str, Any]
+    values: dict[str, Constant]
+
+    def __post_init__(self) -> None:
+        for name, unit in UNITS.items():
+            constant = self.values.get(name)
+            if constant is None:
+                raise ValueError(f"constants must have {name}, got {', '.join(self.values)}")
+            if constant.unit != unit:
+                raise ValueError(f"{name} must be in {unit}, got {constant.unit!r}")
+            if not 0 < constant.value < float("inf"):
+                raise ValueError(f"{name} must be positive and finite, got {constant.value}")
+
+    def __getitem__(self, name: str) -> float:
+        """In seconds, per element or byte where the unit is."""
+        constant = self.values[name]
+        return constant.value * SCALES[constant.unit]
+
+    @property
+    def link_rate(self) -> float | None:
+        """Bits per second of messages over the link, where one was measured."""
+        return self["link.rate"] if "link.rate" in self.values else None
+
+
+def load(path: Path = SHIPPED) -> Constants:
+    """Reads what :func:`save` has written.
+
+    Raises:
+        ValueError: it is no such file, or something is missing in it.
+    """
+    try:
+        content = json.loads(path.read_text())
+        values = {name: Constant(**entry) for name, entry in content["constants"].items()}
+        return Constants(content["machine"], values)
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} must be a file that --measure has written: {error!r}") from error
+
+
+def save(constants: Constants, path: Path) -> None:
+    """Writes them as JSON, one constant per line."""
+    lines = ",\n".join(
+        f"    {json.dumps(name)}: {json.dumps(asdict(constant))}"
+        for name, constant in constants.values.items()
+    )
+    machine = json.dumps(constants.machine, indent=2).replace("\n", "\n  ")
+    path.write_text(f'{{\n  "machine": {machine},\n  "constants": {{\n{lines}\n  }}\n}}\n')

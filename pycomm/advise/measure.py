@@ -1,0 +1,170 @@
+"""The constants of this machine, and under torchrun of its links: ``--measure``.
+
+Takes some seconds. Codecs run in one process, as ``python -m pycomm.bench codec`` has them; what
+needs ranks runs in two processes that are started for it, or in those of torchrun.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import pycomm
+from pycomm._rendezvous import machine_identity
+from pycomm.advise.constants import Constant, Constants
+from pycomm.advise.model import compressor_of
+from pycomm.bench import launch, report
+from pycomm.bench.cases import MIB
+from pycomm.bench.contestants import Prepared
+from pycomm.bench.measure import interleave
+
+CODED_ELEMENTS = 4 * MIB  # 16 MiB: more than a core's caches hold
+DENSITY = 0.01
+ITERS = 14
+LARGE, SMALL = 16 * MIB, 8  # bytes of all-reduces and messages
+TRIPS, TRANSFERS = 300, 8
+ETHERNET_MTU, HEADERS, FRAME = 1500, 52, 14  # bytes; IP and TCP with time stamps; of Ethernet
+
+
+def measure() -> Constants:
+    """Measures everything; under torchrun all ranks call it, and all get the same but for codecs.
+
+    Returns:
+        Among its values is ``link.rate`` only where ranks were on several machines.
+    """
+    command = shlex.join(["python", "-m", "pycomm.advise", *sys.argv[1:]])
+    machine = report.circumstances(command)
+    torch.set_num_threads(1)
+    values = codec_constants()
+    with tempfile.TemporaryDirectory(prefix="pycomm-advise-") as folder:
+        path = Path(folder, "measured")
+        launch.run(_measure_ranks, path, ranks=2)
+        measured = json.loads(path.read_text())
+    values |= {name: Constant(**entry) for name, entry in measured.items()}
+    values["link.payload"] = Constant(
+        (ETHERNET_MTU - HEADERS) / (ETHERNET_MTU + FRAME),
+        "ratio",
+        "not measured: TCP over Ethernet frames of 1,500 bytes, 52 of them headers, and 14 more",
+    )
+    return Constants(machine, values)
+
+
+def codec_constants() -> dict[str, Constant]:
+    """What encoding and decoding an element takes, with every compressor."""
+    x = torch.randn(CODED_ELEMENTS, generator=torch.Generator().manual_seed(0))
+    out, names, runs = torch.zeros_like(x), [], []
+    for compression in ("none", "bf16", "int8", "topk"):
+        for operation, call in _codec_calls(compressor_of(compression, DENSITY), x, out).items():
+            names.append(f"{compression}.{operation}")
+            runs.append(Prepared(x, out, call))
+    source = f"pycomm.bench.measure, one thread, {CODED_ELEMENTS} elements (top-k of 1 %)"
+    return {
+        name: Constant(_rounded(figure.time_us * 1e3 / CODED_ELEMENTS), "ns/element", source)
+        for name, figure in zip(names, interleave(None, runs, ITERS), strict=True)
+    }
+
+
+def _codec_calls(
+    codec: pycomm.Compressor, x: torch.Tensor, out: torch.Tensor
+) -> dict[str, Callable[[], object]]:
+    wire = codec.encode(x)
+    return {
+        "encode": lambda: codec.encode(x, wire),
+        "decode": lambda: codec.decode(wire, x.numel(), out),
+        "decode_add": lambda: codec.decode(wire, x.numel(), out, add=True),
+    }
+
+
+def _measure_ranks(path: Path) -> None:
+    """What every rank does. Who has no file system in common with rank 0 writes for itself."""
+    machines = [""] * dist.get_world_size()
+    dist.all_gather_object(machines, machine_identity())
+    found = [local_constants(machines), link_constants(machines)]
+    dist.broadcast_object_list(found)
+    if dist.get_rank() == 0 or launch.under_torchrun():
+        entries = {name: vars(constant) for part in found for name, constant in part.items()}
+        path.write_text(json.dumps(entries))
+
+
+def local_constants(machines: list[str]) -> dict[str, Constant]:
+    """An all-reduce of the ranks of this machine, in their shared memory."""
+    mine = None
+    for machine in dict.fromkeys(machines):  # all ranks make all groups
+        members = dist.new_group([r for r, where in enumerate(machines) if where == machine])
+        if machine == machines[dist.get_rank()]:
+            mine = members
+    with pycomm.init(mine) as group:
+        runs = [
+            Prepared(x, x, lambda x=x: pycomm.all_reduce(x, group=group))  # type: ignore[misc]
+            for x in (torch.zeros(nbytes // 4) for nbytes in (SMALL, LARGE))
+        ]
+        small, large = interleave(group, runs, ITERS)
+        ranks = group.size
+    source = f"pycomm.all_reduce of {ranks} ranks on one machine,"
+    per_byte = max((large.time_us - small.time_us) * 1e3 / LARGE, 1e-3)  # one rank has no bytes
+    return {
+        "local.latency": Constant(_rounded(small.time_us), "us", f"{source} {SMALL} bytes"),
+        "local.all_reduce": Constant(_rounded(per_byte), "ns/byte", f"{source} {LARGE} bytes"),
+        "local.ranks": Constant(float(ranks), "ranks", f"{source} how many they were"),
+    }
+
+
+def link_constants(machines: list[str]) -> dict[str, Constant]:
+    """Messages between rank 0 and the first rank elsewhere; over loopback where there is none."""
+    far = next((r for r, where in enumerate(machines) if where != machines[0]), None)
+    peer = 1 if far is None else far
+    small, large = torch.zeros(SMALL // 4), torch.zeros(LARGE // 4)
+    _trips(peer, small, TRIPS // 10)
+    seconds, core = _trips(peer, small, TRIPS)
+    _trips(peer, large, 1)
+    large_seconds, large_core = _trips(peer, large, TRANSFERS)
+    where = "loopback" if far is None else "the link"
+    source = f"Gloo's send and recv over {where},"
+    per_byte = max(large_core - core, 0.0) / LARGE
+    found = {
+        "link.latency": Constant(_rounded(1e6 * seconds), "us", f"{source} {SMALL} bytes"),
+        "link.message": Constant(_rounded(1e6 * core), "us",
+                                 f"{source} {SMALL} bytes: time of both ranks' cores"),
+        "link.core": Constant(_rounded(1e9 * per_byte), "ns/byte",
+                              f"{source} {LARGE} bytes: time of both ranks' cores"),
+    }  # fmt: skip
+    if far is not None:
+        gigabits = 8e-9 * LARGE / (large_seconds - seconds)
+        found["link.rate"] = Constant(_rounded(gigabits), "Gbit/s", f"{source} {LARGE} bytes")
+    return found
+
+
+def _trips(peer: int, message: torch.Tensor, trips: int) -> tuple[float, float]:
+    """Seconds of one way from rank 0 to its peer, or back; and of both ranks' cores for it."""
+    rank = dist.get_rank()
+    dist.barrier()
+    began, core = time.perf_counter(), _core_seconds()
+    if rank in (0, peer):
+        other = peer if rank == 0 else 0
+        steps = (dist.send, dist.recv) if rank == 0 else (dist.recv, dist.send)
+        for _ in range(trips):
+            for step in steps:
+                step(message, other)
+    took = torch.tensor([time.perf_counter() - began, _core_seconds() - core])
+    if rank not in (0, peer):
+        took.zero_()
+    dist.all_reduce(took)
+    return float(took[0]) / (4 * trips), float(took[1]) / (2 * trips)
+
+
+def _core_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")

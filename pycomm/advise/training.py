@@ -1,0 +1,76 @@
+"""A training step whose backward hides as much of the exchange as it can."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from pycomm.advise.model import ELEMENT_BYTES, Exchange, Model
+
+BUCKET_BYTES = 25 << 20  # DistributedDataParallel's default
+BACKWARD = 2 / 3  # of a step's computation: two of its three multiplications per weight
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step with one way to exchange gradients; all times in seconds.
+
+    Attributes:
+        bucket: a bucket's exchange.
+        buckets: how many there are; they are exchanged one after the other.
+        compute: a step without any exchange.
+        cores: of a rank; see :class:`pycomm.advise.cluster.Cluster`.
+    """
+
+    bucket: Exchange
+    buckets: int
+    compute: float
+    cores: float
+
+    @property
+    def exchange(self) -> float:
+        """All buckets, with nothing else to do."""
+        return self.buckets * self.bucket.seconds
+
+    @property
+    def seconds(self) -> float:
+        """The whole step.
+
+        Backward makes a bucket ready at even intervals. Either the link is busy from the first
+        bucket on, or the last bucket is all that is left when backward ends; and cores have their
+        work to do in any case.
+        """
+        first_ready = self.compute * (1 - BACKWARD + BACKWARD / self.buckets)
+        work = self.compute + self.buckets * self.bucket.work
+        return max(
+            first_ready + self.exchange,
+            self.compute + self.bucket.seconds,
+            work / min(max(self.cores, 1.0), 2.0),
+        )
+
+    @property
+    def exposed(self) -> float:
+        """What the exchange adds to the computation."""
+        return self.seconds - self.compute
+
+
+def predict(
+    model: Model, algorithm: str, compression: str, parameters: int, compute: float
+) -> Step:
+    """A step of data-parallel training with float32 gradients.
+
+    Args:
+        model: of the cluster.
+        algorithm: see :meth:`pycomm.advise.model.Model.exchange`.
+        compression: as well.
+        parameters: of the trained model.
+        compute: seconds of a step without any exchange.
+
+    Raises:
+        ValueError: there is no such exchange, or `compute` is not positive.
+    """
+    if not 0 < compute < math.inf:
+        raise ValueError(f"compute must be positive and finite, got {compute}")
+    buckets = math.ceil(parameters * ELEMENT_BYTES / BUCKET_BYTES)
+    bucket = model.exchange(algorithm, compression, max(parameters // max(buckets, 1), 1))
+    return Step(bucket, buckets, compute, model.cluster.cores_per_rank)
