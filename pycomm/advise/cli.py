@@ -11,11 +11,11 @@ from pathlib import Path
 from pycomm.advise import constants, measure, table
 from pycomm.advise.advice import Question
 from pycomm.advise.cluster import Cluster, Link
+from pycomm.advise.model import MOST_RANKS
 from pycomm.bench import extras, launch
 
 DECIMAL = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 NUMBER = r"(\d+(?:\.\d*)?|\.\d+)"
-MOST_RANKS = 16384
 
 
 def count(text: str) -> int:

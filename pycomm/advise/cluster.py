@@ -74,11 +74,11 @@ class Cluster:
         return -(-self.ranks // self.nodes)
 
     @cached_property
-    def machine_of(self) -> list[int]:
+    def machine_of(self) -> tuple[int, ...]:
         """Of every rank; neighbours share one."""
         longer = self.ranks % self.nodes
         sizes = [self.stripes + (node < longer) for node in range(self.nodes)]
-        return [node for node, size in enumerate(sizes) for _ in range(size)]
+        return tuple(node for node, size in enumerate(sizes) for _ in range(size))
 
     @property
     def slowdown(self) -> float:

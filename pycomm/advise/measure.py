@@ -29,7 +29,7 @@ from pycomm.bench.measure import interleave
 
 CODED_ELEMENTS = 4 * MIB  # 16 MiB: more than a core's caches hold
 DENSITY = 0.01
-ITERS = 14
+ITERS = 7
 LARGE, SMALL = 16 * MIB, 8  # bytes of all-reduces and messages
 TRIPS, TRANSFERS = 300, 8
 ETHERNET_MTU, HEADERS, FRAME = 1500, 52, 14  # bytes; IP and TCP with time stamps; of Ethernet

@@ -15,6 +15,7 @@ from pycomm import _C
 from pycomm.advise.cluster import Cluster
 from pycomm.advise.constants import COMPRESSIONS, Constants
 
+MOST_RANKS = 16384  # that anybody asks about
 ELEMENT_BYTES = 4  # gradients are float32
 PIECE_BYTES = 64 << 10  # of a pipelined tree, before compression
 PARCEL_BYTES = 256 << 10  # that one machine sends another in a round (csrc/cpu/parts.h)
@@ -180,7 +181,7 @@ class Model:
         """A double binary tree of all ranks, in pieces."""
         cluster, link = self.cluster, self.cluster.link
         n, nbytes = cluster.ranks, self._encoded(elements, compression)
-        by_rank, by_machine = tree_bytes(n, tuple(cluster.machine_of))
+        by_rank, by_machine = tree_bytes(n, cluster.machine_of)
         pieces = max(math.ceil(elements * ELEMENT_BYTES / 2 / PIECE_BYTES), 1)
         piece = nbytes / 2 / pieces
         far_levels = math.ceil(math.log2(cluster.nodes))
@@ -252,7 +253,7 @@ def possible(algorithm: str, compression: str) -> bool:
     return compression != "topk" or algorithm in ("hierarchical", "stripes")
 
 
-def crossing(model: Callable[[int], Model], elements: int, largest: int = 16384) -> int | None:
+def crossing(model: Callable[[int], Model], elements: int, largest: int = MOST_RANKS) -> int | None:
     """The fewest ranks, of powers of two, from which on a tree is faster than a ring.
 
     Args:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from pycomm.advise.advice import OURS, Question, break_even, choose
 from pycomm.advise.constants import COMPRESSIONS
-from pycomm.advise.model import Model, crossing
+from pycomm.advise.model import MOST_RANKS, Model, crossing
 from pycomm.advise.training import Step
 
 COLUMNS = ("algorithm", "compressor", "exchange (ms)", "exposed (ms)", "step (ms)",
@@ -75,7 +75,7 @@ def _print_rich(steps: list[Step], best: Step) -> None:
 
     table = Table()
     for index, column in enumerate(COLUMNS):
-        table.add_column(column, justify="left" if index < 2 else "right")
+        table.add_column(column, justify="left" if index < 2 else "right", no_wrap=index < 2)
     for step, following in zip(steps, [*steps[1:], None], strict=True):
         last = following is None or following.bucket.algorithm != step.bucket.algorithm
         style = "bold green" if step == best else None
@@ -124,7 +124,7 @@ def _crossing(question: Question) -> str:
     found = crossing(model, elements)
     size = f"for {elements * 4 / 1e6:,.1f} MB, uncompressed"
     if found is None:
-        return f"a ring is faster than a tree up to 16,384 ranks ({size})"
+        return f"a ring is faster than a tree up to {MOST_RANKS:,} ranks ({size})"
     return f"a tree is faster than a ring from {found:,} ranks on ({size})"
 
 

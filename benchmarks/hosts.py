@@ -1,0 +1,294 @@
+"""Exchanges between hosts that are network namespaces of this machine; needs root.
+
+``python benchmarks/hosts.py --json FILE`` measures all-reduces, training and cut links. What the
+model of ``python -m pycomm.advise`` predicts for a row is in the file before the row is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from hosts_cases import (
+    HEADER,
+    PEER,
+    RATES,
+    TRAINEES,
+    Layout,
+    Row,
+    all_reduce_rows,
+    format_row,
+    training_rows,
+)
+from hosts_ranks import POLL_S, write
+from netns import INTERFACE, Hosts, address, missing
+
+from pycomm import collect_env
+from pycomm.advise import constants
+from pycomm.bench import report
+from pycomm.bench.cases import MIB
+
+PORT = 29500
+ROOT = Path(__file__).resolve().parents[1]
+STUCK_S = 900.0  # no question for so long
+START_S = 120.0  # of processes, on a busy machine
+CUT_TIMEOUT = 3.0  # of the group, in the trials
+ALLOWED_S = 1.0  # beyond it
+CUT_BYTES = 16 * MIB
+
+
+def layouts(text: str) -> tuple[tuple[int, int], ...]:
+    """``2x1,2x2``: hosts, and ranks on each."""
+    found = []
+    for part in text.split(","):
+        hosts, _, ranks = part.partition("x")
+        if not (hosts.isdecimal() and ranks.isdecimal() and 2 <= int(hosts) <= 4 and int(ranks)):
+            raise argparse.ArgumentTypeError(
+                f"expected 2 to 4 hosts x ranks on each, such as 2x1,2x2, got {text!r}"
+            )
+        found.append((int(hosts), int(ranks)))
+    return tuple(found)
+
+
+def rates(text: str) -> tuple[str, ...]:
+    """Some of the rates, with commas between."""
+    names = tuple(text.split(","))
+    for name in names:
+        if name not in RATES:
+            raise argparse.ArgumentTypeError(f"expected some of {', '.join(RATES)}, got {name!r}")
+    return names
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--layouts", type=layouts, default="2x1,2x2", help="hosts x ranks (default 2x1,2x2)")
+    add("--rates", type=rates, default="1gbit,100mbit,10gbit", help="default: all")
+    add("--mib", type=int, default=64, help="of the tensor (default 64)")
+    add("--rounds", type=int, default=5, help="default 5")
+    add("--parameters", type=int, default=10_000_000, help="of the trained model (default 10M)")
+    add("--no-training", action="store_true")
+    add("--cuts", type=int, default=50, help="of the link (default 50)")
+    add("--json", metavar="FILE", help="write results")
+    options = parser.parse_args(argv)
+    for name in ("mib", "rounds", "parameters"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} must be at least 1")
+    return options
+
+
+class Results:
+    """Rows as they come, on the screen and in the file."""
+
+    def __init__(self, options: argparse.Namespace, known: constants.Constants) -> None:
+        self.path = options.json
+        command = shlex.join(["python", "benchmarks/hosts.py", *sys.argv[1:]])
+        self.meta = report.circumstances(command) | {"constants": known.machine["date"]}
+        self.rows: list[Row] = []
+        print(f"# hosts on {report.place(self.meta)}\n# {report.versions(self.meta)}")
+        print(f"# load {self.meta['load_before']:.2f}\n{HEADER}", flush=True)
+
+    def predict(self, rows: list[Row]) -> None:
+        """Puts predictions on record."""
+        self.rows += rows
+        self.save()
+
+    def fill(self, answered: dict[str, Any], layout: Layout) -> None:
+        """With figures; prints those rows, and keeps what belongs to no row."""
+        figures, meant = answered["figures"], (answered["case"], layout.hosts, layout.ranks)
+        for row in self.rows:
+            here = (row.case, row.hosts, row.ranks_per_host)
+            if here == meant and row.rate == answered["rate"] and row.time_us is None:
+                row.fill(gloo_us=figures[PEER]["time_us"], **figures[row.contestant])
+                print(format_row(row), flush=True)
+        if answered["case"] == "training":
+            self._note_training(answered)
+        self.save()
+
+    def save(self) -> None:
+        self.meta["load_after"] = os.getloadavg()[0]
+        if self.path:
+            report.write_json(self.path, self.meta, map(asdict, self.rows))
+
+    def _note_training(self, answered: dict[str, Any]) -> None:
+        figures, losses = answered["figures"], answered["losses"]
+        compute_ms = figures["compute"]["time_us"] / 1e3
+        for name in TRAINEES:
+            if (alone := figures.get(f"{name}, exchange alone")) is not None:
+                alone_ms, step_ms = alone["time_us"] / 1e3, figures[name]["time_us"] / 1e3
+                share = step_ms / max(compute_ms, alone_ms)
+                print(
+                    f"# {name}: compute {compute_ms:.1f} ms, exchange {alone_ms:.1f} ms, "
+                    f"step {step_ms:.1f} ms: {share:.2f} of the longer (goal 1.15)"
+                )
+        off = 100 * (losses["pycomm int8_hook"] / losses[PEER] - 1)
+        print(f"# loss after {answered['steps']} steps: int8 {off:+.3f} % of plain DDP's")
+        self.meta.setdefault("training", []).append(answered)
+
+
+def environment() -> dict[str, str]:
+    """Of the ranks: the clone's own modules, one thread each, and the right interface."""
+    paths = [str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {
+        "PYTHONPATH": ":".join(filter(None, paths)),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": INTERFACE,
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # no host here has a name to look up
+    }
+
+
+def shared_folder() -> tempfile.TemporaryDirectory[str]:
+    """Where the ranks ask and report: the hosts have one file system."""
+    return tempfile.TemporaryDirectory(prefix="pycomm-hosts-")
+
+
+def start(hosts: Hosts, ranks: int, plan: dict[str, Any], folder: Path) -> list[Any]:
+    """torchrun on every host."""
+    write(folder / "plan", plan)
+    started = []
+    for host in range(hosts.count):
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--nnodes", str(hosts.count),
+            "--node-rank", str(host), "--nproc-per-node", str(ranks),
+            "--master-addr", address(0), "--master-port", str(PORT),
+            str(ROOT / "benchmarks/hosts_ranks.py"), str(folder / "plan"), str(folder),
+        ]  # fmt: skip
+        started.append(hosts.start(host, command, environment()))
+    return started
+
+
+def questions(folder: Path, started: list[Any]) -> Iterator[tuple[dict[str, Any], Path]]:
+    """What rank 0 asks, and where the answer belongs, until all ranks have ended well."""
+    number, since = 1, time.monotonic()
+    while True:
+        path = folder / f"question-{number}"
+        if path.exists():
+            yield json.loads(path.read_text()), folder / f"answer-{number}"
+            number, since = number + 1, time.monotonic()
+            continue
+        codes = [process.poll() for process in started]
+        if all(code == 0 for code in codes):
+            return
+        if any(codes) or time.monotonic() - since > STUCK_S:
+            raise SystemExit(f"ranks failed, or asked nothing for {STUCK_S} s: exit codes {codes}")
+        time.sleep(POLL_S)
+
+
+def exchange(
+    count: int, ranks: int, options: argparse.Namespace, known: constants.Constants, to: Results
+) -> None:
+    """All-reduces and training on so many hosts."""
+    cores, nbytes = collect_env.usable_cores(), options.mib * MIB
+    cases = [{"rate": rate, "bytes": nbytes, "rounds": options.rounds} for rate in options.rates]
+    trains = (count, ranks) == (2, 1) and not options.no_training and "1gbit" in options.rates
+    training = [{"rate": "1gbit", "parameters": options.parameters, "batch": 128,
+                 "rounds": options.rounds, "steps": 10}]  # fmt: skip
+    plan = {"what": "exchange", "all_reduce": cases, "training": training if trains else []}
+    for rate in options.rates:
+        to.predict(all_reduce_rows(Layout(count, ranks, rate), nbytes, known, cores))
+    with (
+        tempfile.TemporaryDirectory(prefix="pycomm-hosts-") as name,
+        Hosts(count, "1gbit") as hosts,
+    ):
+        folder = Path(name)
+        started = start(hosts, ranks, plan, folder)
+        for question, answer in questions(folder, started):
+            layout = Layout(count, ranks, question.get("rate", ""))
+            if question["what"] == "hosts" and len(question["hosts"]) != count:
+                raise SystemExit(f"pycomm sees {question['hosts']}, not {count} machines")
+            if question["what"] == "rate":
+                hosts.set_rate(question["rate"])
+            if question["what"] == "predict":
+                parameters, compute = question["parameters"], question["compute_us"] / 1e6
+                to.predict(training_rows(layout, parameters, compute, known, cores))
+            if question["what"] == "result":
+                to.fill(question, layout)
+            write(answer, None)
+
+
+def cut_links(trials: int, to: Results) -> None:
+    """Two hosts whose link is cut while they exchange; every rank must raise in time."""
+    plan = {"what": "cut", "trials": trials, "timeout": CUT_TIMEOUT, "bytes": CUT_BYTES}
+    rng, cuts = random.Random(0), []
+    with shared_folder() as name, Hosts(2, "1gbit") as hosts:
+        folder = Path(name)
+        start(hosts, 1, plan, folder)
+        for trial in range(trials):
+            exchanging = [folder / f"exchanging-{trial}-{rank}" for rank in range(2)]
+            if not wait_until_all(exchanging, START_S):
+                raise SystemExit(f"trial {trial}: ranks did not begin within {START_S} s")
+            time.sleep(rng.uniform(0, 0.5))
+            began = time.monotonic()
+            hosts.set_link(1, "down")
+            outcomes = [folder / f"outcome-{trial}-{rank}" for rank in range(2)]
+            wait_until_all(outcomes, CUT_TIMEOUT + 5)
+            found = [json.loads(path.read_text()) if path.exists() else None for path in outcomes]
+            compression = json.loads(exchanging[0].read_text())["compression"]
+            cuts.append(judge(trial, compression, began, found))
+            hosts.set_link(1, "up")
+            write(folder / f"mended-{trial}", None)
+    to.meta["cuts"] = cuts
+    to.save()
+    bad = [cut for cut in cuts if cut["complaints"]]
+    longest = max((s for cut in cuts for s in cut["seconds"]), default=float("nan"))
+    print(f"# {trials} cuts, timeout {CUT_TIMEOUT} s: {len(bad)} broken promises; the last error "
+          f"came after {longest:.2f} s")  # fmt: skip
+    for cut in bad:
+        print(f"# cut {cut}")
+
+
+def wait_until_all(paths: list[Path], seconds: float) -> bool:
+    """Whether all files came in time."""
+    deadline = time.monotonic() + seconds
+    while not all(path.exists() for path in paths):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+def judge(
+    trial: int, compression: str, began: float, outcomes: list[dict[str, Any] | None]
+) -> dict[str, Any]:
+    """A cut, and every way in which it breaks the promises."""
+    complaints, errors, seconds = [], [], []
+    for rank, outcome in enumerate(outcomes):
+        if outcome is None:
+            complaints.append(f"rank {rank} hung")
+            continue
+        errors.append(outcome["error"])
+        seconds.append(round(outcome["at"] - began, 3))
+        if outcome["error"] not in ("PeerDied", "Timeout"):
+            complaints.append(f"rank {rank} raised {outcome['error']}: {outcome['message']}")
+        if seconds[-1] > CUT_TIMEOUT + ALLOWED_S:
+            complaints.append(f"rank {rank} took {seconds[-1]} s")
+    return {"trial": trial, "compression": compression, "errors": errors, "seconds": seconds,
+            "complaints": complaints}  # fmt: skip
+
+
+def main() -> None:
+    options = parse()
+    reason = missing()
+    if reason is not None:
+        print(f"skipped: {reason}")
+        return
+    known = constants.load()
+    results = Results(options, known)
+    for count, ranks in options.layouts:
+        exchange(count, ranks, options, known, results)
+    if options.cuts:
+        cut_links(options.cuts, results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""What is measured between hosts, what the model says of it before, and the table of both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from netns import BURST_BYTES
+
+from pycomm.advise.cluster import Cluster, Link
+from pycomm.advise.constants import Constants
+from pycomm.advise.model import Model
+from pycomm.advise.training import predict
+from pycomm.bench.cases import MIB
+
+RATES = {"100mbit": 100e6, "1gbit": 1e9, "10gbit": 10e9}
+COMPRESSIONS = ("none", "bf16", "int8", "topk:0.01")
+DENSITY = 0.01
+PEER = "gloo"
+# Of DDP: the ways to average gradients, by what the model calls them; None where it has no word.
+TRAINEES = {
+    "gloo": ("ring", "none"),
+    "gloo bf16 hook": ("ring", "bf16"),
+    "gloo PowerSGD hook": None,
+    "pycomm all_reduce_hook": ("stripes", "none"),
+    "pycomm int8_hook": ("stripes", "int8"),
+}
+# Goals: Gloo's time over ours at 1 Gbit, by ranks per host (2 hosts) and contestant.
+GOALS = {
+    (1, "pycomm none"): 0.95,
+    (1, "pycomm int8"): 3.6,
+    (1, "pycomm topk:0.01"): 15.0,
+    (2, "pycomm none"): 1.3,
+    (2, "pycomm int8"): 5.0,
+}
+TRAINING_GOAL = 2.5
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Hosts, ranks on each, and the rate of their links."""
+
+    hosts: int
+    ranks: int
+    rate: str
+
+    def cluster(self, constants: Constants, cores: int) -> Cluster:
+        """For the model: all hosts share the cores of this one machine."""
+        link = Link(
+            RATES[self.rate], constants["link.latency"], constants["link.payload"], BURST_BYTES
+        )
+        ranks = self.hosts * self.ranks
+        return Cluster(ranks, self.hosts, link, cores / ranks)
+
+
+@dataclass
+class Row:
+    """One contestant in one case; the keys of the JSON file. Written before it is measured.
+
+    Attributes:
+        case: ``"all_reduce"`` or ``"training"``.
+        bytes: of the tensor, or of all gradients.
+        predicted_us: by the model, before; None where it knows no such contestant.
+        predicted_link_bytes: that a host sends, as well.
+        time_us: the median of rounds, of each the slowest rank's.
+        link_bytes: by the counters of the interfaces, the busiest host's.
+        ratio: Gloo's time in the same rounds over this one.
+        goal: what the ratio should be at least.
+    """
+
+    case: str
+    hosts: int
+    ranks_per_host: int
+    rate: str
+    contestant: str
+    bytes: int
+    predicted_us: float | None
+    predicted_link_bytes: float | None
+    time_us: float | None = None
+    link_bytes: int | None = None
+    rounds: int | None = None
+    ratio: float | None = None
+    goal: float | None = None
+
+    def fill(self, time_us: float, gloo_us: float, link_bytes: int, rounds: int) -> None:
+        """With what was measured."""
+        self.time_us, self.link_bytes, self.rounds = round(time_us, 1), link_bytes, rounds
+        self.ratio = round(gloo_us / time_us, 3)
+
+
+def split(contestant: str) -> tuple[str, str]:
+    """The model's algorithm and compression of ``"gloo"``, ``"pycomm int8"``."""
+    if contestant == PEER:
+        return "ring", "none"
+    return "stripes", contestant.removeprefix("pycomm ").partition(":")[0]
+
+
+def all_reduce_rows(layout: Layout, nbytes: int, constants: Constants, cores: int) -> list[Row]:
+    """Predictions of an all-reduce of float32 by every contestant."""
+    model = Model(layout.cluster(constants, cores), constants, DENSITY)
+    rows = []
+    for contestant in (PEER, *(f"pycomm {compression}" for compression in COMPRESSIONS)):
+        exchange = model.exchange(*split(contestant), nbytes // 4)
+        is_goal = layout.hosts == 2 and layout.rate == "1gbit" and nbytes == 64 * MIB
+        rows.append(
+            Row(
+                "all_reduce", layout.hosts, layout.ranks, layout.rate, contestant, nbytes,
+                round(1e6 * exchange.seconds, 1), round(exchange.link_bytes),
+                goal=GOALS.get((layout.ranks, contestant)) if is_goal else None,
+            )
+        )  # fmt: skip
+    return rows
+
+
+def training_rows(
+    layout: Layout, parameters: int, compute: float, constants: Constants, cores: int
+) -> list[Row]:
+    """Predictions of a training step that computes for so many seconds."""
+    model = Model(layout.cluster(constants, cores), constants, DENSITY)
+    rows = []
+    for contestant, what in TRAINEES.items():
+        step = what and predict(model, *what, parameters, compute)
+        rows.append(
+            Row(
+                "training", layout.hosts, layout.ranks, layout.rate, contestant, 4 * parameters,
+                round(1e6 * step.seconds, 1) if step else None,
+                round(step.bucket.link_bytes * step.buckets) if step else None,
+                goal=TRAINING_GOAL if contestant == "pycomm int8_hook" else None,
+            )
+        )  # fmt: skip
+    return rows
+
+
+HEADER = """\
+#     case  hosts      rate       size  contestant                   time  predicted    off     sends   formula    off   gloo   goal
+#         x ranks                 (MB)                               (ms)       (ms)    (%)      (MB)      (MB)    (%) / this"""  # noqa: E501
+
+
+def format_row(row: Row) -> str:
+    """A line of the table."""
+    what = f"{row.case:>10}  {row.hosts} x {row.ranks_per_host}  {row.rate:>8} "
+    times = (_number(value, 1e-3, 10) for value in (row.time_us, row.predicted_us))
+    sent = (_number(value, 1e-6, 9) for value in (row.link_bytes, row.predicted_link_bytes))
+    return " ".join(
+        [
+            f"{what}{row.bytes / 1e6:10.2f}  {row.contestant:22}",
+            *times,
+            _off(row.time_us, row.predicted_us),
+            *sent,
+            _off(row.link_bytes, row.predicted_link_bytes),
+            _number(row.ratio, 1, 6),
+            _number(row.goal, 1, 6),
+        ]
+    ).rstrip()
+
+
+def _number(value: float | None, scale: float, width: int) -> str:
+    return f"{value * scale:{width},.2f}" if value is not None else " " * width
+
+
+def _off(measured: float | None, predicted: float | None) -> str:
+    """By how much what was measured exceeds what was predicted."""
+    if not measured or not predicted:
+        return " " * 6
+    return f"{100 * (measured / predicted - 1):+6.1f}"

@@ -1,0 +1,226 @@
+"""What a rank of ``benchmarks/hosts.py`` does; torchrun starts it on every host.
+
+Rank 0 asks the main process, which alone can set rates and cut links, through files of a folder
+that all hosts see: ``ask("rate", ...)`` returns when it has been done.
+"""
+
+import contextlib
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from hosts_cases import COMPRESSIONS, TRAINEES
+from netns import sent_bytes
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+import pycomm
+from pycomm.bench import training
+from pycomm.bench.cases import Case
+from pycomm.bench.contestants import Compressed, Contestant, Pycomm
+from pycomm.bench.overlap import Link
+from pycomm.bench.peers import TorchPeer
+
+POLL_S = 0.01
+SETUP_S = 60.0
+LEARNING_RATE = 0.01
+
+
+class Asking:
+    """Rank 0's questions, numbered; the answers are JSON, and the same on every rank."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.number = folder, 0
+
+    def ask(self, what: str, **details: Any) -> Any:
+        """Of all ranks together; returns rank 0's answer on each."""
+        self.number += 1
+        answer = [None]
+        if dist.get_rank() == 0:
+            write(self.folder / f"question-{self.number}", {"what": what, **details})
+            answer = [wait_for(self.folder / f"answer-{self.number}")]
+        dist.broadcast_object_list(answer)
+        return answer[0]
+
+
+def write(path: Path, content: Any) -> None:
+    """All at once: who sees the file sees all of it."""
+    draft = path.with_name(f".{path.name}")
+    draft.write_text(json.dumps(content))
+    draft.rename(path)
+
+
+def wait_for(path: Path) -> Any:
+    """The content of a file that somebody will write."""
+    while not path.exists():
+        time.sleep(POLL_S)
+    return json.loads(path.read_text())
+
+
+def interleave(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, Any]:
+    """Medians of the slowest rank's time of a call, and of what the busiest host sent in it.
+
+    Every round has every contestant once, in an order that rotates, with pauses between; calls are
+    too long for the many that `pycomm.bench.measure` takes.
+    """
+    names, samples = list(calls), {name: [] for name in calls}
+    for number in range(rounds + 1):  # the first one warms up
+        for offset in range(len(names)):
+            name = names[(number + offset) % len(names)]
+            dist.barrier()
+            sent, began = sent_bytes(), time.perf_counter()
+            calls[name]()
+            took = time.perf_counter() - began
+            dist.barrier()
+            sample = torch.tensor([took, sent_bytes() - sent], dtype=torch.float64)
+            dist.all_reduce(sample, dist.ReduceOp.MAX)
+            if number > 0:
+                samples[name].append(sample.tolist())
+    medians = {}
+    for name, taken in samples.items():
+        seconds, sent = (statistics.median(values) for values in zip(*taken, strict=True))
+        medians[name] = {"time_us": 1e6 * seconds, "link_bytes": int(sent), "rounds": rounds}
+    return medians
+
+
+def all_reduces(group: pycomm.Group, asking: Asking, cases: list[dict[str, Any]]) -> None:
+    """Every contestant in every case."""
+    for case in cases:
+        asking.ask("rate", rate=case["rate"])
+        what = Case("all_reduce", torch.float32, "sum", case["bytes"] // 4, group.size, "cpu")
+        field: dict[str, Contestant] = {"gloo": TorchPeer.gloo()[0]}
+        for name in COMPRESSIONS:
+            make = Pycomm if name == "none" else Compressed
+            field[f"pycomm {name}"] = make(group, "auto", "tensor", name)
+        prepared = {name: contestant.prepare(what) for name, contestant in field.items()}
+        for run in prepared.values():
+            run.settle()
+        calls = {name: run.call for name, run in prepared.items()}
+        asking.ask("result", case="all_reduce", figures=interleave(calls, case["rounds"]), **case)
+
+
+def make_trainee(name: str, group: pycomm.Group, settings: training.TrainingSettings) -> Any:
+    """A DistributedDataParallel, settled, with one of `TRAINEES`."""
+    if name in ("gloo", "idle"):
+        return training.make(name, settings, group)
+    if name == "pycomm all_reduce_hook":
+        return training.make("ddp", settings, group)
+    trainee = training.make("gloo", settings, group)
+    ddp = trainee.model
+    if name == "gloo bf16 hook":
+        ddp.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    elif name == "gloo PowerSGD hook":
+        state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2)
+        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    else:
+        trainee.state = pycomm.hooks.Int8State(ddp.module.named_parameters(), group=group)
+        ddp.register_comm_hook(trainee.state, pycomm.hooks.int8_hook)
+    for _ in range(training.SETTLING):
+        trainee.step()
+    return trainee
+
+
+def train(group: pycomm.Group, asking: Asking, case: dict[str, Any]) -> None:
+    """Steps of every trainee; of ours also what they exchange, alone."""
+    asking.ask("rate", rate=case["rate"])
+    settings = training.TrainingSettings(
+        "hosts", group.size, case["parameters"], case["batch"], (), None, SETUP_S, None, ""
+    )
+    idle = make_trainee("idle", group, settings)
+    alone = interleave({"compute": idle.step}, case["rounds"])["compute"]["time_us"]
+    parameters = training.count_parameters(idle)
+    asking.ask("predict", parameters=parameters, compute_us=alone, rate=case["rate"])
+    trainees = {name: make_trainee(name, group, settings) for name in TRAINEES}
+    calls = {"compute": idle.step, **{name: t.step for name, t in trainees.items()}}
+    for name, trainee in trainees.items():
+        if trainee.state is not None:
+            link = Link(trainee.state)
+            trainee.step()  # tells it of the buckets
+            calls[f"{name}, exchange alone"] = link.exchange
+    figures = interleave(calls, case["rounds"])
+    losses = {
+        name: loss_after(trainees[name], case["steps"]) for name in ("gloo", "pycomm int8_hook")
+    }
+    asking.ask("result", case="training", figures=figures, losses=losses, **case)
+
+
+def loss_after(trainee: Any, steps: int) -> float:
+    """The mean loss of all ranks after so many steps of plain SGD."""
+    optimizer = torch.optim.SGD(trainee.model.parameters(), lr=LEARNING_RATE)
+    for _ in range(steps):
+        trainee.step()
+        optimizer.step()
+    with torch.no_grad():
+        loss = trainee.model(trainee.rows).square().mean()
+    dist.all_reduce(loss)
+    return float(loss) / dist.get_world_size()
+
+
+def cut(folder: Path, trials: int, timeout: float, nbytes: int) -> None:
+    """Exchanges until the link is cut, again and again, each time in a process of its own."""
+    for trial in range(trials):
+        child = os.fork()
+        if child == 0:
+            outcome: dict[str, Any] = {"error": None, "message": "", "at": None}
+            try:
+                exchange_until_error(folder, trial, timeout, nbytes)
+            except Exception as error:
+                outcome = {"error": type(error).__name__, "message": str(error)}
+            outcome["at"] = time.monotonic()
+            write(folder / f"outcome-{trial}-{os.environ['RANK']}", outcome)
+            os._exit(0)  # torch.distributed would still wait for the link
+        wait_for(folder / f"mended-{trial}")
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, 9)  # the main process has taken note of who hangs
+        os.waitpid(child, 0)
+
+
+def exchange_until_error(folder: Path, trial: int, timeout: float, nbytes: int) -> None:
+    """One trial on this rank; compressions take turns."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    port = int(os.environ["MASTER_PORT"]) + 1 + trial
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://{os.environ['MASTER_ADDR']}:{port}", rank=rank,
+        world_size=size, timeout=timedelta(seconds=SETUP_S),
+    )  # fmt: skip
+    group = pycomm.init(timeout=timeout)
+    x = torch.ones(nbytes // 4)
+    name = COMPRESSIONS[trial % len(COMPRESSIONS)]
+    compressor = pycomm.parse_compressor(name)
+    pycomm.all_reduce(x, "avg", group=group)
+    write(folder / f"exchanging-{trial}-{rank}", {"compression": name})
+    while True:
+        if name == "none":
+            pycomm.all_reduce(x, "avg", group=group)
+        else:
+            pycomm.compressed_all_reduce(x, compressor, group=group)
+
+
+def main() -> None:
+    plan, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    if plan["what"] == "cut":
+        cut(folder, plan["trials"], plan["timeout"], plan["bytes"])
+        return
+    dist.init_process_group("gloo", timeout=timedelta(seconds=600))
+    group = pycomm.init(timeout=SETUP_S)
+    torch.manual_seed(group.rank)
+    asking = Asking(folder)
+    asking.ask("hosts", hosts=group.hosts)
+    all_reduces(group, asking, plan["all_reduce"])
+    for case in plan["training"]:
+        train(group, asking, case)
+    group.close()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

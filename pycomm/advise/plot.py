@@ -1,0 +1,78 @@
+"""The predictions as a picture: a step over the links' rate, an all-reduce over ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+
+from matplotlib import pyplot as plt
+from matplotlib.ticker import FuncFormatter
+
+from pycomm.advise.advice import OURS, Question
+from pycomm.advise.constants import COMPRESSIONS
+from pycomm.advise.model import ALGORITHMS, MOST_RANKS, Model
+from pycomm.advise.table import human_count, human_rate
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Okabe and Ito's, as in pycomm.bench.plot.
+COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73")
+RATES = [10 ** (8 + tenth / 10) for tenth in range(31)]  # 100 Mbit/s to 100 Gbit/s
+
+
+def draw(path: str, question: Question) -> None:
+    """Writes a PNG with a panel for rates and one for ranks.
+
+    Args:
+        path: of the PNG; its folder is made.
+        question: what is asked.
+    """
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5.2), layout="constrained")
+    _draw_rates(left, question)
+    _draw_ranks(right, question)
+    for panel in (left, right):
+        panel.grid(color="#DDDDDD", linewidth=0.7)
+        panel.set_axisbelow(True)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.legend(frameon=False)
+    cluster = question.cluster
+    title = f"{human_count(question.parameters)} parameters on {cluster.nodes} machines"
+    figure.suptitle(f"Predicted, not measured: {title}", fontsize=14, fontweight="bold")
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _draw_rates(panel: Axes, question: Question) -> None:
+    """A step over the links' rate, for every compression."""
+    for compression, colour in zip(COMPRESSIONS, COLOURS, strict=True):
+        steps = [question.with_rate(rate).step(OURS, compression).seconds for rate in RATES]
+        panel.plot(RATES, [1e3 * s for s in steps], label=compression, color=colour, linewidth=2.2)
+    panel.axvline(question.cluster.link.rate, color="#999999", linestyle=":")
+    panel.set(title=f"A step, {question.cluster.ranks} ranks", xscale="log", yscale="log")
+    panel.set(xlabel="rate of a machine's link", ylabel="time in ms")
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: human_rate(value)))
+
+
+def _draw_ranks(panel: Axes, question: Question) -> None:
+    """An uncompressed bucket's all-reduce over ranks, with as many per machine as asked about."""
+    per_node = question.cluster.most_ranks
+    bucket = question.step(OURS, "none")
+    elements = max(question.parameters // bucket.buckets, 1)
+    nodes = [n for n in (1 << power for power in range(1, 15)) if n * per_node <= MOST_RANKS]
+    for algorithm, colour in zip(ALGORITHMS, COLOURS, strict=True):
+        times = []
+        for count in nodes:
+            cluster = replace(question.cluster, ranks=count * per_node, nodes=count)
+            model = Model(cluster, question.constants)
+            times.append(1e3 * model.exchange(algorithm, "none", elements).seconds)
+        ranks = [count * per_node for count in nodes]
+        panel.plot(ranks, times, label=algorithm, color=colour, linewidth=2.2)
+    panel.set(title=f"All-reduce of {elements * 4 / 1e6:,.1f} MB", xlabel="ranks")
+    panel.set(xscale="log", yscale="log", ylabel="time in ms")

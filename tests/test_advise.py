@@ -1,0 +1,349 @@
+"""The advisor: closed forms against cases by hand and against simulations; its command line."""
+
+import dataclasses
+import math
+
+import pytest
+import simulations
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pycomm.advise import advice, cli, constants, table, training
+from pycomm.advise.advice import Question
+from pycomm.advise.cluster import Cluster, Link
+from pycomm.advise.constants import COMPRESSIONS, OPERATIONS, UNITS, Constant, Constants
+from pycomm.advise.model import AHEAD, ALGORITHMS, Model, crossing, possible, tree_bytes
+
+MILLION = 10**6
+MACHINE = {"machine": {"cores": 2, "cpu": "imagined"}, "date": "never"}
+PAIRS = [(a, c) for a in ALGORITHMS for c in COMPRESSIONS if possible(a, c)]
+
+
+def imagined(**others):
+    """Constants whose cores cost next to nothing, but for those given."""
+    values = {name: Constant(1e-9, unit, "imagined") for name, unit in UNITS.items()}
+    values["local.ranks"] = Constant(2.0, "ranks", "imagined")
+    values["link.payload"] = Constant(1.0, "ratio", "imagined")
+    for name, value in others.items():
+        name = name.replace("__", ".")
+        values[name] = dataclasses.replace(values[name], value=value)
+    return Constants(MACHINE, values)
+
+
+def cluster(ranks, nodes, rate=1e9, latency=0.0, **options):
+    return Cluster(ranks, nodes, Link(rate, latency), **options)
+
+
+def test_shipped_constants():
+    """Every one measured, with unit and source; some seconds old or some years, but there."""
+    known = constants.load()
+    assert set(UNITS) <= set(known.values)
+    assert all(len(constant.source) > 10 for constant in known.values.values())
+    assert {"cpu", "cores", "kernel"} <= set(known.machine["machine"])
+
+
+def test_constants_survive_a_file(tmp_path):
+    known = imagined(int8__encode=0.25)
+    constants.save(known, tmp_path / "constants.json")
+    assert constants.load(tmp_path / "constants.json") == known
+    assert known["int8.encode"] == pytest.approx(0.25e-9)
+    assert known.link_rate is None
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"machine": {}, "constants": {"a": 1}}',
+                                     '{"machine": {}, "constants": {}}'])  # fmt: skip
+def test_files_that_hold_no_constants(tmp_path, content):
+    path = tmp_path / "constants.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"constants"):
+        constants.load(path)
+
+
+@pytest.mark.parametrize(("field", "value"), [("value", -1.0), ("value", math.inf), ("unit", "s")])
+def test_constants_are_checked(field, value):
+    values = dict(imagined().values)
+    values["link.core"] = dataclasses.replace(values["link.core"], **{field: value})
+    with pytest.raises(ValueError, match=r"link\.core must be"):
+        Constants(MACHINE, values)
+
+
+def test_two_machines_by_hand():
+    """64 MB over 1 Gbit/s: 64 MB each way, 512 ms; int8 about a quarter, 1 ms of latency twice."""
+    model = Model(cluster(2, 2, latency=1e-3), imagined())
+    plain = model.exchange("stripes", "none", 16 * MILLION)
+    assert plain.link_bytes == plain.rank_bytes == 64 * MILLION
+    assert plain.seconds == pytest.approx(0.512 + 0.002, rel=1e-3)
+    small = model.exchange("stripes", "int8", 16 * MILLION)
+    assert small.link_bytes == pytest.approx(16 * MILLION * (1 + 4 / 256), rel=1e-5)
+    assert small.seconds == pytest.approx(0.130 + 0.002, rel=1e-3)
+
+
+def test_cores_by_hand():
+    """100 M elements at 1 ns to encode (once and, of the half that is owned, again), 2 to add, 3 to
+    decode: 650 ms of core, beside 3,200 ms of link; the shorter one is hidden but for a round."""
+    known = imagined(none__encode=1.0, none__decode_add=2.0, none__decode=3.0)
+    exchange = Model(cluster(2, 2), known).exchange("stripes", "none", 100 * MILLION)
+    assert exchange.core == pytest.approx(0.65)
+    assert exchange.rounds == math.ceil(400e6 / 2 / 2**18)
+    assert exchange.seconds == pytest.approx(3.2 + 0.65 / exchange.rounds)
+    slow = Model(cluster(2, 2, cores_per_rank=0.5), known)
+    assert slow.exchange("stripes", "none", 100 * MILLION).core == pytest.approx(1.3)
+
+
+def test_bytes_over_the_link():
+    """Once per machine, not per rank, but for the flat algorithms; 2 hosts x 2 ranks."""
+    model, size = Model(cluster(4, 2), imagined()), 4 * MILLION
+    carried = {a: model.exchange(a, "none", MILLION).link_bytes / size for a in ALGORITHMS}
+    assert carried["hierarchical"] == carried["stripes"] == pytest.approx(1.0)
+    assert carried["ring"] == pytest.approx(1.5)
+    assert model.exchange("stripes", "topk", MILLION).link_bytes < 0.02 * size
+
+
+def test_stripes_share_the_work():
+    known = imagined(int8__encode=5.0)
+    cores = [Model(cluster(8, 2), known).exchange(a, "int8", MILLION).core
+             for a in ("hierarchical", "stripes")]  # fmt: skip
+    assert cores[0] == pytest.approx(4 * cores[1])
+
+
+def test_a_token_bucket_lets_some_pass():
+    link = Link(1e9, 0.0, burst=MILLION)
+    exchange = Model(Cluster(2, 2, link), imagined()).exchange("stripes", "none", MILLION)
+    assert exchange.wire == pytest.approx(3e6 * 8e-9)
+
+
+def test_tree_bytes():
+    """What is sent in the up and down phases, counted for every rank of a small tree."""
+    assert tree_bytes(2, (0, 1)) == (1.0, 1.0)
+    assert tree_bytes(4, (0, 0, 0, 0))[1] == 0.0
+    by_rank, by_machine = tree_bytes(64, tuple(range(64)))
+    assert by_rank == by_machine == 2.0
+
+
+@pytest.mark.parametrize(("ranks", "nodes"), [(2, 2), (3, 3), (8, 8), (8, 2), (12, 3), (7, 3)])
+@pytest.mark.parametrize("latency", [0.0, 1e-4, 2e-3])
+def test_ring_against_its_simulation(ranks, nodes, latency):
+    known = imagined(local__latency=10.0, local__all_reduce=0.1)
+    model = Model(cluster(ranks, nodes, latency=latency), known)
+    elements = MILLION
+    chunk = 4 * elements / ranks
+    reference = simulations.ring(
+        model.cluster.machine_of, (latency, chunk * 8e-9), (1e-5, chunk * 1e-10)
+    )
+    exchange = model.exchange("ring", "none", elements)
+    assert exchange.wire == pytest.approx(reference, rel=0.25)
+
+
+@pytest.mark.parametrize("n", [2, 4, 8, 16, 31])
+@pytest.mark.parametrize("latency", [1e-5, 1e-3])
+@pytest.mark.parametrize("elements", [20_000, 2 * MILLION])
+def test_tree_against_its_simulation(n, latency, elements):
+    exchange = Model(cluster(n, n, latency=latency), imagined()).exchange("tree", "none", elements)
+    piece = 4 * elements / 2 / exchange.rounds
+    reference = simulations.tree(n, exchange.rounds, latency, piece * 8e-9)
+    assert exchange.seconds == pytest.approx(reference, rel=0.35)
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 8])
+@pytest.mark.parametrize("core_ns", [0.1, 5.0, 100.0])
+@pytest.mark.parametrize("latency", [0.0, 1e-4, 5e-3])
+def test_two_shot_against_its_simulation(nodes, core_ns, latency):
+    known = imagined(none__encode=core_ns, none__decode_add=core_ns, none__decode=core_ns)
+    elements = 8 * MILLION
+    exchange = Model(cluster(nodes, nodes, latency=latency), known).exchange(
+        "stripes", "none", elements
+    )
+    part = elements / exchange.rounds * core_ns * 1e-9
+    reference = simulations.two_shot(
+        exchange.rounds, latency, exchange.link_bytes / 2 / exchange.rounds * 8e-9,
+        part, part * (1 + 1 / nodes), part, AHEAD,
+    )  # fmt: skip
+    assert exchange.seconds == pytest.approx(reference, rel=0.15)
+
+
+@pytest.mark.parametrize("parameters", [MILLION, 20 * MILLION, 125 * MILLION])
+@pytest.mark.parametrize("compute", [0.001, 0.1, 1.0, 30.0])
+def test_a_step_against_its_simulation(parameters, compute):
+    model = Model(cluster(2, 2), imagined())
+    step = training.predict(model, "stripes", "none", parameters, compute)
+    reference = simulations.training(compute, training.BACKWARD, step.buckets, step.bucket.seconds)
+    assert step.seconds == pytest.approx(reference)
+    assert step.exposed == pytest.approx(reference - compute)
+
+
+def test_who_shares_a_core_waits_for_it():
+    known = imagined(none__encode=10.0)
+    alone, shared = (
+        training.predict(
+            Model(cluster(2, 2, rate=1e12, cores_per_rank=cores), known),
+            "stripes", "none", 20 * MILLION, 0.5,
+        )
+        for cores in (2.0, 1.0)
+    )  # fmt: skip
+    assert shared.seconds == pytest.approx(0.5 + shared.buckets * shared.bucket.work)
+    assert shared.seconds > alone.seconds
+
+
+links = st.builds(Link, rate=st.floats(1e7, 1e12), latency=st.floats(0, 0.1))
+
+
+@given(links, st.integers(1, 64), st.integers(1, 8), st.integers(1, 10**9), st.sampled_from(PAIRS))
+def test_more_is_never_faster(link, nodes, per_node, elements, pair):
+    known = constants.load()
+    base = Cluster(nodes * per_node, nodes, link)
+    seconds = Model(base, known).exchange(*pair, elements).seconds
+    assert 0 <= seconds < math.inf
+    for worse in (
+        dataclasses.replace(link, rate=link.rate / 2),
+        dataclasses.replace(link, latency=2 * link.latency),
+    ):
+        slower = Model(dataclasses.replace(base, link=worse), known).exchange(*pair, elements)
+        assert slower.seconds >= seconds * (1 - 1e-9)
+    busier = Model(dataclasses.replace(base, cores_per_rank=0.5), known)
+    assert busier.exchange(*pair, elements).seconds >= seconds
+    larger = Model(base, known).exchange(*pair, 2 * elements).seconds
+    assert larger >= seconds * (1 - 1e-9)
+
+
+@given(links, st.integers(1, 64), st.floats(1e-3, 1e3), st.sampled_from(PAIRS))
+def test_a_step_hides_no_more_than_there_is(link, nodes, compute, pair):
+    model = Model(Cluster(nodes, nodes, link), constants.load())
+    step = training.predict(model, *pair, 10 * MILLION, compute)
+    assert step.seconds >= compute
+    assert 0 <= step.exposed <= step.exchange + 1e-9 * step.seconds
+
+
+def test_where_ring_and_tree_cross():
+    """By latency alone: 2 (n-1) hops against 2 log2 n; by bytes alone the ring is never worse."""
+
+    def few(ranks):
+        return Model(cluster(ranks, ranks, rate=1e13, latency=1e-3), imagined())
+
+    def many(ranks):
+        return Model(cluster(ranks, ranks, rate=1e6), imagined())
+
+    found = crossing(few, MILLION)
+    assert found == 4  # of two ranks, both have two hops
+    for ranks in (found, 16384):
+        ring, tree = (few(ranks).exchange(a, "none", MILLION).seconds for a in ("ring", "tree"))
+        assert tree < ring
+    assert crossing(many, 100 * MILLION, largest=64) is None
+
+
+def ask(rate=1e9, compute=0.4, **known):
+    return Question(125 * MILLION, cluster(16, 4, rate), compute, 0.01, imagined(**known))
+
+
+def test_what_is_chosen():
+    """The least lossy of nearly equal ones: nothing on a fast link; on slow ones the smallest."""
+    assert advice.choose(ask(rate=1e13)).bucket.compression == "none"
+    assert advice.choose(ask(rate=1e8)).bucket.compression == "topk"
+    assert advice.choose(ask(rate=1e9, compute=60)).bucket.compression == "none"
+    dear = {f"topk__{operation}": 1000.0 for operation in OPERATIONS}
+    assert advice.choose(ask(rate=1e9, **dear)).bucket.compression == "int8"
+
+
+def test_break_even():
+    question = ask(rate=1e9, int8__encode=1.0)
+    limit = advice.break_even(question, "int8")
+    below, above = (
+        [question.with_rate(factor * limit).step("stripes", c).seconds for c in ("int8", "none")]
+        for factor in (0.9, 1.1)
+    )
+    assert below[0] < advice.WORTH * below[1]
+    assert above[0] >= advice.WORTH * above[1]
+    assert advice.break_even(dataclasses.replace(question, cluster=cluster(4, 1)), "int8") is None
+    assert advice.break_even(ask(compute=1e9), "int8") is None
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Link(0.0, 1.0), "rate must be positive"),
+        (lambda: Link(1.0, -1.0), "latency and burst must not be negative"),
+        (lambda: Link(1.0, 1.0, payload=2.0), "payload must be above 0"),
+        (lambda: cluster(2, 0), "nodes must be at least 1"),
+        (lambda: cluster(2, 4), "ranks must be at least nodes"),
+        (lambda: cluster(2, 2, cores_per_rank=0), "cores_per_rank must be positive"),
+        (lambda: Model(cluster(2, 2), imagined(), 0.0), "density must be"),
+        (lambda: Model(cluster(2, 2), imagined()).exchange("rign", "none", 1), "algorithm must be"),
+        (lambda: Model(cluster(2, 2), imagined()).exchange("ring", "int4", 1), "compression must"),
+        (lambda: Model(cluster(2, 2), imagined()).exchange("ring", "topk", 1), "must not be topk"),
+        (lambda: Model(cluster(2, 2), imagined()).exchange("ring", "none", 0), "elements must be"),
+        (lambda: training.predict(Model(cluster(2, 2), imagined()), "ring", "none", 1, 0.0),
+         "compute must be positive"),
+    ],
+)  # fmt: skip
+def test_arguments_are_checked(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+GOOD = "--params 125M --ranks 16 --nodes 4 --link 1Gbit --step-ms 400"
+
+
+def test_sizes():
+    assert [cli.count(text) for text in ("125M", "1.3B", "7b", "10000", "2k")] == [
+        125 * MILLION, 1300 * MILLION, 7000 * MILLION, 10000, 2000,
+    ]  # fmt: skip
+    assert [cli.rate(text) for text in ("100Mbit", "1Gbit", "2.5gbit/s", "400G", "10Gbps")] == [
+        1e8, 1e9, 2.5e9, 4e11, 1e10,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("--params 125X", "expected a number such as 125M"),
+        ("--params 0", "expected a number such as 125M"),
+        ("--link 1", "expected a rate such as"),
+        ("--link 0Gbit", "expected a rate such as"),
+        ("--link 1GB", "expected a rate such as"),
+        ("--ranks 3", "--ranks must be at least --nodes, 4, got 3"),
+        ("--ranks 20000", "expected a number from 1 to 16384"),
+        ("--nodes -1", "expected"),
+        ("--step-ms 0", "expected milliseconds"),
+        ("--step-ms nan", "expected milliseconds"),
+        ("--step-ms inf", "expected milliseconds"),
+        ("--density 2", "expected a share"),
+        ("--constants nowhere.json", "there is no file nowhere.json"),
+    ],
+)
+def test_wrong_arguments(capsys, change, message):
+    with pytest.raises(SystemExit) as raised:
+        cli.main([*GOOD.split(), *change.split()])
+    assert raised.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_link_must_be_known():
+    without = GOOD.replace("--link 1Gbit", "")
+    with pytest.raises(SystemExit, match="--link must be given"):
+        cli.main(without.split())
+
+
+def test_command_line(tmp_path, capsys):
+    """Every algorithm with every compression, a choice, and a picture."""
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "out" / "plot.png"
+    cli.main([*GOOD.split(), "--plot", str(picture)])
+    out = capsys.readouterr().out
+    assert "125M parameters, 16 ranks on 4 machines, links of 1 Gbit/s" in out
+    assert "choose: stripes" in out
+    assert "a tree is faster than a ring from" in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_plain_table():
+    question = ask()
+    lines = table.plain(question.steps(), advice.choose(question)).splitlines()
+    assert len(lines) == 1 + len(PAIRS)
+    assert sum(line.startswith("*") for line in lines) == 1
+    assert len({len(line) for line in lines}) == 1
+
+
+def test_sixteen_thousand_ranks():
+    """Is answered at once, and finite."""
+    model = Model(cluster(16384, 2048, latency=1e-4), constants.load())
+    for pair in PAIRS:
+        assert math.isfinite(model.exchange(*pair, 125 * MILLION).seconds)

@@ -1,0 +1,121 @@
+"""What of benchmarks/hosts.py needs neither root nor hosts."""
+
+import argparse
+import json
+import os
+
+import hosts
+import netns
+import pytest
+from hosts_cases import (
+    COMPRESSIONS,
+    GOALS,
+    HEADER,
+    TRAINEES,
+    Layout,
+    all_reduce_rows,
+    format_row,
+    training_rows,
+)
+
+from pycomm.advise import constants
+from pycomm.bench.cases import MIB
+
+SIZE = 64 * MIB
+
+
+def rows_of(hosts=2, ranks=1, rate="1gbit", nbytes=SIZE):
+    rows = all_reduce_rows(Layout(hosts, ranks, rate), nbytes, constants.load(), 2)
+    return {row.contestant: row for row in rows}
+
+
+def test_without_root(monkeypatch, capsys):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr("sys.argv", ["hosts.py"])
+    hosts.main()
+    assert capsys.readouterr().out == "skipped: needs root, to make network namespaces\n"
+
+
+def test_without_the_tools(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(netns.shutil, "which", lambda tool, path: None)
+    assert netns.missing().startswith("needs the command ip")
+
+
+def test_layouts_and_rates():
+    assert hosts.layouts("2x1,4x2") == ((2, 1), (4, 2))
+    assert hosts.rates("1gbit,10gbit") == ("1gbit", "10gbit")
+    for text in ("1x2", "5x1", "2x0", "2", "axb", ""):
+        with pytest.raises(argparse.ArgumentTypeError, match="expected 2 to 4 hosts"):
+            hosts.layouts(text)
+    with pytest.raises(argparse.ArgumentTypeError, match="expected some of 100mbit"):
+        hosts.rates("2gbit")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_formula(count, ranks):
+    """What a host sends: of pycomm as much as with one rank per host, of Gloo's ring more."""
+    rows = rows_of(count, ranks)
+    shares = {name: row.predicted_link_bytes / SIZE for name, row in rows.items()}
+    once = 2 * (count - 1) / count
+    assert shares["pycomm none"] == pytest.approx(once)
+    assert shares["pycomm bf16"] == pytest.approx(once / 2, rel=1e-4)
+    assert shares["pycomm int8"] == pytest.approx(once * 1.015625 / 4, rel=1e-4)
+    assert shares["pycomm topk:0.01"] == pytest.approx(once * 0.015, rel=0.01)
+    total = count * ranks
+    assert shares["gloo"] == pytest.approx(2 * (total - 1) / total)
+
+
+def test_rows_are_predictions_until_they_are_filled():
+    row = rows_of()["pycomm int8"]
+    assert row.time_us is None
+    assert row.link_bytes is None
+    assert row.goal == GOALS[1, "pycomm int8"]
+    before = (row.predicted_us, row.predicted_link_bytes)
+    row.fill(time_us=2 * row.predicted_us, gloo_us=6 * row.predicted_us, link_bytes=7, rounds=3)
+    assert (row.predicted_us, row.predicted_link_bytes) == before
+    assert row.ratio == 3.0
+    assert "+100.0" in format_row(row)
+
+
+def test_goals_are_for_their_case_alone():
+    assert all(row.goal is None for row in rows_of(rate="10gbit").values())
+    assert all(row.goal is None for row in rows_of(hosts=3).values())
+    assert rows_of(ranks=2)["pycomm none"].goal == 1.3
+
+
+def test_training_rows():
+    rows = training_rows(Layout(2, 1, "1gbit"), 10**7, 0.2, constants.load(), 2)
+    assert [row.contestant for row in rows] == list(TRAINEES)
+    predicted = {row.contestant: row.predicted_us for row in rows}
+    assert predicted["gloo PowerSGD hook"] is None
+    assert 2e5 < predicted["pycomm int8_hook"] < predicted["gloo"]
+
+
+def test_predictions_are_in_the_file_first(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["hosts.py"])
+    path = tmp_path / "hosts.json"
+    results = hosts.Results(hosts.parse(["--json", str(path)]), constants.load())
+    results.predict(list(rows_of().values()))
+    rows = json.loads(path.read_text())["rows"]
+    assert len(rows) == 1 + len(COMPRESSIONS)
+    assert all(row["predicted_us"] > 0 and row["time_us"] is None for row in rows)
+    figures = {row["contestant"]: {"time_us": 5.0, "link_bytes": 1, "rounds": 3} for row in rows}
+    answered = {"case": "all_reduce", "rate": "1gbit", "figures": figures}
+    results.fill(answered, Layout(2, 1, "1gbit"))
+    assert all(row["time_us"] == 5.0 for row in json.loads(path.read_text())["rows"])
+    assert HEADER in capsys.readouterr().out
+
+
+def test_cuts_are_judged():
+    def outcome(error, at):
+        return {"error": error, "message": "", "at": at}
+
+    good = [outcome("Timeout", 13.4), outcome("PeerDied", 13.9)]
+    assert hosts.judge(0, "int8", 10.0, good)["complaints"] == []
+    assert hosts.judge(0, "int8", 10.0, good)["seconds"] == [3.4, 3.9]
+    late = [outcome("Timeout", 14.5), None]
+    assert hosts.judge(0, "int8", 10.0, late)["complaints"] == ["rank 0 took 4.5 s", "rank 1 hung"]
+    wrong = [outcome("RuntimeError", 10.5), outcome("Timeout", 13.0)]
+    assert hosts.judge(0, "none", 10.0, wrong)["complaints"] == ["rank 0 raised RuntimeError: "]
