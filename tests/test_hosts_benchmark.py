@@ -38,7 +38,7 @@ def test_without_root(monkeypatch, capsys):
 
 def test_without_the_tools(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(netns.shutil, "which", lambda tool, path: None)
+    monkeypatch.setattr(netns.shutil, "which", lambda *_args, **_options: None)
     assert netns.missing().startswith("needs the command ip")
 
 
