@@ -46,7 +46,7 @@ class Asking:
         if dist.get_rank() == 0:
             write(self.folder / f"question-{self.number}", {"what": what, **details})
             answer = [wait_for(self.folder / f"answer-{self.number}")]
-        dist.broadcast_object_list(answer)
+        dist.broadcast_object_list(answer, src=0)
         return answer[0]
 
 

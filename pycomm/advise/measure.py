@@ -85,14 +85,13 @@ def _codec_calls(
 
 
 def _measure_ranks(path: Path) -> None:
-    """What every rank does. Who has no file system in common with rank 0 writes for itself."""
+    """What every rank does. All write the same: they need not have a file system in common."""
     machines = [""] * dist.get_world_size()
     dist.all_gather_object(machines, machine_identity())
     found = [local_constants(machines), link_constants(machines)]
-    dist.broadcast_object_list(found)
-    if dist.get_rank() == 0 or launch.under_torchrun():
-        entries = {name: vars(constant) for part in found for name, constant in part.items()}
-        path.write_text(json.dumps(entries))
+    dist.broadcast_object_list(found, src=0)
+    entries = {name: vars(constant) for part in found for name, constant in part.items()}
+    path.write_text(json.dumps(entries))
 
 
 def local_constants(machines: list[str]) -> dict[str, Constant]:
