@@ -186,6 +186,7 @@ def exchange_until_error(folder: Path, trial: int, timeout: float, nbytes: int) 
     """One trial on this rank; compressions take turns."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     port = int(os.environ["MASTER_PORT"]) + 1 + trial
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # torchrun's Store is for one group only
     dist.init_process_group(
         "gloo", init_method=f"tcp://{os.environ['MASTER_ADDR']}:{port}", rank=rank,
         world_size=size, timeout=timedelta(seconds=SETUP_S),
