@@ -5,26 +5,28 @@ import heapq
 from pycomm import _C
 
 
-def ring(machine_of, far, near):
-    """Seconds until every rank has received its last chunk.
+def ring(machine_of, segments, far, near):
+    """Seconds until every rank has received its last segment.
 
     Args:
         machine_of: of every rank.
-        far: latency, and seconds that a chunk keeps the sender, between machines.
+        segments: that each of the ranks' parts is sent in.
+        far: latency, and seconds that a segment keeps the sender, between machines.
         near: the same inside a machine.
     """
     n = len(machine_of)
-    has = [0.0] * n  # when a rank can send its next chunk
-    free = [0.0] * n  # when it is done with sending the last one
+    has = [[0.0] * segments for _ in range(n)]  # when a rank has what it sends next
+    free = [0.0] * n  # when it is done with sending the last segment
     for _ in range(2 * (n - 1)):
-        arrived = []
-        for rank in range(n):
-            left = (rank - 1) % n
-            latency, occupied = near if machine_of[left] == machine_of[rank] else far
-            free[left] = max(has[left], free[left]) + occupied
-            arrived.append(free[left] + latency)
-        has = [max(own, new) for own, new in zip(has, arrived, strict=True)]
-    return max(has)
+        arrived = [[] for _ in range(n)]
+        for sender in range(n):
+            receiver = (sender + 1) % n
+            latency, occupied = near if machine_of[sender] == machine_of[receiver] else far
+            for ready in has[sender]:
+                free[sender] = max(ready, free[sender]) + occupied
+                arrived[receiver].append(free[sender] + latency)
+        has = arrived
+    return max(max(times) for times in has)
 
 
 def tree(n, pieces, latency, occupied):
@@ -34,81 +36,80 @@ def tree(n, pieces, latency, occupied):
         n: ranks.
         pieces: of each half of the tensor.
         latency: of a message.
-        occupied: seconds that a piece keeps the sender's link.
+        occupied: seconds that a piece keeps the sender's link, and the receiver's.
     """
     nodes = [[_C.tree_node(t, rank, n) for rank in range(n)] for t in range(2)]
-    free, finished, count = [0.0] * n, 0.0, 0
-    missing, events = {}, []  # events: when a message can be sent, and which
+    sending, receiving, finished, count = [0.0] * n, [0.0] * n, 0.0, 0
+    missing, events = {}, []  # events: when a message can be sent, or has come, and which
 
-    def offer(when, sender, receiver, *what):
+    def offer(when, *event):
         nonlocal count
         count += 1
-        heapq.heappush(events, (when, count, sender, receiver, what))
+        heapq.heappush(events, (when, count, *event))
 
-    def send_down(when, t, k, rank):
-        for child in nodes[t][rank][1:]:
+    def go_on(when, way, t, k, rank):
+        parent, *children = nodes[t][rank]
+        if way == "up" and parent >= 0:
+            offer(when, "send", rank, parent, ("up", t, k))
+            return
+        for child in children:
             if child >= 0:
-                offer(when, rank, child, "down", t, k)
-
-    def send_up(when, t, k, rank):
-        parent = nodes[t][rank][0]
-        if parent < 0:
-            send_down(when, t, k, rank)
-        else:
-            offer(when, rank, parent, "up", t, k)
+                offer(when, "send", rank, child, ("down", t, k))
 
     for k in range(pieces):
         for t in range(2):
             for rank in range(n):
                 missing[t, k, rank] = sum(child >= 0 for child in nodes[t][rank][1:])
                 if missing[t, k, rank] == 0:
-                    send_up(0.0, t, k, rank)
+                    go_on(0.0, "up", t, k, rank)
     while events:
-        when, _, sender, receiver, (way, t, k) = heapq.heappop(events)
-        if free[sender] > when:  # its link carries something else
-            offer(free[sender], sender, receiver, way, t, k)
+        when, _, what, sender, receiver, (way, t, k) = heapq.heappop(events)
+        if what == "send":
+            if sending[sender] > when:  # its link carries something else
+                offer(sending[sender], "send", sender, receiver, (way, t, k))
+                continue
+            sending[sender] = when + occupied
+            receiving[receiver] = max(when + latency, receiving[receiver]) + occupied
+            offer(receiving[receiver], "has", sender, receiver, (way, t, k))
             continue
-        free[sender] = when + occupied
-        arrived = free[sender] + latency
-        finished = max(finished, arrived)
-        if way == "down":
-            send_down(arrived, t, k, receiver)
-        else:
-            missing[t, k, receiver] -= 1
-            if missing[t, k, receiver] == 0:
-                send_up(arrived, t, k, receiver)
+        finished = max(finished, when)
+        missing[t, k, receiver] -= way == "up"
+        if way == "down" or missing[t, k, receiver] == 0:
+            go_on(when, way, t, k, receiver)
     return finished
 
 
-def two_shot(rounds, latency, occupied, stage, reduce, gather, ahead):
-    """Seconds of a two-shot between machines that do the same at the same time.
+def two_shot(part, parcel, latency, byte, add, ahead, inside=(0.0, 0.0)):
+    """Seconds of an uncompressed two-shot of machines that all do the same at the same time.
 
     Args:
-        rounds: of messages, in each phase.
+        part: bytes of the tensor that each machine owns, on its link to each of the others.
+        parcel: the most bytes that go to a machine at a time.
         latency: of a message.
-        occupied: seconds that a round's messages of one phase keep the link.
-        stage: seconds of a core before a round's first phase.
-        reduce: between the phases.
-        gather: after the second one.
-        ahead: rounds between them.
+        byte: seconds that the link is kept by a byte to every one of the other machines.
+        add: seconds of a core to add what all have sent, per byte.
+        ahead: tiles between the phases.
+        inside: seconds of a core per byte, before a tile is sent and after its result has come.
     """
-    now = free = 0.0
+    tiles = [min(parcel, part - begin) for begin in range(0, part, parcel)]
+    now = latency  # all have greeted
+    free = 0.0
     staged, reduced = {}, {}
 
-    def post():
+    def post(tile):
         nonlocal free
-        free = max(now, free) + occupied
+        free = max(now, free) + tiles[tile] * byte
         return free + latency
 
-    for step in range(rounds + 2 * ahead):
-        if step < rounds:
-            now += stage
-            staged[step] = post()
-        if 0 <= (t := step - ahead) < rounds:
-            now = max(now, staged[t]) + reduce
-            reduced[t] = post()
-        if 0 <= (t := step - 2 * ahead) < rounds:
-            now = max(now, reduced[t]) + gather
+    for step in range(len(tiles) + 2 * ahead):
+        if step < len(tiles):
+            now += tiles[step] * inside[0]
+            staged[step] = post(step)
+        if 0 <= (t := step - ahead) < len(tiles):
+            now = max(now, staged[t]) + tiles[t] * add
+            reduced[t] = post(t)
+        if 0 <= (t := step - 2 * ahead) < len(tiles):
+            now = max(now, reduced[t]) + tiles[t] * inside[1]
     return now
 
 

@@ -7,6 +7,7 @@ import os
 import hosts
 import netns
 import pytest
+from imagined import TYPICAL
 from hosts_cases import (
     COMPRESSIONS,
     GOALS,
@@ -18,14 +19,13 @@ from hosts_cases import (
     training_rows,
 )
 
-from pycomm.advise import constants
 from pycomm.bench.cases import MIB
 
 SIZE = 64 * MIB
 
 
 def rows_of(hosts=2, ranks=1, rate="1gbit", nbytes=SIZE):
-    rows = all_reduce_rows(Layout(hosts, ranks, rate), nbytes, constants.load(), 2)
+    rows = all_reduce_rows(Layout(hosts, ranks, rate), nbytes, TYPICAL, 2)
     return {row.contestant: row for row in rows}
 
 
@@ -86,7 +86,7 @@ def test_goals_are_for_their_case_alone():
 
 
 def test_training_rows():
-    rows = training_rows(Layout(2, 1, "1gbit"), 10**7, 0.2, constants.load(), 2)
+    rows = training_rows(Layout(2, 1, "1gbit"), 10**7, 0.2, TYPICAL, 2)
     assert [row.contestant for row in rows] == list(TRAINEES)
     predicted = {row.contestant: row.predicted_us for row in rows}
     assert predicted["gloo PowerSGD hook"] is None
@@ -96,7 +96,7 @@ def test_training_rows():
 def test_predictions_are_in_the_file_first(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["hosts.py"])
     path = tmp_path / "hosts.json"
-    results = hosts.Results(hosts.parse(["--json", str(path)]), constants.load())
+    results = hosts.Results(hosts.parse(["--json", str(path)]), TYPICAL)
     results.predict(list(rows_of().values()))
     rows = json.loads(path.read_text())["rows"]
     assert len(rows) == 1 + len(COMPRESSIONS)

@@ -15,6 +15,7 @@ from pycomm.advise.model import MOST_RANKS
 from pycomm.bench import extras, launch
 
 DECIMAL = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
+QUESTION = ("params", "ranks", "nodes", "step_ms")
 NUMBER = r"(\d+(?:\.\d*)?|\.\d+)"
 
 
@@ -64,19 +65,20 @@ def make_parser() -> argparse.ArgumentParser:
         prog="python -m pycomm.advise",
         description="Predicts training steps for every way to exchange gradients; says which to "
         "choose. The model and its constants: docs/advisor.md.",
+        epilog="Only --measure with --constants may come without a question.",
     )
     add = parser.add_argument
-    add("--params", type=count, required=True, metavar="N", help="of the model: 125M, 1.3B")
-    add("--ranks", type=whole, required=True, metavar="N", help="of all machines together")
-    add("--nodes", type=whole, required=True, metavar="N", help="machines")
+    add("--params", type=count, metavar="N", help="of the model: 125M, 1.3B")
+    add("--ranks", type=whole, metavar="N", help="of all machines together")
+    add("--nodes", type=whole, metavar="N", help="machines")
     add("--link", type=rate, metavar="RATE",
         help="of a machine: 100Mbit, 1Gbit (default: as measured under torchrun)")  # fmt: skip
-    add("--step-ms", type=number_in(0, math.inf, "milliseconds such as 400"), required=True,
+    add("--step-ms", type=number_in(0, math.inf, "milliseconds such as 400"),
         metavar="MS", help="a step's computation, without any exchange")  # fmt: skip
     add("--density", type=number_in(0, 1, "a share above 0 and at most 1"), default=0.01,
         metavar="SHARE", help="of the elements that top-k sends (default 0.01)")  # fmt: skip
     add("--measure", action="store_true",
-        help="measure this machine first; under torchrun the links, too")  # fmt: skip
+        help="measure this machine first (10 s); under torchrun the links, too")  # fmt: skip
     add("--constants", type=Path, metavar="FILE",
         help="read the constants from there; with --measure, write them there")  # fmt: skip
     add("--plot", metavar="FILE", help="draw the predictions as a PNG")
@@ -91,7 +93,7 @@ def make_question(given: argparse.Namespace, known: constants.Constants) -> Ques
     elif known.link_rate is not None:
         link = Link(known.link_rate, latency)
     else:
-        raise SystemExit("--link must be given: no link between machines was measured")
+        raise SystemExit("--link must be given, as 1Gbit: no link between machines was measured")
     cluster = Cluster(given.ranks, given.nodes, link)
     return Question(given.params, cluster, given.step_ms / 1e3, given.density, known)
 
@@ -100,10 +102,18 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Exits with a message where an argument makes no sense."""
     parser = make_parser()
     arguments = parser.parse_args(argv)
-    if arguments.ranks < arguments.nodes:
+    asked = {name: getattr(arguments, name) for name in QUESTION}
+    missing = [f"--{name.replace('_', '-')}" for name, value in asked.items() if value is None]
+    arguments.asks = len(missing) < len(QUESTION) or arguments.plot is not None
+    if missing and (arguments.asks or not (arguments.measure and arguments.constants)):
+        parser.error(f"the following arguments are required: {', '.join(missing)}")
+    if arguments.asks and arguments.ranks < arguments.nodes:
         parser.error(f"--ranks must be at least --nodes, {arguments.nodes}, got {arguments.ranks}")
-    if arguments.constants and not arguments.measure and not arguments.constants.is_file():
-        parser.error(f"--constants: there is no file {arguments.constants}")
+    file = arguments.constants
+    if file and not arguments.measure and not file.is_file():
+        parser.error(f"--constants: there is no file {file}")
+    if file and arguments.measure and not file.absolute().parent.is_dir():
+        parser.error(f"--constants: there is no folder {file.parent}")
     if arguments.plot:
         extras.require("matplotlib")
     return arguments
@@ -127,6 +137,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse(argv)
     known = constants_for(arguments)
     if not launch.is_first():
+        return
+    if not arguments.asks:
+        print(f"{arguments.constants}: {len(known.values)} constants")
         return
     question = make_question(arguments, known)
     table.show(question)

@@ -9,7 +9,7 @@ from typing import Any
 
 SHIPPED = Path(__file__).with_name("constants.json")
 COMPRESSIONS = ("none", "bf16", "int8", "topk")
-OPERATIONS = ("encode", "decode", "decode_add")
+OPERATIONS = ("encode", "decode", "decode_add")  # of all but the first
 SCALES = {
     "ns/element": 1e-9,
     "ns/byte": 1e-9,
@@ -20,7 +20,8 @@ SCALES = {
 }
 # Every machine's; those of measured links have link.rate besides.
 UNITS = {
-    **{f"{name}.{operation}": "ns/element" for name in COMPRESSIONS for operation in OPERATIONS},
+    "none.add": "ns/element",
+    **{f"{name}.{op}": "ns/element" for name in COMPRESSIONS[1:] for op in OPERATIONS},
     "local.latency": "us",
     "local.all_reduce": "ns/byte",
     "local.ranks": "ranks",

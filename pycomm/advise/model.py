@@ -13,12 +13,14 @@ from dataclasses import dataclass
 import pycomm
 from pycomm import _C
 from pycomm.advise.cluster import Cluster
-from pycomm.advise.constants import COMPRESSIONS, Constants
+from pycomm.advise.constants import COMPRESSIONS, OPERATIONS, Constants
 
 MOST_RANKS = 16384  # that anybody asks about
 ELEMENT_BYTES = 4  # gradients are float32
 PIECE_BYTES = 64 << 10  # of a pipelined tree, before compression
+SEGMENT_BYTES = 1 << 20  # the most that Gloo's ring sends at a time; of every part two at least
 PARCEL_BYTES = 256 << 10  # that one machine sends another in a round (csrc/cpu/parts.h)
+TILED = ("bf16", "int8")  # reduced inside a machine tile by tile, while others are on the wire
 AHEAD = 2  # rounds that are on the wire before one is waited for (csrc/core/between.h)
 
 
@@ -32,8 +34,8 @@ class Exchange:
         rank_bytes: bytes that the busiest rank sends, over memory or link; it receives as many.
         link_bytes: bytes that a machine sends to others; it receives as many.
         wire: seconds that the busiest link carries bytes, or in ring and tree the chain of hops.
-        core: seconds of work of the busiest rank's core for what goes over the link.
-        local: seconds inside the machine, before and after the link's part.
+        core: seconds of work of the busiest rank's core while the link is in use.
+        local: seconds inside the machine while it is not, before and after.
         latency: seconds that the first byte of all is on its way, with nothing else to do.
         rounds: parts that are pipelined.
     """
@@ -78,20 +80,20 @@ def two_shot_bytes(nbytes: float, parties: int) -> float:
 
 
 @functools.cache
-def tree_bytes(ranks: int, machine_of: tuple[int, ...]) -> tuple[float, float]:
-    """What the busiest rank and the busiest machine send, per byte of the tensor."""
-    from_rank = [0.0] * ranks
-    from_machine = [0.0] * (machine_of[-1] + 1)
+def tree_shape(parties: int) -> tuple[float, int]:
+    """Of a double tree: what the busiest party sends, per byte of the tensor; and its levels."""
+    sent, deepest = [0.0] * parties, 0
     for tree in range(2):
-        for rank in range(ranks):
-            parent, _, _ = _C.tree_node(tree, rank, ranks)
-            if parent < 0:
-                continue
-            for sender in (rank, parent):  # half of the tensor up, and half of the result down
-                from_rank[sender] += 0.5
-                if machine_of[rank] != machine_of[parent]:
-                    from_machine[machine_of[sender]] += 0.5
-    return max(from_rank), max(from_machine)
+        parents = [_C.tree_node(tree, party, parties)[0] for party in range(parties)]
+        for party, parent in enumerate(parents):
+            levels, above = 0, parent
+            while above >= 0:
+                levels, above = levels + 1, parents[above]
+            deepest = max(deepest, levels)
+            if parent >= 0:  # half of the tensor up, and half of the result down
+                sent[party] += 0.5
+                sent[parent] += 0.5
+    return max(sent), deepest
 
 
 class Model:
@@ -133,17 +135,23 @@ class Model:
     def _encoded(self, elements: int, compression: str) -> int:
         return encoded_bytes(elements, compression, self.density)
 
-    def _coding(self, compression: str, elements: float, owners: int) -> float:
-        """Seconds to encode, add, encode again what is owned, and decode."""
+    def _coding(self, compression: str, elements: float, parties: int) -> float:
+        """Seconds to encode, add what all have sent, encode again what is owned, and decode."""
+        if compression == "none":  # is sent from where it lies, and received where it belongs
+            return elements * (1 - 1 / parties) * self.constants["none.add"]
         encode, decode, decode_add = (
-            self.constants[f"{compression}.{operation}"]
-            for operation in ("encode", "decode", "decode_add")
+            self.constants[f"{compression}.{operation}"] for operation in OPERATIONS
         )
-        return elements * (encode * (1 + 1 / owners) + decode_add + decode)
+        return elements * (encode * (1 + 1 / parties) + decode_add + decode)
 
     def _sending(self, nbytes: float, messages: float) -> float:
         """Seconds of a core to send so many bytes over the link, and receive as many."""
         return nbytes * self.constants["link.core"] + messages * self.constants["link.message"]
+
+    def _carrying(self, nbytes: float) -> float:
+        """Seconds of a link for so many bytes in a row."""
+        link = self.cluster.link
+        return max(nbytes - link.burst, 0.0) * link.seconds_per_byte
 
     def _local(self, elements: int) -> float:
         """Seconds that the ranks of one machine take to reduce a tensor and share the result."""
@@ -156,52 +164,53 @@ class Model:
 
     def _ring(self, compression: str, elements: int) -> Exchange:
         """All ranks in one ring, neighbours on one machine where they can be."""
-        cluster, link = self.cluster, self.cluster.link
-        n, between = cluster.ranks, cluster.nodes if cluster.nodes > 1 else 0
+        cluster = self.cluster
+        n, far = cluster.ranks, cluster.nodes if cluster.nodes > 1 else 0
         sent = two_shot_bytes(self._encoded(elements, compression), n)
-        steps, chunk = 2 * (n - 1), sent / max(2 * (n - 1), 1)
-        far, near = chunk * link.seconds_per_byte, chunk * self.constants["local.all_reduce"]
-        around = between * (link.latency + far)
-        around += (n - between) * (self.constants["local.latency"] + near)
-        core = self._coding(compression, elements, n) if n > 1 else 0.0
-        core += self._sending(sent, steps) if between else 0.0
+        steps = max(2 * (n - 1), 1)
+        segments = max(math.ceil(sent / steps / SEGMENT_BYTES), 2)
+        memory = sent * self.constants["local.all_reduce"]
+        link = self._carrying(sent) if far else memory
+        around = far * (cluster.link.latency * steps + link / segments)
+        around += (n - far) * (self.constants["local.latency"] * steps + memory / segments)
+        core = self._coding(compression, elements, n)
+        core += self._sending(sent, steps * segments) if far else 0.0
         return Exchange(
             algorithm="ring",
             compression=compression,
             rank_bytes=sent,
-            link_bytes=sent if between else 0.0,
-            wire=steps * max(far if between else near, around / n),
-            core=core * cluster.slowdown,
+            link_bytes=sent if far else 0.0,
+            wire=max(link, around / n) if n > 1 else 0.0,
+            core=core * cluster.slowdown if n > 1 else 0.0,
             local=0.0,
             latency=0.0,
-            rounds=max(steps, 1),
+            rounds=steps * segments,
         )
 
     def _tree(self, compression: str, elements: int) -> Exchange:
-        """A double binary tree of all ranks, in pieces."""
-        cluster, link = self.cluster, self.cluster.link
-        n, nbytes = cluster.ranks, self._encoded(elements, compression)
-        by_rank, by_machine = tree_bytes(n, cluster.machine_of)
+        """A double tree of machines in pieces, the ranks of each in a chain; of ranks, on one."""
+        cluster, near = self.cluster, self.constants["local.latency"]
+        spans = cluster.nodes > 1
+        parties, chain = (cluster.nodes, cluster.most_ranks - 1) if spans else (cluster.ranks, 0)
+        nbytes, per_byte = self._encoded(elements, compression), self.constants["local.all_reduce"]
         pieces = max(math.ceil(elements * ELEMENT_BYTES / 2 / PIECE_BYTES), 1)
-        piece = nbytes / 2 / pieces
-        far_levels = math.ceil(math.log2(cluster.nodes))
-        near_levels = max(math.floor(math.log2(n)) - far_levels, 0)
-        near = self.constants["local.latency"] + piece * self.constants["local.all_reduce"]
-        far = link.latency + 2 * piece * link.seconds_per_byte
-        busiest = by_machine * nbytes * link.seconds_per_byte
-        if cluster.nodes == 1:
-            busiest = by_rank * nbytes * self.constants["local.all_reduce"]
-        core = self._coding(compression, elements, n) if n > 1 else 0.0
-        core += self._sending(by_rank * nbytes, 4 * pieces) if cluster.nodes > 1 else 0.0
+        share, levels = tree_shape(parties)
+        piece, sent = nbytes / 2 / pieces, share * nbytes
+        busiest = self._carrying(sent) if spans else sent * per_byte
+        served = min(parties - 1, 2) * piece * (busiest / sent if sent else 0.0)
+        way = levels * ((cluster.link.latency if spans else near) + served)
+        way += chain * (near + piece * per_byte)
+        core = self._coding(compression, elements, cluster.ranks)
+        core += self._sending(sent, 4 * pieces) if spans else 0.0
         return Exchange(
             algorithm="tree",
             compression=compression,
-            rank_bytes=by_rank * nbytes,
-            link_bytes=by_machine * nbytes,
-            wire=busiest,
-            core=core * cluster.slowdown,
+            rank_bytes=sent + (nbytes if chain else 0),
+            link_bytes=sent if spans else 0.0,
+            wire=busiest * (1 - 1 / pieces),
+            core=core * cluster.slowdown if cluster.ranks > 1 else 0.0,
             local=0.0,
-            latency=2 * (far_levels * far + near_levels * near),
+            latency=2 * way,
             rounds=pieces,
         )
 
@@ -214,28 +223,32 @@ class Model:
         return self._between("stripes", compression, elements, self.cluster.stripes)
 
     def _between(self, name: str, compression: str, elements: int, stripes: int) -> Exchange:
-        cluster, link = self.cluster, self.cluster.link
+        cluster, latency = self.cluster, self.cluster.link.latency
         machines, nbytes = cluster.nodes, self._encoded(elements, compression)
         local = self._local(elements)
         inside = two_shot_bytes(elements * ELEMENT_BYTES, cluster.most_ranks)
         if machines == 1:
             return Exchange(name, compression, inside, 0.0, 0.0, 0.0, local, 0.0, 1)
         sent = two_shot_bytes(nbytes, machines)
-        rounds = 1  # of top-k: a selection is of the whole
-        if compression != "topk":
+        # A greeting, contributions, results; top-k's lists go behind their lengths.
+        rounds, trips, messages = 1, 5, 5
+        if compression != "topk":  # whose selection is of the whole
             rounds = math.ceil(nbytes / stripes / machines / PARCEL_BYTES)
+            trips, messages = 3, 1 + 2 * rounds
         core = self._coding(compression, elements / stripes, machines)
-        core += self._sending(sent / stripes, rounds * 2 * (machines - 1))
-        wire = max(sent - link.burst, 0) * link.seconds_per_byte
+        core += self._sending(sent / stripes, messages * (machines - 1))
+        core *= cluster.slowdown
+        if compression in TILED:
+            core, local = core + local, 0.0
         return Exchange(
             algorithm=name,
             compression=compression,
             rank_bytes=inside + sent / stripes,
             link_bytes=sent,
-            wire=max(wire, rounds * link.latency / AHEAD),
-            core=core * cluster.slowdown,
+            wire=max(self._carrying(sent), (rounds - 1) * latency / AHEAD),
+            core=core,
             local=local,
-            latency=2 * link.latency,
+            latency=trips * latency,
             rounds=rounds,
         )
 

@@ -11,12 +11,12 @@ import matplotlib as mpl
 mpl.use("Agg")
 
 from matplotlib import pyplot as plt
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from pycomm.advise.advice import OURS, Question
 from pycomm.advise.constants import COMPRESSIONS
 from pycomm.advise.model import ALGORITHMS, MOST_RANKS, Model
-from pycomm.advise.table import human_count, human_rate
+from pycomm.advise.table import human_count, human_figure, human_rate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,18 +34,23 @@ def draw(path: str, question: Question) -> None:
         question: what is asked.
     """
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5.2), layout="constrained")
+    for panel in (left, right):
+        panel.set(xscale="log", yscale="log")  # takes away what ticks have been set
     _draw_rates(left, question)
     _draw_ranks(right, question)
     for panel in (left, right):
+        panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        panel.yaxis.set_major_formatter(FuncFormatter(lambda ms, _: _human_time(ms)))
+        panel.yaxis.set_minor_formatter(NullFormatter())
         panel.grid(color="#DDDDDD", linewidth=0.7)
         panel.set_axisbelow(True)
         panel.spines[["top", "right"]].set_visible(False)
         panel.legend(frameon=False)
     cluster = question.cluster
     title = f"{human_count(question.parameters)} parameters on {cluster.nodes} machines"
-    figure.suptitle(f"Predicted, not measured: {title}", fontsize=14, fontweight="bold")
+    figure.suptitle(f"Predicted: {title}", fontsize=14, fontweight="bold")
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, format="png")
     plt.close(figure)
 
 
@@ -54,9 +59,10 @@ def _draw_rates(panel: Axes, question: Question) -> None:
     for compression, colour in zip(COMPRESSIONS, COLOURS, strict=True):
         steps = [question.with_rate(rate).step(OURS, compression).seconds for rate in RATES]
         panel.plot(RATES, [1e3 * s for s in steps], label=compression, color=colour, linewidth=2.2)
-    panel.axvline(question.cluster.link.rate, color="#999999", linestyle=":")
-    panel.set(title=f"A step, {question.cluster.ranks} ranks", xscale="log", yscale="log")
-    panel.set(xlabel="rate of a machine's link", ylabel="time in ms")
+    panel.axvline(question.cluster.link.rate, color="#999999", linestyle=":", label="this link")
+    panel.axhline(1e3 * question.compute, color="#999999", linestyle="--", label="computation")
+    panel.set_title(f"A step of pycomm, {question.cluster.ranks:,} ranks")
+    panel.set(xlabel="rate of a machine's link", ylabel="a step's time")
     panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: human_rate(value)))
 
 
@@ -74,5 +80,14 @@ def _draw_ranks(panel: Axes, question: Question) -> None:
             times.append(1e3 * model.exchange(algorithm, "none", elements).seconds)
         ranks = [count * per_node for count in nodes]
         panel.plot(ranks, times, label=algorithm, color=colour, linewidth=2.2)
-    panel.set(title=f"All-reduce of {elements * 4 / 1e6:,.1f} MB", xlabel="ranks")
-    panel.set(xscale="log", yscale="log", ylabel="time in ms")
+    panel.axvline(question.cluster.ranks, color="#999999", linestyle=":", label="these ranks")
+    panel.set_title(f"All-reduce of {elements * 4 / 1e6:,.3g} MB, {per_node} ranks to a machine")
+    panel.set(xlabel="ranks", ylabel="time, uncompressed")
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+
+
+def _human_time(milliseconds: float) -> str:
+    """As people say it: 20 ms, 5 s."""
+    if milliseconds >= 1e3:
+        return f"{human_figure(milliseconds / 1e3)} s"
+    return f"{human_figure(milliseconds)} ms"

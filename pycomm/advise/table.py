@@ -2,112 +2,106 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
 
 from pycomm.advise.advice import OURS, Question, break_even, choose
 from pycomm.advise.constants import COMPRESSIONS
-from pycomm.advise.model import MOST_RANKS, Model, crossing
+from pycomm.advise.model import ELEMENT_BYTES, MOST_RANKS, Model, crossing
 from pycomm.advise.training import Step
 
-COLUMNS = ("algorithm", "compressor", "exchange (ms)", "exposed (ms)", "step (ms)",
-           "rank sends (MB)", "link carries (MB)")  # fmt: skip
-WHO = {
-    "ring": "Gloo and NCCL",
-    "tree": "NCCL",
-    "hierarchical": "one rank per machine exchanges",
-    OURS: "pycomm: every rank of a machine exchanges its part",
-}
+COLUMNS = (
+    ("", "algorithm"),
+    ("", "compressor"),
+    ("step", "ms"),
+    ("exposed", "ms"),
+    ("exchange", "ms"),
+    ("rank sends", "MB"),
+    ("link carries", "MB"),
+)
+NOTES = """\
+exchange: all gradients, with nothing else to do; exposed: what of it the step waits for
+ring: Gloo and NCCL; tree: NCCL; hierarchical: one rank of each machine exchanges;
+stripes: pycomm, every rank of a machine exchanges its part"""
 
 
 def show(question: Question) -> None:
-    """Prints everything; with colours where rich is installed."""
-    print(headline(question))
+    """Prints everything; the answer comes last."""
     steps, best = question.steps(), choose(question)
-    if importlib.util.find_spec("rich"):
-        _print_rich(steps, best)
-    else:
-        print(plain(steps, best))
-    print("\n".join([*legend(), *advice(question, best)]))
+    print(headline(question), "", table(steps, best), "", NOTES, provenance(question), "", sep="\n")
+    print("\n".join(advice(question, best)))
 
 
 def headline(question: Question) -> str:
-    """The question, and whose constants answer it."""
-    cluster, machine = question.cluster, question.constants.machine
+    """The question."""
+    cluster = question.cluster
     return (
-        f"{human_count(question.parameters)} parameters, {cluster.ranks} ranks on {cluster.nodes} "
-        f"machines, links of {human_rate(cluster.link.rate)}, {question.compute * 1e3:g} ms of "
-        f"computation per step\nconstants measured on {machine['machine']['cores']} cores of "
-        f"{machine['machine']['cpu']}, {machine['date']}"
+        f"{human_count(question.parameters)} parameters, {cluster.ranks:,} ranks on "
+        f"{cluster.nodes:,} machines, links of {human_rate(cluster.link.rate)}, "
+        f"{question.compute * 1e3:g} ms of computation per step"
     )
+
+
+def provenance(question: Question) -> str:
+    """Whose constants answer it."""
+    machine = question.constants.machine
+    cores, cpu = machine["machine"]["cores"], machine["machine"]["cpu"]
+    return f"constants: {cores} cores of {cpu}, {machine['date'][:10]}; yours: --measure"
 
 
 def cells(step: Step) -> tuple[str, ...]:
     """A line of the table; bytes are those of a whole step."""
     bucket = step.bucket
-    times = (step.exchange, step.exposed, step.seconds)
-    traffic = (bucket.rank_bytes * step.buckets, bucket.link_bytes * step.buckets)
-    return (
-        bucket.algorithm,
-        bucket.compression,
-        *(f"{1e3 * seconds:,.1f}" for seconds in times),
-        *(f"{nbytes / 1e6:,.1f}" for nbytes in traffic),
+    figures = (
+        *(1e3 * seconds for seconds in (step.seconds, step.exposed, step.exchange)),
+        *(1e-6 * nbytes * step.buckets for nbytes in (bucket.rank_bytes, bucket.link_bytes)),
     )
+    return (bucket.algorithm, bucket.compression, *map(human_figure, figures))
 
 
-def plain(steps: list[Step], best: Step) -> str:
-    """The table as text; an asterisk marks the choice."""
-    lines = [COLUMNS, *map(cells, steps)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    marks = [" ", *("*" if step == best else " " for step in steps)]
-    return "\n".join(
-        f"{mark} " + "  ".join(
-            f"{cell:<{width}}" if index < 2 else f"{cell:>{width}}"
-            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for mark, line in zip(marks, lines, strict=True)
-    )  # fmt: skip
+def table(steps: list[Step], best: Step) -> str:
+    """A line for every step, a block for every algorithm; an asterisk marks the choice."""
+    header = list(zip(*COLUMNS, strict=True))
+    widths = [max(map(len, c)) for c in zip(*header, *map(cells, steps), strict=True)]
+    lines = [_line(" ", part, widths) for part in header]
+    algorithm = None
+    for step in steps:
+        if step.bucket.algorithm != algorithm:
+            algorithm = step.bucket.algorithm
+            lines.append("-" * len(lines[1]))
+        lines.append(_line("*" if step == best else " ", cells(step), widths))
+    return "\n".join(lines)
 
 
-def _print_rich(steps: list[Step], best: Step) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table()
-    for index, column in enumerate(COLUMNS):
-        table.add_column(column, justify="left" if index < 2 else "right", no_wrap=index < 2)
-    for step, following in zip(steps, [*steps[1:], None], strict=True):
-        last = following is None or following.bucket.algorithm != step.bucket.algorithm
-        style = "bold green" if step == best else None
-        table.add_row(*cells(step), style=style, end_section=last)
-    Console().print(table)
-
-
-def legend() -> list[str]:
-    """Whose algorithms these are."""
-    return [f"{name}: {who}" for name, who in WHO.items()]
+def _line(mark: str, texts: tuple[str, ...], widths: list[int]) -> str:
+    padded = [
+        f"{text:<{width}}" if index < 2 else f"{text:>{width}}"
+        for index, (text, width) in enumerate(zip(texts, widths, strict=True))
+    ]
+    return f"{mark} {'  '.join(padded)}"
 
 
 def advice(question: Question, best: Step) -> list[str]:
     """What to do, in words."""
     compression, none = best.bucket.compression, question.step(OURS, "none")
-    lines = [f"choose: {OURS}, {compression}: {best.seconds * 1e3:,.1f} ms per step, "
-             f"{none.seconds / best.seconds:.2f} times as fast as uncompressed"]  # fmt: skip
+    choice = f"Choose * {OURS}, {compression}: {human_figure(1e3 * best.seconds)} ms a step, "
     if compression == "none":
-        lines = [f"choose: {OURS}, uncompressed: nothing else saves 2 % of a step's time"]
+        choice += "no compressor saves 2 % of it."
+    else:
+        choice += f"{none.seconds / best.seconds:.1f} times as fast as uncompressed."
+    lines = [choice]
     if compression == "topk":
-        lines.append("top-k changes training more than int8 does: see docs/data-parallel.md")
-    lines += [_paying(question, name) for name in COMPRESSIONS[1:]]
+        lines.append("Top-k changes training more than int8 does: docs/data-parallel.md.")
+    lines += [f"{name} {_paying(question, name)}" for name in COMPRESSIONS[1:]]
     return [*lines, _crossing(question)]
 
 
 def _paying(question: Question, compression: str) -> str:
     limit = break_even(question, compression)
     if limit is None:
-        return f"{compression} does not pay here at any rate"
+        return "does not pay here on any link."
     if limit == float("inf"):
-        return f"{compression} pays at every rate"
-    return f"{compression} pays on links below {human_rate(limit)}"
+        return "pays on every link."
+    return f"pays on links below {human_rate(limit)}; above, it saves less than 2 % of a step."
 
 
 def _crossing(question: Question) -> str:
@@ -122,10 +116,18 @@ def _crossing(question: Question) -> str:
         return Model(cluster, question.constants)
 
     found = crossing(model, elements)
-    size = f"for {elements * 4 / 1e6:,.1f} MB, uncompressed"
+    case = (
+        f"(a bucket of {elements * ELEMENT_BYTES / 1e6:,.3g} MB, uncompressed, "
+        f"{per_node} to a machine)"
+    )
     if found is None:
-        return f"a ring is faster than a tree up to {MOST_RANKS:,} ranks ({size})"
-    return f"a tree is faster than a ring from {found:,} ranks on ({size})"
+        return f"A ring is faster than a tree up to {MOST_RANKS:,} ranks {case}."
+    return f"A tree is faster than a ring from {found:,} ranks on {case}."
+
+
+def human_figure(value: float) -> str:
+    """As many digits as mean something: 12,409, 86.4, 0.25."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def human_rate(rate: float) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pycomm.advise.model import ELEMENT_BYTES, Exchange, Model
 
@@ -63,14 +63,18 @@ def predict(
         model: of the cluster.
         algorithm: see :meth:`pycomm.advise.model.Model.exchange`.
         compression: as well.
-        parameters: of the trained model.
+        parameters: of the trained model, at least one.
         compute: seconds of a step without any exchange.
 
     Raises:
-        ValueError: there is no such exchange, or `compute` is not positive.
+        ValueError: there is no such exchange, no parameter, or `compute` is not positive.
     """
+    if parameters < 1:
+        raise ValueError(f"parameters must be at least 1, got {parameters}")
     if not 0 < compute < math.inf:
         raise ValueError(f"compute must be positive and finite, got {compute}")
-    buckets = math.ceil(parameters * ELEMENT_BYTES / BUCKET_BYTES)
-    bucket = model.exchange(algorithm, compression, max(parameters // max(buckets, 1), 1))
-    return Step(bucket, buckets, compute, model.cluster.cores_per_rank)
+    cluster, buckets = model.cluster, math.ceil(parameters * ELEMENT_BYTES / BUCKET_BYTES)
+    link = replace(cluster.link, burst=cluster.link.burst / buckets)  # there is one per step
+    model = Model(replace(cluster, link=link), model.constants, model.density)
+    bucket = model.exchange(algorithm, compression, max(parameters // buckets, 1))
+    return Step(bucket, buckets, compute, cluster.cores_per_rank)
