@@ -106,11 +106,6 @@ def all_reduces(group: pycomm.Group, asking: Asking, cases: list[dict[str, Any]]
         asking.ask("result", case="all_reduce", figures=interleave(calls, case["rounds"]), **case)
 
 
-def bf16_over_gloo(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """torch's hook, which DDP refuses by its name where there is no NCCL."""
-    return default_hooks.bf16_compress_hook(state, bucket)
-
-
 def make_trainee(name: str, group: pycomm.Group, settings: training.TrainingSettings) -> Any:
     """A DistributedDataParallel, settled, with one of `TRAINEES`."""
     if name in ("gloo", "idle"):
@@ -119,8 +114,8 @@ def make_trainee(name: str, group: pycomm.Group, settings: training.TrainingSett
         return training.make("ddp", settings, group)
     trainee = training.make("gloo", settings, group)
     ddp = trainee.model
-    if name == "gloo bf16 hook":
-        ddp.register_comm_hook(None, bf16_over_gloo)
+    if name == "gloo fp16 hook":
+        ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif name == "gloo PowerSGD hook":
         state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2)
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)

@@ -132,6 +132,10 @@ def test_stripes_share_the_work():
     assert cores[0] == pytest.approx(4 * cores[1])
 
 
+def test_headers_take_their_share():
+    assert Link(1e9, 0.0, payload=0.5).seconds_per_byte == pytest.approx(16e-9)
+
+
 def test_a_token_bucket_lets_some_pass():
     """Once per all-reduce, and once per step, however many buckets there are."""
     link = Link(1e9, 0.0, burst=MILLION)
@@ -186,12 +190,14 @@ def test_tree_against_its_simulation(n, latency, elements):
 @pytest.mark.parametrize("nodes", [2, 3, 8])
 @pytest.mark.parametrize("add_ns", [0.1, 5.0, 100.0])
 @pytest.mark.parametrize("latency", [0.0, 1e-4, 5e-3])
-@pytest.mark.parametrize("elements", [1000, 8 * MILLION])
-def test_two_shot_against_its_simulation(nodes, add_ns, latency, elements):
-    model = Model(cluster(nodes, nodes, latency=latency), imagined(none__add=add_ns))
+@pytest.mark.parametrize(
+    ("elements", "rate"), [(1000, 1e9), (8 * MILLION, 1e9), (8 * MILLION, 1e12)]
+)
+def test_two_shot_against_its_simulation(nodes, add_ns, latency, elements, rate):
+    model = Model(cluster(nodes, nodes, rate, latency), imagined(none__add=add_ns))
     exchange = model.exchange("stripes", "none", elements)
     reference = simulations.two_shot(
-        4 * elements // nodes, 256 << 10, latency, (nodes - 1) * 8e-9,
+        4 * elements // nodes, 256 << 10, latency, (nodes - 1) * 8 / rate,
         (nodes - 1) * add_ns * 1e-9 / 4, ahead=2,
     )  # fmt: skip
     assert exchange.seconds == pytest.approx(reference, rel=0.15)

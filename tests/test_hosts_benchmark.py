@@ -7,7 +7,6 @@ import os
 import hosts
 import netns
 import pytest
-from imagined import TYPICAL
 from hosts_cases import (
     COMPRESSIONS,
     GOALS,
@@ -18,6 +17,7 @@ from hosts_cases import (
     format_row,
     training_rows,
 )
+from imagined import TYPICAL
 
 from pycomm.bench.cases import MIB
 

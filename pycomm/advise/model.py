@@ -21,7 +21,7 @@ PIECE_BYTES = 64 << 10  # of a pipelined tree, before compression
 SEGMENT_BYTES = 1 << 20  # the most that Gloo's ring sends at a time; of every part two at least
 PARCEL_BYTES = 256 << 10  # that one machine sends another in a round (csrc/cpu/parts.h)
 TILED = ("bf16", "int8")  # reduced inside a machine tile by tile, while others are on the wire
-AHEAD = 2  # rounds that are on the wire before one is waited for (csrc/core/between.h)
+UNDER_WAY = 3  # tiles in each phase: one is waited for, two follow (csrc/core/between.h)
 
 
 @dataclass(frozen=True)
@@ -240,12 +240,14 @@ class Model:
         core *= cluster.slowdown
         if compression in TILED:
             core, local = core + local, 0.0
+        # A tile's place is free for another one when it has been on its way, and been added.
+        turn = latency + core / rounds
         return Exchange(
             algorithm=name,
             compression=compression,
             rank_bytes=inside + sent / stripes,
             link_bytes=sent,
-            wire=max(self._carrying(sent), (rounds - 1) * latency / AHEAD),
+            wire=max(self._carrying(sent), (rounds - 1) * turn / UNDER_WAY),
             core=core,
             local=local,
             latency=trips * latency,
