@@ -19,7 +19,7 @@ PEER = "gloo"
 # Of DDP: the ways to average gradients, by what the model calls them; None where it has no word.
 TRAINEES = {
     "gloo": ("ring", "none"),
-    "gloo fp16 hook": ("ring", "bf16"),  # as many bytes; Gloo cannot add bf16
+    "gloo bf16 hook": ("ring", "bf16"),
     "gloo PowerSGD hook": None,
     "pycomm all_reduce_hook": ("stripes", "none"),
     "pycomm int8_hook": ("stripes", "int8"),

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from hosts_cases import COMPRESSIONS, TRAINEES
 from netns import sent_bytes
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.bench import training
@@ -31,6 +32,7 @@ from pycomm.bench.peers import TorchPeer
 POLL_S = 0.01
 SETUP_S = 60.0
 LEARNING_RATE = 0.01
+ONE_BUCKET_MIB = 1 << 14
 
 
 class Asking:
@@ -106,6 +108,11 @@ def all_reduces(group: pycomm.Group, asking: Asking, cases: list[dict[str, Any]]
         asking.ask("result", case="all_reduce", figures=interleave(calls, case["rounds"]), **case)
 
 
+def bf16_over_gloo(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """torch's hook, which DDP refuses by its name where there is no NCCL."""
+    return default_hooks.bf16_compress_hook(state, bucket)
+
+
 def make_trainee(name: str, group: pycomm.Group, settings: training.TrainingSettings) -> Any:
     """A DistributedDataParallel, settled, with one of `TRAINEES`."""
     if name in ("gloo", "idle"):
@@ -114,9 +121,11 @@ def make_trainee(name: str, group: pycomm.Group, settings: training.TrainingSett
         return training.make("ddp", settings, group)
     trainee = training.make("gloo", settings, group)
     ddp = trainee.model
-    if name == "gloo fp16 hook":
-        ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    if name == "gloo bf16 hook":
+        ddp.register_comm_hook(None, bf16_over_gloo)
     elif name == "gloo PowerSGD hook":
+        # In one bucket: it goes on from callbacks, whose order among buckets ranks do not share.
+        trainee.model = ddp = DistributedDataParallel(ddp.module, bucket_cap_mb=ONE_BUCKET_MIB)
         state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2)
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     else:
