@@ -305,7 +305,7 @@ def test_break_even():
     question = ask(rate=1e9, int8__encode=1.0)
     limit = advice.break_even(question, "int8")
     below, above = (
-        [question.with_rate(factor * limit).step("stripes", c).seconds for c in ("int8", "none")]
+        [question.with_rate(factor * limit).step("stripes", c).seconds for c in ("int8", "bf16")]
         for factor in (0.9, 1.1)
     )
     assert below[0] < advice.WORTH * below[1]

@@ -60,15 +60,16 @@ def choose(question: Question) -> Step:
 
 
 def break_even(question: Question, compression: str) -> float | None:
-    """The rate of links, in bits per second, above which a compression no longer pays.
+    """The rate of links, in bits per second, above which a less lossy compression does as well.
 
     Returns:
         None where it pays at no rate; infinity where it pays even at the fastest looked at.
     """
 
     def pays(rate: float) -> bool:
-        asked = question.with_rate(rate)
-        return asked.step(OURS, compression).seconds < WORTH * asked.step(OURS, "none").seconds
+        steps = {name: question.with_rate(rate).step(OURS, name).seconds for name in COMPRESSIONS}
+        less_lossy = COMPRESSIONS[: COMPRESSIONS.index(compression)]
+        return steps[compression] < WORTH * min(steps[name] for name in less_lossy)
 
     if question.cluster.nodes == 1 or not pays(SLOWEST):
         return None

@@ -97,11 +97,12 @@ def advice(question: Question, best: Step) -> list[str]:
 
 def _paying(question: Question, compression: str) -> str:
     limit = break_even(question, compression)
+    less = " or ".join(reversed(COMPRESSIONS[: COMPRESSIONS.index(compression)]))
     if limit is None:
-        return "does not pay here on any link."
+        return f"does not pay here: {less} takes as long on every link."
     if limit == float("inf"):
         return "pays on every link."
-    return f"pays on links below {human_rate(limit)}; above, it saves less than 2 % of a step."
+    return f"pays on links below {human_rate(limit)}; above, {less} takes as long."
 
 
 def _crossing(question: Question) -> str:
