@@ -446,6 +446,16 @@ def test_table():
     ]  # fmt: skip
 
 
+def test_what_others_do_better_is_said():
+    """Each of many machines sends to each: a tree does with fewer messages."""
+    cost = imagined(link__message=100.0)
+    many = Question(MILLION, cluster(4096, 4096, 1e10), 0.4, 0.01, cost)
+    few = dataclasses.replace(many, cluster=cluster(4, 4, 1e10))
+    said = ["\n".join(table.advice(q, advice.choose(q))) for q in (many, few)]
+    assert "Faster, but not pycomm's: tree, " in said[0]
+    assert "Faster" not in said[1]
+
+
 def test_sixteen_thousand_ranks():
     """Is answered at once, and finite."""
     model = Model(cluster(16384, 2048, latency=1e-4), TYPICAL)

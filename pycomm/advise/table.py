@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pycomm.advise.advice import OURS, Question, break_even, choose
+from pycomm.advise.advice import OURS, WORTH, Question, break_even, choose
 from pycomm.advise.constants import COMPRESSIONS
 from pycomm.advise.model import ELEMENT_BYTES, MOST_RANKS, Model, crossing
 from pycomm.advise.training import Step
@@ -87,8 +87,13 @@ def advice(question: Question, best: Step) -> list[str]:
     if compression == "none":
         choice += "no compressor saves 2 % of it."
     else:
-        choice += f"{none.seconds / best.seconds:.1f} times as fast as uncompressed."
+        choice += f"{none.seconds / best.seconds:.3g} times as fast as uncompressed."
     lines = [choice]
+    known = [step for step in question.steps() if step.bucket.compression in COMPRESSIONS[:2]]
+    fastest = min(known, key=lambda step: step.seconds)  # others have no int8
+    if fastest.seconds < WORTH * best.seconds:
+        what = f"{fastest.bucket.algorithm}, {fastest.bucket.compression}"
+        lines.append(f"Faster, but not pycomm's: {what}, {human_figure(1e3 * fastest.seconds)} ms.")
     if compression == "topk":
         lines.append("Top-k changes training more than int8 does: docs/data-parallel.md.")
     lines += [f"{name} {_paying(question, name)}" for name in COMPRESSIONS[1:]]
