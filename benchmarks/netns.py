@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 INTERFACE = "eth0"  # of every host
+ENDINGS = (signal.SIGTERM, signal.SIGHUP)
 BURST_BYTES = 1 << 20  # that tc calls 1mb
 _SEARCHED = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
 
@@ -63,7 +64,7 @@ class Hosts:
 
     def __enter__(self) -> Hosts:
         atexit.register(self.close)
-        for number in (signal.SIGTERM, signal.SIGHUP):
+        for number in ENDINGS:
             signal.signal(number, lambda *_: sys.exit(1))  # by way of atexit
         try:
             self._build()
@@ -77,7 +78,9 @@ class Hosts:
 
     def close(self) -> None:
         """Ends all that was started on the hosts, and the hosts."""
-        atexit.unregister(self.close)
+        before = [
+            signal.signal(number, signal.SIG_IGN) for number in ENDINGS
+        ]  # `timeout` sends two
         for process in self._started:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()  # --kill-child: with it goes all that is in its namespace of pids
@@ -85,6 +88,9 @@ class Hosts:
         for name in (*self._names, self._switch):
             with contextlib.suppress(subprocess.CalledProcessError):
                 _run("ip", "netns", "delete", name)
+        atexit.unregister(self.close)
+        for number, handler in zip(ENDINGS, before, strict=True):
+            signal.signal(number, handler)
 
     def set_rate(self, rate: str) -> None:
         """Of both ends of every link."""
