@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hosts_cases import (
+    BUCKET_MIB,
     HEADER,
     PEER,
     RATES,
@@ -93,7 +94,12 @@ class Results:
     def __init__(self, options: argparse.Namespace, known: constants.Constants) -> None:
         self.path = options.json
         command = shlex.join(["python", "benchmarks/hosts.py", *sys.argv[1:]])
-        self.meta = report.circumstances(command) | {"constants": known.machine["date"]}
+        self.meta = report.circumstances(command) | {
+            "constants": {
+                "date": known.machine["date"],
+                "links": {name: asdict(c) for name, c in known.values.items() if "link." in name},
+            }
+        }
         self.rows: list[Row] = []
         print(f"# hosts on {report.place(self.meta)}\n# {report.versions(self.meta)}")
         print(f"# load {self.meta['load_before']:.2f}\n{HEADER}", flush=True)
@@ -152,19 +158,38 @@ def shared_folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="pycomm-hosts-")
 
 
-def start(hosts: Hosts, ranks: int, plan: dict[str, Any], folder: Path) -> list[Any]:
-    """torchrun on every host."""
-    write(folder / "plan", plan)
+def torchrun(hosts: Hosts, ranks: int, arguments: list[str]) -> list[Any]:
+    """The processes, one on every host."""
     started = []
     for host in range(hosts.count):
         command = [
             sys.executable, "-m", "torch.distributed.run", "--nnodes", str(hosts.count),
             "--node-rank", str(host), "--nproc-per-node", str(ranks),
-            "--master-addr", address(0), "--master-port", str(PORT),
-            str(ROOT / "benchmarks/hosts_ranks.py"), str(folder / "plan"), str(folder),
+            "--master-addr", address(0), "--master-port", str(PORT), *arguments,
         ]  # fmt: skip
         started.append(hosts.start(host, command, environment()))
     return started
+
+
+def start(hosts: Hosts, ranks: int, plan: dict[str, Any], folder: Path) -> list[Any]:
+    """The ranks, with what they are to do."""
+    write(folder / "plan", plan)
+    script = str(ROOT / "benchmarks/hosts_ranks.py")
+    return torchrun(hosts, ranks, [script, str(folder / "plan"), str(folder)])
+
+
+def with_links(known: constants.Constants) -> constants.Constants:
+    """What messages between two hosts take, instead of what they take in one."""
+    with shared_folder() as name, Hosts(2, "10gbit") as hosts:
+        path = Path(name, "constants.json")
+        command = ["-m", "pycomm.advise", "--measure", "--constants", str(path)]
+        codes = [process.wait() for process in torchrun(hosts, 1, command)]
+        if any(codes):
+            raise SystemExit(f"measuring the links failed: exit codes {codes}")
+        measured = constants.load(path)
+    of_links = {name: c for name, c in measured.values.items() if name.startswith("link.")}
+    of_links.pop("link.rate")
+    return constants.Constants(known.machine, known.values | of_links)
 
 
 def questions(folder: Path, started: list[Any]) -> Iterator[tuple[dict[str, Any], Path]]:
@@ -192,12 +217,12 @@ def exchange(
     cases = [{"rate": rate, "bytes": nbytes, "rounds": options.rounds} for rate in options.rates]
     trains = (count, ranks) == (2, 1) and not options.no_training and "1gbit" in options.rates
     training = [{"rate": "1gbit", "parameters": options.parameters, "batch": 128,
-                 "rounds": options.rounds, "steps": 10}]  # fmt: skip
+                 "bucket_mb": BUCKET_MIB, "rounds": options.rounds, "steps": 10}]  # fmt: skip
     plan = {"what": "exchange", "all_reduce": cases, "training": training if trains else []}
     for rate in options.rates:
         to.predict(all_reduce_rows(Layout(count, ranks, rate), nbytes, known, cores))
     with (
-        tempfile.TemporaryDirectory(prefix="pycomm-hosts-") as name,
+        shared_folder() as name,
         Hosts(count, "1gbit") as hosts,
     ):
         folder = Path(name)
@@ -282,7 +307,7 @@ def main() -> None:
     if reason is not None:
         print(f"skipped: {reason}")
         return
-    known = constants.load()
+    known = with_links(constants.load())
     results = Results(options, known)
     for count, ranks in options.layouts:
         exchange(count, ranks, options, known, results)

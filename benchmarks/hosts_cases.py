@@ -33,6 +33,7 @@ GOALS = {
     (2, "pycomm int8"): 5.0,
 }
 TRAINING_GOAL = 2.5
+BUCKET_MIB = 4  # of DDP: a parameter each, so that there is something to overlap
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ def training_rows(
     model = Model(layout.cluster(constants, cores), constants, DENSITY)
     rows = []
     for contestant, what in TRAINEES.items():
-        step = what and predict(model, *what, parameters, compute)
+        step = what and predict(model, *what, parameters, compute, BUCKET_MIB * MIB)
         rows.append(
             Row(
                 "training", layout.hosts, layout.ranks, layout.rate, contestant, 4 * parameters,

@@ -140,7 +140,16 @@ def train(group: pycomm.Group, asking: Asking, case: dict[str, Any]) -> None:
     """Steps of every trainee; of ours also what they exchange, alone."""
     asking.ask("rate", rate=case["rate"])
     settings = training.TrainingSettings(
-        "hosts", group.size, case["parameters"], case["batch"], (), None, SETUP_S, None, ""
+        "hosts",
+        group.size,
+        case["parameters"],
+        case["batch"],
+        (),
+        None,
+        SETUP_S,
+        None,
+        "",
+        case["bucket_mb"],
     )
     idle = make_trainee("idle", group, settings)
     alone = interleave({"compute": idle.step}, case["rounds"])["compute"]["time_us"]
@@ -216,6 +225,9 @@ def exchange_until_error(folder: Path, trial: int, timeout: float, nbytes: int) 
 def main() -> None:
     plan, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     torch.set_num_threads(1)
+    # Gloo's thread spins while another one holds a connection's lock. By this policy it does not
+    # preempt that one, on the only core, to do so.
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     if plan["what"] == "cut":
         cut(folder, plan["trials"], plan["timeout"], plan["bytes"])
         return

@@ -26,7 +26,7 @@ def missing() -> str | None:
     """Why there can be no hosts here; None where they can be."""
     if os.geteuid() != 0:
         return "needs root, to make network namespaces"
-    for tool in ("ip", "tc", "unshare"):
+    for tool in ("ip", "tc", "taskset", "unshare"):
         if shutil.which(tool, path=_SEARCHED) is None:
             return f"needs the command {tool} (packages iproute2 and util-linux)"
     try:
@@ -105,8 +105,13 @@ class Hosts:
         _run("ip", "-n", self._switch, "link", "set", f"port{host}", state)
 
     def start(self, host: int, command: Sequence[str], env: dict[str, str]) -> subprocess.Popen:
-        """Runs a command on a host, with namespaces of pids and of shared memory of its own."""
-        inside = ("unshare", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc")
+        """Runs a command on a host: namespaces of pids and of shared memory, cores of its own."""
+        cores = sorted(os.sched_getaffinity(0))
+        mine = cores[host :: self.count] or [cores[host % len(cores)]]
+        inside = (
+            "taskset", "--cpu-list", ",".join(map(str, mine)),
+            "unshare", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc",
+        )  # fmt: skip
         process = subprocess.Popen(
             [_found("ip"), "netns", "exec", self._names[host], *inside, *command], env=env
         )

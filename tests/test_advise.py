@@ -78,7 +78,7 @@ def test_cores_by_hand():
     model = Model(cluster(2, 2), known)
     exchange = model.exchange("stripes", "bf16", 100 * MILLION)
     assert exchange.core == pytest.approx(0.65)
-    assert exchange.rounds == math.ceil(200e6 / 2 / 2**18)
+    assert exchange.rounds == math.ceil(200e6 / 2 / 2**19)
     assert exchange.seconds == pytest.approx(1.6 + 0.65 / exchange.rounds)
     slow = Model(cluster(2, 2, cores_per_rank=0.5), known)
     assert slow.exchange("stripes", "bf16", 100 * MILLION).core == pytest.approx(1.3)
@@ -88,11 +88,11 @@ def test_cores_by_hand():
 
 
 def test_messages_by_hand():
-    """8 MiB between 2 machines: 16 parcels of contributions each, 16 of results, a greeting."""
+    """8 MiB between 2 machines: 8 parcels of contributions each, 8 of results, a greeting."""
     known = imagined(link__message=1000.0, link__core=0.5)
     model = Model(cluster(2, 2), known)
     core = model.exchange("stripes", "none", 2 << 20).core
-    assert core == pytest.approx(33e-3 + 0.5e-9 * (8 << 20))
+    assert core == pytest.approx(17e-3 + 0.5e-9 * (8 << 20))
     assert model.exchange("stripes", "topk", 2 << 20).core == pytest.approx(5e-3, rel=0.02)
     # 2 steps of 4 MiB each, in segments of 1 MiB.
     ring = model.exchange("ring", "none", 2 << 20)
@@ -187,6 +187,11 @@ def test_tree_against_its_simulation(n, latency, elements):
     assert exchange.seconds == pytest.approx(reference, rel=0.35)
 
 
+def parcel(owned: int, machines: int) -> int:
+    """An eighth, between 32 KiB and what makes a tile of 1 MiB."""
+    return min(max(-(-owned // 8), 32 << 10), max((1 << 20) // machines, 32 << 10))
+
+
 @pytest.mark.parametrize("nodes", [2, 3, 8])
 @pytest.mark.parametrize("add_ns", [0.1, 5.0, 100.0])
 @pytest.mark.parametrize("latency", [0.0, 1e-4, 5e-3])
@@ -196,8 +201,9 @@ def test_tree_against_its_simulation(n, latency, elements):
 def test_two_shot_against_its_simulation(nodes, add_ns, latency, elements, rate):
     model = Model(cluster(nodes, nodes, rate, latency), imagined(none__add=add_ns))
     exchange = model.exchange("stripes", "none", elements)
+    part = 4 * elements // nodes
     reference = simulations.two_shot(
-        4 * elements // nodes, 256 << 10, latency, (nodes - 1) * 8 / rate,
+        part, parcel(part, nodes), latency, (nodes - 1) * 8 / rate,
         (nodes - 1) * add_ns * 1e-9 / 4, ahead=2,
     )  # fmt: skip
     assert exchange.seconds == pytest.approx(reference, rel=0.15)
@@ -214,7 +220,7 @@ def test_phases_inside_the_machine_against_their_simulation(rate, local_ns):
     # Of 4 bytes of float32 this machine has 2 as bf16, and that of 2 machines and 2 stripes.
     inside = 4 / 2 * 2 * 2 * local_ns * 1e-9 / 2
     reference = simulations.two_shot(
-        part, 256 << 10, 0.0, 2 * 8 / rate, 2 * 0.5 * 0.5e-9, ahead=2, inside=(inside, inside)
+        part, parcel(part, 2), 0.0, 2 * 8 / rate, 2 * 0.5 * 0.5e-9, ahead=2, inside=(inside, inside)
     )
     assert exchange.seconds == pytest.approx(reference, rel=0.15)
 

@@ -252,13 +252,13 @@ Outlook Hosts::exchange_coded(const Operation& operation, const Call& call, floa
   }
   const Outlook outlook = agree(outlook_of(operation, call, limit), pool);
   link_->begin_tensor(operation, call.input, call.output, outlook);
-  CodedComm<Link> coded(*link_, operation, call.feedback,
-                        BlocksPart::staging(operation.codec, link_->size()));
-  coded.announce();
   const Stretches stretches =
       pool != nullptr
           ? pool->stretches()
           : stretches_of(operation, {machines_.count() * kOwnedElements, 1}, machines_.count());
+  CodedComm<Link> coded(*link_, operation, call.feedback,
+                        BlocksPart::staging(operation.codec, stretches));
+  coded.announce();
   return exchange_parts(coded, BlocksPart(*link_, coded, operation, stretches, incoming_), pool);
 }
 

@@ -6,12 +6,17 @@ PlainPart::PlainPart(Link& link, const Operation& operation, Work work, Scratch&
     : link_(link),
       work_(std::move(work)),
       element_size_(size_of(operation.dtype)),
+      parcel_bytes_(parcel_bytes(largest_bytes(), link.size())),
       loop_(reduce_loop(operation.dtype, operation.op, true)),
-      incoming_(scratch.bytes(kTilesUnderWay * link.size() * parcel_bytes(link.size()))),
-      sources_(static_cast<std::size_t>(link.size())) {
-  for (const Range& owned : work_.owned) {
-    tiles_ = std::max(tiles_, cut(owned).count());
-  }
+      tiles_(ceil_div(largest_bytes(), parcel_bytes_)),
+      incoming_(scratch.bytes(kTilesUnderWay * link.size() * parcel_bytes_)),
+      sources_(static_cast<std::size_t>(link.size())) {}
+
+// Of what one machine owns.
+std::int64_t PlainPart::largest_bytes() const {
+  std::int64_t most = 0;
+  for (const Range& owned : work_.owned) most = std::max(most, owned.count * element_size_);
+  return most;
 }
 
 Range PlainPart::piece(std::int64_t t, int machine) const {
@@ -62,18 +67,16 @@ Stretches stretches_of(const Operation& operation, const Cycles& cycles, int mac
   if (operation.codec.kind == CodecKind::topk) {
     stretches.turns_per_tile = std::max<std::int64_t>(stretches.turns(), 1);
   } else {
-    const CodedStaging staging = BlocksPart::staging(operation.codec, machines);
-    stretches.turns_per_tile = kStagingSlots * staging.slot / kOwnedElements;
+    const std::int64_t turn_bytes = kOwnedElements * payload_size(operation.codec);
+    const std::int64_t parcel = parcel_bytes(stretches.turns() * turn_bytes, machines);
+    stretches.turns_per_tile = std::max<std::int64_t>(parcel / turn_bytes, 1);
   }
   return stretches;
 }
 
-CodedStaging BlocksPart::staging(const Codec& codec, int machines) {
-  const std::int64_t turn_bytes = kOwnedElements * payload_size(codec);
-  const std::int64_t turns = std::max<std::int64_t>(parcel_bytes(machines) / turn_bytes, 1);
-  const std::int64_t elements = turns * kOwnedElements;
+CodedStaging BlocksPart::staging(const Codec& codec, const Stretches& stretches) {
   CodedStaging staging = CodedStaging::in(0, codec);
-  staging.slot = elements / kStagingSlots;
+  staging.slot = stretches.turns_per_tile * kOwnedElements / kStagingSlots;
   return staging;
 }
 
@@ -81,7 +84,7 @@ BlocksPart::BlocksPart(Link& link, CodedComm<Link>& coded, const Operation& oper
                        const Stretches& stretches, Scratch& scratch)
     : link_(link),
       coded_(coded),
-      staging_(staging(operation.codec, link.size())),
+      staging_(staging(operation.codec, stretches)),
       scaled_(operation.codec.kind == CodecKind::int8),
       region_bytes_(kStagingSlots * staging_.slot * staging_.payload +
                     (kStagingSlots * staging_.slot >> staging_.shift) * 4),

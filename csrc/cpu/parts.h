@@ -10,11 +10,13 @@
 
 namespace pycomm::cpu {
 
-// Bytes of a tile, in which every machine's part is a parcel, and the least that a parcel should have.
-inline constexpr std::int64_t kTileBytes = 1 << 20, kLeastParcelBytes = 32 << 10;
+// Of what a machine owns, a parcel is an eighth, so that tiles overlap; but no less than 32 KiB, and
+// the parcels of a tile no more than a MiB together.
+inline constexpr std::int64_t kTiles = 8, kLeastParcelBytes = 32 << 10, kMostTileBytes = 1 << 20;
 
-constexpr std::int64_t parcel_bytes(int machines) {
-  return std::max(kTileBytes / machines / kLine * kLine, kLeastParcelBytes);
+constexpr std::int64_t parcel_bytes(std::int64_t owned_bytes, int machines) {
+  const std::int64_t most = std::max(kMostTileBytes / machines / kLine * kLine, kLeastParcelBytes);
+  return std::clamp(round_up(ceil_div(owned_bytes, kTiles), kLine), kLeastParcelBytes, most);
 }
 
 // A tensor as it is, sent from where it lies; what others own comes to where it shall lie.
@@ -42,23 +44,23 @@ class PlainPart {
   void gather(std::int64_t) {}
 
  private:
-  Tiles cut(const Range& owned) const {
-    return {owned.count, parcel_bytes(link_.size()) / element_size_};
-  }
+  Tiles cut(const Range& owned) const { return {owned.count, parcel_bytes_ / element_size_}; }
   Range piece(std::int64_t t, int machine) const;
   Parcel parcel(int to, std::byte* data, const Range& range) const {
     return {to, data, range.count * element_size_};
   }
+  std::int64_t largest_bytes() const;
   std::byte* at(const Range& range) const { return work_.data + range.begin * element_size_; }
   std::byte* incoming(std::int64_t t, int machine) const {
-    return incoming_ + (t % kTilesUnderWay * link_.size() + machine) * parcel_bytes(link_.size());
+    return incoming_ + (t % kTilesUnderWay * link_.size() + machine) * parcel_bytes_;
   }
 
   Link& link_;
   Work work_;
   const std::int64_t element_size_;
+  const std::int64_t parcel_bytes_;
   const ReduceLoop loop_;
-  std::int64_t tiles_ = 0;
+  const std::int64_t tiles_;
   std::byte* incoming_;
   std::vector<const void*> sources_;
 };
@@ -75,7 +77,7 @@ class BlocksPart {
   BlocksPart(Link& link, CodedComm<Link>& coded, const Operation& operation,
              const Stretches& stretches, Scratch& scratch);
   // As the codec's executor needs it.
-  static CodedStaging staging(const Codec& codec, int machines);
+  static CodedStaging staging(const Codec& codec, const Stretches& stretches);
 
   std::int64_t tiles() const { return stretches_.tiles(); }
   static constexpr bool reduces() { return true; }

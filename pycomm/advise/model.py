@@ -19,7 +19,7 @@ MOST_RANKS = 16384  # that anybody asks about
 ELEMENT_BYTES = 4  # gradients are float32
 PIECE_BYTES = 64 << 10  # of a pipelined tree, before compression
 SEGMENT_BYTES = 1 << 20  # the most that Gloo's ring sends at a time; of every part two at least
-PARCEL_BYTES = 256 << 10  # that one machine sends another in a round (csrc/cpu/parts.h)
+TILES, LEAST_PARCEL_BYTES, MOST_TILE_BYTES = 8, 32 << 10, 1 << 20  # as in csrc/cpu/parts.h
 TILED = ("bf16", "int8")  # reduced inside a machine tile by tile, while others are on the wire
 UNDER_WAY = 3  # tiles in each phase: one is waited for, two follow (csrc/core/between.h)
 
@@ -233,7 +233,9 @@ class Model:
         # A greeting, contributions, results; top-k's lists go behind their lengths.
         rounds, trips, messages = 1, 5, 5
         if compression != "topk":  # whose selection is of the whole
-            rounds = math.ceil(nbytes / stripes / machines / PARCEL_BYTES)
+            owned = nbytes / stripes / machines
+            most = max(MOST_TILE_BYTES / machines, LEAST_PARCEL_BYTES)
+            rounds = math.ceil(owned / min(max(owned / TILES, LEAST_PARCEL_BYTES), most))
             trips, messages = 3, 1 + 2 * rounds
         core = self._coding(compression, elements / stripes, machines)
         core += self._sending(sent / stripes, messages * (machines - 1))

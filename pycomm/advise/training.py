@@ -55,7 +55,12 @@ class Step:
 
 
 def predict(
-    model: Model, algorithm: str, compression: str, parameters: int, compute: float
+    model: Model,
+    algorithm: str,
+    compression: str,
+    parameters: int,
+    compute: float,
+    bucket_bytes: int = BUCKET_BYTES,
 ) -> Step:
     """A step of data-parallel training with float32 gradients.
 
@@ -65,6 +70,7 @@ def predict(
         compression: as well.
         parameters: of the trained model, at least one.
         compute: seconds of a step without any exchange.
+        bucket_bytes: of gradients that are exchanged together.
 
     Raises:
         ValueError: there is no such exchange, no parameter, or `compute` is not positive.
@@ -73,7 +79,7 @@ def predict(
         raise ValueError(f"parameters must be at least 1, got {parameters}")
     if not 0 < compute < math.inf:
         raise ValueError(f"compute must be positive and finite, got {compute}")
-    cluster, buckets = model.cluster, math.ceil(parameters * ELEMENT_BYTES / BUCKET_BYTES)
+    cluster, buckets = model.cluster, math.ceil(parameters * ELEMENT_BYTES / bucket_bytes)
     link = replace(cluster.link, burst=cluster.link.burst / buckets)  # there is one per step
     model = Model(replace(cluster, link=link), model.constants, model.density)
     bucket = model.exchange(algorithm, compression, max(parameters // buckets, 1))

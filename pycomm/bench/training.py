@@ -39,6 +39,7 @@ class TrainingSettings:
     timeout: float
     json: str | None
     command: str
+    bucket_mb: float = 25  # of DistributedDataParallel, whose default it is
 
 
 def begin(settings: TrainingSettings, group: pycomm.Group, header: str) -> dict[str, Any]:
@@ -103,7 +104,9 @@ def make(name: str, settings: TrainingSettings, group: pycomm.Group) -> Trainee:
         trainee.model, trainee.state = wrapped, state
         state.start = timed(state.start, trainee.calls)  # type: ignore[method-assign]
     elif name != "plain":
-        trainee.model = ddp = DistributedDataParallel(module, gradient_as_bucket_view=True)
+        trainee.model = ddp = DistributedDataParallel(
+            module, gradient_as_bucket_view=True, bucket_cap_mb=settings.bucket_mb
+        )
         if name == "ddp":
             trainee.state = hooks.AllReduceState(group=group)
             ddp.register_comm_hook(trainee.state, timed(hooks.all_reduce_hook, trainee.calls))
