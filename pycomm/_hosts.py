@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import os
 import queue
 import threading
+import weakref
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -105,12 +107,16 @@ class Link(_C.Transport):
         self._rounds: queue.SimpleQueue[list[tuple[int, Any]] | None] = queue.SimpleQueue()
         self._ending = threading.Lock()
         self._ended = False
-        threading.Thread(target=self._wait, name="pycomm-link", daemon=True).start()
-        for host in peers:
+        self._threads = [threading.Thread(target=self._wait, name="pycomm-link", daemon=True)]
+        self._threads += [
             threading.Thread(
                 target=self._listen, args=(host,), name="pycomm-link-control", daemon=True
-            ).start()
-        atexit.register(self.leave)  # as long as there are threads and modules
+            )
+            for host in peers
+        ]
+        for thread in self._threads:
+            thread.start()
+        _links.add(self)
 
     def post(self, sends: list[Parcel], receives: list[Parcel]) -> None:
         """Starts a round."""
@@ -125,9 +131,7 @@ class Link(_C.Transport):
         if not self._end():
             return
         self._tell(abort_word)
-        # A receive that is given up closes all connections.
-        for host in self._peers:
-            _finish(self._start(self._group.recv, host, torch.empty(1), _NOTHING), _AT_ONCE)
+        self._disconnect()
         self._rounds.put(None)
 
     def leave(self) -> None:
@@ -136,13 +140,23 @@ class Link(_C.Transport):
             self._tell(_LEFT)
             self._rounds.put(None)
 
+    def end(self) -> None:
+        """Leaves, and waits until its threads have ended, but not for long."""
+        self.leave()
+        self._disconnect()
+        for thread in self._threads:
+            thread.join(_FAREWELL.total_seconds())
+
     def _end(self) -> bool:
         """Whether this is the end, and not one after it."""
         with self._ending:
             first, self._ended = not self._ended, True
-        if first:
-            atexit.unregister(self.leave)
         return first
+
+    def _disconnect(self) -> None:
+        """A receive that is given up closes the connections, which ends all that wait for them."""
+        for host in self._peers:
+            _finish(self._start(self._group.recv, host, torch.empty(1), _NOTHING), _AT_ONCE)
 
     def _tell(self, word: int) -> None:
         message = torch.tensor([word])
@@ -175,6 +189,17 @@ class Link(_C.Transport):
         if _finish(work, _ALWAYS) and int(word) != _LEFT:
             self.stopped(int(word))
         self.lose(host)
+
+
+_links: weakref.WeakSet[Link] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_links.clear)  # they are the parent's
+
+
+@atexit.register
+def _end_links() -> None:
+    """A thread that waits in torch while the interpreter goes would abort the process."""
+    for link in list(_links):
+        link.end()
 
 
 def _finish(work: Any, patience: timedelta) -> bool:

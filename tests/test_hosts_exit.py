@@ -1,0 +1,40 @@
+"""Processes of a group that spans machines come to their end while others go on."""
+
+import subprocess
+import sys
+
+# Rank 1 goes while rank 0's interpreter takes itself apart: nothing that waits there may wake up.
+SCRIPT = """
+import os, sys, tempfile, time
+import torch, torch.distributed as dist, pycomm
+
+class Slow:
+    sleep = staticmethod(time.sleep)
+    def __del__(self):
+        self.sleep(0.6)
+
+folder = tempfile.TemporaryDirectory()
+pids = []
+for rank in range(2):
+    pids.append(os.fork())
+    if pids[-1] == 0:
+        folder._finalizer.detach()
+        store = dist.FileStore(folder.name + "/store", 2)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        assert len(pycomm.init(timeout=20).hosts) == 2
+        assert pycomm.all_reduce(torch.ones(9)).tolist() == [2.0] * 9
+        if rank == 0:
+            sys.slow = Slow()
+        else:
+            time.sleep(0.3)
+        sys.exit()
+print([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids])
+"""
+
+
+def test_who_exits_while_another_leaves_ends_well(monkeypatch):
+    monkeypatch.setenv("PYCOMM_TEST_HOSTS", "1,1")
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines()[-1:] == ["[0, 0]"], done.stderr
+    assert "terminate" not in done.stderr
