@@ -10,6 +10,7 @@ Store's users can read.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import json
 import os
@@ -23,6 +24,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torch.distributed.distributed_c10d import PrefixStore
+
 from pycomm._hosts import Machines
 from pycomm.errors import PeerDied, Timeout
 
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 _NAMESPACES = ("net", "pid", "ipc")
+_FIRST_PATIENCE = 1.0  # seconds until a rank looks whether others have come anew
 
 
 class Deadline:
@@ -87,17 +91,38 @@ def machine_identity(rank: int) -> str:
     return " ".join(parts)
 
 
-def _exchange(
-    store: Store, key: str, mine: str, rank: int, size: int, deadline: Deadline
-) -> list[str]:
-    """All ranks' strings, in rank order."""
+def meet(
+    store: Store, rank: int, size: int, mine: str, deadline: Deadline
+) -> tuple[list[str], Store]:
+    """Exchanges a string; returns all ranks', in rank order, and a store with nothing in it.
+
+    torchrun gives processes that it has restarted the Store of those before them, with all that is
+    in it (github.com/pytorch/pytorch/issues/135712). So each rank adds a number of its own to its
+    string, and what has been read counts once all have read the same.
+    """
     with deadline.guarding("reaching the Store"):
-        store.set(f"{key}/{rank}", mine)
-    values = []
-    for r in range(size):
-        with deadline.guarding(f"rank {r} joining"):
-            values.append(_get(store, f"{key}/{r}", deadline))
-    return values
+        store.set(f"member/{rank}", json.dumps([mine, secrets.token_hex(16)]))
+    patience, counted = _FIRST_PATIENCE, set()
+    while True:
+        members = []
+        for r in range(size):
+            with deadline.guarding(f"rank {r} joining"):
+                members.append(_get(store, f"member/{r}", deadline))
+        name = hashlib.sha256("".join(members).encode()).hexdigest()
+        with deadline.guarding("every rank joining"):
+            if name not in counted and store.add(f"{name}/readers", 1) == size:
+                store.set(f"{name}/agreed", "")
+            counted.add(name)
+            left = deadline.left()
+            try:
+                store.wait([f"{name}/agreed"], timedelta(seconds=min(patience, left)))
+            except RuntimeError:
+                if left <= patience:
+                    raise
+                patience *= 2
+                continue
+            store.delete_key(f"member/{rank}")  # the next life need not see through it
+        return [json.loads(member)[0] for member in members], PrefixStore(name, store)
 
 
 def _get(store: Store, key: str, deadline: Deadline) -> str:
@@ -163,7 +188,8 @@ def join(
     """Meets the other ranks over `store`.
 
     Args:
-        store: the process group's own Store, under a prefix that only this group uses.
+        store: the process group's own Store, under a prefix that only this group uses, now or
+            in an earlier life of its processes.
         rank: this process.
         size: how many processes.
         make_window: returns the descriptor of a new window for so many ranks; called on the first
@@ -180,10 +206,8 @@ def join(
         "machine": machine_identity(rank),
         "cores": sorted(os.sched_getaffinity(0)),
     }
-    everyone = [
-        json.loads(text)
-        for text in _exchange(store, "member", json.dumps(mine), rank, size, deadline)
-    ]
+    texts, store = meet(store, rank, size, json.dumps(mine), deadline)
+    everyone = [json.loads(text) for text in texts]
     machines = Machines.of([member["machine"] for member in everyone], rank)
     pids = [int(member["pid"]) for member in everyone]
     cores = set().union(*(everyone[r]["cores"] for r in machines.local))

@@ -16,13 +16,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from pycomm import _C
 from pycomm._cuda import DEFAULT_MAX_BLOCKS, CudaSide, LocalDevices, join_processes
 from pycomm._dtypes import check_dtype
 from pycomm._hosts import Machines, connect
 from pycomm._plan import Plan, make_plan, make_spanning_plan, select
-from pycomm._rendezvous import Deadline, join
+from pycomm._rendezvous import Deadline, join, meet
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -285,8 +286,7 @@ def init(
                 "torch.distributed is not set up, and torchrun's environment is absent: start with "
                 "torchrun, call torch.distributed.init_process_group, or use pycomm.LocalWorld"
             )
-        with Deadline(timeout).guarding("every process joining torch.distributed"):
-            dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+        _init_torch_distributed(Deadline(timeout), timedelta(seconds=timeout))
     process_group = group if group is not None else dist.group.WORLD
     rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
     if rank < 0:
@@ -323,6 +323,16 @@ def init(
         if _default is None:
             _default = made
     return made
+
+
+def _init_torch_distributed(deadline: Deadline, timeout: timedelta) -> None:
+    """From torchrun's environment, for processes that it has restarted, too."""
+    with deadline.guarding("every process joining torch.distributed"):
+        store, rank, size = next(rendezvous("env://", timeout=timeout))
+        store.set_timeout(timeout)
+    _, store = meet(PrefixStore("pycomm", store), rank, size, "", deadline)
+    with deadline.guarding("every process joining torch.distributed"):
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
 
 
 def _store_of(process_group: Any) -> Store:

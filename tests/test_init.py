@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -192,3 +193,26 @@ def test_what_makes_a_machine(monkeypatch):
     monkeypatch.setenv("PYCOMM_TEST_HOSTS", "2,1")
     first, second, third = map(_rendezvous.machine_identity, range(3))
     assert first == second != third
+
+
+@pytest.mark.parametrize("late", range(3))
+def test_a_store_with_the_keys_of_an_earlier_life(late):
+    """As processes have that torchrun has restarted; the life before died while it began."""
+    from pycomm._rendezvous import Deadline, meet
+
+    store = dist.HashStore()
+
+    def live(rank):
+        if rank == late:
+            time.sleep(0.2)  # the others read what is there
+        return meet(store, rank, 3, f"rank {rank}", Deadline(20))
+
+    with ThreadPoolExecutor(3) as pool:
+        for life in (b"first", b"second"):
+            for rank in range(3):
+                store.set(f"member/{rank}", '["of the dead", "0"]')
+            strings, stores = zip(*pool.map(live, range(3)), strict=True)
+            assert list(strings) == [["rank 0", "rank 1", "rank 2"]] * 3
+            assert not any(own.check(["key"]) for own in stores)
+            stores[late].set("key", life)
+            assert [own.get("key") for own in stores] == [life] * 3
