@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import reduce
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +27,26 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(bits(a), bits(b))
+
+
+def tensors_in(saved: Any) -> dict[str, torch.Tensor]:
+    """All tensors in nested dicts and lists, by their path."""
+    if isinstance(saved, torch.Tensor):
+        return {"": saved}
+    items = saved.items() if isinstance(saved, dict) else enumerate(saved)
+    return {
+        f"{key}.{path}": tensor
+        for key, value in items
+        if isinstance(value, (dict, list, torch.Tensor))
+        for path, tensor in tensors_in(value).items()
+    }
+
+
+def same_tensors(one: Any, other: Any) -> bool:
+    """The same ones, bit for bit."""
+    one, other = tensors_in(one), tensors_in(other)
+    assert one.keys() == other.keys()
+    return all(same_bits(one[path], other[path]) for path in one)
 
 
 def slot_elements(staging_bytes: int, itemsize: int) -> int:

@@ -4,11 +4,11 @@ import io
 import time
 
 import ddp
-import golden
 import helpers
 import pytest
 import torch
 from ddp import COMPRESSORS, LAYOUTS, Watched
+from golden import same_tensors, tensors_in
 from torch import nn
 
 import pycomm
@@ -41,25 +41,6 @@ def train(group, name, layout, steps, start, gathered):
     return watched.model.module.state_dict(), watched.state.state_dict(gathered)
 
 
-def tensors(kept):
-    """All tensors in nested dicts, by their path."""
-    if isinstance(kept, torch.Tensor):
-        return {"": kept}
-    items = kept.items() if isinstance(kept, dict) else enumerate(kept)
-    return {
-        f"{key}.{path}": tensor
-        for key, value in items
-        if isinstance(value, (dict, list, torch.Tensor))
-        for path, tensor in tensors(value).items()
-    }
-
-
-def same(one, other):
-    one, other = tensors(one), tensors(other)
-    assert one.keys() == other.keys()
-    return all(golden.same_bits(one[path], other[path]) for path in one)
-
-
 @pytest.mark.parametrize("gathered", [False, True])
 @pytest.mark.parametrize("name", HELD)
 def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(name, gathered):
@@ -71,9 +52,9 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(name, gathered):
     through = run("tiny buckets", range(6))
     resumed = run("some buckets", range(3, 6), run("one bucket", range(3)))
     for (model, state), (other_model, other_state) in zip(through, resumed, strict=True):
-        assert same(model, other_model)
-        assert same(state, other_state)
-    assert bool(tensors(through[1][1])) is not gathered  # all of it is with rank 0
+        assert same_tensors(model, other_model)
+        assert same_tensors(state, other_state)
+    assert bool(tensors_in(through[1][1])) is not gathered  # all of it is with rank 0
 
 
 def make(group, name="int8", seed=None, module=None):
@@ -91,10 +72,10 @@ def test_a_dict_does_not_change_with_its_state(world):
     before = state.state_dict()
     copy = saved(before)
     state.residual("wide").zero_()
-    assert same(before, copy)
+    assert same_tensors(before, copy)
     state.load_state_dict(before)
     state.residual("wide").add_(1)
-    assert same(before, copy)
+    assert same_tensors(before, copy)
 
 
 def test_every_rank_finds_its_own_in_a_gathered_dict(world):
@@ -112,7 +93,7 @@ def test_every_rank_finds_its_own_in_a_gathered_dict(world):
         return state.state_dict()
 
     for now, (_, then) in zip(world(3).run(again), given, strict=True):
-        assert same(now, then)
+        assert same_tensors(now, then)
 
 
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3), (2, 1)])
@@ -141,7 +122,7 @@ def refused(state, state_dict, match):
     before = state.state_dict()
     with pytest.raises(ValueError, match=match):
         state.load_state_dict(state_dict)
-    assert same(before, state.state_dict())
+    assert same_tensors(before, state.state_dict())
 
 
 def test_another_ranks_dict_is_refused(world):
