@@ -28,7 +28,8 @@ from pycomm.errors import (
     PycommError,
     Timeout,
 )
-from pycomm.group import Group, LocalWorld, default_group, init, set_default_group
+from pycomm.group import Group, default_group, init, set_default_group
+from pycomm.local_world import LocalWorld
 from pycomm.memory import MemoryReport, memory_report
 
 __version__ = "0.1.0"

@@ -62,7 +62,7 @@ PYTHON_LAYERS = [
     {"_dtypes", "_arrays", "_zeros", "_hosts"},
     {"_plan", "_rendezvous", "_cuda", "compression"},
     {"group", "_names"},
-    {"collectives"},
+    {"collectives", "local_world"},
     {"compressed", "_parameters", "_residuals", "_weighing", "_reports"},
     {"compressed_ops", "_exchange", "_flat"},
     {"_buckets"},

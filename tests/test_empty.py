@@ -71,7 +71,7 @@ def test_tensors_do_not_overlap(group):
 
 def test_memory_goes_back(world, monkeypatch):
     """A loop that takes far more in all than the window has, in pieces that do not fit together."""
-    monkeypatch.setattr("pycomm.group.slice_bytes", lambda: 256 << 20)
+    monkeypatch.setattr("pycomm.local_world.slice_bytes", lambda: 256 << 20)
     group = world(2).groups[0]
     for turn in range(40):
         x = group.empty((100 << 20) + 4096 * turn, dtype=torch.uint8)

@@ -1,0 +1,131 @@
+"""Ranks that are threads of one process."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pycomm import _C
+from pycomm._cuda import DEFAULT_MAX_BLOCKS, LocalDevices
+from pycomm._hosts import Machines
+from pycomm.group import DEFAULT_STAGING_BYTES, DEFAULT_TIMEOUT, Group, slice_bytes
+
+
+class LocalWorld:
+    """A group whose ranks are threads of this process.
+
+    .. code-block:: python
+
+        with pycomm.LocalWorld(4) as world:
+            sums = world.run(lambda group: pycomm.all_reduce(torch.ones(8), group=group))
+
+    Args:
+        size: how many ranks.
+        timeout: seconds that a rank may leave the others waiting.
+        staging_bytes: shared memory per rank for tensors that do not lie in the window.
+        max_blocks: the most blocks of threads that a rank's operation may take from a GPU.
+        hosts: how many ranks are on each of several imagined machines; by default there is one. The
+            bits are those of real machines.
+
+    Attributes:
+        groups: one :class:`Group` per rank, for callers with threads of their own.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        timeout: float = DEFAULT_TIMEOUT,
+        *,
+        staging_bytes: int = DEFAULT_STAGING_BYTES,
+        max_blocks: int = DEFAULT_MAX_BLOCKS,
+        hosts: Sequence[int] | None = None,
+        _first_epoch: int = 0,
+        _stage_always: bool = False,
+    ) -> None:
+        if size < 1:
+            raise ValueError(f"size must be at least 1, got {size}")
+        if timeout <= 0:
+            raise ValueError(f"timeout must be positive, got {timeout}")
+        hosts = (size,) if hosts is None else tuple(hosts)
+        if any(count < 1 for count in hosts) or sum(hosts) != size:
+            raise ValueError(f"hosts must be positive and make up size, {size}, got {list(hosts)}")
+        ends = list(itertools.accumulate(hosts))
+        ranks = tuple(tuple(range(end - n, end)) for n, end in zip(hosts, ends, strict=True))
+        links = [_C.LocalTransport.make(len(hosts)) for _ in range(Machines(ranks, 0).stripes)]
+        pids, cores = [os.getpid()] * size, len(os.sched_getaffinity(0))
+        self.groups = []
+        for here, local in enumerate(ranks):
+            fd = _C.create_window(len(local), slice_bytes(), staging_bytes)
+            window = _C.Window(fd, len(local), slice_bytes(), staging_bytes)
+            for stripe, rank in enumerate(local):
+                link = links[stripe][here] if stripe < len(links) else None
+                self.groups.append(
+                    Group(
+                        window,
+                        Machines(ranks, here),
+                        pids,
+                        [-1] * len(local),
+                        rank,
+                        cores,
+                        timeout,
+                        staging_bytes,
+                        link,
+                        _first_epoch,
+                    )
+                )
+        if len(hosts) > 1:
+            return
+        devices = LocalDevices(self.groups, max_blocks, _stage_always)
+        for group in self.groups:
+            group._join_cuda = functools.partial(devices.side, group.rank)
+
+    def run(self, function: Any, *args: Any) -> list[Any]:
+        """Calls ``function(group, *args)`` on a thread per rank; returns the results in rank order.
+
+        When a rank raises, the others raise :class:`pycomm.PeerDied` where they need it, and the
+        first rank's own exception comes out of here.
+        """
+        size = len(self.groups)
+        results: list[Any] = [None] * size
+        errors: list[BaseException] = []
+        lock = threading.Lock()
+
+        def body(rank: int) -> None:
+            try:
+                results[rank] = function(self.groups[rank], *args)
+            except BaseException as error:
+                with lock:
+                    errors.append(error)
+                self.groups[rank]._core.leave()
+
+        threads = [threading.Thread(target=body, args=(rank,)) for rank in range(size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+        return results
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self.groups)
+
+    def close(self) -> None:
+        """Closes every rank's group."""
+        with contextlib.ExitStack() as stack:
+            for group in self.groups:
+                stack.callback(group.close)
+
+    def __enter__(self) -> LocalWorld:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self.close()
