@@ -16,6 +16,7 @@ from torch.autograd import Variable
 from torch.futures import Future
 
 from pycomm._exchange import Plan, Recipe, dense_wire_bytes, make_plan, run_on_stream, run_on_worker
+from pycomm._host_staging import StandIn, fetch
 from pycomm._parameters import Exclude, Parameters
 from pycomm._residuals import FORMAT, Residuals
 from pycomm.collectives import Work
@@ -96,6 +97,7 @@ class CommState:
         self._now = _Step()
         self._exposed_before = 0.0
         self._stream: torch.cuda.Stream | None = None
+        self._staged_scale: StandIn | None = None
         self.group = group if group is not None else default_group()
         self._tag = self.group._next_tag()
 
@@ -273,7 +275,7 @@ class CommState:
 
     def _begin_step(self, device: torch.device) -> None:
         if self.step == 0 or not self._plans:
-            self._residuals.to(device)
+            self._residuals.to(torch.device("cpu") if self.group._stages(device) else device)
         scale = self._scale()
         self._residuals.settle(scale)
         self._exposed_before += self._exposed()
@@ -311,9 +313,10 @@ class CommState:
 
     def _launch(self, plan: Plan, buffer: torch.Tensor) -> _Flight:
         step = self.step - 1
-        if buffer.device.type == "cpu":
-            return _Flight(plan, run_on_worker(plan, step, self.group), Future(), buffer)
         device = buffer.device
+        future: Future[Any] = Future(devices=[device] if buffer.is_cuda else None)
+        if buffer.is_cpu or plan.stand_in is not None:
+            return _Flight(plan, run_on_worker(plan, step, self.group), future, buffer)
         if self.group._cuda_side(device).shares_device and torch._C._current_graph_task_id() >= 0:
             raise ValueError(
                 "ranks that are threads must have a GPU each to exchange in backward, got "
@@ -322,7 +325,6 @@ class CommState:
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(device))
-        future: Future[Any] = Future(devices=[device])
         with torch.cuda.stream(self._stream):
             run_on_stream(plan, step, self.group, device)
             buffer.record_stream(self._stream)
@@ -330,11 +332,17 @@ class CommState:
         return _Flight(plan, Work(None, (), self.group.check), future, buffer)
 
     def _scale(self) -> torch.Tensor | None:
-        """The gradients' scale, as a tensor on their device."""
+        """The gradients' scale, as a tensor beside them or beside what stands in for them."""
         if self._scaler is None or not self._scaler.is_enabled():
             return None
         scale: torch.Tensor | None = self._scaler._scale  # none before the first loss was scaled
-        return scale
+        if scale is None or not self.group._stages(scale.device):
+            return scale
+        if self._staged_scale is None:
+            self._staged_scale = StandIn(scale)
+        self._staged_scale.tensor = scale
+        fetch(self._staged_scale)
+        return self._staged_scale.host
 
     def _time_stream(self, stream: torch.cuda.Stream) -> None:
         """Notes where backward and exchanges end, on their streams."""

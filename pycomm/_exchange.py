@@ -17,6 +17,7 @@ import torch
 
 from pycomm import _C
 from pycomm._dtypes import ALGORITHMS, COLLECTIVES, DTYPES, OPS
+from pycomm._host_staging import StandIn, fetch
 from pycomm.collectives import Work
 from pycomm.compression import Compressor, check_compressible
 
@@ -49,11 +50,19 @@ class Recipe:
 
 @dataclass
 class Plan:
-    """A bucket's operations, made once per layout."""
+    """A bucket's operations, made once per layout.
+
+    Attributes:
+        calls: the operations.
+        parts: what each is about.
+        wire_bytes: that this rank reads from its peers, or receives from other machines, at most.
+        stand_in: for the bucket, where the group stages.
+    """
 
     calls: list[_C.Call] = field(default_factory=list)
     parts: list[_Part] = field(default_factory=list)
     wire_bytes: int = 0
+    stand_in: StandIn | None = None
 
     @cached_property
     def exchange(self) -> _C.Exchange:
@@ -95,6 +104,9 @@ def make_plan(
             f"got {buffer.numel()}"
         )
     plan = Plan()
+    if group._stages(buffer.device):
+        plan.stand_in = StandIn(buffer)
+        buffer = plan.stand_in.host
     first = 0  # of neighbours that share an operation
     for index, entry in enumerate(entries):
         if recipe.compressor is None or entry.dense or not entry.numel:
@@ -193,7 +205,11 @@ def _call(
 
 def run_on_worker(plan: Plan, step: int, group: Group) -> Work:
     """Hands a bucket to the group's worker."""
-    return Work(plan.exchange.submit(group._core, step), plan.tensors, _nothing)
+    finish = _nothing
+    if plan.stand_in is not None:
+        fetch(plan.stand_in)
+        finish = plan.stand_in.put_back
+    return Work(plan.exchange.submit(group._core, step), plan.tensors, finish)
 
 
 def run_on_stream(plan: Plan, step: int, group: Group, device: torch.device) -> None:

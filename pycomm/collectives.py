@@ -8,6 +8,7 @@ import torch
 
 from pycomm import _C
 from pycomm._dtypes import ALGORITHMS, COLLECTIVES, OPS, check_choice, check_dtype
+from pycomm._host_staging import StandIn, fetch
 from pycomm.group import default_group
 
 if TYPE_CHECKING:
@@ -249,10 +250,7 @@ def _launch(
     async_op: bool,
 ) -> Any:
     """Runs or submits an operation on contiguous stand-ins of the tensors."""
-    dense_source = source.detach().contiguous()
-    dense_result = dense_source if result is source else result.detach()
-    if not dense_result.is_contiguous():
-        dense_result = torch.empty(result.shape, dtype=result.dtype, device=result.device)
+    dense_source, dense_result, finish = stand_ins(group, source, result)
     arguments = (
         COLLECTIVES[collective],
         ALGORITHMS[algorithm],
@@ -263,17 +261,12 @@ def _launch(
         dense_source.data_ptr(),
         dense_result.data_ptr(),
     )
-
-    def finish() -> None:
-        if dense_result.data_ptr() != result.data_ptr():
-            result.detach().copy_(dense_result)
-
-    if source.device.type == "cuda" and group.size == 1:
+    if dense_source.device.type == "cuda" and group.size == 1:
         if dense_result is not dense_source:
             dense_result.copy_(dense_source.view_as(dense_result))
         finish()
         return Work(None, (), _nothing) if async_op else result
-    if source.device.type == "cuda":
+    if dense_source.device.type == "cuda":
         group._cuda_side(source.device).run(
             COLLECTIVES[collective],
             ALGORITHMS[algorithm],
@@ -291,6 +284,27 @@ def _launch(
     group._core.run(*arguments)
     finish()
     return result
+
+
+def stand_ins(
+    group: Group, source: torch.Tensor, result: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, Callable[[], None]]:
+    """Contiguous ones, where the group exchanges; and what puts the result where it is wanted."""
+    if group._stages(source.device):
+        given = StandIn(source)
+        fetch(given)
+        made = given if result is source else StandIn(result)
+        return given.host, made.host, made.put_back
+    dense_source = source.detach().contiguous()
+    dense_result = dense_source if result is source else result.detach()
+    if not dense_result.is_contiguous():
+        dense_result = torch.empty(result.shape, dtype=result.dtype, device=result.device)
+
+    def finish() -> None:
+        if dense_result.data_ptr() != result.data_ptr():
+            result.detach().copy_(dense_result)
+
+    return dense_source, dense_result, finish
 
 
 def _nothing() -> None:

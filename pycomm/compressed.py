@@ -11,7 +11,15 @@ from pycomm import _C
 from pycomm._arrays import as_tensor
 from pycomm._cuda import NonfiniteFlag
 from pycomm._dtypes import ALGORITHMS, DTYPES, OPS
-from pycomm.collectives import Work, check_disjoint, check_like, check_tensor, check_written
+from pycomm._host_staging import StandIn, fetch
+from pycomm.collectives import (
+    Work,
+    check_disjoint,
+    check_like,
+    check_tensor,
+    check_written,
+    stand_ins,
+)
 from pycomm.compression import (
     SMALLEST_BLOCK,
     Compressor,
@@ -23,6 +31,8 @@ from pycomm.errors import NonFinite
 from pycomm.group import default_group
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pycomm.group import Group
 
 _OPS = ("avg", "sum")
@@ -98,10 +108,9 @@ def compressed_all_reduce(
         raise ValueError("velocity must be given where the compressor has momentum, and only there")
     if speed is not None and kept is None:
         raise ValueError("residual must be given where the compressor has momentum")
-    dense = source.detach().contiguous()
-    dense_result = dense if result is source else result.detach()
-    if not dense_result.is_contiguous():
-        dense_result = torch.empty_like(dense)
+    dense, dense_result, put_result = stand_ins(group, source, result)
+    state, put_state = _state_stand_ins(group, [t for t in (kept, speed) if t is not None])
+    pointers = [tensor.data_ptr() for tensor in state]
     codec = compressor.codec(dense.numel(), dense.dtype, step)
     core = _C.Call(
         algorithm=ALGORITHMS[algorithm],
@@ -111,14 +120,19 @@ def compressed_all_reduce(
         input=dense.data_ptr(),
         output=dense_result.data_ptr(),
         codec=codec,
-        residual=0 if kept is None else kept.data_ptr(),
-        velocity=0 if speed is None else speed.data_ptr(),
+        residual=pointers[0] if kept is not None else 0,
+        velocity=pointers[1] if speed is not None else 0,
         momentum=compressor.momentum,
         seed=compressor.seed,
         step=step,
         offset=offset,
     )
-    call = _Call(core, codec, dense, dense_result, result, kept, speed, strict)
+
+    def finish() -> None:
+        put_result()
+        put_state()
+
+    call = _Call(core, codec, dense, (dense_result, result, *state), finish, strict)
     run = call.on_stream if dense.device.type == "cuda" else call.on_cpu
     work = run(group, async_op)
     return work if async_op else tensor if out is None else out
@@ -129,27 +143,18 @@ _NONFINITE = "a gradient has an infinity or a NaN, on this rank or another"
 
 @dataclass(frozen=True)
 class _Call:
-    """A call made ready: contiguous stand-ins, and what they stand for."""
+    """A call made ready: contiguous stand-ins, and what puts results where they are wanted."""
 
     core: _C.Call
     codec: _C.Codec
     source: torch.Tensor
-    result: torch.Tensor
-    wanted: torch.Tensor
-    residual: torch.Tensor | None
-    velocity: torch.Tensor | None
+    others: tuple[torch.Tensor, ...]
+    finish: Callable[[], None]
     strict: bool
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All that must live until the operation is complete."""
-        state = (self.residual, self.velocity)
-        given = (tensor for tensor in state if tensor is not None)
-        return (self.source, self.result, self.wanted, *given)
-
-    def finish(self) -> None:
-        """Puts the result where it is wanted."""
-        if self.result.data_ptr() != self.wanted.data_ptr():
-            self.wanted.detach().copy_(self.result)
+        return (self.source, *self.others)
 
     def on_cpu(self, group: Group, async_op: bool) -> Work | None:
         """Runs it, or hands it to the group's worker."""
@@ -173,6 +178,20 @@ class _Call:
         if flag is not None and flag.read():
             raise NonFinite(_NONFINITE)
         return None
+
+
+def _state_stand_ins(
+    group: Group, state: list[torch.Tensor]
+) -> tuple[list[torch.Tensor], Callable[[], None]]:
+    """The same as stand_ins(), of what is read and written."""
+    staged = [StandIn(tensor) for tensor in state if group._stages(tensor.device)]
+    fetch(*staged)
+
+    def put_back() -> None:
+        for stand_in in staged:
+            stand_in.put_back()
+
+    return [stand_in.host for stand_in in staged] or state, put_back
 
 
 class _CompressedWork(Work):

@@ -114,6 +114,8 @@ class Group:
         check_dtype("dtype", dtype)
         self._core.check_usable()
         shape = torch.Size(size)
+        if self._stages(torch.device(device)):
+            return torch.empty(shape, dtype=dtype, device=device)
         if torch.device(device).type == "cuda":
             return self._cuda_side(torch.device(device)).empty(shape, dtype)
         count = shape.numel()
@@ -143,10 +145,10 @@ class Group:
             device: ``"cpu"`` or ``"cuda"``.
         """
         check_dtype("dtype", dtype)
-        if device == "cuda":
-            return self._explain_cuda(nbytes, algorithm)
         if len(self.hosts) > 1:
             return make_spanning_plan(nbytes, dtype, self.rank, self.hosts, algorithm)
+        if device == "cuda":
+            return self._explain_cuda(nbytes, algorithm)
         return make_plan(
             nbytes=nbytes,
             dtype=dtype,
@@ -198,6 +200,10 @@ class Group:
         """What tells one user's operations from another's: ranks compare it. 0 is nobody's."""
         return next(self._tags)
 
+    def _stages(self, device: torch.device) -> bool:
+        """Whether host memory stands in for tensors there: machines are joined by their CPUs."""
+        return device.type == "cuda" and len(self.hosts) > 1
+
     def _cuda_side(self, device: torch.device) -> CudaSide:
         """This rank's CUDA side; made at the first call, by all ranks together."""
         self._core.check_usable()
@@ -238,9 +244,7 @@ def find_group(name: str) -> Group:
 
 
 def _no_cuda(device: torch.device) -> CudaSide:
-    raise ValueError(
-        f"tensors must lie on the CPU in a group that spans machines or is closed, got {device}"
-    )
+    raise ValueError(f"the group must be open to take tensors, it is closed: got one on {device}")
 
 
 _default: Group | None = None
@@ -259,7 +263,7 @@ def init(
 
     Those that share a machine (the same boot and the same network, pid and ipc namespaces) share
     memory. Between machines, as many ranks of each as the smallest has exchange over
-    torch.distributed (Gloo).
+    torch.distributed (Gloo), and host memory stands in for CUDA tensors.
 
     The first group made becomes the default of every operation. Where torch.distributed is not set
     up yet, it is, from torchrun's environment, with Gloo.

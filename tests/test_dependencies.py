@@ -59,7 +59,7 @@ def test_core_includes_only_the_standard_library():
 PYTHON_LAYERS = [
     {"_C"},
     {"errors", "ops", "_graphs"},
-    {"_dtypes", "_arrays", "_zeros", "_hosts"},
+    {"_dtypes", "_arrays", "_zeros", "_hosts", "_host_staging"},
     {"_plan", "_rendezvous", "_cuda", "compression"},
     {"group", "_names"},
     {"collectives", "local_world"},
