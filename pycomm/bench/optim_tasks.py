@@ -77,17 +77,20 @@ SCHEMES = {
 
 def make_params(settings: OptimizerSettings, dtype: torch.dtype) -> list[torch.nn.Parameter]:
     """With random gradients."""
-    generator = torch.Generator().manual_seed(0)
     sizes = [settings.count]
     if settings.small:
         tensors, least, most = SMALL
+        generator = torch.Generator().manual_seed(0)
         powers = torch.rand(tensors, generator=generator, dtype=torch.float64)
         sizes = (least * (most / least) ** powers).long().tolist()
     params = []
+    generator = torch.Generator(settings.device).manual_seed(0)
     for size in sizes:
-        values, grad = (torch.randn(size, generator=generator) for _ in range(2))
-        params.append(torch.nn.Parameter(values.to(settings.device, dtype)))
-        params[-1].grad = grad.to(settings.device, dtype)
+        values, grad = (
+            torch.randn(size, generator=generator, device=settings.device) for _ in range(2)
+        )
+        params.append(torch.nn.Parameter(values.to(dtype)))
+        params[-1].grad = grad.to(dtype)
     return params
 
 
@@ -98,7 +101,6 @@ def our_step(settings: OptimizerSettings, scheme: Scheme, full: bool) -> Callabl
     optimizer = kind(make_params(settings, scheme.dtype), **options, **scheme.options, **more)
     if full:
         optimizer.grad_scale = torch.tensor(2.0, device=settings.device)  # type: ignore[attr-defined]
-        optimizer.found_inf = torch.tensor(0.0, device=settings.device)  # type: ignore[attr-defined]
     return optimizer.step
 
 
