@@ -6,7 +6,7 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: demo test test-gpu convergence cuda-check lint format tsan asan bench clean
+.PHONY: demo test test-gpu gpu bench-gpu convergence cuda-check lint format tsan asan bench clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -30,6 +30,14 @@ test: $(VENV)/.built cpp-test
 # Needs a CUDA device; see docs/cuda.md.
 test-gpu: $(VENV)/.built
 	$(BIN)/python -m pytest -q -m gpu tests
+
+# All that needs a GPU, in at most 8 minutes, with the torch that is there: results come to out/gpu.
+gpu:
+	PYTHON=$(PYTHON) benchmarks/gpu.sh out/gpu
+
+# Prints why where there is no CUDA device.
+bench-gpu: $(VENV)/.built
+	$(BIN)/python benchmarks/gpu.py --json out/gpu.json
 
 # Trains in every mode, for minutes; the short form is among the tests.
 convergence: $(VENV)/.built

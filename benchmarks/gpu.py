@@ -1,0 +1,294 @@
+"""Speed on a GPU as shares of its copy bandwidth, beside torch's own, with goals.
+
+``python benchmarks/gpu.py --json FILE``. Method and what was reached: docs/performance.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
+
+import gpu_ranks
+import torch
+from gpu_cases import (
+    CODEC_SIZES,
+    STEP_SIZES,
+    STEPS,
+    Call,
+    Case,
+    int8_cases,
+    step_cases,
+    topk_cases,
+)
+
+from pycomm import _C
+from pycomm.bench import report
+from pycomm.bench.cases import GIB, MIB
+from pycomm.bench.streams import Mix, streams
+
+# What the device does before every call that is timed, so that the host can run ahead: 1 ms.
+HEAD_START_CYCLES = 2_000_000
+WARM_UP = 3
+ROUNDS = 51
+COPY = "copy"
+LEAST_COPIED = 256 * MIB  # several times any L2
+
+Cases = Callable[[], AbstractContextManager[list[Case]]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case; the keys of the JSON file.
+
+    Attributes:
+        bytes: that it must read from and write to device memory.
+        time_us: the median.
+        share: the time that a copy takes for so many bytes, over this one's.
+        data_bytes: of the tensors that it works on.
+        floor_us: that time of a copy, of the same rounds.
+        p10_us: a tenth of the samples is below it; `p90_us`: above it.
+        wrong: elements; None where tests alone compare.
+        base: the row whose time `over` is a multiple of.
+        peer: another way to the same; `peer_ratio` is its time over ours.
+        goals: each with what was reached.
+    """
+
+    name: str
+    bytes: int
+    time_us: float
+    share: float
+    data_bytes: int
+    floor_us: float
+    p10_us: float
+    p90_us: float
+    samples: int
+    wrong: int | None
+    base: str | None = None
+    over: float | None = None
+    peer: str | None = None
+    peer_us: float | None = None
+    peer_ratio: float | None = None
+    goals: dict[str, bool] = field(default_factory=dict)
+
+
+def sets(device: str) -> Iterator[tuple[str, Cases]]:
+    """What is timed together, by name."""
+    for stem in STEPS:
+        for nbytes, suffix in STEP_SIZES.items():
+            yield stem + suffix, partial(step_cases, stem, nbytes, suffix, device)
+    for nbytes, suffix in CODEC_SIZES.items():
+        yield f"int8{suffix}", partial(int8_cases, nbytes, suffix, device)
+        yield f"topk{suffix}", partial(topk_cases, nbytes, suffix, device)
+    yield "all_reduce", partial(gpu_ranks.large_cases, device)
+    yield "all_reduce_1KiB", partial(gpu_ranks.small_cases, device)
+
+
+def interleave(calls: Mapping[str, Call], rounds: int) -> dict[str, list[float]]:
+    """Microseconds of every call on the device, a sample of each in every round.
+
+    Each finds in the L2 what the one before has left there, and the order rotates.
+    """
+    for call in calls.values():
+        for _ in range(WARM_UP):
+            call()
+    torch.cuda.synchronize()
+    names, samples = list(calls), {name: [] for name in calls}
+    for number in range(rounds):
+        begun = []
+        for offset in range(len(names)):
+            name = names[(number + offset) % len(names)]
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(HEAD_START_CYCLES)
+            begin.record()
+            calls[name]()
+            end.record()
+            begun.append((name, begin, end))
+        torch.cuda.synchronize()
+        for name, begin, end in begun:
+            samples[name].append(1e3 * begin.elapsed_time(end))
+    return samples
+
+
+def measure(cases: list[Case], device: str, rounds: int) -> list[Row]:
+    """Checks, then times cases, their peers and a copy together."""
+    wrong = {case.stem: case.wrong() for case in cases if case.wrong is not None}
+    copied = max(cases[0].moved_bytes, LEAST_COPIED)
+    (probe,) = streams(Mix(copied // 2, copied // 2), device).values()
+    probe.source.normal_()
+    calls = {COPY: probe.call} | {case.stem: case.call for case in cases}
+    calls |= {f"{case.stem}, peer": case.peer for case in cases if case.peer is not None}
+    samples = interleave(calls, rounds)
+    copy_us = statistics.median(samples[COPY]) / copied  # per byte
+    return make_rows(cases, samples, copy_us, wrong)
+
+
+def make_rows(
+    cases: list[Case],
+    samples: Mapping[str, list[float]],
+    copy_us_per_byte: float,
+    wrong: Mapping[str, int],
+) -> list[Row]:
+    """Adds what follows from the samples."""
+    repeats = {case.stem: case.repeats for case in cases}
+    times = {
+        name: statistics.median(taken) / repeats.get(name, 1) for name, taken in samples.items()
+    }
+    rows = []
+    for case in cases:
+        time_us, floor_us = times[case.stem], case.moved_bytes * copy_us_per_byte
+        tenths = [t / case.repeats for t in statistics.quantiles(samples[case.stem], n=10)]
+        peer_us = times.get(f"{case.stem}, peer")
+        over = time_us / times[case.base] if case.base else None
+        figures = {
+            "time_us": time_us, "share": floor_us / time_us, "over": over,
+            "peer_ratio": peer_us / time_us if peer_us else None,
+        }  # fmt: skip
+        rows.append(
+            Row(
+                name=case.name, bytes=case.moved_bytes, data_bytes=case.data_bytes,
+                floor_us=round(floor_us, 3), p10_us=round(tenths[0], 3),
+                p90_us=round(tenths[-1], 3), samples=len(samples[case.stem]),
+                wrong=wrong.get(case.stem), base=case.base and case.base + case.suffix,
+                peer=case.peer_name, peer_us=peer_us and round(peer_us, 3),
+                goals={str(goal): goal.reached(figures[goal.figure]) for goal in case.goals},
+                **{name: value and round(value, 4) for name, value in figures.items()},
+            )
+        )  # fmt: skip
+    return rows
+
+
+HEADER = """\
+# name                                        data     moved       time      floor   share       p10       p90    over  peer / ours  goals
+#                                            (MiB)     (MiB)       (us)       (us)     (%)      (us)      (us)"""  # noqa: E501
+
+
+def format_row(row: Row) -> str:
+    """A line of the table."""
+    over = "" if row.over is None else f"{row.over:.3f}"
+    peer = "" if row.peer_ratio is None else f"{row.peer_ratio:.2f}"
+    goals = [f"{goal}{'' if reached else ' MISSED'}" for goal, reached in row.goals.items()]
+    goals += [f"{row.wrong} WRONG"] if row.wrong else []
+    return (
+        f"{row.name:40} {row.data_bytes / MIB:9.2f} {row.bytes / MIB:9.2f} {row.time_us:10.2f} "
+        f"{row.floor_us:10.2f} {100 * row.share:7.1f} {row.p10_us:9.2f} {row.p90_us:9.2f} "
+        f"{over:>7} {peer:>12}  {', '.join(goals)}"
+    ).rstrip()
+
+
+def missing() -> str | None:
+    """Why nothing can be measured here, if so."""
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA device"
+    if not _C.has_cuda:
+        return "this build of pycomm has no CUDA"
+    return None
+
+
+def gpu() -> dict[str, Any]:
+    """The device, for the file."""
+    found = torch.cuda.get_device_properties(0)
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    try:
+        driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        driver = "unknown"
+    return {
+        "name": found.name,
+        "memory_GiB": round(found.total_memory / GIB, 1),
+        "multiprocessors": found.multi_processor_count,
+        "L2_MiB": round(found.L2_cache_size / MIB, 1),
+        "capability": f"{found.major}.{found.minor}",
+        "driver": driver,
+        "cuda": torch.version.cuda,
+    }
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    names = [name for name, _ in sets("cuda")]
+    add = parser.add_argument
+    add("--rounds", type=int, default=ROUNDS, help=f"samples of each row (default {ROUNDS})")
+    add("--only", action="append", choices=names, metavar="SET",
+        help=f"repeatable; {', '.join(names)} (default all, and processes)")  # fmt: skip
+    add("--json", metavar="FILE", help="write results")
+    options = parser.parse_args(argv)
+    if options.rounds < 2:
+        parser.error("--rounds must be at least 2")
+    return options
+
+
+class Results:
+    """Rows as they come, on the screen and in the file."""
+
+    def __init__(self, path: str | None, meta: dict[str, Any]) -> None:
+        self.path = path
+        self.meta = meta | {"failed": {}}
+        self.rows: list[Row] = []
+
+    def add(self, rows: list[Row]) -> None:
+        self.rows += rows
+        print("\n".join(map(format_row, rows)), flush=True)
+        self.save()
+
+    def fail(self, name: str, error: Exception) -> None:
+        """Keeps what went wrong; the other sets go on."""
+        self.meta["failed"][name] = f"{type(error).__name__}: {error}"
+        print(f"# {name} FAILED", flush=True)
+        traceback.print_exc()
+        self.save()
+
+    def save(self) -> None:
+        if self.path is not None:
+            report.write_json(self.path, self.meta, map(asdict, self.rows))
+
+    def good(self) -> bool:
+        """Whether everything ran and was right; a missed goal is no error."""
+        return not self.meta["failed"] and not any(row.wrong for row in self.rows)
+
+
+def run(options: argparse.Namespace, device: str = "cuda") -> Results:
+    """Measures what was asked for."""
+    command = shlex.join(["python", "benchmarks/gpu.py", *sys.argv[1:]])
+    results = Results(options.json, report.circumstances(command) | {"gpu": gpu()})
+    print(f"# {json.dumps(results.meta['gpu'])}\n# {report.versions(results.meta)}\n{HEADER}")
+    for name, cases in sets(device):
+        if options.only and name not in options.only:
+            continue
+        try:
+            with cases() as made:
+                results.add(measure(made, device, options.rounds))
+        except Exception as error:
+            results.fail(name, error)
+        made = []
+        gc.collect()
+        torch.cuda.empty_cache()
+    if not options.only:
+        results.meta["processes"] = gpu_ranks.in_processes()
+        results.save()
+        for name, times in results.meta["processes"].items():
+            print(f"# {gpu_ranks.RANKS} processes, by size in bytes (us): {name}: {times}")
+    return results
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parse(argv)
+    reason = missing()
+    if reason is not None:
+        print(f"skipped: {reason}")
+        return 0
+    return 0 if run(options).good() else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,246 @@
+"""What is timed on a GPU: optimizer steps and codecs, the bytes each must move, peers, goals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+import pycomm
+from pycomm import optim
+from pycomm.bench.cases import GIB, MIB
+from pycomm.bench.codec_tasks import UNIT, tasks
+from pycomm.bench.optim_tasks import SCHEMES, OptimizerSettings, make_params, our_step, peer_step
+
+Call = Callable[[], object]
+RANKS = 4  # of all-reduces, and whose encoded gradients are added up
+TOPK = pycomm.TopK(density=0.001)
+MAX_NORM = 1.0
+
+# The rows of optimizers, by what pycomm.bench calls their storage.
+STEPS = {
+    "adamw_fp32": "fp32",
+    "adamw_bf16_remainder": "bf16_remainder",
+    "adamw_bf16_remainder_bf16_states": "bf16_remainder_bf16",
+    "adamw_8bit_states": "bf16_remainder_8bit",
+}
+# Bytes of the data that steps and codecs work on, and what is added to the names of rows.
+STEP_SIZES = {256 * MIB: "_256MiB", 2 * GIB: ""}
+CODEC_SIZES = {256 * MIB: "_256MiB", GIB: ""}
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A bound of one of a row's figures.
+
+    Attributes:
+        figure: ``share``, ``time_us``, ``over`` or ``peer_ratio``.
+        limit: the bound.
+        at_least: whether it is a lower one.
+    """
+
+    figure: str
+    limit: float
+    at_least: bool = True
+
+    def reached(self, value: float) -> bool:
+        return value >= self.limit if self.at_least else value <= self.limit
+
+    def __str__(self) -> str:
+        return f"{self.figure} {'>=' if self.at_least else '<='} {self.limit:g}"
+
+
+GOALS = {
+    "adamw_fp32": (Goal("share", 0.9),),
+    "adamw_bf16_remainder": (Goal("share", 0.9),),
+    "adamw_bf16_remainder_bf16_states": (Goal("share", 0.9),),
+    "adamw_8bit_states": (Goal("share", 0.8),),
+    **{f"{name}_full": (Goal("over", 1.15, at_least=False),) for name in STEPS},
+    "adamw_fp32_scaler": (Goal("peer_ratio", 1.5),),
+    "adamw_bf16_remainder_scaler": (Goal("peer_ratio", 1.5),),
+    "int8_encode": (Goal("share", 0.85),),
+    "int8_decode_add": (Goal("share", 0.85),),
+    "topk_select": (Goal("peer_ratio", 20), Goal("share", 1 / 2.5)),
+    "all_reduce_loopback": (Goal("share", 0.8),),
+    "all_reduce_1KiB": (Goal("time_us", 6, at_least=False),),
+    "all_reduce_1KiB_replay": (Goal("time_us", 6, at_least=False),),
+    "int8_all_reduce_loopback": (Goal("over", 1.4, at_least=False),),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What becomes a row.
+
+    Attributes:
+        stem: of the row's name; what goals go by.
+        data_bytes: of the tensors that it works on.
+        moved_bytes: that it must read from and write to device memory.
+        call: does it, `repeats` times.
+        suffix: of the row's name.
+        base: the stem of the case whose time this one's is measured by.
+        peer_name: of another way to the same, which is `peer`.
+        wrong: how many elements are not what they must be.
+    """
+
+    stem: str
+    data_bytes: int
+    moved_bytes: int
+    call: Call
+    repeats: int = 1
+    suffix: str = ""
+    base: str | None = None
+    peer_name: str | None = None
+    peer: Call | None = None
+    wrong: Callable[[], int] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.stem + self.suffix
+
+    @property
+    def goals(self) -> tuple[Goal, ...]:
+        return GOALS.get(self.stem, ())
+
+
+@contextmanager
+def step_cases(stem: str, nbytes: int, suffix: str, device: str) -> Iterator[list[Case]]:
+    """A step, the same with unscaling, check and clipping, and that under a GradScaler."""
+    scheme = SCHEMES[STEPS[stem]]
+    held = 2 * scheme.dtype.itemsize + scheme.master_bytes + 2 * scheme.state_bytes
+    settings = OptimizerSettings(
+        name="adamw", schemes=(STEPS[stem],), count=int(nbytes / held) // UNIT * UNIT, small=False,
+        full=True, peers=("torch",), device=device, threads=1, iters=None, json=None, command="",
+    )  # fmt: skip
+    plain, full = (scheme.mix("adamw", settings.count, full).total for full in (False, True))
+    with_masters = STEPS[stem] == "bf16_remainder"
+    if with_masters:
+        peer_name, peer = "torch, fp32 masters", TorchStep(settings, scheme.dtype).step
+    else:
+        peer_name = "torch" if scheme.dtype == torch.float32 else "torch, all bf16"
+        peer = peer_step("torch", settings, scheme)
+    step = Case(
+        stem, int(held * settings.count), plain, our_step(settings, scheme, full=False),
+        suffix=suffix, peer_name=peer_name, peer=peer,
+    )  # fmt: skip
+    alone = replace(step, peer_name=None, peer=None)
+    cases = [
+        step,
+        replace(alone, stem=f"{stem}_full", moved_bytes=full, base=stem,
+                call=our_step(settings, scheme, full=True)),
+    ]  # fmt: skip
+    if with_masters or scheme.dtype == torch.float32:  # where torch has the same precision
+        ours = optim.FusedAdamW(
+            make_params(settings, scheme.dtype), max_norm=MAX_NORM, **scheme.options
+        )
+        cases.append(
+            replace(alone, stem=f"{stem}_scaler", moved_bytes=full, base=stem,
+                    call=scaled(optim.GradScaler(device, init_scale=1.0), ours, lambda: None),
+                    peer_name=f"{peer_name}, GradScaler, clip_grad_norm_",
+                    peer=TorchStep(settings, scheme.dtype).scaled_step())
+        )  # fmt: skip
+    yield cases
+
+
+class TorchStep:
+    """torch's fused AdamW on fp32 weights: the parameters, or masters of 16-bit ones."""
+
+    def __init__(self, settings: OptimizerSettings, dtype: torch.dtype) -> None:
+        self._params = make_params(settings, dtype)
+        self._masters = self._params
+        if dtype != torch.float32:
+            self._masters = [torch.nn.Parameter(param.detach().float()) for param in self._params]
+        self._device = settings.device
+        self._optimizer = torch.optim.AdamW(self._masters, fused=True)
+
+    def step(self) -> None:
+        """Gradients to fp32, the step, parameters from fp32."""
+        self._take_gradients()
+        self._optimizer.step()
+        self._give_weights()
+
+    def scaled_step(self) -> Call:
+        """The same with unscaling, check and clipping."""
+        scaler = torch.amp.GradScaler(self._device, init_scale=1.0)
+
+        def prepare() -> None:
+            self._take_gradients()
+            scaler.unscale_(self._optimizer)
+            torch.nn.utils.clip_grad_norm_(self._masters, MAX_NORM)
+
+        step = scaled(scaler, self._optimizer, prepare)
+
+        def call() -> None:
+            step()
+            self._give_weights()
+
+        return call
+
+    def _take_gradients(self) -> None:
+        for master, param in zip(self._masters, self._params, strict=True):
+            if master is not param:
+                assert param.grad is not None
+                master.grad = param.grad.float()
+
+    @torch.no_grad()
+    def _give_weights(self) -> None:
+        for master, param in zip(self._masters, self._params, strict=True):
+            if master is not param:
+                param.copy_(master)
+
+
+def scaled(scaler: Any, optimizer: torch.optim.Optimizer, prepare: Call) -> Call:
+    """A step under a scaler; a scale of 1 keeps gradients what they are."""
+    scaler.scale(torch.ones((), device=scaler._device))  # makes the scale
+
+    def step() -> None:
+        prepare()
+        scaler.step(optimizer)
+        scaler.update()
+
+    return step
+
+
+@contextmanager
+def int8_cases(nbytes: int, suffix: str, device: str) -> Iterator[list[Case]]:
+    """Encoding, decoding, and adding up what peers have encoded."""
+    codec = pycomm.Int8()
+    x = torch.randn(nbytes // 4, device=device)
+    task = {task.operation: task for task in tasks(codec, x)}
+    wires = [codec.encode(torch.randn_like(x)) for _ in range(RANKS)]
+    total = torch.zeros_like(x)
+
+    def add_all() -> None:
+        for wire in wires:
+            codec.decode(wire, total.numel(), total, add=True)
+
+    def add_all_by_torch() -> None:
+        for _ in wires:
+            task["decode_add"].by_torch()
+
+    yield [
+        Case(f"int8_{name}", task[name].mix.total, task[name].mix.total, task[name].ours,
+             suffix=suffix, peer_name=f"torch, {task[name].torch_way}", peer=task[name].by_torch,
+             wrong=task[name].wrong)
+        for name in ("encode", "decode")
+    ] + [
+        Case("int8_decode_add", x.nbytes + sum(wire.nbytes for wire in wires),
+             RANKS * task["decode_add"].mix.total, add_all, suffix=suffix,
+             peer_name="torch, dequantise and add", peer=add_all_by_torch,
+             wrong=task["decode_add"].wrong)
+    ]  # fmt: skip
+
+
+@contextmanager
+def topk_cases(nbytes: int, suffix: str, device: str) -> Iterator[list[Case]]:
+    """Selecting, which must read everything once, and encoding, which selects."""
+    x = torch.randn(nbytes // 4, device=device)
+    task = {task.operation: task for task in tasks(TOPK, x)}
+    yield [
+        Case(f"topk_{name}", x.nbytes, task[name].mix.total, task[name].ours, suffix=suffix,
+             peer_name="torch.topk", peer=task[name].by_torch, wrong=task[name].wrong)
+        for name in ("select", "encode")
+    ]  # fmt: skip
