@@ -13,6 +13,7 @@ import ctypes
 import os
 import queue
 import threading
+import time
 import weakref
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,10 +22,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from torch.distributed.distributed_c10d import PrefixStore
+
 from pycomm import _C
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from torch.distributed.distributed_c10d import Store
 
 Parcel = tuple[int, int, int]  # machine, address, bytes
 
@@ -67,52 +72,54 @@ class Machines:
         return min(map(len, self.ranks)) if len(self.ranks) > 1 else 0
 
 
-def connect(machines: Machines, rank: int, process_group: Any, timeout: float) -> Link | None:
+def connect(
+    machines: Machines, rank: int, store: Store, left: float, timeout: float
+) -> Link | None:
     """The way from this rank to those that carry the same stripe; None if it carries none.
 
-    A collective call of those.
+    A collective call of those. The process group is this group's own: what else torch.distributed
+    knows in these processes, and in which order, does not matter to it.
+
+    Args:
+        machines: who is where.
+        rank: this process.
+        store: of this group alone.
+        left: seconds that connecting may take.
+        timeout: the group's, in seconds.
     """
     stripe = machines.local.index(rank)
     if stripe >= machines.stripes:
         return None
-    members = [ranks[stripe] for ranks in machines.ranks]
-    world_ranks = [dist.get_global_rank(process_group, member) for member in members]
-    group = dist.new_group(
-        world_ranks,
-        timeout=timedelta(seconds=timeout),
-        backend="gloo",
-        use_local_synchronization=True,
-    )
-    order = sorted(world_ranks)
-    peers = {host: order.index(world_rank) for host, world_rank in enumerate(world_ranks)}
-    del peers[machines.here]
-    return Link(group, peers, timeout)
+    hosts = len(machines.ranks)
+    carriers = PrefixStore(f"link/{stripe}", store)
+    gloo = dist.ProcessGroupGloo(carriers, machines.here, hosts, timedelta(seconds=left))
+    return Link(gloo, [host for host in range(hosts) if host != machines.here], timeout)
 
 
 class Link(_C.Transport):
     """Carries one stripe over a process group.
 
     Args:
-        process_group: of the ranks that carry the stripe.
-        peers: the ranks in it of the other machines.
+        process_group: of the ranks that carry the stripe, in the order of machines.
+        hosts: the other machines.
         timeout: the group's, in seconds. The group itself sees to it; here it only keeps threads
             from waiting for ever.
     """
 
-    def __init__(self, process_group: Any, peers: dict[int, int], timeout: float) -> None:
+    def __init__(self, process_group: Any, hosts: list[int], timeout: float) -> None:
         super().__init__()
-        self._group = process_group._get_backend(torch.device("cpu"))
-        self._peers = peers
+        self._group = process_group
+        self._hosts = hosts
         self._patience = timedelta(seconds=4 * timeout + 10)
         self._rounds: queue.SimpleQueue[list[tuple[int, Any]] | None] = queue.SimpleQueue()
         self._ending = threading.Lock()
-        self._ended = False
+        self._told = False
         self._threads = [threading.Thread(target=self._wait, name="pycomm-link", daemon=True)]
         self._threads += [
             threading.Thread(
                 target=self._listen, args=(host,), name="pycomm-link-control", daemon=True
             )
-            for host in peers
+            for host in hosts
         ]
         for thread in self._threads:
             thread.start()
@@ -128,15 +135,16 @@ class Link(_C.Transport):
 
     def stop(self, abort_word: int) -> None:
         """Tells the others why; nothing touches posted memory any more when this returns."""
-        if not self._end():
-            return
-        self._tell(abort_word)
-        self._disconnect()
-        self._rounds.put(None)
+        with self._ending:
+            try:
+                self._tell(abort_word)
+            finally:
+                self._disconnect()
+                self._rounds.put(None)
 
     def leave(self) -> None:
         """Tells the others that nothing will follow."""
-        if self._end():
+        with self._ending:
             self._tell(_LEFT)
             self._rounds.put(None)
 
@@ -147,27 +155,26 @@ class Link(_C.Transport):
         for thread in self._threads:
             thread.join(_FAREWELL.total_seconds())
 
-    def _end(self) -> bool:
-        """Whether this is the end, and not one after it."""
-        with self._ending:
-            first, self._ended = not self._ended, True
-        return first
-
     def _disconnect(self) -> None:
         """A receive that is given up closes the connections, which ends all that wait for them."""
-        for host in self._peers:
+        for host in self._hosts:
             _finish(self._start(self._group.recv, host, torch.empty(1), _NOTHING), _AT_ONCE)
 
     def _tell(self, word: int) -> None:
+        """The first word is the last one."""
+        if self._told:
+            return
+        self._told = True
         message = torch.tensor([word])
-        works = [self._start(self._group.send, host, message, _CONTROL) for host in self._peers]
+        works = [self._start(self._group.send, host, message, _CONTROL) for host in self._hosts]
+        end = time.monotonic() + _FAREWELL.total_seconds()
         for work in works:
-            _finish(work, _FAREWELL)
+            _finish(work, max(timedelta(seconds=end - time.monotonic()), _AT_ONCE))
 
     def _start(self, start: Any, host: int, memory: torch.Tensor, tag: int) -> Any:
         """None where the connection is lost."""
         try:
-            return start([memory], self._peers[host], tag)
+            return start([memory], host, tag)
         except RuntimeError:
             self.lose(host)
             return None

@@ -69,6 +69,7 @@ class Membership:
         pids: every rank's process.
         pidfds: what tells of the ends of this machine's; -1 for this rank itself.
         cores: how many the ranks of this machine may run on, all together.
+        store: of this group alone.
     """
 
     machines: Machines
@@ -76,6 +77,7 @@ class Membership:
     pids: list[int]
     pidfds: list[int]
     cores: int
+    store: Store
 
 
 def machine_identity(rank: int) -> str:
@@ -121,8 +123,11 @@ def meet(
                     raise
                 patience *= 2
                 continue
-            store.delete_key(f"member/{rank}")  # the next life need not see through it
-        return [json.loads(member)[0] for member in members], PrefixStore(name, store)
+            fresh = PrefixStore(name, store)
+            if fresh.add("met", 1) == size:  # nobody reads them any more, or needs to see through
+                for r in range(size):
+                    store.delete_key(f"member/{r}")
+        return [json.loads(member)[0] for member in members], fresh
 
 
 def _get(store: Store, key: str, deadline: Deadline) -> str:
@@ -219,7 +224,7 @@ def join(
                 on_failure.callback(os.close, pidfds[-1])
         window_fd = _share_window(store, rank, machines.local, make_window, deadline)
         on_failure.pop_all()
-    return Membership(machines, window_fd, pids, pidfds, len(cores))
+    return Membership(machines, window_fd, pids, pidfds, len(cores), store)
 
 
 def _share_window(

@@ -306,7 +306,7 @@ def init(
     machines = members.machines
     window = _C.Window(members.window_fd, len(machines.local), slice_bytes(), staging_bytes)
     with deadline.guarding("every machine connecting"):
-        link = connect(machines, rank, process_group, deadline.left())
+        link = connect(machines, rank, members.store, deadline.left(), timeout)
     made = Group(
         window,
         machines,

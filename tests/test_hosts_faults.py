@@ -132,7 +132,7 @@ def slow(group: pycomm.Group):
     original = _hosts.Link.complete
 
     def late(link):
-        time.sleep(0.04)
+        time.sleep(0.07)
         original(link)
 
     _hosts.Link.complete = late
@@ -181,3 +181,33 @@ def missing(group: pycomm.Group):
 
 def test_threads_that_do_not_come(world):
     assert world(3, timeout=1.0, hosts=[2, 1]).run(missing) == [2, 2, None]
+
+
+def test_a_world_ends_with_work_under_way(world):
+    """Both ranks raise; one has submitted what the other will never join."""
+
+    def body(group):
+        if group.rank == 0:
+            pycomm.all_reduce(torch.ones(1000), group=group, async_op=True)
+        raise KeyError(group.rank)
+
+    groups = world(2, timeout=2.0, hosts=[1, 1])
+    with pytest.raises(KeyError):
+        groups.run(body)
+    began = time.monotonic()
+    groups.close()
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("compressor", [pycomm.TopK(0.1), pycomm.Int8()], ids=str)
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_killed_rank_of_three_machines(tmp_path, victim, compressor):
+    with spanning.ranks([1, 1, 1], storm, str(tmp_path), compressor, timeout=20.0) as ranks:
+        wait_for_start(tmp_path, 3)
+        killed = ranks.signal(victim, signal.SIGKILL)
+        survivors = [rank for rank in range(3) if rank != victim]
+        for outcome in ranks.wait_for(survivors, 30):
+            assert outcome.error is None, outcome.trace
+            kind, blamed, at = outcome.value
+            assert (kind, blamed) == (pycomm.PeerDied, victim)
+            assert at - killed < 3

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import time
+from pathlib import Path
+
 import compressing
 import pytest
 import spanning
@@ -50,23 +54,60 @@ def test_ranks_find_out_who_is_where():
     assert spanning.run([3, 1], where) == [(hosts, 1, rank, 4) for rank in range(4)]
 
 
-def make_model() -> torch.nn.Module:
-    """The same in every thread, which share torch's generator."""
-    model = torch.nn.Sequential(torch.nn.Linear(300, 200), torch.nn.Tanh(), torch.nn.Linear(200, 9))
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        torch.nn.init.uniform_(parameter, -0.06, 0.06, generator=generator)
-    return model
+def groups_of_some(group: pycomm.Group) -> list[float]:
+    """Ranks that are in different numbers of process groups; groups that come and go."""
+    torch.distributed.new_group([0])
+    some = torch.distributed.new_group([1, 2])
+    sums, resources = [], []
+    for _ in range(4):
+        with pycomm.init(timeout=20) as again:
+            sums.append(float(pycomm.all_reduce(torch.ones(3), group=again)[0]))
+            pycomm.barrier(group=again)
+        if group.rank > 0:
+            with pycomm.init(some, timeout=20) as pair:
+                sums.append(float(pycomm.all_reduce(torch.ones(3), group=pair)[0]))
+        torch.distributed.barrier()
+        time.sleep(0.3)
+        gc.collect()
+        held = [list(Path("/proc/self", what).iterdir()) for what in ("fd", "task")]
+        resources.append(sum(map(len, held)))
+    assert resources[-1] <= resources[1], resources
+    return sums
+
+
+def test_groups_whatever_torch_has():
+    """They meet, and leave nothing behind."""
+    three = [3.0] * 4
+    both = [3.0, 2.0] * 4
+    assert spanning.run([2, 1], groups_of_some) == [three, both, both]
+
+
+class Elementwise(torch.nn.Module):
+    """Whose gradients are the same bits wherever tensors lie, which those of products are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        shapes = [(300, 200), (200,), (9, 200), (9,)]
+        self.weights = torch.nn.ParameterList(
+            torch.randn(shape, generator=generator) for shape in shapes
+        )
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.cat([weight.flatten() for weight in self.weights]) * rows
+
+
+ELEMENTS = 300 * 200 + 200 + 9 * 200 + 9
 
 
 def train(group: pycomm.Group, bucket_mb: float, compressor: pycomm.Compressor | None):
-    model = make_model()
+    model = Elementwise()
     wrapped = pycomm.DataParallel(model, compression=compressor, bucket_mb=bucket_mb, group=group)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     generator = torch.Generator().manual_seed(group.rank)
     for _ in range(3):
         optimizer.zero_grad()
-        wrapped(torch.randn(8, 300, generator=generator)).square().mean().backward()
+        wrapped(torch.randn(ELEMENTS, generator=generator)).square().sum().backward()
         optimizer.step()
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
@@ -80,7 +121,7 @@ def test_the_wrapper(world, compressor):
 
 
 def train_with_hook(group: pycomm.Group, name: str, bucket_mb: float) -> torch.Tensor:
-    model = make_model()
+    model = Elementwise()
     parallel = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=bucket_mb)
     if name == "int8":
         state = pycomm.hooks.Int8State(model.named_parameters(), group=group)
@@ -88,11 +129,11 @@ def train_with_hook(group: pycomm.Group, name: str, bucket_mb: float) -> torch.T
     else:
         state = pycomm.hooks.TopKState(model.named_parameters(), density=0.02, group=group)
         parallel.register_comm_hook(state, pycomm.hooks.topk_hook)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     generator = torch.Generator().manual_seed(group.rank)
     for _ in range(3):
         optimizer.zero_grad()
-        parallel(torch.randn(8, 300, generator=generator)).square().mean().backward()
+        parallel(torch.randn(ELEMENTS, generator=generator)).square().sum().backward()
         optimizer.step()
     assert state.stats()["bytes_wire"] > 0
     saved = state.state_dict()

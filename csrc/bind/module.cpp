@@ -195,7 +195,8 @@ void bind_group(py::module_& m) {
       .def(
           "published",
           [](const Group& group, int rank) {
-            PYCOMM_CHECK(rank >= 0 && rank < group.size(), "rank must be one of the group's");
+            PYCOMM_CHECK(rank >= 0 && rank < group.comm().size(),
+                         "rank must be one of this machine's, by their order");
             py::tuple counts(kSlots + 1);
             counts[0] = group.comm().announced(rank);
             for (int i = 0; i < kSlots; ++i) counts[i + 1] = group.comm().published(rank, i);

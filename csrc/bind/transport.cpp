@@ -25,17 +25,10 @@ class PythonTransport : public Transport {
     find("post")(parcels(round.sends), parcels(round.receives));
   }
   void stop(std::uint64_t abort_word) override {
-    const py::gil_scoped_acquire gil;
-    find("stop")(abort_word);
+    end("stopping a group", [&] { find("stop")(abort_word); });
   }
-  // Also from a destructor, where there is nobody to tell of a failure.
   void leave() override {
-    const py::gil_scoped_acquire gil;
-    try {
-      find("leave")();
-    } catch (py::error_already_set& error) {
-      error.discard_as_unraisable("leaving a group");
-    }
+    end("leaving a group", [&] { find("leave")(); });
   }
   int awaited() const override { return awaited_; }
   void await(int host) { awaited_ = host; }
@@ -43,6 +36,17 @@ class PythonTransport : public Transport {
  private:
   py::function find(const char* name) const {
     return py::get_override(static_cast<const Transport*>(this), name);
+  }
+  // Also from destructors and threads, where there is nobody to tell of a failure, and while another
+  // error is on its way.
+  template <class Do>
+  static void end(const char* what, Do act) {
+    const py::gil_scoped_acquire gil;
+    try {
+      act();
+    } catch (py::error_already_set& error) {
+      error.discard_as_unraisable(what);
+    }
   }
   static py::list parcels(const std::vector<Parcel>& parcels) {
     py::list list;

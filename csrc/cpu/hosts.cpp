@@ -248,7 +248,7 @@ Outlook Hosts::exchange_coded(const Operation& operation, const Call& call, floa
     TopkComm<Link> coded(*link_, topk_, operation, call, limit);
     link_->begin_tensor(operation, call.input, call.output, agree(coded.outlook(), pool));
     coded.announce();
-    return exchange_parts(coded, ListsPart(*link_, coded), pool);
+    return exchange_parts(coded, ListsPart(*link_, coded, list_lengths_), pool);
   }
   const Outlook outlook = agree(outlook_of(operation, call, limit), pool);
   link_->begin_tensor(operation, call.input, call.output, outlook);

@@ -81,6 +81,7 @@ class Hosts {
   const Machines machines_;
   std::unique_ptr<Link> link_;
   TopkWorkspace topk_;
+  std::vector<std::int64_t> list_lengths_;
   PoolMemory pool_memory_;
   Scratch incoming_, blocks_, sums_;
 };

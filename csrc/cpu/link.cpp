@@ -86,21 +86,25 @@ std::int64_t Link::post(const Round& round) {
   return ++posted_;
 }
 
+// For each round anew: a slow link makes progress.
 void Link::wait(std::int64_t round) {
-  const Clock::time_point start = Clock::now();
-  Clock::time_point lost_at = Clock::time_point::max();
-  while (!transport_->wait(round, kLook)) {
-    local_.beat();
-    look_for_failure(start, lost_at);
-    if (interrupt_ != nullptr) interrupt_();
+  for (; waited_ < round; ++waited_) {
+    const Clock::time_point start = Clock::now();
+    Clock::time_point lost_at = Clock::time_point::max();
+    while (!transport_->wait(waited_ + 1, kLook)) {
+      local_.beat();
+      look_for_failure(start, lost_at);
+      if (interrupt_ != nullptr) interrupt_();
+    }
   }
 }
 
 void Link::look_for_failure(Clock::time_point start, Clock::time_point& lost_at) {
   local_.check_aborted();
   const Clock::time_point now = Clock::now();
-  const int machine = transport_->awaited();
-  if (machine < 0) return;
+  const int awaited = transport_->awaited();
+  // Where it is not known yet which one, all of them are waited for.
+  const int machine = awaited >= 0 ? awaited : (rank() + 1) % size();
   if (!transport_->lost(machine)) {
     lost_at = Clock::time_point::max();
   } else if (lost_at == Clock::time_point::max()) {

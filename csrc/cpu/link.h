@@ -129,7 +129,7 @@ class Link {
   std::int64_t greeted_ = 0;         // the round
   Outlook outlook_;
   std::vector<Scratch> areas_;
-  std::int64_t posted_ = 0;
+  std::int64_t posted_ = 0, waited_ = 0;
   LinkTraffic traffic_;
   std::mutex left_mutex_;
   std::condition_variable left_changed_;

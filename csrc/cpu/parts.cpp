@@ -191,11 +191,10 @@ void BlocksPart::gather(std::int64_t t) {
   }
 }
 
-ListsPart::ListsPart(Link& link, TopkComm<Link>& coded)
-    : link_(link),
-      coded_(coded),
-      sent_(static_cast<std::size_t>(link.size())),
-      received_(static_cast<std::size_t>(link.size())) {}
+ListsPart::ListsPart(Link& link, TopkComm<Link>& coded, std::vector<std::int64_t>& lengths)
+    : link_(link), coded_(coded), lengths_(lengths) {
+  lengths_.resize(static_cast<std::size_t>(2 * link.size()));
+}
 
 void ListsPart::stage(std::int64_t) {
   for (int m = 0; m < link_.size(); ++m) {
@@ -227,32 +226,41 @@ void ListsPart::decode(int owner) {
   coded_.copy({nullptr, link_.rank(), owner}, {coded_.list(owner, owner, true), owner, owner}, 1);
 }
 
-// The lists that this rank has written for the others, or for all, and theirs.
+// The lists that this rank has written for the others, or for all, and theirs. Returns the last of
+// their rounds.
 Round ListsPart::with_lengths(bool result) {
-  Round lengths, round;
   const int me = link_.rank();
+  std::int64_t* const sent = lengths_.data();
+  std::int64_t* const received = sent + link_.size();
+  Round lengths;
   for (int m = 0; m < link_.size(); ++m) {
     if (m == me) continue;
-    const auto i = static_cast<std::size_t>(m);
-    sent_[i] = coded_.list_bytes(result ? me : m, result);
-    lengths.sends.push_back({m, reinterpret_cast<std::byte*>(&sent_[i]), sizeof(sent_[i])});
-    lengths.receives.push_back({m, reinterpret_cast<std::byte*>(&received_[i]), sizeof(sent_[i])});
+    sent[m] = coded_.list_bytes(result ? me : m, result);
+    lengths.sends.push_back({m, reinterpret_cast<std::byte*>(sent + m), sizeof(sent[m])});
+    lengths.receives.push_back({m, reinterpret_cast<std::byte*>(received + m), sizeof(sent[m])});
   }
   link_.wait(link_.post(lengths));
+  std::vector<Round> rounds(1);
+  const auto add = [&](std::vector<Parcel> Round::* way, int machine, std::byte* list,
+                       std::int64_t bytes) {
+    const Tiles pieces{bytes, kMostTileBytes};
+    for (std::int64_t i = 0; i < pieces.count(); ++i) {
+      if (i == static_cast<std::int64_t>(rounds.size())) rounds.emplace_back();
+      const Range piece = pieces[i];
+      (rounds[static_cast<std::size_t>(i)].*way)
+          .push_back({machine, list + piece.begin, piece.count});
+    }
+  };
   for (int m = 0; m < link_.size(); ++m) {
     if (m == me) continue;
-    const auto i = static_cast<std::size_t>(m);
     const int owner = result ? m : me;
-    PYCOMM_CHECK(received_[i] >= 0 && received_[i] <= coded_.room(owner, result),
+    PYCOMM_CHECK(received[m] >= 0 && received[m] <= coded_.room(owner, result),
                  "a list from another machine must fit its place");
-    if (sent_[i] > 0) {
-      round.sends.push_back({m, coded_.list(me, result ? me : m, result), sent_[i]});
-    }
-    if (received_[i] > 0) {
-      round.receives.push_back({m, coded_.list(m, owner, result), received_[i]});
-    }
+    add(&Round::sends, m, coded_.list(me, result ? me : m, result), sent[m]);
+    add(&Round::receives, m, coded_.list(m, owner, result), received[m]);
   }
-  return round;
+  for (std::size_t i = 0; i + 1 < rounds.size(); ++i) link_.post(rounds[i]);
+  return rounds.back();
 }
 
 }  // namespace pycomm::cpu

@@ -2,6 +2,8 @@
 // of top-k lists.
 #pragma once
 
+#include <algorithm>
+
 #include "core/between.h"
 #include "core/stripes.h"
 #include "cpu/coded_comm.h"
@@ -111,10 +113,11 @@ class BlocksPart {
   std::byte* regions_;
 };
 
-// Lists of top-k, in one tile. How long a list is goes ahead of it.
+// Lists of top-k, in one tile. How long a list is goes ahead of it; a long one takes several rounds.
 class ListsPart {
  public:
-  ListsPart(Link& link, TopkComm<Link>& coded);
+  // `lengths`: memory that outlives the rounds, whatever becomes of them.
+  ListsPart(Link& link, TopkComm<Link>& coded, std::vector<std::int64_t>& lengths);
 
   static constexpr std::int64_t tiles() { return 1; }
   static constexpr bool reduces() { return true; }
@@ -133,7 +136,7 @@ class ListsPart {
 
   Link& link_;
   TopkComm<Link>& coded_;
-  std::vector<std::int64_t> sent_, received_;  // bytes
+  std::vector<std::int64_t>& lengths_;  // bytes that each machine gets, then what each sends
 };
 
 }  // namespace pycomm::cpu

@@ -27,12 +27,14 @@ void Transport::lose(int host) {
 
 void Transport::stopped(std::uint64_t abort_word) {
   const std::lock_guard lock(listener_mutex_);
+  stopped_ = abort_word;
   if (listener_) listener_(abort_word);
 }
 
 void Transport::listen(std::function<void(std::uint64_t)> listener) {
   const std::lock_guard lock(listener_mutex_);
   listener_ = std::move(listener);
+  if (listener_ && stopped_ != 0) listener_(stopped_);
 }
 
 std::vector<std::shared_ptr<LocalTransport>> LocalTransport::make(int hosts) {
@@ -117,7 +119,6 @@ void LocalTransport::tell_others(Tell tell) {
   std::vector<std::shared_ptr<LocalTransport>> others;
   {
     const std::lock_guard lock(shared_->mutex);
-    withdraw();
     for (const auto& end : shared_->ends) {
       if (auto other = end.lock(); other != nullptr && other.get() != this) others.push_back(other);
     }
@@ -126,6 +127,10 @@ void LocalTransport::tell_others(Tell tell) {
 }
 
 void LocalTransport::stop(std::uint64_t abort_word) {
+  {
+    const std::lock_guard lock(shared_->mutex);
+    withdraw();
+  }
   tell_others([&](LocalTransport& other) { other.stopped(abort_word); });
 }
 

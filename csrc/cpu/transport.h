@@ -54,7 +54,7 @@ class Transport {
   void lose(int host);
   // Another machine has stopped.
   void stopped(std::uint64_t abort_word);
-  // Who wants to know of that; nobody, with an empty function.
+  // Who wants to know of that, even if it has been; nobody, with an empty function.
   void listen(std::function<void(std::uint64_t)> listener);
 
  private:
@@ -64,6 +64,7 @@ class Transport {
   std::set<int> lost_;
   std::mutex listener_mutex_;
   std::function<void(std::uint64_t)> listener_;
+  std::uint64_t stopped_ = 0;  // the word
 };
 
 // One stripe's machines, all in this process. A parcel is copied by whoever comes second.
