@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-
 from torch.distributed.distributed_c10d import PrefixStore
 
 from pycomm import _C
