@@ -8,7 +8,8 @@ import pytest
 import torch
 import wrapped
 from averaging import DILOCO, Trainee
-from test_hook_state import same, saved
+from golden import same_tensors
+from test_hook_state import saved
 from torch import nn
 
 import pycomm
@@ -50,7 +51,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(world, at, make, m
     rest = world(2).run(go_on, range(at, 8), [kept for _, kept in first], options, make)
     for (whole, end), (begin, _), (weights, other_end) in zip(through, first, rest, strict=True):
         assert all(map(wrapped.same, whole, [*begin, *weights]))
-        assert same(end, other_end)
+        assert same_tensors(end, other_end)
 
 
 def test_an_exchange_may_come_at_once_after_a_resume(world):
@@ -132,7 +133,7 @@ def test_dicts_of_others_are_refused(world):
         trainee.state.load_state_dict(renamed)
     with pytest.raises(ValueError, match="must hold what this state keeps"):
         make(group).state.load_state_dict(before)
-    assert same(before, trainee.state.state_dict())
+    assert same_tensors(before, trainee.state.state_dict())
 
 
 # Ranks that differ.

@@ -108,7 +108,7 @@ def kill_myself_in_rendezvous(progress: Progress, point: str) -> None:
 
         return wrapped
 
-    names = {"before joining": ["_exchange"], "after joining": ["_exchange"]}
+    names = {"before joining": ["meet"], "after joining": ["meet"]}
     for name in names.get(point, ["_take", "_hand_out"]):
         original = getattr(_rendezvous, name)
         setattr(_rendezvous, name, ending(original, point == "before joining"))

@@ -39,7 +39,7 @@ class TrainingSettings:
     timeout: float
     json: str | None
     command: str
-    bucket_mb: float = 25  # of DistributedDataParallel, whose default it is
+    bucket_mb: float | None = None  # of DistributedDataParallel, whose default is not one number
 
 
 def begin(settings: TrainingSettings, group: pycomm.Group, header: str) -> dict[str, Any]:
