@@ -85,7 +85,15 @@ def test_follows_the_model(world, hosts, case):
     check(case, hosts, world(sum(hosts), hosts=hosts))
 
 
-@pytest.mark.parametrize("case", [Case(INT8, count=900_000), Case(INT8, count=2_500_000)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(INT8, count=900_000),
+        Case(INT8, count=2_500_000),
+        Case(INT8, count=2_500_000, feedback=False, offset=32_768 + 256),  # in a turn's middle
+    ],
+    ids=str,
+)
 def test_tiles_of_parcels(world, case):
     """More than one tile under way."""
     check(case, [2, 2], world(4, hosts=[2, 2]))

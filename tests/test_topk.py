@@ -28,3 +28,16 @@ def test_many_regions(values, size):
             k=(1, 7, 1000, 16_000, 3)[turn], values=values, momentum=0.5 * (turn % 2)
         )
         compressing.check(Case(compressor, FLOATS[turn % 3], count, steps=2, scale=0.01), size)
+
+
+def test_a_sample_that_misleads():
+    """Where it looks for a threshold, all elements are large; elsewhere none is."""
+    count, k = 1 << 17, 5000
+    x = torch.rand(count, generator=torch.Generator().manual_seed(0)) + 1
+    x[:: count // (count // 128) - 1] += 100
+    wire = pycomm.TopK(k=k).encode(x)
+    made = pycomm.TopK(k=k).decode(wire, count)
+    wanted = torch.zeros(count)
+    at = x.topk(k).indices
+    wanted[at] = x[at]
+    assert torch.equal(made, wanted)
