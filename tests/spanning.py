@@ -9,22 +9,33 @@ from typing import Any
 import helpers
 
 
+def names(hosts: list[int] | str) -> str:
+    """A letter for each rank's machine: ``[2, 1]`` is ``"aab"``; ``"aba"`` is itself."""
+    if isinstance(hosts, str):
+        return hosts
+    return "".join(letter * count for letter, count in zip("abcd", hosts, strict=False))
+
+
 def member(
-    rank: int, size: int, store: str, hosts: list[int], function: Callable[..., Any], options: dict,
+    rank: int, size: int, store: str, machines: str, function: Callable[..., Any], options: dict,
     *args: Any,
 ) -> Any:  # fmt: skip
     """For :class:`helpers.Ranks`: ``function(group, *args)`` in a group that spans machines."""
-    os.environ["PYCOMM_TEST_HOSTS"] = ",".join(map(str, hosts))
+    os.environ["PYCOMM_TEST_HOSTS"] = machines
     return helpers.in_group(rank, size, store, function, options, *args)
 
 
-def run(hosts: list[int], function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+def run(
+    hosts: list[int] | str, function: Callable[..., Any], *args: Any, **options: Any
+) -> list[Any]:
     """What ``function(group, *args)`` returned on every rank; `options` are ``pycomm.init``'s."""
-    return helpers.run_ranks(sum(hosts), member, hosts, function, options, *args)
+    machines = names(hosts)
+    return helpers.run_ranks(len(machines), member, machines, function, options, *args)
 
 
 def ranks(
     hosts: list[int], function: Callable[..., Any], *args: Any, **options: Any
 ) -> helpers.Ranks:
     """The processes, to do harm to."""
-    return helpers.Ranks(sum(hosts), member, hosts, function, options, *args)
+    machines = names(hosts)
+    return helpers.Ranks(len(machines), member, machines, function, options, *args)

@@ -6,6 +6,7 @@ import signal
 import time
 from pathlib import Path
 
+import helpers
 import pytest
 import spanning
 import torch
@@ -42,6 +43,18 @@ def wait_for_start(folder: Path, size: int) -> None:
         time.sleep(0.01)
 
 
+def ends(ranks: helpers.Ranks, size: int, victim: int, kind: type) -> list[float]:
+    """When the storms of the others ended, all of them with this error of the victim."""
+    found = []
+    for outcome in ranks.wait_for([rank for rank in range(size) if rank != victim], 30):
+        assert outcome.error is None, outcome.trace
+        *what, at = outcome.value
+        assert what == [kind, victim]
+        found.append(at)
+    assert len(found) == size - 1
+    return found
+
+
 @pytest.mark.parametrize("compressor", [None, pycomm.Int8()], ids=str)
 @pytest.mark.parametrize(("hosts", "victim"), [([1, 1], 1), ([2, 2], 0), ([2, 1], 1)], ids=str)
 def test_a_killed_rank(tmp_path, hosts, victim, compressor):
@@ -49,11 +62,7 @@ def test_a_killed_rank(tmp_path, hosts, victim, compressor):
     with spanning.ranks(hosts, storm, str(tmp_path), compressor, timeout=20.0) as ranks:
         wait_for_start(tmp_path, sum(hosts))
         killed = ranks.signal(victim, signal.SIGKILL)
-        survivors = [rank for rank in range(sum(hosts)) if rank != victim]
-        for outcome in ranks.wait_for(survivors, 30):
-            assert outcome.error is None, outcome.trace
-            kind, blamed, at = outcome.value
-            assert (kind, blamed) == (pycomm.PeerDied, victim)
+        for at in ends(ranks, sum(hosts), victim, pycomm.PeerDied):
             assert at - killed < 3  # seconds, where cores are shared; mostly 0.6
 
 
@@ -62,11 +71,7 @@ def test_a_stopped_rank(tmp_path, hosts, victim):
     with spanning.ranks(hosts, storm, str(tmp_path), timeout=TIMEOUT) as ranks:
         wait_for_start(tmp_path, sum(hosts))
         stopped = ranks.signal(victim, signal.SIGSTOP)
-        survivors = [rank for rank in range(sum(hosts)) if rank != victim]
-        for outcome in ranks.wait_for(survivors, 30):
-            assert outcome.error is None, outcome.trace
-            kind, blamed, at = outcome.value
-            assert (kind, blamed) == (pycomm.Timeout, victim)
+        for at in ends(ranks, sum(hosts), victim, pycomm.Timeout):
             assert TIMEOUT - 0.1 < at - stopped < TIMEOUT + 2
         ranks.signal(victim, signal.SIGCONT)
         (late,) = ranks.wait_for([victim], 30)
@@ -205,9 +210,5 @@ def test_a_killed_rank_of_three_machines(tmp_path, victim, compressor):
     with spanning.ranks([1, 1, 1], storm, str(tmp_path), compressor, timeout=20.0) as ranks:
         wait_for_start(tmp_path, 3)
         killed = ranks.signal(victim, signal.SIGKILL)
-        survivors = [rank for rank in range(3) if rank != victim]
-        for outcome in ranks.wait_for(survivors, 30):
-            assert outcome.error is None, outcome.trace
-            kind, blamed, at = outcome.value
-            assert (kind, blamed) == (pycomm.PeerDied, victim)
+        for at in ends(ranks, 3, victim, pycomm.PeerDied):
             assert at - killed < 3

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import compressing
+import golden_hosts
 import pytest
 import spanning
 import torch
@@ -43,6 +44,40 @@ def test_the_bits_of_threads(world, hosts):
     for rank, made in enumerate(spanning.run(hosts, everything)):
         for i, (got, expected) in enumerate(zip(made, wanted[rank], strict=True)):
             compressing.compare(f"tensor {i} of rank {rank}", got, expected)
+
+
+BLOCK = 2501
+
+
+def one_of_each(group: pycomm.Group) -> tuple:
+    x = compressing.gradient(torch.float32, 4 * BLOCK, group.rank)
+    return (
+        group.hosts,
+        pycomm.all_reduce(x.clone(), group=group),
+        pycomm.reduce_scatter(torch.empty(BLOCK), x, group=group),
+        pycomm.all_gather(torch.empty(4 * BLOCK), x[:BLOCK], group=group),
+        pycomm.broadcast(x.clone(), 1, group=group),
+        pycomm.compressed_all_reduce(x.clone(), pycomm.Int8(), group=group),
+    )
+
+
+def test_machines_whose_ranks_alternate(world):
+    """Sums go machine by machine, blocks rank by rank."""
+    inputs = [compressing.gradient(torch.float32, 4 * BLOCK, rank) for rank in range(4)]
+    in_order = [inputs[rank] for rank in (0, 2, 1, 3)]
+    total = golden_hosts.all_reduced(in_order, "sum", [2, 2])
+    coded = world(4, hosts=[2, 2]).run(
+        lambda group: pycomm.compressed_all_reduce(
+            in_order[group.rank].clone(), pycomm.Int8(), group=group
+        )
+    )[0]
+    gathered = torch.cat([x[:BLOCK] for x in inputs])
+    for rank, (hosts, *made) in enumerate(spanning.run("abab", one_of_each)):
+        assert hosts == ((0, 2), (1, 3))
+        block = total[rank * BLOCK : (rank + 1) * BLOCK]
+        wanted = (total, block, gathered, inputs[1], coded)
+        for i, (got, expected) in enumerate(zip(made, wanted, strict=True)):
+            compressing.compare(f"result {i} of rank {rank}", got, expected)
 
 
 def where(group: pycomm.Group) -> tuple:
@@ -100,16 +135,21 @@ class Elementwise(torch.nn.Module):
 ELEMENTS = 300 * 200 + 200 + 9 * 200 + 9
 
 
-def train(group: pycomm.Group, bucket_mb: float, compressor: pycomm.Compressor | None):
-    model = Elementwise()
-    wrapped = pycomm.DataParallel(model, compression=compressor, bucket_mb=bucket_mb, group=group)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+def three_steps(group: pycomm.Group, parallel: torch.nn.Module) -> torch.Tensor:
+    """All parameters after them."""
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.01)
     generator = torch.Generator().manual_seed(group.rank)
     for _ in range(3):
         optimizer.zero_grad()
-        wrapped(torch.randn(ELEMENTS, generator=generator)).square().sum().backward()
+        parallel(torch.randn(ELEMENTS, generator=generator)).square().sum().backward()
         optimizer.step()
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
+    return torch.cat([p.detach().flatten() for p in parallel.parameters()])
+
+
+def train(group: pycomm.Group, bucket_mb: float, compressor: pycomm.Compressor | None):
+    model = Elementwise()
+    wrapped = pycomm.DataParallel(model, compression=compressor, bucket_mb=bucket_mb, group=group)
+    return three_steps(group, wrapped)
 
 
 @pytest.mark.parametrize("compressor", [None, pycomm.Int8(), pycomm.TopK(0.02)], ids=str)
@@ -129,16 +169,11 @@ def train_with_hook(group: pycomm.Group, name: str, bucket_mb: float) -> torch.T
     else:
         state = pycomm.hooks.TopKState(model.named_parameters(), density=0.02, group=group)
         parallel.register_comm_hook(state, pycomm.hooks.topk_hook)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    generator = torch.Generator().manual_seed(group.rank)
-    for _ in range(3):
-        optimizer.zero_grad()
-        parallel(torch.randn(ELEMENTS, generator=generator)).square().sum().backward()
-        optimizer.step()
+    parameters = three_steps(group, parallel)
     assert state.stats()["bytes_wire"] > 0
     saved = state.state_dict()
     state.load_state_dict(saved)
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
+    return parameters
 
 
 @pytest.mark.parametrize("name", ["int8", "topk"])
