@@ -64,7 +64,7 @@ def one_of_each(group: pycomm.Group) -> tuple:
 def test_machines_whose_ranks_alternate(world):
     """Sums go machine by machine, blocks rank by rank."""
     inputs = [compressing.gradient(torch.float32, 4 * BLOCK, rank) for rank in range(4)]
-    in_order = [inputs[rank] for rank in (0, 2, 1, 3)]
+    in_order = [inputs[rank] for rank in (0, 3, 1, 2)]
     total = golden_hosts.all_reduced(in_order, "sum", [2, 2])
     coded = world(4, hosts=[2, 2]).run(
         lambda group: pycomm.compressed_all_reduce(
@@ -72,8 +72,8 @@ def test_machines_whose_ranks_alternate(world):
         )
     )[0]
     gathered = torch.cat([x[:BLOCK] for x in inputs])
-    for rank, (hosts, *made) in enumerate(spanning.run("abab", one_of_each)):
-        assert hosts == ((0, 2), (1, 3))
+    for rank, (hosts, *made) in enumerate(spanning.run("abba", one_of_each)):
+        assert hosts == ((0, 3), (1, 2))
         block = total[rank * BLOCK : (rank + 1) * BLOCK]
         wanted = (total, block, gathered, inputs[1], coded)
         for i, (got, expected) in enumerate(zip(made, wanted, strict=True)):
