@@ -114,6 +114,19 @@ def test_nan_stays_nan_in_remainders(pattern):
     assert param.isnan().tolist() == [i == 3 for i in range(7)]
 
 
+@pytest.mark.parametrize("value", [0.0, -0.0, 1.0, -3.5])
+def test_remainders_never_make_nan_of_an_edited_parameter(value):
+    """Half of the low halves are below zero, which zero cannot borrow from."""
+    params, optimizer = run(Case("adamw", dtype=BF16, master="remainder"))
+    for param in params:
+        param.data.fill_(value)
+        weights = optimizer.full_weights(param)
+        assert ((weights - value).abs() <= abs(value) / 256 + 1e-40).all()
+    set_gradients(params, gradients(params, 9))
+    optimizer.step()
+    assert all(param.isfinite().all() for param in params)
+
+
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, 3.4e38, -3.4e38])
 def test_large_weights_stay_themselves(value):
     weights = torch.tensor([value, 1.0])

@@ -126,7 +126,8 @@ def joined(param: torch.Tensor, state: Mapping[str, Any]) -> torch.Tensor:
         return param.detach().float()
     low: torch.Tensor = state[REMAINDER].to(torch.int32)
     high = param.detach().view(torch.int16).to(torch.int32) << 16
-    return (high + low).view(torch.float32)
+    sums = (high + low).view(torch.float32)
+    return torch.where(sums.isnan(), high.view(torch.float32), sums)
 
 
 def split(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -81,6 +81,38 @@ void every_number_survives_the_split() {
   PYCOMM_CHECK(wrong == 0, std::to_string(wrong) + " patterns do not survive");
 }
 
+// All pairs of halves: those that no split makes, too, because parameters are edited between steps.
+// A finite `hi` gives a finite number within half a unit.
+PYCOMM_CLONES std::int64_t wrong_joins(std::uint32_t high, std::int64_t n, const float* joined) {
+  std::int64_t wrong = 0;
+#pragma omp simd reduction(+ : wrong)
+  for (std::int64_t i = 0; i < n; ++i) {
+    const std::uint32_t bits = bit_cast<std::uint32_t>(joined[i]);
+    const bool finite = (bits & 0x7fffffffu) < 0x7f800000u;
+    wrong += finite && bits - high + 0x8000u <= 0x10000u ? 0 : 1;
+  }
+  return wrong;
+}
+
+void no_finite_number_becomes_nan() {
+  std::atomic<std::int64_t> wrong = 0;
+  on_all_processors(1 << 16, [&](std::int64_t half) {
+    const auto high = static_cast<std::uint16_t>(half);
+    if ((high & 0x7f80u) == 0x7f80u) return;
+    std::uint16_t hi[cpu::kChunk], lo[cpu::kChunk];
+    float joined[cpu::kChunk];
+    std::fill(hi, hi + cpu::kChunk, high);
+    const cpu::Numbers numbers{Storage::remainder, false, reinterpret_cast<std::byte*>(lo), nullptr,
+                               hi};
+    for (std::uint32_t first = 0; first < 1u << 16; first += cpu::kChunk) {
+      for (std::uint32_t i = 0; i < cpu::kChunk; ++i) lo[i] = static_cast<std::uint16_t>(first + i);
+      cpu::load_chunk(numbers, 0, cpu::kChunk, joined);
+      wrong += wrong_joins(static_cast<std::uint32_t>(high) << 16, cpu::kChunk, joined);
+    }
+  });
+  PYCOMM_CHECK(wrong == 0, std::to_string(wrong) + " pairs give something else");
+}
+
 // Every root is its own code; roots of all else are the nearest, but never zero.
 void roots_in_half() {
   for (std::uint32_t bits = 0; bits <= 0x7c00u; ++bits) {
@@ -223,6 +255,7 @@ int main() {
   using namespace pycomm::test;
   return run_all({
       {"every number survives the split", every_number_survives_the_split},
+      {"no finite number becomes NaN", no_finite_number_becomes_nan},
       {"roots in half", roots_in_half},
       {"codes are fixed points", codes_are_fixed_points},
       {"scales", scales},
