@@ -8,23 +8,38 @@ class PycommError(RuntimeError):
 
 
 class CollectiveError(PycommError):
-    """An operation failed on every rank of its group; the group is of no further use.
+    """An operation failed; the group is of no further use.
+
+    Every rank's next operation raises, if not this one: a rank that had done its part before the
+    failure may have seen this operation succeed. :attr:`completed` tells which operations have
+    succeeded on all ranks. When the error is raised no other rank touches this rank's tensors any
+    more. What the failed operation was to overwrite is undefined.
 
     Attributes:
         rank: the rank to blame, within the group. All ranks name the same one.
         pid: that rank's process.
         operation: the collective this rank was in, such as ``"all_reduce"``.
         sequence: its number in the group, counted from 1.
+        completed: operations up to this number are known to have succeeded on every rank; 0 if
+            none is.
     """
 
     def __init__(
-        self, message: str, *, rank: int = -1, pid: int = -1, operation: str = "", sequence: int = 0
+        self,
+        message: str,
+        *,
+        rank: int = -1,
+        pid: int = -1,
+        operation: str = "",
+        sequence: int = 0,
+        completed: int = 0,
     ) -> None:
         super().__init__(message)
         self.rank = rank
         self.pid = pid
         self.operation = operation
         self.sequence = sequence
+        self.completed = completed
 
     def __reduce__(self) -> tuple[object, ...]:
         """Survives pickling, so that it can cross from a worker process to its parent."""

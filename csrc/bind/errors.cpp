@@ -33,7 +33,8 @@ void set_collective_error(const CollectiveError& error) {
   const py::object type = py::module_::import("pycomm.errors").attr(class_of(error.reason));
   const py::object value =
       type(error.what(), py::arg("rank") = error.rank, py::arg("pid") = error.pid,
-           py::arg("operation") = error.operation, py::arg("sequence") = error.sequence);
+           py::arg("operation") = error.operation, py::arg("sequence") = error.sequence,
+           py::arg("completed") = error.completed);
   PyErr_SetObject(type.ptr(), value.ptr());
 }
 

@@ -21,11 +21,23 @@ class CollectiveError : public std::runtime_error {
         operation(std::move(operation)),
         sequence(sequence) {}
 
+  // The same error, once it is known which operations have succeeded on every rank: those up to
+  // `completed`.
+  CollectiveError knowing(std::uint32_t completed) const {
+    const std::string known =
+        completed == 0 ? "none" : "operations up to " + std::to_string(completed);
+    CollectiveError error(reason, rank, pid, operation, sequence,
+                          std::string(what()) + "; known to be complete on every rank: " + known);
+    error.completed = completed;
+    return error;
+  }
+
   const Reason reason;
   const int rank;  // the one to blame
   const int pid;
   const std::string operation;
   const std::uint32_t sequence;
+  std::uint32_t completed = 0;
 };
 
 inline std::string describe(const Operation& operation) {

@@ -6,6 +6,15 @@
 #include "cpu/link.h"
 
 namespace pycomm::cpu {
+namespace {
+
+void copy_state(float* to, const float* from, std::int64_t n) {
+  if (to != nullptr && from != nullptr && n > 0) {
+    std::memcpy(to, from, static_cast<std::size_t>(n) * sizeof(float));
+  }
+}
+
+}  // namespace
 
 bool is_unused(const Call& call) {
   return call.feedback.hold_unused &&
@@ -14,13 +23,14 @@ bool is_unused(const Call& call) {
 
 void keep_before(const Call& call) {
   const Feedback& feedback = call.feedback;
-  const auto bytes = static_cast<std::size_t>(call.operation.count) * sizeof(float);
-  if (feedback.residual_before != nullptr && bytes > 0) {
-    std::memcpy(feedback.residual_before, feedback.residual, bytes);
-  }
-  if (feedback.velocity_before != nullptr && bytes > 0) {
-    std::memcpy(feedback.velocity_before, feedback.velocity, bytes);
-  }
+  copy_state(feedback.residual_before, feedback.residual, call.operation.count);
+  copy_state(feedback.velocity_before, feedback.velocity, call.operation.count);
+}
+
+void put_back(const Call& call) {
+  const Feedback& feedback = call.feedback;
+  copy_state(feedback.residual, feedback.residual_before, call.operation.count);
+  copy_state(feedback.velocity, feedback.velocity_before, call.operation.count);
 }
 
 Outlook outlook_of(const Operation& operation, const Call& call, std::uint32_t limit) {

@@ -22,8 +22,9 @@ namespace pycomm::cpu {
 // its residual. `limit`: the safe_magnitude().
 Outlook outlook_of(const Operation& operation, const Call& call, std::uint32_t limit);
 bool is_unused(const Call& call);
-// Where the caller wants residual and velocity as they were.
+// If the caller wants residual and velocity as they were: copies them, and puts the copies back.
 void keep_before(const Call& call);
+void put_back(const Call& call);
 
 template <class Base>
 class CodedComm {

@@ -19,6 +19,8 @@ constexpr auto kYieldFor = std::chrono::milliseconds(2);
 constexpr auto kNap = std::chrono::microseconds(20);
 constexpr auto kLookForDeathEvery = std::chrono::milliseconds(1);
 constexpr auto kInterruptEvery = std::chrono::milliseconds(50);
+// How long a live process may take to let go of a failed rank's tensors.
+constexpr auto kRetreatWithin = std::chrono::milliseconds(500);
 
 // Instead of a slot, in a record of what is waited for.
 constexpr int kAnnouncement = kSlots;
@@ -58,6 +60,7 @@ Comm::Comm(std::shared_ptr<Window> window, std::shared_ptr<const Liveness> peers
       spins_(size <= cores ? kSpins : 0),
       sequence_(first_epoch),
       ordinal_(first_epoch),
+      ordinal_before_(first_epoch),
       taken_(static_cast<std::size_t>(size * kPacketBytes)),
       sources_(static_cast<std::size_t>(size) + 1),
       targets_(static_cast<std::size_t>(size) + 1) {
@@ -68,6 +71,7 @@ Comm::Comm(std::shared_ptr<Window> window, std::shared_ptr<const Liveness> peers
     signalled_[slot] = first_epoch;
     mine().flags[slot].value.store(first_epoch, std::memory_order_release);
   }
+  mine().completed.store(first_epoch, std::memory_order_release);
   for (Announcement& announcement : mine().announcements) {
     epoch_of(announcement).store(first_epoch, std::memory_order_release);
   }
@@ -75,6 +79,7 @@ Comm::Comm(std::shared_ptr<Window> window, std::shared_ptr<const Liveness> peers
 
 void Comm::begin(const Operation& operation, const void* input, void* output, void (*interrupt)(),
                  Outlook outlook) {
+  ordinal_before_ = ordinal_;
   ordinal_ = next_sequence(ordinal_);
   called_ = operation;
   interrupt_ = interrupt;
@@ -90,13 +95,13 @@ void Comm::begin_phase(const Operation& operation, const void* input, void* outp
   element_size_ = size_of(operation.dtype);
   input_ = static_cast<std::byte*>(const_cast<void*>(input));
   output_ = static_cast<std::byte*>(output);
-  const bool gathers = operation.collective == Collective::all_gather;
   const std::int64_t bytes = operation.count * element_size_;
-  const std::int64_t output_bytes = gathers ? bytes * size_ : bytes;
-  output_end_ = output_ + output_bytes;
+  input_bytes_ = operation.collective == Collective::reduce_scatter ? bytes * size_ : bytes;
+  output_bytes_ = operation.collective == Collective::all_gather ? bytes * size_ : bytes;
   loop_ = reduce_loop(operation.dtype, operation.op, false);
   last_loop_ = reduce_loop(operation.dtype, operation.op, true);
-  direct_ = false;
+  direct_ = exposed_ = false;
+  leave_peers_heaps();
   stream_ = store_policy_.next(bytes);
   for (int slot = 0; slot < kSlots; ++slot) started_[slot] = signalled_[slot];
   check_aborted();
@@ -104,15 +109,13 @@ void Comm::begin_phase(const Operation& operation, const void* input, void* outp
 
 void Comm::publish() {
   Announcement& announced = announcement(rank_);
-  const bool scatters = operation_.collective == Collective::reduce_scatter;
-  const bool gathers = operation_.collective == Collective::all_gather;
   // Of top-k, the input is an area for lists, whatever the tensor's size.
   const bool lists = operation_.codec.kind == CodecKind::topk;
-  const std::int64_t bytes = lists ? 0 : operation_.count * element_size_;
   announced.operation = operation_;
   announced.outlook = outlook_;
-  announced.input = window_->offset_in_heap(rank_, input_, scatters ? bytes * size_ : bytes);
-  announced.output = window_->offset_in_heap(rank_, output_, gathers ? bytes * size_ : bytes);
+  announced.input = window_->offset_in_heap(rank_, input_, lists ? 0 : input_bytes_);
+  announced.output = window_->offset_in_heap(rank_, output_, lists ? 0 : output_bytes_);
+  exposed_ = !lists && (announced.input != kNotInWindow || announced.output != kNotInWindow);
   stream_fence();
   epoch_of(announced).store(sequence_, std::memory_order_release);
 }
@@ -128,11 +131,79 @@ void Comm::meet() {
 
   const bool scatters = operation_.collective == Collective::reduce_scatter;
   const bool gathers = operation_.collective == Collective::all_gather;
-  direct_ = true;
+  // One-shot always goes through staging.
+  direct_ = operation_.collective != Collective::all_reduce ||
+            operation_.algorithm != Algorithm::one_shot;
   for (int r = 0; r < size_; ++r) {
     direct_ = direct_ && (gathers || announcement(r).input != kNotInWindow) &&
               (scatters || announcement(r).output != kNotInWindow);
   }
+  if (direct_) enter_peers_heaps();
+}
+
+// Either this rank sees an abort here, or the rank that aborts sees this rank in its heap: both write
+// first and look afterwards, in one total order.
+void Comm::enter_peers_heaps() {
+  in_peers_heaps_ = true;
+  mine().in_peers_heaps.exchange(1);
+  check_aborted();
+}
+
+void Comm::leave_peers_heaps() {
+  if (!in_peers_heaps_) return;
+  in_peers_heaps_ = false;
+  stream_fence();
+  mine().in_peers_heaps.store(0, std::memory_order_release);
+}
+
+void Comm::finish() {
+  check_aborted();
+  leave_peers_heaps();
+  mine().completed.store(spans_ ? ordinal_before_ : ordinal_, std::memory_order_release);
+}
+
+void Comm::retreat() {
+  leave_peers_heaps();
+  if (!exposed_) return;
+  const Clock::time_point start = Clock::now();
+  for (int r = 0; r < size_; ++r) {
+    while (r != rank_ && window_->control(r).in_peers_heaps.load() != 0 && !peers_->ended(r)) {
+      // A thread of this process cannot be kept out, and need not: it is on its way.
+      if (peers_->watched(r) && Clock::now() - start > kRetreatWithin) return detach();
+      std::this_thread::sleep_for(kNap);
+    }
+  }
+  exposed_ = false;
+}
+
+// The pages of this rank's tensors, each once.
+void Comm::detach() {
+  const auto pages_of = [](std::int64_t offset, std::int64_t bytes) {
+    if (offset == kNotInWindow) return Range{0, 0};
+    const std::int64_t begin = offset / kPage * kPage;
+    return Range{begin, round_up(offset + bytes, kPage) - begin};
+  };
+  const Announcement& announced = announcement(rank_);
+  const Range input = pages_of(announced.input, input_bytes_);
+  const Range output = pages_of(announced.output, output_bytes_);
+  const std::int64_t input_end = input.begin + input.count;
+  const std::int64_t output_end = output.begin + output.count;
+  if (input.begin < output_end && output.begin < input_end) {
+    const std::int64_t begin = std::min(input.begin, output.begin);
+    window_->detach(rank_, {begin, std::max(input_end, output_end) - begin});
+  } else {
+    if (input.count > 0) window_->detach(rank_, input);
+    if (output.count > 0) window_->detach(rank_, output);
+  }
+}
+
+std::uint32_t Comm::completed() const {
+  std::uint32_t least = window_->control(0).completed.load(std::memory_order_acquire);
+  for (int r = 1; r < size_; ++r) {
+    const std::uint32_t theirs = window_->control(r).completed.load(std::memory_order_acquire);
+    if (!reached(theirs, least)) least = theirs;
+  }
+  return least;
 }
 
 Outlook Comm::outlook() const {
@@ -152,12 +223,11 @@ std::uint32_t Comm::announced(int r) const {
   return epoch_of(announcement(r)).load(std::memory_order_acquire);
 }
 
-void Comm::check_agreement() const {
-  const Operation& first = announcement(0).operation;
+void Comm::check_agreement() {
   for (int r = 1; r < size_; ++r) {
-    const Operation& other = announcement(r).operation;
-    if (other == first) continue;
-    throw mismatch(number(0), first, number(r), other, peers_->pid(r), ordinal_);
+    if (announcement(r).operation == announcement(0).operation) continue;
+    abort(Reason::mismatch, r);
+    check_aborted();
   }
 }
 
@@ -271,12 +341,20 @@ std::uint32_t Comm::beats() const {
 
 void Comm::abort(std::uint64_t word) {
   std::uint64_t none = 0;
-  window_->control(0).abort.compare_exchange_strong(none, word, std::memory_order_acq_rel);
+  window_->control(0).abort.compare_exchange_strong(none, word);
 }
 
 void Comm::raise(std::uint64_t word) const {
-  const int number = rank_of(word);
-  throw failure(reason_of(word), number, peers_->pid_of(number), called_, ordinal_);
+  const int culprit = rank_of(word), pid = peers_->pid_of(culprit);
+  if (reason_of(word) == Reason::mismatch && announced(0) == sequence_) {
+    const Operation& first = announcement(0).operation;
+    for (int r = 1; r < size_; ++r) {
+      const Operation& other = announcement(r).operation;
+      if (number(r) != culprit || announced(r) != sequence_ || other == first) continue;
+      throw mismatch(number(0), first, culprit, other, pid, ordinal_);
+    }
+  }
+  throw failure(reason_of(word), culprit, pid, called_, ordinal_);
 }
 
 }  // namespace pycomm::cpu

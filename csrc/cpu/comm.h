@@ -35,6 +35,17 @@ class Comm {
   void begin_phase(const Operation& operation, const void* input, void* output,
                    Outlook outlook = {});
 
+  // Ends an operation that has done its part. It counts only if nobody has aborted the group: throws
+  // otherwise.
+  void finish();
+  // After a failure: leaves other ranks' memory alone, and returns when they leave this rank's alone.
+  // A live process that does not say so in time loses its access.
+  void retreat();
+  // The last operation known to have succeeded on every rank.
+  std::uint32_t completed() const;
+  // The ranks are those of one machine among several: another machine may be one operation behind.
+  void span() { spans_ = true; }
+
   int rank() const { return rank_; }
   int size() const { return size_; }
   // Whose contributions a result is made of, and which stream of random bits is mine.
@@ -153,9 +164,7 @@ class Comm {
   int pid(int r) const { return peers_->pid(r); }
   int pid_of(int number) const { return peers_->pid_of(number); }
   // Not zero once the group has been aborted.
-  std::uint64_t aborted() const {
-    return window_->control(0).abort.load(std::memory_order_acquire);
-  }
+  std::uint64_t aborted() const { return window_->control(0).abort.load(); }
   // Whether rank r has left, or its process has ended. Takes a system call.
   bool gone(int r) const { return left(r) || peers_->ended(r); }
 
@@ -172,13 +181,16 @@ class Comm {
   void wait_long(const std::atomic<Word>& word, std::uint32_t target, int r, int slot);
   int culprit(int r) const;
   std::uint32_t beats() const;
-  void check_agreement() const;
+  void check_agreement();
+  void enter_peers_heaps();
+  void leave_peers_heaps();
+  void detach();
   [[noreturn]] void raise(std::uint64_t word) const;
   bool left(int r) const { return window_->control(r).left.load(std::memory_order_acquire) != 0; }
 
   // Read by other ranks next: everything but my own ordinary output.
   bool shared(Place place) const {
-    return direct_ || place.data < output_ || place.data >= output_end_;
+    return direct_ || place.data < output_ || place.data >= output_ + output_bytes_;
   }
   Target target(Place place) const { return {place.data, stream_ && shared(place)}; }
   void count_traffic(std::int64_t n, Place to, Place from) {
@@ -195,6 +207,8 @@ class Comm {
   int spins_;
   std::uint32_t sequence_;
   std::uint32_t ordinal_;
+  std::uint32_t ordinal_before_;
+  bool spans_ = false;
   std::uint32_t signalled_[kSlots];
   std::uint32_t started_[kSlots];
 
@@ -203,11 +217,14 @@ class Comm {
   Outlook outlook_;
   std::byte* input_ = nullptr;
   std::byte* output_ = nullptr;
-  std::byte* output_end_ = nullptr;
+  std::int64_t input_bytes_ = 0;
+  std::int64_t output_bytes_ = 0;
   std::int64_t element_size_ = 1;
   ReduceLoop loop_ = nullptr;
   ReduceLoop last_loop_ = nullptr;
   bool direct_ = false;
+  bool exposed_ = false;         // tensors lie in this rank's heap, where others may use them
+  bool in_peers_heaps_ = false;  // and this rank theirs
   bool stream_ = false;
   StorePolicy store_policy_;
   Traffic traffic_;

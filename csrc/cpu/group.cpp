@@ -58,6 +58,7 @@ Group::Group(std::shared_ptr<Window> window, std::shared_ptr<const Liveness> pee
 
 void Group::span(Machines machines, std::shared_ptr<Transport> transport, Clock::duration timeout) {
   size_ = machines.world();
+  comm_.span();
   hosts_ = std::make_unique<Hosts>(comm_, std::move(machines), std::move(transport), timeout);
 }
 
@@ -193,9 +194,16 @@ void Group::serve() {
 
 bool Group::execute(const Task& task, void (*interrupt)(), std::int64_t* moved) {
   bool nonfinite = false;
-  for (const Call& call : task.calls) {
-    nonfinite |= execute(call, task.agree_only, interrupt);
-    if (moved != nullptr) *moved += bytes_moved();
+  for (const Call& call : task.calls) keep_before(call);
+  try {
+    for (const Call& call : task.calls) {
+      nonfinite |= execute(call, task.agree_only, interrupt);
+      if (moved != nullptr) *moved += bytes_moved();
+    }
+  } catch (...) {
+    // The results are lost, so what was sent for them is not.
+    for (const Call& call : task.calls) put_back(call);
+    throw;
   }
   return nonfinite;
 }
@@ -208,34 +216,44 @@ std::int64_t Group::bytes_moved() const {
 bool Group::execute(const Call& call, bool agree_only, void (*interrupt)()) {
   if (failed_.load(std::memory_order_acquire)) check_usable();
   Operation operation = call.operation;
-  const CodecKind codec = agree_only ? CodecKind::none : operation.codec.kind;
   if (operation.algorithm == Algorithm::automatic) {
     // The number of lossy points never depends on the size.
     operation.algorithm =
-        codec != CodecKind::none || hosts_ != nullptr
+        operation.codec.kind != CodecKind::none || hosts_ != nullptr
             ? Algorithm::two_shot
             : select_algorithm(operation.count * size_of(operation.dtype), size_, Device::cpu);
   }
   try {
-    if (hosts_ != nullptr) return hosts_->run(operation, call, interrupt);
-    if (codec == CodecKind::topk) return run_topk(operation, call, interrupt);
-    if (codec != CodecKind::none) return run_blocks(operation, call, interrupt);
-    if (!agree_only) {
-      run_plain(operation, call, interrupt);
-    } else {
-      comm_.begin(operation, nullptr, nullptr, interrupt);
-      if (size_ > 1) barrier(comm_);
-    }
-    return false;
+    const bool nonfinite = run_on(operation, call, agree_only, interrupt);
+    comm_.finish();
+    return nonfinite;
+  } catch (const CollectiveError& error) {
+    if (hosts_ != nullptr) hosts_->stop(error.reason, error.rank);
+    comm_.retreat();
+    const CollectiveError told = error.knowing(comm_.completed());
+    fail(told.what(), std::make_exception_ptr(told));
+    throw told;
   } catch (const std::exception& error) {
-    // All ranks see a Mismatch, and the abort word tells of the rest; of an interrupt nobody knows
-    // yet.
-    const auto* known = dynamic_cast<const CollectiveError*>(&error);
-    if (known == nullptr) abort();
-    if (known != nullptr && hosts_ != nullptr) hosts_->stop(known->reason, known->rank);
+    abort();  // nobody knows of it yet
+    comm_.retreat();
     fail(error.what(), std::current_exception());
     throw;
   }
+}
+
+bool Group::run_on(const Operation& operation, const Call& call, bool agree_only,
+                   void (*interrupt)()) {
+  const CodecKind codec = agree_only ? CodecKind::none : operation.codec.kind;
+  if (hosts_ != nullptr) return hosts_->run(operation, call, interrupt);
+  if (codec == CodecKind::topk) return run_topk(operation, call, interrupt);
+  if (codec != CodecKind::none) return run_blocks(operation, call, interrupt);
+  if (!agree_only) {
+    run_plain(operation, call, interrupt);
+  } else {
+    comm_.begin(operation, nullptr, nullptr, interrupt);
+    if (size_ > 1) barrier(comm_);
+  }
+  return false;
 }
 
 void Group::run_plain(const Operation& operation, const Call& call, void (*interrupt)()) {
@@ -250,7 +268,6 @@ void Group::run_plain(const Operation& operation, const Call& call, void (*inter
 // A world of one compresses, too: what it shows is what a larger one would do.
 bool Group::run_blocks(const Operation& operation, const Call& call, void (*interrupt)()) {
   const Outlook outlook = outlook_of(operation, call, safe_magnitude(operation, size_));
-  keep_before(call);
   comm_.begin(operation, call.input, call.output, interrupt, outlook);
   const auto staging = CodedStaging::in(comm_.slot_bytes() * kStagingSlots, operation.codec);
   CodedComm<Comm> coded(comm_, operation, call.feedback, staging);
@@ -267,7 +284,6 @@ bool Group::run_blocks(const Operation& operation, const Call& call, void (*inte
 bool Group::run_topk(const Operation& operation, const Call& call, void (*interrupt)()) {
   if (topk_ == nullptr) topk_ = std::make_unique<TopkWorkspace>(heap_);
   TopkComm<Comm> coded(comm_, *topk_, operation, call, safe_magnitude(operation, size_));
-  keep_before(call);
   const std::uint32_t sequence = next_sequence(comm_.sequence());
   std::byte* const area = topk_->area(sequence, coded.area_bytes(comm_.rank()));
   comm_.begin(operation, area, area, interrupt, coded.outlook());

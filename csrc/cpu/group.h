@@ -130,6 +130,7 @@ class Group {
   bool run_in_order(const Task& task, void (*interrupt)());
   bool execute(const Task& task, void (*interrupt)(), std::int64_t* moved = nullptr);
   bool execute(const Call& call, bool agree_only, void (*interrupt)());
+  bool run_on(const Operation& operation, const Call& call, bool agree_only, void (*interrupt)());
   void run_plain(const Operation& operation, const Call& call, void (*interrupt)());
   bool run_blocks(const Operation& operation, const Call& call, void (*interrupt)());
   bool run_topk(const Operation& operation, const Call& call, void (*interrupt)());

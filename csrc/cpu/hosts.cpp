@@ -189,7 +189,6 @@ void Hosts::barrier(const Operation& operation) {
 }
 
 bool Hosts::compressed(const Operation& operation, const Call& call) {
-  keep_before(call);
   if (!machines_.single()) return compressed_sum(operation, call);
   const float largest = bit_cast<float>(largest_finite(operation.dtype));
   return exchange_coded(operation, call, largest, nullptr).overflow != 0;

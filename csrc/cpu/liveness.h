@@ -35,6 +35,8 @@ class Liveness {
   int pid_of(int number) const { return pids_[static_cast<std::size_t>(number)]; }
   int pid(int r) const { return pid_of(number(r)); }
 
+  // Whether rank r is a process of its own, and not a thread of this one.
+  bool watched(int r) const { return pidfds_[static_cast<std::size_t>(r)] >= 0; }
   bool ended(int r) const {
     pollfd fd{pidfds_[static_cast<std::size_t>(r)], POLLIN, 0};
     return fd.fd >= 0 && poll(&fd, 1, 0) > 0;

@@ -17,8 +17,6 @@
 namespace pycomm::cpu {
 namespace {
 
-constexpr std::int64_t kPage = 4096;
-
 [[noreturn]] void fail(const char* call) {
   throw std::system_error(errno, std::generic_category(), std::string(call) + PYCOMM_WHERE);
 }
@@ -93,6 +91,19 @@ Window::~Window() {
 
 void Window::reserve(int r, std::int64_t offset, std::int64_t bytes) {
   reserve_file(fd_, r * slice_bytes_ + offset, bytes);
+}
+
+void Window::detach(int r, const Range& pages) {
+  std::byte* const data = slice(r) + pages.begin;
+  if (mmap(data, static_cast<std::size_t>(pages.count), PROT_READ | PROT_WRITE,
+           MAP_PRIVATE | MAP_FIXED, fd_, r * slice_bytes_ + pages.begin) == MAP_FAILED) {
+    fail("mmap");
+  }
+  // A private page is the file's until it is written to. Other threads of this process may be
+  // writing to it, too: an atomic write of what is there already loses nothing of theirs.
+  for (std::int64_t page = 0; page < pages.count; page += kPage) {
+    reinterpret_cast<volatile std::atomic<std::uint32_t>*>(data + page)->fetch_or(0);
+  }
 }
 
 void Window::release(int r, std::int64_t offset, std::int64_t bytes) {

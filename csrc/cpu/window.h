@@ -33,8 +33,13 @@ struct Control {
   alignas(128) std::atomic<std::uint32_t> left;     // no operation will follow
   alignas(128) std::atomic<std::uint32_t> beats;    // moves while it waits for another machine
   alignas(128) std::atomic<std::uint64_t> abort;    // rank 0's serves the whole group
+  // Whether this rank may be reading or writing tensors in other ranks' heaps. Until it says that it
+  // is not, no rank that fails gives its tensors back to their owner.
+  alignas(128) std::atomic<std::uint32_t> in_peers_heaps;
+  alignas(128) std::atomic<std::uint32_t> completed;  // the last operation that has succeeded here
 };
 
+inline constexpr std::int64_t kPage = 4096;
 inline constexpr std::int64_t kControlBytes = 4096;
 // The largest tensor that travels in packets (core/packet.h).
 inline constexpr std::int64_t kPacketBytes = 64;
@@ -85,6 +90,9 @@ class Window {
   // Takes memory for a range of rank r's slice, or gives it back.
   void reserve(int r, std::int64_t offset, std::int64_t bytes);
   void release(int r, std::int64_t offset, std::int64_t bytes);
+  // Takes whole pages of rank r's heap out of the reach of other processes, once: what they hold
+  // stays, and from then on they are this process's own memory.
+  void detach(int r, const Range& pages);
 
   // Where in rank r's heap a tensor lies, or kNotInWindow.
   std::int64_t offset_in_heap(int r, const void* data, std::int64_t bytes) const {

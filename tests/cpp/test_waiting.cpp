@@ -1,4 +1,6 @@
 // Every wait ends: timeouts, ranks that leave, aborts, disagreement; and memory comes back.
+#include <unistd.h>
+
 #include <atomic>
 #include <string>
 #include <vector>
@@ -139,6 +141,41 @@ void interrupts_a_wait() {
   });
 }
 
+// Whatever an operation has found so far, an abort before its end makes it fail.
+void the_last_look_counts() {
+  const int fd = cpu::Window::create(1, 1 << 20, 64 << 10);
+  const auto window = std::make_shared<cpu::Window>(fd, 1, 1 << 20, 64 << 10);
+  const auto peers = std::make_shared<const cpu::Liveness>(std::vector{0}, std::vector{-1});
+  cpu::Comm comm(window, peers, 0, 1, 1, std::chrono::seconds(1), 0);
+  comm.begin({}, nullptr, nullptr, nullptr);
+  comm.finish();
+  PYCOMM_CHECK(comm.completed() == 1, "the first operation is complete");
+  comm.begin({}, nullptr, nullptr, nullptr);
+  comm.abort(Reason::aborted, 0);
+  PYCOMM_CHECK(error_of([&] { comm.finish(); }).reason == Reason::aborted, "too late");
+  PYCOMM_CHECK(comm.completed() == 1, "the second is not");
+}
+
+// Two mappings of a file, as two processes have them.
+void detached_memory_is_private() {
+  const int fd = cpu::Window::create(2, 1 << 20, 64 << 10);
+  const int again = dup(fd);
+  const auto ours = std::make_shared<cpu::Window>(fd, 2, 1 << 20, 64 << 10);
+  const cpu::Window theirs(again, 2, 1 << 20, 64 << 10);
+  cpu::Heap heap(ours, 1);
+  std::byte* const data = heap.allocate(3 * cpu::kPage);
+  const std::int64_t begin = data - ours->slice(1);
+  std::byte* const seen = theirs.slice(1) + begin;
+  for (std::int64_t i = 0; i < 3 * cpu::kPage; ++i) data[i] = std::byte{1};
+  ours->detach(1, {begin, 2 * cpu::kPage});
+  PYCOMM_CHECK(data[0] == std::byte{1} && data[2 * cpu::kPage - 1] == std::byte{1},
+               "what was there");
+  for (std::int64_t i = 0; i < 3 * cpu::kPage; ++i) seen[i] = std::byte{2};
+  PYCOMM_CHECK(data[0] == std::byte{1} && data[2 * cpu::kPage - 1] == std::byte{1}, "out of reach");
+  PYCOMM_CHECK(data[2 * cpu::kPage] == std::byte{2}, "the other page is still shared");
+  heap.free(data);
+}
+
 void heap_gives_back() {
   World world(1);
   cpu::Heap& heap = *world[0].heap();
@@ -173,5 +210,7 @@ int main() {
                   {"disagreement is told to all", disagreement_is_told_to_all},
                   {"a failed work throws", a_failed_work_throws},
                   {"interrupts a wait", interrupts_a_wait},
+                  {"the last look counts", the_last_look_counts},
+                  {"detached memory is private", detached_memory_is_private},
                   {"heap gives back", heap_gives_back}});
 }
