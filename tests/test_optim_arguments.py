@@ -66,6 +66,85 @@ def test_sparse_gradients_are_refused():
         optimizer.step()
 
 
+class Wrapped(torch.Tensor):
+    """Has no memory of its own, as distributed and quantized tensors."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.inner = inner
+        return made
+
+    def __tensor_flatten__(self):
+        return ["inner"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        inner = [arg.inner if isinstance(arg, cls) else arg for arg in args]
+        made = func(*inner, **(kwargs or {}))
+        return cls(made) if func is torch.ops.aten.detach.default else made
+
+
+def freed():
+    made = torch.ones(3)
+    made.untyped_storage().resize_(0)  # as FSDP does between passes
+    return made
+
+
+@pytest.mark.parametrize("make", [lambda: Wrapped(torch.ones(3)), freed], ids=["wrapped", "freed"])
+@pytest.mark.parametrize("what", ["gradient", "swapped", "replaced"])
+@pytest.mark.parametrize("started", [False, True])
+def test_tensors_without_memory_are_refused_in_every_step(make, what, started):
+    params = one()
+    optimizer = optim.FusedAdamW(params, max_norm=1.0)
+    if started:
+        set_gradients(params, [torch.ones(3)])
+        optimizer.step()
+    param = params[0]
+    if what == "gradient":
+        param.grad = make()
+    elif what == "swapped":
+        param.grad = None
+        torch.utils.swap_tensors(param, torch.nn.Parameter(make()))
+        param.grad = make()
+    else:
+        optimizer.param_groups[0]["params"][0] = param = make().requires_grad_()
+        param.grad = make()
+    with pytest.raises((TypeError, ValueError), match=r"takes plain tensors|has no memory"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS.values())
+@pytest.mark.parametrize("shape", [(10,), (1,), (1000, 1), (2, 500)])
+def test_gradients_of_another_shape_are_refused(kind, shape):
+    """A gradient stays behind when a parameter's data grows."""
+    param = torch.nn.Parameter(torch.ones(shape))
+    param.grad = torch.ones(shape)
+    param.data = torch.ones(1000)
+    before = param.detach().clone()
+    with pytest.raises(ValueError, match=r"a gradient of shape \(.*\) of a parameter of shape"):
+        kind([param]).step()
+    assert torch.equal(param, before)
+
+
+@pytest.mark.parametrize("started", [False, True])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_parameters_that_are_no_longer_dense_are_refused(started, momentum):
+    """Without states, too, there is nothing that a stride could be compared with."""
+    params = one()
+    optimizer = optim.FusedSGD(params, lr=1.0, momentum=momentum)
+    if started:
+        set_gradients(params, [torch.ones(3)])
+        optimizer.step()
+    whole = torch.ones(6, 2)
+    params[0].grad = None
+    params[0].data = whole[:3, 0]
+    set_gradients(params, [torch.ones(3)])
+    with pytest.raises(ValueError, match="takes dense parameters"):
+        optimizer.step()
+    assert torch.equal(whole, torch.ones(6, 2))
+
+
 def test_parameters_that_have_been_moved_are_refused():
     model = torch.nn.Linear(2, 2)
     optimizer = optim.FusedAdamW(model.parameters())

@@ -247,6 +247,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             self.state[param]["step"].zero_()  # it begins with the gradient
 
     def _init_state(self, param: torch.Tensor, group: Group, state: State) -> None:
+        _options.check_param(type(self).__name__, param)
         if _executors.is_capturing(param.device):
             raise RuntimeError(
                 f"{type(self).__name__}: states must exist before a step is captured: take one"

@@ -12,6 +12,9 @@ from pycomm.optim import _storage
 
 Group = dict[str, Any]
 
+# Known to have memory of their own without another look.
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
 
 class Options(TypedDict, total=False):
     """What every fused optimizer takes besides its own arguments.
@@ -81,11 +84,16 @@ def check_betas(betas: Iterable[float | torch.Tensor]) -> tuple[float, float]:
     return first, second
 
 
+def check_plain(optimizer: str, tensor: torch.Tensor) -> None:
+    """Refuses tensors whose elements lie in others."""
+    if is_traceable_wrapper_subclass(tensor):
+        raise TypeError(f"{optimizer} takes plain tensors, got a {type(tensor).__name__}")
+
+
 def check_param(optimizer: str, param: torch.Tensor) -> None:
     """Refuses parameters that no step can be made for."""
     shape = f"a parameter of shape {tuple(param.shape)}"
-    if is_traceable_wrapper_subclass(param):
-        raise TypeError(f"{optimizer} takes plain tensors, got a {type(param).__name__}")
+    check_plain(optimizer, param)
     if param.dtype not in _storage.FLOATS:
         raise TypeError(
             f"{optimizer} takes float32, float16 and bfloat16, got {shape} of {param.dtype}"
@@ -147,13 +155,21 @@ def check_options(group: Group, has_squares: bool) -> None:
 
 def usable_grad(optimizer: str, param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     """The gradient in the parameter's order of elements."""
-    if grad.is_sparse:
+    if type(param) not in _PLAIN or type(grad) not in _PLAIN:  # either may have been exchanged
+        check_plain(optimizer, param)
+        check_plain(optimizer, grad)
+    if grad.layout != torch.strided:
         raise RuntimeError(f"{optimizer} does not support sparse gradients")
     # Numbers, which are quicker to compare than devices.
     if grad.get_device() != param.get_device() or not (grad.is_cpu or grad.is_cuda):
         raise ValueError(
             f"{optimizer} runs on the CPU and CUDA, got a gradient on {grad.device} of a parameter "
             f"on {param.device}"
+        )
+    if grad.shape != param.shape:
+        raise ValueError(
+            f"{optimizer} takes gradients of their parameters' shapes, got a gradient of shape "
+            f"{tuple(grad.shape)} of a parameter of shape {tuple(param.shape)}"
         )
     if grad.dtype not in _storage.FLOATS:
         raise TypeError(f"{optimizer} takes floating-point gradients, got {grad.dtype}")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from pycomm import _C
+from pycomm._parameters import dense_strides
 from pycomm.optim.flat import Buffers, zeros_for
 
 State = dict[str, Any]
@@ -174,11 +175,16 @@ def segment(
     """The words of a parameter: struct Segment of csrc/core/segment.h.
 
     Raises:
-        ChangedError: states are missing, or not of the parameter's device, type, shape and order.
+        ChangedError: the parameter is not dense, or states are missing, or not of the parameter's
+            device, type, shape and order.
+        ValueError: parameter or gradient have lost their memory.
     """
     # Hundreds of parameters go through here in every step.
     shape, stride = param.shape, param.stride()
     if state["step"].get_device() != param.get_device():
+        raise ChangedError
+    # Without states that are known to be dense, there is nothing that strides could be compared to.
+    if not names and not param.is_contiguous() and dense_strides(param) != stride:
         raise ChangedError
     step, count = state["step"].data_ptr(), param.numel()
     words = [param.data_ptr(), grad.data_ptr(), 0, 0, 0, 0, 0, 0, 0, step, count, stream, 0]
@@ -199,5 +205,7 @@ def segment(
                 raise ChangedError
             words[2] = tensor.data_ptr()
             kinds |= kind
+    if count and not (words[0] and words[1]):
+        raise ValueError(f"a parameter of shape {tuple(shape)} or its gradient has no memory")
     words[12] = kinds
     return words
