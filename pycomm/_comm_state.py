@@ -19,6 +19,7 @@ from pycomm._exchange import Plan, Recipe, dense_wire_bytes, make_plan, run_on_s
 from pycomm._host_staging import StandIn, fetch
 from pycomm._parameters import Exclude, Parameters
 from pycomm._residuals import FORMAT, Residuals
+from pycomm._tensors import check_memory
 from pycomm.collectives import Work
 from pycomm.compression import Compressor, check_whole
 from pycomm.errors import GroupUnusable
@@ -126,8 +127,7 @@ class CommState:
         Returns:
             A future of `buffer`; on the CPU it is fulfilled by :meth:`finish`.
         """
-        if buffer.layout != torch.strided:
-            raise ValueError(f"gradients must be dense, got layout {buffer.layout}")
+        check_memory("gradients", buffer)
         key = (buffer.data_ptr(), *map(id, parameters))
         seen = self._now.parameters
         if not seen or not seen.isdisjoint(key[1:]):

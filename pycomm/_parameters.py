@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from pycomm._tensors import check_memory
+
 # A multiple of every block.
 _ALIGNMENT = 4096
 _SMALL = 4096
@@ -127,6 +129,7 @@ def _checked(params: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torc
                 f"params must be pairs of name and parameter, as model.named_parameters() gives "
                 f"them, got {type(item).__name__}"
             )
+        check_memory(f"params: {item[0]}", item[1])
         if item[1].requires_grad:
             named.append(item)
     names = _bare([name for name, _ in named])

@@ -9,6 +9,7 @@ import torch
 from pycomm import _C
 from pycomm._dtypes import ALGORITHMS, COLLECTIVES, OPS, check_choice, check_dtype
 from pycomm._host_staging import StandIn, fetch
+from pycomm._tensors import check_blocks, check_disjoint, check_like, check_tensor, check_written
 from pycomm.group import default_group
 
 if TYPE_CHECKING:
@@ -175,7 +176,7 @@ def reduce_scatter(
     check_choice("op", op, OPS)
     check_written("output", output)
     check_tensor("input", input)
-    _check_blocks("input", input, "output", output, group.size)
+    check_blocks("input", input, "output", output, group.size)
     check_disjoint("output", output, "input", input)
     return _launch(group, "reduce_scatter", input, output, output.numel(), op, async_op=async_op)
 
@@ -201,7 +202,7 @@ def all_gather(
     group = group if group is not None else default_group()
     check_written("output", output)
     check_tensor("input", input)
-    _check_blocks("output", output, "input", input, group.size)
+    check_blocks("output", output, "input", input, group.size)
     check_disjoint("output", output, "input", input)
     return _launch(group, "all_gather", input, output, input.numel(), async_op=async_op)
 
@@ -309,79 +310,3 @@ def stand_ins(
 
 def _nothing() -> None:
     """What is left to do for a work whose stream does it."""
-
-
-def check_tensor(argument: str, tensor: torch.Tensor) -> None:
-    """Refuses what no collective takes."""
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{argument} must be a torch.Tensor, got {type(tensor).__name__}")
-    if tensor.layout != torch.strided:
-        raise ValueError(f"{argument} must be dense, got layout {tensor.layout}")
-    if tensor.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"{argument} must lie on the CPU or a CUDA device, got {tensor.device}")
-    check_dtype(argument, tensor.dtype)
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            f"{argument} must not require grad: collectives are not differentiable; "
-            f"pass {argument}.detach(), or call under torch.no_grad()"
-        )
-    if tensor.is_neg():
-        raise ValueError(f"{argument} must be materialised, got a negated view: call resolve_neg()")
-
-
-def check_written(argument: str, tensor: torch.Tensor) -> None:
-    """Refuses what cannot take a result."""
-    check_tensor(argument, tensor)
-    if torch._debug_has_internal_overlap(tensor) == 1:
-        raise ValueError(f"{argument} must not overlap itself in memory, got an expanded tensor")
-
-
-def _check_same_kind(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
-    if tensor.dtype != other.dtype:
-        raise ValueError(f"{name} must have {other_name}'s dtype {other.dtype}, got {tensor.dtype}")
-    if tensor.device != other.device:
-        raise ValueError(
-            f"{name} must lie on {other_name}'s device {other.device}, got {tensor.device}"
-        )
-
-
-def check_like(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
-    """Refuses another dtype, device or shape."""
-    _check_same_kind(name, tensor, other_name, other)
-    if tensor.shape != other.shape:
-        raise ValueError(
-            f"{name} must have {other_name}'s shape {tuple(other.shape)}, got {tuple(tensor.shape)}"
-        )
-
-
-def _check_blocks(
-    name: str, tensor: torch.Tensor, block_name: str, block: torch.Tensor, size: int
-) -> None:
-    _check_same_kind(name, tensor, block_name, block)
-    if tensor.numel() != block.numel() * size:
-        raise ValueError(
-            f"{name} must have {size} (the group's size) times as many elements as {block_name}, "
-            f"{block.numel() * size}, got {tensor.numel()}"
-        )
-
-
-def check_disjoint(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
-    """Whether two tensors' spans of memory meet, or are the same dense tensor."""
-    if tensor.numel() == 0 or other.numel() == 0:
-        return
-    if (
-        tensor.data_ptr() == other.data_ptr()
-        and tensor.numel() == other.numel()
-        and tensor.is_contiguous()
-        and other.is_contiguous()
-    ):
-        return  # in place
-    (a, a_end), (b, b_end) = _span(tensor), _span(other)
-    if a < b_end and b < a_end:
-        raise ValueError(f"{name} must not overlap {other_name} in memory")
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    begin = tensor.data_ptr()
-    return begin, begin + (last + 1) * tensor.element_size()

@@ -12,14 +12,8 @@ from pycomm._arrays import as_tensor
 from pycomm._cuda import NonfiniteFlag
 from pycomm._dtypes import ALGORITHMS, DTYPES, OPS
 from pycomm._host_staging import StandIn, fetch
-from pycomm.collectives import (
-    Work,
-    check_disjoint,
-    check_like,
-    check_tensor,
-    check_written,
-    stand_ins,
-)
+from pycomm._tensors import check_disjoint, check_like, check_tensor, check_written
+from pycomm.collectives import Work, stand_ins
 from pycomm.compression import (
     SMALLEST_BLOCK,
     Compressor,

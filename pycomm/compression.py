@@ -17,6 +17,7 @@ import torch
 from pycomm import _C
 from pycomm._arrays import as_tensor
 from pycomm._dtypes import DTYPES
+from pycomm._tensors import check_memory, check_no_gradient
 
 SMALLEST_BLOCK = 128
 COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16)
@@ -345,17 +346,13 @@ def _check_count(n: int) -> None:
 
 def _elements(argument: str, value: Any) -> torch.Tensor:
     tensor = as_tensor(argument, value, written=False)
+    check_memory(argument, tensor)
     check_compressible(argument, tensor)
-    if tensor.layout != torch.strided:
-        raise ValueError(f"{argument} must be dense, got layout {tensor.layout}")
-    if tensor.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"{argument} must lie on the CPU or a CUDA device, got {tensor.device}")
-    if tensor.is_neg():
-        raise ValueError(f"{argument} must be materialised, got a negated view: call resolve_neg()")
     return tensor.detach().contiguous()
 
 
 def _check_wire(argument: str, wire: torch.Tensor, device: torch.device) -> torch.Tensor:
+    check_memory(argument, wire)
     if wire.dtype != torch.uint8 or not wire.is_contiguous():
         raise ValueError(f"{argument} must be contiguous and uint8, got {wire.dtype}")
     if wire.device != device:
@@ -366,7 +363,9 @@ def _check_wire(argument: str, wire: torch.Tensor, device: torch.device) -> torc
 
 
 def _check_target(target: torch.Tensor, n: int, device: torch.device, add: bool) -> None:
+    check_memory("out", target)
     check_compressible("out", target)
+    check_no_gradient("out", target)
     if target.numel() != n or not target.is_contiguous():
         raise ValueError(f"out must be contiguous and have {n} elements, got {target.numel()}")
     if target.device != device:

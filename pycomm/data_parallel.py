@@ -25,6 +25,7 @@ from pycomm._comm_state import CommState
 from pycomm._graphs import leads_to, tensors_in
 from pycomm._local_sgd import LocalSGDState
 from pycomm._parameters import Exclude
+from pycomm._tensors import check_memory
 from pycomm._weighing import Weighing
 from pycomm.collectives import all_reduce, broadcast
 from pycomm.compression import Compressor
@@ -91,6 +92,8 @@ class DataParallel(nn.Module):
             raise ValueError(
                 "module must not have an argument `weight` in its forward, which is the wrapper's"
             )
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            check_memory(f"module: {name}", tensor)
         self.module = module
         options: dict[str, Any] = {
             "group": group,

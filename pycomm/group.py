@@ -109,11 +109,16 @@ class Group:
             device: ``"cpu"`` or a CUDA device.
 
         Raises:
+            ValueError: an argument is not as described.
             MemoryError: the machine lacks the memory.
         """
         check_dtype("dtype", dtype)
         self._core.check_usable()
         shape = torch.Size(size)
+        if any(n < 0 for n in shape):
+            raise ValueError(f"size must not be negative, got {tuple(shape)}")
+        if torch.device(device).type not in ("cpu", "cuda"):
+            raise ValueError(f"device must be a CPU or a CUDA device, got {device}")
         if self._stages(torch.device(device)):
             return torch.empty(shape, dtype=dtype, device=device)
         if torch.device(device).type == "cuda":

@@ -60,6 +60,7 @@ PYTHON_LAYERS = [
     {"_C"},
     {"errors", "ops", "_graphs"},
     {"_dtypes", "_arrays", "_zeros", "_hosts", "_host_staging"},
+    {"_tensors"},
     {"_plan", "_rendezvous", "_cuda", "compression"},
     {"group", "_names"},
     {"collectives", "local_world"},

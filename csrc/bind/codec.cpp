@@ -27,6 +27,8 @@ Call make_call(int algorithm, int dtype, int op, std::int64_t count, std::uintpt
                std::uintptr_t velocity, float momentum, std::uint64_t seed, std::uint32_t step,
                std::int64_t offset, bool hold_unused, std::uintptr_t scale,
                std::uintptr_t residual_before, std::uintptr_t velocity_before, std::uint16_t tag) {
+  check_memory(input, count);
+  check_memory(output, count);
   Operation operation;
   operation.collective = Collective::all_reduce;
   operation.algorithm = static_cast<Algorithm>(algorithm);
@@ -87,6 +89,7 @@ std::int64_t wire_bytes(const Codec& codec, std::int64_t n, int ranks) {
 
 bool encode(const Codec& codec, int dtype, std::uintptr_t x, std::int64_t n, std::uintptr_t wire,
             std::uint64_t seed, std::uint32_t step, std::int64_t offset) {
+  check_memory(x, n);
   const py::gil_scoped_release no_gil;
   return cpu::encode(codec, static_cast<DType>(dtype), reinterpret_cast<const void*>(x), n,
                      reinterpret_cast<std::byte*>(wire), {seed, step, 0}, offset);
@@ -94,6 +97,8 @@ bool encode(const Codec& codec, int dtype, std::uintptr_t x, std::int64_t n, std
 
 bool decode(const Codec& codec, std::uintptr_t wire, std::int64_t bytes, std::int64_t n, int dtype,
             std::uintptr_t output, bool add) {
+  check_memory(wire, bytes);
+  check_memory(output, n);
   const py::gil_scoped_release no_gil;
   return cpu::decode(codec, reinterpret_cast<const std::byte*>(wire), bytes, n,
                      static_cast<DType>(dtype), reinterpret_cast<void*>(output), add);
@@ -102,6 +107,7 @@ bool decode(const Codec& codec, std::uintptr_t wire, std::int64_t bytes, std::in
 // Writes at most k indices and values; returns how many.
 std::int64_t select(int dtype, std::uintptr_t x, std::int64_t n, std::int64_t k,
                     std::uintptr_t indices, std::uintptr_t values) {
+  check_memory(x, n);
   const py::gil_scoped_release no_gil;
   auto* const index_of = reinterpret_cast<std::int64_t*>(indices);
   auto* const value_of = reinterpret_cast<float*>(values);

@@ -102,6 +102,7 @@ bool view_plain_tensor(PyObject* object, TensorView& view) {
     view.count *= tensor.shape[d];
   }
   if (!contiguous && view.count != 0) return false;
+  if (tensor.data == nullptr && view.count != 0) return false;
   view.data = static_cast<std::byte*>(tensor.data) + tensor.byte_offset;
 
   return is_false(PyObject_GetAttr(object, known.requires_grad)) &&

@@ -58,8 +58,10 @@ void delete_group(Group* group) {
   }
 }
 
-Operation operation(int collective, int algorithm, int dtype, int op, int root,
-                    std::int64_t count) {
+Operation operation(int collective, int algorithm, int dtype, int op, int root, std::int64_t count,
+                    std::uintptr_t input, std::uintptr_t output) {
+  check_memory(input, count);
+  check_memory(output, count);
   return {static_cast<Collective>(collective),
           static_cast<Algorithm>(algorithm),
           static_cast<DType>(dtype),
@@ -71,7 +73,7 @@ Operation operation(int collective, int algorithm, int dtype, int op, int root,
 void run(Group& group, int collective, int algorithm, int dtype, int op, int root,
          std::int64_t count, std::uintptr_t input, std::uintptr_t output) {
   const py::gil_scoped_release no_gil;
-  group.run(operation(collective, algorithm, dtype, op, root, count),
+  group.run(operation(collective, algorithm, dtype, op, root, count, input, output),
             reinterpret_cast<const void*>(input), reinterpret_cast<void*>(output), check_signals);
 }
 
@@ -79,7 +81,7 @@ std::shared_ptr<Work> submit(Group& group, int collective, int algorithm, int dt
                              int root, std::int64_t count, std::uintptr_t input,
                              std::uintptr_t output) {
   const py::gil_scoped_release no_gil;
-  return group.submit(operation(collective, algorithm, dtype, op, root, count),
+  return group.submit(operation(collective, algorithm, dtype, op, root, count, input, output),
                       reinterpret_cast<const void*>(input), reinterpret_cast<void*>(output));
 }
 

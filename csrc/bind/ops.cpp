@@ -53,7 +53,11 @@ Enum parse(const std::string& text, const char* argument, int count) {
 void run(cpu::Group& group, const Operation& operation, const Tensor& input, const Tensor& output) {
   PYCOMM_CHECK(input.is_contiguous() && output.is_contiguous(), "tensor must be contiguous");
   PYCOMM_CHECK(input.scalar_type() == output.scalar_type(), "input must have output's dtype");
-  group.run(operation, input.const_data_ptr(), output.mutable_data_ptr());
+  const void* const from = input.const_data_ptr();
+  void* const to = output.mutable_data_ptr();
+  PYCOMM_CHECK((from != nullptr && to != nullptr) || operation.count == 0,
+               "tensor must have memory");
+  group.run(operation, from, to);
 }
 
 void all_reduce_(Tensor tensor, std::string op, std::string algorithm, std::string group) {

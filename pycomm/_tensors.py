@@ -1,0 +1,116 @@
+"""What a tensor must be like to take part in an operation."""
+
+from __future__ import annotations
+
+import torch
+
+from pycomm._dtypes import check_dtype
+
+
+def check_memory(argument: str, tensor: torch.Tensor) -> None:
+    """Refuses tensors whose elements do not simply lie in CPU or CUDA memory.
+
+    A tensor subclass that handles operations itself (DTensor, FakeTensor, MaskedTensor) has its
+    elements elsewhere, if it has any; so have tensors inside of torch.func's transforms.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{argument} must be a torch.Tensor, got {type(tensor).__name__}")
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        local = ": pass its to_local()" if hasattr(tensor, "to_local") else ""
+        raise TypeError(
+            f"{argument} must be an ordinary tensor, got a {type(tensor).__name__}{local}"
+        )
+    if tensor.layout != torch.strided or tensor.is_nested:
+        kind = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
+        raise ValueError(f"{argument} must be dense, got {kind}")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{argument} must lie on the CPU or a CUDA device, got {tensor.device}")
+    if not _has_memory(tensor):
+        raise TypeError(
+            f"{argument} must have memory, got a tensor without: one inside of a torch.func "
+            "transform, or whose storage has been freed"
+        )
+    if tensor.is_neg():
+        raise ValueError(f"{argument} must be materialised, got a negated view: call resolve_neg()")
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    try:
+        return tensor.data_ptr() != 0 or tensor.numel() == 0
+    except RuntimeError:  # "... Tensor that doesn't have storage"
+        return False
+
+
+def check_tensor(argument: str, tensor: torch.Tensor) -> None:
+    """Refuses what no collective takes."""
+    check_memory(argument, tensor)
+    check_dtype(argument, tensor.dtype)
+    check_no_gradient(argument, tensor)
+
+
+def check_no_gradient(argument: str, tensor: torch.Tensor) -> None:
+    """Refuses tensors through which autograd would go on as if nothing had happened to them."""
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{argument} must not require grad: pycomm's operations are not differentiable; "
+            f"pass {argument}.detach(), or call under torch.no_grad()"
+        )
+
+
+def check_written(argument: str, tensor: torch.Tensor) -> None:
+    """Refuses what cannot take a result."""
+    check_tensor(argument, tensor)
+    if torch._debug_has_internal_overlap(tensor) == 1:
+        raise ValueError(f"{argument} must not overlap itself in memory, got an expanded tensor")
+
+
+def _check_same_kind(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+    if tensor.dtype != other.dtype:
+        raise ValueError(f"{name} must have {other_name}'s dtype {other.dtype}, got {tensor.dtype}")
+    if tensor.device != other.device:
+        raise ValueError(
+            f"{name} must lie on {other_name}'s device {other.device}, got {tensor.device}"
+        )
+
+
+def check_like(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+    """Refuses another dtype, device or shape."""
+    _check_same_kind(name, tensor, other_name, other)
+    if tensor.shape != other.shape:
+        raise ValueError(
+            f"{name} must have {other_name}'s shape {tuple(other.shape)}, got {tuple(tensor.shape)}"
+        )
+
+
+def check_blocks(
+    name: str, tensor: torch.Tensor, block_name: str, block: torch.Tensor, size: int
+) -> None:
+    """Refuses what does not hold a block per rank."""
+    _check_same_kind(name, tensor, block_name, block)
+    if tensor.numel() != block.numel() * size:
+        raise ValueError(
+            f"{name} must have {size} (the group's size) times as many elements as {block_name}, "
+            f"{block.numel() * size}, got {tensor.numel()}"
+        )
+
+
+def check_disjoint(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+    """Whether two tensors' spans of memory meet, or are the same dense tensor."""
+    if tensor.numel() == 0 or other.numel() == 0:
+        return
+    if (
+        tensor.data_ptr() == other.data_ptr()
+        and tensor.numel() == other.numel()
+        and tensor.is_contiguous()
+        and other.is_contiguous()
+    ):
+        return  # in place
+    (a, a_end), (b, b_end) = _span(tensor), _span(other)
+    if a < b_end and b < a_end:
+        raise ValueError(f"{name} must not overlap {other_name} in memory")
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = tensor.data_ptr()
+    return begin, begin + (last + 1) * tensor.element_size()
