@@ -64,7 +64,8 @@ class CommState:
             same exchange; by default those with one dimension or less than 4,096 elements.
         grad_scaler: the ``torch.amp.GradScaler`` in use: residuals are kept unscaled, and put back
             when its step has overflowed. Doubles their memory.
-        warmup_steps: so many steps at the beginning are sent as they are.
+        warmup_steps: so many steps at the beginning are sent as they are. A compressor's own
+            warm-up begins after them.
         feedback: False keeps no residuals in spite of `params`.
 
     Attributes:
@@ -293,16 +294,16 @@ class CommState:
         begins: Sequence[int] | None,
     ) -> Plan:
         """The bucket's plan; made anew when buckets, the warm-up's phase or the scale change."""
-        step, scale = self.step - 1, self._scale()
-        warm = max(self._warmup_steps, getattr(self.compressor, "warmup_steps", 0))
-        state = (min(step, warm), 0 if scale is None else scale.data_ptr())
+        step, scale = self.step - 1 - self._warmup_steps, self._scale()  # from the warm-up's end
+        phase = max(-1, min(step, getattr(self.compressor, "warmup_steps", 0)))
+        state = (phase, 0 if scale is None else scale.data_ptr())
         found = self._plans.get(key)
         if found is not None and found[0] == state:
             return found[1]
         if found is None:  # DDP has new buckets: let go of the old ones' memory
             for old in [k for k in self._plans if not set(key[1:]).isdisjoint(k[1:])]:
                 del self._plans[old]
-        compressor = self.compressor if step >= self._warmup_steps else None
+        compressor = self.compressor if step >= 0 else None
         recipe = Recipe(compressor, self._residuals, step, scale, self._tag)
         entries = self._parameters.of(parameters)
         if begins is None:

@@ -36,7 +36,7 @@ class Recipe:
     Attributes:
         compressor: of the parameters that are not dense; None compresses nothing.
         residuals: what is fed back.
-        step: of the training, from 0.
+        step: since compression began, from 0; for warm-ups of compressors.
         scale: of the gradients, as a tensor beside them; None where they are not scaled.
         tag: tells these exchanges from others on the group.
     """

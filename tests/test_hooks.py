@@ -70,6 +70,25 @@ def test_the_first_steps_are_dense(name):
     Reference(2, COMPRESSORS[name], warmup_steps=2).check(runs)
 
 
+def ramping(group):
+    """Bytes on the wire, step by step, of a top-k that warms up after a warm-up of the state."""
+    compressor = pycomm.TopK(0.001, warmup_steps=3)
+    model = DistributedDataParallel(ddp.Given())
+    state = hooks.CommState(compressor, model.named_parameters(), warmup_steps=2)
+    model.register_comm_hook(state, hooks.comm_hook)
+    seen = []
+    for step in range(7):
+        model(ddp.gradients(model, group.rank, step)).backward()
+        seen.append(state.stats()["ratio"])
+    return seen
+
+
+def test_a_compressors_warm_up_follows_the_states():
+    for ratios in helpers.run_group(2, ramping):
+        assert ratios[:2] == [1, 1]
+        assert 1 < ratios[2] < ratios[3] < ratios[4] < ratios[5] == pytest.approx(ratios[6], 0.01)
+
+
 def as_single_calls(group, name):
     """The hook, and the public operation for each of its parameters."""
     compressor = COMPRESSORS[name]
