@@ -105,6 +105,32 @@ def test_scaled_fp16_gradients(name):
     Reference(2, COMPRESSORS[name]).check(runs)
 
 
+def scaled_down(group, name):
+    """A step under a scale whose inverse is infinite, and one after it."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**-129)
+    watched = Watched(ddp.Given(), COMPRESSORS[name], layout=TINY, grad_scaler=scaler)
+    for one in watched.residuals():
+        watched.state.residual(one).fill_(0.5)
+    seen = []
+    for step, scale in enumerate([2.0**-129, 1.0]):
+        watched.model.zero_grad()
+        loss = scaler.scale(watched.model(ddp.gradients(watched.model, group.rank, step)))
+        seen.append(watched.backward(loss, scale))
+        scaler.update(1.0)
+    return seen
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_residuals_are_untouched_under_a_scale_without_an_inverse(name):
+    """It is an overflow: results are no numbers, so that the optimizer skips the step."""
+    for first, second in helpers.run_group(2, scaled_down, name):
+        for one, residual in first.residuals.items():
+            assert (residual == 0.5).all()
+            assert not first.result[one].isfinite().all()
+            assert not (second.residuals[one] == 0.5).all()
+            assert second.residuals[one].isfinite().all()
+
+
 def without_a_scaler(group, name):
     """Two good steps, one with an infinity, two good ones."""
     watched = Watched(ddp.Given(), COMPRESSORS[name], layout=TINY)

@@ -23,7 +23,8 @@ struct Feedback {
   float* velocity_before = nullptr;
 };
 
-// Residual and velocity are kept in units of the unscaled tensor.
+// Residual and velocity are kept in units of the unscaled tensor. A scale so small that its inverse
+// is infinite becomes NaN, and so does every contribution: an overflow, which leaves them alone.
 struct Scaling {
   float scale = 1;
   float inverse = 1;
@@ -31,7 +32,9 @@ struct Scaling {
 
 PYCOMM_HD Scaling scaling_of(const Feedback& feedback) {
   if (feedback.scale == nullptr) return {};
-  return {*feedback.scale, 1.0f / *feedback.scale};
+  const float scale = *feedback.scale;
+  const float inverse = 1.0f / scale;
+  return {scale + (inverse - inverse), inverse};
 }
 
 // What a rank contributes.
