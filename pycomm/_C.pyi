@@ -12,6 +12,7 @@ int64: int
 int32: int
 uint8: int
 has_cuda: bool
+window_layout: int
 
 class Codec:
     def __init__(

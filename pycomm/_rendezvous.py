@@ -4,7 +4,8 @@ The group's torch.distributed Store carries the ranks' identities, by which thos
 that share a machine, and addresses. The first rank of a machine makes its window, an anonymous
 file, and hands its descriptor to each peer over an abstract Unix socket, so that nothing ever has a
 name in a file system. Who connects must run as the same user and know the secret that only the
-Store's users can read.
+Store's users can read. Each peer answers whether it could map the window, so that the failure of
+one rank is an error of all ranks, at once.
 """
 
 from __future__ import annotations
@@ -31,8 +32,11 @@ from pycomm.errors import PeerDied, Timeout
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
+    from pycomm import _C
+
 _NAMESPACES = ("net", "pid", "ipc")
 _FIRST_PATIENCE = 1.0  # seconds until a rank looks whether others have come anew
+_MAPPED = "mapped"
 
 
 class Deadline:
@@ -64,7 +68,7 @@ class Membership:
 
     Attributes:
         machines: which ranks share one.
-        window_fd: this machine's shared file.
+        window: this machine's.
         pids: every rank's process.
         pidfds: what tells of the ends of this machine's; -1 for this rank itself.
         cores: how many the ranks of this machine may run on, all together.
@@ -72,7 +76,7 @@ class Membership:
     """
 
     machines: Machines
-    window_fd: int
+    window: _C.Window
     pids: list[int]
     pidfds: list[int]
     cores: int
@@ -140,36 +144,84 @@ def _peer_uid(connection: socket.socket) -> int:
     return int(struct.unpack("3i", credentials)[1])
 
 
+@dataclass(frozen=True)
+class WindowMaker:
+    """How a rank makes a window, and maps one.
+
+    Attributes:
+        create: returns the descriptor of a new one for so many ranks.
+        map: maps the one behind a descriptor, for so many ranks; owns the descriptor from then on.
+    """
+
+    create: Callable[[int], int]
+    map: Callable[[int, int], _C.Window]
+
+
 def _hand_out(
-    listener: socket.socket, fd: int, secret: bytes, peers: int, deadline: Deadline
-) -> None:
+    listener: socket.socket,
+    fd: int,
+    secret: bytes,
+    peers: int,
+    deadline: Deadline,
+    connections: contextlib.ExitStack,
+) -> list[socket.socket]:
     """Gives the descriptor to `peers` peers, and nothing to anyone else who connects."""
-    while peers > 0:
+    given: list[socket.socket] = []
+    while len(given) < peers:
         with deadline.guarding("every rank taking the window"):
             listener.settimeout(deadline.left())
-            connection, _ = listener.accept()
+            connection = connections.enter_context(listener.accept()[0])
             # Who dies in the middle of it is missed later, by the deadline.
-            with connection, contextlib.suppress(ConnectionError):
+            with contextlib.suppress(ConnectionError):
                 connection.settimeout(deadline.left())
                 if _peer_uid(connection) != os.getuid() or connection.recv(64) != secret:
+                    connection.close()
                     continue
                 socket.send_fds(connection, [b"w"], [fd])
-                peers -= 1
+                given.append(connection)
+    return given
 
 
-def _take(address: str, secret: bytes, deadline: Deadline) -> int:
-    with (
-        deadline.guarding("the first rank handing out the window"),
-        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection,
-    ):
+def _answer(connection: socket.socket, deadline: Deadline) -> str:
+    """What a peer says of the window; one that has died since is the first operation's to find."""
+    with deadline.guarding("every rank mapping the window"):
         connection.settimeout(deadline.left())
-        connection.connect(f"\0{address}")
-        connection.send(secret)
-        _, fds, _, _ = socket.recv_fds(connection, 1, 1)
-        if not fds:
-            raise ConnectionError("the connection was closed before the window was handed out")
-        os.set_inheritable(fds[0], False)
-        return fds[0]
+        try:
+            return connection.recv(4096).decode() or _MAPPED
+        except ConnectionError:
+            return _MAPPED
+
+
+def _refusal(rank: int, error: Exception) -> str:
+    return f"rank {rank} could not map the window: {error}"
+
+
+def _take(
+    address: str,
+    secret: bytes,
+    rank: int,
+    map_window: Callable[[int], _C.Window],
+    deadline: Deadline,
+) -> _C.Window:
+    """Gets the descriptor, maps the window, and answers how that went."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        with deadline.guarding("the first rank handing out the window"):
+            connection.settimeout(deadline.left())
+            connection.connect(f"\0{address}")
+            connection.send(secret)
+            _, fds, _, _ = socket.recv_fds(connection, 1, 1)
+            if not fds:
+                raise ConnectionError("the connection was closed before the window was handed out")
+            os.set_inheritable(fds[0], False)
+        answer = _MAPPED
+        try:
+            return map_window(fds[0])
+        except Exception as error:
+            answer = _refusal(rank, error)
+            raise
+        finally:
+            with contextlib.suppress(OSError):
+                connection.sendall(answer.encode())
 
 
 def _watch(rank: int, pid: int) -> int:
@@ -186,7 +238,12 @@ def _watch(rank: int, pid: int) -> int:
 
 
 def join(
-    store: Store, rank: int, size: int, make_window: Callable[[int], int], timeout: float
+    store: Store,
+    rank: int,
+    size: int,
+    windows: WindowMaker,
+    settings: dict[str, int],
+    timeout: float,
 ) -> Membership:
     """Meets the other ranks over `store`.
 
@@ -195,11 +252,12 @@ def join(
             in an earlier life of its processes.
         rank: this process.
         size: how many processes.
-        make_window: returns the descriptor of a new window for so many ranks; called on the first
-            rank of each machine.
+        windows: makes the window on the first rank of each machine, and maps it on all.
+        settings: what must be the same on every rank, by its name in messages.
         timeout: seconds for the whole of it.
 
     Raises:
+        ValueError: the ranks' settings differ, or a rank could not map the window; on all ranks.
         pycomm.Timeout: a rank did not come in time.
         pycomm.PeerDied: a rank died after it had come, where that was seen.
     """
@@ -208,9 +266,11 @@ def join(
         "pid": os.getpid(),
         "machine": machine_identity(rank),
         "cores": sorted(os.sched_getaffinity(0)),
+        "settings": settings,
     }
     texts, store = meet(store, rank, size, json.dumps(mine), deadline)
     everyone = [json.loads(text) for text in texts]
+    check_same([member["settings"] for member in everyone])
     machines = Machines.of([member["machine"] for member in everyone], rank)
     pids = [int(member["pid"]) for member in everyone]
     cores = set().union(*(everyone[r]["cores"] for r in machines.local))
@@ -220,40 +280,67 @@ def join(
             pidfds.append(_watch(r, pids[r]) if r != rank else -1)
             if r != rank:
                 on_failure.callback(os.close, pidfds[-1])
-        window_fd = _share_window(store, rank, machines.local, make_window, deadline)
+        window = _share_window(store, rank, machines, windows, deadline)
         on_failure.pop_all()
-    return Membership(machines, window_fd, pids, pidfds, len(cores), store)
+    return Membership(machines, window, pids, pidfds, len(cores), store)
+
+
+def check_same(settings: list[dict[str, int]]) -> None:
+    """Refuses ranks that differ; the error names the first one that differs from rank 0."""
+    for name, expected in settings[0].items():
+        for rank, others in enumerate(settings):
+            if others.get(name) != expected:
+                raise ValueError(
+                    f"{name} must be the same on every rank: rank 0 has {expected}, "
+                    f"rank {rank} has {others.get(name)}"
+                )
 
 
 def _share_window(
-    store: Store,
-    rank: int,
-    local: tuple[int, ...],
-    make_window: Callable[[int], int],
-    deadline: Deadline,
-) -> int:
-    """The descriptor of the window of the ranks of this machine, once all of them have it."""
-    first = local[0]
-    with contextlib.ExitStack() as on_failure:
-        if rank == first:
-            address, secret = f"pycomm-{secrets.token_hex(16)}", secrets.token_hex(16)
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-                listener.bind(f"\0{address}")
-                listener.listen(len(local))
-                with deadline.guarding("reaching the Store"):
-                    store.set(f"window/{first}", json.dumps([address, secret]))
-                window_fd = make_window(len(local))
-                on_failure.callback(os.close, window_fd)
-                _hand_out(listener, window_fd, secret.encode(), len(local) - 1, deadline)
-            with deadline.guarding("reaching the Store"):
-                store.set(f"complete/{first}", "")
-        else:
-            with deadline.guarding(f"rank {first} offering the window"):
-                address, secret = json.loads(_get(store, f"window/{first}", deadline))
-            window_fd = _take(address, secret.encode(), deadline)
-            on_failure.callback(os.close, window_fd)
-            # Who goes on before all are there would blame the first for somebody else's death.
-            with deadline.guarding("every rank taking the window"):
-                store.wait([f"complete/{first}"], timedelta(seconds=deadline.left()))
-        on_failure.pop_all()
-    return window_fd
+    store: Store, rank: int, machines: Machines, windows: WindowMaker, deadline: Deadline
+) -> _C.Window:
+    """The window of the ranks of this machine, once every rank of every machine has its own."""
+    first, count = machines.local[0], len(machines.local)
+    if rank == first:
+        try:
+            window, answer = _offer(store, rank, count, windows, deadline)
+        except Timeout:  # the others' own deadlines are near
+            raise
+        except Exception as error:
+            with contextlib.suppress(RuntimeError):
+                store.set(f"complete/{rank}", _refusal(rank, error))
+            raise
+        with deadline.guarding("reaching the Store"):
+            store.set(f"complete/{rank}", answer)
+    else:
+        with deadline.guarding(f"rank {first} offering the window"):
+            address, secret = json.loads(_get(store, f"window/{first}", deadline))
+        window = _take(address, secret.encode(), rank, lambda fd: windows.map(fd, count), deadline)
+    # Who goes on before all are there would blame the first for somebody else's death.
+    for ranks in machines.ranks:
+        with deadline.guarding("every rank taking the window"):
+            answer = _get(store, f"complete/{ranks[0]}", deadline)
+        if answer != _MAPPED:
+            raise ValueError(answer)
+    return window
+
+
+def _offer(
+    store: Store, rank: int, count: int, windows: WindowMaker, deadline: Deadline
+) -> tuple[_C.Window, str]:
+    """Makes the window and hands it out; and what the peers answer, the first refusal if any."""
+    address, secret = f"pycomm-{secrets.token_hex(16)}", secrets.token_hex(16)
+    with contextlib.ExitStack() as open_sockets:
+        listener = open_sockets.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        listener.bind(f"\0{address}")
+        listener.listen(count)
+        with deadline.guarding("reaching the Store"):
+            store.set(f"window/{rank}", json.dumps([address, secret]))
+        with contextlib.ExitStack() as on_failure:
+            fd = windows.create(count)
+            on_failure.callback(os.close, fd)
+            peers = _hand_out(listener, fd, secret.encode(), count - 1, deadline, open_sockets)
+            on_failure.pop_all()
+        window = windows.map(fd, count)
+        answers = [_answer(connection, deadline) for connection in peers]
+    return window, next((answer for answer in answers if answer != _MAPPED), _MAPPED)

@@ -21,7 +21,7 @@ from pycomm._cuda import DEFAULT_MAX_BLOCKS, CudaSide, join_processes
 from pycomm._dtypes import check_dtype
 from pycomm._hosts import Machines, connect
 from pycomm._plan import Plan, make_plan, make_spanning_plan, select
-from pycomm._rendezvous import Deadline, join, meet
+from pycomm._rendezvous import Deadline, WindowMaker, join, meet
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -277,12 +277,16 @@ def init(
         group: a torch.distributed process group; by default the default one. Its Store serves as
             the rendezvous.
         timeout: seconds that a rank may leave the others waiting, here and in every operation.
-        staging_bytes: shared memory per rank for tensors that do not lie in the window.
+            Ranks may differ in it: the least patient one ends the operation for all.
+        staging_bytes: shared memory per rank for tensors that do not lie in the window. The same on
+            every rank.
         max_blocks: the most blocks of threads that an operation may take from a GPU.
-        cuda_heap_bytes: device memory per rank for ``group.empty(..., device="cuda")``.
+        cuda_heap_bytes: device memory per rank for ``group.empty(..., device="cuda")``. The same on
+            every rank.
 
     Raises:
-        ValueError: this process is not in `group`.
+        ValueError: this process is not in `group`; or, on every rank, the ranks differ in what must
+            be the same, or run builds of pycomm that lay out their shared memory differently.
         pycomm.Timeout: a rank did not come in time.
     """
     global _default
@@ -301,19 +305,21 @@ def init(
         raise ValueError("group must contain this process")
     store = PrefixStore(_store_prefix(process_group), _store_of(process_group))
     deadline = Deadline(timeout)
-    members = join(
-        store,
-        rank,
-        size,
-        lambda ranks: _C.create_window(ranks, slice_bytes(), staging_bytes),
-        timeout,
+    windows = WindowMaker(
+        create=lambda ranks: _C.create_window(ranks, slice_bytes(), staging_bytes),
+        map=lambda fd, ranks: _C.Window(fd, ranks, slice_bytes(), staging_bytes),
     )
+    settings = {
+        "the window layout of pycomm's build": _C.window_layout,
+        "staging_bytes": int(staging_bytes),
+        "cuda_heap_bytes": int(cuda_heap_bytes),
+    }
+    members = join(store, rank, size, windows, settings, timeout)
     machines = members.machines
-    window = _C.Window(members.window_fd, len(machines.local), slice_bytes(), staging_bytes)
     with deadline.guarding("every machine connecting"):
         link = connect(machines, rank, members.store, deadline.left(), timeout)
     made = Group(
-        window,
+        members.window,
         machines,
         members.pids,
         members.pidfds,

@@ -161,14 +161,14 @@ def used_by_strangers(rank, size, store):
             return pycomm.all_reduce(torch.ones(1), group=group).item()
     original = _rendezvous._take
 
-    def take_after_a_stranger(address, secret, deadline):
+    def take_after_a_stranger(address, *rest):
         for message in (b"wrong secret", b""):
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
                 stranger.connect(f"\0{address}")
                 stranger.send(message)
                 if message:
                     assert stranger.recv(16) == b""
-        return original(address, secret, deadline)
+        return original(address, *rest)
 
     _rendezvous._take = take_after_a_stranger
     with pycomm.init() as group:
@@ -193,6 +193,91 @@ def test_what_makes_a_machine(monkeypatch):
     monkeypatch.setenv("PYCOMM_TEST_HOSTS", "aab")
     first, second, third = map(_rendezvous.machine_identity, range(3))
     assert first == second != third
+
+
+def join_in_vain(rank, size, store, machines, spoil, odd_rank):
+    """Every rank's error; afterwards they make a group as one should."""
+    os.environ["PYCOMM_TEST_HOSTS"] = machines
+    helpers.join_world(rank, size, store)
+    start = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        options = spoil(patch) if rank == odd_rank else {}
+        with pytest.raises((ValueError, OSError, pycomm.Timeout)) as caught:
+            pycomm.init(timeout=30, **options)
+    took = time.monotonic() - start
+    with pycomm.init(timeout=30) as group:
+        assert pycomm.all_reduce(torch.ones(1), group=group).item() == size
+    return type(caught.value), str(caught.value), took
+
+
+def more_staging(_):
+    return {"staging_bytes": 4 << 20}
+
+
+def some_heap(_):
+    return {"cuda_heap_bytes": 4096}
+
+
+def another_build(patch):
+    patch.setattr(pycomm._C, "window_layout", 1)
+    return {}
+
+
+SETTINGS = {
+    more_staging: ("staging_bytes", 2 << 20, 4 << 20),
+    some_heap: ("cuda_heap_bytes", 0, 4096),
+    another_build: ("the window layout of pycomm's build", pycomm._C.window_layout, 1),
+}
+
+
+@pytest.mark.parametrize("machines", ["aaa", "aab"])
+@pytest.mark.parametrize("odd_rank", [0, 2])
+@pytest.mark.parametrize("spoil", SETTINGS)
+def test_ranks_that_differ(spoil, odd_rank, machines):
+    name, usual, odd = SETTINGS[spoil]
+    of_first, other, of_other = (odd, 1, usual) if odd_rank == 0 else (usual, 2, odd)
+    expected = (
+        f"{name} must be the same on every rank: rank 0 has {of_first}, rank {other} has {of_other}"
+    )
+    for kind, message, took in helpers.run_ranks(3, join_in_vain, machines, spoil, odd_rank):
+        assert (kind, message) == (ValueError, expected)
+        assert took < 10
+
+
+def another_slice(patch):
+    """As a rank may have that counts the machine's memory otherwise."""
+    patch.setattr(pycomm.group, "slice_bytes", lambda: 256 << 20)
+    return {}
+
+
+@pytest.mark.parametrize("machines", ["aaa", "baa"])
+def test_a_rank_that_refuses_the_window(machines):
+    """All ranks know at once, also those on other machines."""
+    outcomes = helpers.run_ranks(3, join_in_vain, machines, another_slice, 2)
+    expected = (
+        f"the window's slice_bytes is {pycomm.group.slice_bytes()}, this rank's is {256 << 20}"
+    )
+    for rank, (kind, message, took) in enumerate(outcomes):
+        assert kind is ValueError
+        assert expected in message
+        assert message.startswith("the window" if rank == 2 else "rank 2 could not map the window")
+        assert took < 10
+
+
+def no_memory(patch):
+    def fail(*_):
+        raise OSError("no more files")
+
+    patch.setattr(pycomm._C, "create_window", fail)
+    return {}
+
+
+def test_a_rank_that_cannot_make_the_window():
+    """Those on its machine lose the connection; those on others are told."""
+    outcomes = helpers.run_ranks(3, join_in_vain, "aab", no_memory, 0)
+    assert [kind for kind, *_ in outcomes] == [OSError, pycomm.Timeout, ValueError]
+    assert "rank 0 could not map the window: no more files" in outcomes[2][1]
+    assert all(took < 10 for *_, took in outcomes)
 
 
 @pytest.mark.parametrize("late", range(3))

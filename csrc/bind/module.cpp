@@ -143,6 +143,7 @@ void bind_group(py::module_& m) {
            py::arg("slice_bytes"), py::arg("staging_bytes"));
   m.def("create_window", &Window::create, py::arg("ranks"), py::arg("slice_bytes"),
         py::arg("staging_bytes"));
+  m.attr("window_layout") = cpu::kLayout;
 
   py::class_<Group, std::shared_ptr<Group>>(m, "Group")
       .def(py::init([](std::shared_ptr<Window> window, std::vector<int> pids,

@@ -47,6 +47,40 @@ void reserve_file(int fd, std::int64_t offset, std::int64_t bytes) {
   }
 }
 
+void write_header(int fd, const Header& header) {
+  if (pwrite(fd, &header, sizeof(Header), 0) != static_cast<ssize_t>(sizeof(Header))) {
+    fail("pwrite");
+  }
+}
+
+Header read_header(int fd) {
+  Header header{};
+  if (pread(fd, &header, sizeof(Header), 0) < 0) fail("pread");
+  return header;
+}
+
+std::int64_t size_of_file(int fd) {
+  struct stat status = {};
+  if (fstat(fd, &status) != 0) fail("fstat");
+  return status.st_size;
+}
+
+// Throws unless the file is the window that this rank expects.
+void check_file(int fd, const Header& expected) {
+  const Header found = read_header(fd);
+  PYCOMM_CHECK(found.magic == kMagic, "the file is no window of pycomm's");
+  const auto check = [](const char* what, auto value, auto wanted) {
+    PYCOMM_CHECK(value == wanted, "the window's " + std::string(what) + " is " +
+                                      std::to_string(value) + ", this rank's is " +
+                                      std::to_string(wanted));
+  };
+  check("layout", found.layout, expected.layout);
+  check("number of ranks", found.ranks, expected.ranks);
+  check("slice_bytes", found.slice_bytes, expected.slice_bytes);
+  check("staging_bytes", found.staging_bytes, expected.staging_bytes);
+  check("size", size_of_file(fd), expected.ranks * expected.slice_bytes);
+}
+
 }  // namespace
 
 int Window::create(int ranks, std::int64_t slice_bytes, std::int64_t staging_bytes) {
@@ -58,6 +92,7 @@ int Window::create(int ranks, std::int64_t slice_bytes, std::int64_t staging_byt
     for (int r = 0; r < ranks; ++r) {
       reserve_file(fd, r * slice_bytes, kControlBytes + packet_area_bytes(ranks) + staging_bytes);
     }
+    write_header(fd, {kMagic, kLayout, ranks, slice_bytes, staging_bytes});
   } catch (...) {
     close(fd);
     throw;
@@ -67,15 +102,16 @@ int Window::create(int ranks, std::int64_t slice_bytes, std::int64_t staging_byt
 
 Window::Window(int fd, int ranks, std::int64_t slice_bytes, std::int64_t staging_bytes)
     : fd_(fd), ranks_(ranks), slice_bytes_(slice_bytes), half_bytes_(staging_bytes / 2) {
-  void* base = mmap(nullptr, static_cast<std::size_t>(ranks * slice_bytes), PROT_READ | PROT_WRITE,
-                    MAP_SHARED | MAP_NORESERVE, fd, 0);
-  if (base == MAP_FAILED) {
-    const int error = errno;
+  try {
+    check_file(fd, {kMagic, kLayout, ranks, slice_bytes, staging_bytes});
+    void* base = mmap(nullptr, static_cast<std::size_t>(ranks * slice_bytes),
+                      PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+    if (base == MAP_FAILED) fail("mmap");
+    base_ = static_cast<std::byte*>(base);
+  } catch (...) {
     close(fd_);
-    errno = error;
-    fail("mmap");
+    throw;
   }
-  base_ = static_cast<std::byte*>(base);
 #if defined(MADV_POPULATE_WRITE)
   // Only a head start: older kernels fault the pages in at first use.
   for (int r = 0; r < ranks; ++r) {

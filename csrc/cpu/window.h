@@ -6,23 +6,40 @@
 // ever be needed, but only what has been reserved takes memory: control and staging when it is
 // made, heap when a tensor is allocated, so that a lack of memory is an exception there and no
 // SIGBUS later.
+//
+// The file begins with a header, in rank 0's control page: every rank that maps it compares the
+// header, and the file's size, with what it expects.
 #pragma once
 
 #include <atomic>
+#include <cstddef>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <new>
 
 #include "common.h"
+#include "core/hash.h"
 #include "core/layout.h"
 #include "core/operation.h"
 #include "core/signal.h"
 
 namespace pycomm::cpu {
 
+// Written by the rank that makes the window. New members come last: ranks of different builds read
+// this part of each other's windows.
+struct alignas(128) Header {
+  std::uint64_t magic;
+  std::uint64_t layout;
+  std::int64_t ranks;
+  std::int64_t slice_bytes;
+  std::int64_t staging_bytes;
+};
+inline constexpr std::uint64_t kMagic = 0x77206d6d6f637970;  // "pycomm w"
+
 // What a rank tells the others. All of it is zero at first.
 struct Control {
+  Header header;  // rank 0's serves the whole group
   // 128 bytes, because processors fetch lines in pairs.
   struct alignas(128) Flag {
     std::atomic<std::uint32_t> value;
@@ -44,6 +61,15 @@ inline constexpr std::int64_t kControlBytes = 4096;
 // The largest tensor that travels in packets (core/packet.h).
 inline constexpr std::int64_t kPacketBytes = 64;
 static_assert(sizeof(Control) <= kControlBytes);
+
+// Stands for where everything lies in a window. Raise the version when something changes its meaning
+// but not its place.
+inline constexpr std::uint64_t kLayoutVersion = 1;
+inline constexpr std::uint64_t kLayout =
+    hash_of({kLayoutVersion, sizeof(Header), sizeof(Operation), sizeof(Announcement),
+             sizeof(Control), offsetof(Control, announcements), offsetof(Control, flags),
+             offsetof(Control, waiting), offsetof(Control, left), offsetof(Control, beats),
+             offsetof(Control, abort), kSlots, kStagingSlots, kLine, kControlBytes, kPacketBytes});
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free &&
               std::atomic<std::uint64_t>::is_always_lock_free);
 
@@ -66,7 +92,7 @@ class Window {
   // A new shared file for `ranks` ranks; returns its descriptor. `staging_bytes` is per rank.
   static int create(int ranks, std::int64_t slice_bytes, std::int64_t staging_bytes);
 
-  // Maps the file; owns `fd` from then on.
+  // Maps the file, if it is what create() makes when called with the same; owns `fd` from then on.
   Window(int fd, int ranks, std::int64_t slice_bytes, std::int64_t staging_bytes);
   ~Window();
   Window(const Window&) = delete;

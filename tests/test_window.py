@@ -1,0 +1,76 @@
+"""The shared file: its header, and what the kernel is told about it."""
+
+import os
+import re
+import struct
+from pathlib import Path
+
+import pytest
+
+from pycomm import _C
+
+RANKS, SLICE, STAGING = 2, 1 << 20, 64 << 10
+SIZES = (RANKS, SLICE, STAGING)
+# Of the file's first bytes: magic, layout, ranks, slice_bytes, staging_bytes.
+HEADER = struct.Struct("QQqqq")
+
+
+@pytest.fixture
+def fd():
+    made = _C.create_window(*SIZES)
+    yield made
+    if Path(f"/proc/self/fd/{made}").exists():
+        os.close(made)
+
+
+def test_a_window_as_it_should_be(fd):
+    magic, layout, *sizes = HEADER.unpack(os.pread(fd, HEADER.size, 0))
+    assert magic.to_bytes(8, "little") == b"pycomm w"
+    assert layout == _C.window_layout
+    assert tuple(sizes) == SIZES
+    assert os.fstat(fd).st_size == RANKS * SLICE
+    _C.Window(fd, *SIZES)
+
+
+@pytest.mark.parametrize(
+    ("field", "name"),
+    list(enumerate(["", "layout", "number of ranks", "slice_bytes", "staging_bytes"])),
+)
+def test_a_header_that_differs(fd, field, name):
+    values = list(HEADER.unpack(os.pread(fd, HEADER.size, 0)))
+    expected = values[field]
+    values[field] += 1
+    os.pwrite(fd, HEADER.pack(*values), 0)
+    message = f"the window's {name} is {expected + 1}, this rank's is {expected}"
+    if field == 0:
+        message = "the file is no window of pycomm's"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        _C.Window(fd, *SIZES)
+    assert not Path(f"/proc/self/fd/{fd}").exists()  # it was the window's, which is not there
+
+
+@pytest.mark.parametrize("field", range(3))
+def test_a_rank_that_expects_something_else(fd, field):
+    sizes = list(SIZES)
+    sizes[field] *= 2
+    with pytest.raises(ValueError, match=f"is {SIZES[field]}, this rank's is {sizes[field]}"):
+        _C.Window(fd, *sizes)
+
+
+def test_a_file_that_is_no_window(tmp_path):
+    for content in (b"", b"short", bytes(1 << 20)):
+        path = tmp_path / "file"
+        path.write_bytes(content)
+        fd = os.open(path, os.O_RDWR)
+        with pytest.raises(ValueError, match="the file is no window of pycomm's"):
+            _C.Window(fd, *SIZES)
+
+
+def test_a_file_that_has_been_cut_short(fd, tmp_path):
+    """Or its end would be a SIGBUS."""
+    copy = os.open(tmp_path / "copy", os.O_RDWR | os.O_CREAT)
+    os.pwrite(copy, os.pread(fd, 4096, 0), 0)
+    os.ftruncate(copy, RANKS * SLICE - 1)
+    message = f"the window's size is {RANKS * SLICE - 1}, this rank's is {RANKS * SLICE}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        _C.Window(copy, *SIZES)
