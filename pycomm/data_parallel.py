@@ -24,6 +24,7 @@ from pycomm._buckets import Bucket, Slab, partition
 from pycomm._comm_state import CommState
 from pycomm._graphs import leads_to, tensors_in
 from pycomm._local_sgd import LocalSGDState
+from pycomm._members import Members
 from pycomm._parameters import Exclude
 from pycomm._tensors import check_memory
 from pycomm._weighing import Weighing
@@ -42,7 +43,8 @@ class DataParallel(nn.Module):
         model = pycomm.DataParallel(model, compression=pycomm.Int8())
 
     All ranks begin with rank 0's parameters and buffers. Works among processes and among the
-    threads of a :class:`pycomm.LocalWorld`, each with a module of its own.
+    threads of a :class:`pycomm.LocalWorld`, each with a module of its own. A parameter belongs to
+    the wrapper that was made last: an older one that has it, too, raises in its next forward.
 
     Args:
         module: what to train.
@@ -110,7 +112,6 @@ class DataParallel(nn.Module):
         self._broadcast_buffers = broadcast_buffers
         self._agreements_seen = -1  # of local SGD, when buffers were broadcast
         self._parameters_in_order = [p for p in module.parameters() if p.requires_grad][::-1]
-        self._frozen = [p for p in module.parameters() if not p.requires_grad]
         self._broadcast([*module.parameters(), *module.buffers()], 0)
         self._slab = Slab(self._parameters_in_order, bucket_mb * _MIB, self._group)
         self._buckets: list[Bucket] = []
@@ -122,10 +123,7 @@ class DataParallel(nn.Module):
         self._next = 0  # bucket to be exchanged
         self._weighing: Weighing | None = None
         self._joined_steps: int | None = None  # none outside of join()
-        me = weakref.ref(self)
-        for parameter in self._parameters_in_order:
-            arrived = functools.partial(_arrived, me)
-            parameter.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
+        self._members = Members(module, functools.partial(_arrived, weakref.ref(self)))
         self.register_load_state_dict_pre_hook(_insert_prefix)  # type: ignore[no-untyped-call]
 
     def forward(self, *args: Any, weight: float | None = None, **kwargs: Any) -> Any:
@@ -199,11 +197,7 @@ class DataParallel(nn.Module):
         """Before a forward with gradients, or instead of one; whether any rank still goes on."""
         if self._in_backward and torch._C._current_graph_task_id() < 0:
             self._exchange_nothing(raised=True)  # others may be waiting
-        if any(parameter.requires_grad for parameter in self._frozen):
-            raise ValueError(
-                "module must not have parameters that began to require grad when it was wrapped "
-                "already: wrap it anew"
-            )
+        self._members.check()
         group = self.comm_state.gradient_group if self._syncing else None
         if weight is not None and group is None:
             raise ValueError("weight must be given where gradients are exchanged, not elsewhere")
@@ -238,6 +232,7 @@ class DataParallel(nn.Module):
     def _begin_backward(self, first: Node | None = None) -> None:
         if self._in_backward or not self._syncing:
             return
+        self._members.check_owned()
         self._reset()
         end = functools.partial(self._end_backward, first)
         Variable._execution_engine.queue_callback(end)
