@@ -1,5 +1,6 @@
 """The shared file: its header, and what the kernel is told about it."""
 
+import fcntl
 import os
 import re
 import struct
@@ -74,3 +75,49 @@ def test_a_file_that_has_been_cut_short(fd, tmp_path):
     message = f"the window's size is {RANKS * SLICE - 1}, this rank's is {RANKS * SLICE}"
     with pytest.raises(ValueError, match=re.escape(message)):
         _C.Window(copy, *SIZES)
+
+
+@pytest.mark.parametrize("size", [0, RANKS * SLICE - 4096, RANKS * SLICE + 4096])
+def test_its_size_is_final(fd, size):
+    with pytest.raises(PermissionError):
+        os.ftruncate(fd, size)
+    os.posix_fallocate(fd, SLICE - 4096, 4096)  # a hole at the end of a slice
+
+
+def test_its_seals_are_final(fd):
+    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    assert fcntl.fcntl(fd, fcntl.F_GET_SEALS) & seals == seals
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+
+
+def kernel_version():
+    return tuple(int(part) for part in os.uname().release.split(".")[:2])
+
+
+@pytest.mark.skipif(kernel_version() < (6, 3), reason="older kernels have no such seal")
+def test_it_never_becomes_executable(fd):
+    assert os.fstat(fd).st_mode & 0o777 == 0o600
+    with pytest.raises(PermissionError):
+        os.fchmod(fd, 0o700)
+
+
+def flags_of_mappings():
+    """The kernel's flags of every mapping of a window here."""
+    flags, is_window = [], False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match("[0-9a-f]+-[0-9a-f]+ ", line):
+            is_window = "memfd:pycomm" in line
+        elif is_window and line.startswith("VmFlags:"):
+            flags.append(line.split()[1:])
+    return flags
+
+
+def test_a_core_dump_leaves_it_out(fd):
+    """Or each hole in it would become memory, up to all that the machine has."""
+    before = len(flags_of_mappings())
+    window = _C.Window(fd, *SIZES)
+    found = flags_of_mappings()
+    assert len(found) > before
+    assert all("dd" in flags for flags in found)
+    del window

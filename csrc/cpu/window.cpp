@@ -47,6 +47,14 @@ void reserve_file(int fd, std::int64_t offset, std::int64_t bytes) {
   }
 }
 
+// Anonymous, not inherited by exec, and never executable where the kernel knows the last flag.
+int make_file() {
+  constexpr unsigned kNoExecSeal = 8;  // MFD_NOEXEC_SEAL, of Linux 6.3
+  const int fd = memfd_create("pycomm", MFD_CLOEXEC | MFD_ALLOW_SEALING | kNoExecSeal);
+  if (fd >= 0 || errno != EINVAL) return fd;
+  return memfd_create("pycomm", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+}
+
 void write_header(int fd, const Header& header) {
   if (pwrite(fd, &header, sizeof(Header), 0) != static_cast<ssize_t>(sizeof(Header))) {
     fail("pwrite");
@@ -84,7 +92,7 @@ void check_file(int fd, const Header& expected) {
 }  // namespace
 
 int Window::create(int ranks, std::int64_t slice_bytes, std::int64_t staging_bytes) {
-  const int fd = memfd_create("pycomm", MFD_CLOEXEC);
+  const int fd = make_file();
   if (fd < 0) fail("memfd_create");
   try {
     if (fchmod(fd, 0600) != 0) fail("fchmod");
@@ -92,6 +100,8 @@ int Window::create(int ranks, std::int64_t slice_bytes, std::int64_t staging_byt
     for (int r = 0; r < ranks; ++r) {
       reserve_file(fd, r * slice_bytes, kControlBytes + packet_area_bytes(ranks) + staging_bytes);
     }
+    // Its size is final: a rank that has compared it once meets no SIGBUS later.
+    if (fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) fail("F_ADD_SEALS");
     write_header(fd, {kMagic, kLayout, ranks, slice_bytes, staging_bytes});
   } catch (...) {
     close(fd);
@@ -108,6 +118,8 @@ Window::Window(int fd, int ranks, std::int64_t slice_bytes, std::int64_t staging
                       PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
     if (base == MAP_FAILED) fail("mmap");
     base_ = static_cast<std::byte*>(base);
+    // Dumping a core would fill every hole with zeros, up to the size of all memory.
+    (void)madvise(base, static_cast<std::size_t>(ranks * slice_bytes), MADV_DONTDUMP);
   } catch (...) {
     close(fd_);
     throw;

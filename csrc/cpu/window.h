@@ -65,11 +65,12 @@ static_assert(sizeof(Control) <= kControlBytes);
 // Stands for where everything lies in a window. Raise the version when something changes its meaning
 // but not its place.
 inline constexpr std::uint64_t kLayoutVersion = 1;
-inline constexpr std::uint64_t kLayout =
-    hash_of({kLayoutVersion, sizeof(Header), sizeof(Operation), sizeof(Announcement),
-             sizeof(Control), offsetof(Control, announcements), offsetof(Control, flags),
-             offsetof(Control, waiting), offsetof(Control, left), offsetof(Control, beats),
-             offsetof(Control, abort), kSlots, kStagingSlots, kLine, kControlBytes, kPacketBytes});
+inline constexpr std::uint64_t kLayout = hash_of(
+    {kLayoutVersion, sizeof(Header), sizeof(Operation), sizeof(Announcement), sizeof(Control),
+     offsetof(Control, announcements), offsetof(Control, flags), offsetof(Control, waiting),
+     offsetof(Control, left), offsetof(Control, beats), offsetof(Control, abort),
+     offsetof(Control, in_peers_heaps), offsetof(Control, completed), kSlots, kStagingSlots, kLine,
+     kControlBytes, kPacketBytes});
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free &&
               std::atomic<std::uint64_t>::is_always_lock_free);
 
