@@ -117,3 +117,50 @@ def test_ctrl_c_leaves_wait_at_once(world, asynchronous):
     assert time.monotonic() - start <= 1.3
     timer.join()
     group.abort()
+
+
+def interrupt_while_others_wait(*_):
+    """Rank 0 of two; rank 1 never comes."""
+    group = pycomm.LocalWorld(2).groups[0]
+    works = []
+
+    def submit():
+        works.extend(pycomm.barrier(group=group, async_op=True) for _ in range(2))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Timer(0.2, submit)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        pycomm.barrier(group=group)
+    thread.join()
+    errors = []
+    for work in works * 2:  # each wait() raises
+        with pytest.raises(pycomm.PycommError) as caught:
+            work.wait()
+        errors.append(str(caught.value))
+    return errors
+
+
+def test_ctrl_c_while_another_thread_has_work():
+    """In a process of its own, which an exception that is raised twice would end."""
+    (errors,) = helpers.run_ranks(1, interrupt_while_others_wait)
+    assert len(errors) == 4
+    assert all("KeyboardInterrupt" in error for error in errors)
+
+
+def interrupt_while_raising(*_):
+    """By both ways into C++: the short one, and pybind11's."""
+
+    def interrupted(*_, **__):
+        os.kill(os.getpid(), signal.SIGINT)
+
+    pycomm.Aborted.__init__ = interrupted
+    for call in (pycomm.all_reduce, pycomm.broadcast):
+        groups = pycomm.LocalWorld(2).groups
+        groups[1].abort()
+        with pytest.raises(KeyboardInterrupt):
+            call(torch.ones(4), group=groups[0])
+
+
+def test_ctrl_c_while_an_error_is_raised():
+    helpers.run_ranks(1, interrupt_while_raising)

@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -117,6 +118,29 @@ def failing_cycles(rank, size, store, count):
 def test_failed_groups_leave_nothing_either():
     for before, after in helpers.run_ranks(2, failing_cycles, 60):
         assert all(b <= a for a, b in zip(before, after, strict=True)), (before, after)
+
+
+def barrier_by_the_worker(group):
+    pycomm.barrier(group=group, async_op=True).wait()
+
+
+def interrupted_cycle(barrier):
+    """The other rank never comes."""
+    group = pycomm.LocalWorld(2).groups[0]
+    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        barrier(group=group)
+    timer.join()
+
+
+def test_interrupted_groups_leave_nothing_either():
+    gc.collect()
+    before = descriptors(), mappings()
+    for turn in range(6):
+        interrupted_cycle(barrier_by_the_worker if turn % 2 else pycomm.barrier)
+    gc.collect()
+    assert (descriptors(), mappings()) == before
 
 
 def failed_rendezvous(rank, size, store, step):

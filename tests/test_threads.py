@@ -1,6 +1,8 @@
 """Several threads on one group take turns; several groups do not mind each other."""
 
+import sys
 import threading
+from contextlib import suppress
 
 import helpers
 import torch
@@ -90,6 +92,25 @@ def test_asynchronous_work_on_two_groups_in_opposite_order(world):
         return [x[0].item() for x in xs]
 
     assert first.run(body) == [[1.0, 1.0]] * 2
+
+
+def close_while_others_submit(_rank, _size, _store, turns):
+    sys.setswitchinterval(1e-5)
+    for _ in range(turns):
+        (group,) = pycomm.LocalWorld(1).groups
+
+        def submit(group=group):
+            with suppress(pycomm.GroupUnusable):
+                while True:
+                    pycomm.barrier(group=group, async_op=True)
+
+        in_threads(submit, submit, submit, group.close)
+        del group, submit
+
+
+def test_close_while_others_submit():
+    """Whatever comes later is refused; in a process of its own, which a stray worker would end."""
+    helpers.run_ranks(1, close_while_others_submit, 300)
 
 
 def subgroups(rank, size, store):

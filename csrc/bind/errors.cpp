@@ -38,13 +38,15 @@ void set_collective_error(const CollectiveError& error) {
   PyErr_SetObject(type.ptr(), value.ptr());
 }
 
-}  // namespace
-
-void set_python_error() {
+void translate_current() {
   try {
     throw;
   } catch (py::error_already_set& error) {
     error.restore();
+  } catch (const PythonError& error) {
+    if (PyErr_Occurred() != nullptr) return;  // this thread's own
+    py::set_error(py::module_::import("pycomm.errors").attr("GroupUnusable"),
+                  (std::string("group has failed: ") + error.what()).c_str());
   } catch (const CollectiveError& error) {
     set_collective_error(error);
   } catch (const cpu::GroupUnusable& error) {
@@ -60,9 +62,27 @@ void set_python_error() {
   }
 }
 
+}  // namespace
+
+void throw_python_error() {
+  py::error_already_set error;
+  const std::string text = error.what();  // its first line is the exception, the rest where it was
+  error.restore();
+  throw PythonError(text.substr(0, text.find('\n')));
+}
+
+void set_python_error() noexcept {
+  try {
+    translate_current();
+  } catch (py::error_already_set& error) {  // a signal, while Python made the exception
+    error.restore();
+  }
+}
+
 void check_signals() {
   const py::gil_scoped_acquire gil;
-  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  if (PyErr_Occurred() != nullptr) return;  // one is on its way already
+  if (PyErr_CheckSignals() != 0) throw_python_error();
 }
 
 }  // namespace pycomm::bind

@@ -4,13 +4,25 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
+#include <stdexcept>
 
 #include "common.h"
 
 namespace pycomm::bind {
 
+// Stands for a Python exception while C++ unwinds, which stays the raising thread's error
+// indicator. Groups keep what they have failed with and throw it in several threads; a Python
+// exception can only be raised once, and would hold the frames, and so the group, it came from.
+class PythonError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// Throws a PythonError for the error indicator.
+[[noreturn]] void throw_python_error();
+
 // Sets the Python error for the C++ exception being handled.
-void set_python_error();
+void set_python_error() noexcept;
 
 // Lets Ctrl-C and other signals end a long wait.
 void check_signals();

@@ -22,7 +22,12 @@ class PythonTransport : public Transport {
  public:
   void post(const Round& round) override {
     const py::gil_scoped_acquire gil;
-    find("post")(parcels(round.sends), parcels(round.receives));
+    try {
+      find("post")(parcels(round.sends), parcels(round.receives));
+    } catch (py::error_already_set& error) {
+      error.restore();
+      throw_python_error();
+    }
   }
   void stop(std::uint64_t abort_word) override {
     end("stopping a group", [&] { find("stop")(abort_word); });
@@ -42,6 +47,7 @@ class PythonTransport : public Transport {
   template <class Do>
   static void end(const char* what, Do act) {
     const py::gil_scoped_acquire gil;
+    const py::error_scope on_its_way;
     try {
       act();
     } catch (py::error_already_set& error) {

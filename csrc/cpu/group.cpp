@@ -131,6 +131,7 @@ bool Group::run_in_order(const Task& task, void (*interrupt)()) {
   check_usable();
   if (pending_.load(std::memory_order_acquire) == 0) {
     const std::lock_guard lock(running_);
+    if (closed_) check_usable();  // while this thread waited for its turn
     return execute(task, interrupt);
   }
   const std::shared_ptr<Work> work = enqueue(task);
@@ -141,6 +142,7 @@ bool Group::run_in_order(const Task& task, void (*interrupt)()) {
 std::shared_ptr<Work> Group::enqueue(Task task) {
   task.work = std::make_shared<Work>();
   const std::lock_guard lock(queue_mutex_);
+  if (closed_) check_usable();  // nobody would join a worker that starts now
   if (!worker_.joinable()) worker_ = std::thread([this] { serve(); });
   pending_.fetch_add(1, std::memory_order_acq_rel);
   std::shared_ptr<Work> work = task.work;
@@ -309,10 +311,10 @@ void Group::rethrow_failure() {
 }
 
 void Group::close() {
-  if (closed_.exchange(true)) return;
   if (forked()) return;  // the parent's membership is not ours to end
   {
     const std::lock_guard lock(queue_mutex_);
+    if (closed_.exchange(true)) return;
     queue_changed_.notify_all();
   }
   if (worker_.joinable()) worker_.join();
