@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.autograd import forward_ad
 
 from pycomm._dtypes import check_dtype
 
@@ -55,6 +56,8 @@ def check_no_gradient(argument: str, tensor: torch.Tensor) -> None:
             f"{argument} must not require grad: pycomm's operations are not differentiable; "
             f"pass {argument}.detach(), or call under torch.no_grad()"
         )
+    if forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
+        raise ValueError(f"{argument} must not carry a tangent: pycomm's operations have none")
 
 
 def check_written(argument: str, tensor: torch.Tensor) -> None:

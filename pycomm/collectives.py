@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from torch.autograd.graph import increment_version
 
 from pycomm import _C
 from pycomm._dtypes import ALGORITHMS, COLLECTIVES, OPS, check_choice, check_dtype
@@ -251,6 +252,7 @@ def _launch(
     async_op: bool,
 ) -> Any:
     """Runs or submits an operation on contiguous stand-ins of the tensors."""
+    increment_version(result)  # autograd may have saved it
     dense_source, dense_result, finish = stand_ins(group, source, result)
     arguments = (
         COLLECTIVES[collective],

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from pycomm import _C
 from pycomm._arrays import as_tensor
@@ -102,6 +103,7 @@ def compressed_all_reduce(
         raise ValueError("velocity must be given where the compressor has momentum, and only there")
     if speed is not None and kept is None:
         raise ValueError("residual must be given where the compressor has momentum")
+    increment_version([result, *(t for t in (kept, speed) if t is not None)])
     dense, dense_result, put_result = stand_ins(group, source, result)
     state, put_state = _state_stand_ins(group, [t for t in (kept, speed) if t is not None])
     pointers = [tensor.data_ptr() for tensor in state]

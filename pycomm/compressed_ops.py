@@ -15,6 +15,7 @@ import torch
 from pycomm._names import parse_compressor
 from pycomm.compressed import compressed_all_reduce
 from pycomm.group import find_group
+from pycomm.ops import register_autograd
 
 _library = torch.library.Library("pycomm", "FRAGMENT")
 _library.define(
@@ -60,10 +61,14 @@ def _decode(wire: torch.Tensor, compressor: str, n: int, dtype: torch.dtype) -> 
     return parse_compressor(compressor).decode(wire, n, dtype=dtype)
 
 
-for _device in ("CPU", "CUDA"):
-    _library.impl("compressed_all_reduce_", _compressed_all_reduce, _device)
-    _library.impl("encode", _encode, _device)
-    _library.impl("decode", _decode, _device)
+for _name, _kernel in (
+    ("compressed_all_reduce_", _compressed_all_reduce),
+    ("encode", _encode),
+    ("decode", _decode),
+):
+    for _device in ("CPU", "CUDA"):
+        _library.impl(_name, _kernel, _device)
+    register_autograd(_library, _name)
 
 
 @torch.library.register_fake("pycomm::compressed_all_reduce_", lib=_library)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from pycomm import _C
 from pycomm._arrays import as_tensor
@@ -140,6 +141,7 @@ class Compressor(ABC):
             else as_tensor("out", out, written=True)
         )
         _check_target(target, n, source.device, add)
+        increment_version(target)
         _backend(source.device).decode(
             self._reading_codec(n, target.dtype), source.data_ptr(), source.numel(), n,
             DTYPES[target.dtype], target.data_ptr(), add,

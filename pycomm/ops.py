@@ -1,6 +1,7 @@
-"""torch.ops.pycomm: fake kernels, so that torch.compile, opcheck and export know the operations.
+"""torch.ops.pycomm: what torch.compile, opcheck, export and autograd know of the operations.
 
-The real ones are in csrc/bind/ops.cpp. Each takes the name of a group (``group.name``):
+The kernels are in csrc/bind/ops.cpp, the fake ones here. Operations have no gradient formulas yet,
+so they refuse tensors that require grad. Each takes the name of a group (``group.name``):
 
 - ``all_reduce(tensor, op, algorithm, group) -> Tensor`` and in place ``all_reduce_``
 - ``reduce_scatter_(output, input, op, group)``
@@ -10,9 +11,15 @@ The real ones are in csrc/bind/ops.cpp. Each takes the name of a group (``group.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch.autograd.graph import increment_version
 
 from pycomm import _C  # noqa: F401 - registers the operations
+from pycomm._tensors import check_no_gradient
+
+_library = torch.library.Library("pycomm", "IMPL")
 
 
 @torch.library.register_fake("pycomm::all_reduce")
@@ -24,5 +31,29 @@ def _nothing(*args: object) -> None:
     """In-place operations change values only."""
 
 
+def register_autograd(library: torch.library.Library, name: str) -> None:
+    """Gives an operation an autograd kernel, which raises instead of dropping a gradient.
+
+    Without one, autograd goes past an operation: the gradient is None, or, in place, that of a
+    tensor which nothing has happened to. The kernel also tells autograd which tensors have changed.
+    """
+    operation = getattr(torch.ops.pycomm, name).default
+    arguments = operation._schema.arguments
+    names = [(i, a.name) for i, a in enumerate(arguments) if "Tensor" in str(a.type)]
+    written = [i for i, a in enumerate(arguments) if a.alias_info and a.alias_info.is_write]
+
+    def kernel(keys: torch.DispatchKeySet, *values: Any) -> Any:
+        for i, argument in names:
+            if values[i] is not None:
+                check_no_gradient(argument, values[i])
+        result = operation.redispatch(keys & torch._C._after_autograd_keyset, *values)
+        increment_version([values[i] for i in written if values[i] is not None])
+        return result
+
+    library.impl(name, kernel, "Autograd", with_keyset=True)
+
+
 for _name in ("all_reduce_", "reduce_scatter_", "all_gather_", "broadcast_"):
     torch.library.register_fake(f"pycomm::{_name}")(_nothing)
+    register_autograd(_library, _name)
+register_autograd(_library, "all_reduce")

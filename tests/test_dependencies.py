@@ -58,10 +58,10 @@ def test_core_includes_only_the_standard_library():
 # From the lowest layer up; a module imports only what comes before it.
 PYTHON_LAYERS = [
     {"_C"},
-    {"errors", "ops", "_graphs"},
+    {"errors", "_graphs"},
     {"_dtypes", "_arrays", "_zeros", "_hosts", "_host_staging"},
     {"_tensors"},
-    {"_plan", "_rendezvous", "_cuda", "compression"},
+    {"ops", "_plan", "_rendezvous", "_cuda", "compression"},
     {"group", "_names"},
     {"collectives", "local_world"},
     {"compressed", "_parameters", "_residuals", "_members", "_weighing", "_reports"},

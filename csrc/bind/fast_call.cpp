@@ -22,6 +22,7 @@ struct Torch {
   const DLPackExchangeAPI* exchange = nullptr;  // null where this torch has none
   PyObject* requires_grad = nullptr;
   PyObject* is_neg = nullptr;
+  PyObject* increment_version = nullptr;
 };
 
 const Torch& torch() {
@@ -32,6 +33,8 @@ const Torch& torch() {
     torch->tensor_type = reinterpret_cast<PyTypeObject*>(type.inc_ref().ptr());
     torch->requires_grad = PyUnicode_InternFromString("requires_grad");
     torch->is_neg = PyUnicode_InternFromString("is_neg");
+    const py::object increment = py::module_::import("torch._C").attr("_increment_version");
+    torch->increment_version = increment.inc_ref().ptr();
     const py::object capsule = py::getattr(type, "__dlpack_c_exchange_api__", py::none());
     if (!capsule.is_none()) {
       const auto* api = static_cast<const DLPackExchangeAPI*>(
@@ -109,6 +112,15 @@ bool view_plain_tensor(PyObject* object, TensorView& view) {
          is_false(PyObject_CallMethodNoArgs(object, known.is_neg));
 }
 
+// Tells autograd, which may have saved the tensor, that it changes.
+bool increment_version(PyObject* tensor) {
+  const py::object tensors = py::reinterpret_steal<py::object>(PyTuple_Pack(1, tensor));
+  if (!tensors) return false;
+  PyObject* const none = PyObject_CallOneArg(torch().increment_version, tensors.ptr());
+  Py_XDECREF(none);
+  return none != nullptr;
+}
+
 PyObject* all_reduce(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   if (count != 4) {
     PyErr_SetString(PyExc_TypeError, "all_reduce takes handle, tensor, op, algorithm");
@@ -119,6 +131,7 @@ PyObject* all_reduce(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   if (group == nullptr || PyErr_Occurred() != nullptr) return nullptr;
   TensorView view;
   if (!view_plain_tensor(arguments[1], view)) Py_RETURN_FALSE;
+  if (!increment_version(arguments[1])) return nullptr;
   try {
     const py::gil_scoped_release no_gil;
     group->run({Collective::all_reduce, static_cast<Algorithm>(algorithm), view.dtype,

@@ -1,0 +1,146 @@
+"""Operations have no gradients yet: what autograd would get wrong raises."""
+
+import helpers
+import pytest
+import torch
+
+import pycomm
+
+OPS = torch.ops.pycomm
+COUNT = 256
+
+# Each gets a tensor that requires grad, and leads to a result.
+OPERATORS = {
+    "all_reduce": lambda z, name: OPS.all_reduce(z, "sum", "auto", name),
+    "all_reduce_": lambda z, name: (OPS.all_reduce_(z, "sum", "auto", name), z)[1],
+    "reduce_scatter_": lambda z, name: (OPS.reduce_scatter_(z, z.detach(), "sum", name), z)[1],
+    "reduce_scatter_ of": lambda z, name: written(OPS.reduce_scatter_, z, "sum", name),
+    "all_gather_": lambda z, name: (OPS.all_gather_(z, z.detach(), name), z)[1],
+    "all_gather_ of": lambda z, name: written(OPS.all_gather_, z, name),
+    "broadcast_": lambda z, name: (OPS.broadcast_(z, 0, name), z)[1],
+    "compressed_all_reduce_": lambda z, name: compressed(z, None, name),
+    "its residual": lambda z, name: compressed(torch.ones_like(z).detach(), z, name),
+    "encode": lambda z, _: OPS.decode(OPS.encode(z, "bf16", 0, 0), "bf16", COUNT, torch.float32),
+}
+
+
+def written(operation, z, *rest):
+    output = torch.zeros_like(z)
+    operation(output, z, *rest)
+    return output + 0 * z
+
+
+def compressed(z, residual, name):
+    OPS.compressed_all_reduce_(z, "int8", residual, None, "sum", "auto", 0, 0, False, name)
+    return z
+
+
+def gradient(operator, name, backend):
+    """By way of an intermediate tensor, which nobody may forbid to change in place."""
+
+    def loss(x):
+        return operator(x * 1, name).sum()
+
+    torch._dynamo.reset()
+    x = torch.ones(COUNT, requires_grad=True)
+    (loss if backend is None else torch.compile(loss, backend=backend))(x).backward()
+    return x.grad
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_an_operator_raises_instead_of_a_wrong_gradient(world, operator, backend):
+    with pytest.raises((ValueError, RuntimeError), match="must not require grad"):
+        gradient(OPERATORS[operator], world(1).groups[0].name, backend)
+
+
+@pytest.mark.parametrize("operator", ["all_reduce", "all_reduce_"])
+def test_under_inductor_too(world, operator):
+    with pytest.raises((ValueError, RuntimeError), match="must not require grad"):
+        gradient(OPERATORS[operator], world(1).groups[0].name, "inductor")
+
+
+def test_forward_mode_raises_too(world):
+    from torch.autograd import forward_ad
+
+    name = world(1).groups[0].name
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(torch.ones(3), torch.ones(3))
+        with pytest.raises(ValueError, match="must not carry a tangent"):
+            OPS.all_reduce(dual, "sum", "auto", name)
+        with pytest.raises(ValueError, match="must not carry a tangent"):
+            pycomm.broadcast(dual, group=world(1).groups[0])
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_gradients_around_an_operator_are_right(world, backend):
+    """Detached, or without grad, an operation is a constant."""
+    name = world(1).groups[0].name
+
+    def loss(x):
+        with torch.no_grad():
+            weight = OPS.all_reduce(x * 3, "sum", "auto", name)
+        return (x * weight + OPS.all_reduce(x.detach(), "sum", "auto", name)).sum()
+
+    torch._dynamo.reset()
+    x = torch.ones(COUNT, requires_grad=True)
+    (loss if backend is None else torch.compile(loss, backend=backend))(x).backward()
+    assert x.grad.tolist() == [3.0] * COUNT
+
+
+# Whatever changes a tensor tells autograd, which may have saved it for backward.
+CHANGES = {
+    "all_reduce": lambda t, group: pycomm.all_reduce(t, group=group),
+    "all_reduce later": lambda t, group: pycomm.all_reduce(t, group=group, async_op=True).wait(),
+    "all_reduce into": lambda t, group: pycomm.all_reduce(torch.ones(COUNT), out=t, group=group),
+    "reduce_scatter": lambda t, group: pycomm.reduce_scatter(t, torch.ones(COUNT), group=group),
+    "all_gather": lambda t, group: pycomm.all_gather(t, torch.ones(COUNT), group=group),
+    "broadcast": lambda t, group: pycomm.broadcast(t, group=group),
+    "compressed": lambda t, group: pycomm.compressed_all_reduce(t, pycomm.Int8(), group=group),
+    "residual": lambda t, group: pycomm.compressed_all_reduce(
+        torch.ones(COUNT), pycomm.Int8(), residual=t, group=group
+    ),
+    "decode": lambda t, _: pycomm.Int8().decode(pycomm.Int8().encode(torch.ones(COUNT)), COUNT, t),
+    "all_reduce_": lambda t, group: OPS.all_reduce_(t, "sum", "auto", group.name),
+    "reduce_scatter_": lambda t, group: OPS.reduce_scatter_(t, t.clone(), "sum", group.name),
+    "all_gather_": lambda t, group: OPS.all_gather_(t, t.clone(), group.name),
+    "broadcast_": lambda t, group: OPS.broadcast_(t, 0, group.name),
+    "compressed_all_reduce_": lambda t, group: compressed(t, None, group.name),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("leaf", [False, True])
+def test_a_tensor_saved_for_backward_is_not_changed_silently(world, change, leaf):
+    x, saved = torch.ones(COUNT, requires_grad=True), torch.ones(COUNT, requires_grad=leaf)
+    y = (x * saved).sum()
+    with torch.no_grad():
+        CHANGES[change](saved, world(1).groups[0])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+def test_functions_refuse_what_requires_grad(world):
+    group = world(1).groups[0]
+    for name, change in CHANGES.items():
+        z = torch.ones(COUNT, requires_grad=True) * 1
+        with pytest.raises(ValueError, match="must not require grad"):
+            change(z, group)
+        assert z.requires_grad, name
+
+
+def in_processes(group):
+    """The tensor of a rank that raises has not been touched, and the group goes on."""
+    x = torch.ones(COUNT, requires_grad=True)
+    z = x * 1
+    for call in OPERATORS.values():
+        try:
+            call(z, group.name)
+        except ValueError:
+            continue
+        return "no error"
+    return z.tolist() == [1.0] * COUNT and pycomm.all_reduce(torch.ones(3), group=group).tolist()
+
+
+def test_in_processes():
+    assert helpers.run_group(2, in_processes) == [[2.0] * 3] * 2
