@@ -33,6 +33,18 @@ def test_a_scale_by_hand_is_checked_in_every_step(order):
     assert param.tolist() == [0.0] * 3
 
 
+def test_a_scale_that_is_gone_skips_no_more_steps():
+    """With what an earlier step found."""
+    param = ones(3)
+    optimizer = optim.FusedSGD([param], lr=1.0)
+    optimizer.grad_scale = torch.ones(())
+    step(optimizer, torch.full((3,), torch.inf))
+    assert optimizer.found_inf == 1
+    optimizer.grad_scale = None
+    step(optimizer, torch.ones(3))
+    assert param.tolist() == [0.0] * 3
+
+
 def test_momentum_may_begin_later():
     """As torch.optim.SGD's may."""
     seen = []
@@ -61,20 +73,79 @@ def test_memory_format_may_change():
 
 
 @pytest.mark.parametrize("master", ["fp32", "remainder"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_types_that_change_are_converted_or_refused(master, dtype):
-    """model.float() after some steps."""
+def test_weights_of_higher_precision_survive_a_wider_model(master):
+    """model.float() after some steps; what is written into the parameter counts."""
+    param = ones(3000, dtype=BF16)
+    optimizer = optim.FusedSGD([param], lr=1e-3, master_weights=master)
+    step(optimizer, gradients([param], 0)[0])
+    before = optimizer.full_weights(param).clone()
+    assert not torch.equal(before, param.float())
+    param.grad = None
+    param.data = param.data.float()
+    param.data[:5] = 7.1
+    before[:5] = 7.1
+    assert torch.equal(optimizer.full_weights(param), before)
+    step(optimizer, torch.zeros(3000))
+    assert torch.equal(param, before)
+    assert list(optimizer.state[param]) == ["step"]
+
+
+def test_remainders_are_refused_beside_fp16():
     param = ones(3, dtype=BF16)
-    optimizer = optim.FusedSGD([param], lr=0.25, momentum=0.9, master_weights=master)
+    optimizer = optim.FusedSGD([param], lr=0.25, master_weights="remainder")
     step(optimizer, torch.ones(3, dtype=BF16))
     param.grad = None
-    param.data = param.data.to(dtype)
-    before = param.detach().clone()
-    try:
-        step(optimizer, torch.ones(3, dtype=dtype))
-    except (ValueError, TypeError):
-        return
-    torch.testing.assert_close(param.detach(), before - 0.25 * 1.9)
+    param.data = param.data.half()
+    with pytest.raises(ValueError, match="use 'fp32'"):
+        step(optimizer, torch.ones(3, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("master", ["fp32", "remainder"])
+def test_options_apply_to_a_model_that_has_become_bf16(master):
+    """It goes on as one that has been from the beginning."""
+    names = {"fp32": "master_param", "remainder": "remainder"}
+    param = ones(5000)
+    optimizer = optim.FusedAdamW([param], lr=1e-4, master_weights=master)
+    step(optimizer, gradients([param], 0)[0])
+    param.grad = None
+    param.data = param.data.bfloat16()
+    expected = param.detach().float().clone()
+    twin = torch.nn.Parameter(expected.clone())
+    other = optim.FusedAdamW([twin], lr=1e-4)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for number in (1, 2, 3):
+        grad = gradients([param], number)[0]
+        step(optimizer, grad)
+        step(other, grad.float())
+    assert names[master] in optimizer.state[param]
+    assert torch.equal(optimizer.full_weights(param), twin.detach())
+
+
+def test_options_of_the_group_that_a_parameter_has_moved_to():
+    first, second = ones(5000, dtype=BF16), ones(5000, dtype=BF16)
+    optimizer = optim.FusedAdamW(
+        [
+            {"params": [first]},
+            {"params": [second], "states": "8bit", "master_weights": "remainder"},
+        ]
+    )
+    step(optimizer, *gradients([first, second], 0))
+    groups = optimizer.param_groups
+    groups[1]["params"].append(groups[0]["params"].pop())
+    step(optimizer, *gradients([first, second], 1))
+    ours, theirs = optimizer.state[first], optimizer.state[second]
+    assert {n: t.dtype for n, t in ours.items()} == {n: t.dtype for n, t in theirs.items()}
+    assert ours["step"] == 2
+    assert ours["exp_avg"].dtype == torch.uint8
+    groups[1]["states"] = "fp32"  # or the options change
+    step(optimizer, *gradients([first, second], 2))
+    assert optimizer.state[first]["exp_avg"].dtype == torch.float32
+
+
+def test_max_norm_of_a_group_is_refused():
+    groups = [{"params": [ones(3)], "max_norm": 1.0}]
+    with pytest.raises(ValueError, match="max_norm is for all groups together"):
+        optim.FusedAdamW(groups)
 
 
 @pytest.mark.parametrize("what", ["torch.ones(100000)", "torch.ones(3, 2)[:, 0]"])
@@ -136,16 +207,38 @@ def test_hooks_before_loading_may_change_states():
     assert not optimizer.state[params[1]]["exp_avg"].any()
 
 
-def test_a_checkpoint_that_is_refused_changes_nothing():
-    param = ones(3)
-    optimizer = optim.FusedAdamW([param])
-    step(optimizer, torch.ones(3))
+WRONG = {
+    "shape": ({"exp_avg": torch.ones(4)}, "exp_avg has shape"),
+    "scales": ({"exp_avg_absmax": torch.ones(1)}, r"exp_avg_absmax has shape \(1,\)"),
+    "no scales": ({"exp_avg_sq_absmax": None}, "in 8 bits has no exp_avg_sq_absmax"),
+    "broadcast": ({"remainder": torch.zeros(1, dtype=torch.int16)}, r"remainder has shape \(1,\)"),
+    "master": ({"master_param": torch.ones(1)}, r"master_param has shape \(1,\)"),
+    "type": ({"remainder": torch.ones(5000)}, "remainders are of type int16"),
+    "counter": ({"step": torch.ones(2)}, "step must be one number"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_checkpoint_that_is_refused_changes_nothing(what, flat):
+    """The second parameter's is wrong; the first one's is not loaded either."""
+    params = [ones(5000, dtype=BF16), ones(5000, dtype=BF16)]
+    if flat:
+        optim.flatten(params)
+    optimizer = optim.FusedAdamW(params, states="8bit", master_weights="remainder")
+    step(optimizer, *gradients(params, 0))
     wrong = copy.deepcopy(optimizer.state_dict())
-    wrong["state"][0]["exp_avg"] = torch.ones(4)
-    with pytest.raises(ValueError, match="exp_avg has shape"):
+    step(optimizer, *gradients(params, 1))
+    before = copy.deepcopy((params, optimizer.state_dict()["state"]))
+    change, message = WRONG[what]
+    wrong["state"][1].update(change)
+    with pytest.raises((ValueError, RuntimeError), match=message):
         optimizer.load_state_dict(wrong)
-    step(optimizer, torch.ones(3))
-    assert optimizer.state[param]["step"] == 2
+    assert all(map(torch.equal, params, before[0]))
+    for number, state in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(state[name], before[1][number][name]) for name in state)
+    step(optimizer, *gradients(params, 2))
+    assert optimizer.state[params[0]]["step"] == 3
 
 
 def test_backward_after_a_step_is_refused():

@@ -28,35 +28,67 @@ def for_torch(param: torch.Tensor, state: Mapping[str, Any], names: Collection[s
     made: State = {name: _storage.to_fp32(state, name) for name in kept}
     if "exp_avg" in names:
         made["step"] = state["step"].clone()
-    if MASTER in state or REMAINDER in state:
+    if _storage.holds_weights(state):
         made[MASTER] = _storage.joined(param, state)
     return made
 
 
-def adopt(
-    param: torch.Tensor,
-    group: Mapping[str, Any],
-    saved: Mapping[str, Any],
-    names: tuple[str, ...],
-    buffers: Buffers,
-) -> State:
-    """A parameter's saved state, checked, in the form that the group's options ask for."""
-    if not saved:
-        return {}
-    # torch.optim.SGD and Lion have no counter; apex and TransformerEngine keep it in the group.
-    started = any(saved.get(_storage.place_in(saved, name)) is not None for name in names)
-    step = saved.get("step", group.get("step", float(started)))
-    state: State = {"step": torch.tensor(float(step), device=param.device)}
-    for name in names:
-        state.update(_adopt_state(param, group, saved, name))
-    if _storage.wants_master(param, group["master_weights"]):
-        _adopt_master(param, group["master_weights"], saved, state)
-    flat = _storage.buffers_for(param, group["states"], buffers)
-    for name, tensor in state.items():
-        if tensor.shape == param.shape and name != "step":
-            own = buffers if name in (MASTER, REMAINDER) else flat
-            state[name] = zeros_for(own, param, name, tensor.dtype).copy_(tensor)
-    return state
+class Adopted:
+    """A parameter's saved state, checked and converted to the form that its group asks for.
+
+    Until :meth:`settle`, which cannot fail, nothing that exists has been changed.
+
+    Args:
+        param: the parameter.
+        group: its group.
+        saved: its state. Nothing of it is kept.
+        names: the states that the optimizer needs.
+
+    Raises:
+        ValueError: the state is of another kind of optimizer or parameter.
+    """
+
+    def __init__(
+        self,
+        param: torch.Tensor,
+        group: Mapping[str, Any],
+        saved: Mapping[str, Any],
+        names: tuple[str, ...],
+    ) -> None:
+        self.param = param
+        self._states = group["states"]
+        self._state: State = {}
+        self._weights: torch.Tensor | None = None
+        if not saved:
+            return
+        # torch.optim.SGD and Lion have no counter; apex and TransformerEngine keep it in the group.
+        started = any(saved.get(_storage.place_in(saved, name)) is not None for name in names)
+        step = saved.get("step", group.get("step", float(started)))
+        self._state["step"] = torch.tensor(float(step), device=param.device)
+        for name in names:
+            self._state.update(_adopt_state(param, group, saved, name))
+        master = _storage.master_beside(param, group["master_weights"])
+        if master == "remainder" and REMAINDER in saved:
+            self._state[REMAINDER] = _like(param, saved[REMAINDER])
+            return
+        if master is not None:
+            self._state.update(_storage.make_master(param, master))
+        elif param.dtype != torch.float32:
+            return  # rounded, as asked for
+        if _storage.holds_weights(saved):
+            self._weights = _storage.joined(param, saved)
+
+    def settle(self, buffers: Buffers) -> State:
+        """The state; of a flattened parameter, in its place of an optimizer's buffers."""
+        flat = _storage.buffers_for(self.param, self._states, buffers)
+        for name, tensor in self._state.items():
+            if tensor.shape == self.param.shape and name != "step":
+                own = buffers if name in (MASTER, REMAINDER) else flat
+                place = zeros_for(own, self.param, name, tensor.dtype)
+                self._state[name] = place.copy_(tensor)
+        if self._weights is not None:
+            _storage.write_weights(self.param, self._state, self._weights)
+        return self._state
 
 
 def checked(
@@ -72,19 +104,43 @@ def checked(
         if name in _ALWAYS and place not in saved:
             raise ValueError(f"a state of the checkpoint has no {name}, but {', '.join(saved)}")
         stored = saved.get(place)
-        if stored is not None and stored.shape != param.shape:
-            raise ValueError(
-                f"{place} has shape {tuple(stored.shape)}, its parameter {tuple(param.shape)}"
-            )
+        if stored is None:
+            continue
+        _check_shape(place, stored, param)
+        if stored.dtype == torch.uint8:
+            _check_scales(_storage.scale_name(name), saved, param)
+    step = saved.get("step")
+    if isinstance(step, torch.Tensor) and step.numel() != 1:
+        raise ValueError(f"step must be one number, got shape {tuple(step.shape)}")
+    for name in (MASTER, REMAINDER):
+        if name in saved:
+            _check_shape(name, saved[name], param)
     master = saved.get(MASTER)
     if master is not None and master.dtype == torch.int16:  # TransformerEngine's remainders
         others = {name: value for name, value in saved.items() if name != MASTER}
         saved = {**others, REMAINDER: master}
-    if REMAINDER in saved and param.dtype != torch.bfloat16:
+    if REMAINDER in saved and saved[REMAINDER].dtype != torch.int16:
+        raise ValueError(f"remainders are of type int16, got {saved[REMAINDER].dtype}")
+    if REMAINDER in saved and param.dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(
             f"the checkpoint has remainders of bfloat16 parameters, got one of {param.dtype}"
         )
     return saved
+
+
+def _check_shape(name: str, stored: torch.Tensor, param: torch.Tensor) -> None:
+    if stored.shape != param.shape:
+        raise ValueError(
+            f"{name} has shape {tuple(stored.shape)}, its parameter {tuple(param.shape)}"
+        )
+
+
+def _check_scales(name: str, saved: Mapping[str, Any], param: torch.Tensor) -> None:
+    scales, blocks = saved.get(name), _storage.blocks_of(param)
+    if scales is None:
+        raise ValueError(f"a state of the checkpoint in 8 bits has no {name}")
+    if scales.shape != (blocks,):
+        raise ValueError(f"{name} has shape {tuple(scales.shape)}, its state {blocks} blocks")
 
 
 def _adopt_state(
@@ -95,25 +151,17 @@ def _adopt_state(
     stored = saved.get(place)
     if stored is None:
         return _storage.make_state(param, name, dtype)
-    scale = _storage.scale_name(name)
-    if scale in saved and stored.stride() != param.stride():  # blocks of another order
+    coded = stored.dtype == torch.uint8
+    if coded and stored.stride() != param.stride():  # blocks of another order
         return _storage.from_fp32(_like(param, _storage.to_fp32(saved, name)), name, dtype)
     kept = _like(param, stored)
     same: State = {place: kept}
-    if scale in saved:
-        same[scale] = saved[scale].detach().to(param.device, copy=True)
+    if coded:
+        scale = _storage.scale_name(name)
+        same[scale] = saved[scale].detach().to(param.device, torch.float32, copy=True)
     if kept.dtype == dtype and place == _storage.place_of(name, dtype):
         return same
     return _storage.from_fp32(_storage.to_fp32(same, name), name, dtype)
-
-
-def _adopt_master(param: torch.Tensor, master: str, saved: Mapping[str, Any], state: State) -> None:
-    if master == "remainder" and REMAINDER in saved:
-        state[REMAINDER] = _like(param, saved[REMAINDER])
-    elif MASTER in saved or REMAINDER in saved:
-        _storage.set_weights(param, state, master, _storage.joined(param, saved).to(param.device))
-    else:
-        state.update(_storage.make_master(param, master))
 
 
 def _like(param: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:

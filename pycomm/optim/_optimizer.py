@@ -69,6 +69,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         try:
             _options.check_torch_flags(param_group)
+            if param_group.get("max_norm", self.max_norm) != self.max_norm:
+                raise ValueError("max_norm is for all groups together: pass it beside the groups")
             self._check_group(self.param_groups[-1])
         except Exception:
             del self.param_groups[-1]
@@ -78,6 +80,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         _options.check_groups(type(self).__name__, self.param_groups)
         for param in group["params"]:
             _options.check_param(type(self).__name__, param)
+        self._check_options(group)
+
+    def _check_options(self, group: Group) -> None:
         _options.check_options(group, any(map(_storage.squares, self._state_names(group))))
 
     # Weights of higher precision, for whoever changes them between steps.
@@ -85,9 +90,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def full_weights(self, param: torch.Tensor) -> torch.Tensor:
         """A parameter's weights: fp32 where there is more of them beside it, else the parameter."""
         state = self.state.get(param, {})
-        if _storage.MASTER in state or _storage.REMAINDER in state:
-            return _storage.joined(param, state)
-        return param.detach()
+        return _storage.joined(param, state) if _storage.holds_weights(state) else param.detach()
 
     @torch.no_grad()
     def set_full_weights(self, param: torch.Tensor, weights: torch.Tensor) -> None:
@@ -171,9 +174,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             for param in group["params"]:
                 if param in sealed:
                     saved = _checkpoint.checked(param, sealed.pop(param), names)
-                    loaded.append((param, group, saved, names))
-        for param, group, saved, names in loaded:
-            self.state[param] = _checkpoint.adopt(param, group, saved, names, self._buffers)
+                    loaded.append(_checkpoint.Adopted(param, group, saved, names))
+        for adopted in loaded:
+            self.state[adopted.param] = adopted.settle(self._buffers)
         self.state.update(sealed)  # what belongs to no parameter
 
     # The step.
@@ -202,7 +205,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         if isinstance(steps, OnCuda) and not _executors.is_capturing(device):
             self._on_cuda = steps
         scale, found = _scalar(self, "grad_scale", device), _scalar(self, "found_inf", device)
-        sets_found = scale is not None and (found is None or found is self._found)
+        if found is self._found:  # by an earlier step
+            self.found_inf = self._found = found = None
+        sets_found = scale is not None and found is None
         if sets_found:
             self.found_inf = self._found = found = steps.scalar()
         clip = None if self.max_norm is None else steps.scalar()
@@ -227,11 +232,12 @@ class FusedOptimizer(torch.optim.Optimizer):
                     keep.append(grad)
                     if len(self.state[param]) == 0:
                         self._init_state(param, group, self.state[param])
+                    rest = names, group, stream
                     try:
-                        words = _storage.segment(param, grad, self.state[param], names, stream)
+                        words = _storage.segment(param, grad, self.state[param], *rest)
                     except _storage.ChangedError:
                         self._follow(param, group, names)
-                        words = _storage.segment(param, grad, self.state[param], names, stream)
+                        words = _storage.segment(param, grad, self.state[param], *rest)
                     table.extend(words)
                 stream += 1
             if table:
@@ -241,8 +247,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _follow(self, param: torch.Tensor, group: Group, names: tuple[str, ...]) -> None:
         """Converts states to what their parameter has become, or refuses it."""
         _options.check_param(type(self).__name__, param)
+        self._check_options(group)
         state = _checkpoint.checked(param, self.state[param], names)
-        self.state[param] = _checkpoint.adopt(param, group, state, names, self._buffers)
+        adopted = _checkpoint.Adopted(param, group, state, names)
+        self.state[param] = adopted.settle(self._buffers)
         if "momentum_buffer" in names and "momentum_buffer" not in state:
             self.state[param]["step"].zero_()  # it begins with the gradient
 
@@ -257,8 +265,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         buffers = _storage.buffers_for(param, group["states"], self._buffers)
         for name in self._state_names(group):
             state.update(_storage.make_state(param, name, dtype, buffers))
-        if _storage.wants_master(param, group["master_weights"]):
-            state.update(_storage.make_master(param, group["master_weights"], self._buffers))
+        master = _storage.master_beside(param, group["master_weights"])
+        if master is not None:
+            state.update(_storage.make_master(param, master, self._buffers))
 
 
 def _scalar(

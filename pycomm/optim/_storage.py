@@ -23,10 +23,10 @@ MASTER, REMAINDER = "master_param", "remainder"
 
 # enum class Storage of csrc/core/optimizer.h.
 _KINDS = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3, torch.uint8: 5}
-_MASTER_KINDS = (
-    (MASTER, 1 << 16, (torch.float16, torch.bfloat16)),
-    (REMAINDER, 4 << 16, (torch.bfloat16,)),
-)
+_MASTER_KINDS = {
+    "fp32": (MASTER, 1 << 16, torch.float32, (torch.float16, torch.bfloat16)),
+    "remainder": (REMAINDER, 4 << 16, torch.int16, (torch.bfloat16,)),
+}
 
 
 def scale_name(name: str) -> str:
@@ -56,9 +56,14 @@ def buffers_for(param: torch.Tensor, states: str, buffers: Buffers) -> Buffers |
     return buffers if wanted_dtype(param, states) == STATES[states] else None
 
 
-def wants_master(param: torch.Tensor, master: str | None) -> bool:
-    """Whether a parameter needs weights of higher precision beside it."""
-    return master is not None and param.dtype != torch.float32
+def master_beside(param: torch.Tensor, master: str | None) -> str | None:
+    """What of a group's `master_weights` stands beside a parameter."""
+    return master if param.dtype != torch.float32 else None
+
+
+def blocks_of(param: torch.Tensor) -> int:
+    """How many blocks of a parameter's state in 8 bits have a scale."""
+    return -(-param.numel() // BLOCK)
 
 
 def make_state(
@@ -68,8 +73,7 @@ def make_state(
     place = place_of(name, dtype)
     state: State = {place: zeros_for(buffers, param, place, dtype)}
     if dtype == torch.uint8:
-        blocks = -(-param.numel() // BLOCK)
-        state[scale_name(name)] = torch.zeros(blocks, device=param.device)
+        state[scale_name(name)] = torch.zeros(blocks_of(param), device=param.device)
     return state
 
 
@@ -88,7 +92,8 @@ def to_fp32(state: Mapping[str, Any], name: str) -> torch.Tensor:
         return stored.float().square()
     if stored.dtype != torch.uint8:
         return stored.float()
-    codes, scales = stored.cpu(), state[scale_name(name)].cpu()
+    codes = torch.empty_like(stored, device="cpu").copy_(stored)  # dense
+    scales = state[scale_name(name)].float().cpu().contiguous()
     values = torch.empty_like(codes, dtype=torch.float32)
     _C.decode_state(
         codes.data_ptr(), scales.data_ptr(), codes.numel(), squares(name), values.data_ptr()
@@ -118,17 +123,31 @@ def squares(name: str) -> bool:
     return name.endswith("_sq")
 
 
+def holds_weights(state: Mapping[str, Any]) -> bool:
+    """Whether there is more of the weights in a state than in the parameter."""
+    return MASTER in state or REMAINDER in state
+
+
 def joined(param: torch.Tensor, state: Mapping[str, Any]) -> torch.Tensor:
-    """The weights of a parameter in fp32, with all that is known of them."""
-    master: torch.Tensor | None = state.get(MASTER)
-    if master is not None:
-        return master.detach().float()
-    if REMAINDER not in state:
-        return param.detach().float()
-    low: torch.Tensor = state[REMAINDER].to(torch.int32)
-    high = param.detach().view(torch.int16).to(torch.int32) << 16
-    sums = (high + low).view(torch.float32)
-    return torch.where(sums.isnan(), high.view(torch.float32), sums)
+    """The weights of a parameter in fp32, with all that is known of them.
+
+    A parameter that has become fp32 counts where it is not what they were rounded to.
+    """
+    own = param.detach().float()
+    if MASTER in state:
+        weights: torch.Tensor = state[MASTER].detach().to(param.device, torch.float32)
+    elif REMAINDER in state:
+        low: torch.Tensor = state[REMAINDER].to(param.device, torch.int32)
+        high = (own.view(torch.int32) >> 16) << 16
+        sums = (high + low).view(torch.float32)
+        weights = torch.where(sums.isnan(), high.view(torch.float32), sums)
+    else:
+        return own
+    if param.dtype != torch.float32:
+        return weights
+    rounded = split(weights)[0], weights.bfloat16(), weights.half()
+    same = torch.stack([own == kind.float() for kind in rounded]).any(0)
+    return torch.where(same, weights, own)
 
 
 def split(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,13 +156,6 @@ def split(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     nan = weights.isnan()
     high = ((bits + 0x8000) >> 16).to(torch.int16).masked_fill(nan, 0x7FC0)
     return high.view(torch.bfloat16), bits.to(torch.int16).masked_fill(nan, 0)
-
-
-def set_weights(param: torch.Tensor, state: State, master: str, weights: torch.Tensor) -> None:
-    """Puts fp32 weights into a parameter and a new tensor beside it."""
-    name, dtype = (MASTER, torch.float32) if master == "fp32" else (REMAINDER, torch.int16)
-    state[name] = torch.empty_like(param, dtype=dtype)
-    write_weights(param, state, weights)
 
 
 def write_weights(param: torch.Tensor, state: Mapping[str, Any], weights: torch.Tensor) -> None:
@@ -170,38 +182,45 @@ def segment(
     grad: torch.Tensor,
     state: Mapping[str, Any],
     names: tuple[str, ...],
+    group: Mapping[str, Any],
     stream: int,
 ) -> list[int]:
     """The words of a parameter: struct Segment of csrc/core/segment.h.
 
     Raises:
-        ChangedError: the parameter is not dense, or states are missing, or not of the parameter's
-            device, type, shape and order.
+        ChangedError: the parameter is not dense, or states are missing, or not of its device, shape
+            and order and of the types that its group asks for.
         ValueError: parameter or gradient have lost their memory.
     """
     # Hundreds of parameters go through here in every step.
-    shape, stride = param.shape, param.stride()
-    if state["step"].get_device() != param.get_device():
+    shape, stride, count = param.shape, param.stride(), param.numel()
+    step, dtype = state["step"], wanted_dtype(param, group["states"])
+    if step.get_device() != param.get_device() or step.dtype != torch.float32:
         raise ChangedError
     # Without states that are known to be dense, there is nothing that strides could be compared to.
     if not names and not param.is_contiguous() and dense_strides(param) != stride:
         raise ChangedError
-    step, count = state["step"].data_ptr(), param.numel()
-    words = [param.data_ptr(), grad.data_ptr(), 0, 0, 0, 0, 0, 0, 0, step, count, stream, 0]
+    words = [param.data_ptr(), grad.data_ptr(), 0, 0, 0, 0, 0, 0, 0]
+    words += [step.data_ptr(), count, stream, 0]
     kinds = _KINDS[param.dtype] | _KINDS[grad.dtype] << 8
     for place, name in enumerate(names, 3):
         tensor = state.get(place_in(state, name))
-        if tensor is None or tensor.shape != shape or tensor.stride() != stride:
+        if tensor is None or not _fits(tensor, dtype, shape, stride):
             raise ChangedError
-        dtype = tensor.dtype
         words[place] = tensor.data_ptr()
         kinds |= _KINDS[dtype] << 8 * place
         if dtype == torch.uint8:
-            words[place + 3] = state[scale_name(name)].data_ptr()
-    for name, kind, fits in _MASTER_KINDS:
-        if name in state:
-            tensor = state[name]
-            if param.dtype not in fits or tensor.shape != shape or tensor.stride() != stride:
+            scales = state[scale_name(name)]
+            if scales.numel() * BLOCK < count:
+                raise ChangedError
+            words[place + 3] = scales.data_ptr()
+    master = master_beside(param, group["master_weights"])
+    for option, (name, kind, dtype, beside) in _MASTER_KINDS.items():
+        tensor = state.get(name)
+        if (tensor is not None) != (option == master):
+            raise ChangedError
+        if tensor is not None:
+            if param.dtype not in beside or not _fits(tensor, dtype, shape, stride):
                 raise ChangedError
             words[2] = tensor.data_ptr()
             kinds |= kind
@@ -209,3 +228,9 @@ def segment(
         raise ValueError(f"a parameter of shape {tuple(shape)} or its gradient has no memory")
     words[12] = kinds
     return words
+
+
+def _fits(
+    tensor: torch.Tensor, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]
+) -> bool:
+    return tensor.dtype == dtype and tensor.shape == shape and tensor.stride() == stride
