@@ -12,6 +12,7 @@ from torch._compile import _disable_dynamo
 
 from pycomm import _C
 from pycomm.optim import _checkpoint, _executors, _options, _storage
+from pycomm.optim._edits import Edits
 from pycomm.optim._executors import OnCuda, Table
 from pycomm.optim._options import Group, Options
 from pycomm.optim._storage import State
@@ -39,6 +40,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def __init__(self, params: Any, defaults: Group, options: Options) -> None:
         own, self.max_norm = _options.with_defaults(type(self).__name__, options)
         self._buffers: Buffers = {}
+        self._edits = Edits()
         super().__init__(params, {**defaults, **own})
 
     # What an optimizer is.
@@ -87,15 +89,20 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     # Weights of higher precision, for whoever changes them between steps.
 
+    @torch.no_grad()
     def full_weights(self, param: torch.Tensor) -> torch.Tensor:
         """A parameter's weights: fp32 where there is more of them beside it, else the parameter."""
         state = self.state.get(param, {})
-        return _storage.joined(param, state) if _storage.holds_weights(state) else param.detach()
+        if not _storage.holds_weights(state):
+            return param.detach()
+        self._edits.take(param, state)
+        return _storage.joined(param, state)
 
     @torch.no_grad()
     def set_full_weights(self, param: torch.Tensor, weights: torch.Tensor) -> None:
         """Makes a parameter and what stands beside it equal `weights`, in place."""
         _storage.write_weights(param, self.state.get(param, {}), weights)
+        self._edits.note([param])
 
     # Checkpoints.
 
@@ -107,6 +114,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 states in fp32, options of pycomm left out, and weights of higher precision
                 joined, as ``master_param``.
         """
+        self._take_edits()
         state_dict = super().state_dict()
         if format == "pycomm":
             return state_dict
@@ -148,10 +156,12 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickling and copying."""
+        self._take_edits()
         return {**super().__getstate__(), "max_norm": self.max_norm, "_buffers": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Also what :meth:`load_state_dict` ends with."""
+        self._edits = Edits()
         groups = getattr(self, "param_groups", ())
         own = [{key: group[key] for key in _options.DEFAULTS} for group in groups]
         super().__setstate__(state)
@@ -178,6 +188,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         for adopted in loaded:
             self.state[adopted.param] = adopted.settle(self._buffers)
         self.state.update(sealed)  # what belongs to no parameter
+
+    @torch.no_grad()
+    def _take_edits(self) -> None:
+        for param, state in self.state.items():
+            if _storage.holds_weights(state):
+                self._edits.take(param, state)
 
     # The step.
 
@@ -217,6 +233,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         for number, (group, _) in enumerate(tables):
             steps.step(number, self._settings(group, steps.rate(group["lr"])), control)
         torch.autograd.graph.increment_version(params)
+        self._edits.note(p for p in params if _storage.holds_weights(self.state[p]))
         del keep
 
     def _tables(self) -> tuple[list[Table], list[torch.Tensor], list[torch.Tensor]]:
@@ -232,6 +249,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                     keep.append(grad)
                     if len(self.state[param]) == 0:
                         self._init_state(param, group, self.state[param])
+                    elif _storage.holds_weights(self.state[param]):
+                        self._edits.take(param, self.state[param])
                     rest = names, group, stream
                     try:
                         words = _storage.segment(param, grad, self.state[param], *rest)

@@ -145,9 +145,14 @@ def joined(param: torch.Tensor, state: Mapping[str, Any]) -> torch.Tensor:
         return own
     if param.dtype != torch.float32:
         return weights
-    rounded = split(weights)[0], weights.bfloat16(), weights.half()
-    same = torch.stack([own == kind.float() for kind in rounded]).any(0)
+    same = is_rounded(own, weights, torch.bfloat16) | is_rounded(own, weights, torch.float16)
     return torch.where(same, weights, own)
+
+
+def is_rounded(own: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Which elements are those weights rounded to a type, whichever way ties go."""
+    same = own == weights.to(dtype)
+    return same | (own == split(weights)[0]) if dtype == torch.bfloat16 else same
 
 
 def split(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
