@@ -83,15 +83,22 @@ PYCOMM_HD constexpr std::int64_t size_of(DType dtype) {
   return 0;
 }
 
+// The name of an enumerator that may come from another process.
+template <class Enum, std::size_t N>
+constexpr const char* name_in(const char* const (&names)[N], Enum value) {
+  const auto index = static_cast<std::size_t>(value);
+  return index < N ? names[index] : "unknown";
+}
+
 constexpr const char* name_of(DType dtype) {
   constexpr const char* names[] = {"float64", "float32", "float16", "bfloat16",
                                    "int64",   "int32",   "uint8"};
-  return names[static_cast<int>(dtype)];
+  return name_in(names, dtype);
 }
 
 constexpr const char* name_of(ReduceOp op) {
   constexpr const char* names[] = {"sum", "avg", "min", "max", "prod"};
-  return names[static_cast<int>(op)];
+  return name_in(names, op);
 }
 
 // Calls visit(T{}) with the element type that `dtype` names.

@@ -25,6 +25,7 @@ from pycomm.errors import (
     Mismatch,
     NonFinite,
     PeerDied,
+    ProtocolError,
     PycommError,
     Timeout,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "NonFinite",
     "PeerDied",
     "Plan",
+    "ProtocolError",
     "PycommError",
     "Timeout",
     "TopK",

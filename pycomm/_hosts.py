@@ -4,6 +4,11 @@ What happens on which machine and what travels is C++'s (csrc/cpu/hosts.h). Here
 The ranks that carry a stripe, one of each machine, have a torch.distributed process group of their
 own, so that no other traffic comes between. Sends and receives are posted in the order of the
 group's operations, and a thread waits for them in that order.
+
+Gloo matches sends with receives by their tags, and ends a process that receives more than it has
+room for. So every message's tag tells its length: one that is too long finds no receive. What the
+others say is parsed in C++ (csrc/core/message.h); a secret from the group's Store shows that they
+are members.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ import atexit
 import ctypes
 import os
 import queue
+import secrets
 import threading
 import time
 import weakref
@@ -30,13 +36,15 @@ if TYPE_CHECKING:
 
     from torch.distributed.distributed_c10d import Store
 
+    from pycomm._rendezvous import Deadline
+
 Parcel = tuple[int, int, int]  # machine, address, bytes
 
-_DATA, _CONTROL, _NOTHING = range(3)  # tags
+_NOTHING, _DATA, _FAREWELL = 0, 1 << 29, 1 << 30  # tags, to which a message's length is added
+_SECRET_BYTES = 16
 _ALWAYS = timedelta(days=365)  # as long as the group lives
-_FAREWELL = timedelta(milliseconds=200)
+_PATIENCE_AT_END = timedelta(milliseconds=200)
 _AT_ONCE = timedelta(milliseconds=1)
-_LEFT = 0  # instead of an abort word
 
 
 @dataclass(frozen=True)
@@ -72,7 +80,7 @@ class Machines:
 
 
 def connect(
-    machines: Machines, rank: int, store: Store, left: float, timeout: float
+    machines: Machines, rank: int, store: Store, deadline: Deadline, timeout: float
 ) -> Link | None:
     """The way from this rank to those that carry the same stripe; None if it carries none.
 
@@ -83,7 +91,7 @@ def connect(
         machines: who is where.
         rank: this process.
         store: of this group alone.
-        left: seconds that connecting may take.
+        deadline: for connecting.
         timeout: the group's, in seconds.
     """
     stripe = machines.local.index(rank)
@@ -91,8 +99,13 @@ def connect(
         return None
     hosts = len(machines.ranks)
     carriers = PrefixStore(f"link/{stripe}", store)
-    gloo = dist.ProcessGroupGloo(carriers, machines.here, hosts, timedelta(seconds=left))
-    return Link(gloo, [host for host in range(hosts) if host != machines.here], timeout)
+    if machines.here == 0:
+        carriers.set("secret", secrets.token_hex(_SECRET_BYTES))
+    carriers.wait(["secret"], timedelta(seconds=deadline.left()))
+    secret = bytes.fromhex(carriers.get("secret").decode())
+    left = timedelta(seconds=deadline.left())
+    gloo = dist.ProcessGroupGloo(carriers, machines.here, hosts, left)
+    return Link(gloo, [host for host in range(hosts) if host != machines.here], secret, timeout)
 
 
 class Link(_C.Transport):
@@ -101,12 +114,13 @@ class Link(_C.Transport):
     Args:
         process_group: of the ranks that carry the stripe, in the order of machines.
         hosts: the other machines.
+        secret: what all messages of this stripe carry.
         timeout: the group's, in seconds. The group itself sees to it; here it only keeps threads
             from waiting for ever.
     """
 
-    def __init__(self, process_group: Any, hosts: list[int], timeout: float) -> None:
-        super().__init__()
+    def __init__(self, process_group: Any, hosts: list[int], secret: bytes, timeout: float) -> None:
+        super().__init__(secret)
         self._group = process_group
         self._hosts = hosts
         self._patience = timedelta(seconds=4 * timeout + 10)
@@ -129,44 +143,46 @@ class Link(_C.Transport):
         works: list[tuple[int, Any]] = []
         for start, parcels in ((self._group.recv, receives), (self._group.send, sends)):
             for host, address, nbytes in parcels:
-                works.append((host, self._start(start, host, _memory(address, nbytes), _DATA)))
+                tag = _DATA + nbytes
+                works.append((host, self._start(start, host, _memory(address, nbytes), tag)))
         self._rounds.put(works)
 
-    def stop(self, abort_word: int) -> None:
+    def stop(self, farewell: bytes) -> None:
         """Tells the others why; nothing touches posted memory any more when this returns."""
         with self._ending:
             try:
-                self._tell(abort_word)
+                self._tell(farewell)
             finally:
                 self._disconnect()
                 self._rounds.put(None)
 
-    def leave(self) -> None:
+    def leave(self, farewell: bytes) -> None:
         """Tells the others that nothing will follow."""
         with self._ending:
-            self._tell(_LEFT)
+            self._tell(farewell)
             self._rounds.put(None)
 
     def end(self) -> None:
-        """Leaves, and waits until its threads have ended, but not for long."""
-        self.leave()
-        self._disconnect()
+        """Disconnects, and waits until its threads have ended, but not for long."""
+        with self._ending:
+            self._disconnect()
+            self._rounds.put(None)
         for thread in self._threads:
-            thread.join(_FAREWELL.total_seconds())
+            thread.join(_PATIENCE_AT_END.total_seconds())
 
     def _disconnect(self) -> None:
         """A receive that is given up closes the connections, which ends all that wait for them."""
         for host in self._hosts:
             _finish(self._start(self._group.recv, host, torch.empty(1), _NOTHING), _AT_ONCE)
 
-    def _tell(self, word: int) -> None:
-        """The first word is the last one."""
+    def _tell(self, farewell: bytes) -> None:
+        """The first one is the last."""
         if self._told:
             return
         self._told = True
-        message = torch.tensor([word])
-        works = [self._start(self._group.send, host, message, _CONTROL) for host in self._hosts]
-        end = time.monotonic() + _FAREWELL.total_seconds()
+        message, tag = torch.tensor(list(farewell), dtype=torch.uint8), _FAREWELL + len(farewell)
+        works = [self._start(self._group.send, host, message, tag) for host in self._hosts]
+        end = time.monotonic() + _PATIENCE_AT_END.total_seconds()
         for work in works:
             _finish(work, max(timedelta(seconds=end - time.monotonic()), _AT_ONCE))
 
@@ -189,11 +205,11 @@ class Link(_C.Transport):
             self.complete()
 
     def _listen(self, host: int) -> None:
-        """Waits for a machine's last word."""
-        word = torch.zeros(1, dtype=torch.int64)
-        work = self._start(self._group.recv, host, word, _CONTROL)
-        if _finish(work, _ALWAYS) and int(word) != _LEFT:
-            self.stopped(int(word))
+        """Waits for a machine's farewell."""
+        farewell = torch.zeros(_C.farewell_bytes, dtype=torch.uint8)
+        work = self._start(self._group.recv, host, farewell, _FAREWELL + _C.farewell_bytes)
+        if _finish(work, _ALWAYS):
+            self.heard(host, bytes(farewell.tolist()))
         self.lose(host)
 
 

@@ -116,7 +116,7 @@ def all_reduce(
 
     Raises:
         ValueError, TypeError: an argument is not as described.
-        pycomm.PeerDied, pycomm.Timeout, pycomm.Mismatch, pycomm.Aborted: see :mod:`pycomm.errors`.
+        pycomm.CollectiveError: one of its kinds; see :mod:`pycomm.errors`.
         pycomm.GroupUnusable: the group is closed, has failed, or was inherited by a fork.
     """
     if group is None:

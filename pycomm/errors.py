@@ -64,6 +64,10 @@ class Mismatch(CollectiveError):
     """Ranks called different operations, or one with different counts, dtypes or options."""
 
 
+class ProtocolError(CollectiveError):
+    """A rank sent bytes that are no message of this group, or not of this version of pycomm."""
+
+
 class Aborted(CollectiveError):
     """A rank called ``abort()``, or was interrupted in the middle of an operation."""
 

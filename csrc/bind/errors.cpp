@@ -23,6 +23,8 @@ const char* class_of(Reason reason) {
       return "Mismatch";
     case Reason::aborted:
       return "Aborted";
+    case Reason::malformed:
+      return "ProtocolError";
     case Reason::none:
       break;
   }

@@ -2,7 +2,10 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <atomic>
+#include <span>
+#include <string_view>
 
 #include "bind/python.h"
 #include "cpu/transport.h"
@@ -20,6 +23,7 @@ using cpu::Transport;
 // Whose post(), stop() and leave() a Python class defines.
 class PythonTransport : public Transport {
  public:
+  using Transport::Transport;
   void post(const Round& round) override {
     const py::gil_scoped_acquire gil;
     try {
@@ -29,11 +33,11 @@ class PythonTransport : public Transport {
       throw_python_error();
     }
   }
-  void stop(std::uint64_t abort_word) override {
-    end("stopping a group", [&] { find("stop")(abort_word); });
+  void stop(std::span<const std::byte> farewell) override {
+    end("stopping a group", [&] { find("stop")(bytes(farewell)); });
   }
-  void leave() override {
-    end("leaving a group", [&] { find("leave")(); });
+  void leave(std::span<const std::byte> farewell) override {
+    end("leaving a group", [&] { find("leave")(bytes(farewell)); });
   }
   int awaited() const override { return awaited_; }
   void await(int host) { awaited_ = host; }
@@ -54,6 +58,9 @@ class PythonTransport : public Transport {
       error.discard_as_unraisable(what);
     }
   }
+  static py::bytes bytes(std::span<const std::byte> bytes) {
+    return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+  }
   static py::list parcels(const std::vector<Parcel>& parcels) {
     py::list list;
     for (const Parcel& parcel : parcels) {
@@ -66,14 +73,35 @@ class PythonTransport : public Transport {
   std::atomic<int> awaited_{-1};
 };
 
+std::span<const std::byte> span_of(const py::bytes& bytes) {
+  return std::as_bytes(std::span(std::string_view(bytes)));
+}
+
+Secret secret_of(const py::bytes& bytes) {
+  Secret secret;
+  const std::span<const std::byte> given = span_of(bytes);
+  PYCOMM_CHECK(given.size() == secret.size(), "secret must have " + std::to_string(secret.size()) +
+                                                  " bytes, got " + std::to_string(given.size()));
+  std::copy(given.begin(), given.end(), secret.begin());
+  return secret;
+}
+
 }  // namespace
 
 void bind_transport(py::module_& m) {
+  m.attr("farewell_bytes") = sizeof(Farewell);
+  m.attr("message_version") = kMessageVersion;
   py::class_<Transport, PythonTransport, std::shared_ptr<Transport>>(m, "Transport")
-      .def(py::init<>())
+      .def(py::init([](const py::bytes& secret) { return new PythonTransport(secret_of(secret)); }),
+           py::arg("secret"))
       .def("complete", &Transport::complete)
       .def("lose", &Transport::lose, py::arg("host"))
-      .def("stopped", &Transport::stopped, py::arg("abort_word"))
+      .def(
+          "heard",
+          [](Transport& transport, int host, const py::bytes& farewell) {
+            transport.heard(host, span_of(farewell));
+          },
+          py::arg("host"), py::arg("farewell"))
       .def(
           "await_host",
           [](Transport& transport, int host) {

@@ -9,7 +9,7 @@
 
 namespace pycomm {
 
-// Becomes pycomm.PeerDied, Timeout, Mismatch or Aborted in Python.
+// Becomes pycomm.PeerDied, Timeout, Mismatch, Aborted or ProtocolError in Python.
 class CollectiveError : public std::runtime_error {
  public:
   CollectiveError(Reason reason, int rank, int pid, std::string operation, std::uint32_t sequence,
@@ -65,10 +65,11 @@ inline std::string describe(const Operation& operation) {
 // A rank is to blame for the end of an operation.
 inline CollectiveError failure(Reason reason, int rank, int pid, const Operation& operation,
                                std::uint32_t sequence) {
-  const char* what = reason == Reason::peer_died  ? " died or left"
-                     : reason == Reason::timeout  ? " did not answer within the group's timeout"
-                     : reason == Reason::mismatch ? " called another operation"
-                                                  : " aborted the group";
+  const char* what = reason == Reason::peer_died   ? " died or left"
+                     : reason == Reason::timeout   ? " did not answer within the group's timeout"
+                     : reason == Reason::mismatch  ? " called another operation"
+                     : reason == Reason::malformed ? " sent what is no message of this group"
+                                                   : " aborted the group";
   return {reason,
           rank,
           pid,
@@ -89,6 +90,13 @@ inline CollectiveError mismatch(int first, const Operation& called, int r, const
           sequence,
           "operation " + std::to_string(sequence) + ": rank " + std::to_string(first) + " called " +
               describe(called) + ", rank " + std::to_string(r) + " called " + describe(other)};
+}
+
+// Rank `r` sent what cannot be used.
+inline CollectiveError malformed(int r, int pid, const Operation& called, std::uint32_t sequence,
+                                 const std::string& what) {
+  const CollectiveError error = failure(Reason::malformed, r, pid, called, sequence);
+  return {error.reason, r, pid, error.operation, sequence, std::string(error.what()) + ": " + what};
 }
 
 }  // namespace pycomm

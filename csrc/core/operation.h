@@ -36,6 +36,15 @@ PYCOMM_HD bool operator==(const Operation& a, const Operation& b) {
          a.tag == b.tag && a.offset == b.offset && a.codec == b.codec;
 }
 
+// Whether an operation that another process announces can exist.
+PYCOMM_HD constexpr bool is_valid(const Operation& operation) {
+  const Codec& codec = operation.codec;
+  return operation.collective <= Collective::barrier && operation.algorithm <= Algorithm::tree &&
+         operation.dtype <= DType::u8 && operation.op <= ReduceOp::prod &&
+         operation.device <= Device::cuda && operation.root >= 0 && operation.count >= 0 &&
+         codec.kind <= CodecKind::topk && codec.values <= DType::u8 && codec.k >= 0;
+}
+
 inline constexpr std::int64_t kNotInWindow = -1;
 
 // Compressed, with feedback: what a rank knows of its tensor before anything is sent.
@@ -75,12 +84,12 @@ PYCOMM_HD constexpr std::uint32_t next_sequence(std::uint32_t sequence) {
 constexpr const char* name_of(Collective collective) {
   constexpr const char* names[] = {"all_reduce", "reduce_scatter", "all_gather", "broadcast",
                                    "barrier"};
-  return names[static_cast<int>(collective)];
+  return name_in(names, collective);
 }
 
 constexpr const char* name_of(Algorithm algorithm) {
   constexpr const char* names[] = {"auto", "one_shot", "two_shot", "ring", "tree"};
-  return names[static_cast<int>(algorithm)];
+  return name_in(names, algorithm);
 }
 
 }  // namespace pycomm

@@ -58,7 +58,7 @@ struct Traffic {
   std::int64_t bytes_out = 0;  // written to other ranks' memory
 };
 
-enum class Reason : std::uint8_t { none, peer_died, timeout, mismatch, aborted };
+enum class Reason : std::uint8_t { none, peer_died, timeout, mismatch, aborted, malformed };
 
 // The abort word: reason and the rank to blame. The first one written stays.
 PYCOMM_HD constexpr std::uint64_t abort_word(Reason reason, int rank) {
@@ -66,5 +66,11 @@ PYCOMM_HD constexpr std::uint64_t abort_word(Reason reason, int rank) {
 }
 PYCOMM_HD constexpr Reason reason_of(std::uint64_t word) { return static_cast<Reason>(word >> 32); }
 PYCOMM_HD constexpr int rank_of(std::uint64_t word) { return static_cast<int>(word & 0xffffffffu); }
+// Whether a word that another process wrote gives a reason and blames one of so many ranks.
+PYCOMM_HD constexpr bool is_abort_word(std::uint64_t word, int ranks) {
+  const std::uint64_t reason = word >> 32;
+  return reason > 0 && reason <= static_cast<std::uint64_t>(Reason::malformed) &&
+         (word & 0xffffffffu) < static_cast<std::uint32_t>(ranks);
+}
 
 }  // namespace pycomm

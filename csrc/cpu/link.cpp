@@ -18,7 +18,8 @@ Link::Link(Comm& local, std::shared_ptr<Transport> transport, const Machines& ma
       timeout_(timeout),
       greetings_(static_cast<std::size_t>(machines.count())),
       areas_(static_cast<std::size_t>(machines.count())) {
-  transport_->listen([this](std::uint64_t word) { local_.abort(word); });
+  transport_->listen(
+      [this](int machine, std::span<const std::byte> farewell) { hear(machine, farewell); });
   watcher_ = std::thread([this] { watch(); });
 }
 
@@ -26,6 +27,24 @@ Link::~Link() {
   leave();
   watcher_.join();
   transport_->listen({});
+}
+
+// A farewell that cannot be read is a reason to stop, like any other.
+void Link::hear(int machine, std::span<const std::byte> farewell) {
+  std::uint64_t word = abort_word(Reason::malformed, number(machine));
+  try {
+    word = parse_farewell(farewell, sender(machine), contributors()).abort_word;
+  } catch (const std::invalid_argument&) {
+  }
+  if (word != 0) local_.abort(word);
+}
+
+void Link::blame(int machine, const std::string& what) {
+  const std::uint64_t word = abort_word(Reason::malformed, number(machine));
+  local_.abort(word);
+  if (local_.aborted() != word) local_.check_aborted();
+  throw malformed(number(machine), local_.pid_of(number(machine)), local_.called(),
+                  local_.ordinal(), what);
 }
 
 void Link::watch() {
@@ -54,11 +73,13 @@ void Link::begin_tensor(const Operation& operation, const void* input, void* out
 
 void Link::publish() {
   Greeting& mine = greetings_[static_cast<std::size_t>(rank())];
-  mine = {local_.called(), local_.ordinal(), outlook_};
+  mine = {header_of(MessageKind::greeting, sender(rank())), local_.called(), local_.ordinal(),
+          outlook_};
   Round round;
   for (int m = 0; m < size(); ++m) {
     if (m == rank()) continue;
     Greeting& theirs = greetings_[static_cast<std::size_t>(m)];
+    theirs = {};  // a message that is too short is not completed by an earlier one
     round.sends.push_back({m, reinterpret_cast<std::byte*>(&mine), sizeof(Greeting)});
     round.receives.push_back({m, reinterpret_cast<std::byte*>(&theirs), sizeof(Greeting)});
   }
@@ -67,6 +88,14 @@ void Link::publish() {
 
 void Link::meet() {
   wait(greeted_);
+  for (int m = 0; m < size(); ++m) {
+    Greeting& greeting = greetings_[static_cast<std::size_t>(m)];
+    try {
+      greeting = parse_greeting(std::as_bytes(std::span(&greeting, 1)), sender(m));
+    } catch (const std::invalid_argument& error) {
+      blame(m, error.what());
+    }
+  }
   outlook_ = greetings_[0].outlook;
   const Greeting& first = greetings_[0];
   for (int m = 1; m < size(); ++m) {
@@ -120,7 +149,10 @@ void Link::look_for_failure(Clock::time_point start, Clock::time_point& lost_at)
 }
 
 void Link::stop() {
-  if (const std::uint64_t word = local_.aborted()) transport_->stop(word);
+  const std::uint64_t word = local_.aborted();
+  if (word == 0) return;
+  const Farewell farewell{header_of(MessageKind::farewell, sender(rank())), word};
+  transport_->stop(std::as_bytes(std::span(&farewell, 1)));
 }
 
 void Link::leave() {
@@ -130,7 +162,8 @@ void Link::leave() {
     left_ = true;
     left_changed_.notify_all();
   }
-  transport_->leave();
+  const Farewell farewell{header_of(MessageKind::farewell, sender(rank())), 0};
+  transport_->leave(std::as_bytes(std::span(&farewell, 1)));
 }
 
 }  // namespace pycomm::cpu

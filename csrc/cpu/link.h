@@ -10,9 +10,12 @@
 
 #include <cstdlib>
 #include <memory>
+#include <span>
+#include <string>
 #include <thread>
 #include <vector>
 
+#include "core/message.h"
 #include "cpu/comm.h"
 #include "cpu/machines.h"
 #include "cpu/transport.h"
@@ -95,6 +98,8 @@ class Link {
     return areas_[static_cast<std::size_t>(r)].bytes(bytes);
   }
   void count_in(std::int64_t) {}  // parcels are counted
+  // A machine has sent what cannot be used.
+  [[noreturn]] void blame(int machine, const std::string& what);
 
   // Rounds are numbered from 1.
   std::int64_t post(const Round& round);
@@ -107,13 +112,9 @@ class Link {
   const LinkTraffic& traffic() const { return traffic_; }
 
  private:
-  struct Greeting {
-    Operation operation;
-    std::uint32_t sequence = 0;
-    Outlook outlook;
-  };
-
   int number(int machine) const { return machines_.rank(machine, stripe()); }
+  Sender sender(int machine) const { return {transport_->secret(), machine}; }
+  void hear(int machine, std::span<const std::byte> farewell);
   void watch();
   void look_for_failure(Clock::time_point start, Clock::time_point& lost_at);
 
@@ -125,7 +126,7 @@ class Link {
   std::byte* input_ = nullptr;
   std::byte* output_ = nullptr;
   void (*interrupt_)() = nullptr;
-  std::vector<Greeting> greetings_;  // of each machine
+  std::vector<Greeting> greetings_;  // of each machine; the others' are bytes until meet()
   std::int64_t greeted_ = 0;         // the round
   Outlook outlook_;
   std::vector<Scratch> areas_;

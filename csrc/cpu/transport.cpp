@@ -25,16 +25,17 @@ void Transport::lose(int host) {
   lost_.insert(host);
 }
 
-void Transport::stopped(std::uint64_t abort_word) {
+void Transport::heard(int host, std::span<const std::byte> farewell) {
   const std::lock_guard lock(listener_mutex_);
-  stopped_ = abort_word;
-  if (listener_) listener_(abort_word);
+  farewells_[host].assign(farewell.begin(), farewell.end());
+  if (listener_) listener_(host, farewell);
 }
 
-void Transport::listen(std::function<void(std::uint64_t)> listener) {
+void Transport::listen(Listener listener) {
   const std::lock_guard lock(listener_mutex_);
   listener_ = std::move(listener);
-  if (listener_ && stopped_ != 0) listener_(stopped_);
+  if (!listener_) return;
+  for (const auto& [host, farewell] : farewells_) listener_(host, farewell);
 }
 
 std::vector<std::shared_ptr<LocalTransport>> LocalTransport::make(int hosts) {
@@ -126,16 +127,19 @@ void LocalTransport::tell_others(Tell tell) {
   for (const auto& other : others) tell(*other);
 }
 
-void LocalTransport::stop(std::uint64_t abort_word) {
+void LocalTransport::stop(std::span<const std::byte> farewell) {
   {
     const std::lock_guard lock(shared_->mutex);
     withdraw();
   }
-  tell_others([&](LocalTransport& other) { other.stopped(abort_word); });
+  tell_others([&](LocalTransport& other) { other.heard(host_, farewell); });
 }
 
-void LocalTransport::leave() {
-  tell_others([&](LocalTransport& other) { other.lose(host_); });
+void LocalTransport::leave(std::span<const std::byte> farewell) {
+  tell_others([&](LocalTransport& other) {
+    other.heard(host_, farewell);
+    other.lose(host_);
+  });
 }
 
 }  // namespace pycomm::cpu

@@ -11,9 +11,11 @@
 #include <memory>
 #include <mutex>
 #include <set>
+#include <span>
 #include <vector>
 
-#include "cpu/comm.h"
+#include "core/message.h"
+#include "cpu/store_policy.h"
 
 namespace pycomm::cpu {
 
@@ -32,15 +34,19 @@ struct Round {
 
 class Transport {
  public:
+  // `secret`: what all messages of this stripe carry.
+  explicit Transport(const Secret& secret = {}) : secret_(secret) {}
   virtual ~Transport() = default;
+
+  const Secret& secret() const { return secret_; }
 
   // Starts a round. What a machine sends to another, in the order of its rounds, is what that one
   // receives from it, in the order of its own, and equally long.
   virtual void post(const Round& round) = 0;
-  // Lets go of all memory, and tells the other machines why this one stops.
-  virtual void stop(std::uint64_t abort_word) = 0;
-  // Tells the other machines that no round will follow.
-  virtual void leave() = 0;
+  // Lets go of all memory, and gives the other machines a Farewell that says why this one stops.
+  virtual void stop(std::span<const std::byte> farewell) = 0;
+  // Gives them one that says that no round will follow.
+  virtual void leave(std::span<const std::byte> farewell) = 0;
 
   // Whether the first `rounds` rounds have completed; waits for that a while.
   bool wait(std::int64_t rounds, Clock::duration patience);
@@ -52,19 +58,21 @@ class Transport {
   // For implementations, from any thread. One more round has completed.
   void complete();
   void lose(int host);
-  // Another machine has stopped.
-  void stopped(std::uint64_t abort_word);
-  // Who wants to know of that, even if it has been; nobody, with an empty function.
-  void listen(std::function<void(std::uint64_t)> listener);
+  // Another machine's farewell has come: bytes that nobody has looked at.
+  void heard(int host, std::span<const std::byte> farewell);
+  // Who wants to know of farewells, also of earlier ones; nobody, with an empty function.
+  using Listener = std::function<void(int host, std::span<const std::byte> farewell)>;
+  void listen(Listener listener);
 
  private:
+  const Secret secret_;
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::int64_t completed_ = 0;
   std::set<int> lost_;
   std::mutex listener_mutex_;
-  std::function<void(std::uint64_t)> listener_;
-  std::uint64_t stopped_ = 0;  // the word
+  Listener listener_;
+  std::map<int, std::vector<std::byte>> farewells_;
 };
 
 // One stripe's machines, all in this process. A parcel is copied by whoever comes second.
@@ -74,8 +82,8 @@ class LocalTransport : public Transport {
   static std::vector<std::shared_ptr<LocalTransport>> make(int hosts);
 
   void post(const Round& round) override;
-  void stop(std::uint64_t abort_word) override;
-  void leave() override;
+  void stop(std::span<const std::byte> farewell) override;
+  void leave(std::span<const std::byte> farewell) override;
   int awaited() const override;
 
  private:

@@ -1,0 +1,190 @@
+"""What a machine sends that is no message: a clear error that names it, and nobody else's end."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import socket
+from pathlib import Path
+
+import pytest
+import spanning
+import torch
+
+import pycomm
+from pycomm import _hosts
+
+HOSTS, HARMFUL = [2, 1], 2  # the rank whose machine sends them; rank 0 hears, rank 1 is beside it
+
+# What is overwritten in a message: where, how many bytes, with what. docs/wire-format.md.
+Change = tuple[int, int, int]
+GREETING_BYTES, FAREWELL_BYTES = 80, 40
+
+HEADERS = {
+    "magic": (0, 4, 0),
+    "version": (4, 2, 77),
+    "kind": (6, 2, 9),
+    "machine": (8, 8, 0),
+    "negative machine": (8, 8, -1),
+    "secret": (16, 16, 0),
+}
+FAREWELLS = {
+    "secret": HEADERS["secret"],
+    "a rank that does not exist": (32, 8, 1 << 32 | 1_000_000),
+    "a negative word": (32, 8, -1),
+    "an unknown reason": (32, 8, 257 << 32 | 1),
+}
+GREETINGS = HEADERS | {
+    "collective": (32, 1, 250),
+    "algorithm": (33, 1, 250),
+    "dtype": (34, 1, 250),
+    "op": (35, 1, 250),
+    "root": (36, 4, -1),
+    "count": (40, 8, -1),
+    "device": (48, 1, 250),
+    "codec": (56, 1, 250),
+    "values": (57, 1, 250),
+}
+
+
+def changed(message: bytes, change: Change) -> bytes:
+    begin, size, value = change
+    field = (value % 256**size).to_bytes(size, "little")
+    return message[:begin] + field + message[begin + size :]
+
+
+def error_of(group: pycomm.Group) -> tuple[type, int]:
+    with pytest.raises(pycomm.CollectiveError) as caught:
+        pycomm.all_reduce(torch.ones(1000), group=group)
+    return caught.type, caught.value.rank
+
+
+def harmful_farewells(_: pycomm.Group, changes: dict[str, Change]) -> dict[str, object]:
+    """What each of them comes to."""
+    original, found = _hosts.Link._tell, {}
+    for name, change in changes.items():
+        with pycomm.init(timeout=20) as group:
+            if group.rank == HARMFUL:
+                _hosts.Link._tell = lambda link, farewell, change=change: original(
+                    link, changed(farewell, change)
+                )
+                group.abort()
+                _hosts.Link._tell = original
+            else:
+                found[name] = error_of(group)
+    return found
+
+
+def test_farewells():
+    """One bad word used to end the process, or the thread that waits for it."""
+    wanted = dict.fromkeys(FAREWELLS, (pycomm.ProtocolError, HARMFUL))
+    assert spanning.run(HOSTS, harmful_farewells, FAREWELLS) == [wanted, wanted, {}]
+
+
+def test_a_farewell_as_it_should_be():
+    changes = {"another rank": (32, 8, 4 << 32 | 1)}
+    found = {"another rank": (pycomm.Aborted, 1)}
+    assert spanning.run(HOSTS, harmful_farewells, changes) == [found, found, {}]
+
+
+def harmful_greetings(_: pycomm.Group, changes: dict[str, Change]) -> dict[str, object]:
+    original, found = _hosts.Link.post, {}
+    for name, change in changes.items():
+        kept = []
+
+        def post(link, sends, receives, change=change, kept=kept):
+            ((host, address, nbytes),) = sends
+            assert nbytes == GREETING_BYTES
+            message = changed(ctypes.string_at(address, nbytes), change)
+            kept.append(ctypes.create_string_buffer(message, nbytes))
+            original(link, [(host, ctypes.addressof(kept[0]), nbytes)], receives)
+            _hosts.Link.post = original
+
+        with pycomm.init(timeout=20) as group:
+            if group.rank == HARMFUL:
+                _hosts.Link.post = post
+            found[name] = error_of(group)
+    return found
+
+
+def test_greetings():
+    """Enums used to index tables of names."""
+    wanted = dict.fromkeys(GREETINGS, (pycomm.ProtocolError, HARMFUL))
+    assert spanning.run(HOSTS, harmful_greetings, GREETINGS) == [wanted] * 3
+
+
+def of_another_length(outer: pycomm.Group, nbytes: int) -> tuple[type, int]:
+    """The harmful rank's first message is as long as that."""
+    original = _hosts.Link.post
+    room = torch.zeros(nbytes, dtype=torch.uint8)
+
+    def post(link, sends, receives):
+        sends = [(host, room.data_ptr(), nbytes) for host, _, _ in sends]
+        original(link, sends, receives)
+
+    # The harmful rank waits as well, for somebody to take what it sends.
+    with pycomm.init(timeout=20 if outer.rank == HARMFUL else 1) as group:
+        if group.rank == HARMFUL:
+            _hosts.Link.post = post
+        return error_of(group)
+
+
+@pytest.mark.parametrize("nbytes", [GREETING_BYTES - 1, GREETING_BYTES + 1])
+def test_greetings_of_another_length(nbytes):
+    """Gloo would end a process that receives more than it has room for."""
+    assert spanning.run(HOSTS, of_another_length, nbytes) == [(pycomm.Timeout, HARMFUL)] * 3
+
+
+def farewell_of_another_length(group: pycomm.Group, nbytes: int) -> tuple[type, int] | None:
+    if group.rank != HARMFUL:
+        return error_of(group)
+    original = _hosts.Link._tell
+    _hosts.Link._tell = lambda link, _: original(link, bytes(nbytes))
+    group.abort()
+    return None
+
+
+@pytest.mark.parametrize("nbytes", [FAREWELL_BYTES - 1, FAREWELL_BYTES + 1])
+def test_farewells_of_another_length(nbytes):
+    gone = (pycomm.PeerDied, HARMFUL)
+    found = spanning.run(HOSTS, farewell_of_another_length, nbytes, timeout=20)
+    assert found == [gone, gone, None]
+
+
+def listening_ports() -> set[int]:
+    """Of this process."""
+    inodes = set()
+    for fd in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            target = str(fd.readlink())
+            if target.startswith("socket:["):
+                inodes.add(target[len("socket:[") : -1])
+    ports = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/self/net", table).read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and inode in inodes:
+                ports.add(int(local.rpartition(":")[2], 16))
+    return ports
+
+
+def visited(group: pycomm.Group, noise: bytes) -> float:
+    """A stranger connects to whatever listens, while ranks exchange."""
+    x = torch.ones(100_000)
+    pycomm.barrier(group=group)
+    ports = listening_ports()
+    assert ports
+    with contextlib.ExitStack() as connections:
+        for port in ports:
+            for host in ("127.0.0.1", "::1"):
+                with contextlib.suppress(OSError):
+                    stranger = socket.create_connection((host, port), timeout=5)
+                    connections.enter_context(stranger).sendall(noise)
+        for _ in range(3):
+            pycomm.all_reduce(x, "avg", group=group)
+    return float(x[0])
+
+
+@pytest.mark.parametrize("noise", [b"", b"\xff" * 8, b"\xff" * 4096], ids=len)
+def test_a_stranger_who_connects(noise):
+    assert spanning.run([1, 1], visited, noise, timeout=20) == [1.0, 1.0]
