@@ -311,6 +311,7 @@ def init(
     )
     settings = {
         "the window layout of pycomm's build": _C.window_layout,
+        "the message format of pycomm's build": _C.message_version,
         "staging_bytes": int(staging_bytes),
         "cuda_heap_bytes": int(cuda_heap_bytes),
     }

@@ -87,22 +87,29 @@ def test_a_farewell_as_it_should_be():
     assert spanning.run(HOSTS, harmful_farewells, changes) == [found, found, {}]
 
 
-def harmful_greetings(_: pycomm.Group, changes: dict[str, Change]) -> dict[str, object]:
-    original, found = _hosts.Link.post, {}
-    for name, change in changes.items():
-        kept = []
+def harm_message(number: int, change: Change) -> None:
+    """Changes what this rank sends next, or so many rounds later."""
+    original, passed = _hosts.Link.post, []
 
-        def post(link, sends, receives, change=change, kept=kept):
+    def post(link, sends, receives):
+        if len(passed) == number:
             ((host, address, nbytes),) = sends
-            assert nbytes == GREETING_BYTES
             message = changed(ctypes.string_at(address, nbytes), change)
-            kept.append(ctypes.create_string_buffer(message, nbytes))
-            original(link, [(host, ctypes.addressof(kept[0]), nbytes)], receives)
+            passed.append(room := ctypes.create_string_buffer(message, nbytes))
+            sends = [(host, ctypes.addressof(room), nbytes)]
             _hosts.Link.post = original
+        passed.append(None)
+        original(link, sends, receives)
 
+    _hosts.Link.post = post
+
+
+def harmful_greetings(_: pycomm.Group, changes: dict[str, Change]) -> dict[str, object]:
+    found = {}
+    for name, change in changes.items():
         with pycomm.init(timeout=20) as group:
             if group.rank == HARMFUL:
-                _hosts.Link.post = post
+                harm_message(0, change)
             found[name] = error_of(group)
     return found
 
@@ -111,6 +118,32 @@ def test_greetings():
     """Enums used to index tables of names."""
     wanted = dict.fromkeys(GREETINGS, (pycomm.ProtocolError, HARMFUL))
     assert spanning.run(HOSTS, harmful_greetings, GREETINGS) == [wanted] * 3
+
+
+LISTS = {
+    "a negative length": (1, (0, 8, -1)),
+    "a length without end": (1, (0, 8, 2**62)),
+    "more entries than elements": (2, (0, 4, 2**32 - 1)),
+    "an index twice": (2, (4, 4, 0)),
+}
+
+
+def harmful_lists(_: pycomm.Group) -> dict[str, object]:
+    """Of top-k: after the greeting come the list's length and the list."""
+    found = {}
+    for name, (number, change) in LISTS.items():
+        with pycomm.init(timeout=20) as group:
+            if group.rank == HARMFUL:
+                harm_message(number, change)
+            with pytest.raises(pycomm.CollectiveError) as caught:
+                pycomm.compressed_all_reduce(torch.ones(1000), pycomm.TopK(0.1), group=group)
+            found[name] = (caught.type, caught.value.rank)
+    return found
+
+
+def test_lists():
+    wanted = dict.fromkeys(LISTS, (pycomm.ProtocolError, HARMFUL))
+    assert spanning.run(HOSTS, harmful_lists) == [wanted] * 3
 
 
 def of_another_length(outer: pycomm.Group, nbytes: int) -> tuple[type, int]:

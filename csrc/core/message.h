@@ -1,13 +1,15 @@
-// What ranks of different machines tell each other besides data: a greeting before every operation,
-// and a farewell, which is the last message on a link. docs/wire-format.md.
+// What ranks tell each other besides data. On one machine, in shared memory: announcements, and what
+// a rank waits for. Between machines: a greeting before every operation, and a farewell, which is the last message on a link;
+// both begin with a header that shows that they come from the machine at the other end
+// (docs/wire-format.md).
 //
-// Both begin with a header that shows that the message comes from the machine at the other end of the
-// link. Readers trust nothing: they throw std::invalid_argument with what is wrong, and what they
-// return may index tables.
+// Readers trust nothing: they throw std::invalid_argument with what is wrong, and what they return
+// may index tables and memory.
 #pragma once
 
 #include <array>
 #include <cstring>
+#include <optional>
 #include <span>
 #include <string>
 #include <type_traits>
@@ -91,6 +93,49 @@ inline Farewell parse_farewell(std::span<const std::byte> bytes, const Sender& s
   PYCOMM_CHECK(farewell.abort_word == 0 || is_abort_word(farewell.abort_word, world),
                "a farewell blames no rank of the group");
   return farewell;
+}
+
+// What another of `ranks` ranks announces. Throws std::invalid_argument unless it is an operation, and
+// its tensors lie in that rank's heap or in no window.
+inline Announcement parse_announcement(std::span<const std::byte> bytes, int ranks,
+                                       std::int64_t heap_begin, std::int64_t heap_end) {
+  Announcement announced;
+  PYCOMM_CHECK(bytes.size() == sizeof(announced), "an announcement has another length");
+  std::memcpy(&announced, bytes.data(), sizeof(announced));
+  const Operation& operation = announced.operation;
+  PYCOMM_CHECK(is_valid(operation), "an announced operation does not exist");
+  const bool lists = operation.codec.kind == CodecKind::topk;
+  const auto fits = [&](std::int64_t place, std::int64_t size) {
+    return place == kNotInWindow ||
+           (place >= heap_begin && place <= heap_end && size <= heap_end - place);
+  };
+  PYCOMM_CHECK(fits(announced.input, lists ? 0 : input_bytes(operation, ranks)) &&
+                   fits(announced.output, lists ? 0 : output_bytes(operation, ranks)),
+               "an announced tensor lies outside the heap");
+  return announced;
+}
+
+// What a rank waits for, for others to see; the word is 0 while it waits for nothing. What is no slot
+// is an announcement or a packet.
+inline constexpr int kAnnouncement = kSlots;
+inline constexpr int kPacket = kSlots + 1;
+
+struct Waiting {
+  int rank;
+  int slot;
+  std::uint32_t target;
+};
+
+constexpr std::uint64_t waiting_word(const Waiting& waiting) {
+  return static_cast<std::uint64_t>(waiting.rank + 1) << 40 |
+         static_cast<std::uint64_t>(waiting.slot) << 32 | waiting.target;
+}
+// Nothing where the word does not name one of so many ranks.
+constexpr std::optional<Waiting> parse_waiting(std::uint64_t word, int ranks) {
+  const std::uint64_t rank = word >> 40, slot = word >> 32 & 0xff;
+  if (rank == 0 || rank > static_cast<std::uint64_t>(ranks) || slot > kPacket) return {};
+  return Waiting{static_cast<int>(rank) - 1, static_cast<int>(slot),
+                 static_cast<std::uint32_t>(word)};
 }
 
 }  // namespace pycomm

@@ -36,13 +36,28 @@ PYCOMM_HD bool operator==(const Operation& a, const Operation& b) {
          a.tag == b.tag && a.offset == b.offset && a.codec == b.codec;
 }
 
+// More than any memory holds; bytes of a world's tensors stay below 2^63.
+inline constexpr std::int64_t kMostElements = std::int64_t{1} << 44;
+
 // Whether an operation that another process announces can exist.
 PYCOMM_HD constexpr bool is_valid(const Operation& operation) {
   const Codec& codec = operation.codec;
   return operation.collective <= Collective::barrier && operation.algorithm <= Algorithm::tree &&
          operation.dtype <= DType::u8 && operation.op <= ReduceOp::prod &&
          operation.device <= Device::cuda && operation.root >= 0 && operation.count >= 0 &&
-         codec.kind <= CodecKind::topk && codec.values <= DType::u8 && codec.k >= 0;
+         operation.count <= kMostElements && codec.kind <= CodecKind::topk &&
+         codec.values <= DType::u8 && codec.k >= 0;
+}
+
+// Bytes of the tensors of one of `ranks` ranks. Top-k announces an area for lists instead, whose size
+// is its executor's business.
+PYCOMM_HD constexpr std::int64_t input_bytes(const Operation& operation, int ranks) {
+  const bool blocks = operation.collective == Collective::reduce_scatter;
+  return operation.count * size_of(operation.dtype) * (blocks ? ranks : 1);
+}
+PYCOMM_HD constexpr std::int64_t output_bytes(const Operation& operation, int ranks) {
+  const bool blocks = operation.collective == Collective::all_gather;
+  return operation.count * size_of(operation.dtype) * (blocks ? ranks : 1);
 }
 
 inline constexpr std::int64_t kNotInWindow = -1;

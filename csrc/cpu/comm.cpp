@@ -6,6 +6,7 @@
 #include <cstring>
 #include <thread>
 
+#include "core/message.h"
 #include "core/packet.h"
 
 namespace pycomm::cpu {
@@ -21,10 +22,6 @@ constexpr auto kLookForDeathEvery = std::chrono::milliseconds(1);
 constexpr auto kInterruptEvery = std::chrono::milliseconds(50);
 // How long a live process may take to let go of a failed rank's tensors.
 constexpr auto kRetreatWithin = std::chrono::milliseconds(500);
-
-// Instead of a slot, in a record of what is waited for.
-constexpr int kAnnouncement = kSlots;
-constexpr int kPacket = kSlots + 1;
 
 bool has_come(const std::atomic<std::uint32_t>& flag, std::uint32_t target) {
   return reached(flag.load(std::memory_order_acquire), target);
@@ -61,6 +58,7 @@ Comm::Comm(std::shared_ptr<Window> window, std::shared_ptr<const Liveness> peers
       sequence_(first_epoch),
       ordinal_(first_epoch),
       ordinal_before_(first_epoch),
+      met_(static_cast<std::size_t>(size)),
       taken_(static_cast<std::size_t>(size * kPacketBytes)),
       sources_(static_cast<std::size_t>(size) + 1),
       targets_(static_cast<std::size_t>(size) + 1) {
@@ -95,27 +93,31 @@ void Comm::begin_phase(const Operation& operation, const void* input, void* outp
   element_size_ = size_of(operation.dtype);
   input_ = static_cast<std::byte*>(const_cast<void*>(input));
   output_ = static_cast<std::byte*>(output);
-  const std::int64_t bytes = operation.count * element_size_;
-  input_bytes_ = operation.collective == Collective::reduce_scatter ? bytes * size_ : bytes;
-  output_bytes_ = operation.collective == Collective::all_gather ? bytes * size_ : bytes;
+  input_bytes_ = input_bytes(operation, size_);
+  output_bytes_ = output_bytes(operation, size_);
   loop_ = reduce_loop(operation.dtype, operation.op, false);
   last_loop_ = reduce_loop(operation.dtype, operation.op, true);
   direct_ = exposed_ = false;
   leave_peers_heaps();
-  stream_ = store_policy_.next(bytes);
+  stream_ = store_policy_.next(operation.count * element_size_);
   for (int slot = 0; slot < kSlots; ++slot) started_[slot] = signalled_[slot];
   check_aborted();
 }
 
 void Comm::publish() {
-  Announcement& announced = announcement(rank_);
+  Announcement& mine = met_[static_cast<std::size_t>(rank_)];
   // Of top-k, the input is an area for lists, whatever the tensor's size.
   const bool lists = operation_.codec.kind == CodecKind::topk;
-  announced.operation = operation_;
-  announced.outlook = outlook_;
-  announced.input = window_->offset_in_heap(rank_, input_, lists ? 0 : input_bytes_);
-  announced.output = window_->offset_in_heap(rank_, output_, lists ? 0 : output_bytes_);
-  exposed_ = !lists && (announced.input != kNotInWindow || announced.output != kNotInWindow);
+  mine.operation = operation_;
+  mine.outlook = outlook_;
+  mine.input = window_->offset_in_heap(rank_, input_, lists ? 0 : input_bytes_);
+  mine.output = window_->offset_in_heap(rank_, output_, lists ? 0 : output_bytes_);
+  exposed_ = !lists && (mine.input != kNotInWindow || mine.output != kNotInWindow);
+  Announcement& announced = announcement(rank_);
+  announced.operation = mine.operation;
+  announced.outlook = mine.outlook;
+  announced.input = mine.input;
+  announced.output = mine.output;
   stream_fence();
   epoch_of(announced).store(sequence_, std::memory_order_release);
 }
@@ -126,6 +128,7 @@ void Comm::meet() {
     const auto& epoch =
         *reinterpret_cast<const std::atomic<std::uint32_t>*>(&announcement(r).epoch);
     wait_for(epoch, sequence_, r, kAnnouncement);
+    read_announcement(r);
   }
   check_agreement();
 
@@ -135,10 +138,20 @@ void Comm::meet() {
   direct_ = operation_.collective != Collective::all_reduce ||
             operation_.algorithm != Algorithm::one_shot;
   for (int r = 0; r < size_; ++r) {
-    direct_ = direct_ && (gathers || announcement(r).input != kNotInWindow) &&
-              (scatters || announcement(r).output != kNotInWindow);
+    direct_ = direct_ && (gathers || met(r).input != kNotInWindow) &&
+              (scatters || met(r).output != kNotInWindow);
   }
   if (direct_) enter_peers_heaps();
+}
+
+void Comm::read_announcement(int r) {
+  try {
+    met_[static_cast<std::size_t>(r)] =
+        parse_announcement(std::as_bytes(std::span(&announcement(r), 1)), size_,
+                           window_->heap_begin(), window_->slice_bytes());
+  } catch (const std::invalid_argument& error) {
+    blame(r, error.what());
+  }
 }
 
 // Either this rank sees an abort here, or the rank that aborts sees this rank in its heap: both write
@@ -183,9 +196,8 @@ void Comm::detach() {
     const std::int64_t begin = offset / kPage * kPage;
     return Range{begin, round_up(offset + bytes, kPage) - begin};
   };
-  const Announcement& announced = announcement(rank_);
-  const Range input = pages_of(announced.input, input_bytes_);
-  const Range output = pages_of(announced.output, output_bytes_);
+  const Range input = pages_of(met(rank_).input, input_bytes_);
+  const Range output = pages_of(met(rank_).output, output_bytes_);
   const std::int64_t input_end = input.begin + input.count;
   const std::int64_t output_end = output.begin + output.count;
   if (input.begin < output_end && output.begin < input_end) {
@@ -207,15 +219,16 @@ std::uint32_t Comm::completed() const {
 }
 
 Outlook Comm::outlook() const {
-  Outlook all = announcement(0).outlook;
-  for (int r = 1; r < size_; ++r) all = all | announcement(r).outlook;
+  Outlook all = met(0).outlook;
+  for (int r = 1; r < size_; ++r) all = all | met(r).outlook;
   return all;
 }
 
-std::byte* Comm::announced_area(int r, std::int64_t bytes) const {
-  const std::int64_t begin = announcement(r).input;
-  PYCOMM_CHECK(begin >= window_->heap_begin() && begin <= window_->slice_bytes() - bytes,
-               "rank " + std::to_string(r) + " has announced memory outside its heap");
+std::byte* Comm::announced_area(int r, std::int64_t bytes) {
+  const std::int64_t begin = met(r).input;
+  if (begin < window_->heap_begin() || begin > window_->slice_bytes() - bytes) {
+    blame(r, "an announced area lies outside the heap");
+  }
   return window_->slice(r) + begin;
 }
 
@@ -225,7 +238,7 @@ std::uint32_t Comm::announced(int r) const {
 
 void Comm::check_agreement() {
   for (int r = 1; r < size_; ++r) {
-    if (announcement(r).operation == announcement(0).operation) continue;
+    if (met(r).operation == met(0).operation) continue;
     abort(Reason::mismatch, r);
     check_aborted();
   }
@@ -274,9 +287,7 @@ template void Comm::wait_for(const std::atomic<std::uint32_t>&, std::uint32_t, i
 
 template <class Word>
 void Comm::wait_long(const std::atomic<Word>& word, std::uint32_t target, int r, int slot) {
-  mine().waiting.store(
-      static_cast<std::uint64_t>(r + 1) << 40 | static_cast<std::uint64_t>(slot) << 32 | target,
-      std::memory_order_release);
+  mine().waiting.store(waiting_word({r, slot, target}), std::memory_order_release);
   const Clock::time_point start = Clock::now();
   Clock::time_point look_at = start + kLookForDeathEvery, interrupt_at = start + kInterruptEvery;
   Clock::time_point last_sign = start;
@@ -315,16 +326,14 @@ void Comm::wait_long(const std::atomic<Word>& word, std::uint32_t target, int r,
 // for something that has long come.
 int Comm::culprit(int r) const {
   for (int hops = 0; hops < size_; ++hops) {
-    const std::uint64_t waiting = window_->control(r).waiting.load(std::memory_order_acquire);
-    if (waiting == 0) return r;
-    const int next = static_cast<int>(waiting >> 40) - 1;
-    const int slot = static_cast<int>(waiting >> 32 & 0xff);
-    if (slot == kPacket) {
-      r = next;
-      continue;
+    const auto waiting =
+        parse_waiting(window_->control(r).waiting.load(std::memory_order_acquire), size_);
+    if (!waiting) return r;
+    const auto [next, slot, target] = *waiting;
+    if (slot != kPacket) {
+      const std::uint32_t value = slot == kAnnouncement ? announced(next) : published(next, slot);
+      if (reached(value, target)) return r;
     }
-    const std::uint32_t value = slot == kAnnouncement ? announced(next) : published(next, slot);
-    if (reached(value, static_cast<std::uint32_t>(waiting))) return r;
     r = next;
   }
   return r;
@@ -344,7 +353,18 @@ void Comm::abort(std::uint64_t word) {
   window_->control(0).abort.compare_exchange_strong(none, word);
 }
 
+void Comm::blame_number(int number, const std::string& what) {
+  const std::uint64_t word = abort_word(Reason::malformed, number);
+  abort(word);
+  if (aborted() != word) check_aborted();
+  throw malformed(number, peers_->pid_of(number), called_, ordinal_, what);
+}
+
 void Comm::raise(std::uint64_t word) const {
+  if (!is_abort_word(word, peers_->count())) {
+    throw CollectiveError(Reason::malformed, -1, -1, name_of(called_.collective), ordinal_,
+                          "a rank of this machine has overwritten the group's shared memory");
+  }
   const int culprit = rank_of(word), pid = peers_->pid_of(culprit);
   if (reason_of(word) == Reason::mismatch && announced(0) == sequence_) {
     const Operation& first = announcement(0).operation;

@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "core/errors.h"
@@ -59,8 +60,8 @@ class Comm {
   bool direct() const { return direct_; }
   Place input() const { return {input_, rank_}; }
   Place output() const { return {output_, rank_}; }
-  Place input(int r) const { return {window_->slice(r) + announcement(r).input, r}; }
-  Place output(int r) const { return {window_->slice(r) + announcement(r).output, r}; }
+  Place input(int r) const { return {window_->slice(r) + met(r).input, r}; }
+  Place output(int r) const { return {window_->slice(r) + met(r).output, r}; }
   Place slot(int r, std::int64_t i) const {
     return {window_->staging(r, sequence_) + i * slot_bytes_, r};
   }
@@ -79,7 +80,7 @@ class Comm {
   Outlook outlook() const;
   // After meet(): the memory in rank r's heap that it has announced as its input. Throws unless so
   // many bytes lie there.
-  std::byte* announced_area(int r, std::int64_t bytes) const;
+  std::byte* announced_area(int r, std::int64_t bytes);
 
   bool fits_packets() const { return count() * element_size_ <= kPacketBytes; }
   void put_packets(int r, Place from);
@@ -135,6 +136,9 @@ class Comm {
   // From any thread; the first reason given to a group stays.
   void abort(Reason reason, int rank) { abort(abort_word(reason, number(rank))); }
   void abort(std::uint64_t word);
+  // Rank r has written what cannot be used.
+  [[noreturn]] void blame(int r, const std::string& what) { blame_number(number(r), what); }
+  [[noreturn]] void blame_number(int number, const std::string& what);
   // Throws if the group has been aborted.
   void check_aborted() const {
     if (const std::uint64_t word = aborted()) raise(word);
@@ -173,6 +177,8 @@ class Comm {
   Announcement& announcement(int r) const {
     return window_->control(r).announcements[sequence_ & 1u];
   }
+  const Announcement& met(int r) const { return met_[static_cast<std::size_t>(r)]; }
+  void read_announcement(int r);
   void empty_packet(std::uint32_t parity, int r, std::int64_t i);
   // `word` is a flag or a packet of rank r; `slot` tells which, for culprit().
   template <class Word>
@@ -229,6 +235,8 @@ class Comm {
   StorePolicy store_policy_;
   Traffic traffic_;
 
+  // This operation's announcements, as they were read once: their writers may change them.
+  std::vector<Announcement> met_;
   std::vector<std::byte> taken_;
   std::vector<const void*> sources_;
   std::vector<Target> targets_;

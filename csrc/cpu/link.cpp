@@ -39,14 +39,6 @@ void Link::hear(int machine, std::span<const std::byte> farewell) {
   if (word != 0) local_.abort(word);
 }
 
-void Link::blame(int machine, const std::string& what) {
-  const std::uint64_t word = abort_word(Reason::malformed, number(machine));
-  local_.abort(word);
-  if (local_.aborted() != word) local_.check_aborted();
-  throw malformed(number(machine), local_.pid_of(number(machine)), local_.called(),
-                  local_.ordinal(), what);
-}
-
 void Link::watch() {
   std::unique_lock lock(left_mutex_);
   while (!left_changed_.wait_for(lock, kWatchEvery, [&] { return left_; })) {

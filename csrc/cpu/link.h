@@ -99,7 +99,9 @@ class Link {
   }
   void count_in(std::int64_t) {}  // parcels are counted
   // A machine has sent what cannot be used.
-  [[noreturn]] void blame(int machine, const std::string& what);
+  [[noreturn]] void blame(int machine, const std::string& what) {
+    local_.blame_number(number(machine), what);
+  }
 
   // Rounds are numbered from 1.
   std::int64_t post(const Round& round);

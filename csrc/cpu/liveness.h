@@ -31,6 +31,8 @@ class Liveness {
   Liveness(const Liveness&) = delete;
   Liveness& operator=(const Liveness&) = delete;
 
+  // Ranks of the whole group.
+  int count() const { return static_cast<int>(pids_.size()); }
   int number(int r) const { return numbers_[static_cast<std::size_t>(r)]; }
   int pid_of(int number) const { return pids_[static_cast<std::size_t>(number)]; }
   int pid(int r) const { return pid_of(number(r)); }

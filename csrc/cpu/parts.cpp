@@ -254,8 +254,9 @@ Round ListsPart::with_lengths(bool result) {
   for (int m = 0; m < link_.size(); ++m) {
     if (m == me) continue;
     const int owner = result ? m : me;
-    PYCOMM_CHECK(received[m] >= 0 && received[m] <= coded_.room(owner, result),
-                 "a list from another machine must fit its place");
+    if (received[m] < 0 || received[m] > coded_.room(owner, result)) {
+      link_.blame(m, "a list of " + std::to_string(received[m]) + " bytes does not fit its place");
+    }
     add(&Round::sends, m, coded_.list(me, result ? me : m, result), sent[m]);
     add(&Round::receives, m, coded_.list(m, owner, result), received[m]);
   }

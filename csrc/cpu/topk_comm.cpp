@@ -73,8 +73,10 @@ void TopkComm<Base>::stage(int owner) {
 template <class Base>
 TopkReader TopkComm<Base>::reader(Place place, bool result) {
   const int owner = static_cast<int>(place.coded);
-  TopkReader found(region(owner), operation_.codec.values, list(place.rank, owner, result),
-                   room(owner, result));
+  const TopkReader found = reading(place.rank, [&] {
+    return TopkReader(region(owner), operation_.codec.values, list(place.rank, owner, result),
+                      room(owner, result));
+  });
   if (place.rank != rank()) comm_.count_in(found.bytes());
   return found;
 }
@@ -84,9 +86,9 @@ template <class Base>
 void TopkComm<Base>::add_chunk(std::int64_t chunk) {
   std::vector<float>& sums = workspace_.sums;
   const Range range = region(rank()).chunk(chunk);
-  for (const TopkReader& list : readers_) {
-    list.read(chunk,
-              [&](std::int64_t i, float value) { sums[static_cast<std::size_t>(i)] += value; });
+  const auto add = [&](std::int64_t i, float value) { sums[static_cast<std::size_t>(i)] += value; };
+  for (int r = 0; r < size(); ++r) {
+    reading(r, [&] { readers_[static_cast<std::size_t>(r)].read(chunk, add); });
   }
   Hits hits;
   const Tiles stretches{range.count, kStretch};
@@ -133,9 +135,11 @@ void TopkComm<Base>::write_result() {
 template <class Base>
 void TopkComm<Base>::gather(int owner, Place from) {
   const TopkReader list = reader(from, true);
-  visit_dtype(operation_.dtype, [&](auto element) {
-    using T = decltype(element);
-    if constexpr (std::is_same_v<accumulator_t<T>, float>) scatter<T>(list, region(owner));
+  reading(from.rank, [&] {
+    visit_dtype(operation_.dtype, [&](auto element) {
+      using T = decltype(element);
+      if constexpr (std::is_same_v<accumulator_t<T>, float>) scatter<T>(list, region(owner));
+    });
   });
 }
 

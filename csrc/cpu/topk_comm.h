@@ -112,6 +112,15 @@ class TopkComm {
  private:
   TopkRegion region(int owner) const { return area_.region(owner); }
   TopkReader reader(Place place, bool result);
+  // Reads what rank r has written, which may be anything.
+  template <class Read>
+  auto reading(int r, Read read) {
+    try {
+      return read();
+    } catch (const std::invalid_argument& error) {
+      comm_.blame(r, error.what());
+    }
+  }
   bool feeds() const {
     return feedback_.residual != nullptr && outlook_.overflow == 0 && outlook_.unused == 0;
   }

@@ -4,10 +4,22 @@
 #include <cstdio>
 #include <exception>
 #include <functional>
+#include <stdexcept>
 #include <utility>
 #include <vector>
 
 namespace pycomm::test {
+
+// Whether it throws what bad input may make it throw.
+template <class Body>
+bool refused(Body body) {
+  try {
+    body();
+    return false;
+  } catch (const std::invalid_argument&) {
+    return true;
+  }
+}
 
 // Runs named tests; the process's exit status says whether all passed.
 inline int run_all(const std::vector<std::pair<const char*, std::function<void()>>>& tests) {

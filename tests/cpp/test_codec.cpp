@@ -163,17 +163,6 @@ void damage(Dice& dice, const Codec& codec, std::int64_t n, std::byte* data, std
   }
 }
 
-// Whether it throws what it may throw.
-template <class Body>
-bool refused(Body body) {
-  try {
-    body();
-    return false;
-  } catch (const std::invalid_argument&) {
-    return true;
-  }
-}
-
 void decode_anything(std::int64_t inputs) {
   Dice dice(1);
   std::int64_t refusals = 0;
