@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 DEFAULT_TIMEOUT = 300.0
 DEFAULT_STAGING_BYTES = 2 << 20
+_FAREWELL = 0.5  # seconds that operations have when the interpreter exits
 
 _names = itertools.count()
 _by_name: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()
@@ -45,6 +48,9 @@ class Group:
     Made by :func:`init` or :class:`pycomm.LocalWorld`. Operations on a group run in the order in
     which they were called, whichever thread calls; all ranks must call the same ones in the same
     order.
+
+    Operations that other threads have under way when the interpreter exits have half a second to
+    complete; then the group is aborted.
 
     Attributes:
         rank: this rank, from 0.
@@ -246,6 +252,25 @@ def find_group(name: str) -> Group:
     if name not in _by_name:
         raise ValueError(f"group must name an open pycomm group, got {name!r}")
     return _by_name[name]
+
+
+@atexit.register
+def _end_groups() -> None:
+    """Leaves no thread in an operation that needs the interpreter while that takes itself apart."""
+    busy = _still_busy(list(_by_name.values()))
+    for group in busy:
+        group.abort()
+    _still_busy(busy)
+
+
+def _still_busy(groups: list[Group]) -> list[Group]:
+    """Waits for their operations; returns those that have not completed in time."""
+    end = time.monotonic() + _FAREWELL
+    while (groups := [group for group in groups if not group._core.idle()]) and (
+        time.monotonic() < end
+    ):
+        time.sleep(0.002)
+    return groups
 
 
 def _no_cuda(device: torch.device) -> CudaSide:

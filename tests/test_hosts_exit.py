@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 # Rank 1 goes while rank 0's interpreter takes itself apart: nothing that waits there may wake up.
 SCRIPT = """
 import os, sys, tempfile, time
@@ -23,18 +25,21 @@ for rank in range(2):
         dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
         assert len(pycomm.init(timeout=20).hosts) == 2
         assert pycomm.all_reduce(torch.ones(9)).tolist() == [2.0] * 9
-        if rank == 0:
-            sys.slow = Slow()
-        else:
-            time.sleep(0.3)
+        if rank == 1:
+            time.sleep(LATE)
+        elif PENDING:
+            work = pycomm.barrier(async_op=True)
+        sys.slow = Slow()
         sys.exit()
 print([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids])
 """
 
 
-def test_who_exits_while_another_leaves_ends_well(monkeypatch):
+@pytest.mark.parametrize(("pending", "late"), [(False, 0.3), (True, 2)])
+def test_who_exits_while_another_leaves_ends_well(monkeypatch, pending, late):
+    """Also with an operation under way that the other never joins."""
     monkeypatch.setenv("PYCOMM_TEST_HOSTS", "ab")
-    command = [sys.executable, "-c", SCRIPT]
+    command = [sys.executable, "-c", f"PENDING, LATE = {pending}, {late}\n{SCRIPT}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.stdout.splitlines()[-1:] == ["[0, 0]"], done.stderr
     assert "terminate" not in done.stderr

@@ -1,6 +1,7 @@
 // Codecs, and encoding and decoding outside a group, for Python.
 #include <pybind11/pybind11.h>
 
+#include "bind/gil.h"
 #include "bind/python.h"
 #include "core/call.h"
 #include "cpu/topk_comm.h"
@@ -90,7 +91,7 @@ std::int64_t wire_bytes(const Codec& codec, std::int64_t n, int ranks) {
 bool encode(const Codec& codec, int dtype, std::uintptr_t x, std::int64_t n, std::uintptr_t wire,
             std::uint64_t seed, std::uint32_t step, std::int64_t offset) {
   check_memory(x, n);
-  const py::gil_scoped_release no_gil;
+  const WithoutGil no_gil;
   return cpu::encode(codec, static_cast<DType>(dtype), reinterpret_cast<const void*>(x), n,
                      reinterpret_cast<std::byte*>(wire), {seed, step, 0}, offset);
 }
@@ -99,7 +100,7 @@ bool decode(const Codec& codec, std::uintptr_t wire, std::int64_t bytes, std::in
             std::uintptr_t output, bool add) {
   check_memory(wire, bytes);
   check_memory(output, n);
-  const py::gil_scoped_release no_gil;
+  const WithoutGil no_gil;
   return cpu::decode(codec, reinterpret_cast<const std::byte*>(wire), bytes, n,
                      static_cast<DType>(dtype), reinterpret_cast<void*>(output), add);
 }
@@ -108,7 +109,7 @@ bool decode(const Codec& codec, std::uintptr_t wire, std::int64_t bytes, std::in
 std::int64_t select(int dtype, std::uintptr_t x, std::int64_t n, std::int64_t k,
                     std::uintptr_t indices, std::uintptr_t values) {
   check_memory(x, n);
-  const py::gil_scoped_release no_gil;
+  const WithoutGil no_gil;
   auto* const index_of = reinterpret_cast<std::int64_t*>(indices);
   auto* const value_of = reinterpret_cast<float*>(values);
   std::int64_t found = 0;

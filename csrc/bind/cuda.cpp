@@ -6,6 +6,7 @@
 #include <condition_variable>
 #include <thread>
 
+#include "bind/gil.h"
 #include "bind/python.h"
 #include "core/call.h"
 #include "core/errors.h"
@@ -148,7 +149,7 @@ class CudaGroup {
 
 void run_compressed(CudaGroup& group, const Call& call, std::uintptr_t nonfinite,
                     std::uintptr_t workspace, std::uintptr_t stream) {
-  const py::gil_scoped_release no_gil;
+  const WithoutGil no_gil;
   group.run(call.operation, call.input, call.output, stream,
             {call.feedback, reinterpret_cast<std::uint32_t*>(nonfinite),
              reinterpret_cast<std::byte*>(workspace)});
@@ -173,7 +174,7 @@ cuda::WireJob wire_job(int device, std::uintptr_t stream, std::uintptr_t workspa
 void encode(int device, std::uintptr_t stream, std::uintptr_t workspace, const Codec& codec,
             int dtype, std::uintptr_t x, std::int64_t n, std::uintptr_t wire, std::uint64_t seed,
             std::uint32_t step, std::int64_t offset) {
-  const py::gil_scoped_release no_gil;
+  const WithoutGil no_gil;
   cuda::WireJob job = wire_job(device, stream, workspace, codec, dtype, n, x, wire);
   job.random = {seed, step, 0};
   job.offset = offset;
@@ -183,14 +184,14 @@ void encode(int device, std::uintptr_t stream, std::uintptr_t workspace, const C
 void decode(int device, std::uintptr_t stream, std::uintptr_t workspace, const Codec& codec,
             std::uintptr_t wire, std::int64_t bytes, std::int64_t n, int dtype,
             std::uintptr_t output, bool add) {
-  const py::gil_scoped_release no_gil;
+  const WithoutGil no_gil;
   cuda::decode(wire_job(device, stream, workspace, codec, dtype, n, output, wire), bytes, add);
 }
 
 std::int64_t select(int device, std::uintptr_t stream, std::uintptr_t workspace, const Codec& codec,
                     int dtype, std::uintptr_t x, std::int64_t n, std::uintptr_t indices,
                     std::uintptr_t values) {
-  const py::gil_scoped_release no_gil;
+  const WithoutGil no_gil;
   return cuda::select(wire_job(device, stream, workspace, codec, dtype, n, x, 0),
                       reinterpret_cast<std::int64_t*>(indices), reinterpret_cast<float*>(values));
 }
@@ -211,7 +212,7 @@ void bind_cuda(py::module_& m) {
            py::arg("device"), py::arg("rank"), py::arg("ranks"), py::arg("lanes"),
            py::arg("staging_bytes"), py::arg("window_bytes"), py::arg("timeout"),
            py::arg("windows"), py::arg("one_address_space"), py::arg("stage_always"),
-           py::call_guard<py::gil_scoped_release>());
+           py::call_guard<WithoutGil>());
   py::class_<HostRegistration>(m, "CudaHostRegistration")
       .def(py::init<int, std::uintptr_t, std::int64_t>(), py::arg("device"), py::arg("data"),
            py::arg("bytes"))
@@ -223,12 +224,12 @@ void bind_cuda(py::module_& m) {
                     std::shared_ptr<SharedLaunch>>(),
            py::arg("host"), py::arg("endpoint"), py::arg("shared").none(true))
       .def("check", &CudaGroup::check)
-      .def("close", &CudaGroup::close, py::call_guard<py::gil_scoped_release>())
+      .def("close", &CudaGroup::close, py::call_guard<WithoutGil>())
       .def("run",
            [](CudaGroup& group, int collective, int algorithm, int dtype, int op, int root,
               std::int64_t count, std::uintptr_t input, std::uintptr_t output,
               std::uintptr_t stream) {
-             const py::gil_scoped_release no_gil;
+             const WithoutGil no_gil;
              group.run({static_cast<Collective>(collective), static_cast<Algorithm>(algorithm),
                         static_cast<DType>(dtype), static_cast<ReduceOp>(op), root, count},
                        reinterpret_cast<const void*>(input), reinterpret_cast<void*>(output),

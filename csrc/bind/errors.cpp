@@ -4,6 +4,7 @@
 
 #include <system_error>
 
+#include "bind/gil.h"
 #include "bind/python.h"
 #include "core/errors.h"
 #include "cpu/group.h"
@@ -82,7 +83,7 @@ void set_python_error() noexcept {
 }
 
 void check_signals() {
-  const py::gil_scoped_acquire gil;
+  const WithGil gil;
   if (PyErr_Occurred() != nullptr) return;  // one is on its way already
   if (PyErr_CheckSignals() != 0) throw_python_error();
 }

@@ -2,6 +2,7 @@
 
 #include <ATen/dlpack.h>
 
+#include "bind/gil.h"
 #include "bind/python.h"
 
 namespace py = pybind11;
@@ -133,7 +134,7 @@ PyObject* all_reduce(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   if (!view_plain_tensor(arguments[1], view)) Py_RETURN_FALSE;
   if (!increment_version(arguments[1])) return nullptr;
   try {
-    const py::gil_scoped_release no_gil;
+    const WithoutGil no_gil;
     group->run({Collective::all_reduce, static_cast<Algorithm>(algorithm), view.dtype,
                 static_cast<ReduceOp>(op), 0, view.count},
                view.data, view.data, check_signals);

@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include "bind/fast_call.h"
+#include "bind/gil.h"
 #include "bind/python.h"
 #include "bind/registry.h"
 #include "core/select.h"
@@ -50,8 +51,10 @@ class Allocation {
 void delete_group(Group* group) {
   // A condition variable whose waiter does not exist here could not be destroyed: leak it all.
   if (group->forked()) return;
+  // So does a worker that the interpreter's end has put to sleep.
+  if (finalizing()) return;
   if (PyGILState_Check() != 0) {
-    const py::gil_scoped_release no_gil;
+    const WithoutGil no_gil;
     delete group;
   } else {
     delete group;
@@ -72,7 +75,7 @@ Operation operation(int collective, int algorithm, int dtype, int op, int root, 
 
 void run(Group& group, int collective, int algorithm, int dtype, int op, int root,
          std::int64_t count, std::uintptr_t input, std::uintptr_t output) {
-  const py::gil_scoped_release no_gil;
+  const WithoutGil no_gil;
   group.run(operation(collective, algorithm, dtype, op, root, count, input, output),
             reinterpret_cast<const void*>(input), reinterpret_cast<void*>(output), check_signals);
 }
@@ -80,13 +83,13 @@ void run(Group& group, int collective, int algorithm, int dtype, int op, int roo
 std::shared_ptr<Work> submit(Group& group, int collective, int algorithm, int dtype, int op,
                              int root, std::int64_t count, std::uintptr_t input,
                              std::uintptr_t output) {
-  const py::gil_scoped_release no_gil;
+  const WithoutGil no_gil;
   return group.submit(operation(collective, algorithm, dtype, op, root, count, input, output),
                       reinterpret_cast<const void*>(input), reinterpret_cast<void*>(output));
 }
 
 bool run_compressed(Group& group, const Call& call) {
-  const py::gil_scoped_release no_gil;
+  const WithoutGil no_gil;
   return group.run(call.operation, call.input, call.output, check_signals, call.feedback);
 }
 
@@ -96,7 +99,7 @@ class Exchange {
   explicit Exchange(std::vector<Call> calls) : calls_(std::move(calls)) {}
 
   std::shared_ptr<Work> submit(Group& group, std::uint32_t step) {
-    const py::gil_scoped_release no_gil;
+    const WithoutGil no_gil;
     for (Call& call : calls_) call.feedback.step = step;
     return group.submit(calls_);
   }
@@ -110,7 +113,7 @@ double seconds_of(Clock::time_point time) {
 }
 
 std::shared_ptr<Work> submit_compressed(Group& group, const Call& call) {
-  const py::gil_scoped_release no_gil;
+  const WithoutGil no_gil;
   return group.submit({call});
 }
 
@@ -126,7 +129,7 @@ void bind_group(py::module_& m) {
   py::class_<Work, std::shared_ptr<Work>>(m, "Work")
       .def(
           "wait", [](Work& work, double s) { return work.wait(seconds(s)); },
-          py::call_guard<py::gil_scoped_release>())
+          py::call_guard<WithoutGil>())
       .def("completed", &Work::completed)
       .def("nonfinite", &Work::nonfinite)
       .def("moved", &Work::moved)
@@ -173,7 +176,7 @@ void bind_group(py::module_& m) {
       .def_property_readonly("handle", &handle_of)
       .def("abort", [](Group& group) { group.abort(); })
       .def("leave", &Group::leave)
-      .def("close", &Group::close, py::call_guard<py::gil_scoped_release>())
+      .def("close", &Group::close, py::call_guard<WithoutGil>())
       .def("allocate",
            [](Group& group, std::int64_t bytes) {
              return std::make_unique<Allocation>(group.heap(), bytes);
@@ -181,6 +184,7 @@ void bind_group(py::module_& m) {
       .def("offset_of", &Group::offset_of, py::arg("data"))
       .def("address", &Group::address, py::arg("rank"), py::arg("offset"))
       .def("check_usable", &Group::check_usable)
+      .def("idle", &Group::idle)
       .def_property_readonly("slot_bytes",
                              [](const Group& group) { return group.comm().slot_bytes(); })
       .def_property_readonly("sequence", [](const Group& group) { return group.comm().ordinal(); })

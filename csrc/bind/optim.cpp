@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <torch/csrc/stable/ops.h>
 
+#include "bind/gil.h"
 #include "bind/python.h"
 #include "cpu/huge_pages.h"
 #include "cpu/optim_loops.h"
@@ -42,14 +43,14 @@ StepControl control(std::uintptr_t grad_scale, std::uintptr_t found_inf, std::ui
 double survey(const py::buffer& table, std::uintptr_t grad_scale, std::uintptr_t found_inf,
               std::uintptr_t clip, double max_norm) {
   const std::vector<Segment> segments = segments_of(table);
-  const py::gil_scoped_release no_gil;
+  const WithoutGil no_gil;
   return cpu::survey(segments, control(grad_scale, found_inf, clip), max_norm, torch_parallel);
 }
 
 void step(const Settings& settings, const py::buffer& table, std::uintptr_t grad_scale,
           std::uintptr_t found_inf, std::uintptr_t clip) {
   const std::vector<Segment> segments = segments_of(table);
-  const py::gil_scoped_release no_gil;
+  const WithoutGil no_gil;
   cpu::step(settings, segments, control(grad_scale, found_inf, clip), torch_parallel);
 }
 
@@ -60,13 +61,13 @@ cpu::Numbers codes(std::uintptr_t data, std::uintptr_t largest, bool squares) {
 
 void decode_state(std::uintptr_t from, std::uintptr_t largest, std::int64_t n, bool squares,
                   std::uintptr_t to) {
-  const py::gil_scoped_release no_gil;
+  const WithoutGil no_gil;
   cpu::load_chunk(codes(from, largest, squares), 0, n, reinterpret_cast<float*>(to));
 }
 
 void encode_state(std::uintptr_t from, std::int64_t n, bool squares, std::uintptr_t to,
                   std::uintptr_t largest) {
-  const py::gil_scoped_release no_gil;
+  const WithoutGil no_gil;
   cpu::store_chunk(codes(to, largest, squares), 0, n, reinterpret_cast<const float*>(from), nullptr,
                    0);
 }

@@ -7,6 +7,7 @@
 #include <span>
 #include <string_view>
 
+#include "bind/gil.h"
 #include "bind/python.h"
 #include "cpu/transport.h"
 
@@ -25,20 +26,11 @@ class PythonTransport : public Transport {
  public:
   using Transport::Transport;
   void post(const Round& round) override {
-    const py::gil_scoped_acquire gil;
-    try {
-      find("post")(parcels(round.sends), parcels(round.receives));
-    } catch (py::error_already_set& error) {
-      error.restore();
-      throw_python_error();
-    }
+    const WithGil gil;
+    call_python(find("post"), py::make_tuple(parcels(round.sends), parcels(round.receives)));
   }
-  void stop(std::span<const std::byte> farewell) override {
-    end("stopping a group", [&] { find("stop")(bytes(farewell)); });
-  }
-  void leave(std::span<const std::byte> farewell) override {
-    end("leaving a group", [&] { find("leave")(bytes(farewell)); });
-  }
+  void stop(std::span<const std::byte> farewell) override { end("stop", farewell); }
+  void leave(std::span<const std::byte> farewell) override { end("leave", farewell); }
   int awaited() const override { return awaited_; }
   void await(int host) { awaited_ = host; }
 
@@ -48,14 +40,14 @@ class PythonTransport : public Transport {
   }
   // Also from destructors and threads, where there is nobody to tell of a failure, and while another
   // error is on its way.
-  template <class Do>
-  static void end(const char* what, Do act) {
-    const py::gil_scoped_acquire gil;
+  void end(const char* name, std::span<const std::byte> farewell) const {
+    const WithGil gil;
     const py::error_scope on_its_way;
+    const py::function function = find(name);
     try {
-      act();
-    } catch (py::error_already_set& error) {
-      error.discard_as_unraisable(what);
+      call_python(function, py::make_tuple(bytes(farewell)));
+    } catch (const PythonError&) {
+      PyErr_WriteUnraisable(function.ptr());
     }
   }
   static py::bytes bytes(std::span<const std::byte> bytes) {

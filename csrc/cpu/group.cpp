@@ -66,6 +66,13 @@ Group::~Group() { close(); }
 
 bool Group::forked() const { return forks_ != current_forks(); }
 
+bool Group::idle() {
+  if (forked()) return true;
+  if (pending_.load(std::memory_order_acquire) != 0) return false;
+  const std::unique_lock turn(running_, std::try_to_lock);
+  return turn.owns_lock();
+}
+
 void Group::abort() {
   if (forked()) return;
   comm_.abort(Reason::aborted, comm_.rank());

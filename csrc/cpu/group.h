@@ -86,6 +86,8 @@ class Group {
   // Throws GroupUnusable if it is.
   void check_usable();
   int pid(int r) const { return comm_.pid(r); }
+  // Whether no operation is under way here.
+  bool idle();
   // Whether this process is a fork of the one that made the group.
   bool forked() const;
 

@@ -1,0 +1,60 @@
+"""The interpreter exits while threads are in operations that will not complete."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import torch
+
+import pycomm
+
+OPERATIONS = {
+    "all_reduce": lambda group: pycomm.all_reduce(torch.ones(4), group=group),
+    "broadcast": lambda group: pycomm.broadcast(torch.ones(4), group=group),
+    "barrier": lambda group: pycomm.barrier(group=group),
+    "wait": lambda group: pycomm.barrier(group=group, async_op=True).wait(),
+}
+
+
+class Slow:
+    """Gives threads time to come back while the interpreter takes itself apart."""
+
+    sleep = staticmethod(time.sleep)
+
+    def __del__(self):
+        self.sleep(0.3)
+
+
+def exit_during(operation, told):
+    """Rank 1 of 2 never comes. If the group is not `told` to end, its thread outlives Python."""
+    group, _ = sys.groups = pycomm.LocalWorld(2, timeout=0.3 if not told else 60).groups
+    if not told:
+        pycomm.group._by_name.clear()
+    threading.Thread(target=operation, args=(group,), daemon=True).start()
+    time.sleep(0.1)
+    sys.slow = Slow()
+    sys.exit(7)
+
+
+def main():
+    """Forks a process for each operation; prints their exit statuses."""
+    for told in (True, False):
+        for name, operation in OPERATIONS.items():
+            if (pid := os.fork()) == 0:
+                exit_during(operation, told)
+            print(name, told, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+
+
+def test_exit_while_a_daemon_thread_is_in_an_operation():
+    done = subprocess.run(
+        [sys.executable, __file__], capture_output=True, text=True, timeout=60, check=False
+    )
+    expected = [f"{name} {told} 7" for told in (True, False) for name in OPERATIONS]
+    assert done.stdout.splitlines() == expected, done.stderr
+    assert "terminate" not in done.stderr
+
+
+if __name__ == "__main__":
+    main()
