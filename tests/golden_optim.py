@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import golden
 import numpy as np
 import torch
-from golden_compression import random_bits
+from golden_compression import philox
 
 F = np.float32
 BLOCK = 256
@@ -45,6 +45,25 @@ def join(high: np.ndarray, low: np.ndarray) -> np.ndarray:
     return ((high.astype(np.int64) << 16) + signed).astype(np.uint32).view(F)
 
 
+def rounding_bits(count: int, step: int, stream: int, seed: int) -> np.ndarray:
+    """A word for each element: lowbias32 of its place, with a key for every 1,024."""
+    low = np.uint64(0xFFFFFFFF)
+    run, place = np.divmod(np.arange(count), 1024)
+    keys = philox(run, step, stream, seed).astype(np.uint64)
+    bits = keys[:, 0] + place.astype(np.uint64) & low
+    bits = (bits ^ bits >> np.uint64(16)) * np.uint64(0x7FEB352D) & low
+    bits = (bits ^ bits >> np.uint64(15) ^ keys[:, 1]) * np.uint64(0x846CA68B) & low
+    return (bits ^ bits >> np.uint64(16)).astype(np.uint32)
+
+
+def rounds_up(
+    values: np.ndarray, below: np.ndarray, above: np.ndarray, random: np.ndarray
+) -> np.ndarray:
+    """From 23 bits, taken as the middle of their share."""
+    share = (F(2) * (random >> 9).astype(F) + F(1)) * F(2**-24)
+    return values - below > (above - below) * share
+
+
 def stochastic_bf16(values: np.ndarray, random: np.ndarray) -> np.ndarray:
     """To the neighbour above in magnitude where 16 random bits carry."""
     bits = canonical(values).view(np.uint32).astype(np.uint64)
@@ -58,8 +77,15 @@ def blocks(values: np.ndarray) -> np.ndarray:
     return padded.reshape(-1, BLOCK)
 
 
-def encode8(values: np.ndarray, squares: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Codes, and the largest magnitude of each block."""
+def share_of(codes: np.ndarray) -> np.ndarray:
+    q = codes.astype(F) * F(1 / 255)
+    return (q * q) * (q * q)
+
+
+def encode8(
+    values: np.ndarray, squares: bool, random: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Codes, and the largest magnitude of each block; squares at random, or to nearest without."""
     with np.errstate(all="ignore"):
         rows = blocks(values)
         largest = np.abs(rows).max(1)
@@ -67,7 +93,13 @@ def encode8(values: np.ndarray, squares: bool) -> tuple[np.ndarray, np.ndarray]:
         dead = bad | (largest < np.finfo(F).tiny)
         inverse = np.where(dead, F(0), F(1) / largest)[:, None]
         if squares:
-            codes = np.rint(np.sqrt(np.sqrt(rows * inverse)) * F(255))
+            codes = np.sqrt(np.sqrt(rows * inverse)) * F(255)
+            if random is None:
+                codes = np.rint(codes)
+            else:
+                codes = np.minimum(np.floor(codes), F(254))
+                dice = np.resize(random, rows.size).reshape(rows.shape)
+                codes += rounds_up(rows * inverse, share_of(codes), share_of(codes + 1), dice)
             codes = np.where((rows > 0) & (codes < 1), F(1), codes)
         else:
             codes = np.copysign(np.rint(np.sqrt(np.abs(rows) * inverse) * F(127)), rows)
@@ -80,31 +112,34 @@ def encode8(values: np.ndarray, squares: bool) -> tuple[np.ndarray, np.ndarray]:
 def decode8(codes: np.ndarray, largest: np.ndarray, squares: bool) -> np.ndarray:
     scale = np.repeat(largest, BLOCK)[: len(codes)]
     if squares:
-        q = codes.astype(F) * F(1 / 255)
-        return (q * q) * (q * q) * scale
+        return share_of(codes) * scale
     q = codes.view(np.int8).astype(F) * F(1 / 127)
     return q * np.abs(q) * scale
 
 
 def through(values: np.ndarray, storage: str, squares: bool, random: np.ndarray) -> np.ndarray:
-    """A state as the next step finds it."""
+    """A state as the next step finds it: second moments at random, first ones to nearest."""
     if storage == "8bit" and len(values) >= 4096:
-        return decode8(*encode8(values, squares), squares)
+        return decode8(*encode8(values, squares, random if squares else None), squares)
     if storage == "bf16":
-        if random is not None and squares:
+        if squares:
             return stochastic_bf16(values, random >> 16)
         return rounded(values, torch.bfloat16)
     if storage == "fp16":
-        return roots(values) if squares else rounded(values, torch.float16)
+        return roots(values, random) if squares else rounded(values, torch.float16)
     return canonical(values)
 
 
-def roots(values: np.ndarray) -> np.ndarray:
-    """Through their roots in fp16, which are never zero above zero."""
+def roots(values: np.ndarray, random: np.ndarray) -> np.ndarray:
+    """Through their roots in fp16, never zero above zero, nor infinite of what is finite."""
     with np.errstate(all="ignore"):
-        stored = rounded(np.sqrt(values), torch.float16)
+        exact = np.sqrt(np.minimum(values, F(65504) * F(65504)))
+        unit = np.maximum(np.exp2(np.floor(np.log2(exact)) - 10), 2.0**-24).astype(F)
+        below = np.floor(exact / unit) * unit
+        above = np.where(below < 65504, below + unit, F(np.inf))
+        stored = np.where(rounds_up(values, below**2, above**2, random), above, below)
     stored = np.where((values > 0) & (stored == 0), F(2**-24), stored)
-    return canonical(stored * stored)
+    return canonical(np.where(np.isfinite(values), stored * stored, values))
 
 
 def rounded(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
@@ -162,17 +197,14 @@ class Parameter:
         factor = F(-scale if self.options.get("maximize") else scale)
         with np.errstate(all="ignore"):
             weights = getattr(self, self.rule)(g * factor, self.weights)
-        random = None
-        if self.stochastic:
-            index = np.arange(len(weights))
-            random = random_bits(index, self.step, self.stream, self.seed)
+        random = rounding_bits(len(weights), self.step, self.stream, self.seed)
         self.states = [
             through(state, self.storage, place > 0, random)
             for place, state in enumerate(self.states)
         ]
         if self.dtype == torch.float32 or self.master is not None:
             self.weights = canonical(weights)
-        elif random is not None:
+        elif self.stochastic:
             self.weights = stochastic_bf16(weights, random & 0xFFFF)
         else:
             self.weights = rounded(weights, self.dtype)

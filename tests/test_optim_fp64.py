@@ -128,10 +128,10 @@ def forms(rule, options):
 
 @pytest.mark.parametrize(("rule", "options"), RULES, ids=str)
 def test_forms(rule, options):
-    """What is refused is rounding at random where nothing is rounded to bf16, and no more."""
+    """What is refused is rounding at random where nothing is rounded so, and no more."""
     for (dtype, master), states in itertools.product(WEIGHTS, STATES):
         bare = dtype == BF16 and master is None
-        moments = rule in ("adam", "adamw", "lamb") and states == "bf16"
+        moments = rule in ("adam", "adamw", "lamb") and states != "fp32"
         random = bare or (moments and (dtype == FP32 or master is not None))
         found = Counter((f.dtype, f.master, f.states) for f in forms(rule, options))
         assert found[dtype, master, states] == 3 * (1 + random)
@@ -179,7 +179,7 @@ class Part:
         if self.kind == "8bit":
             limit = self.limit_of_codes(near)
         elif self.kind == "roots":
-            limit = unit("fp16", near.value + near.off) * torch.where(near.value < 2**-24, 1, 0.5)
+            limit = unit("fp16", near.value + near.off)
         else:
             limit = unit(self.kind.removesuffix(" at random"), near.value.abs() + near.off)
             limit *= 1 if self.kind.endswith("at random") else 0.5
@@ -191,10 +191,7 @@ class Part:
         padded = torch.nn.functional.pad(near.value.abs(), (0, -count % 256)).view(rows, -1, 256)
         largest = padded.amax(-1, keepdim=True)
         share = (padded / largest).sqrt()
-        if self.squares:
-            coded = torch.where(share < 1 / 255, 1 / 65025, share / 255 + 1 / 260100)
-        else:
-            coded = share / 127 + 1 / 64516
+        coded = 2 * share / 255 + 1 / 65025 if self.squares else share / 127 + 1 / 64516
         return (coded * largest * (1 + 1e-4)).view(rows, -1)[:, :count]
 
 
@@ -241,7 +238,7 @@ def kind_of_state(form, name, state):
         return "8bit", state[name], state[f"{name}_absmax"]
     if form.states == "fp16" and name.endswith("_sq"):
         return "roots", state[f"{name}_root"]
-    random = form.stochastic and form.states == "bf16" and name == "exp_avg_sq"
+    random = form.states == "bf16" and name.endswith("_sq")
     return form.states + (" at random" if random else ""), state[name]
 
 

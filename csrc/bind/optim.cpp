@@ -68,8 +68,8 @@ void decode_state(std::uintptr_t from, std::uintptr_t largest, std::int64_t n, b
 void encode_state(std::uintptr_t from, std::int64_t n, bool squares, std::uintptr_t to,
                   std::uintptr_t largest) {
   const WithoutGil no_gil;
-  cpu::store_chunk(codes(to, largest, squares), 0, n, reinterpret_cast<const float*>(from), nullptr,
-                   0);
+  cpu::store_chunk(codes(to, largest, squares), 0, n, reinterpret_cast<const float*>(from),
+                   nullptr);
 }
 
 // An optimizer's segments on a device, and what is done with them there.

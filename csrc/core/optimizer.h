@@ -48,7 +48,7 @@ struct Settings {
   bool nesterov = false;   // sgd
   bool maximize = false;
   bool adapt = false;       // lamb: scale the step by the weights' norm
-  bool stochastic = false;  // round 16-bit weights and second moments at random
+  bool stochastic = false;  // round bf16 weights at random, as second moments always are
   double lr = 0, beta1 = 0, beta2 = 0, eps = 0, weight_decay = 0;
   double momentum = 0, dampening = 0;
   std::uint64_t seed = 0;

@@ -49,4 +49,29 @@ PYCOMM_HD std::uint32_t random_bits(const Random& random, std::int64_t index) {
   return words.word[place / 64];
 }
 
+// The bits that optimizers round with, a word for each of 1024 elements: a key of Philox, mixed with
+// the element's place by multiplications and shifts (lowbias32: Wellons 2018, "Prospecting for hash
+// functions"). A sixth of the time, which would be half of a step's.
+inline constexpr std::int64_t kMixedRun = 1024;
+
+struct MixedBits {
+  std::uint32_t first = 0, second = 0;
+
+  MixedBits() = default;
+  // Of the run that begins with, or has, element `at`.
+  PYCOMM_HD MixedBits(const Random& random, std::int64_t at) {
+    const RandomWords key = philox(random, static_cast<std::uint64_t>(at / kMixedRun));
+    first = key.word[0];
+    second = key.word[1];
+  }
+
+  // By the place in the run.
+  PYCOMM_HD std::uint32_t operator()(std::int64_t place) const {
+    std::uint32_t bits = first + static_cast<std::uint32_t>(place);
+    bits = (bits ^ bits >> 16) * 0x7feb352du;
+    bits = (bits ^ bits >> 15 ^ second) * 0x846ca68bu;
+    return bits ^ bits >> 16;
+  }
+};
+
 }  // namespace pycomm

@@ -9,9 +9,11 @@
 //   |m - decoded|             <= A * (y / 127 + 1 / 64516)
 //   |sqrt(v) - its decoded|   <= sqrt(A) * (z / 255 + 1 / 260100), or sqrt(A) / 65025 where z < 1/255
 //
-// and some ulps. A second moment above zero never becomes zero, because steps are divided by its
-// root. Where A is subnormal, the block becomes zero; where a value is not finite, A is NaN and so
-// is everything decoded.
+// and some ulps, rounded to nearest. Steps round second moments at random instead (core/rounding.h),
+// because they change by less than half a unit: sqrt(v) is off by sqrt(A) * (2 z / 255 + 1 / 65025) at
+// most. A second moment above zero never becomes zero, because steps are divided by its root. Where A
+// is subnormal, the block becomes zero; where a value is not finite, A is NaN and so is everything
+// decoded.
 //
 // 8 + 32 / 256 bits per element. No table: every processor computes the same bits.
 #pragma once
@@ -19,6 +21,7 @@
 #include <cmath>
 
 #include "core/int8.h"
+#include "core/rounding.h"
 
 namespace pycomm {
 
@@ -60,9 +63,23 @@ PYCOMM_HD std::uint8_t encode_unsigned(float value, float inverse) {
   return static_cast<std::uint8_t>(value > 0.0f && q < 1 ? 1 : q);
 }
 
+// q as a share of the largest value.
+PYCOMM_HD float share_of(std::int32_t q) {
+  const float root = static_cast<float>(q) * (1.0f / 255.0f);
+  return (root * root) * (root * root);
+}
+
+// At random: decoded, the expectation is the value.
+PYCOMM_HD std::uint8_t encode_unsigned(float value, float inverse, std::uint32_t random) {
+  const float share = value * inverse;
+  const auto root = static_cast<std::int32_t>(std::sqrt(std::sqrt(share)) * 255.0f);
+  const std::int32_t below = root < 254 ? root : 254;
+  const std::int32_t q = below + rounds_up(share, share_of(below), share_of(below + 1), random);
+  return static_cast<std::uint8_t>(value > 0.0f && q < 1 ? 1 : q);
+}
+
 PYCOMM_HD float decode_unsigned(std::uint8_t code, float largest) {
-  const float q = static_cast<float>(code) * (1.0f / 255.0f);
-  return (q * q) * (q * q) * largest;
+  return share_of(code) * largest;
 }
 
 }  // namespace pycomm

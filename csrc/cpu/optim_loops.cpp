@@ -6,7 +6,6 @@
 #include "core/rounding.h"
 #include "core/split_float.h"
 #include "cpu/loops.h"
-#include "cpu/random_run.h"
 
 namespace pycomm::cpu {
 namespace {
@@ -25,19 +24,21 @@ PYCOMM_CLONES void narrow(const float* from, std::int64_t n, T* to) {
 
 PYCOMM_CLONES void square_all(const Half* from, std::int64_t n, float* to) {
 #pragma omp simd
-  for (std::int64_t i = 0; i < n; ++i) to[i] = load_root(from[i]);
+  for (std::int64_t i = 0; i < n; ++i) to[i] = load_root(from[i].bits);
 }
 
-PYCOMM_CLONES void root_all(const float* from, std::int64_t n, Half* to) {
+PYCOMM_CLONES void root_all(const float* from, std::int64_t n, const MixedBits& given, Half* to) {
+  const MixedBits random = given;
 #pragma omp simd
-  for (std::int64_t i = 0; i < n; ++i) to[i] = store_root(from[i]);
+  for (std::int64_t i = 0; i < n; ++i) to[i] = store_root(from[i], random(i));
 }
 
-PYCOMM_CLONES void narrow_at_random(const float* from, std::int64_t n, const std::uint32_t* random,
+PYCOMM_CLONES void narrow_at_random(const float* from, std::int64_t n, const MixedBits& given,
                                     int shift, std::uint16_t* to) {
+  const MixedBits random = given;
 #pragma omp simd
   for (std::int64_t i = 0; i < n; ++i) {
-    to[i] = float_to_bfloat16(from[i], static_cast<std::uint16_t>(random[i] >> shift));
+    to[i] = float_to_bfloat16(from[i], static_cast<std::uint16_t>(random(i) >> shift));
   }
 }
 
@@ -75,8 +76,10 @@ PYCOMM_CLONES void decode(const std::uint8_t* from, const float* largest, std::i
   }
 }
 
-template <bool squares>
-PYCOMM_CLONES void encode(const float* from, std::int64_t n, std::uint8_t* to, float* largest) {
+template <bool squares, bool at_random>
+PYCOMM_CLONES void encode(const float* from, std::int64_t n, const MixedBits* given,
+                          std::uint8_t* to, float* largest) {
+  [[maybe_unused]] const MixedBits random = at_random ? *given : MixedBits();
   for (std::int64_t start = 0; start < n; start += kStateBlock) {
     const std::int64_t end = std::min(start + kStateBlock, n);
     std::uint32_t most = 0;
@@ -90,8 +93,12 @@ PYCOMM_CLONES void encode(const float* from, std::int64_t n, std::uint8_t* to, f
     }
 #pragma omp simd
     for (std::int64_t i = start; i < end; ++i) {
-      to[i] =
-          squares ? encode_unsigned(from[i], scale.inverse) : encode_signed(from[i], scale.inverse);
+      if constexpr (at_random) {
+        to[i] = encode_unsigned(from[i], scale.inverse, random(i));
+      } else {
+        to[i] = squares ? encode_unsigned(from[i], scale.inverse)
+                        : encode_signed(from[i], scale.inverse);
+      }
     }
   }
 }
@@ -136,6 +143,16 @@ struct SplitWeights {
   }
 };
 
+// A second moment as it is kept, from the high half of random bits.
+template <class State>
+PYCOMM_HD State store_square(float value, const MixedBits& random, std::int64_t place) {
+  if constexpr (std::is_same_v<State, BFloat16>) {
+    return {float_to_bfloat16(value, static_cast<std::uint16_t>(random(place) >> 16))};
+  } else {
+    return store<State>(value);
+  }
+}
+
 template <class Element, class Weights, class State>
 PYCOMM_CLONES void update_loop(const Element& given, const ChunkView& chunk) {
   constexpr int n_states = Element::kStates;
@@ -145,6 +162,7 @@ PYCOMM_CLONES void update_loop(const Element& given, const ChunkView& chunk) {
   State* a = static_cast<State*>(chunk.state[0]);
   State* b = static_cast<State*>(chunk.state[1]);
   State* c = static_cast<State*>(chunk.state[2]);
+  [[maybe_unused]] const MixedBits random = chunk.random;
   PYCOMM_INDEPENDENT
   for (std::int64_t i = 0; i < chunk.n; ++i) {
     float weight = weights.weight(i), first = 0.0f, second = 0.0f, third = 0.0f;
@@ -154,8 +172,8 @@ PYCOMM_CLONES void update_loop(const Element& given, const ChunkView& chunk) {
     element(weights.gradient(i) * scale, weight, first, second, third);
     weights.set(i, weight);
     if constexpr (n_states > 0) a[i] = store<State>(first);
-    if constexpr (n_states > 1) b[i] = store<State>(second);
-    if constexpr (n_states > 2) c[i] = store<State>(third);
+    if constexpr (n_states > 1) b[i] = store_square<State>(second, random, i);
+    if constexpr (n_states > 2) c[i] = store_square<State>(third, random, i);
   }
 }
 
@@ -210,20 +228,20 @@ float* load_chunk(const Numbers& numbers, std::int64_t at, std::int64_t n, float
 }
 
 void store_chunk(const Numbers& numbers, std::int64_t at, std::int64_t n, const float* values,
-                 const std::uint32_t* random, int shift) {
+                 const MixedBits* random) {
   switch (numbers.storage) {
     case Storage::none:
     case Storage::f32:
       break;  // updated in place
     case Storage::f16: {
       auto* to = reinterpret_cast<Half*>(numbers.data) + at;
-      numbers.squares ? root_all(values, n, to) : narrow(values, n, to);
+      numbers.squares ? root_all(values, n, *random, to) : narrow(values, n, to);
       break;
     }
     case Storage::bf16: {
       auto* to = reinterpret_cast<std::uint16_t*>(numbers.data) + at;
       if (random != nullptr) {
-        narrow_at_random(values, n, random, shift, to);
+        narrow_at_random(values, n, *random, numbers.squares ? 16 : 0, to);
       } else {
         narrow(values, n, reinterpret_cast<BFloat16*>(to));
       }
@@ -236,8 +254,13 @@ void store_chunk(const Numbers& numbers, std::int64_t at, std::int64_t n, const 
     case Storage::code8: {
       auto* codes = reinterpret_cast<std::uint8_t*>(numbers.data) + at;
       float* largest = numbers.largest + at / kStateBlock;
-      numbers.squares ? encode<true>(values, n, codes, largest)
-                      : encode<false>(values, n, codes, largest);
+      if (!numbers.squares) {
+        encode<false, false>(values, n, nullptr, codes, largest);
+      } else if (random == nullptr) {
+        encode<true, false>(values, n, nullptr, codes, largest);
+      } else {
+        encode<true, true>(values, n, random, codes, largest);
+      }
       break;
     }
   }
@@ -247,7 +270,7 @@ void store_beside(const Numbers& param, std::int64_t at, std::int64_t n, const f
   if (param.storage == Storage::bf16) {
     split_off(weights, n, reinterpret_cast<std::uint16_t*>(param.data) + at);
   } else {
-    store_chunk(param, at, n, weights, nullptr, 0);
+    store_chunk(param, at, n, weights, nullptr);
   }
 }
 
@@ -294,11 +317,6 @@ double square_sum(const Numbers& numbers, std::int64_t at, std::int64_t n) {
     default:
       return square_sum_of(reinterpret_cast<const BFloat16*>(numbers.data) + at, n);
   }
-}
-
-PYCOMM_CLONES void random_chunk(const Random& random, std::int64_t first, std::int64_t n,
-                                std::uint32_t* to) {
-  for (std::int64_t i = 0; i < n; i += kRandomRun) random_run(random, first + i, to + i);
 }
 
 }  // namespace pycomm::cpu

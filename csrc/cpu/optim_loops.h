@@ -14,7 +14,7 @@
 namespace pycomm::cpu {
 
 inline constexpr std::int64_t kChunk = kSumBlock;
-static_assert(kChunk % kStateBlock == 0);
+static_assert(kChunk % kStateBlock == 0 && kChunk == kMixedRun);
 
 // A run of numbers in memory.
 struct Numbers {
@@ -28,10 +28,10 @@ struct Numbers {
 // `n` of them from element `at`, as fp32: in `buffer`, or where they lie already.
 float* load_chunk(const Numbers& numbers, std::int64_t at, std::int64_t n, float* buffer);
 
-// Stores what load_chunk() returned. `random`: bits whose halves named by `shift` round bf16 at
-// random; null rounds to nearest.
+// Stores what load_chunk() returned. `random`: the chunk's bits, to round bf16 and second moments with;
+// null rounds to nearest, which only conversions do to second moments.
 void store_chunk(const Numbers& numbers, std::int64_t at, std::int64_t n, const float* values,
-                 const std::uint32_t* random, int shift);
+                 const MixedBits* random);
 
 // Stores fp32 weights in the parameter that they stand beside. In bf16 with ties away from zero, as
 // beside remainders: so a model trains to the same bits with either.
@@ -47,6 +47,7 @@ struct ChunkView {
   float scale;
   Weights weights;
   bool bf16_states;  // otherwise fp32
+  MixedBits random;
   const void* g;
   void* p;
   std::uint16_t* remainder;
@@ -65,8 +66,5 @@ LambSums lamb_sums(const Lamb& lamb, const ChunkView& chunk);
 
 // Of gradients: fp32, fp16 or bf16.
 double square_sum(const Numbers& numbers, std::int64_t at, std::int64_t n);
-
-// The random bits of elements from `first`, which begins a run.
-void random_chunk(const Random& random, std::int64_t first, std::int64_t n, std::uint32_t* to);
 
 }  // namespace pycomm::cpu

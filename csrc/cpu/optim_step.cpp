@@ -57,18 +57,23 @@ class Reader {
       state_[s] = {segment.state_storage[s], has_squares(settings.rule) && s > 0,
                    bytes(segment.state[s]), segment.largest[s], nullptr};
     }
-    at_random_ = settings.stochastic &&
-                 (weight_.storage == Storage::bf16 || state_[1].storage == Storage::bf16);
+    weights_at_random_ = settings.stochastic && weight_.storage == Storage::bf16;
+    squares_at_random_ = has_squares(settings.rule) && state_[1].storage != Storage::f32;
     if (grad_.storage == Storage::bf16) {
       if (weight_.storage == Storage::remainder) in_place_ = Weights::split;
-      if (weight_.storage == Storage::bf16 && !at_random_) in_place_ = Weights::bf16;
+      if (weight_.storage == Storage::bf16 && !weights_at_random_) in_place_ = Weights::bf16;
     }
-    states_in_place_ = !at_random_ && all_states_are(Storage::bf16);
+    states_in_place_ = all_states_are(Storage::bf16);
   }
 
   // Ready for update_chunk().
-  ChunkView load(std::int64_t at) {
+  ChunkView load(std::int64_t at, double step) {
     ChunkView chunk = make(at);
+    if (weights_at_random_ || squares_at_random_) {
+      chunk.random = MixedBits({settings_.seed, static_cast<std::uint32_t>(step),
+                                static_cast<std::uint32_t>(segment_.stream)},
+                               at);
+    }
     chunk.weights = in_place_;
     if (in_place_ == Weights::fp32) {
       load_weights(at, chunk);
@@ -95,23 +100,15 @@ class Reader {
   }
 
   // Writes back what load() had to convert.
-  void store(std::int64_t at, double step, const ChunkView& chunk) {
-    std::uint32_t bits[kChunk];
-    const std::uint32_t* random = nullptr;
-    if (at_random_) {
-      random_chunk({settings_.seed, static_cast<std::uint32_t>(step),
-                    static_cast<std::uint32_t>(segment_.stream)},
-                   at, chunk.n, bits);
-      random = bits;
-    }
+  void store(std::int64_t at, const ChunkView& chunk) {
     if (in_place_ == Weights::fp32) {
       const auto* p = static_cast<const float*>(chunk.p);
-      store_chunk(weight_, at, chunk.n, p, random, 0);
+      store_chunk(weight_, at, chunk.n, p, weights_at_random_ ? &chunk.random : nullptr);
       if (weight_.storage == Storage::f32) store_beside(param_, at, chunk.n, p);
     }
     for (int s = 0; s < kMostStates && !states_in_place_; ++s) {
       store_chunk(state_[s], at, chunk.n, static_cast<const float*>(chunk.state[s]),
-                  s == 1 ? random : nullptr, 16);
+                  state_[s].squares ? &chunk.random : nullptr);
     }
   }
 
@@ -161,7 +158,7 @@ class Reader {
   const Segment& segment_;
   float scale_;
   Numbers grad_, param_, weight_, state_[kMostStates];
-  bool at_random_, states_in_place_;
+  bool weights_at_random_, squares_at_random_, states_in_place_;
   Weights in_place_ = Weights::fp32;
   float g_[kChunk], p_[kChunk], s_[kMostStates][kChunk];
 };
@@ -170,10 +167,11 @@ template <class Element>
 void update(const Settings& settings, const Segment& segment, float scale, std::int64_t first,
             std::int64_t last, const Element& element) {
   Reader reader(settings, segment, scale);
+  const double step = *segment.step + 1.0;
   for (std::int64_t at = first * kChunk; at < last * kChunk; at += kChunk) {
-    const ChunkView chunk = reader.load(at);
+    const ChunkView chunk = reader.load(at, step);
     update_chunk(element, chunk);
-    reader.store(at, *segment.step + 1.0, chunk);
+    reader.store(at, chunk);
   }
 }
 

@@ -7,17 +7,17 @@
 // and for any.
 #pragma once
 
+#include "core/rng.h"
 #include "core/root_half.h"
 #include "core/rounding.h"
 #include "core/split_float.h"
 #include "core/state8.h"
 #include "cuda/optim_table.h"
-#include "cuda/random_run.cuh"
 
 namespace pycomm::cuda {
 
 inline constexpr int kQuad = 4, kEight = 2 * kQuad;
-static_assert(kRun == 32 * kEight && kRun == kStateBlock && kRun == kRandomRun);
+static_assert(kRun == 32 * kEight && kRun == kStateBlock && kMixedRun % kRun == 0);
 
 template <class T>
 struct alignas(sizeof(T) * kQuad) Quad {
@@ -56,14 +56,19 @@ __device__ inline bool takes_quads(const void* data, Storage storage) {
   return storage == Storage::none || reinterpret_cast<std::uintptr_t>(data) % unit == 0;
 }
 
-// Random bits of a run, if any: the low halves round weights, the high ones second moments.
+// Random bits of a run's elements.
 struct Dice {
-  bool thrown = false;  // otherwise to nearest
-  const std::uint32_t* run = words_of_warp();
+  MixedBits bits;
+  int begin = 0;         // of the run, among those that share the bits' key
+  bool weights = false;  // are rounded with them; otherwise to nearest
 
-  __device__ BFloat16 round(float value, int i, int shift) const {
-    if (!thrown) return store<BFloat16>(value);
-    return {float_to_bfloat16(value, static_cast<std::uint16_t>(run[offset(i)] >> shift))};
+  __device__ std::uint32_t operator()(int i) const { return bits(begin + offset(i)); }
+  __device__ BFloat16 weight(float value, int i) const {
+    if (!weights) return store<BFloat16>(value);
+    return {float_to_bfloat16(value, static_cast<std::uint16_t>((*this)(i)))};
+  }
+  __device__ BFloat16 square(float value, int i) const {
+    return {float_to_bfloat16(value, static_cast<std::uint16_t>((*this)(i) >> 16))};
   }
 };
 
@@ -81,7 +86,7 @@ struct PlainWeights {  // no master weights
   __device__ float gradient(int i) const { return pycomm::load(g[i]); }
   __device__ void set(int i, float value, const Dice& dice) {
     if constexpr (kRandom) {
-      p[i] = dice.round(value, i, 0);
+      p[i] = dice.weight(value, i);
     } else {
       p[i] = pycomm::store<T>(value);
     }
@@ -135,7 +140,8 @@ struct MasterWeights {  // fp32 beside bf16
   }
 };
 
-// States of one storage each. State 0 holds first moments, all others second ones.
+// States of one storage each. State 0 holds first moments, all others second ones; kRandom where
+// those need dice.
 template <class T>
 struct PlainState {
   static constexpr bool kRandom = std::is_same_v<T, BFloat16>;
@@ -147,7 +153,7 @@ struct PlainState {
   __device__ float value(int, int i) const { return pycomm::load(values[i]); }
   __device__ void set(int number, int i, float value, const Dice& dice) {
     if constexpr (kRandom) {
-      values[i] = number == 1 ? dice.round(value, i, 16) : pycomm::store<T>(value);
+      values[i] = number > 0 ? dice.square(value, i) : pycomm::store<T>(value);
     } else {
       values[i] = pycomm::store<T>(value);
     }
@@ -162,9 +168,10 @@ __device__ inline float decode(int number, std::uint8_t code, float largest) {
 }
 
 // Where there is nothing to encode, or nothing finite, the inverse is zero and so are all codes.
-__device__ inline std::uint8_t encode(int number, float value, float inverse) {
+__device__ inline std::uint8_t encode(int number, float value, float inverse, const Dice& dice,
+                                      int i) {
   if (inverse == 0.0f) return 0;
-  return number > 0 ? encode_unsigned(value, inverse) : encode_signed(value, inverse);
+  return number > 0 ? encode_unsigned(value, inverse, dice(i)) : encode_signed(value, inverse);
 }
 
 // The scale of a block, from its values; elements from `left` on do not count.
@@ -176,7 +183,7 @@ __device__ inline State8Scale scale_of(const float* values, int left) {
 }
 
 struct CodedState {
-  static constexpr bool kRandom = false;
+  static constexpr bool kRandom = true;
   Eight<std::uint8_t> codes;
   float largest;
   float values[kEight];
@@ -187,12 +194,12 @@ struct CodedState {
   }
   __device__ float value(int number, int i) const { return decode(number, codes[i], largest); }
   __device__ void set(int, int i, float value, const Dice&) { values[i] = value; }
-  __device__ void store(const Segment& s, int number, std::int64_t at, int, const Dice&) {
+  __device__ void store(const Segment& s, int number, std::int64_t at, int, const Dice& dice) {
     const State8Scale scale = scale_of(values, kRun);
     if (lane() == 0) s.largest[number][at / kStateBlock] = scale.largest;
 #pragma unroll
     for (int i = 0; i < kEight; ++i) {
-      codes[i] = encode(number, values[i], scale.inverse);
+      codes[i] = encode(number, values[i], scale.inverse, dice, i);
     }
     store_eight(static_cast<std::uint8_t*>(s.state[number]) + at, codes);
   }
@@ -264,9 +271,9 @@ __device__ void load_floats(Storage storage, const void* data, std::int64_t at, 
   }
 }
 
-// `shift`: which halves of the dice round bf16.
+// To nearest.
 __device__ inline void store_floats(Storage storage, const float* from, void* data, std::int64_t at,
-                                    int left, const Dice& dice, int shift) {
+                                    int left) {
   switch (storage) {
     case Storage::f32:
       return store_as<float>(data, at, left, [&](int i) { return pycomm::store<float>(from[i]); });
@@ -274,7 +281,7 @@ __device__ inline void store_floats(Storage storage, const float* from, void* da
       return store_as<Half>(data, at, left, [&](int i) { return pycomm::store<Half>(from[i]); });
     default:
       return store_as<BFloat16>(data, at, left,
-                                [&](int i) { return dice.round(from[i], i, shift); });
+                                [&](int i) { return pycomm::store<BFloat16>(from[i]); });
   }
 }
 
@@ -301,17 +308,18 @@ struct AnyWeights {
   __device__ void set(int i, float value, const Dice&) { p[i] = value; }
   __device__ void store(const Segment& s, std::int64_t at, int left, const Dice& dice) const {
     if (s.master_storage == Storage::none) {
-      return store_floats(s.param_storage, p, s.param, at, left, dice, 0);
+      if (!dice.weights) return store_floats(s.param_storage, p, s.param, at, left);
+      return store_as<BFloat16>(s.param, at, left, [&](int i) { return dice.weight(p[i], i); });
     }
     if (s.param_storage == Storage::bf16) {  // rounded alike beside remainders and fp32
       store_as<std::uint16_t>(s.param, at, left, [&](int i) { return split(p[i]).hi; });
     } else {
-      store_floats(s.param_storage, p, s.param, at, left, {}, 0);
+      store_floats(s.param_storage, p, s.param, at, left);
     }
     if (s.master_storage == Storage::remainder) {
       store_as<std::uint16_t>(s.master, at, left, [&](int i) { return split(p[i]).lo; });
     } else {
-      store_floats(s.master_storage, p, s.master, at, left, {}, 0);
+      store_floats(s.master_storage, p, s.master, at, left);
     }
   }
 };
@@ -328,7 +336,7 @@ struct AnyState {
       load_as<Order, std::uint8_t>(
           data, at, left, values, [&](std::uint8_t code) { return decode(number, code, largest); });
     } else if (s.state_storage[number] == Storage::f16 && number > 0) {
-      load_as<Order, Half>(data, at, left, values, [](Half root) { return load_root(root); });
+      load_as<Order, Half>(data, at, left, values, [](Half root) { return load_root(root.bits); });
     } else {
       load_floats<Order>(s.state_storage[number], data, at, left, values);
     }
@@ -338,17 +346,18 @@ struct AnyState {
   __device__ void store(const Segment& s, int number, std::int64_t at, int left,
                         const Dice& dice) const {
     void* const data = s.state[number];
-    if (s.state_storage[number] == Storage::code8) {
+    const Storage storage = s.state_storage[number];
+    if (storage == Storage::code8) {
       const State8Scale scale = scale_of(values, left);
       if (lane() == 0) s.largest[number][at / kStateBlock] = scale.largest;
-      store_as<std::uint8_t>(data, at, left,
-                             [&](int i) { return encode(number, values[i], scale.inverse); });
-    } else if (s.state_storage[number] == Storage::f16 && number > 0) {
-      store_as<Half>(data, at, left, [&](int i) { return store_root(values[i]); });
-    } else if (number == 1) {
-      store_floats(s.state_storage[number], values, data, at, left, dice, 16);
+      store_as<std::uint8_t>(
+          data, at, left, [&](int i) { return encode(number, values[i], scale.inverse, dice, i); });
+    } else if (storage == Storage::f16 && number > 0) {
+      store_as<Half>(data, at, left, [&](int i) { return store_root(values[i], dice(i)); });
+    } else if (storage == Storage::bf16 && number > 0) {
+      store_as<BFloat16>(data, at, left, [&](int i) { return dice.square(values[i], i); });
     } else {
-      store_floats(s.state_storage[number], values, data, at, left, {}, 0);
+      store_floats(storage, values, data, at, left);
     }
   }
 };

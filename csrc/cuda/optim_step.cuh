@@ -32,7 +32,8 @@ struct Place {
   float scale;  // of gradients
   Form weights;
   Storage states;  // of all; where weights are not moved in any form
-  bool random;
+  bool random;     // some second moments or the weights are rounded at random
+  bool weights_at_random;
 };
 
 __device__ inline Form form_of(const Segment& s) {
@@ -71,8 +72,9 @@ __device__ inline void look_around(Place& place, int states, bool stochastic) {
   place.weights = same_states(segment, states) ? form_of(segment) : Form::any;
   place.states = segment.state_storage[0];
   const bool bare = segment.master_storage == Storage::none;
-  place.random = stochastic && ((bare && segment.param_storage == Storage::bf16) ||
-                                segment.state_storage[1] == Storage::bf16);
+  place.weights_at_random = stochastic && bare && segment.param_storage == Storage::bf16;
+  place.random =
+      place.weights_at_random || (states > 1 && segment.state_storage[1] != Storage::f32);
 }
 
 // A run of `left` elements.
@@ -90,8 +92,7 @@ __device__ void update_run(const Place& place, const Element& element, std::uint
   if ((Weights::kRandom || (n_states > 1 && State::kRandom)) && place.random) {
     const Random random{seed, static_cast<std::uint32_t>(place.step),
                         static_cast<std::uint32_t>(segment.stream)};
-    draw_run(random, at);
-    dice.thrown = true;
+    dice = {MixedBits(random, at), static_cast<int>(at % kMixedRun), place.weights_at_random};
   }
 #pragma unroll
   for (int i = 0; i < kEight; ++i) {

@@ -25,9 +25,9 @@ class Options(TypedDict, total=False):
             None: the parameters are all there is.
         states: ``"fp32"`` (the default), ``"bf16"``, ``"fp16"`` (of second moments the square
             roots) or ``"8bit"`` (blocks of 256; tensors below 4,096 elements keep fp32).
-        stochastic_rounding: of bf16 parameters without master weights, and of second moments in
-            bf16.
-        seed: of its random bits, which depend on the parameter, the element and the step alone.
+        stochastic_rounding: of bf16 parameters without master weights. Second moments in less than
+            fp32 are always rounded so.
+        seed: of the random bits, which depend on the parameter, the element and the step alone.
         max_norm: clips the norm of all gradients together, as
             :func:`torch.nn.utils.clip_grad_norm_` does, without a pass of its own over them.
     """
@@ -146,10 +146,10 @@ def check_options(group: Group, has_squares: bool) -> None:
     bare = {dtype for dtype in dtypes if dtype != torch.float32} if master is None else set()
     if torch.float16 in bare:
         raise ValueError("stochastic_rounding=True rounds to bfloat16, got float16 parameters")
-    if not bare and not (states == "bf16" and has_squares) and dtypes:
+    if not bare and not (states != "fp32" and has_squares) and dtypes:
         raise ValueError(
             "stochastic_rounding=True has nothing to round: it is for bfloat16 parameters without "
-            "master weights and for second moments in bfloat16"
+            "master weights and for second moments in less than fp32"
         )
 
 

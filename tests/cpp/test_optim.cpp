@@ -74,7 +74,7 @@ void every_number_survives_the_split() {
     for (std::uint32_t i = 0; i < cpu::kChunk; ++i) values[i] = bit_cast<float>(first + i);
     const cpu::Numbers numbers{Storage::remainder, false, reinterpret_cast<std::byte*>(lo), nullptr,
                                hi};
-    cpu::store_chunk(numbers, 0, cpu::kChunk, values, nullptr, 0);
+    cpu::store_chunk(numbers, 0, cpu::kChunk, values, nullptr);
     cpu::load_chunk(numbers, 0, cpu::kChunk, joined);
     wrong += wrong_splits(first, cpu::kChunk, hi, joined);
   });
@@ -113,23 +113,48 @@ void no_finite_number_becomes_nan() {
   PYCOMM_CHECK(wrong == 0, std::to_string(wrong) + " pairs give something else");
 }
 
-// Every root is its own code; roots of all else are the nearest, but never zero.
-void roots_in_half() {
-  for (std::uint32_t bits = 0; bits <= 0x7c00u; ++bits) {
-    const Half root{static_cast<std::uint16_t>(bits)};
-    PYCOMM_CHECK(store_root(load_root(root)).bits == bits, "root " + std::to_string(bits));
+// That a value between two neighbours becomes the one above if its distance from the one below is
+// larger than the share that the random bits stand for; close to that, either will do.
+template <class Store>
+void check_fair(double value, double below, double above, const Store& store) {
+  constexpr double kClose = 0x1p-11;  // some ulps of the value
+  const double distance = (value - below) / (above - below);
+  for (const double share : {distance - kClose, distance + kClose, 0.25, 0.75}) {
+    if (share < 0.0 || share >= 1.0 || std::fabs(share - distance) < kClose / 2) continue;
+    const double made = store(static_cast<std::uint32_t>(share * 0x1p32));
+    PYCOMM_CHECK(std::fabs(made - (distance > share ? above : below)) <= 1e-5 * made,
+                 text(value) + " with bits " + text(share) + " becomes " + text(made));
   }
-  PYCOMM_CHECK(store_root(bit_cast<float>(0x7fc00000u)).bits == 0x7e00u, "NaN");
-  for (std::int64_t bits = 1; bits < 0x7f800000; bits += 97 * kEvery) {
+}
+
+constexpr std::uint32_t kDice[] = {0, 1u << 31, 0xffffffffu};
+
+// Every root is its own code, whatever the random bits; all else becomes a neighbour, never zero.
+void roots_in_half() {
+  for (const std::uint32_t random : kDice) {
+    for (std::uint32_t bits = 0; bits <= 0x7c00u; ++bits) {
+      PYCOMM_CHECK(store_root(load_root(bits), random).bits == bits,
+                   "root " + std::to_string(bits));
+    }
+    PYCOMM_CHECK(store_root(bit_cast<float>(0x7fc00000u), random).bits == 0x7e00u, "NaN");
+    PYCOMM_CHECK(store_root(kLargest, random).bits == 0x7bffu, "finite stays finite");
+  }
+  for (std::int64_t bits = 1; bits < 0x7f800000; bits += 997 * kEvery) {
     const float value = bit_cast<float>(static_cast<std::uint32_t>(bits));
     const double root = std::sqrt(static_cast<double>(value));
-    const double stored = load(store_root(value));
-    if (root >= 65520) continue;  // rounds to infinity
+    if (root >= 65504) continue;
     const double unit = std::max(std::ldexp(1.0, std::ilogb(root) - 10), 0x1p-24);
-    const double off = std::fabs(stored - root);
-    const double half = unit / 2 * (1 + 1e-3);  // the root is rounded to fp32 first
-    PYCOMM_CHECK(stored > 0 && (off <= half || stored == 0x1p-24),
-                 "the root of " + text(value) + " is " + text(stored));
+    const double below = std::floor(root / unit) * unit, above = below + unit;
+    const auto store = [&](std::uint32_t random) {
+      const double made = load(store_root(value, random));
+      PYCOMM_CHECK(made > 0, "the root of " + text(value) + " is zero");
+      return made == 0x1p-24 && below == 0.0 ? -1.0 : made * made;
+    };
+    if (below == 0.0) {
+      PYCOMM_CHECK(store(0) == -1.0, "the least root");
+    } else {
+      check_fair(value, below * below, above * above, store);
+    }
   }
 }
 
@@ -158,6 +183,8 @@ void codes_are_fixed_points() {
       const bool exact = value >= kSmallest || q == 0;
       PYCOMM_CHECK(!exact || encode_unsigned(value, scale.inverse) == code,
                    "code " + std::to_string(q) + " of " + text(largest));
+      PYCOMM_CHECK(!exact || encode_unsigned(value, scale.inverse, 1u << 31) == code,
+                   "at random, code " + std::to_string(q) + " of " + text(largest));
       PYCOMM_CHECK(value > last || (!exact && value >= last), "codes must rise");
       last = value;
     }
@@ -198,6 +225,12 @@ void errors_of_codes() {
       PYCOMM_CHECK(std::fabs(off) <= root * bound * (1 + kRounding) + 4e-23,
                    "second moment " + text(share) + " of " + text(largest));
       PYCOMM_CHECK(value == 0.0f || code > 0, "a second moment must not vanish");
+      const double q = std::floor(z * 255);
+      if (q < 1 || q > 254 || value < 1e-30f) continue;
+      check_fair(value, most * std::pow(q / 255, 4), most * std::pow((q + 1) / 255, 4),
+                 [&](std::uint32_t random) {
+                   return decode_unsigned(encode_unsigned(value, scale.inverse, random), largest);
+                 });
     }
   }
 }

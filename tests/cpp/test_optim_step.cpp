@@ -107,7 +107,7 @@ Bytes random_numbers(Dice& dice, Storage storage, std::int64_t n) {
     if (storage == Storage::f32) {
       reinterpret_cast<float*>(made.data())[i] = value;
     } else {
-      cpu::store_chunk(numbers, i, 1, &value, nullptr, 0);
+      cpu::store_chunk(numbers, i, 1, &value, nullptr);
     }
   }
   return made;
@@ -223,7 +223,7 @@ void skips_touch_nothing() {
         reinterpret_cast<float*>(tensors[p].grad.data())[where] = bad;
       } else {
         cpu::store_chunk({form.grad, false, tensors[p].grad.data(), nullptr, nullptr}, where, 1,
-                         &bad, nullptr, 0);
+                         &bad, nullptr);
       }
       const std::vector<Parameter> before = tensors;
       float scale = 4.0f, found = 0.0f;
