@@ -225,12 +225,14 @@ class CommState:
                 call, which gives the other ranks an empty dict.
 
         Returns:
-            This rank's residuals, in copies. Every rank must save its own.
+            This rank's residuals, in copies. Every rank must save its own, to a file of its own or
+            with torch.distributed.checkpoint: residuals lie under the rank's number, because that
+            keeps only one of all the tensors that ranks call by the same name.
         """
         self._residuals.settle(self._scale())
         kept = {"format": FORMAT, "size": self.group.size, "step": self.step}
         if not gathered:
-            return kept | {"rank": self.group.rank, "kept": self._residuals.dump()}
+            return kept | {"kept": {str(self.group.rank): self._residuals.dump()}}
         dumps = self._residuals.gather(self.group)
         return kept | {"gathered": dumps} if self.group.rank == 0 else {}
 
@@ -251,14 +253,15 @@ class CommState:
             if len(dumps) != saved:
                 raise ValueError(f"state_dict must be of all {saved} ranks, got {len(dumps)}")
             self._residuals.load([dumps[rank]] if saved == size else dumps)
-        elif self._residuals and (state_dict["rank"], saved) != (rank, size):
-            raise ValueError(
-                f"state_dict must be this rank's own: it is of rank {state_dict['rank']} of "
-                f"{saved}, this is rank {rank} of {size}; a gathered one, "
-                "state_dict(gathered=True), serves every rank and any number of ranks"
-            )
         else:
-            self._residuals.load([state_dict["kept"]])
+            ((owner, dump),) = state_dict["kept"].items()
+            if self._residuals and (owner, saved) != (str(rank), size):
+                raise ValueError(
+                    f"state_dict must be this rank's own: it is of rank {owner} of {saved}, this "
+                    f"is rank {rank} of {size}; a gathered one, state_dict(gathered=True), serves "
+                    "every rank and any number of ranks"
+                )
+            self._residuals.load([dump])
         self.step = state_dict["step"]
         self._now = _Step()
 

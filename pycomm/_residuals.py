@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pycomm.group import Group
 
 _LINE = 16  # elements
-FORMAT = 1
+FORMAT = 2
 
 
 class Residuals:

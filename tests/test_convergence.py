@@ -36,7 +36,7 @@ def forget_residuals(folder):
     """As if nobody had saved them."""
     for rank in range(RANKS):
         saved = torch.load(checkpoint(folder, rank))
-        for residual in saved["comm"]["kept"]["residual"].values():
+        for residual in saved["comm"]["kept"][str(rank)]["residual"].values():
             residual.zero_()
         torch.save(saved, checkpoint(folder, rank))
 

@@ -262,7 +262,7 @@ def compressed(group):
             optimizer = optim.FusedAdamW(model.parameters())
             for step in range(3):
                 step_of(model, optimizer, group.rank, step)
-            kept = model.comm_state.state_dict()["kept"]["residual"]
+            kept = model.comm_state.state_dict()["kept"][str(group.rank)]["residual"]
             ends.append({**wrapped.parameters_of(model), **{f"{n}.kept": kept[n] for n in kept}})
     assert wrapped.same(ends[0], ends[2])
     assert wrapped.same(ends[1], ends[3])

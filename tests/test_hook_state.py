@@ -125,6 +125,43 @@ def refused(state, state_dict, match):
     assert same_tensors(before, state.state_dict())
 
 
+def save_together(group, folder):
+    """With torch.distributed.checkpoint, which keeps one of what ranks call by the same name."""
+    from torch.distributed import checkpoint
+
+    state = make(group, "momentum", seed=group.rank)
+    checkpoint.save({"comm": state.state_dict()}, checkpoint_id=folder)
+    return state.state_dict()
+
+
+def load_together(group, folder, name="momentum"):
+    """What ranks then have, or say is wrong."""
+    from torch.distributed import checkpoint
+
+    state = make(group, name)
+    loaded = {"comm": state.state_dict()}
+    try:
+        checkpoint.load(loaded, checkpoint_id=folder)
+        state.load_state_dict(loaded["comm"])
+    except (ValueError, checkpoint.CheckpointException) as error:  # the latter is no Exception
+        return str(error)
+    return state.state_dict()
+
+
+def test_every_rank_finds_its_own_in_a_distributed_checkpoint(tmp_path):
+    given = helpers.run_group(2, save_together, tmp_path)
+    for now, then in zip(helpers.run_group(2, load_together, tmp_path), given, strict=True):
+        assert same_tensors(now, then)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_all_ranks_refuse_a_distributed_checkpoint_of_another_number(tmp_path, size):
+    helpers.run_group(2, save_together, tmp_path)
+    for said in helpers.run_group(size, load_together, tmp_path):
+        assert isinstance(said, str)
+        assert "of 2, this is rank" in said or "Missing key" in said
+
+
 def test_another_ranks_dict_is_refused(world):
     dumps = world(2).run(lambda group: make(group, seed=group.rank).state_dict())
     groups = world(2).groups

@@ -77,7 +77,8 @@ def joined(group, front, steps, options):
     trainee = Trainee(group, front, make_optimizer=plain_sgd, options=options)
     with (trainee.model if front == "wrapper" else trainee.state).join():
         trainee.run(range(steps[group.rank]))
-    first, kept = trainee.weights(), trainee.state.state_dict()["differences"]["kept"]
+    kept = trainee.state.state_dict()["differences"]["kept"][str(group.rank)]
+    first = trainee.weights()
     trainee.step(0)  # steps are 8 now: an exchange
     return first, kept.get("residual", {}), trainee.weights()
 
@@ -195,7 +196,8 @@ def test_what_is_not_finite_reaches_all(world, options):
             trainee.module.wide[7, 7] = torch.nan if group.rank else 0.0
         trainee.step(3)
         finite = {name: bool(w.isfinite().all()) for name, w in trainee.weights().items()}
-        kept = trainee.state.state_dict()["differences"]["kept"].get("residual", {})
+        kept = trainee.state.state_dict()["differences"]["kept"][str(group.rank)]
+        kept = kept.get("residual", {})
         assert all(residual.isfinite().all() for residual in kept.values())
         return finite
 
