@@ -1,15 +1,27 @@
 """The benchmark of compression: who competes, what counts as wrong, what is written."""
 
 import json
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
 from helpers import join_world, run_group, run_ranks
 
 import pycomm
-from pycomm.bench import cli, codec_tasks, session, streams, verify_compressed
+from pycomm.bench import (
+    cli,
+    codec_tasks,
+    contestants,
+    measure,
+    session,
+    streams,
+    verify_compressed,
+)
 from pycomm.bench.cases import Case
 from pycomm.bench.contestants import Compressed
 
@@ -152,12 +164,63 @@ def test_wrong_codecs_are_found():
 
 
 @pytest.mark.parametrize(
-    "argv", ["all_reduce --compress int9", "codec --codec topk", "codec -d int32", "codec -n many"]
+    "argv",
+    [
+        "all_reduce --compress int9",
+        "all_reduce -n -1",
+        "all_reduce -n 0",
+        "all_reduce -w -1",
+        "all_reduce -b 0",
+        "all_reduce -b 3",
+        "all_reduce -b 4 -d float32,float64",
+        "all_reduce -i 6",
+        "all_reduce --ranks 0",
+        "all_reduce --timeout nan",
+        "all_reduce --timeout 1e300",
+        "all_reduce --plot results.txt",
+        "codec --codec topk",
+        "codec -d int32",
+        "codec -n many",
+        "codec --iters 0",
+        "optimizer --threads 0",
+        "step --ranks 1",
+        "step --batch 0",
+    ],
 )
 def test_nonsense_is_refused(argv, capsys):
     with pytest.raises(SystemExit):
         cli.parse(argv.split())
     assert "expected" in (message := capsys.readouterr().err) or "must be" in message
+
+
+@pytest.mark.parametrize("iters", [1, 2, 7, 23])
+def test_as_many_calls_as_asked_for(iters):
+    prepared = [contestants.Prepared(torch.ones(1), torch.ones(1), lambda: None) for _ in range(2)]
+    figures = measure.interleave(None, prepared, iters)
+    assert [figure.iterations for figure in figures] == [iters] * 2
+
+
+def is_rank(pid):
+    path = Path(f"/proc/{pid}/cmdline")
+    return path.exists() and "spawn_main" in path.read_text()
+
+
+def test_ranks_end_with_the_process_that_started_them():
+    """Ctrl-C that only the parent hears, while the ranks work."""
+    command = "-m pycomm.bench all_reduce -b 8 -e 8 -n 2000000 --timeout 300"
+    with subprocess.Popen(
+        [sys.executable, *command.split()], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as parent:
+        parent.stdout.readline()  # the ranks have met
+        children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+        ranks = list(filter(is_rank, children))
+        parent.send_signal(signal.SIGINT)
+        try:
+            parent.wait(30)
+        finally:
+            parent.kill()
+    assert len(ranks) == 2
+    assert not any(map(is_rank, ranks))
 
 
 def test_optimizers(tmp_path, capsys):

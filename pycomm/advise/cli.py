@@ -11,7 +11,7 @@ from pathlib import Path
 from pycomm.advise import constants, measure, table
 from pycomm.advise.advice import Question
 from pycomm.advise.cluster import Cluster, Link
-from pycomm.advise.model import MOST_RANKS
+from pycomm.advise.model import MOST_RANKS, compressor_of
 from pycomm.bench import extras, launch
 
 DECIMAL = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
@@ -29,11 +29,23 @@ def count(text: str) -> int:
 
 
 def rate(text: str) -> float:
-    """Bits per second: ``100Mbit``, ``1Gbit``, ``25Gbit/s``, ``400G``."""
-    match = re.fullmatch(NUMBER + "([KMGT])(?:bit|bps|)(?:/s)?", text, re.IGNORECASE)
+    """Bits per second: ``100Mbit``, ``1Gbit``, ``25Gbit/s``, ``400G``, ``10Gbps``; no bytes."""
+    match = re.fullmatch(NUMBER + "([KMGTkmgt])(?:[Bb]it|bps|)(?:/s)?", text)
     value = float(match[1]) * DECIMAL[match[2].upper()] if match else 0.0
     if value <= 0:
-        raise argparse.ArgumentTypeError(f"expected a rate such as 100Mbit or 1Gbit, got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"expected a rate such as 100Mbit or 1Gbit, in bits, got {text!r}"
+        )
+    return value
+
+
+def density(text: str) -> float:
+    """A share of the elements that top-k sends with fewer bytes than all of them take."""
+    value = number_in(0, 1, "a share above 0 and at most 1")(text)
+    try:
+        compressor_of("topk", value).encoded_bytes(1 << 20)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
     return value
 
 
@@ -75,8 +87,8 @@ def make_parser() -> argparse.ArgumentParser:
         help="of a machine: 100Mbit, 1Gbit (default: as measured under torchrun)")  # fmt: skip
     add("--step-ms", type=number_in(0, math.inf, "milliseconds such as 400"),
         metavar="MS", help="a step's computation, without any exchange")  # fmt: skip
-    add("--density", type=number_in(0, 1, "a share above 0 and at most 1"), default=0.01,
-        metavar="SHARE", help="of the elements that top-k sends (default 0.01)")  # fmt: skip
+    add("--density", type=density, default=0.01, metavar="SHARE",
+        help="of the elements that top-k sends (default 0.01)")  # fmt: skip
     add("--measure", action="store_true",
         help="measure this machine first (10 s); under torchrun the links, too")  # fmt: skip
     add("--constants", type=Path, metavar="FILE",

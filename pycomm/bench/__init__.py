@@ -1,4 +1,4 @@
-"""The benchmark: ``python -m pycomm.bench all_reduce``, with nccl-tests' flags and columns.
+"""The benchmark: ``python -m pycomm.bench all_reduce``, with nccl-tests' columns.
 
 One idea per module: `cases` says what is measured, `contestants`, `peers` and `floor` who competes,
 `measure` how the clock is read, `verify` and `verify_compressed` what the results must be, `report`

@@ -1,8 +1,9 @@
-"""The command line, with nccl-tests' flags."""
+"""The command line. Flags that nccl-tests has, too, have its names."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import shlex
 import sys
@@ -21,6 +22,7 @@ from pycomm.bench.training import MODES, TrainingSettings
 from pycomm.compression import COMPRESSIBLE
 
 AnySettings = Settings | CodecSettings | OptimizerSettings | TrainingSettings
+MOST_SECONDS = 1e6
 UNITS = {"": 1, "K": KIB, "M": MIB, "G": GIB}
 COLLECTIVES = {
     "all_reduce": "time all-reduces",
@@ -42,9 +44,40 @@ COMPRESSION_HELP = "none, bf16, fp16, int8, int8:BLOCK, topk:DENSITY"
 def size(text: str) -> int:
     """A number, with nccl-tests' suffixes: ``8``, ``64K``, ``1M``, ``2G``."""
     match = re.fullmatch(r"(\d+)([KMG]?)", text.upper())
-    if match is None:
+    if match is None or int(match[1]) == 0:
         raise argparse.ArgumentTypeError(f"expected a number such as 8, 64K or 1M, got {text!r}")
     return int(match[1]) * UNITS[match[2]]
+
+
+def whole(least: int) -> Callable[[str], int]:
+    """A parser of whole numbers from `least` on."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"expected a number from {least} on, got {text!r}")
+        return int(text)
+
+    return parse
+
+
+def seconds(text: str) -> float:
+    """A time to wait."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= MOST_SECONDS:
+        raise argparse.ArgumentTypeError(
+            f"expected seconds above 0 and at most {MOST_SECONDS:g}, got {text!r}"
+        )
+    return value
+
+
+def picture(text: str) -> str:
+    """The name of a PNG."""
+    if not text.endswith(".png"):
+        raise argparse.ArgumentTypeError(f"expected a name that ends in .png, got {text!r}")
+    return text
 
 
 def some_of(choices: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
@@ -106,7 +139,7 @@ def _add_size_flags(command: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="largest (default 64M)",
     )
-    add("-f", "--stepfactor", type=int, default=2, metavar="N", help="times N (default 2)")
+    add("-f", "--stepfactor", type=whole(1), default=2, metavar="N", help="times N (default 2)")
     add("-i", "--stepbytes", type=size, metavar="SIZE", help="plus SIZE, instead of -f")
 
 
@@ -131,15 +164,15 @@ def _add_what_flags(command: argparse.ArgumentParser, collective: str) -> None:
 
 def _add_how_flags(command: argparse.ArgumentParser, collective: str) -> None:
     add = command.add_argument_group("how").add_argument
-    add("--ranks", type=int, default=2, help="processes to start (default 2)")
-    add("-n", "--iters", type=int, help="timed calls (default: as many as fit into 0.25 s)")
-    add("-w", "--warmup_iters", type=int, help="untimed calls before each of the rounds")
+    add("--ranks", type=whole(1), default=2, help="processes to start (default 2)")
+    add("-n", "--iters", type=whole(1), help="timed calls (default: as many as fit into 0.25 s)")
+    add("-w", "--warmup_iters", type=whole(0), help="untimed calls before each of the rounds")
     add("-c", "--check", type=int, choices=(0, 1), default=1, help="verify results (default 1)")
     if collective == "all_reduce":
         add("--feedback", action="store_true", help="compress with a residual")
-    add("--timeout", type=float, default=60.0, help="seconds to wait for a rank (default 60)")
+    add("--timeout", type=seconds, default=60.0, help="seconds to wait for a rank (default 60)")
     add("-J", "--json", metavar="FILE", help="write results")
-    add("--plot", metavar="FILE", help="draw results as a PNG")
+    add("--plot", type=picture, metavar="FILE", help="draw results as a PNG")
 
 
 def _add_codec_flags(command: argparse.ArgumentParser) -> None:
@@ -151,7 +184,7 @@ def _add_codec_flags(command: argparse.ArgumentParser) -> None:
     add("-d", "--datatype", type=some_of(CODEC_DTYPE_NAMES), default=("float32",), metavar="TYPE",
         help=f"{', '.join(CODEC_DTYPE_NAMES)}, or `all` (default float32)")  # fmt: skip
     add("--device", choices=("cpu", "cuda"), default="cpu", help="cpu (one thread) or cuda")
-    add("--iters", type=int, help="timed calls (default: as many as fit into 0.25 s)")
+    add("--iters", type=whole(1), help="timed calls (default: as many as fit into 0.25 s)")
     add("-J", "--json", metavar="FILE", help="write results")
 
 
@@ -159,12 +192,14 @@ def _add_training_flags(command: argparse.ArgumentParser, parameters: int, batch
     add = command.add_argument
     add("-p", "--parameters", type=size, default=parameters, metavar="N",
         help=f"of the model, as near as layers allow (default {parameters // MIB}M)")  # fmt: skip
-    add("--batch", type=int, default=batch, metavar="N", help=f"rows per rank (default {batch})")
+    add("--batch", type=whole(1), default=batch, metavar="N",
+        help=f"rows per rank (default {batch})")  # fmt: skip
     add("--mode", type=some_of(MODES), default=MODES, metavar="MODE",
         help=f"{' or '.join(MODES)} (default both)")  # fmt: skip
-    add("--ranks", type=int, default=2, help="processes to start (default 2)")
-    add("-n", "--iters", type=int, help="timed steps (default: 21, or as many as fit into 0.25 s)")
-    add("--timeout", type=float, default=60.0, help="seconds to wait for a rank (default 60)")
+    add("--ranks", type=whole(2), default=2, help="processes to start (default 2)")
+    add("-n", "--iters", type=whole(1), metavar="N",
+        help="timed steps (default: 21, or as many as fit into 0.25 s)")  # fmt: skip
+    add("--timeout", type=seconds, default=60.0, help="seconds to wait for a rank (default 60)")
     add("-J", "--json", metavar="FILE", help="write results")
 
 
@@ -178,15 +213,15 @@ def _add_optimizer_flags(command: argparse.ArgumentParser) -> None:
     add("--full", action="store_true", help="also with unscaling, check and clipping")
     add("--peer", type=some_of(PEERS), default=(), metavar="PEER", help=", ".join(PEERS))
     add("--device", choices=("cpu", "cuda"), default="cpu")
-    add("--threads", type=int, default=torch.get_num_threads(), help="default: torch's")
-    add("--iters", type=int, help="timed calls (default: as many as fit into 0.25 s)")
+    add("--threads", type=whole(1), default=torch.get_num_threads(), help="default: torch's")
+    add("--iters", type=whole(1), help="timed calls (default: as many as fit into 0.25 s)")
     add("-J", "--json", metavar="FILE", help="write results")
 
 
 def _sizes(arguments: argparse.Namespace) -> tuple[int, ...]:
     """From the smallest to the largest, by factor or step."""
     sizes = []
-    current = max(arguments.minbytes, 1)
+    current = arguments.minbytes
     while current <= arguments.maxbytes:
         sizes.append(current)
         current = (
@@ -202,7 +237,7 @@ def parse(argv: Sequence[str] | None = None) -> AnySettings:
     words = sys.argv[1:] if argv is None else argv
     command = shlex.join(["python", "-m", "pycomm.bench", *words])
     if arguments.collective in TRAINING:
-        return _training_settings(parser, arguments, command)
+        return _training_settings(arguments, command)
     if arguments.device == "cuda" and not _C.has_cuda:
         parser.error("--device cuda: this build of pycomm has no CUDA")
     if arguments.device == "cuda" and not torch.cuda.is_available():
@@ -226,13 +261,7 @@ def _codec_settings(arguments: argparse.Namespace, command: str) -> CodecSetting
     )
 
 
-def _training_settings(
-    parser: argparse.ArgumentParser, arguments: argparse.Namespace, command: str
-) -> TrainingSettings:
-    if arguments.ranks < 2:
-        parser.error("--ranks must be at least 2")
-    if arguments.batch < 1:
-        parser.error("--batch must be at least 1")
+def _training_settings(arguments: argparse.Namespace, command: str) -> TrainingSettings:
     return TrainingSettings(
         benchmark=arguments.collective,
         ranks=arguments.ranks,
@@ -269,8 +298,13 @@ def _settings(
         parser.error("--minbytes must not exceed --maxbytes")
     if arguments.stepfactor < 2 and not arguments.stepbytes:
         parser.error("--stepfactor must be at least 2")
-    if arguments.ranks < 1:
-        parser.error("--ranks must be at least 1")
+    for name in arguments.datatype:
+        element = getattr(torch, name).itemsize
+        if arguments.minbytes % element or (arguments.stepbytes or 0) % element:
+            parser.error(
+                f"--minbytes and --stepbytes must be multiples of an element's size, {element} for "
+                f"{name}, got {arguments.minbytes} and {arguments.stepbytes}"
+            )
     if arguments.plot:
         extras.require("matplotlib")
     return Settings(

@@ -53,7 +53,8 @@ def run(body: Callable[..., None], *args: Any, ranks: int, timeout: float = 300.
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by the children as they load OpenMP
         store = _host_store()
         arguments = (ranks, store.port, timeout, body, args)
-        spawn(_spawned, arguments, nprocs=ranks)  # type: ignore[no-untyped-call]
+        # Daemons: they end when this process does, by Ctrl-C for example.
+        spawn(_spawned, arguments, nprocs=ranks, daemon=True)  # type: ignore[no-untyped-call]
 
 
 def _host_store() -> TCPStore:

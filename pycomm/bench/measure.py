@@ -64,15 +64,22 @@ def interleave(
         warmup_iters: untimed calls before each block; by default a tenth of the block.
     """
     gc.disable()
-    blocks = [math.ceil((iters or fitting) / ROUNDS) for fitting in _fitting(group, runs)]
+    blocks = [_split(iters or fitting) for fitting in _fitting(group, runs)]
     samples: list[list[list[int]]] = [[] for _ in runs]
-    for number in range(ROUNDS):
+    for number in range(len(blocks[0])):
         for offset in range(len(runs)):
             index = (number + offset) % len(runs)
-            warmup = blocks[index] // 10 + 1 if warmup_iters is None else warmup_iters
-            samples[index].append(_block(group, runs[index], warmup, blocks[index]))
+            calls = blocks[index][number]
+            warmup = calls // 10 + 1 if warmup_iters is None else warmup_iters
+            samples[index].append(_block(group, runs[index], warmup, calls))
     gc.enable()
     return _figures(group, samples)
+
+
+def _split(calls: int) -> list[int]:
+    """Into rounds, as evenly as may be."""
+    rounds = min(ROUNDS, calls)
+    return [calls * (i + 1) // rounds - calls * i // rounds for i in range(rounds)]
 
 
 def barrier_us(group: pycomm.Group, calls: int = 2000) -> float:
