@@ -31,6 +31,7 @@ class Bucket:
     def __init__(self, parameters: Sequence[torch.Tensor], places: Sequence[Place]) -> None:
         self.parameters = list(parameters)
         first, last = places[0], places[-1]
+        self._piece = first.piece
         end = last.offset + self.parameters[-1].numel()
         self.flat = first.piece.gradients[first.offset : end]
         self.begins = [place.offset - first.offset for place in places]
@@ -62,22 +63,19 @@ class Bucket:
     def put(self, parameter: torch.Tensor) -> None:
         """Makes the parameter's gradient lie here; zeros stand for none, which stays none."""
         view, gradient = self._views[id(parameter)], parameter.grad
-        if gradient is None:
-            view.zero_()
-        elif gradient.layout != torch.strided:
+        if gradient is not None and gradient.layout != torch.strided:
             raise ValueError(f"gradients must be dense, got one of layout {gradient.layout}")
-        elif (gradient.dtype, gradient.device) != (view.dtype, view.device):
+        if gradient is not None and (gradient.dtype, gradient.device) != (view.dtype, view.device):
             raise ValueError(
                 f"gradients must be {view.dtype} on {view.device}, as when the module was wrapped, "
                 f"got {gradient.dtype} on {gradient.device}: wrap it anew"
             )
-        else:
-            put(parameter, view)
+        put(parameter, view, self._piece)
         self.waiting.discard(id(parameter))
 
     def adopt(self, parameter: torch.Tensor) -> None:
         """Gives the parameter what lies here for its gradient."""
-        parameter.grad = self._views[id(parameter)].detach()
+        self._piece.give(parameter, self._views[id(parameter)])
 
 
 class Slab:

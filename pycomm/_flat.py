@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch._compile import _disable_dynamo as not_compiled
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from pycomm._parameters import dense_strides
 from pycomm._zeros import zeros
@@ -43,6 +43,26 @@ class Piece:
         self.kind = kind
         self.gradients = gradients
         self.parameters: torch.Tensor | None = None
+        self._given: dict[int, TensorWeakRef] = {}  # gradients that lie here, by address
+
+    def give(self, parameter: torch.Tensor, view: torch.Tensor) -> None:
+        """Makes what lies there the parameter's gradient."""
+        gradient = view.detach()  # its own: module.to() changes a gradient's data
+        parameter.grad = gradient
+        self._given[view.data_ptr()] = TensorWeakRef(gradient)
+
+    def vacate(self, address: int) -> None:
+        """Before it is written there: a gradient that the user has kept moves away."""
+        last = self._given.pop(address, None)
+        kept: torch.Tensor | None = last() if last is not None else None
+        if kept is not None and kept.data_ptr() == address:
+            kept.data = kept.detach().clone()
+
+    def clear(self) -> None:
+        """Makes all gradients zero; those that somebody has move away."""
+        for address in list(self._given):
+            self.vacate(address)
+        self.gradients.zero_()
 
 
 class Place(NamedTuple):
@@ -127,7 +147,7 @@ class Layout:
         """Gives places in this order, in pieces where none is flattened, and clears those."""
         used = {piece: 0 for piece in self.pieces if piece.parameters is None}
         for piece in used:
-            piece.gradients.zero_()  # what lies between places takes part in exchanges
+            piece.clear()  # what lies between places takes part in exchanges
         for parameter in parameters:
             piece = self[parameter].piece
             if piece in used:
@@ -161,13 +181,16 @@ def place_of(parameter: torch.Tensor) -> Place | None:
     return place if place is not None and place.piece.kind == kind_of(parameter) else None
 
 
-def put(parameter: torch.Tensor, view: torch.Tensor) -> None:
-    """Makes the parameter's gradient lie there."""
-    gradient = parameter.grad
-    assert gradient is not None
-    if gradient.data_ptr() != view.data_ptr():
+def put(parameter: torch.Tensor, view: torch.Tensor, piece: Piece) -> None:
+    """Makes the parameter's gradient lie there; zeros stand for none, which stays none."""
+    gradient, address = parameter.grad, view.data_ptr()
+    if gradient is None:
+        piece.vacate(address)
+        view.zero_()
+    elif gradient.data_ptr() != address:
+        piece.vacate(address)
         view.copy_(gradient.detach())
-        parameter.grad = view.detach()  # its own: module.to() changes a gradient's data
+        piece.give(parameter, view)
 
 
 @not_compiled
@@ -181,4 +204,4 @@ def settle(parameter: torch.Tensor) -> None:
         return
     buffer = home.piece.gradients
     if gradient.layout == torch.strided and gradient.dtype == buffer.dtype:
-        put(parameter, home.of(buffer, parameter))
+        put(parameter, home.of(buffer, parameter), home.piece)

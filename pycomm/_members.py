@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -25,23 +26,27 @@ class Members:
 
     def __init__(self, module: nn.Module, arrived: Callable[[torch.Tensor], None]) -> None:
         self._names: dict[int, str] = {}
-        self._frozen: list[torch.Tensor] = []
         self._lost: str | None = None
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
                 self._names[id(parameter)] = name
                 self._claim(parameter, arrived)
-            else:
-                self._frozen.append(parameter)
+        self._look(module)
 
-    def check(self) -> None:
-        """Refuses to go on if the parameters are not what they were."""
+    def check(self, module: nn.Module) -> None:
+        """Refuses to go on if gradients would come to parameters that are not among these."""
         self.check_owned()
-        if any(parameter.requires_grad for parameter in self._frozen):
-            raise ValueError(
-                "module must not have parameters that began to require grad when it was wrapped "
-                "already: wrap it anew"
-            )
+        same = module is self._module and list(map(id, self._parts())) == self._ids
+        if same and not any(parameter.requires_grad for parameter in self._frozen):
+            return
+        for name, parameter in module.named_parameters():
+            gets_gradients = parameter.requires_grad and parameter.is_leaf
+            if gets_gradients and id(parameter) not in self._names:
+                raise ValueError(
+                    f"module must keep the parameters that it was wrapped with, but {name!r} is "
+                    "new, or began to require grad since: wrap it anew"
+                )
+        self._look(module)
 
     def check_owned(self) -> None:
         """Refuses to go on if another wrapper has one of the parameters."""
@@ -51,6 +56,18 @@ class Members:
                 "that was made later and averages it now: use that one, or wrap one module that "
                 "holds both"
             )
+
+    def _look(self, module: nn.Module) -> None:
+        """Notes which modules and parameters there are, so that a change is quickly seen."""
+        self._module = module
+        self._frozen = [p for p in module.parameters() if not p.requires_grad]
+        self._registries = [d for m in module.modules() for d in (m._parameters, m._modules)]
+        self._held = list(self._parts())  # an id may be another object's once this one is gone
+        self._ids = list(map(id, self._held))
+
+    def _parts(self) -> Iterable[object]:
+        """All modules and parameters in the module."""
+        return itertools.chain.from_iterable(registry.values() for registry in self._registries)
 
     def _claim(self, parameter: torch.Tensor, arrived: Callable[[torch.Tensor], None]) -> None:
         before: _Claim | None = _claims.get(parameter)  # type: ignore[no-untyped-call]

@@ -197,7 +197,7 @@ class DataParallel(nn.Module):
         """Before a forward with gradients, or instead of one; whether any rank still goes on."""
         if self._in_backward and torch._C._current_graph_task_id() < 0:
             self._exchange_nothing(raised=True)  # others may be waiting
-        self._members.check()
+        self._members.check(self.module)
         group = self.comm_state.gradient_group if self._syncing else None
         if weight is not None and group is None:
             raise ValueError("weight must be given where gradients are exchanged, not elsewhere")
@@ -340,12 +340,11 @@ class DataParallel(nn.Module):
 
     def _lay_out(self) -> None:
         """Makes new buckets, and moves gradients there."""
-        kept = [(p, p.grad.clone()) for p in self._parameters_in_order if p.grad is not None]
         self._buckets = self._slab.cut(self._parameters_in_order)
         self._bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
-        for parameter, gradient in kept:
-            parameter.grad = gradient
-            self._bucket_of[id(parameter)].put(parameter)
+        for parameter in self._parameters_in_order:
+            if parameter.grad is not None:
+                self._bucket_of[id(parameter)].put(parameter)
 
     def _broadcast(self, tensors: Sequence[torch.Tensor], source: int) -> None:
         """Gives everyone one rank's tensors, many small ones at a time."""

@@ -1,13 +1,16 @@
-"""A parameter belongs to one pycomm.DataParallel at a time: the last one that was made with it."""
+"""Which parameters a pycomm.DataParallel averages: its own, as they were when it was made."""
 
+import contextlib
 import copy
 import gc
 
+import ddp
 import helpers
 import pytest
 import torch
 import wrapped
 from torch import nn
+from torch.nn.utils import prune
 from wrapped import TINY
 
 import pycomm
@@ -127,3 +130,154 @@ def test_a_wrapper_that_could_not_be_made_takes_nothing(world, monkeypatch):
         with pytest.raises(ZeroDivisionError):
             wrap(model.module, group)
     check_steps(group, model, copy.deepcopy(NETWORK))
+
+
+def replaced(module):
+    module[0].weight = nn.Parameter(module[0].weight.detach().clone())
+
+
+def deleted_and_made(module):
+    """At the same address, perhaps."""
+    del module[0].weight
+    module[0].weight = nn.Parameter(torch.ones(60, 40))
+
+
+def assigned(module):
+    module.load_state_dict(copy.deepcopy(module.state_dict()), assign=True)
+
+
+def normalised(module):
+    nn.utils.parametrizations.weight_norm(module[0])
+
+
+def new_head(module):
+    del module[3]
+    module.append(nn.Linear(40, 40, bias=False))
+
+
+def thawed(module):
+    module[1].scale.requires_grad_()
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (replaced, "0.weight"),
+        (deleted_and_made, "0.weight"),
+        (assigned, "0.weight"),
+        (normalised, "0.parametrizations.weight.original0"),
+        (new_head, "3.weight"),
+        (thawed, "1.scale"),
+    ],
+)
+def test_parameters_that_came_later_are_refused(world, change, name):
+    """Before anything is exchanged, on every rank; wrapped anew, they are averaged."""
+
+    def body(group):
+        module = copy.deepcopy(NETWORK)
+        module[1].scale = nn.Parameter(torch.ones(3), requires_grad=False)
+        model = wrap(module, group)
+        check_steps(group, model, copy.deepcopy(module), range(2))
+        change(module)
+        for syncing in (contextlib.nullcontext(), model.no_sync()):
+            with syncing, pytest.raises(ValueError, match=f"{name!r} is new.*wrap it anew"):
+                wrapped.batch_loss(model, group.rank, 0)
+        with torch.no_grad():
+            wrapped.batch_loss(model, group.rank, 0)
+        check_steps(group, wrap(module, group), copy.deepcopy(module))
+
+    world(2).run(body)
+
+
+def pruned(module):
+    prune.random_unstructured(module[0], "weight", 0.0)
+
+
+def another_activation(module):
+    module[1] = nn.ReLU()
+
+
+def another_frozen_parameter(module):
+    module[1].scale = nn.Parameter(torch.ones(5), requires_grad=False)
+
+
+def without_a_layer(module):
+    del module[2:]
+
+
+@pytest.mark.parametrize(
+    "change", [pruned, another_activation, another_frozen_parameter, without_a_layer]
+)
+def test_a_module_may_change_around_its_parameters(world, change):
+    def body(group):
+        module, alone = copy.deepcopy(NETWORK), copy.deepcopy(NETWORK)
+        model = wrap(module, group)
+        check_steps(group, model, alone, range(2))
+        change(module)
+        change(alone)
+        check_steps(group, model, alone)
+        module.register_parameter("late", nn.Parameter(torch.ones(2)))
+        with pytest.raises(ValueError, match="'late' is new"):
+            wrapped.batch_loss(model, group.rank, 0)
+
+    world(2).run(body)
+
+
+def test_another_module_in_the_wrapper(world):
+    (group,) = world(1)
+    model = wrap(copy.deepcopy(NETWORK), group)
+    model.module = copy.deepcopy(NETWORK)
+    with pytest.raises(ValueError, match=r"'0\.weight' is new"):
+        wrapped.batch_loss(model, 0, 0)
+
+
+def taken_gradients(module):
+    """What a user keeps, and what must stay in it."""
+    return [(p.grad, p.grad.clone()) for p in module.parameters() if p.grad is not None]
+
+
+def kept_gradients(group, flat):
+    """In other memory when the next ones come, whether these are used, unused or accumulated."""
+    module, alone = copy.deepcopy(NETWORK), copy.deepcopy(NETWORK)
+    model = wrap(module, group)
+    if flat:
+        optim.flatten(module.parameters())
+    taken = []
+    check_steps(group, model, alone, range(1))
+    for step in range(2):
+        taken += taken_gradients(module)
+        check_steps(group, model, alone, range(step + 1))
+    taken += taken_gradients(module)
+    model.zero_grad()
+    module[0](model(ddp.batch(group.rank, 0))).sum().backward()
+    taken += taken_gradients(module)
+    model.zero_grad()
+    model(ddp.batch(group.rank, 0))
+    module[0](ddp.batch(group.rank, 0)).sum().backward()  # the second layer's become zeros
+    taken += taken_gradients(module)
+    model.zero_grad()
+    with model.no_sync():
+        wrapped.batch_loss(model, group.rank, 0).backward()
+    taken += taken_gradients(module)
+    check_steps(group, model, alone)
+    assert all(torch.equal(kept, copied) for kept, copied in taken)
+    places = {p.grad.data_ptr() for p in module.parameters()}
+    assert all(kept.data_ptr() not in places for kept, _ in taken)
+    assert all(group._core.offset_of(place) >= 0 for place in places)
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["", "flat"])
+def test_gradients_that_the_user_keeps_are_not_overwritten(world, flat):
+    world(2).run(kept_gradients, flat)
+    helpers.run_group(2, kept_gradients, flat)
+
+
+def test_gradients_of_flattened_parameters_that_the_user_keeps():
+    module = copy.deepcopy(NETWORK)
+    optim.flatten(module.parameters())
+    taken = []
+    for step in range(3):
+        module.zero_grad()
+        wrapped.batch_loss(module, 0, step).backward()
+        taken += taken_gradients(module)
+    assert all(torch.equal(kept, copied) for kept, copied in taken)
