@@ -17,7 +17,7 @@ from torch.futures import Future
 
 from pycomm._exchange import Plan, Recipe, dense_wire_bytes, make_plan, run_on_stream, run_on_worker
 from pycomm._host_staging import StandIn, fetch
-from pycomm._parameters import Exclude, Parameters
+from pycomm._parameters import Exclude, Parameters, dense_strides
 from pycomm._residuals import FORMAT, Residuals
 from pycomm._tensors import check_memory
 from pycomm.collectives import Work
@@ -95,6 +95,7 @@ class CommState:
         self._warmup_steps = warmup_steps
         self._residuals = self._make_residuals(feedback)
         self._plans: dict[tuple[int, ...], tuple[tuple[int, int], Plan]] = {}
+        self._planned: set[int] = set()  # parameters that have been in a bucket
         self._flying: dict[int, list[_Flight]] = {}  # by the backward that began them
         self._now = _Step()
         self._exposed_before = 0.0
@@ -154,6 +155,7 @@ class CommState:
         Where it has ended already, as in the first iteration of a static graph, this waits.
         """
         backward = torch._C._current_graph_task_id()
+        self._follow_formats(buffer, parameters)
         future = self.start(buffer, parameters, backward)
         if torch._C._current_autograd_node() is None:
             self.finish(backward)
@@ -314,6 +316,25 @@ class CommState:
         plan = make_plan(buffer, entries, begins, recipe, self.group)
         self._plans[key] = (state, plan)
         return plan
+
+    def _follow_formats(self, buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> None:
+        """DDP makes buckets in the parameters' memory formats, and once makes them anew.
+
+        It reads results in the formats of now, so those must be a bucket's.
+        """
+        rebuilt = (buffer.data_ptr(), *map(id, parameters)) not in self._plans
+        for parameter in parameters:
+            entry = self._parameters[parameter]
+            if parameter.stride() != entry.strides and (
+                (strides := dense_strides(parameter)) != entry.strides
+            ):
+                if not rebuilt or id(parameter) not in self._planned:
+                    raise ValueError(
+                        f"parameters must keep their memory format under DistributedDataParallel, "
+                        f"but {entry.name!r} has another one since: change it before wrapping"
+                    )
+                self._residuals.reorder(entry, strides)
+            self._planned.add(id(parameter))
 
     def _launch(self, plan: Plan, buffer: torch.Tensor) -> _Flight:
         step = self.step - 1

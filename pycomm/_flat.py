@@ -66,20 +66,24 @@ class Piece:
 
 
 class Place(NamedTuple):
-    """Where a parameter lies, or could."""
+    """Where a parameter lies, or could, and in which memory format: it keeps both."""
 
     piece: Piece
     offset: int
+    strides: tuple[int, ...]
 
     def of(self, buffer: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """This place of a buffer, in the parameter's shape and order of elements."""
         part = buffer[self.offset : self.offset + like.numel()]
-        return part.as_strided(like.shape, dense_strides(like))
+        return part.as_strided(like.shape, self.strides)
 
     def holds(self, parameter: torch.Tensor) -> bool:
         """Whether the parameter lies here."""
         whole = self.piece.parameters
-        if whole is None or self.piece.kind != kind_of(parameter):
+        if whole is None or (self.piece.kind, self.strides) != (
+            kind_of(parameter),
+            parameter.stride(),
+        ):
             return False
         return parameter.data_ptr() == self._address(whole) or parameter.numel() == 0
 
@@ -131,7 +135,9 @@ class Layout:
         }
         for parameter in parameters:
             if id(parameter) not in self._places:
-                self._places[id(parameter)] = Place(new[kind_of(parameter)], 0)
+                self._places[id(parameter)] = Place(
+                    new[kind_of(parameter)], 0, dense_strides(parameter)
+                )
             _layouts[parameter] = weakref.ref(self)
         self.arrange(parameters)
 
@@ -151,7 +157,7 @@ class Layout:
         for parameter in parameters:
             piece = self[parameter].piece
             if piece in used:
-                self._places[id(parameter)] = Place(piece, used[piece])
+                self._places[id(parameter)] = self[parameter]._replace(offset=used[piece])
                 used[piece] += room(parameter)
 
 

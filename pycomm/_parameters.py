@@ -21,14 +21,15 @@ _WRAPPERS = ("_orig_mod.", "module.")
 Exclude = Callable[[str, torch.Tensor], bool]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Entry:
     """One parameter.
 
     Attributes:
         name: without the prefixes of wrappers; empty where names are not known.
         shape: the parameter's.
-        strides: of its gradient in a bucket: the parameter's own where those are dense.
+        strides: of its gradient in a bucket: the parameter's own where those are dense, of the time
+            when the bucket was made.
         first: index of its first element in the whole model.
         dense: whether it is sent uncompressed.
     """

@@ -77,6 +77,15 @@ class Residuals:
         entry = self._entries[name]
         return entry.view(self.of(entry, kind))
 
+    def reorder(self, entry: Entry, strides: tuple[int, ...]) -> None:
+        """Lays a parameter's parts out in another memory format."""
+        wholes = [whole for whole in self.tensors() if whole.numel() and entry.name in self._begin]
+        parts = [self._part(whole, entry) for whole in wholes]
+        values = [entry.view(part).clone() for part in parts]
+        entry.strides = strides
+        for part, value in zip(parts, values, strict=True):
+            entry.view(part).copy_(value)
+
     def norm(self) -> float:
         """The Euclidean norm of all residuals."""
         if "residual" not in self._flat:

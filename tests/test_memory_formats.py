@@ -1,0 +1,104 @@
+"""A memory format that changes after wrapping: what was left over stays with its element."""
+
+import helpers
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import pycomm
+import pycomm.optim as optim
+
+FORMATS = [torch.contiguous_format, torch.channels_last]
+FACTOR = torch.randn(32, 16, 3, 3, generator=torch.Generator().manual_seed(1))
+
+
+def wrap(module):
+    model = pycomm.DataParallel(module, compression=pycomm.TopK(0.1, momentum=0.5))
+    return model, model.comm_state
+
+
+def wrap_and_flatten(module):
+    model, state = wrap(module)
+    optim.flatten(model.parameters())
+    return model, state
+
+
+def wrap_in_ddp(module, **options):
+    model = DistributedDataParallel(module, **options)
+    state = pycomm.hooks.TopKState(model.named_parameters(), density=0.1, momentum=0.5)
+    model.register_comm_hook(state, pycomm.hooks.topk_hook)
+    return model, state
+
+
+def never_rebuilt(module):
+    return wrap_in_ddp(module, find_unused_parameters=True)
+
+
+def with_views(module):
+    return wrap_in_ddp(module, gradient_as_bucket_view=True)
+
+
+def step_of(group, model, step):
+    """One exchange."""
+    model.zero_grad()
+    x = torch.randn(2, 16, 5, 5, generator=torch.Generator().manual_seed(step))
+    factors = [x[0].mean(), x[1].mean()]
+    loss = (FACTOR * model.module.weight).sum() * factors[group.rank]
+    (loss + 0 * model(x).sum()).backward()
+
+
+def converted(group, make, formats, when, load=False):
+    """What every rank's residuals and velocities are, and what was applied, after each step."""
+    torch.manual_seed(2)
+    model, state = make(nn.Conv2d(16, 32, 3).to(memory_format=formats[0]))
+    seen = []
+    for step in range(5):
+        if step == when:
+            model.to(memory_format=formats[1])
+            saved = state.state_dict()
+            assert not load or state.load_state_dict(saved) is None
+        step_of(group, model, step)
+        kept = state.state_dict()["kept"]
+        seen.append([model.module.weight.grad.clone(), *(kept[kind]["weight"] for kind in kept)])
+    return seen
+
+
+def as_if_never_converted(group, make, when):
+    """Selections differ only in ties, and there are none."""
+    for formats in (FORMATS, FORMATS[::-1]):
+        expected = converted(group, make, formats, None)
+        for load in (False, True):
+            got = converted(group, make, formats, when, load)
+            for step, (a, b) in enumerate(zip(got, expected, strict=True)):
+                assert all(map(torch.equal, a, b)), (formats, when, step)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("make", [wrap, wrap_and_flatten])
+@pytest.mark.parametrize("when", [0, 1, 3])
+def test_what_is_left_over_follows_its_element(make, when):
+    helpers.run_group(2, as_if_never_converted, make, when)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("make", [wrap_in_ddp, with_views])
+def test_what_is_left_over_follows_its_element_into_new_buckets(make):
+    """DistributedDataParallel makes them when its second forward begins."""
+    helpers.run_group(2, as_if_never_converted, make, 1)
+
+
+def refused(group, make, when):
+    for formats in (FORMATS, FORMATS[::-1]):
+        with pytest.raises(ValueError, match="'weight' has another one since"):
+            converted(group, make, formats, when)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    ("make", "when"),
+    [(wrap_in_ddp, 0), (wrap_in_ddp, 2), (never_rebuilt, 0), (never_rebuilt, 1), (with_views, 2)],
+)
+def test_what_torch_would_read_in_another_order_is_refused(make, when):
+    """DistributedDataParallel reads a hook's result in the format of now, whatever it wrote."""
+    helpers.run_group(2, refused, make, when)
