@@ -70,21 +70,21 @@ def memory_report(
     """Counts what training holds between steps, of any optimizer, on this rank.
 
     Args:
-        model: its parameters, and gradients where there are any or memory is set aside for them. Of
-            a :class:`pycomm.DataParallel` in it also residuals, and its group's staging.
-        optimizer: its states, as they are now: most are made by the first step.
+        model: its parameters and buffers, and gradients where there are any or memory is set aside
+            for them. Of a :class:`pycomm.DataParallel` in it also residuals, and its group's
+            staging.
+        optimizer: its states, as they are now: most are made by the first step. If it wraps another
+            optimizer, as ``ZeroRedundancyOptimizer`` does, that one's too.
         communication: tensors that exchanging gradients needs besides, such as
             ``comm_state.tensors()`` of a hook.
     """
     params = list(model.parameters())
-    states = [state for state in optimizer.state.values() if isinstance(state, dict)]
-    named = [
-        item for state in states for item in state.items() if isinstance(item[1], torch.Tensor)
-    ]
+    named = list(_states(optimizer))
     wrappers = [module for module in model.modules() if isinstance(module, DataParallel)]
     counted = _Storages()
     sizes = {
         "parameters": counted.add(params),
+        "buffers": counted.add(model.buffers()),
         "gradients": counted.add(_gradients(params)),
         "master weights": counted.add(tensor for name, tensor in named if name in MASTERS),
         "states": counted.add(tensor for name, tensor in named if name not in MASTERS),
@@ -95,6 +95,27 @@ def memory_report(
     groups = {wrapper.comm_state.group for wrapper in wrappers}
     sizes["communication"] += sum(group.staging_bytes for group in groups)
     return MemoryReport(sum(param.numel() for param in params), sizes)
+
+
+def _states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors of its states, and of optimizers that it wraps, by name."""
+    for state in optimizer.state.values():
+        yield from _named("", state)
+    for value in vars(optimizer).values():
+        if isinstance(value, torch.optim.Optimizer):
+            yield from _states(value)
+
+
+def _named(name: str, value: object) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a state, which may be lists of them: LBFGS keeps its history so."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            yield from _named(str(key), part)
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _named(name, part)
 
 
 def _gradients(params: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:

@@ -5,11 +5,14 @@ import weakref
 
 import ddp
 import pytest
+import torch
 import wrapped
 
 import pycomm
 import pycomm.optim as optim
 from pycomm._flat import home_of
+
+STATES = ("exp_avg", "exp_avg_sq")
 
 
 def test_buffers_die_with_their_parameters():
@@ -27,6 +30,25 @@ def test_buffers_die_with_their_parameters():
         assert not any(piece() for piece in pieces)
     finally:
         gc.enable()
+
+
+def test_buffers_of_states_die_with_the_places_they_are_for():
+    """A model that is moved and flattened again and again needs no more memory."""
+    model = ddp.network()
+    optimizer = optim.FusedAdamW(model.parameters(), master_weights="fp32")
+    for dtype in (torch.bfloat16, torch.float32) * 3:
+        model.to(dtype)
+        optim.flatten(model.parameters())
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())  # into places of the new buffers
+    gc.collect()
+    assert len(optimizer._buffers) == 1
+    assert sum(len(own) for own in optimizer._buffers.values()) == 2
+    held = {tensor.data_ptr() for own in optimizer._buffers.values() for tensor in own.values()}
+    used = {s[n].untyped_storage().data_ptr() for s in optimizer.state.values() for n in STATES}
+    assert used == held
 
 
 def test_without_memory_nothing_has_moved(world, monkeypatch):

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import pycomm
 import pycomm.optim as optim
@@ -11,10 +13,10 @@ import pycomm.optim as optim
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({}, [2, 2, 0, 8]),
-        ({"master_weights": "fp32"}, [2, 2, 4, 8]),
-        ({"master_weights": "remainder", "states": "bf16"}, [2, 2, 2, 4]),
-        ({"master_weights": "remainder", "states": "8bit"}, [2, 2, 2, 2 + 8 / 256]),
+        ({}, [2, 0, 2, 0, 8]),
+        ({"master_weights": "fp32"}, [2, 0, 2, 4, 8]),
+        ({"master_weights": "remainder", "states": "bf16"}, [2, 0, 2, 2, 4]),
+        ({"master_weights": "remainder", "states": "8bit"}, [2, 0, 2, 2, 2 + 8 / 256]),
     ],
 )
 def test_memory_report(options, expected, tmp_path):
@@ -26,7 +28,7 @@ def test_memory_report(options, expected, tmp_path):
     report = pycomm.memory_report(model, optimizer, [residual])
     found = [report.per_parameter(kind) for kind in report.bytes]
     step = 4 / model.weight.numel()
-    assert found == pytest.approx([*expected[:3], expected[3] + step, 4])
+    assert found == pytest.approx([*expected[:4], expected[4] + step, 4])
     assert report.total == sum(report.bytes.values())
     assert str(report).splitlines()[-1].split()[0] == "total"
     pytest.importorskip("matplotlib")
@@ -42,6 +44,7 @@ def test_memory_report_of_a_wrapper(world):
     count = module.weight.numel()
     expected = {
         "parameters": 4 * count,
+        "buffers": 0,
         "gradients": 4 * count,
         "master weights": 0,
         "states": 0,
@@ -58,3 +61,40 @@ def test_memory_report_of_a_wrapper(world):
     assert pycomm.memory_report(model, optimizer).bytes == expected
     extra = pycomm.memory_report(model, optimizer, model.comm_state.tensors())
     assert extra.bytes == expected
+
+
+def test_memory_report_counts_buffers_of_modules():
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    report = pycomm.memory_report(model, torch.optim.SGD(model.parameters()))
+    assert report.bytes["buffers"] == 2 * 8 * 4 + 8  # mean, variance and a counter
+
+
+def test_memory_report_of_a_history():
+    """LBFGS keeps lists of tensors."""
+    model = nn.Linear(1000, 1, bias=False)
+    optimizer = torch.optim.LBFGS(model.parameters(), history_size=10)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (model.weight - torch.linspace(-1, 1, 1000)).pow(4).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    state = optimizer.state[model.weight]
+    history = len(state["old_dirs"]) + len(state["old_stps"])
+    assert history >= 10
+    assert pycomm.memory_report(model, optimizer).per_parameter("states") > 4 * (history + 1)
+
+
+def test_memory_report_of_an_optimizer_in_another():
+    """As torch's ZeroRedundancyOptimizer, and wrappers of it, keep theirs."""
+    model = nn.Linear(64, 64, bias=False)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+        model(torch.ones(1, 64)).sum().backward()
+        optimizer.step()
+    finally:
+        dist.destroy_process_group()
+    assert pycomm.memory_report(model, optimizer).per_parameter("states") == 8 + 4 / 64**2

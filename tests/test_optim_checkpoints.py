@@ -230,6 +230,20 @@ def test_checkpoints_of_other_optimizers_are_refused():
         Case("adam", master="fp32").make(halves).load_state_dict(remainders.state_dict())
 
 
+@pytest.mark.parametrize("saved", ["adamw", "sgd", "lion", "lamb"])
+@pytest.mark.parametrize("loading", ["adamw", "sgd", "lion", "lamb"])
+def test_each_kind_of_optimizer_loads_its_own_checkpoints(saved, loading):
+    """Adam and LAMB have states of the same names, Lion's are among Adam's."""
+    params, optimizer = run(Case(saved))
+    other = Case(loading).make(params)
+    if saved == loading:
+        other.load_state_dict(optimizer.state_dict())
+    else:
+        with pytest.raises(ValueError, match=r"another kind of optimizer|has no exp_avg"):
+            other.load_state_dict(optimizer.state_dict())
+    assert bool(other.state) == (saved == loading)
+
+
 def test_8_bit_states_follow_the_order_of_elements():
     """Blocks are runs of memory: those of another memory format are coded anew."""
     weights = torch.randn(64, 16, 3, 3, generator=torch.Generator().manual_seed(0))

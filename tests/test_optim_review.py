@@ -272,3 +272,50 @@ def test_duplicates_are_refused():
     param = ones(3)
     with pytest.raises(ValueError, match=r"duplicate|more than once"):
         optim.FusedSGD([param, param])
+
+
+@pytest.mark.parametrize(
+    "setting", [{"lr": "fast"}, {"betas": (0.9,)}, {"weight_decay": None}, {"seed": -1}], ids=str
+)
+def test_a_bad_setting_in_any_group_stops_the_step_before_it_begins(setting):
+    params = [ones(3), ones(3)]
+    optimizer = optim.FusedAdamW([{"params": param} for param in params], max_norm=1.0)
+    step(optimizer, torch.ones(3), torch.ones(3))
+    before = [param.detach().clone() for param in params]
+    optimizer.param_groups[1].update(setting)
+    with pytest.raises((TypeError, ValueError)):
+        step(optimizer, torch.ones(3), torch.ones(3))
+    assert all(map(torch.equal, params, before))
+    assert [optimizer.state[param]["step"] for param in params] == [1, 1]
+
+
+@pytest.mark.parametrize("bound", [-1.0, 0.0, float("nan")])
+def test_a_bound_that_turns_gradients_around_is_refused_also_later(bound):
+    param = ones(3)
+    optimizer = optim.FusedSGD([param], lr=1.0)
+    optimizer.max_norm = bound
+    with pytest.raises(ValueError, match="max_norm must be above 0"):
+        step(optimizer, torch.ones(3))
+    assert torch.equal(param, torch.ones(3))
+
+
+def test_a_scaler_without_gradients_raises_as_torchs():
+    for kind in (torch.amp.GradScaler, optim.GradScaler):
+        optimizer = optim.FusedAdamW([ones(3)])
+        scaler = kind("cpu")
+        scaler.scale(torch.ones(()))
+        scaler.step(optimizer)
+        with pytest.raises(AssertionError, match="No inf checks were recorded"):
+            scaler.update()
+
+
+def test_a_hook_may_remove_options_from_a_checkpoint():
+    param = ones(3)
+    optimizer = optim.FusedAdamW([param])
+    step(optimizer, torch.ones(3))
+
+    def without_seed(_, state_dict):
+        del state_dict["param_groups"][0]["seed"]
+
+    optimizer.register_state_dict_post_hook(without_seed)
+    torch.optim.AdamW([param]).load_state_dict(optimizer.state_dict(format="torch"))

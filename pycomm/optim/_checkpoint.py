@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from pycomm.optim.flat import Buffers, zeros_for
 
 # What all states have of these optimizers; momentum and the largest second moments may begin later.
 _ALWAYS = ("exp_avg", "exp_avg_sq")
+# Settings of groups that tell kinds of optimizers apart: Adam's, LAMB's, SGD's, NAdam's.
+_TELLING = ("amsgrad", "always_adapt", "nesterov", "momentum_decay")
 
 
 class Sealed:
@@ -91,6 +93,23 @@ class Adopted:
         return self._state
 
 
+def check_groups(
+    optimizer: str, defaults: Mapping[str, Any], groups: Iterable[Mapping[str, Any]]
+) -> None:
+    """Refuses a checkpoint of another kind of optimizer, whose states may have the same names.
+
+    Raises:
+        ValueError: its groups have settings that this kind does not know.
+    """
+    for group in groups:
+        for name in _TELLING:
+            if name in group and name not in defaults:
+                raise ValueError(
+                    f"the checkpoint is of another kind of optimizer: its groups have {name!r}, "
+                    f"which {optimizer} does not know"
+                )
+
+
 def checked(
     param: torch.Tensor, saved: Mapping[str, Any], names: tuple[str, ...]
 ) -> Mapping[str, Any]:
@@ -99,6 +118,9 @@ def checked(
     Raises:
         ValueError: it is of another kind of optimizer or parameter.
     """
+    for name in _ALWAYS:
+        if name not in names and _storage.place_in(saved, name) in saved:
+            raise ValueError(f"a state of the checkpoint has {name}: of another kind of optimizer")
     for name in names if saved else ():
         place = _storage.place_in(saved, name)
         if name in _ALWAYS and place not in saved:

@@ -76,7 +76,11 @@ class OnCuda:
 
     def rate(self, lr: float | torch.Tensor) -> float:
         """A learning rate for the settings; one on the device is read there."""
-        return 0.0 if isinstance(lr, torch.Tensor) and lr.is_cuda else _number(lr)
+        if not (isinstance(lr, torch.Tensor) and lr.is_cuda):
+            return _number(lr)
+        if lr.device != self._device:
+            raise ValueError(f"lr must lie on {self._device} or the CPU, got {lr.device}")
+        return 0.0
 
     def step(self, number: int, settings: _C.OptimizerSettings, control: Control) -> None:
         """Steps one of the tables."""
@@ -85,8 +89,6 @@ class OnCuda:
         lr = group["lr"]
         if not (isinstance(lr, torch.Tensor) and lr.is_cuda):
             lr = None
-        elif lr.device != self._device:
-            raise ValueError(f"lr must lie on {self._device} or the CPU, got {lr.device}")
         elif lr.dtype not in (torch.float32, torch.float64):
             lr = lr.double()
         self._table.step(

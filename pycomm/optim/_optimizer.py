@@ -39,7 +39,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params: Any, defaults: Group, options: Options) -> None:
         own, self.max_norm = _options.with_defaults(type(self).__name__, options)
-        self._buffers: Buffers = {}
+        self._buffers = Buffers()
         self._edits = Edits()
         super().__init__(params, {**defaults, **own})
 
@@ -128,7 +128,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         }
         for group in state_dict["param_groups"]:
             for option in _options.DEFAULTS:
-                del group[option]
+                group.pop(option, None)  # a hook may have removed it
         return state_dict
 
     @_disable_dynamo
@@ -137,12 +137,16 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         States take the form that this optimizer was made for. Weights of higher precision come from
         the checkpoint or, without any there, from the parameters.
+
+        Raises:
+            ValueError: the checkpoint is of another kind of optimizer, or of other parameters.
         """
         before, hooks = self.__dict__.copy(), self._optimizer_load_state_dict_pre_hooks
         state_dict = state_dict.copy()
         for hook in hooks.values():
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
+        _checkpoint.check_groups(type(self).__name__, self.defaults, state_dict["param_groups"])
         # torch casts states to the parameter's type, which would ruin them: it sees none.
         sealed = {key: _checkpoint.Sealed(value) for key, value in state_dict["state"].items()}
         self._optimizer_load_state_dict_pre_hooks = OrderedDict()
@@ -157,10 +161,11 @@ class FusedOptimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """For pickling and copying."""
         self._take_edits()
-        return {**super().__getstate__(), "max_norm": self.max_norm, "_buffers": {}}
+        return {**super().__getstate__(), "max_norm": self.max_norm}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Also what :meth:`load_state_dict` ends with."""
+        self._buffers = getattr(self, "_buffers", Buffers())
         self._edits = Edits()
         groups = getattr(self, "param_groups", ())
         own = [{key: group[key] for key in _options.DEFAULTS} for group in groups]
@@ -220,6 +225,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         steps = _executors.executor(device, tables, self._on_cuda)
         if isinstance(steps, OnCuda) and not _executors.is_capturing(device):
             self._on_cuda = steps
+        # All that can raise comes before the first group changes.
+        _options.check_max_norm(self.max_norm)
+        settings = [self._settings(group, steps.rate(group["lr"])) for group, _ in tables]
         scale, found = _scalar(self, "grad_scale", device), _scalar(self, "found_inf", device)
         if found is self._found:  # by an earlier step
             self.found_inf = self._found = found = None
@@ -230,8 +238,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         control = (scale, found, clip)
         if sets_found or clip is not None:
             self.grad_norm = steps.survey(control, self.max_norm or 0.0, sets_found)
-        for number, (group, _) in enumerate(tables):
-            steps.step(number, self._settings(group, steps.rate(group["lr"])), control)
+        for number, one in enumerate(settings):
+            steps.step(number, one, control)
         torch.autograd.graph.increment_version(params)
         self._edits.note(p for p in params if _storage.holds_weights(self.state[p]))
         del keep

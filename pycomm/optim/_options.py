@@ -52,9 +52,14 @@ def with_defaults(optimizer: str, options: Options) -> tuple[Group, float | None
     if not isinstance(seed, int) or not 0 <= seed < 1 << 64:
         raise ValueError(f"seed must be an integer from 0 to 2^64 - 1, got {seed!r}")
     max_norm = options.get("max_norm")
+    check_max_norm(max_norm)
+    return {name: options.get(name, default) for name, default in DEFAULTS.items()}, max_norm
+
+
+def check_max_norm(max_norm: float | None) -> None:
+    """Refuses bounds that would turn gradients around."""
     if max_norm is not None and not max_norm > 0:
         raise ValueError(f"max_norm must be above 0, got {max_norm}")
-    return {name: options.get(name, default) for name, default in DEFAULTS.items()}, max_norm
 
 
 def check_torch_flags(flags: Group) -> None:

@@ -12,8 +12,9 @@ from pycomm._flat import Layout, Piece, home_of, place_of
 from pycomm._parameters import dense_strides
 from pycomm._zeros import zeros, zeros_like
 
-# An optimizer's, by the piece whose places they have, the state's name and its type.
-Buffers = dict[tuple[weakref.ref[Piece], str, torch.dtype], torch.Tensor]
+# An optimizer's, by the piece whose places they have, the state's name and its type. They end with
+# the piece: a model that is moved and flattened again has new ones.
+Buffers = weakref.WeakKeyDictionary[Piece, dict[tuple[str, torch.dtype], torch.Tensor]]
 
 
 class FlatParameters:
@@ -71,10 +72,10 @@ def zeros_for(
     home = home_of(param)
     if buffers is None or home is None:
         return zeros_like(param, dtype)
-    key = (weakref.ref(home.piece), name, dtype)
-    if key not in buffers:
-        buffers[key] = zeros_like(home.piece.gradients, dtype)
-    return home.of(buffers[key], param).zero_()
+    own = buffers.setdefault(home.piece, {})
+    if (name, dtype) not in own:
+        own[name, dtype] = zeros_like(home.piece.gradients, dtype)
+    return home.of(own[name, dtype], param).zero_()
 
 
 def _checked(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:

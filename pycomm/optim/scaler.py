@@ -43,8 +43,7 @@ class GradScaler(torch.amp.GradScaler):
             found = optimizer.found_inf  # type: ignore[attr-defined]
         finally:
             del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
-        state["found_inf_per_device"] = {
-            scale.device: scale.new_zeros(()) if found is None else found
-        }
+        # Without gradients nothing was looked for, and update() says so.
+        state["found_inf_per_device"] = {} if found is None else {scale.device: found}
         state["stage"] = OptState.STEPPED
         return loss
