@@ -269,4 +269,5 @@ class Parameter:
         ratio = 1.0
         if o["weight_decay"] and weights > 0 and directions > 0:
             ratio = math.sqrt(weights) / math.sqrt(directions)
-        return p - F(o["lr"] * ratio) * u
+        rate = o["lr"] * ratio
+        return p - (np.finfo(F).max if rate > np.finfo(F).max else F(rate)) * u

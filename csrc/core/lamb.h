@@ -21,7 +21,13 @@ struct Lamb {
   PYCOMM_HD Lamb(const Settings& s, double step, double ratio = 1.0)
       : moments(s, step, 1.0),
         weight_decay(static_cast<float>(s.weight_decay)),
-        rate(static_cast<float>(s.lr * ratio)) {}
+        rate(finite_rate(s.lr * ratio)) {}
+
+  // Weights of 1e20 may be 1e40 times their directions, which is infinite in fp32.
+  PYCOMM_HD static float finite_rate(double rate) {
+    constexpr double most = 0x1.fffffep127;
+    return static_cast<float>(rate > most ? most : rate);
+  }
 
   // u, and the new moments.
   PYCOMM_HD float direction(float g, float p, float& m, float& v) const {

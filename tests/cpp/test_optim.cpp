@@ -247,6 +247,16 @@ void powers() {
   }
 }
 
+// Also where weights are 1e44 times their directions.
+void lamb_stays_finite() {
+  Settings settings;
+  settings.lr = 1e-3, settings.eps = 1e-6;
+  const Lamb lamb(settings, 1.0, 1e44);
+  float p = 1e20f, m = 0.0f, v = 0.0f, unused = 0.0f;
+  lamb(1e-30f, p, m, v, unused);
+  PYCOMM_CHECK(std::isfinite(p) && p < 1e20f, "p = " + text(p));
+}
+
 // Within the roundings of a tree: six at each level, whatever the length.
 void sums() {
   std::mt19937_64 dice(0);
@@ -294,6 +304,7 @@ int main() {
       {"scales", scales},
       {"errors of codes", errors_of_codes},
       {"powers", powers},
+      {"LAMB stays finite", lamb_stays_finite},
       {"sums", sums},
       {"sums of squares tell what is finite", sums_of_squares_tell_what_is_finite},
   });
