@@ -94,6 +94,7 @@ class CudaGroup {
  private:
   CollectiveError describe_failure(const cuda::Failure& found, std::uint64_t word) const {
     if (found.reason == Reason::none) {
+      if (!is_abort_word(word, host_->size())) return overwritten(found.first, found.sequence);
       const int rank = rank_of(word);
       return failure(reason_of(word), rank, host_->pid(rank), found.first, found.sequence);
     }

@@ -92,6 +92,16 @@ inline CollectiveError mismatch(int first, const Operation& called, int r, const
               describe(called) + ", rank " + std::to_string(r) + " called " + describe(other)};
 }
 
+// The word that says why the group ended is none that a rank writes.
+inline CollectiveError overwritten(const Operation& called, std::uint32_t sequence) {
+  return {Reason::malformed,
+          -1,
+          -1,
+          name_of(called.collective),
+          sequence,
+          "a rank of this machine has overwritten the group's shared memory"};
+}
+
 // Rank `r` sent what cannot be used.
 inline CollectiveError malformed(int r, int pid, const Operation& called, std::uint32_t sequence,
                                  const std::string& what) {

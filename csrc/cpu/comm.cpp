@@ -361,10 +361,7 @@ void Comm::blame_number(int number, const std::string& what) {
 }
 
 void Comm::raise(std::uint64_t word) const {
-  if (!is_abort_word(word, peers_->count())) {
-    throw CollectiveError(Reason::malformed, -1, -1, name_of(called_.collective), ordinal_,
-                          "a rank of this machine has overwritten the group's shared memory");
-  }
+  if (!is_abort_word(word, peers_->count())) throw overwritten(called_, ordinal_);
   const int culprit = rank_of(word), pid = peers_->pid_of(culprit);
   if (reason_of(word) == Reason::mismatch && announced(0) == sequence_) {
     const Operation& first = announcement(0).operation;
