@@ -59,7 +59,7 @@ def converted(group, make, formats, when, load=False):
             saved = state.state_dict()
             assert not load or state.load_state_dict(saved) is None
         step_of(group, model, step)
-        kept = state.state_dict()["kept"]
+        kept = state.state_dict()["kept"][str(group.rank)]
         seen.append([model.module.weight.grad.clone(), *(kept[kind]["weight"] for kind in kept)])
     return seen
 
