@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from pycomm._flat import Layout, Place, put, room
+from pycomm.collectives import broadcast
 
 if TYPE_CHECKING:
     from pycomm.group import Group
 
+_MIB = 1 << 20
 _FEWEST = 16  # so that all but the last sixteenth of an exchange can hide behind backward
-_SMALLEST = 1 << 20
+_SMALLEST = _MIB
 
 
 class Bucket:
@@ -136,6 +138,18 @@ def partition(
         left[key] -= tensor.nbytes
         ends[id(filling[key])] = index, filling[key]
     return [members for _, members in sorted(ends.values(), key=lambda end: end[0])]
+
+
+def broadcast_all(tensors: Iterable[torch.Tensor], source: int, group: Group) -> None:
+    """Gives everyone one rank's tensors, many small ones at a time."""
+    for members in partition((tensor.data for tensor in tensors), _MIB):
+        flat = torch.cat([member.reshape(-1) for member in members])
+        broadcast(flat.view(torch.uint8), source, group=group)
+        begin = 0
+        for member in members if group.rank != source else ():
+            end = begin + member.numel()
+            member.copy_(flat[begin:end].view(member.shape))
+            begin = end
 
 
 def _memory(group: Group, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

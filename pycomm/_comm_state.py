@@ -37,6 +37,14 @@ class _Flight:
     future: Future[torch.Tensor]
     buffer: torch.Tensor
 
+    def land(self) -> None:
+        """Waits for it."""
+        self.work.wait()
+        if self.future.done():
+            self.future.wait()  # on CUDA only the current stream does
+        else:
+            self.future.set_result(self.buffer)
+
     def wire_bytes(self) -> int:
         """What this rank has moved, or on CUDA, where nobody counts, the most it may have."""
         return self.work.moved() or self.plan.wire_bytes
@@ -174,12 +182,13 @@ class CommState:
             self._time_stream(self._stream)
         with _named("pycomm::finish"):
             for flight in flights:
-                flight.work.wait()
-                if flight.future.done():
-                    flight.future.wait()  # on CUDA only the current stream does
-                else:
-                    flight.future.set_result(flight.buffer)
+                flight.land()
         self._now.exposed += time.perf_counter() - begin
+
+    def give_back(self) -> None:
+        """Puts the step's means, which nobody will use, into residuals: nothing is lost."""
+        for flight in self._now.flights:
+            flight.plan.give_back()
 
     def stats(self) -> dict[str, float]:
         """Numbers for a logger; sizes and times are of the last step.
@@ -285,8 +294,11 @@ class CommState:
         scale = self._scale()
         self._residuals.settle(scale)
         self._exposed_before += self._exposed()
+        for flight in itertools.chain(*self._flying.values()):  # of backwards that never ended
+            flight.land()
+            flight.plan.give_back()
+        self._flying.clear()
         self._now = _Step()
-        self._flying.clear()  # of backwards that never ended
         self.step += 1
         if self.step > self._warmup_steps:
             self._residuals.begin_step(scale)

@@ -72,7 +72,15 @@ class Plan:
     @cached_property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All that must live until they have run."""
-        return tuple(tensor for part in self.parts for tensor in (part.tensor, *part.kept))
+        return tuple(tensor for part in self.parts for tensor in part.tensors)
+
+    def give_back(self) -> None:
+        """Adds the means to this rank's residuals, after an exchange whose result is dropped."""
+        for part in self.parts:
+            residual, scale = part.kept.get("residual"), part.kept.get("scale")
+            # With an overflow there may be no number to add, and residuals were left alone.
+            if residual is not None and bool(part.tensor.isfinite().all()):
+                residual.add_(part.tensor if scale is None else part.tensor.float() / scale)
 
 
 @dataclass(frozen=True)
@@ -81,7 +89,11 @@ class _Part:
 
     tensor: torch.Tensor
     codec: _C.Codec | None
-    kept: tuple[torch.Tensor, ...]
+    kept: dict[str, torch.Tensor]
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.tensor, *self.kept.values()
 
 
 def make_plan(
@@ -145,7 +157,7 @@ def _add_dense(
     if tensor.numel() == 0:
         return
     plan.calls.append(_call(tensor, first, recipe, _C.Codec(0)))
-    plan.parts.append(_Part(tensor, None, ()))
+    plan.parts.append(_Part(tensor, None, {}))
     plan.wire_bytes += dense_wire_bytes(tensor.nbytes, group)
 
 
@@ -177,7 +189,7 @@ def _add_compressed(
             **pointers,
         )
     )
-    plan.parts.append(_Part(tensor, codec, tuple(kept.values())))
+    plan.parts.append(_Part(tensor, codec, kept))
     parties, stripes = _parties(group)
     wire_bytes = compressor.wire_bytes(entry.numel, parties, tensor.dtype, step=recipe.step)
     plan.wire_bytes += wire_bytes // stripes
@@ -224,7 +236,7 @@ def run_on_stream(plan: Plan, step: int, group: Group, device: torch.device) -> 
             )  # fmt: skip
         else:
             call.set_step(step)
-            side.run_compressed(call, part.codec, tensor.numel(), (tensor, *part.kept), None)
+            side.run_compressed(call, part.codec, tensor.numel(), part.tensors, None)
 
 
 def _nothing() -> None:

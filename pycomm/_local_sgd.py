@@ -155,6 +155,11 @@ class LocalSGDState:
         if self._gradients is not None:
             self._gradients.finish(backward)
 
+    def give_back(self) -> None:
+        """See :meth:`CommState.give_back`."""
+        if self._gradients is not None:
+            self._gradients.give_back()
+
     # After the optimizer.
 
     @_disable_dynamo

@@ -20,16 +20,18 @@ from torch._compile import _disable_dynamo as not_compiled
 from torch.autograd import Variable
 from torch.autograd.graph import Node
 
-from pycomm._buckets import Bucket, Slab, partition
+from pycomm._buckets import Bucket, Slab, broadcast_all
 from pycomm._comm_state import CommState
 from pycomm._graphs import leads_to, tensors_in
 from pycomm._local_sgd import LocalSGDState
 from pycomm._members import Members
 from pycomm._parameters import Exclude
+from pycomm._promise import Promise, compare
 from pycomm._tensors import check_memory
 from pycomm._weighing import Weighing
 from pycomm.collectives import all_reduce, broadcast
 from pycomm.compression import Compressor
+from pycomm.errors import GroupUnusable
 from pycomm.group import Group
 
 _MIB = 1 << 20
@@ -112,7 +114,7 @@ class DataParallel(nn.Module):
         self._broadcast_buffers = broadcast_buffers
         self._agreements_seen = -1  # of local SGD, when buffers were broadcast
         self._parameters_in_order = [p for p in module.parameters() if p.requires_grad][::-1]
-        self._broadcast([*module.parameters(), *module.buffers()], 0)
+        broadcast_all([*module.parameters(), *module.buffers()], 0, self._group)
         self._slab = Slab(self._parameters_in_order, bucket_mb * _MIB, self._group)
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}
@@ -120,6 +122,7 @@ class DataParallel(nn.Module):
         self._ready: list[torch.Tensor] | None = []  # in the order of the first backward
         self._syncing = True
         self._in_backward = False
+        self._promise = Promise()
         self._next = 0  # bucket to be exchanged
         self._weighing: Weighing | None = None
         self._joined_steps: int | None = None  # none outside of join()
@@ -165,7 +168,7 @@ class DataParallel(nn.Module):
         if isinstance(self.comm_state, LocalSGDState):
             with self.comm_state.join():
                 yield
-            self._broadcast(list(self.module.buffers()), 0)
+            broadcast_all(self.module.buffers(), 0, self._group)
             return
         self._joined_steps = 0
         try:
@@ -176,7 +179,8 @@ class DataParallel(nn.Module):
             last = torch.tensor([self._joined_steps * self._group.size + self._group.rank])
             all_reduce(last, "max", group=self._group)
             source = int(last) % self._group.size
-            self._broadcast([*self.module.parameters(), *self.module.buffers()], source)
+            tensors = [*self.module.parameters(), *self.module.buffers()]
+            broadcast_all(tensors, source, self._group)
         finally:
             self._joined_steps = self._weighing = None
 
@@ -195,8 +199,8 @@ class DataParallel(nn.Module):
     @not_compiled
     def _prepare(self, weight: float | None, active: bool = True) -> bool:
         """Before a forward with gradients, or instead of one; whether any rank still goes on."""
-        if self._in_backward and torch._C._current_graph_task_id() < 0:
-            self._exchange_nothing(raised=True)  # others may be waiting
+        if self._promise.open and torch._C._current_graph_task_id() < 0:
+            self._catch_up()
         self._members.check(self.module)
         group = self.comm_state.gradient_group if self._syncing else None
         if weight is not None and group is None:
@@ -208,10 +212,21 @@ class DataParallel(nn.Module):
             self._weighing = Weighing(1.0 if weight is None else weight, active, group)
         if self._weighing is not None and self._joined_steps is not None:
             self._joined_steps += active
+            self._promise.open = active
             return self._weighing.active_ranks() > 0
         if self._broadcast_buffers and self._agree_anew():
-            self._broadcast(list(self.module.buffers()), 0)
+            broadcast_all(self.module.buffers(), 0, self._group)
+        self._promise.open = True
         return True
+
+    def _catch_up(self) -> None:
+        """Takes part in an exchange of the others whose backward has raised here."""
+        group = self.comm_state.gradient_group
+        if group is not None and self._promise.is_broken(group):
+            if not self._in_backward:
+                self._reset()
+            self._exchange_nothing(raised=True)
+        self._in_backward = False
 
     def _agree_anew(self) -> bool:
         """Whether ranks have come to the same parameters since this was asked last."""
@@ -238,8 +253,10 @@ class DataParallel(nn.Module):
         Variable._execution_engine.queue_callback(end)
 
     def _reset(self) -> None:
-        self._in_backward = True
+        self._in_backward = self._promise.open = True
         self._next = 0
+        if self._ready is not None:
+            self._ready = []
         for bucket in self._buckets:
             bucket.reset()
 
@@ -264,9 +281,15 @@ class DataParallel(nn.Module):
         """Starts what is complete, always in the same order."""
         while self._next < len(self._buckets) and not self._buckets[self._next].waiting:
             bucket = self._buckets[self._next]
+            if (group := self.comm_state.gradient_group) is not None:
+                self._promise.announce(group)
             if self._weighing is not None:
                 self._weighing.scale(bucket.flat)
-            self.comm_state.start(bucket.flat, bucket.parameters, begins=bucket.begins)
+            try:
+                self.comm_state.start(bucket.flat, bucket.parameters, begins=bucket.begins)
+            except GroupUnusable:
+                self._promise.wait()  # raises what has made it so
+                raise
             bucket.sent = True
             self._next += 1
 
@@ -276,19 +299,33 @@ class DataParallel(nn.Module):
         arrived = any(bucket.arrived for bucket in self._buckets)
         if not arrived and first is not None and leads_to(first, self._bucket_of):
             self._in_backward = False  # torch.autograd.grad for something else
+            self._promise.settle()
         else:
             self._exchange_rest()
 
     def _exchange_rest(self, raised: bool | None = False) -> None:
         """Sends what has not been sent, with zeros for what was not used, and waits.
 
-        `raised`: whether backward has; None where there was none.
+        `raised`: whether backward has; None where there was none. If it has on any rank, gradients
+        are dropped on all, and all that have not raised yet do.
         """
-        self._in_backward = False
         unused = [parameter for bucket in self._buckets for parameter in bucket.complete()]
         self._start_full()
+        self._promise.wait()
         self.comm_state.finish()
-        for parameter in self._used_elsewhere(unused, raised):
+        used_elsewhere, raised_on = self._compare(unused, raised is True)
+        self._in_backward = False
+        self._promise.settle()
+        if raised_on:
+            self.comm_state.give_back()
+            self._drop_gradients()
+            if raised is False:
+                raise RuntimeError(
+                    f"backward has raised on ranks {raised_on} of {self._group.size}: gradients "
+                    "are dropped on all; go on with the next forward"
+                )
+            return
+        for parameter in used_elsewhere:
             if parameter.grad is None:
                 self._bucket_of[id(parameter)].adopt(parameter)
         if self._ready is not None:
@@ -309,25 +346,18 @@ class DataParallel(nn.Module):
         for parameter in self._parameters_in_order:
             parameter.grad = None
 
-    def _used_elsewhere(
-        self, unused: Sequence[torch.Tensor], raised: bool | None
-    ) -> list[torch.Tensor]:
-        """Which of the parameters that were not used here some other rank has used.
-
-        Raises on every rank where backward has raised on some only: no optimizer may step then.
-        """
+    def _compare(
+        self, unused: Sequence[torch.Tensor], raised: bool
+    ) -> tuple[list[torch.Tensor], list[int]]:
+        """Which parameters that are unused here others have used; where backward has raised."""
         group = self.comm_state.gradient_group
         if group is None:
-            return []
+            return [], []
         without = set(map(id, unused))
         used = [id(p) not in without for p in self._parameters_in_order]
-        flags = torch.tensor([*used, raised is True, raised is False]).byte()
-        all_reduce(flags, "max", group=group)
-        *anywhere, any_raised, any_fine = flags.tolist()
-        if any_raised and any_fine:
-            raise RuntimeError("backward has raised on some ranks: its gradients are no mean")
-        found = zip(self._parameters_in_order, anywhere, strict=True)
-        return [p for p, is_used in found if is_used and id(p) in without]
+        used_anywhere, raised_on = compare(used, raised, group)
+        found = zip(self._parameters_in_order, used_anywhere, strict=True)
+        return [p for p, is_used in found if is_used and id(p) in without], raised_on
 
     def _learn_order(self, ready: Sequence[torch.Tensor]) -> None:
         """Lays buckets out in rank 0's order of the first backward."""
@@ -345,17 +375,6 @@ class DataParallel(nn.Module):
         for parameter in self._parameters_in_order:
             if parameter.grad is not None:
                 self._bucket_of[id(parameter)].put(parameter)
-
-    def _broadcast(self, tensors: Sequence[torch.Tensor], source: int) -> None:
-        """Gives everyone one rank's tensors, many small ones at a time."""
-        for members in partition((tensor.data for tensor in tensors), _MIB):
-            flat = torch.cat([member.reshape(-1) for member in members])
-            broadcast(flat.view(torch.uint8), source, group=self._group)
-            begin = 0
-            for member in members if self._group.rank != source else ():
-                end = begin + member.numel()
-                member.copy_(flat[begin:end].view(member.shape))
-                begin = end
 
 
 def _checked(local_sgd: object, **options: Any) -> LocalSGDState:

@@ -66,14 +66,14 @@ class OwnError(Exception):
 class Fragile(nn.Module):
     """Calls something in the middle of backward."""
 
-    def __init__(self):
+    def __init__(self, norm=False):
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.Sequential(*[nn.Linear(40, 40) for _ in range(6)])
-        self.call = None
+        self.norm = nn.BatchNorm1d(40) if norm else nn.Identity()
 
     def forward(self, x, call=None):
-        x = self.layers[:3](x)
+        x = self.norm(self.layers[:3](x))
         if call is not None:
             x.register_hook(call)
         return self.layers[3:](x)
@@ -114,21 +114,17 @@ def all_raise(group, set_to_none):
 
 
 def one_raises(group, set_to_none):
-    """The other ones learn of it, so that no optimizer steps; then all can go on."""
+    """The other one learns of it in the same step, and no gradient is left; then all go on."""
     model = pycomm.DataParallel(Fragile(), bucket_mb=TINY)
     for turn in range(3):
-        failing = group.rank == turn % group.size
-        if failing:
-            fail(model, group.rank, turn)
         model.zero_grad(set_to_none=set_to_none)
-        told = pytest.raises(RuntimeError, match="raised on some ranks")
-        if failing:
-            with told:
-                wrapped.batch_loss(model, group.rank, turn)
+        if group.rank == turn % group.size:
+            fail(model, group.rank, turn)
         else:
             loss = wrapped.batch_loss(model, group.rank, turn)
-            with told:
+            with pytest.raises(RuntimeError, match=rf"raised on ranks \[{turn % group.size}\]"):
                 loss.backward()
+            assert all(parameter.grad is None for parameter in model.parameters())
         check_steps(group, model, range(2), set_to_none)
     assert model.comm_state.step == 9
 
@@ -154,6 +150,137 @@ def raising_before_accumulation(group, set_to_none):
 @pytest.mark.parametrize("body", [all_raise, one_raises, raising_before_accumulation])
 def test_an_error_in_backward_leaves_the_wrapper_usable(body, set_to_none):
     helpers.run_group(2, body, set_to_none)
+
+
+def raise_in_forward(*_details):
+    raise OwnError(2)
+
+
+def spoiled_loss(model, rank, step, place):
+    """A loss that raises somewhere."""
+    if place == "middle":
+        return model(ddp.batch(rank, step), raise_own).sum()
+    if place == "forward":
+        handle = model.module.layers[2].register_forward_pre_hook(raise_in_forward)
+        try:
+            return model(ddp.batch(rank, step))
+        finally:
+            handle.remove()
+    loss = wrapped.batch_loss(model, rank, step) + 1
+    loss.register_hook(raise_own)
+    return loss
+
+
+def skipping(group, place, norm):
+    """A loop that leaves out what raises: ranks leave out the same batches, and stay in step."""
+    module, alone = Fragile(norm), Fragile(norm)
+    model = pycomm.DataParallel(module, bucket_mb=TINY)
+    errors = []
+    for step in range(9):
+        spoiled_by = {1: [0], 3: [1], 4: [1], 6: [0, 1]}.get(step, [])
+        model.zero_grad()
+        try:
+            spoiled = group.rank in spoiled_by
+            loss = (
+                spoiled_loss(model, group.rank, step, place)
+                if spoiled
+                else wrapped.batch_loss(model, group.rank, step)
+            )
+            loss.backward()
+        except (OwnError, RuntimeError) as error:
+            errors.append((step, type(error)))
+            continue
+        expected = wrapped.mean_gradients(alone, group.size, step)
+        assert wrapped.same(wrapped.gradients_of(model), expected)
+    return errors
+
+
+PLACES = ["loss", "middle", "forward"]
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "with buffers"])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_loop_that_skips_what_raises_stays_in_step(place, norm):
+    """Wherever it was: in the loss, in the midst of the module's backward, or in its forward."""
+    errors = helpers.run_group(2, skipping, place, norm)
+    for rank, others in enumerate(errors):
+        kinds = [OwnError if rank in by else RuntimeError for by in ([0], [1], [1], [0, 1])]
+        assert others == list(zip([1, 3, 4, 6], kinds, strict=True))
+
+
+def several_forwards(group):
+    """Before one backward, on all ranks alike, whether it raises or not."""
+    model, alone = pycomm.DataParallel(Fragile(), bucket_mb=TINY), Fragile()
+
+    def loss(module, rank, step):
+        return wrapped.batch_loss(module, rank, step) + wrapped.batch_loss(module, rank, step + 9)
+
+    for step in range(5):
+        model.zero_grad()
+        total = loss(model, group.rank, step)
+        if step % 2 and group.rank == 0:
+            total.register_hook(raise_own)
+        if step % 2:
+            with pytest.raises(OwnError if group.rank == 0 else RuntimeError):
+                total.backward()
+        else:
+            total.backward()
+            expected = wrapped.mean_gradients(alone, group.size, step, loss)
+            assert wrapped.same(wrapped.gradients_of(model), expected)
+
+
+def test_an_error_after_several_forwards():
+    helpers.run_group(2, several_forwards)
+
+
+class Spoilt(ddp.Given):
+    """Calls something before the gradient of its first parameter, which comes last."""
+
+    def forward(self, gradients, call=None):
+        gradients = dict(gradients)
+        wide = (self.wide * gradients.pop("wide")).sum()
+        if call is not None:
+            wide.register_hook(call)
+        return wide + super().forward(gradients)
+
+
+def balance(group, compressor, scaler):
+    """What was given, and what was applied or waits; most steps raise, on one rank or on both."""
+    options = {"compression": compressor, "grad_scaler": scaler}
+    model = pycomm.DataParallel(Spoilt(), bucket_mb=TINY, **options)
+    scale = scaler.scale(torch.ones(())) if scaler else 1.0
+    names = ["wide", "square"]
+    given, found = ({name: torch.zeros(ddp.SHAPES[name]) for name in names} for _ in range(2))
+    for step in range(9):
+        model.zero_grad()
+        spoiled_by = [[], [0], [1], [0, 1]][step % 4]
+        everyones = [ddp.gradients(model, rank, step) for rank in range(group.size)]
+        for rank, gradients in enumerate(everyones):
+            for name in names if rank not in spoiled_by else ["square"]:
+                given[name] += gradients[name]
+        call = raise_own if group.rank in spoiled_by else None
+        loss = scale * model(everyones[group.rank], call)
+        if spoiled_by:
+            with pytest.raises(OwnError if call else RuntimeError):
+                loss.backward()
+        else:
+            loss.backward()
+            for name in names:
+                found[name] += group.size * model.module.get_parameter(name).grad / scale
+    for name in names:
+        waiting = model.comm_state.residual(name).clone()
+        found[name] += pycomm.all_reduce(waiting, group=group)
+    return given, found
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("compressor", [pycomm.Int8(), pycomm.TopK(0.05)], ids=repr)
+def test_an_error_in_backward_loses_nothing_that_waits(compressor, scaled):
+    """Means that are dropped go back into residuals."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10) if scaled else None
+    for given, found in helpers.run_group(2, balance, compressor, scaler):
+        for name in given:
+            torch.testing.assert_close(found[name], given[name], rtol=1e-4, atol=1e-3)
 
 
 def sparse(group):

@@ -64,7 +64,7 @@ PYTHON_LAYERS = [
     {"ops", "_plan", "_rendezvous", "_cuda", "compression"},
     {"group", "_names"},
     {"collectives", "local_world"},
-    {"compressed", "_parameters", "_residuals", "_members", "_weighing", "_reports"},
+    {"compressed", "_parameters", "_residuals", "_members", "_promise", "_weighing", "_reports"},
     {"compressed_ops", "_exchange", "_flat"},
     {"_buckets"},
     {"_comm_state"},
