@@ -25,6 +25,7 @@ class Bucket:
     Attributes:
         flat: all of them, and zeros for padding.
         parameters: whose they are.
+        ids: of the parameters.
         begins: where in `flat` each gradient begins.
         waiting: ids of those that have not been put here in this backward.
         sent: whether the exchange of this backward has been started.
@@ -32,6 +33,7 @@ class Bucket:
 
     def __init__(self, parameters: Sequence[torch.Tensor], places: Sequence[Place]) -> None:
         self.parameters = list(parameters)
+        self.ids = set(map(id, parameters))
         first, last = places[0], places[-1]
         self._piece = first.piece
         end = last.offset + self.parameters[-1].numel()
@@ -47,7 +49,7 @@ class Bucket:
 
     def reset(self) -> None:
         """Before a backward: nothing is here."""
-        self.waiting = set(map(id, self.parameters))
+        self.waiting = set(self.ids)
         self.sent = False
 
     @property

@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
-import dataclasses
+import copyreg
+import types
 from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 
+# What refers to much, but to no outputs.
+_NO_OUTPUTS = (nn.Module, type, types.ModuleType, types.FunctionType)
+
 
 def tensors_in(outputs: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a module's outputs."""
-    for leaf in pytree.tree_leaves(outputs):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
-        elif dataclasses.is_dataclass(leaf):
-            yield from tensors_in([getattr(leaf, f.name) for f in dataclasses.fields(leaf)])
+    """The tensors of a module's outputs: in containers, and in attributes of objects."""
+    seen: set[int] = set()
+    ahead = [outputs]
+    while ahead:
+        for leaf in pytree.tree_leaves(ahead.pop()):
+            if isinstance(leaf, torch.Tensor):
+                yield leaf
+            elif id(leaf) not in seen and not isinstance(leaf, _NO_OUTPUTS):
+                seen.add(id(leaf))
+                ahead.append(_attributes(leaf))
+
+
+def _attributes(leaf: object) -> list[Any]:
+    slots = copyreg._slotnames(type(leaf))  # type: ignore[attr-defined]
+    found = [getattr(leaf, name) for name in slots if hasattr(leaf, name)]
+    return [*found, *getattr(leaf, "__dict__", {}).values()]
 
 
 def leads_to(node: Node, parameters: Container[int]) -> bool:

@@ -120,6 +120,8 @@ class DataParallel(nn.Module):
         self._bucket_of: dict[int, Bucket] = {}
         self._lay_out()
         self._ready: list[torch.Tensor] | None = []  # in the order of the first backward
+        self._repeated: set[int] = set()  # ids of those that come several times in a backward
+        self._had_backward = False  # one that was through: what is repeated is known
         self._syncing = True
         self._in_backward = False
         self._promise = Promise()
@@ -271,16 +273,21 @@ class DataParallel(nn.Module):
         if bucket.sent:
             raise RuntimeError(
                 f"gradient of a parameter of shape {tuple(parameter.shape)} came again after it "
-                "had been sent: the parameter is used in several reentrant checkpoints; call "
-                "torch.utils.checkpoint.checkpoint with use_reentrant=False"
+                "had been sent: the parameter is used in more reentrant checkpoints than in the "
+                "backwards before; call torch.utils.checkpoint.checkpoint with use_reentrant=False"
             )
+        if id(parameter) not in bucket.waiting:
+            self._repeated.add(id(parameter))
         bucket.put(parameter)
-        self._start_full()
+        if self._had_backward:
+            self._start_full()
 
-    def _start_full(self) -> None:
-        """Starts what is complete, always in the same order."""
-        while self._next < len(self._buckets) and not self._buckets[self._next].waiting:
+    def _start_full(self, last: bool = False) -> None:
+        """Starts what is complete, always in the same order; what may come again only at last."""
+        while self._next < len(self._buckets):
             bucket = self._buckets[self._next]
+            if bucket.waiting or not (last or self._repeated.isdisjoint(bucket.ids)):
+                return
             if (group := self.comm_state.gradient_group) is not None:
                 self._promise.announce(group)
             if self._weighing is not None:
@@ -310,7 +317,7 @@ class DataParallel(nn.Module):
         are dropped on all, and all that have not raised yet do.
         """
         unused = [parameter for bucket in self._buckets for parameter in bucket.complete()]
-        self._start_full()
+        self._start_full(last=True)
         self._promise.wait()
         self.comm_state.finish()
         used_elsewhere, raised_on = self._compare(unused, raised is True)
@@ -325,6 +332,7 @@ class DataParallel(nn.Module):
                     "are dropped on all; go on with the next forward"
                 )
             return
+        self._had_backward |= raised is False
         for parameter in used_elsewhere:
             if parameter.grad is None:
                 self._bucket_of[id(parameter)].adopt(parameter)
@@ -360,9 +368,10 @@ class DataParallel(nn.Module):
         return [p for p, is_used in found if is_used and id(p) in without], raised_on
 
     def _learn_order(self, ready: Sequence[torch.Tensor]) -> None:
-        """Lays buckets out in rank 0's order of the first backward."""
+        """Lays buckets out in rank 0's order of the first backward; last what came repeatedly."""
         index = {id(p): i for i, p in enumerate(self._parameters_in_order)}
-        seen = list(dict.fromkeys(index[id(parameter)] for parameter in ready))
+        arrived = sorted(ready, key=lambda parameter: id(parameter) in self._repeated)
+        seen = list(dict.fromkeys(index[id(parameter)] for parameter in arrived))
         order = torch.tensor([*seen, *sorted(set(index.values()) - set(seen))])
         broadcast(order, 0, group=self._group)
         self._parameters_in_order = [self._parameters_in_order[i] for i in order.tolist()]

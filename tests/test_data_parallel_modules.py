@@ -63,6 +63,20 @@ class Output:
     name: str = "of the model"
 
 
+class Plain:
+    """Knows nothing of containers; refers to itself, and to more than outputs."""
+
+    def __init__(self, hidden):
+        self.hidden, self.me, self.kind = [hidden], self, Plain
+
+
+class Slotted:
+    __slots__ = ("hidden", "unset")
+
+    def __init__(self, hidden):
+        self.hidden = hidden
+
+
 PACKS = {
     "tensor": (lambda x: x, lambda out: out),
     "dict": (lambda x: {"loss": [x, 3]}, lambda out: out["loss"][0]),
@@ -71,6 +85,8 @@ PACKS = {
     "dataclass": (lambda x: Output([x]), lambda out: out.hidden[0]),
     "dataclasses in a dict": (lambda x: {"a": Output([Output([x])])},
                               lambda out: out["a"].hidden[0].hidden[0]),
+    "plain object": (Plain, lambda out: out.hidden[0]),
+    "slots": (lambda x: Plain(Slotted(x)), lambda out: out.hidden[0].hidden),
 }  # fmt: skip
 
 
@@ -101,19 +117,36 @@ def with_batch_norm():
     return nn.Sequential(nn.Linear(40, 20), nn.BatchNorm1d(20), nn.ReLU(), nn.Linear(20, 3))
 
 
+def shared(times, module=None):
+    """Reentrant checkpoints, of which several hold the same layer."""
+    module = module or Checkpointed(reentrant=True)
+    first, second = module.layers[0], module.layers[1]
+    module.layers = nn.ModuleList([second, first] + [second] * (times - 1))
+    return module
+
+
 def shared_among_reentrant_checkpoints(group):
+    """Its gradient comes several times; it is sent after the last time, from the first step on."""
+
+    def loss(module, rank, step):
+        return module(inputs(rank, step)).square().mean()
+
+    model = compare(group, lambda: shared(3), loss, steps=4)
+    assert model._buckets[-1].parameters[0] is model.module.layers[0].weight
+
+
+def more_often_in_later_steps(group):
     """Would be sent before its last gradient: refused, and the wrapper lives on."""
-    module = Checkpointed(reentrant=True)
-    module.layers = nn.ModuleList([module.layers[0], module.layers[1], module.layers[1]])
-    model = pycomm.DataParallel(module, bucket_mb=TINY)
+    model = pycomm.DataParallel(shared(1), bucket_mb=TINY)
+    model(inputs(group.rank, 0)).sum().backward()
+    shared(2, model.module)
+    model.module.layers[0], model.module.layers[1] = model.module.layers[1], model.module.layers[0]
     with pytest.raises(RuntimeError, match="use_reentrant=False"):
         model(inputs(group.rank, 0)).sum().backward()
-    module.reentrant = False
+    model.module.reentrant = False
     model.zero_grad()
     wrapped.batch_loss(model, group.rank, 1).backward()
-    alone = Checkpointed()
-    alone.layers = nn.ModuleList([alone.layers[0], alone.layers[1], alone.layers[1]])
-    expected = wrapped.mean_gradients(alone, group.size, 1)
+    expected = wrapped.mean_gradients(copy.deepcopy(model.module), group.size, 1)
     assert wrapped.same(wrapped.gradients_of(model), expected)
 
 
@@ -218,6 +251,7 @@ def mixed_precision(group):
         checkpointed,
         inside_a_checkpoint,
         shared_among_reentrant_checkpoints,
+        more_often_in_later_steps,
         odd_parameters,
         residuals_in_a_memory_format,
         many_buckets,
