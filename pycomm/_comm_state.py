@@ -37,14 +37,6 @@ class _Flight:
     future: Future[torch.Tensor]
     buffer: torch.Tensor
 
-    def land(self) -> None:
-        """Waits for it."""
-        self.work.wait()
-        if self.future.done():
-            self.future.wait()  # on CUDA only the current stream does
-        else:
-            self.future.set_result(self.buffer)
-
     def wire_bytes(self) -> int:
         """What this rank has moved, or on CUDA, where nobody counts, the most it may have."""
         return self.work.moved() or self.plan.wire_bytes
@@ -182,7 +174,11 @@ class CommState:
             self._time_stream(self._stream)
         with _named("pycomm::finish"):
             for flight in flights:
-                flight.land()
+                flight.work.wait()
+                if flight.future.done():
+                    flight.future.wait()  # on CUDA only the current stream does
+                else:
+                    flight.future.set_result(flight.buffer)
         self._now.exposed += time.perf_counter() - begin
 
     def give_back(self) -> None:
@@ -294,11 +290,8 @@ class CommState:
         scale = self._scale()
         self._residuals.settle(scale)
         self._exposed_before += self._exposed()
-        for flight in itertools.chain(*self._flying.values()):  # of backwards that never ended
-            flight.land()
-            flight.plan.give_back()
-        self._flying.clear()
         self._now = _Step()
+        self._flying.clear()  # of backwards that never ended
         self.step += 1
         if self.step > self._warmup_steps:
             self._residuals.begin_step(scale)
