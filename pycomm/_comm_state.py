@@ -155,7 +155,8 @@ class CommState:
         Where it has ended already, as in the first iteration of a static graph, this waits.
         """
         backward = torch._C._current_graph_task_id()
-        self._follow_formats(buffer, parameters)
+        if buffer.layout == torch.strided:  # start() refuses others
+            self._follow_formats(buffer, parameters)
         future = self.start(buffer, parameters, backward)
         if torch._C._current_autograd_node() is None:
             self.finish(backward)
