@@ -148,13 +148,15 @@ class Link(_C.Transport):
         self._rounds.put(works)
 
     def stop(self, farewell: bytes) -> None:
-        """Tells the others why; nothing touches posted memory any more when this returns."""
+        """Tells the others why."""
         with self._ending:
-            try:
-                self._tell(farewell)
-            finally:
-                self._disconnect()
-                self._rounds.put(None)
+            self._tell(farewell)
+
+    def disconnect(self) -> None:
+        """Nothing touches posted memory any more when this returns."""
+        with self._ending:
+            self._disconnect()
+            self._rounds.put(None)
 
     def leave(self, farewell: bytes) -> None:
         """Tells the others that nothing will follow."""
@@ -164,9 +166,7 @@ class Link(_C.Transport):
 
     def end(self) -> None:
         """Disconnects, and waits until its threads have ended, but not for long."""
-        with self._ending:
-            self._disconnect()
-            self._rounds.put(None)
+        self.disconnect()
         for thread in self._threads:
             thread.join(_PATIENCE_AT_END.total_seconds())
 

@@ -44,7 +44,7 @@ def test_abort_in_the_middle(world, size, algorithm):
         local_world = world(size)
 
         def body(group):
-            timer = threading.Timer(rng.uniform(0.005, 0.05), group.abort)  # noqa: B023
+            timer = threading.Timer(rng.uniform(0.005, 0.05), group.abort)
             started = timer.start if group.rank == 0 else lambda: None
             error, x = repeat_until_it_fails(group, algorithm, 2 << 20, started)
             time.sleep(0.05)

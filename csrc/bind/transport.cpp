@@ -21,7 +21,7 @@ using cpu::Parcel;
 using cpu::Round;
 using cpu::Transport;
 
-// Whose post(), stop() and leave() a Python class defines.
+// Whose post(), stop(), disconnect() and leave() a Python class defines.
 class PythonTransport : public Transport {
  public:
   using Transport::Transport;
@@ -30,6 +30,7 @@ class PythonTransport : public Transport {
     call_python(find("post"), py::make_tuple(parcels(round.sends), parcels(round.receives)));
   }
   void stop(std::span<const std::byte> farewell) override { end("stop", farewell); }
+  void disconnect() override { end("disconnect"); }
   void leave(std::span<const std::byte> farewell) override { end("leave", farewell); }
   int awaited() const override { return awaited_; }
   void await(int host) { awaited_ = host; }
@@ -40,12 +41,13 @@ class PythonTransport : public Transport {
   }
   // Also from destructors and threads, where there is nobody to tell of a failure, and while another
   // error is on its way.
-  void end(const char* name, std::span<const std::byte> farewell) const {
+  template <class... Bytes>
+  void end(const char* name, const Bytes&... farewell) const {
     const WithGil gil;
     const py::error_scope on_its_way;
     const py::function function = find(name);
     try {
-      call_python(function, py::make_tuple(bytes(farewell)));
+      call_python(function, py::make_tuple(bytes(farewell)...));
     } catch (const PythonError&) {
       PyErr_WriteUnraisable(function.ptr());
     }

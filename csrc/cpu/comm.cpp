@@ -22,6 +22,8 @@ constexpr auto kLookForDeathEvery = std::chrono::milliseconds(1);
 constexpr auto kInterruptEvery = std::chrono::milliseconds(50);
 // How long a live process may take to let go of a failed rank's tensors.
 constexpr auto kRetreatWithin = std::chrono::milliseconds(500);
+// How long the ranks of several machines may take to agree whom they blame.
+constexpr auto kSettledWithin = std::chrono::milliseconds(500);
 
 bool has_come(const std::atomic<std::uint32_t>& flag, std::uint32_t target) {
   return reached(flag.load(std::memory_order_acquire), target);
@@ -360,18 +362,45 @@ void Comm::blame_number(int number, const std::string& what) {
   throw malformed(number, peers_->pid_of(number), called_, ordinal_, what);
 }
 
-void Comm::raise(std::uint64_t word) const {
-  if (!is_abort_word(word, peers_->count())) throw overwritten(called_, ordinal_);
+// The least of the first reason and of the deaths that can be seen by then: a rank that is waited for
+// by nobody may have died, too.
+std::uint64_t Comm::last_word() {
+  std::uint64_t word = aborted();
+  for (int r = 0; r < size_; ++r) {
+    if (peers_->ended(r)) word = std::min(word, abort_word(Reason::peer_died, number(r)));
+  }
+  std::uint64_t none = 0;
+  window_->control(0).last_word.compare_exchange_strong(none, word);
+  return window_->control(0).last_word.load();
+}
+
+void Comm::settle(std::uint64_t word) {
+  std::uint64_t none = 0;
+  window_->control(0).settled.compare_exchange_strong(none, word);
+}
+
+std::uint64_t Comm::settled() {
+  if (!spans_) return aborted();
+  const std::atomic<std::uint64_t>& word = window_->control(0).settled;
+  for (const Clock::time_point start = Clock::now(); word.load() == 0;) {
+    if (Clock::now() - start > kSettledWithin) settle(aborted());
+    std::this_thread::sleep_for(kNap);
+  }
+  return word.load();
+}
+
+CollectiveError Comm::failure_of(std::uint64_t word) const {
+  if (!is_abort_word(word, peers_->count())) return overwritten(called_, ordinal_);
   const int culprit = rank_of(word), pid = peers_->pid_of(culprit);
   if (reason_of(word) == Reason::mismatch && announced(0) == sequence_) {
     const Operation& first = announcement(0).operation;
     for (int r = 1; r < size_; ++r) {
       const Operation& other = announcement(r).operation;
       if (number(r) != culprit || announced(r) != sequence_ || other == first) continue;
-      throw mismatch(number(0), first, culprit, other, pid, ordinal_);
+      return mismatch(number(0), first, culprit, other, pid, ordinal_);
     }
   }
-  throw failure(reason_of(word), culprit, pid, called_, ordinal_);
+  return failure(reason_of(word), culprit, pid, called_, ordinal_);
 }
 
 }  // namespace pycomm::cpu

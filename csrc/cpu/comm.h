@@ -139,9 +139,17 @@ class Comm {
   // Rank r has written what cannot be used.
   [[noreturn]] void blame(int r, const std::string& what) { blame_number(number(r), what); }
   [[noreturn]] void blame_number(int number, const std::string& what);
+  // What this machine, which has been aborted, tells the others; the same at every call by any rank.
+  std::uint64_t last_word();
+  // What all machines have settled on; the first word given stays.
+  void settle(std::uint64_t word);
+  // The same, for the ranks that carry nothing between machines: waits for those that do.
+  std::uint64_t settled();
+  // The error that a word stands for, in this operation.
+  CollectiveError failure_of(std::uint64_t word) const;
   // Throws if the group has been aborted.
   void check_aborted() const {
-    if (const std::uint64_t word = aborted()) raise(word);
+    if (const std::uint64_t word = aborted()) throw failure_of(word);
   }
   // For others of this machine: I wait for another one, within a deadline of my own.
   void beat() { mine().beats.fetch_add(1, std::memory_order_relaxed); }
@@ -191,7 +199,6 @@ class Comm {
   void enter_peers_heaps();
   void leave_peers_heaps();
   void detach();
-  [[noreturn]] void raise(std::uint64_t word) const;
   bool left(int r) const { return window_->control(r).left.load(std::memory_order_acquire) != 0; }
 
   // Read by other ranks next: everything but my own ordinary output.

@@ -76,7 +76,7 @@ bool Group::idle() {
 void Group::abort() {
   if (forked()) return;
   comm_.abort(Reason::aborted, comm_.rank());
-  if (hosts_ != nullptr) hosts_->stop(Reason::aborted, rank_);
+  if (hosts_ != nullptr) hosts_->tell();
 }
 
 void Group::leave() {
@@ -237,17 +237,26 @@ bool Group::execute(const Call& call, bool agree_only, void (*interrupt)()) {
     comm_.finish();
     return nonfinite;
   } catch (const CollectiveError& error) {
-    if (hosts_ != nullptr) hosts_->stop(error.reason, error.rank);
-    comm_.retreat();
-    const CollectiveError told = error.knowing(comm_.completed());
+    const std::uint64_t word = pycomm::abort_word(error.reason, error.rank);
+    comm_.abort(word);
+    retreat();
+    const std::uint64_t settled = comm_.settled();
+    const CollectiveError told =
+        (settled == word ? error : comm_.failure_of(settled)).knowing(comm_.completed());
     fail(told.what(), std::make_exception_ptr(told));
     throw told;
   } catch (const std::exception& error) {
     abort();  // nobody knows of it yet
-    comm_.retreat();
+    retreat();
     fail(error.what(), std::current_exception());
     throw;
   }
+}
+
+// After a failure: returns when nobody touches the caller's memory any more.
+void Group::retreat() {
+  if (hosts_ != nullptr) hosts_->stop();
+  comm_.retreat();
 }
 
 bool Group::run_on(const Operation& operation, const Call& call, bool agree_only,

@@ -37,10 +37,12 @@ class Hosts {
   const Machines& machines() const { return machines_; }
   // Over this rank's link, in the last operation.
   LinkTraffic traffic() const { return link_ == nullptr ? LinkTraffic{} : link_->traffic(); }
-  // A rank is to blame for the group's end: tells this machine, as far as it does not know, and the
-  // others.
-  void stop(Reason reason, int rank) {
-    comm_.abort(abort_word(reason, rank));
+  // This machine has been aborted: tells the others.
+  void tell() {
+    if (link_ != nullptr) link_->tell();
+  }
+  // Afterwards all machines name one culprit, and posted memory is the caller's again.
+  void stop() {
     if (link_ != nullptr) link_->stop();
   }
   void leave() {

@@ -7,6 +7,8 @@ constexpr auto kLook = std::chrono::milliseconds(20);
 constexpr auto kWatchEvery = std::chrono::milliseconds(50);
 // Longer than in shared memory: a machine whose own rank is late says so in time.
 constexpr auto kGrace = std::chrono::milliseconds(500);
+// For the other machines to say why they stop.
+constexpr auto kFarewells = std::chrono::milliseconds(300);
 
 }  // namespace
 
@@ -35,6 +37,10 @@ void Link::hear(int machine, std::span<const std::byte> farewell) {
   try {
     word = parse_farewell(farewell, sender(machine), contributors()).abort_word;
   } catch (const std::invalid_argument&) {
+  }
+  {
+    const std::lock_guard lock(heard_mutex_);
+    heard_[machine] = word;
   }
   if (word != 0) local_.abort(word);
 }
@@ -141,8 +147,33 @@ void Link::look_for_failure(Clock::time_point start, Clock::time_point& lost_at)
 }
 
 void Link::stop() {
-  const std::uint64_t word = local_.aborted();
-  if (word == 0) return;
+  const std::lock_guard lock(stop_mutex_);
+  if (stopped_ || local_.aborted() == 0) return;
+  stopped_ = true;
+  tell();
+  transport_->wait_for_farewells(size() - 1, kFarewells);
+  local_.settle(least_word());
+  transport_->disconnect();
+}
+
+// Every machine tells every other its last word, and all take the least. One that is lost without a
+// word has lost the rank at the other end of this link.
+std::uint64_t Link::least_word() {
+  const std::lock_guard lock(heard_mutex_);
+  std::uint64_t least = local_.last_word();
+  for (int m = 0; m < size(); ++m) {
+    const auto heard = heard_.find(m);
+    if (heard != heard_.end() && heard->second != 0) least = std::min(least, heard->second);
+    if (heard == heard_.end() && m != rank() && transport_->lost(m)) {
+      least = std::min(least, abort_word(Reason::peer_died, number(m)));
+    }
+  }
+  return least;
+}
+
+void Link::tell() {
+  if (local_.aborted() == 0) return;
+  const std::uint64_t word = local_.last_word();
   const Farewell farewell{header_of(MessageKind::farewell, sender(rank())), word};
   transport_->stop(std::as_bytes(std::span(&farewell, 1)));
 }

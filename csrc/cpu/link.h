@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstdlib>
+#include <map>
 #include <memory>
 #include <span>
 #include <string>
@@ -107,8 +108,10 @@ class Link {
   std::int64_t post(const Round& round);
   void wait(std::int64_t round);
 
-  // Tells the other machines that this one has been aborted, if it has. A thread does so where no
-  // operation is under way that would.
+  // Tells the other machines that this one has been aborted, if it has.
+  void tell();
+  // The same; also hears why the others stop and settles on one culprit for all (Comm::settle). Then
+  // nothing touches posted memory any more. A thread does so if no operation is under way that would.
   void stop();
   void leave();
   const LinkTraffic& traffic() const { return traffic_; }
@@ -116,6 +119,7 @@ class Link {
  private:
   int number(int machine) const { return machines_.rank(machine, stripe()); }
   Sender sender(int machine) const { return {transport_->secret(), machine}; }
+  std::uint64_t least_word();
   void hear(int machine, std::span<const std::byte> farewell);
   void watch();
   void look_for_failure(Clock::time_point start, Clock::time_point& lost_at);
@@ -134,6 +138,10 @@ class Link {
   std::vector<Scratch> areas_;
   std::int64_t posted_ = 0, waited_ = 0;
   LinkTraffic traffic_;
+  std::mutex stop_mutex_;
+  bool stopped_ = false;
+  std::mutex heard_mutex_;
+  std::map<int, std::uint64_t> heard_;  // from other machines, when they stop or leave (0)
   std::mutex left_mutex_;
   std::condition_variable left_changed_;
   bool left_ = false;

@@ -23,12 +23,24 @@ void Transport::complete() {
 void Transport::lose(int host) {
   const std::lock_guard lock(mutex_);
   lost_.insert(host);
+  ended_.insert(host);
+  changed_.notify_all();
 }
 
 void Transport::heard(int host, std::span<const std::byte> farewell) {
-  const std::lock_guard lock(listener_mutex_);
-  farewells_[host].assign(farewell.begin(), farewell.end());
-  if (listener_) listener_(host, farewell);
+  {
+    const std::lock_guard lock(listener_mutex_);
+    farewells_[host].assign(farewell.begin(), farewell.end());
+    if (listener_) listener_(host, farewell);
+  }
+  const std::lock_guard lock(mutex_);
+  ended_.insert(host);
+  changed_.notify_all();
+}
+
+void Transport::wait_for_farewells(int hosts, Clock::duration patience) {
+  std::unique_lock lock(mutex_);
+  changed_.wait_for(lock, patience, [&] { return static_cast<int>(ended_.size()) >= hosts; });
 }
 
 void Transport::listen(Listener listener) {
@@ -105,8 +117,8 @@ int LocalTransport::awaited() const {
   return -1;
 }
 
-// Nobody may touch this machine's memory any more.
-void LocalTransport::withdraw() {
+void LocalTransport::disconnect() {
+  const std::lock_guard lock(shared_->mutex);
   for (auto& [way, waiting] : shared_->sends) {
     if (way.first == host_) waiting.clear();
   }
@@ -128,10 +140,6 @@ void LocalTransport::tell_others(Tell tell) {
 }
 
 void LocalTransport::stop(std::span<const std::byte> farewell) {
-  {
-    const std::lock_guard lock(shared_->mutex);
-    withdraw();
-  }
   tell_others([&](LocalTransport& other) { other.heard(host_, farewell); });
 }
 

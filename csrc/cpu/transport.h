@@ -43,8 +43,10 @@ class Transport {
   // Starts a round. What a machine sends to another, in the order of its rounds, is what that one
   // receives from it, in the order of its own, and equally long.
   virtual void post(const Round& round) = 0;
-  // Lets go of all memory, and gives the other machines a Farewell that says why this one stops.
+  // Gives the other machines a Farewell that says why this one stops.
   virtual void stop(std::span<const std::byte> farewell) = 0;
+  // Lets go of all memory.
+  virtual void disconnect() = 0;
   // Gives them one that says that no round will follow.
   virtual void leave(std::span<const std::byte> farewell) = 0;
 
@@ -54,6 +56,8 @@ class Transport {
   virtual int awaited() const = 0;
   // Whether nothing more will come from a machine.
   bool lost(int host) const;
+  // Waits a while for the farewells of so many other machines; who is lost says none.
+  void wait_for_farewells(int hosts, Clock::duration patience);
 
   // For implementations, from any thread. One more round has completed.
   void complete();
@@ -69,7 +73,7 @@ class Transport {
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::int64_t completed_ = 0;
-  std::set<int> lost_;
+  std::set<int> lost_, ended_;  // ended: lost, or has said farewell
   std::mutex listener_mutex_;
   Listener listener_;
   std::map<int, std::vector<std::byte>> farewells_;
@@ -83,6 +87,7 @@ class LocalTransport : public Transport {
 
   void post(const Round& round) override;
   void stop(std::span<const std::byte> farewell) override;
+  void disconnect() override;
   void leave(std::span<const std::byte> farewell) override;
   int awaited() const override;
 
@@ -102,7 +107,6 @@ class LocalTransport : public Transport {
       : shared_(std::move(shared)), host_(host) {}
   bool meet(std::deque<Waiting>& others, const Parcel& parcel, bool sending);
   void finish(std::int64_t round);
-  void withdraw();
   template <class Tell>
   void tell_others(Tell tell);
 
