@@ -179,7 +179,8 @@ def test_small_tensors_keep_fp32_where_8_bits_are_asked_for():
     optimizer = Case("adamw", states="8bit").make(params)
     set_gradients(params, gradients(params, 0))
     optimizer.step()
-    kinds = [optimizer.state[p]["exp_avg"].dtype for p in params]
+    names = ["exp_avg", "exp_avg_code", "exp_avg_code"]
+    kinds = [optimizer.state[p][name].dtype for p, name in zip(params, names, strict=True)]
     assert kinds == [torch.float32, torch.uint8, torch.uint8]
     assert optimizer.state[params[2]]["exp_avg_sq_absmax"].numel() == 17
 

@@ -153,6 +153,47 @@ def test_remainders_and_fp32_masters_train_alike():
         assert golden.same_bits(one, other)
 
 
+def stepped(kind, shapes, **options):
+    """An optimizer with 8-bit states, and a checkpoint of it."""
+    params = parameters(shapes=shapes)
+    optimizer = kind(params, lr=1e-2, states="8bit", **options)
+    advance(params, optimizer, [0])
+    return params, optimizer, optimizer.state_dict()
+
+
+@pytest.mark.parametrize("peer", [torch.optim.AdamW, torch.optim.Adam])
+@pytest.mark.parametrize("foreach", [False, True])
+def test_torch_does_not_take_codes_for_moments(peer, foreach):
+    """Its Adam refuses to step, before it changes anything; beside codes there are fp32 states."""
+    params, optimizer, native = stepped(optim.FusedAdamW, ((5000,), (7,), (64, 65)))
+    before = copy.deepcopy(params)
+    theirs = peer(params, foreach=foreach)
+    theirs.load_state_dict(native)
+    with pytest.raises(KeyError, match="exp_avg"):
+        advance(params, theirs, [1])
+    assert all(map(torch.equal, params, before))
+    theirs = peer(params, foreach=foreach)
+    theirs.load_state_dict(optimizer.state_dict(format="torch"))
+    advance(params, theirs, [1])
+    assert not any(map(torch.equal, params, before))
+
+
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq", "momentum_buffer"])
+def test_codes_are_known_by_their_name(name):
+    """Under that of values they are refused, as are values under theirs."""
+    if name == "momentum_buffer":
+        _, optimizer, native = stepped(optim.FusedSGD, ((5000,),), momentum=0.9)
+    else:
+        _, optimizer, native = stepped(optim.FusedAdamW, ((5000,),))
+    state = native["state"][0]
+    codes = state[f"{name}_code"]
+    assert codes.dtype == torch.uint8
+    others = {key: value for key, value in state.items() if key != f"{name}_code"}
+    for wrong in ({name: codes}, {f"{name}_code": codes.float()}):
+        with pytest.raises(ValueError, match=rf"codes of 8 bits are kept under {name}_code"):
+            optimizer.load_state_dict({**native, "state": {0: {**others, **wrong}}})
+
+
 def test_counter_in_the_group():
     """As apex' and TransformerEngine's FusedAdam keep it; with masters as the latter does."""
     params, optimizer = run(Case("adamw", dtype=BF16, master="fp32"), steps=4)

@@ -235,7 +235,7 @@ def kind_of_weights(form, param, state):
 
 def kind_of_state(form, name, state):
     if form.states == "8bit":
-        return "8bit", state[name], state[f"{name}_absmax"]
+        return "8bit", state[f"{name}_code"], state[f"{name}_absmax"]
     if form.states == "fp16" and name.endswith("_sq"):
         return "roots", state[f"{name}_root"]
     random = form.states == "bf16" and name.endswith("_sq")

@@ -100,7 +100,7 @@ def test_codes(squares):
     values = values.abs() if squares else values
     state = _storage.from_fp32(values, name, torch.uint8)
     codes, largest = reference.encode8(values.numpy(), squares)
-    assert np.array_equal(state[name].numpy(), codes)
+    assert np.array_equal(state[f"{name}_code"].numpy(), codes)
     scales = state[_storage.scale_name(name)]
     assert torch.equal(golden.bits(scales), golden.bits(torch.from_numpy(largest)))
     compare(name, _storage.to_fp32(state, name), reference.decode8(codes, largest, squares))

@@ -41,13 +41,13 @@ def test_error_of_codes(values, squares):
             limit = np.where(y < 1 / 255, 1 / 255**2, y / 255 + 1 / 510**2) * slack
             assert (np.abs(np.sqrt(decoded) - np.sqrt(x)) <= limit * math.sqrt(most) + 1e-22).all()
             alive = x >= np.finfo(np.float32).tiny
-            assert (state[name].numpy()[begin : begin + BLOCK][alive] > 0).all()
+            assert (state[f"{name}_code"].numpy()[begin : begin + BLOCK][alive] > 0).all()
         else:
             limit = np.sqrt(np.abs(x) / most) / 127 + 1 / 254**2
             assert (np.abs(decoded - x) <= limit * most * slack + 1e-44).all()
             assert (np.sign(decoded) * np.sign(x) >= 0).all()
     again = _storage.from_fp32(torch.from_numpy(got.astype(np.float32)), name, torch.uint8)
-    for key in (name, _storage.scale_name(name)):
+    for key in (f"{name}_code", _storage.scale_name(name)):
         assert golden.same_bits(again[key], state[key])
 
 

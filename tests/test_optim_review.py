@@ -136,7 +136,7 @@ def test_options_of_the_group_that_a_parameter_has_moved_to():
     ours, theirs = optimizer.state[first], optimizer.state[second]
     assert {n: t.dtype for n, t in ours.items()} == {n: t.dtype for n, t in theirs.items()}
     assert ours["step"] == 2
-    assert ours["exp_avg"].dtype == torch.uint8
+    assert ours["exp_avg_code"].dtype == torch.uint8
     groups[1]["states"] = "fp32"  # or the options change
     step(optimizer, *gradients([first, second], 2))
     assert optimizer.state[first]["exp_avg"].dtype == torch.float32
@@ -208,7 +208,7 @@ def test_hooks_before_loading_may_change_states():
 
 
 WRONG = {
-    "shape": ({"exp_avg": torch.ones(4)}, "exp_avg has shape"),
+    "shape": ({"exp_avg_code": torch.ones(4)}, "exp_avg_code has shape"),
     "scales": ({"exp_avg_absmax": torch.ones(1)}, r"exp_avg_absmax has shape \(1,\)"),
     "no scales": ({"exp_avg_sq_absmax": None}, "in 8 bits has no exp_avg_sq_absmax"),
     "broadcast": ({"remainder": torch.zeros(1, dtype=torch.int16)}, r"remainder has shape \(1,\)"),

@@ -129,7 +129,13 @@ def checked(
         if stored is None:
             continue
         _check_shape(place, stored, param)
-        if stored.dtype == torch.uint8:
+        code = _storage.place_of(name, torch.uint8)
+        if (stored.dtype == torch.uint8) != (place == code):
+            raise ValueError(
+                f"{place} is of type {stored.dtype}, but codes of 8 bits are kept under {code}, "
+                "and nothing else is"
+            )
+        if place == code:
             _check_scales(_storage.scale_name(name), saved, param)
     step = saved.get("step")
     if isinstance(step, torch.Tensor) and step.numel() != 1:

@@ -35,13 +35,18 @@ def scale_name(name: str) -> str:
 
 
 def place_of(name: str, dtype: torch.dtype) -> str:
-    """Under which name a state of a type is kept: second moments in fp16 as their roots."""
+    """Under which name a state of a type is kept.
+
+    Codes and the roots of second moments are no values: torch.optim must not take them for some.
+    """
+    if dtype == torch.uint8:
+        return f"{name}_code"
     return f"{name}_root" if dtype == torch.float16 and squares(name) else name
 
 
 def place_in(state: Mapping[str, Any], name: str) -> str:
     """Under which name a state is kept there, if it is."""
-    return name if name in state else f"{name}_root"
+    return next((name + end for end in ("", "_root", "_code") if name + end in state), name)
 
 
 def wanted_dtype(param: torch.Tensor, states: str) -> torch.dtype:
@@ -88,10 +93,10 @@ def to_fp32(state: Mapping[str, Any], name: str) -> torch.Tensor:
     """A state's values."""
     place = place_in(state, name)
     stored: torch.Tensor = state[place]
-    if place != name:
-        return stored.float().square()
-    if stored.dtype != torch.uint8:
+    if place == name:
         return stored.float()
+    if stored.dtype != torch.uint8:
+        return stored.float().square()
     codes = torch.empty_like(stored, device="cpu").copy_(stored)  # dense
     scales = state[scale_name(name)].float().cpu().contiguous()
     values = torch.empty_like(codes, dtype=torch.float32)
@@ -103,15 +108,16 @@ def to_fp32(state: Mapping[str, Any], name: str) -> torch.Tensor:
 
 def from_fp32(values: torch.Tensor, name: str, dtype: torch.dtype) -> State:
     """A state with these values."""
-    if place_of(name, dtype) != name:
+    place = place_of(name, dtype)
+    if place == name:
+        return {name: values.to(dtype)}
+    if dtype != torch.uint8:
         roots = values.sqrt().to(dtype)
         least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-        return {place_of(name, dtype): roots.masked_fill((values > 0) & (roots == 0), least)}
-    if dtype != torch.uint8:
-        return {name: values.to(dtype)}
+        return {place: roots.masked_fill((values > 0) & (roots == 0), least)}
     on_cpu = values.cpu()
     state = make_state(on_cpu, name, dtype)
-    codes, scales = state[name], state[scale_name(name)]
+    codes, scales = state[place], state[scale_name(name)]
     _C.encode_state(
         on_cpu.data_ptr(), on_cpu.numel(), squares(name), codes.data_ptr(), scales.data_ptr()
     )
@@ -209,7 +215,7 @@ def segment(
     words += [step.data_ptr(), count, stream, 0]
     kinds = _KINDS[param.dtype] | _KINDS[grad.dtype] << 8
     for place, name in enumerate(names, 3):
-        tensor = state.get(place_in(state, name))
+        tensor = state.get(place_of(name, dtype))
         if tensor is None or not _fits(tensor, dtype, shape, stride):
             raise ChangedError
         words[place] = tensor.data_ptr()

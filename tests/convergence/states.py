@@ -37,13 +37,13 @@ State = dict[str, torch.Tensor]
 def flatten(state: State) -> None:
     """Forgets how second moments differ within a block: too coarse a code."""
     if "exp_avg_sq_absmax" in state:
-        state["exp_avg_sq"].fill_(255)
+        state["exp_avg_sq_code"].fill_(255)
 
 
 def lose(state: State) -> None:
     """Second moments become zero beside much larger ones of their block: steps too large."""
     if "exp_avg_sq_absmax" in state:
-        codes = state["exp_avg_sq"]
+        codes = state["exp_avg_sq_code"]
         codes[codes < 64] = 0  # below 1/252 of the largest
 
 
