@@ -40,6 +40,8 @@ class Call:
         residual_before: int = 0,
         velocity_before: int = 0,
         tag: int = 0,
+        shape: Sequence[int] | None = None,
+        label: str = "",
     ) -> None: ...
     def set_step(self, step: int, /) -> None: ...
 
@@ -151,6 +153,8 @@ class Group:
         count: int,
         input: int,
         output: int,
+        shape: Sequence[int] | None = None,
+        label: str = "",
         /,
     ) -> None: ...
     def submit(
@@ -163,6 +167,8 @@ class Group:
         count: int,
         input: int,
         output: int,
+        shape: Sequence[int] | None = None,
+        label: str = "",
         /,
     ) -> Work: ...
     def run_compressed(self, call: Call, /) -> bool: ...
@@ -227,6 +233,8 @@ class CudaGroup:
         input: int,
         output: int,
         stream: int,
+        shape: Sequence[int] | None,
+        label: str,
         /,
     ) -> None: ...
     def run_compressed(

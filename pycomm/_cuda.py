@@ -75,8 +75,10 @@ class CudaSide:
         count: int,
         source: torch.Tensor,
         result: torch.Tensor,
+        shape: torch.Size | None = None,
+        label: str = "",
     ) -> None:
-        """Enqueues an operation on the current stream."""
+        """Enqueues an operation on the current stream; ranks compare shape and label."""
         stream = torch.cuda.current_stream(self.device)
         for tensor in {id(source): source, id(result): result}.values():
             tensor.record_stream(stream)
@@ -90,6 +92,8 @@ class CudaSide:
             source.data_ptr(),
             result.data_ptr(),
             stream.cuda_stream,
+            shape,
+            label,
         )
 
     def run_compressed(

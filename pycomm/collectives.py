@@ -10,6 +10,7 @@ from torch.autograd.graph import increment_version
 from pycomm import _C
 from pycomm._dtypes import ALGORITHMS, COLLECTIVES, OPS, check_choice, check_dtype
 from pycomm._host_staging import StandIn, fetch
+from pycomm._labels import COMPARES_SITES, label_of
 from pycomm._tensors import check_blocks, check_disjoint, check_like, check_tensor, check_written
 from pycomm.group import default_group
 
@@ -96,6 +97,7 @@ def all_reduce(
     deterministic: bool = False,
     group: Group | None = None,
     async_op: bool = False,
+    tag: int | str | None = None,
 ) -> Any:
     """Reduces a tensor over all ranks of a group; every rank gets the same bits.
 
@@ -110,6 +112,9 @@ def all_reduce(
         deterministic: insist on that order, whatever the size.
         group: by default the first group made, or one on torch.distributed's default group.
         async_op: return a :class:`Work` at once; operations still run in the order of the calls.
+        tag: a number or a name that ranks compare, so that calls of equal size in another order
+            raise :class:`pycomm.Mismatch`. With the environment variable ``PYCOMM_LOG=debug`` ranks
+            also compare the file and line of the call.
 
     Returns:
         The tensor with the result, or a :class:`Work`.
@@ -131,6 +136,8 @@ def all_reduce(
     if (
         out is None
         and not async_op
+        and tag is None
+        and not COMPARES_SITES
         and _C.all_reduce(group._handle, tensor, OPS[op], ALGORITHMS[algorithm])
     ):
         return tensor
@@ -146,8 +153,9 @@ def all_reduce(
         "all_reduce",
         tensor,
         result,
-        tensor.numel(),
+        tensor,
         op,
+        label=label_of(tag),
         algorithm=algorithm,
         async_op=async_op,
     )
@@ -160,6 +168,7 @@ def reduce_scatter(
     *,
     group: Group | None = None,
     async_op: bool = False,
+    tag: int | str | None = None,
 ) -> Any:
     """Reduces `input`, a block per rank, and leaves rank r's block in its `output`.
 
@@ -169,6 +178,7 @@ def reduce_scatter(
         op: as in :func:`all_reduce`; adds in rank order and rounds once.
         group: as in :func:`all_reduce`.
         async_op: as in :func:`all_reduce`.
+        tag: as in :func:`all_reduce`.
 
     Returns:
         `output`, or a :class:`Work`. Raises as :func:`all_reduce` does.
@@ -179,7 +189,10 @@ def reduce_scatter(
     check_tensor("input", input)
     check_blocks("input", input, "output", output, group.size)
     check_disjoint("output", output, "input", input)
-    return _launch(group, "reduce_scatter", input, output, output.numel(), op, async_op=async_op)
+    label = label_of(tag)
+    return _launch(
+        group, "reduce_scatter", input, output, output, op, label=label, async_op=async_op
+    )
 
 
 def all_gather(
@@ -188,6 +201,7 @@ def all_gather(
     *,
     group: Group | None = None,
     async_op: bool = False,
+    tag: int | str | None = None,
 ) -> Any:
     """Collects every rank's `input`, in rank order, in everyone's `output`.
 
@@ -196,6 +210,7 @@ def all_gather(
         input: this rank's block.
         group: as in :func:`all_reduce`.
         async_op: as in :func:`all_reduce`.
+        tag: as in :func:`all_reduce`.
 
     Returns:
         `output`, or a :class:`Work`. Raises as :func:`all_reduce` does.
@@ -205,11 +220,17 @@ def all_gather(
     check_tensor("input", input)
     check_blocks("output", output, "input", input, group.size)
     check_disjoint("output", output, "input", input)
-    return _launch(group, "all_gather", input, output, input.numel(), async_op=async_op)
+    label = label_of(tag)
+    return _launch(group, "all_gather", input, output, input, label=label, async_op=async_op)
 
 
 def broadcast(
-    tensor: torch.Tensor, src: int = 0, *, group: Group | None = None, async_op: bool = False
+    tensor: torch.Tensor,
+    src: int = 0,
+    *,
+    group: Group | None = None,
+    async_op: bool = False,
+    tag: int | str | None = None,
 ) -> Any:
     """Copies rank `src`'s tensor into everyone's.
 
@@ -218,6 +239,7 @@ def broadcast(
         src: a rank of the group.
         group: as in :func:`all_reduce`.
         async_op: as in :func:`all_reduce`.
+        tag: as in :func:`all_reduce`.
 
     Returns:
         `tensor`, or a :class:`Work`. Raises as :func:`all_reduce` does.
@@ -226,13 +248,19 @@ def broadcast(
     check_written("tensor", tensor)
     if not 0 <= src < group.size:
         raise ValueError(f"src must be a rank from 0 to {group.size - 1}, got {src}")
-    return _launch(group, "broadcast", tensor, tensor, tensor.numel(), root=src, async_op=async_op)
+    label = label_of(tag)
+    return _launch(
+        group, "broadcast", tensor, tensor, tensor, label=label, root=src, async_op=async_op
+    )
 
 
-def barrier(*, group: Group | None = None, async_op: bool = False) -> Work | None:
+def barrier(
+    *, group: Group | None = None, async_op: bool = False, tag: int | str | None = None
+) -> Work | None:
     """Returns when every rank of the group has called it. Raises as :func:`all_reduce` does."""
     group = group if group is not None else default_group()
-    arguments = (COLLECTIVES["barrier"], ALGORITHMS["one_shot"], 0, 0, 0, 0, 0, 0)
+    kind = (COLLECTIVES["barrier"], ALGORITHMS["one_shot"], 0, 0, 0, 0, 0, 0)
+    arguments = (*kind, None, label_of(tag))
     if async_op:
         return Work(group._core.submit(*arguments), (), _nothing)
     group._core.run(*arguments)
@@ -244,14 +272,18 @@ def _launch(
     collective: str,
     source: torch.Tensor,
     result: torch.Tensor,
-    count: int,
+    block: torch.Tensor,
     op: str = "sum",
     *,
+    label: str,
     algorithm: str = "two_shot",
     root: int = 0,
     async_op: bool,
 ) -> Any:
-    """Runs or submits an operation on contiguous stand-ins of the tensors."""
+    """Runs or submits an operation on contiguous stand-ins of the tensors.
+
+    Ranks compare the shape of `block`, the tensor or a rank's share of it, and `label`.
+    """
     increment_version(result)  # autograd may have saved it
     dense_source, dense_result, finish = stand_ins(group, source, result)
     arguments = (
@@ -260,9 +292,11 @@ def _launch(
         check_dtype("tensor", source.dtype),
         OPS[op],
         root,
-        count,
+        block.numel(),
         dense_source.data_ptr(),
         dense_result.data_ptr(),
+        block.shape,
+        label,
     )
     if dense_source.device.type == "cuda" and group.size == 1:
         if dense_result is not dense_source:
@@ -275,9 +309,11 @@ def _launch(
             ALGORITHMS[algorithm],
             OPS[op],
             root,
-            count,
+            block.numel(),
             dense_source,
             dense_result,
+            block.shape,
+            label,
         )
         finish()
         return Work(None, (), _nothing) if async_op else result

@@ -13,6 +13,7 @@ from pycomm._arrays import as_tensor
 from pycomm._cuda import NonfiniteFlag
 from pycomm._dtypes import ALGORITHMS, DTYPES, OPS
 from pycomm._host_staging import StandIn, fetch
+from pycomm._labels import label_of
 from pycomm._tensors import check_disjoint, check_like, check_tensor, check_written
 from pycomm.collectives import Work, stand_ins
 from pycomm.compression import (
@@ -48,6 +49,7 @@ def compressed_all_reduce(
     strict: bool = False,
     group: Group | None = None,
     async_op: bool = False,
+    tag: int | str | None = None,
 ) -> Any:
     """Averages a tensor over all ranks, compressed on the way; every rank gets the same bits.
 
@@ -60,15 +62,15 @@ def compressed_all_reduce(
             an array of NumPy, CuPy or another library that speaks DLPack. Overwritten unless `out`
             is given.
         compressor: ``pycomm.Int8()``, ``pycomm.TopK(density=0.01)``, ``pycomm.Cast()`` or
-            ``pycomm.Identity()``. All ranks must pass equal ones; of seed, step and momentum nobody
-            checks it.
+            ``pycomm.Identity()``. All ranks must pass equal ones.
         residual: float32, contiguous, of the tensor's shape; zeros at first. On all ranks or none.
         velocity: the same, where the compressor has momentum, and only there.
         op: ``"avg"`` or ``"sum"``.
         out: takes the result; like `tensor` in shape and dtype, and disjoint from it.
         algorithm: ``"auto"`` (two-shot, whatever the size), ``"two_shot"``, ``"ring"`` or
             ``"tree"`` (not with top-k). What each may be off by: docs/algorithms.md.
-        step: of the training, for stochastic rounding and for warm-up.
+        step: of the training, for stochastic rounding and for warm-up. Ranks compare it where it
+            changes the result.
         offset: index of the first element in the whole that this tensor is a part of, a multiple of
             the compressor's block (128 where it has none). Two-shot then gives the same bits
             however the whole is split.
@@ -77,6 +79,7 @@ def compressed_all_reduce(
             finite either where the gradient was not (of int8, in the whole block).
         group: by default the first group made, or one on torch.distributed's default group.
         async_op: return a :class:`Work` at once.
+        tag: as in :func:`pycomm.all_reduce`.
 
     Returns:
         What was passed as `out` or `tensor`, or a :class:`Work`.
@@ -122,6 +125,8 @@ def compressed_all_reduce(
         seed=compressor.seed,
         step=step,
         offset=offset,
+        shape=source.shape,
+        label=label_of(tag),
     )
 
     def finish() -> None:

@@ -58,7 +58,7 @@ def test_core_includes_only_the_standard_library():
 # From the lowest layer up; a module imports only what comes before it.
 PYTHON_LAYERS = [
     {"_C"},
-    {"errors", "_graphs"},
+    {"errors", "_labels", "_graphs"},
     {"_dtypes", "_arrays", "_zeros", "_hosts", "_host_staging"},
     {"_tensors"},
     {"ops", "_plan", "_rendezvous", "_cuda", "compression"},

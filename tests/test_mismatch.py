@@ -1,5 +1,9 @@
 """Disagreement: every rank raises Mismatch and shows both sides; then the group is done for."""
 
+import os
+import subprocess
+import sys
+
 import helpers
 import pytest
 import torch
@@ -19,6 +23,21 @@ DISAGREEMENTS = {
     "blocks": ("gather(8)", "gather(4)", "8 elements", "4 elements"),
     "scattered op": ("scatter(8, 'min')", "scatter(8, 'sum')", "op=min", "op=sum"),
     "gather and scatter": ("gather(8)", "scatter(8, 'sum')", "all_gather(", "reduce_scatter("),
+    "shape": ("shaped(2, 3)", "shaped(3, 2)", "shape=(2, 3)", "shape=(3, 2)"),
+    "dimensions": ("shaped(2, 3)", "sum(6)", "shape=(2, 3)", "6 elements"),
+    "many dimensions": ("shaped(1, 2, 1, 3, 2)", "shaped(1, 2, 1, 2, 3, 1)", "(1, 2", "(1, 2"),
+    "scattered shape": ("scatter(8, 'sum')", "scatter((2, 4), 'sum')", "_scatter(", "(2, 4)"),
+    "gathered shape": ("gather((4, 2))", "gather(8)", "(4, 2)", "all_gather("),
+    "broadcast shape": ("broadcast((2, 4), 0)", "broadcast(8, 0)", "(2, 4)", "broadcast("),
+    "tag": ("tagged('weights')", "tagged('biases')", "tag='weights'", "tag='biases'"),
+    "a tag and none": ("tagged(7)", "sum(8)", "tag=7", "op=sum"),
+    "a number and a name": ("tagged(7)", "tagged('7')", "tag=7", "tag='7'"),
+    "long tags": ("tagged('x' * 200 + 'y')", "tagged('x' * 200 + 'z')", "tag='xxx", "tag='xxx"),
+    "tag of a barrier": ("barrier(7)", "barrier(8)", "barrier(tag=7)", "barrier(tag=8)"),
+    "seed": ("stochastic(1, 2)", "stochastic(3, 2)", "seed=1", "seed=3"),
+    "step": ("stochastic(1, 2)", "stochastic(1, 4)", "step=2", "step=4"),
+    "momentum": ("momentum(0.5)", "momentum(0.9)", "momentum=0.5", "momentum=0.9"),
+    "scale": ("scaled(2.0)", "scaled(1024.0)", "scale=2", "scale=1024"),
     "large count": ("two_shot(700_001)", "two_shot(700_000)", "700001", "700000"),
 }
 
@@ -26,11 +45,26 @@ DISAGREEMENTS = {
 def calls(group, in_window):
     """The vocabulary of the table above."""
 
-    def tensor(n, dtype=torch.float32):
-        return (group.empty(n, dtype=dtype) if in_window else torch.empty(n, dtype=dtype)).fill_(1)
+    def tensor(shape, dtype=torch.float32):
+        shape = shape if isinstance(shape, tuple) else (shape,)
+        empty = group.empty if in_window else torch.empty
+        return empty(*shape, dtype=dtype).fill_(1)
 
     def all_reduce(n, op="sum", dtype=torch.float32, algorithm="auto"):
         pycomm.all_reduce(tensor(n, dtype), op, algorithm=algorithm, group=group)
+
+    def compressed(compressor, **options):
+        pycomm.compressed_all_reduce(tensor(1000), compressor, group=group, **options)
+
+    def scaled(scale):
+        """As the hooks do it, with a GradScaler."""
+        x, residual, factor = tensor(1000), torch.zeros(1000), torch.tensor(scale)
+        codec = pycomm.Int8().codec(1000, x.dtype)
+        call = pycomm._C.Call(
+            0, pycomm._C.float32, 1, 1000, x.data_ptr(), x.data_ptr(), codec,
+            residual.data_ptr(), 0, 0.0, 0, 0, 0, scale=factor.data_ptr(),
+        )  # fmt: skip
+        group._core.run_compressed(call)
 
     return {
         "torch": torch,
@@ -40,11 +74,24 @@ def calls(group, in_window):
         "tree": lambda n: all_reduce(n, algorithm="tree"),
         "two_shot": lambda n: all_reduce(n, algorithm="two_shot"),
         "broadcast": lambda n, src: pycomm.broadcast(tensor(n), src, group=group),
-        "barrier": lambda: pycomm.barrier(group=group),
-        "gather": lambda n: pycomm.all_gather(tensor(n * group.size), tensor(n), group=group),
-        "scatter": lambda n, op: pycomm.reduce_scatter(
-            tensor(n), tensor(n * group.size), op, group=group
+        "barrier": lambda tag=None: pycomm.barrier(group=group, tag=tag),
+        "gather": lambda n: pycomm.all_gather(
+            tensor(tensor(n).numel() * group.size), tensor(n), group=group
         ),
+        "scatter": lambda n, op: pycomm.reduce_scatter(
+            tensor(n), tensor(tensor(n).numel() * group.size), op, group=group
+        ),
+        "shaped": lambda *shape: all_reduce(shape),
+        "tagged": lambda tag: pycomm.all_reduce(tensor(8), group=group, tag=tag),
+        "stochastic": lambda seed, step: compressed(
+            pycomm.Int8(rounding="stochastic", seed=seed), step=step
+        ),
+        "momentum": lambda momentum: compressed(
+            pycomm.TopK(0.01, momentum=momentum),
+            residual=torch.zeros(1000),
+            velocity=torch.zeros(1000),
+        ),
+        "scaled": scaled,
     }
 
 
@@ -118,3 +165,75 @@ def test_asynchronous_work_raises_it_when_waited_for(world):
             bad.wait()
 
     world(2).run(body)
+
+
+def swapped(group, tags):
+    """Two all-reduces of one size, in another order on rank 1."""
+    order = tags if group.rank == 0 else tags[::-1]
+    for tag in order:
+        pycomm.all_reduce(torch.ones(100), group=group, async_op=True, tag=tag).wait()
+
+
+@pytest.mark.parametrize("hosts", [None, [1, 1]])
+def test_a_tag_finds_calls_in_another_order(world, hosts):
+    local_world = world(2, hosts=hosts)
+    local_world.run(swapped, [None, None])
+    local_world.run(swapped, ["weights", "weights"])
+    with pytest.raises(pycomm.Mismatch, match=r"rank 0 called .*, rank 1 called "):
+        local_world.run(swapped, ["weights", "biases"])
+
+
+def test_tags_are_numbers_or_names(world):
+    group = world(1).groups[0]
+    for tag in (1.0, b"name", True, object()):
+        with pytest.raises(TypeError, match="tag must be an int or a str, got "):
+            pycomm.all_reduce(torch.ones(1), group=group, tag=tag)
+
+
+def harmless(group):
+    """What may differ: nothing here changes the result."""
+    x = torch.ones(6)
+    pycomm.all_reduce(x, group=group, out=torch.empty(6) if group.rank else None, tag="a")
+    first = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    for compressor in (pycomm.Int8(seed=group.rank), pycomm.Cast(), pycomm.TopK(0.01)):
+        pycomm.compressed_all_reduce(first, compressor, step=group.rank, group=group)
+    return x.sum().item() if group.rank == 0 else 12.0
+
+
+def test_what_may_differ(world):
+    assert world(2).run(harmless) == [12.0, 12.0]
+
+
+SITES = """
+import torch, pycomm
+
+def one(group): pycomm.all_reduce(torch.ones(4), group=group)
+def same(group): pycomm.compressed_all_reduce(torch.ones(4), pycomm.Cast(), group=group); one(group)
+def other(group):
+    one(group) if group.rank == 0 else pycomm.all_reduce(torch.ones(4), group=group)
+
+with pycomm.LocalWorld(2) as world:
+    world.run(same)
+    try:
+        world.run(other)
+    except pycomm.Mismatch as error:
+        print(error)
+    else:
+        print("no difference")
+"""
+
+
+@pytest.mark.parametrize("log", ["debug", "info"])
+def test_where_calls_come_from(tmp_path, log):
+    script = tmp_path / "script.py"
+    script.write_text(SITES)
+    said = subprocess.run(
+        [sys.executable, script], env=os.environ | {"PYCOMM_LOG": log},
+        capture_output=True, text=True, timeout=120, check=True,
+    ).stdout  # fmt: skip
+    if log == "debug":
+        name = f"{tmp_path.name}/script.py"
+        assert f"called at {name}:4), rank 1 called" in said
+        assert f"called at {name}:7)" in said
+    else:
+        assert said == "no difference\n"

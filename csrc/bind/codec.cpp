@@ -1,5 +1,6 @@
 // Codecs, and encoding and decoding outside a group, for Python.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include "bind/gil.h"
 #include "bind/python.h"
@@ -18,7 +19,8 @@ Codec make_codec(int kind, int values, bool stochastic, std::int64_t block, std:
   codec.values = static_cast<DType>(values);
   codec.stochastic = stochastic ? 1 : 0;
   codec.block = static_cast<std::uint32_t>(block);
-  codec.k = k;
+  PYCOMM_CHECK(k >= 0 && k < std::int64_t{1} << 32, "k must be from 0 to 2^32 - 1");
+  codec.k = static_cast<std::uint32_t>(k);
   return codec;
 }
 
@@ -27,7 +29,8 @@ Call make_call(int algorithm, int dtype, int op, std::int64_t count, std::uintpt
                std::uintptr_t output, const Codec& codec, std::uintptr_t residual,
                std::uintptr_t velocity, float momentum, std::uint64_t seed, std::uint32_t step,
                std::int64_t offset, bool hold_unused, std::uintptr_t scale,
-               std::uintptr_t residual_before, std::uintptr_t velocity_before, std::uint16_t tag) {
+               std::uintptr_t residual_before, std::uintptr_t velocity_before, std::uint16_t tag,
+               const Shape& shape, const std::string& label) {
   check_memory(input, count);
   check_memory(output, count);
   Operation operation;
@@ -51,7 +54,7 @@ Call make_call(int algorithm, int dtype, int op, std::int64_t count, std::uintpt
   feedback.residual_before = reinterpret_cast<float*>(residual_before);
   feedback.velocity_before = reinterpret_cast<float*>(velocity_before);
   return {operation, reinterpret_cast<const void*>(input), reinterpret_cast<void*>(output),
-          feedback};
+          feedback, make_details(shape, label)};
 }
 
 // What rank r owns of n elements in a compressed two-shot, as bytes on the wire.
@@ -133,7 +136,8 @@ void bind_codec(py::module_& m) {
            py::arg("count"), py::arg("input"), py::arg("output"), py::arg("codec"),
            py::arg("residual"), py::arg("velocity"), py::arg("momentum"), py::arg("seed"),
            py::arg("step"), py::arg("offset"), py::arg("hold_unused") = false, py::arg("scale") = 0,
-           py::arg("residual_before") = 0, py::arg("velocity_before") = 0, py::arg("tag") = 0)
+           py::arg("residual_before") = 0, py::arg("velocity_before") = 0, py::arg("tag") = 0,
+           py::arg("shape") = py::none(), py::arg("label") = "")
       .def("set_step", [](Call& call, std::uint32_t step) { call.feedback.step = step; });
   m.def("encoded_bytes", &encoded_bytes, py::arg("codec"), py::arg("n"));
   m.def("wire_bytes", &wire_bytes, py::arg("codec"), py::arg("n"), py::arg("ranks"));

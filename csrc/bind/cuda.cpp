@@ -47,11 +47,12 @@ class CudaGroup {
   CudaGroup& operator=(const CudaGroup&) = delete;
 
   // Enqueues the operation on the stream.
-  void run(Operation operation, const void* input, void* output, std::uintptr_t stream,
-           const Compression& compression = {}) {
+  void run(const Call& call, std::uintptr_t stream, const Compression& compression = {}) {
     const std::lock_guard lock(running_);
     check();
+    Operation operation = call.operation;
     operation.device = Device::cuda;
+    operation.details = hash_of(details_of(call));
     if (operation.algorithm == Algorithm::automatic) {
       // The number of lossy points never depends on the size.
       operation.algorithm = operation.codec.kind != CodecKind::none
@@ -62,9 +63,9 @@ class CudaGroup {
     endpoint_->check(operation);
     try {
       if (shared_ == nullptr) {
-        endpoint_->launch(operation, input, output, stream, compression);
+        endpoint_->launch(operation, call.input, call.output, stream, compression);
       } else {
-        run_together(operation, input, output, stream, compression);
+        run_together(operation, call.input, call.output, stream, compression);
       }
     } catch (const CollectiveError&) {
       throw;
@@ -151,7 +152,7 @@ class CudaGroup {
 void run_compressed(CudaGroup& group, const Call& call, std::uintptr_t nonfinite,
                     std::uintptr_t workspace, std::uintptr_t stream) {
   const WithoutGil no_gil;
-  group.run(call.operation, call.input, call.output, stream,
+  group.run(call, stream,
             {call.feedback, reinterpret_cast<std::uint32_t*>(nonfinite),
              reinterpret_cast<std::byte*>(workspace)});
 }
@@ -229,11 +230,14 @@ void bind_cuda(py::module_& m) {
       .def("run",
            [](CudaGroup& group, int collective, int algorithm, int dtype, int op, int root,
               std::int64_t count, std::uintptr_t input, std::uintptr_t output,
-              std::uintptr_t stream) {
+              std::uintptr_t stream, const Shape& shape, const std::string& label) {
              const WithoutGil no_gil;
-             group.run({static_cast<Collective>(collective), static_cast<Algorithm>(algorithm),
-                        static_cast<DType>(dtype), static_cast<ReduceOp>(op), root, count},
-                       reinterpret_cast<const void*>(input), reinterpret_cast<void*>(output),
+             group.run({{static_cast<Collective>(collective), static_cast<Algorithm>(algorithm),
+                         static_cast<DType>(dtype), static_cast<ReduceOp>(op), root, count},
+                        reinterpret_cast<const void*>(input),
+                        reinterpret_cast<void*>(output),
+                        {},
+                        make_details(shape, label)},
                        stream);
            })
       .def("run_compressed", &run_compressed);

@@ -16,6 +16,8 @@ struct TensorView {
   void* data;
   DType dtype;
   std::int64_t count;
+  int dims;
+  const std::int64_t* shape;
 };
 
 struct Torch {
@@ -97,6 +99,8 @@ bool view_plain_tensor(PyObject* object, TensorView& view) {
   }
   if (tensor.device.device_type != kDLCPU || !dtype_of(tensor.dtype, view.dtype)) return false;
 
+  view.dims = tensor.ndim;
+  view.shape = tensor.shape;
   view.count = 1;
   bool contiguous = true;
   for (int d = tensor.ndim - 1; d >= 0; --d) {
@@ -135,9 +139,12 @@ PyObject* all_reduce(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   if (!increment_version(arguments[1])) return nullptr;
   try {
     const WithoutGil no_gil;
-    group->run({Collective::all_reduce, static_cast<Algorithm>(algorithm), view.dtype,
-                static_cast<ReduceOp>(op), 0, view.count},
-               view.data, view.data, check_signals);
+    Call call{{Collective::all_reduce, static_cast<Algorithm>(algorithm), view.dtype,
+               static_cast<ReduceOp>(op), 0, view.count},
+              view.data,
+              view.data};
+    call.details.set_shape(view.shape, view.dims);
+    group->run(call, check_signals);
   } catch (...) {
     set_python_error();
     return nullptr;

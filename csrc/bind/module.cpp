@@ -61,36 +61,43 @@ void delete_group(Group* group) {
   }
 }
 
-Operation operation(int collective, int algorithm, int dtype, int op, int root, std::int64_t count,
-                    std::uintptr_t input, std::uintptr_t output) {
+Call make_call(int collective, int algorithm, int dtype, int op, int root, std::int64_t count,
+               std::uintptr_t input, std::uintptr_t output, const Shape& shape,
+               const std::string& label) {
   check_memory(input, count);
   check_memory(output, count);
-  return {static_cast<Collective>(collective),
-          static_cast<Algorithm>(algorithm),
-          static_cast<DType>(dtype),
-          static_cast<ReduceOp>(op),
-          root,
-          count};
+  const Operation operation{static_cast<Collective>(collective),
+                            static_cast<Algorithm>(algorithm),
+                            static_cast<DType>(dtype),
+                            static_cast<ReduceOp>(op),
+                            root,
+                            count};
+  return {operation,
+          reinterpret_cast<const void*>(input),
+          reinterpret_cast<void*>(output),
+          {},
+          make_details(shape, label)};
 }
 
 void run(Group& group, int collective, int algorithm, int dtype, int op, int root,
-         std::int64_t count, std::uintptr_t input, std::uintptr_t output) {
+         std::int64_t count, std::uintptr_t input, std::uintptr_t output, const Shape& shape,
+         const std::string& label) {
   const WithoutGil no_gil;
-  group.run(operation(collective, algorithm, dtype, op, root, count, input, output),
-            reinterpret_cast<const void*>(input), reinterpret_cast<void*>(output), check_signals);
+  group.run(make_call(collective, algorithm, dtype, op, root, count, input, output, shape, label),
+            check_signals);
 }
 
 std::shared_ptr<Work> submit(Group& group, int collective, int algorithm, int dtype, int op,
                              int root, std::int64_t count, std::uintptr_t input,
-                             std::uintptr_t output) {
+                             std::uintptr_t output, const Shape& shape, const std::string& label) {
   const WithoutGil no_gil;
-  return group.submit(operation(collective, algorithm, dtype, op, root, count, input, output),
-                      reinterpret_cast<const void*>(input), reinterpret_cast<void*>(output));
+  return group.submit(
+      {make_call(collective, algorithm, dtype, op, root, count, input, output, shape, label)});
 }
 
 bool run_compressed(Group& group, const Call& call) {
   const WithoutGil no_gil;
-  return group.run(call.operation, call.input, call.output, check_signals, call.feedback);
+  return group.run(call, check_signals);
 }
 
 // Several calls, made once and submitted at many steps.
@@ -169,8 +176,12 @@ void bind_group(py::module_& m) {
           },
           py::arg("machines"), py::arg("here"), py::arg("transport"), py::arg("timeout"),
           py::keep_alive<1, 4>())
-      .def("run", &run)
-      .def("submit", &submit)
+      .def("run", &run, py::arg("collective"), py::arg("algorithm"), py::arg("dtype"),
+           py::arg("op"), py::arg("root"), py::arg("count"), py::arg("input"), py::arg("output"),
+           py::arg("shape") = py::none(), py::arg("label") = "")
+      .def("submit", &submit, py::arg("collective"), py::arg("algorithm"), py::arg("dtype"),
+           py::arg("op"), py::arg("root"), py::arg("count"), py::arg("input"), py::arg("output"),
+           py::arg("shape") = py::none(), py::arg("label") = "")
       .def("run_compressed", &run_compressed)
       .def("submit_compressed", &submit_compressed)
       .def_property_readonly("handle", &handle_of)

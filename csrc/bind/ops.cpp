@@ -57,7 +57,11 @@ void run(cpu::Group& group, const Operation& operation, const Tensor& input, con
   void* const to = output.mutable_data_ptr();
   PYCOMM_CHECK((from != nullptr && to != nullptr) || operation.count == 0,
                "tensor must have memory");
-  group.run(operation, from, to);
+  Call call{operation, from, to};
+  const Tensor& block = operation.collective == Collective::reduce_scatter ? output : input;
+  const auto sizes = block.sizes();
+  call.details.set_shape(sizes.data(), static_cast<int>(sizes.size()));
+  group.run(call);
 }
 
 void all_reduce_(Tensor tensor, std::string op, std::string algorithm, std::string group) {

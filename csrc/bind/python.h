@@ -4,9 +4,13 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
+#include <optional>
 #include <stdexcept>
+#include <string>
+#include <vector>
 
 #include "common.h"
+#include "core/details.h"
 
 namespace pycomm::bind {
 
@@ -30,6 +34,16 @@ void check_signals();
 // A tensor without memory that has come past Python's checks must not be read or written.
 inline void check_memory(std::uintptr_t address, std::int64_t count) {
   PYCOMM_CHECK(address != 0 || count == 0, "tensor must have memory, got a null pointer");
+}
+
+// A tensor's shape; none counts as one dimension.
+using Shape = std::optional<std::vector<std::int64_t>>;
+
+inline Details make_details(const Shape& shape, const std::string& label) {
+  Details details;
+  if (shape) details.set_shape(shape->data(), static_cast<int>(shape->size()));
+  details.set_label(label);
+  return details;
 }
 
 void bind_codec(pybind11::module_& m);

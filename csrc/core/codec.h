@@ -20,9 +20,9 @@ struct Codec {
   std::uint8_t stochastic = 0;  // int8: rounds at random instead of to nearest
   std::uint8_t feedback = 0;    // a residual takes part
   std::uint32_t block = 0;      // int8: elements that share a scale
-  std::int64_t k = 0;           // top-k: elements that a rank selects
+  std::uint32_t k = 0;          // top-k: elements that a rank selects
 };
-static_assert(sizeof(Codec) == 16);
+static_assert(sizeof(Codec) == 12);
 
 PYCOMM_HD bool operator==(const Codec& a, const Codec& b) {
   return a.kind == b.kind && a.values == b.values && a.stochastic == b.stochastic &&

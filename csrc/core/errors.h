@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "core/details.h"
 #include "core/operation.h"
 #include "core/signal.h"
 
@@ -40,7 +41,8 @@ class CollectiveError : public std::runtime_error {
   std::uint32_t completed = 0;
 };
 
-inline std::string describe(const Operation& operation) {
+// `details`: the operation's own, or null where nobody knows them.
+inline std::string describe(const Operation& operation, const Details* details = nullptr) {
   std::string text = std::string(name_of(operation.collective)) + "(";
   if (operation.collective != Collective::barrier) {
     text += std::string(name_of(operation.dtype)) + ", " + std::to_string(operation.count) +
@@ -59,6 +61,12 @@ inline std::string describe(const Operation& operation) {
   if (operation.collective == Collective::broadcast)
     text += ", src=" + std::to_string(operation.root);
   if (operation.device == Device::cuda) text += ", on CUDA";
+  if (operation.details != 0) {
+    const std::string known = details != nullptr ? describe(*details) : std::string();
+    const std::string told =
+        !known.empty() ? known : ", details " + std::to_string(operation.details);
+    text += told.substr(text.back() == '(' ? 2 : 0);  // of a barrier there is nothing else
+  }
   return text + ")";
 }
 
@@ -82,14 +90,16 @@ inline CollectiveError failure(Reason reason, int rank, int pid, const Operation
 
 // Rank `first` called one thing, rank `r` another.
 inline CollectiveError mismatch(int first, const Operation& called, int r, const Operation& other,
-                                int pid, std::uint32_t sequence) {
+                                int pid, std::uint32_t sequence, const Details* details = nullptr,
+                                const Details* other_details = nullptr) {
   return {Reason::mismatch,
           r,
           pid,
           name_of(called.collective),
           sequence,
           "operation " + std::to_string(sequence) + ": rank " + std::to_string(first) + " called " +
-              describe(called) + ", rank " + std::to_string(r) + " called " + describe(other)};
+              describe(called, details) + ", rank " + std::to_string(r) + " called " +
+              describe(other, other_details)};
 }
 
 // The word that says why the group ended is none that a rank writes.

@@ -22,6 +22,7 @@ struct Operation {
   std::uint16_t tag = 0;     // of the caller's, to tell its operations from others'
   std::uint32_t offset = 0;  // of the tensor in the whole, in kSmallestBlock elements
   Codec codec = {};
+  std::uint32_t details = 0;  // a hash of everything else that must agree (core/details.h)
 };
 static_assert(sizeof(Operation) == 40);
 
@@ -33,7 +34,7 @@ PYCOMM_HD constexpr std::int64_t first_element(const Operation& operation) {
 PYCOMM_HD bool operator==(const Operation& a, const Operation& b) {
   return a.collective == b.collective && a.algorithm == b.algorithm && a.dtype == b.dtype &&
          a.op == b.op && a.root == b.root && a.device == b.device && a.count == b.count &&
-         a.tag == b.tag && a.offset == b.offset && a.codec == b.codec;
+         a.tag == b.tag && a.offset == b.offset && a.codec == b.codec && a.details == b.details;
 }
 
 // More than any memory holds; bytes of a world's tensors stay below 2^63.
@@ -46,7 +47,7 @@ PYCOMM_HD constexpr bool is_valid(const Operation& operation) {
          operation.dtype <= DType::u8 && operation.op <= ReduceOp::prod &&
          operation.device <= Device::cuda && operation.root >= 0 && operation.count >= 0 &&
          operation.count <= kMostElements && codec.kind <= CodecKind::topk &&
-         codec.values <= DType::u8 && codec.k >= 0;
+         codec.values <= DType::u8;
 }
 
 // Bytes of the tensors of one of `ranks` ranks. Top-k announces an area for lists instead, whose size

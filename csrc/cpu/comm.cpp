@@ -120,6 +120,7 @@ void Comm::publish() {
   announced.outlook = mine.outlook;
   announced.input = mine.input;
   announced.output = mine.output;
+  if (operation_.details != 0) details(rank_) = *details_;
   stream_fence();
   epoch_of(announced).store(sequence_, std::memory_order_release);
 }
@@ -397,7 +398,7 @@ CollectiveError Comm::failure_of(std::uint64_t word) const {
     for (int r = 1; r < size_; ++r) {
       const Operation& other = announcement(r).operation;
       if (number(r) != culprit || announced(r) != sequence_ || other == first) continue;
-      return mismatch(number(0), first, culprit, other, pid, ordinal_);
+      return mismatch(number(0), first, culprit, other, pid, ordinal_, &details(0), &details(r));
     }
   }
   return failure(reason_of(word), culprit, pid, called_, ordinal_);

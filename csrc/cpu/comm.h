@@ -32,6 +32,9 @@ class Comm {
   // `outlook` is announced with it.
   void begin(const Operation& operation, const void* input, void* output, void (*interrupt)(),
              Outlook outlook = {});
+  // Before begin(): what goes with the operation's hash, in messages; or null. It must live until the
+  // operation has ended.
+  void set_details(const Details* details) { details_ = details; }
   // Another algorithm follows as a part of the operation that has begun.
   void begin_phase(const Operation& operation, const void* input, void* output,
                    Outlook outlook = {});
@@ -187,6 +190,7 @@ class Comm {
   }
   const Announcement& met(int r) const { return met_[static_cast<std::size_t>(r)]; }
   void read_announcement(int r);
+  Details& details(int r) const { return window_->control(r).details[sequence_ & 1u]; }
   void empty_packet(std::uint32_t parity, int r, std::int64_t i);
   // `word` is a flag or a packet of rank r; `slot` tells which, for culprit().
   template <class Word>
@@ -225,6 +229,7 @@ class Comm {
   std::uint32_t signalled_[kSlots];
   std::uint32_t started_[kSlots];
 
+  const Details* details_ = nullptr;
   Operation called_;
   Operation operation_;  // of this phase
   Outlook outlook_;

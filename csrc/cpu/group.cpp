@@ -1,6 +1,7 @@
 #include "cpu/group.h"
 
 #include <cstring>
+#include <optional>
 
 #include "core/cast.h"
 #include "core/run.h"
@@ -115,10 +116,8 @@ void Group::check_fits(const Operation& operation) const {
                                              std::to_string(2 * staging.enough(size_)));
 }
 
-bool Group::run(const Operation& operation, const void* input, void* output, void (*interrupt)(),
-                const Feedback& feedback) {
-  check_fits(operation);
-  const Call call{operation, input, output, feedback};
+bool Group::run(const Call& call, void (*interrupt)()) {
+  check_fits(call.operation);
   return run_in_order({.calls = {&call, 1}}, interrupt);
 }
 
@@ -232,6 +231,15 @@ bool Group::execute(const Call& call, bool agree_only, void (*interrupt)()) {
             ? Algorithm::two_shot
             : select_algorithm(operation.count * size_of(operation.dtype), size_, Device::cpu);
   }
+  const Details* details = &call.details;
+  std::optional<Details> compressed;
+  if (operation.codec.kind != CodecKind::none && !agree_only) {
+    details = &compressed.emplace(details_of(call));
+    const float* const scale = call.feedback.scale;
+    if (scale != nullptr && call.feedback.residual != nullptr) compressed->scale = *scale;
+  }
+  if (!agree_only) operation.details = hash_of(*details);
+  comm_.set_details(details);
   try {
     const bool nonfinite = run_on(operation, call, agree_only, interrupt);
     comm_.finish();

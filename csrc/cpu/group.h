@@ -71,8 +71,11 @@ class Group {
 
   // Runs an operation after all that were submitted before; blocks. Buffers are raw host memory.
   // Of a compressed one, returns whether a value was not finite; the residual is then untouched.
+  bool run(const Call& call, void (*interrupt)() = nullptr);
   bool run(const Operation& operation, const void* input, void* output,
-           void (*interrupt)() = nullptr, const Feedback& feedback = {});
+           void (*interrupt)() = nullptr, const Feedback& feedback = {}) {
+    return run({operation, input, output, feedback}, interrupt);
+  }
   // Only meets the other ranks and checks that all mean this operation, whose data moves elsewhere.
   void agree(const Operation& operation, void (*interrupt)() = nullptr);
   // The same as run() on the worker, of one call after the other; the buffers must live until the

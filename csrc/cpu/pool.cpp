@@ -85,9 +85,9 @@ Pool::Pool(Comm& comm, const Machines& machines, PoolMemory& memory, const Opera
       cycles_.before(first_element(operation), comm_.rank()) / kSmallestBlock);
   if (n > 0) {
     // Both counts are less than 2^32.
-    const auto k = static_cast<std::uint64_t>(operation.codec.k);
+    const std::uint64_t k = operation.codec.k;
     const auto all = k * static_cast<std::uint64_t>(carried_.count), whole = std::uint64_t(n);
-    carried_.codec.k = static_cast<std::int64_t>(all / whole + (all % whole != 0 ? 1 : 0));
+    carried_.codec.k = static_cast<std::uint32_t>(all / whole + (all % whole != 0 ? 1 : 0));
   }
 }
 

@@ -19,6 +19,7 @@
 #include <new>
 
 #include "common.h"
+#include "core/details.h"
 #include "core/hash.h"
 #include "core/layout.h"
 #include "core/operation.h"
@@ -45,6 +46,7 @@ struct Control {
     std::atomic<std::uint32_t> value;
   };
   Announcement announcements[2];
+  alignas(128) Details details[2];  // of the operations announced, as far as they have a hash
   Flag flags[kSlots];
   alignas(128) std::atomic<std::uint64_t> waiting;  // for whom and what, while a wait is long
   alignas(128) std::atomic<std::uint32_t> left;     // no operation will follow
@@ -67,12 +69,26 @@ static_assert(sizeof(Control) <= kControlBytes);
 // Stands for where everything lies in a window. Raise the version when something changes its meaning
 // but not its place.
 inline constexpr std::uint64_t kLayoutVersion = 1;
-inline constexpr std::uint64_t kLayout = hash_of(
-    {kLayoutVersion, sizeof(Header), sizeof(Operation), sizeof(Announcement), sizeof(Control),
-     offsetof(Control, announcements), offsetof(Control, flags), offsetof(Control, waiting),
-     offsetof(Control, left), offsetof(Control, beats), offsetof(Control, abort),
-     offsetof(Control, in_peers_heaps), offsetof(Control, completed), kSlots, kStagingSlots, kLine,
-     kControlBytes, kPacketBytes});
+inline constexpr std::uint64_t kLayout = hash_of({kLayoutVersion,
+                                                  sizeof(Header),
+                                                  sizeof(Operation),
+                                                  sizeof(Announcement),
+                                                  sizeof(Details),
+                                                  sizeof(Control),
+                                                  offsetof(Control, announcements),
+                                                  offsetof(Control, details),
+                                                  offsetof(Control, flags),
+                                                  offsetof(Control, waiting),
+                                                  offsetof(Control, left),
+                                                  offsetof(Control, beats),
+                                                  offsetof(Control, abort),
+                                                  offsetof(Control, in_peers_heaps),
+                                                  offsetof(Control, completed),
+                                                  kSlots,
+                                                  kStagingSlots,
+                                                  kLine,
+                                                  kControlBytes,
+                                                  kPacketBytes});
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free &&
               std::atomic<std::uint64_t>::is_always_lock_free);
 

@@ -112,7 +112,7 @@ void check_trip(const Codec& codec, const Exact& x, DType dtype, std::int64_t n,
                      std::to_string(is) + ": " + describe(codec));
   }
   if (codec.kind != CodecKind::topk) return;
-  PYCOMM_CHECK(sent == std::min(codec.k, nonzero) || codec.values == DType::u8,
+  PYCOMM_CHECK(sent == std::min<std::int64_t>(codec.k, nonzero) || codec.values == DType::u8,
                std::to_string(sent) + " elements were sent: " + describe(codec));
   PYCOMM_CHECK(least_sent >= most_left || codec.values == DType::u8,
                "not the largest: " + describe(codec));

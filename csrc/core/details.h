@@ -1,0 +1,90 @@
+// What changes an operation's result, or tells it from others, beside what an Operation has room
+// for. Ranks compare a hash of it, which the Operation carries; the rest is for messages.
+#pragma once
+
+#include <algorithm>
+#include <cstdio>
+#include <string>
+#include <string_view>
+
+#include "core/hash.h"
+
+namespace pycomm {
+
+struct Details {
+  static constexpr int kDims = 4;
+  static constexpr std::size_t kLabelBytes = 128;
+
+  std::int64_t shape[kDims] = {};  // where there are more dimensions, the last ones multiplied
+  std::uint64_t seed = 0;          // where rounding is stochastic; step, too
+  std::uint64_t label_hash = 0;
+  std::uint32_t step = 0;
+  float momentum = 0;
+  float scale = 1;
+  std::uint8_t dims = 1;
+  std::uint16_t label_bytes = 0;
+  char label[kLabelBytes] = {};  // the caller's tag, and where it calls from; its beginning
+
+  void set_shape(const std::int64_t* sizes, int count) {
+    dims = static_cast<std::uint8_t>(count);
+    for (int d = 0; d < count; ++d) {
+      shape[std::min(d, kDims - 1)] = d < kDims ? sizes[d] : shape[kDims - 1] * sizes[d];
+    }
+  }
+  void set_label(std::string_view text) {
+    if (text.empty()) return;
+    label_hash = hash_of(text);
+    label_bytes = static_cast<std::uint16_t>(std::min(text.size(), kLabelBytes));
+    std::copy_n(text.begin(), label_bytes, label);
+  }
+};
+
+constexpr std::uint64_t bits_of(float x) { return __builtin_bit_cast(std::uint32_t, x); }
+
+// 0 if there is nothing but one dimension, which the operation's count tells.
+inline std::uint32_t hash_of(const Details& details) {
+  const bool plain = details.dims == 1 && details.label_hash == 0 && details.seed == 0 &&
+                     details.step == 0 && bits_of(details.momentum) == 0 &&
+                     bits_of(details.scale) == bits_of(1);
+  if (plain) return 0;
+  std::uint64_t hash = hash_of({details.seed, details.label_hash, details.step, details.dims,
+                                bits_of(details.momentum) << 32 | bits_of(details.scale)});
+  for (int d = 0; d < std::min<int>(details.dims, Details::kDims); ++d) {
+    hash = add_to_hash(hash, static_cast<std::uint64_t>(details.shape[d]));
+  }
+  const auto folded = static_cast<std::uint32_t>(hash >> 32);
+  return folded != 0 ? folded : 1;
+}
+
+// What differs from the usual.
+inline std::string describe(const Details& details) {
+  const auto number = [](double x) {
+    char text[32];
+    std::snprintf(text, sizeof(text), "%g", x);
+    return std::string(text);
+  };
+  std::string text;
+  if (details.dims != 1) {
+    const int shown = std::min<int>(details.dims, Details::kDims);
+    text += ", shape=(";
+    for (int d = 0; d < shown; ++d) {
+      text += (d > 0 ? ", " : "") + std::to_string(details.shape[d]);
+    }
+    text += details.dims > shown ? "...)" : ")";
+  }
+  if (details.seed != 0) text += ", seed=" + std::to_string(details.seed);
+  if (details.step != 0) text += ", step=" + std::to_string(details.step);
+  if (bits_of(details.momentum) != 0) text += ", momentum=" + number(details.momentum);
+  if (details.scale != 1) text += ", scale=" + number(details.scale);
+  if (details.label_bytes != 0) {
+    text += ", ";
+    for (std::size_t i = 0; i < std::min<std::size_t>(details.label_bytes, sizeof(details.label));
+         ++i) {
+      const char c = details.label[i];
+      text += c >= ' ' && c <= '~' ? c : '?';  // it may come from another process
+    }
+  }
+  return text;
+}
+
+}  // namespace pycomm
