@@ -87,7 +87,8 @@ def compressed_all_reduce(
     Raises:
         ValueError, TypeError: an argument is not as described.
         pycomm.NonFinite: see `strict`.
-        Otherwise as :func:`pycomm.all_reduce`.
+        Otherwise as :func:`pycomm.all_reduce`. After a :class:`pycomm.CollectiveError`, `residual`
+        and `velocity` are undefined, as the result is: copy them before if you need them after.
     """
     group = group if group is not None else default_group()
     _check_options(compressor, op, algorithm, step, offset)

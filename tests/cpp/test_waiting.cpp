@@ -141,6 +141,38 @@ void interrupts_a_wait() {
   });
 }
 
+// The first of two calls has spent its residual when the second one fails: neither result counts.
+void a_failed_exchange_puts_residuals_back() {
+  constexpr std::int64_t kCount = 1000;
+  World world(2);
+  world.run([&](int r) {
+    std::vector<float> x(kCount), residual(kCount, 0.125f), before(kCount), y(kCount);
+    for (std::size_t i = 0; i < x.size(); ++i) x[i] = 0.37f * static_cast<float>(i + 1);
+    Call first{{Collective::all_reduce, Algorithm::two_shot, DType::f32, ReduceOp::avg, 0, kCount},
+               x.data(),
+               x.data()};
+    first.operation.codec.kind = CodecKind::int8;
+    first.operation.codec.block = 256;
+    first.operation.codec.feedback = 1;
+    first.feedback.residual = residual.data();
+    first.feedback.residual_before = before.data();
+    if (r == 1) {
+      world[r].run(first);
+      PYCOMM_CHECK(residual != std::vector<float>(kCount, 0.125f), "the residual has been spent");
+      world[r].abort();
+      return;
+    }
+    Call second = first;
+    second.operation.codec = {};
+    second.feedback = {};
+    second.input = second.output = y.data();
+    const auto work = world[r].submit({first, second});
+    const CollectiveError error = error_of([&] { work->wait(std::chrono::seconds(10)); });
+    PYCOMM_CHECK(error.reason == Reason::aborted && error.rank == 1, "rank 1 has aborted");
+    PYCOMM_CHECK(residual == std::vector<float>(kCount, 0.125f), "it must be what it was");
+  });
+}
+
 // Whatever an operation has found so far, an abort before its end makes it fail.
 void the_last_look_counts() {
   const int fd = cpu::Window::create(1, 1 << 20, 64 << 10);
@@ -210,6 +242,7 @@ int main() {
                   {"disagreement is told to all", disagreement_is_told_to_all},
                   {"a failed work throws", a_failed_work_throws},
                   {"interrupts a wait", interrupts_a_wait},
+                  {"a failed exchange puts residuals back", a_failed_exchange_puts_residuals_back},
                   {"the last look counts", the_last_look_counts},
                   {"detached memory is private", detached_memory_is_private},
                   {"heap gives back", heap_gives_back}});
