@@ -16,7 +16,7 @@ from pycomm import _hosts
 
 HOSTS, HARMFUL = [2, 1], 2  # the rank whose machine sends them; rank 0 hears, rank 1 is beside it
 
-# What is overwritten in a message: where, how many bytes, with what. docs/wire-format.md.
+# Damage to a message: offset, bytes, value (docs/wire-format.md).
 Change = tuple[int, int, int]
 GREETING_BYTES, FAREWELL_BYTES = 80, 40
 
@@ -129,7 +129,7 @@ LISTS = {
 
 
 def harmful_lists(_: pycomm.Group) -> dict[str, object]:
-    """Of top-k: after the greeting come the list's length and the list."""
+    """With top-k the list's length and the list come after the greeting."""
     found = {}
     for name, (number, change) in LISTS.items():
         with pycomm.init(timeout=20) as group:

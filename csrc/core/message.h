@@ -1,7 +1,7 @@
-// What ranks tell each other besides data. On one machine, in shared memory: announcements, and what
-// a rank waits for. Between machines: a greeting before every operation, and a farewell, which is the last message on a link;
-// both begin with a header that shows that they come from the machine at the other end
-// (docs/wire-format.md).
+// Messages between ranks, besides data. On one machine they lie in shared memory: announcements, and
+// what a rank waits for. Between machines there are two: a greeting before every operation, and a
+// farewell, the last message on a link. Both begin with a header that shows that they come from the
+// machine at the other end (docs/wire-format.md).
 //
 // Readers trust nothing: they throw std::invalid_argument with what is wrong, and what they return
 // may index tables and memory.
@@ -27,7 +27,7 @@ enum class MessageKind : std::uint16_t { greeting = 1, farewell = 2 };
 // Random bytes, known to those who can read the group's Store.
 using Secret = std::array<std::byte, 16>;
 
-// Who sends a message on this link.
+// The sender of a message on a link.
 struct Sender {
   Secret secret;
   int machine;

@@ -58,7 +58,7 @@ struct MixedBits {
   std::uint32_t first = 0, second = 0;
 
   MixedBits() = default;
-  // Of the run that begins with, or has, element `at`.
+  // The key of the run that element `at` is in.
   PYCOMM_HD MixedBits(const Random& random, std::int64_t at) {
     const RandomWords key = philox(random, static_cast<std::uint64_t>(at / kMixedRun));
     first = key.word[0];

@@ -52,7 +52,8 @@ struct Control {
   alignas(128) std::atomic<std::uint32_t> left;     // no operation will follow
   alignas(128) std::atomic<std::uint32_t> beats;    // moves while it waits for another machine
   alignas(128) std::atomic<std::uint64_t> abort;    // rank 0's serves the whole group
-  // Of a group that spans machines; rank 0's, too: what this one tells the others, and the outcome.
+  // If the group spans machines: what this one tells the others, and what all have settled on. Rank
+  // 0's serve the machine.
   std::atomic<std::uint64_t> last_word, settled;
   // Whether this rank may be reading or writing tensors in other ranks' heaps. Until it says that it
   // is not, no rank that fails gives its tensors back to their owner.

@@ -20,7 +20,7 @@ class Edits:
     """
 
     def __init__(self) -> None:
-        # Of each parameter after its last step: writes so far, address.
+        # Writes so far and address of each parameter, after its last step.
         self._seen: dict[torch.Tensor, tuple[int, int]] = {}
 
     def note(self, params: Iterable[torch.Tensor]) -> None:
