@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import time
 from collections.abc import Iterable, Sequence
@@ -12,34 +11,20 @@ from typing import Any
 
 import torch
 from torch._compile import _disable_dynamo
-from torch.autograd import Variable
 from torch.futures import Future
 
 from pycomm._exchange import Plan, Recipe, dense_wire_bytes, make_plan, run_on_stream, run_on_worker
+from pycomm._flights import Flight, Flights
 from pycomm._host_staging import StandIn, fetch
 from pycomm._parameters import Exclude, Parameters, dense_strides
 from pycomm._residuals import FORMAT, Residuals
 from pycomm._tensors import check_memory
 from pycomm.collectives import Work
 from pycomm.compression import Compressor, check_whole
-from pycomm.errors import GroupUnusable
+from pycomm.errors import GroupUnusable, PycommError
 from pycomm.group import Group, default_group
 
 NamedParameters = Iterable[tuple[str, torch.Tensor]]
-
-
-@dataclass
-class _Flight:
-    """An exchange under way."""
-
-    plan: Plan
-    work: Work
-    future: Future[torch.Tensor]
-    buffer: torch.Tensor
-
-    def wire_bytes(self) -> int:
-        """What this rank has moved, or on CUDA, where nobody counts, the most it may have."""
-        return self.work.moved() or self.plan.wire_bytes
 
 
 @dataclass
@@ -48,7 +33,7 @@ class _Step:
 
     parameters: set[int] = field(default_factory=set)
     exposed: float = 0.0
-    flights: list[_Flight] = field(default_factory=list)
+    flights: list[Flight] = field(default_factory=list)
     waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 
 
@@ -96,7 +81,7 @@ class CommState:
         self._residuals = self._make_residuals(feedback)
         self._plans: dict[tuple[int, ...], tuple[tuple[int, int], Plan]] = {}
         self._planned: set[int] = set()  # parameters that have been in a bucket
-        self._flying: dict[int, list[_Flight]] = {}  # by the backward that began them
+        self._flying = Flights()
         self._now = _Step()
         self._exposed_before = 0.0
         self._stream: torch.cuda.Stream | None = None
@@ -143,7 +128,7 @@ class CommState:
             self.finish(backward)  # raises what has made it so
             raise
         self._now.flights.append(flight)
-        self._flying.setdefault(backward, []).append(flight)
+        self._flying.add(backward, flight)
         return flight.future
 
     @_disable_dynamo
@@ -155,19 +140,20 @@ class CommState:
         Where it has ended already, as in the first iteration of a static graph, this waits.
         """
         backward = torch._C._current_graph_task_id()
+        self._give_back_dropped()
         if buffer.layout == torch.strided:  # start() refuses others
             self._follow_formats(buffer, parameters)
         future = self.start(buffer, parameters, backward)
         if torch._C._current_autograd_node() is None:
             self.finish(backward)
-        elif len(self._flying[backward]) == 1:
-            Variable._execution_engine.queue_callback(functools.partial(self.finish, backward))
+        else:
+            self._flying.wait_in_end(backward, self.finish)
         return future
 
     @_disable_dynamo
     def finish(self, backward: int = -1) -> None:
         """Waits for what was started under this number; raises what went wrong."""
-        flights = self._flying.pop(backward, [])
+        flights = self._flying.take(backward)
         if not flights:
             return
         begin = time.perf_counter()
@@ -175,11 +161,7 @@ class CommState:
             self._time_stream(self._stream)
         with _named("pycomm::finish"):
             for flight in flights:
-                flight.work.wait()
-                if flight.future.done():
-                    flight.future.wait()  # on CUDA only the current stream does
-                else:
-                    flight.future.set_result(flight.buffer)
+                flight.land()
         self._now.exposed += time.perf_counter() - begin
 
     def give_back(self) -> None:
@@ -197,7 +179,7 @@ class CommState:
             ``exposed_ms``: that backward waited for exchanges in its end; ``exposed_ms_total``;
             ``residual_norm``: Euclidean, of what this rank has not sent yet.
         """
-        self._residuals.settle(self._scale())
+        self._settle()
         exposed = self._exposed()
         flights, group = self._now.flights, self.group
         bytes_wire = sum(flight.wire_bytes() for flight in flights)
@@ -218,7 +200,7 @@ class CommState:
 
     def residual(self, name: str) -> torch.Tensor:
         """What this rank has not sent yet of a parameter: fp32, in its shape, unscaled; a view."""
-        self._residuals.settle(self._scale())
+        self._settle()
         return self._residuals.find(name)
 
     def tensors(self) -> list[torch.Tensor]:
@@ -237,7 +219,7 @@ class CommState:
             with torch.distributed.checkpoint: residuals lie under the rank's number, because that
             keeps only one of all the tensors that ranks call by the same name.
         """
-        self._residuals.settle(self._scale())
+        self._settle()
         kept = {"format": FORMAT, "size": self.group.size, "step": self.step}
         if not gathered:
             return kept | {"kept": {str(self.group.rank): self._residuals.dump()}}
@@ -272,6 +254,7 @@ class CommState:
             self._residuals.load([dump])
         self.step = state_dict["step"]
         self._now = _Step()
+        self._flying.clear()
 
     def _make_residuals(self, feedback: bool) -> Residuals:
         compressor, kinds = self.compressor, []
@@ -284,6 +267,23 @@ class CommState:
         entries = self._parameters.entries.values() if kinds else ()
         compressed = [entry for entry in entries if not entry.dense]
         return Residuals(compressed, kinds, restorable=self._scaler is not None)
+
+    def _settle(self) -> None:
+        """Brings residuals up to date with steps whose means nobody has used."""
+        self._give_back_dropped()
+        self._residuals.settle(self._scale())
+
+    def _give_back_dropped(self) -> None:
+        """Puts means of a backward that has raised into residuals.
+
+        DistributedDataParallel cannot go on once it has sent a bucket of such a backward: those
+        that come now are another one's, and may begin with other parameters.
+        """
+        for flight in self._flying.take_dropped():
+            self._now.parameters.clear()  # so that the next bucket begins a step
+            with contextlib.suppress(PycommError):  # an exchange that failed has no mean
+                flight.land()
+                flight.plan.give_back()
 
     def _begin_step(self, device: torch.device) -> None:
         if self.step == 0 or not self._plans:
@@ -342,12 +342,12 @@ class CommState:
                 self._residuals.reorder(entry, strides)
             self._planned.add(id(parameter))
 
-    def _launch(self, plan: Plan, buffer: torch.Tensor) -> _Flight:
+    def _launch(self, plan: Plan, buffer: torch.Tensor) -> Flight:
         step = self.step - 1
         device = buffer.device
         future: Future[Any] = Future(devices=[device] if buffer.is_cuda else None)
         if buffer.is_cpu or plan.stand_in is not None:
-            return _Flight(plan, run_on_worker(plan, step, self.group), future, buffer)
+            return Flight(plan, run_on_worker(plan, step, self.group), future, buffer)
         if self.group._cuda_side(device).shares_device and torch._C._current_graph_task_id() >= 0:
             raise ValueError(
                 "ranks that are threads must have a GPU each to exchange in backward, got "
@@ -360,7 +360,7 @@ class CommState:
             run_on_stream(plan, step, self.group, device)
             buffer.record_stream(self._stream)
             future.set_result(buffer)
-        return _Flight(plan, Work(None, (), self.group.check), future, buffer)
+        return Flight(plan, Work(None, (), self.group.check), future, buffer)
 
     def _scale(self) -> torch.Tensor | None:
         """The gradients' scale, as a tensor beside them or beside what stands in for them."""

@@ -153,6 +153,13 @@ class Watched:
         self.exchanges.append((bucket.buffer(), future))
         return future
 
+    def wrap_anew(self, layout: dict[str, Any]) -> None:
+        """Goes on under another DistributedDataParallel, with the same state."""
+        module = self.model.module
+        del self.model  # as long as it lives it listens to the parameters
+        self.model = DistributedDataParallel(module, **layout)
+        self.model.register_comm_hook(self.state, self.hook)
+
     def begin(self, scale: float = 1.0) -> None:
         """Forgets the last step."""
         self.seen = Step(scale=scale)

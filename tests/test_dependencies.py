@@ -66,7 +66,7 @@ PYTHON_LAYERS = [
     {"collectives", "local_world"},
     {"compressed", "_parameters", "_residuals", "_members", "_promise", "_weighing", "_reports"},
     {"compressed_ops", "_exchange", "_flat"},
-    {"_buckets"},
+    {"_buckets", "_flights"},
     {"_comm_state"},
     {"_outer"},
     {"_local_sgd"},

@@ -9,6 +9,7 @@ import helpers
 import pytest
 import torch
 from ddp import COMPRESSORS, Watched
+from golden import same_tensors
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -223,6 +224,113 @@ def test_a_state_outlives_a_backward_that_failed():
     mine, others = helpers.run_group(2, with_a_failing_backward)
     assert all(torch.equal(a, b) for a, b in zip(mine, others, strict=True))
     assert all(gradient.isfinite().all() for gradient in mine)
+
+
+class OwnError(Exception):
+    """Not pycomm's, nor torch's."""
+
+
+def raise_own(_gradient):
+    raise OwnError
+
+
+class Backwards(ddp.Given):
+    """Its gradients come in the order of its parameters: another one than DDP expects at first."""
+
+    def forward(self, gradients):
+        named = reversed(list(self.named_parameters()))
+        return torch.stack([(p * gradients[name]).sum() for name, p in named]).sum()
+
+
+def spoil(watched, loss, name):
+    """A backward that raises where it comes to a parameter's gradient; says what it has sent."""
+    handle = watched.model.module.get_parameter(name).register_hook(raise_own)
+    watched.begin()
+    with pytest.raises(OwnError):
+        loss.backward()
+    handle.remove()
+    return list(watched.seen.local)
+
+
+def with_dropped_means(group, name, scale):
+    """Residuals after backwards that raised; and in a model that nothing has happened to."""
+    pairs = []
+    for _ in range(2):
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=scale != 1)
+        watched = Watched(Backwards(), COMPRESSORS[name], layout=TINY, grad_scaler=scaler)
+        pairs.append((watched, scaler))
+
+    def loss(watched, scaler, step):
+        watched.model.zero_grad()
+        return scaler.scale(watched.model(ddp.gradients(watched.model, group.rank, step)))
+
+    (spoilt, spoilt_scaler), (good, good_scaler) = pairs
+    for watched, scaler in pairs:
+        for step in range(2):
+            before = watched.backward(loss(watched, scaler, step), scale)
+    sent = spoil(spoilt, loss(spoilt, spoilt_scaler, 2), "small")
+    assert sent == ["wide", "square"]
+    step = good.backward(loss(good, good_scaler, 2), scale)
+    after = spoilt.residuals()
+    for one in sent:
+        assert step.result[one].any()
+        assert not torch.equal(step.residuals[one], before.residuals[one])
+        expected = step.residuals[one] + step.result[one] / scale
+        assert torch.equal(after[one], expected), one
+    for one in after.keys() - sent:
+        assert torch.equal(after[one], before.residuals[one])
+    assert same_tensors(after, spoilt.residuals())  # only once
+    if COMPRESSORS[name].momentum:
+        ours, theirs = (w.state.state_dict()["kept"][str(group.rank)] for w in (spoilt, good))
+        assert all(same_tensors(ours["velocity"][one], theirs["velocity"][one]) for one in sent)
+    if scale != 1:  # a step that overflows puts back what has been given back, too
+        spoilt.wrap_anew(TINY)
+        given = ddp.gradients(spoilt.model, group.rank, 3)
+        given["bias"][0] = float("inf")
+        spoilt.backward(spoilt_scaler.scale(spoilt.model(given)), scale)
+        assert not same_tensors(after, spoilt.residuals())
+        spoilt_scaler.update(scale / 2)
+        assert same_tensors(after, spoilt.residuals())
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**10])
+@pytest.mark.parametrize("name", ["int8", "stochastic", "topk", "momentum"])
+def test_means_that_a_backward_drops_go_back_into_residuals(name, scale):
+    helpers.run_group(2, with_dropped_means, name, scale)
+
+
+def balance(group, name, layout):
+    """What hooks were given, and what came out or waits; DDP must be made anew after each error."""
+    watched = Watched(Backwards(), COMPRESSORS[name], layout=TINY)
+    names = watched.residuals()
+    given, found = ({name: torch.zeros(ddp.SHAPES[name]) for name in names} for _ in range(2))
+    steps = 0
+    for step in range(9):
+        watched.model.zero_grad()
+        loss = watched.model(ddp.gradients(watched.model, group.rank, step))
+        if step % 3 == 2:
+            spoil(watched, loss, "small")
+            with pytest.raises(RuntimeError, match="finished reduction"):
+                watched.model(ddp.gradients(watched.model, group.rank, step))
+            watched.wrap_anew(layout if step == 2 else TINY)
+        else:
+            result = watched.backward(loss).result
+            for name in names:
+                found[name] += group.size * result[name]
+        for name in names & watched.seen.local.keys():
+            given[name] += pycomm.all_reduce(watched.seen.local[name], group=group)
+        steps += bool(watched.seen.local)
+    assert watched.state.step == steps
+    for name in names:
+        found[name] += pycomm.all_reduce(watched.residuals()[name], group=group)
+        torch.testing.assert_close(found[name], given[name], rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("layout", ["tiny buckets", "unused"])
+@pytest.mark.parametrize("name", ["int8", "topk"])
+def test_backwards_that_failed_lose_nothing_that_was_sent(name, layout):
+    """Whether the next one begins with the same parameters or, as in the second layout, others."""
+    helpers.run_group(2, balance, name, ddp.LAYOUTS[layout])
 
 
 NAMED = [("weight", nn.Parameter(torch.zeros(100, 100)))]
