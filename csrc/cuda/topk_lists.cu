@@ -54,7 +54,8 @@ __device__ Cut find_cut(const TopkBlock& block, const TopkRegion& region, std::i
 }
 
 // One owner's list at a time: what is kept of it, and where its chunks begin.
-__global__ void __launch_bounds__(kThreads) cut_kernel(const __grid_constant__ TopkLaunch launch) {
+__global__ void __launch_bounds__(kThreads, 1)
+    cut_kernel(const __grid_constant__ TopkLaunch launch) {
   const TopkBlock block(launch);
   const TopkScratch& scratch = block.scratch;
   for (int owner = block.lane; owner < block.ranks(); owner += block.lanes) {
