@@ -125,7 +125,7 @@ class Link(_C.Transport):
         self._hosts = hosts
         self._patience = timedelta(seconds=4 * timeout + 10)
         self._rounds: queue.SimpleQueue[list[tuple[int, Any]] | None] = queue.SimpleQueue()
-        self._ending = threading.Lock()
+        self._ending = threading.RLock()  # a signal's handler may abort the group in the middle
         self._told = False
         self._threads = [threading.Thread(target=self._wait, name="pycomm-link", daemon=True)]
         self._threads += [
@@ -179,9 +179,9 @@ class Link(_C.Transport):
         """The first one is the last."""
         if self._told:
             return
-        self._told = True
         message, tag = torch.tensor(list(farewell), dtype=torch.uint8), _FAREWELL + len(farewell)
         works = [self._start(self._group.send, host, message, tag) for host in self._hosts]
+        self._told = True
         end = time.monotonic() + _PATIENCE_AT_END.total_seconds()
         for work in works:
             _finish(work, max(timedelta(seconds=end - time.monotonic()), _AT_ONCE))
@@ -211,6 +211,7 @@ class Link(_C.Transport):
         if _finish(work, _ALWAYS):
             self.heard(host, bytes(farewell.tolist()))
         self.lose(host)
+        self.finished(host)
 
 
 _links: weakref.WeakSet[Link] = weakref.WeakSet()

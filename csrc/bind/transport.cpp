@@ -27,7 +27,9 @@ class PythonTransport : public Transport {
   using Transport::Transport;
   void post(const Round& round) override {
     const WithGil gil;
-    call_python(find("post"), py::make_tuple(parcels(round.sends), parcels(round.receives)));
+    const py::function function = find("post");
+    PYCOMM_CHECK(function, "the link of this group is gone");
+    call_python(function, py::make_tuple(parcels(round.sends), parcels(round.receives)));
   }
   void stop(std::span<const std::byte> farewell) override { end("stop", farewell); }
   void disconnect() override { end("disconnect"); }
@@ -36,6 +38,8 @@ class PythonTransport : public Transport {
   void await(int host) { awaited_ = host; }
 
  private:
+  static constexpr int kAttempts = 3;
+
   py::function find(const char* name) const {
     return py::get_override(static_cast<const Transport*>(this), name);
   }
@@ -45,12 +49,25 @@ class PythonTransport : public Transport {
   void end(const char* name, const Bytes&... farewell) const {
     const WithGil gil;
     const py::error_scope on_its_way;
-    const py::function function = find(name);
-    try {
-      call_python(function, py::make_tuple(bytes(farewell)...));
-    } catch (const PythonError&) {
-      PyErr_WriteUnraisable(function.ptr());
+    bool interrupted = false;
+    // A signal's handler may raise in the middle: then it is begun anew.
+    for (int attempt = 0; attempt < kAttempts; ++attempt) {
+      try {
+        const py::function function = find(name);
+        if (function) call_python(function, py::make_tuple(bytes(farewell)...));
+        break;
+      } catch (const PythonError&) {
+        if (PyErr_ExceptionMatches(PyExc_KeyboardInterrupt) != 0) {
+          interrupted = true;
+          PyErr_Clear();
+        } else {
+          PyErr_WriteUnraisable(nullptr);
+        }
+      } catch (py::error_already_set& error) {
+        error.discard_as_unraisable(name);
+      }
     }
+    if (interrupted) PyErr_SetInterrupt();  // for the caller, later
   }
   static py::bytes bytes(std::span<const std::byte> bytes) {
     return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
@@ -90,6 +107,7 @@ void bind_transport(py::module_& m) {
            py::arg("secret"))
       .def("complete", &Transport::complete)
       .def("lose", &Transport::lose, py::arg("host"))
+      .def("finished", &Transport::finished, py::arg("host"))
       .def(
           "heard",
           [](Transport& transport, int host, const py::bytes& farewell) {

@@ -23,7 +23,7 @@ constexpr auto kInterruptEvery = std::chrono::milliseconds(50);
 // How long a live process may take to let go of a failed rank's tensors.
 constexpr auto kRetreatWithin = std::chrono::milliseconds(500);
 // How long the ranks of several machines may take to agree whom they blame.
-constexpr auto kSettledWithin = std::chrono::milliseconds(500);
+constexpr auto kSettledWithin = std::chrono::seconds(1);
 
 bool has_come(const std::atomic<std::uint32_t>& flag, std::uint32_t target) {
   return reached(flag.load(std::memory_order_acquire), target);
@@ -368,7 +368,8 @@ void Comm::blame_number(int number, const std::string& what) {
 std::uint64_t Comm::last_word() {
   std::uint64_t word = aborted();
   for (int r = 0; r < size_; ++r) {
-    if (peers_->ended(r)) word = std::min(word, abort_word(Reason::peer_died, number(r)));
+    if (!left(r) && peers_->ended(r))
+      word = std::min(word, abort_word(Reason::peer_died, number(r)));
   }
   std::uint64_t none = 0;
   window_->control(0).last_word.compare_exchange_strong(none, word);
@@ -384,7 +385,7 @@ std::uint64_t Comm::settled() {
   if (!spans_) return aborted();
   const std::atomic<std::uint64_t>& word = window_->control(0).settled;
   for (const Clock::time_point start = Clock::now(); word.load() == 0;) {
-    if (Clock::now() - start > kSettledWithin) settle(aborted());
+    if (Clock::now() - start > kSettledWithin) settle(last_word());
     std::this_thread::sleep_for(kNap);
   }
   return word.load();

@@ -42,6 +42,8 @@ class Comm {
   // Ends an operation that has done its part. It counts only if nobody has aborted the group: throws
   // otherwise.
   void finish();
+  // This rank touches no other rank's tensors any more, until another phase begins.
+  void leave_peers_heaps();
   // After a failure: leaves other ranks' memory alone, and returns when they leave this rank's alone.
   // A live process that does not say so in time loses its access.
   void retreat();
@@ -201,7 +203,6 @@ class Comm {
   std::uint32_t beats() const;
   void check_agreement();
   void enter_peers_heaps();
-  void leave_peers_heaps();
   void detach();
   bool left(int r) const { return window_->control(r).left.load(std::memory_order_acquire) != 0; }
 

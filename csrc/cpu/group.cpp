@@ -263,6 +263,7 @@ bool Group::execute(const Call& call, bool agree_only, void (*interrupt)()) {
 
 // After a failure: returns when nobody touches the caller's memory any more.
 void Group::retreat() {
+  comm_.leave_peers_heaps();
   if (hosts_ != nullptr) hosts_->stop();
   comm_.retreat();
 }

@@ -74,6 +74,7 @@ void Hosts::reduce_to_stripes(const Operation& operation, std::int64_t count, co
   if (comm_.size() == 1) return move(output, input, count * size_of(operation.dtype));
   comm_.begin_phase(phase(operation, count), input, output);
   pycomm::reduce_scatter(comm_, EvenStripes<Comm>{comm_, machines_.stripes()}, false);
+  comm_.leave_peers_heaps();  // the exchange between machines may take long
 }
 
 void Hosts::gather_stripes(const Operation& operation, std::int64_t count, void* data) {

@@ -1,5 +1,7 @@
 #include "cpu/link.h"
 
+#include <algorithm>
+
 namespace pycomm::cpu {
 namespace {
 
@@ -107,6 +109,7 @@ void Link::meet() {
 }
 
 std::int64_t Link::post(const Round& round) {
+  local_.check_aborted();
   for (const Parcel& parcel : round.sends) traffic_.sent += parcel.bytes;
   for (const Parcel& parcel : round.receives) traffic_.received += parcel.bytes;
   transport_->post(round);
@@ -156,17 +159,24 @@ void Link::stop() {
   transport_->disconnect();
 }
 
-// Every machine tells every other its last word, and all take the least. One that is lost without a
-// word has lost the rank at the other end of this link.
+// Every machine tells every other its last word, and all take the least. If one is lost without a
+// word, the rank at the other end of this link has died, unless somebody blames a rank beside it.
 std::uint64_t Link::least_word() {
   const std::lock_guard lock(heard_mutex_);
-  std::uint64_t least = local_.last_word();
+  std::vector<std::uint64_t> words{local_.last_word()};
+  for (const auto& [machine, word] : heard_) {
+    if (word != 0) words.push_back(word);
+  }
+  std::uint64_t least = *std::min_element(words.begin(), words.end());
   for (int m = 0; m < size(); ++m) {
-    const auto heard = heard_.find(m);
-    if (heard != heard_.end() && heard->second != 0) least = std::min(least, heard->second);
-    if (heard == heard_.end() && m != rank() && transport_->lost(m)) {
-      least = std::min(least, abort_word(Reason::peer_died, number(m)));
-    }
+    if (m == rank() || heard_.contains(m) || !transport_->lost(m)) continue;
+    const auto blames_it = [&](std::uint64_t word) {
+      const std::vector<int>& ranks = machines_.at(m);
+      return reason_of(word) == Reason::peer_died &&
+             std::find(ranks.begin(), ranks.end(), rank_of(word)) != ranks.end();
+    };
+    if (std::any_of(words.begin(), words.end(), blames_it)) continue;
+    least = std::min(least, abort_word(Reason::peer_died, number(m)));
   }
   return least;
 }
@@ -185,6 +195,7 @@ void Link::leave() {
     left_ = true;
     left_changed_.notify_all();
   }
+  tell();  // the others must not take an abort for a farewell
   const Farewell farewell{header_of(MessageKind::farewell, sender(rank())), 0};
   transport_->leave(std::as_bytes(std::span(&farewell, 1)));
 }

@@ -111,7 +111,7 @@ class Link {
   // Tells the other machines that this one has been aborted, if it has.
   void tell();
   // The same; also hears why the others stop and settles on one culprit for all (Comm::settle). Then
-  // nothing touches posted memory any more. A thread does so if no operation is under way that would.
+  // nothing touches posted memory any more. A thread does so, too, in case no operation is under way.
   void stop();
   void leave();
   const LinkTraffic& traffic() const { return traffic_; }

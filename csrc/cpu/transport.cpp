@@ -23,6 +23,10 @@ void Transport::complete() {
 void Transport::lose(int host) {
   const std::lock_guard lock(mutex_);
   lost_.insert(host);
+}
+
+void Transport::finished(int host) {
+  const std::lock_guard lock(mutex_);
   ended_.insert(host);
   changed_.notify_all();
 }
@@ -30,12 +34,11 @@ void Transport::lose(int host) {
 void Transport::heard(int host, std::span<const std::byte> farewell) {
   {
     const std::lock_guard lock(listener_mutex_);
-    farewells_[host].assign(farewell.begin(), farewell.end());
+    // The first one is the last.
+    if (!farewells_.try_emplace(host, farewell.begin(), farewell.end()).second) return;
     if (listener_) listener_(host, farewell);
   }
-  const std::lock_guard lock(mutex_);
-  ended_.insert(host);
-  changed_.notify_all();
+  finished(host);
 }
 
 void Transport::wait_for_farewells(int hosts, Clock::duration patience) {
@@ -63,6 +66,7 @@ std::vector<std::shared_ptr<LocalTransport>> LocalTransport::make(int hosts) {
 void LocalTransport::post(const Round& round) {
   const std::lock_guard lock(shared_->mutex);
   const std::int64_t number = first_ + static_cast<std::int64_t>(missing_.size());
+  if (!connected_) return missing_.push_back(1);  // it will never complete
   missing_.push_back(static_cast<std::int64_t>(round.sends.size() + round.receives.size()) + 1);
   for (const Parcel& parcel : round.sends) {
     const std::pair way{host_, parcel.host};
@@ -119,6 +123,7 @@ int LocalTransport::awaited() const {
 
 void LocalTransport::disconnect() {
   const std::lock_guard lock(shared_->mutex);
+  connected_ = false;
   for (auto& [way, waiting] : shared_->sends) {
     if (way.first == host_) waiting.clear();
   }

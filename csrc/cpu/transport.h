@@ -56,12 +56,14 @@ class Transport {
   virtual int awaited() const = 0;
   // Whether nothing more will come from a machine.
   bool lost(int host) const;
-  // Waits a while for the farewells of so many other machines; who is lost says none.
+  // Waits a while for the last words of so many other machines.
   void wait_for_farewells(int hosts, Clock::duration patience);
 
   // For implementations, from any thread. One more round has completed.
   void complete();
   void lose(int host);
+  // A machine has said farewell, or is lost and will not.
+  void finished(int host);
   // Another machine's farewell has come: bytes that nobody has looked at.
   void heard(int host, std::span<const std::byte> farewell);
   // Who wants to know of farewells, also of earlier ones; nobody, with an empty function.
@@ -73,7 +75,7 @@ class Transport {
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::int64_t completed_ = 0;
-  std::set<int> lost_, ended_;  // ended: lost, or has said farewell
+  std::set<int> lost_, ended_;
   std::mutex listener_mutex_;
   Listener listener_;
   std::map<int, std::vector<std::byte>> farewells_;
@@ -112,6 +114,7 @@ class LocalTransport : public Transport {
 
   std::shared_ptr<Shared> shared_;
   const int host_;
+  bool connected_ = true;
   std::deque<std::int64_t> missing_;  // parcels, of the rounds that have not completed
   std::int64_t first_ = 0;            // the number of the first of these
 };
