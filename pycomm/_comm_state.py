@@ -16,7 +16,7 @@ from torch.futures import Future
 from pycomm._exchange import Plan, Recipe, dense_wire_bytes, make_plan, run_on_stream, run_on_worker
 from pycomm._flights import Flight, Flights
 from pycomm._host_staging import StandIn, fetch
-from pycomm._parameters import Exclude, Parameters, dense_strides
+from pycomm._parameters import Exclude, Parameters, dense_strides, same_places
 from pycomm._residuals import FORMAT, Residuals
 from pycomm._tensors import check_memory
 from pycomm.collectives import Work
@@ -331,8 +331,8 @@ class CommState:
         rebuilt = (buffer.data_ptr(), *map(id, parameters)) not in self._plans
         for parameter in parameters:
             entry = self._parameters[parameter]
-            if parameter.stride() != entry.strides and (
-                (strides := dense_strides(parameter)) != entry.strides
+            if parameter.stride() != entry.strides and not same_places(
+                entry.shape, strides := dense_strides(parameter), entry.strides
             ):
                 if not rebuilt or id(parameter) not in self._planned:
                     raise ValueError(

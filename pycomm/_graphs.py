@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copyreg
 import types
 from collections.abc import Container, Iterator
@@ -14,17 +15,24 @@ from torch.utils import _pytree as pytree
 
 # What refers to much, but to no outputs.
 _NO_OUTPUTS = (nn.Module, type, types.ModuleType, types.FunctionType)
+_PLAIN = (str, bytes, int, float, complex, types.NoneType)
+_MOST_OBJECTS = 10_000
 
 
 def tensors_in(outputs: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a module's outputs: in containers, and in attributes of objects."""
+    """The tensors of a module's outputs: in containers, and in attributes of the first objects."""
     seen: set[int] = set()
-    ahead = [outputs]
+    ahead = collections.deque([outputs])
     while ahead:
-        for leaf in pytree.tree_leaves(ahead.pop()):
+        for leaf in pytree.tree_leaves(ahead.popleft()):
             if isinstance(leaf, torch.Tensor):
                 yield leaf
-            elif id(leaf) not in seen and not isinstance(leaf, _NO_OUTPUTS):
+            elif (
+                len(seen) < _MOST_OBJECTS
+                and not isinstance(leaf, _PLAIN)
+                and id(leaf) not in seen
+                and not isinstance(leaf, _NO_OUTPUTS)
+            ):
                 seen.add(id(leaf))
                 ahead.append(_attributes(leaf))
 

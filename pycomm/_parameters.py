@@ -111,6 +111,12 @@ def dense_strides(parameter: torch.Tensor) -> tuple[int, ...]:
     return torch.empty(parameter.shape, device="meta").stride()
 
 
+def same_places(shape: Sequence[int], strides: Sequence[int], other_strides: Sequence[int]) -> bool:
+    """Whether elements lie alike; strides of dimensions of size 1 do not matter."""
+    triples = zip(shape, strides, other_strides, strict=True)
+    return all(size <= 1 or one == other for size, one, other in triples)
+
+
 def is_small(name: str, parameter: torch.Tensor) -> bool:  # noqa: ARG001 - an Exclude
     """Whether compressing it would not pay: biases, norms, and whatever is tiny."""
     return parameter.dim() <= 1 or parameter.numel() < _SMALL
@@ -130,8 +136,8 @@ def _checked(params: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torc
                 f"params must be pairs of name and parameter, as model.named_parameters() gives "
                 f"them, got {type(item).__name__}"
             )
-        check_memory(f"params: {item[0]}", item[1])
         if item[1].requires_grad:
+            check_memory(f"params: {item[0]}", item[1])
             named.append(item)
     names = _bare([name for name, _ in named])
     if len(set(names)) != len(names):

@@ -28,8 +28,15 @@ class Promise:
 
     def __init__(self) -> None:
         self.open = False
+        self._forwards = 0  # that no exchange has followed
+        self._left = 0  # those of them that were before the last exchange
         self._announced = False
         self._work: Work | None = None
+
+    def make(self, inside_backward: bool) -> None:
+        """In a forward; inside of a backward it repeats one that has been counted."""
+        self.open = True
+        self._forwards += not inside_backward
 
     def announce(self, group: Group) -> None:
         """Before an exchange sends anything; only the first call does something."""
@@ -43,6 +50,9 @@ class Promise:
         if not self._announced:
             others = all_reduce(torch.zeros(1, dtype=torch.uint8), "max", group=group)
             self._announced = bool(others)
+            if not self._announced:  # so what was left then is not going to have a backward
+                self._forwards -= self._left
+                self._left = 0
         return self._announced
 
     def wait(self) -> None:
@@ -50,9 +60,11 @@ class Promise:
         if self._work is not None:
             self._work.wait()
 
-    def settle(self) -> None:
-        """Nothing is owed any more."""
-        self.open = self._announced = False
+    def settle(self, dropped: bool = False) -> None:
+        """A backward is through; other forwards before it may have backwards of their own."""
+        self._forwards = self._left = 0 if dropped else max(self._forwards - 1, 0)
+        self.open = self._forwards > 0
+        self._announced = False
         self._work = None
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch._compile import _disable_dynamo as not_compiled
 from torch.autograd import Variable
-from torch.autograd.graph import Node
+from torch.autograd.graph import Node, increment_version
 
 from pycomm._buckets import Bucket, Slab, broadcast_all
 from pycomm._comm_state import CommState
@@ -155,6 +155,9 @@ class DataParallel(nn.Module):
         before, self._syncing = self._syncing, False
         try:
             yield
+        except BaseException:
+            self._promise.open = True  # others go on to an exchange
+            raise
         finally:
             self._syncing = before
 
@@ -183,6 +186,7 @@ class DataParallel(nn.Module):
             source = int(last) % self._group.size
             tensors = [*self.module.parameters(), *self.module.buffers()]
             broadcast_all(tensors, source, self._group)
+            increment_version(self._parameters_in_order)  # else remainders would stay
         finally:
             self._joined_steps = self._weighing = None
 
@@ -201,7 +205,8 @@ class DataParallel(nn.Module):
     @not_compiled
     def _prepare(self, weight: float | None, active: bool = True) -> bool:
         """Before a forward with gradients, or instead of one; whether any rank still goes on."""
-        if self._promise.open and torch._C._current_graph_task_id() < 0:
+        inside_backward = torch._C._current_graph_task_id() >= 0
+        if self._promise.open and not inside_backward:
             self._catch_up()
         self._members.check(self.module)
         group = self.comm_state.gradient_group if self._syncing else None
@@ -218,7 +223,7 @@ class DataParallel(nn.Module):
             return self._weighing.active_ranks() > 0
         if self._broadcast_buffers and self._agree_anew():
             broadcast_all(self.module.buffers(), 0, self._group)
-        self._promise.open = True
+        self._promise.make(inside_backward)
         return True
 
     def _catch_up(self) -> None:
@@ -251,7 +256,7 @@ class DataParallel(nn.Module):
             return
         self._members.check_owned()
         self._reset()
-        end = functools.partial(self._end_backward, first)
+        end = functools.partial(self._end_backward, first, torch.is_grad_enabled())
         Variable._execution_engine.queue_callback(end)
 
     def _reset(self) -> None:
@@ -301,12 +306,13 @@ class DataParallel(nn.Module):
             self._next += 1
 
     @not_compiled
-    def _end_backward(self, first: Node | None) -> None:
+    def _end_backward(self, first: Node | None, creates_graph: bool) -> None:
         """Backward is through; `first` is where it entered the module, if it began in outputs."""
         arrived = any(bucket.arrived for bucket in self._buckets)
         if not arrived and first is not None and leads_to(first, self._bucket_of):
             self._in_backward = False  # torch.autograd.grad for something else
-            self._promise.settle()
+            if not creates_graph:  # else it becomes part of a loss
+                self._promise.settle()
         else:
             self._exchange_rest()
 
@@ -322,14 +328,15 @@ class DataParallel(nn.Module):
         self.comm_state.finish()
         used_elsewhere, raised_on = self._compare(unused, raised is True)
         self._in_backward = False
-        self._promise.settle()
+        self._promise.settle(dropped=bool(raised_on))
         if raised_on:
             self.comm_state.give_back()
             self._drop_gradients()
             if raised is False:
                 raise RuntimeError(
-                    f"backward has raised on ranks {raised_on} of {self._group.size}: gradients "
-                    "are dropped on all; go on with the next forward"
+                    f"backward has raised on ranks {raised_on} of {self._group.size}, or they have "
+                    "made another forward instead (evaluate under torch.no_grad()): gradients are "
+                    "dropped on all; go on with the next forward"
                 )
             return
         self._had_backward |= raised is False

@@ -233,6 +233,52 @@ def test_an_error_after_several_forwards():
     helpers.run_group(2, several_forwards)
 
 
+def penalty(model, rank, step):
+    """The gradient of the output becomes part of the loss."""
+    x = ddp.batch(rank, step).requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).tanh().sum(), x, create_graph=True)
+    if step == 1 and rank == 0:
+        raise OwnError(2)
+    slope.square().sum().backward()
+
+
+def twice(model, rank, step):
+    """Two forwards, then two backwards."""
+    first, second = (wrapped.batch_loss(model, rank, step + more) for more in (0, 9))
+    first.backward()
+    if step == 1 and rank == 0:
+        raise OwnError(2)
+    second.backward()
+
+
+def accumulating(model, rank, step):
+    with model.no_sync():
+        wrapped.batch_loss(model, rank, step).backward()
+        if step == 1 and rank == 0:
+            raise OwnError(2)
+    wrapped.batch_loss(model, rank, step + 9).backward()
+
+
+def in_step(group, body):
+    """Gradients of steps after an error on one rank, and those of a model without one."""
+    model, other = (pycomm.DataParallel(Fragile(), bucket_mb=TINY) for _ in range(2))
+    for step in range(5):
+        model.zero_grad()
+        other.zero_grad()
+        if step == 1:
+            with pytest.raises(OwnError if group.rank == 0 else RuntimeError):
+                body(model, group.rank, step)
+            continue
+        body(model, group.rank, step)
+        body(other, group.rank, step)
+        assert wrapped.same(wrapped.gradients_of(model), wrapped.gradients_of(other))
+
+
+@pytest.mark.parametrize("body", [penalty, twice, accumulating])
+def test_an_error_on_one_rank_between(body):
+    helpers.run_group(2, in_step, body)
+
+
 class Spoilt(ddp.Given):
     """Calls something before the gradient of its first parameter, which comes last."""
 

@@ -362,6 +362,11 @@ def test_bad_arguments_are_refused_at_once(what):
         make()
 
 
+def test_frozen_parameters_may_be_of_any_kind(world):
+    frozen = nn.Parameter(torch.zeros(100, device="meta"), requires_grad=False)
+    hooks.Int8State([*NAMED, ("frozen", frozen)], group=world(1).groups[0])
+
+
 def test_a_residual_that_is_not_kept_is_a_clear_error(world):
     named = [*NAMED, ("bias", nn.Parameter(torch.zeros(100)))]
     state = hooks.Int8State(named, group=world(1).groups[0])

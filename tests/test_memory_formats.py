@@ -102,3 +102,12 @@ def refused(group, make, when):
 def test_what_torch_would_read_in_another_order_is_refused(make, when):
     """DistributedDataParallel reads a hook's result in the format of now, whatever it wrote."""
     helpers.run_group(2, refused, make, when)
+
+
+def test_a_format_that_moves_no_element_may_change(world):
+    convolution = nn.Conv2d(64, 64, 1, bias=False)
+    state = pycomm.hooks.Int8State(convolution.named_parameters(), group=world(1).groups[0])
+    bucket, parameters = torch.ones(64 * 64), list(convolution.parameters())
+    for memory_format in FORMATS:
+        convolution.to(memory_format=memory_format)
+        state.start_in_backward(bucket, parameters).wait()
