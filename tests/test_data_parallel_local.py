@@ -1,6 +1,7 @@
 """pycomm.DataParallel among the threads of one process."""
 
 import copy
+import threading
 
 import ddp
 import helpers
@@ -91,10 +92,12 @@ def raise_own(*details):
 @pytest.mark.parametrize("place", ["forward", "backward"])
 def test_an_error_in_one_rank_stops_the_others(world, place):
     seen = {}
+    done = threading.Barrier(3)
 
     def body(group):
         model = pycomm.DataParallel(copy.deepcopy(NETWORK), bucket_mb=TINY, group=group)
         wrapped.batch_loss(model, group.rank, 0).backward()
+        done.wait()  # or the error could end the first backward of a rank that is late
         if group.rank == 1 and place == "forward":
             model.module[2].register_forward_hook(raise_own)
         elif group.rank == 1:
