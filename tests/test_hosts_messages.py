@@ -185,7 +185,7 @@ def test_farewells_of_another_length(nbytes):
 
 
 def listening_ports() -> set[int]:
-    """Of this process."""
+    """The TCP ports that this process listens on."""
     inodes = set()
     for fd in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):

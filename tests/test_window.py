@@ -12,7 +12,7 @@ from pycomm import _C
 
 RANKS, SLICE, STAGING = 2, 1 << 20, 64 << 10
 SIZES = (RANKS, SLICE, STAGING)
-# Of the file's first bytes: magic, layout, ranks, slice_bytes, staging_bytes.
+# The fields at the start of the file: magic, layout, ranks, slice_bytes, staging_bytes.
 HEADER = struct.Struct("QQqqq")
 
 
