@@ -1,5 +1,6 @@
 """pycomm.DataParallel: gradients and parameters, bit for bit, in every way of running backward."""
 
+import contextlib
 import copy
 
 import ddp
@@ -138,14 +139,22 @@ def test_buckets_are_reduced_where_they_are():
         assert direct[0] < staged[0]  # fewer signals: nothing is staged tile by tile
 
 
-def accumulated(group, name, set_to_none):
+@contextlib.contextmanager
+def flag(model):
+    """What some training scripts do instead of no_sync."""
+    model.require_backward_grad_sync = False
+    yield
+    model.require_backward_grad_sync = True
+
+
+def accumulated(group, name, set_to_none, adding_up):
     """Three backwards, of which the last one exchanges."""
     wrapper = Wrapped(ddp.Given(), COMPRESSORS[name], bucket_mb=TINY)
     model, seen = wrapper.model, []
     for step in range(3):
         model.zero_grad(set_to_none=set_to_none)
         parts = [ddp.gradients(model, group.rank, 3 * step + i) for i in range(3)]
-        with model.no_sync():
+        with adding_up(model):
             for part in parts[:-1]:
                 model(part).backward()
         total = {n: parts[0][n] + parts[1][n] + parts[2][n] for n in parts[0]}
@@ -154,10 +163,11 @@ def accumulated(group, name, set_to_none):
     return seen
 
 
+@pytest.mark.parametrize("adding_up", [pycomm.DataParallel.no_sync, flag])
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("name", ["dense", "topk"])
-def test_accumulated_gradients_are_exchanged_once(name, set_to_none):
-    runs = helpers.run_group(2, accumulated, name, set_to_none)
+def test_accumulated_gradients_are_exchanged_once(name, set_to_none, adding_up):
+    runs = helpers.run_group(2, accumulated, name, set_to_none, adding_up)
     Reference(2, COMPRESSORS[name]).check(runs)
 
 
@@ -310,7 +320,7 @@ def in_other_orders(group, plan):
         expected = wrapped.mean_gradients(alone, group.size, step, loss)
         assert wrapped.same(wrapped.gradients_of(model), expected)
         names = {id(p): name.split(".") for name, p in model.module.named_parameters()}
-        buckets = [names[id(p)] for bucket in model._buckets for p in bucket.parameters]
+        buckets = [names[id(p)] for bucket in model._exchange._buckets for p in bucket.parameters]
         orders.append([int(name[1]) for name in buckets if name[2] == "weight"])
     return orders
 

@@ -132,7 +132,7 @@ def shared_among_reentrant_checkpoints(group):
         return module(inputs(rank, step)).square().mean()
 
     model = compare(group, lambda: shared(3), loss, steps=4)
-    assert model._buckets[-1].parameters[0] is model.module.layers[0].weight
+    assert model._exchange._buckets[-1].parameters[0] is model.module.layers[0].weight
 
 
 def more_often_in_later_steps(group):
@@ -214,7 +214,7 @@ def many_buckets(group):
         return nn.Sequential(*[nn.Linear(40, 40) for _ in range(60)])
 
     model = compare(group, make, wrapped.batch_loss)
-    assert len(model._buckets) == 120
+    assert len(model._exchange._buckets) == 120
 
 
 def mixed_precision(group):

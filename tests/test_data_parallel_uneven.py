@@ -126,8 +126,45 @@ def bad_weights(group):
         assert wrapped.same(wrapped.gradients_of(model), expected)
 
 
+class Scaled(torch.nn.Sequential):
+    """Has an argument of its own that is called weight."""
+
+    def forward(self, x, weight):
+        return weight * super().forward(x)
+
+
+def weights_beside_arguments(group):
+    """Each counts for one forward, and not for those without gradients."""
+    model, alone = pycomm.DataParallel(Scaled(ddp.network())), Scaled(ddp.network())
+    weights = [3.0, 1.0]
+
+    def loss(module, rank, step):
+        return module(ddp.batch(rank, step), weight=2.0).square().mean()
+
+    def weighed(module, rank, step):
+        return weights[rank] * len(weights) / sum(weights) * loss(module, rank, step)
+
+    for step, expected_loss in enumerate([weighed, loss]):
+        model.zero_grad()
+        if step == 0:
+            model.weigh(weights[group.rank])
+            with torch.no_grad():
+                model(ddp.batch(0, 0), 1.0)
+        loss(model, group.rank, step).backward()
+        expected = wrapped.mean_gradients(alone, group.size, step, expected_loss)
+        for name, got in wrapped.gradients_of(model).items():
+            torch.testing.assert_close(got, expected[name])
+
+
 @pytest.mark.parametrize(
-    "body", [equal_weights, accumulated_with_weights, nothing_to_learn_from, bad_weights]
+    "body",
+    [
+        equal_weights,
+        accumulated_with_weights,
+        nothing_to_learn_from,
+        bad_weights,
+        weights_beside_arguments,
+    ],
 )
 def test_weights(body):
     helpers.run_group(2, body)
@@ -207,7 +244,7 @@ def joined_in_other_ways(group, batches):
                 model(x, weight=1 + group.rank).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        assert model._weighing is None
+        assert model._exchange.weighing is None
     return wrapped.train(model, group.rank, range(2))
 
 

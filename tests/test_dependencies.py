@@ -67,7 +67,7 @@ PYTHON_LAYERS = [
     {"compressed", "_parameters", "_residuals", "_members", "_promise", "_weighing", "_reports"},
     {"compressed_ops", "_exchange", "_flat"},
     {"_buckets", "_flights"},
-    {"_comm_state"},
+    {"_comm_state", "_gradient_exchange"},
     {"_outer"},
     {"_local_sgd"},
     {"hooks", "data_parallel"},

@@ -78,7 +78,7 @@ def test_window_memory_dies_with_the_wrapper(world):
         for flat in (False, True):
             model = pycomm.DataParallel(ddp.network(), group=group)
             buffers = optim.flatten(model.parameters()) if flat else None
-            pieces = [weakref.ref(piece) for piece in model._slab._layout.pieces]
+            pieces = [weakref.ref(piece) for piece in model._exchange._slab._layout.pieces]
             wrapped.batch_loss(model, 0, 0).backward()
             module = model.module
             del model, buffers

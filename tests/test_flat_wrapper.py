@@ -292,10 +292,10 @@ def in_learned_order(group):
     names = {id(p): name for name, p in model.module.named_parameters()}
 
     def starting():
-        return [names[id(p)] for bucket in model._buckets for p in bucket.parameters]
+        return [names[id(p)] for bucket in model._exchange._buckets for p in bucket.parameters]
 
     def lying():
-        return sorted(bucket.flat.data_ptr() for bucket in model._buckets)
+        return sorted(bucket.flat.data_ptr() for bucket in model._exchange._buckets)
 
     before, places = starting(), lying()
     step_of(model, optimizer, group.rank, 0)

@@ -1,0 +1,219 @@
+"""The wrapper's exchange of gradients, while backward computes them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch._compile import _disable_dynamo as not_compiled
+from torch.autograd import Variable
+from torch.autograd.graph import Node
+
+from pycomm._buckets import Bucket, Slab
+from pycomm._graphs import leads_to
+from pycomm._members import Members
+from pycomm._promise import Promise, compare
+from pycomm.collectives import broadcast
+from pycomm.errors import GroupUnusable
+
+if TYPE_CHECKING:
+    from pycomm._comm_state import CommState
+    from pycomm._local_sgd import LocalSGDState
+    from pycomm._weighing import Weighing
+
+
+class GradientExchange:
+    """The gradients of a module, in buckets, and what is under way.
+
+    Args:
+        module: whose gradients.
+        comm_state: exchanges buckets.
+        bucket_bytes: the most in a bucket of several parameters.
+        arrived: called with a parameter that has got its gradient; calls :meth:`arrive`.
+
+    Attributes:
+        parameters: those with gradients, in the order of the buckets.
+        members: the same, and whether they are still this module's.
+        promise: what ranks owe each other.
+        weighing: of the exchange that comes next, where ranks do not count alike.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        comm_state: CommState | LocalSGDState,
+        bucket_bytes: float,
+        arrived: Callable[[torch.Tensor], None],
+    ) -> None:
+        self._state = comm_state
+        self._group = comm_state.group
+        self.parameters = [p for p in module.parameters() if p.requires_grad][::-1]
+        self._slab = Slab(self.parameters, bucket_bytes, self._group)
+        self._buckets: list[Bucket] = []
+        self._bucket_of: dict[int, Bucket] = {}
+        self._lay_out()
+        self._ready: list[torch.Tensor] | None = []  # in the order of the first backward
+        self._repeated: set[int] = set()  # ids of those that come several times in a backward
+        self._had_backward = False  # one that was through: what is repeated is known
+        self._in_backward = False
+        self._next = 0  # bucket to be exchanged
+        self.promise = Promise()
+        self.weighing: Weighing | None = None
+        self.members = Members(module, arrived)
+
+    def catch_up(self) -> None:
+        """Takes part in an exchange of the others whose backward has raised here."""
+        group = self._state.gradient_group
+        if group is not None and self.promise.is_broken(group):
+            if not self._in_backward:
+                self._reset()
+            self._exchange_nothing(raised=True)
+        self._in_backward = False
+
+    def stand_in(self) -> None:
+        """Takes part in an exchange of the others, without a backward here."""
+        self._reset()
+        self._exchange_nothing()
+
+    def begin_backward(self, first: Node | None = None) -> None:
+        """Has the running backward end with the exchange; `first`: where it entered the module."""
+        if self._in_backward:
+            return
+        self.members.check_owned()
+        self._reset()
+        end = functools.partial(self._end_backward, first, torch.is_grad_enabled())
+        Variable._execution_engine.queue_callback(end)
+
+    def arrive(self, parameter: torch.Tensor) -> None:
+        """A gradient has been accumulated."""
+        self.begin_backward()
+        if self._ready is not None:
+            self._ready.append(parameter)
+        bucket = self._bucket_of[id(parameter)]
+        if bucket.sent:
+            raise RuntimeError(
+                f"gradient of a parameter of shape {tuple(parameter.shape)} came again after it "
+                "had been sent: the parameter is used in more reentrant checkpoints than in the "
+                "backwards before; call torch.utils.checkpoint.checkpoint with use_reentrant=False"
+            )
+        if id(parameter) not in bucket.waiting:
+            self._repeated.add(id(parameter))
+        bucket.put(parameter)
+        if self._had_backward:
+            self._start_full()
+
+    def _reset(self) -> None:
+        self._in_backward = self.promise.open = True
+        self._next = 0
+        if self._ready is not None:
+            self._ready = []
+        for bucket in self._buckets:
+            bucket.reset()
+
+    def _start_full(self, last: bool = False) -> None:
+        """Starts what is complete, always in the same order; what may come again only at last."""
+        while self._next < len(self._buckets):
+            bucket = self._buckets[self._next]
+            if bucket.waiting or not (last or self._repeated.isdisjoint(bucket.ids)):
+                return
+            if (group := self._state.gradient_group) is not None:
+                self.promise.announce(group)
+            if self.weighing is not None:
+                self.weighing.scale(bucket.flat)
+            try:
+                self._state.start(bucket.flat, bucket.parameters, begins=bucket.begins)
+            except GroupUnusable:
+                self.promise.wait()  # raises what has made it so
+                raise
+            bucket.sent = True
+            self._next += 1
+
+    @not_compiled
+    def _end_backward(self, first: Node | None, creates_graph: bool) -> None:
+        """Backward is through; `first` is where it entered the module, if it began in outputs."""
+        arrived = any(bucket.arrived for bucket in self._buckets)
+        if not arrived and first is not None and leads_to(first, self._bucket_of):
+            self._in_backward = False  # torch.autograd.grad for something else
+            if not creates_graph:  # else it becomes part of a loss
+                self.promise.settle()
+        else:
+            self._exchange_rest()
+
+    def _exchange_rest(self, raised: bool | None = False) -> None:
+        """Sends what has not been sent, with zeros for what was not used, and waits.
+
+        `raised`: whether backward has; None where there was none. If it has on any rank, gradients
+        are dropped on all, and all that have not raised yet do.
+        """
+        unused = [parameter for bucket in self._buckets for parameter in bucket.complete()]
+        self._start_full(last=True)
+        self.promise.wait()
+        self._state.finish()
+        used_elsewhere, raised_on = self._compare(unused, raised is True)
+        self._in_backward = False
+        self.promise.settle(dropped=bool(raised_on))
+        if raised_on:
+            self._state.give_back()
+            self._drop_gradients()
+            if raised is False:
+                raise RuntimeError(
+                    f"backward has raised on ranks {raised_on} of {self._group.size}, or they have "
+                    "made another forward instead (evaluate under torch.no_grad()): gradients are "
+                    "dropped on all; go on with the next forward"
+                )
+            return
+        self._had_backward |= raised is False
+        for parameter in used_elsewhere:
+            if parameter.grad is None:
+                self._bucket_of[id(parameter)].adopt(parameter)
+        if self._ready is not None:
+            if self._state.gradient_group is not None:
+                self._learn_order(self._ready)
+            self._ready = None
+
+    def _exchange_nothing(self, raised: bool | None = None) -> None:
+        """Sends zeros instead of what has not been sent, and forgets the result."""
+        self.weighing = None
+        self._drop_gradients()
+        try:
+            self._exchange_rest(raised)
+        finally:
+            self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def _compare(
+        self, unused: Sequence[torch.Tensor], raised: bool
+    ) -> tuple[list[torch.Tensor], list[int]]:
+        """Which parameters that are unused here others have used; where backward has raised."""
+        group = self._state.gradient_group
+        if group is None:
+            return [], []
+        without = set(map(id, unused))
+        used = [id(p) not in without for p in self.parameters]
+        used_anywhere, raised_on = compare(used, raised, group)
+        found = zip(self.parameters, used_anywhere, strict=True)
+        return [p for p, is_used in found if is_used and id(p) in without], raised_on
+
+    def _learn_order(self, ready: Sequence[torch.Tensor]) -> None:
+        """Lays buckets out in rank 0's order of the first backward; last what came repeatedly."""
+        index = {id(p): i for i, p in enumerate(self.parameters)}
+        arrived = sorted(ready, key=lambda parameter: id(parameter) in self._repeated)
+        seen = list(dict.fromkeys(index[id(parameter)] for parameter in arrived))
+        order = torch.tensor([*seen, *sorted(set(index.values()) - set(seen))])
+        broadcast(order, 0, group=self._group)
+        self.parameters = [self.parameters[i] for i in order.tolist()]
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        """Makes new buckets, and moves gradients there."""
+        self._buckets = self._slab.cut(self.parameters)
+        self._bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                self._bucket_of[id(parameter)].put(parameter)
