@@ -76,7 +76,8 @@ def compressed_all_reduce(
             however the whole is split.
         strict: raise :class:`pycomm.NonFinite` where a gradient has an infinity or a NaN, when the
             operation is complete. Otherwise :attr:`Work.nonfinite` tells, and the result is not
-            finite either where the gradient was not (of int8, in the whole block).
+            finite either where the gradient was not (of int8, in the whole block). With a residual,
+            what is so large that a sum might overflow (float16: beyond 64,992) counts as infinite.
         group: by default the first group made, or one on torch.distributed's default group.
         async_op: return a :class:`Work` at once.
         tag: as in :func:`pycomm.all_reduce`.

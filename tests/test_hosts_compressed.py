@@ -157,22 +157,25 @@ def test_does_not_depend_on_how_the_whole_is_cut(world, hosts):
 
 @pytest.mark.parametrize("hosts", [[1, 1], [2, 2], [3, 1]], ids=str)
 @pytest.mark.parametrize("compressor", [INT8, TOPK], ids=str)
-def test_infinities_reach_no_residual(world, hosts, compressor):
-    """One rank's infinity is reported on all, and all residuals stay as they were."""
+@pytest.mark.parametrize(
+    ("dtype", "value"), [(torch.float32, float("inf")), (torch.float16, 40_000.0)], ids=str
+)
+def test_infinities_reach_no_residual(world, hosts, compressor, dtype, value):
+    """They are reported on all ranks. So are numbers whose sum the type might not hold."""
     size, count = sum(hosts), 100_000
     last = size - 1
 
     def body(group):
-        x = compressing.gradient(torch.float32, count, group.rank)
+        x = compressing.gradient(dtype, count, group.rank)
         if group.rank == last:
-            x[70_000] = float("inf")
+            x[70_000] = value
         residual = torch.full((count,), 0.5)
         work = pycomm.compressed_all_reduce(
-            x, compressor, residual=residual, group=group, async_op=True
+            x, compressor, residual=residual, op="sum", group=group, async_op=True
         )
-        return work.nonfinite, bool((residual == 0.5).all())
+        return work.nonfinite, bool(x[70_000].isfinite()), bool((residual == 0.5).all())
 
-    assert world(size, hosts=hosts).run(body) == [(True, True)] * size
+    assert world(size, hosts=hosts).run(body) == [(True, False, True)] * size
 
 
 @pytest.mark.parametrize("hosts", [[1, 1], [2, 2]], ids=str)

@@ -13,11 +13,10 @@ PYCOMM_HD constexpr std::uint32_t largest_finite(DType dtype) {
 }
 
 // With feedback, nothing may become infinite on its way, because a residual would keep it for ever.
-// Contributions up to this magnitude() cannot make anything so: not the fp32 sum of all ranks, not
-// what is on the wire (in ring and tree, undivided partial sums), not the result, whose type can hold
+// Contributions up to this size cannot make anything so: not the fp32 sum of all ranks, not what is
+// on the wire (in ring and tree, undivided partial sums), not the result, whose type can hold
 // `largest_result`.
-PYCOMM_HD std::uint32_t safe_magnitude(const Operation& operation, int ranks,
-                                       float largest_result) {
+PYCOMM_HD float largest_safe(const Operation& operation, int ranks, float largest_result) {
   const Codec& codec = operation.codec;
   const bool integers = codec.kind == CodecKind::int8 || codec.values == DType::u8;
   const bool partial_sums =
@@ -30,11 +29,11 @@ PYCOMM_HD std::uint32_t safe_magnitude(const Operation& operation, int ranks,
   const float least = wire_fits < result_fits ? wire_fits : result_fits;
   // Rounding to eight bits of mantissa on the way may make a value larger by 1/256.
   const float safe = least * (1.0f - 0x1p-7f);
-  return bit_cast<std::uint32_t>(sum_fits < safe ? sum_fits : safe);
+  return sum_fits < safe ? sum_fits : safe;
 }
 
-PYCOMM_HD std::uint32_t safe_magnitude(const Operation& operation, int ranks) {
-  return safe_magnitude(operation, ranks, bit_cast<float>(largest_finite(operation.dtype)));
+PYCOMM_HD float largest_safe(const Operation& operation, int ranks) {
+  return largest_safe(operation, ranks, bit_cast<float>(largest_finite(operation.dtype)));
 }
 
 }  // namespace pycomm

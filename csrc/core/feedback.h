@@ -4,6 +4,8 @@
 // velocity.
 #pragma once
 
+#include <limits>
+
 #include "common.h"
 
 namespace pycomm {
@@ -23,22 +25,29 @@ struct Feedback {
   float* velocity_before = nullptr;
 };
 
+inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
 // Residual and velocity are kept in units of the unscaled tensor. A scale so small that its inverse
 // is infinite becomes NaN, and so does every contribution: an overflow, which leaves them alone.
 struct Scaling {
   float scale = 1;
   float inverse = 1;
+  float limit = kInfinity;  // the largest_safe()
 };
 
-PYCOMM_HD Scaling scaling_of(const Feedback& feedback) {
-  if (feedback.scale == nullptr) return {};
+PYCOMM_HD Scaling scaling_of(const Feedback& feedback, float limit = kInfinity) {
+  if (feedback.scale == nullptr) return {1, 1, limit};
   const float scale = *feedback.scale;
   const float inverse = 1.0f / scale;
-  return {scale + (inverse - inverse), inverse};
+  return {scale + (inverse - inverse), inverse, limit};
 }
 
-// What a rank contributes.
-PYCOMM_HD float contribution(float x, float residual, float scale) { return x + residual * scale; }
+// What a rank contributes. Beyond the limit it is infinite: residuals are then left alone, so nobody
+// may take the result, of which they are a part, for a good one.
+PYCOMM_HD float contribution(float x, float residual, const Scaling& scaling) {
+  const float sum = x + residual * scaling.scale;
+  return sum > scaling.limit ? kInfinity : sum < -scaling.limit ? -kInfinity : sum;
+}
 
 // Momentum correction: what takes the place of x, and is the next velocity (scaled).
 PYCOMM_HD float accelerated(float velocity, float momentum, float x, float scale) {

@@ -109,13 +109,14 @@ PYCOMM_HD std::uint32_t largest_stored(const View<Codec>& view, std::int64_t n) 
 }
 
 template <class T>
-PYCOMM_HD void load_own(const T* x, const float* residual, float scale, std::int64_t n, float* v) {
+PYCOMM_HD void load_own(const T* x, const float* residual, const Scaling scaling, std::int64_t n,
+                        float* v) {
   if (residual == nullptr) {
 #pragma omp simd
     for (std::int64_t i = 0; i < n; ++i) v[i] = load(x[i]);
   } else {
 #pragma omp simd
-    for (std::int64_t i = 0; i < n; ++i) v[i] = contribution(load(x[i]), residual[i], scale);
+    for (std::int64_t i = 0; i < n; ++i) v[i] = contribution(load(x[i]), residual[i], scaling);
   }
 }
 
@@ -135,7 +136,7 @@ PYCOMM_HD void add_source(const Pass& pass, const Source& source, bool begin, st
     const T* x = reinterpret_cast<const T*>(source.encoded.payload) + start;
     const float* residual = pass.residual == nullptr ? nullptr : pass.residual + start;
     float own[kLargestBlock];
-    load_own(x, residual, pass.scaling.scale, n, begin ? sum : own);
+    load_own(x, residual, pass.scaling, n, begin ? sum : own);
     if (begin) return;
 #pragma omp simd
     for (std::int64_t i = 0; i < n; ++i) sum[i] += own[i];
@@ -262,13 +263,14 @@ PYCOMM_CLONES bool decode_blocks(const Encoded& from, void* output, std::int64_t
 }
 
 template <class T>
-PYCOMM_CLONES std::uint32_t largest_sum(const void* input, const float* residual, float scale,
-                                        std::int64_t n) {
+PYCOMM_CLONES std::uint32_t largest_contribution(const void* input, const float* residual,
+                                                 const Scaling& given, std::int64_t n) {
+  const Scaling scaling = given;
   const T* x = static_cast<const T*>(input);
   std::uint32_t largest = 0;
 #pragma omp simd reduction(max : largest)
   for (std::int64_t i = 0; i < n; ++i) {
-    largest = std::max(largest, magnitude(contribution(load(x[i]), residual[i], scale)));
+    largest = std::max(largest, magnitude(contribution(load(x[i]), residual[i], scaling)));
   }
   return largest;
 }
@@ -276,7 +278,7 @@ PYCOMM_CLONES std::uint32_t largest_sum(const void* input, const float* residual
 template <class T, class Codec>
 CodecLoops loops_of() {
   return {encode_blocks<T, Codec>, decode_blocks<T, Codec, false>,
-          decode_blocks<float, Codec, true>, largest_sum<T>, Codec::kScaled};
+          decode_blocks<float, Codec, true>, largest_contribution<T>, Codec::kScaled};
 }
 
 template <class T>

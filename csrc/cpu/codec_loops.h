@@ -14,8 +14,8 @@ using EncodeLoop = bool (*)(const Pass& pass, std::int64_t block);
 // output[i] = decoded (or += decoded, for fp32). Whether some of it is not finite.
 using DecodeLoop = bool (*)(const Encoded& from, void* output, std::int64_t n, std::int64_t block);
 
-// magnitude() of the largest x[i] + scale * residual[i].
-using LargestLoop = std::uint32_t (*)(const void* x, const float* residual, float scale,
+// magnitude() of the largest contribution.
+using LargestLoop = std::uint32_t (*)(const void* x, const float* residual, const Scaling& scaling,
                                       std::int64_t n);
 
 struct CodecLoops {

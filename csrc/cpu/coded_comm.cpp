@@ -33,21 +33,21 @@ void put_back(const Call& call) {
   copy_state(feedback.velocity, feedback.velocity_before, call.operation.count);
 }
 
-Outlook outlook_of(const Operation& operation, const Call& call, std::uint32_t limit) {
+Outlook outlook_of(const Operation& operation, const Call& call, float limit) {
   if (call.feedback.residual == nullptr) return {};
   const CodecLoops loops = codec_loops(operation.dtype, operation.codec);
   const std::uint32_t largest = loops.largest(call.input, call.feedback.residual,
-                                              scaling_of(call.feedback).scale, operation.count);
-  return make_outlook(largest > limit, is_unused(call));
+                                              scaling_of(call.feedback, limit), operation.count);
+  return make_outlook(largest >= kInfinityBits, is_unused(call));
 }
 
 template <class Base>
 CodedComm<Base>::CodedComm(Base& comm, const Operation& operation, const Feedback& feedback,
-                           const CodedStaging& staging)
+                           float limit, const CodedStaging& staging)
     : comm_(comm),
       operation_(operation),
       feedback_(feedback),
-      scaling_(scaling_of(feedback)),
+      scaling_(scaling_of(feedback, limit)),
       loops_(codec_loops(operation.dtype, operation.codec)),
       staging_(staging),
       sources_(static_cast<std::size_t>(comm.size()) + 1) {}
@@ -109,11 +109,11 @@ void CodedComm<Base>::copy(Place to, Place from, std::int64_t n) {
 }
 
 // What an algorithm instantiates besides is in the header.
-#define PYCOMM_INSTANTIATE(Base)                                                \
-  template CodedComm<Base>::CodedComm(Base&, const Operation&, const Feedback&, \
-                                      const CodedStaging&);                     \
-  template Source CodedComm<Base>::source(Place, std::int64_t);                 \
-  template void CodedComm<Base>::encode(Place, Place, int, std::int64_t, bool); \
+#define PYCOMM_INSTANTIATE(Base)                                                       \
+  template CodedComm<Base>::CodedComm(Base&, const Operation&, const Feedback&, float, \
+                                      const CodedStaging&);                            \
+  template Source CodedComm<Base>::source(Place, std::int64_t);                        \
+  template void CodedComm<Base>::encode(Place, Place, int, std::int64_t, bool);        \
   template void CodedComm<Base>::copy(Place, Place, std::int64_t)
 PYCOMM_INSTANTIATE(Comm);
 PYCOMM_INSTANTIATE(Link);

@@ -19,8 +19,8 @@
 namespace pycomm::cpu {
 
 // Of a compressed operation. With an overflow, and where no rank uses its tensor, no rank touches
-// its residual. `limit`: the safe_magnitude().
-Outlook outlook_of(const Operation& operation, const Call& call, std::uint32_t limit);
+// its residual. `limit`: the largest_safe().
+Outlook outlook_of(const Operation& operation, const Call& call, float limit);
 bool is_unused(const Call& call);
 // If the caller wants residual and velocity as they were: copies them, and puts the copies back.
 void keep_before(const Call& call);
@@ -31,8 +31,8 @@ class CodedComm {
  public:
   static constexpr bool kCoded = true;
 
-  // `comm` has begun the operation, for which the staging is large enough.
-  CodedComm(Base& comm, const Operation& operation, const Feedback& feedback,
+  // `comm` has begun the operation, for which the staging is large enough. `limit`: as above.
+  CodedComm(Base& comm, const Operation& operation, const Feedback& feedback, float limit,
             const CodedStaging& staging);
 
   int rank() const { return comm_.rank(); }

@@ -294,10 +294,11 @@ void Group::run_plain(const Operation& operation, const Call& call, void (*inter
 
 // A world of one compresses, too: what it shows is what a larger one would do.
 bool Group::run_blocks(const Operation& operation, const Call& call, void (*interrupt)()) {
-  const Outlook outlook = outlook_of(operation, call, safe_magnitude(operation, size_));
+  const float limit = largest_safe(operation, size_);
+  const Outlook outlook = outlook_of(operation, call, limit);
   comm_.begin(operation, call.input, call.output, interrupt, outlook);
   const auto staging = CodedStaging::in(comm_.slot_bytes() * kStagingSlots, operation.codec);
-  CodedComm<Comm> coded(comm_, operation, call.feedback, staging);
+  CodedComm<Comm> coded(comm_, operation, call.feedback, limit, staging);
   if (operation.algorithm == Algorithm::ring && size_ > 1) {
     ring(coded);
   } else if (operation.algorithm == Algorithm::tree && size_ > 1) {
@@ -310,7 +311,7 @@ bool Group::run_blocks(const Operation& operation, const Call& call, void (*inte
 
 bool Group::run_topk(const Operation& operation, const Call& call, void (*interrupt)()) {
   if (topk_ == nullptr) topk_ = std::make_unique<TopkWorkspace>(heap_);
-  TopkComm<Comm> coded(comm_, *topk_, operation, call, safe_magnitude(operation, size_));
+  TopkComm<Comm> coded(comm_, *topk_, operation, call, largest_safe(operation, size_));
   const std::uint32_t sequence = next_sequence(comm_.sequence());
   std::byte* const area = topk_->area(sequence, coded.area_bytes(comm_.rank()));
   comm_.begin(operation, area, area, interrupt, coded.outlook());

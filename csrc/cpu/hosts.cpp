@@ -243,7 +243,7 @@ Outlook Hosts::exchange_coded(const Operation& operation, const Call& call, floa
     exchange(nowhere, pooled);
     return pooled.outlook();
   }
-  const std::uint32_t limit = safe_magnitude(operation, machines_.count(), largest_result);
+  const float limit = largest_safe(operation, machines_.count(), largest_result);
   if (operation.codec.kind == CodecKind::topk) {
     TopkComm<Link> coded(*link_, topk_, operation, call, limit);
     link_->begin_tensor(operation, call.input, call.output, agree(coded.outlook(), pool));
@@ -256,7 +256,7 @@ Outlook Hosts::exchange_coded(const Operation& operation, const Call& call, floa
       pool != nullptr
           ? pool->stretches()
           : stretches_of(operation, {machines_.count() * kOwnedElements, 1}, machines_.count());
-  CodedComm<Link> coded(*link_, operation, call.feedback,
+  CodedComm<Link> coded(*link_, operation, call.feedback, limit,
                         BlocksPart::staging(operation.codec, stretches));
   coded.announce();
   return exchange_parts(coded, BlocksPart(*link_, coded, operation, stretches, incoming_), pool);

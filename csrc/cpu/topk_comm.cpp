@@ -21,19 +21,24 @@ std::byte* TopkWorkspace::area(std::uint32_t parity, std::int64_t bytes) {
 
 template <class Base>
 TopkComm<Base>::TopkComm(Base& comm, TopkWorkspace& workspace, const Operation& operation,
-                         const Call& call, std::uint32_t limit)
+                         const Call& call, float limit)
     : comm_(comm),
       workspace_(workspace),
       operation_(operation),
       feedback_(call.feedback),
-      candidates_{operation.dtype,    call.input,         operation.count,      feedback_.residual,
-                  feedback_.velocity, feedback_.momentum, scaling_of(feedback_)},
+      candidates_{operation.dtype,
+                  call.input,
+                  operation.count,
+                  feedback_.residual,
+                  feedback_.velocity,
+                  feedback_.momentum,
+                  scaling_of(feedback_, limit)},
       output_(call.output),
       area_(operation, comm.size()),
       areas_(static_cast<std::size_t>(comm.size())) {
   const std::uint32_t largest = workspace_.selection.prepare(candidates_, operation.codec.k);
   if (feedback_.residual == nullptr) return;
-  outlook_ = make_outlook(largest > limit, is_unused(call));
+  outlook_ = make_outlook(largest >= kInfinityBits, is_unused(call));
 }
 
 template <class Base>
@@ -176,13 +181,12 @@ float TopkComm<Base>::as_stored(float value) const {
 }
 
 // What an algorithm instantiates besides is in the header.
-#define PYCOMM_INSTANTIATE(Base)                                                          \
-  template TopkComm<Base>::TopkComm(Base&, TopkWorkspace&, const Operation&, const Call&, \
-                                    std::uint32_t);                                       \
-  template void TopkComm<Base>::announce();                                               \
-  template TopkReader TopkComm<Base>::reader(Place, bool);                                \
-  template void TopkComm<Base>::stage(int);                                               \
-  template void TopkComm<Base>::reduce_region();                                          \
+#define PYCOMM_INSTANTIATE(Base)                                                                  \
+  template TopkComm<Base>::TopkComm(Base&, TopkWorkspace&, const Operation&, const Call&, float); \
+  template void TopkComm<Base>::announce();                                                       \
+  template TopkReader TopkComm<Base>::reader(Place, bool);                                        \
+  template void TopkComm<Base>::stage(int);                                                       \
+  template void TopkComm<Base>::reduce_region();                                                  \
   template void TopkComm<Base>::gather(int, Place)
 PYCOMM_INSTANTIATE(Comm);
 PYCOMM_INSTANTIATE(Link);

@@ -53,9 +53,9 @@ class TopkComm {
   static constexpr bool kCoded = true;
 
   // Counts; the caller then begins the operation on `comm` with list() for a tensor.
-  // `operation` is the call's, with its algorithm chosen; `limit` the safe_magnitude().
+  // `operation` is the call's, with its algorithm chosen; `limit` the largest_safe().
   TopkComm(Base& comm, TopkWorkspace& workspace, const Operation& operation, const Call& call,
-           std::uint32_t limit);
+           float limit);
   // This rank's, and once announced, of all.
   Outlook outlook() const { return outlook_; }
   // Bytes for the lists of rank r.

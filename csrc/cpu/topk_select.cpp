@@ -60,7 +60,7 @@ PYCOMM_CLONES Stretch load_stretch(const Candidates& from, std::int64_t start, s
     float* residual = from.residual + start;
 #pragma omp simd
     for (std::int64_t i = 0; i < n; ++i) {
-      buffer[i] = contribution(buffer[i], residual[i], from.scaling.scale);
+      buffer[i] = contribution(buffer[i], residual[i], from.scaling);
     }
     if (store) store_unscaled(buffer, n, from.scaling, residual);
   }
@@ -104,7 +104,7 @@ float candidate(const Candidates& from, std::int64_t i) {
   if (from.velocity != nullptr) {
     value = accelerated(from.velocity[i], from.momentum, value, from.scaling.scale);
   }
-  if (from.residual != nullptr) value = contribution(value, from.residual[i], from.scaling.scale);
+  if (from.residual != nullptr) value = contribution(value, from.residual[i], from.scaling);
   return value;
 }
 

@@ -189,7 +189,7 @@ __device__ void sum_with_own(const Pass& pass, std::int64_t start, int n, int sh
         const Octet<float> residual = load_octet(pass.residual + start, n);
 #pragma unroll
         for (int i = 0; i < kOctet; ++i) {
-          next[i] = contribution(next[i], residual.element[i], pass.scaling.scale);
+          next[i] = contribution(next[i], residual.element[i], pass.scaling);
         }
       }
     } else {
