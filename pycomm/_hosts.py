@@ -79,9 +79,7 @@ class Machines:
         return min(map(len, self.ranks)) if len(self.ranks) > 1 else 0
 
 
-def connect(
-    machines: Machines, rank: int, store: Store, deadline: Deadline, timeout: float
-) -> Link | None:
+def connect(machines: Machines, rank: int, store: Store, deadline: Deadline) -> Link | None:
     """The way from this rank to those that carry the same stripe; None if it carries none.
 
     A collective call of those. The process group is this group's own: what else torch.distributed
@@ -92,7 +90,6 @@ def connect(
         rank: this process.
         store: of this group alone.
         deadline: for connecting.
-        timeout: the group's, in seconds.
     """
     stripe = machines.local.index(rank)
     if stripe >= machines.stripes:
@@ -105,25 +102,22 @@ def connect(
     secret = bytes.fromhex(carriers.get("secret").decode())
     left = timedelta(seconds=deadline.left())
     gloo = dist.ProcessGroupGloo(carriers, machines.here, hosts, left)
-    return Link(gloo, [host for host in range(hosts) if host != machines.here], secret, timeout)
+    return Link(gloo, [host for host in range(hosts) if host != machines.here], secret)
 
 
 class Link(_C.Transport):
-    """Carries one stripe over a process group.
+    """Carries one stripe over a process group. How long it may take is the group's business.
 
     Args:
         process_group: of the ranks that carry the stripe, in the order of machines.
         hosts: the other machines.
         secret: what all messages of this stripe carry.
-        timeout: the group's, in seconds. The group itself sees to it; here it only keeps threads
-            from waiting for ever.
     """
 
-    def __init__(self, process_group: Any, hosts: list[int], secret: bytes, timeout: float) -> None:
+    def __init__(self, process_group: Any, hosts: list[int], secret: bytes) -> None:
         super().__init__(secret)
         self._group = process_group
         self._hosts = hosts
-        self._patience = timedelta(seconds=4 * timeout + 10)
         self._rounds: queue.SimpleQueue[list[tuple[int, Any]] | None] = queue.SimpleQueue()
         self._ending = threading.RLock()  # a signal's handler may abort the group in the middle
         self._told = False
@@ -199,7 +193,7 @@ class Link(_C.Transport):
         while (works := self._rounds.get()) is not None:
             for host, work in works:
                 self.await_host(host)
-                if not _finish(work, self._patience):
+                if not _finish(work, _ALWAYS):
                     self.lose(host)
                     return
             self.complete()

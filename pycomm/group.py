@@ -343,7 +343,7 @@ def init(
     members = join(store, rank, size, windows, settings, timeout)
     machines = members.machines
     with deadline.guarding("every machine connecting"):
-        link = connect(machines, rank, members.store, deadline, timeout)
+        link = connect(machines, rank, members.store, deadline)
     made = Group(
         members.window,
         machines,

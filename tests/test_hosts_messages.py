@@ -30,9 +30,10 @@ HEADERS = {
 }
 FAREWELLS = {
     "secret": HEADERS["secret"],
-    "a rank that does not exist": (32, 8, 1 << 32 | 1_000_000),
+    "a rank that does not exist": (32, 8, 1 << 60 | 1_000_000),
+    "a waiting rank that does not exist": (32, 8, 2 << 60 | 100 << 20 | 1),
     "a negative word": (32, 8, -1),
-    "an unknown reason": (32, 8, 257 << 32 | 1),
+    "an unknown reason": (32, 8, 6 << 60 | 1),
 }
 GREETINGS = HEADERS | {
     "collective": (32, 1, 250),
@@ -82,7 +83,7 @@ def test_farewells():
 
 
 def test_a_farewell_as_it_should_be():
-    changes = {"another rank": (32, 8, 4 << 32 | 1)}
+    changes = {"another rank": (32, 8, 4 << 60 | 1)}
     found = {"another rank": (pycomm.Aborted, 1)}
     assert spanning.run(HOSTS, harmful_farewells, changes) == [found, found, {}]
 

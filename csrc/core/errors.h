@@ -70,6 +70,22 @@ inline std::string describe(const Operation& operation, const Details* details =
   return text + ")";
 }
 
+inline std::string describe_rank(int rank, int pid) {
+  return "rank " + std::to_string(rank) + " (pid " + std::to_string(pid) + ")";
+}
+
+// An operation has ended, for the reason that `what` tells.
+inline CollectiveError ended(Reason reason, int rank, int pid, const std::string& what,
+                             const Operation& operation, std::uint32_t sequence) {
+  return {reason,
+          rank,
+          pid,
+          name_of(operation.collective),
+          sequence,
+          what + " during " + describe(operation) + ", operation " + std::to_string(sequence) +
+              " of the group"};
+}
+
 // A rank is to blame for the end of an operation.
 inline CollectiveError failure(Reason reason, int rank, int pid, const Operation& operation,
                                std::uint32_t sequence) {
@@ -78,14 +94,24 @@ inline CollectiveError failure(Reason reason, int rank, int pid, const Operation
                      : reason == Reason::mismatch  ? " called another operation"
                      : reason == Reason::malformed ? " sent what is no message of this group"
                                                    : " aborted the group";
-  return {reason,
-          rank,
-          pid,
-          name_of(operation.collective),
-          sequence,
-          "rank " + std::to_string(rank) + " (pid " + std::to_string(pid) + ")" + what +
-              " during " + describe(operation) + ", operation " + std::to_string(sequence) +
-              " of the group"};
+  return ended(reason, rank, pid, describe_rank(rank, pid) + what, operation, sequence);
+}
+
+// A rank has waited for too long for another one, which may be the one that is told: it was busy with
+// something else meanwhile.
+inline CollectiveError timeout(std::uint64_t word, bool told_to_culprit, int pid,
+                               const Operation& operation, std::uint32_t sequence) {
+  const int rank = rank_of(word), waiter = waiter_of(word);
+  if (waiter < 0) return failure(Reason::timeout, rank, pid, operation, sequence);
+  const std::string time = std::to_string(seconds_of(word));
+  const std::string seconds = time.substr(0, time.find('.') + 2) + " s";
+  const std::string waiting = "rank " + std::to_string(waiter) + " waited " + seconds + " for ";
+  const std::string what =
+      told_to_culprit
+          ? waiting + "this one, " + describe_rank(rank, pid) + ", and gave up before it came"
+          : describe_rank(rank, pid) + " did not answer within the group's timeout: " + waiting +
+                "it";
+  return ended(Reason::timeout, rank, pid, what, operation, sequence);
 }
 
 // Rank `first` called one thing, rank `r` another.

@@ -60,17 +60,35 @@ struct Traffic {
 
 enum class Reason : std::uint8_t { none, peer_died, timeout, mismatch, aborted, malformed };
 
-// The abort word: reason and the rank to blame. The first one written stays.
+// The abort word: the reason and the rank to blame; of a timeout also who has waited for that rank,
+// and for how long. The first one written stays.
+//
+//   | reason: 4 bits | tenths of a second: 20 | rank that has waited, + 1: 20 | rank to blame: 20 |
+inline constexpr std::uint64_t kField = (1u << 20) - 1;
+
 PYCOMM_HD constexpr std::uint64_t abort_word(Reason reason, int rank) {
-  return static_cast<std::uint64_t>(reason) << 32 | static_cast<std::uint32_t>(rank);
+  return static_cast<std::uint64_t>(reason) << 60 | (static_cast<std::uint64_t>(rank) & kField);
 }
-PYCOMM_HD constexpr Reason reason_of(std::uint64_t word) { return static_cast<Reason>(word >> 32); }
-PYCOMM_HD constexpr int rank_of(std::uint64_t word) { return static_cast<int>(word & 0xffffffffu); }
-// Whether a word that another process wrote gives a reason and blames one of so many ranks.
+PYCOMM_HD constexpr std::uint64_t timeout_word(int rank, int waiter, double seconds) {
+  const double tenths = 10 * seconds;
+  const auto most = static_cast<double>(kField);
+  return abort_word(Reason::timeout, rank) | static_cast<std::uint64_t>(waiter + 1) << 20 |
+         static_cast<std::uint64_t>(tenths < most ? tenths : most) << 40;
+}
+PYCOMM_HD constexpr Reason reason_of(std::uint64_t word) { return static_cast<Reason>(word >> 60); }
+PYCOMM_HD constexpr int rank_of(std::uint64_t word) { return static_cast<int>(word & kField); }
+// Of a timeout; -1 where it is not known.
+PYCOMM_HD constexpr int waiter_of(std::uint64_t word) {
+  return static_cast<int>(word >> 20 & kField) - 1;
+}
+PYCOMM_HD constexpr double seconds_of(std::uint64_t word) {
+  return static_cast<double>(word >> 40 & kField) / 10;
+}
+// Whether a word that another process wrote gives a reason and names only ranks among so many.
 PYCOMM_HD constexpr bool is_abort_word(std::uint64_t word, int ranks) {
-  const std::uint64_t reason = word >> 32;
-  return reason > 0 && reason <= static_cast<std::uint64_t>(Reason::malformed) &&
-         (word & 0xffffffffu) < static_cast<std::uint32_t>(ranks);
+  const Reason reason = reason_of(word);
+  return reason > Reason::none && reason <= Reason::malformed && rank_of(word) < ranks &&
+         waiter_of(word) < ranks;
 }
 
 }  // namespace pycomm

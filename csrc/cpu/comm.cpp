@@ -8,6 +8,7 @@
 
 #include "core/message.h"
 #include "core/packet.h"
+#include "cpu/waiting_time.h"
 
 namespace pycomm::cpu {
 namespace {
@@ -18,7 +19,7 @@ namespace {
 constexpr int kSpins = 20;
 constexpr auto kYieldFor = std::chrono::milliseconds(2);
 constexpr auto kNap = std::chrono::microseconds(20);
-constexpr auto kLookForDeathEvery = std::chrono::milliseconds(1);
+constexpr auto kLookEvery = std::chrono::milliseconds(1);
 constexpr auto kInterruptEvery = std::chrono::milliseconds(50);
 // How long a live process may take to let go of a failed rank's tensors.
 constexpr auto kRetreatWithin = std::chrono::milliseconds(500);
@@ -59,7 +60,7 @@ Comm::Comm(std::shared_ptr<Window> window, std::shared_ptr<const Liveness> peers
       spins_(size <= cores ? kSpins : 0),
       sequence_(first_epoch),
       ordinal_(first_epoch),
-      ordinal_before_(first_epoch),
+      first_epoch_(first_epoch),
       met_(static_cast<std::size_t>(size)),
       taken_(static_cast<std::size_t>(size * kPacketBytes)),
       sources_(static_cast<std::size_t>(size) + 1),
@@ -79,7 +80,6 @@ Comm::Comm(std::shared_ptr<Window> window, std::shared_ptr<const Liveness> peers
 
 void Comm::begin(const Operation& operation, const void* input, void* output, void (*interrupt)(),
                  Outlook outlook) {
-  ordinal_before_ = ordinal_;
   ordinal_ = next_sequence(ordinal_);
   called_ = operation;
   interrupt_ = interrupt;
@@ -175,7 +175,7 @@ void Comm::leave_peers_heaps() {
 void Comm::finish() {
   check_aborted();
   leave_peers_heaps();
-  mine().completed.store(spans_ ? ordinal_before_ : ordinal_, std::memory_order_release);
+  mine().completed.store(ordinal_, std::memory_order_release);
 }
 
 void Comm::retreat() {
@@ -218,7 +218,7 @@ std::uint32_t Comm::completed() const {
     const std::uint32_t theirs = window_->control(r).completed.load(std::memory_order_acquire);
     if (!reached(theirs, least)) least = theirs;
   }
-  return least;
+  return spans_ && least != first_epoch_ ? least - 1 : least;
 }
 
 Outlook Comm::outlook() const {
@@ -292,26 +292,23 @@ template <class Word>
 void Comm::wait_long(const std::atomic<Word>& word, std::uint32_t target, int r, int slot) {
   mine().waiting.store(waiting_word({r, slot, target}), std::memory_order_release);
   const Clock::time_point start = Clock::now();
-  Clock::time_point look_at = start + kLookForDeathEvery, interrupt_at = start + kInterruptEvery;
-  Clock::time_point last_sign = start;
+  Clock::time_point look_at = start + kLookEvery, interrupt_at = start + kInterruptEvery;
+  WaitingTime waited(start);
   std::uint32_t beats_seen = beats();
   while (!has_come(word, target)) {
     check_aborted();
     const Clock::time_point now = Clock::now();
-    bool is_gone = left(r);
+    waited.until(now);
     if (now > look_at) {
-      is_gone = is_gone || peers_->ended(r);
-      look_at = now + kLookForDeathEvery;
+      look_for_the_gone();
+      look_at = now + kLookEvery;
       if (const std::uint32_t heard = beats(); heard != beats_seen) {
         beats_seen = heard;
-        last_sign = now;
+        waited.restart();
       }
     }
-    // Whoever is gone has published all that it ever will.
-    if (is_gone && !has_come(word, target)) {
-      abort(Reason::peer_died, r);
-    } else if (now - last_sign > timeout_) {
-      abort(Reason::timeout, culprit(r));
+    if (waited.time() > timeout_) {
+      abort(timeout_word(number(culprit(r)), number(rank_), waited.seconds()));
     } else if (interrupt_ != nullptr && now > interrupt_at) {
       interrupt_();
       interrupt_at = now + kInterruptEvery;
@@ -323,6 +320,19 @@ void Comm::wait_long(const std::atomic<Word>& word, std::uint32_t target, int r,
     }
   }
   mine().waiting.store(0, std::memory_order_release);
+}
+
+// Of any rank: one that has left or died before it had done its part of the operation never will,
+// whoever is waited for now.
+void Comm::look_for_the_gone() {
+  const auto check = [this](int r) {
+    const std::uint32_t done = window_->control(r).completed.load(std::memory_order_acquire);
+    if (!reached(done, ordinal_)) abort(Reason::peer_died, r);
+  };
+  for (int r = 0; r < size_; ++r) {
+    if (r != rank_ && left(r)) check(r);
+  }
+  peers_->find_ended(check);
 }
 
 // I wait for `r`, who may in turn wait for somebody else: the rank to blame waits for nobody, or
@@ -384,8 +394,8 @@ void Comm::settle(std::uint64_t word) {
 std::uint64_t Comm::settled() {
   if (!spans_) return aborted();
   const std::atomic<std::uint64_t>& word = window_->control(0).settled;
-  for (const Clock::time_point start = Clock::now(); word.load() == 0;) {
-    if (Clock::now() - start > kSettledWithin) settle(last_word());
+  for (WaitingTime waited; word.load() == 0;) {
+    if (waited.until(Clock::now()) > kSettledWithin) settle(last_word());
     std::this_thread::sleep_for(kNap);
   }
   return word.load();
@@ -401,6 +411,9 @@ CollectiveError Comm::failure_of(std::uint64_t word) const {
       if (number(r) != culprit || announced(r) != sequence_ || other == first) continue;
       return mismatch(number(0), first, culprit, other, pid, ordinal_, &details(0), &details(r));
     }
+  }
+  if (reason_of(word) == Reason::timeout) {
+    return timeout(word, culprit == number(rank_), pid, called_, ordinal_);
   }
   return failure(reason_of(word), culprit, pid, called_, ordinal_);
 }

@@ -199,6 +199,7 @@ class Comm {
   void wait_for(const std::atomic<Word>& word, std::uint32_t target, int r, int slot);
   template <class Word>
   void wait_long(const std::atomic<Word>& word, std::uint32_t target, int r, int slot);
+  void look_for_the_gone();
   int culprit(int r) const;
   std::uint32_t beats() const;
   void check_agreement();
@@ -225,7 +226,7 @@ class Comm {
   int spins_;
   std::uint32_t sequence_;
   std::uint32_t ordinal_;
-  std::uint32_t ordinal_before_;
+  const std::uint32_t first_epoch_;
   bool spans_ = false;
   std::uint32_t signalled_[kSlots];
   std::uint32_t started_[kSlots];

@@ -2,10 +2,13 @@
 
 #include <algorithm>
 
+#include "cpu/waiting_time.h"
+
 namespace pycomm::cpu {
 namespace {
 
 constexpr auto kLook = std::chrono::milliseconds(20);
+constexpr Clock::duration kNever = Clock::duration::max();
 constexpr auto kWatchEvery = std::chrono::milliseconds(50);
 // Longer than in shared memory: a machine whose own rank is late says so in time.
 constexpr auto kGrace = std::chrono::milliseconds(500);
@@ -119,34 +122,44 @@ std::int64_t Link::post(const Round& round) {
 // For each round anew: a slow link makes progress.
 void Link::wait(std::int64_t round) {
   for (; waited_ < round; ++waited_) {
-    const Clock::time_point start = Clock::now();
-    Clock::time_point lost_at = Clock::time_point::max();
+    WaitingTime waited;
+    Clock::duration lost_since = kNever;
     while (!transport_->wait(waited_ + 1, kLook)) {
       local_.beat();
-      look_for_failure(start, lost_at);
+      look_for_failure(waited_ + 1 == greeted_, waited.until(Clock::now()), lost_since);
       if (interrupt_ != nullptr) interrupt_();
     }
   }
 }
 
-void Link::look_for_failure(Clock::time_point start, Clock::time_point& lost_at) {
+void Link::look_for_failure(bool greeting, Clock::duration waited, Clock::duration& lost_since) {
   local_.check_aborted();
-  const Clock::time_point now = Clock::now();
-  const int awaited = transport_->awaited();
-  // Where it is not known yet which one, all of them are waited for.
-  const int machine = awaited >= 0 ? awaited : (rank() + 1) % size();
-  if (!transport_->lost(machine)) {
-    lost_at = Clock::time_point::max();
-  } else if (lost_at == Clock::time_point::max()) {
-    lost_at = now;
-  }
+  const int lost = find_lost(greeting);
+  lost_since = lost < 0 ? kNever : std::min(lost_since, waited);
   // What it has sent before may still be on its way through this process.
-  if (now > lost_at && now - lost_at > kGrace) {
-    local_.abort(abort_word(Reason::peer_died, number(machine)));
-  } else if (now - start > timeout_ + kGrace) {
-    local_.abort(abort_word(Reason::timeout, number(machine)));
+  if (lost >= 0 && waited - lost_since > kGrace) {
+    local_.abort(abort_word(Reason::peer_died, number(lost)));
+  } else if (waited > timeout_ + kGrace) {
+    local_.abort(timeout_word(number(awaited()), local_.number(local_.rank()),
+                              std::chrono::duration<double>(waited).count()));
   }
   local_.check_aborted();
+}
+
+// A machine from which something is still to come, and nothing will. Before the greetings are there,
+// that is any: one that is through with the operation has met all others, so that the greetings that
+// are missing here are on their way.
+int Link::find_lost(bool greeting) const {
+  for (int m = 0; m < size(); ++m) {
+    if (m != rank() && (greeting || m == awaited()) && transport_->lost(m)) return m;
+  }
+  return -1;
+}
+
+// Where it is not known yet which one, all of them are waited for.
+int Link::awaited() const {
+  const int machine = transport_->awaited();
+  return machine >= 0 ? machine : (rank() + 1) % size();
 }
 
 void Link::stop() {

@@ -122,7 +122,9 @@ class Link {
   std::uint64_t least_word();
   void hear(int machine, std::span<const std::byte> farewell);
   void watch();
-  void look_for_failure(Clock::time_point start, Clock::time_point& lost_at);
+  void look_for_failure(bool greeting, Clock::duration waited, Clock::duration& lost_since);
+  int find_lost(bool greeting) const;
+  int awaited() const;
 
   Comm& local_;
   std::shared_ptr<Transport> transport_;

@@ -17,15 +17,16 @@ class Liveness {
   // Both indexed by rank; owns the pidfds from then on. A pidfd of -1 is not watched. Where the
   // ranks are those of one machine among several, `numbers` is what the whole group calls them, and
   // `pids` goes by these numbers.
-  Liveness(std::vector<int> pids, std::vector<int> pidfds, std::vector<int> numbers = {})
-      : pids_(std::move(pids)), pidfds_(std::move(pidfds)), numbers_(std::move(numbers)) {
+  Liveness(std::vector<int> pids, const std::vector<int>& pidfds, std::vector<int> numbers = {})
+      : pids_(std::move(pids)), numbers_(std::move(numbers)) {
+    for (const int fd : pidfds) watched_.push_back({fd, POLLIN, 0});
     if (numbers_.empty()) {
-      for (std::size_t r = 0; r < pidfds_.size(); ++r) numbers_.push_back(static_cast<int>(r));
+      for (std::size_t r = 0; r < pidfds.size(); ++r) numbers_.push_back(static_cast<int>(r));
     }
   }
   ~Liveness() {
-    for (const int fd : pidfds_) {
-      if (fd >= 0) close(fd);
+    for (const pollfd& watched : watched_) {
+      if (watched.fd >= 0) close(watched.fd);
     }
   }
   Liveness(const Liveness&) = delete;
@@ -38,15 +39,24 @@ class Liveness {
   int pid(int r) const { return pid_of(number(r)); }
 
   // Whether rank r is a process of its own, and not a thread of this one.
-  bool watched(int r) const { return pidfds_[static_cast<std::size_t>(r)] >= 0; }
+  bool watched(int r) const { return watched_[static_cast<std::size_t>(r)].fd >= 0; }
   bool ended(int r) const {
-    pollfd fd{pidfds_[static_cast<std::size_t>(r)], POLLIN, 0};
+    pollfd fd = watched_[static_cast<std::size_t>(r)];
     return fd.fd >= 0 && poll(&fd, 1, 0) > 0;
+  }
+  // Calls found(r) for each rank whose process has ended; takes one system call.
+  template <class Found>
+  void find_ended(Found found) const {
+    std::vector<pollfd> fds = watched_;
+    if (poll(fds.data(), fds.size(), 0) <= 0) return;
+    for (std::size_t r = 0; r < fds.size(); ++r) {
+      if (fds[r].revents != 0) found(static_cast<int>(r));
+    }
   }
 
  private:
   std::vector<int> pids_;
-  std::vector<int> pidfds_;
+  std::vector<pollfd> watched_;  // by pidfd
   std::vector<int> numbers_;
 };
 

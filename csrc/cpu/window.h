@@ -69,7 +69,7 @@ static_assert(sizeof(Control) <= kControlBytes);
 
 // Stands for where everything lies in a window. Raise the version when something changes its meaning
 // but not its place.
-inline constexpr std::uint64_t kLayoutVersion = 1;
+inline constexpr std::uint64_t kLayoutVersion = 2;
 inline constexpr std::uint64_t kLayout = hash_of({kLayoutVersion,
                                                   sizeof(Header),
                                                   sizeof(Operation),

@@ -1,0 +1,89 @@
+"""Who waits watches all ranks, counts only the time in which it runs, and tells who waited for whom."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from pathlib import Path
+
+import helpers
+import pytest
+import spanning
+import torch
+
+import pycomm
+
+
+def attempt(group: pycomm.Group, folder: Path, busy: int = -1, seconds: float = 0) -> tuple:
+    """An all-reduce, in which one rank is late; its result or its error, and when."""
+    pycomm.barrier(group=group)
+    (folder / f"ready-{group.rank}").touch()
+    if group.rank == busy:
+        helpers.wait_until(lambda: (folder / "go").exists())
+        time.sleep(seconds)
+    x = torch.ones(1000)
+    try:
+        pycomm.all_reduce(x, group=group)
+    except pycomm.CollectiveError as error:
+        return error, time.monotonic()
+    return x[0].item(), time.monotonic()
+
+
+def wait_for_all(folder: Path, size: int) -> None:
+    helpers.wait_until(lambda: len(list(folder.glob("ready-*"))) == size)
+    time.sleep(0.2)  # until they wait
+
+
+@pytest.mark.parametrize("hosts", [[3], [4], [1, 1, 1], [2, 1, 1]], ids=str)
+def test_a_death_is_noticed_while_another_rank_is_busy(tmp_path, hosts):
+    """The ranks wait for rank 1, and have no need of the last one yet."""
+    size = sum(hosts)
+    with spanning.ranks(hosts, attempt, tmp_path, 1, 0.1, timeout=30.0) as ranks:
+        wait_for_all(tmp_path, size)
+        killed = ranks.signal(size - 1, signal.SIGKILL)
+        others = [rank for rank in range(size - 1) if rank != 1]
+        outcomes = ranks.wait_for(others, 10)  # before the busy one has come
+        (tmp_path / "go").touch()
+        outcomes += ranks.wait_for([1])
+    for outcome in outcomes:
+        error, _ = outcome.value
+        assert (type(error), error.rank) == (pycomm.PeerDied, size - 1), outcome
+    assert all(outcome.value[1] - killed < 3 for outcome in outcomes[:-1])
+
+
+@pytest.mark.parametrize("hosts", [[3], [1, 1], [2, 1]], ids=str)
+def test_time_in_which_all_are_stopped_does_not_count(tmp_path, hosts):
+    size = sum(hosts)
+    with spanning.ranks(hosts, attempt, tmp_path, size - 1, 0.3, timeout=1.5) as ranks:
+        wait_for_all(tmp_path, size)
+        for rank in range(size):
+            ranks.signal(rank, signal.SIGSTOP)
+        time.sleep(3)
+        (tmp_path / "go").touch()
+        for rank in range(size):
+            ranks.signal(rank, signal.SIGCONT)
+        outcomes = ranks.join()
+    assert [outcome.value[0] for outcome in outcomes] == [float(size)] * size, outcomes
+
+
+def come_late(group: pycomm.Group) -> str:
+    if group.rank == 1:
+        time.sleep(1.5)
+    with pytest.raises(pycomm.Timeout) as caught:
+        pycomm.all_reduce(torch.ones(4), group=group)
+    assert caught.value.rank == 1
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("hosts", [None, [1, 1]], ids=str)
+def test_who_waited_for_whom_and_for_how_long(world, hosts):
+    waiter, late = world(2, timeout=0.5, hosts=hosts).run(come_late)
+    seconds = "0.5" if hosts is None else r"1\.\d"  # with the grace that other machines have
+    during = r" during all_reduce\(float32, 4 elements"
+    silent = rf"rank 1 \(pid \d+\) did not answer within .*: rank 0 waited {seconds} s for it"
+    busy = (
+        rf"rank 0 waited {seconds} s for this one, rank 1 \(pid \d+\), and gave up before it came"
+    )
+    assert re.match(silent + during, waiter), waiter
+    assert re.match(busy + during, late), late
