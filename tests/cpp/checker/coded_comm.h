@@ -1,0 +1,129 @@
+// The executor with a codec of blocks, as cpu/coded_comm.h is the CPU's: slots hold encoded elements, in
+// the layout of core/coded.h. An encoded block can only be decoded as a whole and with its own scale.
+#pragma once
+
+#include "checker/comm.h"
+#include "core/coded.h"
+
+namespace pycomm::checker {
+
+class CodedComm {
+ public:
+  static constexpr bool kCoded = true;
+
+  // `comm` has begun the operation.
+  CodedComm(Comm& comm, const Operation& operation)
+      : comm_(comm),
+        operation_(operation),
+        staging_(CodedStaging::in(comm.slot_bytes() * kStagingSlots, operation.codec)),
+        payload_{staging_.payload},
+        scales_{4, operation.codec.kind == CodecKind::int8 ? staging_.block : 0} {}
+
+  int rank() const { return comm_.rank(); }
+  int size() const { return comm_.size(); }
+  std::int64_t count() const { return comm_.count(); }
+  std::int64_t line() const { return staging_.block; }
+  std::int64_t elements(std::int64_t bytes) const {
+    return comm_.elements(bytes) / kLargestBlock * kLargestBlock;
+  }
+  bool direct() const { return false; }
+  Place input() const { return comm_.input(); }
+  Place output() const { return comm_.output(); }
+  Place input(int) const { return comm_.input(); }
+  Place output(int) const { return comm_.output(); }
+  Place slot(int r, std::int64_t i) const { return {comm_.slot(r, 0).data, r, i * staging_.slot}; }
+  std::int64_t slot_count() const { return staging_.slot; }
+  Place at(Place place, std::int64_t elements) const {
+    if (place.coded == kPlain) return comm_.at(place, elements);
+    return {place.data, place.rank, place.coded + elements};
+  }
+  CyclicChunks<CodedComm> chunks() {
+    return {*this, first_element(operation_), staging_.piece(size())};
+  }
+
+  void announce() { comm_.announce(); }
+  void signal(int slot) { comm_.signal(slot); }
+  void wait(int r, int slot, std::int64_t step) { comm_.wait(r, slot, step); }
+  void wait_all(int slot, std::int64_t step) { comm_.wait_all(slot, step); }
+
+  void copy(Place to, Place from, std::int64_t n) {
+    if (n == 0 || (to.data == from.data && to.coded == from.coded)) return;
+    const Pieces pieces = read(from, n);
+    if (to.coded == kPlain) {
+      comm_.write(to, pieces, comm_.unit());
+    } else {
+      write_encoded(to, from.coded == kPlain ? lossy(pieces) : pieces);
+    }
+  }
+
+  template <class To, class From>
+  void reduce(int n_to, To to, int n_from, From from, std::int64_t n, bool last) {
+    if (n == 0) return;
+    std::vector<Pieces> terms;
+    for (int i = 0; i < n_from; ++i) terms.push_back(read(from(i), n));
+    const Pieces result = lossy(comm_.sum(terms, last));
+    for (int i = 0; i < n_to; ++i) {
+      const Place place = to(i);
+      if (place.coded == kPlain) {
+        comm_.write(place, result, comm_.unit());
+      } else {
+        write_encoded(place, result);
+      }
+    }
+  }
+
+ private:
+  bool scaled() const { return scales_.elements != 0; }
+
+  Pieces lossy(Pieces pieces) {
+    for (Piece& piece : pieces) piece.symbol = comm_.symbols().lossy(piece.symbol);
+    return pieces;
+  }
+
+  Place payload_of(Place place) const { return {staging_[place].payload, place.rank}; }
+  Place scales_of(Place place) const {
+    return {reinterpret_cast<std::byte*>(staging_[place].scales), place.rank};
+  }
+
+  // Of the whole, so that bits do not depend on how it is cut into tensors and tiles.
+  void check_blocks(const Place& place, const Piece& piece) const {
+    const bool ends = piece.element + piece.units == count();
+    if ((first_element(operation_) + piece.element) % staging_.block != 0 ||
+        place.coded % staging_.block != 0 || (piece.units % staging_.block != 0 && !ends)) {
+      throw Violation("a block is cut in two");
+    }
+  }
+
+  Pieces scales_for(Place place, const Pieces& pieces) const {
+    Pieces scales;
+    for (const Piece& piece : pieces) {
+      check_blocks(place, piece);
+      scales.push_back({ceil_div(piece.units, staging_.block), piece.symbol, piece.element});
+      place.coded += piece.units;
+    }
+    return scales;
+  }
+
+  Pieces read(Place from, std::int64_t n) {
+    if (from.coded == kPlain) return comm_.read(from, n, comm_.unit());
+    Pieces pieces = comm_.read(payload_of(from), n, payload_);
+    if (!scaled()) return pieces;
+    const Pieces wanted = scales_for(from, pieces);
+    if (comm_.read(scales_of(from), ceil_div(n, staging_.block), scales_) != wanted) {
+      throw Violation("a block is decoded with another block's scale");
+    }
+    return pieces;
+  }
+
+  void write_encoded(Place to, const Pieces& pieces) {
+    comm_.write(payload_of(to), pieces, payload_);
+    if (scaled()) comm_.write(scales_of(to), scales_for(to, pieces), scales_);
+  }
+
+  Comm& comm_;
+  const Operation& operation_;
+  const CodedStaging staging_;
+  const Unit payload_, scales_;
+};
+
+}  // namespace pycomm::checker

@@ -1,0 +1,254 @@
+#include "checker/comm.h"
+
+#include "checker/fibers.h"
+
+namespace pycomm::checker {
+namespace {
+
+// An announcement and a packet are written at once.
+constexpr Unit kAnnouncement{kLine};
+
+std::int64_t packet_room(const Layout& layout) { return 2 * layout.packet_bytes; }
+
+}  // namespace
+
+Machine::Machine(Memory& memory, Symbols& symbols, Fibers& fibers, const Layout& layout,
+                 std::vector<Thread*> threads)
+    : memory(memory), symbols(symbols), fibers(fibers), layout(layout) {
+  for (Thread* const thread : threads) {
+    Member& member = members.emplace_back();
+    member.thread = thread;
+    const auto add = [&](const std::string& name, std::int64_t bytes, bool shared) {
+      return memory.add(thread->name + "'s " + name, thread->index, bytes, shared);
+    };
+    for (int parity = 0; parity < 2; ++parity) {
+      const std::string which = parity == 0 ? ", even" : ", odd";
+      member.announcements[parity] = add("announcement" + which, kLine, true);
+      member.staging[parity] = add("staging" + which, layout.staging_bytes / 2, true);
+      for (const Thread* const from : threads) {
+        member.packets[parity].push_back(
+            add("packets of " + from->name + which, packet_room(layout), true));
+      }
+    }
+    const auto ranks = static_cast<std::int64_t>(threads.size());
+    member.taken = add("taken packets", ranks * layout.packet_bytes, false);
+    member.put.resize(threads.size());
+    member.announced.resize(1);
+  }
+}
+
+Comm::Comm(Machine& machine, int rank)
+    : machine_(machine),
+      rank_(rank),
+      slot_bytes_(machine.layout.staging_bytes / 2 / kStagingSlots / kLine * kLine) {}
+
+void Comm::begin(const Operation& operation, std::byte* input, std::byte* output, int fail_at) {
+  waits_ = 0;
+  fail_at_ = fail_at;
+  begin_phase(operation, input, output);
+}
+
+void Comm::begin_phase(const Operation& operation, std::byte* input, std::byte* output) {
+  ++sequence_;
+  operation_ = operation;
+  unit_ = {size_of(operation.dtype)};
+  input_ = input;
+  output_ = output;
+  direct_ = exposed_ = false;
+  leave_peers_heaps();
+  for (int slot = 0; slot < kSlots; ++slot) started_[slot] = member(rank_).signals[slot].size();
+  check_aborted();
+}
+
+// As the CPU's: a wait that is satisfied looks no further.
+template <class Condition>
+void Comm::await(int r, Condition has_come, const std::string& what) {
+  if (waits_++ == fail_at_) throw Stopped();
+  const Member& other = member(r);
+  machine_.fibers.wait_until([&] { return has_come() || machine_.abort.value != 0 || other.dead; },
+                             [&] { return me().when(me().now()) + " waits " + what; });
+  if (!has_come()) throw Stopped();
+}
+
+void Comm::publish() {
+  const auto in_window = [&](std::byte* tensor) {
+    return tensor != nullptr && machine_.memory.shared(tensor) ? tensor : nullptr;
+  };
+  Member& mine = member(rank_);
+  std::byte* const input = in_window(input_);
+  std::byte* const output = in_window(output_);
+  exposed_ = input != nullptr || output != nullptr;
+  write({mine.announcements[sequence_ & 1u], rank_}, {{1, 0, sequence_}}, kAnnouncement);
+  mine.announced.push_back({operation_, input, output, me().release()});
+}
+
+void Comm::meet() {
+  direct_ = operation_.collective != Collective::all_reduce ||
+            operation_.algorithm != Algorithm::one_shot;
+  for (int r = 0; r < size(); ++r) {
+    Member& other = member(r);
+    if (r != rank_) {
+      await(
+          r, [&] { return other.announced.size() > sequence_; },
+          "for the announcement of " + other.thread->name);
+      me().clock.join(announced(r).clock);
+      const Pieces found = read({other.announcements[sequence_ & 1u], r}, 1, kAnnouncement);
+      if (found[0].element != sequence_)
+        throw Violation("the announcement is of another operation");
+    }
+    const bool scatters = operation_.collective == Collective::reduce_scatter;
+    const bool gathers = operation_.collective == Collective::all_gather;
+    direct_ = direct_ && (gathers || announced(r).input != nullptr) &&
+              (scatters || announced(r).output != nullptr);
+  }
+  if (!direct_) return;
+  store(member(rank_).in_peers_heaps, 1);
+  check_aborted();
+}
+
+void Comm::put_packets(int r, Place from) {
+  write({packets(r, rank_), r}, read(from, count(), unit_), unit_);
+  member(r).put[static_cast<std::size_t>(rank_)][sequence_ & 1u] = sequence_;
+}
+
+void Comm::take_packets(int r) {
+  if (count() == 0) return;
+  const auto& put = member(rank_).put[static_cast<std::size_t>(r)];
+  await(
+      r, [&] { return put[sequence_ & 1u] == sequence_; },
+      "for the packets of " + member(r).thread->name);
+  write(taken(r), machine_.memory.take(me(), *member(r).thread, packets(rank_, r), count(), unit_),
+        unit_);
+}
+
+Place Comm::taken(int r) const {
+  std::byte* const area =
+      machine_.layout.packets_in_staging ? slot(rank_, 0).data : member(rank_).taken;
+  return {area + r * machine_.layout.packet_bytes, rank_};
+}
+
+void Comm::signal(int slot) { member(rank_).signals[slot].push_back(me().release()); }
+
+void Comm::wait(int r, int slot, std::int64_t step) {
+  if (step <= 0) return;
+  const std::vector<Clock>& signals = member(r).signals[slot];
+  const std::size_t target = started_[slot] + static_cast<std::size_t>(step);
+  await(
+      r, [&] { return signals.size() >= target; },
+      "for step " + std::to_string(step) + " of flag " + std::to_string(slot) + " of " +
+          member(r).thread->name);
+  me().clock.join(signals[target - 1]);
+}
+
+void Comm::wait_all(int slot, std::int64_t step) {
+  for (int r = 0; r < size(); ++r) {
+    if (r != rank_) wait(r, slot, step);
+  }
+}
+
+void Comm::copy(Place to, Place from, std::int64_t n) {
+  if (n == 0 || to.data == from.data) return;
+  check_apart(to, from, n);
+  write(to, read(from, n, unit_), unit_);
+}
+
+void Comm::add(const std::vector<Place>& to, const std::vector<Place>& from, std::int64_t n,
+               bool last) {
+  if (n == 0) return;
+  std::vector<Pieces> terms;
+  for (const Place& place : from) terms.push_back(read(place, n, unit_));
+  const Pieces result = sum(terms, last);
+  for (std::size_t i = 0; i < to.size(); ++i) {
+    for (const Place& place : from) check_apart(to[i], place, n);
+    for (std::size_t j = 0; j < i; ++j) check_apart(to[i], to[j], n);
+    write(to[i], result, unit_);
+  }
+}
+
+// Elements may be made in place, but then in the same place.
+void Comm::check_apart(Place a, Place b, std::int64_t n) const {
+  const std::int64_t distance = a.data - b.data;
+  if (distance != 0 && std::abs(distance) < n * unit_.bytes) {
+    throw Violation(me().when(me().now()) + " writes over what it still reads");
+  }
+}
+
+Pieces Comm::read(Place from, std::int64_t units, Unit unit) {
+  if (units > 0 && machine_.memory.owner(from.data) != member(from.rank).thread->index) {
+    throw Violation(me().when(me().now()) + " reads beyond the memory of " +
+                    member(from.rank).thread->name);
+  }
+  return machine_.memory.read(me(), from.data, units, unit);
+}
+
+void Comm::write(Place to, const Pieces& pieces, Unit unit) {
+  if (!pieces.empty() && machine_.memory.owner(to.data) != member(to.rank).thread->index) {
+    throw Violation(me().when(me().now()) + " writes beyond the memory of " +
+                    member(to.rank).thread->name);
+  }
+  machine_.memory.write(me(), to.data, pieces, unit);
+}
+
+Pieces Comm::sum(const std::vector<Pieces>& terms, bool last) {
+  Pieces result;
+  zip(terms, {unit_.bytes}, [&](std::int64_t units, const std::vector<Piece>& pieces) {
+    std::vector<Symbol> symbols;
+    for (const Piece& piece : pieces) {
+      if (piece.element != pieces[0].element) {
+        throw Violation(me().when(me().now()) + " adds element " + std::to_string(piece.element) +
+                        " to element " + std::to_string(pieces[0].element));
+      }
+      symbols.push_back(piece.symbol);
+    }
+    result.push_back({units, machine_.symbols.sum(symbols, last), pieces[0].element});
+  });
+  return result;
+}
+
+std::array<std::size_t, kSlots> Comm::signalled() const {
+  std::array<std::size_t, kSlots> counts;
+  for (int slot = 0; slot < kSlots; ++slot) {
+    counts[static_cast<std::size_t>(slot)] = member(rank_).signals[slot].size();
+  }
+  return counts;
+}
+
+int Comm::load(Word& word) {
+  machine_.fibers.pause();
+  me().clock.join(word.clock);
+  return word.value;
+}
+
+void Comm::store(Word& word, int value) {
+  machine_.fibers.pause();
+  me().clock.join(word.clock);
+  word = {value, me().release()};
+}
+
+void Comm::check_aborted() {
+  if (load(machine_.abort) != 0) throw Stopped();
+}
+
+void Comm::finish() {
+  check_aborted();
+  leave_peers_heaps();
+}
+
+void Comm::leave_peers_heaps() {
+  Word& word = member(rank_).in_peers_heaps;
+  if (word.value != 0) store(word, 0);
+}
+
+void Comm::retreat() {
+  leave_peers_heaps();
+  if (!exposed_) return;
+  for (int r = 0; r < size(); ++r) {
+    if (r == rank_) continue;
+    Member& other = member(r);
+    machine_.fibers.wait_until([&] { return other.in_peers_heaps.value == 0 || other.dead; },
+                               [&] { return me().when(me().now()) + " retreats"; });
+    me().clock.join(other.dead ? other.thread->clock : other.in_peers_heaps.clock);
+  }
+}
+
+}  // namespace pycomm::checker

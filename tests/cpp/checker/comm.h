@@ -1,0 +1,173 @@
+// The third executor of the algorithms in core/, besides the CPU's and CUDA's: it moves symbols instead
+// of bytes (checker/memory.h). A wait takes over the clock of exactly the step that it waits for. Since
+// flags only grow and waits block until "at least step", what one run shows holds for all interleavings.
+#pragma once
+
+#include <array>
+
+#include "checker/memory.h"
+#include "core/layout.h"
+#include "core/operation.h"
+#include "core/signal.h"
+
+namespace pycomm::checker {
+
+class Fibers;
+
+// Where executors differ.
+struct Layout {
+  std::int64_t staging_bytes = 64 << 10;
+  std::int64_t packet_bytes = 64;   // the largest tensor that travels in packets
+  bool packets_in_staging = false;  // CUDA: packets are taken into the own staging area
+};
+
+// A word that several threads write. Sequentially consistent.
+struct Word {
+  int value = 0;
+  Clock clock;
+};
+
+// What ranks of one machine share, in the order of cpu/window.h.
+struct Member {
+  Thread* thread;
+  std::byte* announcements[2];
+  std::byte* staging[2];
+  std::vector<std::byte*> packets[2];  // by sender
+  std::byte* taken;
+  // A sender's, by sequence modulo 2: the operation whose packets it has put here.
+  std::vector<std::array<std::uint32_t, 2>> put;
+
+  struct Announced {
+    Operation operation;
+    std::byte* input;
+    std::byte* output;
+    Clock clock;
+  };
+  std::vector<Announced> announced;    // by sequence, from 1 on
+  std::vector<Clock> signals[kSlots];  // every signal there ever was
+  Word in_peers_heaps;                 // see cpu/comm.h
+  bool dead = false;
+};
+
+struct Machine {
+  Machine(Memory& memory, Symbols& symbols, Fibers& fibers, const Layout& layout,
+          std::vector<Thread*> threads);
+
+  Memory& memory;
+  Symbols& symbols;
+  Fibers& fibers;
+  const Layout layout;
+  std::vector<Member> members;
+  Word abort;
+};
+
+// The operation cannot end well, because a rank has failed.
+struct Stopped {};
+
+class Comm {
+ public:
+  static constexpr bool kCoded = false;
+
+  Comm(Machine& machine, int rank);
+
+  // As cpu::Comm's. `fail_at`: the wait, from 0 on, in which this rank fails.
+  void begin(const Operation& operation, std::byte* input, std::byte* output,
+             int fail_at = kNeverFails);
+  void begin_phase(const Operation& operation, std::byte* input, std::byte* output);
+  void finish();
+  void leave_peers_heaps();
+  // After Stopped: tells all; then returns when nobody uses this rank's tensors any more.
+  void abort() { store(machine_.abort, 1); }
+  void retreat();
+  void die() { member(rank_).dead = true; }
+  static constexpr int kNeverFails = -1;
+  int waits() const { return waits_; }  // in this operation
+
+  int rank() const { return rank_; }
+  int size() const { return static_cast<int>(machine_.members.size()); }
+  int root() const { return operation_.root; }
+  std::int64_t count() const { return operation_.count; }
+  std::int64_t block() const { return operation_.count; }
+  std::int64_t elements(std::int64_t bytes) const { return bytes / unit_.bytes; }
+  std::int64_t line() const { return elements(kLine); }
+  bool direct() const { return direct_; }
+  Place input() const { return {input_, rank_}; }
+  Place output() const { return {output_, rank_}; }
+  Place input(int r) const { return {announced(r).input, r}; }
+  Place output(int r) const { return {announced(r).output, r}; }
+  Place slot(int r, std::int64_t i) const {
+    return {member(r).staging[sequence_ & 1u] + i * slot_bytes_, r};
+  }
+  std::int64_t slot_count() const { return elements(slot_bytes_); }
+  Place at(Place place, std::int64_t elements) const {
+    return {place.data + elements * unit_.bytes, place.rank};
+  }
+
+  void announce() {
+    publish();
+    meet();
+  }
+  void publish();
+  void meet();
+
+  bool fits_packets() const { return count() * unit_.bytes <= machine_.layout.packet_bytes; }
+  void put_packets(int r, Place from);
+  void take_packets(int r);
+  Place taken(int r) const;
+
+  void signal(int slot);
+  void wait(int r, int slot, std::int64_t step);
+  void wait_all(int slot, std::int64_t step);
+
+  void copy(Place to, Place from, std::int64_t n);
+  template <class To, class From>
+  void reduce(int n_to, To to, int n_from, From from, std::int64_t n, bool last) {
+    std::vector<Place> targets, sources;
+    for (int i = 0; i < n_to; ++i) targets.push_back(to(i));
+    for (int i = 0; i < n_from; ++i) sources.push_back(from(i));
+    add(targets, sources, n, last);
+  }
+
+  // For executors on top of this one.
+  Pieces read(Place from, std::int64_t units, Unit unit);
+  void write(Place to, const Pieces& pieces, Unit unit);
+  Pieces sum(const std::vector<Pieces>& terms, bool last);
+  Symbols& symbols() { return machine_.symbols; }
+  Unit unit() const { return unit_; }
+  std::int64_t slot_bytes() const { return slot_bytes_; }
+  // Of the operation that begins next.
+  std::uint32_t next_parity() const { return (sequence_ + 1) & 1u; }
+  // Of all operations so far. Every rank must have signalled each as often.
+  std::array<std::size_t, kSlots> signalled() const;
+
+ private:
+  Member& member(int r) const { return machine_.members[static_cast<std::size_t>(r)]; }
+  Thread& me() const { return *member(rank_).thread; }
+  const Member::Announced& announced(int r) const { return member(r).announced[sequence_]; }
+  std::byte* packets(int to, int from) const {
+    return member(to).packets[sequence_ & 1u][static_cast<std::size_t>(from)];
+  }
+  template <class Condition>
+  void await(int r, Condition has_come, const std::string& what);
+  void add(const std::vector<Place>& to, const std::vector<Place>& from, std::int64_t n, bool last);
+  void check_apart(Place a, Place b, std::int64_t n) const;
+  int load(Word& word);
+  void store(Word& word, int value);
+  void check_aborted();
+
+  Machine& machine_;
+  const int rank_;
+  const std::int64_t slot_bytes_;
+  std::uint32_t sequence_ = 0;
+  std::size_t started_[kSlots]{};
+  Operation operation_;
+  std::byte* input_ = nullptr;
+  std::byte* output_ = nullptr;
+  Unit unit_{1};
+  bool direct_ = false;
+  bool exposed_ = false;
+  int waits_ = 0;
+  int fail_at_ = kNeverFails;
+};
+
+}  // namespace pycomm::checker

@@ -1,0 +1,117 @@
+// The memory of all ranks, without bytes: ranges of addresses, of which is known what they hold, who
+// wrote them last and who has read them since. An access that the clocks do not order after an earlier
+// one it conflicts with is a race.
+#pragma once
+
+#include <cstddef>
+#include <map>
+#include <memory>
+
+#include "checker/clock.h"
+#include "checker/symbols.h"
+
+namespace pycomm::checker {
+
+// So many bytes stand for so many elements.
+struct Unit {
+  std::int64_t bytes;
+  std::int64_t elements = 1;
+  bool operator==(const Unit&) const = default;
+};
+
+// Consecutive units that hold consecutive elements of the same kind.
+struct Piece {
+  std::int64_t units;
+  Symbol symbol;
+  std::int64_t element;
+  bool operator==(const Piece&) const = default;
+};
+using Pieces = std::vector<Piece>;
+
+// Calls visit(units, piece of every list), cut where any of the lists is cut. Lists are equally long.
+template <class Visit>
+void zip(const std::vector<Pieces>& lists, Unit unit, Visit visit) {
+  std::vector<std::size_t> at(lists.size());
+  std::vector<std::int64_t> done(lists.size());
+  std::vector<Piece> pieces(lists.size());
+  while (at[0] < lists[0].size()) {
+    std::int64_t units = lists[0][at[0]].units - done[0];
+    for (std::size_t i = 0; i < lists.size(); ++i) {
+      units = std::min(units, lists[i][at[i]].units - done[i]);
+      pieces[i] = lists[i][at[i]];
+      pieces[i].element += done[i] * unit.elements;
+    }
+    visit(units, pieces);
+    for (std::size_t i = 0; i < lists.size(); ++i) {
+      done[i] += units;
+      if (done[i] < lists[i][at[i]].units) continue;
+      done[i] = 0;
+      ++at[i];
+    }
+  }
+}
+
+class Memory {
+ public:
+  Memory();
+  ~Memory();
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+
+  // Threads are called by their index in messages. They outlive the memory.
+  void introduce(const Thread& thread) { threads_.push_back(&thread); }
+  // An area of a rank; only a shared one may be used by other threads. Nothing can be stored there, but
+  // addresses can be reckoned with.
+  std::byte* add(std::string name, int owner, std::int64_t bytes, bool shared);
+  int owner(const std::byte* address) const { return area(address).owner; }
+  bool shared(const std::byte* address) const { return area(address).shared; }
+
+  Pieces read(const Thread& thread, const std::byte* from, std::int64_t units, Unit unit);
+  void write(const Thread& thread, std::byte* to, const Pieces& pieces, Unit unit);
+  // Reads what `writer` has written, and takes its place as the last writer. No clock has to order the
+  // two, because the data themselves say that they are there.
+  Pieces take(const Thread& thread, const Thread& writer, std::byte* from, std::int64_t units,
+              Unit unit);
+
+ private:
+  struct Run {
+    std::int64_t end;
+    Symbol symbol;
+    std::int64_t element;
+    Unit unit;
+    int writer;
+    Time written;
+    std::array<Time, kMostThreads> read;
+  };
+  using Runs = std::map<std::int64_t, Run>;  // by their beginning
+  struct Area {
+    std::string name;
+    int owner;
+    std::int64_t bytes;
+    bool shared;
+    Runs runs;
+  };
+  struct Range {
+    const Thread& thread;
+    const char* verb;
+    const Area& area;
+    std::int64_t begin, end;
+  };
+
+  const Area& area(const std::byte* address) const;
+  Area& enter(const Thread& thread, const std::byte* address, std::int64_t bytes);
+  std::int64_t offset(const std::byte* address) const;
+  void split(Area& area, std::int64_t at);
+  Pieces pieces_in(const Range& range, Unit unit) const;
+  void check_written(const Range& range, const Run& run) const;
+  void check_unread(const Range& range, const Run& run) const;
+  std::string text(const Range& range) const;
+  [[noreturn]] void race(const Range& range, const char* other, int thread, Time time) const;
+
+  std::byte* base_;
+  std::byte* next_;
+  std::map<const std::byte*, Area> areas_;
+  std::vector<const Thread*> threads_;
+};
+
+}  // namespace pycomm::checker

@@ -1,0 +1,95 @@
+// Ranks that run a sequence of operations on this executor, and what has to come of it: every rank holds
+// every rank's contribution exactly once, added in the same order.
+#pragma once
+
+#include "checker/algorithms.h"
+#include "checker/fibers.h"
+
+namespace pycomm::checker {
+
+enum class Where { window, own, mixed };  // mixed: rank 0's lie in its window
+
+// An operation as all ranks call it. Its user overwrites the tensors before and reads the result after
+// it, so it is a race if another rank still uses them.
+struct Step {
+  Operation operation;
+  Where where = Where::own;
+  bool in_place = true;
+  bool stripes = false;  // run_stripes()
+};
+
+// A rank that raises in a wait of an operation, or dies there.
+struct Fault {
+  int rank = -1;
+  std::size_t step = 0;
+  int wait = Comm::kNeverFails;
+  bool dies = false;
+  bool retreats = true;  // false: all ranks break the contract, and give tensors back at once
+};
+
+class World {
+ public:
+  // So many ranks on each node. Seed 0: see Fibers.
+  World(const std::vector<int>& nodes, const Layout& layout, unsigned seed = 0);
+  World(int ranks, const Layout& layout, unsigned seed = 0)
+      : World(std::vector{ranks}, layout, seed) {}
+
+  // Runs the steps, once; throws a Violation.
+  void run(const std::vector<Step>& steps, const Fault& fault = {});
+  // In that run: how often a rank has waited in a step.
+  int waits(int rank, std::size_t step) const { return result(rank, step).waits; }
+
+ private:
+  struct Tensors {
+    std::byte* input;
+    std::byte* output;
+  };
+  struct Rank {
+    Thread* thread;
+    std::unique_ptr<Comm> comm;
+    std::unique_ptr<Link> link;
+    Tensors window, own;
+    std::byte* areas[2];
+    std::byte* parcels;
+  };
+  struct Result {
+    bool succeeded = false;
+    int waits = 0;
+    Pieces output;
+    std::array<std::size_t, kSlots> signalled;
+  };
+
+  Thread* add_thread(const std::string& name);
+  void add_node(int first, int ranks, const Layout& layout);
+  void add_links(const std::vector<int>& nodes);
+  void make_tensors(const std::vector<Step>& steps);
+  int size() const { return static_cast<int>(ranks_.size()); }
+  Rank& rank(int r) { return ranks_[static_cast<std::size_t>(r)]; }
+  Result& result(int r, std::size_t step) { return results_[step][static_cast<std::size_t>(r)]; }
+  const Result& result(int r, std::size_t step) const {
+    return results_[step][static_cast<std::size_t>(r)];
+  }
+
+  void live(int r, const std::vector<Step>& steps, const Fault& fault);
+  Buffers buffers(int r, const Step& step);
+  void fill(int r, const Step& step, int operation);
+  void execute(int r, const Step& step, int fail_at);
+  void give_back(int r, const Step& step);
+
+  void check(const Step& step, std::size_t index) const;
+  void check_output(const Step& step, std::size_t index, int r) const;
+
+  Symbols symbols_;
+  std::vector<std::unique_ptr<Thread>> threads_;
+  Memory memory_;
+  Fibers fibers_;
+  std::vector<std::unique_ptr<Machine>> machines_;
+  std::vector<std::unique_ptr<Network>> networks_;
+  std::vector<Rank> ranks_;
+  int stripes_ = 0;
+  std::vector<std::vector<Result>> results_;  // by step and rank
+};
+
+std::string describe(const Step& step, std::size_t index);
+
+}  // namespace pycomm::checker
