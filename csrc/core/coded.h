@@ -31,12 +31,16 @@ struct Pass {
   // then stored here, or added where the own contribution has been encoded before.
   float* residual = nullptr;
   Scaling scaling = {};
-  bool keep_residual = false;  // read it, but leave it as it is
-  bool last = false;           // all contributions are in: `divisor` applies
+  // With an overflow the largest_safe(): the own contribution is limited to it, and the residual is
+  // read but stays as it is.
+  float limit = kInfinity;
+  bool last = false;  // all contributions are in: `divisor` applies
   float divisor = 1;
   std::int64_t n = 0;
   Random random = {};
   std::int64_t first = 0;  // index of the first element in the whole, for random
+
+  PYCOMM_HD bool stores_residual() const { return residual != nullptr && limit == kInfinity; }
 };
 
 PYCOMM_HD constexpr std::int64_t payload_size(const Codec& codec) {

@@ -32,21 +32,22 @@ inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
 struct Scaling {
   float scale = 1;
   float inverse = 1;
-  float limit = kInfinity;  // the largest_safe()
 };
 
-PYCOMM_HD Scaling scaling_of(const Feedback& feedback, float limit = kInfinity) {
-  if (feedback.scale == nullptr) return {1, 1, limit};
+PYCOMM_HD Scaling scaling_of(const Feedback& feedback) {
+  if (feedback.scale == nullptr) return {};
   const float scale = *feedback.scale;
   const float inverse = 1.0f / scale;
-  return {scale + (inverse - inverse), inverse, limit};
+  return {scale + (inverse - inverse), inverse};
 }
 
-// What a rank contributes. Beyond the limit it is infinite: residuals are then left alone, so nobody
-// may take the result, of which they are a part, for a good one.
-PYCOMM_HD float contribution(float x, float residual, const Scaling& scaling) {
-  const float sum = x + residual * scaling.scale;
-  return sum > scaling.limit ? kInfinity : sum < -scaling.limit ? -kInfinity : sum;
+// What a rank contributes.
+PYCOMM_HD float contribution(float x, float residual, float scale) { return x + residual * scale; }
+
+// A contribution beyond the largest_safe() counts as infinite: residuals are then left alone, so
+// nobody may take the result, of which they are a part, for a good one.
+PYCOMM_HD float limited(float contribution, float limit) {
+  return contribution > limit ? kInfinity : contribution < -limit ? -kInfinity : contribution;
 }
 
 // Momentum correction: what takes the place of x, and is the next velocity (scaled).

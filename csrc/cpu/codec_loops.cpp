@@ -109,15 +109,20 @@ PYCOMM_HD std::uint32_t largest_stored(const View<Codec>& view, std::int64_t n) 
 }
 
 template <class T>
-PYCOMM_HD void load_own(const T* x, const float* residual, const Scaling scaling, std::int64_t n,
+PYCOMM_HD void load_own(const Pass& pass, const T* x, std::int64_t start, std::int64_t n,
                         float* v) {
-  if (residual == nullptr) {
+  if (pass.residual == nullptr) {
 #pragma omp simd
-    for (std::int64_t i = 0; i < n; ++i) v[i] = load(x[i]);
-  } else {
-#pragma omp simd
-    for (std::int64_t i = 0; i < n; ++i) v[i] = contribution(load(x[i]), residual[i], scaling);
+    for (std::int64_t i = 0; i < n; ++i) v[i] = load(x[start + i]);
+    return;
   }
+  const float* residual = pass.residual + start;
+  const float scale = pass.scaling.scale;
+#pragma omp simd
+  for (std::int64_t i = 0; i < n; ++i) v[i] = contribution(load(x[start + i]), residual[i], scale);
+  if (pass.limit == kInfinity) return;
+#pragma omp simd
+  for (std::int64_t i = 0; i < n; ++i) v[i] = limited(v[i], pass.limit);
 }
 
 PYCOMM_HD bool is_power_of_two(float value) { return (magnitude(value) & 0x7fffffu) == 0; }
@@ -133,10 +138,9 @@ template <class T, class Codec>
 PYCOMM_HD void add_source(const Pass& pass, const Source& source, bool begin, std::int64_t start,
                           std::int64_t n, std::int64_t block, float* sum) {
   if (source.own) {
-    const T* x = reinterpret_cast<const T*>(source.encoded.payload) + start;
-    const float* residual = pass.residual == nullptr ? nullptr : pass.residual + start;
+    const T* x = reinterpret_cast<const T*>(source.encoded.payload);
     float own[kLargestBlock];
-    load_own(x, residual, pass.scaling, n, begin ? sum : own);
+    load_own(pass, x, start, n, begin ? sum : own);
     if (begin) return;
 #pragma omp simd
     for (std::int64_t i = 0; i < n; ++i) sum[i] += own[i];
@@ -210,7 +214,7 @@ PYCOMM_HD void settle(const Pass& pass, std::int64_t start, std::int64_t n, bool
 #pragma omp simd
     for (std::int64_t i = 0; i < n; ++i) output[i] = store<T>(made[i]);
   }
-  if (pass.residual == nullptr || pass.keep_residual) return;
+  if (!pass.stores_residual()) return;
   float* residual = pass.residual + start;
   const float factor = pass.divisor * pass.scaling.inverse;
   if (pass.output != nullptr) {
@@ -264,13 +268,12 @@ PYCOMM_CLONES bool decode_blocks(const Encoded& from, void* output, std::int64_t
 
 template <class T>
 PYCOMM_CLONES std::uint32_t largest_contribution(const void* input, const float* residual,
-                                                 const Scaling& given, std::int64_t n) {
-  const Scaling scaling = given;
+                                                 float scale, std::int64_t n) {
   const T* x = static_cast<const T*>(input);
   std::uint32_t largest = 0;
 #pragma omp simd reduction(max : largest)
   for (std::int64_t i = 0; i < n; ++i) {
-    largest = std::max(largest, magnitude(contribution(load(x[i]), residual[i], scaling)));
+    largest = std::max(largest, magnitude(contribution(load(x[i]), residual[i], scale)));
   }
   return largest;
 }

@@ -15,7 +15,7 @@ using EncodeLoop = bool (*)(const Pass& pass, std::int64_t block);
 using DecodeLoop = bool (*)(const Encoded& from, void* output, std::int64_t n, std::int64_t block);
 
 // magnitude() of the largest contribution.
-using LargestLoop = std::uint32_t (*)(const void* x, const float* residual, const Scaling& scaling,
+using LargestLoop = std::uint32_t (*)(const void* x, const float* residual, float scale,
                                       std::int64_t n);
 
 struct CodecLoops {

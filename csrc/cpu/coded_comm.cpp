@@ -37,8 +37,8 @@ Outlook outlook_of(const Operation& operation, const Call& call, float limit) {
   if (call.feedback.residual == nullptr) return {};
   const CodecLoops loops = codec_loops(operation.dtype, operation.codec);
   const std::uint32_t largest = loops.largest(call.input, call.feedback.residual,
-                                              scaling_of(call.feedback, limit), operation.count);
-  return make_outlook(largest >= kInfinityBits, is_unused(call));
+                                              scaling_of(call.feedback).scale, operation.count);
+  return make_outlook(largest > magnitude(limit), is_unused(call));
 }
 
 template <class Base>
@@ -47,7 +47,8 @@ CodedComm<Base>::CodedComm(Base& comm, const Operation& operation, const Feedbac
     : comm_(comm),
       operation_(operation),
       feedback_(feedback),
-      scaling_(scaling_of(feedback, limit)),
+      limit_(limit),
+      scaling_(scaling_of(feedback)),
       loops_(codec_loops(operation.dtype, operation.codec)),
       staging_(staging),
       sources_(static_cast<std::size_t>(comm.size()) + 1) {}
@@ -80,7 +81,7 @@ void CodedComm<Base>::encode(Place to, Place output, int n_from, std::int64_t n,
   if (feedback_.residual != nullptr && outlook_.unused == 0)
     pass.residual = feedback_.residual + element;
   pass.scaling = scaling_;
-  pass.keep_residual = outlook_.overflow != 0;
+  if (outlook_.overflow != 0) pass.limit = limit_;
   pass.random = {feedback_.seed, feedback_.step, last ? kResultStream : comm_.stream()};
   pass.first = first_element(operation_) + element;
   nonfinite_ |= loops_.encode(pass, staging_.block);

@@ -97,6 +97,7 @@ class CodedComm {
   Base& comm_;
   const Operation& operation_;
   const Feedback& feedback_;
+  const float limit_;
   const Scaling scaling_;
   const CodecLoops loops_;
   const CodedStaging staging_;

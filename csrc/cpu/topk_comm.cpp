@@ -26,19 +26,15 @@ TopkComm<Base>::TopkComm(Base& comm, TopkWorkspace& workspace, const Operation& 
       workspace_(workspace),
       operation_(operation),
       feedback_(call.feedback),
-      candidates_{operation.dtype,
-                  call.input,
-                  operation.count,
-                  feedback_.residual,
-                  feedback_.velocity,
-                  feedback_.momentum,
-                  scaling_of(feedback_, limit)},
+      candidates_{operation.dtype,    call.input,         operation.count,      feedback_.residual,
+                  feedback_.velocity, feedback_.momentum, scaling_of(feedback_)},
+      limit_(limit),
       output_(call.output),
       area_(operation, comm.size()),
       areas_(static_cast<std::size_t>(comm.size())) {
   const std::uint32_t largest = workspace_.selection.prepare(candidates_, operation.codec.k);
   if (feedback_.residual == nullptr) return;
-  outlook_ = make_outlook(largest >= kInfinityBits, is_unused(call));
+  outlook_ = make_outlook(largest > magnitude(limit_), is_unused(call));
 }
 
 template <class Base>
@@ -48,11 +44,12 @@ void TopkComm<Base>::announce() {
     areas_[static_cast<std::size_t>(r)] = comm_.announced_area(r, area_.bytes(r));
   }
   outlook_ = comm_.outlook();
-  if (outlook_.unused != 0) {
-    workspace_.selection.clear();
-  } else {
-    workspace_.selection.collect(candidates_, feeds());
+  if (outlook_.unused != 0) return workspace_.selection.clear();
+  if (outlook_.overflow != 0 && feedback_.residual != nullptr) {
+    candidates_.limit = limit_;
+    workspace_.selection.prepare(candidates_, operation_.codec.k);
   }
+  workspace_.selection.collect(candidates_, feeds());
 }
 
 template <class Base>

@@ -138,6 +138,7 @@ class TopkComm {
   const Operation& operation_;
   const Feedback& feedback_;
   Candidates candidates_;
+  const float limit_;
   void* output_;
   TopkArea area_;
   Outlook outlook_;

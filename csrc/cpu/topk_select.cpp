@@ -60,7 +60,11 @@ PYCOMM_CLONES Stretch load_stretch(const Candidates& from, std::int64_t start, s
     float* residual = from.residual + start;
 #pragma omp simd
     for (std::int64_t i = 0; i < n; ++i) {
-      buffer[i] = contribution(buffer[i], residual[i], from.scaling);
+      buffer[i] = contribution(buffer[i], residual[i], from.scaling.scale);
+    }
+    if (from.limit != kInfinity) {
+#pragma omp simd
+      for (std::int64_t i = 0; i < n; ++i) buffer[i] = limited(buffer[i], from.limit);
     }
     if (store) store_unscaled(buffer, n, from.scaling, residual);
   }
@@ -104,8 +108,8 @@ float candidate(const Candidates& from, std::int64_t i) {
   if (from.velocity != nullptr) {
     value = accelerated(from.velocity[i], from.momentum, value, from.scaling.scale);
   }
-  if (from.residual != nullptr) value = contribution(value, from.residual[i], from.scaling);
-  return value;
+  if (from.residual == nullptr) return value;
+  return limited(contribution(value, from.residual[i], from.scaling.scale), from.limit);
 }
 
 // A magnitude that k candidates reach with near certainty, and not many more: with n elements of

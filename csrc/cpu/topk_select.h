@@ -63,6 +63,7 @@ struct Candidates {
   float* velocity = nullptr;  // or null: momentum * velocity + x takes the place of x
   float momentum = 0;
   Scaling scaling = {};
+  float limit = kInfinity;  // x + residual is limited() to it
 };
 
 class TopkSelection {

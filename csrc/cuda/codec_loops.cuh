@@ -189,7 +189,8 @@ __device__ void sum_with_own(const Pass& pass, std::int64_t start, int n, int sh
         const Octet<float> residual = load_octet(pass.residual + start, n);
 #pragma unroll
         for (int i = 0; i < kOctet; ++i) {
-          next[i] = contribution(next[i], residual.element[i], pass.scaling);
+          const float sum = contribution(next[i], residual.element[i], pass.scaling.scale);
+          next[i] = limited(sum, pass.limit);
         }
       }
     } else {
@@ -235,7 +236,7 @@ __device__ void settle(const Pass& pass, std::int64_t start, int n, bool own, co
     }
     store_octet(static_cast<T*>(pass.output) + start, output, n);
   }
-  if (pass.residual == nullptr || pass.keep_residual) return;
+  if (!pass.stores_residual()) return;
   const float factor = pass.divisor * pass.scaling.inverse;
 #pragma unroll
   for (int i = 0; i < kOctet; ++i) kept.element[i] = lost(v[i], kept.element[i], factor);

@@ -16,15 +16,17 @@ struct CodedLaunch : Launch {
   Outlook* outlooks[kMaxLocalRanks];
 };
 
-// One part's, from the largest contribution that each thread has seen of it; all threads of the block together.
+// One part's, from the largest contribution that each thread has seen; all threads of the block
+// together.
 __device__ inline void put_outlook(const CodedLaunch& launch, std::uint32_t largest, bool used) {
   const int lanes = launch.layout.lanes, index = static_cast<int>(blockIdx.x) / lanes;
   largest = largest_of(largest, kThreads);
   used = __syncthreads_or(used) != 0;
   if (threadIdx.x != 0) return;
   const bool holds = launch.compressions[index].feedback.hold_unused;
+  const float limit = largest_safe(launch.ranks[index].operation, launch.layout.ranks);
   launch.outlooks[index][static_cast<int>(blockIdx.x) % lanes] =
-      make_outlook(largest >= kInfinityBits, holds && !used);
+      make_outlook(largest > magnitude(limit), holds && !used);
 }
 
 // A rank's.
@@ -166,8 +168,8 @@ class CodedComm {
     if (feedback.residual != nullptr && outlook_.unused == 0) {
       pass.residual = feedback.residual + element;
     }
-    pass.scaling = scaling_of(feedback, largest_safe(operation_, size()));
-    pass.keep_residual = outlook_.overflow != 0;
+    pass.scaling = scaling_of(feedback);
+    if (outlook_.overflow != 0) pass.limit = largest_safe(operation_, size());
     pass.last = last;
     if (last && operation_.op == ReduceOp::avg) pass.divisor = static_cast<float>(size());
     pass.n = n;

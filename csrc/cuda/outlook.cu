@@ -13,7 +13,7 @@ __global__ void __launch_bounds__(kThreads)
   const RankLaunch& me = launch.ranks[blockIdx.x / lanes];
   const T* const x = reinterpret_cast<const T*>(me.input);
   const Feedback& feedback = launch.compressions[blockIdx.x / lanes].feedback;
-  const Scaling scaling = scaling_of(feedback, largest_safe(me.operation, launch.layout.ranks));
+  const float scale = scaling_of(feedback).scale;
   std::uint32_t largest = 0;
   bool used = false;
   for (std::int64_t start = lane * kStride + threadIdx.x * kOctet; start < me.operation.count;
@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int i = 0; i < kOctet; ++i) {
       const float value = load(octet.element[i]);
-      largest = max(largest, magnitude(contribution(value, kept.element[i], scaling)));
+      largest = max(largest, magnitude(contribution(value, kept.element[i], scale)));
       used |= magnitude(value) != 0;
     }
   }

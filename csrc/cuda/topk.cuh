@@ -155,6 +155,7 @@ struct Selector {
   const float* residual;
   const float* velocity;
   Scaling scaling;
+  float limit;
   std::int64_t n;
   std::uint32_t k;
   std::uint32_t* histograms;
@@ -166,7 +167,8 @@ struct Selector {
              : reinterpret_cast<const T*>(of.me.input);
     residual = sums ? nullptr : of.feedback.residual;
     velocity = sums ? nullptr : of.feedback.velocity;
-    scaling = scaling_of(of.feedback, largest_safe(of.me.operation, of.ranks()));
+    scaling = scaling_of(of.feedback);
+    limit = largest_safe(of.me.operation, of.ranks());
     n = sums ? mine.elements() : of.n();
     k = static_cast<std::uint32_t>(sums ? mine.share(of.codec.k) : of.codec.k);
     histograms = of.scratch.histograms + (sums ? TopkScratch::kBins : 0);
@@ -196,7 +198,9 @@ struct Selector {
     if (residual != nullptr) {
       const Octet<float> kept = load_octet(residual + start, count);
 #pragma unroll
-      for (int i = 0; i < kOctet; ++i) v[i] = contribution(v[i], kept.element[i], scaling);
+      for (int i = 0; i < kOctet; ++i) {
+        v[i] = limited(contribution(v[i], kept.element[i], scaling.scale), limit);
+      }
     }
     // An infinite scale has made something of what lies beyond the end.
 #pragma unroll
