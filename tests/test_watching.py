@@ -1,7 +1,8 @@
-"""Who waits watches all ranks, counts only the time in which it runs, and tells who waited for whom."""
+"""A wait watches all ranks, counts only the time in which it runs, and tells who waited for whom."""
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import time
@@ -87,3 +88,28 @@ def test_who_waited_for_whom_and_for_how_long(world, hosts):
     )
     assert re.match(silent + during, waiter), waiter
     assert re.match(busy + during, late), late
+
+
+def become_another_program(group: pycomm.Group, folder: Path) -> tuple:
+    """Rank 1 does, while the others wait for rank 0 or for it."""
+    pycomm.barrier(group=group)
+    (folder / f"ready-{group.rank}").touch()
+    if group.rank == 1:
+        os.execv("/bin/sleep", ["sleep", "60"])
+    if group.rank == 0:
+        helpers.wait_until(lambda: (folder / "go").exists())
+    with pytest.raises(pycomm.PeerDied) as caught:
+        pycomm.all_reduce(torch.ones(1000), group=group)
+    return caught.value.rank, caught.value.pid
+
+
+@pytest.mark.parametrize("hosts", [[3], [2, 1]], ids=str)
+def test_a_rank_that_becomes_another_program_has_died(tmp_path, hosts):
+    with spanning.ranks(hosts, become_another_program, tmp_path, timeout=30.0) as ranks:
+        if len(hosts) > 1:  # another machine learns of it once rank 0 has
+            (tmp_path / "go").touch()
+        outcomes = ranks.wait_for([2], 10)
+        (tmp_path / "go").touch()
+        outcomes += ranks.wait_for([0], 10)
+        pid = ranks.pids[1]
+    assert [outcome.value for outcome in outcomes] == [(1, pid)] * 2

@@ -73,6 +73,7 @@ Comm::Comm(std::shared_ptr<Window> window, std::shared_ptr<const Liveness> peers
     mine().flags[slot].value.store(first_epoch, std::memory_order_release);
   }
   mine().completed.store(first_epoch, std::memory_order_release);
+  mine().holds.store(window_->hold(rank_) ? 1 : 0, std::memory_order_release);
   for (Announcement& announcement : mine().announcements) {
     epoch_of(announcement).store(first_epoch, std::memory_order_release);
   }
@@ -183,7 +184,7 @@ void Comm::retreat() {
   if (!exposed_) return;
   const Clock::time_point start = Clock::now();
   for (int r = 0; r < size_; ++r) {
-    while (r != rank_ && window_->control(r).in_peers_heaps.load() != 0 && !peers_->ended(r)) {
+    while (r != rank_ && window_->control(r).in_peers_heaps.load() != 0 && !ended(r)) {
       // A thread of this process cannot be kept out, and need not: it is on its way.
       if (peers_->watched(r) && Clock::now() - start > kRetreatWithin) return detach();
       std::this_thread::sleep_for(kNap);
@@ -333,6 +334,14 @@ void Comm::look_for_the_gone() {
     if (r != rank_ && left(r)) check(r);
   }
   peers_->find_ended(check);
+  looked_at_ = (looked_at_ + 1) % size_;  // one at a time: each takes a system call
+  if (replaced(looked_at_)) check(looked_at_);
+}
+
+// Whether the process of rank r has become another program.
+bool Comm::replaced(int r) const {
+  return peers_->watched(r) && window_->control(r).holds.load(std::memory_order_acquire) != 0 &&
+         !window_->held(r);
 }
 
 // I wait for `r`, who may in turn wait for somebody else: the rank to blame waits for nobody, or
@@ -378,8 +387,7 @@ void Comm::blame_number(int number, const std::string& what) {
 std::uint64_t Comm::last_word() {
   std::uint64_t word = aborted();
   for (int r = 0; r < size_; ++r) {
-    if (!left(r) && peers_->ended(r))
-      word = std::min(word, abort_word(Reason::peer_died, number(r)));
+    if (!left(r) && ended(r)) word = std::min(word, abort_word(Reason::peer_died, number(r)));
   }
   std::uint64_t none = 0;
   window_->control(0).last_word.compare_exchange_strong(none, word);

@@ -183,7 +183,7 @@ class Comm {
   // Not zero once the group has been aborted.
   std::uint64_t aborted() const { return window_->control(0).abort.load(); }
   // Whether rank r has left, or its process has ended. Takes a system call.
-  bool gone(int r) const { return left(r) || peers_->ended(r); }
+  bool gone(int r) const { return left(r) || ended(r); }
 
  private:
   Control& mine() const { return window_->control(rank_); }
@@ -200,6 +200,8 @@ class Comm {
   template <class Word>
   void wait_long(const std::atomic<Word>& word, std::uint32_t target, int r, int slot);
   void look_for_the_gone();
+  bool ended(int r) const { return peers_->ended(r) || replaced(r); }
+  bool replaced(int r) const;
   int culprit(int r) const;
   std::uint32_t beats() const;
   void check_agreement();
@@ -224,6 +226,7 @@ class Comm {
   Clock::duration timeout_;
   std::int64_t slot_bytes_;
   int spins_;
+  int looked_at_ = 0;
   std::uint32_t sequence_;
   std::uint32_t ordinal_;
   const std::uint32_t first_epoch_;

@@ -1,6 +1,5 @@
 #include "cpu/window.h"
 
-#include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -157,6 +156,25 @@ void Window::detach(int r, const Range& pages) {
 void Window::release(int r, std::int64_t offset, std::int64_t bytes) {
   (void)fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, r * slice_bytes_ + offset,
                   bytes);
+}
+
+struct flock Window::lock_of(int r) const {
+  struct flock lock = {};
+  lock.l_type = F_WRLCK;
+  lock.l_whence = SEEK_SET;
+  lock.l_start = r * slice_bytes_;
+  lock.l_len = 1;
+  return lock;
+}
+
+bool Window::hold(int r) const {
+  struct flock lock = lock_of(r);
+  return fcntl(fd_, F_SETLK, &lock) == 0;
+}
+
+bool Window::held(int r) const {
+  struct flock lock = lock_of(r);
+  return fcntl(fd_, F_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
 }
 
 Heap::Heap(std::shared_ptr<Window> window, int rank)

@@ -11,6 +11,8 @@
 // header, and the file's size, with what it expects.
 #pragma once
 
+#include <fcntl.h>
+
 #include <atomic>
 #include <cstddef>
 #include <map>
@@ -50,6 +52,7 @@ struct Control {
   Flag flags[kSlots];
   alignas(128) std::atomic<std::uint64_t> waiting;  // for whom and what, while a wait is long
   alignas(128) std::atomic<std::uint32_t> left;     // no operation will follow
+  std::atomic<std::uint32_t> holds;                 // it locks its slice (Window::hold)
   alignas(128) std::atomic<std::uint32_t> beats;    // moves while it waits for another machine
   alignas(128) std::atomic<std::uint64_t> abort;    // rank 0's serves the whole group
   // If the group spans machines: what this one tells the others, and what all have settled on. Rank
@@ -81,6 +84,7 @@ inline constexpr std::uint64_t kLayout = hash_of({kLayoutVersion,
                                                   offsetof(Control, flags),
                                                   offsetof(Control, waiting),
                                                   offsetof(Control, left),
+                                                  offsetof(Control, holds),
                                                   offsetof(Control, beats),
                                                   offsetof(Control, abort),
                                                   offsetof(Control, in_peers_heaps),
@@ -140,6 +144,12 @@ class Window {
   // stays, and from then on they are this process's own memory.
   void detach(int r, const Range& pages);
 
+  // Locks rank r's slice for as long as this process has the file: a process that becomes another
+  // program (exec) keeps its number, but not the file. Returns whether that worked.
+  bool hold(int r) const;
+  // Whether another process has locked rank r's slice.
+  bool held(int r) const;
+
   // Where in rank r's heap a tensor lies, or kNotInWindow.
   std::int64_t offset_in_heap(int r, const void* data, std::int64_t bytes) const {
     const std::int64_t offset = static_cast<const std::byte*>(data) - slice(r);
@@ -147,6 +157,7 @@ class Window {
   }
 
  private:
+  struct flock lock_of(int r) const;
   std::int64_t staging_begin() const { return kControlBytes + packet_area_bytes(ranks_); }
 
   int fd_;
