@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from pycomm._exchange import Plan, Recipe, dense_wire_bytes, make_plan, run_on_s
 from pycomm._flights import Flight, Flights
 from pycomm._host_staging import StandIn, fetch
 from pycomm._parameters import Exclude, Parameters, dense_strides, same_places
-from pycomm._residuals import FORMAT, Residuals
+from pycomm._residuals import FORMAT, residuals_for
+from pycomm._step import Step
 from pycomm._tensors import check_memory
 from pycomm.collectives import Work
 from pycomm.compression import Compressor, check_whole
@@ -27,14 +28,8 @@ from pycomm.group import Group, default_group
 NamedParameters = Iterable[tuple[str, torch.Tensor]]
 
 
-@dataclass
-class _Step:
-    """What has been seen of a training step."""
-
-    parameters: set[int] = field(default_factory=set)
-    exposed: float = 0.0
-    flights: list[Flight] = field(default_factory=list)
-    waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+# What belongs to this process, or is under way: copies do without.
+_NOT_COPIED = ("_group", "_plans", "_planned", "_flying", "_now", "_stream", "_staged_scale")
 
 
 class CommState:
@@ -75,19 +70,35 @@ class CommState:
         _check_options(compressor, group, grad_scaler, warmup_steps)
         self.compressor = compressor
         self.step = 0
+        self._owner = (0, 0)  # of a state that has been pickled: its rank, and of how many
         self._parameters = Parameters(params, exclude)
         self._scaler = grad_scaler
         self._warmup_steps = warmup_steps
-        self._residuals = self._make_residuals(feedback)
+        self._residuals = residuals_for(
+            compressor, self._parameters, feedback=feedback, restorable=grad_scaler is not None
+        )
+        self._exposed_before = 0.0
+        self._group: Group | None = group if group is not None else default_group()
+        self._tag = self.group._next_tag()
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """Nothing is planned or under way."""
         self._plans: dict[tuple[int, ...], tuple[tuple[int, int], Plan]] = {}
         self._planned: set[int] = set()  # parameters that have been in a bucket
         self._flying = Flights()
-        self._now = _Step()
-        self._exposed_before = 0.0
+        self._now = Step()
         self._stream: torch.cuda.Stream | None = None
         self._staged_scale: StandIn | None = None
-        self.group = group if group is not None else default_group()
-        self._tag = self.group._next_tag()
+
+    @property
+    def group(self) -> Group:
+        """Who exchanges."""
+        if self._group is None:
+            group = default_group()
+            self._residuals.check_owner(self._owner, _place_in(group))
+            self._group = group
+        return self._group
 
     @property
     def gradient_group(self) -> Group | None:
@@ -158,11 +169,11 @@ class CommState:
             return
         begin = time.perf_counter()
         if self._stream is not None:
-            self._time_stream(self._stream)
+            self._now.time_stream(self._stream)
         with _named("pycomm::finish"):
             for flight in flights:
                 flight.land()
-        self._now.exposed += time.perf_counter() - begin
+        self._now.waited += time.perf_counter() - begin
 
     def give_back(self) -> None:
         """Puts the step's means, which nobody will use, into residuals: nothing is lost."""
@@ -180,7 +191,7 @@ class CommState:
             ``residual_norm``: Euclidean, of what this rank has not sent yet.
         """
         self._settle()
-        exposed = self._exposed()
+        exposed = self._now.exposed()
         flights, group = self._now.flights, self.group
         bytes_wire = sum(flight.wire_bytes() for flight in flights)
         bytes_dense = sum(dense_wire_bytes(flight.buffer.nbytes, group) for flight in flights)
@@ -237,7 +248,7 @@ class CommState:
         """
         if not isinstance(state_dict, dict) or state_dict.get("format") != FORMAT:
             raise ValueError("state_dict must come from state_dict() of a state of pycomm.hooks")
-        rank, size, saved = self.group.rank, self.group.size, state_dict["size"]
+        (rank, size), saved = _place_in(self.group), state_dict["size"]
         if "gathered" in state_dict:
             dumps = state_dict["gathered"]
             if len(dumps) != saved:
@@ -245,28 +256,30 @@ class CommState:
             self._residuals.load([dumps[rank]] if saved == size else dumps)
         else:
             ((owner, dump),) = state_dict["kept"].items()
-            if self._residuals and (owner, saved) != (str(rank), size):
-                raise ValueError(
-                    f"state_dict must be this rank's own: it is of rank {owner} of {saved}, this "
-                    f"is rank {rank} of {size}; a gathered one, state_dict(gathered=True), serves "
-                    "every rank and any number of ranks"
-                )
+            self._residuals.check_owner((int(owner), saved), (rank, size))
             self._residuals.load([dump])
         self.step = state_dict["step"]
-        self._now = _Step()
+        self._now = Step()
         self._flying.clear()
 
-    def _make_residuals(self, feedback: bool) -> Residuals:
-        compressor, kinds = self.compressor, []
-        if compressor is not None and feedback and self._parameters.known:
-            kinds = ["residual"] + (["velocity"] if compressor.momentum else [])
-        elif compressor is not None and compressor.momentum:
-            raise ValueError(
-                "params must be given, where the compressor has momentum, and feedback"
-            )
-        entries = self._parameters.entries.values() if kinds else ()
-        compressed = [entry for entry in entries if not entry.dense]
-        return Residuals(compressed, kinds, restorable=self._scaler is not None)
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickling and copying, between two backwards."""
+        self._settle()
+        kept = {name: value for name, value in vars(self).items() if name not in _NOT_COPIED}
+        return kept if self._group is None else kept | {"_owner": _place_in(self._group)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Unpickled, it belongs to the default group, which it asks for at its first use."""
+        vars(self).update(state)
+        self._group = None
+        self._begin_anew()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CommState:
+        """With residuals of its own, in the same group."""
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        copied._group = self._group
+        return copied
 
     def _settle(self) -> None:
         """Brings residuals up to date with steps whose means nobody has used."""
@@ -290,8 +303,8 @@ class CommState:
             self._residuals.to(torch.device("cpu") if self.group._stages(device) else device)
         scale = self._scale()
         self._residuals.settle(scale)
-        self._exposed_before += self._exposed()
-        self._now = _Step()
+        self._exposed_before += self._now.exposed()
+        self._now = Step()
         self._flying.clear()  # of backwards that never ended
         self.step += 1
         if self.step > self._warmup_steps:
@@ -375,21 +388,9 @@ class CommState:
         fetch(self._staged_scale)
         return self._staged_scale.host
 
-    def _time_stream(self, stream: torch.cuda.Stream) -> None:
-        """Notes where backward and exchanges end, on their streams."""
-        begin: torch.cuda.Event
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record(torch.cuda.current_stream(stream.device))
-        end.record(stream)
-        self._now.waits.append((begin, end))
 
-    def _exposed(self) -> float:
-        """Seconds of this step."""
-        exposed = self._now.exposed
-        for begin, end in self._now.waits:
-            end.synchronize()
-            exposed += max(begin.elapsed_time(end), 0.0) / 1e3
-        return exposed
+def _place_in(group: Group) -> tuple[int, int]:
+    return group.rank, group.size
 
 
 def _named(name: str) -> contextlib.AbstractContextManager[Any]:

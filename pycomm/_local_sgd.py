@@ -14,10 +14,10 @@ from torch.futures import Future
 
 from pycomm._comm_state import CommState, NamedParameters
 from pycomm._outer import Outer, Rule
-from pycomm._parameters import Exclude, Parameters
+from pycomm._parameters import Exclude, Parameters, check_exchangeable
 from pycomm._reports import Report, compare
 from pycomm._residuals import FORMAT
-from pycomm.compression import Compressor, check_compressible, check_whole
+from pycomm.compression import Compressor, check_whole
 from pycomm.group import Group
 
 
@@ -95,14 +95,13 @@ class LocalSGDState:
         self._parameters = Parameters(named, exclude)
         self._optimizer = optimizer
         self._check_optimizer()
-        _check_parameters(self._parameters, compression)
+        check_exchangeable(self._parameters, compression)
         self._differences = CommState(compression, named, group=group, exclude=exclude)
-        self.group = self._differences.group
         self.period = period
         self.steps = self.agreements = 0
         self._warmup_steps = warmup_steps
         # Who averages gradients, during the warm-up and after it.
-        self._early = CommState(group=self.group) if warmup_steps else None
+        self._early = CommState(group=group) if warmup_steps else None
         self._late = None if inner_group is None else CommState(group=inner_group)
         plain = outer_lr == 1 and not outer_momentum
         rule = Rule(outer_lr, outer_momentum, compression is not None or not plain)
@@ -112,8 +111,16 @@ class LocalSGDState:
         self._pending = 0  # steps since the last exchange
         self.joining = self._left = False
         self._had_backward = self._had_step = False
+        self._watch_optimizer()
+
+    @property
+    def group(self) -> Group:
+        """Who exchanges parameters."""
+        return self._differences.group
+
+    def _watch_optimizer(self) -> None:
         me = weakref.ref(self)
-        optimizer.register_step_pre_hook(lambda *_: _before_step(me))
+        self._optimizer.register_step_pre_hook(lambda *_: _before_step(me))
 
     # In backward.
 
@@ -294,6 +301,19 @@ class LocalSGDState:
         self._pending = state_dict["pending"]
         self._had_backward = self._had_step = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickling and copying, optimizer included; see :class:`CommState`."""
+        if self._late is not None:
+            raise TypeError(
+                "a LocalSGDState with inner_group cannot be pickled or copied, because groups "
+                "cannot: save its state_dict()"
+            )
+        return vars(self).copy()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._watch_optimizer()
+
     @property
     def _gradients(self) -> CommState | None:
         return self._early if self.steps < self._warmup_steps else self._late
@@ -378,14 +398,3 @@ def _check_options(
         raise ValueError(f"warmup_steps must not be negative, got {warmup_steps}")
     if inner_group is not None and not isinstance(inner_group, Group):
         raise TypeError(f"inner_group must be a pycomm.Group, got {inner_group!r}")
-
-
-def _check_parameters(parameters: Parameters, compression: Compressor | None) -> None:
-    """Refuses now what an exchange would refuse after a whole period."""
-    entries = parameters.entries.values()
-    for parameter, entry in zip(parameters.tensors, entries, strict=True):
-        if not parameter.is_floating_point():
-            raise ValueError(f"params must be real floats, got {parameter.dtype} for {entry.name}")
-        if isinstance(compression, Compressor) and not entry.dense:
-            check_compressible(f"params: {entry.name}", parameter)
-            compression.codec(entry.numel, torch.float32)

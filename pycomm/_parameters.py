@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from pycomm._tensors import check_memory
+from pycomm.compression import Compressor, check_compressible
 
 # A multiple of every block.
 _ALIGNMENT = 4096
@@ -71,12 +73,11 @@ class Parameters:
         if exclude is not None and params is None:
             raise ValueError("exclude must come with params: it is asked by name")
         self.known = params is not None
-        self._exclude = exclude if exclude is not None else is_small
         self.tensors: list[torch.Tensor] = []
         self.entries: dict[int, Entry] = {}
         first = 0
         for name, parameter in () if params is None else _checked(params):
-            entry = self._add(name, parameter, first)
+            entry = self._add(name, parameter, first, exclude or is_small)
             first += -(-entry.numel // _ALIGNMENT) * _ALIGNMENT
 
     def __getitem__(self, parameter: torch.Tensor) -> Entry:
@@ -89,14 +90,22 @@ class Parameters:
                 f"{tuple(parameter.shape)} is not among them: pass model.named_parameters() of the "
                 "model whose gradients these are"
             )
-        return self._add("", parameter, 0)
+        return self._add("", parameter, 0, is_small)
 
     def of(self, parameters: Sequence[torch.Tensor]) -> list[Entry]:
         """Their entries."""
         return [self[parameter] for parameter in parameters]
 
-    def _add(self, name: str, parameter: torch.Tensor, first: int) -> Entry:
-        dense = bool(self._exclude(name, parameter))
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickling and copying: ids are another process' or another object's there."""
+        return {**vars(self), "entries": list(self.entries.values())}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.entries = dict(zip(map(id, self.tensors), state["entries"], strict=True))
+
+    def _add(self, name: str, parameter: torch.Tensor, first: int, exclude: Exclude) -> Entry:
+        dense = bool(exclude(name, parameter))
         entry = Entry(name, parameter.shape, dense_strides(parameter), first, dense)
         self.tensors.append(parameter)
         self.entries[id(parameter)] = entry
@@ -154,3 +163,14 @@ def _bare(names: list[str]) -> list[str]:
         if all(name.startswith(wrapper) for name in names):
             names = [name.removeprefix(wrapper) for name in names]
     return [name.replace("._orig_mod.", ".").removeprefix("_orig_mod.") for name in names]
+
+
+def check_exchangeable(parameters: Parameters, compression: Compressor | None) -> None:
+    """Refuses now what an exchange would refuse after a whole period."""
+    entries = parameters.entries.values()
+    for parameter, entry in zip(parameters.tensors, entries, strict=True):
+        if not parameter.is_floating_point():
+            raise ValueError(f"params must be real floats, got {parameter.dtype} for {entry.name}")
+        if isinstance(compression, Compressor) and not entry.dense:
+            check_compressible(f"params: {entry.name}", parameter)
+            compression.codec(entry.numel, torch.float32)

@@ -10,7 +10,8 @@ import torch
 from pycomm.collectives import broadcast
 
 if TYPE_CHECKING:
-    from pycomm._parameters import Entry
+    from pycomm._parameters import Entry, Parameters
+    from pycomm.compression import Compressor
     from pycomm.group import Group
 
 _LINE = 16  # elements
@@ -147,6 +148,15 @@ class Residuals:
                     part.div_(len(dumps))
         self._scale = None
 
+    def check_owner(self, owner: tuple[int, int], here: tuple[int, int]) -> None:
+        """Refuses what another rank has kept; a rank and how many there are say whose it is."""
+        if self and owner != here:
+            raise ValueError(
+                "residuals must be this rank's own: they are of rank {} of {}, this is rank {} of "
+                "{}; what state_dict(gathered=True) gives serves every rank and any number of "
+                "ranks".format(*owner, *here)
+            )
+
     def _part(self, whole: torch.Tensor, entry: Entry) -> torch.Tensor:
         begin = self._begin[entry.name]
         return whole[begin : begin + entry.numel]
@@ -172,3 +182,16 @@ class Residuals:
                         f"state_dict must be of this model: {kind} of {name!r} has shape "
                         f"{shapes.get(name, 'none')}, the parameter {wanted.get(name, 'none')}"
                     )
+
+
+def residuals_for(
+    compressor: Compressor | None, parameters: Parameters, *, feedback: bool, restorable: bool
+) -> Residuals:
+    """What has to be kept of a model's parameters with a compressor."""
+    kinds = []
+    if compressor is not None and feedback and parameters.known:
+        kinds = ["residual"] + (["velocity"] if compressor.momentum else [])
+    elif compressor is not None and compressor.momentum:
+        raise ValueError("params must be given, where the compressor has momentum, and feedback")
+    entries = parameters.entries.values() if kinds else ()
+    return Residuals([entry for entry in entries if not entry.dense], kinds, restorable)

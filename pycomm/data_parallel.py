@@ -11,7 +11,7 @@ import contextlib
 import functools
 import inspect
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from pycomm._gradient_exchange import GradientExchange
 from pycomm._graphs import tensors_in
 from pycomm._local_sgd import LocalSGDState
 from pycomm._parameters import Exclude
+from pycomm._prefixes import without_prefix
 from pycomm._tensors import check_memory
 from pycomm._weighing import Weighing
 from pycomm.collectives import all_reduce
@@ -109,12 +110,8 @@ class DataParallel(nn.Module):
         self._broadcast_buffers = broadcast_buffers
         self._agreements_seen = -1  # of local SGD, when buffers were broadcast
         broadcast_all([*module.parameters(), *module.buffers()], 0, self._group)
-        self._exchange = GradientExchange(
-            module,
-            self.comm_state,
-            bucket_mb * _MIB,
-            functools.partial(_arrived, weakref.ref(self)),
-        )
+        self._bucket_bytes = bucket_mb * _MIB
+        self._own_exchange: GradientExchange | None = self._make_exchange()
         self._module_takes_weight = "weight" in inspect.signature(module.forward).parameters
         self._next_weight: float | None = None
         self._joined_steps: int | None = None  # none outside of join()
@@ -196,13 +193,48 @@ class DataParallel(nn.Module):
         """The module's own."""
         return self.module.state_dict(*args, **kwargs)
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Loads into the module."""
-        return self.module.load_state_dict(*args, **kwargs)
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Loads what the module has saved, by itself or under DistributedDataParallel."""
+        return self.module.load_state_dict(without_prefix(state_dict, self.module), *args, **kwargs)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The module's, under the names of its ``state_dict``."""
+        if recurse:
+            yield from self.module.named_parameters(prefix, True, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The module's, under the names of its ``state_dict``."""
+        if recurse:
+            yield from self.module.named_buffers(prefix, True, remove_duplicate)
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Tells torch.distributed.checkpoint where the names of ``state_dict`` begin."""
+        own = self.module
+        names = (*own._modules, *own._parameters, *own._buffers)
+        return dict.fromkeys(names, "module")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickling and copying: with the state, but without what is under way."""
+        return {**vars(self), "_own_exchange": None, "_joined_steps": None, "_next_weight": None}
 
     @property
     def _group(self) -> Group:
         return self.comm_state.group
+
+    @property
+    def _exchange(self) -> GradientExchange:
+        """A copy makes its own when it is trained: one that is only evaluated needs no memory."""
+        if self._own_exchange is None:
+            self._own_exchange = self._make_exchange()
+        return self._own_exchange
+
+    def _make_exchange(self) -> GradientExchange:
+        arrived = functools.partial(_arrived, weakref.ref(self))
+        return GradientExchange(self.module, self.comm_state, self._bucket_bytes, arrived)
 
     @not_compiled
     def _prepare(self, weight: float | None, active: bool = True) -> bool:
@@ -269,8 +301,10 @@ def _began(model: weakref.ref[DataParallel], gradient: torch.Tensor) -> None:  #
 
 
 def _insert_prefix(
-    _module: nn.Module, state_dict: dict[str, Any], prefix: str, *_details: Any
+    wrapper: DataParallel, state_dict: dict[str, Any], prefix: str, *_details: Any
 ) -> None:
     """Where the wrapper is part of another module, which loads its children by their names."""
-    for key in [key for key in state_dict if key.startswith(prefix)]:
-        state_dict[f"{prefix}module.{key.removeprefix(prefix)}"] = state_dict.pop(key)
+    keys = [key for key in state_dict if key.startswith(prefix)]
+    own = {key.removeprefix(prefix): state_dict.pop(key) for key in keys}
+    for key, value in without_prefix(own, wrapper.module).items():
+        state_dict[f"{prefix}module.{key}"] = value

@@ -58,7 +58,7 @@ def test_core_includes_only_the_standard_library():
 # From the lowest layer up; a module imports only what comes before it.
 PYTHON_LAYERS = [
     {"_C"},
-    {"errors", "_labels", "_graphs"},
+    {"errors", "_labels", "_graphs", "_prefixes"},
     {"_dtypes", "_arrays", "_zeros", "_hosts", "_host_staging"},
     {"_tensors"},
     {"ops", "_plan", "_rendezvous", "_cuda", "compression"},
@@ -66,7 +66,7 @@ PYTHON_LAYERS = [
     {"collectives", "local_world"},
     {"compressed", "_parameters", "_residuals", "_members", "_promise", "_weighing", "_reports"},
     {"compressed_ops", "_exchange", "_flat"},
-    {"_buckets", "_flights"},
+    {"_buckets", "_flights", "_step"},
     {"_comm_state", "_gradient_exchange"},
     {"_outer"},
     {"_local_sgd"},

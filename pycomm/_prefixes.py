@@ -1,0 +1,25 @@
+"""What DistributedDataParallel puts in front of the names in a checkpoint."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
+
+_PREFIX = "module."
+
+
+def without_prefix(state_dict: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
+    """A state dict under the module's own names, if all of it lies under DDP's."""
+    if not state_dict or not all(name.startswith(_PREFIX) for name in state_dict):
+        return state_dict
+    if not module.state_dict().keys().isdisjoint(state_dict):  # the module has a child `module`
+        return state_dict
+    plain = OrderedDict(state_dict)
+    if hasattr(state_dict, "_metadata"):
+        plain._metadata = state_dict._metadata.copy()  # type: ignore[attr-defined]
+    consume_prefix_in_state_dict_if_present(plain, _PREFIX)
+    return plain
