@@ -22,7 +22,7 @@ from pycomm._step import Step
 from pycomm._tensors import check_memory
 from pycomm.collectives import Work
 from pycomm.compression import Compressor, check_whole
-from pycomm.errors import GroupUnusable, PycommError
+from pycomm.errors import PycommError
 from pycomm.group import Group, default_group
 
 NamedParameters = Iterable[tuple[str, torch.Tensor]]
@@ -135,7 +135,7 @@ class CommState:
         try:
             with _named("pycomm::start"):
                 flight = self._launch(plan, buffer)
-        except GroupUnusable:
+        except PycommError:
             self.finish(backward)  # raises what has made it so
             raise
         self._now.flights.append(flight)

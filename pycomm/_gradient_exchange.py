@@ -17,7 +17,7 @@ from pycomm._graphs import leads_to
 from pycomm._members import Members
 from pycomm._promise import Promise, compare
 from pycomm.collectives import broadcast
-from pycomm.errors import GroupUnusable
+from pycomm.errors import PycommError
 
 if TYPE_CHECKING:
     from pycomm._comm_state import CommState
@@ -125,7 +125,7 @@ class GradientExchange:
                 self.weighing.scale(bucket.flat)
             try:
                 self._state.start(bucket.flat, bucket.parameters, begins=bucket.begins)
-            except GroupUnusable:
+            except PycommError:
                 self.promise.wait()  # raises what has made it so
                 raise
             bucket.sent = True

@@ -16,7 +16,7 @@ import torch
 from pycomm._buckets import partition
 from pycomm._comm_state import CommState
 from pycomm._parameters import Entry, Parameters
-from pycomm.errors import GroupUnusable
+from pycomm.errors import PycommError
 
 _PIECE_BYTES = 25 << 20
 
@@ -174,7 +174,7 @@ class Outer:
                 flat.zero_()
             try:
                 comm.start(flat, piece.parameters, index)
-            except GroupUnusable:
+            except PycommError:
                 comm.finish(index - 1)  # raises what has made it so
                 raise
             if index:

@@ -77,4 +77,7 @@ class NonFinite(PycommError):
 
 
 class GroupUnusable(PycommError):
-    """The group is closed, has failed, or belongs to the parent of this forked process."""
+    """The group is closed, has failed, or belongs to the parent of this forked process.
+
+    What made it fail is raised first: by the operation, by ``Work.wait()``, or by the next call.
+    """

@@ -135,7 +135,7 @@ def interrupt_while_others_wait(*_):
     thread.join()
     errors = []
     for work in works * 2:  # each wait() raises
-        with pytest.raises(pycomm.PycommError) as caught:
+        with pytest.raises(pycomm.Aborted, match="rank 0") as caught:
             work.wait()
         errors.append(str(caught.value))
     return errors

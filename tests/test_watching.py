@@ -1,4 +1,4 @@
-"""A wait watches all ranks, counts only the time in which it runs, and tells who waited for whom."""
+"""A wait watches all ranks, counts only the time in which it runs, tells who waited for whom."""
 
 from __future__ import annotations
 

@@ -27,11 +27,12 @@ class CollectiveError : public std::runtime_error {
   CollectiveError knowing(std::uint32_t completed) const {
     const std::string known =
         completed == 0 ? "none" : "operations up to " + std::to_string(completed);
-    CollectiveError error(reason, rank, pid, operation, sequence,
-                          std::string(what()) + "; known to be complete on every rank: " + known);
+    CollectiveError error = saying("; known to be complete on every rank: " + known);
     error.completed = completed;
     return error;
   }
+  // The same error, of which more is known.
+  CollectiveError because(const std::string& cause) const { return saying(": " + cause); }
 
   const Reason reason;
   const int rank;  // the one to blame
@@ -39,6 +40,11 @@ class CollectiveError : public std::runtime_error {
   const std::string operation;
   const std::uint32_t sequence;
   std::uint32_t completed = 0;
+
+ private:
+  CollectiveError saying(const std::string& more) const {
+    return {reason, rank, pid, operation, sequence, std::string(what()) + more};
+  }
 };
 
 // `details`: the operation's own, or null where nobody knows them.
@@ -141,8 +147,7 @@ inline CollectiveError overwritten(const Operation& called, std::uint32_t sequen
 // Rank `r` sent what cannot be used.
 inline CollectiveError malformed(int r, int pid, const Operation& called, std::uint32_t sequence,
                                  const std::string& what) {
-  const CollectiveError error = failure(Reason::malformed, r, pid, called, sequence);
-  return {error.reason, r, pid, error.operation, sequence, std::string(error.what()) + ": " + what};
+  return failure(Reason::malformed, r, pid, called, sequence).because(what);
 }
 
 }  // namespace pycomm

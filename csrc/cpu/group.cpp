@@ -10,10 +10,37 @@
 
 namespace pycomm::cpu {
 
+void Turn::lock() {
+  check_not_mine();
+  mutex_.lock();
+  owner_.store(std::this_thread::get_id(), std::memory_order_relaxed);
+}
+
+bool Turn::try_lock() {
+  if (mine() || !mutex_.try_lock()) return false;
+  owner_.store(std::this_thread::get_id(), std::memory_order_relaxed);
+  return true;
+}
+
+void Turn::unlock() {
+  owner_.store({}, std::memory_order_relaxed);
+  mutex_.unlock();
+}
+
+void Turn::check_not_mine() const {
+  if (!mine()) return;
+  throw GroupUnusable(
+      "group is in the middle of an operation on this thread: a signal's handler may only abort() "
+      "it");
+}
+
 bool Work::wait(Clock::duration patience) {
   std::unique_lock lock(mutex_);
   if (!done_.wait_for(lock, patience, [&] { return completed_; })) return false;
-  if (error_) std::rethrow_exception(error_);
+  if (error_) {
+    *told_ = true;
+    std::rethrow_exception(error_);
+  }
   return true;
 }
 
@@ -70,8 +97,8 @@ bool Group::forked() const { return forks_ != current_forks(); }
 bool Group::idle() {
   if (forked()) return true;
   if (pending_.load(std::memory_order_acquire) != 0) return false;
-  const std::unique_lock turn(running_, std::try_to_lock);
-  return turn.owns_lock();
+  const std::unique_lock lock(running_, std::try_to_lock);
+  return lock.owns_lock();
 }
 
 void Group::abort() {
@@ -93,6 +120,7 @@ void Group::check_usable() {
   if (closed_.load(std::memory_order_acquire)) throw GroupUnusable("group is closed");
   if (failed_.load(std::memory_order_acquire)) {
     const std::lock_guard lock(failure_mutex_);
+    if (!told_->exchange(true)) std::rethrow_exception(error_);
     throw GroupUnusable("group has failed and must be made anew; the failure was: " + failure_);
   }
 }
@@ -138,7 +166,12 @@ bool Group::run_in_order(const Task& task, void (*interrupt)()) {
   if (pending_.load(std::memory_order_acquire) == 0) {
     const std::lock_guard lock(running_);
     if (closed_) check_usable();  // while this thread waited for its turn
-    return execute(task, interrupt);
+    try {
+      return execute(task, interrupt);
+    } catch (...) {
+      *told_ = true;
+      throw;
+    }
   }
   const std::shared_ptr<Work> work = enqueue(task);
   await(*work, interrupt);
@@ -147,6 +180,7 @@ bool Group::run_in_order(const Task& task, void (*interrupt)()) {
 
 std::shared_ptr<Work> Group::enqueue(Task task) {
   task.work = std::make_shared<Work>();
+  task.work->told_ = told_;
   const std::lock_guard lock(queue_mutex_);
   if (closed_) check_usable();  // nobody would join a worker that starts now
   if (!worker_.joinable()) worker_ = std::thread([this] { serve(); });
@@ -251,12 +285,13 @@ bool Group::execute(const Call& call, bool agree_only, void (*interrupt)()) {
     const std::uint64_t settled = comm_.settled();
     const CollectiveError told =
         (settled == word ? error : comm_.failure_of(settled)).knowing(comm_.completed());
-    fail(told.what(), std::make_exception_ptr(told));
+    fail(told);
     throw told;
   } catch (const std::exception& error) {
     abort();  // nobody knows of it yet
     retreat();
-    fail(error.what(), std::current_exception());
+    const CollectiveError told = comm_.failure_of(comm_.settled());
+    fail((told.rank == rank_ ? told.because(error.what()) : told).knowing(comm_.completed()));
     throw;
   }
 }
@@ -323,6 +358,10 @@ void Group::fail(const std::string& why) {
   fail(why, std::make_exception_ptr(GroupUnusable("group has failed: " + why)));
 }
 
+void Group::fail(const CollectiveError& error) {
+  fail(error.what(), std::make_exception_ptr(error));
+}
+
 void Group::fail(const std::string& why, std::exception_ptr error) {
   const std::lock_guard lock(failure_mutex_);
   if (failed_) return;
@@ -338,6 +377,7 @@ void Group::rethrow_failure() {
 
 void Group::close() {
   if (forked()) return;  // the parent's membership is not ours to end
+  running_.check_not_mine();
   {
     const std::lock_guard lock(queue_mutex_);
     if (closed_.exchange(true)) return;

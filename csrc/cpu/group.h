@@ -26,6 +26,23 @@ class GroupUnusable : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// Held while an operation runs. In the middle of one a signal's handler may come back on the same
+// thread, which must not wait for itself.
+class Turn {
+ public:
+  // Throws GroupUnusable if this thread has it already.
+  void lock();
+  bool try_lock();
+  void unlock();
+  void check_not_mine() const;
+
+ private:
+  bool mine() const { return owner_.load(std::memory_order_relaxed) == std::this_thread::get_id(); }
+
+  std::mutex mutex_;
+  std::atomic<std::thread::id> owner_{};
+};
+
 struct Interval {
   Clock::time_point begin;
   Clock::time_point end;
@@ -53,6 +70,7 @@ class Work {
   bool completed_ = false;
   bool nonfinite_ = false;
   std::exception_ptr error_;
+  std::shared_ptr<std::atomic<bool>> told_;  // the group's
   Interval interval_;
   std::int64_t moved_ = 0;
 };
@@ -86,7 +104,7 @@ class Group {
     return submit({{operation, input, output, feedback}});
   }
 
-  // Throws GroupUnusable if it is.
+  // Throws GroupUnusable if it is; what has made it so if no caller has been told yet.
   void check_usable();
   int pid(int r) const { return comm_.pid(r); }
   // Whether no operation is under way here.
@@ -142,6 +160,7 @@ class Group {
   bool run_topk(const Operation& operation, const Call& call, void (*interrupt)());
   std::int64_t bytes_moved() const;
   void serve();
+  void fail(const CollectiveError& error);
   void fail(const std::string& why, std::exception_ptr error);
   // What was handed over before a failure shares it.
   void rethrow_failure();
@@ -154,7 +173,7 @@ class Group {
   Comm comm_;
   std::unique_ptr<TopkWorkspace> topk_;  // made at the first use
   std::unique_ptr<Hosts> hosts_;         // where it spans machines
-  std::mutex running_;                   // held while an operation runs
+  Turn running_;
 
   std::mutex queue_mutex_;
   std::condition_variable queue_changed_;
@@ -165,6 +184,7 @@ class Group {
   std::mutex failure_mutex_;
   std::string failure_;  // why
   std::exception_ptr error_;
+  const std::shared_ptr<std::atomic<bool>> told_ = std::make_shared<std::atomic<bool>>(false);
   std::thread worker_;
 };
 
