@@ -13,7 +13,8 @@ class CollectiveError(PycommError):
     Every rank's next operation raises, if not this one: a rank that had done its part before the
     failure may have seen this operation succeed. :attr:`completed` tells which operations have
     succeeded on all ranks. When the error is raised no other rank touches this rank's tensors any
-    more. What the failed operation was to overwrite is undefined.
+    more (on CUDA a stopped process may, see docs/cuda.md). What the failed operation was to
+    overwrite is undefined.
 
     Attributes:
         rank: the rank to blame, within the group. All ranks name the same one.

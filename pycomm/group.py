@@ -180,7 +180,8 @@ class Group:
         """Raises if something has gone wrong in CUDA kernels that have run so far.
 
         Operations on CUDA tensors return before they run; their errors come out of here, or of the
-        group's next operation. Waits for nothing: synchronise first to know of all.
+        group's next operation. Waits only to raise, until no other rank uses this rank's tensors:
+        synchronise first to know of all.
         """
         if self._cuda is not None:
             self._cuda.check()

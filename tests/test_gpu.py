@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -219,6 +221,30 @@ def test_disagreement_is_told_and_the_context_survives() -> None:
 
         world.run(body)
     assert torch.ones(3, device="cuda").sum().item() == 3
+
+
+def average_forever(x: torch.Tensor, algorithm: str, group: pycomm.Group) -> None:
+    while True:
+        pycomm.all_reduce(x, "avg", algorithm=algorithm, group=group)
+
+
+@pytest.mark.parametrize("algorithm", ["two_shot", "ring", "tree"])
+def test_a_rank_that_raises_has_its_tensor_to_itself(algorithm: str) -> None:
+    with pycomm.LocalWorld(2, timeout=20) as world:
+
+        def body(group: pycomm.Group) -> bool:
+            x = torch.ones(4 << 20, device="cuda")
+            pycomm.all_reduce(x, algorithm=algorithm, group=group)
+            if group.rank == 0:
+                threading.Timer(0.05, group.abort).start()
+            with pytest.raises(pycomm.Aborted) as caught:
+                average_forever(x, algorithm, group)
+            assert caught.value.rank == 0
+            x.fill_(-7)
+            time.sleep(0.1)
+            return bool((x == -7).all())
+
+        assert world.run(body) == [True, True]
 
 
 def test_mixed_devices_are_refused() -> None:

@@ -32,6 +32,7 @@ class CudaGroup {
             std::shared_ptr<SharedLaunch> shared)
       : host_(std::move(host)), endpoint_(std::move(endpoint)), shared_(std::move(shared)) {
     watcher_ = std::thread([this] { watch(); });
+    host_->kernels_begin();
   }
   ~CudaGroup() {
     if (host_->forked()) {
@@ -39,7 +40,12 @@ class CudaGroup {
       watcher_.detach();
       (void)new std::shared_ptr<Endpoint>(std::move(endpoint_));
       (void)new std::shared_ptr<SharedLaunch>(std::move(shared_));
-    } else {
+    } else if (watcher_.joinable()) {
+      const WithoutGil no_gil;
+      try {
+        endpoint_->synchronize();
+      } catch (const std::exception&) {  // the device has failed
+      }
       stop_watching();
     }
   }
@@ -71,16 +77,24 @@ class CudaGroup {
       throw;
     } catch (...) {
       host_->abort();  // the peers must not wait for what will not come
+      host_->comm().wait_for_kernels(cpu::kRetreatWithin);
       throw;
     }
   }
 
-  // Raises what went wrong in a kernel, once; the group refuses work from then on.
+  // Raises what went wrong in a kernel, once; the group refuses work from then on. Before that, waits
+  // until no rank's kernels use this rank's tensors, within the group's timeout.
   void check() {
     host_->check_usable();
-    const cuda::Failure found = endpoint_->failure();
+    cuda::Failure found = endpoint_->failure();
+    tell(found);
     const std::uint64_t word = host_->abort_word();
     if (found.reason == Reason::none && word == 0) return;
+    // Ranks that disagree have not touched any tensors, and do not abort the group.
+    if (word != 0) {
+      host_->comm().wait_for_kernels(host_->comm().patience(), check_signals);
+      found = endpoint_->failure();  // by now, which operation it was
+    }
     const CollectiveError error = describe_failure(found, word);
     host_->fail(error.what());
     throw error;
@@ -88,24 +102,32 @@ class CudaGroup {
 
   // Lets everything that was enqueued end, under the watcher's eyes.
   void close() {
+    if (host_->forked()) return;
     endpoint_->synchronize();
     stop_watching();
   }
 
  private:
-  CollectiveError describe_failure(const cuda::Failure& found, std::uint64_t word) const {
-    if (found.reason == Reason::none) {
-      if (!is_abort_word(word, host_->size())) return overwritten(found.first, found.sequence);
-      const int rank = rank_of(word);
-      return failure(reason_of(word), rank, host_->pid(rank), found.first, found.sequence);
-    }
-    const int pid = host_->pid(found.rank);
-    if (found.reason != Reason::mismatch) {
-      return failure(found.reason, found.rank, pid, found.first, found.sequence);
-    }
-    return mismatch(0, found.first, found.rank, found.other, pid, found.sequence);
+  // All ranks see a disagreement by themselves.
+  void tell(const cuda::Failure& found) {
+    if (found.reason == Reason::none || found.reason == Reason::mismatch) return;
+    host_->abort(found.reason, found.rank);
   }
 
+  CollectiveError describe_failure(const cuda::Failure& found, std::uint64_t word) const {
+    if (found.reason == Reason::mismatch) {
+      const int pid = host_->pid(found.rank);
+      return mismatch(0, found.first, found.rank, found.other, pid, found.sequence);
+    }
+    if (!is_abort_word(word, host_->size())) return overwritten(found.first, found.sequence);
+    const int rank = rank_of(word), pid = host_->pid(rank);
+    if (reason_of(word) == Reason::timeout) {
+      return timeout(word, rank == host_->rank(), pid, found.first, found.sequence);
+    }
+    return failure(reason_of(word), rank, pid, found.first, found.sequence);
+  }
+
+  // After the last kernel has ended.
   void stop_watching() {
     {
       const std::lock_guard lock(mutex_);
@@ -113,36 +135,44 @@ class CudaGroup {
     }
     changed_.notify_all();
     if (watcher_.joinable()) watcher_.join();
+    host_->kernels_ended();
   }
 
   void run_together(const Operation& operation, const void* input, void* output,
                     std::uintptr_t stream, const Compression& compression) {
-    shared_->put(host_->rank(), operation, input, output, stream, compression);
-    host_->agree(operation, check_signals);
-    if (host_->rank() == 0) shared_->launch();
-    host_->agree({}, check_signals);  // a barrier: it has been launched
-    shared_->follow(host_->rank());
+    const int rank = host_->rank();
+    shared_->put(rank, operation, input, output, stream, compression);
+    try {
+      host_->agree(operation, check_signals);
+      if (rank == 0) shared_->launch([this] { return host_->abort_word() != 0; });
+      host_->agree({}, check_signals);  // a barrier: it has been launched
+    } catch (...) {
+      host_->abort();
+      shared_->follow(rank);  // if it has been launched, it uses this rank's tensors
+      throw;
+    }
+    shared_->follow(rank);
   }
 
   // Carries news between the host's group and running kernels, both ways.
   void watch() {
     std::unique_lock lock(mutex_);
     while (!changed_.wait_for(lock, std::chrono::milliseconds(5), [&] { return stop_; })) {
-      const cuda::Failure failure = endpoint_->failure();
-      if (failure.reason != Reason::none && failure.reason != Reason::mismatch) {
-        host_->abort(failure.reason, failure.rank);
-      }
+      tell(endpoint_->failure());
       for (int r = 0; r < host_->size(); ++r) {
         if (r != host_->rank() && host_->gone(r)) endpoint_->set_gone(r);
       }
-      if (const std::uint64_t word = host_->abort_word()) endpoint_->set_abort(word);
+      if (const std::uint64_t word = host_->abort_word()) {
+        endpoint_->set_abort(word);
+        if (!endpoint_->in_peers_heaps()) host_->kernels_ended();
+      }
     }
   }
 
   std::shared_ptr<cpu::Group> host_;
   std::shared_ptr<Endpoint> endpoint_;
   std::shared_ptr<SharedLaunch> shared_;
-  std::mutex running_;  // one operation at a time is handed over
+  cpu::Turn running_;  // one operation at a time is handed over
   std::mutex mutex_;
   std::condition_variable changed_;
   bool stop_ = false;
@@ -225,7 +255,7 @@ void bind_cuda(py::module_& m) {
       .def(py::init<std::shared_ptr<cpu::Group>, std::shared_ptr<Endpoint>,
                     std::shared_ptr<SharedLaunch>>(),
            py::arg("host"), py::arg("endpoint"), py::arg("shared").none(true))
-      .def("check", &CudaGroup::check)
+      .def("check", &CudaGroup::check, py::call_guard<WithoutGil>())
       .def("close", &CudaGroup::close, py::call_guard<WithoutGil>())
       .def("run",
            [](CudaGroup& group, int collective, int algorithm, int dtype, int op, int root,

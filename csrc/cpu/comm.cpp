@@ -21,8 +21,6 @@ constexpr auto kYieldFor = std::chrono::milliseconds(2);
 constexpr auto kNap = std::chrono::microseconds(20);
 constexpr auto kLookEvery = std::chrono::milliseconds(1);
 constexpr auto kInterruptEvery = std::chrono::milliseconds(50);
-// How long a live process may take to let go of a failed rank's tensors.
-constexpr auto kRetreatWithin = std::chrono::milliseconds(500);
 // How long the ranks of several machines may take to agree whom they blame.
 constexpr auto kSettledWithin = std::chrono::seconds(1);
 
@@ -211,6 +209,24 @@ void Comm::detach() {
     if (input.count > 0) window_->detach(rank_, input);
     if (output.count > 0) window_->detach(rank_, output);
   }
+}
+
+bool Comm::wait_for_kernels(Clock::duration patience, void (*interrupt)()) const {
+  WaitingTime waited;
+  Clock::time_point interrupt_at = Clock::now() + kInterruptEvery;
+  for (int r = 0; r < size_; ++r) {
+    const std::atomic<std::uint32_t>& inside = window_->control(r).kernels_in_peers_heaps;
+    while (inside.load() != 0 && !ended(r)) {
+      const Clock::time_point now = Clock::now();
+      if (waited.until(now) > patience) return false;
+      if (interrupt != nullptr && now > interrupt_at) {
+        interrupt();
+        interrupt_at = now + kInterruptEvery;
+      }
+      std::this_thread::sleep_for(kLookEvery);
+    }
+  }
+  return true;
 }
 
 std::uint32_t Comm::completed() const {

@@ -18,6 +18,9 @@
 
 namespace pycomm::cpu {
 
+// How long a live process may take to let go of a failed rank's tensors.
+inline constexpr auto kRetreatWithin = std::chrono::milliseconds(500);
+
 class Comm {
  public:
   static constexpr bool kCoded = false;
@@ -47,6 +50,14 @@ class Comm {
   // After a failure: leaves other ranks' memory alone, and returns when they leave this rank's alone.
   // A live process that does not say so in time loses its access.
   void retreat();
+  // This rank's kernels may use tensors in other ranks' heaps from now on; or, after an abort or at
+  // their end, do so no more. From any thread.
+  void kernels_begin() { mine().kernels_in_peers_heaps.exchange(1); }
+  void kernels_ended() { mine().kernels_in_peers_heaps.store(0, std::memory_order_release); }
+  // After an abort: returns when no live rank's kernels use other ranks' tensors. False: it takes
+  // longer than `patience`. From any thread; `interrupt` may throw.
+  bool wait_for_kernels(Clock::duration patience, void (*interrupt)() = nullptr) const;
+  Clock::duration patience() const { return timeout_; }
   // The last operation known to have succeeded on every rank.
   std::uint32_t completed() const;
   // The ranks are those of one machine among several: another machine may be one operation behind.

@@ -301,6 +301,7 @@ void Group::retreat() {
   comm_.leave_peers_heaps();
   if (hosts_ != nullptr) hosts_->stop();
   comm_.retreat();
+  comm_.wait_for_kernels(kRetreatWithin);
 }
 
 bool Group::run_on(const Operation& operation, const Call& call, bool agree_only,

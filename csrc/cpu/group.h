@@ -120,6 +120,11 @@ class Group {
   void fail(const std::string& why);
   std::uint64_t abort_word() const { return comm_.aborted(); }
   bool gone(int r) const { return comm_.gone(r); }
+  // As Comm's. The kernels of a forked process' parent are not its own.
+  void kernels_begin() { comm_.kernels_begin(); }
+  void kernels_ended() {
+    if (!forked()) comm_.kernels_ended();
+  }
   // This rank has failed elsewhere: who needs it raises PeerDied. For ranks that are threads.
   void leave();
   // Waits for submitted work, then takes part in nothing more. Idempotent.

@@ -61,6 +61,9 @@ struct Control {
   // Whether this rank may be reading or writing tensors in other ranks' heaps. Until it says that it
   // is not, no rank that fails gives its tensors back to their owner.
   alignas(128) std::atomic<std::uint32_t> in_peers_heaps;
+  // The same of this rank's kernels, for tensors on devices: set before the first one is launched,
+  // cleared when none can use them any more.
+  alignas(128) std::atomic<std::uint32_t> kernels_in_peers_heaps;
   alignas(128) std::atomic<std::uint32_t> completed;  // the last operation that has succeeded here
 };
 
@@ -70,8 +73,8 @@ inline constexpr std::int64_t kControlBytes = 4096;
 inline constexpr std::int64_t kPacketBytes = 64;
 static_assert(sizeof(Control) <= kControlBytes);
 
-// Stands for where everything lies in a window. Raise the version when something changes its meaning
-// but not its place.
+// Stands for where everything lies in a window, so every member of Control is named. Raise the version
+// when something changes its meaning but not its place.
 inline constexpr std::uint64_t kLayoutVersion = 2;
 inline constexpr std::uint64_t kLayout = hash_of({kLayoutVersion,
                                                   sizeof(Header),
@@ -79,6 +82,7 @@ inline constexpr std::uint64_t kLayout = hash_of({kLayoutVersion,
                                                   sizeof(Announcement),
                                                   sizeof(Details),
                                                   sizeof(Control),
+                                                  offsetof(Control, header),
                                                   offsetof(Control, announcements),
                                                   offsetof(Control, details),
                                                   offsetof(Control, flags),
@@ -87,7 +91,10 @@ inline constexpr std::uint64_t kLayout = hash_of({kLayoutVersion,
                                                   offsetof(Control, holds),
                                                   offsetof(Control, beats),
                                                   offsetof(Control, abort),
+                                                  offsetof(Control, last_word),
+                                                  offsetof(Control, settled),
                                                   offsetof(Control, in_peers_heaps),
+                                                  offsetof(Control, kernels_in_peers_heaps),
                                                   offsetof(Control, completed),
                                                   kSlots,
                                                   kStagingSlots,

@@ -79,10 +79,14 @@ class BlockComm {
     __syncthreads();  // everyone has read the state before finish() writes it
   }
 
-  // Leaves the state for the next operation.
+  // Leaves the state for the next operation. One whose waits were all satisfied still fails if the
+  // group has been aborted meanwhile: a rank that has failed may have changed what was read.
   __device__ void finish() {
     __syncthreads();
     if (threadIdx.x != 0) return;
+    __threadfence_system();  // looks when the block has read and written all
+    failed_ = failed_ || aborted(me_, sequence_);
+    if (can_be_direct()) inside().store(0, ::cuda::std::memory_order_release);
     auto& state = *reinterpret_cast<LaneState*>(window(me_.rank) + layout_.state(lane_));
     state.failed = failed_;
     state.sequence = sequence_;
@@ -344,26 +348,50 @@ class BlockComm {
       const bool gone = shared_word<std::uint32_t>(&me_.mailbox->gone[r])
                             .load(::cuda::std::memory_order_acquire) != 0;
       if (gone && !has_come()) return report(Reason::peer_died, r);
-      if (shared_word<std::uint64_t>(&me_.mailbox->abort).load(::cuda::std::memory_order_acquire) !=
-          0) {
-        return false;
-      }
+      if (aborted(me_, sequence_)) return false;
       if (now_ns() - start > timeout_ns_) return report(Reason::timeout, r);
     }
     return true;
   }
 
+  // Whether the host wants this operation to end; the host knows whom to blame.
+  __device__ static bool aborted(const RankLaunch& me, std::uint32_t sequence) {
+    const auto word = shared_word<std::uint64_t>(&me.mailbox->abort);
+    if (word.load(::cuda::std::memory_order_acquire) == 0) return false;
+    report(me, sequence, Reason::aborted, me.rank, me.operation, me.operation);
+    return true;
+  }
+
+  // One-shot and codecs always go through staging.
+  __device__ bool can_be_direct() const {
+    const Operation& operation = me_.operation;
+    return operation.codec.kind == CodecKind::none &&
+           (operation.collective != Collective::all_reduce ||
+            operation.algorithm != Algorithm::one_shot);
+  }
+  __device__ auto inside() const {
+    return shared_word<std::uint32_t>(&me_.mailbox->in_peers_heaps[lane_]);
+  }
+  // False: this lane must not use other ranks' tensors. Either it sees an abort here, or the host
+  // sees it inside: both write first and look afterwards.
+  __device__ bool enter_peers_heaps() {
+    inside().store(1, ::cuda::std::memory_order_relaxed);
+    __threadfence_system();
+    return !aborted(me_, sequence_);
+  }
+
   __device__ bool report(Reason reason, int r) {
-    return report(reason, r, me_.operation, me_.operation);
+    return report(me_, sequence_, reason, r, me_.operation, me_.operation);
   }
   // Not inlined: nobody who waits should hold registers for it.
-  __device__ __noinline__ bool report(Reason reason, int r, const Operation& first,
-                                      const Operation& other) {
-    const auto failure = shared_word<std::uint64_t>(&me_.mailbox->failure);
+  __device__ __noinline__ static bool report(const RankLaunch& me, std::uint32_t sequence,
+                                             Reason reason, int r, const Operation& first,
+                                             const Operation& other) {
+    const auto failure = shared_word<std::uint64_t>(&me.mailbox->failure);
     if (failure.load(::cuda::std::memory_order_acquire) == 0) {
-      me_.mailbox->sequence = sequence_;
-      me_.mailbox->first = first;
-      me_.mailbox->other = other;
+      me.mailbox->sequence = sequence;
+      me.mailbox->first = first;
+      me.mailbox->other = other;
       failure.store(abort_word(reason, r), ::cuda::std::memory_order_release);
     }
     return false;
@@ -376,7 +404,7 @@ class BlockComm {
     if (failed_) return;
     const bool scatters = me_.operation.collective == Collective::reduce_scatter;
     const bool gathers = me_.operation.collective == Collective::all_gather;
-    bool direct = true;
+    bool direct = can_be_direct();
     int differs = -1;
     for (int r = 0; r < size(); ++r) {
       const Announcement& other = announced(r);
@@ -387,9 +415,12 @@ class BlockComm {
     direct_ = direct;
     // All lanes see it; the first one tells.
     if (differs >= 0 && threadIdx.x == 0 && lane_ == 0) {
-      report(Reason::mismatch, differs, announced(0).operation, announced(differs).operation);
+      report(me_, sequence_, Reason::mismatch, differs, announced(0).operation,
+             announced(differs).operation);
     }
-    settle(differs >= 0);
+    bool stop = differs >= 0;
+    if (direct && !stop && threadIdx.x == 0) stop = !enter_peers_heaps();
+    settle(stop);
   }
 
   const RankLaunch& me_;

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 
@@ -103,6 +104,12 @@ class Order {
   Order(const Order&) = delete;
   Order& operator=(const Order&) = delete;
 
+  // False: the device has failed, and will run nothing more.
+  bool can_run() const {
+    const cudaError_t error = cudaEventQuery(last_);
+    return error == cudaSuccess || error == cudaErrorNotReady;
+  }
+
   void launch(const CodedLaunch& launch, cudaStream_t stream) {
     cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
     PYCOMM_CUDA_CHECK(cudaStreamIsCapturing(stream, &capture));
@@ -143,7 +150,8 @@ struct Endpoint::Impl {
     order = std::make_unique<Order>();
     const auto ranks = static_cast<std::size_t>(options.ranks);
     if (options.one_address_space) enable_peer_access(options.windows, options.device);
-    const std::size_t mailbox_bytes = sizeof(Mailbox) + ranks * sizeof(std::uint32_t);
+    const auto lanes = static_cast<std::size_t>(options.lanes);
+    const std::size_t mailbox_bytes = sizeof(Mailbox) + lanes * sizeof(std::uint32_t);
     PYCOMM_CUDA_CHECK(cudaHostAlloc(reinterpret_cast<void**>(&mailbox), mailbox_bytes,
                                     cudaHostAllocMapped | cudaHostAllocPortable));
     std::memset(static_cast<void*>(mailbox), 0, mailbox_bytes);
@@ -157,7 +165,6 @@ struct Endpoint::Impl {
     const std::size_t bytes = rows.size() * sizeof(std::uintptr_t);
     PYCOMM_CUDA_CHECK(cudaMalloc(reinterpret_cast<void**>(&tables), bytes));
     PYCOMM_CUDA_CHECK(cudaMemcpy(tables, rows.data(), bytes, cudaMemcpyHostToDevice));
-    const auto lanes = static_cast<std::size_t>(options.lanes);
     PYCOMM_CUDA_CHECK(cudaMalloc(reinterpret_cast<void**>(&outlooks), lanes * sizeof(Outlook)));
   }
 
@@ -204,6 +211,17 @@ struct Endpoint::Impl {
     to.compressions[index] = compression;
     to.staging = CodedStaging::in(layout.slot_bytes() * kStagingSlots, operation.codec);
     to.outlooks[index] = outlooks;
+  }
+
+  // False: a lane that has not left other ranks' tensors never will.
+  bool can_run() const {
+    (void)cudaSetDevice(options.device);
+    // Whatever is being captured elsewhere shall go on.
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    (void)cudaThreadExchangeStreamCaptureMode(&mode);
+    const bool can = order->can_run();
+    (void)cudaThreadExchangeStreamCaptureMode(&mode);
+    return can;
   }
 
   CodedLaunch frame(int local_ranks) const {
@@ -283,8 +301,17 @@ void Endpoint::synchronize() {
 
 void Endpoint::set_gone(int r) { __atomic_store_n(&impl_->mailbox->gone[r], 1u, __ATOMIC_RELEASE); }
 
+// In one order with what in_peers_heaps() reads: see BlockComm::enter_peers_heaps().
 void Endpoint::set_abort(std::uint64_t word) {
-  __atomic_store_n(&impl_->mailbox->abort, word, __ATOMIC_RELEASE);
+  __atomic_store_n(&impl_->mailbox->abort, word, __ATOMIC_SEQ_CST);
+}
+
+bool Endpoint::in_peers_heaps() const {
+  const std::uint32_t* const lanes = impl_->mailbox->in_peers_heaps;
+  const bool inside = std::any_of(lanes, lanes + impl_->options.lanes, [](const auto& lane) {
+    return __atomic_load_n(&lane, __ATOMIC_SEQ_CST) != 0;
+  });
+  return inside && impl_->can_run();
 }
 
 Failure Endpoint::failure() const {
@@ -299,6 +326,7 @@ struct SharedLaunch::Impl {
   CodedLaunch launch;
   std::vector<cudaStream_t> streams;
   std::vector<cudaEvent_t> arrived;
+  std::mutex mutex;  // of what follows
   cudaEvent_t done = nullptr;
   cudaStream_t leader = nullptr;  // where the latest launch went
   std::unique_ptr<Order> order;
@@ -337,7 +365,9 @@ void SharedLaunch::put(int rank, const Operation& operation, const void* input, 
   PYCOMM_CUDA_CHECK(cudaEventRecord(impl_->arrived[r], impl_->streams[r]));
 }
 
-void SharedLaunch::launch() {
+void SharedLaunch::launch(const std::function<bool()>& given_up) {
+  const std::lock_guard lock(impl_->mutex);
+  if (given_up()) return;
   const DeviceGuard guard(impl_->endpoints[0]->impl_->options.device);
   const cudaStream_t leader = impl_->leader = impl_->streams[0];
   for (std::size_t r = 1; r < impl_->streams.size(); ++r) {
@@ -351,6 +381,7 @@ void SharedLaunch::launch() {
 
 void SharedLaunch::follow(int rank) {
   const auto r = static_cast<std::size_t>(rank);
+  const std::lock_guard lock(impl_->mutex);
   if (impl_->streams[r] == impl_->leader) return;
   const DeviceGuard guard(impl_->endpoints[r]->impl_->options.device);
   PYCOMM_CUDA_CHECK(cudaStreamWaitEvent(impl_->streams[r], impl_->done, 0));

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -26,7 +27,8 @@ struct EndpointOptions {
   bool stage_always;                    // never use tensors where they lie
 };
 
-// How a kernel failed; `reason` is none where none did.
+// How a kernel failed; `reason` is none where none did. Where the host has aborted the group, it knows
+// whom to blame: `rank` is the kernel's own.
 struct Failure {
   Reason reason;
   int rank;
@@ -74,9 +76,12 @@ class Endpoint {
 
   // Returns when everything on the device has run.
   void synchronize();
-  // From the host to running kernels, at any time.
+  // From the host to kernels, at any time.
   void set_gone(int r);
   void set_abort(std::uint64_t word);
+  // After set_abort(): whether a kernel may still use tensors of other ranks; once none does, none
+  // ever will. On a thread that uses no other device.
+  bool in_peers_heaps() const;
   // From the kernels to the host.
   Failure failure() const;
 
@@ -88,7 +93,8 @@ class Endpoint {
 
 // Ranks that are threads and share one device also share one launch, so that their blocks are
 // resident together: each rank puts its part, then, when all have, rank 0 launches, and the others
-// follow. Who waits for whom on the host is the caller's business.
+// follow: what is on their streams next runs behind it. Who waits for whom on the host is the caller's
+// business.
 class SharedLaunch {
  public:
   explicit SharedLaunch(std::vector<std::shared_ptr<Endpoint>> endpoints);
@@ -98,7 +104,9 @@ class SharedLaunch {
 
   void put(int rank, const Operation& operation, const void* input, void* output,
            std::uintptr_t stream, const Compression& compression = {});
-  void launch();
+  // Unless a rank has given up. A rank that has says so first, and then follows what may have been
+  // launched before.
+  void launch(const std::function<bool()>& given_up = [] { return false; });
   void follow(int rank);
 
  private:

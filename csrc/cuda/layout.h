@@ -83,8 +83,10 @@ struct Mailbox {
   std::uint32_t sequence;  // of the operation that failed
   Operation first;         // what failed; of a disagreement: what rank 0 called, and the other one
   Operation other;
-  std::uint64_t abort;    // by the host: abort_word of the group
-  std::uint32_t gone[1];  // by the host: one word per rank, not zero once it has left or died
+  std::uint64_t abort;              // by the host: abort_word of the group
+  std::uint32_t gone[kMaxRanks];    // by the host: not zero once that rank has left or died
+  std::uint32_t in_peers_heaps[1];  // by the kernels, one word per lane: not zero while it uses
+                                    // other ranks' tensors where they lie
 };
 
 }  // namespace pycomm::cuda

@@ -33,6 +33,7 @@ void Endpoint::launch(const Operation&, const void*, void*, std::uintptr_t, cons
 void Endpoint::synchronize() { unavailable(); }
 void Endpoint::set_gone(int) { unavailable(); }
 void Endpoint::set_abort(std::uint64_t) { unavailable(); }
+bool Endpoint::in_peers_heaps() const { unavailable(); }
 Failure Endpoint::failure() const { unavailable(); }
 SharedLaunch::SharedLaunch(std::vector<std::shared_ptr<Endpoint>>) { unavailable(); }
 SharedLaunch::~SharedLaunch() = default;
@@ -40,7 +41,7 @@ void SharedLaunch::put(int, const Operation&, const void*, void*, std::uintptr_t
                        const Compression&) {
   unavailable();
 }
-void SharedLaunch::launch() { unavailable(); }
+void SharedLaunch::launch(const std::function<bool()>&) { unavailable(); }
 void SharedLaunch::follow(int) { unavailable(); }
 void encode(const WireJob&) { unavailable(); }
 void decode(const WireJob&, std::int64_t, bool) { unavailable(); }

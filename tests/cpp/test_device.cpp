@@ -6,46 +6,14 @@
 
 #include "core/reduce.h"
 #include "cpu/wire.h"
-#include "cuda/endpoint.h"
 #include "cuda/wire.h"
+#include "device_world.h"
 #include "world.h"
 
 namespace pycomm::test {
 namespace {
 
-using cuda::Compression;
-using cuda::Endpoint;
-
-constexpr int kLanes = 2;
 constexpr std::uint32_t kChunkOffset = kTopkChunk / kSmallestBlock;  // Operation::offset
-
-// Ranks that share one device.
-class DeviceWorld {
- public:
-  explicit DeviceWorld(int n, double timeout = 60, bool stage_always = false) {
-    const std::int64_t staging =
-        std::max(cuda::least_staging_bytes(n, kLanes), std::int64_t{4} << 20);
-    const std::int64_t bytes = cuda::window_bytes(n, kLanes, staging, 0);
-    std::vector<std::uintptr_t> addresses;
-    for (int r = 0; r < n; ++r) {
-      // Aligned, and zeros, as a window has to be.
-      windows_.emplace_back(static_cast<std::size_t>(bytes) + 4096);
-      addresses.push_back((reinterpret_cast<std::uintptr_t>(windows_[r].data()) + 4095) / 4096 *
-                          4096);
-    }
-    for (int r = 0; r < n; ++r) {
-      endpoints.push_back(std::make_shared<Endpoint>(cuda::EndpointOptions{
-          0, r, n, kLanes, staging, bytes, timeout, addresses, true, stage_always}));
-    }
-    shared = std::make_unique<cuda::SharedLaunch>(endpoints);
-  }
-
-  std::vector<std::shared_ptr<Endpoint>> endpoints;
-  std::unique_ptr<cuda::SharedLaunch> shared;
-
- private:
-  std::vector<std::vector<std::byte>> windows_;
-};
 
 struct Case {
   Operation operation;

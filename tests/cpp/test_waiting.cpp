@@ -1,4 +1,6 @@
 // Every wait ends: timeouts, ranks that leave, aborts, disagreement; and memory comes back.
+#include <sys/syscall.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -191,6 +193,64 @@ void the_last_look_counts() {
   PYCOMM_CHECK(comm.completed() == 1, "the second is not");
 }
 
+// A rank that fails has its tensors back only when other ranks' kernels have ended.
+void waits_for_kernels() {
+  World world(3);
+  std::atomic<bool> ended{false};
+  for (const int r : {0, 1}) world[r].kernels_begin();  // rank 2 has never launched any
+  world.run([&](int r) {
+    if (r == 1) {
+      while (world[r].abort_word() == 0) std::this_thread::yield();
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      ended = true;
+      world[r].kernels_ended();
+      return;
+    }
+    if (r == 0) {
+      world[r].abort();
+      world[r].kernels_ended();
+      PYCOMM_CHECK(world[r].comm().wait_for_kernels(std::chrono::seconds(60)), "they end in time");
+    } else {
+      error_of([&] { sum(world[r], 10); });
+    }
+    PYCOMM_CHECK(ended, "rank 1's kernels were still running");
+  });
+}
+
+void does_not_wait_for_ever() {
+  World world(2);
+  for (const int r : {0, 1}) world[r].kernels_begin();
+  world[0].abort();
+  const cpu::Comm& comm = world[0].comm();
+  PYCOMM_CHECK(!comm.wait_for_kernels(std::chrono::milliseconds(20)), "rank 1's never end");
+  const auto interrupt = [] { throw std::runtime_error("interrupted"); };
+  try {
+    comm.wait_for_kernels(std::chrono::seconds(60), interrupt);
+  } catch (const std::runtime_error& error) {
+    PYCOMM_CHECK(std::string(error.what()) == "interrupted", "the interrupt's own exception");
+    PYCOMM_CHECK(error_of([&] { sum(world[0], 10); }).reason == Reason::aborted, "in bounded time");
+    return;
+  }
+  throw std::runtime_error("a wait must be interruptible");
+}
+
+void does_not_wait_for_the_dead() {
+  const int fd = cpu::Window::create(2, 1 << 20, 64 << 10);
+  const auto window = std::make_shared<cpu::Window>(fd, 2, 1 << 20, 64 << 10);
+  const pid_t child = fork();
+  if (child == 0) _exit(0);
+  const int pidfd = static_cast<int>(syscall(SYS_pidfd_open, child, 0));
+  const auto peers =
+      std::make_shared<const cpu::Liveness>(std::vector{getpid(), child}, std::vector{-1, pidfd});
+  const auto make = [&](int r) {
+    return cpu::Comm(window, peers, r, 2, 1, std::chrono::seconds(1), 0);
+  };
+  cpu::Comm mine = make(0), theirs = make(1);
+  theirs.kernels_begin();
+  PYCOMM_CHECK(mine.wait_for_kernels(std::chrono::seconds(60)), "its kernels are gone");
+  waitpid(child, nullptr, 0);
+}
+
 // Two mappings of a file, as two processes have them.
 void detached_memory_is_private() {
   const int fd = cpu::Window::create(2, 1 << 20, 64 << 10);
@@ -247,6 +307,9 @@ int main() {
                   {"interrupts a wait", interrupts_a_wait},
                   {"a failed exchange puts residuals back", a_failed_exchange_puts_residuals_back},
                   {"the last look counts", the_last_look_counts},
+                  {"waits for kernels", waits_for_kernels},
+                  {"does not wait for ever", does_not_wait_for_ever},
+                  {"does not wait for the dead", does_not_wait_for_the_dead},
                   {"detached memory is private", detached_memory_is_private},
                   {"heap gives back", heap_gives_back}});
 }

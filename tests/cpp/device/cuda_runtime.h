@@ -92,6 +92,7 @@ inline unsigned __reduce_max_sync(unsigned, unsigned value) {
 }
 
 inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+inline void __threadfence_system() { __threadfence(); }
 inline unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
 inline unsigned atomicAdd(unsigned* word, unsigned value) {
   return __atomic_fetch_add(word, value, __ATOMIC_RELAXED);
@@ -103,8 +104,10 @@ inline unsigned atomicOr(unsigned* word, unsigned value) {
 using cudaError_t = int;
 using cudaStream_t = struct Stream*;
 using cudaEvent_t = struct Event*;
-inline constexpr cudaError_t cudaSuccess = 0, cudaErrorPeerAccessAlreadyEnabled = 704;
+inline constexpr cudaError_t cudaSuccess = 0, cudaErrorNotReady = 600,
+                             cudaErrorPeerAccessAlreadyEnabled = 704;
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone };
+enum cudaStreamCaptureMode { cudaStreamCaptureModeRelaxed = 2 };
 enum cudaMemoryType { cudaMemoryTypeHost, cudaMemoryTypeDevice };
 enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice };
 enum { cudaEventDisableTiming = 1, cudaHostAllocPortable = 1, cudaHostAllocMapped = 2 };
@@ -180,4 +183,8 @@ inline cudaError_t cudaHostUnregister(void*) { return cudaSuccess; }
 inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t*, int) { return cudaSuccess; }
 inline cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
 inline cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return cudaSuccess; }
+inline cudaError_t cudaEventQuery(cudaEvent_t) { return cudaSuccess; }
+inline cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) {
+  return cudaSuccess;
+}
 inline cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, int) { return cudaSuccess; }
