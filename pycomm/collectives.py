@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 
     from pycomm.group import Group
 
-# Seconds between two looks at pending signals while Python waits for a worker.
-_PATIENCE = 0.05
-
 
 class Work:
     """An operation under way, as returned with ``async_op=True``; keeps its tensors alive."""
@@ -36,8 +33,7 @@ class Work:
     def wait(self) -> None:
         """Blocks until the result is there; raises what went wrong."""
         if self._core is not None:
-            while not self._core.wait(_PATIENCE):
-                pass
+            self._core.wait()
         if self._finish is not None:
             self._finish()
             self._finish = None

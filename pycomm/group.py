@@ -49,6 +49,9 @@ class Group:
     which they were called, whichever thread calls; all ranks must call the same ones in the same
     order.
 
+    As a context manager it is closed at the end; if an exception ends the block while operations are
+    under way, it is aborted first.
+
     Operations that other threads have under way when the interpreter exits have half a second to
     complete; then the group is aborted.
 
@@ -242,6 +245,8 @@ class Group:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if kind is not None and not self._core.idle():
+            self.abort()  # the others may never do their part of what is under way
         self.close()
 
     def __repr__(self) -> str:

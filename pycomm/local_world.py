@@ -8,12 +8,15 @@ import itertools
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pycomm import _C
 from pycomm._cuda import DEFAULT_MAX_BLOCKS, LocalDevices
 from pycomm._hosts import Machines
 from pycomm.group import DEFAULT_STAGING_BYTES, DEFAULT_TIMEOUT, Group, slice_bytes
+
+if TYPE_CHECKING:
+    from types import TracebackType
 
 
 class LocalWorld:
@@ -106,8 +109,13 @@ class LocalWorld:
         threads = [threading.Thread(target=body, args=(rank,)) for rank in range(size)]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        try:
+            for thread in threads:
+                thread.join()
+        except BaseException:  # Ctrl-C comes to this thread, not to theirs
+            for group in self.groups:
+                group.abort()
+            raise
         if errors:
             raise errors[0]
         return results
@@ -127,5 +135,12 @@ class LocalWorld:
     def __enter__(self) -> LocalWorld:
         return self
 
-    def __exit__(self, *details: object) -> None:
-        self.close()
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with contextlib.ExitStack() as stack:
+            for group in self.groups:
+                stack.callback(group.__exit__, kind, error, trace)

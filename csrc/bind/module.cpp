@@ -135,8 +135,7 @@ void translate(std::exception_ptr pointer) {
 void bind_group(py::module_& m) {
   py::class_<Work, std::shared_ptr<Work>>(m, "Work")
       .def(
-          "wait", [](Work& work, double s) { return work.wait(seconds(s)); },
-          py::call_guard<WithoutGil>())
+          "wait", [](Work& work) { work.wait(check_signals); }, py::call_guard<WithoutGil>())
       .def("completed", &Work::completed)
       .def("nonfinite", &Work::nonfinite)
       .def("moved", &Work::moved)
@@ -187,7 +186,8 @@ void bind_group(py::module_& m) {
       .def_property_readonly("handle", &handle_of)
       .def("abort", [](Group& group) { group.abort(); })
       .def("leave", &Group::leave)
-      .def("close", &Group::close, py::call_guard<WithoutGil>())
+      .def(
+          "close", [](Group& group) { group.close(check_signals); }, py::call_guard<WithoutGil>())
       .def("allocate",
            [](Group& group, std::int64_t bytes) {
              return std::make_unique<Allocation>(group.heap(), bytes);

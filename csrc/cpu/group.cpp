@@ -9,6 +9,11 @@
 #include "cpu/fork.h"
 
 namespace pycomm::cpu {
+namespace {
+
+constexpr auto kInterruptEvery = std::chrono::milliseconds(50);
+
+}  // namespace
 
 void Turn::lock() {
   check_not_mine();
@@ -34,6 +39,8 @@ void Turn::check_not_mine() const {
       "it");
 }
 
+Work::Work(Group& group) : told_(group.told_), group_(&group) {}
+
 bool Work::wait(Clock::duration patience) {
   std::unique_lock lock(mutex_);
   if (!done_.wait_for(lock, patience, [&] { return completed_; })) return false;
@@ -42,6 +49,29 @@ bool Work::wait(Clock::duration patience) {
     std::rethrow_exception(error_);
   }
   return true;
+}
+
+void Work::wait(void (*interrupt)()) {
+  while (!wait(kInterruptEvery)) {
+    if (interrupt == nullptr) continue;
+    try {
+      interrupt();
+    } catch (...) {
+      // The worker must let go of the buffers before the caller frees them.
+      abort_group();
+      try {
+        while (!wait(std::chrono::seconds(1))) continue;
+      } catch (const std::exception&) {
+      }
+      throw;
+    }
+  }
+}
+
+// A group lives at least until its works have completed.
+void Work::abort_group() {
+  const std::lock_guard lock(group_mutex_);
+  if (group_ != nullptr) group_->abort();
 }
 
 bool Work::completed() const {
@@ -66,6 +96,10 @@ std::int64_t Work::moved() const {
 
 void Work::complete(bool nonfinite, std::exception_ptr error, Interval interval,
                     std::int64_t moved) {
+  {
+    const std::lock_guard lock(group_mutex_);
+    group_ = nullptr;
+  }
   const std::lock_guard lock(mutex_);
   completed_ = true;
   interval_ = interval;
@@ -174,13 +208,12 @@ bool Group::run_in_order(const Task& task, void (*interrupt)()) {
     }
   }
   const std::shared_ptr<Work> work = enqueue(task);
-  await(*work, interrupt);
+  work->wait(interrupt);
   return work->nonfinite();
 }
 
 std::shared_ptr<Work> Group::enqueue(Task task) {
-  task.work = std::make_shared<Work>();
-  task.work->told_ = told_;
+  task.work = std::make_shared<Work>(*this);
   const std::lock_guard lock(queue_mutex_);
   if (closed_) check_usable();  // nobody would join a worker that starts now
   if (!worker_.joinable()) worker_ = std::thread([this] { serve(); });
@@ -189,23 +222,6 @@ std::shared_ptr<Work> Group::enqueue(Task task) {
   queue_.push_back(std::move(task));
   queue_changed_.notify_one();
   return work;
-}
-
-void Group::await(Work& work, void (*interrupt)()) {
-  while (!work.wait(std::chrono::milliseconds(50))) {
-    if (interrupt == nullptr) continue;
-    try {
-      interrupt();
-    } catch (...) {
-      // The worker must let go of the buffers before the caller frees them.
-      abort();
-      try {
-        while (!work.wait(std::chrono::seconds(1))) continue;
-      } catch (const std::exception&) {
-      }
-      throw;
-    }
-  }
 }
 
 void Group::serve() {
@@ -376,7 +392,7 @@ void Group::rethrow_failure() {
   if (error_) std::rethrow_exception(error_);
 }
 
-void Group::close() {
+void Group::close(void (*interrupt)()) {
   if (forked()) return;  // the parent's membership is not ours to end
   running_.check_not_mine();
   {
@@ -384,9 +400,22 @@ void Group::close() {
     if (closed_.exchange(true)) return;
     queue_changed_.notify_all();
   }
+  std::exception_ptr interrupted;
+  try {
+    for (Clock::time_point look_at = Clock::now() + kInterruptEvery; interrupt && !idle();) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      if (Clock::now() < look_at) continue;
+      interrupt();
+      look_at = Clock::now() + kInterruptEvery;
+    }
+  } catch (...) {
+    interrupted = std::current_exception();
+    abort();
+  }
   if (worker_.joinable()) worker_.join();
   const std::lock_guard lock(running_);  // another thread's operation ends first
   leave();
+  if (interrupted) std::rethrow_exception(interrupted);
 }
 
 }  // namespace pycomm::cpu

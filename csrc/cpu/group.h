@@ -48,11 +48,17 @@ struct Interval {
   Clock::time_point end;
 };
 
+class Group;
+
 // Operations in flight.
 class Work {
  public:
+  explicit Work(Group& group);
+
   // Returns whether it has completed within `patience`; throws what the operation threw.
   bool wait(Clock::duration patience);
+  // The same without end. `interrupt` is called now and then; what it throws aborts the group.
+  void wait(void (*interrupt)());
   bool completed() const;
   // Of compressed operations that have completed: what run() returns.
   bool nonfinite() const;
@@ -64,15 +70,18 @@ class Work {
  private:
   friend class Group;
   void complete(bool nonfinite, std::exception_ptr error, Interval interval, std::int64_t moved);
+  void abort_group();
 
   mutable std::mutex mutex_;
   std::condition_variable done_;
   bool completed_ = false;
   bool nonfinite_ = false;
   std::exception_ptr error_;
-  std::shared_ptr<std::atomic<bool>> told_;  // the group's
+  const std::shared_ptr<std::atomic<bool>> told_;  // the group's
   Interval interval_;
   std::int64_t moved_ = 0;
+  std::mutex group_mutex_;  // not the other one: an abort may have to wait for the interpreter
+  Group* group_;            // null once it has completed
 };
 
 class Group {
@@ -127,8 +136,9 @@ class Group {
   }
   // This rank has failed elsewhere: who needs it raises PeerDied. For ranks that are threads.
   void leave();
-  // Waits for submitted work, then takes part in nothing more. Idempotent.
-  void close();
+  // Waits for submitted work, then takes part in nothing more. Idempotent. `interrupt` is called now
+  // and then; what it throws aborts what it waits for.
+  void close(void (*interrupt)() = nullptr);
 
   // In the whole group; Comm's are those on this machine.
   int rank() const { return rank_; }
@@ -145,6 +155,7 @@ class Group {
   }
 
  private:
+  friend class Work;
   struct Task {
     std::span<const Call> calls;
     bool agree_only = false;
@@ -154,7 +165,6 @@ class Group {
 
   void check_fits(const Operation& operation) const;
   std::shared_ptr<Work> enqueue(Task task);
-  void await(Work& work, void (*interrupt)());
   bool run_in_order(const Task& task, void (*interrupt)());
   bool execute(const Task& task, void (*interrupt)(), std::int64_t* moved = nullptr);
   bool execute(const Call& call, bool agree_only, void (*interrupt)());
