@@ -325,7 +325,9 @@ def _pinned_windows(group: Group, device: torch.device, window_bytes: int) -> tu
     memory.zero_()
     offsets = _gather(group, group._core.offset_of(memory.data_ptr()))
     pinned = [
-        _C.CudaHostRegistration(device.index, group._core.address(rank, offset), window_bytes)
+        _C.CudaHostRegistration(
+            device.index, group._core.address(rank, offset, window_bytes), window_bytes
+        )
         for rank, offset in enumerate(offsets)
     ]
     # In this order: unpinned before it is given back.

@@ -37,7 +37,7 @@ _by_name: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary(
 
 
 def slice_bytes() -> int:
-    """Address space of one rank's slice of a window: as much as the machine has memory."""
+    """Room for one rank in a window's file: as much as the machine has memory."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return -(-memory // (1 << 30)) << 30
 

@@ -96,7 +96,7 @@ def test_the_least_staging_works(world):
 
 
 def test_a_huge_staging_is_refused_for_lack_of_memory():
-    with pytest.raises(MemoryError, match="shared window needs 11258999"):
+    with pytest.raises(MemoryError, match="shared window needs 2251799813"):
         pycomm.LocalWorld(2, staging_bytes=1 << 50)
 
 

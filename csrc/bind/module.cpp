@@ -193,7 +193,7 @@ void bind_group(py::module_& m) {
              return std::make_unique<Allocation>(group.heap(), bytes);
            })
       .def("offset_of", &Group::offset_of, py::arg("data"))
-      .def("address", &Group::address, py::arg("rank"), py::arg("offset"))
+      .def("address", &Group::address, py::arg("rank"), py::arg("offset"), py::arg("bytes"))
       .def("check_usable", &Group::check_usable)
       .def("idle", &Group::idle)
       .def_property_readonly("slot_bytes",

@@ -60,6 +60,7 @@ Comm::Comm(std::shared_ptr<Window> window, std::shared_ptr<const Liveness> peers
       ordinal_(first_epoch),
       first_epoch_(first_epoch),
       met_(static_cast<std::size_t>(size)),
+      tensors_(static_cast<std::size_t>(size)),
       taken_(static_cast<std::size_t>(size * kPacketBytes)),
       sources_(static_cast<std::size_t>(size) + 1),
       targets_(static_cast<std::size_t>(size) + 1) {
@@ -111,8 +112,10 @@ void Comm::publish() {
   const bool lists = operation_.codec.kind == CodecKind::topk;
   mine.operation = operation_;
   mine.outlook = outlook_;
-  mine.input = window_->offset_in_heap(rank_, input_, lists ? 0 : input_bytes_);
-  mine.output = window_->offset_in_heap(rank_, output_, lists ? 0 : output_bytes_);
+  mine.input = window_->place_in_heap(rank_, input_, lists ? 0 : input_bytes_);
+  mine.output = input_ == output_ && input_bytes_ == output_bytes_
+                    ? mine.input
+                    : window_->place_in_heap(rank_, output_, lists ? 0 : output_bytes_);
   exposed_ = !lists && (mine.input != kNotInWindow || mine.output != kNotInWindow);
   Announcement& announced = announcement(rank_);
   announced.operation = mine.operation;
@@ -146,6 +149,18 @@ void Comm::meet() {
   if (direct_) enter_peers_heaps();
 }
 
+// Where the tensors of all ranks lie in this process.
+void Comm::find_tensors() {
+  for (int r = 0; r < size_; ++r) {
+    const auto find = [&](std::int64_t place, std::byte* own, std::int64_t bytes) -> std::byte* {
+      if (r == rank_ || place == kNotInWindow) return r == rank_ ? own : nullptr;
+      return window_->in_heap(r, place, bytes);
+    };
+    tensors_[static_cast<std::size_t>(r)] = {find(met(r).input, input_, input_bytes_),
+                                             find(met(r).output, output_, output_bytes_)};
+  }
+}
+
 void Comm::read_announcement(int r) {
   try {
     met_[static_cast<std::size_t>(r)] =
@@ -159,6 +174,7 @@ void Comm::read_announcement(int r) {
 // Either this rank sees an abort here, or the rank that aborts sees this rank in its heap: both write
 // first and look afterwards, in one total order.
 void Comm::enter_peers_heaps() {
+  find_tensors();
   in_peers_heaps_ = true;
   mine().in_peers_heaps.exchange(1);
   check_aborted();
@@ -249,7 +265,7 @@ std::byte* Comm::announced_area(int r, std::int64_t bytes) {
   if (begin < window_->heap_begin() || begin > window_->slice_bytes() - bytes) {
     blame(r, "an announced area lies outside the heap");
   }
-  return window_->slice(r) + begin;
+  return window_->in_heap(r, begin, bytes);
 }
 
 std::uint32_t Comm::announced(int r) const {

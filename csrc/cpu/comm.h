@@ -76,8 +76,8 @@ class Comm {
   bool direct() const { return direct_; }
   Place input() const { return {input_, rank_}; }
   Place output() const { return {output_, rank_}; }
-  Place input(int r) const { return {window_->slice(r) + met(r).input, r}; }
-  Place output(int r) const { return {window_->slice(r) + met(r).output, r}; }
+  Place input(int r) const { return {tensors_[static_cast<std::size_t>(r)].input, r}; }
+  Place output(int r) const { return {tensors_[static_cast<std::size_t>(r)].output, r}; }
   Place slot(int r, std::int64_t i) const {
     return {window_->staging(r, sequence_) + i * slot_bytes_, r};
   }
@@ -216,6 +216,7 @@ class Comm {
   int culprit(int r) const;
   std::uint32_t beats() const;
   void check_agreement();
+  void find_tensors();
   void enter_peers_heaps();
   void detach();
   bool left(int r) const { return window_->control(r).left.load(std::memory_order_acquire) != 0; }
@@ -265,6 +266,11 @@ class Comm {
 
   // This operation's announcements, as they were read once: their writers may change them.
   std::vector<Announcement> met_;
+  struct Tensors {
+    std::byte* input;
+    std::byte* output;
+  };
+  std::vector<Tensors> tensors_;  // of every rank, where all lie in the window
   std::vector<std::byte> taken_;
   std::vector<const void*> sources_;
   std::vector<Target> targets_;

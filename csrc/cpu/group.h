@@ -146,12 +146,12 @@ class Group {
   const Comm& comm() const { return comm_; }
   LinkTraffic link_traffic() const { return hosts_ == nullptr ? LinkTraffic{} : hosts_->traffic(); }
   const std::shared_ptr<Heap>& heap() const { return heap_; }
-  // Between addresses in this rank's slice of the window and offsets, which all ranks share.
+  // Between addresses in this rank's heap and offsets, which all ranks share; kNotInWindow elsewhere.
   std::int64_t offset_of(std::uintptr_t data) const {
-    return static_cast<std::int64_t>(data - address(comm_.rank(), 0));
+    return window_->place_in_heap(comm_.rank(), reinterpret_cast<const void*>(data), 1);
   }
-  std::uintptr_t address(int r, std::int64_t offset) const {
-    return reinterpret_cast<std::uintptr_t>(window_->slice(r) + offset);
+  std::uintptr_t address(int r, std::int64_t offset, std::int64_t bytes) const {
+    return reinterpret_cast<std::uintptr_t>(window_->in_heap(r, offset, bytes));
   }
 
  private:

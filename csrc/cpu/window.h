@@ -2,10 +2,11 @@
 //
 //   | control page | packets | staging, even operations | staging, odd operations | heap ... |
 //
-// The file has no name, so it is gone with the last process that maps it. It is as large as could
-// ever be needed, but only what has been reserved takes memory: control and staging when it is
-// made, heap when a tensor is allocated, so that a lack of memory is an exception there and no
-// SIGBUS later.
+// In the file, what comes before the heaps lies together, so that one mapping has it all; the heaps
+// follow, and are mapped by piece (cpu/heap.h). The file has no name, so it is gone with the last
+// process that maps it. It is as large as could ever be needed, but only what has been reserved takes
+// memory: control and staging when it is made, heap when a tensor is allocated, so that a lack of
+// memory is an exception there and no SIGBUS later.
 //
 // The file begins with a header, in rank 0's control page: every rank that maps it compares the
 // header, and the file's size, with what it expects.
@@ -15,10 +16,8 @@
 
 #include <atomic>
 #include <cstddef>
-#include <map>
-#include <memory>
-#include <mutex>
-#include <new>
+#include <deque>
+#include <optional>
 
 #include "common.h"
 #include "core/details.h"
@@ -26,6 +25,7 @@
 #include "core/layout.h"
 #include "core/operation.h"
 #include "core/signal.h"
+#include "cpu/heap.h"
 
 namespace pycomm::cpu {
 
@@ -75,7 +75,7 @@ static_assert(sizeof(Control) <= kControlBytes);
 
 // Stands for where everything lies in a window, so every member of Control is named. Raise the version
 // when something changes its meaning but not its place.
-inline constexpr std::uint64_t kLayoutVersion = 2;
+inline constexpr std::uint64_t kLayoutVersion = 3;
 inline constexpr std::uint64_t kLayout = hash_of({kLayoutVersion,
                                                   sizeof(Header),
                                                   sizeof(Operation),
@@ -106,17 +106,12 @@ static_assert(std::atomic<std::uint32_t>::is_always_lock_free &&
 
 // Of one rank: two parities, all peers, twice the data.
 constexpr std::int64_t packet_area_bytes(int ranks) {
-  return round_up(std::int64_t{2} * ranks * 2 * kPacketBytes, 4096);
+  return round_up(std::int64_t{2} * ranks * 2 * kPacketBytes, kPage);
 }
-
-class OutOfMemory : public std::bad_alloc {
- public:
-  explicit OutOfMemory(std::string message) : message_(std::move(message)) {}
-  const char* what() const noexcept override { return message_.c_str(); }
-
- private:
-  std::string message_;
-};
+// Of one rank's slice, what comes before the heap.
+constexpr std::int64_t heap_begin(int ranks, std::int64_t staging_bytes) {
+  return kControlBytes + packet_area_bytes(ranks) + round_up(staging_bytes, kPage);
+}
 
 class Window {
  public:
@@ -130,7 +125,6 @@ class Window {
   Window& operator=(const Window&) = delete;
 
   Control& control(int r) const { return *reinterpret_cast<Control*>(slice(r)); }
-  std::byte* slice(int r) const { return base_ + r * slice_bytes_; }
   // Staging of rank r for operations of this parity.
   std::byte* staging(int r, std::uint32_t parity) const {
     return slice(r) + staging_begin() + (parity & 1u) * half_bytes_;
@@ -142,14 +136,22 @@ class Window {
   }
   std::int64_t half_bytes() const { return half_bytes_; }
   std::int64_t slice_bytes() const { return slice_bytes_; }
-  std::int64_t heap_begin() const { return staging_begin() + 2 * half_bytes_; }
+  std::int64_t heap_begin() const { return heap_begin_; }
 
-  // Takes memory for a range of rank r's slice, or gives it back.
-  void reserve(int r, std::int64_t offset, std::int64_t bytes);
-  void release(int r, std::int64_t offset, std::int64_t bytes);
-  // Takes whole pages of rank r's heap out of the reach of other processes, once: what they hold
+  // Takes memory for whole pages of rank r's heap and maps them, or gives them back.
+  std::byte* allocate(int r, const Range& pages);
+  void release(int r, const Range& pages);
+  // Takes pages of an allocation of this process's out of the reach of others, once: what they hold
   // stays, and from then on they are this process's own memory.
   void detach(int r, const Range& pages);
+  // So many bytes at a place in rank r's heap.
+  std::byte* in_heap(int r, std::int64_t place, std::int64_t bytes) {
+    return heap(r).at(place, bytes);
+  }
+  // Where in rank r's heap a tensor of this process's lies, or kNotInWindow.
+  std::int64_t place_in_heap(int r, const void* data, std::int64_t bytes) const {
+    return heaps_[static_cast<std::size_t>(r)].place_of(data, bytes);
+  }
 
   // Locks rank r's slice for as long as this process has the file: a process that becomes another
   // program (exec) keeps its number, but not the file. Returns whether that worked.
@@ -157,37 +159,23 @@ class Window {
   // Whether another process has locked rank r's slice.
   bool held(int r) const;
 
-  // Where in rank r's heap a tensor lies, or kNotInWindow.
-  std::int64_t offset_in_heap(int r, const void* data, std::int64_t bytes) const {
-    const std::int64_t offset = static_cast<const std::byte*>(data) - slice(r);
-    return offset >= heap_begin() && offset + bytes <= slice_bytes_ ? offset : kNotInWindow;
-  }
-
  private:
   struct flock lock_of(int r) const;
+  std::byte* slice(int r) const { return fixed_->data() + r * heap_begin_; }
+  HeapMap& heap(int r) { return heaps_[static_cast<std::size_t>(r)]; }
+  // Where in the file rank r's slice would begin if its heap were there in one piece.
+  std::int64_t begin_in_file(int r) const {
+    return (ranks_ - 1) * heap_begin_ + r * (slice_bytes_ - heap_begin_);
+  }
   std::int64_t staging_begin() const { return kControlBytes + packet_area_bytes(ranks_); }
 
-  int fd_;
-  int ranks_;
-  std::int64_t slice_bytes_;
-  std::int64_t half_bytes_;
-  std::byte* base_ = nullptr;
-};
-
-// One rank's heap: first fit over free ranges.
-class Heap {
- public:
-  Heap(std::shared_ptr<Window> window, int rank);
-  std::byte* allocate(std::int64_t bytes);
-  void free(std::byte* data);
-
- private:
-  std::shared_ptr<Window> window_;
-  int rank_;
-  const unsigned forks_;
-  std::mutex mutex_;
-  std::map<std::int64_t, std::int64_t> free_;  // offset -> bytes
-  std::map<std::int64_t, std::int64_t> used_;
+  const int fd_;
+  const int ranks_;
+  const std::int64_t slice_bytes_;
+  const std::int64_t half_bytes_;
+  const std::int64_t heap_begin_;
+  std::optional<Mapping> fixed_;  // all that comes before the heaps
+  std::deque<HeapMap> heaps_;
 };
 
 }  // namespace pycomm::cpu

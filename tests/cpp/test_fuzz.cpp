@@ -201,12 +201,15 @@ void packets() {
   }
 }
 
-// Rank 0 of two, whose neighbour is this test.
+// Rank 0 of two, whose neighbour is this test. A tensor of each fills its heap.
 class Neighbourhood {
  public:
   cpu::Control& control(int r) const { return window_->control(r); }
+  std::byte* tensor(int r) const { return tensors_[r]; }
   std::int64_t heap_begin() const { return window_->heap_begin(); }
-  const std::byte* slice(int r) const { return window_->slice(r); }
+  std::int64_t place(int r, const std::byte* data) const {
+    return window_->place_in_heap(r, data, 0);
+  }
 
   std::unique_ptr<cpu::Comm> rank0(cpu::Clock::duration timeout) const {
     control(0).abort = 0;
@@ -215,8 +218,14 @@ class Neighbourhood {
 
  private:
   static constexpr std::int64_t kSlice = 1 << 20, kStaging = 1 << 14;
+
+  std::byte* allocate(int r) const {
+    return cpu::Heap(window_, r).allocate(kSlice - window_->heap_begin());
+  }
+
   std::shared_ptr<cpu::Window> window_ =
       std::make_shared<cpu::Window>(cpu::Window::create(2, kSlice, kStaging), 2, kSlice, kStaging);
+  std::byte* tensors_[2] = {allocate(0), allocate(1)};
   std::shared_ptr<const cpu::Liveness> peers_ =
       std::make_shared<const cpu::Liveness>(std::vector<int>{1, 1}, std::vector<int>{-1, -1});
 };
@@ -240,13 +249,12 @@ void announcements_in_a_window() {
     Announcement& theirs = here.control(1).announcements[sequence & 1u];
     std::memcpy(&theirs, line.data(), line.size());
     theirs.epoch = sequence;
-    const std::byte* const begin = here.slice(0) + here.heap_begin();
-    comm->begin(operation, begin, const_cast<std::byte*>(begin), nullptr);
+    comm->begin(operation, here.tensor(0), here.tensor(0), nullptr);
     try {
       comm->announce();
       ++accepted;
       if (!comm->direct()) continue;
-      const std::int64_t place = comm->output(1).data - here.slice(1);
+      const std::int64_t place = here.place(1, comm->output(1).data);
       must(place >= here.heap_begin() && place <= (1 << 20) - 2 * operation.count,
            "a tensor outside the neighbour's heap is used");
     } catch (const CollectiveError& error) {

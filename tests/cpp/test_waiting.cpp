@@ -1,4 +1,4 @@
-// Every wait ends: timeouts, ranks that leave, aborts, disagreement; and memory comes back.
+// Every wait ends: timeouts, ranks that leave, aborts, disagreement.
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -251,47 +251,6 @@ void does_not_wait_for_the_dead() {
   waitpid(child, nullptr, 0);
 }
 
-// Two mappings of a file, as two processes have them.
-void detached_memory_is_private() {
-  const int fd = cpu::Window::create(2, 1 << 20, 64 << 10);
-  const int again = dup(fd);
-  const auto ours = std::make_shared<cpu::Window>(fd, 2, 1 << 20, 64 << 10);
-  const cpu::Window theirs(again, 2, 1 << 20, 64 << 10);
-  cpu::Heap heap(ours, 1);
-  std::byte* const data = heap.allocate(3 * cpu::kPage);
-  const std::int64_t begin = data - ours->slice(1);
-  std::byte* const seen = theirs.slice(1) + begin;
-  for (std::int64_t i = 0; i < 3 * cpu::kPage; ++i) data[i] = std::byte{1};
-  ours->detach(1, {begin, 2 * cpu::kPage});
-  PYCOMM_CHECK(data[0] == std::byte{1} && data[2 * cpu::kPage - 1] == std::byte{1},
-               "what was there");
-  for (std::int64_t i = 0; i < 3 * cpu::kPage; ++i) seen[i] = std::byte{2};
-  PYCOMM_CHECK(data[0] == std::byte{1} && data[2 * cpu::kPage - 1] == std::byte{1}, "out of reach");
-  PYCOMM_CHECK(data[2 * cpu::kPage] == std::byte{2}, "the other page is still shared");
-  heap.free(data);
-}
-
-void heap_gives_back() {
-  World world(1);
-  cpu::Heap& heap = *world[0].heap();
-  for (int i = 0; i < 200; ++i) {
-    std::byte* a = heap.allocate(1 << 20);
-    std::byte* b = heap.allocate(2 << 20);
-    *a = *b = std::byte{1};
-    PYCOMM_CHECK(a != b, "allocations must not share memory");
-    heap.free(i % 2 == 0 ? a : b);
-    heap.free(i % 2 == 0 ? b : a);
-  }
-  std::byte* whole = heap.allocate((1 << 30) - (1 << 20));
-  heap.free(whole);
-  try {
-    heap.allocate(std::int64_t{1} << 40);
-  } catch (const cpu::OutOfMemory&) {
-    return;
-  }
-  throw std::runtime_error("an allocation beyond the heap must fail");
-}
-
 }  // namespace
 }  // namespace pycomm::test
 
@@ -309,7 +268,5 @@ int main() {
                   {"the last look counts", the_last_look_counts},
                   {"waits for kernels", waits_for_kernels},
                   {"does not wait for ever", does_not_wait_for_ever},
-                  {"does not wait for the dead", does_not_wait_for_the_dead},
-                  {"detached memory is private", detached_memory_is_private},
-                  {"heap gives back", heap_gives_back}});
+                  {"does not wait for the dead", does_not_wait_for_the_dead}});
 }

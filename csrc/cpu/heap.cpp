@@ -1,0 +1,142 @@
+#include "cpu/heap.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <bit>
+#include <cerrno>
+#include <system_error>
+#include <utility>
+
+#include "core/operation.h"
+#include "cpu/fork.h"
+#include "cpu/window.h"
+
+namespace pycomm::cpu {
+namespace {
+
+// The least that is mapped of another process's heap.
+constexpr std::int64_t kSmallestView = 1 << 20;
+
+}  // namespace
+
+Mapping::Mapping(int fd, std::int64_t begin, std::int64_t bytes) : bytes_(bytes) {
+  void* const data = mmap(nullptr, static_cast<std::size_t>(bytes), PROT_READ | PROT_WRITE,
+                          MAP_SHARED | MAP_NORESERVE, fd, begin);
+  if (data == MAP_FAILED) {
+    const int error = errno;
+    const std::string what = std::to_string(bytes) + " bytes of the shared window";
+    if (error == ENOMEM) throw OutOfMemory("no address space for " + what);
+    throw std::system_error(error, std::generic_category(), "mmap of " + what + PYCOMM_WHERE);
+  }
+  (void)madvise(data, static_cast<std::size_t>(bytes), MADV_DONTDUMP);
+  data_ = static_cast<std::byte*>(data);
+}
+
+Mapping::~Mapping() {
+  if (data_ != nullptr) munmap(data_, static_cast<std::size_t>(bytes_));
+}
+
+Mapping::Mapping(Mapping&& other) noexcept
+    : data_(std::exchange(other.data_, nullptr)), bytes_(other.bytes_) {}
+
+std::byte* HeapMap::map(const Range& places) {
+  Mapping made(fd_, begin_ + places.begin, places.count);
+  std::byte* const data = made.data();
+  const auto address = reinterpret_cast<std::uintptr_t>(data);
+  const std::lock_guard lock(mutex_);
+  allocations_.emplace(places.begin, std::move(made));
+  places_[address] = places.begin;
+  const std::uintptr_t end = address + static_cast<std::uintptr_t>(places.count);
+  lowest_ = std::min(lowest_.load(), address);
+  highest_ = std::max(highest_.load(), end);
+  return data;
+}
+
+void HeapMap::unmap(std::int64_t place) {
+  const std::lock_guard lock(mutex_);
+  const auto found = allocations_.find(place);
+  places_.erase(reinterpret_cast<std::uintptr_t>(found->second.data()));
+  allocations_.erase(found);
+}
+
+std::byte* HeapMap::at(std::int64_t place, std::int64_t bytes) {
+  const std::lock_guard lock(mutex_);
+  auto after = allocations_.upper_bound(place);
+  if (after != allocations_.begin()) {
+    const auto& [begin, mapping] = *std::prev(after);
+    if (place + bytes <= begin + mapping.bytes()) return mapping.data() + (place - begin);
+  }
+  const std::int64_t needed = place + bytes - heap_.begin;
+  if (views_.empty() || views_.back().bytes() < needed) {
+    const auto size = std::bit_ceil(static_cast<std::uint64_t>(std::max(needed, kSmallestView)));
+    views_.emplace_back(fd_, begin_ + heap_.begin,
+                        std::min(static_cast<std::int64_t>(size), heap_.count));
+  }
+  // The smallest, so that a place has one address for good.
+  const auto view = std::find_if(views_.begin(), views_.end(),
+                                 [&](const Mapping& v) { return v.bytes() >= needed; });
+  return view->data() + (place - heap_.begin);
+}
+
+std::int64_t HeapMap::place_of(const void* data, std::int64_t bytes) const {
+  const auto address = reinterpret_cast<std::uintptr_t>(data);
+  if (address < lowest_.load(std::memory_order_relaxed) ||
+      address >= highest_.load(std::memory_order_relaxed)) {
+    return kNotInWindow;
+  }
+  const std::lock_guard lock(mutex_);
+  const auto after = places_.upper_bound(address);
+  if (after == places_.begin()) return kNotInWindow;
+  const auto& [begin, place] = *std::prev(after);
+  const auto within = static_cast<std::int64_t>(address - begin);
+  return within + bytes <= allocations_.at(place).bytes() ? place + within : kNotInWindow;
+}
+
+Heap::Heap(std::shared_ptr<Window> window, int rank)
+    : window_(std::move(window)), rank_(rank), forks_(current_forks()) {
+  free_[window_->heap_begin()] = window_->slice_bytes() - window_->heap_begin();
+}
+
+std::byte* Heap::allocate(std::int64_t bytes) {
+  PYCOMM_CHECK(bytes >= 0, "bytes must not be negative, got " + std::to_string(bytes));
+  const std::lock_guard lock(mutex_);
+  for (auto range = free_.begin(); range != free_.end(); ++range) {
+    const auto [place, room] = *range;
+    if (room < bytes) continue;  // before rounding, which could overflow
+    const std::int64_t size = round_up(bytes > 0 ? bytes : 1, kPage);
+    if (room < size) continue;
+    std::byte* const data = window_->allocate(rank_, {place, size});
+    free_.erase(range);
+    if (room > size) free_[place + size] = room - size;
+    used_[data] = {place, size};
+    return data;
+  }
+  throw OutOfMemory("the window's heap has no " + std::to_string(bytes) + " bytes left");
+}
+
+void Heap::free(std::byte* data) {
+  if (forks_ != current_forks()) return;  // the memory is the parent's
+  const std::lock_guard lock(mutex_);
+  const auto used = used_.find(data);
+  PYCOMM_CHECK(used != used_.end(), "not an allocation of this heap");
+  auto [place, size] = used->second;
+  used_.erase(used);
+  window_->release(rank_, {place, size});
+  // Joins its neighbours.
+  auto next = free_.lower_bound(place);
+  if (next != free_.end() && next->first == place + size) {
+    size += next->second;
+    next = free_.erase(next);
+  }
+  if (next != free_.begin()) {
+    const auto before = std::prev(next);
+    if (before->first + before->second == place) {
+      before->second += size;
+      return;
+    }
+  }
+  free_[place] = size;
+}
+
+}  // namespace pycomm::cpu

@@ -1,0 +1,101 @@
+"""What groups take of address space, and of memory that others count."""
+
+import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def run(program, *, limit=None):
+    """What a program prints whose address space may grow by so many bytes after its imports."""
+    lines = ["import resource, torch, pycomm"]
+    if limit is not None:
+        lines += [
+            "pages = int(open('/proc/self/statm').read().split()[0])",
+            f"most = pages * resource.getpagesize() + {limit}",
+            "resource.setrlimit(resource.RLIMIT_AS, (most, most))",
+        ]
+    found = subprocess.run(
+        [sys.executable, "-c", "\n".join([*lines, program])],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        cwd=HERE,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"},
+    )
+    assert found.returncode == 0, found.stderr
+    return found.stdout.strip()
+
+
+def test_groups_take_the_address_space_that_they_use():
+    """Sixteen ranks, eight groups, and tensors in the window, where a gigabyte is free."""
+    program = """
+import contextlib
+def body(group):
+    x = group.empty(1 << 18).fill_(group.rank)
+    return pycomm.all_reduce(x, op="sum", group=group)[0].item()
+with contextlib.ExitStack() as stack:
+    worlds = [stack.enter_context(pycomm.LocalWorld(16)) for _ in range(8)]
+    print({total for world in worlds for total in world.run(body)})
+"""
+    assert run(program, limit=1 << 30) == "{120.0}"
+
+
+def test_too_little_address_space_is_an_exception():
+    program = """
+with pycomm.LocalWorld(1) as world:
+    try:
+        world.groups[0].empty(1 << 28)
+    except MemoryError as error:
+        print(error)
+    print(pycomm.all_reduce(world.groups[0].empty(4).fill_(1), group=world.groups[0]))
+"""
+    first, second = run(program, limit=128 << 20).splitlines()
+    assert first.startswith("no address space for 1073741824 bytes of the shared window")
+    assert second == "tensor([1., 1., 1., 1.])"
+
+
+@contextlib.contextmanager
+def control_group(limit):
+    """A control group of this machine's, of so much memory; its processes' file."""
+    name = f"pycomm-test-{os.getpid()}"
+    for parent, file in (
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
+        ("/sys/fs/cgroup", "memory.max"),
+    ):
+        made = Path(parent) / name
+        try:
+            made.mkdir()
+            (made / file).write_text(str(limit))
+        except OSError:
+            with contextlib.suppress(OSError):
+                made.rmdir()
+            continue
+        try:
+            yield made / "cgroup.procs"
+        finally:
+            made.rmdir()
+        return
+    pytest.skip("no control group can be made here")
+
+
+def test_a_control_group_is_asked_before_the_machine():
+    program = """
+import os, sys
+open(sys.stdin.readline().strip(), "w").write(str(os.getpid()))
+with pycomm.LocalWorld(1) as world:
+    world.groups[0].empty(1 << 20)
+    try:
+        world.groups[0].empty(1 << 28)
+    except MemoryError as error:
+        print(error)
+"""
+    with control_group(700 << 20) as processes:
+        said = run(f"import io, sys; sys.stdin = io.StringIO({str(processes)!r})\n{program}")
+    assert said.startswith("the shared window needs 1073741824 bytes, the machine or its control")
