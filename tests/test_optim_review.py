@@ -1,6 +1,7 @@
 """What a hostile reader tried: changed parameters, hooks, stale flags, wrong arguments."""
 
 import copy
+import inspect
 import subprocess
 import sys
 
@@ -319,3 +320,38 @@ def test_a_hook_may_remove_options_from_a_checkpoint():
 
     optimizer.register_state_dict_post_hook(without_seed)
     torch.optim.AdamW([param]).load_state_dict(optimizer.state_dict(format="torch"))
+
+
+def test_a_round_trip_of_a_checkpoint_adds_nothing():
+    param = ones(3)
+    optimizer = optim.FusedAdamW([param])
+    step(optimizer, torch.ones(3))
+    before = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.state_dict()["param_groups"] == before
+    assert copy.deepcopy(optimizer).state_dict()["param_groups"] == before
+
+
+@pytest.mark.parametrize("form", ["pycomm", "torch"])
+def test_capturable_on_the_cpu_stays_out_of_checkpoints(form):
+    """torch.optim asserts that it has a device which can capture."""
+    param = ones(3)
+    optimizer = optim.FusedAdamW([param], capturable=True)
+    step(optimizer, torch.ones(3))
+    theirs = torch.optim.AdamW([param])
+    theirs.load_state_dict(optimizer.state_dict(format=form))
+    step(theirs, torch.ones(3))
+    assert optimizer.param_groups[0]["capturable"]
+
+
+def test_betas_of_two_kinds_are_refused():
+    for kind in (optim.FusedAdam, optim.FusedLAMB, optim.FusedLion, torch.optim.Adam):
+        with pytest.raises(ValueError, match="betas must be"):
+            kind([ones(3)], betas=(torch.tensor(0.9), 0.99))
+    betas = torch.tensor(0.5), torch.tensor(0.25)
+    assert optim.FusedAdam([ones(3)], betas=betas).defaults["betas"] == (0.5, 0.25)
+
+
+def test_the_scaler_has_torchs_defaults():
+    ours, theirs = (inspect.signature(s) for s in (optim.GradScaler, torch.amp.GradScaler))
+    assert ours == theirs

@@ -40,7 +40,7 @@ def test_storms(case, storm, max_norm):
     """What is skipped never happened: the same trajectory as without those steps."""
     params, calm = parameters(case.dtype), parameters(case.dtype)
     optimizer, other = (case.make(p, max_norm=max_norm) for p in (params, calm))
-    scaler = optim.GradScaler(init_scale=256.0, growth_interval=1000)
+    scaler = optim.GradScaler("cpu", init_scale=256.0, growth_interval=1000)
     scaler.scale(torch.zeros(()))
     for step in range(14):
         grads = gradients(params, step)

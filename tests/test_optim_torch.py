@@ -109,7 +109,7 @@ def test_scalers(scaler_class, early):
 
 def test_our_scaler_serves_other_optimizers_and_reads_gradients_only():
     param = torch.nn.Parameter(torch.ones(5000))
-    scaler = optim.GradScaler(init_scale=1024.0)
+    scaler = optim.GradScaler("cpu", init_scale=1024.0)
     fused, plain = optim.FusedSGD([param], lr=0.1), torch.optim.SGD([param], lr=0.1)
     for optimizer in (fused, plain):
         param.grad = None

@@ -116,6 +116,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         self._take_edits()
         state_dict = super().state_dict()
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            if saved.get("capturable") and all(param.is_cpu for param in group["params"]):
+                saved["capturable"] = False  # which is all that torch.optim takes on the CPU
         if format == "pycomm":
             return state_dict
         if format != "torch":
@@ -170,6 +173,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         groups = getattr(self, "param_groups", ())
         own = [{key: group[key] for key in _options.DEFAULTS} for group in groups]
         super().__setstate__(state)
+        self.defaults.pop("differentiable", None)  # torch's own steps look for it
         for number, group in enumerate(self.param_groups):
             if own:
                 group.update(own[number])

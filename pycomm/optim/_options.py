@@ -22,7 +22,8 @@ class Options(TypedDict, total=False):
     Attributes:
         master_weights: for 16-bit parameters. ``"fp32"`` keeps fp32 weights beside them,
             ``"remainder"`` the 16 bits that a bf16 parameter lacks, which is as exact. By default
-            None: the parameters are all there is.
+            None: the parameters are all there is. An fp32 parameter has nothing beside it, until
+            the model becomes a 16-bit one.
         states: ``"fp32"`` (the default), ``"bf16"``, ``"fp16"`` (of second moments the square
             roots) or ``"8bit"`` (blocks of 256; tensors below 4,096 elements keep fp32).
         stochastic_rounding: of bf16 parameters without master weights. Second moments in less than
@@ -82,7 +83,10 @@ def check_rates(lr: float | torch.Tensor, **rates: float) -> None:
 
 def check_betas(betas: Iterable[float | torch.Tensor]) -> tuple[float, float]:
     """The two as floats."""
-    first, second = (float(beta) for beta in betas)
+    given = tuple(betas)
+    if len({isinstance(beta, torch.Tensor) for beta in given}) > 1:
+        raise ValueError(f"betas must be two numbers or two tensors, got {given}")
+    first, second = map(float, given)
     for beta in (first, second):
         if not 0 <= beta < 1:
             raise ValueError(f"betas must be at least 0 and below 1, got {(first, second)}")

@@ -15,16 +15,8 @@ class GradScaler(torch.amp.GradScaler):
 
     torch's own reads and writes every gradient before a step, to look for infinities. A fused
     optimizer looks while it measures the norm for clipping, and unscales as it steps. Everything
-    else, other optimizers too, is as in torch.
-
-    Args:
-        device: where the scale lies.
-        options: torch's, by place.
-        more: torch's, by name.
+    else, arguments and other optimizers too, is as in torch.
     """
-
-    def __init__(self, device: str = "cpu", *options: Any, **more: Any) -> None:
-        super().__init__(device, *options, **more)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """See :meth:`torch.amp.GradScaler.step`."""
