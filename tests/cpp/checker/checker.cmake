@@ -1,34 +1,65 @@
-# The algorithms of core/ on the executor that decides all interleavings (checker/comm.h): once as they
-# are, and once for each mutant of core/, which it has to refuse.
+# What decides for all interleavings: test_checker for the algorithms of core/ (checker/comm.h), and
+# test_interleavings for what the CPU does when an operation fails. Each also meets mutants of the code
+# that it checks, and has to refuse them.
 set(CHECKER ${CMAKE_CURRENT_LIST_DIR})
-add_library(checker STATIC ${CHECKER}/../test_checker.cpp ${CHECKER}/comm.cpp ${CHECKER}/fibers.cpp
+add_library(checker OBJECT ${CHECKER}/../test_checker.cpp ${CHECKER}/comm.cpp ${CHECKER}/fibers.cpp
   ${CHECKER}/link.cpp ${CHECKER}/memory.cpp ${CHECKER}/symbols.cpp ${CHECKER}/world.cpp)
 target_include_directories(checker PUBLIC csrc tests/cpp)
-
 add_executable(test_checker ${CHECKER}/algorithms.cpp)
 target_link_libraries(test_checker PRIVATE checker)
 add_test(NAME checker COMMAND test_checker)
 
-# A mutant is a copy of one header in which some text, which must be there, is another one. Only what
-# includes the header is compiled for it, and without optimisation.
-function(add_mutant name header old new)
-  set(original ${PROJECT_SOURCE_DIR}/csrc/core/${header})
+# The calls that ThreadSanitizer puts in go to checker/atomics.cpp.
+add_library(interleavings OBJECT ${CHECKER}/../test_interleavings.cpp ${CHECKER}/atomics.cpp
+  ${CHECKER}/fibers.cpp)
+target_include_directories(interleavings PUBLIC tests/cpp)
+target_link_libraries(interleavings PUBLIC pycomm_cpu)
+add_library(observed_group OBJECT csrc/cpu/group.cpp)
+add_library(observed_comm OBJECT csrc/cpu/comm.cpp)
+foreach(library observed_group observed_comm)
+  target_compile_options(${library} PRIVATE -fsanitize=thread)
+  target_link_libraries(${library} PRIVATE pycomm_cpu)
+endforeach()
+add_executable(test_interleavings)
+target_link_libraries(test_interleavings PRIVATE interleavings observed_group observed_comm)
+add_test(NAME interleavings COMMAND test_interleavings)
+
+# A copy of a file in which some text, which must be there, is another one; it lies in `to`.
+function(mutate file to old new)
+  set(original ${PROJECT_SOURCE_DIR}/csrc/${file})
   file(READ ${original} text)
   string(FIND "${text}" "${old}" place)
   if(place EQUAL -1)
-    message(FATAL_ERROR "csrc/core/${header} has no text for the mutant ${name}:\n${old}")
+    message(FATAL_ERROR "csrc/${file} has no text for the mutant ${to}:\n${old}")
   endif()
   string(REPLACE "${old}" "${new}" text "${text}")
-  set(copy ${PROJECT_BINARY_DIR}/mutants/${name})
-  file(GENERATE OUTPUT ${copy}/core/${header} CONTENT "${text}")
+  file(GENERATE OUTPUT ${to}/${file} CONTENT "${text}")
   set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${original})
+endfunction()
 
+function(expect_failure target)
+  target_compile_options(${target} PRIVATE -O0 -g0 -w)
+  add_test(NAME ${target} COMMAND ${target})
+  set_tests_properties(${target} PROPERTIES PASS_REGULAR_EXPRESSION "FAILED" TIMEOUT 60)
+endfunction()
+
+# Only the code that includes the header is compiled anew.
+function(add_mutant name header old new)
+  set(copy ${PROJECT_BINARY_DIR}/mutants/${name})
+  mutate(core/${header} ${copy} "${old}" "${new}")
   add_executable(mutant_${name} ${CHECKER}/algorithms.cpp)
   target_include_directories(mutant_${name} BEFORE PRIVATE ${copy})
-  target_compile_options(mutant_${name} PRIVATE -O0 -g0 -w)
   target_link_libraries(mutant_${name} PRIVATE checker)
-  add_test(NAME mutant_${name} COMMAND mutant_${name})
-  set_tests_properties(mutant_${name} PROPERTIES PASS_REGULAR_EXPRESSION "FAILED" TIMEOUT 60)
+  expect_failure(mutant_${name})
+endfunction()
+
+function(add_comm_mutant name old new)
+  set(copy ${PROJECT_BINARY_DIR}/mutants/${name})
+  mutate(cpu/comm.cpp ${copy} "${old}" "${new}")
+  add_executable(mutant_${name} ${copy}/cpu/comm.cpp)
+  target_link_libraries(mutant_${name} PRIVATE interleavings observed_group)
+  expect_failure(mutant_${name})
+  target_compile_options(mutant_${name} PRIVATE -fsanitize=thread)
 endfunction()
 
 include(${CHECKER}/mutants.cmake)

@@ -1,15 +1,42 @@
 #include "checker/fibers.h"
 
+#include <cxxabi.h>
+
 #include <cstdint>
+#include <random>
+#include <utility>
 
 #include "checker/clock.h"
 
 namespace pycomm::checker {
 namespace {
 
-constexpr std::size_t kStack = 256 << 10;
+constexpr std::size_t kStack = 112 << 10;
+
+// What the C++ runtime keeps for a thread, but each fiber has to have for itself.
+struct Exceptions {
+  void* caught;
+  unsigned thrown;
+};
+Exceptions& exceptions() { return *reinterpret_cast<Exceptions*>(abi::__cxa_get_globals()); }
+
+Fibers::Choice choice_of(unsigned seed) {
+  if (seed != 0) {
+    return [random = std::mt19937(seed)](const auto& ready, std::size_t) mutable {
+      return ready[random() % ready.size()];
+    };
+  }
+  return [](const auto& ready, std::size_t current) {
+    for (const std::size_t i : ready) {
+      if (i >= current) return i;
+    }
+    return ready[0];
+  };
+}
 
 }  // namespace
+
+Fibers::Fibers(unsigned seed) : Fibers(choice_of(seed)) {}
 
 // makecontext() passes on nothing but ints.
 void Fibers::enter(unsigned high, unsigned low) {
@@ -21,60 +48,53 @@ void Fibers::live() {
   Fiber& fiber = fibers_[current_];
   try {
     body_(static_cast<int>(current_));
-  } catch (const Abandoned&) {
   } catch (...) {
     fiber.error = std::current_exception();
   }
   fiber.done = true;
-  swapcontext(&fiber.context, &scheduler_);
+  leave(fiber);
 }
+
+void Fibers::leave(Fiber& fiber) { swapcontext(&fiber.context, &scheduler_); }
 
 void Fibers::run(int count, std::function<void(int)> body) {
   body_ = std::move(body);
   fibers_ = std::vector<Fiber>(static_cast<std::size_t>(count));
   const std::uint64_t address = reinterpret_cast<std::uintptr_t>(this);
   for (Fiber& fiber : fibers_) {
-    fiber.stack = std::make_unique<std::byte[]>(kStack);
+    fiber.stack = std::make_unique_for_overwrite<std::byte[]>(kStack);
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = fiber.stack.get();
     fiber.context.uc_stack.ss_size = kStack;
     makecontext(&fiber.context, reinterpret_cast<void (*)()>(&Fibers::enter), 2,
                 static_cast<unsigned>(address >> 32), static_cast<unsigned>(address));
   }
-  while (Fiber* const next = choose()) {
+  while (Fiber* const next = next_ != nullptr ? std::exchange(next_, nullptr) : choose()) {
     resume(*next);
-    if (!next->error) continue;
-    abandon_all();
-    std::rethrow_exception(next->error);
+    if (next->error) std::rethrow_exception(next->error);
   }
   const std::string who_waits = stuck();
-  if (who_waits.empty()) return;
-  abandon_all();
-  throw Violation("all wait for each other:" + who_waits);
+  if (!who_waits.empty()) throw Violation("all wait for each other:" + who_waits);
 }
 
 // One that can go on, or null.
 Fibers::Fiber* Fibers::choose() {
-  const std::size_t start = seed_ == 0 ? current_ : random_() % fibers_.size();
+  ready_.clear();
   for (std::size_t i = 0; i < fibers_.size(); ++i) {
-    Fiber& fiber = fibers_[(start + i) % fibers_.size()];
-    if (!fiber.done && (!fiber.condition || fiber.condition())) return &fiber;
+    const Fiber& fiber = fibers_[i];
+    if (!fiber.done && (!fiber.condition || fiber.condition())) ready_.push_back(i);
   }
-  return nullptr;
+  return ready_.empty() ? nullptr : &fibers_[choice_(ready_, current_)];
 }
 
 void Fibers::resume(Fiber& fiber) {
   current_ = static_cast<std::size_t>(&fiber - fibers_.data());
   fiber.condition = nullptr;
+  const Exceptions mine = std::exchange(exceptions(), {fiber.caught, fiber.thrown});
   swapcontext(&scheduler_, &fiber.context);
-}
-
-// Lets all end that have not, so that nothing stays on their stacks.
-void Fibers::abandon_all() {
-  abandoning_ = true;
-  for (Fiber& fiber : fibers_) {
-    if (!fiber.done) resume(fiber);
-  }
+  fiber.caught = exceptions().caught;
+  fiber.thrown = exceptions().thrown;
+  exceptions() = mine;
 }
 
 std::string Fibers::stuck() const {
@@ -86,20 +106,19 @@ std::string Fibers::stuck() const {
 }
 
 void Fibers::wait_until(std::function<bool()> condition, std::function<std::string()> what) {
+  if (condition()) return;
   Fiber& fiber = fibers_[current_];
-  if (!abandoning_ && condition()) return;
-  if (!abandoning_) {
-    fiber.condition = std::move(condition);
-    fiber.what = std::move(what);
-    swapcontext(&fiber.context, &scheduler_);
-  }
-  if (abandoning_) throw Abandoned();
+  fiber.condition = std::move(condition);
+  fiber.what = std::move(what);
+  leave(fiber);
 }
 
 void Fibers::pause() {
   Fiber& fiber = fibers_[current_];
-  if (!abandoning_ && seed_ != 0) swapcontext(&fiber.context, &scheduler_);
-  if (abandoning_) throw Abandoned();
+  Fiber* const next = choose();
+  if (next == &fiber) return;
+  next_ = next;
+  leave(fiber);
 }
 
 }  // namespace pycomm::checker

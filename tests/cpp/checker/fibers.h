@@ -1,5 +1,6 @@
-// Ranks as fibers of one thread. One of them runs until it has to wait; then another one does. Which
-// one, is decided by a seed alone, so every run can be repeated.
+// Ranks as fibers of one thread. One of them runs until it has to wait; then another one does. Who is
+// next is decided by a seed alone, or by whoever looks for all possibilities, so every run can be
+// repeated.
 #pragma once
 
 #include <ucontext.h>
@@ -7,7 +8,6 @@
 #include <exception>
 #include <functional>
 #include <memory>
-#include <random>
 #include <string>
 #include <vector>
 
@@ -15,17 +15,23 @@ namespace pycomm::checker {
 
 class Fibers {
  public:
-  // Seed 0: in order, and each as far as it gets.
-  explicit Fibers(unsigned seed) : seed_(seed), random_(seed) {}
+  // Which of the fibers that can go on is next. `current` has run last; it may be one of them.
+  using Choice =
+      std::function<std::size_t(const std::vector<std::size_t>& ready, std::size_t current)>;
+  explicit Fibers(Choice choice) : choice_(std::move(choice)) {}
+  // Seed 0: in order, and each as far as it gets. Other seeds: at random.
+  explicit Fibers(unsigned seed);
 
   // Runs body(0), ..., body(count - 1) to their ends; rethrows the first exception. It is a Violation
-  // if all that are left wait for each other.
+  // if all that are left wait for each other. After an exception the others never end.
   void run(int count, std::function<void(int)> body);
 
   // Called by a fiber: returns once `condition` holds. `what`: what it waits for, in messages.
   void wait_until(std::function<bool()> condition, std::function<std::string()> what);
   // Called by a fiber where another one may come in between.
   void pause();
+  // Which fiber runs.
+  std::size_t current() const { return current_; }
 
  private:
   struct Fiber {
@@ -35,23 +41,23 @@ class Fibers {
     std::function<std::string()> what;
     std::exception_ptr error;
     bool done = false;
+    void* caught = nullptr;  // exceptions that it handles, and how many are on their way
+    unsigned thrown = 0;
   };
-  struct Abandoned {};
-
   static void enter(unsigned high, unsigned low);
   void live();
   Fiber* choose();
   void resume(Fiber& fiber);
-  void abandon_all();
+  void leave(Fiber& fiber);
   std::string stuck() const;
 
-  const unsigned seed_;
-  std::mt19937 random_;
+  const Choice choice_;
   std::function<void(int)> body_;
   std::vector<Fiber> fibers_;
+  std::vector<std::size_t> ready_;
   std::size_t current_ = 0;
+  Fiber* next_ = nullptr;  // chosen by the one before
   ucontext_t scheduler_;
-  bool abandoning_ = false;
 };
 
 }  // namespace pycomm::checker

@@ -1,4 +1,4 @@
-# add_mutant(name header old new)
+# add_mutant(name header old new), of a header of core/
 
 # A wait less.
 add_mutant(ring_returns_while_it_is_read ring.h "if (direct) comm.wait(right, kUp, signalled);" "")
@@ -6,18 +6,12 @@ add_mutant(packets_without_meeting packet.h "comm.meet();" "")
 add_mutant(reduce_scatter_returns_while_it_is_read two_shot.h "comm.wait_all(kReduced, 1);" "")
 add_mutant(tree_returns_while_it_is_read tree.h
   "first.wait_children(first.down_slot(), first.pieces.count());" "")
-add_mutant(broadcast_returns_while_it_is_read broadcast.h
-  "if (direct && is_root) comm.wait_all(kReduced, tiles.count());" "")
 add_mutant(exchange_adds_what_has_not_come between.h "link.wait(staged[t % kTilesUnderWay]);" "")
 
 # A step off.
 add_mutant(ring_waits_for_the_step_before ring.h "signalled + 1 - tile.pieces" "signalled - tile.pieces")
 add_mutant(two_shot_waits_for_the_stage_before two_shot.h "comm.wait_all(kStaged, t + 1);"
   "comm.wait_all(kStaged, t);")
-add_mutant(two_shot_waits_for_the_result_before two_shot.h "comm.wait_all(kReduced, t);"
-  "comm.wait_all(kReduced, t - 1);")
-add_mutant(tree_waits_for_the_piece_before tree.h "comm.wait(node.parent, down_slot(), k + 1);"
-  "comm.wait(node.parent, down_slot(), k);")
 add_mutant(broadcast_root_does_not_wait_long_enough broadcast.h
   "comm.wait_all(kReduced, t - kStagingSlots + 1);" "comm.wait_all(kReduced, t - kStagingSlots);")
 
@@ -38,8 +32,7 @@ add_mutant(two_shot_signals_early two_shot.h "detail::reduce_owned(comm, chunks,
       comm.signal(kReduced);" "comm.signal(kReduced);
       detail::reduce_owned(comm, chunks, t, true);")
 
-# A wrong neighbour or place.
-add_mutant(ring_turns_round ring.h "(comm.rank() - s + 2 * n) % n" "(comm.rank() + s) % n")
+# A wrong child or place.
 add_mutant(tree_loses_a_child layout.h "if (v + step < n) return v + step;"
   "if (v + step < n - 1) return v + step;")
 add_mutant(parts_overlap layout.h "(index < longer ? index : longer)) * unit"
@@ -49,3 +42,10 @@ add_mutant(scales_lie_on_payload coded.h "place.data + kStagingSlots * slot * pa
   "place.data + slot * payload")
 add_mutant(coded_slots_overflow coded.h "piece * ranks > slot" "piece * (ranks - 1) > slot")
 add_mutant(result_lies_on_a_list topk.h "return list(ranks);" "return list(ranks - 1);")
+
+# add_comm_mutant(name old new), of cpu/comm.cpp: how it ends operations that fail.
+add_comm_mutant(enters_too_weakly "in_peers_heaps.exchange(1);"
+  "in_peers_heaps.store(1, std::memory_order_release);")
+add_comm_mutant(does_not_retreat "if (!exposed_) return;" "return;")
+add_comm_mutant(last_reason_stays "abort.compare_exchange_strong(none, word);"
+  "abort.exchange(word + none);")
