@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 import torch
@@ -13,9 +14,10 @@ def as_tensor(argument: str, value: Any, *, written: bool) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         return value
     if not hasattr(value, "__dlpack__"):
+        number = isinstance(value, numbers.Number)
         raise TypeError(
             f"{argument} must be a torch.Tensor or an array with __dlpack__, "
-            f"got {type(value).__name__}"
+            f"got {type(value).__name__}" + (f": pass torch.tensor({value})" if number else "")
         )
     if any(stride < 0 for stride in getattr(value, "strides", None) or ()):
         raise ValueError(f"{argument} must not have negative strides, which torch lacks")

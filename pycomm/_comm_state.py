@@ -15,6 +15,7 @@ from torch.futures import Future
 
 from pycomm._exchange import Plan, Recipe, dense_wire_bytes, make_plan, run_on_stream, run_on_worker
 from pycomm._flights import Flight, Flights
+from pycomm._given import check_group
 from pycomm._host_staging import StandIn, fetch
 from pycomm._parameters import Exclude, Parameters, dense_strides, same_places
 from pycomm._residuals import FORMAT, residuals_for
@@ -408,8 +409,7 @@ def _check_options(
             f"compressor must be pycomm.Int8(), TopK(...), Cast(), Identity() or None, "
             f"got {compressor!r}"
         )
-    if group is not None and not isinstance(group, Group):
-        raise TypeError(f"group must be a pycomm.Group, got {group!r}")
+    check_group(group)
     if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):
         raise TypeError(f"grad_scaler must be a torch.amp.GradScaler, got {grad_scaler!r}")
     check_whole("warmup_steps", warmup_steps)

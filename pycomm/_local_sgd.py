@@ -397,4 +397,4 @@ def _check_options(
     if warmup_steps < 0:
         raise ValueError(f"warmup_steps must not be negative, got {warmup_steps}")
     if inner_group is not None and not isinstance(inner_group, Group):
-        raise TypeError(f"inner_group must be a pycomm.Group, got {inner_group!r}")
+        raise TypeError(f"inner_group must be a pycomm.Group or None, got {inner_group!r}")

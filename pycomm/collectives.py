@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.autograd.graph import increment_version
 
 from pycomm import _C
+from pycomm._arguments import reduction
+from pycomm._arrays import as_tensor
 from pycomm._dtypes import ALGORITHMS, COLLECTIVES, OPS, check_choice, check_dtype
+from pycomm._given import given_group
 from pycomm._host_staging import StandIn, fetch
 from pycomm._labels import COMPARES_SITES, label_of
 from pycomm._tensors import check_blocks, check_disjoint, check_like, check_tensor, check_written
-from pycomm.group import default_group
+from pycomm.group import Group
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from pycomm.group import Group
 
 
 class Work:
@@ -85,10 +87,10 @@ class _Orphans:
 
 
 def all_reduce(
-    tensor: torch.Tensor,
+    tensor: Any,
     op: str = "sum",
     *,
-    out: torch.Tensor | None = None,
+    out: Any | None = None,
     algorithm: str = "auto",
     deterministic: bool = False,
     group: Group | None = None,
@@ -99,9 +101,11 @@ def all_reduce(
 
     Args:
         tensor: any shape and strides, on the CPU or, enqueued on the current stream, CUDA; float64,
-            float32, float16, bfloat16, int64, int32 or uint8. Overwritten unless `out` is given.
-            16-bit floats accumulate in fp32; integers wrap.
-        op: ``"sum"``, ``"avg"`` (integers truncate), ``"min"``, ``"max"`` (NaN wins) or ``"prod"``.
+            float32, float16, bfloat16, int64, int32 or uint8; or an array of NumPy, CuPy or another
+            library that speaks DLPack. Overwritten unless `out` is given. 16-bit floats accumulate
+            in fp32; integers wrap.
+        op: ``"sum"``, ``"avg"`` (integers truncate), ``"min"``, ``"max"`` (NaN wins) or ``"prod"``,
+            or torch.distributed's ``ReduceOp`` of that meaning.
         out: takes the result; like `tensor` in shape and dtype, and disjoint from it.
         algorithm: ``"auto"``, ``"one_shot"``, ``"two_shot"``, ``"ring"`` or ``"tree"``
             (docs/algorithms.md). The shot algorithms add in rank order and round once.
@@ -113,17 +117,17 @@ def all_reduce(
             also compare the file and line of the call.
 
     Returns:
-        The tensor with the result, or a :class:`Work`.
+        What was passed as `out` or `tensor`, or a :class:`Work`.
 
     Raises:
         ValueError, TypeError: an argument is not as described.
         pycomm.CollectiveError: one of its kinds; see :mod:`pycomm.errors`.
         pycomm.GroupUnusable: the group is closed, has failed, or was inherited by a fork.
     """
-    if group is None:
-        group = default_group()
+    if type(group) is not Group:
+        group = given_group(group)
     if op not in OPS or algorithm not in ALGORITHMS:
-        check_choice("op", op, OPS)
+        op = reduction(op, OPS)
         check_choice("algorithm", algorithm, ALGORITHMS)
     if deterministic and algorithm in ("ring", "tree"):
         raise ValueError(
@@ -137,29 +141,31 @@ def all_reduce(
         and _C.all_reduce(group._handle, tensor, OPS[op], ALGORITHMS[algorithm])
     ):
         return tensor
-    (check_tensor if out is not None else check_written)("tensor", tensor)
-    result = tensor
+    source = as_tensor("tensor", tensor, written=out is None)
+    (check_tensor if out is not None else check_written)("tensor", source)
+    result = source
     if out is not None:
-        check_written("out", out)
-        check_like("out", out, "tensor", tensor)
-        check_disjoint("out", out, "tensor", tensor)
-        result = out
-    return _launch(
+        result = as_tensor("out", out, written=True)
+        check_written("out", result)
+        check_like("out", result, "tensor", source)
+        check_disjoint("out", result, "tensor", source)
+    work = _launch(
         group,
         "all_reduce",
-        tensor,
+        source,
         result,
-        tensor,
+        source,
         op,
         label=label_of(tag),
         algorithm=algorithm,
         async_op=async_op,
     )
+    return work if async_op else tensor if out is None else out
 
 
 def reduce_scatter(
-    output: torch.Tensor,
-    input: torch.Tensor,  # noqa: A002 - torch.distributed's name
+    output: Any,
+    input: Any,  # noqa: A002 - torch.distributed's name
     op: str = "sum",
     *,
     group: Group | None = None,
@@ -179,21 +185,20 @@ def reduce_scatter(
     Returns:
         `output`, or a :class:`Work`. Raises as :func:`all_reduce` does.
     """
-    group = group if group is not None else default_group()
-    check_choice("op", op, OPS)
-    check_written("output", output)
-    check_tensor("input", input)
-    check_blocks("input", input, "output", output, group.size)
-    check_disjoint("output", output, "input", input)
+    group = given_group(group)
+    op = reduction(op, OPS)
+    source, result = _source_and_result(output, input)
+    check_blocks("input", source, "output", result, group.size)
     label = label_of(tag)
-    return _launch(
-        group, "reduce_scatter", input, output, output, op, label=label, async_op=async_op
+    work = _launch(
+        group, "reduce_scatter", source, result, result, op, label=label, async_op=async_op
     )
+    return work if async_op else output
 
 
 def all_gather(
-    output: torch.Tensor,
-    input: torch.Tensor,  # noqa: A002 - torch.distributed's name
+    output: Any,
+    input: Any,  # noqa: A002 - torch.distributed's name
     *,
     group: Group | None = None,
     async_op: bool = False,
@@ -211,17 +216,16 @@ def all_gather(
     Returns:
         `output`, or a :class:`Work`. Raises as :func:`all_reduce` does.
     """
-    group = group if group is not None else default_group()
-    check_written("output", output)
-    check_tensor("input", input)
-    check_blocks("output", output, "input", input, group.size)
-    check_disjoint("output", output, "input", input)
+    group = given_group(group)
+    source, result = _source_and_result(output, input)
+    check_blocks("output", result, "input", source, group.size)
     label = label_of(tag)
-    return _launch(group, "all_gather", input, output, input, label=label, async_op=async_op)
+    work = _launch(group, "all_gather", source, result, source, label=label, async_op=async_op)
+    return work if async_op else output
 
 
 def broadcast(
-    tensor: torch.Tensor,
+    tensor: Any,
     src: int = 0,
     *,
     group: Group | None = None,
@@ -240,27 +244,37 @@ def broadcast(
     Returns:
         `tensor`, or a :class:`Work`. Raises as :func:`all_reduce` does.
     """
-    group = group if group is not None else default_group()
-    check_written("tensor", tensor)
-    if not 0 <= src < group.size:
-        raise ValueError(f"src must be a rank from 0 to {group.size - 1}, got {src}")
+    group = given_group(group)
+    data = as_tensor("tensor", tensor, written=True)
+    check_written("tensor", data)
+    if not isinstance(src, numbers.Integral) or not 0 <= src < group.size:
+        raise ValueError(f"src must be a rank from 0 to {group.size - 1}, got {src!r}")
     label = label_of(tag)
-    return _launch(
-        group, "broadcast", tensor, tensor, tensor, label=label, root=src, async_op=async_op
-    )
+    work = _launch(group, "broadcast", data, data, data, label=label, root=src, async_op=async_op)
+    return work if async_op else tensor
 
 
 def barrier(
     *, group: Group | None = None, async_op: bool = False, tag: int | str | None = None
 ) -> Work | None:
     """Returns when every rank of the group has called it. Raises as :func:`all_reduce` does."""
-    group = group if group is not None else default_group()
+    group = given_group(group)
     kind = (COLLECTIVES["barrier"], ALGORITHMS["one_shot"], 0, 0, 0, 0, 0, 0)
     arguments = (*kind, None, label_of(tag))
     if async_op:
         return Work(group._core.submit(*arguments), (), _nothing)
     group._core.run(*arguments)
     return None
+
+
+def _source_and_result(output: Any, given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tensors of two arguments, which do not overlap."""
+    result = as_tensor("output", output, written=True)
+    source = as_tensor("input", given, written=False)
+    check_written("output", result)
+    check_tensor("input", source)
+    check_disjoint("output", result, "input", source)
+    return source, result
 
 
 def _launch(

@@ -9,9 +9,11 @@ import torch
 from torch.autograd.graph import increment_version
 
 from pycomm import _C
+from pycomm._arguments import reduction
 from pycomm._arrays import as_tensor
 from pycomm._cuda import NonfiniteFlag
 from pycomm._dtypes import ALGORITHMS, DTYPES, OPS
+from pycomm._given import given_group
 from pycomm._host_staging import StandIn, fetch
 from pycomm._labels import label_of
 from pycomm._tensors import check_disjoint, check_like, check_tensor, check_written
@@ -24,7 +26,6 @@ from pycomm.compression import (
     check_step,
 )
 from pycomm.errors import NonFinite
-from pycomm.group import default_group
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,7 +66,7 @@ def compressed_all_reduce(
             ``pycomm.Identity()``. All ranks must pass equal ones.
         residual: float32, contiguous, of the tensor's shape; zeros at first. On all ranks or none.
         velocity: the same, where the compressor has momentum, and only there.
-        op: ``"avg"`` or ``"sum"``.
+        op: ``"avg"`` or ``"sum"``, or ``ReduceOp.AVG`` or ``SUM`` of torch.distributed.
         out: takes the result; like `tensor` in shape and dtype, and disjoint from it.
         algorithm: ``"auto"`` (two-shot, whatever the size), ``"two_shot"``, ``"ring"`` or
             ``"tree"`` (not with top-k). What each may be off by: docs/algorithms.md.
@@ -91,8 +92,9 @@ def compressed_all_reduce(
         Otherwise as :func:`pycomm.all_reduce`. After a :class:`pycomm.CollectiveError`, `residual`
         and `velocity` are undefined, as the result is: copy them before if you need them after.
     """
-    group = group if group is not None else default_group()
-    _check_options(compressor, op, algorithm, step, offset)
+    group = given_group(group)
+    op = reduction(op, _OPS)
+    _check_options(compressor, algorithm, step, offset)
     source = as_tensor("tensor", tensor, written=out is None)
     (check_written if out is None else check_tensor)("tensor", source)
     check_compressible("tensor", source)
@@ -232,13 +234,11 @@ class _StreamWork(Work):
         return self._flag is None or self._flag.event.query()  # type: ignore[no-untyped-call]
 
 
-def _check_options(compressor: Compressor, op: str, algorithm: str, step: int, offset: int) -> None:
+def _check_options(compressor: Compressor, algorithm: str, step: int, offset: int) -> None:
     if not isinstance(compressor, Compressor):
         raise TypeError(
             f"compressor must be pycomm.Int8(), TopK(...), Cast() or Identity(), got {compressor!r}"
         )
-    if op not in _OPS:
-        raise ValueError(f"op must be one of {', '.join(_OPS)}, got {op!r}")
     if algorithm not in _ALGORITHMS:
         raise ValueError(f"algorithm must be one of {', '.join(_ALGORITHMS)}, got {algorithm!r}")
     if isinstance(compressor, TopK) and algorithm not in ("auto", "two_shot"):

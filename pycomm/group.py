@@ -19,6 +19,13 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from pycomm import _C
+from pycomm._arguments import (
+    check_is_rank,
+    check_process_group,
+    not_set_up,
+    process_group_of,
+    seconds,
+)
 from pycomm._cuda import DEFAULT_MAX_BLOCKS, CudaSide, join_processes
 from pycomm._dtypes import check_dtype
 from pycomm._hosts import Machines, connect
@@ -27,6 +34,8 @@ from pycomm._rendezvous import Deadline, WindowMaker, join, meet
 
 if TYPE_CHECKING:
     from types import TracebackType
+
+    from torch.distributed.device_mesh import DeviceMesh
 
 DEFAULT_TIMEOUT = 300.0
 DEFAULT_STAGING_BYTES = 2 << 20
@@ -279,6 +288,14 @@ def _still_busy(groups: list[Group]) -> list[Group]:
     return groups
 
 
+def _is_open(group: Group) -> bool:
+    try:
+        group._core.check_usable()
+    except Exception:
+        return False
+    return True
+
+
 def _no_cuda(device: torch.device) -> CudaSide:
     raise ValueError(f"the group must be open to take tensors, it is closed: got one on {device}")
 
@@ -288,8 +305,8 @@ _default_lock = threading.Lock()
 
 
 def init(
-    group: dist.ProcessGroup | None = None,
-    timeout: float = DEFAULT_TIMEOUT,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    timeout: float | timedelta | None = DEFAULT_TIMEOUT,
     *,
     staging_bytes: int = DEFAULT_STAGING_BYTES,
     max_blocks: int = DEFAULT_MAX_BLOCKS,
@@ -305,10 +322,10 @@ def init(
     up yet, it is, from torchrun's environment, with Gloo.
 
     Args:
-        group: a torch.distributed process group; by default the default one. Its Store serves as
-            the rendezvous.
-        timeout: seconds that a rank may leave the others waiting, here and in every operation.
-            Ranks may differ in it: the least patient one ends the operation for all.
+        group: a torch.distributed process group, or a DeviceMesh of one dimension; by default the
+            default group. Its Store serves as the rendezvous.
+        timeout: seconds, or a timedelta, that a rank may leave the others waiting, here and in
+            every operation. Ranks may differ in it: the least patient one ends it for all.
         staging_bytes: shared memory per rank for tensors that do not lie in the window. The same on
             every rank.
         max_blocks: the most blocks of threads that an operation may take from a GPU.
@@ -321,16 +338,15 @@ def init(
         pycomm.Timeout: a rank did not come in time.
     """
     global _default
-    if timeout <= 0:
-        raise ValueError(f"timeout must be positive, got {timeout}")
+    timeout = seconds(timeout, DEFAULT_TIMEOUT)
+    check_process_group(group)
+    if group is None:
+        check_is_rank()
     if not dist.is_initialized():
         if "MASTER_ADDR" not in os.environ:
-            raise ValueError(
-                "torch.distributed is not set up, and torchrun's environment is absent: start with "
-                "torchrun, call torch.distributed.init_process_group, or use pycomm.LocalWorld"
-            )
+            raise not_set_up(in_threads=any(map(_is_open, list(_by_name.values()))))
         _init_torch_distributed(Deadline(timeout), timedelta(seconds=timeout))
-    process_group = group if group is not None else dist.group.WORLD
+    process_group = process_group_of(group)
     rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
     if rank < 0:
         raise ValueError("group must contain this process")
@@ -404,4 +420,6 @@ def default_group() -> Group:
 def set_default_group(group: Group | None) -> None:
     """Replaces the default group; None makes the next use make a new one."""
     global _default
+    if not (group is None or isinstance(group, Group)):
+        raise TypeError(f"group must be a pycomm.Group or None, got {group!r}")
     _default = group

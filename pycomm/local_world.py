@@ -8,9 +8,11 @@ import itertools
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from pycomm import _C
+from pycomm._arguments import seconds
 from pycomm._cuda import DEFAULT_MAX_BLOCKS, LocalDevices
 from pycomm._hosts import Machines
 from pycomm.group import DEFAULT_STAGING_BYTES, DEFAULT_TIMEOUT, Group, slice_bytes
@@ -29,7 +31,7 @@ class LocalWorld:
 
     Args:
         size: how many ranks.
-        timeout: seconds that a rank may leave the others waiting.
+        timeout: seconds, or a timedelta, that a rank may leave the others waiting.
         staging_bytes: shared memory per rank for tensors that do not lie in the window.
         max_blocks: the most blocks of threads that a rank's operation may take from a GPU.
         hosts: how many ranks are on each of several imagined machines; by default there is one. The
@@ -42,7 +44,7 @@ class LocalWorld:
     def __init__(
         self,
         size: int,
-        timeout: float = DEFAULT_TIMEOUT,
+        timeout: float | timedelta | None = DEFAULT_TIMEOUT,
         *,
         staging_bytes: int = DEFAULT_STAGING_BYTES,
         max_blocks: int = DEFAULT_MAX_BLOCKS,
@@ -52,8 +54,7 @@ class LocalWorld:
     ) -> None:
         if size < 1:
             raise ValueError(f"size must be at least 1, got {size}")
-        if timeout <= 0:
-            raise ValueError(f"timeout must be positive, got {timeout}")
+        timeout = seconds(timeout, DEFAULT_TIMEOUT)
         hosts = (size,) if hosts is None else tuple(hosts)
         if any(count < 1 for count in hosts) or sum(hosts) != size:
             raise ValueError(f"hosts must be positive and make up size, {size}, got {list(hosts)}")

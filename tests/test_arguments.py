@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import pycomm
 
@@ -53,27 +54,65 @@ BAD_CALLS = {
     "a list": (
         lambda g: pycomm.all_reduce([1.0], group=g),
         TypeError,
-        "tensor must be a torch.Tensor, got list",
+        "tensor must be a torch.Tensor or an array with __dlpack__, got list",
     ),
     "None": (
         lambda g: pycomm.broadcast(None, group=g),
         TypeError,
-        "tensor must be a torch.Tensor, got NoneType",
+        "tensor must be a torch.Tensor or an array with __dlpack__, got NoneType",
     ),
-    "an array as out": (
-        lambda g: pycomm.all_reduce(X, out=X.numpy(), group=g),
+    "a number": (
+        lambda g: pycomm.all_reduce(3.0, group=g),
         TypeError,
-        "out must be a torch.Tensor, got ndarray",
+        "tensor must be a torch.Tensor or an array with __dlpack__, got float: pass "
+        "torch.tensor(3.0)",
+    ),
+    "a reduction of torch's": (
+        lambda g: pycomm.all_reduce(X, dist.ReduceOp.BAND, group=g),
+        ValueError,
+        "op must be one of sum, avg, min, max, prod, or torch.distributed's ReduceOp of that "
+        "meaning, got <RedOpType.BAND",
+    ),
+    "a reduction that is not compressed": (
+        lambda g: pycomm.compressed_all_reduce(X, pycomm.Int8(), op=dist.ReduceOp.MAX, group=g),
+        ValueError,
+        "op must be one of avg, sum, or torch.distributed's ReduceOp of that meaning, got",
+    ),
+    "a name as src": (
+        lambda g: pycomm.broadcast(X, "0", group=g),
+        ValueError,
+        ", got '0'",
+    ),
+    "a name as group": (
+        lambda _: pycomm.barrier(group="world"),
+        TypeError,
+        "group must be a pycomm.Group or None, got 'world'",
+    ),
+    "a name as group of the call that takes the short way": (
+        lambda _: pycomm.all_reduce(X, group="world"),
+        TypeError,
+        "group must be a pycomm.Group or None, got 'world'",
+    ),
+    "a default group": (
+        lambda _: pycomm.set_default_group(3),
+        TypeError,
+        "group must be a pycomm.Group or None, got 3",
+    ),
+    "a forgotten group": (
+        lambda _: pycomm.all_reduce(X),
+        ValueError,
+        "group must be given by the ranks of a pycomm.LocalWorld, which have no default group: "
+        "pass the one that LocalWorld.run gave to this rank",
     ),
     "an int as output": (
         lambda g: pycomm.all_gather(3, X, group=g),
         TypeError,
-        "output must be a torch.Tensor, got int",
+        "output must be a torch.Tensor or an array with __dlpack__, got int",
     ),
     "an int as input": (
         lambda g: pycomm.all_gather(X, 3, group=g),
         TypeError,
-        "input must be a torch.Tensor, got int",
+        "input must be a torch.Tensor or an array with __dlpack__, got int",
     ),
     "requires grad": (
         lambda g: pycomm.all_reduce(torch.ones(3, requires_grad=True), group=g),

@@ -47,7 +47,7 @@ def test_bad_values(options, message):
     [
         ({"module": "linear"}, "module must be a torch.nn.Module, got str"),
         ({"compression": "int8"}, "compressor must be"),
-        ({"group": "world"}, "group must be a pycomm.Group, got 'world'"),
+        ({"group": "world"}, "group must be a pycomm.Group or None, got 'world'"),
         ({"exclude": "bias"}, "exclude must be a function"),
         ({"grad_scaler": 2.0}, "grad_scaler must be a torch.amp.GradScaler, got 2.0"),
     ],

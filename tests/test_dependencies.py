@@ -58,11 +58,12 @@ def test_core_includes_only_the_standard_library():
 # From the lowest layer up; a module imports only what comes before it.
 PYTHON_LAYERS = [
     {"_C"},
-    {"errors", "_labels", "_graphs", "_prefixes"},
+    {"errors", "_labels", "_graphs", "_prefixes", "_arguments"},
     {"_dtypes", "_arrays", "_zeros", "_hosts", "_host_staging"},
     {"_tensors"},
     {"ops", "_plan", "_rendezvous", "_cuda", "compression"},
     {"group", "_names"},
+    {"_given"},
     {"collectives", "local_world"},
     {"compressed", "_parameters", "_residuals", "_members", "_promise", "_weighing", "_reports"},
     {"compressed_ops", "_exchange", "_flat"},

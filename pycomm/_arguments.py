@@ -1,0 +1,97 @@
+"""Arguments as users of torch.distributed write them: groups, timeouts, reductions."""
+
+from __future__ import annotations
+
+import multiprocessing
+import numbers
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils.data import get_worker_info
+
+_MOST_SECONDS = 10**9
+_TORCH_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.AVG,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "prod": dist.ReduceOp.PRODUCT,
+}
+
+
+def seconds(timeout: object, default: float) -> float:
+    """A timeout: seconds, a timedelta, or None for the default."""
+    if timeout is None:
+        return default
+    value = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        raise TypeError(
+            f"timeout must be seconds, a datetime.timedelta or None for {default:g} s, "
+            f"got {timeout!r}"
+        )
+    found = float(value)
+    if not found > 0:
+        raise ValueError(f"timeout must be positive, got {timeout}")
+    if found > _MOST_SECONDS:
+        raise ValueError(f"timeout must be at most {_MOST_SECONDS} s, got {timeout}")
+    return found
+
+
+def check_process_group(group: object) -> None:
+    """Refuses what is not a torch.distributed group, a DeviceMesh of one dimension, or None."""
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("group must contain this process")
+    dimensions = getattr(group, "ndim", 1) if hasattr(group, "get_group") else 1
+    if dimensions != 1:
+        raise ValueError(
+            f"group must be a DeviceMesh of one dimension, got {group!r}: pass mesh[name], or "
+            "mesh.get_group(name)"
+        )
+    if not (group is None or hasattr(group, "get_group") or isinstance(group, dist.ProcessGroup)):
+        number = isinstance(group, numbers.Real)
+        raise TypeError(
+            "group must be a torch.distributed process group, a DeviceMesh of one dimension or "
+            f"None, got {group!r}" + (f": pass timeout={group}" if number else "")
+        )
+
+
+def process_group_of(group: Any) -> Any:
+    """The process group that is meant; torch.distributed must be set up."""
+    if hasattr(group, "get_group"):
+        return group.get_group()
+    return group if group is not None else dist.group.WORLD
+
+
+def not_set_up(in_threads: bool) -> ValueError:
+    """There is no default group; `in_threads`: because ranks are threads, as groups exist."""
+    if in_threads:
+        return ValueError(
+            "group must be given by the ranks of a pycomm.LocalWorld, which have no default group: "
+            "pass the one that LocalWorld.run gave to this rank"
+        )
+    return ValueError(
+        "torch.distributed is not set up, and torchrun's environment is absent: start with "
+        "torchrun, call torch.distributed.init_process_group, or use pycomm.LocalWorld"
+    )
+
+
+def reduction(op: object, allowed: Iterable[str]) -> str:
+    """Pycomm's name of a reduction, or of torch.distributed's ReduceOp."""
+    for name in allowed:
+        if op == (name if isinstance(op, str) else _TORCH_OPS[name]):
+            return name
+    torchs = "" if isinstance(op, str) else " or torch.distributed's ReduceOp of that meaning,"
+    raise ValueError(f"op must be one of {', '.join(allowed)},{torchs} got {op!r}")
+
+
+def check_is_rank() -> None:
+    """Refuses to make a rank of a worker of a DataLoader, which inherits torchrun's environment."""
+    importing = getattr(multiprocessing.current_process(), "_inheriting", False)
+    if importing or get_worker_info() is not None:
+        raise RuntimeError(
+            "this process is a child of a rank, such as a worker of a DataLoader, and no rank "
+            "itself: it must not make or use groups. Scripts that start such processes make theirs "
+            "under `if __name__ == '__main__':`"
+        )

@@ -1,0 +1,22 @@
+"""The argument `group` of operations."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from pycomm.group import Group, default_group
+
+
+def given_group(group: Group | None) -> Group:
+    """The group that is meant."""
+    check_group(group)
+    return group if group is not None else default_group()
+
+
+def check_group(group: object) -> None:
+    """Refuses what is not a pycomm.Group, or None for the default one."""
+    if group is None or isinstance(group, Group):
+        return
+    torchs = isinstance(group, dist.ProcessGroup) or hasattr(group, "get_group")
+    hint = ": make one of it, once, with pycomm.init(group)" if torchs else ""
+    raise TypeError(f"group must be a pycomm.Group or None, got {group!r}{hint}")
