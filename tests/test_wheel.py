@@ -1,6 +1,8 @@
 """The wheel: builds, installs into an environment of its own, and works away from the sources."""
 
 import os
+import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -9,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import setuptools
 
 # One worker builds it for all.
 pytestmark = pytest.mark.xdist_group("wheel")
@@ -62,6 +65,24 @@ def wheel(tmp_path_factory):
     return built
 
 
+@pytest.mark.parametrize("strict", [None, "1"])
+def test_warnings_are_errors_only_in_the_gate(monkeypatch, strict):
+    """Whoever builds with a newer compiler may see warnings that nobody has seen yet."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("PYCOMM_CUDA", "0")
+    monkeypatch.delenv("PYCOMM_STRICT", raising=False)
+    if strict is not None:
+        monkeypatch.setenv("PYCOMM_STRICT", strict)
+    given = {}
+    monkeypatch.setattr(setuptools, "setup", given.update)
+    runpy.run_path("setup.py")
+    (extension,) = given["ext_modules"]
+    flags = extension.extra_compile_args
+    assert {"-Wall", "-Wextra"} <= set(flags)
+    assert ("-Werror" in flags) == (strict == "1")
+    assert "export PYCOMM_STRICT=1" in (ROOT / ".ci" / "run").read_text()
+
+
 def test_contents(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "pycomm").rglob("*.py")}
@@ -69,7 +90,20 @@ def test_contents(wheel):
     assert sum(name.startswith("pycomm/_C.") and name.endswith(".so") for name in names) == 1
     assert "pycomm/py.typed" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
-    assert {name.split("/")[0].split("-")[0] for name in names} == {"pycomm"}
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"pycomm", "torch_pycomm"}
+
+
+def test_name(wheel):
+    """The name pycomm belongs to another project on the package index."""
+    assert wheel.name.startswith("torch_pycomm-")
+    for path in sources_that_name_it():
+        for extra in re.findall(r"pip install [^\n]*?([\w.-]+)\[", path.read_text()):
+            assert extra in ("torch-pycomm", "."), path
+
+
+def sources_that_name_it():
+    found = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")]
+    return [*found, *ROOT.glob("pycomm/**/*.py"), *ROOT.glob("examples/*.py")]
 
 
 def test_works_in_an_environment_of_its_own(wheel, tmp_path):
