@@ -455,6 +455,16 @@ def test_table():
     ]  # fmt: skip
 
 
+def test_what_top_k_costs_is_said():
+    """Where it is chosen, beside what 8 bits would take."""
+    slow, fast = ask(rate=1e8), ask(rate=1e13)
+    said = ["\n".join(table.advice(q, advice.choose(q))) for q in (slow, fast)]
+    assert "a loss\n6 % higher with Adam" in said[0]
+    int8 = table.human_figure(1e3 * slow.step("stripes", "int8").seconds)
+    assert f"With int8, {int8} ms a step, no difference could be found." in said[0]
+    assert "Adam" not in said[1]
+
+
 def test_what_others_do_better_is_said():
     """Each of many machines sends to each: a tree does with fewer messages."""
     cost = imagined(link__message=100.0)
