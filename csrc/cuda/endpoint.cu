@@ -18,11 +18,17 @@ namespace {
 
 cudaStream_t stream_of(std::uintptr_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
 
+// A rank that is alone has no neighbours.
+Algorithm algorithm_of(const Launch& launch) {
+  const Algorithm algorithm = launch.ranks[0].operation.algorithm;
+  const bool has_neighbours = algorithm == Algorithm::ring || algorithm == Algorithm::tree;
+  return has_neighbours && launch.layout.ranks == 1 ? Algorithm::two_shot : algorithm;
+}
+
 void launch_collective(const Launch& launch, cudaStream_t stream) {
-  const Operation& operation = launch.ranks[0].operation;
-  switch (operation.collective) {
+  switch (launch.ranks[0].operation.collective) {
     case Collective::all_reduce:
-      switch (operation.algorithm) {
+      switch (algorithm_of(launch)) {
         case Algorithm::automatic:  // resolved before
         case Algorithm::one_shot:
           return launch_one_shot(launch, stream);
@@ -64,12 +70,8 @@ void launch_compressed(const CodedLaunch& launch, cudaStream_t stream) {
   keep_before(launch, stream);
   if (operation.codec.kind == CodecKind::topk) return launch_topk_exchange(launch, stream);
   if (launch.compressions[0].feedback.residual != nullptr) launch_outlook(launch, stream);
-  if (launch.layout.ranks > 1 && operation.algorithm == Algorithm::ring) {
-    return launch_coded_ring(launch, stream);
-  }
-  if (launch.layout.ranks > 1 && operation.algorithm == Algorithm::tree) {
-    return launch_coded_tree(launch, stream);
-  }
+  if (algorithm_of(launch) == Algorithm::ring) return launch_coded_ring(launch, stream);
+  if (algorithm_of(launch) == Algorithm::tree) return launch_coded_tree(launch, stream);
   launch_coded_two_shot(launch, stream);
 }
 

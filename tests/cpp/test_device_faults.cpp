@@ -64,6 +64,9 @@ void the_last_look_counts(int n, const Operation& operation) {
     PYCOMM_CHECK(endpoint->failure().reason == Reason::none, "nobody has aborted the group");
     endpoint->set_abort(kAbort);
   }
+  for (const auto& y : ranks.y) {
+    PYCOMM_CHECK(y[0] == static_cast<float>(n), describe(operation) + " must add up");
+  }
   ranks.launch_together(operation);
   for (const auto& endpoint : ranks.world.endpoints) fails_as_aborted(*endpoint, operation);
 }
