@@ -5,7 +5,7 @@
 // the step. That a step means the same on every rank rests on one rule: in an operation every rank
 // signals each slot equally often.
 //
-// The concept that the algorithms are templates of (cpu/comm.h and cuda/comm.cuh implement it):
+// The concept that the algorithms are templates of (Comm in cpu/, cuda/ and tests/cpp/checker/):
 //
 //   int rank(), size()          who I am, how many we are
 //   int64 count(), line()       elements of this operation; elements in a cache line

@@ -1,6 +1,6 @@
-# What decides for all interleavings: test_checker for the algorithms of core/ (checker/comm.h), and
-# test_interleavings for what the CPU does when an operation fails. Each also meets mutants of the code
-# that it checks, and has to refuse them.
+# What looks at all interleavings: test_checker for the algorithms of core/ (checker/comm.h),
+# test_interleavings for what the CPU does when an operation fails, test_close for close(). Each also
+# meets mutants of the code that it checks, and has to refuse them.
 set(CHECKER ${CMAKE_CURRENT_LIST_DIR})
 add_library(checker OBJECT ${CHECKER}/../test_checker.cpp ${CHECKER}/comm.cpp ${CHECKER}/fibers.cpp
   ${CHECKER}/link.cpp ${CHECKER}/memory.cpp ${CHECKER}/symbols.cpp ${CHECKER}/world.cpp)
@@ -10,19 +10,20 @@ target_link_libraries(test_checker PRIVATE checker)
 add_test(NAME checker COMMAND test_checker)
 
 # The calls that ThreadSanitizer puts in go to checker/atomics.cpp.
-add_library(interleavings OBJECT ${CHECKER}/../test_interleavings.cpp ${CHECKER}/atomics.cpp
-  ${CHECKER}/fibers.cpp)
-target_include_directories(interleavings PUBLIC tests/cpp)
-target_link_libraries(interleavings PUBLIC pycomm_cpu)
-add_library(observed_group OBJECT csrc/cpu/group.cpp)
-add_library(observed_comm OBJECT csrc/cpu/comm.cpp)
-foreach(library observed_group observed_comm)
-  target_compile_options(${library} PRIVATE -fsanitize=thread)
-  target_link_libraries(${library} PRIVATE pycomm_cpu)
+add_library(scheduler OBJECT ${CHECKER}/atomics.cpp ${CHECKER}/fibers.cpp)
+target_include_directories(scheduler PUBLIC tests/cpp)
+foreach(source group comm)
+  add_library(observed_${source} OBJECT csrc/cpu/${source}.cpp)
+  target_compile_options(observed_${source} PRIVATE -fsanitize=thread)
+  target_link_libraries(observed_${source} PRIVATE pycomm_cpu)
 endforeach()
-add_executable(test_interleavings)
-target_link_libraries(test_interleavings PRIVATE interleavings observed_group observed_comm)
-add_test(NAME interleavings COMMAND test_interleavings)
+foreach(test interleavings close)
+  add_library(${test} OBJECT ${CHECKER}/../test_${test}.cpp)
+  target_link_libraries(${test} PUBLIC scheduler pycomm_cpu)
+  add_executable(test_${test})
+  target_link_libraries(test_${test} PRIVATE ${test} scheduler observed_group observed_comm)
+  add_test(NAME ${test} COMMAND test_${test})
+endforeach()
 
 # A copy of a file in which some text, which must be there, is another one; it lies in `to`.
 function(mutate file to old new)
@@ -53,11 +54,14 @@ function(add_mutant name header old new)
   expect_failure(mutant_${name})
 endfunction()
 
-function(add_comm_mutant name old new)
+# Of cpu/${source}.cpp, for test_${test}.
+function(add_cpu_mutant name source test old new)
   set(copy ${PROJECT_BINARY_DIR}/mutants/${name})
-  mutate(cpu/comm.cpp ${copy} "${old}" "${new}")
-  add_executable(mutant_${name} ${copy}/cpu/comm.cpp)
-  target_link_libraries(mutant_${name} PRIVATE interleavings observed_group)
+  mutate(cpu/${source}.cpp ${copy} "${old}" "${new}")
+  set(others observed_group observed_comm)
+  list(REMOVE_ITEM others observed_${source})
+  add_executable(mutant_${name} ${copy}/cpu/${source}.cpp)
+  target_link_libraries(mutant_${name} PRIVATE ${test} scheduler ${others})
   expect_failure(mutant_${name})
   target_compile_options(mutant_${name} PRIVATE -fsanitize=thread)
 endfunction()

@@ -43,9 +43,11 @@ add_mutant(scales_lie_on_payload coded.h "place.data + kStagingSlots * slot * pa
 add_mutant(coded_slots_overflow coded.h "piece * ranks > slot" "piece * (ranks - 1) > slot")
 add_mutant(result_lies_on_a_list topk.h "return list(ranks);" "return list(ranks - 1);")
 
-# add_comm_mutant(name old new), of cpu/comm.cpp: how it ends operations that fail.
-add_comm_mutant(enters_too_weakly "in_peers_heaps.exchange(1);"
+# add_cpu_mutant(name source test old new), of cpu/: how operations that fail end, and how groups do.
+add_cpu_mutant(enters_too_weakly comm interleavings "in_peers_heaps.exchange(1);"
   "in_peers_heaps.store(1, std::memory_order_release);")
-add_comm_mutant(does_not_retreat "if (!exposed_) return;" "return;")
-add_comm_mutant(last_reason_stays "abort.compare_exchange_strong(none, word);"
+add_cpu_mutant(does_not_retreat comm interleavings "if (!exposed_) return;" "return;")
+add_cpu_mutant(last_reason_stays comm interleavings "abort.compare_exchange_strong(none, word);"
   "abort.exchange(word + none);")
+add_cpu_mutant(takes_work_when_closed group close
+  "if (closed_) check_usable();  // nobody would join" "// nobody would join")
