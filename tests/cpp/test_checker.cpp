@@ -94,11 +94,11 @@ Step striped_step(std::mt19937& random) {
   return step;
 }
 
-void plain(int ranks, const Layout& layout) {
+void plain(int ranks, const Layout& layout, unsigned order = 0) {
   std::mt19937 random(static_cast<unsigned>(ranks));
   std::vector<Step> steps;
   for (int i = 0; i < 60; ++i) steps.push_back(plain_step(ranks, random));
-  World(ranks, layout).run(steps);
+  World(ranks, layout, order).run(steps);
 }
 
 // Compressed operations among others.
@@ -198,6 +198,7 @@ int main() {
     tests.push_back({"mixed with compressed ones", [=] { mixed(n, kLikeCuda); }});
     tests.push_back({"mixed, with large staging", [=] { mixed(n, kLarge); }});
   }
+  tests.push_back({"ranks in another order", [] { plain(4, kSmall, 1); }});
   for (int n = 2; n <= 4; ++n) {
     tests.push_back({"a failure in every wait", [=] { failures(n); }});
     tests.push_back({"without retreat", [=] { failures_without_retreat(n); }});

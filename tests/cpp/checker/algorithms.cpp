@@ -55,11 +55,17 @@ void run_on_node(Comm& comm, const Operation& operation, const Buffers& buffers,
 
 void run_stripes(Comm& comm, const Operation& operation, const Buffers& buffers) {
   const Cycles cycles{2 * kOwnedElements, comm.size()};
-  const CyclicStripes<Comm> stripes{comm, cycles, first_element(operation), false};
-  comm.begin(phase_of(operation), buffers.input, buffers.output);
-  reduce_scatter(comm, stripes);
+  const std::int64_t first = first_element(operation);
+  const CyclicStripes<Comm> packed{comm, cycles, first, true}, spread{comm, cycles, first, false};
+  comm.begin(phase_of(operation), buffers.input, buffers.scratch);
+  reduce_scatter(comm, packed);
   comm.begin_phase(phase_of(operation), buffers.output, buffers.output);
-  all_gather(comm, stripes);
+  for (std::int64_t t = 0; t < packed.tiles().count(); ++t) {
+    const Chunk mine = packed(t, comm.rank());
+    comm.copy(comm.at(comm.output(), mine.input),
+              comm.at({buffers.scratch, comm.rank()}, mine.output), mine.count);
+  }
+  all_gather(comm, spread);
   comm.finish();
 }
 
@@ -81,7 +87,7 @@ void run_between_nodes(Comm& comm, Link* link, int stripes, const Operation& ope
       const Range part = part_of(mine.count, link->size(), m, comm.line());
       owned.push_back({mine.begin + part.begin, part.count});
     }
-    ExchangePart part(comm, *link, buffers.parcels, std::move(owned));
+    ExchangePart part(comm, *link, buffers.scratch, std::move(owned));
     exchange(*link, part);
   }
   if (comm.size() > 1) {

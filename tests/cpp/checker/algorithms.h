@@ -12,7 +12,7 @@ struct Buffers {
   std::byte* input;
   std::byte* output;
   std::byte* areas[2];  // top-k: for lists, in the window
-  std::byte* parcels;   // between nodes
+  std::byte* scratch;   // for a packed stripe, and for parcels between nodes
 };
 
 // How many bytes these have to have.
@@ -21,7 +21,7 @@ std::int64_t parcel_buffer_bytes(const Operation& operation, int nodes);
 
 // `fail_at`: the wait in which this rank fails, or Comm::kNeverFails.
 void run_on_node(Comm& comm, const Operation& operation, const Buffers& buffers, int fail_at);
-// The halves of two-shot with stripes that take turns, one after the other.
+// The halves of two-shot with stripes that take turns; in between, each rank has its own without gaps.
 void run_stripes(Comm& comm, const Operation& operation, const Buffers& buffers);
 // All-reduce in three phases, as cpu/hosts.h has them. `link`: null if this rank carries no stripe.
 void run_between_nodes(Comm& comm, Link* link, int stripes, const Operation& operation,

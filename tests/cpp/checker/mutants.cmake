@@ -38,6 +38,7 @@ add_mutant(tree_loses_a_child layout.h "if (v + step < n) return v + step;"
 add_mutant(parts_overlap layout.h "(index < longer ? index : longer)) * unit"
   "(index < longer ? index : longer - 1)) * unit")
 add_mutant(stripes_share_a_slot stripes.h "owner * piece(), rest" "0, rest")
+add_mutant(packed_stripe_has_gaps stripes.h "turn > s ? length" "turn >= s ? length")
 add_mutant(scales_lie_on_payload coded.h "place.data + kStagingSlots * slot * payload"
   "place.data + slot * payload")
 add_mutant(coded_slots_overflow coded.h "piece * ranks > slot" "piece * (ranks - 1) > slot")

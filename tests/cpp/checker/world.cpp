@@ -71,13 +71,11 @@ void World::add_links(const std::vector<int>& nodes) {
 }
 
 void World::make_tensors(const std::vector<Step>& steps) {
-  std::int64_t tensor = 1, parcels = 1;
+  std::int64_t tensor = 1, scratch = 1;
   for (const Step& step : steps) {
     tensor = std::max(tensor, input_bytes(step.operation, size()));
     tensor = std::max(tensor, output_bytes(step.operation, size()));
-    if (stripes_ > 0) {
-      parcels = std::max(parcels, parcel_buffer_bytes(step.operation, size()));
-    }
+    scratch = std::max({scratch, tensor, parcel_buffer_bytes(step.operation, size())});
   }
   for (int r = 0; r < size(); ++r) {
     Rank& mine = rank(r);
@@ -93,7 +91,7 @@ void World::make_tensors(const std::vector<Step>& steps) {
                    add("output in the window", tensor, true)};
     mine.own = {add("input", tensor, false), add("output", tensor, false)};
     for (std::byte*& area : mine.areas) area = add("lists", lists, true);
-    mine.parcels = memory_.add(mine.thread->name + "'s parcels", mine.thread->index, parcels, true);
+    mine.scratch = add("scratch", scratch, true);
   }
 }
 
@@ -104,7 +102,7 @@ Buffers World::buffers(int r, const Step& step) {
   return {tensors.input,
           step.in_place ? tensors.input : tensors.output,
           {mine.areas[0], mine.areas[1]},
-          mine.parcels};
+          mine.scratch};
 }
 
 // What the user does before an operation.

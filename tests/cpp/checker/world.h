@@ -50,7 +50,7 @@ class World {
     std::unique_ptr<Link> link;
     Tensors window, own;
     std::byte* areas[2];
-    std::byte* parcels;
+    std::byte* scratch;
   };
   struct Result {
     bool succeeded = false;
