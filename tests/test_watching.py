@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import time
 from pathlib import Path
@@ -113,3 +114,19 @@ def test_a_rank_that_becomes_another_program_has_died(tmp_path, hosts):
         outcomes += ranks.wait_for([0], 10)
         pid = ranks.pids[1]
     assert [outcome.value for outcome in outcomes] == [(1, pid)] * 2
+
+
+def test_a_long_wait_sleeps(world):
+    """Who waits leaves the cores to those who work, and is woken when they are done."""
+
+    def body(group):
+        if group.rank == 0:
+            time.sleep(1)
+        before = resource.getrusage(resource.RUSAGE_THREAD)
+        pycomm.barrier(group=group)
+        after = resource.getrusage(resource.RUSAGE_THREAD)
+        return after.ru_nvcsw - before.ru_nvcsw
+
+    for group_size in (3, 9):  # with a core for each, or without
+        _, *naps = world(group_size).run(body)
+        assert all(1 <= count < 1000 for count in naps)

@@ -14,11 +14,13 @@ namespace pycomm::cpu {
 namespace {
 
 // How a wait spends its time: a few polls (none where ranks share cores: the peer needs this one),
-// then polls with the core offered to others, and naps once the peer is clearly busy with something
-// else.
+// then polls with the core offered to others, and sleep once the peer is clearly busy with something
+// else. Where ranks share cores that is sooner: those that work would wait for those that poll.
 constexpr int kSpins = 20;
 constexpr auto kYieldFor = std::chrono::milliseconds(2);
+constexpr auto kYieldBriefly = std::chrono::microseconds(100);
 constexpr auto kNap = std::chrono::microseconds(20);
+constexpr auto kLongestSleep = std::chrono::milliseconds(10);
 constexpr auto kLookEvery = std::chrono::milliseconds(1);
 constexpr auto kInterruptEvery = std::chrono::milliseconds(50);
 // How long the ranks of several machines may take to agree whom they blame.
@@ -56,6 +58,7 @@ Comm::Comm(std::shared_ptr<Window> window, std::shared_ptr<const Liveness> peers
       timeout_(timeout),
       slot_bytes_(window_->half_bytes() / kStagingSlots / kLine * kLine),
       spins_(size <= cores ? kSpins : 0),
+      yield_for_(size <= cores ? Clock::duration(kYieldFor) : kYieldBriefly),
       sequence_(first_epoch),
       ordinal_(first_epoch),
       first_epoch_(first_epoch),
@@ -125,6 +128,7 @@ void Comm::publish() {
   if (operation_.details != 0) details(rank_) = *details_;
   stream_fence();
   epoch_of(announced).store(sequence_, std::memory_order_release);
+  wake();
 }
 
 void Comm::meet() {
@@ -289,6 +293,7 @@ void Comm::put_packets(int r, Place from) {
     std::memcpy(&data, from.data + done, static_cast<std::size_t>(n));
     packets[done / 4].store(make_packet(data, sequence_), std::memory_order_relaxed);
   }
+  wake();
   traffic_.bytes_out += 2 * round_up(bytes, 4);
 }
 
@@ -327,6 +332,7 @@ void Comm::wait_long(const std::atomic<Word>& word, std::uint32_t target, int r,
   const Clock::time_point start = Clock::now();
   Clock::time_point look_at = start + kLookEvery, interrupt_at = start + kInterruptEvery;
   WaitingTime waited(start);
+  Clock::duration sleep = kNap;
   std::uint32_t beats_seen = beats();
   while (!has_come(word, target)) {
     check_aborted();
@@ -346,13 +352,30 @@ void Comm::wait_long(const std::atomic<Word>& word, std::uint32_t target, int r,
       interrupt_();
       interrupt_at = now + kInterruptEvery;
     }
-    if (now - start < kYieldFor) {
+    if (now - start < yield_for_) {
       sched_yield();
     } else {
-      std::this_thread::sleep_for(kNap);
+      sleep = std::min<Clock::duration>(2 * sleep, kLongestSleep);
+      doze(word, target, sleep);
     }
   }
   mine().waiting.store(0, std::memory_order_release);
+}
+
+template <class Word>
+void Comm::doze(const std::atomic<Word>& word, std::uint32_t target, Clock::duration most) {
+  std::atomic<std::uint32_t>& asleep = window_->control(0).asleep;
+  const std::uint32_t rung = mine().bell.rung();
+  asleep.fetch_add(1);
+  if (!has_come(word, target) && aborted() == 0) mine().bell.sleep(rung, most);
+  asleep.fetch_sub(1);
+}
+
+void Comm::ring(bool everyone) const {
+  for (int r = 0; r < size_; ++r) {
+    const auto waiting = parse_waiting(window_->control(r).waiting.load(), size_);
+    if (waiting && (everyone || waiting->rank == rank_)) window_->control(r).bell.ring();
+  }
 }
 
 // Of any rank: one that has left or died before it had done its part of the operation never will,
@@ -405,6 +428,7 @@ std::uint32_t Comm::beats() const {
 void Comm::abort(std::uint64_t word) {
   std::uint64_t none = 0;
   window_->control(0).abort.compare_exchange_strong(none, word);
+  wake(true);
 }
 
 void Comm::blame_number(int number, const std::string& what) {

@@ -106,6 +106,7 @@ class Comm {
   void signal(Slot slot) {
     stream_fence();
     mine().flags[slot].value.store(++signalled_[slot], std::memory_order_release);
+    wake();
     ++traffic_.steps;
   }
   void signal(int slot) { signal(static_cast<Slot>(slot)); }
@@ -172,7 +173,10 @@ class Comm {
   // What the whole group, of which this machine's ranks may be a part, calls rank r.
   int number(int r) const { return peers_->number(r); }
   // This rank takes part in no further operation.
-  void leave() { mine().left.store(1, std::memory_order_release); }
+  void leave() {
+    mine().left.store(1, std::memory_order_release);
+    wake(true);
+  }
 
   const Traffic& traffic() const { return traffic_; }
   // Bytes moved by an executor on top of this one.
@@ -210,6 +214,15 @@ class Comm {
   void wait_for(const std::atomic<Word>& word, std::uint32_t target, int r, int slot);
   template <class Word>
   void wait_long(const std::atomic<Word>& word, std::uint32_t target, int r, int slot);
+  // Sleeps until somebody wakes this rank, or for so long.
+  template <class Word>
+  void doze(const std::atomic<Word>& word, std::uint32_t target, Clock::duration most);
+  // Wakes the ranks that sleep because they wait for this one, or all. A rank that falls asleep at
+  // this very moment may be missed: that is why none sleeps for long.
+  void wake(bool everyone = false) const {
+    if (window_->control(0).asleep.load(std::memory_order_relaxed) != 0) ring(everyone);
+  }
+  void ring(bool everyone) const;
   void look_for_the_gone();
   bool ended(int r) const { return peers_->ended(r) || replaced(r); }
   bool replaced(int r) const;
@@ -238,6 +251,7 @@ class Comm {
   Clock::duration timeout_;
   std::int64_t slot_bytes_;
   int spins_;
+  Clock::duration yield_for_;
   int looked_at_ = 0;
   std::uint32_t sequence_;
   std::uint32_t ordinal_;

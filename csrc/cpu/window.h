@@ -25,6 +25,7 @@
 #include "core/layout.h"
 #include "core/operation.h"
 #include "core/signal.h"
+#include "cpu/bell.h"
 #include "cpu/heap.h"
 
 namespace pycomm::cpu {
@@ -51,6 +52,8 @@ struct Control {
   alignas(128) Details details[2];  // of the operations announced, as far as they have a hash
   Flag flags[kSlots];
   alignas(128) std::atomic<std::uint64_t> waiting;  // for whom and what, while a wait is long
+  Bell bell;                                        // wakes this rank from it
+  alignas(128) std::atomic<std::uint32_t> asleep;   // so many ranks; rank 0's serves the machine
   alignas(128) std::atomic<std::uint32_t> left;     // no operation will follow
   std::atomic<std::uint32_t> holds;                 // it locks its slice (Window::hold)
   alignas(128) std::atomic<std::uint32_t> beats;    // moves while it waits for another machine
@@ -87,6 +90,8 @@ inline constexpr std::uint64_t kLayout = hash_of({kLayoutVersion,
                                                   offsetof(Control, details),
                                                   offsetof(Control, flags),
                                                   offsetof(Control, waiting),
+                                                  offsetof(Control, bell),
+                                                  offsetof(Control, asleep),
                                                   offsetof(Control, left),
                                                   offsetof(Control, holds),
                                                   offsetof(Control, beats),

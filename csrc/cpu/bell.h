@@ -1,0 +1,39 @@
+// What a rank that has waited for long sleeps on, in memory that processes share.
+#pragma once
+
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <ctime>
+
+namespace pycomm::cpu {
+
+// Zero at first. Only its owner sleeps; everyone may ring.
+class Bell {
+ public:
+  std::uint32_t rung() const { return rung_.load(); }
+  // Returns when it is rung after `rung` was read, at a signal, or after so long.
+  void sleep(std::uint32_t rung, std::chrono::nanoseconds most) {
+    const timespec time{static_cast<time_t>(most.count() / 1'000'000'000),
+                        static_cast<long>(most.count() % 1'000'000'000)};
+    call(FUTEX_WAIT, rung, &time);
+  }
+  void ring() {
+    rung_.fetch_add(1);
+    call(FUTEX_WAKE, 1, nullptr);
+  }
+
+ private:
+  void call(int operation, std::uint32_t value, const timespec* time) {
+    static_assert(sizeof(rung_) == sizeof(std::uint32_t));
+    (void)syscall(SYS_futex, &rung_, operation, value, time, nullptr, 0);
+  }
+
+  std::atomic<std::uint32_t> rung_;
+};
+
+}  // namespace pycomm::cpu
