@@ -127,11 +127,8 @@ class DataParallel(nn.Module):
                 has an argument of that name.
         """
         training = torch.is_grad_enabled()
-        weight = self._next_weight
-        if not self._module_takes_weight:
-            weight = kwargs.pop("weight", weight)
+        weight = None if self._module_takes_weight else kwargs.pop("weight", None)
         if training:
-            self._next_weight = None
             self._prepare(weight)
         outputs = self.module(*args, **kwargs)
         if training and self.require_backward_grad_sync:
@@ -239,6 +236,9 @@ class DataParallel(nn.Module):
     @not_compiled
     def _prepare(self, weight: float | None, active: bool = True) -> bool:
         """Before a forward with gradients, or instead of one; whether any rank still goes on."""
+        if weight is None:
+            weight = self._next_weight
+        self._next_weight = None
         exchange, syncing = self._exchange, self.require_backward_grad_sync
         inside_backward = torch._C._current_graph_task_id() >= 0
         if exchange.promise.open and not inside_backward:

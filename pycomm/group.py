@@ -58,8 +58,8 @@ class Group:
     which they were called, whichever thread calls; all ranks must call the same ones in the same
     order.
 
-    As a context manager it is closed at the end; if an exception ends the block while operations are
-    under way, it is aborted first.
+    As a context manager it is closed at the end; if an exception ends the block while operations
+    are under way, it is aborted first.
 
     Operations that other threads have under way when the interpreter exits have half a second to
     complete; then the group is aborted.
