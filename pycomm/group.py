@@ -206,6 +206,18 @@ class Group:
         """Of this rank's last operation: bytes sent to and received from other machines."""
         return self._core.link_traffic
 
+    def trim(self) -> None:
+        """Gives back memory that operations have left to the next ones of their kind.
+
+        That is what top-k and operations between machines work in on the CPU. It grows to what the
+        largest tensor so far has needed. Waits for operations under way; other ranks need not call
+        it.
+
+        Raises:
+            pycomm.GroupUnusable: the group is closed or has failed.
+        """
+        self._core.trim()
+
     def abort(self) -> None:
         """Makes every rank that is in an operation, or enters one, raise :class:`pycomm.Aborted`.
 

@@ -99,3 +99,34 @@ with pycomm.LocalWorld(1) as world:
     with control_group(700 << 20) as processes:
         said = run(f"import io, sys; sys.stdin = io.StringIO({str(processes)!r})\n{program}")
     assert said.startswith("the shared window needs 1073741824 bytes, the machine or its control")
+
+
+@pytest.mark.parametrize("what", ["reduce_scatter", "top-k", "top-k between machines"])
+def test_memory_between_operations_can_be_given_back(what):
+    program = """
+import re
+def resident():
+    fields = dict(re.findall(r"Rss(Anon|Shmem):\\s*(\\d+)", open("/proc/self/status").read()))
+    return sum(int(kib) for kib in fields.values()) >> 10
+def body(group, x, y):
+    if "top-k" in what:
+        pycomm.compressed_all_reduce(x, pycomm.TopK(0.5), group=group)
+    else:
+        pycomm.reduce_scatter(y, x, op="sum", group=group)
+    pycomm.barrier(group=group)
+    return resident()
+x, y = torch.ones(2, 6 << 20), torch.empty(6 << 20)
+hosts = None if what == "top-k" else [1, 1]
+with pycomm.LocalWorld(2, hosts=hosts) as world:
+    run = lambda: max(world.run(lambda group: body(group, x.clone(), y.clone())))
+    before = resident()
+    grown = run() - before
+    for group in world:
+        group.trim()
+    kept = resident() - before
+    run()
+    print(grown, kept)
+"""
+    grown, kept = map(int, run(f"what = {what!r}\n{program}").split())
+    assert grown > 40
+    assert kept < grown / 4

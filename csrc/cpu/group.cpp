@@ -392,6 +392,13 @@ void Group::rethrow_failure() {
   if (error_) std::rethrow_exception(error_);
 }
 
+void Group::trim() {
+  check_usable();
+  const std::lock_guard lock(running_);
+  if (topk_ != nullptr) topk_->trim(comm_.sequence());
+  if (hosts_ != nullptr) hosts_->trim();
+}
+
 void Group::close(void (*interrupt)()) {
   if (forked()) return;  // the parent's membership is not ours to end
   running_.check_not_mine();

@@ -121,6 +121,8 @@ class Group {
   // Whether this process is a fork of the one that made the group.
   bool forked() const;
 
+  // Gives back the memory that operations leave to the next ones, when none is under way here.
+  void trim();
   // Stops this and every other rank of the group: they raise Aborted, naming this rank.
   void abort();
   // An executor elsewhere has found a reason to stop, or wants to know of one.

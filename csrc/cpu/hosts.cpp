@@ -86,7 +86,7 @@ void Hosts::gather_stripes(const Operation& operation, std::int64_t count, void*
 void Hosts::exchange_plain(const Operation& operation, PlainPart::Work work) {
   if (!carries()) return;
   link_->meet();
-  PlainPart part(*link_, operation, std::move(work), incoming_);
+  PlainPart part(*link_, operation, std::move(work), scratch_.incoming);
   exchange(*link_, part);
 }
 
@@ -123,9 +123,9 @@ void Hosts::reduce_scatter(const Operation& operation, const Call& call) {
   const auto* input = static_cast<const std::byte*>(call.input);
   if (!machines_.in_order()) {
     input = in_machine_order(input, block * element, true,
-                             blocks_.bytes(machines_.world() * block * element));
+                             scratch_.blocks.bytes(machines_.world() * block * element));
   }
-  std::byte* const sums = sums_.bytes(machines_.world() * block * element);
+  std::byte* const sums = scratch_.sums.bytes(machines_.world() * block * element);
   std::vector<Range> owned;
   for (int m = 0; m < machines_.count(); ++m) {
     const std::int64_t begin = segment(m, block), count = machines_.size(m) * block;
@@ -142,7 +142,7 @@ void Hosts::all_gather(const Operation& operation, const Call& call) {
   const std::int64_t block = operation.count, element = size_of(operation.dtype);
   const bool in_order = machines_.in_order();
   std::byte* const all = in_order ? static_cast<std::byte*>(call.output)
-                                  : blocks_.bytes(machines_.world() * block * element);
+                                  : scratch_.blocks.bytes(machines_.world() * block * element);
   std::byte* const here = all + segment(machines_.here, block) * element;
   if (comm_.size() == 1) {
     move(here, call.input, block * element);
@@ -181,6 +181,13 @@ void Hosts::broadcast(const Operation& operation, const Call& call) {
   }
   exchange_plain(operation, {static_cast<std::byte*>(call.output), std::move(owned), false, true});
   if (!from_here) gather_stripes(operation, operation.count, call.output);
+}
+
+void Hosts::trim() {
+  topk_.trim(comm_.sequence());
+  pool_memory_ = {};
+  scratch_ = {};
+  if (carries()) link_->trim();
 }
 
 void Hosts::barrier(const Operation& operation) {
@@ -259,7 +266,8 @@ Outlook Hosts::exchange_coded(const Operation& operation, const Call& call, floa
   CodedComm<Link> coded(*link_, operation, call.feedback, limit,
                         BlocksPart::staging(operation.codec, stretches));
   coded.announce();
-  return exchange_parts(coded, BlocksPart(*link_, coded, operation, stretches, incoming_), pool);
+  return exchange_parts(coded, BlocksPart(*link_, coded, operation, stretches, scratch_.incoming),
+                        pool);
 }
 
 }  // namespace pycomm::cpu

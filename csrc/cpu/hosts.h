@@ -48,6 +48,8 @@ class Hosts {
   void leave() {
     if (link_ != nullptr) link_->leave();
   }
+  // Between operations: gives back the memory that one leaves to the next.
+  void trim();
 
  private:
   bool carries() const { return link_ != nullptr; }
@@ -85,7 +87,9 @@ class Hosts {
   TopkWorkspace topk_;
   std::vector<std::int64_t> list_lengths_;
   PoolMemory pool_memory_;
-  Scratch incoming_, blocks_, sums_;
+  struct {
+    Scratch incoming, blocks, sums;
+  } scratch_;
 };
 
 }  // namespace pycomm::cpu

@@ -98,6 +98,9 @@ class Link {
   std::byte* announced_area(int r, std::int64_t bytes) {
     return areas_[static_cast<std::size_t>(r)].bytes(bytes);
   }
+  void trim() {
+    for (Scratch& area : areas_) area = {};
+  }
   void count_in(std::int64_t) {}  // parcels are counted
   // A machine has sent what cannot be used.
   [[noreturn]] void blame(int machine, const std::string& what) {

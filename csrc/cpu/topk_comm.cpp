@@ -7,16 +7,27 @@
 
 namespace pycomm::cpu {
 
-std::byte* TopkWorkspace::area(std::uint32_t parity, std::int64_t bytes) {
-  std::byte*& area = areas_[parity & 1u];
-  std::int64_t& room = bytes_[parity & 1u];
-  if (area != nullptr && room >= bytes) return area;
-  if (area != nullptr) heap_->free(area);
-  area = nullptr;
-  room = 0;
-  area = heap_->allocate(bytes);
-  room = bytes;
-  return area;
+std::byte* TopkWorkspace::area(std::uint32_t sequence, std::int64_t bytes) {
+  Area& area = areas_[sequence & 1u];
+  if (area.data == nullptr || area.bytes < bytes) {
+    free(area);
+    area = {heap_->allocate(bytes), bytes};
+  }
+  area.used = sequence;
+  return area.data;
+}
+
+void TopkWorkspace::trim(std::uint32_t sequence) {
+  static_cast<TopkBuffers&>(*this) = TopkBuffers();
+  // Who has completed an operation knows that everyone has completed the one before.
+  for (Area& area : areas_) {
+    if (area.used != sequence) free(area);
+  }
+}
+
+void TopkWorkspace::free(Area& area) {
+  if (area.data != nullptr) heap_->free(area.data);
+  area = {};
 }
 
 template <class Base>

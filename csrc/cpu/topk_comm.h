@@ -20,25 +20,35 @@ namespace pycomm::cpu {
 // An output of more bytes than that is written around the caches, which could not hold it.
 inline constexpr std::int64_t kCachedOutput = 8 << 20;
 
-// Memory that a group keeps from one top-k operation to the next. The areas go with the window and
-// not before: a peer may still read them when this rank has left.
-class TopkWorkspace {
- public:
-  explicit TopkWorkspace(std::shared_ptr<Heap> heap) : heap_(std::move(heap)) {}
-
-  // This rank's area for an operation of this parity, of at least so many bytes.
-  std::byte* area(std::uint32_t parity, std::int64_t bytes);
-
+struct TopkBuffers {
   TopkSelection selection;
   std::vector<float> sums;  // all zero between uses
   std::vector<std::byte> chunk;
   std::vector<Entry> list;
   std::vector<std::uint32_t> magnitudes;
+};
+
+// Memory that a group keeps from one top-k operation to the next. Areas that are still there when the
+// group goes stay as long as the window: a peer may still read them when this rank has left.
+class TopkWorkspace : public TopkBuffers {
+ public:
+  explicit TopkWorkspace(std::shared_ptr<Heap> heap) : heap_(std::move(heap)) {}
+
+  // This rank's area for the operation of this number, of at least so many bytes.
+  std::byte* area(std::uint32_t sequence, std::int64_t bytes);
+  // Gives back all that no peer may still read after the operation of this number.
+  void trim(std::uint32_t sequence);
 
  private:
+  struct Area {
+    std::byte* data = nullptr;
+    std::int64_t bytes = 0;
+    std::uint32_t used = 0;  // the number of the last operation
+  };
+  void free(Area& area);
+
   std::shared_ptr<Heap> heap_;
-  std::byte* areas_[2] = {};
-  std::int64_t bytes_[2] = {};
+  Area areas_[2];
 };
 
 // Chunks of the one tile.
