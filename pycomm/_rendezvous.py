@@ -5,7 +5,8 @@ that share a machine, and addresses. The first rank of a machine makes its windo
 file, and hands its descriptor to each peer over an abstract Unix socket, so that nothing ever has a
 name in a file system. Who connects must run as the same user and know the secret that only the
 Store's users can read. Each peer answers whether it could map the window, so that the failure of
-one rank is an error of all ranks, at once.
+one rank is an error of all ranks, at once. From when the ranks know each other every wait looks for
+deaths and failures, too (pycomm/_peers.py).
 """
 
 from __future__ import annotations
@@ -15,19 +16,20 @@ import hashlib
 import json
 import os
 import secrets
+import select
 import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch.distributed.distributed_c10d import PrefixStore
 
 from pycomm._hosts import Machines
-from pycomm.errors import PeerDied, Timeout
+from pycomm._peers import Peers
+from pycomm.errors import PycommError, Timeout
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -37,10 +39,14 @@ if TYPE_CHECKING:
 _NAMESPACES = ("net", "pid", "ipc")
 _FIRST_PATIENCE = 1.0  # seconds until a rank looks whether others have come anew
 _MAPPED = "mapped"
+_MEETING = "meeting"  # the number of the meeting to come, in the Store
+_SLICE = 0.05  # seconds that a wait takes before it looks at other things
+_NAP = 0.005
+_LONGEST_SLICE = 0.2  # if it took longer, this process was stopped meanwhile
 
 
 class Deadline:
-    """Seconds that a rendezvous may still take."""
+    """Seconds that a rendezvous may still take, as far as this process runs."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -50,11 +56,37 @@ class Deadline:
         """Seconds left, never less than a millisecond (zero would mean "do not wait at all")."""
         return max(self._end - time.monotonic(), 1e-3)
 
+    def sees(self, store: Store, key: str) -> bool:
+        """Waits a moment for a key; whether it is there."""
+        with self._slice() as seconds:
+            end = time.monotonic() + seconds
+            while not (there := store.check([key])) and time.monotonic() < end:
+                time.sleep(_NAP)
+            return there
+
+    def readable(self, connection: socket.socket) -> bool:
+        """Waits a moment for a connection or bytes; whether there are any."""
+        with self._slice() as seconds:
+            arrivals = select.poll()
+            arrivals.register(connection, select.POLLIN)
+            return bool(arrivals.poll(1e3 * seconds))
+
+    @contextlib.contextmanager
+    def _slice(self) -> Iterator[float]:
+        """Of a wait; raises TimeoutError if no time is left."""
+        begin = time.monotonic()
+        if begin >= self._end:
+            raise TimeoutError("timed out")
+        yield min(_SLICE, self._end - begin)
+        self._end += max(0, time.monotonic() - begin - _LONGEST_SLICE)
+
     @contextlib.contextmanager
     def guarding(self, what: str) -> Iterator[None]:
         """Turns the transports' own ways of failing into pycomm.Timeout."""
         try:
             yield
+        except PycommError:
+            raise
         except (OSError, RuntimeError) as error:
             raise Timeout(
                 f"rendezvous: {what} did not happen within {self._seconds} s ({error})",
@@ -102,39 +134,70 @@ def meet(
 
     torchrun gives processes that it has restarted the Store of those before them, with all that is
     in it (github.com/pytorch/pytorch/issues/135712). So each rank adds a number of its own to its
-    string, and what has been read counts once all have read the same.
+    string, and what has been read counts once all have read the same. Every meeting has a number,
+    which the Store counts: ranks that have tried unequally often come to the same one.
     """
-    with deadline.guarding("reaching the Store"):
-        store.set(f"member/{rank}", json.dumps([mine, secrets.token_hex(16)]))
+    string, meeting = json.dumps([mine, secrets.token_hex(16)]), -1
     patience, counted = _FIRST_PATIENCE, set()
     while True:
-        members = []
-        for r in range(size):
-            with deadline.guarding(f"rank {r} joining"):
-                members.append(_get(store, f"member/{r}", deadline))
+        with deadline.guarding("reaching the Store"):
+            if (now := _meeting(store)) != meeting:
+                meeting = now
+                store.set(f"{meeting}/member/{rank}", string)
+        members = _members(store, meeting, size, deadline)
+        if len(members) < size:
+            continue  # those have met without this rank's new life
         name = hashlib.sha256("".join(members).encode()).hexdigest()
         with deadline.guarding("every rank joining"):
             if name not in counted and store.add(f"{name}/readers", 1) == size:
                 store.set(f"{name}/agreed", "")
             counted.add(name)
-            left = deadline.left()
-            try:
-                store.wait([f"{name}/agreed"], timedelta(seconds=min(patience, left)))
-            except RuntimeError:
-                if left <= patience:
-                    raise
+            end = time.monotonic() + patience
+            while not (agreed := deadline.sees(store, f"{name}/agreed")):
+                if time.monotonic() > end or _meeting(store) != meeting:
+                    break
+            if not agreed:
                 patience *= 2
                 continue
             fresh = PrefixStore(name, store)
-            if fresh.add("met", 1) == size:  # nobody reads them any more, or needs to see through
-                for r in range(size):
-                    store.delete_key(f"member/{r}")
+            if fresh.add("met", 1) == size:
+                store.add(_MEETING, 1)
+                for r in range(size):  # nobody reads those of the meeting before any more
+                    store.delete_key(f"{meeting - 1}/member/{r}")
         return [json.loads(member)[0] for member in members], fresh
 
 
-def _get(store: Store, key: str, deadline: Deadline) -> str:
-    store.wait([key], timedelta(seconds=deadline.left()))
+def _meeting(store: Store) -> int:
+    return int(store.add(_MEETING, 0))
+
+
+def _members(store: Store, meeting: int, size: int, deadline: Deadline) -> list[str]:
+    """What all ranks have said; less once the meeting is over."""
+    members: list[str] = []
+    for r in range(size):
+        key = f"{meeting}/member/{r}"
+        with deadline.guarding(f"rank {r} joining"):
+            while not deadline.sees(store, key):
+                if _meeting(store) != meeting:
+                    return members
+            members.append(store.get(key).decode())
+    return members
+
+
+def _get(store: Store, key: str, deadline: Deadline, peers: Peers) -> str:
+    while not deadline.sees(store, key):
+        peers.look()
     return str(store.get(key).decode())
+
+
+def _receive(connection: socket.socket, length: int, deadline: Deadline, peers: Peers) -> bytes:
+    """What comes first, or nothing from who is gone."""
+    while not deadline.readable(connection):
+        peers.look()
+    try:
+        return connection.recv(length)
+    except ConnectionError:
+        return b""
 
 
 def _peer_uid(connection: socket.socket) -> int:
@@ -161,80 +224,52 @@ def _hand_out(
     listener: socket.socket,
     fd: int,
     secret: bytes,
-    peers: int,
+    count: int,
     deadline: Deadline,
+    peers: Peers,
     connections: contextlib.ExitStack,
 ) -> list[socket.socket]:
-    """Gives the descriptor to `peers` peers, and nothing to anyone else who connects."""
+    """Gives the descriptor to `count` peers, and nothing to anyone else who connects."""
     given: list[socket.socket] = []
-    while len(given) < peers:
+    while len(given) < count:
         with deadline.guarding("every rank taking the window"):
-            listener.settimeout(deadline.left())
+            while not deadline.readable(listener):
+                peers.look()
             connection = connections.enter_context(listener.accept()[0])
-            # Who dies in the middle of it is missed later, by the deadline.
-            with contextlib.suppress(ConnectionError):
-                connection.settimeout(deadline.left())
-                if _peer_uid(connection) != os.getuid() or connection.recv(64) != secret:
-                    connection.close()
-                    continue
-                socket.send_fds(connection, [b"w"], [fd])
-                given.append(connection)
+            if (
+                _peer_uid(connection) != os.getuid()
+                or _receive(connection, 64, deadline, peers) != secret
+            ):
+                connection.close()
+            else:
+                with contextlib.suppress(ConnectionError):  # it has died, which peers will tell
+                    socket.send_fds(connection, [b"w"], [fd])
+                    given.append(connection)
     return given
-
-
-def _answer(connection: socket.socket, deadline: Deadline) -> str:
-    """What a peer says of the window; one that has died since is the first operation's to find."""
-    with deadline.guarding("every rank mapping the window"):
-        connection.settimeout(deadline.left())
-        try:
-            return connection.recv(4096).decode() or _MAPPED
-        except ConnectionError:
-            return _MAPPED
-
-
-def _refusal(rank: int, error: Exception) -> str:
-    return f"rank {rank} could not map the window: {error}"
 
 
 def _take(
     address: str,
     secret: bytes,
-    rank: int,
     map_window: Callable[[int], _C.Window],
     deadline: Deadline,
+    peers: Peers,
 ) -> _C.Window:
-    """Gets the descriptor, maps the window, and answers how that went."""
+    """Gets the descriptor, maps the window, and says so."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         with deadline.guarding("the first rank handing out the window"):
-            connection.settimeout(deadline.left())
             connection.connect(f"\0{address}")
             connection.send(secret)
+            while not deadline.readable(connection):
+                peers.look()
             _, fds, _, _ = socket.recv_fds(connection, 1, 1)
             if not fds:
                 raise ConnectionError("the connection was closed before the window was handed out")
             os.set_inheritable(fds[0], False)
-        answer = _MAPPED
-        try:
-            return map_window(fds[0])
-        except Exception as error:
-            answer = _refusal(rank, error)
-            raise
-        finally:
-            with contextlib.suppress(OSError):
-                connection.sendall(answer.encode())
-
-
-def _watch(rank: int, pid: int) -> int:
-    """A descriptor that tells of the end of a process."""
-    try:
-        return os.pidfd_open(pid)
-    except ProcessLookupError as error:
-        raise PeerDied(
-            f"rank {rank} (pid {pid}) died during the rendezvous",
-            rank=rank,
-            pid=pid,
-            operation="rendezvous",
-        ) from error
+        window = map_window(fds[0])
+        with contextlib.suppress(OSError):
+            connection.sendall(_MAPPED.encode())
+        return window
 
 
 def join(
@@ -259,7 +294,8 @@ def join(
     Raises:
         ValueError: the ranks' settings differ, or a rank could not map the window; on all ranks.
         pycomm.Timeout: a rank did not come in time.
-        pycomm.PeerDied: a rank died after it had come, where that was seen.
+        pycomm.PeerDied: a rank of some machine's died after all had come; on all ranks.
+        pycomm.Aborted: a rank was interrupted.
     """
     deadline = Deadline(timeout)
     mine = {
@@ -275,13 +311,13 @@ def join(
     pids = [int(member["pid"]) for member in everyone]
     cores = set().union(*(everyone[r]["cores"] for r in machines.local))
     with contextlib.ExitStack() as on_failure:
-        pidfds = []
-        for r in machines.local:
-            pidfds.append(_watch(r, pids[r]) if r != rank else -1)
-            if r != rank:
-                on_failure.callback(os.close, pidfds[-1])
-        window = _share_window(store, rank, machines, windows, deadline)
+        peers = Peers(store, rank, pids)
+        on_failure.callback(peers.close)
+        with peers.telling():
+            peers.watch(machines.local)
+            window = _share_window(store, rank, machines, windows, deadline, peers)
         on_failure.pop_all()
+    pidfds = [peers.pidfds.get(r, -1) for r in machines.local]
     return Membership(machines, window, pids, pidfds, len(cores), store)
 
 
@@ -297,38 +333,34 @@ def check_same(settings: list[dict[str, int]]) -> None:
 
 
 def _share_window(
-    store: Store, rank: int, machines: Machines, windows: WindowMaker, deadline: Deadline
+    store: Store,
+    rank: int,
+    machines: Machines,
+    windows: WindowMaker,
+    deadline: Deadline,
+    peers: Peers,
 ) -> _C.Window:
     """The window of the ranks of this machine, once every rank of every machine has its own."""
     first, count = machines.local[0], len(machines.local)
     if rank == first:
-        try:
-            window, answer = _offer(store, rank, count, windows, deadline)
-        except Timeout:  # the others' own deadlines are near
-            raise
-        except Exception as error:
-            with contextlib.suppress(RuntimeError):
-                store.set(f"complete/{rank}", _refusal(rank, error))
-            raise
+        window = _offer(store, rank, count, windows, deadline, peers)
         with deadline.guarding("reaching the Store"):
-            store.set(f"complete/{rank}", answer)
+            store.set(f"complete/{rank}", _MAPPED)
     else:
         with deadline.guarding(f"rank {first} offering the window"):
-            address, secret = json.loads(_get(store, f"window/{first}", deadline))
-        window = _take(address, secret.encode(), rank, lambda fd: windows.map(fd, count), deadline)
+            address, secret = json.loads(_get(store, f"window/{first}", deadline, peers))
+        window = _take(address, secret.encode(), lambda fd: windows.map(fd, count), deadline, peers)
     # Who goes on before all are there would blame the first for somebody else's death.
     for ranks in machines.ranks:
         with deadline.guarding("every rank taking the window"):
-            answer = _get(store, f"complete/{ranks[0]}", deadline)
-        if answer != _MAPPED:
-            raise ValueError(answer)
+            _get(store, f"complete/{ranks[0]}", deadline, peers)
     return window
 
 
 def _offer(
-    store: Store, rank: int, count: int, windows: WindowMaker, deadline: Deadline
-) -> tuple[_C.Window, str]:
-    """Makes the window and hands it out; and what the peers answer, the first refusal if any."""
+    store: Store, rank: int, count: int, windows: WindowMaker, deadline: Deadline, peers: Peers
+) -> _C.Window:
+    """Makes the window and hands it out, until all have mapped it."""
     address, secret = f"pycomm-{secrets.token_hex(16)}", secrets.token_hex(16)
     with contextlib.ExitStack() as open_sockets:
         listener = open_sockets.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
@@ -339,8 +371,14 @@ def _offer(
         with contextlib.ExitStack() as on_failure:
             fd = windows.create(count)
             on_failure.callback(os.close, fd)
-            peers = _hand_out(listener, fd, secret.encode(), count - 1, deadline, open_sockets)
+            given = _hand_out(
+                listener, fd, secret.encode(), count - 1, deadline, peers, open_sockets
+            )
             on_failure.pop_all()
         window = windows.map(fd, count)
-        answers = [_answer(connection, deadline) for connection in peers]
-    return window, next((answer for answer in answers if answer != _MAPPED), _MAPPED)
+        for connection in given:
+            with deadline.guarding("every rank mapping the window"):
+                if _receive(connection, 64, deadline, peers) != _MAPPED.encode():
+                    peers.look_for_a_while()
+                    raise ConnectionError("a rank closed the connection")
+    return window

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -314,6 +315,7 @@ def _no_cuda(device: torch.device) -> CudaSide:
 
 _default: Group | None = None
 _default_lock = threading.Lock()
+_joining: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # by prefix in the Store
 
 
 def init(
@@ -330,8 +332,9 @@ def init(
     memory. Between machines, as many ranks of each as the smallest has exchange over
     torch.distributed (Gloo), and host memory stands in for CUDA tensors.
 
-    The first group made becomes the default of every operation. Where torch.distributed is not set
-    up yet, it is, from torchrun's environment, with Gloo.
+    The first group made becomes the default of every operation, and once that is closed or has
+    failed, the next one made. Where torch.distributed is not set up yet, it is, from torchrun's
+    environment, with Gloo.
 
     Args:
         group: a torch.distributed process group, or a DeviceMesh of one dimension; by default the
@@ -347,7 +350,8 @@ def init(
     Raises:
         ValueError: this process is not in `group`; or, on every rank, the ranks differ in what must
             be the same, or run builds of pycomm that lay out their shared memory differently.
-        pycomm.Timeout: a rank did not come in time.
+        pycomm.Timeout: a rank did not come in time; on all ranks that came.
+        pycomm.PeerDied: a rank died after all had come; on all ranks.
     """
     global _default
     timeout = seconds(timeout, DEFAULT_TIMEOUT)
@@ -362,7 +366,9 @@ def init(
     rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
     if rank < 0:
         raise ValueError("group must contain this process")
-    store = PrefixStore(_store_prefix(process_group), _store_of(process_group))
+    # Always the same prefix: ranks that have tried unequally often meet all the same (see meet).
+    prefix, parent = _store_of(process_group)
+    store = PrefixStore(prefix, parent)
     deadline = Deadline(timeout)
     windows = WindowMaker(
         create=lambda ranks: _C.create_window(ranks, slice_bytes(), staging_bytes),
@@ -374,7 +380,8 @@ def init(
         "staging_bytes": int(staging_bytes),
         "cuda_heap_bytes": int(cuda_heap_bytes),
     }
-    members = join(store, rank, size, windows, settings, timeout)
+    with _joining[prefix]:
+        members = join(store, rank, size, windows, settings, timeout)
     machines = members.machines
     with deadline.guarding("every machine connecting"):
         link = connect(machines, rank, members.store, deadline)
@@ -394,7 +401,7 @@ def init(
             made, device, process_group, max_blocks, cuda_heap_bytes
         )
     with _default_lock:
-        if _default is None:
+        if _default is None or not _default._core.usable():
             _default = made
     return made
 
@@ -409,19 +416,10 @@ def _init_torch_distributed(deadline: Deadline, timeout: timedelta) -> None:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
 
 
-def _store_of(process_group: Any) -> Store:
-    return distributed_c10d._get_process_group_store(process_group)
-
-
-_groups_made: dict[str, int] = {}
-
-
-def _store_prefix(process_group: Any) -> str:
-    """Unique to this process group and to how many pycomm groups it has made so far."""
-    name = process_group.group_name
-    number = _groups_made.get(name, 0)
-    _groups_made[name] = number + 1
-    return f"pycomm/{name}/{number}"
+def _store_of(process_group: Any) -> tuple[str, Store]:
+    """A prefix that only groups made of this one use, and its Store."""
+    name = f"pycomm/{process_group.group_name}"
+    return name, distributed_c10d._get_process_group_store(process_group)
 
 
 def default_group() -> Group:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -273,9 +274,9 @@ def no_memory(patch):
 
 
 def test_a_rank_that_cannot_make_the_window():
-    """Those on its machine lose the connection; those on others are told."""
+    """The others are told, wherever they are."""
     outcomes = helpers.run_ranks(3, join_in_vain, "aab", no_memory, 0)
-    assert [kind for kind, *_ in outcomes] == [OSError, pycomm.Timeout, ValueError]
+    assert [kind for kind, *_ in outcomes] == [OSError, ValueError, ValueError]
     assert "rank 0 could not map the window: no more files" in outcomes[2][1]
     assert all(took < 10 for *_, took in outcomes)
 
@@ -295,9 +296,104 @@ def test_a_store_with_the_keys_of_an_earlier_life(late):
     with ThreadPoolExecutor(3) as pool:
         for life in (b"first", b"second"):
             for rank in range(3):
-                store.set(f"member/{rank}", '["of the dead", "0"]')
+                meeting = store.add("meeting", 0)
+                store.set(f"{meeting}/member/{rank}", '["of the dead", "0"]')
             strings, stores = zip(*pool.map(live, range(3)), strict=True)
             assert list(strings) == [["rank 0", "rank 1", "rank 2"]] * 3
             assert not any(own.check(["key"]) for own in stores)
             stores[late].set("key", life)
             assert [own.get("key") for own in stores] == [life] * 3
+
+
+def die_in_rendezvous(rank, size, store, machines, victim, where):
+    """The victim does, at a step after all have come; what the others raise, and how soon."""
+    from pycomm import _rendezvous
+
+    os.environ["PYCOMM_TEST_HOSTS"] = machines
+    helpers.join_world(rank, size, store)
+    if rank == victim:
+
+        def die(*_):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        setattr(_rendezvous, where, die)
+    start = time.monotonic()
+    with pytest.raises(pycomm.CollectiveError) as caught:
+        pycomm.init(timeout=60)
+    error = caught.value
+    return type(error), error.rank, error.operation, time.monotonic() - start
+
+
+@pytest.mark.parametrize(
+    ("machines", "victim", "where"),
+    [
+        ("aaa", 0, "_offer"),
+        ("aaa", 0, "_hand_out"),
+        ("aaa", 1, "_take"),
+        ("aaa", 2, "check_same"),
+        ("aab", 1, "_take"),  # the other machine is told
+    ],
+)
+def test_a_death_in_the_rendezvous(machines, victim, where):
+    with helpers.Ranks(3, die_in_rendezvous, machines, victim, where) as ranks:
+        outcomes = ranks.wait_for([rank for rank in range(3) if rank != victim], 40)
+    for outcome in outcomes:
+        assert outcome.error is None, outcome.trace
+        *what, took = outcome.value
+        assert what == [pycomm.PeerDied, victim, "rendezvous"]
+        assert took < 20
+
+
+def try_unequally(rank, size, store):
+    """Rank 0 has tried twice in vain before rank 1 comes."""
+    helpers.join_world(rank, size, store)
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        for _ in range(2):
+            with pytest.raises(pycomm.Timeout):
+                pycomm.init(timeout=0.3)
+        store.set("tried", "")
+    store.wait(["tried"])
+    with pycomm.init(timeout=20) as group:
+        return pycomm.all_reduce(torch.ones(1), group=group).item()
+
+
+def test_ranks_that_have_tried_unequally_often_meet():
+    assert helpers.run_ranks(2, try_unequally) == [2.0, 2.0]
+
+
+def anew_after_a_failure(rank, size, store):
+    """What README says: the next group is the default one."""
+    helpers.join_world(rank, size, store)
+    first = pycomm.init(timeout=20)
+    if rank == 0:
+        first.abort()
+    with pytest.raises(pycomm.Aborted):
+        pycomm.barrier()
+    second = pycomm.init(timeout=20)
+    assert pycomm.default_group() is second
+    return pycomm.all_reduce(torch.ones(1)).item()
+
+
+def test_init_replaces_a_default_group_that_has_failed():
+    assert helpers.run_ranks(2, anew_after_a_failure) == [2.0, 2.0]
+
+
+def be_interrupted(rank, size, store):
+    from pycomm import _rendezvous
+
+    helpers.join_world(rank, size, store)
+    if rank == 1:
+
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        _rendezvous._take = interrupt
+    with pytest.raises((KeyboardInterrupt, pycomm.CollectiveError)) as caught:
+        pycomm.init(timeout=60)
+    return caught.type, getattr(caught.value, "rank", None)
+
+
+def test_ctrl_c_in_the_rendezvous():
+    found = helpers.run_ranks(3, be_interrupted, limit=40)
+    assert found == [(pycomm.Aborted, 1), (KeyboardInterrupt, None), (pycomm.Aborted, 1)]

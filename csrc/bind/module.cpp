@@ -196,6 +196,7 @@ void bind_group(py::module_& m) {
       .def("offset_of", &Group::offset_of, py::arg("data"))
       .def("address", &Group::address, py::arg("rank"), py::arg("offset"), py::arg("bytes"))
       .def("check_usable", &Group::check_usable)
+      .def("usable", &Group::usable)
       .def("idle", &Group::idle)
       .def_property_readonly("slot_bytes",
                              [](const Group& group) { return group.comm().slot_bytes(); })

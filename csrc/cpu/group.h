@@ -115,6 +115,7 @@ class Group {
 
   // Throws GroupUnusable if it is; what has made it so if no caller has been told yet.
   void check_usable();
+  bool usable() const { return !forked() && !closed_ && !failed_ && comm_.aborted() == 0; }
   int pid(int r) const { return comm_.pid(r); }
   // Whether no operation is under way here.
   bool idle();
