@@ -212,3 +212,18 @@ def test_a_killed_rank_of_three_machines(tmp_path, victim, compressor):
         killed = ranks.signal(victim, signal.SIGKILL)
         for at in ends(ranks, 3, victim, pycomm.PeerDied):
             assert at - killed < 3
+
+
+def test_all_ranks_of_the_first_machine_are_killed(tmp_path):
+    """The others have lost a machine and both of its stripes, and name the same one of its ranks."""
+    with spanning.ranks([2, 2, 2], storm, str(tmp_path), timeout=20.0) as ranks:
+        wait_for_start(tmp_path, 6)
+        killed = ranks.signal(0, signal.SIGKILL)
+        ranks.signal(1, signal.SIGKILL)
+        outcomes = ranks.wait_for(range(2, 6), 30)
+    for outcome in outcomes:
+        assert outcome.error is None, outcome.trace
+        kind, culprit, at = outcome.value
+        assert (kind, culprit) == (pycomm.PeerDied, outcomes[0].value[1])
+        assert culprit in (0, 1)
+        assert at - killed < 3
