@@ -215,7 +215,7 @@ def test_a_killed_rank_of_three_machines(tmp_path, victim, compressor):
 
 
 def test_all_ranks_of_the_first_machine_are_killed(tmp_path):
-    """The others have lost a machine and both of its stripes, and name the same one of its ranks."""
+    """The others have lost both stripes to that machine, and name the same one of its ranks."""
     with spanning.ranks([2, 2, 2], storm, str(tmp_path), timeout=20.0) as ranks:
         wait_for_start(tmp_path, 6)
         killed = ranks.signal(0, signal.SIGKILL)
