@@ -1,7 +1,10 @@
 // What one run cannot decide, because it depends on who comes first: how operations end when somebody
 // aborts the group, leaves, or calls something else. The CPU's own code (cpu/comm.cpp, cpu/group.cpp) runs
 // here in all orders of its accesses to the window, up to a number of delays (checker/explorer.h).
+#include <linux/futex.h>
+
 #include <chrono>
+#include <cstdarg>
 #include <cstdlib>
 #include <ctime>
 #include <memory>
@@ -111,9 +114,11 @@ struct Ranks {
 
 // Where another fiber may come in between: before whatever a rank tells, and around all that decides
 // whether a rank may use the tensors of others. Nothing depends on when it tells for whom it waits.
-bool matters_before_write(std::ptrdiff_t place) {
-  return place >= 0 && place != offsetof(cpu::Control, waiting);
+bool about_sleep(std::ptrdiff_t place) {
+  return place == offsetof(cpu::Control, waiting) || place == offsetof(cpu::Control, asleep) ||
+         place == offsetof(cpu::Control, bell);
 }
+bool matters_before_write(std::ptrdiff_t place) { return place >= 0 && !about_sleep(place); }
 bool matters_elsewhere(std::ptrdiff_t place) {
   return place == offsetof(cpu::Control, abort) || place == offsetof(cpu::Control, in_peers_heaps);
 }
@@ -187,7 +192,7 @@ void once(const Scenario& scenario, const SharedMemory& memory, checker::Fibers:
       elsewhere,
       [&](const volatile void* address) { pause_if(matters_before_write(ranks.place(address))); },
       [&](const volatile void* address) {
-        ++run->writes;
+        if (!about_sleep(ranks.place(address))) ++run->writes;
         elsewhere(address);
       }};
   checker::observe_atomics(&observer);
@@ -226,6 +231,14 @@ void explore(const Scenario& scenario, std::size_t delays) {
 // In place of the system's, so that a wait lets the others run, and no time passes.
 extern "C" int sched_yield() noexcept {
   pycomm::test::wait_for_write();
+  return 0;
+}
+extern "C" long syscall(long number, ...) noexcept {  // of a futex: its address and what to do
+  std::va_list arguments;
+  va_start(arguments, number);
+  va_arg(arguments, void*);
+  if (va_arg(arguments, int) == FUTEX_WAIT) pycomm::test::wait_for_write();
+  va_end(arguments);
   return 0;
 }
 extern "C" int nanosleep(const timespec*, timespec*) {
