@@ -84,6 +84,29 @@ def test_ctrl_c_is_an_abort_elsewhere(world, where):
     assert found == [(pycomm.Aborted, 0)]
 
 
+def test_ctrl_c_in_trim(world):
+    """It gives up waiting; the operation goes on."""
+    groups = world(2).groups
+    work = pycomm.barrier(group=groups[0], async_op=True)
+    with interrupted():
+        groups[0].trim()
+    pycomm.barrier(group=groups[1])
+    work.wait()
+    groups[0].trim()
+
+
+def test_trim_of_a_group_that_fails_meanwhile(world):
+    groups = world(2).groups
+    work = pycomm.barrier(group=groups[0], async_op=True)
+    timer = threading.Timer(0.3, groups[1].abort)
+    timer.start()
+    with pytest.raises(pycomm.Aborted):
+        groups[0].trim()
+    with pytest.raises(pycomm.Aborted):
+        work.wait()
+    timer.join()
+
+
 def test_ctrl_c_in_run(world):
     over, found = threading.Event(), []
 

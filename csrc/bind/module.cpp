@@ -185,7 +185,8 @@ void bind_group(py::module_& m) {
       .def("submit_compressed", &submit_compressed)
       .def_property_readonly("handle", &handle_of)
       .def("abort", [](Group& group) { group.abort(); })
-      .def("trim", &Group::trim, py::call_guard<WithoutGil>())
+      .def(
+          "trim", [](Group& group) { group.trim(check_signals); }, py::call_guard<WithoutGil>())
       .def("leave", &Group::leave)
       .def(
           "close", [](Group& group) { group.close(check_signals); }, py::call_guard<WithoutGil>())

@@ -135,6 +135,15 @@ bool Group::idle() {
   return lock.owns_lock();
 }
 
+void Group::wait_until_idle(void (*interrupt)()) {
+  for (Clock::time_point look_at = Clock::now() + kInterruptEvery; interrupt && !idle();) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    if (Clock::now() < look_at) continue;
+    interrupt();
+    look_at = Clock::now() + kInterruptEvery;
+  }
+}
+
 void Group::abort() {
   if (forked()) return;
   comm_.abort(Reason::aborted, comm_.rank());
@@ -392,9 +401,12 @@ void Group::rethrow_failure() {
   if (error_) std::rethrow_exception(error_);
 }
 
-void Group::trim() {
+void Group::trim(void (*interrupt)()) {
   check_usable();
+  running_.check_not_mine();
+  wait_until_idle(interrupt);
   const std::lock_guard lock(running_);
+  check_usable();  // peers of a group that has failed meanwhile may still read what it would free
   if (topk_ != nullptr) topk_->trim(comm_.sequence());
   if (hosts_ != nullptr) hosts_->trim();
 }
@@ -409,12 +421,7 @@ void Group::close(void (*interrupt)()) {
   }
   std::exception_ptr interrupted;
   try {
-    for (Clock::time_point look_at = Clock::now() + kInterruptEvery; interrupt && !idle();) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-      if (Clock::now() < look_at) continue;
-      interrupt();
-      look_at = Clock::now() + kInterruptEvery;
-    }
+    wait_until_idle(interrupt);
   } catch (...) {
     interrupted = std::current_exception();
     abort();

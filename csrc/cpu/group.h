@@ -123,7 +123,8 @@ class Group {
   bool forked() const;
 
   // Gives back the memory that operations leave to the next ones, when none is under way here.
-  void trim();
+  // `interrupt` is called now and then until then, and may throw.
+  void trim(void (*interrupt)());
   // Stops this and every other rank of the group: they raise Aborted, naming this rank.
   void abort();
   // An executor elsewhere has found a reason to stop, or wants to know of one.
@@ -169,6 +170,8 @@ class Group {
   void check_fits(const Operation& operation) const;
   std::shared_ptr<Work> enqueue(Task task);
   bool run_in_order(const Task& task, void (*interrupt)());
+  // Without `interrupt` this does not wait.
+  void wait_until_idle(void (*interrupt)());
   bool execute(const Task& task, void (*interrupt)(), std::int64_t* moved = nullptr);
   bool execute(const Call& call, bool agree_only, void (*interrupt)());
   bool run_on(const Operation& operation, const Call& call, bool agree_only, void (*interrupt)());
