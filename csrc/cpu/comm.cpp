@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <system_error>
 #include <thread>
 
 #include "core/message.h"
@@ -200,11 +201,20 @@ void Comm::finish() {
 void Comm::retreat() {
   leave_peers_heaps();
   if (!exposed_) return;
-  const Clock::time_point start = Clock::now();
+  bool can_detach = true;
+  WaitingTime waited;
   for (int r = 0; r < size_; ++r) {
     while (r != rank_ && window_->control(r).in_peers_heaps.load() != 0 && !ended(r)) {
+      const Clock::duration time = waited.until(Clock::now());
       // A thread of this process cannot be kept out, and need not: it is on its way.
-      if (peers_->watched(r) && Clock::now() - start > kRetreatWithin) return detach();
+      if (can_detach && peers_->watched(r) && time > kRetreatWithin) {
+        try {
+          return detach();
+        } catch (const std::system_error&) {
+          can_detach = false;  // no memory for the pages: only patience is left
+        }
+      }
+      if (time > kRetreatWithin + timeout_) return;
       std::this_thread::sleep_for(kNap);
     }
   }

@@ -27,7 +27,12 @@ Link::Link(Comm& local, std::shared_ptr<Transport> transport, const Machines& ma
       areas_(static_cast<std::size_t>(machines.count())) {
   transport_->listen(
       [this](int machine, std::span<const std::byte> farewell) { hear(machine, farewell); });
-  watcher_ = std::thread([this] { watch(); });
+  try {
+    watcher_ = std::thread([this] { watch(); });
+  } catch (...) {
+    transport_->listen({});  // nobody will be here to hear
+    throw;
+  }
 }
 
 Link::~Link() {

@@ -1,4 +1,6 @@
 // Every wait ends: timeouts, ranks that leave, aborts, disagreement.
+#include <signal.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -234,21 +236,75 @@ void does_not_wait_for_ever() {
   throw std::runtime_error("a wait must be interruptible");
 }
 
+// This process, and one that does nothing.
+class Neighbours {
+ public:
+  ~Neighbours() { kill_child(); }
+  void kill_child() {
+    if (child_ > 0) {
+      kill(child_, SIGKILL);
+      waitpid(child_, nullptr, 0);
+    }
+    child_ = 0;
+  }
+  cpu::Comm comm(int r) const {
+    return cpu::Comm(window, peers_, r, 2, 1, std::chrono::seconds(60), 0);
+  }
+
+  const std::shared_ptr<cpu::Window> window = std::make_shared<cpu::Window>(
+      cpu::Window::create(2, 1 << 20, 64 << 10), 2, 1 << 20, 64 << 10);
+
+ private:
+  static pid_t make_child() {
+    const pid_t child = fork();
+    while (child == 0) pause();
+    return child;
+  }
+  pid_t child_ = make_child();
+  std::shared_ptr<const cpu::Liveness> peers_ = std::make_shared<const cpu::Liveness>(
+      std::vector{getpid(), child_},
+      std::vector{-1, static_cast<int>(syscall(SYS_pidfd_open, child_, 0))});
+};
+
 void does_not_wait_for_the_dead() {
-  const int fd = cpu::Window::create(2, 1 << 20, 64 << 10);
-  const auto window = std::make_shared<cpu::Window>(fd, 2, 1 << 20, 64 << 10);
-  const pid_t child = fork();
-  if (child == 0) _exit(0);
-  const int pidfd = static_cast<int>(syscall(SYS_pidfd_open, child, 0));
-  const auto peers =
-      std::make_shared<const cpu::Liveness>(std::vector{getpid(), child}, std::vector{-1, pidfd});
-  const auto make = [&](int r) {
-    return cpu::Comm(window, peers, r, 2, 1, std::chrono::seconds(1), 0);
-  };
-  cpu::Comm mine = make(0), theirs = make(1);
+  Neighbours neighbours;
+  cpu::Comm mine = neighbours.comm(0), theirs = neighbours.comm(1);
   theirs.kernels_begin();
+  neighbours.kill_child();
   PYCOMM_CHECK(mine.wait_for_kernels(std::chrono::seconds(60)), "its kernels are gone");
-  waitpid(child, nullptr, 0);
+}
+
+// If there is no memory to take a tensor out of a peer's reach, its owner waits for the peer.
+void waits_if_it_cannot_detach() {
+  Neighbours neighbours;
+  cpu::Comm mine = neighbours.comm(0);
+  std::byte* const x = cpu::Heap(neighbours.window, 0).allocate(cpu::kPage);
+  mine.begin({Collective::all_reduce, Algorithm::two_shot, DType::f32, ReduceOp::sum, 0, 1024}, x,
+             x, nullptr);
+  mine.publish();
+  std::atomic<std::uint32_t>& inside = neighbours.window->control(1).in_peers_heaps;
+  inside = 1;
+  rlimit before{};
+  getrlimit(RLIMIT_DATA, &before);
+  std::atomic<bool> left{false};
+  std::thread peer([&] {
+    std::this_thread::sleep_for(cpu::kRetreatWithin + std::chrono::milliseconds(300));
+    left = true;
+    inside = 0;
+  });
+  const rlimit none{1, before.rlim_max};  // zero would mean no limit
+  setrlimit(RLIMIT_DATA, &none);
+  std::exception_ptr error;
+  try {
+    mine.retreat();
+  } catch (...) {
+    error = std::current_exception();
+  }
+  const bool in_time = left;
+  setrlimit(RLIMIT_DATA, &before);
+  peer.join();
+  if (error) std::rethrow_exception(error);
+  PYCOMM_CHECK(in_time, "the peer was still there");
 }
 
 }  // namespace
@@ -268,5 +324,6 @@ int main() {
                   {"the last look counts", the_last_look_counts},
                   {"waits for kernels", waits_for_kernels},
                   {"does not wait for ever", does_not_wait_for_ever},
-                  {"does not wait for the dead", does_not_wait_for_the_dead}});
+                  {"does not wait for the dead", does_not_wait_for_the_dead},
+                  {"waits if it cannot detach", waits_if_it_cannot_detach}});
 }
