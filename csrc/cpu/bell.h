@@ -16,7 +16,7 @@ namespace pycomm::cpu {
 class Bell {
  public:
   std::uint32_t rung() const { return rung_.load(); }
-  // Returns when it is rung after `rung` was read, at a signal, or after so long.
+  // Sleeps until it has been rung since `rung` was read, until a signal, or for at most so long.
   void sleep(std::uint32_t rung, std::chrono::nanoseconds most) {
     const timespec time{static_cast<time_t>(most.count() / 1'000'000'000),
                         static_cast<long>(most.count() % 1'000'000'000)};

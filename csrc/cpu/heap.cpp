@@ -26,7 +26,11 @@ Mapping::Mapping(int fd, std::int64_t begin, std::int64_t bytes) : bytes_(bytes)
   if (data == MAP_FAILED) {
     const int error = errno;
     const std::string what = std::to_string(bytes) + " bytes of the shared window";
-    if (error == ENOMEM) throw OutOfMemory("no address space for " + what);
+    if (error == ENOMEM) {
+      throw OutOfMemory("no room to map " + what +
+                        ": the process has used up its address space (ulimit -v) or its mappings "
+                        "(vm.max_map_count)");
+    }
     throw std::system_error(error, std::generic_category(), "mmap of " + what + PYCOMM_WHERE);
   }
   (void)madvise(data, static_cast<std::size_t>(bytes), MADV_DONTDUMP);
@@ -68,15 +72,22 @@ std::byte* HeapMap::at(std::int64_t place, std::int64_t bytes) {
     if (place + bytes <= begin + mapping.bytes()) return mapping.data() + (place - begin);
   }
   const std::int64_t needed = place + bytes - heap_.begin;
-  if (views_.empty() || views_.back().bytes() < needed) {
-    const auto size = std::bit_ceil(static_cast<std::uint64_t>(std::max(needed, kSmallestView)));
-    views_.emplace_back(fd_, begin_ + heap_.begin,
-                        std::min(static_cast<std::int64_t>(size), heap_.count));
-  }
-  // The smallest, so that a place has one address for good.
+  if (views_.empty() || views_.back().bytes() < needed) add_view(needed);
+  // The smallest, so that a tensor has one address for good.
   const auto view = std::find_if(views_.begin(), views_.end(),
                                  [&](const Mapping& v) { return v.bytes() >= needed; });
   return view->data() + (place - heap_.begin);
+}
+
+// Larger than needed, for what comes next, if there is room.
+void HeapMap::add_view(std::int64_t needed) {
+  const auto ample = std::bit_ceil(static_cast<std::uint64_t>(std::max(needed, kSmallestView)));
+  const std::int64_t begin = begin_ + heap_.begin;
+  try {
+    views_.emplace_back(fd_, begin, std::min(static_cast<std::int64_t>(ample), heap_.count));
+  } catch (const OutOfMemory&) {
+    views_.emplace_back(fd_, begin, needed);
+  }
 }
 
 std::int64_t HeapMap::place_of(const void* data, std::int64_t bytes) const {

@@ -64,6 +64,8 @@ class HeapMap {
   std::int64_t place_of(const void* data, std::int64_t bytes) const;
 
  private:
+  void add_view(std::int64_t needed);
+
   const int fd_;
   const std::int64_t begin_;
   const Range heap_;
@@ -71,7 +73,7 @@ class HeapMap {
   std::map<std::int64_t, Mapping> allocations_;                     // by place
   std::map<std::uintptr_t, std::int64_t> places_;                   // of allocations, by address
   std::atomic<std::uintptr_t> lowest_ = UINTPTR_MAX, highest_ = 0;  // of all allocations so far
-  std::vector<Mapping> views_;  // of the heap's beginning, each at least twice the one before
+  std::vector<Mapping> views_;  // of the heap's beginning, each larger than the one before
 };
 
 // Gives out one rank's heap: first fit over free ranges.

@@ -18,8 +18,11 @@ namespace {
   throw std::system_error(errno, std::generic_category(), std::string(call) + PYCOMM_WHERE);
 }
 
+// Less than that is taken without a look at what is available, which takes longer than the rest.
+constexpr std::int64_t kAskFrom = 1 << 20;
+
 void reserve_file(int fd, std::int64_t offset, std::int64_t bytes) {
-  const std::int64_t available = available_memory();
+  const std::int64_t available = bytes < kAskFrom ? bytes : available_memory();
   if (bytes > available) {
     throw OutOfMemory("the shared window needs " + std::to_string(bytes) +
                       " bytes, the machine or its control group has " + std::to_string(available));

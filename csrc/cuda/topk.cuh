@@ -155,7 +155,7 @@ struct Selector {
   const float* residual;
   const float* velocity;
   Scaling scaling;
-  float limit;
+  float limit;  // nothing lies beyond it unless there is an overflow
   std::int64_t n;
   std::uint32_t k;
   std::uint32_t* histograms;

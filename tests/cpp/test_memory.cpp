@@ -1,6 +1,7 @@
 // The window's memory: where it is mapped, what it gives back, and how much there is.
 #include "cpu/memory.h"
 
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <filesystem>
@@ -41,6 +42,27 @@ void peers_see_allocations() {
                  "a tensor of another process's is not this one's");
   }
   for (const std::byte* data : seen) PYCOMM_CHECK(*data == std::byte{7}, "all are still there");
+}
+
+// If there is no address space for more, a view is as large as it must be.
+void views_fit_into_what_is_left() {
+  const TwoMappings window;
+  constexpr std::int64_t kBytes = 40 << 20;
+  const std::byte* const data = cpu::Heap(window.ours, 1).allocate(kBytes);
+  const std::int64_t place = window.ours->place_in_heap(1, data, kBytes);
+  std::int64_t pages = 0;
+  std::ifstream("/proc/self/statm") >> pages;
+  rlimit before{};
+  getrlimit(RLIMIT_AS, &before);
+  const rlimit tight{static_cast<rlim_t>(pages * cpu::kPage + kBytes + (8 << 20)), before.rlim_max};
+  setrlimit(RLIMIT_AS, &tight);
+  const std::byte* seen = nullptr;
+  try {
+    seen = window.theirs->in_heap(1, place, kBytes);
+  } catch (const cpu::OutOfMemory&) {
+  }
+  setrlimit(RLIMIT_AS, &before);
+  PYCOMM_CHECK(seen != nullptr, "there is room for what is needed");
 }
 
 void tensors_are_found() {
@@ -148,6 +170,7 @@ void memory_is_what_is_left() {
 int main() {
   using namespace pycomm::test;
   return run_all({{"peers see allocations", peers_see_allocations},
+                  {"views fit into what is left", views_fit_into_what_is_left},
                   {"tensors are found", tensors_are_found},
                   {"detached memory is private", detached_memory_is_private},
                   {"heap gives back", heap_gives_back},
