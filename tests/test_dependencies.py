@@ -59,7 +59,7 @@ def test_core_includes_only_the_standard_library():
 PYTHON_LAYERS = [
     {"_C"},
     {"errors", "_labels", "_graphs", "_prefixes", "_arguments"},
-    {"_dtypes", "_arrays", "_zeros", "_hosts", "_host_staging"},
+    {"_dtypes", "_arrays", "_zeros", "_hosts", "_host_staging", "_peers"},
     {"_tensors"},
     {"ops", "_plan", "_rendezvous", "_cuda", "compression"},
     {"group", "_names"},
