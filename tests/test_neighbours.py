@@ -17,36 +17,47 @@ STAGING = 1 << 20
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-def window_address():
-    """Where this process has mapped its only window."""
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    return min(int(line.split("-")[0], 16) for line in lines if "memfd:pycomm" in line)
+def mappings():
+    """Of the only window: address, length, and where in the file."""
+    found = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "memfd:pycomm" in line:
+            addresses, _, offset = line.split()[:3]
+            begin, end = (int(address, 16) for address in addresses.split("-"))
+            found.append((begin, end - begin, int(offset, 16)))
+    return found
 
 
-def forbid(base, rank, begin, length, what):
-    """Takes a part of a rank's slice away; touching it would be the end of this process."""
-    address = base + rank * pycomm.group.slice_bytes() + begin
-    done = LIBC.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(length), PROT[what])
-    assert done == 0, ctypes.get_errno()
+def forbid(ranks, size, what):
+    """Takes their staging and heaps away; touching them would be the end of this process."""
+    data = helpers.data_begin(size)
+    before_heap = data + STAGING
+    heap = pycomm.group.slice_bytes() - before_heap
+    assert data % mmap.PAGESIZE == STAGING % mmap.PAGESIZE == 0
+    forbidden = []
+    for address, length, offset in mappings():
+        if offset == 0:  # what comes before the heaps, of all ranks
+            forbidden += [(address + rank * before_heap + data, STAGING) for rank in ranks]
+        elif (offset - size * before_heap) // heap in ranks:
+            forbidden.append((address, length))
+    for address, length in forbidden:
+        done = LIBC.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(length), PROT[what])
+        assert done == 0, ctypes.get_errno()
+    return len(forbidden)
 
 
 def reduce_with_blinkers(group, algorithm, in_window, needed, what):
     """`needed` ranks' data stay open; of the others only the page of flags."""
     x = group.empty(50_000) if in_window else torch.empty(50_000)
-    x.fill_(group.rank + 1)
-    pycomm.barrier(group=group)
-    base = window_address()
-    data = helpers.data_begin(group.size)
-    assert data % mmap.PAGESIZE == 0
-    for rank in range(group.size):
-        if rank != group.rank and rank not in needed[group.rank]:
-            forbid(base, rank, data, STAGING + (1 << 20), what)
-    for _ in range(3):
+    for turn in range(4):
         x.fill_(group.rank + 1)
         pycomm.barrier(group=group)
         pycomm.all_reduce(x, algorithm=algorithm, group=group)
         assert torch.equal(x, torch.full((50_000,), float(sum(range(1, group.size + 1)))))
         pycomm.barrier(group=group)
+        if turn == 0:  # by now all heaps are mapped
+            ranks = set(range(group.size)) - {group.rank} - needed[group.rank]
+            assert forbid(ranks, group.size, what) == len(ranks) * (2 if in_window else 1)
     return True
 
 
