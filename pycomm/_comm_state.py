@@ -94,7 +94,7 @@ class CommState:
 
     @property
     def group(self) -> Group:
-        """Who exchanges."""
+        """The group whose ranks exchange gradients."""
         if self._group is None:
             group = default_group()
             self._residuals.check_owner(self._owner, _place_in(group))

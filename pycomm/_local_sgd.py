@@ -115,7 +115,7 @@ class LocalSGDState:
 
     @property
     def group(self) -> Group:
-        """Who exchanges parameters."""
+        """The group whose ranks exchange parameters."""
         return self._differences.group
 
     def _watch_optimizer(self) -> None:

@@ -73,7 +73,7 @@ class Deadline:
 
     @contextlib.contextmanager
     def _slice(self) -> Iterator[float]:
-        """Of a wait; raises TimeoutError if no time is left."""
+        """The seconds that a wait may take; raises TimeoutError if no time is left."""
         begin = time.monotonic()
         if begin >= self._end:
             raise TimeoutError("timed out")

@@ -77,7 +77,7 @@ PYCOMM_HD constexpr std::uint64_t timeout_word(int rank, int waiter, double seco
 }
 PYCOMM_HD constexpr Reason reason_of(std::uint64_t word) { return static_cast<Reason>(word >> 60); }
 PYCOMM_HD constexpr int rank_of(std::uint64_t word) { return static_cast<int>(word & kField); }
-// Of a timeout; -1 where it is not known.
+// The rank whose wait has timed out; -1 if the word does not say.
 PYCOMM_HD constexpr int waiter_of(std::uint64_t word) {
   return static_cast<int>(word >> 20 & kField) - 1;
 }

@@ -388,8 +388,8 @@ void Comm::ring(bool everyone) const {
   }
 }
 
-// Of any rank: one that has left or died before it had done its part of the operation never will,
-// whoever is waited for now.
+// Looks at all ranks, not only at the one that is waited for: a rank that has left or died before it
+// had done its part of the operation never will.
 void Comm::look_for_the_gone() {
   const auto check = [this](int r) {
     const std::uint32_t done = window_->control(r).completed.load(std::memory_order_acquire);

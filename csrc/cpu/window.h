@@ -113,7 +113,7 @@ static_assert(std::atomic<std::uint32_t>::is_always_lock_free &&
 constexpr std::int64_t packet_area_bytes(int ranks) {
   return round_up(std::int64_t{2} * ranks * 2 * kPacketBytes, kPage);
 }
-// Of one rank's slice, what comes before the heap.
+// How much of a rank's slice comes before its heap.
 constexpr std::int64_t heap_begin(int ranks, std::int64_t staging_bytes) {
   return kControlBytes + packet_area_bytes(ranks) + round_up(staging_bytes, kPage);
 }
