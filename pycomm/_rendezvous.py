@@ -115,16 +115,10 @@ class Membership:
     store: Store
 
 
-def machine_identity(rank: int) -> str:
-    """Equal for two processes only if they can share memory and watch each other.
-
-    For tests, ``PYCOMM_TEST_HOSTS=aab`` puts ranks 0 and 1 on one machine and rank 2 on another.
-    """
+def machine_identity() -> str:
+    """Equal for two processes only if they can share memory and watch each other."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    parts = [boot, *(str(Path(f"/proc/self/ns/{n}").readlink()) for n in _NAMESPACES)]
-    if imagined := os.environ.get("PYCOMM_TEST_HOSTS"):
-        parts.append(imagined[rank])
-    return " ".join(parts)
+    return " ".join([boot, *(str(Path(f"/proc/self/ns/{n}").readlink()) for n in _NAMESPACES)])
 
 
 def meet(
@@ -300,7 +294,7 @@ def join(
     deadline = Deadline(timeout)
     mine = {
         "pid": os.getpid(),
-        "machine": machine_identity(rank),
+        "machine": machine_identity(),
         "cores": sorted(os.sched_getaffinity(0)),
         "settings": settings,
     }

@@ -99,7 +99,7 @@ def _codec_calls(
 def _measure_ranks(path: Path) -> None:
     """What every rank does. All write the same: they need not have a file system in common."""
     machines = [""] * dist.get_world_size()
-    dist.all_gather_object(machines, machine_identity(dist.get_rank()))
+    dist.all_gather_object(machines, machine_identity())
     found = [local_constants(machines), link_constants(machines)]
     dist.broadcast_object_list(found, src=0)
     entries = {name: vars(constant) for part in found for name, constant in part.items()}
