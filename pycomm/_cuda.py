@@ -19,6 +19,7 @@ import torch
 
 from pycomm import _C
 from pycomm._dtypes import DTYPES
+from pycomm._log import cuda_made
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -60,6 +61,7 @@ class CudaSide:
         self._heap = heap
         self._heap_used = 0
         self._keep = keep  # the memory behind the windows
+        cuda_made(group, device, transport, lanes)
 
     def close(self) -> None:
         """Lets everything that was enqueued end, then lets go of the windows."""

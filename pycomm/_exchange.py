@@ -18,6 +18,7 @@ import torch
 from pycomm import _C
 from pycomm._dtypes import ALGORITHMS, COLLECTIVES, DTYPES, OPS
 from pycomm._host_staging import StandIn, fetch
+from pycomm._log import operations
 from pycomm.collectives import Work
 from pycomm.compression import Compressor, check_compressible
 
@@ -130,6 +131,15 @@ def make_plan(
         first = index + 1
     if first < len(entries):
         _add_dense(plan, buffer[begins[first] :], entries[first], recipe, group)
+    operations.debug(
+        "rank %d: bucket of %d bytes, %s: %d operations, %s, at most %d bytes in",
+        group.rank,
+        buffer.nbytes,
+        buffer.dtype,
+        len(plan.calls),
+        recipe.compressor,
+        plan.wire_bytes,
+    )
     return plan
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
-# Whether ranks compare where operations are called from.
-COMPARES_SITES = os.environ.get("PYCOMM_LOG") == "debug"
+from pycomm._log import DEBUG
 
 _PACKAGE = Path(__file__).parent
 
@@ -17,7 +15,7 @@ def label_of(tag: int | str | None) -> str:
     if tag is not None and (not isinstance(tag, int | str) or isinstance(tag, bool)):
         raise TypeError(f"tag must be an int or a str, got {tag!r}")
     named = [] if tag is None else [f"tag={tag!r}"]
-    if COMPARES_SITES:
+    if DEBUG:
         caller = sys._getframe(2)
         path = Path(caller.f_code.co_filename)
         if _PACKAGE not in path.parents:  # what pycomm calls itself may come from several places

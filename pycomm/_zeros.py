@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+from pathlib import Path
+
 import torch
 
 from pycomm import _C
+
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def zeros(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -20,4 +26,13 @@ def zeros_like(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _zeroed(made: torch.Tensor) -> torch.Tensor:
     if made.is_cpu:
         _C.advise_huge_pages(made.data_ptr(), made.nbytes)
+        _look_for_huge_pages()
     return made.zero_()
+
+
+@functools.cache
+def _look_for_huge_pages() -> None:
+    if not _HUGE_PAGES.exists() or "[never]" in _HUGE_PAGES.read_text():
+        logging.getLogger("pycomm.memory").warning(
+            "the system gives no huge pages (%s): optimizers read memory slower", _HUGE_PAGES
+        )

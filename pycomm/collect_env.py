@@ -17,7 +17,7 @@ from pycomm import __version__
 GIB = 1 << 30
 # What a report of wrong or slow behaviour may hinge on.
 PACKAGES = ("torch", "numpy", "mpi4py", "deepspeed")
-VARIABLES = ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "GLOO_SOCKET_IFNAME")
+VARIABLES = ("PYCOMM_LOG", "OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "GLOO_SOCKET_IFNAME")
 
 
 def cpu_model() -> str:

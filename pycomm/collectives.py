@@ -14,7 +14,8 @@ from pycomm._arrays import as_tensor
 from pycomm._dtypes import ALGORITHMS, COLLECTIVES, OPS, check_choice, check_dtype
 from pycomm._given import given_group
 from pycomm._host_staging import StandIn, fetch
-from pycomm._labels import COMPARES_SITES, label_of
+from pycomm._labels import label_of
+from pycomm._log import DEBUG, all_reduce_called
 from pycomm._tensors import check_blocks, check_disjoint, check_like, check_tensor, check_written
 from pycomm.group import Group
 
@@ -137,7 +138,7 @@ def all_reduce(
         out is None
         and not async_op
         and tag is None
-        and not COMPARES_SITES
+        and not DEBUG
         and _C.all_reduce(group._handle, tensor, OPS[op], ALGORITHMS[algorithm])
     ):
         return tensor
@@ -149,6 +150,8 @@ def all_reduce(
         check_written("out", result)
         check_like("out", result, "tensor", source)
         check_disjoint("out", result, "tensor", source)
+    if DEBUG:
+        all_reduce_called(group, result, algorithm)
     work = _launch(
         group,
         "all_reduce",

@@ -16,6 +16,7 @@ from pycomm._dtypes import ALGORITHMS, DTYPES, OPS
 from pycomm._given import given_group
 from pycomm._host_staging import StandIn, fetch
 from pycomm._labels import label_of
+from pycomm._log import DEBUG, all_reduce_called
 from pycomm._tensors import check_disjoint, check_like, check_tensor, check_written
 from pycomm.collectives import Work, stand_ins
 from pycomm.compression import (
@@ -110,6 +111,8 @@ def compressed_all_reduce(
         raise ValueError("velocity must be given where the compressor has momentum, and only there")
     if speed is not None and kept is None:
         raise ValueError("residual must be given where the compressor has momentum")
+    if DEBUG:
+        all_reduce_called(group, source, algorithm, compressor)
     increment_version([result, *(t for t in (kept, speed) if t is not None)])
     dense, dense_result, put_result = stand_ins(group, source, result)
     state, put_state = _state_stand_ins(group, [t for t in (kept, speed) if t is not None])

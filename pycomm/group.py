@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from pycomm import _C
+from pycomm import _C, _log
 from pycomm._arguments import (
     check_is_rank,
     check_process_group,
@@ -104,6 +104,7 @@ class Group:
             self._core.span(machines.ranks, machines.here, link, timeout)
         self._handle = self._core.handle
         self._tags = itertools.cycle(range(1, 1 << 16))
+        self._told: set[str] = set()  # what is logged once
         self._cuda: CudaSide | None = None
         self._join_cuda: Callable[[torch.device], CudaSide] = _no_cuda
         _C.register_group(self.name, self._core)
@@ -239,7 +240,10 @@ class Group:
 
     def _stages(self, device: torch.device) -> bool:
         """Whether host memory stands in for tensors there: machines are joined by their CPUs."""
-        return device.type == "cuda" and len(self.hosts) > 1
+        stages = device.type == "cuda" and len(self.hosts) > 1
+        if stages:
+            _log.fallback(self, "CUDA tensors go through host memory: the group spans nodes")
+        return stages
 
     def _cuda_side(self, device: torch.device) -> CudaSide:
         """This rank's CUDA side; made at the first call, by all ranks together."""
@@ -400,6 +404,7 @@ def init(
         made._join_cuda = lambda device: join_processes(
             made, device, process_group, max_blocks, cuda_heap_bytes
         )
+    _log.group_made(made, members.cores, "Gloo")
     with _default_lock:
         if _default is None or not _default._core.usable():
             _default = made

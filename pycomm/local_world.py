@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from pycomm import _C
+from pycomm import _C, _log
 from pycomm._arguments import seconds
 from pycomm._cuda import DEFAULT_MAX_BLOCKS, LocalDevices
 from pycomm._hosts import Machines
@@ -82,6 +82,8 @@ class LocalWorld:
                         _first_epoch,
                     )
                 )
+        for group in self.groups:
+            _log.group_made(group, cores, "threads")
         if len(hosts) > 1:
             return
         devices = LocalDevices(self.groups, max_blocks, _stage_always)

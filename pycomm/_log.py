@@ -1,0 +1,125 @@
+"""What pycomm tells about itself, through Python's logging: loggers "pycomm" and those below it.
+
+``PYCOMM_LOG=info`` prints to stderr what a group is made of, and as warnings what makes it slower
+than it could be; ``PYCOMM_LOG=debug`` also what operations do, once for each kind and size class,
+and lets ranks compare where operations are called from. Without the variable nothing is printed:
+programs may add handlers of their own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from pycomm.group import Group
+
+_LEVELS = {"info": logging.INFO, "debug": logging.DEBUG}
+_FORMAT = "%(asctime)s %(process)d %(name)s %(levelname)s %(message)s"
+_MIB = 1 << 20
+
+_pycomm = logging.getLogger("pycomm")
+_group = logging.getLogger("pycomm.group")
+operations = logging.getLogger("pycomm.operations")
+
+
+def _set_up() -> str:
+    """What PYCOMM_LOG asks for; empty if nothing."""
+    _pycomm.addHandler(logging.NullHandler())  # without one, Python prints warnings itself
+    asked = os.environ.get("PYCOMM_LOG", "")
+    if not asked:
+        return ""
+    if asked not in _LEVELS:
+        raise ValueError(f"PYCOMM_LOG must be one of {', '.join(_LEVELS)}, got {asked!r}")
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(_FORMAT))
+    _pycomm.addHandler(handler)
+    _pycomm.setLevel(_LEVELS[asked])
+    _pycomm.propagate = False  # the program's own handlers would print everything again
+    return asked
+
+
+# Read once, so that operations pay nothing for it.
+DEBUG = _set_up() == "debug"
+
+
+def fallback(group: Group, text: str, *values: object) -> None:
+    """Warns, once for each group and text, that something takes a slower way than it could."""
+    if text not in group._told:
+        group._told.add(text)
+        _group.warning(f"rank %d: {text}", group.rank, *values)
+
+
+def group_made(group: Group, cores: int, between: str) -> None:
+    """Tells what a new group is made of.
+
+    Args:
+        group: the group.
+        cores: how many the ranks of this node share.
+        between: what carries data between nodes.
+    """
+    nodes = [list(ranks) for ranks in group.hosts]
+    local = next(len(ranks) for ranks in nodes if group.rank in ranks)
+    vectors = torch.backends.cpu.get_cpu_capability()
+    spanning = f"stripes {group.stripes} over {between}, " if group.stripes else ""
+    _group.info(
+        "rank %d of %d: %s, nodes %s, %sshared memory with %.3g MiB of staging, %d cores, %s, "
+        "timeout %g s",
+        group.rank,
+        group.size,
+        group.name,
+        nodes,
+        spanning,
+        group.staging_bytes / _MIB,
+        cores,
+        vectors,
+        group.timeout,
+    )
+    if local > cores:
+        fallback(group, "%d ranks share %d cores and slow each other down", local, cores)
+    if group.stripes and any(len(ranks) != group.stripes for ranks in nodes):
+        used = group.stripes
+        fallback(group, "nodes differ in size: of each, %d exchange with other nodes", used)
+    if platform.machine() == "x86_64" and not vectors.startswith("AVX"):
+        fallback(group, "the processor has no AVX2: sums and codecs are slower")
+    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+        fallback(group, "torch %s has no DLPack exchange API: calls are slower", torch.__version__)
+
+
+def cuda_made(group: Group, device: torch.device, transport: str, lanes: int) -> None:
+    """Tells how a group's ranks exchange CUDA tensors."""
+    _group.info("rank %d: %s over %s, %d blocks", group.rank, device, transport, lanes)
+    if transport == "pinned host memory":
+        fallback(group, "CUDA tensors go through host memory: not every GPU sees every other")
+
+
+def all_reduce_called(
+    group: Group, tensor: torch.Tensor, algorithm: str, compressor: object | None = None
+) -> None:
+    """Tells how an all-reduce runs, once for each size class, dtype, device and compressor."""
+    device = tensor.device.type
+    kind = f"{tensor.nbytes.bit_length()} {tensor.dtype} {device} {algorithm} {compressor}"
+    if kind in group._told:
+        return
+    group._told.add(kind)
+    if compressor is not None:  # the number of lossy points never depends on the size
+        path: object = f"{compressor}, {'two_shot' if algorithm == 'auto' else algorithm}"
+    else:
+        in_window = device == "cpu" and group._core.offset_of(tensor.data_ptr()) >= 0
+        path = plan = group.explain(
+            tensor.nbytes, tensor.dtype, algorithm=algorithm, in_window=in_window, device=device
+        )
+        if plan.path == "staged" and plan.algorithm != "one_shot":
+            fallback(group, "large tensors outside of the window are staged: see group.empty()")
+    operations.debug(
+        "rank %d: all_reduce of %d bytes, %s on %s: %s",
+        group.rank,
+        tensor.nbytes,
+        tensor.dtype,
+        device,
+        path,
+    )

@@ -1,0 +1,184 @@
+"""What pycomm logs: what a group is made of, what slows it down, what operations do."""
+
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import pycomm
+from pycomm import _log, _zeros, collectives, compressed
+
+
+@pytest.fixture(autouse=True)
+def listening(caplog, monkeypatch):
+    """Whatever PYCOMM_LOG these tests run with."""
+    monkeypatch.setattr(logging.getLogger("pycomm"), "propagate", True)
+    caplog.set_level(logging.DEBUG, "pycomm")
+
+
+@pytest.fixture
+def said(caplog):
+    """Returns the messages so far of a logger below pycomm's, with the level, and forgets all."""
+
+    def take(name, level):
+        found = [r for r in caplog.records if (r.name, r.levelname) == (f"pycomm.{name}", level)]
+        caplog.clear()
+        return sorted(record.getMessage() for record in found)
+
+    return take
+
+
+def import_with(log, code=""):
+    return subprocess.run(
+        [sys.executable, "-c", f"import pycomm\n{code}"],
+        env=os.environ | {"PYCOMM_LOG": log}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("log", ["verbose", "INFO", "0"])
+def test_other_values_are_refused(log):
+    done = import_with(log)
+    assert done.returncode != 0
+    assert f"ValueError: PYCOMM_LOG must be one of info, debug, got {log!r}" in done.stderr
+
+
+MAKE = """
+import logging, os, torch
+os.sched_getaffinity = lambda _: {0}
+if CONFIGURED: logging.basicConfig(format="root %(message)s", level=logging.INFO)
+with pycomm.LocalWorld(2) as world:
+    world.run(lambda group: pycomm.all_reduce(torch.ones(4), group=group, out=torch.empty(4)))
+"""
+
+
+@pytest.mark.parametrize("configured", [False, True])
+@pytest.mark.parametrize(
+    ("log", "levels"), [("", ""), ("info", "INFO WARNING"), ("debug", "INFO WARNING DEBUG")]
+)
+def test_who_prints_what(log, levels, configured):
+    """Nothing by itself, to stderr if asked; a program's own handlers if not."""
+    done = import_with(log, f"CONFIGURED = {configured}\n{MAKE}")
+    assert (done.returncode, done.stdout) == (0, "")
+    lines = done.stderr.splitlines()
+    if log:
+        assert {line.split()[4] for line in lines} == set(levels.split())
+        assert len(lines) == 2 * len(levels.split())
+    elif configured:
+        assert len(lines) == 4
+        assert all(line.startswith("root rank") for line in lines)
+    else:
+        assert lines == []
+
+
+def test_what_a_group_is_made_of(world, said):
+    groups = world(3, timeout=9, hosts=[2, 1]).groups
+    first, *others = said("group", "INFO")
+    assert len(others) == 2
+    for part in (
+        "rank 0 of 3: ", groups[0].name, "nodes [[0, 1], [2]]", "stripes 1 over threads",
+        "2 MiB of staging", f"{len(os.sched_getaffinity(0))} cores", "timeout 9 s",
+    ):  # fmt: skip
+        assert part in first
+
+
+def break_cores(patch):
+    patch.setattr(os, "sched_getaffinity", lambda _: {0})
+
+
+def break_vectors(patch):
+    patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    patch.setattr(_log.platform, "machine", lambda: "x86_64")
+
+
+def break_exchange(patch):
+    patch.delattr(torch.Tensor, "__dlpack_c_exchange_api__")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (break_cores, "2 ranks share 1 cores"),
+        (break_vectors, "no AVX2"),
+        (break_exchange, "DLPack exchange API"),
+    ],
+)
+def test_what_slows_a_group_down(world, said, monkeypatch, spoil, words):
+    with monkeypatch.context() as patch:
+        spoil(patch)
+        world(2)
+    found = [line for line in said("group", "WARNING") if words in line]
+    assert [line.split(":")[0] for line in found] == ["rank 0", "rank 1"]
+
+
+def test_nodes_that_differ(world, said):
+    world(3, hosts=[2, 1])
+    assert len([line for line in said("group", "WARNING") if "differ in size" in line]) == 3
+    world(2, hosts=[1, 1])
+    assert not any("differ" in line for line in said("group", "WARNING"))
+
+
+def test_cuda_through_host_memory(world, said):
+    device = torch.device("cuda", 0)
+    group = world(2).groups[1]
+    _log.cuda_made(group, device, "peer memory", 4)
+    assert "rank 1: cuda:0 over peer memory, 4 blocks" in said("group", "INFO")
+    _log.cuda_made(group, device, "pinned host memory", 4)
+    assert len(said("group", "WARNING")) == 1
+    spanning = world(2, hosts=[1, 1]).groups[0]
+    said("group", "WARNING")
+    assert spanning._stages(device)
+    assert spanning._stages(device)
+    assert len(said("group", "WARNING")) == 1
+
+
+@pytest.mark.parametrize(("setting", "warnings"), [("always [madvise] never", 0), ("[never]", 1)])
+def test_huge_pages(tmp_path, said, monkeypatch, setting, warnings):
+    monkeypatch.setattr(_zeros, "_HUGE_PAGES", tmp_path / "enabled")
+    _zeros._HUGE_PAGES.write_text(setting)
+    _zeros._look_for_huge_pages.cache_clear()
+    for _ in range(2):
+        _zeros.zeros(4, torch.float32, torch.device("cpu"))
+    _zeros._look_for_huge_pages.cache_clear()
+    assert len(said("memory", "WARNING")) == warnings
+
+
+def operate(group, in_window=False):
+    """Two kinds, each twice."""
+    large = group.empty(1 << 18) if in_window else torch.empty(1 << 18)
+    for _ in range(2):
+        pycomm.all_reduce(large.fill_(1), group=group)
+        pycomm.all_reduce(torch.ones(8), group=group)
+        pycomm.compressed_all_reduce(torch.ones(512), pycomm.Int8(), group=group)
+
+
+def test_what_operations_do(world, said, caplog, monkeypatch):
+    """Once for each kind; and that tensors are staged, once for each group."""
+    for module in (collectives, compressed):
+        monkeypatch.setattr(module, "DEBUG", True)
+    world(2).run(operate)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len([line for line in messages if "are staged" in line]) == 2
+    lines = said("operations", "DEBUG")
+    assert len(lines) == 6
+    for size, what in [(1 << 20, "two_shot"), (32, "one_shot"), (2048, "Int8(block=256")]:
+        (line,) = (line for line in lines if line.startswith(f"rank 1: all_reduce of {size} bytes"))
+        assert what in line
+    world(2).run(operate, True)
+    assert not any("are staged" in record.getMessage() for record in caplog.records)
+
+
+def test_what_buckets_do(world, said):
+    """Once for each layout, not for each step."""
+
+    def train(group):
+        model = pycomm.DataParallel(torch.nn.Linear(64, 64), compression=pycomm.Int8(), group=group)
+        for _ in range(3):
+            model(torch.ones(2, 64)).sum().backward()
+
+    world(2).run(train)
+    lines = [line for line in said("operations", "DEBUG") if "bucket" in line]
+    assert [line.split(" bucket")[0] for line in lines] == ["rank 0:", "rank 1:"]
+    assert "Int8(block=256" in lines[0]
