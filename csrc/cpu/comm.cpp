@@ -54,6 +54,7 @@ Comm::Comm(std::shared_ptr<Window> window, std::shared_ptr<const Liveness> peers
            int size, int cores, Clock::duration timeout, std::uint32_t first_epoch)
     : window_(std::move(window)),
       peers_(std::move(peers)),
+      membership_(window_, peers_, rank, size),
       rank_(rank),
       size_(size),
       timeout_(timeout),
@@ -342,6 +343,7 @@ void Comm::wait_long(const std::atomic<Word>& word, std::uint32_t target, int r,
   const Clock::time_point start = Clock::now();
   Clock::time_point look_at = start + kLookEvery, interrupt_at = start + kInterruptEvery;
   WaitingTime waited(start);
+  ToldWait told(membership_);
   Clock::duration sleep = kNap;
   std::uint32_t beats_seen = beats();
   while (!has_come(word, target)) {
@@ -358,8 +360,9 @@ void Comm::wait_long(const std::atomic<Word>& word, std::uint32_t target, int r,
     }
     if (waited.time() > timeout_) {
       abort(timeout_word(number(culprit(r)), number(rank_), waited.seconds()));
-    } else if (interrupt_ != nullptr && now > interrupt_at) {
-      interrupt_();
+    } else if (now > interrupt_at) {
+      told.tell(culprit(r), called_, ordinal_);
+      if (interrupt_ != nullptr) interrupt_();
       interrupt_at = now + kInterruptEvery;
     }
     if (now - start < yield_for_) {
@@ -370,6 +373,7 @@ void Comm::wait_long(const std::atomic<Word>& word, std::uint32_t target, int r,
     }
   }
   mine().waiting.store(0, std::memory_order_release);
+  told.over();
 }
 
 template <class Word>
@@ -475,6 +479,14 @@ std::uint64_t Comm::settled() {
   return word.load();
 }
 
+// What a rank waits for in another group, if it is on this machine.
+std::string Comm::what_keeps(int culprit) const {
+  for (int r = 0; r < size_; ++r) {
+    if (number(r) == culprit) return membership_.describe(r);
+  }
+  return {};
+}
+
 CollectiveError Comm::failure_of(std::uint64_t word) const {
   if (!is_abort_word(word, peers_->count())) return overwritten(called_, ordinal_);
   const int culprit = rank_of(word), pid = peers_->pid_of(culprit);
@@ -487,7 +499,9 @@ CollectiveError Comm::failure_of(std::uint64_t word) const {
     }
   }
   if (reason_of(word) == Reason::timeout) {
-    return timeout(word, culprit == number(rank_), pid, called_, ordinal_);
+    const CollectiveError error = timeout(word, culprit == number(rank_), pid, called_, ordinal_);
+    const std::string why = what_keeps(culprit);
+    return why.empty() ? error : error.because(why);
   }
   return failure(reason_of(word), culprit, pid, called_, ordinal_);
 }

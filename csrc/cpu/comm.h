@@ -13,6 +13,7 @@
 #include "core/signal.h"
 #include "cpu/liveness.h"
 #include "cpu/loops.h"
+#include "cpu/membership.h"
 #include "cpu/store_policy.h"
 #include "cpu/window.h"
 
@@ -172,6 +173,8 @@ class Comm {
   void beat() { mine().beats.fetch_add(1, std::memory_order_relaxed); }
   // What the whole group, of which this machine's ranks may be a part, calls rank r.
   int number(int r) const { return peers_->number(r); }
+  // What the group is called in messages.
+  void set_name(std::string name) { membership_.set_name(std::move(name)); }
   // This rank takes part in no further operation.
   void leave() {
     mine().left.store(1, std::memory_order_release);
@@ -227,6 +230,7 @@ class Comm {
   bool ended(int r) const { return peers_->ended(r) || replaced(r); }
   bool replaced(int r) const;
   int culprit(int r) const;
+  std::string what_keeps(int culprit) const;
   std::uint32_t beats() const;
   void check_agreement();
   void find_tensors();
@@ -246,6 +250,7 @@ class Comm {
 
   std::shared_ptr<Window> window_;
   std::shared_ptr<const Liveness> peers_;
+  Membership membership_;
   int rank_;
   int size_;
   Clock::duration timeout_;

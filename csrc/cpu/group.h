@@ -117,6 +117,7 @@ class Group {
   void check_usable();
   bool usable() const { return !forked() && !closed_ && !failed_ && comm_.aborted() == 0; }
   int pid(int r) const { return comm_.pid(r); }
+  void set_name(std::string name) { comm_.set_name(std::move(name)); }
   // Whether no operation is under way here.
   bool idle();
   // Whether this process is a fork of the one that made the group.

@@ -83,6 +83,12 @@ void check_file(int fd, const Header& expected) {
   check("size", size_of_file(fd), expected.ranks * expected.slice_bytes);
 }
 
+// What tells files without a name apart, in all processes alike.
+std::uint32_t inode_of(int fd) {
+  struct stat file = {};
+  return fstat(fd, &file) == 0 ? static_cast<std::uint32_t>(file.st_ino) : 0;
+}
+
 }  // namespace
 
 int Window::create(int ranks, std::int64_t slice_bytes, std::int64_t staging_bytes) {
@@ -104,6 +110,7 @@ int Window::create(int ranks, std::int64_t slice_bytes, std::int64_t staging_byt
 
 Window::Window(int fd, int ranks, std::int64_t slice_bytes, std::int64_t staging_bytes)
     : fd_(fd),
+      id_(inode_of(fd)),
       ranks_(ranks),
       slice_bytes_(slice_bytes),
       half_bytes_(staging_bytes / 2),

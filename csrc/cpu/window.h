@@ -26,6 +26,7 @@
 #include "core/operation.h"
 #include "core/signal.h"
 #include "cpu/bell.h"
+#include "cpu/elsewhere.h"
 #include "cpu/heap.h"
 
 namespace pycomm::cpu {
@@ -68,6 +69,7 @@ struct Control {
   // cleared when none can use them any more.
   alignas(128) std::atomic<std::uint32_t> kernels_in_peers_heaps;
   alignas(128) std::atomic<std::uint32_t> completed;  // the last operation that has succeeded here
+  Elsewhere elsewhere;  // what this rank has long waited for in another group
 };
 
 inline constexpr std::int64_t kPage = 4096;
@@ -101,6 +103,7 @@ inline constexpr std::uint64_t kLayout = hash_of({kLayoutVersion,
                                                   offsetof(Control, in_peers_heaps),
                                                   offsetof(Control, kernels_in_peers_heaps),
                                                   offsetof(Control, completed),
+                                                  offsetof(Control, elsewhere),
                                                   kSlots,
                                                   kStagingSlots,
                                                   kLine,
@@ -139,6 +142,8 @@ class Window {
     const std::int64_t offset = ((parity & 1u) * ranks_ + from) * 2 * kPacketBytes;
     return reinterpret_cast<std::atomic<std::uint64_t>*>(slice(r) + kControlBytes + offset);
   }
+  // The same in all processes, and no other window's.
+  std::uint32_t id() const { return id_; }
   std::int64_t half_bytes() const { return half_bytes_; }
   std::int64_t slice_bytes() const { return slice_bytes_; }
   std::int64_t heap_begin() const { return heap_begin_; }
@@ -175,6 +180,7 @@ class Window {
   std::int64_t staging_begin() const { return kControlBytes + packet_area_bytes(ranks_); }
 
   const int fd_;
+  const std::uint32_t id_;
   const int ranks_;
   const std::int64_t slice_bytes_;
   const std::int64_t half_bytes_;
