@@ -218,9 +218,9 @@ void bind_group(py::module_& m) {
           [](const Group& group, int rank) {
             PYCOMM_CHECK(rank >= 0 && rank < group.comm().size(),
                          "rank must be one of this machine's, by their order");
-            py::tuple counts(kSlots + 1);
+            py::tuple counts(kChannels + 1);
             counts[0] = group.comm().announced(rank);
-            for (int i = 0; i < kSlots; ++i) counts[i + 1] = group.comm().published(rank, i);
+            for (int i = 0; i < kChannels; ++i) counts[i + 1] = group.comm().published(rank, i);
             return counts;
           },
           py::arg("rank"));

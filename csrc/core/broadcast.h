@@ -7,12 +7,12 @@
 // the ranks all of them can read the root's copy at once, which no tree betters.
 #pragma once
 
+#include "core/executor.h"
 #include "core/layout.h"
-#include "core/signal.h"
 
 namespace pycomm {
 
-template <class Comm>
+template <PlainExecutor Comm>
 PYCOMM_HD void broadcast(Comm& comm) {
   comm.announce();
   const int root = comm.root();
@@ -37,7 +37,7 @@ PYCOMM_HD void broadcast(Comm& comm) {
   if (direct && is_root) comm.wait_all(kReduced, tiles.count());
 }
 
-template <class Comm>
+template <PlainExecutor Comm>
 PYCOMM_HD void barrier(Comm& comm) {
   comm.announce();
 }

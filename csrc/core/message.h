@@ -115,26 +115,26 @@ inline Announcement parse_announcement(std::span<const std::byte> bytes, int ran
   return announced;
 }
 
-// What a rank waits for, for others to see; the word is 0 while it waits for nothing. What is no slot
+// What a rank waits for, for others to see; the word is 0 while it waits for nothing. What is no channel
 // is an announcement or a packet.
-inline constexpr int kAnnouncement = kSlots;
-inline constexpr int kPacket = kSlots + 1;
+inline constexpr int kAnnouncement = kChannels;
+inline constexpr int kPacket = kChannels + 1;
 
 struct Waiting {
   int rank;
-  int slot;
+  int channel;
   std::uint32_t target;
 };
 
 constexpr std::uint64_t waiting_word(const Waiting& waiting) {
   return static_cast<std::uint64_t>(waiting.rank + 1) << 40 |
-         static_cast<std::uint64_t>(waiting.slot) << 32 | waiting.target;
+         static_cast<std::uint64_t>(waiting.channel) << 32 | waiting.target;
 }
 // Nothing where the word does not name one of so many ranks.
 constexpr std::optional<Waiting> parse_waiting(std::uint64_t word, int ranks) {
-  const std::uint64_t rank = word >> 40, slot = word >> 32 & 0xff;
-  if (rank == 0 || rank > static_cast<std::uint64_t>(ranks) || slot > kPacket) return {};
-  return Waiting{static_cast<int>(rank) - 1, static_cast<int>(slot),
+  const std::uint64_t rank = word >> 40, channel = word >> 32 & 0xff;
+  if (rank == 0 || rank > static_cast<std::uint64_t>(ranks) || channel > kPacket) return {};
+  return Waiting{static_cast<int>(rank) - 1, static_cast<int>(channel),
                  static_cast<std::uint32_t>(word)};
 }
 

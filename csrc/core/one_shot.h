@@ -11,13 +11,13 @@
 // Reference: the "naive" all-to-all all-reduce; as one-shot in TensorRT-LLM and vLLM.
 #pragma once
 
+#include "core/executor.h"
 #include "core/layout.h"
 #include "core/packet.h"
-#include "core/signal.h"
 
 namespace pycomm {
 
-template <class Comm>
+template <PlainExecutor Comm>
 PYCOMM_HD void one_shot(Comm& comm) {
   if (comm.fits_packets()) return one_shot_packets(comm);
   const int n = comm.size(), me = comm.rank();

@@ -15,8 +15,8 @@
 // memory says 0, which is no operation's number.)
 #pragma once
 
+#include "core/executor.h"
 #include "core/layout.h"
-#include "core/signal.h"
 
 namespace pycomm {
 
@@ -30,7 +30,7 @@ PYCOMM_HD constexpr std::uint32_t packet_sequence(std::uint64_t packet) {
   return static_cast<std::uint32_t>(packet >> 32);
 }
 
-template <class Comm>
+template <PlainExecutor Comm>
 PYCOMM_HD void one_shot_packets(Comm& comm) {
   const int n = comm.size(), me = comm.rank();
   comm.publish();

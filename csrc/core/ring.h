@@ -20,8 +20,8 @@
 // through the right neighbour, which has read all of t-2 before.
 #pragma once
 
+#include "core/executor.h"
 #include "core/layout.h"
-#include "core/signal.h"
 
 namespace pycomm {
 
@@ -61,7 +61,7 @@ struct RingTile {
   }
 };
 
-template <class Comm>
+template <Executor Comm>
 PYCOMM_HD void ring(Comm& comm) {
   comm.announce();
   const int n = comm.size(), me = comm.rank();

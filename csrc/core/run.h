@@ -10,7 +10,7 @@
 
 namespace pycomm {
 
-template <class Comm>
+template <PlainExecutor Comm>
 PYCOMM_HD void run(Comm& comm, const Operation& operation) {
   switch (operation.collective) {
     case Collective::all_reduce:

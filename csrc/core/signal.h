@@ -1,39 +1,18 @@
 // Epochs, and the word with which a rank stops all others.
 //
 // A flag only ever grows, modulo 2^32, and is never reset. Within an operation an algorithm speaks
-// of steps 1, 2, 3, ... of a slot; what is stored is the slot's value at the operation's start plus
+// of steps 1, 2, 3, ... on a channel; what is stored is the channel's value at the operation's start plus
 // the step. That a step means the same on every rank rests on one rule: in an operation every rank
-// signals each slot equally often.
-//
-// The concept that the algorithms are templates of (Comm in cpu/, cuda/ and tests/cpp/checker/):
-//
-//   int rank(), size()          who I am, how many we are
-//   int64 count(), line()       elements of this operation; elements in a cache line
-//   bool direct()               after announce(): tensors lie in the windows, no staging
-//   kCoded                      slots hold encoded elements (core/codec.h): then every contribution
-//                               goes through a slot, so that no rank's own is more exact than others
-//   Place input(), output()     my tensors
-//   Place input(r), output(r)   rank r's tensors, where direct()
-//   Place slot(r, i)            staging slot i of rank r, `slot_count()` elements long
-//   void announce()             publish() this operation, meet() every other rank's
-//   bool fits_packets()         put_packets, take_packets, taken serve (core/packet.h)
-//   void signal(slot)           release: everything before it is visible to who waits
-//   void wait(r, slot, step)    acquire: returns when rank r has signalled `step` times
-//   void wait_all(slot, step)   the same for every other rank
-//   void copy(to, from, n)
-//   void reduce(n_to, to, n_from, from, n, last)   to(0), to(1), ... = from(0) op from(1) op ...
-//
-// A wait that cannot be satisfied ends by the executor's means: the CPU throws; a CUDA block
-// drains, that is, runs on with waits that return at once and data steps that do nothing.
+// signals each channel equally often.
 #pragma once
 
 #include "common.h"
 
 namespace pycomm {
 
-// `staged` and `reduced` serve the shot algorithms; ring and tree give them their own meaning.
-enum Slot : int { kStaged, kReduced, kUp, kDown };
-inline constexpr int kSlots = 4;
+// A rank's flags. `staged` and `reduced` serve the shot algorithms; ring and tree give them their own meaning.
+enum Channel : int { kStaged, kReduced, kUp, kDown };
+inline constexpr int kChannels = 4;
 
 // Staging slots that an algorithm rotates through.
 inline constexpr int kStagingSlots = 4;

@@ -22,8 +22,8 @@
 // lag < kStagingSlots.
 #pragma once
 
+#include "core/executor.h"
 #include "core/layout.h"
-#include "core/signal.h"
 
 namespace pycomm {
 
@@ -37,8 +37,8 @@ struct Tree {
   Tiles pieces;
   int index;  // which of the two trees
 
-  PYCOMM_HD int up_slot() const { return kUp - 2 * index; }      // kUp or kStaged
-  PYCOMM_HD int down_slot() const { return kDown - 2 * index; }  // kDown or kReduced
+  PYCOMM_HD int up_channel() const { return kUp - 2 * index; }      // kUp or kStaged
+  PYCOMM_HD int down_channel() const { return kDown - 2 * index; }  // kDown or kReduced
 
   // Where rank r keeps piece k.
   PYCOMM_HD Place kept(int r, std::int64_t k) const {
@@ -47,14 +47,14 @@ struct Tree {
     return comm.at(comm.slot(r, 0), place * pieces.size);
   }
 
-  PYCOMM_HD void wait_children(int slot, std::int64_t step) const {
-    if (node.left >= 0) comm.wait(node.left, slot, step);
-    if (node.right >= 0) comm.wait(node.right, slot, step);
+  PYCOMM_HD void wait_children(int channel, std::int64_t step) const {
+    if (node.left >= 0) comm.wait(node.left, channel, step);
+    if (node.right >= 0) comm.wait(node.right, channel, step);
   }
 
   PYCOMM_HD void up(std::int64_t k) const {
     const int me = comm.rank();
-    wait_children(up_slot(), k + 1);
+    wait_children(up_channel(), k + 1);
     const Range piece = pieces[k];
     const Place in = comm.at(comm.input(), half.begin + piece.begin);
     const Place out = comm.at(comm.output(), half.begin + piece.begin);
@@ -71,23 +71,23 @@ struct Tree {
           },
           piece.count, root);
     }
-    comm.signal(up_slot());
-    if (root) comm.signal(down_slot());
+    comm.signal(up_channel());
+    if (root) comm.signal(down_channel());
   }
 
   PYCOMM_HD void down(std::int64_t k) const {
     if (node.parent < 0) return;
-    comm.wait(node.parent, down_slot(), k + 1);
+    comm.wait(node.parent, down_channel(), k + 1);
     const Range piece = pieces[k];
     const Place out = comm.at(comm.output(), half.begin + piece.begin);
     const Place mine = node.left < 0 && node.right < 0 ? out : kept(comm.rank(), k);
     comm.copy(mine, kept(node.parent, k), piece.count);
     comm.copy(out, mine, piece.count);
-    comm.signal(down_slot());
+    comm.signal(down_channel());
   }
 };
 
-template <class Comm>
+template <Executor Comm>
 PYCOMM_HD void tree(Comm& comm) {
   comm.announce();
   const int n = comm.size(), me = comm.rank();
@@ -111,8 +111,8 @@ PYCOMM_HD void tree(Comm& comm) {
     if (k >= lag && k - lag < second.pieces.count()) second.down(k - lag);
   }
   if (comm.direct()) {
-    first.wait_children(first.down_slot(), first.pieces.count());
-    second.wait_children(second.down_slot(), second.pieces.count());
+    first.wait_children(first.down_channel(), first.pieces.count());
+    second.wait_children(second.down_channel(), second.pieces.count());
   }
 }
 

@@ -25,8 +25,8 @@
 // (for all-gather, t-4): with kStagingSlots = 4 the slot of t-4 is free.
 #pragma once
 
+#include "core/executor.h"
 #include "core/layout.h"
-#include "core/signal.h"
 
 namespace pycomm {
 
@@ -110,13 +110,13 @@ struct OutputBlocks {
 
 namespace detail {
 
-template <class Comm>
+template <Executor Comm>
 PYCOMM_HD Place slot_of(Comm& comm, int r, std::int64_t t, const Chunk& chunk) {
   return comm.at(comm.slot(r, t % kStagingSlots), chunk.slot);
 }
 
 // Phase 1: what the owners need of me, until I have what I need of the others.
-template <class Comm, class Chunks>
+template <Executor Comm, class Chunks>
 PYCOMM_HD void stage_for_owners(Comm& comm, const Chunks& chunks, std::int64_t t) {
   for (int owner = 0; owner < comm.size(); ++owner) {
     if (owner == comm.rank() && !Comm::kCoded) continue;
@@ -130,7 +130,7 @@ PYCOMM_HD void stage_for_owners(Comm& comm, const Chunks& chunks, std::int64_t t
 
 // Phase 2. `everywhere`: the result goes to all ranks, not to my output alone. `last`: nothing will
 // be added to it.
-template <class Comm, class Chunks>
+template <Executor Comm, class Chunks>
 PYCOMM_HD void reduce_owned(Comm& comm, const Chunks& chunks, std::int64_t t, bool everywhere,
                             bool last = true) {
   const int n = comm.size(), me = comm.rank();
@@ -148,7 +148,7 @@ PYCOMM_HD void reduce_owned(Comm& comm, const Chunks& chunks, std::int64_t t, bo
 }
 
 // Phase 3, staged. Starts with the next rank, so that not all read one owner at a time.
-template <class Comm, class Chunks>
+template <Executor Comm, class Chunks>
 PYCOMM_HD void gather_from_owners(Comm& comm, const Chunks& chunks, std::int64_t t) {
   for (int i = 1; i < comm.size(); ++i) {
     const int owner = (comm.rank() + i) % comm.size();
@@ -159,7 +159,7 @@ PYCOMM_HD void gather_from_owners(Comm& comm, const Chunks& chunks, std::int64_t
 
 }  // namespace detail
 
-template <class Comm, class Chunks>
+template <Executor Comm, class Chunks>
 PYCOMM_HD void two_shot(Comm& comm, const Chunks& chunks) {
   comm.announce();
   const std::int64_t tiles = chunks.tiles().count();
@@ -176,12 +176,12 @@ PYCOMM_HD void two_shot(Comm& comm, const Chunks& chunks) {
   }
 }
 
-template <class Comm>
+template <Executor Comm>
 PYCOMM_HD void two_shot(Comm& comm) {
   two_shot(comm, EvenChunks<Comm>{comm});
 }
 
-template <class Comm, class Chunks>
+template <Executor Comm, class Chunks>
 PYCOMM_HD void reduce_scatter(Comm& comm, const Chunks& chunks, bool last = true) {
   comm.announce();
   const std::int64_t tiles = chunks.tiles().count();
@@ -196,12 +196,12 @@ PYCOMM_HD void reduce_scatter(Comm& comm, const Chunks& chunks, bool last = true
   }
 }
 
-template <class Comm>
+template <PlainExecutor Comm>
 PYCOMM_HD void reduce_scatter(Comm& comm) {
   reduce_scatter(comm, InputBlocks<Comm>{comm});
 }
 
-template <class Comm, class Chunks>
+template <Executor Comm, class Chunks>
 PYCOMM_HD void all_gather(Comm& comm, const Chunks& chunks) {
   comm.announce();
   const std::int64_t tiles = chunks.tiles().count();
@@ -227,7 +227,7 @@ PYCOMM_HD void all_gather(Comm& comm, const Chunks& chunks) {
   }
 }
 
-template <class Comm>
+template <PlainExecutor Comm>
 PYCOMM_HD void all_gather(Comm& comm) {
   all_gather(comm, OutputBlocks<Comm>{comm});
 }

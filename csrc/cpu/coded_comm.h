@@ -58,9 +58,9 @@ class CodedComm {
     comm_.announce();
     outlook_ = comm_.outlook();
   }
-  void signal(int slot) { comm_.signal(slot); }
-  void wait(int r, int slot, std::int64_t step) { comm_.wait(r, slot, step); }
-  void wait_all(int slot, std::int64_t step) { comm_.wait_all(slot, step); }
+  void signal(int channel) { comm_.signal(channel); }
+  void wait(int r, int channel, std::int64_t step) { comm_.wait(r, channel, step); }
+  void wait_all(int channel, std::int64_t step) { comm_.wait_all(channel, step); }
 
   void copy(Place to, Place from, std::int64_t n);
 
@@ -106,5 +106,7 @@ class CodedComm {
   std::int64_t own_ = 0;  // index of the own contribution among the sources' elements
   std::vector<Source> sources_;
 };
+
+static_assert(Executor<CodedComm<Comm>>);
 
 }  // namespace pycomm::cpu

@@ -72,9 +72,9 @@ Comm::Comm(std::shared_ptr<Window> window, std::shared_ptr<const Liveness> peers
   PYCOMM_CHECK(slot_bytes_ >= size * kLine, "staging_bytes must be at least " +
                                                 std::to_string(2 * kStagingSlots * size * kLine) +
                                                 " for this world size");
-  for (int slot = 0; slot < kSlots; ++slot) {
-    signalled_[slot] = first_epoch;
-    mine().flags[slot].value.store(first_epoch, std::memory_order_release);
+  for (int channel = 0; channel < kChannels; ++channel) {
+    signalled_[channel] = first_epoch;
+    mine().flags[channel].value.store(first_epoch, std::memory_order_release);
   }
   mine().completed.store(first_epoch, std::memory_order_release);
   mine().holds.store(window_->hold(rank_) ? 1 : 0, std::memory_order_release);
@@ -107,7 +107,7 @@ void Comm::begin_phase(const Operation& operation, const void* input, void* outp
   direct_ = exposed_ = false;
   leave_peers_heaps();
   stream_ = store_policy_.next(operation.count * element_size_);
-  for (int slot = 0; slot < kSlots; ++slot) started_[slot] = signalled_[slot];
+  for (int channel = 0; channel < kChannels; ++channel) started_[channel] = signalled_[channel];
   check_aborted();
 }
 
@@ -327,19 +327,19 @@ void Comm::take_packets(int r) {
 }
 
 template <class Word>
-void Comm::wait_for(const std::atomic<Word>& word, std::uint32_t target, int r, int slot) {
+void Comm::wait_for(const std::atomic<Word>& word, std::uint32_t target, int r, int channel) {
   if (has_come(word, target)) return;
   for (int i = 0; i < spins_; ++i) {
     pause();
     if (has_come(word, target)) return;
   }
-  wait_long(word, target, r, slot);
+  wait_long(word, target, r, channel);
 }
 template void Comm::wait_for(const std::atomic<std::uint32_t>&, std::uint32_t, int, int);
 
 template <class Word>
-void Comm::wait_long(const std::atomic<Word>& word, std::uint32_t target, int r, int slot) {
-  mine().waiting.store(waiting_word({r, slot, target}), std::memory_order_release);
+void Comm::wait_long(const std::atomic<Word>& word, std::uint32_t target, int r, int channel) {
+  mine().waiting.store(waiting_word({r, channel, target}), std::memory_order_release);
   const Clock::time_point start = Clock::now();
   Clock::time_point look_at = start + kLookEvery, interrupt_at = start + kInterruptEvery;
   WaitingTime waited(start);
@@ -420,9 +420,10 @@ int Comm::culprit(int r) const {
     const auto waiting =
         parse_waiting(window_->control(r).waiting.load(std::memory_order_acquire), size_);
     if (!waiting) return r;
-    const auto [next, slot, target] = *waiting;
-    if (slot != kPacket) {
-      const std::uint32_t value = slot == kAnnouncement ? announced(next) : published(next, slot);
+    const auto [next, channel, target] = *waiting;
+    if (channel != kPacket) {
+      const std::uint32_t value =
+          channel == kAnnouncement ? announced(next) : published(next, channel);
       if (reached(value, target)) return r;
     }
     r = next;

@@ -1,5 +1,5 @@
 // The CPU executor of the algorithms in core/: one rank, a thread or a process, over a Window.
-// Implements the concept described in core/signal.h. Not thread-safe: Group serialises.
+// Not thread-safe: Group serialises.
 #pragma once
 
 #include <chrono>
@@ -8,9 +8,9 @@
 #include <vector>
 
 #include "core/errors.h"
+#include "core/executor.h"
 #include "core/layout.h"
 #include "core/operation.h"
-#include "core/signal.h"
 #include "cpu/liveness.h"
 #include "cpu/loops.h"
 #include "cpu/membership.h"
@@ -104,22 +104,22 @@ class Comm {
   void take_packets(int r);
   Place taken(int r) { return {taken_.data() + r * kPacketBytes, rank_}; }
 
-  void signal(Slot slot) {
+  void signal(Channel channel) {
     stream_fence();
-    mine().flags[slot].value.store(++signalled_[slot], std::memory_order_release);
+    mine().flags[channel].value.store(++signalled_[channel], std::memory_order_release);
     wake();
     ++traffic_.steps;
   }
-  void signal(int slot) { signal(static_cast<Slot>(slot)); }
+  void signal(int channel) { signal(static_cast<Channel>(channel)); }
 
-  void wait(int r, int slot, std::int64_t step) {
+  void wait(int r, int channel, std::int64_t step) {
     if (step <= 0) return;
-    wait_for(window_->control(r).flags[slot].value,
-             started_[slot] + static_cast<std::uint32_t>(step), r, slot);
+    wait_for(window_->control(r).flags[channel].value,
+             started_[channel] + static_cast<std::uint32_t>(step), r, channel);
   }
-  void wait_all(int slot, std::int64_t step) {
+  void wait_all(int channel, std::int64_t step) {
     for (int r = 0; r < size_; ++r) {
-      if (r != rank_) wait(r, slot, step);
+      if (r != rank_) wait(r, channel, step);
     }
   }
 
@@ -188,11 +188,11 @@ class Comm {
   // The number of the operation; it may have several phases, each with a number in sequence.
   std::uint32_t ordinal() const { return ordinal_; }
   const Operation& called() const { return called_; }
-  // What rank r has published so far, in this operation's announcement or for a slot; also of a
+  // What rank r has published so far, in this operation's announcement or on a channel; also of a
   // rank that is dead.
   std::uint32_t announced(int r) const;
-  std::uint32_t published(int r, int slot) const {
-    return window_->control(r).flags[slot].value.load(std::memory_order_acquire);
+  std::uint32_t published(int r, int channel) const {
+    return window_->control(r).flags[channel].value.load(std::memory_order_acquire);
   }
   std::int64_t slot_bytes() const { return slot_bytes_; }
 
@@ -212,11 +212,11 @@ class Comm {
   void read_announcement(int r);
   Details& details(int r) const { return window_->control(r).details[sequence_ & 1u]; }
   void empty_packet(std::uint32_t parity, int r, std::int64_t i);
-  // `word` is a flag or a packet of rank r; `slot` tells which, for culprit().
+  // `word` is a flag or a packet of rank r; `channel` tells which, for culprit().
   template <class Word>
-  void wait_for(const std::atomic<Word>& word, std::uint32_t target, int r, int slot);
+  void wait_for(const std::atomic<Word>& word, std::uint32_t target, int r, int channel);
   template <class Word>
-  void wait_long(const std::atomic<Word>& word, std::uint32_t target, int r, int slot);
+  void wait_long(const std::atomic<Word>& word, std::uint32_t target, int r, int channel);
   // Sleeps until somebody wakes this rank, or for so long.
   template <class Word>
   void doze(const std::atomic<Word>& word, std::uint32_t target, Clock::duration most);
@@ -262,8 +262,8 @@ class Comm {
   std::uint32_t ordinal_;
   const std::uint32_t first_epoch_;
   bool spans_ = false;
-  std::uint32_t signalled_[kSlots];
-  std::uint32_t started_[kSlots];
+  std::uint32_t signalled_[kChannels];
+  std::uint32_t started_[kChannels];
 
   const Details* details_ = nullptr;
   Operation called_;
@@ -295,5 +295,7 @@ class Comm {
   std::vector<Target> targets_;
   void (*interrupt_)() = nullptr;
 };
+
+static_assert(PlainExecutor<Comm>);
 
 }  // namespace pycomm::cpu

@@ -376,7 +376,7 @@ bool Group::run_topk(const Operation& operation, const Call& call, void (*interr
   const std::uint32_t sequence = next_sequence(comm_.sequence());
   std::byte* const area = topk_->area(sequence, coded.area_bytes(comm_.rank()));
   comm_.begin(operation, area, area, interrupt, coded.outlook());
-  two_shot(coded, TopkRegions{});
+  topk_exchange(coded);
   return coded.nonfinite();
 }
 

@@ -198,32 +198,22 @@ ListsPart::ListsPart(Link& link, TopkComm<Link>& coded, std::vector<std::int64_t
 
 void ListsPart::stage(std::int64_t) {
   for (int m = 0; m < link_.size(); ++m) {
-    coded_.copy({coded_.list(link_.rank(), m, false), link_.rank(), m}, lists(m), 1);
+    coded_.stage(m);
   }
 }
 
 Round ListsPart::staged(std::int64_t) { return with_lengths(false); }
 
-void ListsPart::reduce(std::int64_t) {
-  const int me = link_.rank();
-  const auto from = [&](int m) { return Place{coded_.list(m, me, false), m, me}; };
-  coded_.reduce_lists(from);
-}
+void ListsPart::reduce(std::int64_t) { coded_.reduce(); }
 
 Round ListsPart::reduced(std::int64_t) { return with_lengths(true); }
 
-void ListsPart::meanwhile(std::int64_t) { decode(link_.rank()); }
+void ListsPart::meanwhile(std::int64_t) { coded_.gather(link_.rank()); }
 
 void ListsPart::gather(std::int64_t) {
   for (int m = 0; m < link_.size(); ++m) {
-    if (m == link_.rank()) continue;
-    decode(m);
+    if (m != link_.rank()) coded_.gather(m);
   }
-}
-
-// An owner's results.
-void ListsPart::decode(int owner) {
-  coded_.copy({nullptr, link_.rank(), owner}, {coded_.list(owner, owner, true), owner, owner}, 1);
 }
 
 // The lists that this rank has written for the others, or for all, and theirs. Returns the last of

@@ -130,9 +130,7 @@ class ListsPart {
   void gather(std::int64_t);
 
  private:
-  Place lists(int r) const { return {nullptr, r}; }
   Round with_lengths(bool result);
-  void decode(int owner);
 
   Link& link_;
   TopkComm<Link>& coded_;

@@ -84,13 +84,12 @@ void TopkComm<Base>::stage(int owner) {
 }
 
 template <class Base>
-TopkReader TopkComm<Base>::reader(Place place, bool result) {
-  const int owner = static_cast<int>(place.coded);
-  const TopkReader found = reading(place.rank, [&] {
-    return TopkReader(region(owner), operation_.codec.values, list(place.rank, owner, result),
+TopkReader TopkComm<Base>::reader(int r, int owner, bool result) {
+  const TopkReader found = reading(r, [&] {
+    return TopkReader(region(owner), operation_.codec.values, list(r, owner, result),
                       room(owner, result));
   });
-  if (place.rank != rank()) comm_.count_in(found.bytes());
+  if (r != rank()) comm_.count_in(found.bytes());
   return found;
 }
 
@@ -118,7 +117,8 @@ void TopkComm<Base>::add_chunk(std::int64_t chunk) {
 }
 
 template <class Base>
-void TopkComm<Base>::reduce_region() {
+void TopkComm<Base>::reduce() {
+  for (int r = 0; r < size(); ++r) readers_.push_back(reader(r, rank(), false));
   workspace_.sums.resize(static_cast<std::size_t>(kTopkChunk));
   workspace_.list.clear();
   const TopkRegion mine = region(rank());
@@ -128,6 +128,7 @@ void TopkComm<Base>::reduce_region() {
                  if (!feeds()) return;
                  feedback_.residual[entry.index] += entry.value * candidates_.scaling.inverse;
                });
+  readers_.clear();
   write_result();
 }
 
@@ -146,9 +147,9 @@ void TopkComm<Base>::write_result() {
 }
 
 template <class Base>
-void TopkComm<Base>::gather(int owner, Place from) {
-  const TopkReader list = reader(from, true);
-  reading(from.rank, [&] {
+void TopkComm<Base>::gather(int owner) {
+  const TopkReader list = reader(owner, owner, true);
+  reading(owner, [&] {
     visit_dtype(operation_.dtype, [&](auto element) {
       using T = decltype(element);
       if constexpr (std::is_same_v<accumulator_t<T>, float>) scatter<T>(list, region(owner));
@@ -188,16 +189,7 @@ float TopkComm<Base>::as_stored(float value) const {
   }
 }
 
-// What an algorithm instantiates besides is in the header.
-#define PYCOMM_INSTANTIATE(Base)                                                                  \
-  template TopkComm<Base>::TopkComm(Base&, TopkWorkspace&, const Operation&, const Call&, float); \
-  template void TopkComm<Base>::announce();                                                       \
-  template TopkReader TopkComm<Base>::reader(Place, bool);                                        \
-  template void TopkComm<Base>::stage(int);                                                       \
-  template void TopkComm<Base>::reduce_region();                                                  \
-  template void TopkComm<Base>::gather(int, Place)
-PYCOMM_INSTANTIATE(Comm);
-PYCOMM_INSTANTIATE(Link);
-#undef PYCOMM_INSTANTIATE
+template class TopkComm<Comm>;
+template class TopkComm<Link>;
 
 }  // namespace pycomm::cpu

@@ -1,16 +1,16 @@
-// The CPU executor of two-shot with top-k: one tile, whose chunks are the regions of the owners.
+// The CPU executor of top-k (core/topk_exchange.h).
 //
-//   1. Stage: select k elements, cut each region's list to its capacity, encode it where the owner
-//      reads it. What is sent is taken out of residual and velocity.
-//   2. Reduce: for its region, the owner adds the lists in rank order, selects its share of the sums
-//      and encodes it; what it does not select goes into its residual.
-//   3. Gather: decode the other owners' lists.
+//   stage()   cuts the selected elements of a region to its capacity and encodes them where the owner
+//             reads them. What is sent is taken out of residual and velocity.
+//   reduce()  adds the lists of the own region, selects its share of the sums and encodes it. What is
+//             not selected goes into the owner's residual.
+//   gather()  decodes an owner's list into the output.
 //
 // The lists lie in the rank's heap, in two areas for odd and even operations, for the reason why
 // announcements do (core/operation.h). Sums are made in one tile of 65,536 elements.
 #pragma once
 
-#include "core/two_shot.h"
+#include "core/topk_exchange.h"
 #include "cpu/coded_comm.h"
 #include "cpu/topk_select.h"
 #include "cpu/topk_wire.h"
@@ -51,17 +51,9 @@ class TopkWorkspace : public TopkBuffers {
   Area areas_[2];
 };
 
-// Chunks of the one tile.
-struct TopkRegions {
-  Tiles tiles() const { return {1, 1}; }
-  Chunk operator()(std::int64_t, int owner) const { return {owner, owner, owner, 1}; }
-};
-
 template <class Base>
 class TopkComm {
  public:
-  static constexpr bool kCoded = true;
-
   // Counts; the caller then begins the operation on `comm` with list() for a tensor.
   // `operation` is the call's, with its algorithm chosen; `limit` the largest_safe().
   TopkComm(Base& comm, TopkWorkspace& workspace, const Operation& operation, const Call& call,
@@ -83,45 +75,27 @@ class TopkComm {
 
   int rank() const { return comm_.rank(); }
   int size() const { return comm_.size(); }
-  bool direct() const { return false; }
-  // A place is a region, of a tensor (no data) or of a rank's lists.
-  Place input() const { return {nullptr, rank()}; }
-  Place output() const { return {nullptr, rank()}; }
-  Place input(int) const { return input(); }
-  Place output(int) const { return output(); }
-  Place slot(int r, std::int64_t) const { return {areas_[static_cast<std::size_t>(r)], r}; }
-  Place at(Place place, std::int64_t region) const { return {place.data, place.rank, region}; }
-
   void announce();
-  void signal(int slot) { comm_.signal(slot); }
-  void wait_all(int slot, std::int64_t step) { comm_.wait_all(slot, step); }
-
-  void copy(Place to, Place from, std::int64_t) {
-    if (to.data != nullptr) {
-      stage(static_cast<int>(to.coded));
-    } else {
-      gather(static_cast<int>(to.coded), from);
-    }
+  void signal(int channel)
+    requires Signaller<Base>
+  {
+    comm_.signal(channel);
   }
-  template <class To, class From>
-  void reduce(int, To, int, From from, std::int64_t, bool) {
-    reduce_lists(from);
-    gather(rank(), {areas_[static_cast<std::size_t>(rank())], rank(), rank()});
+  void wait_all(int channel, std::int64_t step)
+    requires Signaller<Base>
+  {
+    comm_.wait_all(channel, step);
   }
-  // Makes this owner's result, which is not in the output yet.
-  template <class From>
-  void reduce_lists(From from) {
-    for (int r = 0; r < size(); ++r) readers_.push_back(reader(from(r), false));
-    reduce_region();
-    readers_.clear();
-  }
+  void stage(int owner);
+  void reduce();
+  void gather(int owner);
 
   // Whether a value was not finite; once the algorithm has run, the same on every rank.
   bool nonfinite() const { return nonfinite_ || outlook_.overflow != 0; }
 
  private:
   TopkRegion region(int owner) const { return area_.region(owner); }
-  TopkReader reader(Place place, bool result);
+  TopkReader reader(int r, int owner, bool result);
   // Reads what rank r has written, which may be anything.
   template <class Read>
   auto reading(int r, Read read) {
@@ -134,11 +108,8 @@ class TopkComm {
   bool feeds() const {
     return feedback_.residual != nullptr && outlook_.overflow == 0 && outlook_.unused == 0;
   }
-  void stage(int owner);
-  void reduce_region();
   void add_chunk(std::int64_t chunk);
   void write_result();
-  void gather(int owner, Place from);
   template <class T>
   void scatter(const TopkReader& list, const TopkRegion& region);
   float as_stored(float value) const;
@@ -156,5 +127,7 @@ class TopkComm {
   std::vector<std::byte*> areas_;  // every rank's
   std::vector<TopkReader> readers_;
 };
+
+static_assert(ListExecutor<TopkComm<Comm>>);
 
 }  // namespace pycomm::cpu

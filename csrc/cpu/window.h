@@ -51,7 +51,7 @@ struct Control {
   };
   Announcement announcements[2];
   alignas(128) Details details[2];  // of the operations announced, as far as they have a hash
-  Flag flags[kSlots];
+  Flag flags[kChannels];
   alignas(128) std::atomic<std::uint64_t> waiting;  // for whom and what, while a wait is long
   Bell bell;                                        // wakes this rank from it
   alignas(128) std::atomic<std::uint32_t> asleep;   // so many ranks; rank 0's serves the machine
@@ -104,7 +104,7 @@ inline constexpr std::uint64_t kLayout = hash_of({kLayoutVersion,
                                                   offsetof(Control, kernels_in_peers_heaps),
                                                   offsetof(Control, completed),
                                                   offsetof(Control, elsewhere),
-                                                  kSlots,
+                                                  kChannels,
                                                   kStagingSlots,
                                                   kLine,
                                                   kControlBytes,

@@ -86,11 +86,13 @@ class CodedComm {
   }
 
   // These are not inlined: a pass needs the registers that an algorithm would hold.
-  __device__ void signal(int slot) { comm_.signal(slot); }
-  __device__ __noinline__ void wait(int r, int slot, std::int64_t step) {
-    comm_.wait(r, slot, step);
+  __device__ void signal(int channel) { comm_.signal(channel); }
+  __device__ __noinline__ void wait(int r, int channel, std::int64_t step) {
+    comm_.wait(r, channel, step);
   }
-  __device__ __noinline__ void wait_all(int slot, std::int64_t step) { comm_.wait_all(slot, step); }
+  __device__ __noinline__ void wait_all(int channel, std::int64_t step) {
+    comm_.wait_all(channel, step);
+  }
   __device__ __noinline__ void copy(Place to, Place from, std::int64_t n) {
     if (comm_.failed() || n == 0 || (to.data == from.data && to.coded == from.coded)) return;
     if (from.coded == kPlain) {
@@ -200,5 +202,7 @@ class CodedComm {
   Outlook outlook_;         // of all ranks
   bool nonfinite_ = false;  // of this thread's elements
 };
+
+static_assert(Executor<CodedComm<float>>);
 
 }  // namespace pycomm::cuda

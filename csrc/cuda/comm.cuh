@@ -1,6 +1,5 @@
-// The CUDA executor of the algorithms in core/: one block of threads per rank and lane. Implements
-// the concept described in core/signal.h. Every method is called by all threads of the block
-// together.
+// The CUDA executor of the algorithms in core/: one block of threads per rank and lane. Every method
+// is called by all threads of the block together.
 //
 // A wait that cannot be satisfied does not trap, because that would cost the process its context:
 // the block drains. From then on its waits return at once, it moves no data and signals nothing,
@@ -10,11 +9,11 @@
 #include <chrono>
 #include <cuda/atomic>
 
+#include "core/executor.h"
 #include "core/layout.h"
 #include "core/operation.h"
 #include "core/packet.h"
 #include "core/reduce.h"
-#include "core/signal.h"
 #include "cuda/layout.h"
 
 namespace pycomm::cuda {
@@ -71,8 +70,8 @@ class BlockComm {
         *reinterpret_cast<const LaneState*>(window(me_.rank) + layout_.state(lane_));
     failed_ = state.failed != 0;
     sequence_ = next_sequence(state.sequence);
-    for (int slot = 0; slot < kSlots; ++slot)
-      started_[slot] = signalled_[slot] = state.signalled[slot];
+    for (int channel = 0; channel < kChannels; ++channel)
+      started_[channel] = signalled_[channel] = state.signalled[channel];
     const Range part = part_of(me_.operation.count, layout_.lanes, lane_, unit);
     begin_ = part.begin;
     count_ = part.count;
@@ -90,7 +89,8 @@ class BlockComm {
     auto& state = *reinterpret_cast<LaneState*>(window(me_.rank) + layout_.state(lane_));
     state.failed = failed_;
     state.sequence = sequence_;
-    for (int slot = 0; slot < kSlots; ++slot) state.signalled[slot] = signalled_[slot];
+    for (int channel = 0; channel < kChannels; ++channel)
+      state.signalled[channel] = signalled_[channel];
   }
 
   __device__ bool failed() const { return failed_; }
@@ -193,28 +193,28 @@ class BlockComm {
     return {window(rank()) + layout_.staging(sequence_, lane_, 0) + r * kPacketBytes, rank()};
   }
 
-  __device__ void signal(int slot) {
-    ++signalled_[slot];
+  __device__ void signal(int channel) {
+    ++signalled_[channel];
     __syncthreads();
     for (int r = threadIdx.x; r < size(); r += blockDim.x) {
       if (r == rank() || failed_) continue;
-      shared_word<std::uint32_t>(window(r) + layout_.flag(lane_, slot, rank()))
-          .store(signalled_[slot], ::cuda::std::memory_order_release);
+      shared_word<std::uint32_t>(window(r) + layout_.flag(lane_, channel, rank()))
+          .store(signalled_[channel], ::cuda::std::memory_order_release);
     }
   }
 
-  __device__ void wait(int r, int slot, std::int64_t step) {
+  __device__ void wait(int r, int channel, std::int64_t step) {
     if (step <= 0 || r == rank()) return;
     bool stop = false;
-    if (threadIdx.x == 0) stop = !poll(flag_at(flag(slot, r), target(slot, step)), r);
+    if (threadIdx.x == 0) stop = !poll(flag_at(flag(channel, r), target(channel, step)), r);
     settle(stop);
   }
 
-  __device__ void wait_all(int slot, std::int64_t step) {
+  __device__ void wait_all(int channel, std::int64_t step) {
     if (step <= 0) return;
     bool stop = false;
     for (int r = threadIdx.x; r < size(); r += blockDim.x) {
-      if (r != rank()) stop |= !poll(flag_at(flag(slot, r), target(slot, step)), r);
+      if (r != rank()) stop |= !poll(flag_at(flag(channel, r), target(channel, step)), r);
     }
     settle(stop);
   }
@@ -302,11 +302,11 @@ class BlockComm {
     return *reinterpret_cast<const Announcement*>(window(rank()) +
                                                   layout_.announcement(lane_, sequence_, r));
   }
-  __device__ std::uint32_t* flag(int slot, int from) const {
-    return reinterpret_cast<std::uint32_t*>(window(rank()) + layout_.flag(lane_, slot, from));
+  __device__ std::uint32_t* flag(int channel, int from) const {
+    return reinterpret_cast<std::uint32_t*>(window(rank()) + layout_.flag(lane_, channel, from));
   }
-  __device__ std::uint32_t target(int slot, std::int64_t step) const {
-    return started_[slot] + static_cast<std::uint32_t>(step);
+  __device__ std::uint32_t target(int channel, std::int64_t step) const {
+    return started_[channel] + static_cast<std::uint32_t>(step);
   }
 
   __device__ std::uint64_t* packets_of(int to, int from) const {
@@ -430,11 +430,13 @@ class BlockComm {
   std::int64_t begin_;
   std::int64_t count_;
   std::uint32_t sequence_;
-  std::uint32_t signalled_[kSlots];
-  std::uint32_t started_[kSlots];
+  std::uint32_t signalled_[kChannels];
+  std::uint32_t started_[kChannels];
   Outlook outlook_;
   bool direct_ = false;
   bool failed_ = false;
 };
+
+static_assert(PlainExecutor<BlockComm<float, ReduceOp::sum>>);
 
 }  // namespace pycomm::cuda

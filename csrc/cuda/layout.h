@@ -29,7 +29,7 @@ inline constexpr std::int64_t kPacketBytes = 16 << 10;
 struct LaneState {
   std::uint32_t failed;  // an earlier operation drained, so its signals are not what peers count on
   std::uint32_t sequence;
-  std::uint32_t signalled[kSlots];
+  std::uint32_t signalled[kChannels];
 };
 
 struct WindowLayout {
@@ -39,17 +39,17 @@ struct WindowLayout {
 
   PYCOMM_HD constexpr std::int64_t lane_bytes() const {
     return round_up(2 * ranks * static_cast<std::int64_t>(sizeof(Announcement)) +
-                        kSlots * ranks * 4 + static_cast<std::int64_t>(sizeof(LaneState)),
+                        kChannels * ranks * 4 + static_cast<std::int64_t>(sizeof(LaneState)),
                     128);
   }
   PYCOMM_HD constexpr std::int64_t announcement(int lane, std::uint32_t parity, int from) const {
     return lane * lane_bytes() +
            ((parity & 1u) * ranks + from) * static_cast<std::int64_t>(sizeof(Announcement));
   }
-  PYCOMM_HD constexpr std::int64_t flag(int lane, int slot, int from) const {
-    return announcement(lane, 1, ranks) + (slot * ranks + from) * 4;
+  PYCOMM_HD constexpr std::int64_t flag(int lane, int channel, int from) const {
+    return announcement(lane, 1, ranks) + (channel * ranks + from) * 4;
   }
-  PYCOMM_HD constexpr std::int64_t state(int lane) const { return flag(lane, kSlots, 0); }
+  PYCOMM_HD constexpr std::int64_t state(int lane) const { return flag(lane, kChannels, 0); }
   // All lanes share an area: packet i of a tensor is always the same one, whichever lane puts it.
   PYCOMM_HD constexpr std::int64_t packets(std::uint32_t parity, int from) const {
     return lanes * lane_bytes() + ((parity & 1u) * ranks + from) * 2 * kPacketBytes;

@@ -176,14 +176,15 @@ void waits() {
   const std::vector<int> channels(kPacket + 1), ranks(kRanks);
   const Waiting valid{kRanks - 1, kPacket, 77};
   const auto same = parse_waiting(waiting_word(valid), kRanks);
-  must(same && same->rank == valid.rank && same->slot == valid.slot && same->target == valid.target,
+  must(same && same->rank == valid.rank && same->channel == valid.channel &&
+           same->target == valid.target,
        "a word is read as another one");
   for (int i = 0; i < kInputs; ++i) {
     const std::uint64_t shift = roll(dice, 64);
     const auto waiting = parse_waiting(dice() >> shift, kRanks);
     if (!waiting) continue;
     ranks.at(static_cast<std::size_t>(waiting->rank));
-    channels.at(static_cast<std::size_t>(waiting->slot));
+    channels.at(static_cast<std::size_t>(waiting->channel));
   }
 }
 

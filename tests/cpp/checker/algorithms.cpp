@@ -41,7 +41,7 @@ void run_on_node(Comm& comm, const Operation& operation, const Buffers& buffers,
     std::byte* const area = buffers.areas[comm.next_parity()];
     comm.begin(operation, area, area, fail_at);
     TopkComm coded(comm, operation, buffers.input, buffers.output);
-    two_shot(coded, TopkRegions{});
+    topk_exchange(coded);
   } else {
     comm.begin(operation, buffers.input, buffers.output, fail_at);
     if (operation.codec.kind == CodecKind::none) {

@@ -42,9 +42,9 @@ class CodedComm {
   }
 
   void announce() { comm_.announce(); }
-  void signal(int slot) { comm_.signal(slot); }
-  void wait(int r, int slot, std::int64_t step) { comm_.wait(r, slot, step); }
-  void wait_all(int slot, std::int64_t step) { comm_.wait_all(slot, step); }
+  void signal(int channel) { comm_.signal(channel); }
+  void wait(int r, int channel, std::int64_t step) { comm_.wait(r, channel, step); }
+  void wait_all(int channel, std::int64_t step) { comm_.wait_all(channel, step); }
 
   void copy(Place to, Place from, std::int64_t n) {
     if (n == 0 || (to.data == from.data && to.coded == from.coded)) return;
@@ -125,5 +125,7 @@ class CodedComm {
   const CodedStaging staging_;
   const Unit payload_, scales_;
 };
+
+static_assert(Executor<CodedComm>);
 
 }  // namespace pycomm::checker

@@ -56,7 +56,8 @@ void Comm::begin_phase(const Operation& operation, std::byte* input, std::byte* 
   output_ = output;
   direct_ = exposed_ = false;
   leave_peers_heaps();
-  for (int slot = 0; slot < kSlots; ++slot) started_[slot] = member(rank_).signals[slot].size();
+  for (int channel = 0; channel < kChannels; ++channel)
+    started_[channel] = member(rank_).signals[channel].size();
   check_aborted();
 }
 
@@ -127,22 +128,22 @@ Place Comm::taken(int r) const {
   return {area + r * machine_.layout.packet_bytes, rank_};
 }
 
-void Comm::signal(int slot) { member(rank_).signals[slot].push_back(me().release()); }
+void Comm::signal(int channel) { member(rank_).signals[channel].push_back(me().release()); }
 
-void Comm::wait(int r, int slot, std::int64_t step) {
+void Comm::wait(int r, int channel, std::int64_t step) {
   if (step <= 0) return;
-  const std::vector<Clock>& signals = member(r).signals[slot];
-  const std::size_t target = started_[slot] + static_cast<std::size_t>(step);
+  const std::vector<Clock>& signals = member(r).signals[channel];
+  const std::size_t target = started_[channel] + static_cast<std::size_t>(step);
   await(
       r, [&] { return signals.size() >= target; },
-      "for step " + std::to_string(step) + " of flag " + std::to_string(slot) + " of " +
+      "for step " + std::to_string(step) + " of channel " + std::to_string(channel) + " of " +
           member(r).thread->name);
   me().clock.join(signals[target - 1]);
 }
 
-void Comm::wait_all(int slot, std::int64_t step) {
+void Comm::wait_all(int channel, std::int64_t step) {
   for (int r = 0; r < size(); ++r) {
-    if (r != rank_) wait(r, slot, step);
+    if (r != rank_) wait(r, channel, step);
   }
 }
 
@@ -205,10 +206,10 @@ Pieces Comm::sum(const std::vector<Pieces>& terms, bool last) {
   return result;
 }
 
-std::array<std::size_t, kSlots> Comm::signalled() const {
-  std::array<std::size_t, kSlots> counts;
-  for (int slot = 0; slot < kSlots; ++slot) {
-    counts[static_cast<std::size_t>(slot)] = member(rank_).signals[slot].size();
+std::array<std::size_t, kChannels> Comm::signalled() const {
+  std::array<std::size_t, kChannels> counts;
+  for (int channel = 0; channel < kChannels; ++channel) {
+    counts[static_cast<std::size_t>(channel)] = member(rank_).signals[channel].size();
   }
   return counts;
 }

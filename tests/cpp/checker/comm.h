@@ -6,9 +6,9 @@
 #include <array>
 
 #include "checker/memory.h"
+#include "core/executor.h"
 #include "core/layout.h"
 #include "core/operation.h"
-#include "core/signal.h"
 
 namespace pycomm::checker {
 
@@ -43,9 +43,9 @@ struct Member {
     std::byte* output;
     Clock clock;
   };
-  std::vector<Announced> announced;    // by sequence, from 1 on
-  std::vector<Clock> signals[kSlots];  // every signal there ever was
-  Word in_peers_heaps;                 // see cpu/comm.h
+  std::vector<Announced> announced;       // by sequence, from 1 on
+  std::vector<Clock> signals[kChannels];  // every signal there ever was
+  Word in_peers_heaps;                    // see cpu/comm.h
   bool dead = false;
 };
 
@@ -115,9 +115,9 @@ class Comm {
   void take_packets(int r);
   Place taken(int r) const;
 
-  void signal(int slot);
-  void wait(int r, int slot, std::int64_t step);
-  void wait_all(int slot, std::int64_t step);
+  void signal(int channel);
+  void wait(int r, int channel, std::int64_t step);
+  void wait_all(int channel, std::int64_t step);
 
   void copy(Place to, Place from, std::int64_t n);
   template <class To, class From>
@@ -138,7 +138,7 @@ class Comm {
   // Of the operation that begins next.
   std::uint32_t next_parity() const { return (sequence_ + 1) & 1u; }
   // Of all operations so far. Every rank must have signalled each as often.
-  std::array<std::size_t, kSlots> signalled() const;
+  std::array<std::size_t, kChannels> signalled() const;
 
  private:
   Member& member(int r) const { return machine_.members[static_cast<std::size_t>(r)]; }
@@ -159,7 +159,7 @@ class Comm {
   const int rank_;
   const std::int64_t slot_bytes_;
   std::uint32_t sequence_ = 0;
-  std::size_t started_[kSlots]{};
+  std::size_t started_[kChannels]{};
   Operation operation_;
   std::byte* input_ = nullptr;
   std::byte* output_ = nullptr;
@@ -169,5 +169,7 @@ class Comm {
   int waits_ = 0;
   int fail_at_ = kNeverFails;
 };
+
+static_assert(PlainExecutor<Comm>);
 
 }  // namespace pycomm::checker

@@ -5,7 +5,7 @@ add_mutant(ring_returns_while_it_is_read ring.h "if (direct) comm.wait(right, kU
 add_mutant(packets_without_meeting packet.h "comm.meet();" "")
 add_mutant(reduce_scatter_returns_while_it_is_read two_shot.h "comm.wait_all(kReduced, 1);" "")
 add_mutant(tree_returns_while_it_is_read tree.h
-  "first.wait_children(first.down_slot(), first.pieces.count());" "")
+  "first.wait_children(first.down_channel(), first.pieces.count());" "")
 add_mutant(exchange_adds_what_has_not_come between.h "link.wait(staged[t % kTilesUnderWay]);" "")
 
 # A step off.

@@ -1,57 +1,49 @@
-// The executor of two-shot with top-k, as cpu/topk_comm.h is the CPU's: the chunks of its one tile are
-// regions, and what ranks exchange are lists, in areas laid out by core/topk.h. Which elements a list
-// holds does not matter here: it stands for its whole region.
+// The executor of top-k, as cpu/topk_comm.h is the CPU's: ranks exchange lists, in areas laid out by
+// core/topk.h. Which elements a list holds does not matter here: it stands for its whole region.
 #pragma once
 
 #include "checker/comm.h"
 #include "core/topk.h"
-#include "core/two_shot.h"
+#include "core/topk_exchange.h"
 
 namespace pycomm::checker {
 
-struct TopkRegions {
-  Tiles tiles() const { return {1, 1}; }
-  Chunk operator()(std::int64_t, int owner) const { return {owner, owner, owner, 1}; }
-};
-
 class TopkComm {
  public:
-  static constexpr bool kCoded = true;
-
   // `comm` has begun the operation with this rank's area for a tensor.
   TopkComm(Comm& comm, const Operation& operation, std::byte* input, std::byte* output)
       : comm_(comm), area_(operation, comm.size()), input_(input), output_(output) {}
 
   int rank() const { return comm_.rank(); }
   int size() const { return comm_.size(); }
-  bool direct() const { return false; }
-  Place input() const { return {nullptr, rank()}; }
-  Place output() const { return {nullptr, rank()}; }
-  Place input(int) const { return input(); }
-  Place output(int) const { return output(); }
-  Place slot(int r, std::int64_t) const { return {comm_.input(r).data, r}; }
-  Place at(Place place, std::int64_t region) const { return {place.data, place.rank, region}; }
-
   void announce() { comm_.announce(); }
-  void signal(int slot) { comm_.signal(slot); }
-  void wait_all(int slot, std::int64_t step) { comm_.wait_all(slot, step); }
+  void signal(int channel) { comm_.signal(channel); }
+  void wait_all(int channel, std::int64_t step) { comm_.wait_all(channel, step); }
 
-  void copy(Place to, Place from, std::int64_t) {
-    if (to.data != nullptr) {
-      stage(static_cast<int>(to.coded));
-    } else {
-      gather(static_cast<int>(to.coded), from.rank);
+  void stage(int owner) {
+    const TopkRegion region = area_.region(owner);
+    for (std::int64_t j = 0; j < region.chunks(); ++j) {
+      const Range chunk = region.chunk(j);
+      const Place from = comm_.at({input_, rank()}, chunk.begin);
+      const Pieces found = comm_.read(from, chunk.count, comm_.unit());
+      if (j == 0) write(owner, found[0], false);
     }
   }
-  template <class To, class From>
-  void reduce(int, To, int, From from, std::int64_t, bool) {
+
+  void reduce() {
     std::vector<Pieces> lists;
-    for (int r = 0; r < size(); ++r) {
-      const Place place = from(r);
-      lists.push_back(read(place.rank, static_cast<int>(place.coded), false));
-    }
+    for (int r = 0; r < size(); ++r) lists.push_back(read(r, rank(), false));
     if (!lists[0].empty()) write(rank(), comm_.sum(lists, true)[0], true);
-    gather(rank(), rank());
+  }
+
+  void gather(int owner) {
+    const TopkRegion region = area_.region(owner);
+    const Pieces found = read(owner, owner, true);
+    for (std::int64_t j = 0; j < region.chunks(); ++j) {
+      const Range chunk = region.chunk(j);
+      const Place to = comm_.at({output_, rank()}, chunk.begin);
+      comm_.write(to, {{chunk.count, found[0].symbol, chunk.begin}}, comm_.unit());
+    }
   }
 
  private:
@@ -74,30 +66,12 @@ class TopkComm {
     comm_.write(list(rank(), owner, result), {lossy}, unit(owner, result));
   }
 
-  void stage(int owner) {
-    const TopkRegion region = area_.region(owner);
-    for (std::int64_t j = 0; j < region.chunks(); ++j) {
-      const Range chunk = region.chunk(j);
-      const Place from = comm_.at({input_, rank()}, chunk.begin);
-      const Pieces found = comm_.read(from, chunk.count, comm_.unit());
-      if (j == 0) write(owner, found[0], false);
-    }
-  }
-
-  void gather(int owner, int from) {
-    const TopkRegion region = area_.region(owner);
-    const Pieces found = read(from, owner, true);
-    for (std::int64_t j = 0; j < region.chunks(); ++j) {
-      const Range chunk = region.chunk(j);
-      const Place to = comm_.at({output_, rank()}, chunk.begin);
-      comm_.write(to, {{chunk.count, found[0].symbol, chunk.begin}}, comm_.unit());
-    }
-  }
-
   Comm& comm_;
   const TopkArea area_;
   std::byte* const input_;
   std::byte* const output_;
 };
+
+static_assert(ListExecutor<TopkComm>);
 
 }  // namespace pycomm::checker

@@ -56,7 +56,7 @@ class World {
     bool succeeded = false;
     int waits = 0;
     Pieces output;
-    std::array<std::size_t, kSlots> signalled;
+    std::array<std::size_t, kChannels> signalled;
   };
 
   Thread* add_thread(const std::string& name);
