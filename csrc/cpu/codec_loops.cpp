@@ -311,7 +311,29 @@ bool all_zero(const T* x, std::int64_t n) {
   return largest == 0;
 }
 
+template <class T>
+PYCOMM_CLONES std::uint32_t narrow(const float* from, void* made, std::int64_t n, float* lost_there,
+                                   float factor) {
+  T* const to = static_cast<T*>(made);
+  std::uint32_t largest = 0;
+#pragma omp simd reduction(max : largest)
+  for (std::int64_t i = 0; i < n; ++i) {
+    to[i] = store<T>(from[i]);
+    largest = std::max(largest, magnitude(load(to[i])));
+  }
+  if (lost_there == nullptr) return largest;
+#pragma omp simd
+  for (std::int64_t i = 0; i < n; ++i) lost_there[i] += lost(from[i], load(to[i]), factor);
+  return largest;
+}
+
 }  // namespace
+
+NarrowLoop narrow_loop(DType dtype) {
+  return dtype == DType::f16    ? narrow<Half>
+         : dtype == DType::bf16 ? narrow<BFloat16>
+                                : narrow<float>;
+}
 
 bool all_zero(DType dtype, const void* x, std::int64_t n) {
   switch (dtype) {

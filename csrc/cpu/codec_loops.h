@@ -29,6 +29,12 @@ struct CodecLoops {
 // For int8 and casts of fp32, fp16 and bf16 tensors.
 CodecLoops codec_loops(DType dtype, const Codec& codec);
 
+// Rounds fp32 to another type; what that loses, times `factor`, is added to `lost_there`, if there is
+// any. Returns the largest magnitude() of what it has made.
+using NarrowLoop = std::uint32_t (*)(const float* from, void* to, std::int64_t n, float* lost_there,
+                                     float factor);
+NarrowLoop narrow_loop(DType dtype);
+
 // Of either sign. Mostly the first look tells.
 bool all_zero(DType dtype, const void* x, std::int64_t n);
 

@@ -1,15 +1,15 @@
 #include "cpu/hosts.h"
 
-#include <cstring>
-
 #include "core/cast.h"
 #include "core/run.h"
+#include "cpu/loops.h"
 
 namespace pycomm::cpu {
 namespace {
 
 void move(void* to, const void* from, std::int64_t bytes) {
-  if (to != from && bytes > 0) std::memcpy(to, from, static_cast<std::size_t>(bytes));
+  if (to == from || bytes == 0) return;
+  copy({static_cast<std::byte*>(to), false}, static_cast<const std::byte*>(from), bytes);
 }
 
 }  // namespace

@@ -124,6 +124,8 @@ void copy(Target to, const std::byte* from, std::int64_t bytes) {
   std::memcpy(to.data + head + lines, from + head + lines, bytes - head - lines);
 }
 
+void zero(float* to, std::int64_t n) { std::fill_n(to, n, 0.0f); }
+
 void reduce(ReduceLoop loop, const Target* to, int n_to, const void* const* from, int n_from,
             std::int64_t count, std::int64_t element_size, int ranks) {
   if (n_to == 1 && !to[0].stream) {

@@ -22,6 +22,7 @@ struct Target {
 };
 
 void copy(Target to, const std::byte* from, std::int64_t bytes);
+void zero(float* to, std::int64_t n);
 
 // Runs `loop` once over `count` elements and stores the result in every target.
 void reduce(ReduceLoop loop, const Target* to, int n_to, const void* const* from, int n_from,

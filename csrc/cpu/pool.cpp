@@ -1,11 +1,11 @@
 #include "cpu/pool.h"
 
 #include <algorithm>
-#include <cstring>
 
 #include "core/cast.h"
 #include "core/feedback.h"
 #include "core/two_shot.h"
+#include "cpu/loops.h"
 #include "cpu/parts.h"
 
 namespace pycomm::cpu {
@@ -39,21 +39,9 @@ void each_run(const Operation& operation, const Cycles& cycles, int s, Visit vis
   }
 }
 
-// Rounds to the tensor's type; what that loses goes into `lost_there`, if there is any. Returns the
-// largest magnitude().
-template <class T>
-PYCOMM_CLONES std::uint32_t narrow_run(const float* from, T* to, std::int64_t n, float* lost_there,
-                                       float factor) {
-  std::uint32_t largest = 0;
-#pragma omp simd reduction(max : largest)
-  for (std::int64_t i = 0; i < n; ++i) {
-    to[i] = store<T>(from[i]);
-    largest = std::max(largest, magnitude(load(to[i])));
-  }
-  if (lost_there == nullptr) return largest;
-#pragma omp simd
-  for (std::int64_t i = 0; i < n; ++i) lost_there[i] += lost(from[i], load(to[i]), factor);
-  return largest;
+void copy_floats(float* to, const float* from, std::int64_t n) {
+  copy({reinterpret_cast<std::byte*>(to), false}, reinterpret_cast<const std::byte*>(from),
+       n * static_cast<std::int64_t>(sizeof(float)));
 }
 
 }  // namespace
@@ -127,8 +115,7 @@ void Pool::collect_tile(std::int64_t t) {
 void Pool::fold(const Range& range, const float* mine, float* sums) {
   float* const to = sums + packed(range.begin);
   if (comm_.size() == 1) {
-    std::memcpy(to, mine, static_cast<std::size_t>(range.count) * sizeof(float));
-    return;
+    return copy_floats(to, mine, range.count);
   }
   const Operation sum = stretch_of(range, DType::f32);
   comm_.begin_phase(sum, mine, to);
@@ -175,17 +162,14 @@ bool Pool::narrow(const Range& range) {
   stretch.codec = operation_.codec;  // says who owns what
   const std::int64_t before = packed(range.begin);
   std::uint32_t largest = 0;
-  const auto narrow_to = [&](auto* output) {
-    each_run(stretch, cycles_, comm_.rank(), [&](const Run& run) {
-      const bool own = residual != nullptr && run.owner == machines_.here;
-      const std::int64_t at = before + run.packed;
-      largest = std::max(largest, narrow_run(gradient_ + at, output + range.begin + run.begin,
-                                             run.count, own ? residual + at : nullptr, factor));
-    });
-  };
-  visit_dtype(operation_.dtype, [&](auto element) {
-    using T = decltype(element);
-    if constexpr (std::is_same_v<accumulator_t<T>, float>) narrow_to(static_cast<T*>(call_.output));
+  const NarrowLoop narrow = narrow_loop(operation_.dtype);
+  each_run(stretch, cycles_, comm_.rank(), [&](const Run& run) {
+    const bool own = residual != nullptr && run.owner == machines_.here;
+    const std::int64_t at = before + run.packed;
+    std::byte* const output = static_cast<std::byte*>(call_.output) +
+                              (range.begin + run.begin) * size_of(operation_.dtype);
+    largest = std::max(
+        largest, narrow(gradient_ + at, output, run.count, own ? residual + at : nullptr, factor));
   });
   return largest >= kInfinityBits;
 }
@@ -198,11 +182,10 @@ void Pool::keep() const {
 // This rank has what it carries, and nothing of the other stripes.
 void Pool::keep(const float* carried, float* state) const {
   if (state == nullptr) return;
-  std::fill_n(state, operation_.count, 0.0f);
+  zero(state, operation_.count);
   if (!carries()) return;
   each_run(operation_, cycles_, comm_.rank(), [&](const Run& run) {
-    std::memcpy(state + run.begin, carried + run.packed,
-                static_cast<std::size_t>(run.count) * sizeof(float));
+    copy_floats(state + run.begin, carried + run.packed, run.count);
   });
 }
 

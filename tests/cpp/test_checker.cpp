@@ -13,9 +13,14 @@ using namespace checker;
 
 constexpr Where kPlaces[] = {Where::window, Where::own, Where::mixed};
 // Small staging makes tiles and slots wrap many times; large staging holds several pieces of a chunk.
-const Layout kSmall{16 << 10, 64, false};
-const Layout kLarge{16 << 20, 64, false};
-const Layout kLikeCuda{512 << 10, 2 << 10, true};
+// Where epochs wrap, they do so within the first operations.
+constexpr std::uint32_t kLastEpochs = 0xfffffffc;
+const Layout kSmall{16 << 10, 64, false, 0};
+const Layout kSmallAndLate{16 << 10, 64, false, kLastEpochs};
+const Layout kLarge{16 << 20, 64, false, 0};
+// Small enough for tiles to wrap, large enough for a piece of every stripe.
+const Layout kCoded{256 << 10, 64, false, kLastEpochs};
+const Layout kLikeCuda{512 << 10, 2 << 10, true, kLastEpochs};
 
 template <class T, std::size_t N>
 T one_of(const T (&from)[N], std::mt19937& random) {
@@ -101,6 +106,16 @@ void plain(int ranks, const Layout& layout, unsigned order = 0) {
   World(ranks, layout, order).run(steps);
 }
 
+// The packets of each of the last and first numbers, in memory that is fresh.
+void packets_across_the_wrap() {
+  for (std::uint32_t first = 0xfffffffb; first != 2; ++first) {
+    Layout layout = kSmall;
+    layout.first_epoch = first;
+    const Step step{{Collective::all_reduce, Algorithm::one_shot, DType::f32, ReduceOp::sum, 0, 4}};
+    for (unsigned order = 1; order <= 8; ++order) World(2, layout, order).run({step, step, step});
+  }
+}
+
 // Compressed operations among others.
 void mixed(int ranks, const Layout& layout) {
   std::mt19937 random(static_cast<unsigned>(ranks));
@@ -116,20 +131,34 @@ void mixed(int ranks, const Layout& layout) {
   World(ranks, layout).run(steps);
 }
 
-void between_nodes(const std::vector<int>& nodes) {
-  std::mt19937 random(static_cast<unsigned>(nodes.size()));
+// Every operation that a group of several nodes has.
+std::vector<Step> steps_between_nodes(int ranks, std::mt19937& random) {
   std::vector<Step> steps;
-  for (int i = 0; i < 4; ++i) {
-    steps.push_back(striped_step(random));
-    steps.back().in_place = random() % 2 == 0;
+  for (int i = 0; i < 5; ++i) {
+    steps.push_back(plain_step(ranks, random));
+    Operation& operation = steps.back().operation;
+    operation.collective = static_cast<Collective>(i);
+    operation.algorithm = Algorithm::two_shot;
+    operation.count = i == 0 ? random() % 900000 : i == 4 ? 0 : random() % 100000;
+    steps.back().in_place = i == 0 ? random() % 2 == 0 : i == 3;
+    steps.push_back(i % 2 == 0 ? coded_step(random) : topk_step(random));
+    steps.back().operation.algorithm = Algorithm::two_shot;
+    steps.back().feedback = random() % 2 == 0;
   }
-  World(nodes, kSmall).run(steps);
+  return steps;
+}
+
+void between_nodes(const World::Nodes& nodes) {
+  int ranks = 0;
+  for (const auto& node : nodes) ranks += static_cast<int>(node.size());
+  std::mt19937 random(static_cast<unsigned>(nodes.size()));
+  for (int i = 0; i < 3; ++i) World(nodes, kCoded).run(steps_between_nodes(ranks, random));
 }
 
 // Operations on each other's tensors, one after the other.
-std::vector<Step> direct_steps(int ranks) {
+std::vector<Step> direct_steps(int ranks, const std::vector<Algorithm>& algorithms) {
   std::vector<Step> steps;
-  for (const Algorithm algorithm : {Algorithm::two_shot, Algorithm::ring, Algorithm::tree}) {
+  for (const Algorithm algorithm : algorithms) {
     steps.push_back({{Collective::all_reduce, algorithm, DType::f32, ReduceOp::sum, 0, 1000}});
   }
   for (const Collective collective :
@@ -141,15 +170,44 @@ std::vector<Step> direct_steps(int ranks) {
   return steps;
 }
 
+// What may fail, and where.
+struct Scene {
+  World::Nodes nodes;
+  Layout layout;
+  std::vector<Step> steps;
+};
+
+Scene on_node(int ranks) {
+  Scene scene{{{}},
+              kSmallAndLate,
+              direct_steps(ranks, {Algorithm::two_shot, Algorithm::ring, Algorithm::tree})};
+  for (int r = 0; r < ranks; ++r) scene.nodes[0].push_back(r);
+  return scene;
+}
+
+Scene on_nodes(const World::Nodes& nodes, int ranks) {
+  Scene scene{nodes, kCoded, direct_steps(ranks, {Algorithm::two_shot})};
+  for (const CodecKind kind : {CodecKind::int8, CodecKind::topk}) {
+    Step step{{Collective::all_reduce, Algorithm::two_shot, DType::f32, ReduceOp::sum, 0, 70000}};
+    step.operation.codec.kind = kind;
+    step.operation.codec.block = 256;
+    step.operation.codec.k = 1000;
+    step.operation.codec.values = DType::f32;
+    step.feedback = true;
+    scene.steps.push_back(step);
+  }
+  return scene;
+}
+
 // Every rank raises or dies in every wait, under several orders of events. Calls use(fault, seed).
 template <class Use>
-void each_fault(int ranks, const std::vector<Step>& steps, Use use) {
-  World whole(ranks, kSmall);
-  whole.run(steps);
-  for (Fault fault{0}; fault.rank < ranks; ++fault.rank) {
-    for (fault.step = 0; fault.step < steps.size(); ++fault.step) {
+void each_fault(const Scene& scene, unsigned seeds, Use use) {
+  World whole(scene.nodes, scene.layout);
+  whole.run(scene.steps);
+  for (Fault fault{0}; fault.rank < whole.size(); ++fault.rank) {
+    for (fault.step = 0; fault.step < scene.steps.size(); ++fault.step) {
       for (fault.wait = 0; fault.wait < whole.waits(fault.rank, fault.step); ++fault.wait) {
-        for (unsigned seed = 1; seed <= 6; ++seed) {
+        for (unsigned seed = 1; seed <= seeds; ++seed) {
           fault.dies = seed % 3 == 0;
           use(fault, seed);
         }
@@ -159,21 +217,19 @@ void each_fault(int ranks, const std::vector<Step>& steps, Use use) {
 }
 
 // Nobody uses a tensor that its rank has got back, and who succeeds has the right result.
-void failures(int ranks) {
-  const std::vector<Step> steps = direct_steps(ranks);
-  each_fault(ranks, steps, [&](const Fault& fault, unsigned seed) {
-    World(ranks, kSmall, seed).run(steps, fault);
+void failures(const Scene& scene, unsigned seeds) {
+  each_fault(scene, seeds, [&](const Fault& fault, unsigned seed) {
+    World(scene.nodes, scene.layout, seed).run(scene.steps, fault);
   });
 }
 
 // Without the acknowledgement they do.
-void failures_without_retreat(int ranks) {
-  const std::vector<Step> steps = direct_steps(ranks);
+void failures_without_retreat(const Scene& scene, unsigned seeds) {
   int found = 0;
-  each_fault(ranks, steps, [&](Fault fault, unsigned seed) {
+  each_fault(scene, seeds, [&](Fault fault, unsigned seed) {
     fault.retreats = false;
     try {
-      World(ranks, kSmall, seed).run(steps, fault);
+      World(scene.nodes, scene.layout, seed).run(scene.steps, fault);
     } catch (const Violation&) {
       ++found;
     }
@@ -187,21 +243,35 @@ void failures_without_retreat(int ranks) {
 int main() {
   using namespace pycomm::test;
   std::vector<std::pair<const char*, std::function<void()>>> tests;
-  for (const std::vector<int>& nodes :
-       std::vector<std::vector<int>>{{1, 1}, {2, 2}, {3, 2}, {1, 3, 2}, {2, 2, 2}, {1, 1, 1, 1}}) {
+  for (const World::Nodes& nodes : std::vector<World::Nodes>{{{0}, {1}},
+                                                             {{0, 1}, {2, 3}},
+                                                             {{0, 1, 2}, {3, 4}},
+                                                             {{0}, {1, 2, 3}, {4, 5}},
+                                                             {{0, 2, 4}, {1, 3}},
+                                                             {{0, 1}, {2, 3}, {4, 5}},
+                                                             {{0}, {1}, {2}, {3}}}) {
     tests.push_back({"between nodes", [=] { between_nodes(nodes); }});
   }
   for (int n = 2; n <= 9; ++n) {
     tests.push_back({"plain operations", [=] { plain(n, kSmall); }});
+    tests.push_back({"across the wrap of epochs", [=] { plain(n, kSmallAndLate); }});
     tests.push_back({"with large staging", [=] { plain(n, kLarge); }});
     tests.push_back({"packets in staging", [=] { plain(n, kLikeCuda); }});
     tests.push_back({"mixed with compressed ones", [=] { mixed(n, kLikeCuda); }});
     tests.push_back({"mixed, with large staging", [=] { mixed(n, kLarge); }});
   }
+  tests.push_back({"packets across the wrap", packets_across_the_wrap});
   tests.push_back({"ranks in another order", [] { plain(4, kSmall, 1); }});
   for (int n = 2; n <= 4; ++n) {
-    tests.push_back({"a failure in every wait", [=] { failures(n); }});
-    tests.push_back({"without retreat", [=] { failures_without_retreat(n); }});
+    tests.push_back({"a failure in every wait", [=] { failures(on_node(n), 6); }});
+    tests.push_back({"without retreat", [=] { failures_without_retreat(on_node(n), 6); }});
+  }
+  const std::pair<World::Nodes, int> layouts[] = {
+      {{{0}, {1}}, 2}, {{{0, 1}, {2}}, 3}, {{{0, 2}, {1}, {3, 4}}, 5}};
+  for (const auto& [nodes, n] : layouts) {
+    const Scene scene = on_nodes(nodes, n);
+    tests.push_back({"a failure in every wait between nodes", [=] { failures(scene, 3); }});
+    tests.push_back({"and without retreat", [=] { failures_without_retreat(scene, 3); }});
   }
   for (const auto& test : tests) {
     if (run_all({test}) != 0) return 1;  // a mutant needs no more

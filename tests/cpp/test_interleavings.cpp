@@ -58,6 +58,7 @@ struct Scenario {
   // The rank that leaves before the last operation, and the one that calls it with another count.
   int leaves = -1;
   int differs = -1;
+  std::uint32_t first_epoch = 0;
 };
 
 float value(int rank, int operation) { return static_cast<float>(rank + 10 * operation + 1); }
@@ -84,7 +85,7 @@ struct Ranks {
   const std::shared_ptr<cpu::Window> window;
   std::vector<std::unique_ptr<cpu::Group>> groups;
 
-  Ranks(const SharedMemory& memory, int size) : window(memory.window) {
+  Ranks(const SharedMemory& memory, int size, std::uint32_t first_epoch) : window(memory.window) {
     const auto count = static_cast<std::size_t>(size);
     const auto peers = std::make_shared<const cpu::Liveness>(std::vector<int>(count, 0),
                                                              std::vector<int>(count, -1));
@@ -94,8 +95,8 @@ struct Ranks {
       std::fill_n(slice + kHeader, window->heap_begin() - kHeader, std::byte{});
     }
     for (int r = 0; r < size; ++r) {
-      groups.push_back(
-          std::make_unique<cpu::Group>(window, peers, r, size, 0, std::chrono::hours(1), 0));
+      groups.push_back(std::make_unique<cpu::Group>(window, peers, r, size, 0,
+                                                    std::chrono::hours(1), first_epoch));
     }
   }
   cpu::Group& operator[](int r) { return *groups[static_cast<std::size_t>(r)]; }
@@ -147,6 +148,13 @@ void live(Ranks& ranks, int r, const Scenario& scenario, Outcome& outcome) {
   }
 }
 
+// How many operations the last of which has this number.
+int operations_until(std::uint32_t number, std::uint32_t first_epoch) {
+  int count = 0;
+  for (std::uint32_t next = first_epoch; next != number; next = next_sequence(next)) ++count;
+  return count;
+}
+
 void check(const Scenario& scenario, const std::vector<Outcome>& outcomes) {
   const CollectiveError* first = nullptr;
   int least = outcomes[0].succeeded;
@@ -161,7 +169,7 @@ void check(const Scenario& scenario, const std::vector<Outcome>& outcomes) {
     if (scenario.aborts.empty() && error.rank != std::max(scenario.leaves, scenario.differs)) {
       throw Violation("the wrong rank is blamed");
     }
-    if (static_cast<int>(error.completed) > least) {
+    if (operations_until(error.completed, scenario.first_epoch) > least) {
       throw Violation("an operation counts as complete, but has failed on a rank");
     }
     for (std::int64_t i = 0; i < kCount; ++i) {
@@ -172,7 +180,7 @@ void check(const Scenario& scenario, const std::vector<Outcome>& outcomes) {
 
 void once(const Scenario& scenario, const SharedMemory& memory, checker::Fibers::Choice choice,
           bool late_stores) {
-  Ranks ranks(memory, scenario.ranks);
+  Ranks ranks(memory, scenario.ranks, scenario.first_epoch);
   std::vector<Outcome> outcomes(memory.tensors.size());
   for (std::size_t r = 0; r < outcomes.size(); ++r) outcomes[r].tensor = memory.tensors[r];
   const auto fibers = outcomes.size() + scenario.aborts.size();
@@ -260,6 +268,8 @@ int main() {
       {"an operation later", [] { explore({2, {ring, two_shot}, {1}}, 2); }},
       {"one leaves", [] { explore({3, {two_shot}, {}, 2}, 2); }},
       {"one leaves, one aborts", [] { explore({2, {two_shot, two_shot}, {0}, 1}, 3); }},
+      {"across the wrap of epochs",
+       [] { explore({2, {one_shot, two_shot, ring, tree}, {}, -1, -1, 0xfffffffe}, 1); }},
       {"one calls something else", [] { explore({3, {two_shot, two_shot}, {}, -1, 1}, 2); }},
   };
   for (const auto& test : tests) {

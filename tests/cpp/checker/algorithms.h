@@ -3,28 +3,22 @@
 #pragma once
 
 #include "checker/comm.h"
-#include "checker/link.h"
+#include "core/call.h"
 
 namespace pycomm::checker {
 
 // What a rank brings to an operation.
 struct Buffers {
-  std::byte* input;
-  std::byte* output;
+  Call call;
   std::byte* areas[2];  // top-k: for lists, in the window
-  std::byte* scratch;   // for a packed stripe, and for parcels between nodes
+  std::byte* scratch;   // for a packed stripe
 };
 
-// How many bytes these have to have.
+// How many bytes an area has to have.
 std::int64_t list_area_bytes(const Operation& operation, int ranks, int rank);
-std::int64_t parcel_buffer_bytes(const Operation& operation, int nodes);
 
-// `fail_at`: the wait in which this rank fails, or Comm::kNeverFails.
-void run_on_node(Comm& comm, const Operation& operation, const Buffers& buffers, int fail_at);
+void run_on_node(Comm& comm, const Buffers& buffers);
 // The halves of two-shot with stripes that take turns; in between, each rank has its own without gaps.
-void run_stripes(Comm& comm, const Operation& operation, const Buffers& buffers);
-// All-reduce in three phases, as cpu/hosts.h has them. `link`: null if this rank carries no stripe.
-void run_between_nodes(Comm& comm, Link* link, int stripes, const Operation& operation,
-                       const Buffers& buffers);
+void run_stripes(Comm& comm, const Buffers& buffers);
 
 }  // namespace pycomm::checker

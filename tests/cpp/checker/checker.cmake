@@ -2,15 +2,20 @@
 # test_interleavings for what the CPU does when an operation fails, test_close for close(). Each also
 # meets mutants of the code that it checks, and has to refuse them.
 set(CHECKER ${CMAKE_CURRENT_LIST_DIR})
-add_library(checker OBJECT ${CHECKER}/../test_checker.cpp ${CHECKER}/comm.cpp ${CHECKER}/fibers.cpp
-  ${CHECKER}/link.cpp ${CHECKER}/memory.cpp ${CHECKER}/symbols.cpp ${CHECKER}/world.cpp)
-target_include_directories(checker PUBLIC csrc tests/cpp)
-add_executable(test_checker ${CHECKER}/algorithms.cpp)
-target_link_libraries(test_checker PRIVATE checker)
+add_library(checker OBJECT ${CHECKER}/../test_checker.cpp ${CHECKER}/fibers.cpp
+  ${CHECKER}/link.cpp ${CHECKER}/loops.cpp ${CHECKER}/memory.cpp ${CHECKER}/symbols.cpp
+  ${CHECKER}/world.cpp)
+target_include_directories(checker PUBLIC ${CHECKER}/instead csrc tests/cpp)
+foreach(part algorithms comm nodes)
+  add_library(checked_${part} OBJECT ${CHECKER}/${part}.cpp)
+  target_link_libraries(checked_${part} PUBLIC checker)
+  target_compile_options(checked_${part} PRIVATE -O1 -g1)
+endforeach()
+add_executable(test_checker)
+target_link_libraries(test_checker PRIVATE checker checked_algorithms checked_comm checked_nodes)
 add_test(NAME checker COMMAND test_checker)
 set(QUICKLY_COMPILED -O1 -g1)  # they take longer to compile than to run
 target_compile_options(checker PRIVATE ${QUICKLY_COMPILED})
-target_compile_options(test_checker PRIVATE ${QUICKLY_COMPILED})
 
 # The calls that ThreadSanitizer puts in go to checker/atomics.cpp.
 add_library(scheduler OBJECT ${CHECKER}/atomics.cpp ${CHECKER}/fibers.cpp)
@@ -49,23 +54,40 @@ function(expect_failure target)
   set_tests_properties(${target} PROPERTIES PASS_REGULAR_EXPRESSION "FAILED" TIMEOUT 60)
 endfunction()
 
-# Only the code that includes the header is compiled anew.
-function(add_mutant name header old new)
+# Only the code that includes the file is compiled anew: the algorithms, what is between nodes, or how
+# epochs are counted.
+function(add_mutant_of part name file old new)
   set(copy ${PROJECT_BINARY_DIR}/mutants/${name})
-  mutate(core/${header} ${copy} "${old}" "${new}")
-  add_executable(mutant_${name} ${CHECKER}/algorithms.cpp)
+  mutate(${file} ${copy} "${old}" "${new}")
+  add_executable(mutant_${name} ${CHECKER}/${part}.cpp)
   target_include_directories(mutant_${name} BEFORE PRIVATE ${copy})
-  target_link_libraries(mutant_${name} PRIVATE checker)
+  set(others checked_algorithms checked_comm checked_nodes)
+  list(REMOVE_ITEM others checked_${part})
+  target_link_libraries(mutant_${name} PRIVATE checker ${others})
   expect_failure(mutant_${name})
 endfunction()
+function(add_mutant name header old new)
+  add_mutant_of(algorithms ${name} core/${header} "${old}" "${new}")
+endfunction()
+function(add_epoch_mutant name header old new)
+  add_mutant_of(comm ${name} core/${header} "${old}" "${new}")
+endfunction()
+function(add_node_mutant name file old new)
+  add_mutant_of(nodes ${name} ${file} "${old}" "${new}")
+endfunction()
 
-# Of cpu/${source}.cpp, for test_${test}.
-function(add_cpu_mutant name source test old new)
+# Of cpu/${source}.cpp, or of what it includes, for test_${test}.
+function(add_cpu_mutant name source test file old new)
   set(copy ${PROJECT_BINARY_DIR}/mutants/${name})
-  mutate(cpu/${source}.cpp ${copy} "${old}" "${new}")
+  mutate(${file} ${copy} "${old}" "${new}")
+  set(from ${copy})
+  if(NOT file STREQUAL cpu/${source}.cpp)
+    set(from csrc)
+  endif()
   set(others observed_group observed_comm)
   list(REMOVE_ITEM others observed_${source})
-  add_executable(mutant_${name} ${copy}/cpu/${source}.cpp)
+  add_executable(mutant_${name} ${from}/cpu/${source}.cpp)
+  target_include_directories(mutant_${name} BEFORE PRIVATE ${copy})
   target_link_libraries(mutant_${name} PRIVATE ${test} scheduler ${others})
   expect_failure(mutant_${name})
   target_compile_options(mutant_${name} PRIVATE -fsanitize=thread)

@@ -33,6 +33,7 @@ struct Clock {
 // A rank, or what sends and receives for it.
 struct Thread {
   int index;
+  int process;  // the rank whose memory it may use
   std::string name;
   Clock clock;
   // For messages: what it was doing at which time.
@@ -40,7 +41,8 @@ struct Thread {
   std::vector<std::pair<std::size_t, int>> moments;  // (operation, releases in it) by time
   int releases = 0;
 
-  Thread(int index, std::string name) : index(index), name(std::move(name)) {
+  Thread(int index, int process, std::string name)
+      : index(index), process(process), name(std::move(name)) {
     operations.push_back("the beginning");
     moments.resize(1);
     tick();

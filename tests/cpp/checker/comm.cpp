@@ -8,6 +8,8 @@ namespace {
 // An announcement and a packet are written at once.
 constexpr Unit kAnnouncement{kLine};
 
+std::function<Comm&()> find_running;
+
 std::int64_t packet_room(const Layout& layout) { return 2 * layout.packet_bytes; }
 
 }  // namespace
@@ -37,23 +39,31 @@ Machine::Machine(Memory& memory, Symbols& symbols, Fibers& fibers, const Layout&
   }
 }
 
+Comm& running() { return find_running(); }
+void set_running(std::function<Comm&()> find) { find_running = std::move(find); }
+
 Comm::Comm(Machine& machine, int rank)
     : machine_(machine),
       rank_(rank),
-      slot_bytes_(machine.layout.staging_bytes / 2 / kStagingSlots / kLine * kLine) {}
+      slot_bytes_(machine.layout.staging_bytes / 2 / kStagingSlots / kLine * kLine),
+      sequence_(machine.layout.first_epoch) {}
 
-void Comm::begin(const Operation& operation, std::byte* input, std::byte* output, int fail_at) {
+void Comm::begin(const Operation& operation, const void* input, void* output, void (*)(),
+                 Outlook outlook) {
   waits_ = 0;
-  fail_at_ = fail_at;
-  begin_phase(operation, input, output);
+  called_ = operation;
+  begin_phase(operation, input, output, outlook);
 }
 
-void Comm::begin_phase(const Operation& operation, std::byte* input, std::byte* output) {
-  ++sequence_;
+void Comm::begin_phase(const Operation& operation, const void* input, void* output,
+                       Outlook outlook) {
+  sequence_ = next_sequence(sequence_);
+  ++phase_;
   operation_ = operation;
+  outlook_ = outlook;
   unit_ = {size_of(operation.dtype)};
-  input_ = input;
-  output_ = output;
+  input_ = static_cast<std::byte*>(const_cast<void*>(input));
+  output_ = static_cast<std::byte*>(output);
   direct_ = exposed_ = false;
   leave_peers_heaps();
   for (int channel = 0; channel < kChannels; ++channel)
@@ -64,7 +74,7 @@ void Comm::begin_phase(const Operation& operation, std::byte* input, std::byte* 
 // As the CPU's: a wait that is satisfied looks no further.
 template <class Condition>
 void Comm::await(int r, Condition has_come, const std::string& what) {
-  if (waits_++ == fail_at_) throw Stopped();
+  count_wait();
   const Member& other = member(r);
   machine_.fibers.wait_until([&] { return has_come() || machine_.abort.value != 0 || other.dead; },
                              [&] { return me().when(me().now()) + " waits " + what; });
@@ -80,7 +90,7 @@ void Comm::publish() {
   std::byte* const output = in_window(output_);
   exposed_ = input != nullptr || output != nullptr;
   write({mine.announcements[sequence_ & 1u], rank_}, {{1, 0, sequence_}}, kAnnouncement);
-  mine.announced.push_back({operation_, input, output, me().release()});
+  mine.announced.push_back({operation_, input, output, outlook_, me().release()});
 }
 
 void Comm::meet() {
@@ -90,7 +100,7 @@ void Comm::meet() {
     Member& other = member(r);
     if (r != rank_) {
       await(
-          r, [&] { return other.announced.size() > sequence_; },
+          r, [&] { return other.announced.size() > phase_; },
           "for the announcement of " + other.thread->name);
       me().clock.join(announced(r).clock);
       const Pieces found = read({other.announcements[sequence_ & 1u], r}, 1, kAnnouncement);
@@ -107,7 +117,14 @@ void Comm::meet() {
   check_aborted();
 }
 
+Outlook Comm::outlook() const {
+  Outlook all = announced(0).outlook;
+  for (int r = 1; r < size(); ++r) all = all | announced(r).outlook;
+  return all;
+}
+
 void Comm::put_packets(int r, Place from) {
+  machine_.fibers.pause();  // no clock tells that they are there
   write({packets(r, rank_), r}, read(from, count(), unit_), unit_);
   member(r).put[static_cast<std::size_t>(rank_)][sequence_ & 1u] = sequence_;
 }
@@ -134,10 +151,15 @@ void Comm::wait(int r, int channel, std::int64_t step) {
   if (step <= 0) return;
   const std::vector<Clock>& signals = member(r).signals[channel];
   const std::size_t target = started_[channel] + static_cast<std::size_t>(step);
+  // As a flag holds it.
+  const auto epoch = [&](std::size_t count) {
+    return machine_.layout.first_epoch + static_cast<std::uint32_t>(count);
+  };
   await(
-      r, [&] { return signals.size() >= target; },
+      r, [&] { return reached(epoch(signals.size()), epoch(target)); },
       "for step " + std::to_string(step) + " of channel " + std::to_string(channel) + " of " +
           member(r).thread->name);
+  if (signals.size() < target) throw Violation(me().when(me().now()) + " waits too little");
   me().clock.join(signals[target - 1]);
 }
 
@@ -190,9 +212,9 @@ void Comm::write(Place to, const Pieces& pieces, Unit unit) {
   machine_.memory.write(me(), to.data, pieces, unit);
 }
 
-Pieces Comm::sum(const std::vector<Pieces>& terms, bool last) {
+Pieces Comm::sum(const std::vector<Pieces>& terms, bool last, Unit unit) {
   Pieces result;
-  zip(terms, {unit_.bytes}, [&](std::int64_t units, const std::vector<Piece>& pieces) {
+  zip(terms, {unit.bytes}, [&](std::int64_t units, const std::vector<Piece>& pieces) {
     std::vector<Symbol> symbols;
     for (const Piece& piece : pieces) {
       if (piece.element != pieces[0].element) {

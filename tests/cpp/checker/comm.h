@@ -4,6 +4,7 @@
 #pragma once
 
 #include <array>
+#include <functional>
 
 #include "checker/memory.h"
 #include "core/executor.h"
@@ -19,6 +20,7 @@ struct Layout {
   std::int64_t staging_bytes = 64 << 10;
   std::int64_t packet_bytes = 64;   // the largest tensor that travels in packets
   bool packets_in_staging = false;  // CUDA: packets are taken into the own staging area
+  std::uint32_t first_epoch = 0;    // what operations and flags count from
 };
 
 // A word that several threads write. Sequentially consistent.
@@ -41,9 +43,10 @@ struct Member {
     Operation operation;
     std::byte* input;
     std::byte* output;
+    Outlook outlook;
     Clock clock;
   };
-  std::vector<Announced> announced;       // by sequence, from 1 on
+  std::vector<Announced> announced;       // of all phases, from 1 on
   std::vector<Clock> signals[kChannels];  // every signal there ever was
   Word in_peers_heaps;                    // see cpu/comm.h
   bool dead = false;
@@ -70,18 +73,27 @@ class Comm {
 
   Comm(Machine& machine, int rank);
 
-  // As cpu::Comm's. `fail_at`: the wait, from 0 on, in which this rank fails.
-  void begin(const Operation& operation, std::byte* input, std::byte* output,
-             int fail_at = kNeverFails);
-  void begin_phase(const Operation& operation, std::byte* input, std::byte* output);
+  // As cpu::Comm's.
+  void begin(const Operation& operation, const void* input, void* output,
+             void (*interrupt)() = nullptr, Outlook outlook = {});
+  void begin_phase(const Operation& operation, const void* input, void* output,
+                   Outlook outlook = {});
   void finish();
   void leave_peers_heaps();
   // After Stopped: tells all; then returns when nobody uses this rank's tensors any more.
   void abort() { store(machine_.abort, 1); }
   void retreat();
   void die() { member(rank_).dead = true; }
+  bool dead() const { return member(rank_).dead; }
+  bool stopped() const { return machine_.abort.value != 0; }
+  void check_aborted();
+  // The wait, from 0 on, in which this rank fails in the next operation.
   static constexpr int kNeverFails = -1;
+  void fail_at(int wait) { fail_at_ = wait; }
   int waits() const { return waits_; }  // in this operation
+  void count_wait() {
+    if (waits_++ == fail_at_) throw Stopped();
+  }
 
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(machine_.members.size()); }
@@ -109,6 +121,8 @@ class Comm {
   }
   void publish();
   void meet();
+  Outlook outlook() const;
+  std::byte* announced_area(int r, std::int64_t) const { return announced(r).input; }
 
   bool fits_packets() const { return count() * unit_.bytes <= machine_.layout.packet_bytes; }
   void put_packets(int r, Place from);
@@ -131,19 +145,29 @@ class Comm {
   // For executors on top of this one.
   Pieces read(Place from, std::int64_t units, Unit unit);
   void write(Place to, const Pieces& pieces, Unit unit);
-  Pieces sum(const std::vector<Pieces>& terms, bool last);
+  Pieces sum(const std::vector<Pieces>& terms, bool last) { return sum(terms, last, unit_); }
+  Pieces sum(const std::vector<Pieces>& terms, bool last, Unit unit);
   Symbols& symbols() { return machine_.symbols; }
+  Memory& memory() { return machine_.memory; }
+  Fibers& fibers() { return machine_.fibers; }
+  Thread& thread() const { return me(); }
+  const Operation& called() const { return called_; }
+  std::uint32_t sequence() const { return sequence_; }
+  // Of the rank's own, that nobody else uses.
+  std::byte* allocate(std::int64_t bytes) const {
+    return machine_.memory.add(me().name + "'s scratch", me().index, bytes, false);
+  }
   Unit unit() const { return unit_; }
   std::int64_t slot_bytes() const { return slot_bytes_; }
   // Of the operation that begins next.
-  std::uint32_t next_parity() const { return (sequence_ + 1) & 1u; }
+  std::uint32_t next_parity() const { return next_sequence(sequence_) & 1u; }
   // Of all operations so far. Every rank must have signalled each as often.
   std::array<std::size_t, kChannels> signalled() const;
 
  private:
   Member& member(int r) const { return machine_.members[static_cast<std::size_t>(r)]; }
   Thread& me() const { return *member(rank_).thread; }
-  const Member::Announced& announced(int r) const { return member(r).announced[sequence_]; }
+  const Member::Announced& announced(int r) const { return member(r).announced[phase_]; }
   std::byte* packets(int to, int from) const {
     return member(to).packets[sequence_ & 1u][static_cast<std::size_t>(from)];
   }
@@ -153,14 +177,15 @@ class Comm {
   void check_apart(Place a, Place b, std::int64_t n) const;
   int load(Word& word);
   void store(Word& word, int value);
-  void check_aborted();
 
   Machine& machine_;
   const int rank_;
   const std::int64_t slot_bytes_;
-  std::uint32_t sequence_ = 0;
+  std::uint32_t sequence_;
+  std::size_t phase_ = 0;
   std::size_t started_[kChannels]{};
-  Operation operation_;
+  Operation called_, operation_;
+  Outlook outlook_;
   std::byte* input_ = nullptr;
   std::byte* output_ = nullptr;
   Unit unit_{1};
@@ -171,5 +196,9 @@ class Comm {
 };
 
 static_assert(PlainExecutor<Comm>);
+
+// The rank that runs; for what is called without one.
+Comm& running();
+void set_running(std::function<Comm&()> find);
 
 }  // namespace pycomm::checker

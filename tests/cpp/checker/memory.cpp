@@ -43,7 +43,7 @@ Memory::Area& Memory::enter(const Thread& thread, const std::byte* address, std:
   const std::int64_t begin = offset(address);
   const Range range{thread, "uses", found, begin, begin + bytes};
   if (bytes < 0 || range.end > found.bytes) throw Violation(text(range) + ", beyond its end");
-  if (!found.shared && found.owner != thread.index) {
+  if (!found.shared && found.owner != thread.process) {
     throw Violation(text(range) + ", which is not shared");
   }
   split(found, range.begin);
@@ -111,37 +111,70 @@ Pieces Memory::pieces_in(const Range& range, Unit unit) const {
   return pieces;
 }
 
+void Memory::read_runs(const Range& range, Runs& runs) {
+  for (auto run = runs.lower_bound(range.begin); run != runs.end() && run->first < range.end;
+       ++run) {
+    check_written(range, run->second);
+    run->second.read[static_cast<std::size_t>(range.thread.index)] = range.thread.now();
+  }
+}
+
 Pieces Memory::read(const Thread& thread, const std::byte* from, std::int64_t units, Unit unit) {
   if (units == 0) return {};
   Area& area = enter(thread, from, units * unit.bytes);
   const std::int64_t begin = offset(from);
   const Range range{thread, "reads", area, begin, begin + units * unit.bytes};
-  for (auto run = area.runs.lower_bound(begin); run != area.runs.end() && run->first < range.end;
-       ++run) {
-    check_written(range, run->second);
-    run->second.read[static_cast<std::size_t>(thread.index)] = thread.now();
-  }
+  read_runs(range, area.runs);
   return pieces_in(range, unit);
 }
 
+Cargo Memory::read_bytes(const Thread& thread, const std::byte* from, std::int64_t bytes) {
+  if (bytes == 0) return {};
+  Area& area = enter(thread, from, bytes);
+  const std::int64_t begin = offset(from);
+  const Range range{thread, "reads", area, begin, begin + bytes};
+  read_runs(range, area.runs);
+  Cargo cargo;
+  for (std::int64_t at = begin; at < range.end; at += cargo.back().bytes) {
+    const auto found = area.runs.find(at);
+    if (found == area.runs.end()) throw Violation(text(range) + ", of which nobody wrote all");
+    const Run& run = found->second;
+    cargo.push_back({run.end - at, run.symbol, run.element, run.unit});
+  }
+  return cargo;
+}
+
 void Memory::write(const Thread& thread, std::byte* to, const Pieces& pieces, Unit unit) {
-  std::int64_t units = 0;
-  for (const Piece& piece : pieces) units += piece.units;
-  if (units == 0) return;
-  Area& area = enter(thread, to, units * unit.bytes);
+  Cargo cargo;
+  for (const Piece& piece : pieces) {
+    cargo.push_back({piece.units * unit.bytes, piece.symbol, piece.element, unit});
+  }
+  write_bytes(thread, to, cargo);
+}
+
+void Memory::write_bytes(const Thread& thread, std::byte* to, const Cargo& cargo) {
+  std::int64_t bytes = 0;
+  for (const Load& load : cargo) bytes += load.bytes;
+  if (bytes == 0) return;
+  Area& area = enter(thread, to, bytes);
   std::int64_t at = offset(to);
-  const Range range{thread, "writes", area, at, at + units * unit.bytes};
+  const Range range{thread, "writes", area, at, at + bytes};
   const auto first = area.runs.lower_bound(range.begin), end = area.runs.lower_bound(range.end);
   for (auto run = first; run != end; ++run) {
     check_written(range, run->second);
     check_unread(range, run->second);
   }
   area.runs.erase(first, end);
-  for (const Piece& piece : pieces) {
-    const std::int64_t stop = at + piece.units * unit.bytes;
-    area.runs[at] = {stop, piece.symbol, piece.element, unit, thread.index, thread.now(), {}};
+  for (const Load& load : cargo) {
+    if (load.bytes == 0) continue;
+    const std::int64_t stop = at + load.bytes;
+    area.runs[at] = {stop, load.symbol, load.element, load.unit, thread.index, thread.now(), {}};
     at = stop;
   }
+}
+
+void Memory::claim(const Thread& thread, std::byte* to, std::int64_t bytes) {
+  write_bytes(thread, to, {{bytes, kNothing, 0, {1}}});
 }
 
 Pieces Memory::take(const Thread& thread, const Thread& writer, std::byte* from, std::int64_t units,

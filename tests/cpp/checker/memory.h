@@ -28,6 +28,15 @@ struct Piece {
 };
 using Pieces = std::vector<Piece>;
 
+// Consecutive bytes that hold elements of the same kind, whatever they are: what can be moved as it is.
+struct Load {
+  std::int64_t bytes;
+  Symbol symbol;
+  std::int64_t element;
+  Unit unit;
+};
+using Cargo = std::vector<Load>;
+
 // Calls visit(units, piece of every list), cut where any of the lists is cut. Lists are equally long.
 template <class Visit>
 void zip(const std::vector<Pieces>& lists, Unit unit, Visit visit) {
@@ -63,11 +72,16 @@ class Memory {
   // An area of a rank; only a shared one may be used by other threads. Nothing can be stored there, but
   // addresses can be reckoned with.
   std::byte* add(std::string name, int owner, std::int64_t bytes, bool shared);
+  bool contains(const void* address) const { return base_ <= address && address < next_; }
   int owner(const std::byte* address) const { return area(address).owner; }
   bool shared(const std::byte* address) const { return area(address).shared; }
 
   Pieces read(const Thread& thread, const std::byte* from, std::int64_t units, Unit unit);
   void write(const Thread& thread, std::byte* to, const Pieces& pieces, Unit unit);
+  Cargo read_bytes(const Thread& thread, const std::byte* from, std::int64_t bytes);
+  void write_bytes(const Thread& thread, std::byte* to, const Cargo& cargo);
+  // The thread may write here from now on.
+  void claim(const Thread& thread, std::byte* to, std::int64_t bytes);
   // Reads what `writer` has written, and takes its place as the last writer. No clock has to order the
   // two, because the data themselves say that they are there.
   Pieces take(const Thread& thread, const Thread& writer, std::byte* from, std::int64_t units,
@@ -102,6 +116,7 @@ class Memory {
   Area& enter(const Thread& thread, const std::byte* address, std::int64_t bytes);
   std::int64_t offset(const std::byte* address) const;
   void split(Area& area, std::int64_t at);
+  void read_runs(const Range& range, Runs& runs);
   Pieces pieces_in(const Range& range, Unit unit) const;
   void check_written(const Range& range, const Run& run) const;
   void check_unread(const Range& range, const Run& run) const;

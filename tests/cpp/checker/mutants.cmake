@@ -6,7 +6,7 @@ add_mutant(packets_without_meeting packet.h "comm.meet();" "")
 add_mutant(reduce_scatter_returns_while_it_is_read two_shot.h "comm.wait_all(kReduced, 1);" "")
 add_mutant(tree_returns_while_it_is_read tree.h
   "first.wait_children(first.down_channel(), first.pieces.count());" "")
-add_mutant(exchange_adds_what_has_not_come between.h "link.wait(staged[t % kTilesUnderWay]);" "")
+add_node_mutant(exchange_adds_what_has_not_come core/between.h "link.wait(staged[t % kTilesUnderWay]);" "")
 
 # A step off.
 add_mutant(ring_waits_for_the_step_before ring.h "signalled + 1 - tile.pieces" "signalled - tile.pieces")
@@ -21,7 +21,7 @@ add_mutant(one_shot_has_one_slot one_shot.h "t % 2" "0")
 add_mutant(shots_have_three_slots two_shot.h "t % kStagingSlots" "t % 3")
 add_mutant(tree_lags_too_far tree.h "depth < kStagingSlots - 1 ? depth : kStagingSlots - 1" "depth + 1")
 add_mutant(trees_share_slots tree.h "index * kStagingSlots + k % kStagingSlots" "k % kStagingSlots")
-add_mutant(exchange_has_too_few_tiles between.h "kTilesUnderWay = 2 * kAhead + 1"
+add_node_mutant(exchange_has_too_few_tiles core/between.h "kTilesUnderWay = 2 * kAhead + 1"
   "kTilesUnderWay = kAhead + 1")
 
 # A flag early.
@@ -37,18 +37,49 @@ add_mutant(tree_loses_a_child layout.h "if (v + step < n) return v + step;"
   "if (v + step < n - 1) return v + step;")
 add_mutant(parts_overlap layout.h "(index < longer ? index : longer)) * unit"
   "(index < longer ? index : longer - 1)) * unit")
-add_mutant(stripes_share_a_slot stripes.h "owner * piece(), rest" "0, rest")
 add_mutant(packed_stripe_has_gaps stripes.h "turn > s ? length" "turn >= s ? length")
 add_mutant(scales_lie_on_payload coded.h "place.data + kStagingSlots * slot * payload"
   "place.data + slot * payload")
 add_mutant(coded_slots_overflow coded.h "piece * ranks > slot" "piece * (ranks - 1) > slot")
 add_mutant(result_lies_on_a_list topk.h "return list(ranks);" "return list(ranks - 1);")
 
-# add_cpu_mutant(name source test old new), of cpu/: how operations that fail end, and how groups do.
-add_cpu_mutant(enters_too_weakly comm interleavings "in_peers_heaps.exchange(1);"
+# add_epoch_mutant(name header old new), of a header of core/: what happens after the last epoch.
+add_epoch_mutant(epochs_do_not_wrap signal.h
+  "static_cast<std::int32_t>(flag - target) >= 0" "flag >= target")
+add_epoch_mutant(epochs_begin_with_0 operation.h "sequence + 1 == 0 ? 2 : sequence + 1" "sequence + 1")
+add_epoch_mutant(epochs_begin_with_1 operation.h "sequence + 1 == 0 ? 2" "sequence + 1 == 0 ? 1")
+
+# add_node_mutant(name file old new), of what is between nodes.
+add_node_mutant(stripes_share_a_slot core/stripes.h "owner * piece(), rest" "0, rest")
+add_node_mutant(plain_parcels_share_a_place cpu/parts.h
+  "t % kTilesUnderWay * link_.size() + machine" "machine")
+add_node_mutant(encoded_parcels_share_a_place cpu/parts.cpp "(t % kTilesUnderWay * 3 + " "(")
+add_node_mutant(contribution_is_a_result cpu/parts.cpp "region(t, Use::incoming, m), begin"
+  "region(t, Use::result, m), begin")
+add_node_mutant(lengths_are_not_waited_for cpu/parts.cpp "link_.wait(link_.post(lengths));"
+  "link_.post(lengths);")
+add_node_mutant(topk_selects_from_a_part cpu/pool.cpp
+  "if (call_.feedback.residual == nullptr && operation_.codec.kind != CodecKind::topk) return;"
+  "if (call_.feedback.residual == nullptr) return;")
+add_node_mutant(pool_spreads_what_has_not_come cpu/pool.h "part_.gather(t);
+    outlook_ = pool_.spread(t, finding_());" "outlook_ = pool_.spread(t, finding_());
+    part_.gather(t);")
+add_node_mutant(residual_of_nobody cpu/pool.cpp "  zero(state, operation_.count);" "")
+add_node_mutant(blocks_go_by_rank cpu/hosts.cpp "if (!machines_.in_order()) {
+    input" "if (false) {
+    input")
+add_node_mutant(all_gather_forgets_a_machine cpu/hosts.cpp "if (m == machines_.here) continue;
+    gather_stripes" "if (m <= 1) continue;
+    gather_stripes")
+add_node_mutant(broadcast_stays_with_the_carriers cpu/hosts.cpp "if (!from_here) gather_stripes" "if (false) gather_stripes")
+
+# add_cpu_mutant(name source test file old new), of cpu/: how operations that fail end, and how groups do.
+add_cpu_mutant(enters_too_weakly comm interleavings cpu/comm.cpp "in_peers_heaps.exchange(1);"
   "in_peers_heaps.store(1, std::memory_order_release);")
-add_cpu_mutant(does_not_retreat comm interleavings "if (!exposed_) return;" "return;")
-add_cpu_mutant(last_reason_stays comm interleavings "abort.compare_exchange_strong(none, word);"
+add_cpu_mutant(does_not_retreat comm interleavings cpu/comm.cpp "if (!exposed_) return;" "return;")
+add_cpu_mutant(last_reason_stays comm interleavings cpu/comm.cpp "abort.compare_exchange_strong(none, word);"
   "abort.exchange(word + none);")
-add_cpu_mutant(takes_work_when_closed group close
+add_cpu_mutant(flags_do_not_wrap comm interleavings core/signal.h
+  "static_cast<std::int32_t>(flag - target) >= 0" "flag >= target")
+add_cpu_mutant(takes_work_when_closed group close cpu/group.cpp
   "if (closed_) check_usable();  // nobody would join" "// nobody would join")

@@ -17,6 +17,9 @@ struct Contribution {
   auto operator<=>(const Contribution&) const = default;
 };
 
+// What is added to nothing.
+inline constexpr Contribution kZero{-1, -1};
+
 class Symbols {
  public:
   Symbol contribution(const Contribution& contribution);

@@ -5,11 +5,18 @@ namespace {
 
 // More rounds than are ever under way.
 constexpr int kCarriers = 6;
+constexpr Unit kResidual{4};
 // A tensor before the operation that makes it.
 constexpr int kNoOperation = -1;
 
 bool rounds_once(const Operation& operation) {
   return operation.algorithm == Algorithm::one_shot || operation.algorithm == Algorithm::two_shot;
+}
+
+std::vector<int> first_ranks(int count) {
+  std::vector<int> ranks;
+  for (int r = 0; r < count; ++r) ranks.push_back(r);
+  return ranks;
 }
 
 }  // namespace
@@ -23,59 +30,65 @@ std::string describe(const Step& step, std::size_t index) {
          describe(operation.codec) + (step.stripes ? ", in stripes" : "") + ")";
 }
 
-World::World(const std::vector<int>& nodes, const Layout& layout, unsigned seed) : fibers_(seed) {
+World::World(const Nodes& nodes, const Layout& layout, unsigned seed)
+    : fibers_(seed), nodes_(nodes) {
   int all = 0;
-  for (const int ranks : nodes) all += ranks;
-  for (int r = 0; r < all; ++r)
-    ranks_.push_back({add_thread("rank " + std::to_string(r)), {}, {}, {}, {}, {}, {}});
-  int first = 0;
-  for (const int ranks : nodes) {
-    add_node(first, ranks, layout);
-    first += ranks;
-  }
+  for (const auto& ranks : nodes) all += static_cast<int>(ranks.size());
+  ranks_.resize(static_cast<std::size_t>(all));
+  for (int r = 0; r < all; ++r) rank(r).thread = add_thread(r, "rank " + std::to_string(r));
+  for (const auto& ranks : nodes) add_node(ranks, layout);
   if (nodes.size() > 1) add_links(nodes);
 }
 
-Thread* World::add_thread(const std::string& name) {
+World::World(int ranks, const Layout& layout, unsigned seed)
+    : World(Nodes{first_ranks(ranks)}, layout, seed) {}
+
+Thread* World::add_thread(int process, const std::string& name) {
   const int index = static_cast<int>(threads_.size());
   if (index == kMostThreads) throw std::invalid_argument("too many ranks and links");
-  threads_.push_back(std::make_unique<Thread>(index, name));
+  threads_.push_back(std::make_unique<Thread>(index, process, name));
   memory_.introduce(*threads_.back());
   return threads_.back().get();
 }
 
-void World::add_node(int first, int ranks, const Layout& layout) {
+void World::add_node(const std::vector<int>& ranks, const Layout& layout) {
   std::vector<Thread*> threads;
-  for (int i = 0; i < ranks; ++i) threads.push_back(rank(first + i).thread);
+  for (const int r : ranks) threads.push_back(rank(r).thread);
   machines_.push_back(std::make_unique<Machine>(memory_, symbols_, fibers_, layout, threads));
-  for (int i = 0; i < ranks; ++i) {
-    rank(first + i).comm = std::make_unique<Comm>(*machines_.back(), i);
+  for (std::size_t i = 0; i < ranks.size(); ++i) {
+    rank(ranks[i]).comm = std::make_unique<Comm>(*machines_.back(), static_cast<int>(i));
   }
 }
 
-void World::add_links(const std::vector<int>& nodes) {
-  const int count = static_cast<int>(nodes.size());
-  stripes_ = *std::min_element(nodes.begin(), nodes.end());
-  for (int s = 0; s < stripes_; ++s) {
-    networks_.push_back(std::make_unique<Network>(memory_, fibers_, count));
-    int first = 0;
-    for (int m = 0; m < count; ++m) {
-      Rank& owner = rank(first + s);
-      std::vector<Thread*> carriers;
-      for (int i = 0; i < kCarriers; ++i)
-        carriers.push_back(add_thread(owner.thread->name + "'s link"));
-      owner.link = std::make_unique<Link>(*networks_.back(), m, *owner.thread, std::move(carriers));
-      first += nodes[static_cast<std::size_t>(m)];
+void World::add_links(const Nodes& nodes) {
+  cpu::Machines machines{nodes};
+  for (int s = 0; s < machines.stripes(); ++s) {
+    networks_.push_back(std::make_unique<cpu::Network>(machines.count()));
+  }
+  for (machines.here = 0; machines.here < machines.count(); ++machines.here) {
+    for (int i = 0; i < machines.size(machines.here); ++i) {
+      const int r = machines.rank(machines.here, i);
+      Rank& mine = rank(r);
+      std::shared_ptr<cpu::Transport> transport;
+      if (i < machines.stripes()) {
+        std::vector<Thread*> carriers;
+        for (int c = 0; c < kCarriers; ++c)
+          carriers.push_back(add_thread(r, mine.thread->name + "'s link"));
+        transport = std::make_shared<cpu::Transport>(*networks_[static_cast<std::size_t>(i)],
+                                                     std::move(carriers));
+      }
+      mine.hosts = std::make_unique<cpu::Hosts>(*mine.comm, machines, std::move(transport),
+                                                cpu::Clock::duration{});
     }
   }
 }
 
 void World::make_tensors(const std::vector<Step>& steps) {
-  std::int64_t tensor = 1, scratch = 1;
+  std::int64_t tensor = 1, residual = 1;
   for (const Step& step : steps) {
     tensor = std::max(tensor, input_bytes(step.operation, size()));
     tensor = std::max(tensor, output_bytes(step.operation, size()));
-    scratch = std::max({scratch, tensor, parcel_buffer_bytes(step.operation, size())});
+    if (step.feedback) residual = std::max(residual, step.operation.count * kResidual.bytes);
   }
   for (int r = 0; r < size(); ++r) {
     Rank& mine = rank(r);
@@ -91,7 +104,8 @@ void World::make_tensors(const std::vector<Step>& steps) {
                    add("output in the window", tensor, true)};
     mine.own = {add("input", tensor, false), add("output", tensor, false)};
     for (std::byte*& area : mine.areas) area = add("lists", lists, true);
-    mine.scratch = add("scratch", scratch, true);
+    mine.scratch = add("scratch", tensor, true);
+    mine.residual = add("residual", residual, false);
   }
 }
 
@@ -99,37 +113,48 @@ Buffers World::buffers(int r, const Step& step) {
   const Rank& mine = rank(r);
   const bool in_window = step.where == Where::window || (step.where == Where::mixed && r == 0);
   const Tensors& tensors = in_window ? mine.window : mine.own;
-  return {tensors.input,
-          step.in_place ? tensors.input : tensors.output,
-          {mine.areas[0], mine.areas[1]},
-          mine.scratch};
+  Buffers buffers{{step.operation, tensors.input, step.in_place ? tensors.input : tensors.output},
+                  {mine.areas[0], mine.areas[1]},
+                  mine.scratch};
+  if (step.feedback) buffers.call.feedback.residual = reinterpret_cast<float*>(mine.residual);
+  return buffers;
 }
 
-// What the user does before an operation.
 void World::fill(int r, const Step& step, int operation) {
   const Unit unit{size_of(step.operation.dtype)};
-  const Buffers mine = buffers(r, step);
-  const auto write = [&](std::byte* tensor, std::int64_t bytes, int what) {
+  const Call call = buffers(r, step).call;
+  const auto write = [&](const void* tensor, std::int64_t bytes, Unit unit, int what) {
     const Symbol symbol = symbols_.contribution({what, r});
-    memory_.write(*rank(r).thread, tensor, {{bytes / unit.bytes, symbol, 0}}, unit);
+    auto* const to = static_cast<std::byte*>(const_cast<void*>(tensor));
+    memory_.write(*rank(r).thread, to, {{bytes / unit.bytes, symbol, 0}}, unit);
   };
-  if (!step.in_place) write(mine.output, output_bytes(step.operation, size()), kNoOperation);
-  write(mine.input, input_bytes(step.operation, size()), operation);
-}
-
-void World::execute(int r, const Step& step, int fail_at) {
-  Rank& mine = rank(r);
-  if (stripes_ > 0) {
-    run_between_nodes(*mine.comm, mine.link.get(), stripes_, step.operation, buffers(r, step));
-  } else if (step.stripes) {
-    run_stripes(*mine.comm, step.operation, buffers(r, step));
-  } else {
-    run_on_node(*mine.comm, step.operation, buffers(r, step), fail_at);
+  if (!step.in_place) write(call.output, output_bytes(step.operation, size()), unit, kNoOperation);
+  write(call.input, input_bytes(step.operation, size()), unit, operation);
+  if (step.feedback) {
+    write(call.feedback.residual, step.operation.count * kResidual.bytes, kResidual, kNoOperation);
   }
 }
 
-// The operation has raised, so its tensors are the user's.
-void World::give_back(int r, const Step& step) { fill(r, step, kNoOperation); }
+void World::execute(int r, const Step& step) {
+  Rank& mine = rank(r);
+  const Buffers buffers = this->buffers(r, step);
+  if (mine.hosts != nullptr) {
+    mine.hosts->run(step.operation, buffers.call, nullptr);
+    mine.comm->finish();
+  } else if (step.stripes) {
+    run_stripes(*mine.comm, buffers);
+  } else {
+    run_on_node(*mine.comm, buffers);
+  }
+}
+
+// As cpu/group.cpp does.
+void World::retreat(int r) {
+  Rank& mine = rank(r);
+  mine.comm->leave_peers_heaps();
+  if (mine.hosts != nullptr) mine.hosts->stop();
+  mine.comm->retreat();
+}
 
 void World::live(int r, const std::vector<Step>& steps, const Fault& fault) {
   Rank& mine = rank(r);
@@ -137,47 +162,82 @@ void World::live(int r, const std::vector<Step>& steps, const Fault& fault) {
     const bool fails = fault.rank == r && fault.step == s;
     mine.thread->begin(describe(steps[s], s));
     fill(r, steps[s], static_cast<int>(s));
+    mine.comm->fail_at(fails ? fault.wait : Comm::kNeverFails);
     bool stopped = false;
     try {
-      execute(r, steps[s], fails ? fault.wait : Comm::kNeverFails);
+      execute(r, steps[s]);
     } catch (const Stopped&) {
       stopped = true;
     }
     if (stopped) {
       if (fails && fault.dies) return mine.comm->die();
       mine.comm->abort();
-      if (fault.retreats) mine.comm->retreat();
-      return give_back(r, steps[s]);
+      if (fault.retreats) retreat(r);
+      return fill(r, steps[s], kNoOperation);  // the tensors are the user's again
     }
-    const Unit unit{size_of(steps[s].operation.dtype)};
-    const std::int64_t count = output_bytes(steps[s].operation, size()) / unit.bytes;
-    result(r, s) = {true, mine.comm->waits(),
-                    memory_.read(*mine.thread, buffers(r, steps[s]).output, count, unit),
-                    mine.comm->signalled()};
+    result(r, s) = result_of(r, steps[s]);
   }
+}
+
+World::Result World::result_of(int r, const Step& step) {
+  const Rank& mine = rank(r);
+  const auto read = [&](std::byte* from, std::int64_t bytes, Unit unit) {
+    return memory_.read(*mine.thread, from, bytes / unit.bytes, unit);
+  };
+  auto* const output = static_cast<std::byte*>(buffers(r, step).call.output);
+  const std::int64_t residual = step.feedback ? step.operation.count * kResidual.bytes : 0;
+  return {true, mine.comm->waits(),
+          read(output, output_bytes(step.operation, size()), {size_of(step.operation.dtype)}),
+          read(mine.residual, residual, kResidual), mine.comm->signalled()};
 }
 
 void World::run(const std::vector<Step>& steps, const Fault& fault) {
   make_tensors(steps);
   results_.assign(steps.size(), std::vector<Result>(ranks_.size()));
+  set_running([this]() -> Comm& { return *ranks_[fibers_.current()].comm; });
   fibers_.run(size(), [&](int r) { live(r, steps, fault); });
   for (std::size_t s = 0; s < steps.size(); ++s) check(steps[s], s);
 }
 
 void World::check(const Step& step, std::size_t index) const {
+  check_residuals(step, index);
   const Result* first = nullptr;
   for (int r = 0; r < size(); ++r) {
     const Result& mine = result(r, index);
     if (!mine.succeeded) continue;
     check_output(step, index, r);
     if (first == nullptr) first = &mine;
-    if (stripes_ == 0 && mine.signalled != first->signalled) {
+    if (nodes_.size() == 1 && mine.signalled != first->signalled) {
       throw Violation("ranks signal unequally often in " + describe(step, index));
     }
     if (step.operation.collective == Collective::all_reduce && mine.output != first->output) {
       throw Violation("ranks have different bits after " + describe(step, index));
     }
   }
+}
+
+// What has not been sent is with one rank or another: nothing is lost, and nothing doubled.
+void World::check_residuals(const Step& step, std::size_t index) const {
+  std::vector<Pieces> residuals;
+  for (int r = 0; r < size(); ++r) {
+    if (!result(r, index).succeeded) return;
+    residuals.push_back(result(r, index).residual);
+  }
+  zip(residuals, kResidual, [&](std::int64_t, const std::vector<Piece>& pieces) {
+    std::vector<bool> found(ranks_.size());
+    for (const Piece& piece : pieces) {
+      for (const Contribution& part : symbols_.contributions(piece.symbol)) {
+        if (part == kZero) continue;
+        if (found[static_cast<std::size_t>(part.rank)]) {
+          throw Violation("a residual is there twice after " + describe(step, index));
+        }
+        found[static_cast<std::size_t>(part.rank)] = true;
+      }
+    }
+    if (std::find(found.begin(), found.end(), false) != found.end()) {
+      throw Violation("a residual is lost in " + describe(step, index));
+    }
+  });
 }
 
 void World::check_output(const Step& step, std::size_t index, int r) const {
@@ -198,11 +258,16 @@ void World::check_output(const Step& step, std::size_t index, int r) const {
     at += piece.units;
     if (piece.element != element) wrong(piece, "another element");
     std::vector<Contribution> found = symbols_.contributions(piece.symbol), wanted;
-    for (int from = 0; from < size(); ++from) {
-      if (sums || from == owner) wanted.push_back({static_cast<int>(index), from});
+    for (const auto& node : nodes_) {
+      for (const int from : node) {
+        if (sums || from == owner) wanted.push_back({static_cast<int>(index), from});
+      }
     }
-    // Where the shot algorithms add, it is in the order of ranks.
-    if (!rounds_once(operation)) std::sort(found.begin(), found.end());
+    // Where the shot algorithms add, it is in the order of nodes, and of ranks in each.
+    if (!rounds_once(operation)) {
+      std::sort(found.begin(), found.end());
+      std::sort(wanted.begin(), wanted.end());
+    }
     if (found != wanted) wrong(piece, "wrong contributions");
   }
 }

@@ -1,9 +1,10 @@
 // Ranks that run a sequence of operations on this executor, and what has to come of it: every rank holds
-// every rank's contribution exactly once, added in the same order.
+// every rank's contribution exactly once, added in the same order; and so do all their residuals together.
 #pragma once
 
 #include "checker/algorithms.h"
 #include "checker/fibers.h"
+#include "cpu/hosts.h"
 
 namespace pycomm::checker {
 
@@ -15,7 +16,8 @@ struct Step {
   Operation operation;
   Where where = Where::own;
   bool in_place = true;
-  bool stripes = false;  // run_stripes()
+  bool stripes = false;   // run_stripes()
+  bool feedback = false;  // with a residual
 };
 
 // A rank that raises in a wait of an operation, or dies there.
@@ -29,15 +31,16 @@ struct Fault {
 
 class World {
  public:
-  // So many ranks on each node. Seed 0: see Fibers.
-  World(const std::vector<int>& nodes, const Layout& layout, unsigned seed = 0);
-  World(int ranks, const Layout& layout, unsigned seed = 0)
-      : World(std::vector{ranks}, layout, seed) {}
+  // The ranks of each node. Seed 0: see Fibers.
+  using Nodes = std::vector<std::vector<int>>;
+  World(const Nodes& nodes, const Layout& layout, unsigned seed = 0);
+  World(int ranks, const Layout& layout, unsigned seed = 0);
 
   // Runs the steps, once; throws a Violation.
   void run(const std::vector<Step>& steps, const Fault& fault = {});
   // In that run: how often a rank has waited in a step.
   int waits(int rank, std::size_t step) const { return result(rank, step).waits; }
+  int size() const { return static_cast<int>(ranks_.size()); }
 
  private:
   struct Tensors {
@@ -47,23 +50,23 @@ class World {
   struct Rank {
     Thread* thread;
     std::unique_ptr<Comm> comm;
-    std::unique_ptr<Link> link;
+    std::unique_ptr<cpu::Hosts> hosts;
     Tensors window, own;
     std::byte* areas[2];
     std::byte* scratch;
+    std::byte* residual;
   };
   struct Result {
     bool succeeded = false;
     int waits = 0;
-    Pieces output;
+    Pieces output, residual;
     std::array<std::size_t, kChannels> signalled;
   };
 
-  Thread* add_thread(const std::string& name);
-  void add_node(int first, int ranks, const Layout& layout);
-  void add_links(const std::vector<int>& nodes);
+  Thread* add_thread(int process, const std::string& name);
+  void add_node(const std::vector<int>& ranks, const Layout& layout);
+  void add_links(const Nodes& nodes);
   void make_tensors(const std::vector<Step>& steps);
-  int size() const { return static_cast<int>(ranks_.size()); }
   Rank& rank(int r) { return ranks_[static_cast<std::size_t>(r)]; }
   Result& result(int r, std::size_t step) { return results_[step][static_cast<std::size_t>(r)]; }
   const Result& result(int r, std::size_t step) const {
@@ -72,21 +75,24 @@ class World {
 
   void live(int r, const std::vector<Step>& steps, const Fault& fault);
   Buffers buffers(int r, const Step& step);
+  // What the user does before an operation, and after a failure.
   void fill(int r, const Step& step, int operation);
-  void execute(int r, const Step& step, int fail_at);
-  void give_back(int r, const Step& step);
+  void execute(int r, const Step& step);
+  void retreat(int r);
+  Result result_of(int r, const Step& step);
 
   void check(const Step& step, std::size_t index) const;
   void check_output(const Step& step, std::size_t index, int r) const;
+  void check_residuals(const Step& step, std::size_t index) const;
 
   Symbols symbols_;
   std::vector<std::unique_ptr<Thread>> threads_;
   Memory memory_;
   Fibers fibers_;
   std::vector<std::unique_ptr<Machine>> machines_;
-  std::vector<std::unique_ptr<Network>> networks_;
+  std::vector<std::unique_ptr<cpu::Network>> networks_;
   std::vector<Rank> ranks_;
-  int stripes_ = 0;
+  const Nodes nodes_;
   std::vector<std::vector<Result>> results_;  // by step and rank
 };
 

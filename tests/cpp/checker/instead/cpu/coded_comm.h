@@ -1,21 +1,33 @@
-// The executor with a codec of blocks, as cpu/coded_comm.h is the CPU's: slots hold encoded elements, in
-// the layout of core/coded.h. An encoded block can only be decoded as a whole and with its own scale.
+// Stands in for csrc/cpu/coded_comm.h, the executor with a codec of blocks: slots hold encoded elements,
+// in the layout of core/coded.h. An encoded block can only be decoded as a whole and with its own scale.
 #pragma once
 
-#include "checker/comm.h"
+#include "core/call.h"
 #include "core/coded.h"
+#include "cpu/codec_loops.h"
+#include "cpu/comm.h"
 
-namespace pycomm::checker {
+namespace pycomm::cpu {
 
+// Looks at the tensor.
+Outlook outlook_of(const Operation& operation, const Call& call, float limit);
+
+template <class Base>
 class CodedComm {
+  using Piece = checker::Piece;
+  using Pieces = checker::Pieces;
+  using Violation = checker::Violation;
+
  public:
   static constexpr bool kCoded = true;
 
   // `comm` has begun the operation.
-  CodedComm(Comm& comm, const Operation& operation)
+  CodedComm(Base& comm, const Operation& operation, const Feedback& feedback, float,
+            const CodedStaging& staging)
       : comm_(comm),
         operation_(operation),
-        staging_(CodedStaging::in(comm.slot_bytes() * kStagingSlots, operation.codec)),
+        feedback_(feedback),
+        staging_(staging),
         payload_{staging_.payload},
         scales_{4, operation.codec.kind == CodecKind::int8 ? staging_.block : 0} {}
 
@@ -42,6 +54,8 @@ class CodedComm {
   }
 
   void announce() { comm_.announce(); }
+  Outlook outlook() const { return {}; }
+  bool nonfinite() const { return false; }
   void signal(int channel) { comm_.signal(channel); }
   void wait(int r, int channel, std::int64_t step) { comm_.wait(r, channel, step); }
   void wait_all(int channel, std::int64_t step) { comm_.wait_all(channel, step); }
@@ -52,6 +66,7 @@ class CodedComm {
     if (to.coded == kPlain) {
       comm_.write(to, pieces, comm_.unit());
     } else {
+      if (from.coded == kPlain) feed(index(from, input()), n);
       write_encoded(to, from.coded == kPlain ? lossy(pieces) : pieces);
     }
   }
@@ -65,6 +80,7 @@ class CodedComm {
     for (int i = 0; i < n_to; ++i) {
       const Place place = to(i);
       if (place.coded == kPlain) {
+        feed(index(place, output()), n);
         comm_.write(place, result, comm_.unit());
       } else {
         write_encoded(place, result);
@@ -85,10 +101,20 @@ class CodedComm {
     return {reinterpret_cast<std::byte*>(staging_[place].scales), place.rank};
   }
 
+  // What encoding an element loses goes into the residual, and comes from there.
+  void feed(std::int64_t element, std::int64_t n) {
+    if (feedback_.residual == nullptr) return;
+    const Place residual{reinterpret_cast<std::byte*>(feedback_.residual + element), rank()};
+    comm_.write(residual, lossy(comm_.read(residual, n, {4})), {4});
+  }
+  std::int64_t index(Place tensor, Place begin) const {
+    return comm_.elements(tensor.data - begin.data);
+  }
+
   // Of the whole, so that bits do not depend on how it is cut into tensors and tiles.
   void check_blocks(const Place& place, const Piece& piece) const {
-    const bool ends = piece.element + piece.units == count();
-    if ((first_element(operation_) + piece.element) % staging_.block != 0 ||
+    const bool ends = piece.element + piece.units == comm_.called().count;
+    if ((first_element(comm_.called()) + piece.element) % staging_.block != 0 ||
         place.coded % staging_.block != 0 || (piece.units % staging_.block != 0 && !ends)) {
       throw Violation("a block is cut in two");
     }
@@ -120,12 +146,13 @@ class CodedComm {
     if (scaled()) comm_.write(scales_of(to), scales_for(to, pieces), scales_);
   }
 
-  Comm& comm_;
+  Base& comm_;
   const Operation& operation_;
+  const Feedback& feedback_;
   const CodedStaging staging_;
-  const Unit payload_, scales_;
+  const checker::Unit payload_, scales_;
 };
 
-static_assert(Executor<CodedComm>);
+static_assert(Executor<CodedComm<Comm>>);
 
-}  // namespace pycomm::checker
+}  // namespace pycomm::cpu

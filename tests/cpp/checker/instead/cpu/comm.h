@@ -1,0 +1,13 @@
+// Stands in for csrc/cpu/comm.h, so that the CPU's code between nodes, cpu/{hosts,parts,pool}.*, runs on
+// the checker's executor.
+#pragma once
+
+#include "checker/comm.h"
+#include "cpu/loops.h"
+#include "cpu/store_policy.h"
+
+namespace pycomm::cpu {
+
+using checker::Comm;
+
+}  // namespace pycomm::cpu
