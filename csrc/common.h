@@ -23,6 +23,13 @@
 #define PYCOMM_CLONES
 #endif
 
+// On a function: a product and a sum may become one fused multiply-add. Clang does not know it.
+#if defined(__clang__)
+#define PYCOMM_CONTRACT
+#else
+#define PYCOMM_CONTRACT __attribute__((optimize("fp-contract=fast")))
+#endif
+
 // Before a loop whose iterations do not depend on each other, though its pointers might alias. Where
 // iterations have variables whose address is taken, `omp simd` would settle for narrower vectors.
 #if defined(__clang__)

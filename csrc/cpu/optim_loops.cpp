@@ -188,8 +188,7 @@ void update_states(const Element& element, const ChunkView& chunk) {
 
 // A fused multiply-add gives the same bits here, because the square is exact.
 template <class T>
-PYCOMM_CLONES __attribute__((optimize("fp-contract=fast"))) double square_sum_of(const T* values,
-                                                                                 std::int64_t n) {
+PYCOMM_CLONES PYCOMM_CONTRACT double square_sum_of(const T* values, std::int64_t n) {
   return sum_block(n, [values](std::int64_t i) __attribute__((always_inline)) {
     const double value = load(values[i]);
     return value * value;

@@ -11,7 +11,7 @@ namespace {
 // Where each segment's chunks begin in the row of all chunks.
 class Row {
  public:
-  explicit Row(const std::vector<Segment>& segments) : segments_(segments) {
+  explicit Row(const std::vector<Segment>& segments) {
     begins_.reserve(segments.size() + 1);
     std::int64_t chunks = 0;
     for (const Segment& segment : segments) {
@@ -37,7 +37,6 @@ class Row {
   }
 
  private:
-  const std::vector<Segment>& segments_;
   std::vector<std::int64_t> begins_;
 };
 

@@ -56,7 +56,7 @@ class HostRegistration {
   std::uintptr_t address() const { return address_; }
 
  private:
-  std::uintptr_t data_;
+  [[maybe_unused]] std::uintptr_t data_;  // unused in builds without CUDA
   std::uintptr_t address_ = 0;
 };
 
