@@ -7,6 +7,7 @@ BIN := $(VENV)/bin
 JOBS ?= 2
 
 .PHONY: demo test test-gpu gpu bench-gpu convergence cuda-check lint format tsan asan bench clean
+.PHONY: compile-commands
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -52,11 +53,16 @@ bench: $(VENV)/.built
 cpp-test tsan asan: $(VENV)/.torch
 	PATH="$(abspath $(BIN)):$$PATH" sh tests/cpp/run.sh $@
 
+# How each source is compiled, for clangd and the like; on x86-64 with the kernels, as C++.
+compile-commands: $(VENV)/.torch
+	PATH="$(abspath $(BIN)):$$PATH" cmake -S . -B build/$@ -G Ninja -DPYCOMM_PYTHON=python >/dev/null
+	ln -sf build/$@/compile_commands.json .
+
 cuda-check: $(VENV)/.torch
 	$(BIN)/python tests/cuda_check.py
 
 $(VENV)/.lint: $(VENV)/.built
-	$(BIN)/pip install -q ruff==0.17.5 mypy==2.4.1 clang-format==20.1.8
+	$(BIN)/pip install -q --group lint
 	touch $@
 
 lint: $(VENV)/.lint

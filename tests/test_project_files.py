@@ -1,0 +1,183 @@
+"""What the project says about itself agrees: make targets, paths, versions, variables."""
+
+import json
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    tomllib = pytest.importorskip("tomli")
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+WORKFLOW = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text())
+PAGES = ("CONTRIBUTING.md", "SECURITY.md", "README.md")
+VERSION = r"\d+\.\d+"
+
+
+def rows():
+    """Of the workflow's matrix of tests."""
+    return WORKFLOW["jobs"]["test"]["strategy"]["matrix"]["include"]
+
+
+def text(path):
+    return (ROOT / path).read_text()
+
+
+def between(first, last):
+    """All versions of a range, ends included, as in "3.10 to 3.13"."""
+    (major, begin), (_, end) = (map(int, version.split(".")) for version in (first, last))
+    return [f"{major}.{minor}" for minor in range(begin, end + 1)]
+
+
+def lines_that_run():
+    """Of every job of the workflow, with the matrix's values filled in."""
+    for job in WORKFLOW["jobs"].values():
+        matrix = job.get("strategy", {}).get("matrix", {})
+        for step in job["steps"]:
+            run = step.get("run", "")
+            names = re.findall(r"\$\{\{ matrix\.(\w+) \}\}", run)
+            values = matrix.get(names[0], [""]) if names else [""]
+            yield from (re.sub(r"\$\{\{.*?\}\}", str(value), run) for value in values)
+
+
+def targets_in(line):
+    """What `make` is asked for; variables and options aside."""
+    for words in re.findall(r"\bmake ([\w= .\"*{}$-]+)", line):
+        yield from (word for word in words.split() if re.fullmatch(r"[a-z][a-z-]*", word))
+
+
+def test_make_targets():
+    makefile = text("Makefile")
+    real = {name for line in re.findall(r"^([\w -]+):", makefile, re.M) for name in line.split()}
+    listed = {
+        name for line in re.findall(r"^\.PHONY: (.*)$", makefile, re.M) for name in line.split()
+    }
+    assert listed <= real
+    used = {target for line in lines_that_run() for target in targets_in(line)}
+    assert used == {"lint", "test", "tsan", "asan"}
+    for page in PAGES:
+        code = re.findall(r"`([^`\n]+)`|^(make .*?)(?:#.*)?$", text(page), re.M)
+        used |= {target for line in map("".join, code) for target in targets_in(line)}
+    hooks = yaml.safe_load(text(".pre-commit-config.yaml"))["repos"][0]["hooks"]
+    used |= {target for hook in hooks for target in targets_in(hook["entry"])}
+    assert {"compile-commands", "cuda-check", "demo"} < used
+    assert used <= listed
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_paths(page):
+    """Links, and what looks like a file or folder of ours."""
+    named = re.findall(r"\]\(([^)#:]+)[^)]*\)", text(page))
+    named += re.findall(r"`((?:csrc|pycomm|tests|docs|benchmarks|\.github)/[^`*\s]*)`", text(page))
+    assert named
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_python_versions():
+    classifiers = PROJECT["project"]["classifiers"]
+    prefix = "Programming Language :: Python :: 3."
+    supported = [c.rpartition(" ")[2] for c in classifiers if c.startswith(prefix)]
+    assert PROJECT["project"]["requires-python"] == f">={supported[0]}"
+    assert {row["python"] for row in rows()} == set(supported)
+    assert PROJECT["tool"]["mypy"]["python_version"] == supported[0]
+    assert PROJECT["tool"]["ruff"]["target-version"] == f"py{supported[0].replace('.', '')}"
+    for page, before in [
+        ("README.md", "python3 \\("),
+        ("CONTRIBUTING.md", "Python "),
+        ("Makefile", "python3 \\("),
+    ]:
+        found = re.search(rf"{before}({VERSION}) to ({VERSION})", text(page))
+        assert between(*found.groups()) == supported, page
+
+
+def test_torch_versions():
+    supported = between(
+        *re.search(rf"\(({VERSION}) to ({VERSION}), CPU", text("README.md")).groups()
+    )
+    assert {row["torch"] for row in rows()} == set(supported)
+    (built_with,) = re.findall(rf"^TORCH \?= torch==({VERSION})\.\d+$", text("Makefile"), re.M)
+    assert built_with in supported
+    needed = [
+        requirement.removeprefix("torch>=")
+        for requirement in PROJECT["project"]["dependencies"] + PROJECT["build-system"]["requires"]
+        if requirement.startswith("torch")
+    ]
+    assert needed == [supported[0]] * 2
+
+
+def test_tools_are_pinned_in_one_place():
+    for requirement in PROJECT["dependency-groups"]["lint"]:
+        name, version = requirement.split("==")
+        assert f"{name}==" not in text("Makefile")
+        assert version not in text(".pre-commit-config.yaml")
+    assert "--group lint" in text("Makefile")
+
+
+def test_widths_agree():
+    """Of lines, for editors and for what checks them."""
+    widths = re.findall(
+        r"^\[\*\.\{([\w,]+)\}\]\n(?:.+\n)*?max_line_length = (\d+)", text(".editorconfig"), re.M
+    )
+    assert [suffixes for suffixes, _ in widths] == ["py,pyi", "h,cuh,cpp,cu"]
+    assert f"ColumnLimit: {widths[1][1]}" in text(".clang-format")
+    assert PROJECT["tool"]["ruff"]["line-length"] == int(widths[0][1])
+
+
+def test_the_citation_is_of_this_version():
+    citation = yaml.safe_load(text("CITATION.cff"))
+    for field in ("version", "license"):
+        assert citation[field] == PROJECT["project"][field]
+    assert citation["cff-version"] == "1.2.0"
+    assert citation["authors"]
+
+
+def test_forms_of_issues():
+    folder = ROOT / ".github/ISSUE_TEMPLATE"
+    forms = {path.stem: yaml.safe_load(path.read_text()) for path in folder.iterdir()}
+    for form in forms.values():
+        assert {"name", "description", "body"} <= set(form)
+        names = [field["id"] for field in form["body"]]
+        assert len(set(names)) == len(names)
+    assert "python -m pycomm.collect_env" in str(forms["bug_report"])
+
+
+def test_environment_variables_are_documented():
+    """Those of our own; none is there for tests only."""
+    read = set()
+    for path in [*ROOT.glob("pycomm/**/*.py"), ROOT / "setup.py"]:
+        read |= set(
+            re.findall(r'(?:environ\S*?[\[(]|in os\.environ.*?)"(PYCOMM_\w+)"', path.read_text())
+        )
+    for path in [path for path in (ROOT / "csrc").rglob("*") if path.is_file()]:
+        assert "getenv" not in path.read_text(), path
+    assert read == {"PYCOMM_CUDA", "PYCOMM_LOG", "PYCOMM_STRICT"}
+    for name in read:
+        assert f"`{name}=" in text("CONTRIBUTING.md") + text("README.md")
+
+
+def test_compile_commands(tmp_path):
+    """They name all sources; where they look for headers is there."""
+    bin_ = Path(sys.executable).parent
+    subprocess.run(
+        ["cmake", "-S", ROOT, "-B", tmp_path, f"-DPYCOMM_PYTHON={sys.executable}", "-GNinja"],
+        env={"PATH": f"{bin_}:/usr/bin:/bin"}, check=True, capture_output=True, timeout=200,
+    )  # fmt: skip
+    commands = json.loads((tmp_path / "compile_commands.json").read_text())
+    listed = {Path(entry["file"]) for entry in commands}
+    kinds = ["*.cpp"] + ["*.cu"] * (platform.machine() == "x86_64")
+    sources = {path for kind in kinds for path in (ROOT / "csrc").rglob(kind)}
+    assert len(sources) > 20
+    assert sources <= listed
+    bound = [entry["command"] for entry in commands if "csrc/bind" in entry["file"]]
+    assert "torch/include" in bound[0]
+    assert "pybind11/include" in bound[0]
+    folders = {folder for line in bound for folder in re.findall(r"-(?:I|isystem ?)(\S+)", line)}
+    assert all(Path(folder).is_dir() for folder in folders)
