@@ -3,10 +3,12 @@
 // here in all orders of its accesses to the window, up to a number of delays (checker/explorer.h).
 #include <linux/futex.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdarg>
 #include <cstdlib>
 #include <ctime>
+#include <map>
 #include <memory>
 #include <optional>
 
@@ -19,6 +21,7 @@
 namespace pycomm::test {
 namespace {
 
+using checker::Explorer;
 using checker::Violation;
 
 constexpr std::int64_t kCount = 32;
@@ -26,22 +29,33 @@ constexpr float kGivenBack = -1e6f;
 
 // The fibers of the run that is under way, and how they wait. Time passes only while they do.
 struct Run {
+  checker::Explorer& explorer;
   checker::Fibers fibers;
-  std::int64_t writes = 0;
-  std::vector<std::int64_t> seen;  // writes, by fiber, when it last looked for a change
-  std::int64_t milliseconds = 0;
+  // What a fiber has read since it last waited, and how often that had been written by then.
+  using Seen = std::map<const volatile void*, std::int64_t>;
+  Seen writes;
+  std::vector<Seen> seen, before;          // by fiber; `before`: it last waited
+  std::vector<std::int64_t> milliseconds;  // by fiber
 };
 Run* run = nullptr;
 
-// A wait between two polls: nothing changes until somebody writes.
+// The user of a rank does, or another rank. What ranks read and write in an operation that goes well
+// does not depend on the order.
+void touch_tensor(std::size_t owner, bool user) { run->explorer.touch(&run->seen[owner], user); }
+
+// A wait between two polls: nothing changes until somebody writes what it looks at.
 void wait_for_write() {
   if (run == nullptr) return;
   checker::finish_store();
-  run->milliseconds += 2;
-  std::int64_t& seen = run->seen[run->fibers.current()];
-  const std::int64_t before = seen;
-  run->fibers.wait_until([=] { return run->writes != before; }, [] { return "polls"; });
-  seen = run->writes;
+  const std::size_t fiber = run->fibers.current();
+  run->milliseconds[fiber] += 2;
+  const Run::Seen seen = std::exchange(run->seen[fiber], {});
+  if (std::exchange(run->before[fiber], seen) != seen) return;  // as time passes, it looks at more
+  const auto has_changed = [](const auto& place) {
+    return run->writes[place.first] != place.second;
+  };
+  run->fibers.wait_until([=] { return std::any_of(seen.begin(), seen.end(), has_changed); },
+                         [] { return "polls"; });
 }
 
 struct Outcome {
@@ -101,6 +115,11 @@ struct Ranks {
   }
   cpu::Group& operator[](int r) { return *groups[static_cast<std::size_t>(r)]; }
   int size() const { return static_cast<int>(groups.size()); }
+  bool inside(int r) const {
+    return __atomic_load_n(
+        reinterpret_cast<const std::uint32_t*>(&window->control(r).in_peers_heaps),
+        __ATOMIC_SEQ_CST);
+  }
 
   // The part of a rank's control page in which an address lies: the offset there, or -1.
   std::ptrdiff_t place(const volatile void* address) const {
@@ -131,14 +150,17 @@ void live(Ranks& ranks, int r, const Scenario& scenario, Outcome& outcome) {
     if (r == scenario.leaves && k == last) return ranks[r].leave();
     const Algorithm algorithm = scenario.operations[static_cast<std::size_t>(k)];
     const std::int64_t count = r == scenario.differs && k == last ? kCount / 2 : kCount;
+    touch_tensor(static_cast<std::size_t>(r), true);
     std::fill_n(x, kCount, value(r, k));
     try {
       ranks[r].run({Collective::all_reduce, algorithm, DType::f32, ReduceOp::sum, 0, count}, x, x);
     } catch (const CollectiveError& error) {
       outcome.error.emplace(error);
+      touch_tensor(static_cast<std::size_t>(r), true);
       std::fill_n(x, kCount, kGivenBack);
       return;
     }
+    touch_tensor(static_cast<std::size_t>(r), true);
     float wanted = 0;
     for (int from = 0; from < scenario.ranks; ++from) wanted += value(from, k);
     for (std::int64_t i = 0; i < kCount; ++i) {
@@ -178,13 +200,18 @@ void check(const Scenario& scenario, const std::vector<Outcome>& outcomes) {
   }
 }
 
-void once(const Scenario& scenario, const SharedMemory& memory, checker::Fibers::Choice choice,
+void once(const Scenario& scenario, const SharedMemory& memory, checker::Explorer& explorer,
           bool late_stores) {
   Ranks ranks(memory, scenario.ranks, scenario.first_epoch);
   std::vector<Outcome> outcomes(memory.tensors.size());
   for (std::size_t r = 0; r < outcomes.size(); ++r) outcomes[r].tensor = memory.tensors[r];
   const auto fibers = outcomes.size() + scenario.aborts.size();
-  Run mine{checker::Fibers(std::move(choice)), 0, std::vector<std::int64_t>(fibers, -1)};
+  Run mine{explorer,
+           checker::Fibers(explorer.choice()),
+           {},
+           std::vector<Run::Seen>(fibers),
+           std::vector<Run::Seen>(fibers),
+           std::vector<std::int64_t>(fibers)};
   run = &mine;
   const auto pause_if = [](bool matters) {
     if (matters) run->fibers.pause();
@@ -192,15 +219,29 @@ void once(const Scenario& scenario, const SharedMemory& memory, checker::Fibers:
   const auto elsewhere = [&](const volatile void* address) {
     pause_if(matters_elsewhere(ranks.place(address)));
   };
+  // A rank in other ranks' heaps may be using any tensor.
+  const auto touch = [&](const volatile void* address, bool writes) {
+    const std::ptrdiff_t place = ranks.place(address);
+    if (!about_sleep(place)) explorer.touch(address, writes);
+    const std::size_t fiber = run->fibers.current();
+    if (fiber < outcomes.size() && ranks.inside(static_cast<int>(fiber))) {
+      for (std::size_t r = 0; r < outcomes.size(); ++r) touch_tensor(r, false);
+    }
+  };
   const checker::AtomicsObserver observer{
       [&](const volatile void* address) { return ranks.place(address) >= 0; },
       late_stores,
       [] { return run->fibers.current(); },
       elsewhere,
-      elsewhere,
+      [&](const volatile void* address) {
+        run->seen[run->fibers.current()][address] = run->writes[address];
+        touch(address, false);
+        elsewhere(address);
+      },
       [&](const volatile void* address) { pause_if(matters_before_write(ranks.place(address))); },
       [&](const volatile void* address) {
-        if (!about_sleep(ranks.place(address))) ++run->writes;
+        if (!about_sleep(ranks.place(address))) ++run->writes[address];
+        touch(address, true);
         elsewhere(address);
       }};
   checker::observe_atomics(&observer);
@@ -225,11 +266,14 @@ void once(const Scenario& scenario, const SharedMemory& memory, checker::Fibers:
   check(scenario, outcomes);
 }
 
-void explore(const Scenario& scenario, std::size_t delays) {
+// `lateness`: whether stores are late, one after the other.
+void explore(const Scenario& scenario, std::size_t delays,
+             std::initializer_list<bool> lateness = {false, true}) {
   const SharedMemory memory(scenario.ranks);
-  for (const bool late_stores : {false, true}) {
+  for (const bool late_stores : lateness) {
     checker::Explorer explorer(delays);
-    while (explorer.next()) once(scenario, memory, explorer.choice(), late_stores);
+    while (explorer.next()) once(scenario, memory, explorer, late_stores);
+    std::printf("%zu orders\n", explorer.runs());
   }
 }
 
@@ -255,7 +299,8 @@ extern "C" int nanosleep(const timespec*, timespec*) {
 }
 std::chrono::steady_clock::time_point std::chrono::steady_clock::now() noexcept {
   const auto* const run = pycomm::test::run;
-  return time_point(std::chrono::milliseconds(run == nullptr ? 0 : run->milliseconds));
+  return time_point(
+      std::chrono::milliseconds(run == nullptr ? 0 : run->milliseconds[run->fibers.current()]));
 }
 
 int main() {
@@ -271,6 +316,11 @@ int main() {
       {"across the wrap of epochs",
        [] { explore({2, {one_shot, two_shot, ring, tree}, {}, -1, -1, 0xfffffffe}, 1); }},
       {"one calls something else", [] { explore({3, {two_shot, two_shot}, {}, -1, 1}, 2); }},
+      {"nobody fails, all orders", [] { explore({2, {two_shot}}, Explorer::kAll); }},
+      {"one leaves, all orders", [] { explore({2, {two_shot}, {}, 1}, Explorer::kAll); }},
+      {"one calls something else, all orders",
+       [] { explore({2, {two_shot}, {}, -1, 1}, Explorer::kAll); }},
+      {"one aborts, all orders", [] { explore({2, {two_shot}, {0}}, Explorer::kAll, {false}); }},
   };
   for (const auto& test : tests) {
     if (run_all({test}) != 0) return 1;  // a mutant needs no more
