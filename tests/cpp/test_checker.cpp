@@ -243,6 +243,7 @@ void failures_without_retreat(const Scene& scene, unsigned seeds) {
 int main() {
   using namespace pycomm::test;
   std::vector<std::pair<const char*, std::function<void()>>> tests;
+  tests.push_back({"packets across the wrap", packets_across_the_wrap});
   for (const World::Nodes& nodes : std::vector<World::Nodes>{{{0}, {1}},
                                                              {{0, 1}, {2, 3}},
                                                              {{0, 1, 2}, {3, 4}},
@@ -260,7 +261,6 @@ int main() {
     tests.push_back({"mixed with compressed ones", [=] { mixed(n, kLikeCuda); }});
     tests.push_back({"mixed, with large staging", [=] { mixed(n, kLarge); }});
   }
-  tests.push_back({"packets across the wrap", packets_across_the_wrap});
   tests.push_back({"ranks in another order", [] { plain(4, kSmall, 1); }});
   for (int n = 2; n <= 4; ++n) {
     tests.push_back({"a failure in every wait", [=] { failures(on_node(n), 6); }});
