@@ -54,7 +54,11 @@ def _rebuild(kind: type[CollectiveError], message: str, state: dict[str, int]) -
 
 
 class PeerDied(CollectiveError):
-    """A rank's process ended, or it closed the group, before it had done what others need."""
+    """A rank can do no more of what others need.
+
+    Its process has ended, it has closed the group, or its function in ``LocalWorld.run`` has
+    returned.
+    """
 
 
 class Timeout(CollectiveError):

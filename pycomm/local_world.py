@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import os
+import queue
 import threading
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -19,6 +20,8 @@ from pycomm.group import DEFAULT_STAGING_BYTES, DEFAULT_TIMEOUT, Group, slice_by
 
 if TYPE_CHECKING:
     from types import TracebackType
+
+_LOOK_EVERY = 0.02  # seconds
 
 
 class LocalWorld:
@@ -94,12 +97,14 @@ class LocalWorld:
         """Calls ``function(group, *args)`` on a thread per rank; returns the results in rank order.
 
         When a rank raises, the others raise :class:`pycomm.PeerDied` where they need it, and the
-        first rank's own exception comes out of here.
+        first rank's own exception comes out of here. So they do if a rank returns before it has
+        called what they wait for.
         """
         size = len(self.groups)
         results: list[Any] = [None] * size
         errors: list[BaseException] = []
         lock = threading.Lock()
+        ended: queue.SimpleQueue[int | None] = queue.SimpleQueue()
 
         def body(rank: int) -> None:
             try:
@@ -108,11 +113,15 @@ class LocalWorld:
                 with lock:
                     errors.append(error)
                 self.groups[rank]._core.leave()
+                ended.put(None)
+            else:
+                ended.put(rank)
 
         threads = [threading.Thread(target=body, args=(rank,)) for rank in range(size)]
         for thread in threads:
             thread.start()
         try:
+            self._watch(ended)
             for thread in threads:
                 thread.join()
         except BaseException:  # Ctrl-C comes to this thread, not to theirs
@@ -122,6 +131,17 @@ class LocalWorld:
         if errors:
             raise errors[0]
         return results
+
+    def _watch(self, ended: queue.SimpleQueue[int | None]) -> None:
+        """Until the functions of all ranks have ended: nobody waits for one that has returned."""
+        cores = [group._core for group in self.groups]
+        seen: list[int | None] = []  # None: it has raised
+        while len(seen) < len(self.groups):
+            with contextlib.suppress(queue.Empty):
+                seen.append(ended.get(timeout=_LOOK_EVERY if seen else None))
+            for rank in seen:
+                if rank is not None:
+                    cores[rank].end_waits_of(cores)
 
     def __len__(self) -> int:
         return len(self.groups)

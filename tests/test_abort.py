@@ -38,10 +38,9 @@ def test_from_another_thread(world, size):
     thread.start()
 
     def body(group):
-        return expect_aborted(group, size - 1) if group.rank < size - 1 else None
+        return expect_aborted(group, size - 1) if group.rank < size - 1 else thread.join()
 
     times = local_world.run(body)[:-1]
-    thread.join()
     assert all(at - aborted_at[0] <= 1 for at in times)
 
 

@@ -1,6 +1,7 @@
 """LocalWorld: ranks as threads, and what becomes of their exceptions."""
 
 import threading
+import time
 
 import pytest
 import torch
@@ -54,6 +55,46 @@ def test_a_rank_that_raises_releases_the_others(world, culprit):
     for error in seen.values():
         assert type(error) is pycomm.PeerDied
         assert error.rank == culprit
+
+
+def returning_early(group, culprit, seen):
+    """After two operations; the others call a third one."""
+    for _ in range(2):
+        pycomm.barrier(group=group)
+    if group.rank == culprit:
+        return pycomm.all_reduce(torch.ones(4), group=group, async_op=True)
+    work = pycomm.all_reduce(torch.ones(4), group=group, async_op=True)
+    with pytest.raises(pycomm.PeerDied, match="has returned from its function") as caught:
+        pycomm.all_reduce(torch.ones(4), group=group)
+    seen[group.rank] = caught.value
+    return work
+
+
+@pytest.mark.parametrize("hosts", [[3], [2, 1], [1, 1, 1]], ids=str)
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_a_rank_that_returns_early_releases_the_others(world, culprit, hosts):
+    """At once; its own work that was under way is done for all."""
+    seen = {}
+    for work in world(3, hosts=hosts).run(returning_early, culprit, seen):
+        work.wait()
+    assert sorted(seen) == [rank for rank in range(3) if rank != culprit]
+    for error in seen.values():
+        assert (error.rank, error.sequence) == (culprit, 4)
+        assert error.completed >= 2  # of several machines one less is known
+
+
+def test_a_rank_that_returns_first_disturbs_nobody(world):
+    """What it has done its part of succeeds, and so does what it calls later."""
+
+    def body(group, turn):
+        x = pycomm.all_reduce(torch.ones(100_000), algorithm="ring", group=group)
+        if group.rank != turn % 3:
+            time.sleep(0.05)
+        return x[0].item()
+
+    local_world = world(3)
+    for turn in range(6):
+        assert local_world.run(body, turn) == [3.0] * 3
 
 
 def test_runs_more_than_once(world):

@@ -111,7 +111,7 @@ class CudaGroup {
   // All ranks see a disagreement by themselves.
   void tell(const cuda::Failure& found) {
     if (found.reason == Reason::none || found.reason == Reason::mismatch) return;
-    host_->abort(found.reason, found.rank);
+    host_->abort(found.abort_word);
   }
 
   CollectiveError describe_failure(const cuda::Failure& found, std::uint64_t word) const {

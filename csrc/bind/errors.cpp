@@ -17,6 +17,7 @@ namespace {
 const char* class_of(Reason reason) {
   switch (reason) {
     case Reason::peer_died:
+    case Reason::returned:
       return "PeerDied";
     case Reason::timeout:
       return "Timeout";

@@ -189,6 +189,12 @@ void bind_group(py::module_& m) {
           "trim", [](Group& group) { group.trim(check_signals); }, py::call_guard<WithoutGil>())
       .def("leave", &Group::leave)
       .def(
+          "end_waits_of",
+          [](Group& group, const std::vector<std::shared_ptr<Group>>& others) {
+            group.end_waits_of(others);
+          },
+          py::arg("others"), py::call_guard<WithoutGil>())
+      .def(
           "close", [](Group& group) { group.close(check_signals); }, py::call_guard<WithoutGil>())
       .def("allocate",
            [](Group& group, std::int64_t bytes) {

@@ -99,7 +99,9 @@ inline CollectiveError failure(Reason reason, int rank, int pid, const Operation
                      : reason == Reason::timeout   ? " did not answer within the group's timeout"
                      : reason == Reason::mismatch  ? " called another operation"
                      : reason == Reason::malformed ? " sent what is no message of this group"
-                                                   : " aborted the group";
+                     : reason == Reason::returned
+                         ? " has returned from its function and takes part no more"
+                         : " aborted the group";
   return ended(reason, rank, pid, describe_rank(rank, pid) + what, operation, sequence);
 }
 

@@ -37,7 +37,7 @@ struct Traffic {
   std::int64_t bytes_out = 0;  // written to other ranks' memory
 };
 
-enum class Reason : std::uint8_t { none, peer_died, timeout, mismatch, aborted, malformed };
+enum class Reason : std::uint8_t { none, peer_died, timeout, mismatch, aborted, malformed, returned };
 
 // The abort word: the reason and the rank to blame; of a timeout also who has waited for that rank,
 // and for how long. The first one written stays.
@@ -66,7 +66,7 @@ PYCOMM_HD constexpr double seconds_of(std::uint64_t word) {
 // Whether a word that another process wrote gives a reason and names only ranks among so many.
 PYCOMM_HD constexpr bool is_abort_word(std::uint64_t word, int ranks) {
   const Reason reason = reason_of(word);
-  return reason > Reason::none && reason <= Reason::malformed && rank_of(word) < ranks &&
+  return reason > Reason::none && reason <= Reason::returned && rank_of(word) < ranks &&
          waiter_of(word) < ranks;
 }
 

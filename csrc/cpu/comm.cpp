@@ -85,7 +85,7 @@ Comm::Comm(std::shared_ptr<Window> window, std::shared_ptr<const Liveness> peers
 
 void Comm::begin(const Operation& operation, const void* input, void* output, void (*interrupt)(),
                  Outlook outlook) {
-  ordinal_ = next_sequence(ordinal_);
+  ordinal_.store(next_sequence(ordinal()), std::memory_order_relaxed);
   called_ = operation;
   interrupt_ = interrupt;
   traffic_ = {};
@@ -196,7 +196,7 @@ void Comm::leave_peers_heaps() {
 void Comm::finish() {
   check_aborted();
   leave_peers_heaps();
-  mine().completed.store(ordinal_, std::memory_order_release);
+  mine().completed.store(ordinal(), std::memory_order_release);
 }
 
 void Comm::retreat() {
@@ -361,7 +361,7 @@ void Comm::wait_long(const std::atomic<Word>& word, std::uint32_t target, int r,
     if (waited.time() > timeout_) {
       abort(timeout_word(number(culprit(r)), number(rank_), waited.seconds()));
     } else if (now > interrupt_at) {
-      told.tell(culprit(r), called_, ordinal_);
+      told.tell(culprit(r), called_, ordinal());
       if (interrupt_ != nullptr) interrupt_();
       interrupt_at = now + kInterruptEvery;
     }
@@ -397,7 +397,7 @@ void Comm::ring(bool everyone) const {
 void Comm::look_for_the_gone() {
   const auto check = [this](int r) {
     const std::uint32_t done = window_->control(r).completed.load(std::memory_order_acquire);
-    if (!reached(done, ordinal_)) abort(Reason::peer_died, r);
+    if (!reached(done, ordinal())) abort(Reason::peer_died, r);
   };
   for (int r = 0; r < size_; ++r) {
     if (r != rank_ && left(r)) check(r);
@@ -450,7 +450,7 @@ void Comm::blame_number(int number, const std::string& what) {
   const std::uint64_t word = abort_word(Reason::malformed, number);
   abort(word);
   if (aborted() != word) check_aborted();
-  throw malformed(number, peers_->pid_of(number), called_, ordinal_, what);
+  throw malformed(number, peers_->pid_of(number), called_, ordinal(), what);
 }
 
 // The least of the first reason and of the deaths that can be seen by then: a rank that is waited for
@@ -489,22 +489,22 @@ std::string Comm::what_keeps(int culprit) const {
 }
 
 CollectiveError Comm::failure_of(std::uint64_t word) const {
-  if (!is_abort_word(word, peers_->count())) return overwritten(called_, ordinal_);
+  if (!is_abort_word(word, peers_->count())) return overwritten(called_, ordinal());
   const int culprit = rank_of(word), pid = peers_->pid_of(culprit);
   if (reason_of(word) == Reason::mismatch && announced(0) == sequence_) {
     const Operation& first = announcement(0).operation;
     for (int r = 1; r < size_; ++r) {
       const Operation& other = announcement(r).operation;
       if (number(r) != culprit || announced(r) != sequence_ || other == first) continue;
-      return mismatch(number(0), first, culprit, other, pid, ordinal_, &details(0), &details(r));
+      return mismatch(number(0), first, culprit, other, pid, ordinal(), &details(0), &details(r));
     }
   }
   if (reason_of(word) == Reason::timeout) {
-    const CollectiveError error = timeout(word, culprit == number(rank_), pid, called_, ordinal_);
+    const CollectiveError error = timeout(word, culprit == number(rank_), pid, called_, ordinal());
     const std::string why = what_keeps(culprit);
     return why.empty() ? error : error.because(why);
   }
-  return failure(reason_of(word), culprit, pid, called_, ordinal_);
+  return failure(reason_of(word), culprit, pid, called_, ordinal());
 }
 
 }  // namespace pycomm::cpu

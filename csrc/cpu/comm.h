@@ -186,7 +186,7 @@ class Comm {
   void count_in(std::int64_t bytes) { traffic_.bytes_in += bytes; }
   std::uint32_t sequence() const { return sequence_; }
   // The number of the operation; it may have several phases, each with a number in sequence.
-  std::uint32_t ordinal() const { return ordinal_; }
+  std::uint32_t ordinal() const { return ordinal_.load(std::memory_order_relaxed); }
   const Operation& called() const { return called_; }
   // What rank r has published so far, in this operation's announcement or on a channel; also of a
   // rank that is dead.
@@ -259,7 +259,7 @@ class Comm {
   Clock::duration yield_for_;
   int looked_at_ = 0;
   std::uint32_t sequence_;
-  std::uint32_t ordinal_;
+  std::atomic<std::uint32_t> ordinal_;  // written by one thread at a time
   const std::uint32_t first_epoch_;
   bool spans_ = false;
   std::uint32_t signalled_[kChannels];

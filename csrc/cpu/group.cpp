@@ -156,6 +156,17 @@ void Group::leave() {
   if (hosts_ != nullptr) hosts_->leave();
 }
 
+void Group::end_waits_of(std::span<const std::shared_ptr<Group>> others) {
+  if (!idle()) return;  // work of its own may follow
+  std::vector<Group*> beyond;
+  for (const auto& other : others) {
+    if (other->idle()) continue;
+    if (reached(comm_.ordinal(), other->comm_.ordinal())) return;
+    beyond.push_back(other.get());
+  }
+  for (Group* other : beyond) other->abort(pycomm::abort_word(Reason::returned, rank_));
+}
+
 void Group::check_usable() {
   if (forked()) {
     throw GroupUnusable("group belongs to the parent of this forked process; make a new one here");

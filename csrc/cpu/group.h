@@ -129,7 +129,7 @@ class Group {
   // Stops this and every other rank of the group: they raise Aborted, naming this rank.
   void abort();
   // An executor elsewhere has found a reason to stop, or wants to know of one.
-  void abort(Reason reason, int rank) { comm_.abort(reason, rank); }
+  void abort(std::uint64_t word) { comm_.abort(word); }
   // A failure that was found elsewhere: the group refuses work from now on.
   void fail(const std::string& why);
   std::uint64_t abort_word() const { return comm_.aborted(); }
@@ -139,8 +139,11 @@ class Group {
   void kernels_ended() {
     if (!forked()) comm_.kernels_ended();
   }
-  // This rank has failed elsewhere: who needs it raises PeerDied. For ranks that are threads.
+  // For ranks that are threads. This rank has failed elsewhere: who needs it raises PeerDied.
   void leave();
+  // The function of this rank has returned. An operation of the others that it has never begun cannot
+  // succeed: it ends, as soon as no rank is in an earlier one, which may.
+  void end_waits_of(std::span<const std::shared_ptr<Group>> others);
   // Waits for submitted work, then takes part in nothing more. Idempotent. `interrupt` is called now
   // and then; what it throws aborts what it waits for.
   void close(void (*interrupt)() = nullptr);

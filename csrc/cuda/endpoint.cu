@@ -319,8 +319,10 @@ bool Endpoint::in_peers_heaps() const {
 Failure Endpoint::failure() const {
   const std::uint64_t word = __atomic_load_n(&impl_->mailbox->failure, __ATOMIC_ACQUIRE);
   if (word == 0) return {};
-  return {reason_of(word), rank_of(word), impl_->mailbox->sequence, impl_->mailbox->first,
-          impl_->mailbox->other};
+  const EndpointOptions& options = impl_->options;
+  const bool timed_out = reason_of(word) == Reason::timeout;  // a kernel of this rank has waited
+  return {reason_of(word),          rank_of(word),         timed_out ? timeout_word(rank_of(word), options.rank, options.timeout) : word,
+          impl_->mailbox->sequence, impl_->mailbox->first, impl_->mailbox->other};
 }
 
 struct SharedLaunch::Impl {

@@ -32,6 +32,7 @@ struct EndpointOptions {
 struct Failure {
   Reason reason;
   int rank;
+  std::uint64_t abort_word;  // for the other ranks
   std::uint32_t sequence;
   Operation first;  // what failed; of a mismatch: what rank 0 called, and what `rank`
   Operation other;

@@ -311,6 +311,9 @@ void drains(const Codec& codec) {
   for (int r = 0; r < 2; ++r) {
     const cuda::Failure failure = world.endpoints[r]->failure();
     PYCOMM_CHECK(failure.reason == Reason::timeout && failure.rank == 2, "a timeout of rank 2");
+    PYCOMM_CHECK(rank_of(failure.abort_word) == 2 && waiter_of(failure.abort_word) == r &&
+                     seconds_of(failure.abort_word) == 0.2,
+                 "for which this rank has waited");
     PYCOMM_CHECK(same(before.y[r], after.y[r]) && same(before.residual[r], after.residual[r]) &&
                      same(before.velocity[r], after.velocity[r]),
                  "tensors of a failed operation stay");

@@ -116,7 +116,7 @@ void farewells() {
     if (word == 0) return;
     const int pid = pids.at(static_cast<std::size_t>(rank_of(word)));
     const CollectiveError error = failure(reason_of(word), rank_of(word), pid, any_operation(), 1);
-    must(error.reason > Reason::none && error.reason <= Reason::malformed,
+    must(error.reason > Reason::none && error.reason <= Reason::returned,
          "a reason that does not exist was let through");
   });
 }
