@@ -14,15 +14,18 @@ are members.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import os
 import queue
 import secrets
+import stat
 import threading
 import time
 import weakref
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -101,8 +104,22 @@ def connect(machines: Machines, rank: int, store: Store, deadline: Deadline) -> 
     carriers.wait(["secret"], timedelta(seconds=deadline.left()))
     secret = bytes.fromhex(carriers.get("secret").decode())
     left = timedelta(seconds=deadline.left())
+    before = _inheritable_sockets()
     gloo = dist.ProcessGroupGloo(carriers, machines.here, hosts, left)
+    for fd in _inheritable_sockets() - before:
+        os.set_inheritable(fd, False)  # a process that becomes another program is gone
     return Link(gloo, [host for host in range(hosts) if host != machines.here], secret)
+
+
+def _inheritable_sockets() -> set[int]:
+    """Sockets that would survive exec. Python opens none, so those that appear are Gloo's."""
+    found = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            fd = int(entry.name)
+            if stat.S_ISSOCK(os.fstat(fd).st_mode) and os.get_inheritable(fd):
+                found.add(fd)
+    return found
 
 
 class Link(_C.Transport):

@@ -33,7 +33,7 @@ FAREWELLS = {
     "a rank that does not exist": (32, 8, 1 << 60 | 1_000_000),
     "a waiting rank that does not exist": (32, 8, 2 << 60 | 100 << 20 | 1),
     "a negative word": (32, 8, -1),
-    "an unknown reason": (32, 8, 6 << 60 | 1),
+    "an unknown reason": (32, 8, 7 << 60 | 1),
 }
 GREETINGS = HEADERS | {
     "collective": (32, 1, 250),

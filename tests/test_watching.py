@@ -54,6 +54,22 @@ def test_a_death_is_noticed_while_another_rank_is_busy(tmp_path, hosts):
     assert all(outcome.value[1] - killed < 3 for outcome in outcomes[:-1])
 
 
+@pytest.mark.parametrize("hosts", [[2, 1], [2, 1, 1]], ids=str)
+def test_a_death_elsewhere_is_noticed_while_the_carrier_is_busy(tmp_path, hosts):
+    """Rank 0 alone is linked to other machines; rank 1 waits for it."""
+    last = sum(hosts) - 1
+    with spanning.ranks(hosts, attempt, tmp_path, 0, 0.1, timeout=30.0) as ranks:
+        wait_for_all(tmp_path, last + 1)
+        killed = ranks.signal(last, signal.SIGKILL)
+        outcomes = ranks.wait_for(range(1, last), 10)  # before the busy one has come
+        (tmp_path / "go").touch()
+        outcomes += ranks.wait_for([0])
+    for outcome in outcomes:
+        error, _ = outcome.value
+        assert (type(error), error.rank) == (pycomm.PeerDied, last), outcome
+    assert all(outcome.value[1] - killed < 3 for outcome in outcomes[:-1])
+
+
 @pytest.mark.parametrize("hosts", [[3], [1, 1], [2, 1]], ids=str)
 def test_time_in_which_all_are_stopped_does_not_count(tmp_path, hosts):
     size = sum(hosts)
@@ -102,6 +118,25 @@ def become_another_program(group: pycomm.Group, folder: Path) -> tuple:
     with pytest.raises(pycomm.PeerDied) as caught:
         pycomm.all_reduce(torch.ones(1000), group=group)
     return caught.value.rank, caught.value.pid
+
+
+def become_another_program_alone(group: pycomm.Group, folder: Path) -> tuple:
+    (folder / f"ready-{group.rank}").touch()
+    pycomm.barrier(group=group)
+    if group.rank == 1:
+        helpers.wait_until(lambda: (folder / "go").exists())
+        os.execv("/bin/sleep", ["sleep", "60"])
+    with pytest.raises(pycomm.PeerDied) as caught:
+        pycomm.all_reduce(torch.ones(1000), group=group)
+    return caught.value.rank, caught.value.pid
+
+
+def test_a_rank_that_becomes_another_program_on_a_machine_of_its_own(tmp_path):
+    with spanning.ranks([1, 1], become_another_program_alone, tmp_path, timeout=30.0) as ranks:
+        wait_for_all(tmp_path, 2)
+        (tmp_path / "go").touch()
+        (outcome,) = ranks.wait_for([0], 10)
+        assert outcome.value == (1, ranks.pids[1])
 
 
 @pytest.mark.parametrize("hosts", [[3], [2, 1]], ids=str)

@@ -37,7 +37,15 @@ struct Traffic {
   std::int64_t bytes_out = 0;  // written to other ranks' memory
 };
 
-enum class Reason : std::uint8_t { none, peer_died, timeout, mismatch, aborted, malformed, returned };
+enum class Reason : std::uint8_t {
+  none,
+  peer_died,
+  timeout,
+  mismatch,
+  aborted,
+  malformed,
+  returned
+};
 
 // The abort word: the reason and the rank to blame; of a timeout also who has waited for that rank,
 // and for how long. The first one written stays.

@@ -431,6 +431,14 @@ int Comm::culprit(int r) const {
   return r;
 }
 
+bool Comm::anyone_waits_after(std::uint32_t ordinal) const {
+  for (int r = 0; r < size_; ++r) {
+    const Control& theirs = window_->control(r);
+    if (theirs.waiting.load() != 0 && reached(theirs.completed.load(), ordinal)) return true;
+  }
+  return false;
+}
+
 // Of all ranks: whoever waits for one of them may wait for a machine that it waits for.
 std::uint32_t Comm::beats() const {
   std::uint32_t sum = 0;

@@ -198,6 +198,8 @@ class Comm {
 
   int pid(int r) const { return peers_->pid(r); }
   int pid_of(int number) const { return peers_->pid_of(number); }
+  // Whether a rank of this machine waits in an operation that follows this one.
+  bool anyone_waits_after(std::uint32_t ordinal) const;
   // Not zero once the group has been aborted.
   std::uint64_t aborted() const { return window_->control(0).abort.load(); }
   // Whether rank r has left, or its process has ended. Takes a system call.

@@ -24,6 +24,7 @@ Link::Link(Comm& local, std::shared_ptr<Transport> transport, const Machines& ma
       machines_(machines),
       timeout_(timeout),
       greetings_(static_cast<std::size_t>(machines.count())),
+      greeted_operation_(local.ordinal()),
       areas_(static_cast<std::size_t>(machines.count())) {
   transport_->listen(
       [this](int machine, std::span<const std::byte> farewell) { hear(machine, farewell); });
@@ -55,9 +56,22 @@ void Link::hear(int machine, std::span<const std::byte> farewell) {
   if (word != 0) local_.abort(word);
 }
 
+// This rank may be busy with something else while those beside it wait in the next operation. No
+// machine can have completed that without this one's greeting, so one that is lost has died.
+void Link::look_before_greeting(Clock::duration waited, Clock::duration& lost_since) {
+  const int lost = find_lost(true);
+  lost_since = lost < 0 ? kNever : std::min(lost_since, waited);
+  if (lost < 0 || waited - lost_since <= kGrace) return;
+  if (!local_.anyone_waits_after(greeted_operation_)) return;
+  local_.abort(abort_word(Reason::peer_died, number(lost)));
+}
+
 void Link::watch() {
+  WaitingTime time;
+  Clock::duration lost_since = kNever;
   std::unique_lock lock(left_mutex_);
   while (!left_changed_.wait_for(lock, kWatchEvery, [&] { return left_; })) {
+    look_before_greeting(time.until(Clock::now()), lost_since);
     if (local_.aborted() != 0) {
       lock.unlock();
       return stop();
@@ -92,6 +106,7 @@ void Link::publish() {
     round.receives.push_back({m, reinterpret_cast<std::byte*>(&theirs), sizeof(Greeting)});
   }
   greeted_ = post(round);
+  greeted_operation_ = local_.ordinal();
 }
 
 void Link::meet() {

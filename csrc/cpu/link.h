@@ -125,6 +125,7 @@ class Link {
   std::uint64_t least_word();
   void hear(int machine, std::span<const std::byte> farewell);
   void watch();
+  void look_before_greeting(Clock::duration waited, Clock::duration& lost_since);
   void look_for_failure(bool greeting, Clock::duration waited, Clock::duration& lost_since);
   int find_lost(bool greeting) const;
   int awaited() const;
@@ -139,6 +140,7 @@ class Link {
   void (*interrupt_)() = nullptr;
   std::vector<Greeting> greetings_;  // of each machine; the others' are bytes until meet()
   std::int64_t greeted_ = 0;         // the round
+  std::atomic<std::uint32_t> greeted_operation_;  // its number
   Outlook outlook_;
   std::vector<Scratch> areas_;
   std::int64_t posted_ = 0, waited_ = 0;

@@ -2,7 +2,14 @@
 
 #include <cstring>
 
+#include "cpu/waiting_time.h"
+
 namespace pycomm::cpu {
+namespace {
+
+constexpr auto kLook = std::chrono::milliseconds(20);
+
+}  // namespace
 
 bool Transport::wait(std::int64_t rounds, Clock::duration patience) {
   std::unique_lock lock(mutex_);
@@ -43,7 +50,10 @@ void Transport::heard(int host, std::span<const std::byte> farewell) {
 
 void Transport::wait_for_farewells(int hosts, Clock::duration patience) {
   std::unique_lock lock(mutex_);
-  changed_.wait_for(lock, patience, [&] { return static_cast<int>(ended_.size()) >= hosts; });
+  const auto all_ended = [&] { return static_cast<int>(ended_.size()) >= hosts; };
+  for (WaitingTime waited; !changed_.wait_for(lock, kLook, all_ended);) {
+    if (waited.until(Clock::now()) > patience) return;
+  }
 }
 
 void Transport::listen(Listener listener) {

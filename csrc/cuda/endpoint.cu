@@ -321,8 +321,12 @@ Failure Endpoint::failure() const {
   if (word == 0) return {};
   const EndpointOptions& options = impl_->options;
   const bool timed_out = reason_of(word) == Reason::timeout;  // a kernel of this rank has waited
-  return {reason_of(word),          rank_of(word),         timed_out ? timeout_word(rank_of(word), options.rank, options.timeout) : word,
-          impl_->mailbox->sequence, impl_->mailbox->first, impl_->mailbox->other};
+  return {reason_of(word),
+          rank_of(word),
+          timed_out ? timeout_word(rank_of(word), options.rank, options.timeout) : word,
+          impl_->mailbox->sequence,
+          impl_->mailbox->first,
+          impl_->mailbox->other};
 }
 
 struct SharedLaunch::Impl {
