@@ -70,7 +70,7 @@ std::int64_t available_memory(const fs::path& root) {
   for (std::string line; std::getline(groups, line);) {
     const std::size_t first = line.find(':'), second = line.find(':', first + 1);
     if (second == std::string::npos) continue;
-    const std::string controllers = "," + line.substr(first + 1, second - first - 1) + ",";
+    const std::string controllers = ',' + line.substr(first + 1, second - first - 1) + ',';
     const fs::path path = fs::path(line.substr(second + 1)).relative_path();
     if (controllers == ",,") {
       available = std::min(available, available_in_all(root / kVersion2.mount, path, kVersion2));
