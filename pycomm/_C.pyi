@@ -124,12 +124,18 @@ class LocalTransport(Transport):
     @staticmethod
     def make(hosts: int) -> list[LocalTransport]: ...
 
+class Process:
+    @staticmethod
+    def find(pid: int) -> Process | None: ...
+    @property
+    def ended(self) -> bool: ...
+
 class Group:
     def __init__(
         self,
         window: Window,
         pids: Sequence[int],
-        pidfds: Sequence[int],
+        processes: Sequence[Process | None],
         rank: int,
         size: int,
         cores: int,

@@ -30,16 +30,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from pycomm import _C
+from pycomm._pulse import SILENCE
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from torch.distributed.distributed_c10d import Store
-
-    from pycomm._rendezvous import Deadline
+    from pycomm._waiting import Deadline
 
 Parcel = tuple[int, int, int]  # machine, address, bytes
 
@@ -82,8 +81,10 @@ class Machines:
         return min(map(len, self.ranks)) if len(self.ranks) > 1 else 0
 
 
-def connect(machines: Machines, rank: int, store: Store, deadline: Deadline) -> Link | None:
-    """The way from this rank to those that carry the same stripe; None if it carries none.
+def connect(
+    machines: Machines, rank: int, store: Store, deadline: Deadline, look: Callable[[], object]
+) -> tuple[Any, list[int], bytes] | None:
+    """What makes the link from this rank to those that carry the same stripe, if it carries one.
 
     A collective call of those. The process group is this group's own: what else torch.distributed
     knows in these processes, and in which order, does not matter to it.
@@ -93,22 +94,58 @@ def connect(machines: Machines, rank: int, store: Store, deadline: Deadline) -> 
         rank: this process.
         store: of this group alone.
         deadline: for connecting.
+        look: raises what ends the rendezvous.
     """
     stripe = machines.local.index(rank)
     if stripe >= machines.stripes:
         return None
     hosts = len(machines.ranks)
-    carriers = PrefixStore(f"link/{stripe}", store)
+    carriers = _LookedAfter(PrefixStore(f"link/{stripe}", store), deadline, look)
     if machines.here == 0:
         carriers.set("secret", secrets.token_hex(_SECRET_BYTES))
-    carriers.wait(["secret"], timedelta(seconds=deadline.left()))
     secret = bytes.fromhex(carriers.get("secret").decode())
-    left = timedelta(seconds=deadline.left())
-    before = _inheritable_sockets()
-    gloo = dist.ProcessGroupGloo(carriers, machines.here, hosts, left)
-    for fd in _inheritable_sockets() - before:
-        os.set_inheritable(fd, False)  # a process that becomes another program is gone
-    return Link(gloo, [host for host in range(hosts) if host != machines.here], secret)
+    made: list[Any] = []
+
+    def construct() -> None:
+        left = timedelta(seconds=deadline.left())
+        before = _inheritable_sockets()
+        try:
+            gloo = dist.ProcessGroupGloo(carriers, machines.here, hosts, left)
+            for fd in _inheritable_sockets() - before:
+                os.set_inheritable(fd, False)  # a process that becomes another program is gone
+            made.append(gloo)
+        except Exception as error:
+            made.append(error)
+
+    # It waits for the others' connections, and nothing interrupts it.
+    thread = threading.Thread(target=construct, name="pycomm-connect", daemon=True)
+    thread.start()
+    deadline.await_thread(thread, look)
+    if isinstance(made[0], Exception):
+        if carriers.has_address:  # it may follow from a death, which is noticed later
+            deadline.look_for(SILENCE + 1, look)
+        raise made[0]
+    return made[0], [host for host in range(hosts) if host != machines.here], secret
+
+
+class _LookedAfter(Store):
+    """A Store as Gloo uses it, whose waits end when the rendezvous does."""
+
+    def __init__(self, store: Store, deadline: Deadline, look: Callable[[], object]) -> None:
+        super().__init__()
+        self._store, self._deadline, self._look = store, deadline, look
+        self.has_address = False  # of this rank
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(key, value)
+        self.has_address = key != "secret"
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._store.get(key)
+
+    def wait(self, keys: list[str], _timeout: object = None) -> None:
+        self._deadline.await_keys(self._store, keys, self._look)
 
 
 def _inheritable_sockets() -> set[int]:

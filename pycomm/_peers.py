@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import select
 import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
+from pycomm import _C
+from pycomm._pulse import Pulse
 from pycomm.errors import Aborted, CollectiveError, PeerDied, PycommError, Timeout
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
+
+    from pycomm._hosts import Machines
 
 _FAILED = "failed"  # the key
 _KINDS = {kind.__name__: kind for kind in (Aborted, PeerDied, Timeout)}
@@ -32,36 +34,39 @@ class Peers:
         pids: every rank's.
 
     Attributes:
-        pidfds: what tells of the ends of other ranks on this machine, by rank.
+        processes: of the other ranks on this machine, by rank.
     """
 
     def __init__(self, store: Store, rank: int, pids: Sequence[int]) -> None:
         self._store, self._rank, self._pids = store, rank, pids
-        self._ends = select.poll()
-        self.pidfds: dict[int, int] = {}
+        self.processes: dict[int, _C.Process] = {}
 
-    def watch(self, ranks: Sequence[int]) -> None:
-        """Notices from now on when one of these dies, the ranks of this machine."""
-        for rank in ranks:
-            if rank == self._rank:
-                continue
-            try:
-                self.pidfds[rank] = os.pidfd_open(self._pids[rank])
-            except ProcessLookupError as error:
-                raise self._died(rank) from error
-            self._ends.register(self.pidfds[rank], select.POLLIN)
-
-    def close(self) -> None:
-        """Watches nobody any more."""
-        for fd in self.pidfds.values():
-            os.close(fd)
+    @contextlib.contextmanager
+    def watching(self, machines: Machines) -> Iterator[None]:
+        """In its block notices deaths: on this machine at once, elsewhere by a long silence."""
+        for rank in machines.local:
+            if rank != self._rank:
+                if (process := _C.Process.find(self._pids[rank])) is None:
+                    raise self._died(rank)
+                self.processes[rank] = process
+        if len(machines.ranks) == 1 or self._rank != machines.local[0]:
+            yield
+            return
+        neighbour = machines.ranks[(machines.here + 1) % len(machines.ranks)][0]
+        pulse = Pulse(self._store, self._rank, neighbour, self._tell_of)
+        pulse.start()
+        try:
+            yield
+        finally:
+            pulse.close()
 
     def look(self) -> None:
         """Raises what has ended the rendezvous, the same on every rank; if anything has."""
-        if ended := {fd for fd, _ in self._ends.poll(0)}:
-            self._fail(self._died(next(r for r, fd in self.pidfds.items() if fd in ended)))
+        for rank, process in self.processes.items():
+            if process.ended:
+                self._fail(self._died(rank))
         if self._store.check([_FAILED]):
-            raise _error_of(self._store.get(_FAILED).decode())
+            raise error_of(self._store.get(_FAILED).decode())
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
@@ -74,12 +79,12 @@ class Peers:
             self._fail(error)
         except Exception as error:
             with contextlib.suppress(RuntimeError):
-                self._tell("ValueError", f"rank {self._rank} could not map the window: {error}")
+                what = f"rank {self._rank} could not map the window: {error}"
+                tell(self._store, _word("ValueError", what))
             raise
         except BaseException as error:
             with contextlib.suppress(RuntimeError):
-                what = f"rank {self._rank} was interrupted during the rendezvous: {error!r}"
-                self._tell("Aborted", what, self._rank, self._pids[self._rank])
+                tell(self._store, word_of_interrupt(error, self._rank, self._pids[self._rank]))
             raise
 
     def look_for_a_while(self) -> None:
@@ -94,16 +99,17 @@ class Peers:
                 pass
             time.sleep(0.02)
 
+    def _tell_of(self, rank: int) -> None:
+        """That this one, on another machine, seems to be dead."""
+        error = self._died(rank)
+        tell(self._store, _word("PeerDied", str(error), rank, error.pid))
+
     def _fail(self, error: CollectiveError) -> NoReturn:
         try:
-            told = self._tell(type(error).__name__, str(error), error.rank, error.pid)
+            told = tell(self._store, _word(type(error).__name__, str(error), error.rank, error.pid))
         except RuntimeError:  # the Store is gone
             raise error from None
-        raise _error_of(told)
-
-    def _tell(self, kind: str, message: str, rank: int = -1, pid: int = -1) -> str:
-        word = json.dumps([kind, message, rank, pid])
-        return str(self._store.compare_set(_FAILED, "", word).decode())
+        raise error_of(told)
 
     def _died(self, rank: int) -> PeerDied:
         pid = self._pids[rank]
@@ -111,7 +117,23 @@ class Peers:
         return PeerDied(what, rank=rank, pid=pid, operation="rendezvous")
 
 
-def _error_of(word: str) -> Exception:
+def tell(store: Store, word: str) -> str:
+    """Tells all what has ended the rendezvous; returns what was told first."""
+    return str(store.compare_set(_FAILED, "", word).decode())
+
+
+def word_of_interrupt(error: BaseException, rank: int, pid: int) -> str:
+    """For :func:`tell`."""
+    what = f"rank {rank} was interrupted during the rendezvous: {error!r}"
+    return _word("Aborted", what, rank, pid)
+
+
+def _word(kind: str, message: str, rank: int = -1, pid: int = -1) -> str:
+    return json.dumps([kind, message, rank, pid])
+
+
+def error_of(word: str) -> Exception:
+    """The exception for what was told."""
     kind, message, rank, pid = json.loads(word)
     if kind not in _KINDS:
         return ValueError(message)

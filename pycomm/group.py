@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -29,9 +29,11 @@ from pycomm._arguments import (
 )
 from pycomm._cuda import DEFAULT_MAX_BLOCKS, CudaSide, join_processes
 from pycomm._dtypes import check_dtype
-from pycomm._hosts import Machines, connect
+from pycomm._hosts import Machines
+from pycomm._meeting import meet
 from pycomm._plan import Plan, make_plan, make_spanning_plan, select
-from pycomm._rendezvous import Deadline, WindowMaker, join, meet
+from pycomm._rendezvous import WindowMaker, join
+from pycomm._waiting import Deadline
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -81,7 +83,7 @@ class Group:
         window: _C.Window,
         machines: Machines,
         pids: list[int],
-        pidfds: list[int],
+        processes: Sequence[_C.Process | None],
         rank: int,
         cores: int,
         timeout: float,
@@ -98,7 +100,15 @@ class Group:
         self.stripes = machines.stripes
         local = machines.local
         self._core = _C.Group(
-            window, pids, pidfds, local.index(rank), len(local), cores, timeout, first_epoch, local
+            window,
+            pids,
+            processes,
+            local.index(rank),
+            len(local),
+            cores,
+            timeout,
+            first_epoch,
+            local,
         )
         if len(machines.ranks) > 1:
             self._core.span(machines.ranks, machines.here, link, timeout)
@@ -356,6 +366,7 @@ def init(
             be the same, or run builds of pycomm that lay out their shared memory differently.
         pycomm.Timeout: a rank did not come in time; on all ranks that came.
         pycomm.PeerDied: a rank died after all had come; on all ranks.
+        pycomm.Aborted: a rank was interrupted; on all other ranks that had come.
     """
     global _default
     timeout = seconds(timeout, DEFAULT_TIMEOUT)
@@ -373,7 +384,6 @@ def init(
     # Always the same prefix: ranks that have tried unequally often meet all the same (see meet).
     prefix, parent = _store_of(process_group)
     store = PrefixStore(prefix, parent)
-    deadline = Deadline(timeout)
     windows = WindowMaker(
         create=lambda ranks: _C.create_window(ranks, slice_bytes(), staging_bytes),
         map=lambda fd, ranks: _C.Window(fd, ranks, slice_bytes(), staging_bytes),
@@ -387,18 +397,16 @@ def init(
     with _joining[prefix]:
         members = join(store, rank, size, windows, settings, timeout)
     machines = members.machines
-    with deadline.guarding("every machine connecting"):
-        link = connect(machines, rank, members.store, deadline)
     made = Group(
         members.window,
         machines,
         members.pids,
-        members.pidfds,
+        members.processes,
         rank,
         members.cores,
         timeout,
         staging_bytes,
-        link,
+        members.link,
     )
     if len(machines.ranks) == 1:
         made._join_cuda = lambda device: join_processes(

@@ -76,7 +76,7 @@ class LocalWorld:
                         window,
                         Machines(ranks, here),
                         pids,
-                        [-1] * len(local),
+                        [None] * len(local),
                         rank,
                         cores,
                         timeout,

@@ -59,8 +59,10 @@ def test_core_includes_only_the_standard_library():
 PYTHON_LAYERS = [
     {"_C", "_log"},
     {"errors", "_labels", "_graphs", "_prefixes", "_arguments"},
-    {"_dtypes", "_arrays", "_zeros", "_hosts", "_host_staging", "_peers"},
-    {"_tensors"},
+    {"_dtypes", "_arrays", "_zeros", "_host_staging", "_waiting", "_pulse"},
+    {"_tensors", "_hosts"},
+    {"_peers"},
+    {"_meeting"},
     {"ops", "_plan", "_rendezvous", "_cuda", "compression"},
     {"group", "_names"},
     {"_given"},

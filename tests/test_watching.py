@@ -6,6 +6,7 @@ import os
 import re
 import resource
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -165,3 +166,44 @@ def test_a_long_wait_sleeps(world):
     for group_size in (3, 9):  # with a core for each, or without
         _, *naps = world(group_size).run(body)
         assert all(1 <= count < 1000 for count in naps)
+
+
+def many_groups(rank: int, size: int, store: str, count: int) -> list[float]:
+    """All open at once, with few descriptors left."""
+    helpers.join_world(rank, size, store)
+    used = max(int(path.name) for path in Path("/proc/self/fd").iterdir())
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 2 * count, used + 2 * count))
+    groups = [pycomm.init(timeout=30, staging_bytes=1 << 20) for _ in range(count)]
+    sums = [pycomm.all_reduce(torch.ones(1), group=group).item() for group in groups]
+    torch.distributed.barrier()  # who ends while another still works has died
+    return sums
+
+
+def test_groups_share_what_watches_a_process():
+    assert helpers.run_ranks(5, many_groups, 25) == [[5.0] * 25] * 5
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_a_watched_process():
+    """One descriptor for all; none for another process with the same pid."""
+    before = descriptors()
+    with subprocess.Popen(["sleep", "60"]) as child:
+        first = pycomm._C.Process.find(child.pid)
+        held = descriptors()
+        assert pycomm._C.Process.find(child.pid) is first
+        assert descriptors() == held == before + 1
+        if (fork := os.fork()) == 0:  # which may have closed what it has inherited
+            own = pycomm._C.Process.find(child.pid)
+            os._exit(0 if own is not first and not own.ended else 1)
+        assert os.waitpid(fork, 0)[1] == 0
+        assert not first.ended
+        child.kill()
+        helpers.wait_until(lambda process=first: process.ended)
+        assert pycomm._C.Process.find(child.pid) is not first  # a zombie has its pid
+        child.wait()
+        assert pycomm._C.Process.find(child.pid) is None
+    del first
+    assert descriptors() == before

@@ -19,6 +19,7 @@ using cpu::Group;
 using cpu::Heap;
 using cpu::LinkTraffic;
 using cpu::Liveness;
+using cpu::Process;
 using cpu::Transport;
 using cpu::Window;
 using cpu::Work;
@@ -147,25 +148,31 @@ void bind_group(py::module_& m) {
   py::class_<Allocation>(m, "Allocation", py::buffer_protocol())
       .def_buffer([](Allocation& allocation) { return allocation.buffer(); });
 
+  py::class_<Process, std::shared_ptr<Process>>(m, "Process")
+      .def_static("find", &Process::find, py::arg("pid"))
+      .def_property_readonly("ended", &Process::ended);
+
   py::class_<Window, std::shared_ptr<Window>>(m, "Window")
       .def(py::init<int, int, std::int64_t, std::int64_t>(), py::arg("fd"), py::arg("ranks"),
-           py::arg("slice_bytes"), py::arg("staging_bytes"));
+           py::arg("slice_bytes"), py::arg("staging_bytes"),
+           py::call_guard<py::gil_scoped_release>());
   m.def("create_window", &Window::create, py::arg("ranks"), py::arg("slice_bytes"),
-        py::arg("staging_bytes"));
+        py::arg("staging_bytes"), py::call_guard<py::gil_scoped_release>());
   m.attr("window_layout") = cpu::kLayout;
 
   py::class_<Group, std::shared_ptr<Group>>(m, "Group")
       .def(py::init([](std::shared_ptr<Window> window, std::vector<int> pids,
-                       std::vector<int> pidfds, int rank, int size, int cores, double timeout,
-                       std::uint32_t first_epoch, std::vector<int> numbers) {
-             auto peers = std::make_shared<const Liveness>(std::move(pids), std::move(pidfds),
+                       std::vector<std::shared_ptr<Process>> processes, int rank, int size,
+                       int cores, double timeout, std::uint32_t first_epoch,
+                       std::vector<int> numbers) {
+             auto peers = std::make_shared<const Liveness>(std::move(pids), std::move(processes),
                                                            std::move(numbers));
              return std::shared_ptr<Group>(new Group(std::move(window), std::move(peers), rank,
                                                      size, cores, seconds(timeout), first_epoch),
                                            delete_group);
            }),
-           py::arg("window"), py::arg("pids"), py::arg("pidfds"), py::arg("rank"), py::arg("size"),
-           py::arg("cores"), py::arg("timeout"), py::arg("first_epoch") = 0,
+           py::arg("window"), py::arg("pids"), py::arg("processes"), py::arg("rank"),
+           py::arg("size"), py::arg("cores"), py::arg("timeout"), py::arg("first_epoch") = 0,
            py::arg("numbers") = std::vector<int>{})
       .def(
           "span",

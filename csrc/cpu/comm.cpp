@@ -72,6 +72,7 @@ Comm::Comm(std::shared_ptr<Window> window, std::shared_ptr<const Liveness> peers
   PYCOMM_CHECK(slot_bytes_ >= size * kLine, "staging_bytes must be at least " +
                                                 std::to_string(2 * kStagingSlots * size * kLine) +
                                                 " for this world size");
+  window_->populate(rank);
   for (int channel = 0; channel < kChannels; ++channel) {
     signalled_[channel] = first_epoch;
     mine().flags[channel].value.store(first_epoch, std::memory_order_release);

@@ -7,30 +7,48 @@
 #include <poll.h>
 #include <unistd.h>
 
+#include <memory>
 #include <utility>
 #include <vector>
 
 namespace pycomm::cpu {
 
+// A process by its pidfd.
+class Process {
+ public:
+  // The running process with this pid, or nullptr. All groups that ask for the same one share it,
+  // because a process may have few descriptors.
+  static std::shared_ptr<Process> find(int pid);
+
+  explicit Process(int pidfd) : fd_(pidfd) {}
+  ~Process() { close(fd_); }
+  Process(const Process&) = delete;
+  Process& operator=(const Process&) = delete;
+
+  int fd() const { return fd_; }
+  bool ended() const {
+    pollfd watched = {fd_, POLLIN, 0};
+    return poll(&watched, 1, 0) > 0;
+  }
+
+ private:
+  const int fd_;
+};
+
 class Liveness {
  public:
-  // Both indexed by rank; owns the pidfds from then on. A pidfd of -1 is not watched. Where the
-  // ranks are those of one machine among several, `numbers` is what the whole group calls them, and
-  // `pids` goes by these numbers.
-  Liveness(std::vector<int> pids, const std::vector<int>& pidfds, std::vector<int> numbers = {})
-      : pids_(std::move(pids)), numbers_(std::move(numbers)) {
-    for (const int fd : pidfds) watched_.push_back({fd, POLLIN, 0});
+  // Both indexed by rank. A rank whose process is nullptr is not watched. Where the ranks are those
+  // of one machine among several, `numbers` is what the whole group calls them, and `pids` goes by
+  // these numbers.
+  Liveness(std::vector<int> pids, std::vector<std::shared_ptr<Process>> processes,
+           std::vector<int> numbers = {})
+      : pids_(std::move(pids)), processes_(std::move(processes)), numbers_(std::move(numbers)) {
+    for (const auto& process : processes_)
+      watched_.push_back({process ? process->fd() : -1, POLLIN, 0});
     if (numbers_.empty()) {
-      for (std::size_t r = 0; r < pidfds.size(); ++r) numbers_.push_back(static_cast<int>(r));
+      for (std::size_t r = 0; r < processes_.size(); ++r) numbers_.push_back(static_cast<int>(r));
     }
   }
-  ~Liveness() {
-    for (const pollfd& watched : watched_) {
-      if (watched.fd >= 0) close(watched.fd);
-    }
-  }
-  Liveness(const Liveness&) = delete;
-  Liveness& operator=(const Liveness&) = delete;
 
   // Ranks of the whole group.
   int count() const { return static_cast<int>(pids_.size()); }
@@ -39,11 +57,8 @@ class Liveness {
   int pid(int r) const { return pid_of(number(r)); }
 
   // Whether rank r is a process of its own, and not a thread of this one.
-  bool watched(int r) const { return watched_[static_cast<std::size_t>(r)].fd >= 0; }
-  bool ended(int r) const {
-    pollfd fd = watched_[static_cast<std::size_t>(r)];
-    return fd.fd >= 0 && poll(&fd, 1, 0) > 0;
-  }
+  bool watched(int r) const { return processes_[static_cast<std::size_t>(r)] != nullptr; }
+  bool ended(int r) const { return watched(r) && processes_[static_cast<std::size_t>(r)]->ended(); }
   // Calls found(r) for each rank whose process has ended; takes one system call.
   template <class Found>
   void find_ended(Found found) const {
@@ -56,7 +71,8 @@ class Liveness {
 
  private:
   std::vector<int> pids_;
-  std::vector<pollfd> watched_;  // by pidfd
+  std::vector<std::shared_ptr<Process>> processes_;
+  std::vector<pollfd> watched_;  // the same
   std::vector<int> numbers_;
 };
 

@@ -125,9 +125,13 @@ Window::Window(int fd, int ranks, std::int64_t slice_bytes, std::int64_t staging
   for (int r = 0; r < ranks; ++r) {
     heaps_.emplace_back(fd_, begin_in_file(r), Range{heap_begin_, slice_bytes_ - heap_begin_});
   }
+}
+
+void Window::populate([[maybe_unused]] int r) {
 #if defined(MADV_POPULATE_WRITE)
   // Only a head start: older kernels fault the pages in at first use.
-  (void)madvise(fixed_->data(), static_cast<std::size_t>(fixed_->bytes()), MADV_POPULATE_WRITE);
+  (void)madvise(fixed_->data() + r * heap_begin_, static_cast<std::size_t>(heap_begin_),
+                MADV_POPULATE_WRITE);
 #endif
 }
 

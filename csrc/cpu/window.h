@@ -132,6 +132,10 @@ class Window {
   Window(const Window&) = delete;
   Window& operator=(const Window&) = delete;
 
+  // Maps the pages of rank r's slice before their first use. All slices of many ranks would take
+  // longer than the rest of making a group.
+  void populate(int r);
+
   Control& control(int r) const { return *reinterpret_cast<Control*>(slice(r)); }
   // Staging of rank r for operations of this parity.
   std::byte* staging(int r, std::uint32_t parity) const {

@@ -108,8 +108,8 @@ void once(checker::Fibers::Choice choice) {
   constexpr std::int64_t kSlice = 1 << 20, kStaging = 8 << 10;
   static const auto window =
       std::make_shared<cpu::Window>(cpu::Window::create(1, kSlice, kStaging), 1, kSlice, kStaging);
-  const auto peers =
-      std::make_shared<const cpu::Liveness>(std::vector<int>{0}, std::vector<int>{-1});
+  const auto peers = std::make_shared<const cpu::Liveness>(
+      std::vector<int>{0}, std::vector<std::shared_ptr<cpu::Process>>(1));
   cpu::Group group(window, peers, 0, 1, 1, std::chrono::hours(1), 0);
   User first{group}, second{group};
   const std::vector<std::function<void()>> users = {[&] { first.submits(); },

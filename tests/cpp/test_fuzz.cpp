@@ -227,8 +227,8 @@ class Neighbourhood {
   std::shared_ptr<cpu::Window> window_ =
       std::make_shared<cpu::Window>(cpu::Window::create(2, kSlice, kStaging), 2, kSlice, kStaging);
   std::byte* tensors_[2] = {allocate(0), allocate(1)};
-  std::shared_ptr<const cpu::Liveness> peers_ =
-      std::make_shared<const cpu::Liveness>(std::vector<int>{1, 1}, std::vector<int>{-1, -1});
+  std::shared_ptr<const cpu::Liveness> peers_ = std::make_shared<const cpu::Liveness>(
+      std::vector<int>{1, 1}, std::vector<std::shared_ptr<cpu::Process>>(2));
 };
 
 // A neighbour's announcement makes an operation fail in its name, or lies in its slice.

@@ -101,8 +101,8 @@ struct Ranks {
 
   Ranks(const SharedMemory& memory, int size, std::uint32_t first_epoch) : window(memory.window) {
     const auto count = static_cast<std::size_t>(size);
-    const auto peers = std::make_shared<const cpu::Liveness>(std::vector<int>(count, 0),
-                                                             std::vector<int>(count, -1));
+    const auto peers = std::make_shared<const cpu::Liveness>(
+        std::vector<int>(count, 0), std::vector<std::shared_ptr<cpu::Process>>(count));
     for (int r = 0; r < size; ++r) {
       constexpr auto kHeader = static_cast<std::int64_t>(sizeof(cpu::Header));
       auto* const slice = reinterpret_cast<std::byte*>(&window->control(r));

@@ -2,7 +2,6 @@
 #include <signal.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
-#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -185,7 +184,8 @@ void a_failed_exchange_puts_residuals_back() {
 void the_last_look_counts() {
   const int fd = cpu::Window::create(1, 1 << 20, 64 << 10);
   const auto window = std::make_shared<cpu::Window>(fd, 1, 1 << 20, 64 << 10);
-  const auto peers = std::make_shared<const cpu::Liveness>(std::vector{0}, std::vector{-1});
+  const auto peers = std::make_shared<const cpu::Liveness>(
+      std::vector{0}, std::vector<std::shared_ptr<cpu::Process>>(1));
   cpu::Comm comm(window, peers, 0, 1, 1, std::chrono::seconds(1), 0);
   comm.begin({}, nullptr, nullptr, nullptr);
   comm.finish();
@@ -265,7 +265,7 @@ class Neighbours {
   pid_t child_ = make_child();
   std::shared_ptr<const cpu::Liveness> peers_ = std::make_shared<const cpu::Liveness>(
       std::vector{getpid(), child_},
-      std::vector{-1, static_cast<int>(syscall(SYS_pidfd_open, child_, 0))});
+      std::vector{std::shared_ptr<cpu::Process>(), cpu::Process::find(child_)});
 };
 
 void does_not_wait_for_the_dead() {

@@ -82,9 +82,9 @@ class World {
     const int size = static_cast<int>(ranks.size());
     const int fd = cpu::Window::create(size, kSlice, staging_bytes);
     const auto window = std::make_shared<cpu::Window>(fd, size, kSlice, staging_bytes);
-    const auto peers =
-        std::make_shared<const cpu::Liveness>(std::vector<int>(static_cast<std::size_t>(world), 0),
-                                              std::vector<int>(ranks.size(), -1), ranks);
+    const auto peers = std::make_shared<const cpu::Liveness>(
+        std::vector<int>(static_cast<std::size_t>(world), 0),
+        std::vector<std::shared_ptr<cpu::Process>>(ranks.size()), ranks);
     for (int r = 0; r < size; ++r) {
       groups_.push_back(
           std::make_unique<cpu::Group>(window, peers, r, size, 2, timeout, first_epoch));

@@ -1,0 +1,64 @@
+"""What tells machines that another one is gone while a group is made: it falls silent.
+
+A pidfd tells of a process on the same machine alone, and a machine's ranks may all die at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+_INTERVAL = 0.25  # seconds between beats
+# A beat comes from a thread of its own, so what delays it stops the whole process, its machine or
+# the network. That seldom takes seconds (a page of swap, a lost packet, a machine that moves), and
+# whom it takes 10 s for is not worth the wait.
+SILENCE = 10.0
+
+
+class Pulse(threading.Thread):
+    """Of a machine's first rank: counts in the Store, and notices if the next machine does not.
+
+    Args:
+        store: of this group alone.
+        rank: this process.
+        neighbour: the first rank of the next machine.
+        silent: called with the neighbour once it has been silent for long, as
+            far as this process runs.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, neighbour: int, silent: Callable[[int], object]
+    ) -> None:
+        super().__init__(name="pycomm-pulse", daemon=True)
+        self._store, self._silent = store, silent
+        self._rank, self._next = rank, neighbour
+        self._over = threading.Event()
+
+    def run(self) -> None:
+        """Until closed."""
+        with contextlib.suppress(RuntimeError):  # the Store is gone, which all others see
+            self._beat()
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._over.set()
+        self.join()
+
+    def _beat(self) -> None:
+        last, silence, before = -1, 0.0, time.monotonic()
+        while not self._over.is_set():
+            self._store.add(f"pulse/{self._rank}", 1)
+            count = self._store.add(f"pulse/{self._next}", 0)
+            now = time.monotonic()
+            silence = 0.0 if count != last else silence + min(now - before, 2 * _INTERVAL)
+            last, before = count, now
+            if silence > SILENCE:
+                self._silent(self._next)
+                return
+            self._over.wait(_INTERVAL)

@@ -1,0 +1,145 @@
+"""Deaths and interrupts while machines connect: every rank of every machine hears of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import helpers
+import pytest
+import spanning
+import torch
+
+import pycomm
+from pycomm import _hosts, _pulse, _rendezvous
+
+
+def before_connecting(happen):
+    _rendezvous.connect = happen
+
+
+def having_told_its_address(happen):
+    original = _hosts._LookedAfter.set
+
+    def tell(store, key, value):
+        original(store, key, value)
+        if key != "secret":
+            happen()
+
+    _hosts._LookedAfter.set = tell
+
+
+def once_connected(happen):
+    original = _rendezvous.connect
+
+    def connect(*args):
+        original(*args)
+        happen()
+
+    _rendezvous.connect = connect
+
+
+STEPS = (before_connecting, having_told_its_address, once_connected)
+
+
+def struck(rank, size, store, machines, victim, step, number):
+    """The victim sends itself a signal at a step; what `init` raises."""
+    spanning.pretend(machines[rank])
+    _pulse._INTERVAL, _pulse.SILENCE, _hosts.SILENCE = 0.05, 1.5, 1.5
+    helpers.join_world(rank, size, store)
+
+    def happen(*_):
+        os.kill(os.getpid(), number)
+        time.sleep(60)  # a signal that is no end comes to the main thread
+
+    if rank == victim:
+        step(happen)
+    start = time.monotonic()
+    with pytest.raises((pycomm.CollectiveError, KeyboardInterrupt)) as caught:
+        pycomm.init(timeout=60)
+    took = time.monotonic() - start
+    assert took < 15, took
+    return caught.type, getattr(caught.value, "rank", None)
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize(("machines", "victim"), [("aab", 0), ("aab", 2), ("abc", 1)])
+def test_a_death(machines, victim, step):
+    """Beside others on its machine, or alone."""
+    with helpers.Ranks(3, struck, machines, victim, step, signal.SIGKILL) as ranks:
+        outcomes = ranks.wait_for([rank for rank in range(3) if rank != victim], 40)
+    for outcome in outcomes:
+        assert outcome.error is None, outcome.trace
+        assert outcome.value == (pycomm.PeerDied, victim)
+
+
+def test_a_death_of_a_rank_that_connects_to_nobody():
+    test_a_death("aab", 1, before_connecting)
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize(("machines", "victim"), [("aab", 0), ("aab", 2)])
+def test_ctrl_c(machines, victim, step):
+    found = helpers.run_ranks(3, struck, machines, victim, step, signal.SIGINT, limit=40)
+    wanted = [(pycomm.Aborted, victim)] * 3
+    wanted[victim] = (KeyboardInterrupt, None)
+    assert found == wanted
+
+
+def stopped(rank, size, store):
+    """Rank 1 stops for a while, alone on its machine, before it connects."""
+    spanning.pretend("ab"[rank])
+    helpers.join_world(rank, size, store)
+    if rank == 1:
+        original = _rendezvous.connect
+
+        def connect(*args):
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return original(*args)
+
+        _rendezvous.connect = connect
+    with pycomm.init(timeout=60) as group:
+        return pycomm.all_reduce(torch.ones(1), group=group).item()
+
+
+def test_a_rank_that_stops_for_a_moment_is_not_dead():
+    with helpers.Ranks(2, stopped) as ranks:
+        pid = ranks.pids[1]
+        helpers.wait_until(lambda: state(pid) == "T")
+        time.sleep(1)
+        ranks.signal(1, signal.SIGCONT)
+        outcomes = ranks.join()
+    assert [outcome.value for outcome in outcomes] == [2.0, 2.0], outcomes
+
+
+def state(pid):
+    """A letter; T for stopped."""
+    with open(f"/proc/{pid}/stat") as file:  # noqa: PTH123
+        return file.read().rpartition(")")[2].split()[0]
+
+
+def interrupted_while_meeting(rank, size, store, folder):
+    """Rank 1 is, before rank 2 has come; later all make a group as if nothing had happened."""
+    helpers.join_world(rank, size, store)
+    caught = None
+    if rank == 2:
+        helpers.wait_until(lambda: len(list(folder.glob("over-*"))) == 2)
+    else:
+        (folder / f"comes-{rank}").touch()
+        with pytest.raises((pycomm.Aborted, KeyboardInterrupt)) as caught:
+            pycomm.init(timeout=60)
+        (folder / f"over-{rank}").touch()
+    with pycomm.init(timeout=20) as group:
+        assert pycomm.all_reduce(torch.ones(1), group=group).item() == size
+    return caught and (caught.type, getattr(caught.value, "rank", None))
+
+
+def test_ctrl_c_before_all_have_come(tmp_path):
+    with helpers.Ranks(3, interrupted_while_meeting, tmp_path) as ranks:
+        helpers.wait_until(lambda: len(list(tmp_path.glob("comes-*"))) == 2)
+        time.sleep(0.5)  # until they wait
+        ranks.signal(1, signal.SIGINT)
+        outcomes = ranks.join(40)
+    wanted = [(pycomm.Aborted, 1), (KeyboardInterrupt, None), None]
+    assert [outcome.value for outcome in outcomes] == wanted, outcomes
