@@ -4,8 +4,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 // Element functions and algorithms are compiled by the host compiler and by nvcc alike. They are
 // always inlined, so that a function compiled for one instruction set never serves another.
@@ -59,11 +61,64 @@
 
 namespace pycomm {
 
-enum class DType : std::uint8_t { f64, f32, f16, bf16, i64, i32, u8 };
-inline constexpr int kDTypes = 7;
+// The names of an enum's values, in their order: `all`. Specialised beside the enum. Messages,
+// parsers, checks of what other processes send and the tables that Python sees come from it.
+template <class Enum>
+struct Names;
+
+template <class Enum>
+inline constexpr int kCountOf = static_cast<int>(std::size(Names<Enum>::all));
+
+// Whether a value, which may come from another process, is one of the enum's.
+template <class Enum>
+PYCOMM_HD constexpr bool is_known(Enum value) {
+  return static_cast<int>(value) < kCountOf<Enum>;
+}
+
+template <class Enum>
+constexpr const char* name_of(Enum value) {
+  return is_known(value) ? Names<Enum>::all[static_cast<std::size_t>(value)] : "unknown";
+}
+
+// Throws std::invalid_argument that names the argument and what is allowed.
+template <class Enum>
+Enum parse(const std::string& text, const char* argument) {
+  std::string allowed;
+  for (int i = 0; i < kCountOf<Enum>; ++i) {
+    if (text == Names<Enum>::all[i]) return static_cast<Enum>(i);
+    allowed += std::string(i == 0 ? "" : ", ") + Names<Enum>::all[i];
+  }
+  PYCOMM_CHECK(false,
+               std::string(argument) + " must be one of " + allowed + ", got '" + text + "'");
+}
+
+// Types that a number tells apart.
+template <class First, class... Rest>
+struct TypeList {
+  static constexpr int kCount = 1 + sizeof...(Rest);
+
+  // The size of the type at an index; 0 beyond the end.
+  PYCOMM_HD static constexpr std::int64_t size_at(int index) {
+    int i = 1;
+    std::int64_t size = index == 0 ? sizeof(First) : 0;
+    ((i++ == index ? size = sizeof(Rest) : 0), ...);
+    return size;
+  }
+  // Calls visit(std::type_identity<T>{}) with the type at an index, which must be in the list.
+  template <class Visit>
+  static auto visit(int index, const Visit& visitor) {
+    if constexpr (sizeof...(Rest) > 0) {
+      if (index > 0) return TypeList<Rest...>::visit(index - 1, visitor);
+    }
+    return visitor(std::type_identity<First>{});
+  }
+};
 
 enum class ReduceOp : std::uint8_t { sum, avg, min, max, prod };
-inline constexpr int kReduceOps = 5;
+template <>
+struct Names<ReduceOp> {
+  static constexpr const char* all[] = {"sum", "avg", "min", "max", "prod"};
+};
 
 // 16-bit floats are carried as bits; core/reduce.h converts them.
 struct Half {
@@ -73,61 +128,28 @@ struct BFloat16 {
   std::uint16_t bits;
 };
 
+// The element types, by torch's names. bind/dtypes.h tells them from torch's and DLPack's.
+enum class DType : std::uint8_t { f64, f32, f16, bf16, i64, i32, u8 };
+template <>
+struct Names<DType> {
+  static constexpr const char* all[] = {"float64", "float32", "float16", "bfloat16",
+                                        "int64",   "int32",   "uint8"};
+};
+
+// What elements are in memory, in the order of DType.
+using ElementTypes =
+    TypeList<double, float, Half, BFloat16, std::int64_t, std::int32_t, std::uint8_t>;
+static_assert(ElementTypes::kCount == kCountOf<DType>);
+
 PYCOMM_HD constexpr std::int64_t size_of(DType dtype) {
-  switch (dtype) {
-    case DType::f64:
-    case DType::i64:
-      return 8;
-    case DType::f32:
-    case DType::i32:
-      return 4;
-    case DType::f16:
-    case DType::bf16:
-      return 2;
-    case DType::u8:
-      return 1;
-  }
-  return 0;
-}
-
-// The name of an enumerator that may come from another process.
-template <class Enum, std::size_t N>
-constexpr const char* name_in(const char* const (&names)[N], Enum value) {
-  const auto index = static_cast<std::size_t>(value);
-  return index < N ? names[index] : "unknown";
-}
-
-constexpr const char* name_of(DType dtype) {
-  constexpr const char* names[] = {"float64", "float32", "float16", "bfloat16",
-                                   "int64",   "int32",   "uint8"};
-  return name_in(names, dtype);
-}
-
-constexpr const char* name_of(ReduceOp op) {
-  constexpr const char* names[] = {"sum", "avg", "min", "max", "prod"};
-  return name_in(names, op);
+  return ElementTypes::size_at(static_cast<int>(dtype));
 }
 
 // Calls visit(T{}) with the element type that `dtype` names.
 template <class Visitor>
 auto visit_dtype(DType dtype, Visitor&& visit) {
-  switch (dtype) {
-    case DType::f64:
-      return visit(double{});
-    case DType::f32:
-      return visit(float{});
-    case DType::f16:
-      return visit(Half{});
-    case DType::bf16:
-      return visit(BFloat16{});
-    case DType::i64:
-      return visit(std::int64_t{});
-    case DType::i32:
-      return visit(std::int32_t{});
-    case DType::u8:
-      break;
-  }
-  return visit(std::uint8_t{});
+  return ElementTypes::visit(static_cast<int>(dtype),
+                             [&](auto type) { return visit(typename decltype(type)::type{}); });
 }
 
 }  // namespace pycomm

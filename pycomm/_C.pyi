@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 from typing_extensions import Buffer
 
-float64: int
-float32: int
-float16: int
-bfloat16: int
-int64: int
-int32: int
-uint8: int
+dtypes: dict[str, int]
+reduce_ops: dict[str, int]
+collectives: dict[str, int]
+algorithms: dict[str, int]
+codecs: dict[str, int]
+rules: dict[str, int]
+coded_algorithms: list[str]
 has_cuda: bool
 window_layout: int
 
@@ -254,7 +254,7 @@ class CudaGroup:
 def all_reduce(handle: object, tensor: object, op: int, algorithm: int, /) -> bool: ...
 def create_window(ranks: int, slice_bytes: int, staging_bytes: int) -> int: ...
 def register_group(name: str, group: Group) -> None: ...
-def select_algorithm(bytes: int, ranks: int, device: int) -> int: ...
+def select_algorithm(bytes: int, ranks: int, device: str) -> str: ...
 def tree_node(tree: int, rank: int, size: int) -> tuple[int, int, int]: ...
 def cuda_window_bytes(ranks: int, lanes: int, staging_bytes: int, heap_bytes: int) -> int: ...
 def cuda_heap_begin(ranks: int, lanes: int, staging_bytes: int) -> int: ...

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pycomm import _C
-from pycomm._dtypes import DTYPES
+from pycomm._dtypes import ALGORITHMS, CODECS, COLLECTIVES, DTYPES, OPS
 from pycomm._log import cuda_made
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 DEFAULT_MAX_BLOCKS = 32
 STAGING_BYTES = 32 << 20  # per rank, at least
-_TOPK = 3  # the kind of codec
 
 
 class CudaSide:
@@ -183,7 +182,7 @@ class Codecs:
 
     def select(self, dtype: int, x: int, n: int, k: int, indices: int, values: int) -> int:
         """Waits for the stream, to tell how many there are."""
-        codec = _C.Codec(_TOPK, k=k)
+        codec = _C.Codec(CODECS["topk"], k=k)
         space = _workspace(_C.cuda_workspace_bytes(codec, n, 1, exchange=False), self._device)
         return _C.cuda_select(*self._place, space.data_ptr(), codec, dtype, x, n, indices, values)
 
@@ -204,10 +203,31 @@ def _staging_bytes(lanes: int, group: Group) -> int:
     return max(STAGING_BYTES, asked, _C.cuda_least_staging_bytes(group.size, lanes))
 
 
+def _run(
+    group: Group, collective: str, mine: torch.Tensor, result: torch.Tensor, op: str = "sum"
+) -> None:
+    """A small collective of CPU tensors."""
+    group._core.run(
+        COLLECTIVES[collective],
+        ALGORITHMS["auto"],
+        DTYPES[mine.dtype],
+        OPS[op],
+        0,
+        mine.numel(),
+        mine.data_ptr(),
+        result.data_ptr(),
+    )
+
+
+def _barrier(group: Group) -> None:
+    nothing = torch.empty(0, dtype=torch.uint8)
+    _run(group, "barrier", nothing, nothing)
+
+
 def _all_agree(group: Group, flag: bool) -> bool:
     """Whether the flag holds on every rank."""
     value = torch.tensor([int(flag)], dtype=torch.int32)
-    group._core.run(0, 1, DTYPES[torch.int32], 2, 0, 1, value.data_ptr(), value.data_ptr())
+    _run(group, "all_reduce", value, value, op="min")
     return bool(value.item())
 
 
@@ -215,7 +235,7 @@ def _gather(group: Group, number: int) -> list[int]:
     """Every rank's number."""
     mine = torch.tensor([number], dtype=torch.int64)
     every = torch.empty(group.size, dtype=torch.int64)
-    group._core.run(2, 2, DTYPES[torch.int64], 0, 0, 1, mine.data_ptr(), every.data_ptr())
+    _run(group, "all_gather", mine, every)
     return [int(n) for n in every]
 
 
@@ -265,7 +285,7 @@ def join_processes(
         transport = "pinned host memory"
         window_bytes -= heap_bytes
         windows, keep = _pinned_windows(group, device, window_bytes)
-    group._core.run(4, 1, 0, 0, 0, 0, 0, 0)  # a barrier: every window is zero
+    _barrier(group)  # every window is zero
     endpoint = _C.CudaEndpoint(
         device.index,
         group.rank,
@@ -350,8 +370,7 @@ class LocalDevices:
     def side(self, rank: int, device: torch.device) -> CudaSide:
         """This rank's side; a collective call."""
         self._devices[rank] = device
-        barrier = (4, 1, 0, 0, 0, 0, 0, 0)
-        self._groups[rank]._core.run(*barrier)
+        _barrier(self._groups[rank])
         with self._lock:
             if not self._sides:
                 self._sides = self._connect([d for d in self._devices if d is not None])

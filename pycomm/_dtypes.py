@@ -6,25 +6,13 @@ import torch
 
 from pycomm import _C
 
-DTYPES: dict[torch.dtype, int] = {
-    torch.float64: _C.float64,
-    torch.float32: _C.float32,
-    torch.float16: _C.float16,
-    torch.bfloat16: _C.bfloat16,
-    torch.int64: _C.int64,
-    torch.int32: _C.int32,
-    torch.uint8: _C.uint8,
-}
-
-OPS: dict[str, int] = {"sum": 0, "avg": 1, "min": 2, "max": 3, "prod": 4}
-ALGORITHMS: dict[str, int] = {"auto": 0, "one_shot": 1, "two_shot": 2, "ring": 3, "tree": 4}
-COLLECTIVES: dict[str, int] = {
-    "all_reduce": 0,
-    "reduce_scatter": 1,
-    "all_gather": 2,
-    "broadcast": 3,
-    "barrier": 4,
-}
+# Name to number, from the enums of csrc/.
+DTYPES = {getattr(torch, name): number for name, number in _C.dtypes.items()}
+OPS = _C.reduce_ops
+ALGORITHMS = _C.algorithms
+CODED_ALGORITHMS = {name: ALGORITHMS[name] for name in ("auto", *_C.coded_algorithms)}
+COLLECTIVES = _C.collectives
+CODECS = _C.codecs
 
 
 def check_dtype(argument: str, dtype: torch.dtype) -> int:

@@ -62,8 +62,7 @@ def tiles_of(count: int, size: int) -> list[int]:
 
 def select(nbytes: int, size: int, device: str = "cpu") -> str:
     """What ``algorithm="auto"`` picks."""
-    number = _C.select_algorithm(nbytes, size, {"cpu": 0, "cuda": 1}[device])
-    return next(name for name, value in ALGORITHMS.items() if value == number)
+    return _C.select_algorithm(nbytes, size, device)
 
 
 def make_plan(

@@ -12,7 +12,7 @@ from pycomm import _C
 from pycomm._arguments import reduction
 from pycomm._arrays import as_tensor
 from pycomm._cuda import NonfiniteFlag
-from pycomm._dtypes import ALGORITHMS, DTYPES, OPS
+from pycomm._dtypes import ALGORITHMS, CODED_ALGORITHMS, DTYPES, OPS, check_choice
 from pycomm._given import given_group
 from pycomm._host_staging import StandIn, fetch
 from pycomm._labels import label_of
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from pycomm.group import Group
 
 _OPS = ("avg", "sum")
-_ALGORITHMS = ("auto", "two_shot", "ring", "tree")
 
 
 def compressed_all_reduce(
@@ -242,8 +241,7 @@ def _check_options(compressor: Compressor, algorithm: str, step: int, offset: in
         raise TypeError(
             f"compressor must be pycomm.Int8(), TopK(...), Cast() or Identity(), got {compressor!r}"
         )
-    if algorithm not in _ALGORITHMS:
-        raise ValueError(f"algorithm must be one of {', '.join(_ALGORITHMS)}, got {algorithm!r}")
+    check_choice("algorithm", algorithm, CODED_ALGORITHMS)
     if isinstance(compressor, TopK) and algorithm not in ("auto", "two_shot"):
         raise ValueError(f"algorithm must be auto or two_shot for top-k, got {algorithm!r}")
     check_step(step)

@@ -17,19 +17,16 @@ from torch.autograd.graph import increment_version
 
 from pycomm import _C
 from pycomm._arrays import as_tensor
-from pycomm._dtypes import DTYPES
+from pycomm._dtypes import CODECS, DTYPES
 from pycomm._tensors import check_memory, check_no_gradient
 
 SMALLEST_BLOCK = 128
 COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16)
-_CAST, _INT8, _TOPK = 1, 2, 3
 _INDEX_BYTES = 2
 # int8 values on the wire stand under uint8's number.
 VALUES = {
-    torch.float32: _C.float32,
-    torch.float16: _C.float16,
-    torch.bfloat16: _C.bfloat16,
-    torch.int8: _C.uint8,
+    **{dtype: DTYPES[dtype] for dtype in COMPRESSIBLE},
+    torch.int8: DTYPES[torch.uint8],
 }
 
 
@@ -169,7 +166,7 @@ class Cast(Compressor):
 
     def codec(self, n: int, dtype: torch.dtype, step: int = 0) -> _C.Codec:  # noqa: ARG002
         """See :meth:`Compressor.codec`."""
-        return _C.Codec(_CAST, values=DTYPES[self.dtype])
+        return _C.Codec(CODECS["cast"], values=DTYPES[self.dtype])
 
 
 @dataclass(frozen=True)
@@ -178,7 +175,7 @@ class Identity(Compressor):
 
     def codec(self, n: int, dtype: torch.dtype, step: int = 0) -> _C.Codec:  # noqa: ARG002
         """See :meth:`Compressor.codec`."""
-        return _C.Codec(_CAST, values=DTYPES[dtype])
+        return _C.Codec(CODECS["cast"], values=DTYPES[dtype])
 
 
 @dataclass(frozen=True)
@@ -214,7 +211,7 @@ class Int8(Compressor):
 
     def codec(self, n: int, dtype: torch.dtype, step: int = 0) -> _C.Codec:  # noqa: ARG002
         """See :meth:`Compressor.codec`."""
-        return _C.Codec(_INT8, stochastic=self.rounding == "stochastic", block=self.block)
+        return _C.Codec(CODECS["int8"], stochastic=self.rounding == "stochastic", block=self.block)
 
 
 @dataclass(frozen=True)
@@ -286,7 +283,7 @@ class TopK(Compressor):
         if n >= 2**32:
             raise ValueError(f"tensor must have fewer than 2^32 elements for top-k, got {n}")
         self._check_worth(n, dtype, step)
-        return _C.Codec(_TOPK, values=VALUES[self.values], k=self.count(n, step))
+        return _C.Codec(CODECS["topk"], values=VALUES[self.values], k=self.count(n, step))
 
     def select(self, x: Any, *, step: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Indices (int64, ascending) and values (float32) of the selected elements of `x`.
@@ -316,7 +313,7 @@ class TopK(Compressor):
             )
 
     def _reading_codec(self, n: int, dtype: torch.dtype) -> _C.Codec:  # noqa: ARG002
-        return _C.Codec(_TOPK, values=VALUES[self.values], k=n)
+        return _C.Codec(CODECS["topk"], values=VALUES[self.values], k=n)
 
 
 def _backend(device: torch.device) -> Any:

@@ -61,7 +61,7 @@ def calls(group, in_window):
         x, residual, factor = tensor(1000), torch.zeros(1000), torch.tensor(scale)
         codec = pycomm.Int8().codec(1000, x.dtype)
         call = pycomm._C.Call(
-            0, pycomm._C.float32, 1, 1000, x.data_ptr(), x.data_ptr(), codec,
+            0, pycomm._C.dtypes["float32"], 1, 1000, x.data_ptr(), x.data_ptr(), codec,
             residual.data_ptr(), 0, 0.0, 0, 0, 0, scale=factor.data_ptr(),
         )  # fmt: skip
         group._core.run_compressed(call)

@@ -59,13 +59,7 @@ class CudaGroup {
     Operation operation = call.operation;
     operation.device = Device::cuda;
     operation.details = hash_of(details_of(call));
-    if (operation.algorithm == Algorithm::automatic) {
-      // The number of lossy points never depends on the size.
-      operation.algorithm = operation.codec.kind != CodecKind::none
-                                ? Algorithm::two_shot
-                                : select_algorithm(operation.count * size_of(operation.dtype),
-                                                   host_->size(), Device::cuda);
-    }
+    operation.algorithm = resolve(operation, host_->size());
     endpoint_->check(operation);
     try {
       if (shared_ == nullptr) {

@@ -2,6 +2,7 @@
 
 #include <ATen/dlpack.h>
 
+#include "bind/dtypes.h"
 #include "bind/gil.h"
 #include "bind/python.h"
 
@@ -9,6 +10,8 @@ namespace py = pybind11;
 
 namespace pycomm::bind {
 namespace {
+
+static_assert(kInt == kDLInt && kUInt == kDLUInt && kFloat == kDLFloat && kBFloat == kDLBfloat);
 
 constexpr const char* kHandleName = "pycomm.group";
 
@@ -51,35 +54,6 @@ const Torch& torch() {
   return *found;
 }
 
-bool dtype_of(const DLDataType& type, DType& dtype) {
-  if (type.lanes != 1) return false;
-  switch (type.code << 8 | type.bits) {
-    case kDLFloat << 8 | 64:
-      dtype = DType::f64;
-      return true;
-    case kDLFloat << 8 | 32:
-      dtype = DType::f32;
-      return true;
-    case kDLFloat << 8 | 16:
-      dtype = DType::f16;
-      return true;
-    case kDLBfloat << 8 | 16:
-      dtype = DType::bf16;
-      return true;
-    case kDLInt << 8 | 64:
-      dtype = DType::i64;
-      return true;
-    case kDLInt << 8 | 32:
-      dtype = DType::i32;
-      return true;
-    case kDLUInt << 8 | 8:
-      dtype = DType::u8;
-      return true;
-    default:
-      return false;
-  }
-}
-
 // Whether an answer is False; takes the answer.
 bool is_false(PyObject* answer) {
   if (answer == nullptr) PyErr_Clear();
@@ -97,8 +71,11 @@ bool view_plain_tensor(PyObject* object, TensorView& view) {
     PyErr_Clear();
     return false;
   }
-  if (tensor.device.device_type != kDLCPU || !dtype_of(tensor.dtype, view.dtype)) return false;
+  const std::optional<DType> dtype =
+      dtype_of(tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes);
+  if (tensor.device.device_type != kDLCPU || !dtype) return false;
 
+  view.dtype = *dtype;
   view.dims = tensor.ndim;
   view.shape = tensor.shape;
   view.count = 1;

@@ -6,6 +6,8 @@
 #include "bind/gil.h"
 #include "bind/python.h"
 #include "bind/registry.h"
+#include "core/algorithms.h"
+#include "core/rules.h"
 #include "core/select.h"
 #include "cpu/group.h"
 
@@ -243,6 +245,24 @@ void bind_group(py::module_& m) {
   m.def("register_group", &register_group, py::arg("name"), py::arg("group"));
 }
 
+// The number of each value of an enum, by its name.
+template <class Enum>
+py::dict numbers() {
+  py::dict all;
+  for (int i = 0; i < kCountOf<Enum>; ++i) all[name_of(static_cast<Enum>(i))] = i;
+  return all;
+}
+
+// The names of the algorithms that also run with a codec of blocks.
+py::list coded_algorithms() {
+  py::list names;
+  for (int i = 0; i < kCountOf<Algorithm>; ++i) {
+    const auto algorithm = static_cast<Algorithm>(i);
+    if (Algorithms::coded(algorithm)) names.append(name_of(algorithm));
+  }
+  return names;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -255,8 +275,8 @@ PYBIND11_MODULE(_C, m) {
   bind_optim(m);
   m.def(
       "select_algorithm",
-      [](std::int64_t bytes, int ranks, int device) {
-        return static_cast<int>(select_algorithm(bytes, ranks, static_cast<Device>(device)));
+      [](std::int64_t bytes, int ranks, const std::string& device) {
+        return name_of(select_algorithm(bytes, ranks, parse<Device>(device, "device")));
       },
       py::arg("bytes"), py::arg("ranks"), py::arg("device"));
   m.def(
@@ -266,7 +286,13 @@ PYBIND11_MODULE(_C, m) {
         return py::make_tuple(node.parent, node.left, node.right);
       },
       py::arg("tree"), py::arg("rank"), py::arg("size"));
-  for (int i = 0; i < kDTypes; ++i) m.attr(name_of(static_cast<DType>(i))) = i;
+  m.attr("dtypes") = numbers<DType>();
+  m.attr("reduce_ops") = numbers<ReduceOp>();
+  m.attr("collectives") = numbers<Collective>();
+  m.attr("algorithms") = numbers<Algorithm>();
+  m.attr("codecs") = numbers<CodecKind>();
+  m.attr("rules") = numbers<Rule>();
+  m.attr("coded_algorithms") = coded_algorithms();
 }
 
 }  // namespace pycomm::bind

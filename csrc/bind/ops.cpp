@@ -5,10 +5,10 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
 
 #include <string>
 
+#include "bind/dtypes.h"
 #include "bind/registry.h"
 #include "cpu/group.h"
 
@@ -18,36 +18,9 @@ namespace {
 using torch::stable::Tensor;
 
 DType dtype_of(const Tensor& tensor) {
-  using torch::headeronly::ScalarType;
-  switch (tensor.scalar_type()) {
-    case ScalarType::Double:
-      return DType::f64;
-    case ScalarType::Float:
-      return DType::f32;
-    case ScalarType::Half:
-      return DType::f16;
-    case ScalarType::BFloat16:
-      return DType::bf16;
-    case ScalarType::Long:
-      return DType::i64;
-    case ScalarType::Int:
-      return DType::i32;
-    case ScalarType::Byte:
-      return DType::u8;
-    default:
-      PYCOMM_CHECK(false, "tensor has an unsupported dtype");
-  }
-}
-
-template <class Enum>
-Enum parse(const std::string& text, const char* argument, int count) {
-  std::string allowed;
-  for (int i = 0; i < count; ++i) {
-    if (text == name_of(static_cast<Enum>(i))) return static_cast<Enum>(i);
-    allowed += std::string(i == 0 ? "" : ", ") + name_of(static_cast<Enum>(i));
-  }
-  PYCOMM_CHECK(false,
-               std::string(argument) + " must be one of " + allowed + ", got '" + text + "'");
+  const std::optional<DType> dtype = bind::dtype_of(tensor.scalar_type());
+  PYCOMM_CHECK(dtype.has_value(), "tensor has an unsupported dtype");
+  return *dtype;
 }
 
 void run(cpu::Group& group, const Operation& operation, const Tensor& input, const Tensor& output) {
@@ -66,8 +39,8 @@ void run(cpu::Group& group, const Operation& operation, const Tensor& input, con
 
 void all_reduce_(Tensor tensor, std::string op, std::string algorithm, std::string group) {
   run(*find_group(group),
-      {Collective::all_reduce, parse<Algorithm>(algorithm, "algorithm", 5), dtype_of(tensor),
-       parse<ReduceOp>(op, "op", kReduceOps), 0, tensor.numel()},
+      {Collective::all_reduce, parse<Algorithm>(algorithm, "algorithm"), dtype_of(tensor),
+       parse<ReduceOp>(op, "op"), 0, tensor.numel()},
       tensor, tensor);
 }
 
@@ -82,8 +55,8 @@ void reduce_scatter_(Tensor output, Tensor input, std::string op, std::string gr
   PYCOMM_CHECK(input.numel() == output.numel() * found->size(),
                "input must have group size times as many elements as output");
   run(*found,
-      {Collective::reduce_scatter, Algorithm::two_shot, dtype_of(output),
-       parse<ReduceOp>(op, "op", kReduceOps), 0, output.numel()},
+      {Collective::reduce_scatter, Algorithm::two_shot, dtype_of(output), parse<ReduceOp>(op, "op"),
+       0, output.numel()},
       input, output);
 }
 

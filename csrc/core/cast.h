@@ -2,6 +2,7 @@
 // that type. The identity is the cast to the tensor's own type.
 #pragma once
 
+#include "core/algorithms.h"
 #include "core/operation.h"
 #include "core/reduce.h"
 
@@ -19,8 +20,7 @@ PYCOMM_HD constexpr std::uint32_t largest_finite(DType dtype) {
 PYCOMM_HD float largest_safe(const Operation& operation, int ranks, float largest_result) {
   const Codec& codec = operation.codec;
   const bool integers = codec.kind == CodecKind::int8 || codec.values == DType::u8;
-  const bool partial_sums =
-      operation.algorithm == Algorithm::ring || operation.algorithm == Algorithm::tree;
+  const bool partial_sums = Algorithms::partial_sums(operation.algorithm);
   const float n = static_cast<float>(ranks), divided = operation.op == ReduceOp::avg ? 1.0f : n;
   const float wire = bit_cast<float>(largest_finite(integers ? DType::f32 : codec.values));
   const float sum_fits = 0x1p126f / n;

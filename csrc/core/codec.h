@@ -12,7 +12,10 @@ inline constexpr std::int64_t kSmallestBlock = 128;
 inline constexpr std::int64_t kLargestBlock = 4096;
 
 enum class CodecKind : std::uint8_t { none, cast, int8, topk };
-inline constexpr int kCodecKinds = 4;
+template <>
+struct Names<CodecKind> {
+  static constexpr const char* all[] = {"none", "cast", "int8", "topk"};
+};
 
 struct Codec {
   CodecKind kind = CodecKind::none;

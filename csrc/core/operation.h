@@ -7,8 +7,24 @@
 namespace pycomm {
 
 enum class Collective : std::uint8_t { all_reduce, reduce_scatter, all_gather, broadcast, barrier };
+template <>
+struct Names<Collective> {
+  static constexpr const char* all[] = {"all_reduce", "reduce_scatter", "all_gather", "broadcast",
+                                        "barrier"};
+};
+
 enum class Device : std::uint8_t { cpu, cuda };
+template <>
+struct Names<Device> {
+  static constexpr const char* all[] = {"cpu", "cuda"};
+};
+
+// What each is: core/algorithms.h.
 enum class Algorithm : std::uint8_t { automatic, one_shot, two_shot, ring, tree };
+template <>
+struct Names<Algorithm> {
+  static constexpr const char* all[] = {"auto", "one_shot", "two_shot", "ring", "tree"};
+};
 
 // The part on which all ranks must agree.
 struct Operation {
@@ -43,11 +59,10 @@ inline constexpr std::int64_t kMostElements = std::int64_t{1} << 44;
 // Whether an operation that another process announces can exist.
 PYCOMM_HD constexpr bool is_valid(const Operation& operation) {
   const Codec& codec = operation.codec;
-  return operation.collective <= Collective::barrier && operation.algorithm <= Algorithm::tree &&
-         operation.dtype <= DType::u8 && operation.op <= ReduceOp::prod &&
-         operation.device <= Device::cuda && operation.root >= 0 && operation.count >= 0 &&
-         operation.count <= kMostElements && codec.kind <= CodecKind::topk &&
-         codec.values <= DType::u8;
+  return is_known(operation.collective) && is_known(operation.algorithm) &&
+         is_known(operation.dtype) && is_known(operation.op) && is_known(operation.device) &&
+         operation.root >= 0 && operation.count >= 0 && operation.count <= kMostElements &&
+         is_known(codec.kind) && is_known(codec.values);
 }
 
 // Bytes of the tensors of one of `ranks` ranks. Top-k announces an area for lists instead, whose size
@@ -95,17 +110,6 @@ static_assert(sizeof(Announcement) == 64);
 // what fresh memory holds, and odd and even ones alternate for ever.
 PYCOMM_HD constexpr std::uint32_t next_sequence(std::uint32_t sequence) {
   return sequence + 1 == 0 ? 2 : sequence + 1;
-}
-
-constexpr const char* name_of(Collective collective) {
-  constexpr const char* names[] = {"all_reduce", "reduce_scatter", "all_gather", "broadcast",
-                                   "barrier"};
-  return name_in(names, collective);
-}
-
-constexpr const char* name_of(Algorithm algorithm) {
-  constexpr const char* names[] = {"auto", "one_shot", "two_shot", "ring", "tree"};
-  return name_in(names, algorithm);
 }
 
 }  // namespace pycomm

@@ -11,8 +11,7 @@
 
 namespace pycomm {
 
-enum class Rule : std::uint8_t { adamw, sgd, lion, lamb };
-inline constexpr int kRules = 4;
+enum class Rule : std::uint8_t;  // core/rules.h
 
 // How the numbers of a parameter, a gradient or a state are stored.
 enum class Storage : std::uint8_t {
@@ -42,7 +41,7 @@ inline constexpr int kMostStates = 3;
 
 // A group's settings, by torch.optim's names.
 struct Settings {
-  Rule rule = Rule::adamw;
+  Rule rule{};
   bool amsgrad = false;    // adamw
   bool decoupled = false;  // adamw: weight decay apart from the gradient
   bool nesterov = false;   // sgd

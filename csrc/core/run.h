@@ -1,40 +1,72 @@
-// Runs an operation's algorithm on an executor.
+// What runs an operation, on every executor: an algorithm for all_reduce, and one body each for the
+// other collectives. kMovesOnly: needs the size of elements, not
+// their type.
 #pragma once
 
+#include "core/algorithms.h"
 #include "core/broadcast.h"
-#include "core/one_shot.h"
-#include "core/operation.h"
-#include "core/ring.h"
-#include "core/tree.h"
-#include "core/two_shot.h"
 
 namespace pycomm {
 
-template <PlainExecutor Comm>
-PYCOMM_HD void run(Comm& comm, const Operation& operation) {
+struct ReduceScatter {
+  template <PlainExecutor Comm>
+  PYCOMM_HD static void run(Comm& comm) {
+    reduce_scatter(comm);
+  }
+};
+
+struct AllGather {
+  static constexpr bool kMovesOnly = true;
+  template <PlainExecutor Comm>
+  PYCOMM_HD static void run(Comm& comm) {
+    all_gather(comm);
+  }
+};
+
+struct Broadcast {
+  static constexpr bool kMovesOnly = true;
+  template <PlainExecutor Comm>
+  PYCOMM_HD static void run(Comm& comm) {
+    broadcast(comm);
+  }
+};
+
+struct Barrier {
+  static constexpr bool kMovesOnly = true;
+  template <PlainExecutor Comm>
+  PYCOMM_HD static void run(Comm& comm) {
+    barrier(comm);
+  }
+};
+
+// Calls visit(body) with what runs the operation, uncompressed, among so many ranks.
+template <class Visit>
+void visit_body(const Operation& operation, int ranks, Visit visit) {
   switch (operation.collective) {
     case Collective::all_reduce:
-      switch (operation.algorithm) {
-        case Algorithm::automatic:  // resolved before
-        case Algorithm::one_shot:
-          return one_shot(comm);
-        case Algorithm::two_shot:
-          return two_shot(comm);
-        case Algorithm::ring:
-          return ring(comm);
-        case Algorithm::tree:
-          return tree(comm);
-      }
-      return;
+      return Algorithms::visit(operation.algorithm, ranks, visit);
     case Collective::reduce_scatter:
-      return reduce_scatter(comm);
+      return visit(ReduceScatter{});
     case Collective::all_gather:
-      return all_gather(comm);
+      return visit(AllGather{});
     case Collective::broadcast:
-      return broadcast(comm);
+      return visit(Broadcast{});
     case Collective::barrier:
-      return barrier(comm);
+      return visit(Barrier{});
   }
+}
+
+template <PlainExecutor Comm>
+void run(Comm& comm, const Operation& operation) {
+  visit_body(operation, comm.size(), [&](auto body) { body.run(comm); });
+}
+
+// The all-reduce of an executor with a codec of blocks.
+template <Executor Comm>
+void run_coded(Comm& comm, Algorithm algorithm) {
+  Algorithms::visit(algorithm, comm.size(), [&](auto row) {
+    if constexpr (row.kCoded) row.run(comm);
+  });
 }
 
 }  // namespace pycomm

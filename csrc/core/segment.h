@@ -24,11 +24,6 @@ struct Segment {
 };
 static_assert(sizeof(Segment) == 13 * 8);
 
-// Second moments are states 1 and 2 of these.
-PYCOMM_HD constexpr bool has_squares(Rule rule) {
-  return rule == Rule::adamw || rule == Rule::lamb;
-}
-
 // What steps read from memory, because a device writes it there; each may be null.
 struct StepControl {
   const float* grad_scale;  // what gradients have been multiplied by

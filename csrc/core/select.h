@@ -39,4 +39,12 @@ constexpr Algorithm select_algorithm(std::int64_t bytes, int ranks, Device devic
   return Algorithm::two_shot;
 }
 
+// The algorithm that an operation runs. Compressed, the number of lossy points never depends on the
+// size; nor does the algorithm between nodes.
+constexpr Algorithm resolve(const Operation& operation, int ranks, bool spans_nodes = false) {
+  if (operation.algorithm != Algorithm::automatic) return operation.algorithm;
+  if (operation.codec.kind != CodecKind::none || spans_nodes) return Algorithm::two_shot;
+  return select_algorithm(operation.count * size_of(operation.dtype), ranks, operation.device);
+}
+
 }  // namespace pycomm

@@ -30,7 +30,7 @@ namespace pycomm {
 inline constexpr std::int64_t kTreePieceBytes = 64 << 10;
 
 template <class Comm>
-struct Tree {
+struct HalfTree {
   Comm& comm;
   Range half;
   TreeNode node;
@@ -98,9 +98,9 @@ PYCOMM_HD void tree(Comm& comm) {
 
   const auto tree_of = [&](int index) {
     const Range half = part_of(comm.count(), 2, index, comm.line());
-    return Tree<Comm>{comm, half, tree_node(index, me, n), Tiles{half.count, size}, index};
+    return HalfTree<Comm>{comm, half, tree_node(index, me, n), Tiles{half.count, size}, index};
   };
-  const Tree<Comm> first = tree_of(0), second = tree_of(1);
+  const HalfTree<Comm> first = tree_of(0), second = tree_of(1);
   const std::int64_t pieces = first.pieces.count();  // the second half is never the longer one
   const std::int64_t depth = tree_depth(n);
   const std::int64_t lag = depth < kStagingSlots - 1 ? depth : kStagingSlots - 1;

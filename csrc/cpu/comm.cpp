@@ -7,6 +7,7 @@
 #include <system_error>
 #include <thread>
 
+#include "core/algorithms.h"
 #include "core/message.h"
 #include "core/packet.h"
 #include "cpu/waiting_time.h"
@@ -146,9 +147,7 @@ void Comm::meet() {
 
   const bool scatters = operation_.collective == Collective::reduce_scatter;
   const bool gathers = operation_.collective == Collective::all_gather;
-  // One-shot always goes through staging.
-  direct_ = operation_.collective != Collective::all_reduce ||
-            operation_.algorithm != Algorithm::one_shot;
+  direct_ = zero_copy(operation_);
   for (int r = 0; r < size_; ++r) {
     direct_ = direct_ && (gathers || met(r).input != kNotInWindow) &&
               (scatters || met(r).output != kNotInWindow);

@@ -294,13 +294,7 @@ std::int64_t Group::bytes_moved() const {
 bool Group::execute(const Call& call, bool agree_only, void (*interrupt)()) {
   if (failed_.load(std::memory_order_acquire)) check_usable();
   Operation operation = call.operation;
-  if (operation.algorithm == Algorithm::automatic) {
-    // The number of lossy points never depends on the size.
-    operation.algorithm =
-        operation.codec.kind != CodecKind::none || hosts_ != nullptr
-            ? Algorithm::two_shot
-            : select_algorithm(operation.count * size_of(operation.dtype), size_, Device::cpu);
-  }
+  operation.algorithm = resolve(operation, size_, hosts_ != nullptr);
   const Details* details = &call.details;
   std::optional<Details> compressed;
   if (operation.codec.kind != CodecKind::none && !agree_only) {
@@ -371,13 +365,7 @@ bool Group::run_blocks(const Operation& operation, const Call& call, void (*inte
   comm_.begin(operation, call.input, call.output, interrupt, outlook);
   const auto staging = CodedStaging::in(comm_.slot_bytes() * kStagingSlots, operation.codec);
   CodedComm<Comm> coded(comm_, operation, call.feedback, limit, staging);
-  if (operation.algorithm == Algorithm::ring && size_ > 1) {
-    ring(coded);
-  } else if (operation.algorithm == Algorithm::tree && size_ > 1) {
-    tree(coded);
-  } else {
-    two_shot(coded, coded.chunks());
-  }
+  run_coded(coded, operation.algorithm);
   return coded.nonfinite();
 }
 

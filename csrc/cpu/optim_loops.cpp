@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include <tuple>
+
 #include "core/root_half.h"
 #include "core/rounding.h"
 #include "core/split_float.h"
@@ -285,12 +287,18 @@ void update_chunk(const Element& element, const ChunkView& chunk) {
   }
 }
 
-template void update_chunk(const AdamW<false>&, const ChunkView&);
-template void update_chunk(const AdamW<true>&, const ChunkView&);
-template void update_chunk(const Sgd<false>&, const ChunkView&);
-template void update_chunk(const Sgd<true>&, const ChunkView&);
-template void update_chunk(const Lion&, const ChunkView&);
-template void update_chunk(const Lamb&, const ChunkView&);
+// Instantiates the updates of all rules, for cpu/optim_step.cpp.
+template <class... Elements>
+constexpr auto updates_of(TypeList<Elements...>) {
+  return std::tuple{&update_chunk<Elements>...};
+}
+template <class Table>
+struct UpdatesOf;
+template <class... Rows>
+struct UpdatesOf<RuleTable<Rows...>> {
+  static constexpr auto all = std::tuple_cat(updates_of(typename Rows::Elements{})...);
+};
+template struct UpdatesOf<Rules>;
 
 PYCOMM_CLONES LambSums lamb_sums(const Lamb& given, const ChunkView& chunk) {
   const Lamb lamb = given;

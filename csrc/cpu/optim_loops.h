@@ -3,11 +3,8 @@
 // fp32, bf16 with or without remainders. Everything else goes through buffers of fp32.
 #pragma once
 
-#include "core/adamw.h"
-#include "core/lamb.h"
-#include "core/lion.h"
 #include "core/rng.h"
-#include "core/sgd.h"
+#include "core/rules.h"
 #include "core/square_sum.h"
 #include "core/state8.h"
 

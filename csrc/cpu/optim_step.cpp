@@ -53,11 +53,11 @@ class Reader {
                  static_cast<std::uint16_t*>(segment.param)};
     }
     for (int s = 0; s < kMostStates; ++s) {
-      state_[s] = {segment.state_storage[s], has_squares(settings.rule) && s > 0,
+      state_[s] = {segment.state_storage[s], Rules::squares(settings.rule) && s > 0,
                    bytes(segment.state[s]), segment.largest[s], nullptr};
     }
     weights_at_random_ = settings.stochastic && weight_.storage == Storage::bf16;
-    squares_at_random_ = has_squares(settings.rule) && state_[1].storage != Storage::f32;
+    squares_at_random_ = Rules::squares(settings.rule) && state_[1].storage != Storage::f32;
     if (grad_.storage == Storage::bf16) {
       if (weight_.storage == Storage::remainder) in_place_ = Weights::split;
       if (weight_.storage == Storage::bf16 && !weights_at_random_) in_place_ = Weights::bf16;
@@ -177,21 +177,14 @@ void update(const Settings& settings, const Segment& segment, float scale, std::
 void update(const Settings& settings, const Segment& segment, float scale, std::int64_t first,
             std::int64_t last, double ratio) {
   const double step = *segment.step + 1.0;
-  const auto run = [&](const auto& element) {
-    update(settings, segment, scale, first, last, element);
-  };
-  switch (settings.rule) {
-    case Rule::adamw:
-      return settings.amsgrad ? run(AdamW<true>(settings, step))
-                              : run(AdamW<false>(settings, step));
-    case Rule::sgd:
-      return settings.momentum != 0.0 ? run(Sgd<true>(settings, step))
-                                      : run(Sgd<false>(settings, step));
-    case Rule::lion:
-      return run(Lion(settings, step));
-    case Rule::lamb:
-      return run(Lamb(settings, step, ratio));
-  }
+  Rules::visit(settings, [&](auto type) {
+    using Element = typename decltype(type)::type;
+    if constexpr (std::is_constructible_v<Element, const Settings&, double, double>) {
+      update(settings, segment, scale, first, last, Element(settings, step, ratio));
+    } else {
+      update(settings, segment, scale, first, last, Element(settings, step));
+    }
+  });
 }
 
 // LAMB's first pass.

@@ -1,10 +1,7 @@
-#include "cuda/bodies.cuh"
 #include "cuda/coded_launch.cuh"
 
 namespace pycomm::cuda {
 
-void launch_coded_ring(const CodedLaunch& launch, cudaStream_t stream) {
-  launch_coded<Ring>(launch, stream);
-}
+template void launch_coded<Ring>(const CodedLaunch&, cudaStream_t);
 
 }  // namespace pycomm::cuda

@@ -9,6 +9,7 @@
 #include <chrono>
 #include <cuda/atomic>
 
+#include "core/algorithms.h"
 #include "core/executor.h"
 #include "core/layout.h"
 #include "core/operation.h"
@@ -362,12 +363,8 @@ class BlockComm {
     return true;
   }
 
-  // One-shot and codecs always go through staging.
   __device__ bool can_be_direct() const {
-    const Operation& operation = me_.operation;
-    return operation.codec.kind == CodecKind::none &&
-           (operation.collective != Collective::all_reduce ||
-            operation.algorithm != Algorithm::one_shot);
+    return me_.operation.codec.kind == CodecKind::none && zero_copy(me_.operation);
   }
   __device__ auto inside() const {
     return shared_word<std::uint32_t>(&me_.mailbox->in_peers_heaps[lane_]);

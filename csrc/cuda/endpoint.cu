@@ -9,47 +9,16 @@
 #include <string>
 
 #include "core/coded.h"
+#include "core/run.h"
 #include "core/topk.h"
 #include "cuda/coded_comm.cuh"
-#include "cuda/launch.cuh"
+#include "cuda/launch.h"
+#include "cuda/runtime.cuh"
 
 namespace pycomm::cuda {
 namespace {
 
 cudaStream_t stream_of(std::uintptr_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
-
-// A rank that is alone has no neighbours.
-Algorithm algorithm_of(const Launch& launch) {
-  const Algorithm algorithm = launch.ranks[0].operation.algorithm;
-  const bool has_neighbours = algorithm == Algorithm::ring || algorithm == Algorithm::tree;
-  return has_neighbours && launch.layout.ranks == 1 ? Algorithm::two_shot : algorithm;
-}
-
-void launch_collective(const Launch& launch, cudaStream_t stream) {
-  switch (launch.ranks[0].operation.collective) {
-    case Collective::all_reduce:
-      switch (algorithm_of(launch)) {
-        case Algorithm::automatic:  // resolved before
-        case Algorithm::one_shot:
-          return launch_one_shot(launch, stream);
-        case Algorithm::two_shot:
-          return launch_two_shot(launch, stream);
-        case Algorithm::ring:
-          return launch_ring(launch, stream);
-        case Algorithm::tree:
-          return launch_tree(launch, stream);
-      }
-      return;
-    case Collective::reduce_scatter:
-      return launch_reduce_scatter(launch, stream);
-    case Collective::all_gather:
-      return launch_all_gather(launch, stream);
-    case Collective::broadcast:
-      return launch_broadcast(launch, stream);
-    case Collective::barrier:
-      return launch_barrier(launch, stream);
-  }
-}
 
 void keep_before(const CodedLaunch& launch, cudaStream_t stream) {
   for (int i = 0; i < launch.local_ranks; ++i) {
@@ -70,17 +39,16 @@ void launch_compressed(const CodedLaunch& launch, cudaStream_t stream) {
   keep_before(launch, stream);
   if (operation.codec.kind == CodecKind::topk) return launch_topk_exchange(launch, stream);
   if (launch.compressions[0].feedback.residual != nullptr) launch_outlook(launch, stream);
-  if (algorithm_of(launch) == Algorithm::ring) return launch_coded_ring(launch, stream);
-  if (algorithm_of(launch) == Algorithm::tree) return launch_coded_tree(launch, stream);
-  launch_coded_two_shot(launch, stream);
+  Algorithms::visit(operation.algorithm, launch.layout.ranks, [&](auto row) {
+    if constexpr (row.kCoded) launch_coded<decltype(row)>(launch, stream);
+  });
 }
 
 void launch_any(const CodedLaunch& launch, cudaStream_t stream) {
-  if (launch.ranks[0].operation.codec.kind == CodecKind::none) {
-    launch_collective(launch, stream);
-  } else {
-    launch_compressed(launch, stream);
-  }
+  const Operation& operation = launch.ranks[0].operation;
+  if (operation.codec.kind != CodecKind::none) return launch_compressed(launch, stream);
+  visit_body(operation, launch.layout.ranks,
+             [&](auto body) { launch_plain<decltype(body)>(launch, stream); });
 }
 
 // So that kernels may use peers' memory; once per pair of devices is enough, and twice no error.

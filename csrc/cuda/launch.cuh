@@ -1,6 +1,7 @@
-// How one algorithm becomes kernels: one per element type and reduction, all alike.
+// How one body of core/run.h becomes kernels: one per element type and reduction, all alike.
 #pragma once
 
+#include "core/run.h"
 #include "cuda/comm.cuh"
 #include "cuda/launch.h"
 #include "cuda/runtime.cuh"
@@ -47,7 +48,6 @@ void launch_op(const Launch& launch, ReduceOp reduce_op, cudaStream_t stream) {
   }
 }
 
-// For bodies that reduce.
 template <class Body>
 void launch_reducing(const Launch& launch, cudaStream_t stream) {
   const Operation& operation = launch.ranks[0].operation;
@@ -56,7 +56,7 @@ void launch_reducing(const Launch& launch, cudaStream_t stream) {
   });
 }
 
-// For bodies that only move data: one kernel per size of element.
+// One kernel per size of element.
 template <class Body>
 void launch_moving(const Launch& launch, cudaStream_t stream) {
   switch (size_of(launch.ranks[0].operation.dtype)) {
@@ -68,6 +68,15 @@ void launch_moving(const Launch& launch, cudaStream_t stream) {
       return launch_kernel<Body, Half, ReduceOp::sum>(launch, stream);
     default:
       return launch_kernel<Body, std::uint8_t, ReduceOp::sum>(launch, stream);
+  }
+}
+
+template <class Body>
+void launch_plain(const Launch& launch, cudaStream_t stream) {
+  if constexpr (requires { Body::kMovesOnly; }) {
+    launch_moving<Body>(launch, stream);
+  } else {
+    launch_reducing<Body>(launch, stream);
   }
 }
 

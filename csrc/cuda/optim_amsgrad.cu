@@ -3,8 +3,6 @@
 
 namespace pycomm::cuda {
 
-void launch_amsgrad(const StepLaunch& launch, std::int64_t blocks, cudaStream_t stream) {
-  launch_step<AdamW<true>>(launch, blocks, stream);
-}
+template void launch_step<AdamW<true>>(const StepLaunch&, std::int64_t, cudaStream_t);
 
 }  // namespace pycomm::cuda

@@ -1,5 +1,4 @@
-// The launchers of optimizer kernels, a file for each rule, which one compiler thread compiles in
-// seconds.
+// The launchers of optimizer kernels. Each update is compiled in a file of its own, in seconds.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -25,11 +24,9 @@ struct SurveyLaunch {
   Survey survey;
 };
 
-void launch_adamw(const StepLaunch& launch, std::int64_t blocks, cudaStream_t stream);
-void launch_amsgrad(const StepLaunch& launch, std::int64_t blocks, cudaStream_t stream);
-void launch_sgd(const StepLaunch& launch, std::int64_t blocks, cudaStream_t stream);
-void launch_lion(const StepLaunch& launch, std::int64_t blocks, cudaStream_t stream);
-void launch_lamb(const StepLaunch& launch, std::int64_t blocks, cudaStream_t stream);
+// Runs an element's update (core/rules.h).
+template <class Element>
+void launch_step(const StepLaunch& launch, std::int64_t blocks, cudaStream_t stream);
 
 // `blocks` of these share out sums of 1024 elements.
 void launch_lamb_ratios(const StepLaunch& launch, std::int64_t blocks, cudaStream_t stream);

@@ -3,8 +3,6 @@
 
 namespace pycomm::cuda {
 
-void launch_lion(const StepLaunch& launch, std::int64_t blocks, cudaStream_t stream) {
-  launch_step<Lion>(launch, blocks, stream);
-}
+template void launch_step<Lion>(const StepLaunch&, std::int64_t, cudaStream_t);
 
 }  // namespace pycomm::cuda

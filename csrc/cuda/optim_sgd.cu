@@ -3,12 +3,7 @@
 
 namespace pycomm::cuda {
 
-void launch_sgd(const StepLaunch& launch, std::int64_t blocks, cudaStream_t stream) {
-  if (launch.group.settings.momentum != 0.0) {
-    launch_step<Sgd<true>>(launch, blocks, stream);
-  } else {
-    launch_step<Sgd<false>>(launch, blocks, stream);
-  }
-}
+template void launch_step<Sgd<false>>(const StepLaunch&, std::int64_t, cudaStream_t);
+template void launch_step<Sgd<true>>(const StepLaunch&, std::int64_t, cudaStream_t);
 
 }  // namespace pycomm::cuda

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "core/rules.h"
 #include "cuda/optim_launch.h"
 #include "cuda/runtime.cuh"
 
@@ -93,18 +94,12 @@ void step(const StepJob& job, const Group& group) {
   const auto stream = reinterpret_cast<cudaStream_t>(job.stream);
   const std::int64_t tiles = job.table->tiles(group.first, group.count);
   const std::int64_t blocks = blocks_for(tiles, kStepBlocks, job.device);
-  switch (group.settings.rule) {
-    case Rule::adamw:
-      return group.settings.amsgrad ? launch_amsgrad(launch, blocks, stream)
-                                    : launch_adamw(launch, blocks, stream);
-    case Rule::sgd:
-      return launch_sgd(launch, blocks, stream);
-    case Rule::lion:
-      return launch_lion(launch, blocks, stream);
-    case Rule::lamb:
-      if (group.settings.adapt) launch_lamb_ratios(launch, blocks, stream);
-      return launch_lamb(launch, blocks, stream);
+  if (group.settings.rule == Rule::lamb && group.settings.adapt) {
+    launch_lamb_ratios(launch, blocks, stream);
   }
+  Rules::visit(group.settings, [&](auto type) {
+    launch_step<typename decltype(type)::type>(launch, blocks, stream);
+  });
 }
 
 }  // namespace pycomm::cuda

@@ -1,10 +1,7 @@
-#include "cuda/bodies.cuh"
 #include "cuda/launch.cuh"
 
 namespace pycomm::cuda {
 
-void launch_ring(const Launch& launch, cudaStream_t stream) {
-  launch_reducing<Ring>(launch, stream);
-}
+template void launch_plain<Ring>(const Launch&, cudaStream_t);
 
 }  // namespace pycomm::cuda

@@ -1,10 +1,7 @@
-#include "cuda/bodies.cuh"
 #include "cuda/launch.cuh"
 
 namespace pycomm::cuda {
 
-void launch_tree(const Launch& launch, cudaStream_t stream) {
-  launch_reducing<Tree>(launch, stream);
-}
+template void launch_plain<Tree>(const Launch&, cudaStream_t);
 
 }  // namespace pycomm::cuda

@@ -10,12 +10,11 @@ from typing import Protocol
 import torch
 
 import pycomm
+from pycomm._dtypes import CODED_ALGORITHMS
 from pycomm.bench.cases import Case, Settings, bus_factor
 from pycomm.compression import COMPRESSIBLE
 
-# Those that compress, and of these the ones that cannot carry top-k.
-ALGORITHMS = ("auto", "two_shot", "ring", "tree")
-DENSE_ALGORITHMS = ("ring", "tree")
+DENSE_ALGORITHMS = ("ring", "tree")  # those that compress, but not with top-k
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,7 @@ class Compressed(Pycomm):
         """What of a case it cannot do, in a word or two."""
         compressor = pycomm.parse_compressor(self.compression)
         dtype = str(case.dtype).removeprefix("torch.")
-        if self.algorithm not in ALGORITHMS:
+        if self.algorithm not in CODED_ALGORITHMS:
             return self.algorithm
         if isinstance(compressor, pycomm.TopK) and self.algorithm in DENSE_ALGORITHMS:
             return f"{self.compression} by {self.algorithm}"

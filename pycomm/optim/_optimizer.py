@@ -35,7 +35,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     _on_cuda: OnCuda | None = None
     _found: torch.Tensor | None = None  # a `found_inf` of our own
 
-    _rule: ClassVar[int]  # enum class Rule of csrc/core/optimizer.h
+    _rule: ClassVar[str]  # a key of _C.rules
 
     def __init__(self, params: Any, defaults: Group, options: Options) -> None:
         own, self.max_norm = _options.with_defaults(type(self).__name__, options)
@@ -55,7 +55,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _settings(self, group: Group, lr: float) -> _C.OptimizerSettings:
         return _C.OptimizerSettings(
-            self._rule,
+            _C.rules[self._rule],
             lr=lr,
             weight_decay=float(group["weight_decay"]),
             maximize=group["maximize"],

@@ -31,7 +31,7 @@ class FusedAdam(FusedOptimizer):
         options: see :class:`Options`.
     """
 
-    _rule = 0
+    _rule = "adamw"
 
     def __init__(
         self,

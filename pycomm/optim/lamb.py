@@ -26,7 +26,7 @@ class FusedLAMB(FusedOptimizer):
         options: see :class:`Options`.
     """
 
-    _rule = 3
+    _rule = "lamb"
 
     def __init__(
         self,

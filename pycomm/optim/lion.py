@@ -23,7 +23,7 @@ class FusedLion(FusedOptimizer):
         options: see :class:`Options`.
     """
 
-    _rule = 2
+    _rule = "lion"
 
     def __init__(
         self,

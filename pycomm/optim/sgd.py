@@ -28,7 +28,7 @@ class FusedSGD(FusedOptimizer):
         options: see :class:`Options`.
     """
 
-    _rule = 1
+    _rule = "sgd"
 
     def __init__(
         self,

@@ -7,6 +7,7 @@
 #include <random>
 
 #include "core/reduce.h"
+#include "core/rules.h"
 #include "cpu/optim_step.h"
 #include "cuda/optim_step.h"
 #include "world.h"
@@ -55,7 +56,7 @@ class Parameters {
              unsigned seed)
       : forms_(forms), states_(states) {
     std::mt19937 random(seed);
-    const bool squares = has_squares(settings.rule);
+    const bool squares = Rules::squares(settings.rule);
     for (const Form& form : forms) {
       put(numbers(form.param, form.count, false, specials, random));
       put(numbers(form.grad, form.count, false, specials, random));
@@ -165,7 +166,7 @@ struct Optimizer {
 std::vector<Optimizer> optimizers() {
   std::vector<Optimizer> made;
   for (const Rule rule : {Rule::adamw, Rule::sgd, Rule::lion, Rule::lamb}) {
-    const int states = has_squares(rule) ? 2 : 1;
+    const int states = Rules::squares(rule) ? 2 : 1;
     made.push_back({settings_of(rule), states});
     made.push_back(made.back());
     Settings& other = made.back().settings;

@@ -6,8 +6,8 @@
 #include <random>
 #include <thread>
 
-#include "core/optimizer.h"
 #include "core/root_half.h"
+#include "core/rules.h"
 #include "core/split_float.h"
 #include "core/square_sum.h"
 #include "core/state8.h"

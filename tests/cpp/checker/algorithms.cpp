@@ -12,13 +12,7 @@ void run_blocks(Comm& comm, const Call& call) {
   const Operation& operation = call.operation;
   cpu::CodedComm<Comm> coded(comm, operation, call.feedback, kInfinity,
                              CodedStaging::in(comm.slot_bytes() * kStagingSlots, operation.codec));
-  if (operation.algorithm == Algorithm::ring) {
-    ring(coded);
-  } else if (operation.algorithm == Algorithm::tree) {
-    tree(coded);
-  } else {
-    two_shot(coded, coded.chunks());
-  }
+  run_coded(coded, operation.algorithm);
 }
 
 Operation phase_of(const Operation& operation) {

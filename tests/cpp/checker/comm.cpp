@@ -94,8 +94,7 @@ void Comm::publish() {
 }
 
 void Comm::meet() {
-  direct_ = operation_.collective != Collective::all_reduce ||
-            operation_.algorithm != Algorithm::one_shot;
+  direct_ = zero_copy(operation_);
   for (int r = 0; r < size(); ++r) {
     Member& other = member(r);
     if (r != rank_) {
