@@ -1,6 +1,7 @@
 #include "checker/comm.h"
 
 #include "checker/fibers.h"
+#include "core/algorithms.h"
 
 namespace pycomm::checker {
 namespace {
