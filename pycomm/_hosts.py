@@ -100,7 +100,14 @@ def connect(
     if stripe >= machines.stripes:
         return None
     hosts = len(machines.ranks)
-    carriers = _LookedAfter(PrefixStore(f"link/{stripe}", store), deadline, look)
+    ended, over = threading.Event(), threading.Event()
+
+    def look_for_end() -> None:
+        if over.is_set():
+            raise RuntimeError("the rendezvous is over")
+        look()
+
+    carriers = _LookedAfter(PrefixStore(f"link/{stripe}", store), deadline, look_for_end)
     if machines.here == 0:
         carriers.set("secret", secrets.token_hex(_SECRET_BYTES))
     secret = bytes.fromhex(carriers.get("secret").decode())
@@ -116,11 +123,17 @@ def connect(
             made.append(gloo)
         except Exception as error:
             made.append(error)
+        ended.set()
 
     # It waits for the others' connections, and nothing interrupts it.
     thread = threading.Thread(target=construct, name="pycomm-connect", daemon=True)
-    thread.start()
-    deadline.await_thread(thread, look)
+    try:
+        thread.start()
+        deadline.await_event(ended, look)
+    except BaseException:  # the interpreter may exit now, see _end_links
+        over.set()
+        ended.wait(_PATIENCE_AT_END.total_seconds())
+        raise
     if isinstance(made[0], Exception):
         if carriers.has_address:  # it may follow from a death, which is noticed later
             deadline.look_for(SILENCE + 1, look)

@@ -59,11 +59,11 @@ class Deadline:
                     return
             look()
 
-    def await_thread(self, thread: threading.Thread, look: Callable[[], object]) -> None:
-        """Returns once it has ended."""
-        while thread.is_alive():
+    def await_event(self, event: threading.Event, look: Callable[[], object]) -> None:
+        """Returns once it is set. An interrupted join would take its thread for ended."""
+        while not event.is_set():
             with self._slice() as seconds:
-                thread.join(seconds)
+                event.wait(seconds)
             look()
 
     def look_for(self, seconds: float, look: Callable[[], object]) -> None:

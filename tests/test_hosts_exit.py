@@ -44,3 +44,51 @@ def test_who_exits_while_another_leaves_ends_well(pending, late):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.stdout.splitlines()[-1:] == ["[0, 0]"], done.stderr
     assert "terminate" not in done.stderr
+
+
+# Rank 1 is interrupted while a thread of its waits for rank 0's address, and exits at once.
+INTERRUPTED = """
+import os, signal, sys, tempfile, time
+import torch.distributed as dist, pycomm
+from pycomm import _hosts, _rendezvous
+
+class Slow:
+    sleep = staticmethod(time.sleep)
+    def __del__(self):
+        self.sleep(0.6)
+
+def wait(self, keys, timeout=None):
+    if keys != ["secret"]:
+        os.kill(os.getpid(), signal.SIGINT)
+    original(self, keys, timeout)
+
+folder = tempfile.TemporaryDirectory()
+pids = []
+for rank in range(2):
+    pids.append(os.fork())
+    if pids[-1] == 0:
+        folder._finalizer.detach()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _rendezvous.machine_identity = lambda: str(rank)
+        original = _hosts._LookedAfter.wait
+        if rank == 0:
+            tell = _hosts._LookedAfter.set
+            _hosts._LookedAfter.set = lambda self, *told: told[0] == "secret" and tell(self, *told)
+        else:
+            _hosts._LookedAfter.wait = wait
+        store = dist.FileStore(folder.name + "/store", 2)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        try:
+            pycomm.init(timeout=20)
+        except (pycomm.Aborted, KeyboardInterrupt):
+            sys.slow = Slow()
+            sys.exit(7)
+print([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids])
+"""
+
+
+def test_who_is_interrupted_while_machines_connect_exits_well():
+    command = [sys.executable, "-c", INTERRUPTED]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1:] == ["[7, 7]"], done.stderr
+    assert "terminate" not in done.stderr
