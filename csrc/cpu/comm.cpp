@@ -434,7 +434,8 @@ int Comm::culprit(int r) const {
 bool Comm::anyone_waits_after(std::uint32_t ordinal) const {
   for (int r = 0; r < size_; ++r) {
     const Control& theirs = window_->control(r);
-    if (theirs.waiting.load() != 0 && reached(theirs.completed.load(), ordinal)) return true;
+    // In this order: a wait that ends meanwhile is none that follows.
+    if (reached(theirs.completed.load(), ordinal) && theirs.waiting.load() != 0) return true;
   }
   return false;
 }

@@ -157,7 +157,7 @@ void Group::leave() {
 }
 
 void Group::end_waits_of(std::span<const std::shared_ptr<Group>> others) {
-  if (!idle()) return;  // work of its own may follow
+  if (!idle() || closed_) return;  // work of its own may follow; who has left is seen by all
   std::vector<Group*> beyond;
   for (const auto& other : others) {
     if (other->idle()) continue;
