@@ -106,7 +106,7 @@ struct TypeList {
   }
   // Calls visit(std::type_identity<T>{}) with the type at an index, which must be in the list.
   template <class Visit>
-  static auto visit(int index, const Visit& visitor) {
+  PYCOMM_HD static auto visit(int index, const Visit& visitor) {
     if constexpr (sizeof...(Rest) > 0) {
       if (index > 0) return TypeList<Rest...>::visit(index - 1, visitor);
     }

@@ -63,8 +63,7 @@ std::int64_t owned_bytes(const Codec& codec, std::int64_t n, int ranks, int r) {
   const std::int64_t rest = n % cycle - r * kOwnedElements;
   const std::int64_t last = rest < 0 ? 0 : rest < kOwnedElements ? rest : kOwnedElements;
   const std::int64_t owned = n / cycle * kOwnedElements + last;
-  return codec.kind == CodecKind::int8 ? int8_bytes(owned, codec.block)
-                                       : owned * size_of(codec.values);
+  return is_scaled(codec) ? int8_bytes(owned, codec.block) : owned * size_of(codec.values);
 }
 
 std::int64_t list_bytes(const Codec& codec, std::int64_t n, int ranks, int r, bool result) {

@@ -19,7 +19,7 @@ PYCOMM_HD constexpr std::uint32_t largest_finite(DType dtype) {
 // `largest_result`.
 PYCOMM_HD float largest_safe(const Operation& operation, int ranks, float largest_result) {
   const Codec& codec = operation.codec;
-  const bool integers = codec.kind == CodecKind::int8 || codec.values == DType::u8;
+  const bool integers = is_scaled(codec) || codec.values == DType::u8;
   const bool partial_sums = Algorithms::partial_sums(operation.algorithm);
   const float n = static_cast<float>(ranks), divided = operation.op == ReduceOp::avg ? 1.0f : n;
   const float wire = bit_cast<float>(largest_finite(integers ? DType::f32 : codec.values));

@@ -32,6 +32,9 @@ PYCOMM_HD bool operator==(const Codec& a, const Codec& b) {
          a.feedback == b.feedback && a.block == b.block && a.k == b.k;
 }
 
+// Whether a scale per block follows the payload. (Lists of top-k have scales of their own.)
+PYCOMM_HD constexpr bool is_scaled(const Codec& codec) { return codec.kind == CodecKind::int8; }
+
 inline std::string describe(const Codec& codec) {
   const char* values = codec.values == DType::u8 ? "int8" : name_of(codec.values);
   std::string text;

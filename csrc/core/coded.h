@@ -44,12 +44,12 @@ struct Pass {
 };
 
 PYCOMM_HD constexpr std::int64_t payload_size(const Codec& codec) {
-  return codec.kind == CodecKind::int8 ? 1 : size_of(codec.values);
+  return is_scaled(codec) ? 1 : size_of(codec.values);
 }
 
 // What takes the place of a block where the codec has none.
 PYCOMM_HD constexpr std::int64_t block_of(const Codec& codec) {
-  return codec.kind == CodecKind::int8 ? codec.block : kSmallestBlock;
+  return is_scaled(codec) ? codec.block : kSmallestBlock;
 }
 
 // A staging area as one encoded tile: the payload of all slots, then the scales of all slots.

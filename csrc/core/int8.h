@@ -60,7 +60,7 @@ PYCOMM_HD float int8_dequantize(std::int8_t q, float scale) {
 }
 
 // An encoded stretch of elements is one tile: the payload, then the scales of its blocks.
-struct Int8Tile {
+struct ScaledTile {
   std::int64_t elements;  // room in the payload, a multiple of four
   std::int64_t block;
 

@@ -13,7 +13,7 @@ struct WireHeader {
   std::uint16_t magic = kWireMagic;
   std::uint8_t version = kWireVersion;
   CodecKind kind = CodecKind::none;
-  std::uint32_t parameter = 0;  // int8: the block; otherwise: the DType of values
+  std::uint32_t parameter = 0;  // with scales: the block; otherwise: the DType of values
   std::int64_t count = 0;       // elements
 };
 static_assert(sizeof(WireHeader) == 16);
@@ -21,36 +21,32 @@ static_assert(sizeof(WireHeader) == 16);
 PYCOMM_HD constexpr WireHeader header_of(const Codec& codec, std::int64_t count) {
   WireHeader header;
   header.kind = codec.kind;
-  header.parameter =
-      codec.kind == CodecKind::int8 ? codec.block : static_cast<std::uint32_t>(codec.values);
+  header.parameter = is_scaled(codec) ? codec.block : static_cast<std::uint32_t>(codec.values);
   header.count = count;
   return header;
 }
 
-// Stored int8 comes in tiles of so many elements; the last one is short, its payload padded to a
+// Stored payloads with scales come in tiles of so many elements; the last one is short, its payload padded to a
 // multiple of 16 bytes.
 inline constexpr std::int64_t kWireTile = 65536;
 
-PYCOMM_HD constexpr Int8Tile int8_wire_tile(std::int64_t elements, std::int64_t block) {
+PYCOMM_HD constexpr ScaledTile scaled_wire_tile(std::int64_t elements, std::int64_t block) {
   return {round_up(elements, 16), block};
 }
 
-PYCOMM_HD constexpr std::int64_t int8_wire_tile_bytes(std::int64_t elements, std::int64_t block) {
+PYCOMM_HD constexpr std::int64_t scaled_wire_tile_bytes(std::int64_t elements, std::int64_t block) {
   return round_up(elements, 16) + ceil_div(elements, block) * 4;
 }
 
 // Bytes of n encoded elements with their header. Of top-k: where k of them are not zero.
 PYCOMM_HD constexpr std::int64_t encoded_bytes(const Codec& codec, std::int64_t n) {
   const std::int64_t header = sizeof(WireHeader);
-  switch (codec.kind) {
-    case CodecKind::int8:
-      return header + n / kWireTile * int8_wire_tile_bytes(kWireTile, codec.block) +
-             int8_wire_tile_bytes(n % kWireTile, codec.block);
-    case CodecKind::topk:
-      return header + TopkLayout{topk_chunks(n), codec.k < n ? codec.k : n, codec.values}.bytes();
-    default:
-      return header + n * size_of(codec.values);
+  if (codec.kind == CodecKind::topk) {
+    return header + TopkLayout{topk_chunks(n), codec.k < n ? codec.k : n, codec.values}.bytes();
   }
+  if (!is_scaled(codec)) return header + n * size_of(codec.values);
+  return header + n / kWireTile * scaled_wire_tile_bytes(kWireTile, codec.block) +
+         scaled_wire_tile_bytes(n % kWireTile, codec.block);
 }
 
 // Throws std::invalid_argument unless `bytes` bytes with this header are what `codec` makes of n

@@ -3,9 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
-#include "core/cast.h"
+#include "core/codecs.h"
 #include "core/feedback.h"
-#include "core/int8.h"
 #include "core/layout.h"
 #include "cpu/loops.h"
 #include "cpu/random_run.h"
@@ -16,68 +15,52 @@ namespace {
 // Of a codec without blocks, so many elements are taken through the cache at a time.
 constexpr std::int64_t kStride = 1024;
 
-// Each codec: encode() makes n elements of a block from fp32 values and says whether all were
-// finite; value() decodes one.
-template <bool stochastic>
-struct Int8Codec {
-  using Payload = std::int8_t;
-  static constexpr bool kScaled = true;
+// Random bits in whole runs of counters; blocks begin at multiples of half a run.
+PYCOMM_HD void draw(const Random& random, std::int64_t first, std::int64_t n, std::uint32_t* bits) {
+  if (first % kRandomRun != 0 || n % kRandomRun != 0) {
+    for (std::int64_t i = 0; i < n; ++i) bits[i] = random_bits(random, first + i);
+    return;
+  }
+  for (std::int64_t run = 0; run < n; run += kRandomRun)
+    random_run(random, first + run, bits + run);
+}
 
-  PYCOMM_HD static bool encode(const float* v, std::int64_t n, Payload* to, float* scale,
-                               const Random& random, std::int64_t first) {
-    std::uint32_t largest = 0;
+// Encodes n elements of a block, from fp32; whether all were finite.
+template <class Codec, bool stochastic>
+  requires Codec::kScaled
+PYCOMM_HD bool encode_block(const float* v, std::int64_t n, typename Codec::Payload* to,
+                            float* scale, const Random& random, std::int64_t first) {
+  std::uint32_t largest = 0;
 #pragma omp simd reduction(max : largest)
-    for (std::int64_t i = 0; i < n; ++i) largest = std::max(largest, magnitude(v[i]));
-    const Int8Scale made = int8_scale(largest);
-    *scale = made.scale;
-    if constexpr (stochastic) {
-      std::uint32_t bits[kLargestBlock];
-      draw(random, first, n, bits);
+  for (std::int64_t i = 0; i < n; ++i) largest = std::max(largest, magnitude(v[i]));
+  const auto made = Codec::scale(largest);
+  *scale = made.scale;
+  if constexpr (stochastic) {
+    std::uint32_t bits[kLargestBlock];
+    draw(random, first, n, bits);
 #pragma omp simd
-      for (std::int64_t i = 0; i < n; ++i) to[i] = int8_quantize(v[i], made.inverse, bits[i]);
-    } else {
+    for (std::int64_t i = 0; i < n; ++i) to[i] = Codec::encode(v[i], made, bits[i]);
+  } else {
 #pragma omp simd
-      for (std::int64_t i = 0; i < n; ++i) to[i] = int8_quantize(v[i], made.inverse);
-    }
-    if (largest < kInfinityBits) return true;
-    std::fill(to, to + n, Payload{0});  // processors differ in what is left of a NaN
-    return false;
+    for (std::int64_t i = 0; i < n; ++i) to[i] = Codec::encode(v[i], made);
   }
+  if (largest < kInfinityBits) return true;
+  std::fill(to, to + n, typename Codec::Payload{});  // processors differ in what is left of a NaN
+  return false;
+}
 
-  PYCOMM_HD static float value(Payload q, float scale) { return int8_dequantize(q, scale); }
-
- private:
-  // Whole runs of counters; blocks begin at multiples of half a run.
-  PYCOMM_HD static void draw(const Random& random, std::int64_t first, std::int64_t n,
-                             std::uint32_t* bits) {
-    if (first % kRandomRun != 0 || n % kRandomRun != 0) {
-      for (std::int64_t i = 0; i < n; ++i) bits[i] = random_bits(random, first + i);
-      return;
-    }
-    for (std::int64_t run = 0; run < n; run += kRandomRun) {
-      random_run(random, first + run, bits + run);
-    }
-  }
-};
-
-template <class W>
-struct CastCodec {
-  using Payload = W;
-  static constexpr bool kScaled = false;
-
-  PYCOMM_HD static bool encode(const float* v, std::int64_t n, Payload* to, float*, const Random&,
-                               std::int64_t) {
-    std::uint32_t largest = 0;
+template <class Codec, bool>
+  requires(!Codec::kScaled)
+PYCOMM_HD bool encode_block(const float* v, std::int64_t n, typename Codec::Payload* to, float*,
+                            const Random&, std::int64_t) {
+  std::uint32_t largest = 0;
 #pragma omp simd reduction(max : largest)
-    for (std::int64_t i = 0; i < n; ++i) {
-      to[i] = store<W>(v[i]);
-      largest = std::max(largest, magnitude(load(to[i])));
-    }
-    return largest < kInfinityBits;
+  for (std::int64_t i = 0; i < n; ++i) {
+    to[i] = Codec::encode(v[i]);
+    largest = std::max(largest, magnitude(Codec::decode(to[i], 1.0f)));
   }
-
-  PYCOMM_HD static float value(Payload p, float) { return load(p); }
-};
+  return largest < kInfinityBits;
+}
 
 template <class Codec>
 struct View {
@@ -87,17 +70,17 @@ struct View {
   PYCOMM_HD View(const Encoded& encoded, std::int64_t start, std::int64_t block)
       : payload(reinterpret_cast<const typename Codec::Payload*>(encoded.payload) + start),
         scale(Codec::kScaled ? encoded.scales[start / block] : 1.0f) {}
-  PYCOMM_HD float operator[](std::int64_t i) const { return Codec::value(payload[i], scale); }
+  PYCOMM_HD float operator[](std::int64_t i) const { return Codec::decode(payload[i], scale); }
 };
 
 // How far from a block that is read twice.
 constexpr std::int64_t kAhead = 8192;
 
-// magnitude() of the largest of n decoded elements, as a T. A block has an element of 127 scales.
+// magnitude() of the largest of n decoded elements, as a T.
 template <class T, class Codec>
 PYCOMM_HD std::uint32_t largest_stored(const View<Codec>& view, std::int64_t n) {
   if constexpr (Codec::kScaled) {
-    return magnitude(load(store<T>(Codec::value(127, view.scale))));
+    return magnitude(load(store<T>(Codec::decode(Codec::kLargest, view.scale))));
   } else {
     std::uint32_t largest = 0;
 #pragma omp simd reduction(max : largest)
@@ -224,7 +207,7 @@ PYCOMM_HD void settle(const Pass& pass, std::int64_t start, std::int64_t n, bool
   }
 }
 
-template <class T, class Codec>
+template <class T, class Codec, bool stochastic>
 PYCOMM_CLONES bool encode_blocks(const Pass& pass, std::int64_t block) {
   using Payload = typename Codec::Payload;
   float buffer[kLargestBlock];
@@ -234,9 +217,9 @@ PYCOMM_CLONES bool encode_blocks(const Pass& pass, std::int64_t block) {
   for (std::int64_t start = 0; start < pass.n; start += stride) {
     const std::int64_t n = std::min(stride, pass.n - start);
     const float* v = sum_sources<T, Codec>(pass, start, n, block, buffer);
-    finite &= Codec::encode(v, n, reinterpret_cast<Payload*>(pass.to.payload) + start,
-                            pass.to.scales + (Codec::kScaled ? start / block : 0), pass.random,
-                            pass.first + start);
+    finite &= encode_block<Codec, stochastic>(
+        v, n, reinterpret_cast<Payload*>(pass.to.payload) + start,
+        pass.to.scales + (Codec::kScaled ? start / block : 0), pass.random, pass.first + start);
     const View<Codec> made(pass.to, start, block);
     if (pass.output != nullptr) finite &= largest_stored<T>(made, n) < kInfinityBits;
     settle<T, Codec>(pass, start, n, own, v, made);
@@ -278,26 +261,26 @@ PYCOMM_CLONES std::uint32_t largest_contribution(const void* input, const float*
   return largest;
 }
 
-template <class T, class Codec>
+template <class T, class Codec, bool stochastic>
 CodecLoops loops_of() {
-  return {encode_blocks<T, Codec>, decode_blocks<T, Codec, false>,
+  return {encode_blocks<T, Codec, stochastic>, decode_blocks<T, Codec, false>,
           decode_blocks<float, Codec, true>, largest_contribution<T>, Codec::kScaled};
 }
 
 template <class T>
 CodecLoops loops_for(const Codec& codec) {
-  if (codec.kind == CodecKind::int8) {
-    return codec.stochastic != 0 ? loops_of<T, Int8Codec<true>>() : loops_of<T, Int8Codec<false>>();
-  }
-  PYCOMM_CHECK(codec.kind == CodecKind::cast, "not a codec of blocks: " + describe(codec));
-  switch (codec.values) {
-    case DType::f16:
-      return loops_of<T, CastCodec<Half>>();
-    case DType::bf16:
-      return loops_of<T, CastCodec<BFloat16>>();
-    default:
-      return loops_of<T, CastCodec<float>>();
-  }
+  CodecLoops loops{};
+  const bool known = BlockCodecs::visit(codec, [&](auto type) {
+    using Elements = typename decltype(type)::type;
+    if constexpr (Elements::kStochastic) {
+      loops =
+          codec.stochastic != 0 ? loops_of<T, Elements, true>() : loops_of<T, Elements, false>();
+    } else {
+      loops = loops_of<T, Elements, false>();
+    }
+  });
+  PYCOMM_CHECK(known, "not a codec of blocks: " + describe(codec));
+  return loops;
 }
 
 template <class T>

@@ -85,7 +85,7 @@ BlocksPart::BlocksPart(Link& link, CodedComm<Link>& coded, const Operation& oper
     : link_(link),
       coded_(coded),
       staging_(staging(operation.codec, stretches)),
-      scaled_(operation.codec.kind == CodecKind::int8),
+      scaled_(is_scaled(operation.codec)),
       region_bytes_(kStagingSlots * staging_.slot * staging_.payload +
                     (kStagingSlots * staging_.slot >> staging_.shift) * 4),
       stretches_(stretches),

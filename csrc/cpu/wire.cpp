@@ -14,9 +14,9 @@ void check_aligned(const std::byte* wire) {
   PYCOMM_CHECK(reinterpret_cast<std::uintptr_t>(wire) % 4 == 0, "wire must be aligned to 4 bytes");
 }
 
-// The tiles of int8; of a cast, everything is one.
+// With scales, tiles; otherwise everything is one.
 Tiles wire_tiles(const Codec& codec, std::int64_t n) {
-  return {n, codec.kind == CodecKind::int8 ? kWireTile : n};
+  return {n, is_scaled(codec) ? kWireTile : n};
 }
 
 // An encoding larger than caches goes around them, so that its lines need not be read first. It is
@@ -32,11 +32,11 @@ void each_tile(const Codec& codec, std::byte* wire, std::int64_t n, Visit visit)
   const Tiles tiles = wire_tiles(codec, n);
   for (std::int64_t t = 0; t < tiles.count(); ++t) {
     const Range range = tiles[t];
-    const Int8Tile tile = int8_wire_tile(range.count, codec.block);
-    const bool scaled = codec.kind == CodecKind::int8;
+    const ScaledTile tile = scaled_wire_tile(range.count, codec.block);
+    const bool scaled = is_scaled(codec);
     visit(range, Encoded{at, scaled ? reinterpret_cast<float*>(at + tile.elements) : nullptr});
     if (!scaled) return;
-    at += int8_wire_tile_bytes(range.count, codec.block);
+    at += scaled_wire_tile_bytes(range.count, codec.block);
   }
 }
 

@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "core/cast.h"
+#include "core/codecs.h"
 #include "core/coded.h"
 #include "core/feedback.h"
 #include "cuda/layout.h"
@@ -89,59 +90,46 @@ __device__ inline void draw(const Random& random, std::int64_t first, std::uint3
   for (int i = 0; i < kOctet; ++i) bits[i] = run[lane * kOctet + i];
 }
 
-// Each codec: encode() makes a thread's elements from fp32 values and says whether all were finite;
-// all threads of the block call it together. value() decodes one.
-struct Int8Codec {
-  using Payload = std::int8_t;
-  static constexpr bool kScaled = true;
-  bool stochastic;
-
-  // A block has 2^shift elements; the first of this stride is element `first` of the whole.
-  __device__ bool encode(const float* v, int shift, const Random& random, std::int64_t first,
-                         Octet<Payload>& made, float& scale) const {
-    std::uint32_t largest = 0;
+// Encodes this thread's elements from fp32; whether all were finite. All threads of the block call it
+// together. A codec's block has 2^shift elements; the first of this stride is element `first` of the
+// whole.
+template <class Codec>
+  requires Codec::kScaled
+__device__ bool encode_octet(const float* v, bool stochastic, int shift, const Random& random,
+                             std::int64_t first, Octet<typename Codec::Payload>& made,
+                             float& scale) {
+  std::uint32_t largest = 0;
 #pragma unroll
-    for (int i = 0; i < kOctet; ++i) largest = max(largest, magnitude(v[i]));
-    largest = largest_of(largest, (1 << shift) / kOctet);
-    const Int8Scale found = int8_scale(largest);
-    scale = found.scale;
-    if (stochastic) {
-      std::uint32_t bits[kOctet];
-      draw(random, first, bits);
+  for (int i = 0; i < kOctet; ++i) largest = max(largest, magnitude(v[i]));
+  largest = largest_of(largest, (1 << shift) / kOctet);
+  const auto found = Codec::scale(largest);
+  scale = found.scale;
+  if (Codec::kStochastic && stochastic) {
+    std::uint32_t bits[kOctet];
+    draw(random, first, bits);
 #pragma unroll
-      for (int i = 0; i < kOctet; ++i) {
-        made.element[i] = int8_quantize(v[i], found.inverse, bits[i]);
-      }
-    } else {
+    for (int i = 0; i < kOctet; ++i) made.element[i] = Codec::encode(v[i], found, bits[i]);
+  } else {
 #pragma unroll
-      for (int i = 0; i < kOctet; ++i) made.element[i] = int8_quantize(v[i], found.inverse);
-    }
-    // Where a value is not finite, processors would differ in what is left of it.
-    if (largest >= kInfinityBits) made = {};
-    return largest < kInfinityBits;
+    for (int i = 0; i < kOctet; ++i) made.element[i] = Codec::encode(v[i], found);
   }
+  // Processors would differ in what is left of a value that is not finite.
+  if (largest >= kInfinityBits) made = {};
+  return largest < kInfinityBits;
+}
 
-  __device__ static float value(Payload q, float scale) { return int8_dequantize(q, scale); }
-};
-
-template <class W>
-struct CastCodec {
-  using Payload = W;
-  static constexpr bool kScaled = false;
-
-  __device__ bool encode(const float* v, int, const Random&, std::int64_t, Octet<Payload>& made,
-                         float&) const {
-    bool finite = true;
+template <class Codec>
+  requires(!Codec::kScaled)
+__device__ bool encode_octet(const float* v, bool, int, const Random&, std::int64_t,
+                             Octet<typename Codec::Payload>& made, float&) {
+  bool finite = true;
 #pragma unroll
-    for (int i = 0; i < kOctet; ++i) {
-      made.element[i] = store<W>(v[i]);
-      finite = finite && magnitude(load(made.element[i])) < kInfinityBits;
-    }
-    return finite;
+  for (int i = 0; i < kOctet; ++i) {
+    made.element[i] = Codec::encode(v[i]);
+    finite = finite && magnitude(Codec::decode(made.element[i], 1.0f)) < kInfinityBits;
   }
-
-  __device__ static float value(Payload p, float) { return load(p); }
-};
+  return finite;
+}
 
 template <class Codec>
 __device__ const typename Codec::Payload* payload_at(const Encoded& encoded, std::int64_t element) {
@@ -169,7 +157,7 @@ __device__ void sum_encoded(const Pass& pass, std::int64_t start, int shift, flo
     const float scale = scale_at<Codec>(from, start, shift);
 #pragma unroll
     for (int i = 0; i < kOctet; ++i) {
-      const float value = Codec::value(octet.element[i], scale);
+      const float value = Codec::decode(octet.element[i], scale);
       v[i] = s == 0 ? value : v[i] + value;
     }
   }
@@ -197,18 +185,18 @@ __device__ void sum_with_own(const Pass& pass, std::int64_t start, int n, int sh
       const auto octet = load_octet(payload_at<Codec>(from, start), n);
       const float scale = scale_at<Codec>(from, start, shift);
 #pragma unroll
-      for (int i = 0; i < kOctet; ++i) next[i] = Codec::value(octet.element[i], scale);
+      for (int i = 0; i < kOctet; ++i) next[i] = Codec::decode(octet.element[i], scale);
     }
 #pragma unroll
     for (int i = 0; i < kOctet; ++i) v[i] = s == 0 ? next[i] : v[i] + next[i];
   }
 }
 
-// Whether decoded elements are finite as Ts. A block has an element of 127 scales, or nearly.
+// Whether decoded elements are finite as Ts.
 template <class T, class Codec>
 __device__ bool finite_as(const float* values, int n, float scale) {
   if constexpr (Codec::kScaled) {
-    return magnitude(load(store<T>(Codec::value(127, scale)))) < kInfinityBits;
+    return magnitude(load(store<T>(Codec::decode(Codec::kLargest, scale)))) < kInfinityBits;
   } else {
     bool finite = true;
 #pragma unroll
@@ -250,8 +238,7 @@ __device__ void settle(const Pass& pass, std::int64_t start, int n, bool own, co
 
 // Not inlined, nor is decode_blocks: an algorithm calls them from many places.
 template <class T, class Codec>
-__device__ __noinline__ bool encode_blocks(const Codec& codec, const Pass& pass, bool own,
-                                           int shift) {
+__device__ __noinline__ bool encode_blocks(const Pass& pass, bool own, bool stochastic, int shift) {
   using Payload = typename Codec::Payload;
   bool finite = true;
   for (std::int64_t stride = 0; stride < pass.n; stride += kStride) {
@@ -271,7 +258,8 @@ __device__ __noinline__ bool encode_blocks(const Codec& codec, const Pass& pass,
     }
     Octet<Payload> made;
     float scale = 1.0f;
-    finite &= codec.encode(v, shift, pass.random, pass.first + stride, made, scale);
+    finite &=
+        encode_octet<Codec>(v, stochastic, shift, pass.random, pass.first + stride, made, scale);
     if (n == 0) continue;
     store_octet(reinterpret_cast<Payload*>(pass.to.payload) + start, made, n);
     if (Codec::kScaled && (start & ((1 << shift) - 1)) == 0) {
@@ -279,7 +267,7 @@ __device__ __noinline__ bool encode_blocks(const Codec& codec, const Pass& pass,
     }
     float values[kOctet];
 #pragma unroll
-    for (int i = 0; i < kOctet; ++i) values[i] = Codec::value(made.element[i], scale);
+    for (int i = 0; i < kOctet; ++i) values[i] = Codec::decode(made.element[i], scale);
     if (pass.output != nullptr) finite &= finite_as<T, Codec>(values, n, scale);
     settle<T>(pass, start, n, own, v, values);
   }
@@ -299,7 +287,7 @@ __device__ __noinline__ bool decode_blocks(const Encoded& from, T* output, std::
     if constexpr (add) decoded = load_octet(output + start, n);
 #pragma unroll
     for (int i = 0; i < kOctet; ++i) {
-      values[i] = Codec::value(octet.element[i], scale);
+      values[i] = Codec::decode(octet.element[i], scale);
       if constexpr (add) {
         decoded.element[i] += values[i];
       } else {
@@ -316,34 +304,23 @@ __device__ __noinline__ bool decode_blocks(const Encoded& from, T* output, std::
 // each thread, whether something of its elements is not finite.
 template <class T>
 __device__ bool encode_pass(const Codec& codec, const Pass& pass, bool own, int shift) {
-  if (codec.kind == CodecKind::int8) {
-    return encode_blocks<T>(Int8Codec{codec.stochastic != 0}, pass, own, shift);
-  }
-  switch (codec.values) {
-    case DType::f16:
-      return encode_blocks<T>(CastCodec<Half>{}, pass, own, shift);
-    case DType::bf16:
-      return encode_blocks<T>(CastCodec<BFloat16>{}, pass, own, shift);
-    default:
-      return encode_blocks<T>(CastCodec<float>{}, pass, own, shift);
-  }
+  bool nonfinite = false;
+  BlockCodecs::visit(codec, [&](auto type) {
+    nonfinite =
+        encode_blocks<T, typename decltype(type)::type>(pass, own, codec.stochastic != 0, shift);
+  });
+  return nonfinite;
 }
 
 // output[i] = decoded, or += decoded; returns, to each thread, whether some of it is not finite.
 template <class T, bool add>
 __device__ bool decode_pass(const Codec& codec, const Encoded& from, T* output, std::int64_t n,
                             int shift) {
-  if (codec.kind == CodecKind::int8) {
-    return decode_blocks<T, Int8Codec, add>(from, output, n, shift);
-  }
-  switch (codec.values) {
-    case DType::f16:
-      return decode_blocks<T, CastCodec<Half>, add>(from, output, n, shift);
-    case DType::bf16:
-      return decode_blocks<T, CastCodec<BFloat16>, add>(from, output, n, shift);
-    default:
-      return decode_blocks<T, CastCodec<float>, add>(from, output, n, shift);
-  }
+  bool nonfinite = false;
+  BlockCodecs::visit(codec, [&](auto type) {
+    nonfinite = decode_blocks<T, typename decltype(type)::type, add>(from, output, n, shift);
+  });
+  return nonfinite;
 }
 
 }  // namespace pycomm::cuda

@@ -190,7 +190,7 @@ class CodedComm {
 #pragma unroll 4
     for (std::int64_t i = threadIdx.x; i < words; i += blockDim.x) target[i] = source[i];
     const std::int64_t scales =
-        operation_.codec.kind == CodecKind::int8 ? (n + staging_.block - 1) >> staging_.shift : 0;
+        is_scaled(operation_.codec) ? (n + staging_.block - 1) >> staging_.shift : 0;
     for (std::int64_t i = threadIdx.x; i < scales; i += blockDim.x) to.scales[i] = from.scales[i];
     __syncthreads();
   }

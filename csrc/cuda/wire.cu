@@ -10,14 +10,14 @@ namespace {
 // Where the elements of one stride lie, encoded.
 __device__ Encoded wire_at(const WireJob& job, std::int64_t start) {
   std::byte* const body = job.wire + sizeof(WireHeader);
-  if (job.codec.kind != CodecKind::int8) {
+  if (!is_scaled(job.codec)) {
     return {body + start * size_of(job.codec.values), nullptr};
   }
   const Range tile = Tiles{job.n, kWireTile}[start / kWireTile];
   const std::int64_t block = job.codec.block, within = start - tile.begin;
-  std::byte* const at = body + start / kWireTile * int8_wire_tile_bytes(kWireTile, block);
+  std::byte* const at = body + start / kWireTile * scaled_wire_tile_bytes(kWireTile, block);
   return {at + within,
-          reinterpret_cast<float*>(at + int8_wire_tile(tile.count, block).scale_offset(within))};
+          reinterpret_cast<float*>(at + scaled_wire_tile(tile.count, block).scale_offset(within))};
 }
 
 // The header, and what pads the last tile's payload, so that no byte is left undefined.
@@ -26,7 +26,7 @@ __device__ void write_frame(const WireJob& job) {
   for (std::size_t i = threadIdx.x; i < sizeof(header); i += blockDim.x) {
     job.wire[i] = reinterpret_cast<const std::byte*>(&header)[i];
   }
-  if (job.codec.kind != CodecKind::int8 || job.n % 16 == 0) return;
+  if (!is_scaled(job.codec) || job.n % 16 == 0) return;
   const std::int64_t last = (job.n - 1) / kStride * kStride;
   std::byte* const end = wire_at(job, last).payload + (job.n - last);
   if (threadIdx.x < 16 - job.n % 16) end[threadIdx.x] = std::byte{0};

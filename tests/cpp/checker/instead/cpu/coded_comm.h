@@ -29,7 +29,7 @@ class CodedComm {
         feedback_(feedback),
         staging_(staging),
         payload_{staging_.payload},
-        scales_{4, operation.codec.kind == CodecKind::int8 ? staging_.block : 0} {}
+        scales_{4, is_scaled(operation.codec) ? staging_.block : 0} {}
 
   int rank() const { return comm_.rank(); }
   int size() const { return comm_.size(); }
