@@ -26,6 +26,7 @@ REFUSED = [
     (optim.FusedAdamW, torch.float32, {"states": "int4"}, "one of fp32, fp16, bf16, 8bit"),
     (optim.FusedAdamW, BF16, {"master_weights": "bf16"}, "master_weights must be"),
     (optim.FusedAdamW, FP16, {"master_weights": "remainder"}, "use 'fp32'"),
+    (optim.FusedLion, torch.float32, {"master_weights": "remainder"}, "leave it out"),
     (optim.FusedAdamW, FP16, {"stochastic_rounding": True}, "got float16"),
     (optim.FusedAdamW, torch.float32, {"stochastic_rounding": True}, "nothing to round"),
     (optim.FusedLion, BF16, {"stochastic_rounding": True, "master_weights": "fp32",

@@ -105,8 +105,9 @@ def test_remainders_are_refused_beside_fp16():
 def test_options_apply_to_a_model_that_has_become_bf16(master):
     """It goes on as one that has been from the beginning."""
     names = {"fp32": "master_param", "remainder": "remainder"}
-    param = ones(5000)
+    param = ones(5000, dtype=BF16)
     optimizer = optim.FusedAdamW([param], lr=1e-4, master_weights=master)
+    param.data = param.data.float()
     step(optimizer, gradients([param], 0)[0])
     param.grad = None
     param.data = param.data.bfloat16()

@@ -83,6 +83,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         for param in group["params"]:
             _options.check_param(type(self).__name__, param)
         self._check_options(group)
+        _options.check_remainder(group)
 
     def _check_options(self, group: Group) -> None:
         _options.check_options(group, any(map(_storage.squares, self._state_names(group))))

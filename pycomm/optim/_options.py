@@ -23,7 +23,8 @@ class Options(TypedDict, total=False):
         master_weights: for 16-bit parameters. ``"fp32"`` keeps fp32 weights beside them,
             ``"remainder"`` the 16 bits that a bf16 parameter lacks, which is as exact. By default
             None: the parameters are all there is. An fp32 parameter has nothing beside it, until
-            the model becomes a 16-bit one.
+            the model becomes a 16-bit one; ``"remainder"`` for fp32 parameters only is a
+            ValueError.
         states: ``"fp32"`` (the default), ``"bf16"``, ``"fp16"`` (of second moments the square
             roots) or ``"8bit"`` (blocks of 256; tensors below 4,096 elements keep fp32).
         stochastic_rounding: of bf16 parameters without master weights. Second moments in less than
@@ -136,6 +137,16 @@ def one_device(optimizer: str, params: Iterable[torch.Tensor]) -> torch.device:
             "make an optimizer for each"
         )
     return devices.pop()
+
+
+def check_remainder(group: Group) -> None:
+    """Refuses remainders for a group in which no parameter lacks any bits."""
+    dtypes = {param.dtype for param in group["params"]}
+    if group["master_weights"] == "remainder" and dtypes == {torch.float32}:
+        raise ValueError(
+            "master_weights='remainder' completes bfloat16 parameters, got float32 ones, which "
+            "need no master weights: leave it out"
+        )
 
 
 def check_options(group: Group, has_squares: bool) -> None:
