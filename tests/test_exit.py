@@ -56,5 +56,24 @@ def test_exit_while_a_daemon_thread_is_in_an_operation():
     assert "terminate" not in done.stderr
 
 
+# What is registered with the C library before the extension is loaded comes after its destructors.
+OUTLIVES = """
+import ctypes, sys, time
+libc = ctypes.CDLL(None)
+usleep = ctypes.cast(libc.usleep, ctypes.c_void_p)
+libc.__cxa_atexit(usleep, ctypes.c_void_p(300_000), None)
+import pycomm
+sys.worlds = [pycomm.LocalWorld(2) for _ in range(2)]
+sys.work = pycomm.barrier(group=sys.worlds[0].groups[0], async_op=True)
+pycomm.group._by_name.clear()  # so that nothing ends it
+time.sleep(0.1)
+"""
+
+
+def test_a_worker_waits_while_the_process_ends():
+    done = subprocess.run([sys.executable, "-c", OUTLIVES], capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
 if __name__ == "__main__":
     main()

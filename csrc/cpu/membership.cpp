@@ -10,9 +10,10 @@
 namespace pycomm::cpu {
 namespace {
 
-// All of this process. A forked child has none of its parent's.
+// All of this process. A forked child has none of its parent's. Never destroyed: a worker may still
+// wait while the process ends.
 std::mutex mutex;
-std::vector<Membership*> memberships;
+auto& memberships = *new std::vector<Membership*>;
 
 [[maybe_unused]] const int registered = pthread_atfork([] { mutex.lock(); }, [] { mutex.unlock(); },
                                                        [] {
