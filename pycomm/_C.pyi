@@ -11,6 +11,8 @@ algorithms: dict[str, int]
 codecs: dict[str, int]
 rules: dict[str, int]
 coded_algorithms: list[str]
+partial_sum_algorithms: list[str]
+zero_copy_algorithms: list[str]
 has_cuda: bool
 window_layout: int
 

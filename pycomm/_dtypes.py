@@ -11,6 +11,8 @@ DTYPES = {getattr(torch, name): number for name, number in _C.dtypes.items()}
 OPS = _C.reduce_ops
 ALGORITHMS = _C.algorithms
 CODED_ALGORITHMS = {name: ALGORITHMS[name] for name in ("auto", *_C.coded_algorithms)}
+# Those that add in rank order and round once.
+FIXED_ORDER = [name for name in ALGORITHMS if name not in _C.partial_sum_algorithms]
 COLLECTIVES = _C.collectives
 CODECS = _C.codecs
 

@@ -31,7 +31,7 @@ class Plan:
             CUDA, what joins the ranks: ``"threads"``, ``"peer memory"`` or
             ``"pinned host memory"``.
         steps: signals that this rank gives the others; None on CUDA and between machines, where
-            nobody counts.
+            nobody counts, and for an algorithm that has no formula here.
         bytes_in: bytes that it reads from other ranks' memory, or of several machines receives from
             the others; None on CUDA.
         bytes_out: bytes that it writes to other ranks' memory, or sends to other machines; None on
@@ -84,12 +84,14 @@ def make_plan(
         why = f"measured best for {nbytes} bytes among {size} ranks on cpu"
     if size == 1:
         return Plan(chosen, "a world of one", "cpu", "alone", 0, 0, 0)
-    direct = in_window and chosen != "one_shot"
-    counting = {"one_shot": _one_shot, "two_shot": _two_shot, "ring": _ring, "tree": _tree}[chosen]
+    direct = in_window and chosen in _C.zero_copy_algorithms
+    path = "window" if direct else "staged"
+    counting = _COUNTING.get(chosen)
+    if counting is None:
+        return Plan(chosen, why, "cpu", path, None, None, None)
     steps, elements_in, elements_out = counting(
         nbytes // dtype.itemsize, rank, size, direct, slot_bytes // dtype.itemsize, dtype.itemsize
     )
-    path = "window" if direct else "staged"
     item = dtype.itemsize
     return Plan(chosen, why, "cpu", path, steps, elements_in * item, elements_out * item)
 
@@ -163,3 +165,6 @@ def _tree(count: int, rank: int, size: int, direct: bool, slot: int, item: int) 
         steps += 2 * len(tiles_of(half, piece))
         read += half * sum(neighbour >= 0 for neighbour in (parent, left, right))
     return steps, read, 0
+
+
+_COUNTING = {"one_shot": _one_shot, "two_shot": _two_shot, "ring": _ring, "tree": _tree}

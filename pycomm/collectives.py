@@ -11,7 +11,7 @@ from torch.autograd.graph import increment_version
 from pycomm import _C
 from pycomm._arguments import reduction
 from pycomm._arrays import as_tensor
-from pycomm._dtypes import ALGORITHMS, COLLECTIVES, OPS, check_choice, check_dtype
+from pycomm._dtypes import ALGORITHMS, COLLECTIVES, FIXED_ORDER, OPS, check_choice, check_dtype
 from pycomm._given import given_group
 from pycomm._host_staging import StandIn, fetch
 from pycomm._labels import label_of
@@ -130,10 +130,9 @@ def all_reduce(
     if op not in OPS or algorithm not in ALGORITHMS:
         op = reduction(op, OPS)
         check_choice("algorithm", algorithm, ALGORITHMS)
-    if deterministic and algorithm in ("ring", "tree"):
-        raise ValueError(
-            f"algorithm must be auto, one_shot or two_shot when deterministic, got {algorithm!r}"
-        )
+    if deterministic and algorithm not in FIXED_ORDER:
+        allowed = f"{', '.join(FIXED_ORDER[:-1])} or {FIXED_ORDER[-1]}"
+        raise ValueError(f"algorithm must be {allowed} when deterministic, got {algorithm!r}")
     if (
         out is None
         and not async_op

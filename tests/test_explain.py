@@ -5,6 +5,7 @@ import sweep
 import torch
 
 import pycomm
+from pycomm import _plan
 
 
 def test_plan_of_auto_is_what_auto_does(world):
@@ -39,6 +40,14 @@ def test_named_algorithms(world, algorithm):
     window = group.explain(1 << 20, algorithm=algorithm, in_window=True)
     assert window.path == ("staged" if algorithm == "one_shot" else "window")
     assert window.bytes_in <= staged.bytes_in
+
+
+def test_an_algorithm_without_a_formula(world, monkeypatch):
+    """As a new one may be: what runs is known, what it moves is not."""
+    monkeypatch.delitem(_plan._COUNTING, "ring")
+    plan = world(2).groups[0].explain(4096, algorithm="ring", in_window=True)
+    assert (plan.algorithm, plan.path) == ("ring", "window")
+    assert (plan.steps, plan.bytes_in, plan.bytes_out) == (None, None, None)
 
 
 def test_a_world_of_one_moves_nothing(world):

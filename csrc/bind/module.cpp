@@ -253,12 +253,12 @@ py::dict numbers() {
   return all;
 }
 
-// The names of the algorithms that also run with a codec of blocks.
-py::list coded_algorithms() {
+// The names of the algorithms whose row has a property.
+py::list algorithms_with(bool (*property)(Algorithm)) {
   py::list names;
   for (int i = 0; i < kCountOf<Algorithm>; ++i) {
     const auto algorithm = static_cast<Algorithm>(i);
-    if (Algorithms::coded(algorithm)) names.append(name_of(algorithm));
+    if (property(algorithm)) names.append(name_of(algorithm));
   }
   return names;
 }
@@ -292,7 +292,9 @@ PYBIND11_MODULE(_C, m) {
   m.attr("algorithms") = numbers<Algorithm>();
   m.attr("codecs") = numbers<CodecKind>();
   m.attr("rules") = numbers<Rule>();
-  m.attr("coded_algorithms") = coded_algorithms();
+  m.attr("coded_algorithms") = algorithms_with(&Algorithms::coded);
+  m.attr("partial_sum_algorithms") = algorithms_with(&Algorithms::partial_sums);
+  m.attr("zero_copy_algorithms") = algorithms_with(&Algorithms::zero_copy);
 }
 
 }  // namespace pycomm::bind
