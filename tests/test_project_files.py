@@ -81,6 +81,22 @@ def test_paths(page):
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
+def test_extending():
+    """It names files that exist, and its code stands in the file named last before it."""
+    pieces = re.split(
+        r"```(?:c\+\+|python)\n(.*?)\n```\n", text("docs/EXTENDING.md"), flags=re.DOTALL
+    )
+    assert len(pieces) > 20
+    prose, blocks = "\n".join(pieces[::2]), pieces[1::2]
+    named = re.findall(r"`((?:csrc|pycomm|tests)/[^`*\s]*)`", prose)
+    named += [f"docs/{name}" for name in re.findall(r"\]\(([^)#:]+)", prose)]
+    assert [name for name in named if not (ROOT / name).exists()] == []
+    file = ""
+    for before, code in zip(pieces[::2], blocks, strict=False):
+        file = (re.findall(r"`([\w/]+\.(?:h|cu|py))`", before) or [file])[-1]
+        assert code in text(file), f"{file} has no such code:\n{code}"
+
+
 def test_python_versions():
     classifiers = PROJECT["project"]["classifiers"]
     prefix = "Programming Language :: Python :: 3."

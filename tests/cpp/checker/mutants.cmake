@@ -43,6 +43,11 @@ add_mutant(scales_lie_on_payload coded.h "place.data + kStagingSlots * slot * pa
 add_mutant(coded_slots_overflow coded.h "piece * ranks > slot" "piece * (ranks - 1) > slot")
 add_mutant(result_lies_on_a_list topk.h "return list(ranks);" "return list(ranks - 1);")
 
+# add_star_mutant(name old new), of the algorithm of docs/EXTENDING.md.
+add_star_mutant(star_adds_what_has_not_come "comm.wait_all(kStaged, t + 1);" "")
+add_star_mutant(star_copies_what_has_not_come "comm.wait(0, kReduced, t);" "")
+add_star_mutant(star_has_one_slot "t % 2" "0")
+
 # add_epoch_mutant(name header old new), of a header of core/: what happens after the last epoch.
 add_epoch_mutant(epochs_do_not_wrap signal.h
   "static_cast<std::int32_t>(flag - target) >= 0" "flag >= target")
