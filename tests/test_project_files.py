@@ -81,6 +81,10 @@ def test_paths(page):
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
+def unindented(code):
+    return re.sub(r"^ +", "", code, flags=re.MULTILINE)
+
+
 def test_extending():
     """It names files that exist, and its code stands in the file named last before it."""
     pieces = re.split(
@@ -94,7 +98,7 @@ def test_extending():
     file = ""
     for before, code in zip(pieces[::2], blocks, strict=False):
         file = (re.findall(r"`([\w/]+\.(?:h|cu|py))`", before) or [file])[-1]
-        assert code in text(file), f"{file} has no such code:\n{code}"
+        assert unindented(code) in unindented(text(file)), f"{file} has no such code:\n{code}"
 
 
 def test_python_versions():
