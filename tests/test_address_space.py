@@ -130,3 +130,18 @@ with pycomm.LocalWorld(2, hosts=hosts) as world:
     grown, kept = map(int, run(f"what = {what!r}\n{program}").split())
     assert grown > 40
     assert kept < grown / 4
+
+
+def test_more_tensors_than_a_process_may_have_mappings():
+    """As the usual limit is; a machine with a higher one shows nothing."""
+    program = """
+from pathlib import Path
+most = int(Path('/proc/sys/vm/max_map_count').read_text())
+with pycomm.LocalWorld(2) as world:
+    group = world.groups[0]
+    tensors = [group.empty(4).fill_(i) for i in range(min(most, 100_000) + 5_000)]
+    del tensors[1::2]
+    group.empty(1 << 20)
+    print(all(tensor[3].item() == 2 * i for i, tensor in enumerate(tensors)))
+"""
+    assert run(program) == "True"

@@ -18,6 +18,8 @@ namespace {
 // The least that is mapped of another process's heap.
 constexpr std::int64_t kSmallestView = 1 << 20;
 
+constexpr std::int64_t kChunk = 2 << 20;
+
 }  // namespace
 
 Mapping::Mapping(int fd, std::int64_t begin, std::int64_t bytes) : bytes_(bytes) {
@@ -44,11 +46,33 @@ Mapping::~Mapping() {
 Mapping::Mapping(Mapping&& other) noexcept
     : data_(std::exchange(other.data_, nullptr)), bytes_(other.bytes_) {}
 
+Range HeapMap::chunk_at(std::int64_t place) const {
+  const std::int64_t begin = place / kChunk * kChunk, heap_end = heap_.begin + heap_.count;
+  const std::int64_t first = std::max(begin, heap_.begin);
+  return {first, std::min(begin + kChunk, heap_end) - first};
+}
+
+HeapMap::Allocation HeapMap::make(const Range& places) {
+  const Range chunk = chunk_at(places.begin);
+  const std::int64_t within = places.begin - chunk.begin;
+  if (within + places.count > chunk.count) {
+    Mapping own(fd_, begin_ + places.begin, places.count);
+    return {own.data(), places.count, std::move(own)};
+  }
+  auto found = chunks_.find(chunk.begin);
+  if (found == chunks_.end()) {
+    Mapping mapping(fd_, begin_ + chunk.begin, chunk.count);
+    found = chunks_.emplace(chunk.begin, Chunk{std::move(mapping)}).first;
+  }
+  ++found->second.users;
+  return {found->second.mapping.data() + within, places.count, std::nullopt};
+}
+
 std::byte* HeapMap::map(const Range& places) {
-  Mapping made(fd_, begin_ + places.begin, places.count);
-  std::byte* const data = made.data();
-  const auto address = reinterpret_cast<std::uintptr_t>(data);
   const std::lock_guard lock(mutex_);
+  Allocation made = make(places);
+  std::byte* const data = made.data;
+  const auto address = reinterpret_cast<std::uintptr_t>(data);
   allocations_.emplace(places.begin, std::move(made));
   places_[address] = places.begin;
   const std::uintptr_t end = address + static_cast<std::uintptr_t>(places.count);
@@ -60,7 +84,11 @@ std::byte* HeapMap::map(const Range& places) {
 void HeapMap::unmap(std::int64_t place) {
   const std::lock_guard lock(mutex_);
   const auto found = allocations_.find(place);
-  places_.erase(reinterpret_cast<std::uintptr_t>(found->second.data()));
+  places_.erase(reinterpret_cast<std::uintptr_t>(found->second.data));
+  if (!found->second.own) {
+    const auto chunk = chunks_.find(chunk_at(place).begin);
+    if (--chunk->second.users == 0) chunks_.erase(chunk);
+  }
   allocations_.erase(found);
 }
 
@@ -68,8 +96,8 @@ std::byte* HeapMap::at(std::int64_t place, std::int64_t bytes) {
   const std::lock_guard lock(mutex_);
   auto after = allocations_.upper_bound(place);
   if (after != allocations_.begin()) {
-    const auto& [begin, mapping] = *std::prev(after);
-    if (place + bytes <= begin + mapping.bytes()) return mapping.data() + (place - begin);
+    const auto& [begin, allocation] = *std::prev(after);
+    if (place + bytes <= begin + allocation.bytes) return allocation.data + (place - begin);
   }
   const std::int64_t needed = place + bytes - heap_.begin;
   if (views_.empty() || views_.back().bytes() < needed) add_view(needed);
@@ -101,7 +129,7 @@ std::int64_t HeapMap::place_of(const void* data, std::int64_t bytes) const {
   if (after == places_.begin()) return kNotInWindow;
   const auto& [begin, place] = *std::prev(after);
   const auto within = static_cast<std::int64_t>(address - begin);
-  return within + bytes <= allocations_.at(place).bytes() ? place + within : kNotInWindow;
+  return within + bytes <= allocations_.at(place).bytes ? place + within : kNotInWindow;
 }
 
 Heap::Heap(std::shared_ptr<Window> window, int rank)

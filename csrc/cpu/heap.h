@@ -1,7 +1,7 @@
 // A rank's part of the window's file that tensors lie in, and where it is mapped.
 //
 // A heap is as large as the machine's memory, so that no tensor fails to fit, and mapped by piece: each
-// allocation by itself, in the process that makes it; in others, as much of the heap's beginning as the
+// allocation by itself, or small ones together, in the process that makes it; in others, as much of the heap's beginning as the
 // tensors announced so far need. So address space goes with the memory in use, not with ranks times
 // the machine's memory.
 #pragma once
@@ -12,6 +12,7 @@
 #include <memory>
 #include <mutex>
 #include <new>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -64,13 +65,26 @@ class HeapMap {
   std::int64_t place_of(const void* data, std::int64_t bytes) const;
 
  private:
+  // Small allocations share a mapping: a process may have some 65,000.
+  struct Chunk {
+    Mapping mapping;
+    int users = 0;
+  };
+  struct Allocation {
+    std::byte* data;
+    std::int64_t bytes;
+    std::optional<Mapping> own;  // or it lies in a chunk
+  };
+  Range chunk_at(std::int64_t place) const;
+  Allocation make(const Range& places);
   void add_view(std::int64_t needed);
 
   const int fd_;
   const std::int64_t begin_;
   const Range heap_;
   mutable std::mutex mutex_;
-  std::map<std::int64_t, Mapping> allocations_;                     // by place
+  std::map<std::int64_t, Chunk> chunks_;                            // by first place
+  std::map<std::int64_t, Allocation> allocations_;                  // by place
   std::map<std::uintptr_t, std::int64_t> places_;                   // of allocations, by address
   std::atomic<std::uintptr_t> lowest_ = UINTPTR_MAX, highest_ = 0;  // of all allocations so far
   std::vector<Mapping> views_;  // of the heap's beginning, each larger than the one before
