@@ -13,7 +13,7 @@ import torch  # noqa: F401 - its libraries must be loaded before ours
 
 from pycomm import compressed_ops, hooks, ops, optim
 from pycomm._names import parse_compressor
-from pycomm._plan import Plan
+from pycomm._runtime.plan import Plan
 from pycomm.collectives import Work, all_gather, all_reduce, barrier, broadcast, reduce_scatter
 from pycomm.compressed import compressed_all_reduce
 from pycomm.compression import Cast, Compressor, Identity, Int8, TopK

@@ -9,14 +9,27 @@ import torch
 from torch.autograd.graph import increment_version
 
 from pycomm import _C
-from pycomm._arguments import reduction
-from pycomm._arrays import as_tensor
-from pycomm._dtypes import ALGORITHMS, COLLECTIVES, FIXED_ORDER, OPS, check_choice, check_dtype
 from pycomm._given import given_group
-from pycomm._host_staging import StandIn, fetch
-from pycomm._labels import label_of
-from pycomm._log import DEBUG, all_reduce_called
-from pycomm._tensors import check_blocks, check_disjoint, check_like, check_tensor, check_written
+from pycomm._inputs.arguments import reduction
+from pycomm._inputs.arrays import as_tensor
+from pycomm._inputs.dtypes import (
+    ALGORITHMS,
+    COLLECTIVES,
+    FIXED_ORDER,
+    OPS,
+    check_choice,
+    check_dtype,
+)
+from pycomm._inputs.labels import label_of
+from pycomm._inputs.tensors import (
+    check_blocks,
+    check_disjoint,
+    check_like,
+    check_tensor,
+    check_written,
+)
+from pycomm._runtime.log import DEBUG, all_reduce_called
+from pycomm._runtime.staging import StandIn, fetch
 from pycomm.group import Group
 
 if TYPE_CHECKING:

@@ -9,15 +9,15 @@ import torch
 from torch.autograd.graph import increment_version
 
 from pycomm import _C
-from pycomm._arguments import reduction
-from pycomm._arrays import as_tensor
-from pycomm._cuda import NonfiniteFlag
-from pycomm._dtypes import ALGORITHMS, CODED_ALGORITHMS, DTYPES, OPS, check_choice
 from pycomm._given import given_group
-from pycomm._host_staging import StandIn, fetch
-from pycomm._labels import label_of
-from pycomm._log import DEBUG, all_reduce_called
-from pycomm._tensors import check_disjoint, check_like, check_tensor, check_written
+from pycomm._inputs.arguments import reduction
+from pycomm._inputs.arrays import as_tensor
+from pycomm._inputs.dtypes import ALGORITHMS, CODED_ALGORITHMS, DTYPES, OPS, check_choice
+from pycomm._inputs.labels import label_of
+from pycomm._inputs.tensors import check_disjoint, check_like, check_tensor, check_written
+from pycomm._runtime.cuda import NonfiniteFlag
+from pycomm._runtime.log import DEBUG, all_reduce_called
+from pycomm._runtime.staging import StandIn, fetch
 from pycomm.collectives import Work, stand_ins
 from pycomm.compression import (
     SMALLEST_BLOCK,

@@ -16,9 +16,9 @@ import torch
 from torch.autograd.graph import increment_version
 
 from pycomm import _C
-from pycomm._arrays import as_tensor
-from pycomm._dtypes import CODECS, DTYPES
-from pycomm._tensors import check_memory, check_no_gradient
+from pycomm._inputs.arrays import as_tensor
+from pycomm._inputs.dtypes import CODECS, DTYPES
+from pycomm._inputs.tensors import check_memory, check_no_gradient
 
 SMALLEST_BLOCK = 128
 COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16)
@@ -319,7 +319,7 @@ class TopK(Compressor):
 def _backend(device: torch.device) -> Any:
     if device.type == "cpu":
         return _C
-    from pycomm._cuda import Codecs
+    from pycomm._runtime.cuda import Codecs
 
     return Codecs(device)
 

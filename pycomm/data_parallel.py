@@ -16,18 +16,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._compile import _disable_dynamo as not_compiled
 from torch.autograd.graph import increment_version
 
-from pycomm._buckets import broadcast_all
-from pycomm._comm_state import CommState
-from pycomm._gradient_exchange import GradientExchange
-from pycomm._graphs import tensors_in
-from pycomm._local_sgd import LocalSGDState
-from pycomm._parameters import Exclude
-from pycomm._prefixes import without_prefix
-from pycomm._tensors import check_memory
-from pycomm._weighing import Weighing
+from pycomm._inputs.tensors import check_memory
+from pycomm._runtime.torch_private import backward_id, backward_node, not_compiled
+from pycomm._training.buckets import broadcast_all
+from pycomm._training.comm_state import CommState
+from pycomm._training.gradient_exchange import GradientExchange
+from pycomm._training.graphs import tensors_in
+from pycomm._training.local_sgd import LocalSGDState
+from pycomm._training.parameters import Exclude
+from pycomm._training.prefixes import without_prefix
+from pycomm._training.weighing import Weighing
 from pycomm.collectives import all_reduce
 from pycomm.compression import Compressor
 from pycomm.group import Group
@@ -240,7 +240,7 @@ class DataParallel(nn.Module):
             weight = self._next_weight
         self._next_weight = None
         exchange, syncing = self._exchange, self.require_backward_grad_sync
-        inside_backward = torch._C._current_graph_task_id() >= 0
+        inside_backward = backward_id() >= 0
         if exchange.promise.open and not inside_backward:
             exchange.catch_up()
         exchange.members.check(self.module)
@@ -297,7 +297,7 @@ def _arrived(model: weakref.ref[DataParallel], parameter: torch.Tensor) -> None:
 @not_compiled
 def _began(model: weakref.ref[DataParallel], gradient: torch.Tensor) -> None:  # noqa: ARG001
     if (alive := model()) is not None and alive.require_backward_grad_sync:
-        alive._exchange.begin_backward(torch._C._current_autograd_node())
+        alive._exchange.begin_backward(backward_node())
 
 
 def _insert_prefix(

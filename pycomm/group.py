@@ -19,21 +19,22 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from pycomm import _C, _log
-from pycomm._arguments import (
+from pycomm import _C
+from pycomm._inputs.arguments import (
     check_is_rank,
     check_process_group,
     not_set_up,
     process_group_of,
     seconds,
 )
-from pycomm._cuda import DEFAULT_MAX_BLOCKS, CudaSide, join_processes
-from pycomm._dtypes import check_dtype
-from pycomm._hosts import Machines
-from pycomm._meeting import meet
-from pycomm._plan import Plan, make_plan, make_spanning_plan, select
-from pycomm._rendezvous import WindowMaker, join
-from pycomm._waiting import Deadline
+from pycomm._inputs.dtypes import check_dtype
+from pycomm._runtime import log
+from pycomm._runtime.cuda import DEFAULT_MAX_BLOCKS, CudaSide, join_processes
+from pycomm._runtime.internode import Machines
+from pycomm._runtime.meeting import meet
+from pycomm._runtime.plan import Plan, make_plan, make_spanning_plan, select
+from pycomm._runtime.rendezvous import WindowMaker, join
+from pycomm._runtime.waiting import Deadline
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -252,7 +253,7 @@ class Group:
         """Whether host memory stands in for tensors there: machines are joined by their CPUs."""
         stages = device.type == "cuda" and len(self.hosts) > 1
         if stages:
-            _log.fallback(self, "CUDA tensors go through host memory: the group spans nodes")
+            log.fallback(self, "CUDA tensors go through host memory: the group spans nodes")
         return stages
 
     def _cuda_side(self, device: torch.device) -> CudaSide:
@@ -412,7 +413,7 @@ def init(
         made._join_cuda = lambda device: join_processes(
             made, device, process_group, max_blocks, cuda_heap_bytes
         )
-    _log.group_made(made, members.cores, "Gloo")
+    log.group_made(made, members.cores, "Gloo")
     with _default_lock:
         if _default is None or not _default._core.usable():
             _default = made

@@ -14,11 +14,11 @@ buckets. Errors come out of ``backward()`` with their type.
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
-from pycomm._comm_state import CommState, NamedParameters
-from pycomm._local_sgd import LocalSGDState
+from pycomm._runtime.torch_private import GradBucket
+from pycomm._training.comm_state import CommState, NamedParameters
+from pycomm._training.local_sgd import LocalSGDState
 from pycomm.compression import Int8, TopK
 from pycomm.group import Group
 

@@ -12,10 +12,11 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from pycomm import _C, _log
-from pycomm._arguments import seconds
-from pycomm._cuda import DEFAULT_MAX_BLOCKS, LocalDevices
-from pycomm._hosts import Machines
+from pycomm import _C
+from pycomm._inputs.arguments import seconds
+from pycomm._runtime import log
+from pycomm._runtime.cuda import DEFAULT_MAX_BLOCKS, LocalDevices
+from pycomm._runtime.internode import Machines
 from pycomm.group import DEFAULT_STAGING_BYTES, DEFAULT_TIMEOUT, Group, slice_bytes
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class LocalWorld:
                     )
                 )
         for group in self.groups:
-            _log.group_made(group, cores, "threads")
+            log.group_made(group, cores, "threads")
         if len(hosts) > 1:
             return
         devices = LocalDevices(self.groups, max_blocks, _stage_always)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from pycomm._flat import place_of
+from pycomm._training.flat import place_of
 from pycomm.data_parallel import DataParallel
 
 MASTERS = ("master_param", "remainder")

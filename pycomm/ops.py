@@ -17,7 +17,8 @@ import torch
 from torch.autograd.graph import increment_version
 
 from pycomm import _C  # noqa: F401 - registers the operations
-from pycomm._tensors import check_no_gradient
+from pycomm._inputs.tensors import check_no_gradient
+from pycomm._runtime.torch_private import after_autograd_keys
 
 _library = torch.library.Library("pycomm", "IMPL")
 
@@ -46,7 +47,7 @@ def register_autograd(library: torch.library.Library, name: str) -> None:
         for i, argument in names:
             if values[i] is not None:
                 check_no_gradient(argument, values[i])
-        result = operation.redispatch(keys & torch._C._after_autograd_keyset, *values)
+        result = operation.redispatch(keys & after_autograd_keys, *values)
         increment_version([values[i] for i in written if values[i] is not None])
         return result
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import helpers
 
-from pycomm import _rendezvous
+from pycomm._runtime import rendezvous
 
 
 def pretend(machine: str) -> None:
     """From now on this process takes itself for one of that machine."""
-    real = _rendezvous.machine_identity
-    _rendezvous.machine_identity = lambda: f"{real()} {machine}"
+    real = rendezvous.machine_identity
+    rendezvous.machine_identity = lambda: f"{real()} {machine}"
 
 
 def names(hosts: list[int] | str) -> str:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pycomm
-from pycomm._buckets import Slab, partition
+from pycomm._training.buckets import Slab, partition
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 

@@ -12,32 +12,32 @@ import spanning
 import torch
 
 import pycomm
-from pycomm import _hosts, _pulse, _rendezvous
+from pycomm._runtime import internode, pulse, rendezvous
 
 
 def before_connecting(happen):
-    _rendezvous.connect = happen
+    rendezvous.connect = happen
 
 
 def having_told_its_address(happen):
-    original = _hosts._LookedAfter.set
+    original = internode._LookedAfter.set
 
     def tell(store, key, value):
         original(store, key, value)
         if key != "secret":
             happen()
 
-    _hosts._LookedAfter.set = tell
+    internode._LookedAfter.set = tell
 
 
 def once_connected(happen):
-    original = _rendezvous.connect
+    original = rendezvous.connect
 
     def connect(*args):
         original(*args)
         happen()
 
-    _rendezvous.connect = connect
+    rendezvous.connect = connect
 
 
 STEPS = (before_connecting, having_told_its_address, once_connected)
@@ -46,7 +46,7 @@ STEPS = (before_connecting, having_told_its_address, once_connected)
 def struck(rank, size, store, machines, victim, step, number):
     """The victim sends itself a signal at a step; what `init` raises."""
     spanning.pretend(machines[rank])
-    _pulse._INTERVAL, _pulse.SILENCE, _hosts.SILENCE = 0.05, 1.5, 1.5
+    pulse._INTERVAL, pulse.SILENCE, internode.SILENCE = 0.05, 1.5, 1.5
     helpers.join_world(rank, size, store)
 
     def happen(*_):
@@ -92,13 +92,13 @@ def stopped(rank, size, store):
     spanning.pretend("ab"[rank])
     helpers.join_world(rank, size, store)
     if rank == 1:
-        original = _rendezvous.connect
+        original = rendezvous.connect
 
         def connect(*args):
             os.kill(os.getpid(), signal.SIGSTOP)
             return original(*args)
 
-        _rendezvous.connect = connect
+        rendezvous.connect = connect
     with pycomm.init(timeout=60) as group:
         return pycomm.all_reduce(torch.ones(1), group=group).item()
 

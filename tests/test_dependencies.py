@@ -57,22 +57,24 @@ def test_core_includes_only_the_standard_library():
 
 # From the lowest layer up; a module imports only what comes before it.
 PYTHON_LAYERS = [
-    {"_C", "_log"},
-    {"errors", "_labels", "_graphs", "_prefixes", "_arguments"},
-    {"_dtypes", "_arrays", "_zeros", "_host_staging", "_waiting", "_pulse"},
-    {"_tensors", "_hosts"},
-    {"_peers"},
-    {"_meeting"},
-    {"ops", "_plan", "_rendezvous", "_cuda", "compression"},
+    {"_C", "_runtime.log", "_runtime.torch_private"},
+    {"errors", "_inputs.labels", "_inputs.arguments", "_training.graphs", "_training.prefixes"},
+    {"_inputs.dtypes", "_inputs.arrays", "_training.zeros"},
+    {"_runtime.staging", "_runtime.waiting", "_runtime.pulse"},
+    {"_inputs.tensors", "_runtime.internode"},
+    {"_runtime.peers"},
+    {"_runtime.meeting"},
+    {"ops", "_runtime.plan", "_runtime.rendezvous", "_runtime.cuda", "compression"},
     {"group", "_names"},
     {"_given"},
     {"collectives", "local_world"},
-    {"compressed", "_parameters", "_residuals", "_members", "_promise", "_weighing", "_reports"},
-    {"compressed_ops", "_exchange", "_flat"},
-    {"_buckets", "_flights", "_step"},
-    {"_comm_state", "_gradient_exchange"},
-    {"_outer"},
-    {"_local_sgd"},
+    {"compressed", "_training.parameters", "_training.residuals", "_training.members"},
+    {"_training.promise", "_training.weighing", "_training.reports"},
+    {"compressed_ops", "_training.exchange", "_training.flat"},
+    {"_training.buckets", "_training.flights", "_training.step"},
+    {"_training.comm_state", "_training.gradient_exchange"},
+    {"_training.outer"},
+    {"_training.local_sgd"},
     {"hooks", "data_parallel"},
     {"optim"},
     {"memory"},
@@ -80,6 +82,7 @@ PYTHON_LAYERS = [
     {"collect_env", "bench"},
     {"advise"},
 ]
+PRIVATE = ("_inputs", "_runtime", "_training")
 LEVEL = {name: level for level, names in enumerate(PYTHON_LAYERS) for name in names}
 
 
@@ -92,8 +95,8 @@ def imported_at_import_time(path):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path.name}: relative import"
-            if node.module == "pycomm":
-                yield from (f"pycomm.{alias.name}" for alias in node.names)
+            if node.module == "pycomm" or node.module in (f"pycomm.{name}" for name in PRIVATE):
+                yield from (f"{node.module}.{alias.name}" for alias in node.names)
             else:
                 yield node.module
         elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
@@ -104,19 +107,37 @@ def imported_at_import_time(path):
             ]
 
 
+def module_of(name):
+    """The module, or the sub-package that counts as one, of a dotted name inside pycomm."""
+    parts = name.split(".")[1:]
+    return ".".join(parts[: 2 if parts[0] in PRIVATE else 1])
+
+
 def modules():
-    return sorted((ROOT / "pycomm").glob("*.py"))
+    top = (ROOT / "pycomm").glob("*.py")
+    inside = (p for name in PRIVATE for p in (ROOT / "pycomm" / name).glob("[!_]*.py"))
+    return {".".join(p.relative_to(ROOT).with_suffix("").parts): p for p in (*top, *inside)}
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda p: p.stem)
-def test_python_imports(path):
-    level = LEVEL[path.stem]
-    for name in imported_at_import_time(path):
-        if name.startswith("pycomm."):
-            lower = name.split(".")[1]
+@pytest.mark.parametrize("name", sorted(modules()))
+def test_python_imports(name):
+    level = LEVEL[module_of(name)]
+    for imported in imported_at_import_time(modules()[name]):
+        if imported.startswith("pycomm."):
+            lower = module_of(imported)
             # What is no module is an attribute of the package itself.
             allowed = LEVEL.get(lower, LEVEL["__init__"]) < level
-            assert allowed, f"{path.stem} may not import {lower}"
+            assert allowed, f"{name} may not import {lower}"
+
+
+def test_private_modules_stay_in_their_package():
+    """Underscored modules of another sub-package are nobody's business."""
+    for path in (ROOT / "pycomm").rglob("*.py"):
+        home = ".".join(path.relative_to(ROOT).parent.parts)
+        for imported in imported_at_import_time(path):
+            package, _, module = imported.rpartition(".")
+            if package.startswith("pycomm.") and module.startswith("_"):
+                assert package == home, f"{path} imports {imported}"
 
 
 def run_python(code):
@@ -143,3 +164,9 @@ after = set(os.listdir("/proc/self/task")), set(os.listdir("/proc/self/fd"))
 print(before == after, threading.active_count(), pycomm.group._default)
 """
     assert run_python(code).split() == ["True", "1", "None"]
+
+
+def test_private_parts_of_torch_stand_in_one_module():
+    private = re.compile(r"\btorch(\.\w+)*\._[^\W_]|from torch[\w.]* import _")
+    found = {p.name for p in (ROOT / "pycomm").rglob("*.py") if private.search(p.read_text())}
+    assert found == {"torch_private.py"}

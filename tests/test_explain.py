@@ -5,7 +5,7 @@ import sweep
 import torch
 
 import pycomm
-from pycomm import _plan
+from pycomm._runtime import plan as plan_module
 
 
 def test_plan_of_auto_is_what_auto_does(world):
@@ -44,7 +44,7 @@ def test_named_algorithms(world, algorithm):
 
 def test_an_algorithm_without_a_formula(world, monkeypatch):
     """As a new one may be: what runs is known, what it moves is not."""
-    monkeypatch.delitem(_plan._COUNTING, "ring")
+    monkeypatch.delitem(plan_module._COUNTING, "ring")
     plan = world(2).groups[0].explain(4096, algorithm="ring", in_window=True)
     assert (plan.algorithm, plan.path) == ("ring", "window")
     assert (plan.steps, plan.bytes_in, plan.bytes_out) == (None, None, None)

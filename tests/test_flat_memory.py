@@ -10,7 +10,7 @@ import wrapped
 
 import pycomm
 import pycomm.optim as optim
-from pycomm._flat import home_of
+from pycomm._training.flat import home_of
 
 STATES = ("exp_avg", "exp_avg_sq")
 

@@ -15,7 +15,7 @@ from wrapped import TINY
 
 import pycomm
 import pycomm.optim as optim
-from pycomm._flat import ALIGN, home_of
+from pycomm._training.flat import ALIGN, home_of
 
 
 class Varied(nn.Module):

@@ -9,7 +9,7 @@ import pytest
 SCRIPT = """
 import os, sys, tempfile, time
 import torch, torch.distributed as dist, pycomm
-from pycomm import _rendezvous
+from pycomm._runtime import rendezvous
 
 class Slow:
     sleep = staticmethod(time.sleep)
@@ -22,7 +22,7 @@ for rank in range(2):
     pids.append(os.fork())
     if pids[-1] == 0:
         folder._finalizer.detach()
-        _rendezvous.machine_identity = lambda: str(rank)
+        rendezvous.machine_identity = lambda: str(rank)
         store = dist.FileStore(folder.name + "/store", 2)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
         assert len(pycomm.init(timeout=20).hosts) == 2
@@ -50,7 +50,7 @@ def test_who_exits_while_another_leaves_ends_well(pending, late):
 INTERRUPTED = """
 import os, signal, sys, tempfile, time
 import torch.distributed as dist, pycomm
-from pycomm import _hosts, _rendezvous
+from pycomm._runtime import internode, rendezvous
 
 class Slow:
     sleep = staticmethod(time.sleep)
@@ -69,13 +69,15 @@ for rank in range(2):
     if pids[-1] == 0:
         folder._finalizer.detach()
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        _rendezvous.machine_identity = lambda: str(rank)
-        original = _hosts._LookedAfter.wait
+        rendezvous.machine_identity = lambda: str(rank)
+        original = internode._LookedAfter.wait
         if rank == 0:
-            tell = _hosts._LookedAfter.set
-            _hosts._LookedAfter.set = lambda self, *told: told[0] == "secret" and tell(self, *told)
+            tell = internode._LookedAfter.set
+            internode._LookedAfter.set = lambda self, key, value: (
+                key == "secret" and tell(self, key, value)
+            )
         else:
-            _hosts._LookedAfter.wait = wait
+            internode._LookedAfter.wait = wait
         store = dist.FileStore(folder.name + "/store", 2)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
         try:

@@ -132,15 +132,15 @@ def test_leaving(hosts):
 
 def slow(group: pycomm.Group):
     """A link on which every round takes a while; the whole takes longer than the timeout."""
-    from pycomm import _hosts
+    from pycomm._runtime import internode
 
-    original = _hosts.Link.complete
+    original = internode.Link.complete
 
     def late(link):
         time.sleep(0.07)
         original(link)
 
-    _hosts.Link.complete = late
+    internode.Link.complete = late
     begin = time.monotonic()
     x = torch.ones(4_000_000)
     pycomm.all_reduce(x, group=group)

@@ -12,7 +12,7 @@ import spanning
 import torch
 
 import pycomm
-from pycomm import _hosts
+from pycomm._runtime import internode
 
 HOSTS, HARMFUL = [2, 1], 2  # the rank whose machine sends them; rank 0 hears, rank 1 is beside it
 
@@ -62,15 +62,15 @@ def error_of(group: pycomm.Group) -> tuple[type, int]:
 
 def harmful_farewells(_: pycomm.Group, changes: dict[str, Change]) -> dict[str, object]:
     """What each of them comes to."""
-    original, found = _hosts.Link._tell, {}
+    original, found = internode.Link._tell, {}
     for name, change in changes.items():
         with pycomm.init(timeout=20) as group:
             if group.rank == HARMFUL:
-                _hosts.Link._tell = lambda link, farewell, change=change: original(
+                internode.Link._tell = lambda link, farewell, change=change: original(
                     link, changed(farewell, change)
                 )
                 group.abort()
-                _hosts.Link._tell = original
+                internode.Link._tell = original
             else:
                 found[name] = error_of(group)
     return found
@@ -90,7 +90,7 @@ def test_a_farewell_as_it_should_be():
 
 def harm_message(number: int, change: Change) -> None:
     """Changes what this rank sends next, or so many rounds later."""
-    original, passed = _hosts.Link.post, []
+    original, passed = internode.Link.post, []
 
     def post(link, sends, receives):
         if len(passed) == number:
@@ -98,11 +98,11 @@ def harm_message(number: int, change: Change) -> None:
             message = changed(ctypes.string_at(address, nbytes), change)
             passed.append(room := ctypes.create_string_buffer(message, nbytes))
             sends = [(host, ctypes.addressof(room), nbytes)]
-            _hosts.Link.post = original
+            internode.Link.post = original
         passed.append(None)
         original(link, sends, receives)
 
-    _hosts.Link.post = post
+    internode.Link.post = post
 
 
 def harmful_greetings(_: pycomm.Group, changes: dict[str, Change]) -> dict[str, object]:
@@ -149,7 +149,7 @@ def test_lists():
 
 def of_another_length(outer: pycomm.Group, nbytes: int) -> tuple[type, int]:
     """The harmful rank's first message is as long as that."""
-    original = _hosts.Link.post
+    original = internode.Link.post
     room = torch.zeros(nbytes, dtype=torch.uint8)
 
     def post(link, sends, receives):
@@ -159,7 +159,7 @@ def of_another_length(outer: pycomm.Group, nbytes: int) -> tuple[type, int]:
     # The harmful rank waits as well, for somebody to take what it sends.
     with pycomm.init(timeout=20 if outer.rank == HARMFUL else 1) as group:
         if group.rank == HARMFUL:
-            _hosts.Link.post = post
+            internode.Link.post = post
         return error_of(group)
 
 
@@ -172,8 +172,8 @@ def test_greetings_of_another_length(nbytes):
 def farewell_of_another_length(group: pycomm.Group, nbytes: int) -> tuple[type, int] | None:
     if group.rank != HARMFUL:
         return error_of(group)
-    original = _hosts.Link._tell
-    _hosts.Link._tell = lambda link, _: original(link, bytes(nbytes))
+    original = internode.Link._tell
+    internode.Link._tell = lambda link, _: original(link, bytes(nbytes))
     group.abort()
     return None
 

@@ -155,13 +155,13 @@ def used_by_strangers(rank, size, store):
     """Whoever does not know the secret gets nothing, and disturbs nobody."""
     import socket
 
-    from pycomm import _rendezvous
+    from pycomm._runtime import rendezvous
 
     helpers.join_world(rank, size, store)
     if rank == 0:
         with pycomm.init() as group:
             return pycomm.all_reduce(torch.ones(1), group=group).item()
-    original = _rendezvous._take
+    original = rendezvous._take
 
     def take_after_a_stranger(address, *rest):
         for message in (b"wrong secret", b""):
@@ -172,7 +172,7 @@ def used_by_strangers(rank, size, store):
                     assert stranger.recv(16) == b""
         return original(address, *rest)
 
-    _rendezvous._take = take_after_a_stranger
+    rendezvous._take = take_after_a_stranger
     with pycomm.init() as group:
         return pycomm.all_reduce(torch.ones(1), group=group).item()
 
@@ -185,9 +185,9 @@ def test_what_makes_a_machine():
     """Never the hostname."""
     import socket
 
-    from pycomm import _rendezvous
+    from pycomm._runtime import rendezvous
 
-    here = _rendezvous.machine_identity()
+    here = rendezvous.machine_identity()
     assert socket.gethostname() not in here
     assert Path("/proc/sys/kernel/random/boot_id").read_text().strip() in here
     assert all(f"{name}:[" in here for name in ("net", "pid", "ipc"))
@@ -281,7 +281,7 @@ def test_a_rank_that_cannot_make_the_window():
 @pytest.mark.parametrize("late", range(3))
 def test_a_store_with_the_keys_of_an_earlier_life(late):
     """As processes have that torchrun has restarted; the life before died while it began."""
-    from pycomm._rendezvous import Deadline, meet
+    from pycomm._runtime.rendezvous import Deadline, meet
 
     store = dist.HashStore()
 
@@ -304,7 +304,7 @@ def test_a_store_with_the_keys_of_an_earlier_life(late):
 
 def die_in_rendezvous(rank, size, store, machines, victim, where):
     """The victim does, at a step after all have come; what the others raise, and how soon."""
-    from pycomm import _rendezvous
+    from pycomm._runtime import rendezvous
 
     spanning.pretend(machines[rank])
     helpers.join_world(rank, size, store)
@@ -313,7 +313,7 @@ def die_in_rendezvous(rank, size, store, machines, victim, where):
         def die(*_):
             os.kill(os.getpid(), signal.SIGKILL)
 
-        setattr(_rendezvous, where, die)
+        setattr(rendezvous, where, die)
     start = time.monotonic()
     with pytest.raises(pycomm.CollectiveError) as caught:
         pycomm.init(timeout=60)
@@ -377,7 +377,7 @@ def test_init_replaces_a_default_group_that_has_failed():
 
 
 def be_interrupted(rank, size, store):
-    from pycomm import _rendezvous
+    from pycomm._runtime import rendezvous
 
     helpers.join_world(rank, size, store)
     if rank == 1:
@@ -385,7 +385,7 @@ def be_interrupted(rank, size, store):
         def interrupt(*_):
             raise KeyboardInterrupt
 
-        _rendezvous._take = interrupt
+        rendezvous._take = interrupt
     with pytest.raises((KeyboardInterrupt, pycomm.CollectiveError)) as caught:
         pycomm.init(timeout=60)
     return caught.type, getattr(caught.value, "rank", None)

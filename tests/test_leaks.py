@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import pycomm
-from pycomm import _rendezvous
+from pycomm._runtime import rendezvous
 
 
 def names():
@@ -151,7 +151,7 @@ def failed_rendezvous(rank, size, store, step):
         raise pycomm.Timeout("as if")
 
     if rank == 1:
-        setattr(_rendezvous, step, fail)
+        setattr(rendezvous, step, fail)
     seen = []
     for turn in range(5):
         with pytest.raises(pycomm.Timeout):

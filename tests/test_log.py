@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import pycomm
-from pycomm import _log, _zeros, collectives, compressed
+from pycomm import collectives, compressed
+from pycomm._runtime import log
+from pycomm._training import zeros
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +92,7 @@ def break_cores(patch):
 
 def break_vectors(patch):
     patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
-    patch.setattr(_log.platform, "machine", lambda: "x86_64")
+    patch.setattr(log.platform, "machine", lambda: "x86_64")
 
 
 def break_exchange(patch):
@@ -123,9 +125,9 @@ def test_nodes_that_differ(world, said):
 def test_cuda_through_host_memory(world, said):
     device = torch.device("cuda", 0)
     group = world(2).groups[1]
-    _log.cuda_made(group, device, "peer memory", 4)
+    log.cuda_made(group, device, "peer memory", 4)
     assert "rank 1: cuda:0 over peer memory, 4 blocks" in said("group", "INFO")
-    _log.cuda_made(group, device, "pinned host memory", 4)
+    log.cuda_made(group, device, "pinned host memory", 4)
     assert len(said("group", "WARNING")) == 1
     spanning = world(2, hosts=[1, 1]).groups[0]
     said("group", "WARNING")
@@ -136,12 +138,12 @@ def test_cuda_through_host_memory(world, said):
 
 @pytest.mark.parametrize(("setting", "warnings"), [("always [madvise] never", 0), ("[never]", 1)])
 def test_huge_pages(tmp_path, said, monkeypatch, setting, warnings):
-    monkeypatch.setattr(_zeros, "_HUGE_PAGES", tmp_path / "enabled")
-    _zeros._HUGE_PAGES.write_text(setting)
-    _zeros._look_for_huge_pages.cache_clear()
+    monkeypatch.setattr(zeros, "_HUGE_PAGES", tmp_path / "enabled")
+    zeros._HUGE_PAGES.write_text(setting)
+    zeros._look_for_huge_pages.cache_clear()
     for _ in range(2):
-        _zeros.zeros(4, torch.float32, torch.device("cpu"))
-    _zeros._look_for_huge_pages.cache_clear()
+        zeros.zeros(4, torch.float32, torch.device("cpu"))
+    zeros._look_for_huge_pages.cache_clear()
     assert len(said("memory", "WARNING")) == warnings
 
 

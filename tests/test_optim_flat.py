@@ -10,7 +10,7 @@ import torch
 from optimizing import gradients
 
 import pycomm.optim as optim
-from pycomm._flat import Layout, home_of
+from pycomm._training.flat import Layout, home_of
 
 
 def network():

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pycomm
-from pycomm import _rendezvous
+from pycomm._runtime import rendezvous
 
 PHASES = ("rendezvous", "staging", "reducing", "gathering", "pipelining", "idling", "closing")
 SIZES_IN_BYTES = (4, 4096, 1 << 20, 16 << 20)
@@ -110,8 +110,8 @@ def kill_myself_in_rendezvous(progress: Progress, point: str) -> None:
 
     names = {"before joining": ["meet"], "after joining": ["meet"]}
     for name in names.get(point, ["_take", "_hand_out"]):
-        original = getattr(_rendezvous, name)
-        setattr(_rendezvous, name, ending(original, point == "before joining"))
+        original = getattr(rendezvous, name)
+        setattr(rendezvous, name, ending(original, point == "before joining"))
 
 
 class Killer(threading.Thread):

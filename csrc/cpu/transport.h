@@ -1,6 +1,6 @@
 // What carries bytes between machines, between the ranks that carry one stripe: one of each machine.
 // Here the interface, and the transport between machines that are imagined within one process; the one
-// over torch.distributed is Python's (pycomm/_hosts.py).
+// over torch.distributed is Python's (pycomm/_runtime/internode.py).
 #pragma once
 
 #include <condition_variable>

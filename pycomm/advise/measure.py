@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import pycomm
-from pycomm._rendezvous import machine_identity
+from pycomm._runtime.rendezvous import machine_identity
 from pycomm.advise.constants import COMPRESSIONS, Constant, Constants
 from pycomm.advise.model import compressor_of
 from pycomm.bench import launch, report

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from pycomm import _C, parse_compressor
-from pycomm._dtypes import ALGORITHMS, DTYPES, OPS
+from pycomm._inputs.dtypes import ALGORITHMS, DTYPES, OPS
 from pycomm.bench import codec_session, extras, launch, optim_session, overlap, session, step
 from pycomm.bench.cases import GIB, KIB, MIB, Settings
 from pycomm.bench.codec_tasks import UNIT, CodecSettings

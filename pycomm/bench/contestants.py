@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 import pycomm
-from pycomm._dtypes import CODED_ALGORITHMS
+from pycomm._inputs.dtypes import CODED_ALGORITHMS
 from pycomm.bench.cases import Case, Settings, bus_factor
 from pycomm.compression import COMPRESSIBLE
 

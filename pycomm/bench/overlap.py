@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import pycomm
-from pycomm._exchange import Plan
+from pycomm._training.exchange import Plan
 from pycomm.bench import measure, report
 from pycomm.bench.contestants import Prepared
 from pycomm.bench.training import TrainingSettings, begin, count_parameters, count_wrong, make

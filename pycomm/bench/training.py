@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm import hooks
+from pycomm._runtime.torch_private import GradBucket
 from pycomm.bench import report
 from pycomm.bench.contestants import Prepared
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
-from torch._compile import _disable_dynamo
 
 from pycomm import _C
+from pycomm._runtime.torch_private import not_compiled
 from pycomm.optim import _checkpoint, _executors, _options, _storage
 from pycomm.optim._edits import Edits
 from pycomm.optim._executors import OnCuda, Table
@@ -135,7 +135,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 group.pop(option, None)  # a hook may have removed it
         return state_dict
 
-    @_disable_dynamo
+    @not_compiled
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a checkpoint of this class or of torch's, apex' or TransformerEngine's.
 
@@ -220,7 +220,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._step()
         return loss
 
-    @_disable_dynamo
+    @not_compiled
     @torch.no_grad()
     def _step(self) -> None:
         tables, params, keep = self._tables()

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import Any, TypedDict
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from pycomm._runtime.torch_private import is_traceable_wrapper_subclass
 from pycomm.optim import _storage
 
 Group = dict[str, Any]

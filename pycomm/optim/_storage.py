@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from pycomm import _C
-from pycomm._parameters import dense_strides
+from pycomm._training.parameters import dense_strides
 from pycomm.optim.flat import Buffers, zeros_for
 
 State = dict[str, Any]

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from pycomm._flat import Layout, Piece, home_of, place_of
-from pycomm._parameters import dense_strides
-from pycomm._zeros import zeros, zeros_like
+from pycomm._training.flat import Layout, Piece, home_of, place_of
+from pycomm._training.parameters import dense_strides
+from pycomm._training.zeros import zeros, zeros_like
 
 # An optimizer's, by the piece whose places they have, the state's name and its type. They end with
 # the piece: a model that is moved and flattened again has new ones.

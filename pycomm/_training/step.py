@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from pycomm._flights import Flight
+    from pycomm._training.flights import Flight
 
 
 @dataclass

@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch._compile import _disable_dynamo as not_compiled
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
-from pycomm._parameters import dense_strides
-from pycomm._zeros import zeros
+from pycomm._runtime.torch_private import not_compiled
+from pycomm._training.parameters import dense_strides
+from pycomm._training.zeros import zeros
 
 ALIGN = 64  # elements: places begin at whole cache lines in every type, 8-bit states included
 

@@ -10,7 +10,7 @@ import torch
 from pycomm.collectives import broadcast
 
 if TYPE_CHECKING:
-    from pycomm._parameters import Entry, Parameters
+    from pycomm._training.parameters import Entry, Parameters
     from pycomm.compression import Compressor
     from pycomm.group import Group
 

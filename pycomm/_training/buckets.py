@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pycomm._flat import Layout, Place, put, room
+from pycomm._training.flat import Layout, Place, put, room
 from pycomm.collectives import broadcast
 
 if TYPE_CHECKING:

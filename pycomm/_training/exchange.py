@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pycomm import _C
-from pycomm._dtypes import ALGORITHMS, COLLECTIVES, DTYPES, OPS
-from pycomm._host_staging import StandIn, fetch
-from pycomm._log import operations
+from pycomm._inputs.dtypes import ALGORITHMS, COLLECTIVES, DTYPES, OPS
+from pycomm._runtime.log import operations
+from pycomm._runtime.staging import StandIn, fetch
 from pycomm.collectives import Work
 from pycomm.compression import Compressor, check_compressible
 
 if TYPE_CHECKING:
-    from pycomm._parameters import Entry
-    from pycomm._residuals import Residuals
+    from pycomm._training.parameters import Entry
+    from pycomm._training.residuals import Residuals
     from pycomm.group import Group
 
 _AVG = OPS["avg"]

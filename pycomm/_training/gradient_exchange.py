@@ -8,21 +8,20 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch._compile import _disable_dynamo as not_compiled
-from torch.autograd import Variable
 from torch.autograd.graph import Node
 
-from pycomm._buckets import Bucket, Slab
-from pycomm._graphs import leads_to
-from pycomm._members import Members
-from pycomm._promise import Promise, compare
+from pycomm._runtime.torch_private import not_compiled, queue_callback
+from pycomm._training.buckets import Bucket, Slab
+from pycomm._training.graphs import leads_to
+from pycomm._training.members import Members
+from pycomm._training.promise import Promise, compare
 from pycomm.collectives import broadcast
 from pycomm.errors import PycommError
 
 if TYPE_CHECKING:
-    from pycomm._comm_state import CommState
-    from pycomm._local_sgd import LocalSGDState
-    from pycomm._weighing import Weighing
+    from pycomm._training.comm_state import CommState
+    from pycomm._training.local_sgd import LocalSGDState
+    from pycomm._training.weighing import Weighing
 
 
 class GradientExchange:
@@ -85,7 +84,7 @@ class GradientExchange:
         self.members.check_owned()
         self._reset()
         end = functools.partial(self._end_backward, first, torch.is_grad_enabled())
-        Variable._execution_engine.queue_callback(end)
+        queue_callback(end)
 
     def arrive(self, parameter: torch.Tensor) -> None:
         """A gradient has been accumulated."""

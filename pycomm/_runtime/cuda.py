@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pycomm import _C
-from pycomm._dtypes import ALGORITHMS, CODECS, COLLECTIVES, DTYPES, OPS
-from pycomm._log import cuda_made
+from pycomm._inputs.dtypes import ALGORITHMS, CODECS, COLLECTIVES, DTYPES, OPS
+from pycomm._runtime.log import cuda_made
+from pycomm._runtime.torch_private import symmetric_handle, symmetric_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -301,18 +302,10 @@ def join_processes(
     return CudaSide(group, device, transport, endpoint, None, lanes, heap, keep)
 
 
-# The two functions that touch torch's symmetric memory (alpha).
-
-
 def _symmetric_memory(nbytes: int, device: torch.device) -> torch.Tensor | None:
     """Memory that can be shared, zeroed; None where there is none to be had."""
-    from torch._C._distributed_c10d import _SymmetricMemory
-
     try:
-        # Straight from the allocator: a pool might recycle a block on some ranks only.
-        memory: torch.Tensor = _SymmetricMemory.empty_strided_p2p(
-            (nbytes,), (1,), torch.uint8, device
-        )
+        memory = symmetric_tensor(nbytes, device)
         memory.zero_()
         torch.cuda.synchronize(device)
     except RuntimeError:
@@ -324,14 +317,12 @@ def _symmetric_windows(
     memory: torch.Tensor, process_group: Any, rank: int, shared_device: bool
 ) -> tuple[list[int], Any]:
     """Every rank's window, as this rank sees it, and what keeps them mapped."""
-    import torch.distributed._symmetric_memory as symmetric_memory
-
     variable = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
     before = os.environ.get(variable)
     if shared_device:  # slow, and fine for tests
         os.environ[variable] = "1"
     try:
-        handle = symmetric_memory.rendezvous(memory, process_group)
+        handle = symmetric_handle(memory, process_group)
     finally:
         if shared_device and before is None:
             del os.environ[variable]

@@ -12,13 +12,13 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from pycomm import _C
-from pycomm._pulse import Pulse
+from pycomm._runtime.pulse import Pulse
 from pycomm.errors import Aborted, CollectiveError, PeerDied, PycommError, Timeout
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-    from pycomm._hosts import Machines
+    from pycomm._runtime.internode import Machines
 
 _FAILED = "failed"  # the key
 _KINDS = {kind.__name__: kind for kind in (Aborted, PeerDied, Timeout)}

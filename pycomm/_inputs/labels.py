@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from pycomm._log import DEBUG
+from pycomm._runtime.log import DEBUG
 
 _PACKAGE = Path(__file__).parent
 

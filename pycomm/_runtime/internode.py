@@ -33,12 +33,12 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from pycomm import _C
-from pycomm._pulse import SILENCE
+from pycomm._runtime.pulse import SILENCE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pycomm._waiting import Deadline
+    from pycomm._runtime.waiting import Deadline
 
 Parcel = tuple[int, int, int]  # machine, address, bytes
 
@@ -63,7 +63,7 @@ class Machines:
 
     @classmethod
     def of(cls, identities: Sequence[str], rank: int) -> Machines:
-        """From every rank's identity; see :func:`pycomm._rendezvous.machine_identity`."""
+        """From every rank's identity; see :func:`pycomm._runtime.rendezvous.machine_identity`."""
         found: dict[str, list[int]] = {}
         for r, identity in enumerate(identities):
             found.setdefault(identity, []).append(r)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch.autograd import forward_ad
 
-from pycomm._dtypes import check_dtype
+from pycomm._inputs.dtypes import check_dtype
+from pycomm._runtime.torch_private import internal_overlap
 
 
 def check_memory(argument: str, tensor: torch.Tensor) -> None:
@@ -63,7 +64,7 @@ def check_no_gradient(argument: str, tensor: torch.Tensor) -> None:
 def check_written(argument: str, tensor: torch.Tensor) -> None:
     """Refuses what cannot take a result."""
     check_tensor(argument, tensor)
-    if torch._debug_has_internal_overlap(tensor) == 1:
+    if internal_overlap(tensor) == 1:
         raise ValueError(f"{argument} must not overlap itself in memory, got an expanded tensor")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from pycomm._tensors import check_memory
+from pycomm._inputs.tensors import check_memory
 from pycomm.compression import Compressor, check_compressible
 
 # A multiple of every block.

@@ -6,7 +6,7 @@ file, and hands its descriptor to each peer over an abstract Unix socket, so tha
 name in a file system. Who connects must run as the same user and know the secret that only the
 Store's users can read. Then the machines connect. Nobody goes on before all ranks have all that
 they need, so that the failure of one rank is an error of all ranks, at once. From when the ranks
-know each other every wait looks for deaths and failures, too (pycomm/_peers.py).
+know each other every wait looks for deaths and failures, too (pycomm/_runtime/peers.py).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pycomm._hosts import Link, Machines, connect
-from pycomm._meeting import meet
-from pycomm._peers import Peers
-from pycomm._waiting import Deadline
+from pycomm._runtime.internode import Link, Machines, connect
+from pycomm._runtime.meeting import meet
+from pycomm._runtime.peers import Peers
+from pycomm._runtime.waiting import Deadline
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.autograd import Variable
 from torch.futures import Future
 
-from pycomm._exchange import Plan
+from pycomm._runtime.torch_private import queue_callback
+from pycomm._training.exchange import Plan
 from pycomm.collectives import Work
 
 
@@ -57,7 +57,7 @@ class Flights:
         if backward not in self._ends:
             end = functools.partial(finish, backward)
             self._ends[backward] = weakref.ref(end)
-            Variable._execution_engine.queue_callback(end)
+            queue_callback(end)
 
     def take(self, backward: int) -> list[Flight]:
         """Those of a backward, to be waited for."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pycomm import _C
-from pycomm._dtypes import ALGORITHMS, check_choice
+from pycomm._inputs.dtypes import ALGORITHMS, check_choice
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

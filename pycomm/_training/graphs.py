@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import Node
-from torch.utils import _pytree as pytree
+
+from pycomm._runtime.torch_private import pytree
 
 # What refers to much, but to no outputs.
 _NO_OUTPUTS = (nn.Module, type, types.ModuleType, types.FunctionType)

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from pycomm._buckets import partition
-from pycomm._comm_state import CommState
-from pycomm._parameters import Entry, Parameters
+from pycomm._training.buckets import partition
+from pycomm._training.comm_state import CommState
+from pycomm._training.parameters import Entry, Parameters
 from pycomm.errors import PycommError
 
 _PIECE_BYTES = 25 << 20

@@ -9,14 +9,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._compile import _disable_dynamo
 from torch.futures import Future
 
-from pycomm._comm_state import CommState, NamedParameters
-from pycomm._outer import Outer, Rule
-from pycomm._parameters import Exclude, Parameters, check_exchangeable
-from pycomm._reports import Report, compare
-from pycomm._residuals import FORMAT
+from pycomm._runtime.torch_private import not_compiled
+from pycomm._training.comm_state import CommState, NamedParameters
+from pycomm._training.outer import Outer, Rule
+from pycomm._training.parameters import Exclude, Parameters, check_exchangeable
+from pycomm._training.reports import Report, compare
+from pycomm._training.residuals import FORMAT
 from pycomm.compression import Compressor, check_whole
 from pycomm.group import Group
 
@@ -147,7 +147,7 @@ class LocalSGDState:
             return gradients.start(buffer, parameters, backward, begins=begins)
         return _done(buffer)
 
-    @_disable_dynamo
+    @not_compiled
     def start_in_backward(
         self, buffer: torch.Tensor, parameters: Sequence[torch.Tensor]
     ) -> Future[Any]:
@@ -169,7 +169,7 @@ class LocalSGDState:
 
     # After the optimizer.
 
-    @_disable_dynamo
+    @not_compiled
     def step(self) -> bool:
         """Counts a step, and exchanges if it is time; to be called after every optimizer's step.
 
@@ -198,7 +198,7 @@ class LocalSGDState:
             return False
         return self.exchange()
 
-    @_disable_dynamo
+    @not_compiled
     def exchange(self) -> bool:
         """Exchanges now, wherever in the period: at the end of training, before an evaluation.
 

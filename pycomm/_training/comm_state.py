@@ -10,17 +10,24 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch._compile import _disable_dynamo
 from torch.futures import Future
 
-from pycomm._exchange import Plan, Recipe, dense_wire_bytes, make_plan, run_on_stream, run_on_worker
-from pycomm._flights import Flight, Flights
 from pycomm._given import check_group
-from pycomm._host_staging import StandIn, fetch
-from pycomm._parameters import Exclude, Parameters, dense_strides, same_places
-from pycomm._residuals import FORMAT, residuals_for
-from pycomm._step import Step
-from pycomm._tensors import check_memory
+from pycomm._inputs.tensors import check_memory
+from pycomm._runtime.staging import StandIn, fetch
+from pycomm._runtime.torch_private import backward_id, backward_node, not_compiled, profiler_runs
+from pycomm._training.exchange import (
+    Plan,
+    Recipe,
+    dense_wire_bytes,
+    make_plan,
+    run_on_stream,
+    run_on_worker,
+)
+from pycomm._training.flights import Flight, Flights
+from pycomm._training.parameters import Exclude, Parameters, dense_strides, same_places
+from pycomm._training.residuals import FORMAT, residuals_for
+from pycomm._training.step import Step
 from pycomm.collectives import Work
 from pycomm.compression import Compressor, check_whole
 from pycomm.errors import PycommError
@@ -143,7 +150,7 @@ class CommState:
         self._flying.add(backward, flight)
         return flight.future
 
-    @_disable_dynamo
+    @not_compiled
     def start_in_backward(
         self, buffer: torch.Tensor, parameters: Sequence[torch.Tensor]
     ) -> Future[Any]:
@@ -151,18 +158,18 @@ class CommState:
 
         Where it has ended already, as in the first iteration of a static graph, this waits.
         """
-        backward = torch._C._current_graph_task_id()
+        backward = backward_id()
         self._give_back_dropped()
         if buffer.layout == torch.strided:  # start() refuses others
             self._follow_formats(buffer, parameters)
         future = self.start(buffer, parameters, backward)
-        if torch._C._current_autograd_node() is None:
+        if backward_node() is None:
             self.finish(backward)
         else:
             self._flying.wait_in_end(backward, self.finish)
         return future
 
-    @_disable_dynamo
+    @not_compiled
     def finish(self, backward: int = -1) -> None:
         """Waits for what was started under this number; raises what went wrong."""
         flights = self._flying.take(backward)
@@ -362,7 +369,7 @@ class CommState:
         future: Future[Any] = Future(devices=[device] if buffer.is_cuda else None)
         if buffer.is_cpu or plan.stand_in is not None:
             return Flight(plan, run_on_worker(plan, step, self.group), future, buffer)
-        if self.group._cuda_side(device).shares_device and torch._C._current_graph_task_id() >= 0:
+        if self.group._cuda_side(device).shares_device and backward_id() >= 0:
             raise ValueError(
                 "ranks that are threads must have a GPU each to exchange in backward, got "
                 f"{device} for all: autograd has one thread per device"
@@ -396,7 +403,7 @@ def _place_in(group: Group) -> tuple[int, int]:
 
 def _named(name: str) -> contextlib.AbstractContextManager[Any]:
     """A range for the profiler, where one runs: in backward its cost would be felt."""
-    if torch._C._autograd._profiler_enabled():
+    if profiler_runs():
         return torch.autograd.profiler.record_function(name)
     return contextlib.nullcontext()
 

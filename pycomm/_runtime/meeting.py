@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 from torch.distributed.distributed_c10d import PrefixStore
 
-from pycomm._peers import error_of, tell, word_of_interrupt
+from pycomm._runtime.peers import error_of, tell, word_of_interrupt
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-    from pycomm._waiting import Deadline
+    from pycomm._runtime.waiting import Deadline
 
 _FIRST_PATIENCE = 1.0  # seconds until a rank looks whether others have come anew
 _MEETING = "meeting"  # the number of the meeting to come, in the Store

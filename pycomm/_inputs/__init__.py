@@ -1,0 +1,1 @@
+"""What callers pass: checks and conversions."""

@@ -1,0 +1,61 @@
+"""The private parts of torch that pycomm uses, and no others.
+
+All of them were seen in torch 2.11, 2.12, 2.13 and 2.14.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C._distributed_c10d import GradBucket
+from torch._compile import _disable_dynamo as not_compiled
+from torch.autograd import Variable
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = [
+    "GradBucket",
+    "after_autograd_keys",
+    "backward_id",
+    "backward_node",
+    "internal_overlap",
+    "is_traceable_wrapper_subclass",
+    "not_compiled",
+    "profiler_runs",
+    "pytree",
+    "queue_callback",
+    "symmetric_handle",
+    "symmetric_tensor",
+]
+
+# The number of the backward on this thread; -1 outside of one.
+backward_id: Callable[[], int] = torch._C._current_graph_task_id
+# The node that autograd executes on this thread, or None.
+backward_node: Callable[[], Any] = torch._C._current_autograd_node
+# Runs a function at the end of the backward on this thread.
+queue_callback: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
+# 1 if two elements of a tensor share memory, 0 if none do, 2 if that is not known.
+internal_overlap: Callable[[torch.Tensor], int] = torch._debug_has_internal_overlap
+profiler_runs: Callable[[], bool] = torch._C._autograd._profiler_enabled
+after_autograd_keys = torch._C._after_autograd_keyset
+
+
+def symmetric_tensor(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Memory that processes can share, straight from the allocator (alpha).
+
+    A pool might recycle a block on some ranks only.
+    """
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    return _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
+
+
+def symmetric_handle(memory: torch.Tensor, process_group: Any) -> Any:
+    """What knows every rank's memory (alpha); a collective call."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    return symmetric_memory.rendezvous(memory, process_group)

@@ -1,0 +1,1 @@
+"""How gradients are exchanged during training, by the hooks and by the wrapper."""
