@@ -42,8 +42,8 @@ bench-gpu: $(VENV)/.built
 
 # Trains in every mode, for minutes; the short form is among the tests.
 convergence: $(VENV)/.built
-	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m convergence
-	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m convergence.states
+	OMP_NUM_THREADS=1 PYTHONPATH=tests/support $(BIN)/python -m convergence
+	OMP_NUM_THREADS=1 PYTHONPATH=tests/support $(BIN)/python -m convergence.states
 
 bench: $(VENV)/.built
 	$(BIN)/python -m pycomm.bench all_reduce --ranks 2 -b 8 -e 64M -f 2 -a all --peer gloo

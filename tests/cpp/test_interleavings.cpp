@@ -316,7 +316,7 @@ int main() {
       {"across the wrap of epochs",
        [] { explore({2, {one_shot, two_shot, ring, tree}, {}, -1, -1, 0xfffffffe}, 1); }},
       {"one calls something else", [] { explore({3, {two_shot, two_shot}, {}, -1, 1}, 2); }},
-      {"nobody fails, all orders", [] { explore({2, {two_shot}}, Explorer::kAll); }},
+      {"nobody fails, all orders", [] { explore({2, {two_shot}, {}}, Explorer::kAll); }},
       {"one leaves, all orders", [] { explore({2, {two_shot}, {}, 1}, Explorer::kAll); }},
       {"one calls something else, all orders",
        [] { explore({2, {two_shot}, {}, -1, 1}, Explorer::kAll); }},

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-sys.path.append(str(Path(__file__).resolve().parent.parent.parent / "examples"))
+sys.path.append(str(Path(__file__).resolve().parents[3] / "examples"))
 from train_lm import Transformer, draw_batch, read_corpus
 
 PIXELS = 8 * 8

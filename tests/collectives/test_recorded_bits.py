@@ -1,7 +1,7 @@
 """The bits of collectives, codecs and steps are those recorded once, on every machine and version.
 
-``python tests/test_recorded_bits.py`` records them anew. Do so only for a change of bits that is
-meant, and say why in CHANGELOG.md.
+``python tests/collectives/test_recorded_bits.py`` records them anew. Do so only for a change of
+bits that is meant, and say why in CHANGELOG.md.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ if sys.version_info >= (3, 11):
 else:
     tomllib = pytest.importorskip("tomli")
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 WORKFLOW = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text())
 PAGES = ("CONTRIBUTING.md", "SECURITY.md", "README.md")

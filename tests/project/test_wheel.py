@@ -16,7 +16,7 @@ import setuptools
 # One worker builds it for all.
 pytestmark = pytest.mark.xdist_group("wheel")
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("csrc", "pycomm", "setup.py", "pyproject.toml", "README.md", "LICENSE")
 
 USE = """

@@ -1,8 +1,8 @@
 """Kills ranks at every phase of their life and records what the survivors say, and how soon.
 
-``python tests/faults.py --kills 60 --json FILE`` writes a row per kill. A kill aims at a phase; the
-phase that it hit is read afterwards from what the victim had published by then: whether it had
-announced the operation, and how many tiles it had staged and reduced. Aims:
+``python tests/support/faults.py --kills 60 --json FILE`` writes a row per kill. A kill aims at a
+phase; the phase that it hit is read afterwards from what the victim had published by then: whether
+it had announced the operation, and how many tiles it had staged and reduced. Aims:
 
 - rendezvous: the victim kills itself at a chosen step of ``pycomm.init``;
 - staging, reducing, gathering: phases of a two-shot all-reduce of one tile;

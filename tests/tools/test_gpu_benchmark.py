@@ -29,7 +29,7 @@ NAMES = (
     "topk_select",
     "all_reduce_loopback",
 )
-SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks/gpu.sh"
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks/gpu.sh"
 
 
 class Event:

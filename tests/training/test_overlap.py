@@ -14,7 +14,7 @@ from pycomm import hooks
 from pycomm.bench import cli, overlap, step, training
 from pycomm.bench.overlap import Link
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 BACKWARD = "autograd::engine::evaluate_function"
 LATE_US = 1000.0  # how far the trace's two clocks may seem to be apart

@@ -22,7 +22,7 @@ from pycomm.bench import report
 SEEDS = (0, 1, 2)
 LIMIT = 1800.0  # seconds that a run may take
 WIDTH = 112  # of the table
-RESULTS = Path(__file__).resolve().parent.parent.parent / "benchmarks/results/convergence.json"
+RESULTS = Path(__file__).resolve().parents[3] / "benchmarks/results/convergence.json"
 
 
 @dataclass(frozen=True)

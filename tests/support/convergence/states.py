@@ -29,7 +29,7 @@ SEEDS = (0, 1, 2)
 STEPS = 250
 RATE = 1e-3
 BAND = 0.005
-RESULTS = Path(__file__).resolve().parent.parent.parent / "benchmarks/results/optimizer_states.json"
+RESULTS = Path(__file__).resolve().parents[3] / "benchmarks/results/optimizer_states.json"
 
 State = dict[str, torch.Tensor]
 
