@@ -81,6 +81,17 @@ def test_paths(page):
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
+def test_architecture():
+    """It names files that exist, and what it says is in them is."""
+    page = text("docs/ARCHITECTURE.md")
+    named = re.findall(r"\b((?:csrc|pycomm|tests)/[\w/.]*[\w/])", page)
+    assert [name for name in named if not (ROOT / name).exists()] == []
+    hops = re.findall(r'"([\w:.]+): ((?:csrc|pycomm)/[\w/.]+)"', page)
+    assert len(hops) > 10
+    for name, file in hops:
+        assert re.search(rf"\b{re.split('[:.]', name)[-1]}\b", text(file)), (name, file)
+
+
 def unindented(code):
     return re.sub(r"^ +", "", code, flags=re.MULTILINE)
 
