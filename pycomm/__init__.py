@@ -1,4 +1,4 @@
-"""pycomm: all-reduce for PyTorch on one machine, faster than what you use today.
+"""pycomm: all-reduce algorithms for PyTorch, with gradient compression and fused optimizers.
 
 .. code-block:: python
 
