@@ -217,7 +217,7 @@ def exchange(
     cases = [{"rate": rate, "bytes": nbytes, "rounds": options.rounds} for rate in options.rates]
     trains = (count, ranks) == (2, 1) and not options.no_training and "1gbit" in options.rates
     training = [{"rate": "1gbit", "parameters": options.parameters, "batch": 128,
-                 "bucket_mb": BUCKET_MIB, "rounds": options.rounds, "steps": 10}]  # fmt: skip
+                 "bucket_cap_mb": BUCKET_MIB, "rounds": options.rounds, "steps": 10}]  # fmt: skip
     plan = {"what": "exchange", "all_reduce": cases, "training": training if trains else []}
     for rate in options.rates:
         to.predict(all_reduce_rows(Layout(count, ranks, rate), nbytes, known, cores))

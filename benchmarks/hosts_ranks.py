@@ -149,7 +149,7 @@ def train(group: pycomm.Group, asking: Asking, case: dict[str, Any]) -> None:
         SETUP_S,
         None,
         "",
-        case["bucket_mb"],
+        case["bucket_cap_mb"],
     )
     idle = make_trainee("idle", group, settings)
     alone = interleave({"compute": idle.step}, case["rounds"])["compute"]["time_us"]
@@ -235,7 +235,7 @@ def main() -> None:
     group = pycomm.init(timeout=SETUP_S)
     torch.manual_seed(group.rank)
     asking = Asking(folder)
-    asking.ask("hosts", hosts=group.hosts)
+    asking.ask("hosts", hosts=group.nodes)
     all_reduces(group, asking, plan["all_reduce"])
     for case in plan["training"]:
         train(group, asking, case)

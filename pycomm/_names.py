@@ -27,6 +27,7 @@ _OPTIONS: dict[str, Callable[[str], Any]] = {
     "density": float,
     "k": int,
     "values": {str(dtype).removeprefix("torch."): dtype for dtype in VALUES}.__getitem__,
+    "density_steps": int,
     "warmup_steps": int,
     "momentum": float,
 }

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
 
 from pycomm import _C
+from pycomm._inputs.arguments import renamed
 from pycomm._inputs.arrays import as_tensor
 from pycomm._inputs.dtypes import CODECS, DTYPES
 from pycomm._inputs.tensors import check_memory, check_no_gradient
@@ -228,8 +229,8 @@ class TopK(Compressor):
         k: how many elements to send, instead.
         values: on the wire: ``torch.float32``, ``torch.bfloat16``, ``torch.float16`` or
             ``torch.int8`` (a scale per 65,536 elements). What rounding loses stays in the residual.
-        warmup_steps: during so many steps the density falls exponentially from a quarter to
-            `density` (Lin et al. 2018, "Deep gradient compression").
+        density_steps: during so many steps the density falls exponentially from a quarter to
+            `density` (Lin et al. 2018, "Deep gradient compression"). Its old name is warmup_steps.
         momentum: factor of momentum correction with masking (the same paper), for optimizers
             without momentum of their own; needs ``velocity=``.
     """
@@ -237,12 +238,15 @@ class TopK(Compressor):
     density: float | None = None
     k: int | None = None
     values: torch.dtype = torch.float32
-    warmup_steps: int = 0
+    density_steps: int = 0
     momentum: float = 0.0
+    warmup_steps: InitVar[int | None] = None
 
     FIRST_DENSITY = 0.25
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, warmup_steps: int | None) -> None:
+        steps = renamed("warmup_steps", warmup_steps, "density_steps", self.density_steps, 0, 4)
+        object.__setattr__(self, "density_steps", steps)
         if (self.density is None) == (self.k is None):
             raise ValueError("exactly one of density and k must be given")
         if self.density is not None and not 0 < self.density <= 1:
@@ -256,21 +260,21 @@ class TopK(Compressor):
                 "values must be torch.float32, torch.bfloat16, torch.float16 or torch.int8, "
                 f"got {self.values}"
             )
-        check_whole("warmup_steps", self.warmup_steps)
-        if self.warmup_steps < 0:
-            raise ValueError(f"warmup_steps must not be negative, got {self.warmup_steps}")
-        if self.warmup_steps and self.density is None:
-            raise ValueError("warmup_steps must come with density, not with k")
+        check_whole("density_steps", self.density_steps)
+        if self.density_steps < 0:
+            raise ValueError(f"density_steps must not be negative, got {self.density_steps}")
+        if self.density_steps and self.density is None:
+            raise ValueError("density_steps must come with density, not with k")
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum must be at least 0 and below 1, got {self.momentum}")
 
     def density_at(self, step: int) -> float:
         """The density of a step, the first one being 0."""
         assert self.density is not None
-        if step >= self.warmup_steps or self.density >= self.FIRST_DENSITY:
+        if step >= self.density_steps or self.density >= self.FIRST_DENSITY:
             return self.density
         ratio = self.density / self.FIRST_DENSITY
-        return float(self.FIRST_DENSITY * ratio ** (step / self.warmup_steps))
+        return float(self.FIRST_DENSITY * ratio ** (step / self.density_steps))
 
     def count(self, n: int, step: int = 0) -> int:
         """How many of `n` elements are sent at a step."""

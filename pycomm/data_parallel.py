@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
+from pycomm._inputs.arguments import renamed
 from pycomm._inputs.tensors import check_memory
 from pycomm._runtime.torch_private import backward_id, backward_node, not_compiled
 from pycomm._training.buckets import broadcast_all
@@ -33,6 +34,7 @@ from pycomm.compression import Compressor
 from pycomm.group import Group
 
 _MIB = 1 << 20
+_BUCKET_CAP_MB = 25  # torch's default, too
 
 
 class DataParallel(nn.Module):
@@ -49,8 +51,8 @@ class DataParallel(nn.Module):
     Args:
         module: what to train.
         compression: a compressor for the gradients, or None.
-        bucket_mb: the most MiB in a bucket of several parameters; models of less than 16 such have
-            smaller ones.
+        bucket_cap_mb: the most MiB in a bucket of several parameters; models of less than 16 such
+            have smaller ones.
         group: by default the default group.
         feedback: keep what compression loses, and send it later.
         exclude: see :class:`pycomm.hooks.CommState`.
@@ -61,6 +63,7 @@ class DataParallel(nn.Module):
         local_sgd: exchanges parameters every so many steps instead of gradients in backward; its
             ``step()`` must be called after every optimizer's. It has its own options in place of
             those above.
+        bucket_mb: the old name of `bucket_cap_mb`.
 
     Attributes:
         module: what was wrapped; ``state_dict`` and ``load_state_dict`` are its own.
@@ -78,7 +81,7 @@ class DataParallel(nn.Module):
         module: nn.Module,
         *,
         compression: Compressor | None = None,
-        bucket_mb: float = 25,
+        bucket_cap_mb: float = _BUCKET_CAP_MB,
         group: Group | None = None,
         feedback: bool = True,
         exclude: Exclude | None = None,
@@ -86,12 +89,16 @@ class DataParallel(nn.Module):
         warmup_steps: int = 0,
         broadcast_buffers: bool = True,
         local_sgd: LocalSGDState | None = None,
+        bucket_mb: float | None = None,
     ) -> None:
         super().__init__()
+        bucket_cap_mb = renamed(
+            "bucket_mb", bucket_mb, "bucket_cap_mb", bucket_cap_mb, _BUCKET_CAP_MB
+        )
         if not isinstance(module, nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
-        if not bucket_mb > 0:
-            raise ValueError(f"bucket_mb must be positive, got {bucket_mb}")
+        if not bucket_cap_mb > 0:
+            raise ValueError(f"bucket_cap_mb must be positive, got {bucket_cap_mb}")
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             check_memory(f"module: {name}", tensor)
         self.module = module
@@ -110,7 +117,7 @@ class DataParallel(nn.Module):
         self._broadcast_buffers = broadcast_buffers
         self._agreements_seen = -1  # of local SGD, when buffers were broadcast
         broadcast_all([*module.parameters(), *module.buffers()], 0, self._group)
-        self._bucket_bytes = bucket_mb * _MIB
+        self._bucket_bytes = bucket_cap_mb * _MIB
         self._own_exchange: GradientExchange | None = self._make_exchange()
         self._module_takes_weight = "weight" in inspect.signature(module.forward).parameters
         self._next_weight: float | None = None

@@ -25,6 +25,7 @@ from pycomm._inputs.arguments import (
     check_process_group,
     not_set_up,
     process_group_of,
+    renamed,
     seconds,
 )
 from pycomm._inputs.dtypes import check_dtype
@@ -74,7 +75,7 @@ class Group:
         timeout: seconds that a rank may leave the others waiting.
         staging_bytes: shared memory of this rank for tensors that do not lie in the window.
         name: what ``torch.ops.pycomm`` calls the group.
-        hosts: the ranks of each machine, ascending; machines by their first rank.
+        nodes: the ranks of each node, ascending; nodes by their first rank.
         stripes: how many ranks of every machine exchange with other machines, each with its like
             there (the first ones); 0 on one machine.
     """
@@ -97,7 +98,7 @@ class Group:
         self.timeout = timeout
         self.staging_bytes = staging_bytes
         self.name = f"pycomm:{next(_names)}"
-        self.hosts = machines.ranks
+        self.nodes = machines.ranks
         self.stripes = machines.stripes
         local = machines.local
         self._core = _C.Group(
@@ -181,8 +182,8 @@ class Group:
             device: ``"cpu"`` or ``"cuda"``.
         """
         check_dtype("dtype", dtype)
-        if len(self.hosts) > 1:
-            return make_spanning_plan(nbytes, dtype, self.rank, self.hosts, algorithm)
+        if len(self.nodes) > 1:
+            return make_spanning_plan(nbytes, dtype, self.rank, self.nodes, algorithm)
         if device == "cuda":
             return self._explain_cuda(nbytes, algorithm)
         return make_plan(
@@ -251,7 +252,7 @@ class Group:
 
     def _stages(self, device: torch.device) -> bool:
         """Whether host memory stands in for tensors there: machines are joined by their CPUs."""
-        stages = device.type == "cuda" and len(self.hosts) > 1
+        stages = device.type == "cuda" and len(self.nodes) > 1
         if stages:
             log.fallback(self, "CUDA tensors go through host memory: the group spans nodes")
         return stages
@@ -272,6 +273,11 @@ class Group:
                 f"device must be {self._cuda.device}, where this rank has been so far, got {device}"
             )
         return self._cuda
+
+    @property
+    def hosts(self) -> tuple[tuple[int, ...], ...]:
+        """The old name of `nodes`."""
+        return tuple(renamed("hosts", self.nodes, "nodes", None, None))
 
     def __enter__(self) -> Group:
         return self

@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from pycomm import _C
-from pycomm._inputs.arguments import seconds
+from pycomm._inputs.arguments import renamed, seconds
 from pycomm._runtime import log
 from pycomm._runtime.cuda import DEFAULT_MAX_BLOCKS, LocalDevices
 from pycomm._runtime.internode import Machines
@@ -38,8 +38,9 @@ class LocalWorld:
         timeout: seconds, or a timedelta, that a rank may leave the others waiting.
         staging_bytes: shared memory per rank for tensors that do not lie in the window.
         max_blocks: the most blocks of threads that a rank's operation may take from a GPU.
-        hosts: how many ranks are on each of several imagined machines; by default there is one. The
-            bits are those of real machines.
+        nodes: how many ranks are on each of several imagined nodes; by default there is one. The
+            bits are those of real nodes.
+        hosts: the old name of `nodes`.
 
     Attributes:
         groups: one :class:`Group` per rank, for callers with threads of their own.
@@ -52,6 +53,7 @@ class LocalWorld:
         *,
         staging_bytes: int = DEFAULT_STAGING_BYTES,
         max_blocks: int = DEFAULT_MAX_BLOCKS,
+        nodes: Sequence[int] | None = None,
         hosts: Sequence[int] | None = None,
         _first_epoch: int = 0,
         _stage_always: bool = False,
@@ -59,12 +61,13 @@ class LocalWorld:
         if size < 1:
             raise ValueError(f"size must be at least 1, got {size}")
         timeout = seconds(timeout, DEFAULT_TIMEOUT)
-        hosts = (size,) if hosts is None else tuple(hosts)
-        if any(count < 1 for count in hosts) or sum(hosts) != size:
-            raise ValueError(f"hosts must be positive and make up size, {size}, got {list(hosts)}")
-        ends = list(itertools.accumulate(hosts))
-        ranks = tuple(tuple(range(end - n, end)) for n, end in zip(hosts, ends, strict=True))
-        links = [_C.LocalTransport.make(len(hosts)) for _ in range(Machines(ranks, 0).stripes)]
+        nodes = renamed("hosts", hosts, "nodes", nodes, None)
+        nodes = (size,) if nodes is None else tuple(nodes)
+        if any(count < 1 for count in nodes) or sum(nodes) != size:
+            raise ValueError(f"nodes must be positive and make up size, {size}, got {list(nodes)}")
+        ends = list(itertools.accumulate(nodes))
+        ranks = tuple(tuple(range(end - n, end)) for n, end in zip(nodes, ends, strict=True))
+        links = [_C.LocalTransport.make(len(nodes)) for _ in range(Machines(ranks, 0).stripes)]
         pids, cores = [os.getpid()] * size, len(os.sched_getaffinity(0))
         self.groups = []
         for here, local in enumerate(ranks):
@@ -88,7 +91,7 @@ class LocalWorld:
                 )
         for group in self.groups:
             log.group_made(group, cores, "threads")
-        if len(hosts) > 1:
+        if len(nodes) > 1:
             return
         devices = LocalDevices(self.groups, max_blocks, _stage_always)
         for group in self.groups:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import numbers
+import warnings
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
@@ -37,6 +38,25 @@ def seconds(timeout: object, default: float) -> float:
     if found > _MOST_SECONDS:
         raise ValueError(f"timeout must be at most {_MOST_SECONDS} s, got {timeout}")
     return found
+
+
+def renamed(old: str, before: Any, new: str, now: Any, default: Any, level: int = 3) -> Any:
+    """The value of an argument that has a new name, with a warning if it came by the old one.
+
+    Args:
+        old: the name that it had.
+        before: what was passed by that name; None if nothing.
+        new: its name.
+        now: what was passed by it.
+        default: what `now` is if nothing was passed.
+        level: calls from here to the caller's own code.
+    """
+    if before is None:
+        return now
+    warnings.warn(f"{old} is called {new} now", DeprecationWarning, stacklevel=level)
+    if now != default:
+        raise TypeError(f"{new} and {old}, its old name, must not be given together")
+    return before
 
 
 def check_process_group(group: object) -> None:

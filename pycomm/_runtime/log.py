@@ -62,7 +62,7 @@ def group_made(group: Group, cores: int, between: str) -> None:
         cores: how many the ranks of this node share.
         between: what carries data between nodes.
     """
-    nodes = [list(ranks) for ranks in group.hosts]
+    nodes = [list(ranks) for ranks in group.nodes]
     local = next(len(ranks) for ranks in nodes if group.rank in ranks)
     vectors = torch.backends.cpu.get_cpu_capability()
     spanning = f"stripes {group.stripes} over {between}, " if group.stripes else ""

@@ -327,7 +327,7 @@ class CommState:
     ) -> Plan:
         """The bucket's plan; made anew when buckets, the warm-up's phase or the scale change."""
         step, scale = self.step - 1 - self._warmup_steps, self._scale()  # from the warm-up's end
-        phase = max(-1, min(step, getattr(self.compressor, "warmup_steps", 0)))
+        phase = max(-1, min(step, getattr(self.compressor, "density_steps", 0)))
         state = (phase, 0 if scale is None else scale.data_ptr())
         found = self._plans.get(key)
         if found is not None and found[0] == state:

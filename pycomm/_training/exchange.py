@@ -156,9 +156,9 @@ def _parties(group: Group) -> tuple[int, int]:
     """How many take part in this rank's exchange, and how many such exchanges share the work."""
     if not group.stripes:
         return group.size, 1
-    machine = next(ranks for ranks in group.hosts if group.rank in ranks)
+    machine = next(ranks for ranks in group.nodes if group.rank in ranks)
     carries = machine.index(group.rank) < group.stripes
-    return (len(group.hosts), group.stripes) if carries else (1, 1)
+    return (len(group.nodes), group.stripes) if carries else (1, 1)
 
 
 def _add_dense(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.futures import Future
 
+from pycomm._inputs.arguments import renamed
 from pycomm._runtime.torch_private import not_compiled
 from pycomm._training.comm_state import CommState, NamedParameters
 from pycomm._training.outer import Outer, Rule
@@ -39,7 +40,7 @@ class LocalSGDState:
     or ``model = pycomm.DataParallel(model, local_sgd=local)`` instead of the hook.
 
     By default parameters are averaged (local SGD; Stich, "Local SGD converges fast and communicates
-    little", 2019; with `warmup_steps` post-local SGD; Lin et al., "Don't use large mini-batches,
+    little", 2019; with `gradient_steps` post-local SGD; Lin et al., "Don't use large mini-batches,
     use local SGD", 2020). With ``outer_lr=0.7, outer_momentum=0.9`` the mean of what ranks have
     learned since the last exchange is the gradient of an outer Nesterov step (DiLoCo; Douillard et
     al., "DiLoCo: distributed low-communication training of language models", 2023).
@@ -56,7 +57,7 @@ class LocalSGDState:
             loses is kept by parameter and sent later.
         outer_lr: how far to go towards the mean.
         outer_momentum: of the outer steps.
-        warmup_steps: so many steps at the beginning exchange gradients instead, uncompressed.
+        gradient_steps: so many steps at the beginning exchange gradients instead, uncompressed.
         inner_group: ranks that exchange gradients in every step after the warm-up, too, such as
             those of one machine.
         group: who exchanges parameters; by default the default group.
@@ -83,14 +84,16 @@ class LocalSGDState:
         compression: Compressor | None = None,
         outer_lr: float = 1.0,
         outer_momentum: float = 0.0,
-        warmup_steps: int = 0,
+        gradient_steps: int = 0,
         inner_group: Group | None = None,
         group: Group | None = None,
         exclude: Exclude | None = None,
+        warmup_steps: int | None = None,
     ) -> None:
+        gradient_steps = renamed("warmup_steps", warmup_steps, "gradient_steps", gradient_steps, 0)
         if params is None:
             raise TypeError("params must be model.named_parameters(), got None")
-        _check_options(optimizer, period, outer_lr, outer_momentum, warmup_steps, inner_group)
+        _check_options(optimizer, period, outer_lr, outer_momentum, gradient_steps, inner_group)
         named = list(params)
         self._parameters = Parameters(named, exclude)
         self._optimizer = optimizer
@@ -99,14 +102,14 @@ class LocalSGDState:
         self._differences = CommState(compression, named, group=group, exclude=exclude)
         self.period = period
         self.steps = self.agreements = 0
-        self._warmup_steps = warmup_steps
+        self._gradient_steps = gradient_steps
         # Who averages gradients, during the warm-up and after it.
-        self._early = CommState(group=group) if warmup_steps else None
+        self._early = CommState(group=group) if gradient_steps else None
         self._late = None if inner_group is None else CommState(group=inner_group)
         plain = outer_lr == 1 and not outer_momentum
         rule = Rule(outer_lr, outer_momentum, compression is not None or not plain)
         self._outer = Outer(self._parameters, optimizer, rule)
-        options = repr((rule, warmup_steps, compression, inner_group is None))
+        options = repr((rule, gradient_steps, compression, inner_group is None))
         self._options = zlib.crc32(options.encode())
         self._pending = 0  # steps since the last exchange
         self.joining = self._left = False
@@ -190,11 +193,11 @@ class LocalSGDState:
             )
         self._had_backward = self._had_step = False
         self.steps += 1
-        if self.steps <= self._warmup_steps:
+        if self.steps <= self._gradient_steps:
             self.agreements += 1
             return True
         self._pending += 1
-        if (self.steps - self._warmup_steps) % self.period:
+        if (self.steps - self._gradient_steps) % self.period:
             return False
         return self.exchange()
 
@@ -213,7 +216,7 @@ class LocalSGDState:
                 parameters they had in common.
             Otherwise as :func:`pycomm.all_reduce`.
         """
-        if self.steps < self._warmup_steps:
+        if self.steps < self._gradient_steps:
             return False
         return any(report.pending for report in self._meet())
 
@@ -224,7 +227,7 @@ class LocalSGDState:
         One that has run out takes part in the others' exchanges without counting in the mean, but
         for the steps that it has made since its last one. In the end all have the same parameters.
         """
-        if self.steps < self._warmup_steps or self._late is not None:
+        if self.steps < self._gradient_steps or self._late is not None:
             raise ValueError(
                 "join() must come after the warm-up, and without inner_group: gradients are "
                 "exchanged there in every step"
@@ -316,7 +319,7 @@ class LocalSGDState:
 
     @property
     def _gradients(self) -> CommState | None:
-        return self._early if self.steps < self._warmup_steps else self._late
+        return self._early if self.steps < self._gradient_steps else self._late
 
     def _note_backward(self, parameters: Sequence[torch.Tensor]) -> CommState | None:
         if not self._had_backward:
@@ -331,7 +334,7 @@ class LocalSGDState:
                 "step() of the LocalSGDState must be called after every step of the optimizer"
             )
         self._had_step = True
-        if self.steps >= self._warmup_steps and not self._outer.anchored:
+        if self.steps >= self._gradient_steps and not self._outer.anchored:
             self._outer.anchor()
 
     def _meet(self) -> list[Report]:
@@ -381,7 +384,7 @@ def _check_options(
     period: int,
     outer_lr: float,
     outer_momentum: float,
-    warmup_steps: int,
+    gradient_steps: int,
     inner_group: object,
 ) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -393,8 +396,8 @@ def _check_options(
         raise ValueError(f"outer_lr must be positive and finite, got {outer_lr}")
     if not 0 <= outer_momentum < 1:
         raise ValueError(f"outer_momentum must be at least 0 and below 1, got {outer_momentum}")
-    check_whole("warmup_steps", warmup_steps)
-    if warmup_steps < 0:
-        raise ValueError(f"warmup_steps must not be negative, got {warmup_steps}")
+    check_whole("gradient_steps", gradient_steps)
+    if gradient_steps < 0:
+        raise ValueError(f"gradient_steps must not be negative, got {gradient_steps}")
     if inner_group is not None and not isinstance(inner_group, Group):
         raise TypeError(f"inner_group must be a pycomm.Group or None, got {inner_group!r}")

@@ -39,7 +39,9 @@ class TrainingSettings:
     timeout: float
     json: str | None
     command: str
-    bucket_mb: float | None = None  # of DistributedDataParallel, whose default is not one number
+    bucket_cap_mb: float | None = (
+        None  # of DistributedDataParallel, whose default is not one number
+    )
 
 
 def begin(settings: TrainingSettings, group: pycomm.Group, header: str) -> dict[str, Any]:
@@ -105,7 +107,7 @@ def make(name: str, settings: TrainingSettings, group: pycomm.Group) -> Trainee:
         state.start = timed(state.start, trainee.calls)  # type: ignore[method-assign]
     elif name != "plain":
         trainee.model = ddp = DistributedDataParallel(
-            module, gradient_as_bucket_view=True, bucket_cap_mb=settings.bucket_mb
+            module, gradient_as_bucket_view=True, bucket_cap_mb=settings.bucket_cap_mb
         )
         if name == "ddp":
             trainee.state = hooks.AllReduceState(group=group)

@@ -76,9 +76,9 @@ def compressed(group: pycomm.Group, device: str) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("function", [collectives, compressed])
 def test_the_same_bits(world, staging, function):
-    wanted = world(3, hosts=HOSTS).run(function, "cpu")
+    wanted = world(3, nodes=HOSTS).run(function, "cpu")
     staging()
-    for got in zip(world(3, hosts=HOSTS).run(function, "cpu"), wanted, strict=True):
+    for got in zip(world(3, nodes=HOSTS).run(function, "cpu"), wanted, strict=True):
         assert golden.same_tensors(*got)
 
 
@@ -94,7 +94,7 @@ def test_results_come_with_the_wait(world, staging):
         work.wait()
         assert x.eq(3).all()
 
-    world(3, hosts=HOSTS).run(body)
+    world(3, nodes=HOSTS).run(body)
 
 
 def train(group: pycomm.Group, name: str, staged: bool, device: str, wrapped: bool):
@@ -140,8 +140,8 @@ def test_training(name, wrapped):
 @pytest.mark.gpu
 @pytest.mark.parametrize("function", [collectives, compressed])
 def test_cuda_tensors(world, function):
-    wanted = world(3, hosts=HOSTS).run(function, "cpu")
-    for got in zip(world(3, hosts=HOSTS).run(function, "cuda"), wanted, strict=True):
+    wanted = world(3, nodes=HOSTS).run(function, "cpu")
+    for got in zip(world(3, nodes=HOSTS).run(function, "cuda"), wanted, strict=True):
         assert golden.same_tensors(*got)
 
 
@@ -171,4 +171,4 @@ def test_after_what_is_queued_and_before_what_comes(world):
         torch.cuda.synchronize()
         assert x.eq(20).all()
 
-    world(2, hosts=[1, 1]).run(body)
+    world(2, nodes=[1, 1]).run(body)

@@ -75,7 +75,7 @@ def returning_early(group, culprit, seen):
 def test_a_rank_that_returns_early_releases_the_others(world, culprit, hosts):
     """At once; its own work that was under way is done for all."""
     seen = {}
-    for work in world(3, hosts=hosts).run(returning_early, culprit, seen):
+    for work in world(3, nodes=hosts).run(returning_early, culprit, seen):
         work.wait()
     assert sorted(seen) == [rank for rank in range(3) if rank != culprit]
     for error in seen.values():

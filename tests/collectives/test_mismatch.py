@@ -176,7 +176,7 @@ def swapped(group, tags):
 
 @pytest.mark.parametrize("hosts", [None, [1, 1]])
 def test_a_tag_finds_calls_in_another_order(world, hosts):
-    local_world = world(2, hosts=hosts)
+    local_world = world(2, nodes=hosts)
     local_world.run(swapped, [None, None])
     local_world.run(swapped, ["weights", "weights"])
     with pytest.raises(pycomm.Mismatch, match=r"rank 0 called .*, rank 1 called "):

@@ -84,7 +84,7 @@ class Hash:
 
 def collectives(hosts: tuple[int, ...]) -> dict[str, str]:
     hashes = {}
-    with pycomm.LocalWorld(sum(hosts), hosts=hosts) as world:
+    with pycomm.LocalWorld(sum(hosts), nodes=hosts) as world:
         for dtype in DTYPES:
             name = str(dtype).removeprefix("torch.")
             for algorithm in ALGORITHMS[: 5 if len(hosts) == 1 else 1]:
@@ -126,7 +126,7 @@ def others(world: pycomm.LocalWorld, dtype: torch.dtype) -> str:
 
 def compressed(hosts: tuple[int, ...]) -> dict[str, str]:
     hashes = {}
-    with pycomm.LocalWorld(sum(hosts), hosts=hosts) as world:
+    with pycomm.LocalWorld(sum(hosts), nodes=hosts) as world:
         for name, (compressor, algorithms) in COMPRESSORS.items():
             for dtype in FLOATS:
                 for algorithm in algorithms[: None if len(hosts) == 1 else 1]:

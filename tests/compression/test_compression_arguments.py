@@ -55,12 +55,12 @@ BAD_COMPRESSORS = {
         "got torch.float64",
     ),
     "negative warm-up": (
-        lambda: pycomm.TopK(0.1, warmup_steps=-1),
-        "warmup_steps must not be negative, got -1",
+        lambda: pycomm.TopK(0.1, density_steps=-1),
+        "density_steps must not be negative, got -1",
     ),
     "warm-up of k": (
-        lambda: pycomm.TopK(k=3, warmup_steps=5),
-        "warmup_steps must come with density, not with k",
+        lambda: pycomm.TopK(k=3, density_steps=5),
+        "density_steps must come with density, not with k",
     ),
     "momentum 1": (
         lambda: pycomm.TopK(0.1, momentum=1.0),
@@ -421,8 +421,8 @@ DISAGREEMENTS = {
     ),
     "k": ("reduce(TopK(k=5))", "reduce(TopK(k=6))", "top 5 as float32", "top 6 as float32"),
     "density at a step": (
-        "reduce(TopK(0.01, warmup_steps=9), step=0)",
-        "reduce(TopK(0.01, warmup_steps=9), step=9)",
+        "reduce(TopK(0.01, density_steps=9), step=0)",
+        "reduce(TopK(0.01, density_steps=9), step=9)",
         "top 150 as",
         "top 6 as",
     ),

@@ -123,7 +123,7 @@ def test_selection_where_magnitudes_crowd(spread):
 
 
 def test_density_over_the_steps_of_a_warm_up():
-    compressor = pycomm.TopK(0.001, warmup_steps=4)
+    compressor = pycomm.TopK(0.001, density_steps=4)
     shares = [compressor.density_at(step) for step in range(6)]
     assert shares[0] == 0.25
     assert shares[4:] == [0.001, 0.001]

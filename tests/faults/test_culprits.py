@@ -28,7 +28,7 @@ def test_two_ranks_abort_at_once(world, hosts):
     """Each machine has heard of its own rank's abort first."""
     size = 3 if hosts is None else sum(hosts)
     for _ in range(3):
-        local_world = world(size, hosts=hosts)
+        local_world = world(size, nodes=hosts)
         barrier = threading.Barrier(2)
 
         def abort(rank):

@@ -97,7 +97,7 @@ def come_late(group: pycomm.Group) -> str:
 
 @pytest.mark.parametrize("hosts", [None, [1, 1]], ids=str)
 def test_who_waited_for_whom_and_for_how_long(world, hosts):
-    waiter, late = world(2, timeout=0.5, hosts=hosts).run(come_late)
+    waiter, late = world(2, timeout=0.5, nodes=hosts).run(come_late)
     seconds = "0.5" if hosts is None else r"1\.\d"  # with the grace that other machines have
     during = r" during all_reduce\(float32, 4 elements"
     silent = rf"rank 1 \(pid \d+\) did not answer within .*: rank 0 waited {seconds} s for it"

@@ -117,7 +117,7 @@ def body(group, x, y):
     return resident()
 x, y = torch.ones(2, 6 << 20), torch.empty(6 << 20)
 hosts = None if what == "top-k" else [1, 1]
-with pycomm.LocalWorld(2, hosts=hosts) as world:
+with pycomm.LocalWorld(2, nodes=hosts) as world:
     run = lambda: max(world.run(lambda group: body(group, x.clone(), y.clone())))
     before = resident()
     grown = run() - before

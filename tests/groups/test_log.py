@@ -76,7 +76,7 @@ def test_who_prints_what(log, levels, configured):
 
 
 def test_what_a_group_is_made_of(world, said):
-    groups = world(3, timeout=9, hosts=[2, 1]).groups
+    groups = world(3, timeout=9, nodes=[2, 1]).groups
     first, *others = said("group", "INFO")
     assert len(others) == 2
     for part in (
@@ -116,9 +116,9 @@ def test_what_slows_a_group_down(world, said, monkeypatch, spoil, words):
 
 
 def test_nodes_that_differ(world, said):
-    world(3, hosts=[2, 1])
+    world(3, nodes=[2, 1])
     assert len([line for line in said("group", "WARNING") if "differ in size" in line]) == 3
-    world(2, hosts=[1, 1])
+    world(2, nodes=[1, 1])
     assert not any("differ" in line for line in said("group", "WARNING"))
 
 
@@ -129,7 +129,7 @@ def test_cuda_through_host_memory(world, said):
     assert "rank 1: cuda:0 over peer memory, 4 blocks" in said("group", "INFO")
     log.cuda_made(group, device, "pinned host memory", 4)
     assert len(said("group", "WARNING")) == 1
-    spanning = world(2, hosts=[1, 1]).groups[0]
+    spanning = world(2, nodes=[1, 1]).groups[0]
     said("group", "WARNING")
     assert spanning._stages(device)
     assert spanning._stages(device)

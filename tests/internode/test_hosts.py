@@ -30,7 +30,7 @@ def tensor(dtype: torch.dtype, count: int, rank: int) -> torch.Tensor:
 def test_all_reduce_adds_up_machine_by_machine(world, hosts, dtype):
     size, count = sum(hosts), 5003
     inputs = [tensor(dtype, count, rank) for rank in range(size)]
-    groups = world(size, hosts=hosts, staging_bytes=32 << 10)
+    groups = world(size, nodes=hosts, staging_bytes=32 << 10)
     for op in OPS:
         results = groups.run(
             lambda group, op=op: pycomm.all_reduce(inputs[group.rank].clone(), op, group=group)
@@ -56,7 +56,7 @@ def test_counts_and_ways_into_memory(world, hosts, count):
         work.wait()
         return [out, inside, later]
 
-    for results in world(size, hosts=hosts).run(body):
+    for results in world(size, nodes=hosts).run(body):
         assert all(golden.same_bits(result, wanted) for result in results)
 
 
@@ -66,7 +66,7 @@ def test_one_rank_per_machine_is_as_on_one_machine(world, hosts):
         x = tensor(torch.bfloat16, 70_001, group.rank)
         return pycomm.all_reduce(x, "avg", group=group)
 
-    spanning = world(len(hosts), hosts=hosts).run(body)
+    spanning = world(len(hosts), nodes=hosts).run(body)
     together = world(len(hosts)).run(body)
     assert golden.same_bits(spanning[0], together[0])
 
@@ -87,7 +87,7 @@ def test_other_collectives(world, hosts, block):
 
     wanted = golden_hosts.all_reduced(inputs, "avg", hosts)
     blocks = torch.cat([x[:block] for x in inputs])
-    for rank, (reduced, gathered, told) in enumerate(world(size, hosts=hosts).run(body)):
+    for rank, (reduced, gathered, told) in enumerate(world(size, nodes=hosts).run(body)):
         assert golden.same_bits(reduced, wanted[rank * block : (rank + 1) * block])
         assert golden.same_bits(gathered, blocks)
         assert all(golden.same_bits(x, inputs[source]) for source, x in enumerate(told))
@@ -107,7 +107,7 @@ def test_bytes_between_machines(world, hosts):
         return group.link_traffic(), (plan.bytes_out, plan.bytes_in), group.stripes
 
     machines = len(hosts)
-    seen = world(sum(hosts), hosts=hosts).run(body)
+    seen = world(sum(hosts), nodes=hosts).run(body)
     for ranks in golden_hosts.by_machine(seen, hosts):
         stripes = ranks[0][2]
         greetings = GREETING * (machines - 1)
@@ -120,24 +120,24 @@ def test_bytes_between_machines(world, hosts):
 
 
 def test_what_a_group_says_of_itself(world):
-    groups = world(3, hosts=[2, 1])
-    assert [group.hosts for group in groups] == [((0, 1), (2,))] * 3
+    groups = world(3, nodes=[2, 1])
+    assert [group.nodes for group in groups] == [((0, 1), (2,))] * 3
     assert [group.stripes for group in groups] == [1] * 3
     assert [group.rank for group in groups] == [0, 1, 2]
     assert [group.size for group in groups] == [3] * 3
     assert groups.groups[0].explain(1024).path == "2 machines, 1 stripe"
-    assert (world(2).groups[0].hosts, world(2).groups[0].stripes) == (((0, 1),), 0)
+    assert (world(2).groups[0].nodes, world(2).groups[0].stripes) == (((0, 1),), 0)
 
 
 @pytest.mark.parametrize("hosts", [[2], [1, 2, 1], [3, 0], [-1, 4]], ids=str)
 def test_hosts_must_make_up_the_world(hosts):
-    with pytest.raises(ValueError, match=r"hosts must be positive and make up size, 3, got"):
-        pycomm.LocalWorld(3, hosts=hosts)
+    with pytest.raises(ValueError, match=r"nodes must be positive and make up size, 3, got"):
+        pycomm.LocalWorld(3, nodes=hosts)
 
 
 @pytest.mark.parametrize("algorithm", ["one_shot", "ring", "tree"])
 def test_algorithms_of_one_machine_are_refused(world, algorithm):
-    group = world(2, hosts=[1, 1]).groups[0]
+    group = world(2, nodes=[1, 1]).groups[0]
     message = (
         f"algorithm must be auto or two_shot in a group that spans machines, got '?{algorithm}"
     )
@@ -160,4 +160,4 @@ def test_operations_of_a_compiled_graph(world):
         torch.ops.pycomm.broadcast_(y := x.clone() + group.rank, 3, group.name)
         return x.tolist(), out.tolist(), y.tolist()
 
-    assert world(4, hosts=[2, 2]).run(body) == [([6.0] * 5, [0.0, 1.0, 2.0, 3.0], [9.0] * 5)] * 4
+    assert world(4, nodes=[2, 2]).run(body) == [([6.0] * 5, [0.0, 1.0, 2.0, 3.0], [9.0] * 5)] * 4

@@ -82,7 +82,7 @@ def check(case: Case, hosts: list[int], groups) -> None:
     ids=str,
 )
 def test_follows_the_model(world, hosts, case):
-    check(case, hosts, world(sum(hosts), hosts=hosts))
+    check(case, hosts, world(sum(hosts), nodes=hosts))
 
 
 @pytest.mark.parametrize(
@@ -96,14 +96,14 @@ def test_follows_the_model(world, hosts, case):
 )
 def test_tiles_of_parcels(world, case):
     """More than one tile under way."""
-    check(case, [2, 2], world(4, hosts=[2, 2]))
+    check(case, [2, 2], world(4, nodes=[2, 2]))
 
 
 @pytest.mark.parametrize("compressor", [INT8, TOPK, pycomm.Cast()], ids=str)
 @pytest.mark.parametrize("size", [2, 3])
 def test_one_rank_per_machine_is_as_on_one_machine(world, size, compressor):
     case = Case(compressor, torch.bfloat16, count=300_000, steps=2)
-    spanning = world(size, hosts=[1] * size).run(compressing.run, case)
+    spanning = world(size, nodes=[1] * size).run(compressing.run, case)
     together = world(size).run(compressing.run, case)
     for apart, whole in zip(spanning, together, strict=True):
         for a, b in zip(apart, whole, strict=True):
@@ -125,7 +125,7 @@ def test_nothing_is_lost(world, hosts, compressor, dtype):
         out = pycomm.compressed_all_reduce(gradient, compressor, residual=residual, group=group)
         return out, residual
 
-    seen = world(size, hosts=hosts).run(body)
+    seen = world(size, nodes=hosts).run(body)
     given = sum(case.input(r, 0).double() + before[r].double() for r in range(size))
     had = size * seen[0][0].double() + sum(residual.double() for _, residual in seen)
     scale = sum(case.input(r, 0).abs().double() + before[r].abs().double() for r in range(size))
@@ -150,7 +150,7 @@ def test_does_not_depend_on_how_the_whole_is_cut(world, hosts):
             outcomes.append((x, residual))
         return outcomes
 
-    for whole, pieces in world(sum(hosts), hosts=hosts).run(body):
+    for whole, pieces in world(sum(hosts), nodes=hosts).run(body):
         assert golden.same_bits(whole[0], pieces[0])
         assert golden.same_bits(whole[1], pieces[1])
 
@@ -175,7 +175,7 @@ def test_infinities_reach_no_residual(world, hosts, compressor, dtype, value):
         )
         return work.nonfinite, bool(x[70_000].isfinite()), bool((residual == 0.5).all())
 
-    assert world(size, hosts=hosts).run(body) == [(True, False, True)] * size
+    assert world(size, nodes=hosts).run(body) == [(True, False, True)] * size
 
 
 @pytest.mark.parametrize("hosts", [[1, 1], [2, 2]], ids=str)
@@ -191,7 +191,7 @@ def test_bytes_between_machines(world, hosts):
             sent.append(group.link_traffic()[0])
         return sent
 
-    seen = world(sum(hosts), hosts=hosts).run(body)
+    seen = world(sum(hosts), nodes=hosts).run(body)
     for ranks in golden_hosts.by_machine(seen, hosts):
         int8, topk = (sum(sent) for sent in zip(*ranks, strict=True))
         assert int8 == pytest.approx(INT8.wire_bytes(count, len(hosts)), rel=0.02)

@@ -25,7 +25,7 @@ for rank in range(2):
         rendezvous.machine_identity = lambda: str(rank)
         store = dist.FileStore(folder.name + "/store", 2)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-        assert len(pycomm.init(timeout=20).hosts) == 2
+        assert len(pycomm.init(timeout=20).nodes) == 2
         assert pycomm.all_reduce(torch.ones(9)).tolist() == [2.0] * 9
         if rank == 1:
             time.sleep(LATE)

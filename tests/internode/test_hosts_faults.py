@@ -165,11 +165,11 @@ def raises_on(group: pycomm.Group, culprit: int):
 @pytest.mark.parametrize("culprit", [0, 1, 2])
 def test_a_thread_that_raises(world, culprit):
     with pytest.raises(KeyError, match="my own"):
-        world(3, hosts=[2, 1]).run(raises_on, culprit)
+        world(3, nodes=[2, 1]).run(raises_on, culprit)
 
 
 def test_abort_of_threads(world):
-    groups = world(3, hosts=[2, 1])
+    groups = world(3, nodes=[2, 1])
     assert groups.run(aborting) == [1, "aborted", 1]
 
 
@@ -185,7 +185,7 @@ def missing(group: pycomm.Group):
 
 
 def test_threads_that_do_not_come(world):
-    assert world(3, timeout=1.0, hosts=[2, 1]).run(missing) == [2, 2, None]
+    assert world(3, timeout=1.0, nodes=[2, 1]).run(missing) == [2, 2, None]
 
 
 def test_a_world_ends_with_work_under_way(world):
@@ -196,7 +196,7 @@ def test_a_world_ends_with_work_under_way(world):
             pycomm.all_reduce(torch.ones(1000), group=group, async_op=True)
         raise KeyError(group.rank)
 
-    groups = world(2, timeout=2.0, hosts=[1, 1])
+    groups = world(2, timeout=2.0, nodes=[1, 1])
     with pytest.raises(KeyError):
         groups.run(body)
     began = time.monotonic()

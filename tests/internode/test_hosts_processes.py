@@ -1,4 +1,4 @@
-"""Groups that span machines, as processes over Gloo: the bits of LocalWorld(hosts=)."""
+"""Groups that span machines, as processes over Gloo: the bits of LocalWorld(nodes=)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def everything(group: pycomm.Group) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
 def test_the_bits_of_threads(world, hosts):
-    wanted = world(sum(hosts), hosts=hosts).run(everything)
+    wanted = world(sum(hosts), nodes=hosts).run(everything)
     for rank, made in enumerate(spanning.run(hosts, everything)):
         for i, (got, expected) in enumerate(zip(made, wanted[rank], strict=True)):
             compressing.compare(f"tensor {i} of rank {rank}", got, expected)
@@ -52,7 +52,7 @@ BLOCK = 2501
 def one_of_each(group: pycomm.Group) -> tuple:
     x = compressing.gradient(torch.float32, 4 * BLOCK, group.rank)
     return (
-        group.hosts,
+        group.nodes,
         pycomm.all_reduce(x.clone(), group=group),
         pycomm.reduce_scatter(torch.empty(BLOCK), x, group=group),
         pycomm.all_gather(torch.empty(4 * BLOCK), x[:BLOCK], group=group),
@@ -66,7 +66,7 @@ def test_machines_whose_ranks_alternate(world):
     inputs = [compressing.gradient(torch.float32, 4 * BLOCK, rank) for rank in range(4)]
     in_order = [inputs[rank] for rank in (0, 3, 1, 2)]
     total = golden_hosts.all_reduced(in_order, "sum", [2, 2])
-    coded = world(4, hosts=[2, 2]).run(
+    coded = world(4, nodes=[2, 2]).run(
         lambda group: pycomm.compressed_all_reduce(
             in_order[group.rank].clone(), pycomm.Int8(), group=group
         )
@@ -81,7 +81,7 @@ def test_machines_whose_ranks_alternate(world):
 
 
 def where(group: pycomm.Group) -> tuple:
-    return group.hosts, group.stripes, group.rank, group.size
+    return group.nodes, group.stripes, group.rank, group.size
 
 
 def test_ranks_find_out_who_is_where():
@@ -146,23 +146,25 @@ def three_steps(group: pycomm.Group, parallel: torch.nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in parallel.parameters()])
 
 
-def train(group: pycomm.Group, bucket_mb: float, compressor: pycomm.Compressor | None):
+def train(group: pycomm.Group, bucket_cap_mb: float, compressor: pycomm.Compressor | None):
     model = Elementwise()
-    wrapped = pycomm.DataParallel(model, compression=compressor, bucket_mb=bucket_mb, group=group)
+    wrapped = pycomm.DataParallel(
+        model, compression=compressor, bucket_cap_mb=bucket_cap_mb, group=group
+    )
     return three_steps(group, wrapped)
 
 
 @pytest.mark.parametrize("compressor", [None, pycomm.Int8(), pycomm.TopK(0.02)], ids=str)
 def test_the_wrapper(world, compressor):
     """The same parameters everywhere, whatever the buckets."""
-    wanted = world(3, hosts=[2, 1]).run(train, 25, compressor)
+    wanted = world(3, nodes=[2, 1]).run(train, 25, compressor)
     for rank, got in enumerate(spanning.run([2, 1], train, 0.1, compressor)):
         compressing.compare(f"parameters of rank {rank}", got, wanted[0])
 
 
-def train_with_hook(group: pycomm.Group, name: str, bucket_mb: float) -> torch.Tensor:
+def train_with_hook(group: pycomm.Group, name: str, bucket_cap_mb: float) -> torch.Tensor:
     model = Elementwise()
-    parallel = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=bucket_mb)
+    parallel = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb)
     if name == "int8":
         state = pycomm.hooks.Int8State(model.named_parameters(), group=group)
         parallel.register_comm_hook(state, pycomm.hooks.int8_hook)
@@ -180,7 +182,7 @@ def train_with_hook(group: pycomm.Group, name: str, bucket_mb: float) -> torch.T
 def test_hooks(world, name):
     """With DistributedDataParallel; the bits of the wrapper, for every layout of buckets."""
     compressor = pycomm.Int8() if name == "int8" else pycomm.TopK(0.02)
-    wanted = world(4, hosts=[2, 2]).run(train, 25, compressor)
-    for bucket_mb in (0.05, 25):
-        for rank, got in enumerate(spanning.run([2, 2], train_with_hook, name, bucket_mb)):
+    wanted = world(4, nodes=[2, 2]).run(train, 25, compressor)
+    for bucket_cap_mb in (0.05, 25):
+        for rank, got in enumerate(spanning.run([2, 2], train_with_hook, name, bucket_cap_mb)):
             compressing.compare(f"parameters of rank {rank}", got, wanted[0])

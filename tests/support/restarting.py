@@ -68,7 +68,7 @@ def main(folder: str, steps: str) -> None:
     spanning.pretend("aab"[int(os.environ["RANK"])])
     life = os.environ["TORCHELASTIC_RESTART_COUNT"]
     with pycomm.init(timeout=30) as group:
-        assert len(group.hosts) == 2, group.hosts
+        assert len(group.nodes) == 2, group.nodes
         begin = train(group, Path(folder), int(steps), killed_in=4 if life == "0" else None)
         Path(folder, f"ended-{group.rank}").write_text(f"life {life} from {begin}")
     torch.distributed.destroy_process_group()

@@ -45,7 +45,7 @@ def same_states(one, other):
 
 def goes_on_alike(group, name, way):
     """The copy of a model does as the model does, and neither changes the other."""
-    model = wrapper(name, bucket_mb=TINY, group=group)
+    model = wrapper(name, bucket_cap_mb=TINY, group=group)
     wrapped.train(model, group.rank, range(2))
     copied = way(model)
     seen = [wrapped.train(each, group.rank, range(2, 4)) for each in (copied, model)]
@@ -161,7 +161,7 @@ def under_local_sgd(group, way):
     net = ddp.network()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     local = hooks.LocalSGDState(
-        net.named_parameters(), optimizer, period=2, compression=pycomm.Int8(), warmup_steps=1
+        net.named_parameters(), optimizer, period=2, compression=pycomm.Int8(), gradient_steps=1
     )
     model = pycomm.DataParallel(net, local_sgd=local)
     local_steps(model, optimizer, local, group.rank, range(4))

@@ -25,7 +25,7 @@ def given_steps(group, name, dtypes, options):
 
 
 def in_every_layout(group, name, dtypes):
-    return [given_steps(group, name, dtypes, {"bucket_mb": layout}) for layout in LAYOUTS]
+    return [given_steps(group, name, dtypes, {"bucket_cap_mb": layout}) for layout in LAYOUTS]
 
 
 MIXED = {"wide": torch.bfloat16, "small": torch.float16, "bias": torch.bfloat16}
@@ -64,8 +64,10 @@ def beside_ddp(group, compressor):
     state = hooks.CommState(compressor, model.named_parameters())
     model.register_comm_hook(state, hooks.comm_hook)
     expected = wrapped.train(model, group.rank, range(5))
-    for bucket_mb in (TINY, 0.02, 25):
-        model = pycomm.DataParallel(ddp.network(), compression=compressor, bucket_mb=bucket_mb)
+    for bucket_cap_mb in (TINY, 0.02, 25):
+        model = pycomm.DataParallel(
+            ddp.network(), compression=compressor, bucket_cap_mb=bucket_cap_mb
+        )
         for got, step in zip(wrapped.train(model, group.rank, range(5)), expected, strict=True):
             assert wrapped.same(got, step)
     return expected[-1]
@@ -83,7 +85,7 @@ def test_trains_to_the_bits_of_ddp_under_the_hook(compressor, size):
 def beside_plain_ddp(group):
     expected = wrapped.train(DistributedDataParallel(ddp.network()), group.rank, range(4))
     for set_to_none in (True, False):
-        model = pycomm.DataParallel(ddp.network(), bucket_mb=0.02)
+        model = pycomm.DataParallel(ddp.network(), bucket_cap_mb=0.02)
         got = wrapped.train(model, group.rank, range(4), set_to_none=set_to_none)
         assert all(wrapped.same(a, b) for a, b in zip(got, expected, strict=True))
 
@@ -93,7 +95,7 @@ def test_two_ranks_train_to_the_bits_of_plain_ddp():
 
 
 def mean_of_three(group):
-    model = pycomm.DataParallel(ddp.network(), bucket_mb=TINY)
+    model = pycomm.DataParallel(ddp.network(), bucket_cap_mb=TINY)
     for step in range(3):
         model.zero_grad()
         wrapped.batch_loss(model, group.rank, step).backward()
@@ -107,7 +109,7 @@ def test_gradients_are_the_mean_in_rank_order():
 
 def in_the_window(group, name):
     """Where gradients lie in this rank's slice, from step to step."""
-    model = pycomm.DataParallel(ddp.network(), compression=COMPRESSORS[name], bucket_mb=0.02)
+    model = pycomm.DataParallel(ddp.network(), compression=COMPRESSORS[name], bucket_cap_mb=0.02)
     places = []
     for step in range(4):
         model.zero_grad(set_to_none=step == 3)
@@ -149,7 +151,7 @@ def flag(model):
 
 def accumulated(group, name, set_to_none, adding_up):
     """Three backwards, of which the last one exchanges."""
-    wrapper = Wrapped(ddp.Given(), COMPRESSORS[name], bucket_mb=TINY)
+    wrapper = Wrapped(ddp.Given(), COMPRESSORS[name], bucket_cap_mb=TINY)
     model, seen = wrapper.model, []
     for step in range(3):
         model.zero_grad(set_to_none=set_to_none)
@@ -173,7 +175,7 @@ def test_accumulated_gradients_are_exchanged_once(name, set_to_none, adding_up):
 
 def without_no_sync(group):
     """Every backward exchanges what has been added up so far."""
-    model, alone = pycomm.DataParallel(ddp.network(), bucket_mb=0.02), ddp.network()
+    model, alone = pycomm.DataParallel(ddp.network(), bucket_cap_mb=0.02), ddp.network()
     wrapped.batch_loss(model, group.rank, 0).backward()
     first = wrapped.gradients_of(model)
     wrapped.batch_loss(model, group.rank, 1).backward()
@@ -190,7 +192,7 @@ def without_no_sync(group):
 
 def across_no_sync(group):
     """It is backward that exchanges or not, wherever its forward was."""
-    model, alone = pycomm.DataParallel(ddp.network(), bucket_mb=0.02), ddp.network()
+    model, alone = pycomm.DataParallel(ddp.network(), bucket_cap_mb=0.02), ddp.network()
     loss = wrapped.batch_loss(model, group.rank, 0)
     with model.no_sync():
         loss.backward()
@@ -208,7 +210,7 @@ def across_no_sync(group):
 
 def several_forwards(group):
     """Two forwards before one backward, and the same graph twice."""
-    model, alone = pycomm.DataParallel(ddp.network(), bucket_mb=0.02), ddp.network()
+    model, alone = pycomm.DataParallel(ddp.network(), bucket_cap_mb=0.02), ddp.network()
 
     def both(module, rank, step):
         return wrapped.batch_loss(module, rank, step) + wrapped.batch_loss(module, rank, step + 9)
@@ -229,7 +231,7 @@ def several_forwards(group):
 
 def a_graph_of_the_backward(group):
     """create_graph, and torch.autograd.grad, which leaves no gradients and exchanges nothing."""
-    model, alone = pycomm.DataParallel(ddp.network(), bucket_mb=0.02), ddp.network()
+    model, alone = pycomm.DataParallel(ddp.network(), bucket_cap_mb=0.02), ddp.network()
 
     def penalised(module, rank, step):
         x = ddp.batch(rank, step).requires_grad_()
@@ -270,9 +272,9 @@ HERE_AND_THERE = [
 ]
 
 
-def with_unused(group, name, bucket_mb, set_to_none):
+def with_unused(group, name, bucket_cap_mb, set_to_none):
     """Each step with its own parameters left out, on each rank."""
-    wrapper = Wrapped(ddp.Given(), COMPRESSORS[name], bucket_mb=bucket_mb)
+    wrapper = Wrapped(ddp.Given(), COMPRESSORS[name], bucket_cap_mb=bucket_cap_mb)
     seen = []
     for step, skip in enumerate(HERE_AND_THERE):
         wrapper.model.zero_grad(set_to_none=set_to_none)
@@ -281,11 +283,13 @@ def with_unused(group, name, bucket_mb, set_to_none):
     return seen
 
 
-@pytest.mark.parametrize(("bucket_mb", "set_to_none"), [(TINY, True), (25, True), (TINY, False)])
+@pytest.mark.parametrize(
+    ("bucket_cap_mb", "set_to_none"), [(TINY, True), (25, True), (TINY, False)]
+)
 @pytest.mark.parametrize("name", ["dense", "int8", "momentum"])
-def test_parameters_unused_on_one_rank_or_on_all(name, bucket_mb, set_to_none):
+def test_parameters_unused_on_one_rank_or_on_all(name, bucket_cap_mb, set_to_none):
     """Unused on one: as a gradient of zeros. On all: no gradient, and the residual stays."""
-    runs = helpers.run_group(2, with_unused, name, bucket_mb, set_to_none)
+    runs = helpers.run_group(2, with_unused, name, bucket_cap_mb, set_to_none)
     Reference(2, COMPRESSORS[name]).check(runs)
     for run in runs:
         unused = [n for n, result in run[3].result.items() if result is None]
@@ -308,7 +312,7 @@ class Crossroads(torch.nn.Module):
 
 def in_other_orders(group, plan):
     """Which layers' weights fill the buckets, after every step."""
-    model, alone = pycomm.DataParallel(Crossroads(), bucket_mb=TINY), Crossroads()
+    model, alone = pycomm.DataParallel(Crossroads(), bucket_cap_mb=TINY), Crossroads()
 
     def loss(module, rank, step):
         return module(ddp.batch(rank, step)[:, :30], plan[step][rank]).square().mean()
@@ -337,10 +341,10 @@ def test_ranks_agree_though_their_orders_differ():
         assert orders == [[2, 1, 0, 4, 3]] * 3
 
 
-def stepping(group, name, bucket_mb, steps, saved=None):
+def stepping(group, name, bucket_cap_mb, steps, saved=None):
     """Trains; parameters in the end, and all that is to be saved."""
     compressor = COMPRESSORS[name]
-    model = pycomm.DataParallel(ddp.network(), compression=compressor, bucket_mb=bucket_mb)
+    model = pycomm.DataParallel(ddp.network(), compression=compressor, bucket_cap_mb=bucket_cap_mb)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     parts = {"model": model, "optimizer": optimizer, "comm": model.comm_state}
     if saved is not None:

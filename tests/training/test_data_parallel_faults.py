@@ -28,8 +28,8 @@ def make(options):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"bucket_mb": 0}, "bucket_mb must be positive, got 0"),
-        ({"bucket_mb": float("nan")}, "bucket_mb must be positive, got nan"),
+        ({"bucket_cap_mb": 0}, "bucket_cap_mb must be positive, got 0"),
+        ({"bucket_cap_mb": float("nan")}, "bucket_cap_mb must be positive, got nan"),
         ({"warmup_steps": -1}, "warmup_steps must not be negative, got -1"),
         ({"module": nn.ReLU()}, "must hold a parameter that requires grad"),
         ({"module": nn.Linear(2, 2).requires_grad_(False)}, "must hold a parameter that requires"),
@@ -102,7 +102,7 @@ def fail(model, rank, step):
 
 def all_raise(group, set_to_none):
     """In the first step and in a later one; nothing of it is left."""
-    model = pycomm.DataParallel(Fragile(), bucket_mb=TINY)
+    model = pycomm.DataParallel(Fragile(), bucket_cap_mb=TINY)
     fail(model, group.rank, 0)
     check_steps(group, model, range(2), set_to_none)
     fail(model, group.rank, 0)
@@ -115,7 +115,7 @@ def all_raise(group, set_to_none):
 
 def one_raises(group, set_to_none):
     """The other one learns of it in the same step, and no gradient is left; then all go on."""
-    model = pycomm.DataParallel(Fragile(), bucket_mb=TINY)
+    model = pycomm.DataParallel(Fragile(), bucket_cap_mb=TINY)
     for turn in range(3):
         model.zero_grad(set_to_none=set_to_none)
         if group.rank == turn % group.size:
@@ -131,7 +131,7 @@ def one_raises(group, set_to_none):
 
 def raising_before_accumulation(group, set_to_none):
     """What is added up afterwards counts, what was before does not."""
-    model, alone = pycomm.DataParallel(Fragile(), bucket_mb=TINY), Fragile()
+    model, alone = pycomm.DataParallel(Fragile(), bucket_cap_mb=TINY), Fragile()
 
     def loss(module, rank, step):
         return wrapped.batch_loss(module, rank, step) + wrapped.batch_loss(module, rank, step + 1)
@@ -174,7 +174,7 @@ def spoiled_loss(model, rank, step, place):
 def skipping(group, place, norm):
     """A loop that leaves out what raises: ranks leave out the same batches, and stay in step."""
     module, alone = Fragile(norm), Fragile(norm)
-    model = pycomm.DataParallel(module, bucket_mb=TINY)
+    model = pycomm.DataParallel(module, bucket_cap_mb=TINY)
     errors = []
     for step in range(9):
         spoiled_by = {1: [0], 3: [1], 4: [1], 6: [0, 1]}.get(step, [])
@@ -210,7 +210,7 @@ def test_a_loop_that_skips_what_raises_stays_in_step(place, norm):
 
 def several_forwards(group):
     """Before one backward, on all ranks alike, whether it raises or not."""
-    model, alone = pycomm.DataParallel(Fragile(), bucket_mb=TINY), Fragile()
+    model, alone = pycomm.DataParallel(Fragile(), bucket_cap_mb=TINY), Fragile()
 
     def loss(module, rank, step):
         return wrapped.batch_loss(module, rank, step) + wrapped.batch_loss(module, rank, step + 9)
@@ -261,7 +261,7 @@ def accumulating(model, rank, step):
 
 def in_step(group, body):
     """Gradients of steps after an error on one rank, and those of a model without one."""
-    model, other = (pycomm.DataParallel(Fragile(), bucket_mb=TINY) for _ in range(2))
+    model, other = (pycomm.DataParallel(Fragile(), bucket_cap_mb=TINY) for _ in range(2))
     for step in range(5):
         model.zero_grad()
         other.zero_grad()
@@ -293,7 +293,7 @@ class Spoilt(ddp.Given):
 def balance(group, compressor, scaler):
     """What was given, and what was applied or waits; most steps raise, on one rank or on both."""
     options = {"compression": compressor, "grad_scaler": scaler}
-    model = pycomm.DataParallel(Spoilt(), bucket_mb=TINY, **options)
+    model = pycomm.DataParallel(Spoilt(), bucket_cap_mb=TINY, **options)
     scale = scaler.scale(torch.ones(())) if scaler else 1.0
     names = ["wide", "square"]
     given, found = ({name: torch.zeros(ddp.SHAPES[name]) for name in names} for _ in range(2))
@@ -346,7 +346,7 @@ def test_sparse_gradients_are_refused():
 
 def dying(group, place, compressor):
     """Rank 1 dies in mid-backward, and rank 0 is told; what it gets and when."""
-    model = pycomm.DataParallel(Fragile(), bucket_mb=TINY, compression=compressor)
+    model = pycomm.DataParallel(Fragile(), bucket_cap_mb=TINY, compression=compressor)
     for step in range(2):
         wrapped.batch_loss(model, group.rank, step).backward()
 
@@ -389,7 +389,7 @@ class Shortcut(nn.Module):
 def crossing(group, apart):
     """Two models in one backward; what one of them lacks on rank 0 is sent after the other's."""
     groups = group, pycomm.init() if apart else group
-    models = [pycomm.DataParallel(Shortcut(), bucket_mb=TINY, group=g) for g in groups]
+    models = [pycomm.DataParallel(Shortcut(), bucket_cap_mb=TINY, group=g) for g in groups]
 
     def loss(both, rank, step):
         x = both[0](ddp.batch(rank, step), skip=False)
@@ -422,7 +422,7 @@ def dropped(group):
     """Its module lives on by itself, and may be wrapped again."""
     module, alone = Fragile(), Fragile()
     for step in range(2):
-        model = pycomm.DataParallel(module, bucket_mb=TINY)
+        model = pycomm.DataParallel(module, bucket_cap_mb=TINY)
         wrapped.batch_loss(model, group.rank, step).backward()
         loss = wrapped.batch_loss(model, group.rank, step)  # its outputs live on, too
         died = weakref.ref(model)
@@ -438,7 +438,7 @@ def dropped(group):
                 wrapped.batch_loss(alone, 0, step).backward()
             assert wrapped.same(wrapped.gradients_of(module), wrapped.gradients_of(alone))
             module.zero_grad()
-    model = pycomm.DataParallel(module, bucket_mb=TINY)
+    model = pycomm.DataParallel(module, bucket_cap_mb=TINY)
     check_steps(group, model, range(2))
 
 
@@ -449,7 +449,7 @@ def test_a_wrapper_that_is_gone_does_nothing():
 def in_flight_when_dropped(group):
     """Memory that an exchange still uses is not given back."""
     for step in range(5):
-        model = pycomm.DataParallel(Fragile(), bucket_mb=TINY)
+        model = pycomm.DataParallel(Fragile(), bucket_cap_mb=TINY)
         check_steps(group, model, range(1))  # the first backward sends everything in its end
         fail(model, group.rank, step)
         del model
@@ -466,7 +466,7 @@ def pass_by(marker, gradient):
 
 def forgetful(group):
     """The wrapper keeps nothing of the graphs that it has seen, run or not."""
-    model = pycomm.DataParallel(Fragile(), bucket_mb=TINY)
+    model = pycomm.DataParallel(Fragile(), bucket_cap_mb=TINY)
     for run in (True, False):
         marker = OwnError(0)
         out = model(ddp.batch(group.rank, 0), functools.partial(pass_by, marker))

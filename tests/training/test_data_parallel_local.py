@@ -16,7 +16,7 @@ import pycomm
 
 
 def given_steps(group, name):
-    wrapper = Wrapped(ddp.Given(), COMPRESSORS[name], bucket_mb=TINY, group=group)
+    wrapper = Wrapped(ddp.Given(), COMPRESSORS[name], bucket_cap_mb=TINY, group=group)
     return wrapper.run(group.rank, range(3))
 
 
@@ -30,7 +30,7 @@ NETWORK = ddp.network()  # drawn by one thread, as the random numbers are everyo
 
 
 def trained(group, name):
-    options = {"compression": COMPRESSORS[name], "bucket_mb": 0.02, "group": group}
+    options = {"compression": COMPRESSORS[name], "bucket_cap_mb": 0.02, "group": group}
     model = pycomm.DataParallel(copy.deepcopy(NETWORK), **options)
     return wrapped.train(model, group.rank, range(4))
 
@@ -61,7 +61,7 @@ def checkpointed_loss(module, rank, step):
 
 def in_all_ways(group):
     """Weights, accumulation, checkpoints, and different numbers of batches, in one go."""
-    model = pycomm.DataParallel(copy.deepcopy(NETWORK), bucket_mb=TINY, group=group)
+    model = pycomm.DataParallel(copy.deepcopy(NETWORK), bucket_cap_mb=TINY, group=group)
     checkpointed_loss(model, group.rank, 0).backward()
     gradients = wrapped.gradients_of(model)
     with model.join():
@@ -95,7 +95,7 @@ def test_an_error_in_one_rank_stops_the_others(world, place):
     done = threading.Barrier(3)
 
     def body(group):
-        model = pycomm.DataParallel(copy.deepcopy(NETWORK), bucket_mb=TINY, group=group)
+        model = pycomm.DataParallel(copy.deepcopy(NETWORK), bucket_cap_mb=TINY, group=group)
         wrapped.batch_loss(model, group.rank, 0).backward()
         done.wait()  # or the error could end the first backward of a rank that is late
         if group.rank == 1 and place == "forward":
@@ -118,7 +118,7 @@ def test_an_error_in_one_rank_stops_the_others(world, place):
 
 def test_one_rank_is_a_group_too(world):
     (group,) = world(1)
-    model = pycomm.DataParallel(copy.deepcopy(NETWORK), bucket_mb=TINY, group=group)
+    model = pycomm.DataParallel(copy.deepcopy(NETWORK), bucket_cap_mb=TINY, group=group)
     for got, expected in zip(
         wrapped.train(model, 0, range(3)),
         wrapped.train(copy.deepcopy(NETWORK), 0, range(3)),

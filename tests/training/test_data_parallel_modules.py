@@ -21,7 +21,7 @@ import pycomm
 
 def compare(group, make, loss, wrap=None, steps=3, **options):
     """Some steps of the wrapped module beside the plain one; returns the wrapper."""
-    model, alone = pycomm.DataParallel(make(), bucket_mb=TINY, **options), make()
+    model, alone = pycomm.DataParallel(make(), bucket_cap_mb=TINY, **options), make()
     run = wrap(model) if wrap else model
     for step in range(steps):
         model.zero_grad(set_to_none=step != 1)
@@ -137,7 +137,7 @@ def shared_among_reentrant_checkpoints(group):
 
 def more_often_in_later_steps(group):
     """Would be sent before its last gradient: refused, and the wrapper lives on."""
-    model = pycomm.DataParallel(shared(1), bucket_mb=TINY)
+    model = pycomm.DataParallel(shared(1), bucket_cap_mb=TINY)
     model(inputs(group.rank, 0)).sum().backward()
     shared(2, model.module)
     model.module.layers[0], model.module.layers[1] = model.module.layers[1], model.module.layers[0]
@@ -278,7 +278,7 @@ def compiled(group):
     compare(group, ddp.network, wrapped.batch_loss, wrap=compile_it, steps=2)
     compare(group, with_batch_norm, wrapped.batch_loss, wrap=called, steps=2)
     graphs = [counter.frame_count for counter in counters]
-    model = pycomm.DataParallel(ddp.network(), bucket_mb=TINY)
+    model = pycomm.DataParallel(ddp.network(), bucket_cap_mb=TINY)
     step = compile_it(lambda x: model(x).sum().backward())
     step(ddp.batch(group.rank, 0))
     expected = wrapped.mean_gradients(ddp.network(), 2, 0, lambda m, r, s: m(ddp.batch(r, s)).sum())
@@ -320,7 +320,7 @@ def test_everyone_has_the_first_ranks_parameters_and_buffers():
 
 def evaluating_alone(group):
     """Without gradients there is no exchange, whoever calls; in eval mode there is one."""
-    model, alone = pycomm.DataParallel(with_batch_norm(), bucket_mb=TINY), with_batch_norm()
+    model, alone = pycomm.DataParallel(with_batch_norm(), bucket_cap_mb=TINY), with_batch_norm()
     if group.rank == 1:
         with torch.no_grad():
             wrapped.batch_loss(model.eval(), 1, 0)

@@ -26,7 +26,7 @@ NETWORK = network()  # drawn by one thread, as the random numbers are everyone's
 
 
 def wrap(module, group, **options):
-    return pycomm.DataParallel(module, bucket_mb=TINY, group=group, **options)
+    return pycomm.DataParallel(module, bucket_cap_mb=TINY, group=group, **options)
 
 
 def check_steps(group, model, alone, steps=range(3), loss=wrapped.batch_loss):

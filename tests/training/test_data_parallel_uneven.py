@@ -25,8 +25,8 @@ def mean_of_all_samples(module, size, step):
     return wrapped.gradients_of(module)
 
 
-def weighted(group, compressor, bucket_mb):
-    model = pycomm.DataParallel(ddp.network(), compression=compressor, bucket_mb=bucket_mb)
+def weighted(group, compressor, bucket_cap_mb):
+    model = pycomm.DataParallel(ddp.network(), compression=compressor, bucket_cap_mb=bucket_cap_mb)
     alone = ddp.network()
     for step in range(len(SIZES)):
         model.zero_grad()
@@ -37,18 +37,18 @@ def weighted(group, compressor, bucket_mb):
         yield step, wrapped.gradients_of(model), expected
 
 
-def gradients_with_weights(group, bucket_mb):
+def gradients_with_weights(group, bucket_cap_mb):
     seen = []
-    for _, got, expected in weighted(group, None, bucket_mb):
+    for _, got, expected in weighted(group, None, bucket_cap_mb):
         for name in got:
             torch.testing.assert_close(got[name], expected[name], rtol=1e-4, atol=1e-7)
         seen.append(got)
     return seen
 
 
-@pytest.mark.parametrize("bucket_mb", [TINY, 25])
-def test_weights_give_the_mean_over_all_samples(bucket_mb):
-    runs = helpers.run_group(3, gradients_with_weights, bucket_mb)
+@pytest.mark.parametrize("bucket_cap_mb", [TINY, 25])
+def test_weights_give_the_mean_over_all_samples(bucket_cap_mb):
+    runs = helpers.run_group(3, gradients_with_weights, bucket_cap_mb)
     for run in runs[1:]:
         assert all(wrapped.same(a, b) for a, b in zip(run, runs[0], strict=True))
 
@@ -66,7 +66,7 @@ def test_weights_with_compression():
 
 def equal_weights(group):
     """Whatever they are, bits are those of a plain mean; they may be tensors."""
-    model, alone = pycomm.DataParallel(ddp.network(), bucket_mb=TINY), ddp.network()
+    model, alone = pycomm.DataParallel(ddp.network(), bucket_cap_mb=TINY), ddp.network()
     for step, weight in enumerate([1, 4.0, torch.tensor(16), 0.5, None]):
         model.zero_grad()
         model(ddp.batch(group.rank, step), weight=weight).square().mean().backward()
@@ -99,7 +99,7 @@ def accumulated_with_weights(group):
 
 def nothing_to_learn_from(group):
     """A rank without weight may have a loss that is no number."""
-    model, alone = pycomm.DataParallel(ddp.network(), bucket_mb=TINY), ddp.network()
+    model, alone = pycomm.DataParallel(ddp.network(), bucket_cap_mb=TINY), ddp.network()
     for step in range(2):
         model.zero_grad()
         out = model(ddp.batch(0, step), weight=float(group.rank == 0))
@@ -111,7 +111,7 @@ def nothing_to_learn_from(group):
 
 def bad_weights(group):
     """The wrapper is as good as before."""
-    model, alone = pycomm.DataParallel(ddp.network(), bucket_mb=TINY), ddp.network()
+    model, alone = pycomm.DataParallel(ddp.network(), bucket_cap_mb=TINY), ddp.network()
     for weight in (-1, float("nan"), float("inf")):
         with pytest.raises(
             ValueError, match=f"weight must be finite and not negative, got {weight}"
@@ -188,7 +188,7 @@ def with_batch_norm():
 
 def joined(group, batches, options):
     """Trains while there are batches; gradients on the way, and what the last and join() left."""
-    model = pycomm.DataParallel(with_batch_norm(), bucket_mb=TINY, **options)
+    model = pycomm.DataParallel(with_batch_norm(), bucket_cap_mb=TINY, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen = []
     with model.join():
@@ -233,7 +233,7 @@ def test_ranks_that_run_out_of_batches_wait_for_the_others(batches):
 
 def joined_in_other_ways(group, batches):
     """With weights and accumulation, twice, and training goes on afterwards."""
-    model = pycomm.DataParallel(ddp.network(), compression=pycomm.TopK(0.1), bucket_mb=TINY)
+    model = pycomm.DataParallel(ddp.network(), compression=pycomm.TopK(0.1), bucket_cap_mb=TINY)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
         with model.join():
@@ -277,7 +277,7 @@ def raising_in_join(group):
 
 def no_weight_left(group):
     """The last active rank is told, the other does not take it for the end, and both go on."""
-    model, alone = pycomm.DataParallel(ddp.network(), bucket_mb=TINY), ddp.network()
+    model, alone = pycomm.DataParallel(ddp.network(), bucket_cap_mb=TINY), ddp.network()
     with model.join():
         for step in range(3 if group.rank == 0 else 1):
             model.zero_grad()

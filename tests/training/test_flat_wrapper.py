@@ -51,7 +51,7 @@ MODEL = Varied()  # drawn by one thread, as the random numbers are everyone's
 
 
 def wrap(model, group, **options):
-    return pycomm.DataParallel(model, group=group, **{"bucket_mb": TINY, **options})
+    return pycomm.DataParallel(model, group=group, **{"bucket_cap_mb": TINY, **options})
 
 
 def step_of(model, optimizer, rank, step):
@@ -96,7 +96,7 @@ def flatten_in_parts(group, optimizer):
 
 WAYS = {
     "wrap, flatten": wrap_and_flatten,
-    "wrap, flatten, one bucket": functools.partial(wrap_and_flatten, bucket_mb=25),
+    "wrap, flatten, one bucket": functools.partial(wrap_and_flatten, bucket_cap_mb=25),
     "flatten, wrap": flatten_and_wrap,
     "wrap, backward, flatten": flatten_later,
     "wrap, flatten in parts": flatten_in_parts,
@@ -256,7 +256,7 @@ def compressed(group):
     for make in (not_flat, wrap_and_flatten):
         for compression in (pycomm.Int8(), pycomm.TopK(0.05)):
             options = {"compression": compression, "exclude": is_small}
-            model = wrap(copy.deepcopy(MODEL), group, bucket_mb=25, **options)
+            model = wrap(copy.deepcopy(MODEL), group, bucket_cap_mb=25, **options)
             if make is wrap_and_flatten:
                 optim.flatten(model.parameters())
             optimizer = optim.FusedAdamW(model.parameters())

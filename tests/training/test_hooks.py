@@ -72,7 +72,7 @@ def test_the_first_steps_are_dense(name):
 
 def ramping(group):
     """Bytes on the wire, step by step, of a top-k that warms up after a warm-up of the state."""
-    compressor = pycomm.TopK(0.001, warmup_steps=3)
+    compressor = pycomm.TopK(0.001, density_steps=3)
     model = DistributedDataParallel(ddp.Given())
     state = hooks.CommState(compressor, model.named_parameters(), warmup_steps=2)
     model.register_comm_hook(state, hooks.comm_hook)

@@ -64,7 +64,7 @@ def test_machines_are_the_model_of_one_machine(world, name):
     """Exchanges between machines have the bits of a world of threads laid out like them."""
     hosts = [2, 1]
     runs = spanning.run(hosts, trained, "wrapper", CASES[name])
-    expected = world(3, hosts=hosts).run(trained, "wrapper", CASES[name])
+    expected = world(3, nodes=hosts).run(trained, "wrapper", CASES[name])
     for (_, moments), (_, models) in zip(runs, expected, strict=True):
         for moment, model in zip(moments, models, strict=True):
             assert wrapped.same(moment.after, model.after)
@@ -168,7 +168,9 @@ def test_a_warm_up_is_synchronous_training(front):
 def warmed_up(group, front):
     """Weights after each step, beside those of plain data-parallel training."""
     net = ddp.network()
-    trainee = Trainee(group, front, module=net, options={"period": 2, "warmup_steps": 3, **DILOCO})
+    trainee = Trainee(
+        group, front, module=net, options={"period": 2, "gradient_steps": 3, **DILOCO}
+    )
     moments = trainee.run(range(6))
     assert trainee.state.stats()["steps"] == 1  # exchanges of parameters
     model = pycomm.DataParallel(ddp.network(), group=group)

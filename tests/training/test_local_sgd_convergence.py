@@ -17,7 +17,7 @@ from pycomm import hooks
 RANKS, STEPS, PERIOD = 2, 128, 8
 RISING = 0.1  # of the steps, in which the learning rate grows
 BAND = 0.01
-AVERAGES = {"warmup_steps": STEPS // 8, "compression": pycomm.Int8()}
+AVERAGES = {"gradient_steps": STEPS // 8, "compression": pycomm.Int8()}
 OUTER = {"compression": pycomm.Int8(), **DILOCO}
 TOO_SHORT = {"outer_lr": 0.25}  # the control
 

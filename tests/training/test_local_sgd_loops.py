@@ -133,7 +133,7 @@ def test_a_rank_may_have_no_batches_after_a_resumed_warm_up(world):
     """Its wrapper has never seen a backward."""
 
     def body(group):
-        options = {"period": 2, "warmup_steps": 1}
+        options = {"period": 2, "gradient_steps": 1}
         trainee = Trainee(group, options=options)
         trainee.run(range(3))
         resumed = Trainee(group, options=options)

@@ -40,8 +40,8 @@ def with_remainders():
     [
         *((at, dict, {}) for at in (0, 1, 3, 5)),
         (5, with_remainders, {}),
-        (1, dict, {"warmup_steps": 2}),
-        (4, dict, {"warmup_steps": 2}),
+        (1, dict, {"gradient_steps": 2}),
+        (4, dict, {"gradient_steps": 2}),
     ],
 )
 def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(world, at, make, more):
@@ -143,7 +143,7 @@ def test_dicts_of_others_are_refused(world):
     ("options", "shown"),
     [
         ([{"period": 2}, {"period": 3}], "step 2, period 2.*step 3, period 3"),
-        ([{"period": 2}, {"period": 2, "warmup_steps": 1}], None),
+        ([{"period": 2}, {"period": 2, "gradient_steps": 1}], None),
         ([{"period": 2, **DILOCO}, {"period": 2, "outer_lr": 0.7}], "options"),
         ([{"period": 2, "compression": c} for c in (pycomm.Int8(), pycomm.TopK(0.1))], "options"),
     ],
@@ -262,7 +262,7 @@ BAD = {
     "period": [(0, ValueError), (-3, ValueError), (2.0, TypeError), (True, TypeError)],
     "outer_lr": [(0, ValueError), (-1, ValueError), (float("nan"), ValueError)],
     "outer_momentum": [(1, ValueError), (-0.1, ValueError), (float("nan"), ValueError)],
-    "warmup_steps": [(-1, ValueError), (1.5, TypeError)],
+    "gradient_steps": [(-1, ValueError), (1.5, TypeError)],
     "inner_group": [("world", TypeError)],
     "group": [(3, TypeError)],
     "compression": [("int8", TypeError)],
@@ -313,7 +313,7 @@ def test_what_no_exchange_could_carry_is_refused(world, dtype, compression, matc
 
 @pytest.mark.parametrize(
     "options",
-    [{"compression": pycomm.Int8()}, {"warmup_steps": 3}, {"feedback": False}, {"group": None}],
+    [{"compression": pycomm.Int8()}, {"gradient_steps": 3}, {"feedback": False}, {"group": None}],
 )
 def test_the_wrapper_refuses_options_of_the_state(world, options):
     group = world(1).groups[0]
@@ -327,7 +327,7 @@ def test_the_wrapper_refuses_options_of_the_state(world, options):
 
 
 def test_weights_and_joining_where_they_mean_nothing_are_refused(world):
-    trainee = make(world(1).groups[0], warmup_steps=1)
+    trainee = make(world(1).groups[0], gradient_steps=1)
     with pytest.raises(ValueError, match="after the warm-up"), trainee.model.join():
         pass
     trainee.step(0)
