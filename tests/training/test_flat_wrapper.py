@@ -237,7 +237,7 @@ def compiled(group):
         model = wrap(ddp.network(), group)
         if flat:
             optim.flatten(model.parameters())
-        optimizer = ADAMW(model.parameters())
+        optimizer = optim.FusedAdamW(model.parameters(), states="8bit", max_norm=0.5)
         run = torch.compile(model, backend="aot_eager")
         for step in range(3):
             step_of(run, optimizer, group.rank, step)
