@@ -313,7 +313,7 @@ def test_what_no_exchange_could_carry_is_refused(world, dtype, compression, matc
 
 @pytest.mark.parametrize(
     "options",
-    [{"compression": pycomm.Int8()}, {"gradient_steps": 3}, {"feedback": False}, {"group": None}],
+    [{"compression": pycomm.Int8()}, {"warmup_steps": 3}, {"feedback": False}, {"group": None}],
 )
 def test_the_wrapper_refuses_options_of_the_state(world, options):
     group = world(1).groups[0]
