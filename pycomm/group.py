@@ -7,6 +7,7 @@ import itertools
 import os
 import threading
 import time
+import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -25,7 +26,6 @@ from pycomm._inputs.arguments import (
     check_process_group,
     not_set_up,
     process_group_of,
-    renamed,
     seconds,
 )
 from pycomm._inputs.dtypes import check_dtype
@@ -277,7 +277,8 @@ class Group:
     @property
     def hosts(self) -> tuple[tuple[int, ...], ...]:
         """The old name of `nodes`."""
-        return tuple(renamed("hosts", self.nodes, "nodes", None, None))
+        warnings.warn("hosts is called nodes now", DeprecationWarning, stacklevel=2)
+        return self.nodes
 
     def __enter__(self) -> Group:
         return self

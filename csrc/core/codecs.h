@@ -55,9 +55,6 @@ struct CastCodec {
 
 template <class... Rows>
 struct CodecTable {
-  template <class... More>
-  using With = CodecTable<Rows..., More...>;
-
   // Calls visit(std::type_identity<Elements>{}) with a codec's elements; false if it is none of the
   // table's.
   template <class Visit>

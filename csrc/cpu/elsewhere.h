@@ -37,7 +37,7 @@ class Elsewhere {
     const std::uint32_t completed = completed_;
     if (what == 0 || what != what_) return {};
     const auto collective = static_cast<Collective>(what >> 52 & 0xff);
-    if (collective > Collective::barrier) return {};
+    if (!is_known(collective)) return {};
     return Wait{static_cast<int>(what >> 32 & kField),
                 static_cast<int>(where >> 32),
                 collective,

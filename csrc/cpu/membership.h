@@ -15,7 +15,7 @@
 
 namespace pycomm::cpu {
 
-// Of one rank in one group. It must stay where it is.
+// One rank's place in one group. It must stay where it is.
 class Membership {
  public:
   Membership(std::shared_ptr<Window> window, std::shared_ptr<const Liveness> peers, int rank,
@@ -32,7 +32,7 @@ class Membership {
   void tell(int r, Collective collective, std::uint32_t ordinal);
   // The wait that was told has ended.
   void end(bool failed);
-  // Of a rank r that others wait for here: what it waits for elsewhere. Empty if it does not.
+  // What rank r, which others wait for here, waits for in another group. Empty if in none.
   std::string describe(int r) const;
 
  private:

@@ -33,8 +33,8 @@ def meet(
     string, and what has been read counts once all have read the same. Every meeting has a number,
     which the Store counts: ranks that have tried unequally often come to the same one.
 
-    A meeting ends with one word: what all have read, or that a rank was interrupted. Who comes
-    after its end goes to the next one.
+    A meeting ends with one word: what all have read, or that a rank was interrupted. A rank
+    that comes after its end goes to the next one.
 
     Raises:
         pycomm.Timeout: a rank did not come in time.

@@ -15,21 +15,20 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 _INTERVAL = 0.25  # seconds between beats
-# A beat comes from a thread of its own, so what delays it stops the whole process, its machine or
-# the network. That seldom takes seconds (a page of swap, a lost packet, a machine that moves), and
-# whom it takes 10 s for is not worth the wait.
+# A beat comes from a thread of its own, so only a stopped process, machine or network delays it.
+# Swapping, a lost packet or the migration of a machine seldom takes seconds.
 SILENCE = 10.0
 
 
 class Pulse(threading.Thread):
-    """Of a machine's first rank: counts in the Store, and notices if the next machine does not.
+    """The first rank of a machine counts in the Store and notices if the next machine does not.
 
     Args:
         store: of this group alone.
         rank: this process.
         neighbour: the first rank of the next machine.
-        silent: called with the neighbour once it has been silent for long, as
-            far as this process runs.
+        silent: called with the neighbour once it has been silent for long, as far as this process
+            runs.
     """
 
     def __init__(

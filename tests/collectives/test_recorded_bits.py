@@ -69,7 +69,7 @@ def tensor(n: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 
 class Hash:
-    """Of tensors' bytes."""
+    """The hash of tensors' bytes."""
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
