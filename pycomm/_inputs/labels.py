@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pycomm._runtime.log import DEBUG
 
-_PACKAGE = Path(__file__).parent
+_PACKAGE = Path(__file__).parents[1]
 
 
 def label_of(tag: int | str | None) -> str:

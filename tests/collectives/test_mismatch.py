@@ -3,12 +3,14 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import helpers
 import pytest
 import torch
 
 import pycomm
+from pycomm._inputs import labels
 
 # What most ranks call, what one calls instead, and what of each must be in the message.
 DISAGREEMENTS = {
@@ -237,3 +239,14 @@ def test_where_calls_come_from(tmp_path, log):
         assert f"called at {name}:7)" in said
     else:
         assert said == "no difference\n"
+
+
+@pytest.mark.parametrize("folder", ["", "_training", "optim"])
+def test_calls_of_pycomm_itself_have_no_line(monkeypatch, folder):
+    """They may come from several places; a caller's own call has one."""
+    monkeypatch.setattr(labels, "DEBUG", True)
+    inside = Path(pycomm.__file__).parent / folder / "some.py"
+    functions = {}
+    exec(compile("def call(entry):\n    return entry()", str(inside), "exec"), functions)
+    assert functions["call"](lambda: labels.label_of(None)) == ""
+    assert "test_mismatch.py:" in (lambda: labels.label_of(None))()
