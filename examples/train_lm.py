@@ -159,7 +159,7 @@ def parallelise(
         return wrapped, wrapped.comm_state
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
     state = hooks.CommState(compressor, model.named_parameters(), group=group)
-    ddp.register_comm_hook(state, hooks.comm_hook)
+    state.register(ddp)
     return ddp, state
 
 

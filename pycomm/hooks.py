@@ -4,10 +4,11 @@
 
     model = DistributedDataParallel(model)
     state = pycomm.hooks.Int8State(model.named_parameters())
-    model.register_comm_hook(state, pycomm.hooks.int8_hook)
+    state.register(model)
 
-A hook never blocks backward, averages in place, and gives the same bits on every rank, whatever the
-buckets. Errors come out of ``backward()`` with their type.
+There is also a hook for each kind of state, for ``model.register_comm_hook(state, hook)``;
+:func:`comm_hook` serves every state. A hook never blocks backward, averages in place, and gives the
+same bits on every rank, whatever the buckets. Errors come out of ``backward()`` with their type.
 """
 
 # DistributedDataParallel compares hooks' annotations as objects: they must not become strings.
@@ -18,6 +19,7 @@ from torch.futures import Future
 
 from pycomm._runtime.torch_private import GradBucket
 from pycomm._training.comm_state import CommState, NamedParameters
+from pycomm._training.hook_state import HookState, comm_hook
 from pycomm._training.local_sgd import LocalSGDState
 from pycomm.compression import Int8, TopK
 from pycomm.group import Group
@@ -93,39 +95,31 @@ class TopKState(CommState):
 
 def all_reduce_hook(state: AllReduceState, bucket: GradBucket) -> Future[torch.Tensor]:
     """Averages gradients as they are, in rank order, with fp32 sums."""
-    return _run(state, AllReduceState, bucket)
+    _check_pair("all_reduce_hook", AllReduceState, state)
+    return comm_hook(state, bucket)
 
 
 def int8_hook(state: Int8State, bucket: GradBucket) -> Future[torch.Tensor]:
     """Averages gradients as blocks of 8-bit integers."""
-    return _run(state, Int8State, bucket)
+    _check_pair("int8_hook", Int8State, state)
+    return comm_hook(state, bucket)
 
 
 def topk_hook(state: TopKState, bucket: GradBucket) -> Future[torch.Tensor]:
     """Averages the largest gradients of every parameter."""
-    return _run(state, TopKState, bucket)
-
-
-def comm_hook(state: CommState, bucket: GradBucket) -> Future[torch.Tensor]:
-    """Averages gradients with any compressor: the one of the state."""
-    return _run(state, CommState, bucket)
+    _check_pair("topk_hook", TopKState, state)
+    return comm_hook(state, bucket)
 
 
 def local_sgd_hook(state: LocalSGDState, bucket: GradBucket) -> Future[torch.Tensor]:
     """Leaves gradients alone, unless the state is in its warm-up or has an inner group."""
-    return _run(state, LocalSGDState, bucket)
+    _check_pair("local_sgd_hook", LocalSGDState, state)
+    return comm_hook(state, bucket)
 
 
-def _run(
-    state: CommState | LocalSGDState,
-    kind: type[CommState] | type[LocalSGDState],
-    bucket: GradBucket,
-) -> Future[torch.Tensor]:
+def _check_pair(hook: str, kind: type[HookState], state: object) -> None:
     if not isinstance(state, kind):
-        raise TypeError(f"state must be a pycomm.hooks.{kind.__name__}, got {state!r}")
-    if not isinstance(bucket, GradBucket):
         raise TypeError(
-            f"bucket must be a torch.distributed.GradBucket, got {type(bucket).__name__}: hooks "
-            "need DistributedDataParallel's own reducer"
+            f"state must be a pycomm.hooks.{kind.__name__} for {hook}, got "
+            f"{type(state).__name__}: state.register(model) picks the hook that fits"
         )
-    return state.start_in_backward(bucket.buffer(), bucket.parameters())

@@ -25,6 +25,7 @@ from pycomm._training.exchange import (
     run_on_worker,
 )
 from pycomm._training.flights import Flight, Flights
+from pycomm._training.hook_state import HookState
 from pycomm._training.parameters import Exclude, Parameters, dense_strides, same_places
 from pycomm._training.residuals import FORMAT, residuals_for
 from pycomm._training.step import Step
@@ -40,7 +41,7 @@ NamedParameters = Iterable[tuple[str, torch.Tensor]]
 _NOT_COPIED = ("_group", "_plans", "_planned", "_flying", "_now", "_stream", "_staged_scale")
 
 
-class CommState:
+class CommState(HookState):
     """What a hook, or the wrapper, needs to remember from step to step.
 
     Args:

@@ -14,6 +14,7 @@ from torch.futures import Future
 from pycomm._inputs.arguments import renamed
 from pycomm._runtime.torch_private import not_compiled
 from pycomm._training.comm_state import CommState, NamedParameters
+from pycomm._training.hook_state import HookState
 from pycomm._training.outer import Outer, Rule
 from pycomm._training.parameters import Exclude, Parameters, check_exchangeable
 from pycomm._training.reports import Report, compare
@@ -22,7 +23,7 @@ from pycomm.compression import Compressor, check_whole
 from pycomm.group import Group
 
 
-class LocalSGDState:
+class LocalSGDState(HookState):
     """Lets every rank train by itself, and averages their parameters every `period` steps.
 
     For links that cannot carry gradients in every step. Under DistributedDataParallel:
@@ -31,13 +32,13 @@ class LocalSGDState:
 
         optimizer = torch.optim.AdamW(model.parameters())
         local = pycomm.hooks.LocalSGDState(model.named_parameters(), optimizer, period=32)
-        model.register_comm_hook(local, pycomm.hooks.local_sgd_hook)
+        local.register(model)
         for batch in batches:
             model(batch).backward()
             optimizer.step()
             local.step()
 
-    or ``model = pycomm.DataParallel(model, local_sgd=local)`` instead of the hook.
+    or ``model = pycomm.DataParallel(model, local_sgd=local)`` instead of `register`.
 
     By default parameters are averaged (local SGD; Stich, "Local SGD converges fast and communicates
     little", 2019; with `gradient_steps` post-local SGD; Lin et al., "Don't use large mini-batches,
@@ -188,7 +189,7 @@ class LocalSGDState:
         if not self._had_backward:
             raise RuntimeError(
                 "step() must come once after every optimizer step, and after a backward of a model "
-                "that leaves its gradients to this state: register local_sgd_hook, or pass "
+                "that leaves its gradients to this state: call register(model), or pass "
                 "local_sgd= to pycomm.DataParallel"
             )
         self._had_backward = self._had_step = False

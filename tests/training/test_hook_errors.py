@@ -131,16 +131,49 @@ def with_a_stranger(group):
 def with_a_wrong_state(group):
     model = ddp.network()
     int8, dense = hooks.Int8State(), hooks.AllReduceState()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    local = hooks.LocalSGDState(model.named_parameters(), optimizer, period=2)
     wrong = [
-        (int8, hooks.topk_hook, "TopKState"),
-        (dense, hooks.int8_hook, "Int8State"),
-        (int8, hooks.all_reduce_hook, "AllReduceState"),
-        (None, hooks.int8_hook, "Int8State"),
+        (int8, hooks.topk_hook, "TopKState for topk_hook, got Int8State"),
+        (dense, hooks.int8_hook, "Int8State for int8_hook, got AllReduceState"),
+        (int8, hooks.all_reduce_hook, "AllReduceState for all_reduce_hook, got Int8State"),
+        (local, hooks.all_reduce_hook, "AllReduceState for all_reduce_hook, got LocalSGDState"),
+        (dense, hooks.local_sgd_hook, "LocalSGDState for local_sgd_hook, got AllReduceState"),
+        (None, hooks.int8_hook, "Int8State for int8_hook, got NoneType"),
     ]
-    for state, hook, wanted in wrong:
+    for state, hook, message in wrong:
         hooked = register(model, state, hook)
-        with pytest.raises(TypeError, match=f"state must be a pycomm.hooks.{wanted}"):
+        with pytest.raises(TypeError, match=f"state must be a pycomm.hooks.{message}"):
             hooked(ddp.batch(group.rank, 0)).sum().backward()
+    hooked = register(model, None, hooks.comm_hook)
+    with pytest.raises(TypeError, match=r"one of pycomm\.hooks, got NoneType"):
+        hooked(ddp.batch(group.rank, 0)).sum().backward()
+
+
+def registered_on_what_is_no_ddp_model(group):
+    del group
+    net = ddp.network()
+    state = hooks.AllReduceState()
+    for model in (net, pycomm.DataParallel(net), None):
+        with pytest.raises(TypeError, match=f"DataParallel, got {type(model).__name__}"):
+            state.register(model)
+
+
+def registered_twice(group):
+    """The first one stays."""
+    state = hooks.AllReduceState()
+    model = DistributedDataParallel(ddp.network())
+    state.register(model)
+    for again in (state, hooks.Int8State()):
+        with pytest.raises(RuntimeError, match="can only be called once"):
+            again.register(model)
+    model(ddp.batch(group.rank, 0)).sum().backward()
+    assert state.step == 1
+
+
+@pytest.mark.parametrize("body", [registered_on_what_is_no_ddp_model, registered_twice])
+def test_states_are_registered_on_a_ddp_model_without_a_hook(body):
+    helpers.run_group(1, body)
 
 
 def with_a_wrong_dtype(group):

@@ -89,6 +89,52 @@ def test_a_compressors_warm_up_follows_the_states():
         assert 1 < ratios[2] < ratios[3] < ratios[4] < ratios[5] == pytest.approx(ratios[6], 0.01)
 
 
+def one_of_each(params, optimizer):
+    """States and the hooks that are made for them."""
+    named = dict(params)
+    return [
+        (hooks.AllReduceState(), hooks.all_reduce_hook),
+        (hooks.Int8State(named.items(), rounding="stochastic"), hooks.int8_hook),
+        (hooks.TopKState(named.items(), density=0.1), hooks.topk_hook),
+        (hooks.CommState(pycomm.Cast(), named.items()), hooks.comm_hook),
+        (
+            hooks.LocalSGDState(named.items(), optimizer, period=2, gradient_steps=1),
+            hooks.local_sgd_hook,
+        ),
+    ]
+
+
+def in_a_pair_and_registered(group, number):
+    """Gradients of a few steps, both ways."""
+    seen = []
+    for alone in (False, True):
+        model = DistributedDataParallel(ddp.Given())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        state, hook = one_of_each(model.named_parameters(), optimizer)[number]
+        if alone:
+            state.register(model)
+        else:
+            model.register_comm_hook(state, hook)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(ddp.gradients(model, group.rank, step)).backward()
+            seen.append([p.grad.clone() for p in model.parameters()])
+            optimizer.step()
+            if isinstance(state, hooks.LocalSGDState):
+                state.step()
+    return seen[:3], seen[3:]
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_register_is_the_same_as_the_pair(number):
+    runs = helpers.run_group(2, in_a_pair_and_registered, number)
+    for paired, registered in runs:
+        for pair in zip(paired, registered, strict=True):
+            assert all(golden.same_bits(a, b) for a, b in zip(*pair, strict=True))
+    mine, theirs = (paired[0] for paired, _ in runs)  # the first step exchanges in all of them
+    assert all(golden.same_bits(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
 def as_single_calls(group, name):
     """The hook, and the public operation for each of its parameters."""
     compressor = COMPRESSORS[name]

@@ -227,7 +227,7 @@ def test_a_forgotten_call_is_noticed(world):
 def test_a_call_too_many_is_noticed(world):
     trainee = make(world(1).groups[0], period=5)
     trainee.step(0)
-    with pytest.raises(RuntimeError, match="register local_sgd_hook"):
+    with pytest.raises(RuntimeError, match=r"call register\(model\)"):
         trainee.state.step()
 
 
