@@ -59,7 +59,7 @@ compile-commands: $(VENV)/.torch
 	ln -sf build/$@/compile_commands.json .
 
 cuda-check: $(VENV)/.torch
-	$(BIN)/python tests/cuda_check.py
+	$(BIN)/python tests/cpp/cuda_check.py
 
 $(VENV)/.lint: $(VENV)/.built
 	$(BIN)/pip install -q --group lint

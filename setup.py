@@ -65,8 +65,8 @@ def with_cuda() -> bool:
 def extension():  # type: ignore[no-untyped-def]
     """The one extension module."""
     cuda = with_cuda()
-    sources = [*Path().glob("csrc/cpu/*.cpp"), *Path().glob("csrc/bind/*.cpp")]
-    sources += Path("csrc/cuda").glob("*.cu" if cuda else "no_cuda.cpp")
+    sources = [*Path().glob("csrc/cpu/**/*.cpp"), *Path().glob("csrc/bind/*.cpp")]
+    sources += Path("csrc/cuda").glob("**/*.cu" if cuda else "no_cuda.cpp")
     common = ["-std=c++20", "-O3"]
     host = [
         "-g0",

@@ -5,8 +5,8 @@
 #include "bind/gil.h"
 #include "bind/python.h"
 #include "core/call.h"
-#include "cpu/topk_comm.h"
-#include "cpu/wire.h"
+#include "cpu/codecs/topk_comm.h"
+#include "cpu/codecs/wire.h"
 
 namespace py = pybind11;
 

@@ -8,12 +8,12 @@
 
 #include "bind/gil.h"
 #include "bind/python.h"
+#include "core/algorithms/select.h"
 #include "core/call.h"
 #include "core/errors.h"
-#include "core/select.h"
 #include "cpu/group.h"
+#include "cuda/codecs/wire.h"
 #include "cuda/endpoint.h"
-#include "cuda/wire.h"
 
 namespace py = pybind11;
 

@@ -5,7 +5,7 @@
 
 #include <optional>
 
-#include "common.h"
+#include "core/types.h"
 
 namespace pycomm::bind {
 

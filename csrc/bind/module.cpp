@@ -6,9 +6,9 @@
 #include "bind/gil.h"
 #include "bind/python.h"
 #include "bind/registry.h"
-#include "core/algorithms.h"
-#include "core/rules.h"
-#include "core/select.h"
+#include "core/algorithms/select.h"
+#include "core/algorithms/table.h"
+#include "core/optim/table.h"
 #include "cpu/group.h"
 
 namespace py = pybind11;

@@ -6,9 +6,9 @@
 #include "bind/gil.h"
 #include "bind/python.h"
 #include "cpu/huge_pages.h"
-#include "cpu/optim_loops.h"
-#include "cpu/optim_step.h"
-#include "cuda/optim_step.h"
+#include "cpu/optim/loops.h"
+#include "cpu/optim/step.h"
+#include "cuda/optim/step.h"
 
 namespace py = pybind11;
 

@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
-#include "common.h"
 #include "core/details.h"
+#include "core/types.h"
 
 namespace pycomm::bind {
 

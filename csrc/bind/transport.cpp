@@ -9,7 +9,7 @@
 
 #include "bind/gil.h"
 #include "bind/python.h"
-#include "cpu/transport.h"
+#include "cpu/internode/transport.h"
 
 namespace py = pybind11;
 

@@ -1,8 +1,8 @@
 // An operation with its buffers, as a caller hands it to an executor.
 #pragma once
 
+#include "core/codecs/feedback.h"
 #include "core/details.h"
-#include "core/feedback.h"
 #include "core/operation.h"
 
 namespace pycomm {

@@ -27,7 +27,7 @@ concept Signaller = requires(Comm& comm, int channel, std::int64_t step) {
 template <class Comm>
 concept Executor = Signaller<Comm> && requires(Comm& comm, int r, int channel, std::int64_t n,
                                                Place place, Place (&places)(int)) {
-  // Slots hold encoded elements (core/codec.h). Every contribution then goes through a slot, so
+  // Slots hold encoded elements (core/codecs/codec.h). Every contribution then goes through a slot, so
   // that no rank's own is more exact than the others.
   { Comm::kCoded } -> std::convertible_to<bool>;
   comm.wait(r, channel, n);                            // as wait_all, for rank r
@@ -55,13 +55,13 @@ concept PlainExecutor =
       { comm.block() } -> std::same_as<std::int64_t>;  // elements of one rank's share
       comm.publish();                                  // the halves of announce()
       comm.meet();
-      { comm.fits_packets() } -> std::same_as<bool>;  // core/packet.h
+      { comm.fits_packets() } -> std::same_as<bool>;  // core/algorithms/packet.h
       comm.put_packets(r, place);
       comm.take_packets(r);
       { comm.taken(r) } -> std::same_as<Place>;
     };
 
-// Ranks that exchange lists of elements (core/topk_exchange.h).
+// Ranks that exchange lists of elements (core/algorithms/topk_exchange.h).
 template <class Comm>
 concept ListExecutor = Signaller<Comm> && requires(Comm& comm, int owner) {
   comm.stage(owner);   // writes this rank's list for an owner

@@ -4,7 +4,7 @@
 #include <initializer_list>
 #include <string_view>
 
-#include "common.h"
+#include "core/types.h"
 
 namespace pycomm {
 

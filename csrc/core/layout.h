@@ -2,7 +2,7 @@
 // arithmetic.
 #pragma once
 
-#include "common.h"
+#include "core/types.h"
 
 namespace pycomm {
 

@@ -1,8 +1,8 @@
 // What an operation is, as every rank announces it to every other before any data is trusted.
 #pragma once
 
-#include "common.h"
-#include "core/codec.h"
+#include "core/codecs/codec.h"
+#include "core/types.h"
 
 namespace pycomm {
 
@@ -19,7 +19,7 @@ struct Names<Device> {
   static constexpr const char* all[] = {"cpu", "cuda"};
 };
 
-// What each is: core/algorithms.h.
+// What each is: core/algorithms/table.h.
 enum class Algorithm : std::uint8_t { automatic, one_shot, two_shot, ring, tree };
 template <>
 struct Names<Algorithm> {

@@ -9,7 +9,7 @@
 
 #include <type_traits>
 
-#include "common.h"
+#include "core/types.h"
 
 namespace pycomm {
 

@@ -3,7 +3,7 @@
 // depend on who asks for them, in which order or in which pieces.
 #pragma once
 
-#include "common.h"
+#include "core/types.h"
 
 namespace pycomm {
 

@@ -6,7 +6,7 @@
 // signals each channel equally often.
 #pragma once
 
-#include "common.h"
+#include "core/types.h"
 
 namespace pycomm {
 

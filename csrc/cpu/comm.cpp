@@ -7,9 +7,9 @@
 #include <system_error>
 #include <thread>
 
-#include "core/algorithms.h"
+#include "core/algorithms/packet.h"
+#include "core/algorithms/table.h"
 #include "core/message.h"
-#include "core/packet.h"
 #include "cpu/waiting_time.h"
 
 namespace pycomm::cpu {

@@ -3,9 +3,9 @@
 #include <cstring>
 #include <optional>
 
-#include "core/cast.h"
-#include "core/run.h"
-#include "core/select.h"
+#include "core/algorithms/run.h"
+#include "core/algorithms/select.h"
+#include "core/codecs/cast.h"
 #include "cpu/fork.h"
 
 namespace pycomm::cpu {

@@ -12,10 +12,10 @@
 #include <vector>
 
 #include "core/call.h"
-#include "cpu/coded_comm.h"
+#include "cpu/codecs/coded_comm.h"
+#include "cpu/codecs/topk_comm.h"
 #include "cpu/comm.h"
-#include "cpu/hosts.h"
-#include "cpu/topk_comm.h"
+#include "cpu/internode/group.h"
 #include "cpu/window.h"
 
 namespace pycomm::cpu {

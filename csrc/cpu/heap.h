@@ -16,8 +16,8 @@
 #include <string>
 #include <vector>
 
-#include "common.h"
 #include "core/layout.h"
+#include "core/types.h"
 
 namespace pycomm::cpu {
 

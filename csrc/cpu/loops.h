@@ -1,8 +1,8 @@
 // The loops over core/ arithmetic, and the ways to store what they make.
 #pragma once
 
-#include "common.h"
 #include "core/layout.h"
+#include "core/types.h"
 
 namespace pycomm::cpu {
 

@@ -19,15 +19,15 @@
 #include <deque>
 #include <optional>
 
-#include "common.h"
 #include "core/details.h"
 #include "core/hash.h"
 #include "core/layout.h"
 #include "core/operation.h"
 #include "core/signal.h"
+#include "core/types.h"
 #include "cpu/bell.h"
-#include "cpu/elsewhere.h"
 #include "cpu/heap.h"
+#include "cpu/shared_wait.h"
 
 namespace pycomm::cpu {
 
@@ -74,7 +74,7 @@ struct Control {
 
 inline constexpr std::int64_t kPage = 4096;
 inline constexpr std::int64_t kControlBytes = 4096;
-// The largest tensor that travels in packets (core/packet.h).
+// The largest tensor that travels in packets (core/algorithms/packet.h).
 inline constexpr std::int64_t kPacketBytes = 64;
 static_assert(sizeof(Control) <= kControlBytes);
 

@@ -9,11 +9,11 @@
 #include <chrono>
 #include <cuda/atomic>
 
-#include "core/algorithms.h"
+#include "core/algorithms/packet.h"
+#include "core/algorithms/table.h"
 #include "core/executor.h"
 #include "core/layout.h"
 #include "core/operation.h"
-#include "core/packet.h"
 #include "core/reduce.h"
 #include "cuda/layout.h"
 

@@ -8,10 +8,10 @@
 #include <stdexcept>
 #include <string>
 
-#include "core/coded.h"
-#include "core/run.h"
-#include "core/topk.h"
-#include "cuda/coded_comm.cuh"
+#include "core/algorithms/coded.h"
+#include "core/algorithms/run.h"
+#include "core/codecs/topk.h"
+#include "cuda/codecs/coded_comm.cuh"
 #include "cuda/launch.h"
 #include "cuda/runtime.cuh"
 

@@ -1,7 +1,7 @@
-// How one body of core/run.h becomes kernels: one per element type and reduction, all alike.
+// How one body of core/algorithms/run.h becomes kernels: one per element type and reduction, all alike.
 #pragma once
 
-#include "core/run.h"
+#include "core/algorithms/run.h"
 #include "cuda/comm.cuh"
 #include "cuda/launch.h"
 #include "cuda/runtime.cuh"

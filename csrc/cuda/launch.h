@@ -1,4 +1,4 @@
-// The launchers. A body of core/run.h is compiled in a file of its own.
+// The launchers. A body of core/algorithms/run.h is compiled in a file of its own.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -7,11 +7,11 @@
 // announcements into the window of the rank that waits, so that polling stays in local memory.
 #pragma once
 
-#include "common.h"
-#include "core/feedback.h"
+#include "core/codecs/feedback.h"
 #include "core/layout.h"
 #include "core/operation.h"
 #include "core/signal.h"
+#include "core/types.h"
 
 namespace pycomm::cuda {
 
@@ -21,7 +21,7 @@ inline constexpr int kThreads = 512;
 // Ranks of one group on CUDA: a block keeps a table of pointers to all of them.
 inline constexpr int kMaxRanks = 64;
 
-// The largest tensor that travels in packets (core/packet.h).
+// The largest tensor that travels in packets (core/algorithms/packet.h).
 inline constexpr std::int64_t kPacketBytes = 16 << 10;
 
 // What a lane remembers from operation to operation. In device memory, so that a replayed graph

@@ -1,9 +1,9 @@
 // The twin of endpoint.cu, wire.cu, topk_wire.cu and optim_step.cu in builds without CUDA.
 #include <stdexcept>
 
+#include "cuda/codecs/wire.h"
 #include "cuda/endpoint.h"
-#include "cuda/optim_step.h"
-#include "cuda/wire.h"
+#include "cuda/optim/step.h"
 
 namespace pycomm::cuda {
 namespace {

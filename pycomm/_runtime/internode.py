@@ -1,6 +1,6 @@
 """Groups that span machines: who is where, and the way between machines over torch.distributed.
 
-What happens on which machine and what travels is C++'s (csrc/cpu/hosts.h). Here is what carries it.
+What happens on which machine and what travels is C++'s (csrc/cpu/internode/group.h). Here is what carries it.
 The ranks that carry a stripe, one of each machine, have a torch.distributed process group of their
 own, so that no other traffic comes between. Sends and receives are posted in the order of the
 group's operations, and a thread waits for them in that order.

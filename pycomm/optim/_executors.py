@@ -15,7 +15,7 @@ Table = tuple[Group, "array[int]"]
 # The gradients' scale, whether one is not finite, the factor that clips them.
 Control = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
-WORDS = 13  # of a segment: struct Segment of csrc/core/segment.h
+WORDS = 13  # of a segment: struct Segment of csrc/core/optim/segment.h
 
 
 class OnCpu:

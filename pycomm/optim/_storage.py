@@ -21,7 +21,7 @@ MASTERS = (None, "fp32", "remainder")
 MASTER, REMAINDER = "master_param", "remainder"
 
 
-# enum class Storage of csrc/core/optimizer.h.
+# enum class Storage of csrc/core/optim/optimizer.h.
 _KINDS = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3, torch.uint8: 5}
 _MASTER_KINDS = {
     "fp32": (MASTER, 1 << 16, torch.float32, (torch.float16, torch.bfloat16)),
@@ -196,7 +196,7 @@ def segment(
     group: Mapping[str, Any],
     stream: int,
 ) -> list[int]:
-    """The words of a parameter: struct Segment of csrc/core/segment.h.
+    """The words of a parameter: struct Segment of csrc/core/optim/segment.h.
 
     Raises:
         ChangedError: the parameter is not dense, or states are missing, or not of its device, shape

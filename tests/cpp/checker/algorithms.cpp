@@ -1,9 +1,9 @@
 #include "checker/algorithms.h"
 
-#include "core/run.h"
-#include "core/stripes.h"
-#include "cpu/coded_comm.h"
-#include "cpu/topk_comm.h"
+#include "core/algorithms/run.h"
+#include "core/algorithms/stripes.h"
+#include "cpu/codecs/coded_comm.h"
+#include "cpu/codecs/topk_comm.h"
 
 namespace pycomm::checker {
 namespace {

@@ -2,7 +2,7 @@
 # test_interleavings for what the CPU does when an operation fails, test_close for close(). Each also
 # meets mutants of the code that it checks, and has to refuse them.
 set(CHECKER ${CMAKE_CURRENT_LIST_DIR})
-add_library(checker OBJECT ${CHECKER}/../test_checker.cpp ${CHECKER}/fibers.cpp
+add_library(checker OBJECT ${CHECKER}/test_checker.cpp ${CHECKER}/fibers.cpp
   ${CHECKER}/link.cpp ${CHECKER}/loops.cpp ${CHECKER}/memory.cpp ${CHECKER}/symbols.cpp
   ${CHECKER}/world.cpp)
 target_include_directories(checker PUBLIC ${CHECKER}/instead csrc tests/cpp)
@@ -27,7 +27,7 @@ foreach(source group comm)
   target_link_libraries(observed_${source} PRIVATE pycomm_cpu)
 endforeach()
 foreach(test interleavings close)
-  add_library(${test} OBJECT ${CHECKER}/../test_${test}.cpp)
+  add_library(${test} OBJECT ${CHECKER}/test_${test}.cpp)
   target_compile_options(${test} PRIVATE ${QUICKLY_COMPILED})
   target_link_libraries(${test} PUBLIC scheduler pycomm_cpu)
   add_executable(test_${test})

@@ -1,7 +1,7 @@
 #include "checker/comm.h"
 
 #include "checker/fibers.h"
-#include "core/algorithms.h"
+#include "core/algorithms/table.h"
 
 namespace pycomm::checker {
 namespace {

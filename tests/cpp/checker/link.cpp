@@ -1,4 +1,4 @@
-#include "cpu/link.h"
+#include "cpu/internode/link.h"
 
 #include <cstring>
 

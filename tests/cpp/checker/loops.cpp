@@ -2,7 +2,7 @@
 // data itself.
 #include "cpu/loops.h"
 
-#include "cpu/coded_comm.h"
+#include "cpu/codecs/coded_comm.h"
 
 namespace pycomm::cpu {
 namespace {

@@ -1,34 +1,34 @@
 # add_mutant(name header old new), of a header of core/
 
 # A wait less.
-add_mutant(ring_returns_while_it_is_read ring.h "if (direct) comm.wait(right, kUp, signalled);" "")
-add_mutant(packets_without_meeting packet.h "comm.meet();" "")
-add_mutant(reduce_scatter_returns_while_it_is_read two_shot.h "comm.wait_all(kReduced, 1);" "")
-add_mutant(tree_returns_while_it_is_read tree.h
+add_mutant(ring_returns_while_it_is_read algorithms/ring.h "if (direct) comm.wait(right, kUp, signalled);" "")
+add_mutant(packets_without_meeting algorithms/packet.h "comm.meet();" "")
+add_mutant(reduce_scatter_returns_while_it_is_read algorithms/two_shot.h "comm.wait_all(kReduced, 1);" "")
+add_mutant(tree_returns_while_it_is_read algorithms/tree.h
   "first.wait_children(first.down_channel(), first.pieces.count());" "")
-add_node_mutant(exchange_adds_what_has_not_come core/between.h "link.wait(staged[t % kTilesUnderWay]);" "")
+add_node_mutant(exchange_adds_what_has_not_come core/algorithms/internode.h "link.wait(staged[t % kTilesUnderWay]);" "")
 
 # A step off.
-add_mutant(ring_waits_for_the_step_before ring.h "signalled + 1 - tile.pieces" "signalled - tile.pieces")
-add_mutant(two_shot_waits_for_the_stage_before two_shot.h "comm.wait_all(kStaged, t + 1);"
+add_mutant(ring_waits_for_the_step_before algorithms/ring.h "signalled + 1 - tile.pieces" "signalled - tile.pieces")
+add_mutant(two_shot_waits_for_the_stage_before algorithms/two_shot.h "comm.wait_all(kStaged, t + 1);"
   "comm.wait_all(kStaged, t);")
-add_mutant(broadcast_root_does_not_wait_long_enough broadcast.h
+add_mutant(broadcast_root_does_not_wait_long_enough algorithms/broadcast.h
   "comm.wait_all(kReduced, t - kStagingSlots + 1);" "comm.wait_all(kReduced, t - kStagingSlots);")
 
 # A slot less.
-add_mutant(ring_has_one_slot ring.h "t % kStagingSlots" "0")
-add_mutant(one_shot_has_one_slot one_shot.h "t % 2" "0")
-add_mutant(shots_have_three_slots two_shot.h "t % kStagingSlots" "t % 3")
-add_mutant(tree_lags_too_far tree.h "depth < kStagingSlots - 1 ? depth : kStagingSlots - 1" "depth + 1")
-add_mutant(trees_share_slots tree.h "index * kStagingSlots + k % kStagingSlots" "k % kStagingSlots")
-add_node_mutant(exchange_has_too_few_tiles core/between.h "kTilesUnderWay = 2 * kAhead + 1"
+add_mutant(ring_has_one_slot algorithms/ring.h "t % kStagingSlots" "0")
+add_mutant(one_shot_has_one_slot algorithms/one_shot.h "t % 2" "0")
+add_mutant(shots_have_three_slots algorithms/two_shot.h "t % kStagingSlots" "t % 3")
+add_mutant(tree_lags_too_far algorithms/tree.h "depth < kStagingSlots - 1 ? depth : kStagingSlots - 1" "depth + 1")
+add_mutant(trees_share_slots algorithms/tree.h "index * kStagingSlots + k % kStagingSlots" "k % kStagingSlots")
+add_node_mutant(exchange_has_too_few_tiles core/algorithms/internode.h "kTilesUnderWay = 2 * kAhead + 1"
   "kTilesUnderWay = kAhead + 1")
 
 # A flag early.
-add_mutant(one_shot_announces_early one_shot.h "if (tiles.count() > 0) stage(0);
+add_mutant(one_shot_announces_early algorithms/one_shot.h "if (tiles.count() > 0) stage(0);
   comm.announce();" "comm.announce();
   if (tiles.count() > 0) stage(0);")
-add_mutant(two_shot_signals_early two_shot.h "detail::reduce_owned(comm, chunks, t, true);
+add_mutant(two_shot_signals_early algorithms/two_shot.h "detail::reduce_owned(comm, chunks, t, true);
       comm.signal(kReduced);" "comm.signal(kReduced);
       detail::reduce_owned(comm, chunks, t, true);")
 
@@ -37,11 +37,11 @@ add_mutant(tree_loses_a_child layout.h "if (v + step < n) return v + step;"
   "if (v + step < n - 1) return v + step;")
 add_mutant(parts_overlap layout.h "(index < longer ? index : longer)) * unit"
   "(index < longer ? index : longer - 1)) * unit")
-add_mutant(packed_stripe_has_gaps stripes.h "turn > s ? length" "turn >= s ? length")
-add_mutant(scales_lie_on_payload coded.h "place.data + kStagingSlots * slot * payload"
+add_mutant(packed_stripe_has_gaps algorithms/stripes.h "turn > s ? length" "turn >= s ? length")
+add_mutant(scales_lie_on_payload algorithms/coded.h "place.data + kStagingSlots * slot * payload"
   "place.data + slot * payload")
-add_mutant(coded_slots_overflow coded.h "piece * ranks > slot" "piece * (ranks - 1) > slot")
-add_mutant(result_lies_on_a_list topk.h "return list(ranks);" "return list(ranks - 1);")
+add_mutant(coded_slots_overflow algorithms/coded.h "piece * ranks > slot" "piece * (ranks - 1) > slot")
+add_mutant(result_lies_on_a_list codecs/topk.h "return list(ranks);" "return list(ranks - 1);")
 
 # add_star_mutant(name old new), of the algorithm of docs/EXTENDING.md.
 add_star_mutant(star_adds_what_has_not_come "comm.wait_all(kStaged, t + 1);" "")
@@ -55,28 +55,28 @@ add_epoch_mutant(epochs_begin_with_0 operation.h "sequence + 1 == 0 ? 2 : sequen
 add_epoch_mutant(epochs_begin_with_1 operation.h "sequence + 1 == 0 ? 2" "sequence + 1 == 0 ? 1")
 
 # add_node_mutant(name file old new), of what is between nodes.
-add_node_mutant(stripes_share_a_slot core/stripes.h "owner * piece(), rest" "0, rest")
-add_node_mutant(plain_parcels_share_a_place cpu/parts.h
+add_node_mutant(stripes_share_a_slot core/algorithms/stripes.h "owner * piece(), rest" "0, rest")
+add_node_mutant(plain_parcels_share_a_place cpu/internode/stages.h
   "t % kTilesUnderWay * link_.size() + machine" "machine")
-add_node_mutant(encoded_parcels_share_a_place cpu/parts.cpp "(t % kTilesUnderWay * 3 + " "(")
-add_node_mutant(contribution_is_a_result cpu/parts.cpp "region(t, Use::incoming, m), begin"
+add_node_mutant(encoded_parcels_share_a_place cpu/internode/stages.cpp "(t % kTilesUnderWay * 3 + " "(")
+add_node_mutant(contribution_is_a_result cpu/internode/stages.cpp "region(t, Use::incoming, m), begin"
   "region(t, Use::result, m), begin")
-add_node_mutant(lengths_are_not_waited_for cpu/parts.cpp "link_.wait(link_.post(lengths));"
+add_node_mutant(lengths_are_not_waited_for cpu/internode/stages.cpp "link_.wait(link_.post(lengths));"
   "link_.post(lengths);")
-add_node_mutant(topk_selects_from_a_part cpu/pool.cpp
+add_node_mutant(topk_selects_from_a_part cpu/internode/aggregate.cpp
   "if (call_.feedback.residual == nullptr && operation_.codec.kind != CodecKind::topk) return;"
   "if (call_.feedback.residual == nullptr) return;")
-add_node_mutant(pool_spreads_what_has_not_come cpu/pool.h "part_.gather(t);
+add_node_mutant(pool_spreads_what_has_not_come cpu/internode/aggregate.h "part_.gather(t);
     outlook_ = pool_.spread(t, finding_());" "outlook_ = pool_.spread(t, finding_());
     part_.gather(t);")
-add_node_mutant(residual_of_nobody cpu/pool.cpp "  zero(state, operation_.count);" "")
-add_node_mutant(blocks_go_by_rank cpu/hosts.cpp "if (!machines_.in_order()) {
+add_node_mutant(residual_of_nobody cpu/internode/aggregate.cpp "  zero(state, operation_.count);" "")
+add_node_mutant(blocks_go_by_rank cpu/internode/group.cpp "if (!machines_.in_order()) {
     input" "if (false) {
     input")
-add_node_mutant(all_gather_forgets_a_machine cpu/hosts.cpp "if (m == machines_.here) continue;
+add_node_mutant(all_gather_forgets_a_machine cpu/internode/group.cpp "if (m == machines_.here) continue;
     gather_stripes" "if (m <= 1) continue;
     gather_stripes")
-add_node_mutant(broadcast_stays_with_the_carriers cpu/hosts.cpp "if (!from_here) gather_stripes" "if (false) gather_stripes")
+add_node_mutant(broadcast_stays_with_the_carriers cpu/internode/group.cpp "if (!from_here) gather_stripes" "if (false) gather_stripes")
 
 # add_cpu_mutant(name source test file old new), of cpu/: how operations that fail end, and how groups do.
 add_cpu_mutant(enters_too_weakly comm interleavings cpu/comm.cpp "in_peers_heaps.exchange(1);"

@@ -1,4 +1,4 @@
 // The CPU's code between nodes, as it is, on what stands in for the rest of cpu/ (checker/instead).
-#include "cpu/hosts.cpp"
-#include "cpu/parts.cpp"
-#include "cpu/pool.cpp"
+#include "cpu/internode/aggregate.cpp"
+#include "cpu/internode/group.cpp"
+#include "cpu/internode/stages.cpp"

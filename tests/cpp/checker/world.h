@@ -4,7 +4,7 @@
 
 #include "checker/algorithms.h"
 #include "checker/fibers.h"
-#include "cpu/hosts.h"
+#include "cpu/internode/group.h"
 
 namespace pycomm::checker {
 

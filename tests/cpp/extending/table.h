@@ -1,7 +1,7 @@
 // The row of star, in a table of its own: the enum does not have it.
 #pragma once
 
-#include "core/algorithms.h"
+#include "core/algorithms/table.h"
 #include "extending/star.h"
 
 namespace pycomm {

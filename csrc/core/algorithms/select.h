@@ -1,0 +1,50 @@
+// What algorithm="auto" picks: a pure function, so the same on every rank.
+#pragma once
+
+#include "core/operation.h"
+#include "core/types.h"
+
+namespace pycomm {
+
+struct Choice {
+  Device device;
+  int max_ranks;           // the row serves worlds up to this size
+  std::int64_t max_bytes;  // and tensors up to this size
+  Algorithm algorithm;
+};
+
+inline constexpr std::int64_t kAnySize = INT64_MAX;
+inline constexpr int kAnyRanks = INT32_MAX;
+
+// Measured with `python -m pycomm.bench all_reduce -a all` (benchmarks/results/); first match wins.
+// The rows for CUDA are not measured yet: they follow the published crossovers of vLLM's kernels.
+inline constexpr Choice kChoices[] = {
+    {Device::cpu, 2, 64 << 10, Algorithm::one_shot},
+    {Device::cpu, 4, 32 << 10, Algorithm::one_shot},
+    {Device::cpu, kAnyRanks, 16 << 10, Algorithm::one_shot},
+    {Device::cpu, kAnyRanks, kAnySize, Algorithm::two_shot},
+    {Device::cuda, 4, 512 << 10, Algorithm::one_shot},
+    {Device::cuda, kAnyRanks, 256 << 10, Algorithm::one_shot},
+    {Device::cuda, kAnyRanks, kAnySize, Algorithm::two_shot},
+};
+
+// Both candidates add in rank order and round once, so the choice never changes a bit of the
+// result.
+constexpr Algorithm select_algorithm(std::int64_t bytes, int ranks, Device device) {
+  for (const Choice& choice : kChoices) {
+    if (choice.device == device && ranks <= choice.max_ranks && bytes <= choice.max_bytes) {
+      return choice.algorithm;
+    }
+  }
+  return Algorithm::two_shot;
+}
+
+// The algorithm that an operation runs. Compressed, the number of lossy points never depends on the
+// size; nor does the algorithm between nodes.
+constexpr Algorithm resolve(const Operation& operation, int ranks, bool spans_nodes = false) {
+  if (operation.algorithm != Algorithm::automatic) return operation.algorithm;
+  if (operation.codec.kind != CodecKind::none || spans_nodes) return Algorithm::two_shot;
+  return select_algorithm(operation.count * size_of(operation.dtype), ranks, operation.device);
+}
+
+}  // namespace pycomm

@@ -1,0 +1,104 @@
+// How a tensor's elements are divided into stripes, which the ranks of a machine carry to the other
+// machines in parallel: the i-th rank of a machine carries stripe i. What is left to a machine with
+// more ranks than others, the ranks beyond the last stripe, carries nothing.
+//
+// Both are chunks for the halves of two-shot (core/algorithms/two_shot.h): the owner of a chunk is the rank that
+// carries it.
+#pragma once
+
+#include "core/algorithms/two_shot.h"
+#include "core/layout.h"
+
+namespace pycomm {
+
+// One piece of the tensor per stripe, as even as cache lines allow.
+template <class Comm>
+struct EvenStripes {
+  Comm& comm;
+  int stripes;
+
+  PYCOMM_HD std::int64_t piece() const {
+    return comm.slot_count() / stripes / comm.line() * comm.line();
+  }
+  PYCOMM_HD Tiles tiles() const {
+    const std::int64_t longest = part_of(comm.count(), stripes, 0, comm.line()).count;
+    return {longest, comm.direct() ? longest : piece()};
+  }
+  PYCOMM_HD Chunk operator()(std::int64_t t, int owner) const {
+    if (owner >= stripes) return {0, 0, 0, 0};
+    const Range stripe = part_of(comm.count(), stripes, owner, comm.line());
+    const std::int64_t done = t * tiles().size, rest = stripe.count - done;
+    if (rest <= 0) return {0, 0, 0, 0};
+    const std::int64_t begin = stripe.begin + done;
+    return {begin, begin, owner * piece(), rest < tiles().size ? rest : tiles().size};
+  }
+};
+
+// Which elements of the whole are in which stripe, by their index and nothing else: stripes take
+// turns every `length` elements.
+struct Cycles {
+  std::int64_t length;
+  int stripes;
+
+  // How many of the elements before `index` are in stripe s.
+  PYCOMM_HD constexpr std::int64_t before(std::int64_t index, int s) const {
+    const std::int64_t cycle = index / length, turn = cycle % stripes;
+    const std::int64_t last = turn > s ? length : turn == s ? index % length : 0;
+    return cycle / stripes * length + last;
+  }
+};
+
+// Tiles of a tensor in stripes that take turns: each is a stretch of whole turns.
+struct Stretches {
+  std::int64_t turn;          // elements of a turn of all stripes
+  std::int64_t first, count;  // of the tensor in the whole
+  std::int64_t turns_per_tile;
+
+  PYCOMM_HD constexpr std::int64_t first_turn() const { return first / turn; }
+  PYCOMM_HD constexpr std::int64_t turns() const {
+    return count == 0 ? 0 : ceil_div(first + count, turn) - first_turn();
+  }
+  PYCOMM_HD constexpr std::int64_t tiles() const { return ceil_div(turns(), turns_per_tile); }
+  // Of the tensor.
+  PYCOMM_HD constexpr Range operator[](std::int64_t t) const {
+    const std::int64_t start = (first_turn() + t * turns_per_tile) * turn - first;
+    const std::int64_t stop = start + turns_per_tile * turn;
+    const std::int64_t begin = start < 0 ? 0 : start, end = stop < count ? stop : count;
+    return {begin, end - begin};
+  }
+};
+
+// The part of those that are in a tensor. A tile is one piece of every stripe's cycle.
+template <class Comm>
+struct CyclicStripes {
+  Comm& comm;
+  Cycles cycles;
+  std::int64_t offset;  // of the tensor in the whole
+  bool packed;          // the output holds the elements of my stripe alone, without gaps
+
+  PYCOMM_HD std::int64_t piece() const {
+    std::int64_t piece = cycles.length;
+    while (piece % 2 == 0 && piece * cycles.stripes > comm.slot_count()) piece /= 2;
+    return piece;
+  }
+  PYCOMM_HD Tiles tiles() const {
+    const std::int64_t turn = cycles.length * cycles.stripes;
+    const std::int64_t turns = ceil_div(offset + comm.count(), turn) - offset / turn;
+    return {comm.count() == 0 ? 0 : turns * (cycles.length / piece()), 1};
+  }
+  PYCOMM_HD Chunk operator()(std::int64_t t, int owner) const {
+    if (owner >= cycles.stripes) return {0, 0, 0, 0};
+    const std::int64_t size = piece(), pieces = cycles.length / size;
+    const std::int64_t turn = offset / (cycles.length * cycles.stripes) + t / pieces;
+    const std::int64_t start =
+        (turn * cycles.stripes + owner) * cycles.length + t % pieces * size - offset;
+    const std::int64_t begin = start < 0 ? 0 : start;
+    const std::int64_t end = start + size < comm.count() ? start + size : comm.count();
+    if (end <= begin) return {0, 0, 0, 0};
+    const std::int64_t output =
+        packed ? cycles.before(offset + begin, owner) - cycles.before(offset, owner) : begin;
+    return {begin, output, owner * size, end - begin};
+  }
+};
+
+}  // namespace pycomm

@@ -1,0 +1,89 @@
+// The table of all-reduce algorithms: a row each, in the order of Algorithm. To add one, see
+// docs/EXTENDING.md.
+#pragma once
+
+#include "core/algorithms/one_shot.h"
+#include "core/algorithms/ring.h"
+#include "core/algorithms/tree.h"
+#include "core/algorithms/two_shot.h"
+#include "core/operation.h"
+
+namespace pycomm {
+
+// A row. kZeroCopy: reads and writes the tensors themselves if all lie in the windows. kCoded: also
+// runs with a codec of blocks. kPartialSums: ranks pass sums of fewer than all contributions on to
+// neighbours, which a rank alone does not have.
+struct OneShot {
+  static constexpr Algorithm kAlgorithm = Algorithm::one_shot;
+  static constexpr bool kZeroCopy = false, kCoded = false, kPartialSums = false;
+  template <PlainExecutor Comm>
+  PYCOMM_HD static void run(Comm& comm) {
+    one_shot(comm);
+  }
+};
+
+struct TwoShot {
+  static constexpr Algorithm kAlgorithm = Algorithm::two_shot;
+  static constexpr bool kZeroCopy = true, kCoded = true, kPartialSums = false;
+  template <Executor Comm>
+  PYCOMM_HD static void run(Comm& comm) {
+    if constexpr (Comm::kCoded) {
+      two_shot(comm, comm.chunks());
+    } else {
+      two_shot(comm);
+    }
+  }
+};
+
+struct Ring {
+  static constexpr Algorithm kAlgorithm = Algorithm::ring;
+  static constexpr bool kZeroCopy = true, kCoded = true, kPartialSums = true;
+  template <Executor Comm>
+  PYCOMM_HD static void run(Comm& comm) {
+    ring(comm);
+  }
+};
+
+struct Tree {
+  static constexpr Algorithm kAlgorithm = Algorithm::tree;
+  static constexpr bool kZeroCopy = true, kCoded = true, kPartialSums = true;
+  template <Executor Comm>
+  PYCOMM_HD static void run(Comm& comm) {
+    tree(comm);
+  }
+};
+
+template <class... Rows>
+struct AlgorithmTable {
+  static constexpr int kCount = sizeof...(Rows);
+  template <class... More>
+  using With = AlgorithmTable<Rows..., More...>;
+
+  PYCOMM_HD static constexpr bool zero_copy(Algorithm algorithm) {
+    return ((Rows::kAlgorithm == algorithm && Rows::kZeroCopy) || ...);
+  }
+  PYCOMM_HD static constexpr bool coded(Algorithm algorithm) {
+    return ((Rows::kAlgorithm == algorithm && Rows::kCoded) || ...);
+  }
+  PYCOMM_HD static constexpr bool partial_sums(Algorithm algorithm) {
+    return ((Rows::kAlgorithm == algorithm && Rows::kPartialSums) || ...);
+  }
+
+  // Calls visit(row) with the row of an algorithm among so many ranks.
+  template <class Visit>
+  static void visit(Algorithm algorithm, int ranks, Visit visit) {
+    if (ranks == 1 && partial_sums(algorithm)) algorithm = Algorithm::two_shot;
+    (void)((Rows::kAlgorithm == algorithm && (visit(Rows{}), true)) || ...);
+  }
+};
+
+using Algorithms = AlgorithmTable<OneShot, TwoShot, Ring, Tree>;
+static_assert(Algorithms::kCount + 1 == kCountOf<Algorithm>, "one row each, none for automatic");
+
+// Whether an operation's tensors may be used where they lie.
+PYCOMM_HD constexpr bool zero_copy(const Operation& operation) {
+  return operation.collective != Collective::all_reduce ||
+         Algorithms::zero_copy(operation.algorithm);
+}
+
+}  // namespace pycomm

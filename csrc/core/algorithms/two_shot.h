@@ -1,0 +1,235 @@
+// Two-shot all-reduce, and its halves reduce-scatter and all-gather: each chunk of a tile has one
+// owner, who reduces it for all.
+//
+//   1. Stage: each rank copies the chunks that others own into its staging slot.
+//   2. Reduce: the owner of a chunk adds the n contributions in rank order, writes the result to
+//      its output and to its own slot.
+//   3. Gather: each rank copies the other owners' results to its output, one tile behind (so that
+//      it rarely waits for them).
+//
+// Where all tensors lie in the shared window there is one tile and no staging: the owner reads
+// every rank's tensor and writes the result into every rank's tensor; the announcement and one last
+// wait stand for phases 1 and 3.
+//
+// Per rank, for S bytes of result: (n-1)/n S read from peers in phase 2 and again in phase 3
+// (direct: written to peers instead); 2 steps per tile (direct: 1). Reduce-scatter is phases 1 and
+// 2, all-gather 1 and 3. Rounds once. References: Rabenseifner 2004 for the halves; QuickReduce,
+// vLLM for the shape.
+//
+// With a codec (core/codecs/codec.h) slots hold encoded elements: phase 1 encodes every contribution, the
+// owner's too; phase 2 decodes, adds and encodes the result, and the owner decodes what it has
+// encoded; phase 3 decodes. A mean has then been rounded twice by the codec: as the mean of n
+// rounded contributions, and itself.
+//
+// Slots: at the time tile t is staged, every peer has been seen to stage t-1, so has gathered t-3
+// (for all-gather, t-4): with kStagingSlots = 4 the slot of t-4 is free.
+#pragma once
+
+#include "core/executor.h"
+#include "core/layout.h"
+
+namespace pycomm {
+
+// Where the chunk that one rank owns lies: element offsets in the input, the output and the slot.
+struct Chunk {
+  std::int64_t input;
+  std::int64_t output;
+  std::int64_t slot;
+  std::int64_t count;
+};
+
+// All-reduce: a tile is a range of the tensor, cut evenly.
+template <class Comm>
+struct EvenChunks {
+  Comm& comm;
+
+  PYCOMM_HD Tiles tiles() const {
+    return {comm.count(), comm.direct() ? comm.count() : comm.slot_count()};
+  }
+  PYCOMM_HD Chunk operator()(std::int64_t t, int owner) const {
+    const Range tile = tiles()[t];
+    const Range part = part_of(tile.count, comm.size(), owner, comm.line());
+    return {tile.begin + part.begin, tile.begin + part.begin, part.begin, part.count};
+  }
+};
+
+// Compressed all-reduce: the owner of an element depends on its index in the whole and on nothing
+// else, so that neither do the bits, however the whole is cut into tensors and those into tiles.
+// Owners take turns every kOwnedElements; a tile is one piece of each owner's stretch.
+inline constexpr std::int64_t kOwnedElements = 16384;
+
+template <class Comm>
+struct CyclicChunks {
+  Comm& comm;
+  std::int64_t offset;  // of the tensor in the whole, a multiple of the codec's block
+  std::int64_t piece;   // divides kOwnedElements, and a slot holds one of every owner
+
+  PYCOMM_HD std::int64_t cycle() const { return comm.size() * kOwnedElements; }
+  PYCOMM_HD Tiles tiles() const {
+    const std::int64_t cycles = ceil_div(offset + comm.count(), cycle()) - offset / cycle();
+    return {comm.count() == 0 ? 0 : cycles * (kOwnedElements / piece), 1};
+  }
+  PYCOMM_HD Chunk operator()(std::int64_t t, int owner) const {
+    const std::int64_t pieces = kOwnedElements / piece;
+    const std::int64_t start = (offset / cycle() + t / pieces) * cycle() + owner * kOwnedElements +
+                               t % pieces * piece - offset;
+    const std::int64_t begin = start < 0 ? 0 : start;
+    const std::int64_t end = start + piece < comm.count() ? start + piece : comm.count();
+    return {begin, begin, owner * piece, end > begin ? end - begin : 0};
+  }
+};
+
+// Reduce-scatter: the input holds a block per rank; a tile is the same range of every block.
+template <class Comm>
+struct InputBlocks {
+  Comm& comm;
+
+  PYCOMM_HD std::int64_t stride() const {
+    return part_of(comm.slot_count(), comm.size(), comm.size() - 1, comm.line()).count;
+  }
+  PYCOMM_HD Tiles tiles() const { return {comm.count(), comm.direct() ? comm.count() : stride()}; }
+  PYCOMM_HD Chunk operator()(std::int64_t t, int owner) const {
+    const Range tile = tiles()[t];
+    return {owner * comm.block() + tile.begin, tile.begin, owner * stride(), tile.count};
+  }
+};
+
+// All-gather: the output holds a block per rank; only the owner's own part is ever staged.
+template <class Comm>
+struct OutputBlocks {
+  Comm& comm;
+
+  PYCOMM_HD Tiles tiles() const {
+    return {comm.count(), comm.direct() ? comm.count() : comm.slot_count()};
+  }
+  PYCOMM_HD Chunk operator()(std::int64_t t, int owner) const {
+    const Range tile = tiles()[t];
+    return {tile.begin, owner * comm.block() + tile.begin, 0, tile.count};
+  }
+};
+
+namespace detail {
+
+template <Executor Comm>
+PYCOMM_HD Place slot_of(Comm& comm, int r, std::int64_t t, const Chunk& chunk) {
+  return comm.at(comm.slot(r, t % kStagingSlots), chunk.slot);
+}
+
+// Phase 1: what the owners need of me, until I have what I need of the others.
+template <Executor Comm, class Chunks>
+PYCOMM_HD void stage_for_owners(Comm& comm, const Chunks& chunks, std::int64_t t) {
+  for (int owner = 0; owner < comm.size(); ++owner) {
+    if (owner == comm.rank() && !Comm::kCoded) continue;
+    const Chunk chunk = chunks(t, owner);
+    comm.copy(slot_of(comm, comm.rank(), t, chunk), comm.at(comm.input(), chunk.input),
+              chunk.count);
+  }
+  comm.signal(kStaged);
+  comm.wait_all(kStaged, t + 1);
+}
+
+// Phase 2. `everywhere`: the result goes to all ranks, not to my output alone. `last`: nothing will
+// be added to it.
+template <Executor Comm, class Chunks>
+PYCOMM_HD void reduce_owned(Comm& comm, const Chunks& chunks, std::int64_t t, bool everywhere,
+                            bool last = true) {
+  const int n = comm.size(), me = comm.rank();
+  const Chunk mine = chunks(t, me);
+  const auto from = [&](int r) {
+    if (comm.direct()) return comm.at(comm.input(r), mine.input);
+    return r == me && !Comm::kCoded ? comm.at(comm.input(), mine.input) : slot_of(comm, r, t, mine);
+  };
+  const auto to = [&](int i) {
+    if (!everywhere) return comm.at(comm.output(), mine.output);
+    if (comm.direct()) return comm.at(comm.output(i), mine.output);
+    return i == 0 ? comm.at(comm.output(), mine.output) : slot_of(comm, me, t, mine);
+  };
+  comm.reduce(!everywhere ? 1 : comm.direct() ? n : 2, to, n, from, mine.count, last);
+}
+
+// Phase 3, staged. Starts with the next rank, so that not all read one owner at a time.
+template <Executor Comm, class Chunks>
+PYCOMM_HD void gather_from_owners(Comm& comm, const Chunks& chunks, std::int64_t t) {
+  for (int i = 1; i < comm.size(); ++i) {
+    const int owner = (comm.rank() + i) % comm.size();
+    const Chunk chunk = chunks(t, owner);
+    comm.copy(comm.at(comm.output(), chunk.output), slot_of(comm, owner, t, chunk), chunk.count);
+  }
+}
+
+}  // namespace detail
+
+template <Executor Comm, class Chunks>
+PYCOMM_HD void two_shot(Comm& comm, const Chunks& chunks) {
+  comm.announce();
+  const std::int64_t tiles = chunks.tiles().count();
+  for (std::int64_t t = 0; t <= tiles; ++t) {
+    if (t < tiles) {
+      if (!comm.direct()) detail::stage_for_owners(comm, chunks, t);
+      detail::reduce_owned(comm, chunks, t, true);
+      comm.signal(kReduced);
+    }
+    if (t > 0) {
+      comm.wait_all(kReduced, t);
+      if (!comm.direct()) detail::gather_from_owners(comm, chunks, t - 1);
+    }
+  }
+}
+
+template <Executor Comm>
+PYCOMM_HD void two_shot(Comm& comm) {
+  two_shot(comm, EvenChunks<Comm>{comm});
+}
+
+template <Executor Comm, class Chunks>
+PYCOMM_HD void reduce_scatter(Comm& comm, const Chunks& chunks, bool last = true) {
+  comm.announce();
+  const std::int64_t tiles = chunks.tiles().count();
+  for (std::int64_t t = 0; t < tiles; ++t) {
+    if (!comm.direct()) detail::stage_for_owners(comm, chunks, t);
+    detail::reduce_owned(comm, chunks, t, false, last);
+  }
+  // The peers may still be reading my tensor.
+  if (comm.direct()) {
+    comm.signal(kReduced);
+    comm.wait_all(kReduced, 1);
+  }
+}
+
+template <PlainExecutor Comm>
+PYCOMM_HD void reduce_scatter(Comm& comm) {
+  reduce_scatter(comm, InputBlocks<Comm>{comm});
+}
+
+template <Executor Comm, class Chunks>
+PYCOMM_HD void all_gather(Comm& comm, const Chunks& chunks) {
+  comm.announce();
+  const std::int64_t tiles = chunks.tiles().count();
+  const int me = comm.rank();
+  for (std::int64_t t = 0; t <= tiles; ++t) {
+    if (t < tiles) {
+      const Chunk mine = chunks(t, me);
+      const Place from = comm.at(comm.input(), mine.input);
+      if (comm.direct()) {
+        for (int i = 1; i <= comm.size(); ++i) {
+          comm.copy(comm.at(comm.output((me + i) % comm.size()), mine.output), from, mine.count);
+        }
+      } else {
+        comm.copy(detail::slot_of(comm, me, t, mine), from, mine.count);
+        comm.copy(comm.at(comm.output(), mine.output), from, mine.count);
+      }
+      comm.signal(kStaged);
+    }
+    if (t > 0) {
+      comm.wait_all(kStaged, t);
+      if (!comm.direct()) detail::gather_from_owners(comm, chunks, t - 1);
+    }
+  }
+}
+
+template <PlainExecutor Comm>
+PYCOMM_HD void all_gather(Comm& comm) {
+  all_gather(comm, OutputBlocks<Comm>{comm});
+}
+
+}  // namespace pycomm

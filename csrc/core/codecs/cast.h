@@ -1,0 +1,39 @@
+// A narrower (or the same) float type on the wire: rounding to nearest even. The wire is an array of
+// that type. The identity is the cast to the tensor's own type.
+#pragma once
+
+#include "core/algorithms/table.h"
+#include "core/operation.h"
+#include "core/reduce.h"
+
+namespace pycomm {
+
+// The largest finite magnitude() of a float type.
+PYCOMM_HD constexpr std::uint32_t largest_finite(DType dtype) {
+  return dtype == DType::f16 ? 0x477fe000u : dtype == DType::bf16 ? 0x7f7f0000u : 0x7f7fffffu;
+}
+
+// With feedback, nothing may become infinite on its way, because a residual would keep it for ever.
+// Contributions up to this size cannot make anything so: not the fp32 sum of all ranks, not what is
+// on the wire (in ring and tree, undivided partial sums), not the result, whose type can hold
+// `largest_result`.
+PYCOMM_HD float largest_safe(const Operation& operation, int ranks, float largest_result) {
+  const Codec& codec = operation.codec;
+  const bool integers = is_scaled(codec) || codec.values == DType::u8;
+  const bool partial_sums = Algorithms::partial_sums(operation.algorithm);
+  const float n = static_cast<float>(ranks), divided = operation.op == ReduceOp::avg ? 1.0f : n;
+  const float wire = bit_cast<float>(largest_finite(integers ? DType::f32 : codec.values));
+  const float sum_fits = 0x1p126f / n;
+  const float wire_fits = wire / (partial_sums ? n : divided),
+              result_fits = largest_result / divided;
+  const float least = wire_fits < result_fits ? wire_fits : result_fits;
+  // Rounding to eight bits of mantissa on the way may make a value larger by 1/256.
+  const float safe = least * (1.0f - 0x1p-7f);
+  return sum_fits < safe ? sum_fits : safe;
+}
+
+PYCOMM_HD float largest_safe(const Operation& operation, int ranks) {
+  return largest_safe(operation, ranks, bit_cast<float>(largest_finite(operation.dtype)));
+}
+
+}  // namespace pycomm

@@ -1,0 +1,58 @@
+// Codecs: how a tensor's elements become fewer bytes, as ranks agree on it.
+#pragma once
+
+#include <string>
+
+#include "core/types.h"
+
+namespace pycomm {
+
+// Elements that share a scale.
+inline constexpr std::int64_t kSmallestBlock = 128;
+inline constexpr std::int64_t kLargestBlock = 4096;
+
+enum class CodecKind : std::uint8_t { none, cast, int8, topk };
+template <>
+struct Names<CodecKind> {
+  static constexpr const char* all[] = {"none", "cast", "int8", "topk"};
+};
+
+struct Codec {
+  CodecKind kind = CodecKind::none;
+  DType values = DType::f32;    // on the wire: cast's type; of top-k's values, u8 meaning int8
+  std::uint8_t stochastic = 0;  // int8: rounds at random instead of to nearest
+  std::uint8_t feedback = 0;    // a residual takes part
+  std::uint32_t block = 0;      // int8: elements that share a scale
+  std::uint32_t k = 0;          // top-k: elements that a rank selects
+};
+static_assert(sizeof(Codec) == 12);
+
+PYCOMM_HD bool operator==(const Codec& a, const Codec& b) {
+  return a.kind == b.kind && a.values == b.values && a.stochastic == b.stochastic &&
+         a.feedback == b.feedback && a.block == b.block && a.k == b.k;
+}
+
+// Whether a scale per block follows the payload. (Lists of top-k have scales of their own.)
+PYCOMM_HD constexpr bool is_scaled(const Codec& codec) { return codec.kind == CodecKind::int8; }
+
+inline std::string describe(const Codec& codec) {
+  const char* values = codec.values == DType::u8 ? "int8" : name_of(codec.values);
+  std::string text;
+  switch (codec.kind) {
+    case CodecKind::none:
+      return "uncompressed";
+    case CodecKind::cast:
+      text = std::string("as ") + values;
+      break;
+    case CodecKind::int8:
+      text = "int8 in blocks of " + std::to_string(codec.block) +
+             (codec.stochastic != 0 ? ", stochastic" : "");
+      break;
+    case CodecKind::topk:
+      text = "top " + std::to_string(codec.k) + " as " + values;
+      break;
+  }
+  return text + (codec.feedback != 0 ? ", with feedback" : "");
+}
+
+}  // namespace pycomm

@@ -1,0 +1,70 @@
+// The table of codecs of blocks: a row for each kind. An element's arithmetic stands here; loops
+// over blocks are the executors' (cpu/codecs/loops.cpp, cuda/codecs/loops.cuh). To add one, see
+// docs/EXTENDING.md.
+#pragma once
+
+#include "core/codecs/codec.h"
+#include "core/codecs/int8.h"
+#include "core/reduce.h"
+
+namespace pycomm {
+
+// One element's way into a payload and back. kScaled: a block's largest magnitude() makes a scale,
+// and the scales of all blocks follow the payload, which then has one byte per element.
+// kStochastic: can round at random.
+struct Int8Elements {
+  using Payload = std::int8_t;
+  static constexpr bool kScaled = true, kStochastic = true;
+  static constexpr Payload kLargest = 127;  // a block has an element of this payload, or nearly
+
+  PYCOMM_HD static Int8Scale scale(std::uint32_t largest) { return int8_scale(largest); }
+  PYCOMM_HD static Payload encode(float value, const Int8Scale& scale) {
+    return int8_quantize(value, scale.inverse);
+  }
+  PYCOMM_HD static Payload encode(float value, const Int8Scale& scale, std::uint32_t random) {
+    return int8_quantize(value, scale.inverse, random);
+  }
+  PYCOMM_HD static float decode(Payload payload, float scale) {
+    return int8_dequantize(payload, scale);
+  }
+};
+
+template <class T>
+struct CastElements {
+  using Payload = T;
+  static constexpr bool kScaled = false, kStochastic = false;
+
+  PYCOMM_HD static Payload encode(float value) { return store<T>(value); }
+  PYCOMM_HD static float decode(Payload payload, float) { return load(payload); }
+};
+
+// A row. Elements: what the codec's options choose among, and choice() which.
+struct Int8Codec {
+  static constexpr CodecKind kKind = CodecKind::int8;
+  using Elements = TypeList<Int8Elements>;
+  PYCOMM_HD static int choice(const Codec&) { return 0; }
+};
+
+struct CastCodec {
+  static constexpr CodecKind kKind = CodecKind::cast;
+  using Elements = TypeList<CastElements<float>, CastElements<Half>, CastElements<BFloat16>>;
+  PYCOMM_HD static int choice(const Codec& codec) {
+    return codec.values == DType::f16 ? 1 : codec.values == DType::bf16 ? 2 : 0;
+  }
+};
+
+template <class... Rows>
+struct CodecTable {
+  // Calls visit(std::type_identity<Elements>{}) with a codec's elements; false if it is none of the
+  // table's.
+  template <class Visit>
+  PYCOMM_HD static bool visit(const Codec& codec, const Visit& visit) {
+    return (
+        (Rows::kKind == codec.kind && (Rows::Elements::visit(Rows::choice(codec), visit), true)) ||
+        ...);
+  }
+};
+
+using BlockCodecs = CodecTable<Int8Codec, CastCodec>;
+
+}  // namespace pycomm

@@ -1,0 +1,75 @@
+// What precedes encoded elements that leave the shared window, to be stored or sent: a header of 16
+// bytes, by which a reader can tell whether it knows what follows. docs/wire-format.md.
+#pragma once
+
+#include "core/codecs/topk.h"
+
+namespace pycomm {
+
+inline constexpr std::uint16_t kWireMagic = 0x4350;  // "PC" in memory
+inline constexpr std::uint8_t kWireVersion = 1;
+
+struct WireHeader {
+  std::uint16_t magic = kWireMagic;
+  std::uint8_t version = kWireVersion;
+  CodecKind kind = CodecKind::none;
+  std::uint32_t parameter = 0;  // with scales: the block; otherwise: the DType of values
+  std::int64_t count = 0;       // elements
+};
+static_assert(sizeof(WireHeader) == 16);
+
+PYCOMM_HD constexpr WireHeader header_of(const Codec& codec, std::int64_t count) {
+  WireHeader header;
+  header.kind = codec.kind;
+  header.parameter = is_scaled(codec) ? codec.block : static_cast<std::uint32_t>(codec.values);
+  header.count = count;
+  return header;
+}
+
+// Stored payloads with scales come in tiles of so many elements; the last one is short, its payload padded to a
+// multiple of 16 bytes.
+inline constexpr std::int64_t kWireTile = 65536;
+
+PYCOMM_HD constexpr ScaledTile scaled_wire_tile(std::int64_t elements, std::int64_t block) {
+  return {round_up(elements, 16), block};
+}
+
+PYCOMM_HD constexpr std::int64_t scaled_wire_tile_bytes(std::int64_t elements, std::int64_t block) {
+  return round_up(elements, 16) + ceil_div(elements, block) * 4;
+}
+
+// Bytes of n encoded elements with their header. Of top-k: where k of them are not zero.
+PYCOMM_HD constexpr std::int64_t encoded_bytes(const Codec& codec, std::int64_t n) {
+  const std::int64_t header = sizeof(WireHeader);
+  if (codec.kind == CodecKind::topk) {
+    return header + TopkLayout{topk_chunks(n), codec.k < n ? codec.k : n, codec.values}.bytes();
+  }
+  if (!is_scaled(codec)) return header + n * size_of(codec.values);
+  return header + n / kWireTile * scaled_wire_tile_bytes(kWireTile, codec.block) +
+         scaled_wire_tile_bytes(n % kWireTile, codec.block);
+}
+
+// Throws std::invalid_argument unless `bytes` bytes with this header are what `codec` makes of n
+// elements.
+inline void check_header(const Codec& codec, const WireHeader& found, std::int64_t bytes,
+                         std::int64_t n) {
+  const auto size = static_cast<std::int64_t>(sizeof(WireHeader));
+  PYCOMM_CHECK(bytes >= size, "wire must have a header of 16 bytes, got " + std::to_string(bytes));
+  const WireHeader wanted = header_of(codec, n);
+  PYCOMM_CHECK(found.magic == wanted.magic, "wire is no encoding of pycomm's");
+  PYCOMM_CHECK(found.version == wanted.version,
+               "wire has version " + std::to_string(found.version) + " of the format, known is " +
+                   std::to_string(wanted.version));
+  PYCOMM_CHECK(found.kind == wanted.kind && found.parameter == wanted.parameter,
+               "wire was made by another codec than " + describe(codec) + ": kind " +
+                   std::to_string(static_cast<int>(found.kind)) + ", parameter " +
+                   std::to_string(found.parameter));
+  PYCOMM_CHECK(found.count == n, "wire holds " + std::to_string(found.count) +
+                                     " elements, asked for are " + std::to_string(n));
+  if (codec.kind == CodecKind::topk) return;  // its counts tell how long it is
+  PYCOMM_CHECK(bytes == encoded_bytes(codec, n), "wire must have " +
+                                                     std::to_string(encoded_bytes(codec, n)) +
+                                                     " bytes, got " + std::to_string(bytes));
+}
+
+}  // namespace pycomm

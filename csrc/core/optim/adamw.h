@@ -1,0 +1,63 @@
+// Adam and AdamW: one element's update (Kingma, Ba 2015; Loshchilov, Hutter 2019; AMSGrad: Reddi,
+// Kale, Kumar 2018).
+//
+//   g += weight_decay * p                             where the decay is coupled (Adam)
+//   m = beta1 * m + (1 - beta1) * g
+//   v = beta2 * v + (1 - beta2) * g * g;  AMSGrad divides by the largest v so far
+//   p = p * (1 - lr * weight_decay) - lr * m^ / (sqrt(v^) + eps),   m^ = m / (1 - beta1^t), ...
+//
+// The corrections of m and v are factors of the step and of eps, one each. 28 bytes per element in
+// fp32: p, m, v read and written, g read.
+#pragma once
+
+#include "core/optim/optimizer.h"
+
+namespace pycomm {
+
+struct Moments {
+  Average first, second;
+  float factor;  // of m / (sqrt(v) + eps)
+  float eps;
+
+  PYCOMM_HD Moments(const Settings& s, double step, double scale)
+      : first(s.beta1), second(s.beta2) {
+    const auto t = static_cast<std::int64_t>(step);
+    const double root = std::sqrt(1.0 - power(s.beta2, t));
+    factor = static_cast<float>(scale * root / (1.0 - power(s.beta1, t)));
+    eps = static_cast<float>(s.eps * root);
+  }
+
+  PYCOMM_HD void move(float g, float& m, float& v) const {
+    m = first(m, g);
+    v = second(v, g * g);
+  }
+
+  PYCOMM_HD float direction(float m, float v) const { return factor * (m / (std::sqrt(v) + eps)); }
+};
+
+template <bool amsgrad>
+struct AdamW {
+  static constexpr int kStates = amsgrad ? 3 : 2;
+
+  Moments moments;
+  float decay;    // what is left of p where the decay is decoupled
+  float coupled;  // the decay where it is coupled
+
+  PYCOMM_HD AdamW(const Settings& s, double step)
+      : moments(s, step, s.lr),
+        decay(s.decoupled ? static_cast<float>(1.0 - s.lr * s.weight_decay) : 1.0f),
+        coupled(s.decoupled ? 0.0f : static_cast<float>(s.weight_decay)) {}
+
+  PYCOMM_HD void operator()(float g, float& p, float& m, float& v, float& largest) const {
+    g = coupled != 0.0f ? g + coupled * p : g;
+    moments.move(g, m, v);
+    float divisor = v;
+    if constexpr (amsgrad) {
+      largest = v > largest || v != v ? v : largest;
+      divisor = largest;
+    }
+    p = p * decay - moments.direction(m, divisor);
+  }
+};
+
+}  // namespace pycomm

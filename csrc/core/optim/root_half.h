@@ -1,0 +1,32 @@
+// Second moments in fp16: as their square roots, which have the range of gradients. The moments
+// themselves would underflow: 6e-8, fp16's least, is the square of 2.4e-4.
+#pragma once
+
+#include <cmath>
+
+#include "core/optim/rounding.h"
+#include "core/reduce.h"
+
+namespace pycomm {
+
+PYCOMM_HD float load_root(std::uint32_t bits) {
+  const float root = half_to_float(static_cast<std::uint16_t>(bits));
+  return root * root;
+}
+
+// At random: the expectation of the square is the value. Above zero stays above zero, because steps
+// are divided by the root. Finite stays finite, because an infinite average would never end.
+PYCOMM_HD Half store_root(float value, std::uint32_t random) {
+  const float root = std::sqrt(value);
+  const bool subnormal = root < 0x1p-14f;
+  const auto units = static_cast<std::uint32_t>((subnormal ? root : 0.0f) * 0x1p24f);
+  const std::uint32_t cut =
+      subnormal ? units : (bit_cast<std::uint32_t>(root) >> 13) - (112u << 10);
+  const std::uint32_t below = cut < 0x7bffu ? cut : 0x7bffu;
+  const bool up = rounds_up(value, load_root(below), load_root(below + 1), random);
+  const std::uint32_t bits = up || (below == 0 && value > 0.0f) ? below + 1 : below;
+  const std::uint32_t endless = value == value ? 0x7c00u : 0x7e00u;
+  return {static_cast<std::uint16_t>(value - value == 0.0f ? bits : endless)};
+}
+
+}  // namespace pycomm

@@ -1,0 +1,68 @@
+// The table of optimizer rules: a row each, in the order of Rule. To add one, see docs/EXTENDING.md.
+#pragma once
+
+#include "core/optim/adamw.h"
+#include "core/optim/lamb.h"
+#include "core/optim/lion.h"
+#include "core/optim/optimizer.h"
+#include "core/optim/sgd.h"
+
+namespace pycomm {
+
+enum class Rule : std::uint8_t { adamw, sgd, lion, lamb };
+template <>
+struct Names<Rule> {
+  static constexpr const char* all[] = {"adamw", "sgd", "lion", "lamb"};
+};
+
+// A row. kSquares: the states after the first are averages of squares. Elements: the updates of one
+// element that the settings choose among, and choice() which.
+struct AdamWRule {
+  static constexpr Rule kRule = Rule::adamw;
+  static constexpr bool kSquares = true;
+  using Elements = TypeList<AdamW<false>, AdamW<true>>;
+  static int choice(const Settings& settings) { return settings.amsgrad ? 1 : 0; }
+};
+
+struct SgdRule {
+  static constexpr Rule kRule = Rule::sgd;
+  static constexpr bool kSquares = false;
+  using Elements = TypeList<Sgd<false>, Sgd<true>>;
+  static int choice(const Settings& settings) { return settings.momentum != 0.0 ? 1 : 0; }
+};
+
+struct LionRule {
+  static constexpr Rule kRule = Rule::lion;
+  static constexpr bool kSquares = false;
+  using Elements = TypeList<Lion>;
+  static int choice(const Settings&) { return 0; }
+};
+
+struct LambRule {
+  static constexpr Rule kRule = Rule::lamb;
+  static constexpr bool kSquares = true;
+  using Elements = TypeList<Lamb>;
+  static int choice(const Settings&) { return 0; }
+};
+
+template <class... Rows>
+struct RuleTable {
+  static constexpr int kCount = sizeof...(Rows);
+
+  static constexpr bool squares(Rule rule) {
+    return ((Rows::kRule == rule && Rows::kSquares) || ...);
+  }
+
+  // Calls visit(std::type_identity<Element>{}) with the update that the settings ask for.
+  template <class Visit>
+  static void visit(const Settings& settings, const Visit& visit) {
+    (void)((Rows::kRule == settings.rule &&
+            (Rows::Elements::visit(Rows::choice(settings), visit), true)) ||
+           ...);
+  }
+};
+
+using Rules = RuleTable<AdamWRule, SgdRule, LionRule, LambRule>;
+static_assert(Rules::kCount == kCountOf<Rule>);
+
+}  // namespace pycomm

@@ -1,0 +1,112 @@
+// The CPU executor with a codec of blocks: the same algorithms, but slots hold encoded elements.
+//
+// copy() from the tensor into a slot encodes, reduce() decodes, adds and encodes, copy() from a slot
+// into the tensor decodes. In two-shot every rank encodes every contribution once and what it owns
+// once more; in ring and tree every rank encodes every element once. What is lost goes into the
+// residual of the rank that loses it, so that nothing is lost at all.
+//
+// A rank's staging is one encoded tile: the payload of all slots, then the scales of all slots.
+//
+// `Base` is the executor whose ranks exchange: Comm, or between machines Link, which hands over places
+// of its own instead of slots.
+#pragma once
+
+#include "core/algorithms/coded.h"
+#include "core/call.h"
+#include "cpu/codecs/loops.h"
+#include "cpu/comm.h"
+
+namespace pycomm::cpu {
+
+// Of a compressed operation. With an overflow, and where no rank uses its tensor, no rank touches
+// its residual. `limit`: the largest_safe().
+Outlook outlook_of(const Operation& operation, const Call& call, float limit);
+bool is_unused(const Call& call);
+// If the caller wants residual and velocity as they were: copies them, and puts the copies back.
+void keep_before(const Call& call);
+void put_back(const Call& call);
+
+template <class Base>
+class CodedComm {
+ public:
+  static constexpr bool kCoded = true;
+
+  // `comm` has begun the operation, for which the staging is large enough. `limit`: as above.
+  CodedComm(Base& comm, const Operation& operation, const Feedback& feedback, float limit,
+            const CodedStaging& staging);
+
+  int rank() const { return comm_.rank(); }
+  int size() const { return comm_.size(); }
+  std::int64_t count() const { return comm_.count(); }
+  std::int64_t line() const { return staging_.block; }
+  std::int64_t elements(std::int64_t bytes) const {
+    return comm_.elements(bytes) / kLargestBlock * kLargestBlock;
+  }
+  bool direct() const { return false; }
+  Place input() const { return comm_.input(); }
+  Place output() const { return comm_.output(); }
+  Place input(int) const { return comm_.input(); }
+  Place output(int) const { return comm_.output(); }
+  Place slot(int r, std::int64_t i) const { return {comm_.slot(r, 0).data, r, i * staging_.slot}; }
+  std::int64_t slot_count() const { return staging_.slot; }
+  Place at(Place place, std::int64_t elements) const {
+    if (place.coded == kPlain) return comm_.at(place, elements);
+    return {place.data, place.rank, place.coded + elements};
+  }
+
+  void announce() {
+    comm_.announce();
+    outlook_ = comm_.outlook();
+  }
+  void signal(int channel) { comm_.signal(channel); }
+  void wait(int r, int channel, std::int64_t step) { comm_.wait(r, channel, step); }
+  void wait_all(int channel, std::int64_t step) { comm_.wait_all(channel, step); }
+
+  void copy(Place to, Place from, std::int64_t n);
+
+  template <class To, class From>
+  void reduce(int n_to, To to, int n_from, From from, std::int64_t n, bool last) {
+    if (n == 0) return;
+    for (int i = 0; i < n_from; ++i) {
+      sources_[static_cast<std::size_t>(i)] = source(from(i), n);
+    }
+    Place encoded = to(0), output = to(n_to - 1);
+    if (encoded.coded == kPlain) std::swap(encoded, output);
+    encode(encoded, output, n_from, n, last);
+  }
+
+  // Two-shot's chunks: as large as slots allow.
+  CyclicChunks<CodedComm> chunks() {
+    return {*this, first_element(operation_), staging_.piece(size())};
+  }
+  // Of all ranks, once announced.
+  const Outlook& outlook() const { return outlook_; }
+  // Whether a value was not finite; once the algorithm has run, the same on every rank.
+  bool nonfinite() const { return nonfinite_ || outlook_.overflow != 0; }
+
+ private:
+  std::int64_t encoded_bytes(std::int64_t n) const {
+    return n * staging_.payload + (loops_.scaled ? ceil_div(n, staging_.block) * 4 : 0);
+  }
+  Source source(Place place, std::int64_t n);
+  void encode(Place to, Place output, int n_from, std::int64_t n, bool last);
+  std::int64_t index(Place tensor, std::byte* begin) const {
+    return comm_.elements(tensor.data - begin);
+  }
+
+  Base& comm_;
+  const Operation& operation_;
+  const Feedback& feedback_;
+  const float limit_;
+  const Scaling scaling_;
+  const CodecLoops loops_;
+  const CodedStaging staging_;
+  Outlook outlook_;
+  bool nonfinite_ = false;
+  std::int64_t own_ = 0;  // index of the own contribution among the sources' elements
+  std::vector<Source> sources_;
+};
+
+static_assert(Executor<CodedComm<Comm>>);
+
+}  // namespace pycomm::cpu

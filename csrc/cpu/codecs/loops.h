@@ -1,0 +1,41 @@
+// The loops that encode, decode and add, over the arithmetic of core/codecs/int8.h and core/codecs/cast.h.
+//
+// A pass takes blocks through the first-level cache: sum the sources, encode the sum, and in the
+// same visit decode it again for the output and the residual. Nothing else is read or written.
+#pragma once
+
+#include "core/algorithms/coded.h"
+
+namespace pycomm::cpu {
+
+// Whether something encoded, or the output, is not finite.
+using EncodeLoop = bool (*)(const Pass& pass, std::int64_t block);
+
+// output[i] = decoded (or += decoded, for fp32). Whether some of it is not finite.
+using DecodeLoop = bool (*)(const Encoded& from, void* output, std::int64_t n, std::int64_t block);
+
+// magnitude() of the largest contribution.
+using LargestLoop = std::uint32_t (*)(const void* x, const float* residual, float scale,
+                                      std::int64_t n);
+
+struct CodecLoops {
+  EncodeLoop encode;
+  DecodeLoop decode;
+  DecodeLoop decode_and_add;  // output is fp32
+  LargestLoop largest;
+  bool scaled;  // a scale per block follows
+};
+
+// For int8 and casts of fp32, fp16 and bf16 tensors.
+CodecLoops codec_loops(DType dtype, const Codec& codec);
+
+// Rounds fp32 to another type; what that loses, times `factor`, is added to `lost_there`, if there is
+// any. Returns the largest magnitude() of what it has made.
+using NarrowLoop = std::uint32_t (*)(const float* from, void* to, std::int64_t n, float* lost_there,
+                                     float factor);
+NarrowLoop narrow_loop(DType dtype);
+
+// Of either sign. Mostly the first look tells.
+bool all_zero(DType dtype, const void* x, std::int64_t n);
+
+}  // namespace pycomm::cpu

@@ -1,0 +1,237 @@
+#include "cpu/codecs/topk_select.h"
+
+#include <cmath>
+
+#include "core/reduce.h"
+#include "cpu/loops.h"
+
+namespace pycomm::cpu {
+namespace {
+
+static_assert(kTopkChunk % kStretch == 0);
+
+// More candidates than that are not collected before another digit has thinned them out: their list
+// takes a sixteenth of an fp32 tensor.
+std::int64_t most_collected(std::int64_t n, std::int64_t k) {
+  return std::max(2 * k + (64 << 10), n / 32);
+}
+
+constexpr std::int64_t kAhead = 8192;
+
+// Of the elements, one in so many is in the sample, which is no larger than the other.
+constexpr std::int64_t kSampledOneIn = 128, kLargestSample = 64 << 10;
+
+// No magnitude.
+constexpr std::uint32_t kNone = 0xffffffffu;
+
+PYCOMM_HD void store_unscaled(const float* values, std::int64_t n, const Scaling& scaling,
+                              float* to) {
+#pragma omp simd
+  for (std::int64_t i = 0; i < n; ++i) to[i] = values[i] * scaling.inverse;
+}
+
+struct Stretch {
+  const float* values;
+  std::uint32_t largest;  // magnitude()
+};
+
+// `n` candidates from `start`, in `buffer` or where they lie already, and a byte for each that says
+// whether it is at least `least`. Where `store`, they replace residual and velocity.
+template <class T>
+PYCOMM_CLONES Stretch load_stretch(const Candidates& from, std::int64_t start, std::int64_t n,
+                                   bool store, std::uint32_t least, float* buffer,
+                                   std::uint8_t* hits) {
+  const T* x = static_cast<const T*>(from.x) + start;
+  const float* values = buffer;
+  if (from.velocity != nullptr) {
+    float* velocity = from.velocity + start;
+#pragma omp simd
+    for (std::int64_t i = 0; i < n; ++i) {
+      buffer[i] = accelerated(velocity[i], from.momentum, load(x[i]), from.scaling.scale);
+    }
+    if (store) store_unscaled(buffer, n, from.scaling, velocity);
+  } else if (std::is_same_v<T, float> && from.residual == nullptr) {
+    values = reinterpret_cast<const float*>(x);
+  } else {
+#pragma omp simd
+    for (std::int64_t i = 0; i < n; ++i) buffer[i] = load(x[i]);
+  }
+  if (from.residual != nullptr) {
+    float* residual = from.residual + start;
+#pragma omp simd
+    for (std::int64_t i = 0; i < n; ++i) {
+      buffer[i] = contribution(buffer[i], residual[i], from.scaling.scale);
+    }
+    if (from.limit != kInfinity) {
+#pragma omp simd
+      for (std::int64_t i = 0; i < n; ++i) buffer[i] = limited(buffer[i], from.limit);
+    }
+    if (store) store_unscaled(buffer, n, from.scaling, residual);
+  }
+  // While this stretch's hits are visited, memory must not pause.
+  prefetch(reinterpret_cast<const std::byte*>(x) + kAhead,
+           n * static_cast<std::int64_t>(sizeof(T)));
+  std::uint32_t largest = 0;
+#pragma omp simd reduction(max : largest)
+  for (std::int64_t i = 0; i < n; ++i) {
+    const std::uint32_t size = magnitude(values[i]);
+    largest = std::max(largest, size);
+    hits[i] = size >= least ? 1 : 0;
+  }
+  return {values, largest};
+}
+
+// Calls visit(index, value) for candidates of at least `least`, and after_chunk() now and then,
+// which may raise it. Returns the largest magnitude().
+template <class Visit, class AfterChunk>
+std::uint32_t scan(const Candidates& from, bool store, const std::uint32_t& least, Visit visit,
+                   AfterChunk after_chunk) {
+  const auto load = from.dtype == DType::f32   ? load_stretch<float>
+                    : from.dtype == DType::f16 ? load_stretch<Half>
+                                               : load_stretch<BFloat16>;
+  float buffer[kStretch];
+  Hits hits;
+  std::uint32_t largest = 0;
+  for (std::int64_t start = 0; start < from.n; start += kStretch) {
+    const std::int64_t n = std::min(kStretch, from.n - start);
+    const Stretch stretch = load(from, start, n, store, least, buffer, hits.bytes);
+    largest = std::max(largest, stretch.largest);
+    hits.each(n, [&](std::int64_t i) { visit(start + i, stretch.values[i]); });
+    if ((start + kStretch) % kTopkChunk == 0) after_chunk();
+  }
+  return largest;
+}
+
+template <class T>
+float candidate(const Candidates& from, std::int64_t i) {
+  float value = load(static_cast<const T*>(from.x)[i]);
+  if (from.velocity != nullptr) {
+    value = accelerated(from.velocity[i], from.momentum, value, from.scaling.scale);
+  }
+  if (from.residual == nullptr) return value;
+  return limited(contribution(value, from.residual[i], from.scaling.scale), from.limit);
+}
+
+// A magnitude that k candidates reach with near certainty, and not many more: with n elements of
+// which k do, m p +- 4 sqrt(m p) of m sampled ones should, p = k / n.
+std::uint32_t guess_floor(const Candidates& from, std::int64_t k,
+                          std::vector<std::uint32_t>& magnitudes) {
+  const std::int64_t sampled = std::min(from.n / kSampledOneIn, kLargestSample);
+  const double expected = static_cast<double>(sampled) * static_cast<double>(k) /
+                          static_cast<double>(std::max<std::int64_t>(from.n, 1));
+  const auto rank = static_cast<std::int64_t>(expected + 4 * std::sqrt(expected) + 4);
+  if (rank >= sampled) return 1;
+  const auto value = from.dtype == DType::f32   ? candidate<float>
+                     : from.dtype == DType::f16 ? candidate<Half>
+                                                : candidate<BFloat16>;
+  const std::int64_t stride = (from.n / sampled - 1) | 1;  // odd: not that of a matrix's rows
+  magnitudes.clear();
+  for (std::int64_t i = 0; i < sampled; ++i)
+    magnitudes.push_back(magnitude(value(from, i * stride)));
+  const auto at = magnitudes.begin() + rank;
+  std::nth_element(magnitudes.begin(), at, magnitudes.end(), std::greater<>());
+  return std::max(*at, 1u);
+}
+
+}  // namespace
+
+PYCOMM_CLONES void mark_nonzero(const float* values, std::int64_t n, std::uint8_t* hits) {
+#pragma omp simd
+  for (std::int64_t i = 0; i < n; ++i) hits[i] = magnitude(values[i]) != 0 ? 1 : 0;
+}
+
+std::uint32_t TopkSelection::prepare(const Candidates& from, std::int64_t k) {
+  k_ = k;
+  ties_ = -1;
+  floor_ = k == 0 ? kNone : guess_floor(from, k, magnitudes_);
+  collected_ = true;
+  entries_.clear();
+  const auto found = [&] { return static_cast<std::int64_t>(entries_.size()); };
+  const std::int64_t most = most_collected(from.n, k);
+  std::uint32_t least = floor_;
+  const std::uint32_t largest = scan(
+      from, false, least,
+      [&](std::int64_t i, float value) {
+        entries_.push_back({static_cast<std::uint32_t>(i), value});
+      },
+      [&] { least = found() > most ? kNone : least; });
+  if (found() > most) {
+    count(from);
+  } else if (found() < k && floor_ > 1) {
+    floor_ = 1;
+    count(from);
+  }
+  return largest;
+}
+
+// Raises floor_ as far as k candidates are left.
+void TopkSelection::count(const Candidates& from) {
+  collected_ = false;
+  counts_.assign(static_cast<std::size_t>(digit_bins(0)), 0);
+  // The bin in which the k-th largest of those seen so far lies; lower ones can be forgotten.
+  const auto raise_floor = [&] {
+    std::int64_t above = 0;
+    for (int bin = digit_bins(0) - 1; bin >= 0; --bin) {
+      above += counts_[static_cast<std::size_t>(bin)];
+      if (above < k_) continue;
+      floor_ = std::max(floor_, static_cast<std::uint32_t>(bin) << digit_shift(0));
+      break;
+    }
+    collectable_ = above;
+  };
+  scan(
+      from, false, floor_,
+      [&](std::int64_t, float value) { ++counts_[magnitude(value) >> digit_shift(0)]; },
+      raise_floor);
+  raise_floor();
+  const std::int64_t most = most_collected(from.n, k_);
+  for (int digit = 1; digit < kDigits && collectable_ > most; ++digit) count_digit(from, digit);
+}
+
+// Thins out the lowest bin that is collected.
+void TopkSelection::count_digit(const Candidates& from, int digit) {
+  const int shift = digit_shift(digit), bits = digit_shift(digit - 1);
+  const std::uint32_t prefix = floor_ >> bits;
+  std::int64_t above = 0;  // that bin
+  counts_.assign(static_cast<std::size_t>(digit_bins(digit)), 0);
+  scan(
+      from, false, floor_,
+      [&](std::int64_t, float value) {
+        const std::uint32_t size = magnitude(value);
+        if (size >> bits != prefix) {
+          ++above;
+        } else {
+          ++counts_[size >> shift & static_cast<std::uint32_t>(digit_bins(digit) - 1)];
+        }
+      },
+      [] {});
+  for (int bin = digit_bins(digit) - 1; bin >= 0; --bin) {
+    const std::int64_t here = counts_[static_cast<std::size_t>(bin)];
+    if (above + here >= k_ || bin == 0) {
+      floor_ = std::max(floor_, prefix << bits | static_cast<std::uint32_t>(bin) << shift);
+      collectable_ = above + here;
+      if (shift == 0) ties_ = k_ - above;
+      return;
+    }
+    above += here;
+  }
+}
+
+void TopkSelection::collect(const Candidates& from, bool store) {
+  if (collected_) {
+    if (store) scan(from, true, kNone, [](std::int64_t, float) {}, [] {});
+  } else {
+    entries_.clear();
+    std::int64_t ties = ties_;
+    scan(
+        from, store, floor_,
+        [&](std::int64_t i, float value) {
+          if (ties_ >= 0 && magnitude(value) == floor_ && ties-- <= 0) return;
+          entries_.push_back({static_cast<std::uint32_t>(i), value});
+        },
+        [] {});
+  }
+  keep_largest(entries_, k_, magnitudes_, [](const Entry&) {});
+}
+
+}  // namespace pycomm::cpu

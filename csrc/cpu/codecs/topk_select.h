@@ -1,0 +1,122 @@
+// Selection of the k largest of n elements, exactly, mostly in one pass over memory.
+//
+//   1. prepare(): a sample of the elements tells of a magnitude that a few more than k reach, and all
+//      that do are collected. As these are few, the pass is a comparison per 64 elements and runs at
+//      the speed of memory.
+//   2. collect(): writes residuals, where there are any, and cuts the list to exactly k.
+//
+// Where the sample misleads, so that fewer than k are found, or far too many because many are equal,
+// prepare() counts: it finds the bin of magnitudes in which the k-th largest lies, by its top bits, and
+// by further digits where too many share that bin. collect() then takes another pass.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <functional>
+#include <vector>
+
+#include "core/codecs/feedback.h"
+#include "core/codecs/topk.h"
+
+namespace pycomm::cpu {
+
+// Elements that stay in the first-level cache.
+inline constexpr std::int64_t kStretch = 1024;
+
+// A byte for each element of a stretch: whether it is wanted.
+struct Hits {
+  std::uint8_t bytes[kStretch];
+
+  // Visits the indices of those among the first n that are; they are few.
+  template <class Visit>
+  void each(std::int64_t n, Visit visit) {
+    static_assert(std::endian::native == std::endian::little);
+    std::fill_n(bytes + n, (kStretch - n) % 32, std::uint8_t{0});
+    for (std::int64_t i = 0; i < n; i += 32) {
+      std::uint64_t eights[4];
+      std::memcpy(eights, bytes + i, sizeof(eights));
+      if ((eights[0] | eights[1] | eights[2] | eights[3]) == 0) continue;
+      for (int w = 0; w < 4; ++w) {
+        for (std::uint64_t rest = eights[w]; rest != 0; rest &= rest - 1) {
+          visit(i + w * 8 + std::countr_zero(rest) / 8);
+        }
+      }
+    }
+  }
+};
+
+// Wanted is what is not zero.
+void mark_nonzero(const float* values, std::int64_t n, std::uint8_t* hits);
+
+struct Entry {
+  std::uint32_t index;
+  float value;
+};
+
+// What is selected from: x, plus what is fed back.
+struct Candidates {
+  DType dtype = DType::f32;
+  const void* x = nullptr;
+  std::int64_t n = 0;
+  float* residual = nullptr;  // or null: x + residual is selected from
+  float* velocity = nullptr;  // or null: momentum * velocity + x takes the place of x
+  float momentum = 0;
+  Scaling scaling = {};
+  float limit = kInfinity;  // x + residual is limited() to it
+};
+
+class TopkSelection {
+ public:
+  // Returns the largest magnitude(), which tells whether all are finite.
+  std::uint32_t prepare(const Candidates& from, std::int64_t k);
+
+  // Makes the entries(), by index. Where `store`, all elements go into residual and velocity as they were
+  // selected from: whoever sends an entry takes it out of them.
+  void collect(const Candidates& from, bool store);
+  void clear() { entries_.clear(); }
+  const std::vector<Entry>& entries() const { return entries_; }
+
+ private:
+  void count(const Candidates& from);
+  void count_digit(const Candidates& from, int digit);
+
+  std::int64_t k_ = 0;
+  bool collected_ = false;   // by prepare()
+  std::uint32_t floor_ = 1;  // the smallest magnitude worth collecting
+  std::int64_t ties_ = -1;   // how many of exactly that magnitude; -1: all, and cut() decides
+  std::int64_t collectable_ = 0;
+  std::vector<std::int64_t> counts_;
+  std::vector<std::uint32_t> magnitudes_;
+  std::vector<Entry> entries_;
+};
+
+// Cuts a list that is in order of index to its k largest, of equals the first ones, keeping the
+// order; what is cut goes to dropped(entry). `magnitudes` is scratch.
+template <class Dropped>
+void keep_largest(std::vector<Entry>& entries, std::int64_t k,
+                  std::vector<std::uint32_t>& magnitudes, Dropped dropped) {
+  if (static_cast<std::int64_t>(entries.size()) <= k) return;
+  std::uint32_t least = 0xffffffffu;
+  std::int64_t ties = 0;
+  if (k > 0) {
+    magnitudes.clear();
+    for (const Entry& entry : entries) magnitudes.push_back(magnitude(entry.value));
+    const auto kth = magnitudes.begin() + (k - 1);
+    std::nth_element(magnitudes.begin(), kth, magnitudes.end(), std::greater<>());
+    least = *kth;
+    ties = std::count(magnitudes.begin(), kth + 1, least);
+  }
+  auto kept = entries.begin();
+  for (const Entry& entry : entries) {
+    const std::uint32_t size = magnitude(entry.value);
+    if (size > least || (size == least && ties-- > 0)) {
+      *kept++ = entry;
+    } else {
+      dropped(entry);
+    }
+  }
+  entries.erase(kept, entries.end());
+}
+
+}  // namespace pycomm::cpu

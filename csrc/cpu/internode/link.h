@@ -1,0 +1,158 @@
+// A rank's link to the ranks of other machines that carry the same stripe. To the algorithm
+// (core/algorithms/internode.h) and to the codecs' executors every machine is one rank.
+//
+// An operation begins with a greeting, as one in shared memory does with an announcement: all must
+// mean the same operation. Every wait looks at the machine's abort word, at the deadline and for
+// machines that are gone; meanwhile it tells the others of this machine that it waits, so that they
+// do not run out of patience. A failure becomes the machine's abort word, which the transport tells
+// the other machines.
+#pragma once
+
+#include <cstdlib>
+#include <map>
+#include <memory>
+#include <span>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "core/message.h"
+#include "cpu/comm.h"
+#include "cpu/internode/nodes.h"
+#include "cpu/internode/transport.h"
+
+namespace pycomm::cpu {
+
+// Memory that is kept from one use to the next, and grows.
+class Scratch {
+ public:
+  std::byte* bytes(std::int64_t count) {
+    if (count > room_ || data_ == nullptr) {
+      count = std::max(count, kLine);  // never null
+      data_.reset(static_cast<std::byte*>(
+          std::aligned_alloc(kLine, static_cast<std::size_t>(round_up(count, kLine)))));
+      if (data_ == nullptr) throw std::bad_alloc();
+      room_ = count;
+    }
+    return data_.get();
+  }
+  float* floats(std::int64_t count) {
+    return reinterpret_cast<float*>(bytes(count * static_cast<std::int64_t>(sizeof(float))));
+  }
+
+ private:
+  struct Free {
+    void operator()(std::byte* data) const { std::free(data); }
+  };
+  std::unique_ptr<std::byte, Free> data_;
+  std::int64_t room_ = 0;
+};
+
+// Bytes over a link, in one operation.
+struct LinkTraffic {
+  std::int64_t sent = 0;
+  std::int64_t received = 0;
+};
+
+class Link {
+ public:
+  // Of the stripe that has this rank's number within its machine.
+  Link(Comm& local, std::shared_ptr<Transport> transport, const Machines& machines,
+       Clock::duration timeout);
+  ~Link();
+  Link(const Link&) = delete;
+  Link& operator=(const Link&) = delete;
+
+  // Starts the next operation.
+  void begin(void (*interrupt)());
+  // The tensor that it is about, to codecs. The outlook is this machine's.
+  void begin_tensor(const Operation& operation, const void* input, void* output, Outlook outlook);
+  // Meets the other machines.
+  void announce() {
+    publish();
+    meet();
+  }
+  void publish();
+  void meet();
+  // Of all machines, after meet().
+  const Outlook& outlook() const { return outlook_; }
+
+  int rank() const { return machines_.here; }
+  int size() const { return machines_.count(); }
+  int stripe() const { return local_.rank(); }
+  int contributors() const { return machines_.world(); }
+  std::uint32_t stream() const {
+    return static_cast<std::uint32_t>(rank() * machines_.stripes() + stripe());
+  }
+  std::int64_t count() const { return operation_.count; }
+  std::int64_t elements(std::int64_t bytes) const { return bytes / element_size(); }
+  std::int64_t element_size() const { return size_of(operation_.dtype); }
+  Place input() const { return {input_, rank()}; }
+  Place output() const { return {output_, rank()}; }
+  Place input(int) const { return input(); }
+  Place output(int) const { return output(); }
+  Place at(Place place, std::int64_t elements) const {
+    return {place.data + elements * element_size(), place.rank};
+  }
+  // Memory of this rank for what rank r writes or has written.
+  std::byte* announced_area(int r, std::int64_t bytes) {
+    return areas_[static_cast<std::size_t>(r)].bytes(bytes);
+  }
+  void trim() {
+    for (Scratch& area : areas_) area = {};
+  }
+  void count_in(std::int64_t) {}  // parcels are counted
+  // A machine has sent what cannot be used.
+  [[noreturn]] void blame(int machine, const std::string& what) {
+    local_.blame_number(number(machine), what);
+  }
+
+  // Rounds are numbered from 1.
+  std::int64_t post(const Round& round);
+  void wait(std::int64_t round);
+
+  // Tells the other machines that this one has been aborted, if it has.
+  void tell();
+  // The same; also hears why the others stop and settles on one culprit for all (Comm::settle). Then
+  // nothing touches posted memory any more. A thread does so, too, in case no operation is under way.
+  void stop();
+  void leave();
+  const LinkTraffic& traffic() const { return traffic_; }
+
+ private:
+  int number(int machine) const { return machines_.rank(machine, stripe()); }
+  Sender sender(int machine) const { return {transport_->secret(), machine}; }
+  std::uint64_t least_word();
+  void hear(int machine, std::span<const std::byte> farewell);
+  void watch();
+  void look_before_greeting(Clock::duration waited, Clock::duration& lost_since);
+  void look_for_failure(bool greeting, Clock::duration waited, Clock::duration& lost_since);
+  int find_lost(bool greeting) const;
+  int awaited() const;
+
+  Comm& local_;
+  std::shared_ptr<Transport> transport_;
+  const Machines& machines_;
+  const Clock::duration timeout_;
+  Operation operation_;
+  std::byte* input_ = nullptr;
+  std::byte* output_ = nullptr;
+  void (*interrupt_)() = nullptr;
+  std::vector<Greeting> greetings_;  // of each machine; the others' are bytes until meet()
+  std::int64_t greeted_ = 0;         // the round
+  std::atomic<std::uint32_t> greeted_operation_;  // its number
+  Outlook outlook_;
+  std::vector<Scratch> areas_;
+  std::int64_t posted_ = 0, waited_ = 0;
+  LinkTraffic traffic_;
+  std::mutex stop_mutex_;
+  bool stopped_ = false;
+  std::mutex heard_mutex_;
+  std::map<int, std::uint64_t> heard_;  // from other machines, when they stop or leave (0)
+  std::mutex left_mutex_;
+  std::condition_variable left_changed_;
+  bool left_ = false;
+  std::thread watcher_;
+};
+
+}  // namespace pycomm::cpu

@@ -1,0 +1,145 @@
+// Top-k between ranks: cpu/codecs/topk_comm.h in kernels. Announcements are the meetings: at the first one
+// the lists lie where the owners read them, at the second one the results.
+#include "cuda/codecs/topk_reader.cuh"
+
+namespace pycomm::cuda {
+namespace {
+
+__device__ void store_unscaled(float* to, Octet<float> octet, int n, const Scaling& scaling) {
+#pragma unroll
+  for (int i = 0; i < kOctet; ++i) octet.element[i] *= scaling.inverse;
+  store_octet(to, octet, n);
+}
+
+// All elements go into residual and velocity as they were selected from; then what is sent is taken
+// out of them.
+template <class T>
+__device__ void feed(const TopkBlock& block) {
+  const Selector<T> from(block);
+  const TopkScratch& scratch = block.scratch;
+  const Feedback& feedback = block.feedback;
+  for (std::int64_t tile = block.lane; tile < from.tiles(); tile += block.lanes) {
+    const std::int64_t start = tile * kStride + threadIdx.x * kOctet;
+    const int n = octet_count(from.n - start);
+    Octet<float> v, faster;
+    from.load_values(start, v.element, faster.element);
+    store_unscaled(feedback.residual + start, v, n, from.scaling);
+    if (feedback.velocity != nullptr) {
+      store_unscaled(feedback.velocity + start, faster, n, from.scaling);
+    }
+    __syncthreads();
+    const std::int64_t end = block.entries_before_tile(tile + 1);
+    for (std::int64_t i = block.entries_before_tile(tile) + threadIdx.x; i < end; i += kThreads) {
+      const std::uint32_t index = scratch.indices[i];
+      const std::int64_t chunk = index / kTopkChunk;
+      const float value = scratch.values[i];
+      if (!scratch.cuts[block.area.owner(chunk)].keeps(index, value)) continue;
+      const bool scaled = block.codec.values == DType::u8;
+      const Int8Scale scale = int8_scale(scaled ? scratch.largest[chunk] : 0);
+      const float sent = through_wire(value, block.codec.values, scale);
+      feedback.residual[index] = lost(value, sent, from.scaling.inverse);
+      if (feedback.velocity != nullptr) feedback.velocity[index] = 0;
+    }
+  }
+}
+
+// The sums of the own region, in rank order; zeros where nobody uses the tensor.
+template <class Comm>
+__device__ void add_lists(const TopkBlock& block, const Comm& comm, bool unused) {
+  const int me = comm.rank(), lists = unused ? 0 : comm.size();
+  const TopkRegion mine = block.region(me);
+  const TopkArea& area = block.area;
+  for (std::int64_t j = block.lane; j < mine.chunks(); j += block.lanes) {
+    const Range range = mine.chunk(j);
+    float* const sums = block.scratch.sums + j * kTopkChunk;
+    for (std::int64_t i = threadIdx.x; i < range.count; i += kThreads) sums[i] = 0;
+    __syncthreads();
+    for (int r = 0; r < lists; ++r) {
+      const ChunkReader list(mine, j, block.codec.values, comm.area(r) + area.list(me),
+                             area.room(me, false));
+      for (std::int64_t i = threadIdx.x; i < list.count; i += kThreads) {
+        const std::int64_t index = list.index(i);
+        if (index < range.count) sums[index] += list.value(i);
+      }
+      __syncthreads();
+    }
+  }
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads, 1)
+    meet_kernel(const __grid_constant__ TopkLaunch launch) {
+  BlockComm<T, ReduceOp::sum> comm(launch);
+  const TopkBlock block(launch);
+  comm.set_outlook(outlook_of(launch, block.index));
+  comm.announce();
+  if (!comm.failed()) {
+    const Outlook outlook = comm.outlook();
+    const bool overflow = outlook.overflow != 0, unused = outlook.unused != 0;
+    if (block.lane == 0 && threadIdx.x == 0) {
+      *block.scratch.keep = overflow || unused ? 1 : 0;
+      if (overflow) block.report_nonfinite();
+    }
+    if (block.feedback.residual != nullptr && !overflow && !unused) feed<T>(block);
+    add_lists(block, comm, unused);
+  }
+  comm.finish();
+}
+
+// Every owner's result; zeros where there is none.
+template <class T, class Comm>
+__device__ bool gather(const TopkBlock& block, const Comm& comm) {
+  const TopkArea& area = block.area;
+  bool finite = true;
+  for (std::int64_t c = block.lane; c < topk_chunks(block.n()); c += block.lanes) {
+    const int owner = area.owner(c);
+    const TopkRegion region = block.region(owner);
+    const std::int64_t j = c / comm.size();
+    const ChunkReader list(region, j, block.codec.values, comm.area(owner) + area.result(),
+                           area.room(owner, true));
+    const Range range = region.chunk(j);
+    T* const to = reinterpret_cast<T*>(block.me.output) + range.begin;
+    for (std::int64_t i = threadIdx.x; i < range.count; i += kThreads) to[i] = T{};
+    __syncthreads();
+    for (std::int64_t i = threadIdx.x; i < list.count; i += kThreads) {
+      const std::int64_t index = list.index(i);
+      if (index >= range.count) continue;
+      to[index] = store<T>(list.value(i));
+      finite = finite && magnitude(load(to[index])) < kInfinityBits;
+    }
+  }
+  return finite;
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads, 1)
+    gather_kernel(const __grid_constant__ TopkLaunch launch) {
+  BlockComm<T, ReduceOp::sum> comm(launch);
+  const TopkBlock block(launch);
+  comm.announce();
+  if (!comm.failed() && !gather<T>(block, comm)) block.report_nonfinite();
+  comm.finish();
+}
+
+}  // namespace
+
+void launch_topk_exchange(const CodedLaunch& coded, cudaStream_t stream) {
+  TopkLaunch launch{};
+  static_cast<CodedLaunch&>(launch) = coded;
+  for (int i = 0; i < launch.local_ranks; ++i) {
+    PYCOMM_CUDA_CHECK(
+        cudaMemsetAsync(launch.compressions[i].workspace, 0, TopkScratch::kZeroed, stream));
+  }
+  launch_topk_selection(launch, false, stream);
+  launch_topk_lists(launch, stream);
+  visit_compressible(launch.ranks[0].operation.dtype, [&](auto element) {
+    launch_meeting(&meet_kernel<decltype(element)>, launch, stream);
+  });
+  launch_topk_selection(launch, true, stream);
+  launch_topk_results(launch, stream);
+  visit_compressible(launch.ranks[0].operation.dtype, [&](auto element) {
+    launch_meeting(&gather_kernel<decltype(element)>, launch, stream);
+  });
+}
+
+}  // namespace pycomm::cuda

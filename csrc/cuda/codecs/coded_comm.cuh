@@ -1,0 +1,208 @@
+// The CUDA executor with a codec of blocks, as cpu/codecs/coded_comm.h is the CPU's: the same algorithms,
+// but slots hold encoded elements. A lane's slots are one encoded tile, and lanes cut the tensor at
+// multiples of the largest block, so two-shot's owners and bits are those of the CPU.
+#pragma once
+
+#include "cuda/codecs/loops.cuh"
+#include "cuda/comm.cuh"
+
+namespace pycomm::cuda {
+
+struct CodedLaunch : Launch {
+  Compression compressions[kMaxLocalRanks];
+  CodedStaging staging;  // of a lane; here it costs a kernel no registers
+  // Device memory. With feedback: what a kernel before has found in each of as many parts of the
+  // tensor as there are lanes.
+  Outlook* outlooks[kMaxLocalRanks];
+};
+
+// One part's, from the largest contribution that each thread has seen; all threads of the block
+// together.
+__device__ inline void put_outlook(const CodedLaunch& launch, std::uint32_t largest, bool used) {
+  const int lanes = launch.layout.lanes, index = static_cast<int>(blockIdx.x) / lanes;
+  largest = largest_of(largest, kThreads);
+  used = __syncthreads_or(used) != 0;
+  if (threadIdx.x != 0) return;
+  const bool holds = launch.compressions[index].feedback.hold_unused;
+  const float limit = largest_safe(launch.ranks[index].operation, launch.layout.ranks);
+  launch.outlooks[index][static_cast<int>(blockIdx.x) % lanes] =
+      make_outlook(largest > magnitude(limit), holds && !used);
+}
+
+// A rank's.
+__device__ inline Outlook outlook_of(const CodedLaunch& launch, int index) {
+  if (launch.compressions[index].feedback.residual == nullptr) return {};
+  Outlook all = launch.outlooks[index][0];
+  for (int i = 1; i < launch.layout.lanes; ++i) all = all | launch.outlooks[index][i];
+  return all;
+}
+
+template <class T>
+class CodedComm {
+ public:
+  static constexpr bool kCoded = true;
+
+  __device__ CodedComm(BlockComm<T, ReduceOp::sum>& comm, const CodedLaunch& launch)
+      : comm_(comm),
+        operation_(launch.ranks[blockIdx.x / launch.layout.lanes].operation),
+        compression_(launch.compressions[blockIdx.x / launch.layout.lanes]),
+        staging_(launch.staging) {
+    comm_.set_outlook(outlook_of(launch, static_cast<int>(blockIdx.x) / launch.layout.lanes));
+  }
+
+  // Says whether a value was not finite, as far as this block has seen them.
+  __device__ void finish() {
+    const bool any = __syncthreads_or(nonfinite_ || outlook_.overflow != 0) != 0;
+    if (any && threadIdx.x == 0 && compression_.nonfinite != nullptr) {
+      atomicOr(compression_.nonfinite, 1u);
+    }
+  }
+
+  __device__ int rank() const { return comm_.rank(); }
+  __device__ int size() const { return comm_.size(); }
+  __device__ std::int64_t count() const { return comm_.count(); }
+  // Whole strides, so that only the last one of a tensor is short.
+  __device__ std::int64_t line() const { return kStride; }
+  __device__ std::int64_t elements(std::int64_t bytes) const {
+    return comm_.elements(bytes) / kLargestBlock * kLargestBlock;
+  }
+  __device__ bool direct() const { return false; }
+  __device__ Place input() const { return comm_.input(); }
+  __device__ Place output() const { return comm_.output(); }
+  __device__ Place input(int) const { return comm_.input(); }
+  __device__ Place output(int) const { return comm_.output(); }
+  __device__ Place slot(int r, std::int64_t i) const {
+    return {comm_.slot(r, 0).data, r, i * staging_.slot};
+  }
+  __device__ std::int64_t slot_count() const { return staging_.slot; }
+  __device__ Place at(Place place, std::int64_t elements) const {
+    if (place.coded == kPlain) return comm_.at(place, elements);
+    return {place.data, place.rank, place.coded + elements};
+  }
+
+  __device__ void announce() {
+    comm_.announce();
+    outlook_ = comm_.outlook();
+  }
+
+  // These are not inlined: a pass needs the registers that an algorithm would hold.
+  __device__ void signal(int channel) { comm_.signal(channel); }
+  __device__ __noinline__ void wait(int r, int channel, std::int64_t step) {
+    comm_.wait(r, channel, step);
+  }
+  __device__ __noinline__ void wait_all(int channel, std::int64_t step) {
+    comm_.wait_all(channel, step);
+  }
+  __device__ __noinline__ void copy(Place to, Place from, std::int64_t n) {
+    if (comm_.failed() || n == 0 || (to.data == from.data && to.coded == from.coded)) return;
+    if (from.coded == kPlain) {
+      const Sources sources = sources_of(1, [&](int) { return from; });
+      encode(sources, to, to, n, false);
+    } else if (to.coded == kPlain) {
+      nonfinite_ |= decode_pass<T, false>(operation_.codec, staging_[from],
+                                          reinterpret_cast<T*>(to.data), n, staging_.shift);
+      __syncthreads();
+    } else {
+      move(staging_[to], staging_[from], n);
+    }
+  }
+
+  template <class To, class From>
+  __device__ void reduce(int n_to, To to, int n_from, From from, std::int64_t n, bool last) {
+    if (comm_.failed() || n == 0) return;
+    const Sources sources = sources_of(n_from, from);
+    const Place first = to(0), second = to(n_to - 1);
+    const bool swapped = first.coded == kPlain;
+    encode(sources, swapped ? second : first, swapped ? first : second, n, last);
+  }
+
+  // Two-shot's chunks: as large as slots allow.
+  __device__ CyclicChunks<CodedComm> chunks() {
+    return {*this, first_element(operation_) + comm_.begin(), staging_.piece(size())};
+  }
+
+ private:
+  __device__ std::int64_t index(Place tensor, Place begin) const {
+    return comm_.elements(tensor.data - begin.data);
+  }
+
+  __device__ Source source(Place place) const {
+    if (place.coded == kPlain) return {{place.data, nullptr}, true};
+    return {staging_[place], false};
+  }
+
+  // In shared memory; where one is the own contribution, it begins at this element.
+  struct Sources {
+    const Source* from;
+    int count;
+    bool own;
+    std::int64_t own_element;
+  };
+
+  template <class From>
+  __device__ Sources sources_of(int count, From from) const {
+    __shared__ Source sources[kMaxRanks + 1];
+    __shared__ std::int64_t own_element;
+    bool own = false;
+    for (int i = threadIdx.x; i < count; i += blockDim.x) {
+      const Place place = from(i);
+      sources[i] = source(place);
+      if (!sources[i].own) continue;
+      own = true;
+      own_element = index(place, input());
+    }
+    own = __syncthreads_or(own) != 0;
+    return {sources, count, own, own_element};
+  }
+
+  // `output` is what `to` is where there is none.
+  __device__ __noinline__ void encode(const Sources& sources, Place to, Place output,
+                                      std::int64_t n, bool last) {
+    const Feedback& feedback = compression_.feedback;
+    const bool writes = output.coded == kPlain;
+    const std::int64_t element =
+        comm_.begin() + (writes ? index(output, this->output()) : sources.own_element);
+    Pass pass;
+    pass.from = sources.from;
+    pass.n_from = sources.count;
+    pass.to = staging_[to];
+    if (writes) pass.output = output.data;
+    if (feedback.residual != nullptr && outlook_.unused == 0) {
+      pass.residual = feedback.residual + element;
+    }
+    pass.scaling = scaling_of(feedback);
+    if (outlook_.overflow != 0) pass.limit = largest_safe(operation_, size());
+    pass.last = last;
+    if (last && operation_.op == ReduceOp::avg) pass.divisor = static_cast<float>(size());
+    pass.n = n;
+    pass.random = {feedback.seed, feedback.step,
+                   last ? kResultStream : static_cast<std::uint32_t>(rank())};
+    pass.first = first_element(operation_) + element;
+    nonfinite_ |= encode_pass<T>(operation_.codec, pass, sources.own, staging_.shift);
+    __syncthreads();
+  }
+
+  // Encoded elements from slot to slot, as they are.
+  __device__ void move(const Encoded& to, const Encoded& from, std::int64_t n) {
+    const std::int64_t words = ceil_div(n * staging_.payload, 8);
+    auto* const target = reinterpret_cast<std::uint64_t*>(to.payload);
+    const auto* const source = reinterpret_cast<const std::uint64_t*>(from.payload);
+#pragma unroll 4
+    for (std::int64_t i = threadIdx.x; i < words; i += blockDim.x) target[i] = source[i];
+    const std::int64_t scales =
+        is_scaled(operation_.codec) ? (n + staging_.block - 1) >> staging_.shift : 0;
+    for (std::int64_t i = threadIdx.x; i < scales; i += blockDim.x) to.scales[i] = from.scales[i];
+    __syncthreads();
+  }
+
+  BlockComm<T, ReduceOp::sum>& comm_;
+  const Operation& operation_;
+  const Compression& compression_;
+  const CodedStaging& staging_;
+  Outlook outlook_;         // of all ranks
+  bool nonfinite_ = false;  // of this thread's elements
+};
+
+static_assert(Executor<CodedComm<float>>);
+
+}  // namespace pycomm::cuda

@@ -1,0 +1,40 @@
+// How an algorithm becomes kernels with a codec: one per element type; the codec is told them when
+// they run.
+#pragma once
+
+#include "cuda/codecs/coded_comm.cuh"
+#include "cuda/launch.cuh"
+
+namespace pycomm::cuda {
+
+template <class Body, class T>
+__global__ void __launch_bounds__(kThreads, 1)
+    coded_kernel(const __grid_constant__ CodedLaunch launch) {
+  BlockComm<T, ReduceOp::sum> comm(launch, kLargestBlock);
+  CodedComm<T> coded(comm, launch);
+  Body::run(coded);
+  coded.finish();
+  comm.finish();
+}
+
+// Calls visit(T{}) with the element type of a tensor that can be compressed.
+template <class Visit>
+void visit_compressible(DType dtype, Visit visit) {
+  switch (dtype) {
+    case DType::f16:
+      return visit(Half{});
+    case DType::bf16:
+      return visit(BFloat16{});
+    default:
+      return visit(float{});
+  }
+}
+
+template <class Body>
+void launch_coded(const CodedLaunch& launch, cudaStream_t stream) {
+  visit_compressible(launch.ranks[0].operation.dtype, [&](auto element) {
+    launch_meeting(&coded_kernel<Body, decltype(element)>, launch, stream);
+  });
+}
+
+}  // namespace pycomm::cuda

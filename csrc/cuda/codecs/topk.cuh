@@ -1,0 +1,234 @@
+// Top-k on a device: the memory that its kernels hand results on in, and the steps they share.
+//
+//   1. Select (topk_select.cu): count magnitudes by three digits, the highest first, which gives the
+//      smallest one that is taken and how many of just that size; count both per tile, add up over
+//      the tiles before, and write each entry to its place. In order of index, so of equals the
+//      first ones are taken.
+//   2. Cut and encode the lists (topk_lists.cu).
+//   3. Between ranks (topk_exchange.cu): meet; add up the region's lists in rank order; select among
+//      the sums; encode them; meet again; decode every region's result.
+//
+// A step that needs all blocks' results is a kernel of its own: nobody waits inside a device.
+#pragma once
+
+#include "core/codecs/topk.h"
+#include "core/codecs/wire.h"
+#include "cuda/codecs/coded_launch.cuh"
+#include "cuda/codecs/scan.cuh"
+
+namespace pycomm::cuda {
+
+struct TopkLaunch : CodedLaunch {
+  int digit;        // which one is counted
+  bool sums;        // select among the sums of the own region, not in the tensor
+  std::byte* wire;  // without a window: where the list goes, behind its header
+};
+
+// A list's entries that are kept: larger ones, and of that size those up to an index.
+struct Cut {
+  std::uint32_t least;
+  std::uint32_t last;
+
+  __device__ bool keeps(std::uint32_t index, float value) const {
+    const std::uint32_t size = magnitude(value);
+    return size > least || (size == least && index <= last);
+  }
+};
+
+// Device memory of one operation; the histograms, which begin as zeros, come first.
+struct TopkScratch {
+  static constexpr int kBins = digit_bins(0) + digit_bins(1) + digit_bins(2);
+  static constexpr std::int64_t kZeroed = 2 * kBins * 4;
+
+  std::uint32_t* histograms;  // of the tensor, then of the sums
+  std::uint32_t* ties;        // how many of the smallest size are taken
+  std::uint32_t* keep;        // not zero: residuals stay as they are
+  std::uint32_t* above;       // of each tile: larger entries in the tiles before
+  std::uint32_t* equal;       // and those of just the smallest size
+  Cut* cuts;                  // of the list for each owner
+  std::uint32_t* entries;     // and how many entries that leaves
+  std::uint32_t* begins;      // of each chunk, in its owner's list
+  std::uint32_t* largest;     // magnitude() of each chunk's entries
+  std::uint32_t* indices;     // of what is selected
+  float* values;
+  float* sums;  // of the own region; none where there is nobody to exchange with
+  std::int64_t bytes;
+
+  PYCOMM_HD TopkScratch(std::byte* base, std::int64_t n, std::int64_t k, int ranks, bool exchange) {
+    auto at = reinterpret_cast<std::uintptr_t>(base);
+    const auto take = [&at](std::int64_t words) {
+      const std::uintptr_t begin = at;
+      at += static_cast<std::uintptr_t>(round_up(words * 4, 256));
+      return reinterpret_cast<std::uint32_t*>(begin);
+    };
+    const std::int64_t tiles = ceil_div(n, kStride) + 1, chunks = topk_chunks(n);
+    histograms = take(2 * kBins);
+    ties = take(1);
+    keep = take(1);
+    above = take(tiles);
+    equal = take(tiles);
+    cuts = reinterpret_cast<Cut*>(take(2 * ranks));
+    entries = take(ranks);
+    begins = take(chunks);
+    largest = take(chunks);
+    indices = take(k);
+    values = reinterpret_cast<float*>(take(k));
+    sums = reinterpret_cast<float*>(take(exchange ? ceil_div(chunks, ranks) * kTopkChunk : 0));
+    bytes = static_cast<std::int64_t>(at - reinterpret_cast<std::uintptr_t>(base));
+  }
+};
+
+// A block's view of a launch.
+struct TopkBlock {
+  const TopkLaunch& launch;
+  const int index;  // of the rank in the launch
+  const int lane;
+  const int lanes;
+  const RankLaunch& me;
+  const Feedback& feedback;
+  const Codec& codec;
+  const TopkArea area;
+  const TopkScratch scratch;
+
+  __device__ explicit TopkBlock(const TopkLaunch& launch)
+      : launch(launch),
+        index(static_cast<int>(blockIdx.x) / launch.layout.lanes),
+        lane(static_cast<int>(blockIdx.x) % launch.layout.lanes),
+        lanes(launch.layout.lanes),
+        me(launch.ranks[index]),
+        feedback(launch.compressions[index].feedback),
+        codec(me.operation.codec),
+        area(me.operation, launch.layout.ranks),
+        scratch(launch.compressions[index].workspace, n(), codec.k, ranks(), exchanges()) {}
+
+  // Not alone, without a window.
+  __device__ bool exchanges() const { return me.windows != nullptr; }
+  __device__ std::int64_t n() const { return me.operation.count; }
+  __device__ int ranks() const { return launch.layout.ranks; }
+  __device__ TopkRegion region(int owner) const { return area.region(owner); }
+
+  // Where element p of the own region's sums belongs.
+  __device__ std::int64_t element(std::int64_t p) const {
+    return region(me.rank).chunk(p / kTopkChunk).begin + p % kTopkChunk;
+  }
+
+  // Entries of what was selected, up to a chunk of it.
+  __device__ std::int64_t entries_before_tile(std::int64_t tile) const {
+    const std::uint32_t equal = scratch.equal[tile], ties = *scratch.ties;
+    return scratch.above[tile] + (equal < ties ? equal : ties);
+  }
+  __device__ std::int64_t entries_before_chunk(std::int64_t chunk, std::int64_t of) const {
+    const std::int64_t tile = chunk * (kTopkChunk / kStride), tiles = ceil_div(of, kStride);
+    return entries_before_tile(tile < tiles ? tile : tiles);
+  }
+
+  // Whether a lane of this rank has drained: then nothing of the caller's is written.
+  __device__ bool failed() const {
+    if (!exchanges()) return false;
+    bool failed = false;
+    for (int i = 0; i < lanes; ++i) failed |= state(i).failed != 0;
+    return failed;
+  }
+  __device__ const LaneState& state(int lane) const {
+    return *reinterpret_cast<const LaneState*>(me.windows[me.rank] + launch.layout.state(lane));
+  }
+  // Whether residuals take part; after the ranks have met.
+  __device__ bool feeds() const {
+    return feedback.residual != nullptr && *scratch.keep == 0 && !failed();
+  }
+  __device__ void report_nonfinite() const {
+    std::uint32_t* const word = launch.compressions[index].nonfinite;
+    if (word != nullptr) atomicOr(word, 1u);
+  }
+  // Where this rank puts lists for the meeting that comes next.
+  __device__ std::byte* lists() const {
+    if (!exchanges()) return launch.wire + sizeof(WireHeader);
+    return me.windows[me.rank] + launch.layout.staging(next_sequence(state(0).sequence), 0, 0);
+  }
+};
+
+// What is selected from: the tensor plus what is fed back, or the sums.
+template <class T>
+struct Selector {
+  const TopkBlock& block;
+  const T* x;
+  const float* residual;
+  const float* velocity;
+  Scaling scaling;
+  float limit;  // nothing lies beyond it unless there is an overflow
+  std::int64_t n;
+  std::uint32_t k;
+  std::uint32_t* histograms;
+
+  __device__ explicit Selector(const TopkBlock& of) : block(of) {
+    const TopkRegion mine = of.region(of.me.rank);
+    const bool sums = of.launch.sums;
+    x = sums ? reinterpret_cast<const T*>(of.scratch.sums)
+             : reinterpret_cast<const T*>(of.me.input);
+    residual = sums ? nullptr : of.feedback.residual;
+    velocity = sums ? nullptr : of.feedback.velocity;
+    scaling = scaling_of(of.feedback);
+    limit = largest_safe(of.me.operation, of.ranks());
+    n = sums ? mine.elements() : of.n();
+    k = static_cast<std::uint32_t>(sums ? mine.share(of.codec.k) : of.codec.k);
+    histograms = of.scratch.histograms + (sums ? TopkScratch::kBins : 0);
+  }
+
+  __device__ std::int64_t tiles() const { return ceil_div(n, kStride); }
+
+  // This thread's eight of a tile, zeros beyond the end; and the velocity they give, where there is
+  // one. Returns whether some of x is not zero.
+  __device__ bool load_values(std::int64_t start, float* v, float* faster = nullptr) const {
+    const int count = octet_count(n - start);
+    const Octet<T> octet = load_octet(x + start, count);
+    bool used = false;
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) {
+      v[i] = load(octet.element[i]);
+      used |= magnitude(v[i]) != 0;
+    }
+    if (velocity != nullptr) {
+      const Octet<float> speed = load_octet(velocity + start, count);
+#pragma unroll
+      for (int i = 0; i < kOctet; ++i) {
+        v[i] = accelerated(speed.element[i], block.feedback.momentum, v[i], scaling.scale);
+        if (faster != nullptr) faster[i] = v[i];
+      }
+    }
+    if (residual != nullptr) {
+      const Octet<float> kept = load_octet(residual + start, count);
+#pragma unroll
+      for (int i = 0; i < kOctet; ++i) {
+        v[i] = limited(contribution(v[i], kept.element[i], scaling.scale), limit);
+      }
+    }
+    // An infinite scale has made something of what lies beyond the end.
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) v[i] = i < count ? v[i] : 0.0f;
+    return used;
+  }
+
+  // From so many digits, the highest bits of the smallest magnitude taken, and how many of those
+  // that begin with them. False: all but zeros are taken, or nothing is.
+  __device__ bool threshold(int digits, std::uint32_t& least, std::uint32_t& ties) const {
+    least = k == 0 ? 0xffffffffu : 1;
+    ties = 0xffffffffu;
+    if (k == 0) return false;
+    const std::uint32_t* bins = histograms;
+    std::uint32_t prefix = 0, left = k, bin = 0;
+    for (int digit = 0; digit < digits; ++digit) {
+      if (!pick_bin(bins, digit_bins(digit), left, bin)) return false;
+      prefix = digit == 0 ? bin : prefix * digit_bins(digit) + bin;
+      bins += digit_bins(digit);
+    }
+    least = prefix;
+    ties = left;
+    return true;
+  }
+};
+
+void launch_topk_selection(TopkLaunch& launch, bool sums, cudaStream_t stream);
+void launch_topk_lists(const TopkLaunch& launch, cudaStream_t stream);
+void launch_topk_results(const TopkLaunch& launch, cudaStream_t stream);
+
+}  // namespace pycomm::cuda

@@ -1,0 +1,227 @@
+// Top-k lists: cut to what an owner takes, and encoded.
+#include "cuda/codecs/topk.cuh"
+
+namespace pycomm::cuda {
+namespace {
+
+// Calls visit(entry, whether there is one) for the selected entries of a chunk, in order, by all
+// threads together.
+template <class Visit>
+__device__ void each_entry(const TopkBlock& block, std::int64_t chunk, Visit visit) {
+  const std::int64_t end = block.entries_before_chunk(chunk + 1, block.n());
+  for (std::int64_t i = block.entries_before_chunk(chunk, block.n()); i < end; i += kThreads) {
+    visit(i + threadIdx.x, i + threadIdx.x < end);
+  }
+}
+
+template <class Visit>
+__device__ void each_entry(const TopkBlock& block, const TopkRegion& region, Visit visit) {
+  for (std::int64_t j = 0; j < region.chunks(); ++j) {
+    each_entry(block, region.first + j * region.ranks, visit);
+  }
+}
+
+// The `capacity` largest entries for an owner, of equals those with the lower index.
+__device__ Cut find_cut(const TopkBlock& block, const TopkRegion& region, std::int64_t capacity) {
+  __shared__ std::uint32_t bins[digit_bins(0)];
+  __shared__ std::uint32_t last;
+  const TopkScratch& scratch = block.scratch;
+  std::uint32_t prefix = 0, left = static_cast<std::uint32_t>(capacity), bin = 0;
+  for (int digit = 0; digit < kDigits; ++digit) {
+    for (int i = threadIdx.x; i < digit_bins(digit); i += kThreads) bins[i] = 0;
+    __syncthreads();
+    each_entry(block, region, [&](std::int64_t i, bool exists) {
+      const std::uint32_t size = exists ? magnitude(scratch.values[i]) : 0;
+      if (size == 0 || (digit > 0 && size >> digit_shift(digit - 1) != prefix)) return;
+      const auto mask = static_cast<std::uint32_t>(digit_bins(digit) - 1);
+      atomicAdd(&bins[size >> digit_shift(digit) & mask], 1u);
+    });
+    __syncthreads();
+    pick_bin(bins, digit_bins(digit), left, bin);
+    prefix = digit == 0 ? bin : prefix * digit_bins(digit) + bin;
+    __syncthreads();  // everyone has read the bins
+  }
+  std::uint64_t ties = 0;
+  each_entry(block, region, [&](std::int64_t i, bool exists) {
+    const bool tie = exists && magnitude(scratch.values[i]) == prefix;
+    std::uint64_t total;
+    const std::uint64_t before = ties + sum_before(tie ? 1 : 0, total);
+    if (tie && before + 1 == left) last = scratch.indices[i];
+    ties += total;
+  });
+  __syncthreads();
+  return {prefix, last};
+}
+
+// One owner's list at a time: what is kept of it, and where its chunks begin.
+__global__ void __launch_bounds__(kThreads, 1)
+    cut_kernel(const __grid_constant__ TopkLaunch launch) {
+  const TopkBlock block(launch);
+  const TopkScratch& scratch = block.scratch;
+  for (int owner = block.lane; owner < block.ranks(); owner += block.lanes) {
+    const TopkRegion region = block.region(owner);
+    const std::int64_t capacity = region.capacity(block.codec.k);
+    std::int64_t found = 0;
+    for (std::int64_t j = 0; j < region.chunks(); ++j) {
+      const std::int64_t chunk = region.first + j * region.ranks;
+      found += block.entries_before_chunk(chunk + 1, block.n()) -
+               block.entries_before_chunk(chunk, block.n());
+    }
+    const Cut cut = found > capacity ? find_cut(block, region, capacity) : Cut{0, 0};
+    std::uint64_t kept = 0;
+    for (std::int64_t j = 0; j < region.chunks(); ++j) {
+      const std::int64_t chunk = region.first + j * region.ranks;
+      if (threadIdx.x == 0) scratch.begins[chunk] = static_cast<std::uint32_t>(kept);
+      each_entry(block, chunk, [&](std::int64_t i, bool exists) {
+        const bool keeps = exists && cut.keeps(scratch.indices[i], scratch.values[i]);
+        kept += sum_of_all(keeps ? 1 : 0);
+      });
+    }
+    if (threadIdx.x != 0) continue;
+    scratch.cuts[owner] = cut;
+    scratch.entries[owner] = static_cast<std::uint32_t>(kept);
+  }
+}
+
+// One chunk of an encoded list.
+struct ChunkWriter {
+  const TopkLayout layout;
+  std::byte* const to;
+  const std::int64_t chunk;  // in the list
+  std::int64_t at;           // in the list: the next entry
+  Int8Scale scale{1.0f, 1.0f};
+
+  __device__ void write_scale(std::uint32_t largest) {
+    scale = int8_scale(largest);
+    if (threadIdx.x == 0) {
+      reinterpret_cast<float*>(to + layout.scales())[chunk] = scale.scale;
+    }
+  }
+
+  // All threads together; the entries of those that have one follow each other.
+  __device__ void write(bool has, std::uint32_t index, float value) {
+    std::uint64_t total;
+    const std::int64_t i = at + static_cast<std::int64_t>(sum_before(has ? 1 : 0, total));
+    at += static_cast<std::int64_t>(total);
+    if (!has) return;
+    reinterpret_cast<std::uint16_t*>(to + layout.indices())[i] =
+        static_cast<std::uint16_t>(index % kTopkChunk);
+    std::byte* const values = to + layout.first_value();
+    switch (layout.values) {
+      case DType::f16:
+        reinterpret_cast<Half*>(values)[i] = store<Half>(value);
+        break;
+      case DType::bf16:
+        reinterpret_cast<BFloat16*>(values)[i] = store<BFloat16>(value);
+        break;
+      case DType::u8:
+        reinterpret_cast<std::int8_t*>(values)[i] =
+            scale.finite() ? int8_quantize(value, scale.inverse) : std::int8_t{0};
+        break;
+      default:
+        reinterpret_cast<float*>(values)[i] = store<float>(value);
+    }
+  }
+
+  __device__ void write_count(std::int64_t begin) {
+    if (threadIdx.x == 0) {
+      reinterpret_cast<std::uint32_t*>(to)[chunk] = static_cast<std::uint32_t>(at - begin);
+    }
+  }
+};
+
+// What goes to the owners.
+__global__ void __launch_bounds__(kThreads) list_kernel(const __grid_constant__ TopkLaunch launch) {
+  const TopkBlock block(launch);
+  if (block.failed()) return;
+  const TopkScratch& scratch = block.scratch;
+  for (std::int64_t c = block.lane; c < topk_chunks(block.n()); c += block.lanes) {
+    const int owner = block.area.owner(c);
+    const TopkLayout layout{block.region(owner).chunks(), scratch.entries[owner],
+                            block.codec.values};
+    const Cut cut = scratch.cuts[owner];
+    ChunkWriter writer{layout, block.lists() + block.area.list(owner), c / block.ranks(),
+                       scratch.begins[c]};
+    const auto keeps = [&](std::int64_t i, bool exists) {
+      return exists && cut.keeps(scratch.indices[i], scratch.values[i]);
+    };
+    if (layout.scaled()) {
+      std::uint32_t largest = 0;
+      each_entry(block, c, [&](std::int64_t i, bool exists) {
+        if (keeps(i, exists)) largest = max(largest, magnitude(scratch.values[i]));
+      });
+      largest = largest_of(largest, kThreads);
+      if (threadIdx.x == 0) scratch.largest[c] = largest;
+      writer.write_scale(largest);
+    }
+    each_entry(block, c, [&](std::int64_t i, bool exists) {
+      const bool has = keeps(i, exists);
+      writer.write(has, has ? scratch.indices[i] : 0, has ? scratch.values[i] : 0.0f);
+    });
+    writer.write_count(scratch.begins[c]);
+  }
+}
+
+__device__ float as_stored(float value, DType dtype) {
+  switch (dtype) {
+    case DType::f16:
+      return load(store<Half>(value));
+    case DType::bf16:
+      return load(store<BFloat16>(value));
+    default:
+      return value;
+  }
+}
+
+// What all ranks get of the own region, in the tensor's type; the rest of the sum stays here.
+__global__ void __launch_bounds__(kThreads)
+    result_kernel(const __grid_constant__ TopkLaunch launch) {
+  const TopkBlock block(launch);
+  if (block.failed()) return;
+  const TopkScratch& scratch = block.scratch;
+  const TopkRegion mine = block.region(block.me.rank);
+  const std::int64_t n = mine.elements();
+  const bool averages = block.me.operation.op == ReduceOp::avg, feeds = block.feeds();
+  const float divisor = averages ? static_cast<float>(block.ranks()) : 1.0f;
+  const float factor = divisor * scaling_of(block.feedback).inverse;
+  const TopkLayout layout{mine.chunks(), block.entries_before_chunk(mine.chunks(), n),
+                          block.codec.values};
+  std::byte* const list = block.lists() + block.area.result();
+  for (std::int64_t j = block.lane; j < mine.chunks(); j += block.lanes) {
+    const std::int64_t begin = block.entries_before_chunk(j, n);
+    const std::int64_t end = block.entries_before_chunk(j + 1, n);
+    ChunkWriter writer{layout, list, j, begin};
+    if (layout.scaled()) {
+      std::uint32_t largest = 0;
+      for (std::int64_t i = begin + threadIdx.x; i < end; i += kThreads) {
+        largest = max(largest, magnitude(scratch.values[i] / divisor));
+      }
+      writer.write_scale(largest_of(largest, kThreads));
+    }
+    for (std::int64_t first = begin; first < end; first += kThreads) {
+      const std::int64_t i = first + threadIdx.x;
+      const bool has = i < end;
+      const float value = has ? scratch.values[i] / divisor : 0.0f;
+      writer.write(has, has ? scratch.indices[i] : 0, value);
+      if (!has || !feeds) continue;
+      const float sent = through_wire(value, layout.values, writer.scale);
+      block.feedback.residual[block.element(scratch.indices[i])] +=
+          lost(value, as_stored(sent, block.me.operation.dtype), factor);
+    }
+    writer.write_count(begin);
+  }
+}
+
+}  // namespace
+
+void launch_topk_lists(const TopkLaunch& launch, cudaStream_t stream) {
+  const std::int64_t blocks = launch.local_ranks * launch.layout.lanes;
+  launch_blocks(&cut_kernel, blocks, launch, stream);
+  launch_blocks(&list_kernel, blocks, launch, stream);
+}
+
+void launch_topk_results(const TopkLaunch& launch, cudaStream_t stream) {
+  launch_blocks(&result_kernel, launch.local_ranks * launch.layout.lanes, launch, stream);
+}
+
+}  // namespace pycomm::cuda

@@ -1,0 +1,157 @@
+// Top-k outside a group: selection, and lists in memory that is no slot of a window.
+#include <algorithm>
+#include <vector>
+
+#include "cuda/codecs/topk_reader.cuh"
+#include "cuda/codecs/wire.h"
+
+namespace pycomm::cuda {
+namespace {
+
+cudaStream_t stream_of(const WireJob& job) { return reinterpret_cast<cudaStream_t>(job.stream); }
+
+// A launch of one rank without a window.
+TopkLaunch launch_of(const WireJob& job) {
+  constexpr std::int64_t kMostBlocks = 128;
+  TopkLaunch launch{};
+  const std::int64_t blocks = std::clamp<std::int64_t>(ceil_div(job.n, kStride), 1, kMostBlocks);
+  launch.layout = {1, static_cast<int>(blocks), 0};
+  launch.local_ranks = 1;
+  launch.ranks[0].operation.dtype = job.dtype;
+  launch.ranks[0].operation.count = job.n;
+  launch.ranks[0].operation.codec = job.codec;
+  launch.ranks[0].input = job.elements;
+  launch.compressions[0].workspace = job.workspace;
+  launch.wire = job.wire;
+  return launch;
+}
+
+void select_on_stream(const WireJob& job, TopkLaunch& launch) {
+  PYCOMM_CUDA_CHECK(cudaMemsetAsync(job.workspace, 0, TopkScratch::kZeroed, stream_of(job)));
+  launch_topk_selection(launch, false, stream_of(job));
+}
+
+void copy_to_host(void* to, const void* from, std::int64_t bytes, cudaStream_t stream) {
+  PYCOMM_CUDA_CHECK(
+      cudaMemcpyAsync(to, from, static_cast<std::size_t>(bytes), cudaMemcpyDeviceToHost, stream));
+  PYCOMM_CUDA_CHECK(cudaStreamSynchronize(stream));
+}
+
+struct Export {
+  TopkLaunch launch;
+  std::int64_t* indices;
+  float* values;
+};
+
+// What was selected, and in the workspace how many.
+__global__ void __launch_bounds__(kThreads) export_kernel(const __grid_constant__ Export to) {
+  const TopkBlock block(to.launch);
+  const std::int64_t found = block.entries_before_tile(ceil_div(block.n(), kStride));
+  for (std::int64_t i = block.lane * kThreads + threadIdx.x; i < found;
+       i += block.lanes * kThreads) {
+    to.indices[i] = block.scratch.indices[i];
+    to.values[i] = block.scratch.values[i];
+  }
+  if (block.lane == 0 && threadIdx.x == 0) {
+    *block.scratch.entries = static_cast<std::uint32_t>(found);
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) header_kernel(const __grid_constant__ WireJob job) {
+  const WireHeader header = header_of(job.codec, job.n);
+  for (std::size_t i = threadIdx.x; i < sizeof(header); i += kThreads) {
+    job.wire[i] = reinterpret_cast<const std::byte*>(&header)[i];
+  }
+}
+
+struct Decode {
+  WireJob job;
+  std::int64_t bytes;
+  bool add;
+};
+
+// An index that is not above the one before, or beyond the chunk, is told in the workspace.
+template <class T>
+__global__ void __launch_bounds__(kThreads) decode_kernel(const __grid_constant__ Decode decode) {
+  const WireJob& job = decode.job;
+  const TopkRegion all{job.n, 1, 0};
+  for (std::int64_t chunk = blockIdx.x; chunk < all.chunks(); chunk += gridDim.x) {
+    const Range range = all.chunk(chunk);
+    const ChunkReader list(all, chunk, job.codec.values, job.wire + sizeof(WireHeader),
+                           decode.bytes - static_cast<std::int64_t>(sizeof(WireHeader)));
+    T* const to = reinterpret_cast<T*>(job.elements) + range.begin;
+    for (std::int64_t i = threadIdx.x; i < range.count && !decode.add; i += kThreads) to[i] = T{};
+    __syncthreads();
+    for (std::int64_t i = threadIdx.x; i < list.count; i += kThreads) {
+      const std::int64_t index = list.index(i), before = i > 0 ? list.index(i - 1) : -1;
+      if (index > before && index < range.count) {
+        to[index] = store<T>(decode.add ? load(to[index]) + list.value(i) : list.value(i));
+      } else {
+        *reinterpret_cast<std::uint32_t*>(job.workspace) = 1;
+      }
+    }
+  }
+}
+
+// The counts that a list begins with, and that it is long enough for them.
+void check_list(const WireJob& job, std::int64_t bytes) {
+  const TopkRegion all{job.n, 1, 0};
+  TopkLayout layout{all.chunks(), 0, job.codec.values};
+  PYCOMM_CHECK(layout.bytes() <= bytes, "encoded list is truncated: " + std::to_string(bytes) +
+                                            " bytes for " + std::to_string(layout.chunks) +
+                                            " chunks");
+  std::vector<std::uint32_t> counts(static_cast<std::size_t>(layout.chunks));
+  copy_to_host(counts.data(), job.wire + sizeof(WireHeader), layout.chunks * 4, stream_of(job));
+  for (std::int64_t j = 0; j < layout.chunks; ++j) {
+    const std::int64_t count = counts[static_cast<std::size_t>(j)], room = all.chunk(j).count;
+    PYCOMM_CHECK(count <= room, "encoded list has " + std::to_string(count) +
+                                    " entries in a chunk of " + std::to_string(room));
+    layout.entries += count;
+  }
+  PYCOMM_CHECK(layout.bytes() <= bytes, "encoded list is truncated: " + std::to_string(bytes) +
+                                            " bytes for " + std::to_string(layout.entries) +
+                                            " entries");
+}
+
+}  // namespace
+
+std::int64_t workspace_bytes(const Codec& codec, std::int64_t n, int ranks, bool exchange) {
+  if (codec.kind != CodecKind::topk) return 0;
+  return TopkScratch(nullptr, n, codec.k, ranks, exchange).bytes;
+}
+
+void encode_topk(const WireJob& job) {
+  TopkLaunch launch = launch_of(job);
+  PYCOMM_CUDA_CHECK(cudaMemsetAsync(
+      job.wire, 0, static_cast<std::size_t>(encoded_bytes(job.codec, job.n)), stream_of(job)));
+  launch_blocks(&header_kernel, 1, job, stream_of(job));
+  select_on_stream(job, launch);
+  launch_topk_lists(launch, stream_of(job));
+}
+
+void decode_topk(const WireJob& job, std::int64_t bytes, bool add) {
+  check_list(job, bytes - static_cast<std::int64_t>(sizeof(WireHeader)));
+  PYCOMM_CUDA_CHECK(cudaMemsetAsync(job.workspace, 0, 4, stream_of(job)));
+  visit_compressible(job.dtype, [&](auto element) {
+    launch_blocks(&decode_kernel<decltype(element)>,
+                  std::clamp<std::int64_t>(topk_chunks(job.n), 1, 1024), Decode{job, bytes, add},
+                  stream_of(job));
+  });
+  std::uint32_t wrong = 0;
+  copy_to_host(&wrong, job.workspace, sizeof(wrong), stream_of(job));
+  PYCOMM_CHECK(wrong == 0, "encoded list has an index out of order or beyond its chunk");
+}
+
+std::int64_t select(const WireJob& job, std::int64_t* indices, float* values) {
+  const DeviceGuard guard(job.device);
+  TopkLaunch launch = launch_of(job);
+  select_on_stream(job, launch);
+  launch_blocks(&export_kernel, launch.layout.lanes, Export{launch, indices, values},
+                stream_of(job));
+  const TopkScratch scratch(job.workspace, job.n, job.codec.k, 1, false);
+  std::uint32_t found = 0;
+  copy_to_host(&found, scratch.entries, sizeof(found), stream_of(job));
+  return found;
+}
+
+}  // namespace pycomm::cuda

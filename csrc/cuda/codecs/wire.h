@@ -1,0 +1,39 @@
+// Encoding into, and decoding from, device memory that is no slot of a window: the bytes of
+// cpu/codecs/wire.h. Host code; no torch. All of it is enqueued on the stream; decode() and select() wait
+// for that, because they tell what they have read.
+#pragma once
+
+#include <cstdint>
+
+#include "core/codecs/wire.h"
+#include "core/rng.h"
+
+namespace pycomm::cuda {
+
+struct WireJob {
+  int device = 0;
+  std::uintptr_t stream = 0;
+  Codec codec = {};
+  DType dtype = DType::f32;        // of the elements
+  std::int64_t n = 0;              // how many
+  std::byte* elements = nullptr;   // read by encode(), written by decode()
+  std::byte* wire = nullptr;       // aligned to four
+  std::byte* workspace = nullptr;  // workspace_bytes()
+  Random random = {};              // of encode()
+  std::int64_t offset = 0;
+};
+
+void encode(const WireJob& job);
+// Throws std::invalid_argument where the bytes are not what `codec` makes of n elements.
+void decode(const WireJob& job, std::int64_t bytes, bool add);
+// The indices and values of the k largest elements, in order of index; returns how many.
+std::int64_t select(const WireJob& job, std::int64_t* indices, float* values);
+
+// Device memory that these need, or an operation between ranks; none but for top-k.
+std::int64_t workspace_bytes(const Codec& codec, std::int64_t n, int ranks, bool exchange);
+
+// The parts of encode() and decode() that are top-k's.
+void encode_topk(const WireJob& job);
+void decode_topk(const WireJob& job, std::int64_t bytes, bool add);
+
+}  // namespace pycomm::cuda

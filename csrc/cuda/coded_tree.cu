@@ -1,7 +1,0 @@
-#include "cuda/coded_launch.cuh"
-
-namespace pycomm::cuda {
-
-template void launch_coded<Tree>(const CodedLaunch&, cudaStream_t);
-
-}  // namespace pycomm::cuda

@@ -1,0 +1,65 @@
+#include "core/optim/lamb.h"
+#include "cuda/optim/launch.h"
+#include "cuda/optim/sums.cuh"
+
+namespace pycomm::cuda {
+namespace {
+
+// The sums of squares of a piece's weights and of their directions.
+__device__ void lamb_sums(const Segment& segment, std::int64_t piece, const Lamb& lamb, float scale,
+                          double (&sum)[2]) {
+  double mine[2] = {};
+  const std::int64_t end = segment.count;
+  for (std::int64_t at = piece * kSumBlock; at < (piece + 1) * kSumBlock && at < end; at += kRun) {
+    const int left = static_cast<int>(end - at < kRun ? end - at : kRun);
+    AnyWeights<Strided> weights;
+    AnyState<Strided> first, second;
+    weights.load(segment, at, left);
+    first.load(segment, 0, at, left);
+    second.load(segment, 1, at, left);
+#pragma unroll
+    for (int i = 0; i < kEight; ++i) {
+      if (Strided::offset(i) >= left) continue;
+      const float weight = weights.weight(i);
+      float m = first.value(0, i), v = second.value(1, i);
+      const double both[] = {weight, lamb.direction(weights.gradient(i) * scale, weight, m, v)};
+      for (int k = 0; k < 2; ++k) mine[k] += both[k] * both[k];
+    }
+  }
+  // Terms of lanes are what sum_by_warp() folds.
+  for (int k = 0; k < 2; ++k) {
+    sum[k] = sum_by_warp(kSumLanes, [&](std::int64_t) { return mine[k]; });
+  }
+}
+
+__global__ void __launch_bounds__(kStepThreads, kStepBlocks)
+    ratio_kernel(const __grid_constant__ StepLaunch launch) {
+  const Table& table = launch.table;
+  const Group& group = launch.group;
+  if (skips(launch.control)) return;
+  const auto within = trees_within<2>(table);
+  const Settings settings = settings_now(group);
+  const float scale = gradient_factor(settings.maximize, launch.control);
+  double step = 0.0;
+  Lamb lamb(settings, 1.0);
+  visit_pieces(table, group.first, group.first + group.count, [&](const SumPiece& piece) {
+    const Segment segment = table.segment(piece.segment);
+    if (*segment.step + 1.0 != step) {
+      step = *segment.step + 1.0;
+      lamb = Lamb(settings, step);
+    }
+    double sum[2];
+    lamb_sums(segment, piece.number, lamb, scale, sum);
+    if (within.climb(piece.first, piece.segment, piece.number, piece.pieces, sum) && lane() == 0) {
+      table.ratios()[piece.segment] = lamb_ratio(sum[0], sum[1]);
+    }
+  });
+}
+
+}  // namespace
+
+void launch_lamb_ratios(const StepLaunch& launch, std::int64_t blocks, cudaStream_t stream) {
+  launch_blocks(&ratio_kernel, blocks, launch, stream, kStepThreads);
+}
+
+}  // namespace pycomm::cuda

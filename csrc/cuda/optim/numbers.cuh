@@ -1,0 +1,365 @@
+// The numbers of a segment between memory and registers. A warp takes runs of 256 elements, which is
+// a block of 8-bit states, a lane two times four neighbours of a run: so each access of a warp is one
+// contiguous piece, in every type.
+//
+// Weights and states come in two kinds: for one storage each, which needs whole runs at aligned
+// addresses and loads without a branch, so that everything is on its way before anything is used;
+// and for any.
+#pragma once
+
+#include "core/optim/root_half.h"
+#include "core/optim/rounding.h"
+#include "core/optim/split_float.h"
+#include "core/optim/state8.h"
+#include "core/rng.h"
+#include "cuda/optim/table.h"
+
+namespace pycomm::cuda {
+
+inline constexpr int kQuad = 4, kEight = 2 * kQuad;
+static_assert(kRun == 32 * kEight && kRun == kStateBlock && kMixedRun % kRun == 0);
+
+template <class T>
+struct alignas(sizeof(T) * kQuad) Quad {
+  T element[kQuad];
+};
+
+template <class T>
+struct Eight {
+  Quad<T> half[2];
+  __device__ T& operator[](int i) { return half[i / kQuad].element[i % kQuad]; }
+  __device__ const T& operator[](int i) const { return half[i / kQuad].element[i % kQuad]; }
+};
+
+__device__ inline int lane() { return static_cast<int>(threadIdx.x % 32); }
+
+// Where in a run a lane's i-th element is.
+__device__ inline int offset(int i) {
+  return i / kQuad * static_cast<int>(kRun / 2) + lane() * kQuad + i % kQuad;
+}
+
+template <class T>
+__device__ Eight<T> load_eight(const T* run) {
+  const auto* quads = reinterpret_cast<const Quad<T>*>(run) + lane();
+  return {{quads[0], quads[32]}};
+}
+
+template <class T>
+__device__ void store_eight(T* run, const Eight<T>& values) {
+  auto* quads = reinterpret_cast<Quad<T>*>(run) + lane();
+  quads[0] = values.half[0];
+  quads[32] = values.half[1];
+}
+
+__device__ inline bool takes_quads(const void* data, Storage storage) {
+  const auto unit = static_cast<std::uintptr_t>(kQuad * size_of(storage));
+  return storage == Storage::none || reinterpret_cast<std::uintptr_t>(data) % unit == 0;
+}
+
+// Random bits of a run's elements.
+struct Dice {
+  MixedBits bits;
+  int begin = 0;         // of the run, among those that share the bits' key
+  bool weights = false;  // are rounded with them; otherwise to nearest
+
+  __device__ std::uint32_t operator()(int i) const { return bits(begin + offset(i)); }
+  __device__ BFloat16 weight(float value, int i) const {
+    if (!weights) return store<BFloat16>(value);
+    return {float_to_bfloat16(value, static_cast<std::uint16_t>((*this)(i)))};
+  }
+  __device__ BFloat16 square(float value, int i) const {
+    return {float_to_bfloat16(value, static_cast<std::uint16_t>((*this)(i) >> 16))};
+  }
+};
+
+// Weights and gradients of one storage each.
+template <class T>
+struct PlainWeights {  // no master weights
+  static constexpr bool kRandom = std::is_same_v<T, BFloat16>;
+  Eight<T> p, g;
+
+  __device__ void load(const Segment& s, std::int64_t at, int) {
+    p = load_eight(static_cast<const T*>(s.param) + at);
+    g = load_eight(static_cast<const T*>(s.grad) + at);
+  }
+  __device__ float weight(int i) const { return pycomm::load(p[i]); }
+  __device__ float gradient(int i) const { return pycomm::load(g[i]); }
+  __device__ void set(int i, float value, const Dice& dice) {
+    if constexpr (kRandom) {
+      p[i] = dice.weight(value, i);
+    } else {
+      p[i] = pycomm::store<T>(value);
+    }
+  }
+  __device__ void store(const Segment& s, std::int64_t at, int, const Dice&) const {
+    store_eight(static_cast<T*>(s.param) + at, p);
+  }
+};
+
+struct SplitWeights {  // bf16 and remainders
+  static constexpr bool kRandom = false;
+  Eight<std::uint16_t> high, low;
+  Eight<BFloat16> g;
+
+  __device__ void load(const Segment& s, std::int64_t at, int) {
+    high = load_eight(static_cast<const std::uint16_t*>(s.param) + at);
+    low = load_eight(static_cast<const std::uint16_t*>(s.master) + at);
+    g = load_eight(static_cast<const BFloat16*>(s.grad) + at);
+  }
+  __device__ float weight(int i) const { return join(high[i], low[i]); }
+  __device__ float gradient(int i) const { return pycomm::load(g[i]); }
+  __device__ void set(int i, float value, const Dice&) {
+    const SplitFloat halves = split(value);
+    high[i] = halves.hi;
+    low[i] = halves.lo;
+  }
+  __device__ void store(const Segment& s, std::int64_t at, int, const Dice&) const {
+    store_eight(static_cast<std::uint16_t*>(s.param) + at, high);
+    store_eight(static_cast<std::uint16_t*>(s.master) + at, low);
+  }
+};
+
+struct MasterWeights {  // fp32 beside bf16
+  static constexpr bool kRandom = false;
+  Eight<float> master;
+  Eight<BFloat16> g;
+
+  __device__ void load(const Segment& s, std::int64_t at, int) {
+    master = load_eight(static_cast<const float*>(s.master) + at);
+    g = load_eight(static_cast<const BFloat16*>(s.grad) + at);
+  }
+  __device__ float weight(int i) const { return master[i]; }
+  __device__ float gradient(int i) const { return pycomm::load(g[i]); }
+  __device__ void set(int i, float value, const Dice&) { master[i] = pycomm::store<float>(value); }
+  __device__ void store(const Segment& s, std::int64_t at, int, const Dice&) const {
+    Eight<BFloat16> p;
+#pragma unroll
+    for (int i = 0; i < kEight; ++i) p[i] = {split(master[i]).hi};
+    store_eight(static_cast<float*>(s.master) + at, master);
+    store_eight(static_cast<BFloat16*>(s.param) + at, p);
+  }
+};
+
+// States of one storage each. State 0 holds first moments, all others second ones; kRandom where
+// those need dice.
+template <class T>
+struct PlainState {
+  static constexpr bool kRandom = std::is_same_v<T, BFloat16>;
+  Eight<T> values;
+
+  __device__ void load(const Segment& s, int number, std::int64_t at, int) {
+    values = load_eight(static_cast<const T*>(s.state[number]) + at);
+  }
+  __device__ float value(int, int i) const { return pycomm::load(values[i]); }
+  __device__ void set(int number, int i, float value, const Dice& dice) {
+    if constexpr (kRandom) {
+      values[i] = number > 0 ? dice.square(value, i) : pycomm::store<T>(value);
+    } else {
+      values[i] = pycomm::store<T>(value);
+    }
+  }
+  __device__ void store(const Segment& s, int number, std::int64_t at, int, const Dice&) const {
+    store_eight(static_cast<T*>(s.state[number]) + at, values);
+  }
+};
+
+__device__ inline float decode(int number, std::uint8_t code, float largest) {
+  return number > 0 ? decode_unsigned(code, largest) : decode_signed(code, largest);
+}
+
+// Where there is nothing to encode, or nothing finite, the inverse is zero and so are all codes.
+__device__ inline std::uint8_t encode(int number, float value, float inverse, const Dice& dice,
+                                      int i) {
+  if (inverse == 0.0f) return 0;
+  return number > 0 ? encode_unsigned(value, inverse, dice(i)) : encode_signed(value, inverse);
+}
+
+// The scale of a block, from its values; elements from `left` on do not count.
+__device__ inline State8Scale scale_of(const float* values, int left) {
+  std::uint32_t most = 0;
+#pragma unroll
+  for (int i = 0; i < kEight; ++i) most = max(most, offset(i) < left ? magnitude(values[i]) : 0u);
+  return state8_scale(__reduce_max_sync(0xffffffffu, most));
+}
+
+struct CodedState {
+  static constexpr bool kRandom = true;
+  Eight<std::uint8_t> codes;
+  float largest;
+  float values[kEight];
+
+  __device__ void load(const Segment& s, int number, std::int64_t at, int) {
+    codes = load_eight(static_cast<const std::uint8_t*>(s.state[number]) + at);
+    largest = s.largest[number][at / kStateBlock];
+  }
+  __device__ float value(int number, int i) const { return decode(number, codes[i], largest); }
+  __device__ void set(int, int i, float value, const Dice&) { values[i] = value; }
+  __device__ void store(const Segment& s, int number, std::int64_t at, int, const Dice& dice) {
+    const State8Scale scale = scale_of(values, kRun);
+    if (lane() == 0) s.largest[number][at / kStateBlock] = scale.largest;
+#pragma unroll
+    for (int i = 0; i < kEight; ++i) {
+      codes[i] = encode(number, values[i], scale.inverse, dice, i);
+    }
+    store_eight(static_cast<std::uint8_t*>(s.state[number]) + at, codes);
+  }
+};
+
+// Any storage: of a run of `left` elements, at any address. Missing elements are zeros. In which
+// order lanes have elements: as above, or
+struct InQuads {
+  __device__ static int offset(int i) { return cuda::offset(i); }
+};
+// each the 32nd after the last one: the order of sums (core/optim/square_sum.h).
+struct Strided {
+  __device__ static int offset(int i) { return i * 32 + lane(); }
+};
+
+template <class Order, class T>
+__device__ bool whole(const T* run, int left) {
+  return std::is_same_v<Order, InQuads> && left >= kRun &&
+         reinterpret_cast<std::uintptr_t>(run) % alignof(Quad<T>) == 0;
+}
+
+template <class Order, class T>
+__device__ Eight<T> load_some(const T* run, int left) {
+  if (whole<Order>(run, left)) return load_eight(run);
+  Eight<T> values{};
+#pragma unroll
+  for (int i = 0; i < kEight; ++i) {
+    if (Order::offset(i) < left) values[i] = run[Order::offset(i)];
+  }
+  return values;
+}
+
+template <class T>
+__device__ void store_some(T* run, int left, const Eight<T>& values) {
+  if (whole<InQuads>(run, left)) return store_eight(run, values);
+#pragma unroll
+  for (int i = 0; i < kEight; ++i) {
+    if (offset(i) < left) run[offset(i)] = values[i];
+  }
+}
+
+// As fp32, by way of convert(a stored one), and back.
+template <class Order, class T, class Convert>
+__device__ void load_as(const void* data, std::int64_t at, int left, float* to, Convert convert) {
+  const Eight<T> stored = load_some<Order>(static_cast<const T*>(data) + at, left);
+#pragma unroll
+  for (int i = 0; i < kEight; ++i) to[i] = convert(stored[i]);
+}
+
+template <class T, class Convert>
+__device__ void store_as(void* data, std::int64_t at, int left, Convert convert) {
+  Eight<T> made;
+#pragma unroll
+  for (int i = 0; i < kEight; ++i) made[i] = convert(i);
+  store_some(static_cast<T*>(data) + at, left, made);
+}
+
+template <class Order>
+__device__ void load_floats(Storage storage, const void* data, std::int64_t at, int left,
+                            float* to) {
+  switch (storage) {
+    case Storage::f32:
+      return load_as<Order, float>(data, at, left, to, [](float x) { return x; });
+    case Storage::f16:
+      return load_as<Order, Half>(data, at, left, to, [](Half x) { return pycomm::load(x); });
+    default:
+      return load_as<Order, BFloat16>(data, at, left, to,
+                                      [](BFloat16 x) { return pycomm::load(x); });
+  }
+}
+
+// To nearest.
+__device__ inline void store_floats(Storage storage, const float* from, void* data, std::int64_t at,
+                                    int left) {
+  switch (storage) {
+    case Storage::f32:
+      return store_as<float>(data, at, left, [&](int i) { return pycomm::store<float>(from[i]); });
+    case Storage::f16:
+      return store_as<Half>(data, at, left, [&](int i) { return pycomm::store<Half>(from[i]); });
+    default:
+      return store_as<BFloat16>(data, at, left,
+                                [&](int i) { return pycomm::store<BFloat16>(from[i]); });
+  }
+}
+
+template <class Order = InQuads>
+struct AnyWeights {
+  static constexpr bool kRandom = true;
+  float p[kEight], g[kEight];
+
+  __device__ void load(const Segment& s, std::int64_t at, int left) {
+    load_floats<Order>(s.grad_storage, s.grad, at, left, g);
+    if (s.master_storage == Storage::remainder) {
+      const auto high = load_some<Order>(static_cast<const std::uint16_t*>(s.param) + at, left);
+      const auto low = load_some<Order>(static_cast<const std::uint16_t*>(s.master) + at, left);
+#pragma unroll
+      for (int i = 0; i < kEight; ++i) p[i] = join(high[i], low[i]);
+    } else {
+      const bool master = s.master_storage != Storage::none;
+      load_floats<Order>(master ? s.master_storage : s.param_storage, master ? s.master : s.param,
+                         at, left, p);
+    }
+  }
+  __device__ float weight(int i) const { return p[i]; }
+  __device__ float gradient(int i) const { return g[i]; }
+  __device__ void set(int i, float value, const Dice&) { p[i] = value; }
+  __device__ void store(const Segment& s, std::int64_t at, int left, const Dice& dice) const {
+    if (s.master_storage == Storage::none) {
+      if (!dice.weights) return store_floats(s.param_storage, p, s.param, at, left);
+      return store_as<BFloat16>(s.param, at, left, [&](int i) { return dice.weight(p[i], i); });
+    }
+    if (s.param_storage == Storage::bf16) {  // rounded alike beside remainders and fp32
+      store_as<std::uint16_t>(s.param, at, left, [&](int i) { return split(p[i]).hi; });
+    } else {
+      store_floats(s.param_storage, p, s.param, at, left);
+    }
+    if (s.master_storage == Storage::remainder) {
+      store_as<std::uint16_t>(s.master, at, left, [&](int i) { return split(p[i]).lo; });
+    } else {
+      store_floats(s.master_storage, p, s.master, at, left);
+    }
+  }
+};
+
+template <class Order = InQuads>
+struct AnyState {
+  static constexpr bool kRandom = true;
+  float values[kEight];
+
+  __device__ void load(const Segment& s, int number, std::int64_t at, int left) {
+    const void* const data = s.state[number];
+    if (s.state_storage[number] == Storage::code8) {
+      const float largest = s.largest[number][at / kStateBlock];
+      load_as<Order, std::uint8_t>(
+          data, at, left, values, [&](std::uint8_t code) { return decode(number, code, largest); });
+    } else if (s.state_storage[number] == Storage::f16 && number > 0) {
+      load_as<Order, Half>(data, at, left, values, [](Half root) { return load_root(root.bits); });
+    } else {
+      load_floats<Order>(s.state_storage[number], data, at, left, values);
+    }
+  }
+  __device__ float value(int, int i) const { return values[i]; }
+  __device__ void set(int, int i, float value, const Dice&) { values[i] = value; }
+  __device__ void store(const Segment& s, int number, std::int64_t at, int left,
+                        const Dice& dice) const {
+    void* const data = s.state[number];
+    const Storage storage = s.state_storage[number];
+    if (storage == Storage::code8) {
+      const State8Scale scale = scale_of(values, left);
+      if (lane() == 0) s.largest[number][at / kStateBlock] = scale.largest;
+      store_as<std::uint8_t>(
+          data, at, left, [&](int i) { return encode(number, values[i], scale.inverse, dice, i); });
+    } else if (storage == Storage::f16 && number > 0) {
+      store_as<Half>(data, at, left, [&](int i) { return store_root(values[i], dice(i)); });
+    } else if (storage == Storage::bf16 && number > 0) {
+      store_as<BFloat16>(data, at, left, [&](int i) { return dice.square(values[i], i); });
+    } else {
+      store_floats(storage, values, data, at, left);
+    }
+  }
+};
+
+}  // namespace pycomm::cuda

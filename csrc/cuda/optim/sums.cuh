@@ -1,0 +1,101 @@
+// Sums of squares over segments, in the order of core/optim/square_sum.h: a warp adds up 1024 elements, and
+// whoever brings the last of 1024 terms of a sum adds those up and goes on with it, so that all of a
+// device works on the tree and no block waits for another one.
+#pragma once
+
+#include "cuda/optim/numbers.cuh"
+#include "cuda/runtime.cuh"
+
+namespace pycomm::cuda {
+
+inline constexpr int kSumWarps = kStepThreads / 32;
+
+// sum_block() by all threads of a warp, each a lane; all get the sum.
+template <class Term>
+__device__ double sum_by_warp(std::int64_t n, const Term& term) {
+  double sum = 0.0;
+#pragma unroll 16
+  for (std::int64_t i = lane(); i < n; i += kSumLanes) sum += term(i);
+#pragma unroll
+  for (int half = kSumLanes / 2; half > 0; half /= 2) {
+    sum += __shfl_xor_sync(0xffffffffu, sum, half);
+  }
+  return sum;
+}
+
+// Trees that add up `kSums` numbers side by side.
+template <int kSums>
+struct Trees {
+  Forest forest;
+  double* terms;
+  std::uint32_t* tickets;
+
+  // All threads of a warp bring term i of n, of the tree whose leaves begin at place `first`. Returns
+  // to one of all warps that `sum` has become the whole tree's.
+  __device__ bool climb(std::int64_t first, std::int64_t tree, std::int64_t i, std::int64_t n,
+                        double (&sum)[kSums]) const {
+    for (int level = 0; n > 1; ++level) {
+      double* const row = terms + kSums * forest.place(level, first, tree);
+      const std::int64_t parent = i / kSumBlock, left = n - parent * kSumBlock;
+      const std::int64_t size = left < kSumBlock ? left : kSumBlock;
+      std::uint32_t* const ticket =
+          tickets + forest.place(level + 1, first, tree) - forest.begin(1) + parent;
+      bool last = false;
+      if (lane() == 0) {
+        for (int k = 0; k < kSums; ++k) row[i * kSums + k] = sum[k];
+        __threadfence();
+        last = atomicAdd(ticket, 1u) == size - 1;
+        if (last) *ticket = 0;
+      }
+      if (!__any_sync(0xffffffffu, last)) return false;
+      __threadfence();
+      const volatile double* const block = row + parent * kSumBlock * kSums;
+      for (int k = 0; k < kSums; ++k) {
+        sum[k] = sum_by_warp(size, [&](std::int64_t t) { return block[t * kSums + k]; });
+      }
+      i = parent;
+      n = sum_blocks(n);
+    }
+    return true;
+  }
+};
+
+// The trees of segments, and the one over them.
+template <int kSums>
+__device__ Trees<kSums> trees_within(const Table& table) {
+  return {table.forest(), table.terms(), table.step_ticket() + 1};
+}
+template <int kSums>
+__device__ Trees<kSums> trees_over(const Table& table) {
+  const Forest forest = table.forest();
+  return {table.totals(), table.terms() + 2 * forest.terms(),
+          table.step_ticket() + 1 + forest.tickets()};
+}
+
+// A warp's piece of a segment.
+struct SumPiece {
+  std::int64_t segment, first;  // its trees' first leaf
+  std::int64_t number, pieces;  // of the segment
+};
+
+// Calls visit(piece) for each piece of the segments [first, last) that is this warp's. All threads of
+// the warp together.
+template <class Visit>
+__device__ void visit_pieces(const Table& table, std::int64_t first, std::int64_t last,
+                             const Visit& visit) {
+  const std::int64_t stop = table.first_tile(last) * kTileSums;
+  std::int64_t at = table.first_tile(first) * kTileSums + blockIdx.x * kSumWarps + threadIdx.x / 32;
+  SumPiece piece{};
+  for (std::int64_t end = 0; at < stop; at += gridDim.x * kSumWarps) {
+    if (at >= end) {
+      const std::int64_t s = table.segment_at(at / kTileSums, first, last);
+      const std::int64_t count = table.segment(s).count;
+      end = table.first_tile(s + 1) * kTileSums;
+      piece = {s, table.first_tile(s) * kTileSums, 0, count == 0 ? 1 : sum_blocks(count)};
+    }
+    piece.number = at - piece.first;
+    if (piece.number < piece.pieces) visit(piece);
+  }
+}
+
+}  // namespace pycomm::cuda

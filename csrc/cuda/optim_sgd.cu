@@ -1,9 +1,0 @@
-#include "core/sgd.h"
-#include "cuda/optim_step.cuh"
-
-namespace pycomm::cuda {
-
-template void launch_step<Sgd<false>>(const StepLaunch&, std::int64_t, cudaStream_t);
-template void launch_step<Sgd<true>>(const StepLaunch&, std::int64_t, cudaStream_t);
-
-}  // namespace pycomm::cuda

@@ -1,0 +1,158 @@
+// Stands in for csrc/cpu/codecs/coded_comm.h, the executor with a codec of blocks: slots hold encoded elements,
+// in the layout of core/algorithms/coded.h. An encoded block can only be decoded as a whole and with its own scale.
+#pragma once
+
+#include "core/algorithms/coded.h"
+#include "core/call.h"
+#include "cpu/codecs/loops.h"
+#include "cpu/comm.h"
+
+namespace pycomm::cpu {
+
+// Looks at the tensor.
+Outlook outlook_of(const Operation& operation, const Call& call, float limit);
+
+template <class Base>
+class CodedComm {
+  using Piece = checker::Piece;
+  using Pieces = checker::Pieces;
+  using Violation = checker::Violation;
+
+ public:
+  static constexpr bool kCoded = true;
+
+  // `comm` has begun the operation.
+  CodedComm(Base& comm, const Operation& operation, const Feedback& feedback, float,
+            const CodedStaging& staging)
+      : comm_(comm),
+        operation_(operation),
+        feedback_(feedback),
+        staging_(staging),
+        payload_{staging_.payload},
+        scales_{4, is_scaled(operation.codec) ? staging_.block : 0} {}
+
+  int rank() const { return comm_.rank(); }
+  int size() const { return comm_.size(); }
+  std::int64_t count() const { return comm_.count(); }
+  std::int64_t line() const { return staging_.block; }
+  std::int64_t elements(std::int64_t bytes) const {
+    return comm_.elements(bytes) / kLargestBlock * kLargestBlock;
+  }
+  bool direct() const { return false; }
+  Place input() const { return comm_.input(); }
+  Place output() const { return comm_.output(); }
+  Place input(int) const { return comm_.input(); }
+  Place output(int) const { return comm_.output(); }
+  Place slot(int r, std::int64_t i) const { return {comm_.slot(r, 0).data, r, i * staging_.slot}; }
+  std::int64_t slot_count() const { return staging_.slot; }
+  Place at(Place place, std::int64_t elements) const {
+    if (place.coded == kPlain) return comm_.at(place, elements);
+    return {place.data, place.rank, place.coded + elements};
+  }
+  CyclicChunks<CodedComm> chunks() {
+    return {*this, first_element(operation_), staging_.piece(size())};
+  }
+
+  void announce() { comm_.announce(); }
+  Outlook outlook() const { return {}; }
+  bool nonfinite() const { return false; }
+  void signal(int channel) { comm_.signal(channel); }
+  void wait(int r, int channel, std::int64_t step) { comm_.wait(r, channel, step); }
+  void wait_all(int channel, std::int64_t step) { comm_.wait_all(channel, step); }
+
+  void copy(Place to, Place from, std::int64_t n) {
+    if (n == 0 || (to.data == from.data && to.coded == from.coded)) return;
+    const Pieces pieces = read(from, n);
+    if (to.coded == kPlain) {
+      comm_.write(to, pieces, comm_.unit());
+    } else {
+      if (from.coded == kPlain) feed(index(from, input()), n);
+      write_encoded(to, from.coded == kPlain ? lossy(pieces) : pieces);
+    }
+  }
+
+  template <class To, class From>
+  void reduce(int n_to, To to, int n_from, From from, std::int64_t n, bool last) {
+    if (n == 0) return;
+    std::vector<Pieces> terms;
+    for (int i = 0; i < n_from; ++i) terms.push_back(read(from(i), n));
+    const Pieces result = lossy(comm_.sum(terms, last));
+    for (int i = 0; i < n_to; ++i) {
+      const Place place = to(i);
+      if (place.coded == kPlain) {
+        feed(index(place, output()), n);
+        comm_.write(place, result, comm_.unit());
+      } else {
+        write_encoded(place, result);
+      }
+    }
+  }
+
+ private:
+  bool scaled() const { return scales_.elements != 0; }
+
+  Pieces lossy(Pieces pieces) {
+    for (Piece& piece : pieces) piece.symbol = comm_.symbols().lossy(piece.symbol);
+    return pieces;
+  }
+
+  Place payload_of(Place place) const { return {staging_[place].payload, place.rank}; }
+  Place scales_of(Place place) const {
+    return {reinterpret_cast<std::byte*>(staging_[place].scales), place.rank};
+  }
+
+  // What encoding an element loses goes into the residual, and comes from there.
+  void feed(std::int64_t element, std::int64_t n) {
+    if (feedback_.residual == nullptr) return;
+    const Place residual{reinterpret_cast<std::byte*>(feedback_.residual + element), rank()};
+    comm_.write(residual, lossy(comm_.read(residual, n, {4})), {4});
+  }
+  std::int64_t index(Place tensor, Place begin) const {
+    return comm_.elements(tensor.data - begin.data);
+  }
+
+  // Of the whole, so that bits do not depend on how it is cut into tensors and tiles.
+  void check_blocks(const Place& place, const Piece& piece) const {
+    const bool ends = piece.element + piece.units == comm_.called().count;
+    if ((first_element(comm_.called()) + piece.element) % staging_.block != 0 ||
+        place.coded % staging_.block != 0 || (piece.units % staging_.block != 0 && !ends)) {
+      throw Violation("a block is cut in two");
+    }
+  }
+
+  Pieces scales_for(Place place, const Pieces& pieces) const {
+    Pieces scales;
+    for (const Piece& piece : pieces) {
+      check_blocks(place, piece);
+      scales.push_back({ceil_div(piece.units, staging_.block), piece.symbol, piece.element});
+      place.coded += piece.units;
+    }
+    return scales;
+  }
+
+  Pieces read(Place from, std::int64_t n) {
+    if (from.coded == kPlain) return comm_.read(from, n, comm_.unit());
+    Pieces pieces = comm_.read(payload_of(from), n, payload_);
+    if (!scaled()) return pieces;
+    const Pieces wanted = scales_for(from, pieces);
+    if (comm_.read(scales_of(from), ceil_div(n, staging_.block), scales_) != wanted) {
+      throw Violation("a block is decoded with another block's scale");
+    }
+    return pieces;
+  }
+
+  void write_encoded(Place to, const Pieces& pieces) {
+    comm_.write(payload_of(to), pieces, payload_);
+    if (scaled()) comm_.write(scales_of(to), scales_for(to, pieces), scales_);
+  }
+
+  Base& comm_;
+  const Operation& operation_;
+  const Feedback& feedback_;
+  const CodedStaging staging_;
+  const checker::Unit payload_, scales_;
+};
+
+static_assert(Executor<CodedComm<Comm>>);
+
+}  // namespace pycomm::cpu

@@ -1,0 +1,155 @@
+// Stands in for csrc/cpu/internode/link.h: messages between nodes, for symbols. What is posted may be read and
+// written until the round has been waited for, so each round is a thread of its own.
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <vector>
+
+#include "core/layout.h"
+#include "cpu/comm.h"
+#include "cpu/internode/nodes.h"
+
+namespace pycomm::cpu {
+
+struct Parcel {
+  int host;
+  std::byte* data;
+  std::int64_t bytes;
+};
+struct Round {
+  std::vector<Parcel> sends, receives;
+};
+
+// All that the nodes' links of one stripe share.
+struct Network {
+  // What has been sent: symbols, or bytes from memory that is none of the model's.
+  struct Message {
+    checker::Cargo cargo;
+    std::vector<std::byte> bytes;
+    checker::Clock clock;
+  };
+  explicit Network(int nodes)
+      : ends(static_cast<std::size_t>(nodes)), lines(ends.size() * ends.size()) {}
+  std::deque<Message>& line(int from, int to) {
+    return lines[static_cast<std::size_t>(from) * ends.size() + static_cast<std::size_t>(to)];
+  }
+
+  std::vector<Comm*> ends;
+  std::vector<std::deque<Message>> lines;
+};
+
+// Rounds take turns with the carriers; more than so many are never under way.
+struct Transport {
+  Network& network;
+  std::vector<checker::Thread*> carriers;
+};
+
+// As in the CPU's, memory grows.
+class Scratch {
+ public:
+  std::byte* bytes(std::int64_t count) {
+    if (count > room_ || data_ == nullptr) {
+      room_ = std::max(count, kLine);
+      data_ = checker::running().allocate(room_);
+    }
+    return data_;
+  }
+  float* floats(std::int64_t count) {
+    return reinterpret_cast<float*>(bytes(count * static_cast<std::int64_t>(sizeof(float))));
+  }
+
+ private:
+  std::byte* data_ = nullptr;
+  std::int64_t room_ = 0;
+};
+
+struct LinkTraffic {};
+
+class Link {
+ public:
+  Link(Comm& local, std::shared_ptr<Transport> transport, const Machines& machines, Clock::duration)
+      : local_(local),
+        transport_(std::move(transport)),
+        machines_(machines),
+        greetings_(static_cast<std::size_t>(machines.count())),
+        areas_(static_cast<std::size_t>(machines.count())) {
+    network().ends[static_cast<std::size_t>(rank())] = &local;
+  }
+
+  void begin(void (*)()) { outlook_ = {}; }
+  void begin_tensor(const Operation& operation, const void* input, void* output, Outlook outlook);
+  void announce() {
+    publish();
+    meet();
+  }
+  void publish();
+  void meet();
+  const Outlook& outlook() const { return outlook_; }
+
+  int rank() const { return machines_.here; }
+  int size() const { return machines_.count(); }
+  int contributors() const { return machines_.world(); }
+  std::int64_t count() const { return operation_.count; }
+  std::int64_t elements(std::int64_t bytes) const { return bytes / unit().bytes; }
+  checker::Unit unit() const { return {size_of(operation_.dtype)}; }
+  Place input() const { return {input_, rank()}; }
+  Place output() const { return {output_, rank()}; }
+  Place at(Place place, std::int64_t elements) const {
+    return {place.data + elements * unit().bytes, place.rank};
+  }
+  std::byte* announced_area(int r, std::int64_t bytes) {
+    return areas_[static_cast<std::size_t>(r)].bytes(bytes);
+  }
+  [[noreturn]] void blame(int, const std::string& what) { throw checker::Violation(what); }
+
+  std::int64_t post(const Round& round);
+  void wait(std::int64_t round);
+
+  LinkTraffic traffic() const { return {}; }
+  // An abort of this node goes to the others, and posted memory is the caller's again.
+  void tell();
+  void stop();
+  void leave() {}
+  void trim() {}
+
+  // For the codecs' executors.
+  checker::Pieces read(Place from, std::int64_t units, checker::Unit unit) {
+    return local_.memory().read(local_.thread(), from.data, units, unit);
+  }
+  void write(Place to, const checker::Pieces& pieces, checker::Unit unit) {
+    local_.memory().write(local_.thread(), to.data, pieces, unit);
+  }
+  checker::Pieces sum(const std::vector<checker::Pieces>& terms, bool last) {
+    return local_.sum(terms, last, unit());
+  }
+  checker::Symbols& symbols() { return local_.symbols(); }
+  const Operation& called() const { return local_.called(); }
+
+ private:
+  struct Greeting {
+    Operation operation;
+    Outlook outlook;
+  };
+  Network& network() const { return transport_->network; }
+  checker::Thread& carrier(std::int64_t round) const {
+    return *transport_->carriers[static_cast<std::size_t>(round) % transport_->carriers.size()];
+  }
+  Network::Message load(checker::Thread& carrier, const Parcel& parcel);
+  void unload(checker::Thread& carrier, const Parcel& parcel, const Network::Message& message);
+
+  Comm& local_;
+  const std::shared_ptr<Transport> transport_;
+  const Machines& machines_;
+  Operation operation_;
+  std::byte* input_ = nullptr;
+  std::byte* output_ = nullptr;
+  std::vector<Greeting> greetings_;
+  std::int64_t greeted_ = 0;
+  Outlook outlook_;
+  std::vector<Scratch> areas_;
+  std::deque<Round> under_way_;
+  std::int64_t posted_ = 0, waited_ = 0;
+};
+
+}  // namespace pycomm::cpu

@@ -1,0 +1,329 @@
+// What one run cannot decide, because it depends on who comes first: how operations end when somebody
+// aborts the group, leaves, or calls something else. The CPU's own code (cpu/comm.cpp, cpu/group.cpp) runs
+// here in all orders of its accesses to the window, up to a number of delays (checker/explorer.h).
+#include <linux/futex.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdarg>
+#include <cstdlib>
+#include <ctime>
+#include <map>
+#include <memory>
+#include <optional>
+
+#include "checker/atomics.h"
+#include "checker/clock.h"
+#include "checker/explorer.h"
+#include "cpu/group.h"
+#include "support/run_all.h"
+
+namespace pycomm::test {
+namespace {
+
+using checker::Explorer;
+using checker::Violation;
+
+constexpr std::int64_t kCount = 32;
+constexpr float kGivenBack = -1e6f;
+
+// The fibers of the run that is under way, and how they wait. Time passes only while they do.
+struct Run {
+  checker::Explorer& explorer;
+  checker::Fibers fibers;
+  // What a fiber has read since it last waited, and how often that had been written by then.
+  using Seen = std::map<const volatile void*, std::int64_t>;
+  Seen writes;
+  std::vector<Seen> seen, before;          // by fiber; `before`: it last waited
+  std::vector<std::int64_t> milliseconds;  // by fiber
+};
+Run* run = nullptr;
+
+// The user of a rank does, or another rank. What ranks read and write in an operation that goes well
+// does not depend on the order.
+void touch_tensor(std::size_t owner, bool user) { run->explorer.touch(&run->seen[owner], user); }
+
+// A wait between two polls: nothing changes until somebody writes what it looks at.
+void wait_for_write() {
+  if (run == nullptr) return;
+  checker::finish_store();
+  const std::size_t fiber = run->fibers.current();
+  run->milliseconds[fiber] += 2;
+  const Run::Seen seen = std::exchange(run->seen[fiber], {});
+  if (std::exchange(run->before[fiber], seen) != seen) return;  // as time passes, it looks at more
+  const auto has_changed = [](const auto& place) {
+    return run->writes[place.first] != place.second;
+  };
+  run->fibers.wait_until([=] { return std::any_of(seen.begin(), seen.end(), has_changed); },
+                         [] { return "polls"; });
+}
+
+struct Outcome {
+  int succeeded = 0;  // operations
+  std::optional<CollectiveError> error;
+  float* tensor = nullptr;
+};
+
+struct Scenario {
+  int ranks;
+  std::vector<Algorithm> operations;
+  // Threads beside the ranks, which abort the group by one of its ranks.
+  std::vector<int> aborts;
+  // The rank that leaves before the last operation, and the one that calls it with another count.
+  int leaves = -1;
+  int differs = -1;
+  std::uint32_t first_epoch = 0;
+};
+
+float value(int rank, int operation) { return static_cast<float>(rank + 10 * operation + 1); }
+
+// A window with a tensor of every rank, which serves many groups one after the other.
+struct SharedMemory {
+  std::shared_ptr<cpu::Window> window;
+  std::vector<std::unique_ptr<cpu::Heap>> heaps;
+  std::vector<float*> tensors;
+
+  explicit SharedMemory(int ranks) {
+    constexpr std::int64_t kSlice = 1 << 20, kStaging = 8 << 10;
+    const int file = cpu::Window::create(ranks, kSlice, kStaging);
+    window = std::make_shared<cpu::Window>(file, ranks, kSlice, kStaging);
+    for (int r = 0; r < ranks; ++r) {
+      heaps.push_back(std::make_unique<cpu::Heap>(window, r));
+      tensors.push_back(reinterpret_cast<float*>(heaps.back()->allocate(kCount * 4)));
+    }
+  }
+};
+
+// A group whose ranks are fibers.
+struct Ranks {
+  const std::shared_ptr<cpu::Window> window;
+  std::vector<std::unique_ptr<cpu::Group>> groups;
+
+  Ranks(const SharedMemory& memory, int size, std::uint32_t first_epoch) : window(memory.window) {
+    const auto count = static_cast<std::size_t>(size);
+    const auto peers = std::make_shared<const cpu::Liveness>(
+        std::vector<int>(count, 0), std::vector<std::shared_ptr<cpu::Process>>(count));
+    for (int r = 0; r < size; ++r) {
+      constexpr auto kHeader = static_cast<std::int64_t>(sizeof(cpu::Header));
+      auto* const slice = reinterpret_cast<std::byte*>(&window->control(r));
+      std::fill_n(slice + kHeader, window->heap_begin() - kHeader, std::byte{});
+    }
+    for (int r = 0; r < size; ++r) {
+      groups.push_back(std::make_unique<cpu::Group>(window, peers, r, size, 0,
+                                                    std::chrono::hours(1), first_epoch));
+    }
+  }
+  cpu::Group& operator[](int r) { return *groups[static_cast<std::size_t>(r)]; }
+  int size() const { return static_cast<int>(groups.size()); }
+  bool inside(int r) const {
+    return __atomic_load_n(
+        reinterpret_cast<const std::uint32_t*>(&window->control(r).in_peers_heaps),
+        __ATOMIC_SEQ_CST);
+  }
+
+  // The part of a rank's control page in which an address lies: the offset there, or -1.
+  std::ptrdiff_t place(const volatile void* address) const {
+    for (int r = 0; r < size(); ++r) {
+      const std::ptrdiff_t offset = static_cast<const volatile std::byte*>(address) -
+                                    reinterpret_cast<const std::byte*>(&window->control(r));
+      if (offset >= 0 && offset < static_cast<std::ptrdiff_t>(sizeof(cpu::Control))) return offset;
+    }
+    return -1;
+  }
+};
+
+// Where another fiber may come in between: before whatever a rank tells, and around all that decides
+// whether a rank may use the tensors of others. Nothing depends on when it tells for whom it waits.
+bool about_sleep(std::ptrdiff_t place) {
+  return place == offsetof(cpu::Control, waiting) || place == offsetof(cpu::Control, asleep) ||
+         place == offsetof(cpu::Control, bell);
+}
+bool matters_before_write(std::ptrdiff_t place) { return place >= 0 && !about_sleep(place); }
+bool matters_elsewhere(std::ptrdiff_t place) {
+  return place == offsetof(cpu::Control, abort) || place == offsetof(cpu::Control, in_peers_heaps);
+}
+
+void live(Ranks& ranks, int r, const Scenario& scenario, Outcome& outcome) {
+  float* const x = outcome.tensor;
+  const auto last = static_cast<int>(scenario.operations.size()) - 1;
+  for (int k = 0; k <= last; ++k) {
+    if (r == scenario.leaves && k == last) return ranks[r].leave();
+    const Algorithm algorithm = scenario.operations[static_cast<std::size_t>(k)];
+    const std::int64_t count = r == scenario.differs && k == last ? kCount / 2 : kCount;
+    touch_tensor(static_cast<std::size_t>(r), true);
+    std::fill_n(x, kCount, value(r, k));
+    try {
+      ranks[r].run({Collective::all_reduce, algorithm, DType::f32, ReduceOp::sum, 0, count}, x, x);
+    } catch (const CollectiveError& error) {
+      outcome.error.emplace(error);
+      touch_tensor(static_cast<std::size_t>(r), true);
+      std::fill_n(x, kCount, kGivenBack);
+      return;
+    }
+    touch_tensor(static_cast<std::size_t>(r), true);
+    float wanted = 0;
+    for (int from = 0; from < scenario.ranks; ++from) wanted += value(from, k);
+    for (std::int64_t i = 0; i < kCount; ++i) {
+      if (x[i] != wanted) throw Violation("an operation has succeeded with a wrong result");
+    }
+    ++outcome.succeeded;
+  }
+}
+
+// How many operations the last of which has this number.
+int operations_until(std::uint32_t number, std::uint32_t first_epoch) {
+  int count = 0;
+  for (std::uint32_t next = first_epoch; next != number; next = next_sequence(next)) ++count;
+  return count;
+}
+
+void check(const Scenario& scenario, const std::vector<Outcome>& outcomes) {
+  const CollectiveError* first = nullptr;
+  int least = outcomes[0].succeeded;
+  for (const Outcome& outcome : outcomes) least = std::min(least, outcome.succeeded);
+  for (const Outcome& outcome : outcomes) {
+    if (!outcome.error) continue;
+    const CollectiveError& error = *outcome.error;
+    if (first == nullptr) first = &error;
+    if (error.reason != first->reason || error.rank != first->rank) {
+      throw Violation("ranks name different culprits");
+    }
+    if (scenario.aborts.empty() && error.rank != std::max(scenario.leaves, scenario.differs)) {
+      throw Violation("the wrong rank is blamed");
+    }
+    if (operations_until(error.completed, scenario.first_epoch) > least) {
+      throw Violation("an operation counts as complete, but has failed on a rank");
+    }
+    for (std::int64_t i = 0; i < kCount; ++i) {
+      if (outcome.tensor[i] != kGivenBack) throw Violation("a tensor was written after the error");
+    }
+  }
+}
+
+void once(const Scenario& scenario, const SharedMemory& memory, checker::Explorer& explorer,
+          bool late_stores) {
+  Ranks ranks(memory, scenario.ranks, scenario.first_epoch);
+  std::vector<Outcome> outcomes(memory.tensors.size());
+  for (std::size_t r = 0; r < outcomes.size(); ++r) outcomes[r].tensor = memory.tensors[r];
+  const auto fibers = outcomes.size() + scenario.aborts.size();
+  Run mine{explorer,
+           checker::Fibers(explorer.choice()),
+           {},
+           std::vector<Run::Seen>(fibers),
+           std::vector<Run::Seen>(fibers),
+           std::vector<std::int64_t>(fibers)};
+  run = &mine;
+  const auto pause_if = [](bool matters) {
+    if (matters) run->fibers.pause();
+  };
+  const auto elsewhere = [&](const volatile void* address) {
+    pause_if(matters_elsewhere(ranks.place(address)));
+  };
+  // A rank in other ranks' heaps may be using any tensor.
+  const auto touch = [&](const volatile void* address, bool writes) {
+    const std::ptrdiff_t place = ranks.place(address);
+    if (!about_sleep(place)) explorer.touch(address, writes);
+    const std::size_t fiber = run->fibers.current();
+    if (fiber < outcomes.size() && ranks.inside(static_cast<int>(fiber))) {
+      for (std::size_t r = 0; r < outcomes.size(); ++r) touch_tensor(r, false);
+    }
+  };
+  const checker::AtomicsObserver observer{
+      [&](const volatile void* address) { return ranks.place(address) >= 0; },
+      late_stores,
+      [] { return run->fibers.current(); },
+      elsewhere,
+      [&](const volatile void* address) {
+        run->seen[run->fibers.current()][address] = run->writes[address];
+        touch(address, false);
+        elsewhere(address);
+      },
+      [&](const volatile void* address) { pause_if(matters_before_write(ranks.place(address))); },
+      [&](const volatile void* address) {
+        if (!about_sleep(ranks.place(address))) ++run->writes[address];
+        touch(address, true);
+        elsewhere(address);
+      }};
+  checker::observe_atomics(&observer);
+  try {
+    mine.fibers.run(static_cast<int>(fibers), [&](int i) {
+      const auto index = static_cast<std::size_t>(i);
+      if (index < outcomes.size()) {
+        live(ranks, i, scenario, outcomes[index]);
+      } else {
+        ranks[scenario.aborts[index - outcomes.size()]].abort();
+      }
+      checker::finish_store();
+    });
+  } catch (const std::exception& error) {
+    // Ranks that have not ended hold the locks of their groups, which can therefore not be closed.
+    std::printf("FAILED  %s\n", error.what());
+    std::fflush(stdout);
+    std::_Exit(1);
+  }
+  checker::observe_atomics(nullptr);
+  run = nullptr;
+  check(scenario, outcomes);
+}
+
+// `lateness`: whether stores are late, one after the other.
+void explore(const Scenario& scenario, std::size_t delays,
+             std::initializer_list<bool> lateness = {false, true}) {
+  const SharedMemory memory(scenario.ranks);
+  for (const bool late_stores : lateness) {
+    checker::Explorer explorer(delays);
+    while (explorer.next()) once(scenario, memory, explorer, late_stores);
+    std::printf("%zu orders\n", explorer.runs());
+  }
+}
+
+}  // namespace
+}  // namespace pycomm::test
+
+// In place of the system's, so that a wait lets the others run, and no time passes.
+extern "C" int sched_yield() noexcept {
+  pycomm::test::wait_for_write();
+  return 0;
+}
+extern "C" long syscall(long number, ...) noexcept {  // of a futex: its address and what to do
+  std::va_list arguments;
+  va_start(arguments, number);
+  va_arg(arguments, void*);
+  if (va_arg(arguments, int) == FUTEX_WAIT) pycomm::test::wait_for_write();
+  va_end(arguments);
+  return 0;
+}
+extern "C" int nanosleep(const timespec*, timespec*) {
+  pycomm::test::wait_for_write();
+  return 0;
+}
+std::chrono::steady_clock::time_point std::chrono::steady_clock::now() noexcept {
+  const auto* const run = pycomm::test::run;
+  return time_point(
+      std::chrono::milliseconds(run == nullptr ? 0 : run->milliseconds[run->fibers.current()]));
+}
+
+int main() {
+  using namespace pycomm::test;
+  using enum pycomm::Algorithm;
+  const std::vector<std::pair<const char*, std::function<void()>>> tests = {
+      {"one aborts", [] { explore({2, {two_shot}, {0}}, 2); }},
+      {"two abort", [] { explore({2, {two_shot}, {0, 1}}, 2); }},
+      {"one of three aborts", [] { explore({3, {two_shot}, {1}}, 2); }},
+      {"an operation later", [] { explore({2, {ring, two_shot}, {1}}, 2); }},
+      {"one leaves", [] { explore({3, {two_shot}, {}, 2}, 2); }},
+      {"one leaves, one aborts", [] { explore({2, {two_shot, two_shot}, {0}, 1}, 3); }},
+      {"across the wrap of epochs",
+       [] { explore({2, {one_shot, two_shot, ring, tree}, {}, -1, -1, 0xfffffffe}, 1); }},
+      {"one calls something else", [] { explore({3, {two_shot, two_shot}, {}, -1, 1}, 2); }},
+      {"nobody fails, all orders", [] { explore({2, {two_shot}, {}}, Explorer::kAll); }},
+      {"one leaves, all orders", [] { explore({2, {two_shot}, {}, 1}, Explorer::kAll); }},
+      {"one calls something else, all orders",
+       [] { explore({2, {two_shot}, {}, -1, 1}, Explorer::kAll); }},
+      {"one aborts, all orders", [] { explore({2, {two_shot}, {0}}, Explorer::kAll, {false}); }},
+  };
+  for (const auto& test : tests) {
+    if (run_all({test}) != 0) return 1;  // a mutant needs no more
+  }
+  return 0;
+}

@@ -1,0 +1,150 @@
+// Groups that span machines, which are imagined: ranks as threads, so that sanitizers see every
+// machine. The numbers are the Python tests' business.
+#include <cmath>
+#include <vector>
+
+#include "support/world.h"
+
+namespace pycomm::test {
+namespace {
+
+const std::vector<std::vector<int>> kLayouts = {{1, 1}, {2, 2}, {3, 1}, {1, 2, 1}};
+
+// Small integers, so that every order of addition is exact.
+float value(int rank, std::int64_t i) { return static_cast<float>((i * 7 + rank * 31) % 101 - 50); }
+
+float sum_of(int n, std::int64_t i) {
+  float sum = 0;
+  for (int r = 0; r < n; ++r) sum += value(r, i);
+  return sum;
+}
+
+void fill(std::vector<float>& x, int rank) {
+  for (std::size_t i = 0; i < x.size(); ++i) x[i] = value(rank, static_cast<std::int64_t>(i));
+}
+
+void check_value(float got, float want, std::int64_t i) {
+  PYCOMM_CHECK(got == want, "element " + std::to_string(i) + " is " + std::to_string(got) +
+                                ", expected " + std::to_string(want));
+}
+
+Operation operation_on(Collective collective, std::int64_t count) {
+  Operation operation;
+  operation.collective = collective;
+  operation.algorithm = Algorithm::automatic;
+  operation.dtype = DType::f32;
+  operation.count = count;
+  return operation;
+}
+
+// Inline and on the workers, one after the other.
+void sums(const std::vector<int>& hosts) {
+  World world(hosts);
+  world.run([&](int rank) {
+    for (const std::int64_t count : {0, 5, 3000, 400001}) {
+      const Operation operation = operation_on(Collective::all_reduce, count);
+      std::vector<float> x(static_cast<std::size_t>(count)), y(x.size());
+      fill(x, rank);
+      fill(y, rank);
+      const auto work = world[rank].submit(operation, y.data(), y.data());
+      world[rank].run(operation, x.data(), x.data());
+      while (!work->wait(std::chrono::seconds(1))) continue;
+      for (std::int64_t i = 0; i < count; ++i) {
+        check_value(x[static_cast<std::size_t>(i)], sum_of(world.size(), i), i);
+        check_value(y[static_cast<std::size_t>(i)], sum_of(world.size(), i), i);
+      }
+    }
+  });
+}
+
+void halves(const std::vector<int>& hosts) {
+  World world(hosts);
+  const std::int64_t block = 70001;
+  const auto all = static_cast<std::size_t>(block * world.size());
+  world.run([&](int rank) {
+    std::vector<float> x(all), y(static_cast<std::size_t>(block)), z(all);
+    fill(x, rank);
+    world[rank].run(operation_on(Collective::reduce_scatter, block), x.data(), y.data());
+    world[rank].run(operation_on(Collective::all_gather, block), y.data(), z.data());
+    for (std::size_t i = 0; i < all; ++i) {
+      const auto at = static_cast<std::int64_t>(i);
+      check_value(z[i], sum_of(world.size(), at), at);
+    }
+  });
+}
+
+// With feedback, nothing is lost: in sums of all ranks.
+void compressed(const std::vector<int>& hosts, CodecKind kind) {
+  World world(hosts);
+  const std::int64_t count = 300001;
+  const auto n = static_cast<std::size_t>(count);
+  std::vector<std::vector<float>> results(static_cast<std::size_t>(world.size())), kept = results;
+  world.run([&](int rank) {
+    Operation operation = operation_on(Collective::all_reduce, count);
+    operation.codec.kind = kind;
+    operation.codec.values = DType::f32;
+    operation.codec.block = 256;
+    operation.codec.k = 3000;
+    operation.codec.feedback = 1;
+    std::vector<float>& x = results[static_cast<std::size_t>(rank)];
+    std::vector<float>& residual = kept[static_cast<std::size_t>(rank)];
+    x.resize(n);
+    residual.resize(n);
+    fill(x, rank);
+    Feedback feedback;
+    feedback.residual = residual.data();
+    world[rank].run(operation, x.data(), x.data(), nullptr, feedback);
+  });
+  for (std::size_t i = 0; i < n; ++i) {
+    float sum = results[0][i];
+    for (const auto& residual : kept) sum += residual[i];
+    const float want = sum_of(world.size(), static_cast<std::int64_t>(i));
+    PYCOMM_CHECK(std::abs(sum - want) < 1e-2f, "element " + std::to_string(i) + " is lost");
+    for (const auto& other : results) PYCOMM_CHECK(other[i] == results[0][i], "results differ");
+  }
+}
+
+// One rank stops all in the middle of their operations.
+void aborts(const std::vector<int>& hosts) {
+  for (int victim = 0; victim < 3; ++victim) {
+    World world(hosts);
+    int stopped = 0;
+    std::mutex mutex;
+    world.run([&](int rank) {
+      std::vector<float> x(200000);
+      const Operation operation =
+          operation_on(Collective::all_reduce, static_cast<std::int64_t>(x.size()));
+      try {
+        for (int turn = 0;; ++turn) {
+          if (rank == victim % world.size() && turn == 5) world[rank].abort();
+          world[rank].run(operation, x.data(), x.data());
+        }
+      } catch (const CollectiveError& error) {
+        PYCOMM_CHECK(error.reason == Reason::aborted, "the reason is another one");
+        const std::lock_guard lock(mutex);
+        ++stopped;
+      }
+    });
+    PYCOMM_CHECK(stopped == world.size(), "a rank has not stopped");
+  }
+}
+
+}  // namespace
+}  // namespace pycomm::test
+
+int main() {
+  using namespace pycomm;
+  using namespace pycomm::test;
+  const auto everywhere = [](auto body) {
+    return [body] {
+      for (const auto& hosts : kLayouts) body(hosts);
+    };
+  };
+  return run_all({
+      {"sums", everywhere(sums)},
+      {"reduce-scatter and all-gather", everywhere(halves)},
+      {"int8", everywhere([](const auto& hosts) { compressed(hosts, CodecKind::int8); })},
+      {"top-k", everywhere([](const auto& hosts) { compressed(hosts, CodecKind::topk); })},
+      {"abort", everywhere(aborts)},
+  });
+}

@@ -1,0 +1,311 @@
+// The numbers of optimizers: formats, all their codes and all patterns of fp32; factors; sums.
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <limits>
+#include <random>
+#include <thread>
+
+#include "core/optim/root_half.h"
+#include "core/optim/split_float.h"
+#include "core/optim/square_sum.h"
+#include "core/optim/state8.h"
+#include "core/optim/table.h"
+#include "cpu/loops.h"
+#include "cpu/optim/loops.h"
+#include "support/run_all.h"
+
+namespace pycomm::test {
+namespace {
+
+// Sanitized, exhaustive tests would take minutes: they look at every 1021st piece, a prime.
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+constexpr std::int64_t kEvery = 1021;
+#else
+constexpr std::int64_t kEvery = 1;
+#endif
+
+constexpr float kLargest = std::numeric_limits<float>::max();
+constexpr float kSmallest = std::numeric_limits<float>::min();  // normal
+
+std::string text(double value) {
+  char digits[32];
+  std::snprintf(digits, sizeof(digits), "%.9g", value);
+  return digits;
+}
+
+// visit(piece) for 0 .. pieces, on all processors.
+void on_all_processors(std::int64_t pieces, const std::function<void(std::int64_t)>& visit) {
+  std::atomic<std::int64_t> next = 0;
+  std::vector<std::thread> threads;
+  for (unsigned t = 0; t < std::max(1u, std::thread::hardware_concurrency()); ++t) {
+    threads.emplace_back([&] {
+      for (std::int64_t piece; (piece = next.fetch_add(kEvery)) < pieces;) visit(piece);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+// How many of `n` patterns from `first` are not what a split and a join must make of them.
+PYCOMM_CLONES std::int64_t wrong_splits(std::uint32_t first, std::int64_t n,
+                                        const std::uint16_t* hi, const float* joined) {
+  std::int64_t wrong = 0;
+#pragma omp simd reduction(+ : wrong)
+  for (std::int64_t i = 0; i < n; ++i) {
+    const std::uint32_t bits = first + static_cast<std::uint32_t>(i);
+    const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
+    const std::uint32_t back = bit_cast<std::uint32_t>(joined[i]);
+    // To nearest, ties away from zero: at most half a unit up, less than half a unit down.
+    const std::uint32_t above = (static_cast<std::uint32_t>(hi[i]) << 16) - bits + 0x7fffu;
+    const bool right =
+        nan ? hi[i] == 0x7fc0u && back == 0x7fc00000u : back == bits && above < 65536;
+    wrong += right ? 0 : 1;
+  }
+  return wrong;
+}
+
+// All 2^32 patterns, through the loops that steps use.
+void every_number_survives_the_split() {
+  std::atomic<std::int64_t> wrong = 0;
+  on_all_processors((std::int64_t{1} << 32) / cpu::kChunk, [&](std::int64_t piece) {
+    float values[cpu::kChunk], joined[cpu::kChunk];
+    std::uint16_t hi[cpu::kChunk], lo[cpu::kChunk];
+    const auto first = static_cast<std::uint32_t>(piece * cpu::kChunk);
+    for (std::uint32_t i = 0; i < cpu::kChunk; ++i) values[i] = bit_cast<float>(first + i);
+    const cpu::Numbers numbers{Storage::remainder, false, reinterpret_cast<std::byte*>(lo), nullptr,
+                               hi};
+    cpu::store_chunk(numbers, 0, cpu::kChunk, values, nullptr);
+    cpu::load_chunk(numbers, 0, cpu::kChunk, joined);
+    wrong += wrong_splits(first, cpu::kChunk, hi, joined);
+  });
+  PYCOMM_CHECK(wrong == 0, std::to_string(wrong) + " patterns do not survive");
+}
+
+// All pairs of halves: those that no split makes, too, because parameters are edited between steps.
+// A finite `hi` gives a finite number within half a unit.
+PYCOMM_CLONES std::int64_t wrong_joins(std::uint32_t high, std::int64_t n, const float* joined) {
+  std::int64_t wrong = 0;
+#pragma omp simd reduction(+ : wrong)
+  for (std::int64_t i = 0; i < n; ++i) {
+    const std::uint32_t bits = bit_cast<std::uint32_t>(joined[i]);
+    const bool finite = (bits & 0x7fffffffu) < 0x7f800000u;
+    wrong += finite && bits - high + 0x8000u <= 0x10000u ? 0 : 1;
+  }
+  return wrong;
+}
+
+void no_finite_number_becomes_nan() {
+  std::atomic<std::int64_t> wrong = 0;
+  on_all_processors(1 << 16, [&](std::int64_t half) {
+    const auto high = static_cast<std::uint16_t>(half);
+    if ((high & 0x7f80u) == 0x7f80u) return;
+    std::uint16_t hi[cpu::kChunk], lo[cpu::kChunk];
+    float joined[cpu::kChunk];
+    std::fill(hi, hi + cpu::kChunk, high);
+    const cpu::Numbers numbers{Storage::remainder, false, reinterpret_cast<std::byte*>(lo), nullptr,
+                               hi};
+    for (std::uint32_t first = 0; first < 1u << 16; first += cpu::kChunk) {
+      for (std::uint32_t i = 0; i < cpu::kChunk; ++i) lo[i] = static_cast<std::uint16_t>(first + i);
+      cpu::load_chunk(numbers, 0, cpu::kChunk, joined);
+      wrong += wrong_joins(static_cast<std::uint32_t>(high) << 16, cpu::kChunk, joined);
+    }
+  });
+  PYCOMM_CHECK(wrong == 0, std::to_string(wrong) + " pairs give something else");
+}
+
+// That a value between two neighbours becomes the one above if its distance from the one below is
+// larger than the share that the random bits stand for; close to that, either will do.
+template <class Store>
+void check_fair(double value, double below, double above, const Store& store) {
+  constexpr double kClose = 0x1p-11;  // some ulps of the value
+  const double distance = (value - below) / (above - below);
+  for (const double share : {distance - kClose, distance + kClose, 0.25, 0.75}) {
+    if (share < 0.0 || share >= 1.0 || std::fabs(share - distance) < kClose / 2) continue;
+    const double made = store(static_cast<std::uint32_t>(share * 0x1p32));
+    PYCOMM_CHECK(std::fabs(made - (distance > share ? above : below)) <= 1e-5 * made,
+                 text(value) + " with bits " + text(share) + " becomes " + text(made));
+  }
+}
+
+constexpr std::uint32_t kDice[] = {0, 1u << 31, 0xffffffffu};
+
+// Every root is its own code, whatever the random bits; all else becomes a neighbour, never zero.
+void roots_in_half() {
+  for (const std::uint32_t random : kDice) {
+    for (std::uint32_t bits = 0; bits <= 0x7c00u; ++bits) {
+      PYCOMM_CHECK(store_root(load_root(bits), random).bits == bits,
+                   "root " + std::to_string(bits));
+    }
+    PYCOMM_CHECK(store_root(bit_cast<float>(0x7fc00000u), random).bits == 0x7e00u, "NaN");
+    PYCOMM_CHECK(store_root(kLargest, random).bits == 0x7bffu, "finite stays finite");
+  }
+  for (std::int64_t bits = 1; bits < 0x7f800000; bits += 997 * kEvery) {
+    const float value = bit_cast<float>(static_cast<std::uint32_t>(bits));
+    const double root = std::sqrt(static_cast<double>(value));
+    if (root >= 65504) continue;
+    const double unit = std::max(std::ldexp(1.0, std::ilogb(root) - 10), 0x1p-24);
+    const double below = std::floor(root / unit) * unit, above = below + unit;
+    const auto store = [&](std::uint32_t random) {
+      const double made = load(store_root(value, random));
+      PYCOMM_CHECK(made > 0, "the root of " + text(value) + " is zero");
+      return made == 0x1p-24 && below == 0.0 ? -1.0 : made * made;
+    };
+    if (below == 0.0) {
+      PYCOMM_CHECK(store(0) == -1.0, "the least root");
+    } else {
+      check_fair(value, below * below, above * above, store);
+    }
+  }
+}
+
+const float kMagnitudes[] = {kSmallest, 1e-30f, 0.7f, 1.0f, 3.14159f, 1e30f, 0x1p126f, kLargest};
+
+// Every code is what it stands for, for any magnitude; larger codes stand for larger numbers.
+void codes_are_fixed_points() {
+  for (const float largest : kMagnitudes) {
+    const State8Scale scale = state8_scale(bit_cast<std::uint32_t>(largest));
+    PYCOMM_CHECK(scale.largest == largest, "the scale is the largest magnitude");
+    float last = -std::numeric_limits<float>::infinity();
+    for (int q = -127; q <= 127; ++q) {
+      const auto code = static_cast<std::uint8_t>(q);
+      const float value = decode_signed(code, largest);
+      // Subnormal numbers have fewer bits than the finest codes of the smallest blocks need.
+      const bool exact = std::fabs(value) >= kSmallest || q == 0;
+      PYCOMM_CHECK(!exact || encode_signed(value, scale.inverse) == code,
+                   "code " + std::to_string(q) + " of " + text(largest));
+      PYCOMM_CHECK(value > last || (!exact && value >= last), "codes must rise");
+      last = value;
+    }
+    last = -1.0f;
+    for (int q = 0; q <= 255; ++q) {
+      const auto code = static_cast<std::uint8_t>(q);
+      const float value = decode_unsigned(code, largest);
+      const bool exact = value >= kSmallest || q == 0;
+      PYCOMM_CHECK(!exact || encode_unsigned(value, scale.inverse) == code,
+                   "code " + std::to_string(q) + " of " + text(largest));
+      PYCOMM_CHECK(!exact || encode_unsigned(value, scale.inverse, 1u << 31) == code,
+                   "at random, code " + std::to_string(q) + " of " + text(largest));
+      PYCOMM_CHECK(value > last || (!exact && value >= last), "codes must rise");
+      last = value;
+    }
+  }
+}
+
+void scales() {
+  for (const std::uint32_t bits : {0x7f800000u, 0x7fc00000u, 0x7fffffffu}) {
+    const State8Scale scale = state8_scale(bits);
+    PYCOMM_CHECK(std::isnan(scale.largest) && scale.inverse == 0.0f, "not finite");
+  }
+  for (const std::uint32_t bits : {0u, 1u, 0x007fffffu}) {
+    const State8Scale scale = state8_scale(bits);
+    PYCOMM_CHECK(scale.largest == 0.0f && scale.inverse == 0.0f, "subnormal");
+  }
+}
+
+// The bounds of core/optim/state8.h, for shares of a block's largest magnitude, of all sizes.
+void errors_of_codes() {
+  constexpr double kRounding = 1e-6;  // of the fp32 arithmetic
+  for (const float largest : kMagnitudes) {
+    const State8Scale scale = state8_scale(bit_cast<std::uint32_t>(largest));
+    const double most = largest, root = std::sqrt(most);
+    for (std::int64_t bits = 0x20000000; bits <= 0x3f800000; bits += 997 * kEvery) {
+      const float share = bit_cast<float>(static_cast<std::uint32_t>(bits)),
+                  value = largest * share;
+      const double y = std::sqrt(value / most), z = std::sqrt(y);
+      for (const float either : {value, -value}) {
+        const double off = decode_signed(encode_signed(either, scale.inverse), largest) -
+                           static_cast<double>(either);
+        PYCOMM_CHECK(std::fabs(off) <= most * (y / 127 + 1.0 / 64516) * (1 + kRounding) + 1.5e-45,
+                     "first moment " + text(share) + " of " + text(largest));
+      }
+      const std::uint8_t code = encode_unsigned(value, scale.inverse);
+      const double off = std::sqrt(static_cast<double>(decode_unsigned(code, largest))) -
+                         std::sqrt(static_cast<double>(value));
+      const double bound = z < 1.0 / 255 ? 1.0 / 65025 : z / 255 + 1.0 / 260100;
+      PYCOMM_CHECK(std::fabs(off) <= root * bound * (1 + kRounding) + 4e-23,
+                   "second moment " + text(share) + " of " + text(largest));
+      PYCOMM_CHECK(value == 0.0f || code > 0, "a second moment must not vanish");
+      const double q = std::floor(z * 255);
+      if (q < 1 || q > 254 || value < 1e-30f) continue;
+      check_fair(value, most * std::pow(q / 255, 4), most * std::pow((q + 1) / 255, 4),
+                 [&](std::uint32_t random) {
+                   return decode_unsigned(encode_unsigned(value, scale.inverse, random), largest);
+                 });
+    }
+  }
+}
+
+// Each multiplication doubles what it is given, in relative terms, so n roundings at most.
+void powers() {
+  for (const double base : {0.0, 0.4, 0.9, 0.95, 0.99, 0.999, 0.9999, 0.999999}) {
+    for (std::int64_t n = 0; n <= 10'000'000; n += 1 + n / 7) {
+      const long double exact = std::pow(static_cast<long double>(base), n);
+      const long double off = std::fabs(power(base, n) - exact);
+      PYCOMM_CHECK(off <= exact * static_cast<long double>(n) * 0x1p-53L + 1e-300L,
+                   text(base) + "^" + std::to_string(n));
+    }
+  }
+}
+
+// Also where weights are 1e44 times their directions.
+void lamb_stays_finite() {
+  Settings settings;
+  settings.lr = 1e-3, settings.eps = 1e-6;
+  const Lamb lamb(settings, 1.0, 1e44);
+  float p = 1e20f, m = 0.0f, v = 0.0f, unused = 0.0f;
+  lamb(1e-30f, p, m, v, unused);
+  PYCOMM_CHECK(std::isfinite(p) && p < 1e20f, "p = " + text(p));
+}
+
+// Within the roundings of a tree: six at each level, whatever the length.
+void sums() {
+  std::mt19937_64 dice(0);
+  for (const std::int64_t n : {0, 1, 31, 32, 33, 1023, 1024, 1025, 40'000, 1'048'577}) {
+    std::vector<double> terms(static_cast<std::size_t>(n));
+    long double exact = 0;
+    for (double& term : terms) {
+      term = std::ldexp(static_cast<double>(dice() % 1'000'003), static_cast<int>(dice() % 60));
+      exact += term;
+    }
+    const double sum = sum_tree(terms.data(), n);
+    const long double off = std::fabs(sum - exact);
+    PYCOMM_CHECK(off <= exact * (32 + 5) * 3 * 0x1p-53L, "the sum of " + std::to_string(n));
+  }
+}
+
+// Sums of squares are infinite or NaN if, and only if, an element is.
+void sums_of_squares_tell_what_is_finite() {
+  std::vector<float> values(cpu::kChunk, kLargest);
+  const cpu::Numbers numbers{Storage::f32, false, reinterpret_cast<std::byte*>(values.data()),
+                             nullptr, nullptr};
+  PYCOMM_CHECK(std::isfinite(cpu::square_sum(numbers, 0, cpu::kChunk) * 1e18), "finite");
+  for (const float bad : {std::numeric_limits<float>::infinity(), bit_cast<float>(0xffc00000u)}) {
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      values[i] = bad;
+      for (const std::int64_t n : {cpu::kChunk, static_cast<std::int64_t>(i) + 1}) {
+        PYCOMM_CHECK(!std::isfinite(cpu::square_sum(numbers, 0, n)),
+                     "element " + std::to_string(i) + " of " + std::to_string(n));
+      }
+      values[i] = kLargest;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace pycomm::test
+
+int main() {
+  using namespace pycomm::test;
+  return run_all({
+      {"every number survives the split", every_number_survives_the_split},
+      {"no finite number becomes NaN", no_finite_number_becomes_nan},
+      {"roots in half", roots_in_half},
+      {"codes are fixed points", codes_are_fixed_points},
+      {"scales", scales},
+      {"errors of codes", errors_of_codes},
+      {"powers", powers},
+      {"LAMB stays finite", lamb_stays_finite},
+      {"sums", sums},
+      {"sums of squares tell what is finite", sums_of_squares_tell_what_is_finite},
+  });
+}

@@ -1,0 +1,159 @@
+// How kernels end when the group is aborted, on the CPU (device/cuda_runtime.h).
+#include <atomic>
+#include <chrono>
+#include <thread>
+
+#include "core/errors.h"
+#include "cuda/codecs/wire.h"
+#include "cuda/layout.h"
+#include "support/device_world.h"
+#include "support/run_all.h"
+
+namespace pycomm::test {
+namespace {
+
+constexpr std::int64_t kCount = 40'000;
+constexpr std::uint64_t kAbort = abort_word(Reason::timeout, 1);
+
+Operation all_reduce(Algorithm algorithm, CodecKind codec = CodecKind::none) {
+  Operation operation{Collective::all_reduce, algorithm, DType::f32, ReduceOp::sum, 0, kCount};
+  operation.codec.kind = codec;
+  operation.codec.block = 256;
+  operation.codec.k = 400;
+  return operation;
+}
+
+// Ranks with a tensor of ones each, and a result of zeros.
+struct Ranks {
+  explicit Ranks(int n, bool staged = false) : world(n, 60, staged) {
+    for (int r = 0; r < n; ++r) {
+      x.emplace_back(kCount, 1.0f);
+      y.emplace_back(kCount, 0.0f);
+    }
+  }
+
+  void launch_together(const Operation& operation) {
+    std::vector<std::vector<std::byte>> workspaces;
+    for (int r = 0; r < size(); ++r) {
+      workspaces.emplace_back(
+          static_cast<std::size_t>(cuda::workspace_bytes(operation.codec, kCount, size(), true)));
+      world.shared->put(r, operation, x[r].data(), y[r].data(), 0,
+                        {{}, nullptr, workspaces.back().data()});
+    }
+    world.shared->launch();
+  }
+
+  int size() const { return static_cast<int>(x.size()); }
+
+  DeviceWorld world;
+  std::vector<std::vector<float>> x, y;
+};
+
+void fails_as_aborted(const cuda::Endpoint& endpoint, const Operation& operation) {
+  const cuda::Failure failure = endpoint.failure();
+  PYCOMM_CHECK(failure.reason == Reason::aborted, describe(operation) + " must fail");
+  PYCOMM_CHECK(failure.first == operation, "the failure tells which operation");
+  PYCOMM_CHECK(!endpoint.in_peers_heaps(), "no lane uses other ranks' tensors any more");
+}
+
+// An abort that comes when no wait polls for it any more, or none has to.
+void the_last_look_counts(int n, const Operation& operation) {
+  Ranks ranks(n, true);
+  ranks.launch_together(operation);
+  for (const auto& endpoint : ranks.world.endpoints) {
+    PYCOMM_CHECK(endpoint->failure().reason == Reason::none, "nobody has aborted the group");
+    endpoint->set_abort(kAbort);
+  }
+  for (const auto& y : ranks.y) {
+    PYCOMM_CHECK(y[0] == static_cast<float>(n), describe(operation) + " must add up");
+  }
+  ranks.launch_together(operation);
+  for (const auto& endpoint : ranks.world.endpoints) fails_as_aborted(*endpoint, operation);
+}
+
+// A lane that sees the abort does not begin to use other ranks' tensors.
+void stays_outside(int n, Algorithm algorithm) {
+  Ranks ranks(n);
+  for (const auto& endpoint : ranks.world.endpoints) endpoint->set_abort(kAbort);
+  const Operation operation = all_reduce(algorithm);
+  ranks.launch_together(operation);
+  for (int r = 0; r < n; ++r) {
+    fails_as_aborted(*ranks.world.endpoints[r], operation);
+    PYCOMM_CHECK(ranks.y[r] == std::vector<float>(kCount, 0.0f), "results stay as they were");
+  }
+}
+
+// What rank 1 of two tells rank 0 at the beginning of the first operation.
+void announce_to_rank_0(const Ranks& ranks, const Operation& operation) {
+  const cuda::WindowLayout layout{2, kLanes, DeviceWorld::staging_bytes(2)};
+  for (int lane = 0; lane < kLanes; ++lane) {
+    auto& line =
+        *reinterpret_cast<Announcement*>(ranks.world.windows[0] + layout.announcement(lane, 1, 1));
+    line.operation = operation;
+    line.input = reinterpret_cast<std::int64_t>(ranks.x[1].data());
+    line.output = reinterpret_cast<std::int64_t>(ranks.y[1].data());
+    std::atomic_ref(line.epoch).store(1, std::memory_order_release);
+  }
+}
+
+// The host sees a kernel that uses other ranks' tensors until that has ended.
+void is_seen_inside(Algorithm algorithm) {
+  Ranks ranks(2);
+  cuda::Endpoint& endpoint = *ranks.world.endpoints[0];
+  const Operation operation = all_reduce(algorithm);
+  PYCOMM_CHECK(!endpoint.in_peers_heaps(), "nothing has been launched");
+  announce_to_rank_0(ranks, operation);
+  std::thread kernel([&] { endpoint.launch(operation, ranks.x[0].data(), ranks.y[0].data(), 0); });
+  while (!endpoint.in_peers_heaps()) std::this_thread::yield();
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  PYCOMM_CHECK(endpoint.in_peers_heaps(), "it waits inside for rank 1");
+  endpoint.set_abort(kAbort);
+  kernel.join();
+  fails_as_aborted(endpoint, operation);
+}
+
+void is_not_launched_once_a_rank_has_given_up() {
+  Ranks ranks(2);
+  const Operation operation = all_reduce(Algorithm::two_shot);
+  for (int r = 0; r < 2; ++r) {
+    ranks.world.shared->put(r, operation, ranks.x[r].data(), ranks.y[r].data(), 0);
+  }
+  ranks.world.shared->launch([] { return true; });
+  for (int r = 0; r < 2; ++r) ranks.world.shared->follow(r);
+  PYCOMM_CHECK(ranks.y[0] == std::vector<float>(kCount, 0.0f), "no kernel has run");
+}
+
+}  // namespace
+}  // namespace pycomm::test
+
+int main() {
+  using namespace pycomm;
+  using namespace pycomm::test;
+  return run_all({
+      {"the last look counts",
+       [] {
+         for (const int n : {1, 2}) {
+           for (const Algorithm algorithm :
+                {Algorithm::one_shot, Algorithm::two_shot, Algorithm::ring, Algorithm::tree}) {
+             the_last_look_counts(n, all_reduce(algorithm));
+           }
+           for (const CodecKind codec : {CodecKind::int8, CodecKind::topk}) {
+             the_last_look_counts(n, all_reduce(Algorithm::two_shot, codec));
+           }
+         }
+       }},
+      {"an aborted kernel stays outside",
+       [] {
+         for (const Algorithm algorithm : {Algorithm::two_shot, Algorithm::ring, Algorithm::tree}) {
+           for (const int n : {1, 2}) stays_outside(n, algorithm);
+         }
+       }},
+      {"a kernel is seen inside",
+       [] {
+         for (const Algorithm algorithm : {Algorithm::two_shot, Algorithm::ring}) {
+           is_seen_inside(algorithm);
+         }
+       }},
+      {"not launched once a rank has given up", is_not_launched_once_a_rank_has_given_up},
+  });
+}

@@ -1,0 +1,184 @@
+// The algorithm of docs/EXTENDING.md, which the library does not have, on both executors, against
+// plain integer arithmetic. Small staging areas make tiles and slots wrap many times.
+#include <algorithm>
+#include <atomic>
+#include <string>
+#include <vector>
+
+#include "core/reduce.h"
+#include "cuda/comm.cuh"
+#include "cuda/launch.h"
+#include "extending/table.h"
+#include "support/world.h"
+
+namespace pycomm::test {
+namespace {
+
+// What is announced must be an algorithm that the library knows.
+Operation all_reduce(DType dtype, ReduceOp op, std::int64_t count) {
+  return {Collective::all_reduce, Algorithm::one_shot, dtype, op, 0, count};
+}
+
+template <class Visit>
+void visit_star(int ranks, Visit visit) {
+  AlgorithmsAndStar::visit(kStar, ranks, visit);
+}
+
+// Ranks that are threads.
+class CpuRanks {
+ public:
+  explicit CpuRanks(int n) {
+    constexpr std::int64_t kSlice = 1 << 20, kStaging = 16 << 10;
+    const int fd = cpu::Window::create(n, kSlice, kStaging);
+    const auto window = std::make_shared<cpu::Window>(fd, n, kSlice, kStaging);
+    const auto size = static_cast<std::size_t>(n);
+    const auto peers = std::make_shared<const cpu::Liveness>(
+        std::vector<int>(size), std::vector<std::shared_ptr<cpu::Process>>(size));
+    for (int r = 0; r < n; ++r) {
+      comms_.push_back(std::make_unique<cpu::Comm>(window, peers, r, n, 2, std::chrono::seconds(60),
+                                                   0xffffffe0u));
+    }
+  }
+
+  template <class T>
+  void run(const Operation& operation, const std::vector<T*>& in, const std::vector<T*>& out) {
+    std::vector<std::thread> threads;
+    std::atomic<bool> failed = false;
+    for (std::size_t r = 0; r < comms_.size(); ++r) {
+      threads.emplace_back([&, r] {
+        cpu::Comm& comm = *comms_[r];
+        try {
+          comm.begin(operation, in[r], out[r], nullptr);
+          visit_star(comm.size(), [&](auto row) { row.run(comm); });
+          comm.finish();
+        } catch (const CollectiveError&) {
+          failed = true;
+        }
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    PYCOMM_CHECK(!failed, "a rank failed");
+  }
+
+ private:
+  std::vector<std::unique_ptr<cpu::Comm>> comms_;
+};
+
+// Ranks that share a launch, whose kernel runs on the CPU (device/cuda_runtime.h).
+class DeviceRanks {
+ public:
+  explicit DeviceRanks(int n) : windows_(2 * static_cast<std::size_t>(n)), mailboxes_(n) {
+    launch_.layout = {n, 2, 16 << 10};
+    launch_.timeout_ns = 60'000'000'000;
+    launch_.local_ranks = n;
+    for (int r = 0; r < n; ++r) {
+      memory_.emplace_back(static_cast<std::size_t>(launch_.layout.heap_begin()) / sizeof(Line));
+      windows_[static_cast<std::size_t>(r)] = reinterpret_cast<std::byte*>(memory_.back().data());
+    }
+  }
+
+  template <class T>
+  void run(const Operation& operation, const std::vector<T*>& in, const std::vector<T*>& out) {
+    for (std::size_t r = 0; r < in.size(); ++r) {
+      launch_.ranks[r] = {operation,
+                          reinterpret_cast<std::byte*>(in[r]),
+                          reinterpret_cast<std::byte*>(out[r]),
+                          kNotInWindow,
+                          kNotInWindow,
+                          windows_.data(),
+                          windows_.data() + in.size(),
+                          &mailboxes_[r].mailbox,
+                          static_cast<int>(r)};
+    }
+    visit_star(launch_.layout.ranks, [&](auto row) {
+      if constexpr (std::is_same_v<decltype(row), Star>) cuda::launch_plain<Star>(launch_, nullptr);
+    });
+    for (const auto& rank : mailboxes_) PYCOMM_CHECK(rank.mailbox.failure == 0, "a kernel failed");
+  }
+
+ private:
+  struct alignas(4096) Line {
+    std::byte bytes[4096];
+  };
+  struct RankMailbox {
+    cuda::Mailbox mailbox;
+    std::uint32_t second_lane;
+  };
+
+  std::vector<std::vector<Line>> memory_;
+  std::vector<std::byte*> windows_;  // and what locations count from, which is unused
+  std::vector<RankMailbox> mailboxes_;
+  cuda::Launch launch_{};
+};
+
+// Small, so that every type holds every sum exactly.
+int value(int rank, std::size_t i, int round) {
+  return (static_cast<int>(i) * 7 + rank * 31 + round * 13) % 11;
+}
+
+int expected(ReduceOp op, int n, std::size_t i, int round) {
+  int sum = 0, most = 0;
+  for (int r = 0; r < n; ++r) {
+    sum += value(r, i, round);
+    most = std::max(most, value(r, i, round));
+  }
+  return op == ReduceOp::sum ? sum : most;
+}
+
+template <class T, class Ranks>
+void compare(Ranks& ranks, int n, const Operation& operation, bool in_place, int round) {
+  const auto count = static_cast<std::size_t>(operation.count);
+  std::vector<std::vector<T>> x, y;
+  std::vector<T*> in, out;
+  for (int r = 0; r < n; ++r) {
+    x.emplace_back();
+    for (std::size_t i = 0; i < count; ++i) {
+      x.back().push_back(store<T>(static_cast<accumulator_t<T>>(value(r, i, round))));
+    }
+    y.emplace_back(count);
+  }
+  for (int r = 0; r < n; ++r) {
+    in.push_back(x[static_cast<std::size_t>(r)].data());
+    out.push_back(in_place ? in.back() : y[static_cast<std::size_t>(r)].data());
+  }
+  ranks.run(operation, in, out);
+  for (int r = 0; r < n; ++r) {
+    for (std::size_t i = 0; i < count; ++i) {
+      PYCOMM_CHECK(load(out[static_cast<std::size_t>(r)][i]) ==
+                       static_cast<accumulator_t<T>>(expected(operation.op, n, i, round)),
+                   std::string(name_of(operation.dtype)) + ", element " + std::to_string(i) +
+                       " of " + std::to_string(count) + " on rank " + std::to_string(r));
+    }
+  }
+}
+
+template <class Ranks>
+void all_reduces(int n, const std::vector<std::int64_t>& counts) {
+  Ranks ranks(n);
+  int round = 0;
+  for (const std::int64_t count : counts) {
+    for (int dtype = 0; dtype < kCountOf<DType>; ++dtype) {
+      for (const ReduceOp op : {ReduceOp::sum, ReduceOp::max}) {
+        const Operation operation = all_reduce(static_cast<DType>(dtype), op, count);
+        ++round;
+        visit_dtype(operation.dtype, [&](auto element) {
+          compare<decltype(element)>(ranks, n, operation, round % 2 == 0, round);
+        });
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace pycomm::test
+
+int main() {
+  using namespace pycomm::test;
+  std::vector<std::pair<const char*, std::function<void()>>> tests;
+  for (int n = 1; n <= 5; ++n) {
+    tests.push_back({"threads", [n] { all_reduces<CpuRanks>(n, {0, 1, 33, 1000, 20011}); }});
+    tests.push_back({"a kernel", [n] { all_reduces<DeviceRanks>(n, {1, 5003}); }});
+  }
+  tests.push_back({"threads, 9 ranks", [] { all_reduces<CpuRanks>(9, {1, 20011}); }});
+  return run_all(tests);
+}
