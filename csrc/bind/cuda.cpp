@@ -166,7 +166,7 @@ class CudaGroup {
   std::shared_ptr<cpu::Group> host_;
   std::shared_ptr<Endpoint> endpoint_;
   std::shared_ptr<SharedLaunch> shared_;
-  cpu::Turn running_;  // one operation at a time is handed over
+  cpu::OperationLock running_;  // one operation at a time is handed over
   std::mutex mutex_;
   std::condition_variable changed_;
   bool stop_ = false;

@@ -178,11 +178,11 @@ void bind_group(py::module_& m) {
            py::arg("numbers") = std::vector<int>{})
       .def(
           "span",
-          [](Group& group, std::vector<std::vector<int>> machines, int here,
+          [](Group& group, std::vector<std::vector<int>> nodes, int here,
              std::shared_ptr<Transport> transport, double timeout) {
-            group.span({std::move(machines), here}, std::move(transport), seconds(timeout));
+            group.span({std::move(nodes), here}, std::move(transport), seconds(timeout));
           },
-          py::arg("machines"), py::arg("here"), py::arg("transport"), py::arg("timeout"),
+          py::arg("nodes"), py::arg("here"), py::arg("transport"), py::arg("timeout"),
           py::keep_alive<1, 4>())
       .def("run", &run, py::arg("collective"), py::arg("algorithm"), py::arg("dtype"),
            py::arg("op"), py::arg("root"), py::arg("count"), py::arg("input"), py::arg("output"),
@@ -232,7 +232,7 @@ void bind_group(py::module_& m) {
           "published",
           [](const Group& group, int rank) {
             PYCOMM_CHECK(rank >= 0 && rank < group.comm().size(),
-                         "rank must be one of this machine's, by their order");
+                         "rank must be one of this node's, by their order");
             py::tuple counts(kChannels + 1);
             counts[0] = group.comm().announced(rank);
             for (int i = 0; i < kChannels; ++i) counts[i + 1] = group.comm().published(rank, i);
@@ -294,7 +294,7 @@ PYBIND11_MODULE(_C, m) {
   m.attr("rules") = numbers<Rule>();
   m.attr("coded_algorithms") = algorithms_with(&Algorithms::coded);
   m.attr("partial_sum_algorithms") = algorithms_with(&Algorithms::partial_sums);
-  m.attr("zero_copy_algorithms") = algorithms_with(&Algorithms::zero_copy);
+  m.attr("zero_copy_algorithms") = algorithms_with(&Algorithms::allows_zero_copy);
 }
 
 }  // namespace pycomm::bind

@@ -40,11 +40,11 @@ StepControl control(std::uintptr_t grad_scale, std::uintptr_t found_inf, std::ui
           reinterpret_cast<float*>(clip)};
 }
 
-double survey(const py::buffer& table, std::uintptr_t grad_scale, std::uintptr_t found_inf,
-              std::uintptr_t clip, double max_norm) {
+double grad_norm(const py::buffer& table, std::uintptr_t grad_scale, std::uintptr_t found_inf,
+                 std::uintptr_t clip, double max_norm) {
   const std::vector<Segment> segments = segments_of(table);
   const WithoutGil no_gil;
-  return cpu::survey(segments, control(grad_scale, found_inf, clip), max_norm, torch_parallel);
+  return cpu::grad_norm(segments, control(grad_scale, found_inf, clip), max_norm, torch_parallel);
 }
 
 void step(const Settings& settings, const py::buffer& table, std::uintptr_t grad_scale,
@@ -83,10 +83,10 @@ class DeviceTable {
     stream_ = stream;
   }
 
-  void survey(std::uintptr_t grad_scale, std::uintptr_t found_inf, std::uintptr_t clip,
-              double max_norm, bool sets_found, std::uintptr_t norm) const {
-    cuda::survey(job(control(grad_scale, found_inf, clip)),
-                 {max_norm, sets_found, reinterpret_cast<double*>(norm)});
+  void grad_norm(std::uintptr_t grad_scale, std::uintptr_t found_inf, std::uintptr_t clip,
+                 double max_norm, bool sets_found, std::uintptr_t norm) const {
+    cuda::grad_norm(job(control(grad_scale, found_inf, clip)),
+                    {max_norm, sets_found, reinterpret_cast<double*>(norm)});
   }
 
   void step(const Settings& settings, std::int64_t first, std::int64_t count,
@@ -143,7 +143,7 @@ void bind_optim(py::module_& m) {
       .def(py::init())
       .def("set", &DeviceTable::set, py::arg("table"))
       .def("upload", &DeviceTable::upload, py::arg("memory"), py::arg("device"), py::arg("stream"))
-      .def("survey", &DeviceTable::survey, py::arg("grad_scale"), py::arg("found_inf"),
+      .def("grad_norm", &DeviceTable::grad_norm, py::arg("grad_scale"), py::arg("found_inf"),
            py::arg("clip"), py::arg("max_norm"), py::arg("sets_found"), py::arg("norm"))
       .def("step", &DeviceTable::step, py::arg("settings"), py::arg("first"), py::arg("count"),
            py::arg("grad_scale"), py::arg("found_inf"), py::arg("clip"), py::arg("lr"),
@@ -152,8 +152,8 @@ void bind_optim(py::module_& m) {
         py::arg("squares"), py::arg("values"));
   m.def("encode_state", &encode_state, py::arg("values"), py::arg("n"), py::arg("squares"),
         py::arg("codes"), py::arg("largest"));
-  m.def("optimizer_survey", &survey, py::arg("table"), py::arg("grad_scale"), py::arg("found_inf"),
-        py::arg("clip"), py::arg("max_norm"));
+  m.def("optimizer_grad_norm", &grad_norm, py::arg("table"), py::arg("grad_scale"),
+        py::arg("found_inf"), py::arg("clip"), py::arg("max_norm"));
   m.def("optimizer_step", &step, py::arg("settings"), py::arg("table"), py::arg("grad_scale"),
         py::arg("found_inf"), py::arg("clip"));
 }

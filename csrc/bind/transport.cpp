@@ -1,4 +1,4 @@
-// Transports between machines for Python, which brings the one over torch.distributed.
+// Transports between nodes for Python, which brings the one over torch.distributed.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -16,26 +16,26 @@ namespace py = pybind11;
 namespace pycomm::bind {
 namespace {
 
+using cpu::Batch;
 using cpu::LocalTransport;
-using cpu::Parcel;
-using cpu::Round;
+using cpu::Transfer;
 using cpu::Transport;
 
 // Whose post(), stop(), disconnect() and leave() a Python class defines.
 class PythonTransport : public Transport {
  public:
   using Transport::Transport;
-  void post(const Round& round) override {
+  void post(const Batch& batch) override {
     const WithGil gil;
     const py::function function = find("post");
     PYCOMM_CHECK(function, "the link of this group is gone");
-    call_python(function, py::make_tuple(parcels(round.sends), parcels(round.receives)));
+    call_python(function, py::make_tuple(transfers(batch.sends), transfers(batch.receives)));
   }
   void stop(std::span<const std::byte> farewell) override { end("stop", farewell); }
   void disconnect() override { end("disconnect"); }
   void leave(std::span<const std::byte> farewell) override { end("leave", farewell); }
   int awaited() const override { return awaited_; }
-  void await(int host) { awaited_ = host; }
+  void await(int node) { awaited_ = node; }
 
  private:
   static constexpr int kAttempts = 3;
@@ -72,11 +72,11 @@ class PythonTransport : public Transport {
   static py::bytes bytes(std::span<const std::byte> bytes) {
     return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
   }
-  static py::list parcels(const std::vector<Parcel>& parcels) {
+  static py::list transfers(const std::vector<Transfer>& transfers) {
     py::list list;
-    for (const Parcel& parcel : parcels) {
-      list.append(
-          py::make_tuple(parcel.host, reinterpret_cast<std::uintptr_t>(parcel.data), parcel.bytes));
+    for (const Transfer& transfer : transfers) {
+      list.append(py::make_tuple(transfer.node, reinterpret_cast<std::uintptr_t>(transfer.data),
+                                 transfer.bytes));
     }
     return list;
   }
@@ -106,22 +106,22 @@ void bind_transport(py::module_& m) {
       .def(py::init([](const py::bytes& secret) { return new PythonTransport(secret_of(secret)); }),
            py::arg("secret"))
       .def("complete", &Transport::complete)
-      .def("lose", &Transport::lose, py::arg("host"))
-      .def("finished", &Transport::finished, py::arg("host"))
+      .def("lose", &Transport::lose, py::arg("node"))
+      .def("finished", &Transport::finished, py::arg("node"))
       .def(
           "heard",
-          [](Transport& transport, int host, const py::bytes& farewell) {
-            transport.heard(host, span_of(farewell));
+          [](Transport& transport, int node, const py::bytes& farewell) {
+            transport.heard(node, span_of(farewell));
           },
-          py::arg("host"), py::arg("farewell"))
+          py::arg("node"), py::arg("farewell"))
       .def(
-          "await_host",
-          [](Transport& transport, int host) {
-            dynamic_cast<PythonTransport&>(transport).await(host);
+          "await_node",
+          [](Transport& transport, int node) {
+            dynamic_cast<PythonTransport&>(transport).await(node);
           },
-          py::arg("host"));
+          py::arg("node"));
   py::class_<LocalTransport, Transport, std::shared_ptr<LocalTransport>>(m, "LocalTransport")
-      .def_static("make", &LocalTransport::make, py::arg("hosts"));
+      .def_static("make", &LocalTransport::make, py::arg("nodes"));
 }
 
 }  // namespace pycomm::bind

@@ -143,7 +143,7 @@ inline CollectiveError overwritten(const Operation& called, std::uint32_t sequen
           -1,
           name_of(called.collective),
           sequence,
-          "a rank of this machine has overwritten the group's shared memory"};
+          "a rank of this node has overwritten the group's shared memory"};
 }
 
 // Rank `r` sent what cannot be used.

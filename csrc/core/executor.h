@@ -26,7 +26,7 @@ concept Signaller = requires(Comm& comm, int channel, std::int64_t step) {
 // Ranks that move and reduce a tensor's elements.
 template <class Comm>
 concept Executor = Signaller<Comm> && requires(Comm& comm, int r, int channel, std::int64_t n,
-                                               Place place, Place (&places)(int)) {
+                                               Location location, Location (&locations)(int)) {
   // Slots hold encoded elements (core/codecs/codec.h). Every contribution then goes through a slot, so
   // that no rank's own is more exact than the others.
   { Comm::kCoded } -> std::convertible_to<bool>;
@@ -34,31 +34,31 @@ concept Executor = Signaller<Comm> && requires(Comm& comm, int r, int channel, s
   { comm.count() } -> std::same_as<std::int64_t>;      // elements of this operation
   { comm.elements(n) } -> std::same_as<std::int64_t>;  // in n bytes
   { comm.line() } -> std::same_as<std::int64_t>;       // elements in a cache line
-  { comm.direct() } -> std::same_as<bool>;  // after announce(): tensors lie in the windows
-  { comm.input() } -> std::same_as<Place>;  // this rank's tensors
-  { comm.output() } -> std::same_as<Place>;
-  { comm.input(r) } -> std::same_as<Place>;  // rank r's, if direct()
-  { comm.output(r) } -> std::same_as<Place>;
-  { comm.slot(r, n) } -> std::same_as<Place>;           // staging slot n of rank r
+  { comm.zero_copy() } -> std::same_as<bool>;  // after announce(): tensors lie in the windows
+  { comm.input() } -> std::same_as<Location>;  // this rank's tensors
+  { comm.output() } -> std::same_as<Location>;
+  { comm.input(r) } -> std::same_as<Location>;  // rank r's, if zero_copy()
+  { comm.output(r) } -> std::same_as<Location>;
+  { comm.slot(r, n) } -> std::same_as<Location>;        // staging slot n of rank r
   { comm.slot_count() } -> std::same_as<std::int64_t>;  // elements in a slot
-  { comm.at(place, n) } -> std::same_as<Place>;         // n elements further
-  comm.copy(place, place, n);                           // to, from, elements
-  // places(0), places(1), ... = places(0) op places(1) op ...; true: nothing is added later.
-  comm.reduce(1, places, 1, places, n, true);
+  { comm.at(location, n) } -> std::same_as<Location>;   // n elements further
+  comm.copy(location, location, n);                     // to, from, elements
+  // locations(0), locations(1), ... = locations(0) op locations(1) op ...; true: nothing is added later.
+  comm.reduce(1, locations, 1, locations, n, true);
 };
 
 // Executors of tensors as they are.
 template <class Comm>
 concept PlainExecutor =
-    Executor<Comm> && !Comm::kCoded && requires(Comm& comm, int r, Place place) {
+    Executor<Comm> && !Comm::kCoded && requires(Comm& comm, int r, Location location) {
       { comm.root() } -> std::same_as<int>;
       { comm.block() } -> std::same_as<std::int64_t>;  // elements of one rank's share
       comm.publish();                                  // the halves of announce()
-      comm.meet();
+      comm.await_announcements();
       { comm.fits_packets() } -> std::same_as<bool>;  // core/algorithms/packet.h
-      comm.put_packets(r, place);
+      comm.put_packets(r, location);
       comm.take_packets(r);
-      { comm.taken(r) } -> std::same_as<Place>;
+      { comm.taken(r) } -> std::same_as<Location>;
     };
 
 // Ranks that exchange lists of elements (core/algorithms/topk_exchange.h).

@@ -1,7 +1,7 @@
-// Messages between ranks, besides data. On one machine they lie in shared memory: announcements, and
-// what a rank waits for. Between machines there are two: a greeting before every operation, and a
+// Messages between ranks, besides data. On one node they lie in shared memory: announcements, and
+// what a rank waits for. Between nodes there are two: a handshake before every operation, and a
 // farewell, the last message on a link. Both begin with a header that shows that they come from the
-// machine at the other end (docs/wire-format.md).
+// node at the other end (docs/wire-format.md).
 //
 // Readers trust nothing: they throw std::invalid_argument with what is wrong, and what they return
 // may index tables and memory.
@@ -22,7 +22,7 @@ namespace pycomm {
 inline constexpr std::uint32_t kMessageMagic = 0x4b4c4350;  // "PCLK" in memory
 inline constexpr std::uint16_t kMessageVersion = 2;
 
-enum class MessageKind : std::uint16_t { greeting = 1, farewell = 2 };
+enum class MessageKind : std::uint16_t { handshake = 1, farewell = 2 };
 
 // Random bytes, known to those who can read the group's Store.
 using Secret = std::array<std::byte, 16>;
@@ -30,33 +30,33 @@ using Secret = std::array<std::byte, 16>;
 // The sender of a message on a link.
 struct Sender {
   Secret secret;
-  int machine;
+  int node;
 };
 
 struct MessageHeader {
   std::uint32_t magic;
   std::uint16_t version;
   MessageKind kind;
-  std::int64_t machine;  // the sender
+  std::int64_t node;  // the sender
   Secret secret;
 };
 static_assert(sizeof(MessageHeader) == 32);
 
 inline MessageHeader header_of(MessageKind kind, const Sender& sender) {
-  return {kMessageMagic, kMessageVersion, kind, sender.machine, sender.secret};
+  return {kMessageMagic, kMessageVersion, kind, sender.node, sender.secret};
 }
 
-struct Greeting {
+struct Handshake {
   MessageHeader header;
   Operation operation;
   std::uint32_t sequence;
-  Outlook outlook;
+  Preflight preflight;
 };
-static_assert(sizeof(Greeting) == 80);
+static_assert(sizeof(Handshake) == 80);
 
 struct Farewell {
   MessageHeader header;
-  std::uint64_t abort_word;  // 0: the machine leaves
+  std::uint64_t abort_word;  // 0: the node leaves
 };
 static_assert(sizeof(Farewell) == 40);
 
@@ -75,16 +75,16 @@ Message parse_message(std::span<const std::byte> bytes, MessageKind kind, const 
                "a message has version " + std::to_string(header.version) +
                    " of the format, known is " + std::to_string(kMessageVersion));
   PYCOMM_CHECK(header.secret == sender.secret, "a message lacks the group's secret");
-  PYCOMM_CHECK(header.kind == kind && header.machine == sender.machine,
-               "a message is of another kind, or from another machine");
+  PYCOMM_CHECK(header.kind == kind && header.node == sender.node,
+               "a message is of another kind, or from another node");
   return message;
 }
 
-inline Greeting parse_greeting(std::span<const std::byte> bytes, const Sender& sender) {
-  const auto greeting = parse_message<Greeting>(bytes, MessageKind::greeting, sender);
-  PYCOMM_CHECK(is_valid(greeting.operation),
-               "a greeting announces an operation that does not exist");
-  return greeting;
+inline Handshake parse_handshake(std::span<const std::byte> bytes, const Sender& sender) {
+  const auto handshake = parse_message<Handshake>(bytes, MessageKind::handshake, sender);
+  PYCOMM_CHECK(is_valid(handshake.operation),
+               "a handshake announces an operation that does not exist");
+  return handshake;
 }
 
 // `world`: how many ranks an abort word may blame.
@@ -105,9 +105,9 @@ inline Announcement parse_announcement(std::span<const std::byte> bytes, int ran
   const Operation& operation = announced.operation;
   PYCOMM_CHECK(is_valid(operation), "an announced operation does not exist");
   const bool lists = operation.codec.kind == CodecKind::topk;
-  const auto fits = [&](std::int64_t place, std::int64_t size) {
-    return place == kNotInWindow ||
-           (place >= heap_begin && place <= heap_end && size <= heap_end - place);
+  const auto fits = [&](std::int64_t offset, std::int64_t size) {
+    return offset == kNotInWindow ||
+           (offset >= heap_begin && offset <= heap_end && size <= heap_end - offset);
   };
   PYCOMM_CHECK(fits(announced.input, lists ? 0 : input_bytes(operation, ranks)) &&
                    fits(announced.output, lists ? 0 : output_bytes(operation, ranks)),

@@ -79,17 +79,17 @@ PYCOMM_HD constexpr std::int64_t output_bytes(const Operation& operation, int ra
 inline constexpr std::int64_t kNotInWindow = -1;
 
 // Compressed, with feedback: what a rank knows of its tensor before anything is sent.
-struct Outlook {
+struct Preflight {
   std::uint16_t overflow = 0;  // it may not be summed
   std::uint16_t unused = 0;    // it is all zeros, and Feedback::hold_unused
 };
 
-PYCOMM_HD constexpr Outlook make_outlook(bool overflow, bool unused) {
+PYCOMM_HD constexpr Preflight make_preflight(bool overflow, bool unused) {
   return {static_cast<std::uint16_t>(overflow), static_cast<std::uint16_t>(unused)};
 }
 
 // What ranks say together.
-PYCOMM_HD constexpr Outlook operator|(Outlook a, Outlook b) {
+PYCOMM_HD constexpr Preflight operator|(Preflight a, Preflight b) {
   return {static_cast<std::uint16_t>(a.overflow | b.overflow),
           static_cast<std::uint16_t>(a.unused & b.unused)};
 }
@@ -101,7 +101,7 @@ struct alignas(64) Announcement {
   Operation operation;
   std::int64_t input = kNotInWindow;  // where the tensors lie in this rank's window
   std::int64_t output = kNotInWindow;
-  Outlook outlook;
+  Preflight preflight;
   std::uint32_t epoch = 0;
 };
 static_assert(sizeof(Announcement) == 64);

@@ -24,7 +24,7 @@ PYCOMM_HD constexpr bool reached(std::uint32_t flag, std::uint32_t target) {
 inline constexpr std::int64_t kPlain = -1;
 
 // A piece of some rank's memory; where `rank` is not the caller's, its use is traffic.
-struct Place {
+struct Location {
   std::byte* data;
   int rank;
   std::int64_t coded = kPlain;  // of encoded elements: which one, in the tile that begins at `data`

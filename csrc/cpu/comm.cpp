@@ -25,8 +25,8 @@ constexpr auto kNap = std::chrono::microseconds(20);
 constexpr auto kLongestSleep = std::chrono::milliseconds(10);
 constexpr auto kLookEvery = std::chrono::milliseconds(1);
 constexpr auto kInterruptEvery = std::chrono::milliseconds(50);
-// How long the ranks of several machines may take to agree whom they blame.
-constexpr auto kSettledWithin = std::chrono::seconds(1);
+// How long the ranks of several nodes may take to agree whom they blame.
+constexpr auto kDecidedWithin = std::chrono::seconds(1);
 
 bool has_come(const std::atomic<std::uint32_t>& flag, std::uint32_t target) {
   return reached(flag.load(std::memory_order_acquire), target);
@@ -86,19 +86,19 @@ Comm::Comm(std::shared_ptr<Window> window, std::shared_ptr<const Liveness> peers
 }
 
 void Comm::begin(const Operation& operation, const void* input, void* output, void (*interrupt)(),
-                 Outlook outlook) {
+                 Preflight preflight) {
   ordinal_.store(next_sequence(ordinal()), std::memory_order_relaxed);
   called_ = operation;
   interrupt_ = interrupt;
   traffic_ = {};
-  begin_phase(operation, input, output, outlook);
+  begin_phase(operation, input, output, preflight);
 }
 
 void Comm::begin_phase(const Operation& operation, const void* input, void* output,
-                       Outlook outlook) {
+                       Preflight preflight) {
   sequence_ = next_sequence(sequence_);
   operation_ = operation;
-  outlook_ = outlook;
+  preflight_ = preflight;
   element_size_ = size_of(operation.dtype);
   input_ = static_cast<std::byte*>(const_cast<void*>(input));
   output_ = static_cast<std::byte*>(output);
@@ -106,7 +106,7 @@ void Comm::begin_phase(const Operation& operation, const void* input, void* outp
   output_bytes_ = output_bytes(operation, size_);
   loop_ = reduce_loop(operation.dtype, operation.op, false);
   last_loop_ = reduce_loop(operation.dtype, operation.op, true);
-  direct_ = exposed_ = false;
+  zero_copy_ = exposed_ = false;
   leave_peers_heaps();
   stream_ = store_policy_.next(operation.count * element_size_);
   for (int channel = 0; channel < kChannels; ++channel) started_[channel] = signalled_[channel];
@@ -118,7 +118,7 @@ void Comm::publish() {
   // Of top-k, the input is an area for lists, whatever the tensor's size.
   const bool lists = operation_.codec.kind == CodecKind::topk;
   mine.operation = operation_;
-  mine.outlook = outlook_;
+  mine.preflight = preflight_;
   mine.input = window_->place_in_heap(rank_, input_, lists ? 0 : input_bytes_);
   mine.output = input_ == output_ && input_bytes_ == output_bytes_
                     ? mine.input
@@ -126,7 +126,7 @@ void Comm::publish() {
   exposed_ = !lists && (mine.input != kNotInWindow || mine.output != kNotInWindow);
   Announcement& announced = announcement(rank_);
   announced.operation = mine.operation;
-  announced.outlook = mine.outlook;
+  announced.preflight = mine.preflight;
   announced.input = mine.input;
   announced.output = mine.output;
   if (operation_.details != 0) details(rank_) = *details_;
@@ -135,7 +135,7 @@ void Comm::publish() {
   wake();
 }
 
-void Comm::meet() {
+void Comm::await_announcements() {
   for (int r = 0; r < size_; ++r) {
     if (r == rank_) continue;
     const auto& epoch =
@@ -147,20 +147,20 @@ void Comm::meet() {
 
   const bool scatters = operation_.collective == Collective::reduce_scatter;
   const bool gathers = operation_.collective == Collective::all_gather;
-  direct_ = zero_copy(operation_);
+  zero_copy_ = allows_zero_copy(operation_);
   for (int r = 0; r < size_; ++r) {
-    direct_ = direct_ && (gathers || met(r).input != kNotInWindow) &&
-              (scatters || met(r).output != kNotInWindow);
+    zero_copy_ = zero_copy_ && (gathers || met(r).input != kNotInWindow) &&
+                 (scatters || met(r).output != kNotInWindow);
   }
-  if (direct_) enter_peers_heaps();
+  if (zero_copy_) enter_peers_heaps();
 }
 
 // Where the tensors of all ranks lie in this process.
 void Comm::find_tensors() {
   for (int r = 0; r < size_; ++r) {
-    const auto find = [&](std::int64_t place, std::byte* own, std::int64_t bytes) -> std::byte* {
-      if (r == rank_ || place == kNotInWindow) return r == rank_ ? own : nullptr;
-      return window_->in_heap(r, place, bytes);
+    const auto find = [&](std::int64_t offset, std::byte* own, std::int64_t bytes) -> std::byte* {
+      if (r == rank_ || offset == kNotInWindow) return r == rank_ ? own : nullptr;
+      return window_->in_heap(r, offset, bytes);
     };
     tensors_[static_cast<std::size_t>(r)] = {find(met(r).input, input_, input_bytes_),
                                              find(met(r).output, output_, output_bytes_)};
@@ -269,9 +269,9 @@ std::uint32_t Comm::completed() const {
   return spans_ && least != first_epoch_ ? least - 1 : least;
 }
 
-Outlook Comm::outlook() const {
-  Outlook all = met(0).outlook;
-  for (int r = 1; r < size_; ++r) all = all | met(r).outlook;
+Preflight Comm::preflight() const {
+  Preflight all = met(0).preflight;
+  for (int r = 1; r < size_; ++r) all = all | met(r).preflight;
   return all;
 }
 
@@ -295,7 +295,7 @@ void Comm::check_agreement() {
   }
 }
 
-void Comm::put_packets(int r, Place from) {
+void Comm::put_packets(int r, Location from) {
   std::atomic<std::uint64_t>* packets = window_->packets(r, sequence_, rank_);
   const std::int64_t bytes = count() * element_size_;
   for (std::int64_t done = 0; done < bytes; done += 4) {
@@ -440,7 +440,7 @@ bool Comm::anyone_waits_after(std::uint32_t ordinal) const {
   return false;
 }
 
-// Of all ranks: whoever waits for one of them may wait for a machine that it waits for.
+// Of all ranks: whoever waits for one of them may wait for a node that it waits for.
 std::uint32_t Comm::beats() const {
   std::uint32_t sum = 0;
   for (int r = 0; r < size_; ++r) {
@@ -474,22 +474,22 @@ std::uint64_t Comm::last_word() {
   return window_->control(0).last_word.load();
 }
 
-void Comm::settle(std::uint64_t word) {
+void Comm::decide_culprit(std::uint64_t word) {
   std::uint64_t none = 0;
-  window_->control(0).settled.compare_exchange_strong(none, word);
+  window_->control(0).decided_word.compare_exchange_strong(none, word);
 }
 
-std::uint64_t Comm::settled() {
+std::uint64_t Comm::decided_word() {
   if (!spans_) return aborted();
-  const std::atomic<std::uint64_t>& word = window_->control(0).settled;
+  const std::atomic<std::uint64_t>& word = window_->control(0).decided_word;
   for (WaitingTime waited; word.load() == 0;) {
-    if (waited.until(Clock::now()) > kSettledWithin) settle(last_word());
+    if (waited.until(Clock::now()) > kDecidedWithin) decide_culprit(last_word());
     std::this_thread::sleep_for(kNap);
   }
   return word.load();
 }
 
-// What a rank waits for in another group, if it is on this machine.
+// What a rank waits for in another group, if it is on this node.
 std::string Comm::what_keeps(int culprit) const {
   for (int r = 0; r < size_; ++r) {
     if (number(r) == culprit) return membership_.describe(r);

@@ -33,15 +33,15 @@ class Comm {
 
   // Starts the next operation; an algorithm's call follows. `interrupt` is called now and then in a
   // long wait, and may throw.
-  // `outlook` is announced with it.
+  // `preflight` is announced with it.
   void begin(const Operation& operation, const void* input, void* output, void (*interrupt)(),
-             Outlook outlook = {});
+             Preflight preflight = {});
   // Before begin(): what goes with the operation's hash, in messages; or null. It must live until the
   // operation has ended.
   void set_details(const Details* details) { details_ = details; }
   // Another algorithm follows as a part of the operation that has begun.
   void begin_phase(const Operation& operation, const void* input, void* output,
-                   Outlook outlook = {});
+                   Preflight preflight = {});
 
   // Ends an operation that has done its part. It counts only if nobody has aborted the group: throws
   // otherwise.
@@ -61,7 +61,7 @@ class Comm {
   Clock::duration patience() const { return timeout_; }
   // The last operation known to have succeeded on every rank.
   std::uint32_t completed() const;
-  // The ranks are those of one machine among several: another machine may be one operation behind.
+  // The ranks are those of one node among several: another node may be one operation behind.
   void span() { spans_ = true; }
 
   int rank() const { return rank_; }
@@ -74,35 +74,35 @@ class Comm {
   std::int64_t block() const { return operation_.count; }
   std::int64_t elements(std::int64_t bytes) const { return bytes / element_size_; }
   std::int64_t line() const { return elements(kLine); }
-  bool direct() const { return direct_; }
-  Place input() const { return {input_, rank_}; }
-  Place output() const { return {output_, rank_}; }
-  Place input(int r) const { return {tensors_[static_cast<std::size_t>(r)].input, r}; }
-  Place output(int r) const { return {tensors_[static_cast<std::size_t>(r)].output, r}; }
-  Place slot(int r, std::int64_t i) const {
+  bool zero_copy() const { return zero_copy_; }
+  Location input() const { return {input_, rank_}; }
+  Location output() const { return {output_, rank_}; }
+  Location input(int r) const { return {tensors_[static_cast<std::size_t>(r)].input, r}; }
+  Location output(int r) const { return {tensors_[static_cast<std::size_t>(r)].output, r}; }
+  Location slot(int r, std::int64_t i) const {
     return {window_->staging(r, sequence_) + i * slot_bytes_, r};
   }
   std::int64_t slot_count() const { return elements(slot_bytes_); }
-  Place at(Place place, std::int64_t elements) const {
-    return {place.data + elements * element_size_, place.rank};
+  Location at(Location location, std::int64_t elements) const {
+    return {location.data + elements * element_size_, location.rank};
   }
 
   void announce() {
     publish();
-    meet();
+    await_announcements();
   }
   void publish();
-  void meet();
-  // After meet(): of all ranks.
-  Outlook outlook() const;
-  // After meet(): the memory in rank r's heap that it has announced as its input. Throws unless so
+  void await_announcements();
+  // After await_announcements(): of all ranks.
+  Preflight preflight() const;
+  // After await_announcements(): the memory in rank r's heap that it has announced as its input. Throws unless so
   // many bytes lie there.
   std::byte* announced_area(int r, std::int64_t bytes);
 
   bool fits_packets() const { return count() * element_size_ <= kPacketBytes; }
-  void put_packets(int r, Place from);
+  void put_packets(int r, Location from);
   void take_packets(int r);
-  Place taken(int r) { return {taken_.data() + r * kPacketBytes, rank_}; }
+  Location taken(int r) { return {taken_.data() + r * kPacketBytes, rank_}; }
 
   void signal(Channel channel) {
     stream_fence();
@@ -123,7 +123,7 @@ class Comm {
     }
   }
 
-  void copy(Place to, Place from, std::int64_t n) {
+  void copy(Location to, Location from, std::int64_t n) {
     if (n == 0 || to.data == from.data) return;
     count_traffic(n, to, from);
     const Target there = target(to);
@@ -136,15 +136,15 @@ class Comm {
     if (n == 0) return;
     bool any_shared = false;
     for (int i = 0; i < n_from; ++i) {
-      const Place place = from(i);
-      sources_[i] = place.data;
-      if (place.rank != rank_) traffic_.bytes_in += n * element_size_;
+      const Location location = from(i);
+      sources_[i] = location.data;
+      if (location.rank != rank_) traffic_.bytes_in += n * element_size_;
     }
     for (int i = 0; i < n_to; ++i) {
-      const Place place = to(i);
-      targets_[i] = target(place);
-      any_shared = any_shared || shared(place);
-      if (place.rank != rank_) traffic_.bytes_out += n * element_size_;
+      const Location location = to(i);
+      targets_[i] = target(location);
+      any_shared = any_shared || shared(location);
+      if (location.rank != rank_) traffic_.bytes_out += n * element_size_;
     }
     const StorePolicy::Timer timer = store_policy_.time(any_shared, n_to * n * element_size_);
     cpu::reduce(last ? last_loop_ : loop_, targets_.data(), n_to, sources_.data(), n_from, n,
@@ -157,21 +157,21 @@ class Comm {
   // Rank r has written what cannot be used.
   [[noreturn]] void blame(int r, const std::string& what) { blame_number(number(r), what); }
   [[noreturn]] void blame_number(int number, const std::string& what);
-  // What this machine, which has been aborted, tells the others; the same at every call by any rank.
+  // What this node, which has been aborted, tells the others; the same at every call by any rank.
   std::uint64_t last_word();
-  // What all machines have settled on; the first word given stays.
-  void settle(std::uint64_t word);
-  // The same, for the ranks that carry nothing between machines: waits for those that do.
-  std::uint64_t settled();
+  // What all nodes have decided_word on; the first word given stays.
+  void decide_culprit(std::uint64_t word);
+  // The same, for the ranks that carry nothing between nodes: waits for those that do.
+  std::uint64_t decided_word();
   // The error that a word stands for, in this operation.
   CollectiveError failure_of(std::uint64_t word) const;
   // Throws if the group has been aborted.
   void check_aborted() const {
     if (const std::uint64_t word = aborted()) throw failure_of(word);
   }
-  // For others of this machine: I wait for another one, within a deadline of my own.
+  // For others of this node: I wait for another one, within a deadline of my own.
   void beat() { mine().beats.fetch_add(1, std::memory_order_relaxed); }
-  // What the whole group, of which this machine's ranks may be a part, calls rank r.
+  // What the whole group, of which this node's ranks may be a part, calls rank r.
   int number(int r) const { return peers_->number(r); }
   // What the group is called in messages.
   void set_name(std::string name) { membership_.set_name(std::move(name)); }
@@ -198,7 +198,7 @@ class Comm {
 
   int pid(int r) const { return peers_->pid(r); }
   int pid_of(int number) const { return peers_->pid_of(number); }
-  // Whether a rank of this machine waits in an operation that follows this one.
+  // Whether a rank of this node waits in an operation that follows this one.
   bool anyone_waits_after(std::uint32_t ordinal) const;
   // Not zero once the group has been aborted.
   std::uint64_t aborted() const { return window_->control(0).abort.load(); }
@@ -241,11 +241,11 @@ class Comm {
   bool left(int r) const { return window_->control(r).left.load(std::memory_order_acquire) != 0; }
 
   // Read by other ranks next: everything but my own ordinary output.
-  bool shared(Place place) const {
-    return direct_ || place.data < output_ || place.data >= output_ + output_bytes_;
+  bool shared(Location location) const {
+    return zero_copy_ || location.data < output_ || location.data >= output_ + output_bytes_;
   }
-  Target target(Place place) const { return {place.data, stream_ && shared(place)}; }
-  void count_traffic(std::int64_t n, Place to, Place from) {
+  Target target(Location location) const { return {location.data, stream_ && shared(location)}; }
+  void count_traffic(std::int64_t n, Location to, Location from) {
     if (from.rank != rank_) traffic_.bytes_in += n * element_size_;
     if (to.rank != rank_) traffic_.bytes_out += n * element_size_;
   }
@@ -270,7 +270,7 @@ class Comm {
   const Details* details_ = nullptr;
   Operation called_;
   Operation operation_;  // of this phase
-  Outlook outlook_;
+  Preflight preflight_;
   std::byte* input_ = nullptr;
   std::byte* output_ = nullptr;
   std::int64_t input_bytes_ = 0;
@@ -278,7 +278,7 @@ class Comm {
   std::int64_t element_size_ = 1;
   ReduceLoop loop_ = nullptr;
   ReduceLoop last_loop_ = nullptr;
-  bool direct_ = false;
+  bool zero_copy_ = false;
   bool exposed_ = false;         // tensors lie in this rank's heap, where others may use them
   bool in_peers_heaps_ = false;  // and this rank theirs
   bool stream_ = false;

@@ -15,24 +15,24 @@ constexpr auto kInterruptEvery = std::chrono::milliseconds(50);
 
 }  // namespace
 
-void Turn::lock() {
-  check_not_mine();
+void OperationLock::lock() {
+  check_not_held();
   mutex_.lock();
   owner_.store(std::this_thread::get_id(), std::memory_order_relaxed);
 }
 
-bool Turn::try_lock() {
+bool OperationLock::try_lock() {
   if (mine() || !mutex_.try_lock()) return false;
   owner_.store(std::this_thread::get_id(), std::memory_order_relaxed);
   return true;
 }
 
-void Turn::unlock() {
+void OperationLock::unlock() {
   owner_.store({}, std::memory_order_relaxed);
   mutex_.unlock();
 }
 
-void Turn::check_not_mine() const {
+void OperationLock::check_not_held() const {
   if (!mine()) return;
   throw GroupUnusable(
       "group is in the middle of an operation on this thread: a signal's handler may only abort() "
@@ -118,10 +118,11 @@ Group::Group(std::shared_ptr<Window> window, std::shared_ptr<const Liveness> pee
       heap_(std::make_shared<Heap>(window_, rank)),
       comm_(window_, std::move(peers), rank, size, cores, timeout, first_epoch) {}
 
-void Group::span(Machines machines, std::shared_ptr<Transport> transport, Clock::duration timeout) {
-  size_ = machines.world();
+void Group::span(Nodes nodes, std::shared_ptr<Transport> transport, Clock::duration timeout) {
+  size_ = nodes.world();
   comm_.span();
-  hosts_ = std::make_unique<Hosts>(comm_, std::move(machines), std::move(transport), timeout);
+  internode_ =
+      std::make_unique<InternodeGroup>(comm_, std::move(nodes), std::move(transport), timeout);
 }
 
 Group::~Group() { close(); }
@@ -147,13 +148,13 @@ void Group::wait_until_idle(void (*interrupt)()) {
 void Group::abort() {
   if (forked()) return;
   comm_.abort(Reason::aborted, comm_.rank());
-  if (hosts_ != nullptr) hosts_->tell();
+  if (internode_ != nullptr) internode_->tell();
 }
 
 void Group::leave() {
   if (forked()) return;
   comm_.leave();
-  if (hosts_ != nullptr) hosts_->leave();
+  if (internode_ != nullptr) internode_->leave();
 }
 
 void Group::end_waits_of(std::span<const std::shared_ptr<Group>> others) {
@@ -181,11 +182,11 @@ void Group::check_usable() {
 
 // At the door, and on all ranks alike.
 void Group::check_fits(const Operation& operation) const {
-  if (hosts_ != nullptr) {
+  if (internode_ != nullptr) {
     const Algorithm algorithm = operation.algorithm;
     PYCOMM_CHECK(operation.collective != Collective::all_reduce ||
                      algorithm == Algorithm::automatic || algorithm == Algorithm::two_shot,
-                 std::string("algorithm must be auto or two_shot in a group that spans machines, "
+                 std::string("algorithm must be auto or two_shot in a group that spans nodes, "
                              "got ") +
                      name_of(algorithm));
     return;
@@ -272,7 +273,7 @@ void Group::serve() {
 
 bool Group::execute(const Task& task, void (*interrupt)(), std::int64_t* moved) {
   bool nonfinite = false;
-  for (const Call& call : task.calls) keep_before(call);
+  for (const Call& call : task.calls) snapshot_residuals(call);
   try {
     for (const Call& call : task.calls) {
       nonfinite |= execute(call, task.agree_only, interrupt);
@@ -287,14 +288,14 @@ bool Group::execute(const Task& task, void (*interrupt)(), std::int64_t* moved) 
 }
 
 std::int64_t Group::bytes_moved() const {
-  if (hosts_ != nullptr) return hosts_->traffic().received;
+  if (internode_ != nullptr) return internode_->traffic().received;
   return comm_.traffic().bytes_in + comm_.traffic().bytes_out;
 }
 
 bool Group::execute(const Call& call, bool agree_only, void (*interrupt)()) {
   if (failed_.load(std::memory_order_acquire)) check_usable();
   Operation operation = call.operation;
-  operation.algorithm = resolve(operation, size_, hosts_ != nullptr);
+  operation.algorithm = resolve(operation, size_, internode_ != nullptr);
   const Details* details = &call.details;
   std::optional<Details> compressed;
   if (operation.codec.kind != CodecKind::none && !agree_only) {
@@ -312,15 +313,15 @@ bool Group::execute(const Call& call, bool agree_only, void (*interrupt)()) {
     const std::uint64_t word = pycomm::abort_word(error.reason, error.rank);
     comm_.abort(word);
     retreat();
-    const std::uint64_t settled = comm_.settled();
+    const std::uint64_t decided_word = comm_.decided_word();
     const CollectiveError told =
-        (settled == word ? error : comm_.failure_of(settled)).knowing(comm_.completed());
+        (decided_word == word ? error : comm_.failure_of(decided_word)).knowing(comm_.completed());
     fail(told);
     throw told;
   } catch (const std::exception& error) {
     abort();  // nobody knows of it yet
     retreat();
-    const CollectiveError told = comm_.failure_of(comm_.settled());
+    const CollectiveError told = comm_.failure_of(comm_.decided_word());
     fail((told.rank == rank_ ? told.because(error.what()) : told).knowing(comm_.completed()));
     throw;
   }
@@ -329,7 +330,7 @@ bool Group::execute(const Call& call, bool agree_only, void (*interrupt)()) {
 // After a failure: returns when nobody touches the caller's memory any more.
 void Group::retreat() {
   comm_.leave_peers_heaps();
-  if (hosts_ != nullptr) hosts_->stop();
+  if (internode_ != nullptr) internode_->stop();
   comm_.retreat();
   comm_.wait_for_kernels(kRetreatWithin);
 }
@@ -337,7 +338,7 @@ void Group::retreat() {
 bool Group::run_on(const Operation& operation, const Call& call, bool agree_only,
                    void (*interrupt)()) {
   const CodecKind codec = agree_only ? CodecKind::none : operation.codec.kind;
-  if (hosts_ != nullptr) return hosts_->run(operation, call, interrupt);
+  if (internode_ != nullptr) return internode_->run(operation, call, interrupt);
   if (codec == CodecKind::topk) return run_topk(operation, call, interrupt);
   if (codec != CodecKind::none) return run_blocks(operation, call, interrupt);
   if (!agree_only) {
@@ -361,8 +362,8 @@ void Group::run_plain(const Operation& operation, const Call& call, void (*inter
 // A world of one compresses, too: what it shows is what a larger one would do.
 bool Group::run_blocks(const Operation& operation, const Call& call, void (*interrupt)()) {
   const float limit = largest_safe(operation, size_);
-  const Outlook outlook = outlook_of(operation, call, limit);
-  comm_.begin(operation, call.input, call.output, interrupt, outlook);
+  const Preflight preflight = preflight_of(operation, call, limit);
+  comm_.begin(operation, call.input, call.output, interrupt, preflight);
   const auto staging = CodedStaging::in(comm_.slot_bytes() * kStagingSlots, operation.codec);
   CodedComm<Comm> coded(comm_, operation, call.feedback, limit, staging);
   run_coded(coded, operation.algorithm);
@@ -374,7 +375,7 @@ bool Group::run_topk(const Operation& operation, const Call& call, void (*interr
   TopkComm<Comm> coded(comm_, *topk_, operation, call, largest_safe(operation, size_));
   const std::uint32_t sequence = next_sequence(comm_.sequence());
   std::byte* const area = topk_->area(sequence, coded.area_bytes(comm_.rank()));
-  comm_.begin(operation, area, area, interrupt, coded.outlook());
+  comm_.begin(operation, area, area, interrupt, coded.preflight());
   topk_exchange(coded);
   return coded.nonfinite();
 }
@@ -402,17 +403,17 @@ void Group::rethrow_failure() {
 
 void Group::trim(void (*interrupt)()) {
   check_usable();
-  running_.check_not_mine();
+  running_.check_not_held();
   wait_until_idle(interrupt);
   const std::lock_guard lock(running_);
   check_usable();  // peers of a group that has failed meanwhile may still read what it would free
   if (topk_ != nullptr) topk_->trim(comm_.sequence());
-  if (hosts_ != nullptr) hosts_->trim();
+  if (internode_ != nullptr) internode_->trim();
 }
 
 void Group::close(void (*interrupt)()) {
   if (forked()) return;  // the parent's membership is not ours to end
-  running_.check_not_mine();
+  running_.check_not_held();
   {
     const std::lock_guard lock(queue_mutex_);
     if (closed_.exchange(true)) return;

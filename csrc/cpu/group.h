@@ -28,13 +28,13 @@ class GroupUnusable : public std::runtime_error {
 
 // Held while an operation runs. In the middle of one a signal's handler may come back on the same
 // thread, which must not wait for itself.
-class Turn {
+class OperationLock {
  public:
   // Throws GroupUnusable if this thread has it already.
   void lock();
   bool try_lock();
   void unlock();
-  void check_not_mine() const;
+  void check_not_held() const;
 
  private:
   bool mine() const { return owner_.load(std::memory_order_relaxed) == std::this_thread::get_id(); }
@@ -64,7 +64,7 @@ class Work {
   bool nonfinite() const;
   // When the worker began and ended; once it has completed.
   Interval interval() const;
-  // Bytes read from and written to other ranks' memory, or received from other machines.
+  // Bytes read from and written to other ranks' memory, or received from other nodes.
   std::int64_t moved() const;
 
  private:
@@ -89,10 +89,10 @@ class Group {
   Group(std::shared_ptr<Window> window, std::shared_ptr<const Liveness> peers, int rank, int size,
         int cores, Clock::duration timeout, std::uint32_t first_epoch);
   ~Group();
-  // Makes it one machine's part of a group that spans machines; before the first operation.
-  // `transport`: to those who carry the same stripe on other machines; null where this rank carries
+  // Makes it one node's part of a group that spans nodes; before the first operation.
+  // `transport`: to those who carry the same stripe on other nodes; null where this rank carries
   // none.
-  void span(Machines machines, std::shared_ptr<Transport> transport, Clock::duration timeout);
+  void span(Nodes nodes, std::shared_ptr<Transport> transport, Clock::duration timeout);
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
 
@@ -148,11 +148,13 @@ class Group {
   // and then; what it throws aborts what it waits for.
   void close(void (*interrupt)() = nullptr);
 
-  // In the whole group; Comm's are those on this machine.
+  // In the whole group; Comm's are those on this node.
   int rank() const { return rank_; }
   int size() const { return size_; }
   const Comm& comm() const { return comm_; }
-  LinkTraffic link_traffic() const { return hosts_ == nullptr ? LinkTraffic{} : hosts_->traffic(); }
+  LinkTraffic link_traffic() const {
+    return internode_ == nullptr ? LinkTraffic{} : internode_->traffic();
+  }
   const std::shared_ptr<Heap>& heap() const { return heap_; }
   // Between addresses in this rank's heap and offsets, which all ranks share; kNotInWindow elsewhere.
   std::int64_t offset_of(std::uintptr_t data) const {
@@ -196,9 +198,9 @@ class Group {
   std::shared_ptr<Window> window_;
   std::shared_ptr<Heap> heap_;
   Comm comm_;
-  std::unique_ptr<TopkWorkspace> topk_;  // made at the first use
-  std::unique_ptr<Hosts> hosts_;         // where it spans machines
-  Turn running_;
+  std::unique_ptr<TopkWorkspace> topk_;        // made at the first use
+  std::unique_ptr<InternodeGroup> internode_;  // where it spans nodes
+  OperationLock running_;
 
   std::mutex queue_mutex_;
   std::condition_variable queue_changed_;

@@ -46,18 +46,18 @@ Mapping::~Mapping() {
 Mapping::Mapping(Mapping&& other) noexcept
     : data_(std::exchange(other.data_, nullptr)), bytes_(other.bytes_) {}
 
-Range HeapMap::chunk_at(std::int64_t place) const {
-  const std::int64_t begin = place / kChunk * kChunk, heap_end = heap_.begin + heap_.count;
+Range HeapMap::chunk_at(std::int64_t offset) const {
+  const std::int64_t begin = offset / kChunk * kChunk, heap_end = heap_.begin + heap_.count;
   const std::int64_t first = std::max(begin, heap_.begin);
   return {first, std::min(begin + kChunk, heap_end) - first};
 }
 
-HeapMap::Allocation HeapMap::make(const Range& places) {
-  const Range chunk = chunk_at(places.begin);
-  const std::int64_t within = places.begin - chunk.begin;
-  if (within + places.count > chunk.count) {
-    Mapping own(fd_, begin_ + places.begin, places.count);
-    return {own.data(), places.count, std::move(own)};
+HeapMap::Allocation HeapMap::make(const Range& offsets) {
+  const Range chunk = chunk_at(offsets.begin);
+  const std::int64_t within = offsets.begin - chunk.begin;
+  if (within + offsets.count > chunk.count) {
+    Mapping own(fd_, begin_ + offsets.begin, offsets.count);
+    return {own.data(), offsets.count, std::move(own)};
   }
   auto found = chunks_.find(chunk.begin);
   if (found == chunks_.end()) {
@@ -65,46 +65,46 @@ HeapMap::Allocation HeapMap::make(const Range& places) {
     found = chunks_.emplace(chunk.begin, Chunk{std::move(mapping)}).first;
   }
   ++found->second.users;
-  return {found->second.mapping.data() + within, places.count, std::nullopt};
+  return {found->second.mapping.data() + within, offsets.count, std::nullopt};
 }
 
-std::byte* HeapMap::map(const Range& places) {
+std::byte* HeapMap::map(const Range& offsets) {
   const std::lock_guard lock(mutex_);
-  Allocation made = make(places);
+  Allocation made = make(offsets);
   std::byte* const data = made.data;
   const auto address = reinterpret_cast<std::uintptr_t>(data);
-  allocations_.emplace(places.begin, std::move(made));
-  places_[address] = places.begin;
-  const std::uintptr_t end = address + static_cast<std::uintptr_t>(places.count);
+  allocations_.emplace(offsets.begin, std::move(made));
+  places_[address] = offsets.begin;
+  const std::uintptr_t end = address + static_cast<std::uintptr_t>(offsets.count);
   lowest_ = std::min(lowest_.load(), address);
   highest_ = std::max(highest_.load(), end);
   return data;
 }
 
-void HeapMap::unmap(std::int64_t place) {
+void HeapMap::unmap(std::int64_t offset) {
   const std::lock_guard lock(mutex_);
-  const auto found = allocations_.find(place);
+  const auto found = allocations_.find(offset);
   places_.erase(reinterpret_cast<std::uintptr_t>(found->second.data));
   if (!found->second.own) {
-    const auto chunk = chunks_.find(chunk_at(place).begin);
+    const auto chunk = chunks_.find(chunk_at(offset).begin);
     if (--chunk->second.users == 0) chunks_.erase(chunk);
   }
   allocations_.erase(found);
 }
 
-std::byte* HeapMap::at(std::int64_t place, std::int64_t bytes) {
+std::byte* HeapMap::at(std::int64_t offset, std::int64_t bytes) {
   const std::lock_guard lock(mutex_);
-  auto after = allocations_.upper_bound(place);
+  auto after = allocations_.upper_bound(offset);
   if (after != allocations_.begin()) {
     const auto& [begin, allocation] = *std::prev(after);
-    if (place + bytes <= begin + allocation.bytes) return allocation.data + (place - begin);
+    if (offset + bytes <= begin + allocation.bytes) return allocation.data + (offset - begin);
   }
-  const std::int64_t needed = place + bytes - heap_.begin;
+  const std::int64_t needed = offset + bytes - heap_.begin;
   if (views_.empty() || views_.back().bytes() < needed) add_view(needed);
   // The smallest, so that a tensor has one address for good.
   const auto view = std::find_if(views_.begin(), views_.end(),
                                  [&](const Mapping& v) { return v.bytes() >= needed; });
-  return view->data() + (place - heap_.begin);
+  return view->data() + (offset - heap_.begin);
 }
 
 // Larger than needed, for what comes next, if there is room.
@@ -127,9 +127,9 @@ std::int64_t HeapMap::place_of(const void* data, std::int64_t bytes) const {
   const std::lock_guard lock(mutex_);
   const auto after = places_.upper_bound(address);
   if (after == places_.begin()) return kNotInWindow;
-  const auto& [begin, place] = *std::prev(after);
+  const auto& [begin, offset] = *std::prev(after);
   const auto within = static_cast<std::int64_t>(address - begin);
-  return within + bytes <= allocations_.at(place).bytes ? place + within : kNotInWindow;
+  return within + bytes <= allocations_.at(offset).bytes ? offset + within : kNotInWindow;
 }
 
 Heap::Heap(std::shared_ptr<Window> window, int rank)
@@ -141,14 +141,14 @@ std::byte* Heap::allocate(std::int64_t bytes) {
   PYCOMM_CHECK(bytes >= 0, "bytes must not be negative, got " + std::to_string(bytes));
   const std::lock_guard lock(mutex_);
   for (auto range = free_.begin(); range != free_.end(); ++range) {
-    const auto [place, room] = *range;
+    const auto [offset, room] = *range;
     if (room < bytes) continue;  // before rounding, which could overflow
     const std::int64_t size = round_up(bytes > 0 ? bytes : 1, kPage);
     if (room < size) continue;
-    std::byte* const data = window_->allocate(rank_, {place, size});
+    std::byte* const data = window_->allocate(rank_, {offset, size});
     free_.erase(range);
-    if (room > size) free_[place + size] = room - size;
-    used_[data] = {place, size};
+    if (room > size) free_[offset + size] = room - size;
+    used_[data] = {offset, size};
     return data;
   }
   throw OutOfMemory("the window's heap has no " + std::to_string(bytes) + " bytes left");
@@ -159,23 +159,23 @@ void Heap::free(std::byte* data) {
   const std::lock_guard lock(mutex_);
   const auto used = used_.find(data);
   PYCOMM_CHECK(used != used_.end(), "not an allocation of this heap");
-  auto [place, size] = used->second;
+  auto [offset, size] = used->second;
   used_.erase(used);
-  window_->release(rank_, {place, size});
+  window_->release(rank_, {offset, size});
   // Joins its neighbours.
-  auto next = free_.lower_bound(place);
-  if (next != free_.end() && next->first == place + size) {
+  auto next = free_.lower_bound(offset);
+  if (next != free_.end() && next->first == offset + size) {
     size += next->second;
     next = free_.erase(next);
   }
   if (next != free_.begin()) {
     const auto before = std::prev(next);
-    if (before->first + before->second == place) {
+    if (before->first + before->second == offset) {
       before->second += size;
       return;
     }
   }
-  free_[place] = size;
+  free_[offset] = size;
 }
 
 }  // namespace pycomm::cpu

@@ -1,9 +1,9 @@
 // A rank's part of the window's file that tensors lie in, and where it is mapped.
 //
-// A heap is as large as the machine's memory, so that no tensor fails to fit, and mapped by piece: each
+// A heap is as large as the node's memory, so that no tensor fails to fit, and mapped by piece: each
 // allocation by itself, or small ones together, in the process that makes it; in others, as much of the heap's beginning as the
 // tensors announced so far need. So address space goes with the memory in use, not with ranks times
-// the machine's memory.
+// the node's memory.
 #pragma once
 
 #include <atomic>
@@ -49,19 +49,19 @@ class Mapping {
   std::int64_t bytes_;
 };
 
-// Where one rank's heap is mapped in this process. A place is an offset in the rank's slice, which all
+// Where one rank's heap is mapped in this process. A offset is an offset in the rank's slice, which all
 // ranks share. Thread-safe.
 class HeapMap {
  public:
-  // `begin`: where in the file place 0 would be; `heap`: the places that there are.
+  // `begin`: where in the file offset 0 would be; `heap`: the offsets that there are.
   HeapMap(int fd, std::int64_t begin, const Range& heap) : fd_(fd), begin_(begin), heap_(heap) {}
 
   // Maps an allocation of this process's; it stays where it is until it is released.
-  std::byte* map(const Range& places);
-  void unmap(std::int64_t place);
-  // So many bytes at a place, wherever they have been allocated.
-  std::byte* at(std::int64_t place, std::int64_t bytes);
-  // The place of a tensor if it lies in an allocation of this process's, else kNotInWindow.
+  std::byte* map(const Range& offsets);
+  void unmap(std::int64_t offset);
+  // So many bytes at a offset, wherever they have been allocated.
+  std::byte* at(std::int64_t offset, std::int64_t bytes);
+  // The offset of a tensor if it lies in an allocation of this process's, else kNotInWindow.
   std::int64_t place_of(const void* data, std::int64_t bytes) const;
 
  private:
@@ -75,16 +75,16 @@ class HeapMap {
     std::int64_t bytes;
     std::optional<Mapping> own;  // or it lies in a chunk
   };
-  Range chunk_at(std::int64_t place) const;
-  Allocation make(const Range& places);
+  Range chunk_at(std::int64_t offset) const;
+  Allocation make(const Range& offsets);
   void add_view(std::int64_t needed);
 
   const int fd_;
   const std::int64_t begin_;
   const Range heap_;
   mutable std::mutex mutex_;
-  std::map<std::int64_t, Chunk> chunks_;                            // by first place
-  std::map<std::int64_t, Allocation> allocations_;                  // by place
+  std::map<std::int64_t, Chunk> chunks_;                            // by first offset
+  std::map<std::int64_t, Allocation> allocations_;                  // by offset
   std::map<std::uintptr_t, std::int64_t> places_;                   // of allocations, by address
   std::atomic<std::uintptr_t> lowest_ = UINTPTR_MAX, highest_ = 0;  // of all allocations so far
   std::vector<Mapping> views_;  // of the heap's beginning, each larger than the one before
@@ -102,7 +102,7 @@ class Heap {
   int rank_;
   const unsigned forks_;
   std::mutex mutex_;
-  std::map<std::int64_t, std::int64_t> free_;  // place -> bytes
+  std::map<std::int64_t, std::int64_t> free_;  // offset -> bytes
   std::map<std::byte*, Range> used_;
 };
 

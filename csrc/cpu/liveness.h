@@ -38,7 +38,7 @@ class Process {
 class Liveness {
  public:
   // Both indexed by rank. A rank whose process is nullptr is not watched. Where the ranks are those
-  // of one machine among several, `numbers` is what the whole group calls them, and `pids` goes by
+  // of one node among several, `numbers` is what the whole group calls them, and `pids` goes by
   // these numbers.
   Liveness(std::vector<int> pids, std::vector<std::shared_ptr<Process>> processes,
            std::vector<int> numbers = {})

@@ -21,7 +21,7 @@ auto& memberships = *new std::vector<Membership*>;
                                                          mutex.unlock();
                                                        });
 
-// Where all other ranks on the machine are this process, they are threads.
+// Where all other ranks on the node are this process, they are threads.
 int thread_of(const Liveness& peers, int rank, int size) {
   return size > 1 && !peers.watched(rank == 0 ? 1 : 0) ? peers.number(rank) : -1;
 }
@@ -54,10 +54,10 @@ void Membership::tell(int r, Collective collective, std::uint32_t ordinal) {
   const std::lock_guard lock(mutex);
   for (const Membership* const other : memberships) {
     if (other == this || !is_same_rank(*other)) continue;
-    const std::optional<Wait> before = other->mine().elsewhere.read();
+    const std::optional<Wait> before = other->mine().shared_wait.read();
     if (before && !before->failed && before->group != wait.group) continue;
     wait.completed = other->mine().completed;
-    other->mine().elsewhere.write(wait);
+    other->mine().shared_wait.write(wait);
   }
 }
 
@@ -65,7 +65,7 @@ void Membership::end(bool failed) {
   const std::lock_guard lock(mutex);
   for (const Membership* const other : memberships) {
     if (other == this || !is_same_rank(*other)) continue;
-    Elsewhere& place = other->mine().elsewhere;
+    SharedWait& place = other->mine().shared_wait;
     std::optional<Wait> told = place.read();
     if (!told || told->group != window_->id()) continue;
     told->failed = true;
@@ -84,7 +84,7 @@ bool Membership::waits_here(int number, int pid) const {
 
 std::string Membership::describe(int r) const {
   const Control& theirs = window_->control(r);
-  const std::optional<Wait> wait = theirs.elsewhere.read();
+  const std::optional<Wait> wait = theirs.shared_wait.read();
   if (!wait || wait->completed != theirs.completed) return {};
   const std::lock_guard lock(mutex);
   const auto found = std::find_if(memberships.begin(), memberships.end(), [&](const auto* other) {

@@ -6,7 +6,7 @@
 
 namespace pycomm::cpu {
 
-// Bytes that the machine, and every control group that this process is in, can give without killing
+// Bytes that the node, and every control group that this process is in, can give without killing
 // someone; unlimited if nothing says. `root`: of the file system, for tests.
 std::int64_t available_memory(const std::filesystem::path& root = "/");
 

@@ -19,7 +19,7 @@ struct Wait {
 };
 
 // Zero at first. One process writes, under a lock; all read.
-class Elsewhere {
+class SharedWait {
  public:
   void write(const Wait& wait) {
     what_ = 0;

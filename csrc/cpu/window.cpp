@@ -25,7 +25,7 @@ void reserve_file(int fd, std::int64_t offset, std::int64_t bytes) {
   const std::int64_t available = bytes < kAskFrom ? bytes : available_memory();
   if (bytes > available) {
     throw OutOfMemory("the shared window needs " + std::to_string(bytes) +
-                      " bytes, the machine or its control group has " + std::to_string(available));
+                      " bytes, the node or its control group has " + std::to_string(available));
   }
   while (fallocate(fd, 0, offset, bytes) != 0) {
     if (errno == EINTR) continue;

@@ -1,4 +1,4 @@
-// The memory that the ranks of one machine share: one anonymous file with a slice per rank.
+// The memory that the ranks of one node share: one anonymous file with a slice per rank.
 //
 //   | control page | packets | staging, even operations | staging, odd operations | heap ... |
 //
@@ -54,14 +54,14 @@ struct Control {
   Flag flags[kChannels];
   alignas(128) std::atomic<std::uint64_t> waiting;  // for whom and what, while a wait is long
   Bell bell;                                        // wakes this rank from it
-  alignas(128) std::atomic<std::uint32_t> asleep;   // so many ranks; rank 0's serves the machine
+  alignas(128) std::atomic<std::uint32_t> asleep;   // so many ranks; rank 0's serves the node
   alignas(128) std::atomic<std::uint32_t> left;     // no operation will follow
   std::atomic<std::uint32_t> holds;                 // it locks its slice (Window::hold)
-  alignas(128) std::atomic<std::uint32_t> beats;    // moves while it waits for another machine
+  alignas(128) std::atomic<std::uint32_t> beats;    // moves while it waits for another node
   alignas(128) std::atomic<std::uint64_t> abort;    // rank 0's serves the whole group
-  // If the group spans machines: what this one tells the others, and what all have settled on. Rank
-  // 0's serve the machine.
-  std::atomic<std::uint64_t> last_word, settled;
+  // If the group spans nodes: what this one tells the others, and what all have decided_word on. Rank
+  // 0's serve the node.
+  std::atomic<std::uint64_t> last_word, decided_word;
   // Whether this rank may be reading or writing tensors in other ranks' heaps. Until it says that it
   // is not, no rank that fails gives its tensors back to their owner.
   alignas(128) std::atomic<std::uint32_t> in_peers_heaps;
@@ -69,7 +69,7 @@ struct Control {
   // cleared when none can use them any more.
   alignas(128) std::atomic<std::uint32_t> kernels_in_peers_heaps;
   alignas(128) std::atomic<std::uint32_t> completed;  // the last operation that has succeeded here
-  Elsewhere elsewhere;  // what this rank has long waited for in another group
+  SharedWait shared_wait;  // what this rank has long waited for in another group
 };
 
 inline constexpr std::int64_t kPage = 4096;
@@ -79,7 +79,7 @@ inline constexpr std::int64_t kPacketBytes = 64;
 static_assert(sizeof(Control) <= kControlBytes);
 
 // Stands for where everything lies in a window, so every member of Control is named. Raise the version
-// when something changes its meaning but not its place.
+// when something changes its meaning but not its offset.
 inline constexpr std::uint64_t kLayoutVersion = 3;
 inline constexpr std::uint64_t kLayout = hash_of({kLayoutVersion,
                                                   sizeof(Header),
@@ -99,11 +99,11 @@ inline constexpr std::uint64_t kLayout = hash_of({kLayoutVersion,
                                                   offsetof(Control, beats),
                                                   offsetof(Control, abort),
                                                   offsetof(Control, last_word),
-                                                  offsetof(Control, settled),
+                                                  offsetof(Control, decided_word),
                                                   offsetof(Control, in_peers_heaps),
                                                   offsetof(Control, kernels_in_peers_heaps),
                                                   offsetof(Control, completed),
-                                                  offsetof(Control, elsewhere),
+                                                  offsetof(Control, shared_wait),
                                                   kChannels,
                                                   kStagingSlots,
                                                   kLine,
@@ -158,9 +158,9 @@ class Window {
   // Takes pages of an allocation of this process's out of the reach of others, once: what they hold
   // stays, and from then on they are this process's own memory.
   void detach(int r, const Range& pages);
-  // So many bytes at a place in rank r's heap.
-  std::byte* in_heap(int r, std::int64_t place, std::int64_t bytes) {
-    return heap(r).at(place, bytes);
+  // So many bytes at a offset in rank r's heap.
+  std::byte* in_heap(int r, std::int64_t offset, std::int64_t bytes) {
+    return heap(r).at(offset, bytes);
   }
   // Where in rank r's heap a tensor of this process's lies, or kNotInWindow.
   std::int64_t place_in_heap(int r, const void* data, std::int64_t bytes) const {

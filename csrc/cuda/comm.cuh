@@ -103,36 +103,36 @@ class BlockComm {
   __device__ std::int64_t block() const { return me_.operation.count; }
   __device__ std::int64_t elements(std::int64_t bytes) const { return bytes / kSize; }
   __device__ std::int64_t line() const { return kLine / kSize; }
-  __device__ bool direct() const { return direct_; }
-  __device__ Place input() const { return {me_.input + begin_ * kSize, me_.rank}; }
-  __device__ Place output() const { return {me_.output + begin_ * kSize, me_.rank}; }
-  __device__ Place input(int r) const {
+  __device__ bool zero_copy() const { return zero_copy_; }
+  __device__ Location input() const { return {me_.input + begin_ * kSize, me_.rank}; }
+  __device__ Location output() const { return {me_.output + begin_ * kSize, me_.rank}; }
+  __device__ Location input(int r) const {
     return {me_.bases[r] + announced(r).input + begin_ * kSize, r};
   }
-  __device__ Place output(int r) const {
+  __device__ Location output(int r) const {
     return {me_.bases[r] + announced(r).output + begin_ * kSize, r};
   }
-  __device__ Place slot(int r, std::int64_t i) const {
+  __device__ Location slot(int r, std::int64_t i) const {
     return {window(r) + layout_.staging(sequence_, lane_, i), r};
   }
   __device__ std::int64_t slot_count() const { return elements(layout_.slot_bytes()); }
   // All lanes' slots as one.
   __device__ std::byte* area(int r) const { return window(r) + layout_.staging(sequence_, 0, 0); }
-  __device__ Place at(Place place, std::int64_t elements) const {
-    return {place.data + elements * kSize, place.rank};
+  __device__ Location at(Location location, std::int64_t elements) const {
+    return {location.data + elements * kSize, location.rank};
   }
 
   __device__ void announce() {
     publish();
-    meet();
+    await_announcements();
   }
   // Before announce(): what goes with it.
-  __device__ void set_outlook(Outlook outlook) { outlook_ = outlook; }
+  __device__ void set_preflight(Preflight preflight) { preflight_ = preflight; }
   // After announce(): of all ranks. Not inlined: an algorithm has no registers left for it.
-  __device__ __noinline__ Outlook outlook() const {
+  __device__ __noinline__ Preflight preflight() const {
     if (failed_) return {};
-    Outlook all = announced(0).outlook;
-    for (int r = 1; r < size(); ++r) all = all | announced(r).outlook;
+    Preflight all = announced(0).preflight;
+    for (int r = 1; r < size(); ++r) all = all | announced(r).preflight;
     return all;
   }
 
@@ -145,25 +145,25 @@ class BlockComm {
       line.operation = me_.operation;
       line.input = me_.input_location;
       line.output = me_.output_location;
-      line.outlook = outlook_;
+      line.preflight = preflight_;
       shared_word<std::uint32_t>(&line.epoch).store(sequence_, ::cuda::std::memory_order_release);
     }
   }
 
-  __device__ void meet() {
+  __device__ void await_announcements() {
     bool stop = false;
     for (int r = threadIdx.x; r < size(); r += blockDim.x) {
       if (r == rank()) continue;
       stop |= !poll(flag_at(const_cast<std::uint32_t*>(&announced(r).epoch), sequence_), r);
     }
-    settle(stop);
+    vote_to_stop(stop);
     compare();
   }
 
   // The whole tensor decides, so that all lanes do the same; a lane begins at a whole line.
   __device__ bool fits_packets() const { return block() * kSize <= kPacketBytes; }
 
-  __device__ void put_packets(int r, Place from) {
+  __device__ void put_packets(int r, Location from) {
     if (failed_) return;
     std::uint64_t* packets = packets_of(r, rank());
     for (std::int64_t i = threadIdx.x; i < packet_count(); i += blockDim.x) {
@@ -187,10 +187,10 @@ class BlockComm {
           packet_data(packet.load(::cuda::std::memory_order_relaxed));
       packet.store(make_packet(0, ~sequence_ & 1u), ::cuda::std::memory_order_relaxed);
     }
-    settle(stop);
+    vote_to_stop(stop);
   }
 
-  __device__ Place taken(int r) const {
+  __device__ Location taken(int r) const {
     return {window(rank()) + layout_.staging(sequence_, lane_, 0) + r * kPacketBytes, rank()};
   }
 
@@ -208,7 +208,7 @@ class BlockComm {
     if (step <= 0 || r == rank()) return;
     bool stop = false;
     if (threadIdx.x == 0) stop = !poll(flag_at(flag(channel, r), target(channel, step)), r);
-    settle(stop);
+    vote_to_stop(stop);
   }
 
   __device__ void wait_all(int channel, std::int64_t step) {
@@ -217,10 +217,10 @@ class BlockComm {
     for (int r = threadIdx.x; r < size(); r += blockDim.x) {
       if (r != rank()) stop |= !poll(flag_at(flag(channel, r), target(channel, step)), r);
     }
-    settle(stop);
+    vote_to_stop(stop);
   }
 
-  __device__ void copy(Place to, Place from, std::int64_t n) {
+  __device__ void copy(Location to, Location from, std::int64_t n) {
     if (failed_ || to.data == from.data) return;
     const std::int64_t bytes = n * kSize;
     std::int64_t done = 0;
@@ -364,7 +364,7 @@ class BlockComm {
   }
 
   __device__ bool can_be_direct() const {
-    return me_.operation.codec.kind == CodecKind::none && zero_copy(me_.operation);
+    return me_.operation.codec.kind == CodecKind::none && allows_zero_copy(me_.operation);
   }
   __device__ auto inside() const {
     return shared_word<std::uint32_t>(&me_.mailbox->in_peers_heaps[lane_]);
@@ -395,29 +395,29 @@ class BlockComm {
   }
 
   // The whole block agrees on whether to drain.
-  __device__ void settle(bool stop) { failed_ = __syncthreads_or(stop) != 0 || failed_; }
+  __device__ void vote_to_stop(bool stop) { failed_ = __syncthreads_or(stop) != 0 || failed_; }
 
   __device__ void compare() {
     if (failed_) return;
     const bool scatters = me_.operation.collective == Collective::reduce_scatter;
     const bool gathers = me_.operation.collective == Collective::all_gather;
-    bool direct = can_be_direct();
+    bool zero_copy = can_be_direct();
     int differs = -1;
     for (int r = 0; r < size(); ++r) {
       const Announcement& other = announced(r);
       if (differs < 0 && !(other.operation == announced(0).operation)) differs = r;
-      direct = direct && (gathers || other.input != kNotInWindow) &&
-               (scatters || other.output != kNotInWindow);
+      zero_copy = zero_copy && (gathers || other.input != kNotInWindow) &&
+                  (scatters || other.output != kNotInWindow);
     }
-    direct_ = direct;
+    zero_copy_ = zero_copy;
     // All lanes see it; the first one tells.
     if (differs >= 0 && threadIdx.x == 0 && lane_ == 0) {
       report(me_, sequence_, Reason::mismatch, differs, announced(0).operation,
              announced(differs).operation);
     }
     bool stop = differs >= 0;
-    if (direct && !stop && threadIdx.x == 0) stop = !enter_peers_heaps();
-    settle(stop);
+    if (zero_copy && !stop && threadIdx.x == 0) stop = !enter_peers_heaps();
+    vote_to_stop(stop);
   }
 
   const RankLaunch& me_;
@@ -429,8 +429,8 @@ class BlockComm {
   std::uint32_t sequence_;
   std::uint32_t signalled_[kChannels];
   std::uint32_t started_[kChannels];
-  Outlook outlook_;
-  bool direct_ = false;
+  Preflight preflight_;
+  bool zero_copy_ = false;
   bool failed_ = false;
 };
 

@@ -20,7 +20,7 @@ namespace {
 
 cudaStream_t stream_of(std::uintptr_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
 
-void keep_before(const CodedLaunch& launch, cudaStream_t stream) {
+void snapshot_residuals(const CodedLaunch& launch, cudaStream_t stream) {
   for (int i = 0; i < launch.local_ranks; ++i) {
     const auto bytes = static_cast<std::size_t>(launch.ranks[i].operation.count) * sizeof(float);
     const auto keep = [&](float* to, const float* from) {
@@ -36,9 +36,9 @@ void keep_before(const CodedLaunch& launch, cudaStream_t stream) {
 // A world of one compresses, too: what it shows is what a larger one would do.
 void launch_compressed(const CodedLaunch& launch, cudaStream_t stream) {
   const Operation& operation = launch.ranks[0].operation;
-  keep_before(launch, stream);
+  snapshot_residuals(launch, stream);
   if (operation.codec.kind == CodecKind::topk) return launch_topk_exchange(launch, stream);
-  if (launch.compressions[0].feedback.residual != nullptr) launch_outlook(launch, stream);
+  if (launch.compressions[0].feedback.residual != nullptr) launch_preflight(launch, stream);
   Algorithms::visit(operation.algorithm, launch.layout.ranks, [&](auto row) {
     if constexpr (row.kCoded) launch_coded<decltype(row)>(launch, stream);
   });
@@ -108,7 +108,7 @@ struct Endpoint::Impl {
   Mailbox* mailbox = nullptr;         // as the host sees it
   Mailbox* device_mailbox = nullptr;  // as kernels see it
   std::byte** tables = nullptr;       // device memory: windows, then bases
-  Outlook* outlooks = nullptr;        // device memory: CodedLaunch::outlooks
+  Preflight* outlooks = nullptr;      // device memory: CodedLaunch::outlooks
   std::unique_ptr<Order> order;
 
   explicit Impl(EndpointOptions given)
@@ -135,7 +135,7 @@ struct Endpoint::Impl {
     const std::size_t bytes = rows.size() * sizeof(std::uintptr_t);
     PYCOMM_CUDA_CHECK(cudaMalloc(reinterpret_cast<void**>(&tables), bytes));
     PYCOMM_CUDA_CHECK(cudaMemcpy(tables, rows.data(), bytes, cudaMemcpyHostToDevice));
-    PYCOMM_CUDA_CHECK(cudaMalloc(reinterpret_cast<void**>(&outlooks), lanes * sizeof(Outlook)));
+    PYCOMM_CUDA_CHECK(cudaMalloc(reinterpret_cast<void**>(&outlooks), lanes * sizeof(Preflight)));
   }
 
   ~Impl() {
@@ -186,7 +186,7 @@ struct Endpoint::Impl {
   // False: a lane that has not left other ranks' tensors never will.
   bool can_run() const {
     (void)cudaSetDevice(options.device);
-    // Whatever is being captured elsewhere shall go on.
+    // Whatever is being captured shared_wait shall go on.
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
     (void)cudaThreadExchangeStreamCaptureMode(&mode);
     const bool can = order->can_run();

@@ -15,6 +15,6 @@ template <class Body>
 void launch_coded(const CodedLaunch& launch, cudaStream_t stream);
 void launch_topk_exchange(const CodedLaunch& launch, cudaStream_t stream);
 // Before int8 and casts, with feedback: finds CodedLaunch::outlooks.
-void launch_outlook(const CodedLaunch& launch, cudaStream_t stream);
+void launch_preflight(const CodedLaunch& launch, cudaStream_t stream);
 
 }  // namespace pycomm::cuda

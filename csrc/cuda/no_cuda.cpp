@@ -49,7 +49,7 @@ std::int64_t select(const WireJob&, std::int64_t*, float*) { unavailable(); }
 std::int64_t workspace_bytes(const Codec&, std::int64_t, int, bool) { unavailable(); }
 std::int64_t SegmentTable::set(const std::vector<Segment>&) { unavailable(); }
 void SegmentTable::upload(void*, int, std::uintptr_t) { unavailable(); }
-void survey(const StepJob&, const Survey&) { unavailable(); }
+void grad_norm(const StepJob&, const Survey&) { unavailable(); }
 void step(const StepJob&, const Group&) { unavailable(); }
 
 }  // namespace pycomm::cuda

@@ -1,7 +1,7 @@
 """Groups that span machines: who is where, and the way between machines over torch.distributed.
 
-What happens on which machine and what travels is C++'s (csrc/cpu/internode/group.h). Here is what carries it.
-The ranks that carry a stripe, one of each machine, have a torch.distributed process group of their
+What happens on which machine and what travels is decided in C++ (csrc/cpu/internode/group.h). Here
+is what carries it. The ranks that carry a stripe, one of each machine, have a torch.distributed process group of their
 own, so that no other traffic comes between. Sends and receives are posted in the order of the
 group's operations, and a thread waits for them in that order.
 
@@ -259,7 +259,7 @@ class Link(_C.Transport):
         """Completes rounds in their order; none after one that has failed."""
         while (works := self._rounds.get()) is not None:
             for host, work in works:
-                self.await_host(host)
+                self.await_node(host)
                 if not _finish(work, _ALWAYS):
                     self.lose(host)
                     return

@@ -19,9 +19,15 @@ MOST_RANKS = 16384  # that anybody asks about
 ELEMENT_BYTES = 4  # gradients are float32
 PIECE_BYTES = 64 << 10  # of a pipelined tree, before compression
 SEGMENT_BYTES = 1 << 20  # the most that Gloo's ring sends at a time; of every part two at least
-TILES, LEAST_PARCEL_BYTES, MOST_TILE_BYTES = 8, 32 << 10, 1 << 20  # as in csrc/cpu/internode/stages.h
+TILES, LEAST_PARCEL_BYTES, MOST_TILE_BYTES = (
+    8,
+    32 << 10,
+    1 << 20,
+)  # as in csrc/cpu/internode/stages.h
 TILED = ("bf16", "int8")  # reduced inside a machine tile by tile, while others are on the wire
-UNDER_WAY = 3  # tiles in each phase: one is waited for, two follow (csrc/core/algorithms/internode.h)
+UNDER_WAY = (
+    3  # tiles in each phase: one is waited for, two follow (csrc/core/algorithms/internode.h)
+)
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,9 @@ class OnCpu:
         """Room for a number that a survey finds."""
         return torch.zeros(())
 
-    def survey(self, control: Control, max_norm: float, sets_found: bool) -> torch.Tensor:  # noqa: ARG002
+    def grad_norm(self, control: Control, max_norm: float, sets_found: bool) -> torch.Tensor:  # noqa: ARG002
         """The norm of all gradients together; fills in the control."""
-        norm = _C.optimizer_survey(_joined(self._tables), *_pointers(control), max_norm)
+        norm = _C.optimizer_grad_norm(_joined(self._tables), *_pointers(control), max_norm)
         return torch.tensor(norm, dtype=torch.float64)
 
     def rate(self, lr: float | torch.Tensor) -> float:
@@ -68,10 +68,10 @@ class OnCuda:
         """Room for a number that a survey finds."""
         return torch.empty((), device=self._device)
 
-    def survey(self, control: Control, max_norm: float, sets_found: bool) -> torch.Tensor:
+    def grad_norm(self, control: Control, max_norm: float, sets_found: bool) -> torch.Tensor:
         """The norm of all gradients together; fills in the control."""
         norm = torch.empty((), dtype=torch.float64, device=self._device)
-        self._table.survey(*_pointers(control), max_norm, sets_found, norm.data_ptr())
+        self._table.grad_norm(*_pointers(control), max_norm, sets_found, norm.data_ptr())
         return norm
 
     def rate(self, lr: float | torch.Tensor) -> float:

@@ -242,7 +242,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         clip = None if self.max_norm is None else steps.scalar()
         control = (scale, found, clip)
         if sets_found or clip is not None:
-            self.grad_norm = steps.survey(control, self.max_norm or 0.0, sets_found)
+            self.grad_norm = steps.grad_norm(control, self.max_norm or 0.0, sets_found)
         for number, one in enumerate(settings):
             steps.step(number, one, control)
         torch.autograd.graph.increment_version(params)

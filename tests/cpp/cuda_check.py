@@ -29,7 +29,7 @@ FLAGS = (
 
 def check(source: Path, architecture: str, folder: str) -> str:
     """Compiles one file for one architecture; returns what is wrong with it, or nothing."""
-    output = Path(folder) / f"{"_".join(source.parts[-2:])}_{architecture}.o"
+    output = Path(folder) / f"{'_'.join(source.parts[-2:])}_{architecture}.o"
     code = f"arch=compute_{architecture},code=sm_{architecture}"
     command = ["nvcc", *FLAGS, "-gencode", code, f"-I{ROOT / 'csrc'}"]
     run = subprocess.run(

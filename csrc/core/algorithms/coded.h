@@ -77,10 +77,10 @@ struct CodedStaging {
   PYCOMM_HD constexpr std::int64_t enough(int ranks) const {
     return kStagingSlots * (ranks + 1) * block * (payload + 1);
   }
-  PYCOMM_HD Encoded operator[](Place place) const {
-    return {place.data + place.coded * payload,
-            reinterpret_cast<float*>(place.data + kStagingSlots * slot * payload) +
-                (place.coded >> shift)};
+  PYCOMM_HD Encoded operator[](Location location) const {
+    return {location.data + location.coded * payload,
+            reinterpret_cast<float*>(location.data + kStagingSlots * slot * payload) +
+                (location.coded >> shift)};
   }
 };
 

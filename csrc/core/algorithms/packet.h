@@ -35,7 +35,7 @@ PYCOMM_HD void one_shot_packets(Comm& comm) {
   const int n = comm.size(), me = comm.rank();
   comm.publish();
   for (int i = 1; i < n; ++i) comm.put_packets((me + i) % n, comm.input());
-  comm.meet();
+  comm.await_announcements();
   for (int i = 1; i < n; ++i) comm.take_packets((me + i) % n);
   comm.reduce(
       1, [&](int) { return comm.output(); }, n,

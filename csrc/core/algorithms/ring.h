@@ -31,8 +31,8 @@ template <class Comm>
 struct RingTile {
   Comm& comm;
   Range tile;
-  Place mine;  // my copy of the tile: a staging slot, or the output itself where direct
-  Place left;  // my left neighbour's
+  Location mine;  // my copy of the tile: a staging slot, or the output itself where zero copy
+  Location left;  // my left neighbour's
   std::int64_t piece_count;
   std::int64_t pieces;
 
@@ -42,19 +42,19 @@ struct RingTile {
     const Range part = Tiles{chunk.count, piece_count}[piece];
     if (part.count <= 0) return;
     const std::int64_t at = chunk.begin + part.begin;
-    const Place here = comm.at(mine, at), there = comm.at(left, at);
-    const Place in = comm.at(comm.input(), tile.begin + at);
-    const Place out = comm.at(comm.output(), tile.begin + at);
+    const Location here = comm.at(mine, at), there = comm.at(left, at);
+    const Location in = comm.at(comm.input(), tile.begin + at);
+    const Location out = comm.at(comm.output(), tile.begin + at);
     if (s == 0) {
       comm.copy(here, in, part.count);
     } else if (s < n) {
       const bool last = s == n - 1;
       comm.reduce(
-          last && !comm.direct() ? 2 : 1, [&](int i) { return i == 0 ? here : out; }, 2,
+          last && !comm.zero_copy() ? 2 : 1, [&](int i) { return i == 0 ? here : out; }, 2,
           [&](int i) { return i == 0 ? there : in; }, part.count, last);
     } else {
       // Kept for the right neighbour, unless it is the chunk that the neighbour has owned itself.
-      const Place kept = s < 2 * n - 2 ? here : out;
+      const Location kept = s < 2 * n - 2 ? here : out;
       comm.copy(kept, there, part.count);
       comm.copy(out, kept, part.count);
     }
@@ -66,8 +66,8 @@ PYCOMM_HD void ring(Comm& comm) {
   comm.announce();
   const int n = comm.size(), me = comm.rank();
   const int left = (me + n - 1) % n, right = (me + 1) % n;
-  const bool direct = comm.direct();
-  const Tiles tiles{comm.count(), direct ? comm.count() : comm.slot_count()};
+  const bool zero_copy = comm.zero_copy();
+  const Tiles tiles{comm.count(), zero_copy ? comm.count() : comm.slot_count()};
   std::int64_t signalled = 0;
 
   for (std::int64_t t = 0; t < tiles.count(); ++t) {
@@ -76,8 +76,8 @@ PYCOMM_HD void ring(Comm& comm) {
     const std::int64_t chunk_count = part_of(range.count, n, 0, comm.line()).count;
     const RingTile<Comm> tile{comm,
                               range,
-                              direct ? comm.output() : comm.slot(me, t % kStagingSlots),
-                              direct ? comm.output(left) : comm.slot(left, t % kStagingSlots),
+                              zero_copy ? comm.output() : comm.slot(me, t % kStagingSlots),
+                              zero_copy ? comm.output(left) : comm.slot(left, t % kStagingSlots),
                               piece_count,
                               ceil_div(chunk_count, piece_count)};
     for (int s = 0; s <= 2 * n - 2; ++s) {
@@ -89,7 +89,7 @@ PYCOMM_HD void ring(Comm& comm) {
       }
     }
   }
-  if (direct) comm.wait(right, kUp, signalled);
+  if (zero_copy) comm.wait(right, kUp, signalled);
 }
 
 }  // namespace pycomm

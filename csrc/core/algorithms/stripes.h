@@ -1,5 +1,5 @@
-// How a tensor's elements are divided into stripes, which the ranks of a machine carry to the other
-// machines in parallel: the i-th rank of a machine carries stripe i. What is left to a machine with
+// How a tensor's elements are divided into stripes, which the ranks of a node carry to the other
+// nodes in parallel: the i-th rank of a node carries stripe i. What is left to a node with
 // more ranks than others, the ranks beyond the last stripe, carries nothing.
 //
 // Both are chunks for the halves of two-shot (core/algorithms/two_shot.h): the owner of a chunk is the rank that
@@ -22,7 +22,7 @@ struct EvenStripes {
   }
   PYCOMM_HD Tiles tiles() const {
     const std::int64_t longest = part_of(comm.count(), stripes, 0, comm.line()).count;
-    return {longest, comm.direct() ? longest : piece()};
+    return {longest, comm.zero_copy() ? longest : piece()};
   }
   PYCOMM_HD Chunk operator()(std::int64_t t, int owner) const {
     if (owner >= stripes) return {0, 0, 0, 0};
@@ -36,7 +36,7 @@ struct EvenStripes {
 
 // Which elements of the whole are in which stripe, by their index and nothing else: stripes take
 // turns every `length` elements.
-struct Cycles {
+struct StripeInterleave {
   std::int64_t length;
   int stripes;
 
@@ -49,20 +49,20 @@ struct Cycles {
 };
 
 // Tiles of a tensor in stripes that take turns: each is a stretch of whole turns.
-struct Stretches {
-  std::int64_t turn;          // elements of a turn of all stripes
+struct TileRanges {
+  std::int64_t period;        // elements of a period of all stripes
   std::int64_t first, count;  // of the tensor in the whole
-  std::int64_t turns_per_tile;
+  std::int64_t periods_per_tile;
 
-  PYCOMM_HD constexpr std::int64_t first_turn() const { return first / turn; }
-  PYCOMM_HD constexpr std::int64_t turns() const {
-    return count == 0 ? 0 : ceil_div(first + count, turn) - first_turn();
+  PYCOMM_HD constexpr std::int64_t first_period() const { return first / period; }
+  PYCOMM_HD constexpr std::int64_t periods() const {
+    return count == 0 ? 0 : ceil_div(first + count, period) - first_period();
   }
-  PYCOMM_HD constexpr std::int64_t tiles() const { return ceil_div(turns(), turns_per_tile); }
+  PYCOMM_HD constexpr std::int64_t tiles() const { return ceil_div(periods(), periods_per_tile); }
   // Of the tensor.
   PYCOMM_HD constexpr Range operator[](std::int64_t t) const {
-    const std::int64_t start = (first_turn() + t * turns_per_tile) * turn - first;
-    const std::int64_t stop = start + turns_per_tile * turn;
+    const std::int64_t start = (first_period() + t * periods_per_tile) * period - first;
+    const std::int64_t stop = start + periods_per_tile * period;
     const std::int64_t begin = start < 0 ? 0 : start, end = stop < count ? stop : count;
     return {begin, end - begin};
   }
@@ -72,31 +72,32 @@ struct Stretches {
 template <class Comm>
 struct CyclicStripes {
   Comm& comm;
-  Cycles cycles;
+  StripeInterleave interleave;
   std::int64_t offset;  // of the tensor in the whole
   bool packed;          // the output holds the elements of my stripe alone, without gaps
 
   PYCOMM_HD std::int64_t piece() const {
-    std::int64_t piece = cycles.length;
-    while (piece % 2 == 0 && piece * cycles.stripes > comm.slot_count()) piece /= 2;
+    std::int64_t piece = interleave.length;
+    while (piece % 2 == 0 && piece * interleave.stripes > comm.slot_count()) piece /= 2;
     return piece;
   }
   PYCOMM_HD Tiles tiles() const {
-    const std::int64_t turn = cycles.length * cycles.stripes;
+    const std::int64_t turn = interleave.length * interleave.stripes;
     const std::int64_t turns = ceil_div(offset + comm.count(), turn) - offset / turn;
-    return {comm.count() == 0 ? 0 : turns * (cycles.length / piece()), 1};
+    return {comm.count() == 0 ? 0 : turns * (interleave.length / piece()), 1};
   }
   PYCOMM_HD Chunk operator()(std::int64_t t, int owner) const {
-    if (owner >= cycles.stripes) return {0, 0, 0, 0};
-    const std::int64_t size = piece(), pieces = cycles.length / size;
-    const std::int64_t turn = offset / (cycles.length * cycles.stripes) + t / pieces;
+    if (owner >= interleave.stripes) return {0, 0, 0, 0};
+    const std::int64_t size = piece(), pieces = interleave.length / size;
+    const std::int64_t turn = offset / (interleave.length * interleave.stripes) + t / pieces;
     const std::int64_t start =
-        (turn * cycles.stripes + owner) * cycles.length + t % pieces * size - offset;
+        (turn * interleave.stripes + owner) * interleave.length + t % pieces * size - offset;
     const std::int64_t begin = start < 0 ? 0 : start;
     const std::int64_t end = start + size < comm.count() ? start + size : comm.count();
     if (end <= begin) return {0, 0, 0, 0};
     const std::int64_t output =
-        packed ? cycles.before(offset + begin, owner) - cycles.before(offset, owner) : begin;
+        packed ? interleave.before(offset + begin, owner) - interleave.before(offset, owner)
+               : begin;
     return {begin, output, owner * size, end - begin};
   }
 };

@@ -59,7 +59,7 @@ struct AlgorithmTable {
   template <class... More>
   using With = AlgorithmTable<Rows..., More...>;
 
-  PYCOMM_HD static constexpr bool zero_copy(Algorithm algorithm) {
+  PYCOMM_HD static constexpr bool allows_zero_copy(Algorithm algorithm) {
     return ((Rows::kAlgorithm == algorithm && Rows::kZeroCopy) || ...);
   }
   PYCOMM_HD static constexpr bool coded(Algorithm algorithm) {
@@ -81,9 +81,9 @@ using Algorithms = AlgorithmTable<OneShot, TwoShot, Ring, Tree>;
 static_assert(Algorithms::kCount + 1 == kCountOf<Algorithm>, "one row each, none for automatic");
 
 // Whether an operation's tensors may be used where they lie.
-PYCOMM_HD constexpr bool zero_copy(const Operation& operation) {
+PYCOMM_HD constexpr bool allows_zero_copy(const Operation& operation) {
   return operation.collective != Collective::all_reduce ||
-         Algorithms::zero_copy(operation.algorithm);
+         Algorithms::allows_zero_copy(operation.algorithm);
 }
 
 }  // namespace pycomm

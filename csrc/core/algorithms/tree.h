@@ -41,8 +41,8 @@ struct HalfTree {
   PYCOMM_HD int down_channel() const { return kDown - 2 * index; }  // kDown or kReduced
 
   // Where rank r keeps piece k.
-  PYCOMM_HD Place kept(int r, std::int64_t k) const {
-    if (comm.direct()) return comm.at(comm.output(r), half.begin + pieces[k].begin);
+  PYCOMM_HD Location kept(int r, std::int64_t k) const {
+    if (comm.zero_copy()) return comm.at(comm.output(r), half.begin + pieces[k].begin);
     const std::int64_t place = index * kStagingSlots + k % kStagingSlots;
     return comm.at(comm.slot(r, 0), place * pieces.size);
   }
@@ -56,15 +56,15 @@ struct HalfTree {
     const int me = comm.rank();
     wait_children(up_channel(), k + 1);
     const Range piece = pieces[k];
-    const Place in = comm.at(comm.input(), half.begin + piece.begin);
-    const Place out = comm.at(comm.output(), half.begin + piece.begin);
+    const Location in = comm.at(comm.input(), half.begin + piece.begin);
+    const Location out = comm.at(comm.output(), half.begin + piece.begin);
     const bool root = node.parent < 0;
     if (node.left < 0 && node.right < 0) {
       comm.copy(kept(me, k), in, piece.count);
     } else {
       const int before = node.left >= 0 ? 1 : 0;
       comm.reduce(
-          root && !comm.direct() ? 2 : 1, [&](int i) { return i == 0 ? kept(me, k) : out; },
+          root && !comm.zero_copy() ? 2 : 1, [&](int i) { return i == 0 ? kept(me, k) : out; },
           1 + before + (node.right >= 0 ? 1 : 0),
           [&](int i) {
             return i < before ? kept(node.left, k) : i == before ? in : kept(node.right, k);
@@ -79,8 +79,8 @@ struct HalfTree {
     if (node.parent < 0) return;
     comm.wait(node.parent, down_channel(), k + 1);
     const Range piece = pieces[k];
-    const Place out = comm.at(comm.output(), half.begin + piece.begin);
-    const Place mine = node.left < 0 && node.right < 0 ? out : kept(comm.rank(), k);
+    const Location out = comm.at(comm.output(), half.begin + piece.begin);
+    const Location mine = node.left < 0 && node.right < 0 ? out : kept(comm.rank(), k);
     comm.copy(mine, kept(node.parent, k), piece.count);
     comm.copy(out, mine, piece.count);
     comm.signal(down_channel());
@@ -94,7 +94,7 @@ PYCOMM_HD void tree(Comm& comm) {
   std::int64_t size = comm.elements(kTreePieceBytes);
   // Both trees' rotating places share the staging area.
   const std::int64_t room = comm.slot_count() / 2 / comm.line() * comm.line();
-  if (!comm.direct() && size > room) size = room;
+  if (!comm.zero_copy() && size > room) size = room;
 
   const auto tree_of = [&](int index) {
     const Range half = part_of(comm.count(), 2, index, comm.line());
@@ -110,7 +110,7 @@ PYCOMM_HD void tree(Comm& comm) {
     if (k >= lag && k - lag < first.pieces.count()) first.down(k - lag);
     if (k >= lag && k - lag < second.pieces.count()) second.down(k - lag);
   }
-  if (comm.direct()) {
+  if (comm.zero_copy()) {
     first.wait_children(first.down_channel(), first.pieces.count());
     second.wait_children(second.down_channel(), second.pieces.count());
   }

@@ -12,7 +12,7 @@
 // wait stand for phases 1 and 3.
 //
 // Per rank, for S bytes of result: (n-1)/n S read from peers in phase 2 and again in phase 3
-// (direct: written to peers instead); 2 steps per tile (direct: 1). Reduce-scatter is phases 1 and
+// (zero copy: written to peers instead); 2 steps per tile (zero copy: 1). Reduce-scatter is phases 1 and
 // 2, all-gather 1 and 3. Rounds once. References: Rabenseifner 2004 for the halves; QuickReduce,
 // vLLM for the shape.
 //
@@ -44,7 +44,7 @@ struct EvenChunks {
   Comm& comm;
 
   PYCOMM_HD Tiles tiles() const {
-    return {comm.count(), comm.direct() ? comm.count() : comm.slot_count()};
+    return {comm.count(), comm.zero_copy() ? comm.count() : comm.slot_count()};
   }
   PYCOMM_HD Chunk operator()(std::int64_t t, int owner) const {
     const Range tile = tiles()[t];
@@ -87,7 +87,9 @@ struct InputBlocks {
   PYCOMM_HD std::int64_t stride() const {
     return part_of(comm.slot_count(), comm.size(), comm.size() - 1, comm.line()).count;
   }
-  PYCOMM_HD Tiles tiles() const { return {comm.count(), comm.direct() ? comm.count() : stride()}; }
+  PYCOMM_HD Tiles tiles() const {
+    return {comm.count(), comm.zero_copy() ? comm.count() : stride()};
+  }
   PYCOMM_HD Chunk operator()(std::int64_t t, int owner) const {
     const Range tile = tiles()[t];
     return {owner * comm.block() + tile.begin, tile.begin, owner * stride(), tile.count};
@@ -100,7 +102,7 @@ struct OutputBlocks {
   Comm& comm;
 
   PYCOMM_HD Tiles tiles() const {
-    return {comm.count(), comm.direct() ? comm.count() : comm.slot_count()};
+    return {comm.count(), comm.zero_copy() ? comm.count() : comm.slot_count()};
   }
   PYCOMM_HD Chunk operator()(std::int64_t t, int owner) const {
     const Range tile = tiles()[t];
@@ -111,7 +113,7 @@ struct OutputBlocks {
 namespace detail {
 
 template <Executor Comm>
-PYCOMM_HD Place slot_of(Comm& comm, int r, std::int64_t t, const Chunk& chunk) {
+PYCOMM_HD Location slot_of(Comm& comm, int r, std::int64_t t, const Chunk& chunk) {
   return comm.at(comm.slot(r, t % kStagingSlots), chunk.slot);
 }
 
@@ -136,15 +138,15 @@ PYCOMM_HD void reduce_owned(Comm& comm, const Chunks& chunks, std::int64_t t, bo
   const int n = comm.size(), me = comm.rank();
   const Chunk mine = chunks(t, me);
   const auto from = [&](int r) {
-    if (comm.direct()) return comm.at(comm.input(r), mine.input);
+    if (comm.zero_copy()) return comm.at(comm.input(r), mine.input);
     return r == me && !Comm::kCoded ? comm.at(comm.input(), mine.input) : slot_of(comm, r, t, mine);
   };
   const auto to = [&](int i) {
     if (!everywhere) return comm.at(comm.output(), mine.output);
-    if (comm.direct()) return comm.at(comm.output(i), mine.output);
+    if (comm.zero_copy()) return comm.at(comm.output(i), mine.output);
     return i == 0 ? comm.at(comm.output(), mine.output) : slot_of(comm, me, t, mine);
   };
-  comm.reduce(!everywhere ? 1 : comm.direct() ? n : 2, to, n, from, mine.count, last);
+  comm.reduce(!everywhere ? 1 : comm.zero_copy() ? n : 2, to, n, from, mine.count, last);
 }
 
 // Phase 3, staged. Starts with the next rank, so that not all read one owner at a time.
@@ -165,13 +167,13 @@ PYCOMM_HD void two_shot(Comm& comm, const Chunks& chunks) {
   const std::int64_t tiles = chunks.tiles().count();
   for (std::int64_t t = 0; t <= tiles; ++t) {
     if (t < tiles) {
-      if (!comm.direct()) detail::stage_for_owners(comm, chunks, t);
+      if (!comm.zero_copy()) detail::stage_for_owners(comm, chunks, t);
       detail::reduce_owned(comm, chunks, t, true);
       comm.signal(kReduced);
     }
     if (t > 0) {
       comm.wait_all(kReduced, t);
-      if (!comm.direct()) detail::gather_from_owners(comm, chunks, t - 1);
+      if (!comm.zero_copy()) detail::gather_from_owners(comm, chunks, t - 1);
     }
   }
 }
@@ -186,11 +188,11 @@ PYCOMM_HD void reduce_scatter(Comm& comm, const Chunks& chunks, bool last = true
   comm.announce();
   const std::int64_t tiles = chunks.tiles().count();
   for (std::int64_t t = 0; t < tiles; ++t) {
-    if (!comm.direct()) detail::stage_for_owners(comm, chunks, t);
+    if (!comm.zero_copy()) detail::stage_for_owners(comm, chunks, t);
     detail::reduce_owned(comm, chunks, t, false, last);
   }
   // The peers may still be reading my tensor.
-  if (comm.direct()) {
+  if (comm.zero_copy()) {
     comm.signal(kReduced);
     comm.wait_all(kReduced, 1);
   }
@@ -209,8 +211,8 @@ PYCOMM_HD void all_gather(Comm& comm, const Chunks& chunks) {
   for (std::int64_t t = 0; t <= tiles; ++t) {
     if (t < tiles) {
       const Chunk mine = chunks(t, me);
-      const Place from = comm.at(comm.input(), mine.input);
-      if (comm.direct()) {
+      const Location from = comm.at(comm.input(), mine.input);
+      if (comm.zero_copy()) {
         for (int i = 1; i <= comm.size(); ++i) {
           comm.copy(comm.at(comm.output((me + i) % comm.size()), mine.output), from, mine.count);
         }
@@ -222,7 +224,7 @@ PYCOMM_HD void all_gather(Comm& comm, const Chunks& chunks) {
     }
     if (t > 0) {
       comm.wait_all(kStaged, t);
-      if (!comm.direct()) detail::gather_from_owners(comm, chunks, t - 1);
+      if (!comm.zero_copy()) detail::gather_from_owners(comm, chunks, t - 1);
     }
   }
 }

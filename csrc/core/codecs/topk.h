@@ -92,19 +92,19 @@ struct TopkArea {
   std::int64_t n;
   int ranks;
   Codec codec;
-  int turn;  // whose the first chunk is, so that many small tensors have different owners
+  int first_owner;  // whose the first chunk is, so that many small tensors have different owners
 
   PYCOMM_HD constexpr TopkArea(const Operation& operation, int world)
       : n(operation.count),
         ranks(world),
         codec(operation.codec),
-        turn(static_cast<int>(first_element(operation) / kTopkChunk % world)) {}
+        first_owner(static_cast<int>(first_element(operation) / kTopkChunk % world)) {}
 
   PYCOMM_HD constexpr TopkRegion region(int owner) const {
-    return {n, ranks, (owner + ranks - turn) % ranks};
+    return {n, ranks, (owner + ranks - first_owner) % ranks};
   }
   PYCOMM_HD constexpr int owner(std::int64_t chunk) const {
-    return static_cast<int>((chunk + turn) % ranks);
+    return static_cast<int>((chunk + first_owner) % ranks);
   }
   PYCOMM_HD constexpr std::int64_t room(int rank, bool result) const {
     const TopkRegion owned = region(rank);

@@ -21,7 +21,7 @@ bool is_unused(const Call& call) {
          all_zero(call.operation.dtype, call.input, call.operation.count);
 }
 
-void keep_before(const Call& call) {
+void snapshot_residuals(const Call& call) {
   const Feedback& feedback = call.feedback;
   copy_state(feedback.residual_before, feedback.residual, call.operation.count);
   copy_state(feedback.velocity_before, feedback.velocity, call.operation.count);
@@ -33,12 +33,12 @@ void put_back(const Call& call) {
   copy_state(feedback.velocity, feedback.velocity_before, call.operation.count);
 }
 
-Outlook outlook_of(const Operation& operation, const Call& call, float limit) {
+Preflight preflight_of(const Operation& operation, const Call& call, float limit) {
   if (call.feedback.residual == nullptr) return {};
   const CodecLoops loops = codec_loops(operation.dtype, operation.codec);
   const std::uint32_t largest = loops.largest(call.input, call.feedback.residual,
                                               scaling_of(call.feedback).scale, operation.count);
-  return make_outlook(largest > magnitude(limit), is_unused(call));
+  return make_preflight(largest > magnitude(limit), is_unused(call));
 }
 
 template <class Base>
@@ -54,17 +54,17 @@ CodedComm<Base>::CodedComm(Base& comm, const Operation& operation, const Feedbac
       sources_(static_cast<std::size_t>(comm.size()) + 1) {}
 
 template <class Base>
-Source CodedComm<Base>::source(Place place, std::int64_t n) {
-  if (place.coded == kPlain) {
-    own_ = index(place, input().data);
-    return {{place.data, nullptr}, true};
+Source CodedComm<Base>::source(Location location, std::int64_t n) {
+  if (location.coded == kPlain) {
+    own_ = index(location, input().data);
+    return {{location.data, nullptr}, true};
   }
-  if (place.rank != rank()) comm_.count_in(encoded_bytes(n));
-  return {staging_[place], false};
+  if (location.rank != rank()) comm_.count_in(encoded_bytes(n));
+  return {staging_[location], false};
 }
 
 template <class Base>
-void CodedComm<Base>::encode(Place to, Place output, int n_from, std::int64_t n, bool last) {
+void CodedComm<Base>::encode(Location to, Location output, int n_from, std::int64_t n, bool last) {
   Pass pass;
   pass.from = sources_.data();
   pass.n_from = n_from;
@@ -78,17 +78,17 @@ void CodedComm<Base>::encode(Place to, Place output, int n_from, std::int64_t n,
     pass.output = output.data;
     element = index(output, this->output().data);
   }
-  if (feedback_.residual != nullptr && outlook_.unused == 0)
+  if (feedback_.residual != nullptr && preflight_.unused == 0)
     pass.residual = feedback_.residual + element;
   pass.scaling = scaling_;
-  if (outlook_.overflow != 0) pass.limit = limit_;
+  if (preflight_.overflow != 0) pass.limit = limit_;
   pass.random = {feedback_.seed, feedback_.step, last ? kResultStream : comm_.stream()};
   pass.first = first_element(operation_) + element;
   nonfinite_ |= loops_.encode(pass, staging_.block);
 }
 
 template <class Base>
-void CodedComm<Base>::copy(Place to, Place from, std::int64_t n) {
+void CodedComm<Base>::copy(Location to, Location from, std::int64_t n) {
   if (n == 0 || (to.data == from.data && to.coded == from.coded)) return;
   if (from.coded == kPlain) {
     sources_[0] = source(from, n);
@@ -113,9 +113,9 @@ void CodedComm<Base>::copy(Place to, Place from, std::int64_t n) {
 #define PYCOMM_INSTANTIATE(Base)                                                       \
   template CodedComm<Base>::CodedComm(Base&, const Operation&, const Feedback&, float, \
                                       const CodedStaging&);                            \
-  template Source CodedComm<Base>::source(Place, std::int64_t);                        \
-  template void CodedComm<Base>::encode(Place, Place, int, std::int64_t, bool);        \
-  template void CodedComm<Base>::copy(Place, Place, std::int64_t)
+  template Source CodedComm<Base>::source(Location, std::int64_t);                     \
+  template void CodedComm<Base>::encode(Location, Location, int, std::int64_t, bool);  \
+  template void CodedComm<Base>::copy(Location, Location, std::int64_t)
 PYCOMM_INSTANTIATE(Comm);
 PYCOMM_INSTANTIATE(Link);
 #undef PYCOMM_INSTANTIATE

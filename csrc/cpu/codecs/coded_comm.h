@@ -7,7 +7,7 @@
 //
 // A rank's staging is one encoded tile: the payload of all slots, then the scales of all slots.
 //
-// `Base` is the executor whose ranks exchange: Comm, or between machines Link, which hands over places
+// `Base` is the executor whose ranks exchange: Comm, or between nodes Link, which hands over places
 // of its own instead of slots.
 #pragma once
 
@@ -20,10 +20,10 @@ namespace pycomm::cpu {
 
 // Of a compressed operation. With an overflow, and where no rank uses its tensor, no rank touches
 // its residual. `limit`: the largest_safe().
-Outlook outlook_of(const Operation& operation, const Call& call, float limit);
+Preflight preflight_of(const Operation& operation, const Call& call, float limit);
 bool is_unused(const Call& call);
 // If the caller wants residual and velocity as they were: copies them, and puts the copies back.
-void keep_before(const Call& call);
+void snapshot_residuals(const Call& call);
 void put_back(const Call& call);
 
 template <class Base>
@@ -42,27 +42,29 @@ class CodedComm {
   std::int64_t elements(std::int64_t bytes) const {
     return comm_.elements(bytes) / kLargestBlock * kLargestBlock;
   }
-  bool direct() const { return false; }
-  Place input() const { return comm_.input(); }
-  Place output() const { return comm_.output(); }
-  Place input(int) const { return comm_.input(); }
-  Place output(int) const { return comm_.output(); }
-  Place slot(int r, std::int64_t i) const { return {comm_.slot(r, 0).data, r, i * staging_.slot}; }
+  bool zero_copy() const { return false; }
+  Location input() const { return comm_.input(); }
+  Location output() const { return comm_.output(); }
+  Location input(int) const { return comm_.input(); }
+  Location output(int) const { return comm_.output(); }
+  Location slot(int r, std::int64_t i) const {
+    return {comm_.slot(r, 0).data, r, i * staging_.slot};
+  }
   std::int64_t slot_count() const { return staging_.slot; }
-  Place at(Place place, std::int64_t elements) const {
-    if (place.coded == kPlain) return comm_.at(place, elements);
-    return {place.data, place.rank, place.coded + elements};
+  Location at(Location location, std::int64_t elements) const {
+    if (location.coded == kPlain) return comm_.at(location, elements);
+    return {location.data, location.rank, location.coded + elements};
   }
 
   void announce() {
     comm_.announce();
-    outlook_ = comm_.outlook();
+    preflight_ = comm_.preflight();
   }
   void signal(int channel) { comm_.signal(channel); }
   void wait(int r, int channel, std::int64_t step) { comm_.wait(r, channel, step); }
   void wait_all(int channel, std::int64_t step) { comm_.wait_all(channel, step); }
 
-  void copy(Place to, Place from, std::int64_t n);
+  void copy(Location to, Location from, std::int64_t n);
 
   template <class To, class From>
   void reduce(int n_to, To to, int n_from, From from, std::int64_t n, bool last) {
@@ -70,7 +72,7 @@ class CodedComm {
     for (int i = 0; i < n_from; ++i) {
       sources_[static_cast<std::size_t>(i)] = source(from(i), n);
     }
-    Place encoded = to(0), output = to(n_to - 1);
+    Location encoded = to(0), output = to(n_to - 1);
     if (encoded.coded == kPlain) std::swap(encoded, output);
     encode(encoded, output, n_from, n, last);
   }
@@ -80,17 +82,17 @@ class CodedComm {
     return {*this, first_element(operation_), staging_.piece(size())};
   }
   // Of all ranks, once announced.
-  const Outlook& outlook() const { return outlook_; }
+  const Preflight& preflight() const { return preflight_; }
   // Whether a value was not finite; once the algorithm has run, the same on every rank.
-  bool nonfinite() const { return nonfinite_ || outlook_.overflow != 0; }
+  bool nonfinite() const { return nonfinite_ || preflight_.overflow != 0; }
 
  private:
   std::int64_t encoded_bytes(std::int64_t n) const {
     return n * staging_.payload + (loops_.scaled ? ceil_div(n, staging_.block) * 4 : 0);
   }
-  Source source(Place place, std::int64_t n);
-  void encode(Place to, Place output, int n_from, std::int64_t n, bool last);
-  std::int64_t index(Place tensor, std::byte* begin) const {
+  Source source(Location location, std::int64_t n);
+  void encode(Location to, Location output, int n_from, std::int64_t n, bool last);
+  std::int64_t index(Location tensor, std::byte* begin) const {
     return comm_.elements(tensor.data - begin);
   }
 
@@ -101,7 +103,7 @@ class CodedComm {
   const Scaling scaling_;
   const CodecLoops loops_;
   const CodedStaging staging_;
-  Outlook outlook_;
+  Preflight preflight_;
   bool nonfinite_ = false;
   std::int64_t own_ = 0;  // index of the own contribution among the sources' elements
   std::vector<Source> sources_;

@@ -13,7 +13,7 @@ namespace pycomm::cpu {
 namespace {
 
 // Of a codec without blocks, so many elements are taken through the cache at a time.
-constexpr std::int64_t kStride = 1024;
+constexpr std::int64_t kUnscaledRun = 1024;
 
 // Random bits in whole runs of counters; blocks begin at multiples of half a run.
 PYCOMM_HD void draw(const Random& random, std::int64_t first, std::int64_t n, std::uint32_t* bits) {
@@ -74,7 +74,7 @@ struct View {
 };
 
 // How far from a block that is read twice.
-constexpr std::int64_t kAhead = 8192;
+constexpr std::int64_t kPrefetchBytes = 8192;
 
 // magnitude() of the largest of n decoded elements, as a T.
 template <class T, class Codec>
@@ -148,7 +148,7 @@ PYCOMM_HD const float* sum_sources(const Pass& pass, std::int64_t start, std::in
   if constexpr (std::is_same_v<T, float>) {
     if (pass.n_from == 1 && from[0].own && pass.residual == nullptr && !pass.last) {
       const float* x = reinterpret_cast<const float*>(from[0].encoded.payload) + start;
-      prefetch(reinterpret_cast<const std::byte*>(x) + kAhead, n * 4);
+      prefetch(reinterpret_cast<const std::byte*>(x) + kPrefetchBytes, n * 4);
       return x;
     }
   }
@@ -190,8 +190,8 @@ PYCOMM_HD void keep_lost(float* residual, bool begin, const float* v, const Sent
 // Output and residual of n elements whose sum `v` has been encoded as `made`. What all ranks get is
 // the output, in the tensor's type.
 template <class T, class Codec>
-PYCOMM_HD void settle(const Pass& pass, std::int64_t start, std::int64_t n, bool own,
-                      const float* v, const View<Codec>& made) {
+PYCOMM_HD void store_feedback(const Pass& pass, std::int64_t start, std::int64_t n, bool own,
+                              const float* v, const View<Codec>& made) {
   T* output = static_cast<T*>(pass.output) + start;
   if (pass.output != nullptr) {
 #pragma omp simd
@@ -213,7 +213,7 @@ PYCOMM_CLONES bool encode_blocks(const Pass& pass, std::int64_t block) {
   float buffer[kLargestBlock];
   bool own = false, finite = true;
   for (int s = 0; s < pass.n_from; ++s) own = own || pass.from[s].own;
-  const std::int64_t stride = Codec::kScaled ? block : kStride;
+  const std::int64_t stride = Codec::kScaled ? block : kUnscaledRun;
   for (std::int64_t start = 0; start < pass.n; start += stride) {
     const std::int64_t n = std::min(stride, pass.n - start);
     const float* v = sum_sources<T, Codec>(pass, start, n, block, buffer);
@@ -222,7 +222,7 @@ PYCOMM_CLONES bool encode_blocks(const Pass& pass, std::int64_t block) {
         pass.to.scales + (Codec::kScaled ? start / block : 0), pass.random, pass.first + start);
     const View<Codec> made(pass.to, start, block);
     if (pass.output != nullptr) finite &= largest_stored<T>(made, n) < kInfinityBits;
-    settle<T, Codec>(pass, start, n, own, v, made);
+    store_feedback<T, Codec>(pass, start, n, own, v, made);
   }
   return !finite;
 }
@@ -232,7 +232,7 @@ PYCOMM_CLONES bool decode_blocks(const Encoded& from, void* output, std::int64_t
                                  std::int64_t block) {
   T* to = static_cast<T*>(output);
   std::uint32_t largest = 0;
-  const std::int64_t stride = Codec::kScaled ? block : kStride;
+  const std::int64_t stride = Codec::kScaled ? block : kUnscaledRun;
   for (std::int64_t start = 0; start < count; start += stride) {
     const std::int64_t n = std::min(stride, count - start);
     const View<Codec> view(from, start, block);
@@ -286,8 +286,8 @@ CodecLoops loops_for(const Codec& codec) {
 template <class T>
 bool all_zero(const T* x, std::int64_t n) {
   std::uint32_t largest = 0;
-  for (std::int64_t start = 0; start < n && largest == 0; start += kStride) {
-    const std::int64_t end = std::min(start + kStride, n);
+  for (std::int64_t start = 0; start < n && largest == 0; start += kUnscaledRun) {
+    const std::int64_t end = std::min(start + kUnscaledRun, n);
 #pragma omp simd reduction(max : largest)
     for (std::int64_t i = start; i < end; ++i) largest = std::max(largest, magnitude(load(x[i])));
   }

@@ -45,7 +45,7 @@ TopkComm<Base>::TopkComm(Base& comm, TopkWorkspace& workspace, const Operation& 
       areas_(static_cast<std::size_t>(comm.size())) {
   const std::uint32_t largest = workspace_.selection.prepare(candidates_, operation.codec.k);
   if (feedback_.residual == nullptr) return;
-  outlook_ = make_outlook(largest > magnitude(limit_), is_unused(call));
+  preflight_ = make_preflight(largest > magnitude(limit_), is_unused(call));
 }
 
 template <class Base>
@@ -54,9 +54,9 @@ void TopkComm<Base>::announce() {
   for (int r = 0; r < size(); ++r) {
     areas_[static_cast<std::size_t>(r)] = comm_.announced_area(r, area_.bytes(r));
   }
-  outlook_ = comm_.outlook();
-  if (outlook_.unused != 0) return workspace_.selection.clear();
-  if (outlook_.overflow != 0 && feedback_.residual != nullptr) {
+  preflight_ = comm_.preflight();
+  if (preflight_.unused != 0) return workspace_.selection.clear();
+  if (preflight_.overflow != 0 && feedback_.residual != nullptr) {
     candidates_.limit = limit_;
     workspace_.selection.prepare(candidates_, operation_.codec.k);
   }

@@ -59,7 +59,7 @@ class TopkComm {
   TopkComm(Base& comm, TopkWorkspace& workspace, const Operation& operation, const Call& call,
            float limit);
   // This rank's, and once announced, of all.
-  Outlook outlook() const { return outlook_; }
+  Preflight preflight() const { return preflight_; }
   // Bytes for the lists of rank r.
   std::int64_t area_bytes(int r) const { return area_.bytes(r); }
   // A list that a rank has written for an owner or, a result, for all: where, and its bytes.
@@ -91,7 +91,7 @@ class TopkComm {
   void gather(int owner);
 
   // Whether a value was not finite; once the algorithm has run, the same on every rank.
-  bool nonfinite() const { return nonfinite_ || outlook_.overflow != 0; }
+  bool nonfinite() const { return nonfinite_ || preflight_.overflow != 0; }
 
  private:
   TopkRegion region(int owner) const { return area_.region(owner); }
@@ -106,7 +106,7 @@ class TopkComm {
     }
   }
   bool feeds() const {
-    return feedback_.residual != nullptr && outlook_.overflow == 0 && outlook_.unused == 0;
+    return feedback_.residual != nullptr && preflight_.overflow == 0 && preflight_.unused == 0;
   }
   void add_chunk(std::int64_t chunk);
   void write_result();
@@ -122,7 +122,7 @@ class TopkComm {
   const float limit_;
   void* output_;
   TopkArea area_;
-  Outlook outlook_;
+  Preflight preflight_;
   bool nonfinite_ = false;
   std::vector<std::byte*> areas_;  // every rank's
   std::vector<TopkReader> readers_;

@@ -16,7 +16,7 @@ std::int64_t most_collected(std::int64_t n, std::int64_t k) {
   return std::max(2 * k + (64 << 10), n / 32);
 }
 
-constexpr std::int64_t kAhead = 8192;
+constexpr std::int64_t kPrefetchBytes = 8192;
 
 // Of the elements, one in so many is in the sample, which is no larger than the other.
 constexpr std::int64_t kSampledOneIn = 128, kLargestSample = 64 << 10;
@@ -69,7 +69,7 @@ PYCOMM_CLONES Stretch load_stretch(const Candidates& from, std::int64_t start, s
     if (store) store_unscaled(buffer, n, from.scaling, residual);
   }
   // While this stretch's hits are visited, memory must not pause.
-  prefetch(reinterpret_cast<const std::byte*>(x) + kAhead,
+  prefetch(reinterpret_cast<const std::byte*>(x) + kPrefetchBytes,
            n * static_cast<std::int64_t>(sizeof(T)));
   std::uint32_t largest = 0;
 #pragma omp simd reduction(max : largest)

@@ -1,16 +1,16 @@
-// The operations of a group that spans machines, in three phases.
+// The operations of a group that spans nodes, in three phases.
 //
-//   1. Inside each machine: reduce-scatter to the ranks that carry stripes (core/algorithms/stripes.h), in the
+//   1. Inside each node: reduce-scatter to the ranks that carry stripes (core/algorithms/stripes.h), in the
 //      order of ranks. A partial sum is rounded to the tensor's type, which is what travels.
-//   2. Between machines, stripe by stripe in parallel: two-shot in the order of machines
+//   2. Between nodes, stripe by stripe in parallel: two-shot in the order of nodes
 //      (core/algorithms/internode.h). AVG divides here, once, by the number of all ranks.
-//   3. Inside each machine: all-gather of the stripes.
+//   3. Inside each node: all-gather of the stripes.
 //
-// So a tensor crosses each machine's link as in one exchange per machine, however many ranks it has.
+// So a tensor crosses each node's link as in one exchange per node, however many ranks it has.
 //
-// Compressed, the ranks of a machine act as one (cpu/internode/aggregate.h), and the phases overlap tile by tile.
-// Stripes take turns by index. Where every machine has one rank, tensors go through the codec as they
-// are, and the bits are those of one machine with as many ranks.
+// Compressed, the ranks of a node act as one (cpu/internode/aggregate.h), and the phases overlap tile by tile.
+// Stripes take turns by index. Where every node has one rank, tensors go through the codec as they
+// are, and the bits are those of one node with as many ranks.
 #pragma once
 
 #include <memory>
@@ -24,24 +24,24 @@
 
 namespace pycomm::cpu {
 
-class Hosts {
+class InternodeGroup {
  public:
   // `transport`: of the stripe that this rank carries; null if it carries none.
-  Hosts(Comm& comm, Machines machines, std::shared_ptr<Transport> transport,
-        Clock::duration timeout);
+  InternodeGroup(Comm& comm, Nodes nodes, std::shared_ptr<Transport> transport,
+                 Clock::duration timeout);
 
   // Runs an operation whose algorithm has been chosen. Of a compressed one, returns whether a value
   // was not finite.
   bool run(const Operation& operation, const Call& call, void (*interrupt)());
 
-  const Machines& machines() const { return machines_; }
+  const Nodes& nodes() const { return nodes_; }
   // Over this rank's link, in the last operation.
   LinkTraffic traffic() const { return link_ == nullptr ? LinkTraffic{} : link_->traffic(); }
-  // This machine has been aborted: tells the others.
+  // This node has been aborted: tells the others.
   void tell() {
     if (link_ != nullptr) link_->tell();
   }
-  // Afterwards all machines name one culprit, and posted memory is the caller's again.
+  // Afterwards all nodes name one culprit, and posted memory is the caller's again.
   void stop() {
     if (link_ != nullptr) link_->stop();
   }
@@ -52,7 +52,7 @@ class Hosts {
   void trim();
 
  private:
-  bool carries() const { return link_ != nullptr; }
+  bool owns_stripe() const { return link_ != nullptr; }
   void begin(const Operation& operation, void (*interrupt)());
   Operation phase(const Operation& operation, std::int64_t count) const;
 
@@ -66,27 +66,25 @@ class Hosts {
                          void* output);
   void gather_stripes(const Operation& operation, std::int64_t count, void* data);
   Range stripe(const Operation& operation, std::int64_t begin, std::int64_t count) const;
-  void exchange_plain(const Operation& operation, PlainPart::Work work);
-  std::int64_t segment(int machine, std::int64_t block) const {
-    return machines_.before(machine) * block;
-  }
-  const std::byte* in_machine_order(const void* blocks, std::int64_t bytes, bool from_rank_order,
-                                    std::byte* to) const;
+  void exchange_plain(const Operation& operation, PlainStages::Work work);
+  std::int64_t segment(int node, std::int64_t block) const { return nodes_.before(node) * block; }
+  const std::byte* in_node_order(const void* blocks, std::int64_t bytes, bool from_rank_order,
+                                 std::byte* to) const;
 
   bool compressed(const Operation& operation, const Call& call);
   bool compressed_sum(const Operation& operation, const Call& call);
-  Outlook exchange_coded(const Operation& operation, const Call& call, float largest_result,
-                         Pool* pool);
-  template <class Coded, class Part>
-  Outlook exchange_parts(const Coded& coded, Part part, Pool* pool);
-  Outlook agree(Outlook mine, const Pool* pool);
+  Preflight exchange_coded(const Operation& operation, const Call& call, float largest_result,
+                           NodeAggregate* aggregate);
+  template <class Coded, class Stages>
+  Preflight exchange_parts(const Coded& coded, Stages stages, NodeAggregate* aggregate);
+  Preflight agree(Preflight mine, const NodeAggregate* aggregate);
 
   Comm& comm_;
-  const Machines machines_;
+  const Nodes nodes_;
   std::unique_ptr<Link> link_;
   TopkWorkspace topk_;
   std::vector<std::int64_t> list_lengths_;
-  PoolMemory pool_memory_;
+  AggregateMemory aggregate_memory_;
   struct {
     Scratch incoming, blocks, sums;
   } scratch_;

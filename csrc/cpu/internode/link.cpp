@@ -10,24 +10,24 @@ namespace {
 constexpr auto kLook = std::chrono::milliseconds(20);
 constexpr Clock::duration kNever = Clock::duration::max();
 constexpr auto kWatchEvery = std::chrono::milliseconds(50);
-// Longer than in shared memory: a machine whose own rank is late says so in time.
+// Longer than in shared memory: a node whose own rank is late says so in time.
 constexpr auto kGrace = std::chrono::milliseconds(500);
-// For the other machines to say why they stop.
+// For the other nodes to say why they stop.
 constexpr auto kFarewells = std::chrono::milliseconds(300);
 
 }  // namespace
 
-Link::Link(Comm& local, std::shared_ptr<Transport> transport, const Machines& machines,
+Link::Link(Comm& local, std::shared_ptr<Transport> transport, const Nodes& nodes,
            Clock::duration timeout)
     : local_(local),
       transport_(std::move(transport)),
-      machines_(machines),
+      nodes_(nodes),
       timeout_(timeout),
-      greetings_(static_cast<std::size_t>(machines.count())),
-      greeted_operation_(local.ordinal()),
-      areas_(static_cast<std::size_t>(machines.count())) {
+      handshakes_(static_cast<std::size_t>(nodes.count())),
+      handshake_operation_(local.ordinal()),
+      areas_(static_cast<std::size_t>(nodes.count())) {
   transport_->listen(
-      [this](int machine, std::span<const std::byte> farewell) { hear(machine, farewell); });
+      [this](int node, std::span<const std::byte> farewell) { hear(node, farewell); });
   try {
     watcher_ = std::thread([this] { watch(); });
   } catch (...) {
@@ -43,26 +43,26 @@ Link::~Link() {
 }
 
 // A farewell that cannot be read is a reason to stop, like any other.
-void Link::hear(int machine, std::span<const std::byte> farewell) {
-  std::uint64_t word = abort_word(Reason::malformed, number(machine));
+void Link::hear(int node, std::span<const std::byte> farewell) {
+  std::uint64_t word = abort_word(Reason::malformed, number(node));
   try {
-    word = parse_farewell(farewell, sender(machine), contributors()).abort_word;
+    word = parse_farewell(farewell, sender(node), contributors()).abort_word;
   } catch (const std::invalid_argument&) {
   }
   {
     const std::lock_guard lock(heard_mutex_);
-    heard_[machine] = word;
+    heard_[node] = word;
   }
   if (word != 0) local_.abort(word);
 }
 
 // This rank may be busy with something else while those beside it wait in the next operation. No
-// machine can have completed that without this one's greeting, so one that is lost has died.
-void Link::look_before_greeting(Clock::duration waited, Clock::duration& lost_since) {
+// node can have completed that without this one's handshake, so one that is lost has died.
+void Link::look_before_handshake(Clock::duration waited, Clock::duration& lost_since) {
   const int lost = find_lost(true);
   lost_since = lost < 0 ? kNever : std::min(lost_since, waited);
   if (lost < 0 || waited - lost_since <= kGrace) return;
-  if (!local_.anyone_waits_after(greeted_operation_)) return;
+  if (!local_.anyone_waits_after(handshake_operation_)) return;
   local_.abort(abort_word(Reason::peer_died, number(lost)));
 }
 
@@ -71,7 +71,7 @@ void Link::watch() {
   Clock::duration lost_since = kNever;
   std::unique_lock lock(left_mutex_);
   while (!left_changed_.wait_for(lock, kWatchEvery, [&] { return left_; })) {
-    look_before_greeting(time.until(Clock::now()), lost_since);
+    look_before_handshake(time.until(Clock::now()), lost_since);
     if (local_.aborted() != 0) {
       lock.unlock();
       return stop();
@@ -81,49 +81,49 @@ void Link::watch() {
 
 void Link::begin(void (*interrupt)()) {
   interrupt_ = interrupt;
-  outlook_ = {};
+  preflight_ = {};
   traffic_ = {};
 }
 
 void Link::begin_tensor(const Operation& operation, const void* input, void* output,
-                        Outlook outlook) {
+                        Preflight preflight) {
   operation_ = operation;
   input_ = static_cast<std::byte*>(const_cast<void*>(input));
   output_ = static_cast<std::byte*>(output);
-  outlook_ = outlook;
+  preflight_ = preflight;
 }
 
 void Link::publish() {
-  Greeting& mine = greetings_[static_cast<std::size_t>(rank())];
-  mine = {header_of(MessageKind::greeting, sender(rank())), local_.called(), local_.ordinal(),
-          outlook_};
-  Round round;
+  Handshake& mine = handshakes_[static_cast<std::size_t>(rank())];
+  mine = {header_of(MessageKind::handshake, sender(rank())), local_.called(), local_.ordinal(),
+          preflight_};
+  Batch batch;
   for (int m = 0; m < size(); ++m) {
     if (m == rank()) continue;
-    Greeting& theirs = greetings_[static_cast<std::size_t>(m)];
+    Handshake& theirs = handshakes_[static_cast<std::size_t>(m)];
     theirs = {};  // a message that is too short is not completed by an earlier one
-    round.sends.push_back({m, reinterpret_cast<std::byte*>(&mine), sizeof(Greeting)});
-    round.receives.push_back({m, reinterpret_cast<std::byte*>(&theirs), sizeof(Greeting)});
+    batch.sends.push_back({m, reinterpret_cast<std::byte*>(&mine), sizeof(Handshake)});
+    batch.receives.push_back({m, reinterpret_cast<std::byte*>(&theirs), sizeof(Handshake)});
   }
-  greeted_ = post(round);
-  greeted_operation_ = local_.ordinal();
+  handshake_batch_ = post(batch);
+  handshake_operation_ = local_.ordinal();
 }
 
-void Link::meet() {
-  wait(greeted_);
+void Link::await_announcements() {
+  wait(handshake_batch_);
   for (int m = 0; m < size(); ++m) {
-    Greeting& greeting = greetings_[static_cast<std::size_t>(m)];
+    Handshake& handshake = handshakes_[static_cast<std::size_t>(m)];
     try {
-      greeting = parse_greeting(std::as_bytes(std::span(&greeting, 1)), sender(m));
+      handshake = parse_handshake(std::as_bytes(std::span(&handshake, 1)), sender(m));
     } catch (const std::invalid_argument& error) {
       blame(m, error.what());
     }
   }
-  outlook_ = greetings_[0].outlook;
-  const Greeting& first = greetings_[0];
+  preflight_ = handshakes_[0].preflight;
+  const Handshake& first = handshakes_[0];
   for (int m = 1; m < size(); ++m) {
-    const Greeting& other = greetings_[static_cast<std::size_t>(m)];
-    outlook_ = outlook_ | other.outlook;
+    const Handshake& other = handshakes_[static_cast<std::size_t>(m)];
+    preflight_ = preflight_ | other.preflight;
     if (other.operation == first.operation && other.sequence == first.sequence) continue;
     local_.abort(abort_word(Reason::mismatch, number(m)));
     throw mismatch(number(0), first.operation, number(m), other.operation, local_.pid_of(number(m)),
@@ -131,30 +131,30 @@ void Link::meet() {
   }
 }
 
-std::int64_t Link::post(const Round& round) {
+std::int64_t Link::post(const Batch& batch) {
   local_.check_aborted();
-  for (const Parcel& parcel : round.sends) traffic_.sent += parcel.bytes;
-  for (const Parcel& parcel : round.receives) traffic_.received += parcel.bytes;
-  transport_->post(round);
+  for (const Transfer& transfer : batch.sends) traffic_.sent += transfer.bytes;
+  for (const Transfer& transfer : batch.receives) traffic_.received += transfer.bytes;
+  transport_->post(batch);
   return ++posted_;
 }
 
-// For each round anew: a slow link makes progress.
-void Link::wait(std::int64_t round) {
-  for (; waited_ < round; ++waited_) {
+// For each batch anew: a slow link makes progress.
+void Link::wait(std::int64_t batch) {
+  for (; waited_ < batch; ++waited_) {
     WaitingTime waited;
     Clock::duration lost_since = kNever;
     while (!transport_->wait(waited_ + 1, kLook)) {
       local_.beat();
-      look_for_failure(waited_ + 1 == greeted_, waited.until(Clock::now()), lost_since);
+      look_for_failure(waited_ + 1 == handshake_batch_, waited.until(Clock::now()), lost_since);
       if (interrupt_ != nullptr) interrupt_();
     }
   }
 }
 
-void Link::look_for_failure(bool greeting, Clock::duration waited, Clock::duration& lost_since) {
+void Link::look_for_failure(bool handshake, Clock::duration waited, Clock::duration& lost_since) {
   local_.check_aborted();
-  const int lost = find_lost(greeting);
+  const int lost = find_lost(handshake);
   lost_since = lost < 0 ? kNever : std::min(lost_since, waited);
   // What it has sent before may still be on its way through this process.
   if (lost >= 0 && waited - lost_since > kGrace) {
@@ -166,20 +166,20 @@ void Link::look_for_failure(bool greeting, Clock::duration waited, Clock::durati
   local_.check_aborted();
 }
 
-// A machine from which something is still to come, and nothing will. Before the greetings are there,
-// that is any: one that is through with the operation has met all others, so that the greetings that
+// A node from which something is still to come, and nothing will. Before the handshakes are there,
+// that is any: one that is through with the operation has met all others, so that the handshakes that
 // are missing here are on their way.
-int Link::find_lost(bool greeting) const {
+int Link::find_lost(bool handshake) const {
   for (int m = 0; m < size(); ++m) {
-    if (m != rank() && (greeting || m == awaited()) && transport_->lost(m)) return m;
+    if (m != rank() && (handshake || m == awaited()) && transport_->lost(m)) return m;
   }
   return -1;
 }
 
 // Where it is not known yet which one, all of them are waited for.
 int Link::awaited() const {
-  const int machine = transport_->awaited();
-  return machine >= 0 ? machine : (rank() + 1) % size();
+  const int node = transport_->awaited();
+  return node >= 0 ? node : (rank() + 1) % size();
 }
 
 void Link::stop() {
@@ -188,23 +188,23 @@ void Link::stop() {
   stopped_ = true;
   tell();
   transport_->wait_for_farewells(size() - 1, kFarewells);
-  local_.settle(least_word());
+  local_.decide_culprit(least_word());
   transport_->disconnect();
 }
 
-// Every machine tells every other its last word, and all take the least. If one is lost without a
+// Every node tells every other its last word, and all take the least. If one is lost without a
 // word, the rank at the other end of this link has died, unless somebody blames a rank beside it.
 std::uint64_t Link::least_word() {
   const std::lock_guard lock(heard_mutex_);
   std::vector<std::uint64_t> words{local_.last_word()};
-  for (const auto& [machine, word] : heard_) {
+  for (const auto& [node, word] : heard_) {
     if (word != 0) words.push_back(word);
   }
   std::uint64_t least = *std::min_element(words.begin(), words.end());
   for (int m = 0; m < size(); ++m) {
     if (m == rank() || heard_.contains(m) || !transport_->lost(m)) continue;
     const auto blames_it = [&](std::uint64_t word) {
-      const std::vector<int>& ranks = machines_.at(m);
+      const std::vector<int>& ranks = nodes_.at(m);
       return reason_of(word) == Reason::peer_died &&
              std::find(ranks.begin(), ranks.end(), rank_of(word)) != ranks.end();
     };

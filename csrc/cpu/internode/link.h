@@ -1,11 +1,11 @@
-// A rank's link to the ranks of other machines that carry the same stripe. To the algorithm
-// (core/algorithms/internode.h) and to the codecs' executors every machine is one rank.
+// A rank's link to the ranks of other nodes that carry the same stripe. To the algorithm
+// (core/algorithms/internode.h) and to the codecs' executors every node is one rank.
 //
-// An operation begins with a greeting, as one in shared memory does with an announcement: all must
-// mean the same operation. Every wait looks at the machine's abort word, at the deadline and for
-// machines that are gone; meanwhile it tells the others of this machine that it waits, so that they
-// do not run out of patience. A failure becomes the machine's abort word, which the transport tells
-// the other machines.
+// An operation begins with a handshake, as one in shared memory does with an announcement: all must
+// mean the same operation. Every wait looks at the node's abort word, at the deadline and for
+// nodes that are gone; meanwhile it tells the others of this node that it waits, so that they
+// do not run out of patience. A failure becomes the node's abort word, which the transport tells
+// the other nodes.
 #pragma once
 
 #include <cstdlib>
@@ -56,8 +56,8 @@ struct LinkTraffic {
 
 class Link {
  public:
-  // Of the stripe that has this rank's number within its machine.
-  Link(Comm& local, std::shared_ptr<Transport> transport, const Machines& machines,
+  // Of the stripe that has this rank's number within its node.
+  Link(Comm& local, std::shared_ptr<Transport> transport, const Nodes& nodes,
        Clock::duration timeout);
   ~Link();
   Link(const Link&) = delete;
@@ -65,34 +65,35 @@ class Link {
 
   // Starts the next operation.
   void begin(void (*interrupt)());
-  // The tensor that it is about, to codecs. The outlook is this machine's.
-  void begin_tensor(const Operation& operation, const void* input, void* output, Outlook outlook);
-  // Meets the other machines.
+  // The tensor that it is about, to codecs. The preflight is this node's.
+  void begin_tensor(const Operation& operation, const void* input, void* output,
+                    Preflight preflight);
+  // Meets the other nodes.
   void announce() {
     publish();
-    meet();
+    await_announcements();
   }
   void publish();
-  void meet();
-  // Of all machines, after meet().
-  const Outlook& outlook() const { return outlook_; }
+  void await_announcements();
+  // Of all nodes, after await_announcements().
+  const Preflight& preflight() const { return preflight_; }
 
-  int rank() const { return machines_.here; }
-  int size() const { return machines_.count(); }
+  int rank() const { return nodes_.here; }
+  int size() const { return nodes_.count(); }
   int stripe() const { return local_.rank(); }
-  int contributors() const { return machines_.world(); }
+  int contributors() const { return nodes_.world(); }
   std::uint32_t stream() const {
-    return static_cast<std::uint32_t>(rank() * machines_.stripes() + stripe());
+    return static_cast<std::uint32_t>(rank() * nodes_.stripes() + stripe());
   }
   std::int64_t count() const { return operation_.count; }
   std::int64_t elements(std::int64_t bytes) const { return bytes / element_size(); }
   std::int64_t element_size() const { return size_of(operation_.dtype); }
-  Place input() const { return {input_, rank()}; }
-  Place output() const { return {output_, rank()}; }
-  Place input(int) const { return input(); }
-  Place output(int) const { return output(); }
-  Place at(Place place, std::int64_t elements) const {
-    return {place.data + elements * element_size(), place.rank};
+  Location input() const { return {input_, rank()}; }
+  Location output() const { return {output_, rank()}; }
+  Location input(int) const { return input(); }
+  Location output(int) const { return output(); }
+  Location at(Location location, std::int64_t elements) const {
+    return {location.data + elements * element_size(), location.rank};
   }
   // Memory of this rank for what rank r writes or has written.
   std::byte* announced_area(int r, std::int64_t bytes) {
@@ -101,54 +102,55 @@ class Link {
   void trim() {
     for (Scratch& area : areas_) area = {};
   }
-  void count_in(std::int64_t) {}  // parcels are counted
-  // A machine has sent what cannot be used.
-  [[noreturn]] void blame(int machine, const std::string& what) {
-    local_.blame_number(number(machine), what);
+  void count_in(std::int64_t) {}  // transfers are counted
+  // A node has sent what cannot be used.
+  [[noreturn]] void blame(int node, const std::string& what) {
+    local_.blame_number(number(node), what);
   }
 
   // Rounds are numbered from 1.
-  std::int64_t post(const Round& round);
-  void wait(std::int64_t round);
+  std::int64_t post(const Batch& batch);
+  void wait(std::int64_t batch);
 
-  // Tells the other machines that this one has been aborted, if it has.
+  // Tells the other nodes that this one has been aborted, if it has.
   void tell();
-  // The same; also hears why the others stop and settles on one culprit for all (Comm::settle). Then
+  // The same; also hears why the others stop and settles on one culprit for all (Comm::decide_culprit). Then
   // nothing touches posted memory any more. A thread does so, too, in case no operation is under way.
   void stop();
   void leave();
   const LinkTraffic& traffic() const { return traffic_; }
 
  private:
-  int number(int machine) const { return machines_.rank(machine, stripe()); }
-  Sender sender(int machine) const { return {transport_->secret(), machine}; }
+  int number(int node) const { return nodes_.rank(node, stripe()); }
+  Sender sender(int node) const { return {transport_->secret(), node}; }
   std::uint64_t least_word();
-  void hear(int machine, std::span<const std::byte> farewell);
+  void hear(int node, std::span<const std::byte> farewell);
   void watch();
-  void look_before_greeting(Clock::duration waited, Clock::duration& lost_since);
-  void look_for_failure(bool greeting, Clock::duration waited, Clock::duration& lost_since);
-  int find_lost(bool greeting) const;
+  void look_before_handshake(Clock::duration waited, Clock::duration& lost_since);
+  void look_for_failure(bool handshake, Clock::duration waited, Clock::duration& lost_since);
+  int find_lost(bool handshake) const;
   int awaited() const;
 
   Comm& local_;
   std::shared_ptr<Transport> transport_;
-  const Machines& machines_;
+  const Nodes& nodes_;
   const Clock::duration timeout_;
   Operation operation_;
   std::byte* input_ = nullptr;
   std::byte* output_ = nullptr;
   void (*interrupt_)() = nullptr;
-  std::vector<Greeting> greetings_;  // of each machine; the others' are bytes until meet()
-  std::int64_t greeted_ = 0;         // the round
-  std::atomic<std::uint32_t> greeted_operation_;  // its number
-  Outlook outlook_;
+  std::vector<Handshake>
+      handshakes_;  // of each node; the others' are bytes until await_announcements()
+  std::int64_t handshake_batch_ = 0;                // the batch
+  std::atomic<std::uint32_t> handshake_operation_;  // its number
+  Preflight preflight_;
   std::vector<Scratch> areas_;
   std::int64_t posted_ = 0, waited_ = 0;
   LinkTraffic traffic_;
   std::mutex stop_mutex_;
   bool stopped_ = false;
   std::mutex heard_mutex_;
-  std::map<int, std::uint64_t> heard_;  // from other machines, when they stop or leave (0)
+  std::map<int, std::uint64_t> heard_;  // from other nodes, when they stop or leave (0)
   std::mutex left_mutex_;
   std::condition_variable left_changed_;
   bool left_ = false;

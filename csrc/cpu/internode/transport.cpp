@@ -11,14 +11,14 @@ constexpr auto kLook = std::chrono::milliseconds(20);
 
 }  // namespace
 
-bool Transport::wait(std::int64_t rounds, Clock::duration patience) {
+bool Transport::wait(std::int64_t batches, Clock::duration patience) {
   std::unique_lock lock(mutex_);
-  return changed_.wait_for(lock, patience, [&] { return completed_ >= rounds; });
+  return changed_.wait_for(lock, patience, [&] { return completed_ >= batches; });
 }
 
-bool Transport::lost(int host) const {
+bool Transport::lost(int node) const {
   const std::lock_guard lock(mutex_);
-  return lost_.contains(host);
+  return lost_.contains(node);
 }
 
 void Transport::complete() {
@@ -27,30 +27,30 @@ void Transport::complete() {
   changed_.notify_all();
 }
 
-void Transport::lose(int host) {
+void Transport::lose(int node) {
   const std::lock_guard lock(mutex_);
-  lost_.insert(host);
+  lost_.insert(node);
 }
 
-void Transport::finished(int host) {
+void Transport::finished(int node) {
   const std::lock_guard lock(mutex_);
-  ended_.insert(host);
+  ended_.insert(node);
   changed_.notify_all();
 }
 
-void Transport::heard(int host, std::span<const std::byte> farewell) {
+void Transport::heard(int node, std::span<const std::byte> farewell) {
   {
     const std::lock_guard lock(listener_mutex_);
     // The first one is the last.
-    if (!farewells_.try_emplace(host, farewell.begin(), farewell.end()).second) return;
-    if (listener_) listener_(host, farewell);
+    if (!farewells_.try_emplace(node, farewell.begin(), farewell.end()).second) return;
+    if (listener_) listener_(node, farewell);
   }
-  finished(host);
+  finished(node);
 }
 
-void Transport::wait_for_farewells(int hosts, Clock::duration patience) {
+void Transport::wait_for_farewells(int nodes, Clock::duration patience) {
   std::unique_lock lock(mutex_);
-  const auto all_ended = [&] { return static_cast<int>(ended_.size()) >= hosts; };
+  const auto all_ended = [&] { return static_cast<int>(ended_.size()) >= nodes; };
   for (WaitingTime waited; !changed_.wait_for(lock, kLook, all_ended);) {
     if (waited.until(Clock::now()) > patience) return;
   }
@@ -60,60 +60,61 @@ void Transport::listen(Listener listener) {
   const std::lock_guard lock(listener_mutex_);
   listener_ = std::move(listener);
   if (!listener_) return;
-  for (const auto& [host, farewell] : farewells_) listener_(host, farewell);
+  for (const auto& [node, farewell] : farewells_) listener_(node, farewell);
 }
 
-std::vector<std::shared_ptr<LocalTransport>> LocalTransport::make(int hosts) {
+std::vector<std::shared_ptr<LocalTransport>> LocalTransport::make(int nodes) {
   const auto shared = std::make_shared<Shared>();
   std::vector<std::shared_ptr<LocalTransport>> ends;
-  for (int host = 0; host < hosts; ++host) {
-    ends.emplace_back(new LocalTransport(shared, host));
+  for (int node = 0; node < nodes; ++node) {
+    ends.emplace_back(new LocalTransport(shared, node));
     shared->ends.push_back(ends.back());
   }
   return ends;
 }
 
-void LocalTransport::post(const Round& round) {
+void LocalTransport::post(const Batch& batch) {
   const std::lock_guard lock(shared_->mutex);
   const std::int64_t number = first_ + static_cast<std::int64_t>(missing_.size());
   if (!connected_) return missing_.push_back(1);  // it will never complete
-  missing_.push_back(static_cast<std::int64_t>(round.sends.size() + round.receives.size()) + 1);
-  for (const Parcel& parcel : round.sends) {
-    const std::pair way{host_, parcel.host};
-    if (meet(shared_->receives[way], parcel, true)) {
+  missing_.push_back(static_cast<std::int64_t>(batch.sends.size() + batch.receives.size()) + 1);
+  for (const Transfer& transfer : batch.sends) {
+    const std::pair way{node_, transfer.node};
+    if (match(shared_->receives[way], transfer, true)) {
       finish(number);
     } else {
-      shared_->sends[way].push_back({parcel, number});
+      shared_->sends[way].push_back({transfer, number});
     }
   }
-  for (const Parcel& parcel : round.receives) {
-    const std::pair way{parcel.host, host_};
-    if (meet(shared_->sends[way], parcel, false)) {
+  for (const Transfer& transfer : batch.receives) {
+    const std::pair way{transfer.node, node_};
+    if (match(shared_->sends[way], transfer, false)) {
       finish(number);
     } else {
-      shared_->receives[way].push_back({parcel, number});
+      shared_->receives[way].push_back({transfer, number});
     }
   }
   finish(number);
 }
 
 // Whether the other side has been there already.
-bool LocalTransport::meet(std::deque<Waiting>& others, const Parcel& parcel, bool sending) {
+bool LocalTransport::match(std::deque<Waiting>& others, const Transfer& transfer, bool sending) {
   if (others.empty()) return false;
   const Waiting other = others.front();
   others.pop_front();
-  PYCOMM_CHECK(other.parcel.bytes == parcel.bytes, "machines disagree about a parcel's size");
-  std::memcpy(sending ? other.parcel.data : parcel.data, sending ? parcel.data : other.parcel.data,
-              static_cast<std::size_t>(parcel.bytes));
-  if (const auto end = shared_->ends[static_cast<std::size_t>(parcel.host)].lock()) {
-    end->finish(other.round);
+  PYCOMM_CHECK(other.transfer.bytes == transfer.bytes, "nodes disagree about a transfer's size");
+  std::memcpy(sending ? other.transfer.data : transfer.data,
+              sending ? transfer.data : other.transfer.data,
+              static_cast<std::size_t>(transfer.bytes));
+  if (const auto end = shared_->ends[static_cast<std::size_t>(transfer.node)].lock()) {
+    end->finish(other.batch);
   }
   return true;
 }
 
-// One thing that the round has waited for is there.
-void LocalTransport::finish(std::int64_t round) {
-  --missing_[static_cast<std::size_t>(round - first_)];
+// One thing that the batch has waited for is there.
+void LocalTransport::finish(std::int64_t batch) {
+  --missing_[static_cast<std::size_t>(batch - first_)];
   for (; !missing_.empty() && missing_.front() == 0; ++first_) {
     missing_.pop_front();
     complete();
@@ -123,10 +124,10 @@ void LocalTransport::finish(std::int64_t round) {
 int LocalTransport::awaited() const {
   const std::lock_guard lock(shared_->mutex);
   for (const auto& [way, waiting] : shared_->receives) {
-    if (way.second == host_ && !waiting.empty()) return way.first;
+    if (way.second == node_ && !waiting.empty()) return way.first;
   }
   for (const auto& [way, waiting] : shared_->sends) {
-    if (way.first == host_ && !waiting.empty()) return way.second;
+    if (way.first == node_ && !waiting.empty()) return way.second;
   }
   return -1;
 }
@@ -135,10 +136,10 @@ void LocalTransport::disconnect() {
   const std::lock_guard lock(shared_->mutex);
   connected_ = false;
   for (auto& [way, waiting] : shared_->sends) {
-    if (way.first == host_) waiting.clear();
+    if (way.first == node_) waiting.clear();
   }
   for (auto& [way, waiting] : shared_->receives) {
-    if (way.second == host_) waiting.clear();
+    if (way.second == node_) waiting.clear();
   }
 }
 
@@ -155,13 +156,13 @@ void LocalTransport::tell_others(Tell tell) {
 }
 
 void LocalTransport::stop(std::span<const std::byte> farewell) {
-  tell_others([&](LocalTransport& other) { other.heard(host_, farewell); });
+  tell_others([&](LocalTransport& other) { other.heard(node_, farewell); });
 }
 
 void LocalTransport::leave(std::span<const std::byte> farewell) {
   tell_others([&](LocalTransport& other) {
-    other.heard(host_, farewell);
-    other.lose(host_);
+    other.heard(node_, farewell);
+    other.lose(node_);
   });
 }
 

@@ -1,5 +1,5 @@
-// What carries bytes between machines, between the ranks that carry one stripe: one of each machine.
-// Here the interface, and the transport between machines that are imagined within one process; the one
+// What carries bytes between nodes, between the ranks that carry one stripe: one of each node.
+// Here the interface, and the transport between nodes that are imagined within one process; the one
 // over torch.distributed is Python's (pycomm/_runtime/internode.py).
 #pragma once
 
@@ -19,17 +19,17 @@
 
 namespace pycomm::cpu {
 
-// Memory on its way to a machine, or from it.
-struct Parcel {
-  int host;
+// Memory on its way to a node, or from it.
+struct Transfer {
+  int node;
   std::byte* data;
   std::int64_t bytes;
 };
 
-// Parcels that are posted together.
-struct Round {
-  std::vector<Parcel> sends;
-  std::vector<Parcel> receives;
+// Transfers that are posted together.
+struct Batch {
+  std::vector<Transfer> sends;
+  std::vector<Transfer> receives;
 };
 
 class Transport {
@@ -40,34 +40,34 @@ class Transport {
 
   const Secret& secret() const { return secret_; }
 
-  // Starts a round. What a machine sends to another, in the order of its rounds, is what that one
+  // Starts a batch. What a node sends to another, in the order of its batches, is what that one
   // receives from it, in the order of its own, and equally long.
-  virtual void post(const Round& round) = 0;
-  // Gives the other machines a Farewell that says why this one stops.
+  virtual void post(const Batch& batch) = 0;
+  // Gives the other nodes a Farewell that says why this one stops.
   virtual void stop(std::span<const std::byte> farewell) = 0;
   // Lets go of all memory.
   virtual void disconnect() = 0;
-  // Gives them one that says that no round will follow.
+  // Gives them one that says that no batch will follow.
   virtual void leave(std::span<const std::byte> farewell) = 0;
 
-  // Whether the first `rounds` rounds have completed; waits for that a while.
-  bool wait(std::int64_t rounds, Clock::duration patience);
-  // A machine for which the oldest round waits, or -1.
+  // Whether the first `batches` batches have completed; waits for that a while.
+  bool wait(std::int64_t batches, Clock::duration patience);
+  // A node for which the oldest batch waits, or -1.
   virtual int awaited() const = 0;
-  // Whether nothing more will come from a machine.
-  bool lost(int host) const;
-  // Waits a while for the last words of so many other machines.
-  void wait_for_farewells(int hosts, Clock::duration patience);
+  // Whether nothing more will come from a node.
+  bool lost(int node) const;
+  // Waits a while for the last words of so many other nodes.
+  void wait_for_farewells(int nodes, Clock::duration patience);
 
-  // For implementations, from any thread. One more round has completed.
+  // For implementations, from any thread. One more batch has completed.
   void complete();
-  void lose(int host);
-  // A machine has said farewell, or is lost and will not.
-  void finished(int host);
-  // Another machine's farewell has come: bytes that nobody has looked at.
-  void heard(int host, std::span<const std::byte> farewell);
+  void lose(int node);
+  // A node has said farewell, or is lost and will not.
+  void finished(int node);
+  // Another node's farewell has come: bytes that nobody has looked at.
+  void heard(int node, std::span<const std::byte> farewell);
   // Who wants to know of farewells, also of earlier ones; nobody, with an empty function.
-  using Listener = std::function<void(int host, std::span<const std::byte> farewell)>;
+  using Listener = std::function<void(int node, std::span<const std::byte> farewell)>;
   void listen(Listener listener);
 
  private:
@@ -81,13 +81,13 @@ class Transport {
   std::map<int, std::vector<std::byte>> farewells_;
 };
 
-// One stripe's machines, all in this process. A parcel is copied by whoever comes second.
+// One stripe's nodes, all in this process. A transfer is copied by whoever comes second.
 class LocalTransport : public Transport {
  public:
-  // Their transports, in the order of machines.
-  static std::vector<std::shared_ptr<LocalTransport>> make(int hosts);
+  // Their transports, in the order of nodes.
+  static std::vector<std::shared_ptr<LocalTransport>> make(int nodes);
 
-  void post(const Round& round) override;
+  void post(const Batch& batch) override;
   void stop(std::span<const std::byte> farewell) override;
   void disconnect() override;
   void leave(std::span<const std::byte> farewell) override;
@@ -95,8 +95,8 @@ class LocalTransport : public Transport {
 
  private:
   struct Waiting {
-    Parcel parcel;
-    std::int64_t round;
+    Transfer transfer;
+    std::int64_t batch;
   };
   struct Shared {
     std::mutex mutex;
@@ -105,17 +105,17 @@ class LocalTransport : public Transport {
     std::map<std::pair<int, int>, std::deque<Waiting>> sends, receives;
   };
 
-  LocalTransport(std::shared_ptr<Shared> shared, int host)
-      : shared_(std::move(shared)), host_(host) {}
-  bool meet(std::deque<Waiting>& others, const Parcel& parcel, bool sending);
-  void finish(std::int64_t round);
+  LocalTransport(std::shared_ptr<Shared> shared, int node)
+      : shared_(std::move(shared)), node_(node) {}
+  bool match(std::deque<Waiting>& others, const Transfer& transfer, bool sending);
+  void finish(std::int64_t batch);
   template <class Tell>
   void tell_others(Tell tell);
 
   std::shared_ptr<Shared> shared_;
-  const int host_;
+  const int node_;
   bool connected_ = true;
-  std::deque<std::int64_t> missing_;  // parcels, of the rounds that have not completed
+  std::deque<std::int64_t> missing_;  // transfers, of the batches that have not completed
   std::int64_t first_ = 0;            // the number of the first of these
 };
 

@@ -213,8 +213,8 @@ std::vector<double> lamb_ratios(const Settings& settings, const std::vector<Segm
 
 }  // namespace
 
-double survey(const std::vector<Segment>& segments, const StepControl& control, double max_norm,
-              const Parallel& parallel) {
+double grad_norm(const std::vector<Segment>& segments, const StepControl& control, double max_norm,
+                 const Parallel& parallel) {
   const Row row(segments);
   std::vector<double> sums(static_cast<std::size_t>(row.chunks())), totals;
   parallel(row.chunks(), [&](std::int64_t begin, std::int64_t end) {

@@ -16,8 +16,8 @@ using Parallel = std::function<void(std::int64_t n, const Body& body)>;
 
 // The norm of the unscaled gradients, exact to double's rounding. Sets found_inf where a gradient is
 // not finite, and clip to what brings the norm down to `max_norm`.
-double survey(const std::vector<Segment>& segments, const StepControl& control, double max_norm,
-              const Parallel& parallel);
+double grad_norm(const std::vector<Segment>& segments, const StepControl& control, double max_norm,
+                 const Parallel& parallel);
 
 void step(const Settings& settings, const std::vector<Segment>& segments,
           const StepControl& control, const Parallel& parallel);

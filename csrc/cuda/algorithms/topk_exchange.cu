@@ -19,7 +19,7 @@ __device__ void feed(const TopkBlock& block) {
   const TopkScratch& scratch = block.scratch;
   const Feedback& feedback = block.feedback;
   for (std::int64_t tile = block.lane; tile < from.tiles(); tile += block.lanes) {
-    const std::int64_t start = tile * kStride + threadIdx.x * kOctet;
+    const std::int64_t start = tile * kBlockElements + threadIdx.x * kOctet;
     const int n = octet_count(from.n - start);
     Octet<float> v, faster;
     from.load_values(start, v.element, faster.element);
@@ -71,11 +71,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     meet_kernel(const __grid_constant__ TopkLaunch launch) {
   BlockComm<T, ReduceOp::sum> comm(launch);
   const TopkBlock block(launch);
-  comm.set_outlook(outlook_of(launch, block.index));
+  comm.set_preflight(preflight_of(launch, block.index));
   comm.announce();
   if (!comm.failed()) {
-    const Outlook outlook = comm.outlook();
-    const bool overflow = outlook.overflow != 0, unused = outlook.unused != 0;
+    const Preflight preflight = comm.preflight();
+    const bool overflow = preflight.overflow != 0, unused = preflight.unused != 0;
     if (block.lane == 0 && threadIdx.x == 0) {
       *block.scratch.keep = overflow || unused ? 1 : 0;
       if (overflow) block.report_nonfinite();

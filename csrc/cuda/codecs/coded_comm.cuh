@@ -13,12 +13,12 @@ struct CodedLaunch : Launch {
   CodedStaging staging;  // of a lane; here it costs a kernel no registers
   // Device memory. With feedback: what a kernel before has found in each of as many parts of the
   // tensor as there are lanes.
-  Outlook* outlooks[kMaxLocalRanks];
+  Preflight* outlooks[kMaxLocalRanks];
 };
 
 // One part's, from the largest contribution that each thread has seen; all threads of the block
 // together.
-__device__ inline void put_outlook(const CodedLaunch& launch, std::uint32_t largest, bool used) {
+__device__ inline void put_preflight(const CodedLaunch& launch, std::uint32_t largest, bool used) {
   const int lanes = launch.layout.lanes, index = static_cast<int>(blockIdx.x) / lanes;
   largest = largest_of(largest, kThreads);
   used = __syncthreads_or(used) != 0;
@@ -26,13 +26,13 @@ __device__ inline void put_outlook(const CodedLaunch& launch, std::uint32_t larg
   const bool holds = launch.compressions[index].feedback.hold_unused;
   const float limit = largest_safe(launch.ranks[index].operation, launch.layout.ranks);
   launch.outlooks[index][static_cast<int>(blockIdx.x) % lanes] =
-      make_outlook(largest > magnitude(limit), holds && !used);
+      make_preflight(largest > magnitude(limit), holds && !used);
 }
 
 // A rank's.
-__device__ inline Outlook outlook_of(const CodedLaunch& launch, int index) {
+__device__ inline Preflight preflight_of(const CodedLaunch& launch, int index) {
   if (launch.compressions[index].feedback.residual == nullptr) return {};
-  Outlook all = launch.outlooks[index][0];
+  Preflight all = launch.outlooks[index][0];
   for (int i = 1; i < launch.layout.lanes; ++i) all = all | launch.outlooks[index][i];
   return all;
 }
@@ -47,12 +47,12 @@ class CodedComm {
         operation_(launch.ranks[blockIdx.x / launch.layout.lanes].operation),
         compression_(launch.compressions[blockIdx.x / launch.layout.lanes]),
         staging_(launch.staging) {
-    comm_.set_outlook(outlook_of(launch, static_cast<int>(blockIdx.x) / launch.layout.lanes));
+    comm_.set_preflight(preflight_of(launch, static_cast<int>(blockIdx.x) / launch.layout.lanes));
   }
 
   // Says whether a value was not finite, as far as this block has seen them.
   __device__ void finish() {
-    const bool any = __syncthreads_or(nonfinite_ || outlook_.overflow != 0) != 0;
+    const bool any = __syncthreads_or(nonfinite_ || preflight_.overflow != 0) != 0;
     if (any && threadIdx.x == 0 && compression_.nonfinite != nullptr) {
       atomicOr(compression_.nonfinite, 1u);
     }
@@ -62,27 +62,27 @@ class CodedComm {
   __device__ int size() const { return comm_.size(); }
   __device__ std::int64_t count() const { return comm_.count(); }
   // Whole strides, so that only the last one of a tensor is short.
-  __device__ std::int64_t line() const { return kStride; }
+  __device__ std::int64_t line() const { return kBlockElements; }
   __device__ std::int64_t elements(std::int64_t bytes) const {
     return comm_.elements(bytes) / kLargestBlock * kLargestBlock;
   }
-  __device__ bool direct() const { return false; }
-  __device__ Place input() const { return comm_.input(); }
-  __device__ Place output() const { return comm_.output(); }
-  __device__ Place input(int) const { return comm_.input(); }
-  __device__ Place output(int) const { return comm_.output(); }
-  __device__ Place slot(int r, std::int64_t i) const {
+  __device__ bool zero_copy() const { return false; }
+  __device__ Location input() const { return comm_.input(); }
+  __device__ Location output() const { return comm_.output(); }
+  __device__ Location input(int) const { return comm_.input(); }
+  __device__ Location output(int) const { return comm_.output(); }
+  __device__ Location slot(int r, std::int64_t i) const {
     return {comm_.slot(r, 0).data, r, i * staging_.slot};
   }
   __device__ std::int64_t slot_count() const { return staging_.slot; }
-  __device__ Place at(Place place, std::int64_t elements) const {
-    if (place.coded == kPlain) return comm_.at(place, elements);
-    return {place.data, place.rank, place.coded + elements};
+  __device__ Location at(Location location, std::int64_t elements) const {
+    if (location.coded == kPlain) return comm_.at(location, elements);
+    return {location.data, location.rank, location.coded + elements};
   }
 
   __device__ void announce() {
     comm_.announce();
-    outlook_ = comm_.outlook();
+    preflight_ = comm_.preflight();
   }
 
   // These are not inlined: a pass needs the registers that an algorithm would hold.
@@ -93,7 +93,7 @@ class CodedComm {
   __device__ __noinline__ void wait_all(int channel, std::int64_t step) {
     comm_.wait_all(channel, step);
   }
-  __device__ __noinline__ void copy(Place to, Place from, std::int64_t n) {
+  __device__ __noinline__ void copy(Location to, Location from, std::int64_t n) {
     if (comm_.failed() || n == 0 || (to.data == from.data && to.coded == from.coded)) return;
     if (from.coded == kPlain) {
       const Sources sources = sources_of(1, [&](int) { return from; });
@@ -111,7 +111,7 @@ class CodedComm {
   __device__ void reduce(int n_to, To to, int n_from, From from, std::int64_t n, bool last) {
     if (comm_.failed() || n == 0) return;
     const Sources sources = sources_of(n_from, from);
-    const Place first = to(0), second = to(n_to - 1);
+    const Location first = to(0), second = to(n_to - 1);
     const bool swapped = first.coded == kPlain;
     encode(sources, swapped ? second : first, swapped ? first : second, n, last);
   }
@@ -122,13 +122,13 @@ class CodedComm {
   }
 
  private:
-  __device__ std::int64_t index(Place tensor, Place begin) const {
+  __device__ std::int64_t index(Location tensor, Location begin) const {
     return comm_.elements(tensor.data - begin.data);
   }
 
-  __device__ Source source(Place place) const {
-    if (place.coded == kPlain) return {{place.data, nullptr}, true};
-    return {staging_[place], false};
+  __device__ Source source(Location location) const {
+    if (location.coded == kPlain) return {{location.data, nullptr}, true};
+    return {staging_[location], false};
   }
 
   // In shared memory; where one is the own contribution, it begins at this element.
@@ -145,18 +145,18 @@ class CodedComm {
     __shared__ std::int64_t own_element;
     bool own = false;
     for (int i = threadIdx.x; i < count; i += blockDim.x) {
-      const Place place = from(i);
-      sources[i] = source(place);
+      const Location location = from(i);
+      sources[i] = source(location);
       if (!sources[i].own) continue;
       own = true;
-      own_element = index(place, input());
+      own_element = index(location, input());
     }
     own = __syncthreads_or(own) != 0;
     return {sources, count, own, own_element};
   }
 
   // `output` is what `to` is where there is none.
-  __device__ __noinline__ void encode(const Sources& sources, Place to, Place output,
+  __device__ __noinline__ void encode(const Sources& sources, Location to, Location output,
                                       std::int64_t n, bool last) {
     const Feedback& feedback = compression_.feedback;
     const bool writes = output.coded == kPlain;
@@ -167,11 +167,11 @@ class CodedComm {
     pass.n_from = sources.count;
     pass.to = staging_[to];
     if (writes) pass.output = output.data;
-    if (feedback.residual != nullptr && outlook_.unused == 0) {
+    if (feedback.residual != nullptr && preflight_.unused == 0) {
       pass.residual = feedback.residual + element;
     }
     pass.scaling = scaling_of(feedback);
-    if (outlook_.overflow != 0) pass.limit = largest_safe(operation_, size());
+    if (preflight_.overflow != 0) pass.limit = largest_safe(operation_, size());
     pass.last = last;
     if (last && operation_.op == ReduceOp::avg) pass.divisor = static_cast<float>(size());
     pass.n = n;
@@ -199,7 +199,7 @@ class CodedComm {
   const Operation& operation_;
   const Compression& compression_;
   const CodedStaging& staging_;
-  Outlook outlook_;         // of all ranks
+  Preflight preflight_;     // of all ranks
   bool nonfinite_ = false;  // of this thread's elements
 };
 

@@ -15,8 +15,8 @@
 namespace pycomm::cuda {
 
 inline constexpr int kOctet = 8;
-inline constexpr std::int64_t kStride = kThreads * kOctet;
-static_assert(kStride == kLargestBlock);
+inline constexpr std::int64_t kBlockElements = kThreads * kOctet;
+static_assert(kBlockElements == kLargestBlock);
 
 // A thread's elements, moved in as few accesses as their address allows.
 template <class T>
@@ -209,8 +209,8 @@ __device__ bool finite_as(const float* values, int n, float scale) {
 
 // Output and residual of elements whose sum `v` has become `made`.
 template <class T>
-__device__ void settle(const Pass& pass, std::int64_t start, int n, bool own, const float* v,
-                       const float* made) {
+__device__ void store_feedback(const Pass& pass, std::int64_t start, int n, bool own,
+                               const float* v, const float* made) {
   Octet<float> kept;
 #pragma unroll
   for (int i = 0; i < kOctet; ++i) kept.element[i] = made[i];
@@ -241,7 +241,7 @@ template <class T, class Codec>
 __device__ __noinline__ bool encode_blocks(const Pass& pass, bool own, bool stochastic, int shift) {
   using Payload = typename Codec::Payload;
   bool finite = true;
-  for (std::int64_t stride = 0; stride < pass.n; stride += kStride) {
+  for (std::int64_t stride = 0; stride < pass.n; stride += kBlockElements) {
     const std::int64_t start = stride + threadIdx.x * kOctet;
     const int n = octet_count(pass.n - start);
     float v[kOctet] = {};
@@ -269,7 +269,7 @@ __device__ __noinline__ bool encode_blocks(const Pass& pass, bool own, bool stoc
 #pragma unroll
     for (int i = 0; i < kOctet; ++i) values[i] = Codec::decode(made.element[i], scale);
     if (pass.output != nullptr) finite &= finite_as<T, Codec>(values, n, scale);
-    settle<T>(pass, start, n, own, v, values);
+    store_feedback<T>(pass, start, n, own, v, values);
   }
   return !finite;
 }
@@ -278,7 +278,7 @@ template <class T, class Codec, bool add>
 __device__ __noinline__ bool decode_blocks(const Encoded& from, T* output, std::int64_t count,
                                            int shift) {
   bool finite = true;
-  for (std::int64_t start = threadIdx.x * kOctet; start < count; start += kStride) {
+  for (std::int64_t start = threadIdx.x * kOctet; start < count; start += kBlockElements) {
     const int n = octet_count(count - start);
     const auto octet = load_octet(payload_at<Codec>(from, start), n);
     const float scale = scale_at<Codec>(from, start, shift);

@@ -7,7 +7,7 @@ namespace {
 
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    outlook_kernel(const __grid_constant__ CodedLaunch launch) {
+    preflight_kernel(const __grid_constant__ CodedLaunch launch) {
   const int lanes = launch.layout.lanes;
   const int lane = static_cast<int>(blockIdx.x) % lanes;
   const RankLaunch& me = launch.ranks[blockIdx.x / lanes];
@@ -16,8 +16,8 @@ __global__ void __launch_bounds__(kThreads)
   const float scale = scaling_of(feedback).scale;
   std::uint32_t largest = 0;
   bool used = false;
-  for (std::int64_t start = lane * kStride + threadIdx.x * kOctet; start < me.operation.count;
-       start += lanes * kStride) {
+  for (std::int64_t start = lane * kBlockElements + threadIdx.x * kOctet;
+       start < me.operation.count; start += lanes * kBlockElements) {
     const int n = octet_count(me.operation.count - start);
     const Octet<T> octet = load_octet(x + start, n);
     const Octet<float> kept = load_octet(feedback.residual + start, n);
@@ -28,14 +28,14 @@ __global__ void __launch_bounds__(kThreads)
       used |= magnitude(value) != 0;
     }
   }
-  put_outlook(launch, largest, used);
+  put_preflight(launch, largest, used);
 }
 
 }  // namespace
 
-void launch_outlook(const CodedLaunch& launch, cudaStream_t stream) {
+void launch_preflight(const CodedLaunch& launch, cudaStream_t stream) {
   visit_compressible(launch.ranks[0].operation.dtype, [&](auto element) {
-    launch_blocks(&outlook_kernel<decltype(element)>, launch.local_ranks * launch.layout.lanes,
+    launch_blocks(&preflight_kernel<decltype(element)>, launch.local_ranks * launch.layout.lanes,
                   launch, stream);
   });
 }

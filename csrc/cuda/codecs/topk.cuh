@@ -61,7 +61,7 @@ struct TopkScratch {
       at += static_cast<std::uintptr_t>(round_up(words * 4, 256));
       return reinterpret_cast<std::uint32_t*>(begin);
     };
-    const std::int64_t tiles = ceil_div(n, kStride) + 1, chunks = topk_chunks(n);
+    const std::int64_t tiles = ceil_div(n, kBlockElements) + 1, chunks = topk_chunks(n);
     histograms = take(2 * kBins);
     ties = take(1);
     keep = take(1);
@@ -118,7 +118,8 @@ struct TopkBlock {
     return scratch.above[tile] + (equal < ties ? equal : ties);
   }
   __device__ std::int64_t entries_before_chunk(std::int64_t chunk, std::int64_t of) const {
-    const std::int64_t tile = chunk * (kTopkChunk / kStride), tiles = ceil_div(of, kStride);
+    const std::int64_t tile = chunk * (kTopkChunk / kBlockElements),
+                       tiles = ceil_div(of, kBlockElements);
     return entries_before_tile(tile < tiles ? tile : tiles);
   }
 
@@ -174,7 +175,7 @@ struct Selector {
     histograms = of.scratch.histograms + (sums ? TopkScratch::kBins : 0);
   }
 
-  __device__ std::int64_t tiles() const { return ceil_div(n, kStride); }
+  __device__ std::int64_t tiles() const { return ceil_div(n, kBlockElements); }
 
   // This thread's eight of a tile, zeros beyond the end; and the velocity they give, where there is
   // one. Returns whether some of x is not zero.

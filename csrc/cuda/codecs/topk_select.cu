@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   for (std::int64_t tile = block.lane; tile < from.tiles(); tile += block.lanes) {
     float v[kOctet];
-    used |= from.load_values(tile * kStride + threadIdx.x * kOctet, v);
+    used |= from.load_values(tile * kBlockElements + threadIdx.x * kOctet, v);
 #pragma unroll
     for (int i = 0; i < kOctet; ++i) {
       const std::uint32_t size = magnitude(v[i]);
@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kThreads)
     if (bins[i] != 0) atomicAdd(&to[i], bins[i]);
   }
   if (digit > 0 || launch.sums || !block.exchanges()) return;
-  put_outlook(launch, largest, used);
+  put_preflight(launch, largest, used);
 }
 
 // How many of a thread's elements are larger than `least`, and how many just as large: two counts in
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kThreads)
   from.threshold(kDigits, least, ties);
   for (std::int64_t tile = block.lane; tile < from.tiles(); tile += block.lanes) {
     float v[kOctet];
-    from.load_values(tile * kStride + threadIdx.x * kOctet, v);
+    from.load_values(tile * kBlockElements + threadIdx.x * kOctet, v);
     const std::uint64_t both = sum_of_all(count_both(v, least));
     if (threadIdx.x != 0) continue;
     block.scratch.above[tile] = static_cast<std::uint32_t>(both >> 32);
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kThreads)
   std::uint32_t least, ties;
   from.threshold(kDigits, least, ties);
   for (std::int64_t tile = block.lane; tile < from.tiles(); tile += block.lanes) {
-    const std::int64_t start = tile * kStride + threadIdx.x * kOctet;
+    const std::int64_t start = tile * kBlockElements + threadIdx.x * kOctet;
     float v[kOctet];
     from.load_values(start, v);
     std::uint64_t total;

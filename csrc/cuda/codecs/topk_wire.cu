@@ -14,7 +14,8 @@ cudaStream_t stream_of(const WireJob& job) { return reinterpret_cast<cudaStream_
 TopkLaunch launch_of(const WireJob& job) {
   constexpr std::int64_t kMostBlocks = 128;
   TopkLaunch launch{};
-  const std::int64_t blocks = std::clamp<std::int64_t>(ceil_div(job.n, kStride), 1, kMostBlocks);
+  const std::int64_t blocks =
+      std::clamp<std::int64_t>(ceil_div(job.n, kBlockElements), 1, kMostBlocks);
   launch.layout = {1, static_cast<int>(blocks), 0};
   launch.local_ranks = 1;
   launch.ranks[0].operation.dtype = job.dtype;
@@ -46,7 +47,7 @@ struct Export {
 // What was selected, and in the workspace how many.
 __global__ void __launch_bounds__(kThreads) export_kernel(const __grid_constant__ Export to) {
   const TopkBlock block(to.launch);
-  const std::int64_t found = block.entries_before_tile(ceil_div(block.n(), kStride));
+  const std::int64_t found = block.entries_before_tile(ceil_div(block.n(), kBlockElements));
   for (std::int64_t i = block.lane * kThreads + threadIdx.x; i < found;
        i += block.lanes * kThreads) {
     to.indices[i] = block.scratch.indices[i];

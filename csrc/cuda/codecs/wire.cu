@@ -27,7 +27,7 @@ __device__ void write_frame(const WireJob& job) {
     job.wire[i] = reinterpret_cast<const std::byte*>(&header)[i];
   }
   if (!is_scaled(job.codec) || job.n % 16 == 0) return;
-  const std::int64_t last = (job.n - 1) / kStride * kStride;
+  const std::int64_t last = (job.n - 1) / kBlockElements * kBlockElements;
   std::byte* const end = wire_at(job, last).payload + (job.n - last);
   if (threadIdx.x < 16 - job.n % 16) end[threadIdx.x] = std::byte{0};
 }
@@ -36,13 +36,14 @@ template <class T>
 __global__ void __launch_bounds__(kThreads, 1) encode_kernel(const __grid_constant__ WireJob job) {
   const int shift = CodedStaging::in(0, job.codec).shift;
   if (blockIdx.x == 0) write_frame(job);
-  for (std::int64_t start = blockIdx.x * kStride; start < job.n; start += gridDim.x * kStride) {
+  for (std::int64_t start = blockIdx.x * kBlockElements; start < job.n;
+       start += gridDim.x * kBlockElements) {
     const Source own{{job.elements + start * sizeof(T), nullptr}, true};
     Pass pass;
     pass.from = &own;
     pass.n_from = 1;
     pass.to = wire_at(job, start);
-    pass.n = job.n - start < kStride ? job.n - start : kStride;
+    pass.n = job.n - start < kBlockElements ? job.n - start : kBlockElements;
     pass.random = job.random;
     pass.first = job.offset + start;
     encode_pass<T>(job.codec, pass, true, shift);
@@ -52,8 +53,9 @@ __global__ void __launch_bounds__(kThreads, 1) encode_kernel(const __grid_consta
 template <class T, bool add>
 __global__ void __launch_bounds__(kThreads) decode_kernel(const __grid_constant__ WireJob job) {
   const int shift = CodedStaging::in(0, job.codec).shift;
-  for (std::int64_t start = blockIdx.x * kStride; start < job.n; start += gridDim.x * kStride) {
-    const std::int64_t n = job.n - start < kStride ? job.n - start : kStride;
+  for (std::int64_t start = blockIdx.x * kBlockElements; start < job.n;
+       start += gridDim.x * kBlockElements) {
+    const std::int64_t n = job.n - start < kBlockElements ? job.n - start : kBlockElements;
     T* const output = reinterpret_cast<T*>(job.elements) + start;
     decode_pass<T, add>(job.codec, wire_at(job, start), output, n, shift);
   }
@@ -61,7 +63,8 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(const __grid_constant_
 
 void launch_wire(void (*kernel)(WireJob), const WireJob& job) {
   constexpr std::int64_t kMostBlocks = 1024;
-  const std::int64_t blocks = std::clamp<std::int64_t>(ceil_div(job.n, kStride), 1, kMostBlocks);
+  const std::int64_t blocks =
+      std::clamp<std::int64_t>(ceil_div(job.n, kBlockElements), 1, kMostBlocks);
   launch_blocks(kernel, blocks, job, reinterpret_cast<cudaStream_t>(job.stream));
 }
 

@@ -27,7 +27,7 @@ __device__ double grad_squares(const Segment& segment, std::int64_t piece) {
 }
 
 __global__ void __launch_bounds__(kStepThreads, kSurveyBlocks)
-    survey_kernel(const __grid_constant__ SurveyLaunch launch) {
+    grad_norm_kernel(const __grid_constant__ GradNormLaunch launch) {
   const Table& table = launch.table;
   const StepControl& control = launch.control;
   const auto within = trees_within<1>(table), over = trees_over<1>(table);
@@ -37,15 +37,15 @@ __global__ void __launch_bounds__(kStepThreads, kSurveyBlocks)
         !over.climb(0, 0, piece.segment, table.segments, sum) || lane() != 0) {
       return;
     }
-    if (launch.survey.sets_found) *control.found_inf = 0.0f;
-    *launch.survey.norm = conclude(sum[0], launch.survey.max_norm, control);
+    if (launch.grad_norm.sets_found) *control.found_inf = 0.0f;
+    *launch.grad_norm.norm = conclude(sum[0], launch.grad_norm.max_norm, control);
   });
 }
 
 }  // namespace
 
-void launch_survey(const SurveyLaunch& launch, std::int64_t blocks, cudaStream_t stream) {
-  launch_blocks(&survey_kernel, blocks, launch, stream, kStepThreads);
+void launch_survey(const GradNormLaunch& launch, std::int64_t blocks, cudaStream_t stream) {
+  launch_blocks(&grad_norm_kernel, blocks, launch, stream, kStepThreads);
 }
 
 }  // namespace pycomm::cuda

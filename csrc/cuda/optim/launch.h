@@ -18,10 +18,10 @@ struct StepLaunch {
   Group group;
 };
 
-struct SurveyLaunch {
+struct GradNormLaunch {
   Table table;
   StepControl control;
-  Survey survey;
+  Survey grad_norm;
 };
 
 // Runs an element's update (core/optim/table.h).
@@ -30,6 +30,6 @@ void launch_step(const StepLaunch& launch, std::int64_t blocks, cudaStream_t str
 
 // `blocks` of these share out sums of 1024 elements.
 void launch_lamb_ratios(const StepLaunch& launch, std::int64_t blocks, cudaStream_t stream);
-void launch_survey(const SurveyLaunch& launch, std::int64_t blocks, cudaStream_t stream);
+void launch_survey(const GradNormLaunch& launch, std::int64_t blocks, cudaStream_t stream);
 
 }  // namespace pycomm::cuda

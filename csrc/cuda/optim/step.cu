@@ -80,9 +80,9 @@ void SegmentTable::upload(void* memory, int device, std::uintptr_t stream) {
   written_ = wanted_;
 }
 
-void survey(const StepJob& job, const Survey& survey) {
+void grad_norm(const StepJob& job, const Survey& grad_norm) {
   const DeviceGuard guard(job.device);
-  const SurveyLaunch launch{table_of(job), job.control, survey};
+  const GradNormLaunch launch{table_of(job), job.control, grad_norm};
   launch_survey(launch, blocks_for(launch.table.tiles, kSurveyBlocks, job.device),
                 reinterpret_cast<cudaStream_t>(job.stream));
 }

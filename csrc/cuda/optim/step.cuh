@@ -24,7 +24,7 @@ namespace pycomm::cuda {
 enum class Form : std::uint8_t { any, fp32, bf16, split, master };
 
 // The segment that a block is at. In shared memory, so that registers are left for elements.
-struct Place {
+struct SegmentCursor {
   Segment segment;
   std::int64_t number;
   std::int32_t begin, end;  // tiles
@@ -66,40 +66,40 @@ __device__ inline bool same_states(const Segment& s, int states) {
 }
 
 // By one thread, once the segment is there.
-__device__ inline void look_around(Place& place, int states, bool stochastic) {
-  const Segment& segment = place.segment;
-  place.step = *segment.step + 1.0;
-  place.weights = same_states(segment, states) ? form_of(segment) : Form::any;
-  place.states = segment.state_storage[0];
+__device__ inline void look_around(SegmentCursor& cursor, int states, bool stochastic) {
+  const Segment& segment = cursor.segment;
+  cursor.step = *segment.step + 1.0;
+  cursor.weights = same_states(segment, states) ? form_of(segment) : Form::any;
+  cursor.states = segment.state_storage[0];
   const bool bare = segment.master_storage == Storage::none;
-  place.weights_at_random = stochastic && bare && segment.param_storage == Storage::bf16;
-  place.random =
-      place.weights_at_random || (states > 1 && segment.state_storage[1] != Storage::f32);
+  cursor.weights_at_random = stochastic && bare && segment.param_storage == Storage::bf16;
+  cursor.random =
+      cursor.weights_at_random || (states > 1 && segment.state_storage[1] != Storage::f32);
 }
 
 // A run of `left` elements.
 template <class Weights, class State, class Element>
-__device__ void update_run(const Place& place, const Element& element, std::uint64_t seed,
+__device__ void update_run(const SegmentCursor& cursor, const Element& element, std::uint64_t seed,
                            std::int64_t at, int left) {
   constexpr int n_states = Element::kStates;
-  const Segment& segment = place.segment;
+  const Segment& segment = cursor.segment;
   Weights weights;
   State states[n_states > 0 ? n_states : 1];
   weights.load(segment, at, left);
 #pragma unroll
   for (int s = 0; s < n_states; ++s) states[s].load(segment, s, at, left);
   Dice dice;
-  if ((Weights::kRandom || (n_states > 1 && State::kRandom)) && place.random) {
-    const Random random{seed, static_cast<std::uint32_t>(place.step),
+  if ((Weights::kRandom || (n_states > 1 && State::kRandom)) && cursor.random) {
+    const Random random{seed, static_cast<std::uint32_t>(cursor.step),
                         static_cast<std::uint32_t>(segment.stream)};
-    dice = {MixedBits(random, at), static_cast<int>(at % kMixedRun), place.weights_at_random};
+    dice = {MixedBits(random, at), static_cast<int>(at % kMixedRun), cursor.weights_at_random};
   }
 #pragma unroll
   for (int i = 0; i < kEight; ++i) {
     float weight = weights.weight(i), value[kMostStates] = {};
 #pragma unroll
     for (int s = 0; s < n_states; ++s) value[s] = states[s].value(s, i);
-    element(weights.gradient(i) * place.scale, weight, value[0], value[1], value[2]);
+    element(weights.gradient(i) * cursor.scale, weight, value[0], value[1], value[2]);
     weights.set(i, weight, dice);
 #pragma unroll
     for (int s = 0; s < n_states; ++s) states[s].set(s, i, value[s], dice);
@@ -110,36 +110,37 @@ __device__ void update_run(const Place& place, const Element& element, std::uint
 }
 
 template <class Weights, class Element, class... Rest>
-__device__ void update_form(const Place& place, const Element& element, const Rest&... rest) {
+__device__ void update_form(const SegmentCursor& cursor, const Element& element,
+                            const Rest&... rest) {
   if constexpr (Element::kStates > 0) {
-    if (place.states == Storage::bf16) {
-      return update_run<Weights, PlainState<BFloat16>>(place, element, rest...);
+    if (cursor.states == Storage::bf16) {
+      return update_run<Weights, PlainState<BFloat16>>(cursor, element, rest...);
     }
-    if (place.states == Storage::code8) {
-      return update_run<Weights, CodedState>(place, element, rest...);
+    if (cursor.states == Storage::code8) {
+      return update_run<Weights, CodedState>(cursor, element, rest...);
     }
   }
-  update_run<Weights, PlainState<float>>(place, element, rest...);
+  update_run<Weights, PlainState<float>>(cursor, element, rest...);
 }
 
 // All threads of a warp together.
 template <class Element>
-__device__ void update(const Place& place, const Element& element, std::uint64_t seed,
+__device__ void update(const SegmentCursor& cursor, const Element& element, std::uint64_t seed,
                        std::int64_t at) {
-  const std::int64_t rest = place.segment.count - at;
+  const std::int64_t rest = cursor.segment.count - at;
   if (rest <= 0) return;
   const int left = static_cast<int>(rest < kRun ? rest : kRun);
-  switch (left < kRun ? Form::any : place.weights) {
+  switch (left < kRun ? Form::any : cursor.weights) {
     case Form::any:
-      return update_run<AnyWeights<>, AnyState<>>(place, element, seed, at, left);
+      return update_run<AnyWeights<>, AnyState<>>(cursor, element, seed, at, left);
     case Form::fp32:
-      return update_form<PlainWeights<float>>(place, element, seed, at, left);
+      return update_form<PlainWeights<float>>(cursor, element, seed, at, left);
     case Form::bf16:
-      return update_form<PlainWeights<BFloat16>>(place, element, seed, at, left);
+      return update_form<PlainWeights<BFloat16>>(cursor, element, seed, at, left);
     case Form::split:
-      return update_form<SplitWeights>(place, element, seed, at, left);
+      return update_form<SplitWeights>(cursor, element, seed, at, left);
     case Form::master:
-      return update_form<MasterWeights>(place, element, seed, at, left);
+      return update_form<MasterWeights>(cursor, element, seed, at, left);
   }
 }
 
@@ -160,17 +161,18 @@ __device__ inline void count_step(const Table& table, const Group& group) {
 }
 
 template <class Element>
-__device__ Element make_element(const Settings& settings, const Place& place, const Table& table) {
+__device__ Element make_element(const Settings& settings, const SegmentCursor& cursor,
+                                const Table& table) {
   if constexpr (std::is_same_v<Element, Lamb>) {
-    return Element(settings, place.step, settings.adapt ? table.ratios()[place.number] : 1.0);
+    return Element(settings, cursor.step, settings.adapt ? table.ratios()[cursor.number] : 1.0);
   } else {
-    return Element(settings, place.step);
+    return Element(settings, cursor.step);
   }
 }
 
 // All threads of the block move to the segment of a tile.
 template <class Element>
-__device__ void enter(const StepLaunch& launch, std::int64_t tile, Place& place,
+__device__ void enter(const StepLaunch& launch, std::int64_t tile, SegmentCursor& cursor,
                       std::byte* element) {
   const Table& table = launch.table;
   const Group& group = launch.group;
@@ -178,18 +180,18 @@ __device__ void enter(const StepLaunch& launch, std::int64_t tile, Place& place,
   __syncthreads();  // everyone is through with the last one
   const std::int64_t s = table.segment_at(tile, group.first, group.first + group.count);
   if (thread < kFields) {
-    reinterpret_cast<std::uint64_t*>(&place.segment)[thread] = table.field(thread, s);
+    reinterpret_cast<std::uint64_t*>(&cursor.segment)[thread] = table.field(thread, s);
   }
   if (thread == 0) {
-    place.number = s;
-    place.begin = static_cast<std::int32_t>(table.first_tile(s));
-    place.end = static_cast<std::int32_t>(table.first_tile(s + 1));
+    cursor.number = s;
+    cursor.begin = static_cast<std::int32_t>(table.first_tile(s));
+    cursor.end = static_cast<std::int32_t>(table.first_tile(s + 1));
   }
   __syncthreads();
   if (thread == 0) {
-    look_around(place, Element::kStates, group.settings.stochastic);
-    place.scale = gradient_factor(group.settings.maximize, launch.control);
-    new (element) Element(make_element<Element>(settings_now(group), place, table));
+    look_around(cursor, Element::kStates, group.settings.stochastic);
+    cursor.scale = gradient_factor(group.settings.maximize, launch.control);
+    new (element) Element(make_element<Element>(settings_now(group), cursor, table));
   }
   __syncthreads();
 }
@@ -197,7 +199,7 @@ __device__ void enter(const StepLaunch& launch, std::int64_t tile, Place& place,
 template <class Element>
 __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
     step_kernel(const __grid_constant__ StepLaunch launch) {
-  __shared__ Place place;
+  __shared__ SegmentCursor cursor;
   alignas(Element) __shared__ std::byte element[sizeof(Element)];
   const Table& table = launch.table;
   const Group& group = launch.group;
@@ -205,10 +207,10 @@ __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
   // Each block has a tile at least.
   auto tile = static_cast<std::int32_t>(table.first_tile(group.first) + blockIdx.x);
   do {
-    enter<Element>(launch, tile, place, element);
-    for (; tile < place.end; tile += static_cast<std::int32_t>(gridDim.x)) {
-      update(place, *reinterpret_cast<const Element*>(element), group.settings.seed,
-             (tile - place.begin) * kTile + threadIdx.x / 32 * kRun);
+    enter<Element>(launch, tile, cursor, element);
+    for (; tile < cursor.end; tile += static_cast<std::int32_t>(gridDim.x)) {
+      update(cursor, *reinterpret_cast<const Element*>(element), group.settings.seed,
+             (tile - cursor.begin) * kTile + threadIdx.x / 32 * kRun);
     }
   } while (tile < table.first_tile(group.first + group.count));
   count_step(table, group);

@@ -50,9 +50,10 @@ void run_on_node(Comm& comm, const Buffers& buffers) {
 void run_stripes(Comm& comm, const Buffers& buffers) {
   const Call& call = buffers.call;
   const Operation& operation = call.operation;
-  const Cycles cycles{2 * kOwnedElements, comm.size()};
+  const StripeInterleave interleave{2 * kOwnedElements, comm.size()};
   const std::int64_t first = first_element(operation);
-  const CyclicStripes<Comm> packed{comm, cycles, first, true}, spread{comm, cycles, first, false};
+  const CyclicStripes<Comm> packed{comm, interleave, first, true},
+      spread{comm, interleave, first, false};
   comm.begin(phase_of(operation), call.input, buffers.scratch);
   reduce_scatter(comm, packed);
   comm.begin_phase(phase_of(operation), call.output, call.output);

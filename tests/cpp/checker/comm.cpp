@@ -15,8 +15,8 @@ std::int64_t packet_room(const Layout& layout) { return 2 * layout.packet_bytes;
 
 }  // namespace
 
-Machine::Machine(Memory& memory, Symbols& symbols, Fibers& fibers, const Layout& layout,
-                 std::vector<Thread*> threads)
+Node::Node(Memory& memory, Symbols& symbols, Fibers& fibers, const Layout& layout,
+           std::vector<Thread*> threads)
     : memory(memory), symbols(symbols), fibers(fibers), layout(layout) {
   for (Thread* const thread : threads) {
     Member& member = members.emplace_back();
@@ -43,29 +43,29 @@ Machine::Machine(Memory& memory, Symbols& symbols, Fibers& fibers, const Layout&
 Comm& running() { return find_running(); }
 void set_running(std::function<Comm&()> find) { find_running = std::move(find); }
 
-Comm::Comm(Machine& machine, int rank)
-    : machine_(machine),
+Comm::Comm(Node& node, int rank)
+    : node_(node),
       rank_(rank),
-      slot_bytes_(machine.layout.staging_bytes / 2 / kStagingSlots / kLine * kLine),
-      sequence_(machine.layout.first_epoch) {}
+      slot_bytes_(node.layout.staging_bytes / 2 / kStagingSlots / kLine * kLine),
+      sequence_(node.layout.first_epoch) {}
 
 void Comm::begin(const Operation& operation, const void* input, void* output, void (*)(),
-                 Outlook outlook) {
+                 Preflight preflight) {
   waits_ = 0;
   called_ = operation;
-  begin_phase(operation, input, output, outlook);
+  begin_phase(operation, input, output, preflight);
 }
 
 void Comm::begin_phase(const Operation& operation, const void* input, void* output,
-                       Outlook outlook) {
+                       Preflight preflight) {
   sequence_ = next_sequence(sequence_);
   ++phase_;
   operation_ = operation;
-  outlook_ = outlook;
+  preflight_ = preflight;
   unit_ = {size_of(operation.dtype)};
   input_ = static_cast<std::byte*>(const_cast<void*>(input));
   output_ = static_cast<std::byte*>(output);
-  direct_ = exposed_ = false;
+  zero_copy_ = exposed_ = false;
   leave_peers_heaps();
   for (int channel = 0; channel < kChannels; ++channel)
     started_[channel] = member(rank_).signals[channel].size();
@@ -77,25 +77,25 @@ template <class Condition>
 void Comm::await(int r, Condition has_come, const std::string& what) {
   count_wait();
   const Member& other = member(r);
-  machine_.fibers.wait_until([&] { return has_come() || machine_.abort.value != 0 || other.dead; },
-                             [&] { return me().when(me().now()) + " waits " + what; });
+  node_.fibers.wait_until([&] { return has_come() || node_.abort.value != 0 || other.dead; },
+                          [&] { return me().when(me().now()) + " waits " + what; });
   if (!has_come()) throw Stopped();
 }
 
 void Comm::publish() {
   const auto in_window = [&](std::byte* tensor) {
-    return tensor != nullptr && machine_.memory.shared(tensor) ? tensor : nullptr;
+    return tensor != nullptr && node_.memory.shared(tensor) ? tensor : nullptr;
   };
   Member& mine = member(rank_);
   std::byte* const input = in_window(input_);
   std::byte* const output = in_window(output_);
   exposed_ = input != nullptr || output != nullptr;
   write({mine.announcements[sequence_ & 1u], rank_}, {{1, 0, sequence_}}, kAnnouncement);
-  mine.announced.push_back({operation_, input, output, outlook_, me().release()});
+  mine.announced.push_back({operation_, input, output, preflight_, me().release()});
 }
 
-void Comm::meet() {
-  direct_ = zero_copy(operation_);
+void Comm::await_announcements() {
+  zero_copy_ = allows_zero_copy(operation_);
   for (int r = 0; r < size(); ++r) {
     Member& other = member(r);
     if (r != rank_) {
@@ -109,22 +109,22 @@ void Comm::meet() {
     }
     const bool scatters = operation_.collective == Collective::reduce_scatter;
     const bool gathers = operation_.collective == Collective::all_gather;
-    direct_ = direct_ && (gathers || announced(r).input != nullptr) &&
-              (scatters || announced(r).output != nullptr);
+    zero_copy_ = zero_copy_ && (gathers || announced(r).input != nullptr) &&
+                 (scatters || announced(r).output != nullptr);
   }
-  if (!direct_) return;
+  if (!zero_copy_) return;
   store(member(rank_).in_peers_heaps, 1);
   check_aborted();
 }
 
-Outlook Comm::outlook() const {
-  Outlook all = announced(0).outlook;
-  for (int r = 1; r < size(); ++r) all = all | announced(r).outlook;
+Preflight Comm::preflight() const {
+  Preflight all = announced(0).preflight;
+  for (int r = 1; r < size(); ++r) all = all | announced(r).preflight;
   return all;
 }
 
-void Comm::put_packets(int r, Place from) {
-  machine_.fibers.pause();  // no clock tells that they are there
+void Comm::put_packets(int r, Location from) {
+  node_.fibers.pause();  // no clock tells that they are there
   write({packets(r, rank_), r}, read(from, count(), unit_), unit_);
   member(r).put[static_cast<std::size_t>(rank_)][sequence_ & 1u] = sequence_;
 }
@@ -135,14 +135,14 @@ void Comm::take_packets(int r) {
   await(
       r, [&] { return put[sequence_ & 1u] == sequence_; },
       "for the packets of " + member(r).thread->name);
-  write(taken(r), machine_.memory.take(me(), *member(r).thread, packets(rank_, r), count(), unit_),
+  write(taken(r), node_.memory.take(me(), *member(r).thread, packets(rank_, r), count(), unit_),
         unit_);
 }
 
-Place Comm::taken(int r) const {
+Location Comm::taken(int r) const {
   std::byte* const area =
-      machine_.layout.packets_in_staging ? slot(rank_, 0).data : member(rank_).taken;
-  return {area + r * machine_.layout.packet_bytes, rank_};
+      node_.layout.packets_in_staging ? slot(rank_, 0).data : member(rank_).taken;
+  return {area + r * node_.layout.packet_bytes, rank_};
 }
 
 void Comm::signal(int channel) { member(rank_).signals[channel].push_back(me().release()); }
@@ -153,7 +153,7 @@ void Comm::wait(int r, int channel, std::int64_t step) {
   const std::size_t target = started_[channel] + static_cast<std::size_t>(step);
   // As a flag holds it.
   const auto epoch = [&](std::size_t count) {
-    return machine_.layout.first_epoch + static_cast<std::uint32_t>(count);
+    return node_.layout.first_epoch + static_cast<std::uint32_t>(count);
   };
   await(
       r, [&] { return reached(epoch(signals.size()), epoch(target)); },
@@ -169,47 +169,47 @@ void Comm::wait_all(int channel, std::int64_t step) {
   }
 }
 
-void Comm::copy(Place to, Place from, std::int64_t n) {
+void Comm::copy(Location to, Location from, std::int64_t n) {
   if (n == 0 || to.data == from.data) return;
   check_apart(to, from, n);
   write(to, read(from, n, unit_), unit_);
 }
 
-void Comm::add(const std::vector<Place>& to, const std::vector<Place>& from, std::int64_t n,
+void Comm::add(const std::vector<Location>& to, const std::vector<Location>& from, std::int64_t n,
                bool last) {
   if (n == 0) return;
   std::vector<Pieces> terms;
-  for (const Place& place : from) terms.push_back(read(place, n, unit_));
+  for (const Location& location : from) terms.push_back(read(location, n, unit_));
   const Pieces result = sum(terms, last);
   for (std::size_t i = 0; i < to.size(); ++i) {
-    for (const Place& place : from) check_apart(to[i], place, n);
+    for (const Location& location : from) check_apart(to[i], location, n);
     for (std::size_t j = 0; j < i; ++j) check_apart(to[i], to[j], n);
     write(to[i], result, unit_);
   }
 }
 
 // Elements may be made in place, but then in the same place.
-void Comm::check_apart(Place a, Place b, std::int64_t n) const {
+void Comm::check_apart(Location a, Location b, std::int64_t n) const {
   const std::int64_t distance = a.data - b.data;
   if (distance != 0 && std::abs(distance) < n * unit_.bytes) {
     throw Violation(me().when(me().now()) + " writes over what it still reads");
   }
 }
 
-Pieces Comm::read(Place from, std::int64_t units, Unit unit) {
-  if (units > 0 && machine_.memory.owner(from.data) != member(from.rank).thread->index) {
+Pieces Comm::read(Location from, std::int64_t units, Unit unit) {
+  if (units > 0 && node_.memory.owner(from.data) != member(from.rank).thread->index) {
     throw Violation(me().when(me().now()) + " reads beyond the memory of " +
                     member(from.rank).thread->name);
   }
-  return machine_.memory.read(me(), from.data, units, unit);
+  return node_.memory.read(me(), from.data, units, unit);
 }
 
-void Comm::write(Place to, const Pieces& pieces, Unit unit) {
-  if (!pieces.empty() && machine_.memory.owner(to.data) != member(to.rank).thread->index) {
+void Comm::write(Location to, const Pieces& pieces, Unit unit) {
+  if (!pieces.empty() && node_.memory.owner(to.data) != member(to.rank).thread->index) {
     throw Violation(me().when(me().now()) + " writes beyond the memory of " +
                     member(to.rank).thread->name);
   }
-  machine_.memory.write(me(), to.data, pieces, unit);
+  node_.memory.write(me(), to.data, pieces, unit);
 }
 
 Pieces Comm::sum(const std::vector<Pieces>& terms, bool last, Unit unit) {
@@ -223,7 +223,7 @@ Pieces Comm::sum(const std::vector<Pieces>& terms, bool last, Unit unit) {
       }
       symbols.push_back(piece.symbol);
     }
-    result.push_back({units, machine_.symbols.sum(symbols, last), pieces[0].element});
+    result.push_back({units, node_.symbols.sum(symbols, last), pieces[0].element});
   });
   return result;
 }
@@ -237,19 +237,19 @@ std::array<std::size_t, kChannels> Comm::signalled() const {
 }
 
 int Comm::load(Word& word) {
-  machine_.fibers.pause();
+  node_.fibers.pause();
   me().clock.join(word.clock);
   return word.value;
 }
 
 void Comm::store(Word& word, int value) {
-  machine_.fibers.pause();
+  node_.fibers.pause();
   me().clock.join(word.clock);
   word = {value, me().release()};
 }
 
 void Comm::check_aborted() {
-  if (load(machine_.abort) != 0) throw Stopped();
+  if (load(node_.abort) != 0) throw Stopped();
 }
 
 void Comm::finish() {
@@ -268,8 +268,8 @@ void Comm::retreat() {
   for (int r = 0; r < size(); ++r) {
     if (r == rank_) continue;
     Member& other = member(r);
-    machine_.fibers.wait_until([&] { return other.in_peers_heaps.value == 0 || other.dead; },
-                               [&] { return me().when(me().now()) + " retreats"; });
+    node_.fibers.wait_until([&] { return other.in_peers_heaps.value == 0 || other.dead; },
+                            [&] { return me().when(me().now()) + " retreats"; });
     me().clock.join(other.dead ? other.thread->clock : other.in_peers_heaps.clock);
   }
 }

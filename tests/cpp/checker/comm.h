@@ -29,7 +29,7 @@ struct Word {
   Clock clock;
 };
 
-// What ranks of one machine share, in the order of cpu/window.h.
+// What ranks of one node share, in the order of cpu/window.h.
 struct Member {
   Thread* thread;
   std::byte* announcements[2];
@@ -43,7 +43,7 @@ struct Member {
     Operation operation;
     std::byte* input;
     std::byte* output;
-    Outlook outlook;
+    Preflight preflight;
     Clock clock;
   };
   std::vector<Announced> announced;       // of all phases, from 1 on
@@ -52,9 +52,9 @@ struct Member {
   bool dead = false;
 };
 
-struct Machine {
-  Machine(Memory& memory, Symbols& symbols, Fibers& fibers, const Layout& layout,
-          std::vector<Thread*> threads);
+struct Node {
+  Node(Memory& memory, Symbols& symbols, Fibers& fibers, const Layout& layout,
+       std::vector<Thread*> threads);
 
   Memory& memory;
   Symbols& symbols;
@@ -71,21 +71,21 @@ class Comm {
  public:
   static constexpr bool kCoded = false;
 
-  Comm(Machine& machine, int rank);
+  Comm(Node& node, int rank);
 
   // As cpu::Comm's.
   void begin(const Operation& operation, const void* input, void* output,
-             void (*interrupt)() = nullptr, Outlook outlook = {});
+             void (*interrupt)() = nullptr, Preflight preflight = {});
   void begin_phase(const Operation& operation, const void* input, void* output,
-                   Outlook outlook = {});
+                   Preflight preflight = {});
   void finish();
   void leave_peers_heaps();
   // After Stopped: tells all; then returns when nobody uses this rank's tensors any more.
-  void abort() { store(machine_.abort, 1); }
+  void abort() { store(node_.abort, 1); }
   void retreat();
   void die() { member(rank_).dead = true; }
   bool dead() const { return member(rank_).dead; }
-  bool stopped() const { return machine_.abort.value != 0; }
+  bool stopped() const { return node_.abort.value != 0; }
   void check_aborted();
   // The wait, from 0 on, in which this rank fails in the next operation.
   static constexpr int kNeverFails = -1;
@@ -96,66 +96,66 @@ class Comm {
   }
 
   int rank() const { return rank_; }
-  int size() const { return static_cast<int>(machine_.members.size()); }
+  int size() const { return static_cast<int>(node_.members.size()); }
   int root() const { return operation_.root; }
   std::int64_t count() const { return operation_.count; }
   std::int64_t block() const { return operation_.count; }
   std::int64_t elements(std::int64_t bytes) const { return bytes / unit_.bytes; }
   std::int64_t line() const { return elements(kLine); }
-  bool direct() const { return direct_; }
-  Place input() const { return {input_, rank_}; }
-  Place output() const { return {output_, rank_}; }
-  Place input(int r) const { return {announced(r).input, r}; }
-  Place output(int r) const { return {announced(r).output, r}; }
-  Place slot(int r, std::int64_t i) const {
+  bool zero_copy() const { return zero_copy_; }
+  Location input() const { return {input_, rank_}; }
+  Location output() const { return {output_, rank_}; }
+  Location input(int r) const { return {announced(r).input, r}; }
+  Location output(int r) const { return {announced(r).output, r}; }
+  Location slot(int r, std::int64_t i) const {
     return {member(r).staging[sequence_ & 1u] + i * slot_bytes_, r};
   }
   std::int64_t slot_count() const { return elements(slot_bytes_); }
-  Place at(Place place, std::int64_t elements) const {
-    return {place.data + elements * unit_.bytes, place.rank};
+  Location at(Location location, std::int64_t elements) const {
+    return {location.data + elements * unit_.bytes, location.rank};
   }
 
   void announce() {
     publish();
-    meet();
+    await_announcements();
   }
   void publish();
-  void meet();
-  Outlook outlook() const;
+  void await_announcements();
+  Preflight preflight() const;
   std::byte* announced_area(int r, std::int64_t) const { return announced(r).input; }
 
-  bool fits_packets() const { return count() * unit_.bytes <= machine_.layout.packet_bytes; }
-  void put_packets(int r, Place from);
+  bool fits_packets() const { return count() * unit_.bytes <= node_.layout.packet_bytes; }
+  void put_packets(int r, Location from);
   void take_packets(int r);
-  Place taken(int r) const;
+  Location taken(int r) const;
 
   void signal(int channel);
   void wait(int r, int channel, std::int64_t step);
   void wait_all(int channel, std::int64_t step);
 
-  void copy(Place to, Place from, std::int64_t n);
+  void copy(Location to, Location from, std::int64_t n);
   template <class To, class From>
   void reduce(int n_to, To to, int n_from, From from, std::int64_t n, bool last) {
-    std::vector<Place> targets, sources;
+    std::vector<Location> targets, sources;
     for (int i = 0; i < n_to; ++i) targets.push_back(to(i));
     for (int i = 0; i < n_from; ++i) sources.push_back(from(i));
     add(targets, sources, n, last);
   }
 
   // For executors on top of this one.
-  Pieces read(Place from, std::int64_t units, Unit unit);
-  void write(Place to, const Pieces& pieces, Unit unit);
+  Pieces read(Location from, std::int64_t units, Unit unit);
+  void write(Location to, const Pieces& pieces, Unit unit);
   Pieces sum(const std::vector<Pieces>& terms, bool last) { return sum(terms, last, unit_); }
   Pieces sum(const std::vector<Pieces>& terms, bool last, Unit unit);
-  Symbols& symbols() { return machine_.symbols; }
-  Memory& memory() { return machine_.memory; }
-  Fibers& fibers() { return machine_.fibers; }
+  Symbols& symbols() { return node_.symbols; }
+  Memory& memory() { return node_.memory; }
+  Fibers& fibers() { return node_.fibers; }
   Thread& thread() const { return me(); }
   const Operation& called() const { return called_; }
   std::uint32_t sequence() const { return sequence_; }
   // Of the rank's own, that nobody else uses.
   std::byte* allocate(std::int64_t bytes) const {
-    return machine_.memory.add(me().name + "'s scratch", me().index, bytes, false);
+    return node_.memory.add(me().name + "'s scratch", me().index, bytes, false);
   }
   Unit unit() const { return unit_; }
   std::int64_t slot_bytes() const { return slot_bytes_; }
@@ -165,7 +165,7 @@ class Comm {
   std::array<std::size_t, kChannels> signalled() const;
 
  private:
-  Member& member(int r) const { return machine_.members[static_cast<std::size_t>(r)]; }
+  Member& member(int r) const { return node_.members[static_cast<std::size_t>(r)]; }
   Thread& me() const { return *member(rank_).thread; }
   const Member::Announced& announced(int r) const { return member(r).announced[phase_]; }
   std::byte* packets(int to, int from) const {
@@ -173,23 +173,24 @@ class Comm {
   }
   template <class Condition>
   void await(int r, Condition has_come, const std::string& what);
-  void add(const std::vector<Place>& to, const std::vector<Place>& from, std::int64_t n, bool last);
-  void check_apart(Place a, Place b, std::int64_t n) const;
+  void add(const std::vector<Location>& to, const std::vector<Location>& from, std::int64_t n,
+           bool last);
+  void check_apart(Location a, Location b, std::int64_t n) const;
   int load(Word& word);
   void store(Word& word, int value);
 
-  Machine& machine_;
+  Node& node_;
   const int rank_;
   const std::int64_t slot_bytes_;
   std::uint32_t sequence_;
   std::size_t phase_ = 0;
   std::size_t started_[kChannels]{};
   Operation called_, operation_;
-  Outlook outlook_;
+  Preflight preflight_;
   std::byte* input_ = nullptr;
   std::byte* output_ = nullptr;
   Unit unit_{1};
-  bool direct_ = false;
+  bool zero_copy_ = false;
   bool exposed_ = false;
   int waits_ = 0;
   int fail_at_ = kNeverFails;

@@ -69,7 +69,7 @@ CodecLoops codec_loops(DType, const Codec& codec) {
 
 NarrowLoop narrow_loop(DType dtype) { return size_of(dtype) == 2 ? narrow<2> : narrow<4>; }
 
-Outlook outlook_of(const Operation& operation, const Call& call, float) {
+Preflight preflight_of(const Operation& operation, const Call& call, float) {
   if (call.feedback.residual == nullptr) return {};
   read(call.input, operation.count, {size_of(operation.dtype)});
   read(call.feedback.residual, operation.count, kFloat);

@@ -1,8 +1,8 @@
 # add_mutant(name header old new), of a header of core/
 
 # A wait less.
-add_mutant(ring_returns_while_it_is_read algorithms/ring.h "if (direct) comm.wait(right, kUp, signalled);" "")
-add_mutant(packets_without_meeting algorithms/packet.h "comm.meet();" "")
+add_mutant(ring_returns_while_it_is_read algorithms/ring.h "if (zero_copy) comm.wait(right, kUp, signalled);" "")
+add_mutant(packets_without_meeting algorithms/packet.h "comm.await_announcements();" "")
 add_mutant(reduce_scatter_returns_while_it_is_read algorithms/two_shot.h "comm.wait_all(kReduced, 1);" "")
 add_mutant(tree_returns_while_it_is_read algorithms/tree.h
   "first.wait_children(first.down_channel(), first.pieces.count());" "")
@@ -21,8 +21,8 @@ add_mutant(one_shot_has_one_slot algorithms/one_shot.h "t % 2" "0")
 add_mutant(shots_have_three_slots algorithms/two_shot.h "t % kStagingSlots" "t % 3")
 add_mutant(tree_lags_too_far algorithms/tree.h "depth < kStagingSlots - 1 ? depth : kStagingSlots - 1" "depth + 1")
 add_mutant(trees_share_slots algorithms/tree.h "index * kStagingSlots + k % kStagingSlots" "k % kStagingSlots")
-add_node_mutant(exchange_has_too_few_tiles core/algorithms/internode.h "kTilesUnderWay = 2 * kAhead + 1"
-  "kTilesUnderWay = kAhead + 1")
+add_node_mutant(exchange_has_too_few_tiles core/algorithms/internode.h "kTilesUnderWay = 2 * kPipelineDepth + 1"
+  "kTilesUnderWay = kPipelineDepth + 1")
 
 # A flag early.
 add_mutant(one_shot_announces_early algorithms/one_shot.h "if (tiles.count() > 0) stage(0);
@@ -38,8 +38,8 @@ add_mutant(tree_loses_a_child layout.h "if (v + step < n) return v + step;"
 add_mutant(parts_overlap layout.h "(index < longer ? index : longer)) * unit"
   "(index < longer ? index : longer - 1)) * unit")
 add_mutant(packed_stripe_has_gaps algorithms/stripes.h "turn > s ? length" "turn >= s ? length")
-add_mutant(scales_lie_on_payload algorithms/coded.h "place.data + kStagingSlots * slot * payload"
-  "place.data + slot * payload")
+add_mutant(scales_lie_on_payload algorithms/coded.h "location.data + kStagingSlots * slot * payload"
+  "location.data + slot * payload")
 add_mutant(coded_slots_overflow algorithms/coded.h "piece * ranks > slot" "piece * (ranks - 1) > slot")
 add_mutant(result_lies_on_a_list codecs/topk.h "return list(ranks);" "return list(ranks - 1);")
 
@@ -56,9 +56,9 @@ add_epoch_mutant(epochs_begin_with_1 operation.h "sequence + 1 == 0 ? 2" "sequen
 
 # add_node_mutant(name file old new), of what is between nodes.
 add_node_mutant(stripes_share_a_slot core/algorithms/stripes.h "owner * piece(), rest" "0, rest")
-add_node_mutant(plain_parcels_share_a_place cpu/internode/stages.h
-  "t % kTilesUnderWay * link_.size() + machine" "machine")
-add_node_mutant(encoded_parcels_share_a_place cpu/internode/stages.cpp "(t % kTilesUnderWay * 3 + " "(")
+add_node_mutant(plain_transfers_share_a_place cpu/internode/stages.h
+  "t % kTilesUnderWay * link_.size() + node" "node")
+add_node_mutant(encoded_transfers_share_a_place cpu/internode/stages.cpp "(t % kTilesUnderWay * 3 + " "(")
 add_node_mutant(contribution_is_a_result cpu/internode/stages.cpp "region(t, Use::incoming, m), begin"
   "region(t, Use::result, m), begin")
 add_node_mutant(lengths_are_not_waited_for cpu/internode/stages.cpp "link_.wait(link_.post(lengths));"
@@ -66,14 +66,14 @@ add_node_mutant(lengths_are_not_waited_for cpu/internode/stages.cpp "link_.wait(
 add_node_mutant(topk_selects_from_a_part cpu/internode/aggregate.cpp
   "if (call_.feedback.residual == nullptr && operation_.codec.kind != CodecKind::topk) return;"
   "if (call_.feedback.residual == nullptr) return;")
-add_node_mutant(pool_spreads_what_has_not_come cpu/internode/aggregate.h "part_.gather(t);
-    outlook_ = pool_.spread(t, finding_());" "outlook_ = pool_.spread(t, finding_());
-    part_.gather(t);")
+add_node_mutant(aggregate_spreads_what_has_not_come cpu/internode/aggregate.h "stages_.gather(t);
+    preflight_ = aggregate_.spread(t, finding_());" "preflight_ = aggregate_.spread(t, finding_());
+    stages_.gather(t);")
 add_node_mutant(residual_of_nobody cpu/internode/aggregate.cpp "  zero(state, operation_.count);" "")
-add_node_mutant(blocks_go_by_rank cpu/internode/group.cpp "if (!machines_.in_order()) {
+add_node_mutant(blocks_go_by_rank cpu/internode/group.cpp "if (!nodes_.in_order()) {
     input" "if (false) {
     input")
-add_node_mutant(all_gather_forgets_a_machine cpu/internode/group.cpp "if (m == machines_.here) continue;
+add_node_mutant(all_gather_forgets_a_node cpu/internode/group.cpp "if (m == nodes_.here) continue;
     gather_stripes" "if (m <= 1) continue;
     gather_stripes")
 add_node_mutant(broadcast_stays_with_the_carriers cpu/internode/group.cpp "if (!from_here) gather_stripes" "if (false) gather_stripes")

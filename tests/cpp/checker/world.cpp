@@ -54,31 +54,31 @@ Thread* World::add_thread(int process, const std::string& name) {
 void World::add_node(const std::vector<int>& ranks, const Layout& layout) {
   std::vector<Thread*> threads;
   for (const int r : ranks) threads.push_back(rank(r).thread);
-  machines_.push_back(std::make_unique<Machine>(memory_, symbols_, fibers_, layout, threads));
+  memories_.push_back(std::make_unique<Node>(memory_, symbols_, fibers_, layout, threads));
   for (std::size_t i = 0; i < ranks.size(); ++i) {
-    rank(ranks[i]).comm = std::make_unique<Comm>(*machines_.back(), static_cast<int>(i));
+    rank(ranks[i]).comm = std::make_unique<Comm>(*memories_.back(), static_cast<int>(i));
   }
 }
 
-void World::add_links(const Nodes& nodes) {
-  cpu::Machines machines{nodes};
-  for (int s = 0; s < machines.stripes(); ++s) {
-    networks_.push_back(std::make_unique<cpu::Network>(machines.count()));
+void World::add_links(const Nodes& ranks) {
+  cpu::Nodes nodes{ranks};
+  for (int s = 0; s < nodes.stripes(); ++s) {
+    networks_.push_back(std::make_unique<cpu::Network>(nodes.count()));
   }
-  for (machines.here = 0; machines.here < machines.count(); ++machines.here) {
-    for (int i = 0; i < machines.size(machines.here); ++i) {
-      const int r = machines.rank(machines.here, i);
+  for (nodes.here = 0; nodes.here < nodes.count(); ++nodes.here) {
+    for (int i = 0; i < nodes.size(nodes.here); ++i) {
+      const int r = nodes.rank(nodes.here, i);
       Rank& mine = rank(r);
       std::shared_ptr<cpu::Transport> transport;
-      if (i < machines.stripes()) {
+      if (i < nodes.stripes()) {
         std::vector<Thread*> carriers;
         for (int c = 0; c < kCarriers; ++c)
           carriers.push_back(add_thread(r, mine.thread->name + "'s link"));
         transport = std::make_shared<cpu::Transport>(*networks_[static_cast<std::size_t>(i)],
                                                      std::move(carriers));
       }
-      mine.hosts = std::make_unique<cpu::Hosts>(*mine.comm, machines, std::move(transport),
-                                                cpu::Clock::duration{});
+      mine.internode = std::make_unique<cpu::InternodeGroup>(
+          *mine.comm, nodes, std::move(transport), cpu::Clock::duration{});
     }
   }
 }
@@ -138,8 +138,8 @@ void World::fill(int r, const Step& step, int operation) {
 void World::execute(int r, const Step& step) {
   Rank& mine = rank(r);
   const Buffers buffers = this->buffers(r, step);
-  if (mine.hosts != nullptr) {
-    mine.hosts->run(step.operation, buffers.call, nullptr);
+  if (mine.internode != nullptr) {
+    mine.internode->run(step.operation, buffers.call, nullptr);
     mine.comm->finish();
   } else if (step.stripes) {
     run_stripes(*mine.comm, buffers);
@@ -152,7 +152,7 @@ void World::execute(int r, const Step& step) {
 void World::retreat(int r) {
   Rank& mine = rank(r);
   mine.comm->leave_peers_heaps();
-  if (mine.hosts != nullptr) mine.hosts->stop();
+  if (mine.internode != nullptr) mine.internode->stop();
   mine.comm->retreat();
 }
 

@@ -50,7 +50,7 @@ class World {
   struct Rank {
     Thread* thread;
     std::unique_ptr<Comm> comm;
-    std::unique_ptr<cpu::Hosts> hosts;
+    std::unique_ptr<cpu::InternodeGroup> internode;
     Tensors window, own;
     std::byte* areas[2];
     std::byte* scratch;
@@ -89,7 +89,7 @@ class World {
   std::vector<std::unique_ptr<Thread>> threads_;
   Memory memory_;
   Fibers fibers_;
-  std::vector<std::unique_ptr<Machine>> machines_;
+  std::vector<std::unique_ptr<Node>> memories_;
   std::vector<std::unique_ptr<cpu::Network>> networks_;
   std::vector<Rank> ranks_;
   const Nodes nodes_;

@@ -97,13 +97,13 @@ void use(const Operation& operation) {
        "an operation that does not exist was let through");
 }
 
-void greetings() {
+void handshakes() {
   const Sender sender = any_sender();
-  const Greeting valid{header_of(MessageKind::greeting, sender), any_operation(), 7, {}};
+  const Handshake valid{header_of(MessageKind::handshake, sender), any_operation(), 7, {}};
   fuzz(bytes_of(valid), [&](std::span<const std::byte> bytes) {
-    const Greeting greeting = parse_greeting(bytes, sender);
-    must(greeting.header.secret == sender.secret, "a secret was not compared");
-    use(greeting.operation);
+    const Handshake handshake = parse_handshake(bytes, sender);
+    must(handshake.header.secret == sender.secret, "a secret was not compared");
+    use(handshake.operation);
   });
 }
 
@@ -124,13 +124,13 @@ void farewells() {
 // A message for one link, on another one.
 void messages_of_others() {
   const Sender sender = any_sender();
-  const Greeting greeting{header_of(MessageKind::greeting, sender), any_operation(), 7, {}};
+  const Handshake handshake{header_of(MessageKind::handshake, sender), any_operation(), 7, {}};
   const Farewell farewell{header_of(MessageKind::farewell, sender), 0};
   Sender stranger = sender, neighbour = sender;
   stranger.secret[15] ^= std::byte{1};
-  neighbour.machine = 2;
+  neighbour.node = 2;
   for (const Sender& other : {stranger, neighbour}) {
-    must(refused([&] { parse_greeting(bytes_of(greeting), other); }), "another's greeting");
+    must(refused([&] { parse_handshake(bytes_of(handshake), other); }), "another's handshake");
     must(refused([&] { parse_farewell(bytes_of(farewell), other, kRanks); }), "another's farewell");
   }
 }
@@ -254,7 +254,7 @@ void announcements_in_a_window() {
     try {
       comm->announce();
       ++accepted;
-      if (!comm->direct()) continue;
+      if (!comm->zero_copy()) continue;
       const std::int64_t place = here.place(1, comm->output(1).data);
       must(place >= here.heap_begin() && place <= (1 << 20) - 2 * operation.count,
            "a tensor outside the neighbour's heap is used");
@@ -309,7 +309,7 @@ void window_headers() {
 int main() {
   using namespace pycomm::test;
   return run_all({
-      {"greetings", greetings},
+      {"handshakes", handshakes},
       {"farewells", farewells},
       {"messages of others", messages_of_others},
       {"announcements", announcements},

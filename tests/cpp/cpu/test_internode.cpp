@@ -1,5 +1,5 @@
-// Groups that span machines, which are imagined: ranks as threads, so that sanitizers see every
-// machine. The numbers are the Python tests' business.
+// Groups that span nodes, which are imagined: ranks as threads, so that sanitizers see every
+// node. The numbers are the Python tests' business.
 #include <cmath>
 #include <vector>
 

@@ -79,7 +79,7 @@ void tensors_are_found() {
   PYCOMM_CHECK(place(second, 1) == begin + 3 * cpu::kPage, "the next pages");
   PYCOMM_CHECK(place(first, 3 * cpu::kPage + 1) == kNotInWindow, "longer than its allocation");
   PYCOMM_CHECK(place(&outside, 1) == kNotInWindow && place(nullptr, 0) == kNotInWindow,
-               "elsewhere");
+               "shared_wait");
   heap.free(first);
   PYCOMM_CHECK(place(second, 1) == begin + 3 * cpu::kPage, "the other one stays");
   PYCOMM_CHECK(place(first, 1) == kNotInWindow, "it is gone");
@@ -127,7 +127,7 @@ void write(const std::filesystem::path& file, const std::string& text) {
   std::ofstream(file) << text;
 }
 
-// The least of what the machine and its control groups have, in both versions of their interface.
+// The least of what the node and its control groups have, in both versions of their interface.
 void memory_is_what_is_left() {
   namespace fs = std::filesystem;
   const fs::path root = fs::temp_directory_path() / ("pycomm-" + std::to_string(getpid()));

@@ -183,7 +183,7 @@ double train(const Form& form, std::vector<Parameter>& parameters, const cpu::Pa
     const std::vector<Segment> table = segments(form, parameters);
     float scale = 4.0f, found = 0.0f, clip = 0.0f;
     const StepControl control{&scale, &found, &clip};
-    norm = cpu::survey(table, control, 0.5, parallel);
+    norm = cpu::grad_norm(table, control, 0.5, parallel);
     PYCOMM_CHECK(found == 0.0f && clip > 0.0f && clip < 1.0f, "clipped, not skipped");
     cpu::step(form.settings, table, control, parallel);
   }
@@ -228,7 +228,7 @@ void skips_touch_nothing() {
       const std::vector<Parameter> before = tensors;
       float scale = 4.0f, found = 0.0f;
       const StepControl control{&scale, &found, nullptr};
-      cpu::survey(table, control, 0.0, on_threads(dice, 3));
+      cpu::grad_norm(table, control, 0.0, on_threads(dice, 3));
       PYCOMM_CHECK(found == 1.0f, "an overflow must be found: " + describe(form));
       for (const float several : {1.0f, 2.0f, inf, std::nanf("")}) {
         found = several;

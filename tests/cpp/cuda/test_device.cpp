@@ -179,7 +179,7 @@ Operation all_reduce(std::int64_t count, const Codec& codec, unsigned seed) {
 
 void plain(int n) {
   World world(n);
-  DeviceWorld direct(n), staged(n, 60, true);
+  DeviceWorld zero_copy(n), staged(n, 60, true);
   unsigned seed = 0;
   for (const std::int64_t count : {1, 1000, 70'001}) {
     for (const Algorithm algorithm : {Algorithm::one_shot, Algorithm::two_shot}) {
@@ -187,7 +187,7 @@ void plain(int n) {
         Case c{all_reduce(count, {}, ++seed)};
         c.operation.algorithm = algorithm;
         c.seed = seed;
-        compare(c, world, seed % 2 == 0 ? direct : staged);
+        compare(c, world, seed % 2 == 0 ? zero_copy : staged);
       }
     }
   }

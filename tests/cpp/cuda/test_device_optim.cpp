@@ -1,5 +1,5 @@
 // The optimizers' kernels, run on the CPU (device/cuda_runtime.h): the bits of cpu::step() and
-// cpu::survey(), for every rule and storage, at odd sizes and addresses, of special values too; and
+// cpu::grad_norm(), for every rule and storage, at odd sizes and addresses, of special values too; and
 // how a table follows segments that move.
 #include <cmath>
 #include <cstring>
@@ -294,18 +294,18 @@ void surveys() {
     Scalars want, got;
     want.found = got.found = turn % 5 == 4 ? 1.0f : 0.0f;
     const double max_norm = turn % 2 == 0 ? 1.0 : 1e6;
-    const double norm = cpu::survey(parameters.segments(), want.control(), max_norm, serial);
+    const double norm = cpu::grad_norm(parameters.segments(), want.control(), max_norm, serial);
     const OnDevice on_device(parameters.segments());
     for (int again = 0; again < 2; ++again) {  // tickets are back where they were
       double found = -1;
-      cuda::survey(on_device.job(got.control()), {max_norm, false, &found});
+      cuda::grad_norm(on_device.job(got.control()), {max_norm, false, &found});
       PYCOMM_CHECK(std::memcmp(&norm, &found, 8) == 0, "norm of turn " + std::to_string(turn));
       PYCOMM_CHECK(std::memcmp(&want.clip, &got.clip, 4) == 0 && want.found == got.found,
                    "clip and found_inf");
     }
     got.found = 7.0f;
     double found = -1;
-    cuda::survey(on_device.job(got.control()), {max_norm, true, &found});
+    cuda::grad_norm(on_device.job(got.control()), {max_norm, true, &found});
     PYCOMM_CHECK(got.found == (std::isfinite(norm) ? 0.0f : 1.0f), "found_inf overwritten");
   }
 }

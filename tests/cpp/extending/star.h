@@ -27,8 +27,8 @@ PYCOMM_HD void star(Comm& comm) {
   for (std::int64_t t = 0; t <= tiles.count(); ++t) {
     if (t < tiles.count()) {
       const Range tile = tiles[t];
-      const Place in = comm.at(comm.input(), tile.begin);
-      const Place out = comm.at(comm.output(), tile.begin);
+      const Location in = comm.at(comm.input(), tile.begin);
+      const Location out = comm.at(comm.output(), tile.begin);
       if (me != 0) comm.copy(comm.slot(me, t % 2), in, tile.count);
       comm.signal(kStaged);
       if (me == 0) {

@@ -19,31 +19,31 @@ class World {
                  double timeout_seconds = 60) {
     std::vector<int> ranks;
     for (int r = 0; r < size; ++r) ranks.push_back(r);
-    add_machine(ranks, size, staging_bytes, first_epoch, duration(timeout_seconds));
+    add_node(ranks, size, staging_bytes, first_epoch, duration(timeout_seconds));
   }
 
-  // Imagined machines with so many ranks each.
+  // Imagined nodes with so many ranks each.
   explicit World(const std::vector<int>& hosts, std::int64_t staging_bytes = 64 << 10) {
-    cpu::Machines machines;
+    cpu::Nodes nodes;
     int next = 0;
     for (const int count : hosts) {
-      machines.ranks.emplace_back();
-      for (int i = 0; i < count; ++i) machines.ranks.back().push_back(next++);
+      nodes.ranks.emplace_back();
+      for (int i = 0; i < count; ++i) nodes.ranks.back().push_back(next++);
     }
-    for (const auto& ranks : machines.ranks) {
-      add_machine(ranks, next, staging_bytes, 0, duration(60));
+    for (const auto& ranks : nodes.ranks) {
+      add_node(ranks, next, staging_bytes, 0, duration(60));
     }
     std::vector<std::vector<std::shared_ptr<cpu::LocalTransport>>> stripes;
-    for (int s = 0; s < machines.stripes(); ++s) {
-      stripes.push_back(cpu::LocalTransport::make(machines.count()));
+    for (int s = 0; s < nodes.stripes(); ++s) {
+      stripes.push_back(cpu::LocalTransport::make(nodes.count()));
     }
-    for (int m = 0; m < machines.count(); ++m) {
-      machines.here = m;
-      for (int i = 0; i < machines.size(m); ++i) {
+    for (int m = 0; m < nodes.count(); ++m) {
+      nodes.here = m;
+      for (int i = 0; i < nodes.size(m); ++i) {
         const auto index = static_cast<std::size_t>(i);
         const auto transport =
             index < stripes.size() ? stripes[index][static_cast<std::size_t>(m)] : nullptr;
-        (*this)[machines.rank(m, i)].span(machines, transport, duration(60));
+        (*this)[nodes.rank(m, i)].span(nodes, transport, duration(60));
       }
     }
   }
@@ -76,8 +76,8 @@ class World {
     return std::chrono::duration_cast<cpu::Clock::duration>(std::chrono::duration<double>(seconds));
   }
 
-  void add_machine(const std::vector<int>& ranks, int world, std::int64_t staging_bytes,
-                   std::uint32_t first_epoch, cpu::Clock::duration timeout) {
+  void add_node(const std::vector<int>& ranks, int world, std::int64_t staging_bytes,
+                std::uint32_t first_epoch, cpu::Clock::duration timeout) {
     constexpr std::int64_t kSlice = 1 << 30;
     const int size = static_cast<int>(ranks.size());
     const int fd = cpu::Window::create(size, kSlice, staging_bytes);

@@ -10,7 +10,7 @@
 namespace pycomm::cpu {
 
 // Looks at the tensor.
-Outlook outlook_of(const Operation& operation, const Call& call, float limit);
+Preflight preflight_of(const Operation& operation, const Call& call, float limit);
 
 template <class Base>
 class CodedComm {
@@ -38,29 +38,31 @@ class CodedComm {
   std::int64_t elements(std::int64_t bytes) const {
     return comm_.elements(bytes) / kLargestBlock * kLargestBlock;
   }
-  bool direct() const { return false; }
-  Place input() const { return comm_.input(); }
-  Place output() const { return comm_.output(); }
-  Place input(int) const { return comm_.input(); }
-  Place output(int) const { return comm_.output(); }
-  Place slot(int r, std::int64_t i) const { return {comm_.slot(r, 0).data, r, i * staging_.slot}; }
+  bool zero_copy() const { return false; }
+  Location input() const { return comm_.input(); }
+  Location output() const { return comm_.output(); }
+  Location input(int) const { return comm_.input(); }
+  Location output(int) const { return comm_.output(); }
+  Location slot(int r, std::int64_t i) const {
+    return {comm_.slot(r, 0).data, r, i * staging_.slot};
+  }
   std::int64_t slot_count() const { return staging_.slot; }
-  Place at(Place place, std::int64_t elements) const {
-    if (place.coded == kPlain) return comm_.at(place, elements);
-    return {place.data, place.rank, place.coded + elements};
+  Location at(Location location, std::int64_t elements) const {
+    if (location.coded == kPlain) return comm_.at(location, elements);
+    return {location.data, location.rank, location.coded + elements};
   }
   CyclicChunks<CodedComm> chunks() {
     return {*this, first_element(operation_), staging_.piece(size())};
   }
 
   void announce() { comm_.announce(); }
-  Outlook outlook() const { return {}; }
+  Preflight preflight() const { return {}; }
   bool nonfinite() const { return false; }
   void signal(int channel) { comm_.signal(channel); }
   void wait(int r, int channel, std::int64_t step) { comm_.wait(r, channel, step); }
   void wait_all(int channel, std::int64_t step) { comm_.wait_all(channel, step); }
 
-  void copy(Place to, Place from, std::int64_t n) {
+  void copy(Location to, Location from, std::int64_t n) {
     if (n == 0 || (to.data == from.data && to.coded == from.coded)) return;
     const Pieces pieces = read(from, n);
     if (to.coded == kPlain) {
@@ -78,12 +80,12 @@ class CodedComm {
     for (int i = 0; i < n_from; ++i) terms.push_back(read(from(i), n));
     const Pieces result = lossy(comm_.sum(terms, last));
     for (int i = 0; i < n_to; ++i) {
-      const Place place = to(i);
-      if (place.coded == kPlain) {
-        feed(index(place, output()), n);
-        comm_.write(place, result, comm_.unit());
+      const Location location = to(i);
+      if (location.coded == kPlain) {
+        feed(index(location, output()), n);
+        comm_.write(location, result, comm_.unit());
       } else {
-        write_encoded(place, result);
+        write_encoded(location, result);
       }
     }
   }
@@ -96,41 +98,43 @@ class CodedComm {
     return pieces;
   }
 
-  Place payload_of(Place place) const { return {staging_[place].payload, place.rank}; }
-  Place scales_of(Place place) const {
-    return {reinterpret_cast<std::byte*>(staging_[place].scales), place.rank};
+  Location payload_of(Location location) const {
+    return {staging_[location].payload, location.rank};
+  }
+  Location scales_of(Location location) const {
+    return {reinterpret_cast<std::byte*>(staging_[location].scales), location.rank};
   }
 
   // What encoding an element loses goes into the residual, and comes from there.
   void feed(std::int64_t element, std::int64_t n) {
     if (feedback_.residual == nullptr) return;
-    const Place residual{reinterpret_cast<std::byte*>(feedback_.residual + element), rank()};
+    const Location residual{reinterpret_cast<std::byte*>(feedback_.residual + element), rank()};
     comm_.write(residual, lossy(comm_.read(residual, n, {4})), {4});
   }
-  std::int64_t index(Place tensor, Place begin) const {
+  std::int64_t index(Location tensor, Location begin) const {
     return comm_.elements(tensor.data - begin.data);
   }
 
   // Of the whole, so that bits do not depend on how it is cut into tensors and tiles.
-  void check_blocks(const Place& place, const Piece& piece) const {
+  void check_blocks(const Location& location, const Piece& piece) const {
     const bool ends = piece.element + piece.units == comm_.called().count;
     if ((first_element(comm_.called()) + piece.element) % staging_.block != 0 ||
-        place.coded % staging_.block != 0 || (piece.units % staging_.block != 0 && !ends)) {
+        location.coded % staging_.block != 0 || (piece.units % staging_.block != 0 && !ends)) {
       throw Violation("a block is cut in two");
     }
   }
 
-  Pieces scales_for(Place place, const Pieces& pieces) const {
+  Pieces scales_for(Location location, const Pieces& pieces) const {
     Pieces scales;
     for (const Piece& piece : pieces) {
-      check_blocks(place, piece);
+      check_blocks(location, piece);
       scales.push_back({ceil_div(piece.units, staging_.block), piece.symbol, piece.element});
-      place.coded += piece.units;
+      location.coded += piece.units;
     }
     return scales;
   }
 
-  Pieces read(Place from, std::int64_t n) {
+  Pieces read(Location from, std::int64_t n) {
     if (from.coded == kPlain) return comm_.read(from, n, comm_.unit());
     Pieces pieces = comm_.read(payload_of(from), n, payload_);
     if (!scaled()) return pieces;
@@ -141,7 +145,7 @@ class CodedComm {
     return pieces;
   }
 
-  void write_encoded(Place to, const Pieces& pieces) {
+  void write_encoded(Location to, const Pieces& pieces) {
     comm_.write(payload_of(to), pieces, payload_);
     if (scaled()) comm_.write(scales_of(to), scales_for(to, pieces), scales_);
   }

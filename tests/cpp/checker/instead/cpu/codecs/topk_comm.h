@@ -35,7 +35,7 @@ class TopkComm {
   int rank() const { return comm_.rank(); }
   int size() const { return comm_.size(); }
   std::int64_t area_bytes(int r) const { return area_.bytes(r); }
-  Outlook outlook() const { return {}; }
+  Preflight preflight() const { return {}; }
   bool nonfinite() const { return false; }
   std::byte* list(int r, int owner, bool result) const {
     return areas_[static_cast<std::size_t>(r)] + (result ? area_.result() : area_.list(owner));
@@ -104,8 +104,8 @@ class TopkComm {
   void feed(std::int64_t count) {
     for (float* const state : {feedback_.residual, feedback_.velocity}) {
       if (state == nullptr || count == 0) continue;
-      const Place place{reinterpret_cast<std::byte*>(state), rank()};
-      comm_.write(place, comm_.read(place, count, {4}), {4});
+      const Location location{reinterpret_cast<std::byte*>(state), rank()};
+      comm_.write(location, comm_.read(location, count, {4}), {4});
     }
   }
 

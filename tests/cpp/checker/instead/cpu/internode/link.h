@@ -1,5 +1,5 @@
 // Stands in for csrc/cpu/internode/link.h: messages between nodes, for symbols. What is posted may be read and
-// written until the round has been waited for, so each round is a thread of its own.
+// written until the batch has been waited for, so each batch is a thread of its own.
 #pragma once
 
 #include <deque>
@@ -12,13 +12,13 @@
 
 namespace pycomm::cpu {
 
-struct Parcel {
-  int host;
+struct Transfer {
+  int node;
   std::byte* data;
   std::int64_t bytes;
 };
-struct Round {
-  std::vector<Parcel> sends, receives;
+struct Batch {
+  std::vector<Transfer> sends, receives;
 };
 
 // All that the nodes' links of one stripe share.
@@ -68,43 +68,44 @@ struct LinkTraffic {};
 
 class Link {
  public:
-  Link(Comm& local, std::shared_ptr<Transport> transport, const Machines& machines, Clock::duration)
+  Link(Comm& local, std::shared_ptr<Transport> transport, const Nodes& nodes, Clock::duration)
       : local_(local),
         transport_(std::move(transport)),
-        machines_(machines),
-        greetings_(static_cast<std::size_t>(machines.count())),
-        areas_(static_cast<std::size_t>(machines.count())) {
+        nodes_(nodes),
+        handshakes_(static_cast<std::size_t>(nodes.count())),
+        areas_(static_cast<std::size_t>(nodes.count())) {
     network().ends[static_cast<std::size_t>(rank())] = &local;
   }
 
-  void begin(void (*)()) { outlook_ = {}; }
-  void begin_tensor(const Operation& operation, const void* input, void* output, Outlook outlook);
+  void begin(void (*)()) { preflight_ = {}; }
+  void begin_tensor(const Operation& operation, const void* input, void* output,
+                    Preflight preflight);
   void announce() {
     publish();
-    meet();
+    await_announcements();
   }
   void publish();
-  void meet();
-  const Outlook& outlook() const { return outlook_; }
+  void await_announcements();
+  const Preflight& preflight() const { return preflight_; }
 
-  int rank() const { return machines_.here; }
-  int size() const { return machines_.count(); }
-  int contributors() const { return machines_.world(); }
+  int rank() const { return nodes_.here; }
+  int size() const { return nodes_.count(); }
+  int contributors() const { return nodes_.world(); }
   std::int64_t count() const { return operation_.count; }
   std::int64_t elements(std::int64_t bytes) const { return bytes / unit().bytes; }
   checker::Unit unit() const { return {size_of(operation_.dtype)}; }
-  Place input() const { return {input_, rank()}; }
-  Place output() const { return {output_, rank()}; }
-  Place at(Place place, std::int64_t elements) const {
-    return {place.data + elements * unit().bytes, place.rank};
+  Location input() const { return {input_, rank()}; }
+  Location output() const { return {output_, rank()}; }
+  Location at(Location location, std::int64_t elements) const {
+    return {location.data + elements * unit().bytes, location.rank};
   }
   std::byte* announced_area(int r, std::int64_t bytes) {
     return areas_[static_cast<std::size_t>(r)].bytes(bytes);
   }
   [[noreturn]] void blame(int, const std::string& what) { throw checker::Violation(what); }
 
-  std::int64_t post(const Round& round);
-  void wait(std::int64_t round);
+  std::int64_t post(const Batch& batch);
+  void wait(std::int64_t batch);
 
   LinkTraffic traffic() const { return {}; }
   // An abort of this node goes to the others, and posted memory is the caller's again.
@@ -114,10 +115,10 @@ class Link {
   void trim() {}
 
   // For the codecs' executors.
-  checker::Pieces read(Place from, std::int64_t units, checker::Unit unit) {
+  checker::Pieces read(Location from, std::int64_t units, checker::Unit unit) {
     return local_.memory().read(local_.thread(), from.data, units, unit);
   }
-  void write(Place to, const checker::Pieces& pieces, checker::Unit unit) {
+  void write(Location to, const checker::Pieces& pieces, checker::Unit unit) {
     local_.memory().write(local_.thread(), to.data, pieces, unit);
   }
   checker::Pieces sum(const std::vector<checker::Pieces>& terms, bool last) {
@@ -127,28 +128,28 @@ class Link {
   const Operation& called() const { return local_.called(); }
 
  private:
-  struct Greeting {
+  struct Handshake {
     Operation operation;
-    Outlook outlook;
+    Preflight preflight;
   };
   Network& network() const { return transport_->network; }
-  checker::Thread& carrier(std::int64_t round) const {
-    return *transport_->carriers[static_cast<std::size_t>(round) % transport_->carriers.size()];
+  checker::Thread& carrier(std::int64_t batch) const {
+    return *transport_->carriers[static_cast<std::size_t>(batch) % transport_->carriers.size()];
   }
-  Network::Message load(checker::Thread& carrier, const Parcel& parcel);
-  void unload(checker::Thread& carrier, const Parcel& parcel, const Network::Message& message);
+  Network::Message load(checker::Thread& carrier, const Transfer& transfer);
+  void unload(checker::Thread& carrier, const Transfer& transfer, const Network::Message& message);
 
   Comm& local_;
   const std::shared_ptr<Transport> transport_;
-  const Machines& machines_;
+  const Nodes& nodes_;
   Operation operation_;
   std::byte* input_ = nullptr;
   std::byte* output_ = nullptr;
-  std::vector<Greeting> greetings_;
-  std::int64_t greeted_ = 0;
-  Outlook outlook_;
+  std::vector<Handshake> handshakes_;
+  std::int64_t handshake_batch_ = 0;
+  Preflight preflight_;
   std::vector<Scratch> areas_;
-  std::deque<Round> under_way_;
+  std::deque<Batch> under_way_;
   std::int64_t posted_ = 0, waited_ = 0;
 };
 
