@@ -41,12 +41,12 @@ class Loopback:
         world: pycomm.LocalWorld,
         count: int,
         device: str,
-        compressor: pycomm.Compressor | None = None,
+        compression: pycomm.Compression | None = None,
         repeats: int = 1,
     ) -> None:
         self.tensors = [torch.empty(count, device=device) for _ in world]
         self._world = world
-        self._compressor = compressor
+        self._compression = compression
         self._repeats = repeats
         self._stream: torch.cuda.Stream | None = None
         self.call: Call = self.enqueue
@@ -80,7 +80,7 @@ class Loopback:
             mean += tensor
             off = max(off, float(tensor.abs().max()))
         mean /= len(self.tensors)
-        off = 0.0 if self._compressor is None else 2 * off / 254 * (1 + 1e-5)
+        off = 0.0 if self._compression is None else 2 * off / 254 * (1 + 1e-5)
         self.call()
         first = self.tensors[0]
         wrong = sum(int((tensor != first).sum()) for tensor in self.tensors[1:])
@@ -90,10 +90,10 @@ class Loopback:
         tensor = self.tensors[group.rank]
         with torch.cuda.stream(self._stream):
             for _ in range(self._repeats):
-                if self._compressor is None:
+                if self._compression is None:
                     pycomm.all_reduce(tensor, "avg", group=group)
                 else:
-                    pycomm.compressed_all_reduce(tensor, self._compressor, op="avg", group=group)
+                    pycomm.compressed_all_reduce(tensor, self._compression, op="avg", group=group)
 
 
 def moved_bytes(nbytes: int, ranks: int) -> int:

@@ -11,7 +11,7 @@ from pycomm.bench.optim_tasks import OPTIMIZERS, SCHEMES
 
 COUNT = 20_003  # several blocks of a codec, and a tail
 TIMEOUT_S = 20.0  # a sanitizer that keeps ranks from meeting ends in an error
-COMPRESSORS = (
+COMPRESSIONS = (
     pycomm.Int8(),
     pycomm.Int8(block=512, rounding="stochastic"),
     pycomm.Cast(),
@@ -37,22 +37,22 @@ def other_collectives(group: pycomm.Group, device: str) -> None:
 
 
 def compressed(group: pycomm.Group, device: str) -> None:
-    for compressor in COMPRESSORS:
-        dense = not isinstance(compressor, pycomm.TopK)
+    for compression in COMPRESSIONS:
+        dense = not isinstance(compression, pycomm.TopK)
         for algorithm in ("two_shot", "ring", "tree") if dense else ("two_shot",):
             tensor = torch.linspace(-1, 1, COUNT, device=device)
             residual = torch.zeros(COUNT, device=device)
             pycomm.compressed_all_reduce(
-                tensor, compressor, residual=residual, algorithm=algorithm, group=group
+                tensor, compression, residual=residual, algorithm=algorithm, group=group
             )
 
 
 def codecs(device: str) -> None:
     x = torch.linspace(-1, 1, COUNT, device=device)
-    for compressor in COMPRESSORS:
-        wire = compressor.encode(x)
-        compressor.decode(wire, COUNT, torch.zeros_like(x), add=True)
-        compressor.decode(wire, COUNT)
+    for compression in COMPRESSIONS:
+        wire = compression.encode(x)
+        compression.decode(wire, COUNT, torch.zeros_like(x), add=True)
+        compression.decode(wire, COUNT)
     pycomm.TopK(0.01).select(x)
 
 

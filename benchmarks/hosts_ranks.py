@@ -212,14 +212,14 @@ def exchange_until_error(folder: Path, trial: int, timeout: float, nbytes: int) 
     group = pycomm.init(timeout=timeout)
     x = torch.ones(nbytes // 4)
     name = COMPRESSIONS[trial % len(COMPRESSIONS)]
-    compressor = pycomm.parse_compressor(name)
+    compression = pycomm.parse_compression(name)
     pycomm.all_reduce(x, "avg", group=group)
     write(folder / f"exchanging-{trial}-{rank}", {"compression": name})
     while True:
         if name == "none":
             pycomm.all_reduce(x, "avg", group=group)
         else:
-            pycomm.compressed_all_reduce(x, compressor, group=group)
+            pycomm.compressed_all_reduce(x, compression, group=group)
 
 
 def main() -> None:

@@ -46,7 +46,7 @@ def task(benchmark: Any, size: str, dtype: str, codec: str, operation: str) -> T
     benchmark.group = f"{size} {dtype} {codec} {operation}"
     kind: torch.dtype = getattr(torch, dtype)
     x = torch.randn(SIZES[size] // kind.itemsize).to(kind)
-    found = {task.operation: task for task in tasks(pycomm.parse_compressor(codec), x)}
+    found = {task.operation: task for task in tasks(pycomm.parse_compression(codec), x)}
     return found[operation]
 
 

@@ -2,8 +2,8 @@
 
 .. code-block:: shell
 
-    python examples/train_lm.py --mode ddp --compress int8
-    torchrun --nproc-per-node 2 examples/train_lm.py --mode wrapper --compress topk:0.01
+    python examples/train_lm.py --mode ddp --compression int8
+    torchrun --nproc-per-node 2 examples/train_lm.py --mode wrapper --compression topk:0.01
 
 What makes it data-parallel is `parallelise`: torch's DistributedDataParallel with one of pycomm's
 hooks, or pycomm's own wrapper. The training loop knows of neither.
@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 import pycomm
 from pycomm import hooks
 from pycomm.bench import extras, launch
+from pycomm.bench.old_flags import keep_old_flag
 
 VOCABULARY = 128  # ASCII
 CONTEXT = 64
@@ -104,13 +105,13 @@ class Settings:
 
     Attributes:
         mode: ``"ddp"`` or ``"wrapper"``.
-        compress: ``"none"``, or what :func:`pycomm.parse_compressor` takes.
+        compression: ``"none"``, or what :func:`pycomm.parse_compression` takes.
         steps: how many.
         trace: file for a Chrome trace of the last steps.
     """
 
     mode: str
-    compress: str
+    compression: str
     steps: int
     trace: str | None = None
 
@@ -150,15 +151,15 @@ def parallelise(
     model: nn.Module, settings: Settings, group: pycomm.Group
 ) -> tuple[nn.Module, hooks.CommState]:
     """A model whose backward averages gradients over all ranks, and what knows how that goes."""
-    compressor = None
-    if settings.compress != "none":
-        compressor = pycomm.parse_compressor(settings.compress)
+    compression = None
+    if settings.compression != "none":
+        compression = pycomm.parse_compression(settings.compression)
     if settings.mode == "wrapper":
-        wrapped = pycomm.DataParallel(model, compression=compressor, group=group)
+        wrapped = pycomm.DataParallel(model, compression=compression, group=group)
         assert isinstance(wrapped.comm_state, hooks.CommState)  # it exchanges gradients
         return wrapped, wrapped.comm_state
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    state = hooks.CommState(compressor, model.named_parameters(), group=group)
+    state = hooks.CommState(compression, model.named_parameters(), group=group)
     state.register(ddp)
     return ddp, state
 
@@ -181,7 +182,9 @@ class Log:
 
     def __init__(self, settings: Settings, group: pycomm.Group, state: hooks.CommState) -> None:
         self._group, self._state = group, state
-        self._screen = Screen(f"{settings.mode}, {settings.compress}", settings.steps, group.rank)
+        self._screen = Screen(
+            f"{settings.mode}, {settings.compression}", settings.steps, group.rank
+        )
         self._recent = torch.zeros(1)
         self._losses: list[float] = []
         self._exchanging = 0.0
@@ -248,9 +251,9 @@ def summarise(run: Run, ranks: int) -> str:
     )
 
 
-def compression(name: str) -> str:
+def compression_name(name: str) -> str:
     """The name, if it is one."""
-    pycomm.parse_compressor(name)
+    pycomm.parse_compression(name)
     return name
 
 
@@ -260,7 +263,7 @@ def run_rank(settings: Settings, plot: str) -> None:
         run = train(settings, group)
     if group.rank == 0:
         print(summarise(run, group.size))
-        label = f"{settings.mode}, {settings.compress}"
+        label = f"{settings.mode}, {settings.compression}"
         draw_losses(plot, {label: run.losses}, TALK_EVERY)
         print(f"drawn in {plot}" + (f", traced in {settings.trace}" if settings.trace else ""))
 
@@ -272,12 +275,13 @@ def main() -> None:
     add("--ranks", type=int, default=2, help="processes to start (default 2)")
     add("--steps", type=int, default=1500, help="training steps (default 1500)")
     add("--mode", choices=("ddp", "wrapper"), default="ddp", help="torch's DDP, or pycomm's own")
-    add(
-        "--compress",
-        type=compression,
+    compression = add(
+        "--compression",
+        type=compression_name,
         default="none",
         help="none, bf16, int8, topk:DENSITY (default none)",
     )
+    keep_old_flag(parser, "--compress", compression)
     add(
         "--plot", default=str(OUT / "train_lm.png"), help="the loss, as a PNG (default %(default)s)"
     )
@@ -286,7 +290,7 @@ def main() -> None:
     if arguments.steps < TALK_EVERY:
         parser.error(f"--steps must be at least {TALK_EVERY}")
     extras.require("rich", "matplotlib")
-    settings = Settings(arguments.mode, arguments.compress, arguments.steps, arguments.trace)
+    settings = Settings(arguments.mode, arguments.compression, arguments.steps, arguments.trace)
     launch.run(run_rank, settings, arguments.plot, ranks=arguments.ranks)
 
 

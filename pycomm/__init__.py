@@ -9,14 +9,17 @@
     pycomm.compressed_all_reduce(x, pycomm.Int8(), residual=state)
 """
 
+from typing import TYPE_CHECKING
+
 import torch  # noqa: F401 - its libraries must be loaded before ours
 
 from pycomm import compressed_ops, hooks, ops, optim
-from pycomm._names import parse_compressor
+from pycomm._inputs.arguments import old_names
+from pycomm._names import parse_compression
 from pycomm._runtime.plan import Plan
 from pycomm.collectives import Work, all_gather, all_reduce, barrier, broadcast, reduce_scatter
 from pycomm.compressed import compressed_all_reduce
-from pycomm.compression import Cast, Compressor, Identity, Int8, TopK
+from pycomm.compression import Cast, Compression, Identity, Int8, TopK
 from pycomm.data_parallel import DataParallel
 from pycomm.errors import (
     Aborted,
@@ -39,7 +42,7 @@ __all__ = [
     "Aborted",
     "Cast",
     "CollectiveError",
-    "Compressor",
+    "Compression",
     "DataParallel",
     "Group",
     "GroupUnusable",
@@ -68,7 +71,12 @@ __all__ = [
     "memory_report",
     "ops",
     "optim",
-    "parse_compressor",
+    "parse_compression",
     "reduce_scatter",
     "set_default_group",
 ]
+
+if not TYPE_CHECKING:  # with a __getattr__, type checkers would believe in any name
+    __getattr__ = old_names(
+        __name__, {"Compressor": "Compression", "parse_compressor": "parse_compression"}
+    )

@@ -1,4 +1,4 @@
-"""Compressors by name, for command lines and operators."""
+"""Compression by name, for command lines and operators."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pycomm.compression import VALUES, Cast, Compressor, Identity, Int8, TopK
+from pycomm.compression import VALUES, Cast, Compression, Identity, Int8, TopK
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_NAMES: dict[str, Callable[..., Compressor]] = {
+_NAMES: dict[str, Callable[..., Compression]] = {
     "none": Identity,
     "bf16": Cast,
     "fp16": functools.partial(Cast, torch.float16),
@@ -33,8 +33,8 @@ _OPTIONS: dict[str, Callable[[str], Any]] = {
 }
 
 
-def parse_compressor(text: str) -> Compressor:
-    """A compressor from its name, for command lines and ``torch.ops.pycomm``.
+def parse_compression(text: str) -> Compression:
+    """A compression from its name, for command lines and ``torch.ops.pycomm``.
 
     Args:
         text: ``"none"``, ``"bf16"``, ``"fp16"``, ``"int8"`` or ``"topk"``, followed by options:
@@ -50,14 +50,14 @@ def parse_compressor(text: str) -> Compressor:
     except (KeyError, ValueError) as error:
         raise ValueError(_HOW_TO_NAME + repr(text)) from error
     if len(dict(options)) < len(options):
-        raise ValueError(f"compressor must name each option once, got {text!r}")
+        raise ValueError(f"compression must name each option once, got {text!r}")
     try:
         return make(**dict(options))
-    except TypeError as error:  # an option of another compressor
+    except TypeError as error:  # an option of another one
         raise ValueError(_HOW_TO_NAME + repr(text)) from error
 
 
 _HOW_TO_NAME = (
-    "compressor must be none, bf16, fp16, int8[:BLOCK] or topk:DENSITY, or these with options such "
-    "as topk:k=1000:values=bfloat16, got "
+    "compression must be none, bf16, fp16, int8[:BLOCK] or topk:DENSITY, or these with options "
+    "such as topk:k=1000:values=bfloat16, got "
 )

@@ -10,7 +10,7 @@ from torch.autograd.graph import increment_version
 
 from pycomm import _C
 from pycomm._given import given_group
-from pycomm._inputs.arguments import reduction
+from pycomm._inputs.arguments import reduction, renamed
 from pycomm._inputs.arrays import as_tensor
 from pycomm._inputs.dtypes import ALGORITHMS, CODED_ALGORITHMS, DTYPES, OPS, check_choice
 from pycomm._inputs.labels import label_of
@@ -21,7 +21,7 @@ from pycomm._runtime.staging import StandIn, fetch
 from pycomm.collectives import Work, stand_ins
 from pycomm.compression import (
     SMALLEST_BLOCK,
-    Compressor,
+    Compression,
     TopK,
     check_compressible,
     check_step,
@@ -38,7 +38,7 @@ _OPS = ("avg", "sum")
 
 def compressed_all_reduce(
     tensor: Any,
-    compressor: Compressor,
+    compression: Compression | None = None,
     *,
     residual: Any | None = None,
     velocity: Any | None = None,
@@ -51,6 +51,7 @@ def compressed_all_reduce(
     group: Group | None = None,
     async_op: bool = False,
     tag: int | str | None = None,
+    compressor: Compression | None = None,
 ) -> Any:
     """Averages a tensor over all ranks, compressed on the way; every rank gets the same bits.
 
@@ -62,10 +63,10 @@ def compressed_all_reduce(
         tensor: float32, float16 or bfloat16; any shape and strides, on the CPU or a CUDA device; or
             an array of NumPy, CuPy or another library that speaks DLPack. Overwritten unless `out`
             is given.
-        compressor: ``pycomm.Int8()``, ``pycomm.TopK(density=0.01)``, ``pycomm.Cast()`` or
+        compression: ``pycomm.Int8()``, ``pycomm.TopK(density=0.01)``, ``pycomm.Cast()`` or
             ``pycomm.Identity()``. All ranks must pass equal ones.
         residual: float32, contiguous, of the tensor's shape; zeros at first. On all ranks or none.
-        velocity: the same, where the compressor has momentum, and only there.
+        velocity: the same, where the compression has momentum, and only there.
         op: ``"avg"`` or ``"sum"``, or ``ReduceOp.AVG`` or ``SUM`` of torch.distributed.
         out: takes the result; like `tensor` in shape and dtype, and disjoint from it.
         algorithm: ``"auto"`` (two-shot, whatever the size), ``"two_shot"``, ``"ring"`` or
@@ -73,7 +74,7 @@ def compressed_all_reduce(
         step: of the training, for stochastic rounding and for warm-up. Ranks compare it where it
             changes the result.
         offset: index of the first element in the whole that this tensor is a part of, a multiple of
-            the compressor's block (128 where it has none). Two-shot then gives the same bits
+            the compression's block (128 where it has none). Two-shot then gives the same bits
             however the whole is split.
         strict: raise :class:`pycomm.NonFinite` where a gradient has an infinity or a NaN, when the
             operation is complete. Otherwise :attr:`Work.nonfinite` tells, and the result is not
@@ -82,6 +83,7 @@ def compressed_all_reduce(
         group: by default the first group made, or one on torch.distributed's default group.
         async_op: return a :class:`Work` at once.
         tag: as in :func:`pycomm.all_reduce`.
+        compressor: the old name of `compression`.
 
     Returns:
         What was passed as `out` or `tensor`, or a :class:`Work`.
@@ -92,9 +94,10 @@ def compressed_all_reduce(
         Otherwise as :func:`pycomm.all_reduce`. After a :class:`pycomm.CollectiveError`, `residual`
         and `velocity` are undefined, as the result is: copy them before if you need them after.
     """
+    compression = renamed("compressor", compressor, "compression", compression, None)
     group = given_group(group)
     op = reduction(op, _OPS)
-    _check_options(compressor, algorithm, step, offset)
+    compression = _check_options(compression, algorithm, step, offset)
     source = as_tensor("tensor", tensor, written=out is None)
     (check_written if out is None else check_tensor)("tensor", source)
     check_compressible("tensor", source)
@@ -106,17 +109,19 @@ def compressed_all_reduce(
     kept = _check_state("residual", residual, source, {"tensor": source, "out": result})
     others = {"tensor": source, "out": result} | ({} if kept is None else {"residual": kept})
     speed = _check_state("velocity", velocity, source, others)
-    if (compressor.momentum > 0) != (speed is not None):
-        raise ValueError("velocity must be given where the compressor has momentum, and only there")
+    if (compression.momentum > 0) != (speed is not None):
+        raise ValueError(
+            "velocity must be given where the compression has momentum, and only there"
+        )
     if speed is not None and kept is None:
-        raise ValueError("residual must be given where the compressor has momentum")
+        raise ValueError("residual must be given where the compression has momentum")
     if DEBUG:
-        all_reduce_called(group, source, algorithm, compressor)
+        all_reduce_called(group, source, algorithm, compression)
     increment_version([result, *(t for t in (kept, speed) if t is not None)])
     dense, dense_result, put_result = stand_ins(group, source, result)
     state, put_state = _state_stand_ins(group, [t for t in (kept, speed) if t is not None])
     pointers = [tensor.data_ptr() for tensor in state]
-    codec = compressor.codec(dense.numel(), dense.dtype, step)
+    codec = compression.codec(dense.numel(), dense.dtype, step)
     core = _C.Call(
         algorithm=ALGORITHMS[algorithm],
         dtype=DTYPES[dense.dtype],
@@ -127,8 +132,8 @@ def compressed_all_reduce(
         codec=codec,
         residual=pointers[0] if kept is not None else 0,
         velocity=pointers[1] if speed is not None else 0,
-        momentum=compressor.momentum,
-        seed=compressor.seed,
+        momentum=compression.momentum,
+        seed=compression.seed,
         step=step,
         offset=offset,
         shape=source.shape,
@@ -236,20 +241,24 @@ class _StreamWork(Work):
         return self._flag is None or self._flag.event.query()  # type: ignore[no-untyped-call]
 
 
-def _check_options(compressor: Compressor, algorithm: str, step: int, offset: int) -> None:
-    if not isinstance(compressor, Compressor):
+def _check_options(
+    compression: Compression | None, algorithm: str, step: int, offset: int
+) -> Compression:
+    if not isinstance(compression, Compression):
         raise TypeError(
-            f"compressor must be pycomm.Int8(), TopK(...), Cast() or Identity(), got {compressor!r}"
+            "compression must be pycomm.Int8(), TopK(...), Cast() or Identity(), "
+            f"got {compression!r}"
         )
     check_choice("algorithm", algorithm, CODED_ALGORITHMS)
-    if isinstance(compressor, TopK) and algorithm not in ("auto", "two_shot"):
+    if isinstance(compression, TopK) and algorithm not in ("auto", "two_shot"):
         raise ValueError(f"algorithm must be auto or two_shot for top-k, got {algorithm!r}")
     check_step(step)
-    block = getattr(compressor, "block", SMALLEST_BLOCK)
+    block = getattr(compression, "block", SMALLEST_BLOCK)
     if offset < 0 or offset % block:
         raise ValueError(f"offset must be a multiple of the block, {block}, got {offset}")
     if offset >= SMALLEST_BLOCK << 32:
         raise ValueError(f"offset must be below 2^39, got {offset}")
+    return compression
 
 
 def _check_state(

@@ -1,6 +1,6 @@
 """torch.ops.pycomm: the compressed operations, with fake kernels.
 
-Compressors travel as text (:func:`pycomm.parse_compressor`), groups by name (``group.name``):
+A compression travels as text (:func:`pycomm.parse_compression`), groups by name (``group.name``):
 
 - ``compressed_all_reduce_(tensor, compressor, residual, velocity, op, algorithm, step, offset,
   strict, group)``, in place; residual and velocity may be None
@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import torch
 
-from pycomm._names import parse_compressor
+from pycomm._names import parse_compression
 from pycomm.compressed import compressed_all_reduce
 from pycomm.group import find_group
 from pycomm.ops import register_autograd
 
+# Saved programs hold the names of operators' arguments: `compressor` stays.
 _library = torch.library.Library("pycomm", "FRAGMENT")
 _library.define(
     "compressed_all_reduce_(Tensor(a!) tensor, str compressor, Tensor(b!)? residual, "
@@ -29,7 +30,7 @@ _library.define("decode(Tensor wire, str compressor, SymInt n, ScalarType dtype)
 
 def _compressed_all_reduce(
     tensor: torch.Tensor,
-    compressor: str,
+    compression: str,
     residual: torch.Tensor | None,
     velocity: torch.Tensor | None,
     op: str,
@@ -41,7 +42,7 @@ def _compressed_all_reduce(
 ) -> None:
     compressed_all_reduce(
         tensor,
-        parse_compressor(compressor),
+        parse_compression(compression),
         residual=residual,
         velocity=velocity,
         op=op,
@@ -53,12 +54,12 @@ def _compressed_all_reduce(
     )
 
 
-def _encode(x: torch.Tensor, compressor: str, step: int, offset: int) -> torch.Tensor:
-    return parse_compressor(compressor).encode(x, step=step, offset=offset)
+def _encode(x: torch.Tensor, compression: str, step: int, offset: int) -> torch.Tensor:
+    return parse_compression(compression).encode(x, step=step, offset=offset)
 
 
-def _decode(wire: torch.Tensor, compressor: str, n: int, dtype: torch.dtype) -> torch.Tensor:
-    return parse_compressor(compressor).decode(wire, n, dtype=dtype)
+def _decode(wire: torch.Tensor, compression: str, n: int, dtype: torch.dtype) -> torch.Tensor:
+    return parse_compression(compression).decode(wire, n, dtype=dtype)
 
 
 for _name, _kernel in (
@@ -77,11 +78,11 @@ def _(*args: object) -> None:
 
 
 @torch.library.register_fake("pycomm::encode", lib=_library)
-def _(x: torch.Tensor, compressor: str, step: int, offset: int) -> torch.Tensor:  # noqa: ARG001
-    nbytes = parse_compressor(compressor).encoded_bytes(x.numel(), x.dtype, step=step)
+def _(x: torch.Tensor, compression: str, step: int, offset: int) -> torch.Tensor:  # noqa: ARG001
+    nbytes = parse_compression(compression).encoded_bytes(x.numel(), x.dtype, step=step)
     return x.new_empty(nbytes, dtype=torch.uint8)
 
 
 @torch.library.register_fake("pycomm::decode", lib=_library)
-def _(wire: torch.Tensor, compressor: str, n: int, dtype: torch.dtype) -> torch.Tensor:  # noqa: ARG001
+def _(wire: torch.Tensor, compression: str, n: int, dtype: torch.dtype) -> torch.Tensor:  # noqa: ARG001
     return wire.new_empty(n, dtype=dtype)

@@ -1,8 +1,8 @@
-"""Compressors: what a gradient becomes on the wire. Formats: docs/wire-format.md.
+"""Compression: what a gradient becomes on the wire. Formats: docs/wire-format.md.
 
-A compressor is a plain value: what it needs to remember from step to step (a residual, a velocity)
+A compression is a plain value: what it needs to remember from step to step (a residual, a velocity)
 are tensors of the caller's. :func:`pycomm.compressed_all_reduce` fuses one into an all-reduce;
-:meth:`Compressor.encode` and :meth:`Compressor.decode` are the codec alone.
+:meth:`Compression.encode` and :meth:`Compression.decode` are the codec alone.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import InitVar, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import increment_version
 
 from pycomm import _C
-from pycomm._inputs.arguments import renamed
+from pycomm._inputs.arguments import old_names, renamed
 from pycomm._inputs.arrays import as_tensor
 from pycomm._inputs.dtypes import CODECS, DTYPES
 from pycomm._inputs.tensors import check_memory, check_no_gradient
@@ -38,8 +38,8 @@ def check_compressible(argument: str, tensor: torch.Tensor) -> None:
         raise ValueError(f"{argument} must have one of the dtypes {allowed}, got {tensor.dtype}")
 
 
-class Compressor(ABC):
-    """What all compressors do. Elements are float32, float16 or bfloat16."""
+class Compression(ABC):
+    """What every compression does. Elements are float32, float16 or bfloat16."""
 
     momentum: float = 0.0
     seed: int = 0
@@ -123,7 +123,7 @@ class Compressor(ABC):
             add: add to what `out`, then float32, holds.
 
         Raises:
-            ValueError: the bytes are not what this compressor makes of `n` elements. Some of `out`
+            ValueError: the bytes are not what this compression makes of `n` elements. Some of `out`
                 may have been written then.
         """
         _check_count(n)
@@ -151,7 +151,7 @@ class Compressor(ABC):
 
 
 @dataclass(frozen=True)
-class Cast(Compressor):
+class Cast(Compression):
     """A narrower float type, rounded to nearest even.
 
     Attributes:
@@ -166,21 +166,21 @@ class Cast(Compressor):
             raise ValueError(f"dtype must be torch.bfloat16 or torch.float16, got {self.dtype}")
 
     def codec(self, n: int, dtype: torch.dtype, step: int = 0) -> _C.Codec:  # noqa: ARG002
-        """See :meth:`Compressor.codec`."""
+        """See :meth:`Compression.codec`."""
         return _C.Codec(CODECS["cast"], values=DTYPES[self.dtype])
 
 
 @dataclass(frozen=True)
-class Identity(Compressor):
+class Identity(Compression):
     """No compression: the tensor's own dtype on the wire. For comparing."""
 
     def codec(self, n: int, dtype: torch.dtype, step: int = 0) -> _C.Codec:  # noqa: ARG002
-        """See :meth:`Compressor.codec`."""
+        """See :meth:`Compression.codec`."""
         return _C.Codec(CODECS["cast"], values=DTYPES[dtype])
 
 
 @dataclass(frozen=True)
-class Int8(Compressor):
+class Int8(Compression):
     """8-bit integers in blocks that share an fp32 scale: 8.125 bits per element.
 
     The scale of a block is its largest magnitude A over 127. A mean over ranks is off by at most
@@ -211,12 +211,12 @@ class Int8(Compressor):
             raise ValueError(f"seed must be from 0 to 2^64 - 1, got {self.seed}")
 
     def codec(self, n: int, dtype: torch.dtype, step: int = 0) -> _C.Codec:  # noqa: ARG002
-        """See :meth:`Compressor.codec`."""
+        """See :meth:`Compression.codec`."""
         return _C.Codec(CODECS["int8"], stochastic=self.rounding == "stochastic", block=self.block)
 
 
 @dataclass(frozen=True)
-class TopK(Compressor):
+class TopK(Compression):
     """The k elements of largest magnitude, exactly; of equals those with the lower index.
 
     What is not sent is lost unless there is a residual. Densities at which indices and values take
@@ -283,7 +283,7 @@ class TopK(Compressor):
         return min(math.ceil(self.density_at(step) * n), n)
 
     def codec(self, n: int, dtype: torch.dtype, step: int = 0) -> _C.Codec:
-        """See :meth:`Compressor.codec`."""
+        """See :meth:`Compression.codec`."""
         if n >= 2**32:
             raise ValueError(f"tensor must have fewer than 2^32 elements for top-k, got {n}")
         self._check_worth(n, dtype, step)
@@ -375,3 +375,7 @@ def _check_target(target: torch.Tensor, n: int, device: torch.device, add: bool)
         raise ValueError(f"out must lie on {device}, got {target.device}")
     if add and target.dtype != torch.float32:
         raise ValueError(f"out must be float32 where add=True, got {target.dtype}")
+
+
+if not TYPE_CHECKING:
+    __getattr__ = old_names(__name__, {"Compressor": "Compression"})

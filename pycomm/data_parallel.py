@@ -30,7 +30,7 @@ from pycomm._training.parameters import Exclude
 from pycomm._training.prefixes import without_prefix
 from pycomm._training.weighing import Weighing
 from pycomm.collectives import all_reduce
-from pycomm.compression import Compressor
+from pycomm.compression import Compression
 from pycomm.group import Group
 
 _MIB = 1 << 20
@@ -50,7 +50,7 @@ class DataParallel(nn.Module):
 
     Args:
         module: what to train.
-        compression: a compressor for the gradients, or None.
+        compression: of the gradients; None sends them as they are.
         bucket_cap_mb: the most MiB in a bucket of several parameters; models of less than 16 such
             have smaller ones.
         group: by default the default group.
@@ -80,7 +80,7 @@ class DataParallel(nn.Module):
         self,
         module: nn.Module,
         *,
-        compression: Compressor | None = None,
+        compression: Compression | None = None,
         bucket_cap_mb: float = _BUCKET_CAP_MB,
         group: Group | None = None,
         feedback: bool = True,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import numbers
+import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -57,6 +58,23 @@ def renamed(old: str, before: Any, new: str, now: Any, default: Any, level: int 
     if now != default:
         raise TypeError(f"{new} and {old}, its old name, must not be given together")
     return before
+
+
+def old_names(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
+    """A module's ``__getattr__`` that knows old names, and warns of them.
+
+    Args:
+        module: its name.
+        names: from old to new.
+    """
+
+    def find(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        warnings.warn(f"{name} is called {names[name]} now", DeprecationWarning, stacklevel=2)
+        return getattr(sys.modules[module], names[name])
+
+    return find
 
 
 def check_process_group(group: object) -> None:

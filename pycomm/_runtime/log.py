@@ -98,16 +98,16 @@ def cuda_made(group: Group, device: torch.device, transport: str, lanes: int) ->
 
 
 def all_reduce_called(
-    group: Group, tensor: torch.Tensor, algorithm: str, compressor: object | None = None
+    group: Group, tensor: torch.Tensor, algorithm: str, compression: object | None = None
 ) -> None:
-    """Tells how an all-reduce runs, once for each size class, dtype, device and compressor."""
+    """Tells how an all-reduce runs, once for each size class, dtype, device and compression."""
     device = tensor.device.type
-    kind = f"{tensor.nbytes.bit_length()} {tensor.dtype} {device} {algorithm} {compressor}"
+    kind = f"{tensor.nbytes.bit_length()} {tensor.dtype} {device} {algorithm} {compression}"
     if kind in group._told:
         return
     group._told.add(kind)
-    if compressor is not None:  # the number of lossy points never depends on the size
-        path: object = f"{compressor}, {'two_shot' if algorithm == 'auto' else algorithm}"
+    if compression is not None:  # the number of lossy points never depends on the size
+        path: object = f"{compression}, {'two_shot' if algorithm == 'auto' else algorithm}"
     else:
         in_window = device == "cpu" and group._core.offset_of(tensor.data_ptr()) >= 0
         path = plan = group.explain(

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import itertools
 import time
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch.futures import Future
 
 from pycomm._given import check_group
+from pycomm._inputs.arguments import renamed
 from pycomm._inputs.tensors import check_memory
 from pycomm._runtime.staging import StandIn, fetch
 from pycomm._runtime.torch_private import backward_id, backward_node, not_compiled, profiler_runs
@@ -30,7 +32,7 @@ from pycomm._training.parameters import Exclude, Parameters, dense_strides, same
 from pycomm._training.residuals import FORMAT, residuals_for
 from pycomm._training.step import Step
 from pycomm.collectives import Work
-from pycomm.compression import Compressor, check_whole
+from pycomm.compression import Compression, check_whole
 from pycomm.errors import PycommError
 from pycomm.group import Group, default_group
 
@@ -45,7 +47,7 @@ class CommState(HookState):
     """What a hook, or the wrapper, needs to remember from step to step.
 
     Args:
-        compressor: of the gradients; None sends them as they are.
+        compression: of the gradients; None sends them as they are.
         params: ``model.named_parameters()``. With them, what compression loses is kept by parameter
             and sent later (error feedback), and stochastic rounding does not depend on buckets.
         group: by default the default group. All ranks make their states in the same order.
@@ -53,9 +55,10 @@ class CommState(HookState):
             same exchange; by default those with one dimension or less than 4,096 elements.
         grad_scaler: the ``torch.amp.GradScaler`` in use: residuals are kept unscaled, and put back
             when its step has overflowed. Doubles their memory.
-        warmup_steps: so many steps at the beginning are sent as they are. A compressor's own
-            warm-up begins after them.
+        warmup_steps: so many steps at the beginning are sent as they are. A warm-up of the
+            compression begins after them.
         feedback: False keeps no residuals in spite of `params`.
+        compressor: the old name of `compression`.
 
     Attributes:
         step: how many steps have begun; a step exchanges every parameter once.
@@ -67,7 +70,7 @@ class CommState(HookState):
 
     def __init__(
         self,
-        compressor: Compressor | None = None,
+        compression: Compression | None = None,
         params: NamedParameters | None = None,
         *,
         group: Group | None = None,
@@ -75,16 +78,18 @@ class CommState(HookState):
         grad_scaler: torch.amp.GradScaler | None = None,
         warmup_steps: int = 0,
         feedback: bool = True,
+        compressor: Compression | None = None,
     ) -> None:
-        _check_options(compressor, group, grad_scaler, warmup_steps)
-        self.compressor = compressor
+        compression = renamed("compressor", compressor, "compression", compression, None)
+        _check_options(compression, group, grad_scaler, warmup_steps)
+        self.compression = compression
         self.step = 0
         self._owner = (0, 0)  # of a state that has been pickled: its rank, and of how many
         self._parameters = Parameters(params, exclude)
         self._scaler = grad_scaler
         self._warmup_steps = warmup_steps
         self._residuals = residuals_for(
-            compressor, self._parameters, feedback=feedback, restorable=grad_scaler is not None
+            compression, self._parameters, feedback=feedback, restorable=grad_scaler is not None
         )
         self._exposed_before = 0.0
         self._group: Group | None = group if group is not None else default_group()
@@ -108,6 +113,12 @@ class CommState(HookState):
             self._residuals.check_owner(self._owner, _place_in(group))
             self._group = group
         return self._group
+
+    @property
+    def compressor(self) -> Compression | None:
+        """The old name of `compression`."""
+        warnings.warn("compressor is called compression now", DeprecationWarning, stacklevel=2)
+        return self.compression
 
     @property
     def gradient_group(self) -> Group | None:
@@ -328,7 +339,7 @@ class CommState(HookState):
     ) -> Plan:
         """The bucket's plan; made anew when buckets, the warm-up's phase or the scale change."""
         step, scale = self.step - 1 - self._warmup_steps, self._scale()  # from the warm-up's end
-        phase = max(-1, min(step, getattr(self.compressor, "density_steps", 0)))
+        phase = max(-1, min(step, getattr(self.compression, "density_steps", 0)))
         state = (phase, 0 if scale is None else scale.data_ptr())
         found = self._plans.get(key)
         if found is not None and found[0] == state:
@@ -336,8 +347,8 @@ class CommState(HookState):
         if found is None:  # DDP has new buckets: let go of the old ones' memory
             for old in [k for k in self._plans if not set(key[1:]).isdisjoint(k[1:])]:
                 del self._plans[old]
-        compressor = self.compressor if step >= 0 else None
-        recipe = Recipe(compressor, self._residuals, step, scale, self._tag)
+        compression = self.compression if step >= 0 else None
+        recipe = Recipe(compression, self._residuals, step, scale, self._tag)
         entries = self._parameters.of(parameters)
         if begins is None:
             begins = list(itertools.accumulate((e.numel for e in entries[:-1]), initial=0))
@@ -410,12 +421,12 @@ def _named(name: str) -> contextlib.AbstractContextManager[Any]:
 
 
 def _check_options(
-    compressor: object, group: object, grad_scaler: object, warmup_steps: int
+    compression: object, group: object, grad_scaler: object, warmup_steps: int
 ) -> None:
-    if compressor is not None and not isinstance(compressor, Compressor):
+    if compression is not None and not isinstance(compression, Compression):
         raise TypeError(
-            f"compressor must be pycomm.Int8(), TopK(...), Cast(), Identity() or None, "
-            f"got {compressor!r}"
+            f"compression must be pycomm.Int8(), TopK(...), Cast(), Identity() or None, "
+            f"got {compression!r}"
         )
     check_group(group)
     if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):

@@ -20,7 +20,7 @@ from pycomm._inputs.dtypes import ALGORITHMS, COLLECTIVES, DTYPES, OPS
 from pycomm._runtime.log import operations
 from pycomm._runtime.staging import StandIn, fetch
 from pycomm.collectives import Work
-from pycomm.compression import Compressor, check_compressible
+from pycomm.compression import Compression, check_compressible
 
 if TYPE_CHECKING:
     from pycomm._training.parameters import Entry
@@ -35,14 +35,14 @@ class Recipe:
     """What all exchanges of a state have in common.
 
     Attributes:
-        compressor: of the parameters that are not dense; None compresses nothing.
+        compression: of the parameters that are not dense; None compresses nothing.
         residuals: what is fed back.
-        step: since compression began, from 0; for warm-ups of compressors.
+        step: since compression began, from 0; for its own warm-up.
         scale: of the gradients, as a tensor beside them; None where they are not scaled.
         tag: tells these exchanges from others on the group.
     """
 
-    compressor: Compressor | None
+    compression: Compression | None
     residuals: Residuals
     step: int
     scale: torch.Tensor | None
@@ -122,7 +122,7 @@ def make_plan(
         buffer = plan.stand_in.host
     first = 0  # of neighbours that share an operation
     for index, entry in enumerate(entries):
-        if recipe.compressor is None or entry.dense or not entry.numel:
+        if recipe.compression is None or entry.dense or not entry.numel:
             continue
         if first < index:
             shared = buffer[begins[first] : ends[index - 1]]
@@ -137,7 +137,7 @@ def make_plan(
         buffer.nbytes,
         buffer.dtype,
         len(plan.calls),
-        recipe.compressor,
+        recipe.compression,
         plan.wire_bytes,
     )
     return plan
@@ -174,10 +174,10 @@ def _add_dense(
 def _add_compressed(
     plan: Plan, tensor: torch.Tensor, entry: Entry, recipe: Recipe, group: Group
 ) -> None:
-    compressor, residuals = recipe.compressor, recipe.residuals
-    assert compressor is not None
+    compression, residuals = recipe.compression, recipe.residuals
+    assert compression is not None
     check_compressible(f"gradient of {entry.name or 'a parameter'}", tensor)
-    codec = compressor.codec(entry.numel, tensor.dtype, recipe.step)
+    codec = compression.codec(entry.numel, tensor.dtype, recipe.step)
     kept: dict[str, torch.Tensor] = {}
     for kind in residuals.kinds:
         kept[kind] = residuals.of(entry, kind)
@@ -193,15 +193,15 @@ def _add_compressed(
             entry,
             recipe,
             codec,
-            momentum=compressor.momentum,
-            seed=compressor.seed,
+            momentum=compression.momentum,
+            seed=compression.seed,
             hold_unused=True,
             **pointers,
         )
     )
     plan.parts.append(_Part(tensor, codec, kept))
     parties, stripes = _parties(group)
-    wire_bytes = compressor.wire_bytes(entry.numel, parties, tensor.dtype, step=recipe.step)
+    wire_bytes = compression.wire_bytes(entry.numel, parties, tensor.dtype, step=recipe.step)
     plan.wire_bytes += wire_bytes // stripes
 
 

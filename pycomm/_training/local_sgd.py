@@ -19,7 +19,7 @@ from pycomm._training.outer import Outer, Rule
 from pycomm._training.parameters import Exclude, Parameters, check_exchangeable
 from pycomm._training.reports import Report, compare
 from pycomm._training.residuals import FORMAT
-from pycomm.compression import Compressor, check_whole
+from pycomm.compression import Compression, check_whole
 from pycomm.group import Group
 
 
@@ -54,7 +54,7 @@ class LocalSGDState(HookState):
         optimizer: of the model, the only one that changes these parameters. Of pycomm's optimizers
             the weights of higher precision are exchanged, where there are any.
         period: steps from one exchange to the next.
-        compression: a compressor for what has changed since the last exchange, or None. What it
+        compression: of what has changed since the last exchange, or None. What it
             loses is kept by parameter and sent later.
         outer_lr: how far to go towards the mean.
         outer_momentum: of the outer steps.
@@ -82,7 +82,7 @@ class LocalSGDState(HookState):
         optimizer: torch.optim.Optimizer,
         *,
         period: int,
-        compression: Compressor | None = None,
+        compression: Compression | None = None,
         outer_lr: float = 1.0,
         outer_momentum: float = 0.0,
         gradient_steps: int = 0,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from pycomm._inputs.tensors import check_memory
-from pycomm.compression import Compressor, check_compressible
+from pycomm.compression import Compression, check_compressible
 
 # A multiple of every block.
 _ALIGNMENT = 4096
@@ -165,12 +165,12 @@ def _bare(names: list[str]) -> list[str]:
     return [name.replace("._orig_mod.", ".").removeprefix("_orig_mod.") for name in names]
 
 
-def check_exchangeable(parameters: Parameters, compression: Compressor | None) -> None:
+def check_exchangeable(parameters: Parameters, compression: Compression | None) -> None:
     """Refuses now what an exchange would refuse after a whole period."""
     entries = parameters.entries.values()
     for parameter, entry in zip(parameters.tensors, entries, strict=True):
         if not parameter.is_floating_point():
             raise ValueError(f"params must be real floats, got {parameter.dtype} for {entry.name}")
-        if isinstance(compression, Compressor) and not entry.dense:
+        if isinstance(compression, Compression) and not entry.dense:
             check_compressible(f"params: {entry.name}", parameter)
             compression.codec(entry.numel, torch.float32)

@@ -11,7 +11,7 @@ from pycomm.collectives import broadcast
 
 if TYPE_CHECKING:
     from pycomm._training.parameters import Entry, Parameters
-    from pycomm.compression import Compressor
+    from pycomm.compression import Compression
     from pycomm.group import Group
 
 _LINE = 16  # elements
@@ -185,13 +185,13 @@ class Residuals:
 
 
 def residuals_for(
-    compressor: Compressor | None, parameters: Parameters, *, feedback: bool, restorable: bool
+    compression: Compression | None, parameters: Parameters, *, feedback: bool, restorable: bool
 ) -> Residuals:
-    """What has to be kept of a model's parameters with a compressor."""
+    """What has to be kept of a model's parameters."""
     kinds = []
-    if compressor is not None and feedback and parameters.known:
-        kinds = ["residual"] + (["velocity"] if compressor.momentum else [])
-    elif compressor is not None and compressor.momentum:
-        raise ValueError("params must be given, where the compressor has momentum, and feedback")
+    if compression is not None and feedback and parameters.known:
+        kinds = ["residual"] + (["velocity"] if compression.momentum else [])
+    elif compression is not None and compression.momentum:
+        raise ValueError("params must be given, where the compression has momentum, and feedback")
     entries = parameters.entries.values() if kinds else ()
     return Residuals([entry for entry in entries if not entry.dense], kinds, restorable)

@@ -11,7 +11,7 @@ from pathlib import Path
 from pycomm.advise import constants, measure, table
 from pycomm.advise.advice import Question
 from pycomm.advise.cluster import Cluster, Link
-from pycomm.advise.model import MOST_RANKS, compressor_of
+from pycomm.advise.model import MOST_RANKS, compression_of
 from pycomm.bench import extras, launch
 
 DECIMAL = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
@@ -43,7 +43,7 @@ def density(text: str) -> float:
     """A share of the elements that top-k sends with fewer bytes than all of them take."""
     value = number_in(0, 1, "a share above 0 and at most 1")(text)
     try:
-        compressor_of("topk", value).encoded_bytes(1 << 20)
+        compression_of("topk", value).encoded_bytes(1 << 20)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return value

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import pycomm
 from pycomm._runtime.rendezvous import machine_identity
 from pycomm.advise.constants import COMPRESSIONS, Constant, Constants
-from pycomm.advise.model import compressor_of
+from pycomm.advise.model import compression_of
 from pycomm.bench import launch, report
 from pycomm.bench.cases import MIB
 from pycomm.bench.contestants import Prepared
@@ -64,7 +64,7 @@ def measure() -> Constants:
 
 
 def codec_constants() -> dict[str, Constant]:
-    """What encoding and decoding an element takes, with every compressor."""
+    """What encoding and decoding an element takes, with every compression."""
     x = torch.randn(CODED_ELEMENTS, generator=torch.Generator().manual_seed(0))
     out, names, runs = torch.zeros_like(x), [], []
     for compression in COMPRESSIONS:
@@ -81,7 +81,7 @@ def codec_constants() -> dict[str, Constant]:
 def _codec_calls(
     compression: str, x: torch.Tensor, out: torch.Tensor
 ) -> dict[str, Callable[[], object]]:
-    codec = compressor_of(compression, DENSITY)
+    codec = compression_of(compression, DENSITY)
     wire = codec.encode(x)
 
     def add() -> object:

@@ -68,16 +68,16 @@ class Exchange:
         return self.local + longer + shorter / self.rounds + self.latency
 
 
-def compressor_of(compression: str, density: float) -> pycomm.Compressor:
-    """The compressor that a name of `COMPRESSIONS` stands for."""
-    return pycomm.parse_compressor(f"topk:{density}" if compression == "topk" else compression)
+def compression_of(name: str, density: float) -> pycomm.Compression:
+    """What a name of `COMPRESSIONS` stands for."""
+    return pycomm.parse_compression(f"topk:{density}" if name == "topk" else name)
 
 
 def encoded_bytes(elements: int, compression: str, density: float) -> int:
     """What a gradient of so many float32 elements becomes."""
     if compression == "none":
         return elements * ELEMENT_BYTES
-    return compressor_of(compression, density).encoded_bytes(elements)
+    return compression_of(compression, density).encoded_bytes(elements)
 
 
 def two_shot_bytes(nbytes: float, parties: int) -> float:

@@ -11,7 +11,7 @@ from pycomm.advise.training import Step
 
 COLUMNS = (
     ("", "algorithm"),
-    ("", "compressor"),
+    ("", "compression"),
     ("step", "ms"),
     ("exposed", "ms"),
     ("exchange", "ms"),
@@ -85,7 +85,7 @@ def advice(question: Question, best: Step) -> list[str]:
     compression, none = best.bucket.compression, question.step(OURS, "none")
     choice = f"Choose * {OURS}, {compression}: {human_figure(1e3 * best.seconds)} ms a step, "
     if compression == "none":
-        choice += "no compressor saves 2 % of it."
+        choice += "no compression saves 2 % of it."
     else:
         choice += f"{none.seconds / best.seconds:.3g} times as fast as uncompressed."
     lines = [choice]

@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from pycomm import _C, parse_compressor
+from pycomm import _C, parse_compression
 from pycomm._inputs.dtypes import ALGORITHMS, DTYPES, OPS
 from pycomm.bench import codec_session, extras, launch, optim_session, overlap, session, step
 from pycomm.bench.cases import GIB, KIB, MIB, Settings
 from pycomm.bench.codec_tasks import UNIT, CodecSettings
+from pycomm.bench.old_flags import keep_old_flag
 from pycomm.bench.optim_tasks import OPTIMIZERS, PEERS, SCHEMES, OptimizerSettings
 from pycomm.bench.peers import FINDERS
 from pycomm.bench.training import MODES, TrainingSettings
@@ -96,11 +97,11 @@ def some_of(choices: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
 
 
 def compressions(text: str) -> tuple[str, ...]:
-    """Names that pycomm.parse_compressor takes, with commas between, or ``all``."""
+    """Names that pycomm.parse_compression takes, with commas between, or ``all``."""
     names = COMPRESSIONS if text == "all" else tuple(text.split(","))
     for name in names:
         try:
-            parse_compressor(name)
+            parse_compression(name)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
     return names
@@ -153,8 +154,9 @@ def _add_what_flags(command: argparse.ArgumentParser, collective: str) -> None:
     if collective == "all_reduce":
         add("-a", "--algorithm", type=some_of(tuple(ALGORITHMS)), default=("auto",),
             metavar="ALGORITHM", help=f"{', '.join(ALGORITHMS)} (default auto)")  # fmt: skip
-        add("--compress", type=compressions, default=("none",), metavar="COMPRESSION",
-            help=f"{COMPRESSION_HELP} (default none)")  # fmt: skip
+        compression = add("--compression", type=compressions, default=("none",),
+            metavar="COMPRESSION", help=f"{COMPRESSION_HELP} (default none)")  # fmt: skip
+        keep_old_flag(command, "--compress", compression)
     add("--buffer", choices=("tensor", "window", "both"), default="tensor",
         help="ordinary tensors (default), tensors made by group.empty, or both")  # fmt: skip
     add("--peer", type=some_of(tuple(FINDERS)), default=(), metavar="PEER",
@@ -177,8 +179,9 @@ def _add_how_flags(command: argparse.ArgumentParser, collective: str) -> None:
 
 def _add_codec_flags(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    add("--codec", type=compressions, action="extend", metavar="COMPRESSION",
+    compression = add("--compression", type=compressions, action="extend", metavar="COMPRESSION",
         help=f"{COMPRESSION_HELP}, comma-separated, or `all` (default int8)")  # fmt: skip
+    keep_old_flag(command, "--codec", compression)
     add("-n", "--elements", type=size, default=64 * MIB, metavar="N",
         help=f"rounded down to a multiple of {UNIT} (default 64M)")  # fmt: skip
     add("-d", "--datatype", type=some_of(CODEC_DTYPE_NAMES), default=("float32",), metavar="TYPE",
@@ -251,7 +254,7 @@ def parse(argv: Sequence[str] | None = None) -> AnySettings:
 
 def _codec_settings(arguments: argparse.Namespace, command: str) -> CodecSettings:
     return CodecSettings(
-        codecs=tuple(arguments.codec or ("int8",)),
+        codecs=tuple(arguments.compression or ("int8",)),
         count=max(arguments.elements // UNIT, 1) * UNIT,
         dtypes=arguments.datatype,
         device=arguments.device,
@@ -315,7 +318,7 @@ def _settings(
         ops=getattr(arguments, "op", ("sum",)),
         algorithms=getattr(arguments, "algorithm", ("auto",)),
         buffers=("tensor", "window") if arguments.buffer == "both" else (arguments.buffer,),
-        compressions=getattr(arguments, "compress", ("none",)),
+        compressions=getattr(arguments, "compression", ("none",)),
         feedback=getattr(arguments, "feedback", False),
         peers=arguments.peer,
         iters=arguments.iters,

@@ -25,8 +25,8 @@ def run(settings: CodecSettings) -> None:
     for name in settings.dtypes:
         x = torch.randn(settings.count, device=settings.device).to(getattr(torch, name))
         for codec in settings.codecs:
-            compressor = pycomm.parse_compressor(codec)
-            for task in tasks(compressor, x):
+            compression = pycomm.parse_compression(codec)
+            for task in tasks(compression, x):
                 rows.append(_run_task(codec, task, x, settings))
                 print(codec_report.format_row(rows[-1]), flush=True)
     meta["load_after"] = os.getloadavg()[0]
@@ -43,7 +43,7 @@ def _run_task(codec: str, task: Task, x: torch.Tensor, settings: CodecSettings) 
     probes = streams(task.mix, settings.device)
     runs = [Prepared(x, x, task.ours), Prepared(x, x, task.by_torch), *probes.values()]
     ours, torchs, *figures = measure.interleave(None, runs, settings.iters)
-    encoded_bytes = pycomm.parse_compressor(codec).encoded_bytes(x.numel(), x.dtype)
+    encoded_bytes = pycomm.parse_compression(codec).encoded_bytes(x.numel(), x.dtype)
     return codec_report.make_row(
         codec, task, x, encoded_bytes, ours, torchs, dict(zip(probes, figures, strict=True)), wrong
     )

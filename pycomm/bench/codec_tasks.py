@@ -48,13 +48,13 @@ class Task:
     wrong: Callable[[], int]
 
 
-def tasks(compressor: pycomm.Compressor, x: torch.Tensor) -> list[Task]:
-    """All operations of a compressor on these elements."""
-    if isinstance(compressor, pycomm.Int8):
-        return _int8(compressor, x)
-    if isinstance(compressor, pycomm.TopK):
-        return _topk(compressor, x)
-    return _cast(compressor, x)
+def tasks(compression: pycomm.Compression, x: torch.Tensor) -> list[Task]:
+    """All operations of a compression on these elements."""
+    if isinstance(compression, pycomm.Int8):
+        return _int8(compression, x)
+    if isinstance(compression, pycomm.TopK):
+        return _topk(compression, x)
+    return _cast(compression, x)
 
 
 class PlainInt8:
@@ -148,7 +148,7 @@ def _topk(codec: pycomm.TopK, x: torch.Tensor) -> list[Task]:
     ]  # fmt: skip
 
 
-def _cast(codec: pycomm.Compressor, x: torch.Tensor) -> list[Task]:
+def _cast(codec: pycomm.Compression, x: torch.Tensor) -> list[Task]:
     n, wire = x.numel(), codec.encode(x)
     out = torch.empty_like(x)
     narrow = x.to(codec.dtype if isinstance(codec, pycomm.Cast) else x.dtype, copy=True)

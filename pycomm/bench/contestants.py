@@ -59,7 +59,7 @@ class Contestant(Protocol):
 
     @property
     def compression(self) -> str:
-        """What becomes of elements on the wire, as :func:`pycomm.parse_compressor` takes it."""
+        """What becomes of elements on the wire, as :func:`pycomm.parse_compression` takes it."""
 
     def supports(self, case: Case) -> bool:
         """Whether it can run the case at all."""
@@ -121,18 +121,18 @@ class Compressed(Pycomm):
 
     def refusal(self, case: Case) -> str | None:
         """What of a case it cannot do, in a word or two."""
-        compressor = pycomm.parse_compressor(self.compression)
+        compression = pycomm.parse_compression(self.compression)
         dtype = str(case.dtype).removeprefix("torch.")
         if self.algorithm not in CODED_ALGORITHMS:
             return self.algorithm
-        if isinstance(compressor, pycomm.TopK) and self.algorithm in DENSE_ALGORITHMS:
+        if isinstance(compression, pycomm.TopK) and self.algorithm in DENSE_ALGORITHMS:
             return f"{self.compression} by {self.algorithm}"
         if case.op not in ("avg", "sum"):
             return case.op
         if case.dtype not in COMPRESSIBLE:
             return dtype
         try:
-            compressor.codec(case.count, case.dtype)
+            compression.codec(case.count, case.dtype)
         except ValueError:  # it would send more than is there
             return f"{self.compression} of {dtype}"
         return None
@@ -143,15 +143,15 @@ class Compressed(Pycomm):
 
     def prepare(self, case: Case) -> Prepared:
         """Ordinary tensors: compression always stages."""
-        compressor = pycomm.parse_compressor(self.compression)
-        sparse = isinstance(compressor, pycomm.TopK)
+        compression = pycomm.parse_compression(self.compression)
+        sparse = isinstance(compression, pycomm.TopK)
         source = torch.empty(case.count, dtype=case.dtype, device=case.device)
         result = torch.empty_like(source) if sparse else source
         residual = torch.zeros_like(source, dtype=torch.float32) if self.feedback else None
         call = functools.partial(
             pycomm.compressed_all_reduce,
             source,
-            compressor,
+            compression,
             residual=residual,
             op=case.op,
             out=result if sparse else None,
@@ -166,9 +166,9 @@ class Compressed(Pycomm):
         return "two_shot" if self.algorithm == "auto" else None
 
     def wire_bytes(self, case: Case) -> int:
-        """See :meth:`pycomm.Compressor.wire_bytes`."""
-        compressor = pycomm.parse_compressor(self.compression)
-        return compressor.wire_bytes(case.count, case.ranks, case.dtype)
+        """See :meth:`pycomm.Compression.wire_bytes`."""
+        compression = pycomm.parse_compression(self.compression)
+        return compression.wire_bytes(case.count, case.ranks, case.dtype)
 
 
 def own(group: pycomm.Group, settings: Settings) -> list[Contestant]:

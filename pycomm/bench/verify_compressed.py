@@ -33,15 +33,15 @@ def count_wrong(case: Case, rank: int, contestant: Compressed, prepared: Prepare
 
 
 def _count(case: Case, rank: int, contestant: Compressed, prepared: Prepared) -> int:
-    compressor = pycomm.parse_compressor(contestant.compression)
+    compression = pycomm.parse_compression(contestant.compression)
     prepared.result.fill_(verify.POISON)
     prepared.source.copy_(verify.inputs(case, rank))
     prepared.call()
     result = prepared.result.cpu()
     wrong = _unlike_first(result)
-    if not isinstance(compressor, pycomm.TopK):
+    if not isinstance(compression, pycomm.TopK):
         off = (result.float() - verify.outputs(case).float()).abs()
-        limit = _bound(compressor, contestant.algorithm, case) + _rounding(case)
+        limit = _bound(compression, contestant.algorithm, case) + _rounding(case)
         wrong += int((~(off <= limit)).sum())
     if prepared.residual is not None:
         wrong += _lost(case, result, prepared.residual.cpu())
@@ -56,9 +56,9 @@ def _unlike_first(result: torch.Tensor) -> int:
     return int((first.view(bits) != result.view(bits)).sum())
 
 
-def _bound(compressor: pycomm.Compressor, algorithm: str, case: Case) -> float:
+def _bound(compression: pycomm.Compression, algorithm: str, case: Case) -> float:
     """What compression may change of an element of the result, roundings of sums aside."""
-    if not isinstance(compressor, pycomm.Int8) or case.ranks == 1:
+    if not isinstance(compression, pycomm.Int8) or case.ranks == 1:
         return 0.0
     roundings = {"ring": (case.ranks + 1) / 2, "tree": math.ceil(math.log2(case.ranks)) + 1}
     mean = roundings.get(algorithm, 2) * verify.LARGEST_SUMMAND / 254

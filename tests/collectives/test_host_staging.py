@@ -47,7 +47,7 @@ def collectives(group: pycomm.Group, device: str) -> list[torch.Tensor]:
     return [t.cpu().clone() for t in (strided, out, mine, every, in_place, sent)]
 
 
-COMPRESSORS = [
+COMPRESSIONS = [
     pycomm.Int8(rounding="stochastic", seed=4),
     pycomm.TopK(0.02, momentum=0.5),
     pycomm.Cast(),
@@ -57,15 +57,15 @@ COMPRESSORS = [
 def compressed(group: pycomm.Group, device: str) -> list[torch.Tensor]:
     """Steps with everything that is kept, and one that meets an infinity."""
     made = []
-    for compressor in COMPRESSORS:
+    for compression in COMPRESSIONS:
         state = {"residual": torch.zeros(70_001, device=device)}
-        if compressor.momentum:
+        if compression.momentum:
             state["velocity"] = torch.zeros(70_001, device=device)
         for step in range(4):
             x = values(group.rank, 70_001 + step)[:70_001].to(device)
             x[9] = float("inf") if step == 2 else 1
             options = {"step": step, "group": group, **state}
-            work = pycomm.compressed_all_reduce(x, compressor, async_op=True, **options)
+            work = pycomm.compressed_all_reduce(x, compression, async_op=True, **options)
             assert work.nonfinite == (step == 2)
             made += [t.cpu().clone() for t in (x, *state.values())]
     y = torch.full((9, 2), float("nan"), device=device).T
@@ -105,13 +105,13 @@ def train(group: pycomm.Group, name: str, staged: bool, device: str, wrapped: bo
     module = ddp.Given().to(device)
     if wrapped:
         model = pycomm.DataParallel(
-            module, compression=ddp.COMPRESSORS[name], grad_scaler=scaler, group=group
+            module, compression=ddp.COMPRESSIONS[name], grad_scaler=scaler, group=group
         )
         state = model.comm_state
     else:
         model = torch.nn.parallel.DistributedDataParallel(module, bucket_cap_mb=0.05)
         options = {"grad_scaler": scaler, "group": group}
-        state, hook = ddp.make_state(ddp.COMPRESSORS[name], model.named_parameters(), **options)
+        state, hook = ddp.make_state(ddp.COMPRESSIONS[name], model.named_parameters(), **options)
         model.register_comm_hook(state, hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen = []

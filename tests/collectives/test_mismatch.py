@@ -55,8 +55,8 @@ def calls(group, in_window):
     def all_reduce(n, op="sum", dtype=torch.float32, algorithm="auto"):
         pycomm.all_reduce(tensor(n, dtype), op, algorithm=algorithm, group=group)
 
-    def compressed(compressor, **options):
-        pycomm.compressed_all_reduce(tensor(1000), compressor, group=group, **options)
+    def compressed(compression, **options):
+        pycomm.compressed_all_reduce(tensor(1000), compression, group=group, **options)
 
     def scaled(scale):
         """As the hooks do it, with a GradScaler."""
@@ -197,8 +197,8 @@ def harmless(group):
     x = torch.ones(6)
     pycomm.all_reduce(x, group=group, out=torch.empty(6) if group.rank else None, tag="a")
     first = torch.randn(1000, generator=torch.Generator().manual_seed(0))
-    for compressor in (pycomm.Int8(seed=group.rank), pycomm.Cast(), pycomm.TopK(0.01)):
-        pycomm.compressed_all_reduce(first, compressor, step=group.rank, group=group)
+    for compression in (pycomm.Int8(seed=group.rank), pycomm.Cast(), pycomm.TopK(0.01)):
+        pycomm.compressed_all_reduce(first, compression, step=group.rank, group=group)
     return x.sum().item() if group.rank == 0 else 12.0
 
 

@@ -34,16 +34,16 @@ def test_opcheck(alone, dtype):
         torch.library.opcheck(op, arguments)
 
 
-@pytest.mark.parametrize("compressor", ["int8:512:rounding=stochastic", "bf16", "topk:0.1"])
-def test_opcheck_of_compressed(alone, compressor):
+@pytest.mark.parametrize("compression", ["int8:512:rounding=stochastic", "bf16", "topk:0.1"])
+def test_opcheck_of_compressed(alone, compression):
     x, residual = torch.randn(700, generator=torch.Generator().manual_seed(0)), torch.zeros(700)
-    wire = OPS.encode(x, compressor, 3, 0)
+    wire = OPS.encode(x, compression, 3, 0)
     rest = ("two_shot", 3, 0, False, alone)
     calls = [
-        (OPS.compressed_all_reduce_, (x, compressor, residual, None, "avg", *rest)),
-        (OPS.compressed_all_reduce_, (x, compressor, None, None, "sum", *rest)),
-        (OPS.encode, (x, compressor, 3, 0)),
-        (OPS.decode, (wire, compressor, 700, torch.float32)),
+        (OPS.compressed_all_reduce_, (x, compression, residual, None, "avg", *rest)),
+        (OPS.compressed_all_reduce_, (x, compression, None, None, "sum", *rest)),
+        (OPS.encode, (x, compression, 3, 0)),
+        (OPS.decode, (wire, compression, 700, torch.float32)),
     ]
     for op, arguments in calls:
         torch.library.opcheck(op, arguments)

@@ -15,7 +15,7 @@ from compressing import ALGORITHMS, Case, gradient
 
 import pycomm
 
-COMPRESSORS = {
+COMPRESSIONS = {
     "int8": pycomm.Int8(),
     "stochastic": pycomm.Int8(128, "stochastic", seed=7),
     "bf16": pycomm.Cast(),
@@ -24,25 +24,25 @@ COMPRESSORS = {
 }
 WAYS = [
     (name, algorithm)
-    for name in COMPRESSORS
+    for name in COMPRESSIONS
     for algorithm in (ALGORITHMS if name != "top-k" else ("two_shot",))
 ]
 
 
-def reduce_once(group, compressor, source, **options):
-    return pycomm.compressed_all_reduce(source, compressor, group=group, **options)
+def reduce_once(group, compression, source, **options):
+    return pycomm.compressed_all_reduce(source, compression, group=group, **options)
 
 
 @pytest.mark.parametrize(("name", "algorithm"), WAYS)
 def test_more_ranks_than_cores(name, algorithm):
-    case = Case(COMPRESSORS[name], count=5003, algorithm=algorithm, steps=3)
+    case = Case(COMPRESSIONS[name], count=5003, algorithm=algorithm, steps=3)
     compressing.check(case, 9, staging_bytes=4 << 20)
 
 
 @pytest.mark.parametrize(("name", "algorithm"), WAYS)
 def test_processes(name, algorithm):
     """Ranks as processes hold what the model says, too."""
-    size, case = 3, Case(COMPRESSORS[name], torch.bfloat16, 20_001, algorithm, steps=2)
+    size, case = 3, Case(COMPRESSIONS[name], torch.bfloat16, 20_001, algorithm, steps=2)
     seen = helpers.run_group(size, compressing.run, case)
     model = compressing.Model(case, size)
     for step in range(case.steps):
@@ -55,7 +55,7 @@ def test_processes(name, algorithm):
 
 @pytest.mark.parametrize(("name", "algorithm"), WAYS)
 def test_same_bits_on_all_ranks_and_from_run_to_run(world, name, algorithm):
-    case = Case(COMPRESSORS[name], count=70_001, algorithm=algorithm, steps=2)
+    case = Case(COMPRESSIONS[name], count=70_001, algorithm=algorithm, steps=2)
     size, runs = 4, [world(4).run(compressing.run, case) for _ in range(3)]
     for step in range(case.steps):
         for run in runs:
@@ -76,8 +76,8 @@ def cuts(count, unit, seed):
 @pytest.mark.parametrize("name", ["int8", "stochastic", "bf16"])
 def test_same_bits_however_the_whole_is_split(world, name, size):
     """With offset, also what is fed back and drawn at random; from step to step in other pieces."""
-    compressor, count = COMPRESSORS[name], 3 * 16384 * size // 2 + 1001
-    unit = getattr(compressor, "block", 128)
+    compression, count = COMPRESSIONS[name], 3 * 16384 * size // 2 + 1001
+    unit = getattr(compression, "block", 128)
 
     def body(group, split):
         residual, results = torch.zeros(count), []
@@ -85,7 +85,7 @@ def test_same_bits_however_the_whole_is_split(world, name, size):
             x = gradient(torch.float32, count, group.rank, step)
             for part in cuts(count, unit, step) if split else [slice(0, count)]:
                 options = {"residual": residual[part], "step": step, "offset": part.start}
-                reduce_once(group, compressor, x[part], **options)
+                reduce_once(group, compression, x[part], **options)
             results.append(x)
         return [*results, residual]
 
@@ -96,12 +96,12 @@ def test_same_bits_however_the_whole_is_split(world, name, size):
 
 @pytest.mark.parametrize("name", ["int8", "bf16", "identity"])
 def test_to_nearest_without_feedback_needs_no_offset(world, name):
-    compressor, size, count = COMPRESSORS[name], 3, 150_001
+    compression, size, count = COMPRESSIONS[name], 3, 150_001
 
     def body(group, split):
         x = gradient(torch.float16, count, group.rank)
         for part in cuts(count, 256, 5) if split else [slice(0, count)]:
-            reduce_once(group, compressor, x[part])
+            reduce_once(group, compression, x[part])
         return x
 
     whole, split = (world(size).run(body, how) for how in (False, True))
@@ -125,7 +125,7 @@ def test_offset_and_step_and_seed_choose_the_random_bits(world):
 
 @pytest.mark.parametrize(("name", "algorithm"), WAYS)
 def test_asynchronous_and_synchronous_are_the_same(world, name, algorithm):
-    compressor, count, steps = COMPRESSORS[name], 9001, 6
+    compression, count, steps = COMPRESSIONS[name], 9001, 6
 
     def body(group, asynchronous):
         residual, tensors, works = torch.zeros(count), [], []
@@ -133,7 +133,7 @@ def test_asynchronous_and_synchronous_are_the_same(world, name, algorithm):
             tensors.append(gradient(torch.float32, count, group.rank, step))
             options = {"residual": residual, "step": step, "algorithm": algorithm}
             returned = reduce_once(
-                group, compressor, tensors[-1], async_op=asynchronous and step % 3 != 2, **options
+                group, compression, tensors[-1], async_op=asynchronous and step % 3 != 2, **options
             )
             if isinstance(returned, pycomm.Work):
                 works.append(returned)
@@ -149,7 +149,7 @@ def test_asynchronous_and_synchronous_are_the_same(world, name, algorithm):
         assert all(golden.same_bits(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize("name", COMPRESSORS)
+@pytest.mark.parametrize("name", COMPRESSIONS)
 def test_among_other_operations(world, name):
     """Dense and compressed ones by turns, of several sizes: none leaves the other its remains."""
 
@@ -161,7 +161,7 @@ def test_among_other_operations(world, name):
                 y = torch.full((3000 * step,), float(group.rank))
                 pycomm.all_reduce(y, group=group, algorithm=("ring", "tree")[step % 2])
                 assert (y == 3).all()
-            results.append(reduce_once(group, COMPRESSORS[name], x, step=step))
+            results.append(reduce_once(group, COMPRESSIONS[name], x, step=step))
         return results
 
     alone, among = (world(3).run(body, how) for how in (True, False))
@@ -218,7 +218,7 @@ def test_arrays_of_every_kind(world, kind, out_kind):
 
     def body(group):
         seen = []
-        for compressor in COMPRESSORS.values():
+        for compression in COMPRESSIONS.values():
             x = gradient(torch.float32, count, group.rank)
             make, look = ARRAYS[kind]
             array, out = make(x), None
@@ -228,12 +228,12 @@ def test_arrays_of_every_kind(world, kind, out_kind):
             kept = ARRAYS[residual_kind][0](residual)
             if kind not in OF_ONE_DIMENSION:
                 kept = kept.view(tuple(array.shape))
-            returned = reduce_once(group, compressor, array, residual=kept, out=out)
+            returned = reduce_once(group, compression, array, residual=kept, out=out)
             assert returned is (array if out is None else out)
             if out is not None:
                 assert golden.same_bits(look(array), x)
             result = look(array) if out is None else ARRAYS[out_kind][1](out)
-            reference = reduce_once(group, compressor, x, residual=residual)
+            reference = reduce_once(group, compression, x, residual=residual)
             seen.append(
                 golden.same_bits(result.flatten(), reference)
                 and golden.same_bits(ARRAYS[residual_kind][1](kept).flatten(), residual)
@@ -249,9 +249,9 @@ def test_tensors_in_the_window(world):
         x = gradient(torch.float32, 40_000, group.rank)
         there = group.empty(40_000).copy_(x)
         residual, in_window = torch.zeros(40_000), group.empty(40_000).zero_()
-        for compressor in COMPRESSORS.values():
-            reduce_once(group, compressor, x, residual=residual)
-            reduce_once(group, compressor, there, residual=in_window)
+        for compression in COMPRESSIONS.values():
+            reduce_once(group, compression, x, residual=residual)
+            reduce_once(group, compression, there, residual=in_window)
             assert golden.same_bits(x, there)
             assert golden.same_bits(residual, in_window)
 
@@ -260,17 +260,17 @@ def test_tensors_in_the_window(world):
 
 def test_codec_alone_takes_arrays_of_every_kind():
     x = gradient(torch.float32, 1000, 0)
-    for compressor in COMPRESSORS.values():
-        wire = compressor.encode(x)
-        decoded = compressor.decode(wire, 1000)
+    for compression in COMPRESSIONS.values():
+        wire = compression.encode(x)
+        decoded = compression.decode(wire, 1000)
         for make, _ in ARRAYS.values():
-            assert torch.equal(compressor.encode(make(x)), wire)
+            assert torch.equal(compression.encode(make(x)), wire)
         for make, look in (ARRAYS["numpy"], ARRAYS["foreign"]):
             out = make(torch.zeros(1000))
-            compressor.decode(make(wire), 1000, out)
+            compression.decode(make(wire), 1000, out)
             assert golden.same_bits(look(out), decoded)
             encoded = make(torch.zeros_like(wire))
-            compressor.encode(x, encoded)
+            compression.encode(x, encoded)
             assert torch.equal(look(encoded), wire)
 
 
@@ -306,8 +306,8 @@ def test_different_groups_at_once(world):
         residual = torch.zeros(66_000)
         for step in range(5):
             x = gradient(torch.float32, 66_000, group.rank + seed, step)
-            for compressor in COMPRESSORS.values():
-                reduce_once(group, compressor, x, residual=residual, step=step)
+            for compression in COMPRESSIONS.values():
+                reduce_once(group, compression, x, residual=residual, step=step)
         return residual
 
     alone = [world(2).run(steps, seed) for seed in (0, 50)]

@@ -1,4 +1,4 @@
-"""Bad arguments of compressors and compressed all-reduces, and ranks that disagree about them."""
+"""Bad arguments of compressions and compressed all-reduces, and ranks that disagree about them."""
 
 import re
 
@@ -7,15 +7,15 @@ import pytest
 import torch
 
 import pycomm
-from pycomm import parse_compressor
+from pycomm import parse_compression
 
 X = torch.ones(600)
 R = torch.zeros(600)
 MOMENTUM = pycomm.TopK(0.01, momentum=0.9)
 
 
-def reduce_with(group, tensor=X, compressor=pycomm.Int8(), **options):  # noqa: B008 - it is frozen
-    return pycomm.compressed_all_reduce(tensor, compressor, group=group, **options)
+def reduce_with(group, tensor=X, compression=pycomm.Int8(), **options):  # noqa: B008 - it is frozen
+    return pycomm.compressed_all_reduce(tensor, compression, group=group, **options)
 
 
 def read_only():
@@ -67,17 +67,20 @@ BAD_COMPRESSORS = {
         "momentum must be at least 0 and below 1, got 1.0",
     ),
     "negative momentum": (lambda: pycomm.TopK(0.1, momentum=-0.1), "below 1, got -0.1"),
-    "unknown name": (lambda: parse_compressor("zip"), "compressor must be none, bf16, fp16, int8"),
-    "top-k without density": (lambda: parse_compressor("topk"), "density and k must be given"),
-    "a bad block": (lambda: parse_compressor("int8:100"), "from 128 to 4096, got 100"),
-    "no number": (lambda: parse_compressor("topk:abc"), "got 'topk:abc'"),
-    "twice": (lambda: parse_compressor("topk:0.1:0.2"), "each option once"),
-    "an option of another": (lambda: parse_compressor("bf16:block=256"), "got 'bf16:block=256'"),
+    "unknown name": (
+        lambda: parse_compression("zip"),
+        "compression must be none, bf16, fp16, int8",
+    ),
+    "top-k without density": (lambda: parse_compression("topk"), "density and k must be given"),
+    "a bad block": (lambda: parse_compression("int8:100"), "from 128 to 4096, got 100"),
+    "no number": (lambda: parse_compression("topk:abc"), "got 'topk:abc'"),
+    "twice": (lambda: parse_compression("topk:0.1:0.2"), "each option once"),
+    "an option of another": (lambda: parse_compression("bf16:block=256"), "got 'bf16:block=256'"),
 }
 
 
 @pytest.mark.parametrize("name", BAD_COMPRESSORS)
-def test_compressors(name):
+def test_compressions(name):
     call, message = BAD_COMPRESSORS[name]
     with pytest.raises(ValueError, match=re.escape(message)):
         call()
@@ -218,11 +221,11 @@ def test_encode_and_decode(name):
 
 BAD_CALLS = {
     "a class": (
-        {"compressor": pycomm.Int8},
+        {"compression": pycomm.Int8},
         TypeError,
-        "compressor must be pycomm.Int8(), TopK(...), Cast() or Identity(), got <class",
+        "compression must be pycomm.Int8(), TopK(...), Cast() or Identity(), got <class",
     ),
-    "a name": ({"compressor": "int8"}, TypeError, "or Identity(), got 'int8'"),
+    "a name": ({"compression": "int8"}, TypeError, "or Identity(), got 'int8'"),
     "op": ({"op": "max"}, ValueError, "op must be one of avg, sum, got 'max'"),
     "algorithm": (
         {"algorithm": "one_shot"},
@@ -230,12 +233,12 @@ BAD_CALLS = {
         "algorithm must be one of auto, two_shot, ring, tree, got 'one_shot'",
     ),
     "ring of top-k": (
-        {"compressor": pycomm.TopK(0.1), "algorithm": "ring"},
+        {"compression": pycomm.TopK(0.1), "algorithm": "ring"},
         ValueError,
         "algorithm must be auto or two_shot for top-k, got 'ring'",
     ),
     "tree of top-k": (
-        {"compressor": pycomm.TopK(0.1), "algorithm": "tree"},
+        {"compression": pycomm.TopK(0.1), "algorithm": "tree"},
         ValueError,
         "algorithm must be auto or two_shot for top-k, got 'tree'",
     ),
@@ -344,32 +347,32 @@ BAD_CALLS = {
         "residual must be a torch.Tensor or an array",
     ),
     "no velocity": (
-        {"compressor": MOMENTUM, "residual": R},
+        {"compression": MOMENTUM, "residual": R},
         ValueError,
-        "velocity must be given where the compressor has momentum, and only there",
+        "velocity must be given where the compression has momentum, and only there",
     ),
     "velocity without momentum": (
         {"residual": R, "velocity": torch.zeros(600)},
         ValueError,
-        "velocity must be given where the compressor has momentum, and only there",
+        "velocity must be given where the compression has momentum, and only there",
     ),
     "momentum without residual": (
-        {"compressor": MOMENTUM, "velocity": R},
+        {"compression": MOMENTUM, "velocity": R},
         ValueError,
-        "residual must be given where the compressor has momentum",
+        "residual must be given where the compression has momentum",
     ),
     "a velocity of doubles": (
-        {"compressor": MOMENTUM, "residual": R, "velocity": R.double()},
+        {"compression": MOMENTUM, "residual": R, "velocity": R.double()},
         ValueError,
         "velocity must be float32, got torch.float64",
     ),
     "the residual as velocity": (
-        {"compressor": MOMENTUM, "residual": R, "velocity": R},
+        {"compression": MOMENTUM, "residual": R, "velocity": R},
         ValueError,
         "must not overlap",
     ),
     "more than it is worth": (
-        {"compressor": pycomm.TopK(0.7)},
+        {"compression": pycomm.TopK(0.7)},
         ValueError,
         "density 0.7 would send 4.20 bytes per element",
     ),
@@ -404,7 +407,7 @@ def test_staging_that_is_too_small_says_what_would_do(world):
 
 # What most ranks call, what one calls instead, and what of each must be in the message.
 DISAGREEMENTS = {
-    "compressor": ("reduce(Int8())", "reduce(Cast())", "int8 in blocks of 256", "as bfloat16"),
+    "compression": ("reduce(Int8())", "reduce(Cast())", "int8 in blocks of 256", "as bfloat16"),
     "none": ("reduce(Int8())", "plain()", "int8 in blocks of 256", "op=sum"),
     "block": ("reduce(Int8())", "reduce(Int8(512))", "blocks of 256", "blocks of 512"),
     "rounding": (
@@ -471,9 +474,9 @@ DISAGREEMENTS = {
 def disagree(group, usual, odd, odd_rank):
     """A good operation, then a bad one: its error, and whether the group is still of use."""
 
-    def reduce(compressor, tensor=None, **options):
+    def reduce(compression, tensor=None, **options):
         tensor = torch.ones(600) if tensor is None else tensor
-        pycomm.compressed_all_reduce(tensor, compressor, group=group, **options)
+        pycomm.compressed_all_reduce(tensor, compression, group=group, **options)
 
     known = {name: getattr(pycomm, name) for name in ("Int8", "Cast", "TopK")}
     known |= {"torch": torch, "X": X, "reduce": reduce}

@@ -21,7 +21,7 @@ def peak():
 
 name, algorithm = sys.argv[1:]
 torch.set_num_threads(1)
-compressor = {
+compression = {
     "int8": pycomm.Int8(),
     "stochastic": pycomm.Int8(4096, "stochastic"),
     "bf16": pycomm.Cast(),
@@ -33,7 +33,7 @@ residuals = [torch.full((count,), 0.5) for _ in range(2)]
 
 def reduce(group, count):
     pycomm.compressed_all_reduce(
-        tensors[group.rank][:count], compressor, residual=residuals[group.rank][:count],
+        tensors[group.rank][:count], compression, residual=residuals[group.rank][:count],
         algorithm=algorithm, group=group,
     )
 

@@ -83,23 +83,23 @@ def encodings(algorithm, size):
 @settings(max_examples=150)
 @given(int8_codecs, st.sampled_from(ALGORITHMS), sizes, counts, dtypes, kinds, seeds, operations)
 def test_int8_is_off_by_no_more_than_documented(
-    compressor, algorithm, size, count, dtype, kind, seed, op
+    compression, algorithm, size, count, dtype, kind, seed, op
 ):
     inputs = [contribution(kind, dtype, count, rank, seed) for rank in range(size)]
 
     def body(group):
         return pycomm.compressed_all_reduce(
-            inputs[group.rank].clone(), compressor, algorithm=algorithm, op=op, group=group
+            inputs[group.rank].clone(), compression, algorithm=algorithm, op=op, group=group
         )
 
     result = run(size, body)[0].double()
     exact = torch.stack(inputs).double().sum(0) / (size if op == "avg" else 1)
     largest = torch.stack(inputs).double().abs().amax(0)
-    padded = torch.zeros(-(-count // compressor.block) * compressor.block, dtype=torch.float64)
+    padded = torch.zeros(-(-count // compression.block) * compression.block, dtype=torch.float64)
     padded[:count] = largest
-    per_block = padded.view(-1, compressor.block).amax(1).repeat_interleave(compressor.block)
+    per_block = padded.view(-1, compression.block).amax(1).repeat_interleave(compression.block)
     largest = per_block[:count] * (1 if op == "avg" else size)
-    step = 2 if compressor.rounding == "stochastic" else 1
+    step = 2 if compression.rounding == "stochastic" else 1
     bound = encodings(algorithm, size) * step * largest / 254
     bound += largest * (size + 4) * 4 * ULP  # of fp32, on the way
     info = torch.finfo(dtype)
@@ -112,7 +112,7 @@ def test_int8_is_off_by_no_more_than_documented(
 @given(ways, sizes, counts, dtypes, kinds, seeds, operations, st.booleans())
 def test_nothing_is_lost(way, size, count, dtype, kind, seed, op, fed):
     """Gradients and residuals before are n times the result and residuals after."""
-    (compressor, algorithm), inputs, before = way, [], []
+    (compression, algorithm), inputs, before = way, [], []
     for rank in range(size):
         inputs.append(contribution(kind, dtype, count, rank, seed))
         more = contribution(kind, torch.float32, count, rank, seed + 1) / 10
@@ -122,11 +122,11 @@ def test_nothing_is_lost(way, size, count, dtype, kind, seed, op, fed):
         residual = before[group.rank].clone()
         result = inputs[group.rank].clone()
         options = {"op": op, "algorithm": algorithm, "residual": residual, "group": group}
-        work = pycomm.compressed_all_reduce(result, compressor, async_op=True, **options)
+        work = pycomm.compressed_all_reduce(result, compression, async_op=True, **options)
         assert not work.nonfinite
         return result, residual
 
-    if refused(compressor, count, dtype):
+    if refused(compression, count, dtype):
         return
     seen = run(size, body)
     own = torch.stack([x.double() + e.double() for x, e in zip(inputs, before, strict=True)])
@@ -135,10 +135,10 @@ def test_nothing_is_lost(way, size, count, dtype, kind, seed, op, fed):
     close(out, own, size)
 
 
-def refused(compressor, count, dtype):
+def refused(compression, count, dtype):
     """Whether top-k is refused because so much of so small a tensor is not worth it."""
     try:
-        compressor.codec(count, dtype)
+        compression.codec(count, dtype)
     except ValueError:
         return True
     return False
@@ -156,8 +156,8 @@ def close(out, own, size, times=1):
 @given(ways, sizes, dtypes, st.sampled_from(("normal", "outliers", "ties")), seeds)
 def test_what_is_lost_in_a_step_comes_in_later_ones(way, size, dtype, kind, seed):
     """Over a hundred steps the sum of all gradients is that of all results and of the last rest."""
-    (compressor, algorithm), count, steps = way, 600, 100
-    if refused(compressor, count, dtype):
+    (compression, algorithm), count, steps = way, 600, 100
+    if refused(compression, count, dtype):
         return
 
     def body(group):
@@ -167,7 +167,7 @@ def test_what_is_lost_in_a_step_comes_in_later_ones(way, size, dtype, kind, seed
             x = contribution(kind, dtype, count, group.rank, seed + step) / 8
             came += x.double()
             pycomm.compressed_all_reduce(
-                x, compressor, residual=residual, algorithm=algorithm, step=step, group=group
+                x, compression, residual=residual, algorithm=algorithm, step=step, group=group
             )
             total += x.double()
         return came, total, residual
@@ -179,7 +179,7 @@ def test_what_is_lost_in_a_step_comes_in_later_ones(way, size, dtype, kind, seed
     kept = torch.stack([e.double().abs() for *_, e in seen]).max() + 1000
     slack = steps * size * 8 * ULP * (own.abs().max() / 10 + kept)
     assert (out - own.sum(0)).abs().max() <= slack
-    if not isinstance(compressor, pycomm.TopK):  # and the rest is that of a single step
+    if not isinstance(compression, pycomm.TopK):  # and the rest is that of a single step
         last = torch.stack([e.double().abs() for *_, e in seen]).max()
         assert last <= 1000 * size / 8
 
@@ -188,10 +188,10 @@ def test_what_is_lost_in_a_step_comes_in_later_ones(way, size, dtype, kind, seed
 @given(ways, sizes, counts, st.sampled_from(KINDS[:6]), seeds, st.integers(-50, 50))
 def test_scaling_by_a_power_of_two_commutes(way, size, count, kind, seed, power):
     """Bit for bit, residuals included."""
-    compressor, algorithm = way
-    if refused(compressor, count, torch.float32):
+    compression, algorithm = way
+    if refused(compression, count, torch.float32):
         return
-    if "float16" in str(compressor) and "bfloat16" not in str(compressor):
+    if "float16" in str(compression) and "bfloat16" not in str(compression):
         power %= 3  # upwards, within its range
         kind = "ties"
 
@@ -199,7 +199,7 @@ def test_scaling_by_a_power_of_two_commutes(way, size, count, kind, seed, power)
         x = contribution(kind, torch.float32, count, group.rank, seed) * factor
         residual = contribution(kind, torch.float32, count, group.rank, seed + 1) * factor
         options = {"residual": residual, "algorithm": algorithm, "group": group}
-        return pycomm.compressed_all_reduce(x, compressor, **options), residual
+        return pycomm.compressed_all_reduce(x, compression, **options), residual
 
     factor = 2.0**power
     for plain, scaled in zip(
@@ -214,8 +214,8 @@ def test_scaling_by_a_power_of_two_commutes(way, size, count, kind, seed, power)
 @settings(max_examples=80)
 @given(ways, sizes, counts, dtypes, st.sampled_from(KINDS[:6]), seeds, st.booleans())
 def test_zeros_stay_zeros(way, size, count, dtype, kind, seed, fed):
-    (compressor, algorithm) = way
-    if refused(compressor, count, dtype):
+    (compression, algorithm) = way
+    if refused(compression, count, dtype):
         return
     empty = torch.rand(count, generator=torch.Generator().manual_seed(seed)) < 0.3
 
@@ -224,7 +224,7 @@ def test_zeros_stay_zeros(way, size, count, dtype, kind, seed, fed):
         x[empty] = -0.0 if seed % 2 else 0.0
         residual = torch.zeros(count) if fed else None
         options = {"residual": residual, "algorithm": algorithm, "group": group}
-        pycomm.compressed_all_reduce(x, compressor, **options)
+        pycomm.compressed_all_reduce(x, compression, **options)
         return bool((x[empty] == 0).all()) and (not fed or bool((residual[empty] == 0).all()))
 
     assert all(run(size, body))
@@ -256,11 +256,11 @@ def test_subnormal_gradients_wait_in_the_residual(algorithm):
 @given(st.integers(1, 5000), st.sampled_from((0.0003, 0.01, 0.1, 0.5)), kinds, seeds)
 def test_top_k_contracts(count, density, kind, seed):
     """|x - C(x)|^2 <= (1 - k/n) |x|^2: no other k elements leave less."""
-    compressor = pycomm.TopK(density)
+    compression = pycomm.TopK(density)
     x = contribution(kind, torch.float32, count, 0, seed)
-    if refused(compressor, count, torch.float32):
+    if refused(compression, count, torch.float32):
         return
-    sent = compressor.decode(compressor.encode(x), count).double()
+    sent = compression.decode(compression.encode(x), count).double()
     k = math.ceil(density * count)
     left, whole = (x.double() - sent).square().sum(), x.double().square().sum()
     assert left <= (1 - k / count) * whole * (1 + 1e-12)
@@ -274,12 +274,12 @@ def test_stochastic_rounding_has_no_bias():
     """Over many draws the mean is the value, wherever it lies between two integers."""
     count, draws, block = 4096, 300, 256
     x = torch.randn(count, generator=torch.Generator().manual_seed(11))
-    compressor = pycomm.Int8(block, "stochastic", seed=2024)
+    compression = pycomm.Int8(block, "stochastic", seed=2024)
     scale = (x.view(-1, block).abs().amax(1) / 127).repeat_interleave(block).double()
     errors = (
         torch.stack(
             [
-                compressor.decode(compressor.encode(x, step=step), count).double() / scale
+                compression.decode(compression.encode(x, step=step), count).double() / scale
                 for step in range(draws)
             ]
         )
@@ -309,11 +309,11 @@ def test_stochastic_rounding_has_no_bias():
 def test_ranks_and_results_draw_apart():
     """Two ranks with the same gradient round it differently: their errors cancel in the mean."""
     x = torch.randn(8192, generator=torch.Generator().manual_seed(3))
-    compressor = pycomm.Int8(256, "stochastic", seed=5)
+    compression = pycomm.Int8(256, "stochastic", seed=5)
 
     def body(group):
         residual = torch.zeros_like(x)
-        pycomm.compressed_all_reduce(x.clone(), compressor, residual=residual, group=group)
+        pycomm.compressed_all_reduce(x.clone(), compression, residual=residual, group=group)
         return residual
 
     # Rank 0 owns all of it, so that its residual also has what the result lost.

@@ -22,9 +22,9 @@ def smallest_staging(size):
 def test_a_hundred_steps_with_feedback(algorithm, size):
     turn = size + 2 * ALGORITHMS.index(algorithm)
     rounding = ("nearest", "stochastic")[turn % 2]
-    compressor = pycomm.Int8(BLOCKS[turn % 3], rounding, seed=turn << 40 | 5)
+    compression = pycomm.Int8(BLOCKS[turn % 3], rounding, seed=turn << 40 | 5)
     dtype, op = FLOATS[turn % 3], ("avg", "sum")[size % 2]
-    compressing.check(Case(compressor, dtype, 701, algorithm, op, steps=100), size)
+    compressing.check(Case(compression, dtype, 701, algorithm, op, steps=100), size)
 
 
 @pytest.mark.parametrize("size", range(1, 6))
@@ -34,10 +34,10 @@ def test_every_block_around_every_border(algorithm, dtype, size):
     for turn, block in enumerate(BLOCKS):
         for count in (0, 1, block - 1, block, block + 1, 3 * block + 17):
             rounding = ("nearest", "stochastic")[(turn + count) % 2]
-            compressor = pycomm.Int8(block, rounding, seed=count)
+            compression = pycomm.Int8(block, rounding, seed=count)
             op, feedback = ("avg", "sum")[turn % 2], count % 3 == 0
             compressing.check(
-                Case(compressor, dtype, count, algorithm, op, feedback, block * turn), size
+                Case(compression, dtype, count, algorithm, op, feedback, block * turn), size
             )
 
 
@@ -46,10 +46,10 @@ def test_every_block_around_every_border(algorithm, dtype, size):
 def test_many_tiles(algorithm, size):
     """As little staging as there may be, with several turns of the owners."""
     staging_bytes = smallest_staging(size)
-    compressor = pycomm.Int8(512, ("nearest", "stochastic")[size % 2])
+    compression = pycomm.Int8(512, ("nearest", "stochastic")[size % 2])
     count = 9 * 4096 * size + 16384 + 77
     compressing.check(
-        Case(compressor, torch.bfloat16, count, algorithm, steps=2, offset=512 * 77),
+        Case(compression, torch.bfloat16, count, algorithm, steps=2, offset=512 * 77),
         size,
         staging_bytes,
     )

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import pycomm
 
-COMPRESSORS = {
+COMPRESSIONS = {
     "int8": pycomm.Int8(),
     "stochastic": pycomm.Int8(128, "stochastic"),
     "bf16": pycomm.Cast(),
@@ -21,7 +21,7 @@ COMPRESSORS = {
 }
 WAYS = [
     (name, algorithm)
-    for name in COMPRESSORS
+    for name in COMPRESSIONS
     for algorithm in (ALGORITHMS if "top" not in name else ("two_shot",))
 ]
 COUNT = 70_000
@@ -30,11 +30,11 @@ COUNT = 70_000
 class State:
     """A rank's residual and velocity, where wanted."""
 
-    def __init__(self, compressor, rank, count, feedback=True):
-        wanted = feedback or compressor.momentum > 0
+    def __init__(self, compression, rank, count, feedback=True):
+        wanted = feedback or compression.momentum > 0
         self.residual = gradient(torch.float32, count, rank, 900) / 100 if wanted else None
         self.velocity = None
-        if compressor.momentum:
+        if compression.momentum:
             self.velocity = gradient(torch.float32, count, rank, 901) / 100
         self.before = [None if t is None else t.clone() for t in self.now()]
 
@@ -49,10 +49,10 @@ class State:
         return all(t is None or bool(t.isfinite().all()) for t in self.now())
 
 
-def reduce_with(group, compressor, x, state, **options):
+def reduce_with(group, compression, x, state, **options):
     """The work, done."""
     work = pycomm.compressed_all_reduce(
-        x, compressor, residual=state.residual, velocity=state.velocity, group=group,
+        x, compression, residual=state.residual, velocity=state.velocity, group=group,
         async_op=True, **options,
     )  # fmt: skip
     work.wait()
@@ -62,16 +62,16 @@ def reduce_with(group, compressor, x, state, **options):
 @pytest.mark.parametrize("feedback", [True, False])
 @pytest.mark.parametrize(("name", "algorithm"), WAYS)
 def test_every_rank_is_told_and_nothing_is_kept(world, name, algorithm, feedback):
-    compressor, size = COMPRESSORS[name], 3
+    compression, size = COMPRESSIONS[name], 3
 
     def body(group, value, at, where):
-        state = State(compressor, group.rank, COUNT, feedback)
+        state = State(compression, group.rank, COUNT, feedback)
         x = gradient(torch.float32, COUNT, group.rank)
         if group.rank == where:
             x[at] = value
-        work = reduce_with(group, compressor, x, state, algorithm=algorithm)
+        work = reduce_with(group, compression, x, state, algorithm=algorithm)
         after = torch.ones(COUNT)
-        again = reduce_with(group, compressor, after, State(compressor, group.rank, COUNT))
+        again = reduce_with(group, compression, after, State(compression, group.rank, COUNT))
         return work.nonfinite, again.nonfinite, state.untouched() or not feedback, x, after
 
     turn = 0
@@ -88,9 +88,9 @@ def test_every_rank_is_told_and_nothing_is_kept(world, name, algorithm, feedback
                 assert golden.same_bits(x, seen[0][3])
                 assert golden.same_bits(after, seen[0][4])
                 wrong = (~x.isfinite()).nonzero().flatten()
-                if isinstance(compressor, pycomm.Int8):  # the block and nothing else
-                    begin = at // compressor.block * compressor.block
-                    end = min(begin + compressor.block, COUNT)
+                if isinstance(compression, pycomm.Int8):  # the block and nothing else
+                    begin = at // compression.block * compression.block
+                    end = min(begin + compression.block, COUNT)
                     assert wrong.tolist() == list(range(begin, end))
                     assert x[begin:end].isnan().all()
                 elif name == "top-k as int8":
@@ -102,18 +102,18 @@ def test_every_rank_is_told_and_nothing_is_kept(world, name, algorithm, feedback
 @pytest.mark.parametrize(("name", "algorithm"), WAYS)
 def test_the_rest_of_the_result_is_as_ever(world, name, algorithm):
     """Where a rank's residual is read and not written, other blocks do not notice."""
-    compressor = COMPRESSORS[name]
+    compression = COMPRESSIONS[name]
 
     def body(group, bad):
-        state = State(compressor, group.rank, 3000)
+        state = State(compression, group.rank, 3000)
         x = gradient(torch.float32, 3000, group.rank)
         if bad and group.rank == 1:
             x[5] = float("nan")
-        reduce_with(group, compressor, x, state, algorithm=algorithm)
+        reduce_with(group, compression, x, state, algorithm=algorithm)
         return x
 
     good, bad = world(3).run(body, False)[0], world(3).run(body, True)[0]
-    if isinstance(compressor, pycomm.TopK):
+    if isinstance(compression, pycomm.TopK):
         # The NaN takes one place of those that are sent, and int8 values their common scale.
         assert bad[5].isnan()
     else:
@@ -124,10 +124,10 @@ def test_the_rest_of_the_result_is_as_ever(world, name, algorithm):
 @pytest.mark.parametrize("feedback", [False, True])
 @pytest.mark.parametrize(("name", "algorithm"), WAYS)
 def test_strict_raises_on_every_rank(world, name, algorithm, feedback, asynchronous):
-    compressor = COMPRESSORS[name]
+    compression = COMPRESSIONS[name]
 
     def body(group):
-        state = State(compressor, group.rank, 1000, feedback)
+        state = State(compression, group.rank, 1000, feedback)
         options = {"algorithm": algorithm, "group": group, "strict": True}
         options |= {"residual": state.residual, "velocity": state.velocity}
         x = gradient(torch.float32, 1000, group.rank)
@@ -135,7 +135,7 @@ def test_strict_raises_on_every_rank(world, name, algorithm, feedback, asynchron
             x[7] = float("inf")
 
         def reduce():
-            work = pycomm.compressed_all_reduce(x, compressor, async_op=asynchronous, **options)
+            work = pycomm.compressed_all_reduce(x, compression, async_op=asynchronous, **options)
             if asynchronous:
                 work.wait()
 
@@ -143,7 +143,7 @@ def test_strict_raises_on_every_rank(world, name, algorithm, feedback, asynchron
             reduce()
         assert state.untouched() or not feedback
         assert not x[7].isfinite()  # the result is there all the same
-        y = pycomm.compressed_all_reduce(torch.ones(1000), compressor, **options)
+        y = pycomm.compressed_all_reduce(torch.ones(1000), compression, **options)
         assert y.isfinite().all()
 
     world(3).run(body)
@@ -154,14 +154,14 @@ def test_strict_raises_on_every_rank(world, name, algorithm, feedback, asynchron
     ("name", "algorithm", "dtype"), [(*way, dtype) for way in WAYS for dtype in FLOATS]
 )
 def test_finite_gradients_whose_sum_is_not(world, name, algorithm, dtype, feedback):
-    compressor = COMPRESSORS[name]
+    compression = COMPRESSIONS[name]
 
     def body(group):
-        state = State(compressor, group.rank, 1000, feedback)
+        state = State(compression, group.rank, 1000, feedback)
         x = torch.zeros(1000, dtype=dtype)
         x[500] = torch.finfo(dtype).max * 0.6
-        work = reduce_with(group, compressor, x, state, algorithm=algorithm, op="sum")
-        again = reduce_with(group, compressor, torch.ones(1000), State(compressor, 0, 1000))
+        work = reduce_with(group, compression, x, state, algorithm=algorithm, op="sum")
+        again = reduce_with(group, compression, torch.ones(1000), State(compression, 0, 1000))
         return work.nonfinite, state.untouched() or not feedback, again.nonfinite, x
 
     for told, untouched, again, x in (seen := world(3).run(body)):
@@ -175,13 +175,13 @@ def test_finite_gradients_whose_sum_is_not(world, name, algorithm, dtype, feedba
 @pytest.mark.parametrize(("name", "algorithm"), WAYS)
 def test_what_is_too_large_for_fp16_is_infinite(world, name, algorithm):
     """Residuals that stay where they are cannot be part of a result that looks good."""
-    compressor, size = COMPRESSORS[name], 2
+    compression, size = COMPRESSIONS[name], 2
     most = 65_504 * (1 - 2**-7)
     if name in ("fp16", "identity") and algorithm in ("ring", "tree"):
         most /= size  # partial sums are not divided
 
     def body(group, beyond):
-        state = State(compressor, group.rank, 1000)
+        state = State(compression, group.rank, 1000)
         x = torch.zeros(1000, dtype=torch.float16)
         if group.rank == 0:
             state.residual[500] = most - 32_000 + beyond
@@ -189,7 +189,7 @@ def test_what_is_too_large_for_fp16_is_infinite(world, name, algorithm):
         if state.velocity is not None:
             state.velocity[500] = 0
         before = state.residual[500].clone()
-        work = reduce_with(group, compressor, x, state, algorithm=algorithm)
+        work = reduce_with(group, compression, x, state, algorithm=algorithm)
         assert work.nonfinite == (beyond > 0)
         assert not work.nonfinite or state.residual[500] == before
         return x, state.residual
@@ -225,14 +225,14 @@ def test_a_residual_that_is_not_finite_is_reported(world):
 def test_what_is_kept_is_finite_or_untouched(way, size, dtype, op, share, narrow, signs):
     """Of contributions as large as there are. All ranks say the same."""
     name, algorithm = way
-    compressor = COMPRESSORS[name]
+    compression = COMPRESSIONS[name]
     most = min(torch.finfo(dtype).max, 65504.0 if narrow else float("inf")) * share
 
     def body(group):
-        state = State(compressor, group.rank, 300)
+        state = State(compression, group.rank, 300)
         x = torch.full((300,), most * signs[group.rank], dtype=dtype)
         x[::3] /= 2
-        work = reduce_with(group, compressor, x, state, algorithm=algorithm, op=op)
+        work = reduce_with(group, compression, x, state, algorithm=algorithm, op=op)
         return work.nonfinite, state.untouched(), state.finite() and bool(x.isfinite().all()), x
 
     with pycomm.LocalWorld(size, 30) as world:

@@ -14,9 +14,9 @@ VALUES = (torch.float32, torch.bfloat16, torch.int8)
 @pytest.mark.parametrize("values", VALUES, ids=str)
 def test_a_hundred_steps_with_feedback(values, size):
     turn = size + VALUES.index(values)
-    compressor = pycomm.TopK(0.02, values=values, momentum=0.9 * (turn % 2))
+    compression = pycomm.TopK(0.02, values=values, momentum=0.9 * (turn % 2))
     dtype, op = FLOATS[turn % 3], ("avg", "sum")[size % 2]
-    compressing.check(Case(compressor, dtype, 1501, op=op, steps=100, scale=0.01), size)
+    compressing.check(Case(compression, dtype, 1501, op=op, steps=100, scale=0.01), size)
 
 
 @pytest.mark.parametrize("size", range(1, 6))
@@ -24,10 +24,10 @@ def test_a_hundred_steps_with_feedback(values, size):
 def test_many_regions(values, size):
     """Several chunks per owner, owners with more, fewer and no chunks; shares and capacities."""
     for turn, count in enumerate((65_536, 65_537, 2 * 65_536 - 1, 3 * 65_536 + 1111, 390_001)):
-        compressor = pycomm.TopK(
+        compression = pycomm.TopK(
             k=(1, 7, 1000, 16_000, 3)[turn], values=values, momentum=0.5 * (turn % 2)
         )
-        compressing.check(Case(compressor, FLOATS[turn % 3], count, steps=2, scale=0.01), size)
+        compressing.check(Case(compression, FLOATS[turn % 3], count, steps=2, scale=0.01), size)
 
 
 def test_a_sample_that_misleads():

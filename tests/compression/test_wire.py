@@ -19,9 +19,9 @@ COUNTS = (0, 1, 2, 15, 255, 256, 257, 65_535, 65_536, 65_537, 140_003)
 VALUES = (torch.float32, torch.bfloat16, torch.int8)
 
 
-def encoded(compressor, x, **options):
-    wire = compressor.encode(x, **options)
-    assert wire.numel() == compressor.encoded_bytes(x.numel(), x.dtype)
+def encoded(compression, x, **options):
+    wire = compression.encode(x, **options)
+    assert wire.numel() == compression.encoded_bytes(x.numel(), x.dtype)
     return wire.numpy().tobytes()
 
 
@@ -31,29 +31,31 @@ def test_int8(count, dtype):
     for turn, block in enumerate(BLOCKS):
         x = gradient(dtype, count, turn)
         rounding = ("nearest", "stochastic")[(turn + count) % 2]
-        compressor = pycomm.Int8(block, rounding, seed=turn << 33)
+        compression = pycomm.Int8(block, rounding, seed=turn << 33)
         options = {"step": 9 * turn, "offset": block * 3 * turn}
-        codec = codec_of(compressor, dtype, options["step"])
-        assert encoded(compressor, x, **options) == reference.int8_wire(x, codec, options["offset"])
-        wire, at = compressor.encode(x, **options), np.arange(count) + options["offset"]
+        codec = codec_of(compression, dtype, options["step"])
+        assert encoded(compression, x, **options) == reference.int8_wire(
+            x, codec, options["offset"]
+        )
+        wire, at = compression.encode(x, **options), np.arange(count) + options["offset"]
         made = codec.through(golden.widen(x), 0, at)
         for target in FLOATS:
             compare(
-                f"{compressor} as {target}",
-                compressor.decode(wire, count, dtype=target),
+                f"{compression} as {target}",
+                compression.decode(wire, count, dtype=target),
                 golden.narrow(made, target),
             )
 
 
-@pytest.mark.parametrize("compressor", [pycomm.Cast(), pycomm.Cast(torch.float16)], ids=str)
+@pytest.mark.parametrize("compression", [pycomm.Cast(), pycomm.Cast(torch.float16)], ids=str)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_cast(dtype, compressor):
+def test_cast(dtype, compression):
     for count in COUNTS:
         x = gradient(dtype, count, count)
-        wire = encoded(compressor, x)
-        assert wire == reference.cast_wire(x, compressor.dtype)
-        decoded = compressor.decode(compressor.encode(x), count, dtype=dtype)
-        compare("decoded", decoded, x.to(compressor.dtype).to(dtype))
+        wire = encoded(compression, x)
+        assert wire == reference.cast_wire(x, compression.dtype)
+        decoded = compression.decode(compression.encode(x), count, dtype=dtype)
+        compare("decoded", decoded, x.to(compression.dtype).to(dtype))
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -70,20 +72,20 @@ def test_identity(dtype):
 def test_top_k(count, values):
     for turn, density in enumerate((0.0001, 0.01, 0.15)):
         dtype = FLOATS[turn]
-        compressor = pycomm.TopK(density, values=values)
+        compression = pycomm.TopK(density, values=values)
         if count == 1 and dtype != torch.float32:
             continue
         x = gradient(dtype, count, turn)
-        k = sent_elements(compressor, count)
-        wire = encoded(compressor, x)
+        k = sent_elements(compression, count)
+        wire = encoded(compression, x)
         assert wire == reference.top_k_wire(x, k, values)
         at = reference.largest(golden.widen(x), k)
         dense = np.zeros(count, np.float32)
         dense[at] = reference.through_wire(golden.widen(x)[at], at, values)
-        decoded = compressor.decode(compressor.encode(x), count, dtype=dtype)
+        decoded = compression.decode(compression.encode(x), count, dtype=dtype)
         compare("decoded", decoded, golden.narrow(dense, dtype))
         if values == torch.float32:
-            indices, sent = compressor.select(x)
+            indices, sent = compression.select(x)
             assert indices.tolist() == at.tolist()
             compare("selected", sent, x.float()[torch.from_numpy(at)])
 
@@ -123,18 +125,18 @@ def test_selection_where_magnitudes_crowd(spread):
 
 
 def test_density_over_the_steps_of_a_warm_up():
-    compressor = pycomm.TopK(0.001, density_steps=4)
-    shares = [compressor.density_at(step) for step in range(6)]
+    compression = pycomm.TopK(0.001, density_steps=4)
+    shares = [compression.density_at(step) for step in range(6)]
     assert shares[0] == 0.25
     assert shares[4:] == [0.001, 0.001]
     for before, after in itertools.pairwise(shares[:5]):
         assert after / before == pytest.approx((0.001 / 0.25) ** 0.25)
     x = gradient(torch.float32, 10_000, 0)
     for step in range(6):
-        found = len(compressor.select(x, step=step)[0])
-        wire = compressor.encode(x, step=step)
+        found = len(compression.select(x, step=step)[0])
+        wire = compression.encode(x, step=step)
         assert found == -(-int(shares[step] * 1e9) * 10_000 // 10**9)
-        assert wire.numel() == compressor.encoded_bytes(10_000, step=step)
+        assert wire.numel() == compression.encoded_bytes(10_000, step=step)
 
 
 def test_nan_and_infinity_survive():
@@ -143,27 +145,27 @@ def test_nan_and_infinity_survive():
     x[300], x[301], x[302], x[139_999] = float("nan"), float("inf"), -float("nan"), float("-inf")
     golden.bits(x)[303] = 0x7F800001
     for rounding in ("nearest", "stochastic"):
-        compressor = pycomm.Int8(256, rounding)
-        assert encoded(compressor, x) == reference.int8_wire(x, codec_of(compressor, x.dtype))
-        decoded = compressor.decode(compressor.encode(x), 140_000)
+        compression = pycomm.Int8(256, rounding)
+        assert encoded(compression, x) == reference.int8_wire(x, codec_of(compression, x.dtype))
+        decoded = compression.decode(compression.encode(x), 140_000)
         wrong = [*range(256, 512), *range(140_000 - 140_000 % 256, 140_000)]
         assert decoded.isnan().nonzero().flatten().tolist() == wrong
     for values in VALUES:
-        compressor = pycomm.TopK(k=500, values=values)
-        assert encoded(compressor, x) == reference.top_k_wire(x, 500, values)
-    for compressor in (pycomm.Cast(), pycomm.Identity(), pycomm.TopK(k=500)):
-        decoded = compressor.decode(compressor.encode(x), 140_000)
+        compression = pycomm.TopK(k=500, values=values)
+        assert encoded(compression, x) == reference.top_k_wire(x, 500, values)
+    for compression in (pycomm.Cast(), pycomm.Identity(), pycomm.TopK(k=500)):
+        decoded = compression.decode(compression.encode(x), 140_000)
         assert decoded[[300, 302, 303]].isnan().all()
         assert decoded[301] == -decoded[139_999] == float("inf")
 
 
 @pytest.mark.parametrize("name", ["int8", "bf16", "topk:0.1", "none"])
 def test_decode_adds(name):
-    compressor = pycomm.parse_compressor(name)
+    compression = pycomm.parse_compression(name)
     x, start = gradient(torch.float32, 70_000, 0), gradient(torch.float32, 70_000, 1)
-    wire, out = compressor.encode(x), start.clone()
-    assert compressor.decode(wire, 70_000, out, add=True) is out
-    compare("sum", out, start + compressor.decode(wire, 70_000))
+    wire, out = compression.encode(x), start.clone()
+    assert compression.decode(wire, 70_000, out, add=True) is out
+    compare("sum", out, start + compression.decode(wire, 70_000))
 
 
 def test_the_documentation_s_examples():
@@ -212,21 +214,21 @@ def mutations(wire, dice):
         yield bytes(bad)
 
 
-@pytest.mark.parametrize("compressor", FUZZED, ids=str)
-def test_no_bytes_make_decode_stray(compressor):
+@pytest.mark.parametrize("compression", FUZZED, ids=str)
+def test_no_bytes_make_decode_stray(compression):
     """ValueError or a result; what lies around `out` stays."""
-    dice, refused, guard = random.Random(str(compressor)), 0, 64
+    dice, refused, guard = random.Random(str(compression)), 0, 64
     for turn in range(25):
         count = dice.choice((1, 200, 257, 700, 70_000)) if turn else 70_000
         x = gradient(torch.float32, count, turn)
-        wire = compressor.encode(x)
+        wire = compression.encode(x)
         for bad in mutations(wire.numpy().tobytes(), dice):
-            dtype = torch.float32 if "Identity" in str(compressor) else dice.choice(FLOATS)
+            dtype = torch.float32 if "Identity" in str(compression) else dice.choice(FLOATS)
             around = torch.full((count + 2 * guard,), 77.0, dtype=dtype)
             out, add = around[guard:-guard], dtype == torch.float32 and dice.random() < 0.3
             source = torch.frombuffer(bytearray(bad) or bytearray(1), dtype=torch.uint8)[: len(bad)]
             try:
-                compressor.decode(source.clone(), count, out, add=add)
+                compression.decode(source.clone(), count, out, add=add)
             except ValueError:
                 refused += 1
             assert (around[:guard] == 77).all()
@@ -279,10 +281,10 @@ def test_what_is_wrong_with_a_list_is_said(name):
 # Bytes that ranks read from each other.
 
 
-def bytes_read(compressor, size, count, dtype=torch.float32, make=gradient):
+def bytes_read(compression, size, count, dtype=torch.float32, make=gradient):
     def body(group):
         x = make(dtype, count, group.rank)
-        pycomm.compressed_all_reduce(x, compressor, group=group)
+        pycomm.compressed_all_reduce(x, compression, group=group)
         return group.traffic()[1]
 
     with pycomm.LocalWorld(size, 30) as world:
@@ -291,17 +293,17 @@ def bytes_read(compressor, size, count, dtype=torch.float32, make=gradient):
 
 @pytest.mark.parametrize("size", range(1, 6))
 @pytest.mark.parametrize(
-    "compressor", [pycomm.Int8(), pycomm.Int8(4096), pycomm.Cast(), pycomm.Identity()], ids=str
+    "compression", [pycomm.Int8(), pycomm.Int8(4096), pycomm.Cast(), pycomm.Identity()], ids=str
 )
-def test_wire_bytes_are_what_is_read(compressor, size):
+def test_wire_bytes_are_what_is_read(compression, size):
     """The rank that owns most reads n - 1 encodings of what it owns, and all else once."""
     for count in (0, 1, 16_384, 16_385, 16_384 * size, 50_001, 16_384 * 2 * size + 5000):
         for dtype in FLOATS[:2]:
-            read = bytes_read(compressor, size, count, dtype)
-            assert read == compressor.wire_bytes(count, size, dtype)
-            block = getattr(compressor, "block", 1)
+            read = bytes_read(compression, size, count, dtype)
+            assert read == compression.wire_bytes(count, size, dtype)
+            block = getattr(compression, "block", 1)
             scale = 4 if block > 1 else 0
-            payload = getattr(compressor, "dtype", dtype).itemsize if block == 1 else 1
+            payload = getattr(compression, "dtype", dtype).itemsize if block == 1 else 1
             owned = np.bincount(np.arange(count) // 16_384 % size, minlength=size)
             cost = owned * payload + -(-owned // block) * scale
             assert read == max((size - 1) * own + cost.sum() - own for own in cost)
@@ -312,8 +314,8 @@ def test_wire_bytes_are_what_is_read(compressor, size):
 def test_top_k_reads_no_more_than_wire_bytes(values, size):
     for count in (1000, 65_536 * size, 65_536 * size * 2 - 77):
         for density in (0.001, 0.05):
-            compressor = pycomm.TopK(density, values=values)
-            assert bytes_read(compressor, size, count) <= compressor.wire_bytes(count, size)
+            compression = pycomm.TopK(density, values=values)
+            assert bytes_read(compression, size, count) <= compression.wire_bytes(count, size)
 
 
 @pytest.mark.parametrize("size", range(2, 6))
@@ -329,8 +331,8 @@ def test_top_k_reads_wire_bytes_where_all_lists_are_full(size):
             x[0, : 2 * share] = first[: 2 * share].to(dtype)
         return x.flatten()
 
-    compressor = pycomm.TopK(k=share * size)
-    read = bytes_read(compressor, size, 65_536 * size, make=crowded)
+    compression = pycomm.TopK(k=share * size)
+    read = bytes_read(compression, size, 65_536 * size, make=crowded)
     # A count of 4 bytes per list, 6 bytes per element.
     assert read == (size - 1) * (4 + 2 * share * 6) + (size - 1) * (4 + share * 6)
-    assert read == compressor.wire_bytes(65_536 * size, size)
+    assert read == compression.wire_bytes(65_536 * size, size)

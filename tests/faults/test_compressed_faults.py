@@ -10,7 +10,7 @@ import torch
 
 import pycomm
 
-COMPRESSORS = {
+COMPRESSIONS = {
     "int8": pycomm.Int8(),
     "stochastic": pycomm.Int8(4096, "stochastic"),
     "topk": pycomm.TopK(0.02),
@@ -21,7 +21,7 @@ def compress_for_ever(group, name, algorithm, under_way):
     x, residual = torch.randn(300_000), torch.zeros(300_000)
     while True:
         pycomm.compressed_all_reduce(
-            x, COMPRESSORS[name], residual=residual, algorithm=algorithm, group=group
+            x, COMPRESSIONS[name], residual=residual, algorithm=algorithm, group=group
         )
         if group.rank == 1:
             Path(under_way).touch()

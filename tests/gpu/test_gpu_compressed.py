@@ -42,13 +42,13 @@ Case = functools.partial(compressing.Case, algorithm="auto", steps=2, scale=0.01
 
 def run(group: pycomm.Group, case: compressing.Case, device: str) -> list[torch.Tensor]:
     """One rank's results, and at the end residual and velocity."""
-    feeds = case.feedback or case.compressor.momentum > 0
+    feeds = case.feedback or case.compression.momentum > 0
     residual = torch.zeros(case.count, device=device) if feeds else None
-    velocity = torch.zeros(case.count, device=device) if case.compressor.momentum else None
+    velocity = torch.zeros(case.count, device=device) if case.compression.momentum else None
     seen = [
         pycomm.compressed_all_reduce(
             case.input(group.rank, step).to(device),
-            case.compressor,
+            case.compression,
             residual=residual,
             velocity=velocity,
             op=case.op,
@@ -73,32 +73,32 @@ def check(world: pycomm.LocalWorld, case: compressing.Case) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("compressor", BLOCKS, ids=str)
+@pytest.mark.parametrize("compression", BLOCKS, ids=str)
 @pytest.mark.parametrize("size", SIZES)
 def test_blocks_have_the_bits_of_the_cpu(
-    size: int, compressor: pycomm.Compressor, dtype: torch.dtype
+    size: int, compression: pycomm.Compression, dtype: torch.dtype
 ) -> None:
-    block = getattr(compressor, "block", 1)
+    block = getattr(compression, "block", 1)
     with pycomm.LocalWorld(size) as world:
         for turn, count in enumerate(COUNTS):
             op, feedback = ("avg", "sum")[turn % 2], turn % 3 > 0
             offset = (0, 7, 1234)[turn % 3] * block
-            check(world, Case(compressor, dtype, count, op=op, feedback=feedback, offset=offset))
+            check(world, Case(compression, dtype, count, op=op, feedback=feedback, offset=offset))
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("compressor", LISTS, ids=str)
+@pytest.mark.parametrize("compression", LISTS, ids=str)
 @pytest.mark.parametrize("size", SIZES)
 def test_top_k_has_the_bits_of_the_cpu(
-    size: int, compressor: pycomm.Compressor, dtype: torch.dtype
+    size: int, compression: pycomm.Compression, dtype: torch.dtype
 ) -> None:
     with pycomm.LocalWorld(size) as world:
         for turn, count in enumerate((0, 1, 1501, 65_536, 65_537, 390_001)):
-            check(world, Case(compressor, dtype, count, op=("avg", "sum")[turn % 2]))
+            check(world, Case(compression, dtype, count, op=("avg", "sum")[turn % 2]))
 
 
 def run_fed(
-    group: pycomm.Group, compressor: pycomm.Compressor | None, used: bool, device: str
+    group: pycomm.Group, compression: pycomm.Compression | None, used: bool, device: str
 ) -> list[torch.Tensor]:
     """A call as hooks make it: the result, what is fed back, and what was before."""
     count = 70_001
@@ -109,7 +109,7 @@ def run_fed(
         for step, name in enumerate(names, 1)
     }
     scale = torch.tensor(0.37, device=device)
-    codec = _C.Codec(0) if compressor is None else compressor.codec(count, x.dtype, 0)
+    codec = _C.Codec(0) if compression is None else compression.codec(count, x.dtype, 0)
     call = _C.Call(
         algorithm=ALGORITHMS["two_shot"],
         dtype=DTYPES[x.dtype],
@@ -135,12 +135,12 @@ def run_fed(
 
 
 @pytest.mark.parametrize("users", [0, 1, 2])
-@pytest.mark.parametrize("compressor", [None, pycomm.Int8(), pycomm.TopK(0.01)], ids=str)
+@pytest.mark.parametrize("compression", [None, pycomm.Int8(), pycomm.TopK(0.01)], ids=str)
 def test_scaled_and_unused_tensors_have_the_bits_of_the_cpu(
-    compressor: pycomm.Compressor | None, users: int
+    compression: pycomm.Compression | None, users: int
 ) -> None:
     def body(group: pycomm.Group) -> None:
-        mine, wanted = (run_fed(group, compressor, group.rank < users, d) for d in ("cuda", "cpu"))
+        mine, wanted = (run_fed(group, compression, group.rank < users, d) for d in ("cuda", "cpu"))
         assert all(map(same_bits, mine, wanted))
 
     with pycomm.LocalWorld(2) as world:
@@ -150,18 +150,18 @@ def test_scaled_and_unused_tensors_have_the_bits_of_the_cpu(
 @pytest.mark.parametrize("lanes", [1, 5])
 def test_few_blocks_and_large_tensors(lanes: int) -> None:
     with pycomm.LocalWorld(2, max_blocks=lanes) as world:
-        for compressor in (pycomm.Int8(), pycomm.Identity(), pycomm.TopK(0.01)):
-            check(world, Case(compressor, count=(1 << 22) + 3))
+        for compression in (pycomm.Int8(), pycomm.Identity(), pycomm.TopK(0.01)):
+            check(world, Case(compression, count=(1 << 22) + 3))
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "tree"])
-@pytest.mark.parametrize("compressor", BLOCKS, ids=str)
+@pytest.mark.parametrize("compression", BLOCKS, ids=str)
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_ring_and_tree_lose_nothing(
-    size: int, compressor: pycomm.Compressor, algorithm: str
+    size: int, compression: pycomm.Compression, algorithm: str
 ) -> None:
     """Their order of addition is that of the device's lanes; so ranks agree, and sums are kept."""
-    case = Case(compressor, count=100_003, algorithm=algorithm, op="sum", steps=1)
+    case = Case(compression, count=100_003, algorithm=algorithm, op="sum", steps=1)
     with pycomm.LocalWorld(size) as world:
         seen = world.run(run, case, "cuda")
     results, residuals = zip(*seen, strict=True)
@@ -171,16 +171,16 @@ def test_ring_and_tree_lose_nothing(
     assert torch.allclose(before, after, atol=1e-5)
 
 
-@pytest.mark.parametrize("compressor", [*BLOCKS, *LISTS[:2]], ids=str)
+@pytest.mark.parametrize("compression", [*BLOCKS, *LISTS[:2]], ids=str)
 @pytest.mark.parametrize("poison", [float("inf"), float("nan")])
 def test_what_is_not_finite_is_told_and_residuals_stay(
-    poison: float, compressor: pycomm.Compressor
+    poison: float, compression: pycomm.Compression
 ) -> None:
     def body(group: pycomm.Group) -> None:
         tensor = gradient(torch.float32, 20_000, group.rank).cuda()
         residual = torch.full((20_000,), 0.5, device="cuda")
         work = pycomm.compressed_all_reduce(
-            tensor.clone(), compressor, residual=residual, group=group, async_op=True
+            tensor.clone(), compression, residual=residual, group=group, async_op=True
         )
         assert not work.nonfinite
         before = residual.clone()
@@ -188,7 +188,7 @@ def test_what_is_not_finite_is_told_and_residuals_stay(
             tensor[777] = poison
         with pytest.raises(pycomm.NonFinite):
             pycomm.compressed_all_reduce(
-                tensor, compressor, residual=residual, group=group, strict=True
+                tensor, compression, residual=residual, group=group, strict=True
             )
         assert not tensor[777].isfinite()
         assert torch.equal(residual, before)
@@ -198,53 +198,53 @@ def test_what_is_not_finite_is_told_and_residuals_stay(
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("compressor", [*BLOCKS, *LISTS], ids=str)
+@pytest.mark.parametrize("compression", [*BLOCKS, *LISTS], ids=str)
 def test_encode_and_decode_are_those_of_the_cpu(
-    compressor: pycomm.Compressor, dtype: torch.dtype
+    compression: pycomm.Compression, dtype: torch.dtype
 ) -> None:
     for count in (0, 1, 15, 4097, 65_536, 65_537, 200_003):
         x = gradient(dtype, count, 0)
-        wire = compressor.encode(x, step=3, offset=4096)
-        on_device = compressor.encode(x.cuda(), step=3, offset=4096)
+        wire = compression.encode(x, step=3, offset=4096)
+        on_device = compression.encode(x.cuda(), step=3, offset=4096)
         assert same_bits(on_device.cpu(), wire), count
-        for kind in [dtype] if isinstance(compressor, pycomm.Identity) else FLOATS:
-            want = compressor.decode(wire, count, dtype=kind)
-            assert same_bits(compressor.decode(on_device, count, dtype=kind).cpu(), want), count
-        if isinstance(compressor, pycomm.Identity) and dtype != torch.float32:
+        for kind in [dtype] if isinstance(compression, pycomm.Identity) else FLOATS:
+            want = compression.decode(wire, count, dtype=kind)
+            assert same_bits(compression.decode(on_device, count, dtype=kind).cpu(), want), count
+        if isinstance(compression, pycomm.Identity) and dtype != torch.float32:
             continue  # its wire has the tensor's own type
         sums = gradient(torch.float32, count, 1)
-        want = compressor.decode(wire, count, sums.clone(), add=True)
-        got = compressor.decode(on_device, count, sums.cuda(), add=True)
+        want = compression.decode(wire, count, sums.clone(), add=True)
+        got = compression.decode(on_device, count, sums.cuda(), add=True)
         assert same_bits(got.cpu(), want), count
 
 
-@pytest.mark.parametrize("compressor", LISTS, ids=str)
-def test_selection_is_that_of_the_cpu(compressor: pycomm.TopK) -> None:
+@pytest.mark.parametrize("compression", LISTS, ids=str)
+def test_selection_is_that_of_the_cpu(compression: pycomm.TopK) -> None:
     ties = torch.ones(100_000)
     sparse = torch.zeros(100_000)
     sparse[::5000] = -1
     for x in (gradient(torch.float32, 100_000, 0), ties, sparse, torch.zeros(1000)):
-        for mine, wanted in zip(compressor.select(x.cuda()), compressor.select(x), strict=True):
+        for mine, wanted in zip(compression.select(x.cuda()), compression.select(x), strict=True):
             assert torch.equal(mine.cpu(), wanted)
 
 
-@pytest.mark.parametrize("compressor", [BLOCKS[0], BLOCKS[5], LISTS[0]], ids=str)
-def test_wrong_bytes_are_refused(compressor: pycomm.Compressor) -> None:
-    wire = compressor.encode(gradient(torch.float32, 5000, 0).cuda())
+@pytest.mark.parametrize("compression", [BLOCKS[0], BLOCKS[5], LISTS[0]], ids=str)
+def test_wrong_bytes_are_refused(compression: pycomm.Compression) -> None:
+    wire = compression.encode(gradient(torch.float32, 5000, 0).cuda())
     for wrong in (wire[:12], wire[:-4].clone()):
         with pytest.raises(ValueError, match=r"wire|truncated"):
-            compressor.decode(wrong, 5000)
+            compression.decode(wrong, 5000)
     with pytest.raises(ValueError, match="5000 elements"):
-        compressor.decode(wire, 4999)
+        compression.decode(wire, 4999)
     broken = wire.clone()
     broken[0] = 0
     with pytest.raises(ValueError, match="no encoding"):
-        compressor.decode(broken, 5000)
-    if isinstance(compressor, pycomm.TopK):
+        compression.decode(broken, 5000)
+    if isinstance(compression, pycomm.TopK):
         broken = wire.clone()
         broken[22:24] = broken[20:22]  # the second index like the first
         with pytest.raises(ValueError, match="out of order"):
-            compressor.decode(broken, 5000)
+            compression.decode(broken, 5000)
 
 
 def test_lists_beyond_the_window_are_refused_at_the_door() -> None:

@@ -31,7 +31,7 @@ class Model:
             return [np.zeros(self.case.count, np.float32) for _ in range(sum(self.hosts))]
 
         self.residuals = zeros() if self.case.feedback else None
-        self.velocities = zeros() if self.case.compressor.momentum else None
+        self.velocities = zeros() if self.case.compression.momentum else None
 
     def step(self, step: int) -> torch.Tensor:
         case = self.case
@@ -43,10 +43,10 @@ class Model:
             self.velocities,
             case.offset,
         )
-        if isinstance(case.compressor, pycomm.TopK):
-            k = compressing.sent_elements(case.compressor, case.count)
-            return exchange.top_k(k, case.compressor.values, case.compressor.momentum)
-        return exchange.blocks(compressing.codec_of(case.compressor, case.dtype, step))
+        if isinstance(case.compression, pycomm.TopK):
+            k = compressing.sent_elements(case.compression, case.count)
+            return exchange.top_k(k, case.compression.values, case.compression.momentum)
+        return exchange.blocks(compressing.codec_of(case.compression, case.dtype, step))
 
 
 def check(case: Case, hosts: list[int], groups) -> None:
@@ -99,10 +99,10 @@ def test_tiles_of_parcels(world, case):
     check(case, [2, 2], world(4, nodes=[2, 2]))
 
 
-@pytest.mark.parametrize("compressor", [INT8, TOPK, pycomm.Cast()], ids=str)
+@pytest.mark.parametrize("compression", [INT8, TOPK, pycomm.Cast()], ids=str)
 @pytest.mark.parametrize("size", [2, 3])
-def test_one_rank_per_machine_is_as_on_one_machine(world, size, compressor):
-    case = Case(compressor, torch.bfloat16, count=300_000, steps=2)
+def test_one_rank_per_machine_is_as_on_one_machine(world, size, compression):
+    case = Case(compression, torch.bfloat16, count=300_000, steps=2)
     spanning = world(size, nodes=[1] * size).run(compressing.run, case)
     together = world(size).run(compressing.run, case)
     for apart, whole in zip(spanning, together, strict=True):
@@ -112,17 +112,17 @@ def test_one_rank_per_machine_is_as_on_one_machine(world, size, compressor):
 
 
 @pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
-@pytest.mark.parametrize("compressor", [INT8, TOPK], ids=str)
+@pytest.mark.parametrize("compression", [INT8, TOPK], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_nothing_is_lost(world, hosts, compressor, dtype):
+def test_nothing_is_lost(world, hosts, compression, dtype):
     size, count = sum(hosts), 200_000
-    case = Case(compressor, dtype, count=count)
+    case = Case(compression, dtype, count=count)
     before = [torch.randn(count, generator=torch.Generator().manual_seed(r)) for r in range(size)]
 
     def body(group):
         residual = before[group.rank].clone()
         gradient = case.input(group.rank, 0)
-        out = pycomm.compressed_all_reduce(gradient, compressor, residual=residual, group=group)
+        out = pycomm.compressed_all_reduce(gradient, compression, residual=residual, group=group)
         return out, residual
 
     seen = world(size, nodes=hosts).run(body)
@@ -156,11 +156,11 @@ def test_does_not_depend_on_how_the_whole_is_cut(world, hosts):
 
 
 @pytest.mark.parametrize("hosts", [[1, 1], [2, 2], [3, 1]], ids=str)
-@pytest.mark.parametrize("compressor", [INT8, TOPK], ids=str)
+@pytest.mark.parametrize("compression", [INT8, TOPK], ids=str)
 @pytest.mark.parametrize(
     ("dtype", "value"), [(torch.float32, float("inf")), (torch.float16, 40_000.0)], ids=str
 )
-def test_infinities_reach_no_residual(world, hosts, compressor, dtype, value):
+def test_infinities_reach_no_residual(world, hosts, compression, dtype, value):
     """They are reported on all ranks. So are numbers whose sum the type might not hold."""
     size, count = sum(hosts), 100_000
     last = size - 1
@@ -171,7 +171,7 @@ def test_infinities_reach_no_residual(world, hosts, compressor, dtype, value):
             x[70_000] = value
         residual = torch.full((count,), 0.5)
         work = pycomm.compressed_all_reduce(
-            x, compressor, residual=residual, op="sum", group=group, async_op=True
+            x, compression, residual=residual, op="sum", group=group, async_op=True
         )
         return work.nonfinite, bool(x[70_000].isfinite()), bool((residual == 0.5).all())
 
@@ -185,9 +185,9 @@ def test_bytes_between_machines(world, hosts):
 
     def body(group):
         sent = []
-        for compressor in (INT8, TOPK):
+        for compression in (INT8, TOPK):
             x = compressing.gradient(torch.float32, count, group.rank)
-            pycomm.compressed_all_reduce(x, compressor, group=group)
+            pycomm.compressed_all_reduce(x, compression, group=group)
             sent.append(group.link_traffic()[0])
         return sent
 

@@ -16,17 +16,17 @@ import pycomm
 TIMEOUT = 1.5
 
 
-def storm(group: pycomm.Group, folder: str, compressor: pycomm.Compressor | None = None):
+def storm(group: pycomm.Group, folder: str, compression: pycomm.Compression | None = None):
     """Operations without end; what ended them, and when."""
     x = torch.ones(500_000)
     for turn in range(100_000):
         if turn == 3:
             Path(folder, f"under-way-{group.rank}").touch()
         try:
-            if compressor is None:
+            if compression is None:
                 pycomm.all_reduce(x, "avg", group=group)
             else:
-                pycomm.compressed_all_reduce(x, compressor, group=group)
+                pycomm.compressed_all_reduce(x, compression, group=group)
         except pycomm.CollectiveError as error:
             at = time.monotonic()
             with pytest.raises(pycomm.GroupUnusable):
@@ -55,11 +55,11 @@ def ends(ranks: helpers.Ranks, size: int, victim: int, kind: type) -> list[float
     return found
 
 
-@pytest.mark.parametrize("compressor", [None, pycomm.Int8()], ids=str)
+@pytest.mark.parametrize("compression", [None, pycomm.Int8()], ids=str)
 @pytest.mark.parametrize(("hosts", "victim"), [([1, 1], 1), ([2, 2], 0), ([2, 1], 1)], ids=str)
-def test_a_killed_rank(tmp_path, hosts, victim, compressor):
+def test_a_killed_rank(tmp_path, hosts, victim, compression):
     """Whether it carries a stripe or not: all survivors raise, those beside it by its name."""
-    with spanning.ranks(hosts, storm, str(tmp_path), compressor, timeout=20.0) as ranks:
+    with spanning.ranks(hosts, storm, str(tmp_path), compression, timeout=20.0) as ranks:
         wait_for_start(tmp_path, sum(hosts))
         killed = ranks.signal(victim, signal.SIGKILL)
         for at in ends(ranks, sum(hosts), victim, pycomm.PeerDied):
@@ -204,10 +204,10 @@ def test_a_world_ends_with_work_under_way(world):
     assert time.monotonic() - began < 5
 
 
-@pytest.mark.parametrize("compressor", [pycomm.TopK(0.1), pycomm.Int8()], ids=str)
+@pytest.mark.parametrize("compression", [pycomm.TopK(0.1), pycomm.Int8()], ids=str)
 @pytest.mark.parametrize("victim", [0, 1, 2])
-def test_a_killed_rank_of_three_machines(tmp_path, victim, compressor):
-    with spanning.ranks([1, 1, 1], storm, str(tmp_path), compressor, timeout=20.0) as ranks:
+def test_a_killed_rank_of_three_machines(tmp_path, victim, compression):
+    with spanning.ranks([1, 1, 1], storm, str(tmp_path), compression, timeout=20.0) as ranks:
         wait_for_start(tmp_path, 3)
         killed = ranks.signal(victim, signal.SIGKILL)
         for at in ends(ranks, 3, victim, pycomm.PeerDied):

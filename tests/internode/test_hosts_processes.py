@@ -30,8 +30,8 @@ def everything(group: pycomm.Group) -> list[torch.Tensor]:
     made.append(pycomm.reduce_scatter(torch.empty(7), x, group=group))
     made.append(pycomm.all_gather(torch.empty(7 * group.size), x[:7], group=group))
     made.append(pycomm.broadcast(x, group.size - 1, group=group))
-    for compressor in (pycomm.Int8(), pycomm.TopK(0.01), pycomm.Cast()):
-        case = Case(compressor, torch.bfloat16, count=700_001, steps=2)
+    for compression in (pycomm.Int8(), pycomm.TopK(0.01), pycomm.Cast()):
+        case = Case(compression, torch.bfloat16, count=700_001, steps=2)
         for step in compressing.run(group, case):
             made += [step.result, step.residual]
     pycomm.barrier(group=group)
@@ -146,19 +146,19 @@ def three_steps(group: pycomm.Group, parallel: torch.nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in parallel.parameters()])
 
 
-def train(group: pycomm.Group, bucket_cap_mb: float, compressor: pycomm.Compressor | None):
+def train(group: pycomm.Group, bucket_cap_mb: float, compression: pycomm.Compression | None):
     model = Elementwise()
     wrapped = pycomm.DataParallel(
-        model, compression=compressor, bucket_cap_mb=bucket_cap_mb, group=group
+        model, compression=compression, bucket_cap_mb=bucket_cap_mb, group=group
     )
     return three_steps(group, wrapped)
 
 
-@pytest.mark.parametrize("compressor", [None, pycomm.Int8(), pycomm.TopK(0.02)], ids=str)
-def test_the_wrapper(world, compressor):
+@pytest.mark.parametrize("compression", [None, pycomm.Int8(), pycomm.TopK(0.02)], ids=str)
+def test_the_wrapper(world, compression):
     """The same parameters everywhere, whatever the buckets."""
-    wanted = world(3, nodes=[2, 1]).run(train, 25, compressor)
-    for rank, got in enumerate(spanning.run([2, 1], train, 0.1, compressor)):
+    wanted = world(3, nodes=[2, 1]).run(train, 25, compression)
+    for rank, got in enumerate(spanning.run([2, 1], train, 0.1, compression)):
         compressing.compare(f"parameters of rank {rank}", got, wanted[0])
 
 
@@ -181,8 +181,8 @@ def train_with_hook(group: pycomm.Group, name: str, bucket_cap_mb: float) -> tor
 @pytest.mark.parametrize("name", ["int8", "topk"])
 def test_hooks(world, name):
     """With DistributedDataParallel; the bits of the wrapper, for every layout of buckets."""
-    compressor = pycomm.Int8() if name == "int8" else pycomm.TopK(0.02)
-    wanted = world(4, nodes=[2, 2]).run(train, 25, compressor)
+    compression = pycomm.Int8() if name == "int8" else pycomm.TopK(0.02)
+    wanted = world(4, nodes=[2, 2]).run(train, 25, compression)
     for bucket_cap_mb in (0.05, 25):
         for rank, got in enumerate(spanning.run([2, 2], train_with_hook, name, bucket_cap_mb)):
             compressing.compare(f"parameters of rank {rank}", got, wanted[0])

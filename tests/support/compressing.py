@@ -33,7 +33,7 @@ def gradient(dtype: torch.dtype, count: int, rank: int, step: int = 0) -> torch.
 class Case:
     """The same compressed all-reduce, step after step."""
 
-    compressor: pycomm.Compressor
+    compression: pycomm.Compression
     dtype: torch.dtype = torch.float32
     count: int = 1000
     algorithm: str = "two_shot"
@@ -60,12 +60,12 @@ class Step:
 def run(group: pycomm.Group, case: Case) -> list[Step]:
     """One rank's part, all steps."""
     residual = torch.zeros(case.count) if case.feedback else None
-    velocity = torch.zeros(case.count) if case.compressor.momentum else None
+    velocity = torch.zeros(case.count) if case.compression.momentum else None
     seen = []
     for step in range(case.steps):
         result = pycomm.compressed_all_reduce(
             case.input(group.rank, step),
-            case.compressor,
+            case.compression,
             residual=residual,
             velocity=velocity,
             op=case.op,
@@ -96,21 +96,21 @@ class Model:
 
         if self.case.feedback:
             self.residuals = zeros()
-        if self.case.compressor.momentum:
+        if self.case.compression.momentum:
             self.velocities = zeros()
 
     def step(self, step: int) -> torch.Tensor:
         case = self.case
         inputs = [case.input(rank, step) for rank in range(self.size)]
-        if isinstance(case.compressor, pycomm.TopK):
-            k = sent_elements(case.compressor, case.count)
-            values, momentum = case.compressor.values, case.compressor.momentum
+        if isinstance(case.compression, pycomm.TopK):
+            k = sent_elements(case.compression, case.count)
+            values, momentum = case.compression.values, case.compression.momentum
             return reference.top_k(
                 inputs, k, values, case.op, self.residuals, self.velocities, momentum
             )
         work = reference.Reduction(
             inputs,
-            codec_of(case.compressor, case.dtype, step),
+            codec_of(case.compression, case.dtype, step),
             case.op,
             self.residuals,
             case.offset,
@@ -119,18 +119,18 @@ class Model:
         return reference.all_reduced(case.algorithm, work)
 
 
-def sent_elements(compressor: pycomm.TopK, count: int) -> int:
-    if compressor.k is not None:
-        return min(compressor.k, count)
-    return min(math.ceil(compressor.density * count), count)
+def sent_elements(compression: pycomm.TopK, count: int) -> int:
+    if compression.k is not None:
+        return min(compression.k, count)
+    return min(math.ceil(compression.density * count), count)
 
 
-def codec_of(compressor: pycomm.Compressor, dtype: torch.dtype, step: int = 0) -> reference.Codec:
+def codec_of(compression: pycomm.Compression, dtype: torch.dtype, step: int = 0) -> reference.Codec:
     """The reference's codec."""
-    if isinstance(compressor, pycomm.Int8):
-        stochastic = compressor.rounding == "stochastic"
-        return reference.Int8(compressor.block, stochastic, compressor.seed, step)
-    return reference.Cast(getattr(compressor, "dtype", dtype))
+    if isinstance(compression, pycomm.Int8):
+        stochastic = compression.rounding == "stochastic"
+        return reference.Int8(compression.block, stochastic, compression.seed, step)
+    return reference.Cast(getattr(compression, "dtype", dtype))
 
 
 def check(case: Case, size: int, staging_bytes: int = 2 << 20) -> None:

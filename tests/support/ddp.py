@@ -26,7 +26,7 @@ SHAPES = {
     "line": (5000,),
     "bias": (7,),
 }
-COMPRESSORS = {
+COMPRESSIONS = {
     "dense": None,
     "int8": pycomm.Int8(),
     "stochastic": pycomm.Int8(512, "stochastic", seed=9),
@@ -98,15 +98,15 @@ def sent_dense(name: str, parameter: torch.Tensor) -> bool:
 
 
 def make_state(
-    compressor: pycomm.Compressor | None, params: Any = None, **options: Any
+    compression: pycomm.Compression | None, params: Any = None, **options: Any
 ) -> tuple[hooks.CommState, Callable[..., Any]]:
     """The state and the hook for it."""
-    if compressor is None:
+    if compression is None:
         return hooks.AllReduceState(**options), hooks.all_reduce_hook
-    if isinstance(compressor, pycomm.Int8):
-        kind = {name: getattr(compressor, name) for name in ("block", "rounding", "seed")}
+    if isinstance(compression, pycomm.Int8):
+        kind = {name: getattr(compression, name) for name in ("block", "rounding", "seed")}
         return hooks.Int8State(params, **kind, **options), hooks.int8_hook
-    kind = {name: getattr(compressor, name) for name in ("density", "values", "momentum")}
+    kind = {name: getattr(compression, name) for name in ("density", "values", "momentum")}
     return hooks.TopKState(params, **kind, **options), hooks.topk_hook
 
 
@@ -128,7 +128,7 @@ class Watched:
     def __init__(
         self,
         module: nn.Module,
-        compressor: pycomm.Compressor | None,
+        compression: pycomm.Compression | None,
         *,
         feedback: bool = True,
         layout: dict[str, Any] | None = None,
@@ -137,8 +137,8 @@ class Watched:
         wrapped = isinstance(module, DistributedDataParallel)
         self.model = module if wrapped else DistributedDataParallel(module, **(layout or {}))
         params = self.model.named_parameters() if feedback else None
-        self.feedback = feedback and compressor is not None
-        self.state, self._hook = make_state(compressor, params, **options)
+        self.feedback = feedback and compression is not None
+        self.state, self._hook = make_state(compression, params, **options)
         self.exclude = options.get("exclude") or sent_dense
         self._names = {id(p): name for name, p in unprefixed(self.model).items()}
         self.begin()
@@ -203,14 +203,14 @@ class Reference:
     def __init__(
         self,
         size: int,
-        compressor: pycomm.Compressor | None,
+        compression: pycomm.Compression | None,
         *,
         feedback: bool = True,
         exclude: Callable[[str, torch.Tensor], bool] = sent_dense,
         warmup_steps: int = 0,
     ) -> None:
-        self.size, self.compressor, self.exclude = size, compressor, exclude
-        self.feedback = feedback and compressor is not None
+        self.size, self.compression, self.exclude = size, compression, exclude
+        self.feedback = feedback and compression is not None
         self.warmup_steps = warmup_steps
         self.steps = 0
         self.residuals: dict[str, list[np.ndarray]] = {}
@@ -253,7 +253,7 @@ class Reference:
                 )
 
     def _mean(self, name: str, inputs: list[torch.Tensor], like: Step) -> torch.Tensor:
-        compressed = self.compressor is not None and self.steps >= self.warmup_steps
+        compressed = self.compression is not None and self.steps >= self.warmup_steps
         flat = [x.flatten() for x in inputs]
         if not compressed or self.exclude(name, inputs[0]):
             return golden.in_rank_order(flat, "avg")
@@ -274,14 +274,14 @@ class Reference:
         velocities: list[np.ndarray],
         first: int,
     ) -> torch.Tensor:
-        compressor, fed_back = self.compressor, residuals if self.feedback else None
-        if not isinstance(compressor, pycomm.TopK):
-            codec = compressing.codec_of(compressor, inputs[0].dtype, self.steps)
+        compression, fed_back = self.compression, residuals if self.feedback else None
+        if not isinstance(compression, pycomm.TopK):
+            codec = compressing.codec_of(compression, inputs[0].dtype, self.steps)
             return reference.two_shot(reference.Reduction(inputs, codec, "avg", fed_back, first))
-        k = compressing.sent_elements(compressor, len(inputs[0]))
-        masked = velocities if compressor.momentum else None
-        options = (fed_back, masked, compressor.momentum, first)
-        return reference.top_k(inputs, k, compressor.values, "avg", *options)
+        k = compressing.sent_elements(compression, len(inputs[0]))
+        masked = velocities if compression.momentum else None
+        options = (fed_back, masked, compression.momentum, first)
+        return reference.top_k(inputs, k, compression.values, "avg", *options)
 
     def _kept(self, what: dict[str, list[np.ndarray]], name: str, count: int) -> list[np.ndarray]:
         zeros = [np.zeros(count, np.float32) for _ in range(self.size)]

@@ -26,7 +26,7 @@ class Outer:
         size: how many ranks.
         first: index of each parameter's first element in the model.
         lr, momentum: of the outer step.
-        compressor: of the differences, or None.
+        compression: of the differences, or None.
         last: what ranks began with; None where parameters themselves are averaged.
     """
 
@@ -34,12 +34,12 @@ class Outer:
     first: dict[str, int]
     lr: float = 1.0
     momentum: float = 0.0
-    compressor: pycomm.Compressor | None = None
+    compression: pycomm.Compression | None = None
     last: dict[str, np.ndarray] | None = None
     velocity: dict[str, np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.means = Reference(self.size, self.compressor)
+        self.means = Reference(self.size, self.compression)
 
     def exchange(self, weights: list[Weights]) -> Weights:
         """What all have after it; each rank's weights before it, in their own types."""

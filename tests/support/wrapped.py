@@ -19,11 +19,11 @@ class Wrapped(ddp.Watched):
     """A wrapped model whose steps :class:`ddp.Reference` can check."""
 
     def __init__(
-        self, module: nn.Module, compressor: pycomm.Compressor | None, **options: Any
+        self, module: nn.Module, compression: pycomm.Compression | None, **options: Any
     ) -> None:
-        self.model = pycomm.DataParallel(module, compression=compressor, **options)
+        self.model = pycomm.DataParallel(module, compression=compression, **options)
         self.state = self.model.comm_state
-        self.feedback = options.get("feedback", True) and compressor is not None
+        self.feedback = options.get("feedback", True) and compression is not None
         self.exclude = options.get("exclude") or ddp.sent_dense
         self.begin()
 

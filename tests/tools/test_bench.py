@@ -36,7 +36,7 @@ def run_session(rank, size, store, argv):
 def test_compressions_compete(tmp_path):
     """Every one beside the uncompressed; what it cannot do is left out and named once."""
     path = tmp_path / "results.json"
-    what = "-b 64K -e 64K -o avg,min -a two_shot,ring --compress none,int8,topk:0.01"
+    what = "-b 64K -e 64K -o avg,min -a two_shot,ring --compression none,int8,topk:0.01"
     argv = ["all_reduce", *what.split(), "-n", "7", "-J", str(path)]
     run_ranks(2, run_session, argv)
     results = json.loads(path.read_text())
@@ -49,7 +49,7 @@ def test_compressions_compete(tmp_path):
     assert rows["avg", "none", "ring"]["wire_bytes"] == 65536
     for name in ("int8", "topk:0.01"):
         row = rows["avg", name, "two_shot"]
-        assert row["wire_bytes"] == pycomm.parse_compressor(name).wire_bytes(16384, 2)
+        assert row["wire_bytes"] == pycomm.parse_compression(name).wire_bytes(16384, 2)
         assert row["algbw_GBps"] == pytest.approx(65536 / row["time_us"] / 1e3, abs=1e-3)
 
 
@@ -124,7 +124,16 @@ def test_streams_move_what_they_say(read, write):
 
 def test_codecs(tmp_path, capsys):
     path = tmp_path / "codecs.json"
-    what = ["--codec", "int8,bf16", "--codec", "topk:0.01", "-n", "9K", "-d", "float32,bfloat16"]
+    what = [
+        "--compression",
+        "int8,bf16",
+        "--compression",
+        "topk:0.01",
+        "-n",
+        "9K",
+        "-d",
+        "float32,bfloat16",
+    ]
     cli.main(["codec", *what, "--iters", "7", "-J", str(path)])
     rows = json.loads(path.read_text())["rows"]
     operations = {
@@ -138,9 +147,27 @@ def test_codecs(tmp_path, capsys):
         assert row["wrong"] == 0
         assert row["count"] == 8192
         assert row["iterations"] == 7
-        codec = pycomm.parse_compressor(row["codec"])
+        codec = pycomm.parse_compression(row["codec"])
         assert row["encoded_bytes"] == codec.encoded_bytes(8192, getattr(torch, row["dtype"]))
     assert capsys.readouterr().out.count("times faster than torch.topk") == 4
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("all_reduce --compress int8,none", "all_reduce --compression int8,none"),
+        ("codec --codec int8 --codec bf16,none", "codec --compression int8,bf16,none"),
+    ],
+)
+def test_old_flags_warn(old, new, capsys):
+    settings = [replace(cli.parse(argv.split()), command="") for argv in (new, old)]
+    assert settings[0] == settings[1]
+    error = capsys.readouterr().err
+    assert "is called --compression now" in error
+    assert len(error.splitlines()) == old.count("--")
+    with pytest.raises(SystemExit):
+        cli.parse([old.split()[0], "-h"])
+    assert old.split()[1] + " " not in capsys.readouterr().out
 
 
 class WrongInt8(pycomm.Int8):
@@ -166,7 +193,7 @@ def test_wrong_codecs_are_found():
 @pytest.mark.parametrize(
     "argv",
     [
-        "all_reduce --compress int9",
+        "all_reduce --compression int9",
         "all_reduce -n -1",
         "all_reduce -n 0",
         "all_reduce -w -1",
@@ -178,7 +205,7 @@ def test_wrong_codecs_are_found():
         "all_reduce --timeout nan",
         "all_reduce --timeout 1e300",
         "all_reduce --plot results.txt",
-        "codec --codec topk",
+        "codec --compression topk",
         "codec -d int32",
         "codec -n many",
         "codec --iters 0",

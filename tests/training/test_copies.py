@@ -9,7 +9,7 @@ import helpers
 import pytest
 import torch
 import wrapped
-from ddp import COMPRESSORS
+from ddp import COMPRESSIONS
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 from wrapped import TINY
@@ -34,7 +34,7 @@ WAYS = [copy.deepcopy, by_pickle, by_torch_save]
 
 def wrapper(name, **options):
     options["exclude"] = lambda _, parameter: parameter.dim() <= 1  # which no pickle can hold
-    return pycomm.DataParallel(ddp.network(), compression=COMPRESSORS[name], **options)
+    return pycomm.DataParallel(ddp.network(), compression=COMPRESSIONS[name], **options)
 
 
 def same_states(one, other):

@@ -8,7 +8,7 @@ import helpers
 import pytest
 import torch
 import wrapped
-from ddp import COMPRESSORS, Reference
+from ddp import COMPRESSIONS, Reference
 from torch.nn.parallel import DistributedDataParallel
 from wrapped import TINY, Wrapped
 
@@ -20,7 +20,7 @@ LAYOUTS = (TINY, 0.05, 25)  # MiB
 
 
 def given_steps(group, name, dtypes, options):
-    wrapper = Wrapped(ddp.Given(dtypes), COMPRESSORS[name], **options)
+    wrapper = Wrapped(ddp.Given(dtypes), COMPRESSIONS[name], **options)
     return wrapper.run(group.rank, range(3))
 
 
@@ -32,12 +32,12 @@ MIXED = {"wide": torch.bfloat16, "small": torch.float16, "bias": torch.bfloat16}
 
 
 @pytest.mark.parametrize("dtypes", [{}, MIXED], ids=["fp32", "mixed"])
-@pytest.mark.parametrize("name", COMPRESSORS)
+@pytest.mark.parametrize("name", COMPRESSIONS)
 def test_each_parameter_is_what_the_golden_model_says(name, dtypes):
     """Golden models know nothing of buckets, so all layouts give the same."""
     runs = helpers.run_group(2, in_every_layout, name, dtypes)
     for index in range(len(LAYOUTS)):
-        Reference(2, COMPRESSORS[name]).check([run[index] for run in runs])
+        Reference(2, COMPRESSIONS[name]).check([run[index] for run in runs])
 
 
 def only_the_square(name, parameter):
@@ -55,18 +55,18 @@ OPTIONS = {
 @pytest.mark.parametrize("which", OPTIONS)
 def test_options_of_the_state(which):
     runs = helpers.run_group(3, given_steps, "topk", {}, OPTIONS[which])
-    Reference(3, COMPRESSORS["topk"], **OPTIONS[which]).check(runs)
+    Reference(3, COMPRESSIONS["topk"], **OPTIONS[which]).check(runs)
 
 
-def beside_ddp(group, compressor):
+def beside_ddp(group, compression):
     """Parameters after every step, of DDP under the hook and of the wrapper with either bucket."""
     model = DistributedDataParallel(ddp.network(), bucket_cap_mb=0.02)
-    state = hooks.CommState(compressor, model.named_parameters())
+    state = hooks.CommState(compression, model.named_parameters())
     model.register_comm_hook(state, hooks.comm_hook)
     expected = wrapped.train(model, group.rank, range(5))
     for bucket_cap_mb in (TINY, 0.02, 25):
         model = pycomm.DataParallel(
-            ddp.network(), compression=compressor, bucket_cap_mb=bucket_cap_mb
+            ddp.network(), compression=compression, bucket_cap_mb=bucket_cap_mb
         )
         for got, step in zip(wrapped.train(model, group.rank, range(5)), expected, strict=True):
             assert wrapped.same(got, step)
@@ -75,10 +75,10 @@ def beside_ddp(group, compressor):
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(
-    "compressor", [None, pycomm.Int8(), pycomm.TopK(0.05), pycomm.Cast(torch.bfloat16)], ids=repr
+    "compression", [None, pycomm.Int8(), pycomm.TopK(0.05), pycomm.Cast(torch.bfloat16)], ids=repr
 )
-def test_trains_to_the_bits_of_ddp_under_the_hook(compressor, size):
-    ends = helpers.run_group(size, beside_ddp, compressor)
+def test_trains_to_the_bits_of_ddp_under_the_hook(compression, size):
+    ends = helpers.run_group(size, beside_ddp, compression)
     assert all(wrapped.same(end, ends[0]) for end in ends)
 
 
@@ -109,7 +109,7 @@ def test_gradients_are_the_mean_in_rank_order():
 
 def in_the_window(group, name):
     """Where gradients lie in this rank's slice, from step to step."""
-    model = pycomm.DataParallel(ddp.network(), compression=COMPRESSORS[name], bucket_cap_mb=0.02)
+    model = pycomm.DataParallel(ddp.network(), compression=COMPRESSIONS[name], bucket_cap_mb=0.02)
     places = []
     for step in range(4):
         model.zero_grad(set_to_none=step == 3)
@@ -151,7 +151,7 @@ def flag(model):
 
 def accumulated(group, name, set_to_none, adding_up):
     """Three backwards, of which the last one exchanges."""
-    wrapper = Wrapped(ddp.Given(), COMPRESSORS[name], bucket_cap_mb=TINY)
+    wrapper = Wrapped(ddp.Given(), COMPRESSIONS[name], bucket_cap_mb=TINY)
     model, seen = wrapper.model, []
     for step in range(3):
         model.zero_grad(set_to_none=set_to_none)
@@ -170,7 +170,7 @@ def accumulated(group, name, set_to_none, adding_up):
 @pytest.mark.parametrize("name", ["dense", "topk"])
 def test_accumulated_gradients_are_exchanged_once(name, set_to_none, adding_up):
     runs = helpers.run_group(2, accumulated, name, set_to_none, adding_up)
-    Reference(2, COMPRESSORS[name]).check(runs)
+    Reference(2, COMPRESSIONS[name]).check(runs)
 
 
 def without_no_sync(group):
@@ -274,7 +274,7 @@ HERE_AND_THERE = [
 
 def with_unused(group, name, bucket_cap_mb, set_to_none):
     """Each step with its own parameters left out, on each rank."""
-    wrapper = Wrapped(ddp.Given(), COMPRESSORS[name], bucket_cap_mb=bucket_cap_mb)
+    wrapper = Wrapped(ddp.Given(), COMPRESSIONS[name], bucket_cap_mb=bucket_cap_mb)
     seen = []
     for step, skip in enumerate(HERE_AND_THERE):
         wrapper.model.zero_grad(set_to_none=set_to_none)
@@ -290,7 +290,7 @@ def with_unused(group, name, bucket_cap_mb, set_to_none):
 def test_parameters_unused_on_one_rank_or_on_all(name, bucket_cap_mb, set_to_none):
     """Unused on one: as a gradient of zeros. On all: no gradient, and the residual stays."""
     runs = helpers.run_group(2, with_unused, name, bucket_cap_mb, set_to_none)
-    Reference(2, COMPRESSORS[name]).check(runs)
+    Reference(2, COMPRESSIONS[name]).check(runs)
     for run in runs:
         unused = [n for n, result in run[3].result.items() if result is None]
         assert unused == (["wide", "square", "small"] if set_to_none else [])
@@ -343,8 +343,8 @@ def test_ranks_agree_though_their_orders_differ():
 
 def stepping(group, name, bucket_cap_mb, steps, saved=None):
     """Trains; parameters in the end, and all that is to be saved."""
-    compressor = COMPRESSORS[name]
-    model = pycomm.DataParallel(ddp.network(), compression=compressor, bucket_cap_mb=bucket_cap_mb)
+    compression = COMPRESSIONS[name]
+    model = pycomm.DataParallel(ddp.network(), compression=compression, bucket_cap_mb=bucket_cap_mb)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     parts = {"model": model, "optimizer": optimizer, "comm": model.comm_state}
     if saved is not None:
@@ -366,7 +366,7 @@ def resumed(group, name):
     return whole, again
 
 
-@pytest.mark.parametrize("name", COMPRESSORS)
+@pytest.mark.parametrize("name", COMPRESSIONS)
 def test_a_resumed_run_is_the_same_to_the_bit(name):
     for whole, again in helpers.run_group(2, resumed, name):
         assert wrapped.same(whole, again)

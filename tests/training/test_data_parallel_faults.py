@@ -46,7 +46,7 @@ def test_bad_values(options, message):
     ("options", "message"),
     [
         ({"module": "linear"}, "module must be a torch.nn.Module, got str"),
-        ({"compression": "int8"}, "compressor must be"),
+        ({"compression": "int8"}, "compression must be"),
         ({"group": "world"}, "group must be a pycomm.Group or None, got 'world'"),
         ({"exclude": "bias"}, "exclude must be a function"),
         ({"grad_scaler": 2.0}, "grad_scaler must be a torch.amp.GradScaler, got 2.0"),
@@ -290,9 +290,9 @@ class Spoilt(ddp.Given):
         return wide + super().forward(gradients)
 
 
-def balance(group, compressor, scaler):
+def balance(group, compression, scaler):
     """What was given, and what was applied or waits; most steps raise, on one rank or on both."""
-    options = {"compression": compressor, "grad_scaler": scaler}
+    options = {"compression": compression, "grad_scaler": scaler}
     model = pycomm.DataParallel(Spoilt(), bucket_cap_mb=TINY, **options)
     scale = scaler.scale(torch.ones(())) if scaler else 1.0
     names = ["wide", "square"]
@@ -320,11 +320,11 @@ def balance(group, compressor, scaler):
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("compressor", [pycomm.Int8(), pycomm.TopK(0.05)], ids=repr)
-def test_an_error_in_backward_loses_nothing_that_waits(compressor, scaled):
+@pytest.mark.parametrize("compression", [pycomm.Int8(), pycomm.TopK(0.05)], ids=repr)
+def test_an_error_in_backward_loses_nothing_that_waits(compression, scaled):
     """Means that are dropped go back into residuals."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10) if scaled else None
-    for given, found in helpers.run_group(2, balance, compressor, scaler):
+    for given, found in helpers.run_group(2, balance, compression, scaler):
         for name in given:
             torch.testing.assert_close(found[name], given[name], rtol=1e-4, atol=1e-3)
 
@@ -344,9 +344,9 @@ def test_sparse_gradients_are_refused():
     helpers.run_group(2, sparse)
 
 
-def dying(group, place, compressor):
+def dying(group, place, compression):
     """Rank 1 dies in mid-backward, and rank 0 is told; what it gets and when."""
-    model = pycomm.DataParallel(Fragile(), bucket_cap_mb=TINY, compression=compressor)
+    model = pycomm.DataParallel(Fragile(), bucket_cap_mb=TINY, compression=compression)
     for step in range(2):
         wrapped.batch_loss(model, group.rank, step).backward()
 
@@ -364,10 +364,10 @@ def dying(group, place, compressor):
     return caught.value.rank, caught.value.operation
 
 
-@pytest.mark.parametrize("compressor", [None, pycomm.Int8()], ids=repr)
+@pytest.mark.parametrize("compression", [None, pycomm.Int8()], ids=repr)
 @pytest.mark.parametrize("place", ["end", "middle"])
-def test_death_of_a_peer_comes_out_of_backward_as_what_it_is(place, compressor):
-    arguments = (dying, {"timeout": 30}, place, compressor)
+def test_death_of_a_peer_comes_out_of_backward_as_what_it_is(place, compression):
+    arguments = (dying, {"timeout": 30}, place, compression)
     with helpers.Ranks(2, helpers.in_group, *arguments) as ranks:
         (outcome,) = ranks.wait_for([0])
     assert outcome.error is None, outcome.trace

@@ -8,7 +8,7 @@ import helpers
 import pytest
 import torch
 import wrapped
-from ddp import COMPRESSORS, Reference
+from ddp import COMPRESSIONS, Reference
 from torch.utils.checkpoint import checkpoint
 from wrapped import TINY, Wrapped
 
@@ -16,21 +16,21 @@ import pycomm
 
 
 def given_steps(group, name):
-    wrapper = Wrapped(ddp.Given(), COMPRESSORS[name], bucket_cap_mb=TINY, group=group)
+    wrapper = Wrapped(ddp.Given(), COMPRESSIONS[name], bucket_cap_mb=TINY, group=group)
     return wrapper.run(group.rank, range(3))
 
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", ["dense", "int8", "momentum"])
 def test_each_parameter_is_what_the_golden_model_says(world, name, size):
-    Reference(size, COMPRESSORS[name]).check(world(size).run(given_steps, name))
+    Reference(size, COMPRESSIONS[name]).check(world(size).run(given_steps, name))
 
 
 NETWORK = ddp.network()  # drawn by one thread, as the random numbers are everyone's
 
 
 def trained(group, name):
-    options = {"compression": COMPRESSORS[name], "bucket_cap_mb": 0.02, "group": group}
+    options = {"compression": COMPRESSIONS[name], "bucket_cap_mb": 0.02, "group": group}
     model = pycomm.DataParallel(copy.deepcopy(NETWORK), **options)
     return wrapped.train(model, group.rank, range(4))
 

@@ -25,8 +25,8 @@ def mean_of_all_samples(module, size, step):
     return wrapped.gradients_of(module)
 
 
-def weighted(group, compressor, bucket_cap_mb):
-    model = pycomm.DataParallel(ddp.network(), compression=compressor, bucket_cap_mb=bucket_cap_mb)
+def weighted(group, compression, bucket_cap_mb):
+    model = pycomm.DataParallel(ddp.network(), compression=compression, bucket_cap_mb=bucket_cap_mb)
     alone = ddp.network()
     for step in range(len(SIZES)):
         model.zero_grad()

@@ -7,16 +7,16 @@ import golden
 import helpers
 import pytest
 import torch
-from ddp import COMPRESSORS, Reference, Watched
+from ddp import COMPRESSIONS, Reference, Watched
 
 TINY = {"bucket_cap_mb": 0.001}  # one parameter each
-HELD = [name for name in COMPRESSORS if name != "dense"]
+HELD = [name for name in COMPRESSIONS if name != "dense"]
 
 
 def scaled(group, name, spoiled, interval):
     """Trains with a scale that changes; `spoiled`: by step, where on which rank what value is."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=interval)
-    watched = Watched(ddp.Given(), COMPRESSORS[name], layout=TINY, grad_scaler=scaler)
+    watched = Watched(ddp.Given(), COMPRESSIONS[name], layout=TINY, grad_scaler=scaler)
     optimizer = torch.optim.SGD(watched.model.parameters(), lr=0.01)
     seen, scales = [], []
     for step in range(6):
@@ -39,7 +39,7 @@ def test_residuals_are_unscaled(name):
     """The scale grows on the way; scaling by a power of two must not change a bit."""
     runs = helpers.run_group(2, scaled, name, {}, 2)
     assert runs[0][1] == [2.0**e for e in (10, 10, 11, 11, 12, 12)]
-    Reference(2, COMPRESSORS[name]).check([seen for seen, *_ in runs])
+    Reference(2, COMPRESSIONS[name]).check([seen for seen, *_ in runs])
     plain = helpers.run_group(2, unscaled, name)
     for (seen, scales, _), expected in zip(runs, plain, strict=True):
         for step, scale, other in zip(seen, scales, expected, strict=True):
@@ -49,7 +49,7 @@ def test_residuals_are_unscaled(name):
 
 
 def unscaled(group, name):
-    watched = Watched(ddp.Given(), COMPRESSORS[name], layout=TINY)
+    watched = Watched(ddp.Given(), COMPRESSIONS[name], layout=TINY)
     return watched.run(group.rank, range(6))
 
 
@@ -71,7 +71,7 @@ def test_residuals_are_untouched_by_an_overflow(name):
     seen = helpers.run_group(2, overflowing, name)
     for where, spoiled in OVERFLOWS.items():
         runs = [one[where] for one in seen]
-        Reference(2, COMPRESSORS[name]).check([steps for steps, *_ in runs])
+        Reference(2, COMPRESSIONS[name]).check([steps for steps, *_ in runs])
         halvings = itertools.accumulate((step in spoiled for step in range(6)), initial=0)
         expected = [2.0 ** (10 - n) for n in halvings][:6]
         for _, scales, parameters in runs:
@@ -84,7 +84,7 @@ def scaled_halves(group, name):
     """fp16 gradients, whose scaler leaves unscaling to its user."""
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     module = ddp.Given(dict.fromkeys(ddp.SHAPES, torch.float16))
-    watched = Watched(module, COMPRESSORS[name], layout=TINY, grad_scaler=scaler)
+    watched = Watched(module, COMPRESSIONS[name], layout=TINY, grad_scaler=scaler)
     seen = []
     for step in range(4):
         watched.model.zero_grad()
@@ -102,13 +102,13 @@ def scaled_halves(group, name):
 def test_scaled_fp16_gradients(name):
     runs = helpers.run_group(2, scaled_halves, name)
     assert not runs[0][2].local["wide"].isfinite().all()
-    Reference(2, COMPRESSORS[name]).check(runs)
+    Reference(2, COMPRESSIONS[name]).check(runs)
 
 
 def scaled_down(group, name):
     """A step under a scale whose inverse is infinite, and one after it."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**-129)
-    watched = Watched(ddp.Given(), COMPRESSORS[name], layout=TINY, grad_scaler=scaler)
+    watched = Watched(ddp.Given(), COMPRESSIONS[name], layout=TINY, grad_scaler=scaler)
     for one in watched.residuals():
         watched.state.residual(one).fill_(0.5)
     seen = []
@@ -133,7 +133,7 @@ def test_residuals_are_untouched_under_a_scale_without_an_inverse(name):
 
 def without_a_scaler(group, name):
     """Two good steps, one with an infinity, two good ones."""
-    watched = Watched(ddp.Given(), COMPRESSORS[name], layout=TINY)
+    watched = Watched(ddp.Given(), COMPRESSIONS[name], layout=TINY)
     seen = []
     for step in range(5):
         watched.model.zero_grad()
@@ -158,7 +158,7 @@ def test_an_infinity_without_a_scaler_does_not_stay(name):
 
 def autocast(group, name, kind):
     """A network in bf16, its parameters in fp32."""
-    watched = Watched(ddp.network(), COMPRESSORS[name], layout={"bucket_cap_mb": 0.02})
+    watched = Watched(ddp.network(), COMPRESSIONS[name], layout={"bucket_cap_mb": 0.02})
     optimizer = torch.optim.AdamW(watched.model.parameters(), lr=1e-3)
     seen = []
     for step in range(4):
@@ -173,6 +173,6 @@ def autocast(group, name, kind):
 @pytest.mark.parametrize("name", ["dense", "int8", "topk"])
 def test_bf16_autocast(name):
     runs = helpers.run_group(2, autocast, name, torch.bfloat16)
-    Reference(2, COMPRESSORS[name]).check([seen for seen, _ in runs])
+    Reference(2, COMPRESSIONS[name]).check([seen for seen, _ in runs])
     (_, mine), (_, others) = runs
     assert all(golden.same_bits(a, b) for a, b in zip(mine, others, strict=True))

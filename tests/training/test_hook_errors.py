@@ -8,7 +8,7 @@ import ddp
 import helpers
 import pytest
 import torch
-from ddp import COMPRESSORS, Watched
+from ddp import COMPRESSIONS, Watched
 from golden import same_tensors
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -35,7 +35,7 @@ class Dying(Watched):
 
 def until_a_peer_is_gone(group, name, pause):
     """What backward raised, and what the group does afterwards."""
-    watched = Dying(ddp.Given(), COMPRESSORS[name], layout=TINY)
+    watched = Dying(ddp.Given(), COMPRESSIONS[name], layout=TINY)
     watched.prepare(group.rank, pause)
     watched.run(group.rank, range(2))
     loss = watched.model(ddp.gradients(watched.model, group.rank, 2))
@@ -101,7 +101,7 @@ def test_a_peer_that_does_not_come_is_a_timeout(tmp_path):
 
 
 def with_states_that_differ(group, names):
-    watched = Watched(ddp.Given(), COMPRESSORS[names[group.rank]])
+    watched = Watched(ddp.Given(), COMPRESSIONS[names[group.rank]])
     return str(raised_by_backward(group, watched, pycomm.Mismatch))
 
 
@@ -290,7 +290,7 @@ def with_dropped_means(group, name, scale):
     pairs = []
     for _ in range(2):
         scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=scale != 1)
-        watched = Watched(Backwards(), COMPRESSORS[name], layout=TINY, grad_scaler=scaler)
+        watched = Watched(Backwards(), COMPRESSIONS[name], layout=TINY, grad_scaler=scaler)
         pairs.append((watched, scaler))
 
     def loss(watched, scaler, step):
@@ -313,7 +313,7 @@ def with_dropped_means(group, name, scale):
     for one in after.keys() - sent:
         assert torch.equal(after[one], before.residuals[one])
     assert same_tensors(after, spoilt.residuals())  # only once
-    if COMPRESSORS[name].momentum:
+    if COMPRESSIONS[name].momentum:
         ours, theirs = (w.state.state_dict()["kept"][str(group.rank)] for w in (spoilt, good))
         assert all(same_tensors(ours["velocity"][one], theirs["velocity"][one]) for one in sent)
     if scale != 1:  # a step that overflows puts back what has been given back, too
@@ -334,7 +334,7 @@ def test_means_that_a_backward_drops_go_back_into_residuals(name, scale):
 
 def balance(group, name, layout):
     """What hooks were given, and what came out or waits; DDP must be made anew after each error."""
-    watched = Watched(Backwards(), COMPRESSORS[name], layout=TINY)
+    watched = Watched(Backwards(), COMPRESSIONS[name], layout=TINY)
     names = watched.residuals()
     given, found = ({name: torch.zeros(ddp.SHAPES[name]) for name in names} for _ in range(2))
     steps = 0
@@ -383,7 +383,7 @@ BAD = {
     "density": (ValueError, "density", lambda: hooks.TopKState(NAMED, density=0)),
     "values": (ValueError, "values", lambda: hooks.TopKState(NAMED, values=torch.float64)),
     "momentum": (ValueError, "momentum", lambda: hooks.TopKState(NAMED, momentum=1.0)),
-    "compressor": (TypeError, "compressor", lambda: hooks.CommState("int8")),
+    "compression": (TypeError, "compression", lambda: hooks.CommState("int8")),
     "option": (TypeError, "feed", lambda: hooks.Int8State(NAMED, feed=True)),
 }
 

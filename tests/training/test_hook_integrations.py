@@ -8,7 +8,7 @@ import golden
 import helpers
 import pytest
 import torch
-from ddp import COMPRESSORS, Reference
+from ddp import COMPRESSIONS, Reference
 from torch.utils.data import DataLoader
 
 import pycomm
@@ -31,7 +31,7 @@ def pretend_torchrun(rank, size):
 
 def check(runs, name):
     """Against the golden models, and that ranks end with the same parameters."""
-    Reference(2, COMPRESSORS[name]).check([seen for seen, _ in runs])
+    Reference(2, COMPRESSIONS[name]).check([seen for seen, _ in runs])
     (mine, theirs) = (parameters for _, parameters in runs)
     assert all(golden.same_bits(a, b) for a, b in zip(mine, theirs, strict=True))
 
@@ -48,7 +48,7 @@ def accelerated(rank, size, store, name):
     model, optimizer = accelerator.prepare(module, optimizer)
     seen = []
     with pycomm.init():
-        watched = ddp.Watched(model, COMPRESSORS[name])
+        watched = ddp.Watched(model, COMPRESSIONS[name])
         for step in range(2 * STEPS):
             with accelerator.accumulate(model):
                 watched.begin()
@@ -75,10 +75,10 @@ def under_lightning(rank, size, store):
     class Module(lightning.LightningModule):
         def __init__(self, name):
             super().__init__()
-            self.network, self.compressor, self.seen = ddp.network(), COMPRESSORS[name], []
+            self.network, self.compression, self.seen = ddp.network(), COMPRESSIONS[name], []
 
         def on_fit_start(self):
-            self.watched = ddp.Watched(self.trainer.strategy.model, self.compressor)
+            self.watched = ddp.Watched(self.trainer.strategy.model, self.compression)
 
         def training_step(self, batch):
             self.watched.begin()

@@ -8,7 +8,7 @@ import helpers
 import numpy as np
 import pytest
 import torch
-from ddp import COMPRESSORS, LAYOUTS, SHAPES, Reference, Watched
+from ddp import COMPRESSIONS, LAYOUTS, SHAPES, Reference, Watched
 
 import pycomm
 
@@ -16,7 +16,7 @@ STEPS = 4
 
 
 def train(group, name, layout, dtypes):
-    watched = Watched(ddp.Given(dtypes), COMPRESSORS[name], layout=LAYOUTS[layout])
+    watched = Watched(ddp.Given(dtypes), COMPRESSIONS[name], layout=LAYOUTS[layout])
     return watched.run(group.rank, range(STEPS))
 
 
@@ -28,12 +28,12 @@ def names_in(buckets):
     return sorted(name for bucket in buckets for name in bucket)
 
 
-@pytest.mark.parametrize("name", COMPRESSORS)
+@pytest.mark.parametrize("name", COMPRESSIONS)
 def test_no_layout_changes_a_bit(name):
     """Golden models know nothing of buckets, so all layouts give the same."""
     runs = helpers.run_group(2, in_every_layout, name, {})
     for layout in LAYOUTS:
-        Reference(2, COMPRESSORS[name]).check([run[layout] for run in runs])
+        Reference(2, COMPRESSIONS[name]).check([run[layout] for run in runs])
         for step in runs[0][layout]:
             assert names_in(step.buckets) == sorted(SHAPES)
     counts = {layout: [len(step.buckets) for step in runs[0][layout]] for layout in LAYOUTS}
@@ -51,14 +51,14 @@ def test_several_dtypes_in_one_model(name):
     """In a static graph's first iteration all buckets have index 0 and none is the last."""
     runs = helpers.run_group(2, in_every_layout, name, MIXED)
     for layout in LAYOUTS:
-        Reference(2, COMPRESSORS[name]).check([run[layout] for run in runs])
+        Reference(2, COMPRESSIONS[name]).check([run[layout] for run in runs])
     assert len(runs[0]["static"][0].buckets) == 3
 
 
 def with_unused(group, name, plan, options):
     """Each step with its own parameters left out, on each rank."""
     layout = {"find_unused_parameters": True, "bucket_cap_mb": 0.02, **options}
-    watched = Watched(ddp.Given(), COMPRESSORS[name], layout=layout)
+    watched = Watched(ddp.Given(), COMPRESSIONS[name], layout=layout)
     seen = []
     for step, skip in enumerate(plan):
         seen += watched.run(group.rank, [step], skip[group.rank])
@@ -80,7 +80,7 @@ def test_parameters_unused_on_one_rank_or_on_all(name, views):
     """Unused on one: as a gradient of zeros. On all: no gradient, and the residual stays."""
     arguments = (name, HERE_AND_THERE, {"gradient_as_bucket_view": views})
     runs = helpers.run_group(2, with_unused, *arguments)
-    Reference(2, COMPRESSORS[name]).check(runs)
+    Reference(2, COMPRESSIONS[name]).check(runs)
     unused = runs[0][3].result
     assert [n for n, result in unused.items() if result is None] == ["wide", "square", "small"]
 
@@ -121,7 +121,7 @@ def test_unused_with_gradients_kept_as_zeros(views):
 def accumulated(group, name, views):
     """Three backwards, of which the last one exchanges."""
     layout = {"gradient_as_bucket_view": views, "bucket_cap_mb": 0.02}
-    watched = Watched(ddp.Given(), COMPRESSORS[name], layout=layout)
+    watched = Watched(ddp.Given(), COMPRESSIONS[name], layout=layout)
     model, seen = watched.model, []
     for step in range(3):
         model.zero_grad()
@@ -140,7 +140,7 @@ def accumulated(group, name, views):
 @pytest.mark.parametrize("name", ["dense", "int8", "topk"])
 def test_accumulated_gradients_are_exchanged_once(name, views):
     runs = helpers.run_group(2, accumulated, name, views)
-    Reference(2, COMPRESSORS[name]).check(runs)
+    Reference(2, COMPRESSIONS[name]).check(runs)
 
 
 def channels_last(group, name):
@@ -148,7 +148,7 @@ def channels_last(group, name):
     torch.manual_seed(5)
     module = torch.nn.Conv2d(32, 40, 3).to(memory_format=torch.channels_last)
     alone = copy.deepcopy(module)
-    watched = Watched(module, COMPRESSORS[name])
+    watched = Watched(module, COMPRESSIONS[name])
     generator = torch.Generator().manual_seed(group.rank)
     seen = []
     for _ in range(3):
@@ -174,7 +174,7 @@ def test_residuals_belong_to_their_elements_in_every_memory_format(name):
 def uneven(group, name, views):
     """Rank 1 has one batch more than rank 0, which then sends zeros along."""
     layout = {"bucket_cap_mb": 0.02, "gradient_as_bucket_view": views}
-    watched = Watched(ddp.Given(), COMPRESSORS[name], layout=layout)
+    watched = Watched(ddp.Given(), COMPRESSIONS[name], layout=layout)
     with watched.model.join():
         seen = watched.run(group.rank, range(3 + group.rank))
         watched.begin()
@@ -190,4 +190,4 @@ def test_uneven_inputs_with_join(name, views):
     mine, theirs = helpers.run_group(2, uneven, name, views)
     assert not any(x.any() for x in mine[3].local.values())
     mine[3].result = theirs[3].result
-    Reference(2, COMPRESSORS[name]).check([mine, theirs])
+    Reference(2, COMPRESSIONS[name]).check([mine, theirs])

@@ -5,7 +5,7 @@ import golden
 import helpers
 import pytest
 import torch
-from ddp import COMPRESSORS, Reference, Watched
+from ddp import COMPRESSIONS, Reference, Watched
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -29,7 +29,7 @@ class Checkpointed(nn.Module):
 
 def train(group, module, name, layout, wrap=None):
     """The steps, the parameters in the end, and how often buckets came."""
-    watched = Watched(module, COMPRESSORS[name], layout=layout)
+    watched = Watched(module, COMPRESSIONS[name], layout=layout)
     run = wrap(watched.model) if wrap else watched.model
     optimizer = torch.optim.SGD(watched.model.parameters(), lr=0.1)
     width, seen = next(module.parameters()).shape[1], []
@@ -48,7 +48,7 @@ def checkpointed(group, name, reentrant, static):
 
 
 def check(runs, name):
-    Reference(2, COMPRESSORS[name]).check([seen for seen, _ in runs])
+    Reference(2, COMPRESSIONS[name]).check([seen for seen, _ in runs])
     (_, mine), (_, others) = runs
     assert all(golden.same_bits(a, b) for a, b in zip(mine, others, strict=True))
 

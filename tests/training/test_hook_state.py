@@ -7,14 +7,14 @@ import ddp
 import helpers
 import pytest
 import torch
-from ddp import COMPRESSORS, LAYOUTS, Watched
+from ddp import COMPRESSIONS, LAYOUTS, Watched
 from golden import same_tensors, tensors_in
 from torch import nn
 
 import pycomm
 from pycomm import hooks
 
-HELD = [name for name in COMPRESSORS if name != "dense"]
+HELD = [name for name in COMPRESSIONS if name != "dense"]
 
 
 def saved(state_dict):
@@ -27,7 +27,7 @@ def saved(state_dict):
 
 def train(group, name, layout, steps, start, gathered):
     """Goes on from `start`, a model's and a state's dict per rank; returns the same."""
-    watched = Watched(ddp.network(), COMPRESSORS[name], layout=LAYOUTS[layout])
+    watched = Watched(ddp.network(), COMPRESSIONS[name], layout=LAYOUTS[layout])
     if start is not None:
         model, state = start[0 if gathered else group.rank]
         watched.model.module.load_state_dict(model)
@@ -60,7 +60,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(name, gathered):
 def make(group, name="int8", seed=None, module=None):
     """A state that has something to remember, without a training."""
     named = list((module or ddp.Given()).named_parameters())
-    state, _ = ddp.make_state(COMPRESSORS[name], named, group=group)
+    state, _ = ddp.make_state(COMPRESSIONS[name], named, group=group)
     for one in ("wide", "square") if seed is not None else ():
         generator = torch.Generator().manual_seed(seed)
         state.residual(one).copy_(torch.randn(ddp.SHAPES[one], generator=generator))
@@ -191,7 +191,7 @@ def test_another_models_dict_is_refused(world):
     refused(given, make(group, module=module).state_dict(), "wide")
 
 
-def test_another_compressors_dict_is_refused_where_something_is_missing(world):
+def test_another_compressions_dict_is_refused_where_something_is_missing(world):
     group = world(1).groups[0]
     refused(make(group, "momentum"), make(group, "topk", seed=1).state_dict(), "velocity")
     without = hooks.Int8State(group=group).state_dict()
@@ -208,30 +208,30 @@ def test_what_is_no_dict_of_a_state_is_refused(world, what):
 
 def reporting(group, name, options):
     """Of every step: statistics, residuals, and what single calls read from peers."""
-    watched = Watched(ddp.Given(), COMPRESSORS[name], layout=LAYOUTS["views"], **options)
+    watched = Watched(ddp.Given(), COMPRESSIONS[name], layout=LAYOUTS["views"], **options)
     memory, seen = {}, []
     for number in range(3):
         (step,) = watched.run(group.rank, [number])
         stats = watched.state.stats()
         read = sum(
-            bytes_read(group, COMPRESSORS[name], one, x, memory, step.first.get(one))
+            bytes_read(group, COMPRESSIONS[name], one, x, memory, step.first.get(one))
             for one, x in step.local.items()
         )
         seen.append((stats, step.residuals, read))
     return seen
 
 
-def bytes_read(group, compressor, name, x, memory, first):
+def bytes_read(group, compression, name, x, memory, first):
     """By this rank, where a gradient is exchanged alone."""
-    if compressor is None or ddp.sent_dense(name, x):
+    if compression is None or ddp.sent_dense(name, x):
         return 2 * x.nbytes * (group.size - 1) // group.size
-    kinds = ["residual", "velocity"] if compressor.momentum else ["residual"]
+    kinds = ["residual", "velocity"] if compression.momentum else ["residual"]
     kept = memory.setdefault(name, {kind: torch.zeros_like(x) for kind in kinds})
-    pycomm.compressed_all_reduce(x, compressor, group=group, offset=first, **kept)
+    pycomm.compressed_all_reduce(x, compression, group=group, offset=first, **kept)
     return group.traffic()[1]
 
 
-@pytest.mark.parametrize("name", COMPRESSORS)
+@pytest.mark.parametrize("name", COMPRESSIONS)
 def test_numbers_for_loggers(name):
     elements = sum(parameter.numel() for parameter in ddp.Given().parameters())
     for steps in helpers.run_group(2, reporting, name, {}):

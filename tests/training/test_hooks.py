@@ -6,7 +6,7 @@ import helpers
 import pytest
 import torch
 import torch.distributed as dist
-from ddp import COMPRESSORS, Reference, Watched
+from ddp import COMPRESSIONS, Reference, Watched
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
@@ -21,7 +21,7 @@ def all_of(dtype):
 
 
 def train(group, name, dtype, steps, options):
-    watched = Watched(ddp.Given(all_of(dtype)), COMPRESSORS[name], layout=LAYOUT, **options)
+    watched = Watched(ddp.Given(all_of(dtype)), COMPRESSIONS[name], layout=LAYOUT, **options)
     return watched.run(group.rank, range(steps))
 
 
@@ -29,22 +29,22 @@ def train_each(group, name):
     return [train(group, name, dtype, 3, {}) for dtype in FLOATS]
 
 
-@pytest.mark.parametrize("name", COMPRESSORS)
+@pytest.mark.parametrize("name", COMPRESSIONS)
 def test_each_parameter_is_what_the_golden_model_says(name):
     for runs in zip(*helpers.run_group(2, train_each, name), strict=True):
-        Reference(2, COMPRESSORS[name]).check(runs)
+        Reference(2, COMPRESSIONS[name]).check(runs)
 
 
-@pytest.mark.parametrize("name", COMPRESSORS)
+@pytest.mark.parametrize("name", COMPRESSIONS)
 def test_three_ranks(name):
     runs = helpers.run_group(3, train, name, torch.float32, 3, {})
-    Reference(3, COMPRESSORS[name]).check(runs)
+    Reference(3, COMPRESSIONS[name]).check(runs)
 
 
 @pytest.mark.parametrize("name", ["int8", "stochastic"])
 def test_without_parameters_there_is_no_feedback(name):
     runs = helpers.run_group(2, train, name, torch.float32, 3, {"feedback": False})
-    Reference(2, COMPRESSORS[name], feedback=False).check(runs)
+    Reference(2, COMPRESSIONS[name], feedback=False).check(runs)
 
 
 def only_the_square(name, parameter):
@@ -61,20 +61,20 @@ def nothing(name, parameter):
 @pytest.mark.parametrize("name", ["int8", "topk"])
 def test_a_predicate_says_what_is_dense(name, exclude):
     runs = helpers.run_group(2, train, name, torch.float32, 3, {"exclude": exclude})
-    Reference(2, COMPRESSORS[name], exclude=exclude).check(runs)
+    Reference(2, COMPRESSIONS[name], exclude=exclude).check(runs)
 
 
 @pytest.mark.parametrize("name", ["int8", "stochastic", "topk"])
 def test_the_first_steps_are_dense(name):
     runs = helpers.run_group(2, train, name, torch.float32, 4, {"warmup_steps": 2})
-    Reference(2, COMPRESSORS[name], warmup_steps=2).check(runs)
+    Reference(2, COMPRESSIONS[name], warmup_steps=2).check(runs)
 
 
 def ramping(group):
     """Bytes on the wire, step by step, of a top-k that warms up after a warm-up of the state."""
-    compressor = pycomm.TopK(0.001, density_steps=3)
+    compression = pycomm.TopK(0.001, density_steps=3)
     model = DistributedDataParallel(ddp.Given())
-    state = hooks.CommState(compressor, model.named_parameters(), warmup_steps=2)
+    state = hooks.CommState(compression, model.named_parameters(), warmup_steps=2)
     model.register_comm_hook(state, hooks.comm_hook)
     seen = []
     for step in range(7):
@@ -83,7 +83,7 @@ def ramping(group):
     return seen
 
 
-def test_a_compressors_warm_up_follows_the_states():
+def test_a_compressions_warm_up_follows_the_states():
     for ratios in helpers.run_group(2, ramping):
         assert ratios[:2] == [1, 1]
         assert 1 < ratios[2] < ratios[3] < ratios[4] < ratios[5] == pytest.approx(ratios[6], 0.01)
@@ -137,14 +137,14 @@ def test_register_is_the_same_as_the_pair(number):
 
 def as_single_calls(group, name):
     """The hook, and the public operation for each of its parameters."""
-    compressor = COMPRESSORS[name]
-    watched = Watched(ddp.Given(), compressor, layout=LAYOUT)
+    compression = COMPRESSIONS[name]
+    watched = Watched(ddp.Given(), compression, layout=LAYOUT)
     residuals = {n: torch.zeros_like(r) for n, r in watched.residuals().items()}
     first = ddp.first_elements(watched.model)
     for number, step in enumerate(watched.run(group.rank, range(3))):
         for one, residual in residuals.items():
             mean = pycomm.compressed_all_reduce(
-                step.local[one], compressor, residual=residual, step=number,
+                step.local[one], compression, residual=residual, step=number,
                 offset=first[one], group=group,
             )  # fmt: skip
             assert golden.same_bits(mean, step.result[one])
@@ -181,7 +181,7 @@ def test_two_ranks_train_to_the_bits_of_plain_ddp():
 def in_place(group, name):
     """The futures hold the buckets' own memory, and gradients stay views of it."""
     layout = {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.05}
-    watched = Watched(ddp.Given(), COMPRESSORS[name], layout=layout)
+    watched = Watched(ddp.Given(), COMPRESSIONS[name], layout=layout)
     for step in range(3):
         watched.run(group.rank, [step])
         assert all(future.value().data_ptr() == b.data_ptr() for b, future in watched.exchanges)
@@ -198,8 +198,8 @@ def test_results_are_written_where_the_gradients_were(name):
 def two_models(group, together):
     """A dense and a compressed one, a small and a large one; in one backward or in two."""
     models = [
-        Watched(ddp.Given(), COMPRESSORS["int8"], layout=LAYOUT),
-        Watched(ddp.Given(), COMPRESSORS["topk"], layout={"bucket_cap_mb": 0.01}),
+        Watched(ddp.Given(), COMPRESSIONS["int8"], layout=LAYOUT),
+        Watched(ddp.Given(), COMPRESSIONS["topk"], layout={"bucket_cap_mb": 0.01}),
         Watched(ddp.Given(), None, layout=LAYOUT),
     ]
     seen = [[] for _ in models]
@@ -222,7 +222,7 @@ def two_models(group, together):
 def test_several_models_at_once(together):
     runs = helpers.run_group(2, two_models, together)
     for number, name in enumerate(("int8", "topk", "dense")):
-        Reference(2, COMPRESSORS[name]).check([run[number] for run in runs])
+        Reference(2, COMPRESSIONS[name]).check([run[number] for run in runs])
 
 
 def in_a_subgroup(rank, size, store):
@@ -232,14 +232,14 @@ def in_a_subgroup(rank, size, store):
         return []
     with pycomm.init(part) as group:
         layout = {"process_group": part, "bucket_cap_mb": 0.05}
-        watched = Watched(ddp.Given(), COMPRESSORS["int8"], layout=layout, group=group)
+        watched = Watched(ddp.Given(), COMPRESSIONS["int8"], layout=layout, group=group)
         pycomm.set_default_group(None)
         return watched.run(group.rank, range(3))
 
 
 def test_a_subgroup():
     runs = helpers.run_ranks(3, in_a_subgroup)
-    Reference(2, COMPRESSORS["int8"]).check([runs[0], runs[2]])
+    Reference(2, COMPRESSIONS["int8"]).check([runs[0], runs[2]])
 
 
 class Signalling(Watched):
@@ -254,7 +254,7 @@ class Signalling(Watched):
 
 def with_a_late_peer(group, name, folder):
     """Rank 1 begins its backward when all of rank 0's hooks have returned."""
-    watched = Signalling(ddp.Given(), COMPRESSORS[name], layout={"bucket_cap_mb": 0.01})
+    watched = Signalling(ddp.Given(), COMPRESSIONS[name], layout={"bucket_cap_mb": 0.01})
     seen = []
     for step in range(3):
         watched.model.zero_grad()
@@ -269,4 +269,4 @@ def with_a_late_peer(group, name, folder):
 @pytest.mark.parametrize("name", ["dense", "int8", "topk"])
 def test_hooks_return_before_a_late_peer_has_begun(name, tmp_path):
     runs = helpers.run_group(2, with_a_late_peer, name, tmp_path)
-    Reference(2, COMPRESSORS[name]).check(runs)
+    Reference(2, COMPRESSIONS[name]).check(runs)

@@ -21,12 +21,12 @@ LATE_US = 1000.0  # how far the trace's two clocks may seem to be apart
 
 
 @pytest.mark.parametrize(
-    ("launcher", "mode", "compress"), [([], "wrapper", "int8"), (TORCHRUN, "ddp", "topk:0.01")]
+    ("launcher", "mode", "compression"), [([], "wrapper", "int8"), (TORCHRUN, "ddp", "topk:0.01")]
 )
-def test_example(launcher, mode, compress, tmp_path):
+def test_example(launcher, mode, compression, tmp_path):
     """It says what it has done, and its trace has every exchange where it belongs."""
     trace, plot = tmp_path / "trace.json", tmp_path / "loss.png"
-    what = ["--steps", "20", "--mode", mode, "--compress", compress]
+    what = ["--steps", "20", "--mode", mode, "--compression", compression]
     files = ["--trace", str(trace), "--plot", str(plot)]
     command = [sys.executable, *launcher, str(EXAMPLES / "train_lm.py"), *what, *files]
     said = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout

@@ -29,7 +29,7 @@ DENSE = 0.1  # of the steps, which top-k sends uncompressed
 class Mode:
     """How gradients travel, and how far from uncompressed a training may end."""
 
-    compressor: pycomm.Compressor | None
+    compression: pycomm.Compression | None
     feedback: bool
     band: float
 
@@ -133,22 +133,22 @@ class Trainee:
 
 def parallelise(model: nn.Module, plan: Plan) -> tuple[nn.Module, hooks.CommState | None]:
     """A model whose backward averages gradients, and the state to save with it."""
-    compressor = MODES[plan.mode].compressor
+    compression = MODES[plan.mode].compression
     feedback = MODES[plan.mode].feedback and plan.broken != "feedback dropped"
-    sparse = isinstance(compressor, pycomm.TopK)
+    sparse = isinstance(compression, pycomm.TopK)
     options: dict[str, Any] = {"warmup_steps": int(DENSE * plan.steps) if sparse else 0}
     if plan.front == "wrapper":
-        wrapped = pycomm.DataParallel(model, compression=compressor, feedback=feedback, **options)
+        wrapped = pycomm.DataParallel(model, compression=compression, feedback=feedback, **options)
         return wrapped, wrapped.comm_state
     made = DistributedDataParallel(model, gradient_as_bucket_view=True)
     if plan.front == "plain":
         return made, None
-    if compressor is None:
+    if compression is None:
         state, hook = hooks.AllReduceState(), hooks.all_reduce_hook
     elif feedback:
-        state, hook = ddp.make_state(compressor, made.named_parameters(), **options)
+        state, hook = ddp.make_state(compression, made.named_parameters(), **options)
     else:
-        state, hook = hooks.CommState(compressor, **options), hooks.comm_hook
+        state, hook = hooks.CommState(compression, **options), hooks.comm_hook
     made.register_comm_hook(state, hook)
     return made, state
 
