@@ -29,7 +29,7 @@ part() { # NAME SECONDS COMMAND...; what follows a hyphen of the name is not par
 
 sanitize() { # TOOL; without torch's caching, every tensor is an allocation that it can watch
   part "sanitizer-$1" 20 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
-    compute-sanitizer --tool "$1" --error-exitcode 1 "$python" benchmarks/gpu_small.py
+    compute-sanitizer --tool "$1" --error-exitcode 1 "$python" -m pycomm.bench.gpu.small
 }
 
 TORCH_CUDA_ARCH_LIST=$("$python" -c \
@@ -39,7 +39,7 @@ export TORCH_CUDA_ARCH_LIST
 part build 150 "$python" setup.py build_ext --inplace
 part tests 150 "$python" -m pytest -q -n 4 --tb=short -p no:cacheprovider \
   --continue-on-collection-errors -m gpu tests
-part benchmarks 90 "$python" benchmarks/gpu.py --json "$out/gpu.json"
+part benchmarks 90 "$python" -m pycomm.bench.gpu --json "$out/gpu.json"
 for tool in memcheck racecheck synccheck initcheck; do
   sanitize "$tool"
 done

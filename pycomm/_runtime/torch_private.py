@@ -24,6 +24,7 @@ __all__ = [
     "backward_node",
     "internal_overlap",
     "is_traceable_wrapper_subclass",
+    "keep_device_busy",
     "not_compiled",
     "profiler_runs",
     "pytree",
@@ -40,6 +41,8 @@ backward_node: Callable[[], Any] = torch._C._current_autograd_node
 queue_callback: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
 # 1 if two elements of a tensor share memory, 0 if none do, 2 if that is not known.
 internal_overlap: Callable[[torch.Tensor], int] = torch._debug_has_internal_overlap
+# Has the current CUDA stream do nothing for so many cycles.
+keep_device_busy: Callable[[int], None] = torch.cuda._sleep
 profiler_runs: Callable[[], bool] = torch._C._autograd._profiler_enabled
 after_autograd_keys = torch._C._after_autograd_keyset
 

@@ -9,4 +9,7 @@ every rank.
 memory allows, `codec_report` how it is shown, and `codec_session` ties them together.
 
 `overlap` and `step` time training steps; `training` says what trains.
+
+The sub-packages have command lines of their own: `gpu` times every kernel on a GPU, `nodes` what
+goes between nodes.
 """

@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.futures import Future
 
 import pycomm
-from pycomm._training.exchange import Plan
 from pycomm.bench import measure, report
 from pycomm.bench.contestants import Prepared
 from pycomm.bench.training import TrainingSettings, begin, count_parameters, count_wrong, make
-from pycomm.collectives import Work
 from pycomm.hooks import CommState
 
+# Of gradients: where they lie, whose they are, and where each begins.
+Bucket = tuple[torch.Tensor, Sequence[torch.Tensor], Sequence[int] | None]
 ALONE = {"ddp": "idle", "wrapper": "plain"}  # what computes the same without any exchange
 
 
@@ -31,45 +33,48 @@ class Link:
 
     Attributes:
         seconds_per_byte: its rate, inverted; at first it carries everything at once.
-        buckets: what was exchanged in the last step.
+        buckets: what was exchanged in the last step, as the state's ``start`` takes it.
     """
 
     def __init__(self, state: CommState) -> None:
         self.seconds_per_byte = 0.0
-        self.buckets: list[tuple[Plan, torch.Tensor]] = []
+        self.buckets: list[Bucket] = []
         self._state, self._step, self._free = state, state.step, 0.0
-        self._launch = state._launch
-        state._launch = self._send  # type: ignore[method-assign]
+        self._start, self._finish = state.start, state.finish
+        state.start, state.finish = self._send, self._arrive  # type: ignore[method-assign]
 
     def exchange(self) -> None:
         """What a step exchanges, without the step."""
-        for flight in [self._carry(*bucket) for bucket in self.buckets]:
-            flight.work.wait()
+        for buffer, parameters, begins in tuple(self.buckets):
+            self._state.start(buffer, parameters, begins=begins)
+        self._state.finish()
 
-    def _send(self, plan: Plan, buffer: torch.Tensor) -> Any:
+    def wire_bytes(self, bucket: Bucket) -> int:
+        """That a rank reads from its peers for a bucket, uncompressed."""
+        ranks = self._state.group.size
+        return 2 * (ranks - 1) * bucket[0].nbytes // ranks
+
+    def _send(
+        self,
+        buffer: torch.Tensor,
+        parameters: Sequence[torch.Tensor],
+        backward: int = -1,
+        *,
+        begins: Sequence[int] | None = None,
+    ) -> Future[Any]:
+        bucket = buffer, parameters, begins
+        future = self._start(buffer, parameters, backward, begins=begins)
         if self._state.step != self._step:
             self._step, self.buckets = self._state.step, []
-        self.buckets.append((plan, buffer))
-        return self._carry(plan, buffer)
-
-    def _carry(self, plan: Plan, buffer: torch.Tensor) -> Any:
-        flight = self._launch(plan, buffer)
-        taken = plan.wire_bytes * self.seconds_per_byte
+        self.buckets.append(bucket)
+        taken = self.wire_bytes(bucket) * self.seconds_per_byte
         self._free = max(time.perf_counter(), self._free) + taken
-        flight.work = _Carried(flight.work, self._free)
-        return flight
+        return future
 
-
-class _Carried(Work):
-    """An exchange whose bytes arrive at a given time."""
-
-    def __init__(self, work: Work, arrival: float) -> None:
-        super().__init__(None, (), work.wait)
-        self._arrival = arrival
-
-    def wait(self) -> None:
-        time.sleep(max(self._arrival - time.perf_counter(), 0.0))
-        super().wait()
+    def _arrive(self, backward: int = -1) -> None:
+        """The bytes are there when the link is free again."""
+        time.sleep(max(self._free - time.perf_counter(), 0.0))
+        self._finish(backward)
 
 
 @dataclass(frozen=True)
@@ -142,7 +147,13 @@ def _measure(mode: str, settings: TrainingSettings, group: pycomm.Group) -> Over
     trainee.step()  # tells the link of the buckets
     link.seconds_per_byte = _slowest(alone.backwards[1:]) / trainee.state.stats()["bytes_wire"]
     trainee.calls.clear()
-    exchange = Prepared(alone.rows, alone.rows, link.exchange)
+
+    def exchange_alone() -> None:
+        counted = len(trainee.calls)
+        link.exchange()
+        del trainee.calls[counted:]  # those of backward count
+
+    exchange = Prepared(alone.rows, alone.rows, exchange_alone)
     runs = [alone.prepared(), exchange, trainee.prepared()]
     compute, communication, step = measure.interleave(group, runs, settings.iters)
     exposed_us = step.time_us - compute.time_us

@@ -79,7 +79,8 @@ PYTHON_LAYERS = [
     {"memory"},
     {"__init__"},
     {"collect_env", "bench"},
-    {"advise"},
+    {"bench.gpu", "advise"},
+    {"bench.nodes"},
 ]
 PRIVATE = ("_inputs", "_runtime", "_training")
 LEVEL = {name: level for level, names in enumerate(PYTHON_LAYERS) for name in names}

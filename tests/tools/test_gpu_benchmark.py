@@ -1,4 +1,4 @@
-"""What of benchmarks/gpu.py and gpu.sh needs no GPU."""
+"""What of pycomm.bench.gpu and benchmarks/gpu.sh needs no GPU."""
 
 import contextlib
 import json
@@ -7,15 +7,12 @@ import subprocess
 import time
 from pathlib import Path
 
-import gpu
-import gpu_cases
-import gpu_ranks
-import gpu_small
 import pytest
 import torch
 
 from pycomm.bench.cases import GIB, KIB, MIB
 from pycomm.bench.contestants import Prepared
+from pycomm.bench.gpu import cases, cli, ranks, small
 
 NBYTES = MIB
 # The rows that the project's goals speak of.
@@ -50,22 +47,22 @@ def pretended(monkeypatch):
     """A device whose work is done by the CPU, on little data; the order of calls."""
     calls = []
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda _: calls.append("sleep"))
+    monkeypatch.setattr(cli, "keep_device_busy", lambda _: calls.append("sleep"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronize"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(gpu_ranks.Loopback, "capture", lambda self: self)
-    monkeypatch.setattr(gpu_ranks, "large_cases", lambda device: large(device, NBYTES))
-    monkeypatch.setattr(gpu_ranks, "SMALL_REPEATS", 3)
-    monkeypatch.setattr(gpu_ranks, "in_processes", lambda: {"pycomm": "not here"})
-    monkeypatch.setattr(gpu, "STEP_SIZES", {NBYTES // 4: "_small", NBYTES: ""})
-    monkeypatch.setattr(gpu, "CODEC_SIZES", {NBYTES: ""})
-    monkeypatch.setattr(gpu, "LEAST_COPIED", 0)
-    monkeypatch.setattr(gpu, "streams", streams)
-    monkeypatch.setattr(gpu, "gpu", lambda: {"name": "pretended"})
+    monkeypatch.setattr(ranks.Loopback, "capture", lambda self: self)
+    monkeypatch.setattr(ranks, "large_cases", lambda device: large(device, NBYTES))
+    monkeypatch.setattr(ranks, "SMALL_REPEATS", 3)
+    monkeypatch.setattr(ranks, "in_processes", lambda: {"pycomm": "not here"})
+    monkeypatch.setattr(cli, "STEP_SIZES", {NBYTES // 4: "_small", NBYTES: ""})
+    monkeypatch.setattr(cli, "CODEC_SIZES", {NBYTES: ""})
+    monkeypatch.setattr(cli, "LEAST_COPIED", 0)
+    monkeypatch.setattr(cli, "streams", streams)
+    monkeypatch.setattr(cli, "gpu", lambda: {"name": "pretended"})
     return calls
 
 
-large = gpu_ranks.large_cases
+large = ranks.large_cases
 
 
 def streams(mix, device):
@@ -90,34 +87,34 @@ def stems(cases):
     ],
 )
 def test_bytes_of_steps(stem, moved, gradient, held):
-    cases = stems(gpu_cases.step_cases(stem, NBYTES, "_small", "cpu"))
+    found = stems(cases.step_cases(stem, NBYTES, "_small", "cpu"))
     count = int(NBYTES / held) // 4096 * 4096
-    assert cases[stem].name == f"{stem}_small"
-    assert cases[stem].moved_bytes == pytest.approx(moved * count)
-    assert cases[stem].data_bytes == pytest.approx(held * count)
-    assert cases[f"{stem}_full"].moved_bytes == pytest.approx((moved + gradient) * count)
+    assert found[stem].name == f"{stem}_small"
+    assert found[stem].moved_bytes == pytest.approx(moved * count)
+    assert found[stem].data_bytes == pytest.approx(held * count)
+    assert found[f"{stem}_full"].moved_bytes == pytest.approx((moved + gradient) * count)
 
 
 def test_bytes_of_codecs():
     count = NBYTES // 4
     wire = count + 4 * count // 256  # a byte per element, a scale per 256
-    cases = stems(gpu_cases.int8_cases(NBYTES, "", "cpu"))
-    assert cases["int8_encode"].moved_bytes == NBYTES + wire + 16
-    assert cases["int8_decode_add"].moved_bytes == 4 * (2 * NBYTES + wire + 16)
-    assert stems(gpu_cases.topk_cases(NBYTES, "", "cpu"))["topk_select"].moved_bytes == NBYTES
+    found = stems(cases.int8_cases(NBYTES, "", "cpu"))
+    assert found["int8_encode"].moved_bytes == NBYTES + wire + 16
+    assert found["int8_decode_add"].moved_bytes == 4 * (2 * NBYTES + wire + 16)
+    assert stems(cases.topk_cases(NBYTES, "", "cpu"))["topk_select"].moved_bytes == NBYTES
 
 
 def test_bytes_of_all_reduces():
     """Four ranks read and write a tensor each, once."""
-    assert gpu_ranks.moved_bytes(256 * MIB, 4) == 2 * GIB
-    assert gpu_ranks.SIZE == 256 * MIB
-    assert gpu_ranks.SMALL == KIB
+    assert ranks.moved_bytes(256 * MIB, 4) == 2 * GIB
+    assert ranks.SIZE == 256 * MIB
+    assert ranks.SMALL == KIB
 
 
 @pytest.mark.usefixtures("pretended")
 def test_every_set_runs_is_right_and_reported(tmp_path, capsys):
     path = tmp_path / "gpu.json"
-    results = gpu.run(gpu.parse(["--rounds", "2", "--json", str(path)]), "cpu")
+    results = cli.run(cli.parse(["--rounds", "2", "--json", str(path)]), "cpu")
     assert results.meta["failed"] == {}
     assert results.good()
     stored = json.loads(path.read_text())
@@ -126,8 +123,8 @@ def test_every_set_runs_is_right_and_reported(tmp_path, capsys):
     rows = {row["name"]: row for row in stored["rows"]}
     assert len(rows) == len(stored["rows"])
     assert set(NAMES) <= rows.keys()
-    assert {f"{name}_small" for name in gpu_cases.STEPS} < rows.keys()
-    assert set(gpu_cases.GOALS) <= rows.keys()
+    assert {f"{name}_small" for name in cases.STEPS} < rows.keys()
+    assert set(cases.GOALS) <= rows.keys()
     for row in rows.values():
         assert row["bytes"] > 0
         assert row["time_us"] > 0
@@ -138,7 +135,7 @@ def test_every_set_runs_is_right_and_reported(tmp_path, capsys):
             base = rows[row["base"]]
             assert row["over"] == pytest.approx(row["time_us"] / base["time_us"], rel=0.01)
     text = capsys.readouterr().out
-    assert gpu.HEADER in text
+    assert cli.HEADER in text
     assert all(name in text for name in rows)
 
 
@@ -149,8 +146,8 @@ def test_a_set_that_fails_does_not_stop_the_others(monkeypatch, capsys):
         raise RuntimeError("no such kernel")
         yield
 
-    monkeypatch.setattr(gpu, "int8_cases", broken)
-    results = gpu.run(gpu.parse(["--rounds", "2", "--only", "int8", "--only", "topk"]), "cpu")
+    monkeypatch.setattr(cli, "int8_cases", broken)
+    results = cli.run(cli.parse(["--rounds", "2", "--only", "int8", "--only", "topk"]), "cpu")
     assert results.meta["failed"] == {"int8": "RuntimeError: no such kernel"}
     assert [row.name for row in results.rows] == ["topk_select", "topk_encode"]
     assert not results.good()
@@ -158,21 +155,21 @@ def test_a_set_that_fails_does_not_stop_the_others(monkeypatch, capsys):
 
 
 def test_wrong_elements_are_told():
-    case = gpu_cases.Case("topk_encode", 1, 1, lambda: None)
-    (row,) = gpu.make_rows([case], {"topk_encode": [1.0, 1.0]}, 1.0, {"topk_encode": 3})
-    results = gpu.Results(None, {})
+    case = cases.Case("topk_encode", 1, 1, lambda: None)
+    (row,) = cli.make_rows([case], {"topk_encode": [1.0, 1.0]}, 1.0, {"topk_encode": 3})
+    results = cli.Results(None, {})
     results.add([row])
     assert row.wrong == 3
     assert not results.good()
-    assert "3 WRONG" in gpu.format_row(row)
+    assert "3 WRONG" in cli.format_row(row)
 
 
 @pytest.mark.usefixtures("pretended")
 def test_loopback_counts_wrong_elements():
-    with gpu_ranks.large_cases("cpu") as (plain, coded):
+    with ranks.large_cases("cpu") as (plain, coded):
         assert plain.wrong() == coded.wrong() == 0
 
-    class Idle(gpu_ranks.Loopback):
+    class Idle(ranks.Loopback):
         def enqueue(self):
             pass
 
@@ -182,8 +179,8 @@ def test_loopback_counts_wrong_elements():
 
 def test_figures():
     """A copy of 10 bytes takes 1 us; the case moves 100 in 20, twice per call."""
-    base = gpu_cases.Case("all_reduce_loopback", 50, 100, lambda: None, repeats=2)
-    peer = gpu_cases.Case(
+    base = cases.Case("all_reduce_loopback", 50, 100, lambda: None, repeats=2)
+    peer = cases.Case(
         "int8_all_reduce_loopback", 50, 200, lambda: None, suffix="_x",
         base="all_reduce_loopback", peer_name="another", peer=lambda: None,
     )  # fmt: skip
@@ -192,10 +189,10 @@ def test_figures():
         "int8_all_reduce_loopback": [25.0, 25.0, 40.0],
         "int8_all_reduce_loopback, peer": [50.0, 100.0, 100.0],
     }
-    first, second = gpu.make_rows([base, peer], samples, 0.1, {})
+    first, second = cli.make_rows([base, peer], samples, 0.1, {})
     assert (first.time_us, first.floor_us, first.share) == (20.0, 10.0, 0.5)
     assert first.goals == {"share >= 0.8": False}
-    assert "MISSED" in gpu.format_row(first)
+    assert "MISSED" in cli.format_row(first)
     assert (second.name, second.base) == ("int8_all_reduce_loopback_x", "all_reduce_loopback_x")
     assert (second.over, second.peer_ratio) == (1.25, 4.0)
     assert second.goals == {"over <= 1.4": True}
@@ -204,9 +201,9 @@ def test_figures():
 def test_rounds_rotate_and_the_host_has_a_head_start(pretended):
     order = []
     calls = {name: lambda name=name: order.append(name) for name in "abc"}
-    samples = gpu.interleave(calls, 3)
-    warm = 3 * gpu.WARM_UP
-    assert order[:warm] == [name for name in "abc" for _ in range(gpu.WARM_UP)]
+    samples = cli.interleave(calls, 3)
+    warm = 3 * cli.WARM_UP
+    assert order[:warm] == [name for name in "abc" for _ in range(cli.WARM_UP)]
     assert "".join(order[warm:]) == "abc" + "bca" + "cab"
     assert pretended == ["synchronize"] + 3 * (3 * ["sleep"] + ["synchronize"])
     assert {name: len(taken) for name, taken in samples.items()} == dict.fromkeys("abc", 3)
@@ -214,32 +211,32 @@ def test_rounds_rotate_and_the_host_has_a_head_start(pretended):
 
 def test_without_a_gpu(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert gpu.main([]) == 0
+    assert cli.main([]) == 0
     assert capsys.readouterr().out == "skipped: torch finds no CUDA device\n"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(gpu._C, "has_cuda", False)
-    assert gpu.main([]) == 0
+    monkeypatch.setattr(cli._C, "has_cuda", False)
+    assert cli.main([]) == 0
     assert capsys.readouterr().out == "skipped: this build of pycomm has no CUDA\n"
 
 
 def test_arguments(capsys):
-    options = gpu.parse([])
-    assert (options.rounds, options.only, options.json) == (gpu.ROUNDS, None, None)
-    assert gpu.parse(["--only", "topk", "--only", "int8_256MiB"]).only == ["topk", "int8_256MiB"]
+    options = cli.parse([])
+    assert (options.rounds, options.only, options.json) == (cli.ROUNDS, None, None)
+    assert cli.parse(["--only", "topk", "--only", "int8_256MiB"]).only == ["topk", "int8_256MiB"]
     for wrong in (["--rounds", "1"], ["--only", "int4"]):
         with pytest.raises(SystemExit):
-            gpu.parse(wrong)
+            cli.parse(wrong)
     assert "at least 2" in capsys.readouterr().err
 
 
 def test_processes_that_fail_say_why(monkeypatch):
-    monkeypatch.setattr(gpu_ranks, "RANKS", 1)
-    monkeypatch.setattr(gpu_ranks, "CONTESTANTS", {"nobody": None})  # the process knows none
-    assert gpu_ranks.in_processes() == {"nobody": "KeyError: 'nobody'"}
+    monkeypatch.setattr(ranks, "RANKS", 1)
+    monkeypatch.setattr(ranks, "CONTESTANTS", {"nobody": None})  # the process knows none
+    assert ranks.in_processes() == {"nobody": "KeyError: 'nobody'"}
 
 
 def test_what_sanitizers_watch_runs():
-    gpu_small.run("cpu")
+    small.run("cpu")
 
 
 def test_script(tmp_path):
@@ -267,7 +264,7 @@ def test_script(tmp_path):
         "sanitizer-synccheck: passed",
         "sanitizer-initcheck: passed",
     ]
-    assert f"gpu.py --json {out}/gpu.json" in (out / "benchmarks.log").read_text()
+    assert f"-m pycomm.bench.gpu --json {out}/gpu.json" in (out / "benchmarks.log").read_text()
     assert sorted(path.name for path in out.iterdir()) == [
         "benchmarks.log", "build.log", "sanitizer.log", "summary.txt", "tests.log",
     ]  # fmt: skip

@@ -1,6 +1,6 @@
 """Speed on a GPU as shares of its copy bandwidth, beside torch's own, with goals.
 
-``python benchmarks/gpu.py --json FILE``. Method and what was reached: docs/performance.md.
+``python -m pycomm.bench.gpu --json FILE``. Method and what was reached: docs/performance.md.
 """
 
 from __future__ import annotations
@@ -19,10 +19,16 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-import gpu_ranks
 import torch
-from gpu_cases import (
+
+from pycomm import _C
+from pycomm._runtime.torch_private import keep_device_busy
+from pycomm.bench import report
+from pycomm.bench.cases import GIB, MIB
+from pycomm.bench.gpu import ranks
+from pycomm.bench.gpu.cases import (
     CODEC_SIZES,
+    RANKS,
     STEP_SIZES,
     STEPS,
     Call,
@@ -31,10 +37,6 @@ from gpu_cases import (
     step_cases,
     topk_cases,
 )
-
-from pycomm import _C
-from pycomm.bench import report
-from pycomm.bench.cases import GIB, MIB
 from pycomm.bench.streams import Mix, streams
 
 # What the device does before every call that is timed, so that the host can run ahead: 1 ms.
@@ -90,8 +92,8 @@ def sets(device: str) -> Iterator[tuple[str, Cases]]:
     for nbytes, suffix in CODEC_SIZES.items():
         yield f"int8{suffix}", partial(int8_cases, nbytes, suffix, device)
         yield f"topk{suffix}", partial(topk_cases, nbytes, suffix, device)
-    yield "all_reduce", partial(gpu_ranks.large_cases, device)
-    yield "all_reduce_1KiB", partial(gpu_ranks.small_cases, device)
+    yield "all_reduce", partial(ranks.large_cases, device)
+    yield "all_reduce_1KiB", partial(ranks.small_cases, device)
 
 
 def interleave(calls: Mapping[str, Call], rounds: int) -> dict[str, list[float]]:
@@ -103,13 +105,14 @@ def interleave(calls: Mapping[str, Call], rounds: int) -> dict[str, list[float]]
         for _ in range(WARM_UP):
             call()
     torch.cuda.synchronize()
-    names, samples = list(calls), {name: [] for name in calls}
+    names = list(calls)
+    samples: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds):
         begun = []
         for offset in range(len(names)):
             name = names[(number + offset) % len(names)]
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(HEAD_START_CYCLES)
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            keep_device_busy(HEAD_START_CYCLES)
             begin.record()
             calls[name]()
             end.record()
@@ -150,10 +153,8 @@ def make_rows(
         tenths = [t / case.repeats for t in statistics.quantiles(samples[case.stem], n=10)]
         peer_us = times.get(f"{case.stem}, peer")
         over = time_us / times[case.base] if case.base else None
-        figures = {
-            "time_us": time_us, "share": floor_us / time_us, "over": over,
-            "peer_ratio": peer_us / time_us if peer_us else None,
-        }  # fmt: skip
+        share, ratio = floor_us / time_us, peer_us / time_us if peer_us else None
+        figures = {"time_us": time_us, "share": share, "over": over, "peer_ratio": ratio}
         rows.append(
             Row(
                 name=case.name, bytes=case.moved_bytes, data_bytes=case.data_bytes,
@@ -162,7 +163,8 @@ def make_rows(
                 wrong=wrong.get(case.stem), base=case.base and case.base + case.suffix,
                 peer=case.peer_name, peer_us=peer_us and round(peer_us, 3),
                 goals={str(goal): goal.reached(figures[goal.figure]) for goal in case.goals},
-                **{name: value and round(value, 4) for name, value in figures.items()},
+                time_us=round(time_us, 4), share=round(share, 4), over=over and round(over, 4),
+                peer_ratio=ratio and round(ratio, 4),
             )
         )  # fmt: skip
     return rows
@@ -215,7 +217,10 @@ def gpu() -> dict[str, Any]:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Options from a command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m pycomm.bench.gpu", description=__doc__.splitlines()[0] if __doc__ else None
+    )
     names = [name for name, _ in sets("cuda")]
     add = parser.add_argument
     add("--rounds", type=int, default=ROUNDS, help=f"samples of each row (default {ROUNDS})")
@@ -237,6 +242,7 @@ class Results:
         self.rows: list[Row] = []
 
     def add(self, rows: list[Row]) -> None:
+        """Prints and keeps rows."""
         self.rows += rows
         print("\n".join(map(format_row, rows)), flush=True)
         self.save()
@@ -249,6 +255,7 @@ class Results:
         self.save()
 
     def save(self) -> None:
+        """Writes the file, if there is one."""
         if self.path is not None:
             report.write_json(self.path, self.meta, map(asdict, self.rows))
 
@@ -259,7 +266,7 @@ class Results:
 
 def run(options: argparse.Namespace, device: str = "cuda") -> Results:
     """Measures what was asked for."""
-    command = shlex.join(["python", "benchmarks/gpu.py", *sys.argv[1:]])
+    command = shlex.join(["python", "-m", "pycomm.bench.gpu", *sys.argv[1:]])
     results = Results(options.json, report.circumstances(command) | {"gpu": gpu()})
     print(f"# {json.dumps(results.meta['gpu'])}\n# {report.versions(results.meta)}\n{HEADER}")
     for name, cases in sets(device):
@@ -274,21 +281,18 @@ def run(options: argparse.Namespace, device: str = "cuda") -> Results:
         gc.collect()
         torch.cuda.empty_cache()
     if not options.only:
-        results.meta["processes"] = gpu_ranks.in_processes()
+        results.meta["processes"] = ranks.in_processes()
         results.save()
         for name, times in results.meta["processes"].items():
-            print(f"# {gpu_ranks.RANKS} processes, by size in bytes (us): {name}: {times}")
+            print(f"# {RANKS} processes, by size in bytes (us): {name}: {times}")
     return results
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Measures; the exit status."""
     options = parse(argv)
     reason = missing()
     if reason is not None:
         print(f"skipped: {reason}")
         return 0
     return 0 if run(options).good() else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

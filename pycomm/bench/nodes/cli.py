@@ -1,6 +1,6 @@
-"""Exchanges between hosts that are network namespaces of this machine; needs root.
+"""Exchanges between nodes that are network namespaces of this machine; needs root.
 
-``python benchmarks/hosts.py --json FILE`` measures all-reduces, training and cut links. What the
+``python -m pycomm.bench.nodes --json FILE`` measures all-reduces, training and cut links. What the
 model of ``python -m pycomm.advise`` predicts for a row is in the file before the row is measured.
 """
 
@@ -19,7 +19,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hosts_cases import (
+from pycomm import collect_env
+from pycomm.advise import constants
+from pycomm.bench import report
+from pycomm.bench.cases import MIB
+from pycomm.bench.nodes.cases import (
     BUCKET_MIB,
     HEADER,
     PEER,
@@ -31,16 +35,11 @@ from hosts_cases import (
     format_row,
     training_rows,
 )
-from hosts_ranks import POLL_S, write
-from netns import INTERFACE, Hosts, address, missing
-
-from pycomm import collect_env
-from pycomm.advise import constants
-from pycomm.bench import report
-from pycomm.bench.cases import MIB
+from pycomm.bench.nodes.namespaces import INTERFACE, Nodes, address, missing
+from pycomm.bench.nodes.ranks import POLL_S, write
 
 PORT = 29500
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[3]
 STUCK_S = 900.0  # no question for so long
 START_S = 120.0  # of processes, on a busy machine
 CUT_TIMEOUT = 3.0  # of the group, in the trials
@@ -49,15 +48,15 @@ CUT_BYTES = 16 * MIB
 
 
 def layouts(text: str) -> tuple[tuple[int, int], ...]:
-    """``2x1,2x2``: hosts, and ranks on each."""
+    """``2x1,2x2``: nodes, and ranks on each."""
     found = []
     for part in text.split(","):
-        hosts, _, ranks = part.partition("x")
-        if not (hosts.isdecimal() and ranks.isdecimal() and 2 <= int(hosts) <= 4 and int(ranks)):
+        nodes, _, ranks = part.partition("x")
+        if not (nodes.isdecimal() and ranks.isdecimal() and 2 <= int(nodes) <= 4 and int(ranks)):
             raise argparse.ArgumentTypeError(
-                f"expected 2 to 4 hosts x ranks on each, such as 2x1,2x2, got {text!r}"
+                f"expected 2 to 4 nodes x ranks on each, such as 2x1,2x2, got {text!r}"
             )
-        found.append((int(hosts), int(ranks)))
+        found.append((int(nodes), int(ranks)))
     return tuple(found)
 
 
@@ -71,9 +70,13 @@ def rates(text: str) -> tuple[str, ...]:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Options from a command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m pycomm.bench.nodes",
+        description=__doc__.splitlines()[0] if __doc__ else None,
+    )
     add = parser.add_argument
-    add("--layouts", type=layouts, default="2x1,2x2", help="hosts x ranks (default 2x1,2x2)")
+    add("--layouts", type=layouts, default="2x1,2x2", help="nodes x ranks (default 2x1,2x2)")
     add("--rates", type=rates, default="1gbit,100mbit,10gbit", help="default: all")
     add("--mib", type=int, default=64, help="of the tensor (default 64)")
     add("--rounds", type=int, default=5, help="default 5")
@@ -93,7 +96,7 @@ class Results:
 
     def __init__(self, options: argparse.Namespace, known: constants.Constants) -> None:
         self.path = options.json
-        command = shlex.join(["python", "benchmarks/hosts.py", *sys.argv[1:]])
+        command = shlex.join(["python", "-m", "pycomm.bench.nodes", *sys.argv[1:]])
         self.meta = report.circumstances(command) | {
             "constants": {
                 "date": known.machine["date"],
@@ -101,7 +104,7 @@ class Results:
             }
         }
         self.rows: list[Row] = []
-        print(f"# hosts on {report.place(self.meta)}\n# {report.versions(self.meta)}")
+        print(f"# nodes on {report.place(self.meta)}\n# {report.versions(self.meta)}")
         print(f"# load {self.meta['load_before']:.2f}\n{HEADER}", flush=True)
 
     def predict(self, rows: list[Row]) -> None:
@@ -111,9 +114,9 @@ class Results:
 
     def fill(self, answered: dict[str, Any], layout: Layout) -> None:
         """With figures; prints those rows, and keeps what belongs to no row."""
-        figures, meant = answered["figures"], (answered["case"], layout.hosts, layout.ranks)
+        figures, meant = answered["figures"], (answered["case"], layout.nodes, layout.ranks)
         for row in self.rows:
-            here = (row.case, row.hosts, row.ranks_per_host)
+            here = (row.case, row.nodes, row.ranks_per_node)
             if here == meant and row.rate == answered["rate"] and row.time_us is None:
                 row.fill(gloo_us=figures[PEER]["time_us"], **figures[row.contestant])
                 print(format_row(row), flush=True)
@@ -122,6 +125,7 @@ class Results:
         self.save()
 
     def save(self) -> None:
+        """Writes the file, if there is one."""
         self.meta["load_after"] = os.getloadavg()[0]
         if self.path:
             report.write_json(self.path, self.meta, map(asdict, self.rows))
@@ -143,47 +147,47 @@ class Results:
 
 
 def environment() -> dict[str, str]:
-    """Of the ranks: the clone's own modules, one thread each, and the right interface."""
-    paths = [str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
+    """Of the ranks: this pycomm, one thread each, and the right interface."""
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     return os.environ | {
         "PYTHONPATH": ":".join(filter(None, paths)),
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": INTERFACE,
-        "TORCH_CPP_LOG_LEVEL": "ERROR",  # no host here has a name to look up
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # no node here has a name to look up
     }
 
 
 def shared_folder() -> tempfile.TemporaryDirectory[str]:
-    """Where the ranks ask and report: the hosts have one file system."""
-    return tempfile.TemporaryDirectory(prefix="pycomm-hosts-")
+    """Where the ranks ask and report: the nodes have one file system."""
+    return tempfile.TemporaryDirectory(prefix="pycomm-nodes-")
 
 
-def torchrun(hosts: Hosts, ranks: int, arguments: list[str]) -> list[Any]:
-    """The processes, one on every host."""
+def torchrun(nodes: Nodes, ranks: int, arguments: list[str]) -> list[Any]:
+    """The processes, one on every node."""
     started = []
-    for host in range(hosts.count):
+    for node in range(nodes.count):
         command = [
-            sys.executable, "-m", "torch.distributed.run", "--nnodes", str(hosts.count),
-            "--node-rank", str(host), "--nproc-per-node", str(ranks),
+            sys.executable, "-m", "torch.distributed.run", "--nnodes", str(nodes.count),
+            "--node-rank", str(node), "--nproc-per-node", str(ranks),
             "--master-addr", address(0), "--master-port", str(PORT), *arguments,
         ]  # fmt: skip
-        started.append(hosts.start(host, command, environment()))
+        started.append(nodes.start(node, command, environment()))
     return started
 
 
-def start(hosts: Hosts, ranks: int, plan: dict[str, Any], folder: Path) -> list[Any]:
+def start(nodes: Nodes, ranks: int, plan: dict[str, Any], folder: Path) -> list[Any]:
     """The ranks, with what they are to do."""
     write(folder / "plan", plan)
-    script = str(ROOT / "benchmarks/hosts_ranks.py")
-    return torchrun(hosts, ranks, [script, str(folder / "plan"), str(folder)])
+    module = ["-m", "pycomm.bench.nodes.ranks"]
+    return torchrun(nodes, ranks, [*module, str(folder / "plan"), str(folder)])
 
 
 def with_links(known: constants.Constants) -> constants.Constants:
-    """What messages between two hosts take, instead of what they take in one."""
-    with shared_folder() as name, Hosts(2, "10gbit") as hosts:
+    """What messages between two nodes take, instead of what they take in one."""
+    with shared_folder() as name, Nodes(2, "10gbit") as nodes:
         path = Path(name, "constants.json")
         command = ["-m", "pycomm.advise", "--measure", "--constants", str(path)]
-        codes = [process.wait() for process in torchrun(hosts, 1, command)]
+        codes = [process.wait() for process in torchrun(nodes, 1, command)]
         if any(codes):
             raise SystemExit(f"measuring the links failed: exit codes {codes}")
         measured = constants.load(path)
@@ -212,7 +216,7 @@ def questions(folder: Path, started: list[Any]) -> Iterator[tuple[dict[str, Any]
 def exchange(
     count: int, ranks: int, options: argparse.Namespace, known: constants.Constants, to: Results
 ) -> None:
-    """All-reduces and training on so many hosts."""
+    """All-reduces and training on so many nodes."""
     cores, nbytes = collect_env.usable_cores(), options.mib * MIB
     cases = [{"rate": rate, "bytes": nbytes, "rounds": options.rounds} for rate in options.rates]
     trains = (count, ranks) == (2, 1) and not options.no_training and "1gbit" in options.rates
@@ -223,16 +227,16 @@ def exchange(
         to.predict(all_reduce_rows(Layout(count, ranks, rate), nbytes, known, cores))
     with (
         shared_folder() as name,
-        Hosts(count, "1gbit") as hosts,
+        Nodes(count, "1gbit") as nodes,
     ):
         folder = Path(name)
-        started = start(hosts, ranks, plan, folder)
+        started = start(nodes, ranks, plan, folder)
         for question, answer in questions(folder, started):
             layout = Layout(count, ranks, question.get("rate", ""))
-            if question["what"] == "hosts" and len(question["hosts"]) != count:
-                raise SystemExit(f"pycomm sees {question['hosts']}, not {count} machines")
+            if question["what"] == "nodes" and len(question["nodes"]) != count:
+                raise SystemExit(f"pycomm sees {question['nodes']}, not {count} machines")
             if question["what"] == "rate":
-                hosts.set_rate(question["rate"])
+                nodes.set_rate(question["rate"])
             if question["what"] == "predict":
                 parameters, compute = question["parameters"], question["compute_us"] / 1e6
                 to.predict(training_rows(layout, parameters, compute, known, cores))
@@ -242,25 +246,25 @@ def exchange(
 
 
 def cut_links(trials: int, to: Results) -> None:
-    """Two hosts whose link is cut while they exchange; every rank must raise in time."""
+    """Two nodes whose link is cut while they exchange; every rank must raise in time."""
     plan = {"what": "cut", "trials": trials, "timeout": CUT_TIMEOUT, "bytes": CUT_BYTES}
     rng, cuts = random.Random(0), []
-    with shared_folder() as name, Hosts(2, "1gbit") as hosts:
+    with shared_folder() as name, Nodes(2, "1gbit") as nodes:
         folder = Path(name)
-        start(hosts, 1, plan, folder)
+        start(nodes, 1, plan, folder)
         for trial in range(trials):
             exchanging = [folder / f"exchanging-{trial}-{rank}" for rank in range(2)]
             if not wait_until_all(exchanging, START_S):
                 raise SystemExit(f"trial {trial}: ranks did not begin within {START_S} s")
             time.sleep(rng.uniform(0, 0.5))
             began = time.monotonic()
-            hosts.set_link(1, "down")
+            nodes.set_link(1, "down")
             outcomes = [folder / f"outcome-{trial}-{rank}" for rank in range(2)]
             wait_until_all(outcomes, CUT_TIMEOUT + 5)
             found = [json.loads(path.read_text()) if path.exists() else None for path in outcomes]
             compression = json.loads(exchanging[0].read_text())["compression"]
             cuts.append(judge(trial, compression, began, found))
-            hosts.set_link(1, "up")
+            nodes.set_link(1, "up")
             write(folder / f"mended-{trial}", None)
     to.meta["cuts"] = cuts
     to.save()
@@ -302,6 +306,7 @@ def judge(
 
 
 def main() -> None:
+    """Measures all that was asked for."""
     options = parse()
     reason = missing()
     if reason is not None:
@@ -313,7 +318,3 @@ def main() -> None:
         exchange(count, ranks, options, known, results)
     if options.cuts:
         cut_links(options.cuts, results)
-
-
-if __name__ == "__main__":
-    main()

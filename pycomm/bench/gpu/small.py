@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 
@@ -20,6 +21,7 @@ COMPRESSIONS = (
 
 
 def all_reduces(group: pycomm.Group, device: str) -> None:
+    """Every algorithm, with packets and without."""
     for dtype in (torch.float32, torch.bfloat16):
         for algorithm in ("one_shot", "two_shot", "ring", "tree"):
             for count in (100, COUNT):  # the smaller one travels in packets
@@ -28,6 +30,7 @@ def all_reduces(group: pycomm.Group, device: str) -> None:
 
 
 def other_collectives(group: pycomm.Group, device: str) -> None:
+    """All that is no all-reduce."""
     block = torch.ones(COUNT, device=device)
     whole = torch.ones(group.size * COUNT, device=device)
     pycomm.reduce_scatter(block, whole, group=group)
@@ -37,6 +40,7 @@ def other_collectives(group: pycomm.Group, device: str) -> None:
 
 
 def compressed(group: pycomm.Group, device: str) -> None:
+    """Every codec with every algorithm that takes it."""
     for compression in COMPRESSIONS:
         dense = not isinstance(compression, pycomm.TopK)
         for algorithm in ("two_shot", "ring", "tree") if dense else ("two_shot",):
@@ -48,6 +52,7 @@ def compressed(group: pycomm.Group, device: str) -> None:
 
 
 def codecs(device: str) -> None:
+    """Encoding, decoding and selecting alone."""
     x = torch.linspace(-1, 1, COUNT, device=device)
     for compression in COMPRESSIONS:
         wire = compression.encode(x)
@@ -57,20 +62,23 @@ def codecs(device: str) -> None:
 
 
 def steps(device: str) -> None:
+    """Every optimizer with every storage."""
     for kind, options, _ in OPTIMIZERS.values():
         for scheme in SCHEMES.values():
             params = [
                 torch.nn.Parameter(torch.ones(count, dtype=scheme.dtype, device=device))
                 for count in (100, COUNT)
             ]
-            optimizer = kind(params, max_norm=1.0, **options, **scheme.options)
-            optimizer.grad_scale = torch.tensor(2.0, device=device)
+            more: dict[str, Any] = {"max_norm": 1.0, **options, **scheme.options}
+            optimizer = kind(params, **more)
+            optimizer.grad_scale = torch.tensor(2.0, device=device)  # type: ignore[attr-defined]
             for param in params:
                 param.grad = torch.ones_like(param)
             optimizer.step()
 
 
 def run(device: str) -> None:
+    """All of it, with tensors in place and staged."""
     for staged in (False, True):
         with pycomm.LocalWorld(2, TIMEOUT_S, max_blocks=2, _stage_always=staged) as world:
             for body in (all_reduces, other_collectives, compressed):

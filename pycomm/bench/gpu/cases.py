@@ -46,7 +46,10 @@ class Goal:
     limit: float
     at_least: bool = True
 
-    def reached(self, value: float) -> bool:
+    def reached(self, value: float | None) -> bool:
+        """Whether the figure keeps the bound."""
+        if value is None:
+            raise ValueError(f"{self.figure} has not been measured")
         return value >= self.limit if self.at_least else value <= self.limit
 
     def __str__(self) -> str:
@@ -99,10 +102,12 @@ class Case:
 
     @property
     def name(self) -> str:
+        """Of the row."""
         return self.stem + self.suffix
 
     @property
     def goals(self) -> tuple[Goal, ...]:
+        """What the row should reach."""
         return GOALS.get(self.stem, ())
 
 
@@ -117,6 +122,7 @@ def step_cases(stem: str, nbytes: int, suffix: str, device: str) -> Iterator[lis
     )  # fmt: skip
     plain, full = (scheme.mix("adamw", settings.count, full).total for full in (False, True))
     with_masters = STEPS[stem] == "bf16_remainder"
+    peer: Call
     if with_masters:
         peer_name, peer = "torch, fp32 masters", TorchStep(settings, scheme.dtype).step
     else:

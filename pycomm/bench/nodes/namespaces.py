@@ -1,4 +1,4 @@
-"""Several hosts on one Linux machine: network namespaces, joined by a bridge in one of its own.
+"""Several nodes on one Linux machine: network namespaces, joined by a bridge in one of its own.
 
 Needs root. Everything lies in namespaces with this process's number in their names: where they are
 deleted, which happens however the process ends but by SIGKILL, links and limits go with them.
@@ -16,42 +16,42 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-INTERFACE = "eth0"  # of every host
+INTERFACE = "eth0"  # of every node
 ENDINGS = (signal.SIGTERM, signal.SIGHUP)
 BURST_BYTES = 1 << 20  # that tc calls 1mb
 _SEARCHED = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
 
 
 def missing() -> str | None:
-    """Why there can be no hosts here; None where they can be."""
+    """Why there can be no nodes here; None where they can be."""
     if os.geteuid() != 0:
         return "needs root, to make network namespaces"
     for tool in ("ip", "tc", "taskset", "unshare"):
         if shutil.which(tool, path=_SEARCHED) is None:
             return f"needs the command {tool} (packages iproute2 and util-linux)"
     try:
-        with Hosts(2, "1gbit"):
+        with Nodes(2, "1gbit"):
             return None
     except subprocess.CalledProcessError as error:
         return f"`{' '.join(error.cmd)}` fails here: {error.stderr.strip()}"
 
 
 def sent_bytes(interface: str = INTERFACE) -> int:
-    """Bytes that have left the host on which this process runs."""
+    """Bytes that have left the node on which this process runs."""
     return int(Path("/sys/class/net", interface, "statistics/tx_bytes").read_text())
 
 
-def address(host: int) -> str:
-    """Of a host, from 0."""
-    return f"10.77.0.{host + 1}"
+def address(node: int) -> str:
+    """Of a node, from 0."""
+    return f"10.77.0.{node + 1}"
 
 
-class Hosts:
-    """Hosts while a ``with`` block lasts.
+class Nodes:
+    """Nodes while a ``with`` block lasts.
 
     Args:
         count: how many, at least 2.
-        rate: of every host's link in both directions, as tc says it: ``"1gbit"``.
+        rate: of every node's link in both directions, as tc says it: ``"1gbit"``.
     """
 
     def __init__(self, count: int, rate: str) -> None:
@@ -59,10 +59,10 @@ class Hosts:
             raise ValueError(f"count must be at least 2, got {count}")
         self.count, self._rate = count, rate
         self._switch = f"pycomm-{os.getpid()}-switch"
-        self._names = [f"pycomm-{os.getpid()}-{host}" for host in range(count)]
+        self._names = [f"pycomm-{os.getpid()}-{node}" for node in range(count)]
         self._started: list[subprocess.Popen[bytes]] = []
 
-    def __enter__(self) -> Hosts:
+    def __enter__(self) -> Nodes:
         atexit.register(self.close)
         for number in ENDINGS:
             signal.signal(number, lambda *_: sys.exit(1))  # by way of atexit
@@ -77,7 +77,7 @@ class Hosts:
         self.close()
 
     def close(self) -> None:
-        """Ends all that was started on the hosts, and the hosts."""
+        """Ends all that was started on the nodes, and the nodes."""
         before = [
             signal.signal(number, signal.SIG_IGN) for number in ENDINGS
         ]  # `timeout` sends two
@@ -100,26 +100,28 @@ class Hosts:
             _run("ip", "netns", "exec", name, "tc", "qdisc", "replace", "dev", interface, "root",
                  *limit)  # fmt: skip
 
-    def set_link(self, host: int, state: str) -> None:
-        """Cuts a host's link, ``"down"``, or mends it, ``"up"``, at the switch."""
-        _run("ip", "-n", self._switch, "link", "set", f"port{host}", state)
+    def set_link(self, node: int, state: str) -> None:
+        """Cuts a node's link, ``"down"``, or mends it, ``"up"``, at the switch."""
+        _run("ip", "-n", self._switch, "link", "set", f"port{node}", state)
 
-    def start(self, host: int, command: Sequence[str], env: dict[str, str]) -> subprocess.Popen:
-        """Runs a command on a host: namespaces of pids and of shared memory, cores of its own."""
+    def start(
+        self, node: int, command: Sequence[str], env: dict[str, str]
+    ) -> subprocess.Popen[bytes]:
+        """Runs a command on a node: namespaces of pids and of shared memory, cores of its own."""
         cores = sorted(os.sched_getaffinity(0))
-        mine = cores[host :: self.count] or [cores[host % len(cores)]]
+        mine = cores[node :: self.count] or [cores[node % len(cores)]]
         inside = (
             "taskset", "--cpu-list", ",".join(map(str, mine)),
             "unshare", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc",
         )  # fmt: skip
         process = subprocess.Popen(
-            [_found("ip"), "netns", "exec", self._names[host], *inside, *command], env=env
+            [_found("ip"), "netns", "exec", self._names[node], *inside, *command], env=env
         )
         self._started.append(process)
         return process
 
     def _ends(self) -> list[tuple[str, str]]:
-        ports = [(self._switch, f"port{host}") for host in range(self.count)]
+        ports = [(self._switch, f"port{node}") for node in range(self.count)]
         return [*((name, INTERFACE) for name in self._names), *ports]
 
     def _build(self) -> None:
@@ -128,12 +130,12 @@ class Hosts:
             _run("ip", "-n", name, "link", "set", "lo", "up")
         _run("ip", "-n", self._switch, "link", "add", "bridge", "type", "bridge")
         _run("ip", "-n", self._switch, "link", "set", "bridge", "up")
-        for host, name in enumerate(self._names):
-            port = f"port{host}"
+        for node, name in enumerate(self._names):
+            port = f"port{node}"
             _run("ip", "-n", name, "link", "add", INTERFACE, "type", "veth",
                  "peer", "name", port, "netns", self._switch)  # fmt: skip
             _run("ip", "-n", self._switch, "link", "set", port, "master", "bridge", "up")
-            _run("ip", "-n", name, "address", "add", f"{address(host)}/24", "dev", INTERFACE)
+            _run("ip", "-n", name, "address", "add", f"{address(node)}/24", "dev", INTERFACE)
             _run("ip", "-n", name, "link", "set", INTERFACE, "up")
         self.set_rate(self._rate)
 

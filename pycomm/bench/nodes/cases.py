@@ -1,16 +1,15 @@
-"""What is measured between hosts, what the model says of it before, and the table of both."""
+"""What is measured between nodes, what the model says of it before, and the table of both."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from netns import BURST_BYTES
 
 from pycomm.advise.cluster import Cluster, Link
 from pycomm.advise.constants import Constants
 from pycomm.advise.model import Model
 from pycomm.advise.training import predict
 from pycomm.bench.cases import MIB
+from pycomm.bench.nodes.namespaces import BURST_BYTES
 
 RATES = {"100mbit": 100e6, "1gbit": 1e9, "10gbit": 10e9}
 COMPRESSIONS = ("none", "bf16", "int8", "topk:0.01")
@@ -24,7 +23,7 @@ TRAINEES = {
     "pycomm all_reduce_hook": ("stripes", "none"),
     "pycomm int8_hook": ("stripes", "int8"),
 }
-# Goals: Gloo's time over ours at 1 Gbit, by ranks per host (2 hosts) and contestant.
+# Goals: Gloo's time over ours at 1 Gbit, by ranks per node (2 nodes) and contestant.
 GOALS = {
     (1, "pycomm none"): 0.95,
     (1, "pycomm int8"): 3.6,
@@ -38,19 +37,19 @@ BUCKET_MIB = 4  # of DDP: a parameter each, so that there is something to overla
 
 @dataclass(frozen=True)
 class Layout:
-    """Hosts, ranks on each, and the rate of their links."""
+    """Nodes, ranks on each, and the rate of their links."""
 
-    hosts: int
+    nodes: int
     ranks: int
     rate: str
 
     def cluster(self, constants: Constants, cores: int) -> Cluster:
-        """For the model: all hosts share the cores of this one machine."""
+        """For the model: all nodes share the cores of this one machine."""
         link = Link(
             RATES[self.rate], constants["link.latency"], constants["link.payload"], BURST_BYTES
         )
-        ranks = self.hosts * self.ranks
-        return Cluster(ranks, self.hosts, link, cores / ranks)
+        ranks = self.nodes * self.ranks
+        return Cluster(ranks, self.nodes, link, cores / ranks)
 
 
 @dataclass
@@ -61,16 +60,16 @@ class Row:
         case: ``"all_reduce"`` or ``"training"``.
         bytes: of the tensor, or of all gradients.
         predicted_us: by the model, before; None where it knows no such contestant.
-        predicted_link_bytes: that a host sends, as well.
+        predicted_link_bytes: that a node sends, as well.
         time_us: the median of rounds, of each the slowest rank's.
-        link_bytes: by the counters of the interfaces, the busiest host's.
+        link_bytes: by the counters of the interfaces, the busiest node's.
         ratio: Gloo's time in the same rounds over this one.
         goal: what the ratio should be at least.
     """
 
     case: str
-    hosts: int
-    ranks_per_host: int
+    nodes: int
+    ranks_per_node: int
     rate: str
     contestant: str
     bytes: int
@@ -101,10 +100,10 @@ def all_reduce_rows(layout: Layout, nbytes: int, constants: Constants, cores: in
     rows = []
     for contestant in (PEER, *(f"pycomm {compression}" for compression in COMPRESSIONS)):
         exchange = model.exchange(*split(contestant), nbytes // 4)
-        is_goal = layout.hosts == 2 and layout.rate == "1gbit" and nbytes == 64 * MIB
+        is_goal = layout.nodes == 2 and layout.rate == "1gbit" and nbytes == 64 * MIB
         rows.append(
             Row(
-                "all_reduce", layout.hosts, layout.ranks, layout.rate, contestant, nbytes,
+                "all_reduce", layout.nodes, layout.ranks, layout.rate, contestant, nbytes,
                 round(1e6 * exchange.seconds, 1), round(exchange.link_bytes),
                 goal=GOALS.get((layout.ranks, contestant)) if is_goal else None,
             )
@@ -122,7 +121,7 @@ def training_rows(
         step = what and predict(model, *what, parameters, compute, BUCKET_MIB * MIB)
         rows.append(
             Row(
-                "training", layout.hosts, layout.ranks, layout.rate, contestant, 4 * parameters,
+                "training", layout.nodes, layout.ranks, layout.rate, contestant, 4 * parameters,
                 round(1e6 * step.seconds, 1) if step else None,
                 round(step.bucket.link_bytes * step.buckets) if step else None,
                 goal=TRAINING_GOAL if contestant == "pycomm int8_hook" else None,
@@ -132,13 +131,13 @@ def training_rows(
 
 
 HEADER = """\
-#     case  hosts      rate       size  contestant                   time  predicted    off     sends   formula    off   gloo   goal
+#     case  nodes      rate       size  contestant                   time  predicted    off     sends   formula    off   gloo   goal
 #         x ranks                 (MB)                               (ms)       (ms)    (%)      (MB)      (MB)    (%) / this"""  # noqa: E501
 
 
 def format_row(row: Row) -> str:
     """A line of the table."""
-    what = f"{row.case:>10}  {row.hosts} x {row.ranks_per_host}  {row.rate:>8} "
+    what = f"{row.case:>10}  {row.nodes} x {row.ranks_per_node}  {row.rate:>8} "
     times = (_number(value, 1e-3, 10) for value in (row.time_us, row.predicted_us))
     sent = (_number(value, 1e-6, 9) for value in (row.link_bytes, row.predicted_link_bytes))
     return " ".join(

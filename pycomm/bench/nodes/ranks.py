@@ -1,7 +1,7 @@
-"""What a rank of ``benchmarks/hosts.py`` does; torchrun starts it on every host.
+"""What a rank of ``python -m pycomm.bench.nodes`` does; torchrun starts it on every node.
 
 Rank 0 asks the main process, which alone can set rates and cut links, through files of a folder
-that all hosts see: ``ask("rate", ...)`` returns when it has been done.
+that all nodes see: ``ask("rate", ...)`` returns when it has been done.
 """
 
 import contextlib
@@ -17,15 +17,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from hosts_cases import COMPRESSIONS, TRAINEES
-from netns import sent_bytes
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
+from pycomm._runtime.torch_private import GradBucket
 from pycomm.bench import training
 from pycomm.bench.cases import Case
 from pycomm.bench.contestants import Compressed, Contestant, Pycomm
+from pycomm.bench.nodes.cases import COMPRESSIONS, TRAINEES
+from pycomm.bench.nodes.namespaces import sent_bytes
 from pycomm.bench.overlap import Link
 from pycomm.bench.peers import TorchPeer
 
@@ -67,12 +68,13 @@ def wait_for(path: Path) -> Any:
 
 
 def interleave(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, Any]:
-    """Medians of the slowest rank's time of a call, and of what the busiest host sent in it.
+    """Medians of the slowest rank's time of a call, and of what the busiest node sent in it.
 
     Every round has every contestant once, in an order that rotates, with pauses between; calls are
     too long for the many that `pycomm.bench.measure` takes.
     """
-    names, samples = list(calls), {name: [] for name in calls}
+    names = list(calls)
+    samples: dict[str, list[list[float]]] = {name: [] for name in calls}
     for number in range(rounds + 1):  # the first one warms up
         for offset in range(len(names)):
             name = names[(number + offset) % len(names)]
@@ -108,8 +110,8 @@ def all_reduces(group: pycomm.Group, asking: Asking, cases: list[dict[str, Any]]
         asking.ask("result", case="all_reduce", figures=interleave(calls, case["rounds"]), **case)
 
 
-def bf16_over_gloo(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """torch's hook, which DDP refuses by its name where there is no NCCL."""
+def bf16_over_gloo(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Torch's hook, which DDP refuses by its name where there is no NCCL."""
     return default_hooks.bf16_compress_hook(state, bucket)
 
 
@@ -121,6 +123,7 @@ def make_trainee(name: str, group: pycomm.Group, settings: training.TrainingSett
         return training.make("ddp", settings, group)
     trainee = training.make("gloo", settings, group)
     ddp = trainee.model
+    assert isinstance(ddp, DistributedDataParallel)
     if name == "gloo bf16 hook":
         ddp.register_comm_hook(None, bf16_over_gloo)
     elif name == "gloo PowerSGD hook":
@@ -130,7 +133,7 @@ def make_trainee(name: str, group: pycomm.Group, settings: training.TrainingSett
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     else:
         trainee.state = pycomm.hooks.Int8State(ddp.module.named_parameters(), group=group)
-        ddp.register_comm_hook(trainee.state, pycomm.hooks.int8_hook)
+        trainee.state.register(ddp)
     for _ in range(training.SETTLING):
         trainee.step()
     return trainee
@@ -140,7 +143,7 @@ def train(group: pycomm.Group, asking: Asking, case: dict[str, Any]) -> None:
     """Steps of every trainee; of ours also what they exchange, alone."""
     asking.ask("rate", rate=case["rate"])
     settings = training.TrainingSettings(
-        "hosts",
+        "nodes",
         group.size,
         case["parameters"],
         case["batch"],
@@ -223,6 +226,7 @@ def exchange_until_error(folder: Path, trial: int, timeout: float, nbytes: int) 
 
 
 def main() -> None:
+    """Does what the plan says."""
     plan, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     torch.set_num_threads(1)
     # Gloo's thread spins while another one holds a connection's lock. By this policy it does not
@@ -235,7 +239,7 @@ def main() -> None:
     group = pycomm.init(timeout=SETUP_S)
     torch.manual_seed(group.rank)
     asking = Asking(folder)
-    asking.ask("hosts", hosts=group.nodes)
+    asking.ask("nodes", nodes=group.nodes)
     all_reduces(group, asking, plan["all_reduce"])
     for case in plan["training"]:
         train(group, asking, case)

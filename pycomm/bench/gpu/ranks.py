@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpu_cases import RANKS, Call, Case
 from torch.multiprocessing.spawn import start_processes
 
 import pycomm
+from pycomm._runtime.torch_private import symmetric_handle, symmetric_tensor
 from pycomm.bench import floor
 from pycomm.bench.cases import KIB, MIB
+from pycomm.bench.gpu.cases import RANKS, Call, Case
 
 SIZE = 256 * MIB
 SMALL = KIB
@@ -57,7 +58,7 @@ class Loopback:
 
     def capture(self) -> Loopback:
         """Makes the call the replay of a graph."""
-        self._stream = torch.cuda.Stream()
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self.fill()
         self.enqueue()  # connects, which a capture cannot
         torch.cuda.synchronize()
@@ -68,6 +69,7 @@ class Loopback:
         return self
 
     def fill(self) -> None:
+        """Draws every rank's tensor anew."""
         for rank, tensor in enumerate(self.tensors):
             torch.manual_seed(rank)
             tensor.normal_()
@@ -160,7 +162,7 @@ def in_processes() -> dict[str, Any]:
 
 def _in_processes(name: str) -> dict[str, float] | str:
     with tempfile.TemporaryDirectory(prefix="pycomm-gpu-") as folder:
-        context = start_processes(
+        context = start_processes(  # type: ignore[no-untyped-call]
             _process, (RANKS, name, folder), nprocs=RANKS, join=False, start_method="spawn"
         )
         deadline = time.monotonic() + PROCESS_LIMIT_S
@@ -212,12 +214,11 @@ def _pycomm(count: int) -> Call:
 
 def _symmetric_memory(operator: str) -> Callable[[int], Call]:
     def make(count: int) -> Call:
-        import torch.distributed._symmetric_memory as symmetric_memory
-
-        tensor = symmetric_memory.empty(count, dtype=torch.float32, device="cuda").zero_()
+        memory = symmetric_tensor(4 * count, torch.device("cuda", torch.cuda.current_device()))
+        tensor = memory.view(torch.float32).zero_()
         group = dist.group.WORLD
         assert group is not None
-        symmetric_memory.rendezvous(tensor, group)
+        symmetric_handle(tensor, group)
         reduce = getattr(torch.ops.symm_mem, operator)
         return lambda: reduce(tensor, "sum", group.group_name)
 

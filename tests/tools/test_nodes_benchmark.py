@@ -1,13 +1,15 @@
-"""What of benchmarks/hosts.py needs neither root nor hosts."""
+"""What of pycomm.bench.nodes needs neither root nor nodes."""
 
 import argparse
 import json
 import os
 
-import hosts
-import netns
 import pytest
-from hosts_cases import (
+from imagined import TYPICAL
+
+from pycomm.bench.cases import MIB
+from pycomm.bench.nodes import cli, namespaces
+from pycomm.bench.nodes.cases import (
     COMPRESSIONS,
     GOALS,
     HEADER,
@@ -17,45 +19,42 @@ from hosts_cases import (
     format_row,
     training_rows,
 )
-from imagined import TYPICAL
-
-from pycomm.bench.cases import MIB
 
 SIZE = 64 * MIB
 
 
-def rows_of(hosts=2, ranks=1, rate="1gbit", nbytes=SIZE):
-    rows = all_reduce_rows(Layout(hosts, ranks, rate), nbytes, TYPICAL, 2)
+def rows_of(nodes=2, ranks=1, rate="1gbit", nbytes=SIZE):
+    rows = all_reduce_rows(Layout(nodes, ranks, rate), nbytes, TYPICAL, 2)
     return {row.contestant: row for row in rows}
 
 
 def test_without_root(monkeypatch, capsys):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    monkeypatch.setattr("sys.argv", ["hosts.py"])
-    hosts.main()
+    monkeypatch.setattr("sys.argv", ["nodes"])
+    cli.main()
     assert capsys.readouterr().out == "skipped: needs root, to make network namespaces\n"
 
 
 def test_without_the_tools(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(netns.shutil, "which", lambda *_args, **_options: None)
-    assert netns.missing().startswith("needs the command ip")
+    monkeypatch.setattr(namespaces.shutil, "which", lambda *_args, **_options: None)
+    assert namespaces.missing().startswith("needs the command ip")
 
 
 def test_layouts_and_rates():
-    assert hosts.layouts("2x1,4x2") == ((2, 1), (4, 2))
-    assert hosts.rates("1gbit,10gbit") == ("1gbit", "10gbit")
+    assert cli.layouts("2x1,4x2") == ((2, 1), (4, 2))
+    assert cli.rates("1gbit,10gbit") == ("1gbit", "10gbit")
     for text in ("1x2", "5x1", "2x0", "2", "axb", ""):
-        with pytest.raises(argparse.ArgumentTypeError, match="expected 2 to 4 hosts"):
-            hosts.layouts(text)
+        with pytest.raises(argparse.ArgumentTypeError, match="expected 2 to 4 nodes"):
+            cli.layouts(text)
     with pytest.raises(argparse.ArgumentTypeError, match="expected some of 100mbit"):
-        hosts.rates("2gbit")
+        cli.rates("2gbit")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_formula(count, ranks):
-    """What a host sends: of pycomm as much as with one rank per host, of Gloo's ring more."""
+    """What a node sends: of pycomm as much as with one rank per node, of Gloo's ring more."""
     rows = rows_of(count, ranks)
     shares = {name: row.predicted_link_bytes / SIZE for name, row in rows.items()}
     once = 2 * (count - 1) / count
@@ -81,7 +80,7 @@ def test_rows_are_predictions_until_they_are_filled():
 
 def test_goals_are_for_their_case_alone():
     assert all(row.goal is None for row in rows_of(rate="10gbit").values())
-    assert all(row.goal is None for row in rows_of(hosts=3).values())
+    assert all(row.goal is None for row in rows_of(nodes=3).values())
     assert rows_of(ranks=2)["pycomm none"].goal == 1.3
 
 
@@ -94,9 +93,9 @@ def test_training_rows():
 
 
 def test_predictions_are_in_the_file_first(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["hosts.py"])
-    path = tmp_path / "hosts.json"
-    results = hosts.Results(hosts.parse(["--json", str(path)]), TYPICAL)
+    monkeypatch.setattr("sys.argv", ["nodes"])
+    path = tmp_path / "nodes.json"
+    results = cli.Results(cli.parse(["--json", str(path)]), TYPICAL)
     results.predict(list(rows_of().values()))
     rows = json.loads(path.read_text())["rows"]
     assert len(rows) == 1 + len(COMPRESSIONS)
@@ -113,9 +112,9 @@ def test_cuts_are_judged():
         return {"error": error, "message": "", "at": at}
 
     good = [outcome("Timeout", 13.4), outcome("PeerDied", 13.9)]
-    assert hosts.judge(0, "int8", 10.0, good)["complaints"] == []
-    assert hosts.judge(0, "int8", 10.0, good)["seconds"] == [3.4, 3.9]
+    assert cli.judge(0, "int8", 10.0, good)["complaints"] == []
+    assert cli.judge(0, "int8", 10.0, good)["seconds"] == [3.4, 3.9]
     late = [outcome("Timeout", 14.5), None]
-    assert hosts.judge(0, "int8", 10.0, late)["complaints"] == ["rank 0 took 4.5 s", "rank 1 hung"]
+    assert cli.judge(0, "int8", 10.0, late)["complaints"] == ["rank 0 took 4.5 s", "rank 1 hung"]
     wrong = [outcome("RuntimeError", 10.5), outcome("Timeout", 13.0)]
-    assert hosts.judge(0, "none", 10.0, wrong)["complaints"] == ["rank 0 raised RuntimeError: "]
+    assert cli.judge(0, "none", 10.0, wrong)["complaints"] == ["rank 0 raised RuntimeError: "]
