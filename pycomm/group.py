@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import atexit
 import itertools
 import os
 import threading
-import time
 import warnings
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
-from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed.distributed_c10d import PrefixStore
 
 from pycomm import _C
 from pycomm._inputs.arguments import (
@@ -30,30 +25,25 @@ from pycomm._inputs.arguments import (
 )
 from pycomm._inputs.dtypes import check_dtype
 from pycomm._runtime import log
-from pycomm._runtime.cuda import DEFAULT_MAX_BLOCKS, CudaSide, join_processes
+from pycomm._runtime.cuda_windows import DEFAULT_MAX_BLOCKS, join_processes
 from pycomm._runtime.internode import Machines
-from pycomm._runtime.meeting import meet
-from pycomm._runtime.plan import Plan, make_plan, make_spanning_plan, select
-from pycomm._runtime.rendezvous import WindowMaker, join
-from pycomm._runtime.waiting import Deadline
+from pycomm._runtime.open_groups import OpenGroups
+from pycomm._runtime.plan import Plan, make_cuda_plan, make_plan, make_spanning_plan
+from pycomm._runtime.rendezvous import WindowMaker, join, set_up_torch_distributed, slice_bytes
+from pycomm._runtime.torch_private import store_of
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from torch.distributed.device_mesh import DeviceMesh
 
+    from pycomm._runtime.cuda import CudaSide
+
 DEFAULT_TIMEOUT = 300.0
 DEFAULT_STAGING_BYTES = 2 << 20
-_FAREWELL = 0.5  # seconds that operations have when the interpreter exits
 
 _names = itertools.count()
-_by_name: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()
-
-
-def slice_bytes() -> int:
-    """Room for one rank in a window's file: as much as the machine has memory."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return -(-memory // (1 << 30)) << 30
+_open_groups: OpenGroups[Group] = OpenGroups()
 
 
 class Group:
@@ -120,7 +110,7 @@ class Group:
         self._cuda: CudaSide | None = None
         self._join_cuda: Callable[[torch.device], CudaSide] = _no_cuda
         _C.register_group(self.name, self._core)
-        _by_name[self.name] = self
+        _open_groups.add(self)
 
     def empty(
         self,
@@ -185,7 +175,8 @@ class Group:
         if len(self.nodes) > 1:
             return make_spanning_plan(nbytes, dtype, self.rank, self.nodes, algorithm)
         if device == "cuda":
-            return self._explain_cuda(nbytes, algorithm)
+            transport = "not connected yet" if self._cuda is None else self._cuda.transport
+            return make_cuda_plan(nbytes, self.size, algorithm, transport)
         return make_plan(
             nbytes=nbytes,
             dtype=dtype,
@@ -195,12 +186,6 @@ class Group:
             in_window=in_window,
             slot_bytes=self._core.slot_bytes,
         )
-
-    def _explain_cuda(self, nbytes: int, algorithm: str) -> Plan:
-        chosen = select(nbytes, self.size, "cuda") if algorithm == "auto" else algorithm
-        path = "not connected yet" if self._cuda is None else self._cuda.transport
-        why = "named by the caller" if chosen == algorithm else f"the table's choice for {nbytes} B"
-        return Plan(chosen, why, "cuda", path, None, None, None)
 
     def check(self) -> None:
         """Raises if something has gone wrong in CUDA kernels that have run so far.
@@ -299,36 +284,7 @@ class Group:
 
 def find_group(name: str) -> Group:
     """The group of that name; for operators, which take no objects."""
-    if name not in _by_name:
-        raise ValueError(f"group must name an open pycomm group, got {name!r}")
-    return _by_name[name]
-
-
-@atexit.register
-def _end_groups() -> None:
-    """Leaves no thread in an operation that needs the interpreter while that takes itself apart."""
-    busy = _still_busy(list(_by_name.values()))
-    for group in busy:
-        group.abort()
-    _still_busy(busy)
-
-
-def _still_busy(groups: list[Group]) -> list[Group]:
-    """Waits for their operations; returns those that have not completed in time."""
-    end = time.monotonic() + _FAREWELL
-    while (groups := [group for group in groups if not group._core.idle()]) and (
-        time.monotonic() < end
-    ):
-        time.sleep(0.002)
-    return groups
-
-
-def _is_open(group: Group) -> bool:
-    try:
-        group._core.check_usable()
-    except Exception:
-        return False
-    return True
+    return _open_groups.find(name)
 
 
 def _no_cuda(device: torch.device) -> CudaSide:
@@ -383,15 +339,15 @@ def init(
         check_is_rank()
     if not dist.is_initialized():
         if "MASTER_ADDR" not in os.environ:
-            raise not_set_up(in_threads=any(map(_is_open, list(_by_name.values()))))
-        _init_torch_distributed(Deadline(timeout), timedelta(seconds=timeout))
+            raise not_set_up(in_threads=_open_groups.any_usable())
+        set_up_torch_distributed(timeout)
     process_group = process_group_of(group)
     rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
     if rank < 0:
         raise ValueError("group must contain this process")
     # Always the same prefix: ranks that have tried unequally often meet all the same (see meet).
-    prefix, parent = _store_of(process_group)
-    store = PrefixStore(prefix, parent)
+    prefix = f"pycomm/{process_group.group_name}"
+    store = PrefixStore(prefix, store_of(process_group))
     windows = WindowMaker(
         create=lambda ranks: _C.create_window(ranks, slice_bytes(), staging_bytes),
         map=lambda fd, ranks: _C.Window(fd, ranks, slice_bytes(), staging_bytes),
@@ -425,22 +381,6 @@ def init(
         if _default is None or not _default._core.usable():
             _default = made
     return made
-
-
-def _init_torch_distributed(deadline: Deadline, timeout: timedelta) -> None:
-    """From torchrun's environment, for processes that it has restarted, too."""
-    with deadline.guarding("every process joining torch.distributed"):
-        store, rank, size = next(rendezvous("env://", timeout=timeout))
-        store.set_timeout(timeout)
-    _, store = meet(PrefixStore("pycomm", store), rank, size, "", deadline)
-    with deadline.guarding("every process joining torch.distributed"):
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
-
-
-def _store_of(process_group: Any) -> tuple[str, Store]:
-    """A prefix that only groups made of this one use, and its Store."""
-    name = f"pycomm/{process_group.group_name}"
-    return name, distributed_c10d._get_process_group_store(process_group)
 
 
 def default_group() -> Group:

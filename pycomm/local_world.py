@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 from pycomm import _C
 from pycomm._inputs.arguments import renamed, seconds
 from pycomm._runtime import log
-from pycomm._runtime.cuda import DEFAULT_MAX_BLOCKS, LocalDevices
+from pycomm._runtime.cuda_windows import DEFAULT_MAX_BLOCKS, LocalDevices
 from pycomm._runtime.internode import Machines
-from pycomm.group import DEFAULT_STAGING_BYTES, DEFAULT_TIMEOUT, Group, slice_bytes
+from pycomm._runtime.rendezvous import slice_bytes
+from pycomm.group import DEFAULT_STAGING_BYTES, DEFAULT_TIMEOUT, Group
 
 if TYPE_CHECKING:
     from types import TracebackType

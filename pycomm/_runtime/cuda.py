@@ -1,34 +1,19 @@
-"""A group's CUDA side: where its windows live, and how its operations reach the kernels.
-
-Made at a group's first operation on a CUDA tensor, which all ranks therefore enter together.
-Windows are
-
-- device memory, all of it in one address space, where the ranks are threads;
-- torch's symmetric memory, where they are processes and every pair of GPUs has peer access;
-- pinned host memory, carved from the group's own shared window, on all ranks as soon as one pair
-  has not.
-"""
+"""A rank's CUDA side: how operations reach the kernels."""
 
 from __future__ import annotations
 
-import os
-import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pycomm import _C
-from pycomm._inputs.dtypes import ALGORITHMS, CODECS, COLLECTIVES, DTYPES, OPS
+from pycomm._inputs.dtypes import CODECS, DTYPES
 from pycomm._runtime.log import cuda_made
-from pycomm._runtime.torch_private import symmetric_handle, symmetric_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from pycomm.group import Group
-
-DEFAULT_MAX_BLOCKS = 32
-STAGING_BYTES = 32 << 20  # per rank, at least
+    from pycomm._runtime.member import Member
 
 
 class CudaSide:
@@ -43,7 +28,7 @@ class CudaSide:
 
     def __init__(
         self,
-        group: Group,
+        group: Member,
         device: torch.device,
         transport: str,
         endpoint: _C.CudaEndpoint,
@@ -190,228 +175,3 @@ class Codecs:
 
 def _workspace(nbytes: int, device: torch.device) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, device=device)
-
-
-def _lanes(max_blocks: int, device: torch.device, ranks_here: int) -> int:
-    """Blocks per rank: at most what was asked for, and what fits beside the other ranks' blocks."""
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return max(1, min(max_blocks, processors // ranks_here))
-
-
-def _staging_bytes(lanes: int, group: Group) -> int:
-    """As much as the group was made with on the CPU, two halves of four slots, if that is more."""
-    asked = 8 * group._core.slot_bytes
-    return max(STAGING_BYTES, asked, _C.cuda_least_staging_bytes(group.size, lanes))
-
-
-def _run(
-    group: Group, collective: str, mine: torch.Tensor, result: torch.Tensor, op: str = "sum"
-) -> None:
-    """A small collective of CPU tensors."""
-    group._core.run(
-        COLLECTIVES[collective],
-        ALGORITHMS["auto"],
-        DTYPES[mine.dtype],
-        OPS[op],
-        0,
-        mine.numel(),
-        mine.data_ptr(),
-        result.data_ptr(),
-    )
-
-
-def _barrier(group: Group) -> None:
-    nothing = torch.empty(0, dtype=torch.uint8)
-    _run(group, "barrier", nothing, nothing)
-
-
-def _all_agree(group: Group, flag: bool) -> bool:
-    """Whether the flag holds on every rank."""
-    value = torch.tensor([int(flag)], dtype=torch.int32)
-    _run(group, "all_reduce", value, value, op="min")
-    return bool(value.item())
-
-
-def _gather(group: Group, number: int) -> list[int]:
-    """Every rank's number."""
-    mine = torch.tensor([number], dtype=torch.int64)
-    every = torch.empty(group.size, dtype=torch.int64)
-    _run(group, "all_gather", mine, every)
-    return [int(n) for n in every]
-
-
-def _device_id(device: torch.device) -> int:
-    """The same number for the same physical device in every process."""
-    uuid = str(torch.cuda.get_device_properties(device).uuid)
-    return int(uuid.replace("-", "")[:15], 16)
-
-
-def _sees_all(device: torch.device, devices: list[int]) -> bool:
-    """Whether a device can use the memory of all others, which go by :func:`_device_id`."""
-    visible = {
-        _device_id(torch.device("cuda", i)): torch.device("cuda", i)
-        for i in range(torch.cuda.device_count())
-    }
-    peers = [visible.get(number) for number in devices]
-    return all(
-        peer is not None and (peer == device or torch.cuda.can_device_access_peer(device, peer))
-        for peer in peers
-    )
-
-
-def join_processes(
-    group: Group, device: torch.device, process_group: Any, max_blocks: int, heap_bytes: int
-) -> CudaSide:
-    """The CUDA side of a group of processes; a collective call."""
-    if group.size == 1:
-        return LocalDevices([group], max_blocks, stage_always=False).side(0, device)
-    devices = _gather(group, _device_id(device))
-    crowd = devices.count(devices[group.rank])
-    lanes = min(_gather(group, _lanes(max_blocks, device, crowd)))
-    staging = _staging_bytes(lanes, group)
-    window_bytes = _C.cuda_window_bytes(group.size, lanes, staging, heap_bytes)
-    memory = None
-    if _all_agree(group, _sees_all(device, devices)):
-        memory = _symmetric_memory(window_bytes, device)
-    keep: Any
-    heap = None
-    if _all_agree(group, memory is not None):
-        assert memory is not None
-        transport = "peer memory"
-        shared_device = len(set(devices)) < group.size
-        windows, handle = _symmetric_windows(memory, process_group, group.rank, shared_device)
-        keep = (memory, handle)
-        heap = memory[_C.cuda_heap_begin(group.size, lanes, staging) :]
-    else:
-        transport = "pinned host memory"
-        window_bytes -= heap_bytes
-        windows, keep = _pinned_windows(group, device, window_bytes)
-    _barrier(group)  # every window is zero
-    endpoint = _C.CudaEndpoint(
-        device.index,
-        group.rank,
-        group.size,
-        lanes,
-        staging,
-        window_bytes,
-        group.timeout,
-        windows,
-        one_address_space=False,
-        stage_always=False,
-    )
-    return CudaSide(group, device, transport, endpoint, None, lanes, heap, keep)
-
-
-def _symmetric_memory(nbytes: int, device: torch.device) -> torch.Tensor | None:
-    """Memory that can be shared, zeroed; None where there is none to be had."""
-    try:
-        memory = symmetric_tensor(nbytes, device)
-        memory.zero_()
-        torch.cuda.synchronize(device)
-    except RuntimeError:
-        return None
-    return memory
-
-
-def _symmetric_windows(
-    memory: torch.Tensor, process_group: Any, rank: int, shared_device: bool
-) -> tuple[list[int], Any]:
-    """Every rank's window, as this rank sees it, and what keeps them mapped."""
-    variable = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
-    before = os.environ.get(variable)
-    if shared_device:  # slow, and fine for tests
-        os.environ[variable] = "1"
-    try:
-        handle = symmetric_handle(memory, process_group)
-    finally:
-        if shared_device and before is None:
-            del os.environ[variable]
-    windows = [int(pointer) + getattr(handle, "offset", 0) for pointer in handle.buffer_ptrs]
-    if windows[rank] != memory.data_ptr():
-        raise RuntimeError("torch's symmetric memory is not where its handle says")
-    return windows, handle
-
-
-def _pinned_windows(group: Group, device: torch.device, window_bytes: int) -> tuple[list[int], Any]:
-    """Windows in the group's shared host memory, pinned for this rank's device."""
-    memory = group.empty(window_bytes, dtype=torch.uint8)
-    memory.zero_()
-    offsets = _gather(group, group._core.offset_of(memory.data_ptr()))
-    pinned = [
-        _C.CudaHostRegistration(
-            device.index, group._core.address(rank, offset, window_bytes), window_bytes
-        )
-        for rank, offset in enumerate(offsets)
-    ]
-    # In this order: unpinned before it is given back.
-    return [registration.address for registration in pinned], (pinned, memory)
-
-
-class LocalDevices:
-    """The CUDA sides of ranks that are threads; each says where it is, then one connects all."""
-
-    def __init__(self, groups: list[Group], max_blocks: int, stage_always: bool) -> None:
-        self._groups = groups
-        self._max_blocks = max_blocks
-        self._stage_always = stage_always
-        self._devices: list[torch.device | None] = [None] * len(groups)
-        self._sides: list[CudaSide | None] = []
-        self._lock = threading.Lock()
-
-    def side(self, rank: int, device: torch.device) -> CudaSide:
-        """This rank's side; a collective call."""
-        self._devices[rank] = device
-        _barrier(self._groups[rank])
-        with self._lock:
-            if not self._sides:
-                self._sides = self._connect([d for d in self._devices if d is not None])
-            side, self._sides[rank] = self._sides[rank], None  # the group's own from now on
-        assert side is not None
-        return side
-
-    def _connect(self, devices: list[torch.device]) -> list[CudaSide | None]:
-        size = len(self._groups)
-        together = len(set(devices)) == 1
-        if not together and len(set(devices)) != size:
-            raise ValueError(
-                f"the ranks' tensors must lie all on one GPU or each on its own, got {devices}"
-            )
-        lanes = min(_lanes(self._max_blocks, d, size if together else 1) for d in devices)
-        staging = _staging_bytes(lanes, self._groups[0])
-        window_bytes = _C.cuda_window_bytes(size, lanes, staging, 0)
-        if not together:
-            _grant_access(devices)
-        memory = [torch.zeros(window_bytes, dtype=torch.uint8, device=d) for d in devices]
-        for device in devices:
-            torch.cuda.synchronize(device)
-        windows = [m.data_ptr() for m in memory]
-        endpoints = [
-            _C.CudaEndpoint(
-                device.index,
-                rank,
-                size,
-                lanes,
-                staging,
-                window_bytes,
-                self._groups[rank].timeout,
-                windows,
-                one_address_space=True,
-                stage_always=self._stage_always,
-            )
-            for rank, device in enumerate(devices)
-        ]
-        shared = _C.CudaSharedLaunch(endpoints) if together else None
-        return [
-            CudaSide(group, device, "threads", endpoint, shared, lanes, None, memory)
-            for group, device, endpoint in zip(self._groups, devices, endpoints, strict=True)
-        ]
-
-
-def _grant_access(devices: list[torch.device]) -> None:
-    """Makes torch's allocators give every device access to the memory of every other."""
-    for source in devices:
-        for target in devices:
-            if source != target:
-                if not torch.cuda.can_device_access_peer(target, source):
-                    raise ValueError(f"ranks that are threads need peer access, {target} lacks it")
-                torch.empty(1, device=source).to(target)

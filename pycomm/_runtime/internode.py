@@ -1,9 +1,9 @@
 """Groups that span machines: who is where, and the way between machines over torch.distributed.
 
 What happens on which machine and what travels is decided in C++ (csrc/cpu/internode/group.h). Here
-is what carries it. The ranks that carry a stripe, one of each machine, have a torch.distributed process group of their
-own, so that no other traffic comes between. Sends and receives are posted in the order of the
-group's operations, and a thread waits for them in that order.
+is what carries it. The ranks that carry a stripe, one of each machine, have a torch.distributed
+process group of their own, so that no other traffic comes between. Sends and receives are posted in
+the order of the group's operations, and a thread waits for them in that order.
 
 Gloo matches sends with receives by their tags, and ends a process that receives more than it has
 room for. So every message's tag tells its length: one that is too long finds no receive. What the

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from pycomm.group import Group
+    from pycomm._runtime.member import Member
 
 _LEVELS = {"info": logging.INFO, "debug": logging.DEBUG}
 _FORMAT = "%(asctime)s %(process)d %(name)s %(levelname)s %(message)s"
@@ -47,14 +47,14 @@ def _set_up() -> str:
 DEBUG = _set_up() == "debug"
 
 
-def fallback(group: Group, text: str, *values: object) -> None:
+def fallback(group: Member, text: str, *values: object) -> None:
     """Warns, once for each group and text, that something takes a slower way than it could."""
     if text not in group._told:
         group._told.add(text)
         _group.warning(f"rank %d: {text}", group.rank, *values)
 
 
-def group_made(group: Group, cores: int, between: str) -> None:
+def group_made(group: Member, cores: int, between: str) -> None:
     """Tells what a new group is made of.
 
     Args:
@@ -90,7 +90,7 @@ def group_made(group: Group, cores: int, between: str) -> None:
         fallback(group, "torch %s has no DLPack exchange API: calls are slower", torch.__version__)
 
 
-def cuda_made(group: Group, device: torch.device, transport: str, lanes: int) -> None:
+def cuda_made(group: Member, device: torch.device, transport: str, lanes: int) -> None:
     """Tells how a group's ranks exchange CUDA tensors."""
     _group.info("rank %d: %s over %s, %d blocks", group.rank, device, transport, lanes)
     if transport == "pinned host memory":
@@ -98,7 +98,7 @@ def cuda_made(group: Group, device: torch.device, transport: str, lanes: int) ->
 
 
 def all_reduce_called(
-    group: Group, tensor: torch.Tensor, algorithm: str, compression: object | None = None
+    group: Member, tensor: torch.Tensor, algorithm: str, compression: object | None = None
 ) -> None:
     """Tells how an all-reduce runs, once for each size class, dtype, device and compression."""
     device = tensor.device.type

@@ -103,7 +103,7 @@ def make_spanning_plan(
     _check_bytes(nbytes, dtype)
     if algorithm not in ("auto", "two_shot"):
         raise ValueError(
-            f"algorithm must be auto or two_shot in a group that spans machines, got {algorithm!r}"
+            f"algorithm must be auto or two_shot in a group that spans nodes, got {algorithm!r}"
         )
     stripes = min(map(len, hosts))
     here = next(i for i, ranks in enumerate(hosts) if rank in ranks)
@@ -118,6 +118,13 @@ def make_spanning_plan(
     # Contributions one way, results the other: as many both ways.
     moved = (len(hosts) - 1) * owned + stripe - owned
     return Plan("two_shot", why, "cpu", path, None, moved * dtype.itemsize, moved * dtype.itemsize)
+
+
+def make_cuda_plan(nbytes: int, size: int, algorithm: str, transport: str) -> Plan:
+    """The plan of every rank on CUDA, where nobody counts."""
+    chosen = select(nbytes, size, "cuda") if algorithm == "auto" else algorithm
+    why = "named by the caller" if chosen == algorithm else f"the table's choice for {nbytes} B"
+    return Plan(chosen, why, "cuda", transport, None, None, None)
 
 
 def _check_bytes(nbytes: int, dtype: torch.dtype) -> None:

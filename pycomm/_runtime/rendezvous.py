@@ -19,8 +19,13 @@ import socket
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from pycomm._runtime.internode import Link, Machines, connect
 from pycomm._runtime.meeting import meet
@@ -33,6 +38,17 @@ if TYPE_CHECKING:
     from pycomm import _C
 
 _NAMESPACES = ("net", "pid", "ipc")
+
+
+def set_up_torch_distributed(timeout: float) -> None:
+    """From torchrun's environment, for processes that it has restarted, too."""
+    deadline, patience = Deadline(timeout), timedelta(seconds=timeout)
+    with deadline.guarding("every process joining torch.distributed"):
+        store, rank, size = next(rendezvous("env://", timeout=patience))
+        store.set_timeout(patience)
+    _, store = meet(PrefixStore("pycomm", store), rank, size, "", deadline)
+    with deadline.guarding("every process joining torch.distributed"):
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=patience)
 
 
 @dataclass(frozen=True)
@@ -81,6 +97,12 @@ def _peer_uid(connection: socket.socket) -> int:
         socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
     )
     return int(struct.unpack("3i", credentials)[1])
+
+
+def slice_bytes() -> int:
+    """Room for one rank in a window's file: as much as the machine has memory."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return -(-memory // (1 << 30)) << 30
 
 
 @dataclass(frozen=True)

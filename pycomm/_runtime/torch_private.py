@@ -11,11 +11,15 @@ import torch
 from torch._C._distributed_c10d import GradBucket
 from torch._compile import _disable_dynamo as not_compiled
 from torch.autograd import Variable
+from torch.distributed import distributed_c10d
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from torch.distributed import ProcessGroup
+    from torch.distributed.distributed_c10d import Store
 
 __all__ = [
     "GradBucket",
@@ -29,6 +33,7 @@ __all__ = [
     "profiler_runs",
     "pytree",
     "queue_callback",
+    "store_of",
     "symmetric_handle",
     "symmetric_tensor",
 ]
@@ -44,6 +49,8 @@ internal_overlap: Callable[[torch.Tensor], int] = torch._debug_has_internal_over
 # Has the current CUDA stream do nothing for so many cycles.
 keep_device_busy: Callable[[int], None] = torch.cuda._sleep
 profiler_runs: Callable[[], bool] = torch._C._autograd._profiler_enabled
+# The Store through which a process group was made.
+store_of: Callable[[ProcessGroup], Store] = distributed_c10d._get_process_group_store
 after_autograd_keys = torch._C._after_autograd_keyset
 
 

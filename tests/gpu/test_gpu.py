@@ -145,7 +145,7 @@ def test_closing_lets_enqueued_work_end() -> None:
 def process_body(rank: int, size: int, store: str, transport: str) -> None:
     """One of several processes that share one GPU."""
     if transport == "pinned host memory":
-        pycomm._runtime.cuda._sees_all = lambda *_: False
+        pycomm._runtime.cuda_windows._sees_all = lambda *_: False
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     with pycomm.init(timeout=60, cuda_heap_bytes=4 << 20) as group:
         for count in (1, 1000, 300_007):

@@ -274,7 +274,7 @@ def test_disagreement_about_compression_is_told() -> None:
 def process_body(rank: int, size: int, store: str, transport: str, want: Any) -> None:
     """One of several processes that share one GPU."""
     if transport == "pinned host memory":
-        pycomm._runtime.cuda._sees_all = lambda *_: False
+        pycomm._runtime.cuda_windows._sees_all = lambda *_: False
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     with pycomm.init(timeout=60) as group:
         for case, of_rank in want:

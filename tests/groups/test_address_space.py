@@ -98,7 +98,7 @@ with pycomm.LocalWorld(1) as world:
 """
     with control_group(700 << 20) as processes:
         said = run(f"import io, sys; sys.stdin = io.StringIO({str(processes)!r})\n{program}")
-    assert said.startswith("the shared window needs 1073741824 bytes, the machine or its control")
+    assert said.startswith("the shared window needs 1073741824 bytes, the node or its control")
 
 
 @pytest.mark.parametrize("what", ["reduce_scatter", "top-k", "top-k between machines"])

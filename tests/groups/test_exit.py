@@ -31,7 +31,7 @@ def exit_during(operation, told):
     """Rank 1 of 2 never comes. If the group is not `told` to end, its thread outlives Python."""
     group, _ = sys.groups = pycomm.LocalWorld(2, timeout=0.3 if not told else 60).groups
     if not told:
-        pycomm.group._by_name.clear()
+        pycomm.group._open_groups.forget()
     threading.Thread(target=operation, args=(group,), daemon=True).start()
     time.sleep(0.1)
     sys.slow = Slow()
@@ -65,7 +65,7 @@ libc.__cxa_atexit(usleep, ctypes.c_void_p(300_000), None)
 import pycomm
 sys.worlds = [pycomm.LocalWorld(2) for _ in range(2)]
 sys.work = pycomm.barrier(group=sys.worlds[0].groups[0], async_op=True)
-pycomm.group._by_name.clear()  # so that nothing ends it
+pycomm.group._open_groups.forget()  # so that nothing ends it
 time.sleep(0.1)
 """
 

@@ -138,9 +138,7 @@ def test_hosts_must_make_up_the_world(hosts):
 @pytest.mark.parametrize("algorithm", ["one_shot", "ring", "tree"])
 def test_algorithms_of_one_machine_are_refused(world, algorithm):
     group = world(2, nodes=[1, 1]).groups[0]
-    message = (
-        f"algorithm must be auto or two_shot in a group that spans nodes, got '?{algorithm}"
-    )
+    message = f"algorithm must be auto or two_shot in a group that spans nodes, got '?{algorithm}"
     with pytest.raises(ValueError, match=message):
         pycomm.all_reduce(torch.ones(3), algorithm=algorithm, group=group)
     with pytest.raises(ValueError, match=message):

@@ -53,91 +53,129 @@ def test_core_includes_only_the_standard_library():
             assert kind == '"' or re.fullmatch(r"[a-z_]+", name), f"{path.name} includes <{name}>"
 
 
-# From the lowest layer up; a module imports only what comes before it.
+# From the lowest layer up; a module imports only what comes before it, for type checkers, too.
 PYTHON_LAYERS = [
-    {"_C", "_runtime.log", "_runtime.torch_private"},
-    {"errors", "_inputs.labels", "_inputs.arguments"},
-    {"_training.graphs", "_training.prefixes", "_training.hook_state"},
-    {"_inputs.dtypes", "_inputs.arrays", "_training.zeros"},
-    {"_runtime.staging", "_runtime.waiting", "_runtime.pulse"},
-    {"_inputs.tensors", "_runtime.internode"},
-    {"_runtime.peers"},
-    {"_runtime.meeting"},
-    {"ops", "_runtime.plan", "_runtime.rendezvous", "_runtime.cuda", "compression"},
+    {"_C", "_runtime.torch_private", "errors"},
+    {"_inputs.arguments", "_inputs.arrays", "_inputs.dtypes"},
+    {"_training.graphs", "_training.hook_state", "_training.prefixes", "_training.zeros"},
+    {"_runtime.plan", "_runtime.pulse", "_runtime.staging", "_runtime.waiting"},
+    {"_inputs.tensors", "_runtime.internode", "_runtime.member"},
+    {"_runtime.log", "_runtime.open_groups", "_runtime.peers", "ops"},
+    {"_inputs.labels", "_runtime.cuda", "_runtime.meeting"},
+    {"_runtime.cuda_windows", "_runtime.rendezvous", "compression"},
     {"group", "_names"},
-    {"_given"},
-    {"collectives", "local_world"},
-    {"compressed", "_training.parameters", "_training.residuals", "_training.members"},
-    {"_training.promise", "_training.weighing", "_training.reports"},
-    {"compressed_ops", "_training.exchange", "_training.flat"},
-    {"_training.buckets", "_training.flights", "_training.step"},
-    {"_training.comm_state", "_training.gradient_exchange"},
+    {"_given", "local_world"},
+    {"collectives"},
+    {"compressed", "_training.members", "_training.parameters"},
+    {"compressed_ops", "_training.flat"},
+    {"_training.buckets", "_training.promise", "_training.reports", "_training.weighing"},
+    {"_training.residuals"},
+    {"_training.exchange"},
+    {"_training.flights"},
+    {"_training.step"},
+    {"_training.comm_state"},
     {"_training.outer"},
     {"_training.local_sgd"},
-    {"hooks", "data_parallel"},
-    {"optim"},
+    {"hooks", "_training.gradient_exchange"},
+    {"data_parallel", "optim"},
     {"memory"},
     {"__init__"},
-    {"collect_env", "bench"},
-    {"bench.gpu", "advise"},
+    {"collect_env"},
+    {"bench"},
+    {"advise", "bench.gpu"},
     {"bench.nodes"},
 ]
-PRIVATE = ("_inputs", "_runtime", "_training")
+# Packages whose modules have layers of their own.
+OPENED = ("_inputs", "_runtime", "_training")
+# Packages that stand above the package that they lie in.
+ABOVE = ("bench.gpu", "bench.nodes")
 LEVEL = {name: level for level, names in enumerate(PYTHON_LAYERS) for name in names}
 
 
-def imported_at_import_time(path):
-    """Modules that `import path` would import; not those for type checkers or inside functions."""
-    pending = list(ast.parse(path.read_text()).body)
-    while pending:
-        node = pending.pop()
+def modules():
+    """All of them, by their dotted names inside of pycomm; a package goes by its own."""
+    found = {}
+    for path in (ROOT / "pycomm").rglob("*.py"):
+        parts = path.relative_to(ROOT / "pycomm").with_suffix("").parts
+        found[".".join(parts).removesuffix(".__init__")] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imported(path):
+    """Names that a module imports, wherever and for whomever: at its head, in functions, typing."""
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path.name}: relative import"
-            if node.module == "pycomm" or node.module in (f"pycomm.{name}" for name in PRIVATE):
-                yield from (f"{node.module}.{alias.name}" for alias in node.names)
-            else:
-                yield node.module
-        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            pending += node.orelse
-        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            pending += [
-                child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)
-            ]
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def module_of(name):
-    """The module, or the sub-package that counts as one, of a dotted name inside pycomm."""
-    parts = name.split(".")[1:]
-    return ".".join(parts[: 2 if parts[0] in PRIVATE else 1])
+def imported_modules(path):
+    """Those of our own: what is no module is an attribute of one, or of pycomm itself."""
+    for name in imported(path):
+        if name == "pycomm" or name.startswith("pycomm."):
+            inside = name.removeprefix("pycomm").removeprefix(".")
+            while inside not in MODULES and inside != "_C":
+                inside = inside.rpartition(".")[0] or "__init__"
+            yield inside
 
 
-def modules():
-    top = (ROOT / "pycomm").glob("*.py")
-    inside = (p for name in PRIVATE for p in (ROOT / "pycomm" / name).glob("[!_]*.py"))
-    return {".".join(p.relative_to(ROOT).with_suffix("").parts): p for p in (*top, *inside)}
+def layer_of(module):
+    """What stands in the table for a module."""
+    parts = module.split(".")
+    above = ".".join(parts[:2]) in ABOVE
+    return ".".join(parts[: 2 if parts[0] in OPENED or above else 1])
 
 
-@pytest.mark.parametrize("name", sorted(modules()))
+@pytest.mark.parametrize("name", sorted(set(MODULES) - set(OPENED)))
 def test_python_imports(name):
-    level = LEVEL[module_of(name)]
-    for imported in imported_at_import_time(modules()[name]):
-        if imported.startswith("pycomm."):
-            lower = module_of(imported)
-            # What is no module is an attribute of the package itself.
-            allowed = LEVEL.get(lower, LEVEL["__init__"]) < level
-            assert allowed, f"{name} may not import {lower}"
+    for module in imported_modules(MODULES[name]):
+        if module not in OPENED and layer_of(module) != layer_of(name):
+            lower = LEVEL[layer_of(module)] < LEVEL[layer_of(name)]
+            assert lower, f"{name} may not import {module}"
+
+
+def cycle_among(imports):
+    """One cycle of a graph, if it has any."""
+    done, path = set(), []
+
+    def visit(name):
+        if name in path:
+            return [*path[path.index(name) :], name]
+        if name in done:
+            return None
+        path.append(name)
+        found = next(filter(None, map(visit, sorted(imports.get(name, ())))), None)
+        path.pop()
+        done.add(name)
+        return found
+
+    return next(filter(None, map(visit, sorted(imports))), None)
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    imports = {name: set(imported_modules(path)) - {name} for name, path in MODULES.items()}
+    assert sum(map(len, imports.values())) > 300
+    assert cycle_among(imports) is None
+
+
+def test_cycles_are_found():
+    assert cycle_among({"a": {"b"}, "b": {"c", "d"}, "c": set(), "d": {"b"}}) == ["b", "d", "b"]
+    assert cycle_among({"a": {"b", "c"}, "b": {"c"}, "c": set()}) is None
 
 
 def test_private_modules_stay_in_their_package():
     """Underscored modules of another sub-package are nobody's business."""
-    for path in (ROOT / "pycomm").rglob("*.py"):
-        home = ".".join(path.relative_to(ROOT).parent.parts)
-        for imported in imported_at_import_time(path):
-            package, _, module = imported.rpartition(".")
-            if package.startswith("pycomm.") and module.startswith("_"):
-                assert package == home, f"{path} imports {imported}"
+    for path in MODULES.values():
+        home = ".".join(path.relative_to(ROOT / "pycomm").parent.parts)
+        for module in imported_modules(path):
+            package, _, last = module.rpartition(".")
+            if package and last.startswith("_"):
+                assert package == home, f"{path} imports {module}"
 
 
 def run_python(code):
@@ -166,7 +204,40 @@ print(before == after, threading.active_count(), pycomm.group._default)
     assert run_python(code).split() == ["True", "1", "None"]
 
 
+def private_parts_of_torch(code):
+    """What a module takes from torch under a name with an underscore, by any way of importing."""
+    tree = ast.parse(code)
+    bound, found = {"torch"}, set()  # names of the module that stand for something of torch
+    for node in ast.walk(tree):
+        names = getattr(node, "names", [])
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            bound |= {alias.asname or alias.name for alias in names}
+            found |= {f"{node.module}.{alias.name}" for alias in names}
+        elif isinstance(node, ast.Import):
+            for alias in names:
+                if alias.name.split(".")[0] == "torch":
+                    bound.add(alias.asname or "torch")
+                    found.add(alias.name)
+        elif isinstance(node, ast.Attribute):
+            found.add(ast.unparse(node))
+    own = {name for name in found if name.split(".")[0] in bound}
+    return {name for name in own if re.search(r"(^|\.)_(?!_)", name)}
+
+
+def test_private_parts_are_found():
+    for code, part in [
+        ("import torch\ntorch._C.f()", "torch._C"),
+        ("import torch._dynamo as d", "torch._dynamo"),
+        ("from torch.utils import _pytree", "torch.utils._pytree"),
+        ("from torch._C import x as y", "torch._C.x"),
+        ("from torch import distributed as d\nd._f(1)", "d._f"),
+        ("import torch.distributed as dist\nx = dist.y._z", "dist.y._z"),
+    ]:
+        assert part in private_parts_of_torch(code), code
+    fine = "import torch\nfrom torch import nn\nnn.Module.__init__(self._mine)\nself._torch.x"
+    assert private_parts_of_torch(fine) == set()
+
+
 def test_private_parts_of_torch_stand_in_one_module():
-    private = re.compile(r"\btorch(\.\w+)*\._[^\W_]|from torch[\w.]* import _")
-    found = {p.name for p in (ROOT / "pycomm").rglob("*.py") if private.search(p.read_text())}
-    assert found == {"torch_private.py"}
+    found = {name for name, path in MODULES.items() if private_parts_of_torch(path.read_text())}
+    assert found == {"_runtime.torch_private"}

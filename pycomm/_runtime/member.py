@@ -1,0 +1,42 @@
+"""A group as the modules see it that it is built from."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from pycomm import _C
+    from pycomm._runtime.plan import Plan
+
+
+class Member(Protocol):
+    """One rank's membership; :class:`pycomm.Group` says what the members mean."""
+
+    rank: int
+    size: int
+    timeout: float
+    staging_bytes: int
+    name: str
+    nodes: tuple[tuple[int, ...], ...]
+    stripes: int
+    _core: _C.Group
+    _told: set[str]
+
+    def empty(self, *size: int, dtype: torch.dtype = ...) -> torch.Tensor:
+        """A tensor in the shared window."""
+
+    def explain(
+        self,
+        nbytes: int,
+        dtype: torch.dtype = ...,
+        *,
+        algorithm: str = ...,
+        in_window: bool = ...,
+        device: str = ...,
+    ) -> Plan:
+        """What an all-reduce would do."""
+
+    def abort(self) -> None:
+        """Ends every rank's operations."""
