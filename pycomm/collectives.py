@@ -75,7 +75,7 @@ class Work:
     def moved(self) -> int:
         """Bytes it has read from and written to other ranks' memory; on CUDA 0. Waits.
 
-        In a group that spans machines: that this rank has received from other machines.
+        In a group that spans nodes: that this rank has received from other nodes.
         """
         self.wait()
         return 0 if self._core is None else self._core.moved()

@@ -65,7 +65,7 @@ class Timeout(CollectiveError):
     """A rank did not answer within the group's timeout.
 
     The message tells who waited for whom. If the rank to blame waits in another group of this
-    machine, it tells that, too: often the ranks use the two groups in different orders.
+    node, it tells that, too: often the ranks use the two groups in different orders.
     """
 
 

@@ -26,7 +26,7 @@ from pycomm._inputs.arguments import (
 from pycomm._inputs.dtypes import check_dtype
 from pycomm._runtime import log
 from pycomm._runtime.cuda_windows import DEFAULT_MAX_BLOCKS, join_processes
-from pycomm._runtime.internode import Machines
+from pycomm._runtime.internode import Nodes
 from pycomm._runtime.open_groups import OpenGroups
 from pycomm._runtime.plan import Plan, make_cuda_plan, make_plan, make_spanning_plan
 from pycomm._runtime.rendezvous import WindowMaker, join, set_up_torch_distributed, slice_bytes
@@ -47,7 +47,7 @@ _open_groups: OpenGroups[Group] = OpenGroups()
 
 
 class Group:
-    """One rank's membership in a group of ranks, on one machine or several.
+    """One rank's membership in a group of ranks, on one node or several.
 
     Made by :func:`init` or :class:`pycomm.LocalWorld`. Operations on a group run in the order in
     which they were called, whichever thread calls; all ranks must call the same ones in the same
@@ -66,14 +66,14 @@ class Group:
         staging_bytes: shared memory of this rank for tensors that do not lie in the window.
         name: what ``torch.ops.pycomm`` calls the group.
         nodes: the ranks of each node, ascending; nodes by their first rank.
-        stripes: how many ranks of every machine exchange with other machines, each with its like
-            there (the first ones); 0 on one machine.
+        stripes: how many ranks of every node exchange with other nodes, each with its like
+            there (the first ones); 0 on one node.
     """
 
     def __init__(
         self,
         window: _C.Window,
-        machines: Machines,
+        nodes: Nodes,
         pids: list[int],
         processes: Sequence[_C.Process | None],
         rank: int,
@@ -84,13 +84,13 @@ class Group:
         first_epoch: int = 0,
     ) -> None:
         self.rank = rank
-        self.size = sum(map(len, machines.ranks))
+        self.size = sum(map(len, nodes.ranks))
         self.timeout = timeout
         self.staging_bytes = staging_bytes
         self.name = f"pycomm:{next(_names)}"
-        self.nodes = machines.ranks
-        self.stripes = machines.stripes
-        local = machines.local
+        self.nodes = nodes.ranks
+        self.stripes = nodes.stripes
+        local = nodes.local
         self._core = _C.Group(
             window,
             pids,
@@ -102,8 +102,8 @@ class Group:
             first_epoch,
             local,
         )
-        if len(machines.ranks) > 1:
-            self._core.span(machines.ranks, machines.here, link, timeout)
+        if len(nodes.ranks) > 1:
+            self._core.span(nodes.ranks, nodes.here, link, timeout)
         self._handle = self._core.handle
         self._tags = itertools.cycle(range(1, 1 << 16))
         self._told: set[str] = set()  # what is logged once
@@ -132,7 +132,7 @@ class Group:
 
         Raises:
             ValueError: an argument is not as described.
-            MemoryError: the machine lacks the memory.
+            MemoryError: the node lacks the memory.
         """
         check_dtype("dtype", dtype)
         self._core.check_usable()
@@ -202,13 +202,13 @@ class Group:
         return self._core.traffic
 
     def link_traffic(self) -> tuple[int, int]:
-        """Of this rank's last operation: bytes sent to and received from other machines."""
+        """Of this rank's last operation: bytes sent to and received from other nodes."""
         return self._core.link_traffic
 
     def trim(self) -> None:
         """Gives back memory that operations have left to the next ones of their kind.
 
-        That is what top-k and operations between machines work in on the CPU. It grows to what the
+        That is what top-k and operations between nodes work in on the CPU. It grows to what the
         largest tensor so far has needed. Waits for operations under way; other ranks need not call
         it.
 
@@ -236,7 +236,7 @@ class Group:
         return next(self._tags)
 
     def _stages(self, device: torch.device) -> bool:
-        """Whether host memory stands in for tensors there: machines are joined by their CPUs."""
+        """Whether host memory stands in for tensors there: nodes are joined by their CPUs."""
         stages = device.type == "cuda" and len(self.nodes) > 1
         if stages:
             log.fallback(self, "CUDA tensors go through host memory: the group spans nodes")
@@ -306,8 +306,8 @@ def init(
 ) -> Group:
     """Makes a group of the processes of a torch.distributed group; a collective call.
 
-    Those that share a machine (the same boot and the same network, pid and ipc namespaces) share
-    memory. Between machines, as many ranks of each as the smallest has exchange over
+    Those that share a node (the same boot and the same network, pid and ipc namespaces) share
+    memory. Between nodes, as many ranks of each as the smallest has exchange over
     torch.distributed (Gloo), and host memory stands in for CUDA tensors.
 
     The first group made becomes the default of every operation, and once that is closed or has
@@ -360,10 +360,10 @@ def init(
     }
     with _joining[prefix]:
         members = join(store, rank, size, windows, settings, timeout)
-    machines = members.machines
+    nodes = members.nodes
     made = Group(
         members.window,
-        machines,
+        nodes,
         members.pids,
         members.processes,
         rank,
@@ -372,7 +372,7 @@ def init(
         staging_bytes,
         members.link,
     )
-    if len(machines.ranks) == 1:
+    if len(nodes.ranks) == 1:
         made._join_cuda = lambda device: join_processes(
             made, device, process_group, max_blocks, cuda_heap_bytes
         )

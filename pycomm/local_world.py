@@ -16,7 +16,7 @@ from pycomm import _C
 from pycomm._inputs.arguments import renamed, seconds
 from pycomm._runtime import log
 from pycomm._runtime.cuda_windows import DEFAULT_MAX_BLOCKS, LocalDevices
-from pycomm._runtime.internode import Machines
+from pycomm._runtime.internode import Nodes
 from pycomm._runtime.rendezvous import slice_bytes
 from pycomm.group import DEFAULT_STAGING_BYTES, DEFAULT_TIMEOUT, Group
 
@@ -68,7 +68,7 @@ class LocalWorld:
             raise ValueError(f"nodes must be positive and make up size, {size}, got {list(nodes)}")
         ends = list(itertools.accumulate(nodes))
         ranks = tuple(tuple(range(end - n, end)) for n, end in zip(nodes, ends, strict=True))
-        links = [_C.LocalTransport.make(len(nodes)) for _ in range(Machines(ranks, 0).stripes)]
+        links = [_C.LocalTransport.make(len(nodes)) for _ in range(Nodes(ranks, 0).stripes)]
         pids, cores = [os.getpid()] * size, len(os.sched_getaffinity(0))
         self.groups = []
         for here, local in enumerate(ranks):
@@ -79,7 +79,7 @@ class LocalWorld:
                 self.groups.append(
                     Group(
                         window,
-                        Machines(ranks, here),
+                        Nodes(ranks, here),
                         pids,
                         [None] * len(local),
                         rank,

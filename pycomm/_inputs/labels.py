@@ -19,6 +19,6 @@ def label_of(tag: int | str | None) -> str:
         caller = sys._getframe(2)
         path = Path(caller.f_code.co_filename)
         if _PACKAGE not in path.parents:  # what pycomm calls itself may come from several places
-            # Not the whole path: machines may have it somewhere else.
+            # Not the whole path: nodes may have it somewhere else.
             named.append(f"called at {'/'.join(path.parts[-2:])}:{caller.f_lineno}")
     return ", ".join(named).encode("ascii", "backslashreplace").decode()

@@ -1,7 +1,7 @@
-"""Groups that span machines: who is where, and the way between machines over torch.distributed.
+"""Groups that span nodes: who is where, and the way between nodes over torch.distributed.
 
-What happens on which machine and what travels is decided in C++ (csrc/cpu/internode/group.h). Here
-is what carries it. The ranks that carry a stripe, one of each machine, have a torch.distributed
+What happens on which node and what travels is decided in C++ (csrc/cpu/internode/group.h). Here
+is what carries it. The ranks that carry a stripe, one of each node, have a torch.distributed
 process group of their own, so that no other traffic comes between. Sends and receives are posted in
 the order of the group's operations, and a thread waits for them in that order.
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from pycomm._runtime.waiting import Deadline
 
-Parcel = tuple[int, int, int]  # machine, address, bytes
+Transfer = tuple[int, int, int]  # node, address, bytes
 
 _NOTHING, _DATA, _FAREWELL = 0, 1 << 29, 1 << 30  # tags, to which a message's length is added
 _SECRET_BYTES = 16
@@ -50,20 +50,20 @@ _AT_ONCE = timedelta(milliseconds=1)
 
 
 @dataclass(frozen=True)
-class Machines:
-    """Which ranks share a machine.
+class Nodes:
+    """Which ranks share a node.
 
     Attributes:
-        ranks: of each machine, ascending; machines by their first rank.
-        here: the index of this rank's machine.
+        ranks: of each node, ascending; nodes by their first rank.
+        here: the index of this rank's node.
     """
 
     ranks: tuple[tuple[int, ...], ...]
     here: int
 
     @classmethod
-    def of(cls, identities: Sequence[str], rank: int) -> Machines:
-        """From every rank's identity; see :func:`pycomm._runtime.rendezvous.machine_identity`."""
+    def of(cls, identities: Sequence[str], rank: int) -> Nodes:
+        """From every rank's identity; see :func:`pycomm._runtime.rendezvous.node_identity`."""
         found: dict[str, list[int]] = {}
         for r, identity in enumerate(identities):
             found.setdefault(identity, []).append(r)
@@ -72,17 +72,17 @@ class Machines:
 
     @property
     def local(self) -> tuple[int, ...]:
-        """The ranks of this machine."""
+        """The ranks of this node."""
         return self.ranks[self.here]
 
     @property
     def stripes(self) -> int:
-        """How many ranks of every machine exchange with other machines; of one machine, none."""
+        """How many ranks of every node exchange with other nodes; of one node, none."""
         return min(map(len, self.ranks)) if len(self.ranks) > 1 else 0
 
 
 def connect(
-    machines: Machines, rank: int, store: Store, deadline: Deadline, look: Callable[[], object]
+    nodes: Nodes, rank: int, store: Store, deadline: Deadline, look: Callable[[], object]
 ) -> tuple[Any, list[int], bytes] | None:
     """What makes the link from this rank to those that carry the same stripe, if it carries one.
 
@@ -90,16 +90,16 @@ def connect(
     knows in these processes, and in which order, does not matter to it.
 
     Args:
-        machines: who is where.
+        nodes: who is where.
         rank: this process.
         store: of this group alone.
         deadline: for connecting.
         look: raises what ends the rendezvous.
     """
-    stripe = machines.local.index(rank)
-    if stripe >= machines.stripes:
+    stripe = nodes.local.index(rank)
+    if stripe >= nodes.stripes:
         return None
-    hosts = len(machines.ranks)
+    count = len(nodes.ranks)
     ended, over = threading.Event(), threading.Event()
 
     def look_for_end() -> None:
@@ -108,7 +108,7 @@ def connect(
         look()
 
     carriers = _LookedAfter(PrefixStore(f"link/{stripe}", store), deadline, look_for_end)
-    if machines.here == 0:
+    if nodes.here == 0:
         carriers.set("secret", secrets.token_hex(_SECRET_BYTES))
     secret = bytes.fromhex(carriers.get("secret").decode())
     made: list[Any] = []
@@ -117,7 +117,7 @@ def connect(
         left = timedelta(seconds=deadline.left())
         before = _inheritable_sockets()
         try:
-            gloo = dist.ProcessGroupGloo(carriers, machines.here, hosts, left)
+            gloo = dist.ProcessGroupGloo(carriers, nodes.here, count, left)
             for fd in _inheritable_sockets() - before:
                 os.set_inheritable(fd, False)  # a process that becomes another program is gone
             made.append(gloo)
@@ -138,7 +138,7 @@ def connect(
         if carriers.has_address:  # it may follow from a death, which is noticed later
             deadline.look_for(SILENCE + 1, look)
         raise made[0]
-    return made[0], [host for host in range(hosts) if host != machines.here], secret
+    return made[0], [node for node in range(count) if node != nodes.here], secret
 
 
 class _LookedAfter(Store):
@@ -172,40 +172,40 @@ def _inheritable_sockets() -> set[int]:
     return found
 
 
-class Link(_C.Transport):
+class GlooTransport(_C.Transport):
     """Carries one stripe over a process group. How long it may take is the group's business.
 
     Args:
-        process_group: of the ranks that carry the stripe, in the order of machines.
-        hosts: the other machines.
+        process_group: of the ranks that carry the stripe, in the order of nodes.
+        nodes: the other nodes.
         secret: what all messages of this stripe carry.
     """
 
-    def __init__(self, process_group: Any, hosts: list[int], secret: bytes) -> None:
+    def __init__(self, process_group: Any, nodes: list[int], secret: bytes) -> None:
         super().__init__(secret)
         self._group = process_group
-        self._hosts = hosts
+        self._nodes = nodes
         self._rounds: queue.SimpleQueue[list[tuple[int, Any]] | None] = queue.SimpleQueue()
         self._ending = threading.RLock()  # a signal's handler may abort the group in the middle
         self._told = False
         self._threads = [threading.Thread(target=self._wait, name="pycomm-link", daemon=True)]
         self._threads += [
             threading.Thread(
-                target=self._listen, args=(host,), name="pycomm-link-control", daemon=True
+                target=self._listen, args=(node,), name="pycomm-link-control", daemon=True
             )
-            for host in hosts
+            for node in nodes
         ]
         for thread in self._threads:
             thread.start()
         _links.add(self)
 
-    def post(self, sends: list[Parcel], receives: list[Parcel]) -> None:
+    def post(self, sends: list[Transfer], receives: list[Transfer]) -> None:
         """Starts a round."""
         works: list[tuple[int, Any]] = []
-        for start, parcels in ((self._group.recv, receives), (self._group.send, sends)):
-            for host, address, nbytes in parcels:
+        for start, transfers in ((self._group.recv, receives), (self._group.send, sends)):
+            for node, address, nbytes in transfers:
                 tag = _DATA + nbytes
-                works.append((host, self._start(start, host, _memory(address, nbytes), tag)))
+                works.append((node, self._start(start, node, _memory(address, nbytes), tag)))
         self._rounds.put(works)
 
     def stop(self, farewell: bytes) -> None:
@@ -233,49 +233,49 @@ class Link(_C.Transport):
 
     def _disconnect(self) -> None:
         """A receive that is given up closes the connections, which ends all that wait for them."""
-        for host in self._hosts:
-            _finish(self._start(self._group.recv, host, torch.empty(1), _NOTHING), _AT_ONCE)
+        for node in self._nodes:
+            _finish(self._start(self._group.recv, node, torch.empty(1), _NOTHING), _AT_ONCE)
 
     def _tell(self, farewell: bytes) -> None:
         """The first one is the last."""
         if self._told:
             return
         message, tag = torch.tensor(list(farewell), dtype=torch.uint8), _FAREWELL + len(farewell)
-        works = [self._start(self._group.send, host, message, tag) for host in self._hosts]
+        works = [self._start(self._group.send, node, message, tag) for node in self._nodes]
         self._told = True
         end = time.monotonic() + _PATIENCE_AT_END.total_seconds()
         for work in works:
             _finish(work, max(timedelta(seconds=end - time.monotonic()), _AT_ONCE))
 
-    def _start(self, start: Any, host: int, memory: torch.Tensor, tag: int) -> Any:
+    def _start(self, start: Any, node: int, memory: torch.Tensor, tag: int) -> Any:
         """None where the connection is lost."""
         try:
-            return start([memory], host, tag)
+            return start([memory], node, tag)
         except RuntimeError:
-            self.lose(host)
+            self.lose(node)
             return None
 
     def _wait(self) -> None:
         """Completes rounds in their order; none after one that has failed."""
         while (works := self._rounds.get()) is not None:
-            for host, work in works:
-                self.await_node(host)
+            for node, work in works:
+                self.await_node(node)
                 if not _finish(work, _ALWAYS):
-                    self.lose(host)
+                    self.lose(node)
                     return
             self.complete()
 
-    def _listen(self, host: int) -> None:
-        """Waits for a machine's farewell."""
+    def _listen(self, node: int) -> None:
+        """Waits for a node's farewell."""
         farewell = torch.zeros(_C.farewell_bytes, dtype=torch.uint8)
-        work = self._start(self._group.recv, host, farewell, _FAREWELL + _C.farewell_bytes)
+        work = self._start(self._group.recv, node, farewell, _FAREWELL + _C.farewell_bytes)
         if _finish(work, _ALWAYS):
-            self.heard(host, bytes(farewell.tolist()))
-        self.lose(host)
-        self.finished(host)
+            self.heard(node, bytes(farewell.tolist()))
+        self.lose(node)
+        self.finished(node)
 
 
-_links: weakref.WeakSet[Link] = weakref.WeakSet()
+_links: weakref.WeakSet[GlooTransport] = weakref.WeakSet()
 os.register_at_fork(after_in_child=_links.clear)  # they are the parent's
 
 

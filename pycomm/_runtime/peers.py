@@ -18,7 +18,7 @@ from pycomm.errors import Aborted, CollectiveError, PeerDied, PycommError, Timeo
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-    from pycomm._runtime.internode import Machines
+    from pycomm._runtime.internode import Nodes
 
 _FAILED = "failed"  # the key
 _KINDS = {kind.__name__: kind for kind in (Aborted, PeerDied, Timeout)}
@@ -34,7 +34,7 @@ class Peers:
         pids: every rank's.
 
     Attributes:
-        processes: of the other ranks on this machine, by rank.
+        processes: of the other ranks on this node, by rank.
     """
 
     def __init__(self, store: Store, rank: int, pids: Sequence[int]) -> None:
@@ -42,17 +42,17 @@ class Peers:
         self.processes: dict[int, _C.Process] = {}
 
     @contextlib.contextmanager
-    def watching(self, machines: Machines) -> Iterator[None]:
-        """In its block notices deaths: on this machine at once, elsewhere by a long silence."""
-        for rank in machines.local:
+    def watching(self, nodes: Nodes) -> Iterator[None]:
+        """In its block notices deaths: on this node at once, elsewhere by a long silence."""
+        for rank in nodes.local:
             if rank != self._rank:
                 if (process := _C.Process.find(self._pids[rank])) is None:
                     raise self._died(rank)
                 self.processes[rank] = process
-        if len(machines.ranks) == 1 or self._rank != machines.local[0]:
+        if len(nodes.ranks) == 1 or self._rank != nodes.local[0]:
             yield
             return
-        neighbour = machines.ranks[(machines.here + 1) % len(machines.ranks)][0]
+        neighbour = nodes.ranks[(nodes.here + 1) % len(nodes.ranks)][0]
         pulse = Pulse(self._store, self._rank, neighbour, self._tell_of)
         pulse.start()
         try:
@@ -100,7 +100,7 @@ class Peers:
             time.sleep(0.02)
 
     def _tell_of(self, rank: int) -> None:
-        """That this one, on another machine, seems to be dead."""
+        """That this one, on another node, seems to be dead."""
         error = self._died(rank)
         tell(self._store, _word("PeerDied", str(error), rank, error.pid))
 

@@ -27,14 +27,14 @@ class Plan:
         why: what chose it.
         device: ``"cpu"`` or ``"cuda"``.
         path: on the CPU, ``"staged"`` through the shared window, ``"window"`` where the tensors lie
-            in it, ``"alone"`` in a world of one, or how many machines and stripes there are; on
+            in it, ``"alone"`` in a world of one, or how many nodes and stripes there are; on
             CUDA, what joins the ranks: ``"threads"``, ``"peer memory"`` or
             ``"pinned host memory"``.
-        steps: signals that this rank gives the others; None on CUDA and between machines, where
+        steps: signals that this rank gives the others; None on CUDA and between nodes, where
             nobody counts, and for an algorithm that has no formula here.
-        bytes_in: bytes that it reads from other ranks' memory, or of several machines receives from
+        bytes_in: bytes that it reads from other ranks' memory, or of several nodes receives from
             the others; None on CUDA.
-        bytes_out: bytes that it writes to other ranks' memory, or sends to other machines; None on
+        bytes_out: bytes that it writes to other ranks' memory, or sends to other nodes; None on
             CUDA.
     """
 
@@ -99,7 +99,7 @@ def make_plan(
 def make_spanning_plan(
     nbytes: int, dtype: torch.dtype, rank: int, hosts: Sequence[Sequence[int]], algorithm: str
 ) -> Plan:
-    """The plan of one rank of a group that spans machines: what goes between these."""
+    """The plan of one rank of a group that spans nodes: what goes between these."""
     _check_bytes(nbytes, dtype)
     if algorithm not in ("auto", "two_shot"):
         raise ValueError(
@@ -107,8 +107,8 @@ def make_spanning_plan(
         )
     stripes = min(map(len, hosts))
     here = next(i for i, ranks in enumerate(hosts) if rank in ranks)
-    path = f"{len(hosts)} machines, {stripes} stripe{'s' if stripes > 1 else ''}"
-    why = "two-shot between machines, whatever the size"
+    path = f"{len(hosts)} nodes, {stripes} stripe{'s' if stripes > 1 else ''}"
+    why = "two-shot between nodes, whatever the size"
     index = list(hosts[here]).index(rank)
     if index >= stripes:
         return Plan("two_shot", why, "cpu", path, None, 0, 0)

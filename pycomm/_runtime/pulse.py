@@ -1,6 +1,6 @@
-"""What tells machines that another one is gone while a group is made: it falls silent.
+"""What tells nodes that another one is gone while a group is made: it falls silent.
 
-A pidfd tells of a process on the same machine alone, and a machine's ranks may all die at once.
+A pidfd tells of a process on the same node alone, and a node's ranks may all die at once.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 _INTERVAL = 0.25  # seconds between beats
-# A beat comes from a thread of its own, so only a stopped process, machine or network delays it.
-# Swapping, a lost packet or the migration of a machine seldom takes seconds.
+# A beat comes from a thread of its own, so only a stopped process, node or network delays it.
+# Swapping, a lost packet or the migration of a node seldom takes seconds.
 SILENCE = 10.0
 
 
 class Pulse(threading.Thread):
-    """The first rank of a machine counts in the Store and notices if the next machine does not.
+    """The first rank of a node counts in the Store and notices if the next node does not.
 
     Args:
         store: of this group alone.
         rank: this process.
-        neighbour: the first rank of the next machine.
+        neighbour: the first rank of the next node.
         silent: called with the neighbour once it has been silent for long, as far as this process
             runs.
     """

@@ -1,10 +1,10 @@
 """How the processes of a group find each other and come to share memory.
 
 The group's torch.distributed Store carries the ranks' identities, by which those find each other
-that share a machine, and addresses. The first rank of a machine makes its window, an anonymous
+that share a node, and addresses. The first rank of a node makes its window, an anonymous
 file, and hands its descriptor to each peer over an abstract Unix socket, so that nothing ever has a
 name in a file system. Who connects must run as the same user and know the secret that only the
-Store's users can read. Then the machines connect. Nobody goes on before all ranks have all that
+Store's users can read. Then the nodes connect. Nobody goes on before all ranks have all that
 they need, so that the failure of one rank is an error of all ranks, at once. From when the ranks
 know each other every wait looks for deaths and failures, too (pycomm/_runtime/peers.py).
 """
@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from pycomm._runtime.internode import Link, Machines, connect
+from pycomm._runtime.internode import GlooTransport, Nodes, connect
 from pycomm._runtime.meeting import meet
 from pycomm._runtime.peers import Peers
 from pycomm._runtime.waiting import Deadline
@@ -56,23 +56,23 @@ class Membership:
     """What a rank knows after the rendezvous.
 
     Attributes:
-        machines: which ranks share one.
-        window: this machine's.
+        nodes: which ranks share one.
+        window: this node's.
         pids: every rank's process.
-        processes: this machine's; None for this rank itself.
-        cores: how many the ranks of this machine may run on, all together.
-        link: to other machines, if this rank exchanges with them.
+        processes: this node's; None for this rank itself.
+        cores: how many the ranks of this node may run on, all together.
+        link: to other nodes, if this rank exchanges with them.
     """
 
-    machines: Machines
+    nodes: Nodes
     window: _C.Window
     pids: list[int]
     processes: list[_C.Process | None]
     cores: int
-    link: Link | None
+    link: GlooTransport | None
 
 
-def machine_identity() -> str:
+def node_identity() -> str:
     """Equal for two processes only if they can share memory and watch each other."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return " ".join([boot, *(str(Path(f"/proc/self/ns/{n}").readlink()) for n in _NAMESPACES)])
@@ -100,7 +100,7 @@ def _peer_uid(connection: socket.socket) -> int:
 
 
 def slice_bytes() -> int:
-    """Room for one rank in a window's file: as much as the machine has memory."""
+    """Room for one rank in a window's file: as much as the node has memory."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return -(-memory // (1 << 30)) << 30
 
@@ -171,39 +171,39 @@ def join(
             in an earlier life of its processes.
         rank: this process.
         size: how many processes.
-        windows: makes the window on the first rank of each machine, and maps it on all.
+        windows: makes the window on the first rank of each node, and maps it on all.
         settings: what must be the same on every rank, by its name in messages.
         timeout: seconds for the whole of it.
 
     Raises:
         ValueError: the ranks' settings differ, or a rank could not map the window; on all ranks.
         pycomm.Timeout: a rank did not come in time.
-        pycomm.PeerDied: a rank of some machine's died after all had come; on all ranks.
+        pycomm.PeerDied: a rank of some node's died after all had come; on all ranks.
         pycomm.Aborted: a rank was interrupted.
     """
     deadline = Deadline(timeout)
     mine = {
         "pid": os.getpid(),
-        "machine": machine_identity(),
+        "node": node_identity(),
         "cores": sorted(os.sched_getaffinity(0)),
         "settings": settings,
     }
     texts, store = meet(store, rank, size, json.dumps(mine), deadline)
     everyone = [json.loads(text) for text in texts]
     check_same([member["settings"] for member in everyone])
-    machines = Machines.of([member["machine"] for member in everyone], rank)
+    nodes = Nodes.of([member["node"] for member in everyone], rank)
     pids = [int(member["pid"]) for member in everyone]
-    cores = set().union(*(everyone[r]["cores"] for r in machines.local))
+    cores = set().union(*(everyone[r]["cores"] for r in nodes.local))
     peers = Peers(store, rank, pids)
-    with peers.telling(), peers.watching(machines):
-        window = _share_window(store, rank, machines, windows, deadline, peers)
-        with deadline.guarding("every machine connecting"):
-            carriers = connect(machines, rank, store, deadline, peers.look)
+    with peers.telling(), peers.watching(nodes):
+        window = _share_window(store, rank, nodes, windows, deadline, peers)
+        with deadline.guarding("every node connecting"):
+            carriers = connect(nodes, rank, store, deadline, peers.look)
         with deadline.guarding("every rank taking the window"):
             _await_all(store, size, deadline, peers)
-    processes = [peers.processes.get(r) for r in machines.local]
-    link = None if carriers is None else Link(*carriers)
-    return Membership(machines, window, pids, processes, len(cores), link)
+    processes = [peers.processes.get(r) for r in nodes.local]
+    link = None if carriers is None else GlooTransport(*carriers)
+    return Membership(nodes, window, pids, processes, len(cores), link)
 
 
 def check_same(settings: list[dict[str, int]]) -> None:
@@ -220,13 +220,13 @@ def check_same(settings: list[dict[str, int]]) -> None:
 def _share_window(
     store: Store,
     rank: int,
-    machines: Machines,
+    nodes: Nodes,
     windows: WindowMaker,
     deadline: Deadline,
     peers: Peers,
 ) -> _C.Window:
-    """The window of the ranks of this machine."""
-    first, count = machines.local[0], len(machines.local)
+    """The window of the ranks of this node."""
+    first, count = nodes.local[0], len(nodes.local)
     if rank == first:
         return _offer(store, rank, count, windows, deadline, peers)
     with deadline.guarding(f"rank {first} offering the window"):

@@ -1,4 +1,4 @@
-"""CUDA tensors in groups that span machines, where the CPU exchanges: host memory stands in.
+"""CUDA tensors in groups that span nodes, where the CPU exchanges: host memory stands in.
 
 A call waits until the current stream has copied its tensors into pinned memory, so that operations
 reach the group in the order of the calls, on every rank the same. Results are copied back on the

@@ -56,7 +56,7 @@ class Plan:
     Attributes:
         calls: the operations.
         parts: what each is about.
-        wire_bytes: that this rank reads from its peers, or receives from other machines, at most.
+        wire_bytes: that this rank reads from its peers, or receives from other nodes, at most.
         stand_in: for the bucket, where the group stages.
     """
 
@@ -146,7 +146,7 @@ def make_plan(
 def dense_wire_bytes(nbytes: int, group: Group) -> int:
     """Bytes that a rank reads from its peers in an uncompressed two-shot all-reduce.
 
-    Where the group spans machines, what the carrier of a stripe receives from other machines.
+    Where the group spans nodes, what the carrier of a stripe receives from other nodes.
     """
     parties, stripes = _parties(group)
     return 2 * (parties - 1) * nbytes // parties // stripes
@@ -156,8 +156,8 @@ def _parties(group: Group) -> tuple[int, int]:
     """How many take part in this rank's exchange, and how many such exchanges share the work."""
     if not group.stripes:
         return group.size, 1
-    machine = next(ranks for ranks in group.nodes if group.rank in ranks)
-    carries = machine.index(group.rank) < group.stripes
+    node = next(ranks for ranks in group.nodes if group.rank in ranks)
+    carries = node.index(group.rank) < group.stripes
     return (len(group.nodes), group.stripes) if carries else (1, 1)
 
 

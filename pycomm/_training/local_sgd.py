@@ -60,7 +60,7 @@ class LocalSGDState(HookState):
         outer_momentum: of the outer steps.
         gradient_steps: so many steps at the beginning exchange gradients instead, uncompressed.
         inner_group: ranks that exchange gradients in every step after the warm-up, too, such as
-            those of one machine.
+            those of one node.
         group: who exchanges parameters; by default the default group.
         exclude: see :class:`pycomm.hooks.CommState`.
 

@@ -9,7 +9,7 @@ from pycomm.advise.constants import COMPRESSIONS, Constants
 from pycomm.advise.model import ALGORITHMS, Model, possible
 from pycomm.advise.training import Step, predict
 
-OURS = "stripes"  # what pycomm does between machines
+OURS = "stripes"  # what pycomm does between nodes
 WORTH = 0.98  # of the time: a compression that saves less than a fiftieth is not worth its error
 SLOWEST, FASTEST = 1e6, 1e13  # bits per second, between which a break-even is looked for
 
@@ -23,7 +23,7 @@ class Question:
         cluster: whose ranks train it.
         compute: seconds of a step without any exchange.
         density: of top-k.
-        constants: of the machines.
+        constants: of the nodes.
     """
 
     parameters: int

@@ -65,7 +65,7 @@ def number_in(low: float, high: float, what: str) -> Callable[[str], float]:
 
 
 def whole(text: str) -> int:
-    """A number of ranks or machines that the model takes."""
+    """A number of ranks or nodes that the model takes."""
     if not text.isdecimal() or not 1 <= int(text) <= MOST_RANKS:
         raise argparse.ArgumentTypeError(f"expected a number from 1 to {MOST_RANKS}, got {text!r}")
     return int(text)
@@ -81,16 +81,16 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--params", type=count, metavar="N", help="of the model: 125M, 1.3B")
-    add("--ranks", type=whole, metavar="N", help="of all machines together")
-    add("--nodes", type=whole, metavar="N", help="machines")
+    add("--ranks", type=whole, metavar="N", help="of all nodes together")
+    add("--nodes", type=whole, metavar="N", help="nodes")
     add("--link", type=rate, metavar="RATE",
-        help="of a machine: 100Mbit, 1Gbit (default: as measured under torchrun)")  # fmt: skip
+        help="of a node: 100Mbit, 1Gbit (default: as measured under torchrun)")  # fmt: skip
     add("--step-ms", type=number_in(0, math.inf, "milliseconds such as 400"),
         metavar="MS", help="a step's computation, without any exchange")  # fmt: skip
     add("--density", type=density, default=0.01, metavar="SHARE",
         help="of the elements that top-k sends (default 0.01)")  # fmt: skip
     add("--measure", action="store_true",
-        help="measure this machine first (10 s); under torchrun the links, too")  # fmt: skip
+        help="measure this node first (10 s); under torchrun the links, too")  # fmt: skip
     add("--constants", type=Path, metavar="FILE",
         help="read the constants from there; with --measure, write them there")  # fmt: skip
     add("--plot", metavar="FILE", help="draw the predictions as a PNG")
@@ -105,7 +105,7 @@ def make_question(given: argparse.Namespace, known: constants.Constants) -> Ques
     elif known.link_rate is not None:
         link = Link(known.link_rate, latency)
     else:
-        raise SystemExit("--link must be given, as 1Gbit: no link between machines was measured")
+        raise SystemExit("--link must be given, as 1Gbit: no link between nodes was measured")
     cluster = Cluster(given.ranks, given.nodes, link)
     return Question(given.params, cluster, given.step_ms / 1e3, given.density, known)
 

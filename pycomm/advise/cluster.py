@@ -1,4 +1,4 @@
-"""What is asked about: machines, their ranks, and the links that join them."""
+"""What is asked about: nodes, their ranks, and the links that join them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Link:
-    """What joins a machine to the others: the same rate in both directions at once.
+    """What joins a node to the others: the same rate in both directions at once.
 
     Attributes:
         rate: bits per second on the wire.
@@ -40,12 +40,12 @@ class Link:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Ranks on machines, as evenly as can be.
+    """Ranks on nodes, as evenly as can be.
 
     Attributes:
-        ranks: of all machines together.
-        nodes: machines.
-        link: of each machine.
+        ranks: of all nodes together.
+        nodes: nodes.
+        link: of each node.
         cores_per_rank: 2 or more where an exchange takes nothing from what computes, 1 where both
             share a core, less where ranks take turns on cores.
     """
@@ -65,16 +65,16 @@ class Cluster:
 
     @property
     def stripes(self) -> int:
-        """Ranks of a machine that exchange with other machines: as many as the smallest has."""
+        """Ranks of a node that exchange with other nodes: as many as the smallest has."""
         return self.ranks // self.nodes
 
     @property
     def most_ranks(self) -> int:
-        """Ranks of the fullest machine."""
+        """Ranks of the fullest node."""
         return -(-self.ranks // self.nodes)
 
     @cached_property
-    def machine_of(self) -> tuple[int, ...]:
+    def node_of(self) -> tuple[int, ...]:
         """Of every rank; neighbours share one."""
         longer = self.ranks % self.nodes
         sizes = [self.stripes + (node < longer) for node in range(self.nodes)]

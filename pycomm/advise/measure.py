@@ -1,4 +1,4 @@
-"""The constants of this machine, and under torchrun of its links: ``--measure``.
+"""The constants of this node, and under torchrun of its links: ``--measure``.
 
 Takes some seconds. Codecs run in one process, as ``python -m pycomm.bench codec`` has them; what
 needs ranks runs in two processes that are started for it, or in those of torchrun.
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import pycomm
-from pycomm._runtime.rendezvous import machine_identity
+from pycomm._runtime.rendezvous import node_identity
 from pycomm.advise.constants import COMPRESSIONS, Constant, Constants
 from pycomm.advise.model import compression_of
 from pycomm.bench import launch, report
@@ -41,7 +41,7 @@ def measure() -> Constants:
     """Measures everything; under torchrun all ranks call it, and all get the same but for codecs.
 
     Returns:
-        Among its values is ``link.rate`` only where ranks were on several machines.
+        Among its values is ``link.rate`` only where ranks were on several nodes.
     """
     command = shlex.join(["python", "-m", "pycomm.advise", *sys.argv[1:]])
     machine = report.circumstances(command)
@@ -98,20 +98,20 @@ def _codec_calls(
 
 def _measure_ranks(path: Path) -> None:
     """What every rank does. All write the same: they need not have a file system in common."""
-    machines = [""] * dist.get_world_size()
-    dist.all_gather_object(machines, machine_identity())
-    found = [local_constants(machines), link_constants(machines)]
+    nodes = [""] * dist.get_world_size()
+    dist.all_gather_object(nodes, node_identity())
+    found = [local_constants(nodes), link_constants(nodes)]
     dist.broadcast_object_list(found, src=0)
     entries = {name: vars(constant) for part in found for name, constant in part.items()}
     path.write_text(json.dumps(entries))
 
 
-def local_constants(machines: list[str]) -> dict[str, Constant]:
-    """An all-reduce of the ranks of this machine, in their shared memory."""
+def local_constants(nodes: list[str]) -> dict[str, Constant]:
+    """An all-reduce of the ranks of this node, in their shared memory."""
     mine = None
-    for machine in dict.fromkeys(machines):  # all ranks make all groups
-        members = dist.new_group([r for r, where in enumerate(machines) if where == machine])
-        if machine == machines[dist.get_rank()]:
+    for node in dict.fromkeys(nodes):  # all ranks make all groups
+        members = dist.new_group([r for r, where in enumerate(nodes) if where == node])
+        if node == nodes[dist.get_rank()]:
             mine = members
     with pycomm.init(mine) as group:
         runs = [
@@ -120,7 +120,7 @@ def local_constants(machines: list[str]) -> dict[str, Constant]:
         ]
         small, large = interleave(group, runs, ITERS)
         ranks = group.size
-    source = f"pycomm.all_reduce of {ranks} ranks on one machine,"
+    source = f"pycomm.all_reduce of {ranks} ranks on one node,"
     per_byte = max((large.time_us - small.time_us) * 1e3 / LARGE, 1e-3)  # one rank has no bytes
     return {
         "local.latency": Constant(_rounded(small.time_us), "us", f"{source} {SMALL} bytes"),
@@ -129,9 +129,9 @@ def local_constants(machines: list[str]) -> dict[str, Constant]:
     }
 
 
-def link_constants(machines: list[str]) -> dict[str, Constant]:
+def link_constants(nodes: list[str]) -> dict[str, Constant]:
     """Messages between rank 0 and the first rank elsewhere; over loopback where there is none."""
-    far = next((r for r, where in enumerate(machines) if where != machines[0]), None)
+    far = next((r for r, where in enumerate(nodes) if where != nodes[0]), None)
     peer = 1 if far is None else far
     small, large = torch.zeros(SMALL // 4), torch.zeros(LARGE // 4)
     blocks = [

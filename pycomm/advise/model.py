@@ -24,7 +24,7 @@ TILES, LEAST_PARCEL_BYTES, MOST_TILE_BYTES = (
     32 << 10,
     1 << 20,
 )  # as in csrc/cpu/internode/stages.h
-TILED = ("bf16", "int8")  # reduced inside a machine tile by tile, while others are on the wire
+TILED = ("bf16", "int8")  # reduced inside a node tile by tile, while others are on the wire
 UNDER_WAY = (
     3  # tiles in each phase: one is waited for, two follow (csrc/core/algorithms/internode.h)
 )
@@ -38,10 +38,10 @@ class Exchange:
         algorithm: one of `ALGORITHMS`.
         compression: one of `COMPRESSIONS`.
         rank_bytes: bytes that the busiest rank sends, over memory or link; it receives as many.
-        link_bytes: bytes that a machine sends to others; it receives as many.
+        link_bytes: bytes that a node sends to others; it receives as many.
         wire: seconds that the busiest link carries bytes, or in ring and tree the chain of hops.
         core: seconds of work of the busiest rank's core while the link is in use.
-        local: seconds inside the machine while it is not, before and after.
+        local: seconds inside the node while it is not, before and after.
         latency: seconds that the first byte of all is on its way, with nothing else to do.
         rounds: parts that are pipelined.
     """
@@ -107,7 +107,7 @@ class Model:
 
     Args:
         cluster: whose.
-        constants: of its machines.
+        constants: of its nodes.
         density: of top-k.
     """
 
@@ -160,7 +160,7 @@ class Model:
         return max(nbytes - link.burst, 0.0) * link.seconds_per_byte
 
     def _local(self, elements: int) -> float:
-        """Seconds that the ranks of one machine take to reduce a tensor and share the result."""
+        """Seconds that the ranks of one node take to reduce a tensor and share the result."""
         ranks = self.cluster.most_ranks
         if ranks == 1:
             return 0.0
@@ -169,7 +169,7 @@ class Model:
         return self.constants["local.latency"] + elements * ELEMENT_BYTES * per_byte
 
     def _ring(self, compression: str, elements: int) -> Exchange:
-        """All ranks in one ring, neighbours on one machine where they can be."""
+        """All ranks in one ring, neighbours on one node where they can be."""
         cluster = self.cluster
         n, far = cluster.ranks, cluster.nodes if cluster.nodes > 1 else 0
         sent = two_shot_bytes(self._encoded(elements, compression), n)
@@ -194,7 +194,7 @@ class Model:
         )
 
     def _tree(self, compression: str, elements: int) -> Exchange:
-        """A double tree of machines in pieces, the ranks of each in a chain; of ranks, on one."""
+        """A double tree of nodes in pieces, the ranks of each in a chain; of ranks, on one."""
         cluster, near = self.cluster, self.constants["local.latency"]
         spans = cluster.nodes > 1
         parties, chain = (cluster.nodes, cluster.most_ranks - 1) if spans else (cluster.ranks, 0)
@@ -221,7 +221,7 @@ class Model:
         )
 
     def _hierarchical(self, compression: str, elements: int) -> Exchange:
-        """Reduced inside each machine, of which one rank exchanges with those of the others."""
+        """Reduced inside each node, of which one rank exchanges with those of the others."""
         return self._between("hierarchical", compression, elements, 1)
 
     def _stripes(self, compression: str, elements: int) -> Exchange:
@@ -230,21 +230,21 @@ class Model:
 
     def _between(self, name: str, compression: str, elements: int, stripes: int) -> Exchange:
         cluster, latency = self.cluster, self.cluster.link.latency
-        machines, nbytes = cluster.nodes, self._encoded(elements, compression)
+        nodes, nbytes = cluster.nodes, self._encoded(elements, compression)
         local = self._local(elements)
         inside = two_shot_bytes(elements * ELEMENT_BYTES, cluster.most_ranks)
-        if machines == 1:
+        if nodes == 1:
             return Exchange(name, compression, inside, 0.0, 0.0, 0.0, local, 0.0, 1)
-        sent = two_shot_bytes(nbytes, machines)
-        # A greeting, contributions, results; top-k's lists go behind their lengths.
+        sent = two_shot_bytes(nbytes, nodes)
+        # A handshake, contributions, results; top-k's lists go behind their lengths.
         rounds, trips, messages = 1, 5, 5
         if compression != "topk":  # whose selection is of the whole
-            owned = nbytes / stripes / machines
-            most = max(MOST_TILE_BYTES / machines, LEAST_PARCEL_BYTES)
+            owned = nbytes / stripes / nodes
+            most = max(MOST_TILE_BYTES / nodes, LEAST_PARCEL_BYTES)
             rounds = math.ceil(owned / min(max(owned / TILES, LEAST_PARCEL_BYTES), most))
             trips, messages = 3, 1 + 2 * rounds
-        core = self._coding(compression, elements / stripes, machines)
-        core += self._sending(sent / stripes, messages * (machines - 1))
+        core = self._coding(compression, elements / stripes, nodes)
+        core += self._sending(sent / stripes, messages * (nodes - 1))
         core *= cluster.slowdown
         if compression in TILED:
             core, local = core + local, 0.0

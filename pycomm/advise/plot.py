@@ -47,7 +47,7 @@ def draw(path: str, question: Question) -> None:
         panel.spines[["top", "right"]].set_visible(False)
         panel.legend(frameon=False)
     cluster = question.cluster
-    title = f"{human_count(question.parameters)} parameters on {cluster.nodes} machines"
+    title = f"{human_count(question.parameters)} parameters on {cluster.nodes} nodes"
     figure.suptitle(f"Predicted: {title}", fontsize=14, fontweight="bold")
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150, format="png")
@@ -62,12 +62,12 @@ def _draw_rates(panel: Axes, question: Question) -> None:
     panel.axvline(question.cluster.link.rate, color="#999999", linestyle=":", label="this link")
     panel.axhline(1e3 * question.compute, color="#999999", linestyle="--", label="computation")
     panel.set_title(f"A step of pycomm, {question.cluster.ranks:,} ranks")
-    panel.set(xlabel="rate of a machine's link", ylabel="a step's time")
+    panel.set(xlabel="rate of a node's link", ylabel="a step's time")
     panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: human_rate(value)))
 
 
 def _draw_ranks(panel: Axes, question: Question) -> None:
-    """An uncompressed bucket's all-reduce over ranks, with as many per machine as asked about."""
+    """An uncompressed bucket's all-reduce over ranks, with as many per node as asked about."""
     per_node = question.cluster.most_ranks
     bucket = question.step(OURS, "none")
     elements = max(question.parameters // bucket.buckets, 1)
@@ -81,7 +81,7 @@ def _draw_ranks(panel: Axes, question: Question) -> None:
         ranks = [count * per_node for count in nodes]
         panel.plot(ranks, times, label=algorithm, color=colour, linewidth=2.2)
     panel.axvline(question.cluster.ranks, color="#999999", linestyle=":", label="these ranks")
-    panel.set_title(f"All-reduce of {elements * 4 / 1e6:,.3g} MB, {per_node} ranks to a machine")
+    panel.set_title(f"All-reduce of {elements * 4 / 1e6:,.3g} MB, {per_node} ranks to a node")
     panel.set(xlabel="ranks", ylabel="time, uncompressed")
     panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
 

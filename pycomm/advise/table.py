@@ -20,8 +20,8 @@ COLUMNS = (
 )
 NOTES = """\
 exchange: all gradients, with nothing else to do; exposed: what of it the step waits for
-ring: Gloo and NCCL; tree: NCCL; hierarchical: one rank of each machine exchanges;
-stripes: pycomm, every rank of a machine exchanges its part"""
+ring: Gloo and NCCL; tree: NCCL; hierarchical: one rank of each node exchanges;
+stripes: pycomm, every rank of a node exchanges its part"""
 
 
 def show(question: Question) -> None:
@@ -36,7 +36,7 @@ def headline(question: Question) -> str:
     cluster = question.cluster
     return (
         f"{human_count(question.parameters)} parameters, {cluster.ranks:,} ranks on "
-        f"{cluster.nodes:,} machines, links of {human_rate(cluster.link.rate)}, "
+        f"{cluster.nodes:,} nodes, links of {human_rate(cluster.link.rate)}, "
         f"{question.compute * 1e3:g} ms of computation per step"
     )
 
@@ -116,7 +116,7 @@ def _paying(question: Question, compression: str) -> str:
 
 
 def _crossing(question: Question) -> str:
-    """Where ring and tree cross for one bucket, with as many ranks per machine as here."""
+    """Where ring and tree cross for one bucket, with as many ranks per node as here."""
     per_node = question.cluster.most_ranks
     bucket = question.step("ring", "none")
     elements = max(question.parameters // bucket.buckets, 1)
@@ -129,7 +129,7 @@ def _crossing(question: Question) -> str:
     found = crossing(model, elements)
     case = (
         f"(a bucket of {elements * ELEMENT_BYTES / 1e6:,.3g} MB, uncompressed, "
-        f"{per_node} to a machine)"
+        f"{per_node} to a node)"
     )
     if found is None:
         return f"A ring is faster than a tree up to {MOST_RANKS:,} ranks {case}."

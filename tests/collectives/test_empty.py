@@ -82,7 +82,7 @@ def test_memory_goes_back(world, monkeypatch):
     assert group.empty(200 << 20, dtype=torch.uint8).numel() == 200 << 20
 
 
-def test_freed_memory_leaves_the_machine(group):
+def test_freed_memory_leaves_the_node(group):
     before = window_bytes()
     assert before >= 2 * (2 << 20)  # two ranks' staging
     x = group.empty(100_000_000, dtype=torch.uint8)

@@ -80,7 +80,7 @@ def test_a_rank_that_returns_early_releases_the_others(world, culprit, hosts):
     assert sorted(seen) == [rank for rank in range(3) if rank != culprit]
     for error in seen.values():
         assert (error.rank, error.sequence) == (culprit, 4)
-        assert error.completed >= 2  # of several machines one less is known
+        assert error.completed >= 2  # of several nodes one less is known
 
 
 def test_a_rank_that_returns_first_disturbs_nobody(world):

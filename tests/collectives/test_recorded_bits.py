@@ -1,4 +1,4 @@
-"""The bits of collectives, codecs and steps are those recorded once, on every machine and version.
+"""The bits of collectives, codecs and steps are those recorded once, on every node and version.
 
 ``python tests/collectives/test_recorded_bits.py`` records them anew. Do so only for a change of
 bits that is meant, and say why in CHANGELOG.md.

@@ -114,7 +114,7 @@ def flags_of_mappings():
 
 
 def test_a_core_dump_leaves_it_out(fd):
-    """Or each hole in it would become memory, up to all that the machine has."""
+    """Or each hole in it would become memory, up to all that the node has."""
     before = len(flags_of_mappings())
     window = _C.Window(fd, *SIZES)
     found = flags_of_mappings()

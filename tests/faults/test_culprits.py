@@ -25,7 +25,7 @@ def work_on(group, count=1000):
 
 @pytest.mark.parametrize("hosts", [None, [1, 1], [1, 2, 1]])
 def test_two_ranks_abort_at_once(world, hosts):
-    """Each machine has heard of its own rank's abort first."""
+    """Each node has heard of its own rank's abort first."""
     size = 3 if hosts is None else sum(hosts)
     for _ in range(3):
         local_world = world(size, nodes=hosts)
@@ -66,7 +66,7 @@ def say_who(group, folder):
 @pytest.mark.parametrize("hosts", [[4], [2, 2], [1, 2, 1]], ids=str)
 @pytest.mark.parametrize("seed", range(3))
 def test_two_ranks_are_killed_at_once(tmp_path, seed, hosts):
-    """Also if each machine has lost one of its own."""
+    """Also if each node has lost one of its own."""
     # Of [1, 2, 1], rank 1 is the only one through which rank 2 can hear of the others.
     victims = random.Random(seed).sample([0, 2, 3] if len(hosts) == 3 else range(4), 2)
     with spanning.ranks(hosts, say_who, tmp_path, timeout=60.0) as ranks:

@@ -57,7 +57,7 @@ def test_a_death_is_noticed_while_another_rank_is_busy(tmp_path, hosts):
 
 @pytest.mark.parametrize("hosts", [[2, 1], [2, 1, 1]], ids=str)
 def test_a_death_elsewhere_is_noticed_while_the_carrier_is_busy(tmp_path, hosts):
-    """Rank 0 alone is linked to other machines; rank 1 waits for it."""
+    """Rank 0 alone is linked to other nodes; rank 1 waits for it."""
     last = sum(hosts) - 1
     with spanning.ranks(hosts, attempt, tmp_path, 0, 0.1, timeout=30.0) as ranks:
         wait_for_all(tmp_path, last + 1)
@@ -98,7 +98,7 @@ def come_late(group: pycomm.Group) -> str:
 @pytest.mark.parametrize("hosts", [None, [1, 1]], ids=str)
 def test_who_waited_for_whom_and_for_how_long(world, hosts):
     waiter, late = world(2, timeout=0.5, nodes=hosts).run(come_late)
-    seconds = "0.5" if hosts is None else r"1\.\d"  # with the grace that other machines have
+    seconds = "0.5" if hosts is None else r"1\.\d"  # with the grace that other nodes have
     during = r" during all_reduce\(float32, 4 elements"
     silent = rf"rank 1 \(pid \d+\) did not answer within .*: rank 0 waited {seconds} s for it"
     busy = (
@@ -132,7 +132,7 @@ def become_another_program_alone(group: pycomm.Group, folder: Path) -> tuple:
     return caught.value.rank, caught.value.pid
 
 
-def test_a_rank_that_becomes_another_program_on_a_machine_of_its_own(tmp_path):
+def test_a_rank_that_becomes_another_program_on_a_node_of_its_own(tmp_path):
     with spanning.ranks([1, 1], become_another_program_alone, tmp_path, timeout=30.0) as ranks:
         wait_for_all(tmp_path, 2)
         (tmp_path / "go").touch()
@@ -143,7 +143,7 @@ def test_a_rank_that_becomes_another_program_on_a_machine_of_its_own(tmp_path):
 @pytest.mark.parametrize("hosts", [[3], [2, 1]], ids=str)
 def test_a_rank_that_becomes_another_program_has_died(tmp_path, hosts):
     with spanning.ranks(hosts, become_another_program, tmp_path, timeout=30.0) as ranks:
-        if len(hosts) > 1:  # another machine learns of it once rank 0 has
+        if len(hosts) > 1:  # another node learns of it once rank 0 has
             (tmp_path / "go").touch()
         outcomes = ranks.wait_for([2], 10)
         (tmp_path / "go").touch()

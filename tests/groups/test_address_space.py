@@ -63,7 +63,7 @@ with pycomm.LocalWorld(1) as world:
 
 @contextlib.contextmanager
 def control_group(limit):
-    """A control group of this machine's, of so much memory; its processes' file."""
+    """A control group of this node's, of so much memory; its processes' file."""
     name = f"pycomm-test-{os.getpid()}"
     for parent, file in (
         ("/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
@@ -85,7 +85,7 @@ def control_group(limit):
     pytest.skip("no control group can be made here")
 
 
-def test_a_control_group_is_asked_before_the_machine():
+def test_a_control_group_is_asked_before_the_node():
     program = """
 import os, sys
 open(sys.stdin.readline().strip(), "w").write(str(os.getpid()))
@@ -101,7 +101,7 @@ with pycomm.LocalWorld(1) as world:
     assert said.startswith("the shared window needs 1073741824 bytes, the node or its control")
 
 
-@pytest.mark.parametrize("what", ["reduce_scatter", "top-k", "top-k between machines"])
+@pytest.mark.parametrize("what", ["reduce_scatter", "top-k", "top-k between nodes"])
 def test_memory_between_operations_can_be_given_back(what):
     program = """
 import re
@@ -133,7 +133,7 @@ with pycomm.LocalWorld(2, nodes=hosts) as world:
 
 
 def test_more_tensors_than_a_process_may_have_mappings():
-    """As the usual limit is; a machine with a higher one shows nothing."""
+    """As the usual limit is; a node with a higher one shows nothing."""
     program = """
 from pathlib import Path
 most = int(Path('/proc/sys/vm/max_map_count').read_text())

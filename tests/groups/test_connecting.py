@@ -1,4 +1,4 @@
-"""Deaths and interrupts while machines connect: every rank of every machine hears of them."""
+"""Deaths and interrupts while nodes connect: every rank of every node hears of them."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def once_connected(happen):
 STEPS = (before_connecting, having_told_its_address, once_connected)
 
 
-def struck(rank, size, store, machines, victim, step, number):
+def struck(rank, size, store, nodes, victim, step, number):
     """The victim sends itself a signal at a step; what `init` raises."""
-    spanning.pretend(machines[rank])
+    spanning.pretend(nodes[rank])
     pulse._INTERVAL, pulse.SILENCE, internode.SILENCE = 0.05, 1.5, 1.5
     helpers.join_world(rank, size, store)
 
@@ -64,10 +64,10 @@ def struck(rank, size, store, machines, victim, step, number):
 
 
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize(("machines", "victim"), [("aab", 0), ("aab", 2), ("abc", 1)])
-def test_a_death(machines, victim, step):
-    """Beside others on its machine, or alone."""
-    with helpers.Ranks(3, struck, machines, victim, step, signal.SIGKILL) as ranks:
+@pytest.mark.parametrize(("nodes", "victim"), [("aab", 0), ("aab", 2), ("abc", 1)])
+def test_a_death(nodes, victim, step):
+    """Beside others on its node, or alone."""
+    with helpers.Ranks(3, struck, nodes, victim, step, signal.SIGKILL) as ranks:
         outcomes = ranks.wait_for([rank for rank in range(3) if rank != victim], 40)
     for outcome in outcomes:
         assert outcome.error is None, outcome.trace
@@ -79,16 +79,16 @@ def test_a_death_of_a_rank_that_connects_to_nobody():
 
 
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize(("machines", "victim"), [("aab", 0), ("aab", 2)])
-def test_ctrl_c(machines, victim, step):
-    found = helpers.run_ranks(3, struck, machines, victim, step, signal.SIGINT, limit=40)
+@pytest.mark.parametrize(("nodes", "victim"), [("aab", 0), ("aab", 2)])
+def test_ctrl_c(nodes, victim, step):
+    found = helpers.run_ranks(3, struck, nodes, victim, step, signal.SIGINT, limit=40)
     wanted = [(pycomm.Aborted, victim)] * 3
     wanted[victim] = (KeyboardInterrupt, None)
     assert found == wanted
 
 
 def stopped(rank, size, store):
-    """Rank 1 stops for a while, alone on its machine, before it connects."""
+    """Rank 1 stops for a while, alone on its node, before it connects."""
     spanning.pretend("ab"[rank])
     helpers.join_world(rank, size, store)
     if rank == 1:

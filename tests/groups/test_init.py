@@ -181,21 +181,21 @@ def test_strangers_get_no_window():
     assert helpers.run_ranks(2, used_by_strangers) == [2.0, 2.0]
 
 
-def test_what_makes_a_machine():
+def test_what_makes_a_node():
     """Never the hostname."""
     import socket
 
     from pycomm._runtime import rendezvous
 
-    here = rendezvous.machine_identity()
+    here = rendezvous.node_identity()
     assert socket.gethostname() not in here
     assert Path("/proc/sys/kernel/random/boot_id").read_text().strip() in here
     assert all(f"{name}:[" in here for name in ("net", "pid", "ipc"))
 
 
-def join_in_vain(rank, size, store, machines, spoil, odd_rank):
+def join_in_vain(rank, size, store, nodes, spoil, odd_rank):
     """Every rank's error; afterwards they make a group as one should."""
-    spanning.pretend(machines[rank])
+    spanning.pretend(nodes[rank])
     helpers.join_world(rank, size, store)
     start = time.monotonic()
     with pytest.MonkeyPatch.context() as patch:
@@ -228,30 +228,30 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("machines", ["aaa", "aab"])
+@pytest.mark.parametrize("nodes", ["aaa", "aab"])
 @pytest.mark.parametrize("odd_rank", [0, 2])
 @pytest.mark.parametrize("spoil", SETTINGS)
-def test_ranks_that_differ(spoil, odd_rank, machines):
+def test_ranks_that_differ(spoil, odd_rank, nodes):
     name, usual, odd = SETTINGS[spoil]
     of_first, other, of_other = (odd, 1, usual) if odd_rank == 0 else (usual, 2, odd)
     expected = (
         f"{name} must be the same on every rank: rank 0 has {of_first}, rank {other} has {of_other}"
     )
-    for kind, message, took in helpers.run_ranks(3, join_in_vain, machines, spoil, odd_rank):
+    for kind, message, took in helpers.run_ranks(3, join_in_vain, nodes, spoil, odd_rank):
         assert (kind, message) == (ValueError, expected)
         assert took < 10
 
 
 def another_slice(patch):
-    """As a rank may have that counts the machine's memory otherwise."""
+    """As a rank may have that counts the node's memory otherwise."""
     patch.setattr(pycomm.group, "slice_bytes", lambda: 256 << 20)
     return {}
 
 
-@pytest.mark.parametrize("machines", ["aaa", "baa"])
-def test_a_rank_that_refuses_the_window(machines):
-    """All ranks know at once, also those on other machines."""
-    outcomes = helpers.run_ranks(3, join_in_vain, machines, another_slice, 2)
+@pytest.mark.parametrize("nodes", ["aaa", "baa"])
+def test_a_rank_that_refuses_the_window(nodes):
+    """All ranks know at once, also those on other nodes."""
+    outcomes = helpers.run_ranks(3, join_in_vain, nodes, another_slice, 2)
     expected = (
         f"the window's slice_bytes is {pycomm.group.slice_bytes()}, this rank's is {256 << 20}"
     )
@@ -302,11 +302,11 @@ def test_a_store_with_the_keys_of_an_earlier_life(late):
             assert [own.get("key") for own in stores] == [life] * 3
 
 
-def die_in_rendezvous(rank, size, store, machines, victim, where):
+def die_in_rendezvous(rank, size, store, nodes, victim, where):
     """The victim does, at a step after all have come; what the others raise, and how soon."""
     from pycomm._runtime import rendezvous
 
-    spanning.pretend(machines[rank])
+    spanning.pretend(nodes[rank])
     helpers.join_world(rank, size, store)
     if rank == victim:
 
@@ -322,17 +322,17 @@ def die_in_rendezvous(rank, size, store, machines, victim, where):
 
 
 @pytest.mark.parametrize(
-    ("machines", "victim", "where"),
+    ("nodes", "victim", "where"),
     [
         ("aaa", 0, "_offer"),
         ("aaa", 0, "_hand_out"),
         ("aaa", 1, "_take"),
         ("aaa", 2, "check_same"),
-        ("aab", 1, "_take"),  # the other machine is told
+        ("aab", 1, "_take"),  # the other node is told
     ],
 )
-def test_a_death_in_the_rendezvous(machines, victim, where):
-    with helpers.Ranks(3, die_in_rendezvous, machines, victim, where) as ranks:
+def test_a_death_in_the_rendezvous(nodes, victim, where):
+    with helpers.Ranks(3, die_in_rendezvous, nodes, victim, where) as ranks:
         outcomes = ranks.wait_for([rank for rank in range(3) if rank != victim], 40)
     for outcome in outcomes:
         assert outcome.error is None, outcome.trace

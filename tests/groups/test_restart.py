@@ -1,4 +1,4 @@
-"""torchrun restarts a training that spans machines; it goes on as if nothing had happened."""
+"""torchrun restarts a training that spans nodes; it goes on as if nothing had happened."""
 
 import os
 import subprocess
@@ -36,6 +36,6 @@ def test_a_restarted_training_has_the_bits_of_one_that_never_stopped(tmp_path):
     for rank in range(3):
         resumed_from, end = (saved(restarted, int(note[-1]), rank), saved(restarted, STEPS, rank))
         assert golden.same_tensors(end, saved(through, STEPS, rank))
-        # Those who carry a stripe keep the residuals of their machine.
+        # Those who carry a stripe keep the residuals of their node.
         residuals = resumed_from["comm"]["kept"][str(rank)]["residual"].values()
         assert all(residual.any() for residual in residuals) == (rank in (0, 2))

@@ -1,4 +1,4 @@
-"""Constants of machines that do not exist, for the advisor."""
+"""Constants of nodes that do not exist, for the advisor."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ def imagined(**others):
     return Constants(MACHINE, values)
 
 
-# As large as on machines that exist.
+# As large as on nodes that exist.
 TYPICAL = imagined(
     **{name.replace(".", "__"): 0.5 for name in UNITS if name.split(".")[0] in COMPRESSIONS},
     local__latency=2.0,

@@ -5,23 +5,23 @@ import heapq
 from pycomm import _C
 
 
-def ring(machine_of, segments, far, near):
+def ring(node_of, segments, far, near):
     """Seconds until every rank has received its last segment.
 
     Args:
-        machine_of: of every rank.
+        node_of: of every rank.
         segments: that each of the ranks' parts is sent in.
-        far: latency, and seconds that a segment keeps the sender, between machines.
-        near: the same inside a machine.
+        far: latency, and seconds that a segment keeps the sender, between nodes.
+        near: the same inside a node.
     """
-    n = len(machine_of)
+    n = len(node_of)
     has = [[0.0] * segments for _ in range(n)]  # when a rank has what it sends next
     free = [0.0] * n  # when it is done with sending the last segment
     for _ in range(2 * (n - 1)):
         arrived = [[] for _ in range(n)]
         for sender in range(n):
             receiver = (sender + 1) % n
-            latency, occupied = near if machine_of[sender] == machine_of[receiver] else far
+            latency, occupied = near if node_of[sender] == node_of[receiver] else far
             for ready in has[sender]:
                 free[sender] = max(ready, free[sender]) + occupied
                 arrived[receiver].append(free[sender] + latency)
@@ -30,7 +30,7 @@ def ring(machine_of, segments, far, near):
 
 
 def tree(n, pieces, latency, occupied):
-    """Seconds until the last piece of both trees is everywhere, one rank per machine.
+    """Seconds until the last piece of both trees is everywhere, one rank per node.
 
     Args:
         n: ranks.
@@ -80,13 +80,13 @@ def tree(n, pieces, latency, occupied):
 
 
 def two_shot(part, parcel, latency, byte, add, ahead, inside=(0.0, 0.0)):
-    """Seconds of an uncompressed two-shot of machines that all do the same at the same time.
+    """Seconds of an uncompressed two-shot of nodes that all do the same at the same time.
 
     Args:
-        part: bytes of the tensor that each machine owns, on its link to each of the others.
-        parcel: the most bytes that go to a machine at a time.
+        part: bytes of the tensor that each node owns, on its link to each of the others.
+        parcel: the most bytes that go to a node at a time.
         latency: of a message.
-        byte: seconds that the link is kept by a byte to every one of the other machines.
+        byte: seconds that the link is kept by a byte to every one of the other nodes.
         add: seconds of a core to add what all have sent, per byte.
         ahead: tiles between the phases.
         inside: seconds of a core per byte, before a tile is sent and after its result has come.

@@ -56,9 +56,9 @@ def test_constants_are_checked(field, value):
         Constants(MACHINE, values)
 
 
-def test_two_machines_by_hand():
+def test_two_nodes_by_hand():
     """64 MB over 1 Gbit/s: 64 MB each way, 512 ms; int8 about a quarter. 1 ms of latency thrice,
-    for a greeting, contributions and results; of top-k twice more, for lengths."""
+    for a handshake, contributions and results; of top-k twice more, for lengths."""
     model = Model(cluster(2, 2, latency=1e-3), imagined())
     plain = model.exchange("stripes", "none", 16 * MILLION)
     assert plain.link_bytes == plain.rank_bytes == 64 * MILLION
@@ -88,7 +88,7 @@ def test_cores_by_hand():
 
 
 def test_messages_by_hand():
-    """8 MiB between 2 machines: 8 parcels of contributions each, 8 of results, a greeting."""
+    """8 MiB between 2 machines: 8 transfers of contributions each, 8 of results, a handshake."""
     known = imagined(link__message=1000.0, link__core=0.5)
     model = Model(cluster(2, 2), known)
     core = model.exchange("stripes", "none", 2 << 20).core
@@ -100,7 +100,7 @@ def test_messages_by_hand():
     assert ring.core == pytest.approx(8e-3 + 0.5e-9 * (8 << 20))
 
 
-def test_inside_the_machines():
+def test_inside_the_nodes():
     """All ranks' bytes go through one memory; beside the wire only where tiles are compressed."""
     known = imagined(local__all_reduce=0.25, local__latency=100.0)
     four = Model(cluster(8, 2), known)
@@ -153,7 +153,7 @@ def test_tree_shape():
     assert [tree_shape(n)[1] for n in (1, 2, 1000)] == [0, 1, 9]
 
 
-def test_a_tree_of_machines_by_hand():
+def test_a_tree_of_nodes_by_hand():
     """4 KB in one piece of each half: up one level and down again, 1 ms each and 16 us of wire; on
     the way in each machine 3 hops of 10 us."""
     model = Model(cluster(8, 2, latency=1e-3), imagined(local__latency=10.0))
@@ -173,7 +173,7 @@ def test_ring_against_its_simulation(ranks, nodes, latency, elements):
     assert exchange.rounds == 2 * (ranks - 1) * segments
     segment = 4 * elements / ranks / segments
     far, near = (latency, segment * 8e-9), (1e-5, segment * 1e-10)
-    reference = simulations.ring(model.cluster.machine_of, segments, far, near)
+    reference = simulations.ring(model.cluster.node_of, segments, far, near)
     assert exchange.wire == pytest.approx(reference, rel=0.3)
 
 
@@ -211,7 +211,7 @@ def test_two_shot_against_its_simulation(nodes, add_ns, latency, elements, rate)
 
 @pytest.mark.parametrize("rate", [1e8, 3e9, 1e11])
 @pytest.mark.parametrize("local_ns", [0.01, 0.2, 2.0])
-def test_phases_inside_the_machine_against_their_simulation(rate, local_ns):
+def test_phases_inside_the_node_against_their_simulation(rate, local_ns):
     """Of bf16, beside the wire: half of the local time before a tile is sent, half of it after."""
     known = imagined(local__all_reduce=local_ns, bf16__decode_add=0.5)
     elements = 8 * MILLION
@@ -435,7 +435,7 @@ def test_command_line(tmp_path, capsys):
     picture = tmp_path / "out" / "plot.png"
     cli.main([*GOOD.split(), "--plot", str(picture)])
     out = capsys.readouterr().out
-    assert "125M parameters, 16 ranks on 4 machines, links of 1 Gbit/s" in out
+    assert "125M parameters, 16 ranks on 4 nodes, links of 1 Gbit/s" in out
     assert "Choose * stripes, " in out
     assert " faster than a " in out
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -60,8 +60,8 @@ def test_processes_under_hook_and_wrapper(size):
 
 
 @pytest.mark.parametrize("name", ["averages", "int8, DiLoCo"])
-def test_machines_are_the_model_of_one_machine(world, name):
-    """Exchanges between machines have the bits of a world of threads laid out like them."""
+def test_nodes_are_the_model_of_one_node(world, name):
+    """Exchanges between nodes have the bits of a world of threads laid out like them."""
     hosts = [2, 1]
     runs = spanning.run(hosts, trained, "wrapper", CASES[name])
     expected = world(3, nodes=hosts).run(trained, "wrapper", CASES[name])
@@ -178,7 +178,7 @@ def warmed_up(group, front):
     return [m.after for m in moments], synchronous, [m.exchanged for m in moments]
 
 
-def in_two_machines(group):
+def in_two_nodes(group):
     """Pairs exchange gradients in every step, all exchange parameters every second one."""
     pairs = [torch.distributed.new_group([0, 1]), torch.distributed.new_group([2, 3])]
     with pycomm.init(pairs[group.rank // 2]) as inner:
@@ -188,12 +188,12 @@ def in_two_machines(group):
             yield trainee.weights(), trainee.run(range(4))
 
 
-def all_in_two_machines(group):
-    return list(in_two_machines(group))
+def all_in_two_nodes(group):
+    return list(in_two_nodes(group))
 
 
-def test_gradients_in_a_machine_and_parameters_between_machines():
-    for runs in zip(*helpers.run_group(4, all_in_two_machines), strict=True):
+def test_gradients_in_a_node_and_parameters_between_nodes():
+    for runs in zip(*helpers.run_group(4, all_in_two_nodes), strict=True):
         averaging.check(list(runs), {"period": 2, **DILOCO})
         for step in (0, 2):
             weights = [moments[step].after for _, moments in runs]

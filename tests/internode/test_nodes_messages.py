@@ -1,4 +1,4 @@
-"""What a machine sends that is no message: a clear error that names it, and nobody else's end."""
+"""What a node sends that is no message: a clear error that names it, and nobody else's end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 import pycomm
 from pycomm._runtime import internode
 
-HOSTS, HARMFUL = [2, 1], 2  # the rank whose machine sends them; rank 0 hears, rank 1 is beside it
+HOSTS, HARMFUL = [2, 1], 2  # the rank whose node sends them; rank 0 hears, rank 1 is beside it
 
 # Damage to a message: offset, bytes, value (docs/wire-format.md).
 Change = tuple[int, int, int]
@@ -24,8 +24,8 @@ HEADERS = {
     "magic": (0, 4, 0),
     "version": (4, 2, 77),
     "kind": (6, 2, 9),
-    "machine": (8, 8, 0),
-    "negative machine": (8, 8, -1),
+    "node": (8, 8, 0),
+    "negative node": (8, 8, -1),
     "secret": (16, 16, 0),
 }
 FAREWELLS = {
@@ -62,15 +62,15 @@ def error_of(group: pycomm.Group) -> tuple[type, int]:
 
 def harmful_farewells(_: pycomm.Group, changes: dict[str, Change]) -> dict[str, object]:
     """What each of them comes to."""
-    original, found = internode.Link._tell, {}
+    original, found = internode.GlooTransport._tell, {}
     for name, change in changes.items():
         with pycomm.init(timeout=20) as group:
             if group.rank == HARMFUL:
-                internode.Link._tell = lambda link, farewell, change=change: original(
+                internode.GlooTransport._tell = lambda link, farewell, change=change: original(
                     link, changed(farewell, change)
                 )
                 group.abort()
-                internode.Link._tell = original
+                internode.GlooTransport._tell = original
             else:
                 found[name] = error_of(group)
     return found
@@ -90,19 +90,19 @@ def test_a_farewell_as_it_should_be():
 
 def harm_message(number: int, change: Change) -> None:
     """Changes what this rank sends next, or so many rounds later."""
-    original, passed = internode.Link.post, []
+    original, passed = internode.GlooTransport.post, []
 
     def post(link, sends, receives):
         if len(passed) == number:
-            ((host, address, nbytes),) = sends
+            ((node, address, nbytes),) = sends
             message = changed(ctypes.string_at(address, nbytes), change)
             passed.append(room := ctypes.create_string_buffer(message, nbytes))
-            sends = [(host, ctypes.addressof(room), nbytes)]
-            internode.Link.post = original
+            sends = [(node, ctypes.addressof(room), nbytes)]
+            internode.GlooTransport.post = original
         passed.append(None)
         original(link, sends, receives)
 
-    internode.Link.post = post
+    internode.GlooTransport.post = post
 
 
 def harmful_greetings(_: pycomm.Group, changes: dict[str, Change]) -> dict[str, object]:
@@ -130,7 +130,7 @@ LISTS = {
 
 
 def harmful_lists(_: pycomm.Group) -> dict[str, object]:
-    """With top-k the list's length and the list come after the greeting."""
+    """With top-k the list's length and the list come after the handshake."""
     found = {}
     for name, (number, change) in LISTS.items():
         with pycomm.init(timeout=20) as group:
@@ -149,17 +149,17 @@ def test_lists():
 
 def of_another_length(outer: pycomm.Group, nbytes: int) -> tuple[type, int]:
     """The harmful rank's first message is as long as that."""
-    original = internode.Link.post
+    original = internode.GlooTransport.post
     room = torch.zeros(nbytes, dtype=torch.uint8)
 
     def post(link, sends, receives):
-        sends = [(host, room.data_ptr(), nbytes) for host, _, _ in sends]
+        sends = [(node, room.data_ptr(), nbytes) for node, _, _ in sends]
         original(link, sends, receives)
 
     # The harmful rank waits as well, for somebody to take what it sends.
     with pycomm.init(timeout=20 if outer.rank == HARMFUL else 1) as group:
         if group.rank == HARMFUL:
-            internode.Link.post = post
+            internode.GlooTransport.post = post
         return error_of(group)
 
 
@@ -172,8 +172,8 @@ def test_greetings_of_another_length(nbytes):
 def farewell_of_another_length(group: pycomm.Group, nbytes: int) -> tuple[type, int] | None:
     if group.rank != HARMFUL:
         return error_of(group)
-    original = internode.Link._tell
-    internode.Link._tell = lambda link, _: original(link, bytes(nbytes))
+    original = internode.GlooTransport._tell
+    internode.GlooTransport._tell = lambda link, _: original(link, bytes(nbytes))
     group.abort()
     return None
 
@@ -210,9 +210,9 @@ def visited(group: pycomm.Group, noise: bytes) -> float:
     assert ports
     with contextlib.ExitStack() as connections:
         for port in ports:
-            for host in ("127.0.0.1", "::1"):
+            for node in ("127.0.0.1", "::1"):
                 with contextlib.suppress(OSError):
-                    stranger = socket.create_connection((host, port), timeout=5)
+                    stranger = socket.create_connection((node, port), timeout=5)
                     connections.enter_context(stranger).sendall(noise)
         for _ in range(3):
             pycomm.all_reduce(x, "avg", group=group)

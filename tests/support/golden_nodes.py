@@ -1,8 +1,8 @@
-"""What groups that span machines must give, worked out with numpy and nothing of pycomm's.
+"""What groups that span nodes must give, worked out with numpy and nothing of pycomm's.
 
-The ranks of a machine add up first, in order, then the machines do, in order. Uncompressed, what a
-machine's ranks make together is rounded to the tensor's type. Compressed, a machine is one rank of
-the one-machine model, with the sums of its ranks' gradients, residuals and velocities, stripe by
+The ranks of a node add up first, in order, then the nodes do, in order. Uncompressed, what a
+node's ranks make together is rounded to the tensor's type. Compressed, a node is one rank of
+the one-node model, with the sums of its ranks' gradients, residuals and velocities, stripe by
 stripe; the rank that carries a stripe keeps what is left.
 """
 
@@ -17,16 +17,16 @@ import numpy as np
 import torch
 
 
-def by_machine(things: list, hosts: list[int]) -> list[list]:
-    ends = list(itertools.accumulate(hosts))
-    return [things[end - count : end] for count, end in zip(hosts, ends, strict=True)]
+def by_node(things: list, nodes: list[int]) -> list[list]:
+    ends = list(itertools.accumulate(nodes))
+    return [things[end - count : end] for count, end in zip(nodes, ends, strict=True)]
 
 
-def all_reduced(inputs: list[torch.Tensor], op: str, hosts: list[int]) -> torch.Tensor:
+def all_reduced(inputs: list[torch.Tensor], op: str, nodes: list[int]) -> torch.Tensor:
     dtype = inputs[0].dtype
     partial = [
         own[0] if len(own) == 1 else golden.narrow(golden.fold(own, op), dtype)
-        for own in by_machine(inputs, hosts)
+        for own in by_node(inputs, nodes)
     ]
     return golden.complete(golden.fold(partial, op), op, len(inputs), dtype)
 
@@ -40,7 +40,7 @@ def summed(arrays: list[np.ndarray]) -> np.ndarray:
 
 @dataclass
 class Striped(reference.Reduction):
-    """Machines as ranks: results are means over all ranks, and each stripe has its random bits."""
+    """Nodes as ranks: results are means over all ranks, and each stripe has its random bits."""
 
     ranks: int = 1
     stripes: int = 1
@@ -61,7 +61,7 @@ class Exchange:
     """One compressed all-reduce of flat tensors; what ranks feed back changes in place."""
 
     inputs: list[torch.Tensor]
-    hosts: list[int]
+    nodes: list[int]
     op: str = "avg"
     residuals: list[np.ndarray] | None = None
     velocities: list[np.ndarray] | None = None
@@ -69,26 +69,26 @@ class Exchange:
 
     def __post_init__(self) -> None:
         self.count, self.dtype = self.inputs[0].numel(), self.inputs[0].dtype
-        self.stripes = min(self.hosts)
+        self.stripes = min(self.nodes)
         self.index = np.arange(self.offset, self.offset + self.count)
         self.result = torch.zeros(self.count, dtype=self.dtype)
 
-    def of_machines(self, arrays: list[np.ndarray] | None, at: np.ndarray) -> list | None:
+    def of_nodes(self, arrays: list[np.ndarray] | None, at: np.ndarray) -> list | None:
         if arrays is None:
             return None
-        return [summed([a[at] for a in own]) for own in by_machine(arrays, self.hosts)]
+        return [summed([a[at] for a in own]) for own in by_node(arrays, self.nodes)]
 
     def keep(self, arrays: list[np.ndarray] | None, kept: list | None, at: np.ndarray, s: int):
         """The rank that carries the stripe has it all."""
         if arrays is None:
             return
-        for own, carried in zip(by_machine(arrays, self.hosts), kept, strict=True):
+        for own, carried in zip(by_node(arrays, self.nodes), kept, strict=True):
             for i, array in enumerate(own):
                 array[at] = carried if i == s else 0
 
     def stripe(self, s: int, turn: int) -> tuple[np.ndarray, int, np.ndarray]:
-        """Its elements, the index of the first among all the stripe's, the owners' machines."""
-        length = turn * len(self.hosts)
+        """Its elements, the index of the first among all the stripe's, the owners' nodes."""
+        length = turn * len(self.nodes)
         whole = np.arange(self.offset + self.count)
         mine = whole // length % self.stripes == s
         at = np.flatnonzero(mine[self.offset :])
@@ -99,19 +99,19 @@ class Exchange:
         self.result[torch.from_numpy(at)] = golden.narrow(made.numpy(), self.dtype)
         divisor = np.float32(len(self.inputs) if self.op == "avg" else 1)
         lost = (made.numpy() - reference.rounded(made.numpy(), self.dtype)) * divisor
-        for machine, residual in enumerate(kept or []):
-            residual[owners == machine] += lost[owners == machine]
+        for node, residual in enumerate(kept or []):
+            residual[owners == node] += lost[owners == node]
 
     def blocks(self, codec: reference.Codec) -> torch.Tensor:
-        if max(self.hosts) == 1:  # as on one machine
+        if max(self.nodes) == 1:  # as on one node
             work = reference.Reduction(self.inputs, codec, self.op, self.residuals, self.offset)
             return reference.two_shot(work)
         for s in range(self.stripes):
             at, offset, owners = self.stripe(s, reference.OWNED)
             if not len(at):
                 continue
-            gradients = self.of_machines([golden.widen(x) for x in self.inputs], at)
-            residuals = self.of_machines(self.residuals, at)
+            gradients = self.of_nodes([golden.widen(x) for x in self.inputs], at)
+            residuals = self.of_nodes(self.residuals, at)
             work = Striped(
                 [torch.from_numpy(g) for g in gradients],
                 codec,
@@ -132,9 +132,9 @@ class Exchange:
             at, offset, owners = self.stripe(s, reference.CHUNK)
             if not len(at):
                 continue
-            gradients = self.of_machines([golden.widen(x) for x in self.inputs], at)
-            residuals = self.of_machines(self.residuals, at)
-            velocities = self.of_machines(self.velocities, at)
+            gradients = self.of_nodes([golden.widen(x) for x in self.inputs], at)
+            residuals = self.of_nodes(self.residuals, at)
+            velocities = self.of_nodes(self.velocities, at)
             made = reference.top_k(
                 [torch.from_numpy(g) for g in gradients],
                 -(-k * len(at) // self.count),

@@ -1,4 +1,4 @@
-"""Compressed all-reduces between machines: the model's bits, nothing lost, few bytes."""
+"""Compressed all-reduces between nodes: the model's bits, nothing lost, few bytes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import compressing
 import golden
-import golden_hosts
+import golden_nodes
 import numpy as np
 import pytest
 import torch
@@ -24,20 +24,20 @@ class Model:
     """What all ranks should have, step by step."""
 
     case: Case
-    hosts: list[int]
+    nodes: list[int]
 
     def __post_init__(self) -> None:
         def zeros():
-            return [np.zeros(self.case.count, np.float32) for _ in range(sum(self.hosts))]
+            return [np.zeros(self.case.count, np.float32) for _ in range(sum(self.nodes))]
 
         self.residuals = zeros() if self.case.feedback else None
         self.velocities = zeros() if self.case.compression.momentum else None
 
     def step(self, step: int) -> torch.Tensor:
         case = self.case
-        exchange = golden_hosts.Exchange(
-            [case.input(rank, step) for rank in range(sum(self.hosts))],
-            self.hosts,
+        exchange = golden_nodes.Exchange(
+            [case.input(rank, step) for rank in range(sum(self.nodes))],
+            self.nodes,
             case.op,
             self.residuals,
             self.velocities,
@@ -49,9 +49,9 @@ class Model:
         return exchange.blocks(compressing.codec_of(case.compression, case.dtype, step))
 
 
-def check(case: Case, hosts: list[int], groups) -> None:
+def check(case: Case, nodes: list[int], groups) -> None:
     seen = groups.run(compressing.run, case)
-    model = Model(case, hosts)
+    model = Model(case, nodes)
     for step in range(case.steps):
         wanted = model.step(step)
         for rank, steps in enumerate(seen):
@@ -64,7 +64,7 @@ def check(case: Case, hosts: list[int], groups) -> None:
                 assert golden.same_bits(steps[step].velocity, kept), (step, rank)
 
 
-@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
+@pytest.mark.parametrize("nodes", LAYOUTS, ids=str)
 @pytest.mark.parametrize(
     "case",
     [
@@ -81,8 +81,8 @@ def check(case: Case, hosts: list[int], groups) -> None:
     ],
     ids=str,
 )
-def test_follows_the_model(world, hosts, case):
-    check(case, hosts, world(sum(hosts), nodes=hosts))
+def test_follows_the_model(world, nodes, case):
+    check(case, nodes, world(sum(nodes), nodes=nodes))
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_tiles_of_parcels(world, case):
 
 @pytest.mark.parametrize("compression", [INT8, TOPK, pycomm.Cast()], ids=str)
 @pytest.mark.parametrize("size", [2, 3])
-def test_one_rank_per_machine_is_as_on_one_machine(world, size, compression):
+def test_one_rank_per_node_is_as_on_one_node(world, size, compression):
     case = Case(compression, torch.bfloat16, count=300_000, steps=2)
     spanning = world(size, nodes=[1] * size).run(compressing.run, case)
     together = world(size).run(compressing.run, case)
@@ -111,11 +111,11 @@ def test_one_rank_per_machine_is_as_on_one_machine(world, size, compression):
             assert golden.same_bits(a.residual, b.residual)
 
 
-@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
+@pytest.mark.parametrize("nodes", LAYOUTS, ids=str)
 @pytest.mark.parametrize("compression", [INT8, TOPK], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_nothing_is_lost(world, hosts, compression, dtype):
-    size, count = sum(hosts), 200_000
+def test_nothing_is_lost(world, nodes, compression, dtype):
+    size, count = sum(nodes), 200_000
     case = Case(compression, dtype, count=count)
     before = [torch.randn(count, generator=torch.Generator().manual_seed(r)) for r in range(size)]
 
@@ -125,18 +125,18 @@ def test_nothing_is_lost(world, hosts, compression, dtype):
         out = pycomm.compressed_all_reduce(gradient, compression, residual=residual, group=group)
         return out, residual
 
-    seen = world(size, nodes=hosts).run(body)
+    seen = world(size, nodes=nodes).run(body)
     given = sum(case.input(r, 0).double() + before[r].double() for r in range(size))
     had = size * seen[0][0].double() + sum(residual.double() for _, residual in seen)
     scale = sum(case.input(r, 0).abs().double() + before[r].abs().double() for r in range(size))
     assert ((given - had).abs() <= 4e-6 * scale).all()
 
 
-@pytest.mark.parametrize("hosts", [[1, 1], [2, 2], [2, 1]], ids=str)
-def test_does_not_depend_on_how_the_whole_is_cut(world, hosts):
+@pytest.mark.parametrize("nodes", [[1, 1], [2, 2], [2, 1]], ids=str)
+def test_does_not_depend_on_how_the_whole_is_cut(world, nodes):
     """Pieces at whole blocks, with offset=, have the bits of the whole; residuals too."""
     cuts = [0, 8192, 300_032, 300_288, 500_001]
-    inputs = [compressing.gradient(torch.float32, cuts[-1], rank) for rank in range(sum(hosts))]
+    inputs = [compressing.gradient(torch.float32, cuts[-1], rank) for rank in range(sum(nodes))]
 
     def body(group):
         outcomes = []
@@ -150,19 +150,19 @@ def test_does_not_depend_on_how_the_whole_is_cut(world, hosts):
             outcomes.append((x, residual))
         return outcomes
 
-    for whole, pieces in world(sum(hosts), nodes=hosts).run(body):
+    for whole, pieces in world(sum(nodes), nodes=nodes).run(body):
         assert golden.same_bits(whole[0], pieces[0])
         assert golden.same_bits(whole[1], pieces[1])
 
 
-@pytest.mark.parametrize("hosts", [[1, 1], [2, 2], [3, 1]], ids=str)
+@pytest.mark.parametrize("nodes", [[1, 1], [2, 2], [3, 1]], ids=str)
 @pytest.mark.parametrize("compression", [INT8, TOPK], ids=str)
 @pytest.mark.parametrize(
     ("dtype", "value"), [(torch.float32, float("inf")), (torch.float16, 40_000.0)], ids=str
 )
-def test_infinities_reach_no_residual(world, hosts, compression, dtype, value):
+def test_infinities_reach_no_residual(world, nodes, compression, dtype, value):
     """They are reported on all ranks. So are numbers whose sum the type might not hold."""
-    size, count = sum(hosts), 100_000
+    size, count = sum(nodes), 100_000
     last = size - 1
 
     def body(group):
@@ -175,12 +175,12 @@ def test_infinities_reach_no_residual(world, hosts, compression, dtype, value):
         )
         return work.nonfinite, bool(x[70_000].isfinite()), bool((residual == 0.5).all())
 
-    assert world(size, nodes=hosts).run(body) == [(True, False, True)] * size
+    assert world(size, nodes=nodes).run(body) == [(True, False, True)] * size
 
 
-@pytest.mark.parametrize("hosts", [[1, 1], [2, 2]], ids=str)
-def test_bytes_between_machines(world, hosts):
-    """What a machine sends is what a rank of a world of as many sends."""
+@pytest.mark.parametrize("nodes", [[1, 1], [2, 2]], ids=str)
+def test_bytes_between_nodes(world, nodes):
+    """What a node sends is what a rank of a world of as many sends."""
     count = 1 << 20
 
     def body(group):
@@ -191,8 +191,8 @@ def test_bytes_between_machines(world, hosts):
             sent.append(group.link_traffic()[0])
         return sent
 
-    seen = world(sum(hosts), nodes=hosts).run(body)
-    for ranks in golden_hosts.by_machine(seen, hosts):
+    seen = world(sum(nodes), nodes=nodes).run(body)
+    for ranks in golden_nodes.by_node(seen, nodes):
         int8, topk = (sum(sent) for sent in zip(*ranks, strict=True))
-        assert int8 == pytest.approx(INT8.wire_bytes(count, len(hosts)), rel=0.02)
-        assert topk <= 1.02 * TOPK.wire_bytes(count, len(hosts))
+        assert int8 == pytest.approx(INT8.wire_bytes(count, len(nodes)), rel=0.02)
+        assert topk <= 1.02 * TOPK.wire_bytes(count, len(nodes))

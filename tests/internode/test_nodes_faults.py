@@ -1,4 +1,4 @@
-"""Groups that span machines, when something goes wrong: an error on every rank, in time."""
+"""Groups that span nodes, when something goes wrong: an error on every rank, in time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pycomm
 TIMEOUT = 1.5
 
 
-def storm(group: pycomm.Group, folder: str, compression: pycomm.Compression | None = None):
+def storm(group: pycomm.Group, folder: str, compression: pycomm.Compressor | None = None):
     """Operations without end; what ended them, and when."""
     x = torch.ones(500_000)
     for turn in range(100_000):
@@ -56,22 +56,22 @@ def ends(ranks: helpers.Ranks, size: int, victim: int, kind: type) -> list[float
 
 
 @pytest.mark.parametrize("compression", [None, pycomm.Int8()], ids=str)
-@pytest.mark.parametrize(("hosts", "victim"), [([1, 1], 1), ([2, 2], 0), ([2, 1], 1)], ids=str)
-def test_a_killed_rank(tmp_path, hosts, victim, compression):
+@pytest.mark.parametrize(("nodes", "victim"), [([1, 1], 1), ([2, 2], 0), ([2, 1], 1)], ids=str)
+def test_a_killed_rank(tmp_path, nodes, victim, compression):
     """Whether it carries a stripe or not: all survivors raise, those beside it by its name."""
-    with spanning.ranks(hosts, storm, str(tmp_path), compression, timeout=20.0) as ranks:
-        wait_for_start(tmp_path, sum(hosts))
+    with spanning.ranks(nodes, storm, str(tmp_path), compression, timeout=20.0) as ranks:
+        wait_for_start(tmp_path, sum(nodes))
         killed = ranks.signal(victim, signal.SIGKILL)
-        for at in ends(ranks, sum(hosts), victim, pycomm.PeerDied):
+        for at in ends(ranks, sum(nodes), victim, pycomm.PeerDied):
             assert at - killed < 3  # seconds, where cores are shared; mostly 0.6
 
 
-@pytest.mark.parametrize(("hosts", "victim"), [([1, 1], 0), ([2, 1], 1)], ids=str)
-def test_a_stopped_rank(tmp_path, hosts, victim):
-    with spanning.ranks(hosts, storm, str(tmp_path), timeout=TIMEOUT) as ranks:
-        wait_for_start(tmp_path, sum(hosts))
+@pytest.mark.parametrize(("nodes", "victim"), [([1, 1], 0), ([2, 1], 1)], ids=str)
+def test_a_stopped_rank(tmp_path, nodes, victim):
+    with spanning.ranks(nodes, storm, str(tmp_path), timeout=TIMEOUT) as ranks:
+        wait_for_start(tmp_path, sum(nodes))
         stopped = ranks.signal(victim, signal.SIGSTOP)
-        for at in ends(ranks, sum(hosts), victim, pycomm.Timeout):
+        for at in ends(ranks, sum(nodes), victim, pycomm.Timeout):
             assert TIMEOUT - 0.1 < at - stopped < TIMEOUT + 2
         ranks.signal(victim, signal.SIGCONT)
         (late,) = ranks.wait_for([victim], 30)
@@ -91,7 +91,7 @@ def aborting(group: pycomm.Group):
     return None
 
 
-def test_abort_reaches_other_machines():
+def test_abort_reaches_other_nodes():
     assert spanning.run([2, 1], aborting, timeout=20.0) == [1, "aborted", 1]
 
 
@@ -103,7 +103,7 @@ def disagreeing(group: pycomm.Group):
     return None
 
 
-def test_machines_that_disagree():
+def test_nodes_that_disagree():
     assert spanning.run([2, 1], disagreeing, timeout=20.0) == [2, 2, 2]
 
 
@@ -123,24 +123,24 @@ def leaving(group: pycomm.Group, early: bool):
     return float(x[0])
 
 
-@pytest.mark.parametrize("hosts", [[1, 1], [2, 1]], ids=str)
-def test_leaving(hosts):
-    size = sum(hosts)
-    assert spanning.run(hosts, leaving, False, timeout=20.0) == [float(size**2)] * size
-    assert spanning.run(hosts, leaving, True, timeout=20.0) == ["left"] + [0] * (size - 1)
+@pytest.mark.parametrize("nodes", [[1, 1], [2, 1]], ids=str)
+def test_leaving(nodes):
+    size = sum(nodes)
+    assert spanning.run(nodes, leaving, False, timeout=20.0) == [float(size**2)] * size
+    assert spanning.run(nodes, leaving, True, timeout=20.0) == ["left"] + [0] * (size - 1)
 
 
 def slow(group: pycomm.Group):
     """A link on which every round takes a while; the whole takes longer than the timeout."""
     from pycomm._runtime import internode
 
-    original = internode.Link.complete
+    original = internode.GlooTransport.complete
 
     def late(link):
         time.sleep(0.07)
         original(link)
 
-    internode.Link.complete = late
+    internode.GlooTransport.complete = late
     begin = time.monotonic()
     x = torch.ones(4_000_000)
     pycomm.all_reduce(x, group=group)
@@ -206,7 +206,7 @@ def test_a_world_ends_with_work_under_way(world):
 
 @pytest.mark.parametrize("compression", [pycomm.TopK(0.1), pycomm.Int8()], ids=str)
 @pytest.mark.parametrize("victim", [0, 1, 2])
-def test_a_killed_rank_of_three_machines(tmp_path, victim, compression):
+def test_a_killed_rank_of_three_nodes(tmp_path, victim, compression):
     with spanning.ranks([1, 1, 1], storm, str(tmp_path), compression, timeout=20.0) as ranks:
         wait_for_start(tmp_path, 3)
         killed = ranks.signal(victim, signal.SIGKILL)
@@ -214,8 +214,8 @@ def test_a_killed_rank_of_three_machines(tmp_path, victim, compression):
             assert at - killed < 3
 
 
-def test_all_ranks_of_the_first_machine_are_killed(tmp_path):
-    """The others have lost both stripes to that machine, and name the same one of its ranks."""
+def test_all_ranks_of_the_first_node_are_killed(tmp_path):
+    """The others have lost both stripes to that node, and name the same one of its ranks."""
     with spanning.ranks([2, 2, 2], storm, str(tmp_path), timeout=20.0) as ranks:
         wait_for_start(tmp_path, 6)
         killed = ranks.signal(0, signal.SIGKILL)

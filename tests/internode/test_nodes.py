@@ -1,9 +1,9 @@
-"""Groups that span machines: the collectives, for even and uneven layouts; threads."""
+"""Groups that span nodes: the collectives, for even and uneven layouts; threads."""
 
 from __future__ import annotations
 
 import golden
-import golden_hosts
+import golden_nodes
 import pytest
 import torch
 
@@ -25,27 +25,27 @@ def tensor(dtype: torch.dtype, count: int, rank: int) -> torch.Tensor:
     return torch.randint(low, 50, (count,), generator=generator).to(dtype)
 
 
-@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
+@pytest.mark.parametrize("nodes", LAYOUTS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_all_reduce_adds_up_machine_by_machine(world, hosts, dtype):
-    size, count = sum(hosts), 5003
+def test_all_reduce_adds_up_node_by_node(world, nodes, dtype):
+    size, count = sum(nodes), 5003
     inputs = [tensor(dtype, count, rank) for rank in range(size)]
-    groups = world(size, nodes=hosts, staging_bytes=32 << 10)
+    groups = world(size, nodes=nodes, staging_bytes=32 << 10)
     for op in OPS:
         results = groups.run(
             lambda group, op=op: pycomm.all_reduce(inputs[group.rank].clone(), op, group=group)
         )
-        wanted = golden_hosts.all_reduced(inputs, op, hosts)
+        wanted = golden_nodes.all_reduced(inputs, op, nodes)
         assert all(golden.same_bits(result, wanted) for result in results), op
 
 
-@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
+@pytest.mark.parametrize("nodes", LAYOUTS, ids=str)
 @pytest.mark.parametrize("count", [0, 1, 17, 100_003, 1_200_001])
-def test_counts_and_ways_into_memory(world, hosts, count):
+def test_counts_and_ways_into_memory(world, nodes, count):
     """Tiles of several parcels; tensors in windows; out of place."""
-    size = sum(hosts)
+    size = sum(nodes)
     inputs = [tensor(torch.float32, count, rank) for rank in range(size)]
-    wanted = golden_hosts.all_reduced(inputs, "sum", hosts)
+    wanted = golden_nodes.all_reduced(inputs, "sum", nodes)
 
     def body(group):
         mine = inputs[group.rank]
@@ -56,25 +56,25 @@ def test_counts_and_ways_into_memory(world, hosts, count):
         work.wait()
         return [out, inside, later]
 
-    for results in world(size, nodes=hosts).run(body):
+    for results in world(size, nodes=nodes).run(body):
         assert all(golden.same_bits(result, wanted) for result in results)
 
 
-@pytest.mark.parametrize("hosts", [[1, 1, 1, 1], [1, 1, 1]], ids=str)
-def test_one_rank_per_machine_is_as_on_one_machine(world, hosts):
+@pytest.mark.parametrize("nodes", [[1, 1, 1, 1], [1, 1, 1]], ids=str)
+def test_one_rank_per_node_is_as_on_one_node(world, nodes):
     def body(group):
         x = tensor(torch.bfloat16, 70_001, group.rank)
         return pycomm.all_reduce(x, "avg", group=group)
 
-    spanning = world(len(hosts), nodes=hosts).run(body)
-    together = world(len(hosts)).run(body)
+    spanning = world(len(nodes), nodes=nodes).run(body)
+    together = world(len(nodes)).run(body)
     assert golden.same_bits(spanning[0], together[0])
 
 
-@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
+@pytest.mark.parametrize("nodes", LAYOUTS, ids=str)
 @pytest.mark.parametrize("block", [0, 3, 40_001])
-def test_other_collectives(world, hosts, block):
-    size = sum(hosts)
+def test_other_collectives(world, nodes, block):
+    size = sum(nodes)
     inputs = [tensor(torch.float32, block * size, rank) for rank in range(size)]
 
     def body(group):
@@ -85,20 +85,20 @@ def test_other_collectives(world, hosts, block):
         pycomm.barrier(group=group)
         return reduced, gathered, told
 
-    wanted = golden_hosts.all_reduced(inputs, "avg", hosts)
+    wanted = golden_nodes.all_reduced(inputs, "avg", nodes)
     blocks = torch.cat([x[:block] for x in inputs])
-    for rank, (reduced, gathered, told) in enumerate(world(size, nodes=hosts).run(body)):
+    for rank, (reduced, gathered, told) in enumerate(world(size, nodes=nodes).run(body)):
         assert golden.same_bits(reduced, wanted[rank * block : (rank + 1) * block])
         assert golden.same_bits(gathered, blocks)
         assert all(golden.same_bits(x, inputs[source]) for source, x in enumerate(told))
 
 
-GREETING = 80  # bytes, to every other machine
+HANDSHAKE = 80  # bytes, to every other node
 
 
-@pytest.mark.parametrize("hosts", [[1, 1], [2, 2], [3, 1], [2, 2, 2]], ids=str)
-def test_bytes_between_machines(world, hosts):
-    """One exchange per machine, however many ranks it has; and as explain() says."""
+@pytest.mark.parametrize("nodes", [[1, 1], [2, 2], [3, 1], [2, 2, 2]], ids=str)
+def test_bytes_between_nodes(world, nodes):
+    """One exchange per node, however many ranks it has; and as explain() says."""
     count = 300_000
 
     def body(group):
@@ -106,16 +106,16 @@ def test_bytes_between_machines(world, hosts):
         plan = group.explain(4 * count)
         return group.link_traffic(), (plan.bytes_out, plan.bytes_in), group.stripes
 
-    machines = len(hosts)
-    seen = world(sum(hosts), nodes=hosts).run(body)
-    for ranks in golden_hosts.by_machine(seen, hosts):
+    others = len(nodes) - 1
+    seen = world(sum(nodes), nodes=nodes).run(body)
+    for ranks in golden_nodes.by_node(seen, nodes):
         stripes = ranks[0][2]
-        greetings = GREETING * (machines - 1)
+        handshakes = HANDSHAKE * others
         for i, (traffic, planned, _) in enumerate(ranks):
-            extra = greetings if i < stripes else 0
+            extra = handshakes if i < stripes else 0
             assert traffic == (planned[0] + extra, planned[1] + extra)
         sent = sum(traffic[0] for traffic, _, _ in ranks)
-        ideal = 2 * (machines - 1) / machines * 4 * count
+        ideal = 2 * others / len(nodes) * 4 * count
         assert sent == pytest.approx(ideal, rel=0.01)
 
 
@@ -125,18 +125,18 @@ def test_what_a_group_says_of_itself(world):
     assert [group.stripes for group in groups] == [1] * 3
     assert [group.rank for group in groups] == [0, 1, 2]
     assert [group.size for group in groups] == [3] * 3
-    assert groups.groups[0].explain(1024).path == "2 machines, 1 stripe"
+    assert groups.groups[0].explain(1024).path == "2 nodes, 1 stripe"
     assert (world(2).groups[0].nodes, world(2).groups[0].stripes) == (((0, 1),), 0)
 
 
-@pytest.mark.parametrize("hosts", [[2], [1, 2, 1], [3, 0], [-1, 4]], ids=str)
-def test_hosts_must_make_up_the_world(hosts):
+@pytest.mark.parametrize("nodes", [[2], [1, 2, 1], [3, 0], [-1, 4]], ids=str)
+def test_nodes_must_make_up_the_world(nodes):
     with pytest.raises(ValueError, match=r"nodes must be positive and make up size, 3, got"):
-        pycomm.LocalWorld(3, nodes=hosts)
+        pycomm.LocalWorld(3, nodes=nodes)
 
 
 @pytest.mark.parametrize("algorithm", ["one_shot", "ring", "tree"])
-def test_algorithms_of_one_machine_are_refused(world, algorithm):
+def test_algorithms_of_one_node_are_refused(world, algorithm):
     group = world(2, nodes=[1, 1]).groups[0]
     message = f"algorithm must be auto or two_shot in a group that spans nodes, got '?{algorithm}"
     with pytest.raises(ValueError, match=message):

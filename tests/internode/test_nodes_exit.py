@@ -1,4 +1,4 @@
-"""Processes of a group that spans machines come to their end while others go on."""
+"""Processes of a group that spans nodes come to their end while others go on."""
 
 import subprocess
 import sys
@@ -22,7 +22,7 @@ for rank in range(2):
     pids.append(os.fork())
     if pids[-1] == 0:
         folder._finalizer.detach()
-        rendezvous.machine_identity = lambda: str(rank)
+        rendezvous.node_identity = lambda: str(rank)
         store = dist.FileStore(folder.name + "/store", 2)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
         assert len(pycomm.init(timeout=20).nodes) == 2
@@ -69,7 +69,7 @@ for rank in range(2):
     if pids[-1] == 0:
         folder._finalizer.detach()
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        rendezvous.machine_identity = lambda: str(rank)
+        rendezvous.node_identity = lambda: str(rank)
         original = internode._LookedAfter.wait
         if rank == 0:
             tell = internode._LookedAfter.set
@@ -89,7 +89,7 @@ print([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids])
 """
 
 
-def test_who_is_interrupted_while_machines_connect_exits_well():
+def test_who_is_interrupted_while_nodes_connect_exits_well():
     command = [sys.executable, "-c", INTERRUPTED]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.stdout.splitlines()[-1:] == ["[7, 7]"], done.stderr

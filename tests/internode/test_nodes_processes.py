@@ -1,4 +1,4 @@
-"""Groups that span machines, as processes over Gloo: the bits of LocalWorld(nodes=)."""
+"""Groups that span nodes, as processes over Gloo: the bits of LocalWorld(nodes=)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import compressing
-import golden_hosts
+import golden_nodes
 import pytest
 import spanning
 import torch
@@ -38,10 +38,10 @@ def everything(group: pycomm.Group) -> list[torch.Tensor]:
     return made
 
 
-@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
-def test_the_bits_of_threads(world, hosts):
-    wanted = world(sum(hosts), nodes=hosts).run(everything)
-    for rank, made in enumerate(spanning.run(hosts, everything)):
+@pytest.mark.parametrize("nodes", LAYOUTS, ids=str)
+def test_the_bits_of_threads(world, nodes):
+    wanted = world(sum(nodes), nodes=nodes).run(everything)
+    for rank, made in enumerate(spanning.run(nodes, everything)):
         for i, (got, expected) in enumerate(zip(made, wanted[rank], strict=True)):
             compressing.compare(f"tensor {i} of rank {rank}", got, expected)
 
@@ -61,19 +61,19 @@ def one_of_each(group: pycomm.Group) -> tuple:
     )
 
 
-def test_machines_whose_ranks_alternate(world):
-    """Sums go machine by machine, blocks rank by rank."""
+def test_nodes_whose_ranks_alternate(world):
+    """Sums go node by node, blocks rank by rank."""
     inputs = [compressing.gradient(torch.float32, 4 * BLOCK, rank) for rank in range(4)]
     in_order = [inputs[rank] for rank in (0, 3, 1, 2)]
-    total = golden_hosts.all_reduced(in_order, "sum", [2, 2])
+    total = golden_nodes.all_reduced(in_order, "sum", [2, 2])
     coded = world(4, nodes=[2, 2]).run(
         lambda group: pycomm.compressed_all_reduce(
             in_order[group.rank].clone(), pycomm.Int8(), group=group
         )
     )[0]
     gathered = torch.cat([x[:BLOCK] for x in inputs])
-    for rank, (hosts, *made) in enumerate(spanning.run("abba", one_of_each)):
-        assert hosts == ((0, 3), (1, 2))
+    for rank, (nodes, *made) in enumerate(spanning.run("abba", one_of_each)):
+        assert nodes == ((0, 3), (1, 2))
         block = total[rank * BLOCK : (rank + 1) * BLOCK]
         wanted = (total, block, gathered, inputs[1], coded)
         for i, (got, expected) in enumerate(zip(made, wanted, strict=True)):
@@ -85,8 +85,8 @@ def where(group: pycomm.Group) -> tuple:
 
 
 def test_ranks_find_out_who_is_where():
-    hosts = ((0, 1, 2), (3,))
-    assert spanning.run([3, 1], where) == [(hosts, 1, rank, 4) for rank in range(4)]
+    nodes = ((0, 1, 2), (3,))
+    assert spanning.run([3, 1], where) == [(nodes, 1, rank, 4) for rank in range(4)]
 
 
 def groups_of_some(group: pycomm.Group) -> list[float]:
