@@ -14,11 +14,11 @@ import torch
 import pycomm
 from pycomm._runtime import internode
 
-HOSTS, HARMFUL = [2, 1], 2  # the rank whose node sends them; rank 0 hears, rank 1 is beside it
+NODES, HARMFUL = [2, 1], 2  # the rank whose node sends them; rank 0 hears, rank 1 is beside it
 
 # Damage to a message: offset, bytes, value (docs/wire-format.md).
 Change = tuple[int, int, int]
-GREETING_BYTES, FAREWELL_BYTES = 80, 40
+HANDSHAKE_BYTES, FAREWELL_BYTES = 80, 40
 
 HEADERS = {
     "magic": (0, 4, 0),
@@ -35,7 +35,7 @@ FAREWELLS = {
     "a negative word": (32, 8, -1),
     "an unknown reason": (32, 8, 7 << 60 | 1),
 }
-GREETINGS = HEADERS | {
+HANDSHAKES = HEADERS | {
     "collective": (32, 1, 250),
     "algorithm": (33, 1, 250),
     "dtype": (34, 1, 250),
@@ -79,13 +79,13 @@ def harmful_farewells(_: pycomm.Group, changes: dict[str, Change]) -> dict[str, 
 def test_farewells():
     """One bad word used to end the process, or the thread that waits for it."""
     wanted = dict.fromkeys(FAREWELLS, (pycomm.ProtocolError, HARMFUL))
-    assert spanning.run(HOSTS, harmful_farewells, FAREWELLS) == [wanted, wanted, {}]
+    assert spanning.run(NODES, harmful_farewells, FAREWELLS) == [wanted, wanted, {}]
 
 
 def test_a_farewell_as_it_should_be():
     changes = {"another rank": (32, 8, 4 << 60 | 1)}
     found = {"another rank": (pycomm.Aborted, 1)}
-    assert spanning.run(HOSTS, harmful_farewells, changes) == [found, found, {}]
+    assert spanning.run(NODES, harmful_farewells, changes) == [found, found, {}]
 
 
 def harm_message(number: int, change: Change) -> None:
@@ -105,7 +105,7 @@ def harm_message(number: int, change: Change) -> None:
     internode.GlooTransport.post = post
 
 
-def harmful_greetings(_: pycomm.Group, changes: dict[str, Change]) -> dict[str, object]:
+def harmful_handshakes(_: pycomm.Group, changes: dict[str, Change]) -> dict[str, object]:
     found = {}
     for name, change in changes.items():
         with pycomm.init(timeout=20) as group:
@@ -115,10 +115,10 @@ def harmful_greetings(_: pycomm.Group, changes: dict[str, Change]) -> dict[str, 
     return found
 
 
-def test_greetings():
+def test_handshakes():
     """Enums used to index tables of names."""
-    wanted = dict.fromkeys(GREETINGS, (pycomm.ProtocolError, HARMFUL))
-    assert spanning.run(HOSTS, harmful_greetings, GREETINGS) == [wanted] * 3
+    wanted = dict.fromkeys(HANDSHAKES, (pycomm.ProtocolError, HARMFUL))
+    assert spanning.run(NODES, harmful_handshakes, HANDSHAKES) == [wanted] * 3
 
 
 LISTS = {
@@ -144,7 +144,7 @@ def harmful_lists(_: pycomm.Group) -> dict[str, object]:
 
 def test_lists():
     wanted = dict.fromkeys(LISTS, (pycomm.ProtocolError, HARMFUL))
-    assert spanning.run(HOSTS, harmful_lists) == [wanted] * 3
+    assert spanning.run(NODES, harmful_lists) == [wanted] * 3
 
 
 def of_another_length(outer: pycomm.Group, nbytes: int) -> tuple[type, int]:
@@ -163,10 +163,10 @@ def of_another_length(outer: pycomm.Group, nbytes: int) -> tuple[type, int]:
         return error_of(group)
 
 
-@pytest.mark.parametrize("nbytes", [GREETING_BYTES - 1, GREETING_BYTES + 1])
-def test_greetings_of_another_length(nbytes):
+@pytest.mark.parametrize("nbytes", [HANDSHAKE_BYTES - 1, HANDSHAKE_BYTES + 1])
+def test_handshakes_of_another_length(nbytes):
     """Gloo would end a process that receives more than it has room for."""
-    assert spanning.run(HOSTS, of_another_length, nbytes) == [(pycomm.Timeout, HARMFUL)] * 3
+    assert spanning.run(NODES, of_another_length, nbytes) == [(pycomm.Timeout, HARMFUL)] * 3
 
 
 def farewell_of_another_length(group: pycomm.Group, nbytes: int) -> tuple[type, int] | None:
@@ -181,7 +181,7 @@ def farewell_of_another_length(group: pycomm.Group, nbytes: int) -> tuple[type, 
 @pytest.mark.parametrize("nbytes", [FAREWELL_BYTES - 1, FAREWELL_BYTES + 1])
 def test_farewells_of_another_length(nbytes):
     gone = (pycomm.PeerDied, HARMFUL)
-    found = spanning.run(HOSTS, farewell_of_another_length, nbytes, timeout=20)
+    found = spanning.run(NODES, farewell_of_another_length, nbytes, timeout=20)
     assert found == [gone, gone, None]
 
 
