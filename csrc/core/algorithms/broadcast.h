@@ -1,10 +1,15 @@
-// Broadcast: the root's tensor to everyone, in tiles; and the barrier, which is an announcement.
+// Broadcast: copies the root's tensor to every other rank, tile by tile. The barrier is here, too:
+// it is an announcement without data.
 //
-//   1. Stage: the root copies a tile into its staging slot and says so (zero copy: nothing to do).
-//   2. Copy: every other rank copies it from there, and says so.
+//   1. Stage: the root copies a tile into its staging slot and signals. With zero copy there is
+//      nothing to copy: the other ranks read the root's tensor itself.
+//   2. Copy: every other rank copies the tile from there and signals.
 //
-// S bytes read from the root per other rank; 2 steps per tile. With one node's memory between
-// the ranks all of them can read the root's copy at once, which no tree betters.
+// Per rank other than the root, for S bytes: S read from the root; 2 signals per tile. All ranks of
+// a node can read the root's copy at the same time, so a tree would not be faster.
+//
+// Slots: before the root stages tile t, it waits until every rank has copied tile t -
+// kStagingSlots.
 #pragma once
 
 #include "core/executor.h"

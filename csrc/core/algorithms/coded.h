@@ -1,5 +1,5 @@
-// What executors with a codec of blocks share: what one pass over encoded elements is told, and
-// where they lie in a staging area.
+// What the CPU and CUDA executors of block codecs share: the arguments of one pass over encoded
+// elements, and the layout of encoded elements in a staging area.
 #pragma once
 
 #include "core/algorithms/two_shot.h"
@@ -10,13 +10,14 @@
 
 namespace pycomm {
 
-// Encoded elements from a block's beginning on. A cast has no scales.
+// Encoded elements, starting at a block boundary. Casts have no scales.
 struct Encoded {
   std::byte* payload;
   float* scales;
 };
 
-// What a pass adds up: encoded elements, or the caller's own contribution (payload is the tensor).
+// One input of a pass: encoded elements, or this rank's own contribution. For the latter, `payload`
+// points to the caller's tensor.
 struct Source {
   Encoded encoded;
   bool own;
@@ -26,19 +27,20 @@ struct Pass {
   const Source* from = nullptr;
   int n_from = 0;
   Encoded to = {};
-  void* output = nullptr;  // takes what was encoded, decoded; or null
-  // With feedback (or null): added to the own contribution. What encoding loses, times `divisor`, is
-  // then stored here, or added where the own contribution has been encoded before.
+  void* output = nullptr;  // receives the result, encoded and decoded again; or null
+  // With feedback: the residual, which is added to the own contribution. The pass then stores the
+  // encoding error times `divisor` here; if an earlier pass has encoded the own contribution, it
+  // adds the error instead. Null without feedback.
   float* residual = nullptr;
   Scaling scaling = {};
-  // With an overflow the largest_safe(): the own contribution is limited to it, and the residual is
-  // read but stays as it is.
+  // After an overflow: largest_safe(), which limits the own contribution. The residual is then read
+  // but not written.
   float limit = kInfinity;
-  bool last = false;  // all contributions are in: `divisor` applies
+  bool last = false;  // this pass adds the last contribution: divide by `divisor`
   float divisor = 1;
   std::int64_t n = 0;
   Random random = {};
-  std::int64_t first = 0;  // index of the first element in the whole, for random
+  std::int64_t first = 0;  // index of the first element in the whole tensor, for `random`
 
   PYCOMM_HD bool stores_residual() const { return residual != nullptr && limit == kInfinity; }
 };
@@ -47,19 +49,20 @@ PYCOMM_HD constexpr std::int64_t payload_size(const Codec& codec) {
   return is_scaled(codec) ? 1 : size_of(codec.values);
 }
 
-// What takes the place of a block where the codec has none.
+// The codec's block size. Codecs without blocks are processed in units of kSmallestBlock.
 PYCOMM_HD constexpr std::int64_t block_of(const Codec& codec) {
   return is_scaled(codec) ? codec.block : kSmallestBlock;
 }
 
-// A staging area as one encoded tile: the payload of all slots, then the scales of all slots.
+// The layout of a staging area that holds encoded elements: the payload of all slots, then the
+// scales of all slots.
 struct CodedStaging {
-  std::int64_t payload;  // bytes of an element
+  std::int64_t payload;  // bytes per encoded element
   std::int64_t block;
-  std::int64_t slot;  // elements
+  std::int64_t slot;  // elements per slot
   int shift;          // log2 of the block
 
-  // In so many bytes.
+  // The layout of a staging area of `bytes` bytes.
   PYCOMM_HD static constexpr CodedStaging in(std::int64_t bytes, const Codec& codec) {
     const std::int64_t payload = payload_size(codec), block = block_of(codec);
     const std::int64_t blocks = bytes / (block * payload + 4);
@@ -67,13 +70,13 @@ struct CodedStaging {
     while (std::int64_t{1} << shift < block) ++shift;
     return {payload, block, blocks / kStagingSlots * block, shift};
   }
-  // The pieces of CyclicChunks, one of every rank to a slot; 0 where none fit.
+  // The piece size for CyclicChunks, such that a slot holds one piece per rank; 0 if none fits.
   PYCOMM_HD constexpr std::int64_t piece(int ranks) const {
     std::int64_t piece = kOwnedElements;
     while (piece >= block && piece * ranks > slot) piece /= 2;
     return piece < block ? 0 : piece;
   }
-  // Bytes that are enough for so many ranks.
+  // A staging area of this many bytes is large enough for `ranks` ranks.
   PYCOMM_HD constexpr std::int64_t enough(int ranks) const {
     return kStagingSlots * (ranks + 1) * block * (payload + 1);
   }

@@ -1,18 +1,19 @@
-// Two-shot between nodes, in batches of messages. The tensor is a stripe (core/algorithms/stripes.h) and each
-// node is one rank of the exchange, so that every stripe crosses each node's link once.
+// Two-shot between nodes, in batches of messages. The tensor is one stripe
+// (core/algorithms/stripes.h), and each node takes part as one rank. So every stripe crosses each
+// node's network link once.
 //
-//   1. Stage: encode what the other nodes own of a tile; send it to them, receive what they have
-//      for the part that this node owns.
-//   2. Reduce: add the contributions in the order of nodes; send the result to all.
-//   3. Gather: decode what the other owners have sent.
+//   1. Stage: encode the parts of a tile that other nodes own and send them; receive the other
+//      nodes' contributions to the part that this node owns.
+//   2. Reduce: add the contributions in node order; send the result to all nodes.
+//   3. Gather: decode the results that the other owners have sent.
 //
-// Reduce runs `kPipelineDepth` tiles behind stage, and gather as many behind reduce: while one tile is
-// encoded, added or decoded, others are on the wire in both directions. All nodes post their batches
-// in the same order, whatever the timing.
+// Reduce runs `kPipelineDepth` tiles behind stage, and gather runs `kPipelineDepth` tiles behind
+// reduce. While one tile is encoded, added or decoded, others are on the wire in both directions.
+// All nodes post their batches in the same order, independent of timing.
 //
-// Per stripe of S bytes on the wire and H nodes, each sends and receives (H-1)/H S in phase 1 and
-// again in phase 2. Reduce-scatter is phases 1 and 2 without the sending of results, all-gather and
-// broadcast are the rest.
+// Per stripe of S bytes on the wire and H nodes, each node sends and receives (H-1)/H S in phase 1
+// and again in phase 2. Reduce-scatter is phases 1 and 2 without sending the results; all-gather
+// and broadcast are the rest.
 #pragma once
 
 #include "core/layout.h"
@@ -20,12 +21,13 @@
 namespace pycomm {
 
 inline constexpr std::int64_t kPipelineDepth = 2;
-// Tiles that are under way at a time.
+// The number of tiles in flight at a time.
 inline constexpr std::int64_t kTilesUnderWay = 2 * kPipelineDepth + 1;
 
-// A Link posts batches, which are numbered, and waits for them. Stages are what one operation does:
-// tiles(), reduces(), gathers(), stage(t), staged(t), reduce(t), reduced(t), meanwhile(t), gather(t), of
-// which staged() and reduced() are the batches; meanwhile() needs no other node's result.
+// Link: post(batch) starts a batch of messages and returns its number; wait(number) waits for it.
+// Stages: one operation's steps on tile t. reduces() and gathers() say which phases the operation
+// has. stage(t), reduce(t) and gather(t) do the phases' work; staged(t) and reduced(t) return the
+// batches to post. meanwhile(t) does work that needs no other node's result.
 template <class Link, class Stages>
 void exchange(Link& link, Stages& stages) {
   std::int64_t staged[kTilesUnderWay]{}, reduced[kTilesUnderWay]{};

@@ -1,14 +1,17 @@
-// One-shot all-reduce: everybody reads everything. For small messages, where one wait is all there
-// is time for.
+// One-shot all-reduce: every rank reads every other rank's tensor. For small messages, where a
+// single wait dominates the time.
 //
-//   1. Stage: each rank copies its tile into its own staging slot and says so. For the first tile
-//      the announcement of the operation says it, so a small message costs a single round.
+//   1. Stage: each rank copies its tile into its own staging slot and signals. For the first tile,
+//      the announcement of the operation is the signal, so a small message costs a single round.
 //   2. Reduce: each rank adds all n contributions of the tile, in rank order, into its output.
 //
-// Per rank, for S bytes: S staged; (n-1) S read from peers; 1 step per tile. Rounds once, at the
-// end. Two slots suffice: a peer that has signalled tile t has reduced tile t-1, and nobody signals
-// t+1 before having seen every t. The smallest messages travel in packets (core/algorithms/packet.h).
-// Reference: the "naive" all-to-all all-reduce; as one-shot in TensorRT-LLM and vLLM.
+// Per rank, for S bytes: S staged; (n-1) S read from peers; 1 signal per tile. Rounds once, at the
+// end. The smallest messages are sent as packets instead (core/algorithms/packet.h).
+//
+// Two slots suffice: a peer that has signalled tile t has reduced tile t-1, and no rank signals t+1
+// before it has seen every peer's signal for t.
+//
+// Reference: the "naive" all-to-all all-reduce; called one-shot in TensorRT-LLM and vLLM.
 #pragma once
 
 #include "core/algorithms/packet.h"

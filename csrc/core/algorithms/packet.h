@@ -1,18 +1,19 @@
-// One-shot in packets: for messages so small that one flag per message costs more than the message.
+// One-shot in packets, for messages so small that a separate flag costs more than the data.
 //
-//   1. Publish the operation, then put own data into every peer's window, four bytes to an
-//      eight-byte packet whose other half is the operation's number. One store carries both: no
-//      fence, and no flag that comes later.
-//   2. Meet the other ranks' announcements (sent before the packets, so there by now); check them.
-//   3. Take each peer's packets as their numbers appear; add in rank order.
+//   1. Publish the operation. Then write the tensor into every peer's window as eight-byte packets:
+//      four bytes of data and the operation's 32-bit sequence number. One store writes both, so no
+//      fence and no later flag is needed.
+//   2. Wait for the other ranks' announcements and check them. They were sent before the packets,
+//      so they usually have arrived by now.
+//   3. Read each peer's packets as their sequence numbers appear; add in rank order.
 //
 // Per rank, for S bytes: 2 (n-1) S written to peers, nothing read from them; no signals. Rounds
-// once. Reference: the LL protocol of NCCL, whose idea it is that the data tell that they are there.
+// once. Reference: the LL protocol of NCCL, in which the data itself signals its arrival.
 //
-// The packets of an operation lie in one of two areas in turn, for the reason why announcements do
-// (core/operation.h). Nothing else is ever written there, and who takes a packet leaves a number of
-// the other parity in its place: no stale word passes for a new one, however old it is. (Fresh
-// memory says 0, which is no operation's number.)
+// Operations alternate between two packet areas, for the same reason as announcements do
+// (core/operation.h). Nothing else is written there. A reader overwrites each packet that it has
+// read with a sequence number of the other parity, so a stale packet never passes for a new one,
+// however old it is. (Fresh memory is 0, which is not a valid sequence number.)
 #pragma once
 
 #include "core/executor.h"

@@ -1,23 +1,26 @@
 // Ring all-reduce: reduce-scatter and all-gather around a ring, pipelined.
 //
-//   A tile has n chunks, a chunk has pieces. At step s rank r makes its copy of chunk (r-s) mod n:
-//     0            r's own contribution, as it is;
-//     1 .. n-2     the left neighbour's partial result plus r's contribution;
-//     n-1          the same, and it is complete: r owns chunk r+1;
-//     n .. 2n-2    the left neighbour's complete chunk, copied.
-//   After each piece r signals, and the right neighbour, one step behind, goes on with that piece
+//   A tile is split into n chunks, and a chunk into pieces. At step s, rank r writes its copy of
+//   chunk (r-s) mod n:
+//     0            r's own contribution, unchanged;
+//     1 .. n-2     the left neighbour's partial sum plus r's contribution;
+//     n-1          the same, now complete: r owns chunk r+1;
+//     n .. 2n-2    a copy of the left neighbour's complete chunk.
+//   After each piece r signals. The right neighbour, one step behind, then processes that piece
 //   while r makes the next one.
 //
-// Per rank, for S bytes: 2 (n-1)/n S read from the left neighbour, nothing from anyone else; 2n-1
-// signals per piece of a chunk (2(n-1) feed the neighbour; the last says that r needs no more).
+// Per rank, for S bytes: 2 (n-1)/n S read from the left neighbour and nothing from any other rank;
+// 2n-1 signals per piece of a chunk (2(n-1) tell the neighbour that a piece is ready; the last one
+// tells it that r has read everything).
 // Chunk c is added in the order c, c+1, ..., c-1 (mod n) and rounded to the tensor's type at every
-// hop. Reference: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters
-// of workstations".
+// hop. Reference: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of
+// workstations".
 //
-// r may overwrite a partial chunk by the complete one, because that one has come through the right
-// neighbour, which therefore has read the partial (or, for r's own last chunk, never needs it).
-// And the slots of tile t-2 are free when r has completed t-1, because every chunk of t-1 has come
-// through the right neighbour, which has read all of t-2 before.
+// Overwriting: r may replace a partial chunk with the complete one, because the complete chunk was
+// built from that partial by way of the right neighbour, which has therefore read it. (The last
+// chunk that r copies is the right neighbour's own, which it never needs from r.)
+// Slots: those of tile t-2 are free once r has completed tile t-1, because every chunk of t-1 has
+// passed through the right neighbour, which had read all of t-2 before.
 #pragma once
 
 #include "core/executor.h"
@@ -31,8 +34,8 @@ template <class Comm>
 struct RingTile {
   Comm& comm;
   Range tile;
-  Location mine;  // my copy of the tile: a staging slot, or the output itself where zero copy
-  Location left;  // my left neighbour's
+  Location mine;  // this rank's copy: a staging slot, or with zero copy the output
+  Location left;  // the left neighbour's copy
   std::int64_t piece_count;
   std::int64_t pieces;
 
@@ -53,7 +56,7 @@ struct RingTile {
           last && !comm.zero_copy() ? 2 : 1, [&](int i) { return i == 0 ? here : out; }, 2,
           [&](int i) { return i == 0 ? there : in; }, part.count, last);
     } else {
-      // Kept for the right neighbour, unless it is the chunk that the neighbour has owned itself.
+      // The right neighbour reads this copy, unless it owns the chunk itself.
       const Location kept = s < 2 * n - 2 ? here : out;
       comm.copy(kept, there, part.count);
       comm.copy(out, kept, part.count);

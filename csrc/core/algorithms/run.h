@@ -1,6 +1,7 @@
-// What runs an operation, on every executor: an algorithm for all_reduce, and one body each for the
-// other collectives. kMovesOnly: needs the size of elements, not
-// their type.
+// The body that runs an operation, the same on every executor: an algorithm for all_reduce, one
+// body for each other collective.
+//
+// kMovesOnly: the body moves elements without computing, so it needs their size but not their type.
 #pragma once
 
 #include "core/algorithms/broadcast.h"
@@ -39,7 +40,7 @@ struct Barrier {
   }
 };
 
-// Calls visit(body) with what runs the operation, uncompressed, among so many ranks.
+// Calls visit(body) with the body that runs an uncompressed operation among `ranks` ranks.
 template <class Visit>
 void visit_body(const Operation& operation, int ranks, Visit visit) {
   switch (operation.collective) {
@@ -61,7 +62,7 @@ void run(Comm& comm, const Operation& operation) {
   visit_body(operation, comm.size(), [&](auto body) { body.run(comm); });
 }
 
-// The all-reduce of an executor with a codec of blocks.
+// Runs an all-reduce on an executor with a block codec.
 template <Executor Comm>
 void run_coded(Comm& comm, Algorithm algorithm) {
   Algorithms::visit(algorithm, comm.size(), [&](auto row) {

@@ -1,4 +1,5 @@
-// What algorithm="auto" picks: a pure function, so the same on every rank.
+// The algorithm that algorithm="auto" selects. It is a pure function of what all ranks know, so all
+// ranks select the same one.
 #pragma once
 
 #include "core/operation.h"
@@ -8,16 +9,17 @@ namespace pycomm {
 
 struct Choice {
   Device device;
-  int max_ranks;           // the row serves worlds up to this size
-  std::int64_t max_bytes;  // and tensors up to this size
+  int max_ranks;           // the row applies to groups of up to this many ranks
+  std::int64_t max_bytes;  // and to tensors of up to this size
   Algorithm algorithm;
 };
 
 inline constexpr std::int64_t kAnySize = INT64_MAX;
 inline constexpr int kAnyRanks = INT32_MAX;
 
-// Measured with `python -m pycomm.bench all_reduce -a all` (benchmarks/results/); first match wins.
-// The rows for CUDA are not measured yet: they follow the published crossovers of vLLM's kernels.
+// Measured with `python -m pycomm.bench all_reduce -a all` (benchmarks/results/). The first
+// matching row applies. The rows for CUDA are not measured yet: they follow the published crossover
+// points of vLLM's kernels.
 inline constexpr Choice kChoices[] = {
     {Device::cpu, 2, 64 << 10, Algorithm::one_shot},
     {Device::cpu, 4, 32 << 10, Algorithm::one_shot},
@@ -28,7 +30,7 @@ inline constexpr Choice kChoices[] = {
     {Device::cuda, kAnyRanks, kAnySize, Algorithm::two_shot},
 };
 
-// Both candidates add in rank order and round once, so the choice never changes a bit of the
+// Both candidates add in rank order and round once, so the choice does not affect the bits of the
 // result.
 constexpr Algorithm select_algorithm(std::int64_t bytes, int ranks, Device device) {
   for (const Choice& choice : kChoices) {
@@ -39,8 +41,9 @@ constexpr Algorithm select_algorithm(std::int64_t bytes, int ranks, Device devic
   return Algorithm::two_shot;
 }
 
-// The algorithm that an operation runs. Compressed, the number of lossy points never depends on the
-// size; nor does the algorithm between nodes.
+// The algorithm that an operation runs. For "auto", compressed operations always use two-shot, so
+// that the number of lossy roundings does not depend on the tensor's size. Operations that span
+// nodes always use two-shot, too.
 constexpr Algorithm resolve(const Operation& operation, int ranks, bool spans_nodes = false) {
   if (operation.algorithm != Algorithm::automatic) return operation.algorithm;
   if (operation.codec.kind != CodecKind::none || spans_nodes) return Algorithm::two_shot;

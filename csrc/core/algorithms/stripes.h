@@ -1,9 +1,9 @@
-// How a tensor's elements are divided into stripes, which the ranks of a node carry to the other
-// nodes in parallel: the i-th rank of a node carries stripe i. What is left to a node with
-// more ranks than others, the ranks beyond the last stripe, carries nothing.
+// How a tensor is divided into stripes, which the ranks of a node exchange with the other nodes in
+// parallel: rank i of each node carries stripe i. If a node has more ranks than others, the ranks
+// beyond the last stripe carry nothing.
 //
-// Both are chunks for the halves of two-shot (core/algorithms/two_shot.h): the owner of a chunk is the rank that
-// carries it.
+// EvenStripes and CyclicStripes describe chunks for the halves of two-shot
+// (core/algorithms/two_shot.h): the owner of a chunk is the rank that carries it.
 #pragma once
 
 #include "core/algorithms/two_shot.h"
@@ -11,7 +11,7 @@
 
 namespace pycomm {
 
-// One piece of the tensor per stripe, as even as cache lines allow.
+// Contiguous stripes, as even as cache lines allow.
 template <class Comm>
 struct EvenStripes {
   Comm& comm;
@@ -34,13 +34,13 @@ struct EvenStripes {
   }
 };
 
-// Which elements of the whole are in which stripe, by their index and nothing else: stripes take
-// turns every `length` elements.
+// Interleaved stripes: every `length` elements the next stripe begins, and after the last one the
+// first again. An element's stripe depends only on its index in the whole tensor.
 struct StripeInterleave {
   std::int64_t length;
   int stripes;
 
-  // How many of the elements before `index` are in stripe s.
+  // The number of elements of stripe s among those before `index`.
   PYCOMM_HD constexpr std::int64_t before(std::int64_t index, int s) const {
     const std::int64_t cycle = index / length, turn = cycle % stripes;
     const std::int64_t last = turn > s ? length : turn == s ? index % length : 0;
@@ -48,10 +48,11 @@ struct StripeInterleave {
   }
 };
 
-// Tiles of a tensor in stripes that take turns: each is a stretch of whole turns.
+// The tiles of a tensor in interleaved stripes. A tile covers whole periods; a period is `length`
+// elements of every stripe.
 struct TileRanges {
-  std::int64_t period;        // elements of a period of all stripes
-  std::int64_t first, count;  // of the tensor in the whole
+  std::int64_t period;        // elements in a period
+  std::int64_t first, count;  // the tensor's place in the whole tensor
   std::int64_t periods_per_tile;
 
   PYCOMM_HD constexpr std::int64_t first_period() const { return first / period; }
@@ -59,7 +60,7 @@ struct TileRanges {
     return count == 0 ? 0 : ceil_div(first + count, period) - first_period();
   }
   PYCOMM_HD constexpr std::int64_t tiles() const { return ceil_div(periods(), periods_per_tile); }
-  // Of the tensor.
+  // The elements of tile t, as a range of the tensor.
   PYCOMM_HD constexpr Range operator[](std::int64_t t) const {
     const std::int64_t start = (first_period() + t * periods_per_tile) * period - first;
     const std::int64_t stop = start + periods_per_tile * period;
@@ -68,13 +69,13 @@ struct TileRanges {
   }
 };
 
-// The part of those that are in a tensor. A tile is one piece of every stripe's cycle.
+// Interleaved stripes of one tensor. A tile holds one piece of every stripe.
 template <class Comm>
 struct CyclicStripes {
   Comm& comm;
   StripeInterleave interleave;
-  std::int64_t offset;  // of the tensor in the whole
-  bool packed;          // the output holds the elements of my stripe alone, without gaps
+  std::int64_t offset;  // the tensor's first element in the whole tensor
+  bool packed;          // the output holds only this rank's stripe, without gaps
 
   PYCOMM_HD std::int64_t piece() const {
     std::int64_t piece = interleave.length;

@@ -1,5 +1,5 @@
-// The table of all-reduce algorithms: a row each, in the order of Algorithm. To add one, see
-// docs/EXTENDING.md.
+// The table of all-reduce algorithms: one row per algorithm, in the order of the enum Algorithm.
+// docs/EXTENDING.md shows how to add one.
 #pragma once
 
 #include "core/algorithms/one_shot.h"
@@ -10,9 +10,11 @@
 
 namespace pycomm {
 
-// A row. kZeroCopy: reads and writes the tensors themselves if all lie in the windows. kCoded: also
-// runs with a codec of blocks. kPartialSums: ranks pass sums of fewer than all contributions on to
-// neighbours, which a rank alone does not have.
+// A row.
+//   kZeroCopy     reads and writes the tensors in place if all of them lie in windows.
+//   kCoded        also runs with a block codec.
+//   kPartialSums  ranks pass on sums of some of the contributions. A single rank has no such sums;
+//                 two-shot then runs instead.
 struct OneShot {
   static constexpr Algorithm kAlgorithm = Algorithm::one_shot;
   static constexpr bool kZeroCopy = false, kCoded = false, kPartialSums = false;
@@ -69,7 +71,7 @@ struct AlgorithmTable {
     return ((Rows::kAlgorithm == algorithm && Rows::kPartialSums) || ...);
   }
 
-  // Calls visit(row) with the row of an algorithm among so many ranks.
+  // Calls visit(row) with the row that runs `algorithm` among `ranks` ranks.
   template <class Visit>
   static void visit(Algorithm algorithm, int ranks, Visit visit) {
     if (ranks == 1 && partial_sums(algorithm)) algorithm = Algorithm::two_shot;
@@ -80,7 +82,7 @@ struct AlgorithmTable {
 using Algorithms = AlgorithmTable<OneShot, TwoShot, Ring, Tree>;
 static_assert(Algorithms::kCount + 1 == kCountOf<Algorithm>, "one row each, none for automatic");
 
-// Whether an operation's tensors may be used where they lie.
+// True if the operation may use tensors in place when they lie in windows.
 PYCOMM_HD constexpr bool allows_zero_copy(const Operation& operation) {
   return operation.collective != Collective::all_reduce ||
          Algorithms::allows_zero_copy(operation.algorithm);

@@ -1,12 +1,13 @@
-// Top-k all-reduce: a two-shot of lists. The tensor is cut into regions, one per owner (core/codecs/topk.h).
+// Top-k all-reduce: a two-shot of lists. The tensor is cut into regions, one per owner
+// (core/codecs/topk.h).
 //
 //   1. Stage: each rank selects its k largest elements and writes a list for every owner.
-//   2. Reduce: an owner adds the lists of its region in rank order and writes its share of the sums
-//      as one list.
-//   3. Gather: each rank reads all owners' lists into its output, its own first.
+//   2. Reduce: each owner adds the lists of its region in rank order and writes its share of the
+//      sums as one list.
+//   3. Gather: each rank decodes all owners' lists into its output, its own first.
 //
 // Per rank, for lists of L bytes: at most 2 (n-1)/n L read from peers in phase 2 and (n-1)/n L in
-// phase 3; 2 steps. The owner's own list is encoded like the others, so that no rank has a more
+// phase 3; 2 signals. An owner encodes its own list like the others, so that no rank has a more
 // exact copy.
 #pragma once
 

@@ -1,25 +1,26 @@
 // Tree all-reduce: a double binary tree, pipelined.
 //
-//   Two trees span the ranks, each carries one half of the tensor, and a rank is an inner node of
-//   at most one of them (core/layout.h). A half is cut into pieces; for piece k, in each tree:
-//   1. Up: a node adds left child's partial result, own contribution, right child's partial
-//      result, in this order, and keeps the sum where its parent reads it. At the root the sum is
-//      complete.
+//   Two trees span the ranks. Each tree carries one half of the tensor, and a rank is an inner node
+//   of at most one of them (core/layout.h). A half is cut into pieces. For piece k, in each tree:
+//   1. Up: a node adds the left child's partial sum, its own contribution and the right child's
+//      partial sum, in this order. It keeps the sum where its parent reads it. At the root the sum
+//      is complete.
 //   2. Down: a node copies the complete piece from its parent and keeps it for its children. Down
-//      runs `lag` pieces behind up, so that the way to the root and back is filled with others.
+//      runs `lag` pieces behind up, so that other pieces fill the way to the root and back.
 //
 // Per rank, for S bytes: at most S read from two children and S/2 from a parent in the tree where
-// it is an inner node, S/2 from its parent in the other: 2 S. 2 signals per piece and tree. The
-// partial results are rounded to the tensor's type at every inner node, in the tree's order.
+// it is an inner node, and S/2 from its parent in the other tree: 2 S. 2 signals per piece and
+// tree. Partial sums are rounded to the tensor's type at every inner node, in the tree's order.
 // Reference: Sanders, Speck, Traeff 2009, "Two-tree algorithms for full bandwidth broadcast,
 // reduction and scan".
 //
-// Nobody waits in a circle: up waits only for the same piece lower in the tree, down only for the
-// same piece higher in the tree, and each rank goes through (piece, up before down, tree) in one
-// order. A slot's partial result may be overwritten by the complete one, which came through the
-// parent. And the place of piece k - kStagingSlots is free when piece k goes up: a child that is
-// through with k on its way up has been through with k-1-lag on its way down before, and
-// lag < kStagingSlots.
+// No deadlock: up waits only for the same piece lower in the tree, down only for the same piece
+// higher in the tree, and every rank processes pieces in the same order (by piece, then up before
+// down, then by tree).
+// Overwriting: the complete piece may replace a partial sum, because it came through the parent,
+// which had read that partial sum.
+// Slots: the slot of piece k - kStagingSlots is free when piece k goes up, because a child that has
+// sent piece k up has finished piece k-1-lag on its way down, and lag < kStagingSlots.
 #pragma once
 
 #include "core/executor.h"
@@ -40,7 +41,7 @@ struct HalfTree {
   PYCOMM_HD int up_channel() const { return kUp - 2 * index; }      // kUp or kStaged
   PYCOMM_HD int down_channel() const { return kDown - 2 * index; }  // kDown or kReduced
 
-  // Where rank r keeps piece k.
+  // Where rank r keeps piece k for its parent and children.
   PYCOMM_HD Location kept(int r, std::int64_t k) const {
     if (comm.zero_copy()) return comm.at(comm.output(r), half.begin + pieces[k].begin);
     const std::int64_t place = index * kStagingSlots + k % kStagingSlots;
@@ -92,7 +93,7 @@ PYCOMM_HD void tree(Comm& comm) {
   comm.announce();
   const int n = comm.size(), me = comm.rank();
   std::int64_t size = comm.elements(kTreePieceBytes);
-  // Both trees' rotating places share the staging area.
+  // Both trees' slots share the staging area.
   const std::int64_t room = comm.slot_count() / 2 / comm.line() * comm.line();
   if (!comm.zero_copy() && size > room) size = room;
 
@@ -101,7 +102,7 @@ PYCOMM_HD void tree(Comm& comm) {
     return HalfTree<Comm>{comm, half, tree_node(index, me, n), Tiles{half.count, size}, index};
   };
   const HalfTree<Comm> first = tree_of(0), second = tree_of(1);
-  const std::int64_t pieces = first.pieces.count();  // the second half is never the longer one
+  const std::int64_t pieces = first.pieces.count();  // the second half is never longer
   const std::int64_t depth = tree_depth(n);
   const std::int64_t lag = depth < kStagingSlots - 1 ? depth : kStagingSlots - 1;
   for (std::int64_t k = 0; k < pieces + lag; ++k) {

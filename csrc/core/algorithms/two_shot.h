@@ -1,28 +1,28 @@
-// Two-shot all-reduce, and its halves reduce-scatter and all-gather: each chunk of a tile has one
-// owner, who reduces it for all.
+// Two-shot all-reduce, and its halves reduce-scatter and all-gather. Each chunk of a tile has one
+// owner, which reduces it for all ranks.
 //
-//   1. Stage: each rank copies the chunks that others own into its staging slot.
-//   2. Reduce: the owner of a chunk adds the n contributions in rank order, writes the result to
+//   1. Stage: each rank copies the chunks that other ranks own into its staging slot.
+//   2. Reduce: the owner of a chunk adds the n contributions in rank order and writes the result to
 //      its output and to its own slot.
-//   3. Gather: each rank copies the other owners' results to its output, one tile behind (so that
-//      it rarely waits for them).
+//   3. Gather: each rank copies the other owners' results to its output, one tile behind, so that
+//      it rarely waits for them.
 //
-// Where all tensors lie in the shared window there is one tile and no staging: the owner reads
-// every rank's tensor and writes the result into every rank's tensor; the announcement and one last
-// wait stand for phases 1 and 3.
+// Zero copy: if all tensors lie in windows, there is one tile and no staging. The owner reads every
+// rank's tensor and writes the result into every rank's tensor. The announcement replaces phase 1,
+// and one last wait replaces phase 3.
 //
-// Per rank, for S bytes of result: (n-1)/n S read from peers in phase 2 and again in phase 3
-// (zero copy: written to peers instead); 2 steps per tile (zero copy: 1). Reduce-scatter is phases 1 and
-// 2, all-gather 1 and 3. Rounds once. References: Rabenseifner 2004 for the halves; QuickReduce,
-// vLLM for the shape.
+// Per rank, for S bytes of result: (n-1)/n S read from peers in phase 2 and again in phase 3 (zero
+// copy: written to peers instead); 2 signals per tile (zero copy: 1). Reduce-scatter is phases 1
+// and 2, all-gather is phases 1 and 3. Rounds once. References: Rabenseifner 2004 for the halves;
+// QuickReduce and vLLM for the combination.
 //
-// With a codec (core/codecs/codec.h) slots hold encoded elements: phase 1 encodes every contribution, the
-// owner's too; phase 2 decodes, adds and encodes the result, and the owner decodes what it has
-// encoded; phase 3 decodes. A mean has then been rounded twice by the codec: as the mean of n
-// rounded contributions, and itself.
+// With a codec (core/codecs/codec.h), slots hold encoded elements. Phase 1 encodes every
+// contribution, including the owner's. In phase 2 the owner decodes, adds and encodes the result,
+// and decodes what it has encoded. Phase 3 decodes. The codec thus rounds a mean twice: each
+// contribution, and the mean of them.
 //
-// Slots: at the time tile t is staged, every peer has been seen to stage t-1, so has gathered t-3
-// (for all-gather, t-4): with kStagingSlots = 4 the slot of t-4 is free.
+// Slots: a rank stages tile t only after every peer has staged t-1, hence has gathered t-3 (for
+// all-gather, t-4). So with kStagingSlots = 4 the slot of t-4 is free.
 #pragma once
 
 #include "core/executor.h"
@@ -30,7 +30,8 @@
 
 namespace pycomm {
 
-// Where the chunk that one rank owns lies: element offsets in the input, the output and the slot.
+// One owner's chunk of a tile: its first element in the input, the output and the slot, and its
+// element count.
 struct Chunk {
   std::int64_t input;
   std::int64_t output;
@@ -38,7 +39,7 @@ struct Chunk {
   std::int64_t count;
 };
 
-// All-reduce: a tile is a range of the tensor, cut evenly.
+// All-reduce: a tile is a range of the tensor, divided evenly among the ranks.
 template <class Comm>
 struct EvenChunks {
   Comm& comm;
@@ -53,16 +54,16 @@ struct EvenChunks {
   }
 };
 
-// Compressed all-reduce: the owner of an element depends on its index in the whole and on nothing
-// else, so that neither do the bits, however the whole is cut into tensors and those into tiles.
-// Owners take turns every kOwnedElements; a tile is one piece of each owner's stretch.
+// Compressed all-reduce: an element's owner depends only on its index in the whole tensor. So the
+// bits do not depend on how the whole is cut into tensors, or these into tiles. The owner changes
+// every kOwnedElements elements, cyclically; a tile holds one piece of each owner's elements.
 inline constexpr std::int64_t kOwnedElements = 16384;
 
 template <class Comm>
 struct CyclicChunks {
   Comm& comm;
-  std::int64_t offset;  // of the tensor in the whole, a multiple of the codec's block
-  std::int64_t piece;   // divides kOwnedElements, and a slot holds one of every owner
+  std::int64_t offset;  // first element in the whole tensor, a multiple of the codec's block
+  std::int64_t piece;   // divides kOwnedElements; a slot holds one piece per owner
 
   PYCOMM_HD std::int64_t cycle() const { return comm.size() * kOwnedElements; }
   PYCOMM_HD Tiles tiles() const {
@@ -96,7 +97,7 @@ struct InputBlocks {
   }
 };
 
-// All-gather: the output holds a block per rank; only the owner's own part is ever staged.
+// All-gather: the output holds a block per rank. A rank stages only its own block.
 template <class Comm>
 struct OutputBlocks {
   Comm& comm;
@@ -117,7 +118,8 @@ PYCOMM_HD Location slot_of(Comm& comm, int r, std::int64_t t, const Chunk& chunk
   return comm.at(comm.slot(r, t % kStagingSlots), chunk.slot);
 }
 
-// Phase 1: what the owners need of me, until I have what I need of the others.
+// Phase 1: stages the chunks that other ranks own, then waits until the others have staged this
+// rank's chunk.
 template <Executor Comm, class Chunks>
 PYCOMM_HD void stage_for_owners(Comm& comm, const Chunks& chunks, std::int64_t t) {
   for (int owner = 0; owner < comm.size(); ++owner) {
@@ -130,8 +132,8 @@ PYCOMM_HD void stage_for_owners(Comm& comm, const Chunks& chunks, std::int64_t t
   comm.wait_all(kStaged, t + 1);
 }
 
-// Phase 2. `everywhere`: the result goes to all ranks, not to my output alone. `last`: nothing will
-// be added to it.
+// Phase 2. `everywhere`: the result goes to all ranks, not only to this rank's output. `last`:
+// nothing will be added to the result.
 template <Executor Comm, class Chunks>
 PYCOMM_HD void reduce_owned(Comm& comm, const Chunks& chunks, std::int64_t t, bool everywhere,
                             bool last = true) {
@@ -149,7 +151,8 @@ PYCOMM_HD void reduce_owned(Comm& comm, const Chunks& chunks, std::int64_t t, bo
   comm.reduce(!everywhere ? 1 : comm.zero_copy() ? n : 2, to, n, from, mine.count, last);
 }
 
-// Phase 3, staged. Starts with the next rank, so that not all read one owner at a time.
+// Phase 3, with staging. Each rank starts with the next rank, so that they do not all read from one
+// owner at the same time.
 template <Executor Comm, class Chunks>
 PYCOMM_HD void gather_from_owners(Comm& comm, const Chunks& chunks, std::int64_t t) {
   for (int i = 1; i < comm.size(); ++i) {
@@ -191,7 +194,7 @@ PYCOMM_HD void reduce_scatter(Comm& comm, const Chunks& chunks, bool last = true
     if (!comm.zero_copy()) detail::stage_for_owners(comm, chunks, t);
     detail::reduce_owned(comm, chunks, t, false, last);
   }
-  // The peers may still be reading my tensor.
+  // Peers may still be reading this rank's tensor.
   if (comm.zero_copy()) {
     comm.signal(kReduced);
     comm.wait_all(kReduced, 1);
