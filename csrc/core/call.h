@@ -1,4 +1,4 @@
-// An operation with its buffers, as a caller hands it to an executor.
+// An operation together with its buffers, as a caller passes it to an executor.
 #pragma once
 
 #include "core/codecs/feedback.h"
@@ -12,11 +12,12 @@ struct Call {
   const void* input = nullptr;
   void* output = nullptr;
   Feedback feedback = {};
-  Details details = {};  // shape and label; the rest is in `feedback`
+  Details details = {};  // only shape and label; details_of() adds the rest from `feedback`
 };
 
-// What ranks must agree on of a compressed call, as far as it changes the result. The scale lies in
-// the executor's memory; Feedback::hold_unused goes with the operation's tag.
+// The parts of a compressed call that change its result, so that ranks must agree on them. Not
+// included: the scale, which lies in the executor's memory, and Feedback::hold_unused, which goes
+// with the operation's tag.
 inline Details details_of(const Call& call) {
   Details details = call.details;
   const Feedback& feedback = call.feedback;

@@ -1,5 +1,6 @@
-// What changes an operation's result, or tells it from others, beside what an Operation has room
-// for. Ranks compare a hash of it, which the Operation carries; the rest is for messages.
+// What ranks must agree on beyond the fields of an Operation: what changes the result, or tells one
+// operation from another. The Operation carries a hash of it, which ranks compare. The values
+// themselves are for messages.
 #pragma once
 
 #include <algorithm>
@@ -15,15 +16,16 @@ struct Details {
   static constexpr int kDims = 4;
   static constexpr std::size_t kLabelBytes = 128;
 
-  std::int64_t shape[kDims] = {};  // where there are more dimensions, the last ones multiplied
-  std::uint64_t seed = 0;          // where rounding is stochastic; step, too
+  // With more than kDims dimensions, the last entry is the product of the remaining ones.
+  std::int64_t shape[kDims] = {};
+  std::uint64_t seed = 0;  // seed and step: only if rounding is stochastic
   std::uint64_t label_hash = 0;
   std::uint32_t step = 0;
   float momentum = 0;
   float scale = 1;
   std::uint8_t dims = 1;
   std::uint16_t label_bytes = 0;
-  char label[kLabelBytes] = {};  // the caller's tag, and where it calls from; its beginning
+  char label[kLabelBytes] = {};  // beginning of the caller's tag and code location
 
   void set_shape(const std::int64_t* sizes, int count) {
     dims = static_cast<std::uint8_t>(count);
@@ -41,7 +43,7 @@ struct Details {
 
 constexpr std::uint64_t bits_of(float x) { return __builtin_bit_cast(std::uint32_t, x); }
 
-// 0 if there is nothing but one dimension, which the operation's count tells.
+// 0 if every detail has its default value. (The length of a single dimension is Operation::count.)
 inline std::uint32_t hash_of(const Details& details) {
   const bool plain = details.dims == 1 && details.label_hash == 0 && details.seed == 0 &&
                      details.step == 0 && bits_of(details.momentum) == 0 &&
@@ -56,7 +58,7 @@ inline std::uint32_t hash_of(const Details& details) {
   return folded != 0 ? folded : 1;
 }
 
-// What differs from the usual.
+// The details that differ from their defaults, as text.
 inline std::string describe(const Details& details) {
   const auto number = [](double x) {
     char text[32];
@@ -81,7 +83,7 @@ inline std::string describe(const Details& details) {
     for (std::size_t i = 0; i < std::min<std::size_t>(details.label_bytes, sizeof(details.label));
          ++i) {
       const char c = details.label[i];
-      text += c >= ' ' && c <= '~' ? c : '?';  // it may come from another process
+      text += c >= ' ' && c <= '~' ? c : '?';  // the label may come from another process
     }
   }
   return text;

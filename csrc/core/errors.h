@@ -1,4 +1,4 @@
-// How a collective fails, and how an operation is called in messages.
+// The error that a failed collective throws, and how messages describe operations.
 #pragma once
 
 #include <stdexcept>
@@ -22,8 +22,8 @@ class CollectiveError : public std::runtime_error {
         operation(std::move(operation)),
         sequence(sequence) {}
 
-  // The same error, once it is known which operations have succeeded on every rank: those up to
-  // `completed`.
+  // The same error, with the information that operations up to `completed` have succeeded on every
+  // rank.
   CollectiveError knowing(std::uint32_t completed) const {
     const std::string known =
         completed == 0 ? "none" : "operations up to " + std::to_string(completed);
@@ -31,11 +31,11 @@ class CollectiveError : public std::runtime_error {
     error.completed = completed;
     return error;
   }
-  // The same error, of which more is known.
+  // The same error, with its cause.
   CollectiveError because(const std::string& cause) const { return saying(": " + cause); }
 
   const Reason reason;
-  const int rank;  // the one to blame
+  const int rank;  // the rank to blame
   const int pid;
   const std::string operation;
   const std::uint32_t sequence;
@@ -47,7 +47,7 @@ class CollectiveError : public std::runtime_error {
   }
 };
 
-// `details`: the operation's own, or null where nobody knows them.
+// `details` belongs to the operation; null if unknown.
 inline std::string describe(const Operation& operation, const Details* details = nullptr) {
   std::string text = std::string(name_of(operation.collective)) + "(";
   if (operation.collective != Collective::barrier) {
@@ -71,7 +71,7 @@ inline std::string describe(const Operation& operation, const Details* details =
     const std::string known = details != nullptr ? describe(*details) : std::string();
     const std::string told =
         !known.empty() ? known : ", details " + std::to_string(operation.details);
-    text += told.substr(text.back() == '(' ? 2 : 0);  // of a barrier there is nothing else
+    text += told.substr(text.back() == '(' ? 2 : 0);  // a barrier has nothing before it, so no ", "
   }
   return text + ")";
 }
@@ -80,7 +80,7 @@ inline std::string describe_rank(int rank, int pid) {
   return "rank " + std::to_string(rank) + " (pid " + std::to_string(pid) + ")";
 }
 
-// An operation has ended, for the reason that `what` tells.
+// An operation failed; `what` tells why.
 inline CollectiveError ended(Reason reason, int rank, int pid, const std::string& what,
                              const Operation& operation, std::uint32_t sequence) {
   return {reason,
@@ -92,7 +92,7 @@ inline CollectiveError ended(Reason reason, int rank, int pid, const std::string
               " of the group"};
 }
 
-// A rank is to blame for the end of an operation.
+// An operation failed because of a rank.
 inline CollectiveError failure(Reason reason, int rank, int pid, const Operation& operation,
                                std::uint32_t sequence) {
   const char* what = reason == Reason::peer_died   ? " died or left"
@@ -105,8 +105,8 @@ inline CollectiveError failure(Reason reason, int rank, int pid, const Operation
   return ended(reason, rank, pid, describe_rank(rank, pid) + what, operation, sequence);
 }
 
-// A rank has waited for too long for another one, which may be the one that is told: it was busy with
-// something else meanwhile.
+// A rank waited too long for another one. The other may be the rank that gets this error, if it was
+// busy with something else.
 inline CollectiveError timeout(std::uint64_t word, bool told_to_culprit, int pid,
                                const Operation& operation, std::uint32_t sequence) {
   const int rank = rank_of(word), waiter = waiter_of(word);
@@ -122,7 +122,7 @@ inline CollectiveError timeout(std::uint64_t word, bool told_to_culprit, int pid
   return ended(Reason::timeout, rank, pid, what, operation, sequence);
 }
 
-// Rank `first` called one thing, rank `r` another.
+// Ranks `first` and `r` called different operations.
 inline CollectiveError mismatch(int first, const Operation& called, int r, const Operation& other,
                                 int pid, std::uint32_t sequence, const Details* details = nullptr,
                                 const Details* other_details = nullptr) {
@@ -136,7 +136,7 @@ inline CollectiveError mismatch(int first, const Operation& called, int r, const
               describe(other, other_details)};
 }
 
-// The word that says why the group ended is none that a rank writes.
+// The abort word has a value that no rank writes.
 inline CollectiveError overwritten(const Operation& called, std::uint32_t sequence) {
   return {Reason::malformed,
           -1,
@@ -146,7 +146,7 @@ inline CollectiveError overwritten(const Operation& called, std::uint32_t sequen
           "a rank of this node has overwritten the group's shared memory"};
 }
 
-// Rank `r` sent what cannot be used.
+// Rank `r` sent something invalid.
 inline CollectiveError malformed(int r, int pid, const Operation& called, std::uint32_t sequence,
                                  const std::string& what) {
   return failure(Reason::malformed, r, pid, called, sequence).because(what);

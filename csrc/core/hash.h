@@ -1,4 +1,4 @@
-// One number for several, the same in every process.
+// Hashes of several words or of text, the same in every process.
 #pragma once
 
 #include <initializer_list>
@@ -10,7 +10,8 @@ namespace pycomm {
 
 inline constexpr std::uint64_t kHashOfNothing = 0xcbf29ce484222325;
 
-// A step of FNV-1a with a whole word, then the mix of splitmix64, so that every bit counts.
+// A step of FNV-1a on a whole word, followed by splitmix64's mixing, so that every input bit
+// affects the result.
 constexpr std::uint64_t add_to_hash(std::uint64_t hash, std::uint64_t word) {
   hash = (hash ^ word) * 0x100000001b3;
   hash = (hash ^ hash >> 30) * 0xbf58476d1ce4e5b9;

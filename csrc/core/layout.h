@@ -1,12 +1,13 @@
-// How n elements split into tiles, and a tile into the chunks that ranks own. Pure index
-// arithmetic.
+// How n elements are split into tiles, and a tile into the chunks that ranks own. Index arithmetic
+// only.
 #pragma once
 
 #include "core/types.h"
 
 namespace pycomm {
 
-// Chunks begin at multiples of a cache line, so that no two ranks write one line.
+// Bytes in a cache line. Chunks begin at multiples of it, so that no two ranks write to the same
+// line.
 inline constexpr std::int64_t kLine = 64;
 
 struct Range {
@@ -22,8 +23,9 @@ PYCOMM_HD constexpr std::int64_t round_up(std::int64_t a, std::int64_t unit) {
   return ceil_div(a, unit) * unit;
 }
 
-// Part `index` of `count` elements cut into `parts` as evenly as boundaries at multiples of `unit`
-// allow; the first parts are the longer ones, the last may be short or empty.
+// Part `index` of `count` elements that are cut into `parts` parts, as evenly as boundaries at
+// multiples of `unit` allow. The first parts are the longer ones; the last ones may be short or
+// empty.
 PYCOMM_HD constexpr Range part_of(std::int64_t count, std::int64_t parts, std::int64_t index,
                                   std::int64_t unit) {
   const std::int64_t units = ceil_div(count, unit);
@@ -34,7 +36,8 @@ PYCOMM_HD constexpr Range part_of(std::int64_t count, std::int64_t parts, std::i
           (end < count ? end : count) - (begin < count ? begin : count)};
 }
 
-// `total` elements cut into tiles of `size`; the last tile may be short. No element, no tile.
+// `total` elements cut into tiles of `size`. The last tile may be short; zero elements have zero
+// tiles.
 struct Tiles {
   std::int64_t total;
   std::int64_t size;
@@ -47,9 +50,9 @@ struct Tiles {
 };
 
 // A node of one of the two binary trees of the double tree (Sanders, Speck, Traeff 2009). Tree 0
-// numbers its nodes in order, so that the leaves are the even ranks; tree 1 is tree 0 mirrored when
-// the world is even and shifted by one when it is odd. So a rank is an inner node of at most one
-// tree. -1 stands for "none".
+// numbers its nodes in order, so its leaves are the even ranks. Tree 1 is tree 0 mirrored if the
+// number of ranks is even, and shifted by one if it is odd. So a rank is an inner node of at most
+// one tree. -1 stands for "none".
 struct TreeNode {
   int parent = -1;
   int left = -1;
@@ -58,7 +61,7 @@ struct TreeNode {
 
 namespace detail {
 
-// Parent of `v` in the in-order tree over 0..n-1: climb until the ancestor exists.
+// The parent of `v` in the in-order tree over 0..n-1: climbs until the ancestor exists.
 PYCOMM_HD constexpr int in_order_parent(int v, int n) {
   int step = 1;
   while (((v + 1) & step) == 0) step <<= 1;
@@ -103,7 +106,7 @@ PYCOMM_HD constexpr TreeNode tree_node(int tree, int rank, int n) {
   return node;
 }
 
-// Edges on the longest way from the root to a leaf.
+// The number of edges on the longest path from the root to a leaf.
 PYCOMM_HD constexpr int tree_depth(int n) {
   int depth = 0;
   while ((1 << (depth + 1)) <= n) ++depth;

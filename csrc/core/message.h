@@ -1,10 +1,10 @@
-// Messages between ranks, besides data. On one node they lie in shared memory: announcements, and
-// what a rank waits for. Between nodes there are two: a handshake before every operation, and a
-// farewell, the last message on a link. Both begin with a header that shows that they come from the
-// node at the other end (docs/wire-format.md).
+// The messages between ranks, apart from data. Ranks of one node exchange them in shared memory:
+// announcements, and what a rank is waiting for. Between nodes there are two messages: a handshake
+// before every operation, and a farewell, which is the last message on a link. Both begin with a
+// header that shows that they come from the node at the other end (docs/wire-format.md).
 //
-// Readers trust nothing: they throw std::invalid_argument with what is wrong, and what they return
-// may index tables and memory.
+// Parsers trust no byte. They throw std::invalid_argument that says what is wrong; what they return
+// is safe to use as an index into tables and memory.
 #pragma once
 
 #include <array>
@@ -24,7 +24,7 @@ inline constexpr std::uint16_t kMessageVersion = 2;
 
 enum class MessageKind : std::uint16_t { handshake = 1, farewell = 2 };
 
-// Random bytes, known to those who can read the group's Store.
+// Random bytes that only processes with access to the group's Store know.
 using Secret = std::array<std::byte, 16>;
 
 // The sender of a message on a link.
@@ -37,7 +37,7 @@ struct MessageHeader {
   std::uint32_t magic;
   std::uint16_t version;
   MessageKind kind;
-  std::int64_t node;  // the sender
+  std::int64_t node;  // of the sender
   Secret secret;
 };
 static_assert(sizeof(MessageHeader) == 32);
@@ -56,11 +56,11 @@ static_assert(sizeof(Handshake) == 80);
 
 struct Farewell {
   MessageHeader header;
-  std::uint64_t abort_word;  // 0: the node leaves
+  std::uint64_t abort_word;  // 0: the node leaves without an error
 };
 static_assert(sizeof(Farewell) == 40);
 
-// The message in `bytes` if it is one of this kind from this sender.
+// Parses a message and checks that it is of this kind and from this sender.
 template <class Message>
 Message parse_message(std::span<const std::byte> bytes, MessageKind kind, const Sender& sender) {
   static_assert(std::is_trivially_copyable_v<Message>);
@@ -87,7 +87,7 @@ inline Handshake parse_handshake(std::span<const std::byte> bytes, const Sender&
   return handshake;
 }
 
-// `world`: how many ranks an abort word may blame.
+// `world` is the number of ranks, one of which an abort word may blame.
 inline Farewell parse_farewell(std::span<const std::byte> bytes, const Sender& sender, int world) {
   const auto farewell = parse_message<Farewell>(bytes, MessageKind::farewell, sender);
   PYCOMM_CHECK(farewell.abort_word == 0 || is_abort_word(farewell.abort_word, world),
@@ -95,8 +95,8 @@ inline Farewell parse_farewell(std::span<const std::byte> bytes, const Sender& s
   return farewell;
 }
 
-// What another of `ranks` ranks announces. Throws std::invalid_argument unless it is an operation, and
-// its tensors lie in that rank's heap or in no window.
+// Parses an announcement of another rank in a group of `ranks`. Throws std::invalid_argument unless
+// the operation is valid and its tensors lie in that rank's heap or in no window.
 inline Announcement parse_announcement(std::span<const std::byte> bytes, int ranks,
                                        std::int64_t heap_begin, std::int64_t heap_end) {
   Announcement announced;
@@ -115,8 +115,8 @@ inline Announcement parse_announcement(std::span<const std::byte> bytes, int ran
   return announced;
 }
 
-// What a rank waits for, for others to see; the word is 0 while it waits for nothing. What is no channel
-// is an announcement or a packet.
+// What a rank is waiting for, as other ranks see it: one word, which is 0 while the rank waits for
+// nothing. Besides channels there are two things to wait for: announcements and packets.
 inline constexpr int kAnnouncement = kChannels;
 inline constexpr int kPacket = kChannels + 1;
 
@@ -130,7 +130,7 @@ constexpr std::uint64_t waiting_word(const Waiting& waiting) {
   return static_cast<std::uint64_t>(waiting.rank + 1) << 40 |
          static_cast<std::uint64_t>(waiting.channel) << 32 | waiting.target;
 }
-// Nothing where the word does not name one of so many ranks.
+// Returns nothing if the word does not name one of `ranks` ranks.
 constexpr std::optional<Waiting> parse_waiting(std::uint64_t word, int ranks) {
   const std::uint64_t rank = word >> 40, channel = word >> 32 & 0xff;
   if (rank == 0 || rank > static_cast<std::uint64_t>(ranks) || channel > kPacket) return {};

@@ -1,4 +1,5 @@
-// What an operation is, as every rank announces it to every other before any data is trusted.
+// The description of an operation. Every rank announces it to every other rank, before any rank
+// relies on the others' data.
 #pragma once
 
 #include "core/codecs/codec.h"
@@ -19,30 +20,32 @@ struct Names<Device> {
   static constexpr const char* all[] = {"cpu", "cuda"};
 };
 
-// What each is: core/algorithms/table.h.
+// core/algorithms/table.h defines them.
 enum class Algorithm : std::uint8_t { automatic, one_shot, two_shot, ring, tree };
 template <>
 struct Names<Algorithm> {
   static constexpr const char* all[] = {"auto", "one_shot", "two_shot", "ring", "tree"};
 };
 
-// The part on which all ranks must agree.
+// The part of an announcement on which all ranks must agree.
 struct Operation {
   Collective collective = Collective::barrier;
   Algorithm algorithm = Algorithm::one_shot;
   DType dtype = DType::u8;
   ReduceOp op = ReduceOp::sum;
   std::int32_t root = 0;
-  std::int64_t count = 0;  // elements: of the tensor, or of one rank's share where shares differ
+  std::int64_t count = 0;  // elements of the tensor, or of one rank's block
   Device device = Device::cpu;
-  std::uint16_t tag = 0;     // of the caller's, to tell its operations from others'
-  std::uint32_t offset = 0;  // of the tensor in the whole, in kSmallestBlock elements
+  std::uint16_t tag = 0;     // set by the caller, to tell its operations from others
+  std::uint32_t offset = 0;  // place in the whole tensor, in units of kSmallestBlock elements
   Codec codec = {};
   std::uint32_t details = 0;  // a hash of everything else that must agree (core/details.h)
 };
 static_assert(sizeof(Operation) == 40);
 
-// Index of the tensor's first element in the whole.
+// The index of the tensor's first element in the whole tensor. A caller may pass a large tensor in
+// several operations; the "whole" is the large one, and each operation says where its tensor lies
+// in it.
 PYCOMM_HD constexpr std::int64_t first_element(const Operation& operation) {
   return operation.offset * kSmallestBlock;
 }
@@ -53,10 +56,11 @@ PYCOMM_HD bool operator==(const Operation& a, const Operation& b) {
          a.tag == b.tag && a.offset == b.offset && a.codec == b.codec && a.details == b.details;
 }
 
-// More than any memory holds; bytes of a world's tensors stay below 2^63.
+// More elements than any memory holds. With this limit, the bytes of all ranks' tensors stay below
+// 2^63.
 inline constexpr std::int64_t kMostElements = std::int64_t{1} << 44;
 
-// Whether an operation that another process announces can exist.
+// True if an operation that another process announces is one that can exist.
 PYCOMM_HD constexpr bool is_valid(const Operation& operation) {
   const Codec& codec = operation.codec;
   return is_known(operation.collective) && is_known(operation.algorithm) &&
@@ -65,8 +69,8 @@ PYCOMM_HD constexpr bool is_valid(const Operation& operation) {
          is_known(codec.kind) && is_known(codec.values);
 }
 
-// Bytes of the tensors of one of `ranks` ranks. Top-k announces an area for lists instead, whose size
-// is its executor's business.
+// The bytes of one rank's tensors in a group of `ranks`. Top-k instead announces an area for its
+// lists, whose size the executor determines.
 PYCOMM_HD constexpr std::int64_t input_bytes(const Operation& operation, int ranks) {
   const bool blocks = operation.collective == Collective::reduce_scatter;
   return operation.count * size_of(operation.dtype) * (blocks ? ranks : 1);
@@ -78,36 +82,40 @@ PYCOMM_HD constexpr std::int64_t output_bytes(const Operation& operation, int ra
 
 inline constexpr std::int64_t kNotInWindow = -1;
 
-// Compressed, with feedback: what a rank knows of its tensor before anything is sent.
+// For compressed operations with feedback: what a rank has found out about its tensor before it
+// sends anything.
 struct Preflight {
-  std::uint16_t overflow = 0;  // it may not be summed
-  std::uint16_t unused = 0;    // it is all zeros, and Feedback::hold_unused
+  std::uint16_t overflow = 0;  // the tensor is too large to be summed safely
+  std::uint16_t unused = 0;    // the tensor is all zeros, and Feedback::hold_unused is set
 };
 
 PYCOMM_HD constexpr Preflight make_preflight(bool overflow, bool unused) {
   return {static_cast<std::uint16_t>(overflow), static_cast<std::uint16_t>(unused)};
 }
 
-// What ranks say together.
+// The combination of all ranks' findings: an overflow on one rank suffices; a tensor is unused only
+// if all ranks say so.
 PYCOMM_HD constexpr Preflight operator|(Preflight a, Preflight b) {
   return {static_cast<std::uint16_t>(a.overflow | b.overflow),
           static_cast<std::uint16_t>(a.unused & b.unused)};
 }
 
-// One cache line in a rank's window. `epoch` is released last and acquired first. Operations use
-// two of these lines in turn: a rank that announces k + 2 has completed k + 1, hence has read every
-// announcement of k + 1, hence knows that everyone has completed k and reads its line no more.
+// One cache line in a rank's window. `epoch` is stored last (release) and read first (acquire).
+// Operations alternate between two of these lines. This is safe: a rank that announces k + 2 has
+// completed k + 1, so it has read every announcement of k + 1, so it knows that every rank has
+// completed k and no longer reads the line of k.
 struct alignas(64) Announcement {
   Operation operation;
-  std::int64_t input = kNotInWindow;  // where the tensors lie in this rank's window
+  std::int64_t input = kNotInWindow;  // offsets of the tensors in this rank's window
   std::int64_t output = kNotInWindow;
   Preflight preflight;
   std::uint32_t epoch = 0;
 };
 static_assert(sizeof(Announcement) == 64);
 
-// Operations are numbered 1, 2, 3, ...; after 2^32 - 1 comes 2. None has the number 0, which is
-// what fresh memory holds, and odd and even ones alternate for ever.
+// The number of the next operation. Operations are numbered 1, 2, 3, ...; after 2^32 - 1 comes 2.
+// No operation has the number 0, which is what fresh memory holds, and odd and even numbers always
+// alternate.
 PYCOMM_HD constexpr std::uint32_t next_sequence(std::uint32_t sequence) {
   return sequence + 1 == 0 ? 2 : sequence + 1;
 }

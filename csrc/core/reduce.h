@@ -1,10 +1,10 @@
-// The arithmetic of a reduction, one element at a time.
+// The arithmetic of reductions, one element at a time.
 //
-// Floats of 16 and 32 bits accumulate in fp32, doubles in fp64, integers in their own type
-// (wrapping, as torch does). AVG divides the finished sum once, in the accumulator type; integers
-// truncate. MIN and MAX return NaN when either side is NaN. A NaN is made canonical when it is
-// stored, because processors differ in the bits they make. `-ffp-contract=off` and `--fmad=false`
-// hold for all of it.
+// 16-bit and 32-bit floats accumulate in fp32, doubles in fp64, integers in their own type (they
+// wrap around, as in torch). AVG divides the finished sum once, in the accumulator's type; integer
+// division truncates. MIN and MAX return NaN if either operand is NaN. Stored NaNs are canonical,
+// because processors produce different NaN bits. All of this is compiled with `-ffp-contract=off`
+// and `--fmad=false`.
 #pragma once
 
 #include <type_traits>
@@ -21,7 +21,7 @@ PYCOMM_HD To bit_cast(const From& from) {
   return to;
 }
 
-// fp16 -> fp32, exact. The multiplication moves the exponent's bias and makes subnormals normal.
+// fp16 -> fp32, exact. The multiplication adjusts the exponent's bias and normalises subnormals.
 PYCOMM_HD float half_to_float(std::uint16_t bits) {
 #if defined(__CUDA_ARCH__)
   float converted;
@@ -35,7 +35,7 @@ PYCOMM_HD float half_to_float(std::uint16_t bits) {
 #endif
 }
 
-// fp32 -> fp16, to nearest even; a NaN becomes 0x7e00.
+// fp32 -> fp16, rounded to nearest even; a NaN becomes 0x7e00.
 PYCOMM_HD std::uint16_t float_to_half(float value) {
 #if defined(__CUDA_ARCH__)
   std::uint16_t converted;
@@ -59,7 +59,7 @@ PYCOMM_HD float bfloat16_to_float(std::uint16_t bits) {
   return bit_cast<float>(static_cast<std::uint32_t>(bits) << 16);
 }
 
-// fp32 -> bf16, to nearest even; a NaN becomes 0x7fc0.
+// fp32 -> bf16, rounded to nearest even; a NaN becomes 0x7fc0.
 PYCOMM_HD std::uint16_t float_to_bfloat16(float value) {
   const std::uint32_t bits = bit_cast<std::uint32_t>(value);
   const std::uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
@@ -109,7 +109,7 @@ PYCOMM_HD T store(accumulator_t<T> value) {
   }
 }
 
-// What happens between two contributions. AVG adds; finish() divides.
+// Combines two contributions. AVG adds them; finish() divides.
 template <ReduceOp op, class A>
 PYCOMM_HD A combine(A a, A b) {
   if constexpr (op == ReduceOp::min) {
@@ -126,7 +126,7 @@ PYCOMM_HD A combine(A a, A b) {
   }
 }
 
-// What happens once, after the last contribution of `ranks`.
+// Applied once, after the last of the contributions of `ranks` ranks.
 template <ReduceOp op, class A>
 PYCOMM_HD A finish(A a, int ranks) {
   if constexpr (op != ReduceOp::avg) {

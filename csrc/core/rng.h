@@ -1,6 +1,6 @@
-// Random bits that are a function of what they are for: Philox4x32-10 (Salmon, Moraes, Dror, Shaw
-// 2011, "Parallel random numbers: as easy as 1, 2, 3"). No state, so the bits of an element do not
-// depend on who asks for them, in which order or in which pieces.
+// Counter-based random bits: Philox4x32-10 (Salmon, Moraes, Dror, Shaw 2011, "Parallel random
+// numbers: as easy as 1, 2, 3"). There is no state: an element's bits depend only on seed, step,
+// stream and index, not on who asks for them, in which order or in which pieces.
 #pragma once
 
 #include "core/types.h"
@@ -10,12 +10,13 @@ namespace pycomm {
 struct Random {
   std::uint64_t seed = 0;
   std::uint32_t step = 0;
-  std::uint32_t stream = 0;  // which rank's contribution, or kResultStream
+  std::uint32_t stream = 0;  // the rank whose contribution is rounded, or kResultStream
 };
 inline constexpr std::uint32_t kResultStream = 0xffffffffu;
 
-// Elements whose bits come from one run of counters: 64 counters give four words each, word w of
-// counter c going to element w * 64 + c, so that neighbours run through the rounds side by side.
+// The number of elements whose bits come from one run of 64 counters. Each counter gives four
+// words; word w of counter c belongs to element w * 64 + c, so that vector lanes compute
+// neighbouring elements.
 inline constexpr std::int64_t kRandomRun = 256;
 
 struct RandomWords {
@@ -41,7 +42,7 @@ PYCOMM_HD RandomWords philox(const Random& random, std::uint64_t counter) {
   return {{a, b, c, d}};
 }
 
-// The bits of one element, by its index in the whole.
+// The random bits of the element at `index` in the whole tensor.
 PYCOMM_HD std::uint32_t random_bits(const Random& random, std::int64_t index) {
   const std::int64_t run = index / kRandomRun, place = index % kRandomRun;
   const RandomWords words =
@@ -49,23 +50,23 @@ PYCOMM_HD std::uint32_t random_bits(const Random& random, std::int64_t index) {
   return words.word[place / 64];
 }
 
-// The bits that optimizers round with, a word for each of 1024 elements: a key of Philox, mixed with
-// the element's place by multiplications and shifts (lowbias32: Wellons 2018, "Prospecting for hash
-// functions"). A sixth of the time, which would be half of a step's.
+// The random bits for rounding in optimizers. A Philox key per 1024 elements is mixed with the
+// element's position by multiplications and shifts (lowbias32: Wellons 2018, "Prospecting for hash
+// functions"). This takes a sixth of Philox's time, which would be half of an optimizer step's.
 inline constexpr std::int64_t kMixedRun = 1024;
 
 struct MixedBits {
   std::uint32_t first = 0, second = 0;
 
   MixedBits() = default;
-  // The key of the run that element `at` is in.
+  // The key of the run that contains element `at`.
   PYCOMM_HD MixedBits(const Random& random, std::int64_t at) {
     const RandomWords key = philox(random, static_cast<std::uint64_t>(at / kMixedRun));
     first = key.word[0];
     second = key.word[1];
   }
 
-  // By the place in the run.
+  // The bits of the element at `place` in the run.
   PYCOMM_HD std::uint32_t operator()(std::int64_t place) const {
     std::uint32_t bits = first + static_cast<std::uint32_t>(place);
     bits = (bits ^ bits >> 16) * 0x7feb352du;

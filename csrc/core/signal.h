@@ -1,20 +1,21 @@
-// Epochs, and the word with which a rank stops all others.
+// Channels, on which ranks signal progress, and the abort word, with which a rank ends a group.
 //
-// A flag only ever grows, modulo 2^32, and is never reset. Within an operation an algorithm speaks
-// of steps 1, 2, 3, ... on a channel; what is stored is the channel's value at the operation's start plus
-// the step. That a step means the same on every rank rests on one rule: in an operation every rank
-// signals each channel equally often.
+// A channel is a counter that only grows, modulo 2^32, and is never reset. Within an operation, an
+// algorithm counts steps 1, 2, 3, ... on a channel. The stored value is the channel's epoch, which
+// is its value at the start of the operation, plus the step. For a step to mean the same on every
+// rank, all rely on one rule: in each operation, every rank signals each channel equally often.
 #pragma once
 
 #include "core/types.h"
 
 namespace pycomm {
 
-// A rank's flags. `staged` and `reduced` serve the shot algorithms; ring and tree give them their own meaning.
+// A rank's channels. The names fit the shot algorithms; ring and tree use the channels in their own
+// way.
 enum Channel : int { kStaged, kReduced, kUp, kDown };
 inline constexpr int kChannels = 4;
 
-// Staging slots that an algorithm rotates through.
+// The number of staging slots that an algorithm rotates through.
 inline constexpr int kStagingSlots = 4;
 
 PYCOMM_HD constexpr bool reached(std::uint32_t flag, std::uint32_t target) {
@@ -23,16 +24,16 @@ PYCOMM_HD constexpr bool reached(std::uint32_t flag, std::uint32_t target) {
 
 inline constexpr std::int64_t kPlain = -1;
 
-// A piece of some rank's memory; where `rank` is not the caller's, its use is traffic.
+// A place in the memory of some rank. If `rank` is not the caller, accesses count as traffic.
 struct Location {
   std::byte* data;
   int rank;
-  std::int64_t coded = kPlain;  // of encoded elements: which one, in the tile that begins at `data`
+  std::int64_t coded = kPlain;  // for encoded elements: the index in the tile that begins at `data`
 };
 
 // What one rank did in one operation.
 struct Traffic {
-  std::int64_t steps = 0;      // signals published
+  std::int64_t steps = 0;      // signals sent
   std::int64_t bytes_in = 0;   // read from other ranks' memory
   std::int64_t bytes_out = 0;  // written to other ranks' memory
 };
@@ -47,10 +48,8 @@ enum class Reason : std::uint8_t {
   returned
 };
 
-// The abort word: the reason and the rank to blame; of a timeout also who has waited for that rank,
-// and for how long. The first one written stays.
-//
-//   | reason: 4 bits | tenths of a second: 20 | rank that has waited, + 1: 20 | rank to blame: 20 |
+// The abort word: the reason and the rank to blame; for a timeout, also the rank that waited and
+// how long. The first word written stays.
 inline constexpr std::uint64_t kField = (1u << 20) - 1;
 
 PYCOMM_HD constexpr std::uint64_t abort_word(Reason reason, int rank) {
@@ -64,14 +63,14 @@ PYCOMM_HD constexpr std::uint64_t timeout_word(int rank, int waiter, double seco
 }
 PYCOMM_HD constexpr Reason reason_of(std::uint64_t word) { return static_cast<Reason>(word >> 60); }
 PYCOMM_HD constexpr int rank_of(std::uint64_t word) { return static_cast<int>(word & kField); }
-// The rank whose wait has timed out; -1 if the word does not say.
+// The rank whose wait timed out; -1 if the word does not say.
 PYCOMM_HD constexpr int waiter_of(std::uint64_t word) {
   return static_cast<int>(word >> 20 & kField) - 1;
 }
 PYCOMM_HD constexpr double seconds_of(std::uint64_t word) {
   return static_cast<double>(word >> 40 & kField) / 10;
 }
-// Whether a word that another process wrote gives a reason and names only ranks among so many.
+// True if a word that another process wrote gives a reason and names only ranks below `ranks`.
 PYCOMM_HD constexpr bool is_abort_word(std::uint64_t word, int ranks) {
   const Reason reason = reason_of(word);
   return reason > Reason::none && reason <= Reason::returned && rank_of(word) < ranks &&

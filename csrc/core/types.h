@@ -1,5 +1,5 @@
-// What every part of pycomm shares: the host/device macro, checks that throw with file and line,
-// and the element types. Includes nothing of torch, CUDA or the operating system.
+// What all of pycomm shares: the host/device macro, checks that throw with file and line, and the
+// element types. Does not depend on torch, CUDA or the operating system.
 #pragma once
 
 #include <cstddef>
@@ -9,38 +9,41 @@
 #include <string>
 #include <type_traits>
 
-// Element functions and algorithms are compiled by the host compiler and by nvcc alike. They are
-// always inlined, so that a function compiled for one instruction set never serves another.
+// For functions that both the host compiler and nvcc compile, such as element functions and
+// algorithms. They are always inlined, so that code compiled for one instruction set is never
+// called where another is expected.
 #if defined(__CUDACC__)
 #define PYCOMM_HD __host__ __device__ __forceinline__
 #else
 #define PYCOMM_HD inline __attribute__((always_inline))
 #endif
 
-// One copy of a loop per level of x86-64, chosen when the library is loaded. GCC 12's
-// ThreadSanitizer crashes on them at start; other compilers and processors have one copy.
+// Compiles a function once per x86-64 level; the loader selects one copy. Programs with such
+// functions crash at start under GCC 12's ThreadSanitizer. Other compilers and processors get a
+// single copy.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_THREAD__)
 #define PYCOMM_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define PYCOMM_CLONES
 #endif
 
-// On a function: a product and a sum may become one fused multiply-add. Clang does not know it.
+// For a function: allows the compiler to fuse a product and a sum into one multiply-add. Clang does
+// not know the attribute.
 #if defined(__clang__)
 #define PYCOMM_CONTRACT
 #else
 #define PYCOMM_CONTRACT __attribute__((optimize("fp-contract=fast")))
 #endif
 
-// Before a loop whose iterations do not depend on each other, though its pointers might alias. Where
-// iterations have variables whose address is taken, `omp simd` would settle for narrower vectors.
+// For a loop whose iterations are independent although its pointers may alias. If an iteration
+// takes the address of its variables, `omp simd` would use narrower vectors.
 #if defined(__clang__)
 #define PYCOMM_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
 #else
 #define PYCOMM_INDEPENDENT _Pragma("GCC ivdep")
 #endif
 
-// Before a loop: vectorise it, whatever it looks like. nvcc does not know the pragma.
+// For a loop: always vectorise it. nvcc does not know the pragma.
 #if defined(__CUDACC__)
 #define PYCOMM_SIMD
 #else
@@ -61,15 +64,15 @@
 
 namespace pycomm {
 
-// The names of an enum's values, in their order: `all`. Specialised beside the enum. Messages,
-// parsers, checks of what other processes send and the tables that Python sees come from it.
+// The names of an enum's values, in order: `all`. Specialised next to each enum. Error messages,
+// parsers, validity checks and the tables that Python sees use it.
 template <class Enum>
 struct Names;
 
 template <class Enum>
 inline constexpr int kCountOf = static_cast<int>(std::size(Names<Enum>::all));
 
-// Whether a value, which may come from another process, is one of the enum's.
+// True if a value, possibly from another process, is one of the enum's.
 template <class Enum>
 PYCOMM_HD constexpr bool is_known(Enum value) {
   return static_cast<int>(value) < kCountOf<Enum>;
@@ -80,7 +83,8 @@ constexpr const char* name_of(Enum value) {
   return is_known(value) ? Names<Enum>::all[static_cast<std::size_t>(value)] : "unknown";
 }
 
-// Throws std::invalid_argument that names the argument and what is allowed.
+// The enum's value named `text`. Throws std::invalid_argument that names the argument and lists the
+// allowed values.
 template <class Enum>
 Enum parse(const std::string& text, const char* argument) {
   std::string allowed;
@@ -92,7 +96,7 @@ Enum parse(const std::string& text, const char* argument) {
                std::string(argument) + " must be one of " + allowed + ", got '" + text + "'");
 }
 
-// Types that a number tells apart.
+// A list of types, selected at run time by index.
 template <class First, class... Rest>
 struct TypeList {
   static constexpr int kCount = 1 + sizeof...(Rest);
@@ -104,7 +108,7 @@ struct TypeList {
     ((i++ == index ? size = sizeof(Rest) : 0), ...);
     return size;
   }
-  // Calls visit(std::type_identity<T>{}) with the type at an index, which must be in the list.
+  // Calls visitor(std::type_identity<T>{}) with the type at an index, which must be in the list.
   template <class Visit>
   PYCOMM_HD static auto visit(int index, const Visit& visitor) {
     if constexpr (sizeof...(Rest) > 0) {
@@ -120,7 +124,7 @@ struct Names<ReduceOp> {
   static constexpr const char* all[] = {"sum", "avg", "min", "max", "prod"};
 };
 
-// 16-bit floats are carried as bits; core/reduce.h converts them.
+// 16-bit floats are stored as their bits; core/reduce.h converts them.
 struct Half {
   std::uint16_t bits;
 };
@@ -128,7 +132,7 @@ struct BFloat16 {
   std::uint16_t bits;
 };
 
-// The element types, by torch's names. bind/dtypes.h tells them from torch's and DLPack's.
+// The element types, named as in torch. bind/dtypes.h maps torch's and DLPack's types to them.
 enum class DType : std::uint8_t { f64, f32, f16, bf16, i64, i32, u8 };
 template <>
 struct Names<DType> {
@@ -145,7 +149,7 @@ PYCOMM_HD constexpr std::int64_t size_of(DType dtype) {
   return ElementTypes::size_at(static_cast<int>(dtype));
 }
 
-// Calls visit(T{}) with the element type that `dtype` names.
+// Calls visit(T{}) with the C++ type of `dtype`.
 template <class Visitor>
 auto visit_dtype(DType dtype, Visitor&& visit) {
   return ElementTypes::visit(static_cast<int>(dtype),
