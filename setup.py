@@ -67,6 +67,7 @@ def extension():  # type: ignore[no-untyped-def]
     cuda = with_cuda()
     sources = [*Path().glob("csrc/cpu/**/*.cpp"), *Path().glob("csrc/bind/*.cpp")]
     sources += Path("csrc/cuda").glob("**/*.cu" if cuda else "no_cuda.cpp")
+    sources.append(Path("csrc/cuda/group.cpp"))  # of every build
     common = ["-std=c++20", "-O3"]
     host = [
         "-g0",

@@ -50,6 +50,6 @@ std::int64_t workspace_bytes(const Codec&, std::int64_t, int, bool) { unavailabl
 std::int64_t SegmentTable::set(const std::vector<Segment>&) { unavailable(); }
 void SegmentTable::upload(void*, int, std::uintptr_t) { unavailable(); }
 void grad_norm(const StepJob&, const Survey&) { unavailable(); }
-void step(const StepJob&, const Group&) { unavailable(); }
+void step(const StepJob&, const ParamRange&) { unavailable(); }
 
 }  // namespace pycomm::cuda

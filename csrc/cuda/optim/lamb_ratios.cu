@@ -35,14 +35,14 @@ __device__ void lamb_sums(const Segment& segment, std::int64_t piece, const Lamb
 __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
     ratio_kernel(const __grid_constant__ StepLaunch launch) {
   const Table& table = launch.table;
-  const Group& group = launch.group;
+  const ParamRange& params = launch.params;
   if (skips(launch.control)) return;
   const auto within = trees_within<2>(table);
-  const Settings settings = settings_now(group);
+  const Settings settings = settings_now(params);
   const float scale = gradient_factor(settings.maximize, launch.control);
   double step = 0.0;
   Lamb lamb(settings, 1.0);
-  visit_pieces(table, group.first, group.first + group.count, [&](const SumPiece& piece) {
+  visit_pieces(table, params.first, params.first + params.count, [&](const SumPiece& piece) {
     const Segment segment = table.segment(piece.segment);
     if (*segment.step + 1.0 != step) {
       step = *segment.step + 1.0;

@@ -15,7 +15,7 @@ inline constexpr int kSurveyBlocks = 5;
 struct StepLaunch {
   Table table;
   StepControl control;
-  Group group;
+  ParamRange params;
 };
 
 struct GradNormLaunch {

@@ -87,17 +87,17 @@ void grad_norm(const StepJob& job, const Survey& grad_norm) {
                 reinterpret_cast<cudaStream_t>(job.stream));
 }
 
-void step(const StepJob& job, const Group& group) {
-  if (group.count == 0) return;
+void step(const StepJob& job, const ParamRange& params) {
+  if (params.count == 0) return;
   const DeviceGuard guard(job.device);
-  const StepLaunch launch{table_of(job), job.control, group};
+  const StepLaunch launch{table_of(job), job.control, params};
   const auto stream = reinterpret_cast<cudaStream_t>(job.stream);
-  const std::int64_t tiles = job.table->tiles(group.first, group.count);
+  const std::int64_t tiles = job.table->tiles(params.first, params.count);
   const std::int64_t blocks = blocks_for(tiles, kStepBlocks, job.device);
-  if (group.settings.rule == Rule::lamb && group.settings.adapt) {
+  if (params.settings.rule == Rule::lamb && params.settings.adapt) {
     launch_lamb_ratios(launch, blocks, stream);
   }
-  Rules::visit(group.settings, [&](auto type) {
+  Rules::visit(params.settings, [&](auto type) {
     launch_step<typename decltype(type)::type>(launch, blocks, stream);
   });
 }

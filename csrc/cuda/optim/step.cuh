@@ -145,7 +145,7 @@ __device__ void update(const SegmentCursor& cursor, const Element& element, std:
 }
 
 // The last block to come here counts the step: by then all have read the counters.
-__device__ inline void count_step(const Table& table, const Group& group) {
+__device__ inline void count_step(const Table& table, const ParamRange& params) {
   __shared__ bool last;
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -154,8 +154,8 @@ __device__ inline void count_step(const Table& table, const Group& group) {
   }
   __syncthreads();
   if (!last) return;
-  for (std::int64_t s = threadIdx.x; s < group.count; s += kStepThreads) {
-    *table.segment(group.first + s).step += 1.0f;
+  for (std::int64_t s = threadIdx.x; s < params.count; s += kStepThreads) {
+    *table.segment(params.first + s).step += 1.0f;
   }
   if (threadIdx.x == 0) *table.step_ticket() = 0;
 }
@@ -175,10 +175,10 @@ template <class Element>
 __device__ void enter(const StepLaunch& launch, std::int64_t tile, SegmentCursor& cursor,
                       std::byte* element) {
   const Table& table = launch.table;
-  const Group& group = launch.group;
+  const ParamRange& params = launch.params;
   const int thread = static_cast<int>(threadIdx.x);
   __syncthreads();  // everyone is through with the last one
-  const std::int64_t s = table.segment_at(tile, group.first, group.first + group.count);
+  const std::int64_t s = table.segment_at(tile, params.first, params.first + params.count);
   if (thread < kFields) {
     reinterpret_cast<std::uint64_t*>(&cursor.segment)[thread] = table.field(thread, s);
   }
@@ -189,9 +189,9 @@ __device__ void enter(const StepLaunch& launch, std::int64_t tile, SegmentCursor
   }
   __syncthreads();
   if (thread == 0) {
-    look_around(cursor, Element::kStates, group.settings.stochastic);
-    cursor.scale = gradient_factor(group.settings.maximize, launch.control);
-    new (element) Element(make_element<Element>(settings_now(group), cursor, table));
+    look_around(cursor, Element::kStates, params.settings.stochastic);
+    cursor.scale = gradient_factor(params.settings.maximize, launch.control);
+    new (element) Element(make_element<Element>(settings_now(params), cursor, table));
   }
   __syncthreads();
 }
@@ -202,18 +202,18 @@ __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
   __shared__ SegmentCursor cursor;
   alignas(Element) __shared__ std::byte element[sizeof(Element)];
   const Table& table = launch.table;
-  const Group& group = launch.group;
+  const ParamRange& params = launch.params;
   if (skips(launch.control)) return;
   // Each block has a tile at least.
-  auto tile = static_cast<std::int32_t>(table.first_tile(group.first) + blockIdx.x);
+  auto tile = static_cast<std::int32_t>(table.first_tile(params.first) + blockIdx.x);
   do {
     enter<Element>(launch, tile, cursor, element);
     for (; tile < cursor.end; tile += static_cast<std::int32_t>(gridDim.x)) {
-      update(cursor, *reinterpret_cast<const Element*>(element), group.settings.seed,
+      update(cursor, *reinterpret_cast<const Element*>(element), params.settings.seed,
              (tile - cursor.begin) * kTile + threadIdx.x / 32 * kRun);
     }
-  } while (tile < table.first_tile(group.first + group.count));
-  count_step(table, group);
+  } while (tile < table.first_tile(params.first + params.count));
+  count_step(table, params);
 }
 
 template <class Element>

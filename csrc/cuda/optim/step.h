@@ -55,12 +55,12 @@ void grad_norm(const StepJob& job, const Survey& grad_norm);
 
 // A step of the segments [first, first + count). `lr`, unless null, replaces the settings': a device's
 // float, or double.
-struct Group {
+struct ParamRange {
   std::int64_t first = 0, count = 0;
   Settings settings = {};
   const void* lr = nullptr;
   bool lr_is_double = false;
 };
-void step(const StepJob& job, const Group& group);
+void step(const StepJob& job, const ParamRange& params);
 
 }  // namespace pycomm::cuda

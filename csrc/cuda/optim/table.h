@@ -88,11 +88,11 @@ struct Table {
 };
 
 // A learning rate that lies on the device.
-PYCOMM_HD Settings settings_now(const Group& group) {
-  Settings settings = group.settings;
-  if (group.lr != nullptr) {
-    settings.lr = group.lr_is_double ? *static_cast<const double*>(group.lr)
-                                     : *static_cast<const float*>(group.lr);
+PYCOMM_HD Settings settings_now(const ParamRange& params) {
+  Settings settings = params.settings;
+  if (params.lr != nullptr) {
+    settings.lr = params.lr_is_double ? *static_cast<const double*>(params.lr)
+                                      : *static_cast<const float*>(params.lr);
   }
   return settings;
 }

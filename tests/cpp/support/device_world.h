@@ -25,7 +25,7 @@ class DeviceWorld {
       endpoints.push_back(std::make_shared<cuda::Endpoint>(cuda::EndpointOptions{
           0, r, n, kLanes, staging, bytes, timeout, windows, true, stage_always}));
     }
-    shared = std::make_unique<cuda::SharedLaunch>(endpoints);
+    shared = std::make_shared<cuda::SharedLaunch>(endpoints);
   }
 
   static std::int64_t staging_bytes(int n) {
@@ -34,7 +34,7 @@ class DeviceWorld {
 
   std::vector<std::uintptr_t> windows;
   std::vector<std::shared_ptr<cuda::Endpoint>> endpoints;
-  std::unique_ptr<cuda::SharedLaunch> shared;
+  std::shared_ptr<cuda::SharedLaunch> shared;
 
  private:
   std::vector<std::vector<std::byte>> memory_;

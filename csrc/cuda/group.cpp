@@ -1,0 +1,146 @@
+#include "cuda/group.h"
+
+#include <chrono>
+
+#include "core/algorithms/select.h"
+
+namespace pycomm::cuda {
+namespace {
+
+constexpr auto kLookEvery = std::chrono::milliseconds(5);
+
+}  // namespace
+
+Group::Group(std::shared_ptr<cpu::Group> host, std::shared_ptr<Endpoint> endpoint,
+             std::shared_ptr<SharedLaunch> shared, void (*interrupt)())
+    : host_(std::move(host)),
+      endpoint_(std::move(endpoint)),
+      shared_(std::move(shared)),
+      interrupt_(interrupt) {
+  watcher_ = std::thread([this] { watch(); });
+  host_->kernels_begin();
+}
+
+Group::~Group() {
+  if (host_->forked()) {
+    // The watcher does not exist here, and CUDA does not survive a fork: leak its objects.
+    watcher_.detach();
+    (void)new std::shared_ptr<Endpoint>(std::move(endpoint_));
+    (void)new std::shared_ptr<SharedLaunch>(std::move(shared_));
+  } else if (watcher_.joinable()) {
+    try {
+      endpoint_->synchronize();
+    } catch (const std::exception&) {  // the device has failed
+    }
+    stop_watching();
+  }
+}
+
+void Group::run(const Call& call, std::uintptr_t stream, const Compression& compression) {
+  const std::lock_guard lock(running_);
+  check();
+  Operation operation = call.operation;
+  operation.device = Device::cuda;
+  operation.details = hash_of(details_of(call));
+  operation.algorithm = resolve(operation, host_->size());
+  endpoint_->check(operation);
+  try {
+    if (shared_ == nullptr) {
+      endpoint_->launch(operation, call.input, call.output, stream, compression);
+    } else {
+      run_together(operation, call, stream, compression);
+    }
+  } catch (const CollectiveError&) {
+    throw;
+  } catch (...) {
+    host_->abort();  // the peers must not wait for what will not come
+    host_->comm().wait_for_kernels(cpu::kRetreatWithin);
+    throw;
+  }
+}
+
+void Group::check() {
+  host_->check_usable();
+  Failure found = endpoint_->failure();
+  report(found);
+  const std::uint64_t word = host_->abort_word();
+  if (found.reason == Reason::none && word == 0) return;
+  // Ranks that disagree have not touched any tensors, and do not abort the group.
+  if (word != 0) {
+    host_->comm().wait_for_kernels(host_->comm().patience(), interrupt_);
+    found = endpoint_->failure();  // by now, which operation it was
+  }
+  const CollectiveError error = describe_failure(found, word);
+  host_->fail(error.what());
+  throw error;
+}
+
+void Group::close() {
+  if (host_->forked()) return;
+  endpoint_->synchronize();
+  stop_watching();
+}
+
+// To the other ranks. All see a disagreement by themselves.
+void Group::report(const Failure& found) {
+  if (found.reason == Reason::none || found.reason == Reason::mismatch) return;
+  host_->abort(found.abort_word);
+}
+
+CollectiveError Group::describe_failure(const Failure& found, std::uint64_t word) const {
+  if (found.reason == Reason::mismatch) {
+    const int pid = host_->pid(found.rank);
+    return mismatch(0, found.first, found.rank, found.other, pid, found.sequence);
+  }
+  if (!is_abort_word(word, host_->size())) return overwritten(found.first, found.sequence);
+  const int rank = rank_of(word), pid = host_->pid(rank);
+  if (reason_of(word) == Reason::timeout) {
+    return timeout(word, rank == host_->rank(), pid, found.first, found.sequence);
+  }
+  return failure(reason_of(word), rank, pid, found.first, found.sequence);
+}
+
+// One launch for all ranks, by rank 0.
+void Group::run_together(const Operation& operation, const Call& call, std::uintptr_t stream,
+                         const Compression& compression) {
+  const int rank = host_->rank();
+  shared_->put(rank, operation, call.input, call.output, stream, compression);
+  try {
+    host_->agree(operation, interrupt_);
+    if (rank == 0) shared_->launch([this] { return host_->abort_word() != 0; });
+    host_->agree({}, interrupt_);  // a barrier: it has been launched
+  } catch (...) {
+    host_->abort();
+    shared_->follow(rank);  // if it has been launched, it uses this rank's tensors
+    throw;
+  }
+  shared_->follow(rank);
+}
+
+// Carries news between the host's group and running kernels, both ways.
+void Group::watch() {
+  std::unique_lock lock(mutex_);
+  while (!stopping_.wait_for(lock, kLookEvery, [&] { return stop_; })) {
+    report(endpoint_->failure());
+    for (int r = 0; r < host_->size(); ++r) {
+      if (r != host_->rank() && host_->gone(r)) endpoint_->set_gone(r);
+    }
+    if (const std::uint64_t word = host_->abort_word()) {
+      endpoint_->set_abort(word);
+      if (!endpoint_->in_peers_heaps()) host_->kernels_ended();
+    }
+  }
+}
+
+// After the last kernel has ended.
+void Group::stop_watching() {
+  {
+    const std::lock_guard lock(mutex_);
+    stop_ = true;
+  }
+  stopping_.notify_all();
+  if (watcher_.joinable()) watcher_.join();
+  host_->kernels_ended();
+}
+
+}  // namespace pycomm::cuda
