@@ -15,10 +15,10 @@ from pycomm._inputs.arrays import as_tensor
 from pycomm._inputs.dtypes import (
     ALGORITHMS,
     COLLECTIVES,
+    DTYPES,
     FIXED_ORDER,
     OPS,
     check_choice,
-    check_dtype,
 )
 from pycomm._inputs.labels import label_of
 from pycomm._inputs.tensors import (
@@ -40,11 +40,14 @@ class Work:
     """An operation under way, as returned with ``async_op=True``; keeps its tensors alive."""
 
     def __init__(
-        self, core: _C.Work | None, tensors: tuple[torch.Tensor, ...], finish: Callable[[], None]
+        self,
+        core: _C.Work | None,
+        tensors: tuple[torch.Tensor, ...] = (),
+        finish: Callable[[], None] | None = None,
     ) -> None:
         self._core = core
         self._tensors = tensors
-        self._finish: Callable[[], None] | None = finish
+        self._finish = finish
 
     def wait(self) -> None:
         """Blocks until the result is there; raises what went wrong."""
@@ -277,7 +280,7 @@ def barrier(
     kind = (COLLECTIVES["barrier"], ALGORITHMS["one_shot"], 0, 0, 0, 0, 0, 0)
     arguments = (*kind, None, label_of(tag))
     if async_op:
-        return Work(group._core.submit(*arguments), (), _nothing)
+        return Work(group._core.submit(*arguments))
     group._core.run(*arguments)
     return None
 
@@ -314,7 +317,7 @@ def _launch(
     arguments = (
         COLLECTIVES[collective],
         ALGORITHMS[algorithm],
-        check_dtype("tensor", source.dtype),
+        DTYPES[source.dtype],
         OPS[op],
         root,
         block.numel(),
@@ -327,7 +330,7 @@ def _launch(
         if dense_result is not dense_source:
             dense_result.copy_(dense_source.view_as(dense_result))
         finish()
-        return Work(None, (), _nothing) if async_op else result
+        return Work(None) if async_op else result
     if dense_source.device.type == "cuda":
         group._cuda_side(source.device).run(
             COLLECTIVES[collective],
@@ -341,7 +344,7 @@ def _launch(
             label,
         )
         finish()
-        return Work(None, (), _nothing) if async_op else result
+        return Work(None) if async_op else result
     if async_op:
         work = group._core.submit(*arguments)
         return Work(work, (dense_source, dense_result, result), finish)
@@ -369,7 +372,3 @@ def stand_ins(
             result.detach().copy_(dense_result)
 
     return dense_source, dense_result, finish
-
-
-def _nothing() -> None:
-    """What is left to do for a work whose stream does it."""

@@ -222,7 +222,7 @@ class _StreamWork(Work):
     """An operation on a CUDA stream: what comes later on the stream need not wait for it."""
 
     def __init__(self, flag: NonfiniteFlag | None, strict: bool) -> None:
-        super().__init__(None, (), lambda: None)
+        super().__init__(None)
         self._flag = flag
         self._strict = strict
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from typing import Any
 
 import torch
 
@@ -12,8 +11,9 @@ from pycomm.optim._options import Group
 
 # A group and its segments, as words.
 Table = tuple[Group, "array[int]"]
-# The gradients' scale, whether one is not finite, the factor that clips them.
-Control = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+# Addresses of the gradients' scale, of whether one is not finite, and of the factor that clips
+# them; 0 for what there is not.
+Control = tuple[int, int, int]
 
 WORDS = 13  # of a segment: struct Segment of csrc/core/optim/segment.h
 
@@ -30,16 +30,16 @@ class OnCpu:
 
     def grad_norm(self, control: Control, max_norm: float, sets_found: bool) -> torch.Tensor:  # noqa: ARG002
         """The norm of all gradients together; fills in the control."""
-        norm = _C.optimizer_grad_norm(_joined(self._tables), *_pointers(control), max_norm)
+        norm = _C.optimizer_grad_norm(_joined(self._tables), *control, max_norm)
         return torch.tensor(norm, dtype=torch.float64)
 
     def rate(self, lr: float | torch.Tensor) -> float:
         """A learning rate for the settings."""
-        return _number(lr)
+        return float(lr.item() if isinstance(lr, torch.Tensor) else lr)
 
     def step(self, number: int, settings: _C.OptimizerSettings, control: Control) -> None:
         """Steps one of the tables."""
-        _C.optimizer_step(settings, self._tables[number][1], *_pointers(control))
+        _C.optimizer_step(settings, self._tables[number][1], *control)
 
 
 class OnCuda:
@@ -71,13 +71,15 @@ class OnCuda:
     def grad_norm(self, control: Control, max_norm: float, sets_found: bool) -> torch.Tensor:
         """The norm of all gradients together; fills in the control."""
         norm = torch.empty((), dtype=torch.float64, device=self._device)
-        self._table.grad_norm(*_pointers(control), max_norm, sets_found, norm.data_ptr())
+        self._table.grad_norm(*control, max_norm, sets_found, norm.data_ptr())
         return norm
 
     def rate(self, lr: float | torch.Tensor) -> float:
         """A learning rate for the settings; one on the device is read there."""
-        if not (isinstance(lr, torch.Tensor) and lr.is_cuda):
-            return _number(lr)
+        if not isinstance(lr, torch.Tensor):
+            return float(lr)
+        if not lr.is_cuda:
+            return float(lr.item())
         if lr.device != self._device:
             raise ValueError(f"lr must lie on {self._device} or the CPU, got {lr.device}")
         return 0.0
@@ -95,7 +97,7 @@ class OnCuda:
             settings,
             first,
             len(words) // WORDS,
-            *_pointers(control),
+            *control,
             0 if lr is None else lr.data_ptr(),
             lr is not None and lr.dtype == torch.float64,
         )
@@ -128,10 +130,12 @@ def _joined(tables: list[Table]) -> array[int]:
     return words
 
 
-def _pointers(control: Control) -> tuple[int, int, int]:
-    scale, found, clip = (0 if tensor is None else tensor.data_ptr() for tensor in control)
-    return scale, found, clip
-
-
-def _number(value: Any) -> float:
-    return float(value.item() if isinstance(value, torch.Tensor) else value)
+def control_of(
+    scale: torch.Tensor | None, found: torch.Tensor | None, clip: torch.Tensor | None
+) -> Control:
+    """Where the numbers lie; the tensors must live until the step has been enqueued."""
+    return (
+        0 if scale is None else scale.data_ptr(),
+        0 if found is None else found.data_ptr(),
+        0 if clip is None else clip.data_ptr(),
+    )

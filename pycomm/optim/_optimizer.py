@@ -240,7 +240,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if sets_found:
             self.found_inf = self._found = found = steps.scalar()
         clip = None if self.max_norm is None else steps.scalar()
-        control = (scale, found, clip)
+        control = _executors.control_of(scale, found, clip)
         if sets_found or clip is not None:
             self.grad_norm = steps.grad_norm(control, self.max_norm or 0.0, sets_found)
         for number, one in enumerate(settings):
