@@ -33,6 +33,7 @@ __all__ = [
     "profiler_runs",
     "pytree",
     "queue_callback",
+    "scale_of",
     "store_of",
     "symmetric_handle",
     "symmetric_tensor",
@@ -52,6 +53,11 @@ profiler_runs: Callable[[], bool] = torch._C._autograd._profiler_enabled
 # The Store through which a process group was made.
 store_of: Callable[[ProcessGroup], Store] = distributed_c10d._get_process_group_store
 after_autograd_keys = torch._C._after_autograd_keyset
+
+
+def scale_of(scaler: torch.amp.GradScaler) -> torch.Tensor | None:
+    """The tensor by which losses are multiplied; None before the first one."""
+    return scaler._scale
 
 
 def symmetric_tensor(nbytes: int, device: torch.device) -> torch.Tensor:

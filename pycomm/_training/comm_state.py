@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import time
 import warnings
 from collections.abc import Iterable, Sequence
@@ -16,19 +15,13 @@ from torch.futures import Future
 from pycomm._given import check_group
 from pycomm._inputs.arguments import renamed
 from pycomm._inputs.tensors import check_memory
-from pycomm._runtime.staging import StandIn, fetch
 from pycomm._runtime.torch_private import backward_id, backward_node, not_compiled, profiler_runs
-from pycomm._training.exchange import (
-    Plan,
-    Recipe,
-    dense_wire_bytes,
-    make_plan,
-    run_on_stream,
-    run_on_worker,
-)
+from pycomm._training.exchange import BucketExchange, dense_wire_bytes
 from pycomm._training.flights import Flight, Flights
 from pycomm._training.hook_state import HookState
-from pycomm._training.parameters import Exclude, Parameters, dense_strides, same_places
+from pycomm._training.loss_scale import LossScale
+from pycomm._training.parameters import Exclude, Parameters
+from pycomm._training.planner import Planner
 from pycomm._training.residuals import FORMAT, residuals_for
 from pycomm._training.step import Step
 from pycomm.collectives import Work
@@ -40,7 +33,7 @@ NamedParameters = Iterable[tuple[str, torch.Tensor]]
 
 
 # What belongs to this process, or is under way: copies do without.
-_NOT_COPIED = ("_group", "_plans", "_planned", "_flying", "_now", "_stream", "_staged_scale")
+_NOT_COPIED = ("_group", "_planner", "_flying", "_now", "_stream", "_placed")
 
 
 class CommState(HookState):
@@ -86,7 +79,7 @@ class CommState(HookState):
         self.step = 0
         self._owner = (0, 0)  # of a state that has been pickled: its rank, and of how many
         self._parameters = Parameters(params, exclude)
-        self._scaler = grad_scaler
+        self._scale = LossScale(grad_scaler)
         self._warmup_steps = warmup_steps
         self._residuals = residuals_for(
             compression, self._parameters, feedback=feedback, restorable=grad_scaler is not None
@@ -98,12 +91,11 @@ class CommState(HookState):
 
     def _begin_anew(self) -> None:
         """Nothing is planned or under way."""
-        self._plans: dict[tuple[int, ...], tuple[tuple[int, int], Plan]] = {}
-        self._planned: set[int] = set()  # parameters that have been in a bucket
+        self._planner = Planner(self.compression, self._parameters, self._residuals, self._tag)
         self._flying = Flights()
         self._now = Step()
         self._stream: torch.cuda.Stream | None = None
-        self._staged_scale: StandIn | None = None
+        self._placed = False  # whether residuals lie where gradients do
 
     @property
     def group(self) -> Group:
@@ -147,14 +139,17 @@ class CommState(HookState):
         """
         check_memory("gradients", buffer)
         key = (buffer.data_ptr(), *map(id, parameters))
-        seen = self._now.parameters
+        group, seen = self.group, self._now.parameters
         if not seen or not seen.isdisjoint(key[1:]):
-            self._begin_step(buffer.device)
-        plan = self._plan_for(key, buffer, parameters, begins)
+            self._begin_step(buffer.device, group)
+        step = self.step - 1 - self._warmup_steps
+        exchange = self._planner.exchange_of(
+            key, buffer, parameters, begins, step, self._now.scale, group
+        )
         self._now.parameters.update(key[1:])
         try:
             with _named("pycomm::start"):
-                flight = self._launch(plan, buffer)
+                flight = self._launch(exchange, buffer, group)
         except PycommError:
             self.finish(backward)  # raises what has made it so
             raise
@@ -173,7 +168,7 @@ class CommState(HookState):
         backward = backward_id()
         self._give_back_dropped()
         if buffer.layout == torch.strided:  # start() refuses others
-            self._follow_formats(buffer, parameters)
+            self._planner.follow_formats(buffer, parameters)
         future = self.start(buffer, parameters, backward)
         if backward_node() is None:
             self.finish(backward)
@@ -198,7 +193,7 @@ class CommState(HookState):
     def give_back(self) -> None:
         """Puts the step's means, which nobody will use, into residuals: nothing is lost."""
         for flight in self._now.flights:
-            flight.plan.give_back()
+            flight.exchange.give_back()
 
     def stats(self) -> dict[str, float]:
         """Numbers for a logger; sizes and times are of the last step.
@@ -304,7 +299,7 @@ class CommState(HookState):
     def _settle(self) -> None:
         """Brings residuals up to date with steps whose means nobody has used."""
         self._give_back_dropped()
-        self._residuals.settle(self._scale())
+        self._residuals.settle(self._scale.read(self.group))
 
     def _give_back_dropped(self) -> None:
         """Puts means of a backward that has raised into residuals.
@@ -316,72 +311,28 @@ class CommState(HookState):
             self._now.parameters.clear()  # so that the next bucket begins a step
             with contextlib.suppress(PycommError):  # an exchange that failed has no mean
                 flight.land()
-                flight.plan.give_back()
+                flight.exchange.give_back()
 
-    def _begin_step(self, device: torch.device) -> None:
-        if self.step == 0 or not self._plans:
-            self._residuals.to(torch.device("cpu") if self.group._stages(device) else device)
-        scale = self._scale()
+    def _begin_step(self, device: torch.device, group: Group) -> None:
+        if not self._placed:
+            self._residuals.to(torch.device("cpu") if group._stages(device) else device)
+            self._placed = True
+        scale = self._scale.read(group)
         self._residuals.settle(scale)
         self._exposed_before += self._now.exposed()
-        self._now = Step()
+        self._now = Step(scale)
         self._flying.clear()  # of backwards that never ended
         self.step += 1
         if self.step > self._warmup_steps:
             self._residuals.begin_step(scale)
 
-    def _plan_for(
-        self,
-        key: tuple[int, ...],
-        buffer: torch.Tensor,
-        parameters: Sequence[torch.Tensor],
-        begins: Sequence[int] | None,
-    ) -> Plan:
-        """The bucket's plan; made anew when buckets, the warm-up's phase or the scale change."""
-        step, scale = self.step - 1 - self._warmup_steps, self._scale()  # from the warm-up's end
-        phase = max(-1, min(step, getattr(self.compression, "density_steps", 0)))
-        state = (phase, 0 if scale is None else scale.data_ptr())
-        found = self._plans.get(key)
-        if found is not None and found[0] == state:
-            return found[1]
-        if found is None:  # DDP has new buckets: let go of the old ones' memory
-            for old in [k for k in self._plans if not set(key[1:]).isdisjoint(k[1:])]:
-                del self._plans[old]
-        compression = self.compression if step >= 0 else None
-        recipe = Recipe(compression, self._residuals, step, scale, self._tag)
-        entries = self._parameters.of(parameters)
-        if begins is None:
-            begins = list(itertools.accumulate((e.numel for e in entries[:-1]), initial=0))
-        plan = make_plan(buffer, entries, begins, recipe, self.group)
-        self._plans[key] = (state, plan)
-        return plan
-
-    def _follow_formats(self, buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> None:
-        """DDP makes buckets in the parameters' memory formats, and once makes them anew.
-
-        It reads results in the formats of now, so those must be a bucket's.
-        """
-        rebuilt = (buffer.data_ptr(), *map(id, parameters)) not in self._plans
-        for parameter in parameters:
-            entry = self._parameters[parameter]
-            if parameter.stride() != entry.strides and not same_places(
-                entry.shape, strides := dense_strides(parameter), entry.strides
-            ):
-                if not rebuilt or id(parameter) not in self._planned:
-                    raise ValueError(
-                        f"parameters must keep their memory format under DistributedDataParallel, "
-                        f"but {entry.name!r} has another one since: change it before wrapping"
-                    )
-                self._residuals.reorder(entry, strides)
-            self._planned.add(id(parameter))
-
-    def _launch(self, plan: Plan, buffer: torch.Tensor) -> Flight:
+    def _launch(self, exchange: BucketExchange, buffer: torch.Tensor, group: Group) -> Flight:
         step = self.step - 1
         device = buffer.device
         future: Future[Any] = Future(devices=[device] if buffer.is_cuda else None)
-        if buffer.is_cpu or plan.stand_in is not None:
-            return Flight(plan, run_on_worker(plan, step, self.group), future, buffer)
-        if self.group._cuda_side(device).shares_device and backward_id() >= 0:
+        if buffer.is_cpu or exchange.stand_in is not None:
+            return Flight(exchange, exchange.submit(step, group), future, buffer)
+        if group._cuda_side(device).shares_device and backward_id() >= 0:
             raise ValueError(
                 "ranks that are threads must have a GPU each to exchange in backward, got "
                 f"{device} for all: autograd has one thread per device"
@@ -390,23 +341,10 @@ class CommState(HookState):
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
-            run_on_stream(plan, step, self.group, device)
+            exchange.enqueue(step, group, device)
             buffer.record_stream(self._stream)
             future.set_result(buffer)
-        return Flight(plan, Work(None, (), self.group.check), future, buffer)
-
-    def _scale(self) -> torch.Tensor | None:
-        """The gradients' scale, as a tensor beside them or beside what stands in for them."""
-        if self._scaler is None or not self._scaler.is_enabled():
-            return None
-        scale: torch.Tensor | None = self._scaler._scale  # none before the first loss was scaled
-        if scale is None or not self.group._stages(scale.device):
-            return scale
-        if self._staged_scale is None:
-            self._staged_scale = StandIn(scale)
-        self._staged_scale.tensor = scale
-        fetch(self._staged_scale)
-        return self._staged_scale.host
+        return Flight(exchange, Work(None, (), group.check), future, buffer)
 
 
 def _place_in(group: Group) -> tuple[int, int]:

@@ -11,15 +11,15 @@ import torch
 from torch.futures import Future
 
 from pycomm._runtime.torch_private import queue_callback
-from pycomm._training.exchange import Plan
+from pycomm._training.exchange import BucketExchange
 from pycomm.collectives import Work
 
 
 @dataclass
 class Flight:
-    """One bucket's exchange."""
+    """One bucket's exchange in one step."""
 
-    plan: Plan
+    exchange: BucketExchange
     work: Work
     future: Future[torch.Tensor]
     buffer: torch.Tensor
@@ -34,7 +34,7 @@ class Flight:
 
     def wire_bytes(self) -> int:
         """What this rank has moved, or on CUDA, where nobody counts, the most it may have."""
-        return self.work.moved() or self.plan.wire_bytes
+        return self.work.moved() or self.exchange.wire_bytes
 
 
 class Flights:
@@ -67,7 +67,7 @@ class Flights:
     def take_dropped(self) -> list[Flight]:
         """Those of backwards that have raised."""
         raised = [backward for backward, end in self._ends.items() if end() is None]
-        return [flight for backward in raised for flight in self.take(backward)]
+        return [flight for backward in raised for flight in self.take(backward)] if raised else []
 
     def clear(self) -> None:
         """Forgets all."""

@@ -94,7 +94,9 @@ class LocalSGDState(HookState):
         gradient_steps = renamed("warmup_steps", warmup_steps, "gradient_steps", gradient_steps, 0)
         if params is None:
             raise TypeError("params must be model.named_parameters(), got None")
-        _check_options(optimizer, period, outer_lr, outer_momentum, gradient_steps, inner_group)
+        _check_options(optimizer, period, gradient_steps, inner_group)
+        plain = outer_lr == 1 and not outer_momentum
+        rule = Rule(outer_lr, outer_momentum, compression is not None or not plain)
         named = list(params)
         self._parameters = Parameters(named, exclude)
         self._optimizer = optimizer
@@ -107,8 +109,6 @@ class LocalSGDState(HookState):
         # Who averages gradients, during the warm-up and after it.
         self._early = CommState(group=group) if gradient_steps else None
         self._late = None if inner_group is None else CommState(group=inner_group)
-        plain = outer_lr == 1 and not outer_momentum
-        rule = Rule(outer_lr, outer_momentum, compression is not None or not plain)
         self._outer = Outer(self._parameters, optimizer, rule)
         options = repr((rule, gradient_steps, compression, inner_group is None))
         self._options = zlib.crc32(options.encode())
@@ -383,8 +383,6 @@ def _done(buffer: torch.Tensor) -> Future[Any]:
 def _check_options(
     optimizer: object,
     period: int,
-    outer_lr: float,
-    outer_momentum: float,
     gradient_steps: int,
     inner_group: object,
 ) -> None:
@@ -393,10 +391,6 @@ def _check_options(
     check_whole("period", period)
     if period < 1:
         raise ValueError(f"period must be at least 1, got {period}")
-    if not 0 < outer_lr < float("inf"):
-        raise ValueError(f"outer_lr must be positive and finite, got {outer_lr}")
-    if not 0 <= outer_momentum < 1:
-        raise ValueError(f"outer_momentum must be at least 0 and below 1, got {outer_momentum}")
     check_whole("gradient_steps", gradient_steps)
     if gradient_steps < 0:
         raise ValueError(f"gradient_steps must not be negative, got {gradient_steps}")

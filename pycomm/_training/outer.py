@@ -37,6 +37,12 @@ class Rule:
     momentum: float
     on_differences: bool
 
+    def __post_init__(self) -> None:
+        if not 0 < self.lr < float("inf"):
+            raise ValueError(f"outer_lr must be positive and finite, got {self.lr}")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"outer_momentum must be at least 0 and below 1, got {self.momentum}")
+
 
 def weights_of(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> torch.Tensor:
     """A parameter's weights as exactly as its optimizer has them; not a copy."""

@@ -95,7 +95,7 @@ class Residuals:
 
     def begin_step(self, scale: torch.Tensor | None) -> None:
         """Notes at what scale gradients are exchanged; :meth:`settle` needs to know."""
-        if self and scale is not None:
+        if scale is not None and self:
             self._scale = scale.clone()
 
     def settle(self, scale: torch.Tensor | None) -> None:

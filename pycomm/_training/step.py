@@ -16,11 +16,13 @@ class Step:
     """One step.
 
     Attributes:
+        scale: of its gradients, if they are scaled.
         parameters: ids of those that have been exchanged in it.
         flights: their exchanges.
         waited: seconds in which backward has done nothing but wait for them, on the CPU.
     """
 
+    scale: torch.Tensor | None = None
     parameters: set[int] = field(default_factory=set)
     flights: list[Flight] = field(default_factory=list)
     waited: float = 0.0

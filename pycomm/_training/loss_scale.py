@@ -1,0 +1,38 @@
+"""The scale of gradients, which a GradScaler knows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pycomm._runtime.staging import StandIn, fetch
+from pycomm._runtime.torch_private import scale_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from pycomm.group import Group
+
+
+class LossScale:
+    """Reads a GradScaler's scale; without one there is none."""
+
+    def __init__(self, scaler: torch.amp.GradScaler | None) -> None:
+        self._scaler = scaler
+        self._staged: StandIn | None = None
+
+    def read(self, group: Group) -> torch.Tensor | None:
+        """The scale, as a tensor beside the gradients or beside what stands in for them."""
+        if self._scaler is None or not self._scaler.is_enabled():
+            return None
+        scale = scale_of(self._scaler)  # none before the first loss was scaled
+        if scale is None or not group._stages(scale.device):
+            return scale
+        if self._staged is None:
+            self._staged = StandIn(scale)
+        self._staged.tensor = scale
+        fetch(self._staged)
+        return self._staged.host
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickling and copying."""
+        return {"_scaler": self._scaler, "_staged": None}

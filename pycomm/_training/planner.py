@@ -1,0 +1,213 @@
+"""Makes buckets' exchanges: which operations a bucket's parameters need.
+
+A bucket is a flat tensor with the gradients of some parameters, in order. Parameters that are
+compressed have an operation each, so that blocks, selections and owners follow them; neighbours
+that are not share one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pycomm import _C
+from pycomm._inputs.dtypes import ALGORITHMS, DTYPES, OPS
+from pycomm._runtime.log import operations
+from pycomm._runtime.staging import StandIn
+from pycomm._training.exchange import BucketExchange, Part, dense_wire_bytes, parties
+from pycomm._training.parameters import Entry, Parameters, dense_strides, same_places
+from pycomm.compression import Compression, check_compressible
+
+if TYPE_CHECKING:
+    from pycomm._training.residuals import Residuals
+    from pycomm.group import Group
+
+
+class Planner:
+    """Makes a bucket's exchange once, and anew if buckets, the step's phase or the scale change.
+
+    Args:
+        compression: of the parameters that are not dense; None compresses nothing.
+        parameters: of the model.
+        residuals: what is fed back.
+        tag: tells these exchanges from others on the group.
+    """
+
+    def __init__(
+        self,
+        compression: Compression | None,
+        parameters: Parameters,
+        residuals: Residuals,
+        tag: int,
+    ) -> None:
+        self._compression = compression
+        self._parameters = parameters
+        self._residuals = residuals
+        self._tag = tag
+        # By address and parameters of a bucket: what it was made for, and the exchange.
+        self._made: dict[tuple[int, ...], tuple[tuple[int, int], BucketExchange]] = {}
+        self._planned: set[int] = set()  # parameters that have been in a bucket
+
+    def exchange_of(
+        self,
+        key: tuple[int, ...],
+        buffer: torch.Tensor,
+        parameters: Sequence[torch.Tensor],
+        begins: Sequence[int] | None,
+        step: int,
+        scale: torch.Tensor | None,
+        group: Group,
+    ) -> BucketExchange:
+        """A bucket's exchange.
+
+        Args:
+            key: address of the bucket, and ids of its parameters.
+            buffer: the bucket.
+            parameters: whose gradients it holds.
+            begins: where each of them begins, if there is room between them.
+            step: since compression began, from 0; negative before.
+            scale: of the gradients, as a tensor beside them; None if they are not scaled.
+            group: who exchanges.
+
+        Raises:
+            ValueError: `buffer` is not what the parameters' gradients make up.
+        """
+        phase = max(-1, min(step, getattr(self._compression, "density_steps", 0)))
+        state = (phase, 0 if scale is None else scale.data_ptr())
+        found = self._made.get(key)
+        if found is not None and found[0] == state:
+            return found[1]
+        if found is None:  # DDP has new buckets: let go of the old ones' memory
+            for old in [k for k in self._made if not set(key[1:]).isdisjoint(k[1:])]:
+                del self._made[old]
+        entries = self._parameters.of(parameters)
+        if begins is None:
+            begins = list(itertools.accumulate((e.numel for e in entries[:-1]), initial=0))
+        _check_bucket(buffer, entries, begins)
+        stand_in = StandIn(buffer) if group._stages(buffer.device) else None
+        flat = buffer if stand_in is None else stand_in.host
+        parts = self._parts(flat, entries, begins, step, scale, group)
+        exchange = BucketExchange(parts, stand_in)
+        operations.debug(
+            "rank %d: bucket of %d bytes, %s: %d operations, %s, at most %d bytes in",
+            group.rank,
+            buffer.nbytes,
+            buffer.dtype,
+            len(exchange),
+            self._compression if step >= 0 else None,
+            exchange.wire_bytes,
+        )
+        self._made[key] = (state, exchange)
+        return exchange
+
+    def follow_formats(self, buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> None:
+        """DDP makes buckets in the parameters' memory formats, and once makes them anew.
+
+        It reads results in the formats of now, so those must be a bucket's.
+        """
+        rebuilt = (buffer.data_ptr(), *map(id, parameters)) not in self._made
+        for parameter in parameters:
+            entry = self._parameters[parameter]
+            if parameter.stride() != entry.strides and not same_places(
+                entry.shape, strides := dense_strides(parameter), entry.strides
+            ):
+                if not rebuilt or id(parameter) not in self._planned:
+                    raise ValueError(
+                        f"parameters must keep their memory format under DistributedDataParallel, "
+                        f"but {entry.name!r} has another one since: change it before wrapping"
+                    )
+                self._residuals.reorder(entry, strides)
+            self._planned.add(id(parameter))
+
+    def _parts(
+        self,
+        flat: torch.Tensor,
+        entries: Sequence[Entry],
+        begins: Sequence[int],
+        step: int,
+        scale: torch.Tensor | None,
+        group: Group,
+    ) -> list[Part]:
+        """Each entry's gradient begins where `begins` says."""
+        parts = []
+        first = 0  # of neighbours that share an operation
+        for index, entry in enumerate(entries):
+            if self._compression is None or step < 0 or entry.dense or not entry.numel:
+                continue
+            begin = begins[index]
+            if first < index:
+                parts += self._dense(flat[begins[first] : begin], entries[first], group)
+            tensor = flat[begin : begin + entry.numel]
+            parts.append(self._compressed(self._compression, tensor, entry, step, scale, group))
+            first = index + 1
+        if first < len(entries):
+            parts += self._dense(flat[begins[first] :], entries[first], group)
+        return parts
+
+    def _dense(self, tensor: torch.Tensor, first: Entry, group: Group) -> list[Part]:
+        """Neighbours that are sent as they are, the first of which is `first`."""
+        if tensor.numel() == 0:
+            return []
+        call = self._call(tensor, first, _C.Codec(0))
+        return [Part(call, None, tensor, {}, dense_wire_bytes(tensor.nbytes, group))]
+
+    def _compressed(
+        self,
+        compression: Compression,
+        tensor: torch.Tensor,
+        entry: Entry,
+        step: int,
+        scale: torch.Tensor | None,
+        group: Group,
+    ) -> Part:
+        check_compressible(f"gradient of {entry.name or 'a parameter'}", tensor)
+        codec = compression.codec(entry.numel, tensor.dtype, step)
+        kept: dict[str, torch.Tensor] = {}
+        for kind in self._residuals.kinds:
+            kept[kind] = self._residuals.of(entry, kind)
+            before = self._residuals.before(entry, kind)
+            if before is not None:
+                kept[f"{kind}_before"] = before
+        if scale is not None:
+            kept["scale"] = scale
+        call = self._call(
+            tensor,
+            entry,
+            codec,
+            momentum=compression.momentum,
+            seed=compression.seed,
+            hold_unused=True,
+            **{name: part.data_ptr() for name, part in kept.items()},
+        )
+        ranks, stripes = parties(group)
+        wire_bytes = compression.wire_bytes(entry.numel, ranks, tensor.dtype, step=step)
+        return Part(call, codec, tensor, kept, wire_bytes // stripes)
+
+    def _call(self, tensor: torch.Tensor, first: Entry, codec: _C.Codec, **options: Any) -> _C.Call:
+        """An average in place, in rank order; ranks compare tag and place in the model."""
+        defaults = {"residual": 0, "velocity": 0, "momentum": 0.0, "seed": 0}
+        return _C.Call(
+            algorithm=ALGORITHMS["auto"],
+            dtype=DTYPES[tensor.dtype],
+            op=OPS["avg"],
+            count=tensor.numel(),
+            input=tensor.data_ptr(),
+            output=tensor.data_ptr(),
+            codec=codec,
+            step=0,
+            offset=first.first,
+            tag=self._tag,
+            **(defaults | options),
+        )
+
+
+def _check_bucket(buffer: torch.Tensor, entries: Sequence[Entry], begins: Sequence[int]) -> None:
+    count = begins[-1] + entries[-1].numel if entries else 0
+    if buffer.numel() != count or not buffer.is_contiguous():
+        raise ValueError(
+            f"a bucket must hold the {count} elements of its parameters one behind the other, "
+            f"got {buffer.numel()}"
+        )
