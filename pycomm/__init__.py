@@ -4,7 +4,7 @@
 
     import pycomm
 
-    group = pycomm.init()  # under torchrun, or on torch.distributed's default group
+    group = pycomm.init()  # torchrun's processes, or torch.distributed's default group
     pycomm.all_reduce(x, op="avg")
     pycomm.compressed_all_reduce(x, pycomm.Int8(), residual=state)
 """
@@ -76,7 +76,7 @@ __all__ = [
     "set_default_group",
 ]
 
-if not TYPE_CHECKING:  # with a __getattr__, type checkers would believe in any name
+if not TYPE_CHECKING:  # with a __getattr__, type checkers would accept any name
     __getattr__ = old_names(
         __name__, {"Compressor": "Compression", "parse_compressor": "parse_compression"}
     )

@@ -8,13 +8,13 @@ from pycomm.group import Group, default_group
 
 
 def given_group(group: Group | None) -> Group:
-    """The group that is meant."""
+    """Returns the group, or the default group for None."""
     check_group(group)
     return group if group is not None else default_group()
 
 
 def check_group(group: object) -> None:
-    """Refuses what is not a pycomm.Group, or None for the default one."""
+    """Raises TypeError unless `group` is a pycomm.Group or None."""
     if group is None or isinstance(group, Group):
         return
     torchs = isinstance(group, dist.ProcessGroup) or hasattr(group, "get_group")

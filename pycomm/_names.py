@@ -1,4 +1,4 @@
-"""Compression by name, for command lines and operators."""
+"""Compressions as text, for command lines and operators."""
 
 from __future__ import annotations
 
@@ -34,11 +34,14 @@ _OPTIONS: dict[str, Callable[[str], Any]] = {
 
 
 def parse_compression(text: str) -> Compression:
-    """A compression from its name, for command lines and ``torch.ops.pycomm``.
+    """Makes a compression from its name, for command lines and ``torch.ops.pycomm``.
 
     Args:
         text: ``"none"``, ``"bf16"``, ``"fp16"``, ``"int8"`` or ``"topk"``, followed by options:
             ``"topk:0.01"``, ``"topk:k=1000:values=bfloat16"``, ``"int8:512:rounding=stochastic"``.
+
+    Raises:
+        ValueError: the name or an option is unknown, or a value is not allowed.
     """
     name, *items = text.split(":")
     try:
@@ -53,7 +56,7 @@ def parse_compression(text: str) -> Compression:
         raise ValueError(f"compression must name each option once, got {text!r}")
     try:
         return make(**dict(options))
-    except TypeError as error:  # an option of another one
+    except TypeError as error:  # an option of another compression
         raise ValueError(_HOW_TO_NAME + repr(text)) from error
 
 

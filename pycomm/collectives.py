@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class Work:
-    """An operation under way, as returned with ``async_op=True``; keeps its tensors alive."""
+    """A running operation, returned with ``async_op=True``. It keeps its tensors alive."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Work:
         self._finish = finish
 
     def wait(self) -> None:
-        """Blocks until the result is there; raises what went wrong."""
+        """Blocks until the operation is complete, and raises its error if it failed."""
         if self._core is not None:
             self._core.wait()
         if self._finish is not None:
@@ -59,44 +59,44 @@ class Work:
 
     @property
     def nonfinite(self) -> bool:
-        """Of a compressed operation: whether a gradient had an infinity or a NaN. Waits.
+        """True if a gradient of a compressed operation had an infinity or a NaN. Waits.
 
-        The same on every rank; residuals are then as they were.
+        The value is the same on every rank. If it is true, residuals are unchanged.
         """
         self.wait()
         return self._core is not None and self._core.nonfinite()
 
     def is_completed(self) -> bool:
-        """Whether :meth:`wait` would return at once."""
+        """True if :meth:`wait` would return at once."""
         return self._core is None or self._core.completed()
 
     def interval(self) -> tuple[float, float]:
-        """When it began and ended, in seconds of ``time.perf_counter``; on CUDA zeros. Waits."""
+        """Start and end, in seconds of ``time.perf_counter``; on CUDA zeros. Waits."""
         self.wait()
         return (0.0, 0.0) if self._core is None else self._core.interval()
 
     def moved(self) -> int:
-        """Bytes it has read from and written to other ranks' memory; on CUDA 0. Waits.
+        """Bytes read from and written to other ranks' memory; on CUDA 0. Waits.
 
-        In a group that spans nodes: that this rank has received from other nodes.
+        In a group that spans nodes, the bytes that this rank has received from other nodes.
         """
         self.wait()
         return 0 if self._core is None else self._core.moved()
 
     def __del__(self) -> None:
-        # The worker still uses the tensors' memory: it must not be freed under it.
+        # The worker still uses the tensors' memory, so it must not be freed yet.
         if self._core is not None and not self._core.completed():
             _Orphans.adopt(self._core, self._tensors)
 
 
 class _Orphans:
-    """Works that nobody holds any more; let go once they have completed."""
+    """Works without any other reference; each is released once it has completed."""
 
     held: ClassVar[dict[int, tuple[_C.Work, tuple[torch.Tensor, ...]]]] = {}
 
     @classmethod
     def adopt(cls, core: _C.Work, tensors: tuple[torch.Tensor, ...]) -> None:
-        # By steps that no other thread, nor the collection of garbage, comes between.
+        # Each step is atomic: other threads and the garbage collector may run in between.
         cls.held[id(core)] = (core, tensors)
         for key, (old, _) in list(cls.held.items()):
             if old.completed():
@@ -117,16 +117,16 @@ def all_reduce(
     """Reduces a tensor over all ranks of a group; every rank gets the same bits.
 
     Args:
-        tensor: any shape and strides, on the CPU or, enqueued on the current stream, CUDA; float64,
-            float32, float16, bfloat16, int64, int32 or uint8; or an array of NumPy, CuPy or another
-            library that speaks DLPack. Overwritten unless `out` is given. 16-bit floats accumulate
-            in fp32; integers wrap.
-        op: ``"sum"``, ``"avg"`` (integers truncate), ``"min"``, ``"max"`` (NaN wins) or ``"prod"``,
-            or torch.distributed's ``ReduceOp`` of that meaning.
-        out: takes the result; like `tensor` in shape and dtype, and disjoint from it.
+        tensor: a tensor of any shape and strides, on the CPU or on CUDA (then enqueued on the
+            current stream), or an array of NumPy, CuPy or another library with DLPack. The dtype
+            is float64, float32, float16, bfloat16, int64, int32 or uint8. 16-bit floats accumulate
+            in fp32; integers wrap around. Overwritten unless `out` is given.
+        op: ``"sum"``, ``"avg"`` (integers truncate), ``"min"``, ``"max"`` (both propagate NaN) or
+            ``"prod"``, or the equivalent ``ReduceOp`` of torch.distributed.
+        out: receives the result; has `tensor`'s shape and dtype, and does not overlap it.
         algorithm: ``"auto"``, ``"one_shot"``, ``"two_shot"``, ``"ring"`` or ``"tree"``
-            (docs/algorithms.md). The shot algorithms add in rank order and round once.
-        deterministic: insist on that order, whatever the size.
+            (docs/algorithms.md). One-shot and two-shot add in rank order and round once.
+        deterministic: refuse algorithms that add in another order.
         group: by default the first group made, or one on torch.distributed's default group.
         async_op: return a :class:`Work` at once; operations still run in the order of the calls.
         tag: a number or a name that ranks compare, so that calls of equal size in another order
@@ -134,11 +134,11 @@ def all_reduce(
             also compare the file and line of the call.
 
     Returns:
-        What was passed as `out` or `tensor`, or a :class:`Work`.
+        `out` if given, otherwise `tensor`; a :class:`Work` with `async_op`.
 
     Raises:
         ValueError, TypeError: an argument is not as described.
-        pycomm.CollectiveError: one of its kinds; see :mod:`pycomm.errors`.
+        pycomm.CollectiveError: the operation failed; for its subclasses see :mod:`pycomm.errors`.
         pycomm.GroupUnusable: the group is closed, has failed, or was inherited by a fork.
     """
     if type(group) is not Group:
@@ -190,18 +190,18 @@ def reduce_scatter(
     async_op: bool = False,
     tag: int | str | None = None,
 ) -> Any:
-    """Reduces `input`, a block per rank, and leaves rank r's block in its `output`.
+    """Reduces `input`, which holds a block per rank; rank r gets block r in `output`.
 
     Args:
-        output: takes this rank's block; disjoint from `input`.
-        input: group size times as many elements; block r goes to rank r.
+        output: receives this rank's block; does not overlap `input`.
+        input: has group size times as many elements as `output`; block r goes to rank r.
         op: as in :func:`all_reduce`; adds in rank order and rounds once.
         group: as in :func:`all_reduce`.
         async_op: as in :func:`all_reduce`.
         tag: as in :func:`all_reduce`.
 
     Returns:
-        `output`, or a :class:`Work`. Raises as :func:`all_reduce` does.
+        `output`, or a :class:`Work`. Raises the errors of :func:`all_reduce`.
     """
     group = given_group(group)
     op = reduction(op, OPS)
@@ -222,17 +222,17 @@ def all_gather(
     async_op: bool = False,
     tag: int | str | None = None,
 ) -> Any:
-    """Collects every rank's `input`, in rank order, in everyone's `output`.
+    """Collects all ranks' `input`, in rank order, in `output` on every rank.
 
     Args:
-        output: group size times as many elements as `input`; disjoint from it.
+        output: has group size times as many elements as `input`; does not overlap it.
         input: this rank's block.
         group: as in :func:`all_reduce`.
         async_op: as in :func:`all_reduce`.
         tag: as in :func:`all_reduce`.
 
     Returns:
-        `output`, or a :class:`Work`. Raises as :func:`all_reduce` does.
+        `output`, or a :class:`Work`. Raises the errors of :func:`all_reduce`.
     """
     group = given_group(group)
     source, result = _source_and_result(output, input)
@@ -250,7 +250,7 @@ def broadcast(
     async_op: bool = False,
     tag: int | str | None = None,
 ) -> Any:
-    """Copies rank `src`'s tensor into everyone's.
+    """Copies rank `src`'s tensor into the tensors of all other ranks.
 
     Args:
         tensor: read on rank `src`, overwritten elsewhere.
@@ -260,7 +260,7 @@ def broadcast(
         tag: as in :func:`all_reduce`.
 
     Returns:
-        `tensor`, or a :class:`Work`. Raises as :func:`all_reduce` does.
+        `tensor`, or a :class:`Work`. Raises the errors of :func:`all_reduce`.
     """
     group = given_group(group)
     data = as_tensor("tensor", tensor, written=True)
@@ -275,7 +275,10 @@ def broadcast(
 def barrier(
     *, group: Group | None = None, async_op: bool = False, tag: int | str | None = None
 ) -> Work | None:
-    """Returns when every rank of the group has called it. Raises as :func:`all_reduce` does."""
+    """Returns when every rank of the group has called it.
+
+    Raises the errors of :func:`all_reduce`.
+    """
     group = given_group(group)
     kind = (COLLECTIVES["barrier"], ALGORITHMS["one_shot"], 0, 0, 0, 0, 0, 0)
     arguments = (*kind, None, label_of(tag))
@@ -286,7 +289,7 @@ def barrier(
 
 
 def _source_and_result(output: Any, given: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tensors of two arguments, which do not overlap."""
+    """Converts and checks the two arguments, which must not overlap."""
     result = as_tensor("output", output, written=True)
     source = as_tensor("input", given, written=False)
     check_written("output", result)
@@ -308,11 +311,11 @@ def _launch(
     root: int = 0,
     async_op: bool,
 ) -> Any:
-    """Runs or submits an operation on contiguous stand-ins of the tensors.
+    """Runs or submits an operation on contiguous stand-ins for the tensors.
 
-    Ranks compare the shape of `block`, the tensor or a rank's share of it, and `label`.
+    Ranks compare `label` and the shape of `block`, which is the tensor or a rank's share of it.
     """
-    increment_version(result)  # autograd may have saved it
+    increment_version(result)  # autograd may have saved the old value
     dense_source, dense_result, finish = stand_ins(group, source, result)
     arguments = (
         COLLECTIVES[collective],
@@ -356,7 +359,10 @@ def _launch(
 def stand_ins(
     group: Group, source: torch.Tensor, result: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, Callable[[], None]]:
-    """Contiguous ones, where the group exchanges; and what puts the result where it is wanted."""
+    """Contiguous tensors on the device where the group exchanges, and a copy-back function.
+
+    The function copies the result to `result` if it is not there already.
+    """
     if group._stages(source.device):
         given = StandIn(source)
         fetch(given)

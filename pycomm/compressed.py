@@ -55,44 +55,45 @@ def compressed_all_reduce(
 ) -> Any:
     """Averages a tensor over all ranks, compressed on the way; every rank gets the same bits.
 
-    With a `residual`, what compression loses, here and where this rank compresses the result, is
-    kept there and added to the next call's tensor: summed over ranks, gradient plus residual before
-    equals group size times result plus residual after.
+    A `residual` keeps what compression loses, both when this rank encodes its contribution and when
+    it encodes results as an owner. The next call adds it to the tensor. Summed over ranks, gradient
+    plus residual before the call equals group size times result, plus residual after it.
 
     Args:
         tensor: float32, float16 or bfloat16; any shape and strides, on the CPU or a CUDA device; or
-            an array of NumPy, CuPy or another library that speaks DLPack. Overwritten unless `out`
-            is given.
+            an array of NumPy, CuPy or another library with DLPack. Overwritten unless `out` is
+            given.
         compression: ``pycomm.Int8()``, ``pycomm.TopK(density=0.01)``, ``pycomm.Cast()`` or
             ``pycomm.Identity()``. All ranks must pass equal ones.
-        residual: float32, contiguous, of the tensor's shape; zeros at first. On all ranks or none.
-        velocity: the same, where the compression has momentum, and only there.
+        residual: float32, contiguous, of the tensor's shape; zeros before the first call. Pass one
+            on all ranks or on none.
+        velocity: like `residual`; required if the compression has momentum, otherwise not allowed.
         op: ``"avg"`` or ``"sum"``, or ``ReduceOp.AVG`` or ``SUM`` of torch.distributed.
-        out: takes the result; like `tensor` in shape and dtype, and disjoint from it.
-        algorithm: ``"auto"`` (two-shot, whatever the size), ``"two_shot"``, ``"ring"`` or
-            ``"tree"`` (not with top-k). What each may be off by: docs/algorithms.md.
-        step: of the training, for stochastic rounding and for warm-up. Ranks compare it where it
-            changes the result.
-        offset: index of the first element in the whole that this tensor is a part of, a multiple of
-            the compression's block (128 where it has none). Two-shot then gives the same bits
-            however the whole is split.
-        strict: raise :class:`pycomm.NonFinite` where a gradient has an infinity or a NaN, when the
-            operation is complete. Otherwise :attr:`Work.nonfinite` tells, and the result is not
-            finite either where the gradient was not (of int8, in the whole block). With a residual,
-            what is so large that a sum might overflow (float16: beyond 64,992) counts as infinite.
+        out: receives the result; has `tensor`'s shape and dtype, and does not overlap it.
+        algorithm: ``"auto"`` (two-shot at every size), ``"two_shot"``, ``"ring"`` or ``"tree"``
+            (the last two not with top-k). docs/algorithms.md gives the error bounds.
+        step: the training step, for stochastic rounding and warm-up. Ranks compare it if it changes
+            the result.
+        offset: index of this tensor's first element in a larger whole, if the tensor is a part of
+            one; a multiple of the compression's block (128 if it has none). With two-shot, the bits
+            then do not depend on how the whole is split.
+        strict: raise :class:`pycomm.NonFinite` after the operation if a gradient has an infinity or
+            a NaN. Otherwise :attr:`Work.nonfinite` reports it, and the same elements of the result
+            are not finite (with int8 the whole block). With a residual, values so large that a sum
+            might overflow (float16: beyond 64,992) count as infinite.
         group: by default the first group made, or one on torch.distributed's default group.
         async_op: return a :class:`Work` at once.
         tag: as in :func:`pycomm.all_reduce`.
         compressor: the old name of `compression`.
 
     Returns:
-        What was passed as `out` or `tensor`, or a :class:`Work`.
+        `out` if given, otherwise `tensor`; a :class:`Work` with `async_op`.
 
     Raises:
         ValueError, TypeError: an argument is not as described.
         pycomm.NonFinite: see `strict`.
-        Otherwise as :func:`pycomm.all_reduce`. After a :class:`pycomm.CollectiveError`, `residual`
-        and `velocity` are undefined, as the result is: copy them before if you need them after.
+        The errors of :func:`pycomm.all_reduce`. After a :class:`pycomm.CollectiveError` the result,
+        `residual` and `velocity` are undefined: copy them before the call if you need them then.
     """
     compression = renamed("compressor", compressor, "compression", compression, None)
     group = given_group(group)
@@ -155,7 +156,7 @@ _NONFINITE = "a gradient has an infinity or a NaN, on this rank or another"
 
 @dataclass(frozen=True)
 class _Call:
-    """A call made ready: contiguous stand-ins, and what puts results where they are wanted."""
+    """A prepared call: contiguous stand-ins, and a function that copies results back."""
 
     core: _C.Call
     codec: _C.Codec
@@ -165,11 +166,11 @@ class _Call:
     strict: bool
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All that must live until the operation is complete."""
+        """All tensors that must stay alive until the operation is complete."""
         return (self.source, *self.others)
 
     def on_cpu(self, group: Group, async_op: bool) -> Work | None:
-        """Runs it, or hands it to the group's worker."""
+        """Runs the call, or hands it to the group's worker."""
         if async_op:
             work = group._core.submit_compressed(self.core)
             return _CompressedWork(work, self.tensors(), self.finish, self.strict)
@@ -180,7 +181,7 @@ class _Call:
         return None
 
     def on_stream(self, group: Group, async_op: bool) -> Work | None:
-        """Enqueues it; waits for it only where strict."""
+        """Enqueues the call; waits for it only if strict."""
         side = group._cuda_side(self.source.device)
         flag = NonfiniteFlag(side) if async_op or self.strict else None
         side.run_compressed(self.core, self.codec, self.source.numel(), self.tensors(), flag)
@@ -195,7 +196,7 @@ class _Call:
 def _state_stand_ins(
     group: Group, state: list[torch.Tensor]
 ) -> tuple[list[torch.Tensor], Callable[[], None]]:
-    """The same as stand_ins(), of what is read and written."""
+    """Like stand_ins(), for tensors that are both read and written."""
     staged = [StandIn(tensor) for tensor in state if group._stages(tensor.device)]
     fetch(*staged)
 
@@ -212,14 +213,14 @@ class _CompressedWork(Work):
         super().__init__(*rest)
 
     def wait(self) -> None:
-        """Blocks until the result is there; raises what went wrong."""
+        """Blocks until the operation is complete, and raises its error if it failed."""
         super().wait()
         if self._strict and self._core is not None and self._core.nonfinite():
             raise NonFinite(_NONFINITE)
 
 
 class _StreamWork(Work):
-    """An operation on a CUDA stream: what comes later on the stream need not wait for it."""
+    """An operation on a CUDA stream. Later work on the stream need not wait for it."""
 
     def __init__(self, flag: NonfiniteFlag | None, strict: bool) -> None:
         super().__init__(None)
@@ -227,7 +228,7 @@ class _StreamWork(Work):
         self._strict = strict
 
     def wait(self) -> None:
-        """Where strict, blocks until the stream has run the operation; raises what went wrong."""
+        """If strict, blocks until the stream has run the operation, and raises its error."""
         if self._strict and self.nonfinite:
             raise NonFinite(_NONFINITE)
 
@@ -237,7 +238,7 @@ class _StreamWork(Work):
         return self._flag is not None and self._flag.read()
 
     def is_completed(self) -> bool:
-        """Whether :attr:`nonfinite` would answer at once."""
+        """True if :attr:`nonfinite` would return at once."""
         return self._flag is None or self._flag.event.query()  # type: ignore[no-untyped-call]
 
 
@@ -264,7 +265,7 @@ def _check_options(
 def _check_state(
     name: str, state: Any | None, source: torch.Tensor, others: dict[str, torch.Tensor]
 ) -> torch.Tensor | None:
-    """A residual or a velocity: fp32, written in place."""
+    """Checks a residual or a velocity, which is fp32 and written in place."""
     if state is None:
         return None
     tensor = as_tensor(name, state, written=True)

@@ -1,6 +1,6 @@
 """torch.ops.pycomm: the compressed operations, with fake kernels.
 
-A compression travels as text (:func:`pycomm.parse_compression`), groups by name (``group.name``):
+A compression is passed as text (:func:`pycomm.parse_compression`), a group as its ``group.name``:
 
 - ``compressed_all_reduce_(tensor, compressor, residual, velocity, op, algorithm, step, offset,
   strict, group)``, in place; residual and velocity may be None
@@ -17,7 +17,7 @@ from pycomm.compressed import compressed_all_reduce
 from pycomm.group import find_group
 from pycomm.ops import register_autograd
 
-# Saved programs hold the names of operators' arguments: `compressor` stays.
+# Saved programs contain the names of operators' arguments, so `compressor` stays.
 _library = torch.library.Library("pycomm", "FRAGMENT")
 _library.define(
     "compressed_all_reduce_(Tensor(a!) tensor, str compressor, Tensor(b!)? residual, "
@@ -74,7 +74,7 @@ for _name, _kernel in (
 
 @torch.library.register_fake("pycomm::compressed_all_reduce_", lib=_library)
 def _(*args: object) -> None:
-    """Changes values only."""
+    """Does nothing: the operation changes values only."""
 
 
 @torch.library.register_fake("pycomm::encode", lib=_library)

@@ -1,8 +1,8 @@
-"""Compression: what a gradient becomes on the wire. Formats: docs/wire-format.md.
+"""Compressions of gradients. Formats: docs/wire-format.md.
 
-A compression is a plain value: what it needs to remember from step to step (a residual, a velocity)
-are tensors of the caller's. :func:`pycomm.compressed_all_reduce` fuses one into an all-reduce;
-:meth:`Compression.encode` and :meth:`Compression.decode` are the codec alone.
+A compression is a plain value without state. State that lasts from step to step (a residual, a
+velocity) is kept in the caller's tensors. :func:`pycomm.compressed_all_reduce` fuses a compression
+into an all-reduce; :meth:`Compression.encode` and :meth:`Compression.decode` run the codec alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pycomm._inputs.tensors import check_memory, check_no_gradient
 SMALLEST_BLOCK = 128
 COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16)
 _INDEX_BYTES = 2
-# int8 values on the wire stand under uint8's number.
+# int8 values on the wire have uint8's number.
 VALUES = {
     **{dtype: DTYPES[dtype] for dtype in COMPRESSIBLE},
     torch.int8: DTYPES[torch.uint8],
@@ -32,14 +32,14 @@ VALUES = {
 
 
 def check_compressible(argument: str, tensor: torch.Tensor) -> None:
-    """Refuses what no codec takes."""
+    """Raises ValueError unless codecs support the tensor's dtype."""
     if tensor.dtype not in COMPRESSIBLE:
         allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in COMPRESSIBLE)
         raise ValueError(f"{argument} must have one of the dtypes {allowed}, got {tensor.dtype}")
 
 
 class Compression(ABC):
-    """What every compression does. Elements are float32, float16 or bfloat16."""
+    """Base of all compressions. Elements are float32, float16 or bfloat16."""
 
     momentum: float = 0.0
     seed: int = 0
@@ -49,20 +49,20 @@ class Compression(ABC):
         """The codec for a tensor of `n` elements at `step`, on which all ranks must agree.
 
         Raises:
-            ValueError: it makes no sense for this tensor.
+            ValueError: the compression is not suitable for this tensor.
         """
 
     def encoded_bytes(self, n: int, dtype: torch.dtype = torch.float32, *, step: int = 0) -> int:
-        """Bytes that :meth:`encode` makes of `n` elements, with their header of 16."""
+        """The number of bytes that :meth:`encode` returns for `n` elements, 16 of them header."""
         _check_count(n)
         return _C.encoded_bytes(self.codec(n, dtype, step), n)
 
     def wire_bytes(
         self, n: int, ranks: int, dtype: torch.dtype = torch.float32, *, step: int = 0
     ) -> int:
-        """Bytes that a rank reads from its peers in one two-shot all-reduce of `n` elements.
+        """Bytes that a rank reads from other ranks in one two-shot all-reduce of `n` elements.
 
-        Of top-k, and where ranks own unequal shares, the most that any rank reads.
+        For top-k, and if ranks own unequal shares, this is the most that any rank reads.
         """
         _check_count(n)
         check_whole("ranks", ranks)
@@ -77,14 +77,19 @@ class Compression(ABC):
 
         Args:
             x: float32, float16 or bfloat16, any shape, on the CPU or a CUDA device; or an array of
-                NumPy, CuPy or another library that speaks DLPack.
-            out: uint8, contiguous, :meth:`encoded_bytes` long, on the same device.
-            step: of the training, for stochastic rounding and warm-up.
-            offset: index of the first element in the whole that `x` is a part of, for stochastic
-                rounding.
+                NumPy, CuPy or another library with DLPack.
+            out: receives the bytes: uint8, contiguous, :meth:`encoded_bytes` long, on the same
+                device. By default a new tensor.
+            step: the training step, for stochastic rounding and warm-up.
+            offset: index of the first element of `x` in a larger whole, for stochastic rounding.
 
         Returns:
-            uint8 tensor, header first; carries NaN where an element is not finite.
+            A uint8 tensor that begins with the header. Elements that are not finite are encoded as
+            NaN.
+
+        Raises:
+            ValueError: `x` or `out` has a wrong dtype, size or device, or `step` or `offset` is out
+                of range.
         """
         check_step(step)
         if not 0 <= offset < 2**63:
@@ -113,18 +118,22 @@ class Compression(ABC):
         dtype: torch.dtype = torch.float32,
         add: bool = False,
     ) -> torch.Tensor:
-        """Decodes what :meth:`encode` has made.
+        """Decodes the result of :meth:`encode`.
 
         Args:
-            wire: uint8, contiguous. Every bound in it is checked.
-            n: how many elements it holds.
-            out: takes them: contiguous, `n` elements; by default a new tensor of `dtype`.
-            dtype: of the new tensor.
-            add: add to what `out`, then float32, holds.
+            wire: the bytes: uint8, contiguous. Every bound in them is checked.
+            n: the number of elements in `wire`.
+            out: receives the elements: contiguous, `n` elements; by default a new tensor of
+                `dtype`.
+            dtype: the dtype of the new tensor: float32, float16 or bfloat16.
+            add: add to `out`, which must be float32, instead of overwriting it.
+
+        Returns:
+            `out`, or the new tensor.
 
         Raises:
-            ValueError: the bytes are not what this compression makes of `n` elements. Some of `out`
-                may have been written then.
+            ValueError: the bytes are not an encoding of `n` elements by this compression. A part of
+                `out` may have been written.
         """
         _check_count(n)
         source = as_tensor("wire", wire, written=False)
@@ -152,7 +161,7 @@ class Compression(ABC):
 
 @dataclass(frozen=True)
 class Cast(Compression):
-    """A narrower float type, rounded to nearest even.
+    """Rounds to a narrower float type, to nearest even.
 
     Attributes:
         dtype: ``torch.bfloat16`` or ``torch.float16``. Values beyond float16's range become
@@ -172,7 +181,7 @@ class Cast(Compression):
 
 @dataclass(frozen=True)
 class Identity(Compression):
-    """No compression: the tensor's own dtype on the wire. For comparing."""
+    """No compression: sends the tensor's own dtype. For comparisons."""
 
     def codec(self, n: int, dtype: torch.dtype, step: int = 0) -> _C.Codec:  # noqa: ARG002
         """See :meth:`Compression.codec`."""
@@ -183,17 +192,18 @@ class Identity(Compression):
 class Int8(Compression):
     """8-bit integers in blocks that share an fp32 scale: 8.125 bits per element.
 
-    The scale of a block is its largest magnitude A over 127. A mean over ranks is off by at most
-    2 A / 254 (two-shot), (n + 1) / 2 * A / 254 (ring of n) or (log2(n) + 1) * A / 254 (tree), with
-    A the largest of the blocks involved, and some ulps. Zeros stay zeros; scaling by a power of two
-    commutes; a block of magnitudes below 127 * 2^-126 becomes zero.
+    The scale of a block is its largest magnitude divided by 127. The error of a mean over n ranks
+    is at most 2 A / 254 (two-shot), (n + 1) / 2 * A / 254 (ring) or (log2(n) + 1) * A / 254 (tree),
+    plus some ulps, where A is the largest magnitude in all ranks' blocks. Zeros stay zeros. Scaling
+    by a power of two before or after gives the same. A block of magnitudes below 127 * 2^-126
+    becomes zero.
 
     Attributes:
-        block: elements that share a scale: a power of two from 128 to 4096.
-        rounding: ``"nearest"`` (to even) or ``"stochastic"``: unbiased, at 1.4 times the error. The
-            random bits are Philox's, of seed, step, rank and the element's index in the whole, so
-            the result of two-shot does not depend on how data are split.
-        seed: of the random bits.
+        block: the number of elements that share a scale: a power of two from 128 to 4096.
+        rounding: ``"nearest"`` (to even), or ``"stochastic"``, which is unbiased and has 1.4 times
+            the error. Philox makes the random bits from seed, step, rank and the element's index in
+            the whole, so the result of two-shot does not depend on how data is split.
+        seed: the seed of the random bits.
     """
 
     block: int = 256
@@ -217,20 +227,21 @@ class Int8(Compression):
 
 @dataclass(frozen=True)
 class TopK(Compression):
-    """The k elements of largest magnitude, exactly; of equals those with the lower index.
+    """Sends exactly the k elements of largest magnitude; of equal ones those with lower indices.
 
-    What is not sent is lost unless there is a residual. Densities at which indices and values take
-    as many bytes as the dense tensor are refused. Between ranks, an owner of a region takes
-    at most twice the region's share of k from each rank, adds, and sends its share of the largest
-    sums to all; the rest stays in residuals.
+    Elements that are not sent are lost unless there is a residual. Densities at which indices and
+    values take as many bytes as the dense tensor are refused. In an all-reduce, the owner of a
+    region takes at most twice the region's share of k from each rank, adds the elements, and sends
+    its share of the largest sums to all ranks; the rest stays in residuals.
 
     Attributes:
-        density: share of the elements to send.
-        k: how many elements to send, instead.
-        values: on the wire: ``torch.float32``, ``torch.bfloat16``, ``torch.float16`` or
-            ``torch.int8`` (a scale per 65,536 elements). What rounding loses stays in the residual.
-        density_steps: during so many steps the density falls exponentially from a quarter to
-            `density` (Lin et al. 2018, "Deep gradient compression"). Its old name is warmup_steps.
+        density: the share of the elements to send. Give either `density` or `k`.
+        k: the number of elements to send.
+        values: the dtype of sent values: ``torch.float32``, ``torch.bfloat16``, ``torch.float16``
+            or ``torch.int8`` (a scale per 65,536 elements). The residual keeps what rounding loses.
+        density_steps: the number of first steps in which the density falls exponentially from a
+            quarter to `density` (Lin et al. 2018, "Deep gradient compression"). Its old name is
+            warmup_steps.
         momentum: factor of momentum correction with masking (the same paper), for optimizers
             without momentum of their own; needs ``velocity=``.
     """
@@ -269,7 +280,7 @@ class TopK(Compression):
             raise ValueError(f"momentum must be at least 0 and below 1, got {self.momentum}")
 
     def density_at(self, step: int) -> float:
-        """The density of a step, the first one being 0."""
+        """The density at a step; the first step is 0."""
         assert self.density is not None
         if step >= self.density_steps or self.density >= self.FIRST_DENSITY:
             return self.density
@@ -277,7 +288,7 @@ class TopK(Compression):
         return float(self.FIRST_DENSITY * ratio ** (step / self.density_steps))
 
     def count(self, n: int, step: int = 0) -> int:
-        """How many of `n` elements are sent at a step."""
+        """The number of elements out of `n` that are sent at a step."""
         if self.k is not None:
             return min(self.k, n)
         return min(math.ceil(self.density_at(step) * n), n)
@@ -292,7 +303,7 @@ class TopK(Compression):
     def select(self, x: Any, *, step: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Indices (int64, ascending) and values (float32) of the selected elements of `x`.
 
-        Zeros are never selected, so there may be fewer than asked for.
+        Zeros are never selected, so there may be fewer elements than `k` or `density` say.
         """
         dense = _elements("x", x)
         k = self.count(dense.numel(), step)
@@ -329,14 +340,14 @@ def _backend(device: torch.device) -> Any:
 
 
 def check_step(step: int) -> None:
-    """Refuses what no random bits are drawn for."""
+    """Raises an error unless `step` is in the range of the random numbers' counter."""
     check_whole("step", step)
     if not 0 <= step < 2**32:
         raise ValueError(f"step must be from 0 to 2^32 - 1, got {step}")
 
 
 def check_whole(name: str, value: object) -> None:
-    """Refuses what is no int."""
+    """Raises TypeError unless `value` is an int."""
     if not isinstance(value, int | torch.SymInt) or isinstance(value, bool):
         raise TypeError(f"{name} must be an int, got {value!r}")
 

@@ -1,4 +1,4 @@
-"""What can go wrong in a group, as exceptions."""
+"""The exceptions that operations of a group raise."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ class PycommError(RuntimeError):
 
 
 class CollectiveError(PycommError):
-    """An operation failed; the group is of no further use.
+    """An operation failed, and the group can no longer be used.
 
-    Every rank's next operation raises, if not this one: a rank that had done its part before the
-    failure may have seen this operation succeed. :attr:`completed` tells which operations have
-    succeeded on all ranks. When the error is raised no other rank touches this rank's tensors any
-    more (on CUDA a stopped process may, see docs/cuda.md). What the failed operation was to
-    overwrite is undefined.
+    Every rank's next operation raises, if this one did not: a rank that had done its part before
+    the failure may have seen this operation succeed. :attr:`completed` tells which operations have
+    succeeded on all ranks. Once the error is raised, no other rank touches this rank's tensors (on
+    CUDA a suspended process may, see docs/cuda.md). The tensors that the failed operation was to
+    overwrite are undefined.
 
     Attributes:
         rank: the rank to blame, within the group. All ranks name the same one.
-        pid: that rank's process.
-        operation: the collective this rank was in, such as ``"all_reduce"``.
-        sequence: its number in the group, counted from 1.
+        pid: the process id of that rank.
+        operation: the collective that this rank was running, such as ``"all_reduce"``.
+        sequence: the operation's number in the group, counted from 1.
         completed: operations up to this number are known to have succeeded on every rank; 0 if
             none is.
     """
@@ -43,7 +43,7 @@ class CollectiveError(PycommError):
         self.completed = completed
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Survives pickling, so that it can cross from a worker process to its parent."""
+        """Supports pickling, so that a worker process can pass the error to its parent."""
         return (_rebuild, (type(self), str(self), self.__dict__))
 
 
@@ -54,7 +54,7 @@ def _rebuild(kind: type[CollectiveError], message: str, state: dict[str, int]) -
 
 
 class PeerDied(CollectiveError):
-    """A rank can do no more of what others need.
+    """A rank has gone, and others still need it.
 
     Its process has ended, it has closed the group, or its function in ``LocalWorld.run`` has
     returned.
@@ -64,17 +64,18 @@ class PeerDied(CollectiveError):
 class Timeout(CollectiveError):
     """A rank did not answer within the group's timeout.
 
-    The message tells who waited for whom. If the rank to blame waits in another group of this
-    node, it tells that, too: often the ranks use the two groups in different orders.
+    The message names the ranks that waited and the ranks that they waited for. If the rank to blame
+    waits in another group of this node, the message says so: often the ranks use the two groups in
+    different orders.
     """
 
 
 class Mismatch(CollectiveError):
-    """Ranks called different operations, or one with different counts, dtypes or options."""
+    """Ranks called different operations, or the same with different counts, dtypes or options."""
 
 
 class ProtocolError(CollectiveError):
-    """A rank sent bytes that are no message of this group, or not of this version of pycomm."""
+    """A rank sent bytes that are no message of this group, or of another version of pycomm."""
 
 
 class Aborted(CollectiveError):
@@ -82,11 +83,11 @@ class Aborted(CollectiveError):
 
 
 class NonFinite(PycommError):
-    """A gradient had an infinity or a NaN; raised on every rank, and the group goes on."""
+    """A gradient had an infinity or a NaN. Raised on every rank; the group remains usable."""
 
 
 class GroupUnusable(PycommError):
     """The group is closed, has failed, or belongs to the parent of this forked process.
 
-    What made it fail is raised first: by the operation, by ``Work.wait()``, or by the next call.
+    The original failure is raised first: by the operation, by ``Work.wait()``, or by the next call.
     """

@@ -35,16 +35,16 @@ class LocalWorld:
             sums = world.run(lambda group: pycomm.all_reduce(torch.ones(8), group=group))
 
     Args:
-        size: how many ranks.
-        timeout: seconds, or a timedelta, that a rank may leave the others waiting.
-        staging_bytes: shared memory per rank for tensors that do not lie in the window.
-        max_blocks: the most blocks of threads that a rank's operation may take from a GPU.
-        nodes: how many ranks are on each of several imagined nodes; by default there is one. The
-            bits are those of real nodes.
+        size: the number of ranks.
+        timeout: how long ranks wait for another rank, in seconds or as a timedelta.
+        staging_bytes: shared memory per rank, in bytes, for tensors that are not in the window.
+        max_blocks: the largest number of thread blocks that a rank's operation uses on a GPU.
+        nodes: the number of ranks on each of several emulated nodes; by default there is one node.
+            The bits are those of real nodes.
         hosts: the old name of `nodes`.
 
     Attributes:
-        groups: one :class:`Group` per rank, for callers with threads of their own.
+        groups: one :class:`Group` per rank, for use in threads of your own.
     """
 
     def __init__(
@@ -101,9 +101,9 @@ class LocalWorld:
     def run(self, function: Any, *args: Any) -> list[Any]:
         """Calls ``function(group, *args)`` on a thread per rank; returns the results in rank order.
 
-        When a rank raises, the others raise :class:`pycomm.PeerDied` where they need it, and the
-        first rank's own exception comes out of here. So they do if a rank returns before it has
-        called what they wait for.
+        If a rank raises, the others raise :class:`pycomm.PeerDied` in operations that need it, and
+        this method raises the first rank's own exception. If a rank returns before it has called an
+        operation that others wait for, they raise :class:`pycomm.PeerDied`, too.
         """
         size = len(self.groups)
         results: list[Any] = [None] * size
@@ -129,7 +129,7 @@ class LocalWorld:
             self._watch(ended)
             for thread in threads:
                 thread.join()
-        except BaseException:  # Ctrl-C comes to this thread, not to theirs
+        except BaseException:  # Ctrl-C interrupts this thread, not the ranks' threads
             for group in self.groups:
                 group.abort()
             raise
@@ -138,9 +138,9 @@ class LocalWorld:
         return results
 
     def _watch(self, ended: queue.SimpleQueue[int | None]) -> None:
-        """Until the functions of all ranks have ended: nobody waits for one that has returned."""
+        """Until all functions have ended, ends waits for ranks whose function has returned."""
         cores = [group._core for group in self.groups]
-        seen: list[int | None] = []  # None: it has raised
+        seen: list[int | None] = []  # None: the rank has raised
         while len(seen) < len(self.groups):
             with contextlib.suppress(queue.Empty):
                 seen.append(ended.get(timeout=_LOOK_EVERY if seen else None))

@@ -1,4 +1,4 @@
-"""Where the memory of training goes."""
+"""A report of the memory that training uses."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ MASTERS = ("master_param", "remainder")
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes by kind; ``print`` shows a table.
+    """The memory of training by kind; ``print`` shows a table.
 
     Attributes:
-        elements: of all parameters.
-        bytes: by kind; each storage counts once.
+        elements: the number of elements of all parameters.
+        bytes: the bytes of each kind; each storage counts once.
     """
 
     elements: int
@@ -28,7 +28,7 @@ class MemoryReport:
 
     @property
     def total(self) -> int:
-        """All bytes."""
+        """The bytes of all kinds."""
         return sum(self.bytes.values())
 
     def per_parameter(self, kind: str) -> float:
@@ -67,16 +67,19 @@ def memory_report(
     optimizer: torch.optim.Optimizer,
     communication: Iterable[torch.Tensor] = (),
 ) -> MemoryReport:
-    """Counts what training holds between steps, of any optimizer, on this rank.
+    """Counts the memory that training holds on this rank between steps, with any optimizer.
 
     Args:
-        model: its parameters and buffers, and gradients where there are any or memory is set aside
-            for them. Of a :class:`pycomm.DataParallel` in it also residuals, and its group's
-            staging.
-        optimizer: its states, as they are now: most are made by the first step. If it wraps another
-            optimizer, as ``ZeroRedundancyOptimizer`` does, that one's too.
-        communication: tensors that exchanging gradients needs besides, such as
+        model: counts its parameters, its buffers and its gradients, or the memory reserved for
+            gradients. For a :class:`pycomm.DataParallel` in it, also counts the residuals and the
+            group's staging areas.
+        optimizer: counts its present states; most are made by the first step. If it wraps another
+            optimizer, as ``ZeroRedundancyOptimizer`` does, counts that one's states, too.
+        communication: further tensors that the exchange of gradients needs, such as
             ``comm_state.tensors()`` of a hook.
+
+    Returns:
+        The bytes by kind.
     """
     params = list(model.parameters())
     named = list(_states(optimizer))
@@ -98,7 +101,7 @@ def memory_report(
 
 
 def _states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors of its states, and of optimizers that it wraps, by name."""
+    """All tensors of the optimizer's states, and of optimizers that it wraps, with their names."""
     for state in optimizer.state.values():
         yield from _named("", state)
     for value in vars(optimizer).values():
@@ -107,7 +110,7 @@ def _states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tenso
 
 
 def _named(name: str, value: object) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a state, which may be lists of them: LBFGS keeps its history so."""
+    """The tensors of a state, which may be a list: LBFGS keeps its history in one."""
     if isinstance(value, torch.Tensor):
         yield name, value
     elif isinstance(value, dict):
@@ -119,7 +122,7 @@ def _named(name: str, value: object) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _gradients(params: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Gradients, and flat memory that is kept for them where there are none."""
+    """Gradients, and the flat memory that is reserved for them."""
     for param in params:
         if param.grad is not None:
             yield param.grad
@@ -129,13 +132,13 @@ def _gradients(params: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 class _Storages:
-    """Whole storages, which views of a flat buffer share, padding included: each counts once."""
+    """Counts each storage once, padding included, even if many tensors are views of it."""
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
 
     def add(self, tensors: Iterable[torch.Tensor]) -> int:
-        """Bytes of those that have not been counted yet."""
+        """Bytes of the tensors' storages that have not been counted yet."""
         storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
         new = storages.keys() - self._seen
         self._seen |= new

@@ -1,7 +1,7 @@
-"""torch.ops.pycomm: what torch.compile, opcheck, export and autograd know of the operations.
+"""torch.ops.pycomm: the operations for torch.compile, opcheck, export and autograd.
 
-The kernels are in csrc/bind/ops.cpp, the fake ones here. Operations have no gradient formulas yet,
-so they refuse tensors that require grad. Each takes the name of a group (``group.name``):
+The kernels are in csrc/bind/ops.cpp, the fake kernels here. Operations have no gradient formulas
+yet, so they refuse tensors that require grad. Each takes the name of a group (``group.name``):
 
 - ``all_reduce(tensor, op, algorithm, group) -> Tensor`` and in place ``all_reduce_``
 - ``reduce_scatter_(output, input, op, group)``
@@ -29,14 +29,15 @@ def _all_reduce(tensor: torch.Tensor, op: str, algorithm: str, group: str) -> to
 
 
 def _nothing(*args: object) -> None:
-    """In-place operations change values only."""
+    """The fake kernel of in-place operations, which change values only."""
 
 
 def register_autograd(library: torch.library.Library, name: str) -> None:
-    """Gives an operation an autograd kernel, which raises instead of dropping a gradient.
+    """Gives an operation an autograd kernel that raises an error if a tensor requires grad.
 
-    Without one, autograd goes past an operation: the gradient is None, or, in place, that of a
-    tensor which nothing has happened to. The kernel also tells autograd which tensors have changed.
+    Without it, autograd ignores the operation: the gradient would be None or, for in-place
+    operations, that of the unchanged tensor. The kernel also tells autograd which tensors have
+    changed.
     """
     operation = getattr(torch.ops.pycomm, name).default
     arguments = operation._schema.arguments

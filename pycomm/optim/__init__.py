@@ -1,4 +1,4 @@
-"""Fused optimizers: torch.optim's, each step one pass over the fewest bytes.
+"""Fused optimizers: torch.optim's rules, with each step as one pass over few bytes.
 
 .. code-block:: python
 

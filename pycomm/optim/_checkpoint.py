@@ -1,4 +1,4 @@
-"""States of other optimizers, and of this one in other forms."""
+"""Converts states of other optimizers, and of this one in other forms."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from pycomm.optim import _storage
 from pycomm.optim._storage import MASTER, REMAINDER, State
 from pycomm.optim.flat import Buffers, zeros_for
 
-# What all states have of these optimizers; momentum and the largest second moments may begin later.
+# States that exist from the first step; momentum and the largest second moments may begin later.
 _ALWAYS = ("exp_avg", "exp_avg_sq")
-# Settings of groups that tell kinds of optimizers apart: Adam's, LAMB's, SGD's, NAdam's.
+# Settings of groups that distinguish kinds of optimizers: Adam's, LAMB's, SGD's, NAdam's.
 _TELLING = ("amsgrad", "always_adapt", "nesterov", "momentum_decay")
 
 
 class Sealed:
-    """A parameter's saved state, as it is."""
+    """Wraps a parameter's saved state, so that torch does not convert it."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self.state = state
 
 
 def for_torch(param: torch.Tensor, state: Mapping[str, Any], names: Collection[str]) -> State:
-    """A parameter's state as torch.optim has it."""
+    """A parameter's state in torch.optim's form."""
     kept = [name for name in names if _storage.place_in(state, name) in state]
     made: State = {name: _storage.to_fp32(state, name) for name in kept}
     if "exp_avg" in names:
@@ -38,12 +38,12 @@ def for_torch(param: torch.Tensor, state: Mapping[str, Any], names: Collection[s
 class Adopted:
     """A parameter's saved state, checked and converted to the form that its group asks for.
 
-    Until :meth:`settle`, which cannot fail, nothing that exists has been changed.
+    Nothing that exists changes before :meth:`settle`, which cannot fail.
 
     Args:
         param: the parameter.
         group: its group.
-        saved: its state. Nothing of it is kept.
+        saved: its state. No tensor of it is kept.
         names: the states that the optimizer needs.
 
     Raises:
@@ -76,12 +76,12 @@ class Adopted:
         if master is not None:
             self._state.update(_storage.make_master(param, master))
         elif param.dtype != torch.float32:
-            return  # rounded, as asked for
+            return  # the group asks for rounded weights only
         if _storage.holds_weights(saved):
             self._weights = _storage.joined(param, saved)
 
     def settle(self, buffers: Buffers) -> State:
-        """The state; of a flattened parameter, in its place of an optimizer's buffers."""
+        """The state; for a flattened parameter, in views of the optimizer's buffers."""
         flat = _storage.buffers_for(self.param, self._states, buffers)
         for name, tensor in self._state.items():
             if tensor.shape == self.param.shape and name != "step":
@@ -96,7 +96,7 @@ class Adopted:
 def check_groups(
     optimizer: str, defaults: Mapping[str, Any], groups: Iterable[Mapping[str, Any]]
 ) -> None:
-    """Refuses a checkpoint of another kind of optimizer, whose states may have the same names.
+    """Checks that a checkpoint is of this kind of optimizer; state names alone do not tell.
 
     Raises:
         ValueError: its groups have settings that this kind does not know.
@@ -113,7 +113,7 @@ def check_groups(
 def checked(
     param: torch.Tensor, saved: Mapping[str, Any], names: tuple[str, ...]
 ) -> Mapping[str, Any]:
-    """A saved state, named as here.
+    """Checks a saved state, and returns it with pycomm's names.
 
     Raises:
         ValueError: it is of another kind of optimizer or parameter.
@@ -180,7 +180,7 @@ def _adopt_state(
     if stored is None:
         return _storage.make_state(param, name, dtype)
     coded = stored.dtype == torch.uint8
-    if coded and stored.stride() != param.stride():  # blocks of another order
+    if coded and stored.stride() != param.stride():  # its blocks are in another order
         return _storage.from_fp32(_like(param, _storage.to_fp32(saved, name)), name, dtype)
     kept = _like(param, stored)
     same: State = {place: kept}
@@ -193,5 +193,5 @@ def _adopt_state(
 
 
 def _like(param: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
-    """A copy in the parameter's place and order of elements."""
+    """A copy on the parameter's device and in its order of elements."""
     return torch.empty_like(param, dtype=stored.dtype).copy_(stored)

@@ -1,4 +1,4 @@
-"""Parameters that someone else writes into between steps, beside which weights are kept."""
+"""Tracks writes to parameters between steps, for parameters with weights of higher precision."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from pycomm.optim._storage import MASTER, REMAINDER, is_rounded
 
 
 class Edits:
-    """Makes what is written into a parameter count.
+    """Applies writes to a parameter to its master weights or remainders.
 
-    torch counts the writes to a tensor, but not those through ``.data``. Masters are compared with
-    their parameter if there may have been any, and follow where it differs. Of remainders nobody
-    can tell which ones still belong: all of the parameter's are dropped.
+    torch counts the writes to a tensor, but not those through ``.data``. If there may have been
+    any, masters are compared with their parameter, and elements that differ are replaced. With
+    remainders, changed elements cannot be found, so the parameter's remainders are all dropped.
     """
 
     def __init__(self) -> None:
-        # Writes so far and address of each parameter, after its last step.
+        # Each parameter's count of writes and its address, after its last step.
         self._seen: dict[torch.Tensor, tuple[int, int]] = {}
 
     def note(self, params: Iterable[torch.Tensor]) -> None:
-        """Parameters are what their states were made or written for."""
+        """Records that the parameters agree with their states."""
         for param in params:
             self._seen[param] = param._version, param.data_ptr()
 
     def take(self, param: torch.Tensor, state: Mapping[str, Any]) -> None:
-        """Adapts the state to what has been written into its parameter.
+        """Adapts the state to writes to its parameter.
 
-        A state that has just been loaded is that of the parameters at the first step, in whichever
-        order model and optimizer are restored.
+        A state that has just been loaded counts as that of the parameters at the first step, so
+        model and optimizer can be restored in either order.
         """
         before, now = self._seen.get(param), (param._version, param.data_ptr())
-        # A graph would do the same again in every replay.
+        # In a capture, the graph would repeat this in every replay.
         if before == now or param.dtype == torch.float32 or is_capturing(param.device):
             return
         if MASTER in state and state[MASTER].shape == param.shape:

@@ -1,4 +1,4 @@
-"""What runs the steps of an optimizer: this process, or a CUDA device."""
+"""Executors of optimizer steps: on this process's threads, or on a CUDA device."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from pycomm import _C
 from pycomm.optim._options import Group
 
-# A group and its segments, as words.
+# A group and its segments, as integers.
 Table = tuple[Group, "array[int]"]
-# Addresses of the gradients' scale, of whether one is not finite, and of the factor that clips
-# them; 0 for what there is not.
+# Addresses of the gradients' scale, of the flag that one is not finite, and of the factor that clips
+# them; 0 for a missing one.
 Control = tuple[int, int, int]
 
-WORDS = 13  # of a segment: struct Segment of csrc/core/optim/segment.h
+WORDS = 13  # in a segment: struct Segment of csrc/core/optim/segment.h
 
 
 class OnCpu:
@@ -25,11 +25,11 @@ class OnCpu:
         self._tables = tables
 
     def scalar(self) -> torch.Tensor:
-        """Room for a number that a survey finds."""
+        """Memory for a number that grad_norm() fills in."""
         return torch.zeros(())
 
     def grad_norm(self, control: Control, max_norm: float, sets_found: bool) -> torch.Tensor:  # noqa: ARG002
-        """The norm of all gradients together; fills in the control."""
+        """The norm of all gradients together; also fills in what `control` points to."""
         norm = _C.optimizer_grad_norm(_joined(self._tables), *control, max_norm)
         return torch.tensor(norm, dtype=torch.float64)
 
@@ -45,8 +45,8 @@ class OnCpu:
 class OnCuda:
     """Steps on a device, on one stream, without ever waiting for it.
 
-    The segments of all groups stand in a table in device memory, which is written to as far as it
-    has changed since the last step.
+    A table in device memory holds the segments of all groups. Before each step, only the entries
+    that have changed since the last step are written.
     """
 
     def __init__(self, device: torch.device, stream: int) -> None:
@@ -57,7 +57,7 @@ class OnCuda:
         self._tables: list[Table] = []
 
     def hold(self, tables: list[Table]) -> None:
-        """Gets ready for a step of these tables."""
+        """Prepares for a step of these tables."""
         self._tables = tables
         size = self._table.set(_joined(tables))
         if self._memory.numel() < size:
@@ -65,11 +65,11 @@ class OnCuda:
         self._table.upload(self._memory.data_ptr(), self._device.index, self.stream)
 
     def scalar(self) -> torch.Tensor:
-        """Room for a number that a survey finds."""
+        """Memory for a number that grad_norm() fills in."""
         return torch.empty((), device=self._device)
 
     def grad_norm(self, control: Control, max_norm: float, sets_found: bool) -> torch.Tensor:
-        """The norm of all gradients together; fills in the control."""
+        """The norm of all gradients together; also fills in what `control` points to."""
         norm = torch.empty((), dtype=torch.float64, device=self._device)
         self._table.grad_norm(*control, max_norm, sets_found, norm.data_ptr())
         return norm
@@ -104,19 +104,19 @@ class OnCuda:
 
 
 def executor(device: torch.device, tables: list[Table], last: OnCuda | None) -> OnCpu | OnCuda:
-    """What steps these tables; `last`: the one of the last step, to be used again if possible."""
+    """The executor for these tables. `last`, of the last step, is used again if possible."""
     if device.type == "cpu":
         return OnCpu(tables)
     stream = torch.cuda.current_stream(device).cuda_stream
     if last is None or last.stream != stream or is_capturing(device):
-        # A captured graph writes its own table when it is replayed: no later step can change that.
+        # A captured graph writes its own table in each replay, which no later step can change.
         last = OnCuda(device, stream)
     last.hold(tables)
     return last
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether the current stream of a device becomes a graph."""
+    """True if the current stream of a device is being captured."""
     if device.type != "cuda":
         return False
     with torch.cuda.device(device):

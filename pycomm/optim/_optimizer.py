@@ -1,4 +1,4 @@
-"""What all fused optimizers share: options, states, checkpoints, and the step itself."""
+"""The base of all fused optimizers: options, states, checkpoints, and the step itself."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     Attributes:
         max_norm: bound of the norm of all gradients together, or None.
-        grad_norm: of the last step with `max_norm`, before clipping: a float64 tensor.
+        grad_norm: the norm before clipping in the last step with `max_norm`: a float64 scalar
+            tensor.
     """
 
-    # torch.amp.GradScaler hands over its scale and what it found, as `grad_scale` and `found_inf`.
+    # torch.amp.GradScaler passes its scale and its finding in `grad_scale` and `found_inf`.
     _step_supports_amp_scaling = True
 
     grad_norm: torch.Tensor | None = None
@@ -43,14 +44,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._edits = Edits()
         super().__init__(params, {**defaults, **own})
 
-    # What an optimizer is.
+    # Defined by each optimizer.
 
     def _state_names(self, group: Group) -> tuple[str, ...]:
-        """The states of a parameter, in the order of the arithmetic."""
+        """The names of a parameter's states, in the order of the rule's arguments."""
         raise NotImplementedError
 
     def _own_settings(self, group: Group) -> dict[str, Any]:
-        """What the extension must know of a group beyond what all optimizers have."""
+        """The group's settings for the extension, apart from those of all optimizers."""
         raise NotImplementedError
 
     def _settings(self, group: Group, lr: float) -> _C.OptimizerSettings:
@@ -88,11 +89,19 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _check_options(self, group: Group) -> None:
         _options.check_options(group, any(map(_storage.squares, self._state_names(group))))
 
-    # Weights of higher precision, for whoever changes them between steps.
+    # Full-precision weights, for callers that change weights between steps.
 
     @torch.no_grad()
     def full_weights(self, param: torch.Tensor) -> torch.Tensor:
-        """A parameter's weights: fp32 where there is more of them beside it, else the parameter."""
+        """A parameter's weights at full precision.
+
+        Args:
+            param: a parameter of this optimizer.
+
+        Returns:
+            An fp32 tensor if the parameter has master weights or a remainder, otherwise the
+            parameter itself, detached.
+        """
         state = self.state.get(param, {})
         if not _storage.holds_weights(state):
             return param.detach()
@@ -101,25 +110,30 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def set_full_weights(self, param: torch.Tensor, weights: torch.Tensor) -> None:
-        """Makes a parameter and what stands beside it equal `weights`, in place."""
+        """Sets a parameter, and its master weights or remainder, to `weights`, in place.
+
+        Args:
+            param: a parameter of this optimizer.
+            weights: fp32, of the parameter's shape.
+        """
         _storage.write_weights(param, self.state.get(param, {}), weights)
         self._edits.note([param])
 
     # Checkpoints.
 
     def state_dict(self, *, format: str = "pycomm") -> dict[str, Any]:  # noqa: A002
-        """A checkpoint.
+        """Returns a checkpoint.
 
         Args:
-            format: ``"pycomm"`` keeps everything bit for bit. ``"torch"`` is for torch.optim:
-                states in fp32, options of pycomm left out, and weights of higher precision
-                joined, as ``master_param``.
+            format: ``"pycomm"`` keeps everything bit for bit. ``"torch"`` is for torch.optim: it
+                has states in fp32, full-precision weights as ``master_param``, and no options of
+                pycomm.
         """
         self._take_edits()
         state_dict = super().state_dict()
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             if saved.get("capturable") and all(param.is_cpu for param in group["params"]):
-                saved["capturable"] = False  # which is all that torch.optim takes on the CPU
+                saved["capturable"] = False  # torch.optim accepts nothing else on the CPU
         if format == "pycomm":
             return state_dict
         if format != "torch":
@@ -137,10 +151,10 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @not_compiled
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a checkpoint of this class or of torch's, apex' or TransformerEngine's.
+        """Loads a checkpoint of this class, or of the class in torch, apex or TransformerEngine.
 
-        States take the form that this optimizer was made for. Weights of higher precision come from
-        the checkpoint or, without any there, from the parameters.
+        States are converted to the form of this optimizer. Full-precision weights come from the
+        checkpoint or, if it has none, from the parameters.
 
         Raises:
             ValueError: the checkpoint is of another kind of optimizer, or of other parameters.
@@ -151,7 +165,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
         _checkpoint.check_groups(type(self).__name__, self.defaults, state_dict["param_groups"])
-        # torch casts states to the parameter's type, which would ruin them: it sees none.
+        # torch would cast states to the parameter's type, which ruins them, so hide them from it.
         sealed = {key: _checkpoint.Sealed(value) for key, value in state_dict["state"].items()}
         self._optimizer_load_state_dict_pre_hooks = OrderedDict()
         try:
@@ -163,18 +177,18 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._optimizer_load_state_dict_pre_hooks = hooks
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickling and copying."""
+        """Returns the state for pickling and copying."""
         self._take_edits()
         return {**super().__getstate__(), "max_norm": self.max_norm}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Also what :meth:`load_state_dict` ends with."""
+        """Restores the state; :meth:`load_state_dict` calls this, too."""
         self._buffers = getattr(self, "_buffers", Buffers())
         self._edits = Edits()
         groups = getattr(self, "param_groups", ())
         own = [{key: group[key] for key in _options.DEFAULTS} for group in groups]
         super().__setstate__(state)
-        self.defaults.pop("differentiable", None)  # torch's own steps look for it
+        self.defaults.pop("differentiable", None)  # torch has added it for its own steps
         for number, group in enumerate(self.param_groups):
             if own:
                 group.update(own[number])
@@ -184,7 +198,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._unseal()
 
     def _unseal(self) -> None:
-        """Adopts states that are being loaded: all, or none if one is refused."""
+        """Adopts the states that are being loaded: all, or none if one is refused."""
         sealed = {
             key: s.state for key, s in self.state.items() if isinstance(s, _checkpoint.Sealed)
         }
@@ -197,7 +211,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                     loaded.append(_checkpoint.Adopted(param, group, saved, names))
         for adopted in loaded:
             self.state[adopted.param] = adopted.settle(self._buffers)
-        self.state.update(sealed)  # what belongs to no parameter
+        self.state.update(sealed)  # states that belong to no parameter
 
     @torch.no_grad()
     def _take_edits(self) -> None:
@@ -208,10 +222,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     # The step.
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; see :meth:`torch.optim.Optimizer.step`.
+        """Takes one step; see :meth:`torch.optim.Optimizer.step`.
 
-        Gradients are divided by the tensor ``grad_scale`` where that attribute is set. Where a
-        tensor ``found_inf`` is set and not zero, nothing happens at all.
+        If the attribute ``grad_scale`` is set, gradients are divided by this tensor. If the
+        attribute ``found_inf`` is set to a tensor that is not zero, the step changes nothing.
         """
         loss = None
         if closure is not None:
@@ -230,7 +244,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         steps = _executors.executor(device, tables, self._on_cuda)
         if isinstance(steps, OnCuda) and not _executors.is_capturing(device):
             self._on_cuda = steps
-        # All that can raise comes before the first group changes.
+        # Everything that can raise comes before the first group changes.
         _options.check_max_norm(self.max_norm)
         settings = [self._settings(group, steps.rate(group["lr"])) for group, _ in tables]
         scale, found = _scalar(self, "grad_scale", device), _scalar(self, "found_inf", device)
@@ -250,7 +264,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         del keep
 
     def _tables(self) -> tuple[list[Table], list[torch.Tensor], list[torch.Tensor]]:
-        """Each group's table, their parameters, and gradients that must live until the end."""
+        """Each group's table, all their parameters, and gradients to keep alive during the step."""
         tables, params, keep, stream = [], [], [], 0
         for group in self.param_groups:
             names, table = self._state_names(group), array("q")
@@ -277,14 +291,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         return tables, params, keep
 
     def _follow(self, param: torch.Tensor, group: Group, names: tuple[str, ...]) -> None:
-        """Converts states to what their parameter has become, or refuses it."""
+        """Converts a parameter's states after the parameter has changed, or raises."""
         _options.check_param(type(self).__name__, param)
         self._check_options(group)
         state = _checkpoint.checked(param, self.state[param], names)
         adopted = _checkpoint.Adopted(param, group, state, names)
         self.state[param] = adopted.settle(self._buffers)
         if "momentum_buffer" in names and "momentum_buffer" not in state:
-            self.state[param]["step"].zero_()  # it begins with the gradient
+            self.state[param]["step"].zero_()  # the momentum begins with the gradient
 
     def _init_state(self, param: torch.Tensor, group: Group, state: State) -> None:
         _options.check_param(type(self).__name__, param)

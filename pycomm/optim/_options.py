@@ -1,4 +1,4 @@
-"""Options of fused optimizers, and what is refused of them and of parameters."""
+"""Options of fused optimizers, and checks of options and parameters."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from pycomm.optim import _storage
 
 Group = dict[str, Any]
 
-# Known to have memory of their own without another look.
+# Types that need no further check that they have memory of their own.
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Options(TypedDict, total=False):
-    """What every fused optimizer takes besides its own arguments.
+    """Options that every fused optimizer accepts besides its own arguments.
 
     Attributes:
-        master_weights: for 16-bit parameters. ``"fp32"`` keeps fp32 weights beside them,
-            ``"remainder"`` the 16 bits that a bf16 parameter lacks, which is as exact. By default
-            None: the parameters are all there is. An fp32 parameter has nothing beside it, until
-            the model becomes a 16-bit one; ``"remainder"`` for fp32 parameters only is a
-            ValueError.
-        states: ``"fp32"`` (the default), ``"bf16"``, ``"fp16"`` (of second moments the square
+        master_weights: for 16-bit parameters. ``"fp32"`` keeps fp32 weights beside them.
+            ``"remainder"`` keeps the 16 bits that a bf16 parameter lacks of its fp32 weight, which
+            is as exact. None (the default) keeps nothing but the parameters. An fp32 parameter
+            needs neither, until the model becomes a 16-bit one; ``"remainder"`` raises ValueError
+            if all parameters are fp32.
+        states: ``"fp32"`` (the default), ``"bf16"``, ``"fp16"`` (second moments as their square
             roots) or ``"8bit"`` (blocks of 256; tensors below 4,096 elements keep fp32).
-        stochastic_rounding: of bf16 parameters without master weights. Second moments in less than
-            fp32 are always rounded so.
-        seed: of the random bits, which depend on the parameter, the element and the step alone.
+        stochastic_rounding: round bf16 parameters without master weights stochastically. Second
+            moments in less than fp32 are always rounded stochastically.
+        seed: the seed of the random bits, which depend only on the seed, the parameter, the element
+            and the step.
         max_norm: clips the norm of all gradients together, as
-            :func:`torch.nn.utils.clip_grad_norm_` does, without a pass of its own over them.
+            :func:`torch.nn.utils.clip_grad_norm_` does, but does not write them.
     """
 
     master_weights: str | None
@@ -41,12 +42,12 @@ class Options(TypedDict, total=False):
     max_norm: float | None
 
 
-# Those that belong to a group. A checkpoint does not change them: it is converted to them.
+# The options of a group. A checkpoint does not change them; its states are converted to them.
 DEFAULTS = {"master_weights": None, "states": "fp32", "stochastic_rounding": False, "seed": 0}
 
 
 def with_defaults(optimizer: str, options: Options) -> tuple[Group, float | None]:
-    """The options of groups, and `max_norm`."""
+    """The options of groups with defaults filled in, and `max_norm`."""
     for name in options:
         if name not in Options.__annotations__:
             raise TypeError(f"{optimizer}() got an unexpected keyword argument {name!r}")
@@ -59,13 +60,13 @@ def with_defaults(optimizer: str, options: Options) -> tuple[Group, float | None
 
 
 def check_max_norm(max_norm: float | None) -> None:
-    """Refuses bounds that would turn gradients around."""
+    """Raises ValueError for bounds that are not positive, which would flip gradients."""
     if max_norm is not None and not max_norm > 0:
         raise ValueError(f"max_norm must be above 0, got {max_norm}")
 
 
 def check_torch_flags(flags: Group) -> None:
-    """Refuses what torch's implementations can do and a fused step cannot."""
+    """Raises ValueError for flags of torch that a fused step does not support."""
     for name, allowed in (("foreach", (None, False)), ("fused", (None, True))):
         if flags.get(name) not in allowed:
             raise ValueError(f"{name}={flags[name]} is not supported: the step is always fused")
@@ -74,7 +75,7 @@ def check_torch_flags(flags: Group) -> None:
 
 
 def check_rates(lr: float | torch.Tensor, **rates: float) -> None:
-    """Refuses what torch refuses."""
+    """Raises ValueError for the values that torch's optimizers refuse, too."""
     if isinstance(lr, torch.Tensor) and lr.numel() != 1:
         raise ValueError("lr must have one element where it is a tensor")
     for name, value in {"lr": float(lr), **rates}.items():
@@ -83,7 +84,7 @@ def check_rates(lr: float | torch.Tensor, **rates: float) -> None:
 
 
 def check_betas(betas: Iterable[float | torch.Tensor]) -> tuple[float, float]:
-    """The two as floats."""
+    """Checks the two betas and returns them as floats."""
     given = tuple(betas)
     if len({isinstance(beta, torch.Tensor) for beta in given}) > 1:
         raise ValueError(f"betas must be two numbers or two tensors, got {given}")
@@ -95,13 +96,13 @@ def check_betas(betas: Iterable[float | torch.Tensor]) -> tuple[float, float]:
 
 
 def check_plain(optimizer: str, tensor: torch.Tensor) -> None:
-    """Refuses tensors whose elements lie in others."""
+    """Raises TypeError for wrapper subclasses, which store their elements in other tensors."""
     if is_traceable_wrapper_subclass(tensor):
         raise TypeError(f"{optimizer} takes plain tensors, got a {type(tensor).__name__}")
 
 
 def check_param(optimizer: str, param: torch.Tensor) -> None:
-    """Refuses parameters that no step can be made for."""
+    """Raises an error for parameters that a fused step cannot update."""
     shape = f"a parameter of shape {tuple(param.shape)}"
     check_plain(optimizer, param)
     if param.dtype not in _storage.FLOATS:
@@ -120,7 +121,7 @@ def check_param(optimizer: str, param: torch.Tensor) -> None:
 
 
 def check_groups(optimizer: str, groups: Iterable[Group]) -> None:
-    """Refuses parameters on several devices, or twice."""
+    """Raises ValueError if a parameter occurs twice or parameters lie on several devices."""
     params = [param for group in groups for param in group["params"]]
     if len(set(params)) < len(params):
         raise ValueError(f"{optimizer} takes each parameter once, got one more than once")
@@ -140,7 +141,7 @@ def one_device(optimizer: str, params: Iterable[torch.Tensor]) -> torch.device:
 
 
 def check_remainder(group: Group) -> None:
-    """Refuses remainders for a group in which no parameter lacks any bits."""
+    """Raises ValueError for remainders in a group of fp32 parameters, which need none."""
     dtypes = {param.dtype for param in group["params"]}
     if group["master_weights"] == "remainder" and dtypes == {torch.float32}:
         raise ValueError(
@@ -150,7 +151,7 @@ def check_remainder(group: Group) -> None:
 
 
 def check_options(group: Group, has_squares: bool) -> None:
-    """Refuses options that contradict each other or the group's parameters."""
+    """Raises ValueError for options that contradict each other or the group's parameters."""
     master, states = group["master_weights"], group["states"]
     dtypes = {param.dtype for param in group["params"]}
     if master not in _storage.MASTERS:
@@ -174,13 +175,13 @@ def check_options(group: Group, has_squares: bool) -> None:
 
 
 def usable_grad(optimizer: str, param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """The gradient in the parameter's order of elements."""
+    """Checks a gradient; returns it, copied if necessary to the parameter's element order."""
     if type(param) not in _PLAIN or type(grad) not in _PLAIN:  # either may have been exchanged
         check_plain(optimizer, param)
         check_plain(optimizer, grad)
     if grad.layout != torch.strided:
         raise RuntimeError(f"{optimizer} does not support sparse gradients")
-    # Numbers, which are quicker to compare than devices.
+    # Device numbers are quicker to compare than devices.
     if grad.get_device() != param.get_device() or not (grad.is_cpu or grad.is_cuda):
         raise ValueError(
             f"{optimizer} runs on the CPU and CUDA, got a gradient on {grad.device} of a parameter "

@@ -1,4 +1,4 @@
-"""How weights and states lie in memory, and the words that tell the extension."""
+"""How weights and states are stored, and their descriptions for the extension."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pycomm.optim.flat import Buffers, zeros_for
 State = dict[str, Any]
 
 BLOCK = 256  # elements of an 8-bit state that share a scale
-SMALL = 4096  # tensors with fewer elements keep fp32 where 8 bits are asked for
+SMALL = 4096  # tensors with fewer elements keep fp32 even if the group asks for 8 bits
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 STATES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "8bit": torch.uint8}
 MASTERS = (None, "fp32", "remainder")
@@ -30,14 +30,14 @@ _MASTER_KINDS = {
 
 
 def scale_name(name: str) -> str:
-    """Where a state in 8 bits keeps the largest magnitudes of its blocks."""
+    """The name under which an 8-bit state stores the largest magnitudes of its blocks."""
     return f"{name}_absmax"
 
 
 def place_of(name: str, dtype: torch.dtype) -> str:
-    """Under which name a state of a type is kept.
+    """The name under which a state of this type is stored.
 
-    Codes and the roots of second moments are no values: torch.optim must not take them for some.
+    Codes and roots have other names than the moments, so that torch.optim cannot mistake them.
     """
     if dtype == torch.uint8:
         return f"{name}_code"
@@ -45,36 +45,39 @@ def place_of(name: str, dtype: torch.dtype) -> str:
 
 
 def place_in(state: Mapping[str, Any], name: str) -> str:
-    """Under which name a state is kept there, if it is."""
+    """The name under which `state` stores this state; `name` itself if it does not."""
     return next((name + end for end in ("", "_root", "_code") if name + end in state), name)
 
 
 def wanted_dtype(param: torch.Tensor, states: str) -> torch.dtype:
-    """In which type a group's option stores the states of a parameter."""
+    """The type in which a parameter's states are stored under the option `states`."""
     if states == "8bit" and param.numel() < SMALL:
         return torch.float32
     return STATES[states]
 
 
 def buffers_for(param: torch.Tensor, states: str, buffers: Buffers) -> Buffers | None:
-    """Where a parameter's states may lie: the few of another type would need buffers as long."""
+    """The buffers for a parameter's states; None if their type differs from the option's.
+
+    Buffers are as long as all parameters together, too long for a few small states.
+    """
     return buffers if wanted_dtype(param, states) == STATES[states] else None
 
 
 def master_beside(param: torch.Tensor, master: str | None) -> str | None:
-    """What of a group's `master_weights` stands beside a parameter."""
+    """The kind of master weights that a parameter needs; None for fp32 parameters."""
     return master if param.dtype != torch.float32 else None
 
 
 def blocks_of(param: torch.Tensor) -> int:
-    """How many blocks of a parameter's state in 8 bits have a scale."""
+    """The number of blocks in a parameter's 8-bit state."""
     return -(-param.numel() // BLOCK)
 
 
 def make_state(
     param: torch.Tensor, name: str, dtype: torch.dtype, buffers: Buffers | None = None
 ) -> State:
-    """A state of zeros, in an optimizer's buffers where the parameter is flattened."""
+    """A state of zeros, in the optimizer's buffers if the parameter is flattened."""
     place = place_of(name, dtype)
     state: State = {place: zeros_for(buffers, param, place, dtype)}
     if dtype == torch.uint8:
@@ -83,14 +86,14 @@ def make_state(
 
 
 def make_master(param: torch.Tensor, master: str, buffers: Buffers | None = None) -> State:
-    """Weights of higher precision that equal the parameter."""
+    """Master weights or a remainder that equal the parameter."""
     if master == "fp32":
         return {MASTER: zeros_for(buffers, param, MASTER, torch.float32).copy_(param.detach())}
     return {REMAINDER: zeros_for(buffers, param, REMAINDER, torch.int16)}
 
 
 def to_fp32(state: Mapping[str, Any], name: str) -> torch.Tensor:
-    """A state's values."""
+    """A state's values in fp32."""
     place = place_in(state, name)
     stored: torch.Tensor = state[place]
     if place == name:
@@ -107,7 +110,7 @@ def to_fp32(state: Mapping[str, Any], name: str) -> torch.Tensor:
 
 
 def from_fp32(values: torch.Tensor, name: str, dtype: torch.dtype) -> State:
-    """A state with these values."""
+    """A state of this type with these values."""
     place = place_of(name, dtype)
     if place == name:
         return {name: values.to(dtype)}
@@ -125,19 +128,19 @@ def from_fp32(values: torch.Tensor, name: str, dtype: torch.dtype) -> State:
 
 
 def squares(name: str) -> bool:
-    """Whether a state holds second moments, which have a code of their own."""
+    """True if a state holds second moments, which have a code of their own."""
     return name.endswith("_sq")
 
 
 def holds_weights(state: Mapping[str, Any]) -> bool:
-    """Whether there is more of the weights in a state than in the parameter."""
+    """True if a state has master weights or a remainder."""
     return MASTER in state or REMAINDER in state
 
 
 def joined(param: torch.Tensor, state: Mapping[str, Any]) -> torch.Tensor:
-    """The weights of a parameter in fp32, with all that is known of them.
+    """The weights of a parameter in fp32, at full precision.
 
-    A parameter that has become fp32 counts where it is not what they were rounded to.
+    If the parameter has become fp32, its elements count if they are not the rounded weights.
     """
     own = param.detach().float()
     if MASTER in state:
@@ -156,13 +159,13 @@ def joined(param: torch.Tensor, state: Mapping[str, Any]) -> torch.Tensor:
 
 
 def is_rounded(own: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Which elements are those weights rounded to a type, whichever way ties go."""
+    """A mask of the elements that equal the weights rounded to a type, with ties either way."""
     same = own == weights.to(dtype)
     return same | (own == split(weights)[0]) if dtype == torch.bfloat16 else same
 
 
 def split(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A bf16 parameter and its remainder, from fp32 weights."""
+    """Splits fp32 weights into a bf16 parameter and its remainder."""
     bits = weights.view(torch.int32)
     nan = weights.isnan()
     high = ((bits + 0x8000) >> 16).to(torch.int16).masked_fill(nan, 0x7FC0)
@@ -170,9 +173,9 @@ def split(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def write_weights(param: torch.Tensor, state: Mapping[str, Any], weights: torch.Tensor) -> None:
-    """Writes fp32 weights to a parameter and what it has beside it, where they lie.
+    """Writes fp32 weights in place to a parameter and to its master weights or remainder.
 
-    A bf16 parameter with something beside it is rounded as by a step.
+    A bf16 parameter with either of them is rounded as a step rounds it.
     """
     rounded = weights
     if param.dtype == torch.bfloat16 and (MASTER in state or REMAINDER in state):
@@ -185,7 +188,7 @@ def write_weights(param: torch.Tensor, state: Mapping[str, Any], weights: torch.
 
 
 class ChangedError(Exception):
-    """A parameter is not what its states were made for."""
+    """A parameter has changed since its states were made."""
 
 
 def segment(
@@ -196,19 +199,19 @@ def segment(
     group: Mapping[str, Any],
     stream: int,
 ) -> list[int]:
-    """The words of a parameter: struct Segment of csrc/core/optim/segment.h.
+    """A parameter's segment as integers: struct Segment of csrc/core/optim/segment.h.
 
     Raises:
-        ChangedError: the parameter is not dense, or states are missing, or not of its device, shape
-            and order and of the types that its group asks for.
+        ChangedError: the parameter is not dense, or a state is missing or has the wrong device,
+            shape, strides or type.
         ValueError: parameter or gradient have lost their memory.
     """
-    # Hundreds of parameters go through here in every step.
+    # This runs for hundreds of parameters in every step, so it is kept fast.
     shape, stride, count = param.shape, param.stride(), param.numel()
     step, dtype = state["step"], wanted_dtype(param, group["states"])
     if step.get_device() != param.get_device() or step.dtype != torch.float32:
         raise ChangedError
-    # Without states that are known to be dense, there is nothing that strides could be compared to.
+    # Without states, which are dense, there are no strides to compare with.
     if not names and not param.is_contiguous() and dense_strides(param) != stride:
         raise ChangedError
     words = [param.data_ptr(), grad.data_ptr(), 0, 0, 0, 0, 0, 0, 0]

@@ -15,19 +15,18 @@ class FusedAdam(FusedOptimizer):
     """torch.optim.Adam in one pass.
 
     Args:
-        params: as for :class:`torch.optim.Adam`, as are `lr`, `betas`, `eps`, `weight_decay`,
-            `amsgrad`, `maximize` and `decoupled_weight_decay`.
+        params: parameters or groups of them, as for :class:`torch.optim.Adam`.
         lr: learning rate, a number or a tensor.
-        betas: of the first and the second moment.
+        betas: decay rates of the first and the second moment.
         eps: added to the divisor.
         weight_decay: L2 penalty.
         amsgrad: divide by the largest second moment so far.
-        foreach: only None or False.
-        maximize: follow the gradient upwards.
-        capturable: accepted; every step is.
-        differentiable: only False.
-        fused: only None or True.
-        decoupled_weight_decay: AdamW's.
+        foreach: must be None or False.
+        maximize: maximize the loss instead of minimizing it.
+        capturable: accepted and ignored; every step can be captured.
+        differentiable: must be False.
+        fused: must be None or True.
+        decoupled_weight_decay: decay weights as AdamW does.
         options: see :class:`Options`.
     """
 
@@ -97,7 +96,7 @@ class FusedAdamW(FusedAdam):
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """As :class:`torch.optim.AdamW`, whatever the checkpoint says."""
+        """Restores the state, always with decoupled weight decay, as torch's AdamW does."""
         super().__setstate__(state)
         for group in self.param_groups:
             group["decoupled_weight_decay"] = True

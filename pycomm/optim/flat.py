@@ -12,13 +12,15 @@ from pycomm._training.flat import Layout, Piece, home_of, place_of
 from pycomm._training.parameters import dense_strides
 from pycomm._training.zeros import zeros, zeros_like
 
-# An optimizer's, by the piece whose places they have, the state's name and its type. They end with
-# the piece: a model that is moved and flattened again has new ones.
+# An optimizer's state buffers, by the piece whose layout they share, the state's name and its type.
+# They live as long as the piece: a model that is moved and flattened again gets new ones.
 Buffers = weakref.WeakKeyDictionary[Piece, dict[tuple[str, torch.dtype], torch.Tensor]]
 
 
 class FlatParameters:
-    """Flat buffers: a pair for every type and device, of a wrapped module the wrapper's.
+    """Flat buffers: a pair of them (parameters, gradients) for every type and device.
+
+    For a wrapped module these are the wrapper's buffers.
 
     Attributes:
         padding: the share of the buffers that these parameters do not use.
@@ -31,29 +33,33 @@ class FlatParameters:
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """Of parameters."""
+        """The buffers of parameters."""
         return [piece.parameters for piece in self._pieces if piece.parameters is not None]
 
     @property
     def gradients(self) -> list[torch.Tensor]:
-        """Of gradients, at the same offsets; undefined where a parameter's is None."""
+        """The buffers of gradients, at the same offsets; undefined where a gradient is None."""
         return [piece.gradients for piece in self._pieces]
 
 
 def flatten(params: Iterable[torch.Tensor]) -> FlatParameters:
-    """Moves parameters into flat buffers; the model that holds them does not notice.
+    """Moves parameters into flat buffers. The parameter objects stay the same.
 
-    Gradients lie at the same offsets of buffers of their own, and so do states of optimizers made
-    afterwards. Where a :class:`pycomm.DataParallel` keeps gradients, in the shared window, they
-    stay, and parameters follow their order. What does not require grad stays where it is.
+    Gradients lie at the same offsets of buffers of their own, and so do the states of optimizers
+    that are made afterwards. If a :class:`pycomm.DataParallel` keeps the gradients in the window,
+    they stay there, and parameters follow their order. Parameters that do not require grad stay
+    where they are.
 
     Args:
         params: parameters of any types and devices, such as ``model.parameters()``.
 
+    Returns:
+        The buffers.
+
     Raises:
-        TypeError: `params` are no tensors.
-        ValueError: one of them is no leaf, not dense, flattened already, or shares memory with
-            another.
+        TypeError: `params` are not tensors.
+        ValueError: one of them is not a leaf, is not dense, has been flattened already, or shares
+            memory with another.
     """
     found = _checked(params)
     new = Layout([param for param in found if place_of(param) is None], zeros)
@@ -68,7 +74,7 @@ def flatten(params: Iterable[torch.Tensor]) -> FlatParameters:
 def zeros_for(
     buffers: Buffers | None, param: torch.Tensor, name: str, dtype: torch.dtype
 ) -> torch.Tensor:
-    """A state of zeros; of a flattened parameter, in its place of an optimizer's buffers."""
+    """A state of zeros; for a flattened parameter, a view of the optimizer's buffer."""
     home = home_of(param)
     if buffers is None or home is None:
         return zeros_like(param, dtype)
@@ -79,7 +85,7 @@ def zeros_for(
 
 
 def _checked(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Those that get gradients, each once."""
+    """Checks the parameters, and returns those that require gradients, each once."""
     if isinstance(params, torch.Tensor):
         raise TypeError("params must be tensors, such as model.parameters(), got a single one")
     found = list(dict.fromkeys(params))

@@ -17,12 +17,12 @@ class FusedLAMB(FusedOptimizer):
     Args:
         params: parameters or groups of them.
         lr: learning rate, a number or a tensor.
-        betas: of the first and the second moment.
+        betas: decay rates of the first and the second moment.
         eps: added to the divisor.
-        weight_decay: decoupled, and part of what the step's size is measured by.
-        always_adapt: scale steps by the norm of the weights also where `weight_decay` is 0 (biases
-            and norms, usually).
-        maximize: follow the gradient upwards.
+        weight_decay: decoupled weight decay; it counts in the norm of the step.
+        always_adapt: scale steps by the norm of the weights even if `weight_decay` is 0 (usually
+            for biases and norms).
+        maximize: maximize the loss instead of minimizing it.
         options: see :class:`Options`.
     """
 

@@ -17,9 +17,9 @@ class FusedLion(FusedOptimizer):
     Args:
         params: parameters or groups of them.
         lr: learning rate, a number or a tensor.
-        betas: of the step's direction, and of the momentum.
+        betas: decay rates of the step's direction and of the momentum.
         weight_decay: decoupled weight decay.
-        maximize: follow the gradient upwards.
+        maximize: maximize the loss instead of minimizing it.
         options: see :class:`Options`.
     """
 

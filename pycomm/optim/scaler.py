@@ -1,4 +1,4 @@
-"""Loss scaling without a pass of its own over the gradients."""
+"""Loss scaling without a separate pass over the gradients."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pycomm.optim._optimizer import FusedOptimizer
 
 
 class GradScaler(torch.amp.GradScaler):
-    """torch.amp.GradScaler whose :meth:`step` leaves all the work to a fused optimizer.
+    """torch.amp.GradScaler with a :meth:`step` that leaves all work to a fused optimizer.
 
-    torch's own reads and writes every gradient before a step, to look for infinities. A fused
-    optimizer looks while it measures the norm for clipping, and unscales as it steps. Everything
-    else, arguments and other optimizers too, is as in torch.
+    torch's own scaler reads and writes every gradient before a step, to look for infinities. A
+    fused optimizer looks for them while it measures the norm for clipping, and unscales as it
+    steps. Everything else, arguments and other optimizers included, is as in torch.
     """
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -35,7 +35,7 @@ class GradScaler(torch.amp.GradScaler):
             found = optimizer.found_inf  # type: ignore[attr-defined]
         finally:
             del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
-        # Without gradients nothing was looked for, and update() says so.
+        # Without gradients nothing has been checked, and update() raises an error about it.
         state["found_inf_per_device"] = {} if found is None else {scale.device: found}
         state["stage"] = OptState.STEPPED
         return loss

@@ -15,16 +15,16 @@ class FusedSGD(FusedOptimizer):
     """torch.optim.SGD in one pass.
 
     Args:
-        params: as for :class:`torch.optim.SGD`, as are all arguments up to `maximize`.
+        params: parameters or groups of them, as for :class:`torch.optim.SGD`.
         lr: learning rate, a number or a tensor.
         momentum: factor of the momentum.
-        dampening: what momentum takes off the gradient, but for the first step.
+        dampening: the momentum adds (1 - dampening) times the gradient, except in the first step.
         weight_decay: L2 penalty.
         nesterov: Nesterov's momentum.
-        maximize: follow the gradient upwards.
-        foreach: only None or False.
-        differentiable: only False.
-        fused: only None or True.
+        maximize: maximize the loss instead of minimizing it.
+        foreach: must be None or False.
+        differentiable: must be False.
+        fused: must be None or True.
         options: see :class:`Options`.
     """
 
