@@ -11,8 +11,8 @@ from pycomm.optim._options import Group
 
 # A group and its segments, as integers.
 Table = tuple[Group, "array[int]"]
-# Addresses of the gradients' scale, of the flag that one is not finite, and of the factor that clips
-# them; 0 for a missing one.
+# Addresses of the gradients' scale, of the flag that one is not finite, and of the clip factor;
+# 0 for a missing one.
 Control = tuple[int, int, int]
 
 WORDS = 13  # in a segment: struct Segment of csrc/core/optim/segment.h
