@@ -1,4 +1,4 @@
-"""What an exchange between nodes will cost, before it is tried: ``python -m pycomm.advise``.
+"""Predicts the cost of exchanges between nodes: ``python -m pycomm.advise``.
 
-The model is documented in docs/advisor.md. Its constants were measured (:mod:`.constants`).
+docs/advisor.md derives the model. Its constants were measured (:mod:`.constants`).
 """

@@ -1,4 +1,4 @@
-"""Which exchange to choose, and where compression stops paying."""
+"""Chooses an exchange, and finds the link's rate at which a compression stops paying."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from pycomm.advise.constants import COMPRESSIONS, Constants
 from pycomm.advise.model import ALGORITHMS, Model, possible
 from pycomm.advise.training import Step, predict
 
-OURS = "stripes"  # what pycomm does between nodes
-WORTH = 0.98  # of the time: a compression that saves less than a fiftieth is not worth its error
-SLOWEST, FASTEST = 1e6, 1e13  # bits per second, between which a break-even is looked for
+OURS = "stripes"  # pycomm's algorithm between nodes
+WORTH = 0.98  # a compression that saves less than a fiftieth of the time is not worth its error
+SLOWEST, FASTEST = 1e6, 1e13  # bits per second; the search for a break-even stays between them
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is trained, on what.
+    """The model to train and the cluster to train it on.
 
     Attributes:
-        parameters: of the model.
-        cluster: whose ranks train it.
+        parameters: number of parameters of the model.
+        cluster: the cluster.
         compute: seconds of a step without any exchange.
-        density: of top-k.
-        constants: of the nodes.
+        density: top-k's share of elements.
+        constants: the constants of the nodes.
     """
 
     parameters: int
@@ -38,12 +38,12 @@ class Question:
         return predict(model, algorithm, compression, self.parameters, self.compute)
 
     def with_rate(self, rate: float) -> Question:
-        """The same over links of another rate, in bits per second."""
+        """The same question with another rate of links, in bits per second."""
         link: Link = replace(self.cluster.link, rate=rate)
         return replace(self, cluster=replace(self.cluster, link=link))
 
     def steps(self) -> list[Step]:
-        """The predictions for every algorithm and compression that exist together."""
+        """The predictions for every combination of algorithm and compression that exists."""
         return [
             self.step(algorithm, compression)
             for algorithm in ALGORITHMS
@@ -53,7 +53,7 @@ class Question:
 
 
 def choose(question: Question) -> Step:
-    """The fastest of ours; of nearly equal ones that which changes gradients least."""
+    """pycomm's fastest exchange; among nearly equal ones, the one that changes gradients least."""
     steps = [question.step(OURS, compression) for compression in COMPRESSIONS]
     fastest = min(step.seconds for step in steps)
     return next(step for step in steps if WORTH * step.seconds <= fastest)
@@ -63,7 +63,7 @@ def break_even(question: Question, compression: str) -> float | None:
     """The rate of links, in bits per second, above which a less lossy compression does as well.
 
     Returns:
-        None where it pays at no rate; infinity where it pays even at the fastest looked at.
+        None if the compression pays at no rate; infinity if it pays even at the fastest rate tried.
     """
 
     def pays(rate: float) -> bool:

@@ -20,7 +20,7 @@ NUMBER = r"(\d+(?:\.\d*)?|\.\d+)"
 
 
 def count(text: str) -> int:
-    """A number of parameters: ``125M``, ``1.3B``, ``10000``."""
+    """Parses a number of parameters: ``125M``, ``1.3B``, ``10000``."""
     match = re.fullmatch(NUMBER + "([KMGBT]?)", text.upper())
     value = float(match[1]) * DECIMAL[match[2]] if match else 0.0
     if value < 1:
@@ -29,7 +29,7 @@ def count(text: str) -> int:
 
 
 def rate(text: str) -> float:
-    """Bits per second: ``100Mbit``, ``1Gbit``, ``25Gbit/s``, ``400G``, ``10Gbps``; no bytes."""
+    """Parses bits per second: ``100Mbit``, ``1Gbit``, ``25Gbit/s``, ``400G``, ``10Gbps``."""
     match = re.fullmatch(NUMBER + "([KMGTkmgt])(?:[Bb]it|bps|)(?:/s)?", text)
     value = float(match[1]) * DECIMAL[match[2].upper()] if match else 0.0
     if value <= 0:
@@ -40,7 +40,7 @@ def rate(text: str) -> float:
 
 
 def density(text: str) -> float:
-    """A share of the elements that top-k sends with fewer bytes than all of them take."""
+    """Parses a share of elements for top-k that takes fewer bytes than all elements do."""
     value = number_in(0, 1, "a share above 0 and at most 1")(text)
     try:
         compression_of("topk", value).encoded_bytes(1 << 20)
@@ -50,7 +50,7 @@ def density(text: str) -> float:
 
 
 def number_in(low: float, high: float, what: str) -> Callable[[str], float]:
-    """A parser of numbers above `low` and at most `high`."""
+    """Makes a parser of numbers above `low` and at most `high`."""
 
     def parse(text: str) -> float:
         try:
@@ -65,7 +65,7 @@ def number_in(low: float, high: float, what: str) -> Callable[[str], float]:
 
 
 def whole(text: str) -> int:
-    """A number of ranks or nodes that the model takes."""
+    """Parses a number of ranks or nodes, from 1 to the model's largest."""
     if not text.isdecimal() or not 1 <= int(text) <= MOST_RANKS:
         raise argparse.ArgumentTypeError(f"expected a number from 1 to {MOST_RANKS}, got {text!r}")
     return int(text)
@@ -98,7 +98,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def make_question(given: argparse.Namespace, known: constants.Constants) -> Question:
-    """What is asked, with these constants."""
+    """Makes the question from the command line and these constants."""
     latency = known["link.latency"]
     if given.link is not None:
         link = Link(given.link, latency, known["link.payload"])
@@ -111,7 +111,7 @@ def make_question(given: argparse.Namespace, known: constants.Constants) -> Ques
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Exits with a message where an argument makes no sense."""
+    """Parses the command line; exits with a message if an argument is wrong."""
     parser = make_parser()
     arguments = parser.parse_args(argv)
     asked = {name: getattr(arguments, name) for name in QUESTION}
@@ -132,7 +132,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def constants_for(arguments: argparse.Namespace) -> constants.Constants:
-    """Measured now, read from a file, or those that come with pycomm."""
+    """Returns constants: measured now, read from a file, or those shipped with pycomm."""
     if not arguments.measure:
         try:
             return constants.load(arguments.constants or constants.SHIPPED)
@@ -145,7 +145,7 @@ def constants_for(arguments: argparse.Namespace) -> constants.Constants:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parses, measures where asked to, predicts and prints; under torchrun, rank 0 does."""
+    """Parses, measures if asked to, predicts and prints; under torchrun, only rank 0 prints."""
     arguments = parse(argv)
     known = constants_for(arguments)
     if not launch.is_first():

@@ -1,4 +1,4 @@
-"""What is asked about: nodes, their ranks, and the links that join them."""
+"""A cluster: nodes, their ranks, and the links between nodes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Link:
-    """What joins a node to the others: the same rate in both directions at once.
+    """A node's connection to the others, with the same rate in both directions at once.
 
     Attributes:
         rate: bits per second on the wire.
-        latency: seconds from a small message's sending to its arrival.
+        latency: seconds from the sending of a small message to its arrival.
         payload: bytes of messages per byte on the wire.
-        burst: bytes that pass at once after a pause: 0, but for a token bucket (``tc ... tbf``).
+        burst: bytes that pass at once after a pause: 0 except with a token bucket (``tc ... tbf``).
     """
 
     rate: float
@@ -34,20 +34,20 @@ class Link:
 
     @property
     def seconds_per_byte(self) -> float:
-        """Of a message, without latency."""
+        """Seconds per byte of a message, without latency."""
         return 8 / (self.rate * self.payload)
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Ranks on nodes, as evenly as can be.
+    """Ranks that are spread over nodes as evenly as possible.
 
     Attributes:
-        ranks: of all nodes together.
-        nodes: nodes.
-        link: of each node.
-        cores_per_rank: 2 or more where an exchange takes nothing from what computes, 1 where both
-            share a core, less where ranks take turns on cores.
+        ranks: the number of ranks of all nodes together.
+        nodes: the number of nodes.
+        link: the link of each node.
+        cores_per_rank: 2 or more if an exchange does not slow down computation, 1 if both share a
+            core, less if ranks take turns on cores.
     """
 
     ranks: int
@@ -65,22 +65,22 @@ class Cluster:
 
     @property
     def stripes(self) -> int:
-        """Ranks of a node that exchange with other nodes: as many as the smallest has."""
+        """Ranks of a node that exchange with other nodes: as many as the smallest node has."""
         return self.ranks // self.nodes
 
     @property
     def most_ranks(self) -> int:
-        """Ranks of the fullest node."""
+        """The number of ranks of the fullest node."""
         return -(-self.ranks // self.nodes)
 
     @cached_property
     def node_of(self) -> tuple[int, ...]:
-        """Of every rank; neighbours share one."""
+        """The node of every rank; neighbouring ranks share a node."""
         longer = self.ranks % self.nodes
         sizes = [self.stripes + (node < longer) for node in range(self.nodes)]
         return tuple(node for node, size in enumerate(sizes) for _ in range(size))
 
     @property
     def slowdown(self) -> float:
-        """How much longer a rank's work takes because ranks take turns on cores."""
+        """The factor by which a rank's work takes longer because ranks take turns on cores."""
         return max(1.0, 1.0 / self.cores_per_rank)

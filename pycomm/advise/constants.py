@@ -1,4 +1,4 @@
-"""The measured numbers that the model rests on: every one with its unit and where it is from."""
+"""The measured constants of the model, each with its unit and source."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 SHIPPED = Path(__file__).with_name("constants.json")
 COMPRESSIONS = ("none", "bf16", "int8", "topk")
-OPERATIONS = ("encode", "decode", "decode_add")  # of all but the first
+OPERATIONS = ("encode", "decode", "decode_add")  # of all compressions but the first
 SCALES = {
     "ns/element": 1e-9,
     "ns/byte": 1e-9,
@@ -18,7 +18,7 @@ SCALES = {
     "ranks": 1.0,
     "Gbit/s": 1e9,
 }
-# Every machine's; those of measured links have link.rate besides.
+# The constants of every machine. If links between nodes were measured, there is also link.rate.
 UNITS = {
     "none.add": "ns/element",
     **{f"{name}.{op}": "ns/element" for name in COMPRESSIONS[1:] for op in OPERATIONS},
@@ -37,9 +37,9 @@ class Constant:
     """A measured number.
 
     Attributes:
-        value: in the unit.
+        value: the number, in `unit`.
         unit: one of `SCALES`.
-        source: what was run, or what it follows from.
+        source: the measurement, or what the number follows from.
     """
 
     value: float
@@ -49,11 +49,11 @@ class Constant:
 
 @dataclass(frozen=True)
 class Constants:
-    """All that the model needs to know of a machine.
+    """All constants of a machine.
 
     Attributes:
-        machine: what it is, as :func:`pycomm.bench.report.circumstances` says it.
-        values: by name; see docs/advisor.md for what each one means.
+        machine: its description, from :func:`pycomm.bench.report.circumstances`.
+        values: the constants by name; docs/advisor.md explains each.
     """
 
     machine: dict[str, Any]
@@ -70,21 +70,21 @@ class Constants:
                 raise ValueError(f"{name} must be positive and finite, got {constant.value}")
 
     def __getitem__(self, name: str) -> float:
-        """In seconds, per element or byte where the unit is."""
+        """A constant in base units: seconds, seconds per element or byte, bits per second."""
         constant = self.values[name]
         return constant.value * SCALES[constant.unit]
 
     @property
     def link_rate(self) -> float | None:
-        """Bits per second of messages over the link, where one was measured."""
+        """Bits per second of messages over the link; None if no link was measured."""
         return self["link.rate"] if "link.rate" in self.values else None
 
 
 def load(path: Path = SHIPPED) -> Constants:
-    """Reads what :func:`save` has written.
+    """Reads a file that :func:`save` has written.
 
     Raises:
-        ValueError: it is no such file, or something is missing in it.
+        ValueError: the file has another form, or a constant is missing.
     """
     try:
         content = json.loads(path.read_text())
@@ -95,7 +95,7 @@ def load(path: Path = SHIPPED) -> Constants:
 
 
 def save(constants: Constants, path: Path) -> None:
-    """Writes them as JSON, one constant per line."""
+    """Writes the constants as JSON, one per line."""
     lines = ",\n".join(
         f"    {json.dumps(name)}: {json.dumps(asdict(constant))}"
         for name, constant in constants.values.items()

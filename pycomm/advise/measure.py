@@ -1,7 +1,7 @@
-"""The constants of this node, and under torchrun of its links: ``--measure``.
+"""Measures the constants of this node, and under torchrun of its links: ``--measure``.
 
-Takes some seconds. Codecs run in one process, as ``python -m pycomm.bench codec`` has them; what
-needs ranks runs in two processes that are started for it, or in those of torchrun.
+Takes some seconds. Codecs run in one process, as in ``python -m pycomm.bench codec``. Collectives
+and messages run in two processes started for this purpose, or in torchrun's processes.
 """
 
 from __future__ import annotations
@@ -38,16 +38,17 @@ ETHERNET_MTU, HEADERS, FRAME = 1500, 52, 14  # bytes; IP and TCP with time stamp
 
 
 def measure() -> Constants:
-    """Measures everything; under torchrun all ranks call it, and all get the same but for codecs.
+    """Measures all constants. Under torchrun all ranks call this.
 
     Returns:
-        Among its values is ``link.rate`` only where ranks were on several nodes.
+        The constants, which are the same on all ranks except for those of codecs. They include
+        ``link.rate`` only if ranks are on several nodes.
     """
     command = shlex.join(["python", "-m", "pycomm.advise", *sys.argv[1:]])
     machine = report.circumstances(command)
     torch.set_num_threads(1)
-    # Gloo's thread spins while another thread of its process holds a connection's lock. By this
-    # policy, which all that is started here inherits, it does not preempt that other one to do so.
+    # Gloo's thread spins while another thread of its process holds a connection's lock. With this
+    # policy, which child processes inherit, it does not preempt that thread in order to spin.
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     values = codec_constants()
     with tempfile.TemporaryDirectory(prefix="pycomm-advise-") as folder:
@@ -64,7 +65,7 @@ def measure() -> Constants:
 
 
 def codec_constants() -> dict[str, Constant]:
-    """What encoding and decoding an element takes, with every compression."""
+    """The time to encode and decode an element, for every compression."""
     x = torch.randn(CODED_ELEMENTS, generator=torch.Generator().manual_seed(0))
     out, names, runs = torch.zeros_like(x), [], []
     for compression in COMPRESSIONS:
@@ -97,7 +98,7 @@ def _codec_calls(
 
 
 def _measure_ranks(path: Path) -> None:
-    """What every rank does. All write the same: they need not have a file system in common."""
+    """Runs on every rank. All ranks write the same file, as they may not share a file system."""
     nodes = [""] * dist.get_world_size()
     dist.all_gather_object(nodes, node_identity())
     found = [local_constants(nodes), link_constants(nodes)]
@@ -107,7 +108,7 @@ def _measure_ranks(path: Path) -> None:
 
 
 def local_constants(nodes: list[str]) -> dict[str, Constant]:
-    """An all-reduce of the ranks of this node, in their shared memory."""
+    """Measures an all-reduce of this node's ranks in shared memory."""
     mine = None
     for node in dict.fromkeys(nodes):  # all ranks make all groups
         members = dist.new_group([r for r, where in enumerate(nodes) if where == node])
@@ -130,7 +131,7 @@ def local_constants(nodes: list[str]) -> dict[str, Constant]:
 
 
 def link_constants(nodes: list[str]) -> dict[str, Constant]:
-    """Messages between rank 0 and the first rank elsewhere; over loopback where there is none."""
+    """Measures messages between rank 0 and the first rank on another node, or over loopback."""
     far = next((r for r, where in enumerate(nodes) if where != nodes[0]), None)
     peer = 1 if far is None else far
     small, large = torch.zeros(SMALL // 4), torch.zeros(LARGE // 4)
@@ -155,7 +156,7 @@ def link_constants(nodes: list[str]) -> dict[str, Constant]:
 
 
 def _trips(peer: int, message: torch.Tensor, trips: int) -> tuple[float, float]:
-    """Seconds of one way from rank 0 to its peer, or back; and of both ranks' cores for it."""
+    """Seconds for one way from rank 0 to its peer or back, and of both ranks' cores for it."""
     rank = dist.get_rank()
     dist.barrier()
     began, core = time.perf_counter(), _core_seconds()

@@ -1,6 +1,6 @@
-"""What an all-reduce takes: latency, bandwidth and the work of cores, for every way to do it.
+"""Predicts all-reduces from latency, bandwidth and the work of cores, for every algorithm.
 
-All formulas are derived in docs/advisor.md, by the names used here.
+docs/advisor.md derives all formulas, with the names used here.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pycomm import _C
 from pycomm.advise.cluster import Cluster
 from pycomm.advise.constants import COMPRESSIONS, OPERATIONS, Constants
 
-MOST_RANKS = 16384  # that anybody asks about
+MOST_RANKS = 16384  # the largest number that the command line accepts
 ELEMENT_BYTES = 4  # gradients are float32
-PIECE_BYTES = 64 << 10  # of a pipelined tree, before compression
-SEGMENT_BYTES = 1 << 20  # the most that Gloo's ring sends at a time; of every part two at least
+PIECE_BYTES = 64 << 10  # of the pipelined tree, before compression
+SEGMENT_BYTES = 1 << 20  # the most that Gloo's ring sends at a time; a part has at least two
 TILES, LEAST_PARCEL_BYTES, MOST_TILE_BYTES = (
     8,
     32 << 10,
@@ -32,18 +32,19 @@ UNDER_WAY = (
 
 @dataclass(frozen=True)
 class Exchange:
-    """What an all-reduce of one tensor takes.
+    """The predicted cost of an all-reduce of one tensor.
 
     Attributes:
         algorithm: one of `ALGORITHMS`.
         compression: one of `COMPRESSIONS`.
         rank_bytes: bytes that the busiest rank sends, over memory or link; it receives as many.
         link_bytes: bytes that a node sends to others; it receives as many.
-        wire: seconds that the busiest link carries bytes, or in ring and tree the chain of hops.
+        wire: seconds for which the busiest link carries bytes; in ring and tree, of the longest
+            chain of hops.
         core: seconds of work of the busiest rank's core while the link is in use.
-        local: seconds inside the node while it is not, before and after.
-        latency: seconds that the first byte of all is on its way, with nothing else to do.
-        rounds: parts that are pipelined.
+        local: seconds inside the node, before and after the link is in use.
+        latency: seconds until the very first byte arrives, with nothing else to do.
+        rounds: the number of parts that are pipelined.
     """
 
     algorithm: str
@@ -58,23 +59,23 @@ class Exchange:
 
     @property
     def work(self) -> float:
-        """Seconds of a rank's core altogether."""
+        """Seconds of work of a rank's core in total."""
         return self.core + self.local
 
     @property
     def seconds(self) -> float:
-        """From the call to the result: of link and core one waits for the other, pipelined."""
+        """Seconds from the call to the result; link and core work in a pipeline."""
         longer, shorter = max(self.wire, self.core), min(self.wire, self.core)
         return self.local + longer + shorter / self.rounds + self.latency
 
 
 def compression_of(name: str, density: float) -> pycomm.Compression:
-    """What a name of `COMPRESSIONS` stands for."""
+    """The compression with a name of `COMPRESSIONS`."""
     return pycomm.parse_compression(f"topk:{density}" if name == "topk" else name)
 
 
 def encoded_bytes(elements: int, compression: str, density: float) -> int:
-    """What a gradient of so many float32 elements becomes."""
+    """The encoded bytes of a gradient with this number of float32 elements."""
     if compression == "none":
         return elements * ELEMENT_BYTES
     return compression_of(compression, density).encoded_bytes(elements)
@@ -87,7 +88,7 @@ def two_shot_bytes(nbytes: float, parties: int) -> float:
 
 @functools.cache
 def tree_shape(parties: int) -> tuple[float, int]:
-    """Of a double tree: what the busiest party sends, per byte of the tensor; and its levels."""
+    """Bytes that a double tree's busiest party sends per byte of the tensor, and its levels."""
     sent, deepest = [0.0] * parties, 0
     for tree in range(2):
         parents = [_C.tree_node(tree, party, parties)[0] for party in range(parties)]
@@ -106,9 +107,9 @@ class Model:
     """Predicts all-reduces of a cluster.
 
     Args:
-        cluster: whose.
-        constants: of its nodes.
-        density: of top-k.
+        cluster: the cluster.
+        constants: the constants of its nodes.
+        density: top-k's share of elements.
     """
 
     def __init__(self, cluster: Cluster, constants: Constants, density: float = 0.01) -> None:
@@ -117,12 +118,12 @@ class Model:
         self.cluster, self.constants, self.density = cluster, constants, density
 
     def exchange(self, algorithm: str, compression: str, elements: int) -> Exchange:
-        """An all-reduce of float32 elements.
+        """Predicts an all-reduce of float32 elements.
 
         Args:
             algorithm: one of `ALGORITHMS`.
-            compression: one of `COMPRESSIONS`; top-k not by ring or tree.
-            elements: of the tensor, at least one.
+            compression: one of `COMPRESSIONS`; ring and tree do not support top-k.
+            elements: number of elements of the tensor, at least one.
 
         Raises:
             ValueError: there is no such all-reduce.
@@ -142,8 +143,8 @@ class Model:
         return encoded_bytes(elements, compression, self.density)
 
     def _coding(self, compression: str, elements: float, parties: int) -> float:
-        """Seconds to encode, add what all have sent, encode again what is owned, and decode."""
-        if compression == "none":  # is sent from where it lies, and received where it belongs
+        """Seconds to encode, add all contributions, encode the owned part again, and decode."""
+        if compression == "none":  # sent from where it is, received in place
             return elements * (1 - 1 / parties) * self.constants["none.add"]
         encode, decode, decode_add = (
             self.constants[f"{compression}.{operation}"] for operation in OPERATIONS
@@ -151,11 +152,11 @@ class Model:
         return elements * (encode * (1 + 1 / parties) + decode_add + decode)
 
     def _sending(self, nbytes: float, messages: float) -> float:
-        """Seconds of a core to send so many bytes over the link, and receive as many."""
+        """Seconds of a core to send this number of bytes over the link and receive as many."""
         return nbytes * self.constants["link.core"] + messages * self.constants["link.message"]
 
     def _carrying(self, nbytes: float) -> float:
-        """Seconds of a link for so many bytes in a row."""
+        """Seconds of a link for this number of bytes in a row."""
         link = self.cluster.link
         return max(nbytes - link.burst, 0.0) * link.seconds_per_byte
 
@@ -169,7 +170,7 @@ class Model:
         return self.constants["local.latency"] + elements * ELEMENT_BYTES * per_byte
 
     def _ring(self, compression: str, elements: int) -> Exchange:
-        """All ranks in one ring, neighbours on one node where they can be."""
+        """All ranks in one ring; neighbours share a node if possible."""
         cluster = self.cluster
         n, far = cluster.ranks, cluster.nodes if cluster.nodes > 1 else 0
         sent = two_shot_bytes(self._encoded(elements, compression), n)
@@ -194,7 +195,7 @@ class Model:
         )
 
     def _tree(self, compression: str, elements: int) -> Exchange:
-        """A double tree of nodes in pieces, the ranks of each in a chain; of ranks, on one."""
+        """A double tree of nodes, with a chain of ranks in each; on one node a tree of ranks."""
         cluster, near = self.cluster, self.constants["local.latency"]
         spans = cluster.nodes > 1
         parties, chain = (cluster.nodes, cluster.most_ranks - 1) if spans else (cluster.ranks, 0)
@@ -221,11 +222,11 @@ class Model:
         )
 
     def _hierarchical(self, compression: str, elements: int) -> Exchange:
-        """Reduced inside each node, of which one rank exchanges with those of the others."""
+        """Reduces inside each node; one rank of each node exchanges with other nodes."""
         return self._between("hierarchical", compression, elements, 1)
 
     def _stripes(self, compression: str, elements: int) -> Exchange:
-        """The same, where each rank exchanges a part: what pycomm does."""
+        """The same, but each rank exchanges a part, as in pycomm."""
         return self._between("stripes", compression, elements, self.cluster.stripes)
 
     def _between(self, name: str, compression: str, elements: int, stripes: int) -> Exchange:
@@ -236,9 +237,9 @@ class Model:
         if nodes == 1:
             return Exchange(name, compression, inside, 0.0, 0.0, 0.0, local, 0.0, 1)
         sent = two_shot_bytes(nbytes, nodes)
-        # A handshake, contributions, results; top-k's lists go behind their lengths.
+        # A handshake, contributions, results; top-k sends each list after its length.
         rounds, trips, messages = 1, 5, 5
-        if compression != "topk":  # whose selection is of the whole
+        if compression != "topk":  # which selects from the whole
             owned = nbytes / stripes / nodes
             most = max(MOST_TILE_BYTES / nodes, LEAST_PARCEL_BYTES)
             rounds = math.ceil(owned / min(max(owned / TILES, LEAST_PARCEL_BYTES), most))
@@ -248,7 +249,7 @@ class Model:
         core *= cluster.slowdown
         if compression in TILED:
             core, local = core + local, 0.0
-        # A tile's place is free for another one when it has been on its way, and been added.
+        # A tile's slot is free again once the tile has arrived and has been added.
         turn = latency + core / rounds
         return Exchange(
             algorithm=name,
@@ -272,20 +273,20 @@ ALGORITHMS: dict[str, Callable[[Model, str, int], Exchange]] = {
 
 
 def possible(algorithm: str, compression: str) -> bool:
-    """Top-k needs an owner who selects again."""
+    """True if the algorithm supports the compression: top-k needs owners, which select again."""
     return compression != "topk" or algorithm in ("hierarchical", "stripes")
 
 
 def crossing(model: Callable[[int], Model], elements: int, largest: int = MOST_RANKS) -> int | None:
-    """The fewest ranks, of powers of two, from which on a tree is faster than a ring.
+    """The smallest power of two from which on a tree of that many ranks is faster than a ring.
 
     Args:
-        model: of a cluster of so many ranks.
-        elements: of the tensor, uncompressed.
-        largest: where to stop looking.
+        model: returns the model of a cluster with a given number of ranks.
+        elements: number of elements of the tensor, uncompressed.
+        largest: the largest number of ranks to try.
 
     Returns:
-        None where the ring is the faster one up to the largest.
+        None if the ring is still faster with `largest` ranks.
     """
     found = None
     ranks = largest

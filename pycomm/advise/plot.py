@@ -30,12 +30,12 @@ def draw(path: str, question: Question) -> None:
     """Writes a PNG with a panel for rates and one for ranks.
 
     Args:
-        path: of the PNG; its folder is made.
-        question: what is asked.
+        path: the file; its folder is created.
+        question: the question to answer.
     """
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5.2), layout="constrained")
     for panel in (left, right):
-        panel.set(xscale="log", yscale="log")  # takes away what ticks have been set
+        panel.set(xscale="log", yscale="log")  # first, because it resets ticks
     _draw_rates(left, question)
     _draw_ranks(right, question)
     for panel in (left, right):
@@ -55,7 +55,7 @@ def draw(path: str, question: Question) -> None:
 
 
 def _draw_rates(panel: Axes, question: Question) -> None:
-    """A step over the links' rate, for every compression."""
+    """Draws a step's time over the links' rate, for every compression."""
     for compression, colour in zip(COMPRESSIONS, COLOURS, strict=True):
         steps = [question.with_rate(rate).step(OURS, compression).seconds for rate in RATES]
         panel.plot(RATES, [1e3 * s for s in steps], label=compression, color=colour, linewidth=2.2)
@@ -67,7 +67,7 @@ def _draw_rates(panel: Axes, question: Question) -> None:
 
 
 def _draw_ranks(panel: Axes, question: Question) -> None:
-    """An uncompressed bucket's all-reduce over ranks, with as many per node as asked about."""
+    """Draws the time of an uncompressed bucket's all-reduce over ranks."""
     per_node = question.cluster.most_ranks
     bucket = question.step(OURS, "none")
     elements = max(question.parameters // bucket.buckets, 1)
@@ -87,7 +87,7 @@ def _draw_ranks(panel: Axes, question: Question) -> None:
 
 
 def _human_time(milliseconds: float) -> str:
-    """As people say it: 20 ms, 5 s."""
+    """Formats a time: 20 ms, 5 s."""
     if milliseconds >= 1e3:
         return f"{human_figure(milliseconds / 1e3)} s"
     return f"{human_figure(milliseconds)} ms"

@@ -1,4 +1,4 @@
-"""The predictions as a table, and in words which one to choose."""
+"""Prints the predictions as a table, and the advice in words."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def show(question: Question) -> None:
 
 
 def headline(question: Question) -> str:
-    """The question."""
+    """The question as a line of text."""
     cluster = question.cluster
     return (
         f"{human_count(question.parameters)} parameters, {cluster.ranks:,} ranks on "
@@ -42,7 +42,7 @@ def headline(question: Question) -> str:
 
 
 def provenance(question: Question) -> str:
-    """Whose constants answer it."""
+    """The source of the constants."""
     machine = question.constants.machine
     cores, cpu = machine["machine"]["cores"], machine["machine"]["cpu"]
     return f"constants: {cores} cores of {cpu}, {machine['date'][:10]}; yours: --measure"
@@ -81,7 +81,7 @@ def _line(mark: str, texts: tuple[str, ...], widths: list[int]) -> str:
 
 
 def advice(question: Question, best: Step) -> list[str]:
-    """What to do, in words."""
+    """The advice, as lines of text."""
     compression, none = best.bucket.compression, question.step(OURS, "none")
     choice = f"Choose * {OURS}, {compression}: {human_figure(1e3 * best.seconds)} ms a step, "
     if compression == "none":
@@ -116,7 +116,7 @@ def _paying(question: Question, compression: str) -> str:
 
 
 def _crossing(question: Question) -> str:
-    """Where ring and tree cross for one bucket, with as many ranks per node as here."""
+    """The crossing of ring and tree for one bucket, with this question's ranks per node."""
     per_node = question.cluster.most_ranks
     bucket = question.step("ring", "none")
     elements = max(question.parameters // bucket.buckets, 1)
@@ -137,18 +137,18 @@ def _crossing(question: Question) -> str:
 
 
 def human_figure(value: float) -> str:
-    """As many digits as mean something: 12,409, 86.4, 0.25."""
+    """Formats a number with its significant digits: 12,409, 86.4, 0.25."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def human_rate(rate: float) -> str:
-    """Bits per second as people say them: 100 Mbit/s, 2.5 Gbit/s."""
+    """Formats bits per second: 100 Mbit/s, 2.5 Gbit/s."""
     unit, name = (1e9, "Gbit/s") if rate >= 1e9 else (1e6, "Mbit/s")
     return f"{rate / unit:.3g} {name}"
 
 
 def human_count(number: int) -> str:
-    """A count as people say it: 125M, 1.3B."""
+    """Formats a count: 125M, 1.3B."""
     for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
         if number >= unit:
             return f"{number / unit:.3g}{name}"

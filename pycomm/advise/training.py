@@ -1,4 +1,4 @@
-"""A training step whose backward hides as much of the exchange as it can."""
+"""The model of a training step, in which backward hides as much of the exchange as it can."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Step:
     """A training step with one way to exchange gradients; all times in seconds.
 
     Attributes:
-        bucket: a bucket's exchange.
-        buckets: how many there are; they are exchanged one after the other.
-        compute: a step without any exchange.
-        cores: of a rank; see :class:`pycomm.advise.cluster.Cluster`.
+        bucket: the exchange of a bucket.
+        buckets: the number of buckets, which are exchanged one after the other.
+        compute: the time of a step without any exchange.
+        cores: cores per rank; see :class:`pycomm.advise.cluster.Cluster`.
     """
 
     bucket: Exchange
@@ -29,16 +29,16 @@ class Step:
 
     @property
     def exchange(self) -> float:
-        """All buckets, with nothing else to do."""
+        """The time of all buckets' exchanges alone."""
         return self.buckets * self.bucket.seconds
 
     @property
     def seconds(self) -> float:
-        """The whole step.
+        """The time of the whole step.
 
         Backward makes a bucket ready at even intervals. Either the link is busy from the first
-        bucket on, or the last bucket is all that is left when backward ends; and cores have their
-        work to do in any case.
+        bucket on, or only the last bucket is left when backward ends. In any case, the cores must
+        do their work.
         """
         first_ready = self.compute * (1 - BACKWARD + BACKWARD / self.buckets)
         work = self.compute + self.buckets * self.bucket.work
@@ -50,7 +50,7 @@ class Step:
 
     @property
     def exposed(self) -> float:
-        """What the exchange adds to the computation."""
+        """The time that the exchange adds to the computation."""
         return self.seconds - self.compute
 
 
@@ -62,18 +62,18 @@ def predict(
     compute: float,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Step:
-    """A step of data-parallel training with float32 gradients.
+    """Predicts a step of data-parallel training with float32 gradients.
 
     Args:
-        model: of the cluster.
+        model: the model of the cluster.
         algorithm: see :meth:`pycomm.advise.model.Model.exchange`.
-        compression: as well.
-        parameters: of the trained model, at least one.
+        compression: see :meth:`pycomm.advise.model.Model.exchange`.
+        parameters: number of parameters of the trained model, at least one.
         compute: seconds of a step without any exchange.
-        bucket_bytes: of gradients that are exchanged together.
+        bucket_bytes: bytes of gradients that are exchanged together.
 
     Raises:
-        ValueError: there is no such exchange, no parameter, or `compute` is not positive.
+        ValueError: there is no such exchange, there is no parameter, or `compute` is not positive.
     """
     if parameters < 1:
         raise ValueError(f"parameters must be at least 1, got {parameters}")
