@@ -1,4 +1,4 @@
-"""Everything at one glance: a training with and without compression, and pycomm beside Gloo.
+"""A short demonstration: training with and without compression, and pycomm compared with Gloo.
 
 Takes under three minutes on two cores; ``make demo`` runs it.
 """
@@ -32,7 +32,7 @@ Next:
 
 
 def train_all() -> None:
-    """The same training with every compression; rank 0 tells and draws how they ended."""
+    """Runs the same training with every compression; rank 0 prints and draws the results."""
     with pycomm.init() as group:
         runs = {
             name: train_lm.train(train_lm.Settings("ddp", name, STEPS), group)
@@ -46,7 +46,7 @@ def train_all() -> None:
 
 
 def tabulate(runs: dict[str, train_lm.Run]) -> list[str]:
-    """A line per training."""
+    """Formats a line per training."""
     lines = [
         f"\n  {'':10} {'final loss':>10} {'step':>9} {'on the wire per step':>22} {'ratio':>7}"
     ]
@@ -59,7 +59,7 @@ def tabulate(runs: dict[str, train_lm.Run]) -> list[str]:
 
 
 def summarise(rows: list[dict[str, Any]]) -> list[str]:
-    """A line per size: Gloo, pycomm on ordinary tensors and in the window, and the ratios."""
+    """Formats a line per size: Gloo, pycomm on ordinary and window tensors, and the ratios."""
     lines = []
     for size in dict.fromkeys(row["bytes"] for row in rows):
         times = {
@@ -75,7 +75,7 @@ def summarise(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def main() -> None:
-    """Trains, measures, draws, and says what it all means."""
+    """Trains, measures, draws, and prints a summary."""
     extras.require("rich", "matplotlib")
     results, picture = OUT / "demo.json", OUT / "demo.png"
     print(

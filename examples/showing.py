@@ -1,4 +1,4 @@
-"""What the examples show of a training: a progress bar, curves of the loss, a Chrome trace."""
+"""Output of the examples: a progress bar, curves of the loss, a Chrome trace."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch import profiler
 
 from pycomm import hooks
 
-LINES = 10  # about the loss
-TRACED = 5  # steps
+LINES = 10  # number of lines that print the loss
+TRACED = 5  # number of steps in the trace
 STEP = "step"
 
 
 class Screen:
-    """The progress bar, and a line about the loss now and then; silent on all ranks but 0."""
+    """The progress bar, and sometimes a line with the loss; silent on all ranks but 0."""
 
     def __init__(self, title: str, steps: int, rank: int) -> None:
         from rich import progress
@@ -64,7 +64,7 @@ def draw_losses(path: str, curves: dict[str, list[float]], every: int) -> None:
     from pycomm.bench.plot import OURS
 
     figure, panel = plt.subplots(figsize=(8, 5), layout="constrained")
-    width = 3.0  # ever less, as one curve may hide another
+    width = 3.0  # each curve is thinner, as it may hide another
     for colour, (label, losses) in zip(OURS, curves.items(), strict=False):
         steps = [every * (i + 1) for i in range(len(losses))]
         panel.plot(steps, losses, label=label, color=colour, linewidth=width)
@@ -83,9 +83,9 @@ def draw_losses(path: str, curves: dict[str, list[float]], every: int) -> None:
 class Tracer:
     """Records the last steps of a training as a Chrome trace, exchanges included.
 
-    The profiler does not see the exchanges: they run on the group's worker, which knows nothing of
-    torch. Their times are by the monotonic clock; so are those taken here as every step begins,
-    which the profiler records, too, by its own clock.
+    The profiler does not see the exchanges, because they run on the group's worker outside of
+    torch. Their times are by the monotonic clock. At the start of every step this clock is read and
+    the profiler records an event by its own clock, which aligns the two clocks.
     """
 
     def __init__(self, path: str | None, steps: int) -> None:
@@ -121,7 +121,7 @@ class Tracer:
         path.write_text(json.dumps(trace))
 
     def _exchange_events(self, events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """A line of its own for the worker, and on it every exchange."""
+        """Events that show every exchange on a separate line, the worker's."""
         steps = [event for event in events if event.get("name") == STEP]
         pairs = zip(steps, self._begins, strict=True)
         ahead = statistics.median(step["ts"] - 1e6 * begin for step, begin in pairs)

@@ -5,8 +5,8 @@
     python examples/train_lm.py --mode ddp --compression int8
     torchrun --nproc-per-node 2 examples/train_lm.py --mode wrapper --compression topk:0.01
 
-What makes it data-parallel is `parallelise`: torch's DistributedDataParallel with one of pycomm's
-hooks, or pycomm's own wrapper. The training loop knows of neither.
+`parallelise` makes the model data-parallel, with torch's DistributedDataParallel and one of
+pycomm's hooks, or with pycomm's own wrapper. The training loop is the same for both.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ LAYERS = 2
 HEADS = 4
 CORPUS_BYTES = 4 << 20
 TALK_EVERY = 10  # steps
-LAST = 50  # steps whose mean loss is the final one
+LAST = 50  # steps in the mean that is the final loss
 OUT = Path(__file__).resolve().parent.parent / "out"
 
 
 class Block(nn.Module):
-    """Attention to what came before, then a small network, each added to its input."""
+    """Causal attention, then a small network, each added to its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Predicts the next character from up to `CONTEXT` before it."""
+    """Predicts the next character from up to `CONTEXT` characters before it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def read_corpus(rank: int, size: int) -> torch.Tensor:
 
 
 def draw_batch(corpus: torch.Tensor, random: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random passages, and for each character the one that follows it."""
+    """Random passages, and as targets the character after each character."""
     starts = torch.randint(len(corpus) - CONTEXT - 1, (BATCH, 1), generator=random)
     passages = corpus[starts + torch.arange(CONTEXT + 1)]
     return passages[:, :-1], passages[:, 1:]
@@ -101,12 +101,12 @@ def draw_batch(corpus: torch.Tensor, random: torch.Generator) -> tuple[torch.Ten
 
 @dataclass(frozen=True)
 class Settings:
-    """How to train.
+    """Settings of a training.
 
     Attributes:
         mode: ``"ddp"`` or ``"wrapper"``.
-        compression: ``"none"``, or what :func:`pycomm.parse_compression` takes.
-        steps: how many.
+        compression: a name for :func:`pycomm.parse_compression`.
+        steps: number of steps.
         trace: file for a Chrome trace of the last steps.
     """
 
@@ -118,15 +118,15 @@ class Settings:
 
 @dataclass(frozen=True)
 class Run:
-    """What became of a training; the losses are means over all ranks, the rest is this rank's.
+    """Results of a training. Losses are means over all ranks; the rest is this rank's.
 
     Attributes:
         losses: the mean of every `TALK_EVERY` steps.
-        seconds: in all.
-        step_ms: of the median step.
-        exchange_ms: how long exchanges ran, as a mean over all steps.
-        stats: of the exchange, after the last step.
-        digest: of the parameters, the same on all ranks.
+        seconds: the total time.
+        step_ms: the time of the median step.
+        exchange_ms: the time that exchanges ran, as a mean over all steps.
+        stats: statistics of the exchange after the last step.
+        digest: a hash of the parameters, the same on all ranks.
     """
 
     losses: list[float]
@@ -138,19 +138,19 @@ class Run:
 
     @property
     def final_loss(self) -> float:
-        """The mean of the last steps."""
+        """The mean loss of the last steps."""
         return statistics.fmean(self.losses[-LAST // TALK_EVERY :])
 
     @property
     def exposed_ms(self) -> float:
-        """How long backward waited for the exchange at its end, as a mean over all steps."""
+        """The time that backward waited for the exchange at its end, as a mean over all steps."""
         return self.stats["exposed_ms_total"] / self.stats["steps"]
 
 
 def parallelise(
     model: nn.Module, settings: Settings, group: pycomm.Group
 ) -> tuple[nn.Module, hooks.CommState]:
-    """A model whose backward averages gradients over all ranks, and what knows how that goes."""
+    """Returns a model whose backward averages gradients over all ranks, and its state."""
     compression = None
     if settings.compression != "none":
         compression = pycomm.parse_compression(settings.compression)
@@ -165,7 +165,7 @@ def parallelise(
 
 
 def check_same(model: nn.Module, group: pycomm.Group) -> str:
-    """A hash of the parameters; leaves where not all ranks have the same, to the bit."""
+    """Returns a hash of the parameters; exits if ranks' parameters differ in any bit."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
         digest.update(parameter.detach().numpy().tobytes())
@@ -178,7 +178,7 @@ def check_same(model: nn.Module, group: pycomm.Group) -> str:
 
 
 class Log:
-    """Collects what becomes of a training; rank 0 shows it as it goes."""
+    """Collects the results of a training; rank 0 shows progress."""
 
     def __init__(self, settings: Settings, group: pycomm.Group, state: hooks.CommState) -> None:
         self._group, self._state = group, state
@@ -191,7 +191,7 @@ class Log:
         self._stamps = [time.perf_counter()]
 
     def add(self, loss: torch.Tensor) -> None:
-        """Ends a step."""
+        """Records the end of a step."""
         self._exchanging += sum(end - begin for _, begin, end in self._state.intervals())
         self._recent += loss
         self._stamps.append(time.perf_counter())
@@ -204,7 +204,7 @@ class Log:
             self._recent.zero_()
 
     def close(self, digest: str) -> Run:
-        """All of it."""
+        """Returns the results."""
         self._screen.close()
         steps = [after - before for before, after in pairwise(self._stamps)]
         step_ms, exchange_ms = statistics.median(steps), self._exchanging / len(steps)
@@ -218,11 +218,11 @@ class Log:
 
 def train(settings: Settings, group: pycomm.Group) -> Run:
     """Trains on every rank; rank 0 shows progress."""
-    torch.manual_seed(0)  # the same model everywhere, ...
+    torch.manual_seed(0)  # the same model on all ranks, ...
     model, state = parallelise(Transformer(), settings, group)
     corpus = read_corpus(group.rank, group.size)  # ... on different text
     random = torch.Generator().manual_seed(group.rank)
-    # With Adam in its place, top-k falls further behind (docs/data-parallel.md).
+    # With Adam, top-k's loss is further behind (docs/data-parallel.md).
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     log = Log(settings, group, state)
     tracer = Tracer(settings.trace if group.rank == 0 else None, settings.steps)
@@ -239,7 +239,7 @@ def train(settings: Settings, group: pycomm.Group) -> Run:
 
 
 def summarise(run: Run, ranks: int) -> str:
-    """The training in a few lines."""
+    """Formats the results in a few lines."""
     tokens = run.stats["steps"] * BATCH * CONTEXT * ranks
     return (
         f"final loss {run.final_loss:.3f}, {tokens / run.seconds:,.0f} tokens/s on {ranks} ranks\n"
@@ -252,13 +252,13 @@ def summarise(run: Run, ranks: int) -> str:
 
 
 def compression_name(name: str) -> str:
-    """The name, if it is one."""
+    """Parses the name of a compression."""
     pycomm.parse_compression(name)
     return name
 
 
 def run_rank(settings: Settings, plot: str) -> None:
-    """What the command line asks for, on one rank."""
+    """Trains on one rank, and prints and draws the results on rank 0."""
     with pycomm.init() as group:
         run = train(settings, group)
     if group.rank == 0:

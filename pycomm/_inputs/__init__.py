@@ -1,1 +1,1 @@
-"""What callers pass: checks and conversions."""
+"""Checks and conversions of arguments."""

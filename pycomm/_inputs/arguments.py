@@ -1,4 +1,4 @@
-"""Arguments as users of torch.distributed write them: groups, timeouts, reductions."""
+"""Arguments in torch.distributed's conventions: groups, timeouts, reductions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TORCH_OPS = {
 
 
 def seconds(timeout: object, default: float) -> float:
-    """A timeout: seconds, a timedelta, or None for the default."""
+    """Converts a timeout to seconds: a number, a timedelta, or None for the default."""
     if timeout is None:
         return default
     value = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
@@ -42,15 +42,15 @@ def seconds(timeout: object, default: float) -> float:
 
 
 def renamed(old: str, before: Any, new: str, now: Any, default: Any, level: int = 3) -> Any:
-    """The value of an argument that has a new name, with a warning if it came by the old one.
+    """The value of a renamed argument, with a warning if it was passed under its old name.
 
     Args:
-        old: the name that it had.
-        before: what was passed by that name; None if nothing.
-        new: its name.
-        now: what was passed by it.
-        default: what `now` is if nothing was passed.
-        level: calls from here to the caller's own code.
+        old: the old name.
+        before: the value passed under the old name; None if there is none.
+        new: the new name.
+        now: the value passed under the new name.
+        default: the value of `now` if nothing was passed.
+        level: number of stack frames from here to the caller's own code.
     """
     if before is None:
         return now
@@ -61,11 +61,11 @@ def renamed(old: str, before: Any, new: str, now: Any, default: Any, level: int 
 
 
 def old_names(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
-    """A module's ``__getattr__`` that knows old names, and warns of them.
+    """Makes a module's ``__getattr__`` that resolves old names with a warning.
 
     Args:
-        module: its name.
-        names: from old to new.
+        module: the module's name.
+        names: maps old names to new ones.
     """
 
     def find(name: str) -> Any:
@@ -78,7 +78,7 @@ def old_names(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
 
 
 def check_process_group(group: object) -> None:
-    """Refuses what is not a torch.distributed group, a DeviceMesh of one dimension, or None."""
+    """Raises an error unless `group` is None, a ProcessGroup or a one-dimensional DeviceMesh."""
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("group must contain this process")
     dimensions = getattr(group, "ndim", 1) if hasattr(group, "get_group") else 1
@@ -96,14 +96,14 @@ def check_process_group(group: object) -> None:
 
 
 def process_group_of(group: Any) -> Any:
-    """The process group that is meant; torch.distributed must be set up."""
+    """The process group of an argument `group`; torch.distributed must be set up."""
     if hasattr(group, "get_group"):
         return group.get_group()
     return group if group is not None else dist.group.WORLD
 
 
 def not_set_up(in_threads: bool) -> ValueError:
-    """There is no default group; `in_threads`: because ranks are threads, as groups exist."""
+    """The error for a missing default group; `in_threads` if the ranks are threads."""
     if in_threads:
         return ValueError(
             "group must be given by the ranks of a pycomm.LocalWorld, which have no default group: "
@@ -116,7 +116,7 @@ def not_set_up(in_threads: bool) -> ValueError:
 
 
 def reduction(op: object, allowed: Iterable[str]) -> str:
-    """Pycomm's name of a reduction, or of torch.distributed's ReduceOp."""
+    """Pycomm's name of a reduction that is given by name or as torch.distributed's ReduceOp."""
     for name in allowed:
         if op == (name if isinstance(op, str) else _TORCH_OPS[name]):
             return name
@@ -125,7 +125,7 @@ def reduction(op: object, allowed: Iterable[str]) -> str:
 
 
 def check_is_rank() -> None:
-    """Refuses to make a rank of a worker of a DataLoader, which inherits torchrun's environment."""
+    """Raises RuntimeError in a DataLoader's worker, which inherits torchrun's environment."""
     importing = getattr(multiprocessing.current_process(), "_inheriting", False)
     if importing or get_worker_info() is not None:
         raise RuntimeError(

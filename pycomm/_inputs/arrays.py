@@ -1,4 +1,4 @@
-"""Arrays of other libraries, as tensors on the same memory."""
+"""Converts arrays of other libraries to tensors that share their memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils.dlpack import from_dlpack
 
 
 def as_tensor(argument: str, value: Any, *, written: bool) -> torch.Tensor:
-    """The tensor itself, or one that shares the memory of a NumPy, CuPy or other DLPack array."""
+    """The tensor itself, or a tensor that shares the memory of a DLPack array (NumPy, CuPy)."""
     if isinstance(value, torch.Tensor):
         return value
     if not hasattr(value, "__dlpack__"):

@@ -1,4 +1,4 @@
-"""The supported dtypes and reductions, and the numbers that stand for them in C++."""
+"""The supported dtypes, reductions and algorithms, with their numbers in C++."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import torch
 
 from pycomm import _C
 
-# Name to number, from the enums of csrc/.
+# From names to numbers of the enums in csrc/.
 DTYPES = {getattr(torch, name): number for name, number in _C.dtypes.items()}
 OPS = _C.reduce_ops
 ALGORITHMS = _C.algorithms
 CODED_ALGORITHMS = {name: ALGORITHMS[name] for name in ("auto", *_C.coded_algorithms)}
-# Those that add in rank order and round once.
+# The algorithms that add in rank order and round once.
 FIXED_ORDER = [name for name in ALGORITHMS if name not in _C.partial_sum_algorithms]
 COLLECTIVES = _C.collectives
 CODECS = _C.codecs

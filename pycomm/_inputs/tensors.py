@@ -1,4 +1,4 @@
-"""What a tensor must be like to take part in an operation."""
+"""Checks of tensors that take part in an operation."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pycomm._runtime.torch_private import internal_overlap
 
 
 def check_memory(argument: str, tensor: torch.Tensor) -> None:
-    """Refuses tensors whose elements do not simply lie in CPU or CUDA memory.
+    """Raises an error for tensors that do not directly refer to CPU or CUDA memory.
 
-    A tensor subclass that handles operations itself (DTensor, FakeTensor, MaskedTensor) has its
-    elements elsewhere, if it has any; so have tensors inside of torch.func's transforms.
+    A tensor subclass that handles operations itself (DTensor, FakeTensor, MaskedTensor) stores its
+    elements elsewhere or has none, and so do tensors inside of torch.func's transforms.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{argument} must be a torch.Tensor, got {type(tensor).__name__}")
@@ -44,14 +44,14 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 def check_tensor(argument: str, tensor: torch.Tensor) -> None:
-    """Refuses what no collective takes."""
+    """Raises an error for tensors that no collective accepts."""
     check_memory(argument, tensor)
     check_dtype(argument, tensor.dtype)
     check_no_gradient(argument, tensor)
 
 
 def check_no_gradient(argument: str, tensor: torch.Tensor) -> None:
-    """Refuses tensors through which autograd would go on as if nothing had happened to them."""
+    """Raises ValueError for tensors for which autograd would silently ignore the operation."""
     if tensor.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             f"{argument} must not require grad: pycomm's operations are not differentiable; "
@@ -62,7 +62,7 @@ def check_no_gradient(argument: str, tensor: torch.Tensor) -> None:
 
 
 def check_written(argument: str, tensor: torch.Tensor) -> None:
-    """Refuses what cannot take a result."""
+    """Raises an error for tensors that cannot receive a result."""
     check_tensor(argument, tensor)
     if internal_overlap(tensor) == 1:
         raise ValueError(f"{argument} must not overlap itself in memory, got an expanded tensor")
@@ -78,7 +78,7 @@ def _check_same_kind(name: str, tensor: torch.Tensor, other_name: str, other: to
 
 
 def check_like(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
-    """Refuses another dtype, device or shape."""
+    """Raises ValueError unless two tensors have the same dtype, device and shape."""
     _check_same_kind(name, tensor, other_name, other)
     if tensor.shape != other.shape:
         raise ValueError(
@@ -89,7 +89,7 @@ def check_like(name: str, tensor: torch.Tensor, other_name: str, other: torch.Te
 def check_blocks(
     name: str, tensor: torch.Tensor, block_name: str, block: torch.Tensor, size: int
 ) -> None:
-    """Refuses what does not hold a block per rank."""
+    """Raises ValueError unless `tensor` has `size` times as many elements as `block`."""
     _check_same_kind(name, tensor, block_name, block)
     if tensor.numel() != block.numel() * size:
         raise ValueError(
@@ -99,7 +99,7 @@ def check_blocks(
 
 
 def check_disjoint(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
-    """Whether two tensors' spans of memory meet, or are the same dense tensor."""
+    """Raises ValueError if two tensors overlap, unless they are the same dense tensor."""
     if tensor.numel() == 0 or other.numel() == 0:
         return
     if (

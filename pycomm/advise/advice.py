@@ -53,7 +53,7 @@ class Question:
 
 
 def choose(question: Question) -> Step:
-    """pycomm's fastest exchange; among nearly equal ones, the one that changes gradients least."""
+    """The fastest of our exchanges; of nearly equal ones, the one that changes gradients least."""
     steps = [question.step(OURS, compression) for compression in COMPRESSIONS]
     fastest = min(step.seconds for step in steps)
     return next(step for step in steps if WORTH * step.seconds <= fastest)
