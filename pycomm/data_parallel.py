@@ -1,8 +1,8 @@
-"""A data-parallel wrapper of a module, with the exchange overlapping backward.
+"""A data-parallel wrapper of a module, with an exchange that overlaps backward.
 
-Gradients lie in flat buckets in the group's shared window, so that they are reduced where backward
-leaves them. A bucket's exchange starts when its last gradient is there, and backward goes on
-meanwhile. In which order gradients come is learned in the first backward.
+Gradients lie in flat buckets in the group's window, so that they are reduced in place. The exchange
+of a bucket starts when its last gradient is ready, while backward goes on. The first backward shows
+the order in which gradients become ready.
 """
 
 from __future__ import annotations
@@ -44,33 +44,32 @@ class DataParallel(nn.Module):
 
         model = pycomm.DataParallel(model, compression=pycomm.Int8())
 
-    All ranks begin with rank 0's parameters and buffers. Works among processes and among the
-    threads of a :class:`pycomm.LocalWorld`, each with a module of its own. A parameter belongs to
-    the wrapper that was made last: an older one that has it, too, raises in its next forward.
+    All ranks begin with rank 0's parameters and buffers. Ranks may be processes, or the threads of
+    a :class:`pycomm.LocalWorld`, each with a module of its own. A parameter belongs to the wrapper
+    that was made last: an older wrapper of it raises in its next forward.
 
     Args:
-        module: what to train.
-        compression: of the gradients; None sends them as they are.
-        bucket_cap_mb: the most MiB in a bucket of several parameters; models of less than 16 such
-            have smaller ones.
+        module: the module to train.
+        compression: compression of the gradients; None sends them uncompressed.
+        bucket_cap_mb: the largest size, in MiB, of a bucket of several parameters. Models of fewer
+            than 16 such buckets have smaller ones.
         group: by default the default group.
-        feedback: keep what compression loses, and send it later.
+        feedback: keep what compression loses in residuals, and send it later.
         exclude: see :class:`pycomm.hooks.CommState`.
         grad_scaler: see :class:`pycomm.hooks.CommState`.
         warmup_steps: see :class:`pycomm.hooks.CommState`.
-        broadcast_buffers: give everyone rank 0's buffers before every forward with gradients; with
-            `local_sgd`, before the first one after an exchange.
-        local_sgd: exchanges parameters every so many steps instead of gradients in backward; its
-            ``step()`` must be called after every optimizer's. It has its own options in place of
-            those above.
+        broadcast_buffers: send rank 0's buffers to all ranks before every forward that records
+            gradients; with `local_sgd`, before the first one after an exchange.
+        local_sgd: exchanges parameters every few steps instead of gradients in backward. Call its
+            ``step()`` after every step of the optimizer. It replaces the options above by its own.
         bucket_mb: the old name of `bucket_cap_mb`.
 
     Attributes:
-        module: what was wrapped; ``state_dict`` and ``load_state_dict`` are its own.
+        module: the wrapped module; ``state_dict`` and ``load_state_dict`` are the module's.
         comm_state: statistics, and residuals to save: `local_sgd` if given, else a
             :class:`pycomm.hooks.CommState`.
-        require_backward_grad_sync: as in DistributedDataParallel: as long as it is False, as in
-            :meth:`no_sync`, gradients only add up.
+        require_backward_grad_sync: as in DistributedDataParallel. While it is False, as in
+            :meth:`no_sync`, gradients are only added up.
 
     Raises:
         ValueError, TypeError: an argument is not as described.
@@ -126,12 +125,15 @@ class DataParallel(nn.Module):
         self.register_load_state_dict_pre_hook(_insert_prefix)  # type: ignore[no-untyped-call]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward.
+        """Runs the module's forward.
 
         Args:
-            args: for the module.
-            kwargs: for the module. A `weight` is for :meth:`weigh`, unless the module's forward
-                has an argument of that name.
+            args: passed to the module.
+            kwargs: passed to the module, except for `weight`, which is passed to :meth:`weigh`
+                unless the module's forward has an argument of that name.
+
+        Returns:
+            The module's outputs.
         """
         training = torch.is_grad_enabled()
         weight = None if self._module_takes_weight else kwargs.pop("weight", None)
@@ -143,36 +145,39 @@ class DataParallel(nn.Module):
         return outputs
 
     def weigh(self, weight: float | None) -> None:
-        """Says how much this rank's gradients count in the mean, for batches of different sizes.
+        """Sets the weight of this rank's gradients in the mean, for batches of different sizes.
 
         The mean is sum(weight * gradient) / sum(weight).
 
         Args:
-            weight: of the next forward with gradients, on all ranks or none. Of several forwards
-                before a backward, the last one's counts for all.
+            weight: the weight for the next forward that records gradients. Set it on all ranks or
+                on none. If several forwards come before a backward, the last weight counts for all.
         """
         self._next_weight = weight
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards in here (their forwards, too) only add up gradients; the next one exchanges."""
+        """Only adds up gradients inside; the next backward outside exchanges them.
+
+        The forwards of these backwards belong inside, too.
+        """
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield
         except BaseException:
-            self._exchange.promise.open = True  # others go on to an exchange
+            self._exchange.promise.open = True  # other ranks go on to an exchange
             raise
         finally:
             self.require_backward_grad_sync = before
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
-        """Around a training loop: ranks may have different numbers of batches.
+        """Surrounds a training loop in which ranks may have different numbers of batches.
 
-        One that has run out takes part in the others' exchanges without counting in the mean. In
-        the end all have the parameters and buffers of a rank that was the last to stop; buffers are
-        not exchanged before, and optimizers' states not at all. With `local_sgd`, see
-        :meth:`pycomm.hooks.LocalSGDState.join`; all end with rank 0's buffers.
+        A rank that has no more batches takes part in the others' exchanges without counting in the
+        mean. At the end all ranks have the parameters and buffers of one of the ranks that stopped
+        last. Buffers are not exchanged before, and optimizer states not at all. With `local_sgd`,
+        see :meth:`pycomm.hooks.LocalSGDState.join`; all ranks end with rank 0's buffers.
         """
         if isinstance(self.comm_state, LocalSGDState):
             with self.comm_state.join():
@@ -189,40 +194,40 @@ class DataParallel(nn.Module):
             source = int(last) % self._group.size
             tensors = [*self.module.parameters(), *self.module.buffers()]
             broadcast_all(tensors, source, self._group)
-            increment_version(self._exchange.parameters)  # else remainders would stay
+            increment_version(self._exchange.parameters)  # so that optimizers drop remainders
         finally:
             self._joined_steps = self._exchange.weighing = None
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own."""
+        """The module's ``state_dict``."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Loads what the module has saved, by itself or under DistributedDataParallel."""
+        """Loads a ``state_dict`` of the module, saved with or without DistributedDataParallel."""
         return self.module.load_state_dict(without_prefix(state_dict, self.module), *args, **kwargs)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The module's, under the names of its ``state_dict``."""
+        """The module's, with the names of its ``state_dict``."""
         if recurse:
             yield from self.module.named_parameters(prefix, True, remove_duplicate)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The module's, under the names of its ``state_dict``."""
+        """The module's, with the names of its ``state_dict``."""
         if recurse:
             yield from self.module.named_buffers(prefix, True, remove_duplicate)
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """Tells torch.distributed.checkpoint where the names of ``state_dict`` begin."""
+        """Tells torch.distributed.checkpoint that ``state_dict`` has the module's names."""
         own = self.module
         names = (*own._modules, *own._parameters, *own._buffers)
         return dict.fromkeys(names, "module")
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickling and copying: with the state, but without what is under way."""
+        """For pickling and copying: keeps the state, but not running exchanges."""
         return {**vars(self), "_own_exchange": None, "_joined_steps": None, "_next_weight": None}
 
     @property
@@ -231,7 +236,7 @@ class DataParallel(nn.Module):
 
     @property
     def _exchange(self) -> GradientExchange:
-        """A copy makes its own when it is trained: one that is only evaluated needs no memory."""
+        """The exchange. A copy makes its own when it is trained, as evaluation needs none."""
         if self._own_exchange is None:
             self._own_exchange = self._make_exchange()
         return self._own_exchange
@@ -242,7 +247,11 @@ class DataParallel(nn.Module):
 
     @not_compiled
     def _prepare(self, weight: float | None, active: bool = True) -> bool:
-        """Before a forward with gradients, or instead of one; whether any rank still goes on."""
+        """Prepares a forward that records gradients, or replaces one in :meth:`join`.
+
+        Returns:
+            True if any rank still has batches.
+        """
         if weight is None:
             weight = self._next_weight
         self._next_weight = None
@@ -269,7 +278,7 @@ class DataParallel(nn.Module):
         return True
 
     def _agree_anew(self) -> bool:
-        """Whether ranks have come to the same parameters since this was asked last."""
+        """True if ranks have come to the same parameters since the last call."""
         state = self.comm_state
         if not isinstance(state, LocalSGDState):
             return True
@@ -278,7 +287,7 @@ class DataParallel(nn.Module):
 
     @not_compiled
     def _watch(self, outputs: Any) -> None:
-        """Has the backward that begins at these tensors end with the exchange."""
+        """Makes the backward that begins at these tensors end with the exchange."""
         began = functools.partial(_began, weakref.ref(self))
         for output in tensors_in(outputs):
             if output.grad_fn is not None:
@@ -286,7 +295,7 @@ class DataParallel(nn.Module):
 
 
 def _checked(local_sgd: object, **options: Any) -> LocalSGDState:
-    """Refuses options that the state has for itself."""
+    """Raises an error for options that belong to the state."""
     if not isinstance(local_sgd, LocalSGDState):
         raise TypeError(f"local_sgd must be a pycomm.hooks.LocalSGDState, got {local_sgd!r}")
     for name, value in options.items():
@@ -310,7 +319,7 @@ def _began(model: weakref.ref[DataParallel], gradient: torch.Tensor) -> None:  #
 def _insert_prefix(
     wrapper: DataParallel, state_dict: dict[str, Any], prefix: str, *_details: Any
 ) -> None:
-    """Where the wrapper is part of another module, which loads its children by their names."""
+    """Adds the prefix if the wrapper is part of a module, which loads children by their names."""
     keys = [key for key in state_dict if key.startswith(prefix)]
     own = {key.removeprefix(prefix): state_dict.pop(key) for key in keys}
     for key, value in without_prefix(own, wrapper.module).items():

@@ -1,4 +1,4 @@
-"""Groups: who reduces with whom, in which shared memory."""
+"""Groups of ranks, and how to make them."""
 
 from __future__ import annotations
 
@@ -49,25 +49,25 @@ _open_groups: OpenGroups[Group] = OpenGroups()
 class Group:
     """One rank's membership in a group of ranks, on one node or several.
 
-    Made by :func:`init` or :class:`pycomm.LocalWorld`. Operations on a group run in the order in
-    which they were called, whichever thread calls; all ranks must call the same ones in the same
-    order.
+    :func:`init` and :class:`pycomm.LocalWorld` make groups. Operations on a group run in the order
+    in which they were called, from whichever threads. All ranks must call the same operations in
+    the same order.
 
-    As a context manager it is closed at the end; if an exception ends the block while operations
-    are under way, it is aborted first.
+    A group is a context manager: it is closed at the end of the block. If an exception ends the
+    block while operations are running, the group is aborted first.
 
-    Operations that other threads have under way when the interpreter exits have half a second to
-    complete; then the group is aborted.
+    If operations of other threads are still running when the interpreter exits, they have half a
+    second to complete; then the group is aborted.
 
     Attributes:
         rank: this rank, from 0.
-        size: how many ranks.
-        timeout: seconds that a rank may leave the others waiting.
-        staging_bytes: shared memory of this rank for tensors that do not lie in the window.
-        name: what ``torch.ops.pycomm`` calls the group.
-        nodes: the ranks of each node, ascending; nodes by their first rank.
-        stripes: how many ranks of every node exchange with other nodes, each with its like
-            there (the first ones); 0 on one node.
+        size: the number of ranks.
+        timeout: how long ranks wait for another rank, in seconds.
+        staging_bytes: shared memory of this rank, in bytes, for tensors that are not in the window.
+        name: the group's name in ``torch.ops.pycomm``.
+        nodes: the ranks of each node, ascending; nodes are ordered by their first rank.
+        stripes: the number of ranks of every node that exchange with other nodes. These are its
+            first ranks, and the i-th ranks of all nodes exchange with each other. 0 on one node.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Group:
             self._core.span(nodes.ranks, nodes.here, link, timeout)
         self._handle = self._core.handle
         self._tags = itertools.cycle(range(1, 1 << 16))
-        self._told: set[str] = set()  # what is logged once
+        self._told: set[str] = set()  # messages that are logged once
         self._cuda: CudaSide | None = None
         self._join_cuda: Callable[[torch.device], CudaSide] = _no_cuda
         _C.register_group(self.name, self._core)
@@ -118,21 +118,24 @@ class Group:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> torch.Tensor:
-        """An uninitialised tensor in the shared window; collectives on it need no staging copy.
+        """Makes an uninitialised tensor in the window; collectives on it need no staging copy.
 
-        The saving takes effect when the tensors of all ranks lie in their windows. On the CPU the
-        memory is the tensor's own and goes back when the tensor does; on CUDA it comes from the
-        heap that ``init(cuda_heap_bytes=...)`` set aside, goes back with the group, and the first
-        call is one for all ranks together.
+        Staging is avoided if the tensors of all ranks lie in the window. On the CPU, the memory is
+        freed together with the tensor. On CUDA, it comes from the heap that
+        ``init(cuda_heap_bytes=...)`` has reserved and is freed together with the group, and all
+        ranks must make the first call together.
 
         Args:
             size: the shape, as for :func:`torch.empty`.
             dtype: one of the supported dtypes.
             device: ``"cpu"`` or a CUDA device.
 
+        Returns:
+            The tensor. In a group that spans nodes, a CUDA tensor is an ordinary one.
+
         Raises:
             ValueError: an argument is not as described.
-            MemoryError: the node lacks the memory.
+            MemoryError: the node has too little memory.
         """
         check_dtype("dtype", dtype)
         self._core.check_usable()
@@ -160,16 +163,19 @@ class Group:
         in_window: bool = False,
         device: str = "cpu",
     ) -> Plan:
-        """What an all-reduce of `nbytes` bytes would do here, and why.
+        """Explains how this group would run an all-reduce of `nbytes` bytes.
 
         The choice is the same on every rank; steps and bytes are this rank's own.
 
         Args:
-            nbytes: bytes of the tensor.
-            dtype: its dtype.
+            nbytes: the tensor's size in bytes.
+            dtype: the tensor's dtype.
             algorithm: as for :func:`pycomm.all_reduce`.
-            in_window: whether all ranks' tensors come from :meth:`empty`.
+            in_window: True if all ranks' tensors come from :meth:`empty`.
             device: ``"cpu"`` or ``"cuda"``.
+
+        Returns:
+            The algorithm, its steps and bytes; ``print`` shows a table.
         """
         check_dtype("dtype", dtype)
         if len(self.nodes) > 1:
@@ -188,29 +194,30 @@ class Group:
         )
 
     def check(self) -> None:
-        """Raises if something has gone wrong in CUDA kernels that have run so far.
+        """Raises the error of CUDA kernels that have run so far, if there is one.
 
-        Operations on CUDA tensors return before they run; their errors come out of here, or of the
-        group's next operation. Waits only to raise, until no other rank uses this rank's tensors:
-        synchronise first to know of all.
+        Operations on CUDA tensors return before they run, so this method or the group's next
+        operation raises their errors. Synchronise with the stream first to cover all operations.
+        Without an error this returns at once; with one it waits until no other rank uses this
+        rank's tensors.
         """
         if self._cuda is not None:
             self._cuda.check()
 
     def traffic(self) -> tuple[int, int, int]:
-        """Of this rank's last operation: signals given, bytes read from and written to others."""
+        """Signals, bytes read from and bytes written to other ranks in the last operation."""
         return self._core.traffic
 
     def link_traffic(self) -> tuple[int, int]:
-        """Of this rank's last operation: bytes sent to and received from other nodes."""
+        """Bytes sent to and received from other nodes in this rank's last operation."""
         return self._core.link_traffic
 
     def trim(self) -> None:
-        """Gives back memory that operations have left to the next ones of their kind.
+        """Frees memory that operations keep for later ones of their kind.
 
-        That is what top-k and operations between nodes work in on the CPU. It grows to what the
-        largest tensor so far has needed. Waits for operations under way; other ranks need not call
-        it.
+        Top-k and operations between nodes keep their working memory on the CPU, which grows with
+        the largest tensor so far. This method waits for running operations. Other ranks need not
+        call it.
 
         Raises:
             pycomm.GroupUnusable: the group is closed or has failed.
@@ -220,30 +227,30 @@ class Group:
     def abort(self) -> None:
         """Makes every rank that is in an operation, or enters one, raise :class:`pycomm.Aborted`.
 
-        From any thread; the group is of no further use.
+        Any thread may call this. Afterwards the group cannot be used any more.
         """
         self._core.abort()
 
     def close(self) -> None:
-        """Finishes what was started, then leaves the group. Idempotent; waits for no other rank."""
+        """Finishes running operations, then leaves the group without waiting for other ranks."""
         side, self._cuda, self._join_cuda = self._cuda, None, _no_cuda
         if side is not None:
             side.close()
         self._core.close()
 
     def _next_tag(self) -> int:
-        """What tells one user's operations from another's: ranks compare it. 0 is nobody's."""
+        """A number, compared by ranks, that distinguishes one user's operations. 0 means none."""
         return next(self._tags)
 
     def _stages(self, device: torch.device) -> bool:
-        """Whether host memory stands in for tensors there: nodes are joined by their CPUs."""
+        """True if tensors on `device` are exchanged through host memory, as between nodes."""
         stages = device.type == "cuda" and len(self.nodes) > 1
         if stages:
             log.fallback(self, "CUDA tensors go through host memory: the group spans nodes")
         return stages
 
     def _cuda_side(self, device: torch.device) -> CudaSide:
-        """This rank's CUDA side; made at the first call, by all ranks together."""
+        """This rank's CUDA side; all ranks together make theirs at the first call."""
         self._core.check_usable()
         if device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
@@ -251,7 +258,7 @@ class Group:
             try:
                 self._cuda = self._join_cuda(device)
             except BaseException:
-                self._core.abort()  # the peers must not wait for this rank
+                self._core.abort()  # so that other ranks do not wait for this one
                 raise
         if self._cuda.device != device:
             raise ValueError(
@@ -275,7 +282,7 @@ class Group:
         trace: TracebackType | None,
     ) -> None:
         if kind is not None and not self._core.idle():
-            self.abort()  # the others may never do their part of what is under way
+            self.abort()  # other ranks may never do their part of running operations
         self.close()
 
     def __repr__(self) -> str:
@@ -283,7 +290,7 @@ class Group:
 
 
 def find_group(name: str) -> Group:
-    """The group of that name; for operators, which take no objects."""
+    """The group with this name; for operators, which cannot take objects."""
     return _open_groups.find(name)
 
 
@@ -306,31 +313,34 @@ def init(
 ) -> Group:
     """Makes a group of the processes of a torch.distributed group; a collective call.
 
-    Those that share a node (the same boot and the same network, pid and ipc namespaces) share
-    memory. Between nodes, as many ranks of each as the smallest has exchange over
-    torch.distributed (Gloo), and host memory stands in for CUDA tensors.
+    Ranks on the same node (with the same boot id and the same network, pid and ipc namespaces)
+    share memory. Between nodes, data is exchanged over torch.distributed (Gloo), by as many ranks
+    of each node as the smallest node has, and CUDA tensors are copied to host memory.
 
-    The first group made becomes the default of every operation, and once that is closed or has
-    failed, the next one made. Where torch.distributed is not set up yet, it is, from torchrun's
-    environment, with Gloo.
+    The first group made becomes the default group of every operation. When it is closed or has
+    failed, the next group made takes its place. If torch.distributed is not set up yet, this
+    function sets it up with Gloo, from torchrun's environment.
 
     Args:
         group: a torch.distributed process group, or a DeviceMesh of one dimension; by default the
-            default group. Its Store serves as the rendezvous.
-        timeout: seconds, or a timedelta, that a rank may leave the others waiting, here and in
-            every operation. Ranks may differ in it: the least patient one ends it for all.
-        staging_bytes: shared memory per rank for tensors that do not lie in the window. The same on
-            every rank.
-        max_blocks: the most blocks of threads that an operation may take from a GPU.
-        cuda_heap_bytes: device memory per rank for ``group.empty(..., device="cuda")``. The same on
-            every rank.
+            default process group. Its Store serves as the rendezvous.
+        timeout: how long ranks wait for another rank, here and in every operation, in seconds or as
+            a timedelta. Ranks may pass different values; the shortest ends a wait for all.
+        staging_bytes: shared memory per rank, in bytes, for tensors that are not in the window. The
+            same on every rank.
+        max_blocks: the largest number of thread blocks that an operation uses on a GPU.
+        cuda_heap_bytes: device memory per rank, in bytes, for ``group.empty(..., device="cuda")``.
+            The same on every rank.
+
+    Returns:
+        This rank's membership in the group.
 
     Raises:
-        ValueError: this process is not in `group`; or, on every rank, the ranks differ in what must
-            be the same, or run builds of pycomm that lay out their shared memory differently.
-        pycomm.Timeout: a rank did not come in time; on all ranks that came.
-        pycomm.PeerDied: a rank died after all had come; on all ranks.
-        pycomm.Aborted: a rank was interrupted; on all other ranks that had come.
+        ValueError: this process is not in `group`; or, on every rank, ranks passed different values
+            that must be the same, or run incompatible builds of pycomm.
+        pycomm.Timeout: a rank did not arrive in time; on all ranks that arrived.
+        pycomm.PeerDied: a rank died after all had arrived; on all ranks.
+        pycomm.Aborted: a rank was interrupted; on all other ranks that had arrived.
     """
     global _default
     timeout = seconds(timeout, DEFAULT_TIMEOUT)
@@ -345,7 +355,7 @@ def init(
     rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
     if rank < 0:
         raise ValueError("group must contain this process")
-    # Always the same prefix: ranks that have tried unequally often meet all the same (see meet).
+    # Always the same prefix, so ranks that have tried unequally often still meet (see meet).
     prefix = f"pycomm/{process_group.group_name}"
     store = PrefixStore(prefix, store_of(process_group))
     windows = WindowMaker(
@@ -384,12 +394,12 @@ def init(
 
 
 def default_group() -> Group:
-    """The default group; made on first use, on torch.distributed's default group."""
+    """Returns the default group, which is made at the first use on torch's default group."""
     return _default if _default is not None else init()
 
 
 def set_default_group(group: Group | None) -> None:
-    """Replaces the default group; None makes the next use make a new one."""
+    """Replaces the default group; with None, the next use makes a new one."""
     global _default
     if not (group is None or isinstance(group, Group)):
         raise TypeError(f"group must be a pycomm.Group or None, got {group!r}")

@@ -6,9 +6,9 @@
     state = pycomm.hooks.Int8State(model.named_parameters())
     state.register(model)
 
-There is also a hook for each kind of state, for ``model.register_comm_hook(state, hook)``;
-:func:`comm_hook` serves every state. A hook never blocks backward, averages in place, and gives the
-same bits on every rank, whatever the buckets. Errors come out of ``backward()`` with their type.
+For ``model.register_comm_hook(state, hook)``, there is also a hook for each kind of state, and
+:func:`comm_hook` accepts every state. A hook never blocks backward, averages in place, and gives
+the same bits on every rank, whatever the buckets. ``backward()`` raises errors with their type.
 """
 
 # DistributedDataParallel compares hooks' annotations as objects: they must not become strings.
@@ -39,17 +39,17 @@ __all__ = [
 
 
 class AllReduceState(CommState):
-    """For :func:`all_reduce_hook`: nothing to remember but the group."""
+    """The state of :func:`all_reduce_hook`, which sends gradients uncompressed."""
 
     def __init__(self, *, group: Group | None = None) -> None:
         super().__init__(group=group)
 
 
 class Int8State(CommState):
-    """For :func:`int8_hook`. With `params` there is error feedback, without there is none.
+    """The state of :func:`int8_hook`, which sends gradients in 8 bits.
 
     Args:
-        params: see :class:`CommState`.
+        params: see :class:`CommState`. Without them there is no error feedback.
         block: see :class:`pycomm.Int8`.
         rounding: see :class:`pycomm.Int8`.
         seed: see :class:`pycomm.Int8`.
@@ -69,7 +69,7 @@ class Int8State(CommState):
 
 
 class TopKState(CommState):
-    """For :func:`topk_hook`; always with error feedback.
+    """The state of :func:`topk_hook`, which sends the largest gradients, with error feedback.
 
     Args:
         params: see :class:`CommState`.
@@ -94,7 +94,7 @@ class TopKState(CommState):
 
 
 def all_reduce_hook(state: AllReduceState, bucket: GradBucket) -> Future[torch.Tensor]:
-    """Averages gradients as they are, in rank order, with fp32 sums."""
+    """Averages gradients uncompressed, in rank order, with fp32 sums."""
     _check_pair("all_reduce_hook", AllReduceState, state)
     return comm_hook(state, bucket)
 
@@ -112,7 +112,7 @@ def topk_hook(state: TopKState, bucket: GradBucket) -> Future[torch.Tensor]:
 
 
 def local_sgd_hook(state: LocalSGDState, bucket: GradBucket) -> Future[torch.Tensor]:
-    """Leaves gradients alone, unless the state is in its warm-up or has an inner group."""
+    """Does not exchange gradients, except in the state's warm-up or in its inner group."""
     _check_pair("local_sgd_hook", LocalSGDState, state)
     return comm_hook(state, bucket)
 

@@ -1,4 +1,4 @@
-"""What a communication hook, or the wrapper, does and remembers from step to step."""
+"""The state of a communication hook or of the wrapper."""
 
 from __future__ import annotations
 
@@ -32,30 +32,31 @@ from pycomm.group import Group, default_group
 NamedParameters = Iterable[tuple[str, torch.Tensor]]
 
 
-# What belongs to this process, or is under way: copies do without.
+# Attributes that belong to this process or to a running exchange, which are not copied.
 _NOT_COPIED = ("_group", "_planner", "_flying", "_now", "_stream", "_placed")
 
 
 class CommState(HookState):
-    """What a hook, or the wrapper, needs to remember from step to step.
+    """The state that a hook, or the wrapper, keeps from step to step.
 
     Args:
-        compression: of the gradients; None sends them as they are.
-        params: ``model.named_parameters()``. With them, what compression loses is kept by parameter
-            and sent later (error feedback), and stochastic rounding does not depend on buckets.
-        group: by default the default group. All ranks make their states in the same order.
-        exclude: ``exclude(name, parameter)`` says which parameters are sent as they are, in the
-            same exchange; by default those with one dimension or less than 4,096 elements.
-        grad_scaler: the ``torch.amp.GradScaler`` in use: residuals are kept unscaled, and put back
-            when its step has overflowed. Doubles their memory.
-        warmup_steps: so many steps at the beginning are sent as they are. A warm-up of the
+        compression: compression of the gradients; None sends them uncompressed.
+        params: ``model.named_parameters()``. With them, residuals keep what compression loses of
+            each parameter and send it later (error feedback), and stochastic rounding does not
+            depend on buckets.
+        group: by default the default group. All ranks must make their states in the same order.
+        exclude: ``exclude(name, parameter)`` is true for parameters to send uncompressed, in the
+            same exchange; by default those with one dimension or fewer than 4,096 elements.
+        grad_scaler: the ``torch.amp.GradScaler`` in use. Residuals are then kept unscaled, and
+            restored after a step that overflowed. This doubles their memory.
+        warmup_steps: the number of first steps that are sent uncompressed. A warm-up of the
             compression begins after them.
-        feedback: False keeps no residuals in spite of `params`.
+        feedback: False keeps no residuals even with `params`.
         compressor: the old name of `compression`.
 
     Attributes:
-        step: how many steps have begun; a step exchanges every parameter once.
-        group: who exchanges.
+        step: the number of steps that have begun; a step exchanges every parameter once.
+        group: the group that exchanges.
 
     Raises:
         ValueError, TypeError: an argument is not as described.
@@ -77,7 +78,7 @@ class CommState(HookState):
         _check_options(compression, group, grad_scaler, warmup_steps)
         self.compression = compression
         self.step = 0
-        self._owner = (0, 0)  # of a state that has been pickled: its rank, and of how many
+        self._owner = (0, 0)  # rank and size of the group when the state was pickled
         self._parameters = Parameters(params, exclude)
         self._scale = LossScale(grad_scaler)
         self._warmup_steps = warmup_steps
@@ -90,12 +91,12 @@ class CommState(HookState):
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        """Nothing is planned or under way."""
+        """Starts without plans and without running exchanges."""
         self._planner = Planner(self.compression, self._parameters, self._residuals, self._tag)
         self._flying = Flights()
         self._now = Step()
         self._stream: torch.cuda.Stream | None = None
-        self._placed = False  # whether residuals lie where gradients do
+        self._placed = False  # True once residuals are on the gradients' device
 
     @property
     def group(self) -> Group:
@@ -114,7 +115,7 @@ class CommState(HookState):
 
     @property
     def gradient_group(self) -> Group | None:
-        """Who exchanges gradients in this step."""
+        """The group that exchanges gradients in this step."""
         return self.group
 
     def start(
@@ -128,14 +129,14 @@ class CommState(HookState):
         """Begins to average a bucket over all ranks, in place; for hooks.
 
         Args:
-            buffer: flat, on the CPU or a CUDA device: the gradients of `parameters`, one behind the
-                other.
-            parameters: whose gradients they are.
-            backward: what :meth:`finish` will call it.
-            begins: where each gradient begins, if there is room between them.
+            buffer: a flat tensor on the CPU or a CUDA device, with the gradients of `parameters`
+                one after the other.
+            parameters: the parameters of these gradients.
+            backward: a number of the backward, to be passed to :meth:`finish`.
+            begins: the offset of each gradient in `buffer`, if there are gaps between them.
 
         Returns:
-            A future of `buffer`; on the CPU it is fulfilled by :meth:`finish`.
+            A future of `buffer`; on the CPU, :meth:`finish` fulfils it.
         """
         check_memory("gradients", buffer)
         key = (buffer.data_ptr(), *map(id, parameters))
@@ -151,7 +152,7 @@ class CommState(HookState):
             with _named("pycomm::start"):
                 flight = self._launch(exchange, buffer, group)
         except PycommError:
-            self.finish(backward)  # raises what has made it so
+            self.finish(backward)  # raises the error that caused this one, if there is one
             raise
         self._now.flights.append(flight)
         self._flying.add(backward, flight)
@@ -161,9 +162,9 @@ class CommState(HookState):
     def start_in_backward(
         self, buffer: torch.Tensor, parameters: Sequence[torch.Tensor]
     ) -> Future[Any]:
-        """:meth:`start`, with the running backward waiting in its end.
+        """Calls :meth:`start`, and makes the running backward wait for the exchange at its end.
 
-        Where it has ended already, as in the first iteration of a static graph, this waits.
+        If backward has ended already, as in the first iteration of a static graph, this waits.
         """
         backward = backward_id()
         self._give_back_dropped()
@@ -178,7 +179,7 @@ class CommState(HookState):
 
     @not_compiled
     def finish(self, backward: int = -1) -> None:
-        """Waits for what was started under this number; raises what went wrong."""
+        """Waits for the exchanges that were started with this number, and raises their errors."""
         flights = self._flying.take(backward)
         if not flights:
             return
@@ -191,19 +192,22 @@ class CommState(HookState):
         self._now.waited += time.perf_counter() - begin
 
     def give_back(self) -> None:
-        """Puts the step's means, which nobody will use, into residuals: nothing is lost."""
+        """Adds the step's means, which will not be used, to residuals, so that nothing is lost."""
         for flight in self._now.flights:
             flight.exchange.give_back()
 
     def stats(self) -> dict[str, float]:
-        """Numbers for a logger; sizes and times are of the last step.
+        """Numbers for a logger; sizes and times are those of the last step.
 
         Returns:
-            ``steps``; ``bytes_in``: of buckets of gradients; ``bytes_wire``: that this rank moved
-            from and to its peers (on CUDA: at most); ``ratio``: how many times as many an
-            uncompressed exchange moves;
-            ``exposed_ms``: that backward waited for exchanges in its end; ``exposed_ms_total``;
-            ``residual_norm``: Euclidean, of what this rank has not sent yet.
+            ``steps``: the number of steps;
+            ``bytes_in``: bytes of gradients in buckets;
+            ``bytes_wire``: bytes that this rank moved from and to other ranks (on CUDA, an upper
+            bound);
+            ``ratio``: bytes of an uncompressed exchange divided by ``bytes_wire``;
+            ``exposed_ms``: milliseconds that backward waited for exchanges at its end;
+            ``exposed_ms_total``: the same for all steps together;
+            ``residual_norm``: Euclidean norm of this rank's residuals.
         """
         self._settle()
         exposed = self._now.exposed()
@@ -221,29 +225,29 @@ class CommState(HookState):
         }
 
     def intervals(self) -> list[tuple[int, float, float]]:
-        """Of the last step's exchanges on the CPU: bytes, begin and end by ``perf_counter``."""
+        """Bytes, start and end (by ``perf_counter``) of the last step's exchanges on the CPU."""
         return [(f.buffer.nbytes, *f.work.interval()) for f in self._now.flights]
 
     def residual(self, name: str) -> torch.Tensor:
-        """What this rank has not sent yet of a parameter: fp32, in its shape, unscaled; a view."""
+        """The residual of a parameter: an fp32 view in the parameter's shape, unscaled."""
         self._settle()
         return self._residuals.find(name)
 
     def tensors(self) -> list[torch.Tensor]:
-        """All that is kept from step to step: residuals, also those that could be put back."""
+        """All tensors kept from step to step: residuals, and the copies for restoring them."""
         return self._residuals.tensors()
 
     def state_dict(self, gathered: bool = False) -> dict[str, Any]:
-        """What must be saved with the model, at the end of a step.
+        """Returns what must be saved with the model, at the end of a step.
 
         Args:
-            gathered: collect every rank's on rank 0, for those who save there alone; a collective
-                call, which gives the other ranks an empty dict.
+            gathered: collect the residuals of all ranks on rank 0, so that only rank 0 needs to
+                save. All ranks must call this; ranks other than 0 get an empty dict.
 
         Returns:
-            This rank's residuals, in copies. Every rank must save its own, to a file of its own or
-            with torch.distributed.checkpoint: residuals lie under the rank's number, because that
-            keeps only one of all the tensors that ranks call by the same name.
+            Copies of this rank's residuals. Every rank must save its own, in a file of its own or
+            with torch.distributed.checkpoint. That keeps only one tensor of each name, so residuals
+            are stored under the rank's number.
         """
         self._settle()
         kept = {"format": FORMAT, "size": self.group.size, "step": self.step}
@@ -253,10 +257,11 @@ class CommState(HookState):
         return kept | {"gathered": dumps} if self.group.rank == 0 else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes back what :meth:`state_dict` gave, bit for bit.
+        """Restores the result of :meth:`state_dict`, bit for bit.
 
-        From a gathered one every rank picks its own; if the number of ranks has changed, everyone
-        gets the mean of the old residuals, so that the mean that is still to be sent is the same.
+        From a gathered one, every rank picks its own residuals. If the number of ranks has changed,
+        every rank gets the mean of the old residuals, so the mean that is still to be sent stays
+        the same.
 
         Raises:
             ValueError: it is of another model, or of another rank.
@@ -284,28 +289,28 @@ class CommState(HookState):
         return kept if self._group is None else kept | {"_owner": _place_in(self._group)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Unpickled, it belongs to the default group, which it asks for at its first use."""
+        """An unpickled state belongs to the default group, which it looks up at its first use."""
         vars(self).update(state)
         self._group = None
         self._begin_anew()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CommState:
-        """With residuals of its own, in the same group."""
+        """A copy has residuals of its own and belongs to the same group."""
         copied = memo[id(self)] = type(self).__new__(type(self))
         copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         copied._group = self._group
         return copied
 
     def _settle(self) -> None:
-        """Brings residuals up to date with steps whose means nobody has used."""
+        """Updates residuals for steps whose means were not used."""
         self._give_back_dropped()
         self._residuals.settle(self._scale.read(self.group))
 
     def _give_back_dropped(self) -> None:
-        """Puts means of a backward that has raised into residuals.
+        """Adds the means of a backward that has raised to residuals.
 
-        DistributedDataParallel cannot go on once it has sent a bucket of such a backward: those
-        that come now are another one's, and may begin with other parameters.
+        DistributedDataParallel cannot continue once it has sent a bucket of such a backward. So
+        later buckets belong to another one, and may begin with other parameters.
         """
         for flight in self._flying.take_dropped():
             self._now.parameters.clear()  # so that the next bucket begins a step
@@ -352,7 +357,7 @@ def _place_in(group: Group) -> tuple[int, int]:
 
 
 def _named(name: str) -> contextlib.AbstractContextManager[Any]:
-    """A range for the profiler, where one runs: in backward its cost would be felt."""
+    """A range for the profiler if one is running; otherwise nothing, as backward must be fast."""
     if profiler_runs():
         return torch.autograd.profiler.record_function(name)
     return contextlib.nullcontext()
