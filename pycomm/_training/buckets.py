@@ -1,4 +1,4 @@
-"""The wrapper's gradients: flat memory in the shared window, cut into buckets."""
+"""The wrapper's gradients: flat memory in the window, cut into buckets."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Bucket:
     """Gradients that are exchanged together.
 
     Attributes:
-        flat: all of them, and zeros for padding.
-        parameters: whose they are.
-        ids: of the parameters.
-        begins: where in `flat` each gradient begins.
-        waiting: ids of those that have not been put here in this backward.
-        sent: whether the exchange of this backward has been started.
+        flat: all gradients, with zeros as padding.
+        parameters: the parameters of these gradients.
+        ids: ids of the parameters.
+        begins: the offset in `flat` of each gradient.
+        waiting: ids of the parameters whose gradients have not arrived in this backward.
+        sent: True once the exchange of this backward has been started.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], places: Sequence[Place]) -> None:
@@ -48,24 +48,24 @@ class Bucket:
         self.reset()
 
     def reset(self) -> None:
-        """Before a backward: nothing is here."""
+        """Prepares for a backward: no gradient has arrived."""
         self.waiting = set(self.ids)
         self.sent = False
 
     @property
     def arrived(self) -> int:
-        """How many have been put here."""
+        """The number of gradients that have arrived."""
         return len(self.parameters) - len(self.waiting)
 
     def complete(self) -> list[torch.Tensor]:
-        """Puts here what is waiting; returns whose that is."""
+        """Adds the gradients that have not arrived; returns their parameters."""
         missing = [parameter for parameter in self.parameters if id(parameter) in self.waiting]
         for parameter in missing:
             self.put(parameter)
         return missing
 
     def put(self, parameter: torch.Tensor) -> None:
-        """Makes the parameter's gradient lie here; zeros stand for none, which stays none."""
+        """Moves the parameter's gradient here; a missing one counts as zeros and stays missing."""
         view, gradient = self._views[id(parameter)], parameter.grad
         if gradient is not None and gradient.layout != torch.strided:
             raise ValueError(f"gradients must be dense, got one of layout {gradient.layout}")
@@ -78,15 +78,15 @@ class Bucket:
         self.waiting.discard(id(parameter))
 
     def adopt(self, parameter: torch.Tensor) -> None:
-        """Gives the parameter what lies here for its gradient."""
+        """Makes the values here the parameter's gradient."""
         self._piece.give(parameter, self._views[id(parameter)])
 
 
 class Slab:
-    """The memory of all buckets, one piece per kind; new buckets use it again.
+    """The memory of all buckets, one piece per kind, which new buckets reuse.
 
-    Parameters that are flattened, before or after, pin it: buckets are cut from where gradients lie
-    then, and follow the order of backward only among themselves.
+    Flattened parameters keep their gradients in place, whether they were flattened before or after.
+    Buckets are then runs of neighbouring gradients, and only their order follows backward.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], limit: float, group: Group) -> None:
@@ -95,14 +95,14 @@ class Slab:
         self._layout = Layout(parameters, functools.partial(_memory, group))
 
     def cut(self, parameters: Sequence[torch.Tensor]) -> list[Bucket]:
-        """Buckets with the gradients of the parameters; in that order they fill."""
+        """Buckets for the gradients of the parameters, ordered by when they will be full."""
         self._layout.arrange(parameters)
         order = {id(parameter): index for index, parameter in enumerate(parameters)}
         buckets = [Bucket(run, [self._layout[p] for p in run]) for run in self._runs(parameters)]
         return sorted(buckets, key=lambda bucket: max(order[id(p)] for p in bucket.parameters))
 
     def _runs(self, parameters: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """Parameters that lie one behind the other, with nobody else between, up to the limit."""
+        """Lists of parameters that lie directly one after the other, up to the limit."""
         number = {piece: index for index, piece in enumerate(self._layout.pieces)}
 
         def begin(parameter: torch.Tensor) -> tuple[int, int]:
@@ -143,7 +143,7 @@ def partition(
 
 
 def broadcast_all(tensors: Iterable[torch.Tensor], source: int, group: Group) -> None:
-    """Gives everyone one rank's tensors, many small ones at a time."""
+    """Sends one rank's tensors to all ranks, many small tensors at a time."""
     for members in partition((tensor.data for tensor in tensors), _MIB):
         flat = torch.cat([member.reshape(-1) for member in members])
         broadcast(flat.view(torch.uint8), source, group=group)
@@ -155,7 +155,7 @@ def broadcast_all(tensors: Iterable[torch.Tensor], source: int, group: Group) ->
 
 
 def _memory(group: Group, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """In the window where there is room."""
+    """Memory in the window, or on CUDA elsewhere if the window is full."""
     try:
         return group.empty(count, dtype=dtype, device=device)
     except MemoryError:

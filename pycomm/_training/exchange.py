@@ -1,7 +1,7 @@
-"""One bucket's exchange: what is called for its parameters.
+"""One bucket's exchange: the operations for its parameters.
 
-All of a bucket's operations are handed over in one call, and the group's worker (or on CUDA a
-stream of its own) runs them while backward goes on.
+All operations of a bucket are handed over in one call. The group's worker (on CUDA, a separate
+stream) runs them while backward goes on.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ class Part:
 
     Attributes:
         call: the operation.
-        codec: of the compression; None sends gradients as they are.
+        codec: the codec; None sends gradients uncompressed.
         tensor: the gradients.
-        kept: what is read and written beside them, by name.
-        wire_bytes: that this rank reads from its peers, or receives from other nodes, at most.
+        kept: other tensors that the operation reads and writes, by name.
+        wire_bytes: the most bytes that this rank reads from other ranks, or receives from other
+            nodes.
     """
 
     call: _C.Call
@@ -42,7 +43,7 @@ class Part:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All that must live until it has run."""
+        """All tensors that must stay alive until the operation has run."""
         return self.tensor, *self.kept.values()
 
 
@@ -50,12 +51,12 @@ class BucketExchange:
     """A bucket's operations, to be run at every step.
 
     Args:
-        parts: in their order.
-        stand_in: for the bucket, where the group stages.
+        parts: the operations, in their order.
+        stand_in: host memory for the bucket, if the group exchanges through it.
 
     Attributes:
-        wire_bytes: of all parts.
-        stand_in: for the bucket, where the group stages.
+        wire_bytes: the sum over all parts.
+        stand_in: host memory for the bucket, if the group exchanges through it.
     """
 
     def __init__(self, parts: Sequence[Part], stand_in: StandIn | None) -> None:
@@ -75,14 +76,14 @@ class BucketExchange:
         return tuple(tensor for part in self._parts for tensor in part.tensors)
 
     def submit(self, step: int, group: Group) -> Work:
-        """Hands it to the group's worker."""
+        """Hands the operations to the group's worker."""
         if self.stand_in is None:
             return Work(self._core.submit(group._core, step), self._tensors)
         fetch(self.stand_in)
         return Work(self._core.submit(group._core, step), self._tensors, self.stand_in.put_back)
 
     def enqueue(self, step: int, group: Group, device: torch.device) -> None:
-        """Enqueues it on the current stream."""
+        """Enqueues the operations on the current stream."""
         side, auto = group._cuda_side(device), ALGORITHMS["auto"]
         for part in self._parts:
             x = part.tensor
@@ -96,22 +97,22 @@ class BucketExchange:
         """Adds the means to this rank's residuals, after an exchange whose result is dropped."""
         for part in self._parts:
             residual, scale = part.kept.get("residual"), part.kept.get("scale")
-            # With an overflow there may be no number to add, and residuals were left alone.
+            # After an overflow the mean may not be finite, and residuals were not changed.
             if residual is not None and bool(part.tensor.isfinite().all()):
                 residual.add_(part.tensor if scale is None else part.tensor.float() / scale)
 
 
 def dense_wire_bytes(nbytes: int, group: Group) -> int:
-    """Bytes that a rank reads from its peers in an uncompressed two-shot all-reduce.
+    """Bytes that a rank reads from other ranks in an uncompressed two-shot all-reduce.
 
-    If the group spans nodes, what the carrier of a stripe receives from other nodes.
+    If the group spans nodes, the bytes that the carrier of a stripe receives from other nodes.
     """
     ranks, stripes = parties(group)
     return 2 * (ranks - 1) * nbytes // ranks // stripes
 
 
 def parties(group: Group) -> tuple[int, int]:
-    """How many take part in this rank's exchange, and how many such exchanges share the work."""
+    """The number of parties in this rank's exchange, and of exchanges that share the work."""
     if not group.stripes:
         return group.size, 1
     node = next(ranks for ranks in group.nodes if group.rank in ranks)

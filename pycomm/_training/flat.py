@@ -1,7 +1,7 @@
 """Flat memory: parameters side by side, with their gradients and states at the same offsets.
 
-A layout gives parameters places, and their gradients memory: the wrapper's in its window. Flattened
-parameters lie in their places themselves, and stay there.
+A layout assigns places to parameters, and memory to their gradients (for the wrapper, in the
+window). Flattened parameters lie in their places themselves, and stay there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Memory = Callable[[int, torch.dtype, torch.device], torch.Tensor]
 
 
 class Kind(NamedTuple):
-    """What parameters share whose gradients lie together."""
+    """The properties shared by parameters whose gradients lie together."""
 
     dtype: torch.dtype
     grad_dtype: torch.dtype
@@ -34,9 +34,9 @@ class Piece:
     """Flat memory of one kind.
 
     Attributes:
-        kind: of the parameters.
-        gradients: theirs, each in its place.
-        parameters: the same of those that are flattened; as long as none is, places may change.
+        kind: the kind of the parameters.
+        gradients: memory for their gradients, each in its place.
+        parameters: memory for flattened parameters; None, and places may change, if there are none.
     """
 
     def __init__(self, kind: Kind, gradients: torch.Tensor) -> None:
@@ -46,27 +46,27 @@ class Piece:
         self._given: dict[int, TensorWeakRef] = {}  # gradients that lie here, by address
 
     def give(self, parameter: torch.Tensor, view: torch.Tensor) -> None:
-        """Makes what lies there the parameter's gradient."""
+        """Makes the values in `view` the parameter's gradient."""
         gradient = view.detach()  # its own: module.to() changes a gradient's data
         parameter.grad = gradient
         self._given[view.data_ptr()] = TensorWeakRef(gradient)
 
     def vacate(self, address: int) -> None:
-        """Before it is written there: a gradient that the user has kept moves away."""
+        """Moves away a gradient that the user has kept, before its memory is overwritten."""
         last = self._given.pop(address, None)
         kept: torch.Tensor | None = last() if last is not None else None
         if kept is not None and kept.data_ptr() == address:
             kept.data = kept.detach().clone()
 
     def clear(self) -> None:
-        """Makes all gradients zero; those that somebody has move away."""
+        """Zeroes the memory of all gradients; gradients in use move away first."""
         for address in list(self._given):
             self.vacate(address)
         self.gradients.zero_()
 
 
 class Place(NamedTuple):
-    """Where a parameter lies, or could, and in which memory format: it keeps both."""
+    """The place of a parameter, or one that it could move to, and its memory format."""
 
     piece: Piece
     offset: int
@@ -78,7 +78,7 @@ class Place(NamedTuple):
         return part.as_strided(like.shape, self.strides)
 
     def holds(self, parameter: torch.Tensor) -> bool:
-        """Whether the parameter lies here."""
+        """True if the parameter lies here."""
         whole = self.piece.parameters
         if whole is None or (self.piece.kind, self.strides) != (
             kind_of(parameter),
@@ -88,7 +88,7 @@ class Place(NamedTuple):
         return parameter.data_ptr() == self._address(whole) or parameter.numel() == 0
 
     def take_in(self, parameter: torch.Tensor) -> None:
-        """Moves a parameter here, and its gradient whenever it gets one."""
+        """Moves a parameter here, and from now on also its gradients."""
         piece = self.piece
         if piece.parameters is None:
             length, kind = len(piece.gradients), piece.kind
@@ -104,8 +104,8 @@ class Place(NamedTuple):
         return buffer.data_ptr() + self.offset * buffer.itemsize
 
 
-# No value holds a parameter, which would live for ever then.
-_homes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # places of the flattened
+# No value refers to a parameter, which would keep it alive for ever.
+_homes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # places of flattened parameters
 _layouts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # weak references
 
 
@@ -113,8 +113,8 @@ class Layout:
     """Places for parameters: those that they have, or new ones.
 
     Args:
-        parameters: no one twice.
-        memory: makes memory for so many gradients of a type on a device.
+        parameters: the parameters, each once.
+        memory: allocates memory for a number of gradients of a type on a device.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], memory: Memory) -> None:
@@ -143,17 +143,17 @@ class Layout:
 
     @property
     def pieces(self) -> list[Piece]:
-        """All that places lie in."""
+        """The pieces in which the places lie."""
         return list(dict.fromkeys(place.piece for place in self._places.values()))
 
     def __getitem__(self, parameter: torch.Tensor) -> Place:
         return self._places[id(parameter)]
 
     def arrange(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Gives places in this order, in pieces where none is flattened, and clears those."""
+        """Assigns places in this order, in pieces without flattened parameters, and zeroes them."""
         used = {piece: 0 for piece in self.pieces if piece.parameters is None}
         for piece in used:
-            piece.clear()  # what lies between places takes part in exchanges
+            piece.clear()  # because the gaps between places are exchanged, too
         for parameter in parameters:
             piece = self[parameter].piece
             if piece in used:
@@ -162,23 +162,23 @@ class Layout:
 
 
 def room(parameter: torch.Tensor) -> int:
-    """Elements that it takes, with the padding behind it; an empty one, too, has its own place."""
+    """Elements that a parameter takes, padding included; an empty one has its own place, too."""
     return -(-max(parameter.numel(), 1) // ALIGN) * ALIGN
 
 
 def kind_of(parameter: torch.Tensor) -> Kind:
-    """Of what kind its place must be."""
+    """The kind that a parameter's place must have."""
     return Kind(parameter.dtype, parameter.grad_dtype or parameter.dtype, parameter.device)
 
 
 def home_of(parameter: torch.Tensor) -> Place | None:
-    """Where a flattened parameter lies; None if it never did or has been moved away since."""
+    """The place of a flattened parameter; None if it is not flattened or has been moved away."""
     place: Place | None = _homes.get(parameter)  # type: ignore[no-untyped-call]
     return place if place is not None and place.holds(parameter) else None
 
 
 def place_of(parameter: torch.Tensor) -> Place | None:
-    """Where it or at least its gradient lies."""
+    """The place of a parameter or at least of its gradient; None if there is none."""
     home = home_of(parameter)
     if home is not None or parameter not in _layouts:
         return home
@@ -188,7 +188,7 @@ def place_of(parameter: torch.Tensor) -> Place | None:
 
 
 def put(parameter: torch.Tensor, view: torch.Tensor, piece: Piece) -> None:
-    """Makes the parameter's gradient lie there; zeros stand for none, which stays none."""
+    """Moves the parameter's gradient to `view`; a missing one counts as zeros, stays missing."""
     gradient, address = parameter.grad, view.data_ptr()
     if gradient is None:
         piece.vacate(address)
@@ -201,9 +201,9 @@ def put(parameter: torch.Tensor, view: torch.Tensor, piece: Piece) -> None:
 
 @not_compiled
 def settle(parameter: torch.Tensor) -> None:
-    """Puts a flattened parameter's gradient into its place, if it can lie there.
+    """Moves a flattened parameter's gradient into its place, if it can lie there.
 
-    After ``zero_grad(set_to_none=True)`` backward makes new ones.
+    This is needed because backward makes new gradients after ``zero_grad(set_to_none=True)``.
     """
     home, gradient = home_of(parameter), parameter.grad
     if home is None or gradient is None or gradient.requires_grad:

@@ -1,4 +1,4 @@
-"""Exchanges under way, by the backward that began them."""
+"""Running exchanges, by the backward that started them."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ class Flight:
     buffer: torch.Tensor
 
     def land(self) -> None:
-        """Waits for it; raises what went wrong."""
+        """Waits for the exchange, and raises its error if it failed."""
         self.work.wait()
         if self.future.done():
-            self.future.wait()  # on CUDA only the current stream does
+            self.future.wait()  # on CUDA only the current stream waits
         else:
             self.future.set_result(self.buffer)
 
     def wire_bytes(self) -> int:
-        """What this rank has moved, or on CUDA, where nobody counts, the most it may have."""
+        """Bytes that this rank has moved; on CUDA, an upper bound."""
         return self.work.moved() or self.exchange.wire_bytes
 
 
 class Flights:
-    """All that have not been waited for.
+    """All exchanges that have not been waited for.
 
-    A backward that raises drops the callbacks of its end without calling them. That is how one is
-    told from a backward that still runs around another one, as with reentrant checkpoints.
+    A backward that raises drops its final callbacks without calling them. This distinguishes it
+    from a backward that still runs around another one, as with reentrant checkpoints.
     """
 
     def __init__(self) -> None:
@@ -49,27 +49,27 @@ class Flights:
         self._ends: dict[int, weakref.ref[functools.partial[None]]] = {}
 
     def add(self, backward: int, flight: Flight) -> None:
-        """Notes one."""
+        """Adds an exchange."""
         self._of.setdefault(backward, []).append(flight)
 
     def wait_in_end(self, backward: int, finish: Callable[[int], None]) -> None:
-        """Has the running backward, which has this number, call `finish` with it."""
+        """Makes the running backward, which has this number, call `finish` with it at its end."""
         if backward not in self._ends:
             end = functools.partial(finish, backward)
             self._ends[backward] = weakref.ref(end)
             queue_callback(end)
 
     def take(self, backward: int) -> list[Flight]:
-        """Those of a backward, to be waited for."""
+        """Removes and returns the exchanges of a backward, to be waited for."""
         self._ends.pop(backward, None)
         return self._of.pop(backward, [])
 
     def take_dropped(self) -> list[Flight]:
-        """Those of backwards that have raised."""
+        """Removes and returns the exchanges of backwards that have raised."""
         raised = [backward for backward, end in self._ends.items() if end() is None]
         return [flight for backward in raised for flight in self.take(backward)] if raised else []
 
     def clear(self) -> None:
-        """Forgets all."""
+        """Removes all exchanges."""
         self._of.clear()
         self._ends.clear()

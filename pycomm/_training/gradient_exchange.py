@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 
 
 class GradientExchange:
-    """The gradients of a module, in buckets, and what is under way.
+    """The gradients of a module, in buckets, and their running exchange.
 
     Args:
-        module: whose gradients.
+        module: the module.
         comm_state: exchanges buckets.
-        bucket_bytes: the most in a bucket of several parameters.
-        arrived: called with a parameter that has got its gradient; calls :meth:`arrive`.
+        bucket_bytes: the largest size of a bucket of several parameters.
+        arrived: called with a parameter whose gradient is ready; calls :meth:`arrive`.
 
     Attributes:
-        parameters: those with gradients, in the order of the buckets.
-        members: the same, and whether they are still this module's.
-        promise: what ranks owe each other.
-        weighing: of the exchange that comes next, where ranks do not count alike.
+        parameters: the parameters that require gradients, in the order of the buckets.
+        members: the same parameters, with a check that they are still this module's.
+        promise: tells whether an exchange is still to come.
+        weighing: the ranks' weights in the next exchange, if they differ.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class GradientExchange:
         self._bucket_of: dict[int, Bucket] = {}
         self._lay_out()
         self._ready: list[torch.Tensor] | None = []  # in the order of the first backward
-        self._repeated: set[int] = set()  # ids of those that come several times in a backward
-        self._had_backward = False  # one that was through: what is repeated is known
+        self._repeated: set[int] = set()  # ids of parameters that come several times in a backward
+        self._had_backward = False  # a complete one, after which repeated parameters are known
         self._in_backward = False
         self._next = 0  # bucket to be exchanged
         self.promise = Promise()
@@ -64,7 +64,7 @@ class GradientExchange:
         self.members = Members(module, arrived)
 
     def catch_up(self) -> None:
-        """Takes part in an exchange of the others whose backward has raised here."""
+        """Takes part in the others' exchange after this rank's backward has raised."""
         group = self._state.gradient_group
         if group is not None and self.promise.is_broken(group):
             if not self._in_backward:
@@ -73,12 +73,12 @@ class GradientExchange:
         self._in_backward = False
 
     def stand_in(self) -> None:
-        """Takes part in an exchange of the others, without a backward here."""
+        """Takes part in the others' exchange without a backward on this rank."""
         self._reset()
         self._exchange_nothing()
 
     def begin_backward(self, first: Node | None = None) -> None:
-        """Has the running backward end with the exchange; `first`: where it entered the module."""
+        """Makes the running backward end with the exchange; it entered the module at `first`."""
         if self._in_backward:
             return
         self.members.check_owned()
@@ -87,7 +87,7 @@ class GradientExchange:
         queue_callback(end)
 
     def arrive(self, parameter: torch.Tensor) -> None:
-        """A gradient has been accumulated."""
+        """Handles a gradient that has been accumulated."""
         self.begin_backward()
         if self._ready is not None:
             self._ready.append(parameter)
@@ -113,7 +113,7 @@ class GradientExchange:
             bucket.reset()
 
     def _start_full(self, last: bool = False) -> None:
-        """Starts what is complete, always in the same order; what may come again only at last."""
+        """Starts full buckets, always in the same order; those with repeated gradients at last."""
         while self._next < len(self._buckets):
             bucket = self._buckets[self._next]
             if bucket.waiting or not (last or self._repeated.isdisjoint(bucket.ids)):
@@ -125,14 +125,14 @@ class GradientExchange:
             try:
                 self._state.start(bucket.flat, bucket.parameters, begins=bucket.begins)
             except PycommError:
-                self.promise.wait()  # raises what has made it so
+                self.promise.wait()  # raises the error that caused this one, if there is one
                 raise
             bucket.sent = True
             self._next += 1
 
     @not_compiled
     def _end_backward(self, first: Node | None, creates_graph: bool) -> None:
-        """Backward is through; `first` is where it entered the module, if it began in outputs."""
+        """Ends a backward; it entered the module at `first` if it began in the outputs."""
         arrived = any(bucket.arrived for bucket in self._buckets)
         if not arrived and first is not None and leads_to(first, self._bucket_of):
             self._in_backward = False  # torch.autograd.grad for something else
@@ -142,10 +142,10 @@ class GradientExchange:
             self._exchange_rest()
 
     def _exchange_rest(self, raised: bool | None = False) -> None:
-        """Sends what has not been sent, with zeros for what was not used, and waits.
+        """Sends the remaining buckets, with zeros for unused parameters, and waits.
 
-        `raised`: whether backward has; None where there was none. If it has on any rank, gradients
-        are dropped on all, and all that have not raised yet do.
+        `raised` is True if backward has raised, and None if there was none. If backward has raised
+        on any rank, gradients are dropped on all ranks, and the ranks that have not raised do so.
         """
         unused = [parameter for bucket in self._buckets for parameter in bucket.complete()]
         self._start_full(last=True)
@@ -174,7 +174,7 @@ class GradientExchange:
             self._ready = None
 
     def _exchange_nothing(self, raised: bool | None = None) -> None:
-        """Sends zeros instead of what has not been sent, and forgets the result."""
+        """Sends zeros as the remaining buckets, and drops the result."""
         self.weighing = None
         self._drop_gradients()
         try:
@@ -189,7 +189,7 @@ class GradientExchange:
     def _compare(
         self, unused: Sequence[torch.Tensor], raised: bool
     ) -> tuple[list[torch.Tensor], list[int]]:
-        """Which parameters that are unused here others have used; where backward has raised."""
+        """The parameters unused here that others have used, and ranks whose backward has raised."""
         group = self._state.gradient_group
         if group is None:
             return [], []
@@ -200,7 +200,7 @@ class GradientExchange:
         return [p for p, is_used in found if is_used and id(p) in without], raised_on
 
     def _learn_order(self, ready: Sequence[torch.Tensor]) -> None:
-        """Lays buckets out in rank 0's order of the first backward; last what came repeatedly."""
+        """Lays out buckets in the order of rank 0's first backward, repeated parameters last."""
         index = {id(p): i for i, p in enumerate(self.parameters)}
         arrived = sorted(ready, key=lambda parameter: id(parameter) in self._repeated)
         seen = list(dict.fromkeys(index[id(parameter)] for parameter in arrived))
@@ -210,7 +210,7 @@ class GradientExchange:
         self._lay_out()
 
     def _lay_out(self) -> None:
-        """Makes new buckets, and moves gradients there."""
+        """Makes new buckets, and moves gradients into them."""
         self._buckets = self._slab.cut(self.parameters)
         self._bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
         for parameter in self.parameters:

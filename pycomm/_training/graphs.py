@@ -1,4 +1,4 @@
-"""A module's outputs, and what autograd's graph says about them."""
+"""Finds the tensors in a module's outputs, and searches autograd's graph."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.autograd.graph import Node
 
 from pycomm._runtime.torch_private import pytree
 
-# What refers to much, but to no outputs.
+# Types that refer to many objects, but to no outputs.
 _NO_OUTPUTS = (nn.Module, type, types.ModuleType, types.FunctionType)
 _PLAIN = (str, bytes, int, float, complex, types.NoneType)
 _MOST_OBJECTS = 10_000
@@ -45,7 +45,7 @@ def _attributes(leaf: object) -> list[Any]:
 
 
 def leads_to(node: Node, parameters: Container[int]) -> bool:
-    """Whether a gradient that enters the graph here could get to one of these."""
+    """True if a gradient that enters the graph at `node` could reach one of the parameters."""
     seen: set[Node] = set()
     ahead = [node]
     while ahead:

@@ -1,4 +1,4 @@
-"""A hook of DistributedDataParallel, and what every state of one can do."""
+"""The hook of DistributedDataParallel, and the base of its states."""
 
 # DistributedDataParallel compares hooks' annotations as objects: they must not become strings.
 from abc import ABC, abstractmethod
@@ -15,9 +15,9 @@ class HookState(ABC):
     """The base of all states in :mod:`pycomm.hooks`."""
 
     def register(self, model: DistributedDataParallel) -> None:
-        """Has the model exchange its gradients, or parameters, as this state says.
+        """Registers this state with a model, together with the matching hook.
 
-        The same as ``model.register_comm_hook(state, hook)`` with the hook that fits.
+        This is the same as ``model.register_comm_hook(state, comm_hook)``.
 
         Args:
             model: a torch.nn.parallel.DistributedDataParallel, before its first backward.
@@ -41,7 +41,7 @@ class HookState(ABC):
 
 
 def comm_hook(state: HookState, bucket: GradBucket) -> Future[torch.Tensor]:
-    """Exchanges gradients as the state says; the hook that serves every state."""
+    """Exchanges gradients in the state's way. This hook accepts every state."""
     if not isinstance(state, HookState):
         raise TypeError(f"state must be one of pycomm.hooks, got {type(state).__name__}")
     if not isinstance(bucket, GradBucket):

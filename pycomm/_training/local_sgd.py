@@ -1,4 +1,4 @@
-"""Exchange of parameters every so many steps, instead of gradients in every one."""
+"""Local SGD: exchanges parameters every few steps instead of gradients in every step."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from pycomm.group import Group
 
 
 class LocalSGDState(HookState):
-    """Lets every rank train by itself, and averages their parameters every `period` steps.
+    """Lets every rank train separately, and averages parameters every `period` steps.
 
-    For links that cannot carry gradients in every step. Under DistributedDataParallel:
+    Use it if links cannot carry gradients in every step. With DistributedDataParallel:
 
     .. code-block:: python
 
@@ -42,35 +42,35 @@ class LocalSGDState(HookState):
 
     By default parameters are averaged (local SGD; Stich, "Local SGD converges fast and communicates
     little", 2019; with `gradient_steps` post-local SGD; Lin et al., "Don't use large mini-batches,
-    use local SGD", 2020). With ``outer_lr=0.7, outer_momentum=0.9`` the mean of what ranks have
-    learned since the last exchange is the gradient of an outer Nesterov step (DiLoCo; Douillard et
-    al., "DiLoCo: distributed low-communication training of language models", 2023).
+    use local SGD", 2020). With ``outer_lr=0.7, outer_momentum=0.9``, the mean change of parameters
+    since the last exchange is the gradient of an outer Nesterov step (DiLoCo; Douillard et al.,
+    "DiLoCo: distributed low-communication training of language models", 2023).
 
-    After every exchange all ranks have the same parameters, bit for bit. Optimizers' states and
-    buffers stay each rank's own.
+    After every exchange all ranks have the same parameters, bit for bit. Optimizer states and
+    buffers are not exchanged.
 
     Args:
         params: ``model.named_parameters()``.
-        optimizer: of the model, the only one that changes these parameters. Of pycomm's optimizers
-            the weights of higher precision are exchanged, where there are any.
+        optimizer: the model's optimizer, the only one that changes these parameters. If one of
+            pycomm's optimizers keeps full-precision weights, those are exchanged.
         period: steps from one exchange to the next.
-        compression: of what has changed since the last exchange, or None. What it
-            loses is kept by parameter and sent later.
-        outer_lr: how far to go towards the mean.
-        outer_momentum: of the outer steps.
-        gradient_steps: so many steps at the beginning exchange gradients instead, uncompressed.
-        inner_group: ranks that exchange gradients in every step after the warm-up, too, such as
+        compression: compression of the changes since the last exchange, or None. Residuals keep
+            what it loses of each parameter and send it later.
+        outer_lr: learning rate of the outer step; 1 goes all the way to the mean.
+        outer_momentum: momentum of the outer steps.
+        gradient_steps: the number of first steps that exchange gradients instead, uncompressed.
+        inner_group: ranks that also exchange gradients in every step after the warm-up, such as
             those of one node.
-        group: who exchanges parameters; by default the default group.
+        group: the group that exchanges parameters; by default the default group.
         exclude: see :class:`pycomm.hooks.CommState`.
 
     Attributes:
-        group: who exchanges parameters.
+        group: the group that exchanges parameters.
         period: steps from one exchange to the next.
-        steps: how many there have been.
+        steps: the number of steps so far.
         agreements: how many times all ranks have had the same parameters: steps of the warm-up, and
             exchanges.
-        joining: inside of :meth:`join`.
+        joining: True inside of :meth:`join`.
 
     Raises:
         ValueError, TypeError: an argument is not as described.
@@ -106,7 +106,7 @@ class LocalSGDState(HookState):
         self.period = period
         self.steps = self.agreements = 0
         self._gradient_steps = gradient_steps
-        # Who averages gradients, during the warm-up and after it.
+        # These average gradients, during the warm-up and after it.
         self._early = CommState(group=group) if gradient_steps else None
         self._late = None if inner_group is None else CommState(group=inner_group)
         self._outer = Outer(self._parameters, optimizer, rule)
@@ -130,7 +130,7 @@ class LocalSGDState(HookState):
 
     @property
     def gradient_group(self) -> Group | None:
-        """Who exchanges gradients in this step, if anybody does."""
+        """The group that exchanges gradients in this step, or None."""
         gradients = self._gradients
         return None if gradients is None else gradients.group
 
@@ -142,7 +142,7 @@ class LocalSGDState(HookState):
         *,
         begins: Sequence[int] | None = None,
     ) -> Future[Any]:
-        """Takes a bucket of gradients, and leaves it alone unless gradients are exchanged.
+        """Takes a bucket of gradients, and exchanges it only if this step exchanges gradients.
 
         See :meth:`CommState.start`.
         """
@@ -175,16 +175,16 @@ class LocalSGDState(HookState):
 
     @not_compiled
     def step(self) -> bool:
-        """Counts a step, and exchanges if it is time; to be called after every optimizer's step.
+        """Counts a step, and exchanges if it is time. Call it after every step of the optimizer.
 
-        A step that a GradScaler has skipped counts, too: other ranks have not skipped it.
+        A step that a GradScaler has skipped counts, too, as other ranks may not have skipped it.
 
         Returns:
-            Whether all ranks have the same parameters now.
+            True if all ranks have the same parameters now.
 
         Raises:
             RuntimeError: there has been no backward of the model since the last call.
-            Otherwise as :meth:`exchange`.
+            The errors of :meth:`exchange`.
         """
         if not self._had_backward:
             raise RuntimeError(
@@ -204,18 +204,18 @@ class LocalSGDState(HookState):
 
     @not_compiled
     def exchange(self) -> bool:
-        """Exchanges now, wherever in the period: at the end of training, before an evaluation.
+        """Exchanges now, at any point of the period: after training or before an evaluation.
 
-        A collective call. Does nothing where no rank has made a step since the last exchange. After
-        an error parameters may be old ones and new ones.
+        All ranks must call this. It does nothing if no rank has made a step since the last
+        exchange. After an error some parameters may be old and some new.
 
         Returns:
-            Whether there was an exchange.
+            True if there was an exchange.
 
         Raises:
-            pycomm.Mismatch: ranks are not at the same step, or differ in their settings or in what
-                parameters they had in common.
-            Otherwise as :func:`pycomm.all_reduce`.
+            pycomm.Mismatch: ranks are not at the same step, or differ in their settings or in the
+                parameters that they had in common.
+            The errors of :func:`pycomm.all_reduce`.
         """
         if self.steps < self._gradient_steps:
             return False
@@ -223,10 +223,11 @@ class LocalSGDState(HookState):
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
-        """Around a training loop: ranks may have different numbers of batches.
+        """Surrounds a training loop in which ranks may have different numbers of batches.
 
-        One that has run out takes part in the others' exchanges without counting in the mean, but
-        for the steps that it has made since its last one. In the end all have the same parameters.
+        A rank that has no more batches takes part in the others' exchanges. It counts in the mean
+        only if it has made steps since its last exchange. At the end all ranks have the same
+        parameters.
         """
         if self.steps < self._gradient_steps or self._late is not None:
             raise ValueError(
@@ -247,25 +248,25 @@ class LocalSGDState(HookState):
     # For loggers and checkpoints.
 
     def stats(self) -> dict[str, float]:
-        """Of the exchanges of parameters; see :meth:`CommState.stats`."""
+        """Numbers about the exchanges of parameters; see :meth:`CommState.stats`."""
         return self._differences.stats()
 
     def residual(self, name: str) -> torch.Tensor:
-        """What compression has kept of a parameter's changes: fp32, in its shape; a view."""
+        """The residual of a parameter's changes: an fp32 view in the parameter's shape."""
         return self._differences.residual(name)
 
     def tensors(self) -> list[torch.Tensor]:
-        """All that is kept from step to step, and what exchanges need."""
+        """All tensors that are kept from step to step, and those that exchanges need."""
         return [*self._differences.tensors(), *self._outer.tensors()]
 
     def state_dict(self, gathered: bool = False) -> dict[str, Any]:
-        """What must be saved with the model and the optimizer, after :meth:`step`.
+        """Returns what must be saved with the model and the optimizer, after :meth:`step`.
 
-        Between exchanges parameters, and always optimizers' states, differ from rank to rank: to go
-        on as if nothing had happened, every rank must save all three.
+        Parameters differ between ranks except right after an exchange, and optimizer states always
+        do. To resume with the same bits, every rank must save the model, the optimizer and this.
 
         Args:
-            gathered: collect every rank's residuals on rank 0, right after an exchange; see
+            gathered: collect the residuals of all ranks on rank 0, right after an exchange; see
                 :meth:`CommState.state_dict`.
 
         Raises:
@@ -289,7 +290,7 @@ class LocalSGDState(HookState):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes back what :meth:`state_dict` gave, bit for bit.
+        """Restores the result of :meth:`state_dict`, bit for bit.
 
         Raises:
             ValueError: it is of another model, another rank or other options.
@@ -306,7 +307,10 @@ class LocalSGDState(HookState):
         self._had_backward = self._had_step = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickling and copying, optimizer included; see :class:`CommState`."""
+        """Returns the state for pickling and copying, optimizer included; see :class:`CommState`.
+
+        A state with `inner_group` cannot be copied.
+        """
         if self._late is not None:
             raise TypeError(
                 "a LocalSGDState with inner_group cannot be pickled or copied, because groups "
@@ -324,12 +328,12 @@ class LocalSGDState(HookState):
 
     def _note_backward(self, parameters: Sequence[torch.Tensor]) -> CommState | None:
         if not self._had_backward:
-            self._parameters.of(parameters)  # raises where they are another model's
+            self._parameters.of(parameters)  # raises if they are another model's
         self._had_backward = True
         return self._gradients
 
     def _before_step(self) -> None:
-        """Of the optimizer."""
+        """Runs before each step of the optimizer."""
         if self._had_step:
             raise RuntimeError(
                 "step() of the LocalSGDState must be called after every step of the optimizer"
@@ -339,7 +343,7 @@ class LocalSGDState(HookState):
             self._outer.anchor()
 
     def _meet(self) -> list[Report]:
-        """Exchanges where any rank has made a step; every rank's report from before."""
+        """Exchanges if any rank has made a step; returns every rank's report from before."""
         self._check_optimizer()
         if not self._outer.anchored:
             self._outer.anchor()
@@ -359,7 +363,7 @@ class LocalSGDState(HookState):
         )
 
     def _check_optimizer(self) -> None:
-        """Whoever is not exchanged would drift apart."""
+        """Raises an error if the optimizer changes parameters that are not exchanged."""
         for group in self._optimizer.param_groups:
             for param in group["params"]:
                 if id(param) not in self._parameters.entries and param.requires_grad:

@@ -1,4 +1,4 @@
-"""The scale of gradients, which a GradScaler knows."""
+"""The loss scale of a GradScaler."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LossScale:
         self._staged: StandIn | None = None
 
     def read(self, group: Group) -> torch.Tensor | None:
-        """The scale, as a tensor beside the gradients or beside what stands in for them."""
+        """The scale, as a tensor on the device where gradients are exchanged; None without one."""
         if self._scaler is None or not self._scaler.is_enabled():
             return None
         scale = scale_of(self._scaler)  # none before the first loss was scaled

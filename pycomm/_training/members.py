@@ -1,4 +1,4 @@
-"""The parameters that a wrapper averages, and whether they are still its own."""
+"""The parameters that a wrapper averages, and checks that they are still its own."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 
 class Members:
-    """The parameters of a module that get gradients, as they were when it was wrapped.
+    """The parameters of a module that require gradients, as of when it was wrapped.
 
-    A parameter belongs to the wrapper that was made last: it takes it from an older one, which must
-    not average the same gradient and refuses to go on.
+    A parameter belongs to the wrapper that was made last. An older wrapper must not average the
+    same gradient, and raises an error.
 
     Args:
-        module: what is wrapped.
-        arrived: called with a parameter that has got its gradient, as long as it belongs here.
+        module: the wrapped module.
+        arrived: called with a parameter whose gradient is ready, as long as it belongs here.
     """
 
     def __init__(self, module: nn.Module, arrived: Callable[[torch.Tensor], None]) -> None:
@@ -34,7 +34,7 @@ class Members:
         self._look(module)
 
     def check(self, module: nn.Module) -> None:
-        """Refuses to go on if gradients would come to parameters that are not among these."""
+        """Raises ValueError if other parameters of the module would get gradients."""
         self.check_owned()
         same = module is self._module and list(map(id, self._parts())) == self._ids
         if same and not any(parameter.requires_grad for parameter in self._frozen):
@@ -49,7 +49,7 @@ class Members:
         self._look(module)
 
     def check_owned(self) -> None:
-        """Refuses to go on if another wrapper has one of the parameters."""
+        """Raises ValueError if a later wrapper has taken one of the parameters."""
         if self._lost is not None:
             raise ValueError(
                 f"module must not share its parameter {self._lost!r} with a pycomm.DataParallel "
@@ -58,11 +58,11 @@ class Members:
             )
 
     def _look(self, module: nn.Module) -> None:
-        """Notes which modules and parameters there are, so that a change is quickly seen."""
+        """Records the modules and parameters, so that a change is detected quickly."""
         self._module = module
         self._frozen = [p for p in module.parameters() if not p.requires_grad]
         self._registries = [d for m in module.modules() for d in (m._parameters, m._modules)]
-        self._held = list(self._parts())  # an id may be another object's once this one is gone
+        self._held = list(self._parts())  # kept alive, so that their ids stay theirs
         self._ids = list(map(id, self._held))
 
     def _parts(self) -> Iterable[object]:
@@ -80,10 +80,10 @@ class Members:
 
 
 class _Claim(NamedTuple):
-    """Whose a parameter is, and what calls the owner."""
+    """The owner of a parameter, and the hook that calls it."""
 
     owner: weakref.ref[Members]
     hook: RemovableHandle
 
 
-_claims: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # no value holds a parameter
+_claims: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # no value refers to a parameter

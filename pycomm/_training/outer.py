@@ -1,7 +1,7 @@
-"""Parameters that ranks have in common from one exchange to the next, and the step between.
+"""The outer step of local SGD, and the parameters that ranks have had in common since the last one.
 
-All arithmetic is element by element, every operation rounded by itself, so that ranks that begin
-with the same bits and are told the same mean end with the same bits, on any processor.
+All arithmetic is element by element, and every operation rounds by itself. So ranks that begin with
+the same bits and get the same mean end with the same bits, on any processor.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Kind = tuple[torch.dtype, torch.device]
 
 @dataclass(frozen=True)
 class Rule:
-    """How the mean of what ranks have learned becomes a step (Nesterov's, as in torch.optim.SGD).
+    """How the mean change becomes a step (Nesterov's, as in torch.optim.SGD).
 
     Attributes:
-        lr: 1 without momentum makes the step the mean itself.
-        momentum: of the steps before.
-        on_differences: exchange what has changed since the last exchange, instead of parameters.
+        lr: learning rate; 1 without momentum makes the step the mean itself.
+        momentum: factor of the steps before.
+        on_differences: exchange the changes since the last exchange, instead of parameters.
     """
 
     lr: float
@@ -45,7 +45,7 @@ class Rule:
 
 
 def weights_of(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> torch.Tensor:
-    """A parameter's weights as exactly as its optimizer has them; not a copy."""
+    """A parameter's weights at the optimizer's full precision; not a copy."""
     if hasattr(optimizer, "full_weights"):
         weights: torch.Tensor = optimizer.full_weights(param)
         return weights
@@ -55,7 +55,7 @@ def weights_of(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> torch.T
 def set_weights_of(
     optimizer: torch.optim.Optimizer, param: torch.Tensor, weights: torch.Tensor
 ) -> None:
-    """Makes a parameter, and what its optimizer keeps beside it, equal `weights`."""
+    """Sets a parameter, and the optimizer's full-precision weights of it, to `weights`."""
     if hasattr(optimizer, "set_full_weights"):
         optimizer.set_full_weights(param, weights)
     else:
@@ -66,11 +66,11 @@ class _Piece:
     """Some parameters of one type, exchanged together: flat, in fp32 (doubles in fp64).
 
     Attributes:
-        parameters: which.
-        kind: of the flat tensors.
-        count: how many elements.
+        parameters: the parameters.
+        kind: dtype and device of the flat tensors.
+        count: number of elements.
         last: the parameters after the last exchange, before they were rounded to their type.
-        velocity: of the outer steps.
+        velocity: momentum buffer of the outer steps.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], entries: Sequence[Entry]) -> None:
@@ -83,12 +83,12 @@ class _Piece:
         self.velocity: torch.Tensor | None = None
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Each parameter's place, in its shape, by name."""
+        """Views of each parameter's part of `flat`, in the parameter's shape, by name."""
         parts = torch.split(flat, [entry.numel for entry in self._entries])
         return {e.name: e.view(part) for e, part in zip(self._entries, parts, strict=True)}
 
     def anchor(self, optimizer: torch.optim.Optimizer, rule: Rule) -> None:
-        """Takes the parameters as they are for what all ranks have in common."""
+        """Records the present parameters as those that all ranks have in common."""
         dtype, device = self.kind
         self.last = torch.empty(self.count, dtype=dtype, device=device)
         if rule.momentum:
@@ -99,7 +99,7 @@ class _Piece:
     def contribute(
         self, optimizer: torch.optim.Optimizer, flat: torch.Tensor, factor: float
     ) -> None:
-        """Puts there what this rank has to say, times `factor`."""
+        """Writes this rank's contribution, times `factor`, to `flat`."""
         known = None if self.last is None else list(self.views(self.last).values())
         for index, place in enumerate(self.views(flat).values()):
             weights = weights_of(optimizer, self.parameters[index])
@@ -110,7 +110,7 @@ class _Piece:
             flat.mul_(factor)
 
     def advance(self, optimizer: torch.optim.Optimizer, rule: Rule, mean: torch.Tensor) -> None:
-        """The outer step; `mean` is used up."""
+        """Takes the outer step; overwrites `mean`."""
         if self.last is not None:
             if self.velocity is not None:
                 self.velocity.mul_(rule.momentum).add_(mean)
@@ -121,12 +121,12 @@ class _Piece:
 
 
 class Outer:
-    """The model as all ranks have it in common.
+    """The parameters that all ranks have in common, and the exchange that updates them.
 
     Args:
-        parameters: of the model.
-        optimizer: that changes them between exchanges.
-        rule: of the outer step.
+        parameters: the model's parameters.
+        optimizer: the optimizer that changes them between exchanges.
+        rule: the rule of the outer step.
     """
 
     def __init__(
@@ -137,22 +137,22 @@ class Outer:
         lists = partition(parameters.tensors, _PIECE_BYTES)
         self._pieces = [_Piece(members, parameters.of(members)) for members in lists]
         self._buffers: dict[tuple[Kind, int], torch.Tensor] = {}
-        self._checked = False  # whether ranks have compared what they have in common
+        self._checked = False  # True once ranks have compared fingerprints
 
     @property
     def anchored(self) -> bool:
-        """Whether there is all that an exchange needs to know of the past."""
+        """True if an exchange has all that it needs to know of the past."""
         return not self._rule.on_differences or self._pieces[0].last is not None
 
     @torch.no_grad()
     def anchor(self) -> None:
-        """Takes the parameters as they are for what all ranks have in common."""
+        """Records the present parameters as those that all ranks have in common."""
         for piece in self._pieces:
             piece.anchor(self._optimizer, self._rule)
         self._checked = False
 
     def fingerprint(self) -> int:
-        """Of what ranks should have in common; 0 where they know already that they do."""
+        """A hash of what ranks should have in common; 0 if they have compared it already."""
         if self._checked:
             return 0
         sums = [
@@ -164,12 +164,12 @@ class Outer:
     def exchange(self, comm: CommState, factor: float) -> None:
         """Averages over all ranks, which have compared fingerprints, and takes the outer step.
 
-        While a piece travels, the next one is made ready.
+        While a piece is being exchanged, the next one is prepared.
 
         Args:
-            comm: does the exchange.
-            factor: of this rank's part, for a mean over some ranks only: 0 where it has none.
-                Applied before the exchange, so that it is in the residuals, too.
+            comm: runs the exchange.
+            factor: weight of this rank's contribution, for a mean over some ranks only; 0 if it
+                does not count. It is applied before the exchange, so residuals contain it, too.
         """
         self._checked = True
         for index, piece in enumerate(self._pieces):
@@ -181,14 +181,14 @@ class Outer:
             try:
                 comm.start(flat, piece.parameters, index)
             except PycommError:
-                comm.finish(index - 1)  # raises what has made it so
+                comm.finish(index - 1)  # raises the error that caused this one, if there is one
                 raise
             if index:
                 self._finish(index - 1, comm)
         self._finish(len(self._pieces) - 1, comm)
 
     def dump(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Copies by name; nothing where there is nothing yet."""
+        """Copies by name; empty if there is nothing yet."""
         kept: dict[str, dict[str, torch.Tensor]] = {}
         for piece in self._pieces:
             for kind, flat in (("last", piece.last), ("velocity", piece.velocity)):
@@ -198,7 +198,7 @@ class Outer:
         return kept
 
     def load(self, dump: dict[str, Any]) -> None:
-        """Takes back what :meth:`dump` gave.
+        """Restores the result of :meth:`dump`.
 
         Raises:
             ValueError: it is of another model, or made under another rule.
@@ -214,12 +214,12 @@ class Outer:
         self._checked = False
 
     def tensors(self) -> list[torch.Tensor]:
-        """All memory."""
+        """All tensors that this holds."""
         kept = [tensor for piece in self._pieces for tensor in (piece.last, piece.velocity)]
         return [*self._buffers.values(), *(tensor for tensor in kept if tensor is not None)]
 
     def check(self, dump: dict[str, Any]) -> None:
-        """Refuses what was saved for another model, or under another rule."""
+        """Raises ValueError for a dump of another model, or under another rule."""
         kinds = [["last"], ["last", "velocity"]][self._rule.momentum > 0]
         if dump and (not self._rule.on_differences or list(dump) != kinds):
             wanted = kinds if self._rule.on_differences else []
@@ -237,7 +237,7 @@ class Outer:
                 )
 
     def _buffer(self, index: int) -> torch.Tensor:
-        """Of a piece, flat; two take turns."""
+        """The flat buffer of a piece; two buffers alternate."""
         piece = self._pieces[index]
         key = piece.kind, index % 2
         if key not in self._buffers:
