@@ -1,1 +1,1 @@
-"""How gradients are exchanged during training, by the hooks and by the wrapper."""
+"""The exchange of gradients during training, for the hooks and the wrapper."""

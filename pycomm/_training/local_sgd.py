@@ -307,10 +307,7 @@ class LocalSGDState(HookState):
         self._had_backward = self._had_step = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the state for pickling and copying, optimizer included; see :class:`CommState`.
-
-        A state with `inner_group` cannot be copied.
-        """
+        """The state for pickling and copying, optimizer included; see :class:`CommState`."""
         if self._late is not None:
             raise TypeError(
                 "a LocalSGDState with inner_group cannot be pickled or copied, because groups "

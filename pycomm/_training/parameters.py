@@ -1,7 +1,7 @@
-"""A model's parameters, as an exchange sees them: what each is called, and where it stands.
+"""A model's parameters with their names and positions.
 
-Blocks, owners and random bits of a parameter follow its place in the model and nothing else, so
-that results do not depend on how gradients are packed into buckets.
+Blocks, owners and random bits of a parameter follow only its position in the model, so results do
+not depend on how gradients are packed into buckets.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Entry:
     """One parameter.
 
     Attributes:
-        name: without the prefixes of wrappers; empty where names are not known.
-        shape: the parameter's.
-        strides: of its gradient in a bucket: the parameter's own where those are dense, of the time
-            when the bucket was made.
+        name: the name without prefixes of wrappers; empty if names are unknown.
+        shape: the parameter's shape.
+        strides: strides of its gradient in a bucket: those that the parameter had when the bucket
+            was made, if they are dense.
         first: index of its first element in the whole model.
-        dense: whether it is sent uncompressed.
+        dense: True if it is sent uncompressed.
     """
 
     name: str
@@ -44,25 +44,25 @@ class Entry:
 
     @property
     def numel(self) -> int:
-        """How many elements."""
+        """The number of elements."""
         return self.shape.numel()
 
     def view(self, part: torch.Tensor) -> torch.Tensor:
-        """A flat piece of a bucket's layout, in the parameter's shape."""
+        """A flat part of a bucket, viewed in the parameter's shape."""
         return part.as_strided(self.shape, self.strides)
 
 
 class Parameters:
-    """The parameters of a model that get gradients, in the model's order.
+    """The parameters of a model that require gradients, in the model's order.
 
     Args:
-        params: ``model.named_parameters()``; None where names do not matter.
-        exclude: says what is sent dense; by default what has one dimension or less than 4,096
-            elements.
+        params: ``model.named_parameters()``; None if names do not matter.
+        exclude: true for parameters to send uncompressed; by default those with one dimension or
+            fewer than 4,096 elements.
 
     Attributes:
-        entries: by the parameter's id.
-        tensors: the parameters, in the order of `entries`; they live as long as this does.
+        entries: the entries by the parameter's id.
+        tensors: the parameters, in the order of `entries`, kept alive.
     """
 
     def __init__(
@@ -93,11 +93,11 @@ class Parameters:
         return self._add("", parameter, 0, is_small)
 
     def of(self, parameters: Sequence[torch.Tensor]) -> list[Entry]:
-        """Their entries."""
+        """The entries of these parameters."""
         return [self[parameter] for parameter in parameters]
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickling and copying: ids are another process' or another object's there."""
+        """For pickling and copying: without ids, which differ for other objects."""
         return {**vars(self), "entries": list(self.entries.values())}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -113,7 +113,7 @@ class Parameters:
 
 
 def dense_strides(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Those of a gradient that fills a flat piece of memory, in the parameter's memory format."""
+    """Strides of a gradient that fills flat memory in the parameter's memory format."""
     outer_first = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
     if parameter.permute(outer_first).is_contiguous():
         return parameter.stride()
@@ -121,18 +121,18 @@ def dense_strides(parameter: torch.Tensor) -> tuple[int, ...]:
 
 
 def same_places(shape: Sequence[int], strides: Sequence[int], other_strides: Sequence[int]) -> bool:
-    """Whether elements lie alike; strides of dimensions of size 1 do not matter."""
+    """True if both strides place elements alike; dimensions of size 1 do not matter."""
     triples = zip(shape, strides, other_strides, strict=True)
     return all(size <= 1 or one == other for size, one, other in triples)
 
 
 def is_small(name: str, parameter: torch.Tensor) -> bool:  # noqa: ARG001 - an Exclude
-    """Whether compressing it would not pay: biases, norms, and whatever is tiny."""
+    """True if compression does not pay: for biases, norms, and other small parameters."""
     return parameter.dim() <= 1 or parameter.numel() < _SMALL
 
 
 def _checked(params: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-    """Those that get gradients, under names without wrappers' prefixes."""
+    """Checks the pairs; returns those that require gradients, with names without prefixes."""
     named = []
     for item in params if isinstance(params, Iterable) else (params,):
         if (
@@ -158,7 +158,7 @@ def _checked(params: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torc
 
 
 def _bare(names: list[str]) -> list[str]:
-    """Without what DistributedDataParallel and torch.compile put in front of all."""
+    """Removes the prefixes of DistributedDataParallel and torch.compile."""
     for wrapper in _WRAPPERS * 2:
         if all(name.startswith(wrapper) for name in names):
             names = [name.removeprefix(wrapper) for name in names]
@@ -166,7 +166,7 @@ def _bare(names: list[str]) -> list[str]:
 
 
 def check_exchangeable(parameters: Parameters, compression: Compression | None) -> None:
-    """Refuses now what an exchange would refuse after a whole period."""
+    """Raises now the errors that an exchange would raise after a whole period."""
     entries = parameters.entries.values()
     for parameter, entry in zip(parameters.tensors, entries, strict=True):
         if not parameter.is_floating_point():

@@ -1,8 +1,8 @@
-"""Makes buckets' exchanges: which operations a bucket's parameters need.
+"""Plans exchanges: which operations a bucket's parameters need.
 
-A bucket is a flat tensor with the gradients of some parameters, in order. Parameters that are
-compressed have an operation each, so that blocks, selections and owners follow them; neighbours
-that are not share one.
+A bucket is a flat tensor with the gradients of some parameters, in order. Each compressed parameter
+has its own operation, so that blocks, selections and owners follow the parameter. Neighbouring
+uncompressed parameters share an operation.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 
 class Planner:
-    """Makes a bucket's exchange once, and anew if buckets, the step's phase or the scale change.
+    """Makes a bucket's exchange once, and again if buckets, the step's phase or the scale change.
 
     Args:
-        compression: of the parameters that are not dense; None compresses nothing.
-        parameters: of the model.
-        residuals: what is fed back.
-        tag: tells these exchanges from others on the group.
+        compression: compression of parameters that are not dense; None compresses nothing.
+        parameters: the model's parameters.
+        residuals: their residuals.
+        tag: a number that distinguishes these exchanges from others on the group.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Planner:
         self._parameters = parameters
         self._residuals = residuals
         self._tag = tag
-        # By address and parameters of a bucket: what it was made for, and the exchange.
+        # By a bucket's address and parameters: phase and scale, and the exchange made for them.
         self._made: dict[tuple[int, ...], tuple[tuple[int, int], BucketExchange]] = {}
         self._planned: set[int] = set()  # parameters that have been in a bucket
 
@@ -61,26 +61,26 @@ class Planner:
         scale: torch.Tensor | None,
         group: Group,
     ) -> BucketExchange:
-        """A bucket's exchange.
+        """Returns a bucket's exchange.
 
         Args:
             key: address of the bucket, and ids of its parameters.
             buffer: the bucket.
-            parameters: whose gradients it holds.
-            begins: where each of them begins, if there is room between them.
-            step: since compression began, from 0; negative before.
-            scale: of the gradients, as a tensor beside them; None if they are not scaled.
-            group: who exchanges.
+            parameters: the parameters of its gradients.
+            begins: the offset of each gradient, if there are gaps between them.
+            step: number of the step since compression began, from 0; negative before.
+            scale: the loss scale, as a tensor on the same device; None if gradients are not scaled.
+            group: the group that exchanges.
 
         Raises:
-            ValueError: `buffer` is not what the parameters' gradients make up.
+            ValueError: `buffer` does not consist of the parameters' gradients.
         """
         phase = max(-1, min(step, getattr(self._compression, "density_steps", 0)))
         state = (phase, 0 if scale is None else scale.data_ptr())
         found = self._made.get(key)
         if found is not None and found[0] == state:
             return found[1]
-        if found is None:  # DDP has new buckets: let go of the old ones' memory
+        if found is None:  # DDP has new buckets: free the old ones' memory
             for old in [k for k in self._made if not set(key[1:]).isdisjoint(k[1:])]:
                 del self._made[old]
         entries = self._parameters.of(parameters)
@@ -104,9 +104,10 @@ class Planner:
         return exchange
 
     def follow_formats(self, buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> None:
-        """DDP makes buckets in the parameters' memory formats, and once makes them anew.
+        """Adapts residuals to new memory formats, or raises if the buckets have old ones.
 
-        It reads results in the formats of now, so those must be a bucket's.
+        DDP makes buckets in the parameters' memory formats, and makes new ones once. It reads
+        results in the present formats, so a bucket must have those.
         """
         rebuilt = (buffer.data_ptr(), *map(id, parameters)) not in self._made
         for parameter in parameters:
@@ -131,9 +132,9 @@ class Planner:
         scale: torch.Tensor | None,
         group: Group,
     ) -> list[Part]:
-        """Each entry's gradient begins where `begins` says."""
+        """The operations for a bucket; the gradients begin at `begins`."""
         parts = []
-        first = 0  # of neighbours that share an operation
+        first = 0  # the first of the neighbours that share an operation
         for index, entry in enumerate(entries):
             if self._compression is None or step < 0 or entry.dense or not entry.numel:
                 continue
@@ -148,7 +149,7 @@ class Planner:
         return parts
 
     def _dense(self, tensor: torch.Tensor, first: Entry, group: Group) -> list[Part]:
-        """Neighbours that are sent as they are, the first of which is `first`."""
+        """The operation for uncompressed neighbours, of which `first` is the first."""
         if tensor.numel() == 0:
             return []
         call = self._call(tensor, first, _C.Codec(0))

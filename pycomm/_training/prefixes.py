@@ -1,4 +1,4 @@
-"""What DistributedDataParallel puts in front of the names in a checkpoint."""
+"""The prefix of names in DistributedDataParallel's checkpoints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PREFIX = "module."
 
 
 def without_prefix(state_dict: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
-    """A state dict under the module's own names, if all of it lies under DDP's."""
+    """The state dict with the module's own names, if all its names have DDP's prefix."""
     if not state_dict or not all(name.startswith(_PREFIX) for name in state_dict):
         return state_dict
     if not module.state_dict().keys().isdisjoint(state_dict):  # the module has a child `module`

@@ -1,4 +1,4 @@
-"""What ranks tell each other before they exchange parameters."""
+"""Reports that ranks compare before they exchange parameters."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 
 class Report(NamedTuple):
-    """Where a rank stands.
+    """The progress of a rank.
 
     Attributes:
-        steps: that it has made.
-        period: from exchange to exchange.
-        options: a hash of the others.
-        parameters: a fingerprint of what all should have in common.
+        steps: number of steps it has made.
+        period: steps from one exchange to the next.
+        options: a hash of the other options.
+        parameters: a fingerprint of the parameters that all ranks should have in common.
         pending: steps since the last exchange.
-        left: whether it has run out of batches.
+        left: 1 if it has no more batches.
     """
 
     steps: int
@@ -33,7 +33,7 @@ class Report(NamedTuple):
     left: int
 
     def fits(self, other: Report) -> bool:
-        """Whether their ranks may exchange."""
+        """True if the two ranks may exchange parameters."""
         here, there = self[1:4], other[1:4]
         return here == there and (bool(self.left) or self.steps == other.steps)
 
@@ -45,10 +45,10 @@ class Report(NamedTuple):
 
 
 def compare(mine: Report, group: Group) -> list[Report]:
-    """Every rank's report, in rank order; a collective call.
+    """Collects every rank's report, in rank order; a collective call.
 
     Raises:
-        pycomm.Mismatch: they do not go together.
+        pycomm.Mismatch: the reports do not fit each other.
     """
     table = torch.empty(group.size, len(mine), dtype=torch.int64)
     all_gather(table, torch.tensor(mine, dtype=torch.int64), group=group)

@@ -1,4 +1,4 @@
-"""What compression has not sent yet, kept by parameter; saved, restored, and put back."""
+"""Residuals: the values that compression has not sent yet, for each parameter."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ FORMAT = 2
 
 
 class Residuals:
-    """One fp32 tensor per kind ("residual", with momentum also "velocity"), all parameters in it.
+    """One fp32 tensor per kind ("residual", with momentum also "velocity"), for all parameters.
 
-    A parameter's part lies where it lies whatever the buckets, so that nothing needs moving when
-    they change.
+    A parameter's part of it does not depend on buckets, so nothing moves when they change.
 
     Args:
         entries: the parameters that are compressed.
-        kinds: what to keep.
-        restorable: keep what was there before a step, too.
+        kinds: the kinds to keep.
+        restorable: also keep the values from before a step.
     """
 
     def __init__(self, entries: Iterable[Entry], kinds: Sequence[str], restorable: bool) -> None:
@@ -39,18 +38,18 @@ class Residuals:
             count += -(-entry.numel // _LINE) * _LINE
         self._flat = {kind: torch.zeros(count) for kind in kinds}
         self._before = {kind: torch.zeros(count if restorable else 0) for kind in kinds}
-        self._scale: torch.Tensor | None = None  # of the step that may have to be put back
+        self._scale: torch.Tensor | None = None  # in the step that may have to be undone
 
     def __bool__(self) -> bool:
         return bool(self._flat)
 
     @property
     def kinds(self) -> list[str]:
-        """What is kept."""
+        """The kinds that are kept."""
         return list(self._flat)
 
     def tensors(self) -> list[torch.Tensor]:
-        """All memory."""
+        """All tensors that this holds."""
         return [*self._flat.values(), *self._before.values()]
 
     def to(self, device: torch.device) -> None:
@@ -64,7 +63,7 @@ class Residuals:
         return self._part(self._flat[kind], entry)
 
     def before(self, entry: Entry, kind: str) -> torch.Tensor | None:
-        """Where its part goes before a step; None where nothing is restorable."""
+        """The copy of a parameter's part from before a step; None if nothing is restorable."""
         whole = self._before[kind]
         return self._part(whole, entry) if whole.numel() else None
 
@@ -79,7 +78,7 @@ class Residuals:
         return entry.view(self.of(entry, kind))
 
     def reorder(self, entry: Entry, strides: tuple[int, ...]) -> None:
-        """Lays a parameter's parts out in another memory format."""
+        """Converts a parameter's parts to another memory format."""
         wholes = [whole for whole in self.tensors() if whole.numel() and entry.name in self._begin]
         parts = [self._part(whole, entry) for whole in wholes]
         values = [entry.view(part).clone() for part in parts]
@@ -94,15 +93,16 @@ class Residuals:
         return float(torch.linalg.vector_norm(self._flat["residual"], dtype=torch.float64))
 
     def begin_step(self, scale: torch.Tensor | None) -> None:
-        """Notes at what scale gradients are exchanged; :meth:`settle` needs to know."""
+        """Records the scale of this step's gradients for :meth:`settle`."""
         if scale is not None and self:
             self._scale = scale.clone()
 
     def settle(self, scale: torch.Tensor | None) -> None:
-        """Puts everything back if the step before has overflowed, which has made the scale smaller.
+        """Restores residuals if the step before has overflowed, which has made the scale smaller.
 
-        An optimizer has then skipped the step, so what was sent has gone nowhere. As long as the
-        scale has not changed it may still do so. On a CUDA device nobody waits for the answer.
+        The optimizer has then skipped that step, so the sent values were not used. As long as the
+        scale has not changed, it may still become smaller. On CUDA the host does not wait for the
+        comparison.
         """
         noted = self._scale
         if noted is None or scale is None:
@@ -135,7 +135,7 @@ class Residuals:
         return everyone if group.rank == 0 else []
 
     def load(self, dumps: Sequence[dict[str, Any]]) -> None:
-        """Takes the mean of some dumps, in their order; of one, its bits."""
+        """Loads the mean of some dumps, added in their order; a single one bit for bit."""
         for dump in dumps:
             self._check(dump)
         for kind in self._flat:
@@ -149,7 +149,7 @@ class Residuals:
         self._scale = None
 
     def check_owner(self, owner: tuple[int, int], here: tuple[int, int]) -> None:
-        """Refuses what another rank has kept; a rank and how many there are say whose it is."""
+        """Raises ValueError for another rank's residuals; `owner` and `here` are (rank, size)."""
         if self and owner != here:
             raise ValueError(
                 "residuals must be this rank's own: they are of rank {} of {}, this is rank {} of "
@@ -168,7 +168,7 @@ class Residuals:
         }
 
     def _check(self, dump: dict[str, Any]) -> None:
-        """Refuses what was saved for another model, or by a state of another kind."""
+        """Raises ValueError for a dump of another model or of another kind of state."""
         if dump.keys() != self._flat.keys():
             raise ValueError(
                 f"state_dict must hold what this state keeps, {self.kinds}, got {list(dump)}"
@@ -187,7 +187,7 @@ class Residuals:
 def residuals_for(
     compression: Compression | None, parameters: Parameters, *, feedback: bool, restorable: bool
 ) -> Residuals:
-    """What has to be kept of a model's parameters."""
+    """Makes the residuals of a model's parameters."""
     kinds = []
     if compression is not None and feedback and parameters.known:
         kinds = ["residual"] + (["velocity"] if compression.momentum else [])

@@ -1,4 +1,4 @@
-"""What a state has seen of a training step, and how long backward has waited in it."""
+"""A training step as a state has seen it, with the time for which backward has waited."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Step:
     """One step.
 
     Attributes:
-        scale: of its gradients, if they are scaled.
-        parameters: ids of those that have been exchanged in it.
+        scale: the loss scale, if gradients are scaled.
+        parameters: ids of the parameters that have been exchanged in it.
         flights: their exchanges.
-        waited: seconds in which backward has done nothing but wait for them, on the CPU.
+        waited: seconds for which backward has only waited for them, on the CPU.
     """
 
     scale: torch.Tensor | None = None
@@ -29,7 +29,7 @@ class Step:
     _waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 
     def time_stream(self, stream: torch.cuda.Stream) -> None:
-        """Notes where backward and exchanges end, on their streams."""
+        """Records the ends of backward and of the exchanges on their streams."""
         begin: torch.cuda.Event
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record(torch.cuda.current_stream(stream.device))
@@ -37,7 +37,7 @@ class Step:
         self._waits.append((begin, end))
 
     def exposed(self) -> float:
-        """Seconds in which backward has waited, on the CPU and on CUDA."""
+        """Seconds for which backward has waited, on the CPU and on CUDA."""
         exposed = self.waited
         for begin, end in self._waits:
             end.synchronize()

@@ -1,4 +1,4 @@
-"""How much each rank's gradients count in a mean."""
+"""Weights of ranks in a mean."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Weighing:
-    """The sum of all ranks' weights, on its way."""
+    """Exchanges the sum of all ranks' weights, and applies this rank's weight."""
 
     def __init__(self, weight: float, active: bool, group: Group) -> None:
         if not (weight >= 0 and math.isfinite(weight)):
@@ -25,12 +25,12 @@ class Weighing:
         self._work: Work = all_reduce(self._sums, "sum", group=group, async_op=True)
 
     def active_ranks(self) -> int:
-        """How many have not run out of batches."""
+        """The number of ranks that still have batches."""
         self._work.wait()
         return int(self._sums[1])
 
     def scale(self, gradients: torch.Tensor) -> None:
-        """Makes a plain mean a weighted one. What has no weight may be infinite, or no number."""
+        """Scales gradients so that the plain mean is weighted. Weight 0 makes any values zero."""
         self._work.wait()
         total = float(self._sums[0])
         if total == 0:

@@ -1,4 +1,4 @@
-"""Zeroed memory for what is kept from step to step: in huge pages, where the system has some."""
+"""Zeroed memory for tensors that last from step to step; in huge pages if the system has them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def zeros(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """As torch.zeros, of one dimension."""
+    """Like torch.zeros, with one dimension."""
     return _zeroed(torch.empty(count, dtype=dtype, device=device))
 
 
 def zeros_like(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """As torch.zeros_like."""
+    """Like torch.zeros_like."""
     return _zeroed(torch.empty_like(like, dtype=dtype))
 
 
