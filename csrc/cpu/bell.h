@@ -1,4 +1,4 @@
-// What a rank that has waited for long sleeps on, in memory that processes share.
+// A futex in shared memory, on which a rank sleeps that has been waiting for a while.
 #pragma once
 
 #include <linux/futex.h>
@@ -12,11 +12,12 @@
 
 namespace pycomm::cpu {
 
-// Zero at first. Only its owner sleeps; everyone may ring.
+// Zero-initialised. Only the owner sleeps on it; any rank may ring.
 class Bell {
  public:
   std::uint32_t rung() const { return rung_.load(); }
-  // Sleeps until it has been rung since `rung` was read, until a signal, or for at most so long.
+  // Sleeps until the bell has rung after `rung` was read, until a signal arrives, or for at most
+  // `most`.
   void sleep(std::uint32_t rung, std::chrono::nanoseconds most) {
     const timespec time{static_cast<time_t>(most.count() / 1'000'000'000),
                         static_cast<long>(most.count() % 1'000'000'000)};

@@ -1,9 +1,10 @@
-// Tells a forked child from the process that made an object.
+// Lets an object tell a forked child from the process that created the object.
 #pragma once
 
 namespace pycomm::cpu {
 
-// Forks between the first process and this one; an object compares it with that of its making.
+// The number of forks between the first process and this one. An object compares it with the number
+// at the time of its creation.
 unsigned current_forks();
 
 }  // namespace pycomm::cpu

@@ -1,11 +1,11 @@
-// Random bits of many elements at once.
+// Random bits for many elements at once.
 #pragma once
 
 #include "core/rng.h"
 
 namespace pycomm::cpu {
 
-// The bits of a whole run, whose first element is `first`.
+// The random bits of a whole run of kRandomRun elements that begins at element `first`.
 PYCOMM_HD void random_run(const Random& random, std::int64_t first, std::uint32_t* to) {
   const auto counter = static_cast<std::uint64_t>(first / 4);
 #pragma omp simd

@@ -1,5 +1,5 @@
-// A narrower (or the same) float type on the wire: rounding to nearest even. The wire is an array of
-// that type. The identity is the cast to the tensor's own type.
+// Casts: elements are sent as a narrower (or the same) float type, rounded to nearest even. The
+// encoding is an array of that type. A cast to the tensor's own type changes nothing.
 #pragma once
 
 #include "core/algorithms/table.h"
@@ -13,10 +13,10 @@ PYCOMM_HD constexpr std::uint32_t largest_finite(DType dtype) {
   return dtype == DType::f16 ? 0x477fe000u : dtype == DType::bf16 ? 0x7f7f0000u : 0x7f7fffffu;
 }
 
-// With feedback, nothing may become infinite on its way, because a residual would keep it for ever.
-// Contributions up to this size cannot make anything so: not the fp32 sum of all ranks, not what is
-// on the wire (in ring and tree, undivided partial sums), not the result, whose type can hold
-// `largest_result`.
+// The largest contribution that cannot make any intermediate value infinite. With feedback this
+// matters, because a residual would keep an infinity forever. Three values must stay finite: the
+// fp32 sum over all ranks, what is sent (in ring and tree, undivided partial sums), and the result,
+// whose type can hold `largest_result`.
 PYCOMM_HD float largest_safe(const Operation& operation, int ranks, float largest_result) {
   const Codec& codec = operation.codec;
   const bool integers = is_scaled(codec) || codec.values == DType::u8;
@@ -27,7 +27,7 @@ PYCOMM_HD float largest_safe(const Operation& operation, int ranks, float larges
   const float wire_fits = wire / (partial_sums ? n : divided),
               result_fits = largest_result / divided;
   const float least = wire_fits < result_fits ? wire_fits : result_fits;
-  // Rounding to eight bits of mantissa on the way may make a value larger by 1/256.
+  // Rounding to a mantissa of eight bits on the way may enlarge a value by 1/256.
   const float safe = least * (1.0f - 0x1p-7f);
   return sum_fits < safe ? sum_fits : safe;
 }

@@ -1,4 +1,5 @@
-// Codecs: how a tensor's elements become fewer bytes, as ranks agree on it.
+// The description of a codec, that is, of how a tensor's elements become fewer bytes. Ranks must
+// agree on it.
 #pragma once
 
 #include <string>
@@ -7,7 +8,7 @@
 
 namespace pycomm {
 
-// Elements that share a scale.
+// Limits for the number of elements that share a scale.
 inline constexpr std::int64_t kSmallestBlock = 128;
 inline constexpr std::int64_t kLargestBlock = 4096;
 
@@ -19,9 +20,9 @@ struct Names<CodecKind> {
 
 struct Codec {
   CodecKind kind = CodecKind::none;
-  DType values = DType::f32;    // on the wire: cast's type; of top-k's values, u8 meaning int8
-  std::uint8_t stochastic = 0;  // int8: rounds at random instead of to nearest
-  std::uint8_t feedback = 0;    // a residual takes part
+  DType values = DType::f32;    // type of encoded values: cast, top-k (u8 means int8)
+  std::uint8_t stochastic = 0;  // int8: rounds stochastically, not to nearest
+  std::uint8_t feedback = 0;    // a residual is added
   std::uint32_t block = 0;      // int8: elements that share a scale
   std::uint32_t k = 0;          // top-k: elements that a rank selects
 };
@@ -32,7 +33,7 @@ PYCOMM_HD bool operator==(const Codec& a, const Codec& b) {
          a.feedback == b.feedback && a.block == b.block && a.k == b.k;
 }
 
-// Whether a scale per block follows the payload. (Lists of top-k have scales of their own.)
+// True if a scale per block follows the payload. (Top-k's lists have scales of their own.)
 PYCOMM_HD constexpr bool is_scaled(const Codec& codec) { return codec.kind == CodecKind::int8; }
 
 inline std::string describe(const Codec& codec) {

@@ -1,5 +1,5 @@
-// Error feedback, one element at a time. A residual holds what a rank has not sent yet, in fp32;
-// what encoding loses goes back into it, so that nothing is lost.
+// Error feedback, one element at a time. A residual holds, in fp32, what a rank has not sent yet.
+// The encoding error is added to it, so that nothing is lost for good.
 // References: Seide et al. 2014, "1-bit SGD"; Lin et al. 2018, "Deep gradient compression", for the
 // velocity.
 #pragma once
@@ -10,25 +10,26 @@
 
 namespace pycomm {
 
-// What a compressed operation needs beyond an Operation; ranks may differ in it.
+// What a compressed operation needs in addition to an Operation. Ranks may differ in it.
 struct Feedback {
-  float* residual = nullptr;  // fp32, like the tensor
-  float* velocity = nullptr;  // top-k with momentum: the same
+  float* residual = nullptr;  // fp32, same length as the tensor
+  float* velocity = nullptr;  // top-k with momentum: likewise
   float momentum = 0;
   std::uint64_t seed = 0;
   std::uint32_t step = 0;
-  // Where a tensor is zero on all ranks nothing is sent, and residual and velocity stay: so that a
-  // result that nobody will use takes nothing along.
+  // If the tensor is zero on all ranks, send nothing and keep residual and velocity, so that a
+  // result that nobody uses does not use them up.
   bool hold_unused = false;
-  const float* scale = nullptr;      // what the tensor has been multiplied by; or null
-  float* residual_before = nullptr;  // take residual and velocity as they were; or null
+  const float* scale = nullptr;      // the factor of a scaled tensor; or null
+  float* residual_before = nullptr;  // receive copies of the old values; or null
   float* velocity_before = nullptr;
 };
 
 inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// Residual and velocity are kept in units of the unscaled tensor. A scale so small that its inverse
-// is infinite becomes NaN, and so does every contribution: an overflow, which leaves them alone.
+// The loss scale. Residual and velocity are in units of the unscaled tensor. If the scale is so
+// small that its inverse is infinite, it becomes NaN here, and so does every contribution. That is
+// an overflow, which leaves residual and velocity unchanged.
 struct Scaling {
   float scale = 1;
   float inverse = 1;
@@ -41,22 +42,23 @@ PYCOMM_HD Scaling scaling_of(const Feedback& feedback) {
   return {scale + (inverse - inverse), inverse};
 }
 
-// What a rank contributes.
+// A rank's contribution.
 PYCOMM_HD float contribution(float x, float residual, float scale) { return x + residual * scale; }
 
-// A contribution beyond the largest_safe() counts as infinite: residuals are then left alone, so
-// nobody may take the result, of which they are a part, for a good one.
+// Contributions beyond largest_safe() become infinite. Residuals are left unchanged in that case,
+// so the result, which includes them, must not pass for a valid one.
 PYCOMM_HD float limited(float contribution, float limit) {
   return contribution > limit ? kInfinity : contribution < -limit ? -kInfinity : contribution;
 }
 
-// Momentum correction: what takes the place of x, and is the next velocity (scaled).
+// Momentum correction: replaces x by the new velocity (scaled).
 PYCOMM_HD float accelerated(float velocity, float momentum, float x, float scale) {
   return momentum * (velocity * scale) + x;
 }
 
-// What is lost where `value` has become `sent`. `factor`: of a mean, the ranks it is of, because
-// residuals are in units of the sum; times Scaling::inverse.
+// The error of sending `sent` instead of `value`, as a change of the residual. `factor` is
+// Scaling::inverse; for a mean, times the number of ranks, because residuals are in units of the
+// sum.
 PYCOMM_HD float lost(float value, float sent, float factor) { return (value - sent) * factor; }
 
 }  // namespace pycomm

@@ -1,13 +1,13 @@
-// Blockwise 8-bit integers: the arithmetic of one block and one element.
+// Blockwise 8-bit integers: the arithmetic of one block and of one element.
 //
-//   1. A block's largest magnitude A gives its scale, A / 127 in fp32.
-//   2. An element x becomes the integer next to x * (127 / A), ties to even; or the one below or
-//      above it, at random, so that the expectation is x.
-//   3. An integer q stands for q * scale.
+//   1. The largest magnitude A in a block gives its scale, A / 127 in fp32.
+//   2. An element x becomes the integer nearest to x * (127 / A), ties to even. With stochastic
+//      rounding it becomes the integer below or above, at random, so that the expectation is x.
+//   3. An integer q represents q * scale.
 //
-// |x - decoded| <= scale / 2 (at random: scale) and some ulps. Zeros stay zeros, and scaling by a
-// power of two commutes. Two exceptions: where A / 127 is subnormal, the block becomes zero; where
-// a value is not finite, the scale is NaN, and so is everything decoded.
+// |x - decoded| <= scale / 2 (stochastic: scale), plus some ulps. Zeros stay zeros, and scaling by
+// a power of two commutes with encoding. There are two exceptions: if A / 127 is subnormal, the
+// block becomes zero; if a value is not finite, the scale is NaN, and so is every decoded element.
 //
 // 8 + 32 / block bits per element. The format: docs/wire-format.md.
 #pragma once
@@ -18,7 +18,8 @@ namespace pycomm {
 
 inline constexpr std::uint32_t kInfinityBits = 0x7f800000u;
 
-// Bits that order floats by magnitude; kInfinityBits and above are not finite.
+// The bits of |value|; as integers they order floats by magnitude. kInfinityBits and above are not
+// finite.
 PYCOMM_HD std::uint32_t magnitude(float value) {
   return bit_cast<std::uint32_t>(value) & 0x7fffffffu;
 }
@@ -30,7 +31,7 @@ struct Int8Scale {
   PYCOMM_HD bool finite() const { return scale == scale; }
 };
 
-// From the largest magnitude() of a block.
+// The scale of a block whose largest magnitude() is `largest`.
 PYCOMM_HD Int8Scale int8_scale(std::uint32_t largest) {
   if (largest >= kInfinityBits) return {bit_cast<float>(0x7fc00000u), 0.0f};
   const float scale = bit_cast<float>(largest) / 127.0f;
@@ -38,13 +39,15 @@ PYCOMM_HD Int8Scale int8_scale(std::uint32_t largest) {
   return {scale, 127.0f / bit_cast<float>(largest)};
 }
 
-// To nearest even. Adding 1.5 * 2^23 makes the adder round and leaves the integer in the low bits;
-// of a value that is not finite they mean nothing, and its scale says so.
+// Rounds to nearest even. Adding 1.5 * 2^23 makes the floating-point adder round and leaves the
+// integer in the low bits. If the value is not finite, these bits mean nothing, which the block's
+// scale (NaN) tells.
 PYCOMM_HD std::int8_t int8_quantize(float value, float inverse) {
   return static_cast<std::int8_t>(bit_cast<std::int32_t>(value * inverse + 0x1.8p23f));
 }
 
-// At random: up with a probability equal to the distance from the integer below, from 24 bits.
+// Rounds stochastically: up with a probability equal to the distance from the integer below, using
+// 24 random bits.
 PYCOMM_HD std::int8_t int8_quantize(float value, float inverse, std::uint32_t random) {
   float scaled = value * inverse;
   scaled = scaled > 127.0f ? 127.0f : scaled < -127.0f ? -127.0f : scaled;
@@ -59,9 +62,9 @@ PYCOMM_HD float int8_dequantize(std::int8_t q, float scale) {
   return static_cast<float>(q) * scale;
 }
 
-// An encoded stretch of elements is one tile: the payload, then the scales of its blocks.
+// One tile of encoded elements: the payload, then the scales of its blocks.
 struct ScaledTile {
-  std::int64_t elements;  // room in the payload, a multiple of four
+  std::int64_t elements;  // capacity of the payload, a multiple of four
   std::int64_t block;
 
   PYCOMM_HD constexpr std::int64_t scale_offset(std::int64_t element) const {
@@ -69,7 +72,7 @@ struct ScaledTile {
   }
 };
 
-// Bytes of n encoded elements that begin at a block, without padding.
+// The bytes of n encoded elements that begin at a block boundary, without padding.
 PYCOMM_HD constexpr std::int64_t int8_bytes(std::int64_t n, std::int64_t block) {
   return n + (n + block - 1) / block * 4;
 }

@@ -1,6 +1,6 @@
-// The table of codecs of blocks: a row for each kind. An element's arithmetic stands here; loops
-// over blocks are the executors' (cpu/codecs/loops.cpp, cuda/codecs/loops.cuh). To add one, see
-// docs/EXTENDING.md.
+// The table of block codecs: one row per kind. The arithmetic of an element is here; the loops over
+// blocks are the executors' (cpu/codecs/loops.cpp, cuda/codecs/loops.cuh). docs/EXTENDING.md shows
+// how to add one.
 #pragma once
 
 #include "core/codecs/codec.h"
@@ -9,13 +9,14 @@
 
 namespace pycomm {
 
-// One element's way into a payload and back. kScaled: a block's largest magnitude() makes a scale,
-// and the scales of all blocks follow the payload, which then has one byte per element.
-// kStochastic: can round at random.
+// The encoding of one element.
+//   kScaled      each block has a scale, made from its largest magnitude(). The scales of all
+//                blocks follow the payload, which then has one byte per element.
+//   kStochastic  can round stochastically.
 struct Int8Elements {
   using Payload = std::int8_t;
   static constexpr bool kScaled = true, kStochastic = true;
-  static constexpr Payload kLargest = 127;  // a block has an element of this payload, or nearly
+  static constexpr Payload kLargest = 127;  // the payload of a block's largest element, or nearly
 
   PYCOMM_HD static Int8Scale scale(std::uint32_t largest) { return int8_scale(largest); }
   PYCOMM_HD static Payload encode(float value, const Int8Scale& scale) {
@@ -38,7 +39,8 @@ struct CastElements {
   PYCOMM_HD static float decode(Payload payload, float) { return load(payload); }
 };
 
-// A row. Elements: what the codec's options choose among, and choice() which.
+// A row. Elements lists the element types that the codec's options choose from; choice() returns
+// the index of the chosen one.
 struct Int8Codec {
   static constexpr CodecKind kKind = CodecKind::int8;
   using Elements = TypeList<Int8Elements>;
@@ -55,8 +57,8 @@ struct CastCodec {
 
 template <class... Rows>
 struct CodecTable {
-  // Calls visit(std::type_identity<Elements>{}) with a codec's elements; false if it is none of the
-  // table's.
+  // Calls visit(std::type_identity<Elements>{}) with the codec's element type. Returns false if the
+  // codec is not in the table.
   template <class Visit>
   PYCOMM_HD static bool visit(const Codec& codec, const Visit& visit) {
     return (

@@ -1,15 +1,15 @@
-// Top-k: the k elements of largest magnitude, as indices and values.
+// Top-k: sends the k elements of largest magnitude, as indices and values.
 //
-// Order of magnitude is that of magnitude(), the float's bits without the sign; of equals the one
-// with the lower index is taken, and a zero never. Elements are cut into chunks of 65,536, so that
-// an index within a chunk takes 16 bits.
+// Elements are ordered by magnitude(), the float's bits without the sign. Among equal elements the
+// one with the lower index is selected; zeros are never selected. Elements are grouped into chunks
+// of 65,536, so that an index within a chunk takes 16 bits.
 //
-// In an exchange the ranks own chunks in turn; what one rank owns is its region. A rank sends at
-// most `kSpread` times a region's fair share of k to its owner, and the owner sends a fair share of
-// the sums to all: the cost stays the same, however many ranks there are and wherever their largest
-// elements lie. What does not fit stays in the residual of the rank that has it.
+// In an exchange the ranks own chunks cyclically; the chunks of one rank are its region. A rank
+// sends each owner at most `kSpread` times the region's fair share of k, and the owner sends a fair
+// share of the sums to all ranks. So the cost does not depend on the number of ranks or on where
+// their largest elements are. What does not fit stays in the residual of the rank that has it.
 //
-// An encoded list of chunks, in the machine's (little-endian) order:
+// An encoded list of chunks, in the machine's (little-endian) byte order:
 //
 //   | u32 count of each chunk | int8 values: fp32 scale of each chunk | u16 indices, all chunks,
 //   padded to 4 bytes | values, all chunks |
@@ -26,27 +26,27 @@ namespace pycomm {
 
 inline constexpr std::int64_t kTopkChunk = 65536;
 inline constexpr std::int64_t kSpread = 2;
-// Indices of selected elements are kept in 32 bits, and products of two in 64.
+// Indices of selected elements have 32 bits, and products of two of them have 64.
 inline constexpr std::int64_t kMostTopkElements = 0xffffffff;
 
-// Selection goes through the 31 bits of a magnitude in three digits, the highest first.
+// Selection processes the 31 bits of a magnitude as three digits, the highest digit first.
 inline constexpr int kDigits = 3;
 PYCOMM_HD constexpr int digit_shift(int digit) { return digit == 0 ? 20 : digit == 1 ? 10 : 0; }
 PYCOMM_HD constexpr int digit_bins(int digit) { return digit == 0 ? 2048 : 1024; }
 
 PYCOMM_HD constexpr std::int64_t topk_chunks(std::int64_t n) { return ceil_div(n, kTopkChunk); }
 
-// One rank's region of n elements among `ranks` ranks. `ranks` of 1: everything.
+// One rank's region of n elements among `ranks` ranks. With one rank, all elements.
 struct TopkRegion {
   std::int64_t n;
   int ranks;
-  int first;  // chunk; below `ranks`
+  int first;  // first chunk of the region, below `ranks`
 
   PYCOMM_HD constexpr std::int64_t chunks() const {
     const std::int64_t all = topk_chunks(n);
     return all / ranks + (first < all % ranks ? 1 : 0);
   }
-  // The j-th chunk of the region: where in the tensor.
+  // The place of the region's j-th chunk in the tensor.
   PYCOMM_HD constexpr Range chunk(std::int64_t j) const {
     return Tiles{n, kTopkChunk}[first + j * ranks];
   }
@@ -55,21 +55,21 @@ struct TopkRegion {
     const std::int64_t last = chunks() - 1;
     return last * kTopkChunk + chunk(last).count;
   }
-  // Its share of k, rounded up.
+  // The region's share of k, in proportion to its elements, rounded up.
   PYCOMM_HD constexpr std::int64_t share(std::int64_t k) const {
     if (n == 0) return 0;
     const auto all = static_cast<std::uint64_t>(k) * static_cast<std::uint64_t>(elements());
     const auto whole = static_cast<std::uint64_t>(n);
     return static_cast<std::int64_t>(all / whole + (all % whole != 0 ? 1 : 0));
   }
-  // The most elements that a rank sends to the owner.
+  // The largest number of elements that a rank sends to the region's owner.
   PYCOMM_HD constexpr std::int64_t capacity(std::int64_t k) const {
     const std::int64_t most = kSpread * share(k);
     return most < elements() ? most : elements();
   }
 };
 
-// Where the parts of an encoded list lie.
+// Byte offsets of the parts of an encoded list.
 struct TopkLayout {
   std::int64_t chunks;
   std::int64_t entries;
@@ -86,13 +86,13 @@ struct TopkLayout {
   }
 };
 
-// Who owns which region of a tensor, and where the lists of one rank lie in its area: one for every
-// owner, then the owned region's result.
+// Which rank owns which region of a tensor, and where the lists of one rank are in its area: one
+// list for each owner, then the result of the region that it owns.
 struct TopkArea {
   std::int64_t n;
   int ranks;
   Codec codec;
-  int first_owner;  // whose the first chunk is, so that many small tensors have different owners
+  int first_owner;  // of the first chunk; varies, so that small tensors have different owners
 
   PYCOMM_HD constexpr TopkArea(const Operation& operation, int world)
       : n(operation.count),
@@ -120,7 +120,7 @@ struct TopkArea {
   PYCOMM_HD constexpr std::int64_t bytes(int rank) const { return result() + room(rank, true); }
 };
 
-// fp32 to a value on the wire and back.
+// A value after encoding and decoding.
 PYCOMM_HD float through_wire(float value, DType values, const Int8Scale& scale) {
   if (values == DType::f32) return value;
   if (values == DType::bf16) return load(store<BFloat16>(value));

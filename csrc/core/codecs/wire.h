@@ -1,4 +1,4 @@
-// What precedes encoded elements that leave the shared window, to be stored or sent: a header of 16
+// The format of encoded elements that leave the shared window, to be stored or sent: a header of 16
 // bytes, by which a reader can tell whether it knows what follows. docs/wire-format.md.
 #pragma once
 
@@ -13,7 +13,7 @@ struct WireHeader {
   std::uint16_t magic = kWireMagic;
   std::uint8_t version = kWireVersion;
   CodecKind kind = CodecKind::none;
-  std::uint32_t parameter = 0;  // with scales: the block; otherwise: the DType of values
+  std::uint32_t parameter = 0;  // block size if there are scales; else the values' DType
   std::int64_t count = 0;       // elements
 };
 static_assert(sizeof(WireHeader) == 16);
@@ -26,8 +26,8 @@ PYCOMM_HD constexpr WireHeader header_of(const Codec& codec, std::int64_t count)
   return header;
 }
 
-// Stored payloads with scales come in tiles of so many elements; the last one is short, its payload padded to a
-// multiple of 16 bytes.
+// Stored payloads with scales are divided into tiles of this many elements. The last tile is short;
+// its payload is padded to a multiple of 16 bytes.
 inline constexpr std::int64_t kWireTile = 65536;
 
 PYCOMM_HD constexpr ScaledTile scaled_wire_tile(std::int64_t elements, std::int64_t block) {
@@ -38,7 +38,8 @@ PYCOMM_HD constexpr std::int64_t scaled_wire_tile_bytes(std::int64_t elements, s
   return round_up(elements, 16) + ceil_div(elements, block) * 4;
 }
 
-// Bytes of n encoded elements with their header. Of top-k: where k of them are not zero.
+// The bytes of n encoded elements with their header. For top-k, the bytes if k elements are not
+// zero.
 PYCOMM_HD constexpr std::int64_t encoded_bytes(const Codec& codec, std::int64_t n) {
   const std::int64_t header = sizeof(WireHeader);
   if (codec.kind == CodecKind::topk) {
@@ -49,8 +50,8 @@ PYCOMM_HD constexpr std::int64_t encoded_bytes(const Codec& codec, std::int64_t 
          scaled_wire_tile_bytes(n % kWireTile, codec.block);
 }
 
-// Throws std::invalid_argument unless `bytes` bytes with this header are what `codec` makes of n
-// elements.
+// Throws std::invalid_argument unless a header and a total of `bytes` bytes match an encoding of n
+// elements by `codec`.
 inline void check_header(const Codec& codec, const WireHeader& found, std::int64_t bytes,
                          std::int64_t n) {
   const auto size = static_cast<std::int64_t>(sizeof(WireHeader));
@@ -66,7 +67,7 @@ inline void check_header(const Codec& codec, const WireHeader& found, std::int64
                    std::to_string(found.parameter));
   PYCOMM_CHECK(found.count == n, "wire holds " + std::to_string(found.count) +
                                      " elements, asked for are " + std::to_string(n));
-  if (codec.kind == CodecKind::topk) return;  // its counts tell how long it is
+  if (codec.kind == CodecKind::topk) return;  // the list's counts determine its length
   PYCOMM_CHECK(bytes == encoded_bytes(codec, n), "wire must have " +
                                                      std::to_string(encoded_bytes(codec, n)) +
                                                      " bytes, got " + std::to_string(bytes));

@@ -1,13 +1,13 @@
 // Adam and AdamW: one element's update (Kingma, Ba 2015; Loshchilov, Hutter 2019; AMSGrad: Reddi,
 // Kale, Kumar 2018).
 //
-//   g += weight_decay * p                             where the decay is coupled (Adam)
+//   g += weight_decay * p                             if the decay is coupled (Adam)
 //   m = beta1 * m + (1 - beta1) * g
 //   v = beta2 * v + (1 - beta2) * g * g;  AMSGrad divides by the largest v so far
 //   p = p * (1 - lr * weight_decay) - lr * m^ / (sqrt(v^) + eps),   m^ = m / (1 - beta1^t), ...
 //
-// The corrections of m and v are factors of the step and of eps, one each. 28 bytes per element in
-// fp32: p, m, v read and written, g read.
+// The bias corrections of m and v become one factor of the step and one of eps. 28 bytes per element
+// in fp32: p, m, v read and written, g read.
 #pragma once
 
 #include "core/optim/optimizer.h"
@@ -16,7 +16,7 @@ namespace pycomm {
 
 struct Moments {
   Average first, second;
-  float factor;  // of m / (sqrt(v) + eps)
+  float factor;  // step size: multiplies m / (sqrt(v) + eps)
   float eps;
 
   PYCOMM_HD Moments(const Settings& s, double step, double scale)
@@ -40,8 +40,8 @@ struct AdamW {
   static constexpr int kStates = amsgrad ? 3 : 2;
 
   Moments moments;
-  float decay;    // what is left of p where the decay is decoupled
-  float coupled;  // the decay where it is coupled
+  float decay;    // factor of p if the decay is decoupled, else 1
+  float coupled;  // the decay if it is coupled, else 0
 
   PYCOMM_HD AdamW(const Settings& s, double step)
       : moments(s, step, s.lr),

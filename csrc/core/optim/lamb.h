@@ -2,10 +2,10 @@
 //
 //   m, v as in Adam (core/optim/adamw.h)
 //   u = m^ / (sqrt(v^) + eps) + weight_decay * p
-//   p -= lr * ratio * u,   ratio = |p| / |u| over the whole parameter, 1 where either is zero
+//   p -= lr * ratio * u,   ratio = |p| / |u| over the whole parameter, 1 if either is zero
 //
-// Two passes: the first only reads, for the two norms; the second does everything. 16 + 28 bytes
-// per element in fp32.
+// Two passes: the first one only reads, to compute the two norms; the second one updates. 16 + 28
+// bytes per element in fp32.
 #pragma once
 
 #include "core/optim/adamw.h"
@@ -23,13 +23,14 @@ struct Lamb {
         weight_decay(static_cast<float>(s.weight_decay)),
         rate(finite_rate(s.lr * ratio)) {}
 
-  // Weights of 1e20 may be 1e40 times their directions, which is infinite in fp32.
+  // Clamps the rate to fp32's range. Weights of 1e20 may be 1e40 times as large as their
+  // directions, which is infinite in fp32.
   PYCOMM_HD static float finite_rate(double rate) {
     constexpr double most = 0x1.fffffep127;
     return static_cast<float>(rate > most ? most : rate);
   }
 
-  // u, and the new moments.
+  // Returns u and updates the moments.
   PYCOMM_HD float direction(float g, float p, float& m, float& v) const {
     moments.move(g, m, v);
     return moments.direction(m, v) + weight_decay * p;
@@ -40,7 +41,7 @@ struct Lamb {
   }
 };
 
-// From the sums of squares of a parameter and of its u.
+// The ratio, from the sums of squares of a parameter and of its u.
 PYCOMM_HD double lamb_ratio(double weights, double directions) {
   return weights > 0.0 && directions > 0.0 ? std::sqrt(weights) / std::sqrt(directions) : 1.0;
 }

@@ -4,7 +4,7 @@
 //   p = p * (1 - lr * weight_decay) - lr * u
 //   m = beta2 * m + (1 - beta2) * g
 //
-// 20 bytes per element in fp32. A NaN has no sign and stays one.
+// 20 bytes per element in fp32. If the argument of sign() is NaN, so is the result.
 #pragma once
 
 #include "core/optim/optimizer.h"

@@ -1,8 +1,7 @@
-// What the optimizers share: their settings, how numbers lie in memory, and the factors of a step.
+// What the optimizers share: settings, storage formats, and the factors of a step.
 //
-// The arithmetic of one element is fp32, without contraction and without fma, so that every
-// processor, with or without one, gives the same bits. What is the same for all elements is
-// computed once, in double.
+// The arithmetic of one element is fp32 without fused multiply-add, so that all processors give the
+// same bits. Values that are the same for all elements are computed once, in double.
 #pragma once
 
 #include <cmath>
@@ -13,17 +12,17 @@ namespace pycomm {
 
 enum class Rule : std::uint8_t;  // core/optim/table.h
 
-// How the numbers of a parameter, a gradient or a state are stored.
+// How the numbers of a parameter, gradient or state are stored.
 enum class Storage : std::uint8_t {
   none,
   f32,
-  f16,  // of second moments: core/optim/root_half.h
+  f16,  // second moments as roots: core/optim/root_half.h
   bf16,
-  remainder,  // 16 bits that a bf16 parameter lacks: core/optim/split_float.h
+  remainder,  // the low 16 bits of weights in bf16: core/optim/split_float.h
   code8       // core/optim/state8.h
 };
 
-// Bytes of an element.
+// Bytes per element.
 PYCOMM_HD constexpr std::int64_t size_of(Storage storage) {
   switch (storage) {
     case Storage::none:
@@ -39,7 +38,7 @@ PYCOMM_HD constexpr std::int64_t size_of(Storage storage) {
 
 inline constexpr int kMostStates = 3;
 
-// A group's settings, by torch.optim's names.
+// The settings of a parameter group, named as in torch.optim.
 struct Settings {
   Rule rule{};
   bool amsgrad = false;    // adamw
@@ -47,24 +46,25 @@ struct Settings {
   bool nesterov = false;   // sgd
   bool maximize = false;
   bool adapt = false;       // lamb: scale the step by the weights' norm
-  bool stochastic = false;  // round bf16 weights at random, as second moments always are
+  bool stochastic = false;  // round bf16 weights stochastically, as second moments always are
   double lr = 0, beta1 = 0, beta2 = 0, eps = 0, weight_decay = 0;
   double momentum = 0, dampening = 0;
   std::uint64_t seed = 0;
 };
 
-// base^n by squaring: the same bits everywhere, which pow() does not promise.
+// base^n by repeated squaring: the same bits everywhere, which pow() does not promise.
 PYCOMM_HD double power(double base, std::int64_t n) {
   double result = 1.0;
   for (; n > 0; n >>= 1, base *= base) result = (n & 1) != 0 ? result * base : result;
   return result;
 }
 
-// beta * old + (1 - beta) * value, as a step from the nearer of the two: one small rounding instead
-// of three large ones.
+// beta * old + (1 - beta) * value, computed as a step from the operand with the larger weight. This
+// has one small rounding error instead of three large ones.
 struct Average {
   float factor;
-  float from_new;  // 1 where the step starts from the new value, or 0: a bool would not vectorise
+  // 1: the step starts from the new value; 0: from the old one. (A bool would not vectorise.)
+  float from_new;
 
   PYCOMM_HD explicit Average(double beta)
       : factor(static_cast<float>(beta >= 0.5 ? 1.0 - beta : -beta)),

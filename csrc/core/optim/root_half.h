@@ -1,5 +1,5 @@
-// Second moments in fp16: as their square roots, which have the range of gradients. The moments
-// themselves would underflow: 6e-8, fp16's least, is the square of 2.4e-4.
+// Second moments in fp16, stored as square roots, which have the range of gradients. The moments
+// themselves would underflow: fp16's smallest number, 6e-8, is the square of 2.4e-4.
 #pragma once
 
 #include <cmath>
@@ -14,8 +14,9 @@ PYCOMM_HD float load_root(std::uint32_t bits) {
   return root * root;
 }
 
-// At random: the expectation of the square is the value. Above zero stays above zero, because steps
-// are divided by the root. Finite stays finite, because an infinite average would never end.
+// Rounds stochastically, so that the expectation of the square is the value. A value above zero
+// does not become zero, because steps are divided by the root. A finite value stays finite, because
+// an average that is infinite once stays infinite.
 PYCOMM_HD Half store_root(float value, std::uint32_t random) {
   const float root = std::sqrt(value);
   const bool subnormal = root < 0x1p-14f;

@@ -1,5 +1,5 @@
-// What a step works on, CPU and CUDA alike: parameters with all that belongs to them, and what is
-// only known while it runs.
+// The data of an optimizer step, on CPU and CUDA alike: parameters with their gradients and states,
+// and values that are known only while the step runs.
 #pragma once
 
 #include <cmath>
@@ -9,41 +9,42 @@
 
 namespace pycomm {
 
-// One parameter with all that belongs to it. Python fills it as 64-bit words: optim/_storage.py.
+// One parameter with its gradient and states. Python fills it in as 64-bit words:
+// pycomm/optim/_storage.py.
 struct Segment {
   void* param;
   const void* grad;
-  void* master;  // fp32 weights, or the remainder
+  void* master;  // fp32 weights or remainders
   void* state[kMostStates];
-  float* largest[kMostStates];  // of states in 8 bits, per block
-  float* step;                  // steps done
+  float* largest[kMostStates];  // scales of 8-bit states, one per block
+  float* step;                  // number of steps done
   std::int64_t count;
-  std::uint64_t stream;  // tells the random bits of parameters apart
+  std::uint64_t stream;  // gives each parameter its own random bits
   Storage param_storage, grad_storage, master_storage, state_storage[kMostStates];
   std::uint8_t unused[2];
 };
 static_assert(sizeof(Segment) == 13 * 8);
 
-// What steps read from memory, because a device writes it there; each may be null.
+// Values that a step reads from memory, because a device writes them there. Each may be null.
 struct StepControl {
-  const float* grad_scale;  // what gradients have been multiplied by
-  float* found_inf;         // not zero: the step does nothing
-  float* clip;              // factor of unscaled gradients
+  const float* grad_scale;  // the factor of scaled gradients
+  float* found_inf;         // if not zero, the step does nothing
+  float* clip;              // factor that clips unscaled gradients
 };
 
 PYCOMM_HD bool skips(const StepControl& control) {
   return control.found_inf != nullptr && *control.found_inf != 0.0f;
 }
 
-// What gradients are multiplied by.
+// The factor that a step multiplies gradients by.
 PYCOMM_HD float gradient_factor(bool maximize, const StepControl& control) {
   const double scale = control.grad_scale == nullptr ? 1.0 : *control.grad_scale;
   const double clip = control.clip == nullptr ? 1.0 : *control.clip;
   return static_cast<float>((maximize ? -clip : clip) / scale);
 }
 
-// The norm of the unscaled gradients, from the sum of their squares. Notes in found_inf that it is
-// not finite, and in clip what brings it down to `max_norm`.
+// Returns the norm of the unscaled gradients, given the sum of squares of the scaled ones. Sets
+// found_inf if the norm is not finite, and clip to the factor that reduces the norm to `max_norm`.
 PYCOMM_HD double conclude(double squares, double max_norm, const StepControl& control) {
   const double scale = control.grad_scale == nullptr ? 1.0 : *control.grad_scale;
   const double norm = std::sqrt(squares) / scale;

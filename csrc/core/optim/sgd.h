@@ -2,7 +2,7 @@
 //
 //   g += weight_decay * p
 //   b = momentum * b + (1 - dampening) * g, in the first step b = g
-//   p -= lr * b, with Nesterov's momentum lr * (g + momentum * b)
+//   p -= lr * b, or with Nesterov momentum p -= lr * (g + momentum * b)
 //
 // 20 bytes per element in fp32 with momentum, 12 without.
 #pragma once
@@ -22,7 +22,7 @@ struct Sgd {
       : lr(static_cast<float>(s.lr)),
         weight_decay(static_cast<float>(s.weight_decay)),
         momentum(static_cast<float>(s.momentum)),
-        keep(step > 1.0 ? static_cast<float>(1.0 - s.dampening) : 1.0f),  // b begins as zero
+        keep(step > 1.0 ? static_cast<float>(1.0 - s.dampening) : 1.0f),  // b is zero at first
         nesterov(s.nesterov) {}
 
   PYCOMM_HD void operator()(float g, float& p, float& b, float&, float&) const {

@@ -1,15 +1,15 @@
-// A fp32 number as a bf16 one, which the model computes with, and a remainder of 16 bits.
+// An fp32 number as a bf16 number, which the model computes with, and a 16-bit remainder.
 //
 //   split   hi = bits 16 to 31 of (x + half a unit of bf16), lo = bits 0 to 15 of x
-//   join    (hi << 16) + lo, `lo` taken as signed; `hi` alone where that would be NaN
+//   join    (hi << 16) + lo, with `lo` as a signed number; `hi` alone if that would be NaN
 //
-// Exact for every x but NaN, which becomes the canonical NaN. `hi` is x rounded to nearest, ties
-// away from zero (ties to even would need a seventeenth bit); so the largest values round to
-// infinity, and join() still finds them again.
+// Exact for every x except NaN, which becomes the canonical NaN. `hi` is x rounded to nearest, ties
+// away from zero. (Ties to even would need a seventeenth bit.) So the largest values round to
+// infinity, and join() still recovers them.
 //
-// split() never makes the pairs whose sum is NaN beside a `hi` that is a number: a weight was set to
-// zero, and `lo` is left over from the last one. So a finite `hi` always gives a finite number,
-// within half a unit of `hi`.
+// split() never produces a finite `hi` with a `lo` such that the sum is NaN. Such a pair occurs if
+// a weight has been set to zero and `lo` is left over from its last value. join() then returns
+// `hi`, so a finite `hi` always gives a finite number, within half a unit of `hi`.
 #pragma once
 
 #include "core/reduce.h"
@@ -27,7 +27,7 @@ PYCOMM_HD SplitFloat split(float value) {
 }
 
 PYCOMM_HD float join(std::uint16_t hi, std::uint16_t lo) {
-  const std::int32_t below = static_cast<std::int16_t>(lo);  // negative where rounding went up
+  const std::int32_t below = static_cast<std::int16_t>(lo);  // negative if split() rounded up
   const std::uint32_t high = static_cast<std::uint32_t>(hi) << 16;
   const std::uint32_t bits = high + static_cast<std::uint32_t>(below);
   return bit_cast<float>((bits & 0x7fffffffu) > 0x7f800000u ? high : bits);

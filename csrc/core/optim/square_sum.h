@@ -1,11 +1,11 @@
-// Sums of squares in one fixed order, whatever runs it: a tree of fan-in 1024.
+// Sums of squares in one fixed order, independent of the executor: a tree of fan-in 1024.
 //
-//   1. Of 1024 elements, lane l of 32 adds the squares of elements l, l + 32, ...
+//   1. Within 1024 elements, lane l of 32 adds the squares of elements l, l + 32, ...
 //   2. The lanes are folded: 16 onto 16, 8 onto 8, and so on.
 //   3. The sums of all such blocks are added in the same way, until one is left.
 //
-// In double, where the square of a fp32 number is exact and no sum of them overflows: the result is
-// finite if, and only if, all elements are.
+// Sums are in double, in which the square of an fp32 number is exact and no sum of them overflows.
+// So the result is finite if and only if all elements are.
 #pragma once
 
 #include "core/types.h"
@@ -15,7 +15,7 @@ namespace pycomm {
 inline constexpr std::int64_t kSumBlock = 1024;
 inline constexpr int kSumLanes = 32;
 
-// Steps 1 and 2 over at most 1024 terms; missing ones count as zero.
+// Steps 1 and 2 for up to 1024 terms; missing terms count as zero.
 template <class Term>
 PYCOMM_HD double sum_block(std::int64_t n, const Term& term) {
   double lanes[kSumLanes] = {};

@@ -1,21 +1,22 @@
-// Optimizer states in 8 bits: the arithmetic of one block of 256 and of one element.
+// Optimizer states in 8 bits: the arithmetic of one block of 256 elements and of one element.
 //
 //   first moment    m = A * (q / 127) * |q / 127|      q from -127 to 127
 //   second moment   v = A * (q / 255)^4                q from 0 to 255
 //
-// A is the block's largest magnitude, in fp32. Codes are finer where values are smaller: gradients
-// within a block differ by orders of magnitude. With y = sqrt(|m| / A) and z = sqrt(sqrt(v / A)),
+// A is the block's largest magnitude, in fp32. Codes are finer for smaller values, because
+// gradients within a block differ by orders of magnitude. With y = sqrt(|m| / A) and z =
+// sqrt(sqrt(v / A)),
 //
 //   |m - decoded|             <= A * (y / 127 + 1 / 64516)
-//   |sqrt(v) - its decoded|   <= sqrt(A) * (z / 255 + 1 / 260100), or sqrt(A) / 65025 where z < 1/255
+//   |sqrt(v) - its decoded|   <= sqrt(A) * (z / 255 + 1 / 260100), or sqrt(A) / 65025 if z < 1/255
 //
-// and some ulps, rounded to nearest. Steps round second moments at random instead (core/optim/rounding.h),
-// because they change by less than half a unit: sqrt(v) is off by sqrt(A) * (2 z / 255 + 1 / 65025) at
-// most. A second moment above zero never becomes zero, because steps are divided by its root. Where A
-// is subnormal, the block becomes zero; where a value is not finite, A is NaN and so is everything
-// decoded.
+// plus some ulps, if rounded to nearest. Steps round second moments stochastically instead
+// (core/optim/rounding.h), because they change by less than half a unit per step; then sqrt(v) is
+// off by at most sqrt(A) * (2 z / 255 + 1 / 65025). A second moment above zero never becomes zero,
+// because steps are divided by its root. If A is subnormal, the block becomes zero. If a value is
+// not finite, A is NaN, and so is every decoded element.
 //
-// 8 + 32 / 256 bits per element. No table: every processor computes the same bits.
+// 8 + 32 / 256 bits per element. There is no lookup table: every processor computes the same bits.
 #pragma once
 
 #include <cmath>
@@ -32,16 +33,16 @@ struct State8Scale {
   float inverse;  // 1 / A
 };
 
-// From the largest magnitude() of a block.
+// The scale of a block whose largest magnitude() is `largest`.
 PYCOMM_HD State8Scale state8_scale(std::uint32_t largest) {
   if (largest >= kInfinityBits) return {bit_cast<float>(0x7fc00000u), 0.0f};
   const float value = bit_cast<float>(largest);
   if (value < 0x1p-126f) return {0.0f, 0.0f};
-  // Of the largest values the inverse is subnormal, which is accurate enough for 8 bits.
+  // If A is very large, its inverse is subnormal, which is accurate enough for 8 bits.
   return {value, 1.0f / value};
 }
 
-// To nearest even, by the adder.
+// Rounds to nearest even, in the floating-point adder.
 PYCOMM_HD std::int32_t nearest_integer(float value) {
   return bit_cast<std::int32_t>(value + 0x1.8p23f) - 0x4b400000;
 }
@@ -63,13 +64,13 @@ PYCOMM_HD std::uint8_t encode_unsigned(float value, float inverse) {
   return static_cast<std::uint8_t>(value > 0.0f && q < 1 ? 1 : q);
 }
 
-// q as a share of the largest value.
+// The fraction of the largest value that q stands for.
 PYCOMM_HD float share_of(std::int32_t q) {
   const float root = static_cast<float>(q) * (1.0f / 255.0f);
   return (root * root) * (root * root);
 }
 
-// At random: decoded, the expectation is the value.
+// Rounds stochastically, so that the expectation of the decoded value is the value.
 PYCOMM_HD std::uint8_t encode_unsigned(float value, float inverse, std::uint32_t random) {
   const float share = value * inverse;
   const auto root = static_cast<std::int32_t>(std::sqrt(std::sqrt(share)) * 255.0f);

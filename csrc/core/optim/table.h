@@ -1,4 +1,5 @@
-// The table of optimizer rules: a row each, in the order of Rule. To add one, see docs/EXTENDING.md.
+// The table of optimizer rules: one row per rule, in the order of Rule. docs/EXTENDING.md shows how
+// to add one.
 #pragma once
 
 #include "core/optim/adamw.h"
@@ -15,8 +16,10 @@ struct Names<Rule> {
   static constexpr const char* all[] = {"adamw", "sgd", "lion", "lamb"};
 };
 
-// A row. kSquares: the states after the first are averages of squares. Elements: the updates of one
-// element that the settings choose among, and choice() which.
+// A row.
+//   kSquares  states after the first are averages of squares.
+//   Elements  the element updates that the settings choose from; choice() returns the index of the
+//             chosen one.
 struct AdamWRule {
   static constexpr Rule kRule = Rule::adamw;
   static constexpr bool kSquares = true;
@@ -53,7 +56,7 @@ struct RuleTable {
     return ((Rows::kRule == rule && Rows::kSquares) || ...);
   }
 
-  // Calls visit(std::type_identity<Element>{}) with the update that the settings ask for.
+  // Calls visit(std::type_identity<Element>{}) with the element update that the settings select.
   template <class Visit>
   static void visit(const Settings& settings, const Visit& visit) {
     (void)((Rows::kRule == settings.rule &&

@@ -89,7 +89,7 @@ PYCOMM_CLONES void encode(const float* from, std::int64_t n, const MixedBits* gi
     for (std::int64_t i = start; i < end; ++i) most = std::max(most, magnitude(from[i]));
     const State8Scale scale = state8_scale(most);
     largest[start / kStateBlock] = scale.largest;
-    if (scale.inverse == 0.0f) {  // nothing to encode, or nothing finite
+    if (scale.inverse == 0.0f) {  // all zeros, or not finite
       std::fill(to + start, to + end, std::uint8_t{0});
       continue;
     }
@@ -105,7 +105,7 @@ PYCOMM_CLONES void encode(const float* from, std::int64_t n, const MixedBits* gi
   }
 }
 
-// The ways to reach the numbers of a chunk.
+// Accessors for a chunk's weights and gradients, one per format.
 struct Fp32Weights {
   float* p;
   const float* g;
@@ -145,7 +145,7 @@ struct SplitWeights {
   }
 };
 
-// A second moment as it is kept, from the high half of random bits.
+// A second moment in its stored format. Rounds to bf16 with the high half of the random bits.
 template <class State>
 PYCOMM_HD State store_square(float value, const MixedBits& random, std::int64_t place) {
   if constexpr (std::is_same_v<State, BFloat16>) {
@@ -287,7 +287,7 @@ void update_chunk(const Element& element, const ChunkView& chunk) {
   }
 }
 
-// Instantiates the updates of all rules, for cpu/optim/step.cpp.
+// Instantiates update_chunk() for all rules, for cpu/optim/step.cpp.
 template <class... Elements>
 constexpr auto updates_of(TypeList<Elements...>) {
   return std::tuple{&update_chunk<Elements>...};

@@ -1,6 +1,6 @@
-// The loops of optimizers over one chunk, which stays in the first-level cache: numbers from memory
-// to fp32, the update over core/ arithmetic, and back. What is common in memory is used in place:
-// fp32, bf16 with or without remainders. Everything else goes through buffers of fp32.
+// The optimizers' loops over one chunk, which stays in the first-level cache: numbers are converted
+// to fp32, updated by the arithmetic of core/, and converted back. Common formats are used in
+// place: fp32, and bf16 with or without remainders. Other formats go through fp32 buffers.
 #pragma once
 
 #include "core/optim/square_sum.h"
@@ -13,32 +13,33 @@ namespace pycomm::cpu {
 inline constexpr std::int64_t kChunk = kSumBlock;
 static_assert(kChunk % kStateBlock == 0 && kChunk == kMixedRun);
 
-// A run of numbers in memory.
+// An array of numbers in memory.
 struct Numbers {
   Storage storage = Storage::none;
   bool squares = false;  // second moments: never below zero
   std::byte* data = nullptr;
-  float* largest = nullptr;           // of code8, per block
-  std::uint16_t* bfloat16 = nullptr;  // of remainder, the other half
+  float* largest = nullptr;           // code8: scales, one per block
+  std::uint16_t* bfloat16 = nullptr;  // remainder: the bf16 halves
 };
 
-// `n` of them from element `at`, as fp32: in `buffer`, or where they lie already.
+// Loads `n` numbers from element `at` on, as fp32. Returns `buffer`, or for fp32 a pointer to the
+// numbers themselves.
 float* load_chunk(const Numbers& numbers, std::int64_t at, std::int64_t n, float* buffer);
 
-// Stores what load_chunk() returned. `random`: the chunk's bits, to round bf16 and second moments with;
-// null rounds to nearest, which only conversions do to second moments.
+// Stores values that load_chunk() returned. `random` rounds bf16 and second moments. Null rounds to
+// nearest, which only conversions use for second moments.
 void store_chunk(const Numbers& numbers, std::int64_t at, std::int64_t n, const float* values,
                  const MixedBits* random);
 
-// Stores fp32 weights in the parameter that they stand beside. In bf16 with ties away from zero, as
-// beside remainders: so a model trains to the same bits with either.
+// Copies fp32 weights to the parameter. Rounds to bf16 with ties away from zero, like split(), so
+// that a model trains to the same bits with fp32 weights and with remainders.
 void store_beside(const Numbers& param, std::int64_t at, std::int64_t n, const float* weights);
 
-// How weights and gradients of a chunk are stored: both as fp32, both as bf16, or both as bf16 with
+// How a chunk's weights and gradients are stored: both fp32, both bf16, or both bf16 with
 // remainders of the weights.
 enum class Weights : std::uint8_t { fp32, bf16, split };
 
-// A chunk's numbers, wherever they lie. Gradients are multiplied by `scale` first.
+// Pointers to a chunk's numbers. Gradients are first multiplied by `scale`.
 struct ChunkView {
   std::int64_t n;
   float scale;
@@ -58,10 +59,10 @@ struct LambSums {
   double weights;
   double directions;
 };
-// Of a chunk in fp32.
+// The sums of squares of a chunk's weights and directions, for a chunk in fp32.
 LambSums lamb_sums(const Lamb& lamb, const ChunkView& chunk);
 
-// Of gradients: fp32, fp16 or bf16.
+// The sum of squares of gradients in fp32, fp16 or bf16.
 double square_sum(const Numbers& numbers, std::int64_t at, std::int64_t n);
 
 }  // namespace pycomm::cpu

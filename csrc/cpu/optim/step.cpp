@@ -8,7 +8,7 @@
 namespace pycomm::cpu {
 namespace {
 
-// Where each segment's chunks begin in the row of all chunks.
+// The chunks of all segments in one sequence, so that threads can share them evenly.
 class Row {
  public:
   explicit Row(const std::vector<Segment>& segments) {
@@ -25,7 +25,8 @@ class Row {
   std::int64_t begin(std::size_t segment) const { return begins_[segment]; }
   std::int64_t chunks(std::size_t segment) const { return begins_[segment + 1] - begins_[segment]; }
 
-  // visit(segment, first chunk within it, last) for the segments of chunks [begin, end).
+  // Calls visit(segment, first, last) for each segment with chunks in [begin, end). The segment's
+  // chunks are [first, last).
   template <class Visit>
   void visit(std::int64_t begin, std::int64_t end, const Visit& visit) const {
     auto it = std::upper_bound(begins_.begin(), begins_.end(), begin) - 1;
@@ -40,7 +41,7 @@ class Row {
   std::vector<std::int64_t> begins_;
 };
 
-// A segment's numbers, chunk by chunk.
+// Loads and stores a segment's numbers, chunk by chunk.
 class Reader {
  public:
   Reader(const Settings& settings, const Segment& segment, float scale)
@@ -65,7 +66,7 @@ class Reader {
     states_in_place_ = all_states_are(Storage::bf16);
   }
 
-  // Ready for update_chunk().
+  // A chunk for update_chunk().
   ChunkView load(std::int64_t at, double step) {
     ChunkView chunk = make(at);
     if (weights_at_random_ || squares_at_random_) {
@@ -90,7 +91,7 @@ class Reader {
     return chunk;
   }
 
-  // All in fp32, to be read only.
+  // A chunk with all numbers in fp32, for reading only.
   ChunkView load_fp32(std::int64_t at) {
     ChunkView chunk = make(at);
     load_weights(at, chunk);
@@ -98,7 +99,7 @@ class Reader {
     return chunk;
   }
 
-  // Writes back what load() had to convert.
+  // Writes back the numbers that load() has converted.
   void store(std::int64_t at, const ChunkView& chunk) {
     if (in_place_ == Weights::fp32) {
       const auto* p = static_cast<const float*>(chunk.p);
@@ -139,7 +140,8 @@ class Reader {
     }
   }
 
-  // Chunks are visited array by array, at which the processor's own prefetching pauses.
+  // Prefetches the next chunk: a chunk is processed array by array, and the hardware prefetcher
+  // stops between arrays.
   void fetch_next(std::int64_t at) const {
     if (at >= segment_.count) return;
     const std::int64_t n = std::min(kChunk, segment_.count - at);
@@ -187,7 +189,7 @@ void update(const Settings& settings, const Segment& segment, float scale, std::
   });
 }
 
-// LAMB's first pass.
+// LAMB's first pass: the ratio of each segment.
 std::vector<double> lamb_ratios(const Settings& settings, const std::vector<Segment>& segments,
                                 const Row& row, float scale, const Parallel& parallel) {
   const auto chunks = static_cast<std::size_t>(row.chunks());

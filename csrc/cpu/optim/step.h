@@ -1,6 +1,6 @@
-// An optimizer's step over a list of parameters, and the norm of their gradients, on any number of
-// threads. Every result is a function of the numbers alone: threads share out whole chunks, sums
-// have one order, and random bits are those of the parameter and the element.
+// An optimizer step over a list of parameters, and the norm of their gradients, on any number of
+// threads. Results depend only on the numbers, not on the threads: threads work on whole chunks,
+// sums have a fixed order, and random bits are determined by parameter and element.
 #pragma once
 
 #include <functional>
@@ -10,12 +10,12 @@
 
 namespace pycomm::cpu {
 
-// Runs body(begin, end) over pieces of 0 .. n, on as many threads as it likes.
+// Runs body(begin, end) over pieces of 0 .. n, on any number of threads.
 using Body = std::function<void(std::int64_t begin, std::int64_t end)>;
 using Parallel = std::function<void(std::int64_t n, const Body& body)>;
 
-// The norm of the unscaled gradients, exact to double's rounding. Sets found_inf where a gradient is
-// not finite, and clip to what brings the norm down to `max_norm`.
+// The norm of the unscaled gradients, exact up to rounding in double. Sets found_inf if a gradient
+// is not finite, and clip to the factor that reduces the norm to `max_norm`.
 double grad_norm(const std::vector<Segment>& segments, const StepControl& control, double max_norm,
                  const Parallel& parallel);
 
