@@ -15,7 +15,8 @@ std::int64_t owned_elements(const Codec& codec) {
   return codec.kind == CodecKind::topk ? kTopkChunk : kOwnedElements;
 }
 
-// A run of elements that one node owns: from where on, also among those of the stripe alone.
+// Consecutive elements that one node owns: where they begin in the tensor and, `packed`, among the
+// elements of the stripe.
 struct Run {
   std::int64_t begin;
   std::int64_t packed;
@@ -23,7 +24,7 @@ struct Run {
   std::int64_t owner;
 };
 
-// Visits the runs of a tensor that are in stripe s, in order.
+// Calls visit(run) for the tensor's runs in stripe s, in order.
 template <class Visit>
 void each_run(const Operation& operation, const StripeInterleave& interleave, int s, Visit visit) {
   const std::int64_t first = first_element(operation), owned = owned_elements(operation.codec);
@@ -79,14 +80,14 @@ NodeAggregate::NodeAggregate(Comm& comm, const Nodes& nodes, AggregateMemory& me
   }
 }
 
-// How many elements of this rank's stripe come before one of the tensor's.
+// The number of this rank's stripe's elements that come before element `begin` of the tensor.
 std::int64_t NodeAggregate::packed(std::int64_t begin) const {
   if (!owns_stripe()) return 0;
   const std::int64_t first = first_element(operation_);
   return interleave_.before(first + begin, comm_.rank()) - interleave_.before(first, comm_.rank());
 }
 
-// An operation inside the node.
+// An operation among the ranks of this node, on a range of the tensor.
 Operation NodeAggregate::operation_on(const Range& range, DType dtype) const {
   Operation phase = operation_;
   phase.algorithm = Algorithm::two_shot;
@@ -158,7 +159,7 @@ bool NodeAggregate::narrow(const Range& range) {
   const float divisor = operation_.op == ReduceOp::avg ? static_cast<float>(nodes_.world()) : 1.0f;
   const float factor = divisor * scaling_of(call_.feedback).inverse;
   Operation phase = operation_on(range, operation_.dtype);
-  phase.codec = operation_.codec;  // says who owns what
+  phase.codec = operation_.codec;  // determines the owners
   const std::int64_t before = packed(range.begin);
   std::uint32_t largest = 0;
   const NarrowLoop narrow = narrow_loop(operation_.dtype);
@@ -178,7 +179,7 @@ void NodeAggregate::keep() const {
   keep(carried_call_.feedback.velocity, call_.feedback.velocity);
 }
 
-// This rank has what it carries, and nothing of the other stripes.
+// This rank keeps the values of the stripe that it carries; those of the other stripes become zero.
 void NodeAggregate::keep(const float* carried, float* state) const {
   if (state == nullptr) return;
   zero(state, operation_.count);

@@ -1,11 +1,13 @@
-// A compressed tensor of a node whose ranks act as one rank of the exchange: what goes through the
-// codec are the fp32 sums of their gradients, residuals and velocities. Each rank that carries a
-// stripe has these sums of its stripe, without gaps, and keeps what is fed back; the others' is zero
-// from then on, so that sums over ranks are what they would be anyway.
+// Compressed operations between nodes with several ranks each. The ranks of a node act as one rank
+// of the exchange: the codec is applied to the fp32 sums of their gradients, residuals and
+// velocities. Each rank that carries a stripe holds these sums for its stripe, without gaps.
+// Afterwards it keeps the stripe's residual and velocity, and those of the node's other ranks
+// become zero there, so that sums over ranks stay the same.
 //
-// It comes together and goes out tile by tile (core/algorithms/stripes.h), so that this and the link between
-// nodes overlap. Where something is fed back, all has to come together first: what it may become
-// is agreed upon before anything is sent.
+// Tiles are collected from the node's ranks and spread to them one by one
+// (core/algorithms/stripes.h), so that this overlaps with the exchange between nodes. With
+// feedback, all tiles are collected first, because the nodes agree on a preflight before any of
+// them sends data.
 #pragma once
 
 #include "core/algorithms/internode.h"
@@ -17,14 +19,14 @@
 
 namespace pycomm::cpu {
 
-// Bits of Preflight::overflow when all is done: residuals are untouched; or a value was not finite
-// nevertheless.
+// Bits of Preflight::overflow after an operation: residuals are unchanged, or a result is not
+// finite although the preflight was good.
 inline constexpr std::uint16_t kUntouched = 1, kNonfinite = 2;
 
-// What a rank says that has nothing to say.
+// The preflight of a rank without a stripe: it agrees with whatever the others found.
 inline constexpr Preflight kNoObjection = make_preflight(false, true);
 
-// Kept from one operation to the next.
+// Buffers that are kept from one operation to the next.
 struct AggregateMemory {
   Scratch wide, gradient, residual, velocity;
 };
@@ -34,21 +36,21 @@ class NodeAggregate {
   NodeAggregate(Comm& comm, const Nodes& nodes, AggregateMemory& memory, const Operation& operation,
                 const Call& call);
 
-  // Of this rank's stripe; the call's tensors are the sums.
+  // The operation on this rank's stripe, and its call, whose tensors are the sums.
   const Operation& carried() const { return carried_; }
   const Call& call() const { return carried_call_; }
   const TileRanges& tile_ranges() const { return tile_ranges_; }
 
-  // Before the first tile is sent, where that is needed.
+  // Call this before the first tile is sent. Collects all tiles if the operation needs that.
   void collect_first();
-  // Of all ranks of this node, in the order of ranks.
+  // Adds tile t over all ranks of this node, in rank order.
   void collect(std::int64_t t) {
     if (!complete_) collect_tile(t);
   }
-  // Puts the stripe's results where they belong, on all ranks of this node. `mine`: what this
-  // rank's stripe has come to so far; returns that of all stripes.
+  // Writes tile t of the result to all ranks of this node. `mine` is the outcome of this rank's
+  // stripe so far; returns the outcome of all stripes.
   Preflight spread(std::int64_t t, Preflight mine);
-  // What is fed back goes into the caller's tensors.
+  // Writes residual and velocity back to the caller's tensors.
   void keep() const;
 
  private:
@@ -75,8 +77,9 @@ class NodeAggregate {
   bool nonfinite_ = false;
 };
 
-// A rank's part in an exchange (core/algorithms/internode.h) whose tensor comes out of an aggregate and goes back there.
-// `Stages`: what it does between nodes. `finding()`: what that has come to.
+// The stages of an exchange (core/algorithms/internode.h) whose tensor is collected from a node's
+// ranks and spread to them. `Stages` does the work between nodes; `finding()` returns its outcome
+// so far.
 template <class Stages, class Finding>
 class AggregateStages {
  public:
@@ -98,7 +101,7 @@ class AggregateStages {
     stages_.gather(t);
     preflight_ = aggregate_.spread(t, finding_());
   }
-  // Of the whole node, when all is done.
+  // The outcome for the whole node, when the exchange has ended.
   Preflight preflight() const { return preflight_; }
 
  private:
@@ -108,7 +111,7 @@ class AggregateStages {
   Preflight preflight_;
 };
 
-// Of a rank that carries no stripe: there is nothing between nodes for it to do.
+// For ranks that carry no stripe, which have nothing to do between nodes.
 struct NoStages {
   void stage(std::int64_t) {}
   Batch staged(std::int64_t) { return {}; }

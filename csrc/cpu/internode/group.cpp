@@ -45,14 +45,14 @@ bool InternodeGroup::run(const Operation& operation, const Call& call, void (*in
   return false;
 }
 
-// The ranks of this node agree on what follows.
+// The ranks of this node announce the operation to each other.
 void InternodeGroup::begin(const Operation& operation, void (*interrupt)()) {
   comm_.begin(operation, nullptr, nullptr, interrupt);
   comm_.announce();
   if (owns_stripe()) link_->begin(interrupt);
 }
 
-// Inside the node, a tensor of so many elements.
+// An operation among the ranks of this node, on `count` elements.
 Operation InternodeGroup::phase(const Operation& operation, std::int64_t count) const {
   Operation phase = operation;
   phase.collective = Collective::all_reduce;
@@ -69,13 +69,13 @@ Range InternodeGroup::stripe(const Operation& operation, std::int64_t begin,
   return {begin + part.begin, part.count};
 }
 
-// Leaves the node's own sum of this rank's stripe in its place in the output.
+// Writes the node's sum of this rank's stripe to its place in the output.
 void InternodeGroup::reduce_to_stripes(const Operation& operation, std::int64_t count,
                                        const void* input, void* output) {
   if (comm_.size() == 1) return move(output, input, count * size_of(operation.dtype));
   comm_.begin_phase(phase(operation, count), input, output);
   pycomm::reduce_scatter(comm_, EvenStripes<Comm>{comm_, nodes_.stripes()}, false);
-  comm_.leave_peers_heaps();  // the exchange between nodes may take long
+  comm_.leave_peers_heaps();  // the exchange between nodes can take long
 }
 
 void InternodeGroup::gather_stripes(const Operation& operation, std::int64_t count, void* data) {
@@ -104,7 +104,8 @@ void InternodeGroup::all_reduce(const Operation& operation, const Call& call) {
   gather_stripes(operation, operation.count, call.output);
 }
 
-// Blocks go by nodes inside; where ranks of several nodes alternate, they have to be moved.
+// Reorders blocks between rank order, as callers see them, and node order, in which they are
+// exchanged. Needed if the ranks of nodes are not consecutive.
 const std::byte* InternodeGroup::in_node_order(const void* blocks, std::int64_t bytes,
                                                bool from_rank_order, std::byte* to) const {
   const auto* from = static_cast<const std::byte*>(blocks);
@@ -216,7 +217,7 @@ bool InternodeGroup::compressed_sum(const Operation& operation, const Call& call
   return preflight.overflow != 0;
 }
 
-// What has been found before anything is sent: of an aggregate, by all ranks of this node.
+// The preflight before anything is sent. With an aggregate, all ranks of this node agree on it.
 Preflight InternodeGroup::agree(Preflight mine, const NodeAggregate* aggregate) {
   if (aggregate == nullptr) return mine;
   comm_.begin_phase(comm_.called(), nullptr, nullptr, mine);
@@ -224,7 +225,8 @@ Preflight InternodeGroup::agree(Preflight mine, const NodeAggregate* aggregate) 
   return comm_.preflight();
 }
 
-// Between nodes; of an aggregate, also from its ranks and to them.
+// Runs the exchange between nodes. With an aggregate, also collects from this node's ranks and
+// spreads to them.
 template <class Coded, class Stages>
 Preflight InternodeGroup::exchange_parts(const Coded& coded, Stages stages,
                                          NodeAggregate* aggregate) {
@@ -242,7 +244,7 @@ Preflight InternodeGroup::exchange_parts(const Coded& coded, Stages stages,
   return pooled.preflight();
 }
 
-// `aggregate`: where the tensor is one, or null.
+// `aggregate` is null if the tensor is not one.
 Preflight InternodeGroup::exchange_coded(const Operation& operation, const Call& call,
                                          float largest_result, NodeAggregate* aggregate) {
   if (!owns_stripe()) {

@@ -1,16 +1,18 @@
-// The operations of a group that spans nodes, in three phases.
+// Operations of a group that spans nodes, in three phases.
 //
-//   1. Inside each node: reduce-scatter to the ranks that carry stripes (core/algorithms/stripes.h), in the
-//      order of ranks. A partial sum is rounded to the tensor's type, which is what travels.
-//   2. Between nodes, stripe by stripe in parallel: two-shot in the order of nodes
+//   1. Inside each node: reduce-scatter to the ranks that carry stripes
+//      (core/algorithms/stripes.h), in rank order. The partial sums are rounded to the tensor's
+//      type, in which they are sent.
+//   2. Between nodes, all stripes in parallel: two-shot in node order
 //      (core/algorithms/internode.h). AVG divides here, once, by the number of all ranks.
 //   3. Inside each node: all-gather of the stripes.
 //
-// So a tensor crosses each node's link as in one exchange per node, however many ranks it has.
+// So a tensor crosses a node's network link as if the node had a single rank, however many it has.
 //
-// Compressed, the ranks of a node act as one (cpu/internode/aggregate.h), and the phases overlap tile by tile.
-// Stripes take turns by index. Where every node has one rank, tensors go through the codec as they
-// are, and the bits are those of one node with as many ranks.
+// Compressed operations treat the ranks of a node as one (cpu/internode/aggregate.h), and the
+// phases overlap tile by tile. Their stripes are interleaved by index. If every node has one rank,
+// the codec is applied to the tensors themselves, and the bits are those of a single node with as
+// many ranks.
 #pragma once
 
 #include <memory>
@@ -26,29 +28,31 @@ namespace pycomm::cpu {
 
 class InternodeGroup {
  public:
-  // `transport`: of the stripe that this rank carries; null if it carries none.
+  // `transport` connects this rank's stripe to the other nodes; null if this rank carries no
+  // stripe.
   InternodeGroup(Comm& comm, Nodes nodes, std::shared_ptr<Transport> transport,
                  Clock::duration timeout);
 
-  // Runs an operation whose algorithm has been chosen. Of a compressed one, returns whether a value
-  // was not finite.
+  // Runs an operation whose algorithm has been chosen. For a compressed operation, returns true if
+  // a value was not finite.
   bool run(const Operation& operation, const Call& call, void (*interrupt)());
 
   const Nodes& nodes() const { return nodes_; }
-  // Over this rank's link, in the last operation.
+  // The traffic on this rank's link in the last operation.
   LinkTraffic traffic() const { return link_ == nullptr ? LinkTraffic{} : link_->traffic(); }
-  // This node has been aborted: tells the others.
+  // Tells the other nodes that this node has been aborted.
   void tell() {
     if (link_ != nullptr) link_->tell();
   }
-  // Afterwards all nodes name one culprit, and posted memory is the caller's again.
+  // Ends communication after an abort. Afterwards all nodes blame the same rank, and the transport
+  // no longer uses memory of posted transfers.
   void stop() {
     if (link_ != nullptr) link_->stop();
   }
   void leave() {
     if (link_ != nullptr) link_->leave();
   }
-  // Between operations: gives back the memory that one leaves to the next.
+  // Frees the buffers that operations leave to the next one. Call it between operations.
   void trim();
 
  private:

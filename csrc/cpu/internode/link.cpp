@@ -10,9 +10,9 @@ namespace {
 constexpr auto kLook = std::chrono::milliseconds(20);
 constexpr Clock::duration kNever = Clock::duration::max();
 constexpr auto kWatchEvery = std::chrono::milliseconds(50);
-// Longer than in shared memory: a node whose own rank is late says so in time.
+// Longer than in shared memory, so that a node with a late rank can report it first.
 constexpr auto kGrace = std::chrono::milliseconds(500);
-// For the other nodes to say why they stop.
+// How long to wait for the other nodes' farewells.
 constexpr auto kFarewells = std::chrono::milliseconds(300);
 
 }  // namespace
@@ -31,7 +31,7 @@ Link::Link(Comm& local, std::shared_ptr<Transport> transport, const Nodes& nodes
   try {
     watcher_ = std::thread([this] { watch(); });
   } catch (...) {
-    transport_->listen({});  // nobody will be here to hear
+    transport_->listen({});  // this object will not exist
     throw;
   }
 }
@@ -42,7 +42,7 @@ Link::~Link() {
   transport_->listen({});
 }
 
-// A farewell that cannot be read is a reason to stop, like any other.
+// A farewell that cannot be parsed is a reason to stop, like any other.
 void Link::hear(int node, std::span<const std::byte> farewell) {
   std::uint64_t word = abort_word(Reason::malformed, number(node));
   try {
@@ -56,8 +56,9 @@ void Link::hear(int node, std::span<const std::byte> farewell) {
   if (word != 0) local_.abort(word);
 }
 
-// This rank may be busy with something else while those beside it wait in the next operation. No
-// node can have completed that without this one's handshake, so one that is lost has died.
+// Looks for lost nodes between this rank's operations: it may be busy with something else while
+// other ranks of its node already wait in the next operation. No node can have completed that
+// operation without this one's handshake, so a node that is lost has died.
 void Link::look_before_handshake(Clock::duration waited, Clock::duration& lost_since) {
   const int lost = find_lost(true);
   lost_since = lost < 0 ? kNever : std::min(lost_since, waited);
@@ -101,7 +102,7 @@ void Link::publish() {
   for (int m = 0; m < size(); ++m) {
     if (m == rank()) continue;
     Handshake& theirs = handshakes_[static_cast<std::size_t>(m)];
-    theirs = {};  // a message that is too short is not completed by an earlier one
+    theirs = {};  // so that an earlier message cannot complete a short one
     batch.sends.push_back({m, reinterpret_cast<std::byte*>(&mine), sizeof(Handshake)});
     batch.receives.push_back({m, reinterpret_cast<std::byte*>(&theirs), sizeof(Handshake)});
   }
@@ -139,7 +140,7 @@ std::int64_t Link::post(const Batch& batch) {
   return ++posted_;
 }
 
-// For each batch anew: a slow link makes progress.
+// The timeout starts anew for each batch, because a slow link makes progress.
 void Link::wait(std::int64_t batch) {
   for (; waited_ < batch; ++waited_) {
     WaitingTime waited;
@@ -156,7 +157,7 @@ void Link::look_for_failure(bool handshake, Clock::duration waited, Clock::durat
   local_.check_aborted();
   const int lost = find_lost(handshake);
   lost_since = lost < 0 ? kNever : std::min(lost_since, waited);
-  // What it has sent before may still be on its way through this process.
+  // What the node sent before it was lost may still be on its way through this process.
   if (lost >= 0 && waited - lost_since > kGrace) {
     local_.abort(abort_word(Reason::peer_died, number(lost)));
   } else if (waited > timeout_ + kGrace) {
@@ -166,9 +167,10 @@ void Link::look_for_failure(bool handshake, Clock::duration waited, Clock::durat
   local_.check_aborted();
 }
 
-// A node from which something is still to come, and nothing will. Before the handshakes are there,
-// that is any: one that is through with the operation has met all others, so that the handshakes that
-// are missing here are on their way.
+// Returns a node that is lost although something from it is missing, or -1. Before the handshakes
+// have arrived, that is any lost node. If it left because it has completed the operation, it has
+// exchanged handshakes with all nodes, so those that are missing here are on their way and arrive
+// in time.
 int Link::find_lost(bool handshake) const {
   for (int m = 0; m < size(); ++m) {
     if (m != rank() && (handshake || m == awaited()) && transport_->lost(m)) return m;
@@ -176,7 +178,8 @@ int Link::find_lost(bool handshake) const {
   return -1;
 }
 
-// Where it is not known yet which one, all of them are waited for.
+// The node that the oldest batch waits for. If that is not known yet, the next node stands for all
+// of them.
 int Link::awaited() const {
   const int node = transport_->awaited();
   return node >= 0 ? node : (rank() + 1) % size();
@@ -192,8 +195,9 @@ void Link::stop() {
   transport_->disconnect();
 }
 
-// Every node tells every other its last word, and all take the least. If one is lost without a
-// word, the rank at the other end of this link has died, unless somebody blames a rank beside it.
+// Every node sends its last word to every other node, and all take the smallest. If a node is lost
+// without a word, the rank at the other end of this link counts as dead, unless another word blames
+// a rank of that node.
 std::uint64_t Link::least_word() {
   const std::lock_guard lock(heard_mutex_);
   std::vector<std::uint64_t> words{local_.last_word()};
@@ -228,7 +232,7 @@ void Link::leave() {
     left_ = true;
     left_changed_.notify_all();
   }
-  tell();  // the others must not take an abort for a farewell
+  tell();  // first, so that an abort is not taken for a normal farewell
   const Farewell farewell{header_of(MessageKind::farewell, sender(rank())), 0};
   transport_->leave(std::as_bytes(std::span(&farewell, 1)));
 }

@@ -1,11 +1,11 @@
-// A rank's link to the ranks of other nodes that carry the same stripe. To the algorithm
-// (core/algorithms/internode.h) and to the codecs' executors every node is one rank.
+// The connection of a rank to the ranks of other nodes that carry the same stripe. For the
+// algorithm (core/algorithms/internode.h) and the codecs' executors, each node is one rank.
 //
-// An operation begins with a handshake, as one in shared memory does with an announcement: all must
-// mean the same operation. Every wait looks at the node's abort word, at the deadline and for
-// nodes that are gone; meanwhile it tells the others of this node that it waits, so that they
-// do not run out of patience. A failure becomes the node's abort word, which the transport tells
-// the other nodes.
+// An operation begins with a handshake, as an operation in shared memory begins with an
+// announcement: all nodes must call the same operation. Every wait checks the node's abort word,
+// the deadline, and whether nodes are gone. It also shows the other ranks of its node that it is
+// waiting, so that they do not time out. A failure becomes the node's abort word, which the
+// transport passes on to the other nodes.
 #pragma once
 
 #include <cstdlib>
@@ -23,7 +23,7 @@
 
 namespace pycomm::cpu {
 
-// Memory that is kept from one use to the next, and grows.
+// A buffer that is kept from one use to the next and grows if needed.
 class Scratch {
  public:
   std::byte* bytes(std::int64_t count) {
@@ -48,7 +48,7 @@ class Scratch {
   std::int64_t room_ = 0;
 };
 
-// Bytes over a link, in one operation.
+// Bytes that a link has transferred in one operation.
 struct LinkTraffic {
   std::int64_t sent = 0;
   std::int64_t received = 0;
@@ -56,26 +56,26 @@ struct LinkTraffic {
 
 class Link {
  public:
-  // Of the stripe that has this rank's number within its node.
+  // Carries the stripe whose index is this rank's number within its node.
   Link(Comm& local, std::shared_ptr<Transport> transport, const Nodes& nodes,
        Clock::duration timeout);
   ~Link();
   Link(const Link&) = delete;
   Link& operator=(const Link&) = delete;
 
-  // Starts the next operation.
+  // Begins the next operation.
   void begin(void (*interrupt)());
-  // The tensor that it is about, to codecs. The preflight is this node's.
+  // Sets the operation's tensor, for the codecs' executors. `preflight` is this node's.
   void begin_tensor(const Operation& operation, const void* input, void* output,
                     Preflight preflight);
-  // Meets the other nodes.
+  // Exchanges handshakes with the other nodes.
   void announce() {
     publish();
     await_announcements();
   }
   void publish();
   void await_announcements();
-  // Of all nodes, after await_announcements().
+  // The preflight of all nodes; valid after await_announcements().
   const Preflight& preflight() const { return preflight_; }
 
   int rank() const { return nodes_.here; }
@@ -95,27 +95,29 @@ class Link {
   Location at(Location location, std::int64_t elements) const {
     return {location.data + elements * element_size(), location.rank};
   }
-  // Memory of this rank for what rank r writes or has written.
+  // This rank's memory for what rank r writes.
   std::byte* announced_area(int r, std::int64_t bytes) {
     return areas_[static_cast<std::size_t>(r)].bytes(bytes);
   }
   void trim() {
     for (Scratch& area : areas_) area = {};
   }
-  void count_in(std::int64_t) {}  // transfers are counted
-  // A node has sent what cannot be used.
+  void count_in(std::int64_t) {}  // post() counts transfers
+  // Blames a node that has sent invalid data.
   [[noreturn]] void blame(int node, const std::string& what) {
     local_.blame_number(number(node), what);
   }
 
-  // Rounds are numbered from 1.
+  // post() starts a batch and returns its number, from 1. wait() returns when that batch has
+  // completed.
   std::int64_t post(const Batch& batch);
   void wait(std::int64_t batch);
 
-  // Tells the other nodes that this one has been aborted, if it has.
+  // Tells the other nodes if this one has been aborted.
   void tell();
-  // The same; also hears why the others stop and settles on one culprit for all (Comm::decide_culprit). Then
-  // nothing touches posted memory any more. A thread does so, too, in case no operation is under way.
+  // Like tell(), then hears why the other nodes stop and decides on one culprit for all
+  // (Comm::decide_culprit). Afterwards nothing uses the memory of posted transfers. A background
+  // thread also calls it, in case no operation is under way.
   void stop();
   void leave();
   const LinkTraffic& traffic() const { return traffic_; }
@@ -139,10 +141,10 @@ class Link {
   std::byte* input_ = nullptr;
   std::byte* output_ = nullptr;
   void (*interrupt_)() = nullptr;
-  std::vector<Handshake>
-      handshakes_;  // of each node; the others' are bytes until await_announcements()
-  std::int64_t handshake_batch_ = 0;                // the batch
-  std::atomic<std::uint32_t> handshake_operation_;  // its number
+  // One per node; those of other nodes are unchecked bytes until await_announcements().
+  std::vector<Handshake> handshakes_;
+  std::int64_t handshake_batch_ = 0;                // the batch of the last handshake
+  std::atomic<std::uint32_t> handshake_operation_;  // and the operation's number
   Preflight preflight_;
   std::vector<Scratch> areas_;
   std::int64_t posted_ = 0, waited_ = 0;
@@ -150,7 +152,7 @@ class Link {
   std::mutex stop_mutex_;
   bool stopped_ = false;
   std::mutex heard_mutex_;
-  std::map<int, std::uint64_t> heard_;  // from other nodes, when they stop or leave (0)
+  std::map<int, std::uint64_t> heard_;  // other nodes' farewells: abort word, or 0 if one leaves
   std::mutex left_mutex_;
   std::condition_variable left_changed_;
   bool left_ = false;

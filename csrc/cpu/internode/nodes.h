@@ -1,4 +1,4 @@
-// Which ranks of a group are on which node.
+// The distribution of a group's ranks over nodes.
 #pragma once
 
 #include <algorithm>
@@ -7,30 +7,32 @@
 namespace pycomm::cpu {
 
 struct Nodes {
-  std::vector<std::vector<int>> ranks;  // of each node, ascending; nodes by their first one
-  int here = 0;
+  // The ranks of each node, ascending. Nodes are ordered by their first rank.
+  std::vector<std::vector<int>> ranks;
+  int here = 0;  // this node
 
   int count() const { return static_cast<int>(ranks.size()); }
   const std::vector<int>& at(int node) const { return ranks[static_cast<std::size_t>(node)]; }
   int size(int node) const { return static_cast<int>(at(node).size()); }
   int rank(int node, int i) const { return at(node)[static_cast<std::size_t>(i)]; }
-  // Of the whole group.
+  // The number of ranks of the whole group.
   int world() const { return before(count()); }
-  // Ranks of the nodes before this one: its place where blocks lie in the order of nodes.
+  // The number of ranks on nodes before this one, which is the position of its blocks in node
+  // order.
   int before(int node) const {
     int sum = 0;
     for (int m = 0; m < node; ++m) sum += size(m);
     return sum;
   }
-  // How many ranks of every node exchange with other nodes.
+  // The number of stripes, which is the number of ranks per node that exchange with other nodes.
   int stripes() const {
     int least = size(0);
     for (int m = 1; m < count(); ++m) least = std::min(least, size(m));
     return least;
   }
-  // One rank per node.
+  // True if every node has one rank.
   bool single() const { return world() == count(); }
-  // Whether the order of nodes is that of ranks.
+  // True if node order is rank order.
   bool in_order() const {
     int next = 0;
     for (const auto& node : ranks) {

@@ -12,7 +12,7 @@ PlainStages::PlainStages(Link& link, const Operation& operation, Work work, Scra
       incoming_(scratch.bytes(kTilesUnderWay * link.size() * transfer_bytes_)),
       sources_(static_cast<std::size_t>(link.size())) {}
 
-// Of what one node owns.
+// The bytes of the largest range that a node owns.
 std::int64_t PlainStages::largest_bytes() const {
   std::int64_t most = 0;
   for (const Range& owned : work_.owned) most = std::max(most, owned.count * element_size_);
@@ -104,7 +104,8 @@ template <class Visit>
 std::int64_t BlockStages::each_run(std::int64_t t, int owner, Visit visit) const {
   const std::int64_t first = t * tile_ranges_.periods_per_tile;
   const std::int64_t end = std::min(first + tile_ranges_.periods_per_tile, tile_ranges_.periods());
-  // A stripe's turns are counted as the whole's are, but may begin with the next one.
+  // A period of the whole tensor holds one cycle of each stripe. If the tensor begins after this
+  // stripe's part of a period, the stripe begins with the next one's cycle.
   const std::int64_t before = tile_ranges_.first_period() - turns_.offset / turns_.cycle();
   std::int64_t elements = 0;
   for (std::int64_t turn = first; turn < end; ++turn) {
@@ -135,7 +136,8 @@ void BlockStages::add_transfers(std::vector<Transfer>& transfers, int node, cons
   }
 }
 
-// Of every part, this node's own as well: nobody has a better copy.
+// Encodes the parts of all owners, including this node's own, so that no node has a more exact
+// copy.
 void BlockStages::stage(std::int64_t t) {
   for (int m = 0; m < link_.size(); ++m) {
     const Location to = region(t, Use::contribution, m);
@@ -156,7 +158,7 @@ Batch BlockStages::staged(std::int64_t t) const {
   return batch;
 }
 
-// The result takes the place of the own contribution.
+// The result replaces this node's own contribution.
 void BlockStages::reduce(std::int64_t t) {
   const int me = link_.rank();
   const Location own = region(t, Use::contribution, me);
@@ -217,8 +219,8 @@ void ListStages::gather(std::int64_t) {
   }
 }
 
-// The lists that this rank has written for the others, or for all, and theirs. Returns the last of
-// their batches.
+// The transfers of this rank's lists for the others (or its result, which goes to all) and of
+// theirs. A long list takes several batches: posts all but the last one and returns that.
 Batch ListStages::with_lengths(bool result) {
   const int me = link_.rank();
   std::int64_t* const sent = lengths_.data();

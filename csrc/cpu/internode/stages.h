@@ -1,5 +1,5 @@
-// What one rank's link does in an exchange (core/algorithms/internode.h): of a tensor as it is, of encoded blocks,
-// of top-k lists.
+// The stages of an exchange (core/algorithms/internode.h) on one link: for plain tensors, for
+// encoded blocks, and for top-k lists.
 #pragma once
 
 #include <algorithm>
@@ -12,8 +12,8 @@
 
 namespace pycomm::cpu {
 
-// Of what a node owns, a transfer is an eighth, so that tiles overlap; but no less than 32 KiB, and
-// the transfers of a tile no more than a MiB together.
+// A transfer is an eighth of what a node owns, so that tiles overlap, but at least 32 KiB. All
+// transfers of a tile together are at most 1 MiB, unless that minimum requires more.
 inline constexpr std::int64_t kTiles = 8, kLeastTransferBytes = 32 << 10, kMostTileBytes = 1 << 20;
 
 constexpr std::int64_t transfer_bytes(std::int64_t owned_bytes, int nodes) {
@@ -21,11 +21,12 @@ constexpr std::int64_t transfer_bytes(std::int64_t owned_bytes, int nodes) {
   return std::clamp(round_up(ceil_div(owned_bytes, kTiles), kLine), kLeastTransferBytes, most);
 }
 
-// A tensor as it is, sent from where it lies; what others own comes to where it shall lie.
+// A plain tensor, sent from its memory and received in place.
 class PlainStages {
  public:
-  // The elements that each node owns, and where they lie. `reduces`: they are sums of all
-  // nodes' contributions, which all have here; `gathers`: all get them, here.
+  // `owned` is the range of `data` that each node owns. `reduces`: owned elements become the sums
+  // of all nodes' contributions, which each node has at the same place in its `data`. `gathers`:
+  // all nodes receive the owned elements, in place.
   struct Work {
     std::byte* data;
     std::vector<Range> owned;
@@ -67,19 +68,18 @@ class PlainStages {
   std::vector<const void*> sources_;
 };
 
-// Of blocks, so many turns that a transfer is worth its trip; of top-k, whose selection is of the whole,
-// all of them.
+// The tiles of an exchange. For block codecs, a tile has as many periods as make a transfer
+// worthwhile. For top-k, which selects from the whole tensor, one tile has all periods.
 TileRanges tile_ranges_of(const Operation& operation, const StripeInterleave& interleave,
                           int nodes);
 
-// Blocks of encoded elements. Nodes own them by index, as ranks do on one node
-// (CyclicChunks).
+// Encoded blocks. Nodes own elements by index, as ranks do on a single node (CyclicChunks).
 class BlockStages {
  public:
-  // `operation`: of the link, whose tensor is cut into these tile_ranges of the whole.
+  // `operation` is the one on this link; `tile_ranges` are the tiles of its tensor.
   BlockStages(Link& link, CodedComm<Link>& coded, const Operation& operation,
               const TileRanges& tile_ranges, Scratch& scratch);
-  // As the codec's executor needs it.
+  // The staging layout for the codec's executor.
   static CodedStaging staging(const Codec& codec, const TileRanges& tile_ranges);
 
   std::int64_t tiles() const { return tile_ranges_.tiles(); }
@@ -93,11 +93,13 @@ class BlockStages {
   void gather(std::int64_t t);
 
  private:
-  // What this rank sends to an owner; what it receives to reduce; results.
+  // What a region is for: contributions that this rank sends to an owner, contributions that it
+  // receives and reduces, or results.
   enum class Use { contribution, incoming, result };
 
   Location region(std::int64_t t, Use use, int node) const;
-  // visit(range of the tensor, index of its first element in a region).
+  // Calls visit(range of the tensor, index of its first element in the region) for the elements of
+  // tile t that `owner` owns. Returns their number.
   template <class Visit>
   std::int64_t each_run(std::int64_t t, int owner, Visit visit) const;
   void add_transfers(std::vector<Transfer>& transfers, int node, const Location& region,
@@ -114,10 +116,11 @@ class BlockStages {
   std::byte* regions_;
 };
 
-// Lists of top-k, in one tile. How long a list is goes ahead of it; a long one takes several batches.
+// Top-k lists, in one tile. The length of each list is sent ahead of it; a long list takes several
+// batches.
 class ListStages {
  public:
-  // `lengths`: memory that outlives the batches, whatever becomes of them.
+  // `lengths` must outlive the batches, even if the exchange fails.
   ListStages(Link& link, TopkComm<Link>& coded, std::vector<std::int64_t>& lengths);
 
   static constexpr std::int64_t tiles() { return 1; }
@@ -135,7 +138,7 @@ class ListStages {
 
   Link& link_;
   TopkComm<Link>& coded_;
-  std::vector<std::int64_t>& lengths_;  // bytes that each node gets, then what each sends
+  std::vector<std::int64_t>& lengths_;  // bytes sent to each node, then bytes received from each
 };
 
 }  // namespace pycomm::cpu

@@ -41,7 +41,7 @@ void Transport::finished(int node) {
 void Transport::heard(int node, std::span<const std::byte> farewell) {
   {
     const std::lock_guard lock(listener_mutex_);
-    // The first one is the last.
+    // A node's first farewell is its only one.
     if (!farewells_.try_emplace(node, farewell.begin(), farewell.end()).second) return;
     if (listener_) listener_(node, farewell);
   }
@@ -97,7 +97,7 @@ void LocalTransport::post(const Batch& batch) {
   finish(number);
 }
 
-// Whether the other side has been there already.
+// If the counterpart of a transfer is waiting, completes both and returns true.
 bool LocalTransport::match(std::deque<Waiting>& others, const Transfer& transfer, bool sending) {
   if (others.empty()) return false;
   const Waiting other = others.front();
@@ -112,7 +112,7 @@ bool LocalTransport::match(std::deque<Waiting>& others, const Transfer& transfer
   return true;
 }
 
-// One thing that the batch has waited for is there.
+// One transfer of a batch, or its posting, has completed.
 void LocalTransport::finish(std::int64_t batch) {
   --missing_[static_cast<std::size_t>(batch - first_)];
   for (; !missing_.empty() && missing_.front() == 0; ++first_) {

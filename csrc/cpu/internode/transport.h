@@ -1,6 +1,6 @@
-// What carries bytes between nodes, between the ranks that carry one stripe: one of each node.
-// Here the interface, and the transport between nodes that are imagined within one process; the one
-// over torch.distributed is Python's (pycomm/_runtime/internode.py).
+// Transport of bytes between the ranks that carry one stripe, one rank per node. This file has the
+// interface, and a transport between simulated nodes within one process. The transport over
+// torch.distributed is in Python (pycomm/_runtime/internode.py).
 #pragma once
 
 #include <condition_variable>
@@ -19,14 +19,14 @@
 
 namespace pycomm::cpu {
 
-// Memory on its way to a node, or from it.
+// Memory to send to a node or to receive from it.
 struct Transfer {
   int node;
   std::byte* data;
   std::int64_t bytes;
 };
 
-// Transfers that are posted together.
+// Transfers that are started together.
 struct Batch {
   std::vector<Transfer> sends;
   std::vector<Transfer> receives;
@@ -34,39 +34,41 @@ struct Batch {
 
 class Transport {
  public:
-  // `secret`: what all messages of this stripe carry.
+  // `secret` is part of all messages of this stripe.
   explicit Transport(const Secret& secret = {}) : secret_(secret) {}
   virtual ~Transport() = default;
 
   const Secret& secret() const { return secret_; }
 
-  // Starts a batch. What a node sends to another, in the order of its batches, is what that one
-  // receives from it, in the order of its own, and equally long.
+  // Starts a batch. A node's sends to another node, in the order of its batches, match that node's
+  // receives from it, in the order of its own batches; sizes must be equal.
   virtual void post(const Batch& batch) = 0;
-  // Gives the other nodes a Farewell that says why this one stops.
+  // Sends the other nodes a Farewell with the reason why this node stops.
   virtual void stop(std::span<const std::byte> farewell) = 0;
-  // Lets go of all memory.
+  // Stops using the memory of all posted transfers.
   virtual void disconnect() = 0;
-  // Gives them one that says that no batch will follow.
+  // Sends the other nodes a Farewell that says that no batch will follow.
   virtual void leave(std::span<const std::byte> farewell) = 0;
 
-  // Whether the first `batches` batches have completed; waits for that a while.
+  // Returns true if the first `batches` batches have completed. Waits up to `patience` for that.
   bool wait(std::int64_t batches, Clock::duration patience);
-  // A node for which the oldest batch waits, or -1.
+  // A node that the oldest batch waits for, or -1 if that is not known.
   virtual int awaited() const = 0;
-  // Whether nothing more will come from a node.
+  // True if nothing more will arrive from a node.
   bool lost(int node) const;
-  // Waits a while for the last words of so many other nodes.
+  // Waits up to `patience` until `nodes` other nodes have sent farewells or are lost.
   void wait_for_farewells(int nodes, Clock::duration patience);
 
-  // For implementations, from any thread. One more batch has completed.
+  // The following functions are for implementations, which may call them from any thread.
+  // complete(): one more batch has completed. lose(): nothing more will arrive from a node.
   void complete();
   void lose(int node);
-  // A node has said farewell, or is lost and will not.
+  // A node has sent its farewell, or is lost and will send none.
   void finished(int node);
-  // Another node's farewell has come: bytes that nobody has looked at.
+  // Another node's farewell has arrived. Its bytes have not been checked.
   void heard(int node, std::span<const std::byte> farewell);
-  // Who wants to know of farewells, also of earlier ones; nobody, with an empty function.
+  // Sets the function that receives farewells, including those that arrived earlier. An empty
+  // function stops listening.
   using Listener = std::function<void(int node, std::span<const std::byte> farewell)>;
   void listen(Listener listener);
 
@@ -81,10 +83,11 @@ class Transport {
   std::map<int, std::vector<std::byte>> farewells_;
 };
 
-// One stripe's nodes, all in this process. A transfer is copied by whoever comes second.
+// The transport of one stripe between nodes that are all in this process. The second of two
+// matching transfers copies the data.
 class LocalTransport : public Transport {
  public:
-  // Their transports, in the order of nodes.
+  // One transport per node, in node order.
   static std::vector<std::shared_ptr<LocalTransport>> make(int nodes);
 
   void post(const Batch& batch) override;
@@ -101,7 +104,7 @@ class LocalTransport : public Transport {
   struct Shared {
     std::mutex mutex;
     std::vector<std::weak_ptr<LocalTransport>> ends;
-    // By sender and receiver.
+    // Transfers that wait for their counterparts, by (sender, receiver).
     std::map<std::pair<int, int>, std::deque<Waiting>> sends, receives;
   };
 
@@ -115,8 +118,8 @@ class LocalTransport : public Transport {
   std::shared_ptr<Shared> shared_;
   const int node_;
   bool connected_ = true;
-  std::deque<std::int64_t> missing_;  // transfers, of the batches that have not completed
-  std::int64_t first_ = 0;            // the number of the first of these
+  std::deque<std::int64_t> missing_;  // open transfers of each incomplete batch
+  std::int64_t first_ = 0;            // number of the first of these batches
 };
 
 }  // namespace pycomm::cpu
