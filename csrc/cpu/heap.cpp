@@ -15,7 +15,7 @@
 namespace pycomm::cpu {
 namespace {
 
-// The least that is mapped of another process's heap.
+// The least that this process maps of another process's heap.
 constexpr std::int64_t kSmallestView = 1 << 20;
 
 constexpr std::int64_t kChunk = 2 << 20;
@@ -101,13 +101,13 @@ std::byte* HeapMap::at(std::int64_t offset, std::int64_t bytes) {
   }
   const std::int64_t needed = offset + bytes - heap_.begin;
   if (views_.empty() || views_.back().bytes() < needed) add_view(needed);
-  // The smallest, so that a tensor has one address for good.
+  // Takes the smallest view that fits, so that a tensor's address never changes.
   const auto view = std::find_if(views_.begin(), views_.end(),
                                  [&](const Mapping& v) { return v.bytes() >= needed; });
   return view->data() + (offset - heap_.begin);
 }
 
-// Larger than needed, for what comes next, if there is room.
+// Adds a view that is larger than needed, for future tensors, if the address space allows it.
 void HeapMap::add_view(std::int64_t needed) {
   const auto ample = std::bit_ceil(static_cast<std::uint64_t>(std::max(needed, kSmallestView)));
   const std::int64_t begin = begin_ + heap_.begin;
@@ -162,7 +162,7 @@ void Heap::free(std::byte* data) {
   auto [offset, size] = used->second;
   used_.erase(used);
   window_->release(rank_, {offset, size});
-  // Joins its neighbours.
+  // Merges the range with free neighbours.
   auto next = free_.lower_bound(offset);
   if (next != free_.end() && next->first == offset + size) {
     size += next->second;

@@ -1,9 +1,10 @@
-// A rank's part of the window's file that tensors lie in, and where it is mapped.
+// A rank's heap, which is the part of the window's file that tensors lie in, and its mappings.
 //
-// A heap is as large as the node's memory, so that no tensor fails to fit, and mapped by piece: each
-// allocation by itself, or small ones together, in the process that makes it; in others, as much of the heap's beginning as the
-// tensors announced so far need. So address space goes with the memory in use, not with ranks times
-// the node's memory.
+// A heap is as large as the node's memory, so that every tensor fits, but it is mapped in pieces.
+// The process that owns the heap maps each large allocation by itself and small ones together.
+// Other processes map the beginning of the heap, as far as the tensors announced so far require. So
+// the address space used grows with the memory in use, not with the number of ranks times the
+// node's memory.
 #pragma once
 
 #include <atomic>
@@ -32,8 +33,8 @@ class OutOfMemory : public std::bad_alloc {
   std::string message_;
 };
 
-// A range of a file in this process's address space. Core dumps leave it out: they would fill every
-// hole with zeros.
+// A mapping of a range of a file. Core dumps leave it out, because they would fill every hole of
+// the file with zeros.
 class Mapping {
  public:
   Mapping(int fd, std::int64_t begin, std::int64_t bytes);
@@ -49,23 +50,23 @@ class Mapping {
   std::int64_t bytes_;
 };
 
-// Where one rank's heap is mapped in this process. A offset is an offset in the rank's slice, which all
-// ranks share. Thread-safe.
+// The mappings of one rank's heap in this process. An offset counts from the beginning of the
+// rank's slice and is the same in all processes. Thread-safe.
 class HeapMap {
  public:
-  // `begin`: where in the file offset 0 would be; `heap`: the offsets that there are.
+  // `begin` is the position of offset 0 in the file; `heap` is the range of valid offsets.
   HeapMap(int fd, std::int64_t begin, const Range& heap) : fd_(fd), begin_(begin), heap_(heap) {}
 
-  // Maps an allocation of this process's; it stays where it is until it is released.
+  // Maps an allocation of this process. Its address stays valid until unmap().
   std::byte* map(const Range& offsets);
   void unmap(std::int64_t offset);
-  // So many bytes at a offset, wherever they have been allocated.
+  // The address of `bytes` bytes at an offset, in an allocation of this process or of another one.
   std::byte* at(std::int64_t offset, std::int64_t bytes);
-  // The offset of a tensor if it lies in an allocation of this process's, else kNotInWindow.
+  // The offset of a tensor if it lies in an allocation of this process, else kNotInWindow.
   std::int64_t place_of(const void* data, std::int64_t bytes) const;
 
  private:
-  // Small allocations share a mapping: a process may have some 65,000.
+  // Small allocations share a mapping, because a process may have only some 65,000 mappings.
   struct Chunk {
     Mapping mapping;
     int users = 0;
@@ -73,7 +74,7 @@ class HeapMap {
   struct Allocation {
     std::byte* data;
     std::int64_t bytes;
-    std::optional<Mapping> own;  // or it lies in a chunk
+    std::optional<Mapping> own;  // empty if it lies in a chunk
   };
   Range chunk_at(std::int64_t offset) const;
   Allocation make(const Range& offsets);
@@ -87,10 +88,10 @@ class HeapMap {
   std::map<std::int64_t, Allocation> allocations_;                  // by offset
   std::map<std::uintptr_t, std::int64_t> places_;                   // of allocations, by address
   std::atomic<std::uintptr_t> lowest_ = UINTPTR_MAX, highest_ = 0;  // of all allocations so far
-  std::vector<Mapping> views_;  // of the heap's beginning, each larger than the one before
+  std::vector<Mapping> views_;  // of the heap's beginning, in ascending size
 };
 
-// Gives out one rank's heap: first fit over free ranges.
+// Allocates memory in one rank's heap: first fit over free ranges.
 class Heap {
  public:
   Heap(std::shared_ptr<Window> window, int rank);

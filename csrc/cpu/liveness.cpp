@@ -12,14 +12,14 @@
 namespace pycomm::cpu {
 namespace {
 
-// Those in use, by pid.
+// The processes in use, by pid.
 struct Registry {
   std::mutex mutex;
   std::map<int, std::weak_ptr<Process>> processes;
 };
 
-// A forked child begins anew: it may have closed the descriptors that it inherited, and a thread
-// that it lacks may have held the lock.
+// The registry of this process. A forked child starts with an empty one: it may have closed the
+// descriptors that it inherited, and the lock may have been held by a thread that it lacks.
 Registry& registry() {
   static auto* own = new Registry;
   static unsigned forks = current_forks();
@@ -37,7 +37,7 @@ std::shared_ptr<Process> Process::find(int pid) {
   const std::lock_guard lock(mutex);
   std::erase_if(processes, [](const auto& entry) { return entry.second.expired(); });
   if (const auto known = processes.find(pid); known != processes.end()) {
-    // One that has ended is not the one that has its pid now.
+    // If the known process has ended, its pid now belongs to another one.
     if (auto process = known->second.lock(); process && !process->ended()) return process;
   }
   const auto fd = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));

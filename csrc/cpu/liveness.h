@@ -1,7 +1,7 @@
-// Which processes the ranks are, and whether they still run.
+// The processes of a group's ranks, and whether they still run.
 //
-// A pidfd becomes readable when its process ends, in whatever way, and cannot be fooled by a reused
-// pid, a zombie or a child that inherited a socket. Ranks that are threads have none.
+// A pidfd becomes readable when its process ends for any reason. A reused pid, a zombie, or a child
+// that inherited a socket cannot confuse it. Ranks that are threads have no pidfd.
 #pragma once
 
 #include <poll.h>
@@ -13,11 +13,11 @@
 
 namespace pycomm::cpu {
 
-// A process by its pidfd.
+// A process, watched by its pidfd.
 class Process {
  public:
-  // The running process with this pid, or nullptr. All groups that ask for the same one share it,
-  // because a process may have few descriptors.
+  // The running process with this pid, or nullptr. Groups share the object, because the number of
+  // file descriptors is limited.
   static std::shared_ptr<Process> find(int pid);
 
   explicit Process(int pidfd) : fd_(pidfd) {}
@@ -37,9 +37,9 @@ class Process {
 
 class Liveness {
  public:
-  // Both indexed by rank. A rank whose process is nullptr is not watched. Where the ranks are those
-  // of one node among several, `numbers` is what the whole group calls them, and `pids` goes by
-  // these numbers.
+  // `pids` and `processes` are indexed by rank. A rank is not watched if its process is nullptr. If
+  // the ranks are those of one node among several, `numbers` are their ranks in the whole group,
+  // and `pids` is indexed by these.
   Liveness(std::vector<int> pids, std::vector<std::shared_ptr<Process>> processes,
            std::vector<int> numbers = {})
       : pids_(std::move(pids)), processes_(std::move(processes)), numbers_(std::move(numbers)) {
@@ -50,16 +50,16 @@ class Liveness {
     }
   }
 
-  // Ranks of the whole group.
+  // The number of ranks in the whole group.
   int count() const { return static_cast<int>(pids_.size()); }
   int number(int r) const { return numbers_[static_cast<std::size_t>(r)]; }
   int pid_of(int number) const { return pids_[static_cast<std::size_t>(number)]; }
   int pid(int r) const { return pid_of(number(r)); }
 
-  // Whether rank r is a process of its own, and not a thread of this one.
+  // True if rank r is another process, not a thread of this one.
   bool watched(int r) const { return processes_[static_cast<std::size_t>(r)] != nullptr; }
   bool ended(int r) const { return watched(r) && processes_[static_cast<std::size_t>(r)]->ended(); }
-  // Calls found(r) for each rank whose process has ended; takes one system call.
+  // Calls found(r) for each rank whose process has ended, with a single system call.
   template <class Found>
   void find_ended(Found found) const {
     std::vector<pollfd> fds = watched_;
@@ -72,7 +72,7 @@ class Liveness {
  private:
   std::vector<int> pids_;
   std::vector<std::shared_ptr<Process>> processes_;
-  std::vector<pollfd> watched_;  // the same
+  std::vector<pollfd> watched_;  // pidfds of `processes_`
   std::vector<int> numbers_;
 };
 

@@ -13,7 +13,7 @@
 namespace pycomm::cpu {
 namespace {
 
-// Elements of accumulator that stay in the first-level cache.
+// The number of accumulators that stay in the first-level cache.
 constexpr std::int64_t kBlock = 1024;
 constexpr std::int64_t kBlockBytes = 4096;
 
@@ -132,8 +132,8 @@ void reduce(ReduceLoop loop, const Target* to, int n_to, const void* const* from
     loop(to[0].data, from, n_from, 0, count, ranks);
     return;
   }
-  // Each block is made in the first-level cache and stored from there. The first one ends where a
-  // line of the first target begins, so that streamed stores fill whole lines.
+  // Each block is computed in the first-level cache and stored from there. The first block ends at
+  // a cache line boundary of the first target, so that streamed stores fill whole lines.
   alignas(kLine) std::byte made[kBlockBytes];
   std::int64_t n = (kBlockBytes - kLine + bytes_to_line(to[0].data)) / element_size;
   for (std::int64_t begin = 0; begin < count; begin += n, n = kBlockBytes / element_size) {

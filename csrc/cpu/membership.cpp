@@ -10,8 +10,8 @@
 namespace pycomm::cpu {
 namespace {
 
-// All of this process. A forked child has none of its parent's. Never destroyed: a worker may still
-// wait while the process ends.
+// All memberships of this process. A forked child has none of its parent's. Never destroyed,
+// because a worker may still wait while the process ends.
 std::mutex mutex;
 auto& memberships = *new std::vector<Membership*>;
 
@@ -21,7 +21,7 @@ auto& memberships = *new std::vector<Membership*>;
                                                          mutex.unlock();
                                                        });
 
-// Where all other ranks on the node are this process, they are threads.
+// If the other ranks on the node are not watched, all ranks are threads of this process.
 int thread_of(const Liveness& peers, int rank, int size) {
   return size > 1 && !peers.watched(rank == 0 ? 1 : 0) ? peers.number(rank) : -1;
 }
@@ -73,7 +73,7 @@ void Membership::end(bool failed) {
   }
 }
 
-// Whether a rank of another group is one that waits in this one.
+// True if a rank of another group is one that waits in this group.
 bool Membership::waits_here(int number, int pid) const {
   for (int r = 0; r < size_; ++r) {
     const bool same = thread_ < 0 ? peers_->pid(r) == pid : peers_->number(r) == number;

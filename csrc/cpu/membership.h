@@ -1,8 +1,9 @@
-// What a rank does in its other groups, for a message about one of them.
+// What a rank is doing in its other groups, for error messages.
 //
-// Ranks that use two groups in different orders wait for each other in both. The ranks of one group
-// cannot see the other. So a rank that has waited for long in one group says so in the windows of all
-// groups that it is in, and a timeout there tells what the rank to blame waits for.
+// If ranks use two groups in different orders, they wait for each other in both, and the ranks of
+// one group cannot see the other group. So a rank that has waited for long in one group writes that
+// into the windows of all groups that it belongs to. A timeout there then tells what the rank to
+// blame is waiting for.
 #pragma once
 
 #include <memory>
@@ -15,7 +16,7 @@
 
 namespace pycomm::cpu {
 
-// One rank's place in one group. It must stay where it is.
+// One rank's membership in one group. The object must not be moved.
 class Membership {
  public:
   Membership(std::shared_ptr<Window> window, std::shared_ptr<const Liveness> peers, int rank,
@@ -24,15 +25,15 @@ class Membership {
   Membership(const Membership&) = delete;
   Membership& operator=(const Membership&) = delete;
 
-  // What the group is called in this process.
+  // Sets the group's name in this process.
   void set_name(std::string name);
 
-  // This rank waits for rank r, in an operation of this group. The first wait that is told stays until
-  // it has ended.
+  // Records that this rank waits for rank r in an operation of this group. The first recorded wait
+  // stays until it has ended.
   void tell(int r, Collective collective, std::uint32_t ordinal);
-  // The wait that was told has ended.
+  // The recorded wait has ended.
   void end(bool failed);
-  // What rank r, which others wait for here, waits for in another group. Empty if in none.
+  // Describes what rank r is waiting for in another group. Empty if nothing.
   std::string describe(int r) const;
 
  private:
@@ -44,11 +45,11 @@ class Membership {
   const std::shared_ptr<const Liveness> peers_;
   const int rank_;
   const int size_;
-  const int thread_;  // the number of a rank that is a thread, -1 of a process
+  const int thread_;  // if the rank is a thread, its number; else -1
   std::string name_;
 };
 
-// A wait that may be told; how it ends is told, too.
+// A wait that may be recorded; if it is, its end is recorded, too.
 class ToldWait {
  public:
   explicit ToldWait(Membership& membership) : membership_(membership) {}
@@ -62,7 +63,7 @@ class ToldWait {
     membership_.tell(r, operation.collective, ordinal);
     told_ = true;
   }
-  // It has ended well.
+  // The wait has succeeded.
   void over() { over_ = true; }
 
  private:

@@ -14,12 +14,12 @@ namespace fs = std::filesystem;
 
 constexpr std::int64_t kUnlimited = std::numeric_limits<std::int64_t>::max();
 
-// Versions of the interface differ in where the files are and what they are called.
+// The two versions of the interface differ in the files' places and names.
 struct ControlGroups {
   const char* mount;
   const char* limit;
   const char* usage;
-  const char* reclaimable;  // in memory.stat: part of the usage, but given back when it is needed
+  const char* reclaimable;  // in memory.stat: counted as used, but freed on demand
 };
 constexpr ControlGroups kVersion2{"sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"};
 constexpr ControlGroups kVersion1{"sys/fs/cgroup/memory", "memory.limit_in_bytes",
@@ -32,7 +32,7 @@ std::optional<std::int64_t> number_in(const fs::path& file) {
   return std::nullopt;  // not there, or the word "max"
 }
 
-// The number behind a key at the beginning of a line.
+// The number that follows a key at the beginning of a line.
 std::optional<std::int64_t> number_of(const fs::path& file, const std::string& key) {
   std::ifstream in(file);
   std::string found, rest;
@@ -50,8 +50,8 @@ std::int64_t available_in(const fs::path& group, const ControlGroups& version) {
   return std::max<std::int64_t>(*limit - std::max<std::int64_t>(*usage - reclaimable, 0), 0);
 }
 
-// In a control group and all that it is in. A container may see its own as the outermost one, under
-// a path that does not exist here.
+// The bytes available in a control group and all of its ancestors. A container may see its own
+// group as the outermost one, although its path does not exist here.
 std::int64_t available_in_all(const fs::path& mount, fs::path group, const ControlGroups& version) {
   std::int64_t available = available_in(mount, version);
   for (; !group.empty(); group = group.parent_path()) {

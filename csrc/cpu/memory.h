@@ -1,4 +1,4 @@
-// How much memory this process may still take.
+// The amount of memory that this process can still use.
 #pragma once
 
 #include <cstdint>
@@ -6,8 +6,9 @@
 
 namespace pycomm::cpu {
 
-// Bytes that the node, and every control group that this process is in, can give without killing
-// someone; unlimited if nothing says. `root`: of the file system, for tests.
+// The bytes that the node and all control groups of this process can provide before the kernel
+// kills a process. Unlimited if there is no information. `root` is the file system's root, for
+// tests.
 std::int64_t available_memory(const std::filesystem::path& root = "/");
 
 }  // namespace pycomm::cpu

@@ -1,4 +1,4 @@
-// What a rank waits for in another of its groups, in memory that processes share.
+// What a rank is waiting for in another of its groups, in shared memory.
 #pragma once
 
 #include <atomic>
@@ -9,16 +9,16 @@
 namespace pycomm::cpu {
 
 struct Wait {
-  int rank;  // the one that is waited for, as that group calls it
+  int rank;  // the awaited rank, as numbered in that group
   int pid;
   Collective collective;
   std::uint32_t ordinal;
   std::uint32_t group;      // Window::id
-  bool failed;              // it has ended
-  std::uint32_t completed;  // the operations of this group that had succeeded here by then
+  bool failed;              // the wait has ended without success
+  std::uint32_t completed;  // operations of this group that had succeeded when it was written
 };
 
-// Zero at first. One process writes, under a lock; all read.
+// Zero-initialised. One process writes, under a lock; all processes read.
 class SharedWait {
  public:
   void write(const Wait& wait) {
@@ -31,7 +31,7 @@ class SharedWait {
   }
   void clear() { what_ = 0; }
 
-  // Nothing while it waits for nothing, or if it makes no sense.
+  // Empty if the rank waits for nothing, or if the value is not valid.
   std::optional<Wait> read() const {
     const std::uint64_t what = what_, where = where_;
     const std::uint32_t completed = completed_;

@@ -1,11 +1,12 @@
-// How a rank stores data that another core will read: through its caches, or around them.
+// How a rank stores data that another core will read: through its caches, or around them
+// (streamed).
 //
-// Cores that share a cache pass lines on quickly, and plain stores win by a factor of two to three.
-// Cores that do not (another socket, another complex, or a virtual machine that was moved) make a
-// plain store wait for the line that the reader still holds: 2.4 GB/s were seen, against more than
-// 50 with streamed stores. Which of the two holds can change while a program runs, so the policy
-// times its own plain stores, streams after two slow ones, and tries plain stores again from time
-// to time. It changes no result, so ranks may differ in it.
+// If cores share a cache, lines move between them quickly, and plain stores are two to three times
+// as fast. If they do not (another socket or core complex, or a virtual machine that has been
+// moved), a plain store waits for a line that the reader still holds: 2.4 GB/s were measured,
+// against more than 50 with streamed stores. Which case applies can change while a program runs. So
+// the policy times its own plain stores, switches to streaming after two slow ones, and tries plain
+// stores again from time to time. The policy does not affect results, so ranks may differ in it.
 #pragma once
 
 #include <chrono>
@@ -17,7 +18,7 @@ using Clock = std::chrono::steady_clock;
 
 class StorePolicy {
  public:
-  // Times one piece of plain stores while it lives.
+  // Measures the time of plain stores during its lifetime.
   class Timer {
    public:
     Timer(StorePolicy* policy, std::int64_t bytes) : policy_(policy), bytes_(bytes) {
@@ -35,13 +36,13 @@ class StorePolicy {
     Clock::time_point start_;
   };
 
-  // Whether the next operation, of so many bytes, streams.
+  // True if the next operation, which stores `bytes` bytes, should stream.
   bool next(std::int64_t bytes) {
     streaming_ = false;
     if (bytes < kMeasured || slow_ < 2) return false;
     if (++since_probe_ >= kProbeEvery) {
       since_probe_ = 0;
-      slow_ = 1;  // one more slow one suffices to go on streaming
+      slow_ = 1;  // one more slow store resumes streaming
       return false;
     }
     return streaming_ = true;

@@ -1,8 +1,8 @@
-// How long a wait has taken, as far as this process was running.
+// The duration of a wait, counting only time in which this process was running.
 //
-// A process that was stopped, frozen or paused with its machine has heard nobody meanwhile, and has
-// most likely slept together with those it waits for. So a gap between two looks at the clock counts
-// for no more than a busy machine may cause.
+// A process that was stopped, frozen or paused with its machine could not hear from others, and the
+// processes that it waits for were probably paused as well. So the time between two looks at the
+// clock counts for no more than a busy machine may cause.
 #pragma once
 
 #include <algorithm>
@@ -16,16 +16,16 @@ class WaitingTime {
  public:
   explicit WaitingTime(Clock::time_point start = Clock::now()) : seen_(start) {}
 
-  // To be called several times in kLongestGap.
+  // Call it several times per kLongestGap.
   Clock::duration until(Clock::time_point now) {
     waited_ += std::min<Clock::duration>(now - seen_, kLongestGap);
     seen_ = now;
     return waited_;
   }
-  // Until the last look.
+  // The time until the last call.
   Clock::duration time() const { return waited_; }
   double seconds() const { return std::chrono::duration<double>(waited_).count(); }
-  // Counts from the last look on.
+  // Starts again from the last call.
   void restart() { waited_ = {}; }
 
  private:

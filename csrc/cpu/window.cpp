@@ -18,7 +18,8 @@ namespace {
   throw std::system_error(errno, std::generic_category(), std::string(call) + PYCOMM_WHERE);
 }
 
-// Less than that is taken without a look at what is available, which takes longer than the rest.
+// Smaller reservations do not check the available memory, because the check would take longer than
+// the rest.
 constexpr std::int64_t kAskFrom = 1 << 20;
 
 void reserve_file(int fd, std::int64_t offset, std::int64_t bytes) {
@@ -41,7 +42,8 @@ void punch_hole(int fd, std::int64_t begin, std::int64_t bytes) {
   (void)fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, begin, bytes);
 }
 
-// Anonymous, not inherited by exec, and never executable where the kernel knows the last flag.
+// Makes an anonymous file that exec does not inherit, and that is not executable if the kernel
+// knows the last flag.
 int make_file() {
   constexpr unsigned kNoExecSeal = 8;  // MFD_NOEXEC_SEAL, of Linux 6.3
   const int fd = memfd_create("pycomm", MFD_CLOEXEC | MFD_ALLOW_SEALING | kNoExecSeal);
@@ -83,7 +85,7 @@ void check_file(int fd, const Header& expected) {
   check("size", size_of_file(fd), expected.ranks * expected.slice_bytes);
 }
 
-// What tells files without a name apart, in all processes alike.
+// Identifies a file without a name, the same in all processes.
 std::uint32_t inode_of(int fd) {
   struct stat file = {};
   return fstat(fd, &file) == 0 ? static_cast<std::uint32_t>(file.st_ino) : 0;
@@ -98,7 +100,7 @@ int Window::create(int ranks, std::int64_t slice_bytes, std::int64_t staging_byt
     if (fchmod(fd, 0600) != 0) fail("fchmod");
     if (ftruncate(fd, ranks * slice_bytes) != 0) fail("ftruncate");
     reserve_file(fd, 0, ranks * cpu::heap_begin(ranks, staging_bytes));
-    // Its size is final: a rank that has compared it once meets no SIGBUS later.
+    // The size is final, so a rank that has checked it once meets no SIGBUS later.
     if (fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) fail("F_ADD_SEALS");
     write_header(fd, {kMagic, kLayout, ranks, slice_bytes, staging_bytes});
   } catch (...) {
@@ -129,7 +131,7 @@ Window::Window(int fd, int ranks, std::int64_t slice_bytes, std::int64_t staging
 
 void Window::populate([[maybe_unused]] int r) {
 #if defined(MADV_POPULATE_WRITE)
-  // Only a head start: older kernels fault the pages in at first use.
+  // Only an optimisation: older kernels fault the pages in at first use.
   (void)madvise(fixed_->data() + r * heap_begin_, static_cast<std::size_t>(heap_begin_),
                 MADV_POPULATE_WRITE);
 #endif
@@ -159,8 +161,8 @@ void Window::detach(int r, const Range& pages) {
            MAP_PRIVATE | MAP_FIXED, fd_, begin_in_file(r) + pages.begin) == MAP_FAILED) {
     fail("mmap");
   }
-  // A private page is the file's until it is written to. Other threads of this process may be
-  // writing to it, too: an atomic write of what is there already loses nothing of theirs.
+  // A private page remains the file's until it is written to. Other threads of this process may be
+  // writing to it. An atomic write of the present value loses none of their data.
   for (std::int64_t page = 0; page < pages.count; page += kPage) {
     reinterpret_cast<volatile std::atomic<std::uint32_t>*>(data + page)->fetch_or(0);
   }

@@ -6,8 +6,8 @@
 //   v = beta2 * v + (1 - beta2) * g * g;  AMSGrad divides by the largest v so far
 //   p = p * (1 - lr * weight_decay) - lr * m^ / (sqrt(v^) + eps),   m^ = m / (1 - beta1^t), ...
 //
-// The bias corrections of m and v become one factor of the step and one of eps. 28 bytes per element
-// in fp32: p, m, v read and written, g read.
+// The bias corrections of m and v become one factor of the step and one of eps.
+// 28 bytes per element in fp32: p, m, v read and written, g read.
 #pragma once
 
 #include "core/optim/optimizer.h"
