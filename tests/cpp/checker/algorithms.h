@@ -1,5 +1,5 @@
-// The algorithms of core/, run by this executor. What is declared here is compiled from core/ as it is,
-// and once more for every mutant of it (checker/mutants.cmake).
+// The algorithms of core/ on the checker's executor. This file's functions are compiled once from
+// core/ and once more for each mutant of it (checker/mutants.cmake).
 #pragma once
 
 #include "checker/comm.h"
@@ -7,18 +7,19 @@
 
 namespace pycomm::checker {
 
-// What a rank brings to an operation.
+// A rank's buffers for an operation.
 struct Buffers {
   Call call;
-  std::byte* areas[2];  // top-k: for lists, in the window
+  std::byte* areas[2];  // top-k: areas for lists, in the window
   std::byte* scratch;   // for a packed stripe
 };
 
-// How many bytes an area has to have.
+// The required size of an area.
 std::int64_t list_area_bytes(const Operation& operation, int ranks, int rank);
 
 void run_on_node(Comm& comm, const Buffers& buffers);
-// The halves of two-shot with stripes that take turns; in between, each rank has its own without gaps.
+// The halves of two-shot with interleaved stripes. In between, each rank has its own stripe without
+// gaps.
 void run_stripes(Comm& comm, const Buffers& buffers);
 
 }  // namespace pycomm::checker

@@ -13,7 +13,7 @@ struct LateStore {
 };
 
 const AtomicsObserver* observer = nullptr;
-std::map<std::size_t, LateStore> late;  // by thread; the next one makes it visible
+std::map<std::size_t, LateStore> late;  // by thread; the thread's next store makes it visible
 
 bool observed(const volatile void* address) {
   return observer != nullptr && observer->observes(address);
@@ -41,7 +41,7 @@ void store(volatile T* address, T value, int order) {
   if (!observer->late_stores || order == __ATOMIC_SEQ_CST) finish_store();
 }
 
-// Reads and writes at once.
+// An atomic read-modify-write.
 template <class Change>
 auto change(const volatile void* address, Change change) {
   const bool is_observed = observed(address);
@@ -70,7 +70,7 @@ void finish_store() {
 
 }  // namespace pycomm::checker
 
-// The functions that GCC and Clang call. Of plain accesses nothing has to be known.
+// The functions that GCC and Clang call. Plain accesses need no tracking.
 using pycomm::checker::change;
 using pycomm::checker::load;
 using pycomm::checker::store;

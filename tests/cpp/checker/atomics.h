@@ -1,9 +1,10 @@
-// The atomic accesses of code that is compiled for ThreadSanitizer. What is linked here in place of its
-// runtime lets an observer know of each access to some memory, so that another fiber may come in between.
+// Observes the atomic accesses of code that is compiled for ThreadSanitizer. This library replaces
+// ThreadSanitizer's runtime: it tells an observer about each access to observed memory, so that
+// another fiber may run in between.
 //
-// A store that is not sequentially consistent may become visible after its thread has read something
-// else. With `late_stores` such a store stays out of sight until the thread's next store, exchange or
-// wait.
+// A store that is not sequentially consistent may become visible after its thread has read
+// something else. With `late_stores`, such a store stays invisible until the thread's next store,
+// exchange or wait.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +20,7 @@ struct AtomicsObserver {
   std::function<void(const volatile void* address)> before_write, after_write;
 };
 
-// Null: nobody observes.
+// Sets the observer; null for none.
 void observe_atomics(const AtomicsObserver* observer);
 // Makes the running thread's late store visible.
 void finish_store();

@@ -1,6 +1,6 @@
-# What looks at all interleavings: test_checker for the algorithms of core/ (checker/comm.h),
-# test_interleavings for what the CPU does when an operation fails, test_close for close(). Each also
-# meets mutants of the code that it checks, and has to refuse them.
+# Tests of all interleavings: test_checker for the algorithms of core/ (checker/comm.h),
+# test_interleavings for what the CPU code does when an operation fails, test_close for close().
+# Each test also runs against mutants of the code it checks, and must reject them.
 set(CHECKER ${CMAKE_CURRENT_LIST_DIR})
 add_library(checker OBJECT ${CHECKER}/test_checker.cpp ${CHECKER}/fibers.cpp
   ${CHECKER}/link.cpp ${CHECKER}/loops.cpp ${CHECKER}/memory.cpp ${CHECKER}/symbols.cpp
@@ -17,7 +17,7 @@ add_test(NAME checker COMMAND test_checker)
 set(QUICKLY_COMPILED -O1 -g1)  # they take longer to compile than to run
 target_compile_options(checker PRIVATE ${QUICKLY_COMPILED})
 
-# The calls that ThreadSanitizer puts in go to checker/atomics.cpp.
+# checker/atomics.cpp defines the calls that ThreadSanitizer inserts.
 add_library(scheduler OBJECT ${CHECKER}/atomics.cpp ${CHECKER}/fibers.cpp)
 target_include_directories(scheduler PUBLIC tests/cpp)
 target_compile_options(scheduler PRIVATE ${QUICKLY_COMPILED})
@@ -35,8 +35,8 @@ foreach(test interleavings close)
   add_test(NAME ${test} COMMAND test_${test})
 endforeach()
 
-# A copy of a file of csrc/ or `from` in which some text, which must be there, is another one; it lies
-# in `to`.
+# Writes to `to` a copy of a file of csrc/ or `from`, with text `old`, which must be there, replaced
+# by `new`.
 function(mutate file to old new)
   set(from csrc ${ARGN})
   list(GET from -1 from)
@@ -57,8 +57,8 @@ function(expect_failure target)
   set_tests_properties(${target} PROPERTIES PASS_REGULAR_EXPRESSION "FAILED" TIMEOUT 60)
 endfunction()
 
-# Only the code that includes the file is compiled anew: the algorithms, what is between nodes, or how
-# epochs are counted.
+# Recompiles only the part that includes the file: the algorithms, the code between nodes, or the
+# counting of epochs.
 function(add_mutant_of part name file old new)
   set(copy ${PROJECT_BINARY_DIR}/mutants/${name})
   mutate(${file} ${copy} "${old}" "${new}")
@@ -79,7 +79,7 @@ function(add_node_mutant name file old new)
   add_mutant_of(nodes ${name} ${file} "${old}" "${new}")
 endfunction()
 
-# Of cpu/${source}.cpp, or of what it includes, for test_${test}.
+# A mutant of cpu/${source}.cpp, or of a file it includes, for test_${test}.
 function(add_cpu_mutant name source test file old new)
   set(copy ${PROJECT_BINARY_DIR}/mutants/${name})
   mutate(${file} ${copy} "${old}" "${new}")
@@ -96,7 +96,7 @@ function(add_cpu_mutant name source test file old new)
   target_compile_options(mutant_${name} PRIVATE -fsanitize=thread)
 endfunction()
 
-# The algorithm of docs/EXTENDING.md, in the place of one-shot.
+# Checks the algorithm of docs/EXTENDING.md in place of one-shot.
 function(check_star target)
   add_executable(${target} ${CHECKER}/algorithms.cpp)
   target_include_directories(${target} BEFORE PRIVATE ${ARGN} ${CHECKER}/../extending/checked)

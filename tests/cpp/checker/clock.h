@@ -1,5 +1,5 @@
-// Vector clocks: what each thread knows of the others. A thread's own time moves on with every release,
-// and an access is known to whoever has acquired a release that came after it.
+// Vector clocks: what each thread knows of the others. A thread's own time advances with every
+// release. Another thread knows of an access if it has acquired a later release.
 #pragma once
 
 #include <algorithm>
@@ -12,13 +12,13 @@
 
 namespace pycomm::checker {
 
-// The checked code breaks a rule. The message says who did what, and when.
+// Thrown if the checked code breaks a rule. The message says who did what, and when.
 struct Violation : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
 inline constexpr int kMostThreads = 48;
-using Time = std::uint32_t;  // of a thread; 0 is never
+using Time = std::uint32_t;  // of a thread; 0 means never
 
 struct Clock {
   std::array<Time, kMostThreads> times{};
@@ -30,15 +30,15 @@ struct Clock {
   }
 };
 
-// A rank, or what sends and receives for it.
+// A rank, or a carrier that sends and receives for it.
 struct Thread {
   int index;
   int process;  // the rank whose memory it may use
   std::string name;
   Clock clock;
-  // For messages: what it was doing at which time.
+  // For messages: what the thread was doing at which time.
   std::vector<std::string> operations;
-  std::vector<std::pair<std::size_t, int>> moments;  // (operation, releases in it) by time
+  std::vector<std::pair<std::size_t, int>> moments;  // by time: (operation, releases in it)
   int releases = 0;
 
   Thread(int index, int process, std::string name)
@@ -53,7 +53,7 @@ struct Thread {
     releases = -1;
     tick();
   }
-  // What a release publishes.
+  // The clock that a release publishes.
   Clock release() {
     const Clock published = clock;
     tick();

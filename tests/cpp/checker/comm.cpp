@@ -6,7 +6,7 @@
 namespace pycomm::checker {
 namespace {
 
-// An announcement and a packet are written at once.
+// An announcement and a packet are each written at once.
 constexpr Unit kAnnouncement{kLine};
 
 std::function<Comm&()> find_running;
@@ -72,7 +72,7 @@ void Comm::begin_phase(const Operation& operation, const void* input, void* outp
   check_aborted();
 }
 
-// As the CPU's: a wait that is satisfied looks no further.
+// Like the CPU's: a satisfied wait does not check for failures.
 template <class Condition>
 void Comm::await(int r, Condition has_come, const std::string& what) {
   count_wait();
@@ -124,7 +124,7 @@ Preflight Comm::preflight() const {
 }
 
 void Comm::put_packets(int r, Location from) {
-  node_.fibers.pause();  // no clock tells that they are there
+  node_.fibers.pause();  // no clock shows their arrival
   write({packets(r, rank_), r}, read(from, count(), unit_), unit_);
   member(r).put[static_cast<std::size_t>(rank_)][sequence_ & 1u] = sequence_;
 }
@@ -151,7 +151,7 @@ void Comm::wait(int r, int channel, std::int64_t step) {
   if (step <= 0) return;
   const std::vector<Clock>& signals = member(r).signals[channel];
   const std::size_t target = started_[channel] + static_cast<std::size_t>(step);
-  // As a flag holds it.
+  // The count as stored in a flag.
   const auto epoch = [&](std::size_t count) {
     return node_.layout.first_epoch + static_cast<std::uint32_t>(count);
   };
@@ -188,7 +188,7 @@ void Comm::add(const std::vector<Location>& to, const std::vector<Location>& fro
   }
 }
 
-// Elements may be made in place, but then in the same place.
+// A result may replace an operand only at exactly the same place.
 void Comm::check_apart(Location a, Location b, std::int64_t n) const {
   const std::int64_t distance = a.data - b.data;
   if (distance != 0 && std::abs(distance) < n * unit_.bytes) {

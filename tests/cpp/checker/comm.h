@@ -1,6 +1,7 @@
-// The third executor of the algorithms in core/, besides the CPU's and CUDA's: it moves symbols instead
-// of bytes (checker/memory.h). A wait takes over the clock of exactly the step that it waits for. Since
-// flags only grow and waits block until "at least step", what one run shows holds for all interleavings.
+// The checker's executor of the algorithms in core/. It moves symbols instead of bytes
+// (checker/memory.h). A wait acquires the clock of exactly the step that it waits for. Since flags
+// only grow and waits block until "at least step", a single run shows what holds for all
+// interleavings.
 #pragma once
 
 #include <array>
@@ -15,28 +16,28 @@ namespace pycomm::checker {
 
 class Fibers;
 
-// Where executors differ.
+// The differences between executors.
 struct Layout {
   std::int64_t staging_bytes = 64 << 10;
-  std::int64_t packet_bytes = 64;   // the largest tensor that travels in packets
-  bool packets_in_staging = false;  // CUDA: packets are taken into the own staging area
-  std::uint32_t first_epoch = 0;    // what operations and flags count from
+  std::int64_t packet_bytes = 64;   // the largest tensor that is sent in packets
+  bool packets_in_staging = false;  // CUDA: taken packets are put into the own staging area
+  std::uint32_t first_epoch = 0;    // where operations and flags start to count
 };
 
-// A word that several threads write. Sequentially consistent.
+// A word that several threads write, sequentially consistent.
 struct Word {
   int value = 0;
   Clock clock;
 };
 
-// What ranks of one node share, in the order of cpu/window.h.
+// What the ranks of one node share, in the order of cpu/window.h.
 struct Member {
   Thread* thread;
   std::byte* announcements[2];
   std::byte* staging[2];
   std::vector<std::byte*> packets[2];  // by sender
   std::byte* taken;
-  // A sender's, by sequence modulo 2: the operation whose packets it has put here.
+  // By sender and sequence modulo 2: the operation whose packets the sender has put here.
   std::vector<std::array<std::uint32_t, 2>> put;
 
   struct Announced {
@@ -46,8 +47,8 @@ struct Member {
     Preflight preflight;
     Clock clock;
   };
-  std::vector<Announced> announced;       // of all phases, from 1 on
-  std::vector<Clock> signals[kChannels];  // every signal there ever was
+  std::vector<Announced> announced;       // by phase, from 1 on
+  std::vector<Clock> signals[kChannels];  // all signals so far
   Word in_peers_heaps;                    // see cpu/comm.h
   bool dead = false;
 };
@@ -64,7 +65,7 @@ struct Node {
   Word abort;
 };
 
-// The operation cannot end well, because a rank has failed.
+// Thrown if the operation cannot succeed because a rank has failed.
 struct Stopped {};
 
 class Comm {
@@ -73,21 +74,22 @@ class Comm {
 
   Comm(Node& node, int rank);
 
-  // As cpu::Comm's.
+  // As in cpu::Comm.
   void begin(const Operation& operation, const void* input, void* output,
              void (*interrupt)() = nullptr, Preflight preflight = {});
   void begin_phase(const Operation& operation, const void* input, void* output,
                    Preflight preflight = {});
   void finish();
   void leave_peers_heaps();
-  // After Stopped: tells all; then returns when nobody uses this rank's tensors any more.
+  // After Stopped: abort() tells all ranks; retreat() returns when no other rank uses this rank's
+  // tensors any more.
   void abort() { store(node_.abort, 1); }
   void retreat();
   void die() { member(rank_).dead = true; }
   bool dead() const { return member(rank_).dead; }
   bool stopped() const { return node_.abort.value != 0; }
   void check_aborted();
-  // The wait, from 0 on, in which this rank fails in the next operation.
+  // Makes this rank fail in a wait of the next operation, counted from 0.
   static constexpr int kNeverFails = -1;
   void fail_at(int wait) { fail_at_ = wait; }
   int waits() const { return waits_; }  // in this operation
@@ -153,15 +155,16 @@ class Comm {
   Thread& thread() const { return me(); }
   const Operation& called() const { return called_; }
   std::uint32_t sequence() const { return sequence_; }
-  // Of the rank's own, that nobody else uses.
+  // Private memory of this rank.
   std::byte* allocate(std::int64_t bytes) const {
     return node_.memory.add(me().name + "'s scratch", me().index, bytes, false);
   }
   Unit unit() const { return unit_; }
   std::int64_t slot_bytes() const { return slot_bytes_; }
-  // Of the operation that begins next.
+  // The parity of the next operation.
   std::uint32_t next_parity() const { return next_sequence(sequence_) & 1u; }
-  // Of all operations so far. Every rank must have signalled each as often.
+  // The number of signals per channel in all operations so far. They must be the same on every
+  // rank.
   std::array<std::size_t, kChannels> signalled() const;
 
  private:
@@ -198,7 +201,7 @@ class Comm {
 
 static_assert(PlainExecutor<Comm>);
 
-// The rank that runs; for what is called without one.
+// The running rank, for code that has no reference to it.
 Comm& running();
 void set_running(std::function<Comm&()> find);
 

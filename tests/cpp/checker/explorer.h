@@ -1,11 +1,13 @@
-// All orders in which fibers can run. In the simplest one a fiber goes on for as long as it can, and then
-// the next one does; to pass over one that could have run is a delay. Either orders differ from the
-// simplest one so many times, or there is one of each kind: orders are of a kind if accesses to the same
-// place, one of which writes, come in the same order.
+// Enumerates the orders in which fibers can run. In the simplest order, a fiber runs for as long as
+// it can, then the next one does. To skip a fiber that could have run is a delay. The explorer
+// enumerates either all orders with up to a given number of delays, or one order of each kind. Two
+// orders are of the same kind if conflicting accesses (to the same place, at least one a write)
+// come in the same order.
 //
-// For the latter, a fiber whose next piece has been tried at a point sleeps afterwards, until another
-// one's piece conflicts with that piece. References: Emmi, Qadeer and Rakamaric 2011, "Delay-bounded
-// scheduling"; Godefroid 1996, "Partial-order methods for the verification of concurrent systems".
+// For one order of each kind: a fiber whose next piece has been tried at some point sleeps
+// afterwards until another fiber's piece conflicts with it. References: Emmi, Qadeer and Rakamaric
+// 2011, "Delay-bounded scheduling"; Godefroid 1996, "Partial-order methods for the verification of
+// concurrent systems".
 #pragma once
 
 #include <algorithm>
@@ -20,10 +22,10 @@ namespace pycomm::checker {
 class Explorer {
  public:
   static constexpr std::size_t kAll = ~std::size_t{0};
-  // `delays`: the most, or kAll for one order of each kind.
+  // `delays` is the maximum, or kAll for one order of each kind.
   explicit Explorer(std::size_t delays) : most_delays_(delays) {}
 
-  // Whether there is another order; the next run follows it.
+  // True if there is another order, which the next run follows.
   bool next() {
     delays_ = depth_ = 0;
     redundant_ = false;
@@ -35,10 +37,10 @@ class Explorer {
   }
   std::size_t runs() const { return runs_ - 1; }
 
-  // The fiber that runs uses a place.
+  // Records that the running fiber accesses a place.
   void touch(const volatile void* place, bool writes) { piece_[place] |= writes; }
 
-  // See Fibers.
+  // The choice for Fibers.
   Fibers::Choice choice() {
     return [this](const std::vector<std::size_t>& ready, std::size_t current) {
       const auto simplest = std::lower_bound(ready.begin(), ready.end(), current);
@@ -56,7 +58,7 @@ class Explorer {
   }
 
  private:
-  using Piece = std::map<const volatile void*, bool>;  // whether it writes there
+  using Piece = std::map<const volatile void*, bool>;  // place -> whether it is written
   using Sleep = std::map<std::size_t, Piece>;          // by fiber
   struct Decision {
     std::vector<std::size_t> options;
@@ -71,7 +73,7 @@ class Explorer {
     });
   }
 
-  // To the next option that does not sleep.
+  // Advances to the next option that is not asleep; false if there is none.
   bool advance(Decision& decision) const {
     const auto& options = decision.options;
     while (++decision.chosen < options.size()) {
@@ -103,7 +105,7 @@ class Explorer {
     const auto awake = std::find_if(options.begin(), options.end(),
                                     [&](std::size_t fiber) { return !sleep.contains(fiber); });
     redundant_ = redundant_ || awake == options.end();
-    if (redundant_) return options[0];  // to its end, in any order
+    if (redundant_) return options[0];  // finish the run in any order
     const auto chosen = static_cast<std::size_t>(awake - options.begin());
     const bool is_new = depth_ == trail_.size();
     Decision& decision = decide(std::move(options), std::move(sleep));

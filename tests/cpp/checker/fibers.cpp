@@ -13,7 +13,7 @@ namespace {
 
 constexpr std::size_t kStack = 112 << 10;
 
-// What the C++ runtime keeps for a thread, but each fiber has to have for itself.
+// The C++ runtime's state per thread, which each fiber needs for itself.
 struct Exceptions {
   void* caught;
   unsigned thrown;
@@ -38,7 +38,7 @@ Fibers::Choice choice_of(unsigned seed) {
 
 Fibers::Fibers(unsigned seed) : Fibers(choice_of(seed)) {}
 
-// makecontext() passes on nothing but ints.
+// makecontext() passes only ints.
 void Fibers::enter(unsigned high, unsigned low) {
   const std::uint64_t address = std::uint64_t{high} << 32 | low;
   reinterpret_cast<Fibers*>(static_cast<std::uintptr_t>(address))->live();
@@ -77,7 +77,7 @@ void Fibers::run(int count, std::function<void(int)> body) {
   if (!who_waits.empty()) throw Violation("all wait for each other:" + who_waits);
 }
 
-// One that can go on, or null.
+// A fiber that can run, or null.
 Fibers::Fiber* Fibers::choose() {
   ready_.clear();
   for (std::size_t i = 0; i < fibers_.size(); ++i) {

@@ -1,6 +1,5 @@
-// Ranks as fibers of one thread. One of them runs until it has to wait; then another one does. Who is
-// next is decided by a seed alone, or by whoever looks for all possibilities, so every run can be
-// repeated.
+// Ranks as fibers of a single thread. A fiber runs until it has to wait; then another one runs. A
+// seed or a caller-provided choice decides which is next, so every run can be repeated.
 #pragma once
 
 #include <ucontext.h>
@@ -15,22 +14,22 @@ namespace pycomm::checker {
 
 class Fibers {
  public:
-  // Which of the fibers that can go on is next. `current` has run last; it may be one of them.
+  // Chooses the next fiber among those that can run. `current` ran last; it may be one of them.
   using Choice =
       std::function<std::size_t(const std::vector<std::size_t>& ready, std::size_t current)>;
   explicit Fibers(Choice choice) : choice_(std::move(choice)) {}
-  // Seed 0: in order, and each as far as it gets. Other seeds: at random.
+  // Seed 0: in order, each as far as it gets. Other seeds: at random.
   explicit Fibers(unsigned seed);
 
-  // Runs body(0), ..., body(count - 1) to their ends; rethrows the first exception. It is a Violation
-  // if all that are left wait for each other. After an exception the others never end.
+  // Runs body(0), ..., body(count - 1) to their ends. Rethrows the first exception; the other
+  // bodies then never end. Throws a Violation if all remaining bodies wait for each other.
   void run(int count, std::function<void(int)> body);
 
-  // Called by a fiber: returns once `condition` holds. `what`: what it waits for, in messages.
+  // Called by a fiber: returns once `condition` holds. `what` describes the wait in messages.
   void wait_until(std::function<bool()> condition, std::function<std::string()> what);
-  // Called by a fiber where another one may come in between.
+  // Called by a fiber at a point where another one may run.
   void pause();
-  // Which fiber runs.
+  // The running fiber.
   std::size_t current() const { return current_; }
 
  private:
@@ -41,7 +40,7 @@ class Fibers {
     std::function<std::string()> what;
     std::exception_ptr error;
     bool done = false;
-    void* caught = nullptr;  // exceptions that it handles, and how many are on their way
+    void* caught = nullptr;  // exceptions being handled, and number in flight
     unsigned thrown = 0;
   };
   static void enter(unsigned high, unsigned low);
@@ -56,7 +55,7 @@ class Fibers {
   std::vector<Fiber> fibers_;
   std::vector<std::size_t> ready_;
   std::size_t current_ = 0;
-  Fiber* next_ = nullptr;  // chosen by the one before
+  Fiber* next_ = nullptr;  // chosen by pause()
   ucontext_t scheduler_;
 };
 

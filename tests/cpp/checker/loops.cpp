@@ -1,5 +1,5 @@
-// Stands in for csrc/cpu/{loops,codec_loops,coded_comm}.cpp: what the CPU's code between nodes does with
-// data itself.
+// Replaces csrc/cpu/loops.cpp and csrc/cpu/codecs/{loops,coded_comm}.cpp: the loops over data in
+// the CPU's code between nodes.
 #include "cpu/loops.h"
 
 #include "cpu/codecs/coded_comm.h"

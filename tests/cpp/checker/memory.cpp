@@ -7,7 +7,7 @@ namespace {
 
 constexpr std::size_t kAddresses = std::size_t{8} << 30;
 constexpr Symbol kNothing = -1;
-constexpr std::int64_t kGap = 4096;  // between areas, so that an overrun is outside of all
+constexpr std::int64_t kGap = 4096;  // between areas, so that overruns hit none
 
 }  // namespace
 
@@ -56,7 +56,7 @@ void Memory::split(Area& area, std::int64_t at) {
   if (after == area.runs.begin()) return;
   auto& [begin, run] = *std::prev(after);
   if (run.end <= at) return;
-  // Part of an element means nothing.
+  // A part of an element has no meaning.
   if ((at - begin) % run.unit.bytes != 0) run.unit = {1}, run.symbol = kNothing;
   Run rest = run;
   rest.element += (at - begin) / run.unit.bytes * run.unit.elements;
@@ -86,7 +86,7 @@ void Memory::check_unread(const Range& range, const Run& run) const {
   }
 }
 
-// What a range holds, which is neatly cut from others.
+// The contents of a range whose ends coincide with ends of runs.
 Pieces Memory::pieces_in(const Range& range, Unit unit) const {
   Pieces pieces;
   std::int64_t at = range.begin;

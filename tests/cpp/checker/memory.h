@@ -1,6 +1,6 @@
-// The memory of all ranks, without bytes: ranges of addresses, of which is known what they hold, who
-// wrote them last and who has read them since. An access that the clocks do not order after an earlier
-// one it conflicts with is a race.
+// The memory of all ranks, without bytes. For each range of addresses, it records what the range
+// holds, which thread wrote it last, and which threads have read it since. An access is a race if
+// the clocks do not order it after an earlier conflicting one.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,7 @@
 
 namespace pycomm::checker {
 
-// So many bytes stand for so many elements.
+// A unit of `bytes` bytes stands for `elements` elements.
 struct Unit {
   std::int64_t bytes;
   std::int64_t elements = 1;
@@ -28,7 +28,7 @@ struct Piece {
 };
 using Pieces = std::vector<Piece>;
 
-// Consecutive bytes that hold elements of the same kind, whatever they are: what can be moved as it is.
+// Consecutive bytes that hold elements of the same kind. Loads are moved without being interpreted.
 struct Load {
   std::int64_t bytes;
   Symbol symbol;
@@ -37,7 +37,8 @@ struct Load {
 };
 using Cargo = std::vector<Load>;
 
-// Calls visit(units, piece of every list), cut where any of the lists is cut. Lists are equally long.
+// Calls visit(units, piece of every list) for parts in which no list is cut. All lists have the
+// same length.
 template <class Visit>
 void zip(const std::vector<Pieces>& lists, Unit unit, Visit visit) {
   std::vector<std::size_t> at(lists.size());
@@ -67,10 +68,10 @@ class Memory {
   Memory(const Memory&) = delete;
   Memory& operator=(const Memory&) = delete;
 
-  // Threads are called by their index in messages. They outlive the memory.
+  // Introduces a thread, which must outlive the memory. Messages identify threads by index.
   void introduce(const Thread& thread) { threads_.push_back(&thread); }
-  // An area of a rank; only a shared one may be used by other threads. Nothing can be stored there, but
-  // addresses can be reckoned with.
+  // Adds an area of a rank. Only shared areas may be used by other threads. Nothing can be stored
+  // at the addresses, but pointer arithmetic works.
   std::byte* add(std::string name, int owner, std::int64_t bytes, bool shared);
   bool contains(const void* address) const { return base_ <= address && address < next_; }
   int owner(const std::byte* address) const { return area(address).owner; }
@@ -80,10 +81,10 @@ class Memory {
   void write(const Thread& thread, std::byte* to, const Pieces& pieces, Unit unit);
   Cargo read_bytes(const Thread& thread, const std::byte* from, std::int64_t bytes);
   void write_bytes(const Thread& thread, std::byte* to, const Cargo& cargo);
-  // The thread may write here from now on.
+  // Marks memory that the thread may write from now on.
   void claim(const Thread& thread, std::byte* to, std::int64_t bytes);
-  // Reads what `writer` has written, and takes its place as the last writer. No clock has to order the
-  // two, because the data themselves say that they are there.
+  // Reads what `writer` has written and becomes the last writer. No clock has to order the two,
+  // because the data itself signals its arrival.
   Pieces take(const Thread& thread, const Thread& writer, std::byte* from, std::int64_t units,
               Unit unit);
 
@@ -97,7 +98,7 @@ class Memory {
     Time written;
     std::array<Time, kMostThreads> read;
   };
-  using Runs = std::map<std::int64_t, Run>;  // by their beginning
+  using Runs = std::map<std::int64_t, Run>;  // by first byte
   struct Area {
     std::string name;
     int owner;

@@ -1,5 +1,5 @@
-// What a value is made of, as a symbol: whose contributions have been added, in which order, and where
-// they were rounded. Two values of the same symbol have the same bits.
+// Symbols for values: which contributions have been added, in which order, and where they were
+// rounded. Two values with the same symbol have the same bits.
 #pragma once
 
 #include <compare>
@@ -17,18 +17,18 @@ struct Contribution {
   auto operator<=>(const Contribution&) const = default;
 };
 
-// What is added to nothing.
+// The neutral contribution.
 inline constexpr Contribution kZero{-1, -1};
 
 class Symbols {
  public:
   Symbol contribution(const Contribution& contribution);
-  // The terms, added in this order and rounded; `last`: AVG has divided, nothing is added any more.
+  // The terms, added in this order and rounded. `last`: AVG has divided, and nothing will be added.
   Symbol sum(const std::vector<Symbol>& terms, bool last);
-  // Encoded and decoded again.
+  // The value after encoding and decoding.
   Symbol lossy(Symbol value);
 
-  // All contributions in the order of additions.
+  // All contributions, in the order of the additions.
   std::vector<Contribution> contributions(Symbol symbol) const;
   std::string text(Symbol symbol) const;
 
@@ -36,7 +36,7 @@ class Symbols {
   enum class Kind { contribution, sum, total, lossy };
   struct Node {
     Kind kind;
-    std::vector<int> parts;  // of a contribution: operation and rank; otherwise symbols
+    std::vector<int> parts;  // contribution: operation and rank; otherwise symbols
     auto operator<=>(const Node&) const = default;
   };
   Symbol number_of(const Node& node);

@@ -1,5 +1,5 @@
-// The algorithms of core/ on the checker's executor (checker/comm.h): no run of the operations below has
-// a race, a circle of waits or a wrong result, in whatever order the ranks get on.
+// Runs the algorithms of core/ on the checker's executor (checker/comm.h). Whatever the order in
+// which ranks advance, no run has a race, a deadlock or a wrong result.
 #include <random>
 #include <string>
 
@@ -12,13 +12,13 @@ namespace {
 using namespace checker;
 
 constexpr Where kPlaces[] = {Where::window, Where::own, Where::mixed};
-// Small staging makes tiles and slots wrap many times; large staging holds several pieces of a chunk.
-// Where epochs wrap, they do so within the first operations.
+// With little staging, tiles and slots wrap around many times; with much, it holds several pieces
+// of a chunk. Epochs that wrap around do so within the first operations.
 constexpr std::uint32_t kLastEpochs = 0xfffffffc;
 const Layout kSmall{16 << 10, 64, false, 0};
 const Layout kSmallAndLate{16 << 10, 64, false, kLastEpochs};
 const Layout kLarge{16 << 20, 64, false, 0};
-// Small enough for tiles to wrap, large enough for a piece of every stripe.
+// Small enough for tiles to wrap around, large enough for a piece of every stripe.
 const Layout kCoded{256 << 10, 64, false, kLastEpochs};
 const Layout kLikeCuda{512 << 10, 2 << 10, true, kLastEpochs};
 
@@ -50,7 +50,7 @@ Step plain_step(int ranks, std::mt19937& random) {
   return step;
 }
 
-// int8 with blocks of several sizes, or casts.
+// int8 with several block sizes, or casts.
 Step coded_step(std::mt19937& random) {
   constexpr std::int64_t kCounts[] = {1, 128, 5003, 16384, 70000, 300007};
   constexpr Algorithm kAlgorithms[] = {Algorithm::two_shot, Algorithm::ring, Algorithm::tree};
@@ -106,7 +106,7 @@ void plain(int ranks, const Layout& layout, unsigned order = 0) {
   World(ranks, layout, order).run(steps);
 }
 
-// The packets of each of the last and first numbers, in memory that is fresh.
+// Packets with each of the last and first sequence numbers, in fresh memory.
 void packets_across_the_wrap() {
   for (std::uint32_t first = 0xfffffffb; first != 2; ++first) {
     Layout layout = kSmall;
@@ -116,7 +116,7 @@ void packets_across_the_wrap() {
   }
 }
 
-// Compressed operations among others.
+// Compressed operations mixed with others.
 void mixed(int ranks, const Layout& layout) {
   std::mt19937 random(static_cast<unsigned>(ranks));
   std::vector<Step> steps;
@@ -131,7 +131,7 @@ void mixed(int ranks, const Layout& layout) {
   World(ranks, layout).run(steps);
 }
 
-// Every operation that a group of several nodes has.
+// Every operation of a group that spans nodes.
 std::vector<Step> steps_between_nodes(int ranks, std::mt19937& random) {
   std::vector<Step> steps;
   for (int i = 0; i < 5; ++i) {
@@ -155,7 +155,7 @@ void between_nodes(const World::Nodes& nodes) {
   for (int i = 0; i < 3; ++i) World(nodes, kCoded).run(steps_between_nodes(ranks, random));
 }
 
-// Operations on each other's tensors, one after the other.
+// Consecutive operations that use each other's tensors in place.
 std::vector<Step> direct_steps(int ranks, const std::vector<Algorithm>& algorithms) {
   std::vector<Step> steps;
   for (const Algorithm algorithm : algorithms) {
@@ -170,7 +170,7 @@ std::vector<Step> direct_steps(int ranks, const std::vector<Algorithm>& algorith
   return steps;
 }
 
-// What may fail, and where.
+// A setting in which ranks fail.
 struct Scene {
   World::Nodes nodes;
   Layout layout;
@@ -199,7 +199,7 @@ Scene on_nodes(const World::Nodes& nodes, int ranks) {
   return scene;
 }
 
-// Every rank raises or dies in every wait, under several orders of events. Calls use(fault, seed).
+// Every rank throws or dies in every wait, under several orders of events. Calls use(fault, seed).
 template <class Use>
 void each_fault(const Scene& scene, unsigned seeds, Use use) {
   World whole(scene.nodes, scene.layout);
@@ -216,14 +216,14 @@ void each_fault(const Scene& scene, unsigned seeds, Use use) {
   }
 }
 
-// Nobody uses a tensor that its rank has got back, and who succeeds has the right result.
+// No rank uses a tensor that its owner has got back, and ranks that succeed have the right result.
 void failures(const Scene& scene, unsigned seeds) {
   each_fault(scene, seeds, [&](const Fault& fault, unsigned seed) {
     World(scene.nodes, scene.layout, seed).run(scene.steps, fault);
   });
 }
 
-// Without the acknowledgement they do.
+// Without retreat(), some rank does.
 void failures_without_retreat(const Scene& scene, unsigned seeds) {
   int found = 0;
   each_fault(scene, seeds, [&](Fault fault, unsigned seed) {
@@ -274,7 +274,7 @@ int main() {
     tests.push_back({"and without retreat", [=] { failures_without_retreat(scene, 3); }});
   }
   for (const auto& test : tests) {
-    if (run_all({test}) != 0) return 1;  // a mutant needs no more
+    if (run_all({test}) != 0) return 1;  // enough for a mutant
   }
   return 0;
 }

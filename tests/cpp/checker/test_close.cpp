@@ -1,6 +1,7 @@
-// close() while other threads submit and run operations, in all orders that differ a few times from the
-// simplest one: every operation ends, with a result or with GroupUnusable, and the worker has gone. The
-// threads of cpu/group.cpp are fibers here, and their locks and waits lead to the scheduler.
+// close() while other threads submit and run operations, in all orders with few delays
+// (checker/explorer.h). Every operation must end with a result or with GroupUnusable, and the
+// worker must have ended. The threads of cpu/group.cpp are fibers here, and their locks and waits
+// call the scheduler.
 #include <pthread.h>
 
 #include <cerrno>
@@ -23,12 +24,12 @@ using checker::Violation;
 struct Run {
   checker::Fibers fibers;
   std::map<const void*, bool> locked;            // by mutex
-  std::map<const void*, std::int64_t> notified;  // by condition variable: how often
+  std::map<const void*, std::int64_t> notified;  // by condition variable: number of notifications
   // The thread that the group may start.
   void* (*worker)(void*) = nullptr;
   void* argument = nullptr;
   bool worker_ended = false;
-  std::size_t users = 0;  // that have not finished
+  std::size_t users = 0;  // threads that have not finished
 };
 Run* run = nullptr;
 
@@ -61,7 +62,7 @@ void notify(const void* condition) {
   run->fibers.pause();
 }
 
-// The fiber that becomes the group's thread if one is started.
+// The fiber that becomes the group's thread when one is started.
 void work() {
   run->fibers.wait_until([] { return run->worker != nullptr || run->users == 0; },
                          [] { return "is no thread yet"; });
@@ -69,7 +70,7 @@ void work() {
   run->worker_ended = true;
 }
 
-// Whether the group was.
+// Runs `body`; false if the group was unusable.
 bool usable(const std::function<void()>& body) {
   try {
     body();
@@ -133,7 +134,7 @@ void once(checker::Fibers::Choice choice) {
       --run->users;
     });
   } catch (const std::exception& error) {
-    // Who has not ended holds locks, so the group cannot be closed.
+    // Unfinished fibers hold locks, so the group cannot be closed.
     std::printf("FAILED  %s\n", error.what());
     std::fflush(stdout);
     std::_Exit(1);
@@ -150,7 +151,7 @@ void close_against_submit() {
 }  // namespace
 }  // namespace pycomm::test
 
-// In place of the system's. There is one real thread, which needs no locks.
+// Replaces the system's functions. There is one real thread, which needs no locks.
 using pycomm::test::run;
 
 extern "C" {

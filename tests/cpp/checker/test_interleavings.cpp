@@ -1,6 +1,6 @@
-// What one run cannot decide, because it depends on who comes first: how operations end when somebody
-// aborts the group, leaves, or calls something else. The CPU's own code (cpu/comm.cpp, cpu/group.cpp) runs
-// here in all orders of its accesses to the window, up to a number of delays (checker/explorer.h).
+// How operations end when a rank aborts the group, leaves, or calls something else. This depends on
+// the order of events, so the CPU's own code (cpu/comm.cpp, cpu/group.cpp) runs here in all orders
+// of its accesses to the window, up to a number of delays (checker/explorer.h).
 #include <linux/futex.h>
 
 #include <algorithm>
@@ -27,30 +27,30 @@ using checker::Violation;
 constexpr std::int64_t kCount = 32;
 constexpr float kGivenBack = -1e6f;
 
-// The fibers of the run that is under way, and how they wait. Time passes only while they do.
+// The current run's fibers and their waits. Time passes only while all fibers wait.
 struct Run {
   checker::Explorer& explorer;
   checker::Fibers fibers;
-  // What a fiber has read since it last waited, and how often that had been written by then.
+  // What a fiber has read since it last waited, and how often each place had been written by then.
   using Seen = std::map<const volatile void*, std::int64_t>;
   Seen writes;
-  std::vector<Seen> seen, before;          // by fiber; `before`: it last waited
+  std::vector<Seen> seen, before;          // by fiber; `before`: at its last wait
   std::vector<std::int64_t> milliseconds;  // by fiber
 };
 Run* run = nullptr;
 
-// The user of a rank does, or another rank. What ranks read and write in an operation that goes well
-// does not depend on the order.
+// A use of a rank's tensor by its caller or by another rank. What ranks read and write in an
+// operation that succeeds does not depend on the order.
 void touch_tensor(std::size_t owner, bool user) { run->explorer.touch(&run->seen[owner], user); }
 
-// A wait between two polls: nothing changes until somebody writes what it looks at.
+// A wait between two polls: returns when one of the places that the fiber polls has been written.
 void wait_for_write() {
   if (run == nullptr) return;
   checker::finish_store();
   const std::size_t fiber = run->fibers.current();
   run->milliseconds[fiber] += 2;
   const Run::Seen seen = std::exchange(run->seen[fiber], {});
-  if (std::exchange(run->before[fiber], seen) != seen) return;  // as time passes, it looks at more
+  if (std::exchange(run->before[fiber], seen) != seen) return;  // later, it polls more places
   const auto has_changed = [](const auto& place) {
     return run->writes[place.first] != place.second;
   };
@@ -67,9 +67,9 @@ struct Outcome {
 struct Scenario {
   int ranks;
   std::vector<Algorithm> operations;
-  // Threads beside the ranks, which abort the group by one of its ranks.
+  // Threads that abort the group, by the rank whose group they call.
   std::vector<int> aborts;
-  // The rank that leaves before the last operation, and the one that calls it with another count.
+  // The rank that leaves before the last operation, and the rank that calls it with another count.
   int leaves = -1;
   int differs = -1;
   std::uint32_t first_epoch = 0;
@@ -77,7 +77,7 @@ struct Scenario {
 
 float value(int rank, int operation) { return static_cast<float>(rank + 10 * operation + 1); }
 
-// A window with a tensor of every rank, which serves many groups one after the other.
+// A window with a tensor of every rank, which serves many groups one after another.
 struct SharedMemory {
   std::shared_ptr<cpu::Window> window;
   std::vector<std::unique_ptr<cpu::Heap>> heaps;
@@ -121,7 +121,7 @@ struct Ranks {
         __ATOMIC_SEQ_CST);
   }
 
-  // The part of a rank's control page in which an address lies: the offset there, or -1.
+  // The offset of an address in a rank's control page, or -1 if it is in none.
   std::ptrdiff_t place(const volatile void* address) const {
     for (int r = 0; r < size(); ++r) {
       const std::ptrdiff_t offset = static_cast<const volatile std::byte*>(address) -
@@ -132,8 +132,9 @@ struct Ranks {
   }
 };
 
-// Where another fiber may come in between: before whatever a rank tells, and around all that decides
-// whether a rank may use the tensors of others. Nothing depends on when it tells for whom it waits.
+// Another fiber may run before each write to the window, and around each access that decides
+// whether a rank may use other ranks' tensors. Excluded are writes about waits and sleep, whose
+// timing makes no difference.
 bool about_sleep(std::ptrdiff_t place) {
   return place == offsetof(cpu::Control, waiting) || place == offsetof(cpu::Control, asleep) ||
          place == offsetof(cpu::Control, bell);
@@ -170,7 +171,7 @@ void live(Ranks& ranks, int r, const Scenario& scenario, Outcome& outcome) {
   }
 }
 
-// How many operations the last of which has this number.
+// The number of operations up to the one with this sequence number.
 int operations_until(std::uint32_t number, std::uint32_t first_epoch) {
   int count = 0;
   for (std::uint32_t next = first_epoch; next != number; next = next_sequence(next)) ++count;
@@ -219,7 +220,7 @@ void once(const Scenario& scenario, const SharedMemory& memory, checker::Explore
   const auto elsewhere = [&](const volatile void* address) {
     pause_if(matters_elsewhere(ranks.place(address)));
   };
-  // A rank in other ranks' heaps may be using any tensor.
+  // A rank that has entered other ranks' heaps may be using any tensor.
   const auto touch = [&](const volatile void* address, bool writes) {
     const std::ptrdiff_t place = ranks.place(address);
     if (!about_sleep(place)) explorer.touch(address, writes);
@@ -256,7 +257,7 @@ void once(const Scenario& scenario, const SharedMemory& memory, checker::Explore
       checker::finish_store();
     });
   } catch (const std::exception& error) {
-    // Ranks that have not ended hold the locks of their groups, which can therefore not be closed.
+    // Unfinished ranks hold the locks of their groups, so the groups cannot be closed.
     std::printf("FAILED  %s\n", error.what());
     std::fflush(stdout);
     std::_Exit(1);
@@ -266,7 +267,7 @@ void once(const Scenario& scenario, const SharedMemory& memory, checker::Explore
   check(scenario, outcomes);
 }
 
-// `lateness`: whether stores are late, one after the other.
+// `lateness` lists the values of AtomicsObserver::late_stores to try.
 void explore(const Scenario& scenario, std::size_t delays,
              std::initializer_list<bool> lateness = {false, true}) {
   const SharedMemory memory(scenario.ranks);
@@ -280,12 +281,12 @@ void explore(const Scenario& scenario, std::size_t delays,
 }  // namespace
 }  // namespace pycomm::test
 
-// In place of the system's, so that a wait lets the others run, and no time passes.
+// Replaces the system's functions, so that a wait lets other fibers run and no real time passes.
 extern "C" int sched_yield() noexcept {
   pycomm::test::wait_for_write();
   return 0;
 }
-extern "C" long syscall(long number, ...) noexcept {  // of a futex: its address and what to do
+extern "C" long syscall(long number, ...) noexcept {  // futex: address and operation
   std::va_list arguments;
   va_start(arguments, number);
   va_arg(arguments, void*);
@@ -323,7 +324,7 @@ int main() {
       {"one aborts, all orders", [] { explore({2, {two_shot}, {0}}, Explorer::kAll, {false}); }},
   };
   for (const auto& test : tests) {
-    if (run_all({test}) != 0) return 1;  // a mutant needs no more
+    if (run_all({test}) != 0) return 1;  // enough for a mutant
   }
   return 0;
 }

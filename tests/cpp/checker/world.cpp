@@ -3,10 +3,10 @@
 namespace pycomm::checker {
 namespace {
 
-// More rounds than are ever under way.
+// More batches than are ever in flight.
 constexpr int kCarriers = 6;
 constexpr Unit kResidual{4};
-// A tensor before the operation that makes it.
+// The operation of a tensor's content before any operation has written it.
 constexpr int kNoOperation = -1;
 
 bool rounds_once(const Operation& operation) {
@@ -148,7 +148,7 @@ void World::execute(int r, const Step& step) {
   }
 }
 
-// As cpu/group.cpp does.
+// Like cpu/group.cpp.
 void World::retreat(int r) {
   Rank& mine = rank(r);
   mine.comm->leave_peers_heaps();
@@ -173,7 +173,7 @@ void World::live(int r, const std::vector<Step>& steps, const Fault& fault) {
       if (fails && fault.dies) return mine.comm->die();
       mine.comm->abort();
       if (fault.retreats) retreat(r);
-      return fill(r, steps[s], kNoOperation);  // the tensors are the user's again
+      return fill(r, steps[s], kNoOperation);  // the tensors belong to the caller again
     }
     result(r, s) = result_of(r, steps[s]);
   }
@@ -216,7 +216,7 @@ void World::check(const Step& step, std::size_t index) const {
   }
 }
 
-// What has not been sent is with one rank or another: nothing is lost, and nothing doubled.
+// Whatever was not sent is in the residual of exactly one rank: nothing is lost or doubled.
 void World::check_residuals(const Step& step, std::size_t index) const {
   std::vector<Pieces> residuals;
   for (int r = 0; r < size(); ++r) {
@@ -263,7 +263,7 @@ void World::check_output(const Step& step, std::size_t index, int r) const {
         if (sums || from == owner) wanted.push_back({static_cast<int>(index), from});
       }
     }
-    // Where the shot algorithms add, it is in the order of nodes, and of ranks in each.
+    // The shot algorithms add in the order of nodes, and of ranks within each node.
     if (!rounds_once(operation)) {
       std::sort(found.begin(), found.end());
       std::sort(wanted.begin(), wanted.end());

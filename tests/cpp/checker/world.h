@@ -1,5 +1,6 @@
-// Ranks that run a sequence of operations on this executor, and what has to come of it: every rank holds
-// every rank's contribution exactly once, added in the same order; and so do all their residuals together.
+// Ranks that run a sequence of operations on the checker's executor, and a check of the results:
+// every rank holds every rank's contribution exactly once, added in the same order; the same holds
+// for all residuals together.
 #pragma once
 
 #include "checker/algorithms.h"
@@ -8,10 +9,10 @@
 
 namespace pycomm::checker {
 
-enum class Where { window, own, mixed };  // mixed: rank 0's lie in its window
+enum class Where { window, own, mixed };  // mixed: only rank 0's are in its window
 
-// An operation as all ranks call it. Its user overwrites the tensors before and reads the result after
-// it, so it is a race if another rank still uses them.
+// An operation that all ranks call. The caller overwrites the tensors before it and reads the
+// result after it, so it is a race if another rank still uses them.
 struct Step {
   Operation operation;
   Where where = Where::own;
@@ -20,25 +21,25 @@ struct Step {
   bool feedback = false;  // with a residual
 };
 
-// A rank that raises in a wait of an operation, or dies there.
+// A rank that throws or dies in a wait of an operation.
 struct Fault {
   int rank = -1;
   std::size_t step = 0;
   int wait = Comm::kNeverFails;
   bool dies = false;
-  bool retreats = true;  // false: all ranks break the contract, and give tensors back at once
+  bool retreats = true;  // false: all ranks break the contract and return at once
 };
 
 class World {
  public:
-  // The ranks of each node. Seed 0: see Fibers.
+  // The ranks of each node. For `seed`, see Fibers.
   using Nodes = std::vector<std::vector<int>>;
   World(const Nodes& nodes, const Layout& layout, unsigned seed = 0);
   World(int ranks, const Layout& layout, unsigned seed = 0);
 
-  // Runs the steps, once; throws a Violation.
+  // Runs the steps once. Throws a Violation if a check fails.
   void run(const std::vector<Step>& steps, const Fault& fault = {});
-  // In that run: how often a rank has waited in a step.
+  // The number of a rank's waits in a step of that run.
   int waits(int rank, std::size_t step) const { return result(rank, step).waits; }
   int size() const { return static_cast<int>(ranks_.size()); }
 
@@ -75,7 +76,7 @@ class World {
 
   void live(int r, const std::vector<Step>& steps, const Fault& fault);
   Buffers buffers(int r, const Step& step);
-  // What the user does before an operation, and after a failure.
+  // What the caller does before an operation and after a failure.
   void fill(int r, const Step& step, int operation);
   void execute(int r, const Step& step);
   void retreat(int r);

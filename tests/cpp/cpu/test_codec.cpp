@@ -1,5 +1,5 @@
-// Encoding and decoding: what is valid decodes right, and no bytes whatsoever make decoding touch
-// memory that is not its own (buffers have their exact size, for AddressSanitizer). Then compressed
+// Encoding and decoding: valid data is decoded correctly, and no bytes make decoding access memory
+// that is not its own (buffers have their exact size, for AddressSanitizer). Also compressed
 // all-reduces with ranks as threads, under random delays, against plain arithmetic.
 #include <algorithm>
 #include <cmath>
@@ -21,7 +21,7 @@ std::int64_t roll(Dice& dice, std::int64_t sides) {
   return static_cast<std::int64_t>(dice() % static_cast<std::uint64_t>(sides));
 }
 
-// Memory of exactly so many bytes: a step beyond it is a step into a red zone.
+// Memory of exactly the given size: an access beyond it hits a red zone.
 class Exact {
  public:
   explicit Exact(std::int64_t bytes) : bytes_(bytes), data_(new std::byte[room()]) {
@@ -58,7 +58,7 @@ void put(const Exact& to, DType dtype, std::int64_t i, float value) {
   }
 }
 
-// A codec for n elements.
+// A random codec for n elements.
 Codec any_codec(Dice& dice, std::int64_t n) {
   Codec codec;
   codec.kind = static_cast<CodecKind>(1 + roll(dice, 3));
@@ -75,7 +75,7 @@ Codec any_codec(Dice& dice, std::int64_t n) {
   return codec;
 }
 
-// Whole numbers, of which every format holds the small ones; some zeros.
+// Integers, small enough for every format to represent them; some zeros.
 Exact any_tensor(Dice& dice, DType dtype, std::int64_t n) {
   Exact x(n * size_of(dtype));
   for (std::int64_t i = 0; i < n; ++i) {
@@ -84,8 +84,9 @@ Exact any_tensor(Dice& dice, DType dtype, std::int64_t n) {
   return x;
 }
 
-// What `value` may be off by after a trip through a codec: where there are scales, half of one (at
-// random: a whole), which is 127 / 127 at most; a tensor of 16 bits rounds their multiples again.
+// The largest error of `value` after encoding and decoding. With scales, it is half a scale
+// (stochastic: a whole one), and a scale is at most 127 / 127. A 16-bit tensor also rounds
+// multiples of the scale.
 double tolerance(const Codec& codec, DType dtype, float value) {
   const bool top = codec.kind == CodecKind::topk;
   if (codec.kind != CodecKind::int8 && !(top && codec.values == DType::u8)) return 0;
@@ -118,7 +119,7 @@ void check_trip(const Codec& codec, const Exact& x, DType dtype, std::int64_t n,
                "not the largest: " + describe(codec));
 }
 
-// Damages bytes in one of many ways; they may still be valid.
+// Damages bytes in one of many ways; the result may still be valid.
 void damage(Dice& dice, const Codec& codec, std::int64_t n, std::byte* data, std::int64_t bytes) {
   if (bytes == 0) return;
   const auto words = cpu::part_at<std::uint32_t>(data, 0);
@@ -133,14 +134,14 @@ void damage(Dice& dice, const Codec& codec, std::int64_t n, std::byte* data, std
     case 1:  // a word anywhere
       if (bytes >= 4) words[roll(dice, bytes / 4)] = static_cast<std::uint32_t>(dice());
       break;
-    case 2: {  // what counts and indices might be in the worst case
+    case 2: {  // counts and indices with extreme values
       constexpr std::uint32_t kBad[] = {0xffffffffu, 0x80000000u, 0x7fffffffu, 65536, 65535, 65537};
       const std::int64_t begin = header / 4, most = std::max<std::int64_t>(counts / 4, 1);
       const std::int64_t at = begin + roll(dice, most);
       if ((at + 1) * 4 <= bytes) words[at] = kBad[roll(dice, 6)];
       break;
     }
-    case 3: {  // a count that is off by one, or that of another chunk
+    case 3: {  // a count that is off by one or belongs to another chunk
       if (codec.kind != CodecKind::topk || header + counts > bytes || counts == 0) break;
       words[header / 4 + roll(dice, counts / 4)] += static_cast<std::uint32_t>(roll(dice, 3)) - 1;
       break;
@@ -156,7 +157,7 @@ void damage(Dice& dice, const Codec& codec, std::int64_t n, std::byte* data, std
     case 5:  // the header
       data[roll(dice, std::min(bytes, header))] = static_cast<std::byte>(dice());
       break;
-    default:  // all of it, with or without the header
+    default:  // everything, with or without the header
       for (std::int64_t i = roll(dice, 2) * header; i < bytes; ++i) {
         data[i] = static_cast<std::byte>(dice());
       }
@@ -197,7 +198,7 @@ void decode_anything(std::int64_t inputs) {
                std::to_string(refusals) + " of " + std::to_string(inputs) + " were refused");
 }
 
-// Every single header but the right one.
+// Every wrong value of each header byte.
 void wrong_headers() {
   Dice dice(2);
   const std::int64_t n = 300;
@@ -220,7 +221,7 @@ void wrong_headers() {
   }
 }
 
-// What peers write: lists of one region without a header.
+// Lists as peers write them: of one region, without a header.
 void read_anything(std::int64_t inputs) {
   Dice dice(3);
   std::int64_t refusals = 0;
@@ -246,7 +247,7 @@ void read_anything(std::int64_t inputs) {
 
     const auto read_all = [&](const Exact& from, bool scribble, bool whole) {
       const cpu::TopkReader reader(region, values, from.data(), from.bytes());
-      if (scribble) {  // a peer that writes when it must not
+      if (scribble) {  // a peer that writes at a forbidden time
         for (std::int64_t i = 0; i < from.bytes(); ++i) {
           from.data()[i] = static_cast<std::byte>(dice());
         }
@@ -259,7 +260,7 @@ void read_anything(std::int64_t inputs) {
           put(sums, DType::f32, i, value);
           if (!whole) return;
           PYCOMM_CHECK(next->index == chunk.begin + i, "a wrong index");
-          // With a scale, half a step of at most 50 / 127.
+          // With a scale: half a step of at most 50 / 127.
           PYCOMM_CHECK(std::fabs(value - next->value) <= (values == DType::u8 ? 0.2f : 0.0f),
                        "a wrong value");
           ++next;
@@ -327,7 +328,7 @@ void dawdle(Dice& dice) {
 
 using Tensor = std::vector<float>;
 
-// What all ranks hold after a step.
+// The tensors of all ranks after a step.
 struct Step {
   explicit Step(int n) {
     for (auto* part : {&before, &x, &after, &result}) part->resize(static_cast<std::size_t>(n));
@@ -336,7 +337,8 @@ struct Step {
   float scale = 1;  // of x
 };
 
-// Nothing is lost: gradients and residuals that went in are the result and residuals that came out.
+// Nothing is lost: the sum of gradients and residuals before equals the sum of result and residuals
+// after.
 void check_step(const Step& step, bool feeds, double allowed, const std::string& where) {
   const std::size_t n = step.x.size();
   for (std::size_t i = 0; i < step.x[0].size(); ++i) {
@@ -364,14 +366,14 @@ Operation all_reduce(const Way& way, std::int64_t count, bool feeds) {
   return operation;
 }
 
-// Of so little staging that slots wrap many times.
+// Little staging, so that slots wrap around many times.
 std::int64_t small_staging(int n) { return 2 * kStagingSlots * (n + 1) * kLargestBlock * 5; }
 
-// Without feedback: what int8 may be off by, with |sum| <= 50 n encoded n times at most.
+// The largest error. Without feedback and with int8, |sum| <= 50 n is encoded at most n times.
 double allowed(const Way& way, int n, bool feeds) {
   if (feeds) return 1e-2;
   if (way.codec.kind == CodecKind::cast) return 1e-9;
-  if (way.codec.kind == CodecKind::topk) return 50.0 * n;  // what is not sent is lost
+  if (way.codec.kind == CodecKind::topk) return 50.0 * n;  // unsent elements are lost
   return 50.0 * n / 127 * (way.codec.stochastic != 0 ? 1 : 0.5) * (n + 1);
 }
 
@@ -427,7 +429,8 @@ void compressed(int n, bool feeds, std::uint32_t first_epoch) {
   }
 }
 
-// A tensor that is zero on some ranks is one like any other; on all of them, it takes nothing along.
+// A tensor that is zero on some ranks is like any other. If it is zero on all ranks, it leaves
+// residuals unchanged.
 void unused(int n) {
   World world(n, small_staging(n));
   constexpr std::int64_t kCount = 5000;
@@ -465,8 +468,8 @@ void unused(int n) {
   }
 }
 
-// Different codecs, dense operations and asynchronous ones back to back: no slot, list or area of
-// one operation is in the way of the next.
+// Different codecs, dense operations and asynchronous ones back to back: slots, lists and areas of
+// one operation do not disturb the next.
 void mixed(int n) {
   World world(n, small_staging(n));
   const std::vector<Way> all = ways();

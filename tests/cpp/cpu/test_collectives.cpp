@@ -1,5 +1,5 @@
 // Every collective and algorithm with ranks as threads, against plain integer arithmetic, under
-// random delays. Small staging areas make tiles, slots and pieces wrap many times.
+// random delays. Small staging areas make tiles, slots and pieces wrap around many times.
 #include <algorithm>
 #include <random>
 #include <vector>
@@ -27,7 +27,7 @@ void dawdle(std::mt19937& random) {
   for (unsigned i = random() % 4; i > 0; --i) std::this_thread::yield();
 }
 
-// A tensor of a rank, in its window or in ordinary memory.
+// A rank's tensor, in its window or in ordinary memory.
 class Tensor {
  public:
   Tensor(cpu::Group& group, std::int64_t count, bool in_window) : heap_(group.heap()) {
@@ -141,7 +141,7 @@ void works_in_order() {
           Collective::all_reduce, kAlgorithms[k % 4], DType::f32, ReduceOp::sum, 0, kCount};
       float* x = buffers[static_cast<std::size_t>(k)].data();
       if (k % 5 == 4) {
-        world[r].run(operation, x, x);  // behind those in the queue
+        world[r].run(operation, x, x);  // runs after those in the queue
       } else {
         works.push_back(world[r].submit(operation, x, x));
       }

@@ -1,6 +1,7 @@
-// No bytes that another process sends or leaves in shared memory make a parser stray, and no parser
-// lets through what later code could not use: random bytes, and valid ones with a few changes. The
-// inputs have their exact size, for AddressSanitizer. Encoded elements and lists: cpu/test_codec.cpp.
+// Parsers of data from other processes, or of shared memory, survive any bytes, and accept nothing
+// that later code could not use. Inputs are random bytes, and valid ones with a few changes. They
+// have their exact size, for AddressSanitizer. For encoded elements and lists, see
+// cpu/test_codec.cpp.
 #include <unistd.h>
 
 #include <cstring>
@@ -34,12 +35,12 @@ Bytes bytes_of(const Value& value) {
   return {bytes.begin(), bytes.end()};
 }
 
-// Unlike PYCOMM_CHECK, throws what no parser may throw.
+// Unlike PYCOMM_CHECK, throws an exception that no parser may throw.
 void must(bool holds, const char* otherwise) {
   if (!holds) throw std::runtime_error(otherwise);
 }
 
-// A valid input changed in a few places, one of another length, or noise.
+// A valid input with a few changes, an input of another length, or noise.
 Bytes mutated(Dice& dice, const Bytes& valid) {
   Bytes bytes = valid;
   const std::size_t way = roll(dice, 8);
@@ -59,8 +60,8 @@ Bytes mutated(Dice& dice, const Bytes& valid) {
   return bytes;
 }
 
-// Feeds mutations of a valid input to use(bytes), which throws std::invalid_argument or does with
-// what it has parsed what the group would do.
+// Passes mutations of a valid input to use(bytes), which throws std::invalid_argument or uses the
+// parsed value as the group would.
 template <class Use>
 void fuzz(const Bytes& valid, Use use) {
   Dice dice(valid.size());
@@ -91,7 +92,7 @@ Operation any_operation() {
   return operation;
 }
 
-// What tables of names make of it.
+// Looks the operation up in tables of names.
 void use(const Operation& operation) {
   must(describe(operation).find("unknown") == std::string::npos,
        "an operation that does not exist was let through");
@@ -121,7 +122,7 @@ void farewells() {
   });
 }
 
-// A message for one link, on another one.
+// A message for one link that arrives on another one.
 void messages_of_others() {
   const Sender sender = any_sender();
   const Handshake handshake{header_of(MessageKind::handshake, sender), any_operation(), 7, {}};
@@ -170,7 +171,7 @@ void announcements() {
   });
 }
 
-// Any word is one, but few of them name a rank.
+// Any word is accepted, but few words name a rank.
 void waits() {
   Dice dice(5);
   const std::vector<int> channels(kPacket + 1), ranks(kRanks);
@@ -188,7 +189,7 @@ void waits() {
   }
 }
 
-// Only the operation's own packets count, whatever lies in their place.
+// Only the operation's own packets count, whatever their place contained before.
 void packets() {
   Dice dice(4);
   for (int i = 0; i < kInputs; ++i) {
@@ -202,7 +203,7 @@ void packets() {
   }
 }
 
-// Rank 0 of two, whose neighbour is this test. A tensor of each fills its heap.
+// Rank 0 of two; this test plays rank 1. A tensor of each fills its heap.
 class Neighbourhood {
  public:
   cpu::Control& control(int r) const { return window_->control(r); }
@@ -231,7 +232,8 @@ class Neighbourhood {
       std::vector<int>{1, 1}, std::vector<std::shared_ptr<cpu::Process>>(2));
 };
 
-// A neighbour's announcement makes an operation fail in its name, or lies in its slice.
+// After any announcement of the neighbour, either the operation fails and blames it, or the
+// announced tensor lies in its slice.
 void announcements_in_a_window() {
   Dice dice(6);
   const Neighbourhood here;
@@ -267,7 +269,7 @@ void announcements_in_a_window() {
   must(accepted > 0 && accepted < kInputs / 10, "all or none were accepted");
 }
 
-// Nor does any other word of a neighbour's.
+// The same for any other word that the neighbour writes.
 void words_in_a_window() {
   Dice dice(7);
   const Neighbourhood here;

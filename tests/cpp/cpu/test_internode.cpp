@@ -1,5 +1,5 @@
-// Groups that span nodes, which are imagined: ranks as threads, so that sanitizers see every
-// node. The numbers are the Python tests' business.
+// Groups that span simulated nodes: ranks are threads, so that sanitizers see every node. Python
+// tests check the numbers.
 #include <cmath>
 #include <vector>
 
@@ -37,7 +37,7 @@ Operation operation_on(Collective collective, std::int64_t count) {
   return operation;
 }
 
-// Inline and on the workers, one after the other.
+// Inline and on the workers, one after another.
 void sums(const std::vector<int>& hosts) {
   World world(hosts);
   world.run([&](int rank) {
@@ -73,7 +73,7 @@ void halves(const std::vector<int>& hosts) {
   });
 }
 
-// With feedback, nothing is lost: in sums of all ranks.
+// With feedback, nothing is lost in sums over all ranks.
 void compressed(const std::vector<int>& hosts, CodecKind kind) {
   World world(hosts);
   const std::int64_t count = 300001;
@@ -104,7 +104,7 @@ void compressed(const std::vector<int>& hosts, CodecKind kind) {
   }
 }
 
-// One rank stops all in the middle of their operations.
+// One rank aborts the group in the middle of operations.
 void aborts(const std::vector<int>& hosts) {
   for (int victim = 0; victim < 3; ++victim) {
     World world(hosts);

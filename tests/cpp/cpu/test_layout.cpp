@@ -1,4 +1,4 @@
-// Index arithmetic: parts, tiles, the double tree; conversions of 16-bit floats, all of them.
+// Index arithmetic (parts, tiles, the double tree) and conversions of all 16-bit floats.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -64,7 +64,7 @@ void trees_span() {
   }
 }
 
-// Independent of the code under test: through the numbers that the bits mean.
+// Independent of the code under test: computes the number that the bits represent.
 double value_of_half(std::uint16_t bits) {
   const int exponent = bits >> 10 & 31, mantissa = bits & 1023;
   const double magnitude =
@@ -88,7 +88,7 @@ void halves_convert() {
       PYCOMM_CHECK(std::isnan(wide) && float_to_half(wide) == 0x7e00, "NaN must become canonical");
     }
   }
-  // To nearest even: halfway between two neighbours, and just beside it.
+  // Rounding to nearest even: halfway between two neighbours, and just beside it.
   for (int i = 0; i < 0x7bff; ++i) {
     const auto low = static_cast<std::uint16_t>(i), high = static_cast<std::uint16_t>(i + 1);
     const auto middle = static_cast<float>((value_of_half(low) + value_of_half(high)) / 2);

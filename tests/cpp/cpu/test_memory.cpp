@@ -1,4 +1,4 @@
-// The window's memory: where it is mapped, what it gives back, and how much there is.
+// The window's memory: its mappings, what it gives back, and how much is available.
 #include "cpu/memory.h"
 
 #include <sys/resource.h>
@@ -14,7 +14,7 @@ namespace {
 
 constexpr std::int64_t kSlice = 64 << 20, kStaging = 64 << 10;
 
-// The same file as two processes have it.
+// A file with the mappings that two processes would have.
 struct TwoMappings {
   TwoMappings() {
     const int fd = cpu::Window::create(2, kSlice, kStaging), again = dup(fd);
@@ -24,7 +24,7 @@ struct TwoMappings {
   std::shared_ptr<cpu::Window> ours, theirs;
 };
 
-// However much of a heap is seen, what has been found in it stays where it is.
+// Addresses found in a heap stay valid, however much of it is mapped later.
 void peers_see_allocations() {
   const TwoMappings window;
   cpu::Heap heap(window.ours, 1), neighbour(window.ours, 0);
@@ -44,7 +44,7 @@ void peers_see_allocations() {
   for (const std::byte* data : seen) PYCOMM_CHECK(*data == std::byte{7}, "all are still there");
 }
 
-// If there is no address space for more, a view is as large as it must be.
+// If the address space is short, a view is only as large as needed.
 void views_fit_into_what_is_left() {
   const TwoMappings window;
   constexpr std::int64_t kBytes = 40 << 20;
@@ -127,7 +127,7 @@ void write(const std::filesystem::path& file, const std::string& text) {
   std::ofstream(file) << text;
 }
 
-// The least of what the node and its control groups have, in both versions of their interface.
+// The minimum over the node and its control groups, in both versions of their interface.
 void memory_is_what_is_left() {
   namespace fs = std::filesystem;
   const fs::path root = fs::temp_directory_path() / ("pycomm-" + std::to_string(getpid()));

@@ -1,4 +1,5 @@
-// The numbers of optimizers: formats, all their codes and all patterns of fp32; factors; sums.
+// The numerics of optimizers: storage formats, with all their codes and all fp32 patterns; factors;
+// sums.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -18,7 +19,8 @@
 namespace pycomm::test {
 namespace {
 
-// Sanitized, exhaustive tests would take minutes: they look at every 1021st piece, a prime.
+// With sanitizers, exhaustive tests would take minutes, so they check only every 1021st piece (a
+// prime).
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
 constexpr std::int64_t kEvery = 1021;
 #else
@@ -34,7 +36,7 @@ std::string text(double value) {
   return digits;
 }
 
-// visit(piece) for 0 .. pieces, on all processors.
+// Calls visit(piece) for 0 .. pieces, on all processors.
 void on_all_processors(std::int64_t pieces, const std::function<void(std::int64_t)>& visit) {
   std::atomic<std::int64_t> next = 0;
   std::vector<std::thread> threads;
@@ -46,7 +48,7 @@ void on_all_processors(std::int64_t pieces, const std::function<void(std::int64_
   for (std::thread& thread : threads) thread.join();
 }
 
-// How many of `n` patterns from `first` are not what a split and a join must make of them.
+// The number of errors of split and join among `n` patterns from `first`.
 PYCOMM_CLONES std::int64_t wrong_splits(std::uint32_t first, std::int64_t n,
                                         const std::uint16_t* hi, const float* joined) {
   std::int64_t wrong = 0;
@@ -55,7 +57,7 @@ PYCOMM_CLONES std::int64_t wrong_splits(std::uint32_t first, std::int64_t n,
     const std::uint32_t bits = first + static_cast<std::uint32_t>(i);
     const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
     const std::uint32_t back = bit_cast<std::uint32_t>(joined[i]);
-    // To nearest, ties away from zero: at most half a unit up, less than half a unit down.
+    // Rounding to nearest, ties away from zero: at most half a unit up, less than half a unit down.
     const std::uint32_t above = (static_cast<std::uint32_t>(hi[i]) << 16) - bits + 0x7fffu;
     const bool right =
         nan ? hi[i] == 0x7fc0u && back == 0x7fc00000u : back == bits && above < 65536;
@@ -64,7 +66,7 @@ PYCOMM_CLONES std::int64_t wrong_splits(std::uint32_t first, std::int64_t n,
   return wrong;
 }
 
-// All 2^32 patterns, through the loops that steps use.
+// All 2^32 patterns, through the loops that optimizer steps use.
 void every_number_survives_the_split() {
   std::atomic<std::int64_t> wrong = 0;
   on_all_processors((std::int64_t{1} << 32) / cpu::kChunk, [&](std::int64_t piece) {
@@ -81,8 +83,8 @@ void every_number_survives_the_split() {
   PYCOMM_CHECK(wrong == 0, std::to_string(wrong) + " patterns do not survive");
 }
 
-// All pairs of halves: those that no split makes, too, because parameters are edited between steps.
-// A finite `hi` gives a finite number within half a unit.
+// All pairs of halves, including those that no split produces, because callers may edit parameters
+// between steps. A finite `hi` must give a finite number within half a unit.
 PYCOMM_CLONES std::int64_t wrong_joins(std::uint32_t high, std::int64_t n, const float* joined) {
   std::int64_t wrong = 0;
 #pragma omp simd reduction(+ : wrong)
@@ -113,8 +115,9 @@ void no_finite_number_becomes_nan() {
   PYCOMM_CHECK(wrong == 0, std::to_string(wrong) + " pairs give something else");
 }
 
-// That a value between two neighbours becomes the one above if its distance from the one below is
-// larger than the share that the random bits stand for; close to that, either will do.
+// Checks that a value between two neighbours is rounded up if its distance from the lower one
+// exceeds the fraction that the random bits stand for. Close to that fraction, either result is
+// right.
 template <class Store>
 void check_fair(double value, double below, double above, const Store& store) {
   constexpr double kClose = 0x1p-11;  // some ulps of the value
@@ -129,7 +132,8 @@ void check_fair(double value, double below, double above, const Store& store) {
 
 constexpr std::uint32_t kDice[] = {0, 1u << 31, 0xffffffffu};
 
-// Every root is its own code, whatever the random bits; all else becomes a neighbour, never zero.
+// Every root is its own code for any random bits. All other values become a neighbour and never
+// zero.
 void roots_in_half() {
   for (const std::uint32_t random : kDice) {
     for (std::uint32_t bits = 0; bits <= 0x7c00u; ++bits) {
@@ -160,7 +164,7 @@ void roots_in_half() {
 
 const float kMagnitudes[] = {kSmallest, 1e-30f, 0.7f, 1.0f, 3.14159f, 1e30f, 0x1p126f, kLargest};
 
-// Every code is what it stands for, for any magnitude; larger codes stand for larger numbers.
+// Encoding a decoded code gives the code, for any magnitude. Larger codes stand for larger numbers.
 void codes_are_fixed_points() {
   for (const float largest : kMagnitudes) {
     const State8Scale scale = state8_scale(bit_cast<std::uint32_t>(largest));
@@ -169,7 +173,7 @@ void codes_are_fixed_points() {
     for (int q = -127; q <= 127; ++q) {
       const auto code = static_cast<std::uint8_t>(q);
       const float value = decode_signed(code, largest);
-      // Subnormal numbers have fewer bits than the finest codes of the smallest blocks need.
+      // Subnormal numbers have fewer bits than the finest codes of very small blocks need.
       const bool exact = std::fabs(value) >= kSmallest || q == 0;
       PYCOMM_CHECK(!exact || encode_signed(value, scale.inverse) == code,
                    "code " + std::to_string(q) + " of " + text(largest));
@@ -202,7 +206,8 @@ void scales() {
   }
 }
 
-// The bounds of core/optim/state8.h, for shares of a block's largest magnitude, of all sizes.
+// The error bounds of core/optim/state8.h, for fractions of a block's largest magnitude, of all
+// sizes.
 void errors_of_codes() {
   constexpr double kRounding = 1e-6;  // of the fp32 arithmetic
   for (const float largest : kMagnitudes) {
@@ -235,7 +240,7 @@ void errors_of_codes() {
   }
 }
 
-// Each multiplication doubles what it is given, in relative terms, so n roundings at most.
+// Each multiplication doubles the relative error of its argument, so there are at most n roundings.
 void powers() {
   for (const double base : {0.0, 0.4, 0.9, 0.95, 0.99, 0.999, 0.9999, 0.999999}) {
     for (std::int64_t n = 0; n <= 10'000'000; n += 1 + n / 7) {
@@ -247,7 +252,7 @@ void powers() {
   }
 }
 
-// Also where weights are 1e44 times their directions.
+// Also if weights are 1e44 times as large as their directions.
 void lamb_stays_finite() {
   Settings settings;
   settings.lr = 1e-3, settings.eps = 1e-6;
@@ -257,7 +262,7 @@ void lamb_stays_finite() {
   PYCOMM_CHECK(std::isfinite(p) && p < 1e20f, "p = " + text(p));
 }
 
-// Within the roundings of a tree: six at each level, whatever the length.
+// The error is at most a tree's roundings: six per level, for any length.
 void sums() {
   std::mt19937_64 dice(0);
   for (const std::int64_t n : {0, 1, 31, 32, 33, 1023, 1024, 1025, 40'000, 1'048'577}) {
@@ -273,7 +278,7 @@ void sums() {
   }
 }
 
-// Sums of squares are infinite or NaN if, and only if, an element is.
+// Sums of squares are infinite or NaN if and only if an element is.
 void sums_of_squares_tell_what_is_finite() {
   std::vector<float> values(cpu::kChunk, kLargest);
   const cpu::Numbers numbers{Storage::f32, false, reinterpret_cast<std::byte*>(values.data()),

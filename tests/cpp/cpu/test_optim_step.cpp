@@ -1,5 +1,5 @@
-// Steps of every rule over every storage: on many threads, cut into pieces at random, they give the
-// bits of one thread; skipped, they touch nothing. All memory has its exact size, for
+// Optimizer steps of every rule with every storage. On many threads, in random pieces, they give
+// the same bits as on one thread; skipped steps change nothing. All memory has its exact size, for
 // AddressSanitizer.
 #include <algorithm>
 #include <cmath>
@@ -21,7 +21,7 @@ using Bytes = std::vector<std::byte>;
 
 constexpr std::int64_t kCounts[] = {0, 1, 1024, 255, 0, 4099, 1025};
 
-// A rule, and how all parameters and what belongs to them are stored.
+// A rule, and how parameters, gradients and states are stored.
 struct Form {
   std::string name;
   Settings settings;
@@ -88,7 +88,7 @@ std::size_t bytes_of(Storage storage, std::int64_t n) {
   return size * static_cast<std::size_t>(n);
 }
 
-// A parameter and all that belongs to it.
+// A parameter with its gradient and states.
 struct Parameter {
   std::int64_t count;
   Bytes param, grad, master, state[kMostStates];
@@ -161,7 +161,7 @@ std::vector<Segment> segments(const Form& form, std::vector<Parameter>& paramete
 
 void on_one_thread(std::int64_t n, const cpu::Body& body) { body(0, n); }
 
-// Every piece has a thread of its own, and cuts lie anywhere.
+// Each piece gets its own thread; pieces begin anywhere.
 cpu::Parallel on_threads(Dice& dice, int threads) {
   return [&dice, threads](std::int64_t n, const cpu::Body& body) {
     std::vector<std::int64_t> cuts = {0, n};
@@ -175,7 +175,7 @@ cpu::Parallel on_threads(Dice& dice, int threads) {
   };
 }
 
-// Two steps with clipping; returns the last norm.
+// Does two steps with clipping and returns the last norm.
 double train(const Form& form, std::vector<Parameter>& parameters, const cpu::Parallel& parallel) {
   double norm = 0;
   for (unsigned step = 0; step < 2; ++step) {
@@ -206,7 +206,7 @@ void threads_change_nothing() {
   }
 }
 
-// Whatever has been found, and whichever element of whichever parameter it was.
+// For any non-finite value, in any element of any parameter.
 void skips_touch_nothing() {
   constexpr float inf = std::numeric_limits<float>::infinity();
   Dice dice(0);

@@ -1,4 +1,4 @@
-// Every wait ends: timeouts, ranks that leave, aborts, disagreement.
+// Every wait ends: by timeouts, ranks that leave, aborts, or mismatches.
 #include <signal.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
@@ -21,7 +21,7 @@ void sum(cpu::Group& group, std::int64_t count, Algorithm algorithm = Algorithm:
             x.data());
 }
 
-// The error that `body` raises.
+// The error that `body` throws.
 CollectiveError error_of(const std::function<void()>& body) {
   try {
     body();
@@ -44,7 +44,7 @@ void times_out() {
   World world(4, 64 << 10, 0, 0.3);
   world.run([&](int r) {
     sum(world[r], 100);
-    if (r == 2) return;  // stays silent
+    if (r == 2) return;  // takes no part
     const CollectiveError error = error_of([&] { sum(world[r], 100, Algorithm::ring); });
     PYCOMM_CHECK(error.reason == Reason::timeout, "a silent rank must cause Timeout");
     refuses_afterwards(world[r]);
@@ -63,7 +63,7 @@ void blames_the_silent() {
 
 void notices_who_leaves() {
   World world(3);
-  std::barrier done(3);  // or the error could end the first operation of a rank that is late
+  std::barrier done(3);  // otherwise the error could hit a late rank's first operation
   world.run([&](int r) {
     sum(world[r], 5000, Algorithm::tree);
     done.arrive_and_wait();
@@ -148,7 +148,7 @@ void interrupts_a_wait() {
   });
 }
 
-// The first of two calls has spent its residual when the second one fails: neither result counts.
+// The first of two calls has used up its residual when the second one fails: neither result counts.
 void a_failed_exchange_puts_residuals_back() {
   constexpr std::int64_t kCount = 1000;
   World world(2);
@@ -180,7 +180,7 @@ void a_failed_exchange_puts_residuals_back() {
   });
 }
 
-// Whatever an operation has found so far, an abort before its end makes it fail.
+// An abort before the end of an operation makes it fail, whatever it has found so far.
 void the_last_look_counts() {
   const int fd = cpu::Window::create(1, 1 << 20, 64 << 10);
   const auto window = std::make_shared<cpu::Window>(fd, 1, 1 << 20, 64 << 10);
@@ -196,7 +196,7 @@ void the_last_look_counts() {
   PYCOMM_CHECK(comm.completed() == 1, "the second is not");
 }
 
-// A rank that fails has its tensors back only when other ranks' kernels have ended.
+// A failed rank gets its tensors back only when other ranks' kernels have ended.
 void waits_for_kernels() {
   World world(3);
   std::atomic<bool> ended{false};
@@ -276,10 +276,10 @@ void does_not_wait_for_the_dead() {
   PYCOMM_CHECK(mine.wait_for_kernels(std::chrono::seconds(60)), "its kernels are gone");
 }
 
-// Sanitizers need memory of their own.
+// Sanitizers need additional memory.
 #if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
 #define PYCOMM_CAN_RUN_OUT_OF_MEMORY
-// If there is no memory to take a tensor out of a peer's reach, its owner waits for the peer.
+// If there is no memory to detach a tensor from a peer, its owner waits for the peer.
 void waits_if_it_cannot_detach() {
   Neighbours neighbours;
   cpu::Comm mine = neighbours.comm(0);

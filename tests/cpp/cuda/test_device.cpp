@@ -1,5 +1,5 @@
-// The CUDA kernels, run on the CPU (device/cuda_runtime.h): the bits of the CPU's own executors, for
-// plain and compressed all-reduces and for encoded tensors; and how a kernel fails.
+// The CUDA kernels, run on the CPU (device/cuda_runtime.h). They must give the bits of the CPU's
+// executors, for plain and compressed all-reduces and for encoded tensors. Also how kernels fail.
 #include <cmath>
 #include <cstring>
 #include <random>
@@ -20,15 +20,15 @@ struct Case {
   bool momentum = false;
   float poison = 0;
   unsigned seed = 0;
-  float scale = 0;  // or 0: none
-  int unused = 0;   // the tensors of so many ranks are zeros
+  float scale = 0;  // 0: not scaled
+  int unused = 0;   // number of ranks whose tensors are zeros
   bool hold_unused = false;
 };
 
-// For an fp16 tensor that is fed back, though fp16 can hold it.
+// Too large for an fp16 tensor with feedback, although fp16 can represent it.
 constexpr float kTooLarge = 65'200;
 
-// What every rank has: a tensor, its result, and what is fed back.
+// The ranks' tensors, results, residuals and velocities.
 template <class T>
 struct Tensors {
   std::vector<std::vector<T>> x, y;
@@ -59,7 +59,7 @@ struct Tensors {
     if (c.poison != 0 && size > 0) x[n - 1][size / 3] = store<T>(c.poison);
   }
 
-  // Every second case keeps what was there before.
+  // Every second case keeps copies of the old residuals.
   Feedback feedback(int r, const Case& c) {
     Feedback made;
     const bool keeps = c.seed % 2 == 0;
@@ -85,7 +85,7 @@ bool same(const std::vector<V>& a, const std::vector<V>& b) {
   return std::memcmp(a.data(), b.data(), a.size() * sizeof(V)) == 0;
 }
 
-// Odd cases are misaligned by an element.
+// Tensors of odd cases are misaligned by one element.
 template <class T>
 void compare(const Case& c, World& world, DeviceWorld& on_device) {
   const int n = world.size();
@@ -220,14 +220,14 @@ void lists(int n) {
         c.seed = seed;
         c.momentum = c.operation.codec.feedback != 0 && seed % 2 == 0;
         c.poison = seed % 5 == 0 ? INFINITY : seed % 6 == 1 ? kTooLarge : 0.0f;
-        c.operation.offset = kChunkOffset * (seed % 4);  // so that owners take turns
+        c.operation.offset = kChunkOffset * (seed % 4);  // so that owners vary
         compare(c, world, on_device);
       }
     }
   }
 }
 
-// Scaled tensors, of which some or all are zeros.
+// Scaled tensors with feedback, of which some or all are zeros.
 void fed(int n) {
   World world(n, 2 << 20);
   DeviceWorld on_device(n);
@@ -290,7 +290,7 @@ void wires() {
   }
 }
 
-// One of three ranks never comes: the others' kernels end, and write nothing that is the caller's.
+// One of three ranks never comes: the others' kernels end and write no memory of the caller.
 void drains(const Codec& codec) {
   constexpr std::int64_t kCount = 70'000;
   DeviceWorld world(3, 0.2);

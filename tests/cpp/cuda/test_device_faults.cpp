@@ -1,4 +1,4 @@
-// How kernels end when the group is aborted, on the CPU (device/cuda_runtime.h).
+// How kernels end when the group is aborted, run on the CPU (device/cuda_runtime.h).
 #include <atomic>
 #include <chrono>
 #include <thread>
@@ -23,7 +23,7 @@ Operation all_reduce(Algorithm algorithm, CodecKind codec = CodecKind::none) {
   return operation;
 }
 
-// Ranks with a tensor of ones each, and a result of zeros.
+// Ranks, each with a tensor of ones and a result of zeros.
 struct Ranks {
   explicit Ranks(int n, bool staged = false) : world(n, 60, staged) {
     for (int r = 0; r < n; ++r) {
@@ -56,7 +56,7 @@ void fails_as_aborted(const cuda::Endpoint& endpoint, const Operation& operation
   PYCOMM_CHECK(!endpoint.in_peers_heaps(), "no lane uses other ranks' tensors any more");
 }
 
-// An abort that comes when no wait polls for it any more, or none has to.
+// An abort that arrives when no wait polls for it any more, or in an operation without waits.
 void the_last_look_counts(int n, const Operation& operation) {
   Ranks ranks(n, true);
   ranks.launch_together(operation);
@@ -71,7 +71,7 @@ void the_last_look_counts(int n, const Operation& operation) {
   for (const auto& endpoint : ranks.world.endpoints) fails_as_aborted(*endpoint, operation);
 }
 
-// A lane that sees the abort does not begin to use other ranks' tensors.
+// A lane that sees the abort does not start to use other ranks' tensors.
 void stays_outside(int n, Algorithm algorithm) {
   Ranks ranks(n);
   for (const auto& endpoint : ranks.world.endpoints) endpoint->set_abort(kAbort);
@@ -83,7 +83,7 @@ void stays_outside(int n, Algorithm algorithm) {
   }
 }
 
-// What rank 1 of two tells rank 0 at the beginning of the first operation.
+// Writes rank 1's announcement of the first operation for rank 0.
 void announce_to_rank_0(const Ranks& ranks, const Operation& operation) {
   const cuda::WindowLayout layout{2, kLanes, DeviceWorld::staging_bytes(2)};
   for (int lane = 0; lane < kLanes; ++lane) {
@@ -96,7 +96,7 @@ void announce_to_rank_0(const Ranks& ranks, const Operation& operation) {
   }
 }
 
-// The host sees a kernel that uses other ranks' tensors until that has ended.
+// The host sees that a kernel uses other ranks' tensors until that kernel has ended.
 void is_seen_inside(Algorithm algorithm) {
   Ranks ranks(2);
   cuda::Endpoint& endpoint = *ranks.world.endpoints[0];

@@ -1,5 +1,5 @@
-// A group's CUDA side with the group on its host: what kernels and hosts tell each other, on the CPU
-// (device/cuda_runtime.h).
+// A group's CUDA side together with its group on the host: what kernels and hosts tell each other,
+// run on the CPU (device/cuda_runtime.h).
 #include <chrono>
 #include <functional>
 #include <string>
@@ -21,12 +21,13 @@ Operation all_reduce(ReduceOp op = ReduceOp::sum) {
 
 class Interrupted : public std::exception {};
 
-// Two ranks with a tensor of ones each, and a result of zeros. `together`: they share their launches.
+// Two ranks, each with a tensor of ones and a result of zeros. `together`: they share kernel
+// launches.
 struct Ranks {
   explicit Ranks(bool together, double timeout = 5, void (*interrupt)() = nullptr)
       : hosts(2, 64 << 10, 0, 5), device(2, timeout) {
     for (int r = 0; r < 2; ++r) {
-      // The world owns its groups.
+      // The world owns the groups.
       const std::shared_ptr<cpu::Group> host(std::shared_ptr<void>(), &hosts[r]);
       groups.push_back(std::make_unique<cuda::Group>(
           host, device.endpoints[r], together ? device.shared : nullptr, interrupt));
@@ -48,7 +49,7 @@ struct Ranks {
   std::vector<std::vector<float>> x, y;
 };
 
-// Runs what must fail so, with these words in its message.
+// Runs `body`, which must fail with this reason and rank, and with these words in the message.
 void fails(const std::function<void()>& body, Reason reason, int rank, const std::string& words) {
   try {
     body();
@@ -61,7 +62,7 @@ void fails(const std::function<void()>& body, Reason reason, int rank, const std
   PYCOMM_CHECK(false, "must fail: " + words);
 }
 
-// What has been raised once.
+// The group has failed, and that error was already thrown once.
 void refuses_work(Ranks& ranks, int r) {
   try {
     ranks.run(r);
@@ -82,7 +83,7 @@ void adds_up(bool together) {
   }
 }
 
-// Rank 1 does not come: both are told, each from its own side.
+// Rank 1 does not come: both ranks get an error, each from its own point of view.
 void times_out() {
   Ranks ranks(false, 0.2);
   ranks.run(0);
@@ -99,7 +100,7 @@ void times_out() {
   for (int r = 0; r < 2; ++r) refuses_work(ranks, r);
 }
 
-// The kernel of rank 0 waits for rank 1, whose host acts meanwhile.
+// The kernel of rank 0 waits for rank 1; meanwhile rank 1's host acts.
 void ends_the_kernel(void (*act)(cpu::Group&), Reason reason, const std::string& words) {
   Ranks ranks(false);
   std::thread kernel([&] { ranks.run(0); });
@@ -141,7 +142,7 @@ void overwritten_word() {
   fails([&] { ranks.groups[0]->check(); }, Reason::malformed, -1, "overwritten");
 }
 
-// Rank 1 says that its kernels may use rank 0's tensors, and nobody says the contrary.
+// Rank 1 says that its kernels may use rank 0's tensors, and never takes it back.
 void waits_for_the_others_kernels() {
   Ranks ranks(false, 5, [] { throw Interrupted(); });
   ranks.groups[1].reset();
@@ -166,7 +167,7 @@ void refuses_what_does_not_fit() {
   operation.codec.k = 1u << 29;
   PYCOMM_CHECK(refused([&] { ranks.groups[0]->run({operation, nullptr, nullptr}, 0); }),
                "lists that are larger than the window");
-  ranks.run_both(all_reduce(), all_reduce());  // nothing has happened
+  ranks.run_both(all_reduce(), all_reduce());  // no failure so far
   for (int r = 0; r < 2; ++r) ranks.groups[r]->check();
 }
 

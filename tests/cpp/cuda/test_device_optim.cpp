@@ -1,6 +1,6 @@
-// The optimizers' kernels, run on the CPU (device/cuda_runtime.h): the bits of cpu::step() and
-// cpu::grad_norm(), for every rule and storage, at odd sizes and addresses, of special values too; and
-// how a table follows segments that move.
+// The optimizers' kernels, run on the CPU (device/cuda_runtime.h). They must give the bits of
+// cpu::step() and cpu::grad_norm(), for every rule and storage, at odd sizes and addresses, and
+// with special values. Also how a table follows segments that move.
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -17,7 +17,7 @@ namespace {
 
 using Bytes = std::vector<std::byte>;
 
-// How everything of a segment is stored, and where: so many elements past an aligned address.
+// How the parts of a segment are stored, and how many elements past an aligned address.
 struct Form {
   std::int64_t count;
   Storage param, grad, master, states;
@@ -31,7 +31,7 @@ float special(std::mt19937& random) {
   return pick == 8 ? std::nanf("") : values[pick];
 }
 
-// Numbers as they lie in memory.
+// Random numbers in their storage format.
 Bytes numbers(Storage storage, std::int64_t n, bool positive, bool specials, std::mt19937& random) {
   std::normal_distribution<float> normal;
   Bytes bytes(static_cast<std::size_t>(n * size_of(storage)));
@@ -49,7 +49,7 @@ Bytes numbers(Storage storage, std::int64_t n, bool positive, bool specials, std
   return bytes;
 }
 
-// Segments and the memory they point into.
+// Segments and the memory that they point to.
 class Parameters {
  public:
   Parameters(const std::vector<Form>& forms, const Settings& settings, int states, bool specials,
@@ -103,9 +103,9 @@ class Parameters {
   std::vector<float> steps;
 
  private:
-  static constexpr std::size_t kGap = 64;  // before and behind, filled with something
+  static constexpr std::size_t kGap = 64;  // before and after, filled with a pattern
 
-  // Shifted later, so there is room for that.
+  // Leaves room, because the data is shifted later.
   void put(const Bytes& bytes) {
     const Form& form = forms_[memory.size() / 9];
     Bytes room(bytes.size() + 2 * kGap, std::byte{0xa5});
@@ -119,7 +119,7 @@ class Parameters {
   int states_;
 };
 
-// A table with its memory.
+// A table and its memory.
 class OnDevice {
  public:
   explicit OnDevice(const std::vector<Segment>& segments) { hold(segments); }
@@ -200,7 +200,7 @@ std::vector<Form> every_form() {
   return forms;
 }
 
-// What has kernels of its own: whole runs of it, and a few more.
+// Formats that have kernels of their own: whole runs, and a few elements more.
 std::vector<Form> common_forms() {
   std::vector<Form> forms;
   for (const Storage states : {Storage::f32, Storage::bf16, Storage::code8}) {
@@ -220,12 +220,12 @@ void compare(const std::vector<Form>& forms, const Optimizer& optimizer, bool sp
   Parameters want(forms, settings, optimizer.states, specials, seed), got = want;
   Scalars scalars;
   OnDevice on_device(got.segments());
-  const float lr = 0.0078125f;  // the settings' own is not what counts
+  const float lr = 0.0078125f;  // overrides the settings' rate
   for (int turn = 0; turn < 3; ++turn) {
     settings.lr = lr;
     cpu::step(settings, want.segments(), scalars.control(), serial);
     settings.lr = 1e9;
-    // Half of the segments are another group, with the same settings.
+    // Half of the segments form another group, with the same settings.
     const auto n = static_cast<std::int64_t>(forms.size()), half = n / 2;
     const cuda::StepJob job = on_device.job(scalars.control());
     cuda::step(job, {0, half, settings, &lr, false});
@@ -259,7 +259,7 @@ void skips() {
   }
 }
 
-// The learning rate in double, and from the settings.
+// The learning rate: in double, and from the settings.
 void rates() {
   const double lr = 0.1;
   for (const bool on_host : {false, true}) {
@@ -275,7 +275,8 @@ void rates() {
   }
 }
 
-// Norms of few and many segments; of one with more than 1024 sums; with and without infinities.
+// Norms of few and many segments, of a segment with more than 1024 sums, with and without
+// infinities.
 void surveys() {
   std::mt19937 random(5);
   const Settings settings = settings_of(Rule::sgd);
@@ -296,7 +297,7 @@ void surveys() {
     const double max_norm = turn % 2 == 0 ? 1.0 : 1e6;
     const double norm = cpu::grad_norm(parameters.segments(), want.control(), max_norm, serial);
     const OnDevice on_device(parameters.segments());
-    for (int again = 0; again < 2; ++again) {  // tickets are back where they were
+    for (int again = 0; again < 2; ++again) {  // tickets have been reset
       double found = -1;
       cuda::grad_norm(on_device.job(got.control()), {max_norm, false, &found});
       PYCOMM_CHECK(std::memcmp(&norm, &found, 8) == 0, "norm of turn " + std::to_string(turn));
@@ -310,14 +311,14 @@ void surveys() {
   }
 }
 
-// Gradients move, segments come and go; a table holds what was set last.
+// Gradients move, segments are added and removed; a table holds what was set last.
 void tables() {
   const Settings settings = settings_of(Rule::adamw);
   std::vector<Form> forms = common_forms();
   OnDevice on_device({});
   for (unsigned turn = 0; turn < 8; ++turn) {
     if (turn == 3) forms.resize(4);
-    if (turn == 5) {  // more words than one launch writes
+    if (turn == 5) {  // more words than a single launch writes
       Form small = forms[1];
       small.count = 40;
       forms.resize(900, small);

@@ -1,7 +1,7 @@
 // CUDA's language and runtime on a CPU, as far as csrc/cuda/ needs them, so that tests run the
-// kernels themselves. A block is a system thread; its threads are fibers, which take turns at
-// barriers, shuffles and atomic loads, in an order that is drawn anew every time: where a barrier is
-// missing, a test soon sees it. Streams run at once what they are given.
+// actual kernels. A block is a system thread. Its threads are fibers, which switch at barriers,
+// shuffles and atomic loads, in an order that is random every time, so that tests soon find a
+// missing barrier. Streams execute their work immediately.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 #include <cstdlib>
 #include <cstring>
 
-// These spell an attribute like a macro below.
+// These headers use an attribute with the name of a macro below.
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -29,9 +29,9 @@ namespace device {
 extern thread_local dim3 thread_index, block_index, block_size, grid_size;
 
 void pause();
-// All threads of the block; returns whether any of them votes.
+// A barrier of the block. Returns true if any thread votes.
 bool meet(bool vote);
-// All threads of the warp; returns what each has brought.
+// A barrier of the warp. Returns the values of all threads.
 const std::uint64_t* exchange(std::uint64_t value);
 int launch(const void* kernel, dim3 grid, dim3 block, void** arguments);
 
@@ -116,7 +116,7 @@ struct cudaPointerAttributes {
   int type, device;
 };
 
-// Fresh memory holds garbage, so that nobody relies on zeros.
+// Fresh memory holds garbage, so that no code relies on zeros.
 inline cudaError_t cudaMalloc(void** to, std::size_t bytes) {
   *to = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
   std::memset(*to, 0xcd, bytes);
@@ -158,7 +158,7 @@ inline cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* to, const voi
   *to = {cudaMemoryTypeDevice, 0};
   return cudaSuccess;
 }
-// Few, so that blocks of tests have several pieces of work each.
+// Few, so that each block has several pieces of work in tests.
 enum { cudaDevAttrMultiProcessorCount = 16 };
 inline cudaError_t cudaDeviceGetAttribute(int* to, int, int) {
   *to = 1;

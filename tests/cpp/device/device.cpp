@@ -1,4 +1,4 @@
-// The blocks and threads of cuda_runtime.h.
+// The implementation of cuda_runtime.h: blocks and threads.
 #include <pthread.h>
 #include <sched.h>
 #include <sys/mman.h>
@@ -17,7 +17,8 @@ thread_local dim3 thread_index, block_index, block_size, grid_size;
 
 namespace {
 
-// Saves the callee's registers, changes stacks, and goes on where that one has stopped.
+// Saves the callee-saved registers, switches stacks, and continues where the other stack has
+// stopped.
 extern "C" void pycomm_switch_stacks(void** from, void* to);
 asm(R"(
 .globl pycomm_switch_stacks
@@ -42,8 +43,8 @@ pycomm_switch_stacks:
 constexpr std::size_t kStack = 96 << 10;
 constexpr unsigned kWarp = 32;
 
-// Kernels take one struct by value, which the ABI copies to the stack, so any size that is large
-// enough serves all.
+// A kernel takes one struct by value, which the ABI copies to the stack, so any struct that is
+// large enough serves all kernels.
 struct alignas(16) Arguments {
   std::byte bytes[8 << 10];
 };
@@ -58,7 +59,7 @@ struct Fiber {
 
 struct Warp {
   unsigned arrived = 0, alive = kWarp, round = 0;
-  std::uint64_t values[2][kWarp];  // of rounds in turn: a slow thread still reads the last one
+  std::uint64_t values[2][kWarp];  // alternate: a slow thread may still read the previous ones
 };
 
 struct Block {
@@ -104,13 +105,13 @@ void prepare(Block& to, std::byte* stacks, unsigned threads) {
   to.warps.resize(threads / kWarp);
   for (unsigned i = 0; i < threads; ++i) {
     auto** top = reinterpret_cast<void**>(stacks + kStack * (i + 1) - 64);
-    *--top = nullptr;  // where body() would return to
+    *--top = nullptr;  // return address of body()
     *--top = reinterpret_cast<void*>(&body);
     to.fibers.push_back({top - 6, State::ready});
   }
 }
 
-// Whether any thread could run.
+// Runs each thread that is ready once, in a new order. Returns true if any of them could run.
 bool take_turns(std::vector<unsigned>& order, std::mt19937& random) {
   switch (random() % 3) {
     case 0:
@@ -122,7 +123,7 @@ bool take_turns(std::vector<unsigned>& order, std::mt19937& random) {
     default:
       std::sort(order.rbegin(), order.rend());
   }
-  // Warps that sleep for a while let the others run ahead, as far as barriers allow.
+  // Sleeping warps let the others run ahead, as far as barriers allow.
   if (random() % 16 == 0) block->asleep = random() & random();
   bool ran = false, slept = false;
   for (const unsigned i : order) {
@@ -164,13 +165,13 @@ void run(Block& to, unsigned index, dim3 grid, dim3 threads) {
       std::fprintf(stderr, "threads of a block wait for each other at different barriers\n");
       std::abort();
     } else {
-      sched_yield();  // perhaps they wait for another block
+      sched_yield();  // they may wait for another block
     }
   }
   munmap(stacks, kStack * threads.x);
 }
 
-// Bytes from an address on this thread's stack to the stack's end.
+// The bytes between an address on this thread's stack and the stack's end.
 std::size_t stack_above(const void* address) {
   pthread_attr_t attributes;
   void* begin = nullptr;

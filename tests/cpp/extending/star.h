@@ -1,16 +1,17 @@
-// Star all-reduce: rank 0 adds for all. The simplest one; docs/EXTENDING.md shows with it how an
-// algorithm is added.
+// Star all-reduce: rank 0 adds for all. It is the simplest algorithm; docs/EXTENDING.md uses it to
+// show how an algorithm is added.
 //
-//   1. Stage: each rank but 0 copies its tile into its own staging slot and says so.
+//   1. Stage: each rank except 0 copies its tile into its own staging slot and signals.
 //   2. Reduce: rank 0 adds all n contributions of the tile, in rank order, into its output and its
-//      own slot, and says so.
-//   3. Copy: each other rank copies the result from there to its output, one tile behind (so that
-//      it stages the next tile while rank 0 adds).
+//      own slot, and signals.
+//   3. Copy: each other rank copies the result from there to its output, one tile behind, so that
+//      it stages the next tile while rank 0 adds.
 //
-// For S bytes: rank 0 reads (n-1) S from peers, each other rank S; 2 steps per tile. Rounds once.
+// For S bytes: rank 0 reads (n-1) S from peers, each other rank S; 2 signals per tile. Rounds once.
 //
-// Two slots suffice. A rank that stages tile t has seen tile t-2 reduced, so nobody reads its slot
-// of t-2. And rank 0 writes the result of t when all have staged t, so have copied that of t-2.
+// Two slots suffice. A rank that stages tile t has seen that tile t-2 is reduced, so no rank reads
+// its slot of t-2 any more. And rank 0 writes the result of t after all ranks have staged t, so
+// they have copied the result of t-2.
 // Reference: the reduction to a root and the broadcast of any textbook.
 #pragma once
 

@@ -1,4 +1,4 @@
-// The row of star, in a table of its own: the enum does not have it.
+// The row of star, in a table of its own, because the enum does not have it.
 #pragma once
 
 #include "core/algorithms/table.h"

@@ -1,5 +1,5 @@
-// The algorithm of docs/EXTENDING.md, which the library does not have, on both executors, against
-// plain integer arithmetic. Small staging areas make tiles and slots wrap many times.
+// The algorithm of docs/EXTENDING.md, which is not in the library, on both executors, against plain
+// integer arithmetic. Small staging areas make tiles and slots wrap around many times.
 #include <algorithm>
 #include <atomic>
 #include <string>
@@ -14,7 +14,7 @@
 namespace pycomm::test {
 namespace {
 
-// What is announced must be an algorithm that the library knows.
+// Announcements must name an algorithm that the library knows.
 Operation all_reduce(DType dtype, ReduceOp op, std::int64_t count) {
   return {Collective::all_reduce, Algorithm::one_shot, dtype, op, 0, count};
 }
@@ -24,7 +24,7 @@ void visit_star(int ranks, Visit visit) {
   AlgorithmsAndStar::visit(kStar, ranks, visit);
 }
 
-// Ranks that are threads.
+// Ranks as threads.
 class CpuRanks {
  public:
   explicit CpuRanks(int n) {
@@ -64,7 +64,7 @@ class CpuRanks {
   std::vector<std::unique_ptr<cpu::Comm>> comms_;
 };
 
-// Ranks that share a launch, whose kernel runs on the CPU (device/cuda_runtime.h).
+// Ranks that share a kernel launch, which runs on the CPU (device/cuda_runtime.h).
 class DeviceRanks {
  public:
   explicit DeviceRanks(int n) : windows_(2 * static_cast<std::size_t>(n)), mailboxes_(n) {
@@ -106,12 +106,12 @@ class DeviceRanks {
   };
 
   std::vector<std::vector<Line>> memory_;
-  std::vector<std::byte*> windows_;  // and what locations count from, which is unused
+  std::vector<std::byte*> windows_;  // and one unused base for locations
   std::vector<RankMailbox> mailboxes_;
   cuda::Launch launch_{};
 };
 
-// Small, so that every type holds every sum exactly.
+// Small values, so that every type represents every sum exactly.
 int value(int rank, std::size_t i, int round) {
   return (static_cast<int>(i) * 7 + rank * 31 + round * 13) % 11;
 }

@@ -1,4 +1,4 @@
-// A world of ranks that share one device, which is a CPU (device/cuda_runtime.h).
+// A group of ranks that share one device, which is a CPU (device/cuda_runtime.h).
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,7 @@ class DeviceWorld {
     const std::int64_t staging = staging_bytes(n);
     const std::int64_t bytes = cuda::window_bytes(n, kLanes, staging, 0);
     for (int r = 0; r < n; ++r) {
-      // Aligned, and zeros, as a window has to be.
+      // Aligned and zero-initialised, as a window must be.
       memory_.emplace_back(static_cast<std::size_t>(bytes) + 4096);
       windows.push_back((reinterpret_cast<std::uintptr_t>(memory_[r].data()) + 4095) / 4096 * 4096);
     }

@@ -1,4 +1,4 @@
-// What every C++ test begins with.
+// The runner of all C++ tests.
 #pragma once
 
 #include <cstdio>
@@ -10,7 +10,7 @@
 
 namespace pycomm::test {
 
-// Whether it throws what bad input may make it throw.
+// True if `body` throws what invalid input may cause.
 template <class Body>
 bool refused(Body body) {
   try {
@@ -21,7 +21,7 @@ bool refused(Body body) {
   }
 }
 
-// Runs named tests; the process's exit status says whether all passed.
+// Runs named tests. Returns the process's exit status: 0 if all passed.
 inline int run_all(const std::vector<std::pair<const char*, std::function<void()>>>& tests) {
   int failed = 0;
   for (const auto& [name, body] : tests) {

@@ -1,4 +1,4 @@
-// A world of ranks that are threads.
+// A group of ranks that are threads.
 #pragma once
 
 #include <exception>
@@ -22,7 +22,7 @@ class World {
     add_node(ranks, size, staging_bytes, first_epoch, duration(timeout_seconds));
   }
 
-  // Imagined nodes with so many ranks each.
+  // Simulated nodes with these numbers of ranks.
   explicit World(const std::vector<int>& hosts, std::int64_t staging_bytes = 64 << 10) {
     cpu::Nodes nodes;
     int next = 0;

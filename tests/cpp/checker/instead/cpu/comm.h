@@ -1,5 +1,5 @@
-// Stands in for csrc/cpu/comm.h, so that the CPU's code between nodes, cpu/{hosts,parts,pool}.*, runs on
-// the checker's executor.
+// Replaces csrc/cpu/comm.h, so that the CPU's code between nodes,
+// cpu/internode/{group,stages,aggregate}.*, runs on the checker's executor.
 #pragma once
 
 #include "checker/comm.h"

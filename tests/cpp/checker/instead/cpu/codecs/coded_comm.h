@@ -1,5 +1,6 @@
-// Stands in for csrc/cpu/codecs/coded_comm.h, the executor with a codec of blocks: slots hold encoded elements,
-// in the layout of core/algorithms/coded.h. An encoded block can only be decoded as a whole and with its own scale.
+// Replaces csrc/cpu/codecs/coded_comm.h, the executor for block codecs: slots hold encoded
+// elements, in the layout of core/algorithms/coded.h. An encoded block can only be decoded as a
+// whole and with its own scale.
 #pragma once
 
 #include "core/algorithms/coded.h"
@@ -9,7 +10,7 @@
 
 namespace pycomm::cpu {
 
-// Looks at the tensor.
+// Reads the tensor.
 Preflight preflight_of(const Operation& operation, const Call& call, float limit);
 
 template <class Base>
@@ -21,7 +22,7 @@ class CodedComm {
  public:
   static constexpr bool kCoded = true;
 
-  // `comm` has begun the operation.
+  // `comm` must have begun the operation.
   CodedComm(Base& comm, const Operation& operation, const Feedback& feedback, float,
             const CodedStaging& staging)
       : comm_(comm),
@@ -105,7 +106,7 @@ class CodedComm {
     return {reinterpret_cast<std::byte*>(staging_[location].scales), location.rank};
   }
 
-  // What encoding an element loses goes into the residual, and comes from there.
+  // Encoding reads and writes the elements' residuals.
   void feed(std::int64_t element, std::int64_t n) {
     if (feedback_.residual == nullptr) return;
     const Location residual{reinterpret_cast<std::byte*>(feedback_.residual + element), rank()};
@@ -115,7 +116,8 @@ class CodedComm {
     return comm_.elements(tensor.data - begin.data);
   }
 
-  // Of the whole, so that bits do not depend on how it is cut into tensors and tiles.
+  // Checks that blocks are blocks of the whole tensor, so that bits do not depend on how it is cut
+  // into tensors and tiles.
   void check_blocks(const Location& location, const Piece& piece) const {
     const bool ends = piece.element + piece.units == comm_.called().count;
     if ((first_element(comm_.called()) + piece.element) % staging_.block != 0 ||

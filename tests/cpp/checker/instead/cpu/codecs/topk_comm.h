@@ -1,5 +1,6 @@
-// Stands in for csrc/cpu/codecs/topk_comm.h, the executor of top-k: ranks exchange lists, in areas laid out by
-// core/codecs/topk.h. Which elements a list holds does not matter here: it stands for its whole region.
+// Replaces csrc/cpu/codecs/topk_comm.h, the executor for top-k: ranks exchange lists, in areas with
+// the layout of core/codecs/topk.h. It does not matter here which elements a list holds: a list
+// stands for its whole region.
 #pragma once
 
 #include "core/algorithms/topk_exchange.h"
@@ -19,7 +20,7 @@ class TopkComm {
   using Pieces = checker::Pieces;
 
  public:
-  // Selects: reads the whole tensor, before anything is announced.
+  // Selects, that is, reads the whole tensor before anything is announced.
   TopkComm(Base& comm, TopkWorkspace&, const Operation& operation, const Call& call, float)
       : comm_(comm),
         area_(operation, comm.size()),
@@ -80,7 +81,7 @@ class TopkComm {
   static constexpr checker::Unit kWord{4};
   static std::int64_t first_word(int owner) { return std::int64_t{owner} << 32; }
   bool exists(int owner) const { return area_.region(owner).chunks() > 0; }
-  // Lists are of different lengths, which who reads them finds there.
+  // Lists have different lengths, which readers find in the lists.
   std::int64_t bytes(int writer, int owner, bool result) const {
     const std::int64_t most = room(owner, result);
     return most == 0 ? 0 : most - (writer + owner) % 3 * 4;
@@ -100,7 +101,7 @@ class TopkComm {
     comm_.write({list(rank(), owner, result), rank()}, {words}, kWord);
   }
 
-  // What is not sent stays.
+  // Residuals keep what is not sent.
   void feed(std::int64_t count) {
     for (float* const state : {feedback_.residual, feedback_.velocity}) {
       if (state == nullptr || count == 0) continue;
@@ -109,7 +110,7 @@ class TopkComm {
     }
   }
 
-  // Of what has been selected from.
+  // The part of the selected contribution that is in a range.
   Pieces part(const Range& range) const {
     Pieces part;
     std::int64_t at = 0;

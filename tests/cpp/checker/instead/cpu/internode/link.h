@@ -1,5 +1,6 @@
-// Stands in for csrc/cpu/internode/link.h: messages between nodes, for symbols. What is posted may be read and
-// written until the batch has been waited for, so each batch is a thread of its own.
+// Replaces csrc/cpu/internode/link.h: messages between nodes, with symbols for data. The memory of
+// a batch may be read and written until the batch has been waited for, so each batch is a thread of
+// its own.
 #pragma once
 
 #include <deque>
@@ -21,9 +22,9 @@ struct Batch {
   std::vector<Transfer> sends, receives;
 };
 
-// All that the nodes' links of one stripe share.
+// What the links of one stripe share.
 struct Network {
-  // What has been sent: symbols, or bytes from memory that is none of the model's.
+  // A message in flight: symbols, or bytes from memory outside the model.
   struct Message {
     checker::Cargo cargo;
     std::vector<std::byte> bytes;
@@ -39,13 +40,13 @@ struct Network {
   std::vector<std::deque<Message>> lines;
 };
 
-// Rounds take turns with the carriers; more than so many are never under way.
+// Batches use the carriers in turn; no more batches than carriers may be in flight.
 struct Transport {
   Network& network;
   std::vector<checker::Thread*> carriers;
 };
 
-// As in the CPU's, memory grows.
+// As on the CPU, the memory grows if needed.
 class Scratch {
  public:
   std::byte* bytes(std::int64_t count) {
@@ -108,13 +109,14 @@ class Link {
   void wait(std::int64_t batch);
 
   LinkTraffic traffic() const { return {}; }
-  // An abort of this node goes to the others, and posted memory is the caller's again.
+  // tell() passes an abort of this node on to the others. stop() does the same and then returns
+  // posted memory to the caller.
   void tell();
   void stop();
   void leave() {}
   void trim() {}
 
-  // For the codecs' executors.
+  // For the executors of codecs.
   checker::Pieces read(Location from, std::int64_t units, checker::Unit unit) {
     return local_.memory().read(local_.thread(), from.data, units, unit);
   }

@@ -1,4 +1,5 @@
-// Lies before the real one on the include path: all that checks one-shot then checks star.
+// Precedes the real header on the include path, so that everything that checks one-shot checks star
+// instead.
 #pragma once
 
 #include "extending/star.h"
