@@ -95,13 +95,13 @@ inline CollectiveError ended(Reason reason, int rank, int pid, const std::string
 // An operation failed because of a rank.
 inline CollectiveError failure(Reason reason, int rank, int pid, const Operation& operation,
                                std::uint32_t sequence) {
-  const char* what = reason == Reason::peer_died   ? " died or left"
-                     : reason == Reason::timeout   ? " did not answer within the group's timeout"
-                     : reason == Reason::mismatch  ? " called another operation"
-                     : reason == Reason::malformed ? " sent what is no message of this group"
-                     : reason == Reason::returned
-                         ? " has returned from its function and takes part no more"
-                         : " aborted the group";
+  const char* what =
+      reason == Reason::peer_died   ? " died or left"
+      : reason == Reason::timeout   ? " did not answer within the group's timeout"
+      : reason == Reason::mismatch  ? " called another operation"
+      : reason == Reason::malformed ? " sent something that is not a message of this group"
+      : reason == Reason::returned  ? " has returned from its function and takes no further part"
+                                    : " aborted the group";
   return ended(reason, rank, pid, describe_rank(rank, pid) + what, operation, sequence);
 }
 

@@ -70,7 +70,7 @@ Message parse_message(std::span<const std::byte> bytes, MessageKind kind, const 
   Message message;
   std::memcpy(&message, bytes.data(), sizeof(message));
   const MessageHeader& header = message.header;
-  PYCOMM_CHECK(header.magic == kMessageMagic, "a message is not one of pycomm's");
+  PYCOMM_CHECK(header.magic == kMessageMagic, "a message is not a pycomm message");
   PYCOMM_CHECK(header.version == kMessageVersion,
                "a message has version " + std::to_string(header.version) +
                    " of the format, known is " + std::to_string(kMessageVersion));

@@ -66,7 +66,7 @@ inline void check_header(const Codec& codec, const WireHeader& found, std::int64
                    std::to_string(static_cast<int>(found.kind)) + ", parameter " +
                    std::to_string(found.parameter));
   PYCOMM_CHECK(found.count == n, "wire holds " + std::to_string(found.count) +
-                                     " elements, asked for are " + std::to_string(n));
+                                     " elements instead of " + std::to_string(n));
   if (codec.kind == CodecKind::topk) return;  // the list's counts determine its length
   PYCOMM_CHECK(bytes == encoded_bytes(codec, n), "wire must have " +
                                                      std::to_string(encoded_bytes(codec, n)) +

@@ -248,7 +248,8 @@ Batch ListStages::with_lengths(bool result) {
     if (m == me) continue;
     const int owner = result ? m : me;
     if (received[m] < 0 || received[m] > coded_.room(owner, result)) {
-      link_.blame(m, "a list of " + std::to_string(received[m]) + " bytes does not fit its place");
+      link_.blame(m,
+                  "a list of " + std::to_string(received[m]) + " bytes does not fit into its area");
     }
     add(&Batch::sends, m, coded_.list(me, result ? me : m, result), sent[m]);
     add(&Batch::receives, m, coded_.list(m, owner, result), received[m]);
