@@ -42,9 +42,9 @@ struct StripeInterleave {
 
   // The number of elements of stripe s among those before `index`.
   PYCOMM_HD constexpr std::int64_t before(std::int64_t index, int s) const {
-    const std::int64_t cycle = index / length, turn = cycle % stripes;
-    const std::int64_t last = turn > s ? length : turn == s ? index % length : 0;
-    return cycle / stripes * length + last;
+    const std::int64_t section = index / length, stripe = section % stripes;
+    const std::int64_t last = stripe > s ? length : stripe == s ? index % length : 0;
+    return section / stripes * length + last;
   }
 };
 
@@ -83,16 +83,16 @@ struct CyclicStripes {
     return piece;
   }
   PYCOMM_HD Tiles tiles() const {
-    const std::int64_t turn = interleave.length * interleave.stripes;
-    const std::int64_t turns = ceil_div(offset + comm.count(), turn) - offset / turn;
-    return {comm.count() == 0 ? 0 : turns * (interleave.length / piece()), 1};
+    const std::int64_t period = interleave.length * interleave.stripes;
+    const std::int64_t periods = ceil_div(offset + comm.count(), period) - offset / period;
+    return {comm.count() == 0 ? 0 : periods * (interleave.length / piece()), 1};
   }
   PYCOMM_HD Chunk operator()(std::int64_t t, int owner) const {
     if (owner >= interleave.stripes) return {0, 0, 0, 0};
     const std::int64_t size = piece(), pieces = interleave.length / size;
-    const std::int64_t turn = offset / (interleave.length * interleave.stripes) + t / pieces;
+    const std::int64_t period = offset / (interleave.length * interleave.stripes) + t / pieces;
     const std::int64_t start =
-        (turn * interleave.stripes + owner) * interleave.length + t % pieces * size - offset;
+        (period * interleave.stripes + owner) * interleave.length + t % pieces * size - offset;
     const std::int64_t begin = start < 0 ? 0 : start;
     const std::int64_t end = start + size < comm.count() ? start + size : comm.count();
     if (end <= begin) return {0, 0, 0, 0};

@@ -65,15 +65,15 @@ struct CyclicChunks {
   std::int64_t offset;  // first element in the whole tensor, a multiple of the codec's block
   std::int64_t piece;   // divides kOwnedElements; a slot holds one piece per owner
 
-  PYCOMM_HD std::int64_t cycle() const { return comm.size() * kOwnedElements; }
+  PYCOMM_HD std::int64_t period() const { return comm.size() * kOwnedElements; }
   PYCOMM_HD Tiles tiles() const {
-    const std::int64_t cycles = ceil_div(offset + comm.count(), cycle()) - offset / cycle();
-    return {comm.count() == 0 ? 0 : cycles * (kOwnedElements / piece), 1};
+    const std::int64_t periods = ceil_div(offset + comm.count(), period()) - offset / period();
+    return {comm.count() == 0 ? 0 : periods * (kOwnedElements / piece), 1};
   }
   PYCOMM_HD Chunk operator()(std::int64_t t, int owner) const {
     const std::int64_t pieces = kOwnedElements / piece;
-    const std::int64_t start = (offset / cycle() + t / pieces) * cycle() + owner * kOwnedElements +
-                               t % pieces * piece - offset;
+    const std::int64_t start = (offset / period() + t / pieces) * period() +
+                               owner * kOwnedElements + t % pieces * piece - offset;
     const std::int64_t begin = start < 0 ? 0 : start;
     const std::int64_t end = start + piece < comm.count() ? start + piece : comm.count();
     return {begin, begin, owner * piece, end > begin ? end - begin : 0};

@@ -239,9 +239,9 @@ Preflight InternodeGroup::exchange_parts(const Coded& coded, Stages stages,
     exchange(*link_, stages);
     return finding();
   }
-  AggregateStages pooled(*aggregate, stages, finding);
-  exchange(*link_, pooled);
-  return pooled.preflight();
+  AggregateStages aggregate_stages(*aggregate, stages, finding);
+  exchange(*link_, aggregate_stages);
+  return aggregate_stages.preflight();
 }
 
 // `aggregate` is null if the tensor is not one.
@@ -251,9 +251,9 @@ Preflight InternodeGroup::exchange_coded(const Operation& operation, const Call&
     agree(kNoObjection, aggregate);
     NoStages nothing;
     NoLink nowhere;
-    AggregateStages pooled(*aggregate, nothing, [] { return kNoObjection; });
-    exchange(nowhere, pooled);
-    return pooled.preflight();
+    AggregateStages aggregate_stages(*aggregate, nothing, [] { return kNoObjection; });
+    exchange(nowhere, aggregate_stages);
+    return aggregate_stages.preflight();
   }
   const float limit = largest_safe(operation, nodes_.count(), largest_result);
   if (operation.codec.kind == CodecKind::topk) {

@@ -69,9 +69,9 @@ TileRanges tile_ranges_of(const Operation& operation, const StripeInterleave& in
   if (operation.codec.kind == CodecKind::topk) {
     tile_ranges.periods_per_tile = std::max<std::int64_t>(tile_ranges.periods(), 1);
   } else {
-    const std::int64_t turn_bytes = kOwnedElements * payload_size(operation.codec);
-    const std::int64_t transfer = transfer_bytes(tile_ranges.periods() * turn_bytes, nodes);
-    tile_ranges.periods_per_tile = std::max<std::int64_t>(transfer / turn_bytes, 1);
+    const std::int64_t piece_bytes = kOwnedElements * payload_size(operation.codec);
+    const std::int64_t transfer = transfer_bytes(tile_ranges.periods() * piece_bytes, nodes);
+    tile_ranges.periods_per_tile = std::max<std::int64_t>(transfer / piece_bytes, 1);
   }
   return tile_ranges;
 }
@@ -91,7 +91,7 @@ BlockStages::BlockStages(Link& link, CodedComm<Link>& coded, const Operation& op
       region_bytes_(kStagingSlots * staging_.slot * staging_.payload +
                     (kStagingSlots * staging_.slot >> staging_.shift) * 4),
       tile_ranges_(tile_ranges),
-      turns_{link, first_element(operation), kOwnedElements},
+      chunks_{link, first_element(operation), kOwnedElements},
       regions_(scratch.bytes(kTilesUnderWay * 3 * link.size() * region_bytes_)) {}
 
 Location BlockStages::region(std::int64_t t, Use use, int node) const {
@@ -104,12 +104,12 @@ template <class Visit>
 std::int64_t BlockStages::each_run(std::int64_t t, int owner, Visit visit) const {
   const std::int64_t first = t * tile_ranges_.periods_per_tile;
   const std::int64_t end = std::min(first + tile_ranges_.periods_per_tile, tile_ranges_.periods());
-  // A period of the whole tensor holds one cycle of each stripe. If the tensor begins after this
-  // stripe's part of a period, the stripe begins with the next one's cycle.
-  const std::int64_t before = tile_ranges_.first_period() - turns_.offset / turns_.cycle();
+  // A period of the whole tensor holds one period of each stripe. If the tensor begins after this
+  // stripe's part of a period, the stripe begins with the next one.
+  const std::int64_t before = tile_ranges_.first_period() - chunks_.offset / chunks_.period();
   std::int64_t elements = 0;
-  for (std::int64_t turn = first; turn < end; ++turn) {
-    const Chunk chunk = turns_(before + turn, owner);
+  for (std::int64_t period = first; period < end; ++period) {
+    const Chunk chunk = chunks_(before + period, owner);
     visit(Range{chunk.input, chunk.count}, elements);
     elements += chunk.count;
   }

@@ -112,7 +112,7 @@ class BlockStages {
   const bool scaled_;
   const std::int64_t region_bytes_;
   const TileRanges tile_ranges_;
-  CyclicChunks<Link> turns_;
+  CyclicChunks<Link> chunks_;
   std::byte* regions_;
 };
 

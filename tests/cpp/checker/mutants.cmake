@@ -37,7 +37,7 @@ add_mutant(tree_loses_a_child layout.h "if (v + step < n) return v + step;"
   "if (v + step < n - 1) return v + step;")
 add_mutant(parts_overlap layout.h "(index < longer ? index : longer)) * unit"
   "(index < longer ? index : longer - 1)) * unit")
-add_mutant(packed_stripe_has_gaps algorithms/stripes.h "turn > s ? length" "turn >= s ? length")
+add_mutant(packed_stripe_has_gaps algorithms/stripes.h "stripe > s ? length" "stripe >= s ? length")
 add_mutant(scales_lie_on_payload algorithms/coded.h "location.data + kStagingSlots * slot * payload"
   "location.data + slot * payload")
 add_mutant(coded_slots_overflow algorithms/coded.h "piece * ranks > slot" "piece * (ranks - 1) > slot")

@@ -156,7 +156,7 @@ void between_nodes(const World::Nodes& nodes) {
 }
 
 // Consecutive operations that use each other's tensors in place.
-std::vector<Step> direct_steps(int ranks, const std::vector<Algorithm>& algorithms) {
+std::vector<Step> zero_copy_steps(int ranks, const std::vector<Algorithm>& algorithms) {
   std::vector<Step> steps;
   for (const Algorithm algorithm : algorithms) {
     steps.push_back({{Collective::all_reduce, algorithm, DType::f32, ReduceOp::sum, 0, 1000}});
@@ -180,13 +180,13 @@ struct Scene {
 Scene on_node(int ranks) {
   Scene scene{{{}},
               kSmallAndLate,
-              direct_steps(ranks, {Algorithm::two_shot, Algorithm::ring, Algorithm::tree})};
+              zero_copy_steps(ranks, {Algorithm::two_shot, Algorithm::ring, Algorithm::tree})};
   for (int r = 0; r < ranks; ++r) scene.nodes[0].push_back(r);
   return scene;
 }
 
 Scene on_nodes(const World::Nodes& nodes, int ranks) {
-  Scene scene{nodes, kCoded, direct_steps(ranks, {Algorithm::two_shot})};
+  Scene scene{nodes, kCoded, zero_copy_steps(ranks, {Algorithm::two_shot})};
   for (const CodecKind kind : {CodecKind::int8, CodecKind::topk}) {
     Step step{{Collective::all_reduce, Algorithm::two_shot, DType::f32, ReduceOp::sum, 0, 70000}};
     step.operation.codec.kind = kind;

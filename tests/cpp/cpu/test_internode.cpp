@@ -38,8 +38,8 @@ Operation operation_on(Collective collective, std::int64_t count) {
 }
 
 // Inline and on the workers, one after another.
-void sums(const std::vector<int>& hosts) {
-  World world(hosts);
+void sums(const std::vector<int>& ranks_per_node) {
+  World world(ranks_per_node);
   world.run([&](int rank) {
     for (const std::int64_t count : {0, 5, 3000, 400001}) {
       const Operation operation = operation_on(Collective::all_reduce, count);
@@ -57,8 +57,8 @@ void sums(const std::vector<int>& hosts) {
   });
 }
 
-void halves(const std::vector<int>& hosts) {
-  World world(hosts);
+void halves(const std::vector<int>& ranks_per_node) {
+  World world(ranks_per_node);
   const std::int64_t block = 70001;
   const auto all = static_cast<std::size_t>(block * world.size());
   world.run([&](int rank) {
@@ -74,8 +74,8 @@ void halves(const std::vector<int>& hosts) {
 }
 
 // With feedback, nothing is lost in sums over all ranks.
-void compressed(const std::vector<int>& hosts, CodecKind kind) {
-  World world(hosts);
+void compressed(const std::vector<int>& ranks_per_node, CodecKind kind) {
+  World world(ranks_per_node);
   const std::int64_t count = 300001;
   const auto n = static_cast<std::size_t>(count);
   std::vector<std::vector<float>> results(static_cast<std::size_t>(world.size())), kept = results;
@@ -105,9 +105,9 @@ void compressed(const std::vector<int>& hosts, CodecKind kind) {
 }
 
 // One rank aborts the group in the middle of operations.
-void aborts(const std::vector<int>& hosts) {
+void aborts(const std::vector<int>& ranks_per_node) {
   for (int victim = 0; victim < 3; ++victim) {
-    World world(hosts);
+    World world(ranks_per_node);
     int stopped = 0;
     std::mutex mutex;
     world.run([&](int rank) {
@@ -137,14 +137,16 @@ int main() {
   using namespace pycomm::test;
   const auto everywhere = [](auto body) {
     return [body] {
-      for (const auto& hosts : kLayouts) body(hosts);
+      for (const auto& ranks_per_node : kLayouts) body(ranks_per_node);
     };
   };
   return run_all({
       {"sums", everywhere(sums)},
       {"reduce-scatter and all-gather", everywhere(halves)},
-      {"int8", everywhere([](const auto& hosts) { compressed(hosts, CodecKind::int8); })},
-      {"top-k", everywhere([](const auto& hosts) { compressed(hosts, CodecKind::topk); })},
+      {"int8",
+       everywhere([](const auto& ranks_per_node) { compressed(ranks_per_node, CodecKind::int8); })},
+      {"top-k",
+       everywhere([](const auto& ranks_per_node) { compressed(ranks_per_node, CodecKind::topk); })},
       {"abort", everywhere(aborts)},
   });
 }

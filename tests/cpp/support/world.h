@@ -23,10 +23,10 @@ class World {
   }
 
   // Simulated nodes with these numbers of ranks.
-  explicit World(const std::vector<int>& hosts, std::int64_t staging_bytes = 64 << 10) {
+  explicit World(const std::vector<int>& ranks_per_node, std::int64_t staging_bytes = 64 << 10) {
     cpu::Nodes nodes;
     int next = 0;
-    for (const int count : hosts) {
+    for (const int count : ranks_per_node) {
       nodes.ranks.emplace_back();
       for (int i = 0; i < count; ++i) nodes.ranks.back().push_back(next++);
     }
