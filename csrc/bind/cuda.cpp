@@ -1,4 +1,4 @@
-// A group's CUDA side (cuda/group.h), and codecs on CUDA, for Python.
+// Python bindings of a group's CUDA side (cuda/group.h) and of codecs on CUDA.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -16,7 +16,7 @@ using cuda::Endpoint;
 using cuda::HostRegistration;
 using cuda::SharedLaunch;
 
-// Destroying a group waits for its device: other Python threads must be able to run meanwhile.
+// Destroying a group waits for its device, so other Python threads must be able to run.
 struct DeleteWithoutGil {
   void operator()(cuda::Group* group) const {
     const WithoutGil no_gil;
@@ -32,7 +32,7 @@ void run_compressed(cuda::Group& group, const Call& call, std::uintptr_t nonfini
              reinterpret_cast<std::byte*>(workspace)});
 }
 
-// A device, its stream and workspace, and elements that lie there.
+// A job on a device: its stream and workspace, and elements in the device's memory.
 cuda::WireJob wire_job(int device, std::uintptr_t stream, std::uintptr_t workspace,
                        const Codec& codec, int dtype, std::int64_t n, std::uintptr_t elements,
                        std::uintptr_t wire) {

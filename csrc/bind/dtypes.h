@@ -1,4 +1,4 @@
-// What torch and DLPack call the element types.
+// The element types' names in torch and DLPack.
 #pragma once
 
 #include <torch/headeronly/core/ScalarType.h>
@@ -11,7 +11,7 @@ namespace pycomm::bind {
 
 using torch::headeronly::ScalarType;
 
-// DLPack's codes. Its header cannot be included beside torch's stable ABI.
+// DLPack's type codes. Its header cannot be included together with torch's stable ABI.
 inline constexpr int kInt = 0, kUInt = 1, kFloat = 2, kBFloat = 4;
 
 struct TorchDType {

@@ -1,5 +1,5 @@
-// C++ exceptions as Python's: the collectives' own from pycomm/errors.py, the rest as pybind11 has
-// them.
+// Translates C++ exceptions to Python: the collectives' own to the classes of pycomm/errors.py, all
+// others as in pybind11.
 #include <pybind11/pybind11.h>
 
 #include <system_error>
@@ -48,7 +48,7 @@ void translate_current() {
   } catch (py::error_already_set& error) {
     error.restore();
   } catch (const PythonError& error) {
-    if (PyErr_Occurred() != nullptr) return;  // this thread's own
+    if (PyErr_Occurred() != nullptr) return;  // already set by this thread
     py::set_error(py::module_::import("pycomm.errors").attr("GroupUnusable"),
                   (std::string("group has failed: ") + error.what()).c_str());
   } catch (const CollectiveError& error) {
@@ -70,7 +70,7 @@ void translate_current() {
 
 void throw_python_error() {
   py::error_already_set error;
-  const std::string text = error.what();  // its first line is the exception, the rest where it was
+  const std::string text = error.what();  // first line: the exception; then: the traceback
   error.restore();
   throw PythonError(text.substr(0, text.find('\n')));
 }
@@ -78,14 +78,14 @@ void throw_python_error() {
 void set_python_error() noexcept {
   try {
     translate_current();
-  } catch (py::error_already_set& error) {  // a signal, while Python made the exception
+  } catch (py::error_already_set& error) {  // a signal arrived while Python made the exception
     error.restore();
   }
 }
 
 void check_signals() {
   const WithGil gil;
-  if (PyErr_Occurred() != nullptr) return;  // one is on its way already
+  if (PyErr_Occurred() != nullptr) return;  // another error is already set
   if (PyErr_CheckSignals() != 0) throw_python_error();
 }
 

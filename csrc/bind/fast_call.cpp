@@ -25,14 +25,14 @@ struct TensorView {
 
 struct Torch {
   PyTypeObject* tensor_type = nullptr;
-  const DLPackExchangeAPI* exchange = nullptr;  // null where this torch has none
+  const DLPackExchangeAPI* exchange = nullptr;  // null if this torch has none
   PyObject* requires_grad = nullptr;
   PyObject* is_neg = nullptr;
   PyObject* increment_version = nullptr;
 };
 
 const Torch& torch() {
-  // Leaked: it must outlive the interpreter's other objects.
+  // Leaked, because it must outlive the interpreter's other objects.
   static const Torch* const found = [] {
     auto* torch = new Torch;
     const py::object type = py::module_::import("torch").attr("Tensor");
@@ -54,7 +54,7 @@ const Torch& torch() {
   return *found;
 }
 
-// Whether an answer is False; takes the answer.
+// True if `answer` is False. Takes ownership of `answer`.
 bool is_false(PyObject* answer) {
   if (answer == nullptr) PyErr_Clear();
   const bool plain = answer == Py_False;
@@ -94,7 +94,7 @@ bool view_plain_tensor(PyObject* object, TensorView& view) {
          is_false(PyObject_CallMethodNoArgs(object, known.is_neg));
 }
 
-// Tells autograd, which may have saved the tensor, that it changes.
+// Tells autograd, which may have saved the tensor, that its content changes.
 bool increment_version(PyObject* tensor) {
   const py::object tensors = py::reinterpret_steal<py::object>(PyTuple_Pack(1, tensor));
   if (!tensors) return false;

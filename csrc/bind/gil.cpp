@@ -7,7 +7,8 @@
 namespace pycomm::bind {
 namespace {
 
-// Also catches the unwinding by which CPython ends a thread; the frames above stay as they are.
+// Calls a function; if it throws, sleeps forever. This includes the unwinding by which CPython ends
+// a thread, so that the frames above are not unwound.
 template <class Function>
 auto or_sleep(Function function) noexcept {
   try {
@@ -32,7 +33,7 @@ WithoutGil::~WithoutGil() {
 }
 
 WithGil::WithGil() {
-  // A thread that is new to the interpreter could not even ask for the lock any more.
+  // A thread that is new to the interpreter cannot even ask for the lock while it finalizes.
   while (PyGILState_GetThisThreadState() == nullptr && finalizing()) pause();
   state_ = or_sleep([] { return PyGILState_Ensure(); });
 }

@@ -1,17 +1,17 @@
-// The interpreter's lock, for threads that may outlive the interpreter. Up to Python 3.13, a thread
-// that asks for the lock while the interpreter finalises is ended by unwinding its stack, and the first
-// destructor on the way ends the process instead. Here such a thread sleeps until the process has
-// ended, as it does in Python 3.14.
+// The interpreter's lock (GIL), for threads that may outlive the interpreter. Up to Python 3.13, if
+// a thread asks for the lock while the interpreter finalizes, CPython ends it by unwinding its
+// stack, and the first destructor on the way terminates the process. Here such a thread sleeps
+// until the process has ended, as in Python 3.14.
 #pragma once
 
 #include <pybind11/pybind11.h>
 
 namespace pycomm::bind {
 
-// Whether the interpreter finalises, or has.
+// True if the interpreter is finalizing or has been finalized.
 bool finalizing();
 
-// Releases the lock; takes it again at the end.
+// Releases the lock, and takes it again when destroyed.
 class WithoutGil {
  public:
   WithoutGil() : state_(PyEval_SaveThread()) {}
@@ -23,7 +23,7 @@ class WithoutGil {
   PyThreadState* const state_;
 };
 
-// Takes the lock, on any thread; a thread that has it keeps it.
+// Takes the lock, on any thread; no effect if the thread has it already.
 class WithGil {
  public:
   WithGil();
@@ -35,7 +35,7 @@ class WithGil {
   PyGILState_STATE state_;
 };
 
-// Calls into Python from below C++ frames. Throws PythonError.
+// Calls a Python function from C++. Throws PythonError if it raises.
 void call_python(const pybind11::function& function, const pybind11::tuple& arguments);
 
 }  // namespace pycomm::bind

@@ -1,7 +1,7 @@
-// torch.ops.pycomm: the collectives for torch.compile, opcheck and export, through torch's stable
-// ABI, so that one build serves every torch from its target version on. Fake kernels:
+// torch.ops.pycomm: the collectives for torch.compile, opcheck and export. Uses torch's stable ABI,
+// so that one build works with every torch from the target version on. The fake kernels are in
 // pycomm/ops.py.
-#define TORCH_TARGET_VERSION 0x020b000000000000  // the oldest torch served: 2.11
+#define TORCH_TARGET_VERSION 0x020b000000000000  // the oldest supported torch: 2.11
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>

@@ -1,5 +1,5 @@
-// Optimizer steps, for Python: settings, tables of pointers, and torch's threads.
-#define TORCH_TARGET_VERSION 0x020b000000000000  // the oldest torch served: 2.11
+// Python bindings of optimizer steps: settings, tables of pointers, and torch's threads.
+#define TORCH_TARGET_VERSION 0x020b000000000000  // the oldest supported torch: 2.11
 #include <pybind11/pybind11.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -15,16 +15,16 @@ namespace py = pybind11;
 namespace pycomm::bind {
 namespace {
 
-// At least so many chunks for each thread: less is done before another one has woken up.
+// The least number of chunks per thread: fewer are done before another thread has woken up.
 constexpr std::int64_t kGrain = 16;
 
-// torch's own threads, as many as it has been told to use: a second pool would fight them for the
-// cores.
+// Runs on torch's own threads, as many as torch has been told to use. A second thread pool would
+// compete with them for the cores.
 void torch_parallel(std::int64_t n, const cpu::Body& body) {
   torch::stable::parallel_for(0, n, kGrain, body);
 }
 
-// A table of segments, which Python fills as 64-bit words.
+// A table of segments, which Python fills in as 64-bit words.
 std::vector<Segment> segments_of(const py::buffer& table) {
   const py::buffer_info info = table.request();
   PYCOMM_CHECK(info.itemsize == 8 && info.ndim == 1 && info.strides[0] == 8,
@@ -72,7 +72,7 @@ void encode_state(std::uintptr_t from, std::int64_t n, bool squares, std::uintpt
                    nullptr);
 }
 
-// An optimizer's segments on a device, and what is done with them there.
+// An optimizer's segments on a device, and its steps there.
 class DeviceTable {
  public:
   std::int64_t set(const py::buffer& table) { return table_.set(segments_of(table)); }

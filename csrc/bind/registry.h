@@ -1,4 +1,4 @@
-// Groups by name, so that torch.ops can take a string where Python has an object.
+// Groups by name, because torch.ops take strings, not group objects.
 #pragma once
 
 #include <memory>
@@ -10,7 +10,7 @@ namespace pycomm::bind {
 
 void register_group(const std::string& name, const std::shared_ptr<cpu::Group>& group);
 
-// Throws std::invalid_argument where there is none (any more).
+// Throws std::invalid_argument if no open group has this name.
 std::shared_ptr<cpu::Group> find_group(const std::string& name);
 
 }  // namespace pycomm::bind

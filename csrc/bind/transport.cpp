@@ -1,4 +1,5 @@
-// Transports between nodes for Python, which brings the one over torch.distributed.
+// Python bindings of transports between nodes. The transport over torch.distributed is written in
+// Python.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -21,7 +22,7 @@ using cpu::LocalTransport;
 using cpu::Transfer;
 using cpu::Transport;
 
-// Whose post(), stop(), disconnect() and leave() a Python class defines.
+// A transport whose post(), stop(), disconnect() and leave() are defined by a Python class.
 class PythonTransport : public Transport {
  public:
   using Transport::Transport;
@@ -43,14 +44,14 @@ class PythonTransport : public Transport {
   py::function find(const char* name) const {
     return py::get_override(static_cast<const Transport*>(this), name);
   }
-  // Also from destructors and threads, where there is nobody to tell of a failure, and while another
-  // error is on its way.
+  // Called also from destructors and threads, in which no caller could handle a failure, and while
+  // another error is being handled.
   template <class... Bytes>
   void end(const char* name, const Bytes&... farewell) const {
     const WithGil gil;
     const py::error_scope on_its_way;
     bool interrupted = false;
-    // A signal's handler may raise in the middle: then it is begun anew.
+    // If a signal handler raises in the middle, the call is repeated.
     for (int attempt = 0; attempt < kAttempts; ++attempt) {
       try {
         const py::function function = find(name);
@@ -67,7 +68,7 @@ class PythonTransport : public Transport {
         error.discard_as_unraisable(name);
       }
     }
-    if (interrupted) PyErr_SetInterrupt();  // for the caller, later
+    if (interrupted) PyErr_SetInterrupt();  // the caller gets the signal later
   }
   static py::bytes bytes(std::span<const std::byte> bytes) {
     return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};

@@ -1,5 +1,5 @@
-// The CPU executor of the algorithms in core/: one rank, a thread or a process, over a Window.
-// Not thread-safe: Group serialises.
+// The CPU executor of the algorithms in core/: one rank, which is a thread or a process, on a
+// Window. Not thread-safe: Group serialises calls.
 #pragma once
 
 #include <chrono>
@@ -19,54 +19,55 @@
 
 namespace pycomm::cpu {
 
-// How long a live process may take to let go of a failed rank's tensors.
+// The time that a live process may take to stop using a failed rank's tensors.
 inline constexpr auto kRetreatWithin = std::chrono::milliseconds(500);
 
 class Comm {
  public:
   static constexpr bool kCoded = false;
 
-  // `first_epoch` is the value all flags count from, the same on every rank.
-  // `cores`: how many there are for all ranks together.
+  // `first_epoch` is the initial value of all flags, the same on every rank. `cores` is the number
+  // of cores for all ranks together.
   Comm(std::shared_ptr<Window> window, std::shared_ptr<const Liveness> peers, int rank, int size,
        int cores, Clock::duration timeout, std::uint32_t first_epoch);
 
-  // Starts the next operation; an algorithm's call follows. `interrupt` is called now and then in a
-  // long wait, and may throw.
-  // `preflight` is announced with it.
+  // Begins the next operation, to be followed by an algorithm's call. During a long wait,
+  // `interrupt` is called from time to time; it may throw. `preflight` is announced with the
+  // operation.
   void begin(const Operation& operation, const void* input, void* output, void (*interrupt)(),
              Preflight preflight = {});
-  // Before begin(): what goes with the operation's hash, in messages; or null. It must live until the
-  // operation has ended.
+  // Sets the details that belong to the operation's hash, for messages; may be null. Call it before
+  // begin(); `details` must live until the operation has ended.
   void set_details(const Details* details) { details_ = details; }
-  // Another algorithm follows as a part of the operation that has begun.
+  // Begins another phase of the operation, to be followed by another algorithm's call.
   void begin_phase(const Operation& operation, const void* input, void* output,
                    Preflight preflight = {});
 
-  // Ends an operation that has done its part. It counts only if nobody has aborted the group: throws
-  // otherwise.
+  // Ends an operation after its last phase. Throws if the group has been aborted; the operation has
+  // then failed.
   void finish();
-  // This rank touches no other rank's tensors any more, until another phase begins.
+  // Tells the others that this rank does not use their tensors until another phase begins.
   void leave_peers_heaps();
-  // After a failure: leaves other ranks' memory alone, and returns when they leave this rank's alone.
-  // A live process that does not say so in time loses its access.
+  // After a failure: stops using other ranks' memory, and returns when they have stopped using this
+  // rank's. A live process that does not confirm this in time loses its access.
   void retreat();
-  // This rank's kernels may use tensors in other ranks' heaps from now on; or, after an abort or at
-  // their end, do so no more. From any thread.
+  // Tell the others that this rank's kernels may use tensors in other ranks' heaps, and that they
+  // no longer do, after an abort or at the kernels' end. From any thread.
   void kernels_begin() { mine().kernels_in_peers_heaps.exchange(1); }
   void kernels_ended() { mine().kernels_in_peers_heaps.store(0, std::memory_order_release); }
-  // After an abort: returns when no live rank's kernels use other ranks' tensors. False: it takes
-  // longer than `patience`. From any thread; `interrupt` may throw.
+  // After an abort: returns true when no live rank's kernels use other ranks' tensors, and false if
+  // that takes longer than `patience`. From any thread; `interrupt` may throw.
   bool wait_for_kernels(Clock::duration patience, void (*interrupt)() = nullptr) const;
   Clock::duration patience() const { return timeout_; }
   // The last operation known to have succeeded on every rank.
   std::uint32_t completed() const;
-  // The ranks are those of one node among several: another node may be one operation behind.
+  // Says that the ranks are those of one node among several. Another node may then be one operation
+  // behind.
   void span() { spans_ = true; }
 
   int rank() const { return rank_; }
   int size() const { return size_; }
-  // Whose contributions a result is made of, and which stream of random bits is mine.
+  // The number of ranks that contribute to a result, and this rank's stream of random bits.
   int contributors() const { return size_; }
   std::uint32_t stream() const { return static_cast<std::uint32_t>(rank_); }
   int root() const { return operation_.root; }
@@ -93,10 +94,10 @@ class Comm {
   }
   void publish();
   void await_announcements();
-  // After await_announcements(): of all ranks.
+  // The preflight of all ranks; valid after await_announcements().
   Preflight preflight() const;
-  // After await_announcements(): the memory in rank r's heap that it has announced as its input. Throws unless so
-  // many bytes lie there.
+  // The memory in rank r's heap that rank r has announced as its input; valid after
+  // await_announcements(). Throws unless `bytes` bytes are there.
   std::byte* announced_area(int r, std::int64_t bytes);
 
   bool fits_packets() const { return count() * element_size_ <= kPacketBytes; }
@@ -151,45 +152,49 @@ class Comm {
                 element_size_, size_);
   }
 
-  // From any thread; the first reason given to a group stays.
+  // Aborts the group, from any thread. The first reason stays.
   void abort(Reason reason, int rank) { abort(abort_word(reason, number(rank))); }
   void abort(std::uint64_t word);
-  // Rank r has written what cannot be used.
+  // Aborts the group and throws, because rank r has written invalid data.
   [[noreturn]] void blame(int r, const std::string& what) { blame_number(number(r), what); }
   [[noreturn]] void blame_number(int number, const std::string& what);
-  // What this node, which has been aborted, tells the others; the same at every call by any rank.
+  // The word that this node, which has been aborted, sends to the others; the same for every call
+  // by any of its ranks.
   std::uint64_t last_word();
-  // What all nodes have decided_word on; the first word given stays.
+  // Sets the word that all nodes have decided on. The first word stays.
   void decide_culprit(std::uint64_t word);
-  // The same, for the ranks that carry nothing between nodes: waits for those that do.
+  // The word that all nodes have decided on. Ranks that carry no stripe wait here for a rank that
+  // does.
   std::uint64_t decided_word();
-  // The error that a word stands for, in this operation.
+  // The error that an abort word stands for, in this operation.
   CollectiveError failure_of(std::uint64_t word) const;
   // Throws if the group has been aborted.
   void check_aborted() const {
     if (const std::uint64_t word = aborted()) throw failure_of(word);
   }
-  // For others of this node: I wait for another one, within a deadline of my own.
+  // Shows the other ranks of this node that this rank is waiting for another node, with a deadline
+  // of its own.
   void beat() { mine().beats.fetch_add(1, std::memory_order_relaxed); }
-  // What the whole group, of which this node's ranks may be a part, calls rank r.
+  // The number of rank r in the whole group, of which this node's ranks may be only a part.
   int number(int r) const { return peers_->number(r); }
-  // What the group is called in messages.
+  // Sets the group's name for messages.
   void set_name(std::string name) { membership_.set_name(std::move(name)); }
-  // This rank takes part in no further operation.
+  // Says that this rank takes part in no further operation.
   void leave() {
     mine().left.store(1, std::memory_order_release);
     wake(true);
   }
 
   const Traffic& traffic() const { return traffic_; }
-  // Bytes moved by an executor on top of this one.
+  // Adds bytes that an executor on top of this one has read.
   void count_in(std::int64_t bytes) { traffic_.bytes_in += bytes; }
   std::uint32_t sequence() const { return sequence_; }
-  // The number of the operation; it may have several phases, each with a number in sequence.
+  // The number of the operation. An operation may have several phases; each has a sequence number
+  // of its own.
   std::uint32_t ordinal() const { return ordinal_.load(std::memory_order_relaxed); }
   const Operation& called() const { return called_; }
-  // What rank r has published so far, in this operation's announcement or on a channel; also of a
-  // rank that is dead.
+  // The values that rank r has published so far in this operation's announcement and on a channel.
+  // Also works for a rank that has died.
   std::uint32_t announced(int r) const;
   std::uint32_t published(int r, int channel) const {
     return window_->control(r).flags[channel].value.load(std::memory_order_acquire);
@@ -198,11 +203,11 @@ class Comm {
 
   int pid(int r) const { return peers_->pid(r); }
   int pid_of(int number) const { return peers_->pid_of(number); }
-  // Whether a rank of this node waits in an operation that follows this one.
+  // True if a rank of this node waits in an operation after the one with this number.
   bool anyone_waits_after(std::uint32_t ordinal) const;
-  // Not zero once the group has been aborted.
+  // The abort word: not zero if the group has been aborted.
   std::uint64_t aborted() const { return window_->control(0).abort.load(); }
-  // Whether rank r has left, or its process has ended. Takes a system call.
+  // True if rank r has left or its process has ended. Costs a system call.
   bool gone(int r) const { return left(r) || ended(r); }
 
  private:
@@ -214,16 +219,16 @@ class Comm {
   void read_announcement(int r);
   Details& details(int r) const { return window_->control(r).details[sequence_ & 1u]; }
   void empty_packet(std::uint32_t parity, int r, std::int64_t i);
-  // `word` is a flag or a packet of rank r; `channel` tells which, for culprit().
+  // `word` is a flag or a packet of rank r; culprit() uses `channel`, which says which one.
   template <class Word>
   void wait_for(const std::atomic<Word>& word, std::uint32_t target, int r, int channel);
   template <class Word>
   void wait_long(const std::atomic<Word>& word, std::uint32_t target, int r, int channel);
-  // Sleeps until somebody wakes this rank, or for so long.
+  // Sleeps until another rank wakes this one, or for at most `most`.
   template <class Word>
   void doze(const std::atomic<Word>& word, std::uint32_t target, Clock::duration most);
-  // Wakes the ranks that sleep because they wait for this one, or all. A rank that falls asleep at
-  // this very moment may be missed: that is why none sleeps for long.
+  // Wakes the sleeping ranks that wait for this one, or all sleeping ranks. It may miss a rank that
+  // falls asleep at this very moment, so no rank sleeps for long.
   void wake(bool everyone = false) const {
     if (window_->control(0).asleep.load(std::memory_order_relaxed) != 0) ring(everyone);
   }
@@ -240,7 +245,8 @@ class Comm {
   void detach();
   bool left(int r) const { return window_->control(r).left.load(std::memory_order_acquire) != 0; }
 
-  // Read by other ranks next: everything but my own ordinary output.
+  // True if other ranks will read the location next, that is, if it is not this rank's own output
+  // in ordinary memory.
   bool shared(Location location) const {
     return zero_copy_ || location.data < output_ || location.data >= output_ + output_bytes_;
   }
@@ -269,7 +275,7 @@ class Comm {
 
   const Details* details_ = nullptr;
   Operation called_;
-  Operation operation_;  // of this phase
+  Operation operation_;  // of the current phase
   Preflight preflight_;
   std::byte* input_ = nullptr;
   std::byte* output_ = nullptr;
@@ -279,19 +285,19 @@ class Comm {
   ReduceLoop loop_ = nullptr;
   ReduceLoop last_loop_ = nullptr;
   bool zero_copy_ = false;
-  bool exposed_ = false;         // tensors lie in this rank's heap, where others may use them
-  bool in_peers_heaps_ = false;  // and this rank theirs
+  bool exposed_ = false;         // this rank's tensors are in its heap, where others may use them
+  bool in_peers_heaps_ = false;  // this rank may use tensors in other ranks' heaps
   bool stream_ = false;
   StorePolicy store_policy_;
   Traffic traffic_;
 
-  // This operation's announcements, as they were read once: their writers may change them.
+  // This operation's announcements. Each is read only once, because its writer may change it.
   std::vector<Announcement> met_;
   struct Tensors {
     std::byte* input;
     std::byte* output;
   };
-  std::vector<Tensors> tensors_;  // of every rank, where all lie in the window
+  std::vector<Tensors> tensors_;  // of every rank, if all are in the window
   std::vector<std::byte> taken_;
   std::vector<const void*> sources_;
   std::vector<Target> targets_;
