@@ -91,16 +91,9 @@ class Group:
         self.nodes = nodes.ranks
         self.stripes = nodes.stripes
         local = nodes.local
+        index, size = local.index(rank), len(local)
         self._core = _C.Group(
-            window,
-            pids,
-            processes,
-            local.index(rank),
-            len(local),
-            cores,
-            timeout,
-            first_epoch,
-            local,
+            window, pids, processes, index, size, cores, timeout, first_epoch, local
         )
         if len(nodes.ranks) > 1:
             self._core.span(nodes.ranks, nodes.here, link, timeout)
