@@ -1,1 +1,1 @@
-"""How ranks find each other, and what carries their bytes."""
+"""Rendezvous of ranks, and the transports of their data."""

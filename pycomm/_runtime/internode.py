@@ -1,14 +1,14 @@
-"""Groups that span nodes: who is where, and the way between nodes over torch.distributed.
+"""Groups that span nodes: the ranks of each node, and the transport over torch.distributed.
 
-What happens on which node and what travels is decided in C++ (csrc/cpu/internode/group.h). Here
-is what carries it. The ranks that carry a stripe, one of each node, have a torch.distributed
-process group of their own, so that no other traffic comes between. Sends and receives are posted in
-the order of the group's operations, and a thread waits for them in that order.
+C++ decides what each node does and sends (csrc/cpu/internode/group.h); this module transports it.
+The ranks that carry a stripe, one of each node, have a torch.distributed process group of their
+own, without other traffic. Sends and receives are posted in the order of the group's operations,
+and a thread waits for them in that order.
 
-Gloo matches sends with receives by their tags, and ends a process that receives more than it has
-room for. So every message's tag tells its length: one that is too long finds no receive. What the
-others say is parsed in C++ (csrc/core/message.h); a secret from the group's Store shows that they
-are members.
+Gloo matches sends with receives by their tags, and ends a process that receives more than fits into
+its buffer. So every message's tag contains its length: a message that is too long matches no
+receive. C++ parses the messages (csrc/core/message.h). A secret from the group's Store proves that
+their senders are members.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ _AT_ONCE = timedelta(milliseconds=1)
 
 @dataclass(frozen=True)
 class Nodes:
-    """Which ranks share a node.
+    """The ranks of each node.
 
     Attributes:
-        ranks: of each node, ascending; nodes by their first rank.
+        ranks: the ranks of each node, ascending; nodes are ordered by their first rank.
         here: the index of this rank's node.
     """
 
@@ -63,7 +63,7 @@ class Nodes:
 
     @classmethod
     def of(cls, identities: Sequence[str], rank: int) -> Nodes:
-        """From every rank's identity; see :func:`pycomm._runtime.rendezvous.node_identity`."""
+        """Makes it from every rank's :func:`pycomm._runtime.rendezvous.node_identity`."""
         found: dict[str, list[int]] = {}
         for r, identity in enumerate(identities):
             found.setdefault(identity, []).append(r)
@@ -77,24 +77,27 @@ class Nodes:
 
     @property
     def stripes(self) -> int:
-        """How many ranks of every node exchange with other nodes; of one node, none."""
+        """The number of ranks of every node that exchange with other nodes; 0 on one node."""
         return min(map(len, self.ranks)) if len(self.ranks) > 1 else 0
 
 
 def connect(
     nodes: Nodes, rank: int, store: Store, deadline: Deadline, look: Callable[[], object]
 ) -> tuple[Any, list[int], bytes] | None:
-    """What makes the link from this rank to those that carry the same stripe, if it carries one.
+    """Connects this rank to the ranks that carry the same stripe on other nodes.
 
-    A collective call of those. The process group is this group's own: what else torch.distributed
-    knows in these processes, and in which order, does not matter to it.
+    All carriers of the stripe call this together. Their process group is independent of
+    torch.distributed's other groups in these processes.
 
     Args:
-        nodes: who is where.
-        rank: this process.
-        store: of this group alone.
-        deadline: for connecting.
-        look: raises what ends the rendezvous.
+        nodes: the ranks of each node.
+        rank: the rank of this process.
+        store: a Store that only this group uses.
+        deadline: the deadline for connecting.
+        look: raises the failure that ends the rendezvous, if there is one.
+
+    Returns:
+        The arguments of :class:`GlooTransport`; None if this rank carries no stripe.
     """
     stripe = nodes.local.index(rank)
     if stripe >= nodes.stripes:
@@ -119,13 +122,13 @@ def connect(
         try:
             gloo = dist.ProcessGroupGloo(carriers, nodes.here, count, left)
             for fd in _inheritable_sockets() - before:
-                os.set_inheritable(fd, False)  # a process that becomes another program is gone
+                os.set_inheritable(fd, False)  # so that exec closes the connections
             made.append(gloo)
         except Exception as error:
             made.append(error)
         ended.set()
 
-    # It waits for the others' connections, and nothing interrupts it.
+    # A thread, because construct() waits for connections and cannot be interrupted.
     thread = threading.Thread(target=construct, name="pycomm-connect", daemon=True)
     try:
         thread.start()
@@ -135,19 +138,19 @@ def connect(
         ended.wait(_PATIENCE_AT_END.total_seconds())
         raise
     if isinstance(made[0], Exception):
-        if carriers.has_address:  # it may follow from a death, which is noticed later
+        if carriers.has_address:  # a death may have caused this, and is detected later
             deadline.look_for(SILENCE + 1, look)
         raise made[0]
     return made[0], [node for node in range(count) if node != nodes.here], secret
 
 
 class _LookedAfter(Store):
-    """A Store as Gloo uses it, whose waits end when the rendezvous does."""
+    """A Store for Gloo with waits that end when the rendezvous does."""
 
     def __init__(self, store: Store, deadline: Deadline, look: Callable[[], object]) -> None:
         super().__init__()
         self._store, self._deadline, self._look = store, deadline, look
-        self.has_address = False  # of this rank
+        self.has_address = False  # True once this rank has published its address
 
     def set(self, key: str, value: str) -> None:
         self._store.set(key, value)
@@ -162,7 +165,7 @@ class _LookedAfter(Store):
 
 
 def _inheritable_sockets() -> set[int]:
-    """Sockets that would survive exec. Python opens none, so those that appear are Gloo's."""
+    """Sockets that would survive exec. Python opens none, so new ones are Gloo's."""
     found = set()
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # closed meanwhile
@@ -173,19 +176,19 @@ def _inheritable_sockets() -> set[int]:
 
 
 class GlooTransport(_C.Transport):
-    """Carries one stripe over a process group. How long it may take is the group's business.
+    """Transports one stripe over a process group. It has no timeouts; the group has them.
 
     Args:
-        process_group: of the ranks that carry the stripe, in the order of nodes.
+        process_group: the ranks that carry the stripe, in the order of nodes.
         nodes: the other nodes.
-        secret: what all messages of this stripe carry.
+        secret: the secret in all messages of this stripe.
     """
 
     def __init__(self, process_group: Any, nodes: list[int], secret: bytes) -> None:
         super().__init__(secret)
         self._group = process_group
         self._nodes = nodes
-        self._rounds: queue.SimpleQueue[list[tuple[int, Any]] | None] = queue.SimpleQueue()
+        self._batches: queue.SimpleQueue[list[tuple[int, Any]] | None] = queue.SimpleQueue()
         self._ending = threading.RLock()  # a signal's handler may abort the group in the middle
         self._told = False
         self._threads = [threading.Thread(target=self._wait, name="pycomm-link", daemon=True)]
@@ -200,44 +203,44 @@ class GlooTransport(_C.Transport):
         _links.add(self)
 
     def post(self, sends: list[Transfer], receives: list[Transfer]) -> None:
-        """Starts a round."""
+        """Starts a batch of transfers."""
         works: list[tuple[int, Any]] = []
         for start, transfers in ((self._group.recv, receives), (self._group.send, sends)):
             for node, address, nbytes in transfers:
                 tag = _DATA + nbytes
                 works.append((node, self._start(start, node, _memory(address, nbytes), tag)))
-        self._rounds.put(works)
+        self._batches.put(works)
 
     def stop(self, farewell: bytes) -> None:
-        """Tells the others why."""
+        """Tells the other nodes why this one stops."""
         with self._ending:
             self._tell(farewell)
 
     def disconnect(self) -> None:
-        """Nothing touches posted memory any more when this returns."""
+        """Ends all transfers: when this returns, posted memory is not touched any more."""
         with self._ending:
             self._disconnect()
-            self._rounds.put(None)
+            self._batches.put(None)
 
     def leave(self, farewell: bytes) -> None:
-        """Tells the others that nothing will follow."""
+        """Tells the other nodes that no batch will follow."""
         with self._ending:
             self._tell(farewell)
-            self._rounds.put(None)
+            self._batches.put(None)
 
     def end(self) -> None:
-        """Disconnects, and waits until its threads have ended, but not for long."""
+        """Disconnects, and waits for a short time until its threads have ended."""
         self.disconnect()
         for thread in self._threads:
             thread.join(_PATIENCE_AT_END.total_seconds())
 
     def _disconnect(self) -> None:
-        """A receive that is given up closes the connections, which ends all that wait for them."""
+        """Gives up a receive on each connection, which closes it and ends all waits for it."""
         for node in self._nodes:
             _finish(self._start(self._group.recv, node, torch.empty(1), _NOTHING), _AT_ONCE)
 
     def _tell(self, farewell: bytes) -> None:
-        """The first one is the last."""
+        """Sends a farewell to all nodes; only the first call has an effect."""
         if self._told:
             return
         message, tag = torch.tensor(list(farewell), dtype=torch.uint8), _FAREWELL + len(farewell)
@@ -248,7 +251,7 @@ class GlooTransport(_C.Transport):
             _finish(work, max(timedelta(seconds=end - time.monotonic()), _AT_ONCE))
 
     def _start(self, start: Any, node: int, memory: torch.Tensor, tag: int) -> Any:
-        """None where the connection is lost."""
+        """Starts a send or receive; returns None if the connection is lost."""
         try:
             return start([memory], node, tag)
         except RuntimeError:
@@ -256,8 +259,8 @@ class GlooTransport(_C.Transport):
             return None
 
     def _wait(self) -> None:
-        """Completes rounds in their order; none after one that has failed."""
-        while (works := self._rounds.get()) is not None:
+        """Completes batches in their order, up to the first one that fails."""
+        while (works := self._batches.get()) is not None:
             for node, work in works:
                 self.await_node(node)
                 if not _finish(work, _ALWAYS):
@@ -276,18 +279,18 @@ class GlooTransport(_C.Transport):
 
 
 _links: weakref.WeakSet[GlooTransport] = weakref.WeakSet()
-os.register_at_fork(after_in_child=_links.clear)  # they are the parent's
+os.register_at_fork(after_in_child=_links.clear)  # they belong to the parent
 
 
 @atexit.register
 def _end_links() -> None:
-    """A thread that waits in torch while the interpreter goes would abort the process."""
+    """Ends all links; a thread that waits in torch at the interpreter's end aborts the process."""
     for link in list(_links):
         link.end()
 
 
 def _finish(work: Any, patience: timedelta) -> bool:
-    """Whether it has completed."""
+    """Waits for a send or receive; returns True if it has completed."""
     try:
         return work is not None and bool(work.wait(patience))
     except RuntimeError:

@@ -1,8 +1,8 @@
-"""What pycomm tells about itself, through Python's logging: loggers "pycomm" and those below it.
+"""Log messages, through Python's logging: the logger "pycomm" and its children.
 
-``PYCOMM_LOG=info`` prints to stderr what a group is made of, and as warnings what makes it slower
-than it could be; ``PYCOMM_LOG=debug`` also what operations do, once for each kind and size class,
-and lets ranks compare where operations are called from. Without the variable nothing is printed:
+``PYCOMM_LOG=info`` prints to stderr how a group is made up, and warnings about what slows it down.
+``PYCOMM_LOG=debug`` also prints what operations do, once for each kind and size class, and makes
+ranks compare the lines that operations are called from. Without the variable nothing is printed;
 programs may add handlers of their own.
 """
 
@@ -28,7 +28,7 @@ operations = logging.getLogger("pycomm.operations")
 
 
 def _set_up() -> str:
-    """What PYCOMM_LOG asks for; empty if nothing."""
+    """Sets up the loggers; returns the value of PYCOMM_LOG, or an empty string."""
     _pycomm.addHandler(logging.NullHandler())  # without one, Python prints warnings itself
     asked = os.environ.get("PYCOMM_LOG", "")
     if not asked:
@@ -43,24 +43,24 @@ def _set_up() -> str:
     return asked
 
 
-# Read once, so that operations pay nothing for it.
+# Read once, so that it costs operations nothing.
 DEBUG = _set_up() == "debug"
 
 
 def fallback(group: Member, text: str, *values: object) -> None:
-    """Warns, once for each group and text, that something takes a slower way than it could."""
+    """Warns, once for each group and text, that something takes a slow path."""
     if text not in group._told:
         group._told.add(text)
         _group.warning(f"rank %d: {text}", group.rank, *values)
 
 
 def group_made(group: Member, cores: int, between: str) -> None:
-    """Tells what a new group is made of.
+    """Logs how a new group is made up.
 
     Args:
         group: the group.
-        cores: how many the ranks of this node share.
-        between: what carries data between nodes.
+        cores: the number of cores that the ranks of this node share.
+        between: the transport between nodes.
     """
     nodes = [list(ranks) for ranks in group.nodes]
     local = next(len(ranks) for ranks in nodes if group.rank in ranks)
@@ -91,7 +91,7 @@ def group_made(group: Member, cores: int, between: str) -> None:
 
 
 def cuda_made(group: Member, device: torch.device, transport: str, lanes: int) -> None:
-    """Tells how a group's ranks exchange CUDA tensors."""
+    """Logs how a group's ranks exchange CUDA tensors."""
     _group.info("rank %d: %s over %s, %d blocks", group.rank, device, transport, lanes)
     if transport == "pinned host memory":
         fallback(group, "CUDA tensors go through host memory: not every GPU sees every other")
@@ -100,7 +100,7 @@ def cuda_made(group: Member, device: torch.device, transport: str, lanes: int) -
 def all_reduce_called(
     group: Member, tensor: torch.Tensor, algorithm: str, compression: object | None = None
 ) -> None:
-    """Tells how an all-reduce runs, once for each size class, dtype, device and compression."""
+    """Logs how an all-reduce runs, once for each size class, dtype, device and compression."""
     device = tensor.device.type
     kind = f"{tensor.nbytes.bit_length()} {tensor.dtype} {device} {algorithm} {compression}"
     if kind in group._told:

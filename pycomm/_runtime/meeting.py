@@ -1,4 +1,4 @@
-"""How ranks meet over a Store that may hold the words of processes that are gone."""
+"""A meeting of ranks over a Store that may contain entries of processes that are gone."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 
     from pycomm._runtime.waiting import Deadline
 
-_FIRST_PATIENCE = 1.0  # seconds until a rank looks whether others have come anew
-_MEETING = "meeting"  # the number of the meeting to come, in the Store
+_FIRST_PATIENCE = 1.0  # seconds until a rank checks whether others have restarted
+_MEETING = "meeting"  # key in the Store: the number of the next meeting
 
 
 def meet(
     store: Store, rank: int, size: int, mine: str, deadline: Deadline
 ) -> tuple[list[str], Store]:
-    """Exchanges a string; returns all ranks', in rank order, and a store with nothing in it.
+    """Exchanges a string; returns all ranks', in rank order, and an empty store.
 
-    torchrun gives processes that it has restarted the Store of those before them, with all that is
-    in it (github.com/pytorch/pytorch/issues/135712). So each rank adds a number of its own to its
-    string, and what has been read counts once all have read the same. Every meeting has a number,
-    which the Store counts: ranks that have tried unequally often come to the same one.
+    torchrun gives restarted processes the Store of their predecessors, with all its contents
+    (github.com/pytorch/pytorch/issues/135712). So each rank adds a random number to its string, and
+    strings count only once all ranks have read the same ones. The Store counts meetings, so ranks
+    that have tried unequally often still come to the same one.
 
-    A meeting ends with one word: what all have read, or that a rank was interrupted. A rank
-    that comes after its end goes to the next one.
+    A meeting ends with one word: a hash of the strings that all have read, or the news that a rank
+    was interrupted. A rank that arrives after the end goes to the next meeting.
 
     Raises:
         pycomm.Timeout: a rank did not come in time.
@@ -57,7 +57,7 @@ def meet(
 
 
 class _Meeting:
-    """The one to come, as a rank sees it. All ranks that agree know it by the same name."""
+    """The next meeting, as one rank sees it. Ranks that have read the same agree on its name."""
 
     def __init__(self, store: Store, rank: int, size: int, deadline: Deadline) -> None:
         self._store, self._rank, self._size, self._deadline = store, rank, size, deadline
@@ -66,14 +66,14 @@ class _Meeting:
         self._over = f"{self._number}/over"
 
     def attend(self, string: str) -> tuple[str, list[str]]:
-        """The meeting's name and what all have said; nothing if it ended without this rank."""
+        """The meeting's name and all strings; empty if it ended without this rank."""
         deadline, store = self._deadline, self._store
         name, members, patience, read = "", [], _FIRST_PATIENCE, set()
         with deadline.guarding("reaching the Store"):
             store.set(self._keys[self._rank], string)
-            if self._number > 1:  # nobody reads the meeting before the last any more
+            if self._number > 1:  # no rank reads the meeting before the last any more
                 store.delete_key(f"{self._number - 2}/member/{self._rank}")
-            if self._is_over():  # before this rank came
+            if self._is_over():  # before this rank arrived
                 self._count()
                 return "", []
         while True:
@@ -88,7 +88,7 @@ class _Meeting:
                 read.add(name)
                 if deadline.await_keys(store, [self._over], _Patience(patience).ended):
                     break
-            patience *= 2  # then this rank looks whether others have come anew
+            patience *= 2  # after this time, check again whether others have restarted
         with deadline.guarding("reaching the Store"):
             word = store.get(self._over).decode()
             if word == name:
@@ -99,20 +99,20 @@ class _Meeting:
         return "", []
 
     def interrupt(self, error: BaseException) -> None:
-        """Ends the meeting for all, or what has followed from it."""
+        """Ends the meeting for all ranks, or the rendezvous that has followed from it."""
         word = word_of_interrupt(error, self._rank, os.getpid())
         first = self._end(word)
         if not _is_failure(first):
             tell(PrefixStore(first, self._store), word)
 
     def _end(self, word: str) -> str:
-        """Ends the meeting with this word, if it has not ended; returns that with which it has."""
+        """Ends the meeting with this word unless it has ended; returns the word that ended it."""
         first = self._store.compare_set(self._over, "", word)
         self._count()
         return str(first.decode())
 
     def _count(self) -> None:
-        """Goes on to the next one, in the name of all."""
+        """Makes the next meeting the current one for all ranks."""
         self._store.compare_set(_MEETING, str(self._number), str(self._number + 1))
 
     def _is_over(self) -> bool:
@@ -124,7 +124,7 @@ class _Meeting:
 
 
 class _Patience:
-    """Ends after so many seconds."""
+    """Ends after a number of seconds."""
 
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds

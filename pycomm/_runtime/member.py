@@ -1,4 +1,4 @@
-"""A group as the modules see it that it is built from."""
+"""The interface of a group for the modules that it is built from."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Member(Protocol):
-    """One rank's membership; :class:`pycomm.Group` says what the members mean."""
+    """One rank's membership; :class:`pycomm.Group` documents the members."""
 
     rank: int
     size: int
@@ -25,7 +25,7 @@ class Member(Protocol):
     _told: set[str]
 
     def empty(self, *size: int, dtype: torch.dtype = ...) -> torch.Tensor:
-        """A tensor in the shared window."""
+        """Makes a tensor in the window."""
 
     def explain(
         self,
@@ -36,7 +36,7 @@ class Member(Protocol):
         in_window: bool = ...,
         device: str = ...,
     ) -> Plan:
-        """What an all-reduce would do."""
+        """Explains how an all-reduce would run."""
 
     def abort(self) -> None:
         """Ends every rank's operations."""

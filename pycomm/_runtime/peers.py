@@ -1,6 +1,6 @@
-"""The ranks of a group that is being made, from when they know each other: who dies, and who fails.
+"""Watches the ranks of a group that is being made for deaths and failures.
 
-One failure ends the rendezvous of all: the first that a rank tells, over the group's Store.
+The first failure that a rank reports, over the group's Store, ends the rendezvous of all ranks.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 
 _FAILED = "failed"  # the key
 _KINDS = {kind.__name__: kind for kind in (Aborted, PeerDied, Timeout)}
-_NOTICED_WITHIN = 0.5  # seconds from the loss of a dead rank's connections to that of its process
+_NOTICED_WITHIN = 0.5  # seconds from the end of a dead rank's connections to that of its process
 
 
 class Peers:
-    """Tells of what ends the rendezvous.
+    """Reports failures that end the rendezvous.
 
     Args:
-        store: of this group alone.
-        rank: this process.
-        pids: every rank's.
+        store: a Store that only this group uses.
+        rank: the rank of this process.
+        pids: the process id of every rank.
 
     Attributes:
-        processes: of the other ranks on this node, by rank.
+        processes: the processes of the other ranks on this node, by rank.
     """
 
     def __init__(self, store: Store, rank: int, pids: Sequence[int]) -> None:
@@ -43,7 +43,7 @@ class Peers:
 
     @contextlib.contextmanager
     def watching(self, nodes: Nodes) -> Iterator[None]:
-        """In its block notices deaths: on this node at once, elsewhere by a long silence."""
+        """Watches for deaths in its block: on this node at once, elsewhere by a long silence."""
         for rank in nodes.local:
             if rank != self._rank:
                 if (process := _C.Process.find(self._pids[rank])) is None:
@@ -61,7 +61,7 @@ class Peers:
             pulse.close()
 
     def look(self) -> None:
-        """Raises what has ended the rendezvous, the same on every rank; if anything has."""
+        """Raises the failure that has ended the rendezvous, the same on every rank, if any."""
         for rank, process in self.processes.items():
             if process.ended:
                 self._fail(self._died(rank))
@@ -70,7 +70,7 @@ class Peers:
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
-        """Tells the others of exceptions in its block. Raises what was told first instead."""
+        """Reports exceptions in its block. Raises the failure that was reported first instead."""
         try:
             yield
         except CollectiveError as error:
@@ -88,7 +88,7 @@ class Peers:
             raise
 
     def look_for_a_while(self) -> None:
-        """After a failure that may follow from a death: connections go before their process."""
+        """Looks for a death that may have caused a failure: connections end before processes do."""
         end = time.monotonic() + _NOTICED_WITHIN
         while time.monotonic() < end:
             try:
@@ -100,7 +100,7 @@ class Peers:
             time.sleep(0.02)
 
     def _tell_of(self, rank: int) -> None:
-        """That this one, on another node, seems to be dead."""
+        """Reports that a rank on another node seems to be dead."""
         error = self._died(rank)
         tell(self._store, _word("PeerDied", str(error), rank, error.pid))
 
@@ -118,12 +118,12 @@ class Peers:
 
 
 def tell(store: Store, word: str) -> str:
-    """Tells all what has ended the rendezvous; returns what was told first."""
+    """Reports to all ranks what has ended the rendezvous; returns the first report."""
     return str(store.compare_set(_FAILED, "", word).decode())
 
 
 def word_of_interrupt(error: BaseException, rank: int, pid: int) -> str:
-    """For :func:`tell`."""
+    """The report of an interrupt, for :func:`tell`."""
     what = f"rank {rank} was interrupted during the rendezvous: {error!r}"
     return _word("Aborted", what, rank, pid)
 
@@ -133,7 +133,7 @@ def _word(kind: str, message: str, rank: int = -1, pid: int = -1) -> str:
 
 
 def error_of(word: str) -> Exception:
-    """The exception for what was told."""
+    """The exception for a report."""
     kind, message, rank, pid = json.loads(word)
     if kind not in _KINDS:
         return ValueError(message)

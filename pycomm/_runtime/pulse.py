@@ -1,6 +1,6 @@
-"""What tells nodes that another one is gone while a group is made: it falls silent.
+"""Detects by its silence that a node is gone while a group is made.
 
-A pidfd tells of a process on the same node alone, and a node's ranks may all die at once.
+A pidfd reports only processes of the same node, and all ranks of a node may die at once.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 _INTERVAL = 0.25  # seconds between beats
-# A beat comes from a thread of its own, so only a stopped process, node or network delays it.
+# A beat comes from a thread of its own, so only a suspended process, node or network delays it.
 # Swapping, a lost packet or the migration of a node seldom takes seconds.
 SILENCE = 10.0
 
 
 class Pulse(threading.Thread):
-    """The first rank of a node counts in the Store and notices if the next node does not.
+    """Counts in the Store for this node, and detects if the next node stops counting.
 
     Args:
-        store: of this group alone.
-        rank: this process.
+        store: a Store that only this group uses.
+        rank: the rank of this process, the first of its node.
         neighbour: the first rank of the next node.
-        silent: called with the neighbour once it has been silent for long, as far as this process
-            runs.
+        silent: called with the neighbour once it has been silent for `SILENCE` seconds. Time in
+            which this process was suspended does not count.
     """
 
     def __init__(
@@ -40,8 +40,8 @@ class Pulse(threading.Thread):
         self._over = threading.Event()
 
     def run(self) -> None:
-        """Until closed."""
-        with contextlib.suppress(RuntimeError):  # the Store is gone, which all others see
+        """Counts until closed."""
+        with contextlib.suppress(RuntimeError):  # the Store is gone, which all other waits detect
             self._beat()
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""The private parts of torch that pycomm uses, and no others.
+"""All private parts of torch that pycomm uses.
 
-All of them were seen in torch 2.11, 2.12, 2.13 and 2.14.
+They exist in torch 2.11, 2.12, 2.13 and 2.14.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ backward_node: Callable[[], Any] = torch._C._current_autograd_node
 queue_callback: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
 # 1 if two elements of a tensor share memory, 0 if none do, 2 if that is not known.
 internal_overlap: Callable[[torch.Tensor], int] = torch._debug_has_internal_overlap
-# Has the current CUDA stream do nothing for so many cycles.
+# Makes the current CUDA stream wait for a number of cycles.
 keep_device_busy: Callable[[int], None] = torch.cuda._sleep
 profiler_runs: Callable[[], bool] = torch._C._autograd._profiler_enabled
 # The Store through which a process group was made.
@@ -56,14 +56,14 @@ after_autograd_keys = torch._C._after_autograd_keyset
 
 
 def scale_of(scaler: torch.amp.GradScaler) -> torch.Tensor | None:
-    """The tensor by which losses are multiplied; None before the first one."""
+    """The tensor by which losses are multiplied; None before the first loss."""
     return scaler._scale
 
 
 def symmetric_tensor(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Memory that processes can share, straight from the allocator (alpha).
+    """Memory that processes can share, directly from the allocator (an alpha API).
 
-    A pool might recycle a block on some ranks only.
+    A memory pool could recycle a block on some ranks only.
     """
     from torch._C._distributed_c10d import _SymmetricMemory
 
@@ -71,7 +71,7 @@ def symmetric_tensor(nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 def symmetric_handle(memory: torch.Tensor, process_group: Any) -> Any:
-    """What knows every rank's memory (alpha); a collective call."""
+    """A handle to every rank's memory (an alpha API); a collective call."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
     return symmetric_memory.rendezvous(memory, process_group)

@@ -1,4 +1,4 @@
-"""Waiting while a group is made: never longer than its timeout, and never without a look around."""
+"""Waits while a group is made: bounded by a timeout, with regular checks for failures."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from pycomm.errors import PycommError, Timeout
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-_SLICE = 0.05  # seconds that a wait takes before it looks at other things
-_FIRST_NAP = 0.001  # between two questions to a Store, which serves all ranks
-_GROWTH = 1.25  # of naps, so that many ranks that wait for long leave it alone
-_LONGEST_SLICE = 0.2  # if it took longer, this process was stopped meanwhile
+_SLICE = 0.05  # seconds that a wait takes before it checks for failures
+_FIRST_NAP = 0.001  # seconds between two queries of a Store, which serves all ranks
+_GROWTH = 1.25  # factor of naps, so that many ranks that wait for long do not overload it
+_LONGEST_SLICE = 0.2  # if a slice took longer, this process was suspended
 
 
 class Deadline:
-    """Seconds that a rendezvous may still take, as far as this process runs."""
+    """The end of a rendezvous. Time in which this process was suspended does not count."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -35,10 +35,10 @@ class Deadline:
     def await_keys(self, store: Store, keys: Sequence[str], look: Callable[[], object]) -> bool:
         """Waits until all keys are there, or until `look`, called in between, returns True.
 
-        Asks again and again: a Store's own wait cannot be interrupted.
+        This polls, because a Store's own wait cannot be interrupted.
 
         Returns:
-            Whether the keys are there.
+            True if the keys are there.
         """
         nap = _FIRST_NAP
         while not store.check(list(keys)):
@@ -60,14 +60,14 @@ class Deadline:
             look()
 
     def await_event(self, event: threading.Event, look: Callable[[], object]) -> None:
-        """Returns once it is set. An interrupted join would take its thread for ended."""
+        """Returns once the event is set. Thread.join would not do: an interrupt breaks it."""
         while not event.is_set():
             with self._slice() as seconds:
                 event.wait(seconds)
             look()
 
     def look_for(self, seconds: float, look: Callable[[], object]) -> None:
-        """Looks again and again, for so long."""
+        """Calls `look` repeatedly for a number of seconds."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             look()
@@ -85,10 +85,10 @@ class Deadline:
 
     @contextlib.contextmanager
     def guarding(self, what: str | Callable[[], str]) -> Iterator[None]:
-        """Turns the transports' own ways of failing into pycomm.Timeout.
+        """Converts the transports' errors to pycomm.Timeout.
 
         Args:
-            what: what did not happen then, or how to find out.
+            what: describes the event that did not happen, or returns the description.
         """
         try:
             yield
