@@ -1,4 +1,4 @@
-"""A rank's CUDA side: how operations reach the kernels."""
+"""A rank's CUDA side, which passes operations to the kernels."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class CudaSide:
     """One rank's kernels.
 
     Attributes:
-        device: where this rank's tensors must lie.
+        device: the device of this rank's tensors.
         transport: ``"threads"``, ``"peer memory"`` or ``"pinned host memory"``.
-        lanes: blocks per rank.
-        shares_device: whether the ranks are threads on one GPU.
+        lanes: the number of blocks per rank.
+        shares_device: True if the ranks are threads on one GPU.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class CudaSide:
         cuda_made(group, device, transport, lanes)
 
     def close(self) -> None:
-        """Lets everything that was enqueued end, then lets go of the windows."""
+        """Waits for everything that was enqueued, then frees the windows."""
         self._core.close()
         self._heap = self._keep = None
 
@@ -103,11 +103,11 @@ class CudaSide:
             flag.event.record(stream)
 
     def check(self) -> None:
-        """Raises what went wrong in kernels that have been enqueued so far and have ended."""
+        """Raises the error of kernels that have run so far, if there is one."""
         self._core.check()
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor in the window's heap; its memory goes back with the group."""
+        """Makes a tensor in the window's heap; its memory is freed together with the group."""
         if self.transport == "threads":
             return torch.empty(shape, dtype=dtype, device=self.device)
         nbytes = shape.numel() * dtype.itemsize
@@ -123,7 +123,7 @@ class CudaSide:
 
 
 class NonfiniteFlag:
-    """Whether a compressed operation has met an infinity or a NaN, once its stream has run it."""
+    """Reports if a compressed operation has met an infinity or a NaN."""
 
     def __init__(self, side: CudaSide) -> None:
         self.word = torch.zeros(1, dtype=torch.int32, device=side.device)
@@ -131,14 +131,14 @@ class NonfiniteFlag:
         self._side = side
 
     def read(self) -> bool:
-        """Waits on the host until the operation has run; raises what went wrong in it."""
+        """Waits on the host until the operation has run, and raises its error if it failed."""
         self.event.synchronize()
         self._side.check()
         return bool(self.word.item())
 
 
 class Codecs:
-    """Encoding and decoding on one device's current stream, called as ``_C``'s for the CPU are."""
+    """Encoding and decoding on a device's current stream, with the interface of ``_C``'s."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -155,19 +155,19 @@ class Codecs:
         step: int,
         offset: int,
     ) -> None:
-        """Enqueues."""
+        """Enqueues the encoding."""
         space = _workspace(_C.cuda_workspace_bytes(codec, n, 1, exchange=False), self._device)
         _C.cuda_encode(*self._place, space.data_ptr(), codec, dtype, x, n, wire, seed, step, offset)
 
     def decode(
         self, codec: _C.Codec, wire: int, nbytes: int, n: int, dtype: int, output: int, add: bool
     ) -> None:
-        """Waits for the stream, to check what it decodes."""
+        """Decodes, and waits for the stream to check the bytes."""
         space = _workspace(4, self._device)
         _C.cuda_decode(*self._place, space.data_ptr(), codec, wire, nbytes, n, dtype, output, add)
 
     def select(self, dtype: int, x: int, n: int, k: int, indices: int, values: int) -> int:
-        """Waits for the stream, to tell how many there are."""
+        """Selects, and waits for the stream to return the number of elements."""
         codec = _C.Codec(CODECS["topk"], k=k)
         space = _workspace(_C.cuda_workspace_bytes(codec, n, 1, exchange=False), self._device)
         return _C.cuda_select(*self._place, space.data_ptr(), codec, dtype, x, n, indices, values)

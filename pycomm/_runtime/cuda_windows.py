@@ -1,12 +1,11 @@
-"""How ranks connect on CUDA: where their windows lie, and how each sees the others'.
+"""Connects ranks on CUDA: allocates their windows, and maps each rank's window on the others.
 
-Happens at a group's first operation on a CUDA tensor, which all ranks therefore enter together.
-Windows are
+This happens at a group's first operation on a CUDA tensor, so all ranks must start that operation
+together. Windows are
 
-- device memory, all of it in one address space, where the ranks are threads;
-- torch's symmetric memory, where they are processes and every pair of GPUs has peer access;
-- pinned host memory, carved from the group's own shared window, on all ranks as soon as one pair
-  has not.
+- device memory in one address space, if the ranks are threads;
+- torch's symmetric memory, if the ranks are processes and every pair of GPUs has peer access;
+- pinned host memory in the group's window, on all ranks, if a pair of GPUs has no peer access.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ STAGING_BYTES = 32 << 20  # per rank, at least
 
 
 def _lanes(max_blocks: int, device: torch.device, ranks_here: int) -> int:
-    """Blocks per rank: at most what was asked for, and what fits beside the other ranks' blocks."""
+    """Blocks per rank: at most `max_blocks`, and as many as fit beside the other ranks' blocks."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     return max(1, min(max_blocks, processors // ranks_here))
 
 
 def _staging_bytes(lanes: int, group: Member) -> int:
-    """As much as the group was made with on the CPU, two halves of four slots, if that is more."""
+    """Staging bytes per rank: at least as many as the group has on the CPU (8 slots)."""
     asked = 8 * group._core.slot_bytes
     return max(STAGING_BYTES, asked, _C.cuda_least_staging_bytes(group.size, lanes))
 
@@ -46,7 +45,7 @@ def _staging_bytes(lanes: int, group: Member) -> int:
 def _run(
     group: Member, collective: str, mine: torch.Tensor, result: torch.Tensor, op: str = "sum"
 ) -> None:
-    """A small collective of CPU tensors."""
+    """Runs a small collective of CPU tensors."""
     group._core.run(
         COLLECTIVES[collective],
         ALGORITHMS["auto"],
@@ -65,7 +64,7 @@ def _barrier(group: Member) -> None:
 
 
 def _all_agree(group: Member, flag: bool) -> bool:
-    """Whether the flag holds on every rank."""
+    """True if the flag holds on every rank."""
     value = torch.tensor([int(flag)], dtype=torch.int32)
     _run(group, "all_reduce", value, value, op="min")
     return bool(value.item())
@@ -86,7 +85,7 @@ def _device_id(device: torch.device) -> int:
 
 
 def _sees_all(device: torch.device, devices: list[int]) -> bool:
-    """Whether a device can use the memory of all others, which go by :func:`_device_id`."""
+    """True if a device can use the memory of all `devices`, given by :func:`_device_id`."""
     visible = {
         _device_id(torch.device("cuda", i)): torch.device("cuda", i)
         for i in range(torch.cuda.device_count())
@@ -101,7 +100,7 @@ def _sees_all(device: torch.device, devices: list[int]) -> bool:
 def join_processes(
     group: Member, device: torch.device, process_group: Any, max_blocks: int, heap_bytes: int
 ) -> CudaSide:
-    """The CUDA side of a group of processes; a collective call."""
+    """Makes the CUDA side of a group of processes; a collective call."""
     if group.size == 1:
         return LocalDevices([group], max_blocks, stage_always=False).side(0, device)
     devices = _gather(group, _device_id(device))
@@ -142,7 +141,7 @@ def join_processes(
 
 
 def _symmetric_memory(nbytes: int, device: torch.device) -> torch.Tensor | None:
-    """Memory that can be shared, zeroed; None where there is none to be had."""
+    """Zeroed memory that can be shared; None if there is none."""
     try:
         memory = symmetric_tensor(nbytes, device)
         memory.zero_()
@@ -155,7 +154,7 @@ def _symmetric_memory(nbytes: int, device: torch.device) -> torch.Tensor | None:
 def _symmetric_windows(
     memory: torch.Tensor, process_group: Any, rank: int, shared_device: bool
 ) -> tuple[list[int], Any]:
-    """Every rank's window, as this rank sees it, and what keeps them mapped."""
+    """The address of every rank's window in this process, and the object that keeps them mapped."""
     variable = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
     before = os.environ.get(variable)
     if shared_device:  # slow, and fine for tests
@@ -184,12 +183,12 @@ def _pinned_windows(
         )
         for rank, offset in enumerate(offsets)
     ]
-    # In this order: unpinned before it is given back.
+    # In this order, so that memory is unpinned before it is freed.
     return [registration.address for registration in pinned], (pinned, memory)
 
 
 class LocalDevices:
-    """The CUDA sides of ranks that are threads; each says where it is, then one connects all."""
+    """Makes the CUDA sides of ranks that are threads; one thread connects all of them."""
 
     def __init__(self, groups: Sequence[Member], max_blocks: int, stage_always: bool) -> None:
         self._groups = groups
@@ -206,7 +205,7 @@ class LocalDevices:
         with self._lock:
             if not self._sides:
                 self._sides = self._connect([d for d in self._devices if d is not None])
-            side, self._sides[rank] = self._sides[rank], None  # the group's own from now on
+            side, self._sides[rank] = self._sides[rank], None  # the group owns it from now on
         assert side is not None
         return side
 

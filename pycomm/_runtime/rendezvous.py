@@ -1,12 +1,12 @@
-"""How the processes of a group find each other and come to share memory.
+"""The rendezvous: the processes of a group find each other and set up shared memory.
 
-The group's torch.distributed Store carries the ranks' identities, by which those find each other
-that share a node, and addresses. The first rank of a node makes its window, an anonymous
-file, and hands its descriptor to each peer over an abstract Unix socket, so that nothing ever has a
-name in a file system. Who connects must run as the same user and know the secret that only the
-Store's users can read. Then the nodes connect. Nobody goes on before all ranks have all that
-they need, so that the failure of one rank is an error of all ranks, at once. From when the ranks
-know each other every wait looks for deaths and failures, too (pycomm/_runtime/peers.py).
+Over the group's torch.distributed Store, ranks exchange addresses and identities, which show the
+ranks that share a node. The first rank of a node makes its window, an anonymous file, and hands the
+file's descriptor to each peer over an abstract Unix socket, so nothing ever has a name in a file
+system. A peer must run as the same user and know the secret that only the Store's users can read.
+Then the nodes connect. No rank continues before all ranks have everything, so the failure of one
+rank is at once an error of all ranks. Once the ranks know each other, every wait also checks for
+deaths and failures (pycomm/_runtime/peers.py).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _NAMESPACES = ("net", "pid", "ipc")
 
 
 def set_up_torch_distributed(timeout: float) -> None:
-    """From torchrun's environment, for processes that it has restarted, too."""
+    """Sets up torch.distributed from torchrun's environment, also in restarted processes."""
     deadline, patience = Deadline(timeout), timedelta(seconds=timeout)
     with deadline.guarding("every process joining torch.distributed"):
         store, rank, size = next(rendezvous("env://", timeout=patience))
@@ -53,15 +53,15 @@ def set_up_torch_distributed(timeout: float) -> None:
 
 @dataclass(frozen=True)
 class Membership:
-    """What a rank knows after the rendezvous.
+    """The results of the rendezvous for one rank.
 
     Attributes:
-        nodes: which ranks share one.
-        window: this node's.
-        pids: every rank's process.
-        processes: this node's; None for this rank itself.
-        cores: how many the ranks of this node may run on, all together.
-        link: to other nodes, if this rank exchanges with them.
+        nodes: the ranks of each node.
+        window: the window of this node.
+        pids: the process id of every rank.
+        processes: the processes of this node's ranks; None for this rank itself.
+        cores: the number of cores that the ranks of this node may run on, all together.
+        link: the transport to other nodes; None if this rank does not exchange with them.
     """
 
     nodes: Nodes
@@ -73,7 +73,7 @@ class Membership:
 
 
 def node_identity() -> str:
-    """Equal for two processes only if they can share memory and watch each other."""
+    """A string; equal for two processes only if they can share memory and watch each other."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return " ".join([boot, *(str(Path(f"/proc/self/ns/{n}").readlink()) for n in _NAMESPACES)])
 
@@ -84,7 +84,7 @@ def _get(store: Store, key: str, deadline: Deadline, peers: Peers) -> str:
 
 
 def _receive(connection: socket.socket, length: int, deadline: Deadline, peers: Peers) -> bytes:
-    """What comes first, or nothing from who is gone."""
+    """The first bytes that arrive; empty if the peer is gone."""
     deadline.await_bytes(connection, peers.look)
     try:
         return connection.recv(length)
@@ -100,18 +100,19 @@ def _peer_uid(connection: socket.socket) -> int:
 
 
 def slice_bytes() -> int:
-    """Room for one rank in a window's file: as much as the node has memory."""
+    """Bytes for one rank in a window's file: as much as the node has memory."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return -(-memory // (1 << 30)) << 30
 
 
 @dataclass(frozen=True)
 class WindowMaker:
-    """How a rank makes a window, and maps one.
+    """The functions that make and map a window.
 
     Attributes:
-        create: returns the descriptor of a new one for so many ranks.
-        map: maps the one behind a descriptor, for so many ranks; owns the descriptor from then on.
+        create: makes a window for a number of ranks, and returns its descriptor.
+        map: maps the window of a descriptor, for a number of ranks, and takes ownership of the
+            descriptor.
     """
 
     create: Callable[[int], int]
@@ -121,7 +122,7 @@ class WindowMaker:
 def _hand_out(
     listener: socket.socket, fd: int, secret: bytes, count: int, deadline: Deadline, peers: Peers
 ) -> None:
-    """Gives the descriptor to `count` peers, and nothing to anyone else who connects."""
+    """Gives the descriptor to `count` peers, and refuses all other connections."""
     given = 0
     while given < count:
         with deadline.guarding("every rank taking the window"):
@@ -168,17 +169,17 @@ def join(
 
     Args:
         store: the process group's own Store, under a prefix that only this group uses, now or
-            in an earlier life of its processes.
-        rank: this process.
-        size: how many processes.
+            before its processes were restarted.
+        rank: the rank of this process.
+        size: the number of processes.
         windows: makes the window on the first rank of each node, and maps it on all.
-        settings: what must be the same on every rank, by its name in messages.
-        timeout: seconds for the whole of it.
+        settings: values that must be the same on every rank, by their names in error messages.
+        timeout: seconds for the whole rendezvous.
 
     Raises:
         ValueError: the ranks' settings differ, or a rank could not map the window; on all ranks.
-        pycomm.Timeout: a rank did not come in time.
-        pycomm.PeerDied: a rank of some node's died after all had come; on all ranks.
+        pycomm.Timeout: a rank did not arrive in time.
+        pycomm.PeerDied: a rank died after all had arrived; on all ranks.
         pycomm.Aborted: a rank was interrupted.
     """
     deadline = Deadline(timeout)
@@ -207,7 +208,7 @@ def join(
 
 
 def check_same(settings: list[dict[str, int]]) -> None:
-    """Refuses ranks that differ; the error names the first one that differs from rank 0."""
+    """Raises ValueError if ranks differ; it names the first one that differs from rank 0."""
     for name, expected in settings[0].items():
         for rank, others in enumerate(settings):
             if others.get(name) != expected:
@@ -225,7 +226,7 @@ def _share_window(
     deadline: Deadline,
     peers: Peers,
 ) -> _C.Window:
-    """The window of the ranks of this node."""
+    """Makes or takes the window of this node's ranks."""
     first, count = nodes.local[0], len(nodes.local)
     if rank == first:
         return _offer(store, rank, count, windows, deadline, peers)
@@ -235,7 +236,7 @@ def _share_window(
 
 
 def _await_all(store: Store, size: int, deadline: Deadline, peers: Peers) -> None:
-    """Who goes on before all are there would blame another for somebody else's death."""
+    """Waits for all ranks; a rank that continued earlier could blame the wrong rank for a death."""
     if store.add("ready", 1) == size:
         store.set("complete", "")
     deadline.await_keys(store, ["complete"], peers.look)
