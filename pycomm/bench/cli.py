@@ -1,4 +1,4 @@
-"""The command line. Flags that nccl-tests has, too, have its names."""
+"""The command line. Flags that also exist in nccl-tests have the same names."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ COMPRESSION_HELP = "none, bf16, fp16, int8, int8:BLOCK, topk:DENSITY"
 
 
 def size(text: str) -> int:
-    """A number, with nccl-tests' suffixes: ``8``, ``64K``, ``1M``, ``2G``."""
+    """Parses a number with nccl-tests' suffixes: ``8``, ``64K``, ``1M``, ``2G``."""
     match = re.fullmatch(r"(\d+)([KMG]?)", text.upper())
     if match is None or int(match[1]) == 0:
         raise argparse.ArgumentTypeError(f"expected a number such as 8, 64K or 1M, got {text!r}")
@@ -51,7 +51,7 @@ def size(text: str) -> int:
 
 
 def whole(least: int) -> Callable[[str], int]:
-    """A parser of whole numbers from `least` on."""
+    """Makes a parser of whole numbers that are at least `least`."""
 
     def parse(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
@@ -62,7 +62,7 @@ def whole(least: int) -> Callable[[str], int]:
 
 
 def seconds(text: str) -> float:
-    """A time to wait."""
+    """Parses a time to wait, in seconds."""
     try:
         value = float(text)
     except ValueError:
@@ -75,14 +75,14 @@ def seconds(text: str) -> float:
 
 
 def picture(text: str) -> str:
-    """The name of a PNG."""
+    """Parses the name of a PNG file."""
     if not text.endswith(".png"):
         raise argparse.ArgumentTypeError(f"expected a name that ends in .png, got {text!r}")
     return text
 
 
 def some_of(choices: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
-    """A parser of one of the choices, some of them with commas between, or ``all``."""
+    """Makes a parser of a comma-separated list of choices, or ``all``."""
 
     def parse(text: str) -> tuple[str, ...]:
         names = tuple(choices) if text == "all" else tuple(text.split(","))
@@ -97,7 +97,7 @@ def some_of(choices: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
 
 
 def compressions(text: str) -> tuple[str, ...]:
-    """Names that pycomm.parse_compression takes, with commas between, or ``all``."""
+    """Parses a comma-separated list of names for pycomm.parse_compression, or ``all``."""
     names = COMPRESSIONS if text == "all" else tuple(text.split(","))
     for name in names:
         try:
@@ -108,7 +108,7 @@ def compressions(text: str) -> tuple[str, ...]:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """A sub-command per collective, one for codecs, and two for training."""
+    """Makes a sub-command for each collective, one for codecs, and two for training."""
     parser = argparse.ArgumentParser(
         prog="python -m pycomm.bench",
         description="Times pycomm against what is installed beside it, in interleaved rounds.",
@@ -222,7 +222,7 @@ def _add_optimizer_flags(command: argparse.ArgumentParser) -> None:
 
 
 def _sizes(arguments: argparse.Namespace) -> tuple[int, ...]:
-    """From the smallest to the largest, by factor or step."""
+    """The sizes from the smallest to the largest, by factor or step."""
     sizes = []
     current = arguments.minbytes
     while current <= arguments.maxbytes:
@@ -234,7 +234,7 @@ def _sizes(arguments: argparse.Namespace) -> tuple[int, ...]:
 
 
 def parse(argv: Sequence[str] | None = None) -> AnySettings:
-    """Settings from a command line; exits with a message where they make no sense here."""
+    """Settings from a command line; exits with a message if they are not possible here."""
     parser = make_parser()
     arguments = parser.parse_args(argv)
     words = sys.argv[1:] if argv is None else argv
@@ -333,7 +333,7 @@ def _settings(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parses, starts the ranks where there are any, and runs."""
+    """Parses, starts the ranks if necessary, and runs."""
     settings = parse(argv)
     if isinstance(settings, CodecSettings):
         codec_session.run(settings)

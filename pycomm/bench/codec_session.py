@@ -1,4 +1,4 @@
-"""A run of codecs: one process, on the CPU one thread."""
+"""A run of the codec benchmark: one process, with one thread on the CPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pycomm.bench.streams import streams
 
 
 def run(settings: CodecSettings) -> None:
-    """Measures all that the settings ask for, prints and writes."""
+    """Measures everything in the settings, prints and writes."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     meta = report.circumstances(settings.command)

@@ -1,4 +1,4 @@
-"""Who competes: the interface of every contestant, and pycomm's own, compressed or not."""
+"""The interface of contestants, and pycomm's own contestants, compressed or not."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from pycomm._inputs.dtypes import CODED_ALGORITHMS
 from pycomm.bench.cases import Case, Settings, bus_factor
 from pycomm.compression import COMPRESSIBLE
 
-DENSE_ALGORITHMS = ("ring", "tree")  # those that compress, but not with top-k
+DENSE_ALGORITHMS = ("ring", "tree")  # they run with codecs, but not with top-k
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A case made ready by a contestant.
+    """A case that a contestant has prepared.
 
     Attributes:
-        source: takes the input.
+        source: receives the input.
         result: holds the output after a call; may be `source` itself.
         call: runs the collective once, through the API that users call.
         fill: gives `source` data for the clock: repeated calls must leave them what they are.
@@ -36,7 +36,7 @@ class Prepared:
     residual: torch.Tensor | None = None
 
     def settle(self) -> None:
-        """Makes the data ready for the clock."""
+        """Prepares the data for timing."""
         self.fill(self.source)
         if self.residual is not None:
             self.residual.zero_()

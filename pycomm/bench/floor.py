@@ -1,4 +1,4 @@
-"""The floor: how fast this machine can move the bytes of a two-shot all-reduce at all.
+"""The floor: the least time in which this machine can move the bytes of a two-shot all-reduce.
 
 On tensors in the window, every rank reads one byte and writes one byte of main memory per byte of
 the tensor: it reads its share of n tensors, and writes the sum into its share of n tensors. Nothing
@@ -18,7 +18,7 @@ import pycomm
 from pycomm.bench.cases import MIB, Case
 from pycomm.bench.contestants import Contestant, Prepared
 
-# Below this the tensors stay in caches, and streams say nothing about them.
+# Smaller tensors stay in caches, and streams say nothing about them.
 SMALLEST = 8 * MIB
 BYTES_MOVED_PER_BYTE = 2
 
@@ -35,24 +35,24 @@ class Probe:
     compression: str = "none"
 
     def supports(self, case: Case) -> bool:
-        """All-reduces too large for the caches."""
+        """True for all-reduces that are too large for the caches."""
         on_cpu = case.collective == "all_reduce" and case.device == "cpu"
         return on_cpu and case.nbytes >= SMALLEST
 
     def prepare(self, case: Case) -> Prepared:
-        """The same bytes as fp32, the dtype whose loops wait for memory and nothing else."""
+        """The same bytes as fp32, since fp32 loops are limited only by memory."""
         source, target = torch.zeros(2, case.nbytes // 4, dtype=torch.float32).unbind()
 
         def call() -> None:
             self.stream(source, target)
-            # Without it, ranks that share a core would stream one after the other, unnoticed.
+            # Without it, ranks that share a core could stream one after the other, unnoticed.
             pycomm.barrier(group=self.group)
 
         return Prepared(source, source, call)
 
 
 def probes(group: pycomm.Group) -> list[Contestant]:
-    """The streams that compete for being the floor."""
+    """The streams, of which the fastest is the floor."""
     return [
         Probe(group, "x += x", lambda source, _: source.add_(source)),
         Probe(group, "x *= 1", lambda source, _: source.mul_(1.0)),

@@ -1,4 +1,4 @@
-"""Where the ranks come from: torchrun, mpirun, or processes that we spawn ourselves."""
+"""Starts ranks: by torchrun, by mpirun, or as processes that this module spawns."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ LOOPBACK = "127.0.0.1"
 
 
 def under_torchrun() -> bool:
-    """Whether torchrun, or something that speaks its environment, started this process."""
+    """True if torchrun, or a launcher with its environment, started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def is_first() -> bool:
-    """Whether this process speaks for all: rank 0, or one that no launcher started."""
+    """True if this process prints for all: rank 0, or a process without a launcher."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def under_mpi() -> bool:
-    """Whether an MPI launcher started this process."""
+    """True if an MPI launcher started this process."""
     return "OMPI_COMM_WORLD_RANK" in os.environ or "PMI_RANK" in os.environ
 
 

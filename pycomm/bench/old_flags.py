@@ -1,4 +1,4 @@
-"""Flags of command lines that have a new name: the old one still works, and warns."""
+"""Renamed flags of command lines: the old names still work, with a warning."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class _OldFlag(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        """Warns, and does what the flag does under its name."""
+        """Warns, and then acts like the renamed flag."""
         name = self._new.option_strings[-1]
         print(f"{parser.prog}: warning: {option_string} is called {name} now", file=sys.stderr)
         self._new(parser, namespace, values, option_string)
 
 
 def keep_old_flag(parser: argparse.ArgumentParser, old: str, new: argparse.Action) -> None:
-    """Accepts `old` for the flag that ``add_argument`` has made; its help does not show it."""
+    """Accepts `old` as a name of the flag `new`, from ``add_argument``; the help hides it."""
     parser.add_argument(old, action=_OldFlag, dest=new.dest, new=new)

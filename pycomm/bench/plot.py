@@ -1,4 +1,4 @@
-"""How results are drawn: latency and bus bandwidth over size, a line per contestant."""
+"""Draws results: latency and bus bandwidth over size, with a line per contestant."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def draw(path: str, meta: dict[str, Any], rows: Sequence[Row]) -> None:
     """Writes a PNG with a panel for latency and one for bandwidth.
 
     Args:
-        path: of the PNG; its folder is made.
+        path: the file; its folder is created.
         meta: the circumstances of the run.
         rows: its results.
     """
@@ -66,7 +66,7 @@ def _lines(rows: Sequence[Row]) -> dict[Key, list[Row]]:
 
 
 def _label(key: Key, lines: dict[Key, list[Row]]) -> str:
-    """Names what tells a line from the others, and nothing that all share."""
+    """The label of a line: the properties in which it differs from others."""
     impl, algorithm, buffer, compression, dtype, op = key
     words = [impl]
     if sum(other[0] == impl and other[2:] == key[2:] for other in lines) > 1:
@@ -80,7 +80,7 @@ def _label(key: Key, lines: dict[Key, list[Row]]) -> str:
 
 
 def _styles(keys: list[Key]) -> dict[Key, dict[str, Any]]:
-    """A colour per algorithm of ours or per peer; dashes for the window, marks for who it is."""
+    """A colour per algorithm of pycomm or per peer; dashes for the window, marks per library."""
     ours = list(dict.fromkeys((key[1], *key[3:]) for key in keys if key[0] == "pycomm"))
     styles: dict[Key, dict[str, Any]] = {}
     for key in keys:
@@ -101,7 +101,7 @@ def _styles(keys: list[Key]) -> dict[Key, dict[str, Any]]:
 
 
 def _finish_panel(panel: Axes, sizes: list[int]) -> None:
-    """The axis of sizes, and a quiet grid."""
+    """Sets up the axis of sizes, and a light grid."""
     panel.set_xscale("log", base=2)
     step = -(-len(sizes) // MOST_TICKS)
     panel.xaxis.set_major_locator(FixedLocator([float(size) for size in sizes[::-1][::step]]))

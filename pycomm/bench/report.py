@@ -1,4 +1,4 @@
-"""How results are shown: rows, the plain-text table of nccl-tests, JSON."""
+"""Output of results: rows, the plain-text table of nccl-tests, JSON."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Row:
     """One contestant's result in one case; the keys of the JSON file.
 
     Attributes:
-        chosen: what ``algorithm="auto"`` picked.
-        wire_bytes: what a rank reads from its peers; None for peers, whose ways are their own.
-        algbw_GBps: bytes of the tensor over time: with compression the effective bandwidth.
-        wrong: wrong elements over all ranks; None where nothing was checked.
+        chosen: the algorithm that ``"auto"`` picked.
+        wire_bytes: bytes that a rank reads from other ranks; None for other libraries.
+        algbw_GBps: bytes of the tensor per time; with compression the effective bandwidth.
+        wrong: wrong elements over all ranks; None if nothing was checked.
         floor_percent: the floor's time over this row's; None where the floor was not measured.
     """
 
@@ -54,7 +54,7 @@ class Row:
 def make_row(
     case: Case, contestant: Contestant, figures: Figures, wrong: int | None, floor_us: float | None
 ) -> Row:
-    """Adds what follows from the measured figures."""
+    """Makes a row from the measured figures."""
     bandwidth = case.nbytes / figures.time_us / 1e3
     in_window = contestant.buffer == "window"
     ours = contestant if isinstance(contestant, Pycomm) else None
@@ -86,7 +86,7 @@ def make_row(
 
 
 def circumstances(command: str) -> dict[str, Any]:
-    """When, where and with what something runs; names neither host nor user."""
+    """Date, command, machine and software of a run; names neither host nor user."""
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": command,
@@ -142,17 +142,17 @@ def preamble(meta: dict[str, Any], settings: Settings) -> str:
 
 
 def place(meta: dict[str, Any]) -> str:
-    """The machine, in a line."""
+    """The machine, as a line of text."""
     return f"{meta['machine']['cores']} cores of {meta['machine']['cpu']}"
 
 
 def versions(meta: dict[str, Any]) -> str:
-    """The software, in a line."""
+    """The software, as a line of text."""
     return ", ".join(f"{name} {version}" for name, version in meta["versions"].items())
 
 
 def format_row(row: Row) -> str:
-    """A line of the table."""
+    """Formats a line of the table."""
     op = row.op if row.collective in ("all_reduce", "reduce_scatter") else "none"
     algorithm = f"{row.algorithm}:{row.chosen}" if row.chosen else row.algorithm
     wrong = "N/A" if row.wrong is None else str(row.wrong)
@@ -167,7 +167,7 @@ def format_row(row: Row) -> str:
 
 
 def human_bytes(count: int) -> str:
-    """A size as people say it: 64 KiB, 1 MiB."""
+    """Formats a size: 64 KiB, 1 MiB."""
     for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if count >= unit and count % unit == 0:
             return f"{count // unit} {name}"
@@ -205,7 +205,7 @@ def compare_compressed(rows: list[Row]) -> list[str]:
 
 
 def _by_case(rows: list[Row]) -> dict[str, list[Row]]:
-    """The rows of every size, dtype and operation, under what to call them."""
+    """The rows of every size, dtype and operation, by a description of these."""
     cases: dict[str, list[Row]] = {}
     for row in rows:
         cases.setdefault(f"{human_bytes(row.bytes)} {row.dtype} {row.op}", []).append(row)
@@ -213,5 +213,5 @@ def _by_case(rows: list[Row]) -> dict[str, list[Row]]:
 
 
 def _best(rows: list[Row]) -> Row:
-    """What ``algorithm="auto"`` takes, or the fastest algorithm where that was not measured."""
+    """The row of ``algorithm="auto"``, or of the fastest algorithm if that was not measured."""
     return min([row for row in rows if row.algorithm == "auto"] or rows, key=lambda row: row.p50_us)

@@ -1,4 +1,4 @@
-"""A run, as every rank goes through it."""
+"""A run of the benchmark on one rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pycomm.bench.report import Row
 
 
 def run(settings: Settings) -> None:
-    """Measures all that the settings ask for; rank 0 prints, writes and plots."""
+    """Measures everything in the settings; rank 0 prints, writes and plots."""
     group = pycomm.init(timeout=settings.timeout, cuda_heap_bytes=_cuda_heap_bytes(settings))
     if settings.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())

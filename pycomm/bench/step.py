@@ -1,6 +1,6 @@
 """Training steps with every exchange: ``python -m pycomm.bench step``.
 
-What an exchange takes is what its step takes longer than that of DDP with a hook that does nothing.
+The time of an exchange is its step's time minus that of DDP with a hook that does nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PEER = "gloo"
 
 @dataclass(frozen=True)
 class StepRow:
-    """What became of one way to exchange; the keys of the JSON file.
+    """The result of one way to exchange; the keys of the JSON file.
 
     Attributes:
         name: ``"ddp"`` is DDP with pycomm's hook, ``"wrapper"`` pycomm's own, ``"gloo"`` DDP alone.
@@ -44,7 +44,7 @@ HEADER = """\
 
 
 def format_row(row: StepRow) -> str:
-    """A line of the table."""
+    """Formats a line of the table."""
     return (
         f"{row.name:>8} {row.parameters:11} {row.step_us / 1e3:10.2f} {row.idle_us / 1e3:8.2f} "
         f"{row.exchange_us / 1e3:10.2f} {row.speedup:8.2f} {row.wrong:>7}"

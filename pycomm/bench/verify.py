@@ -1,4 +1,4 @@
-"""Inputs whose reduction is known beforehand, in every dtype and by every order of adding.
+"""Inputs with results that are known beforehand, for every dtype and order of adding.
 
 All values are small integers, and so are all partial results, so nothing rounds. The right answer
 comes from a closed form, not from reducing: element i has a base, and rank r's share of it depends
@@ -21,7 +21,7 @@ POISON = 99
 
 
 def _spread(pattern: torch.Tensor, case: Case) -> torch.Tensor:
-    """The periodic pattern laid over all elements."""
+    """Repeats a periodic pattern over all elements."""
     return pattern.to(case.dtype).repeat(-(-case.count // pattern.numel()))[: case.count]
 
 
@@ -30,7 +30,7 @@ def _index(case: Case) -> torch.Tensor:
 
 
 def inputs(case: Case, rank: int) -> torch.Tensor:
-    """A rank's values of the whole."""
+    """A rank's input for the whole tensor."""
     index = _index(case)
     if case.collective in ("all_gather", "broadcast"):
         return _spread(index % PERIOD, case)
@@ -45,7 +45,7 @@ def inputs(case: Case, rank: int) -> torch.Tensor:
 
 
 def outputs(case: Case) -> torch.Tensor:
-    """What the whole must become."""
+    """The expected result for the whole tensor."""
     index = _index(case)
     if case.collective in ("all_gather", "broadcast"):
         return _spread(index % PERIOD, case)
@@ -62,13 +62,13 @@ def outputs(case: Case) -> torch.Tensor:
 
 
 def block(case: Case, rank: int, whole: torch.Tensor) -> torch.Tensor:
-    """A rank's block of the whole."""
+    """A rank's block of the whole tensor."""
     length = case.count // case.ranks
     return whole[rank * length : (rank + 1) * length]
 
 
 def count_wrong(case: Case, rank: int, prepared: Prepared) -> int:
-    """Runs the case once on known inputs; how many elements of this rank's result are wrong."""
+    """Runs the case once on known inputs; returns the number of wrong elements on this rank."""
     given, expected = inputs(case, rank), outputs(case)
     if case.collective == "all_gather":
         given = block(case, rank, given)

@@ -1,9 +1,9 @@
-"""What a compressed all-reduce must hold to, on the inputs of `verify`.
+"""Checks of a compressed all-reduce, on the inputs of `verify`.
 
-Every rank has the same bits. Int8 is off by no more than its published bound; a cast is exact, as
-these small integers are in the narrow floats, too. With a residual nothing is lost: the result,
-counted once per rank if it is a mean, and all ranks' residuals add up to what went in. That is all
-that can be asked of top-k.
+Every rank must have the same bits. Int8 must be within its published bound. A cast must be exact,
+as these small integers are exact in the narrow floats, too. With a residual nothing may be lost:
+the result, counted once per rank if it is a mean, and all ranks' residuals must add up to the
+inputs. Top-k promises only the last property and equal bits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SOME_ULPS = 4
 
 
 def count_wrong(case: Case, rank: int, contestant: Compressed, prepared: Prepared) -> int:
-    """Runs the case on known inputs; how many elements break a promise on this rank."""
+    """Runs the case on known inputs; returns the number of elements that fail a check here."""
     wrong = _count(case, rank, contestant, prepared)
     if prepared.residual is None:
         kept = replace(contestant, feedback=True)
@@ -49,7 +49,7 @@ def _count(case: Case, rank: int, contestant: Compressed, prepared: Prepared) ->
 
 
 def _unlike_first(result: torch.Tensor) -> int:
-    """How many elements have other bits than on rank 0."""
+    """The number of elements with other bits than on rank 0."""
     first = result.clone()
     dist.broadcast(first.view(torch.uint8), 0)
     bits = torch.int32 if result.element_size() == 4 else torch.int16
@@ -57,7 +57,7 @@ def _unlike_first(result: torch.Tensor) -> int:
 
 
 def _bound(compression: pycomm.Compression, algorithm: str, case: Case) -> float:
-    """What compression may change of an element of the result, roundings of sums aside."""
+    """The largest error of an element from compression, without the rounding of sums."""
     if not isinstance(compression, pycomm.Int8) or case.ranks == 1:
         return 0.0
     roundings = {"ring": (case.ranks + 1) / 2, "tree": math.ceil(math.log2(case.ranks)) + 1}
@@ -66,13 +66,13 @@ def _bound(compression: pycomm.Compression, algorithm: str, case: Case) -> float
 
 
 def _rounding(case: Case) -> float:
-    """What rounding sums to the tensor's dtype may change."""
+    """The largest error from rounding sums to the tensor's dtype."""
     largest = verify.LARGEST_SUMMAND * (case.ranks if case.op == "sum" else 1)
     return SOME_ULPS * torch.finfo(case.dtype).eps * largest
 
 
 def _lost(case: Case, result: torch.Tensor, residual: torch.Tensor) -> int:
-    """How many elements do not add up, over all ranks, to what went in."""
+    """The number of elements whose results and residuals do not add up to the inputs."""
     dist.all_reduce(residual)
     total = residual + result.float() * (case.ranks if case.op == "avg" else 1)
     expected = verify.outputs(replace(case, op="sum")).float()

@@ -1,5 +1,5 @@
-"""What needs a GPU: ``python -m pycomm.bench.gpu``. Method and goals: docs/performance.md.
+"""The GPU benchmark: ``python -m pycomm.bench.gpu``. Method and goals: docs/performance.md.
 
-`cases` says what is timed in one process and with which goals, `ranks` what is timed among ranks
-that share the GPU, `cli` how. `small` runs every kernel once, for compute-sanitizer.
+`cases` defines the cases of one process and their goals, `ranks` the cases among ranks
+that share the GPU; `cli` times them. `small` runs every kernel once, for compute-sanitizer.
 """

@@ -1,4 +1,4 @@
-"""What is timed on a GPU: optimizer steps and codecs, the bytes each must move, peers, goals."""
+"""The cases on a GPU: optimizer steps and codecs, with their bytes, peers and goals."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from pycomm.bench.codec_tasks import UNIT, tasks
 from pycomm.bench.optim_tasks import SCHEMES, OptimizerSettings, make_params, our_step, peer_step
 
 Call = Callable[[], object]
-RANKS = 4  # of all-reduces, and whose encoded gradients are added up
+RANKS = 4  # in all-reduces, and in the sum of encoded gradients
 TOPK = pycomm.TopK(density=0.001)
 MAX_NORM = 1.0
 
-# The rows of optimizers, by what pycomm.bench calls their storage.
+# The rows of optimizers, with pycomm.bench's names of their storage.
 STEPS = {
     "adamw_fp32": "fp32",
     "adamw_bf16_remainder": "bf16_remainder",
     "adamw_bf16_remainder_bf16_states": "bf16_remainder_bf16",
     "adamw_8bit_states": "bf16_remainder_8bit",
 }
-# Bytes of the data that steps and codecs work on, and what is added to the names of rows.
+# Bytes of the data of steps and codecs, and the suffixes of the rows' names.
 STEP_SIZES = {256 * MIB: "_256MiB", 2 * GIB: ""}
 CODEC_SIZES = {256 * MIB: "_256MiB", GIB: ""}
 
 
 @dataclass(frozen=True)
 class Goal:
-    """A bound of one of a row's figures.
+    """A bound for one of a row's figures.
 
     Attributes:
         figure: ``share``, ``time_us``, ``over`` or ``peer_ratio``.
         limit: the bound.
-        at_least: whether it is a lower one.
+        at_least: True if it is a lower bound.
     """
 
     figure: str
@@ -47,7 +47,7 @@ class Goal:
     at_least: bool = True
 
     def reached(self, value: float | None) -> bool:
-        """Whether the figure keeps the bound."""
+        """True if the figure keeps the bound."""
         if value is None:
             raise ValueError(f"{self.figure} has not been measured")
         return value >= self.limit if self.at_least else value <= self.limit
@@ -76,12 +76,12 @@ GOALS = {
 
 @dataclass(frozen=True)
 class Case:
-    """What becomes a row.
+    """A case to time, which becomes a row.
 
     Attributes:
-        stem: of the row's name; what goals go by.
-        data_bytes: of the tensors that it works on.
-        moved_bytes: that it must read from and write to device memory.
+        stem: the row's name without suffix; goals are listed by it.
+        data_bytes: bytes of its tensors.
+        moved_bytes: bytes that it must read from and write to device memory.
         call: does it, `repeats` times.
         suffix: of the row's name.
         base: the stem of the case whose time this one's is measured by.
@@ -102,18 +102,18 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Of the row."""
+        """The name of the row."""
         return self.stem + self.suffix
 
     @property
     def goals(self) -> tuple[Goal, ...]:
-        """What the row should reach."""
+        """The goals of the row."""
         return GOALS.get(self.stem, ())
 
 
 @contextmanager
 def step_cases(stem: str, nbytes: int, suffix: str, device: str) -> Iterator[list[Case]]:
-    """A step, the same with unscaling, check and clipping, and that under a GradScaler."""
+    """A step; a step with unscaling, check and clipping; the latter with a GradScaler."""
     scheme = SCHEMES[STEPS[stem]]
     held = 2 * scheme.dtype.itemsize + scheme.master_bytes + 2 * scheme.state_bytes
     settings = OptimizerSettings(
@@ -163,13 +163,13 @@ class TorchStep:
         self._optimizer = torch.optim.AdamW(self._masters, fused=True)
 
     def step(self) -> None:
-        """Gradients to fp32, the step, parameters from fp32."""
+        """Converts gradients to fp32, steps, and converts parameters from fp32."""
         self._take_gradients()
         self._optimizer.step()
         self._give_weights()
 
     def scaled_step(self) -> Call:
-        """The same with unscaling, check and clipping."""
+        """A step with unscaling, check and clipping."""
         scaler = torch.amp.GradScaler(self._device, init_scale=1.0)
 
         def prepare() -> None:
@@ -199,7 +199,7 @@ class TorchStep:
 
 
 def scaled(scaler: Any, optimizer: torch.optim.Optimizer, prepare: Call) -> Call:
-    """A step under a scaler; a scale of 1 keeps gradients what they are."""
+    """A step with a scaler; its scale of 1 does not change gradients."""
     scaler.scale(torch.ones((), device=scaler._device))  # makes the scale
 
     def step() -> None:

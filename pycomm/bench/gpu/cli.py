@@ -1,4 +1,4 @@
-"""Speed on a GPU as shares of its copy bandwidth, beside torch's own, with goals.
+"""Measures speed on a GPU as shares of its copy bandwidth, compared with torch and with goals.
 
 ``python -m pycomm.bench.gpu --json FILE``. Method and what was reached: docs/performance.md.
 """
@@ -39,7 +39,7 @@ from pycomm.bench.gpu.cases import (
 )
 from pycomm.bench.streams import Mix, streams
 
-# What the device does before every call that is timed, so that the host can run ahead: 1 ms.
+# The device waits this long (1 ms) before every timed call, so that the host can run ahead.
 HEAD_START_CYCLES = 2_000_000
 WARM_UP = 3
 ROUNDS = 51
@@ -54,9 +54,9 @@ class Row:
     """One case; the keys of the JSON file.
 
     Attributes:
-        bytes: that it must read from and write to device memory.
+        bytes: bytes that it must read from and write to device memory.
         time_us: the median.
-        share: the time that a copy takes for so many bytes, over this one's.
+        share: the time of a copy of as many bytes, divided by this one's.
         data_bytes: of the tensors that it works on.
         floor_us: that time of a copy, of the same rounds.
         p10_us: a tenth of the samples is below it; `p90_us`: above it.
@@ -85,7 +85,7 @@ class Row:
 
 
 def sets(device: str) -> Iterator[tuple[str, Cases]]:
-    """What is timed together, by name."""
+    """The sets of cases that are timed together, by name."""
     for stem in STEPS:
         for nbytes, suffix in STEP_SIZES.items():
             yield stem + suffix, partial(step_cases, stem, nbytes, suffix, device)
@@ -97,7 +97,7 @@ def sets(device: str) -> Iterator[tuple[str, Cases]]:
 
 
 def interleave(calls: Mapping[str, Call], rounds: int) -> dict[str, list[float]]:
-    """Microseconds of every call on the device, a sample of each in every round.
+    """Times every call on the device, in microseconds, with a sample of each in every round.
 
     Each finds in the L2 what the one before has left there, and the order rotates.
     """
@@ -142,7 +142,7 @@ def make_rows(
     copy_us_per_byte: float,
     wrong: Mapping[str, int],
 ) -> list[Row]:
-    """Adds what follows from the samples."""
+    """Makes rows from the samples."""
     repeats = {case.stem: case.repeats for case in cases}
     times = {
         name: statistics.median(taken) / repeats.get(name, 1) for name, taken in samples.items()
@@ -176,7 +176,7 @@ HEADER = """\
 
 
 def format_row(row: Row) -> str:
-    """A line of the table."""
+    """Formats a line of the table."""
     over = "" if row.over is None else f"{row.over:.3f}"
     peer = "" if row.peer_ratio is None else f"{row.peer_ratio:.2f}"
     goals = [f"{goal}{'' if reached else ' MISSED'}" for goal, reached in row.goals.items()]
@@ -189,7 +189,7 @@ def format_row(row: Row) -> str:
 
 
 def missing() -> str | None:
-    """Why nothing can be measured here, if so."""
+    """The reason why nothing can be measured here, or None."""
     if not torch.cuda.is_available():
         return "torch finds no CUDA device"
     if not _C.has_cuda:
@@ -198,7 +198,7 @@ def missing() -> str | None:
 
 
 def gpu() -> dict[str, Any]:
-    """The device, for the file."""
+    """Describes the device for the file."""
     found = torch.cuda.get_device_properties(0)
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
     try:
@@ -234,7 +234,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 class Results:
-    """Rows as they come, on the screen and in the file."""
+    """Collects rows, and writes them to the screen and the file as they arrive."""
 
     def __init__(self, path: str | None, meta: dict[str, Any]) -> None:
         self.path = path
@@ -248,7 +248,7 @@ class Results:
         self.save()
 
     def fail(self, name: str, error: Exception) -> None:
-        """Keeps what went wrong; the other sets go on."""
+        """Records the error of a set; the other sets go on."""
         self.meta["failed"][name] = f"{type(error).__name__}: {error}"
         print(f"# {name} FAILED", flush=True)
         traceback.print_exc()
@@ -260,12 +260,12 @@ class Results:
             report.write_json(self.path, self.meta, map(asdict, self.rows))
 
     def good(self) -> bool:
-        """Whether everything ran and was right; a missed goal is no error."""
+        """True if everything ran and was right; a missed goal is not an error."""
         return not self.meta["failed"] and not any(row.wrong for row in self.rows)
 
 
 def run(options: argparse.Namespace, device: str = "cuda") -> Results:
-    """Measures what was asked for."""
+    """Measures the selected sets."""
     command = shlex.join(["python", "-m", "pycomm.bench.gpu", *sys.argv[1:]])
     results = Results(options.json, report.circumstances(command) | {"gpu": gpu()})
     print(f"# {json.dumps(results.meta['gpu'])}\n# {report.versions(results.meta)}\n{HEADER}")
@@ -289,7 +289,7 @@ def run(options: argparse.Namespace, device: str = "cuda") -> Results:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measures; the exit status."""
+    """Measures, and returns the exit status."""
     options = parse(argv)
     reason = missing()
     if reason is not None:

@@ -1,4 +1,4 @@
-"""All-reduces among ranks that share one GPU: "HBM loopback", never to be read as a link's speed.
+"""All-reduces among ranks that share one GPU ("HBM loopback"), which does not measure links.
 
 Ranks that are threads of this process share one launch. Ranks that are processes take turns on the
 GPU, pycomm's and others' alike, so their times only compare with each other.
@@ -35,7 +35,7 @@ PROCESS_LIMIT_S = 20.0
 
 
 class Loopback:
-    """Means of a tensor per rank, in place: equal tensors stay what they are."""
+    """Averages a tensor per rank, in place; equal tensors do not change."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Loopback:
         self.call: Call = self.enqueue
 
     def enqueue(self) -> None:
-        """By a thread per rank; on CUDA all on one stream."""
+        """Enqueues the all-reduces from a thread per rank; on CUDA all on one stream."""
         self._world.run(self._on_rank)
 
     def capture(self) -> Loopback:
@@ -69,13 +69,13 @@ class Loopback:
         return self
 
     def fill(self) -> None:
-        """Draws every rank's tensor anew."""
+        """Fills every rank's tensor with random numbers."""
         for rank, tensor in enumerate(self.tensors):
             torch.manual_seed(rank)
             tensor.normal_()
 
     def wrong(self) -> int:
-        """Elements that are not the mean, to the bit or to what the codec is allowed."""
+        """The number of elements that are not the mean, to the bit or within the codec's bound."""
         self.fill()
         mean, off = torch.zeros_like(self.tensors[0]), 0.0
         for tensor in self.tensors:  # in rank order
@@ -99,7 +99,7 @@ class Loopback:
 
 
 def moved_bytes(nbytes: int, ranks: int) -> int:
-    """By two-shot without staging: every rank's tensor is read once and written once."""
+    """Bytes that two-shot moves without staging: it reads and writes every tensor once."""
     return floor.BYTES_MOVED_PER_BYTE * nbytes * ranks
 
 
@@ -119,7 +119,7 @@ def large_cases(device: str, nbytes: int = SIZE) -> Iterator[list[Case]]:
 
 
 def by_torch(tensors: list[torch.Tensor]) -> Call:
-    """The same mean by torch's operators."""
+    """The same mean with torch's operators."""
     total = torch.empty_like(tensors[0])
 
     def call() -> None:
@@ -152,7 +152,7 @@ def small_cases(device: str) -> Iterator[list[Case]]:
 
 
 def in_processes() -> dict[str, Any]:
-    """Median microseconds of all-reduces among processes, or why there are none, by contestant.
+    """Median microseconds of all-reduces among processes, or the error, by contestant.
 
     torch's kernels wait for each other without a deadline: each contestant has processes of its
     own, and they are killed when its time is up.

@@ -30,7 +30,7 @@ def all_reduces(group: pycomm.Group, device: str) -> None:
 
 
 def other_collectives(group: pycomm.Group, device: str) -> None:
-    """All that is no all-reduce."""
+    """The other collectives."""
     block = torch.ones(COUNT, device=device)
     whole = torch.ones(group.size * COUNT, device=device)
     pycomm.reduce_scatter(block, whole, group=group)
@@ -40,7 +40,7 @@ def other_collectives(group: pycomm.Group, device: str) -> None:
 
 
 def compressed(group: pycomm.Group, device: str) -> None:
-    """Every codec with every algorithm that takes it."""
+    """Every codec with every algorithm that supports it."""
     for compression in COMPRESSIONS:
         dense = not isinstance(compression, pycomm.TopK)
         for algorithm in ("two_shot", "ring", "tree") if dense else ("two_shot",):
@@ -78,7 +78,7 @@ def steps(device: str) -> None:
 
 
 def run(device: str) -> None:
-    """All of it, with tensors in place and staged."""
+    """Runs everything, with zero copy and staged."""
     for staged in (False, True):
         with pycomm.LocalWorld(2, TIMEOUT_S, max_blocks=2, _stage_always=staged) as world:
             for body in (all_reduces, other_collectives, compressed):

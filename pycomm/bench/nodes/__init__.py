@@ -1,6 +1,6 @@
 """Exchanges between nodes: ``python -m pycomm.bench.nodes``; needs root.
 
-`namespaces` makes nodes of one machine's network namespaces, `cases` says what is measured between
-them and what the model of ``python -m pycomm.advise`` predicts, `ranks` what every rank does, and
-`cli` ties them together.
+`namespaces` emulates nodes by network namespaces of one machine. `cases` defines what is measured
+between them, and the predictions of ``python -m pycomm.advise``. `ranks` runs on every rank, and
+`cli` ties everything together.
 """

@@ -1,4 +1,4 @@
-"""What is measured between nodes, what the model says of it before, and the table of both."""
+"""The cases measured between nodes, their predictions, and the table of both."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RATES = {"100mbit": 100e6, "1gbit": 1e9, "10gbit": 10e9}
 COMPRESSIONS = ("none", "bf16", "int8", "topk:0.01")
 DENSITY = 0.01
 PEER = "gloo"
-# Of DDP: the ways to average gradients, by what the model calls them; None where it has no word.
+# DDP's ways to average gradients, with the model's names; None if the model lacks them.
 TRAINEES = {
     "gloo": ("ring", "none"),
     "gloo bf16 hook": ("ring", "bf16"),
@@ -44,7 +44,7 @@ class Layout:
     rate: str
 
     def cluster(self, constants: Constants, cores: int) -> Cluster:
-        """For the model: all nodes share the cores of this one machine."""
+        """The cluster for the model; all nodes share the cores of this one machine."""
         link = Link(
             RATES[self.rate], constants["link.latency"], constants["link.payload"], BURST_BYTES
         )
@@ -59,7 +59,7 @@ class Row:
     Attributes:
         case: ``"all_reduce"`` or ``"training"``.
         bytes: of the tensor, or of all gradients.
-        predicted_us: by the model, before; None where it knows no such contestant.
+        predicted_us: the model's prediction; None if it does not know the contestant.
         predicted_link_bytes: that a node sends, as well.
         time_us: the median of rounds, of each the slowest rank's.
         link_bytes: by the counters of the interfaces, the busiest node's.
@@ -82,7 +82,7 @@ class Row:
     goal: float | None = None
 
     def fill(self, time_us: float, gloo_us: float, link_bytes: int, rounds: int) -> None:
-        """With what was measured."""
+        """Adds the measured figures."""
         self.time_us, self.link_bytes, self.rounds = round(time_us, 1), link_bytes, rounds
         self.ratio = round(gloo_us / time_us, 3)
 
@@ -114,7 +114,7 @@ def all_reduce_rows(layout: Layout, nbytes: int, constants: Constants, cores: in
 def training_rows(
     layout: Layout, parameters: int, compute: float, constants: Constants, cores: int
 ) -> list[Row]:
-    """Predictions of a training step that computes for so many seconds."""
+    """Predictions of a training step that computes for `compute` seconds."""
     model = Model(layout.cluster(constants, cores), constants, DENSITY)
     rows = []
     for contestant, what in TRAINEES.items():
@@ -136,7 +136,7 @@ HEADER = """\
 
 
 def format_row(row: Row) -> str:
-    """A line of the table."""
+    """Formats a line of the table."""
     what = f"{row.case:>10}  {row.nodes} x {row.ranks_per_node}  {row.rate:>8} "
     times = (_number(value, 1e-3, 10) for value in (row.time_us, row.predicted_us))
     sent = (_number(value, 1e-6, 9) for value in (row.link_bytes, row.predicted_link_bytes))
@@ -158,7 +158,7 @@ def _number(value: float | None, scale: float, width: int) -> str:
 
 
 def _off(measured: float | None, predicted: float | None) -> str:
-    """By how much what was measured exceeds what was predicted."""
+    """The relative difference of measurement and prediction, in percent."""
     if not measured or not predicted:
         return " " * 6
     return f"{100 * (measured / predicted - 1):+6.1f}"

@@ -1,4 +1,4 @@
-"""Exchanges between nodes that are network namespaces of this machine; needs root.
+"""Measures exchanges between nodes, emulated by network namespaces of this machine; needs root.
 
 ``python -m pycomm.bench.nodes --json FILE`` measures all-reduces, training and cut links. What the
 model of ``python -m pycomm.advise`` predicts for a row is in the file before the row is measured.
@@ -40,15 +40,15 @@ from pycomm.bench.nodes.ranks import POLL_S, write
 
 PORT = 29500
 ROOT = Path(__file__).resolve().parents[3]
-STUCK_S = 900.0  # no question for so long
-START_S = 120.0  # of processes, on a busy machine
-CUT_TIMEOUT = 3.0  # of the group, in the trials
-ALLOWED_S = 1.0  # beyond it
+STUCK_S = 900.0  # seconds without a question after which the run is stuck
+START_S = 120.0  # seconds that processes have to start, on a busy machine
+CUT_TIMEOUT = 3.0  # the group's timeout in the trials, in seconds
+ALLOWED_S = 1.0  # seconds after the timeout in which errors must come
 CUT_BYTES = 16 * MIB
 
 
 def layouts(text: str) -> tuple[tuple[int, int], ...]:
-    """``2x1,2x2``: nodes, and ranks on each."""
+    """Parses layouts: ``2x1,2x2`` are nodes, and ranks on each."""
     found = []
     for part in text.split(","):
         nodes, _, ranks = part.partition("x")
@@ -61,7 +61,7 @@ def layouts(text: str) -> tuple[tuple[int, int], ...]:
 
 
 def rates(text: str) -> tuple[str, ...]:
-    """Some of the rates, with commas between."""
+    """Parses a comma-separated list of rates."""
     names = tuple(text.split(","))
     for name in names:
         if name not in RATES:
@@ -92,7 +92,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 class Results:
-    """Rows as they come, on the screen and in the file."""
+    """Collects rows, and writes them to the screen and the file as they arrive."""
 
     def __init__(self, options: argparse.Namespace, known: constants.Constants) -> None:
         self.path = options.json
@@ -108,12 +108,12 @@ class Results:
         print(f"# load {self.meta['load_before']:.2f}\n{HEADER}", flush=True)
 
     def predict(self, rows: list[Row]) -> None:
-        """Puts predictions on record."""
+        """Writes predictions to the file."""
         self.rows += rows
         self.save()
 
     def fill(self, answered: dict[str, Any], layout: Layout) -> None:
-        """With figures; prints those rows, and keeps what belongs to no row."""
+        """Adds figures to rows and prints them; also keeps figures that belong to no row."""
         figures, meant = answered["figures"], (answered["case"], layout.nodes, layout.ranks)
         for row in self.rows:
             here = (row.case, row.nodes, row.ranks_per_node)
@@ -147,7 +147,7 @@ class Results:
 
 
 def environment() -> dict[str, str]:
-    """Of the ranks: this pycomm, one thread each, and the right interface."""
+    """The ranks' environment: this pycomm, one thread each, and the right interface."""
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     return os.environ | {
         "PYTHONPATH": ":".join(filter(None, paths)),
@@ -158,12 +158,12 @@ def environment() -> dict[str, str]:
 
 
 def shared_folder() -> tempfile.TemporaryDirectory[str]:
-    """Where the ranks ask and report: the nodes have one file system."""
+    """The folder for questions and answers; the nodes share one file system."""
     return tempfile.TemporaryDirectory(prefix="pycomm-nodes-")
 
 
 def torchrun(nodes: Nodes, ranks: int, arguments: list[str]) -> list[Any]:
-    """The processes, one on every node."""
+    """Starts torchrun on every node."""
     started = []
     for node in range(nodes.count):
         command = [
@@ -176,14 +176,14 @@ def torchrun(nodes: Nodes, ranks: int, arguments: list[str]) -> list[Any]:
 
 
 def start(nodes: Nodes, ranks: int, plan: dict[str, Any], folder: Path) -> list[Any]:
-    """The ranks, with what they are to do."""
+    """Starts the ranks with a plan."""
     write(folder / "plan", plan)
     module = ["-m", "pycomm.bench.nodes.ranks"]
     return torchrun(nodes, ranks, [*module, str(folder / "plan"), str(folder)])
 
 
 def with_links(known: constants.Constants) -> constants.Constants:
-    """What messages between two nodes take, instead of what they take in one."""
+    """Constants of messages between two nodes, which replace those of one node."""
     with shared_folder() as name, Nodes(2, "10gbit") as nodes:
         path = Path(name, "constants.json")
         command = ["-m", "pycomm.advise", "--measure", "--constants", str(path)]
@@ -197,7 +197,7 @@ def with_links(known: constants.Constants) -> constants.Constants:
 
 
 def questions(folder: Path, started: list[Any]) -> Iterator[tuple[dict[str, Any], Path]]:
-    """What rank 0 asks, and where the answer belongs, until all ranks have ended well."""
+    """Rank 0's questions, and the files for the answers, until all ranks have ended well."""
     number, since = 1, time.monotonic()
     while True:
         path = folder / f"question-{number}"
@@ -216,7 +216,7 @@ def questions(folder: Path, started: list[Any]) -> Iterator[tuple[dict[str, Any]
 def exchange(
     count: int, ranks: int, options: argparse.Namespace, known: constants.Constants, to: Results
 ) -> None:
-    """All-reduces and training on so many nodes."""
+    """Measures all-reduces and training on `count` nodes."""
     cores, nbytes = collect_env.usable_cores(), options.mib * MIB
     cases = [{"rate": rate, "bytes": nbytes, "rounds": options.rounds} for rate in options.rates]
     trains = (count, ranks) == (2, 1) and not options.no_training and "1gbit" in options.rates

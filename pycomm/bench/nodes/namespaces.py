@@ -23,7 +23,7 @@ _SEARCHED = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
 
 
 def missing() -> str | None:
-    """Why there can be no nodes here; None where they can be."""
+    """The reason why nodes cannot be emulated here; None if they can."""
     if os.geteuid() != 0:
         return "needs root, to make network namespaces"
     for tool in ("ip", "tc", "taskset", "unshare"):
@@ -42,16 +42,16 @@ def sent_bytes(interface: str = INTERFACE) -> int:
 
 
 def address(node: int) -> str:
-    """Of a node, from 0."""
+    """The address of a node; nodes count from 0."""
     return f"10.77.0.{node + 1}"
 
 
 class Nodes:
-    """Nodes while a ``with`` block lasts.
+    """Emulated nodes, which exist in a ``with`` block.
 
     Args:
-        count: how many, at least 2.
-        rate: of every node's link in both directions, as tc says it: ``"1gbit"``.
+        count: the number of nodes, at least 2.
+        rate: rate of every node's link in both directions, in tc's form: ``"1gbit"``.
     """
 
     def __init__(self, count: int, rate: str) -> None:
@@ -77,7 +77,7 @@ class Nodes:
         self.close()
 
     def close(self) -> None:
-        """Ends all that was started on the nodes, and the nodes."""
+        """Ends all processes on the nodes, and removes the nodes."""
         before = [
             signal.signal(number, signal.SIG_IGN) for number in ENDINGS
         ]  # `timeout` sends two
@@ -93,7 +93,7 @@ class Nodes:
             signal.signal(number, handler)
 
     def set_rate(self, rate: str) -> None:
-        """Of both ends of every link."""
+        """Sets the rate of both ends of every link."""
         self._rate = rate
         for name, interface in self._ends():
             limit = ("tbf", "rate", rate, "burst", str(BURST_BYTES), "latency", "50ms")
@@ -107,7 +107,7 @@ class Nodes:
     def start(
         self, node: int, command: Sequence[str], env: dict[str, str]
     ) -> subprocess.Popen[bytes]:
-        """Runs a command on a node: namespaces of pids and of shared memory, cores of its own."""
+        """Runs a command on a node, with its own pid and IPC namespaces and cores."""
         cores = sorted(os.sched_getaffinity(0))
         mine = cores[node :: self.count] or [cores[node % len(cores)]]
         inside = (

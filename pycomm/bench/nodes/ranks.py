@@ -1,4 +1,4 @@
-"""What a rank of ``python -m pycomm.bench.nodes`` does; torchrun starts it on every node.
+"""A rank of ``python -m pycomm.bench.nodes``, which torchrun starts on every node.
 
 Rank 0 asks the main process, which alone can set rates and cut links, through files of a folder
 that all nodes see: ``ask("rate", ...)`` returns when it has been done.
@@ -43,7 +43,7 @@ class Asking:
         self.folder, self.number = folder, 0
 
     def ask(self, what: str, **details: Any) -> Any:
-        """Of all ranks together; returns rank 0's answer on each."""
+        """Asks a question; all ranks call this and get rank 0's answer."""
         self.number += 1
         answer = [None]
         if dist.get_rank() == 0:
@@ -54,21 +54,21 @@ class Asking:
 
 
 def write(path: Path, content: Any) -> None:
-    """All at once: who sees the file sees all of it."""
+    """Writes a file atomically, so that readers see all of it."""
     draft = path.with_name(f".{path.name}")
     draft.write_text(json.dumps(content))
     draft.rename(path)
 
 
 def wait_for(path: Path) -> Any:
-    """The content of a file that somebody will write."""
+    """Waits for a file, and returns its content."""
     while not path.exists():
         time.sleep(POLL_S)
     return json.loads(path.read_text())
 
 
 def interleave(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, Any]:
-    """Medians of the slowest rank's time of a call, and of what the busiest node sent in it.
+    """Medians of the slowest rank's time for a call, and of the bytes that the busiest node sent.
 
     Every round has every contestant once, in an order that rotates, with pauses between; calls are
     too long for the many that `pycomm.bench.measure` takes.
@@ -95,7 +95,7 @@ def interleave(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str,
 
 
 def all_reduces(group: pycomm.Group, asking: Asking, cases: list[dict[str, Any]]) -> None:
-    """Every contestant in every case."""
+    """Measures every contestant in every case."""
     for case in cases:
         asking.ask("rate", rate=case["rate"])
         what = Case("all_reduce", torch.float32, "sum", case["bytes"] // 4, group.size, "cpu")
@@ -111,12 +111,12 @@ def all_reduces(group: pycomm.Group, asking: Asking, cases: list[dict[str, Any]]
 
 
 def bf16_over_gloo(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Torch's hook, which DDP refuses by its name where there is no NCCL."""
+    """Torch's hook under another name, as DDP refuses it by its name if there is no NCCL."""
     return default_hooks.bf16_compress_hook(state, bucket)
 
 
 def make_trainee(name: str, group: pycomm.Group, settings: training.TrainingSettings) -> Any:
-    """A DistributedDataParallel, settled, with one of `TRAINEES`."""
+    """A DistributedDataParallel with one of `TRAINEES`, with its final buckets."""
     if name in ("gloo", "idle"):
         return training.make(name, settings, group)
     if name == "pycomm all_reduce_hook":
@@ -127,7 +127,7 @@ def make_trainee(name: str, group: pycomm.Group, settings: training.TrainingSett
     if name == "gloo bf16 hook":
         ddp.register_comm_hook(None, bf16_over_gloo)
     elif name == "gloo PowerSGD hook":
-        # In one bucket: it goes on from callbacks, whose order among buckets ranks do not share.
+        # In one bucket: it continues in callbacks, whose order among buckets differs between ranks.
         trainee.model = ddp = DistributedDataParallel(ddp.module, bucket_cap_mb=ONE_BUCKET_MIB)
         state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2)
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
@@ -140,7 +140,7 @@ def make_trainee(name: str, group: pycomm.Group, settings: training.TrainingSett
 
 
 def train(group: pycomm.Group, asking: Asking, case: dict[str, Any]) -> None:
-    """Steps of every trainee; of ours also what they exchange, alone."""
+    """Measures steps of every trainee, and for pycomm's also the exchange alone."""
     asking.ask("rate", rate=case["rate"])
     settings = training.TrainingSettings(
         "nodes",
@@ -163,7 +163,7 @@ def train(group: pycomm.Group, asking: Asking, case: dict[str, Any]) -> None:
     for name, trainee in trainees.items():
         if trainee.state is not None:
             link = Link(trainee.state)
-            trainee.step()  # tells it of the buckets
+            trainee.step()  # so that it knows the buckets
             calls[f"{name}, exchange alone"] = link.exchange
     figures = interleave(calls, case["rounds"])
     losses = {
@@ -173,7 +173,7 @@ def train(group: pycomm.Group, asking: Asking, case: dict[str, Any]) -> None:
 
 
 def loss_after(trainee: Any, steps: int) -> float:
-    """The mean loss of all ranks after so many steps of plain SGD."""
+    """The mean loss of all ranks after `steps` steps of plain SGD."""
     optimizer = torch.optim.SGD(trainee.model.parameters(), lr=LEARNING_RATE)
     for _ in range(steps):
         trainee.step()
@@ -185,7 +185,7 @@ def loss_after(trainee: Any, steps: int) -> float:
 
 
 def cut(folder: Path, trials: int, timeout: float, nbytes: int) -> None:
-    """Exchanges until the link is cut, again and again, each time in a process of its own."""
+    """Exchanges until the link is cut, repeatedly, each time in a process of its own."""
     for trial in range(trials):
         child = os.fork()
         if child == 0:
@@ -226,10 +226,10 @@ def exchange_until_error(folder: Path, trial: int, timeout: float, nbytes: int) 
 
 
 def main() -> None:
-    """Does what the plan says."""
+    """Carries out the plan."""
     plan, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     torch.set_num_threads(1)
-    # Gloo's thread spins while another one holds a connection's lock. By this policy it does not
+    # Gloo's thread spins while another one holds a connection's lock. With this policy it does not
     # preempt that one, on the only core, to do so.
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     if plan["what"] == "cut":
