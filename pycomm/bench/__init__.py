@@ -4,11 +4,11 @@
 `measure` takes times; `verify` and `verify_compressed` check results; `report` and `plot` show
 them; `launch` starts the ranks; `session` runs all of this on every rank.
 
-``python -m pycomm.bench codec`` needs no ranks: `codec_tasks` says what is measured, `streams` what
-memory allows, `codec_report` how it is shown, and `codec_session` ties them together.
+``python -m pycomm.bench codec`` needs no ranks. `codec_tasks` defines what is measured, `streams`
+measures memory, `codec_report` shows the results, and `codec_session` runs all of this.
 
-`overlap` and `step` time training steps; `training` says what trains.
+`overlap` and `step` time training steps; `training` defines the models.
 
 The sub-packages have command lines of their own: `gpu` times every kernel on a GPU, `nodes` what
-goes between nodes.
+exchanges between nodes.
 """

@@ -1,4 +1,4 @@
-"""What is measured: the settings of a run and the cases they expand to."""
+"""The settings of a run, and the cases that they expand to."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class Settings:
 
 @dataclass(frozen=True)
 class Case:
-    """One line of the benchmark, whoever runs it.
+    """One case of the benchmark, which every contestant runs.
 
     Attributes:
         collective: all_reduce, reduce_scatter, all_gather or broadcast.
-        dtype: of the elements.
-        op: of the reductions.
-        count: elements of the whole: of reduce_scatter's input and of all_gather's output.
+        dtype: dtype of the elements.
+        op: the reduction.
+        count: elements of the whole tensor: reduce_scatter's input, or all_gather's output.
         ranks: how many take part.
         device: where the tensors lie.
     """
@@ -57,11 +57,11 @@ class Case:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole."""
+        """Bytes of the whole tensor."""
         return self.count * self.dtype.itemsize
 
     def tensors(self, empty: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """A rank's input and output, made by `empty`; one and the same where it works in place."""
+        """A rank's input and output, made by `empty`; the same tensor if it works in place."""
         whole = empty(self.count, dtype=self.dtype)
         if self.collective in ("all_reduce", "broadcast"):
             return whole, whole
@@ -70,7 +70,7 @@ class Case:
 
 
 def bus_factor(collective: str, ranks: int) -> float:
-    """Bus over algorithm bandwidth: what the slowest link carries per byte of the whole."""
+    """Bus bandwidth over algorithm bandwidth: bytes on the slowest link per byte of the tensor."""
     if collective == "all_reduce":
         return 2 * (ranks - 1) / ranks
     if collective == "broadcast":

@@ -1,4 +1,4 @@
-"""How results of codecs are shown: rows and a table beside those of `report`."""
+"""Output of the codec benchmark: its rows and its table."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class CodecRow:
     """One operation of one codec; the keys of the JSON file.
 
     Attributes:
-        count: elements.
-        encoded_bytes: what they become, header included.
-        GBps: bytes that must be read plus bytes that must be written, over time.
+        count: number of elements.
+        encoded_bytes: bytes of their encoding, header included.
+        GBps: bytes that must be read plus bytes that must be written, per time.
         stream: the fastest stream with that mix of reads and writes, in the same rounds.
         stream_percent: our bandwidth over the stream's.
         torch_way: what torch did, for `torch_us`.
@@ -58,7 +58,7 @@ def make_row(
     streams: dict[str, Figures],
     wrong: int,
 ) -> CodecRow:
-    """Adds what follows from the measured figures."""
+    """Makes a row from the measured figures."""
     fastest = min(streams, key=lambda name: streams[name].time_us)
     stream_us = streams[fastest].time_us
     return CodecRow(
@@ -101,7 +101,7 @@ def preamble(meta: dict[str, Any], settings: CodecSettings) -> str:
 
 
 def format_row(row: CodecRow) -> str:
-    """A line of the table."""
+    """Formats a line of the table."""
     return (
         f"{row.count:11} {row.dtype:>9}  {row.codec:11} {row.operation:10} "
         f"{row.time_us:11.2f} {row.p50_us:9.1f} {row.p99_us:9.1f} "
@@ -111,7 +111,7 @@ def format_row(row: CodecRow) -> str:
 
 
 def compare(rows: list[CodecRow]) -> list[str]:
-    """In words, what one asks of a selection."""
+    """The speed of a selection, in words."""
     return [
         f"{row.codec} {row.dtype}: {row.operation} {row.torch_ratio:.1f} times faster than "
         f"torch.topk, {100 / row.stream_percent:.2f} times a plain read"

@@ -1,4 +1,4 @@
-"""What is measured of a codec: its operations, the bytes they move, and torch's ways to them."""
+"""The tasks of the codec benchmark: operations, the bytes that they move, and torch's versions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import pycomm
 from pycomm.bench.streams import Mix
 
-# Elements are multiples of this, so that all blocks are whole.
+# The number of elements is a multiple of this, so that all blocks are complete.
 UNIT = 4096
 
 
@@ -29,13 +29,13 @@ class CodecSettings:
 
 @dataclass(frozen=True)
 class Task:
-    """One operation of a codec. All calls work on memory that exists already.
+    """One operation of a codec. All calls work on existing memory.
 
     Attributes:
         operation: encode, decode, decode_add or select.
-        mix: bytes that it must read and write.
+        mix: the bytes that it must read and write.
         ours: runs it.
-        torch_way: what torch does instead, in a word.
+        torch_way: torch's version, in a word.
         by_torch: the same by torch's own operators.
         wrong: elements of ours that are not what torch computes.
     """
@@ -49,7 +49,7 @@ class Task:
 
 
 def tasks(compression: pycomm.Compression, x: torch.Tensor) -> list[Task]:
-    """All operations of a compression on these elements."""
+    """All operations of a compression on the elements `x`."""
     if isinstance(compression, pycomm.Int8):
         return _int8(compression, x)
     if isinstance(compression, pycomm.TopK):
@@ -58,7 +58,7 @@ def tasks(compression: pycomm.Compression, x: torch.Tensor) -> list[Task]:
 
 
 class PlainInt8:
-    """Blockwise int8 as one would write it in torch."""
+    """Blockwise int8, as users would write it in torch."""
 
     def __init__(self, x: torch.Tensor, block: int) -> None:
         self.x = x.view(-1, block)
@@ -68,7 +68,7 @@ class PlainInt8:
         self.encode()
 
     def encode(self) -> None:
-        """Fills scales and integers."""
+        """Computes scales and integers."""
         self.scratch.copy_(self.x).abs_()
         torch.amax(self.scratch, 1, keepdim=True, out=self.scales)
         self.scales.div_(127)
@@ -76,11 +76,11 @@ class PlainInt8:
         self.integers.copy_(self.scratch.round_())
 
     def decode(self, out: torch.Tensor) -> None:
-        """Fills `out`."""
+        """Decodes to `out`."""
         out.view_as(self.x).copy_(self.integers).mul_(self.scales)
 
     def decode_add(self, out: torch.Tensor) -> None:
-        """Adds to `out`."""
+        """Decodes and adds to `out`."""
         out.view_as(self.x).addcmul_(self.scratch.copy_(self.integers), self.scales)
 
 
@@ -90,7 +90,7 @@ def _int8(codec: pycomm.Int8, x: torch.Tensor) -> list[Task]:
     out, total = torch.empty_like(x), torch.zeros_like(x, dtype=torch.float32)
 
     def wrong(add: bool) -> int:
-        """Elements further off than half a scale, half an ulp of the output and some of fp32."""
+        """The number of elements with errors above half a scale plus rounding errors."""
         took = total.copy_(x) if add else out
         codec.decode(codec.encode(x, wire), n, took, add=add)
         blocks = x.float().view(-1, codec.block)
@@ -123,7 +123,7 @@ def _topk(codec: pycomm.TopK, x: torch.Tensor) -> list[Task]:
         out.zero_()[indices] = values
 
     def wrong_selection() -> int:
-        """Selected in disorder, with a value not of `x`, or less than torch selects."""
+        """Counts elements out of order, with wrong values, or smaller than torch's selection."""
         torch_topk()
         found, taken = codec.select(x)
         if len(found) != k or len(taken) != k:

@@ -43,26 +43,26 @@ class Prepared:
 
 
 class Contestant(Protocol):
-    """One way to run a collective; the four names tell it from the others in a table."""
+    """One way to run a collective; its four names identify it in a table."""
 
     @property
     def impl(self) -> str:
-        """Whose code it is."""
+        """The library."""
 
     @property
     def algorithm(self) -> str:
-        """Which of its algorithms."""
+        """The library's algorithm."""
 
     @property
     def buffer(self) -> str:
-        """``"tensor"``, or ``"window"`` where the tensors lie in shared memory."""
+        """``"tensor"``, or ``"window"`` if the tensors lie in the window."""
 
     @property
     def compression(self) -> str:
-        """What becomes of elements on the wire, as :func:`pycomm.parse_compression` takes it."""
+        """The compression, as a name for :func:`pycomm.parse_compression`."""
 
     def supports(self, case: Case) -> bool:
-        """Whether it can run the case at all."""
+        """True if it can run the case."""
 
     def prepare(self, case: Case) -> Prepared:
         """Makes the tensors; every rank calls it, in the same order."""
@@ -79,7 +79,7 @@ class Pycomm:
     impl: str = "pycomm"
 
     def supports(self, case: Case) -> bool:  # noqa: ARG002
-        """Everything."""
+        """True: pycomm can run every case."""
         return True
 
     def prepare(self, case: Case) -> Prepared:
@@ -96,7 +96,7 @@ class Pycomm:
         return Prepared(source, result, calls[case.collective])
 
     def chosen(self, case: Case) -> str | None:
-        """What ``"auto"`` picks for an all-reduce; None where nothing is to pick."""
+        """The algorithm that ``"auto"`` picks for an all-reduce; None if there is no choice."""
         if self.algorithm != "auto" or case.collective != "all_reduce":
             return None
         in_window = self.buffer == "window"
@@ -104,7 +104,7 @@ class Pycomm:
         return plan.algorithm
 
     def wire_bytes(self, case: Case) -> int:
-        """Bytes that a rank reads from its peers, where no rank reads more than it must."""
+        """Bytes that a rank reads from other ranks, if no rank reads more than necessary."""
         return int(case.nbytes * bus_factor(case.collective, case.ranks))
 
 
@@ -120,7 +120,7 @@ class Compressed(Pycomm):
     feedback: bool = False
 
     def refusal(self, case: Case) -> str | None:
-        """What of a case it cannot do, in a word or two."""
+        """The part of a case that it cannot do, in a word or two."""
         compression = pycomm.parse_compression(self.compression)
         dtype = str(case.dtype).removeprefix("torch.")
         if self.algorithm not in CODED_ALGORITHMS:
@@ -142,7 +142,7 @@ class Compressed(Pycomm):
         return self.refusal(case) is None
 
     def prepare(self, case: Case) -> Prepared:
-        """Ordinary tensors: compression always stages."""
+        """Prepares ordinary tensors, since compression always stages."""
         compression = pycomm.parse_compression(self.compression)
         sparse = isinstance(compression, pycomm.TopK)
         source = torch.empty(case.count, dtype=case.dtype, device=case.device)
@@ -162,7 +162,7 @@ class Compressed(Pycomm):
         return Prepared(source, result, call, fill, residual)
 
     def chosen(self, case: Case) -> str | None:  # noqa: ARG002
-        """Two-shot, whatever the size."""
+        """Two-shot, at every size."""
         return "two_shot" if self.algorithm == "auto" else None
 
     def wire_bytes(self, case: Case) -> int:
@@ -186,7 +186,7 @@ def own(group: pycomm.Group, settings: Settings) -> list[Contestant]:
 
 
 def refusals(field: list[Contestant], cases: list[Case]) -> list[str]:
-    """What of our own is left out, each thing once."""
+    """Descriptions of pycomm's contestants that are left out, each once."""
     ours = [contestant for contestant in field if isinstance(contestant, Compressed)]
     found = [contestant.refusal(case) for case in cases for contestant in ours]
     return list(dict.fromkeys(reason for reason in found if reason is not None))

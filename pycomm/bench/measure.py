@@ -1,8 +1,8 @@
-"""How the clock is read.
+"""Measures times.
 
-Shared machines are noisy for minutes at a time, so a lone time says little; a ratio of times taken
-side by side says much. So all contestants of a case run in interleaved rounds: in every round each
-has one block of calls, in an order that rotates from round to round. The figures are medians.
+On a shared machine the noise can last for minutes, so a single time says little, but a ratio of
+times taken side by side says much. So all contestants of a case run in interleaved rounds: in every
+round each has one block of calls, in an order that rotates. The figures are medians.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import pycomm
 from pycomm.bench.contestants import Prepared
 
 ROUNDS = 7
-# Calls per contestant and case: as many as fit into the budget, within these bounds.
+# Bounds of the calls per contestant and case; within them, as many as fit into the budget.
 BUDGET_S = 0.25
 FEWEST, MOST = 21, 7000
 PILOT_CALLS = 5
@@ -30,14 +30,14 @@ PILOT_CALLS = 5
 
 @dataclass(frozen=True)
 class Figures:
-    """What a contestant took for one call, in microseconds.
+    """A contestant's times for one call, in microseconds.
 
     A rank's sample is the time from one call's return to the next one's, on its own clock, so
     nothing between calls goes uncounted; the collective itself keeps the ranks together.
 
     Attributes:
-        time_us: of each round, the slowest rank's mean over the middle half of its samples, which
-            no preemption moves; of these, the median.
+        time_us: for each round, the slowest rank's mean over the middle half of its samples, which
+            preemption does not affect; then the median over rounds.
         p50_us: the slowest rank's median over all samples.
         p99_us: the slowest rank's 99th percentile over all samples.
         iterations: samples per rank.
@@ -58,7 +58,7 @@ def interleave(
     """Times every contestant of a case; all ranks call it together.
 
     Args:
-        group: keeps the ranks together between blocks; None where a process measures alone.
+        group: synchronises the ranks between blocks; None if a process measures alone.
         runs: the contestants, ready to run.
         iters: calls of each over all rounds; by default as many as fit into a fixed time.
         warmup_iters: untimed calls before each block; by default a tenth of the block.
@@ -77,34 +77,34 @@ def interleave(
 
 
 def _split(calls: int) -> list[int]:
-    """Into rounds, as evenly as may be."""
+    """Splits calls into rounds as evenly as possible."""
     rounds = min(ROUNDS, calls)
     return [calls * (i + 1) // rounds - calls * i // rounds for i in range(rounds)]
 
 
 def barrier_us(group: pycomm.Group, calls: int = 2000) -> float:
-    """The median time of a barrier: how near to each other the ranks' cores are at the moment."""
+    """The median time of a barrier, which shows how close the ranks' cores are to each other."""
     nothing = torch.empty(0)
     run = Prepared(nothing, nothing, lambda: pycomm.barrier(group=group))
     return _figures(group, [[_block(group, run, calls // 10, calls)]])[0].p50_us
 
 
 def _fitting(group: pycomm.Group | None, runs: list[Prepared]) -> list[int]:
-    """How many calls of each contestant fit into the budget: the same numbers on every rank."""
+    """The calls of each contestant that fit into the budget: the same numbers on every rank."""
     pilots = [min(_block(group, run, PILOT_CALLS, PILOT_CALLS)) for run in runs]
     slowest = _slowest(group, torch.tensor(pilots))
     return [min(max(int(BUDGET_S * 1e9 / ns), FEWEST), MOST) for ns in slowest.tolist()]
 
 
 def _slowest(group: pycomm.Group | None, times: torch.Tensor) -> torch.Tensor:
-    """Of every time the slowest rank's."""
+    """The slowest rank's times."""
     if group is not None:
         dist.all_reduce(times, dist.ReduceOp.MAX)
     return times
 
 
 def _block(group: pycomm.Group | None, run: Prepared, warmup: int, iterations: int) -> list[int]:
-    """Nanoseconds of each of a row of calls."""
+    """Nanoseconds of each call in a sequence."""
     call = _synchronised(run)
     if group is not None:
         pycomm.barrier(group=group)

@@ -1,4 +1,4 @@
-"""A run of optimizers: one process, on torch's threads."""
+"""A run of the optimizer benchmark: one process, on torch's threads."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class OptimizerRow:
 
     Attributes:
         impl: pycomm, ``pycomm full`` (unscaling, check and clipping too) or a peer.
-        bytes: of a step of pycomm's; of peers, what pycomm moves for the same scheme.
-        ns_per_parameter: time over elements.
+        bytes: bytes that pycomm's step moves for this scheme; the same number for peers.
+        ns_per_parameter: time per element.
         stream_percent: of the bandwidth of the fastest stream with the same reads and writes.
         ratio: time over that of pycomm's plain step in the same rounds.
     """
@@ -52,7 +52,7 @@ HEADER = "#  elements  tensors  optimizer  scheme                impl         B/
 
 
 def run(settings: OptimizerSettings) -> None:
-    """Measures all that the settings ask for, prints and writes."""
+    """Measures everything in the settings, prints and writes."""
     torch.set_num_threads(settings.threads)
     meta = report.circumstances(settings.command)
     where = "CUDA" if settings.device == "cuda" else f"{settings.threads} threads"
@@ -70,7 +70,7 @@ def run(settings: OptimizerSettings) -> None:
 
 
 def _run_scheme(name: str, scheme: Scheme, settings: OptimizerSettings) -> list[OptimizerRow]:
-    """Times every way to step a scheme, interleaved with the streams of its bytes."""
+    """Times every way to step a scheme, interleaved with streams of as many bytes."""
     calls = {"pycomm": our_step(settings, scheme, full=False)}
     if settings.full:
         calls["pycomm full"] = our_step(settings, scheme, full=True)

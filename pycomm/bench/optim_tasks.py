@@ -1,4 +1,4 @@
-"""What is measured of an optimizer: schemes of storage, the bytes of a step, and peers."""
+"""The tasks of the optimizer benchmark: storage schemes, the bytes of a step, and peers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pycomm import optim
 from pycomm.bench.streams import Mix
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any], int]] = {
-    # With the options that make it keep so many states.
+    # The class, options, and the number of states that it keeps with them.
     "adamw": (optim.FusedAdamW, {}, 2),
     "adam": (optim.FusedAdam, {}, 2),
     "sgd": (optim.FusedSGD, {"momentum": 0.9}, 1),
@@ -76,7 +76,7 @@ SCHEMES = {
 
 
 def make_params(settings: OptimizerSettings, dtype: torch.dtype) -> list[torch.nn.Parameter]:
-    """With random gradients."""
+    """Makes parameters with random gradients."""
     sizes = [settings.count]
     if settings.small:
         tensors, least, most = SMALL

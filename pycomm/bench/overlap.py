@@ -1,8 +1,8 @@
 """How much of the exchange backward hides: ``python -m pycomm.bench overlap``.
 
-Where ranks have a core each, an exchange through memory takes from backward what it needs of the
-core, and nothing can be hidden. So the exchange gets a link: one that takes as long as backward
-does, and costs no core anything. What a step takes longer than its computation is exposed.
+If each rank has one core, an exchange through memory takes core time from backward, so nothing can
+be hidden. The benchmark therefore emulates a link, which takes as long as backward and uses no
+core. Exposed is the time by which a step is longer than its computation.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from pycomm.bench.contestants import Prepared
 from pycomm.bench.training import TrainingSettings, begin, count_parameters, count_wrong, make
 from pycomm.hooks import CommState
 
-# Of gradients: where they lie, whose they are, and where each begins.
+# A bucket: the gradients, their parameters, and the offset of each gradient.
 Bucket = tuple[torch.Tensor, Sequence[torch.Tensor], Sequence[int] | None]
-ALONE = {"ddp": "idle", "wrapper": "plain"}  # what computes the same without any exchange
+ALONE = {"ddp": "idle", "wrapper": "plain"}  # the trainee with the same computation and no exchange
 
 
 class Link:
-    """Lets the exchanges of a state end no sooner than a link of a given rate could carry them.
+    """Delays the ends of a state's exchanges to when a link of a given rate could end them.
 
     Attributes:
-        seconds_per_byte: its rate, inverted; at first it carries everything at once.
-        buckets: what was exchanged in the last step, as the state's ``start`` takes it.
+        seconds_per_byte: the inverse rate; at first 0, so there is no delay.
+        buckets: the buckets of the last step, as arguments of the state's ``start``.
     """
 
     def __init__(self, state: CommState) -> None:
@@ -44,13 +44,13 @@ class Link:
         state.start, state.finish = self._send, self._arrive  # type: ignore[method-assign]
 
     def exchange(self) -> None:
-        """What a step exchanges, without the step."""
+        """Runs the exchanges of a step, without the step."""
         for buffer, parameters, begins in tuple(self.buckets):
             self._state.start(buffer, parameters, begins=begins)
         self._state.finish()
 
     def wire_bytes(self, bucket: Bucket) -> int:
-        """That a rank reads from its peers for a bucket, uncompressed."""
+        """Bytes that a rank reads from other ranks for a bucket, uncompressed."""
         ranks = self._state.group.size
         return 2 * (ranks - 1) * bucket[0].nbytes // ranks
 
@@ -72,20 +72,20 @@ class Link:
         return future
 
     def _arrive(self, backward: int = -1) -> None:
-        """The bytes are there when the link is free again."""
+        """Waits until the link would have carried the bytes."""
         time.sleep(max(self._free - time.perf_counter(), 0.0))
         self._finish(backward)
 
 
 @dataclass(frozen=True)
 class OverlapRow:
-    """What became of one mode; the keys of the JSON file.
+    """The result of one mode; the keys of the JSON file.
 
     Attributes:
-        bytes: of gradients, per step.
+        bytes: bytes of gradients per step.
         compute_us: a step without any exchange.
         backward_us: its backward.
-        communication_us: what the step exchanges, through the same link, without the step.
+        communication_us: the exchanges of the step alone, through the same link.
         step_us: a step with it.
         exposed_us: what the step takes longer than its computation.
         exposed_percent: of the communication.
@@ -117,7 +117,7 @@ HEADER = """\
 
 
 def format_row(row: OverlapRow) -> str:
-    """A line of the table."""
+    """Formats a line of the table."""
     return (
         f"{row.mode:>9} {row.parameters:11} {row.buckets:8} {row.compute_us / 1e3:10.1f} "
         f"{row.backward_us / 1e3:10.1f} {row.communication_us / 1e3:14.1f} "
@@ -127,7 +127,7 @@ def format_row(row: OverlapRow) -> str:
 
 
 def run(settings: TrainingSettings) -> None:
-    """Measures every mode that the settings ask for; rank 0 prints and writes."""
+    """Measures every mode in the settings; rank 0 prints and writes."""
     with pycomm.init(timeout=settings.timeout) as group:
         meta = begin(settings, group, HEADER)
         rows = []
@@ -177,7 +177,7 @@ def _measure(mode: str, settings: TrainingSettings, group: pycomm.Group) -> Over
 
 
 def _slowest(seconds: list[float]) -> float:
-    """The slowest rank's median: the same on every rank."""
+    """The slowest rank's median, which is the same on every rank."""
     median = torch.tensor(statistics.median(seconds))
     dist.all_reduce(median, dist.ReduceOp.MAX)
     return float(median)

@@ -1,4 +1,4 @@
-"""Who competes: the implementations that people use today, where they are installed."""
+"""Peers: other libraries, if they are installed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class TorchPeer:
         return [TorchPeer("nccl", dist.new_group(backend="nccl"), "cuda")]
 
     def supports(self, case: Case) -> bool:
-        """Its own device; averages of integers it refuses."""
+        """True on its own device, except for averages of integers."""
         return case.device == self.device and (case.op != "avg" or case.dtype.is_floating_point)
 
     def prepare(self, case: Case) -> Prepared:
@@ -82,7 +82,7 @@ class MpiPeer:
 
     @staticmethod
     def find() -> list[Contestant]:
-        """An all-reduce in place and one from buffer to buffer: their speeds differ."""
+        """An all-reduce in place and one between two buffers, since their speeds differ."""
         if not launch.under_mpi():
             raise AbsentError("start the ranks with MPI: mpirun -n 2 python -m pycomm.bench ...")
         from mpi4py import MPI
@@ -92,7 +92,7 @@ class MpiPeer:
         return [MpiPeer(MPI.COMM_WORLD, ops, way) for way in ways]
 
     def supports(self, case: Case) -> bool:
-        """MPI knows no 16-bit floats and no average; only all-reduce comes in two ways."""
+        """MPI has no 16-bit floats and no average; only all-reduce has two versions."""
         if case.device != "cpu" or case.op not in self.ops:
             return False
         if case.dtype in (torch.float16, torch.bfloat16):
@@ -100,7 +100,7 @@ class MpiPeer:
         return self.algorithm == "in_place" or case.collective == "all_reduce"
 
     def prepare(self, case: Case) -> Prepared:
-        """NumPy views of ordinary tensors, as mpi4py takes them."""
+        """Prepares NumPy views of ordinary tensors for mpi4py."""
         from mpi4py import MPI
 
         world, op = self.communicator, self.ops[case.op]
@@ -131,8 +131,8 @@ class DeepSpeedPeer:
     def find() -> list[Contestant]:
         """Builds and initialises the operator; removes the names of the memory that it shares."""
         ranks = dist.get_world_size()
-        os.environ["LOCAL_SIZE"] = str(ranks)  # how the operator knows that all share a machine
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # spares its search and a warning
+        os.environ["LOCAL_SIZE"] = str(ranks)  # tells the operator that all ranks share a node
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # avoids its search and a warning
         with contextlib.redirect_stdout(sys.stderr):
             from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 
@@ -169,7 +169,7 @@ FINDERS: dict[str, Callable[[], list[Contestant]]] = {
 
 
 def find(names: tuple[str, ...]) -> tuple[list[Contestant], dict[str, str]]:
-    """The named peers, and why those that are absent are.
+    """The named peers, and for absent ones the reasons.
 
     A peer takes part only if every rank has it.
     """

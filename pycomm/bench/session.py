@@ -22,7 +22,7 @@ def run(settings: Settings) -> None:
     group = pycomm.init(timeout=settings.timeout, cuda_heap_bytes=_cuda_heap_bytes(settings))
     if settings.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    torch.manual_seed(group.rank)  # ranks' deviates differ, as their gradients do
+    torch.manual_seed(group.rank)  # random numbers differ between ranks, as gradients do
     cases = list(expand(settings, group.size))
     others, absent = peers.find(settings.peers)
     for peer in others:

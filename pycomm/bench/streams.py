@@ -1,7 +1,7 @@
-"""How fast this machine can move bytes with a given mix of reads and writes.
+"""Measures how fast this machine can move bytes with a given mix of reads and writes.
 
-A codec that waits for nothing but memory takes as long as a stream with its mix of reads and
-writes. No loop has just any mix, so a stream here is two of them, one after the other, whose reads
+A codec that is limited only by memory takes as long as a stream with the same mix of reads and
+writes. A single loop has a fixed mix, so a stream is two loops, one after the other, whose reads
 and writes add up to the mix: to read 5 bytes per 4 written, ``y += a`` on a quarter of the tensor
 and ``y *= 1`` on the rest. Several such streams compete, and the fastest of them counts.
 """
@@ -33,12 +33,12 @@ class Mix:
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop that writes ``y``, and reads as much as `reads` times that.
+    """A loop that writes ``y``, and reads `reads` times as much.
 
     Attributes:
         name: for tables.
         reads: elements read per element written.
-        operands: how many of them come from other memory than ``y``.
+        operands: how many of these reads come from other memory than ``y``.
         call: takes ``y`` and the operands.
     """
 
@@ -63,7 +63,7 @@ READERS: dict[str, Callable[[torch.Tensor], object]] = {
 
 
 def streams(mix: Mix, device: str) -> dict[str, Prepared]:
-    """The competing streams by name; on a GPU only a copy, which is all that GPUs are measured by.
+    """The competing streams by name; on a GPU only a copy, to which GPU results are compared.
 
     They share one source and one target.
     """

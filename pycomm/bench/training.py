@@ -1,4 +1,4 @@
-"""What trains in the benchmarks of training: a model, and the ways to average its gradients."""
+"""The model in the benchmarks of training, and the ways to average its gradients."""
 
 # DistributedDataParallel compares hooks' annotations as objects: they must not become strings.
 import functools
@@ -45,7 +45,7 @@ class TrainingSettings:
 
 
 def begin(settings: TrainingSettings, group: pycomm.Group, header: str) -> dict[str, Any]:
-    """Rank 0 prints what stands above the table; returns the circumstances of the run."""
+    """Prints the lines above the table on rank 0; returns the circumstances of the run."""
     meta = report.circumstances(settings.command)
     meta |= {"ranks": group.size, "batch": settings.batch}
     if group.rank == 0:
@@ -60,9 +60,9 @@ class Trainee:
     """A model in training, with one way to average its gradients.
 
     Attributes:
-        model: of the user's module, or the module itself.
+        model: the wrapped module, or the module itself.
         rows: this rank's input.
-        state: of pycomm's exchange, where there is one.
+        state: the state of pycomm's exchange, if there is one.
         backwards: seconds that every backward took.
         calls: seconds that backward was kept, by every bucket of pycomm's.
     """
@@ -74,24 +74,24 @@ class Trainee:
     calls: list[float] = field(default_factory=list)
 
     def step(self) -> None:
-        """Without an optimizer, so that all steps of all trainees are the same."""
+        """Takes a step without an optimizer, so that all steps of all trainees are the same."""
         self.model.zero_grad()
         loss = self.model(self.rows).square().mean()
         timed(loss.backward, self.backwards)()
 
     def prepared(self) -> Prepared:
-        """For the clock."""
+        """Prepares steps for timing."""
         return Prepared(self.rows, self.rows, self.step)
 
 
 def make(name: str, settings: TrainingSettings, group: pycomm.Group) -> Trainee:
-    """A trainee, settled: the same model on every rank and for all names, on different rows.
+    """Makes a trainee with its final buckets: the same model on all ranks, on different rows.
 
     Args:
         name: ``"plain"`` has no other ranks; ``"idle"`` is DDP with a hook that does nothing,
             ``"gloo"`` without a hook; ``"ddp"`` and ``"wrapper"`` are pycomm's.
-        settings: how large.
-        group: who trains.
+        settings: the settings of the run.
+        group: the ranks that train.
     """
     torch.manual_seed(0)
     module = _make_module(settings.parameters)
@@ -120,7 +120,7 @@ def make(name: str, settings: TrainingSettings, group: pycomm.Group) -> Trainee:
 
 
 def count_wrong(trainee: Trainee, alone: Trainee) -> int:
-    """How many gradients are not the mean of what the ranks have alone, over all ranks."""
+    """The number of gradients, over all ranks, that are not the mean of all ranks' gradients."""
     wrong = torch.zeros((), dtype=torch.int64)
     for ours, theirs in zip(trainee.model.parameters(), alone.model.parameters(), strict=True):
         assert ours.grad is not None
@@ -134,7 +134,7 @@ def count_wrong(trainee: Trainee, alone: Trainee) -> int:
 
 
 def timed(function: Callable[..., Returned], seconds: list[float]) -> Callable[..., Returned]:
-    """The function, which notes how long it took."""
+    """Wraps a function so that it records its time."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Returned:
@@ -147,12 +147,12 @@ def timed(function: Callable[..., Returned], seconds: list[float]) -> Callable[.
 
 
 def count_parameters(trainee: Trainee) -> int:
-    """How large the model has become."""
+    """The number of the model's parameters."""
     return sum(parameter.numel() for parameter in trainee.model.parameters())
 
 
 def _make_module(parameters: int) -> nn.Sequential:
-    """As many layers as come nearest to that many parameters."""
+    """A module with about `parameters` parameters."""
     layers = max(round(parameters / (WIDTH * (WIDTH + 3))), 1)
     return nn.Sequential(
         *(
