@@ -18,7 +18,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items):
-    """What one worker does in one piece begins first, so that nobody waits for it at the end."""
+    """Starts the tests that one worker runs in one piece first, so they do not end last."""
     items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
 
 

@@ -91,12 +91,12 @@ def test_out_and_strides(world):
 
 
 def junk():
-    """Whoever reads freed memory reads this."""
+    """Tensors of NaN that reuse freed memory, so that reads of it are detected."""
     return [torch.full((size,), float("nan")) for size in (10_000, 10_000, 50_000, 10_001)]
 
 
 def test_tensors_live_until_the_work_is_done(world):
-    """Nobody holds the inputs but the works; the peer comes late."""
+    """Only the works refer to the inputs, and the peer is late."""
     local_world = world(2)
     late, early = local_world.groups
     outs, works = [], []

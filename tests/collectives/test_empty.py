@@ -25,7 +25,7 @@ def window_bytes():
 
 
 def lies_in_a_window(tensor):
-    """Whether the kernel says so."""
+    """True if the tensor lies in a window according to the kernel."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         begin, end = (int(address, 16) for address in line.split()[0].split("-"))
         if begin <= tensor.data_ptr() < end:

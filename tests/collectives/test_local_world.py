@@ -84,7 +84,7 @@ def test_a_rank_that_returns_early_releases_the_others(world, culprit, hosts):
 
 
 def test_a_rank_that_returns_first_disturbs_nobody(world):
-    """What it has done its part of succeeds, and so does what it calls later."""
+    """Operations for which it has done its part succeed, and so do its later ones."""
 
     def body(group, turn):
         x = pycomm.all_reduce(torch.ones(100_000), algorithm="ring", group=group)

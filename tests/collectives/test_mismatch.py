@@ -193,7 +193,7 @@ def test_tags_are_numbers_or_names(world):
 
 
 def harmless(group):
-    """What may differ: nothing here changes the result."""
+    """Calls with arguments that may differ between ranks, as they do not change the result."""
     x = torch.ones(6)
     pycomm.all_reduce(x, group=group, out=torch.empty(6) if group.rank else None, tag="a")
     first = torch.randn(1000, generator=torch.Generator().manual_seed(0))

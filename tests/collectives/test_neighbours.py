@@ -1,4 +1,4 @@
-"""Who touches whose memory: ranks forbid themselves what they should not need, and still work."""
+"""Ranks touch only certain neighbours' memory: they still work with the rest made inaccessible."""
 
 import ctypes
 import mmap
@@ -18,7 +18,7 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def mappings():
-    """Of the only window: address, length, and where in the file."""
+    """Mappings of the only window: address, length, offset in the file."""
     found = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         if "memfd:pycomm" in line:

@@ -58,7 +58,7 @@ def test_abort_in_the_middle(world, size, algorithm):
 
 
 def outlive_a_sleeper(group, algorithm, folder):
-    """What the error was, and whether the tensor was still the rank's own when all had ended."""
+    """The error, and true if no other rank has touched the tensor when all have ended."""
     mark = folder / f"{group.rank}"
     error, x = repeat_until_it_fails(group, algorithm, 2 << 20, mark.touch)
     (folder / f"{group.rank} raised").touch()

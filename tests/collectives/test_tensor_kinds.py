@@ -188,7 +188,7 @@ def test_a_lazy_clone_leaves_its_original(world):
 
 
 def operators(*_):
-    """What torch makes of them is its own; ours must not be handed what has no memory."""
+    """Calls pycomm's operators, which must not get tensors without memory from torch."""
     seen = {}
     with pycomm.LocalWorld(1) as alone:
         name = alone.groups[0].name

@@ -1,4 +1,4 @@
-"""What users of torch.distributed pass for groups, timeouts and reductions; and NumPy's arrays."""
+"""Groups, timeouts and reductions as in torch.distributed, and NumPy arrays."""
 
 import os
 import re

@@ -21,7 +21,7 @@ def test_exact_with_many_pieces(size):
 
 
 def measured(size, elements, in_window):
-    """What one all-reduce of float32 costs each rank."""
+    """Each rank's traffic in one all-reduce of float32."""
 
     def body(group):
         x = group.empty(elements) if in_window else torch.empty(elements)

@@ -1,4 +1,4 @@
-"""What holds for every gradient: bounds, conservation, scaling, zeros, contraction, no bias."""
+"""Properties that hold for every gradient: bounds, conservation, scaling, zeros, no bias."""
 
 import math
 
@@ -136,7 +136,7 @@ def test_nothing_is_lost(way, size, count, dtype, kind, seed, op, fed):
 
 
 def refused(compression, count, dtype):
-    """Whether top-k is refused because so much of so small a tensor is not worth it."""
+    """True if top-k is refused because it would save nothing on such a small tensor."""
     try:
         compression.codec(count, dtype)
     except ValueError:

@@ -101,7 +101,7 @@ def test_every_rank_is_told_and_nothing_is_kept(world, name, algorithm, feedback
 
 @pytest.mark.parametrize(("name", "algorithm"), WAYS)
 def test_the_rest_of_the_result_is_as_ever(world, name, algorithm):
-    """Where a rank's residual is read and not written, other blocks do not notice."""
+    """If a rank's residual is read and not written, other blocks are not affected."""
     compression = COMPRESSIONS[name]
 
     def body(group, bad):
@@ -223,7 +223,7 @@ def test_a_residual_that_is_not_finite_is_reported(world):
     signs=st.lists(st.sampled_from((1, -1)), min_size=5, max_size=5),
 )
 def test_what_is_kept_is_finite_or_untouched(way, size, dtype, op, share, narrow, signs):
-    """Of contributions as large as there are. All ranks say the same."""
+    """Sums of the largest contributions; all ranks report the same."""
     name, algorithm = way
     compression = COMPRESSIONS[name]
     most = min(torch.finfo(dtype).max, 65504.0 if narrow else float("inf")) * share

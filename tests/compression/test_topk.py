@@ -31,7 +31,7 @@ def test_many_regions(values, size):
 
 
 def test_a_sample_that_misleads():
-    """Where it looks for a threshold, all elements are large; elsewhere none is."""
+    """All elements are large in the sample for the threshold, and none is elsewhere."""
     count, k = 1 << 17, 5000
     x = torch.rand(count, generator=torch.Generator().manual_seed(0)) + 1
     x[:: count // (count // 128) - 1] += 100

@@ -92,7 +92,7 @@ def test_top_k(count, values):
 
 @pytest.mark.parametrize("values", VALUES, ids=str)
 def test_top_k_of_ties_and_of_fewer_than_k(values):
-    """Of equals the first ones; zeros of either sign never."""
+    """Of equal elements the first ones are selected; zeros of either sign never are."""
     x = torch.zeros(200_000)
     x[1::2] = -0.0
     x[7::1000] = 3

@@ -1,4 +1,4 @@
-"""Who hears of a failure, and how: works, calls that follow, and a signal's handler."""
+"""A failure is raised by works, by later calls, and in a signal's handler."""
 
 import os
 import signal

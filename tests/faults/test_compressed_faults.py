@@ -28,7 +28,7 @@ def compress_for_ever(group, name, algorithm, under_way):
 
 
 def until_a_peer_is_gone(group, *arguments):
-    """What was raised, when, and what the group does afterwards."""
+    """The error, its time, and the group's behaviour afterwards."""
     with pytest.raises(pycomm.PeerDied) as caught:
         compress_for_ever(group, *arguments)
     raised_at = time.monotonic()
@@ -57,7 +57,7 @@ def test_a_kill_in_mid_operation(name, algorithm, tmp_path):
 
 
 def test_a_rank_that_aborts_stops_the_others(world):
-    """Whoever gives up before the lists are met stops all, and nobody hangs."""
+    """A rank that gives up before the lists are exchanged stops all ranks, and none hangs."""
 
     def body(group):
         if group.rank == 1:

@@ -25,7 +25,7 @@ def summed(group: pycomm.Group, asynchronous: bool = False) -> None:
 
 
 def cross(first: pycomm.Group, second: pycomm.Group, asynchronous: bool = False) -> list[str]:
-    """What a rank hears of the first and of the second group: the last one goes the other way."""
+    """A rank's errors from the two groups; the last rank uses them in the other order."""
     summed(first)
     straight = first.rank < first.size - 1
     said = []

@@ -153,7 +153,7 @@ def test_a_rank_that_becomes_another_program_has_died(tmp_path, hosts):
 
 
 def test_a_long_wait_sleeps(world):
-    """Who waits leaves the cores to those who work, and is woken when they are done."""
+    """Waiting ranks leave the cores to working ranks, and are woken when these are done."""
 
     def body(group):
         if group.rank == 0:

@@ -54,7 +54,7 @@ def assert_same(ours: Any, theirs: Any) -> None:
 
 
 def poison() -> None:
-    """What the allocator hands out next is full of NaN."""
+    """Fills the memory that the allocator will return next with NaN."""
     torch.full((1 << 22,), float("nan"), device="cuda")
 
 

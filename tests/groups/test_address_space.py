@@ -1,4 +1,4 @@
-"""What groups take of address space, and of memory that others count."""
+"""Groups take limited address space and little memory that containers count."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ HERE = Path(__file__).parent
 
 
 def run(program, *, limit=None):
-    """What a program prints whose address space may grow by so many bytes after its imports."""
+    """The output of a program with a limit on the growth of its address space after imports."""
     lines = ["import resource, torch, pycomm"]
     if limit is not None:
         lines += [

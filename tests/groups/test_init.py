@@ -152,7 +152,7 @@ def test_init_again_after_it_failed():
 
 
 def used_by_strangers(rank, size, store):
-    """Whoever does not know the secret gets nothing, and disturbs nobody."""
+    """A process that does not know the secret gets nothing and disturbs no rank."""
     import socket
 
     from pycomm._runtime import rendezvous
@@ -360,7 +360,7 @@ def test_ranks_that_have_tried_unequally_often_meet():
 
 
 def anew_after_a_failure(rank, size, store):
-    """What README says: the next group is the default one."""
+    """As README says, the next group is the default one."""
     helpers.join_world(rank, size, store)
     first = pycomm.init(timeout=20)
     if rank == 0:

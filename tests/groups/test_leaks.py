@@ -16,7 +16,7 @@ from pycomm._runtime import rendezvous
 
 
 def names():
-    """What is in the places where shared memory could have a name, of ours or torch's."""
+    """Files in the folders where pycomm's or torch's shared memory could have names."""
     places = (Path("/dev/shm"), Path("/tmp"))
     found = {path for place in places if place.is_dir() for path in place.iterdir()}
     return {p for p in found if "pycomm" in p.name and "pycomm-test-" not in p.name} | {

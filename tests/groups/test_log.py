@@ -1,4 +1,4 @@
-"""What pycomm logs: what a group is made of, what slows it down, what operations do."""
+"""Log messages: how a group is made up, what slows it down, how operations run."""
 
 import logging
 import os

@@ -21,7 +21,7 @@ INT8, TOPK = pycomm.Int8(), pycomm.TopK(density=0.01)
 
 @dataclass
 class Model:
-    """What all ranks should have, step by step."""
+    """The expected results of all ranks, step by step."""
 
     case: Case
     nodes: list[int]
@@ -180,7 +180,7 @@ def test_infinities_reach_no_residual(world, nodes, compression, dtype, value):
 
 @pytest.mark.parametrize("nodes", [[1, 1], [2, 2]], ids=str)
 def test_bytes_between_nodes(world, nodes):
-    """What a node sends is what a rank of a world of as many sends."""
+    """A node sends as much as a rank of a group with as many ranks as there are nodes."""
     count = 1 << 20
 
     def body(group):

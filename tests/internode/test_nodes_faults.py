@@ -58,7 +58,7 @@ def ends(ranks: helpers.Ranks, size: int, victim: int, kind: type) -> list[float
 @pytest.mark.parametrize("compression", [None, pycomm.Int8()], ids=str)
 @pytest.mark.parametrize(("nodes", "victim"), [([1, 1], 1), ([2, 2], 0), ([2, 1], 1)], ids=str)
 def test_a_killed_rank(tmp_path, nodes, victim, compression):
-    """Whether it carries a stripe or not: all survivors raise, those beside it by its name."""
+    """With or without a stripe: all survivors raise, and those on its node name it."""
     with spanning.ranks(nodes, storm, str(tmp_path), compression, timeout=20.0) as ranks:
         wait_for_start(tmp_path, sum(nodes))
         killed = ranks.signal(victim, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What a node sends that is no message: a clear error that names it, and nobody else's end."""
+"""Invalid messages from a node raise a clear error that names it, and end no process."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def error_of(group: pycomm.Group) -> tuple[type, int]:
 
 
 def harmful_farewells(_: pycomm.Group, changes: dict[str, Change]) -> dict[str, object]:
-    """What each of them comes to."""
+    """The outcome for each kind of changed farewell."""
     original, found = internode.GlooTransport._tell, {}
     for name, change in changes.items():
         with pycomm.init(timeout=20) as group:

@@ -1,4 +1,4 @@
-"""What is not supported is refused in words; nothing is ignored."""
+"""Unsupported arguments raise clear errors; none is ignored."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What is written into a parameter between steps counts, whatever is kept beside it."""
+"""Writes to a parameter between steps take effect, with every kind of master weights."""
 
 import copy
 

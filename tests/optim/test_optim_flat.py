@@ -85,7 +85,7 @@ def test_states_begin_with_zeros_again():
 
 
 def in_place(param):
-    """Whether parameter and gradient lie in their buffers."""
+    """True if parameter and gradient lie in their buffers."""
     home = home_of(param)
     if home is None:
         return False

@@ -128,7 +128,7 @@ def forms(rule, options):
 
 @pytest.mark.parametrize(("rule", "options"), RULES, ids=str)
 def test_forms(rule, options):
-    """What is refused is rounding at random where nothing is rounded so, and no more."""
+    """Options are refused only if they ask for stochastic rounding and nothing is rounded."""
     for (dtype, master), states in itertools.product(WEIGHTS, STATES):
         bare = dtype == BF16 and master is None
         moments = rule in ("adam", "adamw", "lamb") and states != "fp32"
@@ -171,7 +171,7 @@ class Part:
         return largest * codes * codes.abs()
 
     def check(self, what, got, near):
-        """What has been stored instead of `near`."""
+        """Checks a stored value against the expected one."""
         if self.kind in ("fp32", "remainder"):
             return within(what, got, near.value, near.off)
         if self.squares and self.kind in ("roots", "8bit"):
@@ -259,7 +259,7 @@ class Stack:
         self.random[::31] = 0
 
     def groups(self):
-        """Of parameters whose options agree."""
+        """Groups of parameters with the same options."""
         made = {}
         for form, param in zip(self.forms, self.params, strict=True):
             key = form.dtype, form.master, form.states, form.stochastic

@@ -1,4 +1,4 @@
-"""What holds for any numbers."""
+"""Properties of optimizer steps that hold for any numbers."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What a hostile reader tried: changed parameters, hooks, stale flags, wrong arguments."""
+"""Unusual uses: changed parameters, hooks, stale flags, wrong arguments."""
 
 import copy
 import inspect

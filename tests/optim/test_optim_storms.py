@@ -37,7 +37,7 @@ def same(before, after):
 @pytest.mark.parametrize("storm", STORMS)
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 def test_storms(case, storm, max_norm):
-    """What is skipped never happened: the same trajectory as without those steps."""
+    """Skipped steps have no effect: the trajectory is the same as without them."""
     params, calm = parameters(case.dtype), parameters(case.dtype)
     optimizer, other = (case.make(p, max_norm=max_norm) for p in (params, calm))
     scaler = optim.GradScaler("cpu", init_scale=256.0, growth_interval=1000)

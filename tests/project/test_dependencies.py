@@ -1,4 +1,4 @@
-"""Who may include or import whom: bind -> cpu, cuda -> core, and the same in Python."""
+"""The allowed includes and imports: bind -> cpu, cuda -> core, and layers in Python."""
 
 import ast
 import re
@@ -119,7 +119,7 @@ def imported(path):
 
 
 def imported_modules(path):
-    """Those of our own: what is no module is an attribute of one, or of pycomm itself."""
+    """pycomm's modules that a file imports; other names are attributes of such a module."""
     for name in imported(path):
         if name == "pycomm" or name.startswith("pycomm."):
             inside = name.removeprefix("pycomm").removeprefix(".")
@@ -129,7 +129,7 @@ def imported_modules(path):
 
 
 def layer_of(module):
-    """What stands in the table for a module."""
+    """The entry of a module in the table of layers."""
     parts = module.split(".")
     above = ".".join(parts[:2]) in ABOVE
     return ".".join(parts[: 2 if parts[0] in OPENED or above else 1])
@@ -209,7 +209,7 @@ print(before == after, threading.active_count(), pycomm.group._default)
 
 
 def private_parts_of_torch(code):
-    """What a module takes from torch under a name with an underscore, by any way of importing."""
+    """The names with an underscore that a module uses from torch, however it imports them."""
     tree = ast.parse(code)
     bound, found = {"torch"}, set()  # names of the module that stand for something of torch
     for node in ast.walk(tree):

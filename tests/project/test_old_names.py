@@ -21,7 +21,7 @@ def state(**options):
 
 
 def compressed(**options):
-    """What becomes of an element that 8 bits cannot hold."""
+    """The result for an element that 8 bits cannot represent."""
     with pycomm.LocalWorld(1) as world:
         x = torch.tensor([100.0, 0.1])
         options = options or {"compression": pycomm.Identity()}
@@ -44,7 +44,7 @@ OLD_NAMES = [
 
 
 def seen(made):
-    """What the argument has done."""
+    """The visible effect of the argument."""
     if isinstance(made, pycomm.TopK):
         return made
     if isinstance(made, pycomm.LocalWorld):

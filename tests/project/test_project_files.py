@@ -1,4 +1,4 @@
-"""What the project says about itself agrees: make targets, paths, versions, variables."""
+"""Statements about the project agree: make targets, paths, versions, variables."""
 
 import json
 import platform
@@ -23,7 +23,7 @@ VERSION = r"\d+\.\d+"
 
 
 def rows():
-    """Of the workflow's matrix of tests."""
+    """The rows of the workflow's matrix of tests."""
     return WORKFLOW["jobs"]["test"]["strategy"]["matrix"]["include"]
 
 
@@ -38,7 +38,7 @@ def between(first, last):
 
 
 def lines_that_run():
-    """Of every job of the workflow, with the matrix's values filled in."""
+    """The commands of every job of the workflow, with the matrix's values filled in."""
     for job in WORKFLOW["jobs"].values():
         matrix = job.get("strategy", {}).get("matrix", {})
         for step in job["steps"]:
@@ -49,7 +49,7 @@ def lines_that_run():
 
 
 def targets_in(line):
-    """What `make` is asked for; variables and options aside."""
+    """The targets in a `make` command line, without variables and options."""
     for words in re.findall(r"\bmake ([\w= .\"*{}$-]+)", line):
         yield from (word for word in words.split() if re.fullmatch(r"[a-z][a-z-]*", word))
 
@@ -153,7 +153,7 @@ def test_tools_are_pinned_in_one_place():
 
 
 def test_widths_agree():
-    """Of lines, for editors and for what checks them."""
+    """Line widths are the same for editors and for linters."""
     widths = re.findall(
         r"^\[\*\.\{([\w,]+)\}\]\n(?:.+\n)*?max_line_length = (\d+)", text(".editorconfig"), re.M
     )
@@ -181,7 +181,7 @@ def test_forms_of_issues():
 
 
 def test_environment_variables_are_documented():
-    """Those of our own; none is there for tests only."""
+    """All environment variables of pycomm are documented; none exists for tests only."""
     read = set()
     for path in [*ROOT.glob("pycomm/**/*.py"), ROOT / "setup.py"]:
         read |= set(

@@ -67,7 +67,7 @@ def wheel(tmp_path_factory):
 
 @pytest.mark.parametrize("strict", [None, "1"])
 def test_warnings_are_errors_only_in_the_gate(monkeypatch, strict):
-    """Whoever builds with a newer compiler may see warnings that nobody has seen yet."""
+    """Users with newer compilers may see new warnings, which must not be errors for them."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("PYCOMM_CUDA", "0")
     monkeypatch.delenv("PYCOMM_STRICT", raising=False)

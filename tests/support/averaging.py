@@ -114,7 +114,7 @@ def check(runs: list[Any], options: dict[str, Any]) -> None:
 
 
 def close(parameter: torch.Tensor, weights: torch.Tensor) -> None:
-    """Whether a parameter is what its type can hold of the weights."""
+    """Checks that a parameter equals the weights up to its type's precision."""
     ulp = torch.finfo(parameter.dtype).eps
     torch.testing.assert_close(parameter.double(), weights.double(), rtol=ulp, atol=0)
 

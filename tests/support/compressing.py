@@ -49,7 +49,7 @@ class Case:
 
 @dataclass
 class Step:
-    """What one rank has after a step."""
+    """One rank's tensors after a step."""
 
     result: torch.Tensor
     residual: torch.Tensor | None
@@ -81,7 +81,7 @@ def run(group: pycomm.Group, case: Case) -> list[Step]:
 
 @dataclass
 class Model:
-    """What all ranks should have, step by step."""
+    """The expected results of all ranks, step by step."""
 
     case: Case
     size: int

@@ -86,13 +86,13 @@ def batch(rank: int, step: int) -> torch.Tensor:
 
 
 def first_elements(model: nn.Module) -> dict[str, int]:
-    """Where each parameter stands in the whole model; all begin at a multiple of any block."""
+    """Each parameter's first index in the whole model, a multiple of any block."""
     sizes = {name: -(-p.numel() // 4096) * 4096 for name, p in unprefixed(model).items()}
     return dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False))
 
 
 def sent_dense(name: str, parameter: torch.Tensor) -> bool:
-    """What hooks do not compress by default."""
+    """True if hooks do not compress a parameter by default."""
     del name
     return parameter.ndim <= 1 or parameter.numel() < 4096
 
@@ -112,7 +112,7 @@ def make_state(
 
 @dataclass
 class Step:
-    """What one rank had in a step."""
+    """One rank's tensors in a step."""
 
     local: dict[str, torch.Tensor] = field(default_factory=dict)  # as the buckets had it
     result: dict[str, torch.Tensor | None] = field(default_factory=dict)
@@ -198,7 +198,7 @@ class Watched:
 
 
 class Reference:
-    """What every rank should have, parameter by parameter, from the golden models alone."""
+    """The expected tensors of every rank, by parameter, from the golden models alone."""
 
     def __init__(
         self,

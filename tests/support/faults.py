@@ -134,7 +134,7 @@ def phase_hit(
     attempted: int,
     before: tuple[int, ...],
 ) -> str:
-    """Where the victim stopped, as far as what it published tells."""
+    """The phase in which the victim stopped, as far as its published data shows."""
     where, operation, _ = progress.read()
     if where != "operation":
         return {"idle": "idling", "left": "having left"}.get(where, where)
@@ -159,7 +159,7 @@ def run_trial(trial: Trial) -> dict[str, Any]:
 
 
 def run_once(trial: Trial) -> dict[str, Any]:
-    """What was done, and what each survivor reported."""
+    """Runs a trial; returns its description and each survivor's report."""
     with helpers.Ranks(trial.size, participate, trial) as ranks:
         pids = ranks.pids
         hung = False

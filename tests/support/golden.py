@@ -1,4 +1,4 @@
-"""What every all-reduce must give, bit for bit, worked out with numpy and nothing of pycomm's.
+"""The expected bits of every all-reduce, computed with numpy without pycomm.
 
 The arithmetic follows the promises: 16- and 32-bit floats add in fp32, doubles in fp64, integers in
 their own type and wrap; AVG divides once at the end; a stored NaN is the canonical one. The orders

@@ -1,4 +1,4 @@
-"""What every compressed all-reduce must give, worked out with numpy and nothing of pycomm's.
+"""The expected results of every compressed all-reduce, computed with numpy without pycomm.
 
 The arithmetic follows docs/wire-format.md and docs/algorithms.md: everything is fp32, in the order
 that is written here. Residuals and velocities are fp32 arrays, one per rank, and change in place as
@@ -162,14 +162,14 @@ class Reduction:
         self.kept = [np.zeros(self.count, np.float32) for _ in self.inputs]
 
     def pass_on(self, rank: int, values: np.ndarray, at: np.ndarray) -> np.ndarray:
-        """What others see of what a rank encodes for them."""
+        """The values that other ranks decode from a rank's encoding."""
         sent = self.codec.through(values, rank, self.index[at])
         with np.errstate(all="ignore"):
             self.kept[rank][at] = values - sent
         return sent
 
     def complete(self, rank: int, total: np.ndarray, at: np.ndarray, again: bool = False) -> None:
-        """What all get of a sum that a rank completes, in the tensor's type.
+        """The result that all ranks get of a sum that a rank completes, in the tensor's type.
 
         `again`: the rank has encoded its own contribution to it before.
         """
@@ -281,7 +281,7 @@ def largest(values: np.ndarray, k: int) -> np.ndarray:
 
 
 def through_wire(values: np.ndarray, index: np.ndarray, kind: torch.dtype) -> np.ndarray:
-    """What values on the wire have become; int8 has a scale per chunk of 65,536 elements."""
+    """Values after encoding and decoding; int8 has a scale per chunk of 65,536 elements."""
     if kind != torch.int8:
         return rounded(values, kind)
     sent = np.empty_like(values)
@@ -302,7 +302,7 @@ def scaled_int8(values: np.ndarray) -> tuple[np.ndarray, np.float32, np.ndarray]
 
 @dataclass(frozen=True)
 class Regions:
-    """Who owns which elements, and how many of them may be sent."""
+    """The owners of elements, and the number of elements that may be sent."""
 
     count: int
     size: int

@@ -1,4 +1,4 @@
-"""What ranks that exchange parameters must have afterwards, worked out with numpy.
+"""The expected results of exchanges of parameters, computed with numpy.
 
 An exchange is judged by what every rank had before it, so that it does not matter how optimizers
 came there. Means are :class:`ddp.Reference`'s; the outer step is Nesterov's, written out.
@@ -42,7 +42,7 @@ class Outer:
         self.means = Reference(self.size, self.compression)
 
     def exchange(self, weights: list[Weights]) -> Weights:
-        """What all have after it; each rank's weights before it, in their own types."""
+        """The weights of all ranks after an exchange, from each rank's weights before it."""
         after = {name: self._advance(name, [w[name] for w in weights]) for name in weights[0]}
         self.means.steps += 1
         return after

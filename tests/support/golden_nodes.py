@@ -1,4 +1,4 @@
-"""What groups that span nodes must give, worked out with numpy and nothing of pycomm's.
+"""The expected results of groups that span nodes, computed with numpy without pycomm.
 
 The ranks of a node add up first, in order, then the nodes do, in order. Uncompressed, what a
 node's ranks make together is rounded to the tensor's type. Compressed, a node is one rank of

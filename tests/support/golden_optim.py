@@ -1,4 +1,4 @@
-"""What every optimizer step must give, worked out with numpy and nothing of pycomm's.
+"""The expected results of every optimizer step, computed with numpy without pycomm.
 
 One parameter at a time, flat. Arithmetic is fp32 in the order that is written here; factors of a
 whole step are Python's doubles. Formats follow docs/optimizers.md.

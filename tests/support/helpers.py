@@ -33,7 +33,7 @@ LIMIT = 90.0  # seconds that a set of processes may take
 
 @dataclass
 class Outcome:
-    """What became of one rank."""
+    """The outcome of one rank."""
 
     pid: int
     value: Any = None
@@ -103,7 +103,7 @@ class Ranks:
         return now
 
     def wait_for(self, ranks: Iterable[int], limit: float = LIMIT) -> list[Outcome]:
-        """What these ranks said; fails the test if they do not end in time."""
+        """The outcomes of these ranks; fails the test if they do not end in time."""
         end = time.monotonic() + limit
         ranks = list(ranks)
         missing = {self._pipes[rank]: rank for rank in ranks if self.outcomes[rank] is None}
@@ -145,7 +145,7 @@ class Ranks:
 def run_ranks(
     size: int, function: Callable[..., Any], *args: Any, limit: float = LIMIT
 ) -> list[Any]:
-    """What every rank returned; a rank's exception is raised here, with its traceback."""
+    """The results of all ranks; raises a rank's exception with its traceback."""
     with Ranks(size, function, *args) as ranks:
         outcomes = ranks.join(limit)
     for rank, outcome in enumerate(outcomes):
@@ -186,6 +186,6 @@ def run_group(size: int, function: Callable[..., Any], *args: Any, **options: An
 
 
 def data_begin(size: int) -> int:
-    """Where staging begins in a rank's slice: after a page of flags and the packets."""
+    """The offset of staging in a rank's slice: after a page of flags and the packets."""
     packets = 2 * size * 2 * 64
     return 4096 + -(-packets // 4096) * 4096

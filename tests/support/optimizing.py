@@ -39,7 +39,7 @@ def parameters(
 def gradients(
     params: list[torch.nn.Parameter], step: int, dtype: torch.dtype | None = None
 ) -> list[torch.Tensor]:
-    """Of sizes that differ from stretch to stretch; some zeros."""
+    """Gradients with magnitudes that differ between ranges of elements, and some zeros."""
     generator = torch.Generator().manual_seed(1000 + step)
     made = []
     for param in params:

@@ -21,7 +21,7 @@ from pycomm import hooks
 
 
 def checkpoint(folder: Path, steps: int, rank: int) -> Path:
-    """Where a rank saves itself after so many steps."""
+    """The file of a rank's checkpoint after a number of steps."""
     return folder / f"{steps}-{rank}.pt"
 
 

@@ -35,7 +35,7 @@ def member(
 def run(
     nodes: list[int] | str, function: Callable[..., Any], *args: Any, **options: Any
 ) -> list[Any]:
-    """What ``function(group, *args)`` returned on every rank; `options` are ``pycomm.init``'s."""
+    """Results of ``function(group, *args)`` on every rank; `options` are ``pycomm.init``'s."""
     nodes = names(nodes)
     return helpers.run_ranks(len(nodes), member, nodes, function, options, *args)
 

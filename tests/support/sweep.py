@@ -52,13 +52,13 @@ class Case:
     layout: str = "plain"
 
     def input(self, rank: int) -> torch.Tensor:
-        """What a rank contributes: the same wherever it is worked out."""
+        """A rank's contribution, which is the same in every process."""
         seed = zlib.crc32(f"{self.op} {self.dtype} {self.count} {rank}".encode())
         return sample(self.dtype, self.count, self.op, torch.Generator().manual_seed(seed))
 
     @property
     def direct(self) -> bool:
-        """Whether all tensors of all ranks lie in the window."""
+        """True if all tensors of all ranks lie in the window."""
         return self.layout in DIRECT and self.count > 0 and self.algorithm != "one_shot"
 
 
@@ -112,7 +112,7 @@ class Buffer:
 
 @dataclass
 class Observed:
-    """What one rank saw of one case."""
+    """One rank's observations in one case."""
 
     result: torch.Tensor
     clean: bool  # returned the right object, left the input and the surroundings alone

@@ -34,7 +34,7 @@ class Near:
         return Near(value, (2 * self.value.abs() + self.off) * self.off + value * (ULP / 2))
 
     def root(self) -> Near:
-        """Of what is not below zero; one rounding."""
+        """The square root of a value that is not negative, with one rounding."""
         root = self.value.sqrt()
         below = root - (self.value - self.off).clamp(min=0).sqrt()
         above = (self.value + self.off).sqrt() - root

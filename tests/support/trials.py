@@ -1,4 +1,4 @@
-"""What a trial is: which rank dies, when, doing what; and the aim of the kill."""
+"""Trials: which rank dies, when and in which operation; and how the kill is aimed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Trial:
 
     @property
     def point(self) -> str:
-        """Where in the rendezvous."""
+        """The point in the rendezvous at which the victim dies."""
         return POINTS[self.seed % len(POINTS)]
 
     @property
@@ -75,7 +75,7 @@ def make_trial(phase: str, seed: int) -> Trial:
 
 
 class Progress:
-    """Where the victim is, in memory that all processes of a trial map."""
+    """The victim's progress, in memory that all processes of a trial map."""
 
     WHERE = ("nowhere", "rendezvous", "idle", "operation", "closing", "left")
     RECORD = struct.Struct("=iid")

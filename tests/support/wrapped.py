@@ -89,7 +89,7 @@ def _mean(parts: list[torch.Tensor | None]) -> torch.Tensor | None:
 
 
 def same(a: dict[str, torch.Tensor | None], b: dict[str, torch.Tensor | None]) -> bool:
-    """Whether all bits agree, and the same ones are None."""
+    """True if all bits agree and the same tensors are None."""
     assert a.keys() == b.keys()
     for name in a:
         if a[name] is None or b[name] is None:

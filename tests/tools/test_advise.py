@@ -212,7 +212,7 @@ def test_two_shot_against_its_simulation(nodes, add_ns, latency, elements, rate)
 @pytest.mark.parametrize("rate", [1e8, 3e9, 1e11])
 @pytest.mark.parametrize("local_ns", [0.01, 0.2, 2.0])
 def test_phases_inside_the_node_against_their_simulation(rate, local_ns):
-    """Of bf16, beside the wire: half of the local time before a tile is sent, half of it after."""
+    """With bf16, half of the local time comes before a tile is sent and half after it."""
     known = imagined(local__all_reduce=local_ns, bf16__decode_add=0.5)
     elements = 8 * MILLION
     exchange = Model(cluster(4, 2, rate=rate), known).exchange("stripes", "bf16", elements)
@@ -456,7 +456,7 @@ def test_table():
 
 
 def test_what_top_k_costs_is_said():
-    """Where it is chosen, beside what 8 bits would take."""
+    """If top-k is chosen, the time of int8 is shown, too."""
     slow, fast = ask(rate=1e8), ask(rate=1e13)
     said = ["\n".join(table.advice(q, advice.choose(q))) for q in (slow, fast)]
     assert "a loss\n6 % higher with Adam" in said[0]

@@ -94,7 +94,7 @@ def test_wrong_results_are_found():
 
 
 def test_feedback_settles():
-    """What a check has left in a residual does not reach the clock."""
+    """A residual from a check is cleared before timing."""
     with pycomm.LocalWorld(1) as world:
         contestant = Compressed(world.groups[0], "auto", "tensor", "int8", feedback=True)
         for op, zeros in (("avg", False), ("sum", True)):

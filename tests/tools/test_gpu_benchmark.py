@@ -1,4 +1,4 @@
-"""What of pycomm.bench.gpu and benchmarks/gpu.sh needs no GPU."""
+"""Parts of pycomm.bench.gpu and benchmarks/gpu.sh that need no GPU."""
 
 import contextlib
 import json

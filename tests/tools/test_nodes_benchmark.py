@@ -1,4 +1,4 @@
-"""What of pycomm.bench.nodes needs neither root nor nodes."""
+"""Parts of pycomm.bench.nodes that need neither root nor nodes."""
 
 import argparse
 import json
@@ -54,7 +54,7 @@ def test_layouts_and_rates():
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_formula(count, ranks):
-    """What a node sends: of pycomm as much as with one rank per node, of Gloo's ring more."""
+    """A node sends as much as with one rank per node in pycomm, and more in Gloo's ring."""
     rows = rows_of(count, ranks)
     shares = {name: row.predicted_link_bytes / SIZE for name, row in rows.items()}
     once = 2 * (count - 1) / count

@@ -22,7 +22,7 @@ def test_working_versions_end_in_their_bands_and_broken_ones_outside():
 
 
 def describe(verdict):
-    """What was trained, and whether it ended in its band."""
+    """The kind of training, and true if it ended in its band."""
     inside = abs(verdict.difference) <= MODES[verdict.mode].band
     return verdict.front, verdict.mode, verdict.broken, inside
 

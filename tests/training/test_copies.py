@@ -91,7 +91,7 @@ def test_averaged_model():
 
 
 def saved_by_rank_0(group):
-    """What compression has kept is another rank's; without any, the model is everyone's."""
+    """A pickle of rank 0's model; with compression its residuals are rank 0's."""
     model = wrapper("int8" if group.size == 2 else "dense")
     wrapped.train(model, group.rank, range(1))
     return pickle.dumps(model)

@@ -108,7 +108,7 @@ def test_gradients_are_the_mean_in_rank_order():
 
 
 def in_the_window(group, name):
-    """Where gradients lie in this rank's slice, from step to step."""
+    """The offsets of gradients in this rank's slice, for every step."""
     model = pycomm.DataParallel(ddp.network(), compression=COMPRESSIONS[name], bucket_cap_mb=0.02)
     places = []
     for step in range(4):
@@ -126,7 +126,7 @@ def test_gradients_lie_in_the_shared_window(name):
 
 
 def read_directly(group):
-    """What the exchange of a bucket costs, and that of as much memory outside of the window."""
+    """The traffic for a bucket, and for as much memory outside of the window."""
     model = pycomm.DataParallel(torch.nn.Linear(400, 400, bias=False))
     model(torch.ones(2, 400)).sum().backward()
     flat = model.module.weight.grad.view(-1)
@@ -143,7 +143,7 @@ def test_buckets_are_reduced_where_they_are():
 
 @contextlib.contextmanager
 def flag(model):
-    """What some training scripts do instead of no_sync."""
+    """Sets the attribute as some training scripts do instead of no_sync."""
     model.require_backward_grad_sync = False
     yield
     model.require_backward_grad_sync = True

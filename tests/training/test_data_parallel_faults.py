@@ -130,7 +130,7 @@ def one_raises(group, set_to_none):
 
 
 def raising_before_accumulation(group, set_to_none):
-    """What is added up afterwards counts, what was before does not."""
+    """Gradients accumulated after the error count; those before it do not."""
     model, alone = pycomm.DataParallel(Fragile(), bucket_cap_mb=TINY), Fragile()
 
     def loss(module, rank, step):
@@ -291,7 +291,7 @@ class Spoilt(ddp.Given):
 
 
 def balance(group, compression, scaler):
-    """What was given, and what was applied or waits; most steps raise, on one rank or on both."""
+    """Sums of inputs, and of results plus residuals; most steps raise on one rank or both."""
     options = {"compression": compression, "grad_scaler": scaler}
     model = pycomm.DataParallel(Spoilt(), bucket_cap_mb=TINY, **options)
     scale = scaler.scale(torch.ones(())) if scaler else 1.0

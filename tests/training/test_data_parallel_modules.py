@@ -293,7 +293,7 @@ def test_compiled():
 
 
 def with_buffers(group, broadcast_buffers):
-    """What the state is in the beginning, and what buffers every forward finds."""
+    """The model's initial state, and its buffers in every forward."""
     torch.manual_seed(group.rank)
     module = nn.Sequential(nn.Linear(40, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
     module.register_buffer("flags", torch.tensor([True, group.rank == 0]))

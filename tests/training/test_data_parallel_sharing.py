@@ -232,7 +232,7 @@ def test_another_module_in_the_wrapper(world):
 
 
 def taken_gradients(module):
-    """What a user keeps, and what must stay in it."""
+    """Gradients that a user keeps, with copies of their values."""
     return [(p.grad, p.grad.clone()) for p in module.parameters() if p.grad is not None]
 
 

@@ -54,7 +54,7 @@ def test_weights_give_the_mean_over_all_samples(bucket_cap_mb):
 
 
 def compressed_with_weights(group):
-    """What compression loses is no more than with equal batches."""
+    """Compression loses no more than with equal batches."""
     for step, got, expected in weighted(group, pycomm.Int8(), 25):
         error = (got["0.weight"] - expected["0.weight"]).abs().max()
         assert error < 0.02 * expected["0.weight"].abs().max(), step

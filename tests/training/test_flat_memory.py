@@ -16,7 +16,7 @@ STATES = ("exp_avg", "exp_avg_sq")
 
 
 def pieces_of_a_model():
-    """Of one that has made a step and is gone."""
+    """Weak references to the pieces of a model that has made a step and is gone."""
     model = ddp.network()
     flat = optim.flatten(model.parameters())
     optimizer = optim.FusedAdamW(model.parameters())

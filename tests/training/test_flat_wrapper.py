@@ -305,7 +305,7 @@ def in_learned_order(group):
 
 
 def a_part_of_a_model(group):
-    """Of a flattened model only a part is wrapped: nobody else's gradients are exchanged."""
+    """Wraps only a part of a flattened model: other gradients are not exchanged."""
     plain, flat = copy.deepcopy(MODEL), copy.deepcopy(MODEL)
     optim.flatten(flat.parameters())
     for model in (plain, flat):

@@ -146,7 +146,7 @@ def without_a_scaler(group, name):
 
 @pytest.mark.parametrize("name", ["int8", "topk"])
 def test_an_infinity_without_a_scaler_does_not_stay(name):
-    """Nobody says that a step was skipped, so other parameters go on."""
+    """Without a scaler, no step counts as skipped, so other parameters go on."""
     for seen in helpers.run_group(2, without_a_scaler, name):
         assert golden.same_bits(seen[2].residuals["square"], seen[1].residuals["square"])
         assert not golden.same_bits(seen[2].residuals["wide"], seen[1].residuals["wide"])

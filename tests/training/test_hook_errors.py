@@ -1,4 +1,4 @@
-"""What goes wrong comes out of backward as what it is; bad arguments are refused at the door."""
+"""Errors come out of backward with their type; bad arguments are refused at once."""
 
 import os
 import signal
@@ -34,7 +34,7 @@ class Dying(Watched):
 
 
 def until_a_peer_is_gone(group, name, pause):
-    """What backward raised, and what the group does afterwards."""
+    """The error of backward, and the group's behaviour afterwards."""
     watched = Dying(ddp.Given(), COMPRESSIONS[name], layout=TINY)
     watched.prepare(group.rank, pause)
     watched.run(group.rank, range(2))
@@ -50,7 +50,7 @@ def until_a_peer_is_gone(group, name, pause):
 @pytest.mark.parametrize("pause", [0, 0.5])
 @pytest.mark.parametrize("name", ["dense", "int8", "topk"])
 def test_a_peers_death_in_mid_backward_keeps_its_name(name, pause):
-    """Whether it is noticed where backward ends or, after a pause, where a hook hands over more."""
+    """It is noticed at the end of backward or, after a pause, when a hook hands over a bucket."""
     arguments = (until_a_peer_is_gone, {"timeout": 30}, name, pause)
     with helpers.Ranks(3, helpers.in_group, *arguments) as ranks:
         victim = ranks.pids[1]
@@ -333,7 +333,7 @@ def test_means_that_a_backward_drops_go_back_into_residuals(name, scale):
 
 
 def balance(group, name, layout):
-    """What hooks were given, and what came out or waits; DDP must be made anew after each error."""
+    """Sums of inputs, and of results plus residuals; each error needs a new DDP."""
     watched = Watched(Backwards(), COMPRESSIONS[name], layout=TINY)
     names = watched.residuals()
     given, found = ({name: torch.zeros(ddp.SHAPES[name]) for name in names} for _ in range(2))
@@ -362,7 +362,7 @@ def balance(group, name, layout):
 @pytest.mark.parametrize("layout", ["tiny buckets", "unused"])
 @pytest.mark.parametrize("name", ["int8", "topk"])
 def test_backwards_that_failed_lose_nothing_that_was_sent(name, layout):
-    """Whether the next one begins with the same parameters or, as in the second layout, others."""
+    """The next backward begins with the same parameters or, in the second layout, others."""
     helpers.run_group(2, balance, name, ddp.LAYOUTS[layout])
 
 

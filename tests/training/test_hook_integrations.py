@@ -21,7 +21,7 @@ STEPS = 3
 
 
 def pretend_torchrun(rank, size):
-    """What launchers set; the store is there already."""
+    """Sets a launcher's environment variables; the store exists already."""
     sizes = dict.fromkeys(["WORLD_SIZE", "LOCAL_WORLD_SIZE"], str(size))
     ranks = dict.fromkeys(["RANK", "LOCAL_RANK"], str(rank))
     run = {"TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0"}

@@ -1,4 +1,4 @@
-"""What states save, take back and refuse; and what they report."""
+"""States save and restore residuals, refuse wrong ones, and report statistics."""
 
 import io
 import time
@@ -135,7 +135,7 @@ def save_together(group, folder):
 
 
 def load_together(group, folder, name="momentum"):
-    """What ranks then have, or say is wrong."""
+    """The residuals that ranks then have, or their errors."""
     from torch.distributed import checkpoint
 
     state = make(group, name)
@@ -207,7 +207,7 @@ def test_what_is_no_dict_of_a_state_is_refused(world, what):
 
 
 def reporting(group, name, options):
-    """Of every step: statistics, residuals, and what single calls read from peers."""
+    """For every step: statistics, residuals, and bytes that single calls read from peers."""
     watched = Watched(ddp.Given(), COMPRESSIONS[name], layout=LAYOUTS["views"], **options)
     memory, seen = {}, []
     for number in range(3):

@@ -1,4 +1,4 @@
-"""What LocalSGDState saves, takes back and refuses, and what it raises where it is misused."""
+"""LocalSGDState saves and restores its state, refuses wrong ones, and raises if misused."""
 
 import averaging
 import ddp
@@ -72,7 +72,7 @@ def without_momentum():
 
 
 def test_after_an_exchange_one_rank_can_save_for_all(world):
-    """Where the optimizer has no states of its own."""
+    """This holds if the optimizer has no states."""
     options = (OPTIONS, without_momentum, True)
     through = world(3).run(go_on, range(9), None, *options)
     first = world(3).run(go_on, range(6), None, *options)

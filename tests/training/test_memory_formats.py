@@ -49,7 +49,7 @@ def step_of(group, model, step):
 
 
 def converted(group, make, formats, when, load=False):
-    """What every rank's residuals and velocities are, and what was applied, after each step."""
+    """Every rank's residuals and velocities, and the applied gradients, after each step."""
     torch.manual_seed(2)
     model, state = make(nn.Conv2d(16, 32, 3).to(memory_format=formats[0]))
     seen = []

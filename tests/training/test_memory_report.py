@@ -1,4 +1,4 @@
-"""What the memory report counts, and how it shows it."""
+"""The memory report: its counts and its output."""
 
 import pytest
 import torch

@@ -58,7 +58,7 @@ class Parent(nn.Module):
 
 
 def of_ddp(_group, child):
-    """What DDP has saved is loaded alone, as part of another model, and as of old by its names."""
+    """DDP's checkpoints load into a wrapper, alone or as part of a model, by either names."""
     saved = DistributedDataParallel(Net(child, seed=1)).state_dict()
     assert all(name.startswith("module.") for name in saved)
     plain = {name.removeprefix("module."): value for name, value in saved.items()}

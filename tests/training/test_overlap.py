@@ -55,7 +55,7 @@ def about_step(events, step):
 
 
 def hides(events, starts, exchanges):
-    """Whether backward goes on computing for the second exchange while the first one runs."""
+    """True if backward computes for the second exchange while the first one runs."""
     begin = max(starts[0]["ts"] + starts[0]["dur"], exchanges[0]["ts"])
     end = min(starts[1]["ts"], exchanges[0]["ts"] + exchanges[0]["dur"])
     computed = [e for e in events if e.get("name", "").startswith(BACKWARD)]

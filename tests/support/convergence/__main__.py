@@ -65,7 +65,7 @@ def kill_and_resume(plan: Plan, whole: Run) -> Resumption:
 
 
 def count_steps() -> int:
-    """Of the whole."""
+    """The number of steps of all runs together."""
     total = 0
     for name, task in TASKS.items():
         for seed in SEEDS:

@@ -1,4 +1,4 @@
-"""What is claimed of a training, and whether it is so."""
+"""The claims about trainings, and their checks."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Equality:
-    """Of two trainings in bf16, which keep what it lacks in two ways.
+    """Compares two trainings in bf16 with different kinds of master weights.
 
     Attributes:
         as_claimed: whether all weights are the same to the last bit after every step.

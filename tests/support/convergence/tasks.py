@@ -1,4 +1,4 @@
-"""What is learned: characters of real text, and scikit-learn's digits."""
+"""The learning tasks: characters of real text, and scikit-learn's digits."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Task(ABC):
 
     @abstractmethod
     def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """What users take for such a model."""
+        """A usual optimizer for the model."""
 
     @abstractmethod
     def draw(self) -> Batch:

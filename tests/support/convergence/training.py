@@ -65,7 +65,7 @@ class Plan:
 
 @dataclass
 class Run:
-    """What became of a run, on one rank.
+    """The results of a run on one rank.
 
     Attributes:
         digests: of the parameters' bits, after every step.
@@ -154,7 +154,7 @@ def parallelise(model: nn.Module, plan: Plan) -> tuple[nn.Module, hooks.CommStat
 
 
 def double_gradients(trainee: Trainee) -> None:
-    """What comes of a sum over two ranks that nobody divides."""
+    """Doubles gradients, as if a sum over two ranks were not divided."""
     for parameter in trainee.model.parameters():
         parameter.grad.mul_(2)
 
