@@ -365,7 +365,8 @@ bool Group::run_blocks(const Operation& operation, const Call& call, void (*inte
   const Preflight preflight = preflight_of(operation, call, limit);
   comm_.begin(operation, call.input, call.output, interrupt, preflight);
   const auto staging = CodedStaging::in(comm_.slot_bytes() * kStagingSlots, operation.codec);
-  CodedComm<Comm> coded(comm_, operation, call.feedback, limit, staging);
+  CodedComm<Comm> coded(comm_, operation, call.feedback, limit, staging,
+                        codec_loops(operation.dtype, operation.codec));
   run_coded(coded, operation.algorithm);
   return coded.nonfinite();
 }

@@ -3,6 +3,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include "core/codecs/table.h"
+
 namespace pycomm::cuda {
 
 struct Launch;
@@ -11,7 +13,7 @@ struct CodedLaunch;
 template <class Body>
 void launch_plain(const Launch& launch, cudaStream_t stream);
 // With a codec of blocks.
-template <class Body>
+template <class Body, class Codecs = BlockCodecs>
 void launch_coded(const CodedLaunch& launch, cudaStream_t stream);
 void launch_topk_exchange(const CodedLaunch& launch, cudaStream_t stream);
 // Before int8 and casts, with feedback: finds CodedLaunch::outlooks.

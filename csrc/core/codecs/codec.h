@@ -23,7 +23,7 @@ struct Codec {
   DType values = DType::f32;    // type of encoded values: cast, top-k (u8 means int8)
   std::uint8_t stochastic = 0;  // int8: rounds stochastically, not to nearest
   std::uint8_t feedback = 0;    // a residual is added
-  std::uint32_t block = 0;      // int8: elements that share a scale
+  std::uint32_t block = 0;      // elements that share a scale; 0 without scales
   std::uint32_t k = 0;          // top-k: elements that a rank selects
 };
 static_assert(sizeof(Codec) == 12);
@@ -34,7 +34,7 @@ PYCOMM_HD bool operator==(const Codec& a, const Codec& b) {
 }
 
 // True if a scale per block follows the payload. (Top-k's lists have scales of their own.)
-PYCOMM_HD constexpr bool is_scaled(const Codec& codec) { return codec.kind == CodecKind::int8; }
+PYCOMM_HD constexpr bool is_scaled(const Codec& codec) { return codec.block != 0; }
 
 inline std::string describe(const Codec& codec) {
   const char* values = codec.values == DType::u8 ? "int8" : name_of(codec.values);

@@ -12,32 +12,12 @@
 // 8 + 32 / block bits per element. The format: docs/wire-format.md.
 #pragma once
 
-#include "core/reduce.h"
+#include "core/codecs/scale.h"
 
 namespace pycomm {
 
-inline constexpr std::uint32_t kInfinityBits = 0x7f800000u;
-
-// The bits of |value|; as integers they order floats by magnitude. kInfinityBits and above are not
-// finite.
-PYCOMM_HD std::uint32_t magnitude(float value) {
-  return bit_cast<std::uint32_t>(value) & 0x7fffffffu;
-}
-
-struct Int8Scale {
-  float scale;
-  float inverse;
-
-  PYCOMM_HD bool finite() const { return scale == scale; }
-};
-
 // The scale of a block whose largest magnitude() is `largest`.
-PYCOMM_HD Int8Scale int8_scale(std::uint32_t largest) {
-  if (largest >= kInfinityBits) return {bit_cast<float>(0x7fc00000u), 0.0f};
-  const float scale = bit_cast<float>(largest) / 127.0f;
-  if (scale < 0x1p-126f) return {0.0f, 0.0f};
-  return {scale, 127.0f / bit_cast<float>(largest)};
-}
+PYCOMM_HD BlockScale int8_scale(std::uint32_t largest) { return block_scale(largest, 127.0f); }
 
 // Rounds to nearest even. Adding 1.5 * 2^23 makes the floating-point adder round and leaves the
 // integer in the low bits. If the value is not finite, these bits mean nothing, which the block's

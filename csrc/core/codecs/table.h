@@ -18,11 +18,11 @@ struct Int8Elements {
   static constexpr bool kScaled = true, kStochastic = true;
   static constexpr Payload kLargest = 127;  // the payload of a block's largest element, or nearly
 
-  PYCOMM_HD static Int8Scale scale(std::uint32_t largest) { return int8_scale(largest); }
-  PYCOMM_HD static Payload encode(float value, const Int8Scale& scale) {
+  PYCOMM_HD static BlockScale scale(std::uint32_t largest) { return int8_scale(largest); }
+  PYCOMM_HD static Payload encode(float value, const BlockScale& scale) {
     return int8_quantize(value, scale.inverse);
   }
-  PYCOMM_HD static Payload encode(float value, const Int8Scale& scale, std::uint32_t random) {
+  PYCOMM_HD static Payload encode(float value, const BlockScale& scale, std::uint32_t random) {
     return int8_quantize(value, scale.inverse, random);
   }
   PYCOMM_HD static float decode(Payload payload, float scale) {
@@ -57,6 +57,9 @@ struct CastCodec {
 
 template <class... Rows>
 struct CodecTable {
+  template <class... More>
+  using With = CodecTable<Rows..., More...>;
+
   // Calls visit(std::type_identity<Elements>{}) with the codec's element type. Returns false if the
   // codec is not in the table.
   template <class Visit>

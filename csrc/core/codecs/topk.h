@@ -121,7 +121,7 @@ struct TopkArea {
 };
 
 // A value after encoding and decoding.
-PYCOMM_HD float through_wire(float value, DType values, const Int8Scale& scale) {
+PYCOMM_HD float through_wire(float value, DType values, const BlockScale& scale) {
   if (values == DType::f32) return value;
   if (values == DType::bf16) return load(store<BFloat16>(value));
   if (values == DType::f16) return load(store<Half>(value));

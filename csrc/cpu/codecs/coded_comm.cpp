@@ -43,13 +43,13 @@ Preflight preflight_of(const Operation& operation, const Call& call, float limit
 
 template <class Base>
 CodedComm<Base>::CodedComm(Base& comm, const Operation& operation, const Feedback& feedback,
-                           float limit, const CodedStaging& staging)
+                           float limit, const CodedStaging& staging, const CodecLoops& loops)
     : comm_(comm),
       operation_(operation),
       feedback_(feedback),
       limit_(limit),
       scaling_(scaling_of(feedback)),
-      loops_(codec_loops(operation.dtype, operation.codec)),
+      loops_(loops),
       staging_(staging),
       sources_(static_cast<std::size_t>(comm.size()) + 1) {}
 
@@ -112,7 +112,7 @@ void CodedComm<Base>::copy(Location to, Location from, std::int64_t n) {
 // What an algorithm instantiates besides is in the header.
 #define PYCOMM_INSTANTIATE(Base)                                                       \
   template CodedComm<Base>::CodedComm(Base&, const Operation&, const Feedback&, float, \
-                                      const CodedStaging&);                            \
+                                      const CodedStaging&, const CodecLoops&);         \
   template Source CodedComm<Base>::source(Location, std::int64_t);                     \
   template void CodedComm<Base>::encode(Location, Location, int, std::int64_t, bool);  \
   template void CodedComm<Base>::copy(Location, Location, std::int64_t)

@@ -31,9 +31,10 @@ class CodedComm {
  public:
   static constexpr bool kCoded = true;
 
-  // `comm` has begun the operation, for which the staging is large enough. `limit`: as above.
+  // `comm` has begun the operation, for which the staging is large enough. `limit`: as above. `loops`:
+  // those of the operation's codec.
   CodedComm(Base& comm, const Operation& operation, const Feedback& feedback, float limit,
-            const CodedStaging& staging);
+            const CodedStaging& staging, const CodecLoops& loops);
 
   int rank() const { return comm_.rank(); }
   int size() const { return comm_.size(); }

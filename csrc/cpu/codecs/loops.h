@@ -1,7 +1,4 @@
-// The loops that encode, decode and add, over the arithmetic of core/codecs/int8.h and core/codecs/cast.h.
-//
-// A pass takes blocks through the first-level cache: sum the sources, encode the sum, and in the
-// same visit decode it again for the output and the residual. Nothing else is read or written.
+// The loops that encode, decode and add elements (block_loops.h), chosen for a dtype and a codec.
 #pragma once
 
 #include "core/algorithms/coded.h"
@@ -26,7 +23,7 @@ struct CodecLoops {
   bool scaled;  // a scale per block follows
 };
 
-// For int8 and casts of fp32, fp16 and bf16 tensors.
+// For fp32, fp16 and bf16 tensors and the codecs in core/codecs/table.h.
 CodecLoops codec_loops(DType dtype, const Codec& codec);
 
 // Rounds fp32 to another type; what that loses, times `factor`, is added to `lost_there`, if there is

@@ -80,7 +80,7 @@ template <class Sent>
 void TopkWriter::write_chunk(const TopkLayout& layout, std::int64_t chunk, const Entry* first,
                              const Entry* last, std::int64_t at, Sent sent) {
   part_at<std::uint32_t>(to_, 0)[chunk] = static_cast<std::uint32_t>(last - first);
-  Int8Scale scale{1.0f, 1.0f};
+  BlockScale scale{1.0f, 1.0f};
   if (layout.scaled()) {
     std::uint32_t largest = 0;
     for (const Entry* e = first; e != last; ++e) largest = std::max(largest, magnitude(e->value));

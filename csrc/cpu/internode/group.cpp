@@ -269,7 +269,8 @@ Preflight InternodeGroup::exchange_coded(const Operation& operation, const Call&
           ? aggregate->tile_ranges()
           : tile_ranges_of(operation, {nodes_.count() * kOwnedElements, 1}, nodes_.count());
   CodedComm<Link> coded(*link_, operation, call.feedback, limit,
-                        BlockStages::staging(operation.codec, tile_ranges));
+                        BlockStages::staging(operation.codec, tile_ranges),
+                        codec_loops(operation.dtype, operation.codec));
   coded.announce();
   return exchange_parts(
       coded, BlockStages(*link_, coded, operation, tile_ranges, scratch_.incoming), aggregate);

@@ -35,7 +35,7 @@ __device__ void feed(const TopkBlock& block) {
       const float value = scratch.values[i];
       if (!scratch.cuts[block.area.owner(chunk)].keeps(index, value)) continue;
       const bool scaled = block.codec.values == DType::u8;
-      const Int8Scale scale = int8_scale(scaled ? scratch.largest[chunk] : 0);
+      const BlockScale scale = int8_scale(scaled ? scratch.largest[chunk] : 0);
       const float sent = through_wire(value, block.codec.values, scale);
       feedback.residual[index] = lost(value, sent, from.scaling.inverse);
       if (feedback.velocity != nullptr) feedback.velocity[index] = 0;

@@ -37,7 +37,8 @@ __device__ inline Preflight preflight_of(const CodedLaunch& launch, int index) {
   return all;
 }
 
-template <class T>
+// `Codecs`: the table that has the operation's codec.
+template <class T, class Codecs = BlockCodecs>
 class CodedComm {
  public:
   static constexpr bool kCoded = true;
@@ -99,8 +100,8 @@ class CodedComm {
       const Sources sources = sources_of(1, [&](int) { return from; });
       encode(sources, to, to, n, false);
     } else if (to.coded == kPlain) {
-      nonfinite_ |= decode_pass<T, false>(operation_.codec, staging_[from],
-                                          reinterpret_cast<T*>(to.data), n, staging_.shift);
+      nonfinite_ |= decode_pass<T, false, Codecs>(operation_.codec, staging_[from],
+                                                  reinterpret_cast<T*>(to.data), n, staging_.shift);
       __syncthreads();
     } else {
       move(staging_[to], staging_[from], n);
@@ -178,7 +179,7 @@ class CodedComm {
     pass.random = {feedback.seed, feedback.step,
                    last ? kResultStream : static_cast<std::uint32_t>(rank())};
     pass.first = first_element(operation_) + element;
-    nonfinite_ |= encode_pass<T>(operation_.codec, pass, sources.own, staging_.shift);
+    nonfinite_ |= encode_pass<T, Codecs>(operation_.codec, pass, sources.own, staging_.shift);
     __syncthreads();
   }
 

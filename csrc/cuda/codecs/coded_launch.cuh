@@ -7,11 +7,11 @@
 
 namespace pycomm::cuda {
 
-template <class Body, class T>
+template <class Body, class T, class Codecs>
 __global__ void __launch_bounds__(kThreads, 1)
     coded_kernel(const __grid_constant__ CodedLaunch launch) {
   BlockComm<T, ReduceOp::sum> comm(launch, kLargestBlock);
-  CodedComm<T> coded(comm, launch);
+  CodedComm<T, Codecs> coded(comm, launch);
   Body::run(coded);
   coded.finish();
   comm.finish();
@@ -30,10 +30,10 @@ void visit_compressible(DType dtype, Visit visit) {
   }
 }
 
-template <class Body>
+template <class Body, class Codecs>
 void launch_coded(const CodedLaunch& launch, cudaStream_t stream) {
   visit_compressible(launch.ranks[0].operation.dtype, [&](auto element) {
-    launch_meeting(&coded_kernel<Body, decltype(element)>, launch, stream);
+    launch_meeting(&coded_kernel<Body, decltype(element), Codecs>, launch, stream);
   });
 }
 

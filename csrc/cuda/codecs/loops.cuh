@@ -104,12 +104,17 @@ __device__ bool encode_octet(const float* v, bool stochastic, int shift, const R
   largest = largest_of(largest, (1 << shift) / kOctet);
   const auto found = Codec::scale(largest);
   scale = found.scale;
-  if (Codec::kStochastic && stochastic) {
-    std::uint32_t bits[kOctet];
-    draw(random, first, bits);
+  bool at_random = false;
+  if constexpr (Codec::kStochastic) {
+    at_random = stochastic;
+    if (at_random) {
+      std::uint32_t bits[kOctet];
+      draw(random, first, bits);
 #pragma unroll
-    for (int i = 0; i < kOctet; ++i) made.element[i] = Codec::encode(v[i], found, bits[i]);
-  } else {
+      for (int i = 0; i < kOctet; ++i) made.element[i] = Codec::encode(v[i], found, bits[i]);
+    }
+  }
+  if (!at_random) {
 #pragma unroll
     for (int i = 0; i < kOctet; ++i) made.element[i] = Codec::encode(v[i], found);
   }
@@ -302,10 +307,10 @@ __device__ __noinline__ bool decode_blocks(const Encoded& from, T* output, std::
 
 // One pass by the whole block. `own`: one of the sources is the caller's contribution. Returns, to
 // each thread, whether something of its elements is not finite.
-template <class T>
+template <class T, class Codecs = BlockCodecs>
 __device__ bool encode_pass(const Codec& codec, const Pass& pass, bool own, int shift) {
   bool nonfinite = false;
-  BlockCodecs::visit(codec, [&](auto type) {
+  Codecs::visit(codec, [&](auto type) {
     nonfinite =
         encode_blocks<T, typename decltype(type)::type>(pass, own, codec.stochastic != 0, shift);
   });
@@ -313,11 +318,11 @@ __device__ bool encode_pass(const Codec& codec, const Pass& pass, bool own, int 
 }
 
 // output[i] = decoded, or += decoded; returns, to each thread, whether some of it is not finite.
-template <class T, bool add>
+template <class T, bool add, class Codecs = BlockCodecs>
 __device__ bool decode_pass(const Codec& codec, const Encoded& from, T* output, std::int64_t n,
                             int shift) {
   bool nonfinite = false;
-  BlockCodecs::visit(codec, [&](auto type) {
+  Codecs::visit(codec, [&](auto type) {
     nonfinite = decode_blocks<T, typename decltype(type)::type, add>(from, output, n, shift);
   });
   return nonfinite;

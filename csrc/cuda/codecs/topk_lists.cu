@@ -89,7 +89,7 @@ struct ChunkWriter {
   std::byte* const to;
   const std::int64_t chunk;  // in the list
   std::int64_t at;           // in the list: the next entry
-  Int8Scale scale{1.0f, 1.0f};
+  BlockScale scale{1.0f, 1.0f};
 
   __device__ void write_scale(std::uint32_t largest) {
     scale = int8_scale(largest);

@@ -11,7 +11,8 @@ namespace {
 void run_blocks(Comm& comm, const Call& call) {
   const Operation& operation = call.operation;
   cpu::CodedComm<Comm> coded(comm, operation, call.feedback, kInfinity,
-                             CodedStaging::in(comm.slot_bytes() * kStagingSlots, operation.codec));
+                             CodedStaging::in(comm.slot_bytes() * kStagingSlots, operation.codec),
+                             cpu::codec_loops(operation.dtype, operation.codec));
   run_coded(coded, operation.algorithm);
 }
 

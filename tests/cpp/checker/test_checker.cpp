@@ -63,7 +63,7 @@ Step coded_step(std::mt19937& random) {
   operation.count = one_of(kCounts, random);
   operation.codec.kind = random() % 2 == 0 ? CodecKind::int8 : CodecKind::cast;
   operation.codec.values = DType::f16;
-  operation.codec.block = one_of(kBlocks, random);
+  if (operation.codec.kind == CodecKind::int8) operation.codec.block = one_of(kBlocks, random);
   operation.offset = static_cast<std::uint32_t>(random() % 8 * kLargestBlock / kSmallestBlock);
   step.where = one_of(kPlaces, random);
   step.in_place = random() % 2 == 0;
@@ -190,7 +190,7 @@ Scene on_nodes(const World::Nodes& nodes, int ranks) {
   for (const CodecKind kind : {CodecKind::int8, CodecKind::topk}) {
     Step step{{Collective::all_reduce, Algorithm::two_shot, DType::f32, ReduceOp::sum, 0, 70000}};
     step.operation.codec.kind = kind;
-    step.operation.codec.block = 256;
+    if (kind == CodecKind::int8) step.operation.codec.block = 256;
     step.operation.codec.k = 1000;
     step.operation.codec.values = DType::f32;
     step.feedback = true;

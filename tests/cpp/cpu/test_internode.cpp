@@ -83,7 +83,7 @@ void compressed(const std::vector<int>& ranks_per_node, CodecKind kind) {
     Operation operation = operation_on(Collective::all_reduce, count);
     operation.codec.kind = kind;
     operation.codec.values = DType::f32;
-    operation.codec.block = 256;
+    if (kind == CodecKind::int8) operation.codec.block = 256;
     operation.codec.k = 3000;
     operation.codec.feedback = 1;
     std::vector<float>& x = results[static_cast<std::size_t>(rank)];

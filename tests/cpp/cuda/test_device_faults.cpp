@@ -18,7 +18,7 @@ constexpr std::uint64_t kAbort = abort_word(Reason::timeout, 1);
 Operation all_reduce(Algorithm algorithm, CodecKind codec = CodecKind::none) {
   Operation operation{Collective::all_reduce, algorithm, DType::f32, ReduceOp::sum, 0, kCount};
   operation.codec.kind = codec;
-  operation.codec.block = 256;
+  if (codec == CodecKind::int8) operation.codec.block = 256;
   operation.codec.k = 400;
   return operation;
 }

@@ -1,7 +1,9 @@
-// The row of star, in a table of its own, because the enum does not have it.
+// The rows of star and e4m3, in tables of their own, because the enums do not have them.
 #pragma once
 
 #include "core/algorithms/table.h"
+#include "core/codecs/table.h"
+#include "extending/e4m3.h"
 #include "extending/star.h"
 
 namespace pycomm {
@@ -19,5 +21,15 @@ struct Star {
 
 using AlgorithmsAndStar = Algorithms::With<Star>;
 static_assert(AlgorithmsAndStar::kCount == Algorithms::kCount + 1);
+
+inline constexpr CodecKind kE4m3{kCountOf<CodecKind>};
+
+struct E4m3Codec {
+  static constexpr CodecKind kKind = kE4m3;
+  using Elements = TypeList<E4m3Elements>;
+  PYCOMM_HD static int choice(const Codec&) { return 0; }
+};
+
+using CodecsAndE4m3 = BlockCodecs::With<E4m3Codec>;
 
 }  // namespace pycomm

@@ -24,7 +24,7 @@ class CodedComm {
 
   // `comm` must have begun the operation.
   CodedComm(Base& comm, const Operation& operation, const Feedback& feedback, float,
-            const CodedStaging& staging)
+            const CodedStaging& staging, const CodecLoops&)
       : comm_(comm),
         operation_(operation),
         feedback_(feedback),

@@ -1,0 +1,108 @@
+// Ranks that run what is handed to them, on both executors.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "cpu/comm.h"
+#include "cuda/codecs/coded_comm.cuh"
+
+namespace pycomm::test {
+
+// Ranks that are threads.
+class CpuRanks {
+ public:
+  explicit CpuRanks(int n, std::int64_t staging_bytes) {
+    const std::int64_t slice = (std::int64_t{1} << 20) + staging_bytes;
+    const int fd = cpu::Window::create(n, slice, staging_bytes);
+    const auto window = std::make_shared<cpu::Window>(fd, n, slice, staging_bytes);
+    const auto size = static_cast<std::size_t>(n);
+    const auto peers = std::make_shared<const cpu::Liveness>(
+        std::vector<int>(size), std::vector<std::shared_ptr<cpu::Process>>(size));
+    for (int r = 0; r < n; ++r) {
+      comms_.push_back(std::make_unique<cpu::Comm>(window, peers, r, n, 2, std::chrono::seconds(60),
+                                                   0xffffffe0u));
+    }
+  }
+
+  // Calls body(comm, rank) on a thread per rank.
+  void run(const std::function<void(cpu::Comm&, std::size_t)>& body) {
+    std::vector<std::thread> threads;
+    std::atomic<bool> failed = false;
+    for (std::size_t r = 0; r < comms_.size(); ++r) {
+      threads.emplace_back([&, r] {
+        try {
+          body(*comms_[r], r);
+        } catch (const CollectiveError&) {
+          failed = true;
+        }
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    PYCOMM_CHECK(!failed, "a rank failed");
+  }
+
+ private:
+  std::vector<std::unique_ptr<cpu::Comm>> comms_;
+};
+
+// Ranks that share a launch, whose kernel runs on the CPU (device/cuda_runtime.h).
+class DeviceRanks {
+ public:
+  static constexpr int kLanes = 2;
+
+  explicit DeviceRanks(int n, std::int64_t staging_bytes)
+      : windows_(2 * static_cast<std::size_t>(n)), mailboxes_(n) {
+    launch_.layout = {n, kLanes, staging_bytes};
+    launch_.timeout_ns = 60'000'000'000;
+    launch_.local_ranks = n;
+    for (int r = 0; r < n; ++r) {
+      memory_.emplace_back(static_cast<std::size_t>(launch_.layout.heap_begin()) / sizeof(Line));
+      windows_[static_cast<std::size_t>(r)] = reinterpret_cast<std::byte*>(memory_.back().data());
+    }
+  }
+
+  // Rank r's part of the next launch.
+  void put(std::size_t r, const Operation& operation, const void* in, void* out,
+           const Feedback& feedback = {}) {
+    launch_.ranks[r] = {operation,
+                        static_cast<std::byte*>(const_cast<void*>(in)),
+                        static_cast<std::byte*>(out),
+                        kNotInWindow,
+                        kNotInWindow,
+                        windows_.data(),
+                        windows_.data() + mailboxes_.size(),
+                        &mailboxes_[r].mailbox,
+                        static_cast<int>(r)};
+    launch_.compressions[r].feedback = feedback;
+    launch_.outlooks[r] = mailboxes_[r].preflights;
+    const WindowLayout& layout = launch_.layout;
+    launch_.staging = CodedStaging::in(layout.slot_bytes() * kStagingSlots, operation.codec);
+  }
+  // Calls body(launch).
+  void run(const std::function<void(const cuda::CodedLaunch&)>& body) {
+    body(launch_);
+    for (const auto& rank : mailboxes_) PYCOMM_CHECK(rank.mailbox.failure == 0, "a kernel failed");
+  }
+
+ private:
+  using WindowLayout = cuda::WindowLayout;
+  struct alignas(4096) Line {
+    std::byte bytes[4096];
+  };
+  struct RankMailbox {
+    cuda::Mailbox mailbox;
+    std::uint32_t more_lanes[kLanes - 1];  // of the mailbox' last member
+    Preflight preflights[kLanes];
+  };
+
+  std::vector<std::vector<Line>> memory_;
+  std::vector<std::byte*> windows_;  // and what locations count from, which is unused
+  std::vector<RankMailbox> mailboxes_;
+  cuda::CodedLaunch launch_{};
+};
+
+}  // namespace pycomm::test
