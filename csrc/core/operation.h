@@ -85,20 +85,25 @@ inline constexpr std::int64_t kNotInWindow = -1;
 // For compressed operations with feedback: what a rank has found out about its tensor before it
 // sends anything.
 struct Preflight {
-  std::uint16_t overflow = 0;  // the tensor is too large to be summed safely
+  std::uint8_t overflow = 0;   // the tensor is too large to be summed safely
+  std::uint8_t nonfinite = 0;  // between nodes, after the sum: it has an infinity or a NaN
   std::uint16_t unused = 0;    // the tensor is all zeros, and Feedback::hold_unused is set
 };
 
 PYCOMM_HD constexpr Preflight make_preflight(bool overflow, bool unused) {
-  return {static_cast<std::uint16_t>(overflow), static_cast<std::uint16_t>(unused)};
+  return {static_cast<std::uint8_t>(overflow), 0, static_cast<std::uint16_t>(unused)};
 }
 
-// The combination of all ranks' findings: an overflow on one rank suffices; a tensor is unused only
+// The combination of all ranks' findings: an overflow or a NaN on one rank suffices; a tensor is unused only
 // if all ranks say so.
 PYCOMM_HD constexpr Preflight operator|(Preflight a, Preflight b) {
-  return {static_cast<std::uint16_t>(a.overflow | b.overflow),
+  return {static_cast<std::uint8_t>(a.overflow | b.overflow),
+          static_cast<std::uint8_t>(a.nonfinite | b.nonfinite),
           static_cast<std::uint16_t>(a.unused & b.unused)};
 }
+
+// Changes nothing in a combination: for ranks that have nothing to report.
+inline constexpr Preflight kNeutralPreflight = make_preflight(false, true);
 
 // One cache line in a rank's window. `epoch` is stored last (release) and read first (acquire).
 // Operations alternate between two of these lines. This is safe: a rank that announces k + 2 has

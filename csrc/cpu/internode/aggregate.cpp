@@ -143,7 +143,7 @@ const float* NodeAggregate::widened(const Range& range) {
 Preflight NodeAggregate::spread(std::int64_t t, Preflight mine) {
   const Range range = tile_ranges_[t];
   nonfinite_ = narrow(range) || nonfinite_;
-  if (nonfinite_ && mine.overflow == 0) mine.overflow = kNonfinite;
+  mine.nonfinite |= static_cast<std::uint8_t>(nonfinite_);
   if (comm_.size() == 1) return mine;
   const Operation phase = operation_on(range, operation_.dtype);
   std::byte* const output =
@@ -174,13 +174,13 @@ bool NodeAggregate::narrow(const Range& range) {
   return largest >= kInfinityBits;
 }
 
-void NodeAggregate::keep() const {
-  keep(carried_call_.feedback.residual, call_.feedback.residual);
-  keep(carried_call_.feedback.velocity, call_.feedback.velocity);
+void NodeAggregate::store_feedback() const {
+  store_feedback(carried_call_.feedback.residual, call_.feedback.residual);
+  store_feedback(carried_call_.feedback.velocity, call_.feedback.velocity);
 }
 
 // This rank keeps the values of the stripe that it carries; those of the other stripes become zero.
-void NodeAggregate::keep(const float* carried, float* state) const {
+void NodeAggregate::store_feedback(const float* carried, float* state) const {
   if (state == nullptr) return;
   zero(state, operation_.count);
   if (!owns_stripe()) return;

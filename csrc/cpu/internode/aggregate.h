@@ -19,13 +19,6 @@
 
 namespace pycomm::cpu {
 
-// Bits of Preflight::overflow after an operation: residuals are unchanged, or a result is not
-// finite although the preflight was good.
-inline constexpr std::uint16_t kUntouched = 1, kNonfinite = 2;
-
-// The preflight of a rank without a stripe: it agrees with whatever the others found.
-inline constexpr Preflight kNoObjection = make_preflight(false, true);
-
 // Buffers that are kept from one operation to the next.
 struct AggregateMemory {
   Scratch wide, gradient, residual, velocity;
@@ -51,7 +44,7 @@ class NodeAggregate {
   // stripe so far; returns the outcome of all stripes.
   Preflight spread(std::int64_t t, Preflight mine);
   // Writes residual and velocity back to the caller's tensors.
-  void keep() const;
+  void store_feedback() const;
 
  private:
   bool owns_stripe() const { return comm_.rank() < interleave_.stripes; }
@@ -61,7 +54,7 @@ class NodeAggregate {
   void fold(const Range& range, const float* mine, float* sums);
   const float* widened(const Range& range);
   bool narrow(const Range& range);
-  void keep(const float* carried, float* state) const;
+  void store_feedback(const float* carried, float* state) const;
 
   Comm& comm_;
   const Nodes& nodes_;

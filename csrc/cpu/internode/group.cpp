@@ -201,7 +201,7 @@ void InternodeGroup::barrier(const Operation& operation) {
 bool InternodeGroup::compressed(const Operation& operation, const Call& call) {
   if (!nodes_.single()) return compressed_sum(operation, call);
   const float largest = bit_cast<float>(largest_finite(operation.dtype));
-  return exchange_coded(operation, call, largest, nullptr).overflow != 0;
+  return exchange_coded(operation, call, largest, nullptr).nonfinite != 0;
 }
 
 bool InternodeGroup::compressed_sum(const Operation& operation, const Call& call) {
@@ -213,8 +213,8 @@ bool InternodeGroup::compressed_sum(const Operation& operation, const Call& call
                         (operation.op == ReduceOp::avg ? ranks_per_node : 1.0f);
   const Preflight preflight =
       exchange_coded(aggregate.carried(), aggregate.call(), largest, &aggregate);
-  if ((preflight.overflow & kUntouched) == 0 && preflight.unused == 0) aggregate.keep();
-  return preflight.overflow != 0;
+  if (preflight.overflow == 0 && preflight.unused == 0) aggregate.store_feedback();
+  return preflight.nonfinite != 0;
 }
 
 // The preflight before anything is sent. With an aggregate, all ranks of this node agree on it.
@@ -231,9 +231,9 @@ template <class Coded, class Stages>
 Preflight InternodeGroup::exchange_parts(const Coded& coded, Stages stages,
                                          NodeAggregate* aggregate) {
   const auto finding = [&coded] {
-    const bool untouched = coded.preflight().overflow != 0;
-    const std::uint16_t nonfinite = coded.nonfinite() ? kNonfinite : std::uint16_t{0};
-    return Preflight{untouched ? kUntouched : nonfinite, coded.preflight().unused};
+    Preflight found = coded.preflight();
+    found.nonfinite = static_cast<std::uint8_t>(coded.nonfinite());
+    return found;
   };
   if (aggregate == nullptr) {
     exchange(*link_, stages);
@@ -248,10 +248,10 @@ Preflight InternodeGroup::exchange_parts(const Coded& coded, Stages stages,
 Preflight InternodeGroup::exchange_coded(const Operation& operation, const Call& call,
                                          float largest_result, NodeAggregate* aggregate) {
   if (!owns_stripe()) {
-    agree(kNoObjection, aggregate);
+    agree(kNeutralPreflight, aggregate);
     NoStages nothing;
     NoLink nowhere;
-    AggregateStages aggregate_stages(*aggregate, nothing, [] { return kNoObjection; });
+    AggregateStages aggregate_stages(*aggregate, nothing, [] { return kNeutralPreflight; });
     exchange(nowhere, aggregate_stages);
     return aggregate_stages.preflight();
   }
