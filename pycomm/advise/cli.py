@@ -77,22 +77,22 @@ def make_parser() -> argparse.ArgumentParser:
         prog="python -m pycomm.advise",
         description="Predicts training steps for every way to exchange gradients; says which to "
         "choose. The model and its constants: docs/advisor.md.",
-        epilog="Only --measure with --constants may come without a question.",
+        epilog="--measure --constants FILE alone needs no other flags.",
     )
     add = parser.add_argument
-    add("--params", type=count, metavar="N", help="of the model: 125M, 1.3B")
-    add("--ranks", type=whole, metavar="N", help="of all nodes together")
-    add("--nodes", type=whole, metavar="N", help="nodes")
+    add("--params", type=count, metavar="N", help="parameters of the model: 125M, 1.3B")
+    add("--ranks", type=whole, metavar="N", help="ranks of all nodes together")
+    add("--nodes", type=whole, metavar="N", help="number of nodes")
     add("--link", type=rate, metavar="RATE",
-        help="of a node: 100Mbit, 1Gbit (default: as measured under torchrun)")  # fmt: skip
+        help="rate of a node's link: 100Mbit, 1Gbit (default: the measured one)")  # fmt: skip
     add("--step-ms", type=number_in(0, math.inf, "milliseconds such as 400"),
-        metavar="MS", help="a step's computation, without any exchange")  # fmt: skip
+        metavar="MS", help="computation of a step, without any exchange")  # fmt: skip
     add("--density", type=density, default=0.01, metavar="SHARE",
-        help="of the elements that top-k sends (default 0.01)")  # fmt: skip
+        help="share of the elements that top-k sends (default 0.01)")  # fmt: skip
     add("--measure", action="store_true",
         help="measure this node first (10 s); under torchrun the links, too")  # fmt: skip
     add("--constants", type=Path, metavar="FILE",
-        help="read the constants from there; with --measure, write them there")  # fmt: skip
+        help="read the constants from FILE; with --measure, write them to FILE")  # fmt: skip
     add("--plot", metavar="FILE", help="draw the predictions as a PNG")
     return parser
 

@@ -19,7 +19,7 @@ MOST_RANKS = 16384  # the largest number that the command line accepts
 ELEMENT_BYTES = 4  # gradients are float32
 PIECE_BYTES = 64 << 10  # of the pipelined tree, before compression
 SEGMENT_BYTES = 1 << 20  # the most that Gloo's ring sends at a time; a part has at least two
-TILES, LEAST_PARCEL_BYTES, MOST_TILE_BYTES = (
+TILES, LEAST_TRANSFER_BYTES, MOST_TILE_BYTES = (
     8,
     32 << 10,
     1 << 20,
@@ -241,8 +241,8 @@ class Model:
         rounds, trips, messages = 1, 5, 5
         if compression != "topk":  # which selects from the whole
             owned = nbytes / stripes / nodes
-            most = max(MOST_TILE_BYTES / nodes, LEAST_PARCEL_BYTES)
-            rounds = math.ceil(owned / min(max(owned / TILES, LEAST_PARCEL_BYTES), most))
+            most = max(MOST_TILE_BYTES / nodes, LEAST_TRANSFER_BYTES)
+            rounds = math.ceil(owned / min(max(owned / TILES, LEAST_TRANSFER_BYTES), most))
             trips, messages = 3, 1 + 2 * rounds
         core = self._coding(compression, elements / stripes, nodes)
         core += self._sending(sent / stripes, messages * (nodes - 1))

@@ -111,8 +111,8 @@ def make_parser() -> argparse.ArgumentParser:
     """Makes a sub-command for each collective, one for codecs, and two for training."""
     parser = argparse.ArgumentParser(
         prog="python -m pycomm.bench",
-        description="Times pycomm against what is installed beside it, in interleaved rounds.",
-        epilog="Starts the ranks itself, or is one of them under torchrun or mpirun.",
+        description="Times pycomm and other installed libraries in interleaved rounds.",
+        epilog="The command starts the ranks itself, unless torchrun or mpirun has started it.",
     )
     commands = parser.add_subparsers(dest="collective", required=True, metavar="WHAT")
     for name, text in COLLECTIVES.items():
@@ -131,17 +131,24 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _add_size_flags(command: argparse.ArgumentParser) -> None:
     add = command.add_argument_group("sizes").add_argument
-    add("-b", "--minbytes", type=size, default=8, metavar="SIZE", help="smallest (default 8)")
+    add("-b", "--minbytes", type=size, default=8, metavar="SIZE", help="smallest size (default 8)")
     add(
         "-e",
         "--maxbytes",
         type=size,
         default=64 * MIB,
         metavar="SIZE",
-        help="largest (default 64M)",
+        help="largest size (default 64M)",
     )
-    add("-f", "--stepfactor", type=whole(1), default=2, metavar="N", help="times N (default 2)")
-    add("-i", "--stepbytes", type=size, metavar="SIZE", help="plus SIZE, instead of -f")
+    add(
+        "-f",
+        "--stepfactor",
+        type=whole(1),
+        default=2,
+        metavar="N",
+        help="factor between sizes (default 2)",
+    )
+    add("-i", "--stepbytes", type=size, metavar="SIZE", help="difference of sizes, instead of -f")
 
 
 def _add_what_flags(command: argparse.ArgumentParser, collective: str) -> None:
@@ -160,7 +167,7 @@ def _add_what_flags(command: argparse.ArgumentParser, collective: str) -> None:
     add("--buffer", choices=("tensor", "window", "both"), default="tensor",
         help="ordinary tensors (default), tensors made by group.empty, or both")  # fmt: skip
     add("--peer", type=some_of(tuple(FINDERS)), default=(), metavar="PEER",
-        help=f"{', '.join(FINDERS)}: time these beside pycomm")  # fmt: skip
+        help=f"other libraries to time: {', '.join(FINDERS)}")  # fmt: skip
     add("--device", choices=("cpu", "cuda"), default="cpu")
 
 
@@ -168,7 +175,7 @@ def _add_how_flags(command: argparse.ArgumentParser, collective: str) -> None:
     add = command.add_argument_group("how").add_argument
     add("--ranks", type=whole(1), default=2, help="processes to start (default 2)")
     add("-n", "--iters", type=whole(1), help="timed calls (default: as many as fit into 0.25 s)")
-    add("-w", "--warmup_iters", type=whole(0), help="untimed calls before each of the rounds")
+    add("-w", "--warmup_iters", type=whole(0), help="untimed calls before each round")
     add("-c", "--check", type=int, choices=(0, 1), default=1, help="verify results (default 1)")
     if collective == "all_reduce":
         add("--feedback", action="store_true", help="compress with a residual")
@@ -183,7 +190,7 @@ def _add_codec_flags(command: argparse.ArgumentParser) -> None:
         help=f"{COMPRESSION_HELP}, comma-separated, or `all` (default int8)")  # fmt: skip
     keep_old_flag(command, "--codec", compression)
     add("-n", "--elements", type=size, default=64 * MIB, metavar="N",
-        help=f"rounded down to a multiple of {UNIT} (default 64M)")  # fmt: skip
+        help=f"elements, rounded down to a multiple of {UNIT} (default 64M)")  # fmt: skip
     add("-d", "--datatype", type=some_of(CODEC_DTYPE_NAMES), default=("float32",), metavar="TYPE",
         help=f"{', '.join(CODEC_DTYPE_NAMES)}, or `all` (default float32)")  # fmt: skip
     add("--device", choices=("cpu", "cuda"), default="cpu", help="cpu (one thread) or cuda")
@@ -194,7 +201,7 @@ def _add_codec_flags(command: argparse.ArgumentParser) -> None:
 def _add_training_flags(command: argparse.ArgumentParser, parameters: int, batch: int) -> None:
     add = command.add_argument
     add("-p", "--parameters", type=size, default=parameters, metavar="N",
-        help=f"of the model, as near as layers allow (default {parameters // MIB}M)")  # fmt: skip
+        help=f"approximate parameters of the model (default {parameters // MIB}M)")  # fmt: skip
     add("--batch", type=whole(1), default=batch, metavar="N",
         help=f"rows per rank (default {batch})")  # fmt: skip
     add("--mode", type=some_of(MODES), default=MODES, metavar="MODE",
@@ -208,15 +215,33 @@ def _add_training_flags(command: argparse.ArgumentParser, parameters: int, batch
 
 def _add_optimizer_flags(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    add("--name", choices=tuple(OPTIMIZERS), default="adamw", help="default adamw")
+    add("--name", choices=tuple(OPTIMIZERS), default="adamw", help="rule (default adamw)")
     add("--scheme", type=some_of(tuple(SCHEMES)), default=("fp32",), metavar="SCHEME",
         help=f"{', '.join(SCHEMES)}, or `all` (default fp32)")  # fmt: skip
-    add("-n", "--elements", type=size, default=64 * MIB, metavar="N", help="default 64M")
+    add(
+        "-n",
+        "--elements",
+        type=size,
+        default=64 * MIB,
+        metavar="N",
+        help="elements of all parameters (default 64M)",
+    )
     add("--small", action="store_true", help="500 tensors of 1K to 100K elements instead")
-    add("--full", action="store_true", help="also with unscaling, check and clipping")
-    add("--peer", type=some_of(PEERS), default=(), metavar="PEER", help=", ".join(PEERS))
+    add("--full", action="store_true", help="also time steps with unscaling, check and clipping")
+    add(
+        "--peer",
+        type=some_of(PEERS),
+        default=(),
+        metavar="PEER",
+        help=f"others to time: {', '.join(PEERS)}",
+    )
     add("--device", choices=("cpu", "cuda"), default="cpu")
-    add("--threads", type=whole(1), default=torch.get_num_threads(), help="default: torch's")
+    add(
+        "--threads",
+        type=whole(1),
+        default=torch.get_num_threads(),
+        help="number of threads (default: torch's)",
+    )
     add("--iters", type=whole(1), help="timed calls (default: as many as fit into 0.25 s)")
     add("-J", "--json", metavar="FILE", help="write results")
 

@@ -46,7 +46,7 @@ def check(cases, seen, staging_bytes):
         others = (size - 1) * count * dtype.itemsize
         slot = golden.slot_elements(staging_bytes, dtype.itemsize)
         cost = (-(-count // slot), others, 0)
-        if layout in sweep.DIRECT and count:
+        if layout in sweep.ZERO_COPY and count:
             cost = (1, 0, others)
         if size == 1:
             cost = (0, 0, 0)

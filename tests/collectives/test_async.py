@@ -174,7 +174,7 @@ def test_one_rank_asynchronous_the_other_not(world):
                 [case.input(rank) for rank in range(3)],
                 "sum",
                 staging_bytes=2 << 20,
-                direct=False,
+                zero_copy=False,
             )
             results.append(golden.same_bits(x, expected))
         return results

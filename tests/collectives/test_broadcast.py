@@ -39,8 +39,8 @@ def check(cases, seen, staging_bytes):
     size = len(seen)
     for index, (src, dtype, count, layout) in enumerate(cases):
         expected = sweep.Case("", "sum", dtype, count).input(src)
-        direct = layout in sweep.DIRECT
-        tile = count if direct else golden.slot_elements(staging_bytes, dtype.itemsize)
+        zero_copy = layout in sweep.ZERO_COPY
+        tile = count if zero_copy else golden.slot_elements(staging_bytes, dtype.itemsize)
         steps = 2 * -(-count // tile) if count and size > 1 else 0
         for rank in range(size):
             result, clean, traffic, flags = seen[rank][index]

@@ -71,7 +71,9 @@ def test_any_view(size, view, out_order, dtype, op, algorithm, lines, with_out, 
     with pycomm.LocalWorld(size, 30, staging_bytes=staging_bytes) as world:
         results = world.run(body)
     inputs = [case.input(rank) for rank in range(size)]
-    expected = golden.all_reduced(algorithm, inputs, op, staging_bytes=staging_bytes, direct=False)
+    expected = golden.all_reduced(
+        algorithm, inputs, op, staging_bytes=staging_bytes, zero_copy=False
+    )
     for result in results:
         assert golden.same_bits(result.reshape(-1), expected)
 

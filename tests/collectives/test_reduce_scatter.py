@@ -61,7 +61,7 @@ def cost(count, dtype, size, layout, staging_bytes):
         return (0, 0, 0)
     slot = golden.slot_elements(staging_bytes, dtype.itemsize)
     share = lengths(slot, size, dtype.itemsize)[-1]
-    steps = 1 if layout in sweep.DIRECT else -(-count // share)
+    steps = 1 if layout in sweep.ZERO_COPY else -(-count // share)
     return (steps, (size - 1) * count * dtype.itemsize, 0)
 
 

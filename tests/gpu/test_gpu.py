@@ -41,7 +41,7 @@ def on_cpu(size: int, body: Callable[[pycomm.Group], torch.Tensor]) -> list[torc
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("algorithm", [a for a in ALGORITHMS if a != "auto"])
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
+@pytest.mark.parametrize("staged", [False, True], ids=["zero_copy", "staged"])
 def test_all_reduce_has_the_bits_of_the_cpu(
     staged: bool, size: int, algorithm: str, dtype: torch.dtype
 ) -> None:
@@ -71,7 +71,7 @@ def test_all_reduce_has_the_bits_of_the_cpu(
                     assert bits(got) == bits(want), (count, op)
 
 
-@pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
+@pytest.mark.parametrize("staged", [False, True], ids=["zero_copy", "staged"])
 def test_other_collectives(staged: bool) -> None:
     with pycomm.LocalWorld(4, _stage_always=staged) as world:
         for count in (1, 33, 100_003):

@@ -42,7 +42,7 @@ def test_all_reduce_adds_up_node_by_node(world, nodes, dtype):
 @pytest.mark.parametrize("nodes", LAYOUTS, ids=str)
 @pytest.mark.parametrize("count", [0, 1, 17, 100_003, 1_200_001])
 def test_counts_and_ways_into_memory(world, nodes, count):
-    """Tiles of several parcels; tensors in windows; out of place."""
+    """Tiles of several transfers; tensors in windows; out of place."""
     size = sum(nodes)
     inputs = [tensor(torch.float32, count, rank) for rank in range(size)]
     wanted = golden_nodes.all_reduced(inputs, "sum", nodes)

@@ -94,7 +94,7 @@ def test_follows_the_model(world, nodes, case):
     ],
     ids=str,
 )
-def test_tiles_of_parcels(world, case):
+def test_tiles_of_transfers(world, case):
     """More than one tile under way."""
     check(case, [2, 2], world(4, nodes=[2, 2]))
 

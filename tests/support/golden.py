@@ -211,14 +211,14 @@ def up_the_trees(inputs: list[torch.Tensor], op: str) -> torch.Tensor:
 
 
 def all_reduced(
-    algorithm: str, inputs: list[torch.Tensor], op: str, *, staging_bytes: int, direct: bool
+    algorithm: str, inputs: list[torch.Tensor], op: str, *, staging_bytes: int, zero_copy: bool
 ) -> torch.Tensor:
     """The result of an all-reduce of flat tensors, one per rank."""
     if len(inputs) == 1:
         return inputs[0].clone()
     if algorithm == "ring":
         count, itemsize = inputs[0].numel(), inputs[0].element_size()
-        tile = count if direct else slot_elements(staging_bytes, itemsize)
+        tile = count if zero_copy else slot_elements(staging_bytes, itemsize)
         return around_the_ring(inputs, op, tile)
     if algorithm == "tree":
         return up_the_trees(inputs, op)

@@ -35,7 +35,7 @@ def tree(n, pieces, latency, occupied):
     Args:
         n: ranks.
         pieces: of each half of the tensor.
-        latency: of a message.
+        latency: seconds until a message arrives.
         occupied: seconds that a piece keeps the sender's link, and the receiver's.
     """
     nodes = [[_C.tree_node(t, rank, n) for rank in range(n)] for t in range(2)]
@@ -79,20 +79,20 @@ def tree(n, pieces, latency, occupied):
     return finished
 
 
-def two_shot(part, parcel, latency, byte, add, ahead, inside=(0.0, 0.0)):
-    """Seconds of an uncompressed two-shot of nodes that all do the same at the same time.
+def two_shot(part, transfer, latency, byte, add, ahead, inside=(0.0, 0.0)):
+    """Seconds of an uncompressed two-shot of nodes that all work in step.
 
     Args:
         part: bytes of the tensor that each node owns, on its link to each of the others.
-        parcel: the most bytes that go to a node at a time.
-        latency: of a message.
-        byte: seconds that the link is kept by a byte to every one of the other nodes.
-        add: seconds of a core to add what all have sent, per byte.
+        transfer: the most bytes that go to a node at a time.
+        latency: seconds until a message arrives.
+        byte: seconds for which the link is busy with a byte to each of the other nodes.
+        add: seconds of a core to add all contributions, per byte.
         ahead: tiles between the phases.
-        inside: seconds of a core per byte, before a tile is sent and after its result has come.
+        inside: seconds of a core per byte, before a tile is sent and after its result arrives.
     """
-    tiles = [min(parcel, part - begin) for begin in range(0, part, parcel)]
-    now = latency  # all have greeted
+    tiles = [min(transfer, part - begin) for begin in range(0, part, transfer)]
+    now = latency  # handshakes are complete
     free = 0.0
     staged, reduced = {}, {}
 

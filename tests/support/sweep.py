@@ -38,7 +38,7 @@ LAYOUTS = (
     "window on even ranks",
     "window without out",  # the input lies in the window, the output does not
 )
-DIRECT = ("window", "window offset", "window out")
+ZERO_COPY = ("window", "window offset", "window out")
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ class Case:
         return sample(self.dtype, self.count, self.op, torch.Generator().manual_seed(seed))
 
     @property
-    def direct(self) -> bool:
+    def zero_copy(self) -> bool:
         """True if all tensors of all ranks lie in the window."""
-        return self.layout in DIRECT and self.count > 0 and self.algorithm != "one_shot"
+        return self.layout in ZERO_COPY and self.count > 0 and self.algorithm != "one_shot"
 
 
 def specials(dtype: torch.dtype) -> torch.Tensor:
@@ -144,7 +144,7 @@ def run_case(group: pycomm.Group, case: Case) -> Observed:
         clean = clean and to.surroundings_intact()
         clean = clean and golden.same_bits(tensor, case.input(group.rank))
     nbytes = case.count * case.dtype.itemsize
-    plan = group.explain(nbytes, case.dtype, algorithm=case.algorithm, in_window=case.direct)
+    plan = group.explain(nbytes, case.dtype, algorithm=case.algorithm, in_window=case.zero_copy)
     return Observed(
         target.clone(),
         clean,
@@ -165,7 +165,7 @@ def check(cases: list[Case], seen: list[list[Observed]], staging_bytes: int) -> 
     for index, case in enumerate(cases):
         inputs = [case.input(rank) for rank in range(size)]
         expected = golden.all_reduced(
-            case.algorithm, inputs, case.op, staging_bytes=staging_bytes, direct=case.direct
+            case.algorithm, inputs, case.op, staging_bytes=staging_bytes, zero_copy=case.zero_copy
         )
         for rank in range(size):
             got = seen[rank][index]
@@ -179,7 +179,7 @@ def check(cases: list[Case], seen: list[list[Observed]], staging_bytes: int) -> 
                 size=size,
                 itemsize=case.dtype.itemsize,
                 staging_bytes=staging_bytes,
-                direct=case.direct,
+                zero_copy=case.zero_copy,
             )
             assert got.traffic == cost, f"{got.traffic} is not the textbook's {cost}: {where}"
             assert got.planned == cost, f"explain() says {got.planned}, not {cost}: {where}"

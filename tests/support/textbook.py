@@ -27,12 +27,12 @@ def lengths(count: int, parts: int, itemsize: int) -> list[int]:
     return [part.stop - part.start for part in cut(count, parts, itemsize)]
 
 
-def one_shot(count: int, rank: int, size: int, itemsize: int, slot: int, direct: bool) -> Cost:
+def one_shot(count: int, rank: int, size: int, itemsize: int, slot: int, zero_copy: bool) -> Cost:
     """Everybody reads everything; the announcement stands for the first tile's signal.
 
     What fits a cache line is written to the others instead, with a number beside every four bytes.
     """
-    del rank, direct
+    del rank, zero_copy
     nbytes = count * itemsize
     if nbytes <= 64:
         return Cost(0, 0, (size - 1) * 2 * 4 * -(-nbytes // 4))
@@ -40,20 +40,20 @@ def one_shot(count: int, rank: int, size: int, itemsize: int, slot: int, direct:
     return Cost(max(tiles - 1, 0), (size - 1) * nbytes, 0)
 
 
-def two_shot(count: int, rank: int, size: int, itemsize: int, slot: int, direct: bool) -> Cost:
+def two_shot(count: int, rank: int, size: int, itemsize: int, slot: int, zero_copy: bool) -> Cost:
     """Reduce the own chunk from all others, then read every other chunk (or write the own one)."""
-    tiles = tiles_of(count, count if direct else slot)
+    tiles = tiles_of(count, count if zero_copy else slot)
     own = sum(lengths(tile, size, itemsize)[rank] for tile in tiles) * itemsize
-    if direct:
+    if zero_copy:
         return Cost(len(tiles), (size - 1) * own, (size - 1) * own)
     others = count * itemsize - own
     return Cost(2 * len(tiles), (size - 1) * own + others, 0)
 
 
-def ring(count: int, rank: int, size: int, itemsize: int, slot: int, direct: bool) -> Cost:
+def ring(count: int, rank: int, size: int, itemsize: int, slot: int, zero_copy: bool) -> Cost:
     """n-1 hops that add and n-1 that copy, each of one chunk from the left neighbour."""
     steps = read = 0
-    for tile in tiles_of(count, count if direct else slot):
+    for tile in tiles_of(count, count if zero_copy else slot):
         chunks = lengths(tile, size, itemsize)
         pieces = -(-chunks[0] * itemsize // PIECE_BYTES)
         steps += pieces * (1 + (size - 1) + (size - 1))
@@ -63,11 +63,11 @@ def ring(count: int, rank: int, size: int, itemsize: int, slot: int, direct: boo
     return Cost(steps, read * itemsize, 0)
 
 
-def tree(count: int, rank: int, size: int, itemsize: int, slot: int, direct: bool) -> Cost:
+def tree(count: int, rank: int, size: int, itemsize: int, slot: int, zero_copy: bool) -> Cost:
     """In each tree, half the tensor from each child on the way up and from the parent down."""
     line = 64 // itemsize
     piece = PIECE_BYTES // itemsize
-    if not direct:
+    if not zero_copy:
         piece = min(piece, slot // 2 // line * line)
     steps = read = 0
     for root, half in zip(double_tree(size), lengths(count, 2, itemsize), strict=True):
@@ -89,9 +89,9 @@ def cost(
     size: int,
     itemsize: int,
     staging_bytes: int,
-    direct: bool,
+    zero_copy: bool,
 ) -> Cost:
     if size == 1:
         return Cost(0, 0, 0)
     slot = slot_elements(staging_bytes, itemsize)
-    return FORMULAS[algorithm](count, rank, size, itemsize, slot, direct)
+    return FORMULAS[algorithm](count, rank, size, itemsize, slot, zero_copy)

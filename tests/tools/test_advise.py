@@ -88,7 +88,7 @@ def test_cores_by_hand():
 
 
 def test_messages_by_hand():
-    """8 MiB between 2 machines: 8 transfers of contributions each, 8 of results, a handshake."""
+    """8 MiB between 2 nodes: 8 transfers of contributions each, 8 of results, a handshake."""
     known = imagined(link__message=1000.0, link__core=0.5)
     model = Model(cluster(2, 2), known)
     core = model.exchange("stripes", "none", 2 << 20).core
@@ -187,9 +187,9 @@ def test_tree_against_its_simulation(n, latency, elements):
     assert exchange.seconds == pytest.approx(reference, rel=0.35)
 
 
-def parcel(owned: int, machines: int) -> int:
+def transfer_bytes(owned: int, nodes: int) -> int:
     """An eighth, between 32 KiB and what makes a tile of 1 MiB."""
-    return min(max(-(-owned // 8), 32 << 10), max((1 << 20) // machines, 32 << 10))
+    return min(max(-(-owned // 8), 32 << 10), max((1 << 20) // nodes, 32 << 10))
 
 
 @pytest.mark.parametrize("nodes", [2, 3, 8])
@@ -203,7 +203,7 @@ def test_two_shot_against_its_simulation(nodes, add_ns, latency, elements, rate)
     exchange = model.exchange("stripes", "none", elements)
     part = 4 * elements // nodes
     reference = simulations.two_shot(
-        part, parcel(part, nodes), latency, (nodes - 1) * 8 / rate,
+        part, transfer_bytes(part, nodes), latency, (nodes - 1) * 8 / rate,
         (nodes - 1) * add_ns * 1e-9 / 4, ahead=2,
     )  # fmt: skip
     assert exchange.seconds == pytest.approx(reference, rel=0.15)
@@ -216,11 +216,17 @@ def test_phases_inside_the_node_against_their_simulation(rate, local_ns):
     known = imagined(local__all_reduce=local_ns, bf16__decode_add=0.5)
     elements = 8 * MILLION
     exchange = Model(cluster(4, 2, rate=rate), known).exchange("stripes", "bf16", elements)
-    part = 2 * elements // 2 // 2  # of a stripe, on a machine
-    # Of 4 bytes of float32 this machine has 2 as bf16, and that of 2 machines and 2 stripes.
+    part = 2 * elements // 2 // 2  # of a stripe, on a node
+    # Each float32 of 4 bytes is 2 bytes in bf16; there are 2 nodes and 2 stripes.
     inside = 4 / 2 * 2 * 2 * local_ns * 1e-9 / 2
     reference = simulations.two_shot(
-        part, parcel(part, 2), 0.0, 2 * 8 / rate, 2 * 0.5 * 0.5e-9, ahead=2, inside=(inside, inside)
+        part,
+        transfer_bytes(part, 2),
+        0.0,
+        2 * 8 / rate,
+        2 * 0.5 * 0.5e-9,
+        ahead=2,
+        inside=(inside, inside),
     )
     assert exchange.seconds == pytest.approx(reference, rel=0.15)
 
@@ -466,7 +472,7 @@ def test_what_top_k_costs_is_said():
 
 
 def test_what_others_do_better_is_said():
-    """Each of many machines sends to each: a tree does with fewer messages."""
+    """Each of many nodes sends to all others; a tree sends fewer messages."""
     cost = imagined(link__message=100.0)
     many = Question(MILLION, cluster(4096, 4096, 1e10), 0.4, 0.01, cost)
     few = dataclasses.replace(many, cluster=cluster(4, 4, 1e10))

@@ -131,14 +131,14 @@ def read_directly(group):
     model(torch.ones(2, 400)).sum().backward()
     flat = model.module.weight.grad.view(-1)
     pycomm.all_reduce(flat, "avg", group=group)
-    direct = group.traffic()
+    zero_copy = group.traffic()
     pycomm.all_reduce(flat.clone(), "avg", group=group)
-    return direct, group.traffic()
+    return zero_copy, group.traffic()
 
 
 def test_buckets_are_reduced_where_they_are():
-    for direct, staged in helpers.run_group(2, read_directly):
-        assert direct[0] < staged[0]  # fewer signals: nothing is staged tile by tile
+    for zero_copy, staged in helpers.run_group(2, read_directly):
+        assert zero_copy[0] < staged[0]  # fewer signals: nothing is staged tile by tile
 
 
 @contextlib.contextmanager

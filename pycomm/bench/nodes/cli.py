@@ -77,12 +77,17 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--layouts", type=layouts, default="2x1,2x2", help="nodes x ranks (default 2x1,2x2)")
-    add("--rates", type=rates, default="1gbit,100mbit,10gbit", help="default: all")
-    add("--mib", type=int, default=64, help="of the tensor (default 64)")
-    add("--rounds", type=int, default=5, help="default 5")
-    add("--parameters", type=int, default=10_000_000, help="of the trained model (default 10M)")
+    add("--rates", type=rates, default="1gbit,100mbit,10gbit", help="rates of links (default: all)")
+    add("--mib", type=int, default=64, help="MiB of the tensor (default 64)")
+    add("--rounds", type=int, default=5, help="rounds per case (default 5)")
+    add(
+        "--parameters",
+        type=int,
+        default=10_000_000,
+        help="parameters of the trained model (default 10M)",
+    )
     add("--no-training", action="store_true")
-    add("--cuts", type=int, default=50, help="of the link (default 50)")
+    add("--cuts", type=int, default=50, help="number of times to cut the link (default 50)")
     add("--json", metavar="FILE", help="write results")
     options = parser.parse_args(argv)
     for name in ("mib", "rounds", "parameters"):
