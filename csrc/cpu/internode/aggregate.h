@@ -1,8 +1,8 @@
 // Compressed operations between nodes with several ranks each. The ranks of a node act as one rank
 // of the exchange: the codec is applied to the fp32 sums of their gradients, residuals and
 // velocities. Each rank that carries a stripe holds these sums for its stripe, without gaps.
-// Afterwards it keeps the stripe's residual and velocity, and those of the node's other ranks
-// become zero there, so that sums over ranks stay the same.
+// Afterwards the caller's residual and velocity hold the stripe's values, and zeros elsewhere, so
+// that sums over ranks stay the same.
 //
 // Tiles are collected from the node's ranks and spread to them one by one
 // (core/algorithms/stripes.h), so that this overlaps with the exchange between nodes. With
