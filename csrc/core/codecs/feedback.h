@@ -10,7 +10,8 @@
 
 namespace pycomm {
 
-// What a compressed operation needs in addition to an Operation. Ranks may differ in it.
+// What a compressed operation needs in addition to an Operation. Ranks must agree on the parts that
+// details_of() (core/call.h) returns, and may differ in the others.
 struct Feedback {
   float* residual = nullptr;  // fp32, same length as the tensor
   float* velocity = nullptr;  // top-k with momentum: likewise
