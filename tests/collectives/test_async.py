@@ -14,7 +14,7 @@ import pycomm
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_order_is_kept(world, size):
-    """Each operation reads what the one before it wrote."""
+    """Each operation reads the result of the one before."""
 
     def body(group):
         x = torch.full((257,), 1.0)

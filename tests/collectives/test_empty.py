@@ -1,4 +1,4 @@
-"""group.empty: tensors in the shared window, whose memory comes and goes with them."""
+"""group.empty: tensors in the window, with memory that is freed together with them."""
 
 import gc
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""explain() and traffic(): what will be done and what was done, in the same numbers."""
+"""explain() and traffic(): predictions and measured traffic are equal."""
 
 import pytest
 import sweep
@@ -43,7 +43,7 @@ def test_named_algorithms(world, algorithm):
 
 
 def test_an_algorithm_without_a_formula(world, monkeypatch):
-    """As a new one may be: what runs is known, what it moves is not."""
+    """A new algorithm may have no formula: its name is known, its traffic is not."""
     monkeypatch.delitem(plan_module._COUNTING, "ring")
     plan = world(2).groups[0].explain(4096, algorithm="ring", in_window=True)
     assert (plan.algorithm, plan.path) == ("ring", "window")

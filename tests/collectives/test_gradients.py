@@ -1,4 +1,4 @@
-"""Operations have no gradients yet: what autograd would get wrong raises."""
+"""Operations have no gradients yet, so they raise if autograd would compute wrong ones."""
 
 import helpers
 import pytest
@@ -36,7 +36,7 @@ def compressed(z, residual, name):
 
 
 def gradient(operator, name, backend):
-    """By way of an intermediate tensor, which nobody may forbid to change in place."""
+    """The gradient through an intermediate tensor, which may be changed in place."""
 
     def loss(x):
         return operator(x * 1, name).sum()

@@ -10,7 +10,7 @@ COUNT = 2**31 + 8
 
 @pytest.mark.timeout(240)
 def test_more_elements_than_an_int_can_count(world):
-    """Two ranks; what differs between them lies at both ends and around 2^31."""
+    """Two ranks with tensors that differ at both ends and around 2^31."""
     marks = torch.tensor([0, 1, 2**30, 2**31 - 1, 2**31, 2**31 + 1, COUNT - 1])
 
     def body(group):

@@ -1,4 +1,4 @@
-"""LocalWorld: ranks as threads, and what becomes of their exceptions."""
+"""LocalWorld: ranks as threads, and their exceptions."""
 
 import threading
 import time

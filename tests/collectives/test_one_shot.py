@@ -1,4 +1,4 @@
-"""One-shot: everybody reads everything, adds in rank order and rounds once."""
+"""One-shot: every rank reads all contributions, adds in rank order and rounds once."""
 
 import pytest
 import sweep

@@ -1,4 +1,4 @@
-"""torch.ops.pycomm: what opcheck asks for, and the same numbers under torch.compile."""
+"""torch.ops.pycomm: opcheck's requirements, and the same results in torch.compile."""
 
 import gc
 

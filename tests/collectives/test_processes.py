@@ -1,4 +1,4 @@
-"""Ranks as processes get what ranks as threads get."""
+"""Ranks that are processes get the same results as ranks that are threads."""
 
 import helpers
 import pytest

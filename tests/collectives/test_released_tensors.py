@@ -1,4 +1,4 @@
-"""Tensors in the window after somebody's error: a rank that raises has its tensor to itself."""
+"""Tensors in the window after an error: no other rank touches a failed rank's tensor."""
 
 import random
 import signal
@@ -114,7 +114,7 @@ def test_a_rank_that_is_killed(algorithm, tmp_path):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_errors_tell_what_is_complete(world, size):
-    """At least all but the last that anybody has completed, and never more than somebody has."""
+    """All ranks have completed `completed` operations, and none more than one beyond it."""
     local_world = world(size)
     done = 5
 

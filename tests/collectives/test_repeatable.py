@@ -1,4 +1,4 @@
-"""The same bits on every rank and in every run, whatever the timing; also where epochs wrap."""
+"""The same bits on every rank and in every run, at any timing, also when epochs wrap around."""
 
 import hashlib
 import time
@@ -51,7 +51,7 @@ def test_processes_give_the_bits_of_threads(world, size):
 
 
 def test_deterministic_has_one_order_for_all_sizes(world):
-    """auto, one_shot and two_shot agree on every bit, also where auto changes over."""
+    """auto, one_shot and two_shot agree on every bit, also at the sizes where auto switches."""
 
     def body(group):
         seen = set()
@@ -81,7 +81,7 @@ def test_flags_and_epochs_wrap(size):
 
 @pytest.mark.parametrize(("size", "worlds"), [(9, 500), (16, 250)])
 def test_a_fresh_window_holds_nothing_that_passes_for_new(size, worlds):
-    """Zeros look like epochs to come: what is not there yet must be waited for all the same."""
+    """Zeros look like future epochs; ranks must wait for missing data all the same."""
 
     def body(group):
         results = []

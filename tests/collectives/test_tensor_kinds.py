@@ -133,7 +133,7 @@ def refusal(call, *arguments):
 
 
 def at_every_door(*_):
-    """In a process of its own, because what is wrong here ends it."""
+    """Runs in a process of its own, because an error here would end it."""
     with pycomm.LocalWorld(2, timeout=5) as pair:
         group = pair.groups[0]  # a bad argument must raise before a peer is waited for
         seen = {

@@ -12,7 +12,7 @@ import pycomm
 
 
 def in_threads(*bodies):
-    """Runs them at once; raises what the first one raised."""
+    """Runs the functions at once; raises the exception of the first one that raised."""
     errors = []
 
     def guarded(body):

@@ -1,4 +1,4 @@
-"""The shared file: its header, and what the kernel is told about it."""
+"""The shared file: its header, and its flags in the kernel."""
 
 import fcntl
 import os

@@ -41,7 +41,7 @@ def test_more_ranks_than_cores(name, algorithm):
 
 @pytest.mark.parametrize(("name", "algorithm"), WAYS)
 def test_processes(name, algorithm):
-    """Ranks as processes hold what the model says, too."""
+    """Ranks that are processes have the model's results, too."""
     size, case = 3, Case(COMPRESSIONS[name], torch.bfloat16, 20_001, algorithm, steps=2)
     seen = helpers.run_group(size, compressing.run, case)
     model = compressing.Model(case, size)
@@ -75,7 +75,7 @@ def cuts(count, unit, seed):
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("name", ["int8", "stochastic", "bf16"])
 def test_same_bits_however_the_whole_is_split(world, name, size):
-    """With offset, also what is fed back and drawn at random; from step to step in other pieces."""
+    """With offset this also holds for residuals and random bits, with other pieces in each step."""
     compression, count = COMPRESSIONS[name], 3 * 16384 * size // 2 + 1001
     unit = getattr(compression, "block", 128)
 
@@ -212,7 +212,7 @@ PAIRS += [(kind, out_kind) for kind in OF_ONE_DIMENSION for out_kind in OF_ONE_D
 
 @pytest.mark.parametrize(("kind", "out_kind"), PAIRS)
 def test_arrays_of_every_kind(world, kind, out_kind):
-    """In place or to `out`, the same bits; what is passed in is returned."""
+    """In place or to `out` the bits are the same; the passed tensor is returned."""
     count = 1000
     residual_kind = kind if kind in ("numpy", "foreign") else "tensor"
 
@@ -319,7 +319,7 @@ def test_different_groups_at_once(world):
 
 
 def test_a_world_of_one_compresses(world):
-    """What it shows is what a larger one would do."""
+    """A single rank also encodes and decodes, so it shows the effect in a larger group."""
     x = gradient(torch.float32, 3000, 0)
 
     def body(group):

@@ -393,7 +393,7 @@ def test_compressed_all_reduce(world, name, asynchronous):
 
 
 def test_staging_that_is_too_small_says_what_would_do(world):
-    """For every rank; with what is asked for it works."""
+    """Every rank gets the error; with the bytes that it names, the call works."""
     size = 5
 
     def body(group):

@@ -1,4 +1,4 @@
-"""Compressed all-reduces need no memory that grows with the tensor, but for what top-k selects."""
+"""Compressed all-reduces need no memory that grows with the tensor, except in top-k."""
 
 import subprocess
 import sys

@@ -145,7 +145,7 @@ def refused(compression, count, dtype):
 
 
 def close(out, own, size, times=1):
-    """To roundings of fp32, of what was added and of a block's scale."""
+    """Equal up to fp32 rounding of the sum and of a block's scale."""
     allowed = own.abs().sum(0) + size * own.abs().max() / 100
     slack = times * size * 2 * (allowed * 4 * ULP + 2.0**-148)
     wrong = (out - own.sum(0)).abs() > slack

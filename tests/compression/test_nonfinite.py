@@ -28,7 +28,7 @@ COUNT = 70_000
 
 
 class State:
-    """A rank's residual and velocity, where wanted."""
+    """A rank's residual, and its velocity if needed."""
 
     def __init__(self, compression, rank, count, feedback=True):
         wanted = feedback or compression.momentum > 0
@@ -174,7 +174,7 @@ def test_finite_gradients_whose_sum_is_not(world, name, algorithm, dtype, feedba
 
 @pytest.mark.parametrize(("name", "algorithm"), WAYS)
 def test_what_is_too_large_for_fp16_is_infinite(world, name, algorithm):
-    """Residuals that stay where they are cannot be part of a result that looks good."""
+    """If residuals are not changed, the result must not look valid, as they are part of it."""
     compression, size = COMPRESSIONS[name], 2
     most = 65_504 * (1 - 2**-7)
     if name in ("fp16", "identity") and algorithm in ("ring", "tree"):

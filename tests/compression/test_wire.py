@@ -216,7 +216,7 @@ def mutations(wire, dice):
 
 @pytest.mark.parametrize("compression", FUZZED, ids=str)
 def test_no_bytes_make_decode_stray(compression):
-    """ValueError or a result; what lies around `out` stays."""
+    """ValueError or a result; memory around `out` does not change."""
     dice, refused, guard = random.Random(str(compression)), 0, 64
     for turn in range(25):
         count = dice.choice((1, 200, 257, 700, 70_000)) if turn else 70_000
@@ -296,7 +296,7 @@ def bytes_read(compression, size, count, dtype=torch.float32, make=gradient):
     "compression", [pycomm.Int8(), pycomm.Int8(4096), pycomm.Cast(), pycomm.Identity()], ids=str
 )
 def test_wire_bytes_are_what_is_read(compression, size):
-    """The rank that owns most reads n - 1 encodings of what it owns, and all else once."""
+    """The rank that owns most reads n - 1 encodings of its own part, and all other parts once."""
     for count in (0, 1, 16_384, 16_385, 16_384 * size, 50_001, 16_384 * 2 * size + 5000):
         for dtype in FLOATS[:2]:
             read = bytes_read(compression, size, count, dtype)

@@ -28,7 +28,7 @@ FLAGS = (
 
 
 def check(source: Path, architecture: str, folder: str) -> str:
-    """Compiles one file for one architecture; returns what is wrong with it, or nothing."""
+    """Compiles one file for one architecture; returns the problems found."""
     output = Path(folder) / f"{'_'.join(source.parts[-2:])}_{architecture}.o"
     code = f"arch=compute_{architecture},code=sm_{architecture}"
     command = ["nvcc", *FLAGS, "-gencode", code, f"-I{ROOT / 'csrc'}"]

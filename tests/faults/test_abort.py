@@ -1,4 +1,4 @@
-"""abort() and Ctrl-C: whoever waits is let go at once, with Aborted, and the group is done for."""
+"""abort() and Ctrl-C: waiting ranks raise Aborted at once, and the group is unusable."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ import pycomm
 
 
 def expect_aborted(group, culprit, operation="all_reduce"):
-    """Waits in vain for the last rank, until somebody aborts; when that was."""
+    """Waits for the last rank until another one aborts; returns the time of the error."""
     with pytest.raises(pycomm.Aborted, match=f"rank {culprit} .*aborted the group") as caught:
         pycomm.all_reduce(torch.ones(4), group=group)
     at = time.monotonic()
@@ -105,7 +105,7 @@ def if_asynchronous_wait(result):
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_ctrl_c_leaves_wait_at_once(world, asynchronous):
-    """In the main thread, where Python runs its signal handlers."""
+    """Runs in the main thread, in which Python runs signal handlers."""
     group = world(2).groups[0]
     x = torch.ones(4)
     timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))

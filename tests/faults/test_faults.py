@@ -1,4 +1,4 @@
-"""Death: whoever survives a kill -9 says within a second who died, in which operation."""
+"""After a kill -9, survivors report within a second which rank died in which operation."""
 
 import faults
 import pytest

@@ -1,4 +1,4 @@
-"""Ctrl-C and other exceptions while something is under way: nobody waits for what will not come."""
+"""Ctrl-C and other exceptions during operations: no rank waits in vain."""
 
 import contextlib
 import os

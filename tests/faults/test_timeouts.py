@@ -14,7 +14,7 @@ PATIENCE = 1.5
 
 
 def endless(group, algorithm, elements, ready):
-    """Operations until something goes wrong; what it was, when, and whether more is refused."""
+    """Runs operations until an error; returns it, its time, and if the group refuses more."""
     x = torch.ones(elements)
     pycomm.all_reduce(x, "max", algorithm=algorithm, group=group)
     (ready / str(group.rank)).touch()

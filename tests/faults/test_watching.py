@@ -1,4 +1,4 @@
-"""A wait watches all ranks, counts only the time in which it runs, tells who waited for whom."""
+"""A wait watches all ranks, counts only running time, and reports which rank waited for which."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def run(program, *, limit=None):
 
 
 def test_groups_take_the_address_space_that_they_use():
-    """Sixteen ranks, eight groups, and tensors in the window, where a gigabyte is free."""
+    """Sixteen ranks, eight groups, and tensors in the window fit into a free gigabyte."""
     program = """
 import contextlib
 def body(group):

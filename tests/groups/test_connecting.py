@@ -44,7 +44,7 @@ STEPS = (before_connecting, having_told_its_address, once_connected)
 
 
 def struck(rank, size, store, nodes, victim, step, number):
-    """The victim sends itself a signal at a step; what `init` raises."""
+    """The victim sends itself a signal at a step; returns the error of `init`."""
     spanning.pretend(nodes[rank])
     pulse._INTERVAL, pulse.SILENCE, internode.SILENCE = 0.05, 1.5, 1.5
     helpers.join_world(rank, size, store)

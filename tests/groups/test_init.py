@@ -303,7 +303,7 @@ def test_a_store_with_the_keys_of_an_earlier_life(late):
 
 
 def die_in_rendezvous(rank, size, store, nodes, victim, where):
-    """The victim does, at a step after all have come; what the others raise, and how soon."""
+    """The victim dies at a step after all have arrived; returns the others' errors and times."""
     from pycomm._runtime import rendezvous
 
     spanning.pretend(nodes[rank])

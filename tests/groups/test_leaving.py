@@ -1,4 +1,4 @@
-"""Leaving: close() after the last operation harms nobody; leaving earlier counts as death."""
+"""Leaving: close() after the last operation harms no rank; leaving earlier counts as death."""
 
 import multiprocessing
 import os

@@ -17,7 +17,7 @@ TIMEOUT = 1.5
 
 
 def storm(group: pycomm.Group, folder: str, compression: pycomm.Compressor | None = None):
-    """Operations without end; what ended them, and when."""
+    """Runs operations until an error; returns it and its time."""
     x = torch.ones(500_000)
     for turn in range(100_000):
         if turn == 3:
@@ -189,7 +189,7 @@ def test_threads_that_do_not_come(world):
 
 
 def test_a_world_ends_with_work_under_way(world):
-    """Both ranks raise; one has submitted what the other will never join."""
+    """Both ranks raise; one has submitted an operation that the other never joins."""
 
     def body(group):
         if group.rank == 0:

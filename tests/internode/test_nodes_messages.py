@@ -89,7 +89,7 @@ def test_a_farewell_as_it_should_be():
 
 
 def harm_message(number: int, change: Change) -> None:
-    """Changes what this rank sends next, or so many rounds later."""
+    """Changes the messages that this rank sends in its next batch, or `number` batches later."""
     original, passed = internode.GlooTransport.post, []
 
     def post(link, sends, receives):

@@ -118,7 +118,7 @@ def test_groups_whatever_torch_has():
 
 
 class Elementwise(torch.nn.Module):
-    """Whose gradients are the same bits wherever tensors lie, which those of products are not."""
+    """A model with bit-equal gradients at any alignment, unlike those of matrix products."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -203,7 +203,7 @@ def test_random_bits_belong_to_parameter_and_element():
 
 
 def test_stochastic_rounding_is_fair():
-    """The mean of many parameters moves by what is far below a unit of bf16."""
+    """The mean of many parameters moves by far less than a unit of bf16."""
     param = torch.nn.Parameter(torch.ones(1 << 16, dtype=BF16))
     optimizer = optim.FusedSGD([param], lr=1e-4, stochastic_rounding=True)
     for _ in range(10):

@@ -62,7 +62,7 @@ def test_a_checkpoint_is_safe_to_unpickle():
 @pytest.mark.parametrize("states", ["fp32", "bf16", "fp16", "8bit"])
 @pytest.mark.parametrize("master", [None, "fp32", "remainder"])
 def test_loading_converts(states, master):
-    """Any form into any other: moments to rounding, weights exactly where both keep them."""
+    """Any form loads into any other: moments up to rounding, weights exactly if both keep them."""
     sources = [
         Case("adamw", {"amsgrad": True}, BF16, None, "fp32"),
         Case("adamw", {"amsgrad": True}, BF16, None, "remainder", "fp16"),
@@ -286,7 +286,7 @@ def test_each_kind_of_optimizer_loads_its_own_checkpoints(saved, loading):
 
 
 def test_8_bit_states_follow_the_order_of_elements():
-    """Blocks are runs of memory: those of another memory format are coded anew."""
+    """Blocks are runs of memory, so states in another memory format are encoded again."""
     weights = torch.randn(64, 16, 3, 3, generator=torch.Generator().manual_seed(0))
     sizes = torch.arange(64.0).neg().exp2().view(-1, 1, 1, 1)
     seen = []

@@ -1,4 +1,4 @@
-"""Second moments in narrow storage go where those in fp32 go, over thousands of steps."""
+"""Second moments in narrow storage follow those in fp32, over thousands of steps."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ COUNT = 8192
 @pytest.mark.parametrize("spike", [1.0, 1000.0], ids=["steady", "spike"])
 @pytest.mark.parametrize("states", ["bf16", "fp16", "8bit"])
 def test_second_moments_do_not_stall(states, spike):
-    """To nearest, they drop what is below half a unit: a step changes them by a thousandth."""
+    """Rounded to nearest, they lose changes below half a unit; a step changes them by 1/1000."""
     generator = torch.Generator().manual_seed(0)
     gradients = torch.randn(101, COUNT, generator=generator)
     gradients *= torch.logspace(-1, 0, SIZES).repeat(COUNT // SIZES)

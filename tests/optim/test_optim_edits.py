@@ -39,7 +39,7 @@ def edit(params, how):
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("how", EDITS)
 def test_an_edit_counts(case, how):
-    """As in an optimizer whose weights have never been anything else."""
+    """The weights are those of an optimizer that has always had the edited values."""
     params, optimizer = run(case)
     before = [optimizer.full_weights(param).clone() for param in params]
     edit(params, how)

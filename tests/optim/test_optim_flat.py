@@ -1,4 +1,4 @@
-"""Flat buffers change where things lie and nothing else."""
+"""Flat buffers change the places of tensors, and no results."""
 
 import copy
 import io

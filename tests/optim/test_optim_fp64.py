@@ -44,7 +44,7 @@ def draw(kind, generator, count=40_000):
 @pytest.mark.parametrize("kind", ["alike", "of all sizes", "cancelling"])
 @pytest.mark.parametrize("t", [1, 2, 10, 1000, 10**6])
 def test_single_steps(case, kind, t):
-    """2 ulps of the largest term of each sum; `textbook_optim` says what becomes of them."""
+    """2 ulps of the largest term of each sum; `textbook_optim` follows these errors."""
     generator = torch.Generator().manual_seed(t)
     p, g, *states = (draw(kind, generator) for _ in range(5))
     o = case.all_options
@@ -103,7 +103,7 @@ RULES = [
 
 @dataclass
 class Form:
-    """How a parameter and what belongs to it are stored."""
+    """The storage of a parameter, its master weights and its states."""
 
     dtype: torch.dtype
     master: str | None
@@ -243,7 +243,7 @@ def kind_of_state(form, name, state):
 
 
 class Stack:
-    """Parameters of all forms, each a row of what is decoded from them."""
+    """Parameters of all forms, with the values decoded from them, a row for each."""
 
     def __init__(self, rule, options):
         generator = torch.Generator().manual_seed(0)
@@ -291,7 +291,7 @@ class Stack:
 
 @pytest.mark.parametrize(("rule", "options"), RULES, ids=str)
 def test_thousand_steps(rule, options, monkeypatch):
-    """Every step of every form from what was stored, to within the rounding of what is stored."""
+    """Every step of every form, from the stored values, is right up to rounding when stored."""
     monkeypatch.setattr(_storage, "SMALL", 1)
     stack = Stack(rule, options)
     settings = {**DEFAULTS[rule], **options}

@@ -1,4 +1,4 @@
-"""Every optimizer, type, master and state: bit for bit what numpy works out."""
+"""Every optimizer, type, master and state has the bits that numpy computes."""
 
 import golden
 import golden_optim as reference
@@ -50,7 +50,7 @@ def test_steps(case):
 
 @pytest.mark.parametrize("case", MIXED + MORE, ids=str)
 def test_steps_with_what_is_not_finite(case):
-    """Without a check they go where arithmetic takes them; every NaN is canonical."""
+    """Without a check, infinities and NaN propagate by IEEE arithmetic; every NaN is canonical."""
     check(case, spoil=True)
 
 

@@ -40,7 +40,7 @@ def test_counters_know_this_overflow_and_not_the_one_before(scaler_class, patter
 
 @pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, optim.GradScaler])
 def test_one_overflow_skips_one_optimizer(scaler_class):
-    """pytorch#95847 and others: what is found belongs to an optimizer; the scale to all."""
+    """pytorch#95847 and others: each optimizer has its own finding; the scale belongs to all."""
     calm, wild = (parameters(seed=seed, shapes=((9,),)) for seed in (0, 1))
     optimizers = [optim.FusedAdamW(calm), optim.FusedSGD(wild)]
     scaler = scaler_class("cpu", init_scale=8.0)

@@ -35,7 +35,7 @@ def test_a_scale_by_hand_is_checked_in_every_step(order):
 
 
 def test_a_scale_that_is_gone_skips_no_more_steps():
-    """With what an earlier step found."""
+    """The finding of an earlier step with a scale does not skip later steps without one."""
     param = ones(3)
     optimizer = optim.FusedSGD([param], lr=1.0)
     optimizer.grad_scale = torch.ones(())
@@ -75,7 +75,7 @@ def test_memory_format_may_change():
 
 @pytest.mark.parametrize("master", ["fp32", "remainder"])
 def test_weights_of_higher_precision_survive_a_wider_model(master):
-    """model.float() after some steps; what is written into the parameter counts."""
+    """model.float() after some steps; later writes to the parameter take effect."""
     param = ones(3000, dtype=BF16)
     optimizer = optim.FusedSGD([param], lr=1e-3, master_weights=master)
     step(optimizer, gradients([param], 0)[0])

@@ -79,7 +79,7 @@ def test_found_inf_of_several_devices_is_summed(found):
 
 
 def test_squares_that_overflow_are_no_overflow():
-    """Finite gradients whose squared norm is beyond fp32."""
+    """Finite gradients with a squared norm that exceeds fp32."""
     param = torch.nn.Parameter(torch.zeros(3000))
     optimizer = optim.FusedSGD([param], lr=1.0, max_norm=1.0)
     optimizer.grad_scale = torch.tensor(1.0)

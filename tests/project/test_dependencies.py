@@ -173,7 +173,7 @@ def test_cycles_are_found():
 
 
 def test_private_modules_stay_in_their_package():
-    """Underscored modules of another sub-package are nobody's business."""
+    """No module imports underscored modules of another sub-package."""
     for path in MODULES.values():
         home = ".".join(path.relative_to(ROOT / "pycomm").parent.parts)
         for module in imported_modules(path):

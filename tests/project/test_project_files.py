@@ -74,7 +74,7 @@ def test_make_targets():
 
 @pytest.mark.parametrize("page", PAGES)
 def test_paths(page):
-    """Links, and what looks like a file or folder of ours."""
+    """Links, and names that look like the project's files or folders, exist."""
     named = re.findall(r"\]\(([^)#:]+)[^)]*\)", text(page))
     named += re.findall(r"`((?:csrc|pycomm|tests|docs|benchmarks|\.github)/[^`*\s]*)`", text(page))
     assert named
@@ -82,7 +82,7 @@ def test_paths(page):
 
 
 def test_architecture():
-    """It names files that exist, and what it says is in them is."""
+    """It names files that exist and that contain the named functions."""
     page = text("docs/ARCHITECTURE.md")
     named = re.findall(r"\b((?:csrc|pycomm|tests)/[\w/.]*[\w/])", page)
     assert [name for name in named if not (ROOT / name).exists()] == []
@@ -195,7 +195,7 @@ def test_environment_variables_are_documented():
 
 
 def test_compile_commands(tmp_path):
-    """They name all sources; where they look for headers is there."""
+    """They name all sources, and folders of headers that exist."""
     bin_ = Path(sys.executable).parent
     subprocess.run(
         ["cmake", "-S", ROOT, "-B", tmp_path, f"-DPYCOMM_PYTHON={sys.executable}", "-GNinja"],

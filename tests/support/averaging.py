@@ -1,4 +1,4 @@
-"""Models whose ranks exchange parameters every so many steps, watched step by step."""
+"""Models with local SGD, recorded step by step."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ ALGORITHMS = ("two_shot", "ring", "tree")
 
 
 def gradient(dtype: torch.dtype, count: int, rank: int, step: int = 0) -> torch.Tensor:
-    """Random numbers whose size differs from stretch to stretch; some zeros, ties and outliers."""
+    """Random numbers with magnitudes that differ between ranges; some zeros, ties and outliers."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     values = torch.randn(count, generator=generator)
     stretch = torch.randint(-6, 4, (count // 100 + 1,), generator=generator).double().exp2()

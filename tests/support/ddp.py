@@ -1,4 +1,4 @@
-"""DDP models under pycomm's hooks: what goes in, what comes out, and what should have."""
+"""DDP models with pycomm's hooks: inputs, results, and expected results."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ LAYOUTS = {
 
 
 class Given(nn.Module):
-    """Its gradients are what the test passes as input; a parameter that is not named is unused."""
+    """A model with its gradients as inputs; parameters that are not named are unused."""
 
     def __init__(self, dtypes: dict[str, torch.dtype] | None = None) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class Step:
 
 
 class Watched:
-    """A DDP model with one of pycomm's hooks, and an eye on what passes through it."""
+    """A DDP model with one of pycomm's hooks, which records gradients and results."""
 
     def __init__(
         self,
@@ -227,7 +227,7 @@ class Reference:
             self.steps += 1
 
     def _check_overflow(self, steps: tuple[Step, ...]) -> None:
-        """Every rank can tell, and has kept what it had."""
+        """Checks that every rank sees the overflow and has unchanged residuals."""
         for rank, step in enumerate(steps):
             assert not all(result.isfinite().all() for result in step.result.values())
             for name, residual in step.residuals.items():

@@ -1,4 +1,4 @@
-"""Kills ranks at every phase of their life and records what the survivors say, and how soon.
+"""Kills ranks in every phase of their life, and records the survivors' errors and their times.
 
 ``python tests/support/faults.py --kills 60 --json FILE`` writes a row per kill. A kill aims at a
 phase; the phase that it hit is read afterwards from what the victim had published by then: whether
@@ -111,7 +111,7 @@ def pids_of(group: pycomm.Group) -> list[int]:
 
 
 def wait_until_all_are_connected(size: int) -> None:
-    """By the store alone: who dies next must not disturb torch.distributed's own start."""
+    """A barrier over the store, so that a death cannot disturb torch.distributed's start."""
     store = dist.distributed_c10d._get_default_store()
     store.add("connected", 1)
     while store.add("connected", 0) < size:
@@ -150,7 +150,7 @@ def phase_hit(
 
 
 def run_trial(trial: Trial) -> dict[str, Any]:
-    """One row; once more where the victim was through with closing before the kill came."""
+    """Runs a trial for one row; repeats it if the victim had closed before the kill."""
     for _ in range(5):
         row = run_once(trial)
         if row["killed"]:

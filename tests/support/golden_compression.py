@@ -78,7 +78,7 @@ class Int8:
 
     @property
     def unit(self) -> int:
-        """Nothing cuts through so many elements."""
+        """The number of elements that no split divides."""
         return self.block
 
     def encode(
@@ -138,7 +138,7 @@ Codec = Int8 | Cast
 
 @dataclass
 class Reduction:
-    """Flat tensors, one per rank, with what ranks feed back."""
+    """Flat tensors, one per rank, with residuals."""
 
     inputs: list[torch.Tensor]
     codec: Codec
@@ -236,7 +236,7 @@ def ring(work: Reduction, overflow: bool = False) -> torch.Tensor:
 
 
 def tree(work: Reduction, overflow: bool = False) -> torch.Tensor:
-    """Each half climbs its tree: left child, own, right child; every node encodes what it has."""
+    """Each half climbs its tree: left child, own, right child; every node encodes its sum."""
     halves = work.cut(0, work.count, 2)
     for root, at in zip(golden.double_tree(work.size), halves, strict=True):
 
@@ -292,7 +292,7 @@ def through_wire(values: np.ndarray, index: np.ndarray, kind: torch.dtype) -> np
 
 
 def scaled_int8(values: np.ndarray) -> tuple[np.ndarray, np.float32, np.ndarray]:
-    """Integers with one common scale, and what they stand for."""
+    """Integers with one common scale, and their values."""
     if len(values) == 0:
         return np.zeros(0, np.int8), np.float32(0), values
     whole, scales = Int8(block=len(values)).encode(values, 0, np.zeros(0))

@@ -58,7 +58,7 @@ class Striped(reference.Reduction):
 
 @dataclass
 class Exchange:
-    """One compressed all-reduce of flat tensors; what ranks feed back changes in place."""
+    """One compressed all-reduce of flat tensors; residuals change in place."""
 
     inputs: list[torch.Tensor]
     nodes: list[int]
@@ -95,7 +95,7 @@ class Exchange:
         return at, int(mine[: self.offset].sum()), self.index[at] % length // turn
 
     def put(self, made: torch.Tensor, at: np.ndarray, owners: np.ndarray, kept: list | None):
-        """The result in the tensor's type; its owner keeps what that loses."""
+        """The result in the tensor's type; its owner's residual keeps the rounding error."""
         self.result[torch.from_numpy(at)] = golden.narrow(made.numpy(), self.dtype)
         divisor = np.float32(len(self.inputs) if self.op == "avg" else 1)
         lost = (made.numpy() - reference.rounded(made.numpy(), self.dtype)) * divisor

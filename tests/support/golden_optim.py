@@ -65,7 +65,7 @@ def rounds_up(
 
 
 def stochastic_bf16(values: np.ndarray, random: np.ndarray) -> np.ndarray:
-    """To the neighbour above in magnitude where 16 random bits carry."""
+    """Rounds up in magnitude if adding 16 random bits carries."""
     bits = canonical(values).view(np.uint32).astype(np.uint64)
     carried = bits + np.where(np.isfinite(values), random.astype(np.uint64), 0)
     return (carried >> 16 << 16).astype(np.uint32).view(F)

@@ -1,4 +1,4 @@
-"""Ranks as processes: start them, give each its part, collect what they say, leave none behind."""
+"""Ranks as processes: starts them, runs a function on each, and collects the outcomes."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ MACHINE = {"machine": {"cores": 2, "cpu": "imagined"}, "date": "never"}
 
 
 def imagined(**others):
-    """Constants whose cores cost next to nothing, but for those given."""
+    """Constants with nearly free cores, except for the given ones."""
     values = {name: Constant(1e-9, unit, "imagined") for name, unit in UNITS.items()}
     values["local.ranks"] = Constant(2.0, "ranks", "imagined")
     values["link.payload"] = Constant(1.0, "ratio", "imagined")

@@ -1,4 +1,4 @@
-"""A training that saves itself after every step and goes on from what it finds.
+"""A training that saves a checkpoint after every step and resumes from the last one.
 
 As a script under torchrun, with a folder and a number of steps; what torchrun starts first is
 killed in mid-training.
@@ -64,7 +64,7 @@ def train(group: pycomm.Group, folder: Path, steps: int, killed_in: int | None =
 
 
 def main(folder: str, steps: str) -> None:
-    """Notes in which of its lives it has come to its end, and from where."""
+    """Records after which restart it has finished, and the step that it resumed from."""
     spanning.pretend("aab"[int(os.environ["RANK"])])
     life = os.environ["TORCHELASTIC_RESTART_COUNT"]
     with pycomm.init(timeout=30) as group:

@@ -114,7 +114,7 @@ def two_shot(part, transfer, latency, byte, add, ahead, inside=(0.0, 0.0)):
 
 
 def training(compute, backward, buckets, exchange):
-    """Seconds of a step whose buckets become ready evenly and are exchanged one after another."""
+    """Seconds of a step with buckets that become ready evenly and are exchanged one by one."""
     done = 0.0
     for bucket in range(1, buckets + 1):
         ready = compute * (1 - backward) + compute * backward * bucket / buckets

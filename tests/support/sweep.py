@@ -1,4 +1,4 @@
-"""Many all-reduces in one world: what ranks pass in, what they get out, and whether it is right."""
+"""Many all-reduces in one world: their inputs, results, and checks of these."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def sample(dtype: torch.dtype, count: int, op: str, generator: torch.Generator) 
 
 
 class Buffer:
-    """A flat tensor inside a larger one, whose other elements nobody may touch."""
+    """A flat tensor inside a larger one; other elements of the larger one must not change."""
 
     def __init__(self, group: pycomm.Group, dtype: torch.dtype, count: int, how: str) -> None:
         begin = 1 if "offset" in how else 0

@@ -41,7 +41,7 @@ class Near:
         return Near(root, torch.maximum(below, above) + root * (ULP / 2))
 
     def over(self, divisor: Near) -> Near:
-        """Divided by what is above zero whatever its error; one rounding."""
+        """Division by a value that is above zero even with its error; one rounding."""
         value, least = self.value / divisor.value, divisor.value - divisor.off
         inherited = self.off / least + value.abs() * (divisor.off / least)
         return Near(value, inherited + value.abs() * (ULP / 2))

@@ -115,7 +115,7 @@ def kill_myself_in_rendezvous(progress: Progress, point: str) -> None:
 
 
 class Killer(threading.Thread):
-    """On a survivor: waits until the victim is where the trial wants it, and kills it."""
+    """On a survivor: waits until the victim is at the trial's point, and kills it."""
 
     def __init__(self, group: pycomm.Group, trial: Trial, progress: Progress, pid: int) -> None:
         super().__init__(daemon=True)
@@ -154,7 +154,7 @@ class Killer(threading.Thread):
             time.sleep(0)
 
     def linger(self) -> None:
-        """Up to a good part of what the phase takes."""
+        """Waits for a random part of the phase's duration."""
         longest = 2e-6 + self.trial.nbytes / 16e9
         end = time.monotonic() + self.rng.random() * longest
         while time.monotonic() < end:

@@ -1,4 +1,4 @@
-"""Models under pycomm.DataParallel: steps of theirs, and what plain torch makes of the same."""
+"""Models in pycomm.DataParallel: their steps, and the same steps in plain torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TINY = 1e-5  # MiB: a bucket per parameter
 
 
 class Wrapped(ddp.Watched):
-    """A wrapped model whose steps :class:`ddp.Reference` can check."""
+    """A wrapped model with steps that :class:`ddp.Reference` can check."""
 
     def __init__(
         self, module: nn.Module, compression: pycomm.Compression | None, **options: Any
@@ -69,7 +69,7 @@ def parameters_of(model: nn.Module) -> dict[str, torch.Tensor]:
 def mean_gradients(
     module: nn.Module, size: int, step: int, loss: Loss = batch_loss
 ) -> dict[str, torch.Tensor | None]:
-    """The mean in rank order of what each rank would have; by torch alone, in one process."""
+    """The mean, in rank order, of each rank's gradients, computed by torch in one process."""
     everyone = []
     for rank in range(size):
         module.zero_grad()

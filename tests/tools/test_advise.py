@@ -101,7 +101,7 @@ def test_messages_by_hand():
 
 
 def test_inside_the_nodes():
-    """All ranks' bytes go through one memory; beside the wire only where tiles are compressed."""
+    """All ranks' bytes go through one memory, in parallel with the wire only if compressed."""
     known = imagined(local__all_reduce=0.25, local__latency=100.0)
     four = Model(cluster(8, 2), known)
     seconds = 1e-4 + 4e6 * 0.25e-9 * 4 / 2
@@ -188,7 +188,7 @@ def test_tree_against_its_simulation(n, latency, elements):
 
 
 def transfer_bytes(owned: int, nodes: int) -> int:
-    """An eighth, between 32 KiB and what makes a tile of 1 MiB."""
+    """An eighth, at least 32 KiB, and at most the size that makes a tile of 1 MiB."""
     return min(max(-(-owned // 8), 32 << 10), max((1 << 20) // nodes, 32 << 10))
 
 

@@ -1,4 +1,4 @@
-"""The benchmark of compression: who competes, what counts as wrong, what is written."""
+"""The benchmark of compression: contestants, detection of wrong results, output."""
 
 import json
 import signal
@@ -34,7 +34,7 @@ def run_session(rank, size, store, argv):
 
 
 def test_compressions_compete(tmp_path):
-    """Every one beside the uncompressed; what it cannot do is left out and named once."""
+    """All compressions run beside uncompressed; impossible cases are left out and named once."""
     path = tmp_path / "results.json"
     what = "-b 64K -e 64K -o avg,min -a two_shot,ring --compression none,int8,topk:0.01"
     argv = ["all_reduce", *what.split(), "-n", "7", "-J", str(path)]
@@ -54,7 +54,7 @@ def test_compressions_compete(tmp_path):
 
 
 def count_wrong(group, name, algorithm, case, spoil=0.0):
-    """On this rank, where rank 1 adds `spoil` to an element of its result."""
+    """Wrong elements on this rank, if rank 1 adds `spoil` to an element of its result."""
     contestant = Compressed(group, algorithm, "tensor", name)
     prepared = contestant.prepare(case)
 
@@ -89,7 +89,7 @@ def count_spoilt(group):
 
 
 def test_wrong_results_are_found():
-    """A rank that has other bits; and a value beyond what compression may change."""
+    """A rank with other bits, and a value with too large an error, are found."""
     assert run_group(2, count_spoilt) == [[0, 0, 0, 0], [1, 1, 2, 2]]
 
 

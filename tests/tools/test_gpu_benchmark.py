@@ -44,7 +44,7 @@ class Event:
 
 @pytest.fixture
 def pretended(monkeypatch):
-    """A device whose work is done by the CPU, on little data; the order of calls."""
+    """A device that the CPU emulates, on little data; records the order of calls."""
     calls = []
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(cli, "keep_device_busy", lambda _: calls.append("sleep"))
@@ -274,7 +274,7 @@ def test_script(tmp_path):
 
 
 def test_limits_of_the_script_add_up():
-    """To 8 minutes, with what is needed to stop parts."""
+    """The limits add up to 8 minutes, including the time to stop parts."""
     words = [line.split() for line in SCRIPT.read_text().splitlines()]
     limits = [int(line[2]) for line in words if line[:1] == ["part"]]
     (sanitizer,) = (int(line[2]) for line in words if line[:1] == ["part"] and "sanit" in line[1])

@@ -1,4 +1,4 @@
-"""Training survives compression, and what is broken is seen; the short form, on digits alone."""
+"""Models learn with compression, and broken modes are detected; a short version, on digits."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def test_ranks_that_differ_are_seen():
 
 
 def forget_residuals(folder):
-    """As if nobody had saved them."""
+    """Zeroes saved residuals, as if they had not been saved."""
     for rank in range(RANKS):
         saved = torch.load(checkpoint(folder, rank))
         for residual in saved["comm"]["kept"][str(rank)]["residual"].values():

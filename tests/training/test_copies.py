@@ -128,7 +128,7 @@ def test_a_wrapper_is_loaded_and_evaluated_without_a_group():
 
 
 def under_a_hook(group, way):
-    """torch does not register the hooks of copies: states are what has to be alike."""
+    """torch does not register hooks of copies, so only states are compared."""
     net = ddp.network()
     model = DistributedDataParallel(net)
     state = hooks.TopKState(net.named_parameters(), density=0.1)

@@ -174,7 +174,7 @@ def test_accumulated_gradients_are_exchanged_once(name, set_to_none, adding_up):
 
 
 def without_no_sync(group):
-    """Every backward exchanges what has been added up so far."""
+    """Every backward exchanges the gradients accumulated so far."""
     model, alone = pycomm.DataParallel(ddp.network(), bucket_cap_mb=0.02), ddp.network()
     wrapped.batch_loss(model, group.rank, 0).backward()
     first = wrapped.gradients_of(model)
@@ -359,7 +359,7 @@ def stepping(group, name, bucket_cap_mb, steps, saved=None):
 
 
 def resumed(group, name):
-    """The second half again, from what was saved, in other buckets."""
+    """A whole run, and a run resumed at half from a checkpoint, in other buckets."""
     whole, _ = stepping(group, name, 0.02, range(6))
     _, saved = stepping(group, name, 0.02, range(3))
     again, _ = stepping(group, name, TINY, range(3, 6), saved)

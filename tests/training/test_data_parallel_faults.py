@@ -172,7 +172,7 @@ def spoiled_loss(model, rank, step, place):
 
 
 def skipping(group, place, norm):
-    """A loop that leaves out what raises: ranks leave out the same batches, and stay in step."""
+    """A loop that skips batches with errors: ranks skip the same batches, and stay in step."""
     module, alone = Fragile(norm), Fragile(norm)
     model = pycomm.DataParallel(module, bucket_cap_mb=TINY)
     errors = []
@@ -345,7 +345,7 @@ def test_sparse_gradients_are_refused():
 
 
 def dying(group, place, compression):
-    """Rank 1 dies in mid-backward, and rank 0 is told; what it gets and when."""
+    """Rank 1 dies during backward; returns rank 0's error and its time."""
     model = pycomm.DataParallel(Fragile(), bucket_cap_mb=TINY, compression=compression)
     for step in range(2):
         wrapped.batch_loss(model, group.rank, step).backward()
@@ -387,7 +387,7 @@ class Shortcut(nn.Module):
 
 
 def crossing(group, apart):
-    """Two models in one backward; what one of them lacks on rank 0 is sent after the other's."""
+    """Two models in one backward; on rank 0, one sends its missing gradients after the other."""
     groups = group, pycomm.init() if apart else group
     models = [pycomm.DataParallel(Shortcut(), bucket_cap_mb=TINY, group=g) for g in groups]
 

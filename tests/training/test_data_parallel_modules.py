@@ -34,7 +34,7 @@ def compare(group, make, loss, wrap=None, steps=3, **options):
 
 
 def zeros_for_none(expected, got):
-    """Gradients that were kept as zeros stay so where nobody used the parameter."""
+    """Gradients that were kept as zeros stay zeros if no rank used the parameter."""
     return {n: got[n] * 0 if g is None and got[n] is not None else g for n, g in expected.items()}
 
 
@@ -185,7 +185,7 @@ def odd_parameters(group):
 
 
 def residuals_in_a_memory_format(group):
-    """Element by element: what was given is what was applied and what still waits."""
+    """Element by element, the inputs equal the applied values plus those still waiting."""
     torch.manual_seed(9)
     convolution = nn.Conv2d(16, 32, 3).to(memory_format=torch.channels_last)
     model = pycomm.DataParallel(convolution, compression=pycomm.TopK(0.1))
@@ -287,7 +287,7 @@ def compiled(group):
 
 
 def test_compiled():
-    """In one piece: what the wrapper does before and after is not compiled."""
+    """The model is one graph: the wrapper's work before and after it is not compiled."""
     for graphs in helpers.run_group(2, compiled):
         assert set(graphs) == {1}
 
@@ -319,7 +319,7 @@ def test_everyone_has_the_first_ranks_parameters_and_buffers():
 
 
 def evaluating_alone(group):
-    """Without gradients there is no exchange, whoever calls; in eval mode there is one."""
+    """Without gradients, any rank can run a forward alone; in eval mode there is an exchange."""
     model, alone = pycomm.DataParallel(with_batch_norm(), bucket_cap_mb=TINY), with_batch_norm()
     if group.rank == 1:
         with torch.no_grad():

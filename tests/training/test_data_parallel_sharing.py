@@ -103,7 +103,7 @@ def test_the_last_wrapper_averages_and_the_others_refuse(world, body, flat):
 
 
 def dropped(group):
-    """At once: no cycle waits for the collector, and nobody is refused."""
+    """A dropped wrapper is freed at once, without garbage collection, and blocks no other."""
     gc.disable()
     module, alone = copy.deepcopy(NETWORK), copy.deepcopy(NETWORK)
     model = wrap(module, group)
@@ -171,7 +171,7 @@ def thawed(module):
     ],
 )
 def test_parameters_that_came_later_are_refused(world, change, name):
-    """Before anything is exchanged, on every rank; wrapped anew, they are averaged."""
+    """Raises before anything is exchanged, on every rank; wrapped again, gradients are averaged."""
 
     def body(group):
         module = copy.deepcopy(NETWORK)

@@ -1,4 +1,4 @@
-"""pycomm.DataParallel where ranks have batches of different sizes, or different numbers of them."""
+"""pycomm.DataParallel with different sizes or numbers of batches on the ranks."""
 
 import ddp
 import golden
@@ -18,7 +18,7 @@ def samples(rank, step):
 
 
 def mean_of_all_samples(module, size, step):
-    """One process that has everybody's samples."""
+    """One process that has all ranks' samples."""
     module.zero_grad()
     everything = torch.cat([samples(rank, step) for rank in range(size)])
     module(everything).square().mean().backward()
@@ -75,7 +75,7 @@ def equal_weights(group):
 
 
 def accumulated_with_weights(group):
-    """The weight counts for what has been added up; what was averaged before stays as it is."""
+    """The weight applies to accumulated gradients; gradients averaged before do not change."""
     weights = [3.0, 1.0]
     model, alone = pycomm.DataParallel(ddp.network()), ddp.network()
 
@@ -187,7 +187,7 @@ def with_batch_norm():
 
 
 def joined(group, batches, options):
-    """Trains while there are batches; gradients on the way, and what the last and join() left."""
+    """Trains while there are batches; returns gradients, and the states after them and join()."""
     model = pycomm.DataParallel(with_batch_norm(), bucket_cap_mb=TINY, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen = []

@@ -1,4 +1,4 @@
-"""How long flat buffers live, and what happens where there is no memory for them."""
+"""The lifetime of flat buffers, and errors if there is no memory for them."""
 
 import gc
 import weakref
@@ -76,7 +76,7 @@ def test_without_memory_nothing_has_moved(world, monkeypatch):
 
 
 def test_window_memory_dies_with_the_wrapper(world):
-    """Unless parameters are flat, whose buffers it is then."""
+    """Flat parameters keep the memory alive, as it is their gradients' buffer."""
     (group,) = world(1)
     gc.collect()
     gc.disable()

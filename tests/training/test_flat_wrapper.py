@@ -79,7 +79,7 @@ def flatten_and_wrap(group, optimizer):
 
 
 def flatten_later(group, optimizer):
-    """After the first backward, which has laid the buckets out anew."""
+    """After the first backward, which has made new buckets."""
     model = wrap(copy.deepcopy(MODEL), group)
     wrapped.batch_loss(model, group.rank, 0).backward()
     optim.flatten(model.parameters())
@@ -334,7 +334,7 @@ def wrapped_anew(group):
 
 
 def moved_away(group):
-    """Refused where its gradients would be exchanged; no state lands in another's place."""
+    """The exchange of its gradients is refused; no state is written to another one's place."""
     model = wrap(ddp.network(), group)
     optim.flatten(model.parameters())
     wrapped.batch_loss(model, group.rank, 0).backward()

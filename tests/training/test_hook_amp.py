@@ -14,7 +14,7 @@ HELD = [name for name in COMPRESSIONS if name != "dense"]
 
 
 def scaled(group, name, spoiled, interval):
-    """Trains with a scale that changes; `spoiled`: by step, where on which rank what value is."""
+    """Trains with a changing scale; `spoiled`: for each step, the rank, position and bad value."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=interval)
     watched = Watched(ddp.Given(), COMPRESSIONS[name], layout=TINY, grad_scaler=scaler)
     optimizer = torch.optim.SGD(watched.model.parameters(), lr=0.01)
@@ -81,7 +81,7 @@ def test_residuals_are_untouched_by_an_overflow(name):
 
 
 def scaled_halves(group, name):
-    """fp16 gradients, whose scaler leaves unscaling to its user."""
+    """fp16 gradients, with a scaler that leaves unscaling to its user."""
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     module = ddp.Given(dict.fromkeys(ddp.SHAPES, torch.float16))
     watched = Watched(module, COMPRESSIONS[name], layout=TINY, grad_scaler=scaler)
@@ -106,7 +106,7 @@ def test_scaled_fp16_gradients(name):
 
 
 def scaled_down(group, name):
-    """A step under a scale whose inverse is infinite, and one after it."""
+    """A step with a scale that has an infinite inverse, and one after it."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**-129)
     watched = Watched(ddp.Given(), COMPRESSIONS[name], layout=TINY, grad_scaler=scaler)
     for one in watched.residuals():

@@ -276,7 +276,7 @@ class Backwards(ddp.Given):
 
 
 def spoil(watched, loss, name):
-    """A backward that raises where it comes to a parameter's gradient; says what it has sent."""
+    """A backward that raises at a parameter's gradient; reports the buckets that it has sent."""
     handle = watched.model.module.get_parameter(name).register_hook(raise_own)
     watched.begin()
     with pytest.raises(OwnError):

@@ -87,7 +87,7 @@ def test_parameters_unused_on_one_rank_or_on_all(name, views):
 
 @pytest.mark.parametrize("name", ["int8", "topk"])
 def test_nothing_is_lost(name):
-    """All gradients so far are what was applied so far and what still waits."""
+    """The sum of all gradients equals the applied ones plus those still waiting."""
     size = 3
     plan = [tuple(s[rank % 2] for rank in range(size)) for s in HERE_AND_THERE * 2]
     runs = helpers.run_group(size, with_unused, name, plan, {})
@@ -100,7 +100,7 @@ def test_nothing_is_lost(name):
 
 
 def kept_zeros(group, views):
-    """Gradients that stay tensors of zeros where a parameter is not used."""
+    """Gradients that stay tensors of zeros if a parameter is not used."""
     layout = {"find_unused_parameters": True, "gradient_as_bucket_view": views}
     watched = Watched(ddp.Given(), pycomm.Int8(), layout=layout)
     seen = []
@@ -144,7 +144,7 @@ def test_accumulated_gradients_are_exchanged_once(name, views):
 
 
 def channels_last(group, name):
-    """A convolution whose weight lies otherwise in memory than its shape says; and it alone."""
+    """Only a convolution, with a weight in another memory format."""
     torch.manual_seed(5)
     module = torch.nn.Conv2d(32, 40, 3).to(memory_format=torch.channels_last)
     alone = copy.deepcopy(module)

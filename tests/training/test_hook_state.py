@@ -44,7 +44,7 @@ def train(group, name, layout, steps, start, gathered):
 @pytest.mark.parametrize("gathered", [False, True])
 @pytest.mark.parametrize("name", HELD)
 def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(name, gathered):
-    """In new processes, whose buckets begin in another layout than they had when saving."""
+    """Resumes in new processes, with other initial buckets than at saving."""
 
     def run(layout, steps, start=None):
         return helpers.run_group(2, train, name, layout, steps, start, gathered)
@@ -98,7 +98,7 @@ def test_every_rank_finds_its_own_in_a_gathered_dict(world):
 
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3), (2, 1)])
 def test_another_number_of_ranks_gets_the_mean(world, before, after):
-    """So that the mean over ranks of what is still to be sent stays."""
+    """The mean over ranks of the values that are still to be sent stays the same."""
 
     def save(group):
         state = make(group, seed=group.rank)
@@ -126,7 +126,7 @@ def refused(state, state_dict, match):
 
 
 def save_together(group, folder):
-    """With torch.distributed.checkpoint, which keeps one of what ranks call by the same name."""
+    """Saves with torch.distributed.checkpoint, which keeps one tensor of each name."""
     from torch.distributed import checkpoint
 
     state = make(group, "momentum", seed=group.rank)
@@ -222,7 +222,7 @@ def reporting(group, name, options):
 
 
 def bytes_read(group, compression, name, x, memory, first):
-    """By this rank, where a gradient is exchanged alone."""
+    """Bytes that this rank reads if a gradient is exchanged alone."""
     if compression is None or ddp.sent_dense(name, x):
         return 2 * x.nbytes * (group.size - 1) // group.size
     kinds = ["residual", "velocity"] if compression.momentum else ["residual"]

@@ -1,4 +1,4 @@
-"""Ranks that train by themselves and exchange parameters every so many steps."""
+"""Local SGD: ranks train separately and exchange parameters every few steps."""
 
 import averaging
 import ddp

@@ -1,4 +1,4 @@
-"""The little language model learns as well where ranks exchange parameters every eighth step.
+"""The small language model learns as well if ranks exchange parameters every eighth step.
 
 Judged as in :mod:`convergence`: the final loss on training batches of all ranks, relative to that
 of synchronous training with the same seed, model, batches and learning rates. Averages must end

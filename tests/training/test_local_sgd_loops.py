@@ -44,7 +44,7 @@ def test_gradients_accumulate(world):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_steps_that_a_scaler_skips_count(world, fused):
-    """On one rank alone, and where there would be an exchange: nobody waits in vain."""
+    """On one rank only, and at a step with an exchange: no rank waits in vain."""
 
     def body(group):
         made = optim.FusedSGD if fused else torch.optim.SGD
@@ -72,7 +72,7 @@ def test_steps_that_a_scaler_skips_count(world, fused):
 
 
 def joined(group, front, steps, options):
-    """Weights and residuals after so many steps of each rank, and weights after one more of all."""
+    """Weights and residuals after a number of steps per rank, and weights after one more step."""
     options = {"period": 2, **options}
     trainee = Trainee(group, front, make_optimizer=plain_sgd, options=options)
     with (trainee.model if front == "wrapper" else trainee.state).join():
@@ -112,7 +112,7 @@ def test_ranks_may_run_out_of_batches_under_the_hook(world):
 
 
 def test_ranks_that_have_run_out_stay_until_the_last_has(world):
-    """Also where another exchanges twice on end, the second time for nothing."""
+    """Also if another rank exchanges twice in a row, the second time without steps."""
 
     def body(group):
         trainee = Trainee(group, options={"period": 3})

@@ -1,4 +1,4 @@
-"""A memory format that changes after wrapping: what was left over stays with its element."""
+"""A memory format that changes after wrapping: residuals stay with their elements."""
 
 import helpers
 import pytest

@@ -1,4 +1,4 @@
-"""Training examples and benchmarks: what they show, and that exchanges run inside of backward."""
+"""Training examples and benchmarks: their output, and exchanges that overlap backward."""
 
 import json
 import subprocess
@@ -24,7 +24,7 @@ LATE_US = 1000.0  # how far the trace's two clocks may seem to be apart
     ("launcher", "mode", "compression"), [([], "wrapper", "int8"), (TORCHRUN, "ddp", "topk:0.01")]
 )
 def test_example(launcher, mode, compression, tmp_path):
-    """It says what it has done, and its trace has every exchange where it belongs."""
+    """It prints its results, and its trace shows every exchange at the right time."""
     trace, plot = tmp_path / "trace.json", tmp_path / "loss.png"
     what = ["--steps", "20", "--mode", mode, "--compression", compression]
     files = ["--trace", str(trace), "--plot", str(plot)]

@@ -1,4 +1,4 @@
-"""``make convergence``: trains in every mode, prints and writes what became of it."""
+"""``make convergence``: trains in every mode, prints and writes the results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``python -m convergence.states``: what becomes of a training whose optimizer remembers less.
+"""``python -m convergence.states``: trains with optimizers that store less.
 
 The language model, trained by AdamW in one process, with states of every form beside states in
 fp32: same model, batches and learning rates. The mean relative difference of the final losses over
@@ -114,7 +114,7 @@ def judge(
     cases: Sequence[tuple[str, str | None]],
     advance: Callable[[], object] = bool,
 ) -> list[Verdict]:
-    """Modes, and what is broken in them; `advance` is told of every run."""
+    """Trains in all modes, sound and broken; calls `advance` after every run."""
 
     def losses(options: dict[str, Any], broken: str | None = None) -> list[float]:
         found = []

@@ -20,7 +20,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class Task(ABC):
-    """A model, and one rank's share of what it learns from.
+    """A model, and one rank's share of its training data.
 
     Attributes:
         model: the same on all ranks.

@@ -132,7 +132,7 @@ class Trainee:
 
 
 def parallelise(model: nn.Module, plan: Plan) -> tuple[nn.Module, hooks.CommState | None]:
-    """A model whose backward averages gradients, and the state to save with it."""
+    """A model with a backward that averages gradients, and the state to save with it."""
     compression = MODES[plan.mode].compression
     feedback = MODES[plan.mode].feedback and plan.broken != "feedback dropped"
     sparse = isinstance(compression, pycomm.TopK)
@@ -221,7 +221,7 @@ def checkpoint(folder: Path, rank: int) -> Path:
 
 
 def run_all(plans: list[Plan], limit: float = helpers.LIMIT) -> list[Run]:
-    """Trains in new processes; fails where ranks' parameters differ after any step."""
+    """Trains in new processes; fails if ranks' parameters differ after any step."""
     ranks = helpers.run_ranks(RANKS, train, plans, limit=limit)
     return [_agreed(plan, runs) for plan, *runs in zip(plans, *ranks, strict=True)]
 
