@@ -94,8 +94,8 @@ PYCOMM_HD constexpr Preflight make_preflight(bool overflow, bool unused) {
   return {static_cast<std::uint8_t>(overflow), 0, static_cast<std::uint16_t>(unused)};
 }
 
-// The combination of all ranks' findings: an overflow or a NaN on one rank suffices; a tensor is unused only
-// if all ranks say so.
+// The combination of all ranks' findings: an overflow or a NaN on one rank suffices; a tensor is
+// unused only if all ranks say so.
 PYCOMM_HD constexpr Preflight operator|(Preflight a, Preflight b) {
   return {static_cast<std::uint8_t>(a.overflow | b.overflow),
           static_cast<std::uint8_t>(a.nonfinite | b.nonfinite),

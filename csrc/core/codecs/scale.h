@@ -1,4 +1,4 @@
-// The scale that the elements of a block share.
+// The scale that the elements of a block share, for codecs with 8-bit payloads.
 #pragma once
 
 #include "core/reduce.h"
@@ -20,9 +20,9 @@ struct BlockScale {
   PYCOMM_HD bool finite() const { return scale == scale; }
 };
 
-// The scale of a block whose largest magnitude() is that of A: A / most in fp32, so that A becomes
-// `most`. Two exceptions: if A / most is subnormal, the block becomes zero; if A is not finite, the
-// scale is NaN, and so is everything decoded.
+// The scale of a block whose largest magnitude() is that of A: A / most in fp32, so that A is
+// encoded as `most`. Two exceptions: if A / most is subnormal, the block becomes zero; if A is not
+// finite, the scale is NaN, and so is every decoded element.
 PYCOMM_HD BlockScale block_scale(std::uint32_t largest, float most) {
   if (largest >= kInfinityBits) return {bit_cast<float>(0x7fc00000u), 0.0f};
   const float scale = bit_cast<float>(largest) / most;

@@ -1,4 +1,5 @@
-// The library's kernels look codecs up in its own table; these do in the one with e4m3.
+// The library's kernels look codecs up in the library's table; these kernels use the table with
+// e4m3.
 #include "cuda/codecs/coded_launch.cuh"
 #include "extending/table.h"
 

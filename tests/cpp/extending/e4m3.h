@@ -1,9 +1,9 @@
-// Blockwise 8-bit floats, e4m3: a sign, four bits of exponent and three of mantissa. docs/EXTENDING.md
-// shows with it how a codec is added.
+// Blockwise 8-bit floats, e4m3: a sign, four bits of exponent and three of mantissa.
+// docs/EXTENDING.md uses it to show how a codec is added.
 //
-//   1. A block's largest magnitude A gives its scale, A / 448 in fp32.
-//   2. An element x becomes the e4m3 number next to x * (448 / A), ties to even.
-//   3. An e4m3 number e stands for e * scale.
+//   1. The largest magnitude A in a block gives its scale, A / 448 in fp32.
+//   2. An element x becomes the e4m3 number nearest to x * (448 / A), ties to even.
+//   3. An e4m3 number e represents e * scale.
 //
 // 8 + 32 / block bits per element. Reference: Micikevicius et al. 2022, "FP8 formats for deep
 // learning".

@@ -1,4 +1,4 @@
-// Ranks that run what is handed to them, on both executors.
+// Ranks that run a given body, on both executors.
 #pragma once
 
 #include <atomic>
@@ -12,7 +12,7 @@
 
 namespace pycomm::test {
 
-// Ranks that are threads.
+// Ranks as threads.
 class CpuRanks {
  public:
   explicit CpuRanks(int n, std::int64_t staging_bytes) {
@@ -49,7 +49,7 @@ class CpuRanks {
   std::vector<std::unique_ptr<cpu::Comm>> comms_;
 };
 
-// Ranks that share a launch, whose kernel runs on the CPU (device/cuda_runtime.h).
+// Ranks that share a kernel launch, which runs on the CPU (device/cuda_runtime.h).
 class DeviceRanks {
  public:
   static constexpr int kLanes = 2;
@@ -65,7 +65,7 @@ class DeviceRanks {
     }
   }
 
-  // Rank r's part of the next launch.
+  // Sets rank r's part of the next launch.
   void put(std::size_t r, const Operation& operation, const void* in, void* out,
            const Feedback& feedback = {}) {
     launch_.ranks[r] = {operation,
@@ -95,12 +95,12 @@ class DeviceRanks {
   };
   struct RankMailbox {
     cuda::Mailbox mailbox;
-    std::uint32_t more_lanes[kLanes - 1];  // of the mailbox' last member
+    std::uint32_t more_lanes[kLanes - 1];  // continues the mailbox's last member
     Preflight preflights[kLanes];
   };
 
   std::vector<std::vector<Line>> memory_;
-  std::vector<std::byte*> windows_;  // and what locations count from, which is unused
+  std::vector<std::byte*> windows_;  // and one unused base for locations
   std::vector<RankMailbox> mailboxes_;
   cuda::CodedLaunch launch_{};
 };

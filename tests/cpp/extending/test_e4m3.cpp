@@ -1,6 +1,6 @@
-// The codec of docs/EXTENDING.md, which the library does not have, on both executors. Two-shot's
-// results are compared to the bit with a reference that searches the table of all e4m3 numbers; ring
-// and tree may round more often, but with feedback lose nothing.
+// The codec of docs/EXTENDING.md, which is not in the library, on both executors. Two-shot must
+// give the bits of a reference that searches the table of all e4m3 numbers. Ring and tree may round
+// more often, but lose nothing with feedback.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -20,7 +20,7 @@ namespace {
 
 using Tensor = std::vector<float>;
 
-// What the format says that a payload without its sign stands for.
+// The number that the format assigns to a payload without its sign.
 double number(int payload) {
   const int exponent = payload / 8, mantissa = payload % 8;
   return exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, exponent - 10);
@@ -36,7 +36,7 @@ double nearest_number(double x) {
   return std::copysign(number(best), x);
 }
 
-// What a tensor is once it has been encoded in blocks.
+// A tensor after encoding in blocks and decoding.
 Tensor through_codec(const Tensor& x, std::size_t block) {
   Tensor y;
   for (std::size_t start = 0; start < x.size(); start += block) {
@@ -68,12 +68,12 @@ Operation all_reduce(Algorithm algorithm, ReduceOp op, std::int64_t count, std::
   return operation;
 }
 
-// Of so little staging that slots wrap many times.
+// Little staging, so that slots wrap around many times.
 std::int64_t small_staging(int n) {
   return 2 * kStagingSlots * (n + 1) * kLargestBlock * 2 * DeviceRanks::kLanes;
 }
 
-// One tensor per rank, in place.
+// An all-reduce of one tensor per rank, in place.
 void run(CpuRanks& ranks, const Operation& operation, std::vector<Tensor>& x,
          std::vector<Feedback>& feedback) {
   ranks.run([&](cpu::Comm& comm, std::size_t r) {
@@ -102,8 +102,9 @@ void run(DeviceRanks& ranks, const Operation& operation, std::vector<Tensor>& x,
   });
 }
 
-// Of many sizes, so that a block has numbers of all exponents; one block is zero. In most blocks the
-// largest is 448 and the others are whole numbers, of which many lie between two e4m3 numbers.
+// Values of many sizes, so that a block has numbers with all exponents; one block is zero. In most
+// blocks the largest value is 448 and the others are integers, many of which lie between two e4m3
+// numbers.
 float value(std::size_t r, std::size_t i, int round) {
   const auto seed = static_cast<int>(i * 7 + r * 31) + round * 13;
   if (seed % 11 == 0 || i / 1024 == 1) return 0;
