@@ -16,73 +16,11 @@
 #include "cpu/codecs/topk_comm.h"
 #include "cpu/comm.h"
 #include "cpu/internode/group.h"
+#include "cpu/operation_lock.h"
 #include "cpu/window.h"
+#include "cpu/work.h"
 
 namespace pycomm::cpu {
-
-// The group is closed, has failed, or belongs to the parent of a forked process.
-class GroupUnusable : public std::runtime_error {
- public:
-  using std::runtime_error::runtime_error;
-};
-
-// Held while an operation runs. In the middle of one a signal's handler may come back on the same
-// thread, which must not wait for itself.
-class OperationLock {
- public:
-  // Throws GroupUnusable if this thread has it already.
-  void lock();
-  bool try_lock();
-  void unlock();
-  void check_not_held() const;
-
- private:
-  bool mine() const { return owner_.load(std::memory_order_relaxed) == std::this_thread::get_id(); }
-
-  std::mutex mutex_;
-  std::atomic<std::thread::id> owner_{};
-};
-
-struct Interval {
-  Clock::time_point begin;
-  Clock::time_point end;
-};
-
-class Group;
-
-// Operations in flight.
-class Work {
- public:
-  explicit Work(Group& group);
-
-  // Returns whether it has completed within `patience`; throws what the operation threw.
-  bool wait(Clock::duration patience);
-  // The same without end. `interrupt` is called now and then; what it throws aborts the group.
-  void wait(void (*interrupt)());
-  bool completed() const;
-  // Of compressed operations that have completed: what run() returns.
-  bool nonfinite() const;
-  // When the worker began and ended; once it has completed.
-  Interval interval() const;
-  // Bytes read from and written to other ranks' memory, or received from other nodes.
-  std::int64_t moved() const;
-
- private:
-  friend class Group;
-  void complete(bool nonfinite, std::exception_ptr error, Interval interval, std::int64_t moved);
-  void abort_group();
-
-  mutable std::mutex mutex_;
-  std::condition_variable done_;
-  bool completed_ = false;
-  bool nonfinite_ = false;
-  std::exception_ptr error_;
-  const std::shared_ptr<std::atomic<bool>> told_;  // the group's
-  Interval interval_;
-  std::int64_t moved_ = 0;
-  std::mutex group_mutex_;  // not the other one: an abort may have to wait for the interpreter
-  Group* group_;            // null once it has completed
-};
 
 class Group {
  public:

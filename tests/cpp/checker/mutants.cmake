@@ -81,8 +81,8 @@ add_node_mutant(broadcast_stays_with_the_carriers cpu/internode/group.cpp "if (!
 # add_cpu_mutant(name source test file old new), of cpu/: how operations that fail end, and how groups do.
 add_cpu_mutant(enters_too_weakly comm interleavings cpu/comm.cpp "in_peers_heaps.exchange(1);"
   "in_peers_heaps.store(1, std::memory_order_release);")
-add_cpu_mutant(does_not_retreat comm interleavings cpu/comm.cpp "if (!exposed_) return;" "return;")
-add_cpu_mutant(last_reason_stays comm interleavings cpu/comm.cpp "abort.compare_exchange_strong(none, word);"
+add_cpu_mutant(does_not_retreat failing interleavings cpu/failing.cpp "if (!exposed_) return;" "return;")
+add_cpu_mutant(last_reason_stays failing interleavings cpu/failing.cpp "abort.compare_exchange_strong(none, word);"
   "abort.exchange(word + none);")
 add_cpu_mutant(flags_do_not_wrap comm interleavings core/signal.h
   "static_cast<std::int32_t>(flag - target) >= 0" "flag >= target")

@@ -1,0 +1,147 @@
+// How an operation that fails ends: the reason that all ranks raise, and when they have left each
+// other's memory.
+#include <algorithm>
+#include <system_error>
+#include <thread>
+
+#include "cpu/comm.h"
+#include "cpu/waiting.h"
+#include "cpu/waiting_time.h"
+
+namespace pycomm::cpu {
+namespace {
+
+// How long the ranks of several nodes may take to agree whom they blame.
+constexpr auto kDecidedWithin = std::chrono::seconds(1);
+
+}  // namespace
+
+void Comm::abort(std::uint64_t word) {
+  std::uint64_t none = 0;
+  window_->control(0).abort.compare_exchange_strong(none, word);
+  wake(true);
+}
+
+void Comm::blame_number(int number, const std::string& what) {
+  const std::uint64_t word = abort_word(Reason::malformed, number);
+  abort(word);
+  if (aborted() != word) check_aborted();
+  throw malformed(number, peers_->pid_of(number), called_, ordinal(), what);
+}
+
+// The least of the first reason and of the deaths that can be seen by then: a rank that is waited for
+// by nobody may have died, too.
+std::uint64_t Comm::last_word() {
+  std::uint64_t word = aborted();
+  for (int r = 0; r < size_; ++r) {
+    if (!left(r) && ended(r)) word = std::min(word, abort_word(Reason::peer_died, number(r)));
+  }
+  std::uint64_t none = 0;
+  window_->control(0).last_word.compare_exchange_strong(none, word);
+  return window_->control(0).last_word.load();
+}
+
+void Comm::decide_culprit(std::uint64_t word) {
+  std::uint64_t none = 0;
+  window_->control(0).decided_word.compare_exchange_strong(none, word);
+}
+
+std::uint64_t Comm::decided_word() {
+  if (!spans_) return aborted();
+  const std::atomic<std::uint64_t>& word = window_->control(0).decided_word;
+  for (WaitingTime waited; word.load() == 0;) {
+    if (waited.until(Clock::now()) > kDecidedWithin) decide_culprit(last_word());
+    std::this_thread::sleep_for(kNap);
+  }
+  return word.load();
+}
+
+// What a rank waits for in another group, if it is on this node.
+std::string Comm::what_keeps(int culprit) const {
+  for (int r = 0; r < size_; ++r) {
+    if (number(r) == culprit) return membership_.describe(r);
+  }
+  return {};
+}
+
+CollectiveError Comm::failure_of(std::uint64_t word) const {
+  if (!is_abort_word(word, peers_->count())) return overwritten(called_, ordinal());
+  const int culprit = rank_of(word), pid = peers_->pid_of(culprit);
+  if (reason_of(word) == Reason::mismatch && announced(0) == sequence_) {
+    const Operation& first = announcement(0).operation;
+    for (int r = 1; r < size_; ++r) {
+      const Operation& other = announcement(r).operation;
+      if (number(r) != culprit || announced(r) != sequence_ || other == first) continue;
+      return mismatch(number(0), first, culprit, other, pid, ordinal(), &details(0), &details(r));
+    }
+  }
+  if (reason_of(word) == Reason::timeout) {
+    const CollectiveError error = timeout(word, culprit == number(rank_), pid, called_, ordinal());
+    const std::string why = what_keeps(culprit);
+    return why.empty() ? error : error.because(why);
+  }
+  return failure(reason_of(word), culprit, pid, called_, ordinal());
+}
+
+void Comm::retreat() {
+  leave_peers_heaps();
+  if (!exposed_) return;
+  bool can_detach = true;
+  WaitingTime waited;
+  for (int r = 0; r < size_; ++r) {
+    while (r != rank_ && window_->control(r).in_peers_heaps.load() != 0 && !ended(r)) {
+      const Clock::duration time = waited.until(Clock::now());
+      // A thread of this process cannot be kept out, and need not: it is on its way.
+      if (can_detach && peers_->watched(r) && time > kRetreatWithin) {
+        try {
+          return detach();
+        } catch (const std::system_error&) {
+          can_detach = false;  // no memory for the pages: only patience is left
+        }
+      }
+      if (time > kRetreatWithin + timeout_) return;
+      std::this_thread::sleep_for(kNap);
+    }
+  }
+  exposed_ = false;
+}
+
+// The pages of this rank's tensors, each once.
+void Comm::detach() {
+  const auto pages_of = [](std::int64_t offset, std::int64_t bytes) {
+    if (offset == kNotInWindow) return Range{0, 0};
+    const std::int64_t begin = offset / kPage * kPage;
+    return Range{begin, round_up(offset + bytes, kPage) - begin};
+  };
+  const Range input = pages_of(met(rank_).input, input_bytes_);
+  const Range output = pages_of(met(rank_).output, output_bytes_);
+  const std::int64_t input_end = input.begin + input.count;
+  const std::int64_t output_end = output.begin + output.count;
+  if (input.begin < output_end && output.begin < input_end) {
+    const std::int64_t begin = std::min(input.begin, output.begin);
+    window_->detach(rank_, {begin, std::max(input_end, output_end) - begin});
+  } else {
+    if (input.count > 0) window_->detach(rank_, input);
+    if (output.count > 0) window_->detach(rank_, output);
+  }
+}
+
+bool Comm::wait_for_kernels(Clock::duration patience, void (*interrupt)()) const {
+  WaitingTime waited;
+  Clock::time_point interrupt_at = Clock::now() + kInterruptEvery;
+  for (int r = 0; r < size_; ++r) {
+    const std::atomic<std::uint32_t>& inside = window_->control(r).kernels_in_peers_heaps;
+    while (inside.load() != 0 && !ended(r)) {
+      const Clock::time_point now = Clock::now();
+      if (waited.until(now) > patience) return false;
+      if (interrupt != nullptr && now > interrupt_at) {
+        interrupt();
+        interrupt_at = now + kInterruptEvery;
+      }
+      std::this_thread::sleep_for(kLookEvery);
+    }
+  }
+  return true;
+}
+
+}  // namespace pycomm::cpu

@@ -1,0 +1,129 @@
+// A wait that takes long: it sleeps, looks for ranks that have gone, and ends by a deadline.
+#include "cpu/waiting.h"
+
+#include <sched.h>
+
+#include <algorithm>
+
+#include "core/message.h"
+#include "cpu/comm.h"
+#include "cpu/waiting_time.h"
+
+namespace pycomm::cpu {
+
+template <class Word>
+void Comm::wait_long(const std::atomic<Word>& word, std::uint32_t target, int r, int channel) {
+  mine().waiting.store(waiting_word({r, channel, target}), std::memory_order_release);
+  const Clock::time_point start = Clock::now();
+  Clock::time_point look_at = start + kLookEvery, interrupt_at = start + kInterruptEvery;
+  WaitingTime waited(start);
+  ToldWait told(membership_);
+  Clock::duration sleep = kNap;
+  std::uint32_t beats_seen = beats();
+  while (!has_come(word, target)) {
+    check_aborted();
+    const Clock::time_point now = Clock::now();
+    waited.until(now);
+    if (now > look_at) {
+      look_for_the_gone();
+      look_at = now + kLookEvery;
+      if (const std::uint32_t heard = beats(); heard != beats_seen) {
+        beats_seen = heard;
+        waited.restart();
+      }
+    }
+    if (waited.time() > timeout_) {
+      abort(timeout_word(number(culprit(r)), number(rank_), waited.seconds()));
+    } else if (now > interrupt_at) {
+      told.tell(culprit(r), called_, ordinal());
+      if (interrupt_ != nullptr) interrupt_();
+      interrupt_at = now + kInterruptEvery;
+    }
+    if (now - start < yield_for_) {
+      sched_yield();
+    } else {
+      sleep = std::min<Clock::duration>(2 * sleep, kLongestSleep);
+      doze(word, target, sleep);
+    }
+  }
+  mine().waiting.store(0, std::memory_order_release);
+  told.over();
+}
+
+template void Comm::wait_long(const std::atomic<std::uint32_t>&, std::uint32_t, int, int);
+template void Comm::wait_long(const std::atomic<std::uint64_t>&, std::uint32_t, int, int);
+
+template <class Word>
+void Comm::doze(const std::atomic<Word>& word, std::uint32_t target, Clock::duration most) {
+  std::atomic<std::uint32_t>& asleep = window_->control(0).asleep;
+  const std::uint32_t rung = mine().bell.rung();
+  asleep.fetch_add(1);
+  if (!has_come(word, target) && aborted() == 0) mine().bell.sleep(rung, most);
+  asleep.fetch_sub(1);
+}
+
+void Comm::ring(bool everyone) const {
+  for (int r = 0; r < size_; ++r) {
+    const auto waiting = parse_waiting(window_->control(r).waiting.load(), size_);
+    if (waiting && (everyone || waiting->rank == rank_)) window_->control(r).bell.ring();
+  }
+}
+
+// Looks at all ranks, not only at the one that is waited for: a rank that has left or died before it
+// had done its part of the operation never will.
+void Comm::look_for_the_gone() {
+  const auto check = [this](int r) {
+    const std::uint32_t done = window_->control(r).completed.load(std::memory_order_acquire);
+    if (!reached(done, ordinal())) abort(Reason::peer_died, r);
+  };
+  for (int r = 0; r < size_; ++r) {
+    if (r != rank_ && left(r)) check(r);
+  }
+  peers_->find_ended(check);
+  looked_at_ = (looked_at_ + 1) % size_;  // one at a time: each takes a system call
+  if (replaced(looked_at_)) check(looked_at_);
+}
+
+// Whether the process of rank r has become another program.
+bool Comm::replaced(int r) const {
+  return peers_->watched(r) && window_->control(r).holds.load(std::memory_order_acquire) != 0 &&
+         !window_->held(r);
+}
+
+// I wait for `r`, who may in turn wait for somebody else: the rank to blame waits for nobody, or
+// for something that has long come.
+int Comm::culprit(int r) const {
+  for (int hops = 0; hops < size_; ++hops) {
+    const auto waiting =
+        parse_waiting(window_->control(r).waiting.load(std::memory_order_acquire), size_);
+    if (!waiting) return r;
+    const auto [next, channel, target] = *waiting;
+    if (channel != kPacket) {
+      const std::uint32_t value =
+          channel == kAnnouncement ? announced(next) : published(next, channel);
+      if (reached(value, target)) return r;
+    }
+    r = next;
+  }
+  return r;
+}
+
+bool Comm::anyone_waits_after(std::uint32_t ordinal) const {
+  for (int r = 0; r < size_; ++r) {
+    const Control& theirs = window_->control(r);
+    // In this order: a wait that ends meanwhile is none that follows.
+    if (reached(theirs.completed.load(), ordinal) && theirs.waiting.load() != 0) return true;
+  }
+  return false;
+}
+
+// Of all ranks: whoever waits for one of them may wait for a node that it waits for.
+std::uint32_t Comm::beats() const {
+  std::uint32_t sum = 0;
+  for (int r = 0; r < size_; ++r) {
+    sum += window_->control(r).beats.load(std::memory_order_relaxed);
+  }
+  return sum;
+}
+
+}  // namespace pycomm::cpu

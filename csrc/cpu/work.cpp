@@ -1,0 +1,78 @@
+#include "cpu/work.h"
+
+#include "cpu/group.h"
+#include "cpu/waiting.h"
+
+namespace pycomm::cpu {
+
+Work::Work(Group& group) : told_(group.told_), group_(&group) {}
+
+bool Work::wait(Clock::duration patience) {
+  std::unique_lock lock(mutex_);
+  if (!done_.wait_for(lock, patience, [&] { return completed_; })) return false;
+  if (error_) {
+    *told_ = true;
+    std::rethrow_exception(error_);
+  }
+  return true;
+}
+
+void Work::wait(void (*interrupt)()) {
+  while (!wait(kInterruptEvery)) {
+    if (interrupt == nullptr) continue;
+    try {
+      interrupt();
+    } catch (...) {
+      // The worker must let go of the buffers before the caller frees them.
+      abort_group();
+      try {
+        while (!wait(std::chrono::seconds(1))) continue;
+      } catch (const std::exception&) {
+      }
+      throw;
+    }
+  }
+}
+
+// A group lives at least until its works have completed.
+void Work::abort_group() {
+  const std::lock_guard lock(group_mutex_);
+  if (group_ != nullptr) group_->abort();
+}
+
+bool Work::completed() const {
+  const std::lock_guard lock(mutex_);
+  return completed_;
+}
+
+bool Work::nonfinite() const {
+  const std::lock_guard lock(mutex_);
+  return nonfinite_;
+}
+
+Interval Work::interval() const {
+  const std::lock_guard lock(mutex_);
+  return interval_;
+}
+
+std::int64_t Work::moved() const {
+  const std::lock_guard lock(mutex_);
+  return moved_;
+}
+
+void Work::complete(bool nonfinite, std::exception_ptr error, Interval interval,
+                    std::int64_t moved) {
+  {
+    const std::lock_guard lock(group_mutex_);
+    group_ = nullptr;
+  }
+  const std::lock_guard lock(mutex_);
+  completed_ = true;
+  interval_ = interval;
+  moved_ = moved;
+  nonfinite_ = nonfinite;
+  error_ = std::move(error);
+  done_.notify_all();
+}
+
+}  // namespace pycomm::cpu
