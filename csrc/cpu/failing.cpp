@@ -1,5 +1,5 @@
-// How an operation that fails ends: the reason that all ranks raise, and when they have left each
-// other's memory.
+// How a failed operation ends: all ranks raise the same reason, and no rank uses another one's
+// memory any more.
 #include <algorithm>
 #include <system_error>
 #include <thread>
@@ -29,8 +29,8 @@ void Comm::blame_number(int number, const std::string& what) {
   throw malformed(number, peers_->pid_of(number), called_, ordinal(), what);
 }
 
-// The least of the first reason and of the deaths that can be seen by then: a rank that is waited for
-// by nobody may have died, too.
+// The smallest word of the first reason and of all deaths seen by then, because a rank that nobody
+// waits for may have died, too.
 std::uint64_t Comm::last_word() {
   std::uint64_t word = aborted();
   for (int r = 0; r < size_; ++r) {

@@ -1,4 +1,4 @@
-// What keeps a group's operations apart, and refuses those that would wait for themselves.
+// The lock that a group holds while it runs an operation.
 #pragma once
 
 #include <atomic>
@@ -14,8 +14,8 @@ class GroupUnusable : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Held while an operation runs. In the middle of one a signal's handler may come back on the same
-// thread, which must not wait for itself.
+// A signal's handler may call the group again in the middle of an operation, on the same thread.
+// That thread must not wait for itself, so it gets an error.
 class OperationLock {
  public:
   // Throws GroupUnusable if this thread has it already.

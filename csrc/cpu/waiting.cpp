@@ -69,8 +69,8 @@ void Comm::ring(bool everyone) const {
   }
 }
 
-// Looks at all ranks, not only at the one that is waited for: a rank that has left or died before it
-// had done its part of the operation never will.
+// Checks all ranks, not only the one that this rank waits for: a rank that has left or died before
+// it finished its part of the operation never will.
 void Comm::look_for_the_gone() {
   const auto check = [this](int r) {
     const std::uint32_t done = window_->control(r).completed.load(std::memory_order_acquire);
@@ -90,8 +90,8 @@ bool Comm::replaced(int r) const {
          !window_->held(r);
 }
 
-// I wait for `r`, who may in turn wait for somebody else: the rank to blame waits for nobody, or
-// for something that has long come.
+// I wait for `r`, which may in turn wait for another rank. The rank to blame waits for nobody, or
+// for something that has already come.
 int Comm::culprit(int r) const {
   for (int hops = 0; hops < size_; ++hops) {
     const auto waiting =
@@ -117,7 +117,7 @@ bool Comm::anyone_waits_after(std::uint32_t ordinal) const {
   return false;
 }
 
-// Of all ranks: whoever waits for one of them may wait for a node that it waits for.
+// The sum over all ranks, because a rank that this one waits for may itself wait for another node.
 std::uint32_t Comm::beats() const {
   std::uint32_t sum = 0;
   for (int r = 0; r < size_; ++r) {

@@ -1,4 +1,4 @@
-// What a rank that waits looks at, and how often.
+// What a waiting rank checks, and how often.
 #pragma once
 
 #include <atomic>
@@ -9,9 +9,9 @@
 
 namespace pycomm::cpu {
 
-// How a wait spends its time: a few polls (none where ranks share cores: the peer needs this one),
-// then polls with the core offered to others, and sleep once the peer is clearly busy with something
-// else. Where ranks share cores that is sooner: those that work would wait for those that poll.
+// A wait polls a few times, then polls and yields the core between polls, and sleeps once the peer
+// is clearly busy. If ranks share cores, it yields at once and sleeps sooner, because the peer
+// needs the core.
 inline constexpr int kSpins = 20;
 inline constexpr auto kYieldFor = std::chrono::milliseconds(2);
 inline constexpr auto kYieldBriefly = std::chrono::microseconds(100);
@@ -24,7 +24,8 @@ PYCOMM_HD bool has_come(const std::atomic<std::uint32_t>& flag, std::uint32_t ta
   return reached(flag.load(std::memory_order_acquire), target);
 }
 
-// Exactly this operation's: a place may have been left alone for longer than epochs can tell.
+// Only this operation's packet counts: the place may have been idle long enough for epochs to wrap
+// around.
 PYCOMM_HD bool has_come(const std::atomic<std::uint64_t>& packet, std::uint32_t target) {
   return packet_sequence(packet.load(std::memory_order_relaxed)) == target;
 }

@@ -1,4 +1,4 @@
-// Operations that a group has been handed, and that its worker runs.
+// A handle of submitted operations, which the group's worker runs.
 #pragma once
 
 #include <atomic>

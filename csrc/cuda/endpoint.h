@@ -1,6 +1,6 @@
 // One rank's CUDA side: its window, its kernels, and how they fail. Host code; no torch.
 //
-// Where a build has no CUDA, no_cuda.cpp stands in, and creating an Endpoint says so.
+// In a build without CUDA, no_cuda.cpp replaces it, and creating an Endpoint throws.
 #pragma once
 
 #include <cstdint>
@@ -27,8 +27,8 @@ struct EndpointOptions {
   bool stage_always;                    // never use tensors where they lie
 };
 
-// How a kernel failed; `reason` is none where none did. Where the host has aborted the group, it knows
-// whom to blame: `rank` is the kernel's own.
+// How a kernel failed; `reason` is none if none did. If the host has aborted the group, the host
+// knows whom to blame, and `rank` is the kernel's own.
 struct Failure {
   Reason reason;
   int rank;
@@ -38,7 +38,7 @@ struct Failure {
   Operation other;
 };
 
-// The least staging that every operation but a top-k can do with.
+// The least staging that is enough for every operation except top-k.
 std::int64_t least_staging_bytes(int ranks, int lanes);
 // Bytes of a window with this much staging and heap.
 std::int64_t window_bytes(int ranks, int lanes, std::int64_t staging_bytes,
@@ -94,8 +94,8 @@ class Endpoint {
 
 // Ranks that are threads and share one device also share one launch, so that their blocks are
 // resident together: each rank puts its part, then, when all have, rank 0 launches, and the others
-// follow: what is on their streams next runs behind it. Who waits for whom on the host is the caller's
-// business.
+// follow: what is on their streams next runs behind it. Who waits for whom on the host is the
+// caller's business.
 class SharedLaunch {
  public:
   explicit SharedLaunch(std::vector<std::shared_ptr<Endpoint>> endpoints);

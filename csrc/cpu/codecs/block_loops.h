@@ -31,7 +31,7 @@ PYCOMM_HD void draw(const Random& random, std::int64_t first, std::int64_t n, st
     random_run(random, first + run, bits + run);
 }
 
-// Encodes n elements of a block, from fp32; whether all were finite.
+// Encodes n elements of a block, from fp32. Returns whether all were finite.
 template <class Codec, bool stochastic>
   requires Codec::kScaled
 PYCOMM_HD bool encode_block(const float* v, std::int64_t n, typename Codec::Payload* to,
@@ -79,7 +79,7 @@ struct View {
   PYCOMM_HD float operator[](std::int64_t i) const { return Codec::decode(payload[i], scale); }
 };
 
-// How far from a block that is read twice.
+// How far ahead of the block that is read.
 inline constexpr std::int64_t kPrefetchBytes = 8192;
 
 // magnitude() of the largest of n decoded elements, as a T.
@@ -145,8 +145,8 @@ PYCOMM_HD void add_source(const Pass& pass, const Source& source, bool begin, st
   }
 }
 
-// The sum of the sources for n elements from `start`, divided: in `buffer`, or where it lies
-// already.
+// The divided sum of the sources for n elements from `start`: in `buffer`, or in place if there is
+// nothing to add.
 template <class T, class Codec>
 PYCOMM_HD const float* sum_sources(const Pass& pass, std::int64_t start, std::int64_t n,
                                    std::int64_t block, float* buffer) {
@@ -174,7 +174,7 @@ PYCOMM_HD const float* sum_sources(const Pass& pass, std::int64_t start, std::in
   return buffer;
 }
 
-// The output, as the fp32 that residuals are reckoned with.
+// The output as fp32, from which residuals are computed.
 template <class T>
 struct Stored {
   const T* data;
@@ -193,8 +193,8 @@ PYCOMM_HD void keep_lost(float* residual, bool begin, const float* v, const Sent
   }
 }
 
-// Output and residual of n elements whose sum `v` has been encoded as `made`. What all ranks get is
-// the output, in the tensor's type.
+// Writes output and residual of n elements whose sum `v` has been encoded as `made`. All ranks get
+// the output in the tensor's type, so the residual is computed from that.
 template <class T, class Codec>
 PYCOMM_HD void store_feedback(const Pass& pass, std::int64_t start, std::int64_t n, bool own,
                               const float* v, const View<Codec>& made) {

@@ -1,14 +1,14 @@
 // The CPU executor with a codec of blocks: the same algorithms, but slots hold encoded elements.
 //
-// copy() from the tensor into a slot encodes, reduce() decodes, adds and encodes, copy() from a slot
-// into the tensor decodes. In two-shot every rank encodes every contribution once and what it owns
-// once more; in ring and tree every rank encodes every element once. What is lost goes into the
-// residual of the rank that loses it, so that nothing is lost at all.
+// copy() from the tensor into a slot encodes, reduce() decodes, adds and encodes, copy() from a
+// slot into the tensor decodes. In two-shot every rank encodes every contribution once and what it
+// owns once more; in ring and tree every rank encodes every element once. What is lost goes into
+// the residual of the rank that loses it, so nothing is lost in total.
 //
 // A rank's staging is one encoded tile: the payload of all slots, then the scales of all slots.
 //
-// `Base` is the executor whose ranks exchange: Comm, or between nodes Link, which hands over places
-// of its own instead of slots.
+// `Base` is the executor whose ranks exchange: Comm, or Link between nodes, which uses locations of
+// its own instead of slots.
 #pragma once
 
 #include "core/algorithms/coded.h"
@@ -22,7 +22,8 @@ namespace pycomm::cpu {
 // its residual. `limit`: the largest_safe().
 Preflight preflight_of(const Operation& operation, const Call& call, float limit);
 bool is_unused(const Call& call);
-// If the caller wants residual and velocity as they were: copies them, and puts the copies back.
+// snapshot_residuals() copies residual and velocity if the call asks for it; put_back() restores
+// them.
 void snapshot_residuals(const Call& call);
 void put_back(const Call& call);
 
@@ -31,8 +32,8 @@ class CodedComm {
  public:
   static constexpr bool kCoded = true;
 
-  // `comm` has begun the operation, for which the staging is large enough. `limit`: as above. `loops`:
-  // those of the operation's codec.
+  // `comm` has begun the operation, for which the staging is large enough. `limit`: as above.
+  // `loops`: those of the operation's codec.
   CodedComm(Base& comm, const Operation& operation, const Feedback& feedback, float limit,
             const CodedStaging& staging, const CodecLoops& loops);
 

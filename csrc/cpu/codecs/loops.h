@@ -5,10 +5,10 @@
 
 namespace pycomm::cpu {
 
-// Whether something encoded, or the output, is not finite.
+// Returns whether an encoded element, or one of the output, is not finite.
 using EncodeLoop = bool (*)(const Pass& pass, std::int64_t block);
 
-// output[i] = decoded (or += decoded, for fp32). Whether some of it is not finite.
+// output[i] = decoded (or += decoded, for fp32). Returns whether one of these is not finite.
 using DecodeLoop = bool (*)(const Encoded& from, void* output, std::int64_t n, std::int64_t block);
 
 // magnitude() of the largest contribution.
@@ -26,13 +26,13 @@ struct CodecLoops {
 // For fp32, fp16 and bf16 tensors and the codecs in core/codecs/table.h.
 CodecLoops codec_loops(DType dtype, const Codec& codec);
 
-// Rounds fp32 to another type; what that loses, times `factor`, is added to `lost_there`, if there is
-// any. Returns the largest magnitude() of what it has made.
+// Rounds fp32 to another type and adds what is lost, times `factor`, to `lost_there` unless it is
+// null. Returns the largest magnitude() of the results.
 using NarrowLoop = std::uint32_t (*)(const float* from, void* to, std::int64_t n, float* lost_there,
                                      float factor);
 NarrowLoop narrow_loop(DType dtype);
 
-// Of either sign. Mostly the first look tells.
+// Zeros of either sign count. Usually the first elements already tell.
 bool all_zero(DType dtype, const void* x, std::int64_t n);
 
 }  // namespace pycomm::cpu

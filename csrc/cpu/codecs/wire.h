@@ -1,5 +1,5 @@
-// Encoding into, and decoding from, memory that is no slot of a window: with a header, and trusting
-// nothing.
+// Encodes into memory outside of windows, with a header, and decodes from it. Decoding trusts no
+// byte.
 #pragma once
 
 #include "core/codecs/wire.h"
@@ -8,15 +8,15 @@
 
 namespace pycomm::cpu {
 
-// Encodes n elements as encoded_bytes() bytes, aligned to four; where top-k finds fewer than k that
-// are not zero, the rest is zero. `offset` is the index of the first one in the whole, for random.
-// Returns whether something was not finite.
+// Encodes n elements as encoded_bytes() bytes, aligned to four. If top-k finds fewer than k
+// elements that are not zero, the rest of the bytes is zero. `offset` is the index of the first
+// element in the whole, for random bits. Returns whether an element was not finite.
 bool encode(const Codec& codec, DType dtype, const void* x, std::int64_t n, std::byte* wire,
             const Random& random, std::int64_t offset);
 
-// Decodes n elements, or adds them to an fp32 output. Returns whether something was not finite.
-// Throws std::invalid_argument where the bytes are not what `codec` makes of n elements; the output
-// may be written then, but nothing beyond it.
+// Decodes n elements, or adds them to an fp32 output. Returns whether an element was not finite.
+// Throws std::invalid_argument if the bytes are not an encoding of n elements by `codec`; some of
+// the output may have been written then, but nothing beyond it.
 bool decode(const Codec& codec, const std::byte* wire, std::int64_t bytes, std::int64_t n,
             DType dtype, void* output, bool add);
 

@@ -1,6 +1,6 @@
-// The CUDA executor with a codec of blocks, as cpu/codecs/coded_comm.h is the CPU's: the same algorithms,
-// but slots hold encoded elements. A lane's slots are one encoded tile, and lanes cut the tensor at
-// multiples of the largest block, so two-shot's owners and bits are those of the CPU.
+// The CUDA executor with a codec of blocks, as cpu/codecs/coded_comm.h is the CPU's: the same
+// algorithms, but slots hold encoded elements. A lane's slots are one encoded tile, and lanes cut
+// the tensor at multiples of the largest block, so two-shot's owners and bits are those of the CPU.
 #pragma once
 
 #include "cuda/codecs/loops.cuh"
@@ -51,7 +51,7 @@ class CodedComm {
     comm_.set_preflight(preflight_of(launch, static_cast<int>(blockIdx.x) / launch.layout.lanes));
   }
 
-  // Says whether a value was not finite, as far as this block has seen them.
+  // Reports a value that was not finite, if this block has seen one.
   __device__ void finish() {
     const bool any = __syncthreads_or(nonfinite_ || preflight_.overflow != 0) != 0;
     if (any && threadIdx.x == 0 && compression_.nonfinite != nullptr) {
@@ -62,7 +62,7 @@ class CodedComm {
   __device__ int rank() const { return comm_.rank(); }
   __device__ int size() const { return comm_.size(); }
   __device__ std::int64_t count() const { return comm_.count(); }
-  // Whole strides, so that only the last one of a tensor is short.
+  // A whole stride, so that only the last one of a tensor is short.
   __device__ std::int64_t line() const { return kBlockElements; }
   __device__ std::int64_t elements(std::int64_t bytes) const {
     return comm_.elements(bytes) / kLargestBlock * kLargestBlock;
@@ -132,7 +132,7 @@ class CodedComm {
     return {staging_[location], false};
   }
 
-  // In shared memory; where one is the own contribution, it begins at this element.
+  // In shared memory. If one is the own contribution, it begins at element `own_element`.
   struct Sources {
     const Source* from;
     int count;
@@ -156,7 +156,7 @@ class CodedComm {
     return {sources, count, own, own_element};
   }
 
-  // `output` is what `to` is where there is none.
+  // Without an output, `output` is `to`.
   __device__ __noinline__ void encode(const Sources& sources, Location to, Location output,
                                       std::int64_t n, bool last) {
     const Feedback& feedback = compression_.feedback;

@@ -1,6 +1,6 @@
-// The passes of cpu/codecs/loops.h for a block of threads, which takes 4096 elements at a time: eight
-// neighbours to a thread. So a codec's block belongs to some neighbouring threads, whatever its size,
-// and every element is read once. Arithmetic and order are the CPU's.
+// The passes of cpu/codecs/loops.h for a block of threads, which takes 4096 elements at a time:
+// eight neighbours to a thread. So a codec's block belongs to some neighbouring threads, whatever
+// its size, and every element is read once. Arithmetic and order are the CPU's.
 #pragma once
 
 #include <type_traits>
@@ -65,7 +65,7 @@ __device__ inline std::uint32_t largest_of(std::uint32_t value, int width) {
   }
   if (width <= 32) return value;
   __shared__ std::uint32_t of_warp[kThreads / 32];
-  __syncthreads();  // everyone is through with the last ones
+  __syncthreads();  // all threads have read the previous values
   if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = value;
   __syncthreads();
   const int first = static_cast<int>(threadIdx.x) / width * (width / 32);
@@ -90,9 +90,9 @@ __device__ inline void draw(const Random& random, std::int64_t first, std::uint3
   for (int i = 0; i < kOctet; ++i) bits[i] = run[lane * kOctet + i];
 }
 
-// Encodes this thread's elements from fp32; whether all were finite. All threads of the block call it
-// together. A codec's block has 2^shift elements; the first of this stride is element `first` of the
-// whole.
+// Encodes this thread's elements from fp32. Returns whether all were finite. All threads of the
+// block call it together. A codec's block has 2^shift elements; the first of this stride is element
+// `first` of the whole.
 template <class Codec>
   requires Codec::kScaled
 __device__ bool encode_octet(const float* v, bool stochastic, int shift, const Random& random,
@@ -168,7 +168,7 @@ __device__ void sum_encoded(const Pass& pass, std::int64_t start, int shift, flo
   }
 }
 
-// The sum of contributions of which one is the caller's own.
+// The sum of contributions, one of which is the caller's own.
 template <class T, class Codec>
 __device__ void sum_with_own(const Pass& pass, std::int64_t start, int n, int shift, float* v) {
   for (int s = 0; s < pass.n_from; ++s) {
@@ -212,7 +212,7 @@ __device__ bool finite_as(const float* values, int n, float scale) {
   }
 }
 
-// Output and residual of elements whose sum `v` has become `made`.
+// Writes output and residual of elements whose sum `v` has been encoded as `made`.
 template <class T>
 __device__ void store_feedback(const Pass& pass, std::int64_t start, int n, bool own,
                                const float* v, const float* made) {

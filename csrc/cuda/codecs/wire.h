@@ -1,6 +1,6 @@
-// Encoding into, and decoding from, device memory that is no slot of a window: the bytes of
-// cpu/codecs/wire.h. Host code; no torch. All of it is enqueued on the stream; decode() and select() wait
-// for that, because they tell what they have read.
+// Encodes into device memory outside of windows, and decodes from it: the bytes of
+// cpu/codecs/wire.h. Host code without torch. All work is enqueued on the stream; decode() and
+// select() wait for it, because they return what they have read.
 #pragma once
 
 #include <cstdint>
@@ -24,12 +24,13 @@ struct WireJob {
 };
 
 void encode(const WireJob& job);
-// Throws std::invalid_argument where the bytes are not what `codec` makes of n elements.
+// Throws std::invalid_argument if the bytes are not an encoding of n elements by `codec`.
 void decode(const WireJob& job, std::int64_t bytes, bool add);
 // The indices and values of the k largest elements, in order of index; returns how many.
 std::int64_t select(const WireJob& job, std::int64_t* indices, float* values);
 
-// Device memory that these need, or an operation between ranks; none but for top-k.
+// Bytes of device memory that these functions, or an operation between ranks, need. 0 except for
+// top-k.
 std::int64_t workspace_bytes(const Codec& codec, std::int64_t n, int ranks, bool exchange);
 
 // The parts of encode() and decode() that are top-k's.
