@@ -89,7 +89,7 @@ void Comm::begin_phase(const Operation& operation, const void* input, void* outp
 
 void Comm::publish() {
   Announcement& mine = met_[static_cast<std::size_t>(rank_)];
-  // Of top-k, the input is an area for lists, whatever the tensor's size.
+  // For top-k, the input is an area for lists, whose size does not depend on the tensor's.
   const bool lists = operation_.codec.kind == CodecKind::topk;
   mine.operation = operation_;
   mine.preflight = preflight_;
@@ -129,7 +129,7 @@ void Comm::await_announcements() {
   if (zero_copy_) enter_peers_heaps();
 }
 
-// Where the tensors of all ranks lie in this process.
+// Finds the addresses of all ranks' tensors in this process.
 void Comm::find_tensors() {
   for (int r = 0; r < size_; ++r) {
     const auto find = [&](std::int64_t offset, std::byte* own, std::int64_t bytes) -> std::byte* {
@@ -151,8 +151,8 @@ void Comm::read_announcement(int r) {
   }
 }
 
-// Either this rank sees an abort here, or the rank that aborts sees this rank in its heap: both write
-// first and look afterwards, in one total order.
+// Either this rank sees an abort here, or the aborting rank sees that this rank is in its heap:
+// both write first and read afterwards, in one total order.
 void Comm::enter_peers_heaps() {
   find_tensors();
   in_peers_heaps_ = true;
@@ -221,7 +221,7 @@ void Comm::put_packets(int r, Location from) {
   traffic_.bytes_out += 2 * round_up(bytes, 4);
 }
 
-// No operation that uses an area has a number of the other parity.
+// Stores a sequence number of the other parity, which no operation that uses this area has.
 void Comm::empty_packet(std::uint32_t parity, int r, std::int64_t i) {
   window_->packets(rank_, parity, r)[i].store(make_packet(0, ~parity & 1u),
                                               std::memory_order_relaxed);

@@ -11,7 +11,7 @@
 namespace pycomm::cpu {
 namespace {
 
-// How long the ranks of several nodes may take to agree whom they blame.
+// The time that the ranks of several nodes may take to decide whom to blame.
 constexpr auto kDecidedWithin = std::chrono::seconds(1);
 
 }  // namespace
@@ -56,7 +56,7 @@ std::uint64_t Comm::decided_word() {
   return word.load();
 }
 
-// What a rank waits for in another group, if it is on this node.
+// What the culprit is waiting for in another group, if it is on this node.
 std::string Comm::what_keeps(int culprit) const {
   for (int r = 0; r < size_; ++r) {
     if (number(r) == culprit) return membership_.describe(r);
@@ -91,12 +91,12 @@ void Comm::retreat() {
   for (int r = 0; r < size_; ++r) {
     while (r != rank_ && window_->control(r).in_peers_heaps.load() != 0 && !ended(r)) {
       const Clock::duration time = waited.until(Clock::now());
-      // A thread of this process cannot be kept out, and need not: it is on its way.
+      // A thread of this process cannot be locked out, and need not be: it will leave soon.
       if (can_detach && peers_->watched(r) && time > kRetreatWithin) {
         try {
           return detach();
         } catch (const std::system_error&) {
-          can_detach = false;  // no memory for the pages: only patience is left
+          can_detach = false;  // no memory for the pages: can only wait
         }
       }
       if (time > kRetreatWithin + timeout_) return;
@@ -106,7 +106,7 @@ void Comm::retreat() {
   exposed_ = false;
 }
 
-// The pages of this rank's tensors, each once.
+// Detaches the pages of this rank's tensors, each page once.
 void Comm::detach() {
   const auto pages_of = [](std::int64_t offset, std::int64_t bytes) {
     if (offset == kNotInWindow) return Range{0, 0};

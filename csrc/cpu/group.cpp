@@ -60,7 +60,7 @@ void Group::leave() {
 }
 
 void Group::end_waits_of(std::span<const std::shared_ptr<Group>> others) {
-  if (!idle() || closed_) return;  // work of its own may follow; who has left is seen by all
+  if (!idle() || closed_) return;  // its own work may follow; all ranks see one that has left
   std::vector<Group*> beyond;
   for (const auto& other : others) {
     if (other->idle()) continue;
@@ -82,7 +82,7 @@ void Group::check_usable() {
   }
 }
 
-// At the door, and on all ranks alike.
+// Checks an operation's arguments before it starts, with the same result on all ranks.
 void Group::check_fits(const Operation& operation) const {
   if (internode_ != nullptr) {
     const Algorithm algorithm = operation.algorithm;
@@ -117,12 +117,12 @@ std::shared_ptr<Work> Group::submit(std::vector<Call> calls) {
   return enqueue({.calls = calls, .owned = std::move(calls)});
 }
 
-// On this thread, unless something submitted earlier is still to come.
+// Runs a task on this thread, unless submitted work is still pending.
 bool Group::run_in_order(const Task& task, void (*interrupt)()) {
   check_usable();
   if (pending_.load(std::memory_order_acquire) == 0) {
     const std::lock_guard lock(running_);
-    if (closed_) check_usable();  // while this thread waited for its turn
+    if (closed_) check_usable();  // closed while this thread waited for the lock
     try {
       return execute(task, interrupt);
     } catch (...) {
@@ -167,7 +167,8 @@ void Group::serve() {
     } catch (...) {
       error = std::current_exception();
     }
-    // Before the work completes: who has waited for it may run the next operation inline.
+    // Before the work completes, so that a thread that has waited for it can run the next operation
+    // inline.
     pending_.fetch_sub(1, std::memory_order_acq_rel);
     task.work->complete(nonfinite, std::move(error), {begin, Clock::now()}, moved);
   }
@@ -182,7 +183,7 @@ bool Group::execute(const Task& task, void (*interrupt)(), std::int64_t* moved) 
       if (moved != nullptr) *moved += bytes_moved();
     }
   } catch (...) {
-    // The results are lost, so what was sent for them is not.
+    // The results are lost, so the residuals that were sent for them are restored.
     for (const Call& call : task.calls) put_back(call);
     throw;
   }
@@ -221,7 +222,7 @@ bool Group::execute(const Call& call, bool agree_only, void (*interrupt)()) {
     fail(told);
     throw told;
   } catch (const std::exception& error) {
-    abort();  // nobody knows of it yet
+    abort();  // the other ranks do not know of it yet
     retreat();
     const CollectiveError told = comm_.failure_of(comm_.decided_word());
     fail((told.rank == rank_ ? told.because(error.what()) : told).knowing(comm_.completed()));
@@ -229,7 +230,7 @@ bool Group::execute(const Call& call, bool agree_only, void (*interrupt)()) {
   }
 }
 
-// After a failure: returns when nobody touches the caller's memory any more.
+// After a failure: returns when no rank uses the caller's memory any more.
 void Group::retreat() {
   comm_.leave_peers_heaps();
   if (internode_ != nullptr) internode_->stop();
@@ -261,7 +262,7 @@ void Group::run_plain(const Operation& operation, const Call& call, void (*inter
   }
 }
 
-// A world of one compresses, too: what it shows is what a larger one would do.
+// A group of one rank compresses, too, so that it shows the effect of compression in larger groups.
 bool Group::run_blocks(const Operation& operation, const Call& call, void (*interrupt)()) {
   const float limit = largest_safe(operation, size_);
   const Preflight preflight = preflight_of(operation, call, limit);
@@ -309,13 +310,13 @@ void Group::trim(void (*interrupt)()) {
   running_.check_not_held();
   wait_until_idle(interrupt);
   const std::lock_guard lock(running_);
-  check_usable();  // peers of a group that has failed meanwhile may still read what it would free
+  check_usable();  // in a failed group, peers may still read the buffers
   if (topk_ != nullptr) topk_->trim(comm_.sequence());
   if (internode_ != nullptr) internode_->trim();
 }
 
 void Group::close(void (*interrupt)()) {
-  if (forked()) return;  // the parent's membership is not ours to end
+  if (forked()) return;  // only the parent may leave the group
   running_.check_not_held();
   {
     const std::lock_guard lock(queue_mutex_);
@@ -330,7 +331,7 @@ void Group::close(void (*interrupt)()) {
     abort();
   }
   if (worker_.joinable()) worker_.join();
-  const std::lock_guard lock(running_);  // another thread's operation ends first
+  const std::lock_guard lock(running_);  // waits for another thread's operation
   leave();
   if (interrupted) std::rethrow_exception(interrupted);
 }

@@ -1,5 +1,5 @@
-// One rank's membership in a group: orders its operations, runs them on the caller's thread or on a
-// worker, and refuses work once something has failed.
+// One rank's part of a group: orders its operations, runs them on the caller's thread or on a
+// worker, and refuses work after a failure.
 #pragma once
 
 #include <condition_variable>
@@ -27,66 +27,72 @@ class Group {
   Group(std::shared_ptr<Window> window, std::shared_ptr<const Liveness> peers, int rank, int size,
         int cores, Clock::duration timeout, std::uint32_t first_epoch);
   ~Group();
-  // Makes it one node's part of a group that spans nodes; before the first operation.
-  // `transport`: to those who carry the same stripe on other nodes; null where this rank carries
-  // none.
+  // Makes this one node's part of a group that spans nodes. Call it before the first operation.
+  // `transport` connects this rank's stripe to the other nodes; null if this rank carries no
+  // stripe.
   void span(Nodes nodes, std::shared_ptr<Transport> transport, Clock::duration timeout);
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
 
   // Runs an operation after all that were submitted before; blocks. Buffers are raw host memory.
-  // Of a compressed one, returns whether a value was not finite; the residual is then untouched.
+  // For a compressed operation, returns true if a value was not finite; the residual is then
+  // unchanged.
   bool run(const Call& call, void (*interrupt)() = nullptr);
   bool run(const Operation& operation, const void* input, void* output,
            void (*interrupt)() = nullptr, const Feedback& feedback = {}) {
     return run({operation, input, output, feedback}, interrupt);
   }
-  // Only meets the other ranks and checks that all mean this operation, whose data moves elsewhere.
+  // Only checks that all ranks call this operation, whose data moves elsewhere.
   void agree(const Operation& operation, void (*interrupt)() = nullptr);
-  // The same as run() on the worker, of one call after the other; the buffers must live until the
-  // work has completed.
+  // Runs the calls one after another on the worker. The buffers must live until the work has
+  // completed.
   std::shared_ptr<Work> submit(std::vector<Call> calls);
   std::shared_ptr<Work> submit(const Operation& operation, const void* input, void* output,
                                const Feedback& feedback = {}) {
     return submit({{operation, input, output, feedback}});
   }
 
-  // Throws GroupUnusable if it is; what has made it so if no caller has been told yet.
+  // Throws if the group is unusable: the original error if no caller has received it yet, else
+  // GroupUnusable.
   void check_usable();
   bool usable() const { return !forked() && !closed_ && !failed_ && comm_.aborted() == 0; }
   int pid(int r) const { return comm_.pid(r); }
   void set_name(std::string name) { comm_.set_name(std::move(name)); }
-  // Whether no operation is under way here.
+  // True if this rank runs no operation.
   bool idle();
-  // Whether this process is a fork of the one that made the group.
+  // True if this process is a fork of the one that created the group.
   bool forked() const;
 
-  // Gives back the memory that operations leave to the next ones, when none is under way here.
-  // `interrupt` is called now and then until then, and may throw.
+  // Frees the buffers that operations leave to the next ones, once this rank runs no operation.
+  // Until then, `interrupt` is called from time to time; it may throw.
   void trim(void (*interrupt)());
-  // Stops this and every other rank of the group: they raise Aborted, naming this rank.
+  // Stops all ranks of the group: they raise Aborted, which names this rank.
   void abort();
-  // An executor elsewhere has found a reason to stop, or wants to know of one.
+  // abort(word) and abort_word() let an executor elsewhere report a reason to stop and learn of
+  // one.
   void abort(std::uint64_t word) { comm_.abort(word); }
-  // A failure that was found elsewhere: the group refuses work from now on.
+  // Reports a failure that was found elsewhere: the group refuses work from now on.
   void fail(const std::string& why);
   std::uint64_t abort_word() const { return comm_.aborted(); }
   bool gone(int r) const { return comm_.gone(r); }
-  // As Comm's. The kernels of a forked process' parent are not its own.
+  // As in Comm. In a forked process, kernels_ended() does nothing, because the kernels are the
+  // parent's.
   void kernels_begin() { comm_.kernels_begin(); }
   void kernels_ended() {
     if (!forked()) comm_.kernels_ended();
   }
-  // For ranks that are threads. This rank has failed elsewhere: who needs it raises PeerDied.
+  // For ranks that are threads: says that this rank has failed elsewhere. Ranks that need it raise
+  // PeerDied.
   void leave();
-  // The function of this rank has returned. An operation of the others that it has never begun cannot
-  // succeed: it ends, as soon as no rank is in an earlier one, which may.
+  // Says that this rank's function has returned. An operation of the others that this rank has
+  // never begun cannot succeed. It ends as soon as no rank is in an earlier operation, which may
+  // still succeed.
   void end_waits_of(std::span<const std::shared_ptr<Group>> others);
-  // Waits for submitted work, then takes part in nothing more. Idempotent. `interrupt` is called now
-  // and then; what it throws aborts what it waits for.
+  // Waits for submitted work, then takes part in no further operation. Idempotent. `interrupt` is
+  // called from time to time; if it throws, the work that close() waits for is aborted.
   void close(void (*interrupt)() = nullptr);
 
-  // In the whole group; Comm's are those on this node.
+  // In the whole group; those of Comm count only this node.
   int rank() const { return rank_; }
   int size() const { return size_; }
   const Comm& comm() const { return comm_; }
@@ -94,7 +100,8 @@ class Group {
     return internode_ == nullptr ? LinkTraffic{} : internode_->traffic();
   }
   const std::shared_ptr<Heap>& heap() const { return heap_; }
-  // Between addresses in this rank's heap and offsets, which all ranks share; kNotInWindow elsewhere.
+  // Convert between addresses in a heap and offsets, which are the same on all ranks; kNotInWindow
+  // if an address is not in this rank's heap.
   std::int64_t offset_of(std::uintptr_t data) const {
     return window_->place_in_heap(comm_.rank(), reinterpret_cast<const void*>(data), 1);
   }
@@ -107,14 +114,14 @@ class Group {
   struct Task {
     std::span<const Call> calls;
     bool agree_only = false;
-    std::vector<Call> owned = {};  // of a task that the caller does not wait for
+    std::vector<Call> owned = {};  // calls of a task that the caller does not wait for
     std::shared_ptr<Work> work = nullptr;
   };
 
   void check_fits(const Operation& operation) const;
   std::shared_ptr<Work> enqueue(Task task);
   bool run_in_order(const Task& task, void (*interrupt)());
-  // Without `interrupt` this does not wait.
+  // Without `interrupt`, this does not wait.
   void wait_until_idle(void (*interrupt)());
   bool execute(const Task& task, void (*interrupt)(), std::int64_t* moved = nullptr);
   bool execute(const Call& call, bool agree_only, void (*interrupt)());
@@ -127,7 +134,7 @@ class Group {
   void serve();
   void fail(const CollectiveError& error);
   void fail(const std::string& why, std::exception_ptr error);
-  // What was handed over before a failure shares it.
+  // Throws the group's failure, for work that was submitted before it.
   void rethrow_failure();
 
   const int rank_;
@@ -136,8 +143,8 @@ class Group {
   std::shared_ptr<Window> window_;
   std::shared_ptr<Heap> heap_;
   Comm comm_;
-  std::unique_ptr<TopkWorkspace> topk_;        // made at the first use
-  std::unique_ptr<InternodeGroup> internode_;  // where it spans nodes
+  std::unique_ptr<TopkWorkspace> topk_;        // created at the first use
+  std::unique_ptr<InternodeGroup> internode_;  // if the group spans nodes
   OperationLock running_;
 
   std::mutex queue_mutex_;

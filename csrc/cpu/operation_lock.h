@@ -8,7 +8,7 @@
 
 namespace pycomm::cpu {
 
-// The group is closed, has failed, or belongs to the parent of a forked process.
+// Thrown if the group is closed, has failed, or belongs to the parent of a forked process.
 class GroupUnusable : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -18,7 +18,7 @@ class GroupUnusable : public std::runtime_error {
 // That thread must not wait for itself, so it gets an error.
 class OperationLock {
  public:
-  // Throws GroupUnusable if this thread has it already.
+  // Throws GroupUnusable if this thread already holds the lock.
   void lock();
   bool try_lock();
   void unlock();

@@ -1,4 +1,4 @@
-// A wait that takes long: it sleeps, looks for ranks that have gone, and ends by a deadline.
+// Long waits: they sleep, look for ranks that are gone, and end at a deadline.
 #include "cpu/waiting.h"
 
 #include <sched.h>
@@ -80,11 +80,11 @@ void Comm::look_for_the_gone() {
     if (r != rank_ && left(r)) check(r);
   }
   peers_->find_ended(check);
-  looked_at_ = (looked_at_ + 1) % size_;  // one at a time: each takes a system call
+  looked_at_ = (looked_at_ + 1) % size_;  // one per call: each costs a system call
   if (replaced(looked_at_)) check(looked_at_);
 }
 
-// Whether the process of rank r has become another program.
+// True if the process of rank r has executed another program.
 bool Comm::replaced(int r) const {
   return peers_->watched(r) && window_->control(r).holds.load(std::memory_order_acquire) != 0 &&
          !window_->held(r);
@@ -111,7 +111,8 @@ int Comm::culprit(int r) const {
 bool Comm::anyone_waits_after(std::uint32_t ordinal) const {
   for (int r = 0; r < size_; ++r) {
     const Control& theirs = window_->control(r);
-    // In this order: a wait that ends meanwhile is none that follows.
+    // In this order, so that a wait that ends in between does not count as a wait in a later
+    // operation.
     if (reached(theirs.completed.load(), ordinal) && theirs.waiting.load() != 0) return true;
   }
   return false;

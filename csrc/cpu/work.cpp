@@ -23,7 +23,7 @@ void Work::wait(void (*interrupt)()) {
     try {
       interrupt();
     } catch (...) {
-      // The worker must let go of the buffers before the caller frees them.
+      // The worker must stop using the buffers before the caller frees them.
       abort_group();
       try {
         while (!wait(std::chrono::seconds(1))) continue;
@@ -34,7 +34,7 @@ void Work::wait(void (*interrupt)()) {
   }
 }
 
-// A group lives at least until its works have completed.
+// A group lives at least until all of its works have completed.
 void Work::abort_group() {
   const std::lock_guard lock(group_mutex_);
   if (group_ != nullptr) group_->abort();

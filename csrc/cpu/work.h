@@ -18,21 +18,22 @@ struct Interval {
 
 class Group;
 
-// Operations in flight.
+// Submitted operations, as a future.
 class Work {
  public:
   explicit Work(Group& group);
 
-  // Returns whether it has completed within `patience`; throws what the operation threw.
+  // Returns true if the work has completed within `patience`. Throws what the operation threw.
   bool wait(Clock::duration patience);
-  // The same without end. `interrupt` is called now and then; what it throws aborts the group.
+  // Waits without a limit. `interrupt` is called from time to time; if it throws, the group is
+  // aborted.
   void wait(void (*interrupt)());
   bool completed() const;
   // For a completed compressed operation, what run() returns.
   bool nonfinite() const;
-  // When the worker began and ended; once it has completed.
+  // The times at which the worker began and ended; valid once the work has completed.
   Interval interval() const;
-  // Bytes read from and written to other ranks' memory, or received from other nodes.
+  // The bytes read from and written to other ranks' memory, or received from other nodes.
   std::int64_t moved() const;
 
  private:
@@ -45,11 +46,11 @@ class Work {
   bool completed_ = false;
   bool nonfinite_ = false;
   std::exception_ptr error_;
-  const std::shared_ptr<std::atomic<bool>> told_;  // the group's
+  const std::shared_ptr<std::atomic<bool>> told_;  // shared with the group
   Interval interval_;
   std::int64_t moved_ = 0;
-  std::mutex group_mutex_;  // not the other one: an abort may have to wait for the interpreter
-  Group* group_;            // null once it has completed
+  std::mutex group_mutex_;  // separate from mutex_: an abort may wait for the interpreter
+  Group* group_;            // null once the work has completed
 };
 
 }  // namespace pycomm::cpu
