@@ -1,4 +1,4 @@
-// Codecs, and encoding and decoding outside a group, for Python.
+// Python bindings of codecs, and of encoding and decoding outside a group.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -24,7 +24,7 @@ Codec make_codec(int kind, int values, bool stochastic, std::int64_t block, std:
   return codec;
 }
 
-// Addresses of 0 stand for what there is none of.
+// An address of 0 means that there is no such tensor.
 Call make_call(int algorithm, int dtype, int op, std::int64_t count, std::uintptr_t input,
                std::uintptr_t output, const Codec& codec, std::uintptr_t residual,
                std::uintptr_t velocity, float momentum, std::uint64_t seed, std::uint32_t step,
@@ -107,7 +107,7 @@ bool decode(const Codec& codec, std::uintptr_t wire, std::int64_t bytes, std::in
                      static_cast<DType>(dtype), reinterpret_cast<void*>(output), add);
 }
 
-// Writes at most k indices and values; returns how many.
+// Writes at most k indices and values; returns their number.
 std::int64_t select(int dtype, std::uintptr_t x, std::int64_t n, std::int64_t k,
                     std::uintptr_t indices, std::uintptr_t values) {
   check_memory(x, n);

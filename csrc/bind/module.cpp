@@ -1,4 +1,5 @@
-// pycomm._C: groups, windows and works as Python objects; numbers and pointers, no tensors.
+// pycomm._C: groups, windows and works as Python objects. Arguments are numbers and pointers, not
+// tensors.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -30,7 +31,7 @@ Clock::duration seconds(double s) {
   return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(s));
 }
 
-// Memory of a rank's heap, seen by Python through the buffer protocol.
+// Memory in a rank's heap, which Python accesses through the buffer protocol.
 class Allocation {
  public:
   Allocation(std::shared_ptr<Heap> heap, std::int64_t bytes)
@@ -49,12 +50,12 @@ class Allocation {
   std::byte* data_;
 };
 
-// A group may have to wait for its worker when it goes: other threads must be able to run
-// meanwhile.
+// Destroying a group may wait for its worker, so other threads must be able to run.
 void delete_group(Group* group) {
-  // A condition variable whose waiter does not exist here could not be destroyed: leak it all.
+  // In a forked process, the group is leaked: its condition variable's waiter does not exist here,
+  // so the variable could not be destroyed.
   if (group->forked()) return;
-  // So does a worker that the interpreter's end has put to sleep.
+  // Also leaked if the interpreter is finalizing, which may have put the worker to sleep.
   if (finalizing()) return;
   if (PyGILState_Check() != 0) {
     const WithoutGil no_gil;
@@ -103,7 +104,7 @@ bool run_compressed(Group& group, const Call& call) {
   return group.run(call, check_signals);
 }
 
-// Several calls, made once and submitted at many steps.
+// Calls that are made once and submitted in many steps.
 class Exchange {
  public:
   explicit Exchange(std::vector<Call> calls) : calls_(std::move(calls)) {}
@@ -245,7 +246,7 @@ void bind_group(py::module_& m) {
   m.def("register_group", &register_group, py::arg("name"), py::arg("group"));
 }
 
-// The number of each value of an enum, by its name.
+// A dict from the name of each value of an enum to its number.
 template <class Enum>
 py::dict numbers() {
   py::dict all;
@@ -253,7 +254,7 @@ py::dict numbers() {
   return all;
 }
 
-// The names of the algorithms whose row has a property.
+// The names of the algorithms with a property.
 py::list algorithms_with(bool (*property)(Algorithm)) {
   py::list names;
   for (int i = 0; i < kCountOf<Algorithm>; ++i) {

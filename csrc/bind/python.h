@@ -1,4 +1,4 @@
-// What the parts of the binding share.
+// Declarations that the parts of the binding share.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -14,29 +14,30 @@
 
 namespace pycomm::bind {
 
-// Stands for a Python exception while C++ unwinds, which stays the raising thread's error
-// indicator. Groups keep what they have failed with and throw it in several threads; a Python
-// exception can only be raised once, and would hold the frames, and so the group, it came from.
+// Represents a Python exception while C++ unwinds. The exception itself stays in the raising
+// thread's error indicator. Groups store the error that they have failed with and throw it in
+// several threads. A Python exception can be raised only once, and it would keep alive the frames
+// it came from, and so the group.
 class PythonError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-// Throws a PythonError for the error indicator.
+// Throws a PythonError that represents the error indicator.
 [[noreturn]] void throw_python_error();
 
-// Sets the Python error for the C++ exception being handled.
+// Sets the Python error for the C++ exception that is being handled.
 void set_python_error() noexcept;
 
-// Lets Ctrl-C and other signals end a long wait.
+// Runs Python's signal handlers, so that Ctrl-C and other signals can end a long wait.
 void check_signals();
 
-// A tensor without memory that has come past Python's checks must not be read or written.
+// Throws if a tensor has no memory but elements, in case Python's checks have missed it.
 inline void check_memory(std::uintptr_t address, std::int64_t count) {
   PYCOMM_CHECK(address != 0 || count == 0, "tensor must have memory, got a null pointer");
 }
 
-// A tensor's shape; none counts as one dimension.
+// A tensor's shape; no shape means one dimension.
 using Shape = std::optional<std::vector<std::int64_t>>;
 
 inline Details make_details(const Shape& shape, const std::string& label) {
