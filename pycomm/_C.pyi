@@ -15,10 +15,20 @@ partial_sum_algorithms: list[str]
 zero_copy_algorithms: list[str]
 has_cuda: bool
 window_layout: int
+tree_piece_bytes: int
+pipeline_depth: int
+internode_tiles: int
+least_transfer_bytes: int
+most_tile_bytes: int
 
 class Codec:
     def __init__(
         self, kind: int, values: int = 0, stochastic: bool = False, block: int = 0, k: int = 0
+    ) -> None: ...
+
+class Operation:
+    def __init__(
+        self, *, collective: str, algorithm: str, dtype: str, op: str = "sum", root: int = 0
     ) -> None: ...
 
 class Call:
@@ -49,6 +59,11 @@ class Call:
 
 def encoded_bytes(codec: Codec, n: int) -> int: ...
 def wire_bytes(codec: Codec, n: int, ranks: int) -> int: ...
+def cost(
+    group: Group, operation: Operation, count: int, zero_copy: bool
+) -> tuple[int, int, int]: ...
+def link_cost(group: Group, operation: Operation, count: int) -> tuple[int, int]: ...
+def stripes(nodes: Sequence[Sequence[int]]) -> int: ...
 def encode(
     codec: Codec, dtype: int, x: int, n: int, wire: int, seed: int, step: int, offset: int
 ) -> bool: ...

@@ -172,19 +172,13 @@ class Group:
         """
         check_dtype("dtype", dtype)
         if len(self.nodes) > 1:
-            return make_spanning_plan(nbytes, dtype, self.rank, self.nodes, algorithm)
+            return make_spanning_plan(
+                self._core, nbytes, dtype, len(self.nodes), self.stripes, algorithm
+            )
         if device == "cuda":
             transport = "not connected yet" if self._cuda is None else self._cuda.transport
             return make_cuda_plan(nbytes, self.size, algorithm, transport)
-        return make_plan(
-            nbytes=nbytes,
-            dtype=dtype,
-            rank=self.rank,
-            size=self.size,
-            algorithm=algorithm,
-            in_window=in_window,
-            slot_bytes=self._core.slot_bytes,
-        )
+        return make_plan(self._core, nbytes, dtype, self.size, algorithm, in_window)
 
     def check(self) -> None:
         """Raises the error of CUDA kernels that have run so far, if there is one.

@@ -57,39 +57,6 @@ Call make_call(int algorithm, int dtype, int op, std::int64_t count, std::uintpt
           feedback, make_details(shape, label)};
 }
 
-// What rank r owns of n elements in a compressed two-shot, as bytes on the wire.
-std::int64_t owned_bytes(const Codec& codec, std::int64_t n, int ranks, int r) {
-  const std::int64_t cycle = ranks * kOwnedElements;
-  const std::int64_t rest = n % cycle - r * kOwnedElements;
-  const std::int64_t last = rest < 0 ? 0 : rest < kOwnedElements ? rest : kOwnedElements;
-  const std::int64_t owned = n / cycle * kOwnedElements + last;
-  return is_scaled(codec) ? int8_bytes(owned, codec.block) : owned * size_of(codec.values);
-}
-
-std::int64_t list_bytes(const Codec& codec, std::int64_t n, int ranks, int r, bool result) {
-  const TopkRegion region{n, ranks, r};
-  const std::int64_t entries = result ? region.share(codec.k) : region.capacity(codec.k);
-  return TopkLayout{region.chunks(), entries, codec.values}.bytes();
-}
-
-// The most bytes that a rank reads from its peers in one two-shot all-reduce: n - 1 contributions to
-// what it owns, and the others' results.
-std::int64_t wire_bytes(const Codec& codec, std::int64_t n, int ranks) {
-  std::int64_t most = 0, results = 0;
-  const bool lists = codec.kind == CodecKind::topk;
-  for (int r = 0; r < ranks; ++r) {
-    results += lists ? list_bytes(codec, n, ranks, r, true) : owned_bytes(codec, n, ranks, r);
-  }
-  for (int r = 0; r < ranks; ++r) {
-    const std::int64_t sent =
-        lists ? list_bytes(codec, n, ranks, r, false) : owned_bytes(codec, n, ranks, r);
-    const std::int64_t own =
-        lists ? list_bytes(codec, n, ranks, r, true) : owned_bytes(codec, n, ranks, r);
-    most = std::max(most, (ranks - 1) * sent + results - own);
-  }
-  return most;
-}
-
 bool encode(const Codec& codec, int dtype, std::uintptr_t x, std::int64_t n, std::uintptr_t wire,
             std::uint64_t seed, std::uint32_t step, std::int64_t offset) {
   check_memory(x, n);
@@ -139,7 +106,6 @@ void bind_codec(py::module_& m) {
            py::arg("shape") = py::none(), py::arg("label") = "")
       .def("set_step", [](Call& call, std::uint32_t step) { call.feedback.step = step; });
   m.def("encoded_bytes", &encoded_bytes, py::arg("codec"), py::arg("n"));
-  m.def("wire_bytes", &wire_bytes, py::arg("codec"), py::arg("n"), py::arg("ranks"));
   m.def("encode", &encode, py::arg("codec"), py::arg("dtype"), py::arg("x"), py::arg("n"),
         py::arg("wire"), py::arg("seed"), py::arg("step"), py::arg("offset"));
   m.def("decode", &decode, py::arg("codec"), py::arg("wire"), py::arg("bytes"), py::arg("n"),

@@ -7,7 +7,6 @@
 #include "bind/gil.h"
 #include "bind/python.h"
 #include "bind/registry.h"
-#include "core/algorithms/select.h"
 #include "core/algorithms/table.h"
 #include "core/optim/table.h"
 #include "cpu/group.h"
@@ -20,7 +19,6 @@ namespace {
 using cpu::Clock;
 using cpu::Group;
 using cpu::Heap;
-using cpu::LinkTraffic;
 using cpu::Liveness;
 using cpu::Process;
 using cpu::Transport;
@@ -272,21 +270,9 @@ PYBIND11_MODULE(_C, m) {
   bind_codec(m);
   bind_transport(m);
   bind_group(m);
+  bind_call(m);
   bind_cuda(m);
   bind_optim(m);
-  m.def(
-      "select_algorithm",
-      [](std::int64_t bytes, int ranks, const std::string& device) {
-        return name_of(select_algorithm(bytes, ranks, parse<Device>(device, "device")));
-      },
-      py::arg("bytes"), py::arg("ranks"), py::arg("device"));
-  m.def(
-      "tree_node",
-      [](int tree, int rank, int size) {
-        const TreeNode node = tree_node(tree, rank, size);
-        return py::make_tuple(node.parent, node.left, node.right);
-      },
-      py::arg("tree"), py::arg("rank"), py::arg("size"));
   m.attr("dtypes") = numbers<DType>();
   m.attr("reduce_ops") = numbers<ReduceOp>();
   m.attr("collectives") = numbers<Collective>();

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "core/details.h"
+#include "core/operation.h"
 #include "core/types.h"
 
 namespace pycomm::bind {
@@ -47,6 +48,13 @@ inline Details make_details(const Shape& shape, const std::string& label) {
   return details;
 }
 
+// The same operation on so many elements.
+inline Operation of(Operation kind, std::int64_t count) {
+  kind.count = count;
+  return kind;
+}
+
+void bind_call(pybind11::module_& m);
 void bind_codec(pybind11::module_& m);
 void bind_cuda(pybind11::module_& m);
 void bind_optim(pybind11::module_& m);

@@ -38,6 +38,12 @@ struct Traffic {
   std::int64_t bytes_out = 0;  // written to other ranks' memory
 };
 
+// What a rank sent to other nodes and received from them in one operation, in bytes.
+struct LinkTraffic {
+  std::int64_t sent = 0;
+  std::int64_t received = 0;
+};
+
 enum class Reason : std::uint8_t {
   none,
   peer_died,

@@ -6,6 +6,7 @@
 #include "core/algorithms/run.h"
 #include "core/algorithms/select.h"
 #include "core/codecs/cast.h"
+#include "core/cost.h"
 #include "cpu/fork.h"
 #include "cpu/waiting.h"
 
@@ -99,6 +100,18 @@ void Group::check_fits(const Operation& operation) const {
                                              std::to_string(size_) +
                                              " ranks: make the group with at least " +
                                              std::to_string(2 * staging.enough(size_)));
+}
+
+Traffic Group::cost(const Operation& operation, bool zero_copy) const {
+  check_fits(operation);
+  if (internode_ != nullptr) return {};
+  return cost_of(operation, {rank_, size_, comm_.slot_bytes(), kPacketBytes, zero_copy});
+}
+
+LinkTraffic Group::link_cost(const Operation& operation) const {
+  check_fits(operation);
+  if (internode_ == nullptr) return {};
+  return pycomm::link_cost(operation, internode_->nodes(), comm_.rank());
 }
 
 bool Group::run(const Call& call, void (*interrupt)()) {

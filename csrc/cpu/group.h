@@ -96,6 +96,11 @@ class Group {
   int rank() const { return rank_; }
   int size() const { return size_; }
   const Comm& comm() const { return comm_; }
+  // What an all-reduce or another collective would cost this rank, between ranks of a node and between
+  // nodes: what traffic() and link_traffic() would say of it. `zero_copy`: all ranks' tensors lie in their
+  // windows. Spanning nodes, the first counts nothing.
+  Traffic cost(const Operation& operation, bool zero_copy) const;
+  LinkTraffic link_cost(const Operation& operation) const;
   LinkTraffic link_traffic() const {
     return internode_ == nullptr ? LinkTraffic{} : internode_->traffic();
   }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from pycomm import _C
@@ -30,3 +32,13 @@ def check_choice(argument: str, value: str, choices: dict[str, int]) -> int:
     if value not in choices:
         raise ValueError(f"{argument} must be one of {', '.join(choices)}, got {value!r}")
     return choices[value]
+
+
+@functools.cache
+def operation_of(
+    collective: str, algorithm: str, dtype: torch.dtype, op: str = "sum", root: int = 0
+) -> _C.Operation:
+    """An operation of any size; ValueError for what there is not."""
+    check_dtype("dtype", dtype)
+    name = str(dtype).removeprefix("torch.")
+    return _C.Operation(collective=collective, algorithm=algorithm, dtype=name, op=op, root=root)

@@ -78,7 +78,7 @@ class Nodes:
     @property
     def stripes(self) -> int:
         """The number of ranks of every node that exchange with other nodes; 0 on one node."""
-        return min(map(len, self.ranks)) if len(self.ranks) > 1 else 0
+        return _C.stripes(self.ranks)
 
 
 def connect(

@@ -17,17 +17,10 @@ from pycomm.advise.constants import COMPRESSIONS, OPERATIONS, Constants
 
 MOST_RANKS = 16384  # the largest number that the command line accepts
 ELEMENT_BYTES = 4  # gradients are float32
-PIECE_BYTES = 64 << 10  # of the pipelined tree, before compression
+PIECE_BYTES = _C.tree_piece_bytes  # of the pipelined tree, before compression
 SEGMENT_BYTES = 1 << 20  # the most that Gloo's ring sends at a time; a part has at least two
-TILES, LEAST_TRANSFER_BYTES, MOST_TILE_BYTES = (
-    8,
-    32 << 10,
-    1 << 20,
-)  # as in csrc/cpu/internode/stages.h
 TILED = ("bf16", "int8")  # reduced inside a node tile by tile, while others are on the wire
-UNDER_WAY = (
-    3  # tiles in each phase: one is waited for, two follow (csrc/core/algorithms/internode.h)
-)
+UNDER_WAY = _C.pipeline_depth + 1  # tiles in each phase: one is waited for, others follow
 
 
 @dataclass(frozen=True)
@@ -241,8 +234,9 @@ class Model:
         rounds, trips, messages = 1, 5, 5
         if compression != "topk":  # which selects from the whole
             owned = nbytes / stripes / nodes
-            most = max(MOST_TILE_BYTES / nodes, LEAST_TRANSFER_BYTES)
-            rounds = math.ceil(owned / min(max(owned / TILES, LEAST_TRANSFER_BYTES), most))
+            most = max(_C.most_tile_bytes / nodes, _C.least_transfer_bytes)
+            transfer = min(max(owned / _C.internode_tiles, _C.least_transfer_bytes), most)
+            rounds = math.ceil(owned / transfer)
             trips, messages = 3, 1 + 2 * rounds
         core = self._coding(compression, elements / stripes, nodes)
         core += self._sending(sent / stripes, messages * (nodes - 1))

@@ -106,10 +106,14 @@ struct TopkArea {
   PYCOMM_HD constexpr int owner(std::int64_t chunk) const {
     return static_cast<int>((chunk + first_owner) % ranks);
   }
-  PYCOMM_HD constexpr std::int64_t room(int rank, bool result) const {
-    const TopkRegion owned = region(rank);
+  // The most bytes of a list for an owner, or of the owner's result.
+  PYCOMM_HD constexpr std::int64_t list_bytes(int owner, bool result) const {
+    const TopkRegion owned = region(owner);
     const std::int64_t entries = result ? owned.share(codec.k) : owned.capacity(codec.k);
-    return round_up(TopkLayout{owned.chunks(), entries, codec.values}.bytes(), kLine);
+    return TopkLayout{owned.chunks(), entries, codec.values}.bytes();
+  }
+  PYCOMM_HD constexpr std::int64_t room(int owner, bool result) const {
+    return round_up(list_bytes(owner, result), kLine);
   }
   PYCOMM_HD constexpr std::int64_t list(int owner) const {
     std::int64_t begin = 0;

@@ -11,10 +11,6 @@
 namespace pycomm::cpu {
 namespace {
 
-std::int64_t owned_elements(const Codec& codec) {
-  return codec.kind == CodecKind::topk ? kTopkChunk : kOwnedElements;
-}
-
 // Consecutive elements that one node owns: where they begin in the tensor and, `packed`, among the
 // elements of the stripe.
 struct Run {
@@ -54,7 +50,7 @@ NodeAggregate::NodeAggregate(Comm& comm, const Nodes& nodes, AggregateMemory& me
       wide_(memory.wide),
       operation_(operation),
       call_(call),
-      interleave_{nodes.count() * owned_elements(operation.codec), nodes.stripes()},
+      interleave_(interleave_of(operation.codec, nodes)),
       tile_ranges_(tile_ranges_of(operation, interleave_, nodes.count())),
       carried_(operation),
       carried_call_(call) {
@@ -67,17 +63,7 @@ NodeAggregate::NodeAggregate(Comm& comm, const Nodes& nodes, AggregateMemory& me
   Feedback& feedback = carried_call_.feedback;
   feedback.residual = sums(call.feedback.residual, memory.residual);
   feedback.velocity = sums(call.feedback.velocity, memory.velocity);
-  if (!owns_stripe()) return;
-  carried_.dtype = DType::f32;
-  carried_.count = packed(n);
-  carried_.offset = static_cast<std::uint32_t>(
-      interleave_.before(first_element(operation), comm_.rank()) / kSmallestBlock);
-  if (n > 0) {
-    // Both counts are less than 2^32.
-    const std::uint64_t k = operation.codec.k;
-    const auto all = k * static_cast<std::uint64_t>(carried_.count), whole = std::uint64_t(n);
-    carried_.codec.k = static_cast<std::uint32_t>(all / whole + (all % whole != 0 ? 1 : 0));
-  }
+  if (owns_stripe()) carried_ = carried_by(operation, nodes, comm_.rank());
 }
 
 // The number of this rank's stripe's elements that come before element `begin` of the tensor.

@@ -13,9 +13,9 @@
 #include "core/algorithms/internode.h"
 #include "core/algorithms/stripes.h"
 #include "core/call.h"
+#include "core/nodes.h"
 #include "cpu/comm.h"
 #include "cpu/internode/link.h"
-#include "cpu/internode/nodes.h"
 
 namespace pycomm::cpu {
 

@@ -62,13 +62,6 @@ Operation InternodeGroup::phase(const Operation& operation, std::int64_t count) 
   return phase;
 }
 
-Range InternodeGroup::stripe(const Operation& operation, std::int64_t begin,
-                             std::int64_t count) const {
-  const std::int64_t line = kLine / size_of(operation.dtype);
-  const Range part = part_of(count, nodes_.stripes(), comm_.rank(), line);
-  return {begin + part.begin, part.count};
-}
-
 // Writes the node's sum of this rank's stripe to its place in the output.
 void InternodeGroup::reduce_to_stripes(const Operation& operation, std::int64_t count,
                                        const void* input, void* output) {
@@ -84,23 +77,19 @@ void InternodeGroup::gather_stripes(const Operation& operation, std::int64_t cou
   pycomm::all_gather(comm_, EvenStripes<Comm>{comm_, nodes_.stripes()});
 }
 
-void InternodeGroup::exchange_plain(const Operation& operation, PlainStages::Work work) {
+void InternodeGroup::exchange_plain(const Operation& operation, std::byte* data, bool reduces,
+                                    bool gathers) {
   if (!owns_stripe()) return;
   link_->await_announcements();
-  PlainStages stages(*link_, operation, std::move(work), scratch_.incoming);
+  PlainStages stages(*link_, operation,
+                     {data, owned_by_nodes(operation, nodes_, comm_.rank()), reduces, gathers},
+                     scratch_.incoming);
   exchange(*link_, stages);
 }
 
 void InternodeGroup::all_reduce(const Operation& operation, const Call& call) {
   reduce_to_stripes(operation, operation.count, call.input, call.output);
-  const Range mine = stripe(operation, 0, operation.count);
-  std::vector<Range> owned;
-  for (int m = 0; m < nodes_.count(); ++m) {
-    const std::int64_t line = kLine / size_of(operation.dtype);
-    const Range part = part_of(mine.count, nodes_.count(), m, line);
-    owned.push_back({mine.begin + part.begin, part.count});
-  }
-  exchange_plain(operation, {static_cast<std::byte*>(call.output), std::move(owned), true, true});
+  exchange_plain(operation, static_cast<std::byte*>(call.output), true, true);
   gather_stripes(operation, operation.count, call.output);
 }
 
@@ -128,13 +117,11 @@ void InternodeGroup::reduce_scatter(const Operation& operation, const Call& call
                           scratch_.blocks.bytes(nodes_.world() * block * element));
   }
   std::byte* const sums = scratch_.sums.bytes(nodes_.world() * block * element);
-  std::vector<Range> owned;
   for (int m = 0; m < nodes_.count(); ++m) {
-    const std::int64_t begin = segment(m, block), count = nodes_.size(m) * block;
-    reduce_to_stripes(operation, count, input + begin * element, sums + begin * element);
-    owned.push_back(stripe(operation, begin, count));
+    const std::int64_t begin = segment(m, block) * element;
+    reduce_to_stripes(operation, nodes_.size(m) * block, input + begin, sums + begin);
   }
-  exchange_plain(operation, {sums, std::move(owned), true, false});
+  exchange_plain(operation, sums, true, false);
   std::byte* const here = sums + segment(nodes_.here, block) * element;
   gather_stripes(operation, nodes_.size(nodes_.here) * block, here);
   move(call.output, here + comm_.rank() * block * element, block * element);
@@ -152,11 +139,7 @@ void InternodeGroup::all_gather(const Operation& operation, const Call& call) {
     comm_.begin_phase(operation, call.input, here);
     pycomm::all_gather(comm_);
   }
-  std::vector<Range> owned;
-  for (int m = 0; m < nodes_.count(); ++m) {
-    owned.push_back(stripe(operation, segment(m, block), nodes_.size(m) * block));
-  }
-  exchange_plain(operation, {all, std::move(owned), false, true});
+  exchange_plain(operation, all, false, true);
   for (int m = 0; m < nodes_.count(); ++m) {
     if (m == nodes_.here) continue;
     gather_stripes(operation, nodes_.size(m) * block, all + segment(m, block) * element);
@@ -167,21 +150,16 @@ void InternodeGroup::all_gather(const Operation& operation, const Call& call) {
 }
 
 void InternodeGroup::broadcast(const Operation& operation, const Call& call) {
-  std::vector<Range> owned(static_cast<std::size_t>(nodes_.count()));
-  bool from_here = false;
-  for (int m = 0; m < nodes_.count(); ++m) {
-    for (int i = 0; i < nodes_.size(m); ++i) {
-      if (nodes_.rank(m, i) != operation.root) continue;
-      owned[static_cast<std::size_t>(m)] = stripe(operation, 0, operation.count);
-      if (m != nodes_.here) continue;
-      from_here = true;
-      Operation inside = operation;
-      inside.root = i;
-      comm_.begin_phase(inside, call.input, call.output);
-      if (comm_.size() > 1) pycomm::broadcast(comm_);
-    }
+  const bool from_here = nodes_.node_of(operation.root) == nodes_.here;
+  if (from_here) {
+    Operation inside = operation;
+    const std::vector<int>& here = nodes_.at(nodes_.here);
+    inside.root =
+        static_cast<int>(std::find(here.begin(), here.end(), operation.root) - here.begin());
+    comm_.begin_phase(inside, call.input, call.output);
+    if (comm_.size() > 1) pycomm::broadcast(comm_);
   }
-  exchange_plain(operation, {static_cast<std::byte*>(call.output), std::move(owned), false, true});
+  exchange_plain(operation, static_cast<std::byte*>(call.output), false, true);
   if (!from_here) gather_stripes(operation, operation.count, call.output);
 }
 

@@ -69,8 +69,7 @@ class InternodeGroup {
   void reduce_to_stripes(const Operation& operation, std::int64_t count, const void* input,
                          void* output);
   void gather_stripes(const Operation& operation, std::int64_t count, void* data);
-  Range stripe(const Operation& operation, std::int64_t begin, std::int64_t count) const;
-  void exchange_plain(const Operation& operation, PlainStages::Work work);
+  void exchange_plain(const Operation& operation, std::byte* data, bool reduces, bool gathers);
   std::int64_t segment(int node, std::int64_t block) const { return nodes_.before(node) * block; }
   const std::byte* in_node_order(const void* blocks, std::int64_t bytes, bool from_rank_order,
                                  std::byte* to) const;

@@ -17,8 +17,8 @@
 #include <vector>
 
 #include "core/message.h"
+#include "core/nodes.h"
 #include "cpu/comm.h"
-#include "cpu/internode/nodes.h"
 #include "cpu/internode/transport.h"
 
 namespace pycomm::cpu {
@@ -46,12 +46,6 @@ class Scratch {
   };
   std::unique_ptr<std::byte, Free> data_;
   std::int64_t room_ = 0;
-};
-
-// Bytes that a link has transferred in one operation.
-struct LinkTraffic {
-  std::int64_t sent = 0;
-  std::int64_t received = 0;
 };
 
 class Link {

@@ -61,7 +61,7 @@ void World::add_node(const std::vector<int>& ranks, const Layout& layout) {
 }
 
 void World::add_links(const Nodes& ranks) {
-  cpu::Nodes nodes{ranks};
+  pycomm::Nodes nodes{ranks};
   for (int s = 0; s < nodes.stripes(); ++s) {
     networks_.push_back(std::make_unique<cpu::Network>(nodes.count()));
   }

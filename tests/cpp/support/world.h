@@ -24,7 +24,7 @@ class World {
 
   // Simulated nodes with these numbers of ranks.
   explicit World(const std::vector<int>& ranks_per_node, std::int64_t staging_bytes = 64 << 10) {
-    cpu::Nodes nodes;
+    pycomm::Nodes nodes;
     int next = 0;
     for (const int count : ranks_per_node) {
       nodes.ranks.emplace_back();

@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "core/layout.h"
+#include "core/nodes.h"
 #include "cpu/comm.h"
-#include "cpu/internode/nodes.h"
 
 namespace pycomm::cpu {
 
@@ -64,8 +64,6 @@ class Scratch {
   std::byte* data_ = nullptr;
   std::int64_t room_ = 0;
 };
-
-struct LinkTraffic {};
 
 class Link {
  public:

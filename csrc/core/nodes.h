@@ -1,0 +1,122 @@
+// The distribution of a group's ranks over nodes, and what each node owns in an exchange with others.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "core/algorithms/stripes.h"
+#include "core/codecs/topk.h"
+#include "core/operation.h"
+
+namespace pycomm {
+
+struct Nodes {
+  // The ranks of each node, ascending. Nodes are ordered by their first rank.
+  std::vector<std::vector<int>> ranks;
+  int here = 0;  // this node
+
+  int count() const { return static_cast<int>(ranks.size()); }
+  const std::vector<int>& at(int node) const { return ranks[static_cast<std::size_t>(node)]; }
+  int size(int node) const { return static_cast<int>(at(node).size()); }
+  int rank(int node, int i) const { return at(node)[static_cast<std::size_t>(i)]; }
+  // The number of ranks of the whole group.
+  int world() const { return before(count()); }
+  // The number of ranks on nodes before this one, which is the position of its blocks in node
+  // order.
+  int before(int node) const {
+    int sum = 0;
+    for (int m = 0; m < node; ++m) sum += size(m);
+    return sum;
+  }
+  // The number of stripes, which is the number of ranks per node that exchange with other nodes:
+  // 0 on a single node.
+  int stripes() const {
+    if (count() == 1) return 0;
+    int least = size(0);
+    for (int m = 1; m < count(); ++m) least = std::min(least, size(m));
+    return least;
+  }
+  // True if every node has one rank.
+  bool single() const { return world() == count(); }
+  // The node of a rank; count() if there is none.
+  int node_of(int rank) const {
+    int m = 0;
+    while (m < count() && std::find(at(m).begin(), at(m).end(), rank) == at(m).end()) ++m;
+    return m;
+  }
+  // True if node order is rank order.
+  bool in_order() const {
+    int next = 0;
+    for (const auto& node : ranks) {
+      for (const int rank : node) {
+        if (rank != next++) return false;
+      }
+    }
+    return true;
+  }
+};
+
+// The part of so many elements that a stripe carries, of tensors as they are.
+inline Range stripe_of(const Operation& operation, const Nodes& nodes, int stripe,
+                       std::int64_t begin, std::int64_t count) {
+  const Range part = part_of(count, nodes.stripes(), stripe, kLine / size_of(operation.dtype));
+  return {begin + part.begin, part.count};
+}
+
+// What each node owns of a stripe of tensors as they are: it adds it up, or has it for all others.
+inline std::vector<Range> owned_by_nodes(const Operation& operation, const Nodes& nodes,
+                                         int stripe) {
+  std::vector<Range> owned(static_cast<std::size_t>(nodes.count()));
+  for (int m = 0; m < nodes.count(); ++m) {
+    Range& mine = owned[static_cast<std::size_t>(m)];
+    switch (operation.collective) {
+      case Collective::all_reduce: {
+        const Range all = stripe_of(operation, nodes, stripe, 0, operation.count);
+        mine = part_of(all.count, nodes.count(), m, kLine / size_of(operation.dtype));
+        mine.begin += all.begin;
+        break;
+      }
+      case Collective::reduce_scatter:
+      case Collective::all_gather:  // a block per rank, in the order of nodes
+        mine = stripe_of(operation, nodes, stripe, nodes.before(m) * operation.count,
+                         nodes.size(m) * operation.count);
+        break;
+      case Collective::broadcast:
+        if (m == nodes.node_of(operation.root))
+          mine = stripe_of(operation, nodes, stripe, 0, operation.count);
+        break;
+      case Collective::barrier:
+        break;
+    }
+  }
+  return owned;
+}
+
+// Compressed, stripes take turns by index, and so do nodes within a stripe's turn.
+inline std::int64_t owned_elements(const Codec& codec) {
+  return codec.kind == CodecKind::topk ? kTopkChunk : kOwnedElements;
+}
+inline StripeInterleave interleave_of(const Codec& codec, const Nodes& nodes) {
+  return {nodes.count() * owned_elements(codec), nodes.stripes()};
+}
+
+// A compressed operation on a stripe alone: on the sum of a node's ranks, or on its one rank's tensor.
+inline Operation carried_by(const Operation& operation, const Nodes& nodes, int stripe) {
+  Operation carried = operation;
+  if (nodes.single()) return carried;
+  const StripeInterleave interleave = interleave_of(operation.codec, nodes);
+  const std::int64_t first = first_element(operation), n = operation.count;
+  const std::int64_t before = interleave.before(first, stripe);
+  carried.dtype = DType::f32;
+  carried.count = interleave.before(first + n, stripe) - before;
+  carried.offset = static_cast<std::uint32_t>(before / kSmallestBlock);
+  if (n > 0) {
+    // Both counts are less than 2^32.
+    const std::uint64_t k = operation.codec.k;
+    const auto all = k * static_cast<std::uint64_t>(carried.count), whole = std::uint64_t(n);
+    carried.codec.k = static_cast<std::uint32_t>(all / whole + (all % whole != 0 ? 1 : 0));
+  }
+  return carried;
+}
+
+}  // namespace pycomm
