@@ -214,7 +214,8 @@ bool Group::execute(const Call& call, bool agree_only, void (*interrupt)()) {
   operation.algorithm = resolve(operation, size_, internode_ != nullptr);
   const Details* details = &call.details;
   std::optional<Details> compressed;
-  if (operation.codec.kind != CodecKind::none && !agree_only) {
+  const bool compresses = operation.codec.kind != CodecKind::none && !agree_only;
+  if (compresses) {
     details = &compressed.emplace(details_of(call));
     const float* const scale = call.feedback.scale;
     if (scale != nullptr && call.feedback.residual != nullptr) compressed->scale = *scale;
@@ -222,7 +223,15 @@ bool Group::execute(const Call& call, bool agree_only, void (*interrupt)()) {
   if (!agree_only) operation.details = hash_of(*details);
   comm_.set_details(details);
   try {
-    const bool nonfinite = run_on(operation, call, agree_only, interrupt);
+    bool nonfinite = false;
+    if (internode_ != nullptr) {
+      nonfinite = internode_->run(operation, call, interrupt);
+    } else if (compresses) {
+      nonfinite = operation.codec.kind == CodecKind::topk ? run_topk(operation, call, interrupt)
+                                                          : run_blocks(operation, call, interrupt);
+    } else {
+      run_plain(operation, call, agree_only, interrupt);
+    }
     comm_.finish();
     return nonfinite;
   } catch (const CollectiveError& error) {
@@ -251,24 +260,11 @@ void Group::retreat() {
   comm_.wait_for_kernels(kRetreatWithin);
 }
 
-bool Group::run_on(const Operation& operation, const Call& call, bool agree_only,
-                   void (*interrupt)()) {
-  const CodecKind codec = agree_only ? CodecKind::none : operation.codec.kind;
-  if (internode_ != nullptr) return internode_->run(operation, call, interrupt);
-  if (codec == CodecKind::topk) return run_topk(operation, call, interrupt);
-  if (codec != CodecKind::none) return run_blocks(operation, call, interrupt);
-  if (!agree_only) {
-    run_plain(operation, call, interrupt);
-  } else {
-    comm_.begin(operation, nullptr, nullptr, interrupt);
-    if (size_ > 1) barrier(comm_);
-  }
-  return false;
-}
-
-void Group::run_plain(const Operation& operation, const Call& call, void (*interrupt)()) {
+void Group::run_plain(const Operation& operation, const Call& call, bool agree_only,
+                      void (*interrupt)()) {
   comm_.begin(operation, call.input, call.output, interrupt);
-  if (size_ > 1) return pycomm::run(comm_, operation);
+  if (size_ > 1) return agree_only ? barrier(comm_) : pycomm::run(comm_, operation);
+  if (agree_only) return;
   const std::int64_t bytes = operation.count * size_of(operation.dtype);
   if (call.input != call.output && bytes > 0) {
     std::memcpy(call.output, call.input, static_cast<std::size_t>(bytes));

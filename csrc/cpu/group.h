@@ -130,9 +130,9 @@ class Group {
   void wait_until_idle(void (*interrupt)());
   bool execute(const Task& task, void (*interrupt)(), std::int64_t* moved = nullptr);
   bool execute(const Call& call, bool agree_only, void (*interrupt)());
-  bool run_on(const Operation& operation, const Call& call, bool agree_only, void (*interrupt)());
   void retreat();
-  void run_plain(const Operation& operation, const Call& call, void (*interrupt)());
+  void run_plain(const Operation& operation, const Call& call, bool agree_only,
+                 void (*interrupt)());
   bool run_blocks(const Operation& operation, const Call& call, void (*interrupt)());
   bool run_topk(const Operation& operation, const Call& call, void (*interrupt)());
   std::int64_t bytes_moved() const;
