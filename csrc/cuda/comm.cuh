@@ -6,55 +6,15 @@
 // and the reason stands in the mailbox.
 #pragma once
 
-#include <chrono>
-#include <cuda/atomic>
-
 #include "core/algorithms/packet.h"
 #include "core/algorithms/table.h"
 #include "core/executor.h"
 #include "core/layout.h"
-#include "core/operation.h"
 #include "core/reduce.h"
+#include "cuda/failing.cuh"
 #include "cuda/layout.h"
 
 namespace pycomm::cuda {
-
-// One rank's part of a launch.
-struct RankLaunch {
-  Operation operation;
-  std::byte* input;
-  std::byte* output;
-  std::int64_t
-      input_location;  // where peers find them: an offset from bases[rank], or kNotInWindow
-  std::int64_t output_location;
-  std::byte* const* windows;  // device array: every rank's window, as this rank sees it
-  std::byte* const* bases;    // device array: what locations of a rank count from
-  Mailbox* mailbox;
-  int rank;
-};
-
-struct Launch {
-  WindowLayout layout;
-  std::uint64_t timeout_ns;
-  int local_ranks;  // blocks [i * lanes, (i + 1) * lanes) belong to ranks[i]
-  RankLaunch ranks[kMaxLocalRanks];
-};
-
-__device__ inline std::uint64_t now_ns() {
-#if defined(__CUDA_ARCH__)
-  std::uint64_t now;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-  return now;
-#else  // in a test that runs kernels on the CPU
-  const auto now = std::chrono::steady_clock::now().time_since_epoch();
-  return static_cast<std::uint64_t>(std::chrono::nanoseconds(now).count());
-#endif
-}
-
-template <class Word>
-__device__ ::cuda::atomic_ref<Word, ::cuda::thread_scope_system> shared_word(void* address) {
-  return ::cuda::atomic_ref<Word, ::cuda::thread_scope_system>(*static_cast<Word*>(address));
-}
 
 template <class T, ReduceOp op>
 class BlockComm {
@@ -355,14 +315,6 @@ class BlockComm {
     return true;
   }
 
-  // Whether the host wants this operation to end; the host knows whom to blame.
-  __device__ static bool aborted(const RankLaunch& me, std::uint32_t sequence) {
-    const auto word = shared_word<std::uint64_t>(&me.mailbox->abort);
-    if (word.load(::cuda::std::memory_order_acquire) == 0) return false;
-    report(me, sequence, Reason::aborted, me.rank, me.operation, me.operation);
-    return true;
-  }
-
   __device__ bool can_be_direct() const {
     return me_.operation.codec.kind == CodecKind::none && allows_zero_copy(me_.operation);
   }
@@ -378,20 +330,7 @@ class BlockComm {
   }
 
   __device__ bool report(Reason reason, int r) {
-    return report(me_, sequence_, reason, r, me_.operation, me_.operation);
-  }
-  // Not inlined: nobody who waits should hold registers for it.
-  __device__ __noinline__ static bool report(const RankLaunch& me, std::uint32_t sequence,
-                                             Reason reason, int r, const Operation& first,
-                                             const Operation& other) {
-    const auto failure = shared_word<std::uint64_t>(&me.mailbox->failure);
-    if (failure.load(::cuda::std::memory_order_acquire) == 0) {
-      me.mailbox->sequence = sequence;
-      me.mailbox->first = first;
-      me.mailbox->other = other;
-      failure.store(abort_word(reason, r), ::cuda::std::memory_order_release);
-    }
-    return false;
+    return cuda::report(me_, sequence_, reason, r, me_.operation, me_.operation);
   }
 
   // The whole block agrees on whether to drain.
@@ -412,8 +351,8 @@ class BlockComm {
     zero_copy_ = zero_copy;
     // All lanes see it; the first one tells.
     if (differs >= 0 && threadIdx.x == 0 && lane_ == 0) {
-      report(me_, sequence_, Reason::mismatch, differs, announced(0).operation,
-             announced(differs).operation);
+      cuda::report(me_, sequence_, Reason::mismatch, differs, announced(0).operation,
+                   announced(differs).operation);
     }
     bool stop = differs >= 0;
     if (zero_copy && !stop && threadIdx.x == 0) stop = !enter_peers_heaps();

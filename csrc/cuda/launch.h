@@ -1,14 +1,36 @@
-// The launchers. A body of core/algorithms/run.h is compiled in a file of its own.
+// The launchers, and what they are told. A body of core/algorithms/run.h is compiled in a file of its own.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include "core/codecs/table.h"
+#include "core/operation.h"
+#include "cuda/layout.h"
 
 namespace pycomm::cuda {
 
-struct Launch;
-struct CodedLaunch;
+// One rank's part of a launch.
+struct RankLaunch {
+  Operation operation;
+  std::byte* input;
+  std::byte* output;
+  std::int64_t
+      input_location;  // where peers find them: an offset from bases[rank], or kNotInWindow
+  std::int64_t output_location;
+  std::byte* const* windows;  // device array: every rank's window, as this rank sees it
+  std::byte* const* bases;    // device array: what locations of a rank count from
+  Mailbox* mailbox;
+  int rank;
+};
+
+struct Launch {
+  WindowLayout layout;
+  std::uint64_t timeout_ns;
+  int local_ranks;  // blocks [i * lanes, (i + 1) * lanes) belong to ranks[i]
+  RankLaunch ranks[kMaxLocalRanks];
+};
+
+struct CodedLaunch;  // cuda/codecs/coded_comm.cuh
 
 template <class Body>
 void launch_plain(const Launch& launch, cudaStream_t stream);

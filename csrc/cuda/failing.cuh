@@ -1,0 +1,50 @@
+// How a kernel fails, and learns that it must: words that it shares with the host, and the time.
+#pragma once
+
+#include <chrono>
+#include <cuda/atomic>
+
+#include "core/signal.h"
+#include "cuda/launch.h"
+
+namespace pycomm::cuda {
+
+__device__ inline std::uint64_t now_ns() {
+#if defined(__CUDA_ARCH__)
+  std::uint64_t now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+#else  // in a test that runs kernels on the CPU
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return static_cast<std::uint64_t>(std::chrono::nanoseconds(now).count());
+#endif
+}
+
+template <class Word>
+__device__ ::cuda::atomic_ref<Word, ::cuda::thread_scope_system> shared_word(void* address) {
+  return ::cuda::atomic_ref<Word, ::cuda::thread_scope_system>(*static_cast<Word*>(address));
+}
+
+// Not inlined: nobody who waits should hold registers for it.
+__device__ __noinline__ inline bool report(const RankLaunch& me, std::uint32_t sequence,
+                                           Reason reason, int r, const Operation& first,
+                                           const Operation& other) {
+  const auto failure = shared_word<std::uint64_t>(&me.mailbox->failure);
+  if (failure.load(::cuda::std::memory_order_acquire) == 0) {
+    me.mailbox->sequence = sequence;
+    me.mailbox->first = first;
+    me.mailbox->other = other;
+    failure.store(abort_word(reason, r), ::cuda::std::memory_order_release);
+  }
+  return false;
+}
+
+// Whether the host wants this operation to end; the host knows whom to blame.
+__device__ inline bool aborted(const RankLaunch& me, std::uint32_t sequence) {
+  const auto word = shared_word<std::uint64_t>(&me.mailbox->abort);
+  if (word.load(::cuda::std::memory_order_acquire) == 0) return false;
+  report(me, sequence, Reason::aborted, me.rank, me.operation, me.operation);
+  return true;
+}
+
+}  // namespace pycomm::cuda
