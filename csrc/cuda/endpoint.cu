@@ -108,7 +108,7 @@ struct Endpoint::Impl {
   Mailbox* mailbox = nullptr;         // as the host sees it
   Mailbox* device_mailbox = nullptr;  // as kernels see it
   std::byte** tables = nullptr;       // device memory: windows, then bases
-  Preflight* outlooks = nullptr;      // device memory: CodedLaunch::outlooks
+  Preflight* preflights = nullptr;    // device memory: CodedLaunch::preflights
   std::unique_ptr<Order> order;
 
   explicit Impl(EndpointOptions given)
@@ -135,7 +135,7 @@ struct Endpoint::Impl {
     const std::size_t bytes = rows.size() * sizeof(std::uintptr_t);
     PYCOMM_CUDA_CHECK(cudaMalloc(reinterpret_cast<void**>(&tables), bytes));
     PYCOMM_CUDA_CHECK(cudaMemcpy(tables, rows.data(), bytes, cudaMemcpyHostToDevice));
-    PYCOMM_CUDA_CHECK(cudaMalloc(reinterpret_cast<void**>(&outlooks), lanes * sizeof(Preflight)));
+    PYCOMM_CUDA_CHECK(cudaMalloc(reinterpret_cast<void**>(&preflights), lanes * sizeof(Preflight)));
   }
 
   ~Impl() {
@@ -146,7 +146,7 @@ struct Endpoint::Impl {
     (void)cudaDeviceSynchronize();
     order.reset();
     (void)cudaFree(tables);
-    (void)cudaFree(outlooks);
+    (void)cudaFree(preflights);
     (void)cudaFreeHost(mailbox);
     (void)cudaSetDevice(before);
   }
@@ -180,7 +180,7 @@ struct Endpoint::Impl {
     launch.rank = options.rank;
     to.compressions[index] = compression;
     to.staging = CodedStaging::in(layout.slot_bytes() * kStagingSlots, operation.codec);
-    to.outlooks[index] = outlooks;
+    to.preflights[index] = preflights;
   }
 
   // False: a lane that has not left other ranks' tensors never will.

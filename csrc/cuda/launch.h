@@ -38,7 +38,7 @@ void launch_plain(const Launch& launch, cudaStream_t stream);
 template <class Body, class Codecs = BlockCodecs>
 void launch_coded(const CodedLaunch& launch, cudaStream_t stream);
 void launch_topk_exchange(const CodedLaunch& launch, cudaStream_t stream);
-// Before int8 and casts, with feedback: finds CodedLaunch::outlooks.
+// Before int8 and casts, with feedback: finds CodedLaunch::preflights.
 void launch_preflight(const CodedLaunch& launch, cudaStream_t stream);
 
 }  // namespace pycomm::cuda

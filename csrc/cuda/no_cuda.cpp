@@ -49,7 +49,7 @@ std::int64_t select(const WireJob&, std::int64_t*, float*) { unavailable(); }
 std::int64_t workspace_bytes(const Codec&, std::int64_t, int, bool) { unavailable(); }
 std::int64_t SegmentTable::set(const std::vector<Segment>&) { unavailable(); }
 void SegmentTable::upload(void*, int, std::uintptr_t) { unavailable(); }
-void grad_norm(const StepJob&, const Survey&) { unavailable(); }
+void grad_norm(const StepJob&, const GradNormPass&) { unavailable(); }
 void step(const StepJob&, const ParamRange&) { unavailable(); }
 
 }  // namespace pycomm::cuda

@@ -13,7 +13,7 @@ struct CodedLaunch : Launch {
   CodedStaging staging;  // of a lane; here it costs a kernel no registers
   // Device memory. With feedback: what a kernel before has found in each of as many parts of the
   // tensor as there are lanes.
-  Preflight* outlooks[kMaxLocalRanks];
+  Preflight* preflights[kMaxLocalRanks];
 };
 
 // One part's, from the largest contribution that each thread has seen; all threads of the block
@@ -25,15 +25,15 @@ __device__ inline void put_preflight(const CodedLaunch& launch, std::uint32_t la
   if (threadIdx.x != 0) return;
   const bool holds = launch.compressions[index].feedback.hold_unused;
   const float limit = largest_safe(launch.ranks[index].operation, launch.layout.ranks);
-  launch.outlooks[index][static_cast<int>(blockIdx.x) % lanes] =
+  launch.preflights[index][static_cast<int>(blockIdx.x) % lanes] =
       make_preflight(largest > magnitude(limit), holds && !used);
 }
 
 // A rank's.
 __device__ inline Preflight preflight_of(const CodedLaunch& launch, int index) {
   if (launch.compressions[index].feedback.residual == nullptr) return {};
-  Preflight all = launch.outlooks[index][0];
-  for (int i = 1; i < launch.layout.lanes; ++i) all = all | launch.outlooks[index][i];
+  Preflight all = launch.preflights[index][0];
+  for (int i = 1; i < launch.layout.lanes; ++i) all = all | launch.preflights[index][i];
   return all;
 }
 

@@ -26,7 +26,7 @@ __device__ double grad_squares(const Segment& segment, std::int64_t piece) {
   }
 }
 
-__global__ void __launch_bounds__(kStepThreads, kSurveyBlocks)
+__global__ void __launch_bounds__(kStepThreads, kGradNormBlocks)
     grad_norm_kernel(const __grid_constant__ GradNormLaunch launch) {
   const Table& table = launch.table;
   const StepControl& control = launch.control;
@@ -37,14 +37,14 @@ __global__ void __launch_bounds__(kStepThreads, kSurveyBlocks)
         !over.climb(0, 0, piece.segment, table.segments, sum) || lane() != 0) {
       return;
     }
-    if (launch.grad_norm.sets_found) *control.found_inf = 0.0f;
-    *launch.grad_norm.norm = conclude(sum[0], launch.grad_norm.max_norm, control);
+    if (launch.pass.sets_found) *control.found_inf = 0.0f;
+    *launch.pass.norm = conclude(sum[0], launch.pass.max_norm, control);
   });
 }
 
 }  // namespace
 
-void launch_survey(const GradNormLaunch& launch, std::int64_t blocks, cudaStream_t stream) {
+void launch_grad_norm(const GradNormLaunch& launch, std::int64_t blocks, cudaStream_t stream) {
   launch_blocks(&grad_norm_kernel, blocks, launch, stream, kStepThreads);
 }
 

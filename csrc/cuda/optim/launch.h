@@ -10,7 +10,7 @@ namespace pycomm::cuda {
 // Blocks per processor: few enough for all registers that a thread wants, and with 100 bytes and
 // more under way for each of its threads enough to keep memory busy.
 inline constexpr int kStepBlocks = 2;
-inline constexpr int kSurveyBlocks = 5;
+inline constexpr int kGradNormBlocks = 5;
 
 struct StepLaunch {
   Table table;
@@ -21,7 +21,7 @@ struct StepLaunch {
 struct GradNormLaunch {
   Table table;
   StepControl control;
-  Survey grad_norm;
+  GradNormPass pass;
 };
 
 // Runs an element's update (core/optim/table.h).
@@ -30,6 +30,6 @@ void launch_step(const StepLaunch& launch, std::int64_t blocks, cudaStream_t str
 
 // `blocks` of these share out sums of 1024 elements.
 void launch_lamb_ratios(const StepLaunch& launch, std::int64_t blocks, cudaStream_t stream);
-void launch_survey(const GradNormLaunch& launch, std::int64_t blocks, cudaStream_t stream);
+void launch_grad_norm(const GradNormLaunch& launch, std::int64_t blocks, cudaStream_t stream);
 
 }  // namespace pycomm::cuda

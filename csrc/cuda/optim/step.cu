@@ -80,11 +80,11 @@ void SegmentTable::upload(void* memory, int device, std::uintptr_t stream) {
   written_ = wanted_;
 }
 
-void grad_norm(const StepJob& job, const Survey& grad_norm) {
+void grad_norm(const StepJob& job, const GradNormPass& pass) {
   const DeviceGuard guard(job.device);
-  const GradNormLaunch launch{table_of(job), job.control, grad_norm};
-  launch_survey(launch, blocks_for(launch.table.tiles, kSurveyBlocks, job.device),
-                reinterpret_cast<cudaStream_t>(job.stream));
+  const GradNormLaunch launch{table_of(job), job.control, pass};
+  launch_grad_norm(launch, blocks_for(launch.table.tiles, kGradNormBlocks, job.device),
+                   reinterpret_cast<cudaStream_t>(job.stream));
 }
 
 void step(const StepJob& job, const ParamRange& params) {

@@ -2,7 +2,7 @@
 // enqueued on the job's stream, nothing waits, nothing allocates.
 //
 // A step is one launch for a whole group of parameters; LAMB takes one before, for its ratios. A
-// grad_norm is one launch. What changes between steps lies in device memory and is read there, so that
+// grad_norm() is one launch. What changes between steps lies in device memory and is read there, so that
 // a captured graph replays rightly.
 #pragma once
 
@@ -46,12 +46,12 @@ struct StepJob {
 
 // As cpu::grad_norm(), over the whole table. `norm` gets what that returns; found_inf is overwritten if
 // `sets_found`, otherwise only ever set.
-struct Survey {
+struct GradNormPass {
   double max_norm = 0;
   bool sets_found = false;
   double* norm = nullptr;
 };
-void grad_norm(const StepJob& job, const Survey& grad_norm);
+void grad_norm(const StepJob& job, const GradNormPass& pass);
 
 // A step of the segments [first, first + count). `lr`, unless null, replaces the settings': a device's
 // float, or double.

@@ -277,7 +277,7 @@ void rates() {
 
 // Norms of few and many segments, of a segment with more than 1024 sums, with and without
 // infinities.
-void surveys() {
+void grad_norms() {
   std::mt19937 random(5);
   const Settings settings = settings_of(Rule::sgd);
   for (int turn = 0; turn < 8; ++turn) {
@@ -351,7 +351,7 @@ int main() {
       {"steps of common forms", [] { steps(common_forms()); }},
       {"skipped steps", [] { skips(); }},
       {"learning rates", [] { rates(); }},
-      {"surveys", [] { surveys(); }},
+      {"grad_norms", [] { grad_norms(); }},
       {"tables", [] { tables(); }},
   });
 }

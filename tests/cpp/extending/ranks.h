@@ -78,7 +78,7 @@ class DeviceRanks {
                         &mailboxes_[r].mailbox,
                         static_cast<int>(r)};
     launch_.compressions[r].feedback = feedback;
-    launch_.outlooks[r] = mailboxes_[r].preflights;
+    launch_.preflights[r] = mailboxes_[r].preflights;
     const WindowLayout& layout = launch_.layout;
     launch_.staging = CodedStaging::in(layout.slot_bytes() * kStagingSlots, operation.codec);
   }
