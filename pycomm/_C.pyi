@@ -6,7 +6,6 @@ from typing_extensions import Buffer
 
 dtypes: dict[str, int]
 reduce_ops: dict[str, int]
-collectives: dict[str, int]
 algorithms: dict[str, int]
 codecs: dict[str, int]
 rules: dict[str, int]
@@ -34,9 +33,7 @@ class Operation:
 class Call:
     def __init__(
         self,
-        algorithm: int,
-        dtype: int,
-        op: int,
+        operation: Operation,
         count: int,
         input: int,
         output: int,
@@ -169,11 +166,7 @@ class Group:
     ) -> None: ...
     def run(
         self,
-        collective: int,
-        algorithm: int,
-        dtype: int,
-        op: int,
-        root: int,
+        operation: Operation,
         count: int,
         input: int,
         output: int,
@@ -183,11 +176,7 @@ class Group:
     ) -> None: ...
     def submit(
         self,
-        collective: int,
-        algorithm: int,
-        dtype: int,
-        op: int,
-        root: int,
+        operation: Operation,
         count: int,
         input: int,
         output: int,
@@ -251,11 +240,7 @@ class CudaGroup:
     def close(self) -> None: ...
     def run(
         self,
-        collective: int,
-        algorithm: int,
-        dtype: int,
-        op: int,
-        root: int,
+        operation: Operation,
         count: int,
         input: int,
         output: int,

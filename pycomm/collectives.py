@@ -14,11 +14,10 @@ from pycomm._inputs.arguments import reduction
 from pycomm._inputs.arrays import as_tensor
 from pycomm._inputs.dtypes import (
     ALGORITHMS,
-    COLLECTIVES,
-    DTYPES,
     FIXED_ORDER,
     OPS,
     check_choice,
+    operation_of,
 )
 from pycomm._inputs.labels import label_of
 from pycomm._inputs.tensors import (
@@ -280,8 +279,8 @@ def barrier(
     Raises the errors of :func:`all_reduce`.
     """
     group = given_group(group)
-    kind = (COLLECTIVES["barrier"], ALGORITHMS["one_shot"], 0, 0, 0, 0, 0, 0)
-    arguments = (*kind, None, label_of(tag))
+    operation = operation_of("barrier", "one_shot", torch.uint8)
+    arguments = (operation, 0, 0, 0, None, label_of(tag))
     if async_op:
         return Work(group._core.submit(*arguments))
     group._core.run(*arguments)
@@ -317,37 +316,19 @@ def _launch(
     """
     increment_version(result)  # autograd may have saved the old value
     dense_source, dense_result, finish = stand_ins(group, source, result)
-    arguments = (
-        COLLECTIVES[collective],
-        ALGORITHMS[algorithm],
-        DTYPES[source.dtype],
-        OPS[op],
-        root,
-        block.numel(),
-        dense_source.data_ptr(),
-        dense_result.data_ptr(),
-        block.shape,
-        label,
-    )
+    operation = operation_of(collective, algorithm, source.dtype, op, root)
     if dense_source.device.type == "cuda" and group.size == 1:
         if dense_result is not dense_source:
             dense_result.copy_(dense_source.view_as(dense_result))
         finish()
         return Work(None) if async_op else result
     if dense_source.device.type == "cuda":
-        group._cuda_side(source.device).run(
-            COLLECTIVES[collective],
-            ALGORITHMS[algorithm],
-            OPS[op],
-            root,
-            block.numel(),
-            dense_source,
-            dense_result,
-            block.shape,
-            label,
-        )
+        side = group._cuda_side(source.device)
+        side.run(operation, block.numel(), dense_source, dense_result, block.shape, label)
         finish()
         return Work(None) if async_op else result
+    source_at, result_at = dense_source.data_ptr(), dense_result.data_ptr()
+    arguments = (operation, block.numel(), source_at, result_at, block.shape, label)
     if async_op:
         work = group._core.submit(*arguments)
         return Work(work, (dense_source, dense_result, result), finish)

@@ -12,7 +12,11 @@ from pycomm import _C
 from pycomm._given import given_group
 from pycomm._inputs.arguments import reduction, renamed
 from pycomm._inputs.arrays import as_tensor
-from pycomm._inputs.dtypes import ALGORITHMS, CODED_ALGORITHMS, DTYPES, OPS, check_choice
+from pycomm._inputs.dtypes import (
+    CODED_ALGORITHMS,
+    check_choice,
+    operation_of,
+)
 from pycomm._inputs.labels import label_of
 from pycomm._inputs.tensors import check_disjoint, check_like, check_tensor, check_written
 from pycomm._runtime.cuda import NonfiniteFlag
@@ -124,9 +128,7 @@ def compressed_all_reduce(
     pointers = [tensor.data_ptr() for tensor in state]
     codec = compression.codec(dense.numel(), dense.dtype, step)
     core = _C.Call(
-        algorithm=ALGORITHMS[algorithm],
-        dtype=DTYPES[dense.dtype],
-        op=OPS[op],
+        operation_of("all_reduce", algorithm, dense.dtype, op),
         count=dense.numel(),
         input=dense.data_ptr(),
         output=dense_result.data_ptr(),

@@ -26,6 +26,31 @@ Operation make_operation(const std::string& collective, const std::string& algor
   return operation;
 }
 
+// A compressed call. An address of 0 means that there is no such tensor.
+Call make_compressed(const Operation& kind, std::int64_t count, std::uintptr_t input,
+                     std::uintptr_t output, const Codec& codec, std::uintptr_t residual,
+                     std::uintptr_t velocity, float momentum, std::uint64_t seed,
+                     std::uint32_t step, std::int64_t offset, bool hold_unused,
+                     std::uintptr_t scale, std::uintptr_t residual_before,
+                     std::uintptr_t velocity_before, std::uint16_t tag, const Shape& shape,
+                     const std::string& label) {
+  Call call = make_call(kind, count, input, output, shape, label);
+  call.operation.offset = static_cast<std::uint32_t>(offset / kSmallestBlock);
+  call.operation.tag = tag;
+  call.operation.codec = codec;
+  call.operation.codec.feedback = residual != 0 ? 1 : 0;
+  call.feedback.residual = reinterpret_cast<float*>(residual);
+  call.feedback.velocity = reinterpret_cast<float*>(velocity);
+  call.feedback.momentum = momentum;
+  call.feedback.seed = seed;
+  call.feedback.step = step;
+  call.feedback.hold_unused = hold_unused;
+  call.feedback.scale = reinterpret_cast<const float*>(scale);
+  call.feedback.residual_before = reinterpret_cast<float*>(residual_before);
+  call.feedback.velocity_before = reinterpret_cast<float*>(velocity_before);
+  return call;
+}
+
 py::tuple cost(const cpu::Group& group, const Operation& kind, std::int64_t count, bool zero_copy) {
   const Traffic cost = group.cost(of(kind, count), zero_copy);
   return py::make_tuple(cost.steps, cost.bytes_in, cost.bytes_out);
@@ -43,6 +68,14 @@ void bind_call(py::module_& m) {
       .def(py::init(&make_operation), py::kw_only(), py::arg("collective"), py::arg("algorithm"),
            py::arg("dtype"), py::arg("op") = name_of(ReduceOp::sum), py::arg("root") = 0)
       .def("__repr__", [](const Operation& operation) { return describe(operation); });
+  py::class_<Call>(m, "Call")
+      .def(py::init(&make_compressed), py::arg("operation"), py::arg("count"), py::arg("input"),
+           py::arg("output"), py::arg("codec"), py::arg("residual"), py::arg("velocity"),
+           py::arg("momentum"), py::arg("seed"), py::arg("step"), py::arg("offset"),
+           py::arg("hold_unused") = false, py::arg("scale") = 0, py::arg("residual_before") = 0,
+           py::arg("velocity_before") = 0, py::arg("tag") = 0, py::arg("shape") = py::none(),
+           py::arg("label") = "")
+      .def("set_step", [](Call& call, std::uint32_t step) { call.feedback.step = step; });
   m.def("cost", &cost, py::arg("group"), py::arg("operation"), py::arg("count"),
         py::arg("zero_copy"));
   m.def("link_cost", &link_cost, py::arg("group"), py::arg("operation"), py::arg("count"));

@@ -4,7 +4,6 @@
 
 #include "bind/gil.h"
 #include "bind/python.h"
-#include "core/call.h"
 #include "cpu/codecs/topk_comm.h"
 #include "cpu/codecs/wire.h"
 
@@ -22,39 +21,6 @@ Codec make_codec(int kind, int values, bool stochastic, std::int64_t block, std:
   PYCOMM_CHECK(k >= 0 && k < std::int64_t{1} << 32, "k must be from 0 to 2^32 - 1");
   codec.k = static_cast<std::uint32_t>(k);
   return codec;
-}
-
-// An address of 0 means that there is no such tensor.
-Call make_call(int algorithm, int dtype, int op, std::int64_t count, std::uintptr_t input,
-               std::uintptr_t output, const Codec& codec, std::uintptr_t residual,
-               std::uintptr_t velocity, float momentum, std::uint64_t seed, std::uint32_t step,
-               std::int64_t offset, bool hold_unused, std::uintptr_t scale,
-               std::uintptr_t residual_before, std::uintptr_t velocity_before, std::uint16_t tag,
-               const Shape& shape, const std::string& label) {
-  check_memory(input, count);
-  check_memory(output, count);
-  Operation operation;
-  operation.collective = Collective::all_reduce;
-  operation.algorithm = static_cast<Algorithm>(algorithm);
-  operation.dtype = static_cast<DType>(dtype);
-  operation.op = static_cast<ReduceOp>(op);
-  operation.count = count;
-  operation.offset = static_cast<std::uint32_t>(offset / kSmallestBlock);
-  operation.tag = tag;
-  operation.codec = codec;
-  operation.codec.feedback = residual != 0 ? 1 : 0;
-  Feedback feedback;
-  feedback.residual = reinterpret_cast<float*>(residual);
-  feedback.velocity = reinterpret_cast<float*>(velocity);
-  feedback.momentum = momentum;
-  feedback.seed = seed;
-  feedback.step = step;
-  feedback.hold_unused = hold_unused;
-  feedback.scale = reinterpret_cast<const float*>(scale);
-  feedback.residual_before = reinterpret_cast<float*>(residual_before);
-  feedback.velocity_before = reinterpret_cast<float*>(velocity_before);
-  return {operation, reinterpret_cast<const void*>(input), reinterpret_cast<void*>(output),
-          feedback, make_details(shape, label)};
 }
 
 bool encode(const Codec& codec, int dtype, std::uintptr_t x, std::int64_t n, std::uintptr_t wire,
@@ -97,14 +63,6 @@ void bind_codec(py::module_& m) {
       .def(py::init(&make_codec), py::arg("kind"), py::arg("values") = 0,
            py::arg("stochastic") = false, py::arg("block") = 0, py::arg("k") = 0)
       .def("__repr__", [](const Codec& codec) { return describe(codec); });
-  py::class_<Call>(m, "Call")
-      .def(py::init(&make_call), py::arg("algorithm"), py::arg("dtype"), py::arg("op"),
-           py::arg("count"), py::arg("input"), py::arg("output"), py::arg("codec"),
-           py::arg("residual"), py::arg("velocity"), py::arg("momentum"), py::arg("seed"),
-           py::arg("step"), py::arg("offset"), py::arg("hold_unused") = false, py::arg("scale") = 0,
-           py::arg("residual_before") = 0, py::arg("velocity_before") = 0, py::arg("tag") = 0,
-           py::arg("shape") = py::none(), py::arg("label") = "")
-      .def("set_step", [](Call& call, std::uint32_t step) { call.feedback.step = step; });
   m.def("encoded_bytes", &encoded_bytes, py::arg("codec"), py::arg("n"));
   m.def("encode", &encode, py::arg("codec"), py::arg("dtype"), py::arg("x"), py::arg("n"),
         py::arg("wire"), py::arg("seed"), py::arg("step"), py::arg("offset"));

@@ -106,17 +106,11 @@ void bind_cuda(py::module_& m) {
       .def("check", &cuda::Group::check, py::call_guard<WithoutGil>())
       .def("close", &cuda::Group::close, py::call_guard<WithoutGil>())
       .def("run",
-           [](cuda::Group& group, int collective, int algorithm, int dtype, int op, int root,
-              std::int64_t count, std::uintptr_t input, std::uintptr_t output,
-              std::uintptr_t stream, const Shape& shape, const std::string& label) {
+           [](cuda::Group& group, const Operation& kind, std::int64_t count, std::uintptr_t input,
+              std::uintptr_t output, std::uintptr_t stream, const Shape& shape,
+              const std::string& label) {
              const WithoutGil no_gil;
-             group.run({{static_cast<Collective>(collective), static_cast<Algorithm>(algorithm),
-                         static_cast<DType>(dtype), static_cast<ReduceOp>(op), root, count},
-                        reinterpret_cast<const void*>(input),
-                        reinterpret_cast<void*>(output),
-                        {},
-                        make_details(shape, label)},
-                       stream);
+             group.run(make_call(kind, count, input, output, shape, label), stream);
            })
       .def("run_compressed", &run_compressed);
   m.def("cuda_encode", &encode);

@@ -63,38 +63,17 @@ void delete_group(Group* group) {
   }
 }
 
-Call make_call(int collective, int algorithm, int dtype, int op, int root, std::int64_t count,
-               std::uintptr_t input, std::uintptr_t output, const Shape& shape,
-               const std::string& label) {
-  check_memory(input, count);
-  check_memory(output, count);
-  const Operation operation{static_cast<Collective>(collective),
-                            static_cast<Algorithm>(algorithm),
-                            static_cast<DType>(dtype),
-                            static_cast<ReduceOp>(op),
-                            root,
-                            count};
-  return {operation,
-          reinterpret_cast<const void*>(input),
-          reinterpret_cast<void*>(output),
-          {},
-          make_details(shape, label)};
+void run(Group& group, const Operation& kind, std::int64_t count, std::uintptr_t input,
+         std::uintptr_t output, const Shape& shape, const std::string& label) {
+  const WithoutGil no_gil;
+  group.run(make_call(kind, count, input, output, shape, label), check_signals);
 }
 
-void run(Group& group, int collective, int algorithm, int dtype, int op, int root,
-         std::int64_t count, std::uintptr_t input, std::uintptr_t output, const Shape& shape,
-         const std::string& label) {
+std::shared_ptr<Work> submit(Group& group, const Operation& kind, std::int64_t count,
+                             std::uintptr_t input, std::uintptr_t output, const Shape& shape,
+                             const std::string& label) {
   const WithoutGil no_gil;
-  group.run(make_call(collective, algorithm, dtype, op, root, count, input, output, shape, label),
-            check_signals);
-}
-
-std::shared_ptr<Work> submit(Group& group, int collective, int algorithm, int dtype, int op,
-                             int root, std::int64_t count, std::uintptr_t input,
-                             std::uintptr_t output, const Shape& shape, const std::string& label) {
-  const WithoutGil no_gil;
-  return group.submit(
-      {make_call(collective, algorithm, dtype, op, root, count, input, output, shape, label)});
+  return group.submit({make_call(kind, count, input, output, shape, label)});
 }
 
 bool run_compressed(Group& group, const Call& call) {
@@ -183,12 +162,10 @@ void bind_group(py::module_& m) {
           },
           py::arg("nodes"), py::arg("here"), py::arg("transport"), py::arg("timeout"),
           py::keep_alive<1, 4>())
-      .def("run", &run, py::arg("collective"), py::arg("algorithm"), py::arg("dtype"),
-           py::arg("op"), py::arg("root"), py::arg("count"), py::arg("input"), py::arg("output"),
+      .def("run", &run, py::arg("operation"), py::arg("count"), py::arg("input"), py::arg("output"),
            py::arg("shape") = py::none(), py::arg("label") = "")
-      .def("submit", &submit, py::arg("collective"), py::arg("algorithm"), py::arg("dtype"),
-           py::arg("op"), py::arg("root"), py::arg("count"), py::arg("input"), py::arg("output"),
-           py::arg("shape") = py::none(), py::arg("label") = "")
+      .def("submit", &submit, py::arg("operation"), py::arg("count"), py::arg("input"),
+           py::arg("output"), py::arg("shape") = py::none(), py::arg("label") = "")
       .def("run_compressed", &run_compressed)
       .def("submit_compressed", &submit_compressed)
       .def_property_readonly("handle", &handle_of)
@@ -275,7 +252,6 @@ PYBIND11_MODULE(_C, m) {
   bind_optim(m);
   m.attr("dtypes") = numbers<DType>();
   m.attr("reduce_ops") = numbers<ReduceOp>();
-  m.attr("collectives") = numbers<Collective>();
   m.attr("algorithms") = numbers<Algorithm>();
   m.attr("codecs") = numbers<CodecKind>();
   m.attr("rules") = numbers<Rule>();

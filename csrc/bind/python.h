@@ -9,9 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "core/details.h"
-#include "core/operation.h"
-#include "core/types.h"
+#include "core/call.h"
 
 namespace pycomm::bind {
 
@@ -52,6 +50,18 @@ inline Details make_details(const Shape& shape, const std::string& label) {
 inline Operation of(Operation kind, std::int64_t count) {
   kind.count = count;
   return kind;
+}
+
+// A call without compression; `input` and `output` are addresses of `count` elements or blocks.
+inline Call make_call(const Operation& kind, std::int64_t count, std::uintptr_t input,
+                      std::uintptr_t output, const Shape& shape, const std::string& label) {
+  check_memory(input, count);
+  check_memory(output, count);
+  return {of(kind, count),
+          reinterpret_cast<const void*>(input),
+          reinterpret_cast<void*>(output),
+          {},
+          make_details(shape, label)};
 }
 
 void bind_call(pybind11::module_& m);

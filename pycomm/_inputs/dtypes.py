@@ -15,7 +15,6 @@ ALGORITHMS = _C.algorithms
 CODED_ALGORITHMS = {name: ALGORITHMS[name] for name in ("auto", *_C.coded_algorithms)}
 # The algorithms that add in rank order and round once.
 FIXED_ORDER = [name for name in ALGORITHMS if name not in _C.partial_sum_algorithms]
-COLLECTIVES = _C.collectives
 CODECS = _C.codecs
 
 

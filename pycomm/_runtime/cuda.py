@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pycomm import _C
-from pycomm._inputs.dtypes import CODECS, DTYPES
+from pycomm._inputs.dtypes import CODECS
 from pycomm._runtime.log import cuda_made
 
 if TYPE_CHECKING:
@@ -55,10 +55,7 @@ class CudaSide:
 
     def run(
         self,
-        collective: int,
-        algorithm: int,
-        op: int,
-        root: int,
+        operation: _C.Operation,
         count: int,
         source: torch.Tensor,
         result: torch.Tensor,
@@ -70,11 +67,7 @@ class CudaSide:
         for tensor in {id(source): source, id(result): result}.values():
             tensor.record_stream(stream)
         self._core.run(
-            collective,
-            algorithm,
-            DTYPES[source.dtype],
-            op,
-            root,
+            operation,
             count,
             source.data_ptr(),
             result.data_ptr(),

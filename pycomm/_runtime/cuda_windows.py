@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pycomm import _C
-from pycomm._inputs.dtypes import ALGORITHMS, COLLECTIVES, DTYPES, OPS
+from pycomm._inputs.dtypes import operation_of
 from pycomm._runtime.cuda import CudaSide
 from pycomm._runtime.torch_private import symmetric_handle, symmetric_tensor
 
@@ -47,11 +47,7 @@ def _run(
 ) -> None:
     """Runs a small collective of CPU tensors."""
     group._core.run(
-        COLLECTIVES[collective],
-        ALGORITHMS["auto"],
-        DTYPES[mine.dtype],
-        OPS[op],
-        0,
+        operation_of(collective, "auto", mine.dtype, op),
         mine.numel(),
         mine.data_ptr(),
         result.data_ptr(),

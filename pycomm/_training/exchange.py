@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pycomm import _C
-from pycomm._inputs.dtypes import ALGORITHMS, COLLECTIVES, OPS
+from pycomm._inputs.dtypes import operation_of
 from pycomm._runtime.staging import StandIn, fetch
 from pycomm.collectives import Work
 
@@ -84,11 +84,11 @@ class BucketExchange:
 
     def enqueue(self, step: int, group: Group, device: torch.device) -> None:
         """Enqueues the operations on the current stream."""
-        side, auto = group._cuda_side(device), ALGORITHMS["auto"]
+        side = group._cuda_side(device)
         for part in self._parts:
             x = part.tensor
             if part.codec is None:
-                side.run(COLLECTIVES["all_reduce"], auto, OPS["avg"], 0, x.numel(), x, x)
+                side.run(operation_of("all_reduce", "auto", x.dtype, "avg"), x.numel(), x, x)
             else:
                 part.call.set_step(step)
                 side.run_compressed(part.call, part.codec, x.numel(), part.tensors, None)

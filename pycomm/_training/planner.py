@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pycomm import _C
-from pycomm._inputs.dtypes import ALGORITHMS, DTYPES, OPS
+from pycomm._inputs.dtypes import operation_of
 from pycomm._runtime.log import operations
 from pycomm._runtime.staging import StandIn
 from pycomm._training.exchange import BucketExchange, Part, dense_wire_bytes, parties
@@ -191,9 +191,7 @@ class Planner:
         """An average in place, in rank order; ranks compare tag and place in the model."""
         defaults = {"residual": 0, "velocity": 0, "momentum": 0.0, "seed": 0}
         return _C.Call(
-            algorithm=ALGORITHMS["auto"],
-            dtype=DTYPES[tensor.dtype],
-            op=OPS["avg"],
+            operation_of("all_reduce", "auto", tensor.dtype, "avg"),
             count=tensor.numel(),
             input=tensor.data_ptr(),
             output=tensor.data_ptr(),

@@ -11,6 +11,7 @@ import torch
 
 import pycomm
 from pycomm._inputs import labels
+from pycomm._inputs.dtypes import operation_of
 
 # What most ranks call, what one calls instead, and what of each must be in the message.
 DISAGREEMENTS = {
@@ -63,8 +64,8 @@ def calls(group, in_window):
         x, residual, factor = tensor(1000), torch.zeros(1000), torch.tensor(scale)
         codec = pycomm.Int8().codec(1000, x.dtype)
         call = pycomm._C.Call(
-            0, pycomm._C.dtypes["float32"], 1, 1000, x.data_ptr(), x.data_ptr(), codec,
-            residual.data_ptr(), 0, 0.0, 0, 0, 0, scale=factor.data_ptr(),
+            operation_of("all_reduce", "auto", x.dtype, "avg"), 1000, x.data_ptr(), x.data_ptr(),
+            codec, residual.data_ptr(), 0, 0.0, 0, 0, 0, scale=factor.data_ptr(),
         )  # fmt: skip
         group._core.run_compressed(call)
 

@@ -14,7 +14,7 @@ from compressing import FLOATS, gradient
 
 import pycomm
 from pycomm import _C
-from pycomm._inputs.dtypes import ALGORITHMS, DTYPES, OPS
+from pycomm._inputs.dtypes import operation_of
 
 pytestmark = pytest.mark.gpu
 
@@ -111,9 +111,7 @@ def run_fed(
     scale = torch.tensor(0.37, device=device)
     codec = _C.Codec(0) if compression is None else compression.codec(count, x.dtype, 0)
     call = _C.Call(
-        algorithm=ALGORITHMS["two_shot"],
-        dtype=DTYPES[x.dtype],
-        op=OPS["avg"],
+        operation_of("all_reduce", "two_shot", x.dtype, "avg"),
         count=count,
         input=x.data_ptr(),
         output=x.data_ptr(),
