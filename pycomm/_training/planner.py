@@ -140,7 +140,8 @@ class Planner:
                 continue
             begin = begins[index]
             if first < index:
-                parts += self._dense(flat[begins[first] : begin], entries[first], group)
+                end = begins[index - 1] + entries[index - 1].numel
+                parts += self._dense(flat[begins[first] : end], entries[first], group)
             tensor = flat[begin : begin + entry.numel]
             parts.append(self._compressed(self._compression, tensor, entry, step, scale, group))
             first = index + 1

@@ -70,12 +70,12 @@ def returning_early(group, culprit, seen):
     return work
 
 
-@pytest.mark.parametrize("hosts", [[3], [2, 1], [1, 1, 1]], ids=str)
+@pytest.mark.parametrize("nodes", [[3], [2, 1], [1, 1, 1]], ids=str)
 @pytest.mark.parametrize("culprit", [0, 2])
-def test_a_rank_that_returns_early_releases_the_others(world, culprit, hosts):
+def test_a_rank_that_returns_early_releases_the_others(world, culprit, nodes):
     """At once; its own work that was under way is done for all."""
     seen = {}
-    for work in world(3, nodes=hosts).run(returning_early, culprit, seen):
+    for work in world(3, nodes=nodes).run(returning_early, culprit, seen):
         work.wait()
     assert sorted(seen) == [rank for rank in range(3) if rank != culprit]
     for error in seen.values():

@@ -177,9 +177,9 @@ def swapped(group, tags):
         pycomm.all_reduce(torch.ones(100), group=group, async_op=True, tag=tag).wait()
 
 
-@pytest.mark.parametrize("hosts", [None, [1, 1]])
-def test_a_tag_finds_calls_in_another_order(world, hosts):
-    local_world = world(2, nodes=hosts)
+@pytest.mark.parametrize("nodes", [None, [1, 1]])
+def test_a_tag_finds_calls_in_another_order(world, nodes):
+    local_world = world(2, nodes=nodes)
     local_world.run(swapped, [None, None])
     local_world.run(swapped, ["weights", "weights"])
     with pytest.raises(pycomm.Mismatch, match=r"rank 0 called .*, rank 1 called "):

@@ -23,12 +23,12 @@ def work_on(group, count=1000):
         pycomm.all_reduce(torch.ones(count), group=group)
 
 
-@pytest.mark.parametrize("hosts", [None, [1, 1], [1, 2, 1]])
-def test_two_ranks_abort_at_once(world, hosts):
+@pytest.mark.parametrize("nodes", [None, [1, 1], [1, 2, 1]])
+def test_two_ranks_abort_at_once(world, nodes):
     """Each node has heard of its own rank's abort first."""
-    size = 3 if hosts is None else sum(hosts)
+    size = 3 if nodes is None else sum(nodes)
     for _ in range(3):
-        local_world = world(size, nodes=hosts)
+        local_world = world(size, nodes=nodes)
         barrier = threading.Barrier(2)
 
         def abort(rank):
@@ -63,13 +63,13 @@ def say_who(group, folder):
     return culprit_of(group, work_on)
 
 
-@pytest.mark.parametrize("hosts", [[4], [2, 2], [1, 2, 1]], ids=str)
+@pytest.mark.parametrize("nodes", [[4], [2, 2], [1, 2, 1]], ids=str)
 @pytest.mark.parametrize("seed", range(3))
-def test_two_ranks_are_killed_at_once(tmp_path, seed, hosts):
+def test_two_ranks_are_killed_at_once(tmp_path, seed, nodes):
     """Also if each node has lost one of its own."""
     # Of [1, 2, 1], rank 1 is the only one through which rank 2 can hear of the others.
-    victims = random.Random(seed).sample([0, 2, 3] if len(hosts) == 3 else range(4), 2)
-    with spanning.ranks(hosts, say_who, tmp_path, timeout=60.0) as ranks:
+    victims = random.Random(seed).sample([0, 2, 3] if len(nodes) == 3 else range(4), 2)
+    with spanning.ranks(nodes, say_who, tmp_path, timeout=60.0) as ranks:
         helpers.wait_until(lambda: len(list(tmp_path.iterdir())) == 4)
         for victim in victims:
             ranks.signal(victim, signal.SIGKILL)

@@ -38,11 +38,11 @@ def wait_for_all(folder: Path, size: int) -> None:
     time.sleep(0.2)  # until they wait
 
 
-@pytest.mark.parametrize("hosts", [[3], [4], [1, 1, 1], [2, 1, 1]], ids=str)
-def test_a_death_is_noticed_while_another_rank_is_busy(tmp_path, hosts):
+@pytest.mark.parametrize("nodes", [[3], [4], [1, 1, 1], [2, 1, 1]], ids=str)
+def test_a_death_is_noticed_while_another_rank_is_busy(tmp_path, nodes):
     """The ranks wait for rank 1, and have no need of the last one yet."""
-    size = sum(hosts)
-    with spanning.ranks(hosts, attempt, tmp_path, 1, 0.1, timeout=30.0) as ranks:
+    size = sum(nodes)
+    with spanning.ranks(nodes, attempt, tmp_path, 1, 0.1, timeout=30.0) as ranks:
         wait_for_all(tmp_path, size)
         killed = ranks.signal(size - 1, signal.SIGKILL)
         others = [rank for rank in range(size - 1) if rank != 1]
@@ -55,11 +55,11 @@ def test_a_death_is_noticed_while_another_rank_is_busy(tmp_path, hosts):
     assert all(outcome.value[1] - killed < 3 for outcome in outcomes[:-1])
 
 
-@pytest.mark.parametrize("hosts", [[2, 1], [2, 1, 1]], ids=str)
-def test_a_death_elsewhere_is_noticed_while_the_carrier_is_busy(tmp_path, hosts):
+@pytest.mark.parametrize("nodes", [[2, 1], [2, 1, 1]], ids=str)
+def test_a_death_elsewhere_is_noticed_while_the_carrier_is_busy(tmp_path, nodes):
     """Rank 0 alone is linked to other nodes; rank 1 waits for it."""
-    last = sum(hosts) - 1
-    with spanning.ranks(hosts, attempt, tmp_path, 0, 0.1, timeout=30.0) as ranks:
+    last = sum(nodes) - 1
+    with spanning.ranks(nodes, attempt, tmp_path, 0, 0.1, timeout=30.0) as ranks:
         wait_for_all(tmp_path, last + 1)
         killed = ranks.signal(last, signal.SIGKILL)
         outcomes = ranks.wait_for(range(1, last), 10)  # before the busy one has come
@@ -71,10 +71,10 @@ def test_a_death_elsewhere_is_noticed_while_the_carrier_is_busy(tmp_path, hosts)
     assert all(outcome.value[1] - killed < 3 for outcome in outcomes[:-1])
 
 
-@pytest.mark.parametrize("hosts", [[3], [1, 1], [2, 1]], ids=str)
-def test_time_in_which_all_are_stopped_does_not_count(tmp_path, hosts):
-    size = sum(hosts)
-    with spanning.ranks(hosts, attempt, tmp_path, size - 1, 0.3, timeout=1.5) as ranks:
+@pytest.mark.parametrize("nodes", [[3], [1, 1], [2, 1]], ids=str)
+def test_time_in_which_all_are_stopped_does_not_count(tmp_path, nodes):
+    size = sum(nodes)
+    with spanning.ranks(nodes, attempt, tmp_path, size - 1, 0.3, timeout=1.5) as ranks:
         wait_for_all(tmp_path, size)
         for rank in range(size):
             ranks.signal(rank, signal.SIGSTOP)
@@ -95,10 +95,10 @@ def come_late(group: pycomm.Group) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("hosts", [None, [1, 1]], ids=str)
-def test_who_waited_for_whom_and_for_how_long(world, hosts):
-    waiter, late = world(2, timeout=0.5, nodes=hosts).run(come_late)
-    seconds = "0.5" if hosts is None else r"1\.\d"  # with the grace that other nodes have
+@pytest.mark.parametrize("nodes", [None, [1, 1]], ids=str)
+def test_who_waited_for_whom_and_for_how_long(world, nodes):
+    waiter, late = world(2, timeout=0.5, nodes=nodes).run(come_late)
+    seconds = "0.5" if nodes is None else r"1\.\d"  # with the grace that other nodes have
     during = r" during all_reduce\(float32, 4 elements"
     silent = rf"rank 1 \(pid \d+\) did not answer within .*: rank 0 waited {seconds} s for it"
     busy = (
@@ -140,10 +140,10 @@ def test_a_rank_that_becomes_another_program_on_a_node_of_its_own(tmp_path):
         assert outcome.value == (1, ranks.pids[1])
 
 
-@pytest.mark.parametrize("hosts", [[3], [2, 1]], ids=str)
-def test_a_rank_that_becomes_another_program_has_died(tmp_path, hosts):
-    with spanning.ranks(hosts, become_another_program, tmp_path, timeout=30.0) as ranks:
-        if len(hosts) > 1:  # another node learns of it once rank 0 has
+@pytest.mark.parametrize("nodes", [[3], [2, 1]], ids=str)
+def test_a_rank_that_becomes_another_program_has_died(tmp_path, nodes):
+    with spanning.ranks(nodes, become_another_program, tmp_path, timeout=30.0) as ranks:
+        if len(nodes) > 1:  # another node learns of it once rank 0 has
             (tmp_path / "go").touch()
         outcomes = ranks.wait_for([2], 10)
         (tmp_path / "go").touch()

@@ -116,8 +116,8 @@ def body(group, x, y):
     pycomm.barrier(group=group)
     return resident()
 x, y = torch.ones(2, 6 << 20), torch.empty(6 << 20)
-hosts = None if what == "top-k" else [1, 1]
-with pycomm.LocalWorld(2, nodes=hosts) as world:
+nodes = None if what == "top-k" else [1, 1]
+with pycomm.LocalWorld(2, nodes=nodes) as world:
     run = lambda: max(world.run(lambda group: body(group, x.clone(), y.clone())))
     before = resident()
     grown = run() - before

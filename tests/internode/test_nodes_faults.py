@@ -16,7 +16,7 @@ import pycomm
 TIMEOUT = 1.5
 
 
-def storm(group: pycomm.Group, folder: str, compression: pycomm.Compressor | None = None):
+def storm(group: pycomm.Group, folder: str, compression: pycomm.Compression | None = None):
     """Runs operations until an error; returns it and its time."""
     x = torch.ones(500_000)
     for turn in range(100_000):

@@ -82,7 +82,7 @@ def test_cores_by_hand():
     assert exchange.seconds == pytest.approx(1.6 + 0.65 / exchange.rounds)
     slow = Model(cluster(2, 2, cores_per_rank=0.5), known)
     assert slow.exchange("stripes", "bf16", 100 * MILLION).core == pytest.approx(1.3)
-    # What is not compressed is added only, and only what the other machine has sent.
+    # What is not compressed is added only, and only what the other node has sent.
     assert model.exchange("stripes", "none", 100 * MILLION).core == pytest.approx(0.2)
     assert model.exchange("ring", "none", 100 * MILLION).core == pytest.approx(0.2)
 
@@ -116,7 +116,7 @@ def test_inside_the_nodes():
 
 
 def test_bytes_over_the_link():
-    """Once per machine, not per rank, but for the flat algorithms; 2 hosts x 2 ranks."""
+    """Algorithms that are not flat send once per node, not per rank; 2 nodes x 2 ranks."""
     model, size = Model(cluster(4, 2), imagined()), 4 * MILLION
     carried = {a: model.exchange(a, "none", MILLION).link_bytes / size for a in ALGORITHMS}
     assert carried["hierarchical"] == carried["stripes"] == pytest.approx(1.0)
@@ -155,7 +155,7 @@ def test_tree_shape():
 
 def test_a_tree_of_nodes_by_hand():
     """4 KB in one piece of each half: up one level and down again, 1 ms each and 16 us of wire; on
-    the way in each machine 3 hops of 10 us."""
+    the way in each node 3 hops of 10 us."""
     model = Model(cluster(8, 2, latency=1e-3), imagined(local__latency=10.0))
     exchange = model.exchange("tree", "none", 1000)
     assert exchange.seconds == pytest.approx(2 * (1e-3 + 16e-6 + 3 * 1e-5), rel=1e-3)

@@ -62,9 +62,9 @@ def test_processes_under_hook_and_wrapper(size):
 @pytest.mark.parametrize("name", ["averages", "int8, DiLoCo"])
 def test_nodes_are_the_model_of_one_node(world, name):
     """Exchanges between nodes have the bits of a world of threads laid out like them."""
-    hosts = [2, 1]
-    runs = spanning.run(hosts, trained, "wrapper", CASES[name])
-    expected = world(3, nodes=hosts).run(trained, "wrapper", CASES[name])
+    nodes = [2, 1]
+    runs = spanning.run(nodes, trained, "wrapper", CASES[name])
+    expected = world(3, nodes=nodes).run(trained, "wrapper", CASES[name])
     for (_, moments), (_, models) in zip(runs, expected, strict=True):
         for moment, model in zip(moments, models, strict=True):
             assert wrapped.same(moment.after, model.after)

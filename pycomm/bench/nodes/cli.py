@@ -239,7 +239,7 @@ def exchange(
         for question, answer in questions(folder, started):
             layout = Layout(count, ranks, question.get("rate", ""))
             if question["what"] == "nodes" and len(question["nodes"]) != count:
-                raise SystemExit(f"pycomm sees {question['nodes']}, not {count} machines")
+                raise SystemExit(f"pycomm sees {question['nodes']}, not {count} nodes")
             if question["what"] == "rate":
                 nodes.set_rate(question["rate"])
             if question["what"] == "predict":
