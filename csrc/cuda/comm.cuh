@@ -2,8 +2,8 @@
 // is called by all threads of the block together.
 //
 // A wait that cannot be satisfied does not trap, because that would cost the process its context:
-// the block drains. From then on its waits return at once, it moves no data and signals nothing,
-// and the reason stands in the mailbox.
+// the block drains. From then on its waits return at once, it moves no data and sends no signals.
+// The mailbox holds the reason.
 #pragma once
 
 #include "core/algorithms/packet.h"
@@ -36,15 +36,15 @@ class BlockComm {
     const Range part = part_of(me_.operation.count, layout_.lanes, lane_, unit);
     begin_ = part.begin;
     count_ = part.count;
-    __syncthreads();  // everyone has read the state before finish() writes it
+    __syncthreads();  // all threads have read the state before finish() writes it
   }
 
-  // Leaves the state for the next operation. One whose waits were all satisfied still fails if the
-  // group has been aborted meanwhile: a rank that has failed may have changed what was read.
+  // Stores the state for the next operation. An operation whose waits were all satisfied still fails
+  // if the group was aborted meanwhile: a failed rank may have changed the data that was read.
   __device__ void finish() {
     __syncthreads();
     if (threadIdx.x != 0) return;
-    __threadfence_system();  // looks when the block has read and written all
+    __threadfence_system();  // looks after the block's last read and write
     failed_ = failed_ || aborted(me_, sequence_);
     if (can_be_direct()) inside().store(0, ::cuda::std::memory_order_release);
     auto& state = *reinterpret_cast<LaneState*>(window(me_.rank) + layout_.state(lane_));
@@ -76,7 +76,7 @@ class BlockComm {
     return {window(r) + layout_.staging(sequence_, lane_, i), r};
   }
   __device__ std::int64_t slot_count() const { return elements(layout_.slot_bytes()); }
-  // All lanes' slots as one.
+  // All lanes' slots together.
   __device__ std::byte* area(int r) const { return window(r) + layout_.staging(sequence_, 0, 0); }
   __device__ Location at(Location location, std::int64_t elements) const {
     return {location.data + elements * kSize, location.rank};
@@ -86,9 +86,10 @@ class BlockComm {
     publish();
     await_announcements();
   }
-  // Before announce(): what goes with it.
+  // Call before announce(), which publishes it.
   __device__ void set_preflight(Preflight preflight) { preflight_ = preflight; }
-  // After announce(): of all ranks. Not inlined: an algorithm has no registers left for it.
+  // The combination of all ranks' preflights; valid after announce(). Not inlined: algorithms have no
+  // registers left for it.
   __device__ __noinline__ Preflight preflight() const {
     if (failed_) return {};
     Preflight all = announced(0).preflight;
@@ -120,7 +121,7 @@ class BlockComm {
     compare();
   }
 
-  // The whole tensor decides, so that all lanes do the same; a lane begins at a whole line.
+  // Depends on the whole tensor, so that all lanes agree; a lane begins at a multiple of a line.
   __device__ bool fits_packets() const { return block() * kSize <= kPacketBytes; }
 
   __device__ void put_packets(int r, Location from) {
@@ -133,7 +134,7 @@ class BlockComm {
     }
   }
 
-  // Into this lane's own staging, from where reduce() reads them.
+  // Takes the packets into this lane's own staging, where reduce() reads them.
   __device__ void take_packets(int r) {
     std::uint64_t* packets = packets_of(rank(), r);
     bool stop = false;
@@ -225,7 +226,7 @@ class BlockComm {
   static constexpr std::int64_t kSize = sizeof(T);
   static constexpr int kPerVector = 16 / sizeof(T);
 
-  // A place for `width` elements that moves in one access.
+  // `width` elements that move in one memory access.
   template <int width>
   struct alignas(width * sizeof(T)) Pack {
     T element[width];
@@ -276,7 +277,7 @@ class BlockComm {
   }
   __device__ std::int64_t packet_count() const { return ceil_div(count() * kSize, 4); }
 
-  // Word i of a tensor; what lies beyond its end counts as zero.
+  // Word i of a tensor, padded with zeros beyond the end.
   __device__ std::uint32_t word_of(const std::byte* data, std::int64_t i) const {
     if constexpr (kSize >= 4) {
       return reinterpret_cast<const std::uint32_t*>(data)[i];
@@ -298,7 +299,7 @@ class BlockComm {
     };
   }
 
-  // One thread waits for one word of rank r. False: the wait will never end well.
+  // One thread waits for one word of rank r. Returns false if the wait cannot be satisfied.
   template <class HasCome>
   __device__ bool poll(HasCome has_come, int r) {
     if (failed_) return false;
@@ -321,8 +322,8 @@ class BlockComm {
   __device__ auto inside() const {
     return shared_word<std::uint32_t>(&me_.mailbox->in_peers_heaps[lane_]);
   }
-  // False: this lane must not use other ranks' tensors. Either it sees an abort here, or the host
-  // sees it inside: both write first and look afterwards.
+  // Returns false if this lane must not use other ranks' tensors. Either the lane sees an abort here,
+  // or the host sees the lane inside: each writes its own word before it reads the other's.
   __device__ bool enter_peers_heaps() {
     inside().store(1, ::cuda::std::memory_order_relaxed);
     __threadfence_system();
@@ -333,7 +334,7 @@ class BlockComm {
     return cuda::report(me_, sequence_, reason, r, me_.operation, me_.operation);
   }
 
-  // The whole block agrees on whether to drain.
+  // All threads of the block agree on whether to drain.
   __device__ void vote_to_stop(bool stop) { failed_ = __syncthreads_or(stop) != 0 || failed_; }
 
   __device__ void compare() {
@@ -349,7 +350,7 @@ class BlockComm {
                   (scatters || other.output != kNotInWindow);
     }
     zero_copy_ = zero_copy;
-    // All lanes see it; the first one tells.
+    // All lanes see the mismatch; the first one reports it.
     if (differs >= 0 && threadIdx.x == 0 && lane_ == 0) {
       cuda::report(me_, sequence_, Reason::mismatch, differs, announced(0).operation,
                    announced(differs).operation);

@@ -33,7 +33,7 @@ void snapshot_residuals(const CodedLaunch& launch, cudaStream_t stream) {
   }
 }
 
-// A world of one compresses, too: what it shows is what a larger one would do.
+// A group of one compresses as well, so that it gives the errors and residuals of a larger group.
 void launch_compressed(const CodedLaunch& launch, cudaStream_t stream) {
   const Operation& operation = launch.ranks[0].operation;
   snapshot_residuals(launch, stream);
@@ -51,7 +51,7 @@ void launch_any(const CodedLaunch& launch, cudaStream_t stream) {
              [&](auto body) { launch_plain<decltype(body)>(launch, stream); });
 }
 
-// So that kernels may use peers' memory; once per pair of devices is enough, and twice no error.
+// Lets kernels use peers' memory. Once per pair of devices is enough; a second time is no error.
 void enable_peer_access(const std::vector<std::uintptr_t>& windows, int device) {
   for (const std::uintptr_t window : windows) {
     cudaPointerAttributes attributes{};
@@ -66,7 +66,7 @@ void enable_peer_access(const std::vector<std::uintptr_t>& windows, int device) 
   }
 }
 
-// Runs what uses one set of flags one after the other, whatever streams it is on.
+// Orders all launches that use one set of flags, on whatever streams they are.
 class Order {
  public:
   Order() { PYCOMM_CUDA_CHECK(cudaEventCreateWithFlags(&last_, cudaEventDisableTiming)); }
@@ -74,7 +74,7 @@ class Order {
   Order(const Order&) = delete;
   Order& operator=(const Order&) = delete;
 
-  // False: the device has failed, and will run nothing more.
+  // Returns false if the device has failed and will run nothing more.
   bool can_run() const {
     const cudaError_t error = cudaEventQuery(last_);
     return error == cudaSuccess || error == cudaErrorNotReady;
@@ -83,7 +83,7 @@ class Order {
   void launch(const CodedLaunch& launch, cudaStream_t stream) {
     cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
     PYCOMM_CUDA_CHECK(cudaStreamIsCapturing(stream, &capture));
-    // An event of a capture means nothing outside it, and the other way round.
+    // Events recorded in a capture are meaningless outside of it, and vice versa.
     const bool live = capture == cudaStreamCaptureStatusNone;
     if (live && used_ && stream != stream_)
       PYCOMM_CUDA_CHECK(cudaStreamWaitEvent(stream, last_, 0));
@@ -105,8 +105,8 @@ class Order {
 struct Endpoint::Impl {
   EndpointOptions options;
   WindowLayout layout;
-  Mailbox* mailbox = nullptr;         // as the host sees it
-  Mailbox* device_mailbox = nullptr;  // as kernels see it
+  Mailbox* mailbox = nullptr;         // its address on the host
+  Mailbox* device_mailbox = nullptr;  // its address on the device
   std::byte** tables = nullptr;       // device memory: windows, then bases
   Preflight* preflights = nullptr;    // device memory: CodedLaunch::preflights
   std::unique_ptr<Order> order;
@@ -139,7 +139,7 @@ struct Endpoint::Impl {
   }
 
   ~Impl() {
-    // Errors here mean that the context is gone anyway.
+    // An error here means that the context is gone.
     int before = 0;
     (void)cudaGetDevice(&before);
     (void)cudaSetDevice(options.device);
@@ -162,7 +162,7 @@ struct Endpoint::Impl {
     return inside ? offset : kNotInWindow;
   }
 
-  // Fills a place of a launch with this rank's part.
+  // Fills this rank's part of a launch.
   void put(CodedLaunch& to, int index, const Operation& operation, const void* input, void* output,
            const Compression& compression) const {
     const std::int64_t bytes = operation.count * size_of(operation.dtype);
@@ -183,10 +183,10 @@ struct Endpoint::Impl {
     to.preflights[index] = preflights;
   }
 
-  // False: a lane that has not left other ranks' tensors never will.
+  // Returns false if the device has failed: a lane that uses other ranks' tensors then never leaves.
   bool can_run() const {
     (void)cudaSetDevice(options.device);
-    // Whatever is being captured shared_wait shall go on.
+    // Does not break a capture that runs on another thread.
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
     (void)cudaThreadExchangeStreamCaptureMode(&mode);
     const bool can = order->can_run();
@@ -208,8 +208,8 @@ std::int64_t window_bytes(int ranks, int lanes, std::int64_t staging_bytes,
   return heap_begin(ranks, lanes, staging_bytes) + heap_bytes;
 }
 
-// A lane stages a line per rank, or takes every peer's packets, or a stride of every rank's, encoded
-// in the widest way.
+// The least that a lane needs: a line per rank, every peer's packets, or kBlockElements elements of
+// every rank in the widest encoding.
 std::int64_t least_staging_bytes(int ranks, int lanes) {
   constexpr std::int64_t kWidest = kLargestBlock * 5;
   return 2 * lanes *
@@ -271,7 +271,7 @@ void Endpoint::synchronize() {
 
 void Endpoint::set_gone(int r) { __atomic_store_n(&impl_->mailbox->gone[r], 1u, __ATOMIC_RELEASE); }
 
-// In one order with what in_peers_heaps() reads: see BlockComm::enter_peers_heaps().
+// Sequentially consistent with the reads of in_peers_heaps(); see BlockComm::enter_peers_heaps().
 void Endpoint::set_abort(std::uint64_t word) {
   __atomic_store_n(&impl_->mailbox->abort, word, __ATOMIC_SEQ_CST);
 }
@@ -288,7 +288,7 @@ Failure Endpoint::failure() const {
   const std::uint64_t word = __atomic_load_n(&impl_->mailbox->failure, __ATOMIC_ACQUIRE);
   if (word == 0) return {};
   const EndpointOptions& options = impl_->options;
-  const bool timed_out = reason_of(word) == Reason::timeout;  // a kernel of this rank has waited
+  const bool timed_out = reason_of(word) == Reason::timeout;  // a kernel of this rank timed out
   return {reason_of(word),
           rank_of(word),
           timed_out ? timeout_word(rank_of(word), options.rank, options.timeout) : word,
@@ -302,9 +302,9 @@ struct SharedLaunch::Impl {
   CodedLaunch launch;
   std::vector<cudaStream_t> streams;
   std::vector<cudaEvent_t> arrived;
-  std::mutex mutex;  // of what follows
+  std::mutex mutex;  // guards the members below
   cudaEvent_t done = nullptr;
-  cudaStream_t leader = nullptr;  // where the latest launch went
+  cudaStream_t leader = nullptr;  // the stream of the latest launch
   std::unique_ptr<Order> order;
 };
 

@@ -23,8 +23,8 @@ struct EndpointOptions {
   std::int64_t window_bytes;            // the whole window, heap included
   double timeout;                       // seconds
   std::vector<std::uintptr_t> windows;  // every rank's window, as this device sees it; zeroed
-  bool one_address_space;               // ranks are threads: any tensor of a rank is everyone's
-  bool stage_always;                    // never use tensors where they lie
+  bool one_address_space;  // ranks are threads, so every rank can read any tensor of another
+  bool stage_always;       // never zero copy
 };
 
 // How a kernel failed; `reason` is none if none did. If the host has aborted the group, the host
@@ -34,7 +34,8 @@ struct Failure {
   int rank;
   std::uint64_t abort_word;  // for the other ranks
   std::uint32_t sequence;
-  Operation first;  // what failed; of a mismatch: what rank 0 called, and what `rank`
+  Operation
+      first;  // what failed; for a mismatch, rank 0's operation, and `other` is that of `rank`
   Operation other;
 };
 
@@ -45,7 +46,7 @@ std::int64_t window_bytes(int ranks, int lanes, std::int64_t staging_bytes,
                           std::int64_t heap_bytes);
 std::int64_t heap_begin(int ranks, int lanes, std::int64_t staging_bytes);
 
-// A range of host memory, pinned for a device while it lives.
+// Pins a range of host memory for a device during the object's lifetime.
 class HostRegistration {
  public:
   HostRegistration(int device, std::uintptr_t data, std::int64_t bytes);
@@ -53,7 +54,7 @@ class HostRegistration {
   HostRegistration(const HostRegistration&) = delete;
   HostRegistration& operator=(const HostRegistration&) = delete;
 
-  // Where the device sees it.
+  // The range's address on the device.
   std::uintptr_t address() const { return address_; }
 
  private:
@@ -68,22 +69,22 @@ class Endpoint {
   Endpoint(const Endpoint&) = delete;
   Endpoint& operator=(const Endpoint&) = delete;
 
-  // Throws std::invalid_argument if the window is too small for it.
+  // Throws std::invalid_argument if the window is too small for the operation.
   void check(const Operation& operation) const;
-  // Enqueues this rank's kernel on the stream, behind the one before, and returns. Capturable in a
-  // graph, where the order against operations outside is the caller's.
+  // Enqueues this rank's kernel on the stream, after the previous one, and returns. A graph can
+  // capture it; the caller then orders it with operations outside of the graph.
   void launch(const Operation& operation, const void* input, void* output, std::uintptr_t stream,
               const Compression& compression = {});
 
-  // Returns when everything on the device has run.
+  // Returns when all work on the device is done.
   void synchronize();
-  // From the host to kernels, at any time.
+  // The host tells kernels; may be called at any time.
   void set_gone(int r);
   void set_abort(std::uint64_t word);
-  // After set_abort(): whether a kernel may still use tensors of other ranks; once none does, none
-  // ever will. On a thread that uses no other device.
+  // After set_abort(): true if a kernel may still use tensors of other ranks. Once false, it stays
+  // false. Call it on a thread that uses no other device.
   bool in_peers_heaps() const;
-  // From the kernels to the host.
+  // The failure that a kernel has reported to the host.
   Failure failure() const;
 
  private:
@@ -92,10 +93,9 @@ class Endpoint {
   std::unique_ptr<Impl> impl_;
 };
 
-// Ranks that are threads and share one device also share one launch, so that their blocks are
-// resident together: each rank puts its part, then, when all have, rank 0 launches, and the others
-// follow: what is on their streams next runs behind it. Who waits for whom on the host is the
-// caller's business.
+// Ranks that are threads and share one device share one launch, so that their blocks are resident
+// together. Each rank puts its part; when all have, rank 0 launches; the others follow, so that the
+// next work on their streams runs after the launch. The caller synchronizes the ranks on the host.
 class SharedLaunch {
  public:
   explicit SharedLaunch(std::vector<std::shared_ptr<Endpoint>> endpoints);
@@ -105,8 +105,8 @@ class SharedLaunch {
 
   void put(int rank, const Operation& operation, const void* input, void* output,
            std::uintptr_t stream, const Compression& compression = {});
-  // Unless a rank has given up. A rank that has says so first, and then follows what may have been
-  // launched before.
+  // Does not launch if a rank has given up. Such a rank says so first, then follows a launch that may
+  // already have happened.
   void launch(const std::function<bool()>& given_up = [] { return false; });
   void follow(int rank);
 

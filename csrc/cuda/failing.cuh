@@ -1,4 +1,4 @@
-// How a kernel fails, and learns that it must: words that it shares with the host, and the time.
+// How a kernel reports a failure and hears of an abort: words that it shares with the host, and a clock.
 #pragma once
 
 #include <chrono>
@@ -25,7 +25,7 @@ __device__ ::cuda::atomic_ref<Word, ::cuda::thread_scope_system> shared_word(voi
   return ::cuda::atomic_ref<Word, ::cuda::thread_scope_system>(*static_cast<Word*>(address));
 }
 
-// Not inlined: nobody who waits should hold registers for it.
+// Not inlined, so that waiting code holds no registers for it.
 __device__ __noinline__ inline bool report(const RankLaunch& me, std::uint32_t sequence,
                                            Reason reason, int r, const Operation& first,
                                            const Operation& other) {
@@ -39,7 +39,7 @@ __device__ __noinline__ inline bool report(const RankLaunch& me, std::uint32_t s
   return false;
 }
 
-// Whether the host wants this operation to end; the host knows whom to blame.
+// True if the host has aborted the group. The host knows the rank to blame.
 __device__ inline bool aborted(const RankLaunch& me, std::uint32_t sequence) {
   const auto word = shared_word<std::uint64_t>(&me.mailbox->abort);
   if (word.load(::cuda::std::memory_order_acquire) == 0) return false;

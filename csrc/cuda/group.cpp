@@ -23,7 +23,7 @@ Group::Group(std::shared_ptr<cpu::Group> host, std::shared_ptr<Endpoint> endpoin
 
 Group::~Group() {
   if (host_->forked()) {
-    // The watcher does not exist here, and CUDA does not survive a fork: leak its objects.
+    // A forked child has no watcher thread, and CUDA does not survive a fork: leak its objects.
     watcher_.detach();
     (void)new std::shared_ptr<Endpoint>(std::move(endpoint_));
     (void)new std::shared_ptr<SharedLaunch>(std::move(shared_));
@@ -53,7 +53,7 @@ void Group::run(const Call& call, std::uintptr_t stream, const Compression& comp
   } catch (const CollectiveError&) {
     throw;
   } catch (...) {
-    host_->abort();  // the peers must not wait for what will not come
+    host_->abort();  // peers must not wait for this operation
     host_->comm().wait_for_kernels(cpu::kRetreatWithin);
     throw;
   }
@@ -65,10 +65,10 @@ void Group::check() {
   report(found);
   const std::uint64_t word = host_->abort_word();
   if (found.reason == Reason::none && word == 0) return;
-  // Ranks that disagree have not touched any tensors, and do not abort the group.
+  // After a mismatch no rank has touched a tensor, so the group is not aborted.
   if (word != 0) {
     host_->comm().wait_for_kernels(host_->comm().patience(), interrupt_);
-    found = endpoint_->failure();  // by now, which operation it was
+    found = endpoint_->failure();  // now it also tells which operation failed
   }
   const CollectiveError error = describe_failure(found, word);
   host_->fail(error.what());
@@ -81,7 +81,7 @@ void Group::close() {
   stop_watching();
 }
 
-// To the other ranks. All see a disagreement by themselves.
+// Tells the other ranks. Every rank sees a mismatch itself.
 void Group::report(const Failure& found) {
   if (found.reason == Reason::none || found.reason == Reason::mismatch) return;
   host_->abort(found.abort_word);
@@ -100,7 +100,7 @@ CollectiveError Group::describe_failure(const Failure& found, std::uint64_t word
   return failure(reason_of(word), rank, pid, found.first, found.sequence);
 }
 
-// One launch for all ranks, by rank 0.
+// Rank 0 launches for all ranks.
 void Group::run_together(const Operation& operation, const Call& call, std::uintptr_t stream,
                          const Compression& compression) {
   const int rank = host_->rank();
@@ -117,7 +117,7 @@ void Group::run_together(const Operation& operation, const Call& call, std::uint
   shared_->follow(rank);
 }
 
-// Carries news between the host's group and running kernels, both ways.
+// Passes aborts and deaths to running kernels, and kernels' failures to the host's group.
 void Group::watch() {
   std::unique_lock lock(mutex_);
   while (!stopping_.wait_for(lock, kLookEvery, [&] { return stop_; })) {

@@ -1,6 +1,6 @@
-// One rank's CUDA side of a group: hands operations to its kernels and joins them with the group on the
-// host (cpu/group.h), which knows the other ranks' processes. Compiled in every build; without CUDA
-// there is no Endpoint to make one with.
+// One rank's CUDA side of a group. It hands operations to kernels, and passes failures between them and
+// the group on the host (cpu/group.h), which knows the other ranks' processes. It is compiled in every
+// build; without CUDA no Endpoint can be made for it.
 #pragma once
 
 #include <condition_variable>
@@ -21,18 +21,18 @@ class Group {
   // then in long waits on the host, and may throw.
   Group(std::shared_ptr<cpu::Group> host, std::shared_ptr<Endpoint> endpoint,
         std::shared_ptr<SharedLaunch> shared, void (*interrupt)() = nullptr);
-  // Waits until everything on the device has run.
+  // Waits until all work on the device is done.
   ~Group();
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
 
-  // Enqueues an operation on the stream. What goes wrong here aborts the group; what goes wrong in
-  // the kernel is raised by the next call, or by check().
+  // Enqueues an operation on the stream. A failure here aborts the group; the next call, or check(),
+  // raises a failure in the kernel.
   void run(const Call& call, std::uintptr_t stream, const Compression& compression = {});
-  // Raises what went wrong in a kernel, once; the group refuses work from then on. Before that, waits
-  // until no rank's kernels use this rank's tensors, within the group's timeout.
+  // Raises a kernel's failure, once; from then on the group refuses work. First waits, within the
+  // group's timeout, until no rank's kernels use this rank's tensors.
   void check();
-  // Waits until everything that was enqueued has run.
+  // Waits until all enqueued work is done.
   void close();
 
  private:
@@ -47,7 +47,7 @@ class Group {
   std::shared_ptr<Endpoint> endpoint_;
   std::shared_ptr<SharedLaunch> shared_;
   void (*const interrupt_)();
-  cpu::OperationLock running_;  // one operation at a time is handed over
+  cpu::OperationLock running_;  // operations are handed over one at a time
   std::mutex mutex_;
   std::condition_variable stopping_;
   bool stop_ = false;

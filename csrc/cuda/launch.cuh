@@ -1,4 +1,4 @@
-// How one body of core/algorithms/run.h becomes kernels: one per element type and reduction, all alike.
+// Makes kernels of one body of core/algorithms/run.h: one per element type and reduction.
 #pragma once
 
 #include "core/algorithms/run.h"
@@ -15,8 +15,8 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ La
   comm.finish();
 }
 
-// Blocks of one rank meet blocks of other ranks in the kernel. Where those are in the same launch,
-// they must be resident together, which a cooperative launch guarantees (or refuses).
+// Blocks of different ranks wait for each other inside the kernel. If they are in the same launch,
+// they must be resident together; a cooperative launch guarantees that, or fails.
 template <class L>
 void launch_meeting(void (*kernel)(L), const L& launch, cudaStream_t stream) {
   const std::int64_t blocks = launch.local_ranks * launch.layout.lanes;

@@ -1,4 +1,4 @@
-// The launchers, and what they are told. A body of core/algorithms/run.h is compiled in a file of its own.
+// The launchers and their arguments. Each body of core/algorithms/run.h is compiled in its own file.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -14,11 +14,10 @@ struct RankLaunch {
   Operation operation;
   std::byte* input;
   std::byte* output;
-  std::int64_t
-      input_location;  // where peers find them: an offset from bases[rank], or kNotInWindow
+  std::int64_t input_location;  // for peers: an offset from bases[rank], or kNotInWindow
   std::int64_t output_location;
-  std::byte* const* windows;  // device array: every rank's window, as this rank sees it
-  std::byte* const* bases;    // device array: what locations of a rank count from
+  std::byte* const* windows;  // device array: every rank's window, mapped on this device
+  std::byte* const* bases;    // device array: the base of each rank's locations
   Mailbox* mailbox;
   int rank;
 };
@@ -34,11 +33,11 @@ struct CodedLaunch;  // cuda/codecs/coded_comm.cuh
 
 template <class Body>
 void launch_plain(const Launch& launch, cudaStream_t stream);
-// With a codec of blocks.
+// With a block codec.
 template <class Body, class Codecs = BlockCodecs>
 void launch_coded(const CodedLaunch& launch, cudaStream_t stream);
 void launch_topk_exchange(const CodedLaunch& launch, cudaStream_t stream);
-// Before int8 and casts, with feedback: finds CodedLaunch::preflights.
+// Runs before a block codec with feedback: computes CodedLaunch::preflights.
 void launch_preflight(const CodedLaunch& launch, cudaStream_t stream);
 
 }  // namespace pycomm::cuda

@@ -15,19 +15,20 @@
 
 namespace pycomm::cuda {
 
-// Ranks that can share one device, and so one kernel launch.
+// The most ranks that share one device, and so one kernel launch.
 inline constexpr int kMaxLocalRanks = 32;
 inline constexpr int kThreads = 512;
-// Ranks of one group on CUDA: a block keeps a table of pointers to all of them.
+// The most ranks of a group on CUDA: a block keeps a table of pointers to all of them.
 inline constexpr int kMaxRanks = 64;
 
 // The largest tensor that travels in packets (core/algorithms/packet.h).
 inline constexpr std::int64_t kPacketBytes = 16 << 10;
 
-// What a lane remembers from operation to operation. In device memory, so that a replayed graph
-// goes on counting where the last operation stopped.
+// A lane's state between operations. It lies in device memory, so that a replayed graph goes on
+// counting where the last operation stopped.
 struct LaneState {
-  std::uint32_t failed;  // an earlier operation drained, so its signals are not what peers count on
+  std::uint32_t
+      failed;  // an earlier operation drained: its signal counts are not those that peers expect
   std::uint32_t sequence;
   std::uint32_t signalled[kChannels];
 };
@@ -73,20 +74,23 @@ struct WindowLayout {
 // One rank's part of a compressed operation.
 struct Compression {
   Feedback feedback;
-  std::uint32_t* nonfinite = nullptr;  // device memory, set to 1 where a value is not; or null
+  std::uint32_t* nonfinite = nullptr;  // device memory, set to 1 if a value is not finite; or null
   std::byte* workspace = nullptr;      // top-k: device memory, used until the operation is complete
 };
 
-// How a kernel fails and learns that it must: pinned host memory that the host watches and writes.
+// Pinned host memory through which a kernel reports failures and hears of aborts. The host polls and
+// writes it.
 struct Mailbox {
-  std::uint64_t failure;   // by this rank's kernels: abort_word; the first one stays
+  std::uint64_t failure;   // written by this rank's kernels: an abort word; the first one stays
   std::uint32_t sequence;  // of the operation that failed
-  Operation first;         // what failed; of a disagreement: what rank 0 called, and the other one
+  Operation
+      first;  // what failed; for a mismatch, rank 0's operation, and `other` the one that differs
   Operation other;
-  std::uint64_t abort;              // by the host: abort_word of the group
-  std::uint32_t gone[kMaxRanks];    // by the host: not zero once that rank has left or died
-  std::uint32_t in_peers_heaps[1];  // by the kernels, one word per lane: not zero while it uses
-                                    // other ranks' tensors where they lie
+  std::uint64_t abort;            // written by the host: the group's abort word
+  std::uint32_t gone[kMaxRanks];  // written by the host: not zero once that rank has left or died
+  std::uint32_t
+      in_peers_heaps[1];  // written by kernels, one word per lane: not zero while the lane uses
+                          // other ranks' tensors where they lie
 };
 
 }  // namespace pycomm::cuda

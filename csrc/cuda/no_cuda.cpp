@@ -1,4 +1,4 @@
-// The twin of endpoint.cu, wire.cu, topk_wire.cu and optim_step.cu in builds without CUDA.
+// Stands in for endpoint.cu, codecs/wire.cu, codecs/topk_wire.cu and optim/step.cu in builds without CUDA.
 #include <stdexcept>
 
 #include "cuda/codecs/wire.h"

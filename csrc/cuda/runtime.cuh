@@ -34,7 +34,7 @@ class DeviceGuard {
   bool changed_ = false;
 };
 
-// Blocks that meet no other ranks'.
+// Launches blocks that do not wait for blocks of other ranks.
 template <class L>
 void launch_blocks(void (*kernel)(L), std::int64_t blocks, const L& launch, cudaStream_t stream,
                    int threads = kThreads) {

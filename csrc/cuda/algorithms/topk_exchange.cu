@@ -1,5 +1,5 @@
-// Top-k between ranks: cpu/codecs/topk_comm.h in kernels. Announcements are the meetings: at the first one
-// the lists lie where the owners read them, at the second one the results.
+// Top-k between ranks: cpu/codecs/topk_comm.h as kernels. Ranks synchronize by announcements: after the
+// first one the lists are ready for their owners, after the second one the results are.
 #include "cuda/codecs/topk_reader.cuh"
 
 namespace pycomm::cuda {
@@ -11,8 +11,8 @@ __device__ void store_unscaled(float* to, Octet<float> octet, int n, const Scali
   store_octet(to, octet, n);
 }
 
-// All elements go into residual and velocity as they were selected from; then what is sent is taken
-// out of them.
+// First stores the fed-back values, from which top-k selects, in residual and velocity; then removes
+// the elements that are sent.
 template <class T>
 __device__ void feed(const TopkBlock& block) {
   const Selector<T> from(block);
@@ -43,7 +43,7 @@ __device__ void feed(const TopkBlock& block) {
   }
 }
 
-// The sums of the own region, in rank order; zeros where nobody uses the tensor.
+// Sums of this rank's region, in rank order; zeros if no rank uses the tensor.
 template <class Comm>
 __device__ void add_lists(const TopkBlock& block, const Comm& comm, bool unused) {
   const int me = comm.rank(), lists = unused ? 0 : comm.size();
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   comm.finish();
 }
 
-// Every owner's result; zeros where there is none.
+// Writes every owner's result; all other elements become zero.
 template <class T, class Comm>
 __device__ bool gather(const TopkBlock& block, const Comm& comm) {
   const TopkArea& area = block.area;

@@ -1,14 +1,15 @@
-// Top-k on a device: the memory that its kernels hand results on in, and the steps they share.
+// Top-k on a device: the memory through which its kernels pass results, and the steps they share.
 //
-//   1. Select (topk_select.cu): count magnitudes by three digits, the highest first, which gives the
-//      smallest one that is taken and how many of just that size; count both per tile, add up over
-//      the tiles before, and write each entry to its place. In order of index, so of equals the
-//      first ones are taken.
+//   1. Select (topk_select.cu): histograms of the magnitudes' three digits, highest first, give the
+//      smallest magnitude that is taken, and how many entries of exactly that size. Count both per
+//      tile, form prefix sums over tiles, and write each entry to its position. Entries are in index
+//      order, so of equal ones the first are taken.
 //   2. Cut and encode the lists (topk_lists.cu).
-//   3. Between ranks (topk_exchange.cu): meet; add up the region's lists in rank order; select among
-//      the sums; encode them; meet again; decode every region's result.
+//   3. Exchange (topk_exchange.cu): announce; add up the region's lists in rank order; select among
+//      the sums; encode them; announce again; decode every region's result.
 //
-// A step that needs all blocks' results is a kernel of its own: nobody waits inside a device.
+// A step that needs the results of all blocks is a kernel of its own: blocks of one device never wait
+// for each other.
 #pragma once
 
 #include "core/codecs/topk.h"
@@ -19,12 +20,12 @@
 namespace pycomm::cuda {
 
 struct TopkLaunch : CodedLaunch {
-  int digit;        // which one is counted
-  bool sums;        // select among the sums of the own region, not in the tensor
-  std::byte* wire;  // without a window: where the list goes, behind its header
+  int digit;        // the digit that is counted
+  bool sums;        // true: select among the sums of this rank's region; false: in the tensor
+  std::byte* wire;  // without a window: where the list goes, after its header
 };
 
-// A list's entries that are kept: larger ones, and of that size those up to an index.
+// The entries of a list that are kept: all above a magnitude, and those equal to it up to an index.
 struct Cut {
   std::uint32_t least;
   std::uint32_t last;
@@ -35,23 +36,24 @@ struct Cut {
   }
 };
 
-// Device memory of one operation; the histograms, which begin as zeros, come first.
+// Device memory of one operation. The histograms come first; they must be zero at the start.
 struct TopkScratch {
   static constexpr int kBins = digit_bins(0) + digit_bins(1) + digit_bins(2);
   static constexpr std::int64_t kZeroed = 2 * kBins * 4;
 
-  std::uint32_t* histograms;  // of the tensor, then of the sums
-  std::uint32_t* ties;        // how many of the smallest size are taken
-  std::uint32_t* keep;        // not zero: residuals stay as they are
-  std::uint32_t* above;       // of each tile: larger entries in the tiles before
-  std::uint32_t* equal;       // and those of just the smallest size
-  Cut* cuts;                  // of the list for each owner
-  std::uint32_t* entries;     // and how many entries that leaves
-  std::uint32_t* begins;      // of each chunk, in its owner's list
-  std::uint32_t* largest;     // magnitude() of each chunk's entries
-  std::uint32_t* indices;     // of what is selected
+  std::uint32_t* histograms;  // those of the tensor, then those of the sums
+  std::uint32_t* ties;        // how many entries of exactly the smallest magnitude are taken
+  std::uint32_t* keep;        // not zero: residuals stay unchanged
+  std::uint32_t* above;       // per tile: larger entries in the tiles before it
+  std::uint32_t*
+      equal;  // per tile: entries of exactly the smallest magnitude in the tiles before it
+  Cut* cuts;  // per owner: which entries of its list are kept
+  std::uint32_t* entries;  // per owner: how many entries are kept
+  std::uint32_t* begins;   // per chunk: its first entry in its owner's list
+  std::uint32_t* largest;  // per chunk: the largest magnitude() of its entries
+  std::uint32_t* indices;  // of the selected entries
   float* values;
-  float* sums;  // of the own region; none where there is nobody to exchange with
+  float* sums;  // of this rank's region; null if there is no other rank
   std::int64_t bytes;
 
   PYCOMM_HD TopkScratch(std::byte* base, std::int64_t n, std::int64_t k, int ranks, bool exchange) {
@@ -101,18 +103,18 @@ struct TopkBlock {
         area(me.operation, launch.layout.ranks),
         scratch(launch.compressions[index].workspace, n(), codec.k, ranks(), exchanges()) {}
 
-  // Not alone, without a window.
+  // False for one rank without a window.
   __device__ bool exchanges() const { return me.windows != nullptr; }
   __device__ std::int64_t n() const { return me.operation.count; }
   __device__ int ranks() const { return launch.layout.ranks; }
   __device__ TopkRegion region(int owner) const { return area.region(owner); }
 
-  // Where element p of the own region's sums belongs.
+  // The tensor's index of element p of this region's sums.
   __device__ std::int64_t element(std::int64_t p) const {
     return region(me.rank).chunk(p / kTopkChunk).begin + p % kTopkChunk;
   }
 
-  // Entries of what was selected, up to a chunk of it.
+  // The number of selected entries before a chunk.
   __device__ std::int64_t entries_before_tile(std::int64_t tile) const {
     const std::uint32_t equal = scratch.equal[tile], ties = *scratch.ties;
     return scratch.above[tile] + (equal < ties ? equal : ties);
@@ -123,7 +125,7 @@ struct TopkBlock {
     return entries_before_tile(tile < tiles ? tile : tiles);
   }
 
-  // Whether a lane of this rank has drained: then nothing of the caller's is written.
+  // True if a lane of this rank has drained; then the caller's tensors are not written.
   __device__ bool failed() const {
     if (!exchanges()) return false;
     bool failed = false;
@@ -133,7 +135,7 @@ struct TopkBlock {
   __device__ const LaneState& state(int lane) const {
     return *reinterpret_cast<const LaneState*>(me.windows[me.rank] + launch.layout.state(lane));
   }
-  // Whether residuals take part; after the ranks have met.
+  // True if residuals take part; valid after the first announcement.
   __device__ bool feeds() const {
     return feedback.residual != nullptr && *scratch.keep == 0 && !failed();
   }
@@ -141,14 +143,14 @@ struct TopkBlock {
     std::uint32_t* const word = launch.compressions[index].nonfinite;
     if (word != nullptr) atomicOr(word, 1u);
   }
-  // Where this rank puts lists for the meeting that comes next.
+  // Where this rank puts lists for the next announcement.
   __device__ std::byte* lists() const {
     if (!exchanges()) return launch.wire + sizeof(WireHeader);
     return me.windows[me.rank] + launch.layout.staging(next_sequence(state(0).sequence), 0, 0);
   }
 };
 
-// What is selected from: the tensor plus what is fed back, or the sums.
+// The values to select from: the tensor plus its residual, or the sums.
 template <class T>
 struct Selector {
   const TopkBlock& block;
@@ -156,7 +158,7 @@ struct Selector {
   const float* residual;
   const float* velocity;
   Scaling scaling;
-  float limit;  // nothing lies beyond it unless there is an overflow
+  float limit;  // no value exceeds it unless there is an overflow
   std::int64_t n;
   std::uint32_t k;
   std::uint32_t* histograms;
@@ -177,8 +179,8 @@ struct Selector {
 
   __device__ std::int64_t tiles() const { return ceil_div(n, kBlockElements); }
 
-  // This thread's eight of a tile, zeros beyond the end; and the velocity they give, where there is
-  // one. Returns whether some of x is not zero.
+  // Loads this thread's eight elements of a tile, zeros beyond the end, and their new velocity if there
+  // is one. Returns true if an element of x is not zero.
   __device__ bool load_values(std::int64_t start, float* v, float* faster = nullptr) const {
     const int count = octet_count(n - start);
     const Octet<T> octet = load_octet(x + start, count);
@@ -203,14 +205,14 @@ struct Selector {
         v[i] = limited(contribution(v[i], kept.element[i], scaling.scale), limit);
       }
     }
-    // An infinite scale has made something of what lies beyond the end.
+    // An infinite scale turns the padding beyond the end into NaN.
 #pragma unroll
     for (int i = 0; i < kOctet; ++i) v[i] = i < count ? v[i] : 0.0f;
     return used;
   }
 
-  // From so many digits, the highest bits of the smallest magnitude taken, and how many of those
-  // that begin with them. False: all but zeros are taken, or nothing is.
+  // From the first `digits` digits: the leading bits of the smallest magnitude that is taken, and how
+  // many entries with these bits are taken. Returns false if all nonzero entries are taken, or none.
   __device__ bool threshold(int digits, std::uint32_t& least, std::uint32_t& ties) const {
     least = k == 0 ? 0xffffffffu : 1;
     ties = 0xffffffffu;

@@ -1,11 +1,10 @@
-// Top-k lists: cut to what an owner takes, and encoded.
+// Top-k lists: cut to the owner's capacity, and encoded.
 #include "cuda/codecs/topk.cuh"
 
 namespace pycomm::cuda {
 namespace {
 
-// Calls visit(entry, whether there is one) for the selected entries of a chunk, in order, by all
-// threads together.
+// Calls visit(entry, exists) for the selected entries of a chunk, in order. Called by all threads.
 template <class Visit>
 __device__ void each_entry(const TopkBlock& block, std::int64_t chunk, Visit visit) {
   const std::int64_t end = block.entries_before_chunk(chunk + 1, block.n());
@@ -21,7 +20,7 @@ __device__ void each_entry(const TopkBlock& block, const TopkRegion& region, Vis
   }
 }
 
-// The `capacity` largest entries for an owner, of equals those with the lower index.
+// The `capacity` largest entries for an owner; of equal ones, those with the lower index.
 __device__ Cut find_cut(const TopkBlock& block, const TopkRegion& region, std::int64_t capacity) {
   __shared__ std::uint32_t bins[digit_bins(0)];
   __shared__ std::uint32_t last;
@@ -39,7 +38,7 @@ __device__ Cut find_cut(const TopkBlock& block, const TopkRegion& region, std::i
     __syncthreads();
     pick_bin(bins, digit_bins(digit), left, bin);
     prefix = digit == 0 ? bin : prefix * digit_bins(digit) + bin;
-    __syncthreads();  // everyone has read the bins
+    __syncthreads();  // all threads have read the bins
   }
   std::uint64_t ties = 0;
   each_entry(block, region, [&](std::int64_t i, bool exists) {
@@ -53,7 +52,7 @@ __device__ Cut find_cut(const TopkBlock& block, const TopkRegion& region, std::i
   return {prefix, last};
 }
 
-// One owner's list at a time: what is kept of it, and where its chunks begin.
+// For each owner's list: the entries that are kept, and where its chunks begin.
 __global__ void __launch_bounds__(kThreads, 1)
     cut_kernel(const __grid_constant__ TopkLaunch launch) {
   const TopkBlock block(launch);
@@ -98,7 +97,7 @@ struct ChunkWriter {
     }
   }
 
-  // All threads together; the entries of those that have one follow each other.
+  // Called by all threads; the entries of threads that have one are stored next to each other.
   __device__ void write(bool has, std::uint32_t index, float value) {
     std::uint64_t total;
     const std::int64_t i = at + static_cast<std::int64_t>(sum_before(has ? 1 : 0, total));
@@ -130,7 +129,7 @@ struct ChunkWriter {
   }
 };
 
-// What goes to the owners.
+// The lists for the owners.
 __global__ void __launch_bounds__(kThreads) list_kernel(const __grid_constant__ TopkLaunch launch) {
   const TopkBlock block(launch);
   if (block.failed()) return;
@@ -173,7 +172,8 @@ __device__ float as_stored(float value, DType dtype) {
   }
 }
 
-// What all ranks get of the own region, in the tensor's type; the rest of the sum stays here.
+// The result of this rank's region for all ranks, in the tensor's type; the rest of the sums stays in
+// the residual.
 __global__ void __launch_bounds__(kThreads)
     result_kernel(const __grid_constant__ TopkLaunch launch) {
   const TopkBlock block(launch);

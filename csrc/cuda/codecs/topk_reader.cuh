@@ -1,11 +1,11 @@
-// Reading encoded top-k lists, which come from a peer or from storage.
+// Reads encoded top-k lists, which come from a peer or from storage.
 #pragma once
 
 #include "cuda/codecs/topk.cuh"
 
 namespace pycomm::cuda {
 
-// One chunk of a list. What the list says never leads beyond its room: a count that does is none.
+// One chunk of a list. Reads never leave the list's memory: a count that would do so counts as zero.
 struct ChunkReader {
   const std::byte* const from;
   TopkLayout layout;
@@ -13,12 +13,12 @@ struct ChunkReader {
   std::int64_t begin;
   std::int64_t count;
 
-  // All threads of the block together.
+  // Called by all threads of the block.
   __device__ ChunkReader(const TopkRegion& region, std::int64_t chunk, DType values,
                          const std::byte* list, std::int64_t room)
       : from(list), layout{region.chunks(), 0, values}, chunk(chunk) {
     const auto* const counts = reinterpret_cast<const std::uint32_t*>(list);
-    std::uint64_t both = 0;  // entries of the chunks before, and of all
+    std::uint64_t both = 0;  // entries of the chunks before this one, and of all chunks
     for (std::int64_t j = threadIdx.x; j < layout.chunks; j += kThreads) {
       const std::uint64_t here = counts[j] < kTopkChunk ? counts[j] : kTopkChunk;
       both += (j < chunk ? here << 32 : 0) + here;

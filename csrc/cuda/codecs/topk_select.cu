@@ -36,8 +36,8 @@ __global__ void __launch_bounds__(kThreads)
   put_preflight(launch, largest, used);
 }
 
-// How many of a thread's elements are larger than `least`, and how many just as large: two counts in
-// one word.
+// How many of a thread's elements are larger than `least`, and how many are equal to it, as two counts
+// in one word.
 __device__ std::uint64_t count_both(const float* v, std::uint32_t least) {
   std::uint64_t both = 0;
 #pragma unroll
@@ -48,7 +48,7 @@ __device__ std::uint64_t count_both(const float* v, std::uint32_t least) {
   return both;
 }
 
-// Per tile, for now of the tile itself.
+// Counts per tile; scan_kernel() turns them into prefix sums.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     tally_kernel(const __grid_constant__ TopkLaunch launch) {
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// One block per rank: the sums over the tiles before, and over all at the end.
+// One block per rank: prefix sums over the tiles, and the totals at the end.
 __global__ void __launch_bounds__(kThreads) scan_kernel(const __grid_constant__ TopkLaunch launch) {
   const TopkBlock block(launch);
   if (block.lane != 0) return;
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kThreads) scan_kernel(const __grid_constant__ 
   if (threadIdx.x == 0) *block.scratch.ties = ties;
 }
 
-// Of the sums, what is not selected stays in the residual.
+// Sums that are not selected stay in the residual.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     write_kernel(const __grid_constant__ TopkLaunch launch) {

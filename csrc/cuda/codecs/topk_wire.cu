@@ -1,4 +1,4 @@
-// Top-k outside a group: selection, and lists in memory that is no slot of a window.
+// Top-k outside of a group: selection, and encoded lists in ordinary memory.
 #include <algorithm>
 #include <vector>
 
@@ -10,7 +10,7 @@ namespace {
 
 cudaStream_t stream_of(const WireJob& job) { return reinterpret_cast<cudaStream_t>(job.stream); }
 
-// A launch of one rank without a window.
+// A launch for one rank without a window.
 TopkLaunch launch_of(const WireJob& job) {
   constexpr std::int64_t kMostBlocks = 128;
   TopkLaunch launch{};
@@ -44,7 +44,7 @@ struct Export {
   float* values;
 };
 
-// What was selected, and in the workspace how many.
+// Writes the selected entries, and their number to the workspace.
 __global__ void __launch_bounds__(kThreads) export_kernel(const __grid_constant__ Export to) {
   const TopkBlock block(to.launch);
   const std::int64_t found = block.entries_before_tile(ceil_div(block.n(), kBlockElements));
@@ -71,7 +71,7 @@ struct Decode {
   bool add;
 };
 
-// An index that is not above the one before, or beyond the chunk, is told in the workspace.
+// Reports in the workspace an index that is not above the one before it, or lies beyond the chunk.
 template <class T>
 __global__ void __launch_bounds__(kThreads) decode_kernel(const __grid_constant__ Decode decode) {
   const WireJob& job = decode.job;
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(const __grid_constant_
   }
 }
 
-// The counts that a list begins with, and that it is long enough for them.
+// Checks the counts at the beginning of a list, and that the list is long enough for them.
 void check_list(const WireJob& job, std::int64_t bytes) {
   const TopkRegion all{job.n, 1, 0};
   TopkLayout layout{all.chunks(), 0, job.codec.values};

@@ -5,7 +5,7 @@
 namespace pycomm::cuda {
 namespace {
 
-// The sums of squares of a piece's weights and of their directions.
+// Sums of squares of a piece's weights and of its update directions.
 __device__ void lamb_sums(const Segment& segment, std::int64_t piece, const Lamb& lamb, float scale,
                           double (&sum)[2]) {
   double mine[2] = {};
@@ -26,7 +26,7 @@ __device__ void lamb_sums(const Segment& segment, std::int64_t piece, const Lamb
       for (int k = 0; k < 2; ++k) mine[k] += both[k] * both[k];
     }
   }
-  // Terms of lanes are what sum_by_warp() folds.
+  // sum_by_warp() folds the terms of all lanes.
   for (int k = 0; k < 2; ++k) {
     sum[k] = sum_by_warp(kSumLanes, [&](std::int64_t) { return mine[k]; });
   }

@@ -1,4 +1,5 @@
-// The launchers of optimizer kernels. Each update is compiled in a file of its own, in seconds.
+// The launchers of optimizer kernels. Each update is compiled in its own file, so that builds run in
+// parallel.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -7,8 +8,8 @@
 
 namespace pycomm::cuda {
 
-// Blocks per processor: few enough for all registers that a thread wants, and with 100 bytes and
-// more under way for each of its threads enough to keep memory busy.
+// Blocks per multiprocessor: few enough that threads get the registers they need. Each thread has 100
+// bytes or more in flight, which keeps memory busy.
 inline constexpr int kStepBlocks = 2;
 inline constexpr int kGradNormBlocks = 5;
 
@@ -28,7 +29,7 @@ struct GradNormLaunch {
 template <class Element>
 void launch_step(const StepLaunch& launch, std::int64_t blocks, cudaStream_t stream);
 
-// `blocks` of these share out sums of 1024 elements.
+// `blocks` blocks share the sums of 1024 elements each.
 void launch_lamb_ratios(const StepLaunch& launch, std::int64_t blocks, cudaStream_t stream);
 void launch_grad_norm(const GradNormLaunch& launch, std::int64_t blocks, cudaStream_t stream);
 

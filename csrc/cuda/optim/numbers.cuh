@@ -1,10 +1,10 @@
-// The numbers of a segment between memory and registers. A warp takes runs of 256 elements, which is
-// a block of 8-bit states, a lane two times four neighbours of a run: so each access of a warp is one
-// contiguous piece, in every type.
+// Moves a segment's numbers between memory and registers. A warp takes runs of 256 elements, the size
+// of a block of 8-bit states. A lane takes two groups of four neighbours of a run, so that each access
+// of a warp is contiguous for every type.
 //
-// Weights and states come in two kinds: for one storage each, which needs whole runs at aligned
-// addresses and loads without a branch, so that everything is on its way before anything is used;
-// and for any.
+// Weights and states come in two kinds. One is for a single storage: it needs whole runs at aligned
+// addresses and loads without a branch, so that all loads are issued before the first use. The other
+// is for any storage.
 #pragma once
 
 #include "core/optim/root_half.h"
@@ -33,7 +33,7 @@ struct Eight {
 
 __device__ inline int lane() { return static_cast<int>(threadIdx.x % 32); }
 
-// Where in a run a lane's i-th element is.
+// The index in the run of a lane's i-th element.
 __device__ inline int offset(int i) {
   return i / kQuad * static_cast<int>(kRun / 2) + lane() * kQuad + i % kQuad;
 }
@@ -59,8 +59,8 @@ __device__ inline bool takes_quads(const void* data, Storage storage) {
 // Random bits of a run's elements.
 struct Dice {
   MixedBits bits;
-  int begin = 0;         // of the run, among those that share the bits' key
-  bool weights = false;  // are rounded with them; otherwise to nearest
+  int begin = 0;         // of the run, among the runs that share a random key
+  bool weights = false;  // true: weights are rounded at random; false: to nearest
 
   __device__ std::uint32_t operator()(int i) const { return bits(begin + offset(i)); }
   __device__ BFloat16 weight(float value, int i) const {
@@ -140,8 +140,8 @@ struct MasterWeights {  // fp32 beside bf16
   }
 };
 
-// States of one storage each. State 0 holds first moments, all others second ones; kRandom where
-// those need dice.
+// States of one storage. State 0 holds first moments, all others hold second moments. kRandom is true
+// if second moments are rounded at random.
 template <class T>
 struct PlainState {
   static constexpr bool kRandom = std::is_same_v<T, BFloat16>;
@@ -167,14 +167,14 @@ __device__ inline float decode(int number, std::uint8_t code, float largest) {
   return number > 0 ? decode_unsigned(code, largest) : decode_signed(code, largest);
 }
 
-// Where there is nothing to encode, or nothing finite, the inverse is zero and so are all codes.
+// If all values are zero, or one is not finite, the inverse is zero, and so are all codes.
 __device__ inline std::uint8_t encode(int number, float value, float inverse, const Dice& dice,
                                       int i) {
   if (inverse == 0.0f) return 0;
   return number > 0 ? encode_unsigned(value, inverse, dice(i)) : encode_signed(value, inverse);
 }
 
-// The scale of a block, from its values; elements from `left` on do not count.
+// The scale of a block's first `left` values.
 __device__ inline State8Scale scale_of(const float* values, int left) {
   std::uint32_t most = 0;
 #pragma unroll
@@ -205,12 +205,12 @@ struct CodedState {
   }
 };
 
-// Any storage: of a run of `left` elements, at any address. Missing elements are zeros. In which
-// order lanes have elements: as above, or
+// Any storage, at any address, for a run of `left` elements. Missing elements are zeros. Lanes hold
+// elements in the order above, or
 struct InQuads {
   __device__ static int offset(int i) { return cuda::offset(i); }
 };
-// each the 32nd after the last one: the order of sums (core/optim/square_sum.h).
+// 32 elements apart: the order of sums (core/optim/square_sum.h).
 struct Strided {
   __device__ static int offset(int i) { return i * 32 + lane(); }
 };
@@ -241,7 +241,7 @@ __device__ void store_some(T* run, int left, const Eight<T>& values) {
   }
 }
 
-// As fp32, by way of convert(a stored one), and back.
+// Loads as fp32 through convert(stored), and stores back.
 template <class Order, class T, class Convert>
 __device__ void load_as(const void* data, std::int64_t at, int left, float* to, Convert convert) {
   const Eight<T> stored = load_some<Order>(static_cast<const T*>(data) + at, left);
@@ -311,7 +311,8 @@ struct AnyWeights {
       if (!dice.weights) return store_floats(s.param_storage, p, s.param, at, left);
       return store_as<BFloat16>(s.param, at, left, [&](int i) { return dice.weight(p[i], i); });
     }
-    if (s.param_storage == Storage::bf16) {  // rounded alike beside remainders and fp32
+    if (s.param_storage ==
+        Storage::bf16) {  // rounded the same way with remainders and with fp32 weights
       store_as<std::uint16_t>(s.param, at, left, [&](int i) { return split(p[i]).hi; });
     } else {
       store_floats(s.param_storage, p, s.param, at, left);

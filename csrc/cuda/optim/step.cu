@@ -10,7 +10,7 @@
 namespace pycomm::cuda {
 namespace {
 
-// What one launch writes, by way of its parameters.
+// Words that one launch writes; they travel as kernel parameters.
 struct Patch {
   std::uint64_t* to;
   std::int64_t count;
@@ -28,7 +28,7 @@ Table table_of(const StepJob& job) {
           job.table->tiles()};
 }
 
-// As many blocks as a device runs at once, or as there are pieces of work.
+// The number of blocks that a device runs at once, or the number of pieces of work if that is less.
 std::int64_t blocks_for(std::int64_t pieces, int per_processor, int device) {
   int processors = 0;
   PYCOMM_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
@@ -55,7 +55,7 @@ std::int64_t SegmentTable::set(const std::vector<Segment>& segments) {
 }
 
 void SegmentTable::upload(void* memory, int device, std::uintptr_t stream) {
-  // Forgotten until all is written: a launch may throw.
+  // Forget the old content first: a launch may throw.
   const std::vector<std::uint64_t> before =
       memory == memory_ ? std::move(written_) : std::vector<std::uint64_t>();
   written_.clear();

@@ -1,8 +1,8 @@
 // The kernel of a step: blocks go through the tiles of all segments, each warp through a run of 256
 // elements of a tile.
 //
-// Bytes per element of AdamW, and the least time for 1e9 of them at the 4.3 TB/s that a copy reaches
-// on an H200:
+// Bytes per element of AdamW, and the least time for 1e9 elements at 4.3 TB/s, the rate of a copy on an
+// H200:
 //
 //   fp32; bf16 with fp32 masters               28     6.51 ms
 //   bf16 with remainders, states in fp32       26     6.05
@@ -20,10 +20,10 @@
 
 namespace pycomm::cuda {
 
-// How a segment's numbers are moved. `any` where there is no faster way.
+// How a segment's numbers are moved; `any` if there is no faster way.
 enum class Form : std::uint8_t { any, fp32, bf16, split, master };
 
-// The segment that a block is at. In shared memory, so that registers are left for elements.
+// The segment that a block works on. It lies in shared memory, so that elements get the registers.
 struct SegmentCursor {
   Segment segment;
   std::int64_t number;
@@ -31,8 +31,8 @@ struct SegmentCursor {
   double step;
   float scale;  // of gradients
   Form weights;
-  Storage states;  // of all; where weights are not moved in any form
-  bool random;     // some second moments or the weights are rounded at random
+  Storage states;  // of all states; unused for Form::any
+  bool random;     // true if second moments or weights are rounded at random
   bool weights_at_random;
 };
 
@@ -65,7 +65,7 @@ __device__ inline bool same_states(const Segment& s, int states) {
   return true;
 }
 
-// By one thread, once the segment is there.
+// Called by one thread once the segment is loaded.
 __device__ inline void look_around(SegmentCursor& cursor, int states, bool stochastic) {
   const Segment& segment = cursor.segment;
   cursor.step = *segment.step + 1.0;
@@ -123,7 +123,7 @@ __device__ void update_form(const SegmentCursor& cursor, const Element& element,
   update_run<Weights, PlainState<float>>(cursor, element, rest...);
 }
 
-// All threads of a warp together.
+// Called by all threads of a warp.
 template <class Element>
 __device__ void update(const SegmentCursor& cursor, const Element& element, std::uint64_t seed,
                        std::int64_t at) {
@@ -144,7 +144,7 @@ __device__ void update(const SegmentCursor& cursor, const Element& element, std:
   }
 }
 
-// The last block to come here counts the step: by then all have read the counters.
+// The last block to arrive increments the step counters: by then all blocks have read them.
 __device__ inline void count_step(const Table& table, const ParamRange& params) {
   __shared__ bool last;
   __syncthreads();
@@ -177,7 +177,7 @@ __device__ void enter(const StepLaunch& launch, std::int64_t tile, SegmentCursor
   const Table& table = launch.table;
   const ParamRange& params = launch.params;
   const int thread = static_cast<int>(threadIdx.x);
-  __syncthreads();  // everyone is through with the last one
+  __syncthreads();  // all threads are done with the previous segment
   const std::int64_t s = table.segment_at(tile, params.first, params.first + params.count);
   if (thread < kFields) {
     reinterpret_cast<std::uint64_t*>(&cursor.segment)[thread] = table.field(thread, s);
@@ -204,7 +204,7 @@ __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
   const Table& table = launch.table;
   const ParamRange& params = launch.params;
   if (skips(launch.control)) return;
-  // Each block has a tile at least.
+  // Each block has at least one tile.
   auto tile = static_cast<std::int32_t>(table.first_tile(params.first) + blockIdx.x);
   do {
     enter<Element>(launch, tile, cursor, element);

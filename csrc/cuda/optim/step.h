@@ -1,9 +1,9 @@
-// Optimizer steps on a device: the bits of cpu/optim/step.h. Host code; no torch. Everything is
-// enqueued on the job's stream, nothing waits, nothing allocates.
+// Optimizer steps on a device, with the same bits as cpu/optim/step.h. Host code; no torch. All work is
+// enqueued on the job's stream; nothing waits or allocates.
 //
-// A step is one launch for a whole group of parameters; LAMB takes one before, for its ratios. A
-// grad_norm() is one launch. What changes between steps lies in device memory and is read there, so that
-// a captured graph replays rightly.
+// A step is one launch for a whole group of parameters; LAMB needs another one before it, for its
+// ratios. grad_norm() is one launch. Values that change between steps lie in device memory, so that a
+// captured graph replays correctly.
 #pragma once
 
 #include <vector>
@@ -12,19 +12,18 @@
 
 namespace pycomm::cuda {
 
-// Segments in device memory. The host remembers what it has written there and writes only what has
-// changed, through parameters of kernels: no buffer has to outlive the call, also while a graph is
-// being captured.
+// Segments in device memory. The host remembers what it has written and writes only changes. They
+// travel as kernel parameters, so that no buffer has to outlive the call, even during a graph capture.
 class SegmentTable {
  public:
   // Takes new segments; returns the bytes of device memory, aligned to 16, that they need.
   std::int64_t set(const std::vector<Segment>& segments);
-  // Makes `memory` hold them. Memory other than the last call's is taken to hold nothing.
+  // Writes the segments to `memory`. If it is not the last call's memory, everything is written.
   void upload(void* memory, int device, std::uintptr_t stream);
 
   void* memory() const { return memory_; }
   std::int64_t segments() const { return segments_; }
-  // What blocks take at a time: of all segments, and of some.
+  // Tiles: of all segments, and of a range of them.
   std::int64_t tiles() const { return first_tiles_.back(); }
   std::int64_t tiles(std::int64_t first, std::int64_t count) const {
     return first_tiles_[first + count] - first_tiles_[first];
@@ -44,8 +43,8 @@ struct StepJob {
   StepControl control = {};
 };
 
-// As cpu::grad_norm(), over the whole table. `norm` gets what that returns; found_inf is overwritten if
-// `sets_found`, otherwise only ever set.
+// Like cpu::grad_norm(), over the whole table. Writes the norm to `norm`. With `sets_found`, found_inf
+// is overwritten; otherwise it is only ever set.
 struct GradNormPass {
   double max_norm = 0;
   bool sets_found = false;
@@ -53,8 +52,8 @@ struct GradNormPass {
 };
 void grad_norm(const StepJob& job, const GradNormPass& pass);
 
-// A step of the segments [first, first + count). `lr`, unless null, replaces the settings': a device's
-// float, or double.
+// A step of the segments [first, first + count). If `lr` is not null, it points to a float or double in
+// device memory that replaces the settings' learning rate.
 struct ParamRange {
   std::int64_t first = 0, count = 0;
   Settings settings = {};

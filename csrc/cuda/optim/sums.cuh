@@ -1,6 +1,6 @@
-// Sums of squares over segments, in the order of core/optim/square_sum.h: a warp adds up 1024 elements, and
-// whoever brings the last of 1024 terms of a sum adds those up and goes on with it, so that all of a
-// device works on the tree and no block waits for another one.
+// Sums of squares over segments, in the order of core/optim/square_sum.h. A warp adds up 1024 elements.
+// The warp that brings the last of a sum's 1024 terms adds them up and goes on with the result, so that
+// the whole device works on the tree and no block waits for another one.
 #pragma once
 
 #include "cuda/optim/numbers.cuh"
@@ -10,7 +10,7 @@ namespace pycomm::cuda {
 
 inline constexpr int kSumWarps = kStepThreads / 32;
 
-// sum_block() by all threads of a warp, each a lane; all get the sum.
+// sum_block() by all threads of a warp, one lane each. All threads get the sum.
 template <class Term>
 __device__ double sum_by_warp(std::int64_t n, const Term& term) {
   double sum = 0.0;
@@ -23,15 +23,15 @@ __device__ double sum_by_warp(std::int64_t n, const Term& term) {
   return sum;
 }
 
-// Trees that add up `kSums` numbers side by side.
+// Trees that add up `kSums` numbers at once.
 template <int kSums>
 struct Trees {
   Forest forest;
   double* terms;
   std::uint32_t* tickets;
 
-  // All threads of a warp bring term i of n, of the tree whose leaves begin at place `first`. Returns
-  // to one of all warps that `sum` has become the whole tree's.
+  // All threads of a warp bring term i of n of the tree whose leaves begin at `first`. Returns true in
+  // exactly one warp: there `sum` is then the whole tree's sum.
   __device__ bool climb(std::int64_t first, std::int64_t tree, std::int64_t i, std::int64_t n,
                         double (&sum)[kSums]) const {
     for (int level = 0; n > 1; ++level) {
@@ -60,7 +60,7 @@ struct Trees {
   }
 };
 
-// The trees of segments, and the one over them.
+// The trees within segments, and the tree over all segments.
 template <int kSums>
 __device__ Trees<kSums> trees_within(const Table& table) {
   return {table.forest(), table.terms(), table.step_ticket() + 1};
@@ -78,8 +78,8 @@ struct SumPiece {
   std::int64_t number, pieces;  // of the segment
 };
 
-// Calls visit(piece) for each piece of the segments [first, last) that is this warp's. All threads of
-// the warp together.
+// Calls visit(piece) for each of this warp's pieces of the segments [first, last). Called by all
+// threads of the warp.
 template <class Visit>
 __device__ void visit_pieces(const Table& table, std::int64_t first, std::int64_t last,
                              const Visit& visit) {

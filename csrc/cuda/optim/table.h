@@ -1,10 +1,10 @@
-// A table of segments as kernels see it.
+// The table of segments that kernels read.
 //
 //   | segments, field by field | first tiles, and the end | tickets | terms of sums | ratios |
 //    <-------------------- written by the host ----------->
 //
-// Field by field, so that gradients that have moved are neighbours. Tickets are zero between launches:
-// whoever takes the last one puts it back.
+// The order is field by field, so that gradient pointers, which change often, are neighbours. Tickets
+// are zero between launches: the warp that takes the last one resets it.
 #pragma once
 
 #include "core/optim/segment.h"
@@ -15,20 +15,20 @@
 namespace pycomm::cuda {
 
 inline constexpr std::int64_t kFields = sizeof(Segment) / 8;
-// Threads of a block, few enough that three blocks with 80 registers a thread fit into an SM; and the
-// elements that a block takes at a time, and each of its warps.
+// Threads of a block: few enough that three blocks with 80 registers per thread fit into an SM. Then
+// the elements that a block takes at a time, and those of each warp.
 inline constexpr int kStepThreads = 256;
 inline constexpr std::int64_t kTile = 2048, kRun = kTile / (kStepThreads / 32);
 inline constexpr std::int64_t kTileSums = kTile / kSumBlock;
 
-// Also one without elements has a tile, so that it takes part in sums.
+// A segment without elements has a tile, too, so that it takes part in sums.
 PYCOMM_HD constexpr std::int64_t tiles_of(std::int64_t count) {
   return count == 0 ? 1 : ceil_div(count, kTile);
 }
 
-// The places of sums of trees with fan-in 1024 (core/optim/square_sum.h): terms of levels 0 to 2, and
-// tickets of their sums, on levels 1 to 3. A tree whose leaves begin at place `first` is followed by
-// the next one on every level, because ceil(n / 1024) is at most floor(n / 1024) + 1.
+// Where the sums of trees with fan-in 1024 (core/optim/square_sum.h) lie: terms on levels 0 to 2, and
+// the tickets of their sums on levels 1 to 3. Trees follow one another on every level without overlap,
+// because ceil(n / 1024) is at most floor(n / 1024) + 1.
 struct Forest {
   static constexpr int kLevels = 3;
   std::int64_t leaves, trees;
@@ -42,7 +42,7 @@ struct Forest {
     return begin(level) + (first >> 10 * level) + tree;
   }
   PYCOMM_HD constexpr std::int64_t terms() const { return begin(kLevels); }
-  // Tickets have no level 0.
+  // There are no tickets on level 0.
   PYCOMM_HD constexpr std::int64_t tickets() const { return begin(kLevels + 1) - begin(1); }
 };
 
@@ -55,7 +55,7 @@ struct Table {
   PYCOMM_HD std::int64_t tickets_at() const { return kFields * segments + segments + 1; }
   PYCOMM_HD std::int64_t tickets() const { return 1 + forest().tickets() + totals().tickets(); }
   PYCOMM_HD std::int64_t written() const { return tickets_at() + ceil_div(tickets(), 2); }
-  // Two sums for each term: what LAMB needs.
+  // LAMB needs two sums per term.
   PYCOMM_HD std::int64_t ratios_at() const {
     return written() + 2 * (forest().terms() + totals().terms());
   }
@@ -72,7 +72,7 @@ struct Table {
   PYCOMM_HD std::int64_t first_tile(std::int64_t segment) const {
     return static_cast<std::int64_t>(words[kFields * segments + segment]);
   }
-  // Which of the segments from `low` up to, but without, `high` a tile belongs to.
+  // The segment in [low, high) that a tile belongs to.
   PYCOMM_HD std::int64_t segment_at(std::int64_t tile, std::int64_t low, std::int64_t high) const {
     while (high - low > 1) {
       const std::int64_t middle = (low + high) / 2;
@@ -87,7 +87,7 @@ struct Table {
   PYCOMM_HD double* ratios() const { return reinterpret_cast<double*>(words + ratios_at()); }
 };
 
-// A learning rate that lies on the device.
+// A learning rate in device memory.
 PYCOMM_HD Settings settings_now(const ParamRange& params) {
   Settings settings = params.settings;
   if (params.lr != nullptr) {
