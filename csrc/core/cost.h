@@ -137,8 +137,8 @@ class CountingListComm {
 
 static_assert(ListExecutor<CountingListComm>);
 
-// What one node's executor counts. Of top-k, whose lists depend on the data, the most. A world of one
-// moves nothing.
+// The counts of one node's executor. Top-k's lists depend on the data, so for top-k this is an upper
+// bound. A group of one moves nothing.
 inline Traffic cost_of(Operation operation, const CostRank& rank) {
   operation.algorithm = resolve(operation, rank.size);
   if (operation.codec.kind == CodecKind::topk) {
@@ -200,8 +200,8 @@ inline std::vector<WireShare> wire_shares(const Operation& operation, const Node
 
 }  // namespace detail
 
-// What the rank that carries this stripe on node `nodes.here` sends to other nodes and receives from
-// them, without handshakes and the lengths of lists. Of top-k, the most.
+// The bytes that the rank with this stripe on node `nodes.here` sends to and receives from other nodes,
+// without handshakes and the lengths of lists. For top-k, an upper bound.
 inline LinkTraffic link_cost(const Operation& operation, const Nodes& nodes, int stripe) {
   LinkTraffic traffic;
   if (stripe >= nodes.stripes() || operation.collective == Collective::barrier) return traffic;

@@ -18,8 +18,8 @@
 
 namespace pycomm::cpu {
 
-// Of a compressed operation. With an overflow, and where no rank uses its tensor, no rank touches
-// its residual. `limit`: the largest_safe().
+// The preflight of a compressed operation. If any rank has an overflow, or no rank uses its tensor, no
+// rank changes its residual. `limit` is largest_safe().
 Preflight preflight_of(const Operation& operation, const Call& call, float limit);
 bool is_unused(const Call& call);
 // snapshot_residuals() copies residual and velocity if the call asks for it; put_back() restores
@@ -32,8 +32,8 @@ class CodedComm {
  public:
   static constexpr bool kCoded = true;
 
-  // `comm` has begun the operation, for which the staging is large enough. `limit`: as above.
-  // `loops`: those of the operation's codec.
+  // `comm` has begun the operation, and the staging is large enough for it. `limit` is as above, and
+  // `loops` are those of the operation's codec.
   CodedComm(Base& comm, const Operation& operation, const Feedback& feedback, float limit,
             const CodedStaging& staging, const CodecLoops& loops);
 
@@ -83,7 +83,7 @@ class CodedComm {
   CyclicChunks<CodedComm> chunks() {
     return {*this, first_element(operation_), staging_.piece(size())};
   }
-  // Of all ranks, once announced.
+  // All ranks' preflight; valid after announce().
   const Preflight& preflight() const { return preflight_; }
   // Whether a value was not finite; once the algorithm has run, the same on every rank.
   bool nonfinite() const { return nonfinite_ || preflight_.overflow != 0; }

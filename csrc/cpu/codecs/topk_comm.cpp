@@ -19,7 +19,7 @@ std::byte* TopkWorkspace::area(std::uint32_t sequence, std::int64_t bytes) {
 
 void TopkWorkspace::trim(std::uint32_t sequence) {
   static_cast<TopkBuffers&>(*this) = TopkBuffers();
-  // Who has completed an operation knows that everyone has completed the one before.
+  // A rank that has completed an operation knows that every rank has completed the one before it.
   for (Area& area : areas_) {
     if (area.used != sequence) free(area);
   }
@@ -93,7 +93,7 @@ TopkReader TopkComm<Base>::reader(int r, int owner, bool result) {
   return found;
 }
 
-// The sums of a chunk, in rank order, go to the end of the list.
+// Appends the sums of a chunk, added in rank order, to the list.
 template <class Base>
 void TopkComm<Base>::add_chunk(std::int64_t chunk) {
   std::vector<float>& sums = workspace_.sums;
@@ -132,7 +132,7 @@ void TopkComm<Base>::reduce() {
   write_result();
 }
 
-// What all ranks get, in the tensor's type; the rest of the sum stays here.
+// The result for all ranks, in the tensor's type; the rest of the sums stays in the residual.
 template <class Base>
 void TopkComm<Base>::write_result() {
   const TopkRegion mine = region(rank());

@@ -2,12 +2,12 @@
 //
 //   stage()   cuts the selected elements of a region to its capacity and encodes them where the owner
 //             reads them. What is sent is taken out of residual and velocity.
-//   reduce()  adds the lists of the own region, selects its share of the sums and encodes it. What is
-//             not selected goes into the owner's residual.
+//   reduce()  adds the lists of this rank's region, selects the region's share of the sums and encodes
+//             it. The rest of the sums goes into the owner's residual.
 //   gather()  decodes an owner's list into the output.
 //
-// The lists lie in the rank's heap, in two areas for odd and even operations, for the reason why
-// announcements do (core/operation.h). Sums are made in one tile of 65,536 elements.
+// The lists lie in the rank's heap, in one area for odd and one for even operations, for the same reason
+// as announcements (core/operation.h). Sums are formed in one tile of 65,536 elements.
 #pragma once
 
 #include "core/algorithms/topk_exchange.h"
@@ -17,7 +17,7 @@
 
 namespace pycomm::cpu {
 
-// An output of more bytes than that is written around the caches, which could not hold it.
+// Larger outputs are written around the caches, which could not hold them.
 inline constexpr std::int64_t kCachedOutput = 8 << 20;
 
 struct TopkBuffers {
@@ -28,15 +28,15 @@ struct TopkBuffers {
   std::vector<std::uint32_t> magnitudes;
 };
 
-// Memory that a group keeps from one top-k operation to the next. Areas that are still there when the
-// group goes stay as long as the window: a peer may still read them when this rank has left.
+// Memory that a group keeps from one top-k operation to the next. When the group is destroyed, its areas
+// stay allocated as long as the window: a peer may still read them after this rank has left.
 class TopkWorkspace : public TopkBuffers {
  public:
   explicit TopkWorkspace(std::shared_ptr<Heap> heap) : heap_(std::move(heap)) {}
 
-  // This rank's area for the operation of this number, of at least so many bytes.
+  // This rank's area for the operation with this number; it has at least `bytes` bytes.
   std::byte* area(std::uint32_t sequence, std::int64_t bytes);
-  // Gives back all that no peer may still read after the operation of this number.
+  // Frees the areas that no peer can still read after the operation with this number.
   void trim(std::uint32_t sequence);
 
  private:
@@ -54,15 +54,15 @@ class TopkWorkspace : public TopkBuffers {
 template <class Base>
 class TopkComm {
  public:
-  // Counts; the caller then begins the operation on `comm` with list() for a tensor.
-  // `operation` is the call's, with its algorithm chosen; `limit` the largest_safe().
+  // Prepares the selection; the caller then begins the operation on `comm`, with areas as tensors.
+  // `operation` is the call's with its algorithm resolved; `limit` is largest_safe().
   TopkComm(Base& comm, TopkWorkspace& workspace, const Operation& operation, const Call& call,
            float limit);
-  // This rank's, and once announced, of all.
+  // This rank's preflight; after announce(), that of all ranks.
   Preflight preflight() const { return preflight_; }
-  // Bytes for the lists of rank r.
+  // Bytes of rank r's area.
   std::int64_t area_bytes(int r) const { return area_.bytes(r); }
-  // A list that a rank has written for an owner or, a result, for all: where, and its bytes.
+  // The address and bytes of a list that a rank has written for an owner, or of a result for all.
   std::byte* list(int r, int owner, bool result) const {
     return areas_[static_cast<std::size_t>(r)] + (result ? area_.result() : area_.list(owner));
   }
@@ -90,13 +90,13 @@ class TopkComm {
   void reduce();
   void gather(int owner);
 
-  // Whether a value was not finite; once the algorithm has run, the same on every rank.
+  // True if a value was not finite. After the algorithm has run, all ranks agree.
   bool nonfinite() const { return nonfinite_ || preflight_.overflow != 0; }
 
  private:
   TopkRegion region(int owner) const { return area_.region(owner); }
   TopkReader reader(int r, int owner, bool result);
-  // Reads what rank r has written, which may be anything.
+  // Reads a list that rank r has written; its content is not trusted.
   template <class Read>
   auto reading(int r, Read read) {
     try {

@@ -10,15 +10,15 @@ namespace {
 
 static_assert(kTopkChunk % kStretch == 0);
 
-// More candidates than that are not collected before another digit has thinned them out: their list
-// takes a sixteenth of an fp32 tensor.
+// With more candidates, another digit is counted first to reduce them: at this limit their list takes a
+// sixteenth of an fp32 tensor.
 std::int64_t most_collected(std::int64_t n, std::int64_t k) {
   return std::max(2 * k + (64 << 10), n / 32);
 }
 
 constexpr std::int64_t kPrefetchBytes = 8192;
 
-// Of the elements, one in so many is in the sample, which is no larger than the other.
+// The sample has one element in kSampledOneIn, at most kLargestSample.
 constexpr std::int64_t kSampledOneIn = 128, kLargestSample = 64 << 10;
 
 // No magnitude.
@@ -35,8 +35,8 @@ struct Stretch {
   std::uint32_t largest;  // magnitude()
 };
 
-// `n` candidates from `start`, in `buffer` or where they lie already, and a byte for each that says
-// whether it is at least `least`. Where `store`, they replace residual and velocity.
+// Loads `n` candidates from `start` into `buffer`, or points to them in place, and writes a byte for
+// each: 1 if its magnitude is at least `least`. With `store` they replace residual and velocity.
 template <class T>
 PYCOMM_CLONES Stretch load_stretch(const Candidates& from, std::int64_t start, std::int64_t n,
                                    bool store, std::uint32_t least, float* buffer,
@@ -68,7 +68,7 @@ PYCOMM_CLONES Stretch load_stretch(const Candidates& from, std::int64_t start, s
     }
     if (store) store_unscaled(buffer, n, from.scaling, residual);
   }
-  // While this stretch's hits are visited, memory must not pause.
+  // Prefetches the next run, so that memory stays busy while this run's hits are visited.
   prefetch(reinterpret_cast<const std::byte*>(x) + kPrefetchBytes,
            n * static_cast<std::int64_t>(sizeof(T)));
   std::uint32_t largest = 0;
@@ -81,8 +81,8 @@ PYCOMM_CLONES Stretch load_stretch(const Candidates& from, std::int64_t start, s
   return {values, largest};
 }
 
-// Calls visit(index, value) for candidates of at least `least`, and after_chunk() now and then,
-// which may raise it. Returns the largest magnitude().
+// Calls visit(index, value) for candidates of at least `least`, and from time to time after_chunk(),
+// which may raise `least`. Returns the largest magnitude().
 template <class Visit, class AfterChunk>
 std::uint32_t scan(const Candidates& from, bool store, const std::uint32_t& least, Visit visit,
                    AfterChunk after_chunk) {
@@ -112,8 +112,8 @@ float candidate(const Candidates& from, std::int64_t i) {
   return limited(contribution(value, from.residual[i], from.scaling.scale), from.limit);
 }
 
-// A magnitude that k candidates reach with near certainty, and not many more: with n elements of
-// which k do, m p +- 4 sqrt(m p) of m sampled ones should, p = k / n.
+// A magnitude that at least k candidates almost certainly reach, and not many more. If k of n elements
+// reach it, m p +- 4 sqrt(m p) of m sampled ones should, with p = k / n.
 std::uint32_t guess_floor(const Candidates& from, std::int64_t k,
                           std::vector<std::uint32_t>& magnitudes) {
   const std::int64_t sampled = std::min(from.n / kSampledOneIn, kLargestSample);
@@ -164,11 +164,11 @@ std::uint32_t TopkSelection::prepare(const Candidates& from, std::int64_t k) {
   return largest;
 }
 
-// Raises floor_ as far as k candidates are left.
+// Raises floor_ as far as k candidates remain.
 void TopkSelection::count(const Candidates& from) {
   collected_ = false;
   counts_.assign(static_cast<std::size_t>(digit_bins(0)), 0);
-  // The bin in which the k-th largest of those seen so far lies; lower ones can be forgotten.
+  // The bin of the k-th largest candidate so far; lower bins can be dropped.
   const auto raise_floor = [&] {
     std::int64_t above = 0;
     for (int bin = digit_bins(0) - 1; bin >= 0; --bin) {
@@ -188,11 +188,11 @@ void TopkSelection::count(const Candidates& from) {
   for (int digit = 1; digit < kDigits && collectable_ > most; ++digit) count_digit(from, digit);
 }
 
-// Thins out the lowest bin that is collected.
+// Counts another digit of the lowest bin that is collected, to drop a part of it.
 void TopkSelection::count_digit(const Candidates& from, int digit) {
   const int shift = digit_shift(digit), bits = digit_shift(digit - 1);
   const std::uint32_t prefix = floor_ >> bits;
-  std::int64_t above = 0;  // that bin
+  std::int64_t above = 0;  // candidates above that bin
   counts_.assign(static_cast<std::size_t>(digit_bins(digit)), 0);
   scan(
       from, false, floor_,

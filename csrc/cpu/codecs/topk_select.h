@@ -1,13 +1,13 @@
-// Selection of the k largest of n elements, exactly, mostly in one pass over memory.
+// Exact selection of the k largest of n elements, mostly in one pass over memory.
 //
-//   1. prepare(): a sample of the elements tells of a magnitude that a few more than k reach, and all
-//      that do are collected. As these are few, the pass is a comparison per 64 elements and runs at
-//      the speed of memory.
-//   2. collect(): writes residuals, where there are any, and cuts the list to exactly k.
+//   1. prepare(): a sample gives a magnitude that slightly more than k elements reach, and collects all
+//      elements that reach it. They are few, so the pass needs a test per 64 elements and runs at the
+//      speed of memory.
+//   2. collect(): writes residuals, if there are any, and cuts the list to exactly k.
 //
-// Where the sample misleads, so that fewer than k are found, or far too many because many are equal,
-// prepare() counts: it finds the bin of magnitudes in which the k-th largest lies, by its top bits, and
-// by further digits where too many share that bin. collect() then takes another pass.
+// If the sample misleads (fewer than k are found, or far too many because many are equal), prepare()
+// counts instead: a histogram of the top bits gives the bin of the k-th largest magnitude, and further
+// digits split a bin that too many share. collect() then takes another pass.
 #pragma once
 
 #include <algorithm>
@@ -21,14 +21,14 @@
 
 namespace pycomm::cpu {
 
-// Elements that stay in the first-level cache.
+// The number of elements that fit into the first-level cache.
 inline constexpr std::int64_t kStretch = 1024;
 
-// A byte for each element of a stretch: whether it is wanted.
+// A byte for each element of a run: 1 if it is selected.
 struct Hits {
   std::uint8_t bytes[kStretch];
 
-  // Visits the indices of those among the first n that are; they are few.
+  // Visits the indices of the selected ones among the first n; they are few.
   template <class Visit>
   void each(std::int64_t n, Visit visit) {
     static_assert(std::endian::native == std::endian::little);
@@ -46,7 +46,7 @@ struct Hits {
   }
 };
 
-// Wanted is what is not zero.
+// Selects the elements that are not zero.
 void mark_nonzero(const float* values, std::int64_t n, std::uint8_t* hits);
 
 struct Entry {
@@ -54,13 +54,13 @@ struct Entry {
   float value;
 };
 
-// What is selected from: x, plus what is fed back.
+// The values to select from: x, plus the residual.
 struct Candidates {
   DType dtype = DType::f32;
   const void* x = nullptr;
   std::int64_t n = 0;
-  float* residual = nullptr;  // or null: x + residual is selected from
-  float* velocity = nullptr;  // or null: momentum * velocity + x takes the place of x
+  float* residual = nullptr;  // if not null, values are x + residual
+  float* velocity = nullptr;  // if not null, momentum * velocity + x replaces x
   float momentum = 0;
   Scaling scaling = {};
   float limit = kInfinity;  // x + residual is limited() to it
@@ -68,11 +68,11 @@ struct Candidates {
 
 class TopkSelection {
  public:
-  // Returns the largest magnitude(), which tells whether all are finite.
+  // Returns the largest magnitude(), which also tells if all values are finite.
   std::uint32_t prepare(const Candidates& from, std::int64_t k);
 
-  // Makes the entries(), by index. Where `store`, all elements go into residual and velocity as they were
-  // selected from: whoever sends an entry takes it out of them.
+  // Makes the entries(), ordered by index. With `store`, residual and velocity get all values before
+  // selection; the caller then removes the entries that it sends.
   void collect(const Candidates& from, bool store);
   void clear() { entries_.clear(); }
   const std::vector<Entry>& entries() const { return entries_; }
@@ -91,8 +91,8 @@ class TopkSelection {
   std::vector<Entry> entries_;
 };
 
-// Cuts a list that is in order of index to its k largest, of equals the first ones, keeping the
-// order; what is cut goes to dropped(entry). `magnitudes` is scratch.
+// Cuts a list, ordered by index, to its k largest entries; of equal ones the first are kept. Keeps the
+// order and calls dropped(entry) for the others. `magnitudes` is scratch memory.
 template <class Dropped>
 void keep_largest(std::vector<Entry>& entries, std::int64_t k,
                   std::vector<std::uint32_t>& magnitudes, Dropped dropped) {

@@ -1,5 +1,5 @@
-// Writing and reading encoded top-k lists. What is read comes from a peer or from storage: nothing
-// in it is trusted to stay within bounds.
+// Writes and reads encoded top-k lists. A list may come from a peer or from storage, so readers check
+// that its counts and indices stay within bounds.
 #pragma once
 
 #include <stdexcept>
@@ -10,13 +10,13 @@
 
 namespace pycomm::cpu {
 
-// Encodes the chunks of a region. Entries must be in order of index, at most `room` of them.
+// Encodes the chunks of a region. Entries must be ordered by index, and at most `room`.
 class TopkWriter {
  public:
   TopkWriter(const TopkRegion& region, DType values, std::byte* to, std::int64_t room)
       : region_(region), values_(values), to_(to), room_(room) {}
 
-  // sent(entry, value) is told what each entry has become.
+  // Calls sent(entry, value) with each entry's value after encoding.
   template <class Sent>
   void write(const std::vector<Entry>& entries, Sent sent);
 
@@ -49,7 +49,8 @@ class TopkReader {
 
   TopkRegion region_;
   const std::byte* from_;
-  std::vector<std::int64_t> begins_;  // of chunks, and the end: read once, because a peer may write
+  std::vector<std::int64_t>
+      begins_;  // where each chunk begins, and the end; read once, because a peer may still write
   TopkLayout layout_;
 };
 

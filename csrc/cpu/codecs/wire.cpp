@@ -19,13 +19,13 @@ Tiles wire_tiles(const Codec& codec, std::int64_t n) {
   return {n, is_scaled(codec) ? kWireTile : n};
 }
 
-// An encoding larger than caches goes around them, so that its lines need not be read first. It is
-// made in the first-level cache, so many elements at a time. (Of decoding, streamed stores were no
-// faster.)
+// An encoding larger than the caches is written around them, so that its lines need not be read first.
+// It is made in the first-level cache, kStreamedElements at a time. (Streamed stores did not make
+// decoding faster.)
 constexpr std::int64_t kStreamedBytes = 16 << 20;
 constexpr std::int64_t kStreamedElements = kLargestBlock;
 
-// Visits visit(elements, where they are encoded).
+// Calls visit(range of elements, address of their encoding).
 template <class Visit>
 void each_tile(const Codec& codec, std::byte* wire, std::int64_t n, Visit visit) {
   std::byte* at = wire + sizeof(WireHeader);
