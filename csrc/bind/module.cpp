@@ -113,7 +113,7 @@ void translate(std::exception_ptr pointer) {
   }
 }
 
-void bind_group(py::module_& m) {
+void bind_works_and_windows(py::module_& m) {
   py::class_<Work, std::shared_ptr<Work>>(m, "Work")
       .def(
           "wait", [](Work& work) { work.wait(check_signals); }, py::call_guard<WithoutGil>())
@@ -139,7 +139,9 @@ void bind_group(py::module_& m) {
   m.def("create_window", &Window::create, py::arg("ranks"), py::arg("slice_bytes"),
         py::arg("staging_bytes"), py::call_guard<py::gil_scoped_release>());
   m.attr("window_layout") = cpu::kLayout;
+}
 
+void bind_group(py::module_& m) {
   py::class_<Group, std::shared_ptr<Group>>(m, "Group")
       .def(py::init([](std::shared_ptr<Window> window, std::vector<int> pids,
                        std::vector<std::shared_ptr<Process>> processes, int rank, int size,
@@ -246,6 +248,7 @@ PYBIND11_MODULE(_C, m) {
   bind_fast_call(m);
   bind_codec(m);
   bind_transport(m);
+  bind_works_and_windows(m);
   bind_group(m);
   bind_call(m);
   bind_cuda(m);
