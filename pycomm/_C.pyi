@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing_extensions import Buffer
 
 dtypes: dict[str, int]
+elements: list[str]
 reduce_ops: dict[str, int]
 algorithms: dict[str, int]
 codecs: dict[str, int]

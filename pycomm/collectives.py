@@ -117,11 +117,14 @@ def all_reduce(
 
     Args:
         tensor: a tensor of any shape and strides, on the CPU or on CUDA (then enqueued on the
-            current stream), or an array of NumPy, CuPy or another library with DLPack. The dtype
-            is float64, float32, float16, bfloat16, int64, int32 or uint8. 16-bit floats accumulate
-            in fp32; integers wrap around. Overwritten unless `out` is given.
-        op: ``"sum"``, ``"avg"`` (integers truncate), ``"min"``, ``"max"`` (both propagate NaN) or
-            ``"prod"``, or the equivalent ``ReduceOp`` of torch.distributed.
+            current stream), or an array of NumPy, CuPy or another library with DLPack.
+            Overwritten unless `out` is given.
+        op: ``"sum"``, ``"avg"`` (integers truncate), ``"min"``, ``"max"`` (both propagate NaN),
+            ``"prod"``, ``"band"``, ``"bor"`` or ``"bxor"``, or the equivalent ``ReduceOp`` of
+            torch.distributed. Floats have no bitwise reductions. 16-bit floats accumulate in fp32;
+            integers wrap around. For bool, sum and max are OR, prod and min are AND, and there is
+            no avg. Complex tensors have sum and avg; uint16, uint32 and uint64 have sum, prod and
+            the bitwise ones; 8-bit floats have none, but other collectives move them.
         out: receives the result; has `tensor`'s shape and dtype, and does not overlap it.
         algorithm: ``"auto"``, ``"one_shot"``, ``"two_shot"``, ``"ring"`` or ``"tree"``
             (docs/algorithms.md). One-shot and two-shot add in rank order and round once.

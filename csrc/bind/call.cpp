@@ -14,16 +14,15 @@ namespace py = pybind11;
 namespace pycomm::bind {
 namespace {
 
-// By names. How many elements there are is said when it is run.
+// By names; `dtype` is the caller's. How many elements there are is said when it is run.
 Operation make_operation(const std::string& collective, const std::string& algorithm,
                          const std::string& dtype, const std::string& op, int root) {
   Operation operation;
   operation.collective = parse<Collective>(collective, "collective");
   operation.algorithm = parse<Algorithm>(algorithm, "algorithm");
-  operation.dtype = parse<DType>(dtype, "dtype");
   operation.op = parse<ReduceOp>(op, "op");
   operation.root = root;
-  return operation;
+  return carried(operation, parse<Element>(dtype, "dtype"));
 }
 
 // A compressed call. An address of 0 means that there is no such tensor.

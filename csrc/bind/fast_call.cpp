@@ -11,13 +11,14 @@ namespace py = pybind11;
 namespace pycomm::bind {
 namespace {
 
-static_assert(kInt == kDLInt && kUInt == kDLUInt && kFloat == kDLFloat && kBFloat == kDLBfloat);
+static_assert(kInt == kDLInt && kUInt == kDLUInt && kFloat == kDLFloat && kBFloat == kDLBfloat &&
+              kBool == kDLBool);
 
 constexpr const char* kHandleName = "pycomm.group";
 
 struct TensorView {
   void* data;
-  DType dtype;
+  Element element;
   std::int64_t count;
   int dims;
   const std::int64_t* shape;
@@ -71,11 +72,11 @@ bool view_plain_tensor(PyObject* object, TensorView& view) {
     PyErr_Clear();
     return false;
   }
-  const std::optional<DType> dtype =
-      dtype_of(tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes);
-  if (tensor.device.device_type != kDLCPU || !dtype) return false;
+  const std::optional<Element> element =
+      element_of(tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes);
+  if (tensor.device.device_type != kDLCPU || !element) return false;
 
-  view.dtype = *dtype;
+  view.element = *element;
   view.dims = tensor.ndim;
   view.shape = tensor.shape;
   view.count = 1;
@@ -116,10 +117,13 @@ PyObject* all_reduce(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   if (!increment_version(arguments[1])) return nullptr;
   try {
     const WithoutGil no_gil;
-    Call call{{Collective::all_reduce, static_cast<Algorithm>(algorithm), view.dtype,
-               static_cast<ReduceOp>(op), 0, view.count},
-              view.data,
-              view.data};
+    const Operation operation{Collective::all_reduce,
+                              static_cast<Algorithm>(algorithm),
+                              {},
+                              static_cast<ReduceOp>(op),
+                              0,
+                              view.count};
+    Call call{carried(operation, view.element), view.data, view.data};
     call.details.set_shape(view.shape, view.dims);
     group->run(call, check_signals);
   } catch (...) {

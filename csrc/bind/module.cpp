@@ -231,6 +231,13 @@ py::dict numbers() {
   return all;
 }
 
+// The names of callers' element types.
+py::list element_names() {
+  py::list names;
+  for (const ElementRow& row : kElementRows) names.append(name_of(row.element));
+  return names;
+}
+
 // The names of the algorithms with a property.
 py::list algorithms_with(bool (*property)(Algorithm)) {
   py::list names;
@@ -254,6 +261,7 @@ PYBIND11_MODULE(_C, m) {
   bind_cuda(m);
   bind_optim(m);
   m.attr("dtypes") = numbers<DType>();
+  m.attr("elements") = element_names();
   m.attr("reduce_ops") = numbers<ReduceOp>();
   m.attr("algorithms") = numbers<Algorithm>();
   m.attr("codecs") = numbers<CodecKind>();

@@ -17,13 +17,14 @@ namespace {
 
 using torch::stable::Tensor;
 
-DType dtype_of(const Tensor& tensor) {
-  const std::optional<DType> dtype = bind::dtype_of(tensor.scalar_type());
-  PYCOMM_CHECK(dtype.has_value(), "tensor has an unsupported dtype");
-  return *dtype;
+Element element_of(const Tensor& tensor) {
+  const std::optional<Element> element = bind::element_of(tensor.scalar_type());
+  PYCOMM_CHECK(element.has_value(), "tensor has an unsupported dtype");
+  return *element;
 }
 
-void run(cpu::Group& group, const Operation& operation, const Tensor& input, const Tensor& output) {
+void run(cpu::Group& group, const Operation& kind, const Tensor& input, const Tensor& output) {
+  const Operation operation = carried(kind, element_of(input));
   PYCOMM_CHECK(input.is_contiguous() && output.is_contiguous(), "tensor must be contiguous");
   PYCOMM_CHECK(input.scalar_type() == output.scalar_type(), "input must have output's dtype");
   const void* const from = input.const_data_ptr();
@@ -39,8 +40,12 @@ void run(cpu::Group& group, const Operation& operation, const Tensor& input, con
 
 void all_reduce_(Tensor tensor, std::string op, std::string algorithm, std::string group) {
   run(*find_group(group),
-      {Collective::all_reduce, parse<Algorithm>(algorithm, "algorithm"), dtype_of(tensor),
-       parse<ReduceOp>(op, "op"), 0, tensor.numel()},
+      {Collective::all_reduce,
+       parse<Algorithm>(algorithm, "algorithm"),
+       {},
+       parse<ReduceOp>(op, "op"),
+       0,
+       tensor.numel()},
       tensor, tensor);
 }
 
@@ -55,8 +60,12 @@ void reduce_scatter_(Tensor output, Tensor input, std::string op, std::string gr
   PYCOMM_CHECK(input.numel() == output.numel() * found->size(),
                "input must have group size times as many elements as output");
   run(*found,
-      {Collective::reduce_scatter, Algorithm::two_shot, dtype_of(output), parse<ReduceOp>(op, "op"),
-       0, output.numel()},
+      {Collective::reduce_scatter,
+       Algorithm::two_shot,
+       {},
+       parse<ReduceOp>(op, "op"),
+       0,
+       output.numel()},
       input, output);
 }
 
@@ -64,9 +73,7 @@ void all_gather_(Tensor output, Tensor input, std::string group) {
   const auto found = find_group(group);
   PYCOMM_CHECK(output.numel() == input.numel() * found->size(),
                "output must have group size times as many elements as input");
-  run(*found,
-      {Collective::all_gather, Algorithm::two_shot, dtype_of(input), ReduceOp::sum, 0,
-       input.numel()},
+  run(*found, {Collective::all_gather, Algorithm::two_shot, {}, ReduceOp::sum, 0, input.numel()},
       input, output);
 }
 
@@ -74,8 +81,12 @@ void broadcast_(Tensor tensor, int64_t src, std::string group) {
   const auto found = find_group(group);
   PYCOMM_CHECK(src >= 0 && src < found->size(), "src must be a rank of the group");
   run(*found,
-      {Collective::broadcast, Algorithm::one_shot, dtype_of(tensor), ReduceOp::sum,
-       static_cast<std::int32_t>(src), tensor.numel()},
+      {Collective::broadcast,
+       Algorithm::one_shot,
+       {},
+       ReduceOp::sum,
+       static_cast<std::int32_t>(src),
+       tensor.numel()},
       tensor, tensor);
 }
 

@@ -46,9 +46,9 @@ inline Details make_details(const Shape& shape, const std::string& label) {
   return details;
 }
 
-// The same operation on so many elements.
+// The same operation on so many of the caller's elements.
 inline Operation of(Operation kind, std::int64_t count) {
-  kind.count = count;
+  kind.count = count * units_of(kind);
   return kind;
 }
 

@@ -51,11 +51,11 @@ class CollectiveError : public std::runtime_error {
 inline std::string describe(const Operation& operation, const Details* details = nullptr) {
   std::string text = std::string(name_of(operation.collective)) + "(";
   if (operation.collective != Collective::barrier) {
-    text += std::string(name_of(operation.dtype)) + ", " + std::to_string(operation.count) +
-            " elements";
+    text += std::string(operation.element == Element::same ? name_of(operation.dtype)
+                                                           : name_of(operation.element)) +
+            ", " + std::to_string(operation.count / units_of(operation)) + " elements";
   }
-  if (operation.collective == Collective::all_reduce ||
-      operation.collective == Collective::reduce_scatter) {
+  if (reduces(operation.collective)) {
     text += std::string(", op=") + name_of(operation.op);
   }
   if (operation.collective == Collective::all_reduce) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "core/codecs/codec.h"
+#include "core/elements.h"
 #include "core/types.h"
 
 namespace pycomm {
@@ -36,12 +37,40 @@ struct Operation {
   std::int32_t root = 0;
   std::int64_t count = 0;  // elements of the tensor, or of one rank's block
   Device device = Device::cpu;
-  std::uint16_t tag = 0;     // set by the caller, to tell its operations from others
+  Element element = Element::same;  // the caller's; carried() sets it, together with `dtype`
+  std::uint16_t tag = 0;            // set by the caller, to tell its operations from others
   std::uint32_t offset = 0;  // place in the whole tensor, in units of kSmallestBlock elements
   Codec codec = {};
   std::uint32_t details = 0;  // a hash of everything else that must agree (core/details.h)
 };
 static_assert(sizeof(Operation) == 40);
+
+// True if the collective computes with elements, instead of only moving them.
+PYCOMM_HD constexpr bool reduces(Collective collective) {
+  return collective == Collective::all_reduce || collective == Collective::reduce_scatter;
+}
+
+// How many elements of `dtype` carry one of the caller's.
+constexpr std::int64_t units_of(const Operation& operation) {
+  if (operation.element == Element::same) return 1;
+  const ElementRow& row = row_of(operation.element);
+  return row.units * size_of(row.dtype) / size_of(operation.dtype);
+}
+
+// The caller's operation, on `operation.count` elements of its type, as executors carry it. Throws
+// std::invalid_argument if the element type has no such reduction.
+inline Operation carried(Operation operation, Element element) {
+  if (element == Element::same) return operation;
+  const Carrier carrier =
+      reduces(operation.collective) ? check_reduced_as(element, operation.op) : moved_as(element);
+  const ElementRow& row = row_of(element);
+  const bool same = row.arithmetic <= Arithmetic::integer && carrier.dtype == row.dtype;
+  operation.dtype = carrier.dtype;
+  operation.op = carrier.op;
+  operation.count *= carrier.units;
+  operation.element = same ? Element::same : element;
+  return operation;
+}
 
 // The index of the tensor's first element in the whole tensor. A caller may pass a large tensor in
 // several operations; the "whole" is the large one, and each operation says where its tensor lies
@@ -52,8 +81,9 @@ PYCOMM_HD constexpr std::int64_t first_element(const Operation& operation) {
 
 PYCOMM_HD bool operator==(const Operation& a, const Operation& b) {
   return a.collective == b.collective && a.algorithm == b.algorithm && a.dtype == b.dtype &&
-         a.op == b.op && a.root == b.root && a.device == b.device && a.count == b.count &&
-         a.tag == b.tag && a.offset == b.offset && a.codec == b.codec && a.details == b.details;
+         a.op == b.op && a.root == b.root && a.device == b.device && a.element == b.element &&
+         a.count == b.count && a.tag == b.tag && a.offset == b.offset && a.codec == b.codec &&
+         a.details == b.details;
 }
 
 // More elements than any memory holds. With this limit, the bytes of all ranks' tensors stay below
@@ -65,8 +95,8 @@ PYCOMM_HD constexpr bool is_valid(const Operation& operation) {
   const Codec& codec = operation.codec;
   return is_known(operation.collective) && is_known(operation.algorithm) &&
          is_known(operation.dtype) && is_known(operation.op) && is_known(operation.device) &&
-         operation.root >= 0 && operation.count >= 0 && operation.count <= kMostElements &&
-         is_known(codec.kind) && is_known(codec.values);
+         is_known(operation.element) && operation.root >= 0 && operation.count >= 0 &&
+         operation.count <= kMostElements && is_known(codec.kind) && is_known(codec.values);
 }
 
 // The bytes of one rank's tensors in a group of `ranks`. Top-k instead announces an area for its

@@ -109,6 +109,48 @@ PYCOMM_HD T store(accumulator_t<T> value) {
   }
 }
 
+// The type whose loops reduce elements of type T. Signed and unsigned bytes have the same sums and
+// products, and so the same code.
+template <class T, ReduceOp op>
+using reduced_type_t = std::conditional_t<std::is_same_v<T, std::int8_t> &&
+                                              (op == ReduceOp::sum || op == ReduceOp::prod),
+                                          std::uint8_t, T>;
+
+// A reduction of elements of type T, as the parameters of the code that does it.
+template <class T, ReduceOp op>
+struct Reduction {
+  using type = reduced_type_t<T, op>;
+  static constexpr ReduceOp kOp = op;
+};
+
+// Returns visit(Reduction<T, op>{}), or a default value if elements of type T have no such reduction.
+template <class T, class Visit>
+auto visit_reduction(ReduceOp op, Visit visit) -> decltype(visit(Reduction<T, ReduceOp::sum>{})) {
+  constexpr bool kBitwise = std::is_same_v<T, std::uint8_t>;
+  switch (op) {
+    case ReduceOp::sum:
+      return visit(Reduction<T, ReduceOp::sum>{});
+    case ReduceOp::avg:
+      return visit(Reduction<T, ReduceOp::avg>{});
+    case ReduceOp::min:
+      return visit(Reduction<T, ReduceOp::min>{});
+    case ReduceOp::max:
+      return visit(Reduction<T, ReduceOp::max>{});
+    case ReduceOp::prod:
+      return visit(Reduction<T, ReduceOp::prod>{});
+    case ReduceOp::band:
+      if constexpr (kBitwise) return visit(Reduction<T, ReduceOp::band>{});
+      break;
+    case ReduceOp::bor:
+      if constexpr (kBitwise) return visit(Reduction<T, ReduceOp::bor>{});
+      break;
+    case ReduceOp::bxor:
+      if constexpr (kBitwise) return visit(Reduction<T, ReduceOp::bxor>{});
+      break;
+  }
+  return decltype(visit(Reduction<T, ReduceOp::sum>{}))();
+}
+
 // Combines two contributions. AVG adds them; finish() divides.
 template <ReduceOp op, class A>
 PYCOMM_HD A combine(A a, A b) {
@@ -116,6 +158,12 @@ PYCOMM_HD A combine(A a, A b) {
     return a < b || a != a ? a : b;
   } else if constexpr (op == ReduceOp::max) {
     return a > b || a != a ? a : b;
+  } else if constexpr (op == ReduceOp::band) {
+    return a & b;
+  } else if constexpr (op == ReduceOp::bor) {
+    return a | b;
+  } else if constexpr (op == ReduceOp::bxor) {
+    return a ^ b;
   } else if constexpr (std::is_floating_point_v<A>) {
     return op == ReduceOp::prod ? a * b : a + b;
   } else {

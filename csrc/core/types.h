@@ -118,10 +118,12 @@ struct TypeList {
   }
 };
 
-enum class ReduceOp : std::uint8_t { sum, avg, min, max, prod };
+// Bitwise reductions do not depend on the width of an element, so they are there for u8 only
+// (core/elements.h).
+enum class ReduceOp : std::uint8_t { sum, avg, min, max, prod, band, bor, bxor };
 template <>
 struct Names<ReduceOp> {
-  static constexpr const char* all[] = {"sum", "avg", "min", "max", "prod"};
+  static constexpr const char* all[] = {"sum", "avg", "min", "max", "prod", "band", "bor", "bxor"};
 };
 
 // 16-bit floats are stored as their bits; core/reduce.h converts them.
@@ -132,17 +134,18 @@ struct BFloat16 {
   std::uint16_t bits;
 };
 
-// The element types, named as in torch. bind/dtypes.h maps torch's and DLPack's types to them.
-enum class DType : std::uint8_t { f64, f32, f16, bf16, i64, i32, u8 };
+// The element types of the arithmetic, named as in torch. core/elements.h maps all other types to
+// them.
+enum class DType : std::uint8_t { f64, f32, f16, bf16, i64, i32, u8, i16, i8 };
 template <>
 struct Names<DType> {
-  static constexpr const char* all[] = {"float64", "float32", "float16", "bfloat16",
-                                        "int64",   "int32",   "uint8"};
+  static constexpr const char* all[] = {"float64", "float32", "float16", "bfloat16", "int64",
+                                        "int32",   "uint8",   "int16",   "int8"};
 };
 
 // What elements are in memory, in the order of DType.
-using ElementTypes =
-    TypeList<double, float, Half, BFloat16, std::int64_t, std::int32_t, std::uint8_t>;
+using ElementTypes = TypeList<double, float, Half, BFloat16, std::int64_t, std::int32_t,
+                              std::uint8_t, std::int16_t, std::int8_t>;
 static_assert(ElementTypes::kCount == kCountOf<DType>);
 
 PYCOMM_HD constexpr std::int64_t size_of(DType dtype) {

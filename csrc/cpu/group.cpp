@@ -85,6 +85,9 @@ void Group::check_usable() {
 
 // Checks an operation's arguments before it starts, with the same result on all ranks.
 void Group::check_fits(const Operation& operation) const {
+  PYCOMM_CHECK(
+      !is_bitwise(operation.op) || operation.dtype == DType::u8,
+      "bitwise reductions are there for bytes, got " + std::string(name_of(operation.dtype)));
   if (internode_ != nullptr) {
     const Algorithm algorithm = operation.algorithm;
     PYCOMM_CHECK(operation.collective != Collective::all_reduce ||

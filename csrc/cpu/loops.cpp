@@ -55,24 +55,6 @@ PYCOMM_CLONES void reduce_elements(void* to_bytes, const void* const* from_bytes
   }
 }
 
-template <class T>
-ReduceLoop loop_of(ReduceOp op, bool last) {
-  switch (op) {
-    case ReduceOp::sum:
-      break;
-    case ReduceOp::avg:
-      if (last) return reduce_elements<T, ReduceOp::avg>;
-      break;
-    case ReduceOp::min:
-      return reduce_elements<T, ReduceOp::min>;
-    case ReduceOp::max:
-      return reduce_elements<T, ReduceOp::max>;
-    case ReduceOp::prod:
-      return reduce_elements<T, ReduceOp::prod>;
-  }
-  return reduce_elements<T, ReduceOp::sum>;
-}
-
 #if defined(__SSE2__) && !defined(__SANITIZE_THREAD__)
 
 void stream_lines(std::byte* to, const std::byte* from, std::int64_t bytes) {
@@ -103,7 +85,12 @@ std::int64_t bytes_to_line(const std::byte* p) {
 }  // namespace
 
 ReduceLoop reduce_loop(DType dtype, ReduceOp op, bool last) {
-  return visit_dtype(dtype, [&](auto element) { return loop_of<decltype(element)>(op, last); });
+  if (op == ReduceOp::avg && !last) op = ReduceOp::sum;
+  return visit_dtype(dtype, [&](auto element) {
+    return visit_reduction<decltype(element)>(op, [](auto code) -> ReduceLoop {
+      return reduce_elements<typename decltype(code)::type, decltype(code)::kOp>;
+    });
+  });
 }
 
 void stream_fence() {

@@ -11,7 +11,7 @@ namespace pycomm::cpu {
 using ReduceLoop = void (*)(void* to, const void* const* from, int n_from, std::int64_t begin,
                             std::int64_t count, int ranks);
 
-// `last`: the loop also does what follows the last contribution (AVG's division).
+// Null if elements of the type have no such reduction. `last`: the loop also does what follows the last contribution (AVG's division).
 ReduceLoop reduce_loop(DType dtype, ReduceOp op, bool last);
 
 // The destination of a result. `stream` writes around the caches; it is for cache lines that

@@ -32,27 +32,13 @@ void launch_kernel(const Launch& launch, cudaStream_t stream) {
   launch_meeting(&kernel<Body, T, op>, launch, stream);
 }
 
-template <class Body, class T>
-void launch_op(const Launch& launch, ReduceOp reduce_op, cudaStream_t stream) {
-  switch (reduce_op) {
-    case ReduceOp::sum:
-      return launch_kernel<Body, T, ReduceOp::sum>(launch, stream);
-    case ReduceOp::avg:
-      return launch_kernel<Body, T, ReduceOp::avg>(launch, stream);
-    case ReduceOp::min:
-      return launch_kernel<Body, T, ReduceOp::min>(launch, stream);
-    case ReduceOp::max:
-      return launch_kernel<Body, T, ReduceOp::max>(launch, stream);
-    case ReduceOp::prod:
-      return launch_kernel<Body, T, ReduceOp::prod>(launch, stream);
-  }
-}
-
 template <class Body>
 void launch_reducing(const Launch& launch, cudaStream_t stream) {
   const Operation& operation = launch.ranks[0].operation;
   visit_dtype(operation.dtype, [&](auto element) {
-    launch_op<Body, decltype(element)>(launch, operation.op, stream);
+    visit_reduction<decltype(element)>(operation.op, [&](auto code) {
+      launch_kernel<Body, typename decltype(code)::type, decltype(code)::kOp>(launch, stream);
+    });
   });
 }
 

@@ -1,4 +1,4 @@
-"""The supported dtypes, reductions and algorithms, with their numbers in C++."""
+"""The supported dtypes, reductions and algorithms, as C++ knows them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import torch
 
 from pycomm import _C
 
-# From names to numbers of the enums in csrc/.
+# The dtypes of tensors. Which reductions a dtype has is up to csrc/core/elements.h.
+ELEMENTS = tuple(getattr(torch, name) for name in _C.elements if hasattr(torch, name))
+# From names to numbers of the enums in csrc/. The dtypes with arithmetic of their own:
 DTYPES = {getattr(torch, name): number for name, number in _C.dtypes.items()}
 OPS = _C.reduce_ops
 ALGORITHMS = _C.algorithms
@@ -18,12 +20,11 @@ FIXED_ORDER = [name for name in ALGORITHMS if name not in _C.partial_sum_algorit
 CODECS = _C.codecs
 
 
-def check_dtype(argument: str, dtype: torch.dtype) -> int:
-    """The number of a supported dtype; ValueError for another."""
-    if dtype not in DTYPES:
-        allowed = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
+def check_dtype(argument: str, dtype: torch.dtype) -> None:
+    """Raises ValueError for a dtype that no collective accepts."""
+    if dtype not in ELEMENTS:
+        allowed = ", ".join(str(d).removeprefix("torch.") for d in ELEMENTS)
         raise ValueError(f"{argument} must have one of the dtypes {allowed}, got {dtype}")
-    return DTYPES[dtype]
 
 
 def check_choice(argument: str, value: str, choices: dict[str, int]) -> int:
@@ -37,7 +38,7 @@ def check_choice(argument: str, value: str, choices: dict[str, int]) -> int:
 def operation_of(
     collective: str, algorithm: str, dtype: torch.dtype, op: str = "sum", root: int = 0
 ) -> _C.Operation:
-    """An operation of any size; ValueError for what there is not."""
+    """An operation of any size; ValueError if the dtype or its reduction is not supported."""
     check_dtype("dtype", dtype)
     name = str(dtype).removeprefix("torch.")
     return _C.Operation(collective=collective, algorithm=algorithm, dtype=name, op=op, root=root)

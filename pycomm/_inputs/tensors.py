@@ -34,6 +34,8 @@ def check_memory(argument: str, tensor: torch.Tensor) -> None:
         )
     if tensor.is_neg():
         raise ValueError(f"{argument} must be materialised, got a negated view: call resolve_neg()")
+    if tensor.is_conj():
+        raise ValueError(f"{argument} must be materialised, got a conjugate: call resolve_conj()")
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

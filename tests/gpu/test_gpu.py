@@ -56,6 +56,8 @@ def test_all_reduce_has_the_bits_of_the_cpu(
     with pycomm.LocalWorld(size, _stage_always=staged) as world:
         for count in COUNTS:
             for op in OPS:
+                if op in ("band", "bor", "bxor") and dtype.is_floating_point:
+                    continue
                 if not in_rank_order and op == "prod" and size > 4:
                     continue  # 3^8 is no half-precision number
 

@@ -22,6 +22,8 @@ DTYPES = (
     torch.int64,
     torch.int32,
     torch.uint8,
+    torch.int16,
+    torch.int8,
 )
 SENTINEL = 77
 
