@@ -64,8 +64,10 @@ inline std::string describe(const Operation& operation, const Details* details =
   if (operation.codec.kind != CodecKind::none) text += ", " + describe(operation.codec);
   if (operation.offset != 0) text += ", offset=" + std::to_string(first_element(operation));
   if (operation.tag != 0) text += ", tag=" + std::to_string(operation.tag);
-  if (operation.collective == Collective::broadcast)
+  if (operation.collective == Collective::broadcast || operation.collective == Collective::scatter)
     text += ", src=" + std::to_string(operation.root);
+  if (operation.collective == Collective::reduce || operation.collective == Collective::gather)
+    text += ", dst=" + std::to_string(operation.root);
   if (operation.device == Device::cuda) text += ", on CUDA";
   if (operation.details != 0) {
     const std::string known = details != nullptr ? describe(*details) : std::string();

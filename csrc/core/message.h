@@ -95,9 +95,9 @@ inline Farewell parse_farewell(std::span<const std::byte> bytes, const Sender& s
   return farewell;
 }
 
-// Parses an announcement of another rank in a group of `ranks`. Throws std::invalid_argument unless
+// Parses an announcement of rank `rank` in a group of `ranks`. Throws std::invalid_argument unless
 // the operation is valid and its tensors lie in that rank's heap or in no window.
-inline Announcement parse_announcement(std::span<const std::byte> bytes, int ranks,
+inline Announcement parse_announcement(std::span<const std::byte> bytes, int ranks, int rank,
                                        std::int64_t heap_begin, std::int64_t heap_end) {
   Announcement announced;
   PYCOMM_CHECK(bytes.size() == sizeof(announced), "an announcement has another length");
@@ -109,8 +109,8 @@ inline Announcement parse_announcement(std::span<const std::byte> bytes, int ran
     return offset == kNotInWindow ||
            (offset >= heap_begin && offset <= heap_end && size <= heap_end - offset);
   };
-  PYCOMM_CHECK(fits(announced.input, lists ? 0 : input_bytes(operation, ranks)) &&
-                   fits(announced.output, lists ? 0 : output_bytes(operation, ranks)),
+  PYCOMM_CHECK(fits(announced.input, lists ? 0 : input_bytes(operation, ranks, rank)) &&
+                   fits(announced.output, lists ? 0 : output_bytes(operation, ranks, rank)),
                "an announced tensor lies outside the heap");
   return announced;
 }

@@ -85,7 +85,7 @@ inline std::vector<Range> owned_by_nodes(const Operation& operation, const Nodes
         if (m == nodes.node_of(operation.root))
           mine = stripe_of(operation, nodes, stripe, 0, operation.count);
         break;
-      case Collective::barrier:
+      default:  // nothing crosses, or it does not span nodes
         break;
     }
   }

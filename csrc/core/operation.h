@@ -8,11 +8,22 @@
 
 namespace pycomm {
 
-enum class Collective : std::uint8_t { all_reduce, reduce_scatter, all_gather, broadcast, barrier };
+enum class Collective : std::uint8_t {
+  all_reduce,
+  reduce_scatter,
+  all_gather,
+  broadcast,
+  barrier,
+  reduce,
+  gather,
+  scatter,
+  all_to_all
+};
 template <>
 struct Names<Collective> {
-  static constexpr const char* all[] = {"all_reduce", "reduce_scatter", "all_gather", "broadcast",
-                                        "barrier"};
+  static constexpr const char* all[] = {"all_reduce", "reduce_scatter", "all_gather",
+                                        "broadcast",  "barrier",        "reduce",
+                                        "gather",     "scatter",        "all_to_all"};
 };
 
 enum class Device : std::uint8_t { cpu, cuda };
@@ -47,7 +58,8 @@ static_assert(sizeof(Operation) == 40);
 
 // True if the collective computes with elements, instead of only moving them.
 PYCOMM_HD constexpr bool reduces(Collective collective) {
-  return collective == Collective::all_reduce || collective == Collective::reduce_scatter;
+  return collective == Collective::all_reduce || collective == Collective::reduce_scatter ||
+         collective == Collective::reduce;
 }
 
 // How many elements of `dtype` carry one of the caller's.
@@ -99,15 +111,65 @@ PYCOMM_HD constexpr bool is_valid(const Operation& operation) {
          operation.count <= kMostElements && is_known(codec.kind) && is_known(codec.values);
 }
 
-// The bytes of one rank's tensors in a group of `ranks`. Top-k instead announces an area for its
-// lists, whose size the executor determines.
-PYCOMM_HD constexpr std::int64_t input_bytes(const Operation& operation, int ranks) {
-  const bool blocks = operation.collective == Collective::reduce_scatter;
-  return operation.count * size_of(operation.dtype) * (blocks ? ranks : 1);
+// The bytes of a rank's tensors in a group of `ranks`. Top-k instead announces an area for its lists,
+// whose size the executor determines.
+PYCOMM_HD constexpr std::int64_t input_bytes(const Operation& operation, int ranks, int rank) {
+  const std::int64_t block = operation.count * size_of(operation.dtype);
+  switch (operation.collective) {
+    case Collective::reduce_scatter:
+    case Collective::all_to_all:
+      return block * ranks;
+    case Collective::scatter:
+      return rank == operation.root ? block * ranks : 0;
+    default:
+      return block;
+  }
 }
-PYCOMM_HD constexpr std::int64_t output_bytes(const Operation& operation, int ranks) {
-  const bool blocks = operation.collective == Collective::all_gather;
-  return operation.count * size_of(operation.dtype) * (blocks ? ranks : 1);
+PYCOMM_HD constexpr std::int64_t output_bytes(const Operation& operation, int ranks, int rank) {
+  const std::int64_t block = operation.count * size_of(operation.dtype);
+  switch (operation.collective) {
+    case Collective::all_gather:
+    case Collective::all_to_all:
+      return block * ranks;
+    case Collective::gather:
+      return rank == operation.root ? block * ranks : 0;
+    case Collective::reduce:
+      return rank == operation.root ? block : 0;
+    default:
+      return block;
+  }
+}
+
+// True if other ranks use this rank's input, or output, in place when there is zero copy. Zero copy
+// requires that these tensors, of all ranks, lie in windows.
+PYCOMM_HD constexpr bool shares_input(const Operation& operation, int rank) {
+  switch (operation.collective) {
+    case Collective::all_gather:
+    case Collective::gather:
+      return false;
+    case Collective::scatter:
+      return rank == operation.root;
+    default:
+      return true;
+  }
+}
+PYCOMM_HD constexpr bool shares_output(const Operation& operation, int rank) {
+  switch (operation.collective) {
+    case Collective::reduce_scatter:
+    case Collective::scatter:
+    case Collective::all_to_all:
+      return false;
+    case Collective::gather:
+    case Collective::reduce:
+      return rank == operation.root;
+    default:
+      return true;
+  }
+}
+
+// True if groups that span nodes can run the collective.
+PYCOMM_HD constexpr bool spans_nodes(Collective collective) {
+  return collective <= Collective::barrier;
 }
 
 inline constexpr std::int64_t kNotInWindow = -1;

@@ -76,8 +76,8 @@ void Comm::begin_phase(const Operation& operation, const void* input, void* outp
   element_size_ = size_of(operation.dtype);
   input_ = static_cast<std::byte*>(const_cast<void*>(input));
   output_ = static_cast<std::byte*>(output);
-  input_bytes_ = input_bytes(operation, size_);
-  output_bytes_ = output_bytes(operation, size_);
+  input_bytes_ = input_bytes(operation, size_, rank_);
+  output_bytes_ = output_bytes(operation, size_, rank_);
   loop_ = reduce_loop(operation.dtype, operation.op, false);
   last_loop_ = reduce_loop(operation.dtype, operation.op, true);
   zero_copy_ = exposed_ = false;
@@ -119,12 +119,10 @@ void Comm::await_announcements() {
   }
   check_agreement();
 
-  const bool scatters = operation_.collective == Collective::reduce_scatter;
-  const bool gathers = operation_.collective == Collective::all_gather;
   zero_copy_ = allows_zero_copy(operation_);
   for (int r = 0; r < size_; ++r) {
-    zero_copy_ = zero_copy_ && (gathers || met(r).input != kNotInWindow) &&
-                 (scatters || met(r).output != kNotInWindow);
+    zero_copy_ = zero_copy_ && (met(r).input != kNotInWindow || !shares_input(operation_, r)) &&
+                 (met(r).output != kNotInWindow || !shares_output(operation_, r));
   }
   if (zero_copy_) enter_peers_heaps();
 }
@@ -136,15 +134,16 @@ void Comm::find_tensors() {
       if (r == rank_ || offset == kNotInWindow) return r == rank_ ? own : nullptr;
       return window_->in_heap(r, offset, bytes);
     };
-    tensors_[static_cast<std::size_t>(r)] = {find(met(r).input, input_, input_bytes_),
-                                             find(met(r).output, output_, output_bytes_)};
+    tensors_[static_cast<std::size_t>(r)] = {
+        find(met(r).input, input_, input_bytes(operation_, size_, r)),
+        find(met(r).output, output_, output_bytes(operation_, size_, r))};
   }
 }
 
 void Comm::read_announcement(int r) {
   try {
     met_[static_cast<std::size_t>(r)] =
-        parse_announcement(std::as_bytes(std::span(&announcement(r), 1)), size_,
+        parse_announcement(std::as_bytes(std::span(&announcement(r), 1)), size_, r,
                            window_->heap_begin(), window_->slice_bytes());
   } catch (const std::invalid_argument& error) {
     blame(r, error.what());

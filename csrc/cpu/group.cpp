@@ -83,26 +83,38 @@ void Group::check_usable() {
   }
 }
 
-// Checks an operation's arguments before it starts, with the same result on all ranks.
-void Group::check_fits(const Operation& operation) const {
-  PYCOMM_CHECK(
-      !is_bitwise(operation.op) || operation.dtype == DType::u8,
-      "bitwise reductions are there for bytes, got " + std::string(name_of(operation.dtype)));
+// Why an operation cannot run; empty if it can. The same on all ranks.
+std::string Group::refusal(const Operation& operation) const {
+  if (is_bitwise(operation.op) && operation.dtype != DType::u8) {
+    return std::string("bitwise reductions are carried as bytes, got ") + name_of(operation.dtype);
+  }
+  if (operation.root < 0 || operation.root >= size_) {
+    return "root must be a rank of the group, got " + std::to_string(operation.root);
+  }
   if (internode_ != nullptr) {
     const Algorithm algorithm = operation.algorithm;
-    PYCOMM_CHECK(operation.collective != Collective::all_reduce ||
-                     algorithm == Algorithm::automatic || algorithm == Algorithm::two_shot,
-                 std::string("algorithm must be auto or two_shot in a group that spans nodes, "
-                             "got ") +
-                     name_of(algorithm));
-    return;
+    if (!spans_nodes(operation.collective)) {
+      return std::string(name_of(operation.collective)) +
+             " cannot run in a group that spans nodes: use torch.distributed's";
+    }
+    if (operation.collective == Collective::all_reduce && algorithm != Algorithm::automatic &&
+        algorithm != Algorithm::two_shot) {
+      return std::string("algorithm must be auto or two_shot in a group that spans nodes, got ") +
+             name_of(algorithm);
+    }
+    return {};
   }
-  if (operation.codec.kind == CodecKind::none || operation.codec.kind == CodecKind::topk) return;
+  if (operation.codec.kind == CodecKind::none || operation.codec.kind == CodecKind::topk) return {};
   const auto staging = CodedStaging::in(comm_.slot_bytes() * kStagingSlots, operation.codec);
-  PYCOMM_CHECK(staging.piece(size_) > 0, "staging_bytes is too small to compress among " +
-                                             std::to_string(size_) +
-                                             " ranks: make the group with at least " +
-                                             std::to_string(2 * staging.enough(size_)));
+  if (staging.piece(size_) > 0) return {};
+  return "staging_bytes is too small to compress among " + std::to_string(size_) +
+         " ranks: make the group with at least " + std::to_string(2 * staging.enough(size_));
+}
+
+// Checks an operation's arguments before it starts.
+void Group::check_fits(const Operation& operation) const {
+  const std::string why = refusal(operation);
+  PYCOMM_CHECK(why.empty(), why);
 }
 
 Traffic Group::cost(const Operation& operation, bool zero_copy) const {

@@ -42,6 +42,9 @@ class Group {
            void (*interrupt)() = nullptr, const Feedback& feedback = {}) {
     return run({operation, input, output, feedback}, interrupt);
   }
+  // True if this group can run the operation. If not, run() and submit() throw
+  // std::invalid_argument that says why, before any rank begins.
+  bool supports(const Operation& operation) const { return refusal(operation).empty(); }
   // Only checks that all ranks call this operation, whose data moves elsewhere.
   void agree(const Operation& operation, void (*interrupt)() = nullptr);
   // Runs the calls one after another on the worker. The buffers must live until the work has
@@ -123,6 +126,7 @@ class Group {
     std::shared_ptr<Work> work = nullptr;
   };
 
+  std::string refusal(const Operation& operation) const;
   void check_fits(const Operation& operation) const;
   std::shared_ptr<Work> enqueue(Task task);
   bool run_in_order(const Task& task, void (*interrupt)());

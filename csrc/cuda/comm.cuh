@@ -339,15 +339,13 @@ class BlockComm {
 
   __device__ void compare() {
     if (failed_) return;
-    const bool scatters = me_.operation.collective == Collective::reduce_scatter;
-    const bool gathers = me_.operation.collective == Collective::all_gather;
     bool zero_copy = can_be_direct();
     int differs = -1;
     for (int r = 0; r < size(); ++r) {
       const Announcement& other = announced(r);
       if (differs < 0 && !(other.operation == announced(0).operation)) differs = r;
-      zero_copy = zero_copy && (gathers || other.input != kNotInWindow) &&
-                  (scatters || other.output != kNotInWindow);
+      zero_copy = zero_copy && (other.input != kNotInWindow || !shares_input(me_.operation, r)) &&
+                  (other.output != kNotInWindow || !shares_output(me_.operation, r));
     }
     zero_copy_ = zero_copy;
     // All lanes see the mismatch; the first one reports it.

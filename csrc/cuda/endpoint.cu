@@ -165,15 +165,12 @@ struct Endpoint::Impl {
   // Fills this rank's part of a launch.
   void put(CodedLaunch& to, int index, const Operation& operation, const void* input, void* output,
            const Compression& compression) const {
-    const std::int64_t bytes = operation.count * size_of(operation.dtype);
-    const bool scatters = operation.collective == Collective::reduce_scatter;
-    const bool gathers = operation.collective == Collective::all_gather;
     RankLaunch& launch = to.ranks[index];
     launch.operation = operation;
     launch.input = static_cast<std::byte*>(const_cast<void*>(input));
     launch.output = static_cast<std::byte*>(output);
-    launch.input_location = location(input, scatters ? bytes * options.ranks : bytes);
-    launch.output_location = location(output, gathers ? bytes * options.ranks : bytes);
+    launch.input_location = location(input, input_bytes(operation, options.ranks, options.rank));
+    launch.output_location = location(output, output_bytes(operation, options.ranks, options.rank));
     launch.windows = tables;
     launch.bases = tables + options.ranks;
     launch.mailbox = device_mailbox;

@@ -4,7 +4,11 @@
 // kMovesOnly: the body moves elements without computing, so it needs their size but not their type.
 #pragma once
 
+#include "core/algorithms/all_to_all.h"
 #include "core/algorithms/broadcast.h"
+#include "core/algorithms/gather.h"
+#include "core/algorithms/reduce.h"
+#include "core/algorithms/scatter.h"
 #include "core/algorithms/table.h"
 
 namespace pycomm {
@@ -40,6 +44,37 @@ struct Barrier {
   }
 };
 
+struct Reduce {
+  template <PlainExecutor Comm>
+  PYCOMM_HD static void run(Comm& comm) {
+    reduce(comm);
+  }
+};
+
+struct Gather {
+  static constexpr bool kMovesOnly = true;
+  template <PlainExecutor Comm>
+  PYCOMM_HD static void run(Comm& comm) {
+    gather(comm);
+  }
+};
+
+struct Scatter {
+  static constexpr bool kMovesOnly = true;
+  template <PlainExecutor Comm>
+  PYCOMM_HD static void run(Comm& comm) {
+    scatter(comm);
+  }
+};
+
+struct AllToAll {
+  static constexpr bool kMovesOnly = true;
+  template <PlainExecutor Comm>
+  PYCOMM_HD static void run(Comm& comm) {
+    all_to_all(comm);
+  }
+};
+
 // Calls visit(body) with the body that runs an uncompressed operation among `ranks` ranks.
 template <class Visit>
 void visit_body(const Operation& operation, int ranks, Visit visit) {
@@ -54,6 +89,14 @@ void visit_body(const Operation& operation, int ranks, Visit visit) {
       return visit(Broadcast{});
     case Collective::barrier:
       return visit(Barrier{});
+    case Collective::reduce:
+      return visit(Reduce{});
+    case Collective::gather:
+      return visit(Gather{});
+    case Collective::scatter:
+      return visit(Scatter{});
+    case Collective::all_to_all:
+      return visit(AllToAll{});
   }
 }
 

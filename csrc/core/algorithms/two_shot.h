@@ -132,23 +132,32 @@ PYCOMM_HD void stage_for_owners(Comm& comm, const Chunks& chunks, std::int64_t t
   comm.wait_all(kStaged, t + 1);
 }
 
-// Phase 2. `everywhere`: the result goes to all ranks, not only to this rank's output. `last`:
-// nothing will be added to the result.
-template <Executor Comm, class Chunks>
-PYCOMM_HD void reduce_owned(Comm& comm, const Chunks& chunks, std::int64_t t, bool everywhere,
-                            bool last = true) {
-  const int n = comm.size(), me = comm.rank();
+// Phase 2. The result goes to the locations to(0), ..., to(n_to - 1). `last`: nothing will be added
+// to it.
+template <Executor Comm, class Chunks, class To>
+PYCOMM_HD void reduce_owned(Comm& comm, const Chunks& chunks, std::int64_t t, int n_to, To to,
+                            bool last) {
+  const int me = comm.rank();
   const Chunk mine = chunks(t, me);
   const auto from = [&](int r) {
     if (comm.zero_copy()) return comm.at(comm.input(r), mine.input);
     return r == me && !Comm::kCoded ? comm.at(comm.input(), mine.input) : slot_of(comm, r, t, mine);
   };
+  comm.reduce(n_to, to, comm.size(), from, mine.count, last);
+}
+
+// `everywhere`: the result goes to all ranks, not only to this rank's output.
+template <Executor Comm, class Chunks>
+PYCOMM_HD void reduce_owned(Comm& comm, const Chunks& chunks, std::int64_t t, bool everywhere,
+                            bool last = true) {
+  const int n = comm.size(), me = comm.rank();
+  const Chunk mine = chunks(t, me);
   const auto to = [&](int i) {
     if (!everywhere) return comm.at(comm.output(), mine.output);
     if (comm.zero_copy()) return comm.at(comm.output(i), mine.output);
     return i == 0 ? comm.at(comm.output(), mine.output) : slot_of(comm, me, t, mine);
   };
-  comm.reduce(!everywhere ? 1 : comm.zero_copy() ? n : 2, to, n, from, mine.count, last);
+  reduce_owned(comm, chunks, t, !everywhere ? 1 : comm.zero_copy() ? n : 2, to, last);
 }
 
 // Phase 3, with staging. Each rank starts with the next rank, so that they do not all read from one

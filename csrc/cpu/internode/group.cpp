@@ -41,6 +41,9 @@ bool InternodeGroup::run(const Operation& operation, const Call& call, void (*in
       break;
     case Collective::barrier:
       barrier(operation);
+      break;
+    default:  // refused by Group
+      break;
   }
   return false;
 }

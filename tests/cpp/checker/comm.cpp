@@ -107,10 +107,8 @@ void Comm::await_announcements() {
       if (found[0].element != sequence_)
         throw Violation("the announcement is of another operation");
     }
-    const bool scatters = operation_.collective == Collective::reduce_scatter;
-    const bool gathers = operation_.collective == Collective::all_gather;
-    zero_copy_ = zero_copy_ && (gathers || announced(r).input != nullptr) &&
-                 (scatters || announced(r).output != nullptr);
+    zero_copy_ = zero_copy_ && (announced(r).input != nullptr || !shares_input(operation_, r)) &&
+                 (announced(r).output != nullptr || !shares_output(operation_, r));
   }
   if (!zero_copy_) return;
   store(member(rank_).in_peers_heaps, 1);

@@ -6,6 +6,14 @@ add_mutant(packets_without_meeting algorithms/packet.h "comm.await_announcements
 add_mutant(reduce_scatter_returns_while_it_is_read algorithms/two_shot.h "comm.wait_all(kReduced, 1);" "")
 add_mutant(tree_returns_while_it_is_read algorithms/tree.h
   "first.wait_children(first.down_channel(), first.pieces.count());" "")
+add_mutant(reduce_returns_while_it_is_read algorithms/reduce.h
+  "if (zero_copy && !is_root) comm.wait_all(kReduced, tiles);" "")
+add_mutant(reduce_root_does_not_wait algorithms/reduce.h "comm.wait_all(kReduced, t);" "")
+add_mutant(gather_root_does_not_wait algorithms/gather.h "comm.wait(r, kStaged, t + 1);" "")
+add_mutant(scatter_does_not_wait algorithms/scatter.h "comm.wait(root, kStaged, t + 1);" "")
+add_mutant(scatter_returns_while_it_is_read algorithms/scatter.h
+  "if (zero_copy && is_root) comm.wait_all(kReduced, tiles);" "")
+add_mutant(all_to_all_does_not_wait algorithms/all_to_all.h "comm.wait_all(kStaged, t);" "")
 add_node_mutant(exchange_adds_what_has_not_come core/algorithms/internode.h "link.wait(staged[t % kTilesUnderWay]);" "")
 
 # A step off.
@@ -13,6 +21,10 @@ add_mutant(ring_waits_for_the_step_before algorithms/ring.h "signalled + 1 - til
 add_mutant(two_shot_waits_for_the_stage_before algorithms/two_shot.h "comm.wait_all(kStaged, t + 1);"
   "comm.wait_all(kStaged, t);")
 add_mutant(broadcast_root_does_not_wait_long_enough algorithms/broadcast.h
+  "comm.wait_all(kReduced, t - kStagingSlots + 1);" "comm.wait_all(kReduced, t - kStagingSlots);")
+add_mutant(gather_does_not_wait_long_enough algorithms/gather.h
+  "comm.wait(root, kReduced, t - kStagingSlots + 1);" "comm.wait(root, kReduced, t - kStagingSlots);")
+add_mutant(scatter_root_does_not_wait_long_enough algorithms/scatter.h
   "comm.wait_all(kReduced, t - kStagingSlots + 1);" "comm.wait_all(kReduced, t - kStagingSlots);")
 
 # A slot less.
@@ -23,6 +35,8 @@ add_mutant(tree_lags_too_far algorithms/tree.h "depth < kStagingSlots - 1 ? dept
 add_mutant(trees_share_slots algorithms/tree.h "index * kStagingSlots + k % kStagingSlots" "k % kStagingSlots")
 add_node_mutant(exchange_has_too_few_tiles core/algorithms/internode.h "kTilesUnderWay = 2 * kPipelineDepth + 1"
   "kTilesUnderWay = kPipelineDepth + 1")
+
+add_mutant(gather_has_three_slots algorithms/gather.h "t % kStagingSlots" "t % 3")
 
 # A flag early.
 add_mutant(one_shot_announces_early algorithms/one_shot.h "if (tiles.count() > 0) stage(0);

@@ -39,13 +39,12 @@ Step plain_step(int ranks, std::mt19937& random) {
   operation.root = static_cast<int>(random() % static_cast<unsigned>(ranks));
   step.where = one_of(kPlaces, random);
   step.in_place = random() % 2 == 0;
-  const unsigned which = random() % 8;
+  const unsigned which = random() % 12;
   operation.collective = which < 4 ? Collective::all_reduce : static_cast<Collective>(which - 3);
   operation.algorithm = which < 4 ? kAlgorithms[which] : Algorithm::two_shot;
-  const bool blocks = operation.collective == Collective::reduce_scatter ||
-                      operation.collective == Collective::all_gather;
-  if (blocks) step.in_place = false;
-  if (operation.collective == Collective::broadcast) step.in_place = true;
+  const bool whole =
+      operation.collective == Collective::all_reduce || operation.collective == Collective::reduce;
+  if (!whole) step.in_place = operation.collective == Collective::broadcast;
   if (operation.collective == Collective::barrier) operation.count = 0;
   return step;
 }
@@ -156,13 +155,16 @@ void between_nodes(const World::Nodes& nodes) {
 }
 
 // Consecutive operations that use each other's tensors in place.
-std::vector<Step> zero_copy_steps(int ranks, const std::vector<Algorithm>& algorithms) {
+std::vector<Step> zero_copy_steps(int ranks, const std::vector<Algorithm>& algorithms,
+                                  const std::vector<Collective>& others = {}) {
   std::vector<Step> steps;
   for (const Algorithm algorithm : algorithms) {
     steps.push_back({{Collective::all_reduce, algorithm, DType::f32, ReduceOp::sum, 0, 1000}});
   }
-  for (const Collective collective :
-       {Collective::reduce_scatter, Collective::all_gather, Collective::broadcast}) {
+  std::vector<Collective> collectives = {Collective::reduce_scatter, Collective::all_gather,
+                                         Collective::broadcast};
+  collectives.insert(collectives.end(), others.begin(), others.end());
+  for (const Collective collective : collectives) {
     steps.push_back({{collective, Algorithm::two_shot, DType::f32, ReduceOp::sum, ranks - 1, 100}});
     steps.back().in_place = collective == Collective::broadcast;
   }
@@ -180,7 +182,9 @@ struct Scene {
 Scene on_node(int ranks) {
   Scene scene{{{}},
               kSmallAndLate,
-              zero_copy_steps(ranks, {Algorithm::two_shot, Algorithm::ring, Algorithm::tree})};
+              zero_copy_steps(ranks, {Algorithm::two_shot, Algorithm::ring, Algorithm::tree},
+                              {Collective::reduce, Collective::gather, Collective::scatter,
+                               Collective::all_to_all})};
   for (int r = 0; r < ranks; ++r) scene.nodes[0].push_back(r);
   return scene;
 }

@@ -86,8 +86,10 @@ void World::add_links(const Nodes& ranks) {
 void World::make_tensors(const std::vector<Step>& steps) {
   std::int64_t tensor = 1, residual = 1;
   for (const Step& step : steps) {
-    tensor = std::max(tensor, input_bytes(step.operation, size()));
-    tensor = std::max(tensor, output_bytes(step.operation, size()));
+    for (int r = 0; r < size(); ++r) {
+      tensor = std::max(tensor, input_bytes(step.operation, size(), r));
+      tensor = std::max(tensor, output_bytes(step.operation, size(), r));
+    }
     if (step.feedback) residual = std::max(residual, step.operation.count * kResidual.bytes);
   }
   for (int r = 0; r < size(); ++r) {
@@ -128,8 +130,9 @@ void World::fill(int r, const Step& step, int operation) {
     auto* const to = static_cast<std::byte*>(const_cast<void*>(tensor));
     memory_.write(*rank(r).thread, to, {{bytes / unit.bytes, symbol, 0}}, unit);
   };
-  if (!step.in_place) write(call.output, output_bytes(step.operation, size()), unit, kNoOperation);
-  write(call.input, input_bytes(step.operation, size()), unit, operation);
+  if (!step.in_place)
+    write(call.output, output_bytes(step.operation, size(), r), unit, kNoOperation);
+  write(call.input, input_bytes(step.operation, size(), r), unit, operation);
   if (step.feedback) {
     write(call.feedback.residual, step.operation.count * kResidual.bytes, kResidual, kNoOperation);
   }
@@ -187,7 +190,7 @@ World::Result World::result_of(int r, const Step& step) {
   auto* const output = static_cast<std::byte*>(buffers(r, step).call.output);
   const std::int64_t residual = step.feedback ? step.operation.count * kResidual.bytes : 0;
   return {true, mine.comm->waits(),
-          read(output, output_bytes(step.operation, size()), {size_of(step.operation.dtype)}),
+          read(output, output_bytes(step.operation, size(), r), {size_of(step.operation.dtype)}),
           read(mine.residual, residual, kResidual), mine.comm->signalled()};
 }
 
@@ -247,14 +250,18 @@ void World::check_output(const Step& step, std::size_t index, int r) const {
                     what + " at element " + std::to_string(piece.element) + ": " +
                     symbols_.text(piece.symbol));
   };
-  const bool gathers = operation.collective == Collective::all_gather;
-  const bool sums = operation.collective == Collective::all_reduce ||
-                    operation.collective == Collective::reduce_scatter;
+  const Collective collective = operation.collective;
+  const bool in_blocks = collective == Collective::all_gather || collective == Collective::gather ||
+                         collective == Collective::all_to_all;
+  const bool from_blocks = collective == Collective::reduce_scatter ||
+                           collective == Collective::scatter ||
+                           collective == Collective::all_to_all;
+  const bool sums = reduces(collective);
   std::int64_t at = 0;
   for (const Piece& piece : result(r, index).output) {
-    const std::int64_t owner = gathers ? at / operation.count : operation.root;
-    std::int64_t element = gathers ? at % operation.count : at;
-    if (operation.collective == Collective::reduce_scatter) element += r * operation.count;
+    const std::int64_t owner = in_blocks ? at / operation.count : operation.root;
+    const std::int64_t element =
+        (in_blocks ? at % operation.count : at) + (from_blocks ? r * operation.count : 0);
     at += piece.units;
     if (piece.element != element) wrong(piece, "another element");
     std::vector<Contribution> found = symbols_.contributions(piece.symbol), wanted;

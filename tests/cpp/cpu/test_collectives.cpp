@@ -125,6 +125,63 @@ void broadcasts(int n) {
   });
 }
 
+// From and to a root: reduce, gather and scatter.
+void rooted(int n) {
+  World world(n, 16 << 10);
+  world.run([&](int r) {
+    std::mt19937 random(static_cast<unsigned>(r));
+    for (const std::int64_t count : {0, 1, 33, 9001}) {
+      for (const bool in_window : {false, true}) {
+        Tensor whole(world[r], count * n, in_window), block(world[r], count, in_window);
+        float *w = whole.data(), *b = block.data();
+        for (int root = 0; root < n; ++root) {
+          const auto run = [&](Collective collective, const float* from, float* to) {
+            dawdle(random);
+            world[r].run({collective, Algorithm::two_shot, DType::f32, ReduceOp::sum, root, count},
+                         from, to);
+          };
+          for (std::int64_t i = 0; i < count; ++i) b[i] = value(r, i, root);
+          run(Collective::reduce, b, b);
+          for (std::int64_t i = 0; i < count; ++i) {
+            check_value(b[i], r == root ? sum_of(n, i, root) : value(r, i, root), i);
+          }
+          for (std::int64_t i = 0; i < count; ++i) b[i] = value(r, i, root);
+          for (std::int64_t i = 0; i < count * n; ++i) w[i] = -1;
+          run(Collective::gather, b, r == root ? w : nullptr);
+          for (std::int64_t i = 0; i < count * n; ++i) {
+            const int from = static_cast<int>(i / count);
+            check_value(w[i], r == root ? value(from, i % count, root) : -1, i);
+          }
+          run(Collective::scatter, r == root ? w : nullptr, b);
+          for (std::int64_t i = 0; i < count; ++i) check_value(b[i], value(r, i, root), i);
+        }
+      }
+    }
+  });
+}
+
+void all_to_alls(int n) {
+  World world(n, 16 << 10);
+  world.run([&](int r) {
+    std::mt19937 random(static_cast<unsigned>(r));
+    for (const std::int64_t count : {0, 1, 33, 9001}) {
+      for (const bool in_window : {false, true}) {
+        Tensor from(world[r], count * n, in_window), to(world[r], count * n, in_window);
+        float *x = from.data(), *y = to.data();
+        for (std::int64_t i = 0; i < count * n; ++i) x[i] = value(r, i, 2);
+        dawdle(random);
+        world[r].run(
+            {Collective::all_to_all, Algorithm::two_shot, DType::f32, ReduceOp::sum, 0, count}, x,
+            y);
+        for (std::int64_t i = 0; i < count * n; ++i) {
+          const int sender = static_cast<int>(i / count);
+          check_value(y[i], value(sender, r * count + i % count, 2), i);
+        }
+      }
+    }
+  });
+}
+
 void works_in_order() {
   const int n = 3;
   World world(n);
@@ -186,6 +243,8 @@ int main() {
     tests.push_back({"all-reduce", [n] { all_reduces(n, 0); }});
     tests.push_back({"reduce-scatter and all-gather", [n] { blocks(n); }});
     tests.push_back({"broadcast", [n] { broadcasts(n); }});
+    tests.push_back({"reduce, gather and scatter", [n] { rooted(n); }});
+    tests.push_back({"all-to-all", [n] { all_to_alls(n); }});
   }
   tests.push_back({"all-reduce, 9 ranks", [] { all_reduces(9, 0); }});
   tests.push_back({"all-reduce across the wrap of epochs", [] { all_reduces(3, 0xffffffe0u); }});

@@ -86,9 +86,11 @@ void collectives(int n) {
                                 in_window);
         }
         for (const Collective collective :
-             {Collective::reduce_scatter, Collective::all_gather, Collective::broadcast}) {
+             {Collective::reduce_scatter, Collective::all_gather, Collective::broadcast,
+              Collective::reduce, Collective::gather, Collective::scatter,
+              Collective::all_to_all}) {
           Operation operation = plain(collective, Algorithm::two_shot, count);
-          operation.root = collective == Collective::broadcast ? n - 1 : 0;
+          operation.root = n - 1;
           costs_what_is_counted(world[r], operation, in_window);
         }
       }

@@ -156,7 +156,7 @@ void announcements() {
   valid.input = kHeapBegin;
   valid.output = kHeapEnd - valid.operation.count * 2;
   fuzz(bytes_of(valid), [&](std::span<const std::byte> bytes) {
-    const Announcement read = parse_announcement(bytes, kRanks, kHeapBegin, kHeapEnd);
+    const Announcement read = parse_announcement(bytes, kRanks, 1, kHeapBegin, kHeapEnd);
     use(read.operation);
     must(read.operation.count <= kMostElements, "a count whose bytes overflow was let through");
     const bool lists = read.operation.codec.kind == CodecKind::topk;
@@ -166,8 +166,8 @@ void announcements() {
       must(place == kNotInWindow || lists || place + size <= kHeapEnd,
            "a tensor beyond the heap was let through");
     };
-    check(read.input, input_bytes(read.operation, kRanks));
-    check(read.output, output_bytes(read.operation, kRanks));
+    check(read.input, input_bytes(read.operation, kRanks, 1));
+    check(read.output, output_bytes(read.operation, kRanks, 1));
   });
 }
 

@@ -193,6 +193,43 @@ void plain(int n) {
   }
 }
 
+// Every other collective: the bits of the CPU's.
+void collectives(int n) {
+  World world(n);
+  DeviceWorld zero_copy(n), staged(n, 60, true);
+  unsigned seed = 0;
+  for (const std::int64_t count : {0, 1, 1000, 70'001}) {
+    for (int i = 1; i < kCountOf<Collective>; ++i) {
+      const auto collective = static_cast<Collective>(i);
+      const int root = static_cast<int>(++seed) % n;
+      Operation operation{collective, Algorithm::two_shot, DType::f32, ReduceOp::avg, root, count};
+      if (collective == Collective::barrier) operation.count = 0;
+      const auto room = static_cast<std::size_t>(operation.count * n + 1);
+      std::mt19937 random(seed);
+      std::normal_distribution<float> normal;
+      std::vector<std::vector<float>> x(static_cast<std::size_t>(n), std::vector<float>(room));
+      for (auto& tensor : x) {
+        for (float& value : tensor) value = normal(random);
+      }
+      auto want = x, got = x;
+      const auto input = [&](std::vector<std::vector<float>>& results, int r) {
+        return collective == Collective::broadcast ? results[r].data() : x[r].data();
+      };
+      world.run([&](int r) { world[r].run(operation, input(want, r), want[r].data()); });
+      operation.device = Device::cuda;
+      DeviceWorld& on_device = seed % 2 == 0 ? zero_copy : staged;
+      for (int r = 0; r < n; ++r) {
+        on_device.shared->put(r, operation, input(got, r), got[r].data(), 0, {});
+      }
+      on_device.shared->launch();
+      for (int r = 0; r < n; ++r) {
+        PYCOMM_CHECK(on_device.endpoints[r]->failure().reason == Reason::none, "failed");
+        PYCOMM_CHECK(same(want[r], got[r]), describe(operation) + " of rank " + std::to_string(r));
+      }
+    }
+  }
+}
+
 void blocks(int n) {
   World world(n, 2 << 20);
   DeviceWorld on_device(n);
@@ -328,6 +365,8 @@ int main() {
   return run_all({
       {"plain, 2 ranks", [] { plain(2); }},
       {"plain, 3 ranks", [] { plain(3); }},
+      {"collectives, 2 ranks", [] { collectives(2); }},
+      {"collectives, 3 ranks", [] { collectives(3); }},
       {"int8 and casts, alone", [] { blocks(1); }},
       {"int8 and casts, 2 ranks", [] { blocks(2); }},
       {"int8 and casts, 3 ranks", [] { blocks(3); }},

@@ -1,0 +1,7 @@
+#include "cuda/launch.cuh"
+
+namespace pycomm::cuda {
+
+template void launch_plain<AllToAll>(const Launch&, cudaStream_t);
+
+}  // namespace pycomm::cuda
