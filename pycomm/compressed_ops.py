@@ -15,7 +15,7 @@ import torch
 from pycomm._names import parse_compression
 from pycomm.compressed import compressed_all_reduce
 from pycomm.group import find_group
-from pycomm.ops import register_autograd
+from pycomm.ops import refuse_gradients
 
 # Saved programs contain the names of operators' arguments, so `compressor` stays.
 _library = torch.library.Library("pycomm", "FRAGMENT")
@@ -69,7 +69,7 @@ for _name, _kernel in (
 ):
     for _device in ("CPU", "CUDA"):
         _library.impl(_name, _kernel, _device)
-    register_autograd(_library, _name)
+    refuse_gradients(_library, _name)
 
 
 @torch.library.register_fake("pycomm::compressed_all_reduce_", lib=_library)

@@ -1,45 +1,70 @@
 """torch.ops.pycomm: the operations for torch.compile, opcheck, export and autograd.
 
-The kernels are in csrc/bind/ops.cpp, the fake kernels here. Operations have no gradient formulas
-yet, so they refuse tensors that require grad. Each takes the name of a group (``group.name``):
+The kernels are in csrc/bind/ops.cpp, the fake kernels and gradient formulas here. Each operation
+takes the name of a group (``group.name``). These return a new contiguous tensor and have gradients
+(docs/gradients.md):
 
-- ``all_reduce(tensor, op, algorithm, group) -> Tensor`` and in place ``all_reduce_``
+- ``all_reduce(tensor, op, algorithm, group) -> Tensor``
+- ``reduce(tensor, dst, group) -> Tensor``: the sum on rank `dst`, zeros on other ranks
+- ``reduce_scatter(input, op, group_size, group) -> Tensor``: rank r's part of the first dimension
+- ``all_gather(input, group_size, group) -> Tensor``: joined along the first dimension
+- ``broadcast(tensor, src, group) -> Tensor``
+
+These write into a tensor and raise ValueError if a tensor requires grad, unless grad mode is off:
+
+- ``all_reduce_(tensor, op, algorithm, group)``
 - ``reduce_scatter_(output, input, op, group)``
 - ``all_gather_(output, input, group)``
 - ``broadcast_(tensor, src, group)``
+
+``group_size`` is ``group.size``. Gradients exist for the reductions ``"sum"`` and ``"avg"``; the
+others raise ValueError if the tensor requires grad.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import increment_version
 
 from pycomm import _C  # noqa: F401 - registers the operations
-from pycomm._inputs.tensors import check_no_gradient
+from pycomm._inputs.tensors import check_no_gradient, has_tangent, needs_gradient
 from pycomm._runtime.torch_private import after_autograd_keys
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 _library = torch.library.Library("pycomm", "IMPL")
-
-
-@torch.library.register_fake("pycomm::all_reduce")
-def _all_reduce(tensor: torch.Tensor, op: str, algorithm: str, group: str) -> torch.Tensor:  # noqa: ARG001
-    return torch.empty_like(tensor)
+_ops = torch.ops.pycomm
 
 
 def _nothing(*args: object) -> None:
     """The fake kernel of in-place operations, which change values only."""
 
 
-def register_autograd(library: torch.library.Library, name: str) -> None:
+def _same_shape(tensor: torch.Tensor, *args: object) -> torch.Tensor:  # noqa: ARG001
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+@torch.library.register_fake("pycomm::reduce_scatter")
+def _(input: torch.Tensor, op: str, group_size: int, group: str) -> torch.Tensor:  # noqa: A002, ARG001
+    return input.new_empty(input.shape[0] // group_size, *input.shape[1:])
+
+
+@torch.library.register_fake("pycomm::all_gather")
+def _(input: torch.Tensor, group_size: int, group: str) -> torch.Tensor:  # noqa: A002, ARG001
+    return input.new_empty(input.shape[0] * group_size, *input.shape[1:])
+
+
+def refuse_gradients(library: torch.library.Library, name: str) -> None:
     """Gives an operation an autograd kernel that raises an error if a tensor requires grad.
 
     Without it, autograd ignores the operation: the gradient would be None or, for in-place
     operations, that of the unchanged tensor. The kernel also tells autograd which tensors have
     changed.
     """
-    operation = getattr(torch.ops.pycomm, name).default
+    operation = getattr(_ops, name).default
     arguments = operation._schema.arguments
     names = [(i, a.name) for i, a in enumerate(arguments) if "Tensor" in str(a.type)]
     written = [i for i, a in enumerate(arguments) if a.alias_info and a.alias_info.is_write]
@@ -55,7 +80,61 @@ def register_autograd(library: torch.library.Library, name: str) -> None:
     library.impl(name, kernel, "Autograd", with_keyset=True)
 
 
+def _differentiate(name: str, transpose: Callable[..., torch.Tensor]) -> None:
+    """Gives an operation, which is linear in its tensor, the gradient `transpose`.
+
+    `transpose` takes the gradient of the output and the operation's other arguments. It consists of
+    operations that have gradients, so that gradients can be differentiated again.
+    """
+    operation = getattr(_ops, name).default
+    argument, *others = (a.name for a in operation._schema.arguments)
+    reduces = "op" in others  # then it comes first
+
+    class Linear(torch.autograd.Function):
+        @staticmethod
+        def forward(
+            ctx: Any, keys: torch.DispatchKeySet, tensor: torch.Tensor, *constants: Any
+        ) -> Any:
+            ctx.constants = constants
+            return operation.redispatch(keys & after_autograd_keys, tensor, *constants)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+            return None, transpose(gradient, *ctx.constants), *(None for _ in ctx.constants)
+
+        @staticmethod
+        def jvp(ctx: Any, _: None, tangent: torch.Tensor, *rest: None) -> Any:  # noqa: ARG004
+            return operation(tangent, *ctx.constants)
+
+    def kernel(keys: torch.DispatchKeySet, tensor: torch.Tensor, *constants: Any) -> Any:
+        if not needs_gradient(tensor) and not has_tangent(tensor):
+            return operation.redispatch(keys & after_autograd_keys, tensor, *constants)
+        if reduces and constants[0] not in ("sum", "avg"):
+            raise ValueError(
+                f"op must be sum or avg if {argument} requires grad: {name} has no gradient for "
+                f"{constants[0]}; pass {argument}.detach(), or call under torch.no_grad()"
+            )
+        return Linear.apply(keys, tensor, *constants)
+
+    _library.impl(name, kernel, "Autograd", with_keyset=True)
+
+
+def _transposed_reduce_scatter(g: torch.Tensor, op: str, size: int, group: str) -> torch.Tensor:
+    gathered: torch.Tensor = _ops.all_gather(g, size, group)
+    return gathered / size if op == "avg" else gathered
+
+
+_TRANSPOSES: dict[str, Callable[..., torch.Tensor]] = {
+    "all_reduce": _ops.all_reduce,
+    "reduce": _ops.broadcast,
+    "reduce_scatter": _transposed_reduce_scatter,
+    "all_gather": lambda g, size, group: _ops.reduce_scatter(g, "sum", size, group),
+    "broadcast": _ops.reduce,
+}
+for _name, _transpose in _TRANSPOSES.items():
+    _differentiate(_name, _transpose)
+for _name in ("all_reduce", "reduce", "broadcast"):
+    torch.library.register_fake(f"pycomm::{_name}")(_same_shape)
 for _name in ("all_reduce_", "reduce_scatter_", "all_gather_", "broadcast_"):
     torch.library.register_fake(f"pycomm::{_name}")(_nothing)
-    register_autograd(_library, _name)
-register_autograd(_library, "all_reduce")
+    refuse_gradients(_library, _name)

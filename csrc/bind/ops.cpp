@@ -7,6 +7,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <string>
+#include <vector>
 
 #include "bind/dtypes.h"
 #include "bind/registry.h"
@@ -38,20 +39,36 @@ void run(cpu::Group& group, const Operation& kind, const Tensor& input, const Te
   group.run(call);
 }
 
-void all_reduce_(Tensor tensor, std::string op, std::string algorithm, std::string group) {
+void all_reduce_into(const Tensor& output, const Tensor& input, const std::string& op,
+                     const std::string& algorithm, const std::string& group) {
   run(*find_group(group),
       {Collective::all_reduce,
        parse<Algorithm>(algorithm, "algorithm"),
        {},
        parse<ReduceOp>(op, "op"),
        0,
-       tensor.numel()},
-      tensor, tensor);
+       input.numel()},
+      input, output);
+}
+
+void all_reduce_(Tensor tensor, std::string op, std::string algorithm, std::string group) {
+  all_reduce_into(tensor, tensor, op, algorithm, group);
 }
 
 Tensor all_reduce(Tensor tensor, std::string op, std::string algorithm, std::string group) {
-  Tensor result = torch::stable::clone(tensor);
-  all_reduce_(result, std::move(op), std::move(algorithm), std::move(group));
+  const Tensor input = torch::stable::contiguous(tensor);
+  const Tensor output = torch::stable::empty_like(input);
+  all_reduce_into(output, input, op, algorithm, group);
+  return output;
+}
+
+// The sum on rank dst, zeros on other ranks: the gradient of broadcast. Thanks to this operation the
+// graph of a backward is the same on every rank, so ranks can share a compiler's cache.
+Tensor reduce(Tensor tensor, int64_t dst, std::string group) {
+  const auto found = find_group(group);
+  PYCOMM_CHECK(dst >= 0 && dst < found->size(), "dst must be a rank of the group");
+  Tensor result = all_reduce(tensor, "sum", "auto", group);
+  if (found->rank() != dst) torch::stable::zero_(result);
   return result;
 }
 
@@ -69,12 +86,47 @@ void reduce_scatter_(Tensor output, Tensor input, std::string op, std::string gr
       input, output);
 }
 
+// Graphs contain the group's size, because shapes depend on it; names of groups repeat from one
+// program to the next, so a compiler's cache cannot tell the size from the name.
+void check_group_size(std::int64_t group_size, const std::string& group) {
+  const int size = find_group(group)->size();
+  PYCOMM_CHECK(group_size == size, "group_size must be the group's size, " + std::to_string(size) +
+                                       ", got " + std::to_string(group_size));
+}
+
+std::vector<std::int64_t> sizes_of(const Tensor& input) {
+  const auto sizes = input.sizes();
+  PYCOMM_CHECK(sizes.size() > 0, "input must have at least one dimension");
+  return {sizes.begin(), sizes.end()};
+}
+
+Tensor reduce_scatter(Tensor input, std::string op, int64_t group_size, std::string group) {
+  check_group_size(group_size, group);
+  auto sizes = sizes_of(input);
+  PYCOMM_CHECK(sizes[0] % group_size == 0,
+               "input's first dimension must be a multiple of " + std::to_string(group_size) +
+                   ", the group's size, got " + std::to_string(sizes[0]));
+  sizes[0] /= group_size;
+  const Tensor output = torch::stable::new_empty(input, sizes);
+  reduce_scatter_(output, torch::stable::contiguous(input), op, group);
+  return output;
+}
+
 void all_gather_(Tensor output, Tensor input, std::string group) {
   const auto found = find_group(group);
   PYCOMM_CHECK(output.numel() == input.numel() * found->size(),
                "output must have group size times as many elements as input");
   run(*found, {Collective::all_gather, Algorithm::two_shot, {}, ReduceOp::sum, 0, input.numel()},
       input, output);
+}
+
+Tensor all_gather(Tensor input, int64_t group_size, std::string group) {
+  check_group_size(group_size, group);
+  auto sizes = sizes_of(input);
+  sizes[0] *= group_size;
+  const Tensor output = torch::stable::new_empty(input, sizes);
+  all_gather_(output, torch::stable::contiguous(input), group);
+  return output;
 }
 
 void broadcast_(Tensor tensor, int64_t src, std::string group) {
@@ -90,11 +142,22 @@ void broadcast_(Tensor tensor, int64_t src, std::string group) {
       tensor, tensor);
 }
 
+Tensor broadcast(Tensor tensor, int64_t src, std::string group) {
+  Tensor result = torch::stable::new_empty(tensor, tensor.sizes());
+  if (find_group(group)->rank() == src) torch::stable::copy_(result, tensor);
+  broadcast_(result, src, group);
+  return result;
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY(pycomm, m) {
   m.def("all_reduce_(Tensor(a!) tensor, str op, str algorithm, str group) -> ()");
   m.def("all_reduce(Tensor tensor, str op, str algorithm, str group) -> Tensor");
+  m.def("reduce(Tensor tensor, int dst, str group) -> Tensor");
+  m.def("reduce_scatter(Tensor input, str op, int group_size, str group) -> Tensor");
+  m.def("all_gather(Tensor input, int group_size, str group) -> Tensor");
+  m.def("broadcast(Tensor tensor, int src, str group) -> Tensor");
   m.def("reduce_scatter_(Tensor(a!) output, Tensor input, str op, str group) -> ()");
   m.def("all_gather_(Tensor(a!) output, Tensor input, str group) -> ()");
   m.def("broadcast_(Tensor(a!) tensor, int src, str group) -> ()");
@@ -103,6 +166,10 @@ STABLE_TORCH_LIBRARY(pycomm, m) {
 STABLE_TORCH_LIBRARY_IMPL(pycomm, CPU, m) {
   m.impl("all_reduce_", TORCH_BOX(&all_reduce_));
   m.impl("all_reduce", TORCH_BOX(&all_reduce));
+  m.impl("reduce", TORCH_BOX(&reduce));
+  m.impl("reduce_scatter", TORCH_BOX(&reduce_scatter));
+  m.impl("all_gather", TORCH_BOX(&all_gather));
+  m.impl("broadcast", TORCH_BOX(&broadcast));
   m.impl("reduce_scatter_", TORCH_BOX(&reduce_scatter_));
   m.impl("all_gather_", TORCH_BOX(&all_gather_));
   m.impl("broadcast_", TORCH_BOX(&broadcast_));

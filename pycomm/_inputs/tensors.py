@@ -52,15 +52,27 @@ def check_tensor(argument: str, tensor: torch.Tensor) -> None:
     check_no_gradient(argument, tensor)
 
 
+def needs_gradient(tensor: torch.Tensor) -> bool:
+    """True if autograd records what happens to this tensor."""
+    return tensor.requires_grad and torch.is_grad_enabled()
+
+
+def has_tangent(tensor: torch.Tensor) -> bool:
+    """True if the tensor takes part in forward-mode differentiation."""
+    dual = forward_ad.unpack_dual(tensor)  # type: ignore[no-untyped-call]
+    return dual.tangent is not None
+
+
 def check_no_gradient(argument: str, tensor: torch.Tensor) -> None:
     """Raises ValueError for tensors for which autograd would silently ignore the operation."""
-    if tensor.requires_grad and torch.is_grad_enabled():
+    if needs_gradient(tensor):
         raise ValueError(
-            f"{argument} must not require grad: pycomm's operations are not differentiable; "
-            f"pass {argument}.detach(), or call under torch.no_grad()"
+            f"{argument} must not require grad: only torch.ops.pycomm's all_reduce, reduce, "
+            "reduce_scatter, all_gather and broadcast have gradients; use those, pass "
+            f"{argument}.detach(), or call under torch.no_grad()"
         )
-    if forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
-        raise ValueError(f"{argument} must not carry a tangent: pycomm's operations have none")
+    if has_tangent(tensor):
+        raise ValueError(f"{argument} must not carry a tangent: this operation has no derivative")
 
 
 def check_written(argument: str, tensor: torch.Tensor) -> None:

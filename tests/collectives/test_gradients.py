@@ -1,4 +1,4 @@
-"""Operations have no gradients yet, so they raise if autograd would compute wrong ones."""
+"""Operations without a gradient raise if autograd would compute a wrong one."""
 
 import helpers
 import pytest
@@ -11,7 +11,6 @@ COUNT = 256
 
 # Each gets a tensor that requires grad, and leads to a result.
 OPERATORS = {
-    "all_reduce": lambda z, name: OPS.all_reduce(z, "sum", "auto", name),
     "all_reduce_": lambda z, name: (OPS.all_reduce_(z, "sum", "auto", name), z)[1],
     "reduce_scatter_": lambda z, name: (OPS.reduce_scatter_(z, z.detach(), "sum", name), z)[1],
     "reduce_scatter_ of": lambda z, name: written(OPS.reduce_scatter_, z, "sum", name),
@@ -47,17 +46,50 @@ def gradient(operator, name, backend):
     return x.grad
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_an_operator_raises_instead_of_a_wrong_gradient(world, operator, backend):
     with pytest.raises((ValueError, RuntimeError), match="must not require grad"):
         gradient(OPERATORS[operator], world(1).groups[0].name, backend)
 
 
-@pytest.mark.parametrize("operator", ["all_reduce", "all_reduce_"])
-def test_under_inductor_too(world, operator):
+def base_of(base, z):
+    """Does not require grad itself until its view does."""
+    base.view(-1).add_(z)
+    return base
+
+
+# Tensors through which an operation would change one that requires grad.
+ALIASES = {
+    "a part": lambda z: z[:2],
+    "another shape": lambda z: z.view(2, -1),
+    "one of several": lambda z: z.split(COUNT // 2)[1],
+    "a view made without grad": torch.no_grad()(lambda z: z.view(-1)),
+    "the base of a view": lambda z: base_of(torch.zeros_like(z), z),
+}
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
+@pytest.mark.parametrize("alias", ALIASES)
+def test_views_raise_too(world, alias, backend):
+    def change(z, name):
+        OPS.all_reduce_(ALIASES[alias](z), "sum", "auto", name)
+        return z
+
     with pytest.raises((ValueError, RuntimeError), match="must not require grad"):
-        gradient(OPERATORS[operator], world(1).groups[0].name, "inductor")
+        gradient(change, world(1).groups[0].name, backend)
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
+def test_leaves_raise_too(world, backend):
+    name = world(1).groups[0].name
+    torch._dynamo.reset()
+    run = torch.compile(OPERATORS["all_reduce_"], backend=backend or "eager")
+    x = torch.ones(COUNT, requires_grad=True)
+    with pytest.raises((ValueError, RuntimeError), match="must not require grad"):
+        (OPERATORS["all_reduce_"] if backend is None else run)(x, name)
+    with torch.no_grad():
+        assert run(x, name) is x
 
 
 def test_forward_mode_raises_too(world):
@@ -67,12 +99,34 @@ def test_forward_mode_raises_too(world):
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(torch.ones(3), torch.ones(3))
         with pytest.raises(ValueError, match="must not carry a tangent"):
-            OPS.all_reduce(dual, "sum", "auto", name)
+            OPS.all_reduce_(dual, "sum", "auto", name)
         with pytest.raises(ValueError, match="must not carry a tangent"):
             pycomm.broadcast(dual, group=world(1).groups[0])
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def without_grad(group, backend):
+    """A step in which an in-place operation changes an intermediate tensor without grad."""
+
+    def loss(x):
+        z = x * (group.rank + 1)
+        with torch.no_grad():
+            OPS.all_reduce_(z, "sum", "auto", group.name)
+        return (z * 2).sum()
+
+    x = torch.ones(COUNT, requires_grad=True)
+    value = (loss if backend is None else torch.compile(loss, backend=backend))(x)
+    value.backward()
+    return value.item(), x.grad.unique().tolist()
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
+def test_without_grad_an_operation_is_allowed_as_torch_allows_its_own(backend):
+    """Autograd then takes the new value for the old one, as after ``z.mul_(2)`` without grad."""
+    results = helpers.run_group(2, without_grad, backend)
+    assert results == [(6.0 * COUNT, [2.0]), (6.0 * COUNT, [4.0])]
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
 def test_gradients_around_an_operator_are_right(world, backend):
     """Detached, or without grad, an operation is a constant."""
     name = world(1).groups[0].name

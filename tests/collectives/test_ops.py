@@ -25,6 +25,10 @@ def test_opcheck(alone, dtype):
     calls = [
         (OPS.all_reduce, (fresh(12), "sum", "auto", alone)),
         (OPS.all_reduce, (fresh(12).view(3, 4), "avg", "ring", alone)),
+        (OPS.reduce, (fresh(12).view(4, 3).t(), 0, alone)),
+        (OPS.reduce_scatter, (fresh(12).view(3, 4), "avg", 1, alone)),
+        (OPS.all_gather, (fresh(12).view(4, 3).t(), 1, alone)),
+        (OPS.broadcast, (fresh(12).view(3, 4), 0, alone)),
         (OPS.all_reduce_, (fresh(12), "max", "two_shot", alone)),
         (OPS.reduce_scatter_, (fresh(12), fresh(12), "min", alone)),
         (OPS.all_gather_, (fresh(12), fresh(12), alone)),
@@ -32,6 +36,9 @@ def test_opcheck(alone, dtype):
     ]
     for op, arguments in calls:
         torch.library.opcheck(op, arguments)
+        if dtype.is_floating_point and not op.__name__.endswith("_"):
+            tensor, *rest = arguments
+            torch.library.opcheck(op, (tensor.requires_grad_(), *rest))
 
 
 @pytest.mark.parametrize("compression", ["int8:512:rounding=stochastic", "bf16", "topk:0.1"])
@@ -57,8 +64,13 @@ def test_every_operation_is_checked_above():
         for name in ours
         if torch._C._dispatch_has_kernel_for_dispatch_key(f"pycomm::{name}", "CPU")
     }
-    collectives = {"all_reduce", "all_reduce_", "reduce_scatter_", "all_gather_", "broadcast_"}
-    assert cpu == collectives | {"compressed_all_reduce_", "encode", "decode"}
+    functional = {"all_reduce", "reduce_scatter", "all_gather", "broadcast"}
+    in_place = {f"{name}_" for name in functional}
+    assert cpu == functional | in_place | {"reduce"} | {
+        "compressed_all_reduce_",
+        "encode",
+        "decode",
+    }
 
 
 def step(x, rank, size, name):
