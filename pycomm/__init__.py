@@ -17,7 +17,16 @@ from pycomm import compressed_ops, hooks, ops, optim
 from pycomm._inputs.arguments import old_names
 from pycomm._names import parse_compression
 from pycomm._runtime.plan import Plan
-from pycomm.collectives import Work, all_gather, all_reduce, barrier, broadcast, reduce_scatter
+from pycomm._work import Work
+from pycomm.block_collectives import all_to_all, gather, scatter
+from pycomm.collectives import (
+    all_gather,
+    all_reduce,
+    barrier,
+    broadcast,
+    reduce,
+    reduce_scatter,
+)
 from pycomm.compressed import compressed_all_reduce
 from pycomm.compression import Cast, Compression, Identity, Int8, TopK
 from pycomm.data_parallel import DataParallel
@@ -61,18 +70,22 @@ __all__ = [
     "Work",
     "all_gather",
     "all_reduce",
+    "all_to_all",
     "barrier",
     "broadcast",
     "compressed_all_reduce",
     "compressed_ops",
     "default_group",
+    "gather",
     "hooks",
     "init",
     "memory_report",
     "ops",
     "optim",
     "parse_compression",
+    "reduce",
     "reduce_scatter",
+    "scatter",
     "set_default_group",
 ]
 

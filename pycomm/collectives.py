@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import numbers
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 import torch
-from torch.autograd.graph import increment_version
 
 from pycomm import _C
+from pycomm._blocks import Side, is_list, launch_blocks, listed
 from pycomm._given import given_group
-from pycomm._inputs.arguments import reduction
+from pycomm._inputs.arguments import check_rank, reduction
 from pycomm._inputs.arrays import as_tensor
 from pycomm._inputs.dtypes import (
     ALGORITHMS,
@@ -24,82 +23,13 @@ from pycomm._inputs.tensors import (
     check_blocks,
     check_disjoint,
     check_like,
+    check_same_kind,
     check_tensor,
     check_written,
 )
 from pycomm._runtime.log import DEBUG, all_reduce_called
-from pycomm._runtime.staging import StandIn, fetch
+from pycomm._work import Work, launch
 from pycomm.group import Group
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-
-class Work:
-    """A running operation, returned with ``async_op=True``. It keeps its tensors alive."""
-
-    def __init__(
-        self,
-        core: _C.Work | None,
-        tensors: tuple[torch.Tensor, ...] = (),
-        finish: Callable[[], None] | None = None,
-    ) -> None:
-        self._core = core
-        self._tensors = tensors
-        self._finish = finish
-
-    def wait(self) -> None:
-        """Blocks until the operation is complete, and raises its error if it failed."""
-        if self._core is not None:
-            self._core.wait()
-        if self._finish is not None:
-            self._finish()
-            self._finish = None
-
-    @property
-    def nonfinite(self) -> bool:
-        """True if a gradient of a compressed operation had an infinity or a NaN. Waits.
-
-        The value is the same on every rank. If it is true, residuals are unchanged.
-        """
-        self.wait()
-        return self._core is not None and self._core.nonfinite()
-
-    def is_completed(self) -> bool:
-        """True if :meth:`wait` would return at once."""
-        return self._core is None or self._core.completed()
-
-    def interval(self) -> tuple[float, float]:
-        """Start and end, in seconds of ``time.perf_counter``; on CUDA zeros. Waits."""
-        self.wait()
-        return (0.0, 0.0) if self._core is None else self._core.interval()
-
-    def moved(self) -> int:
-        """Bytes read from and written to other ranks' memory; on CUDA 0. Waits.
-
-        In a group that spans nodes, the bytes that this rank has received from other nodes.
-        """
-        self.wait()
-        return 0 if self._core is None else self._core.moved()
-
-    def __del__(self) -> None:
-        # The worker still uses the tensors' memory, so it must not be freed yet.
-        if self._core is not None and not self._core.completed():
-            _Orphans.adopt(self._core, self._tensors)
-
-
-class _Orphans:
-    """Works without any other reference; each is released once it has completed."""
-
-    held: ClassVar[dict[int, tuple[_C.Work, tuple[torch.Tensor, ...]]]] = {}
-
-    @classmethod
-    def adopt(cls, core: _C.Work, tensors: tuple[torch.Tensor, ...]) -> None:
-        # Each step is atomic: other threads and the garbage collector may run in between.
-        cls.held[id(core)] = (core, tensors)
-        for key, (old, _) in list(cls.held.items()):
-            if old.completed():
-                cls.held.pop(key, None)
 
 
 def all_reduce(
@@ -169,18 +99,54 @@ def all_reduce(
         check_disjoint("out", result, "tensor", source)
     if DEBUG:
         all_reduce_called(group, result, algorithm)
-    work = _launch(
+    work = launch(
         group,
         "all_reduce",
         source,
         result,
-        source,
+        source.shape,
         op,
         label=label_of(tag),
         algorithm=algorithm,
         async_op=async_op,
     )
     return work if async_op else tensor if out is None else out
+
+
+def reduce(
+    tensor: Any,
+    dst: int = 0,
+    op: str = "sum",
+    *,
+    group: Group | None = None,
+    async_op: bool = False,
+    tag: int | str | None = None,
+) -> Any:
+    """Reduces a tensor over all ranks of a group; only rank `dst` gets the result.
+
+    Args:
+        tensor: overwritten on rank `dst`, unchanged elsewhere.
+        dst: a rank of the group.
+        op: as in :func:`all_reduce`; adds in rank order and rounds once.
+        group: as in :func:`all_reduce`.
+        async_op: as in :func:`all_reduce`.
+        tag: as in :func:`all_reduce`.
+
+    Returns:
+        `tensor`, or a :class:`Work`. Raises the errors of :func:`all_reduce`; a group that spans
+        nodes raises ValueError.
+    """
+    group = given_group(group)
+    op = reduction(op, OPS)
+    check_rank("dst", dst, group.size)
+    mine = group.rank == dst
+    data = as_tensor("tensor", tensor, written=mine)
+    (check_written if mine else check_tensor)("tensor", data)
+    work = launch(
+        group, "reduce", data, data, data.shape, op,
+        label=label_of(tag), root=dst, written=mine, async_op=async_op,
+    )  # fmt: skip
+    return work if async_op else tensor
 
 
 def reduce_scatter(
@@ -196,7 +162,8 @@ def reduce_scatter(
 
     Args:
         output: receives this rank's block; does not overlap `input`.
-        input: has group size times as many elements as `output`; block r goes to rank r.
+        input: a tensor with group size times as many elements as `output`, or, on the CPU, a list
+            with a tensor per rank, which may differ in size; block r goes to rank r.
         op: as in :func:`all_reduce`; adds in rank order and rounds once.
         group: as in :func:`all_reduce`.
         async_op: as in :func:`all_reduce`.
@@ -207,11 +174,21 @@ def reduce_scatter(
     """
     group = given_group(group)
     op = reduction(op, OPS)
+    label = label_of(tag)
+    if is_list(input):
+        blocks = listed("input", input, group.size, written=False)
+        result = as_tensor("output", output, written=True)
+        check_written("output", result)
+        _check_own_block("output", result, "input", blocks, group.rank)
+        work = launch_blocks(
+            group, "reduce_scatter", blocks, Side([result]), result.shape, op,
+            label=label, async_op=async_op,
+        )  # fmt: skip
+        return work if async_op else output
     source, result = _source_and_result(output, input)
     check_blocks("input", source, "output", result, group.size)
-    label = label_of(tag)
-    work = _launch(
-        group, "reduce_scatter", source, result, result, op, label=label, async_op=async_op
+    work = launch(
+        group, "reduce_scatter", source, result, result.shape, op, label=label, async_op=async_op
     )
     return work if async_op else output
 
@@ -227,7 +204,8 @@ def all_gather(
     """Collects all ranks' `input`, in rank order, in `output` on every rank.
 
     Args:
-        output: has group size times as many elements as `input`; does not overlap it.
+        output: a tensor with group size times as many elements as `input`, or, on the CPU, a list
+            with a tensor per rank, which may differ in size; does not overlap `input`.
         input: this rank's block.
         group: as in :func:`all_reduce`.
         async_op: as in :func:`all_reduce`.
@@ -237,10 +215,20 @@ def all_gather(
         `output`, or a :class:`Work`. Raises the errors of :func:`all_reduce`.
     """
     group = given_group(group)
+    label = label_of(tag)
+    if is_list(output):
+        blocks = listed("output", output, group.size, written=True)
+        source = as_tensor("input", input, written=False)
+        check_tensor("input", source)
+        _check_own_block("input", source, "output", blocks, group.rank)
+        work = launch_blocks(
+            group, "all_gather", Side([source]), blocks, source.shape,
+            label=label, async_op=async_op,
+        )  # fmt: skip
+        return work if async_op else output
     source, result = _source_and_result(output, input)
     check_blocks("output", result, "input", source, group.size)
-    label = label_of(tag)
-    work = _launch(group, "all_gather", source, result, source, label=label, async_op=async_op)
+    work = launch(group, "all_gather", source, result, source.shape, label=label, async_op=async_op)
     return work if async_op else output
 
 
@@ -267,10 +255,11 @@ def broadcast(
     group = given_group(group)
     data = as_tensor("tensor", tensor, written=True)
     check_written("tensor", data)
-    if not isinstance(src, numbers.Integral) or not 0 <= src < group.size:
-        raise ValueError(f"src must be a rank from 0 to {group.size - 1}, got {src!r}")
+    check_rank("src", src, group.size)
     label = label_of(tag)
-    work = _launch(group, "broadcast", data, data, data, label=label, root=src, async_op=async_op)
+    work = launch(
+        group, "broadcast", data, data, data.shape, label=label, root=src, async_op=async_op
+    )
     return work if async_op else tensor
 
 
@@ -300,65 +289,14 @@ def _source_and_result(output: Any, given: Any) -> tuple[torch.Tensor, torch.Ten
     return source, result
 
 
-def _launch(
-    group: Group,
-    collective: str,
-    source: torch.Tensor,
-    result: torch.Tensor,
-    block: torch.Tensor,
-    op: str = "sum",
-    *,
-    label: str,
-    algorithm: str = "two_shot",
-    root: int = 0,
-    async_op: bool,
-) -> Any:
-    """Runs or submits an operation on contiguous stand-ins for the tensors.
-
-    Ranks compare `label` and the shape of `block`, which is the tensor or a rank's share of it.
-    """
-    increment_version(result)  # autograd may have saved the old value
-    dense_source, dense_result, finish = stand_ins(group, source, result)
-    operation = operation_of(collective, algorithm, source.dtype, op, root)
-    if dense_source.device.type == "cuda" and group.size == 1:
-        if dense_result is not dense_source:
-            dense_result.copy_(dense_source.view_as(dense_result))
-        finish()
-        return Work(None) if async_op else result
-    if dense_source.device.type == "cuda":
-        side = group._cuda_side(source.device)
-        side.run(operation, block.numel(), dense_source, dense_result, block.shape, label)
-        finish()
-        return Work(None) if async_op else result
-    source_at, result_at = dense_source.data_ptr(), dense_result.data_ptr()
-    arguments = (operation, block.numel(), source_at, result_at, block.shape, label)
-    if async_op:
-        work = group._core.submit(*arguments)
-        return Work(work, (dense_source, dense_result, result), finish)
-    group._core.run(*arguments)
-    finish()
-    return result
-
-
-def stand_ins(
-    group: Group, source: torch.Tensor, result: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, Callable[[], None]]:
-    """Contiguous tensors on the device where the group exchanges, and a copy-back function.
-
-    The function copies the result to `result` if it is not there already.
-    """
-    if group._stages(source.device):
-        given = StandIn(source)
-        fetch(given)
-        made = given if result is source else StandIn(result)
-        return given.host, made.host, made.put_back
-    dense_source = source.detach().contiguous()
-    dense_result = dense_source if result is source else result.detach()
-    if not dense_result.is_contiguous():
-        dense_result = torch.empty(result.shape, dtype=result.dtype, device=result.device)
-
-    def finish() -> None:
-        if dense_result.data_ptr() != result.data_ptr():
-            result.detach().copy_(dense_result)
-
-    return dense_source, dense_result, finish
+def _check_own_block(name: str, own: torch.Tensor, list_name: str, blocks: Side, rank: int) -> None:
+    """Checks this rank's tensor against its block, and that no block overlaps it."""
+    block = f"{list_name}[{rank}]"
+    check_same_kind(name, own, f"{list_name}[0]", blocks.tensors[0])
+    if own.numel() != blocks.counts[rank]:
+        raise ValueError(
+            f"{name} must have as many elements as {block}, {blocks.counts[rank]}, got "
+            f"{own.numel()}"
+        )
+    for index, tensor in enumerate(blocks.tensors):
+        check_disjoint(name, own, f"{list_name}[{index}]", tensor)

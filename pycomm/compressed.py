@@ -22,7 +22,7 @@ from pycomm._inputs.tensors import check_disjoint, check_like, check_tensor, che
 from pycomm._runtime.cuda import NonfiniteFlag
 from pycomm._runtime.log import DEBUG, all_reduce_called
 from pycomm._runtime.staging import StandIn, fetch
-from pycomm.collectives import Work, stand_ins
+from pycomm._work import Work, stand_ins
 from pycomm.compression import (
     SMALLEST_BLOCK,
     Compression,
@@ -174,9 +174,9 @@ class _Call:
     def on_cpu(self, group: Group, async_op: bool) -> Work | None:
         """Runs the call, or hands it to the group's worker."""
         if async_op:
-            work = group._core.submit_compressed(self.core)
+            work = group._core.submit_call(self.core)
             return _CompressedWork(work, self.tensors(), self.finish, self.strict)
-        nonfinite = group._core.run_compressed(self.core)
+        nonfinite = group._core.run_call(self.core)
         self.finish()
         if self.strict and nonfinite:
             raise NonFinite(_NONFINITE)

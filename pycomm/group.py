@@ -145,7 +145,7 @@ class Group:
         if count == 0:
             return torch.empty(shape, dtype=dtype)
         allocation = self._core.allocate(count * dtype.itemsize)
-        return torch.frombuffer(allocation, dtype=dtype, count=count).view(shape)
+        return torch.frombuffer(allocation, dtype=torch.uint8).view(dtype)[:count].view(shape)
 
     def explain(
         self,

@@ -50,6 +50,34 @@ Call make_compressed(const Operation& kind, std::int64_t count, std::uintptr_t i
   return call;
 }
 
+// Addresses and counts of blocks; no counts mean equal ones.
+class BlockList {
+ public:
+  BlockList(const std::vector<std::uintptr_t>& addresses, std::vector<std::int64_t> counts)
+      : counts_(std::move(counts)) {
+    for (const std::uintptr_t address : addresses) {
+      addresses_.push_back(reinterpret_cast<const void*>(address));
+    }
+  }
+
+  Blocks blocks() const { return {addresses_.data(), counts_.empty() ? nullptr : counts_.data()}; }
+
+ private:
+  std::vector<const void*> addresses_;
+  std::vector<std::int64_t> counts_;
+};
+
+// A tensor is given by its address or, if it has a block per rank, by their list.
+Call call_in_blocks(const Operation& kind, std::int64_t count, std::uintptr_t input,
+                    std::uintptr_t output, const BlockList* inputs, const BlockList* outputs,
+                    const Shape& shape, const std::string& label) {
+  Call call{of(kind, count), reinterpret_cast<const void*>(input), reinterpret_cast<void*>(output)};
+  call.details = make_details(shape, label);
+  if (inputs != nullptr) call.inputs = inputs->blocks();
+  if (outputs != nullptr) call.outputs = outputs->blocks();
+  return call;
+}
+
 py::tuple cost(const cpu::Group& group, const Operation& kind, std::int64_t count, bool zero_copy) {
   const Traffic cost = group.cost(of(kind, count), zero_copy);
   return py::make_tuple(cost.steps, cost.bytes_in, cost.bytes_out);
@@ -75,6 +103,12 @@ void bind_call(py::module_& m) {
            py::arg("velocity_before") = 0, py::arg("tag") = 0, py::arg("shape") = py::none(),
            py::arg("label") = "")
       .def("set_step", [](Call& call, std::uint32_t step) { call.feedback.step = step; });
+  py::class_<BlockList>(m, "Blocks")
+      .def(py::init<const std::vector<std::uintptr_t>&, std::vector<std::int64_t>>(),
+           py::arg("addresses"), py::arg("counts") = std::vector<std::int64_t>{});
+  m.def("call_in_blocks", &call_in_blocks, py::arg("operation"), py::arg("count"), py::arg("input"),
+        py::arg("output"), py::arg("inputs"), py::arg("outputs"), py::arg("shape") = py::none(),
+        py::arg("label") = "", py::keep_alive<0, 5>(), py::keep_alive<0, 6>());
   m.def("cost", &cost, py::arg("group"), py::arg("operation"), py::arg("count"),
         py::arg("zero_copy"));
   m.def("link_cost", &link_cost, py::arg("group"), py::arg("operation"), py::arg("count"));

@@ -76,7 +76,7 @@ std::shared_ptr<Work> submit(Group& group, const Operation& kind, std::int64_t c
   return group.submit({make_call(kind, count, input, output, shape, label)});
 }
 
-bool run_compressed(Group& group, const Call& call) {
+bool run_call(Group& group, const Call& call) {
   const WithoutGil no_gil;
   return group.run(call, check_signals);
 }
@@ -100,7 +100,7 @@ double seconds_of(Clock::time_point time) {
   return std::chrono::duration<double>(time.time_since_epoch()).count();
 }
 
-std::shared_ptr<Work> submit_compressed(Group& group, const Call& call) {
+std::shared_ptr<Work> submit_call(Group& group, const Call& call) {
   const WithoutGil no_gil;
   return group.submit({call});
 }
@@ -168,8 +168,8 @@ void bind_group(py::module_& m) {
            py::arg("shape") = py::none(), py::arg("label") = "")
       .def("submit", &submit, py::arg("operation"), py::arg("count"), py::arg("input"),
            py::arg("output"), py::arg("shape") = py::none(), py::arg("label") = "")
-      .def("run_compressed", &run_compressed)
-      .def("submit_compressed", &submit_compressed)
+      .def("run_call", &run_call)
+      .def("submit_call", &submit_call)
       .def_property_readonly("handle", &handle_of)
       .def("abort", [](Group& group) { group.abort(); })
       .def(

@@ -7,19 +7,41 @@
 
 namespace pycomm {
 
+// The blocks of a tensor that has one per rank, if they do not follow each other or differ in size.
+// The arrays have an entry per rank and must live until the operation has ended.
+struct Blocks {
+  const void* const* addresses = nullptr;  // null: they follow each other in the call's tensor
+  // In elements of the caller's type (core/elements.h). Null: Operation::count. Otherwise the
+  // executor sets Operation::count.
+  const std::int64_t* counts = nullptr;
+
+  explicit operator bool() const { return addresses != nullptr || counts != nullptr; }
+};
+
 struct Call {
   Operation operation;
   const void* input = nullptr;
   void* output = nullptr;
   Feedback feedback = {};
-  Details details = {};  // only shape and label; details_of() adds the rest from `feedback`
+  Details details = {};  // only shape and label; details_of() adds the rest
+  // Of reduce_scatter, scatter (on the root) and all_to_all. Gather and scatter have no counts;
+  // all_to_all has both or none.
+  Blocks inputs = {};
+  Blocks outputs = {};  // of all_gather, gather (on the root) and all_to_all
 };
 
-// The parts of a compressed call that change its result, so that ranks must agree on them. Not
+// The parts of a call that change its result, so that ranks must agree on them: of compression, and
+// the sizes of blocks. Not
 // included: the scale, which lies in the executor's memory, and Feedback::hold_unused, which goes
 // with the operation's tag.
-inline Details details_of(const Call& call) {
+inline Details details_of(const Call& call, int ranks) {
   Details details = call.details;
+  const std::int64_t* const counts =
+      call.inputs.counts != nullptr ? call.inputs.counts : call.outputs.counts;
+  if (counts != nullptr) {
+    const bool each_its_own = call.operation.collective == Collective::all_to_all;
+    each_its_own ? details.set_own_counts() : details.set_counts(counts, ranks);
+  }
   const Feedback& feedback = call.feedback;
   if (call.operation.codec.stochastic != 0) {
     details.seed = feedback.seed;

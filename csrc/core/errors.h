@@ -138,6 +138,19 @@ inline CollectiveError mismatch(int first, const Operation& called, int r, const
               describe(other, other_details)};
 }
 
+// Rank `to` expects another number of elements than rank `from` sends to it.
+inline CollectiveError uneven(int from, std::int64_t sent, int to, std::int64_t expected, int pid,
+                              const Operation& called, std::uint32_t sequence) {
+  return {Reason::mismatch,
+          from,
+          pid,
+          name_of(called.collective),
+          sequence,
+          "operation " + std::to_string(sequence) + ", " + name_of(called.collective) + ": rank " +
+              std::to_string(from) + " sends " + std::to_string(sent) + " elements to rank " +
+              std::to_string(to) + ", which expects " + std::to_string(expected)};
+}
+
 // The abort word has a value that no rank writes.
 inline CollectiveError overwritten(const Operation& called, std::uint32_t sequence) {
   return {Reason::malformed,

@@ -62,6 +62,16 @@ concept PlainExecutor =
       { comm.taken(r) } -> std::same_as<Location>;
     };
 
+// May hold the blocks of its tensors apart from each other (core/algorithms/blocks.h).
+template <class Comm>
+concept BlockExecutor = PlainExecutor<Comm> && requires(Comm& comm, int r, std::int64_t n) {
+  // Element n of this rank's tensor, if its blocks had comm.block() elements and followed each other.
+  { comm.input_at(n) } -> std::same_as<Location>;
+  { comm.output_at(n) } -> std::same_as<Location>;
+  { comm.input_count(r) } -> std::same_as<std::int64_t>;  // elements in block r
+  { comm.output_count(r) } -> std::same_as<std::int64_t>;
+};
+
 // Exchanges lists of elements (core/algorithms/topk_exchange.h).
 template <class Comm>
 concept ListExecutor = Signaller<Comm> && requires(Comm& comm, int owner) {

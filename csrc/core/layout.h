@@ -23,6 +23,12 @@ PYCOMM_HD constexpr std::int64_t round_up(std::int64_t a, std::int64_t unit) {
   return ceil_div(a, unit) * unit;
 }
 
+// How many elements of a range lie before element `end`.
+PYCOMM_HD constexpr std::int64_t overlap(const Range& range, std::int64_t end) {
+  const std::int64_t before = end - range.begin;
+  return before < 0 ? 0 : before < range.count ? before : range.count;
+}
+
 // Part `index` of `count` elements that are cut into `parts` parts, as evenly as boundaries at
 // multiples of `unit` allow. The first parts are the longer ones; the last ones may be short or
 // empty.

@@ -80,6 +80,7 @@ void Comm::begin_phase(const Operation& operation, const void* input, void* outp
   output_bytes_ = output_bytes(operation, size_, rank_);
   loop_ = reduce_loop(operation.dtype, operation.op, false);
   last_loop_ = reduce_loop(operation.dtype, operation.op, true);
+  use_blocks(nullptr, nullptr);
   zero_copy_ = exposed_ = false;
   leave_peers_heaps();
   stream_ = store_policy_.next(operation.count * element_size_);
@@ -93,10 +94,14 @@ void Comm::publish() {
   const bool lists = operation_.codec.kind == CodecKind::topk;
   mine.operation = operation_;
   mine.preflight = preflight_;
-  mine.input = window_->place_in_heap(rank_, input_, lists ? 0 : input_bytes_);
-  mine.output = input_ == output_ && input_bytes_ == output_bytes_
-                    ? mine.input
-                    : window_->place_in_heap(rank_, output_, lists ? 0 : output_bytes_);
+  if (inputs_ != nullptr || outputs_ != nullptr) {
+    mine.input = mine.output = kNotInWindow;
+  } else {
+    mine.input = window_->place_in_heap(rank_, input_, lists ? 0 : input_bytes_);
+    mine.output = input_ == output_ && input_bytes_ == output_bytes_
+                      ? mine.input
+                      : window_->place_in_heap(rank_, output_, lists ? 0 : output_bytes_);
+  }
   exposed_ = !lists && (mine.input != kNotInWindow || mine.output != kNotInWindow);
   Announcement& announced = announcement(rank_);
   announced.operation = mine.operation;

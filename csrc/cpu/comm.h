@@ -2,6 +2,7 @@
 // Window. Not thread-safe: Group serialises calls.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <memory>
 #include <string>
@@ -11,6 +12,7 @@
 #include "core/executor.h"
 #include "core/layout.h"
 #include "core/operation.h"
+#include "cpu/blocks.h"
 #include "cpu/liveness.h"
 #include "cpu/loops.h"
 #include "cpu/membership.h"
@@ -42,6 +44,13 @@ class Comm {
   // Begins another phase of the operation, to be followed by another algorithm's call.
   void begin_phase(const Operation& operation, const void* input, void* output,
                    Preflight preflight = {});
+
+  // In this phase, the tensors' blocks lie there; null: they follow each other in the tensor. Call it
+  // after begin() or begin_phase(). Such an operation is not done in place.
+  void use_blocks(const BlockTable* inputs, const BlockTable* outputs) {
+    inputs_ = inputs;
+    outputs_ = outputs;
+  }
 
   // Ends an operation after its last phase. Throws if the group has been aborted; the operation has
   // then failed.
@@ -86,6 +95,20 @@ class Comm {
   std::int64_t slot_count() const { return elements(slot_bytes_); }
   Location at(Location location, std::int64_t elements) const {
     return {location.data + elements * element_size_, location.rank};
+  }
+
+  // As a BlockExecutor.
+  Location input_at(std::int64_t n) const {
+    return inputs_ == nullptr ? at(input(), n) : block_at(*inputs_, n);
+  }
+  Location output_at(std::int64_t n) const {
+    return outputs_ == nullptr ? at(output(), n) : block_at(*outputs_, n);
+  }
+  std::int64_t input_count(int r) const {
+    return inputs_ == nullptr ? count() : inputs_->counts[static_cast<std::size_t>(r)];
+  }
+  std::int64_t output_count(int r) const {
+    return outputs_ == nullptr ? count() : outputs_->counts[static_cast<std::size_t>(r)];
   }
 
   void announce() {
@@ -245,9 +268,19 @@ class Comm {
   void detach();
   bool left(int r) const { return window_->control(r).left.load(std::memory_order_acquire) != 0; }
 
+  Location block_at(const BlockTable& blocks, std::int64_t n) const {
+    const auto r = static_cast<std::size_t>(n / block());
+    const std::int64_t offset = std::min(n % block(), blocks.counts[r]);
+    return {blocks.addresses[r] + offset * element_size_, rank_};
+  }
+  bool in_staging(Location location) const {
+    const std::byte* const begin = slot(rank_, 0).data;
+    return location.data >= begin && location.data < begin + kStagingSlots * slot_bytes_;
+  }
   // True if other ranks will read the location next, that is, if it is not this rank's own output
   // in ordinary memory.
   bool shared(Location location) const {
+    if (outputs_ != nullptr) return in_staging(location);
     return zero_copy_ || location.data < output_ || location.data >= output_ + output_bytes_;
   }
   Target target(Location location) const { return {location.data, stream_ && shared(location)}; }
@@ -282,6 +315,8 @@ class Comm {
   std::int64_t input_bytes_ = 0;
   std::int64_t output_bytes_ = 0;
   std::int64_t element_size_ = 1;
+  const BlockTable* inputs_ = nullptr;
+  const BlockTable* outputs_ = nullptr;
   ReduceLoop loop_ = nullptr;
   ReduceLoop last_loop_ = nullptr;
   bool zero_copy_ = false;
@@ -304,6 +339,6 @@ class Comm {
   void (*interrupt_)() = nullptr;
 };
 
-static_assert(PlainExecutor<Comm>);
+static_assert(BlockExecutor<Comm>);
 
 }  // namespace pycomm::cpu

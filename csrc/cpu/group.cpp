@@ -83,13 +83,22 @@ void Group::check_usable() {
   }
 }
 
-// Why an operation cannot run; empty if it can. The same on all ranks.
-std::string Group::refusal(const Operation& operation) const {
+// Why a call cannot run; empty if it can.
+std::string Group::refusal(const Call& call) const {
+  const Operation& operation = call.operation;
   if (is_bitwise(operation.op) && operation.dtype != DType::u8) {
     return std::string("bitwise reductions are carried as bytes, got ") + name_of(operation.dtype);
   }
   if (operation.root < 0 || operation.root >= size_) {
     return "root must be a rank of the group, got " + std::to_string(operation.root);
+  }
+  if (operation.collective == Collective::all_to_all && operation.count > 0 &&
+      call.input == call.output && call.input != nullptr) {
+    return "all_to_all needs an output that is not its input";
+  }
+  if (call.inputs || call.outputs) {
+    if (internode_ != nullptr) return "blocks must follow each other in a group that spans nodes";
+    return refusal_of_blocks(call, size_);
   }
   if (internode_ != nullptr) {
     const Algorithm algorithm = operation.algorithm;
@@ -111,26 +120,26 @@ std::string Group::refusal(const Operation& operation) const {
          " ranks: make the group with at least " + std::to_string(2 * staging.enough(size_));
 }
 
-// Checks an operation's arguments before it starts.
-void Group::check_fits(const Operation& operation) const {
-  const std::string why = refusal(operation);
+// Checks a call's arguments before it starts.
+void Group::check_fits(const Call& call) const {
+  const std::string why = refusal(call);
   PYCOMM_CHECK(why.empty(), why);
 }
 
 Traffic Group::cost(const Operation& operation, bool zero_copy) const {
-  check_fits(operation);
+  check_fits({operation});
   if (internode_ != nullptr) return {};
   return cost_of(operation, {rank_, size_, comm_.slot_bytes(), kPacketBytes, zero_copy});
 }
 
 LinkTraffic Group::link_cost(const Operation& operation) const {
-  check_fits(operation);
+  check_fits({operation});
   if (internode_ == nullptr) return {};
   return pycomm::link_cost(operation, internode_->nodes(), comm_.rank());
 }
 
 bool Group::run(const Call& call, void (*interrupt)()) {
-  check_fits(call.operation);
+  check_fits(call);
   return run_in_order({.calls = {&call, 1}}, interrupt);
 }
 
@@ -141,7 +150,7 @@ void Group::agree(const Operation& operation, void (*interrupt)()) {
 
 std::shared_ptr<Work> Group::submit(std::vector<Call> calls) {
   check_usable();
-  for (const Call& call : calls) check_fits(call.operation);
+  for (const Call& call : calls) check_fits(call);
   return enqueue({.calls = calls, .owned = std::move(calls)});
 }
 
@@ -228,12 +237,13 @@ bool Group::execute(const Call& call, bool agree_only, void (*interrupt)()) {
   Operation operation = call.operation;
   operation.algorithm = resolve(operation, size_, internode_ != nullptr);
   const Details* details = &call.details;
-  std::optional<Details> compressed;
+  std::optional<Details> all;
   const bool compresses = operation.codec.kind != CodecKind::none && !agree_only;
-  if (compresses) {
-    details = &compressed.emplace(details_of(call));
+  const bool in_blocks = call.inputs || call.outputs;
+  if (compresses || in_blocks) {
+    details = &all.emplace(details_of(call, size_));
     const float* const scale = call.feedback.scale;
-    if (scale != nullptr && call.feedback.residual != nullptr) compressed->scale = *scale;
+    if (scale != nullptr && call.feedback.residual != nullptr) all->scale = *scale;
   }
   if (!agree_only) operation.details = hash_of(*details);
   comm_.set_details(details);
@@ -244,6 +254,8 @@ bool Group::execute(const Call& call, bool agree_only, void (*interrupt)()) {
     } else if (compresses) {
       nonfinite = operation.codec.kind == CodecKind::topk ? run_topk(operation, call, interrupt)
                                                           : run_blocks(operation, call, interrupt);
+    } else if (in_blocks) {
+      run_in_blocks(comm_, operation, call, interrupt);
     } else {
       run_plain(operation, call, agree_only, interrupt);
     }

@@ -44,7 +44,7 @@ class Group {
   }
   // True if this group can run the operation. If not, run() and submit() throw
   // std::invalid_argument that says why, before any rank begins.
-  bool supports(const Operation& operation) const { return refusal(operation).empty(); }
+  bool supports(const Call& call) const { return refusal(call).empty(); }
   // Only checks that all ranks call this operation, whose data moves elsewhere.
   void agree(const Operation& operation, void (*interrupt)() = nullptr);
   // Runs the calls one after another on the worker. The buffers must live until the work has
@@ -126,8 +126,8 @@ class Group {
     std::shared_ptr<Work> work = nullptr;
   };
 
-  std::string refusal(const Operation& operation) const;
-  void check_fits(const Operation& operation) const;
+  std::string refusal(const Call& call) const;
+  void check_fits(const Call& call) const;
   std::shared_ptr<Work> enqueue(Task task);
   bool run_in_order(const Task& task, void (*interrupt)());
   // Without `interrupt`, this does not wait.

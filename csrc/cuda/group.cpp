@@ -39,9 +39,11 @@ Group::~Group() {
 void Group::run(const Call& call, std::uintptr_t stream, const Compression& compression) {
   const std::lock_guard lock(running_);
   check();
+  PYCOMM_CHECK(!call.inputs && !call.outputs,
+               "on CUDA, blocks must have equal sizes and follow each other in one tensor");
   Operation operation = call.operation;
   operation.device = Device::cuda;
-  operation.details = hash_of(details_of(call));
+  operation.details = hash_of(details_of(call, host_->size()));
   operation.algorithm = resolve(operation, host_->size());
   endpoint_->check(operation);
   try {

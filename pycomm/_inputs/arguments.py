@@ -127,6 +127,12 @@ def reduction(op: object, allowed: Iterable[str]) -> str:
     raise ValueError(f"op must be one of {', '.join(allowed)},{torchs} got {op!r}")
 
 
+def check_rank(argument: str, rank: object, size: int) -> None:
+    """Raises ValueError unless `rank` is the number of a rank in a group of this size."""
+    if not isinstance(rank, numbers.Integral) or not 0 <= int(rank) < size:
+        raise ValueError(f"{argument} must be a rank from 0 to {size - 1}, got {rank!r}")
+
+
 def check_is_rank() -> None:
     """Raises RuntimeError in a DataLoader's worker, which inherits torchrun's environment."""
     importing = getattr(multiprocessing.current_process(), "_inheriting", False)

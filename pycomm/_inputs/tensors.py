@@ -82,7 +82,8 @@ def check_written(argument: str, tensor: torch.Tensor) -> None:
         raise ValueError(f"{argument} must not overlap itself in memory, got an expanded tensor")
 
 
-def _check_same_kind(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+def check_same_kind(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+    """Raises ValueError unless two tensors have the same dtype and device."""
     if tensor.dtype != other.dtype:
         raise ValueError(f"{name} must have {other_name}'s dtype {other.dtype}, got {tensor.dtype}")
     if tensor.device != other.device:
@@ -93,7 +94,7 @@ def _check_same_kind(name: str, tensor: torch.Tensor, other_name: str, other: to
 
 def check_like(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
     """Raises ValueError unless two tensors have the same dtype, device and shape."""
-    _check_same_kind(name, tensor, other_name, other)
+    check_same_kind(name, tensor, other_name, other)
     if tensor.shape != other.shape:
         raise ValueError(
             f"{name} must have {other_name}'s shape {tuple(other.shape)}, got {tuple(tensor.shape)}"
@@ -104,7 +105,7 @@ def check_blocks(
     name: str, tensor: torch.Tensor, block_name: str, block: torch.Tensor, size: int
 ) -> None:
     """Raises ValueError unless `tensor` has `size` times as many elements as `block`."""
-    _check_same_kind(name, tensor, block_name, block)
+    check_same_kind(name, tensor, block_name, block)
     if tensor.numel() != block.numel() * size:
         raise ValueError(
             f"{name} must have {size} (the group's size) times as many elements as {block_name}, "

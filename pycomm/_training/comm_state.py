@@ -24,7 +24,7 @@ from pycomm._training.parameters import Exclude, Parameters
 from pycomm._training.planner import Planner
 from pycomm._training.residuals import FORMAT, residuals_for
 from pycomm._training.step import Step
-from pycomm.collectives import Work
+from pycomm._work import Work
 from pycomm.compression import Compression, check_whole
 from pycomm.errors import PycommError
 from pycomm.group import Group, default_group

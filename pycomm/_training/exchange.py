@@ -16,7 +16,7 @@ import torch
 from pycomm import _C
 from pycomm._inputs.dtypes import operation_of
 from pycomm._runtime.staging import StandIn, fetch
-from pycomm.collectives import Work
+from pycomm._work import Work
 
 if TYPE_CHECKING:
     from pycomm.group import Group

@@ -12,7 +12,7 @@ from torch.futures import Future
 
 from pycomm._runtime.torch_private import queue_callback
 from pycomm._training.exchange import BucketExchange
-from pycomm.collectives import Work
+from pycomm._work import Work
 
 
 @dataclass

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pycomm.collectives import Work, all_reduce
+from pycomm._work import Work
+from pycomm.collectives import all_reduce
 
 if TYPE_CHECKING:
     from pycomm.group import Group

@@ -67,7 +67,7 @@ def calls(group, in_window):
             operation_of("all_reduce", "auto", x.dtype, "avg"), 1000, x.data_ptr(), x.data_ptr(),
             codec, residual.data_ptr(), 0, 0.0, 0, 0, 0, scale=factor.data_ptr(),
         )  # fmt: skip
-        group._core.run_compressed(call)
+        group._core.run_call(call)
 
     return {
         "torch": torch,

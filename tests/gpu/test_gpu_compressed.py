@@ -126,7 +126,7 @@ def run_fed(
     )
     tensors = (x, *kept.values(), scale)
     if device == "cpu":
-        group._core.run_compressed(call)
+        group._core.run_call(call)
     else:
         group._cuda_side(x.device).run_compressed(call, codec, count, tensors, None)
     return [tensor.cpu() for tensor in tensors]

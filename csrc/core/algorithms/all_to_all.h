@@ -28,17 +28,18 @@ PYCOMM_HD void all_to_all(Comm& comm) {
   const int n = comm.size(), me = comm.rank();
   const bool zero_copy = comm.zero_copy();
   const std::int64_t tiles = chunks.tiles().count();
-  const auto input = [&](const Chunk& chunk) { return comm.at(comm.input(), chunk.input); };
+  const auto input = [&](const Chunk& chunk) { return input_at(comm, chunk.input); };
   const auto output = [&](int r, const Chunk& chunk) {
-    return comm.at(comm.output(), r * comm.block() + chunk.output);
+    return output_at(comm, r * comm.block() + chunk.output);
   };
   const auto receive = [&](std::int64_t t) {
     const Chunk mine = chunks(t, me);
     for (int i = 1; i < n; ++i) {
       const int r = (me + i) % n;
+      const std::int64_t count = output_count(comm, r, chunks.tiles()[t]);
       comm.copy(output(r, mine),
                 zero_copy ? comm.at(comm.input(r), mine.input) : detail::slot_of(comm, r, t, mine),
-                mine.count);
+                count);
     }
   };
   for (std::int64_t t = 0; t <= tiles; ++t) {

@@ -14,8 +14,7 @@
 // Slots: a rank stages tile t only after the root has gathered tile t - kStagingSlots.
 #pragma once
 
-#include "core/executor.h"
-#include "core/layout.h"
+#include "core/algorithms/blocks.h"
 
 namespace pycomm {
 
@@ -28,10 +27,10 @@ PYCOMM_HD void gather(Comm& comm) {
   for (std::int64_t t = 0; t < tiles.count(); ++t) {
     const Range tile = tiles[t];
     const auto place = [&](int r) { return r * comm.block() + tile.begin; };
-    const Location mine = comm.at(comm.input(), tile.begin);
+    const Location mine = input_at(comm, tile.begin);
     if (zero_copy || is_root) {
-      const Location output = is_root ? comm.output() : comm.output(root);
-      comm.copy(comm.at(output, place(me)), mine, tile.count);
+      comm.copy(is_root ? output_at(comm, place(me)) : comm.at(comm.output(root), place(me)), mine,
+                tile.count);
     } else {
       comm.wait(root, kReduced, t - kStagingSlots + 1);
       comm.copy(comm.slot(me, t % kStagingSlots), mine, tile.count);
@@ -41,7 +40,7 @@ PYCOMM_HD void gather(Comm& comm) {
       const int r = (me + i) % n;
       comm.wait(r, kStaged, t + 1);
       if (zero_copy) continue;
-      comm.copy(comm.at(comm.output(), place(r)), comm.slot(r, t % kStagingSlots), tile.count);
+      comm.copy(output_at(comm, place(r)), comm.slot(r, t % kStagingSlots), tile.count);
     }
     comm.signal(kReduced);
   }

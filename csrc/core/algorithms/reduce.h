@@ -37,8 +37,7 @@ PYCOMM_HD void reduce(Comm& comm) {
           comm, chunks, t, 1,
           [&](int) {
             if (zero_copy) return comm.at(comm.output(root), mine.output);
-            return is_root ? comm.at(comm.output(), mine.output)
-                           : detail::slot_of(comm, me, t, mine);
+            return is_root ? output_at(comm, mine.output) : detail::slot_of(comm, me, t, mine);
           },
           true);
       comm.signal(kReduced);

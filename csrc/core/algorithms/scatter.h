@@ -24,15 +24,14 @@ PYCOMM_HD void scatter(Comm& comm) {
   const std::int64_t tiles = chunks.tiles().count();
   for (std::int64_t t = 0; t < tiles; ++t) {
     const Chunk mine = chunks(t, me);
-    const Location to = comm.at(comm.output(), mine.output);
+    const Location to = output_at(comm, mine.output);
     if (is_root) {
       comm.wait_all(kReduced, t - kStagingSlots + 1);
       for (int i = 1; i < n && !zero_copy; ++i) {
         const Chunk chunk = chunks(t, (me + i) % n);
-        comm.copy(detail::slot_of(comm, me, t, chunk), comm.at(comm.input(), chunk.input),
-                  chunk.count);
+        comm.copy(detail::slot_of(comm, me, t, chunk), input_at(comm, chunk.input), chunk.count);
       }
-      comm.copy(to, comm.at(comm.input(), mine.input), mine.count);
+      comm.copy(to, input_at(comm, mine.input), mine.count);
     }
     comm.signal(kStaged);
     if (!is_root) {

@@ -25,8 +25,7 @@
 // all-gather, t-4). So with kStagingSlots = 4 the slot of t-4 is free.
 #pragma once
 
-#include "core/executor.h"
-#include "core/layout.h"
+#include "core/algorithms/blocks.h"
 
 namespace pycomm {
 
@@ -93,7 +92,8 @@ struct InputBlocks {
   }
   PYCOMM_HD Chunk operator()(std::int64_t t, int owner) const {
     const Range tile = tiles()[t];
-    return {owner * comm.block() + tile.begin, tile.begin, owner * stride(), tile.count};
+    return {owner * comm.block() + tile.begin, tile.begin, owner * stride(),
+            input_count(comm, owner, tile)};
   }
 };
 
@@ -107,7 +107,7 @@ struct OutputBlocks {
   }
   PYCOMM_HD Chunk operator()(std::int64_t t, int owner) const {
     const Range tile = tiles()[t];
-    return {tile.begin, owner * comm.block() + tile.begin, 0, tile.count};
+    return {tile.begin, owner * comm.block() + tile.begin, 0, output_count(comm, owner, tile)};
   }
 };
 
@@ -125,8 +125,7 @@ PYCOMM_HD void stage_for_owners(Comm& comm, const Chunks& chunks, std::int64_t t
   for (int owner = 0; owner < comm.size(); ++owner) {
     if (owner == comm.rank() && !Comm::kCoded) continue;
     const Chunk chunk = chunks(t, owner);
-    comm.copy(slot_of(comm, comm.rank(), t, chunk), comm.at(comm.input(), chunk.input),
-              chunk.count);
+    comm.copy(slot_of(comm, comm.rank(), t, chunk), input_at(comm, chunk.input), chunk.count);
   }
   comm.signal(kStaged);
   comm.wait_all(kStaged, t + 1);
@@ -141,7 +140,7 @@ PYCOMM_HD void reduce_owned(Comm& comm, const Chunks& chunks, std::int64_t t, in
   const Chunk mine = chunks(t, me);
   const auto from = [&](int r) {
     if (comm.zero_copy()) return comm.at(comm.input(r), mine.input);
-    return r == me && !Comm::kCoded ? comm.at(comm.input(), mine.input) : slot_of(comm, r, t, mine);
+    return r == me && !Comm::kCoded ? input_at(comm, mine.input) : slot_of(comm, r, t, mine);
   };
   comm.reduce(n_to, to, comm.size(), from, mine.count, last);
 }
@@ -153,9 +152,9 @@ PYCOMM_HD void reduce_owned(Comm& comm, const Chunks& chunks, std::int64_t t, bo
   const int n = comm.size(), me = comm.rank();
   const Chunk mine = chunks(t, me);
   const auto to = [&](int i) {
-    if (!everywhere) return comm.at(comm.output(), mine.output);
+    if (!everywhere) return output_at(comm, mine.output);
     if (comm.zero_copy()) return comm.at(comm.output(i), mine.output);
-    return i == 0 ? comm.at(comm.output(), mine.output) : slot_of(comm, me, t, mine);
+    return i == 0 ? output_at(comm, mine.output) : slot_of(comm, me, t, mine);
   };
   reduce_owned(comm, chunks, t, !everywhere ? 1 : comm.zero_copy() ? n : 2, to, last);
 }
@@ -167,7 +166,7 @@ PYCOMM_HD void gather_from_owners(Comm& comm, const Chunks& chunks, std::int64_t
   for (int i = 1; i < comm.size(); ++i) {
     const int owner = (comm.rank() + i) % comm.size();
     const Chunk chunk = chunks(t, owner);
-    comm.copy(comm.at(comm.output(), chunk.output), slot_of(comm, owner, t, chunk), chunk.count);
+    comm.copy(output_at(comm, chunk.output), slot_of(comm, owner, t, chunk), chunk.count);
   }
 }
 
@@ -223,14 +222,14 @@ PYCOMM_HD void all_gather(Comm& comm, const Chunks& chunks) {
   for (std::int64_t t = 0; t <= tiles; ++t) {
     if (t < tiles) {
       const Chunk mine = chunks(t, me);
-      const Location from = comm.at(comm.input(), mine.input);
+      const Location from = input_at(comm, mine.input);
       if (comm.zero_copy()) {
         for (int i = 1; i <= comm.size(); ++i) {
           comm.copy(comm.at(comm.output((me + i) % comm.size()), mine.output), from, mine.count);
         }
       } else {
         comm.copy(detail::slot_of(comm, me, t, mine), from, mine.count);
-        comm.copy(comm.at(comm.output(), mine.output), from, mine.count);
+        comm.copy(output_at(comm, mine.output), from, mine.count);
       }
       comm.signal(kStaged);
     }

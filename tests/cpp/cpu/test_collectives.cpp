@@ -182,6 +182,82 @@ void all_to_alls(int n) {
   });
 }
 
+// How many elements rank `from` has for rank `to`; some ranks have none.
+std::int64_t uneven_count(int from, int to, std::int64_t unit) {
+  return (from * 7 + to * 3) % 5 * unit;
+}
+
+// Blocks of different sizes, each in memory of its own.
+struct OwnBlocks {
+  explicit OwnBlocks(std::vector<std::int64_t> sizes) : counts(std::move(sizes)) {
+    for (const std::int64_t count : counts) {
+      memory.emplace_back(static_cast<std::size_t>(count), -1.0f);
+      addresses.push_back(memory.back().data());
+    }
+  }
+  Blocks blocks() const { return {addresses.data(), counts.data()}; }
+
+  std::vector<std::int64_t> counts;
+  std::vector<std::vector<float>> memory;
+  std::vector<const void*> addresses;
+};
+
+Call in_blocks(Collective collective) {
+  return {{collective, Algorithm::two_shot, DType::f32, ReduceOp::sum, 0, 0}};
+}
+
+void uneven_blocks(int n) {
+  World world(n, 16 << 10);
+  world.run([&](int r) {
+    std::mt19937 random(static_cast<unsigned>(r));
+    for (const std::int64_t unit : {0, 1, 33, 3001}) {
+      std::vector<std::int64_t> sizes, sent, expected;
+      for (int i = 0; i < n; ++i) {
+        sizes.push_back(uneven_count(i, 0, unit));
+        sent.push_back(uneven_count(r, i, unit));
+        expected.push_back(uneven_count(i, r, unit));
+      }
+      OwnBlocks all(sizes), in(sent), out(expected);
+      std::vector<float> mine(static_cast<std::size_t>(sizes[static_cast<std::size_t>(r)]));
+      const auto each = [](OwnBlocks& blocks, auto visit) {
+        for (std::size_t b = 0; b < blocks.memory.size(); ++b) {
+          for (std::size_t i = 0; i < blocks.memory[b].size(); ++i) {
+            visit(blocks.memory[b][i], static_cast<int>(b), static_cast<std::int64_t>(i));
+          }
+        }
+      };
+      for (std::size_t i = 0; i < mine.size(); ++i) {
+        mine[i] = value(r, static_cast<std::int64_t>(i), 3);
+      }
+      dawdle(random);
+      Call gather = in_blocks(Collective::all_gather);
+      gather.input = mine.data();
+      gather.outputs = all.blocks();
+      world[r].run(gather);
+      each(all, [](float x, int b, std::int64_t i) { check_value(x, value(b, i, 3), i); });
+
+      each(all, [&](float& x, int b, std::int64_t i) { x = value(r, b * 9 + i, 4); });
+      dawdle(random);
+      Call scatter = in_blocks(Collective::reduce_scatter);
+      scatter.inputs = all.blocks();
+      scatter.output = mine.data();
+      world[r].run(scatter);
+      for (std::size_t i = 0; i < mine.size(); ++i) {
+        const auto at = static_cast<std::int64_t>(i);
+        check_value(mine[i], sum_of(n, r * 9 + at, 4), at);
+      }
+
+      each(in, [&](float& x, int b, std::int64_t i) { x = value(r, b * 9 + i, 5); });
+      dawdle(random);
+      Call exchange = in_blocks(Collective::all_to_all);
+      exchange.inputs = in.blocks();
+      exchange.outputs = out.blocks();
+      world[r].run(exchange);
+      each(out, [&](float x, int b, std::int64_t i) { check_value(x, value(b, r * 9 + i, 5), i); });
+    }
+  });
+}
+
 void works_in_order() {
   const int n = 3;
   World world(n);
@@ -245,6 +321,7 @@ int main() {
     tests.push_back({"broadcast", [n] { broadcasts(n); }});
     tests.push_back({"reduce, gather and scatter", [n] { rooted(n); }});
     tests.push_back({"all-to-all", [n] { all_to_alls(n); }});
+    tests.push_back({"uneven blocks", [n] { uneven_blocks(n); }});
   }
   tests.push_back({"all-reduce, 9 ranks", [] { all_reduces(9, 0); }});
   tests.push_back({"all-reduce across the wrap of epochs", [] { all_reduces(3, 0xffffffe0u); }});

@@ -1,0 +1,152 @@
+"""Running operations: launching them on tensors, and the handle of those under way."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch.autograd.graph import increment_version
+
+from pycomm import _C
+from pycomm._inputs.dtypes import operation_of
+from pycomm._runtime.staging import StandIn, fetch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pycomm.group import Group
+
+
+class Work:
+    """A running operation, returned with ``async_op=True``. It keeps its tensors alive."""
+
+    def __init__(
+        self,
+        core: _C.Work | None,
+        tensors: tuple[object, ...] = (),
+        finish: Callable[[], None] | None = None,
+    ) -> None:
+        self._core = core
+        self._tensors = tensors
+        self._finish = finish
+
+    def wait(self) -> None:
+        """Blocks until the operation is complete, and raises its error if it failed."""
+        if self._core is not None:
+            self._core.wait()
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
+
+    @property
+    def nonfinite(self) -> bool:
+        """True if a gradient of a compressed operation had an infinity or a NaN. Waits.
+
+        The value is the same on every rank. If it is true, residuals are unchanged.
+        """
+        self.wait()
+        return self._core is not None and self._core.nonfinite()
+
+    def is_completed(self) -> bool:
+        """True if :meth:`wait` would return at once."""
+        return self._core is None or self._core.completed()
+
+    def interval(self) -> tuple[float, float]:
+        """Start and end, in seconds of ``time.perf_counter``; on CUDA zeros. Waits."""
+        self.wait()
+        return (0.0, 0.0) if self._core is None else self._core.interval()
+
+    def moved(self) -> int:
+        """Bytes read from and written to other ranks' memory; on CUDA 0. Waits.
+
+        In a group that spans nodes, the bytes that this rank has received from other nodes.
+        """
+        self.wait()
+        return 0 if self._core is None else self._core.moved()
+
+    def __del__(self) -> None:
+        # The worker still uses the tensors' memory, so it must not be freed yet.
+        if self._core is not None and not self._core.completed():
+            _Orphans.adopt(self._core, self._tensors)
+
+
+class _Orphans:
+    """Works without any other reference; each is released once it has completed."""
+
+    held: ClassVar[dict[int, tuple[_C.Work, tuple[object, ...]]]] = {}
+
+    @classmethod
+    def adopt(cls, core: _C.Work, tensors: tuple[object, ...]) -> None:
+        # Each step is atomic: other threads and the garbage collector may run in between.
+        cls.held[id(core)] = (core, tensors)
+        for key, (old, _) in list(cls.held.items()):
+            if old.completed():
+                cls.held.pop(key, None)
+
+
+def launch(
+    group: Group,
+    collective: str,
+    source: torch.Tensor,
+    result: torch.Tensor,
+    shape: torch.Size,
+    op: str = "sum",
+    *,
+    label: str,
+    algorithm: str = "two_shot",
+    root: int = 0,
+    written: bool = True,
+    async_op: bool,
+) -> Any:
+    """Runs or submits an operation on contiguous stand-ins for the tensors.
+
+    Ranks compare `label` and `shape`, that of the tensor or of a rank's block. A
+    rank that has no result passes its source again, with `written=False`; one that has no source
+    passes its result.
+    """
+    if written:
+        increment_version(result)  # autograd may have saved the old value
+    dense_source, dense_result, finish = stand_ins(group, source, result)
+    operation = operation_of(collective, algorithm, source.dtype, op, root)
+    if dense_source.device.type == "cuda" and group.size == 1:
+        if dense_result is not dense_source:
+            dense_result.copy_(dense_source.view_as(dense_result))
+        finish()
+        return Work(None) if async_op else result
+    if dense_source.device.type == "cuda":
+        side = group._cuda_side(source.device)
+        side.run(operation, shape.numel(), dense_source, dense_result, shape, label)
+        finish()
+        return Work(None) if async_op else result
+    source_at, result_at = dense_source.data_ptr(), dense_result.data_ptr()
+    arguments = (operation, shape.numel(), source_at, result_at, shape, label)
+    if async_op:
+        work = group._core.submit(*arguments)
+        return Work(work, (dense_source, dense_result, result), finish)
+    group._core.run(*arguments)
+    finish()
+    return result
+
+
+def stand_ins(
+    group: Group, source: torch.Tensor, result: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, Callable[[], None]]:
+    """Contiguous tensors on the device where the group exchanges, and a copy-back function.
+
+    The function copies the result to `result` if it is not there already.
+    """
+    if group._stages(source.device):
+        given = StandIn(source)
+        fetch(given)
+        made = given if result is source else StandIn(result)
+        return given.host, made.host, made.put_back
+    dense_source = source.detach().contiguous()
+    dense_result = dense_source if result is source else result.detach()
+    if not dense_result.is_contiguous():
+        dense_result = torch.empty(result.shape, dtype=result.dtype, device=result.device)
+
+    def finish() -> None:
+        if dense_result.data_ptr() != result.data_ptr():
+            result.detach().copy_(dense_result)
+
+    return dense_source, dense_result, finish
