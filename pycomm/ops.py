@@ -8,6 +8,7 @@ takes the name of a group (``group.name``). These return a new contiguous tensor
 - ``reduce(tensor, dst, group) -> Tensor``: the sum on rank `dst`, zeros on other ranks
 - ``reduce_scatter(input, op, group_size, group) -> Tensor``: rank r's part of the first dimension
 - ``all_gather(input, group_size, group) -> Tensor``: joined along the first dimension
+- ``all_to_all(input, group) -> Tensor``: block r of the first dimension goes to rank r
 - ``broadcast(tensor, src, group) -> Tensor``
 
 These write into a tensor and raise ValueError if a tensor requires grad, unless grad mode is off:
@@ -129,11 +130,12 @@ _TRANSPOSES: dict[str, Callable[..., torch.Tensor]] = {
     "reduce": _ops.broadcast,
     "reduce_scatter": _transposed_reduce_scatter,
     "all_gather": lambda g, size, group: _ops.reduce_scatter(g, "sum", size, group),
+    "all_to_all": _ops.all_to_all,
     "broadcast": _ops.reduce,
 }
 for _name, _transpose in _TRANSPOSES.items():
     _differentiate(_name, _transpose)
-for _name in ("all_reduce", "reduce", "broadcast"):
+for _name in ("all_reduce", "reduce", "all_to_all", "broadcast"):
     torch.library.register_fake(f"pycomm::{_name}")(_same_shape)
 for _name in ("all_reduce_", "reduce_scatter_", "all_gather_", "broadcast_"):
     torch.library.register_fake(f"pycomm::{_name}")(_nothing)

@@ -67,9 +67,18 @@ Tensor all_reduce(Tensor tensor, std::string op, std::string algorithm, std::str
 Tensor reduce(Tensor tensor, int64_t dst, std::string group) {
   const auto found = find_group(group);
   PYCOMM_CHECK(dst >= 0 && dst < found->size(), "dst must be a rank of the group");
-  Tensor result = all_reduce(tensor, "sum", "auto", group);
-  if (found->rank() != dst) torch::stable::zero_(result);
-  return result;
+  const Tensor input = torch::stable::contiguous(tensor);
+  Tensor output = torch::stable::empty_like(input);
+  const Operation operation{
+      Collective::reduce, Algorithm::two_shot, {}, ReduceOp::sum, static_cast<std::int32_t>(dst),
+      input.numel()};
+  if (found->supports(carried(operation, element_of(input)))) {
+    run(*found, operation, input, output);
+  } else {  // across nodes
+    all_reduce_into(output, input, "sum", "auto", group);
+  }
+  if (found->rank() != dst) torch::stable::zero_(output);
+  return output;
 }
 
 void reduce_scatter_(Tensor output, Tensor input, std::string op, std::string group) {
@@ -100,15 +109,35 @@ std::vector<std::int64_t> sizes_of(const Tensor& input) {
   return {sizes.begin(), sizes.end()};
 }
 
+void check_divides(std::int64_t group_size, std::int64_t size) {
+  PYCOMM_CHECK(size % group_size == 0, "input's first dimension must be a multiple of " +
+                                           std::to_string(group_size) + ", the group's size, got " +
+                                           std::to_string(size));
+}
+
 Tensor reduce_scatter(Tensor input, std::string op, int64_t group_size, std::string group) {
   check_group_size(group_size, group);
   auto sizes = sizes_of(input);
-  PYCOMM_CHECK(sizes[0] % group_size == 0,
-               "input's first dimension must be a multiple of " + std::to_string(group_size) +
-                   ", the group's size, got " + std::to_string(sizes[0]));
+  check_divides(group_size, sizes[0]);
   sizes[0] /= group_size;
   const Tensor output = torch::stable::new_empty(input, sizes);
   reduce_scatter_(output, torch::stable::contiguous(input), op, group);
+  return output;
+}
+
+Tensor all_to_all(Tensor input, std::string group) {
+  const auto found = find_group(group);
+  check_divides(found->size(), sizes_of(input)[0]);
+  const Tensor from = torch::stable::contiguous(input);
+  const Tensor output = torch::stable::empty_like(from);
+  run(*found,
+      {Collective::all_to_all,
+       Algorithm::two_shot,
+       {},
+       ReduceOp::sum,
+       0,
+       input.numel() / found->size()},
+      from, output);
   return output;
 }
 
@@ -157,6 +186,7 @@ STABLE_TORCH_LIBRARY(pycomm, m) {
   m.def("reduce(Tensor tensor, int dst, str group) -> Tensor");
   m.def("reduce_scatter(Tensor input, str op, int group_size, str group) -> Tensor");
   m.def("all_gather(Tensor input, int group_size, str group) -> Tensor");
+  m.def("all_to_all(Tensor input, str group) -> Tensor");
   m.def("broadcast(Tensor tensor, int src, str group) -> Tensor");
   m.def("reduce_scatter_(Tensor(a!) output, Tensor input, str op, str group) -> ()");
   m.def("all_gather_(Tensor(a!) output, Tensor input, str group) -> ()");
@@ -169,6 +199,7 @@ STABLE_TORCH_LIBRARY_IMPL(pycomm, CPU, m) {
   m.impl("reduce", TORCH_BOX(&reduce));
   m.impl("reduce_scatter", TORCH_BOX(&reduce_scatter));
   m.impl("all_gather", TORCH_BOX(&all_gather));
+  m.impl("all_to_all", TORCH_BOX(&all_to_all));
   m.impl("broadcast", TORCH_BOX(&broadcast));
   m.impl("reduce_scatter_", TORCH_BOX(&reduce_scatter_));
   m.impl("all_gather_", TORCH_BOX(&all_gather_));

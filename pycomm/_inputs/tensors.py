@@ -68,7 +68,7 @@ def check_no_gradient(argument: str, tensor: torch.Tensor) -> None:
     if needs_gradient(tensor):
         raise ValueError(
             f"{argument} must not require grad: only torch.ops.pycomm's all_reduce, reduce, "
-            "reduce_scatter, all_gather and broadcast have gradients; use those, pass "
+            "reduce_scatter, all_gather, all_to_all and broadcast have gradients; use those, pass "
             f"{argument}.detach(), or call under torch.no_grad()"
         )
     if has_tangent(tensor):

@@ -43,6 +43,10 @@ OPERATORS = {
         lambda x, group: OPS.all_gather(x, group.size, group.name),
         lambda xs: every(torch.cat(xs), xs),
     ),
+    "all_to_all": (
+        lambda x, group: OPS.all_to_all(x, group.name),
+        lambda xs: [torch.cat(b) for b in zip(*(x.chunk(len(xs)) for x in xs), strict=True)],
+    ),
     "broadcast": (
         lambda x, group: OPS.broadcast(x, group.size - 1, group.name),
         lambda xs: every(xs[-1], xs),
@@ -93,6 +97,17 @@ def test_gradients_equal_those_of_one_process(world, name, size):
     for rank, ((ours,), (again,)) in enumerate(world(size).run(body)):
         close(ours, first[rank])
         close(again, second[rank])
+
+
+@pytest.mark.parametrize("name", ["all_reduce avg", "reduce", "all_gather", "broadcast"])
+def test_across_nodes(world, name):
+    operator, function = OPERATORS[name]
+
+    def body(group):
+        x = data(group.rank, 3).requires_grad_()
+        return derivatives(loss_of(operator(x, group), group.rank), [x])[0][0]
+
+    close(world(3, nodes=(2, 1)).run(body), reference(function, 3)[0])
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -192,7 +207,7 @@ def layer(x, weight, rank, group):
     """Sequence-parallel: gathered, a part of the sum per rank, scattered; then all others."""
     name, size = group.name, group.size
     gathered = OPS.all_gather(x, size, name) @ weight
-    mine = OPS.reduce_scatter(gathered.tanh(), "avg", size, name)
+    mine = OPS.all_to_all(OPS.reduce_scatter(gathered.tanh(), "avg", size, name), name)
     scale = OPS.all_reduce((mine * mine).sum(), "sum", "auto", name)
     shared = OPS.broadcast(weight.sum(0), size - 1, name)
     return loss_of(OPS.reduce(mine / scale + shared, 0, name) + mine, rank)
@@ -200,7 +215,8 @@ def layer(x, weight, rank, group):
 
 def layer_alone(xs, weights):
     gathered = torch.cat(xs)
-    mine = mean([(gathered @ w).tanh() for w in weights]).chunk(len(xs))
+    blocks = mean([(gathered @ w).tanh() for w in weights]).chunk(len(xs))
+    mine = OPERATORS["all_to_all"][1](blocks)
     scale = sum((m * m).sum() for m in mine)
     shared = weights[-1].sum(0)
     reduced = sum(m / scale + shared for m in mine)
@@ -300,6 +316,8 @@ def test_wrong_shapes_and_sizes(world):
         OPS.all_gather(torch.tensor(1.0), 2, name)
     with pytest.raises(ValueError, match="first dimension must be a multiple of 2"):
         OPS.reduce_scatter(torch.ones(3, 2), "sum", 2, name)
+    with pytest.raises(ValueError, match="first dimension must be a multiple of 2"):
+        OPS.all_to_all(torch.ones(3, 2), name)
     with pytest.raises(ValueError, match="dst must be a rank"):
         OPS.reduce(torch.ones(3), 2, name)
     with pytest.raises(ValueError, match="src must be a rank"):

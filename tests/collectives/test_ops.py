@@ -28,6 +28,7 @@ def test_opcheck(alone, dtype):
         (OPS.reduce, (fresh(12).view(4, 3).t(), 0, alone)),
         (OPS.reduce_scatter, (fresh(12).view(3, 4), "avg", 1, alone)),
         (OPS.all_gather, (fresh(12).view(4, 3).t(), 1, alone)),
+        (OPS.all_to_all, (fresh(12).view(4, 3).t(), alone)),
         (OPS.broadcast, (fresh(12).view(3, 4), 0, alone)),
         (OPS.all_reduce_, (fresh(12), "max", "two_shot", alone)),
         (OPS.reduce_scatter_, (fresh(12), fresh(12), "min", alone)),
@@ -66,7 +67,7 @@ def test_every_operation_is_checked_above():
     }
     functional = {"all_reduce", "reduce_scatter", "all_gather", "broadcast"}
     in_place = {f"{name}_" for name in functional}
-    assert cpu == functional | in_place | {"reduce"} | {
+    assert cpu == functional | in_place | {"reduce", "all_to_all"} | {
         "compressed_all_reduce_",
         "encode",
         "decode",
