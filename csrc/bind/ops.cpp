@@ -72,7 +72,7 @@ Tensor reduce(Tensor tensor, int64_t dst, std::string group) {
   const Operation operation{
       Collective::reduce, Algorithm::two_shot, {}, ReduceOp::sum, static_cast<std::int32_t>(dst),
       input.numel()};
-  if (found->supports(carried(operation, element_of(input)))) {
+  if (found->supports({carried(operation, element_of(input)), nullptr, nullptr})) {
     run(*found, operation, input, output);
   } else {  // across nodes
     all_reduce_into(output, input, "sum", "auto", group);
