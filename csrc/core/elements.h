@@ -117,6 +117,12 @@ PYCOMM_HD constexpr bool is_bitwise(ReduceOp op) {
   return op == ReduceOp::band || op == ReduceOp::bor || op == ReduceOp::bxor;
 }
 
+// True if elements of `dtype` can carry the element. Both may come from another process.
+constexpr bool is_carrier(DType dtype, Element element) {
+  if (!is_known(dtype) || !is_known(element)) return false;
+  return element == Element::same || dtype == DType::u8 || dtype == row_of(element).dtype;
+}
+
 constexpr Carrier moved_as(Element element) {
   return {row_of(element).dtype, row_of(element).units, ReduceOp::sum};
 }

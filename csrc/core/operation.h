@@ -64,7 +64,9 @@ PYCOMM_HD constexpr bool reduces(Collective collective) {
 
 // How many elements of `dtype` carry one of the caller's.
 constexpr std::int64_t units_of(const Operation& operation) {
-  if (operation.element == Element::same) return 1;
+  if (operation.element == Element::same || !is_carrier(operation.dtype, operation.element)) {
+    return 1;
+  }
   const ElementRow& row = row_of(operation.element);
   return row.units * size_of(row.dtype) / size_of(operation.dtype);
 }
@@ -103,12 +105,13 @@ PYCOMM_HD bool operator==(const Operation& a, const Operation& b) {
 inline constexpr std::int64_t kMostElements = std::int64_t{1} << 44;
 
 // True if an operation that another process announces is one that can exist.
-PYCOMM_HD constexpr bool is_valid(const Operation& operation) {
+constexpr bool is_valid(const Operation& operation) {
   const Codec& codec = operation.codec;
   return is_known(operation.collective) && is_known(operation.algorithm) &&
          is_known(operation.dtype) && is_known(operation.op) && is_known(operation.device) &&
-         is_known(operation.element) && operation.root >= 0 && operation.count >= 0 &&
-         operation.count <= kMostElements && is_known(codec.kind) && is_known(codec.values);
+         is_carrier(operation.dtype, operation.element) && operation.root >= 0 &&
+         operation.count >= 0 && operation.count <= kMostElements && is_known(codec.kind) &&
+         is_known(codec.values);
 }
 
 // The bytes of a rank's tensors in a group of `ranks`. Top-k instead announces an area for its lists,

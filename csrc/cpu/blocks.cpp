@@ -115,12 +115,11 @@ void run_in_blocks(Comm& comm, Operation operation, const Call& call, void (*int
   const BlockTable* const outputs = call.outputs ? &blocks.outputs : nullptr;
   const bool each_its_own =
       operation.collective == Collective::all_to_all && call.inputs.counts != nullptr;
-  if (each_its_own)
-    operation.count = 0;  // until the ranks know all counts
-  else if (call.inputs.counts != nullptr)
-    operation.count = inputs->largest();
-  else if (call.outputs.counts != nullptr)
-    operation.count = outputs->largest();
+  const BlockTable* const sized = call.inputs.counts != nullptr    ? inputs
+                                  : call.outputs.counts != nullptr ? outputs
+                                                                   : nullptr;
+  // Of an all-to-all, the ranks do not know the largest yet.
+  if (sized != nullptr) operation.count = each_its_own ? 0 : sized->largest();
   comm.begin(operation, call.input, call.output, interrupt);
   if (each_its_own) {
     comm.announce();

@@ -92,6 +92,17 @@ def test_other_collectives(staged: bool) -> None:
                     tensor = torch.full((count,), group.rank, device="cuda")
                     pycomm.broadcast(tensor, src, group=group)
                     assert torch.equal(tensor.cpu(), torch.full((count,), src))
+                    pycomm.reduce(tensor, src, group=group)
+                    want = 4 * src if group.rank == src else src
+                    assert torch.equal(tensor.cpu(), torch.full((count,), want))
+                    everyone = gathered if group.rank == src else None
+                    pycomm.gather(block, everyone, src, group=group)
+                    received = torch.empty_like(block)
+                    pycomm.scatter(received, everyone, src, group=group)
+                    assert torch.equal(received, block)
+                exchanged = torch.empty_like(gathered)
+                pycomm.all_to_all(exchanged, gathered, group=group)
+                assert torch.equal(exchanged.cpu(), block.cpu().repeat(4))
                 pycomm.barrier(group=group)
 
             world.run(body)
