@@ -277,7 +277,7 @@ def test_ranks_compile_the_same_graphs():
 
 
 def test_transforms_of_functions_raise(world):
-    """torch.func's, which do not support custom operators with gradients."""
+    """torch.func's grad, instead of a wrong result."""
     group = world(1).groups[0]
 
     def loss(x):

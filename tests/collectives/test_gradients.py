@@ -149,7 +149,16 @@ CHANGES = {
     "all_reduce into": lambda t, group: pycomm.all_reduce(torch.ones(COUNT), out=t, group=group),
     "reduce_scatter": lambda t, group: pycomm.reduce_scatter(t, torch.ones(COUNT), group=group),
     "all_gather": lambda t, group: pycomm.all_gather(t, torch.ones(COUNT), group=group),
+    "all_gather in a list": lambda t, group: pycomm.all_gather([t], torch.ones(COUNT), group=group),
     "broadcast": lambda t, group: pycomm.broadcast(t, group=group),
+    "reduce": lambda t, group: pycomm.reduce(t, group=group),
+    "gather": lambda t, group: pycomm.gather(torch.ones(COUNT), t, group=group),
+    "gather in a list": lambda t, group: pycomm.gather(torch.ones(COUNT), [t], group=group),
+    "scatter": lambda t, group: pycomm.scatter(t, torch.ones(COUNT), group=group),
+    "all_to_all": lambda t, group: pycomm.all_to_all(t, torch.ones(COUNT), group=group),
+    "all_to_all in lists": lambda t, group: pycomm.all_to_all(
+        [t], [torch.ones(COUNT)], group=group
+    ),
     "compressed": lambda t, group: pycomm.compressed_all_reduce(t, pycomm.Int8(), group=group),
     "residual": lambda t, group: pycomm.compressed_all_reduce(
         torch.ones(COUNT), pycomm.Int8(), residual=t, group=group
@@ -181,6 +190,24 @@ def test_functions_refuse_what_requires_grad(world):
         with pytest.raises(ValueError, match="must not require grad"):
             change(z, group)
         assert z.requires_grad, name
+
+
+def test_functions_refuse_an_input_that_requires_grad(world):
+    group, output = world(1).groups[0], torch.ones(COUNT)
+    z = torch.ones(COUNT, requires_grad=True) * 1
+    for call in (
+        lambda: pycomm.all_reduce(z, out=output, group=group),
+        lambda: pycomm.reduce_scatter(output, z, group=group),
+        lambda: pycomm.reduce_scatter(output, [z], group=group),
+        lambda: pycomm.all_gather(output, z, group=group),
+        lambda: pycomm.gather(z, output, group=group),
+        lambda: pycomm.scatter(output, [z], group=group),
+        lambda: pycomm.all_to_all(output, z, group=group),
+        lambda: pycomm.all_to_all([output], [z], group=group),
+    ):
+        with pytest.raises(ValueError, match="must not require grad"):
+            call()
+    assert output.tolist() == [1.0] * COUNT
 
 
 def in_processes(group):
