@@ -44,6 +44,7 @@ from pycomm.errors import (
 from pycomm.group import Group, default_group, init, set_default_group
 from pycomm.local_world import LocalWorld
 from pycomm.memory import MemoryReport, memory_report
+from pycomm.p2p import Request, irecv, isend, recv, send
 
 __version__ = "0.1.0"
 
@@ -65,6 +66,7 @@ __all__ = [
     "Plan",
     "ProtocolError",
     "PycommError",
+    "Request",
     "Timeout",
     "TopK",
     "Work",
@@ -79,13 +81,17 @@ __all__ = [
     "gather",
     "hooks",
     "init",
+    "irecv",
+    "isend",
     "memory_report",
     "ops",
     "optim",
     "parse_compression",
+    "recv",
     "reduce",
     "reduce_scatter",
     "scatter",
+    "send",
     "set_default_group",
 ]
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import increment_version
 
 from pycomm import _C
 from pycomm._inputs.dtypes import operation_of
+from pycomm._runtime import orphans
 from pycomm._runtime.staging import StandIn, fetch
 
 if TYPE_CHECKING:
@@ -67,21 +68,7 @@ class Work:
     def __del__(self) -> None:
         # The worker still uses the tensors' memory, so it must not be freed yet.
         if self._core is not None and not self._core.completed():
-            _Orphans.adopt(self._core, self._tensors)
-
-
-class _Orphans:
-    """Works without any other reference; each is released once it has completed."""
-
-    held: ClassVar[dict[int, tuple[_C.Work, tuple[object, ...]]]] = {}
-
-    @classmethod
-    def adopt(cls, core: _C.Work, tensors: tuple[object, ...]) -> None:
-        # Each step is atomic: other threads and the garbage collector may run in between.
-        cls.held[id(core)] = (core, tensors)
-        for key, (old, _) in list(cls.held.items()):
-            if old.completed():
-                cls.held.pop(key, None)
+            orphans.adopt(self._core, self._tensors)
 
 
 def launch(

@@ -142,7 +142,8 @@ void bind_works_and_windows(py::module_& m) {
 }
 
 void bind_group(py::module_& m) {
-  py::class_<Group, std::shared_ptr<Group>>(m, "Group")
+  GroupClass group(m, "Group");
+  group
       .def(py::init([](std::shared_ptr<Window> window, std::vector<int> pids,
                        std::vector<std::shared_ptr<Process>> processes, int rank, int size,
                        int cores, double timeout, std::uint32_t first_epoch,
@@ -217,6 +218,7 @@ void bind_group(py::module_& m) {
             return counts;
           },
           py::arg("rank"));
+  bind_p2p(m, group);
   py::class_<Exchange>(m, "Exchange")
       .def(py::init<std::vector<Call>>(), py::arg("calls"))
       .def("submit", &Exchange::submit);

@@ -4,12 +4,17 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "core/call.h"
+
+namespace pycomm::cpu {
+class Group;
+}
 
 namespace pycomm::bind {
 
@@ -67,10 +72,13 @@ inline Call make_call(const Operation& kind, std::int64_t count, std::uintptr_t 
           make_details(shape, label)};
 }
 
+using GroupClass = pybind11::class_<cpu::Group, std::shared_ptr<cpu::Group>>;
+
 void bind_call(pybind11::module_& m);
 void bind_codec(pybind11::module_& m);
 void bind_cuda(pybind11::module_& m);
 void bind_optim(pybind11::module_& m);
+void bind_p2p(pybind11::module_& m, GroupClass& group);
 void bind_transport(pybind11::module_& m);
 
 }  // namespace pycomm::bind

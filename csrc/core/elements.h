@@ -113,6 +113,12 @@ constexpr const ElementRow& row_of(Element element) {
   return kElementRows[static_cast<int>(element) - 1];
 }
 
+// The bytes of an element; 0 for `same`.
+constexpr std::int64_t size_of(Element element) {
+  if (element == Element::same) return 0;
+  return row_of(element).units * size_of(row_of(element).dtype);
+}
+
 PYCOMM_HD constexpr bool is_bitwise(ReduceOp op) {
   return op == ReduceOp::band || op == ReduceOp::bor || op == ReduceOp::bxor;
 }

@@ -94,9 +94,8 @@ inline CollectiveError ended(Reason reason, int rank, int pid, const std::string
               " of the group"};
 }
 
-// An operation failed because of a rank.
-inline CollectiveError failure(Reason reason, int rank, int pid, const Operation& operation,
-                               std::uint32_t sequence) {
+// What a rank did that made an operation fail.
+inline std::string failure_text(Reason reason, int rank, int pid) {
   const char* what =
       reason == Reason::peer_died   ? " died or left"
       : reason == Reason::timeout   ? " did not answer within the group's timeout"
@@ -104,24 +103,34 @@ inline CollectiveError failure(Reason reason, int rank, int pid, const Operation
       : reason == Reason::malformed ? " sent something that is not a message of this group"
       : reason == Reason::returned  ? " has returned from its function and takes no further part"
                                     : " aborted the group";
-  return ended(reason, rank, pid, describe_rank(rank, pid) + what, operation, sequence);
+  return describe_rank(rank, pid) + what;
+}
+
+// An operation failed because of a rank.
+inline CollectiveError failure(Reason reason, int rank, int pid, const Operation& operation,
+                               std::uint32_t sequence) {
+  return ended(reason, rank, pid, failure_text(reason, rank, pid), operation, sequence);
 }
 
 // A rank waited too long for another one. The other may be the rank that gets this error, if it was
-// busy with something else.
-inline CollectiveError timeout(std::uint64_t word, bool told_to_culprit, int pid,
-                               const Operation& operation, std::uint32_t sequence) {
+// busy with something else. A rank that has waited for a message from any rank names itself.
+inline std::string timeout_text(std::uint64_t word, bool told_to_culprit, int pid) {
   const int rank = rank_of(word), waiter = waiter_of(word);
-  if (waiter < 0) return failure(Reason::timeout, rank, pid, operation, sequence);
+  if (waiter < 0) return failure_text(Reason::timeout, rank, pid);
   const std::string time = std::to_string(seconds_of(word));
   const std::string seconds = time.substr(0, time.find('.') + 2) + " s";
   const std::string waiting = "rank " + std::to_string(waiter) + " waited " + seconds + " for ";
-  const std::string what =
-      told_to_culprit
-          ? waiting + "this one, " + describe_rank(rank, pid) + ", and gave up before it came"
-          : describe_rank(rank, pid) + " did not answer within the group's timeout: " + waiting +
-                "it";
-  return ended(Reason::timeout, rank, pid, what, operation, sequence);
+  if (waiter == rank) return waiting + "a message from any rank";
+  if (told_to_culprit) {
+    return waiting + "this one, " + describe_rank(rank, pid) + ", and gave up before it came";
+  }
+  return describe_rank(rank, pid) + " did not answer within the group's timeout: " + waiting + "it";
+}
+
+inline CollectiveError timeout(std::uint64_t word, bool told_to_culprit, int pid,
+                               const Operation& operation, std::uint32_t sequence) {
+  return ended(Reason::timeout, rank_of(word), pid, timeout_text(word, told_to_culprit, pid),
+               operation, sequence);
 }
 
 // Ranks `first` and `r` called different operations.
@@ -151,14 +160,12 @@ inline CollectiveError uneven(int from, std::int64_t sent, int to, std::int64_t 
               std::to_string(to) + ", which expects " + std::to_string(expected)};
 }
 
+inline constexpr const char* kOverwritten =
+    "a rank of this node has overwritten the group's shared memory";
+
 // The abort word has a value that no rank writes.
 inline CollectiveError overwritten(const Operation& called, std::uint32_t sequence) {
-  return {Reason::malformed,
-          -1,
-          -1,
-          name_of(called.collective),
-          sequence,
-          "a rank of this node has overwritten the group's shared memory"};
+  return {Reason::malformed, -1, -1, name_of(called.collective), sequence, kOverwritten};
 }
 
 // Rank `r` sent something invalid.

@@ -55,7 +55,7 @@ enum class Reason : std::uint8_t {
 };
 
 // The abort word: the reason and the rank to blame; for a timeout, also the rank that waited and
-// how long. The first word written stays.
+// how long; for a message that does not match, also its receiver. The first word written stays.
 inline constexpr std::uint64_t kField = (1u << 20) - 1;
 
 PYCOMM_HD constexpr std::uint64_t abort_word(Reason reason, int rank) {
@@ -67,9 +67,14 @@ PYCOMM_HD constexpr std::uint64_t timeout_word(int rank, int waiter, double seco
   return abort_word(Reason::timeout, rank) | static_cast<std::uint64_t>(waiter + 1) << 20 |
          static_cast<std::uint64_t>(tenths < most ? tenths : most) << 40;
 }
+// Rank `receiver` has received a message from `sender` that is not what it wants.
+PYCOMM_HD constexpr std::uint64_t mismatch_word(int sender, int receiver) {
+  return abort_word(Reason::mismatch, sender) | static_cast<std::uint64_t>(receiver + 1) << 20;
+}
 PYCOMM_HD constexpr Reason reason_of(std::uint64_t word) { return static_cast<Reason>(word >> 60); }
 PYCOMM_HD constexpr int rank_of(std::uint64_t word) { return static_cast<int>(word & kField); }
-// The rank whose wait timed out; -1 if the word does not say.
+// The rank whose wait timed out, or the receiver of a message that does not match; -1 if the word
+// does not say.
 PYCOMM_HD constexpr int waiter_of(std::uint64_t word) {
   return static_cast<int>(word >> 20 & kField) - 1;
 }

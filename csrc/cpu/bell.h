@@ -7,12 +7,13 @@
 
 #include <atomic>
 #include <chrono>
+#include <climits>
 #include <cstdint>
 #include <ctime>
 
 namespace pycomm::cpu {
 
-// Zero-initialised. Only the owner sleeps on it; any rank may ring.
+// Zero-initialised. Only threads of the owner sleep on it, and all wake up; any rank may ring.
 class Bell {
  public:
   std::uint32_t rung() const { return rung_.load(); }
@@ -25,7 +26,7 @@ class Bell {
   }
   void ring() {
     rung_.fetch_add(1);
-    call(FUTEX_WAKE, 1, nullptr);
+    call(FUTEX_WAKE, INT_MAX, nullptr);
   }
 
  private:

@@ -11,14 +11,6 @@
 namespace pycomm::cpu {
 namespace {
 
-void pause() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
 std::atomic_ref<std::uint32_t> epoch_of(Announcement& announcement) {
   return std::atomic_ref<std::uint32_t>(announcement.epoch);
 }
@@ -200,8 +192,15 @@ std::byte* Comm::announced_area(int r, std::int64_t bytes) {
   return window_->in_heap(r, begin, bytes);
 }
 
-std::uint32_t Comm::announced(int r) const {
-  return epoch_of(announcement(r)).load(std::memory_order_acquire);
+int Comm::index_of(int number) const {
+  for (int r = 0; r < size_; ++r) {
+    if (this->number(r) == number) return r;
+  }
+  return -1;
+}
+
+std::uint32_t Comm::announced(int r, std::uint32_t parity) const {
+  return epoch_of(window_->control(r).announcements[parity & 1u]).load(std::memory_order_acquire);
 }
 
 void Comm::check_agreement() {
@@ -247,7 +246,7 @@ template <class Word>
 void Comm::wait_for(const std::atomic<Word>& word, std::uint32_t target, int r, int channel) {
   if (has_come(word, target)) return;
   for (int i = 0; i < spins_; ++i) {
-    pause();
+    pause_core();
     if (has_come(word, target)) return;
   }
   wait_long(word, target, r, channel);

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -76,6 +77,10 @@ class Comm {
 
   int rank() const { return rank_; }
   int size() const { return size_; }
+  const Liveness& peers() const { return *peers_; }
+  // How long a wait polls before it yields the core, and yields before it sleeps.
+  int spins() const { return spins_; }
+  Clock::duration yield_for() const { return yield_for_; }
   // The number of ranks that contribute to a result, and this rank's stream of random bits.
   int contributors() const { return size_; }
   std::uint32_t stream() const { return static_cast<std::uint32_t>(rank_); }
@@ -200,6 +205,8 @@ class Comm {
   void beat() { mine().beats.fetch_add(1, std::memory_order_relaxed); }
   // The number of rank r in the whole group, of which this node's ranks may be only a part.
   int number(int r) const { return peers_->number(r); }
+  // The rank with this number in the whole group, or -1 if it is on another node.
+  int index_of(int number) const;
   // Sets the group's name for messages.
   void set_name(std::string name) { membership_.set_name(std::move(name)); }
   // Says that this rank takes part in no further operation.
@@ -218,7 +225,7 @@ class Comm {
   const Operation& called() const { return called_; }
   // The values that rank r has published so far in this operation's announcement and on a channel.
   // Also works for a rank that has died.
-  std::uint32_t announced(int r) const;
+  std::uint32_t announced(int r) const { return announced(r, sequence_); }
   std::uint32_t published(int r, int channel) const {
     return window_->control(r).flags[channel].value.load(std::memory_order_acquire);
   }
@@ -232,9 +239,23 @@ class Comm {
   std::uint64_t aborted() const { return window_->control(0).abort.load(); }
   // True if rank r has left or its process has ended. Costs a system call.
   bool gone(int r) const { return left(r) || ended(r); }
+  // The two parts of it, and whether the process has executed another program.
+  bool left(int r) const { return window_->control(r).left.load(std::memory_order_acquire) != 0; }
+  bool ended(int r) const { return peers_->ended(r) || replaced(r); }
+  bool replaced(int r) const;
+  // The rank to blame for a wait for rank r, which may itself be waiting. From any thread.
+  int culprit(int r) const;
+  // Describes two messages that do not match; empty if the abort word stands for something else.
+  std::string disagreement(std::uint64_t word) const;
+  // Returns true when no other rank uses this rank's tensors, as `flag` of every rank shows. If a
+  // live process takes too long, `detach` must take its access away.
+  bool await_outside(std::atomic<std::uint32_t> Control::* flag,
+                     const std::function<void()>& detach) const;
 
  private:
   Control& mine() const { return window_->control(rank_); }
+  // In the announcement that operations of this parity use.
+  std::uint32_t announced(int r, std::uint32_t parity) const;
   Announcement& announcement(int r) const {
     return window_->control(r).announcements[sequence_ & 1u];
   }
@@ -257,16 +278,12 @@ class Comm {
   }
   void ring(bool everyone) const;
   void look_for_the_gone();
-  bool ended(int r) const { return peers_->ended(r) || replaced(r); }
-  bool replaced(int r) const;
-  int culprit(int r) const;
   std::string what_keeps(int culprit) const;
   std::uint32_t beats() const;
   void check_agreement();
   void find_tensors();
   void enter_peers_heaps();
   void detach();
-  bool left(int r) const { return window_->control(r).left.load(std::memory_order_acquire) != 0; }
 
   Location block_at(const BlockTable& blocks, std::int64_t n) const {
     const auto r = static_cast<std::size_t>(n / block());

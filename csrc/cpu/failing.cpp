@@ -58,15 +58,16 @@ std::uint64_t Comm::decided_word() {
 
 // What the culprit is waiting for in another group, if it is on this node.
 std::string Comm::what_keeps(int culprit) const {
-  for (int r = 0; r < size_; ++r) {
-    if (number(r) == culprit) return membership_.describe(r);
-  }
-  return {};
+  const int r = index_of(culprit);
+  return r < 0 ? std::string() : membership_.describe(r);
 }
 
 CollectiveError Comm::failure_of(std::uint64_t word) const {
   if (!is_abort_word(word, peers_->count())) return overwritten(called_, ordinal());
   const int culprit = rank_of(word), pid = peers_->pid_of(culprit);
+  if (const std::string both = disagreement(word); !both.empty()) {
+    return pycomm::ended(Reason::mismatch, culprit, pid, both, called_, ordinal());
+  }
   if (reason_of(word) == Reason::mismatch && announced(0) == sequence_) {
     const Operation& first = announcement(0).operation;
     for (int r = 1; r < size_; ++r) {
@@ -83,27 +84,40 @@ CollectiveError Comm::failure_of(std::uint64_t word) const {
   return failure(reason_of(word), culprit, pid, called_, ordinal());
 }
 
+std::string Comm::disagreement(std::uint64_t word) const {
+  if (reason_of(word) != Reason::mismatch || waiter_of(word) < 0) return {};
+  const int receiver = index_of(waiter_of(word));
+  if (receiver < 0) return {};
+  return p2p::describe(window_->control(receiver).disagreement, rank_of(word), waiter_of(word));
+}
+
 void Comm::retreat() {
   leave_peers_heaps();
   if (!exposed_) return;
+  if (await_outside(&Control::in_peers_heaps, [this] { detach(); })) exposed_ = false;
+}
+
+bool Comm::await_outside(std::atomic<std::uint32_t> Control::* flag,
+                         const std::function<void()>& detach) const {
   bool can_detach = true;
   WaitingTime waited;
   for (int r = 0; r < size_; ++r) {
-    while (r != rank_ && window_->control(r).in_peers_heaps.load() != 0 && !ended(r)) {
+    while (r != rank_ && (window_->control(r).*flag).load() != 0 && !ended(r)) {
       const Clock::duration time = waited.until(Clock::now());
       // A thread of this process cannot be locked out, and need not be: it will leave soon.
       if (can_detach && peers_->watched(r) && time > kRetreatWithin) {
         try {
-          return detach();
+          detach();
+          return true;
         } catch (const std::system_error&) {
           can_detach = false;  // no memory for the pages: can only wait
         }
       }
-      if (time > kRetreatWithin + timeout_) return;
+      if (time > kRetreatWithin + timeout_) return false;
       std::this_thread::sleep_for(kNap);
     }
   }
-  exposed_ = false;
+  return true;
 }
 
 // Detaches the pages of this rank's tensors, each page once.

@@ -32,7 +32,7 @@ Group::~Group() { close(); }
 
 bool Group::forked() const { return forks_ != current_forks(); }
 
-bool Group::idle() {
+bool Group::collectives_idle() {
   if (forked()) return true;
   if (pending_.load(std::memory_order_acquire) != 0) return false;
   const std::unique_lock lock(running_, std::try_to_lock);
@@ -40,7 +40,8 @@ bool Group::idle() {
 }
 
 void Group::wait_until_idle(void (*interrupt)()) {
-  for (Clock::time_point look_at = Clock::now() + kInterruptEvery; interrupt && !idle();) {
+  for (Clock::time_point look_at = Clock::now() + kInterruptEvery;
+       interrupt && !collectives_idle();) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
     if (Clock::now() < look_at) continue;
     interrupt();
@@ -64,7 +65,8 @@ void Group::end_waits_of(std::span<const std::shared_ptr<Group>> others) {
   if (!idle() || closed_) return;  // its own work may follow; all ranks see one that has left
   std::vector<Group*> beyond;
   for (const auto& other : others) {
-    if (other->idle()) continue;
+    if (other->p2p_awaits(rank_)) other->abort(pycomm::abort_word(Reason::returned, rank_));
+    if (other->collectives_idle()) continue;
     if (reached(comm_.ordinal(), other->comm_.ordinal())) return;
     beyond.push_back(other.get());
   }
@@ -341,6 +343,38 @@ void Group::rethrow_failure() {
   if (error_) std::rethrow_exception(error_);
 }
 
+p2p::Engine& Group::p2p() {
+  check_usable();
+  const std::lock_guard lock(p2p_mutex_);
+  if (p2p_ != nullptr) return *p2p_;
+  if (closed_) check_usable();  // nobody would close it
+  p2p_ = std::make_unique<p2p::Engine>(*window_, *heap_, comm_, told_,
+                                       [this](const CollectiveError& error) {
+                                         if (internode_ != nullptr) internode_->tell();
+                                         fail(error);
+                                       });
+  return *p2p_;
+}
+
+bool Group::p2p_idle() {
+  const std::lock_guard lock(p2p_mutex_);
+  return p2p_ == nullptr || p2p_->idle();
+}
+
+bool Group::p2p_awaits(int rank) {
+  const std::lock_guard lock(p2p_mutex_);
+  return p2p_ != nullptr && p2p_->awaits(rank);
+}
+
+void Group::close_p2p(void (*interrupt)()) {
+  p2p::Engine* engine = nullptr;
+  {
+    const std::lock_guard lock(p2p_mutex_);
+    engine = p2p_.get();
+  }
+  if (engine != nullptr) engine->close(interrupt);
+}
+
 void Group::trim(void (*interrupt)()) {
   check_usable();
   running_.check_not_held();
@@ -361,6 +395,7 @@ void Group::close(void (*interrupt)()) {
   }
   std::exception_ptr interrupted;
   try {
+    close_p2p(interrupt);
     wait_until_idle(interrupt);
   } catch (...) {
     interrupted = std::current_exception();

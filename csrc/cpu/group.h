@@ -17,6 +17,7 @@
 #include "cpu/comm.h"
 #include "cpu/internode/group.h"
 #include "cpu/operation_lock.h"
+#include "cpu/p2p/engine.h"
 #include "cpu/window.h"
 #include "cpu/work.h"
 
@@ -55,6 +56,26 @@ class Group {
     return submit({{operation, input, output, feedback}});
   }
 
+  // Point-to-point operations with another rank of this node, or with this one; independent of the
+  // collectives. recv() returns the source.
+  void send(const void* data, const p2p::Envelope& envelope, const p2p::Options& options = {}) {
+    p2p().send(data, envelope, options);
+  }
+  int recv(void* data, const p2p::Envelope& envelope, const p2p::Options& options = {}) {
+    return p2p().recv(data, envelope, options);
+  }
+  // The buffer must live until the request has completed.
+  p2p::RequestPtr isend(const void* data, const p2p::Envelope& envelope,
+                        const p2p::Options& options = {}) {
+    return p2p().isend(data, envelope, options);
+  }
+  p2p::RequestPtr irecv(void* data, const p2p::Envelope& envelope,
+                        const p2p::Options& options = {}) {
+    return p2p().irecv(data, envelope, options);
+  }
+  // True if this rank can exchange messages with rank `rank`: both are on the same node.
+  bool supports_peer(int rank) const { return comm_.index_of(rank) >= 0; }
+
   // Throws if the group is unusable: the original error if no caller has received it yet, else
   // GroupUnusable.
   void check_usable();
@@ -62,7 +83,7 @@ class Group {
   int pid(int r) const { return comm_.pid(r); }
   void set_name(std::string name) { comm_.set_name(std::move(name)); }
   // True if this rank runs no operation.
-  bool idle();
+  bool idle() { return collectives_idle() && (forked() || p2p_idle()); }
   // True if this process is a fork of the one that created the group.
   bool forked() const;
 
@@ -126,6 +147,11 @@ class Group {
     std::shared_ptr<Work> work = nullptr;
   };
 
+  bool collectives_idle();
+  bool p2p_idle();
+  bool p2p_awaits(int rank);
+  p2p::Engine& p2p();
+  void close_p2p(void (*interrupt)());
   std::string refusal(const Call& call) const;
   void check_fits(const Call& call) const;
   std::shared_ptr<Work> enqueue(Task task);
@@ -167,6 +193,9 @@ class Group {
   std::exception_ptr error_;
   const std::shared_ptr<std::atomic<bool>> told_ = std::make_shared<std::atomic<bool>>(false);
   std::thread worker_;
+
+  std::mutex p2p_mutex_;
+  std::unique_ptr<p2p::Engine> p2p_;  // created at the first use
 };
 
 }  // namespace pycomm::cpu

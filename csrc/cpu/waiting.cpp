@@ -96,11 +96,16 @@ int Comm::culprit(int r) const {
   for (int hops = 0; hops < size_; ++hops) {
     const auto waiting =
         parse_waiting(window_->control(r).waiting.load(std::memory_order_acquire), size_);
-    if (!waiting) return r;
+    if (!waiting) {
+      const auto peer = static_cast<int>(window_->control(r).p2p_waiting.load());
+      if (peer < 1 || peer > size_) return r;
+      r = peer - 1;
+      continue;
+    }
     const auto [next, channel, target] = *waiting;
     if (channel != kPacket) {
       const std::uint32_t value =
-          channel == kAnnouncement ? announced(next) : published(next, channel);
+          channel == kAnnouncement ? announced(next, target) : published(next, channel);
       if (reached(value, target)) return r;
     }
     r = next;

@@ -20,6 +20,14 @@ inline constexpr auto kLongestSleep = std::chrono::milliseconds(10);
 inline constexpr auto kLookEvery = std::chrono::milliseconds(1);
 inline constexpr auto kInterruptEvery = std::chrono::milliseconds(50);
 
+inline void pause_core() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
 PYCOMM_HD bool has_come(const std::atomic<std::uint32_t>& flag, std::uint32_t target) {
   return reached(flag.load(std::memory_order_acquire), target);
 }

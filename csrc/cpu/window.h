@@ -1,6 +1,6 @@
 // The window: memory that the ranks of one node share, an anonymous file with a slice per rank.
 //
-//   | control page | packets | staging, even operations | staging, odd operations | heap ... |
+//   | control page | packets | mailboxes | staging, even operations | staging, odd ones | heap ... |
 //
 // In the file, the parts of all slices that precede the heaps come first, so that a single mapping
 // has them all. The heaps follow and are mapped in pieces (cpu/heap.h). The file has no name, so it
@@ -27,6 +27,7 @@
 #include "core/types.h"
 #include "cpu/bell.h"
 #include "cpu/heap.h"
+#include "cpu/p2p/mailbox.h"
 #include "cpu/shared_wait.h"
 
 namespace pycomm::cpu {
@@ -70,6 +71,12 @@ struct Control {
   alignas(128) std::atomic<std::uint32_t> kernels_in_peers_heaps;
   alignas(128) std::atomic<std::uint32_t> completed;  // last operation that succeeded here
   SharedWait shared_wait;                             // a long wait of this rank in another group
+  // Point-to-point operations. This rank's threads sleep on a bell of their own.
+  alignas(128) std::atomic<std::uint32_t> p2p_asleep;  // number of threads asleep
+  std::atomic<std::uint32_t> p2p_waiting;              // 1 + the rank that this one waits for
+  alignas(128) Bell p2p_bell;                          // wakes them
+  p2p::Disagreement disagreement;                      // why this rank has aborted the group
+  alignas(128) std::atomic<std::uint32_t> p2p_in_peers_heaps;  // as in_peers_heaps
 };
 
 inline constexpr std::int64_t kPage = 4096;
@@ -104,6 +111,17 @@ inline constexpr std::uint64_t kLayout = hash_of({kLayoutVersion,
                                                   offsetof(Control, kernels_in_peers_heaps),
                                                   offsetof(Control, completed),
                                                   offsetof(Control, shared_wait),
+                                                  offsetof(Control, p2p_asleep),
+                                                  offsetof(Control, p2p_waiting),
+                                                  offsetof(Control, p2p_bell),
+                                                  offsetof(Control, disagreement),
+                                                  offsetof(Control, p2p_in_peers_heaps),
+                                                  sizeof(p2p::Mailbox),
+                                                  offsetof(p2p::Mailbox, sender),
+                                                  offsetof(p2p::Mailbox, receiver),
+                                                  sizeof(p2p::Disagreement),
+                                                  p2p::kRingBytes,
+                                                  p2p::kAnswers,
                                                   kChannels,
                                                   kStagingSlots,
                                                   kLine,
@@ -117,9 +135,14 @@ static_assert(std::atomic<std::uint32_t>::is_always_lock_free &&
 constexpr std::int64_t packet_area_bytes(int ranks) {
   return round_up(std::int64_t{2} * ranks * 2 * kPacketBytes, kPage);
 }
+// The bytes of one rank's mailboxes: one for each rank that may send to it.
+constexpr std::int64_t mailbox_area_bytes(int ranks) {
+  return round_up(ranks * static_cast<std::int64_t>(sizeof(p2p::Mailbox)), kPage);
+}
 // The bytes of a rank's slice that precede its heap.
 constexpr std::int64_t heap_begin(int ranks, std::int64_t staging_bytes) {
-  return kControlBytes + packet_area_bytes(ranks) + round_up(staging_bytes, kPage);
+  return kControlBytes + packet_area_bytes(ranks) + mailbox_area_bytes(ranks) +
+         round_up(staging_bytes, kPage);
 }
 
 class Window {
@@ -147,6 +170,11 @@ class Window {
   std::atomic<std::uint64_t>* packets(int r, std::uint32_t parity, int from) const {
     const std::int64_t offset = ((parity & 1u) * ranks_ + from) * 2 * kPacketBytes;
     return reinterpret_cast<std::atomic<std::uint64_t>*>(slice(r) + kControlBytes + offset);
+  }
+  // For messages of rank `from` to rank r.
+  p2p::Mailbox& mailbox(int r, int from) const {
+    std::byte* const area = slice(r) + kControlBytes + packet_area_bytes(ranks_);
+    return reinterpret_cast<p2p::Mailbox*>(area)[from];
   }
   // Identifies the window, in all processes alike.
   std::uint32_t id() const { return id_; }
@@ -184,7 +212,9 @@ class Window {
   std::int64_t begin_in_file(int r) const {
     return (ranks_ - 1) * heap_begin_ + r * (slice_bytes_ - heap_begin_);
   }
-  std::int64_t staging_begin() const { return kControlBytes + packet_area_bytes(ranks_); }
+  std::int64_t staging_begin() const {
+    return kControlBytes + packet_area_bytes(ranks_) + mailbox_area_bytes(ranks_);
+  }
 
   const int fd_;
   const std::uint32_t id_;

@@ -78,6 +78,11 @@ def check_no_gradient(argument: str, tensor: torch.Tensor) -> None:
 def check_written(argument: str, tensor: torch.Tensor) -> None:
     """Raises an error for tensors that cannot receive a result."""
     check_tensor(argument, tensor)
+    check_no_overlap(argument, tensor)
+
+
+def check_no_overlap(argument: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError for tensors whose elements share memory."""
     if internal_overlap(tensor) == 1:
         raise ValueError(f"{argument} must not overlap itself in memory, got an expanded tensor")
 

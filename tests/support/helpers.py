@@ -186,6 +186,6 @@ def run_group(size: int, function: Callable[..., Any], *args: Any, **options: An
 
 
 def data_begin(size: int) -> int:
-    """The offset of staging in a rank's slice: after a page of flags and the packets."""
-    packets = 2 * size * 2 * 64
-    return 4096 + -(-packets // 4096) * 4096
+    """The offset of staging in a rank's slice: after a page of flags, packets and mailboxes."""
+    packets, mailboxes = 2 * size * 2 * 64, size * 256
+    return 4096 + sum(-(-area // 4096) * 4096 for area in (packets, mailboxes))

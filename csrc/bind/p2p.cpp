@@ -1,0 +1,85 @@
+// Python bindings of sends and receives. Arguments are numbers and pointers, not tensors.
+#include <pybind11/pybind11.h>
+
+#include "bind/gil.h"
+#include "bind/python.h"
+#include "cpu/group.h"
+
+namespace py = pybind11;
+
+namespace pycomm::bind {
+namespace {
+
+using cpu::Group;
+using cpu::p2p::Envelope;
+using cpu::p2p::Options;
+using cpu::p2p::Request;
+using cpu::p2p::RequestPtr;
+
+Envelope envelope(int peer, std::int32_t tag, int element, std::int64_t bytes) {
+  return {peer, tag, static_cast<Element>(element), bytes};
+}
+
+// `timeout` in seconds; 0 is the group's.
+Options options(double timeout) {
+  const std::chrono::duration<double> seconds(timeout);
+  return {std::chrono::duration_cast<cpu::Clock::duration>(seconds), check_signals, {}};
+}
+
+void send(Group& group, std::uintptr_t data, std::int64_t bytes, int element, int to,
+          std::int32_t tag, double timeout) {
+  const WithoutGil no_gil;
+  group.send(reinterpret_cast<const void*>(data), envelope(to, tag, element, bytes),
+             options(timeout));
+}
+
+int recv(Group& group, std::uintptr_t data, std::int64_t bytes, int element, int from,
+         std::int32_t tag, double timeout) {
+  const WithoutGil no_gil;
+  return group.recv(reinterpret_cast<void*>(data), envelope(from, tag, element, bytes),
+                    options(timeout));
+}
+
+RequestPtr isend(Group& group, std::uintptr_t data, std::int64_t bytes, int element, int to,
+                 std::int32_t tag, double timeout) {
+  const WithoutGil no_gil;
+  return group.isend(reinterpret_cast<const void*>(data), envelope(to, tag, element, bytes),
+                     options(timeout));
+}
+
+RequestPtr irecv(Group& group, std::uintptr_t data, std::int64_t bytes, int element, int from,
+                 std::int32_t tag, double timeout) {
+  const WithoutGil no_gil;
+  return group.irecv(reinterpret_cast<void*>(data), envelope(from, tag, element, bytes),
+                     options(timeout));
+}
+
+}  // namespace
+
+void bind_p2p(py::module_& m, GroupClass& group) {
+  py::class_<Request, RequestPtr>(m, "Request")
+      .def(
+          "wait", [](Request& request) { request.wait(check_signals); },
+          py::call_guard<WithoutGil>())
+      .def("completed", &Request::completed)
+      .def_property_readonly("source", [](const Request& request) { return request.source; });
+  group
+      .def("send", &send, py::arg("data"), py::arg("bytes"), py::arg("element"), py::arg("to"),
+           py::arg("tag"), py::arg("timeout") = 0.0)
+      .def("recv", &recv, py::arg("data"), py::arg("bytes"), py::arg("element"), py::arg("source"),
+           py::arg("tag"), py::arg("timeout") = 0.0)
+      .def("isend", &isend, py::arg("data"), py::arg("bytes"), py::arg("element"), py::arg("to"),
+           py::arg("tag"), py::arg("timeout") = 0.0)
+      .def("irecv", &irecv, py::arg("data"), py::arg("bytes"), py::arg("element"),
+           py::arg("source"), py::arg("tag"), py::arg("timeout") = 0.0)
+      .def("supports_peer", &Group::supports_peer, py::arg("rank"));
+  py::dict numbers;
+  for (const ElementRow& row : kElementRows) {
+    numbers[name_of(row.element)] = static_cast<int>(row.element);
+  }
+  m.attr("element_numbers") = numbers;
+  m.attr("any_source") = cpu::p2p::kAnySource;
+  m.attr("eager_bytes") = cpu::p2p::kEagerBytes;
+}
+
+}  // namespace pycomm::bind

@@ -1,0 +1,188 @@
+#include "cpu/p2p/engine.h"
+
+#include <cstring>
+#include <utility>
+
+#include "cpu/fork.h"
+#include "cpu/operation_lock.h"
+
+namespace pycomm::cpu::p2p {
+
+std::string describe(std::int64_t bytes, Element element) {
+  return std::to_string(bytes / size_of(element)) + " " + name_of(element);
+}
+
+std::string describe(const Disagreement& disagreement, int sender, int receiver) {
+  const Disagreement read = disagreement;
+  if (!is_element(read.sent) || !is_element(read.received)) return {};
+  return "rank " + std::to_string(sender) + " sent " + describe(read.sent_bytes, read.sent) +
+         ", rank " + std::to_string(receiver) + " receives " +
+         describe(read.received_bytes, read.received) + ", tag " + std::to_string(read.tag);
+}
+
+std::string Request::describe() const {
+  const std::string rank =
+      envelope.peer == kAnySource ? std::string("any") : std::to_string(envelope.peer);
+  return std::string(name()) + "(" + p2p::describe(envelope.bytes, envelope.element) +
+         (receives ? ", src=" : ", dst=") + rank + ", tag=" + std::to_string(envelope.tag) + ")";
+}
+
+Engine::Engine(Window& window, Heap& heap, Comm& comm, std::shared_ptr<std::atomic<bool>> told,
+               std::function<void(const CollectiveError&)> failed)
+    : forks_(current_forks()),
+      node_{window, heap, comm},
+      told_(std::move(told)),
+      failed_(std::move(failed)) {
+  for (int r = 0; r < comm.size(); ++r) {
+    incoming_.emplace_back(node_, matcher_, r);
+    outgoing_.emplace_back(node_, r);
+  }
+}
+
+RequestPtr Engine::make(bool receives, void* data, const Envelope& envelope,
+                        const Options& options) {
+  const int size = node_.comm.peers().count();
+  const bool any = receives && envelope.peer == kAnySource;
+  PYCOMM_CHECK(any ? size == node_.comm.size() : node_.comm.index_of(envelope.peer) >= 0,
+               std::string(receives ? "src" : "dst") + " must be a rank of this node, got " +
+                   std::to_string(envelope.peer));
+  PYCOMM_CHECK(is_element(envelope.element) && envelope.bytes >= 0 &&
+                   envelope.bytes <= kMostBytes && (data != nullptr || envelope.bytes == 0),
+               "a message must have memory and a known dtype");
+  auto request = std::make_shared<Request>();
+  request->engine = this;
+  request->receives = receives;
+  request->data = static_cast<std::byte*>(data);
+  request->envelope = envelope;
+  request->peer = any ? kAnySource : node_.comm.index_of(envelope.peer);
+  request->callback = options.callback;
+  request->always_timed = options.timeout != Clock::duration{};
+  request->timeout = request->always_timed ? options.timeout : node_.comm.patience();
+  request->told = told_;
+  return request;
+}
+
+// Posts a request and leaves it to a thread that waits, or to the engine's.
+void Engine::start(const RequestPtr& request, bool inline_wait) {
+  Lock lock(mutex_);
+  if (ended_) throw GroupUnusable("group is closed or has failed");
+  if (!request->receives && request->peer != node_.rank()) {
+    outgoing_[static_cast<std::size_t>(request->peer)].open();
+  }
+  request->number = ++count_;
+  node_.requests.add(request);
+  guarded(lock, [&] {
+    if (node_.comm.aborted() != 0) throw Stopped();
+    request->receives ? post_receive(request) : post_send(request);
+    return true;
+  });
+  if (inline_wait || request->completed()) return;
+  if (!thread_.joinable()) {
+    thread_ = std::thread([this] { serve(); });
+  } else {
+    thread_needed_.notify_one();
+  }
+}
+
+void Engine::post_send(const RequestPtr& request) {
+  if (request->peer == node_.rank()) return send_to_self(request);
+  outgoing_[static_cast<std::size_t>(request->peer)].post(request);
+}
+
+// A message to this rank waits in private memory, so that it needs no second thread.
+void Engine::send_to_self(const RequestPtr& request) {
+  const auto& [peer, tag, element, bytes] = request->envelope;
+  const int self = node_.rank();
+  const Frame frame{0, FrameKind::eager, element, tag, 0, bytes, kNotInWindow};
+  if (const RequestPtr receive = matcher_.take_receive(self, tag)) {
+    node_.check_match(self, frame, *receive);
+    if (bytes > 0) std::memcpy(receive->data, request->data, static_cast<std::size_t>(bytes));
+    receive->source = peer;
+    node_.requests.complete(receive);
+  } else {
+    matcher_.keep(Arrival{self, frame, {request->data, request->data + bytes}});
+  }
+  node_.requests.complete(request);
+}
+
+void Engine::post_receive(const RequestPtr& request) {
+  std::optional<Arrival> arrival = matcher_.take_arrival(request->peer, request->envelope.tag);
+  if (!arrival) return matcher_.keep(request);
+  if (arrival->frame.kind == FrameKind::announce) {
+    Incoming& from = incoming_[static_cast<std::size_t>(arrival->source)];
+    from.accept(request, arrival->frame);
+    from.progress();
+    return;
+  }
+  node_.check_match(arrival->source, arrival->frame, *request);
+  if (!arrival->payload.empty()) {
+    std::memcpy(request->data, arrival->payload.data(), arrival->payload.size());
+  }
+  request->source = node_.comm.number(arrival->source);
+  node_.requests.complete(request);
+}
+
+RequestPtr Engine::isend(const void* data, const Envelope& envelope, const Options& options) {
+  RequestPtr request = make(false, const_cast<void*>(data), envelope, options);
+  start(request, false);
+  return request;
+}
+
+RequestPtr Engine::irecv(void* data, const Envelope& envelope, const Options& options) {
+  RequestPtr request = make(true, data, envelope, options);
+  start(request, false);
+  return request;
+}
+
+void Engine::send(const void* data, const Envelope& envelope, const Options& options) {
+  const RequestPtr request = make(false, const_cast<void*>(data), envelope, options);
+  start(request, true);
+  wait(*request, options.interrupt);
+}
+
+int Engine::recv(void* data, const Envelope& envelope, const Options& options) {
+  const RequestPtr request = make(true, data, envelope, options);
+  start(request, true);
+  wait(*request, options.interrupt);
+  return request->source;
+}
+
+bool Engine::idle() {
+  const Lock lock(mutex_);
+  return node_.requests.pending().empty();
+}
+
+bool Engine::awaits(int number) {
+  Lock lock(mutex_);
+  guarded(lock, [this] { return progress(); });  // what rank `number` has sent may not be taken yet
+  const int r = node_.comm.index_of(number);
+  for (const RequestPtr& request : node_.requests.pending()) {
+    const bool from = request->peer == r || (request->peer == kAnySource && incoming_.size() == 2);
+    if (request->receives && request->waiters > 0 && from && !request->matched) return true;
+  }
+  return false;
+}
+
+void Engine::close(void (*interrupt)()) {
+  std::exception_ptr interrupted;
+  Lock lock(mutex_);
+  ended_ = true;
+  while (!node_.requests.pending().empty()) {
+    const RequestPtr request = node_.requests.pending().front();
+    lock.unlock();
+    try {
+      finish(*request, interrupt);
+    } catch (...) {
+      interrupted = std::current_exception();
+    }
+    lock.lock();
+  }
+  changed_.wait(lock, [&] { return waiters_ == 0; });
+  stopping_ = true;
+  thread_needed_.notify_one();
+  lock.unlock();
+  if (thread_.joinable()) thread_.join();
+  if (interrupted) std::rethrow_exception(interrupted);
+}
+
+}  // namespace pycomm::cpu::p2p

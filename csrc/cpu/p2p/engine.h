@@ -1,0 +1,117 @@
+// The point-to-point engine of one rank: sends and receives between ranks that share a window.
+//
+// An operation proceeds when a thread of this rank lets it: a thread that calls or waits for one
+// drives all of them. If an asynchronous operation is pending and no thread waits, a thread of the
+// engine does it. The protocol is described in docs/algorithms.md#point-to-point.
+//
+// Thread-safe. Ranks are numbered as in the whole group, and must be on this node.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+#include "core/errors.h"
+#include "cpu/p2p/incoming.h"
+#include "cpu/p2p/matcher.h"
+#include "cpu/p2p/node.h"
+#include "cpu/p2p/outgoing.h"
+#include "cpu/p2p/request.h"
+#include "cpu/waiting_time.h"
+
+namespace pycomm::cpu::p2p {
+
+class Engine {
+ public:
+  // `failed` is called once, with the first operation's error, when the engine has failed. `told`
+  // is set when a caller gets the error.
+  Engine(Window& window, Heap& heap, Comm& comm, std::shared_ptr<std::atomic<bool>> told,
+         std::function<void(const CollectiveError&)> failed);
+  ~Engine() { close(nullptr); }
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  // Start an operation. The buffer must live until the request has completed.
+  RequestPtr isend(const void* data, const Envelope& envelope, const Options& options = {});
+  RequestPtr irecv(void* data, const Envelope& envelope, const Options& options = {});
+  // Run an operation on this thread; recv() returns the source.
+  void send(const void* data, const Envelope& envelope, const Options& options = {});
+  int recv(void* data, const Envelope& envelope, const Options& options = {});
+
+  // True if no operation is pending.
+  bool idle();
+  // True if a thread waits here for a message that rank `number` has not sent.
+  bool awaits(int number);
+  // Completes all operations and ends the thread; afterwards the engine refuses operations. If
+  // `interrupt` throws, the group is aborted.
+  void close(void (*interrupt)());
+
+ private:
+  friend struct Request;
+  using Lock = std::unique_lock<std::mutex>;
+
+  RequestPtr make(bool receives, void* data, const Envelope& envelope, const Options& options);
+  // `inline_wait`: the caller is about to wait for the request.
+  void start(const RequestPtr& request, bool inline_wait);
+  void post_send(const RequestPtr& request);
+  void post_receive(const RequestPtr& request);
+  void send_to_self(const RequestPtr& request);
+
+  // What Request::wait does. Throw GroupUnusable in a forked process.
+  void wait(Request& request, void (*interrupt)());
+  bool wait(Request& request, Clock::duration patience);
+  void check_not_forked() const;
+  void finish(Request& request, void (*interrupt)());
+  bool await(Request& request, Clock::time_point until, void (*interrupt)());
+  // Drives all operations until over() or `until`.
+  template <class Over>
+  void drive(Lock& lock, Clock::time_point until, Over over);
+  void serve();
+
+  // Runs `work`, and handles what it throws; then calls the callbacks that are due, without the
+  // lock.
+  bool guarded(Lock& lock, const std::function<bool()>& work);
+  bool progress();
+  bool progress_with(int r);
+  void doze(Lock& lock, Clock::duration most);
+  void look(Clock::time_point now);
+  void look_for_the_gone();
+  bool needs(int r, bool died) const;
+  void check_deadlines(Clock::duration time);
+  [[noreturn]] void time_out(const Request& request, Clock::duration time);
+  Control& mine() const { return node_.window.control(node_.rank()); }
+
+  void fail(const std::string& cause);
+  void retreat();
+  void detach();
+  CollectiveError failure_of(std::uint64_t word, const Request& request,
+                             const std::string& cause) const;
+
+  const unsigned forks_;
+  std::mutex mutex_;
+  Node node_;
+  Matcher matcher_;
+  std::deque<Incoming> incoming_;  // by rank
+  std::deque<Outgoing> outgoing_;
+  const std::shared_ptr<std::atomic<bool>> told_;
+  const std::function<void(const CollectiveError&)> failed_;
+  std::uint32_t count_ = 0;  // operations so far
+  bool ended_ = false;       // closed or failed
+  WaitingTime clock_;        // counts the time in which this rank could run
+  Clock::time_point look_at_ = {};
+  int looked_at_ = 0;
+  std::string cause_;  // of malformed data
+
+  int waiters_ = 0;      // threads in await()
+  bool driven_ = false;  // one of them drives
+  int dozing_ = 0;
+  std::condition_variable changed_;
+  std::condition_variable thread_needed_;
+  bool stopping_ = false;
+  std::thread thread_;
+};
+
+}  // namespace pycomm::cpu::p2p

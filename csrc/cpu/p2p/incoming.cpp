@@ -1,0 +1,132 @@
+#include "cpu/p2p/incoming.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace pycomm::cpu::p2p {
+
+void Incoming::open() {
+  const std::int64_t offset = mailbox_.sender.ring.load(std::memory_order_acquire);
+  if (offset == 0) return;
+  const Range heap = node_.heap_range();
+  PYCOMM_CHECK(offset != kNotInWindow && offset % kLine == 0, "a ring has an impossible place");
+  check_place(offset, kAllocationBytes, heap);
+  ring_.emplace(mailbox_, node_.window.in_heap(from_, offset, kAllocationBytes), node_.window.id(),
+                heap);
+}
+
+bool Incoming::progress() {
+  if (!ring_) open();
+  if (!ring_) return false;
+  bool moved = false;
+  Frame frame;
+  // At most about a ring's content, so that other ranks get their turn.
+  for (std::int64_t bytes = 0; bytes < kRingBytes && ring_->next(frame); moved = true) {
+    take(frame);
+    ring_->release(frame);
+    bytes += length_of(frame);
+  }
+  moved |= read_directly();
+  moved |= send_answers();
+  if (moved) node_.wake(from_);
+  return moved;
+}
+
+void Incoming::take(const Frame& frame) {
+  switch (frame.kind) {
+    case FrameKind::eager:
+    case FrameKind::announce:
+      PYCOMM_CHECK(frame.message == next_++, "a message has another one's number");
+      break;
+    case FrameKind::chunk:
+      return take_chunk(frame);
+    case FrameKind::written:
+      return take_written(frame);
+  }
+  if (frame.kind == FrameKind::eager) return take_eager(frame);
+  if (RequestPtr receive = matcher_.take_receive(from_, frame.tag)) {
+    accept(std::move(receive), frame);
+  } else {
+    matcher_.keep(Arrival{from_, frame, {}});
+  }
+}
+
+void Incoming::take_eager(const Frame& frame) {
+  if (const RequestPtr receive = matcher_.take_receive(from_, frame.tag)) {
+    node_.check_match(from_, frame, *receive);
+    ring_->read_payload(frame, receive->data);
+    return complete(receive);
+  }
+  Arrival arrival{from_, frame, std::vector<std::byte>(static_cast<std::size_t>(frame.bytes))};
+  ring_->read_payload(frame, arrival.payload.data());
+  matcher_.keep(std::move(arrival));
+}
+
+void Incoming::accept(RequestPtr receive, const Frame& announced) {
+  node_.check_match(from_, announced, *receive);
+  receive->matched = true;
+  receive->peer = from_;
+  receive->since = Request::kUnset;
+  if (announced.offset != kNotInWindow) {
+    const std::byte* const data = node_.window.in_heap(from_, announced.offset, announced.bytes);
+    readings_.push_back({std::move(receive), announced.message, data});
+    return;
+  }
+  const std::int64_t place =
+      node_.window.place_in_heap(node_.rank(), receive->data, announced.bytes);
+  receive->exposed = place != kNotInWindow;
+  deliveries_[announced.message] = {std::move(receive), place != kNotInWindow};
+  answers_.push_back({announced.message, place, node_.window.id(), AnswerKind::accept});
+}
+
+Incoming::Delivery& Incoming::delivery(const Frame& frame, bool direct) {
+  const auto found = deliveries_.find(frame.message);
+  PYCOMM_CHECK(found != deliveries_.end() && found->second.direct == direct,
+               "a frame is part of no message");
+  return found->second;
+}
+
+void Incoming::take_chunk(const Frame& frame) {
+  Delivery& to = delivery(frame, false);
+  const std::int64_t bytes = to.receive->envelope.bytes;
+  PYCOMM_CHECK(frame.bytes > 0 && frame.bytes <= bytes - to.done, "a message is too long");
+  ring_->read_payload(frame, to.receive->data + to.done);
+  to.done += frame.bytes;
+  to.receive->since = Request::kUnset;
+  if (to.done < bytes) return;
+  complete(to.receive);
+  deliveries_.erase(frame.message);
+}
+
+void Incoming::take_written(const Frame& frame) {
+  complete(delivery(frame, true).receive);
+  deliveries_.erase(frame.message);
+}
+
+bool Incoming::read_directly() {
+  if (readings_.empty()) return false;
+  Reading& reading = readings_.front();
+  const std::int64_t bytes = reading.receive->envelope.bytes;
+  const std::int64_t n = std::min(bytes - reading.done, kSliceBytes);
+  node_.copy_in_peers_heap(reading.receive->data + reading.done, reading.data + reading.done, n);
+  reading.done += n;
+  reading.receive->since = Request::kUnset;
+  if (reading.done < bytes) return true;
+  answers_.push_back({reading.message, kNotInWindow, node_.window.id(), AnswerKind::taken});
+  complete(reading.receive);
+  readings_.pop_front();
+  return true;
+}
+
+bool Incoming::send_answers() {
+  bool moved = false;
+  for (; !answers_.empty() && ring_->answer(answers_.front()); moved = true) answers_.pop_front();
+  return moved;
+}
+
+void Incoming::complete(const RequestPtr& receive) {
+  receive->source = node_.comm.number(from_);
+  node_.requests.complete(receive);
+}
+
+}  // namespace pycomm::cpu::p2p

@@ -1,0 +1,44 @@
+#include "cpu/p2p/matcher.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace pycomm::cpu::p2p {
+
+RequestPtr Matcher::take_receive(int source, std::int32_t tag) {
+  const auto known = tags_.find(tag);
+  if (known == tags_.end()) return nullptr;
+  auto& receives = known->second.receives;
+  const auto found = std::find_if(receives.begin(), receives.end(), [&](const RequestPtr& r) {
+    return r->peer == source || r->peer == kAnySource;
+  });
+  if (found == receives.end()) return nullptr;
+  RequestPtr receive = std::move(*found);
+  receives.erase(found);
+  erase_if_empty(known);
+  return receive;
+}
+
+std::optional<Arrival> Matcher::take_arrival(int source, std::int32_t tag) {
+  const auto known = tags_.find(tag);
+  if (known == tags_.end()) return {};
+  auto& arrivals = known->second.arrivals;
+  const auto found = std::find_if(arrivals.begin(), arrivals.end(), [&](const Arrival& arrival) {
+    return arrival.source == source || source == kAnySource;
+  });
+  if (found == arrivals.end()) return {};
+  std::optional<Arrival> arrival = std::move(*found);
+  arrivals.erase(found);
+  erase_if_empty(known);
+  return arrival;
+}
+
+void Matcher::keep(RequestPtr receive) {
+  tags_[receive->envelope.tag].receives.push_back(std::move(receive));
+}
+
+void Matcher::keep(Arrival arrival) {
+  tags_[arrival.frame.tag].arrivals.push_back(std::move(arrival));
+}
+
+}  // namespace pycomm::cpu::p2p

@@ -1,0 +1,67 @@
+// What the parts of a rank's engine share: its place in the window, and its pending requests.
+#pragma once
+
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "cpu/comm.h"
+#include "cpu/p2p/request.h"
+#include "cpu/window.h"
+
+namespace pycomm::cpu::p2p {
+
+// The group has been aborted, by this rank or another one; the abort word says why.
+struct Stopped {};
+
+// The requests that have not completed, and those that have but whose callbacks are due.
+class Requests {
+ public:
+  void add(const RequestPtr& request) {
+    request->place = pending_.size();
+    pending_.push_back(request);
+  }
+  void complete(const RequestPtr& request) {
+    pending_.back()->place = request->place;
+    pending_[request->place] = pending_.back();
+    pending_.pop_back();
+    if (request->callback.function != nullptr) finished_.push_back(request);
+    request->done.store(true, std::memory_order_release);
+  }
+  const std::vector<RequestPtr>& pending() const { return pending_; }
+  std::vector<RequestPtr> take_finished() { return std::exchange(finished_, {}); }
+  bool any_finished() const { return !finished_.empty(); }
+
+ private:
+  std::vector<RequestPtr> pending_;
+  std::vector<RequestPtr> finished_;
+};
+
+struct Node {
+  Window& window;
+  Heap& heap;
+  Comm& comm;
+  Requests requests = {};
+
+  int rank() const { return comm.rank(); }
+  Range heap_range() const {
+    return {window.heap_begin(), window.slice_bytes() - window.heap_begin()};
+  }
+  // Wakes rank r if it sleeps; call it after what it waits for has been stored in sequentially
+  // consistent order.
+  void wake(int r) const {
+    Control& theirs = window.control(r);
+    if (theirs.p2p_asleep.load() != 0) theirs.p2p_bell.ring();
+  }
+  // Copies between this rank's memory and another rank's heap. Either this rank sees an abort here,
+  // or the rank that fails sees that this one uses its memory: both write first and read
+  // afterwards, in one total order.
+  void copy_in_peers_heap(std::byte* to, const std::byte* from, std::int64_t bytes) const;
+  // Checks that a message and the receive that it matches agree. Aborts the group if not.
+  void check_match(int source, const Frame& frame, const Request& receive) const;
+};
+
+// The most that is copied directly before other messages get their turn.
+inline constexpr std::int64_t kSliceBytes = 1 << 20;
+
+}  // namespace pycomm::cpu::p2p

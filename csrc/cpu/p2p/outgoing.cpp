@@ -1,0 +1,142 @@
+#include "cpu/p2p/outgoing.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace pycomm::cpu::p2p {
+
+void Outgoing::open() {
+  if (ring_) return;
+  std::byte* const memory = node_.heap.allocate(kAllocationBytes);  // given back with the window
+  Mailbox& mailbox = node_.window.mailbox(to_, node_.rank());
+  ring_.emplace(mailbox, memory);
+  mailbox.sender.ring.store(node_.window.place_in_heap(node_.rank(), memory, kAllocationBytes),
+                            std::memory_order_release);
+}
+
+void Outgoing::post(RequestPtr request) {
+  queued_.push_back(std::move(request));
+  if (queued_.size() == 1) {
+    send_queued();
+    publish();
+  }
+}
+
+bool Outgoing::progress() {
+  if (!busy()) return false;
+  bool moved = take_answers();
+  moved |= send_queued();
+  publish();
+  moved |= stream();
+  moved |= write_directly();
+  return moved;
+}
+
+void Outgoing::publish() {
+  if (ring_->publish()) node_.wake(to_);
+}
+
+Frame Outgoing::frame(FrameKind kind, std::uint64_t message, const Request& request,
+                      std::int64_t bytes) const {
+  const Envelope& envelope = request.envelope;
+  return {node_.window.id(), kind, envelope.element, envelope.tag, message, bytes, kNotInWindow};
+}
+
+// Sends small messages and announces large ones, in the order of the calls.
+bool Outgoing::send_queued() {
+  bool moved = false;
+  for (; !queued_.empty(); moved = true) {
+    const RequestPtr& request = queued_.front();
+    const std::int64_t bytes = request->envelope.bytes;
+    const bool eager = bytes <= kEagerBytes;
+    Frame header = frame(eager ? FrameKind::eager : FrameKind::announce, next_, *request, bytes);
+    if (ring_->room() < length_of(header)) break;
+    if (!eager) {
+      header.offset = node_.window.place_in_heap(node_.rank(), request->data, bytes);
+      request->exposed = header.offset != kNotInWindow;
+      announced_[next_] = request;
+    }
+    ring_->write(header, request->data);
+    if (eager) node_.requests.complete(request);
+    request->since = Request::kUnset;
+    ++next_;
+    queued_.pop_front();
+  }
+  return moved;
+}
+
+bool Outgoing::take_answers() {
+  bool moved = false;
+  for (Answer answer{}; ring_->next(answer); moved = true) {
+    PYCOMM_CHECK(answer.context == node_.window.id(), "an answer is not one of this group");
+    const auto found = announced_.find(answer.message);
+    PYCOMM_CHECK(found != announced_.end(), "an answer is to no message");
+    if (answer.kind == AnswerKind::accept) {
+      accepted(answer);
+    } else {
+      PYCOMM_CHECK(answer.kind == AnswerKind::taken && found->second->exposed,
+                   "an answer is of no kind");
+      node_.requests.complete(found->second);
+    }
+    announced_.erase(answer.message);
+  }
+  return moved;
+}
+
+void Outgoing::accepted(const Answer& answer) {
+  Transfer transfer{answer.message, announced_[answer.message]};
+  const std::int64_t bytes = transfer.request->envelope.bytes;
+  transfer.request->since = Request::kUnset;
+  check_place(answer.offset, bytes, node_.heap_range());
+  if (answer.offset == kNotInWindow) {
+    streams_.push_back(std::move(transfer));
+  } else {
+    transfer.to = node_.window.in_heap(to_, answer.offset, bytes);
+    writes_.push_back(std::move(transfer));
+  }
+}
+
+// Sends the next bytes of the first accepted message, as far as there is room.
+bool Outgoing::stream() {
+  bool moved = false;
+  while (!streams_.empty()) {
+    Transfer& transfer = streams_.front();
+    Request& request = *transfer.request;
+    const std::int64_t left = request.envelope.bytes - transfer.done;
+    const Frame chunk =
+        frame(FrameKind::chunk, transfer.message, request, std::min(left, kChunkBytes));
+    if (ring_->room() < length_of(chunk)) break;
+    ring_->write(chunk, request.data + transfer.done);
+    publish();
+    transfer.done += chunk.bytes;
+    request.since = Request::kUnset;
+    moved = true;
+    if (chunk.bytes < left) continue;
+    node_.requests.complete(transfer.request);
+    streams_.pop_front();
+  }
+  return moved;
+}
+
+bool Outgoing::write_directly() {
+  if (writes_.empty()) return false;
+  Transfer& transfer = writes_.front();
+  Request& request = *transfer.request;
+  const std::int64_t bytes = request.envelope.bytes;
+  const std::int64_t n = std::min(bytes - transfer.done, kSliceBytes);
+  if (n > 0) {
+    node_.copy_in_peers_heap(transfer.to + transfer.done, request.data + transfer.done, n);
+    transfer.done += n;
+    request.since = Request::kUnset;
+    if (transfer.done < bytes) return true;
+  }
+  const Frame last = frame(FrameKind::written, transfer.message, request, bytes);
+  if (ring_->room() < length_of(last)) return n > 0;
+  ring_->write(last);
+  publish();
+  node_.requests.complete(transfer.request);
+  writes_.pop_front();
+  return true;
+}
+
+}  // namespace pycomm::cpu::p2p

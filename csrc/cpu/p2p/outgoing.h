@@ -1,0 +1,54 @@
+// The messages of this rank to one other rank.
+#pragma once
+
+#include <deque>
+#include <map>
+#include <optional>
+
+#include "cpu/p2p/node.h"
+#include "cpu/p2p/ring.h"
+
+namespace pycomm::cpu::p2p {
+
+class Outgoing {
+ public:
+  Outgoing(Node& node, int to) : node_(node), to_(to) {}
+
+  // Allocates the ring before the first message. Throws OutOfMemory.
+  void open();
+  // Queues a message, and sends of it what the ring has room for.
+  void post(RequestPtr request);
+  // Does what can be done without waiting. Returns true if that was anything.
+  bool progress();
+  bool busy() const {
+    return !queued_.empty() || !announced_.empty() || !streams_.empty() || !writes_.empty();
+  }
+
+ private:
+  // A message that the receiver has accepted.
+  struct Transfer {
+    std::uint64_t message;
+    RequestPtr request;
+    std::byte* to = nullptr;  // in the receiver's heap, if it goes there directly
+    std::int64_t done = 0;
+  };
+  Frame frame(FrameKind kind, std::uint64_t message, const Request& request,
+              std::int64_t bytes) const;
+  bool take_answers();
+  void accepted(const Answer& answer);
+  bool send_queued();
+  bool stream();
+  bool write_directly();
+  void publish();
+
+  Node& node_;
+  const int to_;
+  std::optional<SenderEnd> ring_;
+  std::uint64_t next_ = 0;
+  std::deque<RequestPtr> queued_;                  // not announced yet
+  std::map<std::uint64_t, RequestPtr> announced_;  // not accepted yet
+  std::deque<Transfer> streams_;
+  std::deque<Transfer> writes_;
+};
+
+}  // namespace pycomm::cpu::p2p

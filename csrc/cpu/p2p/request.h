@@ -1,0 +1,86 @@
+// A send or a receive, as a future.
+#pragma once
+
+#include <atomic>
+#include <exception>
+#include <memory>
+#include <string>
+
+#include "cpu/p2p/frame.h"
+#include "cpu/store_policy.h"
+
+namespace pycomm::cpu::p2p {
+
+class Engine;
+
+inline constexpr int kAnySource = -1;
+
+// A message as a caller describes it. `peer` is the destination of a send, and the source of a
+// receive or kAnySource. Ranks are numbered as in the whole group.
+struct Envelope {
+  int peer;
+  std::int32_t tag;
+  Element element;
+  std::int64_t bytes;
+};
+
+// Called once when a request has completed or failed, on the thread that completes it, without a
+// lock.
+struct Callback {
+  void (*function)(void* context) = nullptr;
+  void* context = nullptr;
+};
+
+struct Options {
+  // The longest time without progress; zero: the group's timeout, which counts only while a thread
+  // waits for the request.
+  Clock::duration timeout = {};
+  // Called from time to time during a long wait; if it throws, the group is aborted.
+  void (*interrupt)() = nullptr;
+  Callback callback = {};
+};
+
+// Callers use the methods and the source only.
+struct Request {
+  static constexpr Clock::duration kUnset = Clock::duration::min();
+
+  // Returns true if the request has completed within `patience`. Throws what made it fail.
+  bool wait(Clock::duration patience);
+  // Waits without a limit but the timeout. If `interrupt` throws, the group is aborted.
+  void wait(void (*interrupt)() = nullptr);
+  bool completed() const { return done.load(std::memory_order_acquire); }
+  // The rank that has sent a received message; valid once the request has completed.
+  int source = kAnySource;
+
+  // As in error messages.
+  std::string describe() const;
+  const char* name() const { return receives ? "recv" : "send"; }
+
+  // The rest belongs to the engine, under its lock.
+  Engine* engine = nullptr;
+  bool receives = false;
+  std::byte* data = nullptr;
+  Envelope envelope = {};
+  int peer = 0;  // by its index on this node, or kAnySource
+  std::uint32_t number = 0;
+  Callback callback = {};
+
+  bool matched = false;  // a receive has a message, some of whose bytes are still to come
+  bool exposed = false;  // the other rank may access `data`, which is in this rank's heap
+  Clock::duration timeout = {};
+  bool always_timed = false;       // also while no thread waits
+  Clock::duration since = kUnset;  // the time of the last progress, set when it is next needed
+  int waiters = 0;
+  std::size_t place = 0;  // among the pending requests
+  void rethrow();
+  std::exception_ptr error = nullptr;
+  std::shared_ptr<std::atomic<bool>> told = nullptr;
+  std::atomic<bool> done = false;
+};
+
+using RequestPtr = std::shared_ptr<Request>;
+
+// "4 float32".
+std::string describe(std::int64_t bytes, Element element);
+
+}  // namespace pycomm::cpu::p2p

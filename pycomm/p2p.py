@@ -1,0 +1,211 @@
+"""Sends and receives between two ranks. Names follow torch.distributed."""
+
+from __future__ import annotations
+
+import numbers
+from typing import TYPE_CHECKING
+
+import torch
+from torch.autograd.graph import increment_version
+
+from pycomm import _C
+from pycomm._given import given_group
+from pycomm._inputs.arguments import seconds
+from pycomm._inputs.tensors import check_memory, check_no_gradient, check_no_overlap
+from pycomm._runtime import orphans
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    from pycomm.group import Group
+
+_ELEMENTS = {
+    getattr(torch, name): number
+    for name, number in _C.element_numbers.items()
+    if hasattr(torch, name)
+}
+_TAGS = range(-(1 << 31), 1 << 31)
+
+
+class Request:
+    """A running send or receive. It keeps its tensor alive."""
+
+    def __init__(
+        self, core: _C.Request, dense: torch.Tensor, result: torch.Tensor | None = None
+    ) -> None:
+        self._core = core
+        self._dense = dense
+        self._result = result  # of a receive whose tensor is not contiguous
+
+    def wait(self) -> None:
+        """Blocks until the operation is complete, and raises its error if it failed.
+
+        For a send, "complete" means that the tensor may be changed; the receiver may not have
+        called :func:`recv` yet.
+        """
+        self._core.wait()
+        if self._result is not None:
+            self._result.copy_(self._dense)
+            self._result = None
+
+    def is_completed(self) -> bool:
+        """True if :meth:`wait` would return at once."""
+        return self._core.completed()
+
+    @property
+    def source(self) -> int:
+        """The rank that sent a received message. Waits."""
+        self.wait()
+        return self._core.source
+
+    def __del__(self) -> None:
+        # The operation still uses the tensor's memory, so it must not be freed yet.
+        if not self._core.completed():
+            orphans.adopt(self._core, (self._dense,))
+
+
+def send(
+    tensor: torch.Tensor,
+    dst: int,
+    *,
+    tag: int = 0,
+    group: Group | None = None,
+    timeout: float | timedelta | None = None,
+) -> None:
+    """Sends a tensor to rank `dst`, which receives it with :func:`recv`.
+
+    Returns when `tensor` may be changed. Small messages (up to 16 KiB) are then on their way; for
+    larger ones this waits for the receiver. Sends and receives need not be in the order of
+    collectives. A receive matches a send by rank and tag; with the same rank and tag, messages
+    arrive in order.
+
+    Args:
+        tensor: a CPU tensor of any dtype, shape and strides. If it comes from ``group.empty()``,
+            the receiver reads it directly.
+        dst: a rank of this node, which may be this rank.
+        tag: a number of 32 bits that tells messages apart.
+        group: as in :func:`pycomm.all_reduce`.
+        timeout: the longest time without progress, in seconds or as a timedelta; by default the
+            group's.
+
+    Raises:
+        ValueError, TypeError: an argument is not as described.
+        pycomm.CollectiveError: the operation failed; for its subclasses see :mod:`pycomm.errors`.
+        pycomm.GroupUnusable: the group is closed, has failed, or was inherited by a fork.
+    """
+    group = given_group(group)
+    dense = _to_send(tensor)
+    group._core.send(*_arguments(dense, dst, tag, timeout))
+
+
+def recv(
+    tensor: torch.Tensor,
+    src: int | None = None,
+    *,
+    tag: int = 0,
+    group: Group | None = None,
+    timeout: float | timedelta | None = None,
+) -> int:
+    """Receives a tensor that another rank sends with :func:`send`.
+
+    Args:
+        tensor: overwritten; has as many elements as the sent tensor, of the same dtype.
+        src: the sender's rank, or None for the first message with this tag from any rank. A group
+            that spans nodes requires a rank of this node.
+        tag: as in :func:`send`.
+        group: as in :func:`send`.
+        timeout: as in :func:`send`.
+
+    Returns:
+        The sender's rank. Raises the errors of :func:`send`; :class:`pycomm.Mismatch` if the
+        message has another size or dtype.
+    """
+    group = given_group(group)
+    dense = _to_receive(tensor)
+    source = group._core.recv(*_arguments(dense, src, tag, timeout))
+    if dense is not tensor:
+        tensor.detach().copy_(dense)
+    return source
+
+
+def isend(
+    tensor: torch.Tensor,
+    dst: int,
+    *,
+    tag: int = 0,
+    group: Group | None = None,
+    timeout: float | timedelta | None = None,
+) -> Request:
+    """Starts a :func:`send`; do not change `tensor` before the :class:`Request` is complete.
+
+    Args:
+        tensor: as in :func:`send`.
+        dst: as in :func:`send`.
+        tag: as in :func:`send`.
+        group: as in :func:`send`.
+        timeout: as in :func:`send`; counts from this call. The group's own timeout counts while a
+            thread waits for the request.
+    """
+    group = given_group(group)
+    dense = _to_send(tensor)
+    return Request(group._core.isend(*_arguments(dense, dst, tag, timeout)), dense)
+
+
+def irecv(
+    tensor: torch.Tensor,
+    src: int | None = None,
+    *,
+    tag: int = 0,
+    group: Group | None = None,
+    timeout: float | timedelta | None = None,
+) -> Request:
+    """Starts a :func:`recv`; do not use `tensor` before :meth:`Request.wait` has returned.
+
+    Args:
+        tensor: as in :func:`recv`.
+        src: as in :func:`recv`.
+        tag: as in :func:`recv`.
+        group: as in :func:`recv`.
+        timeout: as in :func:`isend`.
+    """
+    group = given_group(group)
+    dense = _to_receive(tensor)
+    core = group._core.irecv(*_arguments(dense, src, tag, timeout))
+    return Request(core, dense, None if dense is tensor else tensor.detach())
+
+
+def _check(tensor: torch.Tensor) -> None:
+    check_memory("tensor", tensor)
+    check_no_gradient("tensor", tensor)
+    if tensor.device.type != "cpu":
+        raise ValueError(f"tensor must lie on the CPU, got {tensor.device}")
+
+
+def _to_send(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor with the content of `tensor`."""
+    _check(tensor)
+    return tensor.detach().contiguous()
+
+
+def _to_receive(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, or a dense tensor for its new content."""
+    _check(tensor)
+    check_no_overlap("tensor", tensor)
+    increment_version(tensor)  # autograd may have saved the old value
+    if tensor.is_contiguous():
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+def _arguments(
+    dense: torch.Tensor, peer: int | None, tag: int, timeout: float | timedelta | None
+) -> tuple[int, int, int, int, int, float]:
+    """The arguments of the functions of ``_C.Group``."""
+    if not isinstance(tag, numbers.Integral) or tag not in _TAGS:
+        raise ValueError(f"tag must be a number of 32 bits, got {tag!r}")
+    if peer is None:
+        peer = _C.any_source
+    elif not isinstance(peer, numbers.Integral) or peer < 0:
+        raise ValueError(f"src and dst must be ranks, got {peer!r}")
+    element = _ELEMENTS.get(dense.dtype, _ELEMENTS[torch.uint8])  # other dtypes go as bytes
+    return dense.data_ptr(), dense.nbytes, element, int(peer), int(tag), seconds(timeout, 0.0)
