@@ -75,14 +75,18 @@ constexpr std::int64_t units_of(const Operation& operation) {
 // std::invalid_argument if the element type has no such reduction.
 inline Operation carried(Operation operation, Element element) {
   if (element == Element::same) return operation;
+  const ElementRow& row = row_of(element);
+  const bool own = row.arithmetic <= Arithmetic::integer;
+  if (own && !is_bitwise(operation.op)) {  // nearly all calls
+    operation.dtype = row.dtype;
+    return operation;
+  }
   const Carrier carrier =
       reduces(operation.collective) ? check_reduced_as(element, operation.op) : moved_as(element);
-  const ElementRow& row = row_of(element);
-  const bool same = row.arithmetic <= Arithmetic::integer && carrier.dtype == row.dtype;
   operation.dtype = carrier.dtype;
   operation.op = carrier.op;
   operation.count *= carrier.units;
-  operation.element = same ? Element::same : element;
+  operation.element = own && carrier.dtype == row.dtype ? Element::same : element;
   return operation;
 }
 
