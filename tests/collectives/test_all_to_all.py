@@ -194,6 +194,13 @@ def other_counts(group):
     )
 
 
+def counts_in_another_order(group):
+    """The largest is the same, so only the counts themselves tell."""
+    counts = [3, 4, 5] if group.rank else [4, 3, 5]
+    blocks = [torch.empty(n) for n in counts]
+    pycomm.reduce_scatter(torch.empty(counts[group.rank]), blocks, group=group)
+
+
 def sizes_on_one_rank(group):
     sizes = [2, 2, 2] if group.rank == 1 else None
     pycomm.all_to_all(torch.empty(6), torch.empty(6), sizes, sizes, group=group)
@@ -202,6 +209,7 @@ def sizes_on_one_rank(group):
 DISAGREEMENTS = [
     (expects_too_few, ["rank 1 sends 5 elements to rank 2, which expects 9"]),
     (other_counts, ["counts=(3, 4, 7)", "counts=(3, 4, 5)", "rank 0 called all_gather("]),
+    (counts_in_another_order, ["counts=(4, 3, 5)", "counts=(3, 4, 5)", "reduce_scatter("]),
     (sizes_on_one_rank, ["uneven", "2 elements", "all_to_all("]),
 ]
 

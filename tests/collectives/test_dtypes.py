@@ -142,7 +142,7 @@ def test_every_dtype_moves(world, size):
                 pycomm.all_gather(everyone, tensors[group.rank].clone(), group=group)
                 expected = b"".join(map(bytes_of, tensors))
                 seen.append(((dtype, count, "all_gather"), bytes_of(everyone) == expected))
-                x = tensors[group.rank].clone()
+                x = group.empty(count, dtype=dtype).copy_(tensors[group.rank])
                 pycomm.broadcast(x, size - 1, group=group)
                 seen.append(((dtype, count, "broadcast"), same(x, tensors[size - 1])))
         return seen
