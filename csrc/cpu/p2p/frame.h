@@ -16,7 +16,7 @@ namespace pycomm::cpu::p2p {
 // until the receiver accepts it.
 inline constexpr std::int64_t kEagerBytes = 16 << 10;
 // The most payload of a frame with a part of a message.
-inline constexpr std::int64_t kChunkBytes = 64 << 10;
+inline constexpr std::int64_t kDataBytes = 64 << 10;
 inline constexpr std::int64_t kMostBytes = std::int64_t{1} << 60;
 
 // True if a value, possibly from another process, is the type of a message's elements.
@@ -25,24 +25,24 @@ constexpr bool is_element(Element element) { return is_known(element) && element
 enum class FrameKind : std::uint8_t {
   eager,     // a message, with its bytes
   announce,  // a message; its bytes follow when the receiver has accepted it
-  chunk,     // the next bytes of an accepted message
+  data,      // the next bytes of an accepted message
   written    // the sender has written an accepted message where the receiver wants it
 };
 
-// Begins a frame. The payload of eager messages and chunks follows; it is padded to whole lines.
+// Begins a frame. The payload of eager messages and of data follows; it is padded to whole lines.
 struct alignas(kLine) Frame {
   std::uint32_t context;  // Window::id
   FrameKind kind;
   Element element;
   std::int32_t tag;
   std::uint64_t message;  // the number of the message from this sender to this receiver
-  std::int64_t bytes;     // of the message; for a chunk, of its payload
+  std::int64_t bytes;     // of the message; for data, of its payload
   std::int64_t offset;    // announced: the place of the bytes in the sender's heap
 };
 static_assert(sizeof(Frame) == kLine);
 
 constexpr std::int64_t payload_of(const Frame& frame) {
-  return frame.kind == FrameKind::eager || frame.kind == FrameKind::chunk ? frame.bytes : 0;
+  return frame.kind == FrameKind::eager || frame.kind == FrameKind::data ? frame.bytes : 0;
 }
 constexpr std::int64_t length_of(const Frame& frame) {
   return static_cast<std::int64_t>(sizeof(Frame)) + round_up(payload_of(frame), kLine);
@@ -63,8 +63,8 @@ inline void check_frame(const Frame& frame, std::uint32_t context, std::int64_t 
   PYCOMM_CHECK(frame.kind <= FrameKind::written && is_element(frame.element),
                "a frame is of no kind");
   PYCOMM_CHECK(frame.bytes >= 0 && frame.bytes <= kMostBytes, "a message has an impossible size");
-  if (frame.kind == FrameKind::eager || frame.kind == FrameKind::chunk) {
-    const std::int64_t most = frame.kind == FrameKind::eager ? kEagerBytes : kChunkBytes;
+  if (frame.kind == FrameKind::eager || frame.kind == FrameKind::data) {
+    const std::int64_t most = frame.kind == FrameKind::eager ? kEagerBytes : kDataBytes;
     PYCOMM_CHECK(frame.bytes <= most, "a frame is too long");
   }
   PYCOMM_CHECK(length_of(frame) <= available, "a frame is longer than what was sent");

@@ -38,8 +38,8 @@ void Incoming::take(const Frame& frame) {
     case FrameKind::announce:
       PYCOMM_CHECK(frame.message == next_++, "a message has another one's number");
       break;
-    case FrameKind::chunk:
-      return take_chunk(frame);
+    case FrameKind::data:
+      return take_data(frame);
     case FrameKind::written:
       return take_written(frame);
   }
@@ -86,7 +86,7 @@ Incoming::Delivery& Incoming::delivery(const Frame& frame, bool direct) {
   return found->second;
 }
 
-void Incoming::take_chunk(const Frame& frame) {
+void Incoming::take_data(const Frame& frame) {
   Delivery& to = delivery(frame, false);
   const std::int64_t bytes = to.receive->envelope.bytes;
   PYCOMM_CHECK(frame.bytes > 0 && frame.bytes <= bytes - to.done, "a message is too long");

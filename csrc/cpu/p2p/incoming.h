@@ -41,7 +41,7 @@ class Incoming {
   void open();
   void take(const Frame& frame);
   void take_eager(const Frame& frame);
-  void take_chunk(const Frame& frame);
+  void take_data(const Frame& frame);
   void take_written(const Frame& frame);
   Delivery& delivery(const Frame& frame, bool direct);
   bool read_directly();

@@ -72,7 +72,7 @@ bool Outgoing::take_answers() {
     const auto found = announced_.find(answer.message);
     PYCOMM_CHECK(found != announced_.end(), "an answer is to no message");
     if (answer.kind == AnswerKind::accept) {
-      accepted(answer);
+      accept(answer);
     } else {
       PYCOMM_CHECK(answer.kind == AnswerKind::taken && found->second->exposed,
                    "an answer is of no kind");
@@ -83,16 +83,16 @@ bool Outgoing::take_answers() {
   return moved;
 }
 
-void Outgoing::accepted(const Answer& answer) {
-  Transfer transfer{answer.message, announced_[answer.message]};
-  const std::int64_t bytes = transfer.request->envelope.bytes;
-  transfer.request->since = Request::kUnset;
+void Outgoing::accept(const Answer& answer) {
+  Accepted accepted{answer.message, announced_[answer.message]};
+  const std::int64_t bytes = accepted.request->envelope.bytes;
+  accepted.request->since = Request::kUnset;
   check_place(answer.offset, bytes, node_.heap_range());
   if (answer.offset == kNotInWindow) {
-    streams_.push_back(std::move(transfer));
+    streams_.push_back(std::move(accepted));
   } else {
-    transfer.to = node_.window.in_heap(to_, answer.offset, bytes);
-    writes_.push_back(std::move(transfer));
+    accepted.to = node_.window.in_heap(to_, answer.offset, bytes);
+    writes_.push_back(std::move(accepted));
   }
 }
 
@@ -100,19 +100,19 @@ void Outgoing::accepted(const Answer& answer) {
 bool Outgoing::stream() {
   bool moved = false;
   while (!streams_.empty()) {
-    Transfer& transfer = streams_.front();
-    Request& request = *transfer.request;
-    const std::int64_t left = request.envelope.bytes - transfer.done;
-    const Frame chunk =
-        frame(FrameKind::chunk, transfer.message, request, std::min(left, kChunkBytes));
-    if (ring_->room() < length_of(chunk)) break;
-    ring_->write(chunk, request.data + transfer.done);
+    Accepted& accepted = streams_.front();
+    Request& request = *accepted.request;
+    const std::int64_t left = request.envelope.bytes - accepted.done;
+    const Frame next =
+        frame(FrameKind::data, accepted.message, request, std::min(left, kDataBytes));
+    if (ring_->room() < length_of(next)) break;
+    ring_->write(next, request.data + accepted.done);
     publish();
-    transfer.done += chunk.bytes;
+    accepted.done += next.bytes;
     request.since = Request::kUnset;
     moved = true;
-    if (chunk.bytes < left) continue;
-    node_.requests.complete(transfer.request);
+    if (next.bytes < left) continue;
+    node_.requests.complete(accepted.request);
     streams_.pop_front();
   }
   return moved;
@@ -120,21 +120,21 @@ bool Outgoing::stream() {
 
 bool Outgoing::write_directly() {
   if (writes_.empty()) return false;
-  Transfer& transfer = writes_.front();
-  Request& request = *transfer.request;
+  Accepted& accepted = writes_.front();
+  Request& request = *accepted.request;
   const std::int64_t bytes = request.envelope.bytes;
-  const std::int64_t n = std::min(bytes - transfer.done, kSliceBytes);
+  const std::int64_t n = std::min(bytes - accepted.done, kSliceBytes);
   if (n > 0) {
-    node_.copy_in_peers_heap(transfer.to + transfer.done, request.data + transfer.done, n);
-    transfer.done += n;
+    node_.copy_in_peers_heap(accepted.to + accepted.done, request.data + accepted.done, n);
+    accepted.done += n;
     request.since = Request::kUnset;
-    if (transfer.done < bytes) return true;
+    if (accepted.done < bytes) return true;
   }
-  const Frame last = frame(FrameKind::written, transfer.message, request, bytes);
+  const Frame last = frame(FrameKind::written, accepted.message, request, bytes);
   if (ring_->room() < length_of(last)) return n > 0;
   ring_->write(last);
   publish();
-  node_.requests.complete(transfer.request);
+  node_.requests.complete(accepted.request);
   writes_.pop_front();
   return true;
 }

@@ -26,7 +26,7 @@ class Outgoing {
 
  private:
   // A message that the receiver has accepted.
-  struct Transfer {
+  struct Accepted {
     std::uint64_t message;
     RequestPtr request;
     std::byte* to = nullptr;  // in the receiver's heap, if it goes there directly
@@ -35,7 +35,7 @@ class Outgoing {
   Frame frame(FrameKind kind, std::uint64_t message, const Request& request,
               std::int64_t bytes) const;
   bool take_answers();
-  void accepted(const Answer& answer);
+  void accept(const Answer& answer);
   bool send_queued();
   bool stream();
   bool write_directly();
@@ -47,8 +47,8 @@ class Outgoing {
   std::uint64_t next_ = 0;
   std::deque<RequestPtr> queued_;                  // not announced yet
   std::map<std::uint64_t, RequestPtr> announced_;  // not accepted yet
-  std::deque<Transfer> streams_;
-  std::deque<Transfer> writes_;
+  std::deque<Accepted> streams_;
+  std::deque<Accepted> writes_;
 };
 
 }  // namespace pycomm::cpu::p2p

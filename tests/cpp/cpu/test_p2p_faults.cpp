@@ -152,7 +152,7 @@ void blames_the_sender_of_malformed_frames() {
       {"too long", [](Frame& f) { f.bytes = cpu::p2p::kEagerBytes + 1; }},
       {"longer than what was sent", [](Frame& f) { f.bytes = 5000; }},
       {"another one's number", [](Frame& f) { f.message = 3; }},
-      {"part of no message", [](Frame& f) { f.kind = FrameKind::chunk; }},
+      {"part of no message", [](Frame& f) { f.kind = FrameKind::data; }},
       {"part of no message", [](Frame& f) { f.kind = FrameKind::written; }},
       {"outside the heap",
        [](Frame& f) {
