@@ -6,7 +6,7 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: demo test test-gpu gpu bench-gpu convergence cuda-check lint format tsan asan bench clean
+.PHONY: demo test torch-suite test-gpu gpu bench-gpu convergence cuda-check lint format tsan asan bench clean
 .PHONY: compile-commands
 
 $(BIN)/python:
@@ -27,6 +27,10 @@ demo: $(VENV)/.built
 
 test: $(VENV)/.built cpp-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -q tests
+
+# torch's own tests of its backends on pycomm, and long random sequences beside Gloo.
+torch-suite: $(VENV)/.built
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow tests/backend
 
 # Needs a CUDA device; see docs/cuda.md.
 test-gpu: $(VENV)/.built

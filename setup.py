@@ -62,19 +62,36 @@ def with_cuda() -> bool:
     return possible and wanted != "0"
 
 
+# torch's headers as system headers, so that only our own warnings count.
+HOST_FLAGS = [
+    "-g0",
+    "-fvisibility=hidden",
+    "-Wall",
+    "-Wextra",
+    *(["-Werror"] if os.environ.get("PYCOMM_STRICT") == "1" else []),
+    *(f"-isystem{path}" for path in include_paths()),
+]
+
+
+def backend():  # type: ignore[no-untyped-def]
+    """pycomm._c10d, the torch.distributed backend: only for the torch that it is built with."""
+    return CppExtension(
+        "pycomm._c10d",
+        sources=sorted(map(str, Path().glob("csrc/c10d/*.cpp"))),
+        include_dirs=[str(ROOT / "csrc")],
+        extra_compile_args=["-std=c++20", "-O2", *HOST_FLAGS],
+    )
+
+
 def extension():  # type: ignore[no-untyped-def]
-    """The one extension module."""
+    """pycomm._C, which has the algorithms: for every torch from 2.11 on."""
     cuda = with_cuda()
     sources = [*Path().glob("csrc/cpu/**/*.cpp"), *Path().glob("csrc/bind/*.cpp")]
     sources += Path("csrc/cuda").glob("**/*.cu" if cuda else "no_cuda.cpp")
     sources.append(Path("csrc/cuda/group.cpp"))  # of every build
     common = ["-std=c++20", "-O3"]
     host = [
-        "-g0",
-        "-fvisibility=hidden",
-        "-Wall",
-        "-Wextra",
-        *(["-Werror"] if os.environ.get("PYCOMM_STRICT") == "1" else []),
+        *HOST_FLAGS,
         "-fopenmp-simd",
         "-ffp-contract=off",
         "-fno-math-errno",  # so that square roots are instructions
@@ -84,8 +101,6 @@ def extension():  # type: ignore[no-untyped-def]
         "-Xcompiler=-Wall,-Wextra,-fvisibility=hidden",
         "--expt-relaxed-constexpr",
     ]
-    # As system headers, so that only our own warnings count.
-    host += [f"-isystem{path}" for path in include_paths()]
     print(
         f"pycomm: torch {torch.__version__}, CUDA {cuda_home if cuda else 'not built'}"
         + (f", architectures {os.environ['TORCH_CUDA_ARCH_LIST']}" if cuda else "")
@@ -102,4 +117,4 @@ def extension():  # type: ignore[no-untyped-def]
     )
 
 
-setup(ext_modules=[extension()], cmdclass={"build_ext": BuildExtension})
+setup(ext_modules=[extension(), backend()], cmdclass={"build_ext": BuildExtension})

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch  # noqa: F401 - its libraries must be loaded before ours
 
-from pycomm import compressed_ops, hooks, ops, optim
+from pycomm import backend, compressed_ops, hooks, ops, optim
 from pycomm._inputs.arguments import old_names
 from pycomm._names import parse_compression
 from pycomm._runtime.plan import Plan
@@ -73,6 +73,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "backend",
     "barrier",
     "broadcast",
     "compressed_all_reduce",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import torch.distributed as dist
+
 
 class PycommError(RuntimeError):
     """Base of pycomm's own errors. Bad arguments raise ValueError or TypeError instead."""
 
 
-class CollectiveError(PycommError):
+class CollectiveError(PycommError, dist.DistBackendError):
     """An operation failed, and the group can no longer be used.
 
     Every rank's next operation raises, if this one did not: a rank that had done its part before
@@ -86,7 +88,7 @@ class NonFinite(PycommError):
     """A gradient had an infinity or a NaN. Raised on every rank; the group remains usable."""
 
 
-class GroupUnusable(PycommError):
+class GroupUnusable(PycommError, dist.DistBackendError):
     """The group is closed, has failed, or belongs to the parent of this forked process.
 
     The original failure is raised first: by the operation, by ``Work.wait()``, or by the next call.

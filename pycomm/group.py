@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.distributed_c10d import Store
 
     from pycomm._runtime.cuda import CudaSide
 
@@ -345,6 +346,30 @@ def init(
     # Always the same prefix, so ranks that have tried unequally often still meet (see meet).
     prefix = f"pycomm/{process_group.group_name}"
     store = PrefixStore(prefix, store_of(process_group))
+    with _joining[prefix]:
+        made = make_group(store, rank, size, timeout, staging_bytes, cuda_heap_bytes)
+    if len(made.nodes) == 1:
+        made._join_cuda = lambda device: join_processes(
+            made, device, process_group, max_blocks, cuda_heap_bytes
+        )
+    with _default_lock:
+        if _default is None or not _default._core.usable():
+            _default = made
+    return made
+
+
+def make_group(
+    store: Store,
+    rank: int,
+    size: int,
+    timeout: float,
+    staging_bytes: int = DEFAULT_STAGING_BYTES,
+    cuda_heap_bytes: int = 0,
+) -> Group:
+    """Makes a group of the processes that meet in `store`, without a CUDA side.
+
+    The arguments and errors are those of :func:`init`; `store` is under a prefix of its own.
+    """
     windows = WindowMaker(
         create=lambda ranks: _C.create_window(ranks, slice_bytes(), staging_bytes),
         map=lambda fd, ranks: _C.Window(fd, ranks, slice_bytes(), staging_bytes),
@@ -355,12 +380,10 @@ def init(
         "staging_bytes": int(staging_bytes),
         "cuda_heap_bytes": int(cuda_heap_bytes),
     }
-    with _joining[prefix]:
-        members = join(store, rank, size, windows, settings, timeout)
-    nodes = members.nodes
+    members = join(store, rank, size, windows, settings, timeout)
     made = Group(
         members.window,
-        nodes,
+        members.nodes,
         members.pids,
         members.processes,
         rank,
@@ -369,14 +392,7 @@ def init(
         staging_bytes,
         members.link,
     )
-    if len(nodes.ranks) == 1:
-        made._join_cuda = lambda device: join_processes(
-            made, device, process_group, max_blocks, cuda_heap_bytes
-        )
     log.group_made(made, members.cores, "Gloo")
-    with _default_lock:
-        if _default is None or not _default._core.usable():
-            _default = made
     return made
 
 

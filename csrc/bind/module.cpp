@@ -259,6 +259,7 @@ PYBIND11_MODULE(_C, m) {
   bind_transport(m);
   bind_works_and_windows(m);
   bind_group(m);
+  bind_backend_table(m);
   bind_call(m);
   bind_cuda(m);
   bind_optim(m);

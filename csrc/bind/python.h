@@ -74,6 +74,7 @@ inline Call make_call(const Operation& kind, std::int64_t count, std::uintptr_t 
 
 using GroupClass = pybind11::class_<cpu::Group, std::shared_ptr<cpu::Group>>;
 
+void bind_backend_table(pybind11::module_& m);
 void bind_call(pybind11::module_& m);
 void bind_codec(pybind11::module_& m);
 void bind_cuda(pybind11::module_& m);

@@ -28,6 +28,7 @@ struct Call {
   // all_to_all has both or none.
   Blocks inputs = {};
   Blocks outputs = {};  // of all_gather, gather (on the root) and all_to_all
+  double timeout = 0;   // in seconds; 0 for the group's
 };
 
 // The parts of a call that change its result, so that ranks must agree on them: of compression, and

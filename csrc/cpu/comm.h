@@ -42,6 +42,13 @@ class Comm {
   // Sets the details that belong to the operation's hash, for messages; may be null. Call it before
   // begin(); `details` must live until the operation has ended.
   void set_details(const Details* details) { details_ = details; }
+  // Sets how long the next operation waits for a rank, in seconds; 0 for the group's timeout.
+  void set_timeout(double seconds) {
+    operation_timeout_ =
+        seconds > 0
+            ? std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds))
+            : timeout_;
+  }
   // Begins another phase of the operation, to be followed by another algorithm's call.
   void begin_phase(const Operation& operation, const void* input, void* output,
                    Preflight preflight = {});
@@ -311,7 +318,8 @@ class Comm {
   Membership membership_;
   int rank_;
   int size_;
-  Clock::duration timeout_;
+  const Clock::duration timeout_;
+  Clock::duration operation_timeout_ = timeout_;
   std::int64_t slot_bytes_;
   int spins_;
   Clock::duration yield_for_;

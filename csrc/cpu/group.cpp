@@ -150,10 +150,10 @@ void Group::agree(const Operation& operation, void (*interrupt)()) {
   run_in_order({.calls = {&call, 1}, .agree_only = true}, interrupt);
 }
 
-std::shared_ptr<Work> Group::submit(std::vector<Call> calls) {
+std::shared_ptr<Work> Group::submit(std::vector<Call> calls, Completion completion) {
   check_usable();
   for (const Call& call : calls) check_fits(call);
-  return enqueue({.calls = calls, .owned = std::move(calls)});
+  return enqueue({.calls = calls, .owned = std::move(calls), .completion = completion});
 }
 
 // Runs a task on this thread, unless submitted work is still pending.
@@ -209,7 +209,10 @@ void Group::serve() {
     // Before the work completes, so that a thread that has waited for it can run the next operation
     // inline.
     pending_.fetch_sub(1, std::memory_order_acq_rel);
-    task.work->complete(nonfinite, std::move(error), {begin, Clock::now()}, moved);
+    task.work->complete(nonfinite, error, {begin, Clock::now()}, moved);
+    if (task.completion.function != nullptr) {
+      task.completion.function(task.completion.context, std::move(error));
+    }
   }
 }
 
@@ -249,6 +252,7 @@ bool Group::execute(const Call& call, bool agree_only, void (*interrupt)()) {
   }
   if (!agree_only) operation.details = hash_of(*details);
   comm_.set_details(details);
+  comm_.set_timeout(call.timeout);
   try {
     bool nonfinite = false;
     if (internode_ != nullptr) {

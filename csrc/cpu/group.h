@@ -49,8 +49,8 @@ class Group {
   // Only checks that all ranks call this operation, whose data moves elsewhere.
   void agree(const Operation& operation, void (*interrupt)() = nullptr);
   // Runs the calls one after another on the worker. The buffers must live until the work has
-  // completed.
-  std::shared_ptr<Work> submit(std::vector<Call> calls);
+  // completed; then the worker calls `completion`.
+  std::shared_ptr<Work> submit(std::vector<Call> calls, Completion completion = {});
   std::shared_ptr<Work> submit(const Operation& operation, const void* input, void* output,
                                const Feedback& feedback = {}) {
     return submit({{operation, input, output, feedback}});
@@ -145,6 +145,7 @@ class Group {
     bool agree_only = false;
     std::vector<Call> owned = {};  // calls of a task that the caller does not wait for
     std::shared_ptr<Work> work = nullptr;
+    Completion completion = {};
   };
 
   bool collectives_idle();

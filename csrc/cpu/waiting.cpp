@@ -32,7 +32,7 @@ void Comm::wait_long(const std::atomic<Word>& word, std::uint32_t target, int r,
         waited.restart();
       }
     }
-    if (waited.time() > timeout_) {
+    if (waited.time() > operation_timeout_) {
       abort(timeout_word(number(culprit(r)), number(rank_), waited.seconds()));
     } else if (now > interrupt_at) {
       told.tell(culprit(r), called_, ordinal());

@@ -18,6 +18,13 @@ struct Interval {
 
 class Group;
 
+// A function that the worker calls when submitted work has completed, with the work's error or
+// null. It must not wait for the group.
+struct Completion {
+  void (*function)(void* context, std::exception_ptr error) = nullptr;
+  void* context = nullptr;
+};
+
 // Submitted operations, as a future.
 class Work {
  public:

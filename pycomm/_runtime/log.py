@@ -54,6 +54,11 @@ def fallback(group: Member, text: str, *values: object) -> None:
         _group.warning(f"rank %d: {text}", group.rank, *values)
 
 
+def backend_falls_back(name: str, rank: int, what: str) -> None:
+    """Warns that torch.distributed's group `name` runs an operation over Gloo."""
+    _group.warning("rank %d: %s of the process group %s goes over Gloo", rank, what, name)
+
+
 def group_made(group: Member, cores: int, between: str) -> None:
     """Logs how a new group is made up.
 

@@ -79,7 +79,7 @@ class Deadline:
         """The seconds that a wait may take; raises TimeoutError if no time is left."""
         begin = time.monotonic()
         if begin >= self._end:
-            raise TimeoutError("timed out")
+            raise TimeoutError("the timeout is over")
         yield min(_SLICE, self._end - begin)
         self._end += max(0, time.monotonic() - begin - _LONGEST_SLICE)
 

@@ -18,9 +18,11 @@ LAYERS = {
     "cpu": {"cpu", "core"},
     "cuda": {"cuda", "core"},
     "bind": {"bind", "cpu", "cuda", "core"},
+    "c10d": {"c10d", "core"},
 }
-# A group's CUDA side hands operations to kernels under the eyes of the group on the host.
-ALSO = {"cuda/group.h": {"cpu"}}
+# A group's CUDA side hands operations to kernels under the eyes of the group on the host. The
+# torch.distributed backend shares the names of element types with the binding.
+ALSO = {"cuda/group.h": {"cpu"}, "c10d/request.cpp": {"bind"}}
 TORCH = r"torch|ATen|c10|pybind11|Python\.h"
 SYSTEM = r"sys/|linux/|unistd|fcntl|pthread|poll|sched"
 # What of others' each layer may not.
@@ -29,6 +31,7 @@ FORBIDDEN = {
     "cpu": TORCH + "|cuda",
     "cuda": TORCH,
     "bind": "cuda",
+    "c10d": "cuda",
 }
 
 
@@ -58,7 +61,7 @@ def test_core_includes_only_the_standard_library():
 
 # From the lowest layer up; a module imports only what comes before it, for type checkers, too.
 PYTHON_LAYERS = [
-    {"_C", "_runtime.torch_private", "errors"},
+    {"_C", "_c10d", "_runtime.torch_private", "errors"},
     {"_inputs.arguments", "_inputs.arrays", "_inputs.dtypes"},
     {"_training.graphs", "_training.hook_state", "_training.prefixes", "_training.zeros"},
     {"_runtime.orphans", "_runtime.plan", "_runtime.pulse", "_runtime.staging", "_runtime.waiting"},
@@ -67,7 +70,7 @@ PYTHON_LAYERS = [
     {"_inputs.labels", "_runtime.cuda", "_runtime.meeting"},
     {"_runtime.cuda_windows", "_runtime.rendezvous", "compression"},
     {"group", "_names"},
-    {"_given", "local_world", "_work"},
+    {"_given", "backend", "local_world", "_work"},
     {"_blocks", "p2p"},
     {"collectives", "block_collectives"},
     {"compressed", "_training.members", "_training.parameters"},
@@ -124,7 +127,7 @@ def imported_modules(path):
     for name in imported(path):
         if name == "pycomm" or name.startswith("pycomm."):
             inside = name.removeprefix("pycomm").removeprefix(".")
-            while inside not in MODULES and inside != "_C":
+            while inside not in MODULES and inside not in ("_C", "_c10d"):
                 inside = inside.rpartition(".")[0] or "__init__"
             yield inside
 

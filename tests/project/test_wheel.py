@@ -14,13 +14,23 @@ import pytest
 import setuptools
 
 # One worker builds it for all.
-pytestmark = pytest.mark.xdist_group("wheel")
+pytestmark = [pytest.mark.xdist_group("wheel"), pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = ("csrc", "pycomm", "setup.py", "pyproject.toml", "README.md", "LICENSE")
+PARTS = (
+    "csrc",
+    "pycomm",
+    "pycomm_backend.py",
+    "setup.py",
+    "pyproject.toml",
+    "README.md",
+    "LICENSE",
+)
 
 USE = """
 import pathlib, sys
+import torch.distributed as dist
+assert "pycomm" in dist.Backend.backend_list, "torch has not found the entry point"
 import torch, pycomm
 where = pathlib.Path(pycomm.__file__).resolve()
 assert where.is_relative_to(sys.prefix), where
@@ -29,6 +39,8 @@ import pycomm.bench
 with pycomm.LocalWorld(2) as world:
     results = world.run(lambda g: pycomm.all_reduce(torch.ones(1000) * (g.rank + 1), group=g))
 assert all(x.tolist() == [3.0] * 1000 for x in results)
+dist.init_process_group("pycomm", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(torch.ones(3))
 print("works with", torch.__version__)
 """
 
@@ -40,7 +52,7 @@ def run(*command, cwd, **env):
         env=os.environ | env,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=850,
     )
     assert done.returncode == 0, f"{command}:\n{done.stdout}\n{done.stderr}"
     return done.stdout
@@ -76,10 +88,11 @@ def test_warnings_are_errors_only_in_the_gate(monkeypatch, strict):
     given = {}
     monkeypatch.setattr(setuptools, "setup", given.update)
     runpy.run_path("setup.py")
-    (extension,) = given["ext_modules"]
-    flags = extension.extra_compile_args
-    assert {"-Wall", "-Wextra"} <= set(flags)
-    assert ("-Werror" in flags) == (strict == "1")
+    assert [extension.name for extension in given["ext_modules"]] == ["pycomm._C", "pycomm._c10d"]
+    for extension in given["ext_modules"]:
+        flags = extension.extra_compile_args
+        assert {"-Wall", "-Wextra"} <= set(flags)
+        assert ("-Werror" in flags) == (strict == "1")
     assert "export PYCOMM_STRICT=1" in (ROOT / ".ci" / "run").read_text()
 
 
@@ -90,7 +103,9 @@ def test_contents(wheel):
     assert sum(name.startswith("pycomm/_C.") and name.endswith(".so") for name in names) == 1
     assert "pycomm/py.typed" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
-    assert {name.split("/")[0].split("-")[0] for name in names} == {"pycomm", "torch_pycomm"}
+    assert sum(name.startswith("pycomm/_c10d.") and name.endswith(".so") for name in names) == 1
+    tops = {name.split("/")[0].split("-")[0] for name in names}
+    assert tops == {"pycomm", "pycomm_backend.py", "torch_pycomm"}
 
 
 def test_name(wheel):

@@ -1,0 +1,111 @@
+// The functions that the torch.distributed backend calls.
+#include "core/backend_table.h"
+
+#include <pybind11/pybind11.h>
+
+#include "bind/fast_call.h"
+#include "bind/gil.h"
+#include "bind/python.h"
+#include "cpu/group.h"
+
+namespace py = pybind11;
+
+namespace pycomm::bind {
+namespace {
+
+using cpu::Group;
+using cpu::Heap;
+
+// The exception that is being handled, as a Python object.
+Error current_error() noexcept {
+  const WithGil gil;
+  set_python_error();
+  PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
+  PyErr_Fetch(&type, &value, &trace);
+  PyErr_NormalizeException(&type, &value, &trace);
+  if (trace != nullptr) PyException_SetTraceback(value, trace);
+  Py_XDECREF(type);
+  Py_XDECREF(trace);
+  return value;
+}
+
+template <class Function>
+Error guarded(const Function& function) noexcept {
+  try {
+    function();
+    return nullptr;
+  } catch (...) {
+    return current_error();
+  }
+}
+
+bool spans_nodes(void* group) {
+  const Group* const self = static_cast<Group*>(group);
+  return self->size() > self->comm().size();
+}
+
+Error run(void* group, const Call* calls, std::size_t count) {
+  return guarded([&] {
+    for (std::size_t i = 0; i < count; ++i)
+      static_cast<Group*>(group)->run(calls[i], check_signals);
+  });
+}
+
+struct Listener {
+  void (*completed)(void* context, Error error);
+  void* context;
+
+  static void call(void* self, std::exception_ptr error) {
+    const std::unique_ptr<Listener> listener(static_cast<Listener*>(self));
+    listener->completed(listener->context, error == nullptr ? nullptr : guarded([&] {
+                          std::rethrow_exception(std::move(error));
+                        }));
+  }
+};
+
+Error submit(void* group, const Call* calls, std::size_t count,
+             void (*completed)(void* context, Error error), void* context) {
+  return guarded([&] {
+    auto listener = std::make_unique<Listener>(Listener{completed, context});
+    static_cast<Group*>(group)->submit({calls, calls + count}, {&Listener::call, listener.get()});
+    listener.release();
+  });
+}
+
+void abort(void* group) { static_cast<Group*>(group)->abort(); }
+
+struct Allocation {
+  std::shared_ptr<Heap> heap;
+  std::byte* data;
+};
+
+Error allocate(void* group, std::int64_t bytes, void** data, void** owner) {
+  return guarded([&] {
+    const std::shared_ptr<Heap> heap = static_cast<Group*>(group)->heap();
+    auto allocation = std::make_unique<Allocation>(Allocation{heap, heap->allocate(bytes)});
+    *data = allocation->data;
+    *owner = allocation.release();
+  });
+}
+
+void free_memory(void* owner) {
+  const std::unique_ptr<Allocation> allocation(static_cast<Allocation*>(owner));
+  allocation->heap->free(allocation->data);
+}
+
+constexpr BackendTable kTable = {kBackendTableLayout,
+                                 spans_nodes,
+                                 run,
+                                 submit,
+                                 [] { return guarded(check_signals); },
+                                 abort,
+                                 allocate,
+                                 free_memory};
+
+}  // namespace
+
+void bind_backend_table(py::module_& m) {
+  m.attr("backend_table") = py::capsule(&kTable, kBackendTableName);
+}
+
+}  // namespace pycomm::bind

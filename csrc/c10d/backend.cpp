@@ -1,0 +1,250 @@
+#include "c10d/backend.h"
+
+#include <algorithm>
+
+namespace py = pybind11;
+
+namespace pycomm::c10d {
+namespace {
+
+using ::c10d::kUnsetTimeout;
+
+template <class T>
+const T& only(const std::vector<T>& tensors, const char* what) {
+  TORCH_CHECK_VALUE(tensors.size() == 1, what, " takes one tensor, got ", tensors.size());
+  return tensors.front();
+}
+
+void check_pairs(const Tensors& outputs, const Tensors& inputs) {
+  TORCH_CHECK_VALUE(outputs.size() == inputs.size(), "outputs must be as many as inputs, ",
+                    inputs.size(), ", got ", outputs.size());
+}
+
+}  // namespace
+
+Tensors Backend::on_root(const TensorLists& lists, std::int64_t root, const char* what) const {
+  if (getRank() == root) return only(lists, what);
+  TORCH_CHECK_VALUE(lists.empty(), what, " takes a list of tensors on rank ", root, " only");
+  return {};
+}
+
+Backend::Backend(int rank, int size, Milliseconds timeout, py::object ranks)
+    : ::c10d::Backend(rank, size),
+      timeout_(timeout),
+      connection_(std::make_shared<Connection>(rank, ranks.attr("connect"))),
+      ranks_(std::move(ranks)) {}
+
+Backend::~Backend() {
+  const py::gil_scoped_acquire gil;
+  ranks_ = py::object();
+}
+
+// As in Connection::connect(), the lock is taken without the GIL.
+::c10d::Backend& Backend::gloo(const char* what) {
+  std::optional<py::gil_scoped_release> no_gil;
+  if (PyGILState_Check() != 0) no_gil.emplace();
+  const std::lock_guard lock(making_gloo_);
+  const py::gil_scoped_acquire gil;
+  const py::object made = ranks_.attr("connect_gloo")(what);  // also writes the log
+  if (gloo_ == nullptr) gloo_ = made.cast<c10::intrusive_ptr<::c10d::Backend>>();
+  return *gloo_;
+}
+
+Request Backend::request(OpType type, const char* title, Milliseconds timeout) const {
+  return {type, title, getSize(), timeout == kUnsetTimeout ? timeout_.load() : timeout};
+}
+
+bool Backend::spans_nodes() { return native().spans_nodes(connection_->group()); }
+
+Backend::WorkPtr Backend::launch(Request request, bool async) {
+  ++sequence_;
+  auto work = c10::make_intrusive<Work>(connection_, std::move(request));
+  async ? Work::submit(work) : work->run();
+  return work;
+}
+
+Backend::WorkPtr Backend::broadcast(Tensors& tensors, const ::c10d::BroadcastOptions& options) {
+  Request made = request(OpType::BROADCAST, "pycomm:broadcast", options.timeout);
+  made.broadcast(only(tensors, "broadcast"), options.rootRank);
+  return launch(std::move(made), options.asyncOp);
+}
+
+Backend::WorkPtr Backend::allreduce(Tensors& tensors, const ::c10d::AllreduceOptions& options) {
+  const at::Tensor& tensor = only(tensors, "all_reduce");
+  if (tensor.is_sparse()) return allreduce_sparse(tensors, options);
+  Request made = request(OpType::ALLREDUCE, "pycomm:all_reduce", options.timeout);
+  made.all_reduce(tensor, options.reduceOp);
+  return launch(std::move(made), options.asyncOp);
+}
+
+Backend::WorkPtr Backend::allreduce_sparse(Tensors& tensors,
+                                           const ::c10d::AllreduceOptions& options) {
+  return gloo("all_reduce of sparse tensors").allreduce(tensors, options);
+}
+
+Backend::WorkPtr Backend::allreduce_coalesced(Tensors& tensors,
+                                              const ::c10d::AllreduceCoalescedOptions& options) {
+  Request made =
+      request(OpType::ALLREDUCE_COALESCED, "pycomm:all_reduce_coalesced", options.timeout);
+  for (const at::Tensor& tensor : tensors) made.all_reduce(tensor, options.reduceOp);
+  return launch(std::move(made), options.asyncOp);
+}
+
+Backend::WorkPtr Backend::reduce(Tensors& tensors, const ::c10d::ReduceOptions& options) {
+  Request made = request(OpType::REDUCE, "pycomm:reduce", options.timeout);
+  made.reduce(only(tensors, "reduce"), options.reduceOp, options.rootRank, getRank());
+  if (spans_nodes()) return gloo("reduce").reduce(tensors, options);
+  return launch(std::move(made), options.asyncOp);
+}
+
+Backend::WorkPtr Backend::allgather(TensorLists& outputs, Tensors& inputs,
+                                    const ::c10d::AllgatherOptions& options) {
+  Request made = request(OpType::ALLGATHER, "pycomm:all_gather", options.timeout);
+  made.all_gather(only(outputs, "all_gather"), only(inputs, "all_gather"));
+  if (spans_nodes()) return gloo("all_gather of lists").allgather(outputs, inputs, options);
+  return launch(std::move(made), options.asyncOp);
+}
+
+Backend::WorkPtr Backend::_allgather_base(at::Tensor& output, at::Tensor& input,
+                                          const ::c10d::AllgatherOptions& options) {
+  Request made = request(OpType::_ALLGATHER_BASE, "pycomm:_all_gather_base", options.timeout);
+  made.all_gather(output, input);
+  return launch(std::move(made), options.asyncOp);
+}
+
+// The lists are those of the deprecated operation: outputs[rank][tensor].
+Backend::WorkPtr Backend::allgather_coalesced(TensorLists& outputs, Tensors& inputs,
+                                              const ::c10d::AllgatherOptions& options) {
+  Request made =
+      request(OpType::ALLGATHER_COALESCED, "pycomm:all_gather_coalesced", options.timeout);
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    Tensors results;
+    for (const Tensors& of_rank : outputs) {
+      TORCH_CHECK_VALUE(of_rank.size() == inputs.size(), "output_tensor_lists must have ",
+                        inputs.size(), " tensors per rank, got ", of_rank.size());
+      results.push_back(of_rank[i]);
+    }
+    made.all_gather(results, inputs[i]);
+  }
+  if (spans_nodes()) {
+    return gloo("all_gather of lists").allgather_coalesced(outputs, inputs, options);
+  }
+  return launch(std::move(made), options.asyncOp);
+}
+
+Backend::WorkPtr Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                          const ::c10d::AllgatherOptions& options) {
+  check_pairs(outputs, inputs);
+  Request made =
+      request(OpType::COALESCED, "pycomm:all_gather_into_tensor_coalesced", options.timeout);
+  for (std::size_t i = 0; i < inputs.size(); ++i) made.all_gather(outputs[i], inputs[i]);
+  return launch(std::move(made), options.asyncOp);
+}
+
+Backend::WorkPtr Backend::gather(TensorLists& outputs, Tensors& inputs,
+                                 const ::c10d::GatherOptions& options) {
+  Request made = request(OpType::GATHER, "pycomm:gather", options.timeout);
+  made.gather(on_root(outputs, options.rootRank, "gather"), only(inputs, "gather"),
+              options.rootRank);
+  if (spans_nodes()) return gloo("gather").gather(outputs, inputs, options);
+  return launch(std::move(made), options.asyncOp);
+}
+
+Backend::WorkPtr Backend::scatter(Tensors& outputs, TensorLists& inputs,
+                                  const ::c10d::ScatterOptions& options) {
+  Request made = request(OpType::SCATTER, "pycomm:scatter", options.timeout);
+  made.scatter(only(outputs, "scatter"), on_root(inputs, options.rootRank, "scatter"),
+               options.rootRank);
+  if (spans_nodes()) return gloo("scatter").scatter(outputs, inputs, options);
+  return launch(std::move(made), options.asyncOp);
+}
+
+Backend::WorkPtr Backend::reduce_scatter(Tensors& outputs, TensorLists& inputs,
+                                         const ::c10d::ReduceScatterOptions& options) {
+  Request made = request(OpType::REDUCE_SCATTER, "pycomm:reduce_scatter", options.timeout);
+  made.reduce_scatter(only(outputs, "reduce_scatter"), only(inputs, "reduce_scatter"),
+                      options.reduceOp);
+  if (spans_nodes()) {
+    return gloo("reduce_scatter of lists").reduce_scatter(outputs, inputs, options);
+  }
+  return launch(std::move(made), options.asyncOp);
+}
+
+Backend::WorkPtr Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                               const ::c10d::ReduceScatterOptions& options) {
+  Request made =
+      request(OpType::_REDUCE_SCATTER_BASE, "pycomm:_reduce_scatter_base", options.timeout);
+  made.reduce_scatter(output, input, options.reduceOp);
+  return launch(std::move(made), options.asyncOp);
+}
+
+Backend::WorkPtr Backend::reduce_scatter_tensor_coalesced(
+    Tensors& outputs, Tensors& inputs, const ::c10d::ReduceScatterOptions& options) {
+  check_pairs(outputs, inputs);
+  Request made = request(OpType::REDUCE_SCATTER_TENSOR_COALESCED,
+                         "pycomm:reduce_scatter_tensor_coalesced", options.timeout);
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    made.reduce_scatter(outputs[i], inputs[i], options.reduceOp);
+  }
+  return launch(std::move(made), options.asyncOp);
+}
+
+Backend::WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
+                                        std::vector<int64_t>& output_splits,
+                                        std::vector<int64_t>& input_splits,
+                                        const ::c10d::AllToAllOptions& options) {
+  if (spans_nodes()) {
+    return gloo("all_to_all").alltoall_base(output, input, output_splits, input_splits, options);
+  }
+  Request made = request(OpType::ALLTOALL_BASE, "pycomm:all_to_all", options.timeout);
+  made.all_to_all(output, input, output_splits, input_splits);
+  return launch(std::move(made), options.asyncOp);
+}
+
+Backend::WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs,
+                                   const ::c10d::AllToAllOptions& options) {
+  if (spans_nodes()) return gloo("all_to_all").alltoall(outputs, inputs, options);
+  Request made = request(OpType::ALLTOALL, "pycomm:all_to_all", options.timeout);
+  made.all_to_all(outputs, inputs);
+  return launch(std::move(made), options.asyncOp);
+}
+
+Backend::WorkPtr Backend::send(Tensors& tensors, int to, int tag) {
+  return gloo("send").send(tensors, to, tag);
+}
+
+Backend::WorkPtr Backend::recv(Tensors& tensors, int from, int tag) {
+  return gloo("recv").recv(tensors, from, tag);
+}
+
+Backend::WorkPtr Backend::recvAnysource(Tensors& tensors, int tag) {
+  return gloo("recv").recvAnysource(tensors, tag);
+}
+
+Backend::WorkPtr Backend::barrier(const ::c10d::BarrierOptions& options) {
+  Request made = request(OpType::BARRIER, "pycomm:barrier", options.timeout);
+  made.barrier();
+  return launch(std::move(made), options.asyncOp);
+}
+
+void Backend::monitoredBarrier(const ::c10d::BarrierOptions& options, bool wait_all_ranks) {
+  const py::gil_scoped_acquire gil;
+  const Milliseconds timeout = options.timeout == kUnsetTimeout ? timeout_.load() : options.timeout;
+  ranks_.attr("monitored_barrier")(std::chrono::duration<double>(timeout).count(), wait_all_ranks);
+}
+
+at::Tensor Backend::allocateTensor(long size, at::TensorOptions options) {
+  const std::int64_t bytes = size * static_cast<std::int64_t>(options.dtype().itemsize());
+  if (bytes == 0) return at::empty(size, options);
+  void *data = nullptr, *owner = nullptr;
+  check(native().allocate(connection_->group(), bytes, &data, &owner));
+  return at::from_blob(data, {size}, [owner](void*) { native().free_memory(owner); }, options);
+}
+
+void Backend::abort() {
+  if (void* const group = connection_->group_if_connected()) native().abort(group);
+}
+
+void Backend::shutdown() { connection_->call("close"); }
+
+}  // namespace pycomm::c10d

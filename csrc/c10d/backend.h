@@ -1,0 +1,88 @@
+// pycomm as a backend of torch.distributed: a c10d::Backend that turns tensors into calls of
+// pycomm._C. It has no algorithms. Operations without a native path go to Gloo.
+//
+// It overrides the virtual functions by the names that torch 2.11 gave them; later versions forward
+// their new names to these.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include "c10d/connection.h"
+#include "c10d/work.h"
+
+namespace pycomm::c10d {
+
+using TensorLists = std::vector<Tensors>;
+
+class Backend final : public ::c10d::Backend {
+ public:
+  using WorkPtr = c10::intrusive_ptr<::c10d::Work>;
+
+  // `ranks` connects the group's ranks when it is needed: pycomm/backend.py.
+  Backend(int rank, int size, Milliseconds timeout, pybind11::object ranks);
+  ~Backend() override;
+
+  const std::string getBackendName() const override { return "pycomm"; }
+  void setTimeout(Milliseconds timeout) override { timeout_ = timeout; }
+
+  WorkPtr broadcast(Tensors& tensors, const ::c10d::BroadcastOptions& options) override;
+  WorkPtr allreduce(Tensors& tensors, const ::c10d::AllreduceOptions& options) override;
+  WorkPtr allreduce_sparse(Tensors& tensors, const ::c10d::AllreduceOptions& options) override;
+  WorkPtr allreduce_coalesced(Tensors& tensors,
+                              const ::c10d::AllreduceCoalescedOptions& options) override;
+  WorkPtr reduce(Tensors& tensors, const ::c10d::ReduceOptions& options) override;
+  WorkPtr allgather(TensorLists& outputs, Tensors& inputs,
+                    const ::c10d::AllgatherOptions& options) override;
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
+                          const ::c10d::AllgatherOptions& options) override;
+  WorkPtr allgather_coalesced(TensorLists& outputs, Tensors& inputs,
+                              const ::c10d::AllgatherOptions& options) override;
+  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const ::c10d::AllgatherOptions& options) override;
+  WorkPtr gather(TensorLists& outputs, Tensors& inputs,
+                 const ::c10d::GatherOptions& options) override;
+  WorkPtr scatter(Tensors& outputs, TensorLists& inputs,
+                  const ::c10d::ScatterOptions& options) override;
+  WorkPtr reduce_scatter(Tensors& outputs, TensorLists& inputs,
+                         const ::c10d::ReduceScatterOptions& options) override;
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                               const ::c10d::ReduceScatterOptions& options) override;
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const ::c10d::ReduceScatterOptions& options) override;
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
+                        std::vector<int64_t>& input_splits,
+                        const ::c10d::AllToAllOptions& options) override;
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs,
+                   const ::c10d::AllToAllOptions& options) override;
+  WorkPtr send(Tensors& tensors, int to, int tag) override;
+  WorkPtr recv(Tensors& tensors, int from, int tag) override;
+  WorkPtr recvAnysource(Tensors& tensors, int tag) override;
+  WorkPtr barrier(const ::c10d::BarrierOptions& options) override;
+  void monitoredBarrier(const ::c10d::BarrierOptions& options, bool wait_all_ranks) override;
+
+  void setSequenceNumberForGroup() override {}
+  std::uint64_t getSequenceNumberForGroup() override { return sequence_; }
+  bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override;
+  void abort() override;
+  void shutdown() override;
+
+ private:
+  // The Gloo backend, for an operation that has no native path.
+  ::c10d::Backend& gloo(const char* what);
+  // The list that only the root passes; empty on other ranks.
+  Tensors on_root(const TensorLists& lists, std::int64_t root, const char* what) const;
+  Request request(OpType type, const char* title, Milliseconds timeout) const;
+  // If the group spans nodes, some operations have no native path.
+  bool spans_nodes();
+  WorkPtr launch(Request request, bool async);
+
+  std::atomic<Milliseconds> timeout_;
+  std::atomic<std::uint64_t> sequence_{0};
+  const std::shared_ptr<Connection> connection_;
+  std::mutex making_gloo_;
+  pybind11::object ranks_;
+  c10::intrusive_ptr<::c10d::Backend> gloo_;
+};
+
+}  // namespace pycomm::c10d

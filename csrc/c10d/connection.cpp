@@ -1,0 +1,56 @@
+#include "c10d/connection.h"
+
+namespace py = pybind11;
+
+namespace pycomm::c10d {
+namespace {
+
+const BackendTable* table = nullptr;
+
+}  // namespace
+
+const BackendTable& native() { return *table; }
+
+void find_native() {
+  const py::object capsule = py::module_::import("pycomm._C").attr("backend_table");
+  table = static_cast<const BackendTable*>(PyCapsule_GetPointer(capsule.ptr(), kBackendTableName));
+  if (table == nullptr) throw py::error_already_set();
+  if (table->layout != kBackendTableLayout) {
+    throw py::import_error("pycomm._c10d and pycomm._C come from different sources: build both");
+  }
+}
+
+std::exception_ptr as_exception(Error error) {
+  const py::gil_scoped_acquire gil;
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error)), error);
+  Py_DECREF(error);
+  return std::make_exception_ptr(py::error_already_set());
+}
+
+Connection::~Connection() {
+  const py::gil_scoped_acquire gil;
+  connect_ = py::object();
+  group_ = py::object();
+}
+
+// The lock is always taken without the GIL, so that no thread holds one and waits for the other.
+void* Connection::connect() {
+  std::optional<py::gil_scoped_release> no_gil;
+  if (PyGILState_Check() != 0) no_gil.emplace();
+  const std::lock_guard lock(connecting_);
+  if (handle_ != nullptr) return handle_;
+  const py::gil_scoped_acquire gil;
+  group_ = connect_();
+  const py::object capsule = group_.attr("_handle");
+  void* const handle = PyCapsule_GetPointer(capsule.ptr(), "pycomm.group");
+  if (handle == nullptr) throw py::error_already_set();
+  handle_.store(handle, std::memory_order_release);
+  return handle;
+}
+
+void Connection::call(const char* method) {
+  const py::gil_scoped_acquire gil;
+  if (group_) group_.attr(method)();
+}
+
+}  // namespace pycomm::c10d

@@ -1,0 +1,56 @@
+// The backend's way to pycomm._C: its table of functions, Python exceptions as C++ exceptions, and a
+// group that is connected when it is first used.
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <atomic>
+#include <exception>
+#include <mutex>
+
+#include "core/backend_table.h"
+
+namespace pycomm::c10d {
+
+// The table; find_native() looks it up when the module is imported.
+const BackendTable& native();
+void find_native();
+
+// A Python exception as one that C++ can throw. It takes the reference.
+std::exception_ptr as_exception(Error error);
+
+inline void check(Error error) {
+  if (error != nullptr) std::rethrow_exception(as_exception(error));
+}
+
+// A group of pycomm._C, made by a Python function at its first use.
+class Connection {
+ public:
+  // `connect` returns a pycomm.Group.
+  Connection(int rank, pybind11::object connect) : rank_(rank), connect_(std::move(connect)) {}
+  ~Connection();
+  Connection(const Connection&) = delete;
+  Connection& operator=(const Connection&) = delete;
+
+  int rank() const { return rank_; }
+  // The group's handle. Connects at the first call.
+  void* group() {
+    void* const found = handle_.load(std::memory_order_acquire);
+    return found != nullptr ? found : connect();
+  }
+  // The group's handle, or null if it has not been used.
+  void* group_if_connected() const { return handle_.load(std::memory_order_acquire); }
+  // Calls a method of the pycomm.Group, if there is one.
+  void call(const char* method);
+
+ private:
+  void* connect();
+
+  const int rank_;
+  std::mutex connecting_;
+  std::atomic<void*> handle_{nullptr};
+  pybind11::object connect_;
+  pybind11::object group_;
+};
+
+}  // namespace pycomm::c10d

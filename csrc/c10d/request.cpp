@@ -1,0 +1,314 @@
+#include "c10d/request.h"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/distributed/c10d/Utils.hpp>
+
+#include <algorithm>
+
+#include "bind/dtypes.h"
+
+namespace pycomm::c10d {
+namespace {
+
+bool is_plain(const at::Tensor& tensor) {
+  return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
+}
+
+Element element_of(const at::Tensor& tensor) {
+  const std::optional<Element> element = bind::element_of(tensor.scalar_type());
+  TORCH_CHECK_TYPE(element.has_value(), "tensors of ", tensor.scalar_type(), " are not supported");
+  return *element;
+}
+
+ReduceOp reduction_of(const ::c10d::ReduceOp& op) {
+  switch (op.op_) {
+    case ::c10d::ReduceOp::SUM:
+    case ::c10d::ReduceOp::PREMUL_SUM:
+      return ReduceOp::sum;
+    case ::c10d::ReduceOp::AVG:
+      return ReduceOp::avg;
+    case ::c10d::ReduceOp::PRODUCT:
+      return ReduceOp::prod;
+    case ::c10d::ReduceOp::MIN:
+      return ReduceOp::min;
+    case ::c10d::ReduceOp::MAX:
+      return ReduceOp::max;
+    case ::c10d::ReduceOp::BAND:
+      return ReduceOp::band;
+    case ::c10d::ReduceOp::BOR:
+      return ReduceOp::bor;
+    case ::c10d::ReduceOp::BXOR:
+      return ReduceOp::bxor;
+    default:
+      TORCH_CHECK_VALUE(false, "op must be a reduction of torch.distributed, got number ",
+                        static_cast<int>(op.op_));
+  }
+}
+
+at::Tensor factor_of(const ::c10d::ReduceOp& op) {
+  const auto* given = dynamic_cast<const ::c10d::PreMulSumSupplement*>(op.supplement_.get());
+  TORCH_CHECK_VALUE(given != nullptr, "op must hold the factor of PREMUL_SUM");
+  return given->tensor_factor.defined() ? given->tensor_factor
+                                        : at::scalar_tensor(given->double_factor, at::kDouble);
+}
+
+}  // namespace
+
+void Request::all_reduce(const at::Tensor& tensor, const ::c10d::ReduceOp& op) {
+  check(tensor);
+  const at::Tensor result = to_update(tensor);
+  add(Collective::all_reduce, scaled(result, op), result, tensor.numel(), op);
+  inputs.push_back(tensor);
+  outputs.push_back(tensor);
+}
+
+void Request::reduce(const at::Tensor& tensor, const ::c10d::ReduceOp& op, std::int64_t root,
+                     int rank) {
+  check(tensor);
+  check_root(root, "dst");
+  const at::Tensor result = rank == root ? to_update(tensor) : to_read(tensor);
+  add(Collective::reduce, scaled(result, op), result, tensor.numel(), op, root);
+  inputs.push_back(tensor);
+  outputs.push_back(tensor);
+}
+
+void Request::broadcast(const at::Tensor& tensor, std::int64_t root) {
+  check(tensor);
+  check_root(root, "src");
+  const at::Tensor dense = to_update(tensor);
+  add(Collective::broadcast, dense, dense, tensor.numel(), {}, root);
+  inputs.push_back(tensor);
+  outputs.push_back(tensor);
+}
+
+void Request::all_gather(const at::Tensor& output, const at::Tensor& input) {
+  check_blocks(output, "output", input, "input");
+  add(Collective::all_gather, to_read(input), to_write(output), input.numel());
+  inputs.push_back(input);
+  outputs.push_back(output);
+}
+
+void Request::reduce_scatter(const at::Tensor& output, const at::Tensor& input,
+                             const ::c10d::ReduceOp& op) {
+  check_blocks(input, "input", output, "output");
+  add(Collective::reduce_scatter, scaled(to_read(input), op), to_write(output), output.numel(), op);
+  inputs.push_back(input);
+  outputs.push_back(output);
+}
+
+void Request::all_to_all(const at::Tensor& output, const at::Tensor& input,
+                         const std::vector<std::int64_t>& output_splits,
+                         const std::vector<std::int64_t>& input_splits) {
+  check(output);
+  check(input);
+  TORCH_CHECK_VALUE(output.scalar_type() == input.scalar_type(), "output must have input's dtype, ",
+                    input.scalar_type(), ", got ", output.scalar_type());
+  inputs.push_back(input);
+  outputs.push_back(output);
+  if (!output_splits.empty() || !input_splits.empty()) {
+    Call& call = add(Collective::all_to_all, to_read(input), to_write(output), 0);
+    call.inputs = blocks_of(input, input_splits);
+    call.outputs = blocks_of(output, output_splits);
+    return;
+  }
+  TORCH_CHECK_VALUE(output.numel() == input.numel(), "output must have input's ", input.numel(),
+                    " elements, got ", output.numel());
+  TORCH_CHECK_VALUE(input.numel() % ranks_ == 0, "input must have a multiple of ", ranks_,
+                    " elements, one block per rank, got ", input.numel());
+  add(Collective::all_to_all, to_read(input), to_write(output), input.numel() / ranks_);
+}
+
+void Request::barrier() {
+  const at::Tensor nothing = at::empty(0, at::kByte);
+  add(Collective::barrier, nothing, nothing, 0);
+}
+
+void Request::all_gather(const Tensors& results, const at::Tensor& input) {
+  check(input);
+  check_list(results, "tensor_list", input);
+  Call& call = add(Collective::all_gather, to_read(input), input, input.numel());
+  call.outputs = blocks_to_write(results, Counts::equal);
+  inputs.push_back(input);
+}
+
+void Request::reduce_scatter(const at::Tensor& output, const Tensors& blocks,
+                             const ::c10d::ReduceOp& op) {
+  check(output);
+  check_list(blocks, "input_list", output);
+  Tensors products;
+  for (const at::Tensor& block : blocks) products.push_back(scaled(block, op));
+  Call& call = add(Collective::reduce_scatter, output, to_write(output), output.numel(), op);
+  call.inputs = blocks_to_read(products, Counts::equal);
+  inputs.insert(inputs.end(), blocks.begin(), blocks.end());
+  outputs.push_back(output);
+}
+
+void Request::gather(const Tensors& results, const at::Tensor& input, std::int64_t root) {
+  check(input);
+  check_root(root, "dst");
+  Call& call = add(Collective::gather, to_read(input), input, input.numel(), {}, root);
+  if (!results.empty()) {
+    check_list(results, "gather_list", input);
+    check_sizes(results, "gather_list", input.numel());
+    call.outputs = blocks_to_write(results, Counts::equal);
+  }
+  inputs.push_back(input);
+}
+
+void Request::scatter(const at::Tensor& output, const Tensors& blocks, std::int64_t root) {
+  check(output);
+  check_root(root, "src");
+  Call& call = add(Collective::scatter, output, to_write(output), output.numel(), {}, root);
+  if (!blocks.empty()) {
+    check_list(blocks, "scatter_list", output);
+    check_sizes(blocks, "scatter_list", output.numel());
+    call.inputs = blocks_to_read(blocks, Counts::equal);
+  }
+  inputs.insert(inputs.end(), blocks.begin(), blocks.end());
+  outputs.push_back(output);
+}
+
+void Request::all_to_all(const Tensors& results, const Tensors& blocks) {
+  TORCH_CHECK_VALUE(!results.empty(), "output_tensor_list must have ", ranks_, " tensors, got 0");
+  check_list(results, "output_tensor_list", results.front());
+  check_list(blocks, "input_tensor_list", results.front());
+  Call& call = add(Collective::all_to_all, blocks.front(), results.front(), 0);
+  call.inputs = blocks_to_read(blocks, Counts::each_its_own);
+  call.outputs = blocks_to_write(results, Counts::each_its_own);
+  call.input = call.output = nullptr;
+  inputs.insert(inputs.end(), blocks.begin(), blocks.end());
+}
+
+void Request::finish() {
+  const at::NoGradGuard no_grad;
+  for (const auto& [to, from] : copies_) to.copy_(from);
+  copies_.clear();
+  kept_.clear();
+}
+
+at::Tensor Request::to_read(const at::Tensor& tensor) {
+  kept_.push_back(is_plain(tensor) ? tensor.detach()
+                                   : tensor.detach().contiguous().resolve_conj().resolve_neg());
+  return kept_.back();
+}
+
+at::Tensor Request::to_write(const at::Tensor& tensor) {
+  if (is_plain(tensor)) {
+    kept_.push_back(tensor.detach());
+    return kept_.back();
+  }
+  copies_.emplace_back(tensor.detach(), at::empty(tensor.sizes(), tensor.options()));
+  return copies_.back().second;
+}
+
+at::Tensor Request::to_update(const at::Tensor& tensor) {
+  const at::Tensor dense = to_write(tensor);
+  if (!is_plain(tensor)) dense.copy_(tensor.detach());
+  return dense;
+}
+
+at::Tensor Request::scaled(const at::Tensor& tensor, const ::c10d::ReduceOp& op) {
+  if (op.op_ != ::c10d::ReduceOp::PREMUL_SUM) return tensor;
+  TORCH_CHECK_VALUE(tensor.is_floating_point(), "op PREMUL_SUM takes floating-point tensors, got ",
+                    tensor.scalar_type());
+  kept_.push_back(tensor * factor_of(op).to(tensor.scalar_type()));
+  return kept_.back();
+}
+
+Blocks Request::blocks_to_read(const Tensors& list, Counts counts) {
+  BlockArrays& arrays = blocks_.emplace_back();
+  for (const at::Tensor& part : list) {
+    arrays.addresses.push_back(to_read(part).const_data_ptr());
+    arrays.counts.push_back(part.numel());
+  }
+  return made_of(arrays, counts);
+}
+
+Blocks Request::blocks_to_write(const Tensors& list, Counts counts) {
+  BlockArrays& arrays = blocks_.emplace_back();
+  for (const at::Tensor& part : list) {
+    arrays.addresses.push_back(to_write(part).mutable_data_ptr());
+    arrays.counts.push_back(part.numel());
+    outputs.push_back(part);
+  }
+  return made_of(arrays, counts);
+}
+
+// Ranks pass counts or none alike: each rank knows all sizes, except in all_to_all.
+Blocks Request::made_of(const BlockArrays& arrays, Counts counts) {
+  const std::vector<std::int64_t>& sizes = arrays.counts;
+  const bool equal = std::all_of(sizes.begin(), sizes.end(),
+                                 [&](std::int64_t size) { return size == sizes.front(); });
+  const bool uses_count = counts == Counts::equal && equal;
+  return {arrays.addresses.data(), uses_count ? nullptr : sizes.data()};
+}
+
+Blocks Request::blocks_of(const at::Tensor& whole, const std::vector<std::int64_t>& splits) {
+  ::c10d::checkSplitSizes(splits, whole, ranks_);
+  const std::int64_t rows = whole.dim() == 0 ? 1 : whole.size(0);
+  const std::int64_t row = rows == 0 ? 0 : whole.numel() / rows;
+  BlockArrays& arrays = blocks_.emplace_back();
+  for (int r = 0; r < ranks_; ++r) {
+    const std::int64_t size = splits.empty() ? rows / ranks_ : splits[static_cast<std::size_t>(r)];
+    arrays.counts.push_back(size * row);
+  }
+  return {nullptr, arrays.counts.data()};
+}
+
+void Request::check(const at::Tensor& tensor) const {
+  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, title,
+                    " takes dense tensors, got one of layout ", tensor.layout());
+  TORCH_CHECK_VALUE(tensor.is_cpu(), title, " takes CPU tensors, got one on ", tensor.device());
+}
+
+void Request::check_blocks(const at::Tensor& whole, const char* name, const at::Tensor& block,
+                           const char* block_name) const {
+  check(whole);
+  check(block);
+  TORCH_CHECK_VALUE(whole.scalar_type() == block.scalar_type(), name, " must have ", block_name,
+                    "'s dtype, ", block.scalar_type(), ", got ", whole.scalar_type());
+  TORCH_CHECK_VALUE(whole.numel() == block.numel() * ranks_, name, " must have ",
+                    block.numel() * ranks_, " elements, ", ranks_, " times as many as ", block_name,
+                    ", got ", whole.numel());
+}
+
+void Request::check_list(const Tensors& list, const char* name, const at::Tensor& like) const {
+  TORCH_CHECK_VALUE(static_cast<int>(list.size()) == ranks_, name, " must have ", ranks_,
+                    " tensors, one per rank, got ", list.size());
+  for (const at::Tensor& part : list) {
+    check(part);
+    TORCH_CHECK_VALUE(part.scalar_type() == like.scalar_type(), name, " must hold tensors of ",
+                      like.scalar_type(), ", got one of ", part.scalar_type());
+  }
+}
+
+void Request::check_sizes(const Tensors& list, const char* name, std::int64_t count) const {
+  for (const at::Tensor& part : list) {
+    TORCH_CHECK_VALUE(part.numel() == count, name, " must hold tensors of ", count,
+                      " elements, got one of ", part.numel());
+  }
+}
+
+void Request::check_root(std::int64_t root, const char* name) const {
+  TORCH_CHECK_VALUE(root >= 0 && root < ranks_, name, " must be a rank from 0 to ", ranks_ - 1,
+                    ", got ", root);
+}
+
+Call& Request::add(Collective collective, const at::Tensor& input, const at::Tensor& output,
+                   std::int64_t count, const ::c10d::ReduceOp& op, std::int64_t root) {
+  Operation operation;
+  operation.collective = collective;
+  operation.algorithm =
+      collective == Collective::all_reduce ? Algorithm::automatic : Algorithm::two_shot;
+  operation.op = reduction_of(op);
+  operation.root = static_cast<std::int32_t>(root);
+  operation.count = count;
+  Call call;
+  call.operation = carried(operation, element_of(input));
+  call.input = input.const_data_ptr();
+  call.output = output.mutable_data_ptr();
+  call.timeout = std::chrono::duration<double>(timeout_).count();
+  return calls.emplace_back(call);
+}
+
+}  // namespace pycomm::c10d

@@ -1,0 +1,88 @@
+// An operation of torch.distributed as calls of pycomm._C, with the tensors that they use.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Types.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <deque>
+#include <utility>
+#include <vector>
+
+#include "core/call.h"
+
+namespace pycomm::c10d {
+
+using ::c10d::OpType;
+using Milliseconds = std::chrono::milliseconds;
+
+using Tensors = std::vector<at::Tensor>;
+
+class Request {
+ public:
+  // `title` is for the profiler and for messages; `ranks`: in the group.
+  Request(OpType type, const char* title, int ranks, Milliseconds timeout)
+      : type(type), title(title), ranks_(ranks), timeout_(timeout) {}
+
+  // Add a call. Tensors that are not contiguous get stand-ins.
+  void all_reduce(const at::Tensor& tensor, const ::c10d::ReduceOp& op);
+  void reduce(const at::Tensor& tensor, const ::c10d::ReduceOp& op, std::int64_t root, int rank);
+  void broadcast(const at::Tensor& tensor, std::int64_t root);
+  void all_gather(const at::Tensor& output, const at::Tensor& input);
+  void reduce_scatter(const at::Tensor& output, const at::Tensor& input,
+                      const ::c10d::ReduceOp& op);
+  // Splits are sizes in the first dimension, one per rank; none if all are equal.
+  void all_to_all(const at::Tensor& output, const at::Tensor& input,
+                  const std::vector<std::int64_t>& output_splits,
+                  const std::vector<std::int64_t>& input_splits);
+  void barrier();
+  // The forms with a list of tensors, one per rank, which may differ in size except for gather and
+  // scatter. `outputs` and `inputs` of these two are empty except on the root.
+  void all_gather(const Tensors& outputs, const at::Tensor& input);
+  void reduce_scatter(const at::Tensor& output, const Tensors& inputs, const ::c10d::ReduceOp& op);
+  void gather(const Tensors& outputs, const at::Tensor& input, std::int64_t root);
+  void scatter(const at::Tensor& output, const Tensors& inputs, std::int64_t root);
+  void all_to_all(const Tensors& outputs, const Tensors& inputs);
+
+  // Copies results from stand-ins; frees what only the calls have used.
+  void finish();
+
+  OpType type;
+  const char* title;
+  Tensors inputs;   // for the profiler
+  Tensors outputs;  // the operation's results
+  std::vector<Call> calls;
+
+ private:
+  at::Tensor to_read(const at::Tensor& tensor);
+  at::Tensor to_write(const at::Tensor& tensor);
+  at::Tensor to_update(const at::Tensor& tensor);
+  // A tensor multiplied by the factor of PREMUL_SUM, or the tensor itself.
+  at::Tensor scaled(const at::Tensor& tensor, const ::c10d::ReduceOp& op);
+  struct BlockArrays {
+    std::vector<const void*> addresses;
+    std::vector<std::int64_t> counts;
+  };
+
+  enum class Counts { equal, each_its_own };
+  // The blocks of a list, and of a tensor that is split.
+  Blocks blocks_to_read(const Tensors& list, Counts counts);
+  Blocks blocks_to_write(const Tensors& list, Counts counts);
+  static Blocks made_of(const BlockArrays& arrays, Counts counts);
+  Blocks blocks_of(const at::Tensor& whole, const std::vector<std::int64_t>& splits);
+  void check(const at::Tensor& tensor) const;
+  void check_blocks(const at::Tensor& whole, const char* name, const at::Tensor& block,
+                    const char* block_name) const;
+  void check_list(const Tensors& list, const char* name, const at::Tensor& like) const;
+  void check_sizes(const Tensors& list, const char* name, std::int64_t count) const;
+  void check_root(std::int64_t root, const char* name) const;
+  Call& add(Collective collective, const at::Tensor& input, const at::Tensor& output,
+            std::int64_t count, const ::c10d::ReduceOp& op = {}, std::int64_t root = 0);
+
+  const int ranks_;
+  const Milliseconds timeout_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies_;  // to, from
+  Tensors kept_;                                           // what the calls use
+  std::deque<BlockArrays> blocks_;                         // of the calls
+};
+
+}  // namespace pycomm::c10d

@@ -1,0 +1,43 @@
+// What the torch.distributed backend (csrc/c10d) calls in pycomm._C: a table of functions, which
+// travels in a PyCapsule. The backend is compiled against one version of torch and pycomm._C works
+// with all of them, so they are two modules, which share only headers of core/.
+#pragma once
+
+#include <cstddef>
+
+#include "core/call.h"
+
+struct _object;  // PyObject
+
+namespace pycomm {
+
+// A new reference to a Python exception, or null if all is well.
+using Error = _object*;
+
+struct BackendTable {
+  // The sizes of what both modules compile. They differ if the two come from different sources.
+  std::uint64_t layout;
+
+  // The functions take the pointer of a group's capsule, and are called without the GIL.
+  //
+  bool (*spans_nodes)(void* group);
+  // Runs calls in order; blocks.
+  Error (*run)(void* group, const Call* calls, std::size_t count);
+  // Submits calls. If this returns no error, `completed` is called once, by another thread.
+  Error (*submit)(void* group, const Call* calls, std::size_t count,
+                  void (*completed)(void* context, Error error), void* context);
+  // Returns an exception if a signal's handler has raised one.
+  Error (*check_signals)();
+  void (*abort)(void* group);
+  // Memory in the group's window; null, with an error, if there is none. free_memory() takes what
+  // allocate() has stored in `owner`.
+  Error (*allocate)(void* group, std::int64_t bytes, void** data, void** owner);
+  void (*free_memory)(void* owner);
+};
+
+inline constexpr const char* kBackendTableName = "pycomm.backend_table";
+inline constexpr std::uint64_t kBackendTableLayout =
+    hash_of({sizeof(BackendTable), sizeof(Call), sizeof(Operation), sizeof(Details),
+             kCountOf<Collective>, kCountOf<DType>, kCountOf<ReduceOp>, kCountOf<Element>});
+
+}  // namespace pycomm

@@ -1,0 +1,128 @@
+"""pycomm as a backend of torch.distributed.
+
+.. code-block:: python
+
+    dist.init_process_group("pycomm")  # or "cpu:pycomm,cuda:nccl"
+
+An installed pycomm needs no import for this. Operations run in shared memory and between nodes as
+pycomm's own collectives do; docs/torch-distributed.md says which ones and what the rest costs.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+import pycomm_backend
+from pycomm._runtime import log
+from pycomm._runtime.waiting import Deadline
+from pycomm.errors import Timeout
+from pycomm.group import Group, make_group
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+pycomm_backend.register()
+
+
+def create(options: Any) -> Any:
+    """The backend of one group of torch.distributed, which calls this function.
+
+    Args:
+        options: torch's ``DistributedBackendOptions``.
+    """
+    from pycomm import _c10d  # built for one version of torch
+
+    store, rank, size = options.store, options.group_rank, options.group_size
+    timeout = options.timeout
+    ranks = _Ranks(store, rank, size, timeout.total_seconds(), options.group_id)
+    return _c10d.Backend(rank, size, timeout, ranks)
+
+
+class _Ranks:
+    """Connects the ranks of a group when that is first needed."""
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: float, name: str) -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self._timeout = timeout
+        self._name = name
+        self._told: set[str] = set()
+        self._gloo: Any = None
+        self._monitored_barriers = 0
+
+    def connect(self) -> Group:
+        """The group that runs operations; a collective call."""
+        store = PrefixStore("pycomm", self._store)
+        return make_group(store, self._rank, self._size, self._timeout)
+
+    def connect_gloo(self, what: str) -> Any:
+        """A Gloo backend, for operations that pycomm does not have; logs why."""
+        if what not in self._told:
+            self._told.add(what)
+            log.backend_falls_back(self._name, self._rank, what)
+        if self._gloo is None:
+            self._gloo = _gloo(
+                PrefixStore("gloo", self._store), self._rank, self._size, self._timeout
+            )
+        return self._gloo
+
+    def monitored_barrier(self, timeout: float, wait_all_ranks: bool) -> None:
+        """A barrier over the Store, in which rank 0 finds out who is missing.
+
+        Args:
+            timeout: in seconds.
+            wait_all_ranks: report all missing ranks, instead of the first one.
+
+        Raises:
+            pycomm.Timeout: ranks are missing; on every rank that has come.
+        """
+        self._monitored_barriers += 1
+        store = PrefixStore(f"monitored_barrier/{self._monitored_barriers}", self._store)
+        deadline = Deadline(timeout)
+        if self._rank != 0:
+            store.set(str(self._rank), "")
+            if not _comes(store, "over", deadline) or store.get("over") != b"complete":
+                raise Timeout(
+                    f"Rank {self._rank} successfully reached monitoredBarrier, but received errors "
+                    "while waiting for send/recv from rank 0. Please check rank 0 logs for faulty "
+                    "rank.",
+                    rank=0,
+                    operation="monitored_barrier",
+                )
+            return
+        missing: list[int] = []
+        for rank in range(1, self._size):
+            if not _comes(store, str(rank), deadline):
+                missing.append(rank)
+                if not wait_all_ranks:
+                    break
+        store.set("over", "incomplete" if missing else "complete")
+        if missing:
+            ranks = f"Rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+            late = "Rank 0 timed out in monitoredBarrier: " if timeout <= 0 else ""
+            raise Timeout(
+                f"{late}{ranks} failed to pass monitoredBarrier in {timeout * 1000:.0f} ms",
+                rank=missing[0],
+                operation="monitored_barrier",
+            )
+
+
+def _comes(store: Store, key: str, deadline: Deadline) -> bool:
+    """Waits for a key in the Store; returns False if it has not come at the deadline."""
+    try:
+        deadline.await_keys(store, [key], lambda: None)
+    except TimeoutError:
+        return False
+    return True
+
+
+def _gloo(store: Store, rank: int, size: int, timeout: float) -> Any:
+    """A Gloo backend that connects two ranks when they first exchange something."""
+    made: Any = dist.ProcessGroupGloo
+    options = made._Options()
+    options._devices = [made.create_default_device(lazy_init=True)]
+    options._timeout = timedelta(seconds=timeout)
+    return made(store, rank, size, options)

@@ -1,0 +1,22 @@
+"""Registers the backend "pycomm" of torch.distributed, which torch finds by an entry point.
+
+A module of its own, because up to torch 2.13 every ``import torch`` imports it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+
+def register() -> None:
+    """Registers the backend, unless it is registered."""
+    if dist.is_available() and "pycomm" not in dist.Backend.backend_list:
+        dist.Backend.register_backend("pycomm", _create, extended_api=True, devices=["cpu"])
+
+
+def _create(options: Any, _: object) -> Any:
+    from pycomm.backend import create
+
+    return create(options)
