@@ -39,24 +39,33 @@ def create(options: Any) -> Any:
     store, rank, size = options.store, options.group_rank, options.group_size
     timeout = options.timeout
     ranks = _Ranks(store, rank, size, timeout.total_seconds(), options.group_id)
+    ranks.connect()  # now: all ranks make the group, but perhaps only two of them use it first
     return _c10d.Backend(rank, size, timeout, ranks)
 
 
 class _Ranks:
-    """Connects the ranks of a group when that is first needed."""
+    """Connects the ranks of a group."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: float, name: str) -> None:
         self._store, self._rank, self._size = store, rank, size
         self._timeout = timeout
         self._name = name
         self._told: set[str] = set()
+        self._group: Group | None = None
         self._gloo: Any = None
         self._monitored_barriers = 0
 
     def connect(self) -> Group:
-        """The group that runs operations; a collective call."""
-        store = PrefixStore("pycomm", self._store)
-        return make_group(store, self._rank, self._size, self._timeout)
+        """The group that runs operations; the first call is collective."""
+        if self._group is None:
+            store = PrefixStore("pycomm", self._store)
+            self._group = make_group(store, self._rank, self._size, self._timeout)
+        return self._group
+
+    def close(self) -> None:
+        """Closes the group."""
+        if self._group is not None:
+            self._group.close()
 
     def connect_gloo(self, what: str) -> Any:
         """A Gloo backend, for operations that pycomm does not have; logs why."""

@@ -15,6 +15,7 @@ namespace {
 
 using cpu::Group;
 using cpu::Heap;
+using cpu::p2p::RequestPtr;
 
 // The exception that is being handled, as a Python object.
 Error current_error() noexcept {
@@ -72,6 +73,35 @@ Error submit(void* group, const Call* calls, std::size_t count,
   });
 }
 
+static_assert(kAnySource == cpu::p2p::kAnySource);
+
+Error start_message(void* group, void* data, const Message& message,
+                    void (*completed)(void* context), void* context, void** request) {
+  return guarded([&] {
+    Group& self = *static_cast<Group*>(group);
+    const cpu::p2p::Envelope envelope{message.peer, message.tag, message.element, message.bytes};
+    const cpu::p2p::Options options{.callback = {completed, context}};
+    auto started = std::make_unique<RequestPtr>();
+    *started = message.receives ? self.irecv(data, envelope, options)
+                                : self.isend(data, envelope, options);
+    *request = started.release();
+  });
+}
+
+Error wait_message(void* request, double patience, bool* completed) {
+  return guarded([&] {
+    cpu::p2p::Request& self = **static_cast<RequestPtr*>(request);
+    *completed = true;
+    if (patience < 0) return self.wait(check_signals);
+    const std::chrono::duration<double> seconds(patience);
+    *completed = self.wait(std::chrono::duration_cast<cpu::Clock::duration>(seconds));
+  });
+}
+
+int source_of(void* request) { return (*static_cast<RequestPtr*>(request))->source; }
+
+void release_message(void* request) { delete static_cast<RequestPtr*>(request); }
+
 void abort(void* group) { static_cast<Group*>(group)->abort(); }
 
 struct Allocation {
@@ -93,14 +123,20 @@ void free_memory(void* owner) {
   allocation->heap->free(allocation->data);
 }
 
-constexpr BackendTable kTable = {kBackendTableLayout,
-                                 spans_nodes,
-                                 run,
-                                 submit,
-                                 [] { return guarded(check_signals); },
-                                 abort,
-                                 allocate,
-                                 free_memory};
+constexpr BackendTable kTable = {
+    .layout = kBackendTableLayout,
+    .spans_nodes = spans_nodes,
+    .run = run,
+    .submit = submit,
+    .start_message = start_message,
+    .wait_message = wait_message,
+    .source_of = source_of,
+    .release_message = release_message,
+    .check_signals = [] { return guarded(check_signals); },
+    .abort = abort,
+    .allocate = allocate,
+    .free_memory = free_memory,
+};
 
 }  // namespace
 

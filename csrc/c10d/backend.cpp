@@ -58,8 +58,8 @@ bool Backend::spans_nodes() { return native().spans_nodes(connection_->group());
 
 Backend::WorkPtr Backend::launch(Request request, bool async) {
   ++sequence_;
-  auto work = c10::make_intrusive<Work>(connection_, std::move(request));
-  async ? Work::submit(work) : work->run();
+  auto work = c10::make_intrusive<CollectiveWork>(connection_, std::move(request));
+  async ? CollectiveWork::submit(work) : work->run();
   return work;
 }
 
@@ -181,8 +181,8 @@ Backend::WorkPtr Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& i
 Backend::WorkPtr Backend::reduce_scatter_tensor_coalesced(
     Tensors& outputs, Tensors& inputs, const ::c10d::ReduceScatterOptions& options) {
   check_pairs(outputs, inputs);
-  Request made = request(OpType::REDUCE_SCATTER_TENSOR_COALESCED,
-                         "pycomm:reduce_scatter_tensor_coalesced", options.timeout);
+  Request made =
+      request(OpType::COALESCED, "pycomm:reduce_scatter_tensor_coalesced", options.timeout);
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     made.reduce_scatter(outputs[i], inputs[i], options.reduceOp);
   }
@@ -209,16 +209,28 @@ Backend::WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs,
   return launch(std::move(made), options.asyncOp);
 }
 
+Backend::WorkPtr Backend::message(OpType type, const Tensors& tensors, int peer, int tag) {
+  const char* const what = type == OpType::SEND ? "send" : "recv";
+  const at::Tensor& tensor = only(tensors, what);
+  check_tensor(tensor, what);
+  const auto work = c10::make_intrusive<MessageWork>(connection_, type, tensor);
+  MessageWork::start(work, peer, tag);
+  return work;
+}
+
 Backend::WorkPtr Backend::send(Tensors& tensors, int to, int tag) {
-  return gloo("send").send(tensors, to, tag);
+  if (spans_nodes()) return gloo("send").send(tensors, to, tag);
+  return message(OpType::SEND, tensors, to, tag);
 }
 
 Backend::WorkPtr Backend::recv(Tensors& tensors, int from, int tag) {
-  return gloo("recv").recv(tensors, from, tag);
+  if (spans_nodes()) return gloo("recv").recv(tensors, from, tag);
+  return message(OpType::RECV, tensors, from, tag);
 }
 
 Backend::WorkPtr Backend::recvAnysource(Tensors& tensors, int tag) {
-  return gloo("recv").recvAnysource(tensors, tag);
+  if (spans_nodes()) return gloo("recv").recvAnysource(tensors, tag);
+  return message(OpType::RECVANYSOURCE, tensors, kAnySource, tag);
 }
 
 Backend::WorkPtr Backend::barrier(const ::c10d::BarrierOptions& options) {
@@ -245,6 +257,9 @@ void Backend::abort() {
   if (void* const group = connection_->group_if_connected()) native().abort(group);
 }
 
-void Backend::shutdown() { connection_->call("close"); }
+void Backend::shutdown() {
+  const py::gil_scoped_acquire gil;
+  ranks_.attr("close")();
+}
 
 }  // namespace pycomm::c10d

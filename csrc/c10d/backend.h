@@ -18,7 +18,7 @@ class Backend final : public ::c10d::Backend {
  public:
   using WorkPtr = c10::intrusive_ptr<::c10d::Work>;
 
-  // `ranks` connects the group's ranks when it is needed: pycomm/backend.py.
+  // `ranks` connects the group's ranks: pycomm/backend.py.
   Backend(int rank, int size, Milliseconds timeout, pybind11::object ranks);
   ~Backend() override;
 
@@ -76,6 +76,7 @@ class Backend final : public ::c10d::Backend {
   // If the group spans nodes, some operations have no native path.
   bool spans_nodes();
   WorkPtr launch(Request request, bool async);
+  WorkPtr message(OpType type, const Tensors& tensors, int peer, int tag);
 
   std::atomic<Milliseconds> timeout_;
   std::atomic<std::uint64_t> sequence_{0};

@@ -48,9 +48,4 @@ void* Connection::connect() {
   return handle;
 }
 
-void Connection::call(const char* method) {
-  const py::gil_scoped_acquire gil;
-  if (group_) group_.attr(method)();
-}
-
 }  // namespace pycomm::c10d

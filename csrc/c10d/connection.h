@@ -40,8 +40,6 @@ class Connection {
   }
   // The group's handle, or null if it has not been used.
   void* group_if_connected() const { return handle_.load(std::memory_order_acquire); }
-  // Calls a method of the pycomm.Group, if there is one.
-  void call(const char* method);
 
  private:
   void* connect();

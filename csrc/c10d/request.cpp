@@ -10,16 +10,6 @@
 namespace pycomm::c10d {
 namespace {
 
-bool is_plain(const at::Tensor& tensor) {
-  return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
-}
-
-Element element_of(const at::Tensor& tensor) {
-  const std::optional<Element> element = bind::element_of(tensor.scalar_type());
-  TORCH_CHECK_TYPE(element.has_value(), "tensors of ", tensor.scalar_type(), " are not supported");
-  return *element;
-}
-
 ReduceOp reduction_of(const ::c10d::ReduceOp& op) {
   switch (op.op_) {
     case ::c10d::ReduceOp::SUM:
@@ -46,13 +36,33 @@ ReduceOp reduction_of(const ::c10d::ReduceOp& op) {
 }
 
 at::Tensor factor_of(const ::c10d::ReduceOp& op) {
-  const auto* given = dynamic_cast<const ::c10d::PreMulSumSupplement*>(op.supplement_.get());
+  const auto* given = dynamic_cast<const ::c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
   TORCH_CHECK_VALUE(given != nullptr, "op must hold the factor of PREMUL_SUM");
   return given->tensor_factor.defined() ? given->tensor_factor
                                         : at::scalar_tensor(given->double_factor, at::kDouble);
 }
 
 }  // namespace
+
+Element element_of(const at::Tensor& tensor) {
+  const std::optional<Element> element = bind::element_of(tensor.scalar_type());
+  TORCH_CHECK_TYPE(element.has_value(), "tensors of ", tensor.scalar_type(), " are not supported");
+  return *element;
+}
+
+bool is_plain(const at::Tensor& tensor) {
+  return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
+}
+
+at::Tensor plain(const at::Tensor& tensor) {
+  return tensor.detach().contiguous().resolve_conj().resolve_neg();
+}
+
+void check_tensor(const at::Tensor& tensor, const char* what) {
+  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, what,
+                    " takes dense tensors, got one of layout ", tensor.layout());
+  TORCH_CHECK_VALUE(tensor.is_cpu(), what, " takes CPU tensors, got one on ", tensor.device());
+}
 
 void Request::all_reduce(const at::Tensor& tensor, const ::c10d::ReduceOp& op) {
   check(tensor);
@@ -187,8 +197,7 @@ void Request::finish() {
 }
 
 at::Tensor Request::to_read(const at::Tensor& tensor) {
-  kept_.push_back(is_plain(tensor) ? tensor.detach()
-                                   : tensor.detach().contiguous().resolve_conj().resolve_neg());
+  kept_.push_back(plain(tensor));
   return kept_.back();
 }
 
@@ -255,11 +264,7 @@ Blocks Request::blocks_of(const at::Tensor& whole, const std::vector<std::int64_
   return {nullptr, arrays.counts.data()};
 }
 
-void Request::check(const at::Tensor& tensor) const {
-  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, title,
-                    " takes dense tensors, got one of layout ", tensor.layout());
-  TORCH_CHECK_VALUE(tensor.is_cpu(), title, " takes CPU tensors, got one on ", tensor.device());
-}
+void Request::check(const at::Tensor& tensor) const { check_tensor(tensor, title); }
 
 void Request::check_blocks(const at::Tensor& whole, const char* name, const at::Tensor& block,
                            const char* block_name) const {

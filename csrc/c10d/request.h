@@ -17,6 +17,14 @@ using Milliseconds = std::chrono::milliseconds;
 
 using Tensors = std::vector<at::Tensor>;
 
+// Throws ValueError unless `what` can take the tensor.
+void check_tensor(const at::Tensor& tensor, const char* what);
+// The element type of a tensor. Throws TypeError for one that pycomm._C cannot move.
+Element element_of(const at::Tensor& tensor);
+// Whether a tensor's memory holds its elements in order, and a tensor whose memory does.
+bool is_plain(const at::Tensor& tensor);
+at::Tensor plain(const at::Tensor& tensor);
+
 class Request {
  public:
   // `title` is for the profiler and for messages; `ranks`: in the group.

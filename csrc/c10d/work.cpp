@@ -1,94 +1,164 @@
 #include "c10d/work.h"
 
-#include <ATen/core/ivalue.h>
-
-#include "c10d/completer.h"
-#include "c10d/connection.h"
-
 namespace pycomm::c10d {
 namespace {
 
-constexpr std::chrono::milliseconds kInterruptEvery(50);
+constexpr Milliseconds kInterruptEvery(50);
 
-void set(c10::ivalue::Future& future, const std::vector<at::Tensor>& value,
-         const std::exception_ptr& error) {
-  if (error != nullptr) {
-    future.setError(error);
-  } else {
-    future.markCompleted(c10::IValue(value));
-  }
+template <class T>
+using Owner = std::unique_ptr<c10::intrusive_ptr<T>>;
+
+// A reference that a function of pycomm._C holds until the operation has ended.
+template <class T>
+Owner<T> reference_to(const c10::intrusive_ptr<T>& work) {
+  return std::make_unique<c10::intrusive_ptr<T>>(work);
+}
+
+template <class T>
+Owner<T> owner_of(void* context) {
+  return Owner<T>(static_cast<c10::intrusive_ptr<T>*>(context));
+}
+
+const char* title_of(OpType type) {
+  return type == OpType::SEND   ? "pycomm:send"
+         : type == OpType::RECV ? "pycomm:recv"
+                                : "pycomm:recvAnySource";
 }
 
 }  // namespace
 
-Work::Work(std::shared_ptr<Connection> connection, Request request)
-    : ::c10d::Work(connection->rank(), request.type, request.title, request.inputs),
+Work::Work(std::shared_ptr<Connection> connection, OpType type, const char* title,
+           const Tensors& inputs)
+    : ::c10d::Work(connection->rank(), type, title, inputs),
       connection_(std::move(connection)),
-      request_(std::move(request)) {}
+      title_(title) {}
 
-void Work::run() {
-  const Error error =
-      native().run(connection_->group(), request_.calls.data(), request_.calls.size());
-  complete(error == nullptr ? nullptr : as_exception(error));
-  if (exception_ != nullptr) std::rethrow_exception(exception_);
-}
-
-void Work::submit(const c10::intrusive_ptr<Work>& work) {
-  auto reference = std::make_unique<c10::intrusive_ptr<Work>>(work);
-  const std::vector<Call>& calls = work->request_.calls;
-  check(native().submit(work->connection_->group(), calls.data(), calls.size(), &Work::completed,
-                        reference.get()));
-  reference.release();
-}
-
-void Work::completed(void* context, Error error) {
-  const std::unique_ptr<c10::intrusive_ptr<Work>> work(
-      static_cast<c10::intrusive_ptr<Work>*>(context));
-  (*work)->complete(error == nullptr ? nullptr : as_exception(error));
-}
-
-void Work::complete(std::exception_ptr error) {
-  try {
-    if (error == nullptr) request_.finish();
-  } catch (...) {
-    error = std::current_exception();
-  }
-  finish(error);
-  const std::lock_guard lock(mutex_);
-  if (future_ == nullptr || told_) return;
-  told_ = true;
-  complete_elsewhere(
-      [future = future_, value = request_.outputs, error] { set(*future, value, error); });
-}
-
-bool Work::wait(std::chrono::milliseconds timeout) {
+bool Work::wait(Milliseconds timeout) {
   const auto start = std::chrono::steady_clock::now();
-  std::unique_lock lock(mutex_);
-  while (!cv_.wait_for(lock, kInterruptEvery, [&] { return completed_; })) {
-    lock.unlock();
+  while (!isCompleted()) {
+    await(timeout == kNoTimeout ? kInterruptEvery : std::min(timeout, kInterruptEvery));
+    if (isCompleted()) break;
     if (const Error error = native().check_signals(); error != nullptr) {
       abort();
       check(error);
     }
     if (timeout != kNoTimeout && std::chrono::steady_clock::now() - start > timeout) {
-      C10_THROW_ERROR(DistBackendError, std::string(request_.title) + " is not complete after " +
+      C10_THROW_ERROR(DistBackendError, std::string(title_) + " is not complete after " +
                                             std::to_string(timeout.count()) + " ms (Timed out)");
     }
-    lock.lock();
   }
-  if (exception_ != nullptr) std::rethrow_exception(exception_);
+  if (const std::exception_ptr error = exception()) std::rethrow_exception(error);
   return true;
 }
 
-c10::intrusive_ptr<c10::ivalue::Future> Work::getFuture() {
-  const std::lock_guard lock(mutex_);
-  if (future_ == nullptr) {
-    future_ =
-        c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-    told_ = completed_;
-    if (completed_) set(*future_, request_.outputs, exception_);
+void Work::await(Milliseconds patience) {
+  std::unique_lock lock(mutex_);
+  cv_.wait_for(lock, patience, [&] { return completed_; });
+}
+
+void Work::complete(const Tensors& value, const std::exception_ptr& error) {
+  finish(error);
+  future_.complete(value, error);
+}
+
+CollectiveWork::CollectiveWork(std::shared_ptr<Connection> connection, Request request)
+    : Work(std::move(connection), request.type, request.title, request.inputs),
+      request_(std::move(request)) {}
+
+void CollectiveWork::run() {
+  const std::vector<Call>& calls = request_.calls;
+  const Error error = native().run(connection_->group(), calls.data(), calls.size());
+  finish_request(error == nullptr ? nullptr : as_exception(error));
+  if (exception_ != nullptr) std::rethrow_exception(exception_);
+}
+
+void CollectiveWork::submit(const c10::intrusive_ptr<CollectiveWork>& work) {
+  auto reference = reference_to(work);
+  const std::vector<Call>& calls = work->request_.calls;
+  check(native().submit(work->connection_->group(), calls.data(), calls.size(),
+                        &CollectiveWork::completed, reference.get()));
+  reference.release();
+}
+
+void CollectiveWork::completed(void* context, Error error) {
+  const auto work = owner_of<CollectiveWork>(context);
+  (*work)->finish_request(error == nullptr ? nullptr : as_exception(error));
+}
+
+void CollectiveWork::finish_request(std::exception_ptr error) {
+  try {
+    if (error == nullptr) request_.finish();
+  } catch (...) {
+    error = std::current_exception();
   }
-  return future_;
+  complete(request_.outputs, error);
+}
+
+MessageWork::MessageWork(std::shared_ptr<Connection> connection, OpType type,
+                         const at::Tensor& tensor)
+    : Work(std::move(connection), type, title_of(type), {tensor}),
+      tensor_(tensor),
+      dense_(type == OpType::SEND || is_plain(tensor)
+                 ? plain(tensor)
+                 : at::empty(tensor.sizes(), tensor.options())),
+      receives_(type != OpType::SEND) {}
+
+MessageWork::~MessageWork() {
+  if (request_ != nullptr) native().release_message(request_);
+}
+
+void MessageWork::start(const c10::intrusive_ptr<MessageWork>& work, int peer, int tag) {
+  const at::Tensor& dense = work->dense_;
+  const Message message{work->receives_, peer, tag, element_of(dense),
+                        static_cast<std::int64_t>(dense.nbytes())};
+  auto reference = reference_to(work);
+  void* request = nullptr;
+  check(native().start_message(work->connection_->group(), dense.data_ptr(), message,
+                               &MessageWork::completed, reference.get(), &request));
+  reference.release();
+  std::unique_lock lock(work->mutex_);
+  work->request_ = request;
+  if (!work->ended_) return;
+  lock.unlock();
+  work->finish_message();
+}
+
+void MessageWork::completed(void* context) {
+  const auto work = owner_of<MessageWork>(context);
+  std::unique_lock lock((*work)->mutex_);
+  (*work)->ended_ = true;
+  if ((*work)->request_ == nullptr) return;  // start() will finish the message
+  lock.unlock();
+  (*work)->finish_message();
+}
+
+void MessageWork::finish_message() {
+  std::exception_ptr error;
+  try {
+    bool ended = false;
+    check(native().wait_message(request_, 0, &ended));
+    const at::NoGradGuard no_grad;
+    if (receives_ && dense_.data_ptr() != tensor_.data_ptr()) tensor_.detach().copy_(dense_);
+  } catch (...) {
+    error = std::current_exception();
+  }
+  complete({tensor_}, error);
+}
+
+bool MessageWork::wait(Milliseconds timeout) {
+  bool ended = false;
+  if (timeout == kNoTimeout) check(native().wait_message(request_, -1, &ended));
+  return Work::wait(timeout);
+}
+
+void MessageWork::await(Milliseconds patience) {
+  bool ended = false;
+  const double seconds = std::chrono::duration<double>(patience).count();
+  if (const Error error = native().wait_message(request_, seconds, &ended)) {
+    as_exception(error);  // finish_message() has got it, too
+    ended = true;
+  }
+  if (ended) Work::await(patience);
 }
 
 }  // namespace pycomm::c10d

@@ -14,6 +14,16 @@ namespace pycomm {
 // A new reference to a Python exception, or null if all is well.
 using Error = _object*;
 
+// A send or a receive. `peer` is the destination, or the source; kAnySource for any.
+struct Message {
+  bool receives;
+  int peer;
+  std::int32_t tag;
+  Element element;
+  std::int64_t bytes;
+};
+inline constexpr int kAnySource = -1;
+
 struct BackendTable {
   // The sizes of what both modules compile. They differ if the two come from different sources.
   std::uint64_t layout;
@@ -26,6 +36,17 @@ struct BackendTable {
   // Submits calls. If this returns no error, `completed` is called once, by another thread.
   Error (*submit)(void* group, const Call* calls, std::size_t count,
                   void (*completed)(void* context, Error error), void* context);
+  // Starts a send or a receive. When it has completed or failed, `completed` is called once, by any
+  // thread, and may be called before this returns. release_message() takes what this stores in
+  // `request`.
+  Error (*start_message)(void* group, void* data, const Message& message,
+                         void (*completed)(void* context), void* context, void** request);
+  // Waits for at most `seconds`, or until the message has completed if negative; signals' handlers
+  // run only then. This thread drives the group's messages meanwhile. Stores whether the message has
+  // completed.
+  Error (*wait_message)(void* request, double seconds, bool* completed);
+  int (*source_of)(void* request);  // of a received message
+  void (*release_message)(void* request);
   // Returns an exception if a signal's handler has raised one.
   Error (*check_signals)();
   void (*abort)(void* group);
@@ -36,8 +57,8 @@ struct BackendTable {
 };
 
 inline constexpr const char* kBackendTableName = "pycomm.backend_table";
-inline constexpr std::uint64_t kBackendTableLayout =
-    hash_of({sizeof(BackendTable), sizeof(Call), sizeof(Operation), sizeof(Details),
-             kCountOf<Collective>, kCountOf<DType>, kCountOf<ReduceOp>, kCountOf<Element>});
+inline constexpr std::uint64_t kBackendTableLayout = hash_of(
+    {sizeof(BackendTable), sizeof(Call), sizeof(Operation), sizeof(Details), sizeof(Message),
+     kCountOf<Collective>, kCountOf<DType>, kCountOf<ReduceOp>, kCountOf<Element>});
 
 }  // namespace pycomm

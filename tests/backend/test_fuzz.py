@@ -71,6 +71,17 @@ def reduced(parts, op):
     return total.to(dtype)
 
 
+class Works:
+    """Several works, as one."""
+
+    def __init__(self, works):
+        self.works = works
+
+    def wait(self):
+        for work in self.works:
+            work.wait()
+
+
 class Trial:
     """One operation on a group: what all ranks pass, what must come out."""
 
@@ -204,6 +215,22 @@ class Trial:
             peer, as_bytes(x), [n * item for n in got], [n * item for n in sent], self.gloo
         )
         return work, lambda: same(as_bytes(out), peer)
+
+    def op_messages(self):
+        """Every rank sends to the next one, with tags, and receives them in another order."""
+        to, source = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        tags = list(range(len(self.sizes)))
+        parts = [values(self.dtype, n * 50, self.seed + tag) for tag, n in enumerate(self.sizes)]
+        out = [self.empty(self.dtype, part.numel()) for part in parts]
+        works = [
+            dist.irecv(out[tag], tag=tag, group=self.group, group_src=source)
+            for tag in reversed(tags)
+        ]
+        works += [
+            dist.isend(self.tensor(parts[tag]), tag=tag, group=self.group, group_dst=to)
+            for tag in tags
+        ]
+        return Works(works), lambda: [same(a, b) for a, b in zip(out, parts, strict=True)]
 
     def op_barrier(self):
         return dist.barrier(self.group, self.asynchronous), lambda: None

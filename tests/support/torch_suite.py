@@ -37,8 +37,10 @@ def put_in_place_of_gloo(dist, dt) -> None:
     profiled = dt.get_profiling_event
 
     def patched_profiled(name, *args, **kwargs):
-        ours = profiled(name.replace("gloo:", "pycomm:"), *args, **kwargs)
-        return ours or profiled(name, *args, **kwargs)
+        events = profiled(name.replace("gloo:", "pycomm:"), *args, **kwargs)
+        for event in events:
+            event.name = event.name.replace("pycomm:", "gloo:")
+        return events or profiled(name, *args, **kwargs)
 
     dt.get_profiling_event = patched_profiled
     init, new_group, get_backend = dist.init_process_group, dist.new_group, dist.get_backend

@@ -1,0 +1,39 @@
+#include "c10d/future.h"
+
+#include "c10d/completer.h"
+
+namespace pycomm::c10d {
+namespace {
+
+void set(c10::ivalue::Future& future, const std::vector<at::Tensor>& value,
+         const std::exception_ptr& error) {
+  if (error != nullptr) {
+    future.setError(error);
+  } else {
+    future.markCompleted(c10::IValue(value));
+  }
+}
+
+}  // namespace
+
+c10::intrusive_ptr<c10::ivalue::Future> LazyFuture::get() {
+  const std::lock_guard lock(mutex_);
+  if (future_ == nullptr) {
+    future_ =
+        c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+    if (completed_) set(*future_, value_, error_);
+  }
+  return future_;
+}
+
+void LazyFuture::complete(const std::vector<at::Tensor>& value, std::exception_ptr error) {
+  const std::lock_guard lock(mutex_);
+  completed_ = true;
+  value_ = value;
+  error_ = std::move(error);
+  if (future_ == nullptr) return;
+  complete_elsewhere(
+      [future = future_, value = value_, error = error_] { set(*future, value, error); });
+}
+
+}  // namespace pycomm::c10d

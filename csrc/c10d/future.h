@@ -1,0 +1,27 @@
+// The future of an operation, which exists only if someone has asked for it.
+#pragma once
+
+#include <ATen/core/ivalue.h>
+
+#include <exception>
+#include <mutex>
+#include <vector>
+
+namespace pycomm::c10d {
+
+class LazyFuture {
+ public:
+  // The future; its value is a list of tensors.
+  c10::intrusive_ptr<c10::ivalue::Future> get();
+  // The operation has ended. Called once.
+  void complete(const std::vector<at::Tensor>& value, std::exception_ptr error);
+
+ private:
+  std::mutex mutex_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+  bool completed_ = false;
+  std::vector<at::Tensor> value_;
+  std::exception_ptr error_;
+};
+
+}  // namespace pycomm::c10d

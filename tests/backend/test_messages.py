@@ -1,0 +1,213 @@
+"""send and recv of torch.distributed on pycomm."""
+
+import os
+import signal
+import time
+
+import backends
+import helpers
+import pytest
+import torch
+import torch.distributed as dist
+
+import pycomm
+
+
+def ring(rank, size, dtype):
+    """Everyone sends to the next rank and receives from the one before, large and small."""
+    results = []
+    for count in (0, 1, 1000, 3_000_000):
+        x = torch.full((count,), rank + 1).to(dtype)
+        y = torch.zeros_like(x)
+        operations = [
+            dist.P2POp(dist.isend, x, (rank + 1) % size),
+            dist.P2POp(dist.irecv, y, (rank - 1) % size),
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        results.append(bool((y.float() == (rank - 1) % size + 1).all()))
+    return results
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.int16, torch.float8_e5m2])
+def test_crossing_messages(dtype):
+    expected = [[True] * 4] * 3
+    if dtype is torch.bool:
+        expected = backends.run(3, ring, dtype)  # all ranks' values are True, that is, 1.0
+        assert expected[1][0] is True
+        return
+    assert backends.run(3, ring, dtype) == expected
+
+
+def tags(rank, _size):
+    if rank == 0:
+        for tag in range(5):
+            dist.send(torch.tensor([tag]), 1, tag=tag)
+        return None
+    got = []
+    for tag in (3, 0, 4, 1, 2):
+        x = torch.zeros(1, dtype=torch.int64)
+        dist.recv(x, 0, tag=tag)
+        got.append(x.item())
+    return got
+
+
+def test_tags_out_of_order():
+    assert backends.run(2, tags)[1] == [3, 0, 4, 1, 2]
+
+
+def any_source(rank, size):
+    if rank != 0:
+        dist.send(torch.full((5,), float(rank)), 0)
+        return None
+    seen = []
+    for _ in range(size - 1):
+        x = torch.zeros(5)
+        source = dist.recv(x)
+        seen.append((source, x[0].item()))
+    return sorted(seen)
+
+
+def test_any_source():
+    assert backends.run(4, any_source)[0] == [(r, float(r)) for r in (1, 2, 3)]
+
+
+def strided(rank, _size):
+    x = torch.arange(20.0).view(4, 5)
+    if rank == 0:
+        dist.send(x.t(), 1)
+        work = dist.isend(x[:, ::2], 1)
+        work.wait()
+        return None
+    y = torch.zeros(4, 5)
+    dist.recv(y.t(), 0)
+    z = torch.zeros(4, 6)
+    future = dist.irecv(z[:, ::2], 0).get_future()
+    future.wait()
+    return torch.equal(x, y), torch.equal(z[:, ::2], x[:, ::2]), z[:, 1::2].sum().item()
+
+
+def test_strided_tensors():
+    assert backends.run(2, strided)[1] == (True, True, 0.0)
+
+
+def subgroups(rank, _size):
+    """Two of three ranks use their group first; a message comes before any collective."""
+    group = dist.new_group([0, 2])
+    x = torch.tensor([float(rank)])
+    if rank == 0:
+        dist.send(x, 2, group=group)
+    elif rank == 2:
+        dist.recv(x, 0, group=group)
+    return x.item()
+
+
+def test_subgroups():
+    assert backends.run(3, subgroups) == [0.0, 1.0, 0.0]
+
+
+def mismatched(rank, _size):
+    try:
+        if rank == 0:
+            dist.send(torch.zeros(100_000), 1)
+        else:
+            dist.recv(torch.zeros(7), 0)
+    except pycomm.Mismatch as error:
+        return str(error)
+    return None
+
+
+def test_sizes_that_differ():
+    for text in backends.run(2, mismatched):
+        assert "100000 float32" in text
+        assert "7 float32" in text
+
+
+def dies(rank, _size, when):
+    dist.barrier()
+    if rank == 1:
+        if when == "after a send":
+            dist.send(torch.ones(3), 0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    x = torch.zeros(3 if when == "after a send" else 1_000_000)
+    start = time.monotonic()
+    try:
+        dist.recv(x, 1)
+        if when == "after a send":
+            assert x.sum() == 3
+            dist.recv(x, 1)
+    except pycomm.PeerDied as error:
+        return error.rank, time.monotonic() - start
+    return None
+
+
+@pytest.mark.parametrize("when", ["before a send", "after a send"])
+def test_a_rank_that_dies(when):
+    with backends.ranks(2, dies, when) as ranks:
+        (outcome,) = ranks.wait_for([0])
+        assert outcome.value is not None, outcome.trace
+        assert outcome.value[0] == 1
+        assert outcome.value[1] < 10
+
+
+def silent(rank, _size):
+    dist.barrier()
+    if rank == 0:
+        time.sleep(2)
+        return None
+    try:
+        dist.recv(torch.zeros(4), 0)
+    except pycomm.Timeout as error:
+        return error.rank
+    return None
+
+
+def test_a_rank_that_is_silent():
+    assert backends.run(2, silent, seconds=0.7)[1] == 0
+
+
+def collectives_between(rank, size):
+    """Messages under way do not disturb collectives."""
+    y = torch.zeros(500_000)
+    receive = dist.irecv(y, (rank - 1) % size, tag=7)
+    total = 0
+    for _ in range(20):
+        x = torch.ones(1000)
+        dist.all_reduce(x)
+        total += x[0].item()
+    send = dist.isend(torch.full((500_000,), float(rank)), (rank + 1) % size, tag=7)
+    dist.barrier()
+    send.wait()
+    receive.wait()
+    return total, bool((y == (rank - 1) % size).all())
+
+
+def test_messages_among_collectives():
+    assert backends.run(3, collectives_between) == [(60.0, True)] * 3
+
+
+def pretending(rank, size, store):
+    import spanning
+
+    spanning.pretend("ab"[rank])
+    backends.join(rank, size, store)
+    x = torch.full((4,), float(rank))
+    dist.all_reduce(x)
+    if rank == 0:
+        dist.send(x, 1)
+    else:
+        y = torch.zeros(4)
+        dist.recv(y, 0)
+        x += y
+    parts = [torch.zeros(4) for _ in range(2)]
+    dist.all_gather(parts, x)
+    out = torch.zeros(2)
+    dist.all_to_all_single(out, torch.tensor([10.0, 20.0]) + rank)
+    dist.destroy_process_group()
+    return [part[0].item() for part in parts], out.tolist()
+
+
+def test_groups_that_span_nodes():
+    """Messages, lists and all-to-all go over Gloo there."""
+    results = helpers.run_ranks(2, pretending)
+    assert results == [([1.0, 2.0], [10.0, 11.0]), ([1.0, 2.0], [20.0, 21.0])]
