@@ -132,6 +132,11 @@ constexpr BackendTable kTable = {
     .wait_message = wait_message,
     .source_of = source_of,
     .release_message = release_message,
+    .with_gil =
+        [](void (*function)(void*), void* context) {
+          const WithGil gil;
+          function(context);
+        },
     .check_signals = [] { return guarded(check_signals); },
     .abort = abort,
     .allocate = allocate,

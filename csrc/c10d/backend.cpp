@@ -34,10 +34,7 @@ Backend::Backend(int rank, int size, Milliseconds timeout, py::object ranks)
       connection_(std::make_shared<Connection>(rank, ranks.attr("connect"))),
       ranks_(std::move(ranks)) {}
 
-Backend::~Backend() {
-  const py::gil_scoped_acquire gil;
-  ranks_ = py::object();
-}
+Backend::~Backend() { drop(std::move(ranks_)); }
 
 // As in Connection::connect(), the lock is taken without the GIL.
 ::c10d::Backend& Backend::gloo(const char* what) {

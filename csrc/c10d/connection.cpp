@@ -1,5 +1,7 @@
 #include "c10d/connection.h"
 
+#include "c10d/completer.h"
+
 namespace py = pybind11;
 
 namespace pycomm::c10d {
@@ -21,16 +23,25 @@ void find_native() {
 }
 
 std::exception_ptr as_exception(Error error) {
-  const py::gil_scoped_acquire gil;
-  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error)), error);
-  Py_DECREF(error);
-  return std::make_exception_ptr(py::error_already_set());
+  std::exception_ptr exception;
+  with_gil([&] {
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error)), error);
+    Py_DECREF(error);
+    exception = std::make_exception_ptr(py::error_already_set());
+  });
+  return exception;
+}
+
+void drop(py::object object) {
+  PyObject* const pointer = object.release().ptr();
+  if (pointer == nullptr) return;
+  if (PyGILState_Check() != 0) return Py_DECREF(pointer);
+  complete_elsewhere([pointer] { with_gil([pointer] { Py_DECREF(pointer); }); });
 }
 
 Connection::~Connection() {
-  const py::gil_scoped_acquire gil;
-  connect_ = py::object();
-  group_ = py::object();
+  drop(std::move(connect_));
+  drop(std::move(group_));
 }
 
 // The lock is always taken without the GIL, so that no thread holds one and waits for the other.

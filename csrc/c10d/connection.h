@@ -23,6 +23,16 @@ inline void check(Error error) {
   if (error != nullptr) std::rethrow_exception(as_exception(error));
 }
 
+// Calls function() with the GIL, on any thread, also while the interpreter finalizes.
+template <class Function>
+void with_gil(Function function) {
+  native().with_gil([](void* context) { (*static_cast<Function*>(context))(); }, &function);
+}
+
+// Python objects that may lose their last reference on a thread that must not destroy them: a
+// group's own worker could not join itself.
+void drop(pybind11::object object);
+
 // A group of pycomm._C, made by a Python function at its first use.
 class Connection {
  public:

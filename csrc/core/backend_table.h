@@ -47,6 +47,9 @@ struct BackendTable {
   Error (*wait_message)(void* request, double seconds, bool* completed);
   int (*source_of)(void* request);  // of a received message
   void (*release_message)(void* request);
+  // Calls function(context) with the GIL, which the calling thread may have or not. A thread that
+  // asks for it while the interpreter finalizes sleeps until the process has ended.
+  void (*with_gil)(void (*function)(void* context), void* context);
   // Returns an exception if a signal's handler has raised one.
   Error (*check_signals)();
   void (*abort)(void* group);
