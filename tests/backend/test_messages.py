@@ -72,6 +72,20 @@ def test_any_source():
     assert backends.run(4, any_source)[0] == [(r, float(r)) for r in (1, 2, 3)]
 
 
+def one_leaves(rank, _size):
+    """Rank 1 has sent its message and ended, while rank 2 takes its time."""
+    if rank == 0:
+        return sorted(dist.recv(torch.zeros(5)) for _ in range(2))
+    if rank == 2:
+        time.sleep(1)
+    dist.send(torch.zeros(5), 0)
+    return None
+
+
+def test_any_source_after_a_sender_has_left():
+    assert backends.run(3, one_leaves)[0] == [1, 2]
+
+
 def strided(rank, _size):
     x = torch.arange(20.0).view(4, 5)
     if rank == 0:

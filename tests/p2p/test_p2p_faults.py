@@ -38,6 +38,7 @@ def wait_for_a_victim(rank, size, store, phase, in_window):
     pycomm.send(torch.ones(SMALL), (rank + 1) % size, tag=1, group=group)
     pycomm.recv(torch.ones(SMALL), tag=1, group=group)
     pycomm.barrier(group=group)
+    time.sleep(0.3)  # until every rank has left the barrier, which could fail, too
     if rank == 1:
         if phase == "closed":
             group.close()

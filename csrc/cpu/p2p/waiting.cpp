@@ -234,7 +234,10 @@ void Engine::look_for_the_gone() {
   if (here == 1 && comm.size() > 1) check((node_.rank() + 1) % comm.size(), true);
   comm.peers().find_ended([&](int r) { check(r, !comm.left(r)); });
   looked_at_ = (looked_at_ + 1) % comm.size();  // one per call: each costs a system call
-  if (looked_at_ != node_.rank() && comm.replaced(looked_at_)) check(looked_at_, true);
+  // A process that has ended normally has no lock any more, either.
+  if (looked_at_ != node_.rank() && comm.replaced(looked_at_)) {
+    check(looked_at_, !comm.left(looked_at_));
+  }
 }
 
 // True if a pending request needs rank r. A receive from any source needs every rank that has not
