@@ -94,6 +94,8 @@ def launch(
     if written:
         increment_version(result)  # autograd may have saved the old value
     dense_source, dense_result, finish = stand_ins(group, source, result)
+    if not written:
+        finish = _nothing
     operation = operation_of(collective, algorithm, source.dtype, op, root)
     if dense_source.device.type == "cuda" and group.size == 1:
         if dense_result is not dense_source:
@@ -113,6 +115,10 @@ def launch(
     group._core.run(*arguments)
     finish()
     return result
+
+
+def _nothing() -> None:
+    """Copies no result."""
 
 
 def stand_ins(

@@ -31,10 +31,25 @@ struct Call {
   double timeout = 0;   // in seconds; 0 for the group's
 };
 
+// Why no executor can run a call among `ranks` ranks; empty if one may.
+inline std::string refusal_of(const Call& call, int ranks) {
+  const Operation& operation = call.operation;
+  if (is_bitwise(operation.op) && operation.dtype != DType::u8) {
+    return std::string("bitwise reductions are carried as bytes, got ") + name_of(operation.dtype);
+  }
+  if (operation.root < 0 || operation.root >= ranks) {
+    return "root must be a rank of the group, got " + std::to_string(operation.root);
+  }
+  if (operation.collective == Collective::all_to_all && operation.count > 0 &&
+      call.input == call.output && call.input != nullptr) {
+    return "all_to_all needs an output that is not its input";
+  }
+  return {};
+}
+
 // The parts of a call that change its result, so that ranks must agree on them: of compression, and
-// the sizes of blocks. Not
-// included: the scale, which lies in the executor's memory, and Feedback::hold_unused, which goes
-// with the operation's tag.
+// the sizes of blocks. Not included: the scale, which lies in the executor's memory, and
+// Feedback::hold_unused, which goes with the operation's tag.
 inline Details details_of(const Call& call, int ranks) {
   Details details = call.details;
   const std::int64_t* const counts =

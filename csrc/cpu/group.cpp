@@ -88,16 +88,7 @@ void Group::check_usable() {
 // Why a call cannot run; empty if it can.
 std::string Group::refusal(const Call& call) const {
   const Operation& operation = call.operation;
-  if (is_bitwise(operation.op) && operation.dtype != DType::u8) {
-    return std::string("bitwise reductions are carried as bytes, got ") + name_of(operation.dtype);
-  }
-  if (operation.root < 0 || operation.root >= size_) {
-    return "root must be a rank of the group, got " + std::to_string(operation.root);
-  }
-  if (operation.collective == Collective::all_to_all && operation.count > 0 &&
-      call.input == call.output && call.input != nullptr) {
-    return "all_to_all needs an output that is not its input";
-  }
+  if (std::string why = refusal_of(call, size_); !why.empty()) return why;
   if (call.inputs || call.outputs) {
     if (internode_ != nullptr) return "blocks must follow each other in a group that spans nodes";
     return refusal_of_blocks(call, size_);

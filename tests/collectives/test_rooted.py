@@ -237,3 +237,18 @@ def test_groups_that_span_nodes_refuse(world, nodes):
 
     size = sum(nodes)
     assert world(size, nodes=nodes).run(body) == [float(size)] * size
+
+
+def test_tensors_without_a_result_are_not_written_to():
+    """Not even to put back what was there: they may be expanded, or in use elsewhere."""
+
+    def body(group):
+        strided, out = torch.arange(8.0)[::2], [torch.empty(4) for _ in range(2)]
+        ones = torch.ones(1).expand(4) if group.rank == 1 else torch.ones(4)
+        version = strided._version
+        pycomm.reduce(ones, 0, group=group)
+        pycomm.gather(strided, out if group.rank == 0 else None, 0, group=group)
+        return ones.tolist(), strided._version - version
+
+    with pycomm.LocalWorld(2) as world:
+        assert world.run(body) == [([2.0] * 4, 0), ([1.0] * 4, 0)]

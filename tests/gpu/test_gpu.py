@@ -95,14 +95,16 @@ def test_other_collectives(staged: bool) -> None:
                     pycomm.reduce(tensor, src, group=group)
                     want = 4 * src if group.rank == src else src
                     assert torch.equal(tensor.cpu(), torch.full((count,), want))
-                    everyone = gathered if group.rank == src else None
+                    everyone = torch.full_like(gathered, -1) if group.rank == src else None
                     pycomm.gather(block, everyone, src, group=group)
+                    assert everyone is None or torch.equal(everyone, gathered)
                     received = torch.empty_like(block)
                     pycomm.scatter(received, everyone, src, group=group)
                     assert torch.equal(received, block)
                 exchanged = torch.empty_like(gathered)
-                pycomm.all_to_all(exchanged, gathered, group=group)
-                assert torch.equal(exchanged.cpu(), block.cpu().repeat(4))
+                pycomm.all_to_all(exchanged, gathered + 1000 * group.rank, group=group)
+                senders = 1000 * torch.arange(4).repeat_interleave(count)
+                assert torch.equal(exchanged.cpu(), block.cpu().repeat(4) + senders)
                 pycomm.barrier(group=group)
 
             world.run(body)
