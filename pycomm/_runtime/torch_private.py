@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "GradBucket",
     "after_autograd_keys",
+    "backend_that_does_nothing",
     "backward_id",
     "backward_node",
     "internal_overlap",
@@ -53,6 +54,11 @@ profiler_runs: Callable[[], bool] = torch._C._autograd._profiler_enabled
 # The Store through which a process group was made.
 store_of: Callable[[ProcessGroup], Store] = distributed_c10d._get_process_group_store
 after_autograd_keys = torch._C._after_autograd_keyset
+
+
+def backend_that_does_nothing() -> str:
+    """The name of a torch.distributed backend whose operations return at once."""
+    return "fake"
 
 
 def scale_of(scaler: torch.amp.GradScaler) -> torch.Tensor | None:

@@ -13,7 +13,7 @@ import torch
 
 from pycomm import _C, parse_compression
 from pycomm._inputs.dtypes import ALGORITHMS, DTYPES, OPS
-from pycomm.bench import codec_session, extras, launch, optim_session, overlap, session, step
+from pycomm.bench import c10d, codec_session, extras, launch, optim_session, overlap, session, step
 from pycomm.bench.cases import GIB, KIB, MIB, Settings
 from pycomm.bench.codec_tasks import UNIT, CodecSettings
 from pycomm.bench.old_flags import keep_old_flag
@@ -22,7 +22,7 @@ from pycomm.bench.peers import FINDERS
 from pycomm.bench.training import MODES, TrainingSettings
 from pycomm.compression import COMPRESSIBLE
 
-AnySettings = Settings | CodecSettings | OptimizerSettings | TrainingSettings
+AnySettings = Settings | CodecSettings | OptimizerSettings | TrainingSettings | c10d.C10dSettings
 MOST_SECONDS = 1e6
 UNITS = {"": 1, "K": KIB, "M": MIB, "G": GIB}
 COLLECTIVES = {
@@ -33,6 +33,7 @@ COLLECTIVES = {
 }
 TRAINING = {"overlap": overlap.run, "step": step.run}
 OPTIMIZER = "time fused optimizer steps beside torch's, without ranks"
+C10D = "time torch.distributed's operations on the backend pycomm, beside Gloo"
 CODEC = "time encoding, decoding and selecting, without ranks"
 OVERLAP = "time training steps, and say how much of the exchange backward does not hide"
 STEP = "time training steps, pycomm's exchange beside that of DDP on Gloo"
@@ -122,6 +123,7 @@ def make_parser() -> argparse.ArgumentParser:
         _add_how_flags(command, name)
     _add_codec_flags(commands.add_parser("codec", help=CODEC, description=CODEC))
     _add_optimizer_flags(commands.add_parser("optimizer", help=OPTIMIZER, description=OPTIMIZER))
+    _add_c10d_flags(commands.add_parser("c10d", help=C10D, description=C10D))
     command = commands.add_parser("overlap", help=OVERLAP, description=OVERLAP)
     _add_training_flags(command, parameters=64 * MIB, batch=128)
     command = commands.add_parser("step", help=STEP, description=STEP)
@@ -213,6 +215,18 @@ def _add_training_flags(command: argparse.ArgumentParser, parameters: int, batch
     add("-J", "--json", metavar="FILE", help="write results")
 
 
+def _add_c10d_flags(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    operations = tuple(c10d.SIZES)
+    add("--operation", type=some_of(operations), default=operations, metavar="OPERATION",
+        help=f"{', '.join(operations)} (default all)")  # fmt: skip
+    add("--ranks", type=whole(2), default=2, help="processes to start (default 2)")
+    add("-n", "--iters", type=whole(1), metavar="N",
+        help="timed calls (default: as many as fit into 0.25 s)")  # fmt: skip
+    add("--timeout", type=seconds, default=60.0, help="seconds to wait for a rank (default 60)")
+    add("-J", "--json", metavar="FILE", help="write results")
+
+
 def _add_optimizer_flags(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("--name", choices=tuple(OPTIMIZERS), default="adamw", help="rule (default adamw)")
@@ -266,6 +280,8 @@ def parse(argv: Sequence[str] | None = None) -> AnySettings:
     command = shlex.join(["python", "-m", "pycomm.bench", *words])
     if arguments.collective in TRAINING:
         return _training_settings(arguments, command)
+    if arguments.collective == "c10d":
+        return _c10d_settings(arguments, command)
     if arguments.device == "cuda" and not _C.has_cuda:
         parser.error("--device cuda: this build of pycomm has no CUDA")
     if arguments.device == "cuda" and not torch.cuda.is_available():
@@ -296,6 +312,17 @@ def _training_settings(arguments: argparse.Namespace, command: str) -> TrainingS
         parameters=arguments.parameters,
         batch=arguments.batch,
         modes=arguments.mode,
+        iters=arguments.iters,
+        timeout=arguments.timeout,
+        json=arguments.json,
+        command=command,
+    )
+
+
+def _c10d_settings(arguments: argparse.Namespace, command: str) -> c10d.C10dSettings:
+    return c10d.C10dSettings(
+        ranks=arguments.ranks,
+        operations=arguments.operation,
         iters=arguments.iters,
         timeout=arguments.timeout,
         json=arguments.json,
@@ -367,5 +394,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         launch.run(run, settings, ranks=settings.ranks, timeout=settings.timeout)
     elif isinstance(settings, OptimizerSettings):
         optim_session.run(settings)
+    elif isinstance(settings, c10d.C10dSettings):
+        launch.run(c10d.run, settings, ranks=settings.ranks, timeout=settings.timeout)
     else:
         launch.run(session.run, settings, ranks=settings.ranks, timeout=settings.timeout)

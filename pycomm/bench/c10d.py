@@ -1,0 +1,160 @@
+"""torch.distributed's operations on pycomm and on Gloo: ``python -m pycomm.bench c10d``.
+
+For the smallest all-reduce, also on a backend that does nothing, which is the floor of a call
+through torch.distributed, and as ``pycomm.all_reduce`` itself.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import pycomm
+from pycomm._runtime.torch_private import backend_that_does_nothing
+from pycomm.bench import measure, report
+from pycomm.bench.cases import KIB, MIB
+from pycomm.bench.contestants import Prepared
+
+SIZES = {
+    "all_reduce": (256, MIB, 64 * MIB),
+    "reduce_scatter_tensor": (64 * MIB,),
+    "all_gather_into_tensor": (64 * MIB,),
+    "all_to_all_single": (64 * KIB, 64 * MIB),
+    "ping_pong": (256, 64 * MIB),
+    "new_group": (0,),
+}
+LEAST = 256  # bytes; the size that is also timed on the backend that does nothing
+
+
+@dataclass(frozen=True)
+class C10dSettings:
+    """The command line's values."""
+
+    ranks: int
+    operations: tuple[str, ...]
+    iters: int | None
+    timeout: float
+    json: str | None
+    command: str
+
+
+@dataclass(frozen=True)
+class C10dRow:
+    """One way to run one operation; the keys of the JSON file.
+
+    Attributes:
+        impl: ``"pycomm"`` and ``"gloo"`` are backends of torch.distributed, as is ``"nothing"``,
+            which does nothing; ``"pycomm.all_reduce"`` is pycomm's own function.
+        bytes: of the whole tensor. A ping-pong is two messages, there and back.
+        speedup: Gloo's time over this one.
+    """
+
+    operation: str
+    bytes: int
+    impl: str
+    ranks: int
+    iterations: int
+    time_us: float
+    p50_us: float
+    p99_us: float
+    speedup: float
+
+
+HEADER = """\
+#             operation       bytes               impl     time       p50       p99  gloo's
+#                                                          (us)      (us)      (us)  / this"""
+
+
+def run(settings: C10dSettings) -> None:
+    """Measures everything in the settings; rank 0 prints and writes."""
+    with pycomm.init(timeout=settings.timeout) as group:
+        groups = {"gloo": dist.group.WORLD, "pycomm": dist.new_group(backend="pycomm")}
+        meta = report.circumstances(settings.command)
+        if group.rank == 0:
+            print(f"# torch.distributed on {group.size} ranks; {report.place(meta)}")
+            print(f"# {report.versions(meta)}\n# load {meta['load_before']:.2f}\n{HEADER}")
+        rows: list[C10dRow] = []
+        for operation in settings.operations:
+            for nbytes in SIZES[operation]:
+                added = _run_case(settings, group, groups, operation, nbytes)
+                if group.rank == 0:
+                    print("\n".join(map(format_row, added)), flush=True)
+                rows += added
+        meta["load_after"] = os.getloadavg()[0]
+        if group.rank == 0 and settings.json is not None:
+            report.write_json(settings.json, meta, map(asdict, rows))
+
+
+def format_row(row: C10dRow) -> str:
+    """Formats a line of the table."""
+    return (
+        f"{row.operation:>23} {row.bytes:11} {row.impl:>18} {row.time_us:8.1f} {row.p50_us:9.1f} "
+        f"{row.p99_us:9.1f} {row.speedup:7.1f}"
+    )
+
+
+def _run_case(
+    settings: C10dSettings,
+    group: pycomm.Group,
+    groups: dict[str, Any],
+    operation: str,
+    nbytes: int,
+) -> list[C10dRow]:
+    """Times all contestants of a case in the same rounds."""
+    calls = {impl: _call(operation, nbytes, impl, on) for impl, on in groups.items()}
+    if operation == "all_reduce" and nbytes == LEAST:
+        nothing = dist.new_group(backend=backend_that_does_nothing())
+        tensor = torch.zeros(nbytes // 4)
+        calls["nothing"] = _call(operation, nbytes, "nothing", nothing)
+        calls["pycomm.all_reduce"] = lambda: pycomm.all_reduce(tensor, group=group)
+    empty = torch.empty(0)
+    runs = [Prepared(empty, empty, call) for call in calls.values()]
+    figures = measure.interleave(group, runs, settings.iters)
+    return [
+        C10dRow(
+            operation=operation,
+            bytes=nbytes,
+            impl=impl,
+            ranks=group.size,
+            iterations=figure.iterations,
+            time_us=round(figure.time_us, 2),
+            p50_us=round(figure.p50_us, 2),
+            p99_us=round(figure.p99_us, 2),
+            speedup=round(figures[0].time_us / figure.time_us, 2),
+        )
+        for impl, figure in zip(calls, figures, strict=True)
+    ]
+
+
+def _call(operation: str, nbytes: int, impl: str, group: Any) -> Callable[[], object]:
+    """One operation on tensors of its own."""
+    whole, rank, ranks = torch.zeros(nbytes // 4), dist.get_rank(), dist.get_world_size()
+    other = torch.zeros_like(whole)
+    block = torch.zeros(nbytes // 4 // ranks)
+    # Since torch 2.13 under new names; the old ones warn.
+    reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+    all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    calls: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: dist.all_reduce(whole, group=group),
+        "reduce_scatter_tensor": lambda: reduce_scatter(block, whole, group=group),
+        "all_gather_into_tensor": lambda: all_gather(whole, block, group=group),
+        "all_to_all_single": lambda: dist.all_to_all_single(other, whole, group=group),
+        "ping_pong": lambda: _ping_pong(whole, rank, group),
+        "new_group": lambda: dist.destroy_process_group(dist.new_group(backend=impl)),
+    }
+    return calls[operation]
+
+
+def _ping_pong(tensor: torch.Tensor, rank: int, group: Any) -> None:
+    """Rank 0 sends to rank 1, which sends back; other ranks have nothing to do."""
+    if rank == 0:
+        dist.send(tensor, 1, group=group)
+        dist.recv(tensor, 1, group=group)
+    elif rank == 1:
+        dist.recv(tensor, 0, group=group)
+        dist.send(tensor, 0, group=group)
