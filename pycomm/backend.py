@@ -10,6 +10,7 @@ pycomm's own collectives do; docs/torch-distributed.md says which ones and what 
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,8 @@ from pycomm.group import Group, make_group
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
+
+_FAREWELL = 0.5  # seconds that running operations have when their group is destroyed
 
 pycomm_backend.register()
 
@@ -63,9 +66,15 @@ class _Ranks:
         return self._group
 
     def close(self) -> None:
-        """Closes the group."""
-        if self._group is not None:
-            self._group.close()
+        """Closes the group. Operations that nobody has waited for may soon be aborted."""
+        if self._group is None:
+            return
+        end = time.monotonic() + _FAREWELL
+        while not self._group._core.idle() and time.monotonic() < end:
+            time.sleep(0.002)
+        if not self._group._core.idle():
+            self._group.abort()
+        self._group.close()
 
     def connect_gloo(self, what: str) -> Any:
         """A Gloo backend, for operations that pycomm does not have; logs why."""

@@ -17,9 +17,23 @@ using cpu::Group;
 using cpu::Heap;
 using cpu::p2p::RequestPtr;
 
-// The exception that is being handled, as a Python object.
+// True if the exception that is being handled stands for the one in the thread's error indicator.
+bool is_python_error() {
+  try {
+    throw;
+  } catch (const PythonError&) {
+    return true;
+  } catch (...) {
+    return false;
+  }
+}
+
+// The exception that is being handled, as a Python object. It may be handled while this thread is
+// raising another one, which stays in the error indicator.
 Error current_error() noexcept {
   const WithGil gil;
+  PyObject *raising_type = nullptr, *raising = nullptr, *raising_trace = nullptr;
+  if (!is_python_error()) PyErr_Fetch(&raising_type, &raising, &raising_trace);
   set_python_error();
   PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
   PyErr_Fetch(&type, &value, &trace);
@@ -27,6 +41,7 @@ Error current_error() noexcept {
   if (trace != nullptr) PyException_SetTraceback(value, trace);
   Py_XDECREF(type);
   Py_XDECREF(trace);
+  PyErr_Restore(raising_type, raising, raising_trace);
   return value;
 }
 

@@ -68,10 +68,10 @@ void bind_p2p(py::module_& m, GroupClass& group) {
            py::arg("tag"), py::arg("timeout") = 0.0)
       .def("recv", &recv, py::arg("data"), py::arg("bytes"), py::arg("element"), py::arg("source"),
            py::arg("tag"), py::arg("timeout") = 0.0)
-      .def("isend", &isend, py::arg("data"), py::arg("bytes"), py::arg("element"), py::arg("to"),
-           py::arg("tag"), py::arg("timeout") = 0.0)
-      .def("irecv", &irecv, py::arg("data"), py::arg("bytes"), py::arg("element"),
-           py::arg("source"), py::arg("tag"), py::arg("timeout") = 0.0)
+      .def("isend", &isend, py::keep_alive<0, 1>(), py::arg("data"), py::arg("bytes"),
+           py::arg("element"), py::arg("to"), py::arg("tag"), py::arg("timeout") = 0.0)
+      .def("irecv", &irecv, py::keep_alive<0, 1>(), py::arg("data"), py::arg("bytes"),
+           py::arg("element"), py::arg("source"), py::arg("tag"), py::arg("timeout") = 0.0)
       .def("supports_peer", &Group::supports_peer, py::arg("rank"));
   py::dict numbers;
   for (const ElementRow& row : kElementRows) {

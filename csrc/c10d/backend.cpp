@@ -48,7 +48,7 @@ Backend::~Backend() { drop(std::move(ranks_)); }
 }
 
 Request Backend::request(OpType type, const char* title, Milliseconds timeout) const {
-  return {type, title, getSize(), timeout == kUnsetTimeout ? timeout_.load() : timeout};
+  return {type, title, getRank(), getSize(), timeout == kUnsetTimeout ? timeout_.load() : timeout};
 }
 
 bool Backend::spans_nodes() { return native().spans_nodes(connection_->group()); }
@@ -89,7 +89,7 @@ Backend::WorkPtr Backend::allreduce_coalesced(Tensors& tensors,
 
 Backend::WorkPtr Backend::reduce(Tensors& tensors, const ::c10d::ReduceOptions& options) {
   Request made = request(OpType::REDUCE, "pycomm:reduce", options.timeout);
-  made.reduce(only(tensors, "reduce"), options.reduceOp, options.rootRank, getRank());
+  made.reduce(only(tensors, "reduce"), options.reduceOp, options.rootRank);
   if (spans_nodes()) return gloo("reduce").reduce(tensors, options);
   return launch(std::move(made), options.asyncOp);
 }

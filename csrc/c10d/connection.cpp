@@ -1,5 +1,7 @@
 #include "c10d/connection.h"
 
+#include <torch/csrc/Exceptions.h>
+
 #include "c10d/completer.h"
 
 namespace py = pybind11;
@@ -8,6 +10,7 @@ namespace pycomm::c10d {
 namespace {
 
 const BackendTable* table = nullptr;
+thread_local int calling_back = 0;
 
 }  // namespace
 
@@ -25,18 +28,24 @@ void find_native() {
 std::exception_ptr as_exception(Error error) {
   std::exception_ptr exception;
   with_gil([&] {
+    const py::error_scope raising;  // this thread may be raising another exception
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error)), error);
     Py_DECREF(error);
-    exception = std::make_exception_ptr(py::error_already_set());
+    python_error raised;  // unlike pybind's exception, it can be raised any number of times
+    raised.persist();
+    exception = std::make_exception_ptr(raised);
   });
   return exception;
 }
 
+CallingBack::CallingBack() { ++calling_back; }
+CallingBack::~CallingBack() { --calling_back; }
+
 void drop(py::object object) {
   PyObject* const pointer = object.release().ptr();
   if (pointer == nullptr) return;
-  if (PyGILState_Check() != 0) return Py_DECREF(pointer);
-  complete_elsewhere([pointer] { with_gil([pointer] { Py_DECREF(pointer); }); });
+  const auto release = [pointer] { with_gil([pointer] { Py_DECREF(pointer); }); };
+  calling_back > 0 ? complete_elsewhere(release) : release();
 }
 
 Connection::~Connection() {

@@ -29,8 +29,18 @@ void with_gil(Function function) {
   native().with_gil([](void* context) { (*static_cast<Function*>(context))(); }, &function);
 }
 
-// Python objects that may lose their last reference on a thread that must not destroy them: a
-// group's own worker could not join itself.
+// While one exists, this thread calls back for a group of pycomm._C, and may be the group's own. It
+// must not destroy the group then, because a thread cannot join itself.
+class CallingBack {
+ public:
+  CallingBack();
+  ~CallingBack();
+  CallingBack(const CallingBack&) = delete;
+  CallingBack& operator=(const CallingBack&) = delete;
+};
+
+// Drops a reference to a Python object, which may be the last one to a group: at once, or on another
+// thread if this one is calling back.
 void drop(pybind11::object object);
 
 // A group of pycomm._C, made by a Python function at its first use.

@@ -26,6 +26,13 @@ c10::intrusive_ptr<c10::ivalue::Future> LazyFuture::get() {
   return future_;
 }
 
+void LazyFuture::await() {
+  std::unique_lock lock(mutex_);
+  const c10::intrusive_ptr<c10::ivalue::Future> future = future_;
+  lock.unlock();
+  if (future != nullptr) future->wait();
+}
+
 void LazyFuture::complete(const std::vector<at::Tensor>& value, std::exception_ptr error) {
   const std::lock_guard lock(mutex_);
   completed_ = true;

@@ -13,6 +13,9 @@ class LazyFuture {
  public:
   // The future; its value is a list of tensors.
   c10::intrusive_ptr<c10::ivalue::Future> get();
+  // Waits until the future, if there is one, is complete; not for its callbacks. The operation has
+  // ended.
+  void await();
   // The operation has ended. Called once.
   void complete(const std::vector<at::Tensor>& value, std::exception_ptr error);
 

@@ -1,5 +1,6 @@
 // pycomm._c10d: the backend as a Python class, which torch.distributed registers.
 #include <pybind11/chrono.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -28,6 +29,14 @@ PYBIND11_MODULE(_c10d, m) {
   using pycomm::c10d::Backend;
   check_version();
   pycomm::c10d::find_native();
+  // torch translates these in its own functions, but not in those that pybind11 makes.
+  py::register_exception_translator([](std::exception_ptr pointer) {
+    try {
+      if (pointer != nullptr) std::rethrow_exception(pointer);
+    } catch (python_error& error) {
+      error.restore();
+    }
+  });
   py::module_::import("torch.distributed");  // has the base class
   py::class_<Backend, ::c10d::Backend, c10::intrusive_ptr<Backend>>(m, "Backend")
       .def(py::init<int, int, std::chrono::milliseconds, py::object>(), py::arg("rank"),

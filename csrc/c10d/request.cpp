@@ -10,6 +10,21 @@
 namespace pycomm::c10d {
 namespace {
 
+// All-to-all writes blocks while others are still to be read.
+void check_disjoint(const at::Tensor& output, const at::Tensor& input) {
+  if (!output.is_alias_of(input) || output.numel() == 0 || input.numel() == 0) return;
+  const auto begin = [](const at::Tensor& x) {
+    return static_cast<const char*>(x.const_data_ptr());
+  };
+  const auto end = [&](const at::Tensor& x) {
+    std::int64_t last = 0;
+    for (std::int64_t d = 0; d < x.dim(); ++d) last += (x.size(d) - 1) * x.stride(d);
+    return begin(x) + (last + 1) * static_cast<std::int64_t>(x.element_size());
+  };
+  TORCH_CHECK_VALUE(end(output) <= begin(input) || end(input) <= begin(output),
+                    "output must not overlap input");
+}
+
 ReduceOp reduction_of(const ::c10d::ReduceOp& op) {
   switch (op.op_) {
     case ::c10d::ReduceOp::SUM:
@@ -72,11 +87,10 @@ void Request::all_reduce(const at::Tensor& tensor, const ::c10d::ReduceOp& op) {
   outputs.push_back(tensor);
 }
 
-void Request::reduce(const at::Tensor& tensor, const ::c10d::ReduceOp& op, std::int64_t root,
-                     int rank) {
+void Request::reduce(const at::Tensor& tensor, const ::c10d::ReduceOp& op, std::int64_t root) {
   check(tensor);
   check_root(root, "dst");
-  const at::Tensor result = rank == root ? to_update(tensor) : to_read(tensor);
+  const at::Tensor result = rank_ == root ? to_update(tensor) : to_read(tensor);
   add(Collective::reduce, scaled(result, op), result, tensor.numel(), op, root);
   inputs.push_back(tensor);
   outputs.push_back(tensor);
@@ -113,6 +127,7 @@ void Request::all_to_all(const at::Tensor& output, const at::Tensor& input,
   check(input);
   TORCH_CHECK_VALUE(output.scalar_type() == input.scalar_type(), "output must have input's dtype, ",
                     input.scalar_type(), ", got ", output.scalar_type());
+  check_disjoint(output, input);
   inputs.push_back(input);
   outputs.push_back(output);
   if (!output_splits.empty() || !input_splits.empty()) {
@@ -136,6 +151,7 @@ void Request::barrier() {
 void Request::all_gather(const Tensors& results, const at::Tensor& input) {
   check(input);
   check_list(results, "tensor_list", input);
+  check_own(results, "tensor_list", input);
   Call& call = add(Collective::all_gather, to_read(input), input, input.numel());
   call.outputs = blocks_to_write(results, Counts::equal);
   inputs.push_back(input);
@@ -145,6 +161,7 @@ void Request::reduce_scatter(const at::Tensor& output, const Tensors& blocks,
                              const ::c10d::ReduceOp& op) {
   check(output);
   check_list(blocks, "input_list", output);
+  check_own(blocks, "input_list", output);
   Tensors products;
   for (const at::Tensor& block : blocks) products.push_back(scaled(block, op));
   Call& call = add(Collective::reduce_scatter, output, to_write(output), output.numel(), op);
@@ -182,6 +199,9 @@ void Request::all_to_all(const Tensors& results, const Tensors& blocks) {
   TORCH_CHECK_VALUE(!results.empty(), "output_tensor_list must have ", ranks_, " tensors, got 0");
   check_list(results, "output_tensor_list", results.front());
   check_list(blocks, "input_tensor_list", results.front());
+  for (const at::Tensor& result : results) {
+    for (const at::Tensor& block : blocks) check_disjoint(result, block);
+  }
   Call& call = add(Collective::all_to_all, blocks.front(), results.front(), 0);
   call.inputs = blocks_to_read(blocks, Counts::each_its_own);
   call.outputs = blocks_to_write(results, Counts::each_its_own);
@@ -292,6 +312,12 @@ void Request::check_sizes(const Tensors& list, const char* name, std::int64_t co
     TORCH_CHECK_VALUE(part.numel() == count, name, " must hold tensors of ", count,
                       " elements, got one of ", part.numel());
   }
+}
+
+void Request::check_own(const Tensors& list, const char* name, const at::Tensor& own) const {
+  const std::int64_t count = list[static_cast<std::size_t>(rank_)].numel();
+  TORCH_CHECK_VALUE(count == own.numel(), name, "[", rank_, "] must have ", own.numel(),
+                    " elements, as this rank's tensor, got ", count);
 }
 
 void Request::check_root(std::int64_t root, const char* name) const {

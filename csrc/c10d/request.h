@@ -27,13 +27,13 @@ at::Tensor plain(const at::Tensor& tensor);
 
 class Request {
  public:
-  // `title` is for the profiler and for messages; `ranks`: in the group.
-  Request(OpType type, const char* title, int ranks, Milliseconds timeout)
-      : type(type), title(title), ranks_(ranks), timeout_(timeout) {}
+  // `title` is for the profiler and for messages; `rank` is this one of `ranks` in the group.
+  Request(OpType type, const char* title, int rank, int ranks, Milliseconds timeout)
+      : type(type), title(title), rank_(rank), ranks_(ranks), timeout_(timeout) {}
 
   // Add a call. Tensors that are not contiguous get stand-ins.
   void all_reduce(const at::Tensor& tensor, const ::c10d::ReduceOp& op);
-  void reduce(const at::Tensor& tensor, const ::c10d::ReduceOp& op, std::int64_t root, int rank);
+  void reduce(const at::Tensor& tensor, const ::c10d::ReduceOp& op, std::int64_t root);
   void broadcast(const at::Tensor& tensor, std::int64_t root);
   void all_gather(const at::Tensor& output, const at::Tensor& input);
   void reduce_scatter(const at::Tensor& output, const at::Tensor& input,
@@ -82,10 +82,13 @@ class Request {
                     const char* block_name) const;
   void check_list(const Tensors& list, const char* name, const at::Tensor& like) const;
   void check_sizes(const Tensors& list, const char* name, std::int64_t count) const;
+  // Throws unless this rank's tensor in a list is as large as the one that it stands for.
+  void check_own(const Tensors& list, const char* name, const at::Tensor& own) const;
   void check_root(std::int64_t root, const char* name) const;
   Call& add(Collective collective, const at::Tensor& input, const at::Tensor& output,
             std::int64_t count, const ::c10d::ReduceOp& op = {}, std::int64_t root = 0);
 
+  const int rank_;
   const int ranks_;
   const Milliseconds timeout_;
   std::vector<std::pair<at::Tensor, at::Tensor>> copies_;  // to, from

@@ -47,6 +47,7 @@ bool Work::wait(Milliseconds timeout) {
                                             std::to_string(timeout.count()) + " ms (Timed out)");
     }
   }
+  future_.await();
   if (const std::exception_ptr error = exception()) std::rethrow_exception(error);
   return true;
 }
@@ -57,8 +58,8 @@ void Work::await(Milliseconds patience) {
 }
 
 void Work::complete(const Tensors& value, const std::exception_ptr& error) {
-  finish(error);
   future_.complete(value, error);
+  finish(error);
 }
 
 CollectiveWork::CollectiveWork(std::shared_ptr<Connection> connection, Request request)
@@ -81,6 +82,7 @@ void CollectiveWork::submit(const c10::intrusive_ptr<CollectiveWork>& work) {
 }
 
 void CollectiveWork::completed(void* context, Error error) {
+  const CallingBack guard;
   const auto work = owner_of<CollectiveWork>(context);
   (*work)->finish_request(error == nullptr ? nullptr : as_exception(error));
 }
@@ -124,6 +126,7 @@ void MessageWork::start(const c10::intrusive_ptr<MessageWork>& work, int peer, i
 }
 
 void MessageWork::completed(void* context) {
+  const CallingBack guard;
   const auto work = owner_of<MessageWork>(context);
   std::unique_lock lock((*work)->mutex_);
   (*work)->ended_ = true;
