@@ -113,6 +113,14 @@ Error wait_message(void* request, double patience, bool* completed) {
   });
 }
 
+// Unlike wait(), this does not count as telling the caller.
+Error error_of(void* request) {
+  return guarded([&] {
+    const std::exception_ptr& error = (*static_cast<RequestPtr*>(request))->error;
+    if (error != nullptr) std::rethrow_exception(error);
+  });
+}
+
 int source_of(void* request) { return (*static_cast<RequestPtr*>(request))->source; }
 
 void release_message(void* request) { delete static_cast<RequestPtr*>(request); }
@@ -145,6 +153,7 @@ constexpr BackendTable kTable = {
     .submit = submit,
     .start_message = start_message,
     .wait_message = wait_message,
+    .error_of = error_of,
     .source_of = source_of,
     .release_message = release_message,
     .with_gil =

@@ -138,8 +138,7 @@ void MessageWork::completed(void* context) {
 void MessageWork::finish_message() {
   std::exception_ptr error;
   try {
-    bool ended = false;
-    check(native().wait_message(request_, 0, &ended));
+    check(native().error_of(request_));
     const at::NoGradGuard no_grad;
     if (receives_ && dense_.data_ptr() != tensor_.data_ptr()) tensor_.detach().copy_(dense_);
   } catch (...) {

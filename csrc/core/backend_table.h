@@ -45,7 +45,9 @@ struct BackendTable {
   // run only then. This thread drives the group's messages meanwhile. Stores whether the message has
   // completed.
   Error (*wait_message)(void* request, double seconds, bool* completed);
-  int (*source_of)(void* request);  // of a received message
+  // For a message that has ended: why it failed, or null; and the source of a receive.
+  Error (*error_of)(void* request);
+  int (*source_of)(void* request);
   void (*release_message)(void* request);
   // Calls function(context) with the GIL, which the calling thread may have or not. A thread that
   // asks for it while the interpreter finalizes sleeps until the process has ended.

@@ -145,9 +145,16 @@ def _call(operation: str, nbytes: int, impl: str, group: Any) -> Callable[[], ob
         "all_gather_into_tensor": lambda: all_gather(whole, block, group=group),
         "all_to_all_single": lambda: dist.all_to_all_single(other, whole, group=group),
         "ping_pong": lambda: _ping_pong(whole, rank, group),
-        "new_group": lambda: dist.destroy_process_group(dist.new_group(backend=impl)),
+        "new_group": lambda: _make_and_destroy(impl),
     }
     return calls[operation]
+
+
+def _make_and_destroy(backend: str) -> None:
+    """A new group and its first barrier, so that no rank destroys what others are connecting to."""
+    group = dist.new_group(backend=backend)
+    dist.barrier(group)
+    dist.destroy_process_group(group)
 
 
 def _ping_pong(tensor: torch.Tensor, rank: int, group: Any) -> None:
