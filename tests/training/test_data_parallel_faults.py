@@ -34,7 +34,10 @@ def make(options):
         ({"module": nn.ReLU()}, "must hold a parameter that requires grad"),
         ({"module": nn.Linear(2, 2).requires_grad_(False)}, "must hold a parameter that requires"),
         ({"compression": pycomm.TopK(0.1, momentum=0.5), "feedback": False}, "momentum"),
-        ({"module": nn.Linear(2, 2, dtype=torch.complex64)}, "dtype must have one of"),
+        (
+            {"module": nn.Linear(2, 2, dtype=torch.complex64)},
+            "weight.s dtype must be one of float64",
+        ),
     ],
 )
 def test_bad_values(options, message):
