@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from pycomm._inputs.dtypes import DTYPES
 from pycomm._inputs.tensors import check_memory
 from pycomm.compression import Compression, check_compressible
 
@@ -156,9 +155,8 @@ def _checked(params: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torc
     if not named:
         raise ValueError("params must hold a parameter that requires grad, got none")
     for name, (_, parameter) in zip(names, named, strict=True):
-        if parameter.dtype not in DTYPES:
-            allowed = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
-            raise ValueError(f"{name}'s dtype must be one of {allowed}, got {parameter.dtype}")
+        if not parameter.dtype.is_floating_point:
+            raise ValueError(f"params must be real floats, got {parameter.dtype} for {name}")
     return [(name, parameter) for name, (_, parameter) in zip(names, named, strict=True)]
 
 

@@ -36,7 +36,7 @@ def make(options):
         ({"compression": pycomm.TopK(0.1, momentum=0.5), "feedback": False}, "momentum"),
         (
             {"module": nn.Linear(2, 2, dtype=torch.complex64)},
-            "weight.s dtype must be one of float64",
+            "params must be real floats",
         ),
     ],
 )
