@@ -26,7 +26,7 @@ demo: $(VENV)/.built
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/.built cpp-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -q tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -q tests
 
 # torch's own tests of its backends on pycomm, and long random sequences beside Gloo.
 torch-suite: $(VENV)/.built

@@ -24,11 +24,12 @@ struct Call {
   void* output = nullptr;
   Feedback feedback = {};
   Details details = {};  // only shape and label; details_of() adds the rest
-  // Of reduce_scatter, scatter (on the root) and all_to_all. Gather and scatter have no counts;
-  // all_to_all has both or none.
+  // reduce_scatter, scatter (on the root) and all_to_all have blocks of inputs; all_gather, gather (on
+  // the root) and all_to_all have blocks of outputs. Gather and scatter have no counts; all_to_all
+  // has the counts of both or of neither.
   Blocks inputs = {};
-  Blocks outputs = {};  // of all_gather, gather (on the root) and all_to_all
-  double timeout = 0;   // in seconds; 0 for the group's
+  Blocks outputs = {};
+  double timeout = 0;  // in seconds; 0 for the group's
 };
 
 // Why no executor can run a call among `ranks` ranks; empty if one may.

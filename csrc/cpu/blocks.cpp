@@ -118,7 +118,7 @@ void run_in_blocks(Comm& comm, Operation operation, const Call& call, void (*int
   const BlockTable* const sized = call.inputs.counts != nullptr    ? inputs
                                   : call.outputs.counts != nullptr ? outputs
                                                                    : nullptr;
-  // Of an all-to-all, the ranks do not know the largest yet.
+  // In an all-to-all, the ranks do not know the largest block yet.
   if (sized != nullptr) operation.count = each_its_own ? 0 : sized->largest();
   comm.begin(operation, call.input, call.output, interrupt);
   if (each_its_own) {

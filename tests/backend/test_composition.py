@@ -1,4 +1,4 @@
-"""What is built on torch.distributed trains on pycomm as one process does."""
+"""Libraries on top of torch.distributed train on pycomm as a single process trains."""
 
 import backends
 import pytest

@@ -1,5 +1,6 @@
 """send and recv of torch.distributed on pycomm."""
 
+import logging.handlers
 import os
 import signal
 import time
@@ -7,6 +8,7 @@ import time
 import backends
 import helpers
 import pytest
+import spanning
 import torch
 import torch.distributed as dist
 
@@ -197,9 +199,9 @@ def test_messages_among_collectives():
 
 
 def pretending(rank, size, store):
-    import spanning
-
     spanning.pretend("ab"[rank])
+    logged = logging.handlers.MemoryHandler(1000)
+    logging.getLogger("pycomm").addHandler(logged)
     backends.join(rank, size, store)
     x = torch.full((4,), float(rank))
     dist.all_reduce(x)
@@ -214,6 +216,10 @@ def pretending(rank, size, store):
     out = torch.zeros(2)
     dist.all_to_all_single(out, torch.tensor([10.0, 20.0]) + rank)
     dist.destroy_process_group()
+    told = [record.getMessage() for record in logged.buffer if "goes over Gloo" in record.msg]
+    assert sum("all_gather of lists" in text for text in told) == 1
+    assert sum("all_to_all" in text for text in told) == 1
+    assert any(("send" if rank == 0 else "recv") in text for text in told)
     return [part[0].item() for part in parts], out.tolist()
 
 

@@ -225,3 +225,22 @@ def in_processes(group):
 
 def test_in_processes():
     assert helpers.run_group(2, in_processes) == [[2.0] * 3] * 2
+
+
+def overwrite(group):
+    """Each overwrites a tensor that autograd has saved."""
+    x = torch.ones(4)
+    other = 1 - group.rank
+    received = pycomm.irecv(x, other, group=group)
+    pycomm.send(torch.zeros(4), other, group=group)
+    received.wait()
+    parts = [torch.ones(2) for _ in range(2)]
+    pycomm.all_gather(parts, torch.zeros(2), group=group)
+    return x._version, [part._version for part in parts]
+
+
+def test_autograd_learns_of_overwritten_tensors():
+    with pycomm.LocalWorld(2) as world:
+        for version, versions in world.run(overwrite):
+            assert version > 0
+            assert min(versions) > 0

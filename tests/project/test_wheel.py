@@ -1,5 +1,6 @@
 """The wheel: builds, installs into an environment of its own, and works away from the sources."""
 
+import fcntl
 import os
 import re
 import runpy
@@ -13,8 +14,7 @@ from pathlib import Path
 import pytest
 import setuptools
 
-# One worker builds it for all.
-pytestmark = [pytest.mark.xdist_group("wheel"), pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = (
@@ -60,8 +60,20 @@ def run(*command, cwd, **env):
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """Built from a copy, so that the build leaves nothing in the sources."""
-    copy = tmp_path_factory.mktemp("sources")
+    """One worker builds it for all."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    folder = shared / "wheel"
+    with (shared / "wheel.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            build(tmp_path_factory.mktemp("sources"), folder)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def build(copy, folder):
+    """Builds from a copy, so that the build leaves nothing in the sources."""
     for part in PARTS:
         source = ROOT / part
         if source.is_dir():
@@ -70,11 +82,8 @@ def wheel(tmp_path_factory):
             )
         else:
             shutil.copy(source, copy / part)
-    folder = tmp_path_factory.mktemp("wheel")
     pip = (sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index")
-    run(*pip, "--wheel-dir", folder, copy, cwd=folder, PYCOMM_CUDA="0", CXXFLAGS="-O1")
-    (built,) = folder.glob("*.whl")
-    return built
+    run(*pip, "--wheel-dir", folder, copy, cwd=copy, PYCOMM_CUDA="0", CXXFLAGS="-O1")
 
 
 @pytest.mark.parametrize("strict", [None, "1"])
