@@ -162,6 +162,12 @@ def test_widths_agree():
     assert PROJECT["tool"]["ruff"]["line-length"] == int(widths[0][1])
 
 
+def test_names_of_tests_are_unique():
+    """pytest imports test files by their base names and refuses the second of one name."""
+    names = sorted(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert names == sorted(set(names))
+
+
 def test_the_citation_is_of_this_version():
     citation = yaml.safe_load(text("CITATION.cff"))
     for field in ("version", "license"):
