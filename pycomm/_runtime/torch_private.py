@@ -24,9 +24,11 @@ if TYPE_CHECKING:
 __all__ = [
     "GradBucket",
     "after_autograd_keys",
+    "backend_of",
     "backend_that_does_nothing",
     "backward_id",
     "backward_node",
+    "fsdp_interfaces",
     "internal_overlap",
     "is_traceable_wrapper_subclass",
     "keep_device_busy",
@@ -59,6 +61,18 @@ after_autograd_keys = torch._C._after_autograd_keyset
 def backend_that_does_nothing() -> str:
     """The name of a torch.distributed backend whose operations return at once."""
     return "fake"
+
+
+def backend_of(group: ProcessGroup, device: torch.device) -> Any:
+    """The backend that runs a process group's operations on a device."""
+    return group._get_backend(device)
+
+
+def fsdp_interfaces() -> tuple[Any, Any]:
+    """FSDP2's base classes of an all-gather and a reduce-scatter; takes seconds to import."""
+    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+    return AllGather, ReduceScatter
 
 
 def scale_of(scaler: torch.amp.GradScaler) -> torch.Tensor | None:

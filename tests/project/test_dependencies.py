@@ -74,7 +74,7 @@ PYTHON_LAYERS = [
     {"_blocks", "p2p"},
     {"collectives", "block_collectives"},
     {"compressed", "_training.members", "_training.parameters"},
-    {"compressed_ops", "_training.flat"},
+    {"compressed_ops", "fsdp", "_training.flat"},
     {"_training.buckets", "_training.promise", "_training.reports", "_training.weighing"},
     {"_training.loss_scale", "_training.residuals"},
     {"_training.exchange"},

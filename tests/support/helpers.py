@@ -25,7 +25,8 @@ import pycomm
 # One clean process has imported torch and forks the others: a rank starts in milliseconds.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["torch", "torch.distributed", "torch._dynamo", "pycomm", "numpy"]  # DDP takes in dynamo
+    # DDP imports dynamo.
+    ["torch", "torch.distributed", "torch.distributed.fsdp", "torch._dynamo", "pycomm", "numpy"]
 )
 
 LIMIT = 90.0  # seconds that a set of processes may take
