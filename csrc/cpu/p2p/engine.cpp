@@ -66,6 +66,8 @@ RequestPtr Engine::make(bool receives, void* data, const Envelope& envelope,
 void Engine::start(const RequestPtr& request, bool inline_wait) {
   Lock lock(mutex_);
   if (ended_) throw GroupUnusable("group is closed or has failed");
+  // May throw, so before the request is known to anyone.
+  if (!inline_wait && !thread_.joinable()) thread_ = std::thread([this] { serve(); });
   if (!request->receives && request->peer != node_.rank()) {
     outgoing_[static_cast<std::size_t>(request->peer)].open();
   }
@@ -76,12 +78,7 @@ void Engine::start(const RequestPtr& request, bool inline_wait) {
     request->receives ? post_receive(request) : post_send(request);
     return true;
   });
-  if (inline_wait || request->completed()) return;
-  if (!thread_.joinable()) {
-    thread_ = std::thread([this] { serve(); });
-  } else {
-    thread_needed_.notify_one();
-  }
+  if (!inline_wait && !request->completed()) thread_needed_.notify_one();
 }
 
 void Engine::post_send(const RequestPtr& request) {

@@ -1,13 +1,34 @@
 // Sends and receives that fail, and bytes of other ranks that are no messages.
+#include <dlfcn.h>
+#include <pthread.h>
+
+#include <atomic>
 #include <barrier>
+#include <cerrno>
 #include <cstring>
 #include <memory>
+#include <system_error>
 #include <thread>
 
 #include "cpu/p2p/ring.h"
 #include "support/dice.h"
 #include "support/messages.h"
 #include "support/world.h"
+
+namespace {
+
+std::atomic<bool> no_threads = false;
+
+}  // namespace
+
+// Stands before the C library's, so that a test can run out of threads.
+extern "C" int pthread_create(pthread_t* thread, const pthread_attr_t* attributes,
+                              void* (*function)(void*), void* argument) noexcept {
+  if (no_threads) return EAGAIN;
+  static const auto next =
+      reinterpret_cast<decltype(&pthread_create)>(dlsym(RTLD_NEXT, "pthread_create"));
+  return next(thread, attributes, function, argument);
+}
 
 namespace pycomm::test {
 namespace {
@@ -111,6 +132,31 @@ void abort_ends_all() {
       return;
     }
     must(false, "a failed group must refuse work");
+  });
+}
+
+// An operation that nobody would complete does not start, so its buffer may go at once.
+void refuses_operations_without_a_thread() {
+  World world(2);
+  for (const bool receives : {false, true}) {
+    Bytes data = content(0, 1, 100000);
+    no_threads = true;
+    try {
+      receives ? irecv(world[0], data, 1) : isend(world[0], data, 1);
+      must(false, "an operation must not start without a thread");
+    } catch (const std::system_error& error) {
+      must(error.code().value() == EAGAIN, error.what());
+    }
+    no_threads = false;
+  }
+  must(world[0].idle(), "no operation is pending");
+  world.run([&](int r) {
+    Bytes data(100000);
+    const RequestPtr receive = irecv(world[r], data, 1 - r);
+    const Bytes sent = content(r, 2, 100000);
+    isend(world[r], sent, 1 - r)->wait();
+    receive->wait();
+    must(data == content(1 - r, 2, 100000), "the next messages arrive");
   });
 }
 
@@ -298,6 +344,7 @@ int main() {
       {"a_send_times_out", a_send_times_out},
       {"notices_who_leaves", notices_who_leaves},
       {"abort_ends_all", abort_ends_all},
+      {"refuses_operations_without_a_thread", refuses_operations_without_a_thread},
       {"blames_the_sender_of_malformed_frames", blames_the_sender_of_malformed_frames},
       {"blames_the_writer_of_impossible_counters", blames_the_writer_of_impossible_counters},
       {"blames_the_sender_of_malformed_answers", blames_the_sender_of_malformed_answers},
