@@ -10,6 +10,7 @@ pycomm's own collectives do; docs/torch-distributed.md says which ones and what 
 
 from __future__ import annotations
 
+import functools
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ import pycomm_backend
 from pycomm._runtime import log
 from pycomm._runtime.waiting import Deadline
 from pycomm.errors import Timeout
-from pycomm.group import Group, make_group
+from pycomm.group import Group, _open_groups, make_group
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -37,13 +38,21 @@ def create(options: Any) -> Any:
     Args:
         options: torch's ``DistributedBackendOptions``.
     """
-    from pycomm import _c10d  # built for one version of torch
-
+    module = _c10d()
     store, rank, size = options.store, options.group_rank, options.group_size
     timeout = options.timeout
     ranks = _Ranks(store, rank, size, timeout.total_seconds(), options.group_id)
     ranks.connect()  # now: all ranks make the group, but perhaps only two of them use it first
-    return _c10d.Backend(rank, size, timeout, ranks)
+    return module.Backend(rank, size, timeout, ranks)
+
+
+@functools.cache
+def _c10d() -> Any:
+    """The module with the backend, built for one version of torch."""
+    from pycomm import _c10d
+
+    _open_groups.after_end(_c10d.stop_completing)
+    return _c10d
 
 
 class _Ranks:

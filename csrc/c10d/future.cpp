@@ -19,6 +19,7 @@ void set(c10::ivalue::Future& future, const std::vector<at::Tensor>& value,
 c10::intrusive_ptr<c10::ivalue::Future> LazyFuture::get() {
   const std::lock_guard lock(mutex_);
   if (future_ == nullptr) {
+    if (!completed_) prepare_to_complete();
     future_ =
         c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
     if (completed_) set(*future_, value_, error_);

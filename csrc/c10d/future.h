@@ -11,7 +11,8 @@ namespace pycomm::c10d {
 
 class LazyFuture {
  public:
-  // The future; its value is a list of tensors.
+  // The future; its value is a list of tensors. Throws std::system_error if no thread can start that
+  // would complete it.
   c10::intrusive_ptr<c10::ivalue::Future> get();
   // Waits until the future, if there is one, is complete; not for its callbacks. The operation has
   // ended.

@@ -6,6 +6,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "c10d/backend.h"
+#include "c10d/completer.h"
 
 namespace py = pybind11;
 
@@ -41,4 +42,6 @@ PYBIND11_MODULE(_c10d, m) {
   py::class_<Backend, ::c10d::Backend, c10::intrusive_ptr<Backend>>(m, "Backend")
       .def(py::init<int, int, std::chrono::milliseconds, py::object>(), py::arg("rank"),
            py::arg("size"), py::arg("timeout"), py::arg("ranks"));
+  m.def("stop_completing", &pycomm::c10d::stop_completing,
+        py::call_guard<py::gil_scoped_release>());
 }

@@ -1,22 +1,29 @@
 #include "c10d/work.h"
 
+#include "c10d/completer.h"
+
 namespace pycomm::c10d {
 namespace {
 
 constexpr Milliseconds kInterruptEvery(50);
 
+// What a function of pycomm._C holds until the operation has ended.
 template <class T>
-using Owner = std::unique_ptr<c10::intrusive_ptr<T>>;
+struct Reference {
+  const Completing completing = {};
+  const c10::intrusive_ptr<T> work;
+};
+template <class T>
+using Owner = std::unique_ptr<Reference<T>>;
 
-// A reference that a function of pycomm._C holds until the operation has ended.
 template <class T>
 Owner<T> reference_to(const c10::intrusive_ptr<T>& work) {
-  return std::make_unique<c10::intrusive_ptr<T>>(work);
+  return Owner<T>(new Reference<T>{.work = work});
 }
 
 template <class T>
 Owner<T> owner_of(void* context) {
-  return Owner<T>(static_cast<c10::intrusive_ptr<T>*>(context));
+  return Owner<T>(static_cast<Reference<T>*>(context));
 }
 
 const char* title_of(OpType type) {
@@ -83,8 +90,8 @@ void CollectiveWork::submit(const c10::intrusive_ptr<CollectiveWork>& work) {
 
 void CollectiveWork::completed(void* context, Error error) {
   const CallingBack guard;
-  const auto work = owner_of<CollectiveWork>(context);
-  (*work)->finish_request(error == nullptr ? nullptr : as_exception(error));
+  const auto owner = owner_of<CollectiveWork>(context);
+  owner->work->finish_request(error == nullptr ? nullptr : as_exception(error));
 }
 
 void CollectiveWork::finish_request(std::exception_ptr error) {
@@ -127,12 +134,13 @@ void MessageWork::start(const c10::intrusive_ptr<MessageWork>& work, int peer, i
 
 void MessageWork::completed(void* context) {
   const CallingBack guard;
-  const auto work = owner_of<MessageWork>(context);
-  std::unique_lock lock((*work)->mutex_);
-  (*work)->ended_ = true;
-  if ((*work)->request_ == nullptr) return;  // start() will finish the message
+  const auto owner = owner_of<MessageWork>(context);
+  MessageWork& work = *owner->work;
+  std::unique_lock lock(work.mutex_);
+  work.ended_ = true;
+  if (work.request_ == nullptr) return;  // start() will finish the message
   lock.unlock();
-  (*work)->finish_message();
+  work.finish_message();
 }
 
 void MessageWork::finish_message() {

@@ -8,6 +8,8 @@ import weakref
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pycomm._runtime.member import Member
 
 _FAREWELL = 0.5  # seconds that operations have when the interpreter exits
@@ -20,6 +22,7 @@ class OpenGroups(Generic[Kind]):
 
     def __init__(self) -> None:
         self._by_name: weakref.WeakValueDictionary[str, Kind] = weakref.WeakValueDictionary()
+        self._afterwards: list[Callable[[], None]] = []
         atexit.register(self._end)
 
     def add(self, group: Kind) -> None:
@@ -40,12 +43,18 @@ class OpenGroups(Generic[Kind]):
         """Removes all groups without ending them."""
         self._by_name.clear()
 
+    def after_end(self, function: Callable[[], None]) -> None:
+        """Calls `function` at exit, after the groups' operations."""
+        self._afterwards.append(function)
+
     def _end(self) -> None:
         """Ends all operations, as their threads need the interpreter, which is about to end."""
         busy = _still_busy(list(self._by_name.values()))
         for group in busy:
             group.abort()
         _still_busy(busy)
+        for function in self._afterwards:
+            function()
 
 
 def _still_busy(groups: list[Kind]) -> list[Kind]:

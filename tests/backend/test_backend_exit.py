@@ -1,0 +1,142 @@
+"""Futures at the interpreter's exit, after a fork, and without threads to complete them."""
+
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import pycomm  # noqa: F401  (registers the backend)
+
+
+class Slow:
+    """Gives threads time to come back while the interpreter takes itself apart."""
+
+    sleep = staticmethod(time.sleep)
+
+    def __del__(self):
+        self.sleep(0.3)
+
+
+def new_group(size=1, rank=0, store=None):
+    dist.init_process_group(
+        "pycomm",
+        store=dist.FileStore(store or tempfile.mkdtemp() + "/store", size),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=60),
+    )
+
+
+def exit_with_pending_futures(start):
+    """Exits with callbacks to come, and with the process group still there; rank 1 never comes."""
+    store = tempfile.mkdtemp() + "/store"
+    pid = os.fork()
+    new_group(2, 0 if pid else 1, store)
+    if pid == 0:
+        time.sleep(60)
+
+    def called(_):
+        for _ in range(30):  # ends in the middle of the interpreter's end, if that does not wait
+            time.sleep(0.01)
+        print("called", flush=True)
+
+    sys.kept = [start() for _ in range(3)]
+    sys.kept += [work.get_future() for work in sys.kept]
+    for future in sys.kept[3:]:
+        future.add_done_callback(called)
+    sys.kept += [future.then(called) for future in sys.kept[3:]]
+    os.kill(pid, 9)
+    sys.slow = Slow()
+    sys.exit(7)
+
+
+def fork():
+    """The child has none of the threads that complete its parent's futures."""
+    new_group()
+    dist.all_reduce(torch.ones(3), async_op=True).get_future().wait()
+    pid = os.fork()
+    dist.destroy_process_group()
+    new_group()
+    future = dist.all_reduce(torch.ones(3), async_op=True).get_future()
+    future.wait()
+    assert future.value()[0].tolist() == [1, 1, 1]
+    if pid == 0:
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+
+def no_threads():
+    """A future that no thread would complete is refused; its operation goes on."""
+    new_group()
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    x = torch.zeros(3)
+    work = backend.recv([x], 0, 0)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + (256 << 20)
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+    with pytest.raises(RuntimeError, match="unavailable"):
+        work.get_future()
+    resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+    future = work.get_future()
+    backend.send([torch.ones(3)], 0, 0).wait()
+    future.wait()
+    print(x.tolist())
+    dist.destroy_process_group()
+
+
+PROGRAMS = {
+    "collective": lambda: exit_with_pending_futures(
+        lambda: dist.all_reduce(torch.ones(3), async_op=True)
+    ),
+    "receive": lambda: exit_with_pending_futures(lambda: dist.irecv(torch.ones(3), 1)),
+    "fork": fork,
+    "no threads": no_threads,
+}
+
+
+def large_stacks():
+    """Makes the stacks of threads so large that the C library keeps none for the next thread."""
+    _, hard = resource.getrlimit(resource.RLIMIT_STACK)
+    resource.setrlimit(resource.RLIMIT_STACK, (1 << 30, hard))
+
+
+def run(what):
+    return subprocess.run(
+        [sys.executable, __file__, what],
+        preexec_fn=large_stacks,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("what", ["collective", "receive"])
+def test_exit_with_callbacks_to_come(what):
+    done = run(what)
+    assert done.returncode == 7, done.stderr
+    assert "terminate" not in done.stderr
+    assert done.stdout.count("called") == 6
+
+
+def test_futures_after_a_fork():
+    done = run("fork")
+    assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
+
+
+def test_a_future_that_no_thread_would_complete():
+    done = run("no threads")
+    assert (done.returncode, done.stdout) == (0, "[1.0, 1.0, 1.0]\n"), done.stderr
+
+
+if __name__ == "__main__":
+    PROGRAMS[sys.argv[1]]()
