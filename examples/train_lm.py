@@ -59,29 +59,40 @@ class Block(nn.Module):
         """Maps (batch, time, width) to the same shape."""
         batch, length, _ = x.shape
         packed = self.query_key_value(self.norm_attention(x))
-        query, key, value = packed.view(batch, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        heads = packed.view(batch, length, 3, -1, WIDTH // HEADS)  # all, or one rank's
+        query, key, value = heads.permute(2, 0, 3, 1, 4)
         heard = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.mix(heard.transpose(1, 2).reshape(batch, length, WIDTH))
+        x = x + self.mix(heard.transpose(1, 2).flatten(2))
         changed: torch.Tensor = x + self.network(self.norm_network(x))
         return changed
 
 
-class Transformer(nn.Module):
-    """Predicts the next character from up to `CONTEXT` characters before it."""
+class Embedding(nn.Module):
+    """A vector for each character, plus one for its place."""
 
     def __init__(self) -> None:
         super().__init__()
         self.characters = nn.Embedding(VOCABULARY, WIDTH)
         self.places = nn.Embedding(CONTEXT, WIDTH)
-        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, characters: torch.Tensor) -> torch.Tensor:
-        """Maps (batch, time) of characters to (batch, time, vocabulary) of logits."""
-        x = self.characters(characters) + self.places.weight[: characters.shape[1]]
-        logits: torch.Tensor = self.head(self.norm(self.blocks(x)))
-        return logits
+        """Maps (batch, time) of characters to (batch, time, width)."""
+        x: torch.Tensor = self.characters(characters) + self.places.weight[: characters.shape[1]]
+        return x
+
+
+class Transformer(nn.Sequential):
+    """Predicts the next character from up to `CONTEXT` characters before it.
+
+    Maps (batch, time) of characters to (batch, time, vocabulary) of logits.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(
+            Embedding(),
+            *(Block() for _ in range(LAYERS)),
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)),
+        )
 
 
 def read_corpus(rank: int, size: int) -> torch.Tensor:

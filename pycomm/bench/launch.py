@@ -30,8 +30,14 @@ def under_mpi() -> bool:
     return "OMPI_COMM_WORLD_RANK" in os.environ or "PMI_RANK" in os.environ
 
 
-def run(body: Callable[..., None], *args: Any, ranks: int, timeout: float = 300.0) -> None:
-    """Calls ``body(*args)`` on every rank, with torch.distributed set up on Gloo.
+def run(
+    body: Callable[..., object],
+    *args: Any,
+    ranks: int,
+    timeout: float = 300.0,
+    backend: str = "gloo",
+) -> None:
+    """Calls ``body(*args)`` on every rank, with torch.distributed set up.
 
     Under torchrun or mpirun this process is one of the ranks already, and the launcher's count
     holds. Otherwise `ranks` processes are spawned, so `body` must be importable; if one raises, the
@@ -42,17 +48,18 @@ def run(body: Callable[..., None], *args: Any, ranks: int, timeout: float = 300.
         args: its arguments.
         ranks: how many processes to spawn.
         timeout: seconds that a rank may wait for another in torch.distributed.
+        backend: torch.distributed's.
     """
     if under_torchrun():
-        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
         _call(body, args)
     elif under_mpi():
-        _join_mpi(timeout)
+        _join_mpi(timeout, backend)
         _call(body, args)
     else:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by the children as they load OpenMP
         store = _host_store()
-        arguments = (ranks, store.port, timeout, body, args)
+        arguments = (ranks, store.port, timeout, backend, body, args)
         # Daemons: they end when this process does, by Ctrl-C for example.
         spawn(_spawned, arguments, nprocs=ranks, daemon=True)  # type: ignore[no-untyped-call]
 
@@ -66,23 +73,24 @@ def _spawned(
     ranks: int,
     port: int,
     timeout: float,
-    body: Callable[..., None],
+    backend: str,
+    body: Callable[..., object],
     args: tuple[Any, ...],
 ) -> None:
-    _join(TCPStore(LOOPBACK, port, is_master=False), rank, ranks, timeout)
+    _join(TCPStore(LOOPBACK, port, is_master=False), rank, ranks, timeout, backend)
     _call(body, args)
 
 
-def _join_mpi(timeout: float) -> None:
+def _join_mpi(timeout: float, backend: str) -> None:
     from mpi4py import MPI
 
     rank, ranks = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
     store = _host_store() if rank == 0 else None
     port = MPI.COMM_WORLD.bcast(store.port if store is not None else None)
-    _join(store or TCPStore(LOOPBACK, port, is_master=False), rank, ranks, timeout)
+    _join(store or TCPStore(LOOPBACK, port, is_master=False), rank, ranks, timeout, backend)
 
 
-def _join(store: TCPStore, rank: int, ranks: int, timeout: float) -> None:
+def _join(store: TCPStore, rank: int, ranks: int, timeout: float, backend: str) -> None:
     """Enters torch.distributed, and sets what torchrun would have set."""
     os.environ |= {
         "RANK": str(rank),
@@ -95,10 +103,10 @@ def _join(store: TCPStore, rank: int, ranks: int, timeout: float) -> None:
     # By default Gloo looks for the host's own name, which containers often cannot resolve.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     limit = timedelta(seconds=timeout)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=limit)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
 
 
-def _call(body: Callable[..., None], args: tuple[Any, ...]) -> None:
+def _call(body: Callable[..., object], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     try:
         body(*args)
