@@ -3,8 +3,8 @@
 import backends
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from composing import WIDTH, alone, batch, close, loss_of, make_net, mean_loss
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -19,62 +19,6 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
-
-WIDTH = 16
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(self.norm(x))))
-
-
-def make_net(blocks=4):
-    torch.manual_seed(0)
-    return nn.Sequential(*(Block() for _ in range(blocks)))
-
-
-def batch(step, part, rows=8):
-    generator = torch.Generator().manual_seed(1000 * step + part)
-    return torch.randn(rows, WIDTH, generator=generator)
-
-
-def loss_of(net, x):
-    return net(x).square().mean()
-
-
-def alone(steps=4, parts=4):
-    """Losses and parameters of one process that averages over the parts of each batch."""
-    net = make_net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    losses = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        total = 0.0
-        for part in range(parts):
-            loss = loss_of(net, batch(step, part)) / parts
-            loss.backward()
-            total += loss.item()
-        optimizer.step()
-        losses.append(total)
-    return losses, [p.detach() for p in net.parameters()]
-
-
-def close(ours, expected):
-    for a, b in zip(ours, expected, strict=True):
-        a, b = torch.as_tensor(a), torch.as_tensor(b)
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-
-
-def mean_loss(loss):
-    total = loss.detach().clone()
-    dist.all_reduce(total, dist.ReduceOp.AVG)
-    return total.item()
 
 
 def sharded(rank, _size, mesh_shape, in_window, policy):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from composing import make_net, mean_loss
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -101,22 +101,6 @@ def test_reduce_scatter(name, op, async_op):
             assert torch.equal(output, expected.to(dtype))
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(self.norm(x))))
-
-
-def make_net():
-    torch.manual_seed(0)
-    return nn.Sequential(*(Block() for _ in range(2)), nn.Linear(WIDTH, WIDTH))
-
-
 def replace(net, group, name):
     """Sets pycomm's objects on every module that FSDP manages."""
     from pycomm.fsdp import AllGather, ReduceScatter
@@ -132,7 +116,7 @@ def trained(rank, size, name, mesh_shape, policy, steps=30, prepare=None):
     mesh = init_device_mesh(
         "cpu", mesh_shape, mesh_dim_names=("replicate", "shard")[-len(mesh_shape) :]
     )
-    net = make_net()
+    net = make_net(2, WIDTH)
     for module in (*net, net):
         fully_shard(module, mesh=mesh, mp_policy=policy)
     if name is not None:
@@ -148,9 +132,7 @@ def trained(rank, size, name, mesh_shape, policy, steps=30, prepare=None):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        mean = loss.detach().clone()
-        dist.all_reduce(mean, dist.ReduceOp.AVG)
-        losses.append(mean.item())
+        losses.append(mean_loss(loss))
     return losses, [p.full_tensor().detach() for p in net.parameters()]
 
 
