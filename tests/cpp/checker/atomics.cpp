@@ -20,13 +20,14 @@ bool observed(const volatile void* address) {
 }
 
 template <class T>
-T load(const volatile T* address) {
+T load(const volatile T* address, int order) {
   const bool is_observed = observed(address);
   if (is_observed) {
     observer->before_read(address);
     if (late[observer->thread()].address == address) finish_store();
   }
   const T value = __atomic_load_n(address, __ATOMIC_SEQ_CST);
+  if (is_observed && observer->loaded) observer->loaded(address, order);
   if (is_observed) observer->after_read(address);
   return value;
 }
@@ -36,6 +37,7 @@ void store(volatile T* address, T value, int order) {
   const auto make_visible = [=] { __atomic_store_n(address, value, __ATOMIC_SEQ_CST); };
   if (!observed(address)) return make_visible();
   observer->before_write(address);
+  if (observer->stores) observer->stores(address, order);
   finish_store();
   late[observer->thread()] = {address, make_visible};
   if (!observer->late_stores || order == __ATOMIC_SEQ_CST) finish_store();
@@ -43,10 +45,11 @@ void store(volatile T* address, T value, int order) {
 
 // An atomic read-modify-write.
 template <class Change>
-auto change(const volatile void* address, Change change) {
+auto change(const volatile void* address, int order, Change change) {
   const bool is_observed = observed(address);
   if (is_observed) {
     observer->before_write(address);
+    if (observer->stores) observer->stores(address, order);
     finish_store();
   }
   const auto before = change();
@@ -75,28 +78,30 @@ using pycomm::checker::change;
 using pycomm::checker::load;
 using pycomm::checker::store;
 
-#define CHANGE(bits, T, name, builtin)                                                 \
-  T __tsan_atomic##bits##_##name(volatile T* address, T value, int) {                  \
-    return change(address, [=] { return builtin(address, value, __ATOMIC_SEQ_CST); }); \
+#define CHANGE(bits, T, name, builtin)                                                        \
+  T __tsan_atomic##bits##_##name(volatile T* address, T value, int order) {                   \
+    return change(address, order, [=] { return builtin(address, value, __ATOMIC_SEQ_CST); }); \
   }
-#define COMPARE_EXCHANGE(bits, T, name)                                                     \
-  bool __tsan_atomic##bits##_##name(volatile T* address, T* expected, T value, int, int) {  \
-    return change(address, [=] {                                                            \
-      return __atomic_compare_exchange_n(address, expected, value, false, __ATOMIC_SEQ_CST, \
-                                         __ATOMIC_SEQ_CST);                                 \
-    });                                                                                     \
+#define COMPARE_EXCHANGE(bits, T, name)                                                          \
+  bool __tsan_atomic##bits##_##name(volatile T* address, T* expected, T value, int order, int) { \
+    return change(address, order, [=] {                                                          \
+      return __atomic_compare_exchange_n(address, expected, value, false, __ATOMIC_SEQ_CST,      \
+                                         __ATOMIC_SEQ_CST);                                      \
+    });                                                                                          \
   }
-#define ATOMICS(bits, T)                                                                 \
-  T __tsan_atomic##bits##_load(const volatile T* address, int) { return load(address); } \
-  void __tsan_atomic##bits##_store(volatile T* address, T value, int order) {            \
-    store(address, value, order);                                                        \
-  }                                                                                      \
-  CHANGE(bits, T, exchange, __atomic_exchange_n)                                         \
-  CHANGE(bits, T, fetch_add, __atomic_fetch_add)                                         \
-  CHANGE(bits, T, fetch_sub, __atomic_fetch_sub)                                         \
-  CHANGE(bits, T, fetch_or, __atomic_fetch_or)                                           \
-  CHANGE(bits, T, fetch_and, __atomic_fetch_and)                                         \
-  COMPARE_EXCHANGE(bits, T, compare_exchange_strong)                                     \
+#define ATOMICS(bits, T)                                                      \
+  T __tsan_atomic##bits##_load(const volatile T* address, int order) {        \
+    return load(address, order);                                              \
+  }                                                                           \
+  void __tsan_atomic##bits##_store(volatile T* address, T value, int order) { \
+    store(address, value, order);                                             \
+  }                                                                           \
+  CHANGE(bits, T, exchange, __atomic_exchange_n)                              \
+  CHANGE(bits, T, fetch_add, __atomic_fetch_add)                              \
+  CHANGE(bits, T, fetch_sub, __atomic_fetch_sub)                              \
+  CHANGE(bits, T, fetch_or, __atomic_fetch_or)                                \
+  CHANGE(bits, T, fetch_and, __atomic_fetch_and)                              \
+  COMPARE_EXCHANGE(bits, T, compare_exchange_strong)                          \
   COMPARE_EXCHANGE(bits, T, compare_exchange_weak)
 #define PLAIN(bytes)                          \
   void __tsan_read##bytes(void*) {}           \

@@ -18,6 +18,9 @@ struct AtomicsObserver {
   std::function<std::size_t()> thread;
   std::function<void(const volatile void* address)> before_read, after_read;
   std::function<void(const volatile void* address)> before_write, after_write;
+  // For vector clocks: the memory order (__ATOMIC_*) of a load, once it has its value, and of a store
+  // or an exchange, when its thread comes to it.
+  std::function<void(const volatile void* address, int order)> loaded = nullptr, stores = nullptr;
 };
 
 // Sets the observer; null for none.

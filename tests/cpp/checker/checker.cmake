@@ -1,5 +1,6 @@
 # Tests of all interleavings: test_checker for the algorithms of core/ (checker/comm.h),
-# test_interleavings for what the CPU code does when an operation fails, test_close for close().
+# test_interleavings for what the CPU code does when an operation fails, test_close for close(),
+# test_ring for the ring of messages.
 # Each test also runs against mutants of the code it checks, and must reject them.
 set(CHECKER ${CMAKE_CURRENT_LIST_DIR})
 add_library(checker OBJECT ${CHECKER}/test_checker.cpp ${CHECKER}/fibers.cpp
@@ -37,6 +38,16 @@ foreach(test interleavings close)
   target_link_libraries(test_${test} PRIVATE ${test} scheduler ${OBSERVED})
   add_test(NAME ${test} COMMAND test_${test})
 endforeach()
+
+# Copies must stay calls of memcpy, which the test defines.
+set(RING_OPTIONS -fsanitize=thread -fno-builtin)
+add_library(memory OBJECT ${CHECKER}/memory.cpp)
+target_include_directories(memory PUBLIC csrc tests/cpp)
+target_compile_options(memory PRIVATE ${QUICKLY_COMPILED})
+add_executable(test_ring ${CHECKER}/test_ring.cpp)
+target_compile_options(test_ring PRIVATE ${RING_OPTIONS} ${QUICKLY_COMPILED})
+target_link_libraries(test_ring PRIVATE memory scheduler)
+add_test(NAME ring COMMAND test_ring)
 
 # Writes to `to` a copy of a file of csrc/ or `from`, with text `old`, which must be there, replaced
 # by `new`.
@@ -97,6 +108,17 @@ function(add_cpu_mutant name source test file old new)
   target_link_libraries(mutant_${name} PRIVATE ${test} scheduler ${others})
   expect_failure(mutant_${name})
   target_compile_options(mutant_${name} PRIVATE -fsanitize=thread)
+endfunction()
+
+# A mutant of the ring, for test_ring.
+function(add_ring_mutant name old new)
+  set(copy ${PROJECT_BINARY_DIR}/mutants/${name})
+  mutate(cpu/p2p/ring.h ${copy} "${old}" "${new}")
+  add_executable(mutant_${name} ${CHECKER}/test_ring.cpp)
+  target_include_directories(mutant_${name} BEFORE PRIVATE ${copy})
+  target_link_libraries(mutant_${name} PRIVATE memory scheduler)
+  expect_failure(mutant_${name})
+  target_compile_options(mutant_${name} PRIVATE ${RING_OPTIONS})
 endfunction()
 
 # Checks the algorithm of docs/EXTENDING.md in place of one-shot.

@@ -102,3 +102,38 @@ add_cpu_mutant(flags_do_not_wrap comm interleavings core/signal.h
   "static_cast<std::int32_t>(flag - target) >= 0" "flag >= target")
 add_cpu_mutant(takes_work_when_closed group close cpu/group.cpp
   "if (closed_) check_usable();  // nobody would join" "// nobody would join")
+
+# add_ring_mutant(name old new), of cpu/p2p/ring.h.
+# A memory order too weak.
+add_ring_mutant(ring_publishes_relaxed "mailbox_.sender.sent.exchange(sent_);"
+  "mailbox_.sender.sent.exchange(sent_, std::memory_order_relaxed);")
+add_ring_mutant(ring_reads_relaxed "sender.sent.load(std::memory_order_acquire)"
+  "sender.sent.load(std::memory_order_relaxed)")
+add_ring_mutant(ring_gives_back_relaxed "mailbox_.receiver.taken.exchange(taken_);"
+  "mailbox_.receiver.taken.exchange(taken_, std::memory_order_relaxed);")
+add_ring_mutant(ring_takes_room_relaxed "receiver.taken.load(std::memory_order_acquire)"
+  "receiver.taken.load(std::memory_order_relaxed)")
+add_ring_mutant(ring_answers_relaxed "mailbox_.receiver.answered.exchange(answered + 1);"
+  "mailbox_.receiver.answered.exchange(answered + 1, std::memory_order_relaxed);")
+add_ring_mutant(ring_reads_answers_relaxed "answered.load(std::memory_order_acquire)"
+  "answered.load(std::memory_order_relaxed)")
+add_ring_mutant(ring_takes_answers_relaxed "answers_taken.store(taken + 1, std::memory_order_release)"
+  "answers_taken.store(taken + 1, std::memory_order_relaxed)")
+add_ring_mutant(ring_overwrites_answers_relaxed "answers_taken.load(std::memory_order_acquire)"
+  "answers_taken.load(std::memory_order_relaxed)")
+# A sleeper that is not seen.
+add_ring_mutant(ring_publishes_late "mailbox_.sender.sent.exchange(sent_);"
+  "mailbox_.sender.sent.store(sent_, std::memory_order_release);")
+add_ring_mutant(ring_answers_late "mailbox_.receiver.answered.exchange(answered + 1);"
+  "mailbox_.receiver.answered.store(answered + 1, std::memory_order_release);")
+# A step off.
+add_ring_mutant(ring_has_too_much_room "return kRingBytes - distance(" "return kRingBytes + 64 - distance(")
+add_ring_mutant(ring_has_an_answer_more "== kAnswers) return false;" "== kAnswers + 1) return false;")
+add_ring_mutant(ring_does_not_wrap "const std::int64_t first = std::min(bytes, kRingBytes - at);"
+  "const std::int64_t first = bytes;")
+add_ring_mutant(ring_gives_back_too_much "length_of(frame));
+    mailbox_.receiver" "length_of(frame)) + 64;
+    mailbox_.receiver")
+add_ring_mutant(ring_publishes_before_it_writes "put(ring_, sent_, &frame, sizeof(frame));"
+  "mailbox_.sender.sent.exchange(sent_ + static_cast<std::uint64_t>(length_of(frame)));
+    put(ring_, sent_, &frame, sizeof(frame));")
