@@ -142,6 +142,7 @@ message_version: int
 element_numbers: dict[str, int]
 any_source: int
 eager_bytes: int
+most_seconds: int
 
 class Transport:
     def __init__(self, secret: bytes) -> None: ...

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 import pycomm_backend
+from pycomm._inputs.arguments import seconds
 from pycomm._runtime import log
 from pycomm._runtime.waiting import Deadline
 from pycomm.errors import Timeout
@@ -41,6 +42,7 @@ def create(options: Any) -> Any:
     module = _c10d()
     store, rank, size = options.store, options.group_rank, options.group_size
     timeout = options.timeout
+    seconds(timeout, 0.0)  # checks it
     ranks = _Ranks(store, rank, size, timeout.total_seconds(), options.group_id)
     ranks.connect()  # now: all ranks make the group, but perhaps only two of them use it first
     return module.Backend(rank, size, timeout, ranks)
@@ -85,15 +87,14 @@ class _Ranks:
             self._group.abort()
         self._group.close()
 
-    def connect_gloo(self, what: str) -> Any:
+    def connect_gloo(self, what: str, timeout: float) -> Any:
         """A Gloo backend, for operations that pycomm does not have; logs why."""
         if what not in self._told:
             self._told.add(what)
             log.backend_falls_back(self._name, self._rank, what)
         if self._gloo is None:
-            self._gloo = _gloo(
-                PrefixStore("gloo", self._store), self._rank, self._size, self._timeout
-            )
+            store = PrefixStore("gloo", self._store)
+            self._gloo = _gloo(store, self._rank, self._size, timeout)
         return self._gloo
 
     def monitored_barrier(self, timeout: float, wait_all_ranks: bool) -> None:
@@ -110,8 +111,15 @@ class _Ranks:
         store = PrefixStore(f"monitored_barrier/{self._monitored_barriers}", self._store)
         deadline = Deadline(timeout)
         if self._rank != 0:
-            store.set(str(self._rank), "")
-            if not _comes(store, "over", deadline) or store.get("over") != b"complete":
+            mine = str(self._rank)
+            store.set(mine, "")
+            outcome = store.get("over") if _comes(store, "over", deadline) else None
+            if outcome is not None:  # rank 0 looks for no key any more
+                store.delete_key(mine)
+                if store.add("readers", 1) == self._size - 1:  # the last one
+                    store.delete_key("over")
+                    store.delete_key("readers")
+            if outcome != b"complete":
                 raise Timeout(
                     f"Rank {self._rank} successfully reached monitoredBarrier, but received errors "
                     "while waiting for send/recv from rank 0. Please check rank 0 logs for faulty "
@@ -126,7 +134,8 @@ class _Ranks:
                 missing.append(rank)
                 if not wait_all_ranks:
                     break
-        store.set("over", "incomplete" if missing else "complete")
+        if self._size > 1:
+            store.set("over", "incomplete" if missing else "complete")
         if missing:
             ranks = f"Rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
             late = "Rank 0 timed out in monitoredBarrier: " if timeout <= 0 else ""

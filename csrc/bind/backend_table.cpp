@@ -95,7 +95,8 @@ Error start_message(void* group, void* data, const Message& message,
   return guarded([&] {
     Group& self = *static_cast<Group*>(group);
     const cpu::p2p::Envelope envelope{message.peer, message.tag, message.element, message.bytes};
-    const cpu::p2p::Options options{.callback = {completed, context}};
+    const cpu::p2p::Options options{.timeout = timeout_of(message.timeout),
+                                    .callback = {completed, context}};
     auto started = std::make_unique<RequestPtr>();
     *started = message.receives ? self.irecv(data, envelope, options)
                                 : self.isend(data, envelope, options);

@@ -25,10 +25,6 @@ using cpu::Transport;
 using cpu::Window;
 using cpu::Work;
 
-Clock::duration seconds(double s) {
-  return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(s));
-}
-
 // Memory in a rank's heap, which Python accesses through the buffer protocol.
 class Allocation {
  public:
@@ -151,7 +147,7 @@ void bind_group(py::module_& m) {
              auto peers = std::make_shared<const Liveness>(std::move(pids), std::move(processes),
                                                            std::move(numbers));
              return std::shared_ptr<Group>(new Group(std::move(window), std::move(peers), rank,
-                                                     size, cores, seconds(timeout), first_epoch),
+                                                     size, cores, timeout_of(timeout), first_epoch),
                                            delete_group);
            }),
            py::arg("window"), py::arg("pids"), py::arg("processes"), py::arg("rank"),
@@ -161,7 +157,7 @@ void bind_group(py::module_& m) {
           "span",
           [](Group& group, std::vector<std::vector<int>> nodes, int here,
              std::shared_ptr<Transport> transport, double timeout) {
-            group.span({std::move(nodes), here}, std::move(transport), seconds(timeout));
+            group.span({std::move(nodes), here}, std::move(transport), timeout_of(timeout));
           },
           py::arg("nodes"), py::arg("here"), py::arg("transport"), py::arg("timeout"),
           py::keep_alive<1, 4>())

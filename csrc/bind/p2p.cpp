@@ -22,8 +22,9 @@ Envelope envelope(int peer, std::int32_t tag, int element, std::int64_t bytes) {
 
 // `timeout` in seconds; 0 is the group's.
 Options options(double timeout) {
-  const std::chrono::duration<double> seconds(timeout);
-  return {std::chrono::duration_cast<cpu::Clock::duration>(seconds), check_signals, {}};
+  Options made{.interrupt = check_signals, .always_timed = timeout != 0};
+  if (made.always_timed) made.timeout = timeout_of(timeout);
+  return made;
 }
 
 void send(Group& group, std::uintptr_t data, std::int64_t bytes, int element, int to,
@@ -78,6 +79,7 @@ void bind_p2p(py::module_& m, GroupClass& group) {
     numbers[name_of(row.element)] = static_cast<int>(row.element);
   }
   m.attr("element_numbers") = numbers;
+  m.attr("most_seconds") = kMostSeconds;
   m.attr("any_source") = cpu::p2p::kAnySource;
   m.attr("eager_bytes") = cpu::p2p::kEagerBytes;
 }

@@ -32,7 +32,9 @@ Backend::Backend(int rank, int size, Milliseconds timeout, py::object ranks)
     : ::c10d::Backend(rank, size),
       timeout_(timeout),
       connection_(std::make_shared<Connection>(rank, ranks.attr("connect"))),
-      ranks_(std::move(ranks)) {}
+      ranks_(std::move(ranks)) {
+  check_timeout(timeout);
+}
 
 Backend::~Backend() { drop(std::move(ranks_)); }
 
@@ -42,13 +44,25 @@ Backend::~Backend() { drop(std::move(ranks_)); }
   if (PyGILState_Check() != 0) no_gil.emplace();
   const std::lock_guard lock(making_gloo_);
   const py::gil_scoped_acquire gil;
-  const py::object made = ranks_.attr("connect_gloo")(what);  // also writes the log
+  const double seconds = std::chrono::duration<double>(timeout_.load()).count();
+  const py::object made = ranks_.attr("connect_gloo")(what, seconds);  // also writes the log
   if (gloo_ == nullptr) gloo_ = made.cast<c10::intrusive_ptr<::c10d::Backend>>();
   return *gloo_;
 }
 
+void Backend::setTimeout(Milliseconds timeout) {
+  check_timeout(timeout);
+  std::optional<py::gil_scoped_release> no_gil;
+  if (PyGILState_Check() != 0) no_gil.emplace();
+  const std::lock_guard lock(making_gloo_);
+  timeout_ = timeout;
+  if (gloo_ != nullptr) gloo_->setTimeout(timeout);
+}
+
 Request Backend::request(OpType type, const char* title, Milliseconds timeout) const {
-  return {type, title, getRank(), getSize(), timeout == kUnsetTimeout ? timeout_.load() : timeout};
+  if (timeout == kUnsetTimeout) timeout = timeout_;
+  check_timeout(timeout);
+  return {type, title, getRank(), getSize(), timeout};
 }
 
 bool Backend::spans_nodes() { return native().spans_nodes(connection_->group()); }
@@ -211,7 +225,7 @@ Backend::WorkPtr Backend::message(OpType type, const Tensors& tensors, int peer,
   const at::Tensor& tensor = only(tensors, what);
   check_tensor(tensor, what);
   const auto work = c10::make_intrusive<MessageWork>(connection_, type, tensor);
-  MessageWork::start(work, peer, tag);
+  MessageWork::start(work, peer, tag, timeout_);
   return work;
 }
 

@@ -23,7 +23,7 @@ class Backend final : public ::c10d::Backend {
   ~Backend() override;
 
   const std::string getBackendName() const override { return "pycomm"; }
-  void setTimeout(Milliseconds timeout) override { timeout_ = timeout; }
+  void setTimeout(Milliseconds timeout) override;
 
   WorkPtr broadcast(Tensors& tensors, const ::c10d::BroadcastOptions& options) override;
   WorkPtr allreduce(Tensors& tensors, const ::c10d::AllreduceOptions& options) override;

@@ -79,6 +79,10 @@ void check_tensor(const at::Tensor& tensor, const char* what) {
   TORCH_CHECK_VALUE(tensor.is_cpu(), what, " takes CPU tensors, got one on ", tensor.device());
 }
 
+void check_timeout(Milliseconds timeout) {
+  timeout_of(std::chrono::duration<double>(timeout).count());
+}
+
 void Request::all_reduce(const at::Tensor& tensor, const ::c10d::ReduceOp& op) {
   check(tensor);
   const at::Tensor result = to_update(tensor);

@@ -25,6 +25,9 @@ Element element_of(const at::Tensor& tensor);
 bool is_plain(const at::Tensor& tensor);
 at::Tensor plain(const at::Tensor& tensor);
 
+// Throws std::invalid_argument for a timeout that no operation can have.
+void check_timeout(Milliseconds timeout);
+
 class Request {
  public:
   // `title` is for the profiler and for messages; `rank` is this one of `ranks` in the group.

@@ -41,6 +41,7 @@ Work::Work(std::shared_ptr<Connection> connection, OpType type, const char* titl
       title_(title) {}
 
 bool Work::wait(Milliseconds timeout) {
+  if (timeout != kNoTimeout) check_timeout(timeout);
   const auto start = std::chrono::steady_clock::now();
   while (!isCompleted()) {
     await(timeout == kNoTimeout ? kInterruptEvery : std::min(timeout, kInterruptEvery));
@@ -116,10 +117,15 @@ MessageWork::~MessageWork() {
   if (request_ != nullptr) native().release_message(request_);
 }
 
-void MessageWork::start(const c10::intrusive_ptr<MessageWork>& work, int peer, int tag) {
+void MessageWork::start(const c10::intrusive_ptr<MessageWork>& work, int peer, int tag,
+                        Milliseconds timeout) {
   const at::Tensor& dense = work->dense_;
-  const Message message{work->receives_, peer, tag, element_of(dense),
-                        static_cast<std::int64_t>(dense.nbytes())};
+  const Message message{work->receives_,
+                        peer,
+                        tag,
+                        element_of(dense),
+                        static_cast<std::int64_t>(dense.nbytes()),
+                        std::chrono::duration<double>(timeout).count()};
   auto reference = reference_to(work);
   void* request = nullptr;
   check(native().start_message(work->connection_->group(), dense.data_ptr(), message,

@@ -62,7 +62,8 @@ class MessageWork final : public Work {
   ~MessageWork() override;
 
   // `peer` is the other rank, or kAnySource.
-  static void start(const c10::intrusive_ptr<MessageWork>& work, int peer, int tag);
+  static void start(const c10::intrusive_ptr<MessageWork>& work, int peer, int tag,
+                    Milliseconds timeout);
 
   bool wait(Milliseconds timeout) override;
   int sourceRank() const override { return native().source_of(request_); }

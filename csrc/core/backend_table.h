@@ -21,6 +21,7 @@ struct Message {
   std::int32_t tag;
   Element element;
   std::int64_t bytes;
+  double timeout;  // the longest time without progress while a thread waits, in seconds
 };
 inline constexpr int kAnySource = -1;
 

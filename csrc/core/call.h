@@ -4,6 +4,7 @@
 #include "core/codecs/feedback.h"
 #include "core/details.h"
 #include "core/operation.h"
+#include "core/timeout.h"
 
 namespace pycomm {
 
@@ -40,6 +41,10 @@ inline std::string refusal_of(const Call& call, int ranks) {
   }
   if (operation.root < 0 || operation.root >= ranks) {
     return "root must be a rank of the group, got " + std::to_string(operation.root);
+  }
+  if (call.timeout != 0 && !is_timeout(call.timeout)) {
+    return "timeout must be positive and at most " + std::to_string(kMostSeconds) + " s, got " +
+           std::to_string(call.timeout);
   }
   if (operation.collective == Collective::all_to_all && operation.count > 0 &&
       call.input == call.output && call.input != nullptr) {

@@ -13,7 +13,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils.data import get_worker_info
 
-_MOST_SECONDS = 10**9
+from pycomm import _C
+
 _TORCH_OPS = {
     "sum": dist.ReduceOp.SUM,
     "avg": dist.ReduceOp.AVG,
@@ -39,8 +40,8 @@ def seconds(timeout: object, default: float) -> float:
     found = float(value)
     if not found > 0:
         raise ValueError(f"timeout must be positive, got {timeout}")
-    if found > _MOST_SECONDS:
-        raise ValueError(f"timeout must be at most {_MOST_SECONDS} s, got {timeout}")
+    if found > _C.most_seconds:
+        raise ValueError(f"timeout must be at most {_C.most_seconds} s, got {timeout}")
     return found
 
 

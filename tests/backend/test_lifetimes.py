@@ -179,6 +179,29 @@ def monitored(rank, _size):
     return name, time.monotonic() - start
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_monitored_barriers_leave_no_keys(late):
+    store = dist.HashStore()
+    found = {}
+
+    def pass_barriers(rank):
+        ranks = pycomm.backend._Ranks(store, rank, 3, 60, "0")
+        for _ in range(3):
+            ranks.monitored_barrier(60, wait_all_ranks=False)
+        if late and rank == 2:
+            time.sleep(0.5)
+        seconds = 0.1 if late and rank == 0 else 60
+        found[rank] = raised(lambda: ranks.monitored_barrier(seconds, wait_all_ranks=True))
+
+    threads = [threading.Thread(target=pass_barriers, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == dict.fromkeys(range(3), "Timeout" if late else None)
+    assert store.num_keys() == 0
+
+
 def test_monitored_barriers_wait():
     name, took = backends.run(2, monitored)[0]
     assert name == "Timeout"

@@ -56,8 +56,8 @@ RequestPtr Engine::make(bool receives, void* data, const Envelope& envelope,
   request->envelope = envelope;
   request->peer = any ? kAnySource : node_.comm.index_of(envelope.peer);
   request->callback = options.callback;
-  request->always_timed = options.timeout != Clock::duration{};
-  request->timeout = request->always_timed ? options.timeout : node_.comm.patience();
+  request->timeout = options.timeout != Clock::duration{} ? options.timeout : node_.comm.patience();
+  request->always_timed = options.always_timed;
   request->told = told_;
   return request;
 }
@@ -66,8 +66,10 @@ RequestPtr Engine::make(bool receives, void* data, const Envelope& envelope,
 void Engine::start(const RequestPtr& request, bool inline_wait) {
   Lock lock(mutex_);
   if (ended_) throw GroupUnusable("group is closed or has failed");
-  // May throw, so before the request is known to anyone.
-  if (!inline_wait && !thread_.joinable()) thread_ = std::thread([this] { serve(); });
+  // Before the request is known to anyone, because this may throw. A small send needs no thread,
+  // unless the ring is full; an error then fails the group.
+  const bool small_send = !request->receives && request->envelope.bytes <= kEagerBytes;
+  if (!inline_wait && !small_send) start_thread();
   if (!request->receives && request->peer != node_.rank()) {
     outgoing_[static_cast<std::size_t>(request->peer)].open();
   }
@@ -78,7 +80,13 @@ void Engine::start(const RequestPtr& request, bool inline_wait) {
     request->receives ? post_receive(request) : post_send(request);
     return true;
   });
-  if (!inline_wait && !request->completed()) thread_needed_.notify_one();
+  if (inline_wait || request->completed()) return;
+  guarded(lock, [this] { return start_thread(), true; });
+  thread_needed_.notify_one();
+}
+
+void Engine::start_thread() {
+  if (!thread_.joinable()) thread_ = std::thread([this] { serve(); });
 }
 
 void Engine::post_send(const RequestPtr& request) {

@@ -56,6 +56,7 @@ class Engine {
   RequestPtr make(bool receives, void* data, const Envelope& envelope, const Options& options);
   // `inline_wait`: the caller is about to wait for the request.
   void start(const RequestPtr& request, bool inline_wait);
+  void start_thread();
   void post_send(const RequestPtr& request);
   void post_receive(const RequestPtr& request);
   void send_to_self(const RequestPtr& request);

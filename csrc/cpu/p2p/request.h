@@ -32,12 +32,13 @@ struct Callback {
 };
 
 struct Options {
-  // The longest time without progress; zero: the group's timeout, which counts only while a thread
-  // waits for the request.
+  // The longest time without progress; zero for the group's timeout.
   Clock::duration timeout = {};
   // Called from time to time during a long wait; if it throws, the group is aborted.
   void (*interrupt)() = nullptr;
   Callback callback = {};
+  // The timeout also counts while no thread waits for the request.
+  bool always_timed = false;
 };
 
 // Callers use the methods and the source only.
@@ -68,7 +69,7 @@ struct Request {
   bool matched = false;  // a receive has a message, some of whose bytes are still to come
   bool exposed = false;  // the other rank may access `data`, which is in this rank's heap
   Clock::duration timeout = {};
-  bool always_timed = false;       // also while no thread waits
+  bool always_timed = false;
   Clock::duration since = kUnset;  // the time of the last progress, set when it is next needed
   int waiters = 0;
   std::size_t place = 0;  // among the pending requests

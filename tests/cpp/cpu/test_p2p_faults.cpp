@@ -160,6 +160,19 @@ void refuses_operations_without_a_thread() {
   });
 }
 
+void fails_if_a_small_send_needs_a_thread() {
+  World world(2);
+  const Bytes data(cpu::p2p::kEagerBytes);
+  std::vector<RequestPtr> requests;
+  no_threads = true;
+  do requests.push_back(isend(world[0], data, 1));
+  while (requests.back()->completed() && requests.size() < 1000 && world[0].usable());
+  no_threads = false;
+  must(requests.size() > 20, "the ring takes many small messages");
+  const CollectiveError error = error_of([&] { requests.back()->wait(); });
+  must(error.reason == Reason::aborted && error.rank == 0, error.what());
+}
+
 // Rank 0 of a group of two. The test writes rank 1's part of the window.
 struct Attacked {
   static constexpr std::int64_t kSlice = 16 << 20, kStaging = 64 << 10;
@@ -345,6 +358,7 @@ int main() {
       {"notices_who_leaves", notices_who_leaves},
       {"abort_ends_all", abort_ends_all},
       {"refuses_operations_without_a_thread", refuses_operations_without_a_thread},
+      {"fails_if_a_small_send_needs_a_thread", fails_if_a_small_send_needs_a_thread},
       {"blames_the_sender_of_malformed_frames", blames_the_sender_of_malformed_frames},
       {"blames_the_writer_of_impossible_counters", blames_the_writer_of_impossible_counters},
       {"blames_the_sender_of_malformed_answers", blames_the_sender_of_malformed_answers},
