@@ -10,8 +10,11 @@ pycomm's own collectives do; docs/torch-distributed.md says which ones and what 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
+import weakref
+from collections import Counter
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +24,17 @@ from torch.distributed.distributed_c10d import PrefixStore
 import pycomm_backend
 from pycomm._inputs.arguments import seconds
 from pycomm._runtime import log
+from pycomm._runtime.subgroup import Subgroup
 from pycomm._runtime.waiting import Deadline
-from pycomm.errors import Timeout
-from pycomm.group import Group, _open_groups, make_group
+from pycomm.errors import GroupUnusable, Timeout
+from pycomm.group import Group, _open_groups, join_ranks, make_group
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch.distributed.distributed_c10d import Store
+
+    from pycomm._runtime.rendezvous import Membership
 
 _FAREWELL = 0.5  # seconds that running operations have when their group is destroyed
 
@@ -40,11 +48,10 @@ def create(options: Any) -> Any:
         options: torch's ``DistributedBackendOptions``.
     """
     module = _c10d()
-    store, rank, size = options.store, options.group_rank, options.group_size
-    timeout = options.timeout
+    rank, size, timeout = options.group_rank, options.group_size, options.timeout
     seconds(timeout, 0.0)  # checks it
-    ranks = _Ranks(store, rank, size, timeout.total_seconds(), options.group_id)
-    ranks.connect()  # now: all ranks make the group, but perhaps only two of them use it first
+    ranks = _Ranks(options.store, rank, size, timeout.total_seconds(), options.group_id)
+    ranks.meet(options.global_ranks_in_group)
     return module.Backend(rank, size, timeout, ranks)
 
 
@@ -57,6 +64,29 @@ def _c10d() -> Any:
     return _c10d
 
 
+class _World:
+    """The default group, whose window serves the groups of some of its ranks.
+
+    Attributes:
+        members: this rank's membership.
+        made: how often a group of each name has been made.
+    """
+
+    def __init__(self, members: Membership) -> None:
+        self.members = members
+        self.made: Counter[str] = Counter()
+
+    def subgroup(self, ranks: Sequence[int], rank: int, name: str) -> Subgroup | None:
+        """A group of some ranks; None if they are not all on this node."""
+        if not set(ranks) <= set(self.members.nodes.local):
+            return None
+        self.made[name] += 1  # torch uses the names of destroyed groups again
+        return Subgroup(self.members, ranks, rank, f"{name}/{self.made[name]}")
+
+
+_world: weakref.ref[_World] | None = None  # that of the default group, if it is one of pycomm's
+
+
 class _Ranks:
     """Connects the ranks of a group."""
 
@@ -65,19 +95,49 @@ class _Ranks:
         self._timeout = timeout
         self._name = name
         self._told: set[str] = set()
+        self._world: _World | None = None
+        self._subgroup: Subgroup | None = None  # until it is used
         self._group: Group | None = None
         self._gloo: Any = None
         self._monitored_barriers = 0
 
+    def meet(self, ranks: Sequence[int]) -> None:
+        """Meets the other ranks, unless the default group's window can serve this group, too.
+
+        Args:
+            ranks: those of the default group that are in this one; none if it is the default group.
+        """
+        global _world
+        is_world = len(ranks) == 0
+        self._world = None if is_world or _world is None else _world()
+        if self._world is not None:
+            self._subgroup = self._world.subgroup(ranks, self._rank, self._name)
+        if self._subgroup is not None:
+            return
+        # Now, because all ranks make the group, but perhaps only two of them use it first.
+        store = PrefixStore("pycomm", self._store)
+        members = join_ranks(store, self._rank, self._size, self._timeout)
+        self._group = make_group(members, self._rank, self._timeout)
+        if is_world:
+            self._world = _World(members)
+            _world = weakref.ref(self._world)
+
     def connect(self) -> Group:
-        """The group that runs operations; the first call is collective."""
+        """The group that runs operations."""
+        if self._subgroup is not None:
+            members = self._subgroup.join()
+            self._group = make_group(members, self._rank, self._timeout)
+            self._subgroup = None
         if self._group is None:
-            store = PrefixStore("pycomm", self._store)
-            self._group = make_group(store, self._rank, self._size, self._timeout)
+            raise GroupUnusable("group is closed")
         return self._group
 
     def close(self) -> None:
         """Closes the group. Operations that nobody has waited for may soon be aborted."""
+        if self._subgroup is not None:
+            with contextlib.suppress(RuntimeError):  # the Store is gone
+                self._subgroup.leave()
+            self._subgroup = None
         if self._group is None:
             return
         end = time.monotonic() + _FAREWELL

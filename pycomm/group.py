@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
     from pycomm._runtime.cuda import CudaSide
+    from pycomm._runtime.rendezvous import Membership
 
 DEFAULT_TIMEOUT = 300.0
 DEFAULT_STAGING_BYTES = 2 << 20
@@ -347,7 +348,8 @@ def init(
     prefix = f"pycomm/{process_group.group_name}"
     store = PrefixStore(prefix, store_of(process_group))
     with _joining[prefix]:
-        made = make_group(store, rank, size, timeout, staging_bytes, cuda_heap_bytes)
+        members = join_ranks(store, rank, size, timeout, staging_bytes, cuda_heap_bytes)
+        made = make_group(members, rank, timeout, staging_bytes)
     if len(made.nodes) == 1:
         made._join_cuda = lambda device: join_processes(
             made, device, process_group, max_blocks, cuda_heap_bytes
@@ -358,17 +360,17 @@ def init(
     return made
 
 
-def make_group(
+def join_ranks(
     store: Store,
     rank: int,
     size: int,
     timeout: float,
     staging_bytes: int = DEFAULT_STAGING_BYTES,
     cuda_heap_bytes: int = 0,
-) -> Group:
-    """Makes a group of the processes that meet in `store`, without a CUDA side.
+) -> Membership:
+    """Meets the processes of a new group in `store`, which is under a prefix of its own.
 
-    The arguments and errors are those of :func:`init`; `store` is under a prefix of its own.
+    The other arguments and the errors are those of :func:`init`.
     """
     windows = WindowMaker(
         create=lambda ranks: _C.create_window(ranks, slice_bytes(), staging_bytes),
@@ -380,7 +382,13 @@ def make_group(
         "staging_bytes": int(staging_bytes),
         "cuda_heap_bytes": int(cuda_heap_bytes),
     }
-    members = join(store, rank, size, windows, settings, timeout)
+    return join(store, rank, size, windows, settings, timeout)
+
+
+def make_group(
+    members: Membership, rank: int, timeout: float, staging_bytes: int = DEFAULT_STAGING_BYTES
+) -> Group:
+    """Makes a group of ranks that know each other, without a CUDA side."""
     made = Group(
         members.window,
         members.nodes,

@@ -131,7 +131,29 @@ void bind_works_and_windows(py::module_& m) {
   py::class_<Window, std::shared_ptr<Window>>(m, "Window")
       .def(py::init<int, int, std::int64_t, std::int64_t>(), py::arg("fd"), py::arg("ranks"),
            py::arg("slice_bytes"), py::arg("staging_bytes"),
-           py::call_guard<py::gil_scoped_release>());
+           py::call_guard<py::gil_scoped_release>())
+      .def(
+          "reserve",
+          [](const Window& window, int owner, int ranks, const std::vector<int>& departed) {
+            const Window::Place place = window.reserve(owner, ranks, departed);
+            return py::make_tuple(place.owner, place.offset, place.id);
+          },
+          py::arg("owner"), py::arg("ranks"), py::arg("departed"))
+      .def(
+          "cancel",
+          [](const Window& window, int owner, std::int64_t offset, std::uint64_t id) {
+            window.cancel({owner, offset, id});
+          },
+          py::arg("owner"), py::arg("offset"), py::arg("id"))
+      .def(
+          "part",
+          [](const Window& window, std::vector<int> members, int rank, int owner,
+             std::int64_t offset, std::uint64_t id) {
+            return std::make_shared<Window>(window, std::move(members), rank,
+                                            Window::Place{owner, offset, id});
+          },
+          py::arg("members"), py::arg("rank"), py::arg("owner"), py::arg("offset"), py::arg("id"),
+          py::call_guard<py::gil_scoped_release>());
   m.def("create_window", &Window::create, py::arg("ranks"), py::arg("slice_bytes"),
         py::arg("staging_bytes"), py::call_guard<py::gil_scoped_release>());
   m.attr("window_layout") = cpu::kLayout;

@@ -264,11 +264,13 @@ at::Tensor Backend::allocateTensor(long size, at::TensorOptions options) {
   return at::from_blob(data, {size}, [owner](void*) { native().free_memory(owner); }, options);
 }
 
+// Also if the group has not been used, because other ranks may be about to use it.
 void Backend::abort() {
-  if (void* const group = connection_->group_if_connected()) native().abort(group);
+  if (!closed_) native().abort(connection_->group());
 }
 
 void Backend::shutdown() {
+  closed_ = true;
   const py::gil_scoped_acquire gil;
   ranks_.attr("close")();
 }

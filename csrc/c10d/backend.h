@@ -80,6 +80,7 @@ class Backend final : public ::c10d::Backend {
 
   std::atomic<Milliseconds> timeout_;
   std::atomic<std::uint64_t> sequence_{0};
+  std::atomic<bool> closed_{false};
   const std::shared_ptr<Connection> connection_;
   std::mutex making_gloo_;
   pybind11::object ranks_;

@@ -58,8 +58,6 @@ class Connection {
     void* const found = handle_.load(std::memory_order_acquire);
     return found != nullptr ? found : connect();
   }
-  // The group's handle, or null if it has not been used.
-  void* group_if_connected() const { return handle_.load(std::memory_order_acquire); }
 
  private:
   void* connect();

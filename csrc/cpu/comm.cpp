@@ -25,7 +25,7 @@ Comm::Comm(std::shared_ptr<Window> window, std::shared_ptr<const Liveness> peers
       rank_(rank),
       size_(size),
       timeout_(timeout),
-      slot_bytes_(window_->half_bytes() / kStagingSlots / kLine * kLine),
+      slot_bytes_(window_->slot_bytes()),
       spins_(size <= cores ? kSpins : 0),
       yield_for_(size <= cores ? Clock::duration(kYieldFor) : kYieldBriefly),
       sequence_(first_epoch),
@@ -70,6 +70,8 @@ void Comm::begin_phase(const Operation& operation, const void* input, void* outp
   output_ = static_cast<std::byte*>(output);
   input_bytes_ = input_bytes(operation, size_, rank_);
   output_bytes_ = output_bytes(operation, size_, rank_);
+  const bool plain = operation.codec.kind == CodecKind::none;
+  window_->need_staging(rank_, plain ? std::max(input_bytes_, output_bytes_) : slot_bytes_);
   loop_ = reduce_loop(operation.dtype, operation.op, false);
   last_loop_ = reduce_loop(operation.dtype, operation.op, true);
   use_blocks(nullptr, nullptr);

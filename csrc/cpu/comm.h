@@ -222,6 +222,12 @@ class Comm {
     wake(true);
   }
 
+  // Says that this rank does not use the window any more.
+  void depart() {
+    membership_.leave();
+    window_->depart();
+  }
+
   const Traffic& traffic() const { return traffic_; }
   // Adds bytes that an executor on top of this one has read.
   void count_in(std::int64_t bytes) { traffic_.bytes_in += bytes; }

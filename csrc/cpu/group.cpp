@@ -18,7 +18,7 @@ Group::Group(std::shared_ptr<Window> window, std::shared_ptr<const Liveness> pee
       size_(size),
       forks_(current_forks()),
       window_(std::move(window)),
-      heap_(std::make_shared<Heap>(window_, rank)),
+      heap_(window_->heap(rank)),
       comm_(window_, std::move(peers), rank, size, cores, timeout, first_epoch) {}
 
 void Group::span(Nodes nodes, std::shared_ptr<Transport> transport, Clock::duration timeout) {
@@ -51,14 +51,28 @@ void Group::wait_until_idle(void (*interrupt)()) {
 
 void Group::abort() {
   if (forked()) return;
-  comm_.abort(Reason::aborted, comm_.rank());
+  abort(pycomm::abort_word(Reason::aborted, rank_));
   if (internode_ != nullptr) internode_->tell();
+}
+
+void Group::abort(std::uint64_t word) {
+  const std::lock_guard lock(departing_mutex_);
+  if (!departed_) comm_.abort(word);
 }
 
 void Group::leave() {
   if (forked()) return;
+  const std::lock_guard lock(departing_mutex_);
+  if (departed_) return;
   comm_.leave();
   if (internode_ != nullptr) internode_->leave();
+}
+
+// Other ranks may use the memory for something else from now on.
+void Group::depart() {
+  const std::lock_guard lock(departing_mutex_);
+  departed_ = true;
+  comm_.depart();
 }
 
 void Group::end_waits_of(std::span<const std::shared_ptr<Group>> others) {
@@ -343,11 +357,11 @@ p2p::Engine& Group::p2p() {
   const std::lock_guard lock(p2p_mutex_);
   if (p2p_ != nullptr) return *p2p_;
   if (closed_) check_usable();  // nobody would close it
-  p2p_ = std::make_unique<p2p::Engine>(*window_, *heap_, comm_, told_,
-                                       [this](const CollectiveError& error) {
-                                         if (internode_ != nullptr) internode_->tell();
-                                         fail(error);
-                                       });
+  p2p_ =
+      std::make_unique<p2p::Engine>(*window_, comm_, told_, [this](const CollectiveError& error) {
+        if (internode_ != nullptr) internode_->tell();
+        fail(error);
+      });
   return *p2p_;
 }
 
@@ -399,6 +413,7 @@ void Group::close(void (*interrupt)()) {
   if (worker_.joinable()) worker_.join();
   const std::lock_guard lock(running_);  // waits for another thread's operation
   leave();
+  depart();
   if (interrupted) std::rethrow_exception(interrupted);
 }
 

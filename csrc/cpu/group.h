@@ -94,7 +94,7 @@ class Group {
   void abort();
   // abort(word) and abort_word() let an executor elsewhere report a reason to stop and learn of
   // one.
-  void abort(std::uint64_t word) { comm_.abort(word); }
+  void abort(std::uint64_t word);
   // Reports a failure that was found elsewhere: the group refuses work from now on.
   void fail(const std::string& why);
   std::uint64_t abort_word() const { return comm_.aborted(); }
@@ -153,6 +153,7 @@ class Group {
   bool p2p_awaits(int rank);
   p2p::Engine& p2p();
   void close_p2p(void (*interrupt)());
+  void depart();
   std::string refusal(const Call& call) const;
   void check_fits(const Call& call) const;
   std::shared_ptr<Work> enqueue(Task task);
@@ -188,6 +189,8 @@ class Group {
   std::deque<Task> queue_;
   std::atomic<int> pending_{0};
   std::atomic<bool> closed_{false};
+  std::mutex departing_mutex_;
+  bool departed_ = false;  // this rank does not use the window any more
   std::atomic<bool> failed_{false};
   std::mutex failure_mutex_;
   std::string failure_;  // why

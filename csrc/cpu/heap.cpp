@@ -10,7 +10,7 @@
 
 #include "core/operation.h"
 #include "cpu/fork.h"
-#include "cpu/window.h"
+#include "cpu/window_file.h"
 
 namespace pycomm::cpu {
 namespace {
@@ -86,6 +86,10 @@ void HeapMap::unmap(std::int64_t offset) {
   const auto found = allocations_.find(offset);
   places_.erase(reinterpret_cast<std::uintptr_t>(found->second.data));
   if (!found->second.own) {
+    // The chunk serves other allocations, too.
+    if (!found->second.detached.empty()) {
+      remap(found->second.data, {offset, found->second.bytes}, MAP_SHARED | MAP_NORESERVE);
+    }
     const auto chunk = chunks_.find(chunk_at(offset).begin);
     if (--chunk->second.users == 0) chunks_.erase(chunk);
   }
@@ -129,53 +133,155 @@ std::int64_t HeapMap::place_of(const void* data, std::int64_t bytes) const {
   if (after == places_.begin()) return kNotInWindow;
   const auto& [begin, offset] = *std::prev(after);
   const auto within = static_cast<std::int64_t>(address - begin);
-  return within + bytes <= allocations_.at(offset).bytes ? offset + within : kNotInWindow;
+  const Allocation& allocation = allocations_.at(offset);
+  const bool inside = within + bytes <= allocation.bytes && allocation.detached.empty();
+  return inside ? offset + within : kNotInWindow;
 }
 
-Heap::Heap(std::shared_ptr<Window> window, int rank)
-    : window_(std::move(window)), rank_(rank), forks_(current_forks()) {
-  free_[window_->heap_begin()] = window_->slice_bytes() - window_->heap_begin();
+void HeapMap::remap(std::byte* data, const Range& offsets, int flags) {
+  if (mmap(data, static_cast<std::size_t>(offsets.count), PROT_READ | PROT_WRITE, flags | MAP_FIXED,
+           fd_, begin_ + offsets.begin) == MAP_FAILED) {
+    throw std::system_error(errno, std::generic_category(),
+                            std::string("mmap of a tensor's pages") + PYCOMM_WHERE);
+  }
+}
+
+// Each page only once: the file no longer has the content of a page that is private.
+void HeapMap::detach(const Range& pages) {
+  const std::lock_guard lock(mutex_);
+  auto& [begin, allocation] = *std::prev(allocations_.upper_bound(pages.begin));
+  std::vector<bool>& detached = allocation.detached;
+  detached.resize(static_cast<std::size_t>(allocation.bytes / kPage));
+  const auto first_page = detached.begin() + (pages.begin - begin) / kPage;
+  const auto end = first_page + pages.count / kPage;
+  for (auto first = std::find(first_page, end, false); first != end;) {
+    const auto last = std::find(first, end, true);
+    make_private(allocation.data, begin,
+                 {(first - detached.begin()) * kPage, (last - first) * kPage});
+    std::fill(first, last, true);
+    first = std::find(last, end, false);
+  }
+}
+
+// `within`: pages of the allocation at `begin`.
+void HeapMap::make_private(std::byte* allocation, std::int64_t begin, const Range& within) {
+  std::byte* const data = allocation + within.begin;
+  remap(data, {begin + within.begin, within.count}, MAP_PRIVATE);
+  // A private page remains the file's until it is written to. Other threads of this process may be
+  // writing to it. An atomic write of the present value loses none of their data.
+  for (std::int64_t page = 0; page < within.count; page += kPage) {
+    reinterpret_cast<volatile std::atomic<std::uint32_t>*>(data + page)->fetch_or(0);
+  }
+}
+
+Heap::Heap(WindowFile& file, int slice) : file_(file), slice_(slice), forks_(current_forks()) {
+  free_[file.heap_range().begin] = file.heap_range().count;
 }
 
 std::byte* Heap::allocate(std::int64_t bytes) {
-  PYCOMM_CHECK(bytes >= 0, "bytes must not be negative, got " + std::to_string(bytes));
   const std::lock_guard lock(mutex_);
-  for (auto range = free_.begin(); range != free_.end(); ++range) {
-    const auto [offset, room] = *range;
-    if (room < bytes) continue;  // before rounding, which could overflow
-    const std::int64_t size = round_up(bytes > 0 ? bytes : 1, kPage);
-    if (room < size) continue;
-    std::byte* const data = window_->allocate(rank_, {offset, size});
-    free_.erase(range);
-    if (room > size) free_[offset + size] = room - size;
-    used_[data] = {offset, size};
+  return take_and_map(bytes);
+}
+
+std::byte* Heap::take_and_map(std::int64_t bytes) {
+  const Range range = take(bytes);
+  try {
+    std::byte* const data = file_.allocate(slice_, range);
+    used_[data] = range;
     return data;
+  } catch (...) {
+    give(range);
+    throw;
   }
-  throw OutOfMemory("the window's heap has no " + std::to_string(bytes) + " bytes left");
 }
 
 void Heap::free(std::byte* data) {
   if (forks_ != current_forks()) return;  // the memory is the parent's
   const std::lock_guard lock(mutex_);
+  unmap_and_give(data);
+}
+
+void Heap::unmap_and_give(std::byte* data) {
   const auto used = used_.find(data);
   PYCOMM_CHECK(used != used_.end(), "not an allocation of this heap");
-  auto [offset, size] = used->second;
+  file_.release(slice_, used->second);
+  give(used->second);
   used_.erase(used);
-  window_->release(rank_, {offset, size});
-  // Merges the range with free neighbours.
-  auto next = free_.lower_bound(offset);
-  if (next != free_.end() && next->first == offset + size) {
-    size += next->second;
+}
+
+std::int64_t Heap::reserve(std::int64_t bytes) {
+  sweep();
+  const std::lock_guard lock(mutex_);
+  const Range range = take(bytes);
+  places_[range.begin] = range.count;
+  return range.begin;
+}
+
+void Heap::cancel(std::int64_t offset) {
+  const std::lock_guard lock(mutex_);
+  end({{}, offset, nullptr});
+}
+
+void Heap::keep(std::int64_t offset, const Tenancy& tenancy) {
+  const std::lock_guard lock(mutex_);
+  leases_.push_back({tenancy, offset, nullptr});
+}
+
+std::byte* Heap::lease(std::int64_t bytes, const Tenancy& tenancy) {
+  const std::lock_guard lock(mutex_);
+  std::byte* const data = take_and_map(bytes);
+  leases_.push_back({tenancy, used_.at(data).begin, data});
+  return data;
+}
+
+void Heap::sweep() {
+  if (forks_ != current_forks()) return;
+  const std::lock_guard lock(mutex_);
+  const auto over = std::partition(leases_.begin(), leases_.end(), [this](const Lease& lease) {
+    return file_.lasts(lease.tenancy);
+  });
+  std::for_each(over, leases_.end(), [this](const Lease& lease) { end(lease); });
+  leases_.erase(over, leases_.end());
+}
+
+void Heap::end(const Lease& lease) {
+  if (lease.data != nullptr) return unmap_and_give(lease.data);
+  const auto place = places_.find(lease.offset);
+  file_.punch(file_.position(slice_, place->first), place->second);
+  give({place->first, place->second});
+  places_.erase(place);
+}
+
+// Takes whole pages from the free ranges.
+Range Heap::take(std::int64_t bytes) {
+  PYCOMM_CHECK(bytes >= 0, "bytes must not be negative, got " + std::to_string(bytes));
+  for (auto range = free_.begin(); range != free_.end(); ++range) {
+    const auto [offset, room] = *range;
+    if (room < bytes) continue;  // before rounding, which could overflow
+    const std::int64_t size = round_up(bytes > 0 ? bytes : 1, kPage);
+    if (room < size) continue;
+    free_.erase(range);
+    if (room > size) free_[offset + size] = room - size;
+    return {offset, size};
+  }
+  throw OutOfMemory("the window's heap has no " + std::to_string(bytes) + " bytes left");
+}
+
+// Merges a range with its free neighbours.
+void Heap::give(Range range) {
+  auto next = free_.lower_bound(range.begin);
+  if (next != free_.end() && next->first == range.begin + range.count) {
+    range.count += next->second;
     next = free_.erase(next);
   }
   if (next != free_.begin()) {
     const auto before = std::prev(next);
-    if (before->first + before->second == offset) {
-      before->second += size;
+    if (before->first + before->second == range.begin) {
+      before->second += range.count;
       return;
     }
   }
-  free_[offset] = size;
+  free_[range.begin] = range.count;
 }
 
 }  // namespace pycomm::cpu

@@ -22,7 +22,16 @@
 
 namespace pycomm::cpu {
 
-class Window;
+inline constexpr std::int64_t kPage = 4096;
+
+class WindowFile;
+
+// Names a window as long as it is in use: a word of the file that has this value until the last of
+// its ranks has left it. The value is random, so whatever uses the memory next has another one.
+struct Tenancy {
+  std::int64_t position = 0;
+  std::uint64_t id = 0;
+};
 
 class OutOfMemory : public std::bad_alloc {
  public:
@@ -62,6 +71,9 @@ class HeapMap {
   void unmap(std::int64_t offset);
   // The address of `bytes` bytes at an offset, in an allocation of this process or of another one.
   std::byte* at(std::int64_t offset, std::int64_t bytes);
+  // Makes pages of an allocation of this process private to it, with the same content. Its tensors
+  // then lie in no window.
+  void detach(const Range& pages);
   // The offset of a tensor if it lies in an allocation of this process, else kNotInWindow.
   std::int64_t place_of(const void* data, std::int64_t bytes) const;
 
@@ -74,11 +86,14 @@ class HeapMap {
   struct Allocation {
     std::byte* data;
     std::int64_t bytes;
-    std::optional<Mapping> own;  // empty if it lies in a chunk
+    std::optional<Mapping> own;       // empty if it lies in a chunk
+    std::vector<bool> detached = {};  // by page; empty if none is
   };
   Range chunk_at(std::int64_t offset) const;
   Allocation make(const Range& offsets);
   void add_view(std::int64_t needed);
+  void remap(std::byte* data, const Range& offsets, int flags);
+  void make_private(std::byte* allocation, std::int64_t begin, const Range& within);
 
   const int fd_;
   const std::int64_t begin_;
@@ -91,20 +106,44 @@ class HeapMap {
   std::vector<Mapping> views_;  // of the heap's beginning, in ascending size
 };
 
-// Allocates memory in one rank's heap: first fit over free ranges.
+// Allocates memory in the heap of one slice: first fit over free ranges. Thread-safe.
 class Heap {
  public:
-  Heap(std::shared_ptr<Window> window, int rank);
+  Heap(WindowFile& file, int slice);
   std::byte* allocate(std::int64_t bytes);
   void free(std::byte* data);
 
+  // Finds a place for a window in this heap, without memory, and returns its offset. The place is
+  // kept until cancel(), or until the window's last rank has left it after keep().
+  std::int64_t reserve(std::int64_t bytes);
+  void cancel(std::int64_t offset);
+  void keep(std::int64_t offset, const Tenancy& tenancy);
+  // Memory that is freed when the last rank has left a window.
+  std::byte* lease(std::int64_t bytes, const Tenancy& tenancy);
+  // Frees what belonged to windows that are no longer in use.
+  void sweep();
+
  private:
-  std::shared_ptr<Window> window_;
-  int rank_;
+  // What is kept for a window: a place, or an allocation.
+  struct Lease {
+    Tenancy tenancy;
+    std::int64_t offset;
+    std::byte* data;  // null for a place
+  };
+  std::byte* take_and_map(std::int64_t bytes);
+  void unmap_and_give(std::byte* data);
+  Range take(std::int64_t bytes);
+  void give(Range range);
+  void end(const Lease& lease);
+
+  WindowFile& file_;
+  const int slice_;
   const unsigned forks_;
   std::mutex mutex_;
   std::map<std::int64_t, std::int64_t> free_;  // offset -> bytes
   std::map<std::byte*, Range> used_;
+  std::map<std::int64_t, std::int64_t> places_;  // of windows: offset -> bytes
+  std::vector<Lease> leases_;
 };
 
 }  // namespace pycomm::cpu

@@ -39,7 +39,9 @@ Membership::Membership(std::shared_ptr<Window> window, std::shared_ptr<const Liv
   memberships.push_back(this);
 }
 
-Membership::~Membership() {
+Membership::~Membership() { leave(); }
+
+void Membership::leave() {
   const std::lock_guard lock(mutex);
   std::erase(memberships, this);
 }

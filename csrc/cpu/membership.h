@@ -25,6 +25,9 @@ class Membership {
   Membership(const Membership&) = delete;
   Membership& operator=(const Membership&) = delete;
 
+  // Says that this rank does not use the group any more.
+  void leave();
+
   // Sets the group's name in this process.
   void set_name(std::string name);
 

@@ -5,50 +5,18 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <cstring>
+#include <numeric>
+#include <random>
 #include <system_error>
 
 #include "core/layout.h"
-#include "cpu/memory.h"
+#include "cpu/fork.h"
 
 namespace pycomm::cpu {
 namespace {
 
 [[noreturn]] void fail(const char* call) {
   throw std::system_error(errno, std::generic_category(), std::string(call) + PYCOMM_WHERE);
-}
-
-// Smaller reservations do not check the available memory, because the check would take longer than
-// the rest.
-constexpr std::int64_t kAskFrom = 1 << 20;
-
-void reserve_file(int fd, std::int64_t offset, std::int64_t bytes) {
-  const std::int64_t available = bytes < kAskFrom ? bytes : available_memory();
-  if (bytes > available) {
-    throw OutOfMemory("the shared window needs " + std::to_string(bytes) +
-                      " bytes, the node or its control group has " + std::to_string(available));
-  }
-  while (fallocate(fd, 0, offset, bytes) != 0) {
-    if (errno == EINTR) continue;
-    if (errno == ENOSPC || errno == ENOMEM) {
-      throw OutOfMemory("no memory for " + std::to_string(bytes) +
-                        " bytes of shared window: " + std::strerror(errno));
-    }
-    fail("fallocate");
-  }
-}
-
-void punch_hole(int fd, std::int64_t begin, std::int64_t bytes) {
-  (void)fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, begin, bytes);
-}
-
-// Makes an anonymous file that exec does not inherit, and that is not executable if the kernel
-// knows the last flag.
-int make_file() {
-  constexpr unsigned kNoExecSeal = 8;  // MFD_NOEXEC_SEAL, of Linux 6.3
-  const int fd = memfd_create("pycomm", MFD_CLOEXEC | MFD_ALLOW_SEALING | kNoExecSeal);
-  if (fd >= 0 || errno != EINVAL) return fd;
-  return memfd_create("pycomm", MFD_CLOEXEC | MFD_ALLOW_SEALING);
 }
 
 void write_header(int fd, const Header& header) {
@@ -85,21 +53,44 @@ void check_file(int fd, const Header& expected) {
   check("size", size_of_file(fd), expected.ranks * expected.slice_bytes);
 }
 
-// Identifies a file without a name, the same in all processes.
-std::uint32_t inode_of(int fd) {
-  struct stat file = {};
-  return fstat(fd, &file) == 0 ? static_cast<std::uint32_t>(file.st_ino) : 0;
+// Checks a file, and takes ownership of it in any case.
+std::shared_ptr<WindowFile> open_file(int fd, const Header& expected) {
+  try {
+    check_file(fd, expected);
+    const std::int64_t begin =
+        window_slice_bytes(static_cast<int>(expected.ranks), expected.staging_bytes);
+    return std::make_shared<WindowFile>(fd, static_cast<int>(expected.ranks),
+                                        Range{begin, expected.slice_bytes - begin});
+  } catch (...) {
+    close(fd);
+    throw;
+  }
+}
+
+std::vector<int> first(int ranks) {
+  std::vector<int> seats(static_cast<std::size_t>(ranks));
+  std::iota(seats.begin(), seats.end(), 0);
+  return seats;
+}
+
+std::vector<int> seats_of(const std::vector<int>& members, const std::vector<int>& seats) {
+  std::vector<int> found;
+  for (const int member : members) found.push_back(seats.at(static_cast<std::size_t>(member)));
+  return found;
+}
+
+std::uint64_t random_id() {
+  std::random_device random;
+  const std::uint64_t high = random(), low = random();
+  return (high << 32 | low) | 1;  // not 0
 }
 
 }  // namespace
 
 int Window::create(int ranks, std::int64_t slice_bytes, std::int64_t staging_bytes) {
-  const int fd = make_file();
-  if (fd < 0) fail("memfd_create");
+  const int fd = make_window_file(ranks * slice_bytes);
   try {
-    if (fchmod(fd, 0600) != 0) fail("fchmod");
-    if (ftruncate(fd, ranks * slice_bytes) != 0) fail("ftruncate");
-    reserve_file(fd, 0, ranks * cpu::heap_begin(ranks, staging_bytes));
+    reserve_in_file(fd, 0, ranks * window_slice_bytes(ranks, staging_bytes));
     // The size is final, so a rank that has checked it once meets no SIGBUS later.
     if (fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) fail("F_ADD_SEALS");
     write_header(fd, {kMagic, kLayout, ranks, slice_bytes, staging_bytes});
@@ -111,80 +102,113 @@ int Window::create(int ranks, std::int64_t slice_bytes, std::int64_t staging_byt
 }
 
 Window::Window(int fd, int ranks, std::int64_t slice_bytes, std::int64_t staging_bytes)
-    : fd_(fd),
-      id_(inode_of(fd)),
+    : file_(open_file(fd, {kMagic, kLayout, ranks, slice_bytes, staging_bytes})),
+      seats_(first(ranks)),
       ranks_(ranks),
-      slice_bytes_(slice_bytes),
       half_bytes_(staging_bytes / 2),
-      heap_begin_(cpu::heap_begin(ranks, staging_bytes)) {
+      stride_(window_slice_bytes(ranks, staging_bytes)),
+      id_(file_->id()),
+      forks_(current_forks()),
+      staged_(slot_bytes()),
+      departed_(true) {
+  slices_.emplace(fd, 0, ranks * stride_);
+}
+
+Window::Place Window::reserve(int owner, int ranks, const std::vector<int>& departed) const {
+  Heap& heap = file_->heap(seat(owner));
+  const std::int64_t stride = window_slice_bytes(ranks, 2 * half_bytes_);
+  const Place place{seat(owner), heap.reserve(ranks * stride), random_id()};
+  const std::int64_t position = file_->position(place.owner, place.offset);
+  const auto member = [&](std::size_t of_control, int r) {
+    return position + r * stride + static_cast<std::int64_t>(of_control);
+  };
   try {
-    check_file(fd, {kMagic, kLayout, ranks, slice_bytes, staging_bytes});
-    fixed_.emplace(fd, 0, ranks * heap_begin_);
+    file_->write(member(offsetof(Control, tenant), 0), place.id);
+    file_->write(member(offsetof(Control, departed), 0),
+                 static_cast<std::uint32_t>(departed.size()));
+    for (const int r : departed) file_->write(member(offsetof(Control, left), r), 1U);
   } catch (...) {
-    close(fd_);
+    cancel(place);
     throw;
   }
-  for (int r = 0; r < ranks; ++r) {
-    heaps_.emplace_back(fd_, begin_in_file(r), Range{heap_begin_, slice_bytes_ - heap_begin_});
+  return place;
+}
+
+void Window::cancel(const Place& place) const { file_->heap(place.owner).cancel(place.offset); }
+
+void Window::check(const Place& place) const {
+  const Range& heap = file_->heap_range();
+  const std::int64_t end = heap.begin + heap.count;
+  PYCOMM_CHECK(place.owner >= 0 && place.owner < file_->slices() && place.offset >= heap.begin &&
+                   place.offset <= end - ranks_ * stride_ && place.id != 0,
+               "the window's place lies outside the heap");
+}
+
+Window::Window(const Window& whole, std::vector<int> members, int rank, const Place& place)
+    : file_(whole.file_),
+      seats_(seats_of(members, whole.seats_)),
+      ranks_(static_cast<int>(members.size())),
+      half_bytes_(whole.half_bytes_),
+      stride_(window_slice_bytes(ranks_, 2 * half_bytes_)),
+      position_(file_->position(place.owner, place.offset)),
+      id_(static_cast<std::uint32_t>(place.id)),
+      tenancy_{position_ + static_cast<std::int64_t>(offsetof(Control, tenant)), place.id},
+      rank_(rank),
+      forks_(current_forks()),
+      staged_(0),
+      departed_(false) {
+  check(place);
+  if (place.owner == seat(rank)) file_->heap(place.owner).keep(place.offset, tenancy_);
+  for (int r = 0; r < ranks_; ++r) {
+    reserve_in_file(file_->fd(), position_ + r * stride_, staging_begin());
   }
+  slices_.emplace(file_->fd(), position_, ranks_ * stride_);
+}
+
+// Twice as much each time, so that a growing tensor needs few calls.
+void Window::reserve_staging(int r, std::int64_t bytes) {
+  const std::int64_t wanted = std::max({bytes, 2 * staged_, kPage});
+  const std::int64_t more = std::min(wanted, slot_bytes());
+  for (std::uint32_t parity = 0; parity < 2; ++parity) {
+    for (int i = 0; i < kStagingSlots; ++i) {
+      const std::byte* const slot = staging(r, parity) + i * slot_bytes();
+      reserve_in_file(file_->fd(), position_ + (slot - slices_->data()), more);
+    }
+  }
+  staged_ = more;
 }
 
 void Window::populate([[maybe_unused]] int r) {
 #if defined(MADV_POPULATE_WRITE)
   // Only an optimisation: older kernels fault the pages in at first use.
-  (void)madvise(fixed_->data() + r * heap_begin_, static_cast<std::size_t>(heap_begin_),
-                MADV_POPULATE_WRITE);
+  const std::int64_t bytes = in_heap() ? staging_begin() : stride_;
+  (void)madvise(slice(r), static_cast<std::size_t>(bytes), MADV_POPULATE_WRITE);
 #endif
 }
 
-Window::~Window() { close(fd_); }
+std::byte* Window::allocate_for_good(int r, std::int64_t bytes) const {
+  Heap& heap = file_->heap(seat(r));
+  return in_heap() ? heap.lease(bytes, tenancy_) : heap.allocate(bytes);
+}
 
-std::byte* Window::allocate(int r, const Range& pages) {
-  const std::int64_t begin = begin_in_file(r) + pages.begin;
-  reserve_file(fd_, begin, pages.count);
+void Window::depart() {
+  if (departed_ || forks_ != current_forks()) return;
+  departed_ = true;
   try {
-    return heap(r).map(pages);
-  } catch (...) {
-    punch_hole(fd_, begin, pages.count);
-    throw;
+    give_back();
+  } catch (const std::system_error&) {  // the memory stays until the file goes
   }
 }
 
-void Window::release(int r, const Range& pages) {
-  heap(r).unmap(pages.begin);
-  punch_hole(fd_, begin_in_file(r) + pages.begin, pages.count);
-}
-
-void Window::detach(int r, const Range& pages) {
-  std::byte* const data = heap(r).at(pages.begin, pages.count);
-  if (mmap(data, static_cast<std::size_t>(pages.count), PROT_READ | PROT_WRITE,
-           MAP_PRIVATE | MAP_FIXED, fd_, begin_in_file(r) + pages.begin) == MAP_FAILED) {
-    fail("mmap");
+// The page with the tenant's word goes with its owner's place.
+void Window::give_back() {
+  control(rank_).left.store(1, std::memory_order_release);
+  Control& first = control(0);
+  if (first.departed.fetch_add(1) + 1 == static_cast<std::uint32_t>(ranks_)) {
+    file_->punch(position_ + kPage, ranks_ * stride_ - kPage);
+    first.tenant.store(0);
   }
-  // A private page remains the file's until it is written to. Other threads of this process may be
-  // writing to it. An atomic write of the present value loses none of their data.
-  for (std::int64_t page = 0; page < pages.count; page += kPage) {
-    reinterpret_cast<volatile std::atomic<std::uint32_t>*>(data + page)->fetch_or(0);
-  }
-}
-
-struct flock Window::lock_of(int r) const {
-  struct flock lock = {};
-  lock.l_type = F_WRLCK;
-  lock.l_whence = SEEK_SET;
-  lock.l_start = r * slice_bytes_;
-  lock.l_len = 1;
-  return lock;
-}
-
-bool Window::hold(int r) const {
-  struct flock lock = lock_of(r);
-  return fcntl(fd_, F_SETLK, &lock) == 0;
-}
-
-bool Window::held(int r) const {
-  struct flock lock = lock_of(r);
-  return fcntl(fd_, F_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
+  file_->heap(seat(rank_)).sweep();
 }
 
 }  // namespace pycomm::cpu

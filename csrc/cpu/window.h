@@ -1,23 +1,20 @@
-// The window: memory that the ranks of one node share, an anonymous file with a slice per rank.
+// The window: memory that the ranks of one group on one node share, with a slice per rank.
 //
-//   | control page | packets | mailboxes | staging, even operations | staging, odd ones | heap ... |
+//   | control page | packets | mailboxes | staging, even operations | staging, odd ones |
 //
-// In the file, the parts of all slices that precede the heaps come first, so that a single mapping
-// has them all. The heaps follow and are mapped in pieces (cpu/heap.h). The file has no name, so it
-// disappears with the last process that maps it. It is as large as could ever be needed, but only
-// reserved parts take memory: control pages and staging when the file is made, heap when a tensor
-// is allocated. So a lack of memory is an exception at that point, not a SIGBUS later.
-//
-// The file begins with a header, in rank 0's control page. Every rank that maps the file compares
-// the header and the file's size with what it expects.
+// The slices lie in a file (cpu/window_file.h) one after another, so that a single mapping has them
+// all. The first window of a file precedes the heaps, and begins with a header, in rank 0's control
+// page: every rank that maps the file compares the header and the file's size with what it expects.
+// All its memory is reserved when the file is made. A window for some of the file's ranks lies in
+// the heap of one of them. Its ranks need not meet: each reserves the control pages of all when it
+// joins, and as much of its own staging as its operations use.
 #pragma once
 
-#include <fcntl.h>
-
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
-#include <deque>
 #include <optional>
+#include <vector>
 
 #include "core/details.h"
 #include "core/hash.h"
@@ -29,6 +26,7 @@
 #include "cpu/heap.h"
 #include "cpu/p2p/mailbox.h"
 #include "cpu/shared_wait.h"
+#include "cpu/window_file.h"
 
 namespace pycomm::cpu {
 
@@ -77,9 +75,12 @@ struct Control {
   alignas(128) Bell p2p_bell;                          // wakes them
   p2p::Disagreement disagreement;                      // why this rank has aborted the group
   alignas(128) std::atomic<std::uint32_t> p2p_in_peers_heaps;  // as in_peers_heaps
+  // If the window lies in a heap: its id, until the last of its ranks has left it; and the number of
+  // ranks that have. Only rank 0's are used.
+  alignas(128) std::atomic<std::uint64_t> tenant;
+  std::atomic<std::uint32_t> departed;
 };
 
-inline constexpr std::int64_t kPage = 4096;
 inline constexpr std::int64_t kControlBytes = 4096;
 // The largest tensor that travels in packets (core/algorithms/packet.h).
 inline constexpr std::int64_t kPacketBytes = 64;
@@ -116,6 +117,8 @@ inline constexpr std::uint64_t kLayout = hash_of({kLayoutVersion,
                                                   offsetof(Control, p2p_bell),
                                                   offsetof(Control, disagreement),
                                                   offsetof(Control, p2p_in_peers_heaps),
+                                                  offsetof(Control, tenant),
+                                                  offsetof(Control, departed),
                                                   sizeof(p2p::Mailbox),
                                                   offsetof(p2p::Mailbox, sender),
                                                   offsetof(p2p::Mailbox, receiver),
@@ -139,8 +142,8 @@ constexpr std::int64_t packet_area_bytes(int ranks) {
 constexpr std::int64_t mailbox_area_bytes(int ranks) {
   return round_up(ranks * static_cast<std::int64_t>(sizeof(p2p::Mailbox)), kPage);
 }
-// The bytes of a rank's slice that precede its heap.
-constexpr std::int64_t heap_begin(int ranks, std::int64_t staging_bytes) {
+// The bytes of a rank's slice.
+constexpr std::int64_t window_slice_bytes(int ranks, std::int64_t staging_bytes) {
   return kControlBytes + packet_area_bytes(ranks) + mailbox_area_bytes(ranks) +
          round_up(staging_bytes, kPage);
 }
@@ -153,13 +156,34 @@ class Window {
 
   // Maps the file. Throws unless create() made it with the same arguments. Takes ownership of `fd`.
   Window(int fd, int ranks, std::int64_t slice_bytes, std::int64_t staging_bytes);
-  ~Window();
+
+  // Where a window for some ranks of another one lies: in the heap of one of that one's ranks.
+  struct Place {
+    int owner;
+    std::int64_t offset;
+    std::uint64_t id;
+  };
+  // Finds a place in rank `owner`'s heap, which is this process's. The ranks `departed` of the
+  // `ranks` ranks will never map the window. cancel() takes back a place that no rank has mapped.
+  Place reserve(int owner, int ranks, const std::vector<int>& departed) const;
+  void cancel(const Place& place) const;
+  // Maps a window for the ranks `members` of another one; this process is `members[rank]`.
+  Window(const Window& whole, std::vector<int> members, int rank, const Place& place);
+
+  ~Window() { depart(); }
   Window(const Window&) = delete;
   Window& operator=(const Window&) = delete;
 
   // Maps the pages of rank r's slice before their first use. Each rank does it only for its own
   // slice: with many ranks, all slices would take longer than the rest of creating a group.
   void populate(int r);
+  // Reserves memory for the first bytes of the slots in rank r's staging, which is this process's.
+  void need_staging(int r, std::int64_t bytes) {
+    if (bytes > staged_) reserve_staging(r, std::min(bytes, slot_bytes()));
+  }
+  // Says that this rank does not use the window any more. The last rank to leave a window in a heap
+  // gives its memory back. Idempotent.
+  void depart();
 
   Control& control(int r) const { return *reinterpret_cast<Control*>(slice(r)); }
   // Rank r's staging area for operations of this parity.
@@ -178,52 +202,54 @@ class Window {
   }
   // Identifies the window, in all processes alike.
   std::uint32_t id() const { return id_; }
-  std::int64_t half_bytes() const { return half_bytes_; }
-  std::int64_t slice_bytes() const { return slice_bytes_; }
-  std::int64_t heap_begin() const { return heap_begin_; }
+  // Bytes of a staging slot: each half has kStagingSlots.
+  std::int64_t slot_bytes() const { return half_bytes_ / kStagingSlots / kLine * kLine; }
+  // The valid offsets in a heap are those from heap_begin() to slice_bytes().
+  std::int64_t slice_bytes() const { return file_->slice_bytes(); }
+  std::int64_t heap_begin() const { return file_->heap_range().begin; }
 
-  // Reserves memory for whole pages of rank r's heap and maps them; release() gives them back.
-  std::byte* allocate(int r, const Range& pages);
-  void release(int r, const Range& pages);
-  // Makes pages of one of this process's allocations inaccessible to other processes, for good:
-  // they become private memory of this process, with the same content.
-  void detach(int r, const Range& pages);
+  // The allocator of rank r's heap. It keeps the file, not the window.
+  std::shared_ptr<Heap> heap(int r) const { return {file_, &file_->heap(seat(r))}; }
+  // Memory in rank r's heap that is freed when all ranks have left the window.
+  std::byte* allocate_for_good(int r, std::int64_t bytes) const;
+  // As WindowFile's, for rank r's slice.
+  void detach(int r, const Range& pages) const { file_->detach(seat(r), pages); }
+  bool hold(int r) const { return file_->hold(seat(r)); }
+  bool held(int r) const { return file_->held(seat(r)); }
   // The address of `bytes` bytes at an offset in rank r's heap.
-  std::byte* in_heap(int r, std::int64_t offset, std::int64_t bytes) {
-    return heap(r).at(offset, bytes);
+  std::byte* in_heap(int r, std::int64_t offset, std::int64_t bytes) const {
+    return file_->map(seat(r)).at(offset, bytes);
   }
   // The offset in rank r's heap of a tensor in an allocation of this process, or kNotInWindow.
   std::int64_t place_in_heap(int r, const void* data, std::int64_t bytes) const {
-    return heaps_[static_cast<std::size_t>(r)].place_of(data, bytes);
+    return file_->map(seat(r)).place_of(data, bytes);
   }
-
-  // Locks rank r's slice for as long as this process has the file open. (A process that executes
-  // another program keeps its pid, but not the file.) Returns true if that worked.
-  bool hold(int r) const;
-  // True if another process has locked rank r's slice.
-  bool held(int r) const;
 
  private:
-  struct flock lock_of(int r) const;
-  std::byte* slice(int r) const { return fixed_->data() + r * heap_begin_; }
-  HeapMap& heap(int r) { return heaps_[static_cast<std::size_t>(r)]; }
-  // The position in the file at which rank r's slice would begin if its heap directly followed the
-  // rest of it.
-  std::int64_t begin_in_file(int r) const {
-    return (ranks_ - 1) * heap_begin_ + r * (slice_bytes_ - heap_begin_);
-  }
+  // The rank in the file's first window, whose slice and heap rank r uses.
+  int seat(int r) const { return seats_[static_cast<std::size_t>(r)]; }
+  bool in_heap() const { return tenancy_.id != 0; }
+  std::byte* slice(int r) const { return slices_->data() + r * stride_; }
   std::int64_t staging_begin() const {
     return kControlBytes + packet_area_bytes(ranks_) + mailbox_area_bytes(ranks_);
   }
+  void check(const Place& place) const;
+  void reserve_staging(int r, std::int64_t bytes);
+  void give_back();
 
-  const int fd_;
-  const std::uint32_t id_;
+  const std::shared_ptr<WindowFile> file_;
+  const std::vector<int> seats_;
   const int ranks_;
-  const std::int64_t slice_bytes_;
   const std::int64_t half_bytes_;
-  const std::int64_t heap_begin_;
-  std::optional<Mapping> fixed_;  // everything before the heaps
-  std::deque<HeapMap> heaps_;
+  const std::int64_t stride_;        // bytes of a slice
+  const std::int64_t position_ = 0;  // in the file
+  const std::uint32_t id_;
+  const Tenancy tenancy_;  // id 0 for the first window of a file
+  const int rank_ = -1;    // for a window in a heap: the rank of this process
+  const unsigned forks_;
+  std::int64_t staged_;  // bytes of every slot that have memory
+  bool departed_;
+  std::optional<Mapping> slices_;
 };
 
 }  // namespace pycomm::cpu

@@ -62,6 +62,7 @@ class Membership:
         processes: the processes of this node's ranks; None for this rank itself.
         cores: the number of cores that the ranks of this node may run on, all together.
         link: the transport to other nodes; None if this rank does not exchange with them.
+        store: a Store that only this group uses.
     """
 
     nodes: Nodes
@@ -70,6 +71,7 @@ class Membership:
     processes: list[_C.Process | None]
     cores: int
     link: GlooTransport | None
+    store: Store
 
 
 def node_identity() -> str:
@@ -204,7 +206,7 @@ def join(
             _await_all(store, size, deadline, peers)
     processes = [peers.processes.get(r) for r in nodes.local]
     link = None if carriers is None else GlooTransport(*carriers)
-    return Membership(nodes, window, pids, processes, len(cores), link)
+    return Membership(nodes, window, pids, processes, len(cores), link, store)
 
 
 def check_same(settings: list[dict[str, int]]) -> None:

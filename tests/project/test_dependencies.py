@@ -69,6 +69,7 @@ PYTHON_LAYERS = [
     {"_runtime.log", "_runtime.open_groups", "_runtime.peers", "ops"},
     {"_inputs.labels", "_runtime.cuda", "_runtime.meeting"},
     {"_runtime.cuda_windows", "_runtime.rendezvous", "compression"},
+    {"_runtime.subgroup"},
     {"group", "_names"},
     {"_given", "backend", "local_world", "_work"},
     {"_blocks", "p2p"},

@@ -27,10 +27,10 @@ std::string Request::describe() const {
          (receives ? ", src=" : ", dst=") + rank + ", tag=" + std::to_string(envelope.tag) + ")";
 }
 
-Engine::Engine(Window& window, Heap& heap, Comm& comm, std::shared_ptr<std::atomic<bool>> told,
+Engine::Engine(Window& window, Comm& comm, std::shared_ptr<std::atomic<bool>> told,
                std::function<void(const CollectiveError&)> failed)
     : forks_(current_forks()),
-      node_{window, heap, comm},
+      node_{window, comm},
       told_(std::move(told)),
       failed_(std::move(failed)) {
   for (int r = 0; r < comm.size(); ++r) {

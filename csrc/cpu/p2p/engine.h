@@ -28,7 +28,7 @@ class Engine {
  public:
   // `failed` is called once, with the first operation's error, when the engine has failed. `told`
   // is set when a caller gets the error.
-  Engine(Window& window, Heap& heap, Comm& comm, std::shared_ptr<std::atomic<bool>> told,
+  Engine(Window& window, Comm& comm, std::shared_ptr<std::atomic<bool>> told,
          std::function<void(const CollectiveError&)> failed);
   ~Engine() { close(nullptr); }
   Engine(const Engine&) = delete;

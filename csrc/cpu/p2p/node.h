@@ -39,7 +39,6 @@ class Requests {
 
 struct Node {
   Window& window;
-  Heap& heap;
   Comm& comm;
   Requests requests = {};
 

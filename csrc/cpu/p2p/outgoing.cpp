@@ -7,7 +7,7 @@ namespace pycomm::cpu::p2p {
 
 void Outgoing::open() {
   if (ring_) return;
-  std::byte* const memory = node_.heap.allocate(kAllocationBytes);  // given back with the window
+  std::byte* const memory = node_.window.allocate_for_good(node_.rank(), kAllocationBytes);
   Mailbox& mailbox = node_.window.mailbox(to_, node_.rank());
   ring_.emplace(mailbox, memory);
   mailbox.sender.ring.store(node_.window.place_in_heap(node_.rank(), memory, kAllocationBytes),

@@ -80,7 +80,6 @@ float value(int rank, int operation) { return static_cast<float>(rank + 10 * ope
 // A window with a tensor of every rank, which serves many groups one after another.
 struct SharedMemory {
   std::shared_ptr<cpu::Window> window;
-  std::vector<std::unique_ptr<cpu::Heap>> heaps;
   std::vector<float*> tensors;
 
   explicit SharedMemory(int ranks) {
@@ -88,8 +87,7 @@ struct SharedMemory {
     const int file = cpu::Window::create(ranks, kSlice, kStaging);
     window = std::make_shared<cpu::Window>(file, ranks, kSlice, kStaging);
     for (int r = 0; r < ranks; ++r) {
-      heaps.push_back(std::make_unique<cpu::Heap>(window, r));
-      tensors.push_back(reinterpret_cast<float*>(heaps.back()->allocate(kCount * 4)));
+      tensors.push_back(reinterpret_cast<float*>(window->heap(r)->allocate(kCount * 4)));
     }
   }
 };

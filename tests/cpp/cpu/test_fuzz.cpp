@@ -222,7 +222,7 @@ class Neighbourhood {
   static constexpr std::int64_t kSlice = 1 << 20, kStaging = 1 << 14;
 
   std::byte* allocate(int r) const {
-    return cpu::Heap(window_, r).allocate(kSlice - window_->heap_begin());
+    return window_->heap(r)->allocate(kSlice - window_->heap_begin());
   }
 
   std::shared_ptr<cpu::Window> window_ =

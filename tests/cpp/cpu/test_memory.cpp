@@ -27,7 +27,7 @@ struct TwoMappings {
 // Addresses found in a heap stay valid, however much of it is mapped later.
 void peers_see_allocations() {
   const TwoMappings window;
-  cpu::Heap heap(window.ours, 1), neighbour(window.ours, 0);
+  cpu::Heap &heap = *window.ours->heap(1), &neighbour = *window.ours->heap(0);
   std::vector<std::byte*> seen;
   for (std::int64_t bytes : {1, 5000, 900'000, 3'000'000, 40'000'000}) {
     std::byte* const data = heap.allocate(bytes);
@@ -48,7 +48,7 @@ void peers_see_allocations() {
 void views_fit_into_what_is_left() {
   const TwoMappings window;
   constexpr std::int64_t kBytes = 40 << 20;
-  const std::byte* const data = cpu::Heap(window.ours, 1).allocate(kBytes);
+  const std::byte* const data = window.ours->heap(1)->allocate(kBytes);
   const std::int64_t place = window.ours->place_in_heap(1, data, kBytes);
   std::int64_t pages = 0;
   std::ifstream("/proc/self/statm") >> pages;
@@ -67,7 +67,7 @@ void views_fit_into_what_is_left() {
 
 void tensors_are_found() {
   const TwoMappings window;
-  cpu::Heap heap(window.ours, 0);
+  cpu::Heap& heap = *window.ours->heap(0);
   std::byte* const first = heap.allocate(10'000);
   std::byte* const second = heap.allocate(1);
   std::byte outside;
@@ -87,7 +87,7 @@ void tensors_are_found() {
 
 void detached_memory_is_private() {
   const auto [ours, theirs] = TwoMappings();
-  cpu::Heap heap(ours, 1);
+  cpu::Heap& heap = *ours->heap(1);
   std::byte* const data = heap.allocate(3 * cpu::kPage);
   const std::int64_t begin = ours->place_in_heap(1, data, 3 * cpu::kPage);
   std::byte* const seen = theirs->in_heap(1, begin, 3 * cpu::kPage);
@@ -98,7 +98,16 @@ void detached_memory_is_private() {
   for (std::int64_t i = 0; i < 3 * cpu::kPage; ++i) seen[i] = std::byte{2};
   PYCOMM_CHECK(data[0] == std::byte{1} && data[2 * cpu::kPage - 1] == std::byte{1}, "out of reach");
   PYCOMM_CHECK(data[2 * cpu::kPage] == std::byte{2}, "the other page is still shared");
+  ours->detach(1, {begin, 3 * cpu::kPage});
+  PYCOMM_CHECK(data[0] == std::byte{1} && data[2 * cpu::kPage] == std::byte{2}, "what was there");
+  PYCOMM_CHECK(ours->place_in_heap(1, data, 1) == kNotInWindow, "others cannot reach it");
+  // Memory that is used again is shared, although a neighbour keeps the mapping.
+  const std::byte* const neighbour = heap.allocate(1);
   heap.free(data);
+  std::byte* const again = heap.allocate(3 * cpu::kPage);
+  PYCOMM_CHECK(ours->place_in_heap(1, again, 1) == begin && again < neighbour, "the same place");
+  again[0] = std::byte{3};
+  PYCOMM_CHECK(seen[0] == std::byte{3}, "shared again");
 }
 
 void heap_gives_back() {

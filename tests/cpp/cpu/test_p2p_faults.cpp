@@ -178,8 +178,7 @@ struct Attacked {
   static constexpr std::int64_t kSlice = 16 << 20, kStaging = 64 << 10;
   std::shared_ptr<cpu::Window> window =
       std::make_shared<cpu::Window>(cpu::Window::create(2, kSlice, kStaging), 2, kSlice, kStaging);
-  cpu::Heap heap{window, 1};
-  std::byte* ring = heap.allocate(cpu::p2p::kAllocationBytes);
+  std::byte* ring = window->heap(1)->allocate(cpu::p2p::kAllocationBytes);
   Mailbox& to_victim = window->mailbox(0, 1);
   cpu::Group victim{window,
                     std::make_shared<const cpu::Liveness>(

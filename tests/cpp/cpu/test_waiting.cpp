@@ -283,7 +283,7 @@ void does_not_wait_for_the_dead() {
 void waits_if_it_cannot_detach() {
   Neighbours neighbours;
   cpu::Comm mine = neighbours.comm(0);
-  std::byte* const x = cpu::Heap(neighbours.window, 0).allocate(cpu::kPage);
+  std::byte* const x = neighbours.window->heap(0)->allocate(cpu::kPage);
   mine.begin({Collective::all_reduce, Algorithm::two_shot, DType::f32, ReduceOp::sum, 0, 1024}, x,
              x, nullptr);
   mine.publish();

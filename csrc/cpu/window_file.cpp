@@ -1,0 +1,131 @@
+#include "cpu/window_file.h"
+
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+#include <system_error>
+
+#include "core/layout.h"
+#include "cpu/memory.h"
+
+namespace pycomm::cpu {
+namespace {
+
+[[noreturn]] void fail(const char* call) {
+  throw std::system_error(errno, std::generic_category(), std::string(call) + PYCOMM_WHERE);
+}
+
+// Smaller reservations do not check the available memory, because the check would take longer than
+// the rest.
+constexpr std::int64_t kAskFrom = 1 << 20;
+
+// Makes an anonymous file that exec does not inherit, and that is not executable if the kernel
+// knows the last flag.
+int make_file() {
+  constexpr unsigned kNoExecSeal = 8;  // MFD_NOEXEC_SEAL, of Linux 6.3
+  const int fd = memfd_create("pycomm", MFD_CLOEXEC | MFD_ALLOW_SEALING | kNoExecSeal);
+  if (fd >= 0 || errno != EINVAL) return fd;
+  return memfd_create("pycomm", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+}
+
+// Identifies a file without a name, the same in all processes.
+std::uint32_t inode_of(int fd) {
+  struct stat file = {};
+  return fstat(fd, &file) == 0 ? static_cast<std::uint32_t>(file.st_ino) : 0;
+}
+
+}  // namespace
+
+int make_window_file(std::int64_t bytes) {
+  const int fd = make_file();
+  if (fd < 0) fail("memfd_create");
+  if (fchmod(fd, 0600) == 0 && ftruncate(fd, bytes) == 0) return fd;
+  const int error = errno;
+  close(fd);
+  errno = error;
+  fail("fchmod or ftruncate");
+}
+
+void reserve_in_file(int fd, std::int64_t position, std::int64_t bytes) {
+  const std::int64_t available = bytes < kAskFrom ? bytes : available_memory();
+  if (bytes > available) {
+    throw OutOfMemory("the shared window needs " + std::to_string(bytes) +
+                      " bytes, the node or its control group has " + std::to_string(available));
+  }
+  while (fallocate(fd, 0, position, bytes) != 0) {
+    if (errno == EINTR) continue;
+    if (errno == ENOSPC || errno == ENOMEM) {
+      throw OutOfMemory("no memory for " + std::to_string(bytes) +
+                        " bytes of shared window: " + std::strerror(errno));
+    }
+    fail("fallocate");
+  }
+}
+
+WindowFile::WindowFile(int fd, int slices, const Range& heap)
+    : fd_(fd), id_(inode_of(fd)), slices_(slices), heap_(heap) {
+  for (int s = 0; s < slices; ++s) {
+    maps_.emplace_back(fd, position(s, 0), heap);
+    heaps_.emplace_back(*this, s);
+  }
+}
+
+WindowFile::~WindowFile() { close(fd_); }
+
+std::byte* WindowFile::allocate(int s, const Range& pages) {
+  const std::int64_t begin = position(s, pages.begin);
+  reserve_in_file(fd_, begin, pages.count);
+  try {
+    return map(s).map(pages);
+  } catch (...) {
+    punch(begin, pages.count);
+    throw;
+  }
+}
+
+void WindowFile::release(int s, const Range& pages) {
+  map(s).unmap(pages.begin);
+  punch(position(s, pages.begin), pages.count);
+}
+
+void WindowFile::punch(std::int64_t position, std::int64_t bytes) const {
+  (void)fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, position, bytes);
+}
+
+void WindowFile::detach(int s, const Range& pages) { map(s).detach(pages); }
+
+struct flock WindowFile::lock_of(int s) const {
+  struct flock lock = {};
+  lock.l_type = F_WRLCK;
+  lock.l_whence = SEEK_SET;
+  lock.l_start = s * slice_bytes();
+  lock.l_len = 1;
+  return lock;
+}
+
+bool WindowFile::hold(int s) const {
+  struct flock lock = lock_of(s);
+  return fcntl(fd_, F_SETLK, &lock) == 0;
+}
+
+bool WindowFile::held(int s) const {
+  struct flock lock = lock_of(s);
+  return fcntl(fd_, F_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
+}
+
+void WindowFile::write(std::int64_t position, const void* data, std::size_t bytes) const {
+  if (pwrite(fd_, data, bytes, position) == static_cast<ssize_t>(bytes)) return;
+  if (errno == ENOSPC || errno == ENOMEM) throw OutOfMemory("no memory for a shared window");
+  fail("pwrite");
+}
+
+bool WindowFile::lasts(const Tenancy& tenancy) const {
+  std::uint64_t word = 0;
+  return pread(fd_, &word, sizeof(word), tenancy.position) != sizeof(word) || word == tenancy.id;
+}
+
+}  // namespace pycomm::cpu

@@ -1,0 +1,112 @@
+"""Groups of some of a group's ranks, which need no meeting because these know each other.
+
+Such a group costs nothing until one of its ranks uses it. The first rank to do so finds a place for
+the group's window in its own heap, and writes it to the Store. The others find it there when they
+use the group. The last rank to leave gives the memory back; so a rank that leaves without having
+used the group counts itself in the Store.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch.distributed.distributed_c10d import PrefixStore
+
+from pycomm._runtime.internode import Nodes
+from pycomm._runtime.rendezvous import Membership
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.distributed.distributed_c10d import Store
+
+    from pycomm import _C
+
+_STATE = "state"  # key in the Store
+
+
+@dataclass(frozen=True)
+class _State:
+    """What the Store says about a group.
+
+    Attributes:
+        left: the ranks that have left without having used the group.
+        place: the place of the group's window, for :meth:`_C.Window.part`; None until it is used.
+    """
+
+    left: list[int]
+    place: tuple[int, int, int] | None = None
+
+    @classmethod
+    def parse(cls, word: str) -> _State:
+        if not word:
+            return cls([])
+        left, place = json.loads(word)
+        return cls(left, place and tuple(place))
+
+    def word(self) -> str:
+        return json.dumps([self.left, self.place])
+
+
+class Subgroup:
+    """Makes one rank's membership in a group of ranks that are on this node.
+
+    Args:
+        whole: the membership in the group that has all of the ranks.
+        ranks: their numbers in that group.
+        rank: the index of this process in `ranks`.
+        name: distinguishes the group from all others of the same ranks; the same on every rank.
+    """
+
+    def __init__(self, whole: Membership, ranks: Sequence[int], rank: int, name: str) -> None:
+        self._whole = whole
+        self._seats = [whole.nodes.local.index(r) for r in ranks]
+        self._pids = [whole.pids[r] for r in ranks]
+        self._rank = rank
+        self._store: Store = PrefixStore(f"subgroup/{name}", whole.store)
+
+    def join(self) -> Membership:
+        """Joins the group, without waiting for other ranks.
+
+        Raises:
+            MemoryError: the node has too little memory.
+            RuntimeError: the Store is gone.
+        """
+        word, window = "", self._whole.window
+        while (place := (state := _State.parse(word)).place) is None:
+            mine = window.reserve(self._seats[self._rank], len(self._seats), state.left)
+            word, told = self._replace(word, _State(state.left, mine))
+            if not told:
+                window.cancel(*mine)
+        return Membership(
+            nodes=Nodes((tuple(range(len(self._seats))),), 0),
+            window=self._map(place),
+            pids=self._pids,
+            processes=[self._whole.processes[seat] for seat in self._seats],
+            cores=self._whole.cores,
+            link=None,
+            store=self._store,
+        )
+
+    def leave(self) -> None:
+        """Says that this rank will never join the group."""
+        word, told = "", False
+        while not told:
+            state = _State.parse(word)
+            if state.place is not None:
+                self._map(state.place)  # and leaves it
+                return
+            word, told = self._replace(word, _State([*state.left, self._rank]))
+
+    def _map(self, place: tuple[int, int, int]) -> _C.Window:
+        return self._whole.window.part(self._seats, self._rank, *place)
+
+    def _replace(self, word: str, new: _State) -> tuple[str, bool]:
+        """Replaces the word in the Store; returns the one there now, and whether it is the new one.
+
+        No two ranks write the same word: it ends with a rank or a place of their own.
+        """
+        found = self._store.compare_set(_STATE, word, new.word()).decode()
+        return found, found == new.word()

@@ -1,0 +1,239 @@
+"""Groups of some of the default group's ranks: they cost nothing until they are used."""
+
+import contextlib
+import itertools
+import random
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import backends
+import pytest
+import torch
+import torch.distributed as dist
+
+import pycomm
+
+
+def descriptors():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def threads():
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def window_bytes():
+    """The memory of the default group's window, which all ranks share."""
+    found = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the folder's own descriptor
+            if "memfd:pycomm" in str(entry.readlink()):
+                found[entry.stat().st_ino] = entry.stat().st_blocks * 512
+    assert len(found) == 1, found
+    return next(iter(found.values()))
+
+
+def cost():
+    """Memory, descriptors and threads, while no rank does anything."""
+    dist.barrier()
+    now = window_bytes(), descriptors(), threads()
+    dist.barrier()
+    return now
+
+
+def members_of(size, count):
+    """Lists of ranks: all, pairs and everything between."""
+    subsets = [s for k in range(2, size + 1) for s in itertools.combinations(range(size), k)]
+    return list(itertools.islice(itertools.cycle(subsets), count))
+
+
+def use(group, members, number):
+    """Every kind of operation; the group's first one is sometimes a message."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if number % 2:
+        exchange(group, rank, size, number)
+    x = torch.arange(300 * (number % 7) + 1, dtype=torch.float32) + rank
+    dist.all_reduce(x, group=group)
+    assert x.tolist() == [size * i + size * (size - 1) / 2 for i in range(x.numel())]
+    y = torch.full((5,), rank, dtype=torch.int8)
+    dist.broadcast(y, members[-1], group=group)
+    assert y.tolist() == [size - 1] * 5
+    if number % 2 == 0:
+        exchange(group, rank, size, number)
+
+
+def exchange(group, rank, size, number):
+    sent, got = torch.full((20_000,), float(rank + number)), torch.empty(20_000)
+    after = dist.isend(sent, group=group, group_dst=(rank + 1) % size)
+    dist.recv(got, group=group, group_src=(rank - 1) % size)
+    after.wait()
+    assert got.eq((rank - 1) % size + number).all()
+
+
+def make_many(rank, size, count):
+    members = members_of(size, count)
+    dist.all_reduce(torch.ones(100))  # the default group's own threads and memory
+    before = cost()
+    groups = [dist.new_group(ranks) for ranks in members]
+    unused = cost()
+    for number, (group, ranks) in enumerate(zip(groups, members, strict=True)):
+        if rank in ranks:
+            use(group, ranks, number)
+    used = cost()
+    for group in groups:
+        if group != dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
+    dist.barrier()
+    _sweep()
+    return before, unused, used, cost()
+
+
+def _sweep():
+    """What making a group does first."""
+    group = dist.new_group(range(dist.get_world_size()))
+    dist.barrier(group)
+    dist.destroy_process_group(group)
+
+
+def test_200_groups_of_4_ranks_leave_nothing():
+    for before, unused, used, after in backends.run(4, make_many, 200, seconds=120):
+        assert unused == before
+        assert used[1] == before[1]
+        assert after[1:] == before[1:]
+        # One page of the last group, which goes with the next one.
+        assert after[0] <= before[0] + (64 << 10) < used[0]
+
+
+def first_message(rank, _size):
+    """Ranks 1 and 2 use the group, and the others do not."""
+    group = dist.new_group([0, 1, 2, 3])
+    x = torch.full((100_000,), float(rank))
+    if rank == 1:
+        dist.send(x, 2, group)
+    elif rank == 2:
+        dist.recv(x, 1, group)
+    dist.destroy_process_group(group)
+    dist.barrier()
+    return x[-1].item()
+
+
+def test_two_ranks_may_be_the_only_ones():
+    assert backends.run(4, first_message) == [0.0, 1.0, 1.0, 3.0]
+
+
+def same_name(rank, _size):
+    """Groups with hashed names: the name of a destroyed one is used again."""
+    results = []
+    for number in range(5):
+        group = dist.new_group([0, 2], use_local_synchronization=True)
+        if rank in (0, 2):
+            x = torch.full((10,), float(rank + number))
+            dist.all_reduce(x, group=group)
+            results.append(x[0].item())
+            dist.destroy_process_group(group)
+    return results
+
+
+def test_a_name_may_be_used_again():
+    expected = [2.0 + 2 * number for number in range(5)]
+    assert backends.run(3, same_name) == [expected, [], expected]
+
+
+def at_once(rank, size):
+    """All ranks use many groups for the first time, each in an order of its own."""
+    groups = [dist.new_group(range(size)) for _ in range(12)]
+    tensors = [torch.full((50,), float(rank + number)) for number in range(12)]
+    order = list(range(12))
+    random.Random(rank).shuffle(order)
+    works = {i: dist.all_reduce(tensors[i], group=groups[i], async_op=True) for i in order}
+    for work in works.values():
+        work.wait()
+    return [x[0].item() for x in tensors]
+
+
+def test_first_uses_at_once():
+    assert backends.run(4, at_once) == [[6.0 + 4 * number for number in range(12)]] * 4
+
+
+def abort_unused(rank, _size):
+    group = dist.new_group([0, 1])
+    if rank == 0:
+        group._get_backend(torch.device("cpu")).abort()
+        dist.barrier()
+        return None
+    dist.barrier()
+    with pytest.raises(pycomm.Aborted) as error:
+        dist.all_reduce(torch.ones(3), group=group)
+    return error.value.rank
+
+
+def test_an_abort_before_the_first_use():
+    assert backends.run(2, abort_unused) == [None, 0]
+
+
+def never_used(rank, _size):
+    group = dist.new_group([0, 1])
+    if rank == 0:
+        dist.destroy_process_group(group)
+        dist.barrier()
+        dist.barrier()
+        return None
+    dist.barrier()
+    with pytest.raises(pycomm.PeerDied) as error:
+        dist.all_reduce(torch.ones(3), group=group)
+    dist.barrier()
+    return error.value.rank
+
+
+def test_a_rank_that_left_without_using_the_group():
+    assert backends.run(2, never_used) == [None, 0]
+
+
+def in_window(rank, size):
+    """A tensor of the window lies in every group's, and stays valid after one of them is gone."""
+    default = dist.group.WORLD._get_backend(torch.device("cpu"))
+    x = default.allocate_tensor(100_000, dtype=torch.float32, device=torch.device("cpu"))
+    results = []
+    for number in range(3):
+        group = dist.new_group(range(size))
+        x.fill_(float(rank + number))
+        dist.all_reduce(x, group=group)
+        dist.destroy_process_group(group)
+        results.append(x[-1].item())
+    dist.all_reduce(x)
+    return [*results, x[0].item()]
+
+
+def test_tensors_in_the_window():
+    assert backends.run(3, in_window) == [[3.0, 6.0, 9.0, 27.0]] * 3
+
+
+def broadcast_for_long(x, group):
+    for _ in range(100_000):
+        dist.broadcast(x, 0, group=group)
+
+
+def stopped_peer(rank, size):
+    """One group fails because a rank is stopped; its tensor is then used in another group."""
+    default = dist.group.WORLD._get_backend(torch.device("cpu"))
+    first = dist.new_group(range(size), timeout=timedelta(seconds=1))
+    second = dist.new_group(range(size))
+    x = default.allocate_tensor(1 << 20, dtype=torch.float32, device=torch.device("cpu"))
+    x.fill_(1.0)
+    with pytest.raises(pycomm.CollectiveError):
+        broadcast_for_long(x, first)
+    kept = x.eq(1.0).all().item()
+    x.fill_(float(rank))
+    dist.all_reduce(x, group=second)
+    return kept, x[0].item(), x[-1].item()
+
+
+def test_a_tensor_survives_the_failure_of_one_group():
+    with backends.ranks(2, stopped_peer) as ranks:
+        time.sleep(4)
+        ranks.signal(1, signal.SIGSTOP)
+        time.sleep(4)
+        ranks.signal(1, signal.SIGCONT)
+        assert [outcome.value for outcome in ranks.join()] == [(True, 1.0, 1.0)] * 2
