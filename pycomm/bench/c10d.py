@@ -1,7 +1,9 @@
 """torch.distributed's operations on pycomm and on Gloo: ``python -m pycomm.bench c10d``.
 
-For the smallest all-reduce, also on a backend that does nothing, which is the floor of a call
-through torch.distributed, and as ``pycomm.all_reduce`` itself.
+The smallest all-reduce and ping-pong are also timed on a backend that does nothing, which is the
+floor of a call through torch.distributed; the all-reduce also as ``pycomm.all_reduce`` itself. The
+training steps are those of a model that one sample passes through: they exchange 25 million fp32
+parameters and compute as little as possible.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 import pycomm
 from pycomm._runtime.torch_private import backend_that_does_nothing
@@ -27,8 +31,11 @@ SIZES = {
     "all_to_all_single": (64 * KIB, 64 * MIB),
     "ping_pong": (256, 64 * MIB),
     "new_group": (0,),
+    "ddp": (25 * 4_000_000,),
+    "fsdp": (25 * 4_000_000,),
 }
 LEAST = 256  # bytes; the size that is also timed on the backend that does nothing
+_WIDTH = 1000  # of a layer with a million parameters
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,10 @@ class C10dRow:
     Attributes:
         impl: ``"pycomm"`` and ``"gloo"`` are backends of torch.distributed, as is ``"nothing"``,
             which does nothing; ``"pycomm.all_reduce"`` is pycomm's own function.
-        bytes: of the whole tensor. A ping-pong is two messages, there and back.
+        operation: a method of torch.distributed; ``"ping_pong"`` is two messages, there and back;
+            ``"new_group"`` is a group's life with one barrier; ``"ddp"`` and ``"fsdp"`` are a
+            forward and backward pass of DistributedDataParallel and ``fully_shard``.
+        bytes: of the whole tensor, or of the parameters.
         speedup: Gloo's time over this one.
     """
 
@@ -73,7 +83,7 @@ HEADER = """\
 def run(settings: C10dSettings) -> None:
     """Measures everything in the settings; rank 0 prints and writes."""
     with pycomm.init(timeout=settings.timeout) as group:
-        groups = {"gloo": dist.group.WORLD, "pycomm": dist.new_group(backend="pycomm")}
+        groups = {"gloo": dist.new_group(backend="gloo"), "pycomm": dist.group.WORLD}
         meta = report.circumstances(settings.command)
         if group.rank == 0:
             print(f"# torch.distributed on {group.size} ranks; {report.place(meta)}")
@@ -107,10 +117,11 @@ def _run_case(
 ) -> list[C10dRow]:
     """Times all contestants of a case in the same rounds."""
     calls = {impl: _call(operation, nbytes, impl, on) for impl, on in groups.items()}
-    if operation == "all_reduce" and nbytes == LEAST:
+    if operation in ("all_reduce", "ping_pong") and nbytes == LEAST:
         nothing = dist.new_group(backend=backend_that_does_nothing())
-        tensor = torch.zeros(nbytes // 4)
         calls["nothing"] = _call(operation, nbytes, "nothing", nothing)
+    if operation == "all_reduce" and nbytes == LEAST:
+        tensor = torch.zeros(nbytes // 4)
         calls["pycomm.all_reduce"] = lambda: pycomm.all_reduce(tensor, group=group)
     empty = torch.empty(0)
     runs = [Prepared(empty, empty, call) for call in calls.values()]
@@ -133,6 +144,8 @@ def _run_case(
 
 def _call(operation: str, nbytes: int, impl: str, group: Any) -> Callable[[], object]:
     """One operation on tensors of its own."""
+    if operation in ("ddp", "fsdp"):
+        return _training_step(operation, nbytes // (4 * _WIDTH**2), group)
     whole, rank, ranks = torch.zeros(nbytes // 4), dist.get_rank(), dist.get_world_size()
     other = torch.zeros_like(whole)
     block = torch.zeros(nbytes // 4 // ranks)
@@ -155,6 +168,22 @@ def _make_and_destroy(backend: str) -> None:
     group = dist.new_group(backend=backend)
     dist.barrier(group)
     dist.destroy_process_group(group)
+
+
+def _training_step(wrapper: str, layers: int, group: Any) -> Callable[[], object]:
+    """A forward and backward pass of a model with a million fp32 parameters per layer."""
+    torch.manual_seed(0)
+    parts = [torch.nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(layers)]
+    model: torch.nn.Module = torch.nn.Sequential(*parts)
+    sample = torch.ones(1, _WIDTH)
+    if wrapper == "ddp":
+        model = torch.nn.parallel.DistributedDataParallel(model, process_group=group)
+    else:
+        mesh = DeviceMesh.from_group(group, "cpu")
+        for layer in parts:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    return lambda: model(sample).sum().backward()
 
 
 def _ping_pong(tensor: torch.Tensor, rank: int, group: Any) -> None:

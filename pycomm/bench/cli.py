@@ -395,6 +395,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     elif isinstance(settings, OptimizerSettings):
         optim_session.run(settings)
     elif isinstance(settings, c10d.C10dSettings):
-        launch.run(c10d.run, settings, ranks=settings.ranks, timeout=settings.timeout)
+        launch.run(
+            c10d.run, settings, ranks=settings.ranks, timeout=settings.timeout, backend="pycomm"
+        )
     else:
         launch.run(session.run, settings, ranks=settings.ranks, timeout=settings.timeout)

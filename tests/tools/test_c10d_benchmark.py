@@ -2,6 +2,7 @@
 
 import json
 
+import backends
 import helpers
 import pytest
 import torch.distributed as dist
@@ -10,20 +11,21 @@ from pycomm.bench import c10d, cli
 
 
 def session(rank, size, store, argv):
-    helpers.join_world(rank, size, store)
+    backends.join(rank, size, store)
     c10d.run(cli.parse(["c10d", *argv]))
     dist.destroy_process_group()
 
 
 def test_backends_compete(tmp_path):
     file = tmp_path / "c10d.json"
-    operations = "all_reduce,all_to_all_single,ping_pong,new_group"
+    operations = "all_reduce,all_to_all_single,ping_pong,new_group,ddp,fsdp"
     helpers.run_ranks(2, session, ["-n", "8", "--operation", operations, "-J", str(file)])
     rows = json.loads(file.read_text())["rows"]
     found = {(row["operation"], row["bytes"], row["impl"]) for row in rows}
     cases = [(name, size) for name in operations.split(",") for size in c10d.SIZES[name]]
     both = {(*case, impl) for case in cases for impl in ("gloo", "pycomm")}
     floor = {("all_reduce", 256, impl) for impl in ("nothing", "pycomm.all_reduce")}
+    floor.add(("ping_pong", 256, "nothing"))
     assert found == both | floor
     for row in rows:
         assert 0 < row["p50_us"] <= row["p99_us"]
