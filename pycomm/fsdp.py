@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from pycomm._inputs.arguments import check_process_group, process_group_of, reduction
+from pycomm._runtime.buffers import buffers_of
 from pycomm._runtime.torch_private import backend_of, fsdp_interfaces
 from pycomm.compression import Cast, Compression, Identity, Int8, check_compressible
 
@@ -60,7 +61,8 @@ class _Comm:
     ) -> torch.Tensor:
         """Makes a buffer for FSDP.
 
-        Only uncompressed operations exchange it as it is, so only theirs lies in the window.
+        Only uncompressed operations exchange it as it is, so only theirs lies in the window. On the
+        CPU it is memory of an earlier buffer that is not in use any more, if there is one.
         """
         if self._compression is not None:
             return torch.empty(*size, dtype=dtype, device=device)
@@ -68,6 +70,8 @@ class _Comm:
 
     def _buffer(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory that the group exchanges without staging, if its backend has such memory."""
+        if device.type == "cpu":
+            return buffers_of(self._group).take(self._group, count, dtype)
         backend = backend_of(self._group, device)
         if not backend.supports_tensor_alloc(device):
             return torch.empty(count, dtype=dtype, device=device)

@@ -37,6 +37,7 @@ __all__ = [
     "pytree",
     "queue_callback",
     "scale_of",
+    "storage_users",
     "store_of",
     "symmetric_handle",
     "symmetric_tensor",
@@ -73,6 +74,12 @@ def fsdp_interfaces() -> tuple[Any, Any]:
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
     return AllGather, ReduceScatter
+
+
+def storage_users(tensor: torch.Tensor) -> int:
+    """A number that grows with the tensors that share this tensor's memory."""
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return count
 
 
 def scale_of(scaler: torch.amp.GradScaler) -> torch.Tensor | None:

@@ -264,6 +264,19 @@ def test_functional_collectives_also_compiled():
     assert backends.run(2, functional) == [(expected, expected)] * 2
 
 
+def over_gloo(_rank, _size, interface):
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
+    x = torch.eye(2).to_sparse()
+    dist.all_reduce(x)
+    return x.to_dense().tolist()
+
+
+def test_gloo_uses_the_interface_of_the_environment():
+    assert backends.run(2, over_gloo, "lo") == [[[2.0, 0.0], [0.0, 2.0]]] * 2
+    with pytest.raises(AssertionError, match="no-such-one"):
+        backends.run(2, over_gloo, "no-such-one")
+
+
 def destroyed(_rank, _size):
     group = dist.new_group([0, 1])
     x = torch.ones(3)

@@ -316,3 +316,35 @@ def in_window(_rank, _size):
 
 def test_what_is_exchanged_lies_in_the_window():
     assert backends.run(2, in_window) == [[True, False, True, False, True, True]] * 2
+
+
+def taken(rank, size):
+    """What is handed out again, and how much memory a training keeps."""
+    from pycomm._runtime.buffers import buffers_of
+
+    group = dist.group.WORLD
+    buffers = buffers_of(group)
+    first = buffers.take(group, 1000, torch.float32)
+    view, address = first[10:20], first.data_ptr()
+    del first
+    other = buffers.take(group, 1000, torch.float32)
+    assert other.data_ptr() != address  # a view still uses it
+    del view
+    assert buffers.take(group, 600, torch.bfloat16).data_ptr() != address  # less than half
+    assert buffers.take(group, 1200, torch.bfloat16).data_ptr() == address
+    with torch.inference_mode():
+        made = buffers.take(group, 50_000, torch.float32)
+    address = made.data_ptr()
+    del made
+    again = buffers.take(group, 50_000, torch.float32).zero_()
+    assert again.data_ptr() == address
+    assert buffers.take(group, 0, torch.float32).numel() == 0
+    kept = []
+    for _ in range(3):
+        trained(rank, size, "int8", (size,), FP32, 3)
+        kept.append(len(buffers._kept))
+    return kept[0] < 20, kept[2] == kept[1]
+
+
+def test_buffers_are_used_again():
+    assert backends.run(2, taken) == [(True, True)] * 2

@@ -62,7 +62,7 @@ def test_core_includes_only_the_standard_library():
 # From the lowest layer up; a module imports only what comes before it, for type checkers, too.
 PYTHON_LAYERS = [
     {"_C", "_c10d", "_runtime.torch_private", "errors"},
-    {"_inputs.arguments", "_inputs.arrays", "_inputs.dtypes"},
+    {"_inputs.arguments", "_inputs.arrays", "_inputs.dtypes", "_runtime.buffers"},
     {"_training.graphs", "_training.hook_state", "_training.prefixes", "_training.zeros"},
     {"_runtime.orphans", "_runtime.plan", "_runtime.pulse", "_runtime.staging", "_runtime.waiting"},
     {"_inputs.tensors", "_runtime.internode", "_runtime.member"},
