@@ -52,7 +52,11 @@ def create(options: Any) -> Any:
     rank, size, timeout = options.group_rank, options.group_size, options.timeout
     seconds(timeout, 0.0)  # checks it
     ranks = _Ranks(options.store, rank, size, timeout.total_seconds(), options.group_id)
-    ranks.meet(options.global_ranks_in_group)
+    if seats := options.global_ranks_in_group:
+        ranks.join(None if _world is None else _world(), seats)
+    else:  # torch passes none for the default group
+        ranks.meet()
+        ranks.serve_others()
     return module.Backend(rank, size, timeout, ranks)
 
 
@@ -96,32 +100,55 @@ class _Ranks:
         self._timeout = timeout
         self._name = name
         self._told: set[str] = set()
+        self._members: Membership | None = None
         self._world: _World | None = None
+        self._seats: list[int] = []  # these ranks in the default group
         self._subgroup: Subgroup | None = None  # until it is used
         self._group: Group | None = None
         self._gloo: Any = None
         self._monitored_barriers = 0
 
-    def meet(self, ranks: Sequence[int]) -> None:
-        """Meets the other ranks, unless the default group's window can serve this group, too.
+    def meet(self) -> None:
+        """Meets the other ranks and makes a window for the group."""
+        store = PrefixStore("pycomm", self._store)
+        self._members = join_ranks(store, self._rank, self._size, self._timeout)
+        self._group = make_group(self._members, self._rank, self._timeout)
+
+    def serve_others(self) -> None:
+        """Makes this the default group, in whose window others can lie."""
+        global _world
+        assert self._members is not None
+        self._world, self._seats = _World(self._members), list(range(self._size))
+        _world = weakref.ref(self._world)
+
+    def join(self, world: _World | None, seats: Sequence[int]) -> None:
+        """Makes this a group in the default group's window if that is possible.
+
+        If not, the ranks meet now, because perhaps only two of them use the group first.
 
         Args:
-            ranks: those of the default group that are in this one; none if it is the default group.
+            world: the default group; None if it is not one of pycomm's.
+            seats: the ranks in it.
         """
-        global _world
-        is_world = len(ranks) == 0
-        self._world = None if is_world or _world is None else _world()
-        if self._world is not None:
-            self._subgroup = self._world.subgroup(ranks, self._rank, self._name)
-        if self._subgroup is not None:
-            return
-        # Now, because all ranks make the group, but perhaps only two of them use it first.
-        store = PrefixStore("pycomm", self._store)
-        members = join_ranks(store, self._rank, self._size, self._timeout)
-        self._group = make_group(members, self._rank, self._timeout)
-        if is_world:
-            self._world = _World(members)
-            _world = weakref.ref(self._world)
+        self._world, self._seats = world, list(seats)
+        if world is not None:
+            self._subgroup = world.subgroup(seats, self._rank, self._name)
+        if self._subgroup is None:
+            self.meet()
+
+    def split(
+        self, store: Store, ranks: Sequence[int], rank: int, timeout: float, name: str
+    ) -> _Ranks:
+        """A group of some of these ranks; for c10d::Backend::split."""
+        part = _Ranks(store, rank, len(ranks), timeout, name)
+        part.join(self._world, [self._seats[r] for r in ranks] if self._world else ranks)
+        return part
+
+    def merge(self, store: Store, rank: int, size: int, timeout: float, name: str) -> _Ranks:
+        """A group of these ranks and others; for c10d::Backend::merge."""
+        merged = _Ranks(store, rank, size, timeout, name)
+        merged.meet()
+        return merged
 
     def connect(self) -> Group:
         """The group that runs operations."""

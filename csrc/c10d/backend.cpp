@@ -20,6 +20,8 @@ void check_pairs(const Tensors& outputs, const Tensors& inputs) {
                     inputs.size(), ", got ", outputs.size());
 }
 
+double seconds_of(Milliseconds time) { return std::chrono::duration<double>(time).count(); }
+
 }  // namespace
 
 Tensors Backend::on_root(const TensorLists& lists, std::int64_t root, const char* what) const {
@@ -44,8 +46,8 @@ Backend::~Backend() { drop(std::move(ranks_)); }
   if (PyGILState_Check() != 0) no_gil.emplace();
   const std::lock_guard lock(making_gloo_);
   const py::gil_scoped_acquire gil;
-  const double seconds = std::chrono::duration<double>(timeout_.load()).count();
-  const py::object made = ranks_.attr("connect_gloo")(what, seconds);  // also writes the log
+  // Also writes the log.
+  const py::object made = ranks_.attr("connect_gloo")(what, seconds_of(timeout_));
   if (gloo_ == nullptr) gloo_ = made.cast<c10::intrusive_ptr<::c10d::Backend>>();
   return *gloo_;
 }
@@ -253,7 +255,32 @@ Backend::WorkPtr Backend::barrier(const ::c10d::BarrierOptions& options) {
 void Backend::monitoredBarrier(const ::c10d::BarrierOptions& options, bool wait_all_ranks) {
   const py::gil_scoped_acquire gil;
   const Milliseconds timeout = options.timeout == kUnsetTimeout ? timeout_.load() : options.timeout;
-  ranks_.attr("monitored_barrier")(std::chrono::duration<double>(timeout).count(), wait_all_ranks);
+  ranks_.attr("monitored_barrier")(seconds_of(timeout), wait_all_ranks);
+}
+
+c10::intrusive_ptr<Backend::Options> Backend::getBackendOptions() {
+  return c10::make_intrusive<Options>("pycomm", timeout_.load());
+}
+
+c10::intrusive_ptr<::c10d::Backend> Backend::split(const c10::intrusive_ptr<::c10d::Store>& store,
+                                                   const std::vector<int>& ranks,
+                                                   const c10::intrusive_ptr<Options>& options) {
+  const auto mine = std::find(ranks.begin(), ranks.end(), getRank());
+  if (mine == ranks.end()) return {};
+  const auto rank = static_cast<int>(mine - ranks.begin()), size = static_cast<int>(ranks.size());
+  const py::gil_scoped_acquire gil;
+  py::object made =
+      ranks_.attr("split")(store, ranks, rank, seconds_of(options->timeout), options->group_name);
+  return c10::make_intrusive<Backend>(rank, size, options->timeout, std::move(made));
+}
+
+c10::intrusive_ptr<::c10d::Backend> Backend::merge(const c10::intrusive_ptr<::c10d::Store>& store,
+                                                   const c10::intrusive_ptr<Options>& options,
+                                                   const int& rank, const int& size) {
+  const py::gil_scoped_acquire gil;
+  py::object made =
+      ranks_.attr("merge")(store, rank, size, seconds_of(options->timeout), options->group_name);
+  return c10::make_intrusive<Backend>(rank, size, options->timeout, std::move(made));
 }
 
 at::Tensor Backend::allocateTensor(long size, at::TensorOptions options) {

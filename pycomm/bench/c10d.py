@@ -1,9 +1,9 @@
 """torch.distributed's operations on pycomm and on Gloo: ``python -m pycomm.bench c10d``.
 
-The smallest all-reduce and ping-pong are also timed on a backend that does nothing, which is the
-floor of a call through torch.distributed; the all-reduce also as ``pycomm.all_reduce`` itself. The
-training steps are those of a model that one sample passes through: they exchange 25 million fp32
-parameters and compute as little as possible.
+The smallest sizes and the training steps are also timed on a backend that does nothing, which is
+the floor; the smallest all-reduce also as ``pycomm.all_reduce`` itself. One sample passes through
+the model of a training step, so the step exchanges 25 million fp32 parameters and computes as
+little as possible.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _run_case(
 ) -> list[C10dRow]:
     """Times all contestants of a case in the same rounds."""
     calls = {impl: _call(operation, nbytes, impl, on) for impl, on in groups.items()}
-    if operation in ("all_reduce", "ping_pong") and nbytes == LEAST:
+    if nbytes == LEAST or operation in ("ddp", "fsdp"):
         nothing = dist.new_group(backend=backend_that_does_nothing())
         calls["nothing"] = _call(operation, nbytes, "nothing", nothing)
     if operation == "all_reduce" and nbytes == LEAST:

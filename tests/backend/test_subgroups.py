@@ -237,3 +237,30 @@ def test_a_tensor_survives_the_failure_of_one_group():
         time.sleep(4)
         ranks.signal(1, signal.SIGCONT)
         assert [outcome.value for outcome in ranks.join()] == [(True, 1.0, 1.0)] * 2
+
+
+def split_and_merge(rank, _size):
+    """Both need no function of torch.distributed's own, which demand an accelerator."""
+    world = dist.group.WORLD
+    half = world.split_group([0, 1] if rank < 2 else [2, 3])
+    x = torch.full((3,), float(rank))
+    half.allreduce([x]).wait()
+    alone = half.split_group([half.rank()])
+    alone.allreduce([x]).wait()
+    store = dist.distributed_c10d._get_default_store()
+    merged = half.merge_remote_group(store, 4, group_name="both halves")
+    y = torch.ones(100_000)
+    merged.allreduce([y]).wait()
+    names = [group._get_backend(torch.device("cpu")).name() for group in (half, alone, merged)]
+    seats = half.rank(), half.size(), alone.size(), merged.size()
+    for group in (alone, merged, half):
+        group.shutdown()
+    return x.tolist(), y.eq(4).all().item(), seats, names
+
+
+def test_split_and_merge():
+    for rank, (x, whole, seats, names) in enumerate(backends.run(4, split_and_merge)):
+        assert x == [1.0 if rank < 2 else 5.0] * 3
+        assert whole
+        assert seats == (rank % 2, 2, 1, 4)
+        assert names == ["pycomm"] * 3
