@@ -1,9 +1,9 @@
 """torch.distributed's operations on pycomm and on Gloo: ``python -m pycomm.bench c10d``.
 
-The smallest sizes and the training steps are also timed on a backend that does nothing, which is
-the floor; the smallest all-reduce also as ``pycomm.all_reduce`` itself. One sample passes through
-the model of a training step, so the step exchanges 25 million fp32 parameters and computes as
-little as possible.
+The smallest sizes are also timed on a backend that does nothing, which is the floor of a call
+through torch.distributed, and the smallest all-reduce as ``pycomm.all_reduce`` itself. One sample
+passes through the model of a training step, so the step exchanges 25 million fp32 parameters and
+computes little; what is left without an exchange is also timed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class C10dRow:
 
     Attributes:
         impl: ``"pycomm"`` and ``"gloo"`` are backends of torch.distributed, as is ``"nothing"``,
-            which does nothing; ``"pycomm.all_reduce"`` is pycomm's own function.
+            which does nothing; ``"pycomm.all_reduce"`` is pycomm's own function, and ``"alone"``
+            the training step of a model that is not distributed.
         operation: a method of torch.distributed; ``"ping_pong"`` is two messages, there and back;
             ``"new_group"`` is a group's life with one barrier; ``"ddp"`` and ``"fsdp"`` are a
             forward and backward pass of DistributedDataParallel and ``fully_shard``.
@@ -117,7 +118,9 @@ def _run_case(
 ) -> list[C10dRow]:
     """Times all contestants of a case in the same rounds."""
     calls = {impl: _call(operation, nbytes, impl, on) for impl, on in groups.items()}
-    if nbytes == LEAST or operation in ("ddp", "fsdp"):
+    if operation in ("ddp", "fsdp"):
+        calls["alone"] = _call(operation, nbytes, "alone", None)
+    if nbytes == LEAST:
         nothing = dist.new_group(backend=backend_that_does_nothing())
         calls["nothing"] = _call(operation, nbytes, "nothing", nothing)
     if operation == "all_reduce" and nbytes == LEAST:
@@ -171,11 +174,16 @@ def _make_and_destroy(backend: str) -> None:
 
 
 def _training_step(wrapper: str, layers: int, group: Any) -> Callable[[], object]:
-    """A forward and backward pass of a model with a million fp32 parameters per layer."""
+    """A forward and backward pass of a model with a million fp32 parameters per layer.
+
+    Without a group, the model is not distributed.
+    """
     torch.manual_seed(0)
     parts = [torch.nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(layers)]
     model: torch.nn.Module = torch.nn.Sequential(*parts)
     sample = torch.ones(1, _WIDTH)
+    if group is None:
+        return lambda: model(sample).sum().backward()
     if wrapper == "ddp":
         model = torch.nn.parallel.DistributedDataParallel(model, process_group=group)
     else:
