@@ -271,7 +271,7 @@ py::list algorithms_with(bool (*property)(Algorithm)) {
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
-  py::register_exception_translator(translate);
+  py::register_local_exception_translator(translate);  // torch may share our pybind11 internals
   bind_fast_call(m);
   bind_codec(m);
   bind_transport(m);
