@@ -1,4 +1,6 @@
-"""Builds pycomm._C: the CPU part always, the CUDA part where nvcc and a CUDA build of torch are.
+"""Builds pycomm._C, and the torch.distributed backend for the torch that is there.
+
+pycomm._C gets its CUDA part if nvcc and a CUDA build of torch are there.
 
 PYCOMM_CUDA=0 leaves CUDA out, 1 insists on it, auto (the default) looks. PYCOMM_STRICT=1 makes
 warnings errors, as in the gate: newer compilers may have new ones. Metadata: pyproject.toml.
@@ -6,6 +8,7 @@ warnings errors, as in the gate: newer compilers may have new ones. Metadata: py
 
 import os
 import re
+import runpy
 import shutil
 from pathlib import Path
 
@@ -37,6 +40,7 @@ os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0;10.0+PTX")
 import pybind11  # noqa: E402
 import torch  # noqa: E402
 from setuptools import setup  # noqa: E402
+from setuptools.command.build_py import build_py  # noqa: E402
 from torch.utils.cpp_extension import (  # noqa: E402
     BuildExtension,
     CppExtension,
@@ -44,6 +48,7 @@ from torch.utils.cpp_extension import (  # noqa: E402
 )
 
 ROOT = Path(__file__).parent
+C10D = runpy.run_path("pycomm/_runtime/c10d_build.py")
 
 
 def with_cuda() -> bool:
@@ -63,9 +68,7 @@ def with_cuda() -> bool:
 
 
 # torch's headers as system headers, so that only our own warnings count.
-HOST_FLAGS = [
-    "-g0",
-    "-fvisibility=hidden",
+WARNINGS = [
     "-Wall",
     "-Wextra",
     *(["-Werror"] if os.environ.get("PYCOMM_STRICT") == "1" else []),
@@ -74,12 +77,12 @@ HOST_FLAGS = [
 
 
 def backend():  # type: ignore[no-untyped-def]
-    """pycomm._c10d, the torch.distributed backend: only for the torch that it is built with."""
+    """The torch.distributed backend: only for the minor version of torch that is there."""
     return CppExtension(
-        "pycomm._c10d",
-        sources=sorted(map(str, Path().glob("csrc/c10d/*.cpp"))),
+        f"pycomm.{C10D['module_name'](torch.__version__)}",
+        sources=[f"csrc/{C10D['UNIT']}"],
         include_dirs=[str(ROOT / "csrc")],
-        extra_compile_args=["-std=c++20", "-O2", *HOST_FLAGS],
+        extra_compile_args=[*C10D["FLAGS"], *WARNINGS],
     )
 
 
@@ -91,7 +94,9 @@ def extension():  # type: ignore[no-untyped-def]
     sources.append(Path("csrc/cuda/group.cpp"))  # of every build
     common = ["-std=c++20", "-O3"]
     host = [
-        *HOST_FLAGS,
+        "-g0",
+        "-fvisibility=hidden",
+        *WARNINGS,
         "-fopenmp-simd",
         "-ffp-contract=off",
         "-fno-math-errno",  # so that square roots are instructions
@@ -117,4 +122,18 @@ def extension():  # type: ignore[no-untyped-def]
     )
 
 
-setup(ext_modules=[extension(), backend()], cmdclass={"build_ext": BuildExtension})
+class BuildPackage(build_py):
+    """Adds the backend's sources to a wheel, to be compiled where there is another torch."""
+
+    def run(self) -> None:  # noqa: D102
+        super().run()
+        for name in C10D["sources"]() if not self.editable_mode else ():
+            copy = Path(self.build_lib, "pycomm", "csrc", name)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / "csrc" / name, copy)
+
+
+setup(
+    ext_modules=[extension(), backend()],
+    cmdclass={"build_ext": BuildExtension, "build_py": BuildPackage},
+)

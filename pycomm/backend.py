@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 import pycomm_backend
 from pycomm._inputs.arguments import seconds
-from pycomm._runtime import log
+from pycomm._runtime import c10d_cache, log
 from pycomm._runtime.subgroup import Subgroup
 from pycomm._runtime.waiting import Deadline
 from pycomm.errors import GroupUnusable, Timeout
@@ -48,7 +48,7 @@ def create(options: Any) -> Any:
     Args:
         options: torch's ``DistributedBackendOptions``.
     """
-    module = _c10d()
+    module = _c10d()  # first: it may have to be compiled
     rank, size, timeout = options.group_rank, options.group_size, options.timeout
     seconds(timeout, 0.0)  # checks it
     ranks = _Ranks(options.store, rank, size, timeout.total_seconds(), options.group_id)
@@ -62,11 +62,10 @@ def create(options: Any) -> Any:
 
 @functools.cache
 def _c10d() -> Any:
-    """The module with the backend, built for one version of torch."""
-    from pycomm import _c10d
-
-    _open_groups.after_end(_c10d.stop_completing)
-    return _c10d
+    """The module with the backend, for the torch that runs."""
+    module = c10d_cache.load()
+    _open_groups.after_end(module.stop_completing)
+    return module
 
 
 class _World:

@@ -21,7 +21,9 @@ void find_native() {
   table = static_cast<const BackendTable*>(PyCapsule_GetPointer(capsule.ptr(), kBackendTableName));
   if (table == nullptr) throw py::error_already_set();
   if (table->layout != kBackendTableLayout) {
-    throw py::import_error("pycomm._c10d and pycomm._C come from different sources: build both");
+    throw py::import_error(
+        "pycomm's torch.distributed backend and pycomm._C come from different "
+        "sources: build both");
   }
 }
 

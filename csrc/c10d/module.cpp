@@ -1,8 +1,8 @@
-// pycomm._c10d: the backend as a Python class, which torch.distributed registers.
+// The backend as a Python class, which torch.distributed registers. The module's name tells the
+// minor version of torch that it is compiled for, because torch's C++ classes differ between them.
 #include <pybind11/chrono.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
-#include <torch/version.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "c10d/backend.h"
@@ -10,28 +10,11 @@
 
 namespace py = pybind11;
 
-namespace {
-
-// torch's C++ classes differ between minor versions.
-void check_version() {
-  const std::string built =
-      std::to_string(TORCH_VERSION_MAJOR) + "." + std::to_string(TORCH_VERSION_MINOR) + ".";
-  const auto found = py::module_::import("torch").attr("__version__").cast<py::str>();
-  if (std::string(found).starts_with(built)) return;
-  throw py::import_error("pycomm's torch.distributed backend was built with torch " +
-                         std::string(TORCH_VERSION) + ", and this is torch " + std::string(found) +
-                         ": install pycomm again, with pip install --force-reinstall "
-                         "--no-build-isolation");
-}
-
-}  // namespace
-
-PYBIND11_MODULE(_c10d, m) {
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using pycomm::c10d::Backend;
-  check_version();
   pycomm::c10d::find_native();
   // torch translates these in its own functions, but not in those that pybind11 makes.
-  py::register_exception_translator([](std::exception_ptr pointer) {
+  py::register_local_exception_translator([](std::exception_ptr pointer) {
     try {
       if (pointer != nullptr) std::rethrow_exception(pointer);
     } catch (python_error& error) {

@@ -59,6 +59,24 @@ def backend_falls_back(name: str, rank: int, what: str) -> None:
     _group.warning("rank %d: %s of the process group %s goes over Gloo", rank, what, name)
 
 
+def backend_compiles(torch_version: str, path: str) -> None:
+    """Warns that the first use of torch.distributed's backend takes long."""
+    _pycomm.warning(
+        "compiling the torch.distributed backend for torch %s, for which pycomm was not installed: "
+        "this takes about half a minute, once (%s)",
+        torch_version,
+        path,
+    )
+
+
+def backend_awaits_compiler(torch_version: str) -> None:
+    """Warns that another process compiles torch.distributed's backend."""
+    _pycomm.warning(
+        "waiting for another process, which compiles the torch.distributed backend for torch %s",
+        torch_version,
+    )
+
+
 def group_made(group: Member, cores: int, between: str) -> None:
     """Logs how a new group is made up.
 

@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 import setuptools
+import torch
+
+from pycomm._runtime import c10d_build
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -97,7 +100,8 @@ def test_warnings_are_errors_only_in_the_gate(monkeypatch, strict):
     given = {}
     monkeypatch.setattr(setuptools, "setup", given.update)
     runpy.run_path("setup.py")
-    assert [extension.name for extension in given["ext_modules"]] == ["pycomm._C", "pycomm._c10d"]
+    names = [extension.name for extension in given["ext_modules"]]
+    assert names == ["pycomm._C", f"pycomm.{c10d_build.module_name(torch.__version__)}"]
     for extension in given["ext_modules"]:
         flags = extension.extra_compile_args
         assert {"-Wall", "-Wextra"} <= set(flags)
@@ -112,7 +116,9 @@ def test_contents(wheel):
     assert sum(name.startswith("pycomm/_C.") and name.endswith(".so") for name in names) == 1
     assert "pycomm/py.typed" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
-    assert sum(name.startswith("pycomm/_c10d.") and name.endswith(".so") for name in names) == 1
+    assert sum(name.startswith("pycomm/_c10d_") and name.endswith(".so") for name in names) == 1
+    packed = {name.removeprefix("pycomm/csrc/") for name in names if "/csrc/" in name}
+    assert packed == set(c10d_build.sources())
     tops = {name.split("/")[0].split("-")[0] for name in names}
     assert tops == {"pycomm", "pycomm_backend.py", "torch_pycomm"}
 

@@ -77,7 +77,7 @@ def run_rank(kind, name: str, rank: int, file: str, dt) -> int:
         timeout=timedelta(seconds=timeout),
     )
     backend = dt.dist.group.WORLD._get_backend(dt.torch.device("cpu"))
-    assert type(backend).__module__ == "pycomm._c10d", type(backend)
+    assert type(backend).__module__.startswith("pycomm._c10d_"), type(backend)
     dt.dist.barrier()
     getattr(case, name)()
     dt.dist.barrier()
