@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 JOBS ?= 2
 
 .PHONY: demo test torch-suite test-gpu gpu bench-gpu convergence cuda-check lint format tsan asan bench clean
-.PHONY: compile-commands
+.PHONY: compile-commands torch-headers torch-check
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -64,6 +64,13 @@ compile-commands: $(VENV)/.torch
 
 cuda-check: $(VENV)/.torch
 	$(BIN)/python tests/cpp/cuda_check.py
+
+# The torch.distributed backend against the headers of the other versions of torch, about 10 MB each.
+torch-headers: $(VENV)/.torch
+	$(BIN)/python tests/cpp/torch_headers.py build/torch-headers
+
+torch-check: torch-headers
+	$(BIN)/python tests/cpp/torch_check.py build/torch-headers
 
 $(VENV)/.lint: $(VENV)/.built
 	$(BIN)/pip install -q --group lint
