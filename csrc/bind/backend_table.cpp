@@ -126,6 +126,13 @@ int source_of(void* request) { return (*static_cast<RequestPtr*>(request))->sour
 
 void release_message(void* request) { delete static_cast<RequestPtr*>(request); }
 
+Error check_waiting(void* group) {
+  return guarded([&] {
+    if (static_cast<Group*>(group)->forked()) static_cast<Group*>(group)->check_usable();
+    check_signals();
+  });
+}
+
 void abort(void* group) { static_cast<Group*>(group)->abort(); }
 
 struct Allocation {
@@ -162,7 +169,7 @@ constexpr BackendTable kTable = {
           const WithGil gil;
           function(context);
         },
-    .check_signals = [] { return guarded(check_signals); },
+    .check_waiting = check_waiting,
     .abort = abort,
     .allocate = allocate,
     .free_memory = free_memory,

@@ -46,7 +46,7 @@ bool Work::wait(Milliseconds timeout) {
   while (!isCompleted()) {
     await(timeout == kNoTimeout ? kInterruptEvery : std::min(timeout, kInterruptEvery));
     if (isCompleted()) break;
-    if (const Error error = native().check_signals(); error != nullptr) {
+    if (const Error error = native().check_waiting(connection_->group()); error != nullptr) {
       abort();
       check(error);
     }

@@ -53,8 +53,9 @@ struct BackendTable {
   // Calls function(context) with the GIL, which the calling thread may have or not. A thread that
   // asks for it while the interpreter finalizes sleeps until the process has ended.
   void (*with_gil)(void (*function)(void* context), void* context);
-  // Returns an exception if a signal's handler has raised one.
-  Error (*check_signals)();
+  // For waits: returns an exception if a signal's handler has raised one, or if this process is a fork
+  // of the group's, in which no operation completes.
+  Error (*check_waiting)(void* group);
   void (*abort)(void* group);
   // Memory in the group's window; null, with an error, if there is none. free_memory() takes what
   // allocate() has stored in `owner`.

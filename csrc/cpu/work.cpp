@@ -1,14 +1,18 @@
 #include "cpu/work.h"
 
+#include "cpu/fork.h"
 #include "cpu/group.h"
 #include "cpu/waiting.h"
 
 namespace pycomm::cpu {
 
-Work::Work(Group& group) : told_(group.told_), group_(&group) {}
+Work::Work(Group& group) : forks_(current_forks()), told_(group.told_), group_(&group) {}
 
 bool Work::wait(Clock::duration patience) {
   std::unique_lock lock(mutex_);
+  if (!completed_ && forks_ != current_forks()) {
+    throw GroupUnusable("the operation belongs to the parent of this forked process");
+  }
   if (!done_.wait_for(lock, patience, [&] { return completed_; })) return false;
   if (error_) {
     *told_ = true;

@@ -48,6 +48,7 @@ class Work {
   void complete(bool nonfinite, std::exception_ptr error, Interval interval, std::int64_t moved);
   void abort_group();
 
+  const unsigned forks_;
   mutable std::mutex mutex_;
   std::condition_variable done_;
   bool completed_ = false;

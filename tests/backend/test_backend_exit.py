@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import pycomm  # noqa: F401  (registers the backend)
+import pycomm
 
 
 class Slow:
@@ -73,6 +73,30 @@ def fork():
     print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
+def wait_in_a_fork():
+    """Operations of the parent never complete in the child."""
+    store = tempfile.mkdtemp() + "/store"
+    rank = 0 if os.fork() else 1
+    new_group(2, rank, store)
+    if rank == 1:
+        time.sleep(1)
+        dist.all_reduce(torch.ones(3))
+        dist.send(torch.ones(3), 0)
+        dist.destroy_process_group()
+        os._exit(0)
+    works = [dist.all_reduce(torch.ones(3), async_op=True), dist.irecv(torch.ones(3), 1)]
+    pid = os.fork()
+    if pid == 0:
+        for work in works:
+            with pytest.raises(pycomm.GroupUnusable, match="forked process"):
+                work.wait()
+        os._exit(0)
+    for work in works:
+        work.wait()
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    dist.destroy_process_group()
+
+
 def no_threads():
     """A future that no thread would complete is refused; its operation goes on."""
     new_group()
@@ -99,6 +123,7 @@ PROGRAMS = {
     ),
     "receive": lambda: exit_with_pending_futures(lambda: dist.irecv(torch.ones(3), 1)),
     "fork": fork,
+    "wait in a fork": wait_in_a_fork,
     "no threads": no_threads,
 }
 
@@ -128,8 +153,9 @@ def test_exit_with_callbacks_to_come(what):
     assert done.stdout.count("called") == 6
 
 
-def test_futures_after_a_fork():
-    done = run("fork")
+@pytest.mark.parametrize("what", ["fork", "wait in a fork"])
+def test_forks(what):
+    done = run(what)
     assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
 
 

@@ -34,6 +34,22 @@ def in_child(body):
     assert os.waitstatus_to_exitcode(ended[1]) == 0
 
 
+def test_waits_are_refused(world):
+    groups = world(2).groups
+    done = pycomm.all_reduce(torch.ones(4), group=world(1).groups[0], async_op=True)
+    done.wait()
+    work = pycomm.all_reduce(torch.ones(4), group=groups[0], async_op=True)
+
+    def body():
+        done.wait()
+        with pytest.raises(pycomm.GroupUnusable, match="parent of this forked"):
+            work.wait()
+
+    in_child(body)
+    pycomm.all_reduce(torch.ones(4), group=groups[1])
+    work.wait()
+
+
 def test_operations_are_refused(world):
     local_world = world(2)
     group = local_world.groups[0]

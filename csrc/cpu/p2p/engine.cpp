@@ -114,9 +114,8 @@ void Engine::post_receive(const RequestPtr& request) {
   std::optional<Arrival> arrival = matcher_.take_arrival(request->peer, request->envelope.tag);
   if (!arrival) return matcher_.keep(request);
   if (arrival->frame.kind == FrameKind::announce) {
-    Incoming& from = incoming_[static_cast<std::size_t>(arrival->source)];
-    from.accept(request, arrival->frame);
-    from.progress();
+    incoming_[static_cast<std::size_t>(arrival->source)].accept(request, arrival->frame);
+    progress_with(arrival->source);
     return;
   }
   node_.check_match(arrival->source, arrival->frame, *request);

@@ -236,6 +236,23 @@ void blames_the_sender_of_malformed_frames() {
   }
 }
 
+// The malformed frame comes after a message that waited for its receive.
+void blames_the_sender_when_a_receive_is_posted() {
+  Attacked attacked;
+  attacked.open();
+  Frame frames[] = {attacked.frame(FrameKind::eager, 0),
+                    attacked.frame(FrameKind::announce, 100'000),
+                    attacked.frame(static_cast<FrameKind>(77), 0)};
+  frames[0].tag = 5;
+  frames[1].message = 1;
+  std::memcpy(attacked.ring, frames, sizeof(frames));
+  attacked.to_victim.sender.sent = 2 * sizeof(Frame);
+  attacked.victim.recv(nullptr, envelope(1, 5, 0));
+  attacked.to_victim.sender.sent = sizeof(frames);
+  const CollectiveError error = attacked.error_of_recv(100'000);
+  must(error.reason == Reason::malformed && error.rank == 1, error.what());
+}
+
 void blames_the_writer_of_impossible_counters() {
   const std::vector<std::function<void(Attacked&)>> changes = {
       [](Attacked& a) { a.to_victim.sender.sent = 1; },
@@ -359,6 +376,7 @@ int main() {
       {"refuses_operations_without_a_thread", refuses_operations_without_a_thread},
       {"fails_if_a_small_send_needs_a_thread", fails_if_a_small_send_needs_a_thread},
       {"blames_the_sender_of_malformed_frames", blames_the_sender_of_malformed_frames},
+      {"blames_the_sender_when_a_receive_is_posted", blames_the_sender_when_a_receive_is_posted},
       {"blames_the_writer_of_impossible_counters", blames_the_writer_of_impossible_counters},
       {"blames_the_sender_of_malformed_answers", blames_the_sender_of_malformed_answers},
       {"survives_random_frames", survives_random_frames},
