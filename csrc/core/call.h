@@ -30,7 +30,7 @@ struct Call {
   // has the counts of both or of neither.
   Blocks inputs = {};
   Blocks outputs = {};
-  double timeout = 0;  // in seconds; 0 for the group's
+  double timeout = 0;  // in seconds; 0 for the group's, which is the only one on CUDA
 };
 
 // Why no executor can run a call among `ranks` ranks; empty if one may.

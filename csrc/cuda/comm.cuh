@@ -16,6 +16,8 @@
 
 namespace pycomm::cuda {
 
+// T is the type of elements that are reduced. For std::byte, the executor only moves the operation's
+// elements and counts in bytes.
 template <class T, ReduceOp op>
 class BlockComm {
  public:
@@ -33,7 +35,7 @@ class BlockComm {
     sequence_ = next_sequence(state.sequence);
     for (int channel = 0; channel < kChannels; ++channel)
       started_[channel] = signalled_[channel] = state.signalled[channel];
-    const Range part = part_of(me_.operation.count, layout_.lanes, lane_, unit);
+    const Range part = part_of(block(), layout_.lanes, lane_, unit);
     begin_ = part.begin;
     count_ = part.count;
     __syncthreads();  // all threads have read the state before finish() writes it
@@ -60,7 +62,10 @@ class BlockComm {
   __device__ int root() const { return me_.operation.root; }
   __device__ std::int64_t begin() const { return begin_; }  // of this lane's part
   __device__ std::int64_t count() const { return count_; }
-  __device__ std::int64_t block() const { return me_.operation.count; }
+  __device__ std::int64_t block() const {
+    const Operation& operation = me_.operation;
+    return kMovesBytes ? operation.count * size_of(operation.dtype) : operation.count;
+  }
   __device__ std::int64_t elements(std::int64_t bytes) const { return bytes / kSize; }
   __device__ std::int64_t line() const { return kLine / kSize; }
   __device__ bool zero_copy() const { return zero_copy_; }
@@ -186,12 +191,14 @@ class BlockComm {
     const std::int64_t bytes = n * kSize;
     std::int64_t done = 0;
     if (aligned(to.data) && aligned(from.data)) {
-      auto* target = reinterpret_cast<uint4*>(to.data);
-      const auto* source = reinterpret_cast<const uint4*>(from.data);
-      const std::int64_t vectors = bytes / 16;
-#pragma unroll 4
-      for (std::int64_t i = threadIdx.x; i < vectors; i += blockDim.x) target[i] = source[i];
-      done = vectors * 16;
+      done = copy_words<uint4>(to, from, bytes);
+    } else if constexpr (kMovesBytes) {  // the widest words that both addresses allow
+      const auto both =
+          reinterpret_cast<std::uintptr_t>(to.data) | reinterpret_cast<std::uintptr_t>(from.data);
+      done = both % 8 == 0   ? copy_words<std::uint64_t>(to, from, bytes)
+             : both % 4 == 0 ? copy_words<std::uint32_t>(to, from, bytes)
+             : both % 2 == 0 ? copy_words<std::uint16_t>(to, from, bytes)
+                             : 0;
     }
     auto* target = reinterpret_cast<T*>(to.data);
     const auto* source = reinterpret_cast<const T*>(from.data);
@@ -223,8 +230,21 @@ class BlockComm {
   }
 
  private:
+  static constexpr bool kMovesBytes = std::is_same_v<T, std::byte>;
   static constexpr std::int64_t kSize = sizeof(T);
   static constexpr int kPerVector = 16 / sizeof(T);
+
+  // Copies the whole words of `bytes` bytes; returns how many bytes these are.
+  template <class Word>
+  __device__ static std::int64_t copy_words(Location to, Location from, std::int64_t bytes) {
+    constexpr std::int64_t kWord = sizeof(Word);
+    auto* target = reinterpret_cast<Word*>(to.data);
+    const auto* source = reinterpret_cast<const Word*>(from.data);
+    const std::int64_t words = bytes / kWord;
+#pragma unroll 4
+    for (std::int64_t i = threadIdx.x; i < words; i += blockDim.x) target[i] = source[i];
+    return words * kWord;
+  }
 
   // `width` elements that move in one memory access.
   template <int width>

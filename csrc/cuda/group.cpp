@@ -41,6 +41,7 @@ void Group::run(const Call& call, std::uintptr_t stream, const Compression& comp
   check();
   PYCOMM_CHECK(!call.inputs && !call.outputs,
                "on CUDA, blocks must have equal sizes and follow each other in one tensor");
+  PYCOMM_CHECK(call.timeout == 0, "on CUDA, operations have the timeout of the group");
   const std::string why = refusal_of(call, host_->size());
   PYCOMM_CHECK(why.empty(), why);
   Operation operation = call.operation;

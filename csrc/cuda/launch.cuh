@@ -1,4 +1,5 @@
-// Makes kernels of one body of core/algorithms/run.h: one per element type and reduction.
+// Makes kernels of one body of core/algorithms/run.h: one per element type and reduction, or a single
+// one if the body only moves elements.
 #pragma once
 
 #include "core/algorithms/run.h"
@@ -42,25 +43,10 @@ void launch_reducing(const Launch& launch, cudaStream_t stream) {
   });
 }
 
-// One kernel per size of element.
-template <class Body>
-void launch_moving(const Launch& launch, cudaStream_t stream) {
-  switch (size_of(launch.ranks[0].operation.dtype)) {
-    case 8:
-      return launch_kernel<Body, std::int64_t, ReduceOp::sum>(launch, stream);
-    case 4:
-      return launch_kernel<Body, std::int32_t, ReduceOp::sum>(launch, stream);
-    case 2:
-      return launch_kernel<Body, Half, ReduceOp::sum>(launch, stream);
-    default:
-      return launch_kernel<Body, std::uint8_t, ReduceOp::sum>(launch, stream);
-  }
-}
-
 template <class Body>
 void launch_plain(const Launch& launch, cudaStream_t stream) {
   if constexpr (requires { Body::kMovesOnly; }) {
-    launch_moving<Body>(launch, stream);
+    launch_kernel<Body, std::byte, ReduceOp::sum>(launch, stream);
   } else {
     launch_reducing<Body>(launch, stream);
   }

@@ -21,6 +21,29 @@
 
 namespace pycomm {
 
+namespace detail {
+
+// Where this rank's output holds a chunk of rank r's block.
+template <Executor Comm>
+PYCOMM_HD Location received_at(Comm& comm, int r, const Chunk& chunk) {
+  return output_at(comm, r * comm.block() + chunk.output);
+}
+
+// Phase 2.
+template <Executor Comm, class Chunks>
+PYCOMM_HD void receive_from_all(Comm& comm, const Chunks& chunks, std::int64_t t) {
+  const int n = comm.size(), me = comm.rank();
+  const Chunk mine = chunks(t, me);
+  for (int i = 1; i < n; ++i) {
+    const int r = (me + i) % n;
+    const Location from =
+        comm.zero_copy() ? comm.at(comm.input(r), mine.input) : slot_of(comm, r, t, mine);
+    comm.copy(received_at(comm, r, mine), from, output_count(comm, r, chunks.tiles()[t]));
+  }
+}
+
+}  // namespace detail
+
 template <PlainExecutor Comm>
 PYCOMM_HD void all_to_all(Comm& comm) {
   comm.announce();
@@ -28,34 +51,20 @@ PYCOMM_HD void all_to_all(Comm& comm) {
   const int n = comm.size(), me = comm.rank();
   const bool zero_copy = comm.zero_copy();
   const std::int64_t tiles = chunks.tiles().count();
-  const auto input = [&](const Chunk& chunk) { return input_at(comm, chunk.input); };
-  const auto output = [&](int r, const Chunk& chunk) {
-    return output_at(comm, r * comm.block() + chunk.output);
-  };
-  const auto receive = [&](std::int64_t t) {
-    const Chunk mine = chunks(t, me);
-    for (int i = 1; i < n; ++i) {
-      const int r = (me + i) % n;
-      const std::int64_t count = output_count(comm, r, chunks.tiles()[t]);
-      comm.copy(output(r, mine),
-                zero_copy ? comm.at(comm.input(r), mine.input) : detail::slot_of(comm, r, t, mine),
-                count);
-    }
-  };
   for (std::int64_t t = 0; t <= tiles; ++t) {
     if (t < tiles) {
       const Chunk mine = chunks(t, me);
-      comm.copy(output(me, mine), input(mine), mine.count);
+      comm.copy(detail::received_at(comm, me, mine), input_at(comm, mine.input), mine.count);
       for (int i = 1; i < n && !zero_copy; ++i) {
         const Chunk chunk = chunks(t, (me + i) % n);
-        comm.copy(detail::slot_of(comm, me, t, chunk), input(chunk), chunk.count);
+        comm.copy(detail::slot_of(comm, me, t, chunk), input_at(comm, chunk.input), chunk.count);
       }
-      if (zero_copy) receive(t);
+      if (zero_copy) detail::receive_from_all(comm, chunks, t);
       comm.signal(kStaged);
     }
     if (t > 0) {
       comm.wait_all(kStaged, t);
-      if (!zero_copy) receive(t - 1);
+      if (!zero_copy) detail::receive_from_all(comm, chunks, t - 1);
     }
   }
 }

@@ -1,7 +1,7 @@
 // The body that runs an operation, the same on every executor: an algorithm for all_reduce, one
 // body for each other collective.
 //
-// kMovesOnly: the body moves elements without computing, so it needs their size but not their type.
+// kMovesOnly: the body moves elements without computing, so an executor may count in bytes.
 #pragma once
 
 #include "core/algorithms/all_to_all.h"

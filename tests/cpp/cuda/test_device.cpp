@@ -193,41 +193,75 @@ void plain(int n) {
   }
 }
 
-// Every other collective: the bits of the CPU's.
-void collectives(int n) {
+using Buffers = std::vector<std::vector<std::byte>>;
+
+// A tensor per rank, of `size` elements.
+Buffers random_tensors(int n, DType dtype, std::size_t size, unsigned seed) {
+  std::mt19937 random(seed);
+  std::normal_distribution<float> normal;
+  Buffers tensors(static_cast<std::size_t>(n));
+  for (auto& tensor : tensors) {
+    tensor.resize(size * static_cast<std::size_t>(size_of(dtype)));
+    for (std::byte& byte : tensor) byte = static_cast<std::byte>(random());
+    for (std::size_t i = 0; dtype == DType::f32 && i < size; ++i) {
+      const float value = normal(random);
+      std::memcpy(tensor.data() + 4 * i, &value, 4);
+    }
+  }
+  return tensors;
+}
+
+// The bits of the CPU's. Tensors of odd seeds are misaligned by one element.
+void compare_collective(Operation operation, unsigned seed, World& world, DeviceWorld& on_device) {
+  const int n = world.size();
+  const std::size_t odd = seed % 2;
+  const auto elements = static_cast<std::size_t>(operation.count * n) + odd;
+  const Buffers x = random_tensors(n, operation.dtype, elements, seed);
+  Buffers want = x, got = x;
+  const std::size_t begin = odd * static_cast<std::size_t>(size_of(operation.dtype));
+  const auto input = [&](Buffers& results, int r) {
+    const Buffers& from = operation.collective == Collective::broadcast ? results : x;
+    return const_cast<std::byte*>(from[static_cast<std::size_t>(r)].data()) + begin;
+  };
+  const auto output = [&](Buffers& results, int r) {
+    return results[static_cast<std::size_t>(r)].data() + begin;
+  };
+  world.run([&](int r) { world[r].run(operation, input(want, r), output(want, r)); });
+  operation.device = Device::cuda;
+  for (int r = 0; r < n; ++r) {
+    on_device.shared->put(r, operation, input(got, r), output(got, r), 0, {});
+  }
+  on_device.shared->launch();
+  for (int r = 0; r < n; ++r) {
+    PYCOMM_CHECK(on_device.endpoints[r]->failure().reason == Reason::none, "failed");
+    PYCOMM_CHECK(same(want[r], got[r]), describe(operation) + " of rank " + std::to_string(r));
+  }
+}
+
+// Every other collective. The largest tensors take more tiles than there are slots.
+void collectives(int n, DType dtype, ReduceOp op) {
   World world(n);
-  DeviceWorld zero_copy(n), staged(n, 60, true);
+  DeviceWorld zero_copy(n), staged(n, 60, true, cuda::least_staging_bytes(n, kLanes));
   unsigned seed = 0;
-  for (const std::int64_t count : {0, 1, 1000, 70'001}) {
+  const std::int64_t large = 700'000 / size_of(dtype) + 1;
+  for (const std::int64_t count : {std::int64_t{0}, std::int64_t{1}, std::int64_t{1001}, large}) {
     for (int i = 1; i < kCountOf<Collective>; ++i) {
       const auto collective = static_cast<Collective>(i);
       const int root = static_cast<int>(++seed) % n;
-      Operation operation{collective, Algorithm::two_shot, DType::f32, ReduceOp::avg, root, count};
+      Operation operation{collective, Algorithm::two_shot, dtype, op, root, count};
       if (collective == Collective::barrier) operation.count = 0;
-      const auto room = static_cast<std::size_t>(operation.count * n + 1);
-      std::mt19937 random(seed);
-      std::normal_distribution<float> normal;
-      std::vector<std::vector<float>> x(static_cast<std::size_t>(n), std::vector<float>(room));
-      for (auto& tensor : x) {
-        for (float& value : tensor) value = normal(random);
-      }
-      auto want = x, got = x;
-      const auto input = [&](std::vector<std::vector<float>>& results, int r) {
-        return collective == Collective::broadcast ? results[r].data() : x[r].data();
-      };
-      world.run([&](int r) { world[r].run(operation, input(want, r), want[r].data()); });
-      operation.device = Device::cuda;
-      DeviceWorld& on_device = seed % 2 == 0 ? zero_copy : staged;
-      for (int r = 0; r < n; ++r) {
-        on_device.shared->put(r, operation, input(got, r), got[r].data(), 0, {});
-      }
-      on_device.shared->launch();
-      for (int r = 0; r < n; ++r) {
-        PYCOMM_CHECK(on_device.endpoints[r]->failure().reason == Reason::none, "failed");
-        PYCOMM_CHECK(same(want[r], got[r]), describe(operation) + " of rank " + std::to_string(r));
-      }
+      const bool stages = count == large || seed / 2 % 2 == 0;
+      compare_collective(operation, seed, world, stages ? staged : zero_copy);
     }
   }
+}
+
+void collectives(int n) {
+  collectives(n, DType::f32, ReduceOp::avg);
+  collectives(n, DType::i64, ReduceOp::sum);
+  collectives(n, DType::i16, ReduceOp::sum);
+  collectives(n, DType::i8, ReduceOp::max);
+  collectives(n, DType::u8, ReduceOp::bxor);
 }
 
 void blocks(int n) {

@@ -168,6 +168,9 @@ void refuses_what_does_not_fit() {
   operation.codec.k = 1u << 29;
   PYCOMM_CHECK(refused([&] { ranks.groups[0]->run({operation, nullptr, nullptr}, 0); }),
                "lists that are larger than the window");
+  Call call{all_reduce(), ranks.x[0].data(), ranks.y[0].data()};
+  call.timeout = 1;
+  PYCOMM_CHECK(refused([&] { ranks.groups[0]->run(call, 0); }), "a timeout of its own");
   ranks.run_both(all_reduce(), all_reduce());  // no failure so far
   for (int r = 0; r < 2; ++r) ranks.groups[r]->check();
 }

@@ -13,8 +13,9 @@ inline constexpr int kLanes = 2;
 
 class DeviceWorld {
  public:
-  explicit DeviceWorld(int n, double timeout = 60, bool stage_always = false) {
-    const std::int64_t staging = staging_bytes(n);
+  explicit DeviceWorld(int n, double timeout = 60, bool stage_always = false)
+      : DeviceWorld(n, timeout, stage_always, staging_bytes(n)) {}
+  DeviceWorld(int n, double timeout, bool stage_always, std::int64_t staging) {
     const std::int64_t bytes = cuda::window_bytes(n, kLanes, staging, 0);
     for (int r = 0; r < n; ++r) {
       // Aligned and zero-initialised, as a window must be.
