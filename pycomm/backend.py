@@ -25,10 +25,11 @@ from torch.distributed.distributed_c10d import PrefixStore
 import pycomm_backend
 from pycomm._inputs.arguments import seconds
 from pycomm._runtime import c10d_cache, log
+from pycomm._runtime.rendezvous import join
 from pycomm._runtime.subgroup import Subgroup
 from pycomm._runtime.waiting import Deadline
 from pycomm.errors import GroupUnusable, Timeout
-from pycomm.group import Group, _open_groups, join_ranks, make_group
+from pycomm.group import DEFAULT_STAGING_BYTES, Group, _open_groups, make_group
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -110,7 +111,7 @@ class _Ranks:
     def meet(self) -> None:
         """Meets the other ranks and makes a window for the group."""
         store = PrefixStore("pycomm", self._store)
-        self._members = join_ranks(store, self._rank, self._size, self._timeout)
+        self._members = join(store, self._rank, self._size, self._timeout, DEFAULT_STAGING_BYTES)
         self._group = make_group(self._members, self._rank, self._timeout)
 
     def serve_others(self) -> None:

@@ -29,14 +29,13 @@ from pycomm._runtime.cuda_windows import DEFAULT_MAX_BLOCKS, join_processes
 from pycomm._runtime.internode import Nodes
 from pycomm._runtime.open_groups import OpenGroups
 from pycomm._runtime.plan import Plan, make_cuda_plan, make_plan, make_spanning_plan
-from pycomm._runtime.rendezvous import WindowMaker, join, set_up_torch_distributed, slice_bytes
+from pycomm._runtime.rendezvous import join, set_up_torch_distributed
 from pycomm._runtime.torch_private import store_of
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.distributed_c10d import Store
 
     from pycomm._runtime.cuda import CudaSide
     from pycomm._runtime.rendezvous import Membership
@@ -348,7 +347,7 @@ def init(
     prefix = f"pycomm/{process_group.group_name}"
     store = PrefixStore(prefix, store_of(process_group))
     with _joining[prefix]:
-        members = join_ranks(store, rank, size, timeout, staging_bytes, cuda_heap_bytes)
+        members = join(store, rank, size, timeout, staging_bytes, cuda_heap_bytes)
         made = make_group(members, rank, timeout, staging_bytes)
     if len(made.nodes) == 1:
         made._join_cuda = lambda device: join_processes(
@@ -358,31 +357,6 @@ def init(
         if _default is None or not _default._core.usable():
             _default = made
     return made
-
-
-def join_ranks(
-    store: Store,
-    rank: int,
-    size: int,
-    timeout: float,
-    staging_bytes: int = DEFAULT_STAGING_BYTES,
-    cuda_heap_bytes: int = 0,
-) -> Membership:
-    """Meets the processes of a new group in `store`, which is under a prefix of its own.
-
-    The other arguments and the errors are those of :func:`init`.
-    """
-    windows = WindowMaker(
-        create=lambda ranks: _C.create_window(ranks, slice_bytes(), staging_bytes),
-        map=lambda fd, ranks: _C.Window(fd, ranks, slice_bytes(), staging_bytes),
-    )
-    settings = {
-        "the window layout of pycomm's build": _C.window_layout,
-        "the message format of pycomm's build": _C.message_version,
-        "staging_bytes": int(staging_bytes),
-        "cuda_heap_bytes": int(cuda_heap_bytes),
-    }
-    return join(store, rank, size, windows, settings, timeout)
 
 
 def make_group(

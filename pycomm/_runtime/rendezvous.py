@@ -17,7 +17,6 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -27,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from pycomm import _C
 from pycomm._runtime.internode import GlooTransport, Nodes, connect
 from pycomm._runtime.meeting import meet
 from pycomm._runtime.peers import Peers
@@ -34,8 +34,6 @@ from pycomm._runtime.waiting import Deadline
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
-
-    from pycomm import _C
 
 _NAMESPACES = ("net", "pid", "ipc")
 
@@ -107,18 +105,14 @@ def slice_bytes() -> int:
     return -(-memory // (1 << 30)) << 30
 
 
-@dataclass(frozen=True)
-class WindowMaker:
-    """The functions that make and map a window.
+def _create_window(ranks: int, staging_bytes: int) -> int:
+    """Makes the window of a number of ranks, and returns its descriptor."""
+    return _C.create_window(ranks, slice_bytes(), staging_bytes)
 
-    Attributes:
-        create: makes a window for a number of ranks, and returns its descriptor.
-        map: maps the window of a descriptor, for a number of ranks, and takes ownership of the
-            descriptor.
-    """
 
-    create: Callable[[int], int]
-    map: Callable[[int, int], _C.Window]
+def _map_window(fd: int, ranks: int, staging_bytes: int) -> _C.Window:
+    """Maps a window, and takes ownership of its descriptor."""
+    return _C.Window(fd, ranks, slice_bytes(), staging_bytes)
 
 
 def _hand_out(
@@ -137,14 +131,8 @@ def _hand_out(
                     given += 1
 
 
-def _take(
-    address: str,
-    secret: bytes,
-    map_window: Callable[[int], _C.Window],
-    deadline: Deadline,
-    peers: Peers,
-) -> _C.Window:
-    """Gets the descriptor and maps the window."""
+def _take(address: str, secret: bytes, deadline: Deadline, peers: Peers) -> int:
+    """Gets the window's descriptor from the first rank."""
     with (
         socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection,
         deadline.guarding("the first rank handing out the window"),
@@ -156,16 +144,16 @@ def _take(
         if not fds:
             raise ConnectionError("the connection was closed before the window was handed out")
         os.set_inheritable(fds[0], False)
-    return map_window(fds[0])
+    return fds[0]
 
 
 def join(
     store: Store,
     rank: int,
     size: int,
-    windows: WindowMaker,
-    settings: dict[str, int],
     timeout: float,
+    staging_bytes: int,
+    cuda_heap_bytes: int = 0,
 ) -> Membership:
     """Meets the other ranks over `store`.
 
@@ -174,9 +162,9 @@ def join(
             before its processes were restarted.
         rank: the rank of this process.
         size: the number of processes.
-        windows: makes the window on the first rank of each node, and maps it on all.
-        settings: values that must be the same on every rank, by their names in error messages.
         timeout: seconds for the whole rendezvous.
+        staging_bytes: shared memory of every rank for tensors that are not in the window.
+        cuda_heap_bytes: device memory of every rank for tensors in the window.
 
     Raises:
         ValueError: the ranks' settings differ, or a rank could not map the window; on all ranks.
@@ -189,7 +177,12 @@ def join(
         "pid": os.getpid(),
         "node": node_identity(),
         "cores": sorted(os.sched_getaffinity(0)),
-        "settings": settings,
+        "settings": {
+            "the window layout of pycomm's build": _C.window_layout,
+            "the message format of pycomm's build": _C.message_version,
+            "staging_bytes": int(staging_bytes),
+            "cuda_heap_bytes": int(cuda_heap_bytes),
+        },
     }
     texts, store = meet(store, rank, size, json.dumps(mine), deadline)
     everyone = [json.loads(text) for text in texts]
@@ -199,7 +192,7 @@ def join(
     cores = set().union(*(everyone[r]["cores"] for r in nodes.local))
     peers = Peers(store, rank, pids)
     with peers.telling(), peers.watching(nodes):
-        window = _share_window(store, rank, nodes, windows, deadline, peers)
+        window = _share_window(store, rank, nodes, staging_bytes, deadline, peers)
         with deadline.guarding("every node connecting"):
             carriers = connect(nodes, rank, store, deadline, peers.look)
         with deadline.guarding("every rank taking the window"):
@@ -224,17 +217,18 @@ def _share_window(
     store: Store,
     rank: int,
     nodes: Nodes,
-    windows: WindowMaker,
+    staging_bytes: int,
     deadline: Deadline,
     peers: Peers,
 ) -> _C.Window:
     """Makes or takes the window of this node's ranks."""
     first, count = nodes.local[0], len(nodes.local)
     if rank == first:
-        return _offer(store, rank, count, windows, deadline, peers)
+        return _offer(store, rank, count, staging_bytes, deadline, peers)
     with deadline.guarding(f"rank {first} offering the window"):
         address, secret = json.loads(_get(store, f"window/{first}", deadline, peers))
-    return _take(address, secret.encode(), lambda fd: windows.map(fd, count), deadline, peers)
+    fd = _take(address, secret.encode(), deadline, peers)
+    return _map_window(fd, count, staging_bytes)
 
 
 def _await_all(store: Store, size: int, deadline: Deadline, peers: Peers) -> None:
@@ -245,7 +239,7 @@ def _await_all(store: Store, size: int, deadline: Deadline, peers: Peers) -> Non
 
 
 def _offer(
-    store: Store, rank: int, count: int, windows: WindowMaker, deadline: Deadline, peers: Peers
+    store: Store, rank: int, count: int, staging_bytes: int, deadline: Deadline, peers: Peers
 ) -> _C.Window:
     """Makes the window and hands it out."""
     address, secret = f"pycomm-{secrets.token_hex(16)}", secrets.token_hex(16)
@@ -256,8 +250,8 @@ def _offer(
         with deadline.guarding("reaching the Store"):
             store.set(f"window/{rank}", json.dumps([address, secret]))
         with contextlib.ExitStack() as on_failure:
-            fd = windows.create(count)
+            fd = _create_window(count, staging_bytes)
             on_failure.callback(os.close, fd)
             _hand_out(listener, fd, secret.encode(), count - 1, deadline, peers)
             on_failure.pop_all()
-    return windows.map(fd, count)
+    return _map_window(fd, count, staging_bytes)

@@ -11,6 +11,7 @@ import sweep
 import torch
 
 import pycomm
+from pycomm._runtime.rendezvous import slice_bytes
 
 
 def window_bytes():
@@ -93,7 +94,7 @@ def test_freed_memory_leaves_the_node(group):
 
 def test_too_much_is_refused_and_the_group_still_works(world):
     def body(group):
-        for count in (1 << 45, pycomm.group.slice_bytes() - (1 << 20)):
+        for count in (1 << 45, slice_bytes() - (1 << 20)):
             with pytest.raises(MemoryError, match="window"):
                 group.empty(count, dtype=torch.uint8)
         x = group.empty(1000).fill_(1)

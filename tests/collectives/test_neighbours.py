@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import pycomm
+from pycomm._runtime.rendezvous import slice_bytes
 
 PROT = {"none": 0, "read": 1}
 SIZE = 5
@@ -32,7 +33,7 @@ def forbid(ranks, size, what):
     """Takes their staging and heaps away; touching them would be the end of this process."""
     data = helpers.data_begin(size)
     before_heap = data + STAGING
-    heap = pycomm.group.slice_bytes() - before_heap
+    heap = slice_bytes() - before_heap
     assert data % mmap.PAGESIZE == STAGING % mmap.PAGESIZE == 0
     forbidden = []
     for address, length, offset in mappings():

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import pycomm
+from pycomm._runtime import rendezvous
 
 SCRIPT = """
 import torch, pycomm
@@ -244,7 +245,7 @@ def test_ranks_that_differ(spoil, odd_rank, nodes):
 
 def another_slice(patch):
     """As a rank may have that counts the node's memory otherwise."""
-    patch.setattr(pycomm.group, "slice_bytes", lambda: 256 << 20)
+    patch.setattr(rendezvous, "slice_bytes", lambda: 256 << 20)
     return {}
 
 
@@ -252,9 +253,7 @@ def another_slice(patch):
 def test_a_rank_that_refuses_the_window(nodes):
     """All ranks know at once, also those on other nodes."""
     outcomes = helpers.run_ranks(3, join_in_vain, nodes, another_slice, 2)
-    expected = (
-        f"the window's slice_bytes is {pycomm.group.slice_bytes()}, this rank's is {256 << 20}"
-    )
+    expected = f"the window's slice_bytes is {rendezvous.slice_bytes()}, this rank's is {256 << 20}"
     for rank, (kind, message, took) in enumerate(outcomes):
         assert kind is ValueError
         assert expected in message

@@ -14,7 +14,7 @@ from wrapped import TINY, Wrapped
 
 import pycomm
 from pycomm import hooks
-from pycomm.group import slice_bytes
+from pycomm._runtime.rendezvous import slice_bytes
 
 LAYOUTS = (TINY, 0.05, 25)  # MiB
 
