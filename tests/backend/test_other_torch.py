@@ -28,8 +28,11 @@ for output; do :; done
 cp {BUILT} "$output"
 """
 
+# An editable installation would find the module that setup.py built.
 RANK = f"""
-import sys, torch, torch.distributed as dist, pycomm
+import sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if "Editable" not in str(finder)]
+import torch, torch.distributed as dist, pycomm
 rank, size, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 dist.init_process_group("pycomm", store=dist.FileStore(store, size), rank=rank, world_size=size)
 x = torch.full((3,), rank + 1.0)
