@@ -10,9 +10,9 @@ pycomm's own collectives do; docs/torch-distributed.md says which ones and what 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
+import threading
 import time
 import weakref
 from collections import Counter
@@ -104,6 +104,9 @@ class _Ranks:
         self._world: _World | None = None
         self._seats: list[int] = []  # these ranks in the default group
         self._subgroup: Subgroup | None = None  # until it is used
+        self._taking = threading.Lock()
+        self._failed = False  # to be used for the first time
+        self._closed = False
         self._group: Group | None = None
         self._gloo: Any = None
         self._monitored_barriers = 0
@@ -151,21 +154,39 @@ class _Ranks:
         return merged
 
     def connect(self) -> Group:
-        """The group that runs operations."""
-        if self._subgroup is not None:
-            members = self._subgroup.join()
+        """The group that runs operations. If its first use fails, this rank leaves it."""
+        if not self._failed and (subgroup := self._take_subgroup()) is not None:
+            self._failed = True
+            try:
+                members = subgroup.join()
+            except Exception:
+                self._leave(subgroup)
+                raise
             self._group = make_group(members, self._rank, self._timeout)
-            self._subgroup = None
+            self._failed = False
+            if self._closed:  # meanwhile
+                self.close()
         if self._group is None:
-            raise GroupUnusable("group is closed")
+            raise GroupUnusable("group is closed, or its first use has failed")
         return self._group
+
+    def _take_subgroup(self) -> Subgroup | None:
+        """The group to join or to leave; for one caller only."""
+        with self._taking:
+            taken, self._subgroup = self._subgroup, None
+        return taken
+
+    def _leave(self, subgroup: Subgroup) -> None:
+        try:
+            subgroup.leave()
+        except (RuntimeError, MemoryError):  # the Store is gone, or there is no address space
+            self._subgroup = subgroup  # close() tries again
 
     def close(self) -> None:
         """Closes the group. Operations that nobody has waited for may soon be aborted."""
-        if self._subgroup is not None:
-            with contextlib.suppress(RuntimeError):  # the Store is gone
-                self._subgroup.leave()
-            self._subgroup = None
+        self._closed = True
+        if (subgroup := self._take_subgroup()) is not None:
+            self._leave(subgroup)
         if self._group is None:
             return
         end = time.monotonic() + _FAREWELL

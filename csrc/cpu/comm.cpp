@@ -15,6 +15,14 @@ std::atomic_ref<std::uint32_t> epoch_of(Announcement& announcement) {
   return std::atomic_ref<std::uint32_t>(announcement.epoch);
 }
 
+// True if an operation uses more of a staging slot than its beginning, as far as its tensor reaches:
+// blocks for several ranks lie apart (core/algorithms/two_shot.h), and codecs have layouts of their own.
+bool fills_slots(const Operation& operation) {
+  const Collective collective = operation.collective;
+  return operation.codec.kind != CodecKind::none || collective == Collective::reduce_scatter ||
+         collective == Collective::all_to_all || collective == Collective::scatter;
+}
+
 }  // namespace
 
 Comm::Comm(std::shared_ptr<Window> window, std::shared_ptr<const Liveness> peers, int rank,
@@ -70,8 +78,8 @@ void Comm::begin_phase(const Operation& operation, const void* input, void* outp
   output_ = static_cast<std::byte*>(output);
   input_bytes_ = input_bytes(operation, size_, rank_);
   output_bytes_ = output_bytes(operation, size_, rank_);
-  const bool plain = operation.codec.kind == CodecKind::none;
-  window_->need_staging(rank_, plain ? std::max(input_bytes_, output_bytes_) : slot_bytes_);
+  window_->need_staging(
+      rank_, fills_slots(operation) ? slot_bytes_ : std::max(input_bytes_, output_bytes_));
   loop_ = reduce_loop(operation.dtype, operation.op, false);
   last_loop_ = reduce_loop(operation.dtype, operation.op, true);
   use_blocks(nullptr, nullptr);
@@ -96,6 +104,7 @@ void Comm::publish() {
                       ? mine.input
                       : window_->place_in_heap(rank_, output_, lists ? 0 : output_bytes_);
   }
+  detachments_ = window_->detachments(rank_);
   exposed_ = !lists && (mine.input != kNotInWindow || mine.output != kNotInWindow);
   Announcement& announced = announcement(rank_);
   announced.operation = mine.operation;
@@ -167,6 +176,11 @@ void Comm::leave_peers_heaps() {
 
 void Comm::finish() {
   check_aborted();
+  // Another group has failed and taken pages from other processes, perhaps also this operation's.
+  if (exposed_ && zero_copy_ && window_->detachments(rank_) != detachments_) {
+    abort(Reason::aborted, rank_);
+    check_aborted();
+  }
   leave_peers_heaps();
   mine().completed.store(ordinal(), std::memory_order_release);
 }

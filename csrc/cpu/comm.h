@@ -351,8 +351,9 @@ class Comm {
   ReduceLoop loop_ = nullptr;
   ReduceLoop last_loop_ = nullptr;
   bool zero_copy_ = false;
-  bool exposed_ = false;         // this rank's tensors are in its heap, where others may use them
-  bool in_peers_heaps_ = false;  // this rank may use tensors in other ranks' heaps
+  std::uint32_t detachments_ = 0;  // when the operation began
+  bool exposed_ = false;           // this rank's tensors are in its heap, where others may use them
+  bool in_peers_heaps_ = false;    // this rank may use tensors in other ranks' heaps
   bool stream_ = false;
   StorePolicy store_policy_;
   Traffic traffic_;

@@ -149,6 +149,7 @@ void HeapMap::remap(std::byte* data, const Range& offsets, int flags) {
 // Each page only once: the file no longer has the content of a page that is private.
 void HeapMap::detach(const Range& pages) {
   const std::lock_guard lock(mutex_);
+  ++detachments_;
   auto& [begin, allocation] = *std::prev(allocations_.upper_bound(pages.begin));
   std::vector<bool>& detached = allocation.detached;
   detached.resize(static_cast<std::size_t>(allocation.bytes / kPage));

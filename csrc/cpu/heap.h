@@ -74,6 +74,8 @@ class HeapMap {
   // Makes pages of an allocation of this process private to it, with the same content. Its tensors
   // then lie in no window.
   void detach(const Range& pages);
+  // The number of calls of detach().
+  std::uint32_t detachments() const { return detachments_.load(); }
   // The offset of a tensor if it lies in an allocation of this process, else kNotInWindow.
   std::int64_t place_of(const void* data, std::int64_t bytes) const;
 
@@ -103,6 +105,7 @@ class HeapMap {
   std::map<std::int64_t, Allocation> allocations_;                  // by offset
   std::map<std::uintptr_t, std::int64_t> places_;                   // of allocations, by address
   std::atomic<std::uintptr_t> lowest_ = UINTPTR_MAX, highest_ = 0;  // of all allocations so far
+  std::atomic<std::uint32_t> detachments_ = 0;
   std::vector<Mapping> views_;  // of the heap's beginning, in ascending size
 };
 

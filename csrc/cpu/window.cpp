@@ -11,6 +11,7 @@
 
 #include "core/layout.h"
 #include "cpu/fork.h"
+#include "cpu/p2p/frame.h"
 
 namespace pycomm::cpu {
 namespace {
@@ -158,11 +159,11 @@ Window::Window(const Window& whole, std::vector<int> members, int rank, const Pl
       staged_(0),
       departed_(false) {
   check(place);
-  if (place.owner == seat(rank)) file_->heap(place.owner).keep(place.offset, tenancy_);
   for (int r = 0; r < ranks_; ++r) {
     reserve_in_file(file_->fd(), position_ + r * stride_, staging_begin());
   }
   slices_.emplace(file_->fd(), position_, ranks_ * stride_);
+  if (place.owner == seat(rank)) file_->heap(place.owner).keep(place.offset, tenancy_);
 }
 
 // Twice as much each time, so that a growing tensor needs few calls.
@@ -200,11 +201,24 @@ void Window::depart() {
   }
 }
 
+// The rings of messages, which lie in their senders' heaps.
+void Window::punch_rings() const {
+  constexpr std::int64_t kBytes = round_up(p2p::kAllocationBytes, kPage);
+  for (int to = 0; to < ranks_; ++to) {
+    for (int from = 0; from < ranks_; ++from) {
+      const std::int64_t ring = mailbox(to, from).sender.ring;
+      if (ring < heap_begin() || ring > slice_bytes() - kBytes) continue;  // none, or no place
+      file_->punch(file_->position(seat(from), ring), kBytes);
+    }
+  }
+}
+
 // The page with the tenant's word goes with its owner's place.
 void Window::give_back() {
   control(rank_).left.store(1, std::memory_order_release);
   Control& first = control(0);
   if (first.departed.fetch_add(1) + 1 == static_cast<std::uint32_t>(ranks_)) {
+    punch_rings();
     file_->punch(position_ + kPage, ranks_ * stride_ - kPage);
     first.tenant.store(0);
   }

@@ -220,6 +220,8 @@ class Window {
   std::byte* in_heap(int r, std::int64_t offset, std::int64_t bytes) const {
     return file_->map(seat(r)).at(offset, bytes);
   }
+  // Grows when pages of this process's tensors in rank r's heap are taken from other processes.
+  std::uint32_t detachments(int r) const { return file_->map(seat(r)).detachments(); }
   // The offset in rank r's heap of a tensor in an allocation of this process, or kNotInWindow.
   std::int64_t place_in_heap(int r, const void* data, std::int64_t bytes) const {
     return file_->map(seat(r)).place_of(data, bytes);
@@ -236,6 +238,7 @@ class Window {
   void check(const Place& place) const;
   void reserve_staging(int r, std::int64_t bytes);
   void give_back();
+  void punch_rings() const;
 
   const std::shared_ptr<WindowFile> file_;
   const std::vector<int> seats_;

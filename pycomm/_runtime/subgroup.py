@@ -9,6 +9,7 @@ used the group counts itself in the Store.
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from pycomm._runtime.internode import Nodes
 from pycomm._runtime.rendezvous import Membership
+from pycomm.errors import GroupUnusable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,22 +34,22 @@ class _State:
     """What the Store says about a group.
 
     Attributes:
-        left: the ranks that have left without having used the group.
+        absent: the ranks that have left without having used the group.
         place: the place of the group's window, for :meth:`_C.Window.part`; None until it is used.
     """
 
-    left: list[int]
+    absent: list[int]
     place: tuple[int, int, int] | None = None
 
     @classmethod
     def parse(cls, word: str) -> _State:
         if not word:
             return cls([])
-        left, place = json.loads(word)
-        return cls(left, place and tuple(place))
+        absent, place = json.loads(word)
+        return cls(absent, place and tuple(place))
 
     def word(self) -> str:
-        return json.dumps([self.left, self.place])
+        return json.dumps([self.absent, self.place])
 
 
 class Subgroup:
@@ -65,19 +67,25 @@ class Subgroup:
         self._seats = [whole.nodes.local.index(r) for r in ranks]
         self._pids = [whole.pids[r] for r in ranks]
         self._rank = rank
+        self._pid = os.getpid()
         self._store: Store = PrefixStore(f"subgroup/{name}", whole.store)
 
     def join(self) -> Membership:
-        """Joins the group, without waiting for other ranks.
+        """Joins the group, without waiting for other ranks. A rank joins or leaves once.
 
         Raises:
+            pycomm.GroupUnusable: this process is a fork of the rank.
             MemoryError: the node has too little memory.
             RuntimeError: the Store is gone.
         """
+        if os.getpid() != self._pid:
+            raise GroupUnusable(
+                "group belongs to the parent of this forked process; make a new one here"
+            )
         word, window = "", self._whole.window
         while (place := (state := _State.parse(word)).place) is None:
-            mine = window.reserve(self._seats[self._rank], len(self._seats), state.left)
-            word, told = self._replace(word, _State(state.left, mine))
+            mine = window.reserve(self._seats[self._rank], len(self._seats), state.absent)
+            word, told = self._replace(word, _State(state.absent, mine))
             if not told:
                 window.cancel(*mine)
         return Membership(
@@ -92,13 +100,13 @@ class Subgroup:
 
     def leave(self) -> None:
         """Says that this rank will never join the group."""
-        word, told = "", False
+        word, told = "", os.getpid() != self._pid
         while not told:
             state = _State.parse(word)
             if state.place is not None:
                 self._map(state.place)  # and leaves it
                 return
-            word, told = self._replace(word, _State([*state.left, self._rank]))
+            word, told = self._replace(word, _State([*state.absent, self._rank]))
 
     def _map(self, place: tuple[int, int, int]) -> _C.Window:
         return self._whole.window.part(self._seats, self._rank, *place)
