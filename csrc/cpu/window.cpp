@@ -110,7 +110,7 @@ Window::Window(int fd, int ranks, std::int64_t slice_bytes, std::int64_t staging
       stride_(window_slice_bytes(ranks, staging_bytes)),
       id_(file_->id()),
       forks_(current_forks()),
-      staged_(slot_bytes()),
+      staged_(slot_bytes_),
       departed_(true) {
   slices_.emplace(fd, 0, ranks * stride_);
 }
@@ -169,10 +169,10 @@ Window::Window(const Window& whole, std::vector<int> members, int rank, const Pl
 // Twice as much each time, so that a growing tensor needs few calls.
 void Window::reserve_staging(int r, std::int64_t bytes) {
   const std::int64_t wanted = std::max({bytes, 2 * staged_, kPage});
-  const std::int64_t more = std::min(wanted, slot_bytes());
+  const std::int64_t more = std::min(wanted, slot_bytes_);
   for (std::uint32_t parity = 0; parity < 2; ++parity) {
     for (int i = 0; i < kStagingSlots; ++i) {
-      const std::byte* const slot = staging(r, parity) + i * slot_bytes();
+      const std::byte* const slot = staging(r, parity) + i * slot_bytes_;
       reserve_in_file(file_->fd(), position_ + (slot - slices_->data()), more);
     }
   }

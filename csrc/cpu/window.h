@@ -179,7 +179,7 @@ class Window {
   void populate(int r);
   // Reserves memory for the first bytes of the slots in rank r's staging, which is this process's.
   void need_staging(int r, std::int64_t bytes) {
-    if (bytes > staged_) reserve_staging(r, std::min(bytes, slot_bytes()));
+    if (std::min(bytes, slot_bytes_) > staged_) reserve_staging(r, bytes);
   }
   // Says that this rank does not use the window any more. The last rank to leave a window in a heap
   // gives its memory back. Idempotent.
@@ -203,7 +203,7 @@ class Window {
   // Identifies the window, in all processes alike.
   std::uint32_t id() const { return id_; }
   // Bytes of a staging slot: each half has kStagingSlots.
-  std::int64_t slot_bytes() const { return half_bytes_ / kStagingSlots / kLine * kLine; }
+  std::int64_t slot_bytes() const { return slot_bytes_; }
   // The valid offsets in a heap are those from heap_begin() to slice_bytes().
   std::int64_t slice_bytes() const { return file_->slice_bytes(); }
   std::int64_t heap_begin() const { return file_->heap_range().begin; }
@@ -244,6 +244,7 @@ class Window {
   const std::vector<int> seats_;
   const int ranks_;
   const std::int64_t half_bytes_;
+  const std::int64_t slot_bytes_ = half_bytes_ / kStagingSlots / kLine * kLine;
   const std::int64_t stride_;        // bytes of a slice
   const std::int64_t position_ = 0;  // in the file
   const std::uint32_t id_;
