@@ -127,7 +127,7 @@ class Heap {
   void sweep();
 
  private:
-  // What is kept for a window: a place, or an allocation.
+  // A place or an allocation that is kept as long as a window is in use.
   struct Lease {
     Tenancy tenancy;
     std::int64_t offset;
