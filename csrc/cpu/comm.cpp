@@ -96,6 +96,7 @@ void Comm::publish() {
   const bool lists = operation_.codec.kind == CodecKind::topk;
   mine.operation = operation_;
   mine.preflight = preflight_;
+  detachments_ = window_->detachments(rank_);
   if (inputs_ != nullptr || outputs_ != nullptr) {
     mine.input = mine.output = kNotInWindow;
   } else {
@@ -104,7 +105,6 @@ void Comm::publish() {
                       ? mine.input
                       : window_->place_in_heap(rank_, output_, lists ? 0 : output_bytes_);
   }
-  detachments_ = window_->detachments(rank_);
   exposed_ = !lists && (mine.input != kNotInWindow || mine.output != kNotInWindow);
   Announcement& announced = announcement(rank_);
   announced.operation = mine.operation;
@@ -176,11 +176,7 @@ void Comm::leave_peers_heaps() {
 
 void Comm::finish() {
   check_aborted();
-  // Another group has failed and taken pages from other processes, perhaps also this operation's.
-  if (exposed_ && zero_copy_ && window_->detachments(rank_) != detachments_) {
-    abort(Reason::aborted, rank_);
-    check_aborted();
-  }
+  check_attached();
   leave_peers_heaps();
   mine().completed.store(ordinal(), std::memory_order_release);
 }

@@ -141,6 +141,7 @@ class Comm {
   Location taken(int r) { return {taken_.data() + r * kPacketBytes, rank_}; }
 
   void signal(Channel channel) {
+    check_attached();
     stream_fence();
     mine().flags[channel].value.store(++signalled_[channel], std::memory_order_release);
     wake();
@@ -296,6 +297,14 @@ class Comm {
   void check_agreement();
   void find_tensors();
   void enter_peers_heaps();
+  // Aborts if another group has failed and taken pages from other processes, perhaps also this
+  // operation's: then this rank may have missed their data, and they may miss this rank's.
+  void check_attached() {
+    if (exposed_ && zero_copy_ && window_->detachments(rank_) != detachments_) {
+      abort(Reason::aborted, rank_);
+      check_aborted();
+    }
+  }
   void detach();
 
   Location block_at(const BlockTable& blocks, std::int64_t n) const {
@@ -351,7 +360,7 @@ class Comm {
   ReduceLoop loop_ = nullptr;
   ReduceLoop last_loop_ = nullptr;
   bool zero_copy_ = false;
-  std::uint32_t detachments_ = 0;  // when the operation began
+  std::uint32_t detachments_ = 0;  // before this rank found its tensors' places
   bool exposed_ = false;           // this rank's tensors are in its heap, where others may use them
   bool in_peers_heaps_ = false;    // this rank may use tensors in other ranks' heaps
   bool stream_ = false;

@@ -81,19 +81,21 @@ std::byte* HeapMap::map(const Range& offsets) {
   return data;
 }
 
-void HeapMap::unmap(std::int64_t offset) {
+bool HeapMap::unmap(std::int64_t offset) {
   const std::lock_guard lock(mutex_);
   const auto found = allocations_.find(offset);
   places_.erase(reinterpret_cast<std::uintptr_t>(found->second.data));
+  const bool detached = !found->second.detached.empty();
   if (!found->second.own) {
     // The chunk serves other allocations, too.
-    if (!found->second.detached.empty()) {
+    if (detached) {
       remap(found->second.data, {offset, found->second.bytes}, MAP_SHARED | MAP_NORESERVE);
     }
     const auto chunk = chunks_.find(chunk_at(offset).begin);
     if (--chunk->second.users == 0) chunks_.erase(chunk);
   }
   allocations_.erase(found);
+  return !detached;
 }
 
 std::byte* HeapMap::at(std::int64_t offset, std::int64_t bytes) {
@@ -205,8 +207,7 @@ void Heap::free(std::byte* data) {
 void Heap::unmap_and_give(std::byte* data) {
   const auto used = used_.find(data);
   PYCOMM_CHECK(used != used_.end(), "not an allocation of this heap");
-  file_.release(slice_, used->second);
-  give(used->second);
+  if (file_.release(slice_, used->second)) give(used->second);
   used_.erase(used);
 }
 

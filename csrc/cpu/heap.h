@@ -68,7 +68,8 @@ class HeapMap {
 
   // Maps an allocation of this process. Its address stays valid until unmap().
   std::byte* map(const Range& offsets);
-  void unmap(std::int64_t offset);
+  // Returns false if a page was detached: other processes may then still write to its place.
+  bool unmap(std::int64_t offset);
   // The address of `bytes` bytes at an offset, in an allocation of this process or of another one.
   std::byte* at(std::int64_t offset, std::int64_t bytes);
   // Makes pages of an allocation of this process private to it, with the same content. Its tensors

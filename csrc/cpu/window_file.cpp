@@ -87,9 +87,10 @@ std::byte* WindowFile::allocate(int s, const Range& pages) {
   }
 }
 
-void WindowFile::release(int s, const Range& pages) {
-  map(s).unmap(pages.begin);
+bool WindowFile::release(int s, const Range& pages) {
+  const bool reusable = map(s).unmap(pages.begin);
   punch(position(s, pages.begin), pages.count);
+  return reusable;
 }
 
 void WindowFile::punch(std::int64_t position, std::int64_t bytes) const {

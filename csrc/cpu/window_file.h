@@ -49,9 +49,11 @@ class WindowFile : public std::enable_shared_from_this<WindowFile> {
   HeapMap& map(int s) { return maps_[static_cast<std::size_t>(s)]; }
   const HeapMap& map(int s) const { return maps_[static_cast<std::size_t>(s)]; }
 
-  // Reserves memory for whole pages of slice s's heap and maps them; release() gives them back.
+  // Reserves memory for whole pages of slice s's heap and maps them; release() gives them back. It
+  // returns false if the pages must not be used again: some were detached, and another process may
+  // still write there.
   std::byte* allocate(int s, const Range& pages);
-  void release(int s, const Range& pages);
+  bool release(int s, const Range& pages);
   // Gives the memory of a range back, which may be mapped.
   void punch(std::int64_t position, std::int64_t bytes) const;
   // Makes pages of one of this process's allocations inaccessible to other processes, for good:

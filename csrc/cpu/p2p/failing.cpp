@@ -53,7 +53,9 @@ CollectiveError Engine::failure_of(std::uint64_t word, const Request& request,
 // Returns when no other rank uses this rank's buffers.
 void Engine::retreat() {
   const auto& pending = node_.requests.pending();
-  const auto exposed = [](const RequestPtr& request) { return request->exposed; };
+  const auto exposed = [](const RequestPtr& request) {
+    return request->exposed_at != kNotInWindow;
+  };
   if (std::none_of(pending.begin(), pending.end(), exposed)) return;
   node_.comm.await_outside(&Control::p2p_in_peers_heaps, [this] { detach(); });
 }
@@ -62,10 +64,9 @@ void Engine::retreat() {
 void Engine::detach() {
   std::vector<std::pair<std::int64_t, std::int64_t>> ranges;
   for (const RequestPtr& request : node_.requests.pending()) {
-    if (!request->exposed) continue;
-    const std::int64_t bytes = request->envelope.bytes;
-    const std::int64_t offset = node_.window.place_in_heap(node_.rank(), request->data, bytes);
-    ranges.emplace_back(offset / kPage * kPage, round_up(offset + bytes, kPage));
+    const std::int64_t begin = request->exposed_at;
+    if (begin == kNotInWindow) continue;
+    ranges.emplace_back(begin / kPage * kPage, round_up(begin + request->envelope.bytes, kPage));
   }
   std::sort(ranges.begin(), ranges.end());
   std::int64_t done = 0;

@@ -74,7 +74,7 @@ void Incoming::accept(RequestPtr receive, const Frame& announced) {
   }
   const std::int64_t place =
       node_.window.place_in_heap(node_.rank(), receive->data, announced.bytes);
-  receive->exposed = place != kNotInWindow;
+  receive->exposed_at = place;
   deliveries_[announced.message] = {std::move(receive), place != kNotInWindow};
   answers_.push_back({announced.message, place, node_.window.id(), AnswerKind::accept});
 }
@@ -98,8 +98,15 @@ void Incoming::take_data(const Frame& frame) {
   deliveries_.erase(frame.message);
 }
 
+// The sender wrote to the receive's pages as they were when this rank accepted the message. If a
+// group that failed has taken them from other processes since, part of the message may be lost.
 void Incoming::take_written(const Frame& frame) {
-  complete(delivery(frame, true).receive);
+  const RequestPtr& receive = delivery(frame, true).receive;
+  if (node_.window.place_in_heap(node_.rank(), receive->data, receive->envelope.bytes) !=
+      receive->exposed_at) {
+    throw std::runtime_error("another group, which has failed, has taken the receive's memory");
+  }
+  complete(receive);
   deliveries_.erase(frame.message);
 }
 

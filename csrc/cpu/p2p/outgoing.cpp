@@ -53,7 +53,7 @@ bool Outgoing::send_queued() {
     if (ring_->room() < length_of(header)) break;
     if (!eager) {
       header.offset = node_.window.place_in_heap(node_.rank(), request->data, bytes);
-      request->exposed = header.offset != kNotInWindow;
+      request->exposed_at = header.offset;
       announced_[next_] = request;
     }
     ring_->write(header, request->data);
@@ -74,7 +74,7 @@ bool Outgoing::take_answers() {
     if (answer.kind == AnswerKind::accept) {
       accept(answer);
     } else {
-      PYCOMM_CHECK(answer.kind == AnswerKind::taken && found->second->exposed,
+      PYCOMM_CHECK(answer.kind == AnswerKind::taken && found->second->exposed_at != kNotInWindow,
                    "an answer is of no kind");
       node_.requests.complete(found->second);
     }

@@ -67,7 +67,8 @@ struct Request {
   Callback callback = {};
 
   bool matched = false;  // a receive has a message, some of whose bytes are still to come
-  bool exposed = false;  // the other rank may access `data`, which is in this rank's heap
+  // The offset of `data` in this rank's heap if the other rank may access it there.
+  std::int64_t exposed_at = kNotInWindow;
   Clock::duration timeout = {};
   bool always_timed = false;
   Clock::duration since = kUnset;  // the time of the last progress, set when it is next needed
