@@ -82,7 +82,7 @@ void Engine::start(const RequestPtr& request, bool inline_wait) {
   });
   if (inline_wait || request->completed()) return;
   guarded(lock, [this] { return start_thread(), true; });
-  thread_needed_.notify_one();
+  if (resting_) thread_needed_.notify_one();
 }
 
 void Engine::start_thread() {

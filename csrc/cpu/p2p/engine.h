@@ -111,6 +111,7 @@ class Engine {
   int dozing_ = 0;
   std::condition_variable changed_;
   std::condition_variable thread_needed_;
+  bool resting_ = false;  // the thread sleeps until it is needed
   bool stopping_ = false;
   std::thread thread_;
 };

@@ -160,7 +160,9 @@ void Engine::serve() {
   Lock lock(mutex_);
   const auto pending = [&] { return !node_.requests.pending().empty(); };
   while (true) {
+    resting_ = true;
     thread_needed_.wait(lock, [&] { return pending() || stopping_; });
+    resting_ = false;
     if (stopping_) return;
     thread_needed_.wait_for(lock, kTakeOver, [&] { return stopping_; });
     const auto over = [&] { return waiters_ > 0 || !pending() || stopping_; };
