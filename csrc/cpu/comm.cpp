@@ -86,6 +86,7 @@ void Comm::begin_phase(const Operation& operation, const void* input, void* outp
   zero_copy_ = exposed_ = false;
   leave_peers_heaps();
   stream_ = store_policy_.next(operation.count * element_size_);
+  stream_output_ = output_bytes_ >= kStreamedOutput && !in_place();
   for (int channel = 0; channel < kChannels; ++channel) started_[channel] = signalled_[channel];
   check_aborted();
 }
@@ -101,9 +102,8 @@ void Comm::publish() {
     mine.input = mine.output = kNotInWindow;
   } else {
     mine.input = window_->place_in_heap(rank_, input_, lists ? 0 : input_bytes_);
-    mine.output = input_ == output_ && input_bytes_ == output_bytes_
-                      ? mine.input
-                      : window_->place_in_heap(rank_, output_, lists ? 0 : output_bytes_);
+    mine.output =
+        in_place() ? mine.input : window_->place_in_heap(rank_, output_, lists ? 0 : output_bytes_);
   }
   exposed_ = !lists && (mine.input != kNotInWindow || mine.output != kNotInWindow);
   Announcement& announced = announcement(rank_);
@@ -178,6 +178,7 @@ void Comm::finish() {
   check_aborted();
   check_attached();
   leave_peers_heaps();
+  if (stream_output_) stream_fence();
   mine().completed.store(ordinal(), std::memory_order_release);
 }
 

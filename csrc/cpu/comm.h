@@ -316,13 +316,16 @@ class Comm {
     const std::byte* const begin = slot(rank_, 0).data;
     return location.data >= begin && location.data < begin + kStagingSlots * slot_bytes_;
   }
+  bool in_place() const { return input_ == output_ && input_bytes_ == output_bytes_; }
   // True if other ranks will read the location next, that is, if it is not this rank's own output
   // in ordinary memory.
   bool shared(Location location) const {
     if (outputs_ != nullptr) return in_staging(location);
     return zero_copy_ || location.data < output_ || location.data >= output_ + output_bytes_;
   }
-  Target target(Location location) const { return {location.data, stream_ && shared(location)}; }
+  Target target(Location location) const {
+    return {location.data, shared(location) ? stream_ : stream_output_};
+  }
   void count_traffic(std::int64_t n, Location to, Location from) {
     if (from.rank != rank_) traffic_.bytes_in += n * element_size_;
     if (to.rank != rank_) traffic_.bytes_out += n * element_size_;
@@ -363,7 +366,8 @@ class Comm {
   std::uint32_t detachments_ = 0;  // before this rank found its tensors' places
   bool exposed_ = false;           // this rank's tensors are in its heap, where others may use them
   bool in_peers_heaps_ = false;    // this rank may use tensors in other ranks' heaps
-  bool stream_ = false;
+  bool stream_ = false;            // what other ranks read
+  bool stream_output_ = false;     // this rank's own output
   StorePolicy store_policy_;
   Traffic traffic_;
 

@@ -16,6 +16,10 @@ namespace pycomm::cpu {
 
 using Clock = std::chrono::steady_clock;
 
+// An output of this size would leave the caches before anyone reads it. Streamed stores save the
+// reading of each line that a plain store does first.
+inline constexpr std::int64_t kStreamedOutput = 16 << 20;
+
 class StorePolicy {
  public:
   // Measures the time of plain stores during its lifetime.

@@ -1,4 +1,4 @@
-"""More than 2^31 elements: offsets and counts are 64 bits wide all the way."""
+"""Large tensors: outputs that are stored around the caches, and counts beyond 2^31."""
 
 import pytest
 import torch
@@ -29,3 +29,42 @@ def test_more_elements_than_an_int_can_count(world):
         assert traffic[0] == 2 * tiles
         # Of every tile each rank reads its own part once to reduce it, the rest once to copy it.
         assert traffic[1:] == (COUNT, 0), rank
+
+
+RANKS, BLOCK = 3, 2**21 + 3  # an output of three blocks of float32 is larger than 16 MiB
+
+
+def block(sender, receiver):
+    return torch.arange(BLOCK, dtype=torch.float32) + 1000 * sender + 100 * receiver
+
+
+@pytest.mark.parametrize("first", [0, 1, 15])
+def test_streamed_outputs(world, first):
+    """The output begins anywhere within a cache line; its neighbours stay as they are."""
+
+    def framed(count):
+        return torch.full((count + 32,), -1.0)
+
+    def body(group):
+        me = group.rank
+        whole = torch.cat([block(me, r) for r in range(RANKS)])
+        sums = torch.cat([sum(block(s, r) for s in range(RANKS)) for r in range(RANKS)])
+        wanted = {
+            "all_gather": torch.cat([block(s, 0) for s in range(RANKS)]),
+            "all_to_all": torch.cat([block(s, me) for s in range(RANKS)]),
+            "all_reduce": sums,
+        }
+        for name, want in wanted.items():
+            frame = framed(len(want))
+            output = frame[first : first + len(want)]
+            if name == "all_reduce":
+                pycomm.all_reduce(whole, out=output, group=group)
+            else:
+                given = block(me, 0) if name == "all_gather" else whole
+                getattr(pycomm, name)(output, given, group=group)
+            assert torch.equal(output, want), name
+            output.fill_(-1.0)
+            assert torch.equal(frame, framed(len(want))), name
+        return True
+
+    assert world(RANKS).run(body) == [True] * RANKS
