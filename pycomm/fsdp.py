@@ -41,7 +41,7 @@ class _Comm:
     """Buffers and checks that both operations share."""
 
     def __init__(
-        self, group: dist.ProcessGroup | DeviceMesh, compression: Compression | None
+        self, group: dist.ProcessGroup | DeviceMesh, compression: Compression | None = None
     ) -> None:
         check_process_group(group)
         if group is None:
@@ -129,11 +129,6 @@ class AllGather(_Comm, _AllGather):  # type: ignore[misc]
         ValueError, TypeError: an argument is not as described.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup | DeviceMesh, compression: Compression | None = None
-    ) -> None:
-        super().__init__(group, compression)
-
     def __call__(
         self,
         output_tensor: torch.Tensor,
@@ -185,11 +180,6 @@ class ReduceScatter(_Comm, _ReduceScatter):  # type: ignore[misc]
     Raises:
         ValueError, TypeError: an argument is not as described.
     """
-
-    def __init__(
-        self, group: dist.ProcessGroup | DeviceMesh, compression: Compression | None = None
-    ) -> None:
-        super().__init__(group, compression)
 
     def __call__(
         self,
