@@ -6,10 +6,12 @@ PlainStages::PlainStages(Link& link, const Operation& operation, Work work, Scra
     : link_(link),
       work_(std::move(work)),
       element_size_(size_of(operation.dtype)),
-      transfer_bytes_(transfer_bytes(largest_bytes(), link.size())),
+      transfer_bytes_(work_.reduces ? transfer_bytes(largest_bytes(), link.size())
+                                    : most_transfer_bytes(link.size())),
       loop_(reduce_loop(operation.dtype, operation.op, true)),
       tiles_(ceil_div(largest_bytes(), transfer_bytes_)),
-      incoming_(scratch.bytes(kTilesUnderWay * link.size() * transfer_bytes_)),
+      incoming_(work_.reduces ? scratch.bytes(kTilesUnderWay * link.size() * transfer_bytes_)
+                              : nullptr),
       sources_(static_cast<std::size_t>(link.size())) {}
 
 // The bytes of the largest range that a node owns.

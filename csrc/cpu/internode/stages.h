@@ -16,9 +16,12 @@ namespace pycomm::cpu {
 // transfers of a tile together are at most 1 MiB, unless that minimum requires more.
 inline constexpr std::int64_t kTiles = 8, kLeastTransferBytes = 32 << 10, kMostTileBytes = 1 << 20;
 
+constexpr std::int64_t most_transfer_bytes(int nodes) {
+  return std::max(kMostTileBytes / nodes / kLine * kLine, kLeastTransferBytes);
+}
 constexpr std::int64_t transfer_bytes(std::int64_t owned_bytes, int nodes) {
-  const std::int64_t most = std::max(kMostTileBytes / nodes / kLine * kLine, kLeastTransferBytes);
-  return std::clamp(round_up(ceil_div(owned_bytes, kTiles), kLine), kLeastTransferBytes, most);
+  return std::clamp(round_up(ceil_div(owned_bytes, kTiles), kLine), kLeastTransferBytes,
+                    most_transfer_bytes(nodes));
 }
 
 // A plain tensor, sent from its memory and received in place.
@@ -26,7 +29,8 @@ class PlainStages {
  public:
   // `owned` is the range of `data` that each node owns. `reduces`: owned elements become the sums
   // of all nodes' contributions, which each node has at the same place in its `data`. `gathers`:
-  // all nodes receive the owned elements, in place.
+  // all nodes receive the owned elements, in place. Tiles overlap only if they are reduced, so
+  // without that transfers are as large as they may be: each costs a wake-up.
   struct Work {
     std::byte* data;
     std::vector<Range> owned;
