@@ -26,6 +26,7 @@ import torch
 from pycomm._runtime import c10d_build, log
 
 _OUTPUT_SHOWN = 4000  # characters of a failed compiler's output
+_UNFINISHED = ".unfinished"  # ends the name of a folder in which a module is being compiled
 _TORCH = Path(torch.__file__).parent
 _loading = threading.Lock()
 
@@ -93,11 +94,30 @@ def _intact(path: Path) -> bool:
 
 
 def _lock(file: IO[str]) -> None:
+    if not _try_lock(file):
+        log.backend_awaits_compiler(torch.__version__)
+        fcntl.flock(file, fcntl.LOCK_EX)
+
+
+def _try_lock(file: IO[str]) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        log.backend_awaits_compiler(torch.__version__)
-        fcntl.flock(file, fcntl.LOCK_EX)
+        return False
+    return True
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Removes the folders of processes that were killed while they compiled this or another module.
+
+    The caller has the lock of `path`. The module of another folder is being compiled if its lock is
+    taken. A compiler may outlive the process that started it; so no folder's name is used twice.
+    """
+    for folder in list(path.parent.glob(f"*{_UNFINISHED}")):
+        module = path.with_name(folder.name.rsplit(".", 2)[0])
+        with Path(f"{module}.lock").open("w") as lock:
+            if module == path or _try_lock(lock):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _compile(path: Path) -> None:
@@ -105,7 +125,8 @@ def _compile(path: Path) -> None:
     log.backend_compiles(torch.__version__, str(path))
     version, abi = torch.__version__, torch.compiled_with_cxx11_abi()
     command = c10d_build.compile_command(_TORCH, version, abi) + c10d_build.link_options(_TORCH)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+    _remove_leftovers(path)
+    with tempfile.TemporaryDirectory(_UNFINISHED, f"{path.name}.", path.parent) as folder:
         output = Path(folder) / path.name
         done = subprocess.run(
             [*command, "-o", str(output)],

@@ -3,6 +3,7 @@
 Except in one test, a script takes the compiler's place: it copies the module that setup.py built.
 """
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -105,6 +106,11 @@ def calls(variables):
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
+def folders(variables):
+    cache = Path(variables["TORCH_EXTENSIONS_DIR"]) / "pycomm"
+    return [path.name for path in cache.iterdir() if path.is_dir()]
+
+
 def output(process):
     out, _ = process.communicate(timeout=200)
     assert process.returncode == 0, process.log.read_text()
@@ -136,6 +142,7 @@ def test_a_killed_process_does_not_hold_the_lock(environment, start, tmp_path):
     # The first compiler is still running, and has written nothing.
     assert output(start(environment | {"MAY_END": str(tmp_path)})).startswith("[1.0, 1.0, 1.0]")
     Path(environment["MAY_END"]).touch()
+    assert not folders(environment)
     assert calls(environment) == 2
     assert output(start(environment | {"CXX": "none"})).startswith("[1.0, 1.0, 1.0]")
 
@@ -156,6 +163,17 @@ def test_a_compiled_module_is_used_again_without_a_compiler(here, monkeypatch):
     monkeypatch.setenv("CXX", "none")
     assert c10d_cache.compiled() == path
     assert calls(here) == 1
+
+
+def test_what_killed_processes_have_left_is_removed(here):
+    cache = Path(here["TORCH_EXTENSIONS_DIR"]) / "pycomm"
+    for name in ("old.so.abc.unfinished", "other.so.def.unfinished", "not mine"):
+        (cache / name).mkdir(parents=True)
+        (cache / name / "part of a module").touch()
+    with (cache / "other.so.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # it is being compiled
+        c10d_cache.compiled()
+    assert sorted(folders(here)) == ["not mine", "other.so.def.unfinished"]
 
 
 @pytest.mark.parametrize("keep", [0, 20, 100_000, -1])
