@@ -141,6 +141,7 @@ class Window:
     def part(
         self, members: Sequence[int], rank: int, owner: int, offset: int, id: int
     ) -> Window: ...
+    def depart(self) -> None: ...
 
 farewell_bytes: int
 message_version: int

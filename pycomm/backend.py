@@ -14,6 +14,7 @@ import functools
 import os
 import threading
 import time
+import traceback
 import weakref
 from collections import Counter
 from datetime import timedelta
@@ -158,11 +159,12 @@ class _Ranks:
         if not self._failed and (subgroup := self._take_subgroup()) is not None:
             self._failed = True
             try:
-                members = subgroup.join()
-            except Exception:
+                self._group = make_group(subgroup.join(), self._rank, self._timeout)
+            except BaseException as error:
+                # Its frames may hold a group, which must leave the window before the rank departs.
+                traceback.clear_frames(error.__traceback__)
                 self._leave(subgroup)
                 raise
-            self._group = make_group(members, self._rank, self._timeout)
             self._failed = False
             if self._closed:  # meanwhile
                 self.close()
@@ -179,8 +181,11 @@ class _Ranks:
     def _leave(self, subgroup: Subgroup) -> None:
         try:
             subgroup.leave()
-        except (RuntimeError, MemoryError):  # the Store is gone, or there is no address space
+        except BaseException as error:
             self._subgroup = subgroup  # close() tries again
+            expected = RuntimeError, MemoryError  # the Store is gone, or there is no address space
+            if not isinstance(error, expected):
+                raise
 
     def close(self) -> None:
         """Closes the group. Operations that nobody has waited for may soon be aborted."""

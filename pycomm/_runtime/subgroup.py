@@ -68,6 +68,7 @@ class Subgroup:
         self._pids = [whole.pids[r] for r in ranks]
         self._rank = rank
         self._pid = os.getpid()
+        self._window: _C.Window | None = None  # once this rank has mapped it
         self._store: Store = PrefixStore(f"subgroup/{name}", whole.store)
 
     def join(self) -> Membership:
@@ -99,17 +100,21 @@ class Subgroup:
         )
 
     def leave(self) -> None:
-        """Says that this rank will never join the group."""
+        """Says that this rank takes no part, also if it has joined or has tried to."""
         word, told = "", os.getpid() != self._pid
         while not told:
             state = _State.parse(word)
             if state.place is not None:
-                self._map(state.place)  # and leaves it
+                self._map(state.place).depart()
+                return
+            if self._rank in state.absent:  # said before an interrupt
                 return
             word, told = self._replace(word, _State([*state.absent, self._rank]))
 
     def _map(self, place: tuple[int, int, int]) -> _C.Window:
-        return self._whole.window.part(self._seats, self._rank, *place)
+        if self._window is None:
+            self._window = self._whole.window.part(self._seats, self._rank, *place)
+        return self._window
 
     def _replace(self, word: str, new: _State) -> tuple[str, bool]:
         """Replaces the word in the Store; returns the one there now, and whether it is the new one.
