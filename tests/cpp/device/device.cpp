@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <mutex>
+#include <numeric>
 #include <random>
 #include <thread>
 #include <vector>
@@ -42,6 +44,7 @@ pycomm_switch_stacks:
 
 constexpr std::size_t kStack = 96 << 10;
 constexpr unsigned kWarp = 32;
+constexpr unsigned kMostThreads = 1024;  // of a block
 
 // A kernel takes one struct by value, which the ABI copies to the stack, so any struct that is
 // large enough serves all kernels.
@@ -100,6 +103,27 @@ void body() {
   leave(State::done);
 }
 
+// The stacks of a block's threads. Blocks that have ended leave theirs to later ones: to map them
+// again takes longer than most kernels.
+std::mutex stacks_mutex;
+std::vector<std::byte*> unused_stacks;
+
+std::byte* take_stacks() {
+  const std::lock_guard lock(stacks_mutex);
+  if (unused_stacks.empty()) {
+    return static_cast<std::byte*>(mmap(nullptr, kStack * kMostThreads, PROT_READ | PROT_WRITE,
+                                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+  }
+  std::byte* const stacks = unused_stacks.back();
+  unused_stacks.pop_back();
+  return stacks;
+}
+
+void leave_stacks(std::byte* stacks) {
+  const std::lock_guard lock(stacks_mutex);
+  unused_stacks.push_back(stacks);
+}
+
 void prepare(Block& to, std::byte* stacks, unsigned threads) {
   to.alive = threads;
   to.warps.resize(threads / kWarp);
@@ -118,10 +142,10 @@ bool take_turns(std::vector<unsigned>& order, std::mt19937& random) {
       std::shuffle(order.begin(), order.end(), random);
       break;
     case 1:
-      std::sort(order.begin(), order.end());
+      std::iota(order.begin(), order.end(), 0u);
       break;
     default:
-      std::sort(order.rbegin(), order.rend());
+      std::iota(order.rbegin(), order.rend(), 0u);
   }
   // Sleeping warps let the others run ahead, as far as barriers allow.
   if (random() % 16 == 0) block->asleep = random() & random();
@@ -146,12 +170,11 @@ void run(Block& to, unsigned index, dim3 grid, dim3 threads) {
   block_index = dim3(index);
   block_size = threads;
   grid_size = grid;
-  void* const stacks = mmap(nullptr, kStack * threads.x, PROT_READ | PROT_WRITE,
-                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  prepare(to, static_cast<std::byte*>(stacks), threads.x);
+  std::byte* const stacks = take_stacks();
+  prepare(to, stacks, threads.x);
   std::mt19937 random(std::random_device{}());
   std::vector<unsigned> order(threads.x);
-  for (unsigned i = 0; i < threads.x; ++i) order[i] = i;
+  std::iota(order.begin(), order.end(), 0u);
   while (to.alive > 0) {
     const bool ran = take_turns(order, random);
     if (to.alive > 0 && to.arrived == to.alive) {
@@ -168,7 +191,7 @@ void run(Block& to, unsigned index, dim3 grid, dim3 threads) {
       sched_yield();  // they may wait for another block
     }
   }
-  munmap(stacks, kStack * threads.x);
+  leave_stacks(stacks);
 }
 
 // The bytes between an address on this thread's stack and the stack's end.
