@@ -1,48 +1,52 @@
 """Compressed all-reduces need no memory that grows with the tensor, except in top-k."""
 
-import subprocess
-import sys
+from pathlib import Path
 
+import helpers
 import pytest
-
-MIB = 1 << 20
-
-# In a process of its own, whose peak nobody else has raised: all tensors are there and touched, and
-# a small operation has brought staging and threads. What the peak grows by then is temporary memory
-# of the large one, of both ranks together.
-SCRIPT = """
-import sys
 import torch
+
 import pycomm
 
-def peak():
-    lines = open("/proc/self/status").read().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
-
-name, algorithm = sys.argv[1:]
-torch.set_num_threads(1)
-compression = {
+MIB = 1 << 20
+COMPRESSIONS = {
     "int8": pycomm.Int8(),
     "stochastic": pycomm.Int8(4096, "stochastic"),
     "bf16": pycomm.Cast(),
     "top-k": pycomm.TopK(0.01),
-}[name]
-count = 16 << 20
-tensors = [torch.randn(count) for _ in range(2)]
-residuals = [torch.full((count,), 0.5) for _ in range(2)]
+}
 
-def reduce(group, count):
-    pycomm.compressed_all_reduce(
-        tensors[group.rank][:count], compression, residual=residuals[group.rank][:count],
-        algorithm=algorithm, group=group,
-    )
 
-with pycomm.LocalWorld(2, 60) as world:
-    world.run(reduce, 1 << 18)
-    before = peak()
-    world.run(reduce, count)
-    print(peak() - before)
-"""
+def peak():
+    """The most memory that this process has had, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+
+def growth(_rank, _size, _store, name, algorithm):
+    """Temporary bytes of an operation on 64 MiB, of both ranks together.
+
+    Runs in a process of its own, whose peak nothing else has raised. Before the operation, all
+    tensors are there and touched, and a small operation has brought staging and threads.
+    """
+    count = 16 << 20
+    tensors = [torch.randn(count) for _ in range(2)]
+    residuals = [torch.full((count,), 0.5) for _ in range(2)]
+
+    def reduce(group, count):
+        pycomm.compressed_all_reduce(
+            tensors[group.rank][:count],
+            COMPRESSIONS[name],
+            residual=residuals[group.rank][:count],
+            algorithm=algorithm,
+            group=group,
+        )
+
+    with pycomm.LocalWorld(2, 60) as world:
+        world.run(reduce, 1 << 18)
+        before = peak()
+        world.run(reduce, count)
+        return peak() - before
 
 
 @pytest.mark.parametrize(
@@ -58,7 +62,5 @@ with pycomm.LocalWorld(2, 60) as world:
     ],
 )
 def test_no_temporary_as_large_as_a_tensor_of_64_mib(name, algorithm, limit):
-    command = [sys.executable, "-c", SCRIPT, name, algorithm]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
-    grown = int(done.stdout)
+    (grown,) = helpers.run_ranks(1, growth, name, algorithm, limit=120)
     assert grown < limit * MIB

@@ -8,7 +8,7 @@ follow the papers: rank order for one-shot and two-shot, around the ring, up the
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import reduce
+from functools import cache, reduce
 from typing import Any
 
 import numpy as np
@@ -54,12 +54,13 @@ def slot_elements(staging_bytes: int, itemsize: int) -> int:
     return staging_bytes // 2 // SLOTS // CACHE_LINE * CACHE_LINE // itemsize
 
 
-def cut(count: int, parts: int, itemsize: int) -> list[slice]:
+@cache
+def cut(count: int, parts: int, itemsize: int) -> tuple[slice, ...]:
     """`count` elements cut at cache lines as evenly as possible, the longer parts first."""
     per_line = CACHE_LINE // itemsize
     lines = np.array_split(np.arange(-(-count // per_line)), parts)
     ends = np.minimum(np.cumsum([len(part) for part in lines]) * per_line, count)
-    return [slice(int(a), int(b)) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+    return tuple(slice(int(a), int(b)) for a, b in zip([0, *ends[:-1]], ends, strict=True))
 
 
 # Arithmetic.
@@ -178,6 +179,7 @@ class Node:
         return [self, *(node for child in self.children() for node in child.walk())]
 
 
+@cache
 def double_tree(size: int) -> tuple[Node, Node]:
     """Sanders, Speck, Traeff: the second tree mirrors an even world and shifts an odd one."""
 

@@ -25,8 +25,15 @@ import pycomm
 # One clean process has imported torch and forks the others: a rank starts in milliseconds.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    # DDP imports dynamo.
-    ["torch", "torch.distributed", "torch.distributed.fsdp", "torch._dynamo", "pycomm", "numpy"]
+    [
+        "torch",
+        "torch.distributed",
+        "torch.distributed.fsdp",
+        "torch._dynamo",  # DDP imports it
+        "pycomm",
+        "numpy",
+        "pytest",  # the modules of tests import it
+    ]
 )
 
 LIMIT = 90.0  # seconds that a set of processes may take

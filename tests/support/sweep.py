@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 
 import golden
 import textbook
@@ -64,6 +65,7 @@ class Case:
         return self.layout in ZERO_COPY and self.count > 0 and self.algorithm != "one_shot"
 
 
+@cache
 def specials(dtype: torch.dtype) -> torch.Tensor:
     """Zeros of both signs, infinities, NaN with a sign and a payload, subnormals, the largest."""
     info = torch.finfo(dtype)
