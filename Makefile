@@ -6,7 +6,7 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: demo test torch-suite test-gpu gpu bench-gpu convergence cuda-check lint format tsan asan bench clean
+.PHONY: demo test test-slow test-gpu gpu bench-gpu convergence cuda-check lint format tsan asan bench clean
 .PHONY: compile-commands torch-headers torch-check
 
 $(BIN)/python:
@@ -28,9 +28,9 @@ demo: $(VENV)/.built
 test: $(VENV)/.built cpp-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -q tests
 
-# torch's own tests of its backends on pycomm, and long random sequences beside Gloo.
-torch-suite: $(VENV)/.built
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow tests/backend
+# The long tests, which "test" leaves out: torch's own tests of backends, the wheel, training.
+test-slow: $(VENV)/.built
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow tests
 
 # Needs a CUDA device; see docs/cuda.md.
 test-gpu: $(VENV)/.built
@@ -53,8 +53,9 @@ bench: $(VENV)/.built
 	$(BIN)/python -m pycomm.bench all_reduce --ranks 2 -b 8 -e 64M -f 2 -a all --peer gloo
 
 # The C++ tests, plain and under sanitizers. Ranks are threads, so that they see every rank.
-.PHONY: cpp-test
-cpp-test tsan asan: $(VENV)/.torch
+# The mutants of the code that the checkers check need g++.
+.PHONY: cpp-test mutants
+cpp-test mutants tsan asan: $(VENV)/.torch
 	PATH="$(abspath $(BIN)):$$PATH" sh tests/cpp/run.sh $@
 
 # How each source is compiled, for clangd and the like; on x86-64 with the kernels, as C++.

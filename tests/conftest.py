@@ -17,11 +17,6 @@ torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items):
-    """Starts the slowest tests first, so that they do not end last."""
-    items.sort(key=lambda item: "test_wheel" not in item.nodeid)
-
-
 @pytest.fixture(autouse=True)
 def no_default_group():
     """Every test starts and ends without one."""

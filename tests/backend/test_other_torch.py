@@ -147,6 +147,7 @@ def test_a_killed_process_does_not_hold_the_lock(environment, start, tmp_path):
     assert output(start(environment | {"CXX": "none"})).startswith("[1.0, 1.0, 1.0]")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_real_compiler(environment, start):
     del environment["CXX"]

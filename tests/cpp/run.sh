@@ -1,14 +1,17 @@
 #!/bin/sh
-# Builds and runs the C++ tests: cpp-test (plain), tsan or asan.
+# Builds and runs the C++ tests: cpp-test (plain), tsan or asan. "mutants" runs the checkers against
+# the mutants of the code they check, in the build folder of cpp-test.
 set -eu
-jobs=1
+folder="build/$1" target=all tests="-LE mutant" sanitize="" jobs=2
 case "$1" in
-  cpp-test) sanitize="" jobs=2 ;;
-  tsan) sanitize=thread ;;
-  asan) sanitize=address ;;
-  *) echo "usage: $0 cpp-test|tsan|asan" >&2; exit 2 ;;
+  cpp-test) ;;
+  mutants) folder=build/cpp-test target=mutants tests="-L mutant" ;;
+  tsan) sanitize=thread jobs=1 ;;
+  asan) sanitize=address jobs=1 ;;
+  *) echo "usage: $0 cpp-test|mutants|tsan|asan" >&2; exit 2 ;;
 esac
-cmake -S . -B "build/$1" -G Ninja -DPYCOMM_SANITIZE="$sanitize" >/dev/null
-cmake --build "build/$1"
+cmake -S . -B "$folder" -G Ninja -DPYCOMM_SANITIZE="$sanitize" >/dev/null
+cmake --build "$folder" --target "$target"
 export TSAN_OPTIONS=halt_on_error=1 ASAN_OPTIONS=detect_leaks=1
-ctest --test-dir "build/$1" --output-on-failure -j "$jobs"
+# shellcheck disable=SC2086
+ctest --test-dir "$folder" --output-on-failure -j "$jobs" $tests

@@ -38,6 +38,7 @@ def trained(_rank, _size, name, *arguments):
     return example.train(STEPS, *arguments).losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "ranks", "more"),
     [
@@ -68,6 +69,7 @@ def test_compressed_losses(compression):
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "script", "words"),
     [

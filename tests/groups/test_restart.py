@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import golden
+import pytest
 import restarting
 import spanning
 import torch
@@ -16,6 +17,7 @@ def saved(folder, steps, rank):
     return torch.load(restarting.checkpoint(folder, steps, rank), weights_only=True)
 
 
+@pytest.mark.slow
 def test_a_restarted_training_has_the_bits_of_one_that_never_stopped(tmp_path):
     """Every rank's parameters, momentum and residuals, after rank 1 was killed in a backward."""
     restarted, through = tmp_path / "restarted", tmp_path / "through"

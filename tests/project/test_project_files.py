@@ -62,7 +62,7 @@ def test_make_targets():
     }
     assert listed <= real
     used = {target for line in lines_that_run() for target in targets_in(line)}
-    assert used == {"lint", "test", "tsan", "asan"}
+    assert used == {"lint", "test", "test-slow", "mutants", "tsan", "asan"}
     for page in PAGES:
         code = re.findall(r"`([^`\n]+)`|^(make .*?)(?:#.*)?$", text(page), re.M)
         used |= {target for line in map("".join, code) for target in targets_in(line)}
@@ -70,6 +70,16 @@ def test_make_targets():
     used |= {target for hook in hooks for target in targets_in(hook["entry"])}
     assert {"compile-commands", "cuda-check", "demo"} < used
     assert used <= listed
+
+
+def test_every_test_has_a_target():
+    """Tests that `make test` leaves out have targets, and the gate runs all that need no GPU."""
+    left_out = re.findall(r"not (\w+)", PROJECT["tool"]["pytest"]["ini_options"]["addopts"])
+    assert left_out == ["gpu", "slow"]
+    for marker in left_out:
+        recipe = rf"^test-{marker}:.*\n\t.* -m pytest -q -m {marker} tests$"
+        assert re.search(recipe, text("Makefile"), re.M)
+    assert {"test", "test-slow", "mutants", "tsan", "asan"} <= set(targets_in(text(".ci/run")))
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -1,6 +1,5 @@
 """The wheel: builds, installs into an environment of its own, and works away from the sources."""
 
-import fcntl
 import os
 import re
 import runpy
@@ -63,14 +62,8 @@ def run(*command, cwd, **env):
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """One worker builds it for all."""
-    base = tmp_path_factory.getbasetemp()
-    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    folder = shared / "wheel"
-    with (shared / "wheel.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder.exists():
-            build(tmp_path_factory.mktemp("sources"), folder)
+    folder = tmp_path_factory.mktemp("wheel")
+    build(tmp_path_factory.mktemp("sources"), folder)
     (built,) = folder.glob("*.whl")
     return built
 
@@ -109,6 +102,7 @@ def test_warnings_are_errors_only_in_the_gate(monkeypatch, strict):
     assert "export PYCOMM_STRICT=1" in (ROOT / ".ci" / "run").read_text()
 
 
+@pytest.mark.slow
 def test_contents(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "pycomm").rglob("*.py")}
@@ -123,6 +117,7 @@ def test_contents(wheel):
     assert tops == {"pycomm", "pycomm_backend.py", "torch_pycomm"}
 
 
+@pytest.mark.slow
 def test_name(wheel):
     """The name pycomm belongs to another project on the package index."""
     assert wheel.name.startswith("torch_pycomm-")
@@ -136,6 +131,7 @@ def sources_that_name_it():
     return [*found, *ROOT.glob("pycomm/**/*.py"), *ROOT.glob("examples/*.py")]
 
 
+@pytest.mark.slow
 def test_works_in_an_environment_of_its_own(wheel, tmp_path):
     environment = tmp_path / "environment"
     run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=tmp_path)

@@ -16,6 +16,7 @@ def session(rank, size, store, argv):
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_backends_compete(tmp_path):
     file = tmp_path / "c10d.json"
     operations = "all_reduce,all_to_all_single,ping_pong,new_group,ddp,fsdp"

@@ -5,6 +5,8 @@ import torch
 from convergence import claims
 from convergence.training import MODES, RANKS, Plan, checkpoint, run_all, run_and_kill, run_rest
 
+pytestmark = pytest.mark.slow
+
 STEPS = 500
 SHORT = 40
 WITH_FEEDBACK = [name for name, mode in MODES.items() if mode.feedback]

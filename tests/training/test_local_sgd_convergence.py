@@ -52,6 +52,7 @@ def final_loss(world, options):
     return one
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_losses_end_where_those_of_synchronous_training_do(world):
     with torch.random.fork_rng():

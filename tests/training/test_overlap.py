@@ -20,6 +20,7 @@ BACKWARD = "autograd::engine::evaluate_function"
 LATE_US = 1000.0  # how far the trace's two clocks may seem to be apart
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "mode", "compression"), [([], "wrapper", "int8"), (TORCHRUN, "ddp", "topk:0.01")]
 )
