@@ -87,7 +87,7 @@ bool HeapMap::unmap(std::int64_t offset) {
   places_.erase(reinterpret_cast<std::uintptr_t>(found->second.data));
   const bool detached = !found->second.detached.empty();
   if (!found->second.own) {
-    // The chunk serves other allocations, too.
+    // Frees private pages now, because the chunk may stay for other allocations.
     if (detached) {
       remap(found->second.data, {offset, found->second.bytes}, MAP_SHARED | MAP_NORESERVE);
     }
