@@ -226,6 +226,9 @@ Backend::WorkPtr Backend::message(OpType type, const Tensors& tensors, int peer,
   const char* const what = type == OpType::SEND ? "send" : "recv";
   const at::Tensor& tensor = only(tensors, what);
   check_tensor(tensor, what);
+  TORCH_CHECK_VALUE(type == OpType::RECVANYSOURCE || (peer >= 0 && peer < getSize()),
+                    type == OpType::SEND ? "dst" : "src", " must be a rank from 0 to ",
+                    getSize() - 1, ", got ", peer);
   const auto work = c10::make_intrusive<MessageWork>(connection_, type, tensor);
   MessageWork::start(work, peer, tag, timeout_);
   return work;

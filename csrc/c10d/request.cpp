@@ -1,6 +1,7 @@
 #include "c10d/request.h"
 
 #include <ATen/ATen.h>
+#include <ATen/MemoryOverlap.h>
 #include <torch/csrc/distributed/c10d/Utils.hpp>
 
 #include <algorithm>
@@ -71,6 +72,11 @@ bool is_plain(const at::Tensor& tensor) {
 
 at::Tensor plain(const at::Tensor& tensor) {
   return tensor.detach().contiguous().resolve_conj().resolve_neg();
+}
+
+at::Tensor stand_in_for(const at::Tensor& output) {
+  at::assert_no_internal_overlap(output);
+  return at::empty(output.sizes(), output.options());
 }
 
 void check_tensor(const at::Tensor& tensor, const char* what) {
@@ -215,7 +221,8 @@ void Request::all_to_all(const Tensors& results, const Tensors& blocks) {
 
 void Request::finish() {
   const at::NoGradGuard no_grad;
-  for (const auto& [to, from] : copies_) to.copy_(from);
+  // What is detached in inference mode may be written in it only, and this may be another thread.
+  for (const auto& [to, from] : copies_) to.detach().copy_(from);
   copies_.clear();
   kept_.clear();
 }
@@ -230,7 +237,7 @@ at::Tensor Request::to_write(const at::Tensor& tensor) {
     kept_.push_back(tensor.detach());
     return kept_.back();
   }
-  copies_.emplace_back(tensor.detach(), at::empty(tensor.sizes(), tensor.options()));
+  copies_.emplace_back(tensor, stand_in_for(tensor));
   return copies_.back().second;
 }
 

@@ -24,6 +24,9 @@ Element element_of(const at::Tensor& tensor);
 // Whether a tensor's memory holds its elements in order, and a tensor whose memory does.
 bool is_plain(const at::Tensor& tensor);
 at::Tensor plain(const at::Tensor& tensor);
+// Receives what is then copied to an output. Throws RuntimeError if elements of the output share
+// memory.
+at::Tensor stand_in_for(const at::Tensor& output);
 
 // Throws std::invalid_argument for a timeout that no operation can have.
 void check_timeout(Milliseconds timeout);

@@ -103,6 +103,21 @@ def test_strided_tensors():
     assert backends.run(2, strided)[1] == (True, True, 0.0)
 
 
+def to_rank(_rank, _size, peer):
+    errors = []
+    for call in (dist.send, dist.recv):
+        with pytest.raises(ValueError) as error:
+            call(torch.ones(3), peer)
+        errors.append(str(error.value))
+    return errors
+
+
+@pytest.mark.parametrize("peer", [2, -1])
+def test_there_is_no_such_rank(peer):
+    expected = [f"{name} must be a rank from 0 to 1, got {peer}" for name in ("dst", "src")]
+    assert backends.run(2, to_rank, peer) == [expected] * 2
+
+
 def subgroups(rank, _size):
     """Two of three ranks use their group first; a message comes before any collective."""
     group = dist.new_group([0, 2])
