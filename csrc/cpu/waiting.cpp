@@ -91,24 +91,26 @@ bool Comm::replaced(int r) const {
 }
 
 // I wait for `r`, which may in turn wait for another rank. The rank to blame waits for nobody, or
-// for something that has already come.
+// for something that has already come. If all wait in a circle, it is `r` itself.
 int Comm::culprit(int r) const {
+  const int first = r;
   for (int hops = 0; hops < size_; ++hops) {
     const auto waiting =
         parse_waiting(window_->control(r).waiting.load(std::memory_order_acquire), size_);
     if (!waiting) {
-      const auto peer = static_cast<int>(window_->control(r).p2p_waiting.load());
-      if (peer < 1 || peer > size_) return r;
-      r = peer - 1;
-      continue;
+      const int sender = awaited_sender(window_->control(r).p2p_waiting.load(), Clock::now());
+      if (sender < 0 || sender >= size_) return r;
+      r = sender;
+    } else {
+      const auto [next, channel, target] = *waiting;
+      if (channel != kPacket) {
+        const std::uint32_t value =
+            channel == kAnnouncement ? announced(next, target) : published(next, channel);
+        if (reached(value, target)) return r;
+      }
+      r = next;
     }
-    const auto [next, channel, target] = *waiting;
-    if (channel != kPacket) {
-      const std::uint32_t value =
-          channel == kAnnouncement ? announced(next, target) : published(next, channel);
-      if (reached(value, target)) return r;
-    }
-    r = next;
+    if (r == rank_) return first;
   }
   return r;
 }

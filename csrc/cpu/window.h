@@ -71,7 +71,7 @@ struct Control {
   SharedWait shared_wait;                             // a long wait of this rank in another group
   // Point-to-point operations. This rank's threads sleep on a bell of their own.
   alignas(128) std::atomic<std::uint32_t> p2p_asleep;  // number of threads asleep
-  std::atomic<std::uint32_t> p2p_waiting;              // 1 + the rank that this one waits for
+  std::atomic<std::uint64_t> p2p_waiting;              // message_wait_word() of a long wait
   alignas(128) Bell p2p_bell;                          // wakes them
   p2p::Disagreement disagreement;                      // why this rank has aborted the group
   alignas(128) std::atomic<std::uint32_t> p2p_in_peers_heaps;  // as in_peers_heaps

@@ -70,6 +70,41 @@ def test_a_victim(phase, in_window):
     assert outcomes[1].value["operation"] == "barrier"
 
 
+def wait_for_one_that_stops(rank, size, store):
+    """Rank 1 stops while it waits for rank 0, which then sends."""
+    helpers.join_world(rank, size, store)
+    group = pycomm.init(timeout=60)
+    x = torch.zeros(LARGE)
+    pycomm.barrier(group=group)
+    if rank == 1:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+        pycomm.recv(x, 0, group=group)
+    if rank == 0:
+        time.sleep(1)
+        return outcome(lambda: pycomm.send(x, 1, group=group))
+    return outcome(lambda: pycomm.recv(x, 0, group=group, timeout=2 if rank == 2 else 60))
+
+
+def test_a_rank_that_stops_while_it_waits():
+    with helpers.Ranks(4, wait_for_one_that_stops) as ranks:
+        for found in ranks.wait_for([0, 2, 3]):
+            assert found.error is None, found.trace
+            assert (found.value["error"], found.value["rank"]) == ("Timeout", 1), found.value
+
+
+def test_ranks_that_wait_for_each_other(world):
+    def body(group):
+        if group.rank == 2:
+            return outcome(lambda: pycomm.recv(torch.zeros(1), 0, group=group))
+        other, timeout = 1 - group.rank, 0.5 if group.rank == 0 else 60
+        return outcome(lambda: pycomm.recv(torch.zeros(1), other, group=group, timeout=timeout))
+
+    for found in world(3).run(body):
+        assert (found["error"], found["rank"]) == ("Timeout", 1)
+        assert "rank 0 waited" in found["text"]
+        assert "any rank" not in found["text"]
+
+
 def sent_before_death(rank, size, store):
     helpers.join_world(rank, size, store)
     group = pycomm.init(timeout=20)

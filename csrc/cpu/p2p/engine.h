@@ -81,7 +81,8 @@ class Engine {
   void look(Clock::time_point now);
   void look_for_the_gone();
   bool needs(int r, bool died) const;
-  void check_deadlines(Clock::duration time);
+  // `time` is the time in which this rank could run.
+  void check_deadlines(Clock::time_point now, Clock::duration time);
   [[noreturn]] void time_out(const Request& request, Clock::duration time);
   Control& mine() const { return node_.window.control(node_.rank()); }
 

@@ -216,7 +216,7 @@ void Engine::look(Clock::time_point now) {
   if (now < look_at_ || node_.requests.pending().empty()) return;
   look_at_ = now + kLookEvery;
   look_for_the_gone();
-  check_deadlines(time);
+  check_deadlines(now, time);
 }
 
 // A rank that has left or died sends nothing more, but what it has sent counts.
@@ -251,7 +251,7 @@ bool Engine::needs(int r, bool died) const {
   });
 }
 
-void Engine::check_deadlines(Clock::duration time) {
+void Engine::check_deadlines(Clock::time_point now, Clock::duration time) {
   const Request* waits = nullptr;
   for (const RequestPtr& request : node_.requests.pending()) {
     if (request->waiters == 0 && !request->always_timed) continue;
@@ -259,8 +259,7 @@ void Engine::check_deadlines(Clock::duration time) {
     if (time - request->since > request->timeout) time_out(*request, time - request->since);
     if (request->waiters > 0) waits = request.get();
   }
-  const std::uint32_t word =
-      waits == nullptr ? 0 : static_cast<std::uint32_t>(waits->peer + 1);  // any source: 0
+  const std::uint64_t word = waits == nullptr ? 0 : message_wait_word(waits->peer, now);
   mine().p2p_waiting.store(word, std::memory_order_release);
 }
 
