@@ -86,6 +86,7 @@ void Comm::begin_phase(const Operation& operation, const void* input, void* outp
   zero_copy_ = exposed_ = false;
   leave_peers_heaps();
   stream_ = store_policy_.next(operation.count * element_size_);
+  if (stream_output_) stream_fence();  // the phase before
   stream_output_ = output_bytes_ >= kStreamedOutput && !in_place();
   for (int channel = 0; channel < kChannels; ++channel) started_[channel] = signalled_[channel];
   check_aborted();
