@@ -34,7 +34,8 @@ class Peers:
         pids: the process id of every rank.
 
     Attributes:
-        processes: the processes of the other ranks on this node, by rank.
+        processes: the other processes on this node, by rank. Ranks that are threads of this
+            process end with it.
     """
 
     def __init__(self, store: Store, rank: int, pids: Sequence[int]) -> None:
@@ -45,7 +46,7 @@ class Peers:
     def watching(self, nodes: Nodes) -> Iterator[None]:
         """Watches for deaths in its block: on this node at once, elsewhere by a long silence."""
         for rank in nodes.local:
-            if rank != self._rank:
+            if self._pids[rank] != self._pids[self._rank]:
                 if (process := _C.Process.find(self._pids[rank])) is None:
                     raise self._died(rank)
                 self.processes[rank] = process

@@ -57,7 +57,7 @@ class Membership:
         nodes: the ranks of each node.
         window: the window of this node.
         pids: the process id of every rank.
-        processes: the processes of this node's ranks; None for this rank itself.
+        processes: the processes of this node's ranks; None for those in this process.
         cores: the number of cores that the ranks of this node may run on, all together.
         link: the transport to other nodes; None if this rank does not exchange with them.
         store: a Store that only this group uses.
