@@ -158,7 +158,7 @@ if sys.argv[1] == "without a guard":
     try:
         pycomm.init(timeout=20)
     except RuntimeError as error:
-        print(error)
+        print(error, flush=True)  # the loader may kill its worker
 if __name__ == "__main__":
     for context in ("spawn", "fork"):
         loader = DataLoader(Careless(), num_workers=1, multiprocessing_context=context, timeout=60)
