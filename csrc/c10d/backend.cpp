@@ -223,12 +223,11 @@ Backend::WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs,
 }
 
 Backend::WorkPtr Backend::message(OpType type, const Tensors& tensors, int peer, int tag) {
-  const char* const what = type == OpType::SEND ? "send" : "recv";
+  const bool sends = type == OpType::SEND;
+  const char* const what = sends ? "send" : "recv";
   const at::Tensor& tensor = only(tensors, what);
   check_tensor(tensor, what);
-  TORCH_CHECK_VALUE(type == OpType::RECVANYSOURCE || (peer >= 0 && peer < getSize()),
-                    type == OpType::SEND ? "dst" : "src", " must be a rank from 0 to ",
-                    getSize() - 1, ", got ", peer);
+  if (type != OpType::RECVANYSOURCE) check_rank(peer, getSize(), sends ? "dst" : "src");
   const auto work = c10::make_intrusive<MessageWork>(connection_, type, tensor);
   MessageWork::start(work, peer, tag, timeout_);
   return work;

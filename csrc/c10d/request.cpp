@@ -85,6 +85,11 @@ void check_tensor(const at::Tensor& tensor, const char* what) {
   TORCH_CHECK_VALUE(tensor.is_cpu(), what, " takes CPU tensors, got one on ", tensor.device());
 }
 
+void check_rank(std::int64_t rank, int ranks, const char* name) {
+  TORCH_CHECK_VALUE(rank >= 0 && rank < ranks, name, " must be a rank from 0 to ", ranks - 1,
+                    ", got ", rank);
+}
+
 void check_timeout(Milliseconds timeout) {
   timeout_of(std::chrono::duration<double>(timeout).count());
 }
@@ -99,7 +104,7 @@ void Request::all_reduce(const at::Tensor& tensor, const ::c10d::ReduceOp& op) {
 
 void Request::reduce(const at::Tensor& tensor, const ::c10d::ReduceOp& op, std::int64_t root) {
   check(tensor);
-  check_root(root, "dst");
+  check_rank(root, ranks_, "dst");
   const at::Tensor result = rank_ == root ? to_update(tensor) : to_read(tensor);
   add(Collective::reduce, scaled(result, op), result, tensor.numel(), op, root);
   inputs.push_back(tensor);
@@ -108,7 +113,7 @@ void Request::reduce(const at::Tensor& tensor, const ::c10d::ReduceOp& op, std::
 
 void Request::broadcast(const at::Tensor& tensor, std::int64_t root) {
   check(tensor);
-  check_root(root, "src");
+  check_rank(root, ranks_, "src");
   const at::Tensor dense = to_update(tensor);
   add(Collective::broadcast, dense, dense, tensor.numel(), {}, root);
   inputs.push_back(tensor);
@@ -182,7 +187,7 @@ void Request::reduce_scatter(const at::Tensor& output, const Tensors& blocks,
 
 void Request::gather(const Tensors& results, const at::Tensor& input, std::int64_t root) {
   check(input);
-  check_root(root, "dst");
+  check_rank(root, ranks_, "dst");
   Call& call = add(Collective::gather, to_read(input), input, input.numel(), {}, root);
   if (!results.empty()) {
     check_list(results, "gather_list", input);
@@ -194,7 +199,7 @@ void Request::gather(const Tensors& results, const at::Tensor& input, std::int64
 
 void Request::scatter(const at::Tensor& output, const Tensors& blocks, std::int64_t root) {
   check(output);
-  check_root(root, "src");
+  check_rank(root, ranks_, "src");
   Call& call = add(Collective::scatter, output, to_write(output), output.numel(), {}, root);
   if (!blocks.empty()) {
     check_list(blocks, "scatter_list", output);
@@ -329,11 +334,6 @@ void Request::check_own(const Tensors& list, const char* name, const at::Tensor&
   const std::int64_t count = list[static_cast<std::size_t>(rank_)].numel();
   TORCH_CHECK_VALUE(count == own.numel(), name, "[", rank_, "] must have ", own.numel(),
                     " elements, as this rank's tensor, got ", count);
-}
-
-void Request::check_root(std::int64_t root, const char* name) const {
-  TORCH_CHECK_VALUE(root >= 0 && root < ranks_, name, " must be a rank from 0 to ", ranks_ - 1,
-                    ", got ", root);
 }
 
 Call& Request::add(Collective collective, const at::Tensor& input, const at::Tensor& output,

@@ -28,6 +28,8 @@ at::Tensor plain(const at::Tensor& tensor);
 // memory.
 at::Tensor stand_in_for(const at::Tensor& output);
 
+// Throws ValueError unless there is a rank with this number; `name` is the argument's.
+void check_rank(std::int64_t rank, int ranks, const char* name);
 // Throws std::invalid_argument for a timeout that no operation can have.
 void check_timeout(Milliseconds timeout);
 
@@ -90,7 +92,6 @@ class Request {
   void check_sizes(const Tensors& list, const char* name, std::int64_t count) const;
   // Throws unless this rank's tensor in a list is as large as the one that it stands for.
   void check_own(const Tensors& list, const char* name, const at::Tensor& own) const;
-  void check_root(std::int64_t root, const char* name) const;
   Call& add(Collective collective, const at::Tensor& input, const at::Tensor& output,
             std::int64_t count, const ::c10d::ReduceOp& op = {}, std::int64_t root = 0);
 

@@ -86,7 +86,6 @@ void Comm::begin_phase(const Operation& operation, const void* input, void* outp
   zero_copy_ = exposed_ = false;
   leave_peers_heaps();
   stream_ = store_policy_.next(operation.count * element_size_);
-  if (stream_output_) stream_fence();  // the phase before
   stream_output_ = output_bytes_ >= kStreamedOutput && !in_place();
   for (int channel = 0; channel < kChannels; ++channel) started_[channel] = signalled_[channel];
   check_aborted();
@@ -179,7 +178,7 @@ void Comm::finish() {
   check_aborted();
   check_attached();
   leave_peers_heaps();
-  if (stream_output_) stream_fence();
+  stream_fence();  // the caller may tell another thread of its output
   mine().completed.store(ordinal(), std::memory_order_release);
 }
 

@@ -9,7 +9,7 @@ from datetime import timedelta
 import backends
 import torch
 import torch.distributed as dist
-from test_subgroups import cost
+from backends import cost
 
 import pycomm
 from pycomm._runtime.subgroup import Subgroup

@@ -2,15 +2,15 @@
 
 import gc
 import threading
+import time
 from datetime import timedelta
-from pathlib import Path
 
 import helpers
 import pytest
 import torch
 import torch.distributed as dist
-from test_subgroups import descriptors, threads
 from torch.distributed.device_mesh import init_device_mesh
+from usage import descriptors, mappings, threads
 
 import pycomm
 from pycomm.group import make_group
@@ -18,14 +18,10 @@ from pycomm.group import make_group
 DIAGONALS = ([0, 3], [1, 2])
 
 
-def windows():
-    return sum("memfd:pycomm" in line for line in Path("/proc/self/maps").open())
-
-
 def left_over():
     """Mappings of windows, descriptors and threads."""
     gc.collect()
-    return windows(), descriptors(), threads()
+    return mappings(), descriptors(), threads()
 
 
 def use_mesh(rank):
@@ -101,7 +97,7 @@ def test_three_lives_on_a_hash_store():
 
 
 def test_ranks_as_threads_on_a_hash_store():
-    """They meet over the Store, and two of them use a group in the window."""
+    """They watch each other while rank 0 is late, and two of them use a group in the window."""
     store, found = dist.HashStore(), {}
 
     def run(rank):
@@ -109,6 +105,7 @@ def test_ranks_as_threads_on_a_hash_store():
         ranks.meet()
         world = pycomm.backend._World(ranks._members)
         x = torch.full((1000,), float(rank))
+        time.sleep(0.05 if rank == 0 else 0)
         pycomm.all_reduce(x, group=ranks.connect())
         if rank > 0:
             part = world.subgroup([1, 2], rank - 1, "part")

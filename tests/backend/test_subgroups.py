@@ -14,35 +14,9 @@ import backends
 import pytest
 import torch
 import torch.distributed as dist
+from backends import cost
 
 import pycomm
-
-
-def descriptors():
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
-def threads():
-    return len(list(Path("/proc/self/task").iterdir()))
-
-
-def window_bytes():
-    """The memory of the default group's window, which all ranks share."""
-    found = {}
-    for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # the folder's own descriptor
-            if "memfd:pycomm" in str(entry.readlink()):
-                found[entry.stat().st_ino] = entry.stat().st_blocks * 512
-    assert len(found) == 1, found
-    return next(iter(found.values()))
-
-
-def cost():
-    """Memory, descriptors and threads, while no rank does anything."""
-    dist.barrier()
-    now = window_bytes(), descriptors(), threads()
-    dist.barrier()
-    return now
 
 
 def members_of(size, count):

@@ -14,6 +14,7 @@ import helpers
 import pytest
 import spanning
 import torch
+from usage import descriptors
 
 import pycomm
 
@@ -181,10 +182,6 @@ def many_groups(rank: int, size: int, store: str, count: int) -> list[float]:
 
 def test_groups_share_what_watches_a_process():
     assert helpers.run_ranks(5, many_groups, 25) == [[5.0] * 25] * 5
-
-
-def descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def test_a_watched_process():

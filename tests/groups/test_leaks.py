@@ -10,6 +10,7 @@ from pathlib import Path
 import helpers
 import pytest
 import torch
+from usage import descriptors, mappings, threads
 
 import pycomm
 from pycomm._runtime import rendezvous
@@ -24,20 +25,8 @@ def names():
     }
 
 
-def descriptors():
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
-def threads():
-    return len(list(Path("/proc/self/task").iterdir()))
-
-
 def resident_bytes():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
-
-def mappings():
-    return sum("memfd:pycomm" in line for line in Path("/proc/self/maps").open())
 
 
 def use(group):

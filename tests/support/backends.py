@@ -8,6 +8,7 @@ from typing import Any
 
 import helpers
 import torch.distributed as dist
+from usage import descriptors, threads, window_bytes
 
 
 def join(rank: int, size: int, store: str, backend: str = "pycomm", seconds: float = 60) -> None:
@@ -41,3 +42,11 @@ def ranks(
 ) -> helpers.Ranks:
     """The processes, to do harm to."""
     return helpers.Ranks(size, member, function, seconds, *args)
+
+
+def cost() -> tuple[int, int, int]:
+    """A rank's memory of windows, descriptors and threads, while no rank does anything."""
+    dist.barrier()
+    now = window_bytes(), descriptors(), threads()
+    dist.barrier()
+    return now
