@@ -92,6 +92,23 @@ def optimizer_grad_norm(
 def optimizer_step(
     settings: OptimizerSettings, table: Buffer, grad_scale: int, found_inf: int, clip: int
 ) -> None: ...
+
+class ShardedStep:
+    def __init__(self, arena: int, arena_bytes: int, sums: int) -> None: ...
+    def add(self, settings: OptimizerSettings, table: Buffer) -> None: ...
+    def run(
+        self,
+        group: Group,
+        grad_scale: int,
+        found_inf: int,
+        clip: int,
+        max_norm: float,
+        measures: bool,
+        label: str,
+    ) -> float: ...
+    @property
+    def half_done(self) -> bool: ...
+
 def advise_huge_pages(data: int, bytes: int) -> None: ...
 
 class DeviceTable:

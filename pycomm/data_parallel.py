@@ -18,16 +18,19 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
+from pycomm._given import check_group
 from pycomm._inputs.arguments import renamed
 from pycomm._inputs.tensors import check_memory
 from pycomm._runtime.torch_private import backward_id, backward_node, not_compiled
 from pycomm._training.buckets import broadcast_all
 from pycomm._training.comm_state import CommState
+from pycomm._training.flat import home_of
 from pycomm._training.gradient_exchange import GradientExchange
 from pycomm._training.graphs import tensors_in
 from pycomm._training.local_sgd import LocalSGDState
 from pycomm._training.parameters import Exclude
 from pycomm._training.prefixes import without_prefix
+from pycomm._training.shards import part_of
 from pycomm._training.weighing import Weighing
 from pycomm.collectives import all_reduce
 from pycomm.compression import Compression
@@ -60,6 +63,12 @@ class DataParallel(nn.Module):
         warmup_steps: see :class:`pycomm.hooks.CommState`.
         broadcast_buffers: send rank 0's buffers to all ranks before every forward that records
             gradients; with `local_sgd`, before the first one after an exchange.
+        shard: ``"optimizer"`` divides the optimizer's states among the ranks. The step of a fused
+            optimizer then averages the gradients of its rank's share, updates it, and writes the
+            new parameters to all ranks. Parameters get the same bits as without. See
+            :meth:`reduce_gradients` to read or change gradients before the step.
+        shard_group: the ranks that divide the states, on one node. By default, all ranks of
+            `group`. Other ranks hold other copies of the states.
         local_sgd: exchanges parameters every few steps instead of gradients in backward. Call its
             ``step()`` after every step of the optimizer. It replaces the options above by its own.
         bucket_mb: the old name of `bucket_cap_mb`.
@@ -87,6 +96,8 @@ class DataParallel(nn.Module):
         grad_scaler: torch.amp.GradScaler | None = None,
         warmup_steps: int = 0,
         broadcast_buffers: bool = True,
+        shard: str | None = None,
+        shard_group: Group | None = None,
         local_sgd: LocalSGDState | None = None,
         bucket_mb: float | None = None,
     ) -> None:
@@ -113,6 +124,7 @@ class DataParallel(nn.Module):
             self.comm_state = CommState(compression, module.named_parameters(), **options)
         else:
             self.comm_state = _checked(local_sgd, compression=compression, **options)
+        self._shard_group = _shard_group(self, shard, shard_group)
         self._broadcast_buffers = broadcast_buffers
         self._agreements_seen = -1  # of local SGD, when buffers were broadcast
         broadcast_all([*module.parameters(), *module.buffers()], 0, self._group)
@@ -136,11 +148,13 @@ class DataParallel(nn.Module):
             The module's outputs.
         """
         training = torch.is_grad_enabled()
+        if self._shard_group is not None:
+            self._exchange.check_parameters()
         weight = None if self._module_takes_weight else kwargs.pop("weight", None)
         if training:
             self._prepare(weight)
         outputs = self.module(*args, **kwargs)
-        if training and self.require_backward_grad_sync:
+        if training and (self.require_backward_grad_sync or self._shard_group is not None):
             self._watch(outputs)
         return outputs
 
@@ -170,6 +184,13 @@ class DataParallel(nn.Module):
         finally:
             self.require_backward_grad_sync = before
 
+    def reduce_gradients(self) -> None:
+        """Averages gradients now if the optimizer's step would do it, for reading or changing them.
+
+        All ranks must call this. Without `shard`, backward has averaged them already.
+        """
+        self._exchange.average()
+
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
         """Surrounds a training loop in which ranks may have different numbers of batches.
@@ -178,7 +199,12 @@ class DataParallel(nn.Module):
         mean. At the end all ranks have the parameters and buffers of one of the ranks that stopped
         last. Buffers are not exchanged before, and optimizer states not at all. With `local_sgd`,
         see :meth:`pycomm.hooks.LocalSGDState.join`; all ranks end with rank 0's buffers.
+
+        Raises:
+            ValueError: with `shard`, because every rank's share must be stepped to the end.
         """
+        if self._shard_group is not None:
+            raise ValueError("join() cannot be used with shard: all ranks must take every step")
         if isinstance(self.comm_state, LocalSGDState):
             with self.comm_state.join():
                 yield
@@ -200,11 +226,17 @@ class DataParallel(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's ``state_dict``."""
+        if self._shard_group is not None:
+            self._exchange.check_parameters()
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Loads a ``state_dict`` of the module, saved with or without DistributedDataParallel."""
-        return self.module.load_state_dict(without_prefix(state_dict, self.module), *args, **kwargs)
+        own = without_prefix(state_dict, self.module)
+        loaded = self.module.load_state_dict(own, *args, **kwargs)
+        if self._shard_group is not None:
+            self._exchange.parameters_loaded()
+        return loaded
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -243,7 +275,9 @@ class DataParallel(nn.Module):
 
     def _make_exchange(self) -> GradientExchange:
         arrived = functools.partial(_arrived, weakref.ref(self))
-        return GradientExchange(self.module, self.comm_state, self._bucket_bytes, arrived)
+        return GradientExchange(
+            self.module, self.comm_state, self._bucket_bytes, self._shard_group, arrived
+        )
 
     @not_compiled
     def _prepare(self, weight: float | None, active: bool = True) -> bool:
@@ -294,6 +328,31 @@ class DataParallel(nn.Module):
                 output.register_hook(began)  # type: ignore[no-untyped-call]
 
 
+def _shard_group(model: DataParallel, shard: object, shard_group: Group | None) -> Group | None:
+    """Checks the options of sharding; returns the ranks that divide the states."""
+    check_group(shard_group)
+    if shard is None:
+        if shard_group is not None:
+            raise ValueError("shard_group must come with shard")
+        return None
+    if shard != "optimizer":
+        raise ValueError(f"shard must be None or 'optimizer', got {shard!r}")
+    if isinstance(model.comm_state, LocalSGDState):
+        raise ValueError("shard must be None with local_sgd, whose ranks step on their own")
+    for name, parameter in model.module.named_parameters():
+        if not parameter.is_cpu:
+            raise ValueError(f"shard needs parameters on the CPU, got {name} on {parameter.device}")
+        if home_of(parameter) is not None and part_of(parameter) is None:
+            raise ValueError(f"shard flattens parameters itself, got {name} that was flattened")
+    group = model._group if shard_group is None else shard_group
+    if len(group.nodes) > 1:
+        raise ValueError(
+            f"shard_group must be on one node, got one that spans {len(group.nodes)}: make a group "
+            "of the ranks of each node"
+        )
+    return group
+
+
 def _checked(local_sgd: object, **options: Any) -> LocalSGDState:
     """Raises an error for options that belong to the state."""
     if not isinstance(local_sgd, LocalSGDState):
@@ -312,8 +371,12 @@ def _arrived(model: weakref.ref[DataParallel], parameter: torch.Tensor) -> None:
 
 @not_compiled
 def _began(model: weakref.ref[DataParallel], gradient: torch.Tensor) -> None:  # noqa: ARG001
-    if (alive := model()) is not None and alive.require_backward_grad_sync:
+    if (alive := model()) is None:
+        return
+    if alive.require_backward_grad_sync:
         alive._exchange.begin_backward(backward_node())
+    else:
+        alive._exchange.average()
 
 
 def _insert_prefix(

@@ -3,10 +3,14 @@
 #include <pybind11/pybind11.h>
 #include <torch/csrc/stable/ops.h>
 
+#include <span>
+
 #include "bind/gil.h"
 #include "bind/python.h"
+#include "cpu/group.h"
 #include "cpu/huge_pages.h"
 #include "cpu/optim/loops.h"
+#include "cpu/optim/sharded_step.h"
 #include "cpu/optim/step.h"
 #include "cuda/optim/step.h"
 
@@ -24,15 +28,20 @@ void torch_parallel(std::int64_t n, const cpu::Body& body) {
   torch::stable::parallel_for(0, n, kGrain, body);
 }
 
-// A table of segments, which Python fills in as 64-bit words.
-std::vector<Segment> segments_of(const py::buffer& table) {
-  const py::buffer_info info = table.request();
+// A table of segments or shards, which Python fills in as 64-bit words.
+template <class Row>
+std::span<const Row> rows_of(const py::buffer_info& info) {
   PYCOMM_CHECK(info.itemsize == 8 && info.ndim == 1 && info.strides[0] == 8,
                "table must be a row of 64-bit words");
   const auto bytes = static_cast<std::size_t>(info.size) * 8;
-  PYCOMM_CHECK(bytes % sizeof(Segment) == 0, "table must hold whole segments");
-  const auto* first = static_cast<const Segment*>(info.ptr);
-  return {first, first + bytes / sizeof(Segment)};
+  PYCOMM_CHECK(bytes % sizeof(Row) == 0, "table must hold whole rows");
+  return {static_cast<const Row*>(info.ptr), bytes / sizeof(Row)};
+}
+
+std::vector<Segment> segments_of(const py::buffer& table) {
+  const py::buffer_info info = table.request();
+  const std::span<const Segment> rows = rows_of<Segment>(info);
+  return {rows.begin(), rows.end()};
 }
 
 StepControl control(std::uintptr_t grad_scale, std::uintptr_t found_inf, std::uintptr_t clip) {
@@ -53,6 +62,45 @@ void step(const Settings& settings, const py::buffer& table, std::uintptr_t grad
   const WithoutGil no_gil;
   cpu::step(settings, segments, control(grad_scale, found_inf, clip), torch_parallel);
 }
+
+// One rank's part of a sharded step.
+class ShardedStep {
+ public:
+  ShardedStep(std::uintptr_t arena, std::int64_t arena_bytes, std::uintptr_t sums)
+      : step_{.groups = {},
+              .shards = {},
+              .arena = reinterpret_cast<std::byte*>(arena),
+              .arena_bytes = arena_bytes,
+              .sums = reinterpret_cast<double*>(sums),
+              .control = {},
+              .max_norm = 0.0,
+              .measures = false,
+              .parallel = torch_parallel} {}
+
+  // Adds a group of parameters, as a table of shards.
+  void add(const Settings& settings, const py::buffer& table) {
+    const py::buffer_info info = table.request();
+    const std::span<const cpu::Shard> rows = rows_of<cpu::Shard>(info);
+    step_.shards.insert(step_.shards.end(), rows.begin(), rows.end());
+    step_.groups.push_back({settings, step_.shards.size()});
+  }
+
+  // Runs the step, and returns the norm if it is measured.
+  double run(cpu::Group& group, std::uintptr_t grad_scale, std::uintptr_t found_inf,
+             std::uintptr_t clip, double max_norm, bool measures, const std::string& label) {
+    const WithoutGil no_gil;
+    step_.control = control(grad_scale, found_inf, clip);
+    step_.max_norm = max_norm;
+    step_.measures = measures;
+    group.run(cpu::sharded_call(step_, label), check_signals);
+    return step_.norm;
+  }
+
+  bool half_done() const { return step_.half_done; }
+
+ private:
+  cpu::ShardedStep step_;
+};
 
 cpu::Numbers codes(std::uintptr_t data, std::uintptr_t largest, bool squares) {
   return {Storage::code8, squares, reinterpret_cast<std::byte*>(data),
@@ -148,6 +196,13 @@ void bind_optim(py::module_& m) {
       .def("step", &DeviceTable::step, py::arg("settings"), py::arg("first"), py::arg("count"),
            py::arg("grad_scale"), py::arg("found_inf"), py::arg("clip"), py::arg("lr"),
            py::arg("lr_is_double"));
+  py::class_<ShardedStep>(m, "ShardedStep")
+      .def(py::init<std::uintptr_t, std::int64_t, std::uintptr_t>(), py::arg("arena"),
+           py::arg("arena_bytes"), py::arg("sums"))
+      .def("add", &ShardedStep::add, py::arg("settings"), py::arg("table"))
+      .def("run", &ShardedStep::run, py::arg("group"), py::arg("grad_scale"), py::arg("found_inf"),
+           py::arg("clip"), py::arg("max_norm"), py::arg("measures"), py::arg("label"))
+      .def_property_readonly("half_done", &ShardedStep::half_done);
   m.def("decode_state", &decode_state, py::arg("codes"), py::arg("largest"), py::arg("n"),
         py::arg("squares"), py::arg("values"));
   m.def("encode_state", &encode_state, py::arg("values"), py::arg("n"), py::arg("squares"),

@@ -19,6 +19,10 @@ struct Blocks {
   explicit operator bool() const { return addresses != nullptr || counts != nullptr; }
 };
 
+namespace cpu {
+struct ShardedStep;  // cpu/optim/sharded_step.h
+}
+
 struct Call {
   Operation operation;
   const void* input = nullptr;
@@ -30,6 +34,7 @@ struct Call {
   // has the counts of both or of neither.
   Blocks inputs = {};
   Blocks outputs = {};
+  cpu::ShardedStep* sharded = nullptr;  // of sharded_step
   double timeout = 0;  // in seconds; 0 for the group's, which is the only one on CUDA
 };
 

@@ -17,13 +17,14 @@ enum class Collective : std::uint8_t {
   reduce,
   gather,
   scatter,
-  all_to_all
+  all_to_all,
+  sharded_step  // of an optimizer: core/algorithms/sharded_step.h
 };
 template <>
 struct Names<Collective> {
-  static constexpr const char* all[] = {"all_reduce", "reduce_scatter", "all_gather",
-                                        "broadcast",  "barrier",        "reduce",
-                                        "gather",     "scatter",        "all_to_all"};
+  static constexpr const char* all[] = {"all_reduce", "reduce_scatter", "all_gather", "broadcast",
+                                        "barrier",    "reduce",         "gather",     "scatter",
+                                        "all_to_all", "sharded_step"};
 };
 
 enum class Device : std::uint8_t { cpu, cuda };

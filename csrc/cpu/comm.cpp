@@ -78,8 +78,10 @@ void Comm::begin_phase(const Operation& operation, const void* input, void* outp
   output_ = static_cast<std::byte*>(output);
   input_bytes_ = input_bytes(operation, size_, rank_);
   output_bytes_ = output_bytes(operation, size_, rank_);
-  window_->need_staging(
-      rank_, fills_slots(operation) ? slot_bytes_ : std::max(input_bytes_, output_bytes_));
+  if (operation.collective != Collective::sharded_step) {
+    window_->need_staging(
+        rank_, fills_slots(operation) ? slot_bytes_ : std::max(input_bytes_, output_bytes_));
+  }
   loop_ = reduce_loop(operation.dtype, operation.op, false);
   last_loop_ = reduce_loop(operation.dtype, operation.op, true);
   use_blocks(nullptr, nullptr);
@@ -210,6 +212,13 @@ int Comm::index_of(int number) const {
     if (this->number(r) == number) return r;
   }
   return -1;
+}
+
+bool Comm::anyone_signalled(Channel channel) const {
+  for (int r = 0; r < size_; ++r) {
+    if (reached(published(r, channel), started_[channel] + 1)) return true;
+  }
+  return false;
 }
 
 std::uint32_t Comm::announced(int r, std::uint32_t parity) const {

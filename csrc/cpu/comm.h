@@ -244,6 +244,8 @@ class Comm {
     return window_->control(r).flags[channel].value.load(std::memory_order_acquire);
   }
   std::int64_t slot_bytes() const { return slot_bytes_; }
+  // True if any rank has signalled on the channel in this operation. Also works after a failure.
+  bool anyone_signalled(Channel channel) const;
 
   int pid(int r) const { return peers_->pid(r); }
   int pid_of(int number) const { return peers_->pid_of(number); }

@@ -7,6 +7,7 @@
 #include "core/algorithms/select.h"
 #include "core/codecs/cast.h"
 #include "cpu/fork.h"
+#include "cpu/optim/sharded_step.h"
 #include "cpu/waiting.h"
 
 namespace pycomm::cpu {
@@ -218,6 +219,8 @@ bool Group::execute(const Call& call, bool agree_only, void (*interrupt)()) {
     } else if (compresses) {
       nonfinite = operation.codec.kind == CodecKind::topk ? run_topk(operation, call, interrupt)
                                                           : run_blocks(operation, call, interrupt);
+    } else if (call.sharded != nullptr) {
+      run_sharded(operation, call, interrupt);
     } else if (in_blocks) {
       run_in_blocks(comm_, operation, call, interrupt);
     } else {
@@ -228,7 +231,7 @@ bool Group::execute(const Call& call, bool agree_only, void (*interrupt)()) {
   } catch (const CollectiveError& error) {
     const std::uint64_t word = pycomm::abort_word(error.reason, error.rank);
     comm_.abort(word);
-    retreat();
+    retreat(call);
     const std::uint64_t decided_word = comm_.decided_word();
     const CollectiveError told =
         (decided_word == word ? error : comm_.failure_of(decided_word)).knowing(comm_.completed());
@@ -236,7 +239,7 @@ bool Group::execute(const Call& call, bool agree_only, void (*interrupt)()) {
     throw told;
   } catch (const std::exception& error) {
     abort();  // the other ranks do not know of it yet
-    retreat();
+    retreat(call);
     const CollectiveError told = comm_.failure_of(comm_.decided_word());
     fail((told.rank == rank_ ? told.because(error.what()) : told).knowing(comm_.completed()));
     throw;
@@ -244,11 +247,12 @@ bool Group::execute(const Call& call, bool agree_only, void (*interrupt)()) {
 }
 
 // After a failure: returns when no rank uses the caller's memory any more.
-void Group::retreat() {
+void Group::retreat(const Call& call) {
   comm_.leave_peers_heaps();
   if (internode_ != nullptr) internode_->stop();
   comm_.retreat();
   comm_.wait_for_kernels(kRetreatWithin);
+  if (call.sharded != nullptr) call.sharded->half_done = comm_.anyone_signalled(kUpdating);
 }
 
 void Group::run_plain(const Operation& operation, const Call& call, bool agree_only,
@@ -282,6 +286,12 @@ bool Group::run_topk(const Operation& operation, const Call& call, void (*interr
   comm_.begin(operation, area, area, interrupt, coded.preflight());
   topk_exchange(coded);
   return coded.nonfinite();
+}
+
+void Group::run_sharded(const Operation& operation, const Call& call, void (*interrupt)()) {
+  ShardedStepComm sharded(comm_, *call.sharded);
+  comm_.begin(operation, call.input, call.output, interrupt, sharded.preflight());
+  sharded_step(sharded);
 }
 
 void Group::fail(const std::string& why) {

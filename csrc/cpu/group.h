@@ -162,10 +162,11 @@ class Group {
   void wait_until_idle(void (*interrupt)());
   bool execute(const Task& task, void (*interrupt)(), std::int64_t* moved = nullptr);
   bool execute(const Call& call, bool agree_only, void (*interrupt)());
-  void retreat();
+  void retreat(const Call& call);
   void run_plain(const Operation& operation, const Call& call, bool agree_only,
                  void (*interrupt)());
   bool run_blocks(const Operation& operation, const Call& call, void (*interrupt)());
+  void run_sharded(const Operation& operation, const Call& call, void (*interrupt)());
   bool run_topk(const Operation& operation, const Call& call, void (*interrupt)());
   std::int64_t bytes_moved() const;
   void serve();

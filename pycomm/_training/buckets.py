@@ -89,10 +89,10 @@ class Slab:
     Buckets are then runs of neighbouring gradients, and only their order follows backward.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], limit: float, group: Group) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], limit: float, layout: Layout) -> None:
         nbytes = sum(parameter.nbytes for parameter in parameters)
         self._limit = min(limit, max(_SMALLEST, nbytes // _FEWEST))
-        self._layout = Layout(parameters, functools.partial(_memory, group))
+        self._layout = layout
 
     def cut(self, parameters: Sequence[torch.Tensor]) -> list[Bucket]:
         """Buckets for the gradients of the parameters, ordered by when they will be full."""
@@ -154,7 +154,14 @@ def broadcast_all(tensors: Iterable[torch.Tensor], source: int, group: Group) ->
             begin = end
 
 
-def _memory(group: Group, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def window_layout(parameters: Sequence[torch.Tensor], group: Group) -> Layout:
+    """Places for parameters, with their gradients in the window."""
+    return Layout(parameters, functools.partial(gradient_memory, group))
+
+
+def gradient_memory(
+    group: Group, count: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
     """Memory in the window, or on CUDA elsewhere if the window is full."""
     try:
         return group.empty(count, dtype=dtype, device=device)

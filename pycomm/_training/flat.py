@@ -47,7 +47,8 @@ class Piece:
 
     def give(self, parameter: torch.Tensor, view: torch.Tensor) -> None:
         """Makes the values in `view` the parameter's gradient."""
-        gradient = view.detach()  # its own: module.to() changes a gradient's data
+        # Its own, because module.to() changes a gradient's data; with its own count of writes.
+        gradient = view.data
         parameter.grad = gradient
         self._given[view.data_ptr()] = TensorWeakRef(gradient)
 
@@ -107,6 +108,7 @@ class Place(NamedTuple):
 # No value refers to a parameter, which would keep it alive for ever.
 _homes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # places of flattened parameters
 _layouts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # weak references
+_places_of_states: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of parts of parameters
 
 
 class Layout:
@@ -115,14 +117,17 @@ class Layout:
     Args:
         parameters: the parameters, each once.
         memory: allocates memory for a number of gradients of a type on a device.
+        keep_homes: False gives flattened parameters new places, too.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], memory: Memory) -> None:
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], memory: Memory, keep_homes: bool = True
+    ) -> None:
         self._places: dict[int, Place] = {}
         lengths: dict[Kind, int] = {}
         for parameter in parameters:
             home, kind = home_of(parameter), kind_of(parameter)
-            if home is not None:
+            if home is not None and keep_homes:
                 self._places[id(parameter)] = home
             else:
                 lengths[kind] = lengths.get(kind, 0) + room(parameter)
@@ -175,6 +180,16 @@ def home_of(parameter: torch.Tensor) -> Place | None:
     """The place of a flattened parameter; None if it is not flattened or has been moved away."""
     place: Place | None = _homes.get(parameter)  # type: ignore[no-untyped-call]
     return place if place is not None and place.holds(parameter) else None
+
+
+def describe_states(part: torch.Tensor, place: Place) -> None:
+    """Assigns a place to the states of a part of a parameter, which does not lie in it itself."""
+    _places_of_states[part] = place
+
+
+def place_of_states(tensor: torch.Tensor) -> Place | None:
+    """The place of the states of a flattened parameter, or of a part of one; None if neither."""
+    return _places_of_states.get(tensor) or home_of(tensor)  # type: ignore[no-untyped-call]
 
 
 def place_of(parameter: torch.Tensor) -> Place | None:

@@ -11,10 +11,11 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from pycomm._runtime.torch_private import not_compiled, queue_callback
-from pycomm._training.buckets import Bucket, Slab
+from pycomm._training.buckets import Bucket, Slab, gradient_memory, window_layout
 from pycomm._training.graphs import leads_to
 from pycomm._training.members import Members
 from pycomm._training.promise import Promise, compare
+from pycomm._training.shards import Shards, forget_parts
 from pycomm.collectives import broadcast
 from pycomm.errors import PycommError
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from pycomm._training.comm_state import CommState
     from pycomm._training.local_sgd import LocalSGDState
     from pycomm._training.weighing import Weighing
+    from pycomm.group import Group
 
 
 class GradientExchange:
@@ -31,6 +33,7 @@ class GradientExchange:
         module: the module.
         comm_state: exchanges buckets.
         bucket_bytes: the largest size of a bucket of several parameters.
+        shard_group: divides the parameters' optimizer states among these ranks; None does not.
         arrived: called with a parameter whose gradient is ready; calls :meth:`arrive`.
 
     Attributes:
@@ -38,6 +41,7 @@ class GradientExchange:
         members: the same parameters, with a check that they are still this module's.
         promise: tells whether an exchange is still to come.
         weighing: the ranks' weights in the next exchange, if they differ.
+        shards: the division of the parameters, if they are divided.
     """
 
     def __init__(
@@ -45,15 +49,28 @@ class GradientExchange:
         module: nn.Module,
         comm_state: CommState | LocalSGDState,
         bucket_bytes: float,
+        shard_group: Group | None,
         arrived: Callable[[torch.Tensor], None],
     ) -> None:
         self._state = comm_state
         self._group = comm_state.group
         self.parameters = [p for p in module.parameters() if p.requires_grad][::-1]
-        self._slab = Slab(self.parameters, bucket_bytes, self._group)
+        self.shards: Shards | None = None
+        if shard_group is None:
+            forget_parts(self.parameters)
+            layout = window_layout(self.parameters, self._group)
+        else:
+            uncompressed = getattr(comm_state, "compression", None) is None
+            in_step = uncompressed and shard_group is self._group
+            memory = None if in_step else functools.partial(gradient_memory, self._group)
+            self.shards = Shards(self.parameters, shard_group, memory)
+            layout = self.shards.layout
+        self._slab = Slab(self.parameters, bucket_bytes, layout)
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}
         self._lay_out()
+        if self.shards is not None:
+            self.shards.assign(bucket.parameters for bucket in self._buckets)
         self._ready: list[torch.Tensor] | None = []  # in the order of the first backward
         self._repeated: set[int] = set()  # ids of parameters that come several times in a backward
         self._had_backward = False  # a complete one, after which repeated parameters are known
@@ -82,9 +99,25 @@ class GradientExchange:
         if self._in_backward:
             return
         self.members.check_owned()
+        self.average()
         self._reset()
         end = functools.partial(self._end_backward, first, torch.is_grad_enabled())
         queue_callback(end)
+
+    def average(self) -> None:
+        """Averages the gradients of the last backward that are still each rank's own."""
+        if self.shards is not None:
+            self.shards.average(self.parameters)
+
+    def check_parameters(self) -> None:
+        """Raises RuntimeError if a failed step may have changed only some of the parameters."""
+        if self.shards is not None:
+            self.shards.check()
+
+    def parameters_loaded(self) -> None:
+        """Records that all parameters have been loaded."""
+        if self.shards is not None:
+            self.shards.half_new = False
 
     def arrive(self, parameter: torch.Tensor) -> None:
         """Handles a gradient that has been accumulated."""
@@ -122,13 +155,21 @@ class GradientExchange:
                 self.promise.announce(group)
             if self.weighing is not None:
                 self.weighing.scale(bucket.flat)
-            try:
-                self._state.start(bucket.flat, bucket.parameters, begins=bucket.begins)
-            except PycommError:
-                self.promise.wait()  # raises the error that caused this one, if there is one
-                raise
+            if not self._averages_in_step:
+                self._send(bucket)
             bucket.sent = True
             self._next += 1
+
+    @property
+    def _averages_in_step(self) -> bool:
+        return self.shards is not None and self.shards.averages
+
+    def _send(self, bucket: Bucket) -> None:
+        try:
+            self._state.start(bucket.flat, bucket.parameters, begins=bucket.begins)
+        except PycommError:
+            self.promise.wait()  # raises the error that caused this one, if there is one
+            raise
 
     @not_compiled
     def _end_backward(self, first: Node | None, creates_graph: bool) -> None:
@@ -168,6 +209,8 @@ class GradientExchange:
         for parameter in used_elsewhere:
             if parameter.grad is None:
                 self._bucket_of[id(parameter)].adopt(parameter)
+        if self.shards is not None and self.shards.averages:
+            self.shards.note_backward(self.parameters)
         if self._ready is not None:
             if self._state.gradient_group is not None:
                 self._learn_order(self._ready)

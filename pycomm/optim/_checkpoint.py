@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from pycomm._training.shards import Part, part_of
 from pycomm.optim import _storage
-from pycomm.optim._storage import MASTER, REMAINDER, State
+from pycomm.optim._storage import BLOCK, MASTER, REMAINDER, State
 from pycomm.optim.flat import Buffers, zeros_for
 
 # States that exist from the first step; momentum and the largest second moments may begin later.
@@ -81,16 +82,36 @@ class Adopted:
             self._weights = _storage.joined(param, saved)
 
     def settle(self, buffers: Buffers) -> State:
-        """The state; for a flattened parameter, in views of the optimizer's buffers."""
+        """The state; for a flattened parameter, in views of the optimizer's buffers.
+
+        For a sharded parameter, the state of this rank's part.
+        """
         flat = _storage.buffers_for(self.param, self._states, buffers)
+        part = part_of(self.param)
+        param = self.param if part is None else part.own
         for name, tensor in self._state.items():
-            if tensor.shape == self.param.shape and name != "step":
+            if name.endswith(_storage.SCALE):
+                self._state[name] = tensor if part is None else part.units_of(tensor, BLOCK)
+            elif name != "step":
                 own = buffers if name in (MASTER, REMAINDER) else flat
-                place = zeros_for(own, self.param, name, tensor.dtype)
-                self._state[name] = place.copy_(tensor)
+                place = zeros_for(own, param, name, tensor.dtype)
+                self._state[name] = place.copy_(_storage.part_in(tensor, self.param, part))
         if self._weights is not None:
-            _storage.write_weights(self.param, self._state, self._weights)
+            _storage.write_weights(self.param, self._state, self._weights, part)
         return self._state
+
+
+def gathered(part: Part, param: torch.Tensor, state: Mapping[str, Any]) -> State:
+    """A sharded parameter's state, of all ranks, which must all call this."""
+    made: State = {}
+    for name, tensor in state.items():
+        if name == "step":
+            made[name] = tensor
+        elif name.endswith(_storage.SCALE):
+            made[name] = part.gather(tensor, torch.empty(_storage.blocks_of(param)), BLOCK)
+        else:
+            made[name] = part.gather(tensor, param)
+    return made
 
 
 def check_groups(

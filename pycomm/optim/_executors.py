@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import zlib
 from array import array
+from collections.abc import Sequence
 
 import torch
 
 from pycomm import _C
+from pycomm._training.shards import Shards
 from pycomm.optim._options import Group
 
 # A group and its segments, as integers.
@@ -15,7 +18,9 @@ Table = tuple[Group, "array[int]"]
 # 0 for a missing one.
 Control = tuple[int, int, int]
 
-WORDS = 13  # in a segment: struct Segment of csrc/core/optim/segment.h
+WORDS = 14  # in a segment: struct Segment of csrc/core/optim/segment.h
+SHARD_WORDS = WORDS + 2  # struct Shard of csrc/cpu/optim/sharded_step.h
+_AGREED = (12, 13, 14, 15)  # words that all ranks have alike: stream, storages, the last two
 
 
 class OnCpu:
@@ -25,21 +30,87 @@ class OnCpu:
         self._tables = tables
 
     def scalar(self) -> torch.Tensor:
-        """Memory for a number that grad_norm() fills in."""
+        """Memory for a number that run() fills in."""
         return torch.zeros(())
-
-    def grad_norm(self, control: Control, max_norm: float, sets_found: bool) -> torch.Tensor:  # noqa: ARG002
-        """The norm of all gradients together; also fills in what `control` points to."""
-        norm = _C.optimizer_grad_norm(_joined(self._tables), *control, max_norm)
-        return torch.tensor(norm, dtype=torch.float64)
 
     def rate(self, lr: float | torch.Tensor) -> float:
         """A learning rate for the settings."""
         return float(lr.item() if isinstance(lr, torch.Tensor) else lr)
 
-    def step(self, number: int, settings: _C.OptimizerSettings, control: Control) -> None:
-        """Steps one of the tables."""
-        _C.optimizer_step(settings, self._tables[number][1], *control)
+    def run(
+        self,
+        settings: Sequence[_C.OptimizerSettings],
+        control: Control,
+        max_norm: float | None,
+        sets_found: bool,
+    ) -> torch.Tensor | None:
+        """Steps all tables.
+
+        Args:
+            settings: those of each table.
+            control: also fills in what this points to.
+            max_norm: bound of the norm of all gradients together; None for no bound.
+            sets_found: look for gradients that are not finite.
+
+        Returns:
+            The norm of all gradients together, if it was needed.
+        """
+        norm = None
+        if max_norm is not None or sets_found:
+            value = _C.optimizer_grad_norm(_joined(self._tables), *control, max_norm or 0.0)
+            norm = torch.tensor(value, dtype=torch.float64)
+        for one, (_, words) in zip(settings, self._tables, strict=True):
+            _C.optimizer_step(one, words, *control)
+        return norm
+
+
+class OnShards(OnCpu):
+    """Steps on torch's threads, together with the other ranks of a wrapper's shards.
+
+    A row of a table is a segment of this rank's part of a parameter, followed by the parameter's
+    number of elements and whether its gradient has been averaged.
+    """
+
+    def __init__(self, tables: list[Table], shards: Shards) -> None:
+        super().__init__(tables)
+        self._shards = shards
+
+    def run(
+        self,
+        settings: Sequence[_C.OptimizerSettings],
+        control: Control,
+        max_norm: float | None,
+        sets_found: bool,
+    ) -> torch.Tensor | None:
+        """See :meth:`OnCpu.run`. All ranks must call this alike."""
+        shards, measures = self._shards, max_norm is not None or sets_found
+        shards.check()
+        step = _C.ShardedStep(shards.arena.data_ptr(), shards.arena.nbytes, shards.sums.data_ptr())
+        for one, (_, words) in zip(settings, self._tables, strict=True):
+            step.add(one, words)
+        label = self._label(max_norm, sets_found)
+        try:
+            value = step.run(shards.group._core, *control, max_norm or 0.0, measures, label)
+        finally:
+            shards.half_new |= step.half_done
+        return torch.tensor(value, dtype=torch.float64) if measures else None
+
+    def _label(self, max_norm: float | None, sets_found: bool) -> str:
+        """What ranks must agree on, for their comparison and its message."""
+        rates = "/".join(f"{float(group['lr']):g}" for group, _ in self._tables)
+        options = [
+            sorted((key, value) for key, value in group.items() if key != "params")
+            for group, _ in self._tables
+        ]
+        rows = 0
+        for _, words in self._tables:
+            for place in _AGREED:
+                rows = zlib.crc32(words[place::SHARD_WORDS], rows)
+        count = sum(len(words) for _, words in self._tables) // SHARD_WORDS
+        return (
+            f"lr={rates}, max_norm={max_norm}, finds_inf={sets_found}, {count} gradients, "
+            f"options {zlib.crc32(repr(options).encode()):08x}, rows {rows:08x}"
+        )
 
 
 class OnCuda:
@@ -65,14 +136,8 @@ class OnCuda:
         self._table.upload(self._memory.data_ptr(), self._device.index, self.stream)
 
     def scalar(self) -> torch.Tensor:
-        """Memory for a number that grad_norm() fills in."""
+        """Memory for a number that run() fills in."""
         return torch.empty((), device=self._device)
-
-    def grad_norm(self, control: Control, max_norm: float, sets_found: bool) -> torch.Tensor:
-        """The norm of all gradients together; also fills in what `control` points to."""
-        norm = torch.empty((), dtype=torch.float64, device=self._device)
-        self._table.grad_norm(*control, max_norm, sets_found, norm.data_ptr())
-        return norm
 
     def rate(self, lr: float | torch.Tensor) -> float:
         """A learning rate for the settings; one on the device is read there."""
@@ -84,11 +149,33 @@ class OnCuda:
             raise ValueError(f"lr must lie on {self._device} or the CPU, got {lr.device}")
         return 0.0
 
-    def step(self, number: int, settings: _C.OptimizerSettings, control: Control) -> None:
-        """Steps one of the tables."""
-        first = sum(len(words) for _, words in self._tables[:number]) // WORDS
-        group, words = self._tables[number]
-        lr = group["lr"]
+    def run(
+        self,
+        settings: Sequence[_C.OptimizerSettings],
+        control: Control,
+        max_norm: float | None,
+        sets_found: bool,
+    ) -> torch.Tensor | None:
+        """See :meth:`OnCpu.run`."""
+        norm = None
+        if max_norm is not None or sets_found:
+            norm = torch.empty((), dtype=torch.float64, device=self._device)
+            self._table.grad_norm(*control, max_norm or 0.0, sets_found, norm.data_ptr())
+        first = 0
+        for one, (group, words) in zip(settings, self._tables, strict=True):
+            self._step(one, group["lr"], first, len(words) // WORDS, control)
+            first += len(words) // WORDS
+        return norm
+
+    def _step(
+        self,
+        settings: _C.OptimizerSettings,
+        lr: float | torch.Tensor | None,
+        first: int,
+        count: int,
+        control: Control,
+    ) -> None:
+        """Steps some of the segments."""
         if not (isinstance(lr, torch.Tensor) and lr.is_cuda):
             lr = None
         elif lr.dtype not in (torch.float32, torch.float64):
@@ -96,15 +183,19 @@ class OnCuda:
         self._table.step(
             settings,
             first,
-            len(words) // WORDS,
+            count,
             *control,
             0 if lr is None else lr.data_ptr(),
             lr is not None and lr.dtype == torch.float64,
         )
 
 
-def executor(device: torch.device, tables: list[Table], last: OnCuda | None) -> OnCpu | OnCuda:
+def executor(
+    device: torch.device, tables: list[Table], shards: Shards | None, last: OnCuda | None
+) -> OnCpu | OnCuda:
     """The executor for these tables. `last`, of the last step, is used again if possible."""
+    if shards is not None:
+        return OnShards(tables, shards)
     if device.type == "cpu":
         return OnCpu(tables)
     stream = torch.cuda.current_stream(device).cuda_stream

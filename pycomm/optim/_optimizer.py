@@ -11,10 +11,12 @@ import torch
 
 from pycomm import _C
 from pycomm._runtime.torch_private import not_compiled
+from pycomm._training.shards import part_of
 from pycomm.optim import _checkpoint, _executors, _options, _storage
 from pycomm.optim._edits import Edits
 from pycomm.optim._executors import OnCuda, Table
 from pycomm.optim._options import Group, Options
+from pycomm.optim._rows import Row, one_division
 from pycomm.optim._storage import State
 from pycomm.optim.flat import Buffers
 
@@ -42,6 +44,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         own, self.max_norm = _options.with_defaults(type(self).__name__, options)
         self._buffers = Buffers()
         self._edits = Edits()
+        self._rows: dict[int, Row] = {}  # by the parameter's id
         super().__init__(params, {**defaults, **own})
 
     # Defined by each optimizer.
@@ -93,7 +96,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def full_weights(self, param: torch.Tensor) -> torch.Tensor:
-        """A parameter's weights at full precision.
+        """A parameter's weights at full precision. If it is sharded, all ranks must call this.
 
         Args:
             param: a parameter of this optimizer.
@@ -102,11 +105,13 @@ class FusedOptimizer(torch.optim.Optimizer):
             An fp32 tensor if the parameter has master weights or a remainder, otherwise the
             parameter itself, detached.
         """
-        state = self.state.get(param, {})
+        state, part = self.state.get(param, {}), part_of(param)
         if not _storage.holds_weights(state):
             return param.detach()
-        self._edits.take(param, state)
-        return _storage.joined(param, state)
+        own = param if part is None else part.own
+        self._edits.take(own, state)
+        weights = _storage.joined(own, state)
+        return weights if part is None else part.gather(weights, param)
 
     @torch.no_grad()
     def set_full_weights(self, param: torch.Tensor, weights: torch.Tensor) -> None:
@@ -116,13 +121,17 @@ class FusedOptimizer(torch.optim.Optimizer):
             param: a parameter of this optimizer.
             weights: fp32, of the parameter's shape.
         """
-        _storage.write_weights(param, self.state.get(param, {}), weights)
-        self._edits.note([param])
+        part = part_of(param)
+        _storage.write_weights(param, self.state.get(param, {}), weights, part)
+        self._edits.note([param if part is None else part.own])
 
     # Checkpoints.
 
     def state_dict(self, *, format: str = "pycomm") -> dict[str, Any]:  # noqa: A002
         """Returns a checkpoint.
+
+        With sharded states, it holds the states of all ranks, which must all call this. It is then
+        the checkpoint that an optimizer without shards would return.
 
         Args:
             format: ``"pycomm"`` keeps everything bit for bit. ``"torch"`` is for torch.optim: it
@@ -131,6 +140,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         self._take_edits()
         state_dict = super().state_dict()
+        params = [param for group in self.param_groups for param in group["params"]]
+        for number, param in enumerate(params):
+            part = part_of(param)
+            if part is not None and number in state_dict["state"]:
+                state = state_dict["state"][number]
+                state_dict["state"][number] = _checkpoint.gathered(part, param, state)
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             if saved.get("capturable") and all(param.is_cpu for param in group["params"]):
                 saved["capturable"] = False  # torch.optim accepts nothing else on the CPU
@@ -138,7 +153,6 @@ class FusedOptimizer(torch.optim.Optimizer):
             return state_dict
         if format != "torch":
             raise ValueError(f"format must be pycomm or torch, got {format!r}")
-        params = [param for group in self.param_groups for param in group["params"]]
         names = {n for group in self.param_groups for n in self._state_names(group)}
         state_dict["state"] = {
             number: _checkpoint.for_torch(params[number], state, names)
@@ -177,7 +191,16 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._optimizer_load_state_dict_pre_hooks = hooks
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the state for pickling and copying."""
+        """Returns the state for pickling and copying.
+
+        Raises:
+            TypeError: states are sharded, and this rank has only its part.
+        """
+        if any(part_of(param) is not None for param in self.state):
+            raise TypeError(
+                f"{type(self).__name__} with sharded states cannot be copied or pickled: save "
+                "state_dict(), which gathers them"
+            )
         self._take_edits()
         return {**super().__getstate__(), "max_norm": self.max_norm}
 
@@ -185,6 +208,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Restores the state; :meth:`load_state_dict` calls this, too."""
         self._buffers = getattr(self, "_buffers", Buffers())
         self._edits = Edits()
+        self._rows = {}
         groups = getattr(self, "param_groups", ())
         own = [{key: group[key] for key in _options.DEFAULTS} for group in groups]
         super().__setstate__(state)
@@ -217,7 +241,18 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _take_edits(self) -> None:
         for param, state in self.state.items():
             if _storage.holds_weights(state):
-                self._edits.take(param, state)
+                part = part_of(param)
+                self._edits.take(param if part is None else part.own, state)
+
+    def average_gradients(self) -> None:
+        """Averages gradients now that the step would average, for reading or changing them.
+
+        All ranks must call this. It does nothing unless a wrapper shards the parameters.
+        """
+        params = [param for group in self.param_groups for param in group["params"]]
+        parts = [(param, part) for param in params if (part := part_of(param)) is not None]
+        for shards in {part.shards for _, part in parts}:
+            shards.average(param for param, part in parts if part.shards is shards)
 
     # The step.
 
@@ -237,11 +272,13 @@ class FusedOptimizer(torch.optim.Optimizer):
     @not_compiled
     @torch.no_grad()
     def _step(self) -> None:
-        tables, params, keep = self._tables()
+        tables, rows, keep = self._tables()
         if not tables:
             return
+        params = [row.param for row in rows]
         device = _options.one_device(type(self).__name__, params)
-        steps = _executors.executor(device, tables, self._on_cuda)
+        shards = one_division(type(self).__name__, rows)
+        steps = _executors.executor(device, tables, shards, self._on_cuda)
         if isinstance(steps, OnCuda) and not _executors.is_capturing(device):
             self._on_cuda = steps
         # Everything that can raise comes before the first group changes.
@@ -250,45 +287,75 @@ class FusedOptimizer(torch.optim.Optimizer):
         scale, found = _scalar(self, "grad_scale", device), _scalar(self, "found_inf", device)
         if found is self._found:  # by an earlier step
             self.found_inf = self._found = found = None
+        if shards is not None and shards.local and found is not None:
+            raise RuntimeError(
+                "a GradScaler has looked for infinities before step() has averaged the gradients, "
+                "so ranks may differ: use pycomm.optim.GradScaler, which leaves that to the step"
+            )
         sets_found = scale is not None and found is None
         if sets_found:
             self.found_inf = self._found = found = steps.scalar()
         clip = None if self.max_norm is None else steps.scalar()
         control = _executors.control_of(scale, found, clip)
-        if sets_found or clip is not None:
-            self.grad_norm = steps.grad_norm(control, self.max_norm or 0.0, sets_found)
-        for number, one in enumerate(settings):
-            steps.step(number, one, control)
+        norm = steps.run(settings, control, self.max_norm, sets_found)
+        if norm is not None:
+            self.grad_norm = norm
         torch.autograd.graph.increment_version(params)
-        self._edits.note(p for p in params if _storage.holds_weights(self.state[p]))
+        self._edits.note(row.own for row in rows if row.holds_weights)
         del keep
 
-    def _tables(self) -> tuple[list[Table], list[torch.Tensor], list[torch.Tensor]]:
-        """Each group's table, all their parameters, and gradients to keep alive during the step."""
-        tables, params, keep, stream = [], [], [], 0
+    def _tables(self) -> tuple[list[Table], list[Row], list[torch.Tensor]]:
+        """Each group's table, all rows in them, and gradients to keep alive during the step."""
+        tables: list[Table] = []
+        rows: list[Row] = []
+        keep: list[torch.Tensor] = []
+        stream = 0
         for group in self.param_groups:
             names, table = self._state_names(group), array("q")
             for param in group["params"]:
-                grad = param.grad
-                if grad is not None:
-                    grad = _options.usable_grad(type(self).__name__, param, grad)
-                    params.append(param)
+                if param.grad is not None:
+                    row, grad = self._row(param, param.grad, group, names, stream)
+                    rows.append(row)
                     keep.append(grad)
-                    if len(self.state[param]) == 0:
-                        self._init_state(param, group, self.state[param])
-                    elif _storage.holds_weights(self.state[param]):
-                        self._edits.take(param, self.state[param])
-                    rest = names, group, stream
-                    try:
-                        words = _storage.segment(param, grad, self.state[param], *rest)
-                    except _storage.ChangedError:
-                        self._follow(param, group, names)
-                        words = _storage.segment(param, grad, self.state[param], *rest)
-                    table.extend(words)
+                    row.add_to(table)
                 stream += 1
             if table:
                 tables.append((group, table))
-        return tables, params, keep
+        return tables, rows, keep
+
+    def _row(
+        self,
+        param: torch.Tensor,
+        grad: torch.Tensor,
+        group: Group,
+        names: tuple[str, ...],
+        stream: int,
+    ) -> tuple[Row, torch.Tensor]:
+        """A parameter's row in its group's table, and its gradient.
+
+        The row is that of the last step if nothing has moved since. The gradient is a copy if the
+        other one has another order of elements.
+        """
+        state, rest = self.state[param], (group, names, stream)
+        row = self._rows.get(id(param))
+        if row is not None and row.is_of(param, grad, state, *rest):
+            if row.holds_weights:
+                self._edits.take(row.own, state)
+            return row, grad
+        grad = _options.usable_grad(type(self).__name__, param, grad)
+        part = part_of(param)
+        own = param if part is None else part.own
+        if len(state) == 0:
+            self._init_state(param, own, group, state)
+        elif _storage.holds_weights(state):
+            self._edits.take(own, state)
+        try:
+            row = Row(param, grad, state, *rest)
+        except _storage.ChangedError:
+            self._follow(param, group, names)
+            row = Row(param, grad, self.state[param], *rest)
+        self._rows[id(param)] = row
+        return row, grad
 
     def _follow(self, param: torch.Tensor, group: Group, names: tuple[str, ...]) -> None:
         """Converts a parameter's states after the parameter has changed, or raises."""
@@ -300,7 +367,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         if "momentum_buffer" in names and "momentum_buffer" not in state:
             self.state[param]["step"].zero_()  # the momentum begins with the gradient
 
-    def _init_state(self, param: torch.Tensor, group: Group, state: State) -> None:
+    def _init_state(
+        self, param: torch.Tensor, own: torch.Tensor, group: Group, state: State
+    ) -> None:
+        """Makes the state of a parameter, or of its elements `own`."""
         _options.check_param(type(self).__name__, param)
         if _executors.is_capturing(param.device):
             raise RuntimeError(
@@ -310,10 +380,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         dtype = _storage.wanted_dtype(param, group["states"])
         buffers = _storage.buffers_for(param, group["states"], self._buffers)
         for name in self._state_names(group):
-            state.update(_storage.make_state(param, name, dtype, buffers))
+            state.update(_storage.make_state(own, name, dtype, buffers))
         master = _storage.master_beside(param, group["master_weights"])
         if master is not None:
-            state.update(_storage.make_master(param, master, self._buffers))
+            state.update(_storage.make_master(own, master, self._buffers))
 
 
 def _scalar(

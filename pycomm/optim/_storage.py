@@ -9,6 +9,7 @@ import torch
 
 from pycomm import _C
 from pycomm._training.parameters import dense_strides
+from pycomm._training.shards import Part
 from pycomm.optim.flat import Buffers, zeros_for
 
 State = dict[str, Any]
@@ -19,6 +20,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 STATES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "8bit": torch.uint8}
 MASTERS = (None, "fp32", "remainder")
 MASTER, REMAINDER = "master_param", "remainder"
+SCALE = "_absmax"  # ends the names of scales
 
 
 # enum class Storage of csrc/core/optim/optimizer.h.
@@ -31,7 +33,7 @@ _MASTER_KINDS = {
 
 def scale_name(name: str) -> str:
     """The name under which an 8-bit state stores the largest magnitudes of its blocks."""
-    return f"{name}_absmax"
+    return name + SCALE
 
 
 def place_of(name: str, dtype: torch.dtype) -> str:
@@ -172,19 +174,29 @@ def split(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return high.view(torch.bfloat16), bits.to(torch.int16).masked_fill(nan, 0)
 
 
-def write_weights(param: torch.Tensor, state: Mapping[str, Any], weights: torch.Tensor) -> None:
+def write_weights(
+    param: torch.Tensor, state: Mapping[str, Any], weights: torch.Tensor, part: Part | None = None
+) -> None:
     """Writes fp32 weights in place to a parameter and to its master weights or remainder.
 
-    A bf16 parameter with either of them is rounded as a step rounds it.
+    A bf16 parameter with either of them is rounded as a step rounds it. A sharded parameter is
+    written as a whole; its state is that of a part.
     """
     rounded = weights
     if param.dtype == torch.bfloat16 and (MASTER in state or REMAINDER in state):
         rounded, low = split(weights)
         if REMAINDER in state:
-            state[REMAINDER].copy_(low)
+            state[REMAINDER].copy_(part_in(low, param, part))
     if MASTER in state:
-        state[MASTER].copy_(weights)
+        state[MASTER].copy_(part_in(weights, param, part))
     param.detach().copy_(rounded)
+
+
+def part_in(tensor: torch.Tensor, param: torch.Tensor, part: Part | None) -> torch.Tensor:
+    """A part's elements of a tensor of the parameter's shape; all of them without a part."""
+    if part is None:
+        return tensor
+    return part.of(torch.empty_like(param, dtype=tensor.dtype).copy_(tensor))
 
 
 class ChangedError(Exception):
@@ -198,8 +210,20 @@ def segment(
     names: tuple[str, ...],
     group: Mapping[str, Any],
     stream: int,
+    dtype: torch.dtype,
+    first: int = 0,
 ) -> list[int]:
     """A parameter's segment as integers: struct Segment of csrc/core/optim/segment.h.
+
+    Args:
+        param: the parameter, or a part of it.
+        grad: the gradient of the same elements.
+        state: their state.
+        names: the states' names, in the order of the rule's arguments.
+        group: the group's options.
+        stream: the parameter's random bits.
+        dtype: the states' type.
+        first: the first element of a part.
 
     Raises:
         ChangedError: the parameter is not dense, or a state is missing or has the wrong device,
@@ -208,14 +232,14 @@ def segment(
     """
     # This runs for hundreds of parameters in every step, so it is kept fast.
     shape, stride, count = param.shape, param.stride(), param.numel()
-    step, dtype = state["step"], wanted_dtype(param, group["states"])
+    step = state["step"]
     if step.get_device() != param.get_device() or step.dtype != torch.float32:
         raise ChangedError
     # Without states, which are dense, there are no strides to compare with.
     if not names and not param.is_contiguous() and dense_strides(param) != stride:
         raise ChangedError
     words = [param.data_ptr(), grad.data_ptr(), 0, 0, 0, 0, 0, 0, 0]
-    words += [step.data_ptr(), count, stream, 0]
+    words += [step.data_ptr(), count, first, stream, 0]
     kinds = _KINDS[param.dtype] | _KINDS[grad.dtype] << 8
     for place, name in enumerate(names, 3):
         tensor = state.get(place_of(name, dtype))
@@ -240,7 +264,7 @@ def segment(
             kinds |= kind
     if count and not (words[0] and words[1]):
         raise ValueError(f"a parameter of shape {tuple(shape)} or its gradient has no memory")
-    words[12] = kinds
+    words[13] = kinds
     return words
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from pycomm._training.flat import Layout, Piece, home_of, place_of
+from pycomm._training.flat import Layout, Piece, home_of, place_of, place_of_states
 from pycomm._training.parameters import dense_strides
 from pycomm._training.zeros import zeros, zeros_like
 
@@ -75,13 +75,13 @@ def zeros_for(
     buffers: Buffers | None, param: torch.Tensor, name: str, dtype: torch.dtype
 ) -> torch.Tensor:
     """A state of zeros; for a flattened parameter, a view of the optimizer's buffer."""
-    home = home_of(param)
-    if buffers is None or home is None:
+    place = place_of_states(param)
+    if buffers is None or place is None:
         return zeros_like(param, dtype)
-    own = buffers.setdefault(home.piece, {})
+    own = buffers.setdefault(place.piece, {})
     if (name, dtype) not in own:
-        own[name, dtype] = zeros_like(home.piece.gradients, dtype)
-    return home.of(own[name, dtype], param).zero_()
+        own[name, dtype] = zeros(len(place.piece.gradients), dtype, place.piece.kind.device)
+    return place.of(own[name, dtype], param).zero_()
 
 
 def _checked(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -18,6 +18,12 @@ class GradScaler(torch.amp.GradScaler):
     steps. Everything else, arguments and other optimizers included, is as in torch.
     """
 
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """See :meth:`torch.amp.GradScaler.unscale_`. Averages gradients first if a step would."""
+        if self._enabled and isinstance(optimizer, FusedOptimizer):
+            optimizer.average_gradients()
+        super().unscale_(optimizer)
+
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """See :meth:`torch.amp.GradScaler.step`."""
         state = self._per_optimizer_states[id(optimizer)]

@@ -78,7 +78,7 @@ PYTHON_LAYERS = [
     {"compressed_ops", "fsdp", "_training.flat"},
     {"_training.buckets", "_training.promise", "_training.reports", "_training.weighing"},
     {"_training.loss_scale", "_training.residuals"},
-    {"_training.exchange"},
+    {"_training.exchange", "_training.shards"},
     {"_training.flights"},
     {"_training.step"},
     {"_training.planner"},

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pycomm
-from pycomm._training.buckets import Slab, partition
+from pycomm._training.buckets import Slab, partition, window_layout
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
@@ -75,7 +75,7 @@ def test_gradients_never_overlap_whatever_the_order(data):
     )
     parameters = [torch.zeros(size, dtype=dtype, requires_grad=True) for size, dtype in kinds]
     with pycomm.LocalWorld(1) as local_world:
-        slab = Slab(parameters, 100, local_world.groups[0])
+        slab = Slab(parameters, 100, window_layout(parameters, local_world.groups[0]))
         for order in (parameters, data.draw(st.permutations(parameters))):
             buckets = slab.cut(order)
             spans = []
@@ -95,7 +95,11 @@ def test_gradients_never_overlap_whatever_the_order(data):
 
 def test_large_models_have_buckets_of_the_limit_and_small_ones_sixteen(group):
     def count(sizes, limit):
-        return len(Slab(parameters := tensors(sizes), limit, group).cut(parameters))
+        return len(
+            Slab(parameters := tensors(sizes), limit, window_layout(parameters, group)).cut(
+                parameters
+            )
+        )
 
     mib = 1 << 18  # elements
     assert count([mib] * 64, 2 << 20) == 32
@@ -125,7 +129,7 @@ def test_gradients_have_the_parameters_shape_and_format(group, name):
     parameter = SHAPED[name].clone(memory_format=torch.preserve_format).requires_grad_()
     if name in ("expanded", "with gaps"):
         parameter = SHAPED[name].detach().requires_grad_()
-    (bucket,) = Slab([parameter], 100, group).cut([parameter])
+    (bucket,) = Slab([parameter], 100, window_layout([parameter], group)).cut([parameter])
     values = torch.arange(parameter.numel(), dtype=torch.float32).view(parameter.shape)
     parameter.grad = values
     bucket.put(parameter)
@@ -145,7 +149,7 @@ def held(bucket):
 
 def test_a_bucket_knows_who_is_missing(group):
     a, b, c = parameters = [torch.zeros(3, requires_grad=True) for _ in range(3)]
-    (bucket,) = Slab(parameters, 100, group).cut(parameters)
+    (bucket,) = Slab(parameters, 100, window_layout(parameters, group)).cut(parameters)
     a.grad, b.grad = torch.ones(3), torch.full((3,), 2.0)
     bucket.flat.fill_(9)
     assert (bucket.arrived, len(bucket.waiting)) == (0, 3)
@@ -166,7 +170,7 @@ def test_a_bucket_knows_who_is_missing(group):
 def test_the_slab_is_reused(group):
     """New buckets take no new memory."""
     parameters = tensors([100, 200, 300])
-    slab = Slab(parameters, 500, group)
+    slab = Slab(parameters, 500, window_layout(parameters, group))
     before = {b.flat.untyped_storage().data_ptr() for b in slab.cut(parameters)}
     after = {b.flat.untyped_storage().data_ptr() for b in slab.cut(parameters[::-1])}
     assert before == after

@@ -97,6 +97,8 @@ void visit_body(const Operation& operation, int ranks, Visit visit) {
       return visit(Scatter{});
     case Collective::all_to_all:
       return visit(AllToAll{});
+    case Collective::sharded_step:
+      return;  // has an executor of its own: core/algorithms/sharded_step.h
   }
 }
 

@@ -9,7 +9,7 @@
 
 namespace pycomm {
 
-// One parameter with its gradient and states. Python fills it in as 64-bit words:
+// One parameter, or a part of one, with its gradient and states. Python fills it in as 64-bit words:
 // pycomm/optim/_storage.py.
 struct Segment {
   void* param;
@@ -19,11 +19,12 @@ struct Segment {
   float* largest[kMostStates];  // scales of 8-bit states, one per block
   float* step;                  // number of steps done
   std::int64_t count;
+  std::int64_t first;    // of a part: its place in the parameter, a multiple of kSumBlock
   std::uint64_t stream;  // gives each parameter its own random bits
   Storage param_storage, grad_storage, master_storage, state_storage[kMostStates];
   std::uint8_t unused[2];
 };
-static_assert(sizeof(Segment) == 13 * 8);
+static_assert(sizeof(Segment) == 14 * 8);
 
 // Values that a step reads from memory, because a device writes them there. Each may be null.
 struct StepControl {

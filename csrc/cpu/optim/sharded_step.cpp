@@ -1,0 +1,188 @@
+#include "cpu/optim/sharded_step.h"
+
+#include <algorithm>
+
+#include "cpu/store_policy.h"
+
+namespace pycomm::cpu {
+namespace {
+
+// The kinds of sums.
+constexpr int kGradients = 0, kWeights = 1, kDirections = 2;
+
+DType dtype_of(Storage storage) {
+  return storage == Storage::f32 ? DType::f32 : storage == Storage::f16 ? DType::f16 : DType::bf16;
+}
+
+}  // namespace
+
+Call sharded_call(ShardedStep& step, const std::string& label) {
+  Call call;
+  call.operation.collective = Collective::sharded_step;
+  call.operation.dtype = DType::u8;
+  call.operation.count = step.arena_bytes;
+  call.input = call.output = step.arena;
+  call.details.set_label(label);
+  if (step.control.grad_scale != nullptr) call.details.scale = *step.control.grad_scale;
+  call.sharded = &step;
+  return call;
+}
+
+class ShardedStepComm::Average {
+ public:
+  Average(const ShardedStepComm& comm, std::size_t shard)
+      : comm_(comm),
+        part_(comm.step_.shards[shard].part),
+        is_averaged_(comm.step_.shards[shard].is_averaged != 0),
+        size_(size_of(part_.grad_storage)),
+        loop_(reduce_loop(dtype_of(part_.grad_storage), ReduceOp::avg, true)) {
+    for (int r = 0; r < comm.size(); ++r) sources_.push_back(comm.there(r, part_.grad));
+  }
+
+  // The gradients of `n` elements from element `at` of the part on; valid until the next call.
+  const std::byte* operator()(std::int64_t at, std::int64_t n) {
+    if (is_averaged_) return static_cast<const std::byte*>(part_.grad) + at * size_;
+    const std::int64_t next = std::min(n, part_.count - at - n) * size_;
+    from_.clear();
+    for (const std::byte* source : sources_) {
+      from_.push_back(source + at * size_);
+      (void)next;
+    }
+    loop_(mean_, from_.data(), comm_.size(), 0, n, comm_.size());
+    return mean_;
+  }
+
+ private:
+  const ShardedStepComm& comm_;
+  const Segment& part_;
+  const bool is_averaged_;
+  const std::int64_t size_;
+  const ReduceLoop loop_;
+  std::vector<const std::byte*> sources_;
+  std::vector<const void*> from_;
+  alignas(kLine) std::byte mean_[kChunk * sizeof(float)];
+};
+
+ShardedStepComm::ShardedStepComm(Comm& comm, ShardedStep& step)
+    : comm_(comm),
+      step_(step),
+      parts_(step.shards, [](const Shard& shard) { return shard.part.count; }),
+      wholes_(step.shards, [](const Shard& shard) { return shard.whole; }),
+      ratios_(step.shards.size(), 1.0) {}
+
+Preflight ShardedStepComm::preflight() const { return make_preflight(skips(step_.control), false); }
+
+void ShardedStepComm::announce() {
+  comm_.announce();
+  PYCOMM_CHECK(comm_.zero_copy(), "a sharded step needs the arenas of all ranks in their windows");
+  for (int r = 0; r < size(); ++r) arenas_.push_back(comm_.output(r).data);
+  if (comm_.preflight().overflow != 0) *step_.control.found_inf = 1.0f;
+}
+
+template <class Visit>
+void ShardedStepComm::for_chunks(const Visit& visit) const {
+  step_.parallel(parts_.chunks(),
+                 [&](std::int64_t begin, std::int64_t end) { parts_.visit(begin, end, visit); });
+}
+
+const Settings& ShardedStepComm::settings(std::size_t shard) const {
+  const auto after = [](std::size_t s, const ShardGroup& group) { return s < group.end; };
+  return std::upper_bound(step_.groups.begin(), step_.groups.end(), shard, after)->settings;
+}
+
+void ShardedStepComm::put_sum(int kind, std::size_t shard, std::int64_t chunk, double sum) const {
+  const std::int64_t place = wholes_.begin(shard) + step_.shards[shard].part.first / kChunk + chunk;
+  const double* const here = step_.sums + kind * wholes_.chunks() + place;
+  for (int r = 0; r < size(); ++r) *reinterpret_cast<double*>(there(r, here)) = sum;
+}
+
+double ShardedStepComm::total(int kind, std::size_t shard) const {
+  return sum_tree(step_.sums + kind * wholes_.chunks() + wholes_.begin(shard),
+                  wholes_.chunks(shard));
+}
+
+void ShardedStepComm::measure() {
+  for_chunks([&](std::size_t s, std::int64_t first, std::int64_t last) {
+    const Segment& part = step_.shards[s].part;
+    Average average(*this, s);
+    for (std::int64_t c = first; c < last; ++c) {
+      const std::int64_t at = c * kChunk, n = std::min(kChunk, part.count - at);
+      const Numbers gradients{part.grad_storage, false, const_cast<std::byte*>(average(at, n)),
+                              nullptr, nullptr};
+      put_sum(kGradients, s, c, square_sum(gradients, 0, n));
+    }
+  });
+  comm_.count_in(gradient_bytes());
+}
+
+void ShardedStepComm::conclude_norm() {
+  std::vector<double> totals;
+  for (std::size_t s = 0; s < step_.shards.size(); ++s) totals.push_back(total(kGradients, s));
+  const double squares = sum_tree(totals.data(), static_cast<std::int64_t>(totals.size()));
+  step_.norm = conclude(squares, step_.max_norm, step_.control);
+}
+
+bool ShardedStepComm::adapts() const {
+  return std::any_of(step_.groups.begin(), step_.groups.end(), [](const ShardGroup& group) {
+    return group.settings.rule == Rule::lamb && group.settings.adapt;
+  });
+}
+
+void ShardedStepComm::measure_ratios() {
+  if (skips(step_.control)) return;
+  for_chunks([&](std::size_t s, std::int64_t first, std::int64_t last) {
+    const Segment& part = step_.shards[s].part;
+    if (settings(s).rule != Rule::lamb || !settings(s).adapt) return;
+    const Lamb lamb(settings(s), *part.step + 1.0);
+    Average average(*this, s);
+    Reader reader(settings(s), part, scale(s));
+    for (std::int64_t c = first; c < last; ++c) {
+      const std::int64_t at = c * kChunk;
+      reader.use_gradients(average(at, std::min(kChunk, part.count - at)));
+      const LambSums sums = lamb_sums(lamb, reader.load_fp32(at));
+      put_sum(kWeights, s, c, sums.weights);
+      put_sum(kDirections, s, c, sums.directions);
+    }
+  });
+  comm_.count_in(gradient_bytes());
+}
+
+void ShardedStepComm::conclude_ratios() {
+  if (skips(step_.control)) return;
+  for (std::size_t s = 0; s < step_.shards.size(); ++s) {
+    if (settings(s).rule != Rule::lamb || !settings(s).adapt) continue;
+    ratios_[s] = lamb_ratio(total(kWeights, s), total(kDirections, s));
+  }
+}
+
+void ShardedStepComm::update() {
+  if (skips(step_.control)) return;
+  const bool stream = step_.arena_bytes >= kStreamedOutput;
+  for_chunks([&](std::size_t s, std::int64_t first, std::int64_t last) {
+    const Segment& part = step_.shards[s].part;
+    const std::int64_t size = size_of(part.param_storage);
+    Average average(*this, s);
+    const auto take = [&](Reader& reader, std::int64_t at, std::int64_t n) {
+      reader.use_gradients(average(at, n));
+    };
+    const auto publish = [&](std::int64_t at, std::int64_t n) {
+      const std::byte* const made = static_cast<std::byte*>(part.param) + at * size;
+      for (int r = 0; r < this->size(); ++r) {
+        if (r != rank()) copy({there(r, made), stream}, made, n * size);
+      }
+    };
+    cpu::update(settings(s), part, scale(s), ratios_[s], first, last, take, publish);
+  });
+  for (const Shard& shard : step_.shards) *shard.part.step += 1.0f;
+  comm_.count_in(gradient_bytes());
+}
+
+std::int64_t ShardedStepComm::gradient_bytes() const {
+  std::int64_t bytes = 0;
+  for (const Shard& shard : step_.shards) {
+    if (shard.is_averaged == 0) bytes += shard.part.count * size_of(shard.part.grad_storage);
+  }
+  return bytes * (size() - 1);
+}
+
+}  // namespace pycomm::cpu

@@ -1,0 +1,99 @@
+// The CPU executor of the sharded optimizer step (core/algorithms/sharded_step.h).
+//
+// Each rank has an arena in its heap, with the same layout on every rank: parameters, their gradients if
+// they are still to be averaged, and room for all ranks' sums.
+#pragma once
+
+#include <vector>
+
+#include "core/algorithms/sharded_step.h"
+#include "cpu/comm.h"
+#include "cpu/optim/step.h"
+#include "cpu/optim/update.h"
+
+namespace pycomm::cpu {
+
+// One parameter in a sharded step. Python fills it in as 64-bit words: pycomm/optim/_executors.py.
+struct Shard {
+  Segment part;              // this rank's elements; parameter and gradient lie in the arena
+  std::int64_t whole;        // the number of elements of the parameter
+  std::int64_t is_averaged;  // not 0: this rank's gradient is already the average
+};
+static_assert(sizeof(Shard) == 16 * 8);
+
+struct ShardGroup {
+  Settings settings;
+  std::size_t end;  // after the group's last shard
+};
+
+// What one rank passes to a sharded step, and what it gets back.
+struct ShardedStep {
+  std::vector<ShardGroup> groups;
+  std::vector<Shard> shards;
+  std::byte* arena;
+  std::int64_t arena_bytes;
+  double* sums;  // in the arena: 3 per 1,024 elements of all shards
+  StepControl control;
+  double max_norm;
+  bool measures;  // the norm is needed, or a search for infinities
+  Parallel parallel;
+
+  double norm = 0.0;
+  bool half_done = false;  // after a failure: some parameters may have changed
+};
+
+// The call that runs a step. All ranks must pass the same `label`, which names what else must agree.
+Call sharded_call(ShardedStep& step, const std::string& label);
+
+class ShardedStepComm {
+ public:
+  ShardedStepComm(Comm& comm, ShardedStep& step);
+  // Whether this rank has already found an infinity; after announce(), whether any rank has.
+  Preflight preflight() const;
+
+  int rank() const { return comm_.rank(); }
+  int size() const { return comm_.size(); }
+  void announce();
+  void signal(int channel) { comm_.signal(channel); }
+  void wait_all(int channel, std::int64_t step) { comm_.wait_all(channel, step); }
+
+  bool measures() const { return step_.measures; }
+  void measure();
+  void conclude_norm();
+  bool adapts() const;
+  void measure_ratios();
+  void conclude_ratios();
+  void update();
+
+ private:
+  // The average of a shard's gradients in one chunk after another.
+  class Average;
+
+  // Calls visit(shard, first, last) for this rank's chunks, on any number of threads.
+  template <class Visit>
+  void for_chunks(const Visit& visit) const;
+  const Settings& settings(std::size_t shard) const;
+  float scale(std::size_t shard) const {
+    return gradient_factor(settings(shard).maximize, step_.control);
+  }
+  // The address in rank r's arena that corresponds to one in this rank's.
+  std::byte* there(int r, const void* here) const {
+    return arenas_[static_cast<std::size_t>(r)] +
+           (static_cast<const std::byte*>(here) - step_.arena);
+  }
+  // Writes a sum of this rank to all ranks. `kind` counts from 0.
+  void put_sum(int kind, std::size_t shard, std::int64_t chunk, double sum) const;
+  // Adds a parameter's sums of one kind.
+  double total(int kind, std::size_t shard) const;
+  std::int64_t gradient_bytes() const;
+
+  Comm& comm_;
+  ShardedStep& step_;
+  Row parts_, wholes_;
+  std::vector<std::byte*> arenas_;
+  std::vector<double> ratios_;
+};
+
+static_assert(ShardExecutor<ShardedStepComm>);
+
+}  // namespace pycomm::cpu

@@ -1,0 +1,297 @@
+"""Shards: which rank holds the optimizer states of which elements of a model.
+
+Parameters, and gradients that a step averages itself, lie in one allocation in the window, the
+arena, with the same layout on all ranks. Each bucket is cut into one part per rank, as evenly as
+possible at multiples of 1,024 elements of a parameter, so that blocks of 8-bit states, sums of
+norms and cache lines stay whole. Parts depend only on the parameters and the number of ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
+
+from pycomm._training.flat import (
+    ALIGN,
+    Kind,
+    Layout,
+    Memory,
+    Piece,
+    Place,
+    describe_states,
+    kind_of,
+    room,
+)
+from pycomm.collectives import all_reduce, broadcast
+
+if TYPE_CHECKING:
+    from pycomm.group import Group
+
+UNIT = 1024  # elements between possible cuts: kSumBlock of csrc/core/optim/square_sum.h
+_SUMS = 3  # numbers that ranks exchange per unit: csrc/cpu/optim/sharded_step.h
+_LINE = 64  # bytes
+
+
+class Range(NamedTuple):
+    """Elements of a parameter that one rank owns, in the order in which they lie in memory."""
+
+    rank: int
+    begin: int
+    end: int
+
+
+class Part(NamedTuple):
+    """This rank's elements of a parameter.
+
+    Attributes:
+        shards: the shards that they belong to.
+        ranges: the elements of every rank that has any.
+        first: the first element.
+        own: a flat view of the elements in the parameter; empty if there are none.
+    """
+
+    shards: Shards
+    ranges: tuple[Range, ...]
+    first: int
+    own: torch.Tensor
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same elements of a dense tensor with the parameter's shape and strides."""
+        begin = int(tensor.storage_offset()) + self.first
+        return tensor.detach().as_strided((self.own.numel(),), (1,), begin)
+
+    def units_of(self, values: torch.Tensor, unit: int) -> torch.Tensor:
+        """The same elements of a tensor that has one value for every `unit` elements."""
+        return values[self.first // unit : -(-(self.first + self.own.numel()) // unit)].clone()
+
+    def is_local(self, parameter: torch.Tensor) -> bool:
+        """True if the parameter's gradient is this rank's own, which a step must average.
+
+        Raises:
+            RuntimeError: it has been changed since its backward.
+        """
+        local, gradient = self.shards.local, parameter.grad
+        noted = local.get(id(parameter))
+        if noted is None or gradient is None:
+            return False
+        before, version = noted
+        if before() is gradient and gradient._version == version:
+            return True
+        if gradient.any():
+            raise RuntimeError(
+                f"gradient of a parameter of shape {tuple(parameter.shape)} has been changed "
+                "before step() has averaged it: call reduce_gradients() of the wrapper before "
+                "changing gradients; to clip them, give max_norm to the optimizer"
+            )
+        del local[id(parameter)]  # zeroed
+        return False
+
+    def gather(self, own: torch.Tensor, like: torch.Tensor, unit: int = 1) -> torch.Tensor:
+        """All ranks' elements, in the shape and strides of `like`.
+
+        All ranks must call this.
+
+        Args:
+            own: this rank's elements, or one value for every `unit` of them.
+            like: the parameter; for other units, a flat tensor of the result's size.
+            unit: a divisor of 1,024.
+        """
+        whole = torch.empty_like(like, dtype=own.dtype)
+        flat = whole.as_strided((whole.numel(),), (1,))
+        for rank, first, last in self.ranges:
+            begin, end = first // unit, -(-last // unit)
+            if rank == self.shards.group.rank:
+                flat[begin:end] = own
+            broadcast(flat[begin:end].view(torch.uint8), rank, group=self.shards.group)
+        return whole
+
+
+class Shards:
+    """The parameters of one wrapper, divided among the ranks of a group.
+
+    Moves the parameters into the arena.
+
+    Args:
+        parameters: the parameters, each once, in the order in which they shall lie.
+        group: the ranks that divide them.
+        gradients: allocates memory for gradients; None puts them into the arena, where a step can
+            average them itself.
+
+    Attributes:
+        group: the ranks that divide the parameters.
+        averages: True if a step averages gradients.
+        layout: the places of parameters and gradients.
+        arena: the arena, as bytes.
+        sums: the beginning of the exchanged sums in the arena.
+        local: gradients that are still each rank's own, with versions, by the parameter's id.
+        half_new: True after a step has failed that may have changed some of the parameters.
+    """
+
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], group: Group, gradients: Memory | None
+    ) -> None:
+        self.group = group
+        self.averages = gradients is None
+        self.half_new = False
+        self.local: dict[int, tuple[TensorWeakRef, int]] = {}
+        units = sum(-(-parameter.numel() // UNIT) for parameter in parameters)
+        sizes: dict[Kind, int] = {}
+        for parameter in parameters:
+            sizes[kind_of(parameter)] = sizes.get(kind_of(parameter), 0) + room(parameter)
+        total = _SUMS * units * 8 + len(sizes) * 2 * _LINE
+        for kind, count in sizes.items():
+            of_gradients = kind.grad_dtype.itemsize if self.averages else 0
+            total += count * (kind.dtype.itemsize + of_gradients)
+        self.arena = group.empty(total, dtype=torch.uint8)
+        self._used = 0
+        self.sums = self._take(_SUMS * units, torch.float64)
+        self.layout = Layout(parameters, gradients or self._take, keep_homes=False)
+        for piece in self.layout.pieces:
+            kind = piece.kind
+            piece.parameters = self._take(len(piece.gradients), kind.dtype, kind.device).zero_()
+        for parameter in parameters:
+            self.layout[parameter].take_in(parameter)
+
+    def assign(self, buckets: Iterable[Sequence[torch.Tensor]]) -> None:
+        """Divides the parameters of each bucket, which lie one after the other."""
+        rank = self.group.rank
+        owned: dict[Piece, int] = {}
+        made: list[tuple[torch.Tensor, tuple[Range, ...], int, int, Piece, int]] = []
+        for bucket in buckets:
+            for parameter, ranges in zip(bucket, cut(bucket, self.group.size), strict=True):
+                piece = self.layout[parameter].piece
+                _, begin, end = next((r for r in ranges if r.rank == rank), Range(rank, 0, 0))
+                offset = owned.get(piece, 0)
+                owned[piece] = offset + -(-(end - begin) // ALIGN) * ALIGN
+                made.append((parameter, ranges, begin, end - begin, piece, offset))
+        described = {
+            piece: Piece(piece.kind, torch.empty(count, dtype=piece.kind.grad_dtype, device="meta"))
+            for piece, count in owned.items()
+        }
+        for parameter, ranges, first, count, piece, offset in made:
+            begin = int(parameter.storage_offset()) + first
+            own = parameter.detach().as_strided((count,), (1,), begin)
+            describe_states(own, Place(described[piece], offset, (1,)))
+            _parts[parameter] = Part(self, ranges, first, own)
+        _count_division()
+
+    def check(self) -> None:
+        """Raises RuntimeError if a failed step may have changed only some of the parameters."""
+        if self.half_new:
+            raise RuntimeError(
+                "parameters are partly those of a step that has failed: load a checkpoint of the "
+                "model and the optimizer"
+            )
+
+    # Gradients.
+
+    def note_backward(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Records that the gradients of a backward are still each rank's own."""
+        self.local = {
+            id(p): (TensorWeakRef(p.grad), p.grad._version)
+            for p in parameters
+            if p.grad is not None
+        }
+
+    def average(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Averages gradients that are still each rank's own, in place; all ranks must call this."""
+        parameters = list(parameters)
+        local = [p for p in parameters if _parts[p].is_local(p)]
+        number = {piece: index for index, piece in enumerate(self.layout.pieces)}
+
+        def lie(parameter: torch.Tensor) -> tuple[int, int]:
+            place = self.layout[parameter]
+            return number[place.piece], place.offset
+
+        runs: list[tuple[Piece, int, int]] = []
+        for parameter in sorted(local, key=lie):
+            piece, begin, _ = self.layout[parameter]
+            end = begin + room(parameter)
+            if runs and runs[-1][0] is piece and runs[-1][2] == begin:
+                begin = runs.pop()[1]
+            runs.append((piece, begin, end))
+        for piece, begin, end in runs:
+            all_reduce(piece.gradients[begin:end], "avg", group=self.group, deterministic=True)
+        for parameter in parameters:
+            self.local.pop(id(parameter), None)
+
+    def _take(
+        self,
+        count: int,
+        dtype: torch.dtype,
+        device: torch.device | None = None,  # noqa: ARG002
+    ) -> torch.Tensor:
+        """The next part of the arena."""
+        begin = -(-self._used // _LINE) * _LINE
+        self._used = begin + count * dtype.itemsize
+        return self.arena[begin : self._used].view(dtype)
+
+
+def cut(parameters: Sequence[torch.Tensor], ranks: int) -> list[tuple[Range, ...]]:
+    """Cuts parameters that lie one after the other into one part per rank.
+
+    Returns:
+        For each parameter, the ranges of the ranks that own some of it, in order.
+    """
+    begins = list(itertools.accumulate((p.numel() for p in parameters), initial=0))
+    cuts = [0, *(_nearest(begins, begins[-1] * k / ranks) for k in range(1, ranks)), begins[-1]]
+    parts = []
+    for begin, end in itertools.pairwise(begins):
+        ranges = []
+        for rank in range(ranks):
+            first, last = max(begin, cuts[rank]), min(end, cuts[rank + 1])
+            if first < last:
+                ranges.append(Range(rank, first - begin, last - begin))
+        parts.append(tuple(ranges))
+    return parts
+
+
+def _nearest(begins: Sequence[int], wanted: float) -> int:
+    """The possible cut that is nearest to an element."""
+    for begin, end in itertools.pairwise(begins):
+        if wanted < end:
+            below = begin + int(wanted - begin) // UNIT * UNIT
+            above = min(below + UNIT, end)
+            return below if wanted - below <= above - wanted else above
+    return begins[-1]
+
+
+# No value refers to a parameter, only to its memory.
+_parts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_divisions = 0
+
+
+def forget_parts(parameters: Iterable[torch.Tensor]) -> None:
+    """Ends the division of parameters that a wrapper without shards takes over."""
+    for parameter in parameters:
+        _parts.pop(parameter, None)  # type: ignore[no-untyped-call]
+    _count_division()
+
+
+def divisions() -> int:
+    """Changes if any parameter's part does."""
+    return _divisions
+
+
+def _count_division() -> None:
+    global _divisions
+    _divisions += 1
+
+
+def part_of(parameter: torch.Tensor) -> Part | None:
+    """This rank's part of a parameter; None if no wrapper shards it.
+
+    Raises:
+        ValueError: the parameter has been moved out of the arena.
+    """
+    part: Part | None = _parts.get(parameter)  # type: ignore[no-untyped-call]
+    if part is not None and not part.shards.layout[parameter].holds(parameter):
+        raise ValueError(
+            f"a parameter of shape {tuple(parameter.shape)} has left the memory in which the "
+            "wrapper shards it, as by model.to(): wrap the model anew"
+        )
+    return part
