@@ -2,16 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from pycomm._training.flat import place_of
+from pycomm._training.shards import Shards, part_of
 from pycomm.data_parallel import DataParallel
 
 MASTERS = ("master_param", "remainder")
+
+
+@dataclass(frozen=True)
+class ShardFormula:
+    """The memory of sharded training by its formula, in bytes per element of the parameters.
+
+    Attributes:
+        parameters: p, the bytes of parameters.
+        gradients: g, the bytes of gradients.
+        states: K, the bytes of master weights and optimizer states on all ranks together.
+        ranks: n, the number of ranks that divide the states.
+    """
+
+    parameters: float
+    gradients: float
+    states: float
+    ranks: int
+
+    @property
+    def per_parameter(self) -> float:
+        """The bytes on one rank, if shards have equal sizes."""
+        return self.parameters + self.gradients + self.states / self.ranks
+
+    def __str__(self) -> str:
+        return (
+            f"p + g + K/n = {self.parameters:.4g} + {self.gradients:.4g} + {self.states:.4g}"
+            f"/{self.ranks} = {self.per_parameter:.4g} bytes per parameter"
+        )
 
 
 @dataclass(frozen=True)
@@ -21,10 +50,12 @@ class MemoryReport:
     Attributes:
         elements: the number of elements of all parameters.
         bytes: the bytes of each kind; each storage counts once.
+        formula: the memory that is expected if a wrapper shards the parameters' optimizer states.
     """
 
     elements: int
     bytes: dict[str, int]
+    formula: ShardFormula | None = None
 
     @property
     def total(self) -> int:
@@ -38,7 +69,10 @@ class MemoryReport:
     def __str__(self) -> str:
         lines = [f"{'':16}{'MiB':>12}  bytes per parameter   share"]
         lines += [self._line(kind, size) for kind, size in self.bytes.items()]
-        return "\n".join([*lines, self._line("total", self.total)])
+        lines.append(self._line("total", self.total))
+        if self.formula is not None:
+            lines.append(f"{'formula':16}{self.formula}")
+        return "\n".join(lines)
 
     def _line(self, kind: str, size: int) -> str:
         per_parameter, share = size / max(self.elements, 1), size / max(self.total, 1)
@@ -46,20 +80,36 @@ class MemoryReport:
 
     def plot(self, file: str | Path) -> None:
         """Draws bytes per parameter as a bar, one piece for each kind. Needs matplotlib."""
-        from matplotlib.figure import Figure
+        plot_reports({"": self}, file)
 
-        figure = Figure(figsize=(7, 1.8), layout="constrained")
-        axes = figure.add_subplot()
-        left = 0.0
-        for kind in self.bytes:
-            width = self.per_parameter(kind)
-            axes.barh(0, width, left=left, label=f"{kind}: {width:.3g}")
-            left += width
-        axes.set(xlim=(0, left or 1), yticks=[], xlabel=f"bytes per parameter: {left:.3g} in total")
-        axes.spines[["top", "left", "right"]].set_visible(False)
-        axes.legend(ncols=len(self.bytes), fontsize="x-small", loc="lower center",
-                    bbox_to_anchor=(0.5, 1.0), frameon=False)  # fmt: skip
-        figure.savefig(file, dpi=150)
+
+def plot_reports(reports: Mapping[str, MemoryReport], file: str | Path) -> None:
+    """Draws bytes per parameter of several reports, a bar for each. Needs matplotlib.
+
+    Args:
+        reports: the reports by the names of their bars, the first one on top.
+        file: the picture's name.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 1.1 + 0.7 * len(reports)), layout="constrained")
+    axes = figure.add_subplot()
+    kinds = list(dict.fromkeys(kind for report in reports.values() for kind in report.bytes))
+    rows = range(len(reports))
+    lefts = [0.0] * len(reports)
+    for kind in kinds:
+        widths = [report.per_parameter(kind) for report in reports.values()]
+        label = f"{kind}: {widths[0]:.3g}" if len(reports) == 1 else kind
+        axes.barh(rows, widths, left=lefts, label=label)
+        lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
+    names = [f"{name}  {total:.3g}".strip() for name, total in zip(reports, lefts, strict=True)]
+    axes.set(xlim=(0, max(lefts) or 1), xlabel="bytes per parameter")
+    axes.set_yticks(rows, names)
+    axes.invert_yaxis()
+    axes.spines[["top", "left", "right"]].set_visible(False)
+    axes.legend(ncols=3, fontsize="x-small", loc="lower center", bbox_to_anchor=(0.5, 1.0),
+                frameon=False)  # fmt: skip
+    figure.savefig(file, dpi=150)
 
 
 def memory_report(
@@ -71,8 +121,8 @@ def memory_report(
 
     Args:
         model: counts its parameters, its buffers and its gradients, or the memory reserved for
-            gradients. For a :class:`pycomm.DataParallel` in it, also counts the residuals and the
-            group's staging areas.
+            gradients. For a :class:`pycomm.DataParallel` in it, also counts the residuals, the
+            group's staging areas, and with `shard` the memory through which ranks exchange norms.
         optimizer: counts its present states; most are made by the first step. If it wraps another
             optimizer, as ``ZeroRedundancyOptimizer`` does, counts that one's states, too.
         communication: further tensors that the exchange of gradients needs, such as
@@ -85,6 +135,7 @@ def memory_report(
     named = list(_states(optimizer))
     wrappers = [module for module in model.modules() if isinstance(module, DataParallel)]
     counted = _Storages()
+    in_arenas = _count_arenas(params, counted)
     sizes = {
         "parameters": counted.add(params),
         "buffers": counted.add(model.buffers()),
@@ -97,7 +148,46 @@ def memory_report(
         sizes["communication"] += counted.add(wrapper.comm_state.tensors())
     groups = {wrapper.comm_state.group for wrapper in wrappers}
     sizes["communication"] += sum(group.staging_bytes for group in groups)
-    return MemoryReport(sum(param.numel() for param in params), sizes)
+    for kind, size in in_arenas.items():
+        sizes[kind] += size
+    held = sizes["master weights"] + sizes["states"]
+    return MemoryReport(sum(map(torch.numel, params)), sizes, _formula(params, held))
+
+
+def _shards(params: Iterable[torch.Tensor]) -> set[Shards]:
+    return {part.shards for param in params if (part := part_of(param)) is not None}
+
+
+def _count_arenas(params: Iterable[torch.Tensor], counted: _Storages) -> dict[str, int]:
+    """Bytes by kind in the shards' arenas, in which several kinds share a storage."""
+    sizes = dict.fromkeys(("parameters", "gradients", "communication"), 0)
+    for shards in _shards(params):
+        pieces = shards.layout.pieces
+        parameters = sum(p.parameters.nbytes for p in pieces if p.parameters is not None)
+        gradients = sum(piece.gradients.nbytes for piece in pieces) if shards.averages else 0
+        sizes["parameters"] += parameters
+        sizes["gradients"] += gradients
+        sizes["communication"] += counted.add([shards.arena]) - parameters - gradients
+    return sizes
+
+
+def _formula(params: Iterable[torch.Tensor], held: int) -> ShardFormula | None:
+    """The expected memory; `held` are the bytes of this rank's states."""
+    params = list(params)
+    parts = [part for param in params if (part := part_of(param)) is not None]
+    ranks = {part.shards.group.size for part in parts}
+    if len(ranks) != 1:
+        return None
+    elements = sum(map(torch.numel, params))
+    sharded = [param for param in params if part_of(param) is not None]
+    owned = sum(part.own.numel() for part in parts)
+    whole = sum(map(torch.numel, sharded))
+    return ShardFormula(
+        parameters=sum(param.nbytes for param in params) / elements,
+        gradients=sum(p.numel() * (p.grad_dtype or p.dtype).itemsize for p in sharded) / elements,
+        states=held / max(owned, 1) * whole / elements,
+        ranks=ranks.pop(),
+    )
 
 
 def _states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:

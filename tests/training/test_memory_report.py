@@ -8,6 +8,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import pycomm
 import pycomm.optim as optim
+from pycomm.memory import plot_reports
 
 
 @pytest.mark.parametrize(
@@ -98,3 +99,54 @@ def test_memory_report_of_an_optimizer_in_another():
     finally:
         dist.destroy_process_group()
     assert pycomm.memory_report(model, optimizer).per_parameter("states") == 8 + 4 / 64**2
+
+
+REMAINDER_8BIT = {"master_weights": "remainder", "states": "8bit"}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("dtype", "options", "item", "states"),
+    [
+        (torch.float32, {}, 4, 8),
+        (torch.bfloat16, REMAINDER_8BIT, 2, 2 + 2 * (1 + 4 / 256)),
+    ],
+)
+def test_memory_report_of_shards(ranks, dtype, options, item, states):
+    """Each rank holds p + g + K/n bytes per parameter, and what it holds is told by kind."""
+
+    def report(group):
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.LayerNorm(1024), nn.Linear(1024, 1024)) for _ in range(4)]
+        net = nn.Sequential(*layers).to(dtype)
+        model = pycomm.DataParallel(net, group=group, shard="optimizer")
+        optimizer = optim.FusedAdamW(model.parameters(), max_norm=1.0, **options)
+        model(torch.ones(2, 1024, dtype=dtype)).sum().backward()
+        optimizer.step()
+        return pycomm.memory_report(model, optimizer), group.staging_bytes
+
+    expected = item + item + states / ranks
+    with pycomm.LocalWorld(ranks) as world:
+        reports = world.run(report)
+    for found, staging in reports:
+        assert found.per_parameter("parameters") == pytest.approx(item, rel=0.005)
+        assert found.per_parameter("gradients") == pytest.approx(item, rel=0.005)
+        assert (found.total - staging) / found.elements == pytest.approx(expected, rel=0.02)
+        assert found.formula.per_parameter == pytest.approx(expected, rel=0.02)
+        assert found.formula.ranks == ranks
+        assert f"/{ranks} = " in str(found).splitlines()[-1]
+
+
+def test_memory_report_without_shards_has_no_formula():
+    model = nn.Linear(8, 8)
+    report = pycomm.memory_report(model, torch.optim.SGD(model.parameters()))
+    assert report.formula is None
+    assert "K/n" not in str(report)
+
+
+def test_reports_side_by_side(tmp_path):
+    pytest.importorskip("matplotlib")
+    model = nn.Linear(8, 8)
+    report = pycomm.memory_report(model, torch.optim.SGD(model.parameters()))
+    plot_reports({"one": report, "another": report}, tmp_path / "memory.png")
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
