@@ -3,109 +3,54 @@
 from __future__ import annotations
 
 import argparse
-import math
-import re
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from pycomm import _C, parse_compression
+from pycomm import _C
 from pycomm._inputs.dtypes import ALGORITHMS, DTYPES, OPS
-from pycomm.bench import c10d, codec_session, extras, launch, optim_session, overlap, session, step
-from pycomm.bench.cases import GIB, KIB, MIB, Settings
+from pycomm.bench import (
+    c10d,
+    codec_session,
+    extras,
+    launch,
+    optim_session,
+    overlap,
+    session,
+    shard,
+    step,
+)
+from pycomm.bench.cases import MIB, Settings
 from pycomm.bench.codec_tasks import UNIT, CodecSettings
 from pycomm.bench.old_flags import keep_old_flag
 from pycomm.bench.optim_tasks import OPTIMIZERS, PEERS, SCHEMES, OptimizerSettings
+from pycomm.bench.parsers import compressions, picture, seconds, size, sizes, some_of, whole
 from pycomm.bench.peers import FINDERS
+from pycomm.bench.shard import ShardSettings
+from pycomm.bench.shard_tasks import PEERS as SHARD_PEERS
 from pycomm.bench.training import MODES, TrainingSettings
 from pycomm.compression import COMPRESSIBLE
 
 AnySettings = Settings | CodecSettings | OptimizerSettings | TrainingSettings | c10d.C10dSettings
-MOST_SECONDS = 1e6
-UNITS = {"": 1, "K": KIB, "M": MIB, "G": GIB}
 COLLECTIVES = {
     "all_reduce": "time all-reduces",
     "reduce_scatter": "time reduce-scatters; size is that of the whole input",
     "all_gather": "time all-gathers; size is that of the whole output",
     "broadcast": "time broadcasts from rank 0",
 }
-TRAINING = {"overlap": overlap.run, "step": step.run}
+TRAINING = {"overlap": overlap.run, "step": step.run, "shard": shard.run}
 OPTIMIZER = "time fused optimizer steps beside torch's, without ranks"
 C10D = "time torch.distributed's operations on the backend pycomm, beside Gloo"
 CODEC = "time encoding, decoding and selecting, without ranks"
 OVERLAP = "time training steps, and say how much of the exchange backward does not hide"
+SHARD = "exchange and optimizer step together, with and without shard='optimizer'"
 STEP = "time training steps, pycomm's exchange beside that of DDP on Gloo"
 DTYPE_NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in DTYPES)
 CODEC_DTYPE_NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in COMPRESSIBLE)
-COMPRESSIONS = ("none", "bf16", "fp16", "int8", "topk:0.01")
 COMPRESSION_HELP = "none, bf16, fp16, int8, int8:BLOCK, topk:DENSITY"
-
-
-def size(text: str) -> int:
-    """Parses a number with nccl-tests' suffixes: ``8``, ``64K``, ``1M``, ``2G``."""
-    match = re.fullmatch(r"(\d+)([KMG]?)", text.upper())
-    if match is None or int(match[1]) == 0:
-        raise argparse.ArgumentTypeError(f"expected a number such as 8, 64K or 1M, got {text!r}")
-    return int(match[1]) * UNITS[match[2]]
-
-
-def whole(least: int) -> Callable[[str], int]:
-    """Makes a parser of whole numbers that are at least `least`."""
-
-    def parse(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"expected a number from {least} on, got {text!r}")
-        return int(text)
-
-    return parse
-
-
-def seconds(text: str) -> float:
-    """Parses a time to wait, in seconds."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value <= MOST_SECONDS:
-        raise argparse.ArgumentTypeError(
-            f"expected seconds above 0 and at most {MOST_SECONDS:g}, got {text!r}"
-        )
-    return value
-
-
-def picture(text: str) -> str:
-    """Parses the name of a PNG file."""
-    if not text.endswith(".png"):
-        raise argparse.ArgumentTypeError(f"expected a name that ends in .png, got {text!r}")
-    return text
-
-
-def some_of(choices: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
-    """Makes a parser of a comma-separated list of choices, or ``all``."""
-
-    def parse(text: str) -> tuple[str, ...]:
-        names = tuple(choices) if text == "all" else tuple(text.split(","))
-        for name in names:
-            if name not in choices:
-                raise argparse.ArgumentTypeError(
-                    f"expected some of {', '.join(choices)}, got {name!r}"
-                )
-        return names
-
-    return parse
-
-
-def compressions(text: str) -> tuple[str, ...]:
-    """Parses a comma-separated list of names for pycomm.parse_compression, or ``all``."""
-    names = COMPRESSIONS if text == "all" else tuple(text.split(","))
-    for name in names:
-        try:
-            parse_compression(name)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-    return names
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -128,6 +73,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_training_flags(command, parameters=64 * MIB, batch=128)
     command = commands.add_parser("step", help=STEP, description=STEP)
     _add_training_flags(command, parameters=25 * MIB, batch=8)
+    _add_shard_flags(command)
     return parser
 
 
@@ -202,7 +148,7 @@ def _add_codec_flags(command: argparse.ArgumentParser) -> None:
 
 def _add_training_flags(command: argparse.ArgumentParser, parameters: int, batch: int) -> None:
     add = command.add_argument
-    add("-p", "--parameters", type=size, default=parameters, metavar="N",
+    add("-p", "--parameters", type=sizes, default=(parameters,), metavar="N",
         help=f"approximate parameters of the model (default {parameters // MIB}M)")  # fmt: skip
     add("--batch", type=whole(1), default=batch, metavar="N",
         help=f"rows per rank (default {batch})")  # fmt: skip
@@ -213,6 +159,15 @@ def _add_training_flags(command: argparse.ArgumentParser, parameters: int, batch
         help="timed steps (default: 21, or as many as fit into 0.25 s)")  # fmt: skip
     add("--timeout", type=seconds, default=60.0, help="seconds to wait for a rank (default 60)")
     add("-J", "--json", metavar="FILE", help="write results")
+
+
+def _add_shard_flags(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument_group(SHARD).add_argument
+    add("--shard", action="store_true", help="time these instead; --parameters may be a list")
+    add("--scheme", type=some_of(tuple(SCHEMES)), default=("fp32",), metavar="SCHEME",
+        help=f"storage: {', '.join(SCHEMES)}, or `all` (default fp32)")  # fmt: skip
+    add("--peer", type=some_of(SHARD_PEERS), default=SHARD_PEERS, metavar="PEER",
+        help=f"others to time: {', '.join(SHARD_PEERS)} (default all)")  # fmt: skip
 
 
 def _add_c10d_flags(command: argparse.ArgumentParser) -> None:
@@ -279,7 +234,7 @@ def parse(argv: Sequence[str] | None = None) -> AnySettings:
     words = sys.argv[1:] if argv is None else argv
     command = shlex.join(["python", "-m", "pycomm.bench", *words])
     if arguments.collective in TRAINING:
-        return _training_settings(arguments, command)
+        return _training_settings(parser, arguments, command)
     if arguments.collective == "c10d":
         return _c10d_settings(arguments, command)
     if arguments.device == "cuda" and not _C.has_cuda:
@@ -305,18 +260,27 @@ def _codec_settings(arguments: argparse.Namespace, command: str) -> CodecSetting
     )
 
 
-def _training_settings(arguments: argparse.Namespace, command: str) -> TrainingSettings:
-    return TrainingSettings(
-        benchmark=arguments.collective,
-        ranks=arguments.ranks,
-        parameters=arguments.parameters,
-        batch=arguments.batch,
-        modes=arguments.mode,
-        iters=arguments.iters,
-        timeout=arguments.timeout,
-        json=arguments.json,
-        command=command,
-    )
+def _training_settings(
+    parser: argparse.ArgumentParser, arguments: argparse.Namespace, command: str
+) -> TrainingSettings:
+    shards = getattr(arguments, "shard", False)
+    if len(arguments.parameters) > 1 and not shards:
+        parser.error("--parameters must be one number without --shard")
+    common: dict[str, Any] = {
+        "benchmark": "shard" if shards else arguments.collective,
+        "ranks": arguments.ranks,
+        "parameters": arguments.parameters[0],
+        "batch": arguments.batch,
+        "modes": arguments.mode,
+        "iters": arguments.iters,
+        "timeout": arguments.timeout,
+        "json": arguments.json,
+        "command": command,
+    }
+    if not shards:
+        return TrainingSettings(**common)
+    own = {"sizes": arguments.parameters, "schemes": arguments.scheme, "peers": arguments.peer}
+    return ShardSettings(**common, **own)
 
 
 def _c10d_settings(arguments: argparse.Namespace, command: str) -> c10d.C10dSettings:

@@ -94,7 +94,7 @@ def make(name: str, settings: TrainingSettings, group: pycomm.Group) -> Trainee:
         group: the ranks that train.
     """
     torch.manual_seed(0)
-    module = _make_module(settings.parameters)
+    module = make_module(settings.parameters)
     rows = torch.randn(
         settings.batch, WIDTH, generator=torch.Generator().manual_seed(1 + group.rank)
     )
@@ -113,7 +113,7 @@ def make(name: str, settings: TrainingSettings, group: pycomm.Group) -> Trainee:
             trainee.state = hooks.AllReduceState(group=group)
             ddp.register_comm_hook(trainee.state, timed(hooks.all_reduce_hook, trainee.calls))
         elif name == "idle":
-            ddp.register_comm_hook(None, _exchange_nothing)
+            ddp.register_comm_hook(None, exchange_nothing)
     for _ in range(SETTLING):
         trainee.step()
     return trainee
@@ -151,7 +151,7 @@ def count_parameters(trainee: Trainee) -> int:
     return sum(parameter.numel() for parameter in trainee.model.parameters())
 
 
-def _make_module(parameters: int) -> nn.Sequential:
+def make_module(parameters: int) -> nn.Sequential:
     """A module with about `parameters` parameters."""
     layers = max(round(parameters / (WIDTH * (WIDTH + 3))), 1)
     return nn.Sequential(
@@ -162,7 +162,8 @@ def _make_module(parameters: int) -> nn.Sequential:
     )
 
 
-def _exchange_nothing(state: object, bucket: GradBucket) -> Future[torch.Tensor]:  # noqa: ARG001
+def exchange_nothing(state: object, bucket: GradBucket) -> Future[torch.Tensor]:  # noqa: ARG001
+    """A hook of DistributedDataParallel that leaves gradients as they are."""
     future: Future[torch.Tensor] = Future()
     future.set_result(bucket.buffer())
     return future

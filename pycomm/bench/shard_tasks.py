@@ -1,0 +1,173 @@
+"""The contestants of the benchmark of sharded steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import pycomm
+from pycomm.bench.optim_tasks import Scheme
+from pycomm.bench.streams import Mix
+from pycomm.bench.training import (
+    SETTLING,
+    WIDTH,
+    TrainingSettings,
+    exchange_nothing,
+    make_module,
+)
+
+PEERS = ("ddp", "zero", "fsdp2")
+IDLE = {"ddp": "ddp idle", "zero": "ddp idle", "fsdp2": "idle"}
+LR = 1e-4
+MAX_NORM = 1.0
+ADAM = {"optimizer_class": torch.optim.AdamW, "lr": LR, "fused": True}
+
+
+@dataclass
+class Stepper:
+    """A model with its optimizer, if it has one.
+
+    Attributes:
+        model: the model, wrapped or not.
+        rows: this rank's input.
+        optimizer: None takes no steps.
+    """
+
+    model: nn.Module
+    rows: torch.Tensor
+    optimizer: torch.optim.Optimizer | None = None
+
+    def step(self) -> None:
+        """Takes a whole step of training."""
+        self.model.zero_grad()
+        self.model(self.rows).float().square().mean().backward()
+        if self.optimizer is not None:
+            self.optimizer.step()
+
+
+class Own(Stepper):
+    """The wrapper with FusedAdamW, whose exchange and step also run on gradients that are ready."""
+
+    def __init__(
+        self, shard: str | None, settings: TrainingSettings, scheme: Scheme, group: pycomm.Group
+    ) -> None:
+        module, rows = _make(settings, scheme, group.rank)
+        self._wrapped = pycomm.DataParallel(module, group=group, shard=shard)
+        if shard is None:
+            pycomm.optim.flatten(self._wrapped.parameters())
+        self._fused = pycomm.optim.FusedAdamW(self._wrapped.parameters(), lr=LR, **scheme.options)
+        super().__init__(self._wrapped, rows, self._fused)
+
+    def clip(self, max_norm: float | None) -> Own:
+        """Sets the bound of the gradients' norm."""
+        self._fused.max_norm = max_norm
+        return self
+
+    def finish(self) -> None:
+        """Averages the gradients that are there, and steps; gradients may be averages already."""
+        exchange = self._wrapped._exchange
+        if exchange.shards is not None:
+            exchange.shards.note_backward(exchange.parameters)
+        else:
+            state = self._wrapped.comm_state
+            assert isinstance(state, pycomm.hooks.CommState)
+            for bucket in exchange._buckets:
+                state.start(bucket.flat, bucket.parameters, begins=bucket.begins)
+            state.finish()
+        self._fused.step()
+
+
+def make_peer(
+    name: str, settings: TrainingSettings, scheme: Scheme, group: pycomm.Group
+) -> Stepper:
+    """A peer on Gloo with its final buckets, or what its step is compared with.
+
+    Args:
+        name: one of `PEERS`, or ``"idle"`` for the bare model without an optimizer, ``"ddp idle"``
+            for the same in DDP with a hook that exchanges nothing.
+        settings: the settings of the run.
+        scheme: gives the type of the parameters. torch keeps its states in the same type.
+        group: the ranks that train.
+    """
+    module, rows = _make(settings, scheme, group.rank)
+    made = Stepper(module, rows)
+    if name == "fsdp2":
+        mesh = init_device_mesh("cpu", (group.size,))
+        for part in (*module, module):
+            fully_shard(part, mesh=mesh, reshard_after_forward=False)
+    elif name != "idle":
+        made.model = ddp = DistributedDataParallel(module, gradient_as_bucket_view=True)
+        if name == "ddp idle":
+            ddp.register_comm_hook(None, exchange_nothing)
+    if name == "zero":
+        options: dict[str, Any] = {**ADAM, "parameters_as_bucket_view": True}
+        made.optimizer = ZeroRedundancyOptimizer(made.model.parameters(), **options)
+    elif name in PEERS:
+        made.optimizer = torch.optim.AdamW(made.model.parameters(), lr=LR, fused=True)
+    for _ in range(SETTLING):
+        made.step()
+    return made
+
+
+def mix(scheme: Scheme, count: int, ranks: int, clips: bool) -> Mix:
+    """The bytes that a rank must read and write to average, update and publish `count` parameters.
+
+    It reads the gradients of its elements from all ranks, twice to clip, and writes its elements'
+    parameters to all ranks. It reads and writes its own states and master weights once.
+    """
+    item, own = scheme.dtype.itemsize, scheme.master_bytes + 2 * scheme.state_bytes
+    weights = own if scheme.master_bytes == 4 else item + own
+    read = (2 if clips else 1) * item + weights / ranks
+    return Mix(int(read * count), int((item + own / ranks) * count))
+
+
+def count_different(ours: nn.Module, theirs: nn.Module) -> int:
+    """The number of parameters, over all ranks, that differ in any bit."""
+    return _count(ours, theirs, lambda a, b: _bits(a) != _bits(b))
+
+
+def count_far(ours: nn.Module, theirs: nn.Module) -> int:
+    """The number of parameters, over all ranks, that differ by a tenth of a step or more."""
+    return _count(ours, theirs, lambda a, b: ~((a - b).abs() < LR / 10))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.int32 if tensor.itemsize == 4 else torch.int16)
+
+
+def _count(
+    ours: nn.Module,
+    theirs: nn.Module,
+    differ: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> int:
+    found = torch.zeros((), dtype=torch.int64)
+    for one, other in zip(_whole(ours), _whole(theirs), strict=True):
+        found += differ(one, other).sum()
+    dist.all_reduce(found)
+    return int(found)
+
+
+def _whole(model: nn.Module) -> Sequence[torch.Tensor]:
+    tensors = (parameter.detach() for parameter in model.parameters())
+    return [t.full_tensor() if isinstance(t, DTensor) else t for t in tensors]
+
+
+def _make(
+    settings: TrainingSettings, scheme: Scheme, rank: int
+) -> tuple[nn.Sequential, torch.Tensor]:
+    """The same model on all ranks, and rows of each rank's own."""
+    torch.manual_seed(0)
+    module = make_module(settings.parameters).to(scheme.dtype)
+    generator = torch.Generator().manual_seed(1 + rank)
+    rows = torch.randn(settings.batch, WIDTH, generator=generator)
+    return module, rows.to(scheme.dtype)

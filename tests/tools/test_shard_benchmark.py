@@ -1,0 +1,88 @@
+"""The benchmark of sharded steps: contestants, bytes of the floor, detection of wrong results."""
+
+import json
+
+import pytest
+import torch
+from helpers import join_world, run_group, run_ranks
+
+from pycomm.bench import cli, shard, shard_tasks
+from pycomm.bench.optim_tasks import SCHEMES
+from pycomm.bench.shard_tasks import count_different, count_far
+
+
+def measure_shards(rank, size, store, path):
+    join_world(rank, size, store)
+    what = f"step --shard -p 1M,2M --scheme fp32,bf16_remainder_8bit --batch 2 -n 7 -J {path}"
+    shard.run(cli.parse(what.split()))
+
+
+def test_shard_benchmark(tmp_path):
+    path = tmp_path / "shard.json"
+    run_ranks(2, measure_shards, str(path))
+    results = json.loads(path.read_text())
+    assert results["meta"]["ranks"] == 2
+    rows = {(r["scheme"], r["parameters"] >> 20, r["name"]): r for r in results["rows"]}
+    own = [mode + suffix for suffix in shard.BOUNDS for mode in shard.MODES]
+    assert list(rows) == [
+        (scheme, size, name)
+        for scheme in ("fp32", "bf16_remainder_8bit")
+        for size in (1, 2)
+        for name in (*own, *shard_tasks.PEERS)
+    ]
+    for (scheme, _, name), row in rows.items():
+        is_peer = name in shard_tasks.PEERS
+        assert row["iterations"] == 7
+        assert row["wrong"] == (None if is_peer and scheme != "fp32" else 0)
+        if name.startswith("unsharded"):
+            assert row["ratio"] == 1
+        if not is_peer:
+            assert row["floor_percent"] == pytest.approx(
+                100 * row["floor_us"] / row["time_us"], 0.1
+            )
+
+
+@pytest.mark.parametrize(
+    ("scheme", "ranks", "clips", "moved"),
+    [
+        ("fp32", 2, False, 18),
+        ("fp32", 4, False, 13),
+        ("fp32", 2, True, 22),
+        ("bf16_remainder", 2, False, 15),
+        ("bf16_remainder", 4, False, 9.5),
+        ("bf16_master", 2, False, 16),
+        ("bf16_remainder_8bit", 2, False, 9.03),
+    ],
+)
+def test_bytes_of_the_floor(scheme, ranks, clips, moved):
+    """Per parameter: g + p, and a share of what the optimizer moves besides."""
+    mix = shard_tasks.mix(SCHEMES[scheme], 1 << 20, ranks, clips)
+    assert mix.total / (1 << 20) == pytest.approx(moved, abs=0.005)
+
+
+def count_spoilt(group):
+    settings = cli.parse(["step", "--shard", "-p", "1M", "--batch", "2"])
+    made = [shard_tasks.Own(mode, settings, SCHEMES["fp32"], group) for mode in (None, "optimizer")]
+    for one in made:
+        one.step()
+    whole, divided = (one.model for one in made)
+    counts = [count(divided, whole) for count in (count_different, count_far)]
+    if group.rank == 1:
+        with torch.no_grad():
+            next(divided.parameters())[7] += 2e-6
+    counts += [count(divided, whole) for count in (count_different, count_far)]
+    if group.rank == 1:
+        with torch.no_grad():
+            next(divided.parameters())[7] += shard_tasks.LR
+    return [*counts, count_far(divided, whole)]
+
+
+def test_wrong_parameters_are_found():
+    """One bit on one rank counts between our own modes, a part of a step beside a peer."""
+    assert run_group(2, count_spoilt) == [[0, 0, 1, 0, 1]] * 2
+
+
+def test_several_sizes_need_shard(capsys):
+    with pytest.raises(SystemExit):
+        cli.parse(["step", "-p", "1M,2M"])
+    assert "must be one number" in capsys.readouterr().err
