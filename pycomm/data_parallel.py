@@ -30,7 +30,7 @@ from pycomm._training.graphs import tensors_in
 from pycomm._training.local_sgd import LocalSGDState
 from pycomm._training.parameters import Exclude
 from pycomm._training.prefixes import without_prefix
-from pycomm._training.shards import part_of
+from pycomm._training.shards import part_of, zeroed_parts
 from pycomm._training.weighing import Weighing
 from pycomm.collectives import all_reduce
 from pycomm.compression import Compression
@@ -38,6 +38,7 @@ from pycomm.group import Group
 
 _MIB = 1 << 20
 _BUCKET_CAP_MB = 25  # torch's default, too
+SHARDS = ("optimizer", "gradients")
 
 
 class DataParallel(nn.Module):
@@ -65,7 +66,8 @@ class DataParallel(nn.Module):
             gradients; with `local_sgd`, before the first one after an exchange.
         shard: ``"optimizer"`` divides the optimizer's states among the ranks. The step of a fused
             optimizer then averages the gradients of its rank's share, updates it, and writes the
-            new parameters to all ranks. Parameters get the same bits as without. See
+            new parameters to all ranks. ``"gradients"`` divides gradients, too: backward averages
+            them, and each rank keeps its share. Parameters get the same bits as without. See
             :meth:`reduce_gradients` to read or change gradients before the step.
         shard_group: the ranks that divide the states, on one node. By default, all ranks of
             `group`. Other ranks hold other copies of the states.
@@ -124,6 +126,7 @@ class DataParallel(nn.Module):
             self.comm_state = CommState(compression, module.named_parameters(), **options)
         else:
             self.comm_state = _checked(local_sgd, compression=compression, **options)
+        self._shard = shard
         self._shard_group = _shard_group(self, shard, shard_group)
         self._broadcast_buffers = broadcast_buffers
         self._agreements_seen = -1  # of local SGD, when buffers were broadcast
@@ -185,11 +188,16 @@ class DataParallel(nn.Module):
             self.require_backward_grad_sync = before
 
     def reduce_gradients(self) -> None:
-        """Averages gradients now if the optimizer's step would do it, for reading or changing them.
+        """Makes every parameter's gradient the whole average, for reading or changing it.
 
-        All ranks must call this. Without `shard`, backward has averaged them already.
+        All ranks must call this. Without `shard`, backward has done so already.
         """
         self._exchange.average()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """See :meth:`torch.nn.Module.zero_grad`."""
+        with zeroed_parts(self.parameters(), zeroes=not set_to_none):
+            super().zero_grad(set_to_none)
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
@@ -276,7 +284,12 @@ class DataParallel(nn.Module):
     def _make_exchange(self) -> GradientExchange:
         arrived = functools.partial(_arrived, weakref.ref(self))
         return GradientExchange(
-            self.module, self.comm_state, self._bucket_bytes, self._shard_group, arrived
+            self.module,
+            self.comm_state,
+            self._bucket_bytes,
+            self._shard,
+            self._shard_group,
+            arrived,
         )
 
     @not_compiled
@@ -335,8 +348,8 @@ def _shard_group(model: DataParallel, shard: object, shard_group: Group | None) 
         if shard_group is not None:
             raise ValueError("shard_group must come with shard")
         return None
-    if shard != "optimizer":
-        raise ValueError(f"shard must be None or 'optimizer', got {shard!r}")
+    if shard not in SHARDS:
+        raise ValueError(f"shard must be None, 'optimizer' or 'gradients', got {shard!r}")
     if isinstance(model.comm_state, LocalSGDState):
         raise ValueError("shard must be None with local_sgd, whose ranks step on their own")
     for name, parameter in model.module.named_parameters():
@@ -345,6 +358,11 @@ def _shard_group(model: DataParallel, shard: object, shard_group: Group | None) 
         if home_of(parameter) is not None and part_of(parameter) is None:
             raise ValueError(f"shard flattens parameters itself, got {name} that was flattened")
     group = model._group if shard_group is None else shard_group
+    if shard == "gradients" and (model.comm_state.compression or group is not model._group):
+        raise ValueError(
+            "shard='gradients' averages in all ranks of the group and without compression: use "
+            "shard='optimizer' with these"
+        )
     if len(group.nodes) > 1:
         raise ValueError(
             f"shard_group must be on one node, got one that spans {len(group.nodes)}: make a group "

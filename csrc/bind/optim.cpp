@@ -10,6 +10,7 @@
 #include "cpu/group.h"
 #include "cpu/huge_pages.h"
 #include "cpu/optim/loops.h"
+#include "cpu/optim/sharded_average.h"
 #include "cpu/optim/sharded_step.h"
 #include "cpu/optim/step.h"
 #include "cuda/optim/step.h"
@@ -100,6 +101,25 @@ class ShardedStep {
 
  private:
   cpu::ShardedStep step_;
+};
+
+// A sharded average, to be submitted; it must live until the work has completed.
+class ShardedAverage {
+ public:
+  ShardedAverage(std::uintptr_t arena, std::int64_t arena_bytes, const py::buffer& table)
+      : average_{{}, reinterpret_cast<std::byte*>(arena), arena_bytes} {
+    const py::buffer_info info = table.request();
+    const std::span<const cpu::OwnGradient> rows = rows_of<cpu::OwnGradient>(info);
+    average_.gradients.assign(rows.begin(), rows.end());
+  }
+
+  std::shared_ptr<cpu::Work> submit(cpu::Group& group, const std::string& label) {
+    const WithoutGil no_gil;
+    return group.submit({cpu::average_call(average_, label)});
+  }
+
+ private:
+  cpu::ShardedAverage average_;
 };
 
 cpu::Numbers codes(std::uintptr_t data, std::uintptr_t largest, bool squares) {
@@ -203,6 +223,10 @@ void bind_optim(py::module_& m) {
       .def("run", &ShardedStep::run, py::arg("group"), py::arg("grad_scale"), py::arg("found_inf"),
            py::arg("clip"), py::arg("max_norm"), py::arg("measures"), py::arg("label"))
       .def_property_readonly("half_done", &ShardedStep::half_done);
+  py::class_<ShardedAverage>(m, "ShardedAverage")
+      .def(py::init<std::uintptr_t, std::int64_t, const py::buffer&>(), py::arg("arena"),
+           py::arg("arena_bytes"), py::arg("table"))
+      .def("submit", &ShardedAverage::submit, py::arg("group"), py::arg("label"));
   m.def("decode_state", &decode_state, py::arg("codes"), py::arg("largest"), py::arg("n"),
         py::arg("squares"), py::arg("values"));
   m.def("encode_state", &encode_state, py::arg("values"), py::arg("n"), py::arg("squares"),

@@ -20,7 +20,8 @@ struct Blocks {
 };
 
 namespace cpu {
-struct ShardedStep;  // cpu/optim/sharded_step.h
+struct ShardedStep;     // cpu/optim/sharded_step.h
+struct ShardedAverage;  // cpu/optim/sharded_average.h
 }
 
 struct Call {
@@ -34,7 +35,8 @@ struct Call {
   // has the counts of both or of neither.
   Blocks inputs = {};
   Blocks outputs = {};
-  cpu::ShardedStep* sharded = nullptr;  // of sharded_step
+  cpu::ShardedStep* sharded = nullptr;     // of sharded_step
+  cpu::ShardedAverage* average = nullptr;  // of sharded_average
   double timeout = 0;  // in seconds; 0 for the group's, which is the only one on CUDA
 };
 

@@ -18,13 +18,14 @@ enum class Collective : std::uint8_t {
   gather,
   scatter,
   all_to_all,
-  sharded_step  // of an optimizer: core/algorithms/sharded_step.h
+  sharded_step,  // of an optimizer: core/algorithms/sharded_step.h
+  sharded_average
 };
 template <>
 struct Names<Collective> {
-  static constexpr const char* all[] = {"all_reduce", "reduce_scatter", "all_gather", "broadcast",
-                                        "barrier",    "reduce",         "gather",     "scatter",
-                                        "all_to_all", "sharded_step"};
+  static constexpr const char* all[] = {
+      "all_reduce", "reduce_scatter", "all_gather", "broadcast",    "barrier",        "reduce",
+      "gather",     "scatter",        "all_to_all", "sharded_step", "sharded_average"};
 };
 
 enum class Device : std::uint8_t { cpu, cuda };
@@ -173,6 +174,11 @@ PYCOMM_HD constexpr bool shares_output(const Operation& operation, int rank) {
     default:
       return true;
   }
+}
+
+// True if tensors that lie in no window are staged. Otherwise they must lie in one.
+PYCOMM_HD constexpr bool stages(Collective collective) {
+  return collective < Collective::sharded_step;
 }
 
 // True if groups that span nodes can run the collective.

@@ -7,6 +7,7 @@
 #include "core/algorithms/select.h"
 #include "core/codecs/cast.h"
 #include "cpu/fork.h"
+#include "cpu/optim/sharded_average.h"
 #include "cpu/optim/sharded_step.h"
 #include "cpu/waiting.h"
 
@@ -221,6 +222,8 @@ bool Group::execute(const Call& call, bool agree_only, void (*interrupt)()) {
                                                           : run_blocks(operation, call, interrupt);
     } else if (call.sharded != nullptr) {
       run_sharded(operation, call, interrupt);
+    } else if (call.average != nullptr) {
+      run_average(operation, call, interrupt);
     } else if (in_blocks) {
       run_in_blocks(comm_, operation, call, interrupt);
     } else {
@@ -292,6 +295,12 @@ void Group::run_sharded(const Operation& operation, const Call& call, void (*int
   ShardedStepComm sharded(comm_, *call.sharded);
   comm_.begin(operation, call.input, call.output, interrupt, sharded.preflight());
   sharded_step(sharded);
+}
+
+void Group::run_average(const Operation& operation, const Call& call, void (*interrupt)()) {
+  ShardedAverageComm average(comm_, *call.average);
+  comm_.begin(operation, call.input, call.output, interrupt);
+  sharded_average(average);
 }
 
 void Group::fail(const std::string& why) {

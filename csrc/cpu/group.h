@@ -167,6 +167,7 @@ class Group {
                  void (*interrupt)());
   bool run_blocks(const Operation& operation, const Call& call, void (*interrupt)());
   void run_sharded(const Operation& operation, const Call& call, void (*interrupt)());
+  void run_average(const Operation& operation, const Call& call, void (*interrupt)());
   bool run_topk(const Operation& operation, const Call& call, void (*interrupt)());
   std::int64_t bytes_moved() const;
   void serve();

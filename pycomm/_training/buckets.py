@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -58,24 +58,33 @@ class Bucket:
         return len(self.parameters) - len(self.waiting)
 
     def complete(self) -> list[torch.Tensor]:
-        """Adds the gradients that have not arrived; returns their parameters."""
-        missing = [parameter for parameter in self.parameters if id(parameter) in self.waiting]
-        for parameter in missing:
+        """Adds the gradients that have not arrived; returns the parameters that have none."""
+        late = [parameter for parameter in self.parameters if id(parameter) in self.waiting]
+        missing = [parameter for parameter in late if parameter.grad is None]
+        for parameter in late:
             self.put(parameter)
         return missing
 
     def put(self, parameter: torch.Tensor) -> None:
         """Moves the parameter's gradient here; a missing one counts as zeros and stays missing."""
-        view, gradient = self._views[id(parameter)], parameter.grad
+        view, gradient, kind = self._views[id(parameter)], parameter.grad, self._piece.kind
         if gradient is not None and gradient.layout != torch.strided:
             raise ValueError(f"gradients must be dense, got one of layout {gradient.layout}")
-        if gradient is not None and (gradient.dtype, gradient.device) != (view.dtype, view.device):
+        wanted = kind.grad_dtype, kind.device
+        if gradient is not None and (gradient.dtype, gradient.device) != wanted:
             raise ValueError(
-                f"gradients must be {view.dtype} on {view.device}, as when the module was wrapped, "
+                f"gradients must be {wanted[0]} on {wanted[1]}, as when the module was wrapped, "
                 f"got {gradient.dtype} on {gradient.device}: wrap it anew"
             )
-        put(parameter, view, self._piece)
+        if not view.is_meta:  # else it is moved when the bucket is sent
+            put(parameter, view, self._piece)
         self.waiting.discard(id(parameter))
+
+    def places_in(self, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The parameters, and their gradients' places in a copy of the bucket."""
+        for parameter, begin in zip(self.parameters, self.begins, strict=True):
+            part = flat[begin : begin + parameter.numel()]
+            yield parameter, part.as_strided(parameter.shape, self._views[id(parameter)].stride())
 
     def adopt(self, parameter: torch.Tensor) -> None:
         """Makes the values here the parameter's gradient."""
@@ -157,6 +166,11 @@ def broadcast_all(tensors: Iterable[torch.Tensor], source: int, group: Group) ->
 def window_layout(parameters: Sequence[torch.Tensor], group: Group) -> Layout:
     """Places for parameters, with their gradients in the window."""
     return Layout(parameters, functools.partial(gradient_memory, group))
+
+
+def no_memory(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:  # noqa: ARG001
+    """For gradients that have places in a bucket only."""
+    return torch.empty(count, dtype=dtype, device="meta")
 
 
 def gradient_memory(

@@ -224,5 +224,7 @@ def settle(parameter: torch.Tensor) -> None:
     if home is None or gradient is None or gradient.requires_grad:
         return
     buffer = home.piece.gradients
+    if buffer.is_meta:
+        return
     if gradient.layout == torch.strided and gradient.dtype == buffer.dtype:
         put(parameter, home.of(buffer, parameter), home.piece)

@@ -11,7 +11,9 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from pycomm._runtime.torch_private import not_compiled, queue_callback
-from pycomm._training.buckets import Bucket, Slab, gradient_memory, window_layout
+from pycomm._training.buckets import Bucket, Slab, gradient_memory, no_memory, window_layout
+from pycomm._training.flat import Memory
+from pycomm._training.gradient_ring import GradientRing
 from pycomm._training.graphs import leads_to
 from pycomm._training.members import Members
 from pycomm._training.promise import Promise, compare
@@ -33,7 +35,8 @@ class GradientExchange:
         module: the module.
         comm_state: exchanges buckets.
         bucket_bytes: the largest size of a bucket of several parameters.
-        shard_group: divides the parameters' optimizer states among these ranks; None does not.
+        shard: what is divided among ranks: ``"optimizer"``, ``"gradients"`` or None.
+        shard_group: these ranks.
         arrived: called with a parameter whose gradient is ready; calls :meth:`arrive`.
 
     Attributes:
@@ -49,6 +52,7 @@ class GradientExchange:
         module: nn.Module,
         comm_state: CommState | LocalSGDState,
         bucket_bytes: float,
+        shard: str | None,
         shard_group: Group | None,
         arrived: Callable[[torch.Tensor], None],
     ) -> None:
@@ -61,16 +65,22 @@ class GradientExchange:
             layout = window_layout(self.parameters, self._group)
         else:
             uncompressed = getattr(comm_state, "compression", None) is None
-            in_step = uncompressed and shard_group is self._group
-            memory = None if in_step else functools.partial(gradient_memory, self._group)
+            memory: Memory | None = functools.partial(gradient_memory, self._group)
+            if shard == "gradients":
+                memory = no_memory
+            elif uncompressed and shard_group is self._group:
+                memory = None
             self.shards = Shards(self.parameters, shard_group, memory)
             layout = self.shards.layout
         self._slab = Slab(self.parameters, bucket_bytes, layout)
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}
         self._lay_out()
+        self._ring: GradientRing | None = None
         if self.shards is not None:
             self.shards.assign(bucket.parameters for bucket in self._buckets)
+            if shard == "gradients":
+                self._ring = self.shards.ring = GradientRing(self.shards, self._buckets)
         self._ready: list[torch.Tensor] | None = []  # in the order of the first backward
         self._repeated: set[int] = set()  # ids of parameters that come several times in a backward
         self._had_backward = False  # a complete one, after which repeated parameters are known
@@ -85,6 +95,7 @@ class GradientExchange:
         group = self._state.gradient_group
         if group is not None and self.promise.is_broken(group):
             if not self._in_backward:
+                self._complete_last()
                 self._reset()
             self._exchange_nothing(raised=True)
         self._in_backward = False
@@ -99,13 +110,13 @@ class GradientExchange:
         if self._in_backward:
             return
         self.members.check_owned()
-        self.average()
+        self._complete_last()
         self._reset()
         end = functools.partial(self._end_backward, first, torch.is_grad_enabled())
         queue_callback(end)
 
     def average(self) -> None:
-        """Averages the gradients of the last backward that are still each rank's own."""
+        """Averages gradients that are still each rank's own, and makes divided ones whole."""
         if self.shards is not None:
             self.shards.average(self.parameters)
 
@@ -137,7 +148,18 @@ class GradientExchange:
         if self._had_backward:
             self._start_full()
 
+    def _complete_last(self) -> None:
+        """Averages what the last backward has left to a step, before this one adds to it."""
+        group, shards = self._state.gradient_group, self.shards
+        if shards is None or (self._ring is not None and self.weighing is None):
+            return  # a ring adds to parts; but weights scale whole gradients
+        if group is not None and shards.has_pending(self.parameters):
+            self.promise.announce(group)  # ranks that have raised do the same then
+            self.average()
+
     def _reset(self) -> None:
+        if self._ring is not None:
+            self._ring.begin(self.parameters)
         self._in_backward = self.promise.open = True
         self._next = 0
         if self._ready is not None:
@@ -153,20 +175,19 @@ class GradientExchange:
                 return
             if (group := self._state.gradient_group) is not None:
                 self.promise.announce(group)
-            if self.weighing is not None:
-                self.weighing.scale(bucket.flat)
-            if not self._averages_in_step:
-                self._send(bucket)
+            self._send(bucket)
             bucket.sent = True
             self._next += 1
 
-    @property
-    def _averages_in_step(self) -> bool:
-        return self.shards is not None and self.shards.averages
-
     def _send(self, bucket: Bucket) -> None:
         try:
-            self._state.start(bucket.flat, bucket.parameters, begins=bucket.begins)
+            if self._ring is not None:
+                self._ring.send(bucket, self.weighing)
+                return
+            if self.weighing is not None:
+                self.weighing.scale(bucket.flat)
+            if self.shards is None or not self.shards.averages:
+                self._state.start(bucket.flat, bucket.parameters, begins=bucket.begins)
         except PycommError:
             self.promise.wait()  # raises the error that caused this one, if there is one
             raise
@@ -192,6 +213,8 @@ class GradientExchange:
         self._start_full(last=True)
         self.promise.wait()
         self._state.finish()
+        if self._ring is not None:
+            self._ring.finish()
         used_elsewhere, raised_on = self._compare(unused, raised is True)
         self._in_backward = False
         self.promise.settle(dropped=bool(raised_on))
@@ -206,6 +229,11 @@ class GradientExchange:
                 )
             return
         self._had_backward |= raised is False
+        if self._ring is not None:
+            without = set(map(id, unused)) - set(map(id, used_elsewhere))
+            ring = self._ring
+            ring.keep(p for p in self.parameters if id(p) not in without or ring.was_added_to(p))
+            used_elsewhere = []
         for parameter in used_elsewhere:
             if parameter.grad is None:
                 self._bucket_of[id(parameter)].adopt(parameter)

@@ -8,9 +8,10 @@ norms and cache lines stay whole. Parts depend only on the parameters and the nu
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
@@ -34,6 +35,19 @@ if TYPE_CHECKING:
 UNIT = 1024  # elements between possible cuts: kSumBlock of csrc/core/optim/square_sum.h
 _SUMS = 3  # numbers that ranks exchange per unit: csrc/cpu/optim/sharded_step.h
 _LINE = 64  # bytes
+
+
+class OwnGradients(Protocol):
+    """Divided gradients: pycomm/_training/gradient_ring.py."""
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """True if this rank has only its part of the parameter's gradient."""
+
+    def own(self, parameter: torch.Tensor) -> torch.Tensor:
+        """This part, flat."""
+
+    def gather(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Makes gradients whole of which this rank has only its part."""
 
 
 class Range(NamedTuple):
@@ -67,6 +81,18 @@ class Part(NamedTuple):
     def units_of(self, values: torch.Tensor, unit: int) -> torch.Tensor:
         """The same elements of a tensor that has one value for every `unit` elements."""
         return values[self.first // unit : -(-(self.first + self.own.numel()) // unit)].clone()
+
+    def gradient(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """The same elements of the parameter's gradient, flat."""
+        ring = self.shards.ring
+        if ring is not None and ring.holds(parameter):
+            return ring.own(parameter)
+        return self.of(gradient)
+
+    def has_only_own(self, parameter: torch.Tensor) -> bool:
+        """True if this rank has only these elements of the gradient."""
+        ring = self.shards.ring
+        return ring is not None and ring.holds(parameter)
 
     def is_local(self, parameter: torch.Tensor) -> bool:
         """True if the parameter's gradient is this rank's own, which a step must average.
@@ -128,6 +154,7 @@ class Shards:
         arena: the arena, as bytes.
         sums: the beginning of the exchanged sums in the arena.
         local: gradients that are still each rank's own, with versions, by the parameter's id.
+        ring: divided gradients; None if gradients are not divided.
         half_new: True after a step has failed that may have changed some of the parameters.
     """
 
@@ -137,6 +164,7 @@ class Shards:
         self.group = group
         self.averages = gradients is None
         self.half_new = False
+        self.ring: OwnGradients | None = None
         self.local: dict[int, tuple[TensorWeakRef, int]] = {}
         units = sum(-(-parameter.numel() // UNIT) for parameter in parameters)
         sizes: dict[Kind, int] = {}
@@ -197,9 +225,18 @@ class Shards:
             if p.grad is not None
         }
 
+    def has_pending(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """True if a gradient is still each rank's own, or divided."""
+        return any(_parts[p].is_local(p) or _parts[p].has_only_own(p) for p in parameters)
+
     def average(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Averages gradients that are still each rank's own, in place; all ranks must call this."""
+        """Averages gradients that are still each rank's own, and makes divided ones whole.
+
+        All ranks must call this.
+        """
         parameters = list(parameters)
+        if self.ring is not None:
+            self.ring.gather(parameters)
         local = [p for p in parameters if _parts[p].is_local(p)]
         number = {piece: index for index, piece in enumerate(self.layout.pieces)}
 
@@ -263,6 +300,20 @@ def _nearest(begins: Sequence[int], wanted: float) -> int:
 # No value refers to a parameter, only to its memory.
 _parts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _divisions = 0
+
+
+@contextlib.contextmanager
+def zeroed_parts(parameters: Iterable[torch.Tensor], zeroes: bool) -> Iterator[None]:
+    """Zeroes divided gradients, if `zeroes`; inside, their parameters have none that others see."""
+    parts = [(p, part) for p in parameters if zeroes and (part := part_of(p)) is not None]
+    held = [(p, p.grad) for p, part in parts if part.has_only_own(p)]
+    for parameter, part in parts:
+        if part.has_only_own(parameter):
+            part.gradient(parameter, part.own).zero_()
+            parameter.grad = None
+    yield
+    for parameter, gradient in held:
+        parameter.grad = gradient
 
 
 def forget_parts(parameters: Iterable[torch.Tensor]) -> None:

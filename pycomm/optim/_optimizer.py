@@ -11,7 +11,7 @@ import torch
 
 from pycomm import _C
 from pycomm._runtime.torch_private import not_compiled
-from pycomm._training.shards import part_of
+from pycomm._training.shards import part_of, zeroed_parts
 from pycomm.optim import _checkpoint, _executors, _options, _storage
 from pycomm.optim._edits import Edits
 from pycomm.optim._executors import OnCuda, Table
@@ -254,6 +254,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         for shards in {part.shards for _, part in parts}:
             shards.average(param for param, part in parts if part.shards is shards)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """See :meth:`torch.optim.Optimizer.zero_grad`."""
+        params = [param for group in self.param_groups for param in group["params"]]
+        with zeroed_parts(params, zeroes=not set_to_none):
+            super().zero_grad(set_to_none)
+
     # The step.
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -342,8 +348,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             if row.holds_weights:
                 self._edits.take(row.own, state)
             return row, grad
-        grad = _options.usable_grad(type(self).__name__, param, grad)
         part = part_of(param)
+        if part is None or not part.has_only_own(param):
+            grad = _options.usable_grad(type(self).__name__, param, grad)
         own = param if part is None else part.own
         if len(state) == 0:
             self._init_state(param, own, group, state)

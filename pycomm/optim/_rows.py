@@ -51,7 +51,7 @@ class Row:
         self.part = part = part_of(param)
         self.own = param if part is None else part.own
         self.holds_weights = _storage.holds_weights(state)
-        own_grad, first = (grad, 0) if part is None else (part.of(grad), part.first)
+        own_grad, first = (grad, 0) if part is None else (part.gradient(param, grad), part.first)
         dtype = _storage.wanted_dtype(param, group["states"])
         self.words = array(
             "q", _storage.segment(self.own, own_grad, state, names, group, stream, dtype, first)

@@ -79,6 +79,7 @@ PYTHON_LAYERS = [
     {"_training.buckets", "_training.promise", "_training.reports", "_training.weighing"},
     {"_training.loss_scale", "_training.residuals"},
     {"_training.exchange", "_training.shards"},
+    {"_training.gradient_ring"},
     {"_training.flights"},
     {"_training.step"},
     {"_training.planner"},

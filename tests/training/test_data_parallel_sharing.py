@@ -281,3 +281,22 @@ def test_gradients_of_flattened_parameters_that_the_user_keeps():
         wrapped.batch_loss(module, 0, step).backward()
         taken += taken_gradients(module)
     assert all(torch.equal(kept, copied) for kept, copied in taken)
+
+
+def used_in_no_sync_only(local):
+    """A parameter that rank 0 has used under no_sync() only, and no rank in the exchange."""
+    module = torch.nn.ModuleList(torch.nn.Linear(3, 3) for _ in range(2))
+    model = pycomm.DataParallel(module, group=local)
+    x = torch.ones(1, 3)
+    first, second = module
+    with model.no_sync():
+        (first(x) + second(x) if local.rank == 0 else first(x)).sum().backward()
+    first(x).sum().backward()
+    return [p.grad.clone() for p in module.parameters()]
+
+
+def test_a_gradient_of_no_sync_is_averaged_for_all_ranks():
+    """Otherwise only some ranks would step the parameter."""
+    with pycomm.LocalWorld(2) as world:
+        for gradients in world.run(used_in_no_sync_only):
+            assert [float(g.unique()) for g in gradients] == [2.0, 2.0, 0.5, 0.5]
