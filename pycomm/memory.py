@@ -24,23 +24,29 @@ class ShardFormula:
         gradients: g, the bytes of gradients.
         states: K, the bytes of master weights and optimizer states on all ranks together.
         ranks: n, the number of ranks that divide the states.
+        divides_gradients: True if they divide the gradients, too.
     """
 
     parameters: float
     gradients: float
     states: float
     ranks: int
+    divides_gradients: bool = False
 
     @property
     def per_parameter(self) -> float:
-        """The bytes on one rank, if shards have equal sizes."""
+        """The bytes on one rank, if shards have equal sizes, without buckets."""
+        if self.divides_gradients:
+            return self.parameters + (self.gradients + self.states) / self.ranks
         return self.parameters + self.gradients + self.states / self.ranks
 
     def __str__(self) -> str:
-        return (
-            f"p + g + K/n = {self.parameters:.4g} + {self.gradients:.4g} + {self.states:.4g}"
-            f"/{self.ranks} = {self.per_parameter:.4g} bytes per parameter"
-        )
+        p, g, k = (f"{size:.4g}" for size in (self.parameters, self.gradients, self.states))
+        if self.divides_gradients:
+            sums = f"p + (g + K)/n = {p} + ({g} + {k})/{self.ranks}"
+        else:
+            sums = f"p + g + K/n = {p} + {g} + {k}/{self.ranks}"
+        return f"{sums} = {self.per_parameter:.4g} bytes per parameter"
 
 
 @dataclass(frozen=True)
@@ -122,7 +128,8 @@ def memory_report(
     Args:
         model: counts its parameters, its buffers and its gradients, or the memory reserved for
             gradients. For a :class:`pycomm.DataParallel` in it, also counts the residuals, the
-            group's staging areas, and with `shard` the memory through which ranks exchange norms.
+            group's staging areas, and with `shard` the memory through which ranks exchange norms
+            and the buckets of divided gradients.
         optimizer: counts its present states; most are made by the first step. If it wraps another
             optimizer, as ``ZeroRedundancyOptimizer`` does, counts that one's states, too.
         communication: further tensors that the exchange of gradients needs, such as
@@ -167,6 +174,9 @@ def _count_arenas(params: Iterable[torch.Tensor], counted: _Storages) -> dict[st
         gradients = sum(piece.gradients.nbytes for piece in pieces) if shards.averages else 0
         sizes["parameters"] += parameters
         sizes["gradients"] += gradients
+        if shards.ring is not None:
+            sizes["gradients"] += counted.add(shards.ring.buffers)
+            sizes["communication"] += counted.add([shards.ring.memory])
         sizes["communication"] += counted.add([shards.arena]) - parameters - gradients
     return sizes
 
@@ -187,6 +197,7 @@ def _formula(params: Iterable[torch.Tensor], held: int) -> ShardFormula | None:
         gradients=sum(p.numel() * (p.grad_dtype or p.dtype).itemsize for p in sharded) / elements,
         states=held / max(owned, 1) * whole / elements,
         ranks=ranks.pop(),
+        divides_gradients=any(part.shards.ring is not None for part in parts),
     )
 
 
@@ -217,7 +228,7 @@ def _gradients(params: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         if param.grad is not None:
             yield param.grad
         place = place_of(param)
-        if place is not None:
+        if place is not None and not place.piece.gradients.is_meta:
             yield place.piece.gradients
 
 

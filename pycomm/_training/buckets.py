@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -80,12 +80,6 @@ class Bucket:
             put(parameter, view, self._piece)
         self.waiting.discard(id(parameter))
 
-    def places_in(self, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The parameters, and their gradients' places in a copy of the bucket."""
-        for parameter, begin in zip(self.parameters, self.begins, strict=True):
-            part = flat[begin : begin + parameter.numel()]
-            yield parameter, part.as_strided(parameter.shape, self._views[id(parameter)].stride())
-
     def adopt(self, parameter: torch.Tensor) -> None:
         """Makes the values here the parameter's gradient."""
         self._piece.give(parameter, self._views[id(parameter)])
@@ -100,7 +94,7 @@ class Slab:
 
     def __init__(self, parameters: Sequence[torch.Tensor], limit: float, layout: Layout) -> None:
         nbytes = sum(parameter.nbytes for parameter in parameters)
-        self._limit = min(limit, max(_SMALLEST, nbytes // _FEWEST))
+        self.limit = min(limit, max(_SMALLEST, nbytes // _FEWEST))
         self._layout = layout
 
     def cut(self, parameters: Sequence[torch.Tensor]) -> list[Bucket]:
@@ -126,7 +120,7 @@ class Slab:
                 first = begin(parameter)
             stretch[id(parameter)] = first
             end = begin(parameter)[0], begin(parameter)[1] + room(parameter)
-        return partition(lying, self._limit, lambda parameter: stretch[id(parameter)])
+        return partition(lying, self.limit, lambda parameter: stretch[id(parameter)])
 
 
 def partition(

@@ -80,7 +80,9 @@ class GradientExchange:
         if self.shards is not None:
             self.shards.assign(bucket.parameters for bucket in self._buckets)
             if shard == "gradients":
-                self._ring = self.shards.ring = GradientRing(self.shards, self._buckets)
+                self._ring = self.shards.ring = GradientRing(
+                    self.shards, self._buckets, int(self._slab.limit)
+                )
         self._ready: list[torch.Tensor] | None = []  # in the order of the first backward
         self._repeated: set[int] = set()  # ids of parameters that come several times in a backward
         self._had_backward = False  # a complete one, after which repeated parameters are known

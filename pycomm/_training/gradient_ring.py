@@ -1,8 +1,8 @@
 """Gradients that are divided among the ranks: each rank keeps its part of the averages.
 
-Backward's gradients are copied into one of three buckets in the window, and freed. While backward
-goes on, each rank averages its part of the bucket into memory of its own. Another bucket then takes
-the same place.
+Backward's gradients are copied into one of three slots in the window, and freed. While backward
+goes on, each rank averages its part of the slot into memory of its own. A bucket that is larger
+than a slot goes through several, of which each has some elements of every owner.
 
 Between backward and step, a parameter's gradient is a stand-in that takes no memory: all its
 elements are one NaN, so that nobody mistakes it for the gradient. It shows whether gradients have
@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -30,6 +30,17 @@ if TYPE_CHECKING:
     from pycomm._training.weighing import Weighing
 
 SLOTS = 3
+_LINE = 64  # bytes
+
+
+class _Run(NamedTuple):
+    """Neighbouring elements of one parameter and one owner, in a slot."""
+
+    parameter: torch.Tensor
+    begin: int
+    end: int
+    offset: int  # in the slot, in elements
+    rank: int
 
 
 class GradientRing:
@@ -37,19 +48,22 @@ class GradientRing:
 
     Args:
         shards: the division of the parameters.
-        buckets: the parameters of each bucket.
+        buckets: the buckets.
+        slot_bytes: the size of a slot.
 
     Attributes:
-        memory: the buckets in the window, as bytes.
+        memory: the slots in the window, as bytes.
         buffers: memory of the averages.
     """
 
-    def __init__(self, shards: Shards, buckets: Sequence[Bucket]) -> None:
+    def __init__(self, shards: Shards, buckets: Sequence[Bucket], slot_bytes: int) -> None:
         self._shards = shards
-        self._slot_bytes = max(bucket.flat.nbytes for bucket in buckets)
-        self._slot_bytes = -(-self._slot_bytes // 64) * 64
+        ranks = shards.group.size
+        self._slot_bytes = -(-slot_bytes // (ranks * _LINE)) * ranks * _LINE
         self.memory = shards.group.empty(SLOTS * self._slot_bytes, dtype=torch.uint8)
-        self.buffers: list[torch.Tensor] = []
+        self._plans = {
+            id(bucket.parameters[0]): _plan(bucket, ranks, self._slot_bytes) for bucket in buckets
+        }
         self._own: dict[int, torch.Tensor] = {}
         self._stand_ins: dict[int, torch.Tensor] = {}
         made: dict[object, torch.Tensor] = {}
@@ -87,21 +101,18 @@ class GradientRing:
 
     def send(self, bucket: Bucket, weighing: Weighing | None) -> None:
         """Takes the gradients of a bucket, and starts to average them."""
-        slot, self._sent = self._sent % SLOTS, self._sent + 1
-        self._wait(slot)
-        begin = slot * self._slot_bytes
-        flat = self.memory[begin : begin + bucket.flat.nbytes].view(bucket.flat.dtype)
-        for parameter, view in bucket.places_in(flat):
-            self._take(parameter, view)
-        if weighing is not None:
-            weighing.scale(flat)
-        average = _C.ShardedAverage(
-            self.memory.data_ptr(), self.memory.nbytes, array("q", self._rows(bucket, flat))
-        )
-        adds = "".join(str(int(id(parameter) in self._adds)) for parameter in bucket.parameters)
-        label = f"{bucket.flat.numel()} gradients, slot {slot}, adds {int(adds, 2):x}"
-        work = Work(average.submit(self._shards.group._core, label), (self.memory, *self.buffers))
-        self._works[slot] = work, average
+        for runs in self._plans[id(bucket.parameters[0])]:
+            slot, self._sent = self._sent % SLOTS, self._sent + 1
+            self._wait(slot)
+            begin = slot * self._slot_bytes
+            flat = self.memory[begin : begin + self._slot_bytes].view(bucket.flat.dtype)
+            for run in runs:
+                self._take(run, flat)
+            if weighing is not None:
+                weighing.scale(flat)
+            self._works[slot] = self._average(runs, flat)
+        for parameter in bucket.parameters:
+            parameter.grad = None
 
     def finish(self) -> None:
         """Waits until all buckets have been averaged."""
@@ -125,27 +136,58 @@ class GradientRing:
             assert part is not None
             parameter.grad = part.gather(self.own(parameter), parameter.detach())
 
-    def _take(self, parameter: torch.Tensor, view: torch.Tensor) -> None:
-        """Moves a gradient to its place in a bucket."""
-        gradient = parameter.grad
-        if gradient is not None:
-            view.copy_(gradient.detach())
-            parameter.grad = None
-        else:  # -0 leaves what it is added to as it is
-            view.fill_(-0.0 if id(parameter) in self._adds else 0.0)
+    def _take(self, run: _Run, flat: torch.Tensor) -> None:
+        """Copies a run of a gradient into a slot."""
+        parameter, gradient = run.parameter, run.parameter.grad
+        place = flat[run.offset : run.offset + run.end - run.begin]
+        if gradient is None:  # -0 leaves what it is added to as it is
+            place.fill_(-0.0 if id(parameter) in self._adds else 0.0)
+            return
+        strides = self._shards.layout[parameter].strides
+        if gradient.stride() != strides:
+            dense = gradient.new_empty_strided(gradient.shape, strides)
+            gradient = parameter.grad = dense.copy_(gradient.detach())
+        begin = int(gradient.storage_offset()) + run.begin
+        place.copy_(gradient.detach().as_strided(place.shape, (1,), begin))
 
-    def _rows(self, bucket: Bucket, flat: torch.Tensor) -> Iterator[int]:
-        """The words that describe this rank's part: csrc/cpu/optim/sharded_average.h."""
-        for parameter, begin in zip(bucket.parameters, bucket.begins, strict=True):
-            part, own = part_of(parameter), self.own(parameter)
-            assert part is not None
-            yield flat.data_ptr() + (begin + part.first) * flat.itemsize
-            yield own.data_ptr()
-            yield own.numel()
-            yield int(id(parameter) in self._adds)
-            yield DTYPES[flat.dtype]
+    def _average(self, runs: Iterable[_Run], flat: torch.Tensor) -> tuple[Work, _C.ShardedAverage]:
+        """Starts to average this rank's part of a slot."""
+        group, mine, adds = self._shards.group, array("q"), []
+        for parameter, begin, end, offset, rank in runs:
+            adds.append(str(int(id(parameter) in self._adds)))
+            if rank == group.rank:  # the words of csrc/cpu/optim/sharded_average.h
+                part = part_of(parameter)
+                assert part is not None
+                own = self.own(parameter)[begin - part.first : end - part.first]
+                mine.extend((flat.data_ptr() + offset * flat.itemsize, own.data_ptr(), end - begin))
+                mine.extend((int(adds[-1]), DTYPES[flat.dtype]))
+        average = _C.ShardedAverage(self.memory.data_ptr(), self.memory.nbytes, mine)
+        label = f"slot {self._sent % SLOTS}, {len(adds)} runs, adds {int('0' + ''.join(adds), 2):x}"
+        return Work(average.submit(group._core, label), (self.memory, *self.buffers)), average
 
     def _wait(self, slot: int) -> None:
         flight, self._works[slot] = self._works[slot], None
         if flight is not None:
             flight[0].wait()
+
+
+def _plan(bucket: Bucket, ranks: int, slot_bytes: int) -> list[list[_Run]]:
+    """Divides a bucket among slots, each with an equal share of every owner's elements."""
+    item = bucket.flat.itemsize
+    room, line = slot_bytes // ranks // item, _LINE // item
+    plan: list[list[_Run]] = []
+    used = [0] * ranks  # elements of each owner so far, padding included
+    for parameter in bucket.parameters:
+        part = part_of(parameter)
+        assert part is not None
+        for rank, first, end in part.ranges:
+            begin = first
+            while begin < end:
+                slot, place = divmod(used[rank], room)
+                count = min(end - begin, room - place)
+                if slot == len(plan):
+                    plan.append([])
+                plan[slot].append(_Run(parameter, begin, begin + count, rank * room + place, rank))
+                begin += count
+                used[rank] += -(-count // line) * line
+    return plan

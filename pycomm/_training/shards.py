@@ -40,6 +40,9 @@ _LINE = 64  # bytes
 class OwnGradients(Protocol):
     """Divided gradients: pycomm/_training/gradient_ring.py."""
 
+    memory: torch.Tensor
+    buffers: list[torch.Tensor]
+
     def holds(self, parameter: torch.Tensor) -> bool:
         """True if this rank has only its part of the parameter's gradient."""
 

@@ -104,6 +104,7 @@ def test_memory_report_of_an_optimizer_in_another():
 REMAINDER_8BIT = {"master_weights": "remainder", "states": "8bit"}
 
 
+@pytest.mark.parametrize("shard", ["optimizer", "gradients"])
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(
     ("dtype", "options", "item", "states"),
@@ -112,26 +113,31 @@ REMAINDER_8BIT = {"master_weights": "remainder", "states": "8bit"}
         (torch.bfloat16, REMAINDER_8BIT, 2, 2 + 2 * (1 + 4 / 256)),
     ],
 )
-def test_memory_report_of_shards(ranks, dtype, options, item, states):
-    """Each rank holds p + g + K/n bytes per parameter, and what it holds is told by kind."""
+def test_memory_report_of_shards(shard, ranks, dtype, options, item, states):
+    """Each rank holds p + g + K/n bytes per parameter, or p + (g + K)/n and three buckets."""
 
     def report(group):
         torch.manual_seed(0)
         layers = [nn.Sequential(nn.LayerNorm(1024), nn.Linear(1024, 1024)) for _ in range(4)]
         net = nn.Sequential(*layers).to(dtype)
-        model = pycomm.DataParallel(net, group=group, shard="optimizer")
+        model = pycomm.DataParallel(net, group=group, shard=shard)
         optimizer = optim.FusedAdamW(model.parameters(), max_norm=1.0, **options)
         model(torch.ones(2, 1024, dtype=dtype)).sum().backward()
         optimizer.step()
         return pycomm.memory_report(model, optimizer), group.staging_bytes
 
-    expected = item + item + states / ranks
+    gradients = item if shard == "optimizer" else item / ranks
+    expected = item + gradients + states / ranks
     with pycomm.LocalWorld(ranks) as world:
         reports = world.run(report)
     for found, staging in reports:
         assert found.per_parameter("parameters") == pytest.approx(item, rel=0.005)
-        assert found.per_parameter("gradients") == pytest.approx(item, rel=0.005)
-        assert (found.total - staging) / found.elements == pytest.approx(expected, rel=0.02)
+        assert found.per_parameter("gradients") == pytest.approx(gradients, rel=0.02)
+        slots = 3 * max(2**20, found.bytes["parameters"] / 16) if shard == "gradients" else 0
+        others = found.bytes["communication"] - staging - slots
+        assert 0 <= others <= 0.02 * found.bytes["parameters"]
+        held = found.total - found.bytes["communication"]
+        assert held / found.elements == pytest.approx(expected, rel=0.02)
         assert found.formula.per_parameter == pytest.approx(expected, rel=0.02)
         assert found.formula.ranks == ranks
         assert f"/{ranks} = " in str(found).splitlines()[-1]
