@@ -69,8 +69,8 @@ class DataParallel(nn.Module):
             new parameters to all ranks. ``"gradients"`` divides gradients, too: backward averages
             them, and each rank keeps its share. Parameters get the same bits as without. See
             :meth:`reduce_gradients` to read or change gradients before the step.
-        shard_group: the ranks that divide the states, on one node. By default, all ranks of
-            `group`. Other ranks hold other copies of the states.
+        shard_group: the ranks that divide the states; by default those of `group`. Each node
+            divides them anew, so between nodes only gradients are exchanged.
         local_sgd: exchanges parameters every few steps instead of gradients in backward. Call its
             ``step()`` after every step of the optimizer. It replaces the options above by its own.
         bucket_mb: the old name of `bucket_cap_mb`.
@@ -358,15 +358,11 @@ def _shard_group(model: DataParallel, shard: object, shard_group: Group | None) 
         if home_of(parameter) is not None and part_of(parameter) is None:
             raise ValueError(f"shard flattens parameters itself, got {name} that was flattened")
     group = model._group if shard_group is None else shard_group
-    if shard == "gradients" and (model.comm_state.compression or group is not model._group):
+    plain = model.comm_state.compression is None and group is model._group
+    if shard == "gradients" and not (plain and len(group.nodes) == 1):
         raise ValueError(
-            "shard='gradients' averages in all ranks of the group and without compression: use "
+            "shard='gradients' takes no compression, no shard_group and one node: use "
             "shard='optimizer' with these"
-        )
-    if len(group.nodes) > 1:
-        raise ValueError(
-            f"shard_group must be on one node, got one that spans {len(group.nodes)}: make a group "
-            "of the ranks of each node"
         )
     return group
 

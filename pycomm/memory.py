@@ -185,7 +185,7 @@ def _formula(params: Iterable[torch.Tensor], held: int) -> ShardFormula | None:
     """The expected memory; `held` are the bytes of this rank's states."""
     params = list(params)
     parts = [part for param in params if (part := part_of(param)) is not None]
-    ranks = {part.shards.group.size for part in parts}
+    ranks = {part.shards.ranks for part in parts}
     if len(ranks) != 1:
         return None
     elements = sum(map(torch.numel, params))

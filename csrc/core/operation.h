@@ -176,14 +176,14 @@ PYCOMM_HD constexpr bool shares_output(const Operation& operation, int rank) {
   }
 }
 
-// True if tensors that lie in no window are staged. Otherwise they must lie in one.
-PYCOMM_HD constexpr bool stages(Collective collective) {
-  return collective < Collective::sharded_step;
+// True if only the ranks of a node take part, each node for itself. Tensors must then lie in windows.
+PYCOMM_HD constexpr bool stays_in_node(Collective collective) {
+  return collective >= Collective::sharded_step;
 }
 
 // True if groups that span nodes can run the collective.
 PYCOMM_HD constexpr bool spans_nodes(Collective collective) {
-  return collective <= Collective::barrier;
+  return collective <= Collective::barrier || stays_in_node(collective);
 }
 
 inline constexpr std::int64_t kNotInWindow = -1;

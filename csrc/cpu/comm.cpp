@@ -78,7 +78,7 @@ void Comm::begin_phase(const Operation& operation, const void* input, void* outp
   output_ = static_cast<std::byte*>(output);
   input_bytes_ = input_bytes(operation, size_, rank_);
   output_bytes_ = output_bytes(operation, size_, rank_);
-  if (stages(operation.collective)) {
+  if (!stays_in_node(operation.collective)) {
     window_->need_staging(
         rank_, fills_slots(operation) ? slot_bytes_ : std::max(input_bytes_, output_bytes_));
   }

@@ -215,15 +215,15 @@ bool Group::execute(const Call& call, bool agree_only, void (*interrupt)()) {
   comm_.set_timeout(call.timeout);
   try {
     bool nonfinite = false;
-    if (internode_ != nullptr) {
+    if (call.sharded != nullptr) {
+      run_sharded(operation, call, interrupt);
+    } else if (call.average != nullptr) {
+      run_average(operation, call, interrupt);
+    } else if (internode_ != nullptr) {
       nonfinite = internode_->run(operation, call, interrupt);
     } else if (compresses) {
       nonfinite = operation.codec.kind == CodecKind::topk ? run_topk(operation, call, interrupt)
                                                           : run_blocks(operation, call, interrupt);
-    } else if (call.sharded != nullptr) {
-      run_sharded(operation, call, interrupt);
-    } else if (call.average != nullptr) {
-      run_average(operation, call, interrupt);
     } else if (in_blocks) {
       run_in_blocks(comm_, operation, call, interrupt);
     } else {

@@ -68,7 +68,7 @@ class GradientExchange:
             memory: Memory | None = functools.partial(gradient_memory, self._group)
             if shard == "gradients":
                 memory = no_memory
-            elif uncompressed and shard_group is self._group:
+            elif uncompressed and shard_group is self._group and len(shard_group.nodes) == 1:
                 memory = None
             self.shards = Shards(self.parameters, shard_group, memory)
             layout = self.shards.layout

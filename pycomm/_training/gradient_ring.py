@@ -58,7 +58,7 @@ class GradientRing:
 
     def __init__(self, shards: Shards, buckets: Sequence[Bucket], slot_bytes: int) -> None:
         self._shards = shards
-        ranks = shards.group.size
+        ranks = shards.ranks
         self._slot_bytes = -(-slot_bytes // (ranks * _LINE)) * ranks * _LINE
         self.memory = shards.group.empty(SLOTS * self._slot_bytes, dtype=torch.uint8)
         self._plans = {
@@ -155,7 +155,7 @@ class GradientRing:
         group, mine, adds = self._shards.group, array("q"), []
         for parameter, begin, end, offset, rank in runs:
             adds.append(str(int(id(parameter) in self._adds)))
-            if rank == group.rank:  # the words of csrc/cpu/optim/sharded_average.h
+            if rank == self._shards.rank:  # the words of csrc/cpu/optim/sharded_average.h
                 part = part_of(parameter)
                 assert part is not None
                 own = self.own(parameter)[begin - part.first : end - part.first]

@@ -54,7 +54,10 @@ class OwnGradients(Protocol):
 
 
 class Range(NamedTuple):
-    """Elements of a parameter that one rank owns, in the order in which they lie in memory."""
+    """Elements of a parameter that one rank owns, in the order in which they lie in memory.
+
+    `rank` counts the ranks of a node.
+    """
 
     rank: int
     begin: int
@@ -66,7 +69,7 @@ class Part(NamedTuple):
 
     Attributes:
         shards: the shards that they belong to.
-        ranges: the elements of every rank that has any.
+        ranges: the elements of every rank of the first node that has any.
         first: the first element.
         own: a flat view of the elements in the parameter; empty if there are none.
     """
@@ -131,11 +134,12 @@ class Part(NamedTuple):
         """
         whole = torch.empty_like(like, dtype=own.dtype)
         flat = whole.as_strided((whole.numel(),), (1,))
-        for rank, first, last in self.ranges:
-            begin, end = first // unit, -(-last // unit)
-            if rank == self.shards.group.rank:
-                flat[begin:end] = own
-            broadcast(flat[begin:end].view(torch.uint8), rank, group=self.shards.group)
+        begin = self.first // unit
+        flat[begin : begin + own.numel()] = own
+        group = self.shards.group
+        for index, first, last in self.ranges:
+            part = flat[first // unit : -(-last // unit)]
+            broadcast(part.view(torch.uint8), group.nodes[0][index], group=group)
         return whole
 
 
@@ -146,12 +150,14 @@ class Shards:
 
     Args:
         parameters: the parameters, each once, in the order in which they shall lie.
-        group: the ranks that divide them.
+        group: the ranks that divide them, on each node anew.
         gradients: allocates memory for gradients; None puts them into the arena, where a step can
             average them itself.
 
     Attributes:
-        group: the ranks that divide the parameters.
+        group: the ranks that divide the parameters; each node has all of them.
+        rank: this rank's number among those of its node.
+        ranks: the number of ranks of the node.
         averages: True if a step averages gradients.
         layout: the places of parameters and gradients.
         arena: the arena, as bytes.
@@ -165,6 +171,8 @@ class Shards:
         self, parameters: Sequence[torch.Tensor], group: Group, gradients: Memory | None
     ) -> None:
         self.group = group
+        node = next(ranks for ranks in group.nodes if group.rank in ranks)
+        self.rank, self.ranks = node.index(group.rank), len(node)
         self.averages = gradients is None
         self.half_new = False
         self.ring: OwnGradients | None = None
@@ -189,13 +197,14 @@ class Shards:
 
     def assign(self, buckets: Iterable[Sequence[torch.Tensor]]) -> None:
         """Divides the parameters of each bucket, which lie one after the other."""
-        rank = self.group.rank
         owned: dict[Piece, int] = {}
         made: list[tuple[torch.Tensor, tuple[Range, ...], int, int, Piece, int]] = []
         for bucket in buckets:
-            for parameter, ranges in zip(bucket, cut(bucket, self.group.size), strict=True):
+            here, first_node = cut(bucket, self.ranks), cut(bucket, len(self.group.nodes[0]))
+            for parameter, own_ranges, ranges in zip(bucket, here, first_node, strict=True):
                 piece = self.layout[parameter].piece
-                _, begin, end = next((r for r in ranges if r.rank == rank), Range(rank, 0, 0))
+                mine = (r for r in own_ranges if r.rank == self.rank)
+                _, begin, end = next(mine, Range(self.rank, 0, 0))
                 offset = owned.get(piece, 0)
                 owned[piece] = offset + -(-(end - begin) // ALIGN) * ALIGN
                 made.append((parameter, ranges, begin, end - begin, piece, offset))
