@@ -110,8 +110,8 @@ class Part(NamedTuple):
         noted = local.get(id(parameter))
         if noted is None or gradient is None:
             return False
-        before, version = noted
-        if before() is gradient and gradient._version == version:
+        before, *seen = noted
+        if before() is gradient and seen == [gradient._version, gradient.data_ptr()]:
             return True
         if gradient.any():
             raise RuntimeError(
@@ -162,7 +162,8 @@ class Shards:
         layout: the places of parameters and gradients.
         arena: the arena, as bytes.
         sums: the beginning of the exchanged sums in the arena.
-        local: gradients that are still each rank's own, with versions, by the parameter's id.
+        local: gradients that are still each rank's own, with versions and addresses, by the
+            parameter's id.
         ring: divided gradients; None if gradients are not divided.
         half_new: True after a step has failed that may have changed some of the parameters.
     """
@@ -170,13 +171,14 @@ class Shards:
     def __init__(
         self, parameters: Sequence[torch.Tensor], group: Group, gradients: Memory | None
     ) -> None:
+        _leave_parts(parameters)
         self.group = group
         node = next(ranks for ranks in group.nodes if group.rank in ranks)
         self.rank, self.ranks = node.index(group.rank), len(node)
         self.averages = gradients is None
         self.half_new = False
         self.ring: OwnGradients | None = None
-        self.local: dict[int, tuple[TensorWeakRef, int]] = {}
+        self.local: dict[int, tuple[TensorWeakRef, int, int]] = {}
         units = sum(-(-parameter.numel() // UNIT) for parameter in parameters)
         sizes: dict[Kind, int] = {}
         for parameter in parameters:
@@ -232,7 +234,7 @@ class Shards:
     def note_backward(self, parameters: Iterable[torch.Tensor]) -> None:
         """Records that the gradients of a backward are still each rank's own."""
         self.local = {
-            id(p): (TensorWeakRef(p.grad), p.grad._version)
+            id(p): (TensorWeakRef(p.grad), p.grad._version, p.grad.data_ptr())
             for p in parameters
             if p.grad is not None
         }
@@ -328,8 +330,19 @@ def zeroed_parts(parameters: Iterable[torch.Tensor], zeroes: bool) -> Iterator[N
         parameter.grad = gradient
 
 
+def _leave_parts(parameters: Iterable[torch.Tensor]) -> None:
+    """Completes what a wrapper that is replaced has left to a step."""
+    for parameter in parameters:
+        part: Part | None = _parts.get(parameter)  # type: ignore[no-untyped-call]
+        if part is not None:
+            part.shards.check()
+            part.shards.average([parameter])
+
+
 def forget_parts(parameters: Iterable[torch.Tensor]) -> None:
     """Ends the division of parameters that a wrapper without shards takes over."""
+    parameters = list(parameters)
+    _leave_parts(parameters)
     for parameter in parameters:
         _parts.pop(parameter, None)  # type: ignore[no-untyped-call]
     _count_division()

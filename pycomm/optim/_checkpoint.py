@@ -79,7 +79,7 @@ class Adopted:
         elif param.dtype != torch.float32:
             return  # the group asks for rounded weights only
         if _storage.holds_weights(saved):
-            self._weights = _storage.joined(param, saved)
+            self._weights = _storage.joined(param, saved).clone()
 
     def settle(self, buffers: Buffers) -> State:
         """The state; for a flattened parameter, in views of the optimizer's buffers.

@@ -11,7 +11,7 @@ import torch
 
 from pycomm import _C
 from pycomm._runtime.torch_private import not_compiled
-from pycomm._training.shards import part_of, zeroed_parts
+from pycomm._training.shards import Part, part_of, zeroed_parts
 from pycomm.optim import _checkpoint, _executors, _options, _storage
 from pycomm.optim._edits import Edits
 from pycomm.optim._executors import OnCuda, Table
@@ -45,6 +45,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._buffers = Buffers()
         self._edits = Edits()
         self._rows: dict[int, Row] = {}  # by the parameter's id
+        # The parts that states are of. Other states are of whole parameters, sharded or not.
+        self._held: dict[torch.Tensor, Part] = {}
         super().__init__(params, {**defaults, **own})
 
     # Defined by each optimizer.
@@ -105,7 +107,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             An fp32 tensor if the parameter has master weights or a remainder, otherwise the
             parameter itself, detached.
         """
-        state, part = self.state.get(param, {}), part_of(param)
+        state, part = self.state.get(param, {}), self._held.get(param)
         if not _storage.holds_weights(state):
             return param.detach()
         own = param if part is None else part.own
@@ -121,7 +123,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             param: a parameter of this optimizer.
             weights: fp32, of the parameter's shape.
         """
-        part = part_of(param)
+        part = self._held.get(param)
         _storage.write_weights(param, self.state.get(param, {}), weights, part)
         self._edits.note([param if part is None else part.own])
 
@@ -142,7 +144,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         state_dict = super().state_dict()
         params = [param for group in self.param_groups for param in group["params"]]
         for number, param in enumerate(params):
-            part = part_of(param)
+            part = self._held.get(param)
             if part is not None and number in state_dict["state"]:
                 state = state_dict["state"][number]
                 state_dict["state"][number] = _checkpoint.gathered(part, param, state)
@@ -196,7 +198,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             TypeError: states are sharded, and this rank has only its part.
         """
-        if any(part_of(param) is not None for param in self.state):
+        if self._held:
             raise TypeError(
                 f"{type(self).__name__} with sharded states cannot be copied or pickled: save "
                 "state_dict(), which gathers them"
@@ -209,6 +211,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._buffers = getattr(self, "_buffers", Buffers())
         self._edits = Edits()
         self._rows = {}
+        self._held = {}
         groups = getattr(self, "param_groups", ())
         own = [{key: group[key] for key in _options.DEFAULTS} for group in groups]
         super().__setstate__(state)
@@ -235,13 +238,14 @@ class FusedOptimizer(torch.optim.Optimizer):
                     loaded.append(_checkpoint.Adopted(param, group, saved, names))
         for adopted in loaded:
             self.state[adopted.param] = adopted.settle(self._buffers)
+            self._hold(adopted.param)
         self.state.update(sealed)  # states that belong to no parameter
 
     @torch.no_grad()
     def _take_edits(self) -> None:
         for param, state in self.state.items():
             if _storage.holds_weights(state):
-                part = part_of(param)
+                part = self._held.get(param)
                 self._edits.take(param if part is None else part.own, state)
 
     def average_gradients(self) -> None:
@@ -351,13 +355,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         part = part_of(param)
         if part is None or not part.has_only_own(param):
             grad = _options.usable_grad(type(self).__name__, param, grad)
-        own = param if part is None else part.own
         if len(state) == 0:
-            self._init_state(param, own, group, state)
+            self._init_state(param, group, state)
+        elif self._held.get(param) is not part:
+            self._follow(param, group, names)
         elif _storage.holds_weights(state):
-            self._edits.take(own, state)
+            self._edits.take(param if part is None else part.own, state)
         try:
-            row = Row(param, grad, state, *rest)
+            row = Row(param, grad, self.state[param], *rest)
         except _storage.ChangedError:
             self._follow(param, group, names)
             row = Row(param, grad, self.state[param], *rest)
@@ -365,24 +370,42 @@ class FusedOptimizer(torch.optim.Optimizer):
         return row, grad
 
     def _follow(self, param: torch.Tensor, group: Group, names: tuple[str, ...]) -> None:
-        """Converts a parameter's states after the parameter has changed, or raises."""
+        """Converts a parameter's states after the parameter or its part has changed, or raises.
+
+        If they are of a part, all ranks must call this.
+        """
         _options.check_param(type(self).__name__, param)
         self._check_options(group)
-        state = _checkpoint.checked(param, self.state[param], names)
+        state, held = self.state[param], self._held.get(param)
+        if held is not None:
+            self._edits.take(held.own, state)
+            state = _checkpoint.gathered(held, param, state)
+        self._edits.take(param, state)
+        state = _checkpoint.checked(param, state, names)
         adopted = _checkpoint.Adopted(param, group, state, names)
         self.state[param] = adopted.settle(self._buffers)
-        if "momentum_buffer" in names and "momentum_buffer" not in state:
+        self._hold(param)
+        if "momentum_buffer" in names and _storage.place_in(state, "momentum_buffer") not in state:
             self.state[param]["step"].zero_()  # the momentum begins with the gradient
 
-    def _init_state(
-        self, param: torch.Tensor, own: torch.Tensor, group: Group, state: State
-    ) -> None:
-        """Makes the state of a parameter, or of its elements `own`."""
+    def _hold(self, param: torch.Tensor) -> None:
+        """Records that the states of a parameter are those of its part, if it has one."""
+        part = part_of(param)
+        if part is not None:
+            self._held[param] = part
+        else:
+            self._held.pop(param, None)
+
+    def _init_state(self, param: torch.Tensor, group: Group, state: State) -> None:
+        """Makes the state of a parameter, or of this rank's part of it."""
         _options.check_param(type(self).__name__, param)
         if _executors.is_capturing(param.device):
             raise RuntimeError(
                 f"{type(self).__name__}: states must exist before a step is captured: take one"
             )
+        self._hold(param)
+        part = self._held.get(param)
+        own = param if part is None else part.own
         state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
         dtype = _storage.wanted_dtype(param, group["states"])
         buffers = _storage.buffers_for(param, group["states"], self._buffers)

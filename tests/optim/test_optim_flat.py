@@ -250,3 +250,15 @@ def test_compiled():
     for one, other in zip(plain.parameters(), flat.parameters(), strict=True):
         assert golden.same_bits(one, other)
         assert in_place(other)
+
+
+def test_loading_an_optimizers_own_checkpoint_changes_nothing():
+    """Its tensors are views of the buffers that loading fills."""
+    param = torch.nn.Parameter(torch.linspace(-1, 1, 300).bfloat16())
+    optim.flatten([param])
+    optimizer = optim.FusedAdamW([param], master_weights="fp32")
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    before = optimizer.state[param]["master_param"].clone()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert golden.same_bits(optimizer.state[param]["master_param"], before)
