@@ -182,6 +182,12 @@ def home_of(parameter: torch.Tensor) -> Place | None:
     return place if place is not None and place.holds(parameter) else None
 
 
+def move_out(parameter: torch.Tensor) -> None:
+    """Moves a flattened parameter to memory of its own."""
+    parameter.data = parameter.detach().clone()
+    _homes[parameter] = None  # an empty one would seem to lie there still
+
+
 def describe_states(part: torch.Tensor, place: Place) -> None:
     """Assigns a place to the states of a part of a parameter, which does not lie in it itself."""
     _places_of_states[part] = place

@@ -25,6 +25,7 @@ from pycomm._training.flat import (
     Place,
     describe_states,
     kind_of,
+    move_out,
     room,
 )
 from pycomm.collectives import all_reduce, broadcast
@@ -344,7 +345,8 @@ def forget_parts(parameters: Iterable[torch.Tensor]) -> None:
     parameters = list(parameters)
     _leave_parts(parameters)
     for parameter in parameters:
-        _parts.pop(parameter, None)  # type: ignore[no-untyped-call]
+        if _parts.pop(parameter, None) is not None:  # type: ignore[no-untyped-call]
+            move_out(parameter)
     _count_division()
 
 

@@ -283,8 +283,8 @@ def check(program: Program) -> None:
             return stack.enter_context(pycomm.LocalWorld(size, timeout=20))
 
         runs = {}
+        size = program.shard_ranks or program.ranks
         for stage in (None, *stages):
-            size = program.shard_ranks or program.ranks
             parts = [world(size) for _ in range(program.ranks // size)]
 
             def body(group: pycomm.Group, stage: str | None, parts: list[pycomm.LocalWorld]) -> Any:

@@ -49,7 +49,7 @@ def options(draw, dtype, rule):
 
 
 @st.composite
-def steps(draw, ranks, weighs, scaled, ways):
+def steps(draw, ranks, weighs, scaled):
     return Step(
         without_sync=draw(st.sampled_from([0, 0, 1, 2])),
         backwards=draw(st.sampled_from([1, 1, 1, 2])),
@@ -61,7 +61,7 @@ def steps(draw, ranks, weighs, scaled, ways):
         reads=draw(st.integers(0, 4)) == 0,
         steps=1 if scaled else draw(st.sampled_from([1, 1, 1, 2])),
         checkpoint=draw(st.integers(0, 4)) == 0,
-        wraps=draw(st.sampled_from([*[None] * 6, ways])),
+        wraps=draw(st.sampled_from([*[None] * 6, "shard", "whole"])),
     )
 
 
@@ -72,7 +72,6 @@ def programs(draw):
     rule = draw(st.sampled_from(sorted(sharding.RULES)))
     scaled = draw(st.booleans()) if dtype == torch.float16 else False
     weighs = draw(st.booleans())
-    ways = draw(st.sampled_from(["shard", "whole"]))
     optimizers = draw(st.sampled_from([1, 1, 1, 2]))
     # One that all ranks use, so that there is something to step.
     first = Parameter(draw(st.sampled_from([(40,), (50, 60)])))
@@ -80,7 +79,7 @@ def programs(draw):
         ranks=ranks,
         dtype=dtype,
         parameters=(first, *draw(st.lists(parameters(ranks), max_size=7))),
-        steps=tuple(draw(st.lists(steps(ranks, weighs, scaled, ways), min_size=1, max_size=4))),
+        steps=tuple(draw(st.lists(steps(ranks, weighs, scaled), min_size=1, max_size=4))),
         rule=rule,
         options=draw(options(dtype, rule)),
         bucket_cap_mb=draw(st.sampled_from([1e-5, 0.004, 0.02, 25])),
