@@ -18,19 +18,18 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from pycomm._given import check_group
 from pycomm._inputs.arguments import renamed
 from pycomm._inputs.tensors import check_memory
 from pycomm._runtime.torch_private import backward_id, backward_node, not_compiled
 from pycomm._training.buckets import broadcast_all
 from pycomm._training.comm_state import CommState
-from pycomm._training.flat import home_of
 from pycomm._training.gradient_exchange import GradientExchange
 from pycomm._training.graphs import tensors_in
 from pycomm._training.local_sgd import LocalSGDState
 from pycomm._training.parameters import Exclude
 from pycomm._training.prefixes import without_prefix
-from pycomm._training.shards import part_of, zeroed_parts
+from pycomm._training.shard_options import shard_group_of
+from pycomm._training.shards import zeroed_parts
 from pycomm._training.weighing import Weighing
 from pycomm.collectives import all_reduce
 from pycomm.compression import Compression
@@ -38,7 +37,6 @@ from pycomm.group import Group
 
 _MIB = 1 << 20
 _BUCKET_CAP_MB = 25  # torch's default, too
-SHARDS = ("optimizer", "gradients")
 
 
 class DataParallel(nn.Module):
@@ -127,7 +125,7 @@ class DataParallel(nn.Module):
         else:
             self.comm_state = _checked(local_sgd, compression=compression, **options)
         self._shard = shard
-        self._shard_group = _shard_group(self, shard, shard_group)
+        self._shard_group = shard_group_of(module, self.comm_state, shard, shard_group)
         self._broadcast_buffers = broadcast_buffers
         self._agreements_seen = -1  # of local SGD, when buffers were broadcast
         broadcast_all([*module.parameters(), *module.buffers()], 0, self._group)
@@ -339,32 +337,6 @@ class DataParallel(nn.Module):
         for output in tensors_in(outputs):
             if output.grad_fn is not None:
                 output.register_hook(began)  # type: ignore[no-untyped-call]
-
-
-def _shard_group(model: DataParallel, shard: object, shard_group: Group | None) -> Group | None:
-    """Checks the options of sharding; returns the ranks that divide the states."""
-    check_group(shard_group)
-    if shard is None:
-        if shard_group is not None:
-            raise ValueError("shard_group must come with shard")
-        return None
-    if shard not in SHARDS:
-        raise ValueError(f"shard must be None, 'optimizer' or 'gradients', got {shard!r}")
-    if isinstance(model.comm_state, LocalSGDState):
-        raise ValueError("shard must be None with local_sgd, whose ranks step on their own")
-    for name, parameter in model.module.named_parameters():
-        if not parameter.is_cpu:
-            raise ValueError(f"shard needs parameters on the CPU, got {name} on {parameter.device}")
-        if home_of(parameter) is not None and part_of(parameter) is None:
-            raise ValueError(f"shard flattens parameters itself, got {name} that was flattened")
-    group = model._group if shard_group is None else shard_group
-    plain = model.comm_state.compression is None and group is model._group
-    if shard == "gradients" and not (plain and len(group.nodes) == 1):
-        raise ValueError(
-            "shard='gradients' takes no compression, no shard_group and one node: use "
-            "shard='optimizer' with these"
-        )
-    return group
 
 
 def _checked(local_sgd: object, **options: Any) -> LocalSGDState:

@@ -34,9 +34,9 @@ _LINE = 64  # bytes
 
 
 class _Run(NamedTuple):
-    """Neighbouring elements of one parameter and one owner, in a slot."""
+    """Neighbouring elements of one of a bucket's parameters, of one owner, in a slot."""
 
-    parameter: torch.Tensor
+    index: int  # of the parameter
     begin: int
     end: int
     offset: int  # in the slot, in elements
@@ -107,10 +107,10 @@ class GradientRing:
             begin = slot * self._slot_bytes
             flat = self.memory[begin : begin + self._slot_bytes].view(bucket.flat.dtype)
             for run in runs:
-                self._take(run, flat)
+                self._take(bucket.parameters[run.index], run, flat)
             if weighing is not None:
                 weighing.scale(flat)
-            self._works[slot] = self._average(runs, flat)
+            self._works[slot] = self._average(bucket.parameters, runs, flat)
         for parameter in bucket.parameters:
             parameter.grad = None
 
@@ -136,9 +136,9 @@ class GradientRing:
             assert part is not None
             parameter.grad = part.gather(self.own(parameter), parameter.detach())
 
-    def _take(self, run: _Run, flat: torch.Tensor) -> None:
+    def _take(self, parameter: torch.Tensor, run: _Run, flat: torch.Tensor) -> None:
         """Copies a run of a gradient into a slot."""
-        parameter, gradient = run.parameter, run.parameter.grad
+        gradient = parameter.grad
         place = flat[run.offset : run.offset + run.end - run.begin]
         if gradient is None:  # -0 leaves what it is added to as it is
             place.fill_(-0.0 if id(parameter) in self._adds else 0.0)
@@ -150,10 +150,13 @@ class GradientRing:
         begin = int(gradient.storage_offset()) + run.begin
         place.copy_(gradient.detach().as_strided(place.shape, (1,), begin))
 
-    def _average(self, runs: Iterable[_Run], flat: torch.Tensor) -> tuple[Work, _C.ShardedAverage]:
+    def _average(
+        self, parameters: Sequence[torch.Tensor], runs: Iterable[_Run], flat: torch.Tensor
+    ) -> tuple[Work, _C.ShardedAverage]:
         """Starts to average this rank's part of a slot."""
         group, mine, adds = self._shards.group, array("q"), []
-        for parameter, begin, end, offset, rank in runs:
+        for index, begin, end, offset, rank in runs:
+            parameter = parameters[index]
             adds.append(str(int(id(parameter) in self._adds)))
             if rank == self._shards.rank:  # the words of csrc/cpu/optim/sharded_average.h
                 part = part_of(parameter)
@@ -177,7 +180,7 @@ def _plan(bucket: Bucket, ranks: int, slot_bytes: int) -> list[list[_Run]]:
     room, line = slot_bytes // ranks // item, _LINE // item
     plan: list[list[_Run]] = []
     used = [0] * ranks  # elements of each owner so far, padding included
-    for parameter in bucket.parameters:
+    for index, parameter in enumerate(bucket.parameters):
         part = part_of(parameter)
         assert part is not None
         for rank, first, end in part.ranges:
@@ -187,7 +190,7 @@ def _plan(bucket: Bucket, ranks: int, slot_bytes: int) -> list[list[_Run]]:
                 count = min(end - begin, room - place)
                 if slot == len(plan):
                     plan.append([])
-                plan[slot].append(_Run(parameter, begin, begin + count, rank * room + place, rank))
+                plan[slot].append(_Run(index, begin, begin + count, rank * room + place, rank))
                 begin += count
                 used[rank] += -(-count // line) * line
     return plan

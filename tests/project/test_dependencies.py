@@ -86,7 +86,7 @@ PYTHON_LAYERS = [
     {"_training.comm_state"},
     {"_training.outer"},
     {"_training.local_sgd"},
-    {"hooks", "_training.gradient_exchange"},
+    {"hooks", "_training.gradient_exchange", "_training.shard_options"},
     {"data_parallel", "optim"},
     {"memory"},
     {"__init__"},
