@@ -191,6 +191,17 @@ class CommState(HookState):
                 flight.land()
         self._now.waited += time.perf_counter() - begin
 
+    def count_step(self, bytes_in: int, waited: float) -> None:
+        """Counts a step whose gradients are averaged by shards.
+
+        Args:
+            bytes_in: bytes of these gradients.
+            waited: seconds for which backward has waited for their averages.
+        """
+        self._exposed_before += self._now.exposed()
+        self._now = Step(bytes_in=bytes_in, waited=waited)
+        self.step += 1
+
     def give_back(self) -> None:
         """Adds the step's means, which will not be used, to residuals, so that nothing is lost."""
         for flight in self._now.flights:
@@ -203,7 +214,7 @@ class CommState(HookState):
             ``steps``: the number of steps;
             ``bytes_in``: bytes of gradients in buckets;
             ``bytes_wire``: bytes that this rank moved from and to other ranks (on CUDA, an upper
-            bound);
+            bound; with `shard`, those of a step, in which parameters of the same size return);
             ``ratio``: bytes of an uncompressed exchange divided by ``bytes_wire``;
             ``exposed_ms``: milliseconds that backward waited for exchanges at its end;
             ``exposed_ms_total``: the same for all steps together;
@@ -212,11 +223,13 @@ class CommState(HookState):
         self._settle()
         exposed = self._now.exposed()
         flights, group = self._now.flights, self.group
-        bytes_wire = sum(flight.wire_bytes() for flight in flights)
-        bytes_dense = sum(dense_wire_bytes(flight.buffer.nbytes, group) for flight in flights)
+        sizes = [self._now.bytes_in, *(flight.buffer.nbytes for flight in flights)]
+        bytes_dense = sum(dense_wire_bytes(size, group) for size in sizes)
+        bytes_wire = dense_wire_bytes(self._now.bytes_in, group)
+        bytes_wire += sum(flight.wire_bytes() for flight in flights)
         return {
             "steps": float(self.step),
-            "bytes_in": float(sum(flight.buffer.nbytes for flight in flights)),
+            "bytes_in": float(sum(sizes)),
             "bytes_wire": float(bytes_wire),
             "ratio": bytes_dense / bytes_wire if bytes_wire else 1.0,
             "exposed_ms": 1e3 * exposed,

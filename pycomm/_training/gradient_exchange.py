@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from pycomm._training.buckets import Bucket, Slab, gradient_memory, no_memory, w
 from pycomm._training.flat import Memory
 from pycomm._training.gradient_ring import GradientRing
 from pycomm._training.graphs import leads_to
+from pycomm._training.local_sgd import LocalSGDState
 from pycomm._training.members import Members
 from pycomm._training.promise import Promise, compare
 from pycomm._training.shards import Shards, forget_parts
@@ -23,7 +25,6 @@ from pycomm.errors import PycommError
 
 if TYPE_CHECKING:
     from pycomm._training.comm_state import CommState
-    from pycomm._training.local_sgd import LocalSGDState
     from pycomm._training.weighing import Weighing
     from pycomm.group import Group
 
@@ -215,8 +216,7 @@ class GradientExchange:
         self._start_full(last=True)
         self.promise.wait()
         self._state.finish()
-        if self._ring is not None:
-            self._ring.finish()
+        self._finish_shards()
         used_elsewhere, raised_on = self._compare(unused, raised is True)
         self._in_backward = False
         self.promise.settle(dropped=bool(raised_on))
@@ -245,6 +245,17 @@ class GradientExchange:
             if self._state.gradient_group is not None:
                 self._learn_order(self._ready)
             self._ready = None
+
+    def _finish_shards(self) -> None:
+        """Waits for the averages that shards make."""
+        if isinstance(self._state, LocalSGDState) or self.shards is None:
+            return
+        began = time.perf_counter()
+        if self._ring is not None:
+            self._ring.finish()
+        if self._ring is not None or self.shards.averages:
+            waited = time.perf_counter() - began
+            self._state.count_step(sum(b.flat.nbytes for b in self._buckets), waited)
 
     def _exchange_nothing(self, raised: bool | None = None) -> None:
         """Sends zeros as the remaining buckets, and drops the result."""

@@ -36,7 +36,7 @@ _LINE = 64  # bytes
 class _Run(NamedTuple):
     """Neighbouring elements of one of a bucket's parameters, of one owner, in a slot."""
 
-    index: int  # of the parameter
+    number: int  # of the parameter
     begin: int
     end: int
     offset: int  # in the slot, in elements
@@ -107,7 +107,7 @@ class GradientRing:
             begin = slot * self._slot_bytes
             flat = self.memory[begin : begin + self._slot_bytes].view(bucket.flat.dtype)
             for run in runs:
-                self._take(bucket.parameters[run.index], run, flat)
+                self._take(bucket.parameters[run.number], run, flat)
             if weighing is not None:
                 weighing.scale(flat)
             self._works[slot] = self._average(bucket.parameters, runs, flat)
@@ -155,8 +155,8 @@ class GradientRing:
     ) -> tuple[Work, _C.ShardedAverage]:
         """Starts to average this rank's part of a slot."""
         group, mine, adds = self._shards.group, array("q"), []
-        for index, begin, end, offset, rank in runs:
-            parameter = parameters[index]
+        for number, begin, end, offset, rank in runs:
+            parameter = parameters[number]
             adds.append(str(int(id(parameter) in self._adds)))
             if rank == self._shards.rank:  # the words of csrc/cpu/optim/sharded_average.h
                 part = part_of(parameter)
@@ -180,7 +180,7 @@ def _plan(bucket: Bucket, ranks: int, slot_bytes: int) -> list[list[_Run]]:
     room, line = slot_bytes // ranks // item, _LINE // item
     plan: list[list[_Run]] = []
     used = [0] * ranks  # elements of each owner so far, padding included
-    for index, parameter in enumerate(bucket.parameters):
+    for number, parameter in enumerate(bucket.parameters):
         part = part_of(parameter)
         assert part is not None
         for rank, first, end in part.ranges:
@@ -190,7 +190,7 @@ def _plan(bucket: Bucket, ranks: int, slot_bytes: int) -> list[list[_Run]]:
                 count = min(end - begin, room - place)
                 if slot == len(plan):
                     plan.append([])
-                plan[slot].append(_Run(index, begin, begin + count, rank * room + place, rank))
+                plan[slot].append(_Run(number, begin, begin + count, rank * room + place, rank))
                 begin += count
                 used[rank] += -(-count // line) * line
     return plan

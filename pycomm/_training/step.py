@@ -19,12 +19,14 @@ class Step:
         scale: the loss scale, if gradients are scaled.
         parameters: ids of the parameters that have been exchanged in it.
         flights: their exchanges.
+        bytes_in: bytes of gradients that shards average.
         waited: seconds for which backward has only waited for them, on the CPU.
     """
 
     scale: torch.Tensor | None = None
     parameters: set[int] = field(default_factory=set)
     flights: list[Flight] = field(default_factory=list)
+    bytes_in: int = 0
     waited: float = 0.0
     _waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 

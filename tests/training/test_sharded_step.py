@@ -4,6 +4,7 @@ The programs of support/sharding.py are drawn at random.
 """
 
 import hypothesis.strategies as st
+import pytest
 import sharding
 import torch
 from hypothesis import given, settings
@@ -98,3 +99,23 @@ def programs(draw):
 @settings(max_examples=150)
 def test_bits_are_those_without_shards(program):
     sharding.check(program)
+
+
+def stats_after_steps(group, shard):
+    module = torch.nn.Linear(300, 300)
+    model = pycomm.DataParallel(module, group=group, shard=shard)
+    optimizer = pycomm.optim.FusedAdamW(model.parameters())
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(2, 300)).sum().backward()
+        optimizer.step()
+    return model.comm_state.stats()
+
+
+def test_stats_count_steps_and_bytes_of_shards():
+    with pycomm.LocalWorld(2) as world:
+        for shard in ("optimizer", "gradients"):
+            for stats in world.run(stats_after_steps, shard):
+                assert stats["steps"] == 3
+                assert stats["bytes_in"] == pytest.approx(4 * 300 * 301, rel=0.001)
+                assert stats["bytes_wire"] == stats["bytes_in"]  # half of 2 ranks, both ways
