@@ -239,10 +239,7 @@ class DataParallel(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Loads a ``state_dict`` of the module, saved with or without DistributedDataParallel."""
         own = without_prefix(state_dict, self.module)
-        loaded = self.module.load_state_dict(own, *args, **kwargs)
-        if self._shard_group is not None:
-            self._exchange.parameters_loaded()
-        return loaded
+        return self.module.load_state_dict(own, *args, **kwargs)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

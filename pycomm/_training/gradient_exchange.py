@@ -128,11 +128,6 @@ class GradientExchange:
         if self.shards is not None:
             self.shards.check()
 
-    def parameters_loaded(self) -> None:
-        """Records that all parameters have been loaded."""
-        if self.shards is not None:
-            self.shards.half_new = False
-
     def arrive(self, parameter: torch.Tensor) -> None:
         """Handles a gradient that has been accumulated."""
         self.begin_backward()

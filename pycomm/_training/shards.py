@@ -166,7 +166,6 @@ class Shards:
         local: gradients that are still each rank's own, with versions and addresses, by the
             parameter's id.
         ring: divided gradients; None if gradients are not divided.
-        half_new: True after a step has failed that may have changed some of the parameters.
     """
 
     def __init__(
@@ -177,7 +176,8 @@ class Shards:
         node = next(ranks for ranks in group.nodes if group.rank in ranks)
         self.rank, self.ranks = node.index(group.rank), len(node)
         self.averages = gradients is None
-        self.half_new = False
+        self._parameters = list(map(TensorWeakRef, parameters))
+        self._half_new: list[tuple[TensorWeakRef, int]] = []  # with versions
         self.ring: OwnGradients | None = None
         self.local: dict[int, tuple[TensorWeakRef, int, int]] = {}
         units = sum(-(-parameter.numel() // UNIT) for parameter in parameters)
@@ -222,9 +222,19 @@ class Shards:
             _parts[parameter] = Part(self, ranges, first, own)
         _count_division()
 
+    def step_failed(self) -> None:
+        """Records that a failed step may have changed some of the parameters."""
+        alive = [(ref, p) for ref in self._parameters if (p := ref()) is not None]
+        self._half_new = [(ref, parameter._version) for ref, parameter in alive]
+
     def check(self) -> None:
-        """Raises RuntimeError if a failed step may have changed only some of the parameters."""
-        if self.half_new:
+        """Raises RuntimeError after a failed step, until all parameters have been written."""
+        self._half_new = [
+            (ref, version)
+            for ref, version in self._half_new
+            if (parameter := ref()) is not None and parameter._version == version
+        ]
+        if self._half_new:
             raise RuntimeError(
                 "parameters are partly those of a step that has failed: load a checkpoint of the "
                 "model and the optimizer"

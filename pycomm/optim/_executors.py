@@ -92,7 +92,8 @@ class OnShards(OnCpu):
         try:
             value = step.run(shards.group._core, *control, max_norm or 0.0, measures, label)
         finally:
-            shards.half_new |= step.half_done
+            if step.half_done:
+                shards.step_failed()
         return torch.tensor(value, dtype=torch.float64) if measures else None
 
     def _label(self, max_norm: float | None, sets_found: bool) -> str:

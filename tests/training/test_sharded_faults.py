@@ -1,0 +1,139 @@
+"""Ranks are killed in all phases of sharded training: no model goes on with half-new parameters.
+
+Each survivor raises an error that names the dead rank. Its parameters are then, bit for bit, those
+before or after the step, or its model refuses to go on until it has loaded a checkpoint.
+"""
+
+import functools
+import os
+import random
+import signal
+import threading
+import time
+
+import helpers
+import pytest
+import torch
+from torch import nn
+
+import pycomm
+from pycomm import optim
+
+STEPS = 5  # before the victim is killed
+ELEMENTS = 1 << 20
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        rng = torch.Generator().manual_seed(0)
+        self.parts = nn.ParameterList([torch.randn(ELEMENTS // 4, generator=rng) for _ in range(4)])
+
+    def forward(self, x):
+        return sum((part * x).sum() for part in self.parts)
+
+
+def bits(net):
+    return [part.detach().clone() for part in net.parts]
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def one_step(model, optimizer, rank, number):
+    optimizer.zero_grad()
+    model(torch.full((1,), 1.0 + rank + number)).backward()
+    optimizer.step()
+
+
+def refusals(model, optimizer):
+    """The errors of everything that could use half-new parameters."""
+    (alone,) = pycomm.LocalWorld(1).groups
+    if model.module.parts[0].grad is not None:  # else a step does nothing
+        with pytest.raises((RuntimeError, pycomm.PycommError)):
+            optimizer.step()
+    model.zero_grad()
+    anew = functools.partial(pycomm.DataParallel, model.module, group=alone)
+    found = []
+    for use in (lambda: model(torch.ones(1)), model.state_dict, anew):
+        try:
+            use()
+        except RuntimeError as error:
+            found.append(str(error))
+        else:
+            found.append("")
+    return found
+
+
+def dying(group, stage, rule, max_norm, victim, delay):
+    """Trains until a rank dies; a survivor returns what it saw."""
+    net = Net()
+    model = pycomm.DataParallel(net, group=group, shard=stage)
+    optimizer = rule(model.parameters(), lr=0.1, max_norm=max_norm, states="8bit")  # slow
+    for number in range(STEPS):
+        one_step(model, optimizer, group.rank, number)
+    checkpoint = {name: value.clone() for name, value in model.state_dict().items()}
+    if group.rank == victim:
+        timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL))
+        timer.start()
+    began = time.monotonic()
+    for number in range(STEPS, 100_000):
+        before = bits(net)
+        try:
+            one_step(model, optimizer, group.rank, number)
+        except pycomm.PycommError as error:
+            caught = error
+            break
+    took = time.monotonic() - began - delay
+    changed = not same(before, bits(net))
+    model.load_state_dict({"parts.0": net.parts[0].clone()}, strict=False)  # not enough
+    found = refusals(model, optimizer)
+    net.load_state_dict(checkpoint)
+    return {
+        "error": type(caught).__name__,
+        "rank": getattr(caught, "rank", None),
+        "took": took,
+        "changed": changed,
+        "refusals": found,
+        "works again": torch.equal(model.state_dict()["parts.0"], checkpoint["parts.0"]),
+    }
+
+
+RULES = {"adamw": optim.FusedAdamW, "lamb": optim.FusedLAMB}
+
+
+def check(seed):
+    rng = random.Random(seed)
+    size = rng.choice([2, 3, 4])
+    victim = rng.randrange(size)
+    stage = rng.choice(["optimizer", "gradients"])
+    rule = RULES[rng.choice(sorted(RULES))]
+    arguments = (stage, rule, rng.choice([None, 1.0]), victim, rng.random() * 0.1)
+    with helpers.Ranks(size, helpers.in_group, dying, {"timeout": 30}, *arguments) as ranks:
+        survivors = ranks.wait_for([rank for rank in range(size) if rank != victim])
+    halves = []
+    for outcome in survivors:
+        assert outcome.error is None, outcome.trace
+        seen = outcome.value
+        assert (seen["error"], seen["rank"]) == ("PeerDied", victim), seen
+        assert seen["took"] < 1.5, seen
+        assert seen["works again"]
+        refused = [text.startswith("parameters are partly") for text in seen["refusals"]]
+        if seen["changed"]:
+            assert all(refused), seen
+        else:
+            assert all(refused) or not any(refused), seen
+        halves.append(seen["changed"])
+    return any(halves)
+
+
+def test_a_killed_rank():
+    for seed in range(6):
+        check(seed)
+
+
+@pytest.mark.slow
+def test_sixty_killed_ranks():
+    """Some of them in the middle of an update."""
+    assert sum(check(100 + seed) for seed in range(60)) > 0
