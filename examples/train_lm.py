@@ -4,6 +4,7 @@
 
     python examples/train_lm.py --mode ddp --compression int8
     torchrun --nproc-per-node 2 examples/train_lm.py --mode wrapper --compression topk:0.01
+    python examples/train_lm.py --mode wrapper --shard gradients
 
 `parallelise` makes the model data-parallel, with torch's DistributedDataParallel and one of
 pycomm's hooks, or with pycomm's own wrapper. The training loop is the same for both.
@@ -119,12 +120,20 @@ class Settings:
         compression: a name for :func:`pycomm.parse_compression`.
         steps: number of steps.
         trace: file for a Chrome trace of the last steps.
+        shard: the wrapper's option: ``"optimizer"``, ``"gradients"`` or None.
     """
 
     mode: str
     compression: str
     steps: int
     trace: str | None = None
+    shard: str | None = None
+
+    @property
+    def name(self) -> str:
+        """What is trained, for people."""
+        sharding = f", shard={self.shard!r}" if self.shard else ""
+        return f"{self.mode}, {self.compression}{sharding}"
 
 
 @dataclass(frozen=True)
@@ -133,18 +142,22 @@ class Run:
 
     Attributes:
         losses: the mean of every `TALK_EVERY` steps.
+        steps: the number of steps.
         seconds: the total time.
         step_ms: the time of the median step.
         exchange_ms: the time that exchanges ran, as a mean over all steps.
         stats: statistics of the exchange after the last step.
+        memory: the memory of training.
         digest: a hash of the parameters, the same on all ranks.
     """
 
     losses: list[float]
+    steps: int
     seconds: float
     step_ms: float
     exchange_ms: float
     stats: dict[str, float]
+    memory: pycomm.memory.MemoryReport
     digest: str
 
     @property
@@ -166,7 +179,9 @@ def parallelise(
     if settings.compression != "none":
         compression = pycomm.parse_compression(settings.compression)
     if settings.mode == "wrapper":
-        wrapped = pycomm.DataParallel(model, compression=compression, group=group)
+        wrapped = pycomm.DataParallel(
+            model, compression=compression, group=group, shard=settings.shard
+        )
         assert isinstance(wrapped.comm_state, hooks.CommState)  # it exchanges gradients
         return wrapped, wrapped.comm_state
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -193,9 +208,7 @@ class Log:
 
     def __init__(self, settings: Settings, group: pycomm.Group, state: hooks.CommState) -> None:
         self._group, self._state = group, state
-        self._screen = Screen(
-            f"{settings.mode}, {settings.compression}", settings.steps, group.rank
-        )
+        self._screen = Screen(settings.name, settings.steps, group.rank)
         self._recent = torch.zeros(1)
         self._losses: list[float] = []
         self._exchanging = 0.0
@@ -214,13 +227,21 @@ class Log:
             self._screen.show(step, self._losses[-1], tokens / self._seconds)
             self._recent.zero_()
 
-    def close(self, digest: str) -> Run:
+    def close(self, memory: pycomm.memory.MemoryReport, digest: str) -> Run:
         """Returns the results."""
         self._screen.close()
         steps = [after - before for before, after in pairwise(self._stamps)]
         step_ms, exchange_ms = statistics.median(steps), self._exchanging / len(steps)
-        stats = self._state.stats()
-        return Run(self._losses, self._seconds, 1e3 * step_ms, 1e3 * exchange_ms, stats, digest)
+        return Run(
+            losses=self._losses,
+            steps=len(steps),
+            seconds=self._seconds,
+            step_ms=1e3 * step_ms,
+            exchange_ms=1e3 * exchange_ms,
+            stats=self._state.stats(),
+            memory=memory,
+            digest=digest,
+        )
 
     @property
     def _seconds(self) -> float:
@@ -234,7 +255,8 @@ def train(settings: Settings, group: pycomm.Group) -> Run:
     corpus = read_corpus(group.rank, group.size)  # ... on different text
     random = torch.Generator().manual_seed(group.rank)
     # With Adam, top-k's loss is further behind (docs/data-parallel.md).
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    kind = pycomm.optim.FusedSGD if settings.shard else torch.optim.SGD
+    optimizer = kind(model.parameters(), lr=0.2, momentum=0.9)
     log = Log(settings, group, state)
     tracer = Tracer(settings.trace if group.rank == 0 else None, settings.steps)
     for step in range(1, settings.steps + 1):
@@ -246,20 +268,29 @@ def train(settings: Settings, group: pycomm.Group) -> Run:
             optimizer.zero_grad()
         log.add(loss.detach())
     tracer.close()
-    return log.close(check_same(model, group))
+    return log.close(pycomm.memory_report(model, optimizer), check_same(model, group))
 
 
 def summarise(run: Run, ranks: int) -> str:
     """Formats the results in a few lines."""
-    tokens = run.stats["steps"] * BATCH * CONTEXT * ranks
-    return (
-        f"final loss {run.final_loss:.3f}, {tokens / run.seconds:,.0f} tokens/s on {ranks} ranks\n"
-        f"step {run.step_ms:.1f} ms; exchanges run for {run.exchange_ms:.2f} ms, of which "
-        f"{run.exposed_ms / run.exchange_ms:.0%} ({run.exposed_ms:.2f} ms) stay exposed\n"
-        f"read from peers {run.stats['bytes_wire']:,.0f} B per step, for gradients of "
-        f"{run.stats['bytes_in']:,.0f} B: {run.stats['ratio']:.1f} times less than uncompressed\n"
-        f"parameters bit-equal on all ranks (sha256 {run.digest[:16]})"
-    )
+    tokens = run.steps * BATCH * CONTEXT * ranks
+    lines = [
+        f"final loss {run.final_loss:.3f}, {tokens / run.seconds:,.0f} tokens/s on {ranks} ranks",
+        f"step {run.step_ms:.1f} ms",
+    ]
+    if run.exchange_ms:
+        lines[-1] += (
+            f"; exchanges run for {run.exchange_ms:.2f} ms, of which "
+            f"{run.exposed_ms / run.exchange_ms:.0%} ({run.exposed_ms:.2f} ms) stay exposed"
+        )
+        lines.append(
+            f"read from peers {run.stats['bytes_wire']:,.0f} B per step, for gradients of "
+            f"{run.stats['bytes_in']:,.0f} B: {run.stats['ratio']:.1f} times less than uncompressed"
+        )
+    if run.memory.formula is not None:
+        lines.append(f"memory: {run.memory.formula}")
+    lines.append(f"parameters bit-equal on all ranks (sha256 {run.digest[:16]})")
+    return "\n".join(lines)
 
 
 def compression_name(name: str) -> str:
@@ -274,8 +305,7 @@ def run_rank(settings: Settings, plot: str) -> None:
         run = train(settings, group)
     if group.rank == 0:
         print(summarise(run, group.size))
-        label = f"{settings.mode}, {settings.compression}"
-        draw_losses(plot, {label: run.losses}, TALK_EVERY)
+        draw_losses(plot, {settings.name: run.losses}, TALK_EVERY)
         print(f"drawn in {plot}" + (f", traced in {settings.trace}" if settings.trace else ""))
 
 
@@ -296,12 +326,17 @@ def main() -> None:
     add(
         "--plot", default=str(OUT / "train_lm.png"), help="the loss, as a PNG (default %(default)s)"
     )
+    add("--shard", choices=("optimizer", "gradients"),
+        help="divide these among the ranks, with the wrapper")  # fmt: skip
     add("--trace", help=f"a Chrome trace of the last {TRACED} steps, as JSON")
     arguments = parser.parse_args()
     if arguments.steps < TALK_EVERY:
         parser.error(f"--steps must be at least {TALK_EVERY}")
+    mode, shard = arguments.mode, arguments.shard
+    if shard and mode == "ddp":
+        parser.error("--shard needs --mode wrapper")
     extras.require("rich", "matplotlib")
-    settings = Settings(arguments.mode, arguments.compression, arguments.steps, arguments.trace)
+    settings = Settings(mode, arguments.compression, arguments.steps, arguments.trace, shard)
     launch.run(run_rank, settings, arguments.plot, ranks=arguments.ranks)
 
 

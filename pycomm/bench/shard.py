@@ -2,7 +2,8 @@
 
 Forward and backward are not in the times. pycomm's contestants are timed without them: backward has
 left gradients in the window, and a call averages them and steps. Repeated calls find the same
-gradients, unsharded ones their average, so every call moves the same bytes.
+gradients, unsharded ones their average, so every call moves the same bytes. If gradients are
+divided, the memory in the window is used again, so there the copy into it counts, too.
 
 torch's contestants cannot exchange without a backward. They take whole steps, and the time of the
 same step without exchange and optimizer is subtracted: that of DDP with a hook that does nothing
@@ -40,7 +41,7 @@ from pycomm.bench.shard_tasks import (
 from pycomm.bench.streams import streams
 from pycomm.bench.training import SETTLING, TrainingSettings, begin
 
-MODES = {"unsharded": None, "optimizer": "optimizer"}
+MODES = {"unsharded": None, "optimizer": "optimizer", "gradients": "gradients"}
 BOUNDS = {"": None, " clipped": MAX_NORM}
 
 

@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
+from pycomm._training.gradient_exchange import GradientExchange
+from pycomm._training.gradient_ring import GradientRing
 from pycomm.bench.optim_tasks import Scheme
 from pycomm.bench.streams import Mix
 from pycomm.bench.training import (
@@ -66,6 +68,7 @@ class Own(Stepper):
         if shard is None:
             pycomm.optim.flatten(self._wrapped.parameters())
         self._fused = pycomm.optim.FusedAdamW(self._wrapped.parameters(), lr=LR, **scheme.options)
+        self._ready: list[torch.Tensor | None] = []
         super().__init__(self._wrapped, rows, self._fused)
 
     def clip(self, max_norm: float | None) -> Own:
@@ -76,7 +79,9 @@ class Own(Stepper):
     def finish(self) -> None:
         """Averages the gradients that are there, and steps; gradients may be averages already."""
         exchange = self._wrapped._exchange
-        if exchange.shards is not None:
+        if exchange._ring is not None:
+            self._divide(exchange, exchange._ring)
+        elif exchange.shards is not None:
             exchange.shards.note_backward(exchange.parameters)
         else:
             state = self._wrapped.comm_state
@@ -85,6 +90,21 @@ class Own(Stepper):
                 state.start(bucket.flat, bucket.parameters, begins=bucket.begins)
             state.finish()
         self._fused.step()
+
+    def _divide(self, exchange: GradientExchange, ring: GradientRing) -> None:
+        """Averages the gradients of a backward of which each rank keeps its part."""
+        if not self._ready:
+            with self._wrapped.no_sync():
+                self._wrapped.zero_grad()
+                self._wrapped(self.rows).float().square().mean().backward()
+            self._ready = [parameter.grad for parameter in exchange.parameters]
+        for parameter, gradient in zip(exchange.parameters, self._ready, strict=True):
+            parameter.grad = gradient
+        ring.begin(exchange.parameters)
+        for bucket in exchange._buckets:
+            ring.send(bucket, None)
+        ring.finish()
+        ring.keep(exchange.parameters)
 
 
 def make_peer(

@@ -44,6 +44,32 @@ def test_example(launcher, mode, compression, tmp_path):
     assert any(hides(events, *step) for step in steps)
 
 
+@pytest.mark.slow
+def test_example_with_shards(tmp_path):
+    """What is divided does not change the model."""
+    digests = set()
+    for shard, formula in (("optimizer", "p + g + K/n"), ("gradients", "p + (g + K)/n")):
+        what = ["--steps", "20", "--mode", "wrapper", "--shard", shard]
+        command = [sys.executable, str(EXAMPLES / "train_lm.py"), *what]
+        said = subprocess.run(
+            [*command, "--plot", str(tmp_path / "loss.png")],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=True,
+        ).stdout
+        assert formula in said
+        digests.add(said.partition("sha256")[2].split(")")[0])
+    assert len(digests) == 1
+
+
+def test_example_refuses_shards_of_ddp():
+    command = [sys.executable, str(EXAMPLES / "train_lm.py"), "--shard", "optimizer"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 2
+    assert "--shard needs --mode wrapper" in done.stderr
+
+
 def named(events, name):
     return sorted((e for e in events if e.get("name") == name), key=lambda e: e["ts"])
 
