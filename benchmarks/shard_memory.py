@@ -17,7 +17,7 @@ import pycomm
 from pycomm.memory import MemoryReport, plot_reports
 
 RANKS = 4
-WIDTH, LAYERS = 512, 48  # so many that the buckets of divided gradients count for little
+WIDTH, LAYERS = 512, 48  # so many that the slots of divided gradients count for little
 MODES = (None, "optimizer", "gradients")
 STORAGE = {"fp32 states": {}, "8-bit states": {"states": "8bit"}}
 
