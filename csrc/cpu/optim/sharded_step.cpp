@@ -36,18 +36,16 @@ class ShardedStepComm::Average {
         is_averaged_(comm.step_.shards[shard].is_averaged != 0),
         size_(size_of(part_.grad_storage)),
         loop_(reduce_loop(dtype_of(part_.grad_storage), ReduceOp::avg, true)) {
-    for (int r = 0; r < comm.size(); ++r) sources_.push_back(comm.there(r, part_.grad));
+    for (int r = 0; r < comm.size() && !is_averaged_; ++r) {
+      sources_.push_back(comm.there(r, part_.grad));
+    }
   }
 
   // The gradients of `n` elements from element `at` of the part on; valid until the next call.
   const std::byte* operator()(std::int64_t at, std::int64_t n) {
     if (is_averaged_) return static_cast<const std::byte*>(part_.grad) + at * size_;
-    const std::int64_t next = std::min(n, part_.count - at - n) * size_;
     from_.clear();
-    for (const std::byte* source : sources_) {
-      from_.push_back(source + at * size_);
-      (void)next;
-    }
+    for (const std::byte* source : sources_) from_.push_back(source + at * size_);
     loop_(mean_, from_.data(), comm_.size(), 0, n, comm_.size());
     return mean_;
   }
@@ -70,19 +68,22 @@ ShardedStepComm::ShardedStepComm(Comm& comm, ShardedStep& step)
       wholes_(step.shards, [](const Shard& shard) { return shard.whole; }),
       ratios_(step.shards.size(), 1.0) {}
 
-Preflight ShardedStepComm::preflight() const { return make_preflight(skips(step_.control), false); }
+Preflight ShardedStepComm::preflight() const { return make_preflight(skips(), false); }
 
 void ShardedStepComm::announce() {
   comm_.announce();
   PYCOMM_CHECK(comm_.zero_copy(), "a sharded step needs the arenas of all ranks in their windows");
   for (int r = 0; r < size(); ++r) arenas_.push_back(comm_.output(r).data);
-  if (comm_.preflight().overflow != 0) *step_.control.found_inf = 1.0f;
+  found_ = comm_.preflight().overflow != 0;
+  if (found_ && step_.control.found_inf != nullptr) *step_.control.found_inf = 1.0f;
 }
 
 template <class Visit>
 void ShardedStepComm::for_chunks(const Visit& visit) const {
-  step_.parallel(parts_.chunks(),
-                 [&](std::int64_t begin, std::int64_t end) { parts_.visit(begin, end, visit); });
+  step_.parallel(parts_.chunks(), [&](std::int64_t begin, std::int64_t end) {
+    parts_.visit(begin, end, visit);
+    stream_fence();  // signal() fences only its own thread's streamed stores
+  });
 }
 
 const Settings& ShardedStepComm::settings(std::size_t shard) const {
@@ -129,7 +130,7 @@ bool ShardedStepComm::adapts() const {
 }
 
 void ShardedStepComm::measure_ratios() {
-  if (skips(step_.control)) return;
+  if (skips()) return;
   for_chunks([&](std::size_t s, std::int64_t first, std::int64_t last) {
     const Segment& part = step_.shards[s].part;
     if (settings(s).rule != Rule::lamb || !settings(s).adapt) return;
@@ -148,7 +149,7 @@ void ShardedStepComm::measure_ratios() {
 }
 
 void ShardedStepComm::conclude_ratios() {
-  if (skips(step_.control)) return;
+  if (skips()) return;
   for (std::size_t s = 0; s < step_.shards.size(); ++s) {
     if (settings(s).rule != Rule::lamb || !settings(s).adapt) continue;
     ratios_[s] = lamb_ratio(total(kWeights, s), total(kDirections, s));
@@ -156,7 +157,7 @@ void ShardedStepComm::conclude_ratios() {
 }
 
 void ShardedStepComm::update() {
-  if (skips(step_.control)) return;
+  if (skips()) return;
   const bool stream = step_.arena_bytes >= kStreamedOutput;
   for_chunks([&](std::size_t s, std::int64_t first, std::int64_t last) {
     const Segment& part = step_.shards[s].part;

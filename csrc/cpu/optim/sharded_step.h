@@ -66,6 +66,7 @@ class ShardedStepComm {
   void update();
 
  private:
+  bool skips() const { return found_ || pycomm::skips(step_.control); }
   // The average of a shard's gradients in one chunk after another.
   class Average;
 
@@ -92,6 +93,7 @@ class ShardedStepComm {
   Row parts_, wholes_;
   std::vector<std::byte*> arenas_;
   std::vector<double> ratios_;
+  bool found_ = false;  // a rank had already found an infinity
 };
 
 static_assert(ShardExecutor<ShardedStepComm>);

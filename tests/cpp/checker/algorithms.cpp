@@ -1,5 +1,6 @@
 #include "checker/algorithms.h"
 
+#include "checker/sharded_step.h"
 #include "core/algorithms/run.h"
 #include "core/algorithms/stripes.h"
 #include "cpu/codecs/coded_comm.h"
@@ -39,7 +40,10 @@ void run_on_node(Comm& comm, const Buffers& buffers) {
     topk_exchange(coded);
   } else {
     comm.begin(operation, call.input, call.output);
-    if (operation.codec.kind == CodecKind::none) {
+    if (operation.collective == Collective::sharded_step) {
+      ShardedStepComm sharded(comm, buffers);
+      sharded_step(sharded);
+    } else if (operation.codec.kind == CodecKind::none) {
       run(comm, operation);
     } else {
       run_blocks(comm, call);

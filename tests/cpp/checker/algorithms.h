@@ -12,6 +12,15 @@ struct Buffers {
   Call call;
   std::byte* areas[2];  // top-k: areas for lists, in the window
   std::byte* scratch;   // for a packed stripe
+
+  // Sharded step: every rank's tensors in the window, and what it measures.
+  struct Shared {
+    std::byte* input;
+    std::byte* output;
+    std::byte* sums;
+  };
+  std::vector<Shared> shared = {};
+  bool measures = false, adapts = false;
 };
 
 // The required size of an area.

@@ -234,6 +234,12 @@ std::array<std::size_t, kChannels> Comm::signalled() const {
   return counts;
 }
 
+bool Comm::anyone_signalled(int channel) const {
+  return std::any_of(node_.members.begin(), node_.members.end(), [&](const Member& member) {
+    return member.signals[channel].size() > started_[channel];
+  });
+}
+
 int Comm::load(Word& word) {
   node_.fibers.pause();
   me().clock.join(word.clock);

@@ -166,6 +166,8 @@ class Comm {
   // The number of signals per channel in all operations so far. They must be the same on every
   // rank.
   std::array<std::size_t, kChannels> signalled() const;
+  // True if any rank has signalled on the channel in this operation.
+  bool anyone_signalled(int channel) const;
 
  private:
   Member& member(int r) const { return node_.members[static_cast<std::size_t>(r)]; }

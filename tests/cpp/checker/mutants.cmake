@@ -14,6 +14,20 @@ add_mutant(scatter_does_not_wait algorithms/scatter.h "comm.wait(root, kStaged, 
 add_mutant(scatter_returns_while_it_is_read algorithms/scatter.h
   "if (zero_copy && is_root) comm.wait_all(kReduced, tiles);" "")
 add_mutant(all_to_all_does_not_wait algorithms/all_to_all.h "comm.wait_all(kStaged, t);" "")
+add_mutant(sharded_step_updates_before_all_are_done algorithms/sharded_step.h "comm.announce();" "comm.publish();")
+add_mutant(sharded_step_takes_a_norm_too_early algorithms/sharded_step.h
+  "comm.wait_all(kStaged, ++measured);
+    comm.conclude_norm();" "++measured;
+    comm.conclude_norm();")
+add_mutant(sharded_step_takes_ratios_too_early algorithms/sharded_step.h
+  "comm.wait_all(kStaged, ++measured);
+    comm.conclude_ratios();" "comm.wait_all(kStaged, measured);
+    comm.conclude_ratios();")
+add_mutant(sharded_step_returns_before_all_have_published algorithms/sharded_step.h
+  "comm.wait_all(kReduced, 1);" "")
+add_mutant(sharded_step_tells_too_late_that_it_updates algorithms/sharded_step.h "comm.signal(kUpdating);
+  comm.update();" "comm.update();
+  comm.signal(kUpdating);")
 add_node_mutant(exchange_adds_what_has_not_come core/algorithms/internode.h "link.wait(staged[t % kTilesUnderWay]);" "")
 
 # A step off.
@@ -100,6 +114,15 @@ add_cpu_mutant(last_reason_stays failing interleavings cpu/failing.cpp "abort.co
   "abort.exchange(word + none);")
 add_cpu_mutant(flags_do_not_wrap comm interleavings core/signal.h
   "static_cast<std::int32_t>(flag - target) >= 0" "flag >= target")
+add_cpu_mutant(tells_of_updates_before_it_retreats group interleavings cpu/group.cpp "  comm_.retreat();
+  comm_.wait_for_kernels(kRetreatWithin);
+  if (call.sharded != nullptr) call.sharded->half_done = comm_.anyone_signalled(kUpdating);"
+  "  if (call.sharded != nullptr) call.sharded->half_done = comm_.anyone_signalled(kUpdating);
+  comm_.retreat();
+  comm_.wait_for_kernels(kRetreatWithin);")
+add_cpu_mutant(tells_of_own_updates_only comm interleavings cpu/comm.cpp
+  "if (reached(published(r, channel), started_[channel] + 1)) return true;"
+  "if (r == rank_ && reached(published(r, channel), started_[channel] + 1)) return true;")
 add_cpu_mutant(takes_work_when_closed group close cpu/group.cpp
   "if (closed_) check_usable();  // nobody would join" "// nobody would join")
 

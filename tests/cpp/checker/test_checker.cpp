@@ -98,6 +98,26 @@ Step striped_step(std::mt19937& random) {
   return step;
 }
 
+// With exchanges of sums for a norm, for LAMB's ratios, for both or for neither.
+Step sharded_step(std::int64_t count, unsigned exchanges) {
+  Step step{{Collective::sharded_step, Algorithm::two_shot, DType::f32, ReduceOp::sum, 0, count}};
+  step.where = Where::window;
+  step.in_place = false;
+  step.measures = (exchanges & 1) != 0;
+  step.adapts = (exchanges & 2) != 0;
+  return step;
+}
+
+void sharded(int ranks, const Layout& layout, unsigned order) {
+  std::mt19937 random(static_cast<unsigned>(ranks));
+  std::vector<Step> steps;
+  for (int i = 0; i < 30; ++i) {
+    steps.push_back(sharded_step(i % 5 == 0 ? ranks - 1 : 5003, random() % 4));
+    if (i % 3 == 0) steps.push_back(plain_step(ranks, random));
+  }
+  World(ranks, layout, order).run(steps);
+}
+
 void plain(int ranks, const Layout& layout, unsigned order = 0) {
   std::mt19937 random(static_cast<unsigned>(ranks));
   std::vector<Step> steps;
@@ -185,6 +205,9 @@ Scene on_node(int ranks) {
               zero_copy_steps(ranks, {Algorithm::two_shot, Algorithm::ring, Algorithm::tree},
                               {Collective::reduce, Collective::gather, Collective::scatter,
                                Collective::all_to_all})};
+  for (unsigned exchanges = 0; exchanges < 4; ++exchanges) {
+    scene.steps.push_back(sharded_step(100, exchanges));
+  }
   for (int r = 0; r < ranks; ++r) scene.nodes[0].push_back(r);
   return scene;
 }
@@ -262,6 +285,8 @@ int main() {
     tests.push_back({"across the wrap of epochs", [=] { plain(n, kSmallAndLate); }});
     tests.push_back({"with large staging", [=] { plain(n, kLarge); }});
     tests.push_back({"packets in staging", [=] { plain(n, kLikeCuda); }});
+    tests.push_back({"sharded steps", [=] { sharded(n, kSmallAndLate, 0); }});
+    tests.push_back({"sharded steps in another order", [=] { sharded(n, kSmall, 1); }});
     tests.push_back({"mixed with compressed ones", [=] { mixed(n, kLikeCuda); }});
     tests.push_back({"mixed, with large staging", [=] { mixed(n, kLarge); }});
   }

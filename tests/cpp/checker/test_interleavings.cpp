@@ -16,6 +16,7 @@
 #include "checker/clock.h"
 #include "checker/explorer.h"
 #include "cpu/group.h"
+#include "cpu/optim/sharded_step.h"
 #include "support/run_all.h"
 
 namespace pycomm::test {
@@ -64,6 +65,9 @@ struct Outcome {
   float* tensor = nullptr;
 };
 
+// A sharded optimizer step; it may measure gradients first.
+enum class Sharded { no, updates, measures };
+
 struct Scenario {
   int ranks;
   std::vector<Algorithm> operations;
@@ -73,9 +77,13 @@ struct Scenario {
   int leaves = -1;
   int differs = -1;
   std::uint32_t first_epoch = 0;
+  Sharded sharded = Sharded::no;  // instead of the last operation
 };
 
 float value(int rank, int operation) { return static_cast<float>(rank + 10 * operation + 1); }
+
+// A sharded step has its parameters where other operations have their tensor. Gradients and sums follow.
+constexpr std::int64_t kTensorBytes = 4 * kCount * 4;
 
 // A window with a tensor of every rank, which serves many groups one after another.
 struct SharedMemory {
@@ -87,7 +95,7 @@ struct SharedMemory {
     const int file = cpu::Window::create(ranks, kSlice, kStaging);
     window = std::make_shared<cpu::Window>(file, ranks, kSlice, kStaging);
     for (int r = 0; r < ranks; ++r) {
-      tensors.push_back(reinterpret_cast<float*>(window->heap(r)->allocate(kCount * 4)));
+      tensors.push_back(reinterpret_cast<float*>(window->heap(r)->allocate(kTensorBytes)));
     }
   }
 };
@@ -142,28 +150,82 @@ bool matters_elsewhere(std::ptrdiff_t place) {
   return place == offsetof(cpu::Control, abort) || place == offsetof(cpu::Control, in_peers_heaps);
 }
 
+// Subtracts the average of value(0, k), value(1, k), ... from parameters value(0, k): rank r owns the
+// r-th of as many parameters as there are ranks.
+void run_sharded(Ranks& ranks, int r, const Scenario& scenario, int k, float* x) {
+  const int size = ranks.size();
+  const std::int64_t each = kCount / size / 4 * 4;
+  float counter = 0, clip = 0;
+  std::fill_n(x, kCount, value(0, k));
+  std::fill_n(x + kCount, kCount, value(r, k));
+  Settings settings;
+  settings.rule = Rule::sgd;
+  settings.lr = 1;
+  cpu::ShardedStep step{.groups = {{settings, static_cast<std::size_t>(size)}},
+                        .shards = {},
+                        .arena = reinterpret_cast<std::byte*>(x),
+                        .arena_bytes = kTensorBytes,
+                        .sums = reinterpret_cast<double*>(x + 2 * kCount),
+                        .control = {nullptr, nullptr, &clip},
+                        .max_norm = 1e9,
+                        .measures = scenario.sharded == Sharded::measures,
+                        .parallel = [](std::int64_t n, const cpu::Body& body) { body(0, n); }};
+  if (!step.measures) clip = 1;
+  for (int p = 0; p < size; ++p) {
+    Segment part{};
+    part.param = x + p * each;
+    part.grad = x + kCount + p * each;
+    part.param_storage = part.grad_storage = Storage::f32;
+    part.step = &counter;
+    part.count = p == r ? each : 0;
+    step.shards.push_back({part, each, 0});
+  }
+  try {
+    ranks[r].run(cpu::sharded_call(step, r == scenario.differs ? "another" : "step"));
+  } catch (const CollectiveError&) {
+    const bool changed = std::any_of(x, x + kCount, [&](float p) { return p != value(0, k); });
+    if (changed && !step.half_done) throw Violation("a rank is not told that parameters are new");
+    throw;
+  }
+  touch_tensor(static_cast<std::size_t>(r), true);
+  float sum = 0;
+  for (int from = 0; from < size; ++from) sum += value(from, k);
+  const float wanted = value(0, k) - sum / static_cast<float>(size);
+  for (std::int64_t i = 0; i < each * size; ++i) {
+    if (x[i] != wanted) throw Violation("a sharded step has succeeded with a wrong result");
+  }
+}
+
+void run_all_reduce(Ranks& ranks, int r, const Scenario& scenario, int k, float* x, bool is_last) {
+  const Algorithm algorithm = scenario.operations[static_cast<std::size_t>(k)];
+  const std::int64_t count = r == scenario.differs && is_last ? kCount / 2 : kCount;
+  std::fill_n(x, kCount, value(r, k));
+  ranks[r].run({Collective::all_reduce, algorithm, DType::f32, ReduceOp::sum, 0, count}, x, x);
+  touch_tensor(static_cast<std::size_t>(r), true);
+  float wanted = 0;
+  for (int from = 0; from < scenario.ranks; ++from) wanted += value(from, k);
+  for (std::int64_t i = 0; i < kCount; ++i) {
+    if (x[i] != wanted) throw Violation("an operation has succeeded with a wrong result");
+  }
+}
+
 void live(Ranks& ranks, int r, const Scenario& scenario, Outcome& outcome) {
   float* const x = outcome.tensor;
   const auto last = static_cast<int>(scenario.operations.size()) - 1;
   for (int k = 0; k <= last; ++k) {
     if (r == scenario.leaves && k == last) return ranks[r].leave();
-    const Algorithm algorithm = scenario.operations[static_cast<std::size_t>(k)];
-    const std::int64_t count = r == scenario.differs && k == last ? kCount / 2 : kCount;
     touch_tensor(static_cast<std::size_t>(r), true);
-    std::fill_n(x, kCount, value(r, k));
     try {
-      ranks[r].run({Collective::all_reduce, algorithm, DType::f32, ReduceOp::sum, 0, count}, x, x);
+      if (scenario.sharded != Sharded::no && k == last) {
+        run_sharded(ranks, r, scenario, k, x);
+      } else {
+        run_all_reduce(ranks, r, scenario, k, x, k == last);
+      }
     } catch (const CollectiveError& error) {
       outcome.error.emplace(error);
       touch_tensor(static_cast<std::size_t>(r), true);
       std::fill_n(x, kCount, kGivenBack);
       return;
-    }
-    touch_tensor(static_cast<std::size_t>(r), true);
-    float wanted = 0;
-    for (int from = 0; from < scenario.ranks; ++from) wanted += value(from, k);
-    for (std::int64_t i = 0; i < kCount; ++i) {
-      if (x[i] != wanted) throw Violation("an operation has succeeded with a wrong result");
     }
     ++outcome.succeeded;
   }
@@ -315,6 +377,16 @@ int main() {
       {"across the wrap of epochs",
        [] { explore({2, {one_shot, two_shot, ring, tree}, {}, -1, -1, 0xfffffffe}, 1); }},
       {"one calls something else", [] { explore({3, {two_shot, two_shot}, {}, -1, 1}, 2); }},
+      {"a sharded step is aborted",
+       [] { explore({2, {two_shot}, {0}, -1, -1, 0, Sharded::updates}, 2); }},
+      {"a sharded step that measures is aborted",
+       [] { explore({2, {two_shot}, {0}, -1, -1, 0, Sharded::measures}, 2); }},
+      {"a sharded step of three ranks is aborted",
+       [] { explore({3, {two_shot}, {1}, -1, -1, 0, Sharded::measures}, 2); }},
+      {"one leaves before a sharded step",
+       [] { explore({3, {tree, two_shot}, {}, 2, -1, 0, Sharded::measures}, 1); }},
+      {"one calls another sharded step",
+       [] { explore({3, {tree, two_shot}, {}, -1, 1, 0xfffffffe, Sharded::updates}, 1); }},
       {"nobody fails, all orders", [] { explore({2, {two_shot}, {}}, Explorer::kAll); }},
       {"one leaves, all orders", [] { explore({2, {two_shot}, {}, 1}, Explorer::kAll); }},
       {"one calls something else, all orders",

@@ -1,5 +1,7 @@
 #include "checker/world.h"
 
+#include "core/algorithms/sharded_step.h"
+
 namespace pycomm::checker {
 namespace {
 
@@ -108,6 +110,7 @@ void World::make_tensors(const std::vector<Step>& steps) {
     for (std::byte*& area : mine.areas) area = add("lists", lists, true);
     mine.scratch = add("scratch", tensor, true);
     mine.residual = add("residual", residual, false);
+    mine.sums = add("sums", 2 * 8 * size(), true);
   }
 }
 
@@ -119,6 +122,11 @@ Buffers World::buffers(int r, const Step& step) {
                   {mine.areas[0], mine.areas[1]},
                   mine.scratch};
   if (step.feedback) buffers.call.feedback.residual = reinterpret_cast<float*>(mine.residual);
+  for (const Rank& each : ranks_) {
+    buffers.shared.push_back({each.window.input, each.window.output, each.sums});
+  }
+  buffers.measures = step.measures;
+  buffers.adapts = step.adapts;
   return buffers;
 }
 
@@ -159,6 +167,19 @@ void World::retreat(int r) {
   mine.comm->retreat();
 }
 
+// After a failure, parameters have changed only if a rank has said so before.
+void World::check_half_done(int r, const Step& step) {
+  const Comm& comm = *rank(r).comm;
+  if (step.operation.collective != Collective::sharded_step || comm.anyone_signalled(kUpdating)) {
+    return;
+  }
+  for (const Piece& piece : result_of(r, step).output) {
+    if (piece.symbol != symbols_.contribution({kNoOperation, r})) {
+      throw Violation("parameters have changed, and rank " + std::to_string(r) + " is not told");
+    }
+  }
+}
+
 void World::live(int r, const std::vector<Step>& steps, const Fault& fault) {
   Rank& mine = rank(r);
   for (std::size_t s = 0; s < steps.size(); ++s) {
@@ -175,7 +196,10 @@ void World::live(int r, const std::vector<Step>& steps, const Fault& fault) {
     if (stopped) {
       if (fails && fault.dies) return mine.comm->die();
       mine.comm->abort();
-      if (fault.retreats) retreat(r);
+      if (fault.retreats) {
+        retreat(r);
+        check_half_done(r, steps[s]);
+      }
       return fill(r, steps[s], kNoOperation);  // the tensors belong to the caller again
     }
     result(r, s) = result_of(r, steps[s]);
@@ -256,7 +280,7 @@ void World::check_output(const Step& step, std::size_t index, int r) const {
   const bool from_blocks = collective == Collective::reduce_scatter ||
                            collective == Collective::scatter ||
                            collective == Collective::all_to_all;
-  const bool sums = reduces(collective);
+  const bool sums = reduces(collective) || collective == Collective::sharded_step;
   std::int64_t at = 0;
   for (const Piece& piece : result(r, index).output) {
     const std::int64_t owner = in_blocks ? at / operation.count : operation.root;

@@ -19,6 +19,8 @@ struct Step {
   bool in_place = true;
   bool stripes = false;   // run_stripes()
   bool feedback = false;  // with a residual
+  bool measures = false;  // sharded step: exchanges sums for the norm
+  bool adapts = false;    // sharded step: exchanges sums for LAMB's ratios
 };
 
 // A rank that throws or dies in a wait of an operation.
@@ -56,6 +58,7 @@ class World {
     std::byte* areas[2];
     std::byte* scratch;
     std::byte* residual;
+    std::byte* sums;
   };
   struct Result {
     bool succeeded = false;
@@ -80,6 +83,7 @@ class World {
   void fill(int r, const Step& step, int operation);
   void execute(int r, const Step& step);
   void retreat(int r);
+  void check_half_done(int r, const Step& step);
   Result result_of(int r, const Step& step);
 
   void check(const Step& step, std::size_t index) const;
