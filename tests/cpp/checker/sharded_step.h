@@ -1,9 +1,10 @@
-// The checker's executor of the sharded optimizer step. A rank's input stands for its gradients, its
-// output for its parameters.
+// The checker's executors of the sharded optimizer step, with a rank's input for its gradients and its
+// output for its parameters, and of the sharded average.
 #pragma once
 
 #include "checker/algorithms.h"
 #include "checker/fibers.h"
+#include "core/algorithms/sharded_average.h"
 #include "core/algorithms/sharded_step.h"
 
 namespace pycomm::checker {
@@ -46,6 +47,7 @@ class ShardedStepComm {
   Location mine(std::byte* tensor, int r) const { return comm_.at({tensor, r}, begin()); }
 
   Pieces average() {
+    comm_.fibers().pause();
     std::vector<Pieces> terms;
     for (int r = 0; r < size(); ++r) {
       terms.push_back(comm_.read(mine(buffers_.shared[r].input, r), count(), comm_.unit()));
@@ -72,5 +74,40 @@ class ShardedStepComm {
 };
 
 static_assert(ShardExecutor<ShardedStepComm>);
+
+class ShardedAverageComm {
+ public:
+  ShardedAverageComm(Comm& comm, const Buffers& buffers) : comm_(comm), buffers_(buffers) {}
+
+  int rank() const { return comm_.rank(); }
+  int size() const { return comm_.size(); }
+  void announce() { comm_.announce(); }
+  void publish() { comm_.publish(); }  // for a mutant
+  void signal(int channel) { comm_.signal(channel); }
+  void wait_all(int channel, std::int64_t step) { comm_.wait_all(channel, step); }
+
+  // Each rank reads some of everybody's bucket. Throws a Violation unless all are of one operation.
+  void average() {
+    std::vector<Pieces> terms;
+    for (int r = 0; r < size(); ++r) {
+      comm_.fibers().pause();
+      terms.push_back(comm_.read({buffers_.shared[r].input, r}, comm_.count(), comm_.unit()));
+    }
+    for (const Piece& piece : comm_.sum(terms, true)) {
+      const std::vector<Contribution> parts = comm_.symbols().contributions(piece.symbol);
+      for (int r = 0; r < size(); ++r) {
+        if (parts[r].rank != r || parts[r].operation != parts[0].operation) {
+          throw Violation("a bucket of another operation is averaged");
+        }
+      }
+    }
+  }
+
+ private:
+  Comm& comm_;
+  const Buffers& buffers_;
+};
+
+static_assert(AverageExecutor<ShardedAverageComm>);
 
 }  // namespace pycomm::checker

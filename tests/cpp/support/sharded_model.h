@@ -85,6 +85,18 @@ struct Places {
   }
 };
 
+// Memory in a rank's window.
+struct Allocation {
+  Allocation(std::shared_ptr<cpu::Heap> heap, std::int64_t bytes)
+      : heap(std::move(heap)), data(this->heap->allocate(bytes)) {}
+  ~Allocation() { heap->free(data); }
+  Allocation(const Allocation&) = delete;
+  Allocation& operator=(const Allocation&) = delete;
+
+  const std::shared_ptr<cpu::Heap> heap;
+  std::byte* const data;
+};
+
 class ShardedModel {
  public:
   ShardedModel(World& world, const Plan& plan, unsigned seed)
@@ -180,16 +192,6 @@ class ShardedModel {
  private:
   static constexpr double kMaxNorm = 0.5;
 
-  struct Allocation {
-    Allocation(std::shared_ptr<cpu::Heap> heap, std::int64_t bytes)
-        : heap(std::move(heap)), data(this->heap->allocate(bytes)) {}
-    ~Allocation() { heap->free(data); }
-    Allocation(const Allocation&) = delete;
-    Allocation& operator=(const Allocation&) = delete;
-
-    const std::shared_ptr<cpu::Heap> heap;
-    std::byte* const data;
-  };
   struct Rank {
     // `before` bytes, so that arenas have different offsets.
     Rank(cpu::Group& group, const Places& places, std::int64_t before)
