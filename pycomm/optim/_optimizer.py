@@ -255,7 +255,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         params = [param for group in self.param_groups for param in group["params"]]
         parts = [(param, part) for param in params if (part := part_of(param)) is not None]
-        for shards in {part.shards for _, part in parts}:
+        for shards in dict.fromkeys(part.shards for _, part in parts):  # all ranks in one order
             shards.average(param for param, part in parts if part.shards is shards)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -160,8 +160,10 @@ def test_everything_is_frozen_but_one_tiny_parameter():
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_parameter_is_frozen_later(world, stage):
+    net = network()
+
     def body(group, shard):
-        model = pycomm.DataParallel(network(), group=group, shard=shard)
+        model = pycomm.DataParallel(copy.deepcopy(net), group=group, shard=shard)
         optimizer = optim.FusedAdamW(model.parameters(), lr=0.01)
         for step in range(4):
             if step == 2:

@@ -1,0 +1,262 @@
+"""Misuse of a sharded model gives an error, or what a model without shards would give."""
+
+import copy
+import pickle
+
+import pytest
+import sharding
+import torch
+from torch import nn
+
+import pycomm
+from pycomm import optim
+
+STAGES = ["optimizer", "gradients"]
+both_stages = pytest.mark.parametrize("stage", STAGES)
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(40, 130), nn.GELU(), nn.Linear(130, 33))
+
+
+def batch(rank, step):
+    return torch.randn(8, 40, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+NETWORK = network()
+
+
+def make(group, stage, net=NETWORK, **options):
+    model = pycomm.DataParallel(copy.deepcopy(net), group=group, shard=stage, bucket_cap_mb=0.01)
+    return model, optim.FusedAdamW(model.parameters(), lr=0.01, **options)
+
+
+def backward(model, rank, number):
+    model.zero_grad()
+    model(batch(rank, number)).square().mean().backward()
+
+
+def step(model, optimizer, rank, number):
+    backward(model, rank, number)
+    optimizer.step()
+
+
+def values(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def errors_of(world, size, body):
+    """The error of every rank's body, which all end."""
+    seen = [None] * size
+
+    def caught(group):
+        try:
+            body(group)
+        except Exception as error:
+            seen[group.rank] = error
+
+    world(size, timeout=10).run(caught)
+    return seen
+
+
+@both_stages
+def test_copies_of_an_optimizer_are_refused(world, stage):
+    def body(group):
+        model, optimizer = make(group, stage)
+        step(model, optimizer, group.rank, 0)
+        for use in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match="sharded states cannot be copied"):
+                use(optimizer)
+        pycomm.DataParallel(model.module, group=group)  # its states are still divided
+        with pytest.raises(TypeError, match="sharded states cannot be copied"):
+            copy.deepcopy(optimizer)
+
+    world(2).run(body)
+
+
+@both_stages
+def test_a_copy_of_a_model_has_parameters_of_its_own(world, stage):
+    def body(group):
+        model, optimizer = make(group, stage)
+        step(model, optimizer, group.rank, 0)
+        copied, before = copy.deepcopy(model.module), values(model)
+        step(model, optimizer, group.rank, 1)
+        assert sharding.difference(values(copied), before) is None
+
+    world(2).run(body)
+
+
+def converted(model, optimizer, rank):
+    model(batch(rank, 1).bfloat16()).square().mean().backward()
+    optimizer.step()
+
+
+@both_stages
+def test_a_model_that_is_converted_must_be_wrapped_anew(world, stage):
+    def body(group):
+        model, optimizer = make(group, stage)
+        step(model, optimizer, group.rank, 0)
+        model.zero_grad()
+        model.bfloat16()
+        with pytest.raises(ValueError, match="wrap"):
+            converted(model, optimizer, group.rank)
+        model.zero_grad()
+        model = pycomm.DataParallel(model.module, group=group, shard=stage)
+        optimizer = optim.FusedAdamW(model.parameters())
+        converted(model, optimizer, group.rank)
+        return values(model)
+
+    seen = world(2).run(body)
+    assert sharding.difference(*seen) is None
+
+
+@both_stages
+def test_a_closed_group(world, stage):
+    def body(group):
+        model, optimizer = make(group, stage)
+        step(model, optimizer, group.rank, 0)
+        backward(model, group.rank, 1)
+        before = values(model)
+        group.close()
+        with pytest.raises(pycomm.PycommError, match="closed"):
+            optimizer.step()
+        assert sharding.difference(values(model), before) is None
+
+    world(2).run(body)
+
+
+@both_stages
+@pytest.mark.parametrize("masters", [None, "fp32", "remainder"])
+def test_parameters_edited_by_hand(world, stage, masters):
+    net = copy.deepcopy(NETWORK).bfloat16()
+
+    def body(group, shard):
+        model, optimizer = make(group, shard, net, master_weights=masters)
+        for number in range(4):
+            model.zero_grad()
+            model(batch(group.rank, number).bfloat16()).square().mean().backward()
+            optimizer.step()
+            with torch.no_grad():
+                model.module[0].weight[number].fill_(0.25)
+        return values(model), optimizer.state_dict()
+
+    plain, sharded = (world(3).run(body, shard) for shard in (None, stage))
+    assert sharding.difference(plain, sharded) is None
+
+
+def clip(model, optimizer):
+    del optimizer
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def halve(model, optimizer):
+    del optimizer
+    model.module[2].bias.grad.mul_(0.5)
+
+
+def replace(model, optimizer):
+    del optimizer
+    bias = model.module[2].bias
+    bias.grad = torch.ones_like(bias)
+
+
+@pytest.mark.parametrize("change", [clip, halve, replace])
+@both_stages
+def test_gradients_changed_before_a_step(world, stage, change):
+    """An error, or the step that gradients give that all ranks change alike."""
+
+    def changed(group, shard):
+        model, optimizer = make(group, shard)
+        backward(model, group.rank, 0)
+        model.reduce_gradients()
+        change(model, optimizer)
+        optimizer.step()
+        return values(model)
+
+    plain, sharded = (world(2).run(changed, shard) for shard in (None, stage))
+    assert sharding.difference(plain, sharded) is None
+
+    def unasked(group):
+        model, optimizer = make(group, stage)
+        backward(model, group.rank, 0)
+        change(model, optimizer)
+        optimizer.step()
+
+    if (stage, change) == ("gradients", replace):
+        return  # all ranks' own gradients count, as without shards
+    for error in errors_of(world, 2, unasked):
+        assert isinstance(error, RuntimeError), error
+
+
+@both_stages
+def test_the_grad_scaler_of_torch(world, stage):
+    """It looks for infinities in gradients that are not averages."""
+
+    def body(group):
+        model, optimizer = make(group, stage)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        model.zero_grad()
+        scaler.scale(model(batch(group.rank, 0)).square().mean()).backward()
+        scaler.step(optimizer)
+
+    for error in errors_of(world, 2, body):
+        assert isinstance(error, RuntimeError), error
+
+
+@pytest.mark.parametrize("name", ["lr", "max_norm"])
+@both_stages
+def test_ranks_that_disagree_about_an_option(world, stage, name):
+    def body(group):
+        model, optimizer = make(group, stage, max_norm=1.0)
+        step(model, optimizer, group.rank, 0)
+        if name == "lr":
+            optimizer.param_groups[0]["lr"] = 0.01 * (1 + group.rank)
+        else:
+            optimizer.max_norm = 1.0 + group.rank
+        step(model, optimizer, group.rank, 1)
+
+    for error in errors_of(world, 2, body):
+        assert isinstance(error, pycomm.Mismatch), error
+        assert f"{name}=" in str(error)
+
+
+@pytest.mark.parametrize("dropped", ["one", "all"])
+@both_stages
+def test_ranks_that_disagree_about_gradients(world, stage, dropped):
+    def body(group):
+        model, optimizer = make(group, stage)
+        step(model, optimizer, group.rank, 0)
+        backward(model, group.rank, 1)
+        if group.rank == 1:
+            for parameter in list(model.parameters())[: 1 if dropped == "one" else None]:
+                parameter.grad = None
+        optimizer.step()
+        step(model, optimizer, group.rank, 2)
+
+    for error in errors_of(world, 2, body):
+        assert isinstance(error, pycomm.Mismatch), error
+        assert "gradients" in str(error)
+
+
+@both_stages
+def test_checkpoints_from_and_for_torch(world, stage):
+    plain = torch.optim.AdamW(NETWORK.parameters(), lr=0.01)
+    NETWORK(batch(0, 0)).square().mean().backward()
+    plain.step()
+    saved = plain.state_dict()
+    NETWORK.zero_grad()
+
+    def body(group, shard):
+        model, optimizer = make(group, shard)
+        optimizer.load_state_dict(copy.deepcopy(saved))
+        loaded = optimizer.state_dict(format="torch")
+        for one, other in zip(loaded["state"].values(), saved["state"].values(), strict=True):
+            assert sharding.difference(one, other) is None
+        step(model, optimizer, group.rank, 1)
+        made = optimizer.state_dict(format="torch")
+        torch.optim.AdamW(copy.deepcopy(NETWORK).parameters()).load_state_dict(made)
+        return values(model), made
+
+    runs = [world(3).run(body, shard) for shard in (None, stage)]
+    assert sharding.difference(*runs) is None
