@@ -92,7 +92,8 @@ __device__ void update_run(const SegmentCursor& cursor, const Element& element, 
   if ((Weights::kRandom || (n_states > 1 && State::kRandom)) && cursor.random) {
     const Random random{seed, static_cast<std::uint32_t>(cursor.step),
                         static_cast<std::uint32_t>(segment.stream)};
-    dice = {MixedBits(random, segment.first + at), static_cast<int>(at % kMixedRun), cursor.weights_at_random};
+    dice = {MixedBits(random, segment.first + at), static_cast<int>(at % kMixedRun),
+            cursor.weights_at_random};
   }
 #pragma unroll
   for (int i = 0; i < kEight; ++i) {
