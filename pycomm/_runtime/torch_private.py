@@ -5,7 +5,7 @@ They exist in torch 2.11, 2.12, 2.13 and 2.14.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch._C._distributed_c10d import GradBucket
@@ -16,10 +16,12 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch.distributed import ProcessGroup
     from torch.distributed.distributed_c10d import Store
+
+T = TypeVar("T", bound=torch.Tensor)
 
 __all__ = [
     "GradBucket",
@@ -41,6 +43,7 @@ __all__ = [
     "store_of",
     "symmetric_handle",
     "symmetric_tensor",
+    "wrapper_tensor",
 ]
 
 # The number of the backward on this thread; -1 outside of one.
@@ -102,3 +105,17 @@ def symmetric_handle(memory: torch.Tensor, process_group: Any) -> Any:
     import torch.distributed._symmetric_memory as symmetric_memory
 
     return symmetric_memory.rendezvous(memory, process_group)
+
+
+def wrapper_tensor(kind: type[T], shape: Sequence[int], like: torch.Tensor) -> T:
+    """A tensor of a subclass of torch.Tensor that has a shape, but no memory.
+
+    Args:
+        kind: the subclass, which defines ``__torch_dispatch__``.
+        shape: the tensor's shape.
+        like: has the tensor's dtype and device.
+    """
+    made: T = torch.Tensor._make_wrapper_subclass(
+        kind, torch.Size(shape), dtype=like.dtype, device=like.device
+    )
+    return made

@@ -29,6 +29,7 @@ from pycomm._training.flat import (
     room,
 )
 from pycomm.collectives import all_reduce, broadcast
+from pycomm.p2p import recv, send
 
 if TYPE_CHECKING:
     from pycomm.group import Group
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 UNIT = 1024  # elements between possible cuts: kSumBlock of csrc/core/optim/square_sum.h
 _SUMS = 3  # numbers that ranks exchange per unit: csrc/cpu/optim/sharded_step.h
 _LINE = 64  # bytes
+_TAG = -(1 << 31)  # of messages between ranks, apart from the user's
 
 
 class OwnGradients(Protocol):
@@ -123,7 +125,9 @@ class Part(NamedTuple):
         del local[id(parameter)]  # zeroed
         return False
 
-    def gather(self, own: torch.Tensor, like: torch.Tensor, unit: int = 1) -> torch.Tensor:
+    def gather(
+        self, own: torch.Tensor, like: torch.Tensor, unit: int = 1, *, to: int | None = None
+    ) -> torch.Tensor:
         """All ranks' elements, in the shape and strides of `like`.
 
         All ranks must call this.
@@ -132,15 +136,28 @@ class Part(NamedTuple):
             own: this rank's elements, or one value for every `unit` of them.
             like: the parameter; for other units, a flat tensor of the result's size.
             unit: a divisor of 1,024.
+            to: the only rank that gets them, on the first node; None for all. Others get an empty
+                tensor.
         """
-        whole = torch.empty_like(like, dtype=own.dtype)
-        flat = whole.as_strided((whole.numel(),), (1,))
-        begin = self.first // unit
-        flat[begin : begin + own.numel()] = own
         group = self.shards.group
+        receives = to in (None, group.rank)
+        whole = torch.empty_like(like, dtype=own.dtype) if receives else own.new_empty(0)
+        flat = whole.as_strided((whole.numel(),), (1,))
+        if receives:
+            begin = self.first // unit
+            flat[begin : begin + own.numel()] = own
         for index, first, last in self.ranges:
-            part = flat[first // unit : -(-last // unit)]
-            broadcast(part.view(torch.uint8), group.nodes[0][index], group=group)
+            rank = group.nodes[0][index]
+            elements = flat[first // unit : -(-last // unit)] if receives else own
+            data = elements.view(torch.uint8)
+            if to is None:
+                broadcast(data, rank, group=group)
+            elif to == rank:
+                continue  # it has copied them
+            elif receives:
+                recv(data, rank, tag=_TAG, group=group)
+            elif rank == group.rank:
+                send(data, to, tag=_TAG, group=group)
         return whole
 
 

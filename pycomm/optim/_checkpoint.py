@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from pycomm.optim import _storage
 from pycomm.optim._storage import BLOCK, MASTER, REMAINDER, State
 from pycomm.optim.flat import Buffers, zeros_for
 
+_WEIGHTS = (MASTER, REMAINDER)
 # States that exist from the first step; momentum and the largest second moments may begin later.
 _ALWAYS = ("exp_avg", "exp_avg_sq")
 # Settings of groups that distinguish kinds of optimizers: Adam's, LAMB's, SGD's, NAdam's.
@@ -23,17 +24,6 @@ class Sealed:
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self.state = state
-
-
-def for_torch(param: torch.Tensor, state: Mapping[str, Any], names: Collection[str]) -> State:
-    """A parameter's state in torch.optim's form."""
-    kept = [name for name in names if _storage.place_in(state, name) in state]
-    made: State = {name: _storage.to_fp32(state, name) for name in kept}
-    if "exp_avg" in names:
-        made["step"] = state["step"].clone()
-    if _storage.holds_weights(state):
-        made[MASTER] = _storage.joined(param, state)
-    return made
 
 
 class Adopted:
@@ -90,28 +80,81 @@ class Adopted:
         part = part_of(self.param)
         param = self.param if part is None else part.own
         for name, tensor in self._state.items():
-            if name.endswith(_storage.SCALE):
-                self._state[name] = tensor if part is None else part.units_of(tensor, BLOCK)
-            elif name != "step":
-                own = buffers if name in (MASTER, REMAINDER) else flat
-                place = zeros_for(own, param, name, tensor.dtype)
-                self._state[name] = place.copy_(_storage.part_in(tensor, self.param, part))
+            if name == "step":
+                continue
+            own = self._state[name] = self._own(name, tensor)
+            if not name.endswith(_storage.SCALE):
+                place = zeros_for(buffers if name in _WEIGHTS else flat, param, name, own.dtype)
+                self._state[name] = place.copy_(own)
         if self._weights is not None:
             _storage.write_weights(self.param, self._state, self._weights, part)
         return self._state
 
+    def _own(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The elements of a state that this rank keeps."""
+        part = part_of(self.param)
+        if part is not None and name.endswith(_storage.SCALE):
+            return part.units_of(tensor, BLOCK)
+        return _storage.part_in(tensor, self.param, part)
 
-def gathered(part: Part, param: torch.Tensor, state: Mapping[str, Any]) -> State:
-    """A sharded parameter's state, of all ranks, which must all call this."""
+
+def complete(
+    state_dict: dict[str, Any],
+    params: Sequence[torch.Tensor],
+    held: Mapping[torch.Tensor, Part],
+    to: int | None,
+    names: Collection[str] | None,
+) -> None:
+    """Gathers sharded states, and converts all to torch.optim's form if `names` are given.
+
+    Takes one parameter after the other, so that there is never a second copy of all.
+    """
+    states = state_dict["state"]
+    for number, param in enumerate(params):
+        if number in states:
+            whole, part = states.pop(number), held.get(param)
+            if part is not None:
+                whole = gathered(part, param, whole, to)
+            if whole is not None and names is not None:
+                whole = for_torch(param, whole, names)
+            if whole is not None:
+                states[number] = whole
+
+
+def for_torch(param: torch.Tensor, state: Mapping[str, Any], names: Collection[str]) -> State:
+    """A parameter's state in torch.optim's form."""
+    kept = [name for name in names if _storage.place_in(state, name) in state]
+    made: State = {name: _storage.to_fp32(state, name) for name in kept}
+    if "exp_avg" in names:
+        made["step"] = state["step"].clone()
+    if _storage.holds_weights(state):
+        made[MASTER] = _storage.joined(param, state)
+    return made
+
+
+def gathered(
+    part: Part, param: torch.Tensor, state: Mapping[str, Any], to: int | None = None
+) -> State | None:
+    """A sharded parameter's state, of all ranks, which must all call this.
+
+    Args:
+        part: this rank's part.
+        param: the parameter.
+        state: the state of the part.
+        to: the rank that gets the result; None for all. The others get None.
+    """
+    group = part.shards.group
+    if to is not None and to not in group.nodes[0]:
+        raise ValueError(f"to must be a rank of the first node, one of {group.nodes[0]}, got {to}")
     made: State = {}
     for name, tensor in state.items():
         if name == "step":
             made[name] = tensor
         elif name.endswith(_storage.SCALE):
-            made[name] = part.gather(tensor, torch.empty(_storage.blocks_of(param)), BLOCK)
+            made[name] = part.gather(tensor, torch.empty(_storage.blocks_of(param)), BLOCK, to=to)
         else:
-            made[name] = part.gather(tensor, param)
-    return made
+            made[name] = part.gather(tensor, param, to=to)
+    return made if to in (None, group.rank) else None
 
 
 def check_groups(

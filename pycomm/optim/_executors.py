@@ -231,3 +231,13 @@ def control_of(
         0 if found is None else found.data_ptr(),
         0 if clip is None else clip.data_ptr(),
     )
+
+
+def attribute(
+    optimizer: torch.optim.Optimizer, name: str, device: torch.device
+) -> torch.Tensor | None:
+    """A number that a GradScaler may have set as an attribute."""
+    value = getattr(optimizer, name, None)
+    if value is None:
+        return None
+    return torch.as_tensor(value, dtype=torch.float32, device=device)

@@ -12,7 +12,7 @@ import torch
 from pycomm import _C
 from pycomm._runtime.torch_private import not_compiled
 from pycomm._training.shards import Part, part_of, zeroed_parts
-from pycomm.optim import _checkpoint, _executors, _options, _storage
+from pycomm.optim import _checkpoint, _executors, _options, _sharded_checkpoint, _storage
 from pycomm.optim._edits import Edits
 from pycomm.optim._executors import OnCuda, Table
 from pycomm.optim._options import Group, Options
@@ -94,6 +94,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _check_options(self, group: Group) -> None:
         _options.check_options(group, any(map(_storage.squares, self._state_names(group))))
 
+    def _params(self) -> list[torch.Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
+
     # Full-precision weights, for callers that change weights between steps.
 
     @torch.no_grad()
@@ -110,7 +113,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         state, part = self.state.get(param, {}), self._held.get(param)
         if not _storage.holds_weights(state):
             return param.detach()
-        own = param if part is None else part.own
+        own = self._own(param)
         self._edits.take(own, state)
         weights = _storage.joined(own, state)
         return weights if part is None else part.gather(weights, param)
@@ -125,11 +128,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         part = self._held.get(param)
         _storage.write_weights(param, self.state.get(param, {}), weights, part)
-        self._edits.note([param if part is None else part.own])
+        self._edits.note([self._own(param)])
 
     # Checkpoints.
 
-    def state_dict(self, *, format: str = "pycomm") -> dict[str, Any]:  # noqa: A002
+    def state_dict(self, *, format: str = "pycomm", to: int | None = None) -> dict[str, Any]:  # noqa: A002
         """Returns a checkpoint.
 
         With sharded states, it holds the states of all ranks, which must all call this. It is then
@@ -139,30 +142,38 @@ class FusedOptimizer(torch.optim.Optimizer):
             format: ``"pycomm"`` keeps everything bit for bit. ``"torch"`` is for torch.optim: it
                 has states in fp32, full-precision weights as ``master_param``, and no options of
                 pycomm.
+            to: with sharded states, the only rank of the group that divides them, on its first
+                node, that gets them; ``"state"`` is empty on the others. By default all get them.
         """
+        if format not in ("pycomm", "torch"):
+            raise ValueError(f"format must be pycomm or torch, got {format!r}")
+        state_dict, params = self._state_dict(), self._params()
+        names = {n for group in self.param_groups for n in self._state_names(group)}
+        wanted = names if format == "torch" else None
+        _checkpoint.complete(state_dict, params, self._held, to, wanted)
+        if format == "torch":
+            _options.remove(state_dict["param_groups"])
+        return state_dict
+
+    def sharded_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
+        """Returns a checkpoint for torch.distributed.checkpoint, to save it or to load into it.
+
+        It has the keys of ``get_optimizer_state_dict``; pass it to ``set_optimizer_state_dict``
+        after loading. With sharded states, each rank saves and loads only its part, and all ranks
+        must call this. An optimizer without states first takes a step that changes nothing.
+
+        Args:
+            model: the model, or its wrapper, that has this optimizer's parameters.
+        """
+        return _sharded_checkpoint.by_name(model, self, self._state_dict, self._held)
+
+    def _state_dict(self) -> dict[str, Any]:
+        """Torch's state_dict, with sharded states in parts."""
         self._take_edits()
         state_dict = super().state_dict()
-        params = [param for group in self.param_groups for param in group["params"]]
-        for number, param in enumerate(params):
-            part = self._held.get(param)
-            if part is not None and number in state_dict["state"]:
-                state = state_dict["state"][number]
-                state_dict["state"][number] = _checkpoint.gathered(part, param, state)
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             if saved.get("capturable") and all(param.is_cpu for param in group["params"]):
                 saved["capturable"] = False  # torch.optim accepts nothing else on the CPU
-        if format == "pycomm":
-            return state_dict
-        if format != "torch":
-            raise ValueError(f"format must be pycomm or torch, got {format!r}")
-        names = {n for group in self.param_groups for n in self._state_names(group)}
-        state_dict["state"] = {
-            number: _checkpoint.for_torch(params[number], state, names)
-            for number, state in state_dict["state"].items()
-        }
-        for group in state_dict["param_groups"]:
-            for option in _options.DEFAULTS:
-                group.pop(option, None)  # a hook may have removed it
         return state_dict
 
     @not_compiled
@@ -234,8 +245,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             names = self._state_names(group)
             for param in group["params"]:
                 if param in sealed:
-                    saved = _checkpoint.checked(param, sealed.pop(param), names)
-                    loaded.append(_checkpoint.Adopted(param, group, saved, names))
+                    saved = sealed.pop(param)
+                    loaded.append(_sharded_checkpoint.adopted(param, group, saved, names))
         for adopted in loaded:
             self.state[adopted.param] = adopted.settle(self._buffers)
             self._hold(adopted.param)
@@ -245,23 +256,20 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _take_edits(self) -> None:
         for param, state in self.state.items():
             if _storage.holds_weights(state):
-                part = self._held.get(param)
-                self._edits.take(param if part is None else part.own, state)
+                self._edits.take(self._own(param), state)
 
     def average_gradients(self) -> None:
         """Averages gradients now that the step would average, for reading or changing them.
 
         All ranks must call this. It does nothing unless a wrapper shards the parameters.
         """
-        params = [param for group in self.param_groups for param in group["params"]]
-        parts = [(param, part) for param in params if (part := part_of(param)) is not None]
+        parts = [(param, part) for param in self._params() if (part := part_of(param)) is not None]
         for shards in dict.fromkeys(part.shards for _, part in parts):  # all ranks in one order
             shards.average(param for param, part in parts if part.shards is shards)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """See :meth:`torch.optim.Optimizer.zero_grad`."""
-        params = [param for group in self.param_groups for param in group["params"]]
-        with zeroed_parts(params, zeroes=not set_to_none):
+        with zeroed_parts(self._params(), zeroes=not set_to_none):
             super().zero_grad(set_to_none)
 
     # The step.
@@ -294,7 +302,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         # Everything that can raise comes before the first group changes.
         _options.check_max_norm(self.max_norm)
         settings = [self._settings(group, steps.rate(group["lr"])) for group, _ in tables]
-        scale, found = _scalar(self, "grad_scale", device), _scalar(self, "found_inf", device)
+        scale = _executors.attribute(self, "grad_scale", device)
+        found = _executors.attribute(self, "found_inf", device)
         if found is self._found:  # by an earlier step
             self.found_inf = self._found = found = None
         if shards is not None and shards.local and found is not None:
@@ -360,7 +369,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         elif self._held.get(param) is not part:
             self._follow(param, group, names)
         elif _storage.holds_weights(state):
-            self._edits.take(param if part is None else part.own, state)
+            self._edits.take(self._own(param), state)
         try:
             row = Row(param, grad, self.state[param], *rest)
         except _storage.ChangedError:
@@ -388,6 +397,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         if "momentum_buffer" in names and _storage.place_in(state, "momentum_buffer") not in state:
             self.state[param]["step"].zero_()  # the momentum begins with the gradient
 
+    def _own(self, param: torch.Tensor) -> torch.Tensor:
+        """The elements of a parameter whose states are this rank's."""
+        part = self._held.get(param)
+        return param if part is None else part.own
+
     def _hold(self, param: torch.Tensor) -> None:
         """Records that the states of a parameter are those of its part, if it has one."""
         part = part_of(param)
@@ -404,8 +418,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 f"{type(self).__name__}: states must exist before a step is captured: take one"
             )
         self._hold(param)
-        part = self._held.get(param)
-        own = param if part is None else part.own
+        own = self._own(param)
         state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
         dtype = _storage.wanted_dtype(param, group["states"])
         buffers = _storage.buffers_for(param, group["states"], self._buffers)
@@ -414,13 +427,3 @@ class FusedOptimizer(torch.optim.Optimizer):
         master = _storage.master_beside(param, group["master_weights"])
         if master is not None:
             state.update(_storage.make_master(own, master, self._buffers))
-
-
-def _scalar(
-    optimizer: torch.optim.Optimizer, name: str, device: torch.device
-) -> torch.Tensor | None:
-    """An attribute that a GradScaler may have set."""
-    value = getattr(optimizer, name, None)
-    if value is None:
-        return None
-    return torch.as_tensor(value, dtype=torch.float32, device=device)

@@ -59,6 +59,13 @@ def with_defaults(optimizer: str, options: Options) -> tuple[Group, float | None
     return {name: options.get(name, default) for name, default in DEFAULTS.items()}, max_norm
 
 
+def remove(groups: Iterable[Group]) -> None:
+    """Removes pycomm's options from the groups of a checkpoint."""
+    for group in groups:
+        for option in DEFAULTS:
+            group.pop(option, None)  # a hook may have removed it
+
+
 def check_max_norm(max_norm: float | None) -> None:
     """Raises ValueError for bounds that are not positive, which would flip gradients."""
     if max_norm is not None and not max_norm > 0:

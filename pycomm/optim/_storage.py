@@ -94,6 +94,16 @@ def make_master(param: torch.Tensor, master: str, buffers: Buffers | None = None
     return {REMAINDER: zeros_for(buffers, param, REMAINDER, torch.int16)}
 
 
+def stored_names(param: torch.Tensor, group: Mapping[str, Any], names: tuple[str, ...]) -> set[str]:
+    """The names in a parameter's state after a step."""
+    dtype = wanted_dtype(param, group["states"])
+    stored = {"step", *(place_of(name, dtype) for name in names)}
+    if dtype == torch.uint8:
+        stored.update(map(scale_name, names))
+    master = master_beside(param, group["master_weights"])
+    return stored if master is None else stored | {_MASTER_KINDS[master][0]}
+
+
 def to_fp32(state: Mapping[str, Any], name: str) -> torch.Tensor:
     """A state's values in fp32."""
     place = place_in(state, name)
