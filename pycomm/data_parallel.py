@@ -150,7 +150,7 @@ class DataParallel(nn.Module):
         """
         training = torch.is_grad_enabled()
         if self._shard_group is not None:
-            self._exchange.check_parameters()
+            self._exchange.check_parameters(training)
         weight = None if self._module_takes_weight else kwargs.pop("weight", None)
         if training:
             self._prepare(weight)
@@ -233,7 +233,7 @@ class DataParallel(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's ``state_dict``."""
         if self._shard_group is not None:
-            self._exchange.check_parameters()
+            self._exchange.check_parameters(training=False)
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:

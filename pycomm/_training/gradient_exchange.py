@@ -123,10 +123,15 @@ class GradientExchange:
         if self.shards is not None:
             self.shards.average(self.parameters)
 
-    def check_parameters(self) -> None:
-        """Raises RuntimeError if a failed step may have changed only some of the parameters."""
+    def check_parameters(self, training: bool) -> None:
+        """Raises RuntimeError if parameters are not those of one step on all ranks.
+
+        If `training`, all ranks must call this.
+        """
         if self.shards is not None:
             self.shards.check()
+            if training:
+                self.shards.check_steps()
 
     def arrive(self, parameter: torch.Tensor) -> None:
         """Handles a gradient that has been accumulated."""
@@ -234,8 +239,11 @@ class GradientExchange:
         for parameter in used_elsewhere:
             if parameter.grad is None:
                 self._bucket_of[id(parameter)].adopt(parameter)
-        if self.shards is not None and self.shards.averages:
-            self.shards.note_backward(self.parameters)
+        if self.shards is not None:
+            if self.shards.averages:
+                self.shards.note_backward(self.parameters)
+            if self.shards.averages or self._ring is not None:
+                self.shards.await_step(self.parameters)
         if self._ready is not None:
             if self._state.gradient_group is not None:
                 self._learn_order(self._ready)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -197,6 +198,8 @@ class Shards:
         self._half_new: list[tuple[TensorWeakRef, int]] = []  # with versions
         self.ring: OwnGradients | None = None
         self.local: dict[int, tuple[TensorWeakRef, int, int]] = {}
+        # Versions of parameters since a backward whose gradients this rank does not have as wholes.
+        self._awaiting: dict[int, int] = {}
         units = sum(-(-parameter.numel() // UNIT) for parameter in parameters)
         sizes: dict[Kind, int] = {}
         for parameter in parameters:
@@ -257,6 +260,39 @@ class Shards:
                 "model and the optimizer"
             )
 
+    def await_step(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Records parameters that only a step of a fused optimizer may change now."""
+        self._awaiting = {id(p): p._version for p in parameters if p.grad is not None}
+
+    def note_step(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Records such a step, or that gradients have become averages."""
+        for parameter in parameters:
+            self._awaiting.pop(id(parameter), None)
+
+    def check_steps(self) -> None:
+        """Compares the ranks' parameters if something else has changed them.
+
+        Raises:
+            RuntimeError: they differ; on all ranks.
+        """
+        alive = [parameter for ref in self._parameters if (parameter := ref()) is not None]
+        if all(self._awaiting.get(id(p), p._version) == p._version for p in alive):
+            return
+        self._awaiting.clear()
+        crc = 0
+        for piece in self.layout.pieces:
+            assert piece.parameters is not None
+            crc = zlib.crc32(piece.parameters.view(torch.uint8).numpy().data, crc)
+        bounds = torch.tensor([crc, -crc])
+        all_reduce(bounds, "max", group=self.group)
+        took_stand_ins = self.ring is not None and any(bool(p.isnan().any()) for p in alive)
+        if bounds.sum() != 0 or took_stand_ins:
+            raise RuntimeError(
+                "ranks have different or no parameters, as after a step with gradients that are "
+                "not whole: use an optimizer of pycomm.optim, or call reduce_gradients() of the "
+                "wrapper before the step"
+            )
+
     # Gradients.
 
     def note_backward(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -297,6 +333,7 @@ class Shards:
             all_reduce(piece.gradients[begin:end], "avg", group=self.group, deterministic=True)
         for parameter in parameters:
             self.local.pop(id(parameter), None)
+        self.note_step(parameters)
 
     def _take(
         self,
