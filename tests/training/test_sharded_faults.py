@@ -41,10 +41,15 @@ def same(a, b):
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def one_step(model, optimizer, rank, number):
+def one_step(model, optimizer, rank, number, before_step=None):
+    """Returns the seconds of the optimizer's step."""
     optimizer.zero_grad()
     model(torch.full((1,), 1.0 + rank + number)).backward()
+    if before_step is not None:
+        before_step()
+    began = time.monotonic()
     optimizer.step()
+    return time.monotonic() - began
 
 
 def refusals(model, optimizer):
@@ -66,22 +71,24 @@ def refusals(model, optimizer):
     return found
 
 
-def dying(group, stage, rule, max_norm, victim, delay):
+def dying(group, stage, rule, max_norm, victim, in_step, moment):
     """Trains until a rank dies; a survivor returns what it saw."""
     net = Net()
     model = pycomm.DataParallel(net, group=group, shard=stage)
     optimizer = rule(model.parameters(), lr=0.1, max_norm=max_norm, states="8bit")  # slow
-    for number in range(STEPS):
-        one_step(model, optimizer, group.rank, number)
+    seconds = [one_step(model, optimizer, group.rank, number) for number in range(STEPS)]
     checkpoint = {name: value.clone() for name, value in model.state_dict().items()}
-    if group.rank == victim:
-        timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL))
+    delay = moment * (sorted(seconds)[STEPS // 2] if in_step else 0.1)
+    timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL))
+    if group.rank == victim and not in_step:
         timer.start()
+    at_step = timer.start if group.rank == victim and in_step else None
     began = time.monotonic()
     for number in range(STEPS, 100_000):
         before = bits(net)
         try:
-            one_step(model, optimizer, group.rank, number)
+            one_step(model, optimizer, group.rank, number, at_step)
+            at_step = None
         except pycomm.PycommError as error:
             caught = error
             break
@@ -109,7 +116,8 @@ def check(seed):
     victim = rng.randrange(size)
     stage = rng.choice(["optimizer", "gradients"])
     rule = RULES[rng.choice(sorted(RULES))]
-    arguments = (stage, rule, rng.choice([None, 1.0]), victim, rng.random() * 0.1)
+    in_step = seed % 4 != 0
+    arguments = (stage, rule, rng.choice([None, 1.0]), victim, in_step, rng.random())
     with helpers.Ranks(size, helpers.in_group, dying, {"timeout": 30}, *arguments) as ranks:
         survivors = ranks.wait_for([rank for rank in range(size) if rank != victim])
     halves = []
