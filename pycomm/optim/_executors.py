@@ -88,7 +88,7 @@ class OnShards(OnCpu):
         step = _C.ShardedStep(shards.arena.data_ptr(), shards.arena.nbytes, shards.sums.data_ptr())
         for one, (_, words) in zip(settings, self._tables, strict=True):
             step.add(one, words)
-        label = self._label(max_norm, sets_found)
+        label = self._label(control, max_norm, sets_found)
         try:
             value = step.run(shards.group._core, *control, max_norm or 0.0, measures, label)
         finally:
@@ -96,7 +96,7 @@ class OnShards(OnCpu):
                 shards.step_failed()
         return torch.tensor(value, dtype=torch.float64) if measures else None
 
-    def _label(self, max_norm: float | None, sets_found: bool) -> str:
+    def _label(self, control: Control, max_norm: float | None, sets_found: bool) -> str:
         """What ranks must agree on, for their comparison and its message."""
         rates = "/".join(f"{float(group['lr']):g}" for group, _ in self._tables)
         options = [
@@ -109,7 +109,8 @@ class OnShards(OnCpu):
                 rows = zlib.crc32(words[place::SHARD_WORDS], rows)
         count = sum(len(words) for _, words in self._tables) // SHARD_WORDS
         return (
-            f"lr={rates}, max_norm={max_norm}, finds_inf={sets_found}, {count} gradients, "
+            f"lr={rates}, max_norm={max_norm}, {count} gradients, scaled={control[0] != 0}, "
+            f"found_inf={'sought' if sets_found else 'given' if control[1] else 'no'}, "
             f"options {zlib.crc32(repr(options).encode()):08x}, rows {rows:08x}"
         )
 
