@@ -28,6 +28,10 @@ class Edits:
         for param in params:
             self._seen[param] = param._version, param.data_ptr()
 
+    def forget(self, param: torch.Tensor) -> None:
+        """Drops what is known of a parameter since its states have been those of its part."""
+        self._seen.pop(param, None)
+
     def take(self, param: torch.Tensor, state: Mapping[str, Any]) -> None:
         """Adapts the state to writes to its parameter.
 

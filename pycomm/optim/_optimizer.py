@@ -390,6 +390,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         state, held = self.state[param], self._held.get(param)
         if held is not None:
             self._edits.take(held.own, state)
+            self._edits.forget(param)
             state = _checkpoint.gathered(held, param, state)
         self._edits.take(param, state)
         state = _checkpoint.checked(param, state, names)

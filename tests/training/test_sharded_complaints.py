@@ -146,6 +146,21 @@ def test_the_norm_is_that_of_all_ranks_gradients(world, stage):
         torch.testing.assert_close(norms[0], expected, rtol=1e-5, atol=0)
 
 
+def test_remainders_survive_another_wrapper():
+    """Of an optimizer that had stepped before the first one."""
+    steps = (
+        Step(),
+        Step(),
+        Step(wraps="shard"),
+        Step(),
+        Step(wraps="whole"),
+        Step(checkpoint=True),
+    )
+    given = (Parameter((5000,)),)
+    options = {"master_weights": "remainder"}
+    sharding.check(Program(2, torch.bfloat16, given, steps, options=options, begins="stepped"))
+
+
 @pytest.mark.parametrize("frozen", [0, 1, 2])
 def test_frozen_parameters(frozen):
     given = tuple(Parameter((40, 30), frozen=index != frozen) for index in range(3))
