@@ -129,9 +129,11 @@ class GradientExchange:
         If `training`, all ranks must call this.
         """
         if self.shards is not None:
-            self.shards.check()
+            self.shards.guard.check()
             if training:
-                self.shards.check_steps()
+                pieces = self.shards.layout.pieces
+                buffers = [p.parameters for p in pieces if p.parameters is not None]
+                self.shards.guard.compare(buffers, takes_nan=self._ring is None)
 
     def arrive(self, parameter: torch.Tensor) -> None:
         """Handles a gradient that has been accumulated."""
@@ -243,7 +245,7 @@ class GradientExchange:
             if self.shards.averages:
                 self.shards.note_backward(self.parameters)
             if self.shards.averages or self._ring is not None:
-                self.shards.await_step(self.parameters)
+                self.shards.guard.await_step(self.parameters)
         if self._ready is not None:
             if self._state.gradient_group is not None:
                 self._learn_order(self._ready)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -29,6 +28,7 @@ from pycomm._training.flat import (
     move_out,
     room,
 )
+from pycomm._training.step_guard import StepGuard
 from pycomm.collectives import all_reduce, broadcast
 from pycomm.p2p import recv, send
 
@@ -184,6 +184,7 @@ class Shards:
         local: gradients that are still each rank's own, with versions and addresses, by the
             parameter's id.
         ring: divided gradients; None if gradients are not divided.
+        guard: watches the parameters between steps.
     """
 
     def __init__(
@@ -194,12 +195,9 @@ class Shards:
         node = next(ranks for ranks in group.nodes if group.rank in ranks)
         self.rank, self.ranks = node.index(group.rank), len(node)
         self.averages = gradients is None
-        self._parameters = list(map(TensorWeakRef, parameters))
-        self._half_new: list[tuple[TensorWeakRef, int]] = []  # with versions
+        self.guard = StepGuard(parameters, group)
         self.ring: OwnGradients | None = None
         self.local: dict[int, tuple[TensorWeakRef, int, int]] = {}
-        # Versions of parameters since a backward whose gradients this rank does not have as wholes.
-        self._awaiting: dict[int, int] = {}
         units = sum(-(-parameter.numel() // UNIT) for parameter in parameters)
         sizes: dict[Kind, int] = {}
         for parameter in parameters:
@@ -242,57 +240,6 @@ class Shards:
             _parts[parameter] = Part(self, ranges, first, own)
         _count_division()
 
-    def step_failed(self) -> None:
-        """Records that a failed step may have changed some of the parameters."""
-        alive = [(ref, p) for ref in self._parameters if (p := ref()) is not None]
-        self._half_new = [(ref, parameter._version) for ref, parameter in alive]
-
-    def check(self) -> None:
-        """Raises RuntimeError after a failed step, until all parameters have been written."""
-        self._half_new = [
-            (ref, version)
-            for ref, version in self._half_new
-            if (parameter := ref()) is not None and parameter._version == version
-        ]
-        if self._half_new:
-            raise RuntimeError(
-                "parameters are partly those of a step that has failed: load a checkpoint of the "
-                "model and the optimizer"
-            )
-
-    def await_step(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Records parameters that only a step of a fused optimizer may change now."""
-        self._awaiting = {id(p): p._version for p in parameters if p.grad is not None}
-
-    def note_step(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Records such a step, or that gradients have become averages."""
-        for parameter in parameters:
-            self._awaiting.pop(id(parameter), None)
-
-    def check_steps(self) -> None:
-        """Compares the ranks' parameters if something else has changed them.
-
-        Raises:
-            RuntimeError: they differ; on all ranks.
-        """
-        alive = [parameter for ref in self._parameters if (parameter := ref()) is not None]
-        if all(self._awaiting.get(id(p), p._version) == p._version for p in alive):
-            return
-        self._awaiting.clear()
-        crc = 0
-        for piece in self.layout.pieces:
-            assert piece.parameters is not None
-            crc = zlib.crc32(piece.parameters.view(torch.uint8).numpy().data, crc)
-        bounds = torch.tensor([crc, -crc])
-        all_reduce(bounds, "max", group=self.group)
-        took_stand_ins = self.ring is not None and any(bool(p.isnan().any()) for p in alive)
-        if bounds.sum() != 0 or took_stand_ins:
-            raise RuntimeError(
-                "ranks have different or no parameters, as after a step with gradients that are "
-                "not whole: use an optimizer of pycomm.optim, or call reduce_gradients() of the "
-                "wrapper before the step"
-            )
-
     # Gradients.
 
     def note_backward(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -333,7 +280,7 @@ class Shards:
             all_reduce(piece.gradients[begin:end], "avg", group=self.group, deterministic=True)
         for parameter in parameters:
             self.local.pop(id(parameter), None)
-        self.note_step(parameters)
+        self.guard.note_step(parameters)
 
     def _take(
         self,
@@ -400,7 +347,7 @@ def _leave_parts(parameters: Iterable[torch.Tensor]) -> None:
     for parameter in parameters:
         part: Part | None = _parts.get(parameter)  # type: ignore[no-untyped-call]
         if part is not None:
-            part.shards.check()
+            part.shards.guard.check()
             part.shards.average([parameter])
 
 

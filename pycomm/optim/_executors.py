@@ -84,7 +84,7 @@ class OnShards(OnCpu):
     ) -> torch.Tensor | None:
         """See :meth:`OnCpu.run`. All ranks must call this alike."""
         shards, measures = self._shards, max_norm is not None or sets_found
-        shards.check()
+        shards.guard.check()
         step = _C.ShardedStep(shards.arena.data_ptr(), shards.arena.nbytes, shards.sums.data_ptr())
         for one, (_, words) in zip(settings, self._tables, strict=True):
             step.add(one, words)
@@ -93,7 +93,7 @@ class OnShards(OnCpu):
             value = step.run(shards.group._core, *control, max_norm or 0.0, measures, label)
         finally:
             if step.half_done:
-                shards.step_failed()
+                shards.guard.step_failed()
         return torch.tensor(value, dtype=torch.float64) if measures else None
 
     def _label(self, control: Control, max_norm: float | None, sets_found: bool) -> str:

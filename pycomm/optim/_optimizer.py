@@ -320,7 +320,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if norm is not None:
             self.grad_norm = norm
         if shards is not None:
-            shards.note_step(params)
+            shards.guard.note_step(params)
         torch.autograd.graph.increment_version(params)
         self._edits.note(row.own for row in rows if row.holds_weights)
         del keep

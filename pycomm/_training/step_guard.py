@@ -1,0 +1,85 @@
+"""Finds parameters that are not those of one step on all ranks."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch.utils.weak import TensorWeakRef
+
+from pycomm.collectives import all_reduce
+
+if TYPE_CHECKING:
+    from pycomm.group import Group
+
+
+class StepGuard:
+    """Watches the parameters of a sharded wrapper between steps.
+
+    Args:
+        parameters: the parameters.
+        group: the ranks that must have the same ones.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], group: Group) -> None:
+        self._parameters = list(map(TensorWeakRef, parameters))
+        self._group = group
+        self._half_new: list[tuple[TensorWeakRef, int]] = []  # with versions
+        # Versions of parameters since a backward whose gradients this rank does not have as wholes.
+        self._awaiting: dict[int, int] = {}
+
+    def step_failed(self) -> None:
+        """Records that a failed step may have changed some of the parameters."""
+        alive = [(ref, p) for ref in self._parameters if (p := ref()) is not None]
+        self._half_new = [(ref, parameter._version) for ref, parameter in alive]
+
+    def check(self) -> None:
+        """Raises RuntimeError after a failed step, until all parameters have been written."""
+        self._half_new = [
+            (ref, version)
+            for ref, version in self._half_new
+            if (parameter := ref()) is not None and parameter._version == version
+        ]
+        if self._half_new:
+            raise RuntimeError(
+                "parameters are partly those of a step that has failed: load a checkpoint of the "
+                "model and the optimizer"
+            )
+
+    def await_step(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Records parameters that only a step of a fused optimizer may change now."""
+        self._awaiting = {id(p): p._version for p in parameters if p.grad is not None}
+
+    def note_step(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Records such a step, or that gradients have become averages."""
+        for parameter in parameters:
+            self._awaiting.pop(id(parameter), None)
+
+    def compare(self, buffers: Iterable[torch.Tensor], takes_nan: bool) -> None:
+        """Compares the ranks' parameters if something else has changed them.
+
+        Args:
+            buffers: the memory of all parameters.
+            takes_nan: False refuses parameters with a NaN, too.
+
+        Raises:
+            RuntimeError: they differ; on all ranks.
+        """
+        alive = [parameter for ref in self._parameters if (parameter := ref()) is not None]
+        if all(self._awaiting.get(id(p), p._version) == p._version for p in alive):
+            return
+        self._awaiting.clear()
+        crc = 0
+        for buffer in buffers:
+            crc = zlib.crc32(buffer.view(torch.uint8).numpy().data, crc)
+        bounds = torch.tensor([crc, -crc])
+        all_reduce(bounds, "max", group=self._group)
+        has_nan = not takes_nan and any(bool(p.isnan().any()) for p in alive)
+        if bounds.sum() != 0 or has_nan:
+            raise RuntimeError(
+                "parameters differ between ranks or are NaN, as after a step with gradients that are "
+                "not whole: use an optimizer of pycomm.optim, or call reduce_gradients() of the "
+                "wrapper before the step"
+            )
