@@ -79,7 +79,7 @@ class StepGuard:
         has_nan = not takes_nan and any(bool(p.isnan().any()) for p in alive)
         if bounds.sum() != 0 or has_nan:
             raise RuntimeError(
-                "parameters differ between ranks or are NaN, as after a step with gradients that are "
-                "not whole: use an optimizer of pycomm.optim, or call reduce_gradients() of the "
-                "wrapper before the step"
+                "parameters differ between ranks or are NaN, as after a step with gradients that "
+                "are not whole: use an optimizer of pycomm.optim, or call reduce_gradients() of "
+                "the wrapper before the step"
             )

@@ -1,9 +1,8 @@
-"""The base of all fused optimizers: options, states, checkpoints, and the step itself."""
+"""The base of all fused optimizers: the step."""
 
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -11,17 +10,15 @@ import torch
 
 from pycomm import _C
 from pycomm._runtime.torch_private import not_compiled
-from pycomm._training.shards import Part, part_of, zeroed_parts
-from pycomm.optim import _checkpoint, _executors, _options, _sharded_checkpoint, _storage
-from pycomm.optim._edits import Edits
+from pycomm._training.shards import part_of, zeroed_parts
+from pycomm.optim import _executors, _options, _storage
 from pycomm.optim._executors import OnCuda, Table
-from pycomm.optim._options import Group, Options
+from pycomm.optim._options import Group
 from pycomm.optim._rows import Row, one_division
-from pycomm.optim._storage import State
-from pycomm.optim.flat import Buffers
+from pycomm.optim._states import StatefulOptimizer
 
 
-class FusedOptimizer(torch.optim.Optimizer):
+class FusedOptimizer(StatefulOptimizer):
     """Base of the fused optimizers.
 
     Attributes:
@@ -40,20 +37,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     _rule: ClassVar[str]  # a key of _C.rules
 
-    def __init__(self, params: Any, defaults: Group, options: Options) -> None:
-        own, self.max_norm = _options.with_defaults(type(self).__name__, options)
-        self._buffers = Buffers()
-        self._edits = Edits()
-        self._rows: dict[int, Row] = {}  # by the parameter's id
-        # The parts that states are of. Other states are of whole parameters, sharded or not.
-        self._held: dict[torch.Tensor, Part] = {}
-        super().__init__(params, {**defaults, **own})
-
-    # Defined by each optimizer.
-
-    def _state_names(self, group: Group) -> tuple[str, ...]:
-        """The names of a parameter's states, in the order of the rule's arguments."""
-        raise NotImplementedError
+    # Defined by each optimizer, with _state_names().
 
     def _own_settings(self, group: Group) -> dict[str, Any]:
         """The group's settings for the extension, apart from those of all optimizers."""
@@ -70,193 +54,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             **self._own_settings(group),
         )
 
-    # Parameters.
-
-    def add_param_group(self, param_group: Group) -> None:
-        """See :meth:`torch.optim.Optimizer.add_param_group`."""
-        super().add_param_group(param_group)
-        try:
-            _options.check_torch_flags(param_group)
-            if param_group.get("max_norm", self.max_norm) != self.max_norm:
-                raise ValueError("max_norm is for all groups together: pass it beside the groups")
-            self._check_group(self.param_groups[-1])
-        except Exception:
-            del self.param_groups[-1]
-            raise
-
-    def _check_group(self, group: Group) -> None:
-        _options.check_groups(type(self).__name__, self.param_groups)
-        for param in group["params"]:
-            _options.check_param(type(self).__name__, param)
-        self._check_options(group)
-        _options.check_remainder(group)
-
-    def _check_options(self, group: Group) -> None:
-        _options.check_options(group, any(map(_storage.squares, self._state_names(group))))
-
-    def _params(self) -> list[torch.Tensor]:
-        return [param for group in self.param_groups for param in group["params"]]
-
-    # Full-precision weights, for callers that change weights between steps.
-
-    @torch.no_grad()
-    def full_weights(self, param: torch.Tensor) -> torch.Tensor:
-        """A parameter's weights at full precision. If it is sharded, all ranks must call this.
-
-        Args:
-            param: a parameter of this optimizer.
-
-        Returns:
-            An fp32 tensor if the parameter has master weights or a remainder, otherwise the
-            parameter itself, detached.
-        """
-        state, part = self.state.get(param, {}), self._held.get(param)
-        if not _storage.holds_weights(state):
-            return param.detach()
-        own = self._own(param)
-        self._edits.take(own, state)
-        weights = _storage.joined(own, state)
-        return weights if part is None else part.gather(weights, param)
-
-    @torch.no_grad()
-    def set_full_weights(self, param: torch.Tensor, weights: torch.Tensor) -> None:
-        """Sets a parameter, and its master weights or remainder, to `weights`, in place.
-
-        Args:
-            param: a parameter of this optimizer.
-            weights: fp32, of the parameter's shape.
-        """
-        part = self._held.get(param)
-        _storage.write_weights(param, self.state.get(param, {}), weights, part)
-        self._edits.note([self._own(param)])
-
-    # Checkpoints.
-
-    def state_dict(self, *, format: str = "pycomm", to: int | None = None) -> dict[str, Any]:  # noqa: A002
-        """Returns a checkpoint.
-
-        With sharded states, it holds the states of all ranks, which must all call this. It is then
-        the checkpoint that an optimizer without shards would return.
-
-        Args:
-            format: ``"pycomm"`` keeps everything bit for bit. ``"torch"`` is for torch.optim: it
-                has states in fp32, full-precision weights as ``master_param``, and no options of
-                pycomm.
-            to: with sharded states, the only rank of the group that divides them, on its first
-                node, that gets them; ``"state"`` is empty on the others. By default all get them.
-        """
-        if format not in ("pycomm", "torch"):
-            raise ValueError(f"format must be pycomm or torch, got {format!r}")
-        state_dict, params = self._state_dict(), self._params()
-        names = {n for group in self.param_groups for n in self._state_names(group)}
-        wanted = names if format == "torch" else None
-        _checkpoint.complete(state_dict, params, self._held, to, wanted)
-        if format == "torch":
-            _options.remove(state_dict["param_groups"])
-        return state_dict
-
-    def sharded_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
-        """Returns a checkpoint for torch.distributed.checkpoint, to save it or to load into it.
-
-        It has the keys of ``get_optimizer_state_dict``; pass it to ``set_optimizer_state_dict``
-        after loading. With sharded states, each rank saves and loads only its part, and all ranks
-        must call this. An optimizer without states first takes a step that changes nothing.
-
-        Args:
-            model: the model, or its wrapper, that has this optimizer's parameters.
-        """
-        return _sharded_checkpoint.by_name(model, self, self._state_dict, self._held)
-
-    def _state_dict(self) -> dict[str, Any]:
-        """Torch's state_dict, with sharded states in parts."""
-        self._take_edits()
-        state_dict = super().state_dict()
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            if saved.get("capturable") and all(param.is_cpu for param in group["params"]):
-                saved["capturable"] = False  # torch.optim accepts nothing else on the CPU
-        return state_dict
-
-    @not_compiled
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a checkpoint of this class, or of the class in torch, apex or TransformerEngine.
-
-        States are converted to the form of this optimizer. Full-precision weights come from the
-        checkpoint or, if it has none, from the parameters.
-
-        Raises:
-            ValueError: the checkpoint is of another kind of optimizer, or of other parameters.
-        """
-        before, hooks = self.__dict__.copy(), self._optimizer_load_state_dict_pre_hooks
-        state_dict = state_dict.copy()
-        for hook in hooks.values():
-            changed = hook(self, state_dict)
-            state_dict = state_dict if changed is None else changed
-        _checkpoint.check_groups(type(self).__name__, self.defaults, state_dict["param_groups"])
-        # torch would cast states to the parameter's type, which ruins them, so hide them from it.
-        sealed = {key: _checkpoint.Sealed(value) for key, value in state_dict["state"].items()}
-        self._optimizer_load_state_dict_pre_hooks = OrderedDict()
-        try:
-            super().load_state_dict({**state_dict, "state": sealed})
-        except Exception:
-            self.__dict__.update(before)
-            raise
-        finally:
-            self._optimizer_load_state_dict_pre_hooks = hooks
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Returns the state for pickling and copying.
-
-        Raises:
-            TypeError: states are sharded, and this rank has only its part.
-        """
-        if self._held:
-            raise TypeError(
-                f"{type(self).__name__} with sharded states cannot be copied or pickled: save "
-                "state_dict(), which gathers them"
-            )
-        self._take_edits()
-        return {**super().__getstate__(), "max_norm": self.max_norm}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restores the state; :meth:`load_state_dict` calls this, too."""
-        self._buffers = getattr(self, "_buffers", Buffers())
-        self._edits = Edits()
-        self._rows = {}
-        self._held = {}
-        groups = getattr(self, "param_groups", ())
-        own = [{key: group[key] for key in _options.DEFAULTS} for group in groups]
-        super().__setstate__(state)
-        self.defaults.pop("differentiable", None)  # torch has added it for its own steps
-        for number, group in enumerate(self.param_groups):
-            if own:
-                group.update(own[number])
-            for key, value in self.defaults.items():
-                group.setdefault(key, value)
-            self._check_group(group)
-        self._unseal()
-
-    def _unseal(self) -> None:
-        """Adopts the states that are being loaded: all, or none if one is refused."""
-        sealed = {
-            key: s.state for key, s in self.state.items() if isinstance(s, _checkpoint.Sealed)
-        }
-        loaded = []
-        for group in self.param_groups:
-            names = self._state_names(group)
-            for param in group["params"]:
-                if param in sealed:
-                    saved = sealed.pop(param)
-                    loaded.append(_sharded_checkpoint.adopted(param, group, saved, names))
-        for adopted in loaded:
-            self.state[adopted.param] = adopted.settle(self._buffers)
-            self._hold(adopted.param)
-        self.state.update(sealed)  # states that belong to no parameter
-
-    @torch.no_grad()
-    def _take_edits(self) -> None:
-        for param, state in self.state.items():
-            if _storage.holds_weights(state):
-                self._edits.take(self._own(param), state)
+    # Gradients.
 
     def average_gradients(self) -> None:
         """Averages gradients now that the step would average, for reading or changing them.
@@ -379,54 +177,3 @@ class FusedOptimizer(torch.optim.Optimizer):
             row = Row(param, grad, self.state[param], *rest)
         self._rows[id(param)] = row
         return row, grad
-
-    def _follow(self, param: torch.Tensor, group: Group, names: tuple[str, ...]) -> None:
-        """Converts a parameter's states after the parameter or its part has changed, or raises.
-
-        If they are of a part, all ranks must call this.
-        """
-        _options.check_param(type(self).__name__, param)
-        self._check_options(group)
-        state, held = self.state[param], self._held.get(param)
-        if held is not None:
-            self._edits.take(held.own, state)
-            self._edits.forget(param)
-            state = _checkpoint.gathered(held, param, state)
-        self._edits.take(param, state)
-        state = _checkpoint.checked(param, state, names)
-        adopted = _checkpoint.Adopted(param, group, state, names)
-        self.state[param] = adopted.settle(self._buffers)
-        self._hold(param)
-        if "momentum_buffer" in names and _storage.place_in(state, "momentum_buffer") not in state:
-            self.state[param]["step"].zero_()  # the momentum begins with the gradient
-
-    def _own(self, param: torch.Tensor) -> torch.Tensor:
-        """The elements of a parameter whose states are this rank's."""
-        part = self._held.get(param)
-        return param if part is None else part.own
-
-    def _hold(self, param: torch.Tensor) -> None:
-        """Records that the states of a parameter are those of its part, if it has one."""
-        part = part_of(param)
-        if part is not None:
-            self._held[param] = part
-        else:
-            self._held.pop(param, None)
-
-    def _init_state(self, param: torch.Tensor, group: Group, state: State) -> None:
-        """Makes the state of a parameter, or of this rank's part of it."""
-        _options.check_param(type(self).__name__, param)
-        if _executors.is_capturing(param.device):
-            raise RuntimeError(
-                f"{type(self).__name__}: states must exist before a step is captured: take one"
-            )
-        self._hold(param)
-        own = self._own(param)
-        state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
-        dtype = _storage.wanted_dtype(param, group["states"])
-        buffers = _storage.buffers_for(param, group["states"], self._buffers)
-        for name in self._state_names(group):
-            state.update(_storage.make_state(own, name, dtype, buffers))
-        master = _storage.master_beside(param, group["master_weights"])
-        if master is not None:
-            state.update(_storage.make_master(own, master, self._buffers))

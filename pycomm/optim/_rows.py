@@ -84,8 +84,8 @@ def _key(
     if grad.layout != torch.strided:
         return ()
     return (
-        *(param.data_ptr(), param.stride(), param.dtype),
-        *(grad.data_ptr(), grad.stride(), grad.dtype, grad.is_neg()),
+        *(param.data_ptr(), param.shape, param.stride(), param.dtype),
+        *(grad.data_ptr(), grad.shape, grad.stride(), grad.dtype, grad.is_neg()),
         *state,
         *[_place(value) for value in state.values()],
         *(group["states"], group["master_weights"], names, stream, divisions()),
