@@ -28,8 +28,7 @@ from pycomm._training.graphs import tensors_in
 from pycomm._training.local_sgd import LocalSGDState
 from pycomm._training.parameters import Exclude
 from pycomm._training.prefixes import without_prefix
-from pycomm._training.shard_options import shard_group_of
-from pycomm._training.shards import zeroed_parts
+from pycomm._training.shard_options import check_sharding
 from pycomm._training.weighing import Weighing
 from pycomm.collectives import all_reduce
 from pycomm.compression import Compression
@@ -125,7 +124,8 @@ class DataParallel(nn.Module):
         else:
             self.comm_state = _checked(local_sgd, compression=compression, **options)
         self._shard = shard
-        self._shard_group = shard_group_of(module, self.comm_state, shard, shard_group)
+        check_sharding(module, self.comm_state, shard, shard_group)
+        self._given_shard_group = shard_group
         self._broadcast_buffers = broadcast_buffers
         self._agreements_seen = -1  # of local SGD, when buffers were broadcast
         broadcast_all([*module.parameters(), *module.buffers()], 0, self._group)
@@ -150,7 +150,7 @@ class DataParallel(nn.Module):
         """
         training = torch.is_grad_enabled()
         if self._shard_group is not None:
-            self._exchange.check_parameters(training)
+            self._exchange.check_parameters()
         weight = None if self._module_takes_weight else kwargs.pop("weight", None)
         if training:
             self._prepare(weight)
@@ -192,11 +192,6 @@ class DataParallel(nn.Module):
         """
         self._exchange.average()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """See :meth:`torch.nn.Module.zero_grad`."""
-        with zeroed_parts(self.parameters(), zeroes=not set_to_none):
-            super().zero_grad(set_to_none)
-
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
         """Surrounds a training loop in which ranks may have different numbers of batches.
@@ -233,7 +228,7 @@ class DataParallel(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's ``state_dict``."""
         if self._shard_group is not None:
-            self._exchange.check_parameters(training=False)
+            self._exchange.check_parameters()
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -262,8 +257,16 @@ class DataParallel(nn.Module):
         return dict.fromkeys(names, "module")
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickling and copying: keeps the state, but not running exchanges."""
-        return {**vars(self), "_own_exchange": None, "_joined_steps": None, "_next_weight": None}
+        """For pickling and copying: without running exchanges and `shard_group`."""
+        dropped = ("_own_exchange", "_joined_steps", "_next_weight", "_given_shard_group")
+        return {**vars(self), **dict.fromkeys(dropped)}
+
+    @property
+    def _shard_group(self) -> Group | None:
+        """The ranks that divide the states; None if they are not divided."""
+        if self._shard is None:
+            return None
+        return self._group if self._given_shard_group is None else self._given_shard_group
 
     @property
     def _group(self) -> Group:

@@ -123,17 +123,17 @@ class GradientExchange:
         if self.shards is not None:
             self.shards.average(self.parameters)
 
-    def check_parameters(self, training: bool) -> None:
-        """Raises RuntimeError if parameters are not those of one step on all ranks.
-
-        If `training`, all ranks must call this.
-        """
+    def check_parameters(self) -> None:
+        """Raises RuntimeError if a failed step may have changed only some of the parameters."""
         if self.shards is not None:
             self.shards.guard.check()
-            if training:
-                pieces = self.shards.layout.pieces
-                buffers = [p.parameters for p in pieces if p.parameters is not None]
-                self.shards.guard.compare(buffers, takes_nan=self._ring is None)
+
+    def _compare_parameters(self) -> None:
+        """Raises RuntimeError on all ranks if their parameters differ."""
+        if self.shards is not None:
+            pieces = self.shards.layout.pieces
+            buffers = [p.parameters for p in pieces if p.parameters is not None]
+            self.shards.guard.compare(buffers, takes_nan=self._ring is None)
 
     def arrive(self, parameter: torch.Tensor) -> None:
         """Handles a gradient that has been accumulated."""
@@ -156,6 +156,8 @@ class GradientExchange:
     def _complete_last(self) -> None:
         """Averages what the last backward has left to a step, before this one adds to it."""
         group, shards = self._state.gradient_group, self.shards
+        if shards is not None:
+            shards.check_places(self.parameters)
         if shards is None or (self._ring is not None and self.weighing is None):
             return  # a ring adds to parts; but weights scale whole gradients
         if group is not None and shards.has_pending(self.parameters):
@@ -284,7 +286,10 @@ class GradientExchange:
             return [], []
         without = set(map(id, unused))
         used = [id(p) not in without for p in self.parameters]
-        used_anywhere, raised_on = compare(used, raised, group)
+        changed = self.shards is not None and self.shards.guard.sees_change()
+        (*used_anywhere, changed_anywhere), raised_on = compare([*used, changed], raised, group)
+        if changed_anywhere:
+            self._compare_parameters()
         found = zip(self.parameters, used_anywhere, strict=True)
         return [p for p, is_used in found if is_used and id(p) in without], raised_on
 

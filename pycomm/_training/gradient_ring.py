@@ -5,8 +5,8 @@ goes on, each rank averages its part of the slot into memory of its own. A bucke
 than a slot goes through several, of which each has some elements of every owner.
 
 Between backward and step, a parameter's gradient is a stand-in that takes no memory: all its
-elements are one NaN, so that nobody mistakes it for the gradient. It shows whether gradients have
-been dropped: then it is gone.
+elements are one NaN, so that nobody mistakes it for the gradient. It shows what others do with the
+gradient: if they drop it, the stand-in is gone; if they zero it, the NaN is.
 """
 
 from __future__ import annotations
@@ -43,6 +43,28 @@ class _Run(NamedTuple):
     rank: int
 
 
+class _StandIn:
+    """Stands for a parameter's gradient, and shows whether it has been written."""
+
+    def __init__(self, parameter: torch.Tensor, dtype: torch.dtype) -> None:
+        self._number = torch.full((), math.nan, dtype=dtype)
+        self.tensor = self._number.expand(parameter.shape)
+        self._version = self.tensor._version
+
+    def is_whole(self) -> bool:
+        """True if nothing has written to it, as torch counts and as it looks."""
+        return self.tensor._version == self._version and math.isnan(self._number)
+
+    def is_zeroed(self) -> bool:
+        """True if it has been zeroed."""
+        return not bool(self._number)
+
+    def renew(self) -> None:
+        """Makes it NaN again."""
+        self._number.fill_(math.nan)
+        self._version = self.tensor._version
+
+
 class GradientRing:
     """The parts of a wrapper's averaged gradients that this rank keeps.
 
@@ -65,7 +87,8 @@ class GradientRing:
             id(bucket.parameters[0]): _plan(bucket, ranks, self._slot_bytes) for bucket in buckets
         }
         self._own: dict[int, torch.Tensor] = {}
-        self._stand_ins: dict[int, torch.Tensor] = {}
+        self._stand_ins: dict[int, _StandIn] = {}
+        self._kept: set[int] = set()  # ids of parameters that have got their stand-ins
         made: dict[object, torch.Tensor] = {}
         for parameter in (p for bucket in buckets for p in bucket.parameters):
             part = part_of(parameter)
@@ -77,16 +100,32 @@ class GradientRing:
                 length = len(place.piece.gradients)
                 made[place.piece] = zeros(length, kind.grad_dtype, kind.device)
             self._own[id(parameter)] = place.of(made[place.piece], part.own)
-            stand_in = torch.full((), math.nan, dtype=kind.grad_dtype)
-            self._stand_ins[id(parameter)] = stand_in.expand(parameter.shape)
+            self._stand_ins[id(parameter)] = _StandIn(parameter, kind.grad_dtype)
         self.buffers = list(made.values())
         self._adds: set[int] = set()  # ids of parameters whose averages are added to
         self._works: list[tuple[Work, _C.ShardedAverage] | None] = [None] * SLOTS
         self._sent = 0
 
     def holds(self, parameter: torch.Tensor) -> bool:
-        """True if this rank's part of the parameter's gradient lies here."""
-        return parameter.grad is not None and parameter.grad is self._stand_ins[id(parameter)]
+        """True if this rank's part of the parameter's gradient lies here.
+
+        Raises:
+            RuntimeError: the gradient has been changed or replaced since.
+        """
+        stand_in, gradient = self._stand_ins[id(parameter)], parameter.grad
+        if gradient is None or id(parameter) not in self._kept:
+            return False
+        if gradient is stand_in.tensor and stand_in.is_whole():
+            return True
+        if gradient is stand_in.tensor and stand_in.is_zeroed():
+            self.own(parameter).zero_()
+            stand_in.renew()
+            return True
+        raise RuntimeError(
+            f"gradient of a parameter of shape {tuple(parameter.shape)} has been changed, of which "
+            "this rank has only a part: call reduce_gradients() of the wrapper before changing "
+            "gradients; to clip them, give max_norm to the optimizer"
+        )
 
     def own(self, parameter: torch.Tensor) -> torch.Tensor:
         """This rank's part of the parameter's averaged gradient, flat."""
@@ -98,6 +137,7 @@ class GradientRing:
         for parameter in filter(self.holds, parameters):
             self._adds.add(id(parameter))
             parameter.grad = None  # backward would add to it
+        self._kept.clear()
 
     def send(self, bucket: Bucket, weighing: Weighing | None) -> None:
         """Takes the gradients of a bucket, and starts to average them."""
@@ -123,7 +163,8 @@ class GradientRing:
     def keep(self, parameters: Iterable[torch.Tensor]) -> None:
         """Makes the averages the gradients of these parameters."""
         for parameter in parameters:
-            parameter.grad = self._stand_ins[id(parameter)]
+            parameter.grad = self._stand_ins[id(parameter)].tensor
+            self._kept.add(id(parameter))
 
     def was_added_to(self, parameter: torch.Tensor) -> bool:
         """True if the parameter had a gradient before the last backward."""
@@ -131,10 +172,12 @@ class GradientRing:
 
     def gather(self, parameters: Iterable[torch.Tensor]) -> None:
         """Makes gradients that lie here whole; all ranks must call this."""
+        parameters = list(parameters)
         for parameter in filter(self.holds, parameters):
             part = part_of(parameter)
             assert part is not None
             parameter.grad = part.gather(self.own(parameter), parameter.detach())
+        self._kept.difference_update(map(id, parameters))
 
     def _take(self, parameter: torch.Tensor, run: _Run, flat: torch.Tensor) -> None:
         """Copies a run of a gradient into a slot."""

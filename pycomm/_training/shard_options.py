@@ -14,13 +14,13 @@ from pycomm.group import Group
 SHARDS = ("optimizer", "gradients")
 
 
-def shard_group_of(
+def check_sharding(
     module: nn.Module,
     comm_state: CommState | LocalSGDState,
     shard: object,
     shard_group: Group | None,
-) -> Group | None:
-    """Checks the options of a wrapper; returns the ranks that divide the states.
+) -> None:
+    """Checks the options of a wrapper.
 
     Raises:
         ValueError, TypeError: an option is not as the wrapper describes it.
@@ -29,7 +29,7 @@ def shard_group_of(
     if shard is None:
         if shard_group is not None:
             raise ValueError("shard_group must come with shard")
-        return None
+        return
     if shard not in SHARDS:
         raise ValueError(f"shard must be None, 'optimizer' or 'gradients', got {shard!r}")
     if isinstance(comm_state, LocalSGDState):
@@ -46,4 +46,3 @@ def shard_group_of(
             "shard='gradients' takes no compression, no shard_group and one node: use "
             "shard='optimizer' with these"
         )
-    return group

@@ -8,9 +8,8 @@ norms and cache lines stay whole. Parts depend only on the parameters and the nu
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -215,6 +214,7 @@ class Shards:
             piece.parameters = self._take(len(piece.gradients), kind.dtype, kind.device).zero_()
         for parameter in parameters:
             self.layout[parameter].take_in(parameter)
+        self._addresses = {id(parameter): parameter.data_ptr() for parameter in parameters}
 
     def assign(self, buckets: Iterable[Sequence[torch.Tensor]]) -> None:
         """Divides the parameters of each bucket, which lie one after the other."""
@@ -239,6 +239,12 @@ class Shards:
             describe_states(own, Place(described[piece], offset, (1,)))
             _parts[parameter] = Part(self, ranges, first, own)
         _count_division()
+
+    def check_places(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Raises ValueError if a parameter has been moved out of the arena."""
+        for parameter in parameters:
+            if parameter.data_ptr() != self._addresses[id(parameter)]:
+                part_of(parameter)
 
     # Gradients.
 
@@ -326,20 +332,6 @@ def _nearest(begins: Sequence[int], wanted: float) -> int:
 # No value refers to a parameter, only to its memory.
 _parts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _divisions = 0
-
-
-@contextlib.contextmanager
-def zeroed_parts(parameters: Iterable[torch.Tensor], zeroes: bool) -> Iterator[None]:
-    """Zeroes divided gradients, if `zeroes`; inside, their parameters have none that others see."""
-    parts = [(p, part) for p in parameters if zeroes and (part := part_of(p)) is not None]
-    held = [(p, p.grad) for p, part in parts if part.has_only_own(p)]
-    for parameter, part in parts:
-        if part.has_only_own(parameter):
-            part.gradient(parameter, part.own).zero_()
-            parameter.grad = None
-    yield
-    for parameter, gradient in held:
-        parameter.grad = gradient
 
 
 def _leave_parts(parameters: Iterable[torch.Tensor]) -> None:

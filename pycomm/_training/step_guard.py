@@ -57,8 +57,13 @@ class StepGuard:
         for parameter in parameters:
             self._awaiting.pop(id(parameter), None)
 
-    def compare(self, buffers: Iterable[torch.Tensor], takes_nan: bool) -> None:
-        """Compares the ranks' parameters if something else has changed them.
+    def sees_change(self) -> bool:
+        """True if something else has changed parameters of this rank."""
+        alive = [parameter for ref in self._parameters if (parameter := ref()) is not None]
+        return any(self._awaiting.get(id(p), p._version) != p._version for p in alive)
+
+    def compare(self, buffers: Sequence[torch.Tensor], takes_nan: bool) -> None:
+        """Compares the ranks' parameters; all ranks must call this.
 
         Args:
             buffers: the memory of all parameters.
@@ -67,16 +72,12 @@ class StepGuard:
         Raises:
             RuntimeError: they differ; on all ranks.
         """
-        alive = [parameter for ref in self._parameters if (parameter := ref()) is not None]
-        if all(self._awaiting.get(id(p), p._version) == p._version for p in alive):
-            return
-        self._awaiting.clear()
         crc = 0
         for buffer in buffers:
             crc = zlib.crc32(buffer.view(torch.uint8).numpy().data, crc)
         bounds = torch.tensor([crc, -crc])
         all_reduce(bounds, "max", group=self._group)
-        has_nan = not takes_nan and any(bool(p.isnan().any()) for p in alive)
+        has_nan = not takes_nan and any(bool(buffer.isnan().any()) for buffer in buffers)
         if bounds.sum() != 0 or has_nan:
             raise RuntimeError(
                 "parameters differ between ranks or are NaN, as after a step with gradients that "

@@ -98,6 +98,10 @@ class Adopted:
         return _storage.part_in(tensor, self.param, part)
 
 
+# In a checkpoint without the states, which another rank has: that rank.
+ELSEWHERE = "states_on_rank"
+
+
 def complete(
     state_dict: dict[str, Any],
     params: Sequence[torch.Tensor],
@@ -119,6 +123,8 @@ def complete(
                 whole = for_torch(param, whole, names)
             if whole is not None:
                 states[number] = whole
+            else:
+                state_dict[ELSEWHERE] = to
 
 
 def for_torch(param: torch.Tensor, state: Mapping[str, Any], names: Collection[str]) -> State:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from array import array
 from collections.abc import Sequence
 
@@ -20,7 +19,6 @@ Control = tuple[int, int, int]
 
 WORDS = 14  # in a segment: struct Segment of csrc/core/optim/segment.h
 SHARD_WORDS = WORDS + 2  # struct Shard of csrc/cpu/optim/sharded_step.h
-_AGREED = (12, 13, 14, 15)  # words that all ranks have alike: stream, storages, the last two
 
 
 class OnCpu:
@@ -97,21 +95,12 @@ class OnShards(OnCpu):
         return torch.tensor(value, dtype=torch.float64) if measures else None
 
     def _label(self, control: Control, max_norm: float | None, sets_found: bool) -> str:
-        """What ranks must agree on, for their comparison and its message."""
+        """What ranks must agree on, for messages; the extension adds a hash of the rest."""
         rates = "/".join(f"{float(group['lr']):g}" for group, _ in self._tables)
-        options = [
-            sorted((key, value) for key, value in group.items() if key != "params")
-            for group, _ in self._tables
-        ]
-        rows = 0
-        for _, words in self._tables:
-            for place in _AGREED:
-                rows = zlib.crc32(words[place::SHARD_WORDS], rows)
         count = sum(len(words) for _, words in self._tables) // SHARD_WORDS
         return (
             f"lr={rates}, max_norm={max_norm}, {count} gradients, scaled={control[0] != 0}, "
-            f"found_inf={'sought' if sets_found else 'given' if control[1] else 'no'}, "
-            f"options {zlib.crc32(repr(options).encode()):08x}, rows {rows:08x}"
+            f"found_inf={'sought' if sets_found else 'given' if control[1] else 'no'}"
         )
 
 

@@ -10,7 +10,7 @@ import torch
 
 from pycomm import _C
 from pycomm._runtime.torch_private import not_compiled
-from pycomm._training.shards import part_of, zeroed_parts
+from pycomm._training.shards import part_of
 from pycomm.optim import _executors, _options, _storage
 from pycomm.optim._executors import OnCuda, Table
 from pycomm.optim._options import Group
@@ -64,11 +64,6 @@ class FusedOptimizer(StatefulOptimizer):
         parts = [(param, part) for param in self._params() if (part := part_of(param)) is not None]
         for shards in dict.fromkeys(part.shards for _, part in parts):  # all ranks in one order
             shards.average(param for param, part in parts if part.shards is shards)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """See :meth:`torch.optim.Optimizer.zero_grad`."""
-        with zeroed_parts(self._params(), zeroes=not set_to_none):
-            super().zero_grad(set_to_none)
 
     # The step.
 

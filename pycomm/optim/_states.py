@@ -151,13 +151,19 @@ class StatefulOptimizer(torch.optim.Optimizer):
         checkpoint or, if it has none, from the parameters.
 
         Raises:
-            ValueError: the checkpoint is of another kind of optimizer, or of other parameters.
+            ValueError: the checkpoint is of another kind of optimizer, or of other parameters, or
+                its states are on another rank.
         """
         before, hooks = self.__dict__.copy(), self._optimizer_load_state_dict_pre_hooks
         state_dict = state_dict.copy()
         for hook in hooks.values():
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
+        if _checkpoint.ELSEWHERE in state_dict:
+            raise ValueError(
+                "the checkpoint has no states, which only rank "
+                f"{state_dict[_checkpoint.ELSEWHERE]} has gathered: load its on all ranks"
+            )
         _checkpoint.check_groups(type(self).__name__, self.defaults, state_dict["param_groups"])
         # torch would cast states to the parameter's type, which ruins them, so hide them from it.
         sealed = {key: _checkpoint.Sealed(value) for key, value in state_dict["state"].items()}

@@ -1,6 +1,9 @@
 #include "cpu/optim/sharded_step.h"
 
 #include <algorithm>
+#include <cstdio>
+
+#include "core/hash.h"
 
 #include "cpu/store_policy.h"
 
@@ -14,6 +17,43 @@ DType dtype_of(Storage storage) {
   return storage == Storage::f32 ? DType::f32 : storage == Storage::f16 ? DType::f16 : DType::bf16;
 }
 
+std::uint64_t add_bits(std::uint64_t hash, double value) {
+  return add_to_hash(hash, bit_cast<std::uint64_t>(value));
+}
+
+// A hash of all that changes the result and that ranks have alike.
+std::uint64_t hash_of(const ShardedStep& step) {
+  std::uint64_t hash = kHashOfNothing;
+  for (const auto& [settings, end] : step.groups) {
+    const Settings& s = settings;
+    const bool flags[] = {s.amsgrad, s.decoupled, s.nesterov, s.maximize, s.adapt, s.stochastic};
+    for (const bool flag : flags) hash = add_to_hash(hash, flag ? 1 : 0);
+    for (const std::uint64_t word : {std::uint64_t(s.rule), std::uint64_t(end), s.seed}) {
+      hash = add_to_hash(hash, word);
+    }
+    for (const double value :
+         {s.lr, s.beta1, s.beta2, s.eps, s.weight_decay, s.momentum, s.dampening}) {
+      hash = add_bits(hash, value);
+    }
+  }
+  for (const auto& [part, whole, is_averaged] : step.shards) {
+    hash = add_to_hash(hash, part.stream);
+    hash = add_to_hash(hash, static_cast<std::uint64_t>(whole) << 1 | (is_averaged != 0 ? 1 : 0));
+    hash = add_bits(hash, *part.step);
+    for (const Storage storage :
+         {part.param_storage, part.grad_storage, part.master_storage, part.state_storage[0]}) {
+      hash = add_to_hash(hash, static_cast<std::uint64_t>(storage));
+    }
+  }
+  return add_bits(hash, step.max_norm);
+}
+
+std::string hex(std::uint64_t number) {
+  char text[17];
+  std::snprintf(text, sizeof(text), "%016llx", static_cast<unsigned long long>(number));
+  return text;
+}
+
 }  // namespace
 
 Call sharded_call(ShardedStep& step, const std::string& label) {
@@ -22,7 +62,7 @@ Call sharded_call(ShardedStep& step, const std::string& label) {
   call.operation.dtype = DType::u8;
   call.operation.count = step.arena_bytes;
   call.input = call.output = step.arena;
-  call.details.set_label(label);
+  call.details.set_label(label + ", options and counts " + hex(hash_of(step)));
   if (step.control.grad_scale != nullptr) call.details.scale = *step.control.grad_scale;
   call.sharded = &step;
   return call;

@@ -1,0 +1,159 @@
+"""What users do with gradients and copies of sharded models: equal bits, or an error."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+import pycomm
+from pycomm import optim
+
+STAGES = ("optimizer", "gradients")
+torch.manual_seed(5)
+NET = nn.Sequential(nn.Linear(40, 70), nn.ReLU(), nn.Linear(70, 40), nn.Linear(40, 1))
+
+
+def made(group, shard, **options):
+    net = copy.deepcopy(NET)
+    model = pycomm.DataParallel(net, group=group, shard=shard)
+    return net, model, optim.FusedAdamW(model.parameters(), lr=1e-2, **options)
+
+
+def gradients(net):
+    return [p.grad for p in net.parameters() if p.grad is not None]
+
+
+ZEROINGS = {
+    "the module": lambda net: net.zero_grad(set_to_none=False),
+    "a layer": lambda net: net[2].zero_grad(set_to_none=False),
+    "each": lambda net: [grad.zero_() for grad in gradients(net)],
+    "data": lambda net: [grad.data.zero_() for grad in gradients(net)],
+    "all at once": lambda net: torch._foreach_zero_(gradients(net)) if gradients(net) else None,
+    "never": lambda _: None,
+}
+
+
+def trained(group, shard, zero, between=lambda *_: None):
+    net, model, optimizer = made(group, shard)
+    generator = torch.Generator().manual_seed(group.rank)
+    for _ in range(4):
+        zero(net)
+        model(torch.randn(8, 40, generator=generator)).square().mean().backward()
+        between(group, net)
+        optimizer.step()
+    return [p.detach().clone() for p in net.parameters()]
+
+
+def check_bits(*args):
+    with pycomm.LocalWorld(2) as world:
+        wanted = world.run(trained, None, *args)
+        for shard in STAGES:
+            for got, expected in zip(world.run(trained, shard, *args), wanted, strict=True):
+                assert all(map(torch.equal, got, expected)), shard
+
+
+@pytest.mark.parametrize("zeroing", ZEROINGS)
+def test_gradients_are_zeroed(zeroing):
+    check_bits(ZEROINGS[zeroing])
+
+
+CHANGES = {
+    "replaced": lambda net: [setattr(p, "grad", p.grad.clone()) for p in net.parameters()],
+    "filled": lambda net: [grad.fill_(1.0) for grad in gradients(net)],
+    "one element": lambda net: net[3].bias.grad.mul_(0.5),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("shard", STAGES)
+def test_gradients_are_changed(shard, change):
+    def check(group):
+        net, model, optimizer = made(group, shard)
+        model(torch.ones(3, 40)).sum().backward()
+        CHANGES[change](net)
+        with pytest.raises(RuntimeError, match=r"has been changed.* reduce_gradients\(\)"):
+            optimizer.step()
+        assert all(map(torch.equal, net.parameters(), NET.parameters()))
+
+    with pycomm.LocalWorld(2) as world:
+        world.run(check)
+
+
+def swap_on_rank_0(group, net):
+    """Evaluates other parameters on one rank, as with averaged weights."""
+    if group.rank == 0:
+        keep = copy.deepcopy(net.state_dict())
+        net.load_state_dict({name: value / 2 for name, value in keep.items()})
+        with torch.no_grad():
+            net(torch.ones(1, 40))
+        net.load_state_dict(keep)
+
+
+def test_a_rank_changes_parameters_for_a_while():
+    check_bits(ZEROINGS["the module"], swap_on_rank_0)
+
+
+@pytest.mark.parametrize("shard", STAGES)
+def test_copies_of_a_wrapper_divide_their_own_parameters(shard):
+    def check(group):
+        net, model, _ = made(group, shard)
+        twin, averaged = copy.deepcopy(model), AveragedModel(model)
+        twins = optim.FusedAdamW(twin.parameters(), lr=1e-2)
+        twin(torch.ones(3, 40)).sum().backward()
+        twins.step()
+        averaged.update_parameters(twin)
+        assert all(map(torch.equal, net.parameters(), NET.parameters()))
+        assert all(map(torch.equal, averaged.module.parameters(), twin.parameters()))
+        held = sum(state["exp_avg"].numel() for state in twins.state.values())
+        assert held < 0.6 * sum(p.numel() for p in net.parameters())
+
+    with pycomm.LocalWorld(2) as world:
+        world.run(check)
+
+
+def test_a_checkpoint_without_its_states_is_refused():
+    def check(group):
+        _, model, optimizer = made(group, "optimizer")
+        model(torch.ones(3, 40)).sum().backward()
+        optimizer.step()
+        saved = optimizer.state_dict(to=0)
+        if group.rank == 1:
+            with pytest.raises(ValueError, match="has no states, which only rank 0 has"):
+                optimizer.load_state_dict(saved)
+
+    with pycomm.LocalWorld(2) as world:
+        world.run(check)
+
+
+def test_a_parameter_that_was_moved_is_found_on_all_ranks():
+    def check(group):
+        net, model, _ = made(group, "gradients")
+        net[0].weight.data = net[0].weight.data.clone()
+        with pytest.raises(ValueError, match="has left the memory"):
+            model(torch.ones(3, 40)).sum().backward()
+
+    with pycomm.LocalWorld(3) as world:
+        world.run(check)
+
+
+def test_ranks_compare_what_changes_a_step():
+    def check(group, option, loads):
+        _, model, optimizer = made(group, "optimizer", **option)
+        model(torch.ones(3, 40)).sum().backward()
+        optimizer.param_groups[0]["tag"] = object()  # the user's own
+        optimizer.step()
+        if loads:
+            state = optimizer.state_dict()
+            for one in state["state"].values():
+                one["step"] = one["step"] + group.rank
+            optimizer.load_state_dict(state)
+        else:
+            optimizer.param_groups[0]["lr"] += group.rank * 1e-9
+        with pytest.raises(pycomm.Mismatch, match="options and counts"):
+            optimizer.step()
+
+    for loads in (False, True):
+        with pycomm.LocalWorld(2) as world:
+            world.run(check, {}, loads)
