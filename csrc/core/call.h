@@ -22,7 +22,7 @@ struct Blocks {
 namespace cpu {
 struct ShardedStep;     // cpu/optim/sharded_step.h
 struct ShardedAverage;  // cpu/optim/sharded_average.h
-}
+}  // namespace cpu
 
 struct Call {
   Operation operation;

@@ -110,7 +110,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 has states in fp32, full-precision weights as ``master_param``, and no options of
                 pycomm.
             to: with sharded states, the only rank of the group that divides them, on its first
-                node, that gets them; ``"state"`` is empty on the others. By default all get them.
+                node, that gets them; on the others ``"state"`` is empty, which
+                :meth:`load_state_dict` refuses. By default all get them.
         """
         if format not in ("pycomm", "torch"):
             raise ValueError(f"format must be pycomm or torch, got {format!r}")

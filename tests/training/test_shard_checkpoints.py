@@ -126,7 +126,8 @@ def gathered(group, case):
             if group.rank == to:
                 same_checkpoints(saved, whole)
             else:
-                assert saved == {"state": {}, "param_groups": whole["param_groups"]}
+                groups = whole["param_groups"]
+                assert saved == {"state": {}, "param_groups": groups, "states_on_rank": to}
     with pytest.raises(ValueError, match="to must be a rank of the first node"):
         optimizer.state_dict(to=group.size)
     return everything(model, optimizer), optimizer.state_dict(format="torch")
