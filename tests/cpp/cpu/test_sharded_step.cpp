@@ -41,13 +41,20 @@ Plan plan_of(const Form& form, int ranks, std::size_t choice) {
           (choice & 16) != 0};
 }
 
-// For a fifth of all forms; the numbers of ranks from 1 to 5 cover them all.
+// The numbers of ranks from 1 to 5 cover all forms. ThreadSanitizer, to which forms are alike, sees a
+// seventh of them.
+#if defined(__SANITIZE_THREAD__)
+constexpr std::size_t kEvery = 35;
+#else
+constexpr std::size_t kEvery = 5;
+#endif
+
 void shards_change_nothing(int ranks) {
   World world(ranks);
   const std::vector<Form> all = forms();
   for (std::size_t f = 0; f < all.size(); ++f) {
     const auto n = static_cast<std::size_t>(ranks);
-    if ((f + n) % 5 != 0) continue;
+    if ((f + n) % kEvery != 0) continue;
     const Plan plan = plan_of(all[f], ranks, f / 5 + n);
     const std::string what = describe(all[f]) + ", " + std::to_string(ranks) + " ranks";
     ShardedModel model(world, plan, static_cast<unsigned>(f));
