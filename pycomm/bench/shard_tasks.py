@@ -98,9 +98,10 @@ class Own(Stepper):
                 self._wrapped.zero_grad()
                 self._wrapped(self.rows).float().square().mean().backward()
             self._ready = [parameter.grad for parameter in exchange.parameters]
+        self._wrapped.zero_grad()
+        ring.begin(exchange.parameters)
         for parameter, gradient in zip(exchange.parameters, self._ready, strict=True):
             parameter.grad = gradient
-        ring.begin(exchange.parameters)
         for bucket in exchange._buckets:
             ring.send(bucket, None)
         ring.finish()
