@@ -131,7 +131,7 @@ class Settings:
 
     @property
     def name(self) -> str:
-        """What is trained, for people."""
+        """Describes the model and how it is trained."""
         sharding = f", shard={self.shard!r}" if self.shard else ""
         return f"{self.mode}, {self.compression}{sharding}"
 

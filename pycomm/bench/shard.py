@@ -161,7 +161,7 @@ def _train(own: dict[str, Own], bound: float | None) -> None:
 
 
 def _calls(own: dict[str, Own], peers: dict[str, Stepper]) -> dict[str, Callable[[], object]]:
-    """What is timed, by contestant."""
+    """The function to time for each contestant."""
     calls: dict[str, Callable[[], object]] = {}
     for suffix, bound in BOUNDS.items():
         for mode, made in own.items():

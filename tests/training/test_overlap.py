@@ -46,7 +46,7 @@ def test_example(launcher, mode, compression, tmp_path):
 
 @pytest.mark.slow
 def test_example_with_shards(tmp_path):
-    """What is divided does not change the model."""
+    """The model is the same for each value of `shard`."""
     digests = set()
     for shard, formula in (("optimizer", "p + g + K/n"), ("gradients", "p + (g + K)/n")):
         what = ["--steps", "20", "--mode", "wrapper", "--shard", shard]

@@ -147,7 +147,7 @@ def test_the_norm_is_that_of_all_ranks_gradients(world, stage):
 
 
 def test_remainders_survive_another_wrapper():
-    """Of an optimizer that had stepped before the first one."""
+    """The optimizer has stepped before the first wrapper was made."""
     steps = (
         Step(),
         Step(),
