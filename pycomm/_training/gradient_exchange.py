@@ -238,7 +238,7 @@ class GradientExchange:
         if self._ring is not None:
             without = set(map(id, unused)) - set(map(id, used_elsewhere))
             ring = self._ring
-            ring.keep(p for p in self.parameters if id(p) not in without or ring.was_added_to(p))
+            ring.keep(p for p in self.parameters if id(p) not in without or ring.accumulates(p))
             used_elsewhere = []
         for parameter in used_elsewhere:
             if parameter.grad is None:

@@ -106,7 +106,7 @@ class GradientRing:
         self._works: list[tuple[Work, _C.ShardedAverage] | None] = [None] * SLOTS
         self._sent = 0
 
-    def holds(self, parameter: torch.Tensor) -> bool:
+    def is_divided(self, parameter: torch.Tensor) -> bool:
         """True if this rank's part of the parameter's gradient lies here.
 
         Raises:
@@ -134,7 +134,7 @@ class GradientRing:
     def begin(self, parameters: Iterable[torch.Tensor]) -> None:
         """Prepares for a backward, whose gradients will be added to those that lie here."""
         self._adds.clear()
-        for parameter in filter(self.holds, parameters):
+        for parameter in filter(self.is_divided, parameters):
             self._adds.add(id(parameter))
             parameter.grad = None  # backward would add to it
         self._kept.clear()
@@ -166,14 +166,14 @@ class GradientRing:
             parameter.grad = self._stand_ins[id(parameter)].tensor
             self._kept.add(id(parameter))
 
-    def was_added_to(self, parameter: torch.Tensor) -> bool:
-        """True if the parameter had a gradient before the last backward."""
+    def accumulates(self, parameter: torch.Tensor) -> bool:
+        """True if the last backward added to a gradient that the parameter had."""
         return id(parameter) in self._adds
 
     def gather(self, parameters: Iterable[torch.Tensor]) -> None:
         """Makes gradients that lie here whole; all ranks must call this."""
         parameters = list(parameters)
-        for parameter in filter(self.holds, parameters):
+        for parameter in filter(self.is_divided, parameters):
             part = part_of(parameter)
             assert part is not None
             parameter.grad = part.gather(self.own(parameter), parameter.detach())

@@ -46,7 +46,7 @@ class OwnGradients(Protocol):
     memory: torch.Tensor
     buffers: list[torch.Tensor]
 
-    def holds(self, parameter: torch.Tensor) -> bool:
+    def is_divided(self, parameter: torch.Tensor) -> bool:
         """True if this rank has only its part of the parameter's gradient."""
 
     def own(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -94,14 +94,14 @@ class Part(NamedTuple):
     def gradient(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         """The same elements of the parameter's gradient, flat."""
         ring = self.shards.ring
-        if ring is not None and ring.holds(parameter):
+        if ring is not None and ring.is_divided(parameter):
             return ring.own(parameter)
         return self.of(gradient)
 
-    def has_only_own(self, parameter: torch.Tensor) -> bool:
+    def is_divided(self, parameter: torch.Tensor) -> bool:
         """True if this rank has only these elements of the gradient."""
         ring = self.shards.ring
-        return ring is not None and ring.holds(parameter)
+        return ring is not None and ring.is_divided(parameter)
 
     def is_local(self, parameter: torch.Tensor) -> bool:
         """True if the parameter's gradient is this rank's own, which a step must average.
@@ -258,7 +258,7 @@ class Shards:
 
     def has_pending(self, parameters: Iterable[torch.Tensor]) -> bool:
         """True if a gradient is still each rank's own, or divided."""
-        return any(_parts[p].is_local(p) or _parts[p].has_only_own(p) for p in parameters)
+        return any(_parts[p].is_local(p) or _parts[p].is_divided(p) for p in parameters)
 
     def average(self, parameters: Iterable[torch.Tensor]) -> None:
         """Averages gradients that are still each rank's own, and makes divided ones whole.

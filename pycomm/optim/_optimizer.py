@@ -157,7 +157,7 @@ class FusedOptimizer(StatefulOptimizer):
                 self._edits.take(row.own, state)
             return row, grad
         part = part_of(param)
-        if part is None or not part.has_only_own(param):
+        if part is None or not part.is_divided(param):
             grad = _options.usable_grad(type(self).__name__, param, grad)
         if len(state) == 0:
             self._init_state(param, group, state)
