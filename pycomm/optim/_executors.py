@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -21,6 +22,32 @@ WORDS = 14  # in a segment: struct Segment of csrc/core/optim/segment.h
 SHARD_WORDS = WORDS + 2  # struct Shard of csrc/cpu/optim/sharded_step.h
 
 
+class Step(NamedTuple):
+    """What an executor does with its tables.
+
+    Attributes:
+        settings: those of each table.
+        control: the numbers that it reads and fills in.
+        max_norm: bound of the norm of all gradients together; None for no bound.
+        sets_found: look for gradients that are not finite.
+    """
+
+    settings: Sequence[_C.OptimizerSettings]
+    control: Control
+    max_norm: float | None
+    sets_found: bool
+
+    @property
+    def bound(self) -> float:
+        """`max_norm` as the extension has it: 0 for no bound."""
+        return self.max_norm or 0.0
+
+    @property
+    def measures(self) -> bool:
+        """True if it reads all gradients before it changes anything."""
+        return self.max_norm is not None or self.sets_found
+
+
 class OnCpu:
     """Steps on torch's threads."""
 
@@ -35,30 +62,18 @@ class OnCpu:
         """A learning rate for the settings."""
         return float(lr.item() if isinstance(lr, torch.Tensor) else lr)
 
-    def run(
-        self,
-        settings: Sequence[_C.OptimizerSettings],
-        control: Control,
-        max_norm: float | None,
-        sets_found: bool,
-    ) -> torch.Tensor | None:
-        """Steps all tables.
-
-        Args:
-            settings: those of each table.
-            control: also fills in what this points to.
-            max_norm: bound of the norm of all gradients together; None for no bound.
-            sets_found: look for gradients that are not finite.
+    def run(self, step: Step) -> torch.Tensor | None:
+        """Steps all tables, and fills in what `step.control` points to.
 
         Returns:
             The norm of all gradients together, if it was needed.
         """
         norm = None
-        if max_norm is not None or sets_found:
-            value = _C.optimizer_grad_norm(_joined(self._tables), *control, max_norm or 0.0)
+        if step.measures:
+            value = _C.optimizer_grad_norm(_joined(self._tables), *step.control, step.bound)
             norm = torch.tensor(value, dtype=torch.float64)
-        for one, (_, words) in zip(settings, self._tables, strict=True):
-            _C.optimizer_step(one, words, *control)
+        for one, (_, words) in zip(step.settings, self._tables, strict=True):
+            _C.optimizer_step(one, words, *step.control)
         return norm
 
 
@@ -73,34 +88,29 @@ class OnShards(OnCpu):
         super().__init__(tables)
         self._shards = shards
 
-    def run(
-        self,
-        settings: Sequence[_C.OptimizerSettings],
-        control: Control,
-        max_norm: float | None,
-        sets_found: bool,
-    ) -> torch.Tensor | None:
+    def run(self, step: Step) -> torch.Tensor | None:
         """See :meth:`OnCpu.run`. All ranks must call this alike."""
-        shards, measures = self._shards, max_norm is not None or sets_found
+        shards, arena = self._shards, self._shards.arena
         shards.guard.check()
-        step = _C.ShardedStep(shards.arena.data_ptr(), shards.arena.nbytes, shards.sums.data_ptr())
-        for one, (_, words) in zip(settings, self._tables, strict=True):
-            step.add(one, words)
-        label = self._label(control, max_norm, sets_found)
+        sharded = _C.ShardedStep(arena.data_ptr(), arena.nbytes, shards.sums.data_ptr())
+        for one, (_, words) in zip(step.settings, self._tables, strict=True):
+            sharded.add(one, words)
+        core, label = shards.group._core, self._label(step)
         try:
-            value = step.run(shards.group._core, *control, max_norm or 0.0, measures, label)
+            value = sharded.run(core, *step.control, step.bound, step.measures, label)
         finally:
-            if step.half_done:
+            if sharded.half_done:
                 shards.guard.step_failed()
-        return torch.tensor(value, dtype=torch.float64) if measures else None
+        return torch.tensor(value, dtype=torch.float64) if step.measures else None
 
-    def _label(self, control: Control, max_norm: float | None, sets_found: bool) -> str:
+    def _label(self, step: Step) -> str:
         """What ranks must agree on, for messages; the extension adds a hash of the rest."""
         rates = "/".join(f"{float(group['lr']):g}" for group, _ in self._tables)
         count = sum(len(words) for _, words in self._tables) // SHARD_WORDS
+        scale, found, _ = step.control
         return (
-            f"lr={rates}, max_norm={max_norm}, {count} gradients, scaled={control[0] != 0}, "
-            f"found_inf={'sought' if sets_found else 'given' if control[1] else 'no'}"
+            f"lr={rates}, max_norm={step.max_norm}, {count} gradients, scaled={scale != 0}, "
+            f"found_inf={'sought' if step.sets_found else 'given' if found else 'no'}"
         )
 
 
@@ -140,21 +150,15 @@ class OnCuda:
             raise ValueError(f"lr must lie on {self._device} or the CPU, got {lr.device}")
         return 0.0
 
-    def run(
-        self,
-        settings: Sequence[_C.OptimizerSettings],
-        control: Control,
-        max_norm: float | None,
-        sets_found: bool,
-    ) -> torch.Tensor | None:
+    def run(self, step: Step) -> torch.Tensor | None:
         """See :meth:`OnCpu.run`."""
         norm = None
-        if max_norm is not None or sets_found:
+        if step.measures:
             norm = torch.empty((), dtype=torch.float64, device=self._device)
-            self._table.grad_norm(*control, max_norm or 0.0, sets_found, norm.data_ptr())
+            self._table.grad_norm(*step.control, step.bound, step.sets_found, norm.data_ptr())
         first = 0
-        for one, (group, words) in zip(settings, self._tables, strict=True):
-            self._step(one, group["lr"], first, len(words) // WORDS, control)
+        for one, (group, words) in zip(step.settings, self._tables, strict=True):
+            self._step(one, group["lr"], first, len(words) // WORDS, step.control)
             first += len(words) // WORDS
         return norm
 

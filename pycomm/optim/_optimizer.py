@@ -109,7 +109,7 @@ class FusedOptimizer(StatefulOptimizer):
             self.found_inf = self._found = found = steps.scalar()
         clip = None if self.max_norm is None else steps.scalar()
         control = _executors.control_of(scale, found, clip)
-        norm = steps.run(settings, control, self.max_norm, sets_found)
+        norm = steps.run(_executors.Step(settings, control, self.max_norm, sets_found))
         if norm is not None:
             self.grad_norm = norm
         if shards is not None:
