@@ -76,6 +76,14 @@ class Run:
     final_loss: float = float("nan")
 
 
+def digest(model: nn.Module) -> str:
+    """A digest of the parameters' bits."""
+    hashed = hashlib.sha256()
+    for parameter in model.parameters():
+        hashed.update(parameter.detach().view(torch.uint8).numpy())
+    return hashed.hexdigest()
+
+
 def rate_factor(done: float) -> float:
     """Grows, then falls to nothing, both along straight lines."""
     return max(min(done / RISING, 1 - done), 0)
@@ -101,7 +109,7 @@ class Trainee:
             BROKEN[self.plan.broken](self)
         self.optimizer.step()
         self.step += 1
-        return self._digest()
+        return digest(self.model)
 
     def save(self, path: Path) -> None:
         """A checkpoint, which is there when it is whole."""
@@ -123,12 +131,6 @@ class Trainee:
         self.optimizer.load_state_dict(saved["optimizer"])
         self.state.load_state_dict(saved["comm"])
         self.task.random.set_state(saved["random"])
-
-    def _digest(self) -> str:
-        hashed = hashlib.sha256()
-        for parameter in self.model.parameters():
-            hashed.update(parameter.detach().numpy())
-        return hashed.hexdigest()
 
 
 def parallelise(model: nn.Module, plan: Plan) -> tuple[nn.Module, hooks.CommState | None]:
