@@ -105,7 +105,7 @@ class OnShards(OnCpu):
 
     def _label(self, step: Step) -> str:
         """What ranks must agree on, for messages; the extension adds a hash of the rest."""
-        rates = "/".join(f"{float(group['lr']):g}" for group, _ in self._tables)
+        rates = "/".join(f"{float(group['lr']):g}" for group, _ in self._tables) or "none"
         count = sum(len(words) for _, words in self._tables) // SHARD_WORDS
         scale, found, _ = step.control
         return (

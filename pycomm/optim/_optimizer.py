@@ -84,7 +84,8 @@ class FusedOptimizer(StatefulOptimizer):
     @torch.no_grad()
     def _step(self) -> None:
         tables, rows, keep = self._tables()
-        if not tables:
+        if not rows:
+            self._compare_with_others()
             return
         params = [row.param for row in rows]
         device = _options.one_device(type(self).__name__, params)
@@ -117,6 +118,14 @@ class FusedOptimizer(StatefulOptimizer):
         torch.autograd.graph.increment_version(params)
         self._edits.note(row.own for row in rows if row.holds_weights)
         del keep
+
+    def _compare_with_others(self) -> None:
+        """Takes part in the other ranks' step without a gradient: an error if they have some."""
+        parts = map(part_of, self._params())
+        divisions = {part.shards for part in parts if part is not None}
+        if len(divisions) == 1:
+            steps = _executors.OnShards([], divisions.pop())
+            steps.run(_executors.Step([], _executors.control_of(None, None, None), None, False))
 
     def _tables(self) -> tuple[list[Table], list[Row], list[torch.Tensor]]:
         """Each group's table, all rows in them, and gradients to keep alive during the step."""

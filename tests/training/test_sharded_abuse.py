@@ -224,6 +224,8 @@ def test_ranks_that_disagree_about_an_option(world, stage, name):
 @pytest.mark.parametrize("dropped", ["one", "all"])
 @both_stages
 def test_ranks_that_disagree_about_gradients(world, stage, dropped):
+    """The step itself says so on all ranks, even if one of them has nothing to step."""
+
     def body(group):
         model, optimizer = make(group, stage)
         step(model, optimizer, group.rank, 0)
@@ -232,11 +234,32 @@ def test_ranks_that_disagree_about_gradients(world, stage, dropped):
             for parameter in list(model.parameters())[: 1 if dropped == "one" else None]:
                 parameter.grad = None
         optimizer.step()
-        step(model, optimizer, group.rank, 2)
 
     for error in errors_of(world, 2, body):
         assert isinstance(error, pycomm.Mismatch), error
-        assert "gradients" in str(error)
+        assert "4 gradients" in str(error)
+        assert ("3 gradients" if dropped == "one" else "0 gradients") in str(error)
+
+
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+@both_stages
+def test_a_step_without_gradients_does_nothing(world, stage, max_norm):
+    def body(group, shard):
+        model, optimizer = make(group, shard, max_norm=max_norm)
+        optimizer.step()
+        step(model, optimizer, group.rank, 0)
+        optimizer.zero_grad()
+        optimizer.step()
+        scaler = optim.GradScaler("cpu")
+        scaler.scale(torch.ones(()))
+        scaler.step(optimizer)
+        with pytest.raises(AssertionError, match="No inf checks"):
+            scaler.update()
+        step(model, optimizer, group.rank, 1)
+        return values(model), optimizer.state_dict()
+
+    plain, sharded = (world(2).run(body, shard) for shard in (None, stage))
+    assert sharding.difference(plain, sharded) is None
 
 
 @both_stages
