@@ -30,7 +30,7 @@ from pycomm.bench.optim_tasks import OPTIMIZERS, PEERS, SCHEMES, OptimizerSettin
 from pycomm.bench.parsers import compressions, picture, seconds, size, sizes, some_of, whole
 from pycomm.bench.peers import FINDERS
 from pycomm.bench.shard import ShardSettings
-from pycomm.bench.shard_tasks import PEERS as SHARD_PEERS
+from pycomm.bench.shard_peers import PEERS as SHARD_PEERS
 from pycomm.bench.training import MODES, TrainingSettings
 from pycomm.compression import COMPRESSIBLE
 

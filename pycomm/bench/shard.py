@@ -5,11 +5,11 @@ left gradients in the window, and a call averages them and steps. Repeated calls
 gradients, unsharded ones their average, so every call moves the same bytes. If gradients are
 divided, the memory in the window is used again, so there the copy into it counts, too.
 
-torch's contestants cannot exchange without a backward. They take whole steps, and the time of the
-same step without exchange and optimizer is subtracted: that of DDP with a hook that does nothing
-for DDP and ZeroRedundancyOptimizer, so that its copies of gradients into buckets do not count; that
-of the bare model for FSDP2, whose copies into and out of buffers are a part of its exchange. If an
-exchange hides behind backward, only its exposed part counts, which favours torch.
+Peers cannot exchange without a backward. They take whole steps, and the time of the same step
+without exchange and optimizer is subtracted: that of DDP with a hook that does nothing for DDP and
+ZeroRedundancyOptimizer, so that its copies of gradients into buckets do not count; that of the bare
+model for FSDP2 and DeepSpeed, whose copies into and out of buffers are a part of their exchange. If
+an exchange hides behind backward, only its exposed part counts, which favours peers.
 
 All of them run interleaved with streams that read and write as much as a sharded step must. The
 fastest stream is the floor. With clipping there is a floor of its own.
@@ -28,16 +28,8 @@ import pycomm
 from pycomm.bench import measure, report
 from pycomm.bench.contestants import Prepared
 from pycomm.bench.optim_tasks import SCHEMES, Scheme
-from pycomm.bench.shard_tasks import (
-    IDLE,
-    MAX_NORM,
-    Own,
-    Stepper,
-    count_different,
-    count_far,
-    make_peer,
-    mix,
-)
+from pycomm.bench.shard_peers import IDLE, find_absent, make_peer
+from pycomm.bench.shard_tasks import MAX_NORM, Own, Stepper, count_different, count_far, mix
 from pycomm.bench.streams import streams
 from pycomm.bench.training import SETTLING, TrainingSettings, begin
 
@@ -98,7 +90,11 @@ def run(settings: TrainingSettings) -> None:
     assert isinstance(settings, ShardSettings)
     rows: list[ShardRow] = []
     with pycomm.init(timeout=settings.timeout) as group:
-        meta = begin(settings, group, HEADER)
+        absent = find_absent(settings.peers)
+        peers = tuple(peer for peer in settings.peers if peer not in absent)
+        settings = replace(settings, peers=peers)
+        notes = "".join(f"# no {peer}: {reason}\n" for peer, reason in absent.items())
+        meta = begin(settings, group, notes + HEADER) | {"absent_peers": absent}
         for scheme in settings.schemes:
             for size in settings.sizes:
                 found = _measure(scheme, replace(settings, parameters=size), group)

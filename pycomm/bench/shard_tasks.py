@@ -4,35 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm._training.gradient_exchange import GradientExchange
 from pycomm._training.gradient_ring import GradientRing
 from pycomm.bench.optim_tasks import Scheme
 from pycomm.bench.streams import Mix
-from pycomm.bench.training import (
-    SETTLING,
-    WIDTH,
-    TrainingSettings,
-    exchange_nothing,
-    make_module,
-)
+from pycomm.bench.training import WIDTH, TrainingSettings, make_module
 
-PEERS = ("ddp", "zero", "fsdp2")
-IDLE = {"ddp": "ddp idle", "zero": "ddp idle", "fsdp2": "idle"}
 LR = 1e-4
 MAX_NORM = 1.0
-ADAM = {"optimizer_class": torch.optim.AdamW, "lr": LR, "fused": True}
 
 
 @dataclass
@@ -63,7 +49,7 @@ class Own(Stepper):
     def __init__(
         self, shard: str | None, settings: TrainingSettings, scheme: Scheme, group: pycomm.Group
     ) -> None:
-        module, rows = _make(settings, scheme, group.rank)
+        module, rows = make_module_and_rows(settings, scheme, group.rank)
         self._wrapped = pycomm.DataParallel(module, group=group, shard=shard)
         if shard is None:
             pycomm.optim.flatten(self._wrapped.parameters())
@@ -106,38 +92,6 @@ class Own(Stepper):
             ring.send(bucket, None)
         ring.finish()
         ring.keep(exchange.parameters)
-
-
-def make_peer(
-    name: str, settings: TrainingSettings, scheme: Scheme, group: pycomm.Group
-) -> Stepper:
-    """A peer on Gloo with its final buckets, or what its step is compared with.
-
-    Args:
-        name: one of `PEERS`, or ``"idle"`` for the bare model without an optimizer, ``"ddp idle"``
-            for the same in DDP with a hook that exchanges nothing.
-        settings: the settings of the run.
-        scheme: gives the type of the parameters. torch keeps its states in the same type.
-        group: the ranks that train.
-    """
-    module, rows = _make(settings, scheme, group.rank)
-    made = Stepper(module, rows)
-    if name == "fsdp2":
-        mesh = init_device_mesh("cpu", (group.size,))
-        for part in (*module, module):
-            fully_shard(part, mesh=mesh, reshard_after_forward=False)
-    elif name != "idle":
-        made.model = ddp = DistributedDataParallel(module, gradient_as_bucket_view=True)
-        if name == "ddp idle":
-            ddp.register_comm_hook(None, exchange_nothing)
-    if name == "zero":
-        options: dict[str, Any] = {**ADAM, "parameters_as_bucket_view": True}
-        made.optimizer = ZeroRedundancyOptimizer(made.model.parameters(), **options)
-    elif name in PEERS:
-        made.optimizer = torch.optim.AdamW(made.model.parameters(), lr=LR, fused=True)
-    for _ in range(SETTLING):
-        made.step()
-    return made
 
 
 def mix(scheme: Scheme, count: int, ranks: int, clips: bool) -> Mix:
@@ -183,7 +137,7 @@ def _whole(model: nn.Module) -> Sequence[torch.Tensor]:
     return [t.full_tensor() if isinstance(t, DTensor) else t for t in tensors]
 
 
-def _make(
+def make_module_and_rows(
     settings: TrainingSettings, scheme: Scheme, rank: int
 ) -> tuple[nn.Sequential, torch.Tensor]:
     """The same model on all ranks, and rows of each rank's own."""
