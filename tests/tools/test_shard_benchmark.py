@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import join_world, run_group, run_ranks
 
 from pycomm.bench import cli, shard, shard_peers, shard_tasks
@@ -92,3 +93,15 @@ def test_several_sizes_need_shard(capsys):
     with pytest.raises(SystemExit):
         cli.parse(["step", "-p", "1M,2M"])
     assert "must be one number" in capsys.readouterr().err
+
+
+def backend_of_fsdp2(group, name):
+    settings = cli.parse(["step", "--shard", "-p", "1M", "--batch", "2"])
+    peer = shard_peers.make_peer(name, settings, SCHEMES["fp32"], group)
+    return dist.get_backend(next(peer.model.parameters()).device_mesh.get_group())
+
+
+@pytest.mark.parametrize(("name", "backend"), [("fsdp2", "gloo"), ("fsdp2_pycomm", "pycomm")])
+def test_fsdp2_runs_on_both_backends(name, backend):
+    """In new processes, because torch takes a parameter's mesh from a cache of equal meshes."""
+    assert run_group(2, backend_of_fsdp2, name) == [backend] * 2
