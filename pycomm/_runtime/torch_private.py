@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
     from torch.distributed import ProcessGroup
     from torch.distributed.distributed_c10d import Store
@@ -34,6 +35,8 @@ __all__ = [
     "internal_overlap",
     "is_traceable_wrapper_subclass",
     "keep_device_busy",
+    "no_dispatch",
+    "no_torch_function",
     "not_compiled",
     "profiler_runs",
     "pytree",
@@ -60,6 +63,10 @@ profiler_runs: Callable[[], bool] = torch._C._autograd._profiler_enabled
 # The Store through which a process group was made.
 store_of: Callable[[ProcessGroup], Store] = distributed_c10d._get_process_group_store
 after_autograd_keys = torch._C._after_autograd_keyset
+# A context in which operations pass over __torch_dispatch__.
+no_dispatch: Callable[[], AbstractContextManager[None]] = torch._C._DisableTorchDispatch
+# The __torch_function__ of a subclass that has none of its own.
+no_torch_function: Any = torch._C._disabled_torch_function_impl
 
 
 def backend_that_does_nothing() -> str:

@@ -20,6 +20,7 @@ import torch
 
 from pycomm import _C
 from pycomm._inputs.dtypes import DTYPES
+from pycomm._training.divided import ADVICE, DividedGradient
 from pycomm._training.flat import place_of_states
 from pycomm._training.shards import Shards, part_of
 from pycomm._training.zeros import zeros
@@ -48,7 +49,7 @@ class _StandIn:
 
     def __init__(self, parameter: torch.Tensor, dtype: torch.dtype) -> None:
         self._number = torch.full((), math.nan, dtype=dtype)
-        self.tensor = self._number.expand(parameter.shape)
+        self.tensor = self._number.expand(parameter.shape).as_subclass(DividedGradient)
         self._version = self.tensor._version
 
     def is_whole(self) -> bool:
@@ -122,9 +123,8 @@ class GradientRing:
             stand_in.renew()
             return True
         raise RuntimeError(
-            f"gradient of a parameter of shape {tuple(parameter.shape)} has been changed, of which "
-            "this rank has only a part: call reduce_gradients() of the wrapper before changing "
-            "gradients; to clip them, give max_norm to the optimizer"
+            f"gradient of a parameter of shape {tuple(parameter.shape)} has been changed, but "
+            f"{ADVICE}"
         )
 
     def own(self, parameter: torch.Tensor) -> torch.Tensor:

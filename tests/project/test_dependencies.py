@@ -64,6 +64,7 @@ PYTHON_LAYERS = [
     {"_C", "_runtime.c10d_build", "_runtime.torch_private", "errors"},
     {"_inputs.arguments", "_inputs.arrays", "_inputs.dtypes", "_runtime.buffers"},
     {"_training.graphs", "_training.hook_state", "_training.prefixes", "_training.zeros"},
+    {"_training.divided"},
     {"_runtime.orphans", "_runtime.plan", "_runtime.pulse", "_runtime.staging", "_runtime.waiting"},
     {"_inputs.tensors", "_runtime.internode", "_runtime.member"},
     {"_runtime.log", "_runtime.open_groups", "_runtime.peers", "ops"},

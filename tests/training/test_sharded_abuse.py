@@ -189,8 +189,9 @@ def test_gradients_changed_before_a_step(world, stage, change):
         assert isinstance(error, RuntimeError), error
 
 
+@pytest.mark.parametrize("call", ["step", "unscale_"])
 @both_stages
-def test_the_grad_scaler_of_torch(world, stage):
+def test_the_grad_scaler_of_torch(world, stage, call):
     """It looks for infinities in gradients that are not averages."""
 
     def body(group):
@@ -198,10 +199,41 @@ def test_the_grad_scaler_of_torch(world, stage):
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         model.zero_grad()
         scaler.scale(model(batch(group.rank, 0)).square().mean()).backward()
+        getattr(scaler, call)(optimizer)
         scaler.step(optimizer)
 
     for error in errors_of(world, 2, body):
         assert isinstance(error, RuntimeError), error
+        assert "pycomm.optim.GradScaler" in str(error)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda gradient: gradient.mul_(2),
+        lambda gradient: gradient.add_(torch.ones(130, 40)),
+        lambda gradient: gradient.copy_(torch.ones(130, 40)),
+        lambda gradient: torch.mul(gradient, 2, out=gradient),
+        lambda gradient: torch._foreach_mul_([gradient], 2.0),
+    ],
+)
+def test_writing_to_a_divided_gradient(world, write):
+    """An error where it is written, and one in the step. Zeroing is allowed, and so is reading."""
+
+    def body(group):
+        model, optimizer = make(group, "gradients")
+        backward(model, group.rank, 0)
+        gradient = next(model.parameters()).grad
+        assert gradient.isnan().all()
+        assert type(gradient + 1) is type(gradient.detach()) is torch.Tensor
+        with pytest.raises(RuntimeError, match="reduce_gradients"):
+            write(gradient)
+        for zero in (gradient.zero_, lambda: optimizer.zero_grad(set_to_none=False)):
+            zero()
+            assert not gradient.any()
+            optimizer.step()
+
+    world(2).run(body)
 
 
 @pytest.mark.parametrize("name", ["lr", "max_norm"])
