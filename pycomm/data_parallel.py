@@ -25,11 +25,12 @@ from pycomm._training.buckets import broadcast_all
 from pycomm._training.comm_state import CommState
 from pycomm._training.gradient_exchange import GradientExchange
 from pycomm._training.graphs import tensors_in
+from pycomm._training.joining import Joining
 from pycomm._training.local_sgd import LocalSGDState
 from pycomm._training.parameters import Exclude
 from pycomm._training.prefixes import without_prefix
 from pycomm._training.shard_options import check_sharding
-from pycomm._training.weighing import Weighing
+from pycomm._training.weighing import Weighing, check_weight
 from pycomm.collectives import all_reduce
 from pycomm.compression import Compression
 from pycomm.group import Group
@@ -201,29 +202,46 @@ class DataParallel(nn.Module):
         last. Buffers are not exchanged before, and optimizer states not at all. With `local_sgd`,
         see :meth:`pycomm.hooks.LocalSGDState.join`; all ranks end with rank 0's buffers.
 
+        With `shard`, the rank also takes part in the others' steps, so all ranks end with the same
+        states. Make fused optimizers before, on all ranks.
+
         Raises:
-            ValueError: with `shard`, because every rank's share must be stepped to the end.
+            ValueError: another sharded wrapper of the group is in join().
+            RuntimeError: with `shard`, ranks with batches have made different calls, or an error
+                has left the loop on another rank.
         """
-        if self._shard_group is not None:
-            raise ValueError("join() cannot be used with shard: all ranks must take every step")
         if isinstance(self.comm_state, LocalSGDState):
             with self.comm_state.join():
                 yield
             broadcast_all(self.module.buffers(), 0, self._group)
             return
         self._joined_steps = 0
+        sharded = self._shard_group is not None
+        joining = Joining(self._exchange, self._group) if sharded else contextlib.nullcontext()
         try:
-            yield
-            while self._prepare(0.0, active=False):
-                self._exchange.stand_in()
-            last = torch.tensor([self._joined_steps * self._group.size + self._group.rank])
-            all_reduce(last, "max", group=self._group)
-            source = int(last) % self._group.size
+            with joining as session:
+                yield
+                if session is not None:
+                    session.repeat()
+                while session is None and self._prepare(0.0, active=False):
+                    self._exchange.stand_in()
+                last = torch.tensor([self._joined_steps * self._group.size + self._group.rank])
+                all_reduce(last, "max", group=self._group)
+                self._adopt_model(int(last) % self._group.size, session)
+        finally:
+            self._joined_steps = self._exchange.weighing = None
+
+    def _adopt_model(self, source: int, session: Joining | None) -> None:
+        """Gives all ranks one rank's parameters, apart from sharded ones, and buffers."""
+        if session is None:
             tensors = [*self.module.parameters(), *self.module.buffers()]
             broadcast_all(tensors, source, self._group)
             increment_version(self._exchange.parameters)  # so that optimizers drop remainders
-        finally:
-            self._joined_steps = self._exchange.weighing = None
+            return
+        session.share_rest(source)
+        sharded = set(map(id, self._exchange.parameters))
+        frozen = [p for p in self.module.parameters() if id(p) not in sharded]
+        broadcast_all([*frozen, *self.module.buffers()], source, self._group)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's ``state_dict``."""
@@ -310,9 +328,16 @@ class DataParallel(nn.Module):
             raise ValueError("weight must be given where gradients are exchanged, not elsewhere")
         if not syncing:
             return True
+        session = exchange.session
+        if session is not None and session.in_backward:
+            return True  # repeated by a checkpoint in it
         exchange.weighing = None
         if group is not None and (weight is not None or self._joined_steps is not None):
-            exchange.weighing = Weighing(1.0 if weight is None else weight, active, group)
+            weight = 1.0 if weight is None else weight
+            check_weight(weight)
+            if session is not None:
+                session.before_forward()
+            exchange.weighing = Weighing(weight, active, group)
         if exchange.weighing is not None and self._joined_steps is not None:
             self._joined_steps += active
             exchange.promise.open = active

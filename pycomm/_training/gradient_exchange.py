@@ -12,6 +12,7 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from pycomm._runtime.torch_private import not_compiled, queue_callback
+from pycomm._training.announcing import Session
 from pycomm._training.buckets import Bucket, Slab, gradient_memory, no_memory, window_layout
 from pycomm._training.flat import Memory
 from pycomm._training.gradient_ring import GradientRing
@@ -46,7 +47,10 @@ class GradientExchange:
         promise: tells whether an exchange is still to come.
         weighing: the ranks' weights in the next exchange, if they differ.
         shards: the division of the parameters, if they are divided.
+        session: the join that is going on, if they are divided.
     """
+
+    session: Session | None = None
 
     def __init__(
         self,
@@ -96,17 +100,29 @@ class GradientExchange:
     def catch_up(self) -> None:
         """Takes part in the others' exchange after this rank's backward has raised."""
         group = self._state.gradient_group
-        if group is not None and self.promise.is_broken(group):
+        if group is not None and self._is_broken(group):
             if not self._in_backward:
                 self._complete_last()
                 self._reset()
             self._exchange_nothing(raised=True)
         self._in_backward = False
 
+    def _is_broken(self, group: Group) -> bool:
+        """True if other ranks are in an exchange that this rank has promised."""
+        if self.session is None:
+            return self.promise.is_broken(group)
+        return self.session.in_backward or self.session.others_exchange()
+
     def stand_in(self) -> None:
         """Takes part in the others' exchange without a backward on this rank."""
+        if self.shards is None:
+            self._reset()
+            self._exchange_nothing()
+            return
+        self.weighing = None
+        self._drop_gradients()
         self._reset()
-        self._exchange_nothing()
+        self._exchange_rest(raised=None)  # the next step needs the averages
 
     def begin_backward(self, first: Node | None = None) -> None:
         """Makes the running backward end with the exchange; it entered the module at `first`."""
@@ -160,7 +176,10 @@ class GradientExchange:
             shards.check_places(self.parameters)
         if shards is None or (self._ring is not None and self.weighing is None):
             return  # a ring adds to parts; but weights scale whole gradients
-        if group is not None and shards.has_pending(self.parameters):
+        if self.session is not None:
+            if self.session.is_pending(self.parameters):
+                self.average()
+        elif group is not None and shards.has_pending(self.parameters):
             self.promise.announce(group)  # ranks that have raised do the same then
             self.average()
 
@@ -181,6 +200,8 @@ class GradientExchange:
             if bucket.waiting or not (last or self._repeated.isdisjoint(bucket.ids)):
                 return
             if (group := self._state.gradient_group) is not None:
+                if self.session is not None:
+                    self.session.before_backward()
                 self.promise.announce(group)
             self._send(bucket)
             bucket.sent = True
@@ -224,6 +245,8 @@ class GradientExchange:
         used_elsewhere, raised_on = self._compare(unused, raised is True)
         self._in_backward = False
         self.promise.settle(dropped=bool(raised_on))
+        if self.session is not None:
+            self.session.in_backward = False
         if raised_on:
             self._state.give_back()
             self._drop_gradients()

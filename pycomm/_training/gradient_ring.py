@@ -54,6 +54,8 @@ class _StandIn:
 
     def is_whole(self) -> bool:
         """True if nothing has written to it, as torch counts and as it looks."""
+        if self.tensor.numel() == 0:
+            return True
         return self.tensor._version == self._version and math.isnan(self._number)
 
     def is_zeroed(self) -> bool:
@@ -126,6 +128,13 @@ class GradientRing:
             f"gradient of a parameter of shape {tuple(parameter.shape)} has been changed, but "
             f"{ADVICE}"
         )
+
+    def is_zeroed(self, parameter: torch.Tensor) -> bool:
+        """True if the part that lies here is to be zeroed, as its stand-in has been."""
+        stand_in = self._stand_ins[id(parameter)]
+        if id(parameter) not in self._kept or parameter.grad is not stand_in.tensor:
+            return False
+        return stand_in.is_zeroed()
 
     def own(self, parameter: torch.Tensor) -> torch.Tensor:
         """This rank's part of the parameter's averaged gradient, flat."""

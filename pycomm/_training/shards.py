@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
+from pycomm._training.announcing import Session
 from pycomm._training.flat import (
     ALIGN,
     Kind,
@@ -48,6 +49,9 @@ class OwnGradients(Protocol):
 
     def is_divided(self, parameter: torch.Tensor) -> bool:
         """True if this rank has only its part of the parameter's gradient."""
+
+    def is_zeroed(self, parameter: torch.Tensor) -> bool:
+        """True if this part is to be zeroed."""
 
     def own(self, parameter: torch.Tensor) -> torch.Tensor:
         """This part, flat."""
@@ -184,7 +188,10 @@ class Shards:
             parameter's id.
         ring: divided gradients; None if gradients are not divided.
         guard: watches the parameters between steps.
+        session: the join that is going on.
     """
+
+    session: Session | None = None
 
     def __init__(
         self, parameters: Sequence[torch.Tensor], group: Group, gradients: Memory | None
@@ -266,6 +273,8 @@ class Shards:
         All ranks must call this.
         """
         parameters = list(parameters)
+        if self.session is not None:
+            self.session.before_average(parameters)
         if self.ring is not None:
             self.ring.gather(parameters)
         local = [p for p in parameters if _parts[p].is_local(p)]

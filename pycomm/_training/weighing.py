@@ -18,8 +18,7 @@ class Weighing:
     """Exchanges the sum of all ranks' weights, and applies this rank's weight."""
 
     def __init__(self, weight: float, active: bool, group: Group) -> None:
-        if not (weight >= 0 and math.isfinite(weight)):
-            raise ValueError(f"weight must be finite and not negative, got {weight}")
+        check_weight(weight)
         self._weight = float(weight)
         self._size = group.size
         self._sums = torch.tensor([self._weight, active], dtype=torch.float64)
@@ -40,3 +39,9 @@ class Weighing:
             gradients.zero_()
         else:
             gradients.mul_(self._weight * self._size / total)
+
+
+def check_weight(weight: float) -> None:
+    """Raises ValueError for weights that cannot be those of a mean."""
+    if not (weight >= 0 and math.isfinite(weight)):
+        raise ValueError(f"weight must be finite and not negative, got {weight}")

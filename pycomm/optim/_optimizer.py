@@ -10,10 +10,11 @@ import torch
 
 from pycomm import _C
 from pycomm._runtime.torch_private import not_compiled
+from pycomm._training.joining import register, session_of
 from pycomm._training.shards import part_of
 from pycomm.optim import _executors, _options, _storage
 from pycomm.optim._executors import OnCuda, Table
-from pycomm.optim._options import Group
+from pycomm.optim._options import Group, Options
 from pycomm.optim._rows import Row, one_division
 from pycomm.optim._states import StatefulOptimizer
 
@@ -36,6 +37,15 @@ class FusedOptimizer(StatefulOptimizer):
     _found: torch.Tensor | None = None  # a `found_inf` of our own
 
     _rule: ClassVar[str]  # a key of _C.rules
+
+    def __init__(self, params: Any, defaults: Group, options: Options) -> None:
+        super().__init__(params, defaults, options)
+        register(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """See :class:`StatefulOptimizer`."""
+        super().__setstate__(state)
+        register(self)
 
     # Defined by each optimizer, with _state_names().
 
@@ -83,6 +93,9 @@ class FusedOptimizer(StatefulOptimizer):
     @not_compiled
     @torch.no_grad()
     def _step(self) -> None:
+        session = session_of(self)
+        if session is not None:
+            session.before_step(self, self._step_settings())
         tables, rows, keep = self._tables()
         if not rows:
             self._compare_with_others()
@@ -117,6 +130,8 @@ class FusedOptimizer(StatefulOptimizer):
             shards.guard.note_step(params)
         torch.autograd.graph.increment_version(params)
         self._edits.note(row.own for row in rows if row.holds_weights)
+        if session is not None:
+            session.note_step()
         del keep
 
     def _compare_with_others(self) -> None:
@@ -126,6 +141,48 @@ class FusedOptimizer(StatefulOptimizer):
         if len(divisions) == 1:
             steps = _executors.OnShards([], divisions.pop())
             steps.run(_executors.Step([], _executors.control_of(None, None, None), None, False))
+
+    # The step of another rank, in a join.
+
+    def group_options(self) -> list[Group]:
+        """The options of the groups."""
+        return [{key: group[key] for key in self.defaults} for group in self.param_groups]
+
+    def take_group_options(self, groups: list[Group]) -> None:
+        """Adopts another rank's."""
+        for group, options in zip(self.param_groups, groups, strict=True):
+            for key, value in options.items():
+                if isinstance(value, torch.Tensor) and isinstance(group[key], torch.Tensor):
+                    group[key].copy_(value)  # a graph or a scheduler may hold it
+                else:
+                    group[key] = value
+
+    def _step_settings(self) -> dict[str, Any]:
+        """What other ranks need for the same step, apart from gradients."""
+        found = getattr(self, "found_inf", None)
+        return {
+            "groups": self.group_options(),
+            "max_norm": self.max_norm,
+            "grad_scale": getattr(self, "grad_scale", None),
+            "found_inf": None if found is self._found else found,
+        }
+
+    def step_with(self, settings: dict[str, Any]) -> None:
+        """Takes the step of another rank, and keeps its options."""
+        self.take_group_options(settings["groups"])
+        self.max_norm = settings["max_norm"]
+        names = ("grad_scale", "found_inf")
+        before = {name: getattr(self, name) for name in names if hasattr(self, name)}
+        try:
+            for name in names:
+                setattr(self, name, settings[name])
+            self._step()
+        finally:
+            for name in names:
+                delattr(self, name)
+            self.__dict__.update(before)
+
+    # The tables of a step.
 
     def _tables(self) -> tuple[list[Table], list[Row], list[torch.Tensor]]:
         """Each group's table, all rows in them, and gradients to keep alive during the step."""

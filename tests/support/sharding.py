@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +58,8 @@ class Step:
         overflows_on: the rank that has an infinite gradient.
         weighs: ranks have different weights.
         reads: call reduce_gradients() and record the gradients.
+        clips: clip averaged gradients with torch.
+        edits: change a parameter by hand after the step.
         steps: steps of the optimizer.
         checkpoint: record the optimizer's checkpoint, and load it.
         wraps: wrap the model anew before, with `shard` or without, and with other buckets.
@@ -70,6 +73,8 @@ class Step:
     overflows_on: int | None = None
     weighs: bool = False
     reads: bool = False
+    clips: bool = False
+    edits: bool = False
     steps: int = 1
     checkpoint: bool = False
     wraps: str | None = None
@@ -141,8 +146,11 @@ class Run:
     """One rank's run of a program, with or without shards.
 
     Attributes:
+        joins: the run is in join(), where checkpoints are not loaded.
         seen: everything that both must have alike, in order.
     """
+
+    joins = False
 
     def __init__(
         self, group: pycomm.Group, program: Program, net: nn.Module, shard: str | None, **extra: Any
@@ -198,6 +206,19 @@ class Run:
         self.note("end")
         return self.seen
 
+    def join(self, steps: int) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
+        """Takes only some steps, in join(); returns what it has seen in them and at the end."""
+        self.joins = True
+        with self.model.join():
+            for number, step in enumerate(self.program.steps[:steps]):
+                self.step(number, step)
+            seen, self.seen = self.seen, []
+            if self.shard is None:  # at the end, ranks drop remainders
+                self.note("end")
+        if self.shard is not None:
+            self.note("end")
+        return seen, self.seen
+
     def step(self, number: int, step: Step) -> None:
         if step.wraps is not None:
             self.wrap(step.wraps, 2 * self.program.bucket_cap_mb)
@@ -221,6 +242,9 @@ class Run:
                 ("gradient", None if p.grad is None else p.grad.clone())
                 for p in self.net.parameters()
             ]
+        if step.clips:
+            self.model.reduce_gradients()
+            nn.utils.clip_grad_norm_(self.net.parameters(), 0.1)
         for _ in range(step.steps):
             for optimizer in self.optimizers:
                 if self.program.scaled:
@@ -230,11 +254,14 @@ class Run:
             if self.program.scaled:
                 self.scaler.update()
                 self.seen.append(("scale", self.scaler.get_scale()))
+        if step.edits:
+            with torch.no_grad():
+                self.net.given[0].mul_(0.75)
         if self.program.scheduled:
             for scheduler in self.schedulers:
                 scheduler.step()
         self.note("checkpoint" if step.checkpoint else "")
-        if step.checkpoint:
+        if step.checkpoint and not self.joins:
             for optimizer in self.optimizers:
                 optimizer.load_state_dict(optimizer.state_dict())
 
@@ -271,8 +298,8 @@ def difference(a: Any, b: Any, where: str = "") -> str | None:
     return next((text for text in found if text is not None), None)
 
 
-def check(program: Program) -> None:
-    """Runs a program with and without shards on threads, and compares everything."""
+def run_stages(program: Program, body: Any) -> dict[str | None, list[Any]]:
+    """What a body returns on each rank, on threads, with and without shards."""
     net = Given(program)
     stages = ["optimizer", "gradients"]
     if program.compression is not None or program.shard_ranks is not None:
@@ -287,13 +314,37 @@ def check(program: Program) -> None:
         for stage in (None, *stages):
             parts = [world(size) for _ in range(program.ranks // size)]
 
-            def body(group: pycomm.Group, stage: str | None, parts: list[pycomm.LocalWorld]) -> Any:
+            def on_rank(
+                group: pycomm.Group, stage: str | None, parts: list[pycomm.LocalWorld]
+            ) -> Any:
                 part = parts[group.rank // size].groups[group.rank % size]
                 extra = {} if program.shard_ranks is None else {"shard_group": part}
-                return Run(group, program, net, stage, **extra).run()
+                return body(Run(group, program, net, stage, **extra))
 
-            runs[stage] = world(program.ranks).run(body, stage, parts)
-    for stage in stages:
+            runs[stage] = world(program.ranks).run(on_rank, stage, parts)
+    return runs
+
+
+def check(program: Program) -> None:
+    """Runs a program with and without shards, and compares everything."""
+    runs = run_stages(program, lambda run: run.run())
+    for stage in runs.keys() - {None}:
         for rank, (plain, sharded) in enumerate(zip(runs[None], runs[stage], strict=True)):
             found = difference(plain, sharded, f"{stage}, rank {rank}")
+            assert found is None, found
+
+
+def check_join(program: Program, batches: Sequence[int]) -> None:
+    """Runs a program in join(), and compares it with one without shards.
+
+    Args:
+        program: the program.
+        batches: the number of its steps that each rank takes.
+    """
+    runs = run_stages(program, lambda run: run.join(batches[run.group.rank]))
+    last = max(range(program.ranks), key=lambda rank: (batches[rank], rank))
+    for stage in runs.keys() - {None}:
+        for rank, (seen, end) in enumerate(runs[stage]):
+            expected = runs[None][rank][0], runs[None][last][1]
+            found = difference(expected, (seen, end), f"{stage}, rank {rank}")
             assert found is None, found

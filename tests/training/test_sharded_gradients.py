@@ -157,3 +157,22 @@ def test_ranks_compare_what_changes_a_step():
     for loads in (False, True):
         with pycomm.LocalWorld(2) as world:
             world.run(check, {}, loads)
+
+
+def zeroed_while_empty(group, stage):
+    net = nn.Module()
+    net.empty, net.full = (nn.Parameter(torch.ones(count)) for count in (0, 50))
+    net.forward = lambda x: (net.empty * x).sum() + (net.full * x).sum()
+    model = pycomm.DataParallel(net, group=group, shard=stage)
+    optimizer = optim.FusedAdamW(model.parameters())
+    for _ in range(2):
+        model(torch.ones(1)).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    return net.full.detach().clone()
+
+
+def test_zeroing_an_empty_gradient_changes_nothing():
+    with pycomm.LocalWorld(2) as world:
+        plain, divided = (world.run(zeroed_while_empty, stage) for stage in (None, "gradients"))
+    assert all(torch.equal(one, other) for one, other in zip(plain, divided, strict=True))
