@@ -46,6 +46,9 @@ inline std::string refusal_of(const Call& call, int ranks) {
   if (is_bitwise(operation.op) && operation.dtype != DType::u8) {
     return std::string("bitwise reductions are carried as bytes, got ") + name_of(operation.dtype);
   }
+  if (operation.codec.kind == CodecKind::topk && operation.collective != Collective::all_reduce) {
+    return std::string("top-k is for all_reduce, got ") + name_of(operation.collective);
+  }
   if (operation.root < 0 || operation.root >= ranks) {
     return "root must be a rank of the group, got " + std::to_string(operation.root);
   }

@@ -148,7 +148,7 @@ inline Traffic cost_of(Operation operation, const CostRank& rank) {
   }
   if (operation.codec.kind != CodecKind::none) {
     CountingComm<true> comm(operation, rank);
-    run_coded(comm, operation.algorithm);
+    run_coded(comm, operation);
     return comm.traffic();
   }
   CountingComm<false> comm(operation, rank);
@@ -181,7 +181,8 @@ inline std::vector<WireShare> wire_shares(const Operation& operation, const Node
     for (int m = 0; m < nodes.count(); ++m) {
       shares.push_back({area.list_bytes(m, false), area.list_bytes(m, true)});
     }
-  } else if (operation.codec.kind != CodecKind::none) {
+  } else if (operation.codec.kind != CodecKind::none &&
+             operation.collective == Collective::all_reduce) {
     const Operation carried = carried_by(operation, nodes, stripe);
     const StripeInterleave owners{kOwnedElements, nodes.count()};
     const std::int64_t first = first_element(carried);

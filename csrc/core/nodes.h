@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "core/algorithms/coded.h"
 #include "core/algorithms/stripes.h"
 #include "core/codecs/topk.h"
 #include "core/operation.h"
@@ -56,14 +57,20 @@ struct Nodes {
   }
 };
 
-// The part of so many elements that a stripe carries, of tensors as they are.
+// Contiguous stripes begin at multiples of this: at cache lines, or compressed at the codec's blocks.
+inline std::int64_t stripe_unit(const Operation& operation) {
+  return operation.codec.kind == CodecKind::none ? kLine / size_of(operation.dtype)
+                                                 : block_of(operation.codec);
+}
+
+// The part of so many elements that a contiguous stripe carries.
 inline Range stripe_of(const Operation& operation, const Nodes& nodes, int stripe,
                        std::int64_t begin, std::int64_t count) {
-  const Range part = part_of(count, nodes.stripes(), stripe, kLine / size_of(operation.dtype));
+  const Range part = part_of(count, nodes.stripes(), stripe, stripe_unit(operation));
   return {begin + part.begin, part.count};
 }
 
-// What each node owns of a stripe of tensors as they are: it adds it up, or has it for all others.
+// What each node owns of a contiguous stripe: it adds it up, or has it for all others.
 inline std::vector<Range> owned_by_nodes(const Operation& operation, const Nodes& nodes,
                                          int stripe) {
   std::vector<Range> owned(static_cast<std::size_t>(nodes.count()));
@@ -92,7 +99,7 @@ inline std::vector<Range> owned_by_nodes(const Operation& operation, const Nodes
   return owned;
 }
 
-// Compressed, stripes take turns by index, and so do nodes within a stripe's turn.
+// In a compressed all-reduce, stripes take turns by index, and so do nodes within a stripe's turn.
 inline std::int64_t owned_elements(const Codec& codec) {
   return codec.kind == CodecKind::topk ? kTopkChunk : kOwnedElements;
 }

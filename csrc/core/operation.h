@@ -120,6 +120,12 @@ constexpr bool is_valid(const Operation& operation) {
          is_known(codec.values);
 }
 
+// The elements of a rank's input in a collective that reduces.
+PYCOMM_HD constexpr std::int64_t reduced_elements(const Operation& operation, int ranks) {
+  return operation.collective == Collective::reduce_scatter ? operation.count * ranks
+                                                            : operation.count;
+}
+
 // The bytes of a rank's tensors in a group of `ranks`. Top-k instead announces an area for its lists,
 // whose size the executor determines.
 PYCOMM_HD constexpr std::int64_t input_bytes(const Operation& operation, int ranks, int rank) {

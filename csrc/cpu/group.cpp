@@ -178,7 +178,7 @@ void Group::serve() {
 
 bool Group::execute(const Task& task, void (*interrupt)(), std::int64_t* moved) {
   bool nonfinite = false;
-  for (const Call& call : task.calls) snapshot_residuals(call);
+  for (const Call& call : task.calls) snapshot_residuals(call, size_);
   try {
     for (const Call& call : task.calls) {
       nonfinite |= execute(call, task.agree_only, interrupt);
@@ -186,7 +186,7 @@ bool Group::execute(const Task& task, void (*interrupt)(), std::int64_t* moved) 
     }
   } catch (...) {
     // The results are lost, so the residuals that were sent for them are restored.
-    for (const Call& call : task.calls) put_back(call);
+    for (const Call& call : task.calls) put_back(call, size_);
     throw;
   }
   return nonfinite;
@@ -272,13 +272,23 @@ void Group::run_plain(const Operation& operation, const Call& call, bool agree_o
 // A group of one rank compresses, too, so that it shows the effect of compression in larger groups.
 bool Group::run_blocks(const Operation& operation, const Call& call, void (*interrupt)()) {
   const float limit = largest_safe(operation, size_);
-  const Preflight preflight = preflight_of(operation, call, limit);
+  const Range whole{0, reduced_elements(operation, size_)};
+  const Preflight preflight = preflight_of(operation, call, limit, {&whole, 1});
   comm_.begin(operation, call.input, call.output, interrupt, preflight);
   const auto staging = CodedStaging::in(comm_.slot_bytes() * kStagingSlots, operation.codec);
   CodedComm<Comm> coded(comm_, operation, call.feedback, limit, staging,
                         codec_loops(operation.dtype, operation.codec));
-  run_coded(coded, operation.algorithm);
-  return coded.nonfinite();
+  run_coded(coded, operation);
+  // In a reduce-scatter, a rank sees only its own contribution and its own result. With feedback, the
+  // preflight has already told all ranks.
+  if (operation.collective == Collective::all_reduce || call.feedback.residual != nullptr) {
+    return coded.nonfinite();
+  }
+  Preflight found;
+  found.nonfinite = static_cast<std::uint8_t>(coded.nonfinite());
+  comm_.begin_phase(comm_.called(), nullptr, nullptr, found);
+  comm_.announce();
+  return comm_.preflight().nonfinite != 0;
 }
 
 bool Group::run_topk(const Operation& operation, const Call& call, void (*interrupt)()) {

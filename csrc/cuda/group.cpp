@@ -42,6 +42,9 @@ void Group::run(const Call& call, std::uintptr_t stream, const Compression& comp
   PYCOMM_CHECK(!call.inputs && !call.outputs,
                "on CUDA, blocks must have equal sizes and follow each other in one tensor");
   PYCOMM_CHECK(call.timeout == 0, "on CUDA, operations have the timeout of the group");
+  PYCOMM_CHECK(call.operation.codec.kind == CodecKind::none ||
+                   call.operation.collective == Collective::all_reduce,
+               "on CUDA, only all_reduce is compressed");
   const std::string why = refusal_of(call, host_->size());
   PYCOMM_CHECK(why.empty(), why);
   Operation operation = call.operation;

@@ -108,10 +108,13 @@ void run(Comm& comm, const Operation& operation) {
   visit_body(operation, comm.size(), [&](auto body) { body.run(comm); });
 }
 
-// Runs an all-reduce on an executor with a block codec.
+// Runs an all-reduce or a reduce-scatter on an executor with a block codec.
 template <Executor Comm>
-void run_coded(Comm& comm, Algorithm algorithm) {
-  Algorithms::visit(algorithm, comm.size(), [&](auto row) {
+void run_coded(Comm& comm, const Operation& operation) {
+  if (operation.collective == Collective::reduce_scatter) {
+    return reduce_scatter(comm, InputBlocks<Comm>{comm});
+  }
+  Algorithms::visit(operation.algorithm, comm.size(), [&](auto row) {
     if constexpr (row.kCoded) row.run(comm);
   });
 }

@@ -11,22 +11,23 @@
 
 namespace pycomm {
 
-// Contiguous stripes, as even as cache lines allow.
+// Contiguous stripes, as even as boundaries at multiples of `unit` elements allow.
 template <class Comm>
 struct EvenStripes {
   Comm& comm;
   int stripes;
+  std::int64_t unit;  // a multiple of comm.line()
 
   PYCOMM_HD std::int64_t piece() const {
     return comm.slot_count() / stripes / comm.line() * comm.line();
   }
   PYCOMM_HD Tiles tiles() const {
-    const std::int64_t longest = part_of(comm.count(), stripes, 0, comm.line()).count;
+    const std::int64_t longest = part_of(comm.count(), stripes, 0, unit).count;
     return {longest, comm.zero_copy() ? longest : piece()};
   }
   PYCOMM_HD Chunk operator()(std::int64_t t, int owner) const {
     if (owner >= stripes) return {0, 0, 0, 0};
-    const Range stripe = part_of(comm.count(), stripes, owner, comm.line());
+    const Range stripe = part_of(comm.count(), stripes, owner, unit);
     const std::int64_t done = t * tiles().size, rest = stripe.count - done;
     if (rest <= 0) return {0, 0, 0, 0};
     const std::int64_t begin = stripe.begin + done;

@@ -19,7 +19,8 @@
 // With a codec (core/codecs/codec.h), slots hold encoded elements. Phase 1 encodes every
 // contribution, including the owner's. In phase 2 the owner decodes, adds and encodes the result,
 // and decodes what it has encoded. Phase 3 decodes. The codec thus rounds a mean twice: each
-// contribution, and the mean of them.
+// contribution, and the mean of them. Reduce-scatter has no phase 3, so it does not encode the
+// result: it rounds each contribution once.
 //
 // Slots: a rank stages tile t only after every peer has staged t-1, hence has gathered t-3 (for
 // all-gather, t-4). So with kStagingSlots = 4 the slot of t-4 is free.

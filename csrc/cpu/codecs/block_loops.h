@@ -233,6 +233,28 @@ PYCOMM_CLONES bool encode_blocks(const Pass& pass, std::int64_t block) {
   return !finite;
 }
 
+template <class T, class Codec>
+PYCOMM_CLONES bool sum_blocks(const Pass& pass, std::int64_t block) {
+  float buffer[kLargestBlock];
+  std::uint32_t largest = 0;
+  const std::int64_t stride = Codec::kScaled ? block : kUnscaledRun;
+  for (std::int64_t start = 0; start < pass.n; start += stride) {
+    const std::int64_t n = std::min(stride, pass.n - start);
+    const float* v = sum_sources<T, Codec>(pass, start, n, block, buffer);
+    T* output = static_cast<T*>(pass.output) + start;
+#pragma omp simd reduction(max : largest)
+    for (std::int64_t i = 0; i < n; ++i) {
+      output[i] = store<T>(v[i]);
+      largest = std::max(largest, magnitude(load(output[i])));
+    }
+    if (pass.stores_residual()) {
+      keep_lost(pass.residual + start, false, v, Stored<T>{output}, n,
+                pass.divisor * pass.scaling.inverse);
+    }
+  }
+  return largest >= kInfinityBits;
+}
+
 template <class T, class Codec, bool add>
 PYCOMM_CLONES bool decode_blocks(const Encoded& from, void* output, std::int64_t count,
                                  std::int64_t block) {
@@ -269,8 +291,9 @@ PYCOMM_CLONES std::uint32_t largest_contribution(const void* input, const float*
 
 template <class T, class Codec, bool stochastic>
 CodecLoops loops_of() {
-  return {encode_blocks<T, Codec, stochastic>, decode_blocks<T, Codec, false>,
-          decode_blocks<float, Codec, true>, largest_contribution<T>, Codec::kScaled};
+  return {
+      encode_blocks<T, Codec, stochastic>, sum_blocks<T, Codec>,    decode_blocks<T, Codec, false>,
+      decode_blocks<float, Codec, true>,   largest_contribution<T>, Codec::kScaled};
 }
 
 template <class T, class Codecs>

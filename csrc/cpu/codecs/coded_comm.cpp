@@ -1,5 +1,6 @@
 #include "cpu/codecs/coded_comm.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "core/codecs/cast.h"
@@ -14,31 +15,44 @@ void copy_state(float* to, const float* from, std::int64_t n) {
   }
 }
 
+const std::byte* element(const Operation& operation, const Call& call, std::int64_t index) {
+  return static_cast<const std::byte*>(call.input) + index * size_of(operation.dtype);
+}
+
 }  // namespace
 
-bool is_unused(const Call& call) {
-  return call.feedback.hold_unused &&
-         all_zero(call.operation.dtype, call.input, call.operation.count);
+bool is_unused(const Operation& operation, const Call& call, std::span<const Range> parts) {
+  return call.feedback.hold_unused && std::ranges::all_of(parts, [&](const Range& part) {
+           return all_zero(operation.dtype, element(operation, call, part.begin), part.count);
+         });
 }
 
-void snapshot_residuals(const Call& call) {
+void snapshot_residuals(const Call& call, int ranks) {
   const Feedback& feedback = call.feedback;
-  copy_state(feedback.residual_before, feedback.residual, call.operation.count);
-  copy_state(feedback.velocity_before, feedback.velocity, call.operation.count);
+  const std::int64_t n = reduced_elements(call.operation, ranks);
+  copy_state(feedback.residual_before, feedback.residual, n);
+  copy_state(feedback.velocity_before, feedback.velocity, n);
 }
 
-void put_back(const Call& call) {
+void put_back(const Call& call, int ranks) {
   const Feedback& feedback = call.feedback;
-  copy_state(feedback.residual, feedback.residual_before, call.operation.count);
-  copy_state(feedback.velocity, feedback.velocity_before, call.operation.count);
+  const std::int64_t n = reduced_elements(call.operation, ranks);
+  copy_state(feedback.residual, feedback.residual_before, n);
+  copy_state(feedback.velocity, feedback.velocity_before, n);
 }
 
-Preflight preflight_of(const Operation& operation, const Call& call, float limit) {
+Preflight preflight_of(const Operation& operation, const Call& call, float limit,
+                       std::span<const Range> parts) {
   if (call.feedback.residual == nullptr) return {};
   const CodecLoops loops = codec_loops(operation.dtype, operation.codec);
-  const std::uint32_t largest = loops.largest(call.input, call.feedback.residual,
-                                              scaling_of(call.feedback).scale, operation.count);
-  return make_preflight(largest > magnitude(limit), is_unused(call));
+  const float scale = scaling_of(call.feedback).scale;
+  std::uint32_t largest = 0;
+  for (const Range& part : parts) {
+    largest =
+        std::max(largest, loops.largest(element(operation, call, part.begin),
+                                        call.feedback.residual + part.begin, scale, part.count));
+  }
+  return make_preflight(largest > magnitude(limit), is_unused(operation, call, parts));
 }
 
 template <class Base>
@@ -64,24 +78,40 @@ Source CodedComm<Base>::source(Location location, std::int64_t n) {
 }
 
 template <class Base>
-void CodedComm<Base>::encode(Location to, Location output, int n_from, std::int64_t n, bool last) {
+Pass CodedComm<Base>::pass_over(int n_from, std::int64_t n, bool last) const {
   Pass pass;
   pass.from = sources_.data();
   pass.n_from = n_from;
-  pass.to = staging_[to];
   pass.last = last;
   pass.divisor =
       last && operation_.op == ReduceOp::avg ? static_cast<float>(comm_.contributors()) : 1.0f;
   pass.n = n;
+  pass.scaling = scaling_;
+  if (preflight_.overflow != 0) pass.limit = limit_;
+  return pass;
+}
+
+template <class Base>
+void CodedComm<Base>::sum(Location output, int n_from, std::int64_t n, bool last) {
+  Pass pass = pass_over(n_from, n, last);
+  pass.output = output.data;
+  if (operation_.dtype != DType::f32) {  // rounding loses nothing otherwise
+    const std::int64_t element = index(output, this->output().data);
+    pass.residual = residual_of(rank() * block() + element);  // the output is this rank's block
+  }
+  nonfinite_ |= loops_.sum(pass, staging_.block);
+}
+
+template <class Base>
+void CodedComm<Base>::encode(Location to, Location output, int n_from, std::int64_t n, bool last) {
+  Pass pass = pass_over(n_from, n, last);
+  pass.to = staging_[to];
   std::int64_t element = own_;
   if (output.coded == kPlain) {
     pass.output = output.data;
     element = index(output, this->output().data);
   }
-  if (feedback_.residual != nullptr && preflight_.unused == 0)
-    pass.residual = feedback_.residual + element;
-  pass.scaling = scaling_;
-  if (preflight_.overflow != 0) pass.limit = limit_;
+  pass.residual = residual_of(element);
   pass.random = {feedback_.seed, feedback_.step, last ? kResultStream : comm_.stream()};
   pass.first = first_element(operation_) + element;
   nonfinite_ |= loops_.encode(pass, staging_.block);
@@ -115,6 +145,7 @@ void CodedComm<Base>::copy(Location to, Location from, std::int64_t n) {
                                       const CodedStaging&, const CodecLoops&);         \
   template Source CodedComm<Base>::source(Location, std::int64_t);                     \
   template void CodedComm<Base>::encode(Location, Location, int, std::int64_t, bool);  \
+  template void CodedComm<Base>::sum(Location, int, std::int64_t, bool);               \
   template void CodedComm<Base>::copy(Location, Location, std::int64_t)
 PYCOMM_INSTANTIATE(Comm);
 PYCOMM_INSTANTIATE(Link);

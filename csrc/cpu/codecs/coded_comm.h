@@ -1,15 +1,18 @@
 // The CPU executor with a codec of blocks: the same algorithms, but slots hold encoded elements.
 //
 // copy() from the tensor into a slot encodes, reduce() decodes, adds and encodes, copy() from a
-// slot into the tensor decodes. In two-shot every rank encodes every contribution once and what it
-// owns once more; in ring and tree every rank encodes every element once. What is lost goes into
-// the residual of the rank that loses it, so nothing is lost in total.
+// slot into the tensor decodes. A sum that goes only to the output, as in reduce-scatter, is not
+// encoded. In two-shot every rank encodes every contribution once and what it owns once more; in
+// ring and tree every rank encodes every element once. What is lost goes into the residual of the
+// rank that loses it, so nothing is lost in total.
 //
 // A rank's staging is one encoded tile: the payload of all slots, then the scales of all slots.
 //
 // `Base` is the executor whose ranks exchange: Comm, or Link between nodes, which uses locations of
 // its own instead of slots.
 #pragma once
+
+#include <span>
 
 #include "core/algorithms/coded.h"
 #include "core/call.h"
@@ -18,14 +21,16 @@
 
 namespace pycomm::cpu {
 
-// The preflight of a compressed operation. If any rank has an overflow, or no rank uses its tensor, no
-// rank changes its residual. `limit` is largest_safe().
-Preflight preflight_of(const Operation& operation, const Call& call, float limit);
-bool is_unused(const Call& call);
+// The preflight of a compressed operation on the parts of a tensor that this rank sends. If any rank
+// has an overflow, or no rank uses its tensor, no rank changes its residual. `limit` is
+// largest_safe().
+Preflight preflight_of(const Operation& operation, const Call& call, float limit,
+                       std::span<const Range> parts);
+bool is_unused(const Operation& operation, const Call& call, std::span<const Range> parts);
 // snapshot_residuals() copies residual and velocity if the call asks for it; put_back() restores
-// them.
-void snapshot_residuals(const Call& call);
-void put_back(const Call& call);
+// them. `ranks` is the size of the whole group.
+void snapshot_residuals(const Call& call, int ranks);
+void put_back(const Call& call, int ranks);
 
 template <class Base>
 class CodedComm {
@@ -40,6 +45,7 @@ class CodedComm {
   int rank() const { return comm_.rank(); }
   int size() const { return comm_.size(); }
   std::int64_t count() const { return comm_.count(); }
+  std::int64_t block() const { return comm_.count(); }
   std::int64_t line() const { return staging_.block; }
   std::int64_t elements(std::int64_t bytes) const {
     return comm_.elements(bytes) / kLargestBlock * kLargestBlock;
@@ -76,6 +82,7 @@ class CodedComm {
     }
     Location encoded = to(0), output = to(n_to - 1);
     if (encoded.coded == kPlain) std::swap(encoded, output);
+    if (encoded.coded == kPlain) return sum(output, n_from, n, last);
     encode(encoded, output, n_from, n, last);
   }
 
@@ -93,7 +100,13 @@ class CodedComm {
     return n * staging_.payload + (loops_.scaled ? ceil_div(n, staging_.block) * 4 : 0);
   }
   Source source(Location location, std::int64_t n);
+  Pass pass_over(int n_from, std::int64_t n, bool last) const;
   void encode(Location to, Location output, int n_from, std::int64_t n, bool last);
+  void sum(Location output, int n_from, std::int64_t n, bool last);
+  float* residual_of(std::int64_t element) const {
+    return feedback_.residual == nullptr || preflight_.unused != 0 ? nullptr
+                                                                   : feedback_.residual + element;
+  }
   std::int64_t index(Location tensor, std::byte* begin) const {
     return comm_.elements(tensor.data - begin);
   }

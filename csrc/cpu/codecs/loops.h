@@ -8,6 +8,11 @@ namespace pycomm::cpu {
 // Returns whether an encoded element, or one of the output, is not finite.
 using EncodeLoop = bool (*)(const Pass& pass, std::int64_t block);
 
+// Adds the sources as EncodeLoop does and stores the sum, not encoded, in the output. Adds what
+// rounding to the output's type loses to the residual. Returns whether an element of the output is
+// not finite.
+using SumLoop = bool (*)(const Pass& pass, std::int64_t block);
+
 // output[i] = decoded (or += decoded, for fp32). Returns whether one of these is not finite.
 using DecodeLoop = bool (*)(const Encoded& from, void* output, std::int64_t n, std::int64_t block);
 
@@ -17,6 +22,7 @@ using LargestLoop = std::uint32_t (*)(const void* x, const float* residual, floa
 
 struct CodecLoops {
   EncodeLoop encode;
+  SumLoop sum;
   DecodeLoop decode;
   DecodeLoop decode_and_add;  // output is fp32
   LargestLoop largest;

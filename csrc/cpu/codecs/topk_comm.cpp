@@ -45,7 +45,8 @@ TopkComm<Base>::TopkComm(Base& comm, TopkWorkspace& workspace, const Operation& 
       areas_(static_cast<std::size_t>(comm.size())) {
   const std::uint32_t largest = workspace_.selection.prepare(candidates_, operation.codec.k);
   if (feedback_.residual == nullptr) return;
-  preflight_ = make_preflight(largest > magnitude(limit_), is_unused(call));
+  const Range whole{0, operation.count};
+  preflight_ = make_preflight(largest > magnitude(limit_), is_unused(operation, call, {&whole, 1}));
 }
 
 template <class Base>

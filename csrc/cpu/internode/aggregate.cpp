@@ -43,6 +43,17 @@ void copy_floats(float* to, const float* from, std::int64_t n) {
 
 }  // namespace
 
+const float* widened(DType dtype, const void* x, std::int64_t n, Scratch& copy) {
+  if (dtype == DType::f32) return static_cast<const float*>(x);
+  float* const wide = copy.floats(n);
+  Codec codec;
+  codec.kind = CodecKind::cast;
+  codec.values = dtype;
+  const Encoded narrow{static_cast<std::byte*>(const_cast<void*>(x)), nullptr};
+  codec_loops(DType::f32, codec).decode(narrow, wide, n, kSmallestBlock);
+  return wide;
+}
+
 NodeAggregate::NodeAggregate(Comm& comm, const Nodes& nodes, AggregateMemory& memory,
                              const Operation& operation, const Call& call)
     : comm_(comm),
@@ -94,7 +105,9 @@ void NodeAggregate::collect_first() {
 void NodeAggregate::collect_tile(std::int64_t t) {
   const Range range = tile_ranges_[t];
   const Feedback &mine = call_.feedback, &sums = carried_call_.feedback;
-  fold(range, widened(range), gradient_);
+  const std::byte* const input =
+      static_cast<const std::byte*>(call_.input) + range.begin * size_of(operation_.dtype);
+  fold(range, widened(operation_.dtype, input, range.count, wide_), gradient_);
   if (mine.residual != nullptr) fold(range, mine.residual + range.begin, sums.residual);
   if (mine.velocity != nullptr) fold(range, mine.velocity + range.begin, sums.velocity);
 }
@@ -111,19 +124,6 @@ void NodeAggregate::fold(const Range& range, const float* mine, float* sums) {
                "staging_bytes is too small to compress in " + std::to_string(interleave_.stripes) +
                    " stripes");
   pycomm::reduce_scatter(comm_, stripes);
-}
-
-const float* NodeAggregate::widened(const Range& range) {
-  const std::byte* const input =
-      static_cast<const std::byte*>(call_.input) + range.begin * size_of(operation_.dtype);
-  if (operation_.dtype == DType::f32) return reinterpret_cast<const float*>(input);
-  float* const wide = wide_.floats(range.count);
-  Codec codec;
-  codec.kind = CodecKind::cast;
-  codec.values = operation_.dtype;
-  const Encoded narrow{const_cast<std::byte*>(input), nullptr};
-  codec_loops(DType::f32, codec).decode(narrow, wide, range.count, kSmallestBlock);
-  return wide;
 }
 
 Preflight NodeAggregate::spread(std::int64_t t, Preflight mine) {

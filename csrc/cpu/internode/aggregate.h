@@ -24,6 +24,9 @@ struct AggregateMemory {
   Scratch wide, gradient, residual, velocity;
 };
 
+// A tensor's elements in fp32: the tensor itself, or a copy.
+const float* widened(DType dtype, const void* x, std::int64_t n, Scratch& copy);
+
 class NodeAggregate {
  public:
   NodeAggregate(Comm& comm, const Nodes& nodes, AggregateMemory& memory, const Operation& operation,
@@ -52,7 +55,6 @@ class NodeAggregate {
   Operation operation_on(const Range& range, DType dtype) const;
   void collect_tile(std::int64_t t);
   void fold(const Range& range, const float* mine, float* sums);
-  const float* widened(const Range& range);
   bool narrow(const Range& range);
   void store_feedback(const float* carried, float* state) const;
 

@@ -70,14 +70,18 @@ void InternodeGroup::reduce_to_stripes(const Operation& operation, std::int64_t 
                                        const void* input, void* output) {
   if (comm_.size() == 1) return move(output, input, count * size_of(operation.dtype));
   comm_.begin_phase(phase(operation, count), input, output);
-  pycomm::reduce_scatter(comm_, EvenStripes<Comm>{comm_, nodes_.stripes()}, false);
+  pycomm::reduce_scatter(comm_, EvenStripes<Comm>{comm_, nodes_.stripes(), stripe_unit(operation)},
+                         false);
   comm_.leave_peers_heaps();  // the exchange between nodes can take long
 }
 
-void InternodeGroup::gather_stripes(const Operation& operation, std::int64_t count, void* data) {
-  if (comm_.size() == 1) return;
-  comm_.begin_phase(phase(operation, count), data, data);
-  pycomm::all_gather(comm_, EvenStripes<Comm>{comm_, nodes_.stripes()});
+// Returns the combination of this node's preflights.
+Preflight InternodeGroup::gather_stripes(const Operation& operation, std::int64_t count, void* data,
+                                         Preflight mine) {
+  if (comm_.size() == 1) return mine;
+  comm_.begin_phase(phase(operation, count), data, data, mine);
+  pycomm::all_gather(comm_, EvenStripes<Comm>{comm_, nodes_.stripes(), stripe_unit(operation)});
+  return comm_.preflight();
 }
 
 void InternodeGroup::exchange_plain(const Operation& operation, std::byte* data, bool reduces,
@@ -112,13 +116,15 @@ const std::byte* InternodeGroup::in_node_order(const void* blocks, std::int64_t 
   return to;
 }
 
+// Blocks in node order: the caller's, or a copy of them.
+const std::byte* InternodeGroup::in_node_order(const void* blocks, std::int64_t bytes) {
+  if (nodes_.in_order()) return static_cast<const std::byte*>(blocks);
+  return in_node_order(blocks, bytes, true, scratch_.blocks.bytes(nodes_.world() * bytes));
+}
+
 void InternodeGroup::reduce_scatter(const Operation& operation, const Call& call) {
   const std::int64_t block = operation.count, element = size_of(operation.dtype);
-  const auto* input = static_cast<const std::byte*>(call.input);
-  if (!nodes_.in_order()) {
-    input = in_node_order(input, block * element, true,
-                          scratch_.blocks.bytes(nodes_.world() * block * element));
-  }
+  const std::byte* const input = in_node_order(call.input, block * element);
   std::byte* const sums = scratch_.sums.bytes(nodes_.world() * block * element);
   for (int m = 0; m < nodes_.count(); ++m) {
     const std::int64_t begin = segment(m, block) * element;
@@ -180,27 +186,33 @@ void InternodeGroup::barrier(const Operation& operation) {
 }
 
 bool InternodeGroup::compressed(const Operation& operation, const Call& call) {
+  if (operation.collective == Collective::reduce_scatter) {
+    return compressed_reduce_scatter(operation, call);
+  }
   if (!nodes_.single()) return compressed_sum(operation, call);
-  const float largest = bit_cast<float>(largest_finite(operation.dtype));
-  return exchange_coded(operation, call, largest, nullptr).nonfinite != 0;
+  return exchange_coded(operation, call, largest_result(operation), nullptr).nonfinite != 0;
+}
+
+// The largest sum or mean of contributions of nodes whose result fits into the tensor's type.
+float InternodeGroup::largest_result(const Operation& operation) const {
+  const float ranks_per_node =
+      static_cast<float>(nodes_.world()) / static_cast<float>(nodes_.count());
+  return bit_cast<float>(largest_finite(operation.dtype)) *
+         (operation.op == ReduceOp::avg ? ranks_per_node : 1.0f);
 }
 
 bool InternodeGroup::compressed_sum(const Operation& operation, const Call& call) {
   NodeAggregate aggregate(comm_, nodes_, aggregate_memory_, operation, call);
   aggregate.collect_first();
-  const float ranks_per_node =
-      static_cast<float>(nodes_.world()) / static_cast<float>(nodes_.count());
-  const float largest = bit_cast<float>(largest_finite(operation.dtype)) *
-                        (operation.op == ReduceOp::avg ? ranks_per_node : 1.0f);
   const Preflight preflight =
-      exchange_coded(aggregate.carried(), aggregate.call(), largest, &aggregate);
+      exchange_coded(aggregate.carried(), aggregate.call(), largest_result(operation), &aggregate);
   if (preflight.overflow == 0 && preflight.unused == 0) aggregate.store_feedback();
   return preflight.nonfinite != 0;
 }
 
-// The preflight before anything is sent. With an aggregate, all ranks of this node agree on it.
-Preflight InternodeGroup::agree(Preflight mine, const NodeAggregate* aggregate) {
-  if (aggregate == nullptr) return mine;
+// The preflight of this node's ranks, before anything is sent.
+Preflight InternodeGroup::agree(Preflight mine) {
+  if (comm_.size() == 1) return mine;
   comm_.begin_phase(comm_.called(), nullptr, nullptr, mine);
   comm_.announce();
   return comm_.preflight();
@@ -229,7 +241,7 @@ Preflight InternodeGroup::exchange_parts(const Coded& coded, Stages stages,
 Preflight InternodeGroup::exchange_coded(const Operation& operation, const Call& call,
                                          float largest_result, NodeAggregate* aggregate) {
   if (!owns_stripe()) {
-    agree(kNeutralPreflight, aggregate);
+    agree(kNeutralPreflight);
     NoStages nothing;
     NoLink nowhere;
     AggregateStages aggregate_stages(*aggregate, nothing, [] { return kNeutralPreflight; });
@@ -239,22 +251,134 @@ Preflight InternodeGroup::exchange_coded(const Operation& operation, const Call&
   const float limit = largest_safe(operation, nodes_.count(), largest_result);
   if (operation.codec.kind == CodecKind::topk) {
     TopkComm<Link> coded(*link_, topk_, operation, call, limit);
-    link_->begin_tensor(operation, call.input, call.output, agree(coded.preflight(), aggregate));
+    link_->begin_tensor(operation, call.input, call.output, agree(coded.preflight()));
     coded.announce();
     return exchange_parts(coded, ListStages(*link_, coded, list_lengths_), aggregate);
   }
-  const Preflight preflight = agree(preflight_of(operation, call, limit), aggregate);
+  const Range whole{0, operation.count};
+  const Preflight preflight = agree(preflight_of(operation, call, limit, {&whole, 1}));
   link_->begin_tensor(operation, call.input, call.output, preflight);
   const TileRanges tile_ranges =
       aggregate != nullptr
           ? aggregate->tile_ranges()
           : tile_ranges_of(operation, {nodes_.count() * kOwnedElements, 1}, nodes_.count());
+  const CyclicOwners owners(*link_, operation, tile_ranges);
   CodedComm<Link> coded(*link_, operation, call.feedback, limit,
-                        BlockStages::staging(operation.codec, tile_ranges),
+                        region_staging(operation.codec, owners.elements()),
                         codec_loops(operation.dtype, operation.codec));
   coded.announce();
   return exchange_parts(
-      coded, BlockStages(*link_, coded, operation, tile_ranges, scratch_.incoming), aggregate);
+      coded, BlockStages(*link_, coded, operation.codec, owners, scratch_.incoming), aggregate);
+}
+
+// Every rank sends each node its part of the sums, in one stripe, and its node gathers the results.
+bool InternodeGroup::compressed_reduce_scatter(const Operation& operation, const Call& call) {
+  if (nodes_.single()) {
+    const float largest = largest_result(operation);
+    return tell_nodes(call, exchange_segments(operation, call, largest)).nonfinite != 0;
+  }
+  const std::int64_t block = operation.count, bytes = block * size_of(operation.dtype);
+  const int ranks = nodes_.size(nodes_.here);
+  float* const sums = sum_segments(operation, call.input);
+  std::byte* const here = operation.dtype == DType::f32
+                              ? reinterpret_cast<std::byte*>(sums + segment(nodes_.here, block))
+                              : scratch_.blocks.bytes(ranks * bytes);
+  Preflight found = kNeutralPreflight;
+  if (owns_stripe()) {
+    found = exchange_sums(operation, call, sums, here);
+  } else {
+    agree(kNeutralPreflight);
+  }
+  found = gather_stripes(operation, ranks * block, here, found);
+  move(call.output, here + comm_.rank() * bytes, bytes);
+  return found.nonfinite != 0;
+}
+
+// This node's fp32 sums of all blocks, in node order. A rank has those of its stripe of each segment.
+float* InternodeGroup::sum_segments(const Operation& operation, const void* input) {
+  const std::int64_t block = operation.count, n = nodes_.world() * block;
+  const float* const wide =
+      widened(operation.dtype, in_node_order(input, block * size_of(operation.dtype)), n,
+              aggregate_memory_.wide);
+  float* const sums = scratch_.sums.floats(n);
+  Operation sum = operation;
+  sum.dtype = DType::f32;
+  for (int m = 0; m < nodes_.count(); ++m) {
+    const std::int64_t begin = segment(m, block);
+    reduce_to_stripes(sum, nodes_.size(m) * block, wide + begin, sums + begin);
+  }
+  return sums;
+}
+
+// The part between nodes. Writes this rank's stripe of the result to `here`, this node's segment in
+// the tensor's type.
+Preflight InternodeGroup::exchange_sums(const Operation& operation, const Call& call, float* sums,
+                                        std::byte* here) {
+  const std::int64_t block = operation.count, first = segment(nodes_.here, block);
+  const Range mine =
+      stripe_of(operation, nodes_, comm_.rank(), first, nodes_.size(nodes_.here) * block);
+  Operation carried = operation;
+  carried.dtype = DType::f32;
+  Call carried_call = call;
+  carried_call.input = sums;
+  carried_call.output = sums + mine.begin;
+  float* const residual = call.feedback.residual;
+  const std::int64_t residual_bytes = block * size_of(DType::f32);
+  const bool reorders = residual != nullptr && !nodes_.in_order();
+  if (reorders) {
+    float* const ordered = aggregate_memory_.residual.floats(nodes_.world() * block);
+    in_node_order(residual, residual_bytes, true, reinterpret_cast<std::byte*>(ordered));
+    carried_call.feedback.residual = ordered;
+  }
+  Preflight found = exchange_segments(carried, carried_call, largest_result(operation));
+  const bool keeps = residual != nullptr && found.overflow == 0 && found.unused == 0;
+  float* const kept = carried_call.feedback.residual;
+  if (operation.dtype != DType::f32) {
+    const float divisor = operation.op == ReduceOp::avg ? static_cast<float>(nodes_.world()) : 1.0f;
+    std::byte* const to = here + (mine.begin - first) * size_of(operation.dtype);
+    const std::uint32_t largest = narrow_loop(operation.dtype)(
+        sums + mine.begin, to, mine.count, keeps ? kept + mine.begin : nullptr,
+        divisor * scaling_of(call.feedback).inverse);
+    found.nonfinite |= static_cast<std::uint8_t>(largest >= kInfinityBits);
+  }
+  if (keeps && reorders) {
+    in_node_order(kept, residual_bytes, false, reinterpret_cast<std::byte*>(residual));
+  }
+  return tell_nodes(call, found);
+}
+
+// Sends every node what this rank has of its segment. The output receives this node's.
+Preflight InternodeGroup::exchange_segments(const Operation& operation, const Call& call,
+                                            float largest_result) {
+  const std::vector<Range> owned = owned_by_nodes(operation, nodes_, comm_.rank());
+  const float limit = largest_safe(operation, nodes_.count(), largest_result);
+  const Preflight preflight = agree(preflight_of(operation, call, limit, owned));
+  link_->begin_tensor(operation, call.input, call.output, preflight);
+  const RangeOwners owners(owned, operation.codec);
+  CodedComm<Link> coded(*link_, operation, call.feedback, limit,
+                        region_staging(operation.codec, owners.elements()),
+                        codec_loops(operation.dtype, operation.codec));
+  coded.announce();
+  return exchange_parts(
+      coded, BlockStages(*link_, coded, operation.codec, owners, scratch_.incoming), nullptr);
+}
+
+// A node knows only whether its own contribution and result are finite. With feedback, the preflight
+// has already told all nodes.
+Preflight InternodeGroup::tell_nodes(const Call& call, Preflight found) {
+  if (call.feedback.residual != nullptr) return found;
+  verdicts_.assign(static_cast<std::size_t>(nodes_.count()), std::byte{found.nonfinite});
+  Batch batch;
+  for (int m = 0; m < nodes_.count(); ++m) {
+    if (m == nodes_.here) continue;
+    batch.sends.push_back({m, &verdicts_[static_cast<std::size_t>(nodes_.here)], 1});
+    batch.receives.push_back({m, &verdicts_[static_cast<std::size_t>(m)], 1});
+  }
+  link_->wait(link_->post(batch));
+  for (const std::byte verdict : verdicts_) {
+    found.nonfinite |= static_cast<std::uint8_t>(verdict != std::byte{0});
+  }
+  return found;
 }
 
 }  // namespace pycomm::cpu

@@ -13,6 +13,10 @@
 // phases overlap tile by tile. Their stripes are interleaved by index. If every node has one rank,
 // the codec is applied to the tensors themselves, and the bits are those of a single node with as
 // many ranks.
+//
+// A compressed reduce-scatter has the phases of an uncompressed one. The node's sums stay in fp32, and
+// a stripe begins at a block of the codec. Between nodes, all parts are encoded, the node's own, too;
+// the sums are not encoded again.
 #pragma once
 
 #include <memory>
@@ -68,25 +72,36 @@ class InternodeGroup {
 
   void reduce_to_stripes(const Operation& operation, std::int64_t count, const void* input,
                          void* output);
-  void gather_stripes(const Operation& operation, std::int64_t count, void* data);
+  Preflight gather_stripes(const Operation& operation, std::int64_t count, void* data,
+                           Preflight mine = {});
   void exchange_plain(const Operation& operation, std::byte* data, bool reduces, bool gathers);
   std::int64_t segment(int node, std::int64_t block) const { return nodes_.before(node) * block; }
+  const std::byte* in_node_order(const void* blocks, std::int64_t bytes);
   const std::byte* in_node_order(const void* blocks, std::int64_t bytes, bool from_rank_order,
                                  std::byte* to) const;
 
   bool compressed(const Operation& operation, const Call& call);
   bool compressed_sum(const Operation& operation, const Call& call);
+  float largest_result(const Operation& operation) const;
   Preflight exchange_coded(const Operation& operation, const Call& call, float largest_result,
                            NodeAggregate* aggregate);
   template <class Coded, class Stages>
   Preflight exchange_parts(const Coded& coded, Stages stages, NodeAggregate* aggregate);
-  Preflight agree(Preflight mine, const NodeAggregate* aggregate);
+  Preflight agree(Preflight mine);
+
+  bool compressed_reduce_scatter(const Operation& operation, const Call& call);
+  float* sum_segments(const Operation& operation, const void* input);
+  Preflight exchange_sums(const Operation& operation, const Call& call, float* sums,
+                          std::byte* here);
+  Preflight exchange_segments(const Operation& operation, const Call& call, float largest_result);
+  Preflight tell_nodes(const Call& call, Preflight found);
 
   Comm& comm_;
   const Nodes nodes_;
   std::unique_ptr<Link> link_;
   TopkWorkspace topk_;
   std::vector<std::int64_t> list_lengths_;
+  std::vector<std::byte> verdicts_;  // one per node
   AggregateMemory aggregate_memory_;
   struct {
     Scratch incoming, blocks, sums;

@@ -2,32 +2,32 @@
 
 namespace pycomm::cpu {
 
+std::int64_t OwnedRanges::longest(const std::vector<Range>& owned) {
+  std::int64_t most = 0;
+  for (const Range& range : owned) most = std::max(most, range.count);
+  return most;
+}
+
+Range OwnedRanges::piece(std::int64_t t, int node) const {
+  const Range& range = owned[static_cast<std::size_t>(node)];
+  const Tiles tiles{range.count, tile};
+  if (t >= tiles.count()) return {range.begin, 0};
+  return {range.begin + tiles[t].begin, tiles[t].count};
+}
+
 PlainStages::PlainStages(Link& link, const Operation& operation, Work work, Scratch& scratch)
     : link_(link),
       work_(std::move(work)),
       element_size_(size_of(operation.dtype)),
-      transfer_bytes_(work_.reduces ? transfer_bytes(largest_bytes(), link.size())
-                                    : most_transfer_bytes(link.size())),
+      transfer_bytes_(
+          work_.reduces
+              ? transfer_bytes(OwnedRanges::longest(work_.owned) * element_size_, link.size())
+              : most_transfer_bytes(link.size())),
+      ranges_{work_.owned, transfer_bytes_ / element_size_},
       loop_(reduce_loop(operation.dtype, operation.op, true)),
-      tiles_(ceil_div(largest_bytes(), transfer_bytes_)),
       incoming_(work_.reduces ? scratch.bytes(kTilesUnderWay * link.size() * transfer_bytes_)
                               : nullptr),
       sources_(static_cast<std::size_t>(link.size())) {}
-
-// The bytes of the largest range that a node owns.
-std::int64_t PlainStages::largest_bytes() const {
-  std::int64_t most = 0;
-  for (const Range& owned : work_.owned) most = std::max(most, owned.count * element_size_);
-  return most;
-}
-
-Range PlainStages::piece(std::int64_t t, int node) const {
-  const Range& owned = work_.owned[static_cast<std::size_t>(node)];
-  const Tiles tiles = cut(owned);
-  if (t >= tiles.count()) return {owned.begin, 0};
-  const Range tile = tiles[t];
-  return {owned.begin + tile.begin, tile.count};
-}
 
 Batch PlainStages::staged(std::int64_t t) const {
   Batch batch;
@@ -78,52 +78,43 @@ TileRanges tile_ranges_of(const Operation& operation, const StripeInterleave& in
   return tile_ranges;
 }
 
-CodedStaging BlockStages::staging(const Codec& codec, const TileRanges& tile_ranges) {
+RangeOwners::RangeOwners(std::vector<Range> owned, const Codec& codec)
+    : ranges_{std::move(owned), 0} {
+  const std::int64_t bytes = OwnedRanges::longest(ranges_.owned) * payload_size(codec);
+  const auto nodes = static_cast<int>(ranges_.owned.size());
+  const std::int64_t elements = transfer_bytes(bytes, nodes) / payload_size(codec);
+  ranges_.tile = elements / block_of(codec) * block_of(codec);
+}
+
+CodedStaging region_staging(const Codec& codec, std::int64_t elements) {
   CodedStaging staging = CodedStaging::in(0, codec);
-  staging.slot = tile_ranges.periods_per_tile * kOwnedElements / kStagingSlots;
+  staging.slot = elements / kStagingSlots;
   return staging;
 }
 
-BlockStages::BlockStages(Link& link, CodedComm<Link>& coded, const Operation& operation,
-                         const TileRanges& tile_ranges, Scratch& scratch)
+template <class Owners>
+BlockStages<Owners>::BlockStages(Link& link, CodedComm<Link>& coded, const Codec& codec,
+                                 const Owners& owners, Scratch& scratch)
     : link_(link),
       coded_(coded),
-      staging_(staging(operation.codec, tile_ranges)),
-      scaled_(is_scaled(operation.codec)),
-      region_bytes_(kStagingSlots * staging_.slot * staging_.payload +
-                    (kStagingSlots * staging_.slot >> staging_.shift) * 4),
-      tile_ranges_(tile_ranges),
-      chunks_{link, first_element(operation), kOwnedElements},
-      regions_(scratch.bytes(kTilesUnderWay * 3 * link.size() * region_bytes_)) {}
+      staging_(region_staging(codec, owners.elements())),
+      scaled_(is_scaled(codec)),
+      region_bytes_(owners.elements() * staging_.payload +
+                    (owners.elements() >> staging_.shift) * 4),
+      owners_(owners),
+      regions_(scratch.bytes(kTilesUnderWay * kUses * link.size() * region_bytes_)) {}
 
-Location BlockStages::region(std::int64_t t, Use use, int node) const {
-  const std::int64_t index = (t % kTilesUnderWay * 3 + static_cast<int>(use)) * link_.size() + node;
+template <class Owners>
+Location BlockStages<Owners>::region(std::int64_t t, Use use, int node) const {
+  const std::int64_t index =
+      (t % kTilesUnderWay * kUses + static_cast<int>(use)) * link_.size() + node;
   const int writer = use == Use::contribution ? link_.rank() : node;
   return {regions_ + index * region_bytes_, writer, 0};
 }
 
-template <class Visit>
-std::int64_t BlockStages::each_run(std::int64_t t, int owner, Visit visit) const {
-  const std::int64_t first = t * tile_ranges_.periods_per_tile;
-  const std::int64_t end = std::min(first + tile_ranges_.periods_per_tile, tile_ranges_.periods());
-  // A period of the whole tensor holds one period of each stripe. If the tensor begins after this
-  // stripe's part of a period, the stripe begins with the next one.
-  const std::int64_t before = tile_ranges_.first_period() - chunks_.offset / chunks_.period();
-  std::int64_t elements = 0;
-  for (std::int64_t period = first; period < end; ++period) {
-    const Chunk chunk = chunks_(before + period, owner);
-    visit(Range{chunk.input, chunk.count}, elements);
-    elements += chunk.count;
-  }
-  return elements;
-}
-
-std::int64_t BlockStages::elements(std::int64_t t, int owner) const {
-  return each_run(t, owner, [](const Range&, std::int64_t) {});
-}
-
-void BlockStages::add_transfers(std::vector<Transfer>& transfers, int node, const Location& region,
-                                std::int64_t elements) const {
+template <class Owners>
+void BlockStages<Owners>::add_transfers(std::vector<Transfer>& transfers, int node,
+                                        const Location& region, std::int64_t elements) const {
   if (elements == 0) return;
   const Encoded encoded = staging_[region];
   const std::int64_t payload = elements * staging_.payload;
@@ -140,16 +131,18 @@ void BlockStages::add_transfers(std::vector<Transfer>& transfers, int node, cons
 
 // Encodes the parts of all owners, including this node's own, so that no node has a more exact
 // copy.
-void BlockStages::stage(std::int64_t t) {
+template <class Owners>
+void BlockStages<Owners>::stage(std::int64_t t) {
   for (int m = 0; m < link_.size(); ++m) {
     const Location to = region(t, Use::contribution, m);
-    each_run(t, m, [&](const Range& run, std::int64_t begin) {
-      coded_.copy(coded_.at(to, begin), coded_.at(coded_.input(), run.begin), run.count);
+    owners_.each_run(t, m, [&](const Chunk& run, std::int64_t begin) {
+      coded_.copy(coded_.at(to, begin), coded_.at(coded_.input(), run.input), run.count);
     });
   }
 }
 
-Batch BlockStages::staged(std::int64_t t) const {
+template <class Owners>
+Batch BlockStages<Owners>::staged(std::int64_t t) const {
   Batch batch;
   const std::int64_t mine = elements(t, link_.rank());
   for (int m = 0; m < link_.size(); ++m) {
@@ -160,22 +153,24 @@ Batch BlockStages::staged(std::int64_t t) const {
   return batch;
 }
 
-// The result replaces this node's own contribution.
-void BlockStages::reduce(std::int64_t t) {
+// If it is gathered, the encoded result replaces this node's own contribution.
+template <class Owners>
+void BlockStages<Owners>::reduce(std::int64_t t) {
   const int me = link_.rank();
   const Location own = region(t, Use::contribution, me);
-  each_run(t, me, [&](const Range& run, std::int64_t begin) {
+  owners_.each_run(t, me, [&](const Chunk& run, std::int64_t begin) {
     const auto from = [&](int m) {
       return coded_.at(m == me ? own : region(t, Use::incoming, m), begin);
     };
     const auto to = [&](int i) {
-      return i == 0 ? coded_.at(own, begin) : coded_.at(coded_.output(), run.begin);
+      return gathers() && i == 0 ? coded_.at(own, begin) : coded_.at(coded_.output(), run.output);
     };
-    coded_.reduce(2, to, link_.size(), from, run.count, true);
+    coded_.reduce(gathers() ? 2 : 1, to, link_.size(), from, run.count, true);
   });
 }
 
-Batch BlockStages::reduced(std::int64_t t) const {
+template <class Owners>
+Batch BlockStages<Owners>::reduced(std::int64_t t) const {
   Batch batch;
   const int me = link_.rank();
   for (int m = 0; m < link_.size(); ++m) {
@@ -186,15 +181,19 @@ Batch BlockStages::reduced(std::int64_t t) const {
   return batch;
 }
 
-void BlockStages::gather(std::int64_t t) {
+template <class Owners>
+void BlockStages<Owners>::gather(std::int64_t t) {
   for (int m = 0; m < link_.size(); ++m) {
     if (m == link_.rank()) continue;
     const Location from = region(t, Use::result, m);
-    each_run(t, m, [&](const Range& run, std::int64_t begin) {
-      coded_.copy(coded_.at(coded_.output(), run.begin), coded_.at(from, begin), run.count);
+    owners_.each_run(t, m, [&](const Chunk& run, std::int64_t begin) {
+      coded_.copy(coded_.at(coded_.output(), run.output), coded_.at(from, begin), run.count);
     });
   }
 }
+
+template class BlockStages<CyclicOwners>;
+template class BlockStages<RangeOwners>;
 
 ListStages::ListStages(Link& link, TopkComm<Link>& coded, std::vector<std::int64_t>& lengths)
     : link_(link), coded_(coded), lengths_(lengths) {

@@ -24,6 +24,17 @@ constexpr std::int64_t transfer_bytes(std::int64_t owned_bytes, int nodes) {
                     most_transfer_bytes(nodes));
 }
 
+// The range of a tensor that each node owns, cut into tiles.
+struct OwnedRanges {
+  std::vector<Range> owned;
+  std::int64_t tile;  // elements
+
+  static std::int64_t longest(const std::vector<Range>& owned);
+  std::int64_t tiles() const { return ceil_div(longest(owned), tile); }
+  // What a node owns of tile t.
+  Range piece(std::int64_t t, int node) const;
+};
+
 // A plain tensor, sent from its memory and received in place.
 class PlainStages {
  public:
@@ -40,7 +51,7 @@ class PlainStages {
 
   PlainStages(Link& link, const Operation& operation, Work work, Scratch& scratch);
 
-  std::int64_t tiles() const { return tiles_; }
+  std::int64_t tiles() const { return ranges_.tiles(); }
   bool reduces() const { return work_.reduces; }
   bool gathers() const { return work_.gathers; }
   void stage(std::int64_t) {}
@@ -51,12 +62,10 @@ class PlainStages {
   void gather(std::int64_t) {}
 
  private:
-  Tiles cut(const Range& owned) const { return {owned.count, transfer_bytes_ / element_size_}; }
-  Range piece(std::int64_t t, int node) const;
+  Range piece(std::int64_t t, int node) const { return ranges_.piece(t, node); }
   Transfer transfer(int to, std::byte* data, const Range& range) const {
     return {to, data, range.count * element_size_};
   }
-  std::int64_t largest_bytes() const;
   std::byte* at(const Range& range) const { return work_.data + range.begin * element_size_; }
   std::byte* incoming(std::int64_t t, int node) const {
     return incoming_ + (t % kTilesUnderWay * link_.size() + node) * transfer_bytes_;
@@ -66,8 +75,8 @@ class PlainStages {
   Work work_;
   const std::int64_t element_size_;
   const std::int64_t transfer_bytes_;
+  const OwnedRanges ranges_;
   const ReduceLoop loop_;
-  const std::int64_t tiles_;
   std::byte* incoming_;
   std::vector<const void*> sources_;
 };
@@ -77,18 +86,80 @@ class PlainStages {
 TileRanges tile_ranges_of(const Operation& operation, const StripeInterleave& interleave,
                           int nodes);
 
-// Encoded blocks. Nodes own elements by index, as ranks do on a single node (CyclicChunks).
-class BlockStages {
+// BlockStages has two kinds of owners of blocks. Both say
+//   kGathers      whether all nodes receive the results,
+//   tiles()       the number of tiles,
+//   elements()    the most elements that a node owns of a tile,
+//   each_run(t, owner, visit)  calls visit(chunk, index of its first element among those that `owner`
+//                              owns of tile t) for all of these; returns their number.
+
+// Nodes own elements by index, as ranks do on a single node (CyclicChunks).
+class CyclicOwners {
  public:
+  static constexpr bool kGathers = true;
+
   // `operation` is the one on this link; `tile_ranges` are the tiles of its tensor.
-  BlockStages(Link& link, CodedComm<Link>& coded, const Operation& operation,
-              const TileRanges& tile_ranges, Scratch& scratch);
-  // The staging layout for the codec's executor.
-  static CodedStaging staging(const Codec& codec, const TileRanges& tile_ranges);
+  CyclicOwners(Link& link, const Operation& operation, const TileRanges& tile_ranges)
+      : tile_ranges_(tile_ranges), chunks_{link, first_element(operation), kOwnedElements} {}
 
   std::int64_t tiles() const { return tile_ranges_.tiles(); }
+  std::int64_t elements() const { return tile_ranges_.periods_per_tile * kOwnedElements; }
+  template <class Visit>
+  std::int64_t each_run(std::int64_t t, int owner, Visit visit) const {
+    const std::int64_t first = t * tile_ranges_.periods_per_tile;
+    const std::int64_t end =
+        std::min(first + tile_ranges_.periods_per_tile, tile_ranges_.periods());
+    // A period of the whole tensor holds one period of each stripe. If the tensor begins after this
+    // stripe's part of a period, the stripe begins with the next one.
+    const std::int64_t before = tile_ranges_.first_period() - chunks_.offset / chunks_.period();
+    std::int64_t elements = 0;
+    for (std::int64_t period = first; period < end; ++period) {
+      const Chunk chunk = chunks_(before + period, owner);
+      visit(chunk, elements);
+      elements += chunk.count;
+    }
+    return elements;
+  }
+
+ private:
+  TileRanges tile_ranges_;
+  CyclicChunks<Link> chunks_;
+};
+
+// Each node owns a range, whose result is the output of its rank.
+class RangeOwners {
+ public:
+  static constexpr bool kGathers = false;
+
+  RangeOwners(std::vector<Range> owned, const Codec& codec);
+
+  std::int64_t tiles() const { return ranges_.tiles(); }
+  std::int64_t elements() const { return ranges_.tile; }
+  template <class Visit>
+  std::int64_t each_run(std::int64_t t, int owner, Visit visit) const {
+    const Range piece = ranges_.piece(t, owner);
+    const std::int64_t begin = ranges_.owned[static_cast<std::size_t>(owner)].begin;
+    visit(Chunk{piece.begin, piece.begin - begin, 0, piece.count}, std::int64_t{0});
+    return piece.count;
+  }
+
+ private:
+  OwnedRanges ranges_;
+};
+
+// The layout of a region of encoded blocks that has so many elements, for the codec's executor.
+CodedStaging region_staging(const Codec& codec, std::int64_t elements);
+
+// Encoded blocks.
+template <class Owners>
+class BlockStages {
+ public:
+  BlockStages(Link& link, CodedComm<Link>& coded, const Codec& codec, const Owners& owners,
+              Scratch& scratch);
+
+  std::int64_t tiles() const { return owners_.tiles(); }
   static constexpr bool reduces() { return true; }
-  static constexpr bool gathers() { return true; }
+  static constexpr bool gathers() { return Owners::kGathers; }
   void stage(std::int64_t t);
   Batch staged(std::int64_t t) const;
   void reduce(std::int64_t t);
@@ -100,23 +171,21 @@ class BlockStages {
   // What a region is for: contributions that this rank sends to an owner, contributions that it
   // receives and reduces, or results.
   enum class Use { contribution, incoming, result };
+  static constexpr int kUses = Owners::kGathers ? 3 : 2;
 
   Location region(std::int64_t t, Use use, int node) const;
-  // Calls visit(range of the tensor, index of its first element in the region) for the elements of
-  // tile t that `owner` owns. Returns their number.
-  template <class Visit>
-  std::int64_t each_run(std::int64_t t, int owner, Visit visit) const;
   void add_transfers(std::vector<Transfer>& transfers, int node, const Location& region,
                      std::int64_t elements) const;
-  std::int64_t elements(std::int64_t t, int owner) const;
+  std::int64_t elements(std::int64_t t, int owner) const {
+    return owners_.each_run(t, owner, [](const Chunk&, std::int64_t) {});
+  }
 
   Link& link_;
   CodedComm<Link>& coded_;
   const CodedStaging staging_;
   const bool scaled_;
   const std::int64_t region_bytes_;
-  const TileRanges tile_ranges_;
-  CyclicChunks<Link> chunks_;
+  const Owners owners_;
   std::byte* regions_;
 };
 

@@ -14,7 +14,7 @@ void run_blocks(Comm& comm, const Call& call) {
   cpu::CodedComm<Comm> coded(comm, operation, call.feedback, kInfinity,
                              CodedStaging::in(comm.slot_bytes() * kStagingSlots, operation.codec),
                              cpu::codec_loops(operation.dtype, operation.codec));
-  run_coded(coded, operation.algorithm);
+  run_coded(coded, operation);
 }
 
 Operation phase_of(const Operation& operation) {

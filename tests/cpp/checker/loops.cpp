@@ -69,10 +69,14 @@ CodecLoops codec_loops(DType, const Codec& codec) {
 
 NarrowLoop narrow_loop(DType dtype) { return size_of(dtype) == 2 ? narrow<2> : narrow<4>; }
 
-Preflight preflight_of(const Operation& operation, const Call& call, float) {
+Preflight preflight_of(const Operation& operation, const Call& call, float,
+                       std::span<const Range> parts) {
   if (call.feedback.residual == nullptr) return {};
-  read(call.input, operation.count, {size_of(operation.dtype)});
-  read(call.feedback.residual, operation.count, kFloat);
+  const std::int64_t element = size_of(operation.dtype);
+  for (const Range& part : parts) {
+    read(static_cast<const std::byte*>(call.input) + part.begin * element, part.count, {element});
+    read(call.feedback.residual + part.begin, part.count, kFloat);
+  }
   return {};
 }
 

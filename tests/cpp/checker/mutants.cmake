@@ -90,7 +90,7 @@ add_epoch_mutant(epochs_begin_with_1 operation.h "sequence + 1 == 0 ? 2" "sequen
 add_node_mutant(stripes_share_a_slot core/algorithms/stripes.h "owner * piece(), rest" "0, rest")
 add_node_mutant(plain_transfers_share_a_place cpu/internode/stages.h
   "t % kTilesUnderWay * link_.size() + node" "node")
-add_node_mutant(encoded_transfers_share_a_place cpu/internode/stages.cpp "(t % kTilesUnderWay * 3 + " "(")
+add_node_mutant(encoded_transfers_share_a_place cpu/internode/stages.cpp "(t % kTilesUnderWay * kUses + " "(")
 add_node_mutant(contribution_is_a_result cpu/internode/stages.cpp "region(t, Use::incoming, m), begin"
   "region(t, Use::result, m), begin")
 add_node_mutant(lengths_are_not_waited_for cpu/internode/stages.cpp "link_.wait(link_.post(lengths));"
@@ -102,9 +102,10 @@ add_node_mutant(aggregate_spreads_what_has_not_come cpu/internode/aggregate.h "s
     preflight_ = aggregate_.spread(t, finding_());" "preflight_ = aggregate_.spread(t, finding_());
     stages_.gather(t);")
 add_node_mutant(residual_of_nobody cpu/internode/aggregate.cpp "  zero(state, operation_.count);" "")
-add_node_mutant(blocks_go_by_rank cpu/internode/group.cpp "if (!nodes_.in_order()) {
-    input" "if (false) {
-    input")
+add_node_mutant(blocks_go_by_rank cpu/internode/group.cpp "if (nodes_.in_order()) return" "if (true) return")
+add_node_mutant(pieces_are_the_first cpu/internode/stages.cpp "return {range.begin + tiles[t].begin," "return {range.begin,")
+add_node_mutant(sums_lie_in_another_segment cpu/internode/group.cpp "carried_call.output = sums + mine.begin;"
+  "carried_call.output = sums;")
 add_node_mutant(all_gather_forgets_a_node cpu/internode/group.cpp "if (m == nodes_.here) continue;
     gather_stripes" "if (m <= 1) continue;
     gather_stripes")

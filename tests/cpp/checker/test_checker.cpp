@@ -69,6 +69,18 @@ Step coded_step(std::mt19937& random) {
   return step;
 }
 
+// Every rank gets whole blocks of the codec.
+Step coded_scatter_step(std::mt19937& random) {
+  constexpr std::int64_t kBlocksPerRank[] = {0, 1, 3, 20, 41};
+  Step step = coded_step(random);
+  step.operation.collective = Collective::reduce_scatter;
+  step.operation.algorithm = Algorithm::two_shot;
+  step.operation.count = one_of(kBlocksPerRank, random) * kLargestBlock;
+  step.in_place = false;
+  step.feedback = random() % 2 == 0;
+  return step;
+}
+
 Step topk_step(std::mt19937& random) {
   constexpr std::int64_t kCounts[] = {0, 1, 65536, 65537, 300007, 1500001};
   constexpr DType kValues[] = {DType::f32, DType::bf16, DType::u8};
@@ -153,6 +165,7 @@ void mixed(int ranks, const Layout& layout) {
     steps.push_back(topk_step(random));
     steps.push_back(coded_step(random));
     steps.push_back(striped_step(random));
+    steps.push_back(coded_scatter_step(random));
     steps.push_back(topk_step(random));
   }
   World(ranks, layout).run(steps);
@@ -171,6 +184,7 @@ std::vector<Step> steps_between_nodes(int ranks, std::mt19937& random) {
     steps.push_back(i % 2 == 0 ? coded_step(random) : topk_step(random));
     steps.back().operation.algorithm = Algorithm::two_shot;
     steps.back().feedback = random() % 2 == 0;
+    steps.push_back(coded_scatter_step(random));
   }
   return steps;
 }
@@ -232,6 +246,10 @@ Scene on_nodes(const World::Nodes& nodes, int ranks) {
     step.feedback = true;
     scene.steps.push_back(step);
   }
+  Step scatter = scene.steps[scene.steps.size() - 2];
+  scatter.operation.collective = Collective::reduce_scatter;
+  scatter.operation.count = 10240;
+  scene.steps.push_back(scatter);
   return scene;
 }
 

@@ -32,6 +32,10 @@ std::string describe(const Step& step, std::size_t index) {
          describe(operation.codec) + (step.stripes ? ", in stripes" : "") + ")";
 }
 
+std::int64_t World::residual_bytes(const Step& step) const {
+  return reduced_elements(step.operation, size()) * kResidual.bytes;
+}
+
 World::World(const Nodes& nodes, const Layout& layout, unsigned seed)
     : fibers_(seed), nodes_(nodes) {
   int all = 0;
@@ -92,7 +96,7 @@ void World::make_tensors(const std::vector<Step>& steps) {
       tensor = std::max(tensor, input_bytes(step.operation, size(), r));
       tensor = std::max(tensor, output_bytes(step.operation, size(), r));
     }
-    if (step.feedback) residual = std::max(residual, step.operation.count * kResidual.bytes);
+    if (step.feedback) residual = std::max(residual, residual_bytes(step));
   }
   for (int r = 0; r < size(); ++r) {
     Rank& mine = rank(r);
@@ -142,7 +146,7 @@ void World::fill(int r, const Step& step, int operation) {
     write(call.output, output_bytes(step.operation, size(), r), unit, kNoOperation);
   write(call.input, input_bytes(step.operation, size(), r), unit, operation);
   if (step.feedback) {
-    write(call.feedback.residual, step.operation.count * kResidual.bytes, kResidual, kNoOperation);
+    write(call.feedback.residual, residual_bytes(step), kResidual, kNoOperation);
   }
 }
 
@@ -212,7 +216,7 @@ World::Result World::result_of(int r, const Step& step) {
     return memory_.read(*mine.thread, from, bytes / unit.bytes, unit);
   };
   auto* const output = static_cast<std::byte*>(buffers(r, step).call.output);
-  const std::int64_t residual = step.feedback ? step.operation.count * kResidual.bytes : 0;
+  const std::int64_t residual = step.feedback ? residual_bytes(step) : 0;
   return {true, mine.comm->waits(),
           read(output, output_bytes(step.operation, size(), r), {size_of(step.operation.dtype)}),
           read(mine.residual, residual, kResidual), mine.comm->signalled()};

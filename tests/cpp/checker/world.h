@@ -70,6 +70,7 @@ class World {
   Thread* add_thread(int process, const std::string& name);
   void add_node(const std::vector<int>& ranks, const Layout& layout);
   void add_links(const Nodes& nodes);
+  std::int64_t residual_bytes(const Step& step) const;
   void make_tensors(const std::vector<Step>& steps);
   Rank& rank(int r) { return ranks_[static_cast<std::size_t>(r)]; }
   Result& result(int r, std::size_t step) { return results_[step][static_cast<std::size_t>(r)]; }

@@ -187,6 +187,44 @@ void unused(int n) {
   }
 }
 
+// Reduce-scatters with slots that wrap around; others follow at once.
+void scattered(int n, bool feeds) {
+  World world(n, small_staging(n));
+  constexpr int kSteps = 3;
+  const std::int64_t block = 16384 + 777, all = block * n;
+  for (const Way& way : ways()) {
+    if (way.algorithm != Algorithm::two_shot || way.codec.kind == CodecKind::topk) continue;
+    std::vector<Step> steps(kSteps, Step(n));
+    world.run([&](int r) {
+      Dice dice(static_cast<unsigned>(n * 100 + r));
+      const auto me = static_cast<std::size_t>(r);
+      Tensor residual(static_cast<std::size_t>(all));
+      for (int s = 0; s < kSteps; ++s) {
+        Step& step = steps[static_cast<std::size_t>(s)];
+        for (std::int64_t i = 0; i < all; ++i) step.x[me].push_back(gradient(r, i, s));
+        step.before[me] = residual;
+        step.result[me].resize(static_cast<std::size_t>(block));
+        Operation operation = all_reduce(way, block, feeds);
+        operation.collective = Collective::reduce_scatter;
+        Feedback feedback;
+        feedback.residual = feeds ? residual.data() : nullptr;
+        feedback.step = static_cast<std::uint32_t>(s);
+        dawdle(dice);
+        const bool nonfinite =
+            world[r].run(operation, step.x[me].data(), step.result[me].data(), nullptr, feedback);
+        PYCOMM_CHECK(!nonfinite, "all is finite");
+        step.after[me] = residual;
+      }
+    });
+    for (Step& step : steps) {
+      Tensor whole;
+      for (const Tensor& part : step.result) whole.insert(whole.end(), part.begin(), part.end());
+      for (Tensor& result : step.result) result = whole;
+      check_step(step, feeds, allowed(way, n, feeds), std::string(way.name) + " scattered");
+    }
+  }
+}
+
 // Different codecs, dense operations and asynchronous ones back to back: slots, lists and areas of
 // one operation do not disturb the next.
 void mixed(int n) {
@@ -239,6 +277,8 @@ int main() {
     tests.push_back({"compressed", [n] { compressed(n, false, 0); }});
     tests.push_back({"compressed with feedback", [n] { compressed(n, true, 0); }});
     tests.push_back({"unused tensors", [n] { unused(n); }});
+    tests.push_back({"reduce-scatters", [n] { scattered(n, false); }});
+    tests.push_back({"reduce-scatters with feedback", [n] { scattered(n, true); }});
   }
   return run_all(tests);
 }

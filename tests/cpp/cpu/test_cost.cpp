@@ -128,6 +128,8 @@ void codecs(int n) {
           operation.offset = 3;  // blocks of kSmallestBlock
           operation.codec.block = kind == CodecKind::int8 ? 128 : 0;
           costs_what_is_counted(world[r], operation, false);
+          operation.collective = Collective::reduce_scatter;
+          costs_what_is_counted(world[r], operation, false);
         }
       }
     }
@@ -214,6 +216,11 @@ void between_nodes(const std::vector<int>& hosts) {
         check(operation);
         operation.offset = 6;
         check(operation);
+      }
+      for (const CodecKind kind : {CodecKind::int8, CodecKind::cast}) {
+        Operation operation = coded(Algorithm::two_shot, kind, count, DType::bf16);
+        operation.collective = Collective::reduce_scatter;
+        check(operation, false, carries ? nodes - 1 : 0);  // whether all is finite
       }
       check(coded(Algorithm::two_shot, CodecKind::topk, count, DType::f32), true,
             carries ? 2 * (nodes - 1) * 8 : 0);

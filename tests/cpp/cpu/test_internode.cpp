@@ -104,6 +104,60 @@ void compressed(const std::vector<int>& ranks_per_node, CodecKind kind) {
   }
 }
 
+// Likewise, while all-reduces are under way on the workers.
+void scattered(const std::vector<int>& ranks_per_node, bool feeds) {
+  World world(ranks_per_node);
+  const std::int64_t block = 70001, all = block * world.size();
+  std::vector<std::vector<float>> results(static_cast<std::size_t>(world.size())), kept = results;
+  world.run([&](int rank) {
+    Operation operation = operation_on(Collective::reduce_scatter, block);
+    operation.codec.kind = feeds ? CodecKind::int8 : CodecKind::cast;
+    operation.codec.block = feeds ? 256 : 0;
+    operation.codec.feedback = feeds ? 1 : 0;
+    std::vector<float> x(static_cast<std::size_t>(all)), other(5000);
+    std::vector<float>& result = results[static_cast<std::size_t>(rank)];
+    std::vector<float>& residual = kept[static_cast<std::size_t>(rank)];
+    result.resize(static_cast<std::size_t>(block));
+    residual.resize(x.size());
+    fill(x, rank);
+    Feedback feedback;
+    if (feeds) feedback.residual = residual.data();
+    const auto work =
+        world[rank].submit(operation_on(Collective::all_reduce, 5000), other.data(), other.data());
+    PYCOMM_CHECK(!world[rank].run(operation, x.data(), result.data(), nullptr, feedback),
+                 "all is finite");
+    while (!work->wait(std::chrono::seconds(1))) continue;
+  });
+  for (std::int64_t i = 0; i < all; ++i) {
+    const auto owner = static_cast<std::size_t>(i / block),
+               at = static_cast<std::size_t>(i % block);
+    float sum = results[owner][at];
+    for (const auto& residual : kept) sum += residual[static_cast<std::size_t>(i)];
+    PYCOMM_CHECK(std::abs(sum - sum_of(world.size(), i)) < 1e-2f,
+                 "element " + std::to_string(i) + " is lost");
+  }
+}
+
+// The sums of 16-bit gradients that are zero at first are not taken for unused.
+void partly_zero(const std::vector<int>& ranks_per_node) {
+  World world(ranks_per_node);
+  world.run([&](int rank) {
+    Operation operation = operation_on(Collective::all_reduce, 200000);
+    operation.dtype = DType::bf16;
+    operation.codec.kind = CodecKind::int8;
+    operation.codec.block = 256;
+    operation.codec.feedback = 1;
+    std::vector<std::uint16_t> x(200000);
+    std::fill(x.begin() + 150000, x.end(), std::uint16_t{0x3f80});  // 1.0
+    std::vector<float> residual(x.size(), 1.0f);
+    Feedback feedback;
+    feedback.residual = residual.data();
+    feedback.hold_unused = true;
+    world[rank].run(operation, x.data(), x.data(), nullptr, feedback);
+    PYCOMM_CHECK(x.front() != 0, "a residual waits although the gradient is used");
+  });
+}
+
 // One rank aborts the group in the middle of operations.
 void aborts(const std::vector<int>& ranks_per_node) {
   for (int victim = 0; victim < 3; ++victim) {
@@ -147,6 +201,11 @@ int main() {
        everywhere([](const auto& ranks_per_node) { compressed(ranks_per_node, CodecKind::int8); })},
       {"top-k",
        everywhere([](const auto& ranks_per_node) { compressed(ranks_per_node, CodecKind::topk); })},
+      {"reduce-scatter of int8",
+       everywhere([](const auto& ranks_per_node) { scattered(ranks_per_node, true); })},
+      {"reduce-scatter of casts",
+       everywhere([](const auto& ranks_per_node) { scattered(ranks_per_node, false); })},
+      {"tensors that are partly zero", everywhere(partly_zero)},
       {"abort", everywhere(aborts)},
   });
 }

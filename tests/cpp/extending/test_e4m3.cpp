@@ -84,7 +84,7 @@ void run(CpuRanks& ranks, const Operation& operation, std::vector<Tensor>& x,
     cpu::CodedComm<cpu::Comm> coded(
         comm, operation, feedback[r], kInfinity, staging,
         cpu::block_loops<CodecsAndE4m3>(operation.dtype, operation.codec));
-    run_coded(coded, operation.algorithm);
+    run_coded(coded, operation);
     comm.finish();
   });
 }

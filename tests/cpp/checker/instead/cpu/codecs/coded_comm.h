@@ -3,6 +3,8 @@
 // whole and with its own scale.
 #pragma once
 
+#include <span>
+
 #include "core/algorithms/coded.h"
 #include "core/call.h"
 #include "cpu/codecs/loops.h"
@@ -10,8 +12,9 @@
 
 namespace pycomm::cpu {
 
-// Reads the tensor.
-Preflight preflight_of(const Operation& operation, const Call& call, float limit);
+// Reads these parts of the tensor.
+Preflight preflight_of(const Operation& operation, const Call& call, float limit,
+                       std::span<const Range> parts);
 
 template <class Base>
 class CodedComm {
@@ -35,6 +38,7 @@ class CodedComm {
   int rank() const { return comm_.rank(); }
   int size() const { return comm_.size(); }
   std::int64_t count() const { return comm_.count(); }
+  std::int64_t block() const { return comm_.count(); }
   std::int64_t line() const { return staging_.block; }
   std::int64_t elements(std::int64_t bytes) const {
     return comm_.elements(bytes) / kLargestBlock * kLargestBlock;
@@ -79,7 +83,9 @@ class CodedComm {
     if (n == 0) return;
     std::vector<Pieces> terms;
     for (int i = 0; i < n_from; ++i) terms.push_back(read(from(i), n));
-    const Pieces result = lossy(comm_.sum(terms, last));
+    const Pieces sum = comm_.sum(terms, last);
+    if (n_to == 1 && to(0).coded == kPlain) return store(to(0), sum, n);
+    const Pieces result = lossy(sum);
     for (int i = 0; i < n_to; ++i) {
       const Location location = to(i);
       if (location.coded == kPlain) {
@@ -114,6 +120,12 @@ class CodedComm {
   }
   std::int64_t index(Location tensor, Location begin) const {
     return comm_.elements(tensor.data - begin.data);
+  }
+
+  // The output is this rank's block. What rounding it loses goes into the residual.
+  void store(Location location, const Pieces& sum, std::int64_t n) {
+    if (comm_.unit().bytes < 4) feed(rank() * block() + index(location, output()), n);
+    comm_.write(location, sum, comm_.unit());
   }
 
   // Checks that blocks are blocks of the whole tensor, so that bits do not depend on how it is cut
