@@ -27,7 +27,7 @@ from pycomm.collectives import (
     reduce,
     reduce_scatter,
 )
-from pycomm.compressed import compressed_all_reduce
+from pycomm.compressed import compressed_all_reduce, compressed_reduce_scatter
 from pycomm.compression import Cast, Compression, Identity, Int8, TopK
 from pycomm.data_parallel import DataParallel
 from pycomm.errors import (
@@ -78,6 +78,7 @@ __all__ = [
     "broadcast",
     "compressed_all_reduce",
     "compressed_ops",
+    "compressed_reduce_scatter",
     "default_group",
     "gather",
     "hooks",

@@ -1,4 +1,4 @@
-"""The compressed all-reduce."""
+"""The compressed all-reduce and reduce-scatter."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ from pycomm._inputs.dtypes import (
     operation_of,
 )
 from pycomm._inputs.labels import label_of
-from pycomm._inputs.tensors import check_disjoint, check_like, check_tensor, check_written
+from pycomm._inputs.tensors import (
+    check_blocks,
+    check_disjoint,
+    check_like,
+    check_tensor,
+    check_written,
+)
 from pycomm._runtime.cuda import NonfiniteFlag
 from pycomm._runtime.log import DEBUG, all_reduce_called
 from pycomm._runtime.staging import StandIn, fetch
@@ -111,9 +117,10 @@ def compressed_all_reduce(
         check_written("out", result)
         check_like("out", result, "tensor", source)
         check_disjoint("out", result, "tensor", source)
-    kept = _check_state("residual", residual, source, {"tensor": source, "out": result})
-    others = {"tensor": source, "out": result} | ({} if kept is None else {"residual": kept})
-    speed = _check_state("velocity", velocity, source, others)
+    others = {"tensor": source, "out": result}
+    kept = _check_state("residual", residual, "tensor", others)
+    others |= {} if kept is None else {"residual": kept}
+    speed = _check_state("velocity", velocity, "tensor", others)
     if (compression.momentum > 0) != (speed is not None):
         raise ValueError(
             "velocity must be given where the compression has momentum, and only there"
@@ -151,6 +158,101 @@ def compressed_all_reduce(
     run = call.on_stream if dense.device.type == "cuda" else call.on_cpu
     work = run(group, async_op)
     return work if async_op else tensor if out is None else out
+
+
+def compressed_reduce_scatter(
+    output: Any,
+    input: Any,  # noqa: A002 - torch.distributed's name
+    compression: Compression,
+    *,
+    residual: Any | None = None,
+    op: str = "avg",
+    step: int = 0,
+    offset: int = 0,
+    strict: bool = False,
+    group: Group | None = None,
+    async_op: bool = False,
+    tag: int | str | None = None,
+) -> Any:
+    """Averages `input`, which holds a block per rank, compressed; rank r gets block r in `output`.
+
+    Contributions are encoded, once each; results are not. A `residual` keeps what this rank's
+    encodings lose, and the next call adds it. Summed over ranks, gradient plus residual before the
+    call equals group size times results, plus residual after it.
+
+    In a group that spans nodes, the ranks of a node add their gradients in fp32 first, and each
+    encodes the sums of its stripe of every node's blocks. Only these elements of its residual are
+    used, always the same ones for blocks of one size; it leaves the others unchanged.
+
+    Args:
+        output: receives this rank's block; does not overlap `input`.
+        input: float32, float16 or bfloat16, on the CPU, or on a CUDA device if the group spans
+            nodes; group size times as many elements as `output`. Or an array of NumPy or another
+            library with DLPack.
+        compression: ``pycomm.Int8()``, ``pycomm.Cast()`` or ``pycomm.Identity()``, equal on all
+            ranks. Not top-k, whose owners do not hold a block each.
+        residual: float32, contiguous, of the input's shape; zeros before the first call. Pass one
+            on all ranks or on none.
+        op: ``"avg"`` or ``"sum"``, or ``ReduceOp.AVG`` or ``SUM`` of torch.distributed.
+        step: the training step, for stochastic rounding.
+        offset: index of the input's first element in a larger whole, for stochastic rounding; a
+            multiple of the compression's block (128 if it has none).
+        strict: as in :func:`pycomm.compressed_all_reduce`. All ranks report what one has found.
+        group: as in :func:`pycomm.compressed_all_reduce`.
+        async_op: as in :func:`pycomm.compressed_all_reduce`.
+        tag: as in :func:`pycomm.all_reduce`.
+
+    Returns:
+        `output`, or a :class:`Work`. Raises the errors of :func:`pycomm.compressed_all_reduce`.
+    """
+    group = given_group(group)
+    op = reduction(op, _OPS)
+    compression = _check_options(compression, "two_shot", step, offset)
+    if isinstance(compression, TopK):
+        raise ValueError(
+            f"compression must be Int8, Cast or Identity, got {compression!r}: owners of top-k's "
+            "lists do not hold a block each"
+        )
+    result = as_tensor("output", output, written=True)
+    source = as_tensor("input", input, written=False)
+    check_written("output", result)
+    check_tensor("input", source)
+    check_compressible("input", source)
+    check_blocks("input", source, "output", result, group.size)
+    check_disjoint("output", result, "input", source)
+    kept = _check_state("residual", residual, "input", {"input": source, "output": result})
+    if source.is_cuda and not group._stages(source.device):
+        raise ValueError(
+            f"input must lie on the CPU, unless the group spans nodes, got {source.device}"
+        )
+    state = [] if kept is None else [kept]
+    increment_version([result, *state])
+    dense, dense_result, put_result = stand_ins(group, source, result)
+    state, put_state = _state_stand_ins(group, state)
+    codec = compression.codec(dense.numel(), dense.dtype, step)
+    core = _C.Call(
+        operation_of("reduce_scatter", "two_shot", dense.dtype, op),
+        count=dense_result.numel(),
+        input=dense.data_ptr(),
+        output=dense_result.data_ptr(),
+        codec=codec,
+        residual=state[0].data_ptr() if state else 0,
+        velocity=0,
+        momentum=0.0,
+        seed=compression.seed,
+        step=step,
+        offset=offset,
+        shape=result.shape,
+        label=label_of(tag),
+    )
+
+    def finish() -> None:
+        put_result()
+        put_state()
+
+    call = _Call(core, codec, dense, (dense_result, result, *state), finish, strict)
+    work = call.on_cpu(group, async_op)
+    return work if async_op else output
 
 
 _NONFINITE = "a gradient has an infinity or a NaN, on this rank or another"
@@ -265,18 +367,22 @@ def _check_options(
 
 
 def _check_state(
-    name: str, state: Any | None, source: torch.Tensor, others: dict[str, torch.Tensor]
+    name: str, state: Any | None, source_name: str, others: dict[str, torch.Tensor]
 ) -> torch.Tensor | None:
-    """Checks a residual or a velocity, which is fp32 and written in place."""
+    """Checks a residual or a velocity, which is fp32 and written in place.
+
+    It belongs to the tensor `source_name` of `others` and overlaps none of them.
+    """
     if state is None:
         return None
+    source = others[source_name]
     tensor = as_tensor(name, state, written=True)
     check_written(name, tensor)
     if tensor.dtype != torch.float32:
         raise ValueError(f"{name} must be float32, got {tensor.dtype}")
     if tensor.shape != source.shape or tensor.device != source.device:
         raise ValueError(
-            f"{name} must be like tensor, {tuple(source.shape)} on {source.device}, "
+            f"{name} must be like {source_name}, {tuple(source.shape)} on {source.device}, "
             f"got {tuple(tensor.shape)} on {tensor.device}"
         )
     if not tensor.is_contiguous():
