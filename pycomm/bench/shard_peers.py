@@ -116,6 +116,7 @@ def _engine(module: nn.Module, stage: int, settings: TrainingSettings) -> Any:
         "train_micro_batch_size_per_gpu": settings.batch,
         "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,  # any but its own
+        "gradient_clipping": 0.0,  # its default is 1
         "bf16": {"enabled": next(module.parameters()).dtype == torch.bfloat16},
     }
     adam = torch.optim.AdamW(module.parameters(), lr=LR, fused=True)
