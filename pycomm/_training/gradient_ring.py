@@ -151,14 +151,15 @@ class GradientRing:
     def send(self, bucket: Bucket, weighing: Weighing | None) -> None:
         """Takes the gradients of a bucket, and starts to average them."""
         for runs in self._plans[id(bucket.parameters[0])]:
-            slot, self._sent = self._sent % SLOTS, self._sent + 1
+            slot = self._sent % SLOTS
             self._wait(slot)
             begin = slot * self._slot_bytes
             flat = self.memory[begin : begin + self._slot_bytes].view(bucket.flat.dtype)
             for run in runs:
                 self._take(bucket.parameters[run.number], run, flat)
             if weighing is not None:
-                weighing.scale(flat)
+                weighing.scale(flat)  # may raise, so nothing counts as sent before
+            self._sent += 1
             self._works[slot] = self._average(bucket.parameters, runs, flat)
         for parameter in bucket.parameters:
             parameter.grad = None

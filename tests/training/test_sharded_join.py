@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from sharding import Parameter, Program, Step
 from sharding_programs import programs
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import pycomm
 from pycomm import optim
@@ -226,6 +227,68 @@ class Raises(torch.autograd.Function):
     @staticmethod
     def backward(_ctx, _gradient):
         raise OwnError
+
+
+@both_stages
+def test_weights_that_are_zero_on_all_ranks(world, stage):
+    """Those with batches raise an error, and all go on."""
+
+    def body(group, shard):
+        model, optimizer = make(group, shard)
+        with model.join():
+            for number in range([1, 4][group.rank]):
+                model.zero_grad()
+                loss = model(batch(group.rank, number), weight=float(number != 1)).square().mean()
+                if number == 1:
+                    with pytest.raises(ValueError, match="got 0 on all"):
+                        loss.backward()
+                else:
+                    loss.backward()
+                    optimizer.step()
+        return values(model)
+
+    plain, sharded = (world(2).run(body, shard) for shard in (None, stage))
+    assert sharding.difference(plain, sharded) is None
+
+
+@both_stages
+@pytest.mark.parametrize("use", ["penalty", "checkpoint", "closure", "torch's scaler"])
+def test_other_loops(world, stage, use):
+    def body(group, shard):
+        model, optimizer = make(group, shard)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        with model.join():
+            for number in range([1, 4][group.rank]):
+                model.zero_grad()
+                train(model, optimizer, scaler, batch(group.rank, number).requires_grad_(), number)
+        return values(model)
+
+    def train(model, optimizer, scaler, x, number):
+        if use == "penalty":
+            loss = model(x).square().mean()
+            (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+            (loss + gradient.square().sum()).backward()
+            optimizer.step()
+        elif use == "checkpoint":
+            checkpoint(model, x, use_reentrant=True).square().mean().backward()
+            optimizer.step()
+        elif use == "closure":
+
+            def closure():
+                loss = model(x).square().mean()
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+        else:
+            loss = model(x).square().mean() * (torch.inf if number == 2 else 1)
+            scaler.scale(loss).backward()
+            model.reduce_gradients()
+            scaler.step(optimizer)
+            scaler.update()
+
+    plain, sharded = (world(2).run(body, shard) for shard in (None, stage))
+    assert sharding.difference(plain, sharded) is None
 
 
 @pytest.mark.parametrize("where", ["forward", "loss", "backward"])
