@@ -230,9 +230,14 @@ class Joining:
             else:
                 optimizer.state_dict(**details.arguments)
 
+    @torch.no_grad()
     def _average(self, details: _Details) -> None:
-        with torch.no_grad():
+        """Takes part in an average that others have announced."""
+        before, self._active = self._active, False  # nor does this rank announce it
+        try:
             self._shards.average([self._parameters[number] for number in details.statuses])
+        finally:
+            self._active = before
 
     # Details.
 
@@ -251,7 +256,7 @@ class Joining:
             assert like is not None
             gradients[number] = announcer.share_tensor(told.source, like)
         error: Exception | None = None
-        if not self._active:
+        if details is None:  # this rank has not announced the command
             try:
                 self._find(received.optimizer)
                 for number, status in received.statuses.items():
@@ -304,13 +309,12 @@ class Joining:
             if self._status(parameter) is not _Status.PENDING:
                 raise RuntimeError(
                     f"the gradient of a parameter of shape {tuple(parameter.shape)} has been "
-                    "dropped or changed after the loop, before the ranks have averaged it"
+                    "dropped or changed before the ranks have averaged it"
                 )
             if wanted is _Status.ZEROED:
                 assert self._shards.ring is not None
                 self._shards.ring.own(parameter).zero_()
             return
-        self._shards.local.pop(id(parameter), None)
         if wanted is _Status.NONE:
             parameter.grad = None
         elif whole is not None:

@@ -252,7 +252,7 @@ def test_weights_that_are_zero_on_all_ranks(world, stage):
 
 
 @both_stages
-@pytest.mark.parametrize("use", ["penalty", "checkpoint", "closure", "torch's scaler"])
+@pytest.mark.parametrize("use", ["penalty", "checkpoint", "closure", "torch's scaler", "dropped"])
 def test_other_loops(world, stage, use):
     def body(group, shard):
         model, optimizer = make(group, shard)
@@ -271,6 +271,10 @@ def test_other_loops(world, stage, use):
             optimizer.step()
         elif use == "checkpoint":
             checkpoint(model, x, use_reentrant=True).square().mean().backward()
+            optimizer.step()
+        elif use == "dropped":
+            model(x).square().mean().backward()
+            model.module[number % 2].bias.grad = None
             optimizer.step()
         elif use == "closure":
 
@@ -291,7 +295,7 @@ def test_other_loops(world, stage, use):
     assert sharding.difference(plain, sharded) is None
 
 
-@pytest.mark.parametrize("where", ["forward", "loss", "backward"])
+@pytest.mark.parametrize("where", ["forward", "loss", "backward", "second loss"])
 @both_stages
 def test_errors_that_a_loop_catches(world, stage, where):
     """A batch is skipped on all ranks, as without shards; also the last one of a rank."""
@@ -304,14 +308,13 @@ def test_errors_that_a_loop_catches(world, stage, where):
                 try:
                     train(model, group.rank, number)
                 except (OwnError, RuntimeError):
-                    model.zero_grad()
-                    continue
+                    continue  # gradients are dropped on all ranks
                 optimizer.step()
+                optimizer.zero_grad()
                 steps.append(number)
         return steps, values(model)
 
     def train(model, rank, number):
-        model.zero_grad()
         fails = (rank, number) in [(1, 3), (0, 1), (1, 0)]
         x = batch(rank, number)
         if fails and where == "backward":
@@ -320,6 +323,11 @@ def test_errors_that_a_loop_catches(world, stage, where):
         if fails and where == "loss":
             raise OwnError
         out.square().mean().backward()
+        if where == "second loss":
+            loss = model(x).square().mean()
+            if fails:
+                raise OwnError  # the others average the first gradients before they add to them
+            loss.backward()
 
     plain, sharded = (world(3).run(body, shard) for shard in (None, stage))
     assert [steps for steps, _ in sharded] == [[], [2, 4], [2]]
@@ -340,8 +348,9 @@ def errors_of(world, size, body):
     return seen
 
 
+@pytest.mark.parametrize("where", ["backward", "step"])
 @both_stages
-def test_an_error_that_leaves_join(world, stage):
+def test_an_error_that_leaves_join(world, stage, where):
     """All ranks raise at once; when all have left, they can train on."""
 
     def body(group):
@@ -355,14 +364,20 @@ def test_an_error_that_leaves_join(world, stage):
     def train(model, optimizer, rank):
         with model.join():
             for number in range([4, 1, 3][rank]):
-                backward(model, rank, number)
+                fails = (rank, number) == (2, 1)
+                model.zero_grad()
+                x = batch(rank, number).requires_grad_()
+                model(Raises.apply(x) if fails and where == "backward" else x).sum().backward()
                 optimizer.step()
-                if (rank, number) == (2, 1):
+                if fails:
                     raise OwnError
 
     runs = world(3, timeout=10).run(body)
-    for rank in (0, 1):
-        assert "a forward and an error in the loop" in runs[rank][0]
+    if where == "backward":
+        assert "backward has raised on ranks [2]" in runs[0][0]
+        assert "have raised an error inside of join()" in runs[1][0]
+    else:
+        assert all("a forward and an error in the loop" in runs[rank][0] for rank in (0, 1))
     assert all(golden.same_bits(weight, runs[0][1]) for _, weight in runs)
 
 
@@ -395,23 +410,25 @@ def test_an_optimizer_that_another_rank_does_not_have(world, stage):
         assert "rank 1 cannot take part in join() any more: it has no FusedSGD" in str(error)
 
 
+@pytest.mark.parametrize("batches", [1, 2])
 @both_stages
-def test_gradients_dropped_after_the_loop(world, stage):
-    """They still count in the others' next average."""
+def test_gradients_dropped_too_early(world, stage, batches):
+    """They still count in the others' next average, also if this rank has more batches."""
 
     def body(group):
-        model, optimizer = make(group, stage)
+        model, _ = make(group, stage)
         with model.join():
-            for number in range([2, 1][group.rank]):
-                model(batch(group.rank, number)).square().mean().backward()
-            if group.rank == 0:
-                optimizer.step()
-            else:
+            for number in range([2, batches][group.rank]):
+                loss = model(batch(group.rank, number)).square().mean()
+                if (group.rank, number) == (1, 1):
+                    break
+                loss.backward()
+            if group.rank == 1:
                 model.zero_grad()
 
     for error in errors_of(world, 2, body):
         assert isinstance(error, RuntimeError), error
-        assert "dropped or changed after the loop" in str(error)
+        assert "dropped or changed before" in str(error)
 
 
 @pytest.mark.parametrize("call", ["load_state_dict", "sharded_state_dict", "full_weights"])
