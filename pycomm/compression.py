@@ -331,6 +331,26 @@ class TopK(Compression):
         return _C.Codec(CODECS["topk"], values=VALUES[self.values], k=n)
 
 
+def check_lossy_once(argument: str, compression: object) -> None:
+    """Checks a compression of tensors whose losses no residual keeps, and whose step is unknown.
+
+    Raises:
+        ValueError, TypeError: it loses too much, or needs to know the step.
+    """
+    if compression is None or isinstance(compression, Cast | Identity):
+        return
+    if not isinstance(compression, Int8):
+        raise TypeError(
+            f"{argument} must be pycomm.Int8(), pycomm.Cast(), pycomm.Identity() or None, got "
+            f"{compression!r}: without a residual, other compressions lose too much"
+        )
+    if compression.rounding != "nearest":
+        raise ValueError(
+            f'{argument} must round to "nearest", got {compression.rounding!r}: the step, from '
+            "which random bits are made, is not known"
+        )
+
+
 def _backend(device: torch.device) -> Any:
     if device.type == "cpu":
         return _C

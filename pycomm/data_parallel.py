@@ -29,7 +29,7 @@ from pycomm._training.joining import Joining
 from pycomm._training.local_sgd import LocalSGDState
 from pycomm._training.parameters import Exclude
 from pycomm._training.prefixes import without_prefix
-from pycomm._training.shard_options import check_sharding
+from pycomm._training.shard_options import Sharding, check_sharding
 from pycomm._training.weighing import Weighing, check_weight
 from pycomm.collectives import all_reduce
 from pycomm.compression import Compression
@@ -67,8 +67,13 @@ class DataParallel(nn.Module):
             new parameters to all ranks. ``"gradients"`` divides gradients, too: backward averages
             them, and each rank keeps its share. Parameters get the same bits as without. See
             :meth:`reduce_gradients` to read or change gradients before the step.
-        shard_group: the ranks that divide the states; by default those of `group`. Each node
-            divides them anew, so between nodes only gradients are exchanged.
+        shard_group: the ranks that divide the states; by default those of `group`. With the ranks
+            of this node, each node divides them anew, and only gradients are sent between nodes.
+        publish: compression of the parameters' changes that the owners of a share send to other
+            nodes: :class:`Int8`, :class:`Cast` or :class:`Identity`. By default they send the
+            parameters. On one node it has no effect.
+        overlap_params: a step ends before all parameters have arrived from other nodes. They arrive
+            while the next forward begins; whatever uses a parameter before waits for it.
         local_sgd: exchanges parameters every few steps instead of gradients in backward. Call its
             ``step()`` after every step of the optimizer. It replaces the options above by its own.
         bucket_mb: the old name of `bucket_cap_mb`.
@@ -98,6 +103,8 @@ class DataParallel(nn.Module):
         broadcast_buffers: bool = True,
         shard: str | None = None,
         shard_group: Group | None = None,
+        publish: Compression | None = None,
+        overlap_params: bool = False,
         local_sgd: LocalSGDState | None = None,
         bucket_mb: float | None = None,
     ) -> None:
@@ -124,8 +131,8 @@ class DataParallel(nn.Module):
             self.comm_state = CommState(compression, module.named_parameters(), **options)
         else:
             self.comm_state = _checked(local_sgd, compression=compression, **options)
-        self._shard = shard
-        check_sharding(module, self.comm_state, shard, shard_group)
+        self._shard, self._publish, self._overlap_params = shard, publish, overlap_params
+        check_sharding(module, self.comm_state, shard, shard_group, publish, overlap_params)
         self._given_shard_group = shard_group
         self._broadcast_buffers = broadcast_buffers
         self._agreements_seen = -1  # of local SGD, when buffers were broadcast
@@ -299,14 +306,10 @@ class DataParallel(nn.Module):
 
     def _make_exchange(self) -> GradientExchange:
         arrived = functools.partial(_arrived, weakref.ref(self))
-        return GradientExchange(
-            self.module,
-            self.comm_state,
-            self._bucket_bytes,
-            self._shard,
-            self._shard_group,
-            arrived,
-        )
+        sharding = None
+        if self._shard is not None and self._shard_group is not None:
+            sharding = Sharding(self._shard, self._shard_group, self._publish, self._overlap_params)
+        return GradientExchange(self.module, self.comm_state, self._bucket_bytes, sharding, arrived)
 
     @not_compiled
     def _prepare(self, weight: float | None, active: bool = True) -> bool:

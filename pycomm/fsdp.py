@@ -26,7 +26,7 @@ import torch.distributed as dist
 from pycomm._inputs.arguments import check_process_group, process_group_of, reduction
 from pycomm._runtime.buffers import buffers_of
 from pycomm._runtime.torch_private import backend_of, fsdp_interfaces
-from pycomm.compression import Cast, Compression, Identity, Int8, check_compressible
+from pycomm.compression import Compression, check_compressible, check_lossy_once
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -46,7 +46,7 @@ class _Comm:
         check_process_group(group)
         if group is None:
             raise TypeError("group must be FSDP's process group, or its DeviceMesh, got None")
-        _check_compression(compression)
+        check_lossy_once("compression", compression)
         self._group: dist.ProcessGroup = process_group_of(group)
         self._compression = compression
         backends = dist.get_backend_config(self._group)
@@ -251,18 +251,3 @@ def _finish(work: dist.Work | None, finish: Callable[[], None]) -> dist.Work | N
 _Operation = Callable[..., "dist.Work | None"]
 _all_gather: _Operation = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter: _Operation = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-
-
-def _check_compression(compression: Compression | None) -> None:
-    if compression is None or isinstance(compression, Cast | Identity):
-        return
-    if not isinstance(compression, Int8):
-        raise TypeError(
-            "compression must be pycomm.Int8(), pycomm.Cast(), pycomm.Identity() or None, got "
-            f"{compression!r}: without a residual, other compressions lose too much"
-        )
-    if compression.rounding != "nearest":
-        raise ValueError(
-            f'compression must round to "nearest", got {compression.rounding!r}: FSDP does not '
-            "tell the step, from which random bits are made"
-        )

@@ -10,6 +10,7 @@ import torch
 
 from pycomm._training.flat import place_of
 from pycomm._training.shards import Shards, part_of
+from pycomm._training.spanning_shards import SpanningShards
 from pycomm.data_parallel import DataParallel
 
 MASTERS = ("master_param", "remainder")
@@ -128,8 +129,8 @@ def memory_report(
     Args:
         model: counts its parameters, its buffers and its gradients, or the memory reserved for
             gradients. For a :class:`pycomm.DataParallel` in it, also counts the residuals, the
-            group's staging areas, and with `shard` the memory through which ranks exchange norms
-            and the buckets of divided gradients.
+            group's staging areas, and with `shard` the memory through which ranks exchange norms,
+            the buckets of divided gradients, and what owners keep with `publish`.
         optimizer: counts its present states; most are made by the first step. If it wraps another
             optimizer, as ``ZeroRedundancyOptimizer`` does, counts that one's states, too.
         communication: further tensors that the exchange of gradients needs, such as
@@ -177,6 +178,8 @@ def _count_arenas(params: Iterable[torch.Tensor], counted: _Storages) -> dict[st
         if shards.ring is not None:
             sizes["gradients"] += counted.add(shards.ring.buffers)
             sizes["communication"] += counted.add([shards.ring.memory])
+        if isinstance(shards, SpanningShards):
+            sizes["communication"] += counted.add(shards.publication.errors)
         sizes["communication"] += counted.add([shards.arena]) - parameters - gradients
     return sizes
 
@@ -185,7 +188,7 @@ def _formula(params: Iterable[torch.Tensor], held: int) -> ShardFormula | None:
     """The expected memory; `held` are the bytes of this rank's states."""
     params = list(params)
     parts = [part for param in params if (part := part_of(param)) is not None]
-    ranks = {part.shards.ranks for part in parts}
+    ranks = {part.shards.group.size for part in parts}
     if len(ranks) != 1:
         return None
     elements = sum(map(torch.numel, params))

@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <torch/csrc/stable/ops.h>
 
+#include <optional>
 #include <span>
 
 #include "bind/gil.h"
@@ -99,8 +100,51 @@ class ShardedStep {
 
   bool half_done() const { return step_.half_done; }
 
+  // The phases of run() one by one, for ranks on several nodes, with exchanges in between.
+
+  void begin(std::uintptr_t grad_scale, std::uintptr_t found_inf, std::uintptr_t clip,
+             double max_norm) {
+    step_.control = control(grad_scale, found_inf, clip);
+    step_.max_norm = max_norm;
+    update_.emplace(step_);
+    update_->use_arenas({step_.arena}, 0);
+  }
+  // What ranks must have alike.
+  std::string compared(const std::string& label) const {
+    const float* const scale = step_.control.grad_scale;
+    return cpu::compared(step_,
+                         scale == nullptr ? label : label + ", scale " + std::to_string(*scale));
+  }
+  std::int64_t sums() { return update().sums(); }
+  void note_found(bool found) { update().note_found(found); }
+  void measure() {
+    const WithoutGil no_gil;
+    update().measure();
+  }
+  double conclude_norm() {
+    update().conclude_norm();
+    return step_.norm;
+  }
+  bool adapts() { return update().adapts(); }
+  void measure_ratios() {
+    const WithoutGil no_gil;
+    update().measure_ratios();
+  }
+  void conclude_ratios() { update().conclude_ratios(); }
+  bool skips() { return update().skips(); }
+  void finish() {
+    const WithoutGil no_gil;
+    update().update();
+  }
+
  private:
+  cpu::ShardUpdate& update() {
+    PYCOMM_CHECK(update_.has_value(), "begin() must come first");
+    return *update_;
+  }
+
   cpu::ShardedStep step_;
+  std::optional<cpu::ShardUpdate> update_;
 };
 
 // A sharded average, to be submitted; it must live until the work has completed.
@@ -222,7 +266,19 @@ void bind_optim(py::module_& m) {
       .def("add", &ShardedStep::add, py::arg("settings"), py::arg("table"))
       .def("run", &ShardedStep::run, py::arg("group"), py::arg("grad_scale"), py::arg("found_inf"),
            py::arg("clip"), py::arg("max_norm"), py::arg("measures"), py::arg("label"))
-      .def_property_readonly("half_done", &ShardedStep::half_done);
+      .def_property_readonly("half_done", &ShardedStep::half_done)
+      .def("begin", &ShardedStep::begin, py::arg("grad_scale"), py::arg("found_inf"),
+           py::arg("clip"), py::arg("max_norm"))
+      .def("compared", &ShardedStep::compared, py::arg("label"))
+      .def_property_readonly("sums", &ShardedStep::sums)
+      .def("note_found", &ShardedStep::note_found, py::arg("found"))
+      .def("measure", &ShardedStep::measure)
+      .def("conclude_norm", &ShardedStep::conclude_norm)
+      .def("adapts", &ShardedStep::adapts)
+      .def("measure_ratios", &ShardedStep::measure_ratios)
+      .def("conclude_ratios", &ShardedStep::conclude_ratios)
+      .def("skips", &ShardedStep::skips)
+      .def("finish", &ShardedStep::finish);
   py::class_<ShardedAverage>(m, "ShardedAverage")
       .def(py::init<std::uintptr_t, std::int64_t, const py::buffer&>(), py::arg("arena"),
            py::arg("arena_bytes"), py::arg("table"))

@@ -5,6 +5,7 @@ They exist in torch 2.11, 2.12, 2.13 and 2.14.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -31,8 +32,10 @@ __all__ = [
     "backend_that_does_nothing",
     "backward_id",
     "backward_node",
+    "call_itself",
     "fsdp_interfaces",
     "internal_overlap",
+    "is_compiled",
     "is_traceable_wrapper_subclass",
     "keep_device_busy",
     "no_dispatch",
@@ -77,6 +80,22 @@ def backend_that_does_nothing() -> str:
 def backend_of(group: ProcessGroup, device: torch.device) -> Any:
     """The backend that runs a process group's operations on a device."""
     return group._get_backend(device)
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """True if the module's forward does not run as Python code: if it is scripted or compiled."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # importing it takes long
+    return (
+        isinstance(module, torch.jit.ScriptModule)
+        or (dynamo is not None and isinstance(module, dynamo.OptimizedModule))
+        or module._compiled_call_impl is not None
+    )
+
+
+def call_itself(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Calls a function of torch without the ``__torch_function__`` of its arguments."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
 
 
 def fsdp_interfaces() -> tuple[Any, Any]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pycomm._training.flat import Layout, Place, put, room
+from pycomm._training.flat import Layout, Place, put
 from pycomm.collectives import broadcast
 
 if TYPE_CHECKING:
@@ -93,8 +93,7 @@ class Slab:
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], limit: float, layout: Layout) -> None:
-        nbytes = sum(parameter.nbytes for parameter in parameters)
-        self.limit = min(limit, max(_SMALLEST, nbytes // _FEWEST))
+        self.limit = bucket_limit(parameters, limit)
         self._layout = layout
 
     def cut(self, parameters: Sequence[torch.Tensor]) -> list[Bucket]:
@@ -119,8 +118,14 @@ class Slab:
             if begin(parameter) != end:
                 first = begin(parameter)
             stretch[id(parameter)] = first
-            end = begin(parameter)[0], begin(parameter)[1] + room(parameter)
+            end = begin(parameter)[0], begin(parameter)[1] + self._layout.room(parameter)
         return partition(lying, self.limit, lambda parameter: stretch[id(parameter)])
+
+
+def bucket_limit(parameters: Iterable[torch.Tensor], limit: float) -> float:
+    """The size of a bucket of several parameters, in bytes; `limit` is the largest."""
+    nbytes = sum(parameter.nbytes for parameter in parameters)
+    return min(limit, max(_SMALLEST, nbytes // _FEWEST))
 
 
 def partition(

@@ -7,7 +7,7 @@ window). Flattened parameters lie in their places themselves, and stay there.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -118,11 +118,17 @@ class Layout:
         parameters: the parameters, each once.
         memory: allocates memory for a number of gradients of a type on a device.
         keep_homes: False gives flattened parameters new places, too.
+        rooms: the elements that each parameter takes, by its id; by default :func:`room`.
     """
 
     def __init__(
-        self, parameters: Sequence[torch.Tensor], memory: Memory, keep_homes: bool = True
+        self,
+        parameters: Sequence[torch.Tensor],
+        memory: Memory,
+        keep_homes: bool = True,
+        rooms: Mapping[int, int] | None = None,
     ) -> None:
+        self._rooms = {id(p): room(p) for p in parameters} if rooms is None else rooms
         self._places: dict[int, Place] = {}
         lengths: dict[Kind, int] = {}
         for parameter in parameters:
@@ -130,7 +136,7 @@ class Layout:
             if home is not None and keep_homes:
                 self._places[id(parameter)] = home
             else:
-                lengths[kind] = lengths.get(kind, 0) + room(parameter)
+                lengths[kind] = lengths.get(kind, 0) + self.room(parameter)
         for piece in self.pieces:
             held, kind = piece.gradients, piece.kind
             piece.gradients = memory(len(held), kind.grad_dtype, kind.device).copy_(held)
@@ -154,6 +160,10 @@ class Layout:
     def __getitem__(self, parameter: torch.Tensor) -> Place:
         return self._places[id(parameter)]
 
+    def room(self, parameter: torch.Tensor) -> int:
+        """Elements that a parameter takes, padding included."""
+        return self._rooms[id(parameter)]
+
     def arrange(self, parameters: Sequence[torch.Tensor]) -> None:
         """Assigns places in this order, in pieces without flattened parameters, and zeroes them."""
         used = {piece: 0 for piece in self.pieces if piece.parameters is None}
@@ -163,7 +173,7 @@ class Layout:
             piece = self[parameter].piece
             if piece in used:
                 self._places[id(parameter)] = self[parameter]._replace(offset=used[piece])
-                used[piece] += room(parameter)
+                used[piece] += self.room(parameter)
 
 
 def room(parameter: torch.Tensor) -> int:

@@ -13,7 +13,14 @@ from torch.autograd.graph import Node
 
 from pycomm._runtime.torch_private import not_compiled, queue_callback
 from pycomm._training.announcing import Session
-from pycomm._training.buckets import Bucket, Slab, gradient_memory, no_memory, window_layout
+from pycomm._training.buckets import (
+    Bucket,
+    Slab,
+    bucket_limit,
+    gradient_memory,
+    no_memory,
+    window_layout,
+)
 from pycomm._training.flat import Memory
 from pycomm._training.gradient_ring import GradientRing
 from pycomm._training.graphs import leads_to
@@ -21,11 +28,13 @@ from pycomm._training.local_sgd import LocalSGDState
 from pycomm._training.members import Members
 from pycomm._training.promise import Promise, compare
 from pycomm._training.shards import Shards, forget_parts
+from pycomm._training.spanning_shards import SpanningShards
 from pycomm.collectives import broadcast
 from pycomm.errors import PycommError
 
 if TYPE_CHECKING:
     from pycomm._training.comm_state import CommState
+    from pycomm._training.shard_options import Sharding
     from pycomm._training.weighing import Weighing
     from pycomm.group import Group
 
@@ -37,8 +46,7 @@ class GradientExchange:
         module: the module.
         comm_state: exchanges buckets.
         bucket_bytes: the largest size of a bucket of several parameters.
-        shard: what is divided among ranks: ``"optimizer"``, ``"gradients"`` or None.
-        shard_group: these ranks.
+        sharding: what is divided among ranks; None for nothing.
         arrived: called with a parameter whose gradient is ready; calls :meth:`arrive`.
 
     Attributes:
@@ -57,25 +65,18 @@ class GradientExchange:
         module: nn.Module,
         comm_state: CommState | LocalSGDState,
         bucket_bytes: float,
-        shard: str | None,
-        shard_group: Group | None,
+        sharding: Sharding | None,
         arrived: Callable[[torch.Tensor], None],
     ) -> None:
         self._state = comm_state
         self._group = comm_state.group
         self.parameters = [p for p in module.parameters() if p.requires_grad][::-1]
         self.shards: Shards | None = None
-        if shard_group is None:
+        if sharding is None:
             forget_parts(self.parameters)
             layout = window_layout(self.parameters, self._group)
         else:
-            uncompressed = getattr(comm_state, "compression", None) is None
-            memory: Memory | None = functools.partial(gradient_memory, self._group)
-            if shard == "gradients":
-                memory = no_memory
-            elif uncompressed and shard_group is self._group and len(shard_group.nodes) == 1:
-                memory = None
-            self.shards = Shards(self.parameters, shard_group, memory)
+            self.shards = self._make_shards(sharding, bucket_bytes)
             layout = self.shards.layout
         self._slab = Slab(self.parameters, bucket_bytes, layout)
         self._buckets: list[Bucket] = []
@@ -84,7 +85,7 @@ class GradientExchange:
         self._ring: GradientRing | None = None
         if self.shards is not None:
             self.shards.assign(bucket.parameters for bucket in self._buckets)
-            if shard == "gradients":
+            if sharding is not None and sharding.stage == "gradients":
                 self._ring = self.shards.ring = GradientRing(
                     self.shards, self._buckets, int(self._slab.limit)
                 )
@@ -96,6 +97,17 @@ class GradientExchange:
         self.promise = Promise()
         self.weighing: Weighing | None = None
         self.members = Members(module, arrived)
+
+    def _make_shards(self, sharding: Sharding, bucket_bytes: float) -> Shards:
+        group = sharding.group
+        owns = group is self._group and getattr(self._state, "compression", None) is None
+        memory: Memory = functools.partial(gradient_memory, self._group)
+        if len(group.nodes) > 1:
+            limit = bucket_limit(self.parameters, bucket_bytes)
+            return SpanningShards(self.parameters, group, memory, limit, owns, sharding)
+        if sharding.stage == "gradients":
+            memory = no_memory
+        return Shards(self.parameters, group, None if memory is not no_memory and owns else memory)
 
     def catch_up(self) -> None:
         """Takes part in the others' exchange after this rank's backward has raised."""
@@ -147,6 +159,7 @@ class GradientExchange:
     def _compare_parameters(self) -> None:
         """Raises RuntimeError on all ranks if their parameters differ."""
         if self.shards is not None:
+            self.shards.settle()
             pieces = self.shards.layout.pieces
             buffers = [p.parameters for p in pieces if p.parameters is not None]
             self.shards.guard.compare(buffers, takes_nan=self._ring is None)
@@ -214,7 +227,9 @@ class GradientExchange:
                 return
             if self.weighing is not None:
                 self.weighing.scale(bucket.flat)
-            if self.shards is None or not self.shards.averages:
+            if isinstance(self.shards, SpanningShards) and self.shards.reduces:
+                self.shards.reduce(bucket)
+            elif self.shards is None or not self.shards.averages:
                 self._state.start(bucket.flat, bucket.parameters, begins=bucket.begins)
         except PycommError:
             self.promise.wait()  # raises the error that caused this one, if there is one
@@ -267,9 +282,9 @@ class GradientExchange:
             if parameter.grad is None:
                 self._bucket_of[id(parameter)].adopt(parameter)
         if self.shards is not None:
-            if self.shards.averages:
+            if self.shards.leaves_local:
                 self.shards.note_backward(self.parameters)
-            if self.shards.averages or self._ring is not None:
+            if self.shards.leaves_local or self._ring is not None:
                 self.shards.guard.await_step(self.parameters)
         if self._ready is not None:
             if self._state.gradient_group is not None:
@@ -283,7 +298,9 @@ class GradientExchange:
         began = time.perf_counter()
         if self._ring is not None:
             self._ring.finish()
-        if self._ring is not None or self.shards.averages:
+        if isinstance(self.shards, SpanningShards):
+            self.shards.finish()
+        if self._ring is not None or self.shards.leaves_local:
             waited = time.perf_counter() - began
             self._state.count_step(sum(b.flat.nbytes for b in self._buckets), waited)
 

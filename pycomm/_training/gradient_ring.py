@@ -83,7 +83,7 @@ class GradientRing:
 
     def __init__(self, shards: Shards, buckets: Sequence[Bucket], slot_bytes: int) -> None:
         self._shards = shards
-        ranks = shards.ranks
+        ranks = shards.group.size
         self._slot_bytes = -(-slot_bytes // (ranks * _LINE)) * ranks * _LINE
         self.memory = shards.group.empty(SLOTS * self._slot_bytes, dtype=torch.uint8)
         self._plans = {
@@ -211,7 +211,7 @@ class GradientRing:
         for number, begin, end, offset, rank in runs:
             parameter = parameters[number]
             adds.append(str(int(id(parameter) in self._adds)))
-            if rank == self._shards.rank:  # the words of csrc/cpu/optim/sharded_average.h
+            if rank == group.rank:  # the words of csrc/cpu/optim/sharded_average.h
                 part = part_of(parameter)
                 assert part is not None
                 own = self.own(parameter)[begin - part.first : end - part.first]

@@ -299,7 +299,7 @@ class Joining:
             return _Status.NONE
         if ring is not None and ring.is_zeroed(parameter):
             return _Status.ZEROED
-        if part.is_divided(parameter) or part.is_local(parameter):
+        if part.is_divided(parameter) or self._shards.is_local(parameter):
             return _Status.PENDING
         return _Status.WHOLE
 

@@ -8,14 +8,14 @@ norms and cache lines stay whole. Parts depend only on the parameters and the nu
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from pycomm._training.announcing import Session
+from pycomm._training.cuts import UNIT, Range, cut
 from pycomm._training.flat import (
     ALIGN,
     Kind,
@@ -35,7 +35,6 @@ from pycomm.p2p import recv, send
 if TYPE_CHECKING:
     from pycomm.group import Group
 
-UNIT = 1024  # elements between possible cuts: kSumBlock of csrc/core/optim/square_sum.h
 _SUMS = 3  # numbers that ranks exchange per unit: csrc/cpu/optim/sharded_step.h
 _LINE = 64  # bytes
 _TAG = -(1 << 31)  # of messages between ranks, apart from the user's
@@ -60,23 +59,12 @@ class OwnGradients(Protocol):
         """Makes gradients whole of which this rank has only its part."""
 
 
-class Range(NamedTuple):
-    """Elements of a parameter that one rank owns, in the order in which they lie in memory.
-
-    `rank` counts the ranks of a node.
-    """
-
-    rank: int
-    begin: int
-    end: int
-
-
 class Part(NamedTuple):
     """This rank's elements of a parameter.
 
     Attributes:
         shards: the shards that they belong to.
-        ranges: the elements of every rank of the first node that has any.
+        ranges: the elements of every rank that has any.
         first: the first element.
         own: a flat view of the elements in the parameter; empty if there are none.
     """
@@ -107,27 +95,13 @@ class Part(NamedTuple):
         ring = self.shards.ring
         return ring is not None and ring.is_divided(parameter)
 
-    def is_local(self, parameter: torch.Tensor) -> bool:
-        """True if the parameter's gradient is this rank's own, which a step must average.
+    def waits_for_step(self, parameter: torch.Tensor) -> bool:
+        """True if a step must average the parameter's gradient.
 
         Raises:
-            RuntimeError: it has been changed since its backward.
+            RuntimeError: the gradient has been changed since its backward.
         """
-        local, gradient = self.shards.local, parameter.grad
-        noted = local.get(id(parameter))
-        if noted is None or gradient is None:
-            return False
-        before, *seen = noted
-        if before() is gradient and seen == [gradient._version, gradient.data_ptr()]:
-            return True
-        if gradient.any():
-            raise RuntimeError(
-                f"gradient of a parameter of shape {tuple(parameter.shape)} has been changed "
-                "before step() has averaged it: call reduce_gradients() of the wrapper before "
-                "changing gradients; to clip them, give max_norm to the optimizer"
-            )
-        del local[id(parameter)]  # zeroed
-        return False
+        return self.shards.is_local(parameter) and self.shards.averages
 
     def gather(
         self, own: torch.Tensor, like: torch.Tensor, unit: int = 1, *, to: int | None = None
@@ -140,18 +114,19 @@ class Part(NamedTuple):
             own: this rank's elements, or one value for every `unit` of them.
             like: the parameter; for other units, a flat tensor of the result's size.
             unit: a divisor of 1,024.
-            to: the only rank that gets them, on the first node; None for all. Others get an empty
-                tensor.
+            to: the only rank that gets them; None for all. Others get an empty tensor.
         """
         group = self.shards.group
+        if to is not None and len(group.nodes) > 1:  # messages do not leave a node
+            whole = self.gather(own, like, unit)
+            return whole if to == group.rank else own.new_empty(0)
         receives = to in (None, group.rank)
         whole = torch.empty_like(like, dtype=own.dtype) if receives else own.new_empty(0)
         flat = whole.as_strided((whole.numel(),), (1,))
         if receives:
             begin = self.first // unit
             flat[begin : begin + own.numel()] = own
-        for index, first, last in self.ranges:
-            rank = group.nodes[0][index]
+        for rank, first, last in self.ranges:
             elements = flat[first // unit : -(-last // unit)] if receives else own
             data = elements.view(torch.uint8)
             if to is None:
@@ -175,12 +150,12 @@ class Shards:
         group: the ranks that divide them, on each node anew.
         gradients: allocates memory for gradients; None puts them into the arena, where a step can
             average them itself.
+        rooms: see :class:`Layout`.
 
     Attributes:
-        group: the ranks that divide the parameters; each node has all of them.
-        rank: this rank's number among those of its node.
-        ranks: the number of ranks of the node.
+        group: the ranks that divide the parameters.
         averages: True if a step averages gradients.
+        leaves_local: True if backward leaves at least other ranks' parts of gradients as they are.
         layout: the places of parameters and gradients.
         arena: the arena, as bytes.
         sums: the beginning of the exchanged sums in the arena.
@@ -194,20 +169,23 @@ class Shards:
     session: Session | None = None
 
     def __init__(
-        self, parameters: Sequence[torch.Tensor], group: Group, gradients: Memory | None
+        self,
+        parameters: Sequence[torch.Tensor],
+        group: Group,
+        gradients: Memory | None,
+        rooms: Mapping[int, int] | None = None,
     ) -> None:
         _leave_parts(parameters)
         self.group = group
-        node = next(ranks for ranks in group.nodes if group.rank in ranks)
-        self.rank, self.ranks = node.index(group.rank), len(node)
-        self.averages = gradients is None
+        self.averages = self.leaves_local = gradients is None
         self.guard = StepGuard(parameters, group)
         self.ring: OwnGradients | None = None
         self.local: dict[int, tuple[TensorWeakRef, int, int]] = {}
         units = sum(-(-parameter.numel() // UNIT) for parameter in parameters)
+        rooms = {id(p): room(p) for p in parameters} if rooms is None else rooms
         sizes: dict[Kind, int] = {}
         for parameter in parameters:
-            sizes[kind_of(parameter)] = sizes.get(kind_of(parameter), 0) + room(parameter)
+            sizes[kind_of(parameter)] = sizes.get(kind_of(parameter), 0) + rooms[id(parameter)]
         total = _SUMS * units * 8 + len(sizes) * 2 * _LINE
         for kind, count in sizes.items():
             of_gradients = kind.grad_dtype.itemsize if self.averages else 0
@@ -215,7 +193,7 @@ class Shards:
         self.arena = group.empty(total, dtype=torch.uint8)
         self._used = 0
         self.sums = self._take(_SUMS * units, torch.float64)
-        self.layout = Layout(parameters, gradients or self._take, keep_homes=False)
+        self.layout = Layout(parameters, gradients or self._take, False, rooms)
         for piece in self.layout.pieces:
             kind = piece.kind
             piece.parameters = self._take(len(piece.gradients), kind.dtype, kind.device).zero_()
@@ -223,16 +201,19 @@ class Shards:
             self.layout[parameter].take_in(parameter)
         self._addresses = {id(parameter): parameter.data_ptr() for parameter in parameters}
 
+    def cut(self, bucket: Sequence[torch.Tensor]) -> list[tuple[Range, ...]]:
+        """The ranges of each parameter of a bucket; the parameters lie one after the other."""
+        return cut(bucket, self.group.size)
+
     def assign(self, buckets: Iterable[Sequence[torch.Tensor]]) -> None:
-        """Divides the parameters of each bucket, which lie one after the other."""
+        """Divides the parameters of each bucket."""
         owned: dict[Piece, int] = {}
         made: list[tuple[torch.Tensor, tuple[Range, ...], int, int, Piece, int]] = []
         for bucket in buckets:
-            here, first_node = cut(bucket, self.ranks), cut(bucket, len(self.group.nodes[0]))
-            for parameter, own_ranges, ranges in zip(bucket, here, first_node, strict=True):
+            for parameter, ranges in zip(bucket, self.cut(bucket), strict=True):
                 piece = self.layout[parameter].piece
-                mine = (r for r in own_ranges if r.rank == self.rank)
-                _, begin, end = next(mine, Range(self.rank, 0, 0))
+                mine = (r for r in ranges if r.rank == self.group.rank)
+                _, begin, end = next(mine, Range(self.group.rank, 0, 0))
                 offset = owned.get(piece, 0)
                 owned[piece] = offset + -(-(end - begin) // ALIGN) * ALIGN
                 made.append((parameter, ranges, begin, end - begin, piece, offset))
@@ -253,6 +234,13 @@ class Shards:
             if parameter.data_ptr() != self._addresses[id(parameter)]:
                 part_of(parameter)
 
+    def settle(self) -> None:
+        """Waits until all parameters are those of the last step."""
+
+    def end_step(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Records that a step has written these parameters."""
+        self.guard.note_step(parameters)
+
     # Gradients.
 
     def note_backward(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -263,9 +251,31 @@ class Shards:
             if p.grad is not None
         }
 
+    def is_local(self, parameter: torch.Tensor) -> bool:
+        """True if the parameter's gradient is, except for this rank's part, its own.
+
+        Raises:
+            RuntimeError: it has been changed since its backward.
+        """
+        local, gradient = self.local, parameter.grad
+        noted = local.get(id(parameter))
+        if noted is None or gradient is None:
+            return False
+        before, *seen = noted
+        if before() is gradient and seen == [gradient._version, gradient.data_ptr()]:
+            return True
+        if gradient.any():
+            raise RuntimeError(
+                f"gradient of a parameter of shape {tuple(parameter.shape)} has been changed "
+                "before step() has averaged it: call reduce_gradients() of the wrapper before "
+                "changing gradients; to clip them, give max_norm to the optimizer"
+            )
+        del local[id(parameter)]  # zeroed
+        return False
+
     def has_pending(self, parameters: Iterable[torch.Tensor]) -> bool:
         """True if a gradient is still each rank's own, or divided."""
-        return any(_parts[p].is_local(p) or _parts[p].is_divided(p) for p in parameters)
+        return any(self.is_local(p) or _parts[p].is_divided(p) for p in parameters)
 
     def average(self, parameters: Iterable[torch.Tensor]) -> None:
         """Averages gradients that are still each rank's own, and makes divided ones whole.
@@ -277,7 +287,13 @@ class Shards:
             self.session.before_average(parameters)
         if self.ring is not None:
             self.ring.gather(parameters)
-        local = [p for p in parameters if _parts[p].is_local(p)]
+        self._average_local([p for p in parameters if self.is_local(p)])
+        for parameter in parameters:
+            self.local.pop(id(parameter), None)
+        self.guard.note_step(parameters)
+
+    def _average_local(self, local: Sequence[torch.Tensor]) -> None:
+        """Averages gradients that are still each rank's own."""
         number = {piece: index for index, piece in enumerate(self.layout.pieces)}
 
         def lie(parameter: torch.Tensor) -> tuple[int, int]:
@@ -287,15 +303,12 @@ class Shards:
         runs: list[tuple[Piece, int, int]] = []
         for parameter in sorted(local, key=lie):
             piece, begin, _ = self.layout[parameter]
-            end = begin + room(parameter)
+            end = begin + self.layout.room(parameter)
             if runs and runs[-1][0] is piece and runs[-1][2] == begin:
                 begin = runs.pop()[1]
             runs.append((piece, begin, end))
         for piece, begin, end in runs:
             all_reduce(piece.gradients[begin:end], "avg", group=self.group, deterministic=True)
-        for parameter in parameters:
-            self.local.pop(id(parameter), None)
-        self.guard.note_step(parameters)
 
     def _take(
         self,
@@ -307,35 +320,6 @@ class Shards:
         begin = -(-self._used // _LINE) * _LINE
         self._used = begin + count * dtype.itemsize
         return self.arena[begin : self._used].view(dtype)
-
-
-def cut(parameters: Sequence[torch.Tensor], ranks: int) -> list[tuple[Range, ...]]:
-    """Cuts parameters that lie one after the other into one part per rank.
-
-    Returns:
-        For each parameter, the ranges of the ranks that own some of it, in order.
-    """
-    begins = list(itertools.accumulate((p.numel() for p in parameters), initial=0))
-    cuts = [0, *(_nearest(begins, begins[-1] * k / ranks) for k in range(1, ranks)), begins[-1]]
-    parts = []
-    for begin, end in itertools.pairwise(begins):
-        ranges = []
-        for rank in range(ranks):
-            first, last = max(begin, cuts[rank]), min(end, cuts[rank + 1])
-            if first < last:
-                ranges.append(Range(rank, first - begin, last - begin))
-        parts.append(tuple(ranges))
-    return parts
-
-
-def _nearest(begins: Sequence[int], wanted: float) -> int:
-    """The possible cut that is nearest to an element."""
-    for begin, end in itertools.pairwise(begins):
-        if wanted < end:
-            below = begin + int(wanted - begin) // UNIT * UNIT
-            above = min(below + UNIT, end)
-            return below if wanted - below <= above - wanted else above
-    return begins[-1]
 
 
 # No value refers to a parameter, only to its memory.

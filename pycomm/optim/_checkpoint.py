@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from pycomm._inputs.arguments import check_rank
 from pycomm._training.shards import Part, part_of
 from pycomm.optim import _storage
 from pycomm.optim._storage import BLOCK, MASTER, REMAINDER, State
@@ -150,8 +151,8 @@ def gathered(
         to: the rank that gets the result; None for all. The others get None.
     """
     group = part.shards.group
-    if to is not None and to not in group.nodes[0]:
-        raise ValueError(f"to must be a rank of the first node, one of {group.nodes[0]}, got {to}")
+    if to is not None:
+        check_rank("to", to, group.size)
     made: State = {}
     for name, tensor in state.items():
         if name == "step":

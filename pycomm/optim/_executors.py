@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from pycomm import _C
 from pycomm._training.shards import Shards
+from pycomm._training.spanning_shards import SpanningShards
+from pycomm._work import launch
 from pycomm.optim._options import Group
 
 # A group and its segments, as integers.
@@ -30,12 +32,14 @@ class Step(NamedTuple):
         control: the numbers that it reads and fills in.
         max_norm: bound of the norm of all gradients together; None for no bound.
         sets_found: look for gradients that are not finite.
+        params: the parameters of all tables.
     """
 
     settings: Sequence[_C.OptimizerSettings]
     control: Control
     max_norm: float | None
     sets_found: bool
+    params: Sequence[torch.Tensor]
 
     @property
     def bound(self) -> float:
@@ -90,11 +94,7 @@ class OnShards(OnCpu):
 
     def run(self, step: Step) -> torch.Tensor | None:
         """See :meth:`OnCpu.run`. All ranks must call this alike."""
-        shards, arena = self._shards, self._shards.arena
-        shards.guard.check()
-        sharded = _C.ShardedStep(arena.data_ptr(), arena.nbytes, shards.sums.data_ptr())
-        for one, (_, words) in zip(step.settings, self._tables, strict=True):
-            sharded.add(one, words)
+        shards, sharded = self._shards, self._prepare(step)
         core, label = shards.group._core, self._label(step)
         try:
             value = sharded.run(core, *step.control, step.bound, step.measures, label)
@@ -102,6 +102,15 @@ class OnShards(OnCpu):
             if sharded.half_done:
                 shards.guard.step_failed()
         return torch.tensor(value, dtype=torch.float64) if step.measures else None
+
+    def _prepare(self, step: Step) -> _C.ShardedStep:
+        """The tables, for the extension."""
+        shards, arena = self._shards, self._shards.arena
+        shards.guard.check()
+        sharded = _C.ShardedStep(arena.data_ptr(), arena.nbytes, shards.sums.data_ptr())
+        for one, (_, words) in zip(step.settings, self._tables, strict=True):
+            sharded.add(one, words)
+        return sharded
 
     def _label(self, step: Step) -> str:
         """What ranks must agree on, for messages; the extension adds a hash of the rest."""
@@ -111,6 +120,53 @@ class OnShards(OnCpu):
         return (
             f"lr={rates}, max_norm={step.max_norm}, {count} gradients, scaled={scale != 0}, "
             f"found_inf={'sought' if step.sets_found else 'given' if found else 'no'}"
+        )
+
+
+class OnSpanningShards(OnShards):
+    """The same for ranks on several nodes, which exchange sums and new parameters."""
+
+    def __init__(self, tables: list[Table], shards: SpanningShards) -> None:
+        super().__init__(tables, shards)
+        self._group, self._publication = shards.group, shards.publication
+
+    def run(self, step: Step) -> torch.Tensor | None:
+        """See :meth:`OnCpu.run`. All ranks must call this alike."""
+        sharded, norm = self._prepare(step), None
+        sharded.begin(*step.control, step.bound)
+        found = torch.tensor([sharded.skips()]).byte()
+        self._reduce(found, "max", sharded.compared(self._label(step)))
+        sharded.note_found(bool(found))
+        count = sharded.sums
+        if step.measures:
+            self._sum_up(self._shards.sums[:count], sharded.measure)
+            norm = torch.tensor(sharded.conclude_norm(), dtype=torch.float64)
+        if sharded.adapts():
+            self._sum_up(self._shards.sums[count : 3 * count], sharded.measure_ratios)
+            sharded.conclude_ratios()
+        if not sharded.skips():
+            self._update(sharded, step.params)
+        return norm
+
+    def _update(self, sharded: _C.ShardedStep, params: Sequence[torch.Tensor]) -> None:
+        """Updates this rank's parameters and sends them to all ranks."""
+        try:
+            self._publication.begin(params)
+            sharded.finish()
+            self._publication.send()
+        except BaseException:
+            self._shards.guard.step_failed()
+            raise
+
+    def _sum_up(self, sums: torch.Tensor, measure: Callable[[], None]) -> None:
+        """Fills in all ranks' sums. Each comes from one rank, so adding zeros leaves its bits."""
+        sums.zero_()
+        measure()
+        self._reduce(sums, "sum", "sums of a step")
+
+    def _reduce(self, tensor: torch.Tensor, op: str, label: str) -> None:
+        launch(
+            self._group, "all_reduce", tensor, tensor, tensor.shape, op, label=label, async_op=False
         )
 
 
@@ -189,6 +245,8 @@ def executor(
     device: torch.device, tables: list[Table], shards: Shards | None, last: OnCuda | None
 ) -> OnCpu | OnCuda:
     """The executor for these tables. `last`, of the last step, is used again if possible."""
+    if isinstance(shards, SpanningShards):
+        return OnSpanningShards(tables, shards)
     if shards is not None:
         return OnShards(tables, shards)
     if device.type == "cpu":

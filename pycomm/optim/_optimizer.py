@@ -123,12 +123,12 @@ class FusedOptimizer(StatefulOptimizer):
             self.found_inf = self._found = found = steps.scalar()
         clip = None if self.max_norm is None else steps.scalar()
         control = _executors.control_of(scale, found, clip)
-        norm = steps.run(_executors.Step(settings, control, self.max_norm, sets_found))
+        norm = steps.run(_executors.Step(settings, control, self.max_norm, sets_found, params))
         if norm is not None:
             self.grad_norm = norm
-        if shards is not None:
-            shards.guard.note_step(params)
         torch.autograd.graph.increment_version(params)
+        if shards is not None:
+            shards.end_step(params)
         self._edits.note(row.own for row in rows if row.holds_weights)
         if session is not None:
             session.note_step()
@@ -140,7 +140,7 @@ class FusedOptimizer(StatefulOptimizer):
         divisions = {part.shards for part in parts if part is not None}
         if len(divisions) == 1:
             steps = _executors.OnShards([], divisions.pop())
-            steps.run(_executors.Step([], _executors.control_of(None, None, None), None, False))
+            steps.run(_executors.Step([], _executors.control_of(None, None, None), None, False, []))
 
     # The step of another rank, in a join.
 

@@ -68,7 +68,7 @@ class Row:
         """Adds the row's words for this step."""
         table.extend(self.words)
         if self.part is not None:
-            table.append(not self.part.is_local(self.param))
+            table.append(not self.part.waits_for_step(self.param))
 
 
 def _key(

@@ -112,9 +112,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
             format: ``"pycomm"`` keeps everything bit for bit. ``"torch"`` is for torch.optim: it
                 has states in fp32, full-precision weights as ``master_param``, and no options of
                 pycomm.
-            to: with sharded states, the only rank of the group that divides them, on its first
-                node, that gets them; on the others ``"state"`` is empty, which
-                :meth:`load_state_dict` refuses. By default all get them.
+            to: with sharded states, the only rank of the group that divides them that gets them; on
+                the others ``"state"`` is empty, which :meth:`load_state_dict` refuses. By default
+                all get them.
         """
         if format not in ("pycomm", "torch"):
             raise ValueError(f"format must be pycomm or torch, got {format!r}")

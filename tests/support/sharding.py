@@ -99,6 +99,8 @@ class Program:
     adds_group_at: int | None = None  # the step before which group 1 is added
     compression: pycomm.Compression | None = None
     shard_ranks: int | None = None  # the number of ranks in a shard group
+    nodes: tuple[int, ...] | None = None  # the number of ranks on each of several nodes
+    overlaps: bool = False  # parameters arrive from other nodes during the next forward
 
 
 class Given(nn.Module):
@@ -302,12 +304,12 @@ def run_stages(program: Program, body: Any) -> dict[str | None, list[Any]]:
     """What a body returns on each rank, on threads, with and without shards."""
     net = Given(program)
     stages = ["optimizer", "gradients"]
-    if program.compression is not None or program.shard_ranks is not None:
+    if program.compression is not None or program.shard_ranks is not None or program.nodes:
         stages.remove("gradients")
     with contextlib.ExitStack() as stack:
 
-        def world(size: int) -> pycomm.LocalWorld:
-            return stack.enter_context(pycomm.LocalWorld(size, timeout=20))
+        def world(size: int, **options: Any) -> pycomm.LocalWorld:
+            return stack.enter_context(pycomm.LocalWorld(size, timeout=20, **options))
 
         runs = {}
         size = program.shard_ranks or program.ranks
@@ -319,9 +321,10 @@ def run_stages(program: Program, body: Any) -> dict[str | None, list[Any]]:
             ) -> Any:
                 part = parts[group.rank // size].groups[group.rank % size]
                 extra = {} if program.shard_ranks is None else {"shard_group": part}
+                extra["overlap_params"] = program.overlaps
                 return body(Run(group, program, net, stage, **extra))
 
-            runs[stage] = world(program.ranks).run(on_rank, stage, parts)
+            runs[stage] = world(program.ranks, nodes=program.nodes).run(on_rank, stage, parts)
     return runs
 
 

@@ -72,6 +72,7 @@ def programs(draw, joins=False):
     scaled = draw(st.booleans()) if dtype == torch.float16 else False
     weighs = draw(st.booleans())
     optimizers = draw(st.sampled_from([1, 1, 1, 2]))
+    layouts = {2: [(1, 1)], 3: [(2, 1), (1, 1, 1)], 4: [(2, 2), (1, 3)], 5: [(2, 2, 1)]}
     # One that all ranks use, so that there is something to step.
     first = Parameter(draw(st.sampled_from([(40,), (50, 60)])))
     return Program(
@@ -90,4 +91,6 @@ def programs(draw, joins=False):
         shard_ranks=draw(st.sampled_from([None, 1, 2])) if ranks == 4 else None,
         begins=draw(st.sampled_from(["wrapped", "wrapped", "made", "stepped"])),
         compression=draw(st.sampled_from([None, None, None, pycomm.Int8()])),
+        nodes=draw(st.sampled_from([None, None, *layouts.get(ranks, [])])),
+        overlaps=draw(st.booleans()),
     )

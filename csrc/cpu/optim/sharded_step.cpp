@@ -56,28 +56,32 @@ std::string hex(std::uint64_t number) {
 
 }  // namespace
 
+std::string compared(const ShardedStep& step, const std::string& label) {
+  return label + ", options and counts " + hex(hash_of(step));
+}
+
 Call sharded_call(ShardedStep& step, const std::string& label) {
   Call call;
   call.operation.collective = Collective::sharded_step;
   call.operation.dtype = DType::u8;
   call.operation.count = step.arena_bytes;
   call.input = call.output = step.arena;
-  call.details.set_label(label + ", options and counts " + hex(hash_of(step)));
+  call.details.set_label(compared(step, label));
   if (step.control.grad_scale != nullptr) call.details.scale = *step.control.grad_scale;
   call.sharded = &step;
   return call;
 }
 
-class ShardedStepComm::Average {
+class ShardUpdate::Average {
  public:
-  Average(const ShardedStepComm& comm, std::size_t shard)
-      : comm_(comm),
-        part_(comm.step_.shards[shard].part),
-        is_averaged_(comm.step_.shards[shard].is_averaged != 0),
+  Average(const ShardUpdate& update, std::size_t shard)
+      : update_(update),
+        part_(update.step_.shards[shard].part),
+        is_averaged_(update.step_.shards[shard].is_averaged != 0),
         size_(size_of(part_.grad_storage)),
         loop_(reduce_loop(dtype_of(part_.grad_storage), ReduceOp::avg, true)) {
-    for (int r = 0; r < comm.size() && !is_averaged_; ++r) {
-      sources_.push_back(comm.there(r, part_.grad));
+    for (int r = 0; r < update.size() && !is_averaged_; ++r) {
+      sources_.push_back(update.there(r, part_.grad));
     }
   }
 
@@ -86,12 +90,12 @@ class ShardedStepComm::Average {
     if (is_averaged_) return static_cast<const std::byte*>(part_.grad) + at * size_;
     from_.clear();
     for (const std::byte* source : sources_) from_.push_back(source + at * size_);
-    loop_(mean_, from_.data(), comm_.size(), 0, n, comm_.size());
+    loop_(mean_, from_.data(), update_.size(), 0, n, update_.size());
     return mean_;
   }
 
  private:
-  const ShardedStepComm& comm_;
+  const ShardUpdate& update_;
   const Segment& part_;
   const bool is_averaged_;
   const std::int64_t size_;
@@ -101,48 +105,47 @@ class ShardedStepComm::Average {
   alignas(kLine) std::byte mean_[kChunk * sizeof(float)];
 };
 
-ShardedStepComm::ShardedStepComm(Comm& comm, ShardedStep& step)
-    : comm_(comm),
-      step_(step),
+ShardUpdate::ShardUpdate(ShardedStep& step)
+    : step_(step),
       parts_(step.shards, [](const Shard& shard) { return shard.part.count; }),
       wholes_(step.shards, [](const Shard& shard) { return shard.whole; }),
       ratios_(step.shards.size(), 1.0) {}
 
-Preflight ShardedStepComm::preflight() const { return make_preflight(skips(), false); }
+void ShardUpdate::use_arenas(std::vector<std::byte*> arenas, int rank) {
+  arenas_ = std::move(arenas);
+  rank_ = rank;
+}
 
-void ShardedStepComm::announce() {
-  comm_.announce();
-  PYCOMM_CHECK(comm_.zero_copy(), "a sharded step needs the arenas of all ranks in their windows");
-  for (int r = 0; r < size(); ++r) arenas_.push_back(comm_.output(r).data);
-  found_ = comm_.preflight().overflow != 0;
+void ShardUpdate::note_found(bool found) {
+  found_ = found;
   if (found_ && step_.control.found_inf != nullptr) *step_.control.found_inf = 1.0f;
 }
 
 template <class Visit>
-void ShardedStepComm::for_chunks(const Visit& visit) const {
+void ShardUpdate::for_chunks(const Visit& visit) const {
   step_.parallel(parts_.chunks(), [&](std::int64_t begin, std::int64_t end) {
     parts_.visit(begin, end, visit);
     stream_fence();  // signal() fences only its own thread's streamed stores
   });
 }
 
-const Settings& ShardedStepComm::settings(std::size_t shard) const {
+const Settings& ShardUpdate::settings(std::size_t shard) const {
   const auto after = [](std::size_t s, const ShardGroup& group) { return s < group.end; };
   return std::upper_bound(step_.groups.begin(), step_.groups.end(), shard, after)->settings;
 }
 
-void ShardedStepComm::put_sum(int kind, std::size_t shard, std::int64_t chunk, double sum) const {
+void ShardUpdate::put_sum(int kind, std::size_t shard, std::int64_t chunk, double sum) const {
   const std::int64_t place = wholes_.begin(shard) + step_.shards[shard].part.first / kChunk + chunk;
   const double* const here = step_.sums + kind * wholes_.chunks() + place;
   for (int r = 0; r < size(); ++r) *reinterpret_cast<double*>(there(r, here)) = sum;
 }
 
-double ShardedStepComm::total(int kind, std::size_t shard) const {
+double ShardUpdate::total(int kind, std::size_t shard) const {
   return sum_tree(step_.sums + kind * wholes_.chunks() + wholes_.begin(shard),
                   wholes_.chunks(shard));
 }
 
-void ShardedStepComm::measure() {
+std::int64_t ShardUpdate::measure() {
   for_chunks([&](std::size_t s, std::int64_t first, std::int64_t last) {
     const Segment& part = step_.shards[s].part;
     Average average(*this, s);
@@ -153,24 +156,24 @@ void ShardedStepComm::measure() {
       put_sum(kGradients, s, c, square_sum(gradients, 0, n));
     }
   });
-  comm_.count_in(gradient_bytes());
+  return gradient_bytes();
 }
 
-void ShardedStepComm::conclude_norm() {
+void ShardUpdate::conclude_norm() {
   std::vector<double> totals;
   for (std::size_t s = 0; s < step_.shards.size(); ++s) totals.push_back(total(kGradients, s));
   const double squares = sum_tree(totals.data(), static_cast<std::int64_t>(totals.size()));
   step_.norm = conclude(squares, step_.max_norm, step_.control);
 }
 
-bool ShardedStepComm::adapts() const {
+bool ShardUpdate::adapts() const {
   return std::any_of(step_.groups.begin(), step_.groups.end(), [](const ShardGroup& group) {
     return group.settings.rule == Rule::lamb && group.settings.adapt;
   });
 }
 
-void ShardedStepComm::measure_ratios() {
-  if (skips()) return;
+std::int64_t ShardUpdate::measure_ratios() {
+  if (skips()) return 0;
   for_chunks([&](std::size_t s, std::int64_t first, std::int64_t last) {
     const Segment& part = step_.shards[s].part;
     if (settings(s).rule != Rule::lamb || !settings(s).adapt) return;
@@ -185,10 +188,10 @@ void ShardedStepComm::measure_ratios() {
       put_sum(kDirections, s, c, sums.directions);
     }
   });
-  comm_.count_in(gradient_bytes());
+  return gradient_bytes();
 }
 
-void ShardedStepComm::conclude_ratios() {
+void ShardUpdate::conclude_ratios() {
   if (skips()) return;
   for (std::size_t s = 0; s < step_.shards.size(); ++s) {
     if (settings(s).rule != Rule::lamb || !settings(s).adapt) continue;
@@ -196,8 +199,8 @@ void ShardedStepComm::conclude_ratios() {
   }
 }
 
-void ShardedStepComm::update() {
-  if (skips()) return;
+std::int64_t ShardUpdate::update() {
+  if (skips()) return 0;
   const bool stream = step_.arena_bytes >= kStreamedOutput;
   for_chunks([&](std::size_t s, std::int64_t first, std::int64_t last) {
     const Segment& part = step_.shards[s].part;
@@ -209,21 +212,30 @@ void ShardedStepComm::update() {
     const auto publish = [&](std::int64_t at, std::int64_t n) {
       const std::byte* const made = static_cast<std::byte*>(part.param) + at * size;
       for (int r = 0; r < this->size(); ++r) {
-        if (r != rank()) copy({there(r, made), stream}, made, n * size);
+        if (r != rank_) copy({there(r, made), stream}, made, n * size);
       }
     };
     cpu::update(settings(s), part, scale(s), ratios_[s], first, last, take, publish);
   });
   for (const Shard& shard : step_.shards) *shard.part.step += 1.0f;
-  comm_.count_in(gradient_bytes());
+  return gradient_bytes();
 }
 
-std::int64_t ShardedStepComm::gradient_bytes() const {
+std::int64_t ShardUpdate::gradient_bytes() const {
   std::int64_t bytes = 0;
   for (const Shard& shard : step_.shards) {
     if (shard.is_averaged == 0) bytes += shard.part.count * size_of(shard.part.grad_storage);
   }
   return bytes * (size() - 1);
+}
+
+void ShardedStepComm::announce() {
+  comm_.announce();
+  PYCOMM_CHECK(comm_.zero_copy(), "a sharded step needs the arenas of all ranks in their windows");
+  std::vector<std::byte*> arenas;
+  for (int r = 0; r < size(); ++r) arenas.push_back(comm_.output(r).data);
+  update_.use_arenas(std::move(arenas), rank());
+  update_.note_found(comm_.preflight().overflow != 0);
 }
 
 }  // namespace pycomm::cpu

@@ -42,34 +42,40 @@ struct ShardedStep {
   bool half_done = false;  // after a failure: some parameters may have changed
 };
 
-// The call that runs a step. All ranks must pass the same `label`, which names what else must agree.
+// What must be alike on all ranks, for messages: `label`, and a hash of all else.
+std::string compared(const ShardedStep& step, const std::string& label);
+
+// The call that runs a step among the ranks of a node. All ranks must pass the same `label`.
 Call sharded_call(ShardedStep& step, const std::string& label);
 
-class ShardedStepComm {
+// The phases of a step that need no other rank's cooperation.
+class ShardUpdate {
  public:
-  ShardedStepComm(Comm& comm, ShardedStep& step);
-  // Whether this rank has already found an infinity; after announce(), whether any rank has.
-  Preflight preflight() const;
+  explicit ShardUpdate(ShardedStep& step);
 
-  int rank() const { return comm_.rank(); }
-  int size() const { return comm_.size(); }
-  void announce();
-  void signal(int channel) { comm_.signal(channel); }
-  void wait_all(int channel, std::int64_t step) { comm_.wait_all(channel, step); }
+  // The arenas of all ranks that get sums and parameters, of which this rank's is number `rank`.
+  void use_arenas(std::vector<std::byte*> arenas, int rank);
+  // Whether a rank has found an infinity before the step.
+  void note_found(bool found);
 
-  bool measures() const { return step_.measures; }
-  void measure();
+  // The number of sums of each kind.
+  std::int64_t sums() const { return wholes_.chunks(); }
+  bool skips() const { return found_ || pycomm::skips(step_.control); }
+
+  // As in core/algorithms/sharded_step.h. Those that read gradients return the bytes that they have
+  // read from other ranks.
+  std::int64_t measure();
   void conclude_norm();
   bool adapts() const;
-  void measure_ratios();
+  std::int64_t measure_ratios();
   void conclude_ratios();
-  void update();
+  std::int64_t update();
 
  private:
-  bool skips() const { return found_ || pycomm::skips(step_.control); }
   // The average of a shard's gradients in one chunk after another.
   class Average;
 
+  int size() const { return static_cast<int>(arenas_.size()); }
   // Calls visit(shard, first, last) for this rank's chunks, on any number of threads.
   template <class Visit>
   void for_chunks(const Visit& visit) const;
@@ -82,18 +88,44 @@ class ShardedStepComm {
     return arenas_[static_cast<std::size_t>(r)] +
            (static_cast<const std::byte*>(here) - step_.arena);
   }
+  std::int64_t gradient_bytes() const;
   // Writes a sum of this rank to all ranks. `kind` counts from 0.
   void put_sum(int kind, std::size_t shard, std::int64_t chunk, double sum) const;
   // Adds a parameter's sums of one kind.
   double total(int kind, std::size_t shard) const;
-  std::int64_t gradient_bytes() const;
 
-  Comm& comm_;
   ShardedStep& step_;
   Row parts_, wholes_;
   std::vector<std::byte*> arenas_;
+  int rank_ = 0;
   std::vector<double> ratios_;
-  bool found_ = false;  // a rank had already found an infinity
+  bool found_ = false;
+};
+
+class ShardedStepComm {
+ public:
+  ShardedStepComm(Comm& comm, ShardedStep& step) : comm_(comm), step_(step), update_(step) {}
+  // Whether this rank has already found an infinity; after announce(), whether any rank has.
+  Preflight preflight() const { return make_preflight(update_.skips(), false); }
+
+  int rank() const { return comm_.rank(); }
+  int size() const { return comm_.size(); }
+  void announce();
+  void signal(int channel) { comm_.signal(channel); }
+  void wait_all(int channel, std::int64_t step) { comm_.wait_all(channel, step); }
+
+  bool measures() const { return step_.measures; }
+  void measure() { comm_.count_in(update_.measure()); }
+  void conclude_norm() { update_.conclude_norm(); }
+  bool adapts() const { return update_.adapts(); }
+  void measure_ratios() { comm_.count_in(update_.measure_ratios()); }
+  void conclude_ratios() { update_.conclude_ratios(); }
+  void update() { comm_.count_in(update_.update()); }
+
+ private:
+  Comm& comm_;
+  ShardedStep& step_;
+  ShardUpdate update_;
 };
 
 static_assert(ShardExecutor<ShardedStepComm>);

@@ -1,0 +1,202 @@
+"""Sharded steps on several nodes: compressed changes of parameters, and parameters on their way."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import threading
+import time
+
+import pytest
+import sharding
+import torch
+from sharding import Parameter, Program, Step
+
+import pycomm
+from pycomm._training import pending
+from pycomm._training.publication import Publication
+
+SHAPES = [(70, 40), (5000,), (3,), (130, 33), (0,), (9000,)]
+
+
+def program(dtype: torch.dtype, rule: str, **options) -> Program:
+    parameters = tuple(Parameter(shape, transposed=shape == (130, 33)) for shape in SHAPES)
+    steps = (Step(), Step(without_sync=1, backwards=2), Step(reads=True), Step(weighs=True), Step())
+    return Program(3, dtype, parameters, steps, rule, options)
+
+
+def published(exact: torch.Tensor, seen: torch.Tensor, compression: pycomm.Int8) -> torch.Tensor:
+    """What all ranks see of a parameter after its owners have sent its change."""
+    flat, before = (x.as_strided((x.numel(),), (1,)) for x in (exact, seen))
+    padded = torch.zeros(-(-flat.numel() // 1024) * 1024)
+    padded[: flat.numel()] = flat.float() - before.float()
+    change = compression.decode(compression.encode(padded), padded.numel())[: flat.numel()]
+    return torch.empty_like(seen).copy_(
+        (before.float() + change).to(seen.dtype).as_strided(seen.shape, seen.stride())
+    )
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "rule", "options"),
+    [
+        (torch.float32, "plain", {}),
+        (torch.float32, "adamw", {"max_norm": 1.0}),
+        (torch.bfloat16, "adamw", {"master_weights": "remainder", "states": "8bit"}),
+        (torch.bfloat16, "lamb", {"master_weights": "fp32"}),
+    ],
+)
+def test_owners_step_exactly_and_send_what_the_code_loses_later(dtype, rule, options, overlaps):
+    """The gradients do not depend on the parameters, so owners have those of a run without."""
+    given, compression = program(dtype, rule, **options), pycomm.Int8()
+    net = sharding.Given(given)
+
+    def body(group: pycomm.Group, shard: str | None) -> list[list[torch.Tensor]]:
+        more = {"publish": compression, "overlap_params": overlaps} if shard else {}
+        run = sharding.Run(group, given, net, shard, **more)
+        seen = []
+        for number, step in enumerate(given.steps):
+            run.step(number, step)
+            seen.append([p.detach().clone() for p in run.net.parameters()])
+        return seen
+
+    with pycomm.LocalWorld(3, nodes=(2, 1), timeout=20) as world:
+        exact, *_ = world.run(body, None)
+        results = world.run(body, "optimizer")
+    wanted = [p.detach().clone() for p in net.parameters()]
+    for number, values in enumerate(exact):
+        wanted = [published(e, w, compression) for e, w in zip(values, wanted, strict=True)]
+        for rank, result in enumerate(results):
+            found = sharding.difference(result[number], wanted, f"step {number}, rank {rank}")
+            assert found is None, found
+
+
+class Extension(torch.nn.Linear):
+    """Computes as an extension in C++ does, behind torch's back."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return super().forward(x)
+
+
+NET = torch.nn.Sequential(Extension(60, 60), torch.nn.Linear(60, 60))
+
+
+def small(group: pycomm.Group, **options):
+    model = pycomm.DataParallel(copy.deepcopy(NET), group=group, shard="optimizer", **options)
+    return model, pycomm.optim.FusedSGD(model.parameters(), lr=0.1)
+
+
+def backward(model: pycomm.DataParallel, value: float = 1.0) -> None:
+    model.zero_grad()
+    model(torch.full((2, 60), value)).sum().backward()
+
+
+def test_a_parameter_that_is_written_between_steps_has_no_error_left():
+    def body(group: pycomm.Group) -> list[torch.Tensor]:
+        model, optimizer = small(group, publish=pycomm.Int8())
+        seen = []
+        saved = copy.deepcopy(model.state_dict())
+        for _ in range(2):
+            model.load_state_dict(saved)
+            backward(model)
+            optimizer.step()
+            seen.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        return seen
+
+    with pycomm.LocalWorld(2, nodes=(1, 1), timeout=20) as world:
+        for first, second in world.run(body):
+            assert torch.equal(first, second)
+
+
+USES = {
+    "arithmetic": lambda p, _: (p.detach() * 1).clone(),
+    "a list": lambda p, _: torch.cat([p, p]).detach()[: len(p)].clone(),
+    "data": lambda p, _: p.data.clone(),
+    "numpy": lambda p, _: torch.from_numpy(p.detach().numpy().copy()),
+    "a copy": lambda p, _: copy.deepcopy(p).detach(),
+    "pickle": lambda p, _: pickle.loads(pickle.dumps(p)).detach(),
+    "state_dict": lambda _, model: model.state_dict()["0.weight"].clone(),
+    "forward": lambda _, model: model.module[0](torch.eye(60)).clone(),
+    "a parameter of its type": lambda p, _: type(p)(p.detach().clone()).detach(),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_who_uses_a_parameter_on_its_way_waits_for_it(use, monkeypatch):
+    """Rank 1 sends late; what rank 0 does with its parameter must see the new values."""
+    start, sends = Publication._start, threading.Event()
+
+    def late(self, *args):
+        if self._group.rank == 1:
+            sends.wait(10)
+        return start(self, *args)
+
+    def body(group: pycomm.Group, overlaps: bool) -> torch.Tensor | None:
+        model, optimizer = small(group, overlap_params=overlaps)
+        backward(model)
+        optimizer.step()
+        weight = model.module[0].weight
+        if group.rank == 1:
+            return None
+        if overlaps:
+            assert weight.shape == (60, 60)
+            assert weight.grad is not None
+            assert type(weight) is not torch.nn.Parameter, "metadata must not wait"
+            assert isinstance(weight, torch.nn.Parameter)
+            threading.Timer(0.2, sends.set).start()
+        with torch.no_grad():
+            value = USES[use](weight, model)
+        assert type(weight) is torch.nn.Parameter
+        return value
+
+    with pycomm.LocalWorld(2, nodes=(1, 1), timeout=20) as world:
+        wanted = world.run(body, False)[0]
+        monkeypatch.setattr(Publication, "_start", late)
+        found = world.run(body, True)[0]
+    assert torch.equal(found, wanted)
+    gc.collect()  # rank 1's have not been used
+    assert pending._hook is None
+
+
+def test_parameters_that_do_not_arrive_are_half_new():
+    def body(group: pycomm.Group) -> str:
+        model, optimizer = small(group, overlap_params=True)
+        backward(model)
+        optimizer.step()
+        backward(model)
+        if group.rank == 1:
+            model._exchange.shards.publication.send = lambda: time.sleep(0.1)
+            optimizer.step()
+            group.abort()
+            return ""
+        optimizer.step()
+        with pytest.raises(pycomm.PycommError):
+            model.module[0].weight.sum()
+        with pytest.raises(RuntimeError, match="partly those of a step that has failed"):
+            model(torch.ones(1, 60))
+        return "raised"
+
+    with pycomm.LocalWorld(2, nodes=(1, 1), timeout=5) as world:
+        assert world.run(body) == ["raised", ""]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"publish": pycomm.Int8()}, ValueError, "publish must come with shard"),
+        ({"overlap_params": True}, ValueError, "overlap_params must come with shard"),
+        ({"shard": "optimizer", "publish": pycomm.TopK(density=0.1)}, TypeError, "publish must be"),
+        ({"shard": "optimizer", "publish": "int8"}, TypeError, "publish must be"),
+        (
+            {"shard": "optimizer", "publish": pycomm.Int8(rounding="stochastic")},
+            ValueError,
+            "publish must round",
+        ),
+        ({"shard": "optimizer", "overlap_params": 1}, TypeError, "overlap_params must be True"),
+    ],
+)
+def test_options_are_checked(options, error, message):
+    with pycomm.LocalWorld(1) as world, pytest.raises(error, match=message):
+        pycomm.DataParallel(torch.nn.Linear(2, 2), group=world.groups[0], **options)
