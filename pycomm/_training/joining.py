@@ -211,7 +211,7 @@ class Joining:
 
     def _take_part(self, told: Announced) -> None:
         if told.command is Command.FORWARD:
-            self._exchange.weighing = Weighing(0.0, False, self._announcer.group)
+            Weighing(0.0, False, self._announcer.group).active_ranks()  # waits
             return
         if told.command is Command.CATCH_UP:
             return
