@@ -25,7 +25,7 @@ from pycomm._training.planner import Planner
 from pycomm._training.residuals import FORMAT, residuals_for
 from pycomm._training.step import Step
 from pycomm._work import Work
-from pycomm.compression import Compression, check_whole
+from pycomm.compression import Cast, Compression, Identity, Int8, check_whole
 from pycomm.errors import PycommError
 from pycomm.group import Group, default_group
 
@@ -114,6 +114,11 @@ class CommState(HookState):
         return self.compression
 
     @property
+    def encodes_once(self) -> bool:
+        """True if results need not be encoded, and residuals do not depend on a loss scale."""
+        return isinstance(self.compression, Int8 | Cast | Identity) and not self._scale.known
+
+    @property
     def gradient_group(self) -> Group | None:
         """The group that exchanges gradients in this step."""
         return self.group
@@ -191,15 +196,10 @@ class CommState(HookState):
                 flight.land()
         self._now.waited += time.perf_counter() - begin
 
-    def count_step(self, bytes_in: int, waited: float) -> None:
-        """Counts a step whose gradients are averaged by shards.
-
-        Args:
-            bytes_in: bytes of these gradients.
-            waited: seconds for which backward has waited for their averages.
-        """
+    def count_step(self, bytes_in: int, bytes_wire: int, waited: float) -> None:
+        """Counts a step whose gradients are averaged by shards; see :class:`Step`."""
         self._exposed_before += self._now.exposed()
-        self._now = Step(bytes_in=bytes_in, waited=waited)
+        self._now = Step(bytes_in=bytes_in, bytes_wire=bytes_wire, waited=waited)
         self.step += 1
 
     def give_back(self) -> None:
@@ -225,8 +225,7 @@ class CommState(HookState):
         flights, group = self._now.flights, self.group
         sizes = [self._now.bytes_in, *(flight.buffer.nbytes for flight in flights)]
         bytes_dense = sum(dense_wire_bytes(size, group) for size in sizes)
-        bytes_wire = dense_wire_bytes(self._now.bytes_in, group)
-        bytes_wire += sum(flight.wire_bytes() for flight in flights)
+        bytes_wire = self._now.bytes_wire + sum(flight.wire_bytes() for flight in flights)
         return {
             "steps": float(self.step),
             "bytes_in": float(sum(sizes)),

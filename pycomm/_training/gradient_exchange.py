@@ -21,19 +21,20 @@ from pycomm._training.buckets import (
     no_memory,
     window_layout,
 )
+from pycomm._training.comm_state import CommState
 from pycomm._training.flat import Memory
 from pycomm._training.gradient_ring import GradientRing
 from pycomm._training.graphs import leads_to
 from pycomm._training.local_sgd import LocalSGDState
 from pycomm._training.members import Members
 from pycomm._training.promise import Promise, compare
+from pycomm._training.scatter import Scatter
 from pycomm._training.shards import Shards, forget_parts
 from pycomm._training.spanning_shards import SpanningShards
 from pycomm.collectives import broadcast
 from pycomm.errors import PycommError
 
 if TYPE_CHECKING:
-    from pycomm._training.comm_state import CommState
     from pycomm._training.shard_options import Sharding
     from pycomm._training.weighing import Weighing
     from pycomm.group import Group
@@ -99,15 +100,20 @@ class GradientExchange:
         self.members = Members(module, arrived)
 
     def _make_shards(self, sharding: Sharding, bucket_bytes: float) -> Shards:
-        group = sharding.group
-        owns = group is self._group and getattr(self._state, "compression", None) is None
+        group, state = sharding.group, self._state
+        assert isinstance(state, CommState)
+        owns = group is self._group
+        plain = owns and state.compression is None
         memory: Memory = functools.partial(gradient_memory, self._group)
         if len(group.nodes) > 1:
             limit = bucket_limit(self.parameters, bucket_bytes)
-            return SpanningShards(self.parameters, group, memory, limit, owns, sharding)
+            scatter = None
+            if plain or (owns and sharding.publish is not None and state.encodes_once):
+                scatter = Scatter(state)
+            return SpanningShards(self.parameters, group, memory, limit, scatter, sharding)
         if sharding.stage == "gradients":
             memory = no_memory
-        return Shards(self.parameters, group, None if memory is not no_memory and owns else memory)
+        return Shards(self.parameters, group, None if memory is not no_memory and plain else memory)
 
     def catch_up(self) -> None:
         """Takes part in the others' exchange after this rank's backward has raised."""
@@ -227,7 +233,7 @@ class GradientExchange:
                 return
             if self.weighing is not None:
                 self.weighing.scale(bucket.flat)
-            if isinstance(self.shards, SpanningShards) and self.shards.reduces:
+            if isinstance(self.shards, SpanningShards) and self.shards.scatter is not None:
                 self.shards.reduce(bucket)
             elif self.shards is None or not self.shards.averages:
                 self._state.start(bucket.flat, bucket.parameters, begins=bucket.begins)
@@ -298,11 +304,11 @@ class GradientExchange:
         began = time.perf_counter()
         if self._ring is not None:
             self._ring.finish()
-        if isinstance(self.shards, SpanningShards):
-            self.shards.finish()
+        if isinstance(self.shards, SpanningShards) and self.shards.scatter is not None:
+            self.shards.scatter.finish()
         if self._ring is not None or self.shards.leaves_local:
-            waited = time.perf_counter() - began
-            self._state.count_step(sum(b.flat.nbytes for b in self._buckets), waited)
+            waited, nbytes = time.perf_counter() - began, sum(b.flat.nbytes for b in self._buckets)
+            self._state.count_step(nbytes, self.shards.wire_bytes(nbytes), waited)
 
     def _exchange_nothing(self, raised: bool | None = None) -> None:
         """Sends zeros as the remaining buckets, and drops the result."""

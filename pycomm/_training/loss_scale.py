@@ -20,6 +20,11 @@ class LossScale:
         self._scaler = scaler
         self._staged: StandIn | None = None
 
+    @property
+    def known(self) -> bool:
+        """True if there is a GradScaler."""
+        return self._scaler is not None
+
     def read(self, group: Group) -> torch.Tensor | None:
         """The scale, as a tensor on the device where gradients are exchanged; None without one."""
         if self._scaler is None or not self._scaler.is_enabled():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,6 +51,19 @@ class Residuals:
     def tensors(self) -> list[torch.Tensor]:
         """All tensors that this holds."""
         return [*self._flat.values(), *self._before.values()]
+
+    def lie_in(self, flat: torch.Tensor, begins: Mapping[str, int]) -> None:
+        """Moves residuals to other memory.
+
+        Args:
+            flat: the memory, fp32.
+            begins: where each parameter's part begins in it.
+        """
+        moved = {entry.name: self.of(entry, "residual") for entry in self._entries.values()}
+        self._begin = {name: begins[name] for name in self._entries}
+        self._flat["residual"] = flat.zero_()
+        for name, part in moved.items():
+            self.of(self._entries[name], "residual").copy_(part)
 
     def to(self, device: torch.device) -> None:
         """Moves everything, before its first use."""

@@ -16,6 +16,7 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from pycomm._training.announcing import Session
 from pycomm._training.cuts import UNIT, Range, cut
+from pycomm._training.exchange import dense_wire_bytes
 from pycomm._training.flat import (
     ALIGN,
     Kind,
@@ -233,6 +234,10 @@ class Shards:
         for parameter in parameters:
             if parameter.data_ptr() != self._addresses[id(parameter)]:
                 part_of(parameter)
+
+    def wire_bytes(self, nbytes: int) -> int:
+        """Bytes that a rank reads or receives for gradients of so many, and for new parameters."""
+        return dense_wire_bytes(nbytes, self.group)
 
     def settle(self) -> None:
         """Waits until all parameters are those of the last step."""

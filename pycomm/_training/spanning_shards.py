@@ -11,35 +11,24 @@ elements per rank. So blocks of all parameters are as :mod:`pycomm._training.sha
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils.weak import TensorWeakRef
 
 from pycomm._training.buckets import Bucket, partition
 from pycomm._training.cuts import UNIT, Range
+from pycomm._training.exchange import dense_wire_bytes
 from pycomm._training.flat import Memory, kind_of
 from pycomm._training.publication import Publication, Spread
+from pycomm._training.scatter import Blocks, Scatter
 from pycomm._training.shards import Shards
-from pycomm._work import Work, launch
+from pycomm._work import launch
 
 if TYPE_CHECKING:
     from pycomm._training.shard_options import Sharding
+    from pycomm.compression import Compression
     from pycomm.group import Group
-
-
-class _Blocks(NamedTuple):
-    """A bucket's memory, which holds a block per rank.
-
-    Attributes:
-        gradients: the gradients, flat, padding included.
-        own: this rank's block of them.
-        ids: the ids of the bucket's parameters.
-    """
-
-    gradients: torch.Tensor
-    own: torch.Tensor
-    ids: frozenset[int]
 
 
 class SpanningShards(Shards):
@@ -50,11 +39,11 @@ class SpanningShards(Shards):
         group: the ranks.
         gradients: allocates memory for gradients.
         limit: the size of a bucket of several parameters, in bytes.
-        reduces: True if these ranks exchange the gradients, False if others do so before.
+        scatter: averages gradients at their owners; None if backward averages them everywhere.
         sharding: how new parameters are sent.
 
     Attributes:
-        reduces: as the argument.
+        scatter: as the argument.
         publication: sends new parameters.
     """
 
@@ -66,17 +55,16 @@ class SpanningShards(Shards):
         group: Group,
         gradients: Memory,
         limit: float,
-        reduces: bool,
+        scatter: Scatter | None,
         sharding: Sharding,
     ) -> None:
-        self.reduces, self._sharding = reduces, sharding
-        self._blocks: dict[int, _Blocks] = {}  # by the id of a bucket's first parameter
-        self._works: list[Work] = []
+        self.scatter, self._sharding = scatter, sharding
+        self._blocks: dict[int, Blocks] = {}  # by the id of a bucket's first parameter
         rooms: dict[int, int] = {}
         for bucket in partition(parameters, limit, kind_of):
             rooms |= _rooms(bucket, group.size)
         super().__init__(parameters, group, gradients, rooms)
-        self.leaves_local = reduces
+        self.leaves_local = scatter is not None
 
     def cut(self, bucket: Sequence[torch.Tensor]) -> list[tuple[Range, ...]]:
         """See :meth:`Shards.cut`."""
@@ -95,45 +83,37 @@ class SpanningShards(Shards):
         """See :meth:`Shards.assign`."""
         buckets, rank = list(buckets), self.group.rank
         super().assign(buckets)
-        spreads = []
+        spreads, first = [], 0
         for bucket in buckets:
             piece, (begin, end) = self.layout[bucket[0]].piece, self._extent(bucket)
             assert piece.parameters is not None
             gradients = piece.gradients[begin:end]
-            ids = frozenset(map(id, bucket))
-            self._blocks[id(bucket[0])] = _Blocks(gradients, self._own(gradients), ids)
+            begins = {id(p): self.layout[p].offset - begin for p in bucket}
+            self._blocks[id(bucket[0])] = Blocks(gradients, self._own(gradients), begins, first)
+            first += end - begin
             whole = piece.parameters[begin:end]
             own = self._own(whole)
             ranges = []
             for parameter, cuts in zip(bucket, self.cut(bucket), strict=True):
-                first = self.layout[parameter].offset - begin - rank * len(own)
+                at = self.layout[parameter].offset - begin - rank * len(own)
                 mine = next((r for r in cuts if r.rank == rank), Range(rank, 0, 0))
-                ranges.append((TensorWeakRef(parameter), first + mine.begin, first + mine.end))
+                ranges.append((TensorWeakRef(parameter), at + mine.begin, at + mine.end))
             spreads.append(Spread(whole, own, tuple(ranges)))
         spreads.reverse()  # forward uses those first whose gradients come last
         self.publication = Publication(self._sharding, spreads, self.guard)
+        if self.scatter is not None:
+            self.scatter.place_residuals(self._blocks.values())
 
     def reduce(self, bucket: Bucket) -> None:
-        """Starts to average the gradients of a bucket; every rank gets its block, in place."""
-        blocks = self._blocks[id(bucket.parameters[0])]
-        self._works.append(
-            launch(
-                self.group, "reduce_scatter", blocks.gradients, blocks.own, blocks.own.shape, "avg",
-                label="gradients to their owners", async_op=True,
-            )
-        )  # fmt: skip
-
-    def finish(self) -> None:
-        """Waits until the gradients that :meth:`reduce` has taken are averages."""
-        works, self._works = self._works, []
-        for work in works:
-            work.wait()
+        """Starts to average the gradients of a bucket, at their owners."""
+        assert self.scatter is not None
+        self.scatter.start(self._blocks[id(bucket.parameters[0])], bucket.parameters)
 
     def _average_local(self, local: Sequence[torch.Tensor]) -> None:
         """Collects the blocks of the buckets that these gradients lie in."""
         ids, works = set(map(id, local)), []
         for blocks in self._blocks.values():
-            if not ids.isdisjoint(blocks.ids):
+            if not ids.isdisjoint(blocks.begins):
                 own, whole = blocks.own, blocks.gradients
                 label = "gradients to all"
                 works.append(
@@ -143,6 +123,16 @@ class SpanningShards(Shards):
                 )
         for work in works:
             work.wait()
+
+    def wire_bytes(self, nbytes: int) -> int:  # noqa: ARG002
+        """See :meth:`Shards.wire_bytes`. Counts all gradients as encoded, if any are."""
+        assert self.scatter is not None
+        sent = 0
+        for bucket in self._blocks.values():
+            count, dtype = len(bucket.gradients), bucket.gradients.dtype
+            sent += _encoded(self.scatter.compression, count, dtype)
+            sent += _encoded(self._sharding.publish, count, dtype)
+        return dense_wire_bytes(sent, self.group) // 2
 
     def settle(self) -> None:
         """See :meth:`Shards.settle`."""
@@ -168,3 +158,8 @@ def _rooms(bucket: Sequence[torch.Tensor], ranks: int) -> dict[int, int]:
     total, unit = sum(rooms.values()), ranks * UNIT
     rooms[id(bucket[-1])] += -total % unit
     return rooms
+
+
+def _encoded(compression: Compression | None, count: int, dtype: torch.dtype) -> int:
+    """The bytes of elements as they are sent."""
+    return count * dtype.itemsize if compression is None else compression.encoded_bytes(count)

@@ -20,6 +20,7 @@ class Step:
         parameters: ids of the parameters that have been exchanged in it.
         flights: their exchanges.
         bytes_in: bytes of gradients that shards average.
+        bytes_wire: bytes that this rank reads or receives for that, and for new parameters.
         waited: seconds for which backward has only waited for them, on the CPU.
     """
 
@@ -27,6 +28,7 @@ class Step:
     parameters: set[int] = field(default_factory=set)
     flights: list[Flight] = field(default_factory=list)
     bytes_in: int = 0
+    bytes_wire: int = 0
     waited: float = 0.0
     _waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 

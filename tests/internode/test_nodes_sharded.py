@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import pickle
 import threading
@@ -200,3 +201,39 @@ def test_parameters_that_do_not_arrive_are_half_new():
 def test_options_are_checked(options, error, message):
     with pycomm.LocalWorld(1) as world, pytest.raises(error, match=message):
         pycomm.DataParallel(torch.nn.Linear(2, 2), group=world.groups[0], **options)
+
+
+@pytest.mark.parametrize("nodes", [(1, 1), (2, 1), (2, 2)], ids=str)
+def test_residuals_hold_what_encoded_gradients_have_lost(nodes):
+    """SGD is linear, so parameters differ from those of a run without by the residuals' mean."""
+    shapes = [(70, 100), (5000,), (3,), (130, 33), (90, 100)]
+    parameters = tuple(Parameter(shape, transposed=shape == (130, 33)) for shape in shapes)
+    steps = (Step(), Step(without_sync=1), Step(), Step(reads=True), Step())
+    ranks, compression = sum(nodes), pycomm.Int8()
+    plain = Program(ranks, torch.float32, parameters, steps, "plain")
+    encoded = dataclasses.replace(plain, compression=compression)
+    net = sharding.Given(plain)
+
+    def body(group: pycomm.Group, given: Program, shard: str | None):
+        publish = {"publish": pycomm.Identity()} if shard else {}
+        run = sharding.Run(group, given, net, shard, **publish)
+        run.run()
+        state = run.model.comm_state
+        kept = state.state_dict()
+        state.load_state_dict(kept)
+        residuals = kept["kept"][str(group.rank)].get("residual", {})
+        return {n: p.detach().clone() for n, p in run.net.named_parameters()}, residuals
+
+    with pycomm.LocalWorld(ranks, nodes=nodes, timeout=20) as world:
+        wanted = world.run(body, plain, None)[0][0]
+        results = world.run(body, encoded, "optimizer")
+    assert len(results[0][1]) == 3, "the small ones have none"
+    for name, exact in wanted.items():
+        ours = [params[name] for params, _ in results]
+        assert all(torch.equal(ours[0], other) for other in ours)
+        if name not in results[0][1]:
+            assert torch.equal(ours[0], exact)
+            continue
+        lost = 0.02 * sum(residuals[name] for _, residuals in results) / ranks
+        assert lost.abs().max() > 1e-5
+        torch.testing.assert_close(ours[0], exact + lost, rtol=0, atol=2e-6)

@@ -95,7 +95,7 @@ PYTHON_LAYERS = [
     {"_training.outer"},
     {"_training.local_sgd"},
     {"hooks", "_training.shard_options"},
-    {"_training.publication"},
+    {"_training.publication", "_training.scatter"},
     {"_training.spanning_shards"},
     {"_training.gradient_exchange"},
     {"_training.joining"},

@@ -1,0 +1,124 @@
+"""Averages buckets of gradients in equal blocks, of which every rank gets its own.
+
+With a compression, all ranks send what they contribute encoded, and residuals keep what that loses.
+Parameters that are sent uncompressed go through an all-reduce, as there are few of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from pycomm._training.zeros import zeros
+from pycomm._work import Work, launch
+from pycomm.compressed import compressed_reduce_scatter
+
+if TYPE_CHECKING:
+    from pycomm._training.comm_state import CommState
+    from pycomm.compression import Compression
+
+
+class Blocks(NamedTuple):
+    """A bucket's gradients, with a block per rank.
+
+    Attributes:
+        gradients: flat, padding included.
+        own: this rank's block of them.
+        begins: where each parameter's gradient begins, by the parameter's id.
+        first: the place of the first element among those of all buckets.
+    """
+
+    gradients: torch.Tensor
+    own: torch.Tensor
+    begins: Mapping[int, int]
+    first: int
+
+
+class Scatter:
+    """The exchange of a wrapper's gradients.
+
+    Args:
+        state: has the compression and the residuals.
+    """
+
+    def __init__(self, state: CommState) -> None:
+        self._state, self._group = state, state.group
+        self._works: list[tuple[Work, Callable[[], object]]] = []
+        self._residual: torch.Tensor | None = None
+
+    def place_residuals(self, buckets: Iterable[Blocks]) -> None:
+        """Moves residuals to the places of their gradients."""
+        state, buckets = self._state, list(buckets)
+        if "residual" not in state._residuals.kinds:
+            return
+        total = sum(len(bucket.gradients) for bucket in buckets)
+        self._residual = zeros(total, torch.float32, torch.device("cpu"))
+        entries = state._parameters.entries
+        begins = {
+            entries[number].name: bucket.first + begin
+            for bucket in buckets
+            for number, begin in bucket.begins.items()
+        }
+        state._residuals.lie_in(self._residual, begins)
+
+    @property
+    def compression(self) -> Compression | None:
+        """The compression of this step."""
+        state = self._state
+        return state.compression if state.step >= state._warmup_steps else None
+
+    def start(self, bucket: Blocks, parameters: Sequence[torch.Tensor]) -> None:
+        """Starts to average a bucket; every rank gets its block, in place."""
+        state = self._state
+        dense = [p for p in parameters if state._parameters[p].dense]
+        if self.compression is None or len(dense) == len(parameters):
+            work = launch(
+                self._group, "reduce_scatter", bucket.gradients, bucket.own, bucket.own.shape,
+                "avg", label="gradients to their owners", async_op=True,
+            )  # fmt: skip
+            self._works.append((work, lambda: None))
+            return
+        places = [
+            bucket.gradients[(begin := bucket.begins[id(p)]) : begin + p.numel()] for p in dense
+        ]
+        if places:
+            self._average(places)
+        self._encode(bucket)
+
+    def finish(self) -> None:
+        """Waits until all that was started are averages."""
+        works, self._works = self._works, []
+        for work, take in works:
+            work.wait()
+            take()
+
+    def _average(self, places: Sequence[torch.Tensor]) -> None:
+        """Starts to average some gradients uncompressed, and takes them out of their bucket."""
+        flat = torch.cat(list(places))
+        for place in places:
+            place.zero_()
+        work = launch(
+            self._group, "all_reduce", flat, flat, flat.shape, "avg",
+            label="uncompressed gradients", async_op=True,
+        )  # fmt: skip
+
+        def take() -> None:
+            torch._foreach_copy_(list(places), list(torch.split(flat, [len(p) for p in places])))
+
+        self._works.insert(0, (work, take))
+
+    def _encode(self, bucket: Blocks) -> None:
+        """Starts to average a bucket with encoded contributions."""
+        state, mean, count = self._state, torch.empty_like(bucket.own), len(bucket.gradients)
+        assert state.compression is not None
+        residual = self._residual
+        if residual is not None:
+            residual = residual[bucket.first : bucket.first + count]
+        work = compressed_reduce_scatter(
+            mean, bucket.gradients, state.compression, residual=residual,
+            step=state.step - state._warmup_steps, offset=bucket.first, group=self._group,
+            async_op=True, tag="gradients to their owners",
+        )  # fmt: skip
+        self._works.insert(0, (work, lambda: bucket.own.copy_(mean)))
