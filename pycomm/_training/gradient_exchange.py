@@ -73,6 +73,7 @@ class GradientExchange:
         self._group = comm_state.group
         self.parameters = [p for p in module.parameters() if p.requires_grad][::-1]
         self.shards: Shards | None = None
+        self._scatter: Scatter | None = None
         if sharding is None:
             forget_parts(self.parameters)
             layout = window_layout(self.parameters, self._group)
@@ -86,6 +87,8 @@ class GradientExchange:
         self._ring: GradientRing | None = None
         if self.shards is not None:
             self.shards.assign(bucket.parameters for bucket in self._buckets)
+            if self._scatter is not None and isinstance(self.shards, SpanningShards):
+                self._scatter.place_residuals(self.shards.blocks.values())
             if sharding is not None and sharding.stage == "gradients":
                 self._ring = self.shards.ring = GradientRing(
                     self.shards, self._buckets, int(self._slab.limit)
@@ -107,10 +110,9 @@ class GradientExchange:
         memory: Memory = functools.partial(gradient_memory, self._group)
         if len(group.nodes) > 1:
             limit = bucket_limit(self.parameters, bucket_bytes)
-            scatter = None
-            if plain or (owns and sharding.publish is not None and state.encodes_once):
-                scatter = Scatter(state)
-            return SpanningShards(self.parameters, group, memory, limit, scatter, sharding)
+            scatters = plain or (owns and sharding.publish is not None and state.encodes_once)
+            self._scatter = Scatter(state) if scatters else None
+            return SpanningShards(self.parameters, group, memory, limit, scatters, sharding)
         if sharding.stage == "gradients":
             memory = no_memory
         return Shards(self.parameters, group, None if memory is not no_memory and plain else memory)
@@ -233,8 +235,9 @@ class GradientExchange:
                 return
             if self.weighing is not None:
                 self.weighing.scale(bucket.flat)
-            if isinstance(self.shards, SpanningShards) and self.shards.scatter is not None:
-                self.shards.reduce(bucket)
+            if self._scatter is not None and isinstance(self.shards, SpanningShards):
+                blocks = self.shards.blocks[id(bucket.parameters[0])]
+                self._scatter.start(blocks, bucket.parameters)
             elif self.shards is None or not self.shards.averages:
                 self._state.start(bucket.flat, bucket.parameters, begins=bucket.begins)
         except PycommError:
@@ -302,13 +305,14 @@ class GradientExchange:
         if isinstance(self._state, LocalSGDState) or self.shards is None:
             return
         began = time.perf_counter()
+        sent = nbytes = sum(bucket.flat.nbytes for bucket in self._buckets)
         if self._ring is not None:
             self._ring.finish()
-        if isinstance(self.shards, SpanningShards) and self.shards.scatter is not None:
-            self.shards.scatter.finish()
+        if self._scatter is not None:
+            sent = self._scatter.finish()
         if self._ring is not None or self.shards.leaves_local:
-            waited, nbytes = time.perf_counter() - began, sum(b.flat.nbytes for b in self._buckets)
-            self._state.count_step(nbytes, self.shards.wire_bytes(nbytes), waited)
+            waited = time.perf_counter() - began
+            self._state.count_step(nbytes, self.shards.wire_bytes(sent), waited)
 
     def _exchange_nothing(self, raised: bool | None = None) -> None:
         """Sends zeros as the remaining buckets, and drops the result."""

@@ -12,6 +12,7 @@ parameters, every module also waits for its own before its forward.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -56,13 +57,11 @@ class _Arrival:
     def __init__(self, arrivals: Arrivals, number: int) -> None:
         self._arrivals, self._number = arrivals, number
         _count(1)
+        weakref.finalize(self, _count, -1).atexit = False
 
     def wait(self) -> None:
         """Waits for the values."""
         self._arrivals.arrive(self._number)
-
-    def __del__(self) -> None:
-        _count(-1)
 
 
 class _Pending(nn.Parameter):

@@ -47,6 +47,7 @@ class Scatter:
         self._state, self._group = state, state.group
         self._works: list[tuple[Work, Callable[[], object]]] = []
         self._residual: torch.Tensor | None = None
+        self._sent = 0  # bytes
 
     def place_residuals(self, buckets: Iterable[Blocks]) -> None:
         """Moves residuals to the places of their gradients."""
@@ -74,6 +75,7 @@ class Scatter:
         state = self._state
         dense = [p for p in parameters if state._parameters[p].dense]
         if self.compression is None or len(dense) == len(parameters):
+            self._sent += bucket.gradients.nbytes
             work = launch(
                 self._group, "reduce_scatter", bucket.gradients, bucket.own, bucket.own.shape,
                 "avg", label="gradients to their owners", async_op=True,
@@ -87,16 +89,23 @@ class Scatter:
             self._average(places)
         self._encode(bucket)
 
-    def finish(self) -> None:
-        """Waits until all that was started are averages."""
+    def finish(self) -> int:
+        """Waits until all that was started are averages.
+
+        Returns:
+            The bytes of the buckets as they were sent.
+        """
         works, self._works = self._works, []
         for work, take in works:
             work.wait()
             take()
+        sent, self._sent = self._sent, 0
+        return sent
 
     def _average(self, places: Sequence[torch.Tensor]) -> None:
         """Starts to average some gradients uncompressed, and takes them out of their bucket."""
         flat = torch.cat(list(places))
+        self._sent += flat.nbytes
         for place in places:
             place.zero_()
         work = launch(
@@ -113,6 +122,7 @@ class Scatter:
         """Starts to average a bucket with encoded contributions."""
         state, mean, count = self._state, torch.empty_like(bucket.own), len(bucket.gradients)
         assert state.compression is not None
+        self._sent += encoded_bytes(state.compression, bucket.gradients)
         residual = self._residual
         if residual is not None:
             residual = residual[bucket.first : bucket.first + count]
@@ -122,3 +132,8 @@ class Scatter:
             async_op=True, tag="gradients to their owners",
         )  # fmt: skip
         self._works.insert(0, (work, lambda: bucket.own.copy_(mean)))
+
+
+def encoded_bytes(compression: Compression | None, bucket: torch.Tensor) -> int:
+    """The bytes of a bucket as it is sent."""
+    return bucket.nbytes if compression is None else compression.encoded_bytes(len(bucket))

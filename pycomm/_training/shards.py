@@ -236,7 +236,7 @@ class Shards:
                 part_of(parameter)
 
     def wire_bytes(self, nbytes: int) -> int:
-        """Bytes that a rank reads or receives for gradients of so many, and for new parameters."""
+        """Bytes that a rank reads or receives for gradients of so many, and for parameters."""
         return dense_wire_bytes(nbytes, self.group)
 
     def settle(self) -> None:

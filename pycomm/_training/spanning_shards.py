@@ -16,18 +16,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils.weak import TensorWeakRef
 
-from pycomm._training.buckets import Bucket, partition
+from pycomm._training.buckets import partition
 from pycomm._training.cuts import UNIT, Range
 from pycomm._training.exchange import dense_wire_bytes
 from pycomm._training.flat import Memory, kind_of
 from pycomm._training.publication import Publication, Spread
-from pycomm._training.scatter import Blocks, Scatter
+from pycomm._training.scatter import Blocks, encoded_bytes
 from pycomm._training.shards import Shards
 from pycomm._work import launch
 
 if TYPE_CHECKING:
     from pycomm._training.shard_options import Sharding
-    from pycomm.compression import Compression
     from pycomm.group import Group
 
 
@@ -39,11 +38,11 @@ class SpanningShards(Shards):
         group: the ranks.
         gradients: allocates memory for gradients.
         limit: the size of a bucket of several parameters, in bytes.
-        scatter: averages gradients at their owners; None if backward averages them everywhere.
+        scatters: True if backward averages gradients at their owners, not everywhere.
         sharding: how new parameters are sent.
 
     Attributes:
-        scatter: as the argument.
+        blocks: the gradients of each bucket, by the id of its first parameter.
         publication: sends new parameters.
     """
 
@@ -55,16 +54,16 @@ class SpanningShards(Shards):
         group: Group,
         gradients: Memory,
         limit: float,
-        scatter: Scatter | None,
+        scatters: bool,
         sharding: Sharding,
     ) -> None:
-        self.scatter, self._sharding = scatter, sharding
-        self._blocks: dict[int, Blocks] = {}  # by the id of a bucket's first parameter
+        self._sharding = sharding
+        self.blocks: dict[int, Blocks] = {}
         rooms: dict[int, int] = {}
         for bucket in partition(parameters, limit, kind_of):
             rooms |= _rooms(bucket, group.size)
         super().__init__(parameters, group, gradients, rooms)
-        self.leaves_local = scatter is not None
+        self.leaves_local = scatters
 
     def cut(self, bucket: Sequence[torch.Tensor]) -> list[tuple[Range, ...]]:
         """See :meth:`Shards.cut`."""
@@ -89,7 +88,7 @@ class SpanningShards(Shards):
             assert piece.parameters is not None
             gradients = piece.gradients[begin:end]
             begins = {id(p): self.layout[p].offset - begin for p in bucket}
-            self._blocks[id(bucket[0])] = Blocks(gradients, self._own(gradients), begins, first)
+            self.blocks[id(bucket[0])] = Blocks(gradients, self._own(gradients), begins, first)
             first += end - begin
             whole = piece.parameters[begin:end]
             own = self._own(whole)
@@ -101,18 +100,11 @@ class SpanningShards(Shards):
             spreads.append(Spread(whole, own, tuple(ranges)))
         spreads.reverse()  # forward uses those first whose gradients come last
         self.publication = Publication(self._sharding, spreads, self.guard)
-        if self.scatter is not None:
-            self.scatter.place_residuals(self._blocks.values())
-
-    def reduce(self, bucket: Bucket) -> None:
-        """Starts to average the gradients of a bucket, at their owners."""
-        assert self.scatter is not None
-        self.scatter.start(self._blocks[id(bucket.parameters[0])], bucket.parameters)
 
     def _average_local(self, local: Sequence[torch.Tensor]) -> None:
         """Collects the blocks of the buckets that these gradients lie in."""
         ids, works = set(map(id, local)), []
-        for blocks in self._blocks.values():
+        for blocks in self.blocks.values():
             if not ids.isdisjoint(blocks.begins):
                 own, whole = blocks.own, blocks.gradients
                 label = "gradients to all"
@@ -124,15 +116,11 @@ class SpanningShards(Shards):
         for work in works:
             work.wait()
 
-    def wire_bytes(self, nbytes: int) -> int:  # noqa: ARG002
-        """See :meth:`Shards.wire_bytes`. Counts all gradients as encoded, if any are."""
-        assert self.scatter is not None
-        sent = 0
-        for bucket in self._blocks.values():
-            count, dtype = len(bucket.gradients), bucket.gradients.dtype
-            sent += _encoded(self.scatter.compression, count, dtype)
-            sent += _encoded(self._sharding.publish, count, dtype)
-        return dense_wire_bytes(sent, self.group) // 2
+    def wire_bytes(self, nbytes: int) -> int:
+        """See :meth:`Shards.wire_bytes`; `nbytes` as gradients are sent."""
+        for bucket in self.blocks.values():
+            nbytes += encoded_bytes(self._sharding.publish, bucket.gradients)
+        return dense_wire_bytes(nbytes, self.group) // 2
 
     def settle(self) -> None:
         """See :meth:`Shards.settle`."""
@@ -158,8 +146,3 @@ def _rooms(bucket: Sequence[torch.Tensor], ranks: int) -> dict[int, int]:
     total, unit = sum(rooms.values()), ranks * UNIT
     rooms[id(bucket[-1])] += -total % unit
     return rooms
-
-
-def _encoded(compression: Compression | None, count: int, dtype: torch.dtype) -> int:
-    """The bytes of elements as they are sent."""
-    return count * dtype.itemsize if compression is None else compression.encoded_bytes(count)

@@ -109,7 +109,7 @@ def _measure(name: str, settings: ShardSettings, group: pycomm.Group) -> list[Sh
     """Measures all contestants of a scheme and a size in the same rounds."""
     gc.collect()  # the models of the case before, which are in cycles
     scheme = SCHEMES[name]
-    own = {mode: Own(shard, settings, scheme, group) for mode, shard in MODES.items()}
+    own = {mode: Own(settings, scheme, group, shard=shard) for mode, shard in MODES.items()}
     wrong: dict[str, int | None] = dict.fromkeys((*own, *settings.peers), None)
     peers = {
         peer: make_peer(peer, settings, scheme, group)

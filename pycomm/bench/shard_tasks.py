@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,11 +48,11 @@ class Own(Stepper):
     """The wrapper with FusedAdamW, whose exchange and step also run on gradients that are ready."""
 
     def __init__(
-        self, shard: str | None, settings: TrainingSettings, scheme: Scheme, group: pycomm.Group
+        self, settings: TrainingSettings, scheme: Scheme, group: pycomm.Group, **options: Any
     ) -> None:
         module, rows = make_module_and_rows(settings, scheme, group.rank)
-        self._wrapped = pycomm.DataParallel(module, group=group, shard=shard)
-        if shard is None:
+        self._wrapped = pycomm.DataParallel(module, group=group, **options)
+        if options.get("shard") is None:
             pycomm.optim.flatten(self._wrapped.parameters())
         self._fused = pycomm.optim.FusedAdamW(self._wrapped.parameters(), lr=LR, **scheme.options)
         self._ready: list[torch.Tensor | None] = []
@@ -61,6 +62,11 @@ class Own(Stepper):
         """Sets the bound of the gradients' norm."""
         self._fused.max_norm = max_norm
         return self
+
+    def settle(self) -> None:
+        """Waits until all parameters have arrived."""
+        if (shards := self._wrapped._exchange.shards) is not None:
+            shards.settle()
 
     def finish(self) -> None:
         """Averages the gradients that are there, and steps; gradients may be averages already."""

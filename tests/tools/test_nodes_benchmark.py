@@ -5,20 +5,25 @@ import json
 import os
 
 import pytest
+import spanning
+import torch
 from imagined import TYPICAL
 
 from pycomm.bench.cases import MIB
-from pycomm.bench.nodes import cli, namespaces
+from pycomm.bench.nodes import cli, namespaces, sharded
 from pycomm.bench.nodes.cases import (
     COMPRESSIONS,
     GOALS,
     HEADER,
+    SHARDED_GOALS,
     TRAINEES,
     Layout,
     all_reduce_rows,
     format_row,
+    sharded_rows,
     training_rows,
 )
+from pycomm.bench.nodes.sharded import STEPPERS
 
 SIZE = 64 * MIB
 
@@ -72,7 +77,7 @@ def test_rows_are_predictions_until_they_are_filled():
     assert row.link_bytes is None
     assert row.goal == GOALS[1, "pycomm int8"]
     before = (row.predicted_us, row.predicted_link_bytes)
-    row.fill(time_us=2 * row.predicted_us, gloo_us=6 * row.predicted_us, link_bytes=7, rounds=3)
+    row.fill(time_us=2 * row.predicted_us, base_us=6 * row.predicted_us, link_bytes=7, rounds=3)
     assert (row.predicted_us, row.predicted_link_bytes) == before
     assert row.ratio == 3.0
     assert "+100.0" in format_row(row)
@@ -118,3 +123,26 @@ def test_cuts_are_judged():
     assert cli.judge(0, "int8", 10.0, late)["complaints"] == ["rank 0 took 4.5 s", "rank 1 hung"]
     wrong = [outcome("RuntimeError", 10.5), outcome("Timeout", 13.0)]
     assert cli.judge(0, "none", 10.0, wrong)["complaints"] == ["rank 0 raised RuntimeError: "]
+
+
+def test_steps_of_sharded_wrappers_are_compared_with_one_without():
+    rows = sharded_rows(Layout(2, 1, "1gbit"), 100, STEPPERS)
+    assert {row.contestant: row.goal for row in rows if row.goal} == SHARDED_GOALS
+    assert all(row.bytes == 400 for row in rows)
+    assert not any(row.goal for row in sharded_rows(Layout(2, 2, "1gbit"), 100, STEPPERS))
+
+
+def parameters_after_steps(group):
+    steppers = sharded.make(group, 20_000)
+    for stepper in steppers.values():
+        stepper.steps()
+    return {
+        name: [p.detach().clone() for p in stepper.model.parameters()]
+        for name, stepper in steppers.items()
+    }
+
+
+def test_contestants_step_alike_without_compression():
+    for found in spanning.run([1, 1], parameters_after_steps):
+        for name in ("sharded", "sharded overlapping"):
+            assert all(map(torch.equal, found[name], found[sharded.BASE]))

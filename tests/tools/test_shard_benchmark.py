@@ -69,7 +69,10 @@ def test_bytes_of_the_floor(scheme, ranks, clips, moved):
 
 def count_spoilt(group):
     settings = cli.parse(["step", "--shard", "-p", "1M", "--batch", "2"])
-    made = [shard_tasks.Own(mode, settings, SCHEMES["fp32"], group) for mode in (None, "optimizer")]
+    made = [
+        shard_tasks.Own(settings, SCHEMES["fp32"], group, shard=mode)
+        for mode in (None, "optimizer")
+    ]
     for one in made:
         one.step()
     whole, divided = (one.model for one in made)

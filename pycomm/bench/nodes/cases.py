@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pycomm.advise.cluster import Cluster, Link
@@ -32,6 +33,8 @@ GOALS = {
     (2, "pycomm int8"): 5.0,
 }
 TRAINING_GOAL = 2.5
+# The step of the wrapper without shards over this one's.
+SHARDED_GOALS = {"sharded": 1.05, "sharded int8": 3.5}
 BUCKET_MIB = 4  # of DDP: a parameter each, so that there is something to overlap
 
 
@@ -57,13 +60,13 @@ class Row:
     """One contestant in one case; the keys of the JSON file. Written before it is measured.
 
     Attributes:
-        case: ``"all_reduce"`` or ``"training"``.
+        case: ``"all_reduce"``, ``"training"``, or ``"step"`` of a sharded wrapper.
         bytes: of the tensor, or of all gradients.
         predicted_us: the model's prediction; None if it does not know the contestant.
         predicted_link_bytes: that a node sends, as well.
         time_us: the median of rounds, of each the slowest rank's.
         link_bytes: by the counters of the interfaces, the busiest node's.
-        ratio: Gloo's time in the same rounds over this one.
+        ratio: in the same rounds, the time of Gloo, or of a step without shards, over this one.
         goal: what the ratio should be at least.
     """
 
@@ -81,10 +84,10 @@ class Row:
     ratio: float | None = None
     goal: float | None = None
 
-    def fill(self, time_us: float, gloo_us: float, link_bytes: int, rounds: int) -> None:
+    def fill(self, time_us: float, base_us: float, link_bytes: int, rounds: int) -> None:
         """Adds the measured figures."""
         self.time_us, self.link_bytes, self.rounds = round(time_us, 1), link_bytes, rounds
-        self.ratio = round(gloo_us / time_us, 3)
+        self.ratio = round(base_us / time_us, 3)
 
 
 def split(contestant: str) -> tuple[str, str]:
@@ -130,8 +133,20 @@ def training_rows(
     return rows
 
 
+def sharded_rows(layout: Layout, parameters: int, names: Iterable[str]) -> list[Row]:
+    """Steps of wrappers, which the model does not predict."""
+    goals = SHARDED_GOALS if layout == Layout(2, 1, "1gbit") else {}
+    return [
+        Row(
+            "step", layout.nodes, layout.ranks, layout.rate, name, 4 * parameters, None, None,
+            goal=goals.get(name),
+        )
+        for name in names
+    ]  # fmt: skip
+
+
 HEADER = """\
-#     case  nodes      rate       size  contestant                   time  predicted    off     sends   formula    off   gloo   goal
+#     case  nodes      rate       size  contestant                   time  predicted    off     sends   formula    off   base   goal
 #         x ranks                 (MB)                               (ms)       (ms)    (%)      (MB)      (MB)    (%) / this"""  # noqa: E501
 
 

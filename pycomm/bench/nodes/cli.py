@@ -33,10 +33,12 @@ from pycomm.bench.nodes.cases import (
     Row,
     all_reduce_rows,
     format_row,
+    sharded_rows,
     training_rows,
 )
 from pycomm.bench.nodes.namespaces import INTERFACE, Nodes, address, missing
 from pycomm.bench.nodes.ranks import POLL_S, write
+from pycomm.bench.nodes.sharded import BASE, STEPPERS
 
 PORT = 29500
 ROOT = Path(__file__).resolve().parents[3]
@@ -87,6 +89,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help="parameters of the trained model (default 10M)",
     )
     add("--no-training", action="store_true")
+    add("--sharded", action="store_true", help="measure only steps of sharded wrappers")
     add("--cuts", type=int, default=50, help="number of times to cut the link (default 50)")
     add("--json", metavar="FILE", help="write results")
     options = parser.parse_args(argv)
@@ -123,7 +126,8 @@ class Results:
         for row in self.rows:
             here = (row.case, row.nodes, row.ranks_per_node)
             if here == meant and row.rate == answered["rate"] and row.time_us is None:
-                row.fill(gloo_us=figures[PEER]["time_us"], **figures[row.contestant])
+                base = BASE if row.case == "step" else PEER
+                row.fill(base_us=figures[base]["time_us"], **figures[row.contestant])
                 print(format_row(row), flush=True)
         if answered["case"] == "training":
             self._note_training(answered)
@@ -227,9 +231,17 @@ def exchange(
     trains = (count, ranks) == (2, 1) and not options.no_training and "1gbit" in options.rates
     training = [{"rate": "1gbit", "parameters": options.parameters, "batch": 128,
                  "bucket_cap_mb": BUCKET_MIB, "rounds": options.rounds, "steps": 10}]  # fmt: skip
-    plan = {"what": "exchange", "all_reduce": cases, "training": training if trains else []}
+    plan: dict[str, Any] = {"what": "exchange", "all_reduce": [], "training": [], "step": []}
     for rate in options.rates:
-        to.predict(all_reduce_rows(Layout(count, ranks, rate), nbytes, known, cores))
+        layout = Layout(count, ranks, rate)
+        if options.sharded:
+            case = {"rate": rate, "parameters": options.parameters, "rounds": options.rounds}
+            plan["step"].append(case)
+            to.predict(sharded_rows(layout, options.parameters, STEPPERS))
+        else:
+            to.predict(all_reduce_rows(layout, nbytes, known, cores))
+    if not options.sharded:
+        plan |= {"all_reduce": cases, "training": training if trains else []}
     with (
         shared_folder() as name,
         Nodes(count, "1gbit") as nodes,
@@ -317,9 +329,11 @@ def main() -> None:
     if reason is not None:
         print(f"skipped: {reason}")
         return
-    known = with_links(constants.load())
+    known = constants.load()
+    if not options.sharded:
+        known = with_links(known)
     results = Results(options, known)
     for count, ranks in options.layouts:
         exchange(count, ranks, options, known, results)
-    if options.cuts:
+    if options.cuts and not options.sharded:
         cut_links(options.cuts, results)

@@ -10,7 +10,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from pycomm._runtime.torch_private import GradBucket
 from pycomm.bench import training
 from pycomm.bench.cases import Case
 from pycomm.bench.contestants import Compressed, Contestant, Pycomm
+from pycomm.bench.nodes import sharded
 from pycomm.bench.nodes.cases import COMPRESSIONS, TRAINEES
 from pycomm.bench.nodes.namespaces import sent_bytes
 from pycomm.bench.overlap import Link
@@ -67,7 +68,7 @@ def wait_for(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
-def interleave(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, Any]:
+def interleave(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, Any]:
     """Medians of the slowest rank's time for a call, and of the bytes that the busiest node sent.
 
     Every round has every contestant once, in an order that rotates, with pauses between; calls are
@@ -243,6 +244,12 @@ def main() -> None:
     all_reduces(group, asking, plan["all_reduce"])
     for case in plan["training"]:
         train(group, asking, case)
+    for case in plan["step"]:
+        asking.ask("rate", rate=case["rate"])
+        steppers = sharded.make(group, case["parameters"])
+        calls = {name: stepper.steps for name, stepper in steppers.items()}
+        figures = interleave(calls, case["rounds"])
+        asking.ask("result", case="step", figures=figures, **case)
     group.close()
     dist.barrier()
     dist.destroy_process_group()

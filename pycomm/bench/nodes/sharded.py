@@ -1,0 +1,40 @@
+"""Training steps of sharded wrappers between nodes, beside the wrapper without shards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pycomm
+from pycomm.bench.optim_tasks import SCHEMES
+from pycomm.bench.shard_tasks import Own
+from pycomm.bench.training import TrainingSettings
+
+BASE = "unsharded"
+BATCH = 8  # so small that a step is its exchange and its optimizer
+STEPS = 3  # in a call, because a step may end before its parameters have arrived
+_INT8 = {"compression": pycomm.Int8(), "publish": pycomm.Int8()}
+STEPPERS: dict[str, dict[str, Any]] = {
+    BASE: {},
+    "unsharded int8": {"compression": pycomm.Int8()},
+    "sharded": {"shard": "optimizer"},
+    "sharded overlapping": {"shard": "optimizer", "overlap_params": True},
+    "sharded int8": {"shard": "optimizer", **_INT8},
+    "sharded int8 overlapping": {"shard": "optimizer", **_INT8, "overlap_params": True},
+}
+
+
+class Several(Own):
+    """Takes several steps at a time."""
+
+    def steps(self) -> None:
+        """Takes some whole steps."""
+        for _ in range(STEPS):
+            self.step()
+        self.settle()
+
+
+def make(group: pycomm.Group, parameters: int) -> dict[str, Several]:
+    """Each contestant, with FusedAdamW in fp32."""
+    settings = TrainingSettings("nodes", group.size, parameters, BATCH, (), None, 60.0, None, "")
+    scheme = SCHEMES["fp32"]
+    return {name: Several(settings, scheme, group, **how) for name, how in STEPPERS.items()}
