@@ -65,15 +65,23 @@ class Publication:
         self.errors: list[torch.Tensor] = []
         if sharding.publish is not None:
             self.errors = [torch.zeros(len(s.own), dtype=torch.float32) for s in spreads]
-        self._versions: dict[int, int] = {}  # of parameters, after the last step
+        self._versions: dict[int, int] = {}  # of parameters, after what is in errors
         # In a step, what all ranks see of this rank's blocks that it changes, by number.
         self._seen: dict[int, torch.Tensor | None] = {}
         self._flights: dict[int, _Flight] = {}  # by the bucket's number
         self._lock = threading.RLock()
 
+    def forget_written(self) -> None:
+        """Drops the errors of parameters that others than steps have written."""
+        self.finish()
+        for spread, error in zip(self._spreads, self.errors, strict=False):
+            for parameter, begin, end in _alive(spread):
+                if self._versions.get(id(parameter)) != parameter._version:
+                    error[begin:end] = 0.0
+                    self._versions[id(parameter)] = parameter._version
+
     def begin(self, stepped: Iterable[torch.Tensor]) -> None:
         """Gives this rank's blocks their exact values, for an update of some parameters."""
-        self.finish()
         ids = set(map(id, stepped))
         self._seen = {}
         for number, spread in enumerate(self._spreads):
@@ -86,9 +94,6 @@ class Publication:
             return None
         spread, error = self._spreads[number], self.errors[number]
         seen = spread.own.clone()
-        for parameter, begin, end in _alive(spread):
-            if self._versions.get(id(parameter)) != parameter._version:
-                error[begin:end] = 0.0  # somebody else has written it
         spread.own.add_(error)
         return seen
 
@@ -102,10 +107,9 @@ class Publication:
                 self.arrive(number)
         self._seen = {}
 
-    def end_step(self) -> None:
-        """Records that a step has written the parameters."""
-        listed = (p for spread in self._spreads for p, _, _ in _alive(spread))
-        self._versions = {id(p): p._version for p in listed}
+    def end_step(self, stepped: Iterable[torch.Tensor]) -> None:
+        """Records that a step has written these parameters."""
+        self._versions |= {id(p): p._version for p in stepped}
 
     def finish(self) -> None:
         """Waits until all parameters have arrived."""

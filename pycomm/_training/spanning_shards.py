@@ -128,8 +128,9 @@ class SpanningShards(Shards):
 
     def end_step(self, parameters: Iterable[torch.Tensor]) -> None:
         """See :meth:`Shards.end_step`."""
+        parameters = list(parameters)
         super().end_step(parameters)
-        self.publication.end_step()
+        self.publication.end_step(parameters)
 
     def _extent(self, bucket: Sequence[torch.Tensor]) -> tuple[int, int]:
         """The first and the last element of a bucket in its piece, padding included."""

@@ -133,6 +133,7 @@ class OnSpanningShards(OnShards):
     def run(self, step: Step) -> torch.Tensor | None:
         """See :meth:`OnCpu.run`. All ranks must call this alike."""
         sharded, norm = self._prepare(step), None
+        self._publication.forget_written()
         sharded.begin(*step.control, step.bound)
         found = torch.tensor([sharded.skips()]).byte()
         self._reduce(found, "max", sharded.compared(self._label(step)))

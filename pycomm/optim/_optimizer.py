@@ -139,7 +139,7 @@ class FusedOptimizer(StatefulOptimizer):
         parts = map(part_of, self._params())
         divisions = {part.shards for part in parts if part is not None}
         if len(divisions) == 1:
-            steps = _executors.OnShards([], divisions.pop())
+            steps = _executors.executor(torch.device("cpu"), [], divisions.pop(), None)
             steps.run(_executors.Step([], _executors.control_of(None, None, None), None, False, []))
 
     # The step of another rank, in a join.

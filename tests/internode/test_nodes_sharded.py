@@ -111,6 +111,46 @@ def test_a_parameter_that_is_written_between_steps_has_no_error_left():
             assert torch.equal(first, second)
 
 
+@pytest.mark.parametrize("before", ["another optimizer", "an overflow"])
+def test_a_step_that_leaves_a_written_parameter_alone_does_not_revive_its_error(before):
+    def body(group: pycomm.Group, steps_before: bool) -> torch.Tensor:
+        model, _ = small(group, publish=pycomm.Int8(), bucket_cap_mb=0.001)
+        first, second = (pycomm.optim.FusedSGD(m.parameters(), lr=0.1) for m in model.module)
+        for number in range(2):
+            model.zero_grad()
+            model(torch.linspace(0, 1, 120).view(2, 60)).pow(2).sum().backward()
+            model.reduce_gradients()
+            if number == 1:
+                with torch.no_grad():
+                    model.module[1].weight.fill_(1.0)
+                if steps_before and before == "an overflow":
+                    second.found_inf = torch.ones(1)
+                    second.step()
+                    del second.found_inf
+            if number == 0 or (steps_before and before == "another optimizer"):
+                first.step()
+            second.step()
+        return model.module[1].weight.detach().clone()
+
+    with pycomm.LocalWorld(2, nodes=(1, 1), timeout=20) as world:
+        wanted, found = (world.run(body, steps) for steps in (False, True))
+    assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+
+
+def test_a_rank_without_gradients_is_a_mismatch():
+    def body(group: pycomm.Group) -> None:
+        model, optimizer = small(group)
+        optimizer.step()  # no rank has any
+        backward(model)
+        if group.rank == 1:
+            optimizer.zero_grad()
+        with pytest.raises(pycomm.Mismatch):
+            optimizer.step()
+
+    with pycomm.LocalWorld(2, nodes=(1, 1), timeout=5) as world:
+        world.run(body)
+
+
 USES = {
     "arithmetic": lambda p, _: (p.detach() * 1).clone(),
     "a list": lambda p, _: torch.cat([p, p]).detach()[: len(p)].clone(),
