@@ -49,18 +49,20 @@ class _StandIn:
 
     def __init__(self, parameter: torch.Tensor, dtype: torch.dtype) -> None:
         self._number = torch.full((), math.nan, dtype=dtype)
-        self.tensor = self._number.expand(parameter.shape).as_subclass(DividedGradient)
+        values = self._number.expand(parameter.shape)
+        self.tensor = DividedGradient.of(values, parameter.numel())
         self._version = self.tensor._version
 
     def is_whole(self) -> bool:
         """True if nothing has written to it, as torch counts and as it looks."""
         if self.tensor.numel() == 0:
             return True
-        return self.tensor._version == self._version and math.isnan(self._number)
+        same = self.tensor.data_ptr() == self._number.data_ptr()
+        return same and self.tensor._version == self._version and math.isnan(self._number)
 
     def is_zeroed(self) -> bool:
         """True if it has been zeroed."""
-        return not bool(self._number)
+        return self.tensor.data_ptr() == self._number.data_ptr() and not bool(self._number)
 
     def renew(self) -> None:
         """Makes it NaN again."""

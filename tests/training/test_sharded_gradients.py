@@ -59,6 +59,11 @@ def test_gradients_are_zeroed(zeroing):
     check_bits(ZEROINGS[zeroing])
 
 
+def step_after(optimizer, change, *args):
+    change(*args)
+    optimizer.step()
+
+
 CHANGES = {
     "replaced": lambda net: [setattr(p, "grad", p.grad.clone()) for p in net.parameters()],
     "filled": lambda net: [grad.fill_(1.0) for grad in gradients(net)],
@@ -72,10 +77,63 @@ def test_gradients_are_changed(shard, change):
     def check(group):
         net, model, optimizer = made(group, shard)
         model(torch.ones(3, 40)).sum().backward()
-        CHANGES[change](net)
-        with pytest.raises(RuntimeError, match=r"has been changed.* reduce_gradients\(\)"):
-            optimizer.step()
+        with pytest.raises(RuntimeError, match=r" reduce_gradients\(\)"):
+            step_after(optimizer, CHANGES[change], net)
         assert all(map(torch.equal, net.parameters(), NET.parameters()))
+
+    with pycomm.LocalWorld(2) as world:
+        world.run(check)
+
+
+WRITES = {
+    "NaN by a mask": lambda grad: grad.masked_fill_(grad.isnan(), 0),
+    "NaN by an index": lambda grad: grad.__setitem__(grad.isnan(), 0),
+    "NaN": lambda grad: grad.nan_to_num_(),
+    "a row": lambda grad: grad[0].zero_(),
+    "rows": lambda grad: grad.data[:1].fill_(0),
+    "part of a flat view": lambda grad: torch._foreach_zero_([grad.view(-1)[1:]]),
+    "out=": lambda grad: torch.mul(grad.detach(), 0, out=grad),
+    "factors of several": lambda grad: torch._foreach_mul_([grad], 0.5),
+    "its data": lambda grad: setattr(grad, "data", torch.ones_like(grad)),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_divided_gradients_are_only_zeroed_as_wholes(write):
+    """A stand-in's elements share memory, so zeroing some would zero all; one is no exception."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.many, self.one = nn.Parameter(torch.ones(50, 1)), nn.Parameter(torch.ones(1, 1))
+
+        def forward(self, x):
+            return (self.many * x).sum() + (self.one * x).sum()
+
+    def check(group):
+        model = pycomm.DataParallel(Net(), group=group, shard="gradients")
+        optimizer = optim.FusedSGD(model.parameters(), lr=0.1)
+        parts = ("a row", "rows", "part of a flat view")
+        for parameter in (model.module.many, *([] if write in parts else [model.module.one])):
+            model.zero_grad()
+            model(torch.ones(1)).backward()
+            with pytest.raises(RuntimeError, match=r" reduce_gradients\(\)"):
+                step_after(optimizer, WRITES[write], parameter.grad)
+        assert all(bool((p == 1).all()) for p in model.parameters())
+
+    with pycomm.LocalWorld(2) as world:
+        world.run(check)
+
+
+def test_divided_gradients_can_be_read():
+    def check(group):
+        net, model, _ = made(group, "gradients")
+        model(torch.ones(3, 40)).sum().backward()
+        grad = net[0].bias.grad
+        assert repr(grad).startswith("tensor([nan, nan")
+        assert len(grad.tolist()) == grad.numel()
+        assert all(bool(part.isnan().all()) for part in (grad.norm(), grad.view(-1), grad[:2]))
+        assert type(grad + 1) is type(grad.clone()) is torch.Tensor
 
     with pycomm.LocalWorld(2) as world:
         world.run(check)
