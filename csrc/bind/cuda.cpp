@@ -27,9 +27,9 @@ struct DeleteWithoutGil {
 void run_compressed(cuda::Group& group, const Call& call, std::uintptr_t nonfinite,
                     std::uintptr_t workspace, std::uintptr_t stream) {
   const WithoutGil no_gil;
-  group.run(call, stream,
-            {call.feedback, reinterpret_cast<std::uint32_t*>(nonfinite),
-             reinterpret_cast<std::byte*>(workspace)});
+  const cuda::Compression compression{call.feedback, reinterpret_cast<std::uint32_t*>(nonfinite),
+                                      reinterpret_cast<std::byte*>(workspace)};
+  group.run(call, stream, compression);
 }
 
 // A job on a device: its stream and workspace, and elements in the device's memory.

@@ -282,6 +282,7 @@ PYBIND11_MODULE(_C, m) {
   bind_call(m);
   bind_cuda(m);
   bind_optim(m);
+  bind_sharded(m);
   m.attr("dtypes") = numbers<DType>();
   m.attr("elements") = element_names();
   m.attr("reduce_ops") = numbers<ReduceOp>();

@@ -1,54 +1,32 @@
-// Python bindings of optimizer steps: settings, tables of pointers, and torch's threads.
+// Python bindings of optimizer steps: settings, tables of pointers, and torch's threads. Those of
+// sharded steps are in bind/sharded.cpp.
 #define TORCH_TARGET_VERSION 0x020b000000000000  // the oldest supported torch: 2.11
 #include <pybind11/pybind11.h>
 #include <torch/csrc/stable/ops.h>
 
-#include <optional>
-#include <span>
-
 #include "bind/gil.h"
-#include "bind/python.h"
-#include "cpu/group.h"
+#include "bind/optim.h"
 #include "cpu/huge_pages.h"
 #include "cpu/optim/loops.h"
-#include "cpu/optim/sharded_average.h"
-#include "cpu/optim/sharded_step.h"
 #include "cpu/optim/step.h"
 #include "cuda/optim/step.h"
 
 namespace py = pybind11;
 
 namespace pycomm::bind {
-namespace {
 
-// The least number of chunks per thread: fewer are done before another thread has woken up.
-constexpr std::int64_t kGrain = 16;
-
-// Runs on torch's own threads, as many as torch has been told to use. A second thread pool would
-// compete with them for the cores.
 void torch_parallel(std::int64_t n, const cpu::Body& body) {
+  // The least number of chunks per thread: fewer are done before another thread has woken up.
+  constexpr std::int64_t kGrain = 16;
   torch::stable::parallel_for(0, n, kGrain, body);
 }
 
-// A table of segments or shards, which Python fills in as 64-bit words.
-template <class Row>
-std::span<const Row> rows_of(const py::buffer_info& info) {
-  PYCOMM_CHECK(info.itemsize == 8 && info.ndim == 1 && info.strides[0] == 8,
-               "table must be a row of 64-bit words");
-  const auto bytes = static_cast<std::size_t>(info.size) * 8;
-  PYCOMM_CHECK(bytes % sizeof(Row) == 0, "table must hold whole rows");
-  return {static_cast<const Row*>(info.ptr), bytes / sizeof(Row)};
-}
+namespace {
 
 std::vector<Segment> segments_of(const py::buffer& table) {
   const py::buffer_info info = table.request();
   const std::span<const Segment> rows = rows_of<Segment>(info);
   return {rows.begin(), rows.end()};
-}
-
-StepControl control(std::uintptr_t grad_scale, std::uintptr_t found_inf, std::uintptr_t clip) {
-  return {reinterpret_cast<const float*>(grad_scale), reinterpret_cast<float*>(found_inf),
-          reinterpret_cast<float*>(clip)};
 }
 
 double grad_norm(const py::buffer& table, std::uintptr_t grad_scale, std::uintptr_t found_inf,
@@ -64,107 +42,6 @@ void step(const Settings& settings, const py::buffer& table, std::uintptr_t grad
   const WithoutGil no_gil;
   cpu::step(settings, segments, control(grad_scale, found_inf, clip), torch_parallel);
 }
-
-// One rank's part of a sharded step.
-class ShardedStep {
- public:
-  ShardedStep(std::uintptr_t arena, std::int64_t arena_bytes, std::uintptr_t sums)
-      : step_{.groups = {},
-              .shards = {},
-              .arena = reinterpret_cast<std::byte*>(arena),
-              .arena_bytes = arena_bytes,
-              .sums = reinterpret_cast<double*>(sums),
-              .control = {},
-              .max_norm = 0.0,
-              .measures = false,
-              .parallel = torch_parallel} {}
-
-  // Adds a group of parameters, as a table of shards.
-  void add(const Settings& settings, const py::buffer& table) {
-    const py::buffer_info info = table.request();
-    const std::span<const cpu::Shard> rows = rows_of<cpu::Shard>(info);
-    step_.shards.insert(step_.shards.end(), rows.begin(), rows.end());
-    step_.groups.push_back({settings, step_.shards.size()});
-  }
-
-  // Runs the step, and returns the norm if it is measured.
-  double run(cpu::Group& group, std::uintptr_t grad_scale, std::uintptr_t found_inf,
-             std::uintptr_t clip, double max_norm, bool measures, const std::string& label) {
-    const WithoutGil no_gil;
-    step_.control = control(grad_scale, found_inf, clip);
-    step_.max_norm = max_norm;
-    step_.measures = measures;
-    group.run(cpu::sharded_call(step_, label), check_signals);
-    return step_.norm;
-  }
-
-  bool half_done() const { return step_.half_done; }
-
-  // The phases of run() one by one, for ranks on several nodes, with exchanges in between.
-
-  void begin(std::uintptr_t grad_scale, std::uintptr_t found_inf, std::uintptr_t clip,
-             double max_norm) {
-    step_.control = control(grad_scale, found_inf, clip);
-    step_.max_norm = max_norm;
-    update_.emplace(step_);
-    update_->use_arenas({step_.arena}, 0);
-  }
-  // What ranks must have alike.
-  std::string compared(const std::string& label) const {
-    const float* const scale = step_.control.grad_scale;
-    return cpu::compared(step_,
-                         scale == nullptr ? label : label + ", scale " + std::to_string(*scale));
-  }
-  std::int64_t sums() { return update().sums(); }
-  void note_found(bool found) { update().note_found(found); }
-  void measure() {
-    const WithoutGil no_gil;
-    update().measure();
-  }
-  double conclude_norm() {
-    update().conclude_norm();
-    return step_.norm;
-  }
-  bool adapts() { return update().adapts(); }
-  void measure_ratios() {
-    const WithoutGil no_gil;
-    update().measure_ratios();
-  }
-  void conclude_ratios() { update().conclude_ratios(); }
-  bool skips() { return update().skips(); }
-  void finish() {
-    const WithoutGil no_gil;
-    update().update();
-  }
-
- private:
-  cpu::ShardUpdate& update() {
-    PYCOMM_CHECK(update_.has_value(), "begin() must come first");
-    return *update_;
-  }
-
-  cpu::ShardedStep step_;
-  std::optional<cpu::ShardUpdate> update_;
-};
-
-// A sharded average, to be submitted; it must live until the work has completed.
-class ShardedAverage {
- public:
-  ShardedAverage(std::uintptr_t arena, std::int64_t arena_bytes, const py::buffer& table)
-      : average_{{}, reinterpret_cast<std::byte*>(arena), arena_bytes} {
-    const py::buffer_info info = table.request();
-    const std::span<const cpu::OwnGradient> rows = rows_of<cpu::OwnGradient>(info);
-    average_.gradients.assign(rows.begin(), rows.end());
-  }
-
-  std::shared_ptr<cpu::Work> submit(cpu::Group& group, const std::string& label) {
-    const WithoutGil no_gil;
-    return group.submit({cpu::average_call(average_, label)});
-  }
-
- private:
-  cpu::ShardedAverage average_;
-};
 
 cpu::Numbers codes(std::uintptr_t data, std::uintptr_t largest, bool squares) {
   return {Storage::code8, squares, reinterpret_cast<std::byte*>(data),
@@ -260,29 +137,6 @@ void bind_optim(py::module_& m) {
       .def("step", &DeviceTable::step, py::arg("settings"), py::arg("first"), py::arg("count"),
            py::arg("grad_scale"), py::arg("found_inf"), py::arg("clip"), py::arg("lr"),
            py::arg("lr_is_double"));
-  py::class_<ShardedStep>(m, "ShardedStep")
-      .def(py::init<std::uintptr_t, std::int64_t, std::uintptr_t>(), py::arg("arena"),
-           py::arg("arena_bytes"), py::arg("sums"))
-      .def("add", &ShardedStep::add, py::arg("settings"), py::arg("table"))
-      .def("run", &ShardedStep::run, py::arg("group"), py::arg("grad_scale"), py::arg("found_inf"),
-           py::arg("clip"), py::arg("max_norm"), py::arg("measures"), py::arg("label"))
-      .def_property_readonly("half_done", &ShardedStep::half_done)
-      .def("begin", &ShardedStep::begin, py::arg("grad_scale"), py::arg("found_inf"),
-           py::arg("clip"), py::arg("max_norm"))
-      .def("compared", &ShardedStep::compared, py::arg("label"))
-      .def_property_readonly("sums", &ShardedStep::sums)
-      .def("note_found", &ShardedStep::note_found, py::arg("found"))
-      .def("measure", &ShardedStep::measure)
-      .def("conclude_norm", &ShardedStep::conclude_norm)
-      .def("adapts", &ShardedStep::adapts)
-      .def("measure_ratios", &ShardedStep::measure_ratios)
-      .def("conclude_ratios", &ShardedStep::conclude_ratios)
-      .def("skips", &ShardedStep::skips)
-      .def("finish", &ShardedStep::finish);
-  py::class_<ShardedAverage>(m, "ShardedAverage")
-      .def(py::init<std::uintptr_t, std::int64_t, const py::buffer&>(), py::arg("arena"),
-           py::arg("arena_bytes"), py::arg("table"))
-      .def("submit", &ShardedAverage::submit, py::arg("group"), py::arg("label"));
   m.def("decode_state", &decode_state, py::arg("codes"), py::arg("largest"), py::arg("n"),
         py::arg("squares"), py::arg("values"));
   m.def("encode_state", &encode_state, py::arg("values"), py::arg("n"), py::arg("squares"),

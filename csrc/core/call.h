@@ -20,9 +20,8 @@ struct Blocks {
 };
 
 namespace cpu {
-struct ShardedStep;     // cpu/optim/sharded_step.h
-struct ShardedAverage;  // cpu/optim/sharded_average.h
-}  // namespace cpu
+class OwnBody;  // cpu/own_body.h
+}
 
 struct Call {
   Operation operation;
@@ -35,8 +34,8 @@ struct Call {
   // has the counts of both or of neither.
   Blocks inputs = {};
   Blocks outputs = {};
-  cpu::ShardedStep* sharded = nullptr;     // of sharded_step
-  cpu::ShardedAverage* average = nullptr;  // of sharded_average
+  cpu::OwnBody* body =
+      nullptr;         // on the CPU: of an operation that none in core/algorithms/run.h is
   double timeout = 0;  // in seconds; 0 for the group's, which is the only one on CUDA
 };
 

@@ -7,8 +7,7 @@
 #include "core/algorithms/select.h"
 #include "core/codecs/cast.h"
 #include "cpu/fork.h"
-#include "cpu/optim/sharded_average.h"
-#include "cpu/optim/sharded_step.h"
+#include "cpu/own_body.h"
 #include "cpu/waiting.h"
 
 namespace pycomm::cpu {
@@ -215,10 +214,9 @@ bool Group::execute(const Call& call, bool agree_only, void (*interrupt)()) {
   comm_.set_timeout(call.timeout);
   try {
     bool nonfinite = false;
-    if (call.sharded != nullptr) {
-      run_sharded(operation, call, interrupt);
-    } else if (call.average != nullptr) {
-      run_average(operation, call, interrupt);
+    if (call.body != nullptr) {
+      comm_.begin(operation, call.input, call.output, interrupt, call.body->preflight());
+      call.body->run(comm_);
     } else if (internode_ != nullptr) {
       nonfinite = internode_->run(operation, call, interrupt);
     } else if (compresses) {
@@ -255,7 +253,7 @@ void Group::retreat(const Call& call) {
   if (internode_ != nullptr) internode_->stop();
   comm_.retreat();
   comm_.wait_for_kernels(kRetreatWithin);
-  if (call.sharded != nullptr) call.sharded->half_done = comm_.anyone_signalled(kUpdating);
+  if (call.body != nullptr) call.body->note_failure(comm_);
 }
 
 void Group::run_plain(const Operation& operation, const Call& call, bool agree_only,
@@ -299,18 +297,6 @@ bool Group::run_topk(const Operation& operation, const Call& call, void (*interr
   comm_.begin(operation, area, area, interrupt, coded.preflight());
   topk_exchange(coded);
   return coded.nonfinite();
-}
-
-void Group::run_sharded(const Operation& operation, const Call& call, void (*interrupt)()) {
-  ShardedStepComm sharded(comm_, *call.sharded);
-  comm_.begin(operation, call.input, call.output, interrupt, sharded.preflight());
-  sharded_step(sharded);
-}
-
-void Group::run_average(const Operation& operation, const Call& call, void (*interrupt)()) {
-  ShardedAverageComm average(comm_, *call.average);
-  comm_.begin(operation, call.input, call.output, interrupt);
-  sharded_average(average);
 }
 
 void Group::fail(const std::string& why) {

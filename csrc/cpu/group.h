@@ -166,8 +166,6 @@ class Group {
   void run_plain(const Operation& operation, const Call& call, bool agree_only,
                  void (*interrupt)());
   bool run_blocks(const Operation& operation, const Call& call, void (*interrupt)());
-  void run_sharded(const Operation& operation, const Call& call, void (*interrupt)());
-  void run_average(const Operation& operation, const Call& call, void (*interrupt)());
   bool run_topk(const Operation& operation, const Call& call, void (*interrupt)());
   std::int64_t bytes_moved() const;
   void serve();

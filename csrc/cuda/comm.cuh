@@ -57,6 +57,8 @@ class BlockComm {
   }
 
   __device__ bool failed() const { return failed_; }
+  // All threads of the block agree on whether to drain.
+  __device__ void vote_to_stop(bool stop) { failed_ = __syncthreads_or(stop) != 0 || failed_; }
   __device__ int rank() const { return me_.rank; }
   __device__ int size() const { return layout_.ranks; }
   __device__ int root() const { return me_.operation.root; }
@@ -353,9 +355,6 @@ class BlockComm {
   __device__ bool report(Reason reason, int r) {
     return cuda::report(me_, sequence_, reason, r, me_.operation, me_.operation);
   }
-
-  // All threads of the block agree on whether to drain.
-  __device__ void vote_to_stop(bool stop) { failed_ = __syncthreads_or(stop) != 0 || failed_; }
 
   __device__ void compare() {
     if (failed_) return;

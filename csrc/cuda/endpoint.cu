@@ -11,6 +11,7 @@
 #include "core/algorithms/coded.h"
 #include "core/algorithms/run.h"
 #include "core/codecs/topk.h"
+#include "core/optim/table.h"
 #include "cuda/codecs/coded_comm.cuh"
 #include "cuda/launch.h"
 #include "cuda/runtime.cuh"
@@ -44,8 +45,24 @@ void launch_compressed(const CodedLaunch& launch, cudaStream_t stream) {
   });
 }
 
-void launch_any(const CodedLaunch& launch, cudaStream_t stream) {
+// A launch of any operation, before it is known what the kernel needs.
+struct AnyLaunch : CodedLaunch {
+  Sharding shardings[kMaxLocalRanks];
+};
+
+void launch_sharded(const AnyLaunch& launch, cudaStream_t stream) {
+  ShardedLaunch sharded{launch, {}};
+  for (int i = 0; i < launch.local_ranks; ++i) sharded.tables[i] = launch.shardings[i].table;
+  if (launch.ranks[0].operation.collective == Collective::sharded_average) {
+    return launch_sharded_average(sharded, stream);
+  }
+  Rules::visit_row(launch.shardings[0].rule,
+                   [&](auto row) { launch_sharded_step<decltype(row)>(sharded, stream); });
+}
+
+void launch_any(const AnyLaunch& launch, cudaStream_t stream) {
   const Operation& operation = launch.ranks[0].operation;
+  if (stays_in_node(operation.collective)) return launch_sharded(launch, stream);
   if (operation.codec.kind != CodecKind::none) return launch_compressed(launch, stream);
   visit_body(operation, launch.layout.ranks,
              [&](auto body) { launch_plain<decltype(body)>(launch, stream); });
@@ -80,7 +97,7 @@ class Order {
     return error == cudaSuccess || error == cudaErrorNotReady;
   }
 
-  void launch(const CodedLaunch& launch, cudaStream_t stream) {
+  void launch(const AnyLaunch& launch, cudaStream_t stream) {
     cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
     PYCOMM_CUDA_CHECK(cudaStreamIsCapturing(stream, &capture));
     // Events recorded in a capture are meaningless outside of it, and vice versa.
@@ -163,8 +180,8 @@ struct Endpoint::Impl {
   }
 
   // Fills this rank's part of a launch.
-  void put(CodedLaunch& to, int index, const Operation& operation, const void* input, void* output,
-           const Compression& compression) const {
+  void put(AnyLaunch& to, int index, const Operation& operation, const void* input, void* output,
+           const Extras& extras) const {
     RankLaunch& launch = to.ranks[index];
     launch.operation = operation;
     launch.input = static_cast<std::byte*>(const_cast<void*>(input));
@@ -175,7 +192,8 @@ struct Endpoint::Impl {
     launch.bases = tables + options.ranks;
     launch.mailbox = device_mailbox;
     launch.rank = options.rank;
-    to.compressions[index] = compression;
+    to.compressions[index] = extras.compression;
+    to.shardings[index] = extras.sharding;
     to.staging = CodedStaging::in(layout.slot_bytes() * kStagingSlots, operation.codec);
     to.preflights[index] = preflights;
   }
@@ -191,8 +209,8 @@ struct Endpoint::Impl {
     return can;
   }
 
-  CodedLaunch frame(int local_ranks) const {
-    CodedLaunch launch;
+  AnyLaunch frame(int local_ranks) const {
+    AnyLaunch launch;
     launch.layout = layout;
     launch.timeout_ns = static_cast<std::uint64_t>(std::min(options.timeout, 1e9) * 1e9);
     launch.local_ranks = local_ranks;
@@ -239,7 +257,12 @@ HostRegistration::~HostRegistration() { (void)cudaHostUnregister(reinterpret_cas
 Endpoint::Endpoint(EndpointOptions options) : impl_(std::make_unique<Impl>(std::move(options))) {}
 Endpoint::~Endpoint() = default;
 
-void Endpoint::check(const Operation& operation) const {
+void Endpoint::check(const Operation& operation, const void* input) const {
+  if (stays_in_node(operation.collective)) {
+    PYCOMM_CHECK(impl_->location(input, operation.count) != kNotInWindow,
+                 std::string("a ") + name_of(operation.collective) +
+                     " on CUDA needs memory of group.empty(), which the other ranks' GPUs can use");
+  }
   if (operation.codec.kind != CodecKind::topk) return;
   const WindowLayout& layout = impl_->layout;
   const TopkArea area(operation, layout.ranks);
@@ -254,10 +277,10 @@ void Endpoint::check(const Operation& operation) const {
 }
 
 void Endpoint::launch(const Operation& operation, const void* input, void* output,
-                      std::uintptr_t stream, const Compression& compression) {
+                      std::uintptr_t stream, const Extras& extras) {
   const DeviceGuard guard(impl_->options.device);
-  CodedLaunch launch = impl_->frame(1);
-  impl_->put(launch, 0, operation, input, output, compression);
+  AnyLaunch launch = impl_->frame(1);
+  impl_->put(launch, 0, operation, input, output, extras);
   impl_->order->launch(launch, stream_of(stream));
 }
 
@@ -296,7 +319,7 @@ Failure Endpoint::failure() const {
 
 struct SharedLaunch::Impl {
   std::vector<std::shared_ptr<Endpoint>> endpoints;
-  CodedLaunch launch;
+  AnyLaunch launch;
   std::vector<cudaStream_t> streams;
   std::vector<cudaEvent_t> arrived;
   std::mutex mutex;  // guards the members below
@@ -329,11 +352,11 @@ SharedLaunch::~SharedLaunch() {
 }
 
 void SharedLaunch::put(int rank, const Operation& operation, const void* input, void* output,
-                       std::uintptr_t stream, const Compression& compression) {
+                       std::uintptr_t stream, const Extras& extras) {
   const auto r = static_cast<std::size_t>(rank);
   const Endpoint::Impl& endpoint = *impl_->endpoints[r]->impl_;
   const DeviceGuard guard(endpoint.options.device);
-  endpoint.put(impl_->launch, rank, operation, input, output, compression);
+  endpoint.put(impl_->launch, rank, operation, input, output, extras);
   impl_->streams[r] = stream_of(stream);
   PYCOMM_CUDA_CHECK(cudaEventRecord(impl_->arrived[r], impl_->streams[r]));
 }

@@ -69,12 +69,13 @@ class Endpoint {
   Endpoint(const Endpoint&) = delete;
   Endpoint& operator=(const Endpoint&) = delete;
 
-  // Throws std::invalid_argument if the window is too small for the operation.
-  void check(const Operation& operation) const;
+  // Throws std::invalid_argument if the window is too small for the operation, or must hold its input
+  // and does not.
+  void check(const Operation& operation, const void* input) const;
   // Enqueues this rank's kernel on the stream, after the previous one, and returns. A graph can
   // capture it; the caller then orders it with operations outside of the graph.
   void launch(const Operation& operation, const void* input, void* output, std::uintptr_t stream,
-              const Compression& compression = {});
+              const Extras& extras = {});
 
   // Returns when all work on the device is done.
   void synchronize();
@@ -104,7 +105,7 @@ class SharedLaunch {
   SharedLaunch& operator=(const SharedLaunch&) = delete;
 
   void put(int rank, const Operation& operation, const void* input, void* output,
-           std::uintptr_t stream, const Compression& compression = {});
+           std::uintptr_t stream, const Extras& extras = {});
   // Does not launch if a rank has given up. Such a rank says so first, then follows a launch that may
   // already have happened.
   void launch(const std::function<bool()>& given_up = [] { return false; });

@@ -36,7 +36,7 @@ Group::~Group() {
   }
 }
 
-void Group::run(const Call& call, std::uintptr_t stream, const Compression& compression) {
+void Group::run(const Call& call, std::uintptr_t stream, const Extras& extras) {
   const std::lock_guard lock(running_);
   check();
   PYCOMM_CHECK(!call.inputs && !call.outputs,
@@ -51,12 +51,12 @@ void Group::run(const Call& call, std::uintptr_t stream, const Compression& comp
   operation.device = Device::cuda;
   operation.details = hash_of(details_of(call, host_->size()));
   operation.algorithm = resolve(operation, host_->size());
-  endpoint_->check(operation);
+  endpoint_->check(operation, call.input);
   try {
     if (shared_ == nullptr) {
-      endpoint_->launch(operation, call.input, call.output, stream, compression);
+      endpoint_->launch(operation, call.input, call.output, stream, extras);
     } else {
-      run_together(operation, call, stream, compression);
+      run_together(operation, call, stream, extras);
     }
   } catch (const CollectiveError&) {
     throw;
@@ -110,9 +110,9 @@ CollectiveError Group::describe_failure(const Failure& found, std::uint64_t word
 
 // Rank 0 launches for all ranks.
 void Group::run_together(const Operation& operation, const Call& call, std::uintptr_t stream,
-                         const Compression& compression) {
+                         const Extras& extras) {
   const int rank = host_->rank();
-  shared_->put(rank, operation, call.input, call.output, stream, compression);
+  shared_->put(rank, operation, call.input, call.output, stream, extras);
   try {
     host_->agree(operation, interrupt_);
     if (rank == 0) shared_->launch([this] { return host_->abort_word() != 0; });

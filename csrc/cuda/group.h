@@ -28,7 +28,7 @@ class Group {
 
   // Enqueues an operation on the stream. A failure here aborts the group; the next call, or check(),
   // raises a failure in the kernel.
-  void run(const Call& call, std::uintptr_t stream, const Compression& compression = {});
+  void run(const Call& call, std::uintptr_t stream, const Extras& extras = {});
   // Raises a kernel's failure, once; from then on the group refuses work. First waits, within the
   // group's timeout, until no rank's kernels use this rank's tensors.
   void check();
@@ -39,7 +39,7 @@ class Group {
   void report(const Failure& found);
   CollectiveError describe_failure(const Failure& found, std::uint64_t word) const;
   void run_together(const Operation& operation, const Call& call, std::uintptr_t stream,
-                    const Compression& compression);
+                    const Extras& extras);
   void watch();
   void stop_watching();
 

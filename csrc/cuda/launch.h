@@ -29,6 +29,11 @@ struct Launch {
   RankLaunch ranks[kMaxLocalRanks];
 };
 
+// Of a sharded step or average: with every rank's table.
+struct ShardedLaunch : Launch {
+  const std::uint64_t* tables[kMaxLocalRanks];
+};
+
 struct CodedLaunch;  // cuda/codecs/coded_comm.cuh
 
 template <class Body>
@@ -37,6 +42,10 @@ void launch_plain(const Launch& launch, cudaStream_t stream);
 template <class Body, class Codecs = BlockCodecs>
 void launch_coded(const CodedLaunch& launch, cudaStream_t stream);
 void launch_topk_exchange(const CodedLaunch& launch, cudaStream_t stream);
+// `Rule` is a row of core/optim/table.h.
+template <class Rule>
+void launch_sharded_step(const ShardedLaunch& launch, cudaStream_t stream);
+void launch_sharded_average(const ShardedLaunch& launch, cudaStream_t stream);
 // Runs before a block codec with feedback: computes CodedLaunch::preflights.
 void launch_preflight(const CodedLaunch& launch, cudaStream_t stream);
 

@@ -1,8 +1,10 @@
-// Stands in for endpoint.cu, codecs/wire.cu, codecs/topk_wire.cu and optim/step.cu in builds without CUDA.
+// Stands in for endpoint.cu, codecs/wire.cu, codecs/topk_wire.cu, and of optim/ device_words.cu, sharded.cu
+// and step.cu, in builds without CUDA.
 #include <stdexcept>
 
 #include "cuda/codecs/wire.h"
 #include "cuda/endpoint.h"
+#include "cuda/optim/sharded.h"
 #include "cuda/optim/step.h"
 
 namespace pycomm::cuda {
@@ -26,8 +28,8 @@ HostRegistration::HostRegistration(int, std::uintptr_t, std::int64_t) { unavaila
 HostRegistration::~HostRegistration() = default;
 Endpoint::Endpoint(EndpointOptions) { unavailable(); }
 Endpoint::~Endpoint() = default;
-void Endpoint::check(const Operation&) const { unavailable(); }
-void Endpoint::launch(const Operation&, const void*, void*, std::uintptr_t, const Compression&) {
+void Endpoint::check(const Operation&, const void*) const { unavailable(); }
+void Endpoint::launch(const Operation&, const void*, void*, std::uintptr_t, const Extras&) {
   unavailable();
 }
 void Endpoint::synchronize() { unavailable(); }
@@ -37,8 +39,7 @@ bool Endpoint::in_peers_heaps() const { unavailable(); }
 Failure Endpoint::failure() const { unavailable(); }
 SharedLaunch::SharedLaunch(std::vector<std::shared_ptr<Endpoint>>) { unavailable(); }
 SharedLaunch::~SharedLaunch() = default;
-void SharedLaunch::put(int, const Operation&, const void*, void*, std::uintptr_t,
-                       const Compression&) {
+void SharedLaunch::put(int, const Operation&, const void*, void*, std::uintptr_t, const Extras&) {
   unavailable();
 }
 void SharedLaunch::launch(const std::function<bool()>&) { unavailable(); }
@@ -48,7 +49,11 @@ void decode(const WireJob&, std::int64_t, bool) { unavailable(); }
 std::int64_t select(const WireJob&, std::int64_t*, float*) { unavailable(); }
 std::int64_t workspace_bytes(const Codec&, std::int64_t, int, bool) { unavailable(); }
 std::int64_t SegmentTable::set(const std::vector<Segment>&) { unavailable(); }
-void SegmentTable::upload(void*, int, std::uintptr_t) { unavailable(); }
+void DeviceWords::upload(void*, int, std::uintptr_t) { unavailable(); }
+std::int64_t ShardTable::set(const ShardedStep&) { unavailable(); }
+std::int64_t ShardTable::set(const ShardedAverage&) { unavailable(); }
+Call step_call(const ShardedStep&, const std::string&) { unavailable(); }
+Call average_call(const ShardedAverage&, const std::string&) { unavailable(); }
 void grad_norm(const StepJob&, const GradNormPass&) { unavailable(); }
 void step(const StepJob&, const ParamRange&) { unavailable(); }
 

@@ -7,6 +7,9 @@ than a slot goes through several, of which each has some elements of every owner
 Between backward and step, a parameter's gradient is a stand-in that takes no memory: all its
 elements are one NaN, so that nobody mistakes it for the gradient. It shows what others do with the
 gradient: if they drop it, the stand-in is gone; if they zero it, the NaN is.
+
+On CUDA, copies and averages run in order on a stream of their own, so that no slot is waited for;
+the stream of the step waits for the last average.
 """
 
 from __future__ import annotations
@@ -45,10 +48,13 @@ class _Run(NamedTuple):
 
 
 class _StandIn:
-    """Stands for a parameter's gradient, and shows whether it has been written."""
+    """Stands for a parameter's gradient, and shows whether it has been written.
+
+    On CUDA its value is read only after a write that torch has counted, because that waits.
+    """
 
     def __init__(self, parameter: torch.Tensor, dtype: torch.dtype) -> None:
-        self._number = torch.full((), math.nan, dtype=dtype)
+        self._number = torch.full((), math.nan, dtype=dtype, device=parameter.device)
         values = self._number.expand(parameter.shape)
         self.tensor = DividedGradient.of(values, parameter.numel())
         self._version = self.tensor._version
@@ -58,7 +64,9 @@ class _StandIn:
         if self.tensor.numel() == 0:
             return True
         same = self.tensor.data_ptr() == self._number.data_ptr()
-        return same and self.tensor._version == self._version and math.isnan(self._number)
+        if not same or self.tensor._version != self._version:
+            return False
+        return self._number.is_cuda or math.isnan(self._number)
 
     def is_zeroed(self) -> bool:
         """True if it has been zeroed."""
@@ -87,7 +95,9 @@ class GradientRing:
         self._shards = shards
         ranks = shards.group.size
         self._slot_bytes = -(-slot_bytes // (ranks * _LINE)) * ranks * _LINE
-        self.memory = shards.group.empty(SLOTS * self._slot_bytes, dtype=torch.uint8)
+        device = buckets[0].parameters[0].device if buckets else torch.device("cpu")
+        self.memory = shards.group.empty(SLOTS * self._slot_bytes, dtype=torch.uint8, device=device)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._plans = {
             id(bucket.parameters[0]): _plan(bucket, ranks, self._slot_bytes) for bucket in buckets
         }
@@ -152,17 +162,20 @@ class GradientRing:
 
     def send(self, bucket: Bucket, weighing: Weighing | None) -> None:
         """Takes the gradients of a bucket, and starts to average them."""
-        for runs in self._plans[id(bucket.parameters[0])]:
-            slot = self._sent % SLOTS
-            self._wait(slot)
-            begin = slot * self._slot_bytes
-            flat = self.memory[begin : begin + self._slot_bytes].view(bucket.flat.dtype)
-            for run in runs:
-                self._take(bucket.parameters[run.number], run, flat)
-            if weighing is not None:
-                weighing.scale(flat)  # may raise, so nothing counts as sent before
-            self._sent += 1
-            self._works[slot] = self._average(bucket.parameters, runs, flat)
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            for runs in self._plans[id(bucket.parameters[0])]:
+                slot = self._sent % SLOTS
+                self._wait(slot)
+                begin = slot * self._slot_bytes
+                flat = self.memory[begin : begin + self._slot_bytes].view(bucket.flat.dtype)
+                for run in runs:
+                    self._take(bucket.parameters[run.number], run, flat)
+                if weighing is not None:
+                    weighing.scale(flat)  # may raise, so nothing counts as sent before
+                self._sent += 1
+                self._works[slot] = self._average(bucket.parameters, runs, flat)
         for parameter in bucket.parameters:
             parameter.grad = None
 
@@ -170,6 +183,10 @@ class GradientRing:
         """Waits until all buckets have been averaged."""
         for slot in range(SLOTS):
             self._wait(slot)
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self._stream.device)
+            current.wait_stream(self._stream)
+            self._shards.group.check()
         self._sent = 0
 
     def keep(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -198,6 +215,8 @@ class GradientRing:
         if gradient is None:  # -0 leaves what it is added to as it is
             place.fill_(-0.0 if id(parameter) in self._adds else 0.0)
             return
+        if self._stream is not None:
+            gradient.record_stream(self._stream)  # it is dropped before the copy has run
         strides = self._shards.layout[parameter].strides
         if gradient.stride() != strides:
             dense = gradient.new_empty_strided(gradient.shape, strides)
@@ -207,21 +226,29 @@ class GradientRing:
 
     def _average(
         self, parameters: Sequence[torch.Tensor], runs: Iterable[_Run], flat: torch.Tensor
-    ) -> tuple[Work, _C.ShardedAverage]:
-        """Starts to average this rank's part of a slot."""
+    ) -> tuple[Work, _C.ShardedAverage] | None:
+        """Starts to average this rank's part of a slot; returns what must be waited for."""
         group, mine, adds = self._shards.group, array("q"), []
         for number, begin, end, offset, rank in runs:
             parameter = parameters[number]
             adds.append(str(int(id(parameter) in self._adds)))
-            if rank == group.rank:  # the words of csrc/cpu/optim/sharded_average.h
+            if rank == group.rank:  # struct OwnGradient of csrc/core/optim/shard.h
                 part = part_of(parameter)
                 assert part is not None
                 own = self.own(parameter)[begin - part.first : end - part.first]
                 mine.extend((flat.data_ptr() + offset * flat.itemsize, own.data_ptr(), end - begin))
                 mine.extend((int(adds[-1]), DTYPES[flat.dtype]))
-        average = _C.ShardedAverage(self.memory.data_ptr(), self.memory.nbytes, mine)
         label = f"slot {self._sent % SLOTS}, {len(adds)} runs, adds {int('0' + ''.join(adds), 2):x}"
-        return Work(average.submit(group._core, label), (self.memory, *self.buffers)), average
+        arena = self.memory.data_ptr(), self.memory.nbytes
+        if self._stream is None:
+            average = _C.ShardedAverage(*arena, mine)
+            return Work(average.submit(group._core, label), (self.memory, *self.buffers)), average
+        on_device = _C.CudaShardedAverage(*arena, mine)
+        table = torch.empty(on_device.bytes, dtype=torch.uint8, device=flat.device)
+        side = group._cuda_side(flat.device)
+        place = table.data_ptr(), side.device.index, self._stream.cuda_stream
+        on_device.run(side._core, *place, label)
+        return None
 
     def _wait(self, slot: int) -> None:
         flight, self._works[slot] = self._works[slot], None

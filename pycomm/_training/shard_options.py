@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from pycomm._given import check_group
@@ -63,14 +65,46 @@ def check_sharding(
     if isinstance(comm_state, LocalSGDState):
         raise ValueError("shard must be None with local_sgd, whose ranks step on their own")
     for name, parameter in module.named_parameters():
-        if not parameter.is_cpu:
-            raise ValueError(f"shard needs parameters on the CPU, got {name} on {parameter.device}")
         if home_of(parameter) is not None and part_of(parameter) is None:
             raise ValueError(f"shard flattens parameters itself, got {name} that was flattened")
     group = comm_state.group if shard_group is None else shard_group
+    _check_device([p for p in module.parameters() if p.requires_grad], group)
     plain = comm_state.compression is None and group is comm_state.group
     if shard == "gradients" and not (plain and len(group.nodes) == 1):
         raise ValueError(
             "shard='gradients' takes no compression, no shard_group and one node: use "
             "shard='optimizer' with these"
+        )
+
+
+def _check_device(parameters: Sequence[torch.Tensor], group: Group) -> None:
+    """Checks that a sharded step can run where the parameters lie.
+
+    Connects the group's CUDA side, if they lie on CUDA.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    devices = dict.fromkeys(parameter.device for parameter in parameters)
+    if len(devices) > 1 or not all(device.type in ("cpu", "cuda") for device in devices):
+        found = ", ".join(map(str, devices))
+        raise ValueError(f"shard needs parameters on the CPU or on one CUDA device, got {found}")
+    (device,) = devices or (torch.device("cpu"),)
+    if device.type == "cpu":
+        return
+    if len(group.nodes) > 1:
+        raise ValueError(
+            f"on CUDA, shard needs a group on one node, got {len(group.nodes)} nodes: give the "
+            "ranks of a node as shard_group"
+        )
+    side = group._cuda_side(device)
+    if side.transport == "pinned host memory":
+        raise ValueError(
+            "on CUDA, shard needs GPUs with access to each other's memory, and a pair of this "
+            "group's has none"
+        )
+    if side.shares_device and group.size > 1:
+        raise ValueError(
+            "ranks that are threads must have a GPU each to share a model's shards, got "
+            f"{device} for all: autograd has one thread per device"
         )

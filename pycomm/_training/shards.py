@@ -36,7 +36,7 @@ from pycomm.p2p import recv, send
 if TYPE_CHECKING:
     from pycomm.group import Group
 
-_SUMS = 3  # numbers that ranks exchange per unit: csrc/cpu/optim/sharded_step.h
+_SUMS = 3  # numbers that ranks exchange per unit: csrc/core/optim/shard.h
 _LINE = 64  # bytes
 _TAG = -(1 << 31)  # of messages between ranks, apart from the user's
 
@@ -135,9 +135,12 @@ class Part(NamedTuple):
             elif to == rank:
                 continue  # it has copied them
             elif receives:
-                recv(data, rank, tag=_TAG, group=group)
+                received = torch.empty_like(data, device="cpu") if data.is_cuda else data
+                recv(received, rank, tag=_TAG, group=group)
+                if data.is_cuda:
+                    data.copy_(received)
             elif rank == group.rank:
-                send(data, to, tag=_TAG, group=group)
+                send(data.cpu(), to, tag=_TAG, group=group)
         return whole
 
 
@@ -191,7 +194,8 @@ class Shards:
         for kind, count in sizes.items():
             of_gradients = kind.grad_dtype.itemsize if self.averages else 0
             total += count * (kind.dtype.itemsize + of_gradients)
-        self.arena = group.empty(total, dtype=torch.uint8)
+        device = parameters[0].device if parameters else torch.device("cpu")
+        self.arena = group.empty(total, dtype=torch.uint8, device=device)
         self._used = 0
         self.sums = self._take(_SUMS * units, torch.float64)
         self.layout = Layout(parameters, gradients or self._take, False, rooms)

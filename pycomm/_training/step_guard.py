@@ -10,6 +10,7 @@ import torch
 from torch.utils.weak import TensorWeakRef
 
 from pycomm.collectives import all_reduce
+from pycomm.errors import PycommError
 
 if TYPE_CHECKING:
     from pycomm.group import Group
@@ -29,6 +30,11 @@ class StepGuard:
         self._half_new: list[tuple[TensorWeakRef, int]] = []  # with versions
         # Versions of parameters since a backward whose gradients this rank does not have as wholes.
         self._awaiting: dict[int, int] = {}
+        self._enqueued: torch.cuda.Event | None = None  # after a step that may not have run yet
+
+    def note_enqueued(self, event: torch.cuda.Event) -> None:
+        """Records a step on CUDA; `event` comes after it on its stream."""
+        self._enqueued = event
 
     def step_failed(self) -> None:
         """Records that a failed step may have changed some of the parameters."""
@@ -36,7 +42,11 @@ class StepGuard:
         self._half_new = [(ref, parameter._version) for ref, parameter in alive]
 
     def check(self) -> None:
-        """Raises RuntimeError after a failed step, until all parameters have been written."""
+        """Raises RuntimeError after a failed step, until all parameters have been written.
+
+        Also raises the error of a step on CUDA that has failed since.
+        """
+        self._look_at_enqueued()
         self._half_new = [
             (ref, version)
             for ref, version in self._half_new
@@ -47,6 +57,19 @@ class StepGuard:
                 "parameters are partly those of a step that has failed: load a checkpoint of the "
                 "model and the optimizer"
             )
+
+    def _look_at_enqueued(self) -> None:
+        if self._enqueued is None:
+            return
+        has_run = self._enqueued.query()  # type: ignore[no-untyped-call]
+        try:
+            self._group.check()
+        except PycommError:  # it is not known how far other ranks have come
+            self._enqueued = None
+            self.step_failed()
+            raise
+        if has_run:
+            self._enqueued = None
 
     def await_step(self, parameters: Iterable[torch.Tensor]) -> None:
         """Records parameters that only a step of a fused optimizer may change now."""
@@ -74,7 +97,7 @@ class StepGuard:
         """
         crc = 0
         for buffer in buffers:
-            crc = zlib.crc32(buffer.view(torch.uint8).numpy().data, crc)
+            crc = zlib.crc32(buffer.view(torch.uint8).cpu().numpy().data, crc)
         bounds = torch.tensor([crc, -crc])
         all_reduce(bounds, "max", group=self._group)
         has_nan = not takes_nan and any(bool(buffer.isnan().any()) for buffer in buffers)

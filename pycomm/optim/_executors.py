@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from pycomm import _C
-from pycomm._training.shards import Shards
-from pycomm._training.spanning_shards import SpanningShards
-from pycomm._work import launch
 from pycomm.optim._options import Group
 
 # A group and its segments, as integers.
@@ -21,7 +18,6 @@ Table = tuple[Group, "array[int]"]
 Control = tuple[int, int, int]
 
 WORDS = 14  # in a segment: struct Segment of csrc/core/optim/segment.h
-SHARD_WORDS = WORDS + 2  # struct Shard of csrc/cpu/optim/sharded_step.h
 
 
 class Step(NamedTuple):
@@ -81,96 +77,6 @@ class OnCpu:
         return norm
 
 
-class OnShards(OnCpu):
-    """Steps on torch's threads, together with the other ranks of a wrapper's shards.
-
-    A row of a table is a segment of this rank's part of a parameter, followed by the parameter's
-    number of elements and whether its gradient has been averaged.
-    """
-
-    def __init__(self, tables: list[Table], shards: Shards) -> None:
-        super().__init__(tables)
-        self._shards = shards
-
-    def run(self, step: Step) -> torch.Tensor | None:
-        """See :meth:`OnCpu.run`. All ranks must call this alike."""
-        shards, sharded = self._shards, self._prepare(step)
-        core, label = shards.group._core, self._label(step)
-        try:
-            value = sharded.run(core, *step.control, step.bound, step.measures, label)
-        finally:
-            if sharded.half_done:
-                shards.guard.step_failed()
-        return torch.tensor(value, dtype=torch.float64) if step.measures else None
-
-    def _prepare(self, step: Step) -> _C.ShardedStep:
-        """The tables, for the extension."""
-        shards, arena = self._shards, self._shards.arena
-        shards.guard.check()
-        sharded = _C.ShardedStep(arena.data_ptr(), arena.nbytes, shards.sums.data_ptr())
-        for one, (_, words) in zip(step.settings, self._tables, strict=True):
-            sharded.add(one, words)
-        return sharded
-
-    def _label(self, step: Step) -> str:
-        """What ranks must agree on, for messages; the extension adds a hash of the rest."""
-        rates = "/".join(f"{float(group['lr']):g}" for group, _ in self._tables) or "none"
-        count = sum(len(words) for _, words in self._tables) // SHARD_WORDS
-        scale, found, _ = step.control
-        return (
-            f"lr={rates}, max_norm={step.max_norm}, {count} gradients, scaled={scale != 0}, "
-            f"found_inf={'sought' if step.sets_found else 'given' if found else 'no'}"
-        )
-
-
-class OnSpanningShards(OnShards):
-    """The same for ranks on several nodes, which exchange sums and new parameters."""
-
-    def __init__(self, tables: list[Table], shards: SpanningShards) -> None:
-        super().__init__(tables, shards)
-        self._group, self._publication = shards.group, shards.publication
-
-    def run(self, step: Step) -> torch.Tensor | None:
-        """See :meth:`OnCpu.run`. All ranks must call this alike."""
-        sharded, norm = self._prepare(step), None
-        self._publication.forget_written()
-        sharded.begin(*step.control, step.bound)
-        found = torch.tensor([sharded.skips()]).byte()
-        self._reduce(found, "max", sharded.compared(self._label(step)))
-        sharded.note_found(bool(found))
-        count = sharded.sums
-        if step.measures:
-            self._sum_up(self._shards.sums[:count], sharded.measure)
-            norm = torch.tensor(sharded.conclude_norm(), dtype=torch.float64)
-        if sharded.adapts():
-            self._sum_up(self._shards.sums[count : 3 * count], sharded.measure_ratios)
-            sharded.conclude_ratios()
-        if not sharded.skips():
-            self._update(sharded, step.params)
-        return norm
-
-    def _update(self, sharded: _C.ShardedStep, params: Sequence[torch.Tensor]) -> None:
-        """Updates this rank's parameters and sends them to all ranks."""
-        try:
-            self._publication.begin(params)
-            sharded.finish()
-            self._publication.send()
-        except BaseException:
-            self._shards.guard.step_failed()
-            raise
-
-    def _sum_up(self, sums: torch.Tensor, measure: Callable[[], None]) -> None:
-        """Fills in all ranks' sums. Each comes from one rank, so adding zeros leaves its bits."""
-        sums.zero_()
-        measure()
-        self._reduce(sums, "sum", "sums of a step")
-
-    def _reduce(self, tensor: torch.Tensor, op: str, label: str) -> None:
-        launch(
-            self._group, "all_reduce", tensor, tensor, tensor.shape, op, label=label, async_op=False
-        )
-
-
 class OnCuda:
     """Steps on a device, on one stream, without ever waiting for it.
 
@@ -199,13 +105,7 @@ class OnCuda:
 
     def rate(self, lr: float | torch.Tensor) -> float:
         """A learning rate for the settings; one on the device is read there."""
-        if not isinstance(lr, torch.Tensor):
-            return float(lr)
-        if not lr.is_cuda:
-            return float(lr.item())
-        if lr.device != self._device:
-            raise ValueError(f"lr must lie on {self._device} or the CPU, got {lr.device}")
-        return 0.0
+        return rate_for(lr, self._device)
 
     def run(self, step: Step) -> torch.Tensor | None:
         """See :meth:`OnCpu.run`."""
@@ -228,28 +128,37 @@ class OnCuda:
         control: Control,
     ) -> None:
         """Steps some of the segments."""
-        if not (isinstance(lr, torch.Tensor) and lr.is_cuda):
-            lr = None
-        elif lr.dtype not in (torch.float32, torch.float64):
-            lr = lr.double()
+        rate = rate_on_device(lr)
         self._table.step(
             settings,
             first,
             count,
             *control,
-            0 if lr is None else lr.data_ptr(),
-            lr is not None and lr.dtype == torch.float64,
+            0 if rate is None else rate.data_ptr(),
+            rate is not None and rate.dtype == torch.float64,
         )
 
 
-def executor(
-    device: torch.device, tables: list[Table], shards: Shards | None, last: OnCuda | None
-) -> OnCpu | OnCuda:
+def rate_for(lr: float | torch.Tensor, device: torch.device) -> float:
+    """A learning rate for the settings of a step on a device; 0 if it lies there."""
+    if not isinstance(lr, torch.Tensor):
+        return float(lr)
+    if not lr.is_cuda:
+        return float(lr.item())
+    if lr.device != device:
+        raise ValueError(f"lr must lie on {device} or the CPU, got {lr.device}")
+    return 0.0
+
+
+def rate_on_device(lr: float | torch.Tensor | None) -> torch.Tensor | None:
+    """A learning rate on the device as a float or double; None if it is on the host."""
+    if not (isinstance(lr, torch.Tensor) and lr.is_cuda):
+        return None
+    return lr if lr.dtype in (torch.float32, torch.float64) else lr.double()
+
+
+def executor(device: torch.device, tables: list[Table], last: OnCuda | None) -> OnCpu | OnCuda:
     """The executor for these tables. `last`, of the last step, is used again if possible."""
-    if isinstance(shards, SpanningShards):
-        return OnSpanningShards(tables, shards)
-    if shards is not None:
-        return OnShards(tables, shards)
     if device.type == "cpu":
         return OnCpu(tables)
     stream = torch.cuda.current_stream(device).cuda_stream

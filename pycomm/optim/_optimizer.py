@@ -13,9 +13,10 @@ from pycomm._runtime.torch_private import not_compiled
 from pycomm._training.joining import register, session_of
 from pycomm._training.shards import part_of
 from pycomm.optim import _executors, _options, _storage
-from pycomm.optim._executors import OnCuda, Table
+from pycomm.optim._executors import OnCpu, OnCuda, Table
 from pycomm.optim._options import Group, Options
 from pycomm.optim._rows import Row, one_division
+from pycomm.optim._shard_executors import OnCpuShards, OnCudaShards, shard_executor
 from pycomm.optim._states import StatefulOptimizer
 
 
@@ -33,7 +34,7 @@ class FusedOptimizer(StatefulOptimizer):
 
     grad_norm: torch.Tensor | None = None
 
-    _on_cuda: OnCuda | None = None
+    _on_cuda: OnCuda | OnCudaShards | None = None
     _found: torch.Tensor | None = None  # a `found_inf` of our own
 
     _rule: ClassVar[str]  # a key of _C.rules
@@ -103,8 +104,13 @@ class FusedOptimizer(StatefulOptimizer):
         params = [row.param for row in rows]
         device = _options.one_device(type(self).__name__, params)
         shards = one_division(type(self).__name__, rows)
-        steps = _executors.executor(device, tables, shards, self._on_cuda)
-        if isinstance(steps, OnCuda) and not _executors.is_capturing(device):
+        steps: OnCpu | OnCuda | OnCpuShards | OnCudaShards
+        if shards is not None:
+            steps = shard_executor(device, tables, shards, self._on_cuda)
+        else:
+            last = self._on_cuda if isinstance(self._on_cuda, OnCuda) else None
+            steps = _executors.executor(device, tables, last)
+        if isinstance(steps, (OnCuda, OnCudaShards)) and not _executors.is_capturing(device):
             self._on_cuda = steps
         # Everything that can raise comes before the first group changes.
         _options.check_max_norm(self.max_norm)
@@ -139,7 +145,8 @@ class FusedOptimizer(StatefulOptimizer):
         parts = map(part_of, self._params())
         divisions = {part.shards for part in parts if part is not None}
         if len(divisions) == 1:
-            steps = _executors.executor(torch.device("cpu"), [], divisions.pop(), None)
+            shards = divisions.pop()
+            steps = shard_executor(shards.arena.device, [], shards, None)
             steps.run(_executors.Step([], _executors.control_of(None, None, None), None, False, []))
 
     # The step of another rank, in a join.

@@ -56,6 +56,15 @@ struct RuleTable {
     return ((Rows::kRule == rule && Rows::kSquares) || ...);
   }
 
+  // The index of the element update that the settings select, among those of their rule.
+  static int choice(const Settings& settings) {
+    return ((Rows::kRule == settings.rule ? Rows::choice(settings) : 0) + ...);
+  }
+  // Calls visit(row) with the rule's row.
+  template <class Visit>
+  static void visit_row(Rule rule, const Visit& visit) {
+    (void)((Rows::kRule == rule && (visit(Rows{}), true)) || ...);
+  }
   // Calls visit(std::type_identity<Element>{}) with the element update that the settings select.
   template <class Visit>
   static void visit(const Settings& settings, const Visit& visit) {

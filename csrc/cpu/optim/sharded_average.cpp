@@ -58,8 +58,13 @@ Call average_call(ShardedAverage& average, const std::string& label) {
   call.operation.count = average.arena_bytes;
   call.input = call.output = average.arena;
   call.details.set_label(label);
-  call.average = &average;
+  call.body = &average;
   return call;
+}
+
+void ShardedAverage::run(Comm& comm) {
+  ShardedAverageComm average(comm, *this);
+  sharded_average(average);
 }
 
 void ShardedAverageComm::announce() {

@@ -4,25 +4,17 @@
 #include <vector>
 
 #include "core/algorithms/sharded_average.h"
-#include "cpu/comm.h"
+#include "core/optim/shard.h"
+#include "cpu/own_body.h"
 
 namespace pycomm::cpu {
 
-// This rank's elements of one parameter's gradient. Python fills it in as 64-bit words:
-// pycomm/_training/gradient_ring.py.
-struct OwnGradient {
-  const std::byte* from;  // in the bucket, which lies in the arena
-  std::byte* to;
-  std::int64_t count;
-  std::int64_t adds;   // not 0: `to` holds an average, to which each rank's gradient is added
-  std::int64_t dtype;  // a DType
-};
-static_assert(sizeof(OwnGradient) == 5 * 8);
+struct ShardedAverage final : OwnBody {
+  void run(Comm& comm) override;
 
-struct ShardedAverage {
   std::vector<OwnGradient> gradients;
-  std::byte* arena;  // in the heap; has the same layout on every rank
-  std::int64_t arena_bytes;
+  std::byte* arena = nullptr;  // in the heap; has the same layout on every rank
+  std::int64_t arena_bytes = 0;
 };
 
 // The call that runs it. All ranks must pass the same `label`, which names what else must agree.

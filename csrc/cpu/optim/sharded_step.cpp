@@ -3,49 +3,26 @@
 #include <algorithm>
 #include <cstdio>
 
-#include "core/hash.h"
-
 #include "cpu/store_policy.h"
 
 namespace pycomm::cpu {
 namespace {
 
-// The kinds of sums.
-constexpr int kGradients = 0, kWeights = 1, kDirections = 2;
-
 DType dtype_of(Storage storage) {
   return storage == Storage::f32 ? DType::f32 : storage == Storage::f16 ? DType::f16 : DType::bf16;
-}
-
-std::uint64_t add_bits(std::uint64_t hash, double value) {
-  return add_to_hash(hash, bit_cast<std::uint64_t>(value));
 }
 
 // A hash of all that changes the result and that ranks have alike.
 std::uint64_t hash_of(const ShardedStep& step) {
   std::uint64_t hash = kHashOfNothing;
   for (const auto& [settings, end] : step.groups) {
-    const Settings& s = settings;
-    const bool flags[] = {s.amsgrad, s.decoupled, s.nesterov, s.maximize, s.adapt, s.stochastic};
-    for (const bool flag : flags) hash = add_to_hash(hash, flag ? 1 : 0);
-    for (const std::uint64_t word : {std::uint64_t(s.rule), std::uint64_t(end), s.seed}) {
-      hash = add_to_hash(hash, word);
-    }
-    for (const double value :
-         {s.lr, s.beta1, s.beta2, s.eps, s.weight_decay, s.momentum, s.dampening}) {
-      hash = add_bits(hash, value);
-    }
+    hash = add_to_hash(add_to_hash(hash, settings), std::uint64_t(end));
   }
-  for (const auto& [part, whole, is_averaged] : step.shards) {
-    hash = add_to_hash(hash, part.stream);
-    hash = add_to_hash(hash, static_cast<std::uint64_t>(whole) << 1 | (is_averaged != 0 ? 1 : 0));
-    hash = add_bits(hash, *part.step);
-    for (const Storage storage :
-         {part.param_storage, part.grad_storage, part.master_storage, part.state_storage[0]}) {
-      hash = add_to_hash(hash, static_cast<std::uint64_t>(storage));
-    }
+  for (const Shard& shard : step.shards) {
+    hash = add_to_hash(hash, shard);
+    hash = add_to_hash(hash, bit_cast<std::uint64_t>(double{*shard.part.step}));
   }
-  return add_bits(hash, step.max_norm);
+  return add_to_hash(hash, bit_cast<std::uint64_t>(step.max_norm));
 }
 
 std::string hex(std::uint64_t number) {
@@ -68,8 +45,16 @@ Call sharded_call(ShardedStep& step, const std::string& label) {
   call.input = call.output = step.arena;
   call.details.set_label(compared(step, label));
   if (step.control.grad_scale != nullptr) call.details.scale = *step.control.grad_scale;
-  call.sharded = &step;
+  call.body = &step;
   return call;
+}
+
+// Whether this rank has already found an infinity.
+Preflight ShardedStep::preflight() const { return make_preflight(skips(control), false); }
+
+void ShardedStep::run(Comm& comm) {
+  ShardedStepComm sharded(comm, *this);
+  sharded_step(sharded);
 }
 
 class ShardUpdate::Average {
@@ -134,13 +119,13 @@ const Settings& ShardUpdate::settings(std::size_t shard) const {
   return std::upper_bound(step_.groups.begin(), step_.groups.end(), shard, after)->settings;
 }
 
-void ShardUpdate::put_sum(int kind, std::size_t shard, std::int64_t chunk, double sum) const {
+void ShardUpdate::put_sum(ShardSum kind, std::size_t shard, std::int64_t chunk, double sum) const {
   const std::int64_t place = wholes_.begin(shard) + step_.shards[shard].part.first / kChunk + chunk;
   const double* const here = step_.sums + kind * wholes_.chunks() + place;
   for (int r = 0; r < size(); ++r) *reinterpret_cast<double*>(there(r, here)) = sum;
 }
 
-double ShardUpdate::total(int kind, std::size_t shard) const {
+double ShardUpdate::total(ShardSum kind, std::size_t shard) const {
   return sum_tree(step_.sums + kind * wholes_.chunks() + wholes_.begin(shard),
                   wholes_.chunks(shard));
 }

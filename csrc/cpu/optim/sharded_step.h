@@ -7,19 +7,12 @@
 #include <vector>
 
 #include "core/algorithms/sharded_step.h"
-#include "cpu/comm.h"
+#include "core/optim/shard.h"
 #include "cpu/optim/step.h"
 #include "cpu/optim/update.h"
+#include "cpu/own_body.h"
 
 namespace pycomm::cpu {
-
-// One parameter in a sharded step. Python fills it in as 64-bit words: pycomm/optim/_executors.py.
-struct Shard {
-  Segment part;              // this rank's elements; parameter and gradient lie in the arena
-  std::int64_t whole;        // the number of elements of the parameter
-  std::int64_t is_averaged;  // not 0: this rank's gradient is already the average
-};
-static_assert(sizeof(Shard) == 16 * 8);
 
 struct ShardGroup {
   Settings settings;
@@ -27,15 +20,19 @@ struct ShardGroup {
 };
 
 // What one rank passes to a sharded step, and what it gets back.
-struct ShardedStep {
+struct ShardedStep final : OwnBody {
+  Preflight preflight() const override;
+  void run(Comm& comm) override;
+  void note_failure(const Comm& comm) override { half_done = comm.anyone_signalled(kUpdating); }
+
   std::vector<ShardGroup> groups;
   std::vector<Shard> shards;
-  std::byte* arena;
-  std::int64_t arena_bytes;
-  double* sums;  // in the arena: 3 per 1,024 elements of all shards
-  StepControl control;
-  double max_norm;
-  bool measures;  // the norm is needed, or a search for infinities
+  std::byte* arena = nullptr;
+  std::int64_t arena_bytes = 0;
+  double* sums = nullptr;  // in the arena: kShardSums per 1,024 elements of all shards
+  StepControl control = {};
+  double max_norm = 0.0;
+  bool measures = false;  // the norm is needed, or a search for infinities
   Parallel parallel;
 
   double norm = 0.0;
@@ -89,10 +86,10 @@ class ShardUpdate {
            (static_cast<const std::byte*>(here) - step_.arena);
   }
   std::int64_t gradient_bytes() const;
-  // Writes a sum of this rank to all ranks. `kind` counts from 0.
-  void put_sum(int kind, std::size_t shard, std::int64_t chunk, double sum) const;
+  // Writes a sum of this rank to all ranks.
+  void put_sum(ShardSum kind, std::size_t shard, std::int64_t chunk, double sum) const;
   // Adds a parameter's sums of one kind.
-  double total(int kind, std::size_t shard) const;
+  double total(ShardSum kind, std::size_t shard) const;
 
   ShardedStep& step_;
   Row parts_, wholes_;
@@ -105,8 +102,6 @@ class ShardUpdate {
 class ShardedStepComm {
  public:
   ShardedStepComm(Comm& comm, ShardedStep& step) : comm_(comm), step_(step), update_(step) {}
-  // Whether this rank has already found an infinity; after announce(), whether any rank has.
-  Preflight preflight() const { return make_preflight(update_.skips(), false); }
 
   int rank() const { return comm_.rank(); }
   int size() const { return comm_.size(); }

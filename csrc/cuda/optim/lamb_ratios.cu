@@ -1,6 +1,5 @@
-#include "core/optim/lamb.h"
+#include "cuda/optim/lamb_sums.cuh"
 #include "cuda/optim/launch.h"
-#include "cuda/optim/sums.cuh"
 
 namespace pycomm::cuda {
 namespace {
@@ -8,28 +7,14 @@ namespace {
 // Sums of squares of a piece's weights and of its update directions.
 __device__ void lamb_sums(const Segment& segment, std::int64_t piece, const Lamb& lamb, float scale,
                           double (&sum)[2]) {
-  double mine[2] = {};
-  const std::int64_t end = segment.count;
+  const auto* const grads = static_cast<const std::byte*>(segment.grad);
+  const std::int64_t end = segment.count, size = size_of(segment.grad_storage);
+  sum[0] = sum[1] = 0.0;
   for (std::int64_t at = piece * kSumBlock; at < (piece + 1) * kSumBlock && at < end; at += kRun) {
     const int left = static_cast<int>(end - at < kRun ? end - at : kRun);
-    AnyWeights<Strided> weights;
-    AnyState<Strided> first, second;
-    weights.load(segment, at, left);
-    first.load(segment, 0, at, left);
-    second.load(segment, 1, at, left);
-#pragma unroll
-    for (int i = 0; i < kEight; ++i) {
-      if (Strided::offset(i) >= left) continue;
-      const float weight = weights.weight(i);
-      float m = first.value(0, i), v = second.value(1, i);
-      const double both[] = {weight, lamb.direction(weights.gradient(i) * scale, weight, m, v)};
-      for (int k = 0; k < 2; ++k) mine[k] += both[k] * both[k];
-    }
+    add_lamb_run(segment, lamb, scale, grads + at * size, at, left, sum);
   }
-  // sum_by_warp() folds the terms of all lanes.
-  for (int k = 0; k < 2; ++k) {
-    sum[k] = sum_by_warp(kSumLanes, [&](std::int64_t) { return mine[k]; });
-  }
+  fold_lanes(sum);
 }
 
 __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
@@ -38,7 +23,7 @@ __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
   const ParamRange& params = launch.params;
   if (skips(launch.control)) return;
   const auto within = trees_within<2>(table);
-  const Settings settings = settings_now(params);
+  const Settings settings = settings_now(params.settings, params.lr, params.lr_is_double);
   const float scale = gradient_factor(settings.maximize, launch.control);
   double step = 0.0;
   Lamb lamb(settings, 1.0);

@@ -72,15 +72,15 @@ struct Dice {
   }
 };
 
-// Weights and gradients of one storage each.
+// Weights and gradients of one storage each. load() takes the address of the run's gradients.
 template <class T>
 struct PlainWeights {  // no master weights
   static constexpr bool kRandom = std::is_same_v<T, BFloat16>;
   Eight<T> p, g;
 
-  __device__ void load(const Segment& s, std::int64_t at, int) {
+  __device__ void load(const Segment& s, const void* grads, std::int64_t at, int) {
     p = load_eight(static_cast<const T*>(s.param) + at);
-    g = load_eight(static_cast<const T*>(s.grad) + at);
+    g = load_eight(static_cast<const T*>(grads));
   }
   __device__ float weight(int i) const { return pycomm::load(p[i]); }
   __device__ float gradient(int i) const { return pycomm::load(g[i]); }
@@ -101,10 +101,10 @@ struct SplitWeights {  // bf16 and remainders
   Eight<std::uint16_t> high, low;
   Eight<BFloat16> g;
 
-  __device__ void load(const Segment& s, std::int64_t at, int) {
+  __device__ void load(const Segment& s, const void* grads, std::int64_t at, int) {
     high = load_eight(static_cast<const std::uint16_t*>(s.param) + at);
     low = load_eight(static_cast<const std::uint16_t*>(s.master) + at);
-    g = load_eight(static_cast<const BFloat16*>(s.grad) + at);
+    g = load_eight(static_cast<const BFloat16*>(grads));
   }
   __device__ float weight(int i) const { return join(high[i], low[i]); }
   __device__ float gradient(int i) const { return pycomm::load(g[i]); }
@@ -124,9 +124,9 @@ struct MasterWeights {  // fp32 beside bf16
   Eight<float> master;
   Eight<BFloat16> g;
 
-  __device__ void load(const Segment& s, std::int64_t at, int) {
+  __device__ void load(const Segment& s, const void* grads, std::int64_t at, int) {
     master = load_eight(static_cast<const float*>(s.master) + at);
-    g = load_eight(static_cast<const BFloat16*>(s.grad) + at);
+    g = load_eight(static_cast<const BFloat16*>(grads));
   }
   __device__ float weight(int i) const { return master[i]; }
   __device__ float gradient(int i) const { return pycomm::load(g[i]); }
@@ -290,8 +290,8 @@ struct AnyWeights {
   static constexpr bool kRandom = true;
   float p[kEight], g[kEight];
 
-  __device__ void load(const Segment& s, std::int64_t at, int left) {
-    load_floats<Order>(s.grad_storage, s.grad, at, left, g);
+  __device__ void load(const Segment& s, const void* grads, std::int64_t at, int left) {
+    load_floats<Order>(s.grad_storage, grads, 0, left, g);
     if (s.master_storage == Storage::remainder) {
       const auto high = load_some<Order>(static_cast<const std::uint16_t*>(s.param) + at, left);
       const auto low = load_some<Order>(static_cast<const std::uint16_t*>(s.master) + at, left);

@@ -26,8 +26,8 @@ enum class Form : std::uint8_t { any, fp32, bf16, split, master };
 // The segment that a block works on. It lies in shared memory, so that elements get the registers.
 struct SegmentCursor {
   Segment segment;
-  std::int64_t number;
   std::int32_t begin, end;  // tiles
+  std::int32_t grad_size;   // bytes of a gradient
   double step;
   float scale;  // of gradients
   Form weights;
@@ -69,6 +69,7 @@ __device__ inline bool same_states(const Segment& s, int states) {
 __device__ inline void look_around(SegmentCursor& cursor, int states, bool stochastic) {
   const Segment& segment = cursor.segment;
   cursor.step = *segment.step + 1.0;
+  cursor.grad_size = static_cast<std::int32_t>(size_of(segment.grad_storage));
   cursor.weights = same_states(segment, states) ? form_of(segment) : Form::any;
   cursor.states = segment.state_storage[0];
   const bool bare = segment.master_storage == Storage::none;
@@ -77,15 +78,15 @@ __device__ inline void look_around(SegmentCursor& cursor, int states, bool stoch
       cursor.weights_at_random || (states > 1 && segment.state_storage[1] != Storage::f32);
 }
 
-// A run of `left` elements.
+// A run of `left` elements, whose gradients lie at `grads`.
 template <class Weights, class State, class Element>
 __device__ void update_run(const SegmentCursor& cursor, const Element& element, std::uint64_t seed,
-                           std::int64_t at, int left) {
+                           const void* grads, std::int64_t at, int left) {
   constexpr int n_states = Element::kStates;
   const Segment& segment = cursor.segment;
   Weights weights;
   State states[n_states > 0 ? n_states : 1];
-  weights.load(segment, at, left);
+  weights.load(segment, grads, at, left);
 #pragma unroll
   for (int s = 0; s < n_states; ++s) states[s].load(segment, s, at, left);
   Dice dice;
@@ -124,24 +125,24 @@ __device__ void update_form(const SegmentCursor& cursor, const Element& element,
   update_run<Weights, PlainState<float>>(cursor, element, rest...);
 }
 
-// Called by all threads of a warp.
+// The run that begins at element `at`. Called by all threads of a warp.
 template <class Element>
 __device__ void update(const SegmentCursor& cursor, const Element& element, std::uint64_t seed,
-                       std::int64_t at) {
+                       const void* grads, std::int64_t at) {
   const std::int64_t rest = cursor.segment.count - at;
   if (rest <= 0) return;
   const int left = static_cast<int>(rest < kRun ? rest : kRun);
   switch (left < kRun ? Form::any : cursor.weights) {
     case Form::any:
-      return update_run<AnyWeights<>, AnyState<>>(cursor, element, seed, at, left);
+      return update_run<AnyWeights<>, AnyState<>>(cursor, element, seed, grads, at, left);
     case Form::fp32:
-      return update_form<PlainWeights<float>>(cursor, element, seed, at, left);
+      return update_form<PlainWeights<float>>(cursor, element, seed, grads, at, left);
     case Form::bf16:
-      return update_form<PlainWeights<BFloat16>>(cursor, element, seed, at, left);
+      return update_form<PlainWeights<BFloat16>>(cursor, element, seed, grads, at, left);
     case Form::split:
-      return update_form<SplitWeights>(cursor, element, seed, at, left);
+      return update_form<SplitWeights>(cursor, element, seed, grads, at, left);
     case Form::master:
-      return update_form<MasterWeights>(cursor, element, seed, at, left);
+      return update_form<MasterWeights>(cursor, element, seed, grads, at, left);
   }
 }
 
@@ -161,13 +162,13 @@ __device__ inline void count_step(const Table& table, const ParamRange& params) 
   if (threadIdx.x == 0) *table.step_ticket() = 0;
 }
 
+// `ratio` is LAMB's; null for 1.
 template <class Element>
-__device__ Element make_element(const Settings& settings, const SegmentCursor& cursor,
-                                const Table& table) {
+__device__ Element make_element(const Settings& settings, double step, const double* ratio) {
   if constexpr (std::is_same_v<Element, Lamb>) {
-    return Element(settings, cursor.step, settings.adapt ? table.ratios()[cursor.number] : 1.0);
+    return Element(settings, step, settings.adapt && ratio != nullptr ? *ratio : 1.0);
   } else {
-    return Element(settings, cursor.step);
+    return Element(settings, step);
   }
 }
 
@@ -184,7 +185,6 @@ __device__ void enter(const StepLaunch& launch, std::int64_t tile, SegmentCursor
     reinterpret_cast<std::uint64_t*>(&cursor.segment)[thread] = table.field(thread, s);
   }
   if (thread == 0) {
-    cursor.number = s;
     cursor.begin = static_cast<std::int32_t>(table.first_tile(s));
     cursor.end = static_cast<std::int32_t>(table.first_tile(s + 1));
   }
@@ -192,7 +192,9 @@ __device__ void enter(const StepLaunch& launch, std::int64_t tile, SegmentCursor
   if (thread == 0) {
     look_around(cursor, Element::kStates, params.settings.stochastic);
     cursor.scale = gradient_factor(params.settings.maximize, launch.control);
-    new (element) Element(make_element<Element>(settings_now(params), cursor, table));
+    new (element)
+        Element(make_element<Element>(settings_now(params.settings, params.lr, params.lr_is_double),
+                                      cursor.step, table.ratios() + s));
   }
   __syncthreads();
 }
@@ -210,8 +212,9 @@ __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
   do {
     enter<Element>(launch, tile, cursor, element);
     for (; tile < cursor.end; tile += static_cast<std::int32_t>(gridDim.x)) {
+      const std::int64_t at = (tile - cursor.begin) * kTile + threadIdx.x / 32 * kRun;
       update(cursor, *reinterpret_cast<const Element*>(element), params.settings.seed,
-             (tile - cursor.begin) * kTile + threadIdx.x / 32 * kRun);
+             static_cast<const std::byte*>(cursor.segment.grad) + at * cursor.grad_size, at);
     }
   } while (tile < table.first_tile(params.first + params.count));
   count_step(table, params);

@@ -9,19 +9,21 @@
 #include <vector>
 
 #include "core/optim/segment.h"
+#include "cuda/optim/device_words.h"
 
 namespace pycomm::cuda {
 
-// Segments in device memory. The host remembers what it has written and writes only changes. They
-// travel as kernel parameters, so that no buffer has to outlive the call, even during a graph capture.
+// Segments in device memory.
 class SegmentTable {
  public:
   // Takes new segments; returns the bytes of device memory, aligned to 16, that they need.
   std::int64_t set(const std::vector<Segment>& segments);
-  // Writes the segments to `memory`. If it is not the last call's memory, everything is written.
-  void upload(void* memory, int device, std::uintptr_t stream);
+  // Writes the segments to `memory`.
+  void upload(void* memory, int device, std::uintptr_t stream) {
+    words_.upload(memory, device, stream);
+  }
 
-  void* memory() const { return memory_; }
+  void* memory() const { return words_.memory(); }
   std::int64_t segments() const { return segments_; }
   // Tiles: of all segments, and of a range of them.
   std::int64_t tiles() const { return first_tiles_.back(); }
@@ -30,10 +32,9 @@ class SegmentTable {
   }
 
  private:
-  void* memory_ = nullptr;
+  DeviceWords words_;
   std::int64_t segments_ = 0;
   std::vector<std::int64_t> first_tiles_{0};
-  std::vector<std::uint64_t> wanted_, written_;
 };
 
 struct StepJob {

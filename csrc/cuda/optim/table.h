@@ -87,12 +87,10 @@ struct Table {
   PYCOMM_HD double* ratios() const { return reinterpret_cast<double*>(words + ratios_at()); }
 };
 
-// A learning rate in device memory.
-PYCOMM_HD Settings settings_now(const ParamRange& params) {
-  Settings settings = params.settings;
-  if (params.lr != nullptr) {
-    settings.lr = params.lr_is_double ? *static_cast<const double*>(params.lr)
-                                      : *static_cast<const float*>(params.lr);
+// With the learning rate in device memory, if there is one.
+PYCOMM_HD Settings settings_now(Settings settings, const void* lr, bool lr_is_double) {
+  if (lr != nullptr) {
+    settings.lr = lr_is_double ? *static_cast<const double*>(lr) : *static_cast<const float*>(lr);
   }
   return settings;
 }

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import pycomm
+from pycomm._training.shards import Shards
 from pycomm.bench.optim_tasks import OPTIMIZERS, SCHEMES
 
 COUNT = 20_003  # several blocks of a codec, and a tail
@@ -77,12 +78,34 @@ def steps(device: str) -> None:
             optimizer.step()
 
 
+def sharded(group: pycomm.Group, device: str) -> None:
+    """Sharded steps of every optimizer with every storage."""
+    for kind, options, _ in OPTIMIZERS.values():
+        for scheme in SCHEMES.values():
+            params = [
+                torch.nn.Parameter(torch.ones(count, dtype=scheme.dtype, device=device))
+                for count in (100, COUNT)
+            ]
+            shards = Shards(params, group, None)
+            shards.assign([params])
+            more: dict[str, Any] = {"max_norm": 1.0, **options, **scheme.options}
+            optimizer = kind(params, **more)
+            for param in params:
+                place = shards.layout[param]
+                view = place.of(place.piece.gradients, param).fill_(group.rank)
+                place.piece.give(param, view)
+            shards.note_backward(params)
+            optimizer.step()
+
+
 def run(device: str) -> None:
     """Runs everything, with zero copy and staged."""
     for staged in (False, True):
         with pycomm.LocalWorld(2, TIMEOUT_S, max_blocks=2, _stage_always=staged) as world:
             for body in (all_reduces, other_collectives, compressed):
                 world.run(body, device)
+            if not staged:  # it needs zero copy
+                world.run(sharded, device)
     codecs(device)
     steps(device)
 

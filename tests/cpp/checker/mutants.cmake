@@ -121,8 +121,8 @@ add_cpu_mutant(flags_do_not_wrap comm interleavings core/signal.h
   "static_cast<std::int32_t>(flag - target) >= 0" "flag >= target")
 add_cpu_mutant(tells_of_updates_before_it_retreats group interleavings cpu/group.cpp "  comm_.retreat();
   comm_.wait_for_kernels(kRetreatWithin);
-  if (call.sharded != nullptr) call.sharded->half_done = comm_.anyone_signalled(kUpdating);"
-  "  if (call.sharded != nullptr) call.sharded->half_done = comm_.anyone_signalled(kUpdating);
+  if (call.body != nullptr) call.body->note_failure(comm_);"
+  "  if (call.body != nullptr) call.body->note_failure(comm_);
   comm_.retreat();
   comm_.wait_for_kernels(kRetreatWithin);")
 add_cpu_mutant(tells_of_own_updates_only comm interleavings cpu/comm.cpp

@@ -9,9 +9,9 @@
 
 namespace pycomm::checker {
 
-class ShardedStepComm {
+class ShardedComm {
  public:
-  ShardedStepComm(Comm& comm, const Buffers& buffers) : comm_(comm), buffers_(buffers) {}
+  ShardedComm(Comm& comm, const Buffers& buffers) : comm_(comm), buffers_(buffers) {}
 
   int rank() const { return comm_.rank(); }
   int size() const { return comm_.size(); }
@@ -19,6 +19,15 @@ class ShardedStepComm {
   void publish() { comm_.publish(); }  // for a mutant
   void signal(int channel) { comm_.signal(channel); }
   void wait_all(int channel, std::int64_t step) { comm_.wait_all(channel, step); }
+
+ protected:
+  Comm& comm_;
+  const Buffers& buffers_;
+};
+
+class ShardedStepComm : public ShardedComm {
+ public:
+  using ShardedComm::ShardedComm;
 
   bool measures() const { return buffers_.measures; }
   void measure() { put_sum(0); }
@@ -68,23 +77,13 @@ class ShardedStepComm {
     std::byte* const sums = buffers_.shared[rank()].sums + kind * size() * kSum.bytes;
     comm_.read({sums, rank()}, size(), kSum);
   }
-
-  Comm& comm_;
-  const Buffers& buffers_;
 };
 
 static_assert(ShardExecutor<ShardedStepComm>);
 
-class ShardedAverageComm {
+class ShardedAverageComm : public ShardedComm {
  public:
-  ShardedAverageComm(Comm& comm, const Buffers& buffers) : comm_(comm), buffers_(buffers) {}
-
-  int rank() const { return comm_.rank(); }
-  int size() const { return comm_.size(); }
-  void announce() { comm_.announce(); }
-  void publish() { comm_.publish(); }  // for a mutant
-  void signal(int channel) { comm_.signal(channel); }
-  void wait_all(int channel, std::int64_t step) { comm_.wait_all(channel, step); }
+  using ShardedComm::ShardedComm;
 
   // Each rank reads some of everybody's bucket. Throws a Violation unless all are of one operation.
   void average() {
@@ -102,10 +101,6 @@ class ShardedAverageComm {
       }
     }
   }
-
- private:
-  Comm& comm_;
-  const Buffers& buffers_;
 };
 
 static_assert(AverageExecutor<ShardedAverageComm>);

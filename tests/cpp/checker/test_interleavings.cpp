@@ -161,15 +161,15 @@ void run_sharded(Ranks& ranks, int r, const Scenario& scenario, int k, float* x)
   Settings settings;
   settings.rule = Rule::sgd;
   settings.lr = 1;
-  cpu::ShardedStep step{.groups = {{settings, static_cast<std::size_t>(size)}},
-                        .shards = {},
-                        .arena = reinterpret_cast<std::byte*>(x),
-                        .arena_bytes = kTensorBytes,
-                        .sums = reinterpret_cast<double*>(x + 2 * kCount),
-                        .control = {nullptr, nullptr, &clip},
-                        .max_norm = 1e9,
-                        .measures = scenario.sharded == Sharded::measures,
-                        .parallel = [](std::int64_t n, const cpu::Body& body) { body(0, n); }};
+  cpu::ShardedStep step;
+  step.groups = {{settings, static_cast<std::size_t>(size)}};
+  step.arena = reinterpret_cast<std::byte*>(x);
+  step.arena_bytes = kTensorBytes;
+  step.sums = reinterpret_cast<double*>(x + 2 * kCount);
+  step.control = {nullptr, nullptr, &clip};
+  step.max_norm = 1e9;
+  step.measures = scenario.sharded == Sharded::measures;
+  step.parallel = [](std::int64_t n, const cpu::Body& body) { body(0, n); };
   if (!step.measures) clip = 1;
   for (int p = 0; p < size; ++p) {
     Segment part{};

@@ -162,7 +162,9 @@ void averages(int ranks, DType dtype) {
     for (int round = 0; round < 3; ++round) {
       const std::vector<T> mine = draw<T>(me, round, kCount);
       std::memcpy(arena.data, mine.data(), kBytes);
-      cpu::ShardedAverage average{{}, arena.data, kBytes};
+      cpu::ShardedAverage average;
+      average.arena = arena.data;
+      average.arena_bytes = kBytes;
       for (const auto& [from, to] : {std::pair(begin, middle), std::pair(middle, end)}) {
         average.gradients.push_back({arena.data + from * static_cast<std::int64_t>(sizeof(T)),
                                      reinterpret_cast<std::byte*>(own.data() + (from - begin)),

@@ -135,15 +135,14 @@ class ShardedModel {
   // Rank r's part of a step.
   cpu::ShardedStep step(int r, const cpu::Parallel& parallel) {
     Rank& rank = *ranks_[static_cast<std::size_t>(r)];
-    cpu::ShardedStep step{.groups = {},
-                          .shards = {},
-                          .arena = rank.arena.data,
-                          .arena_bytes = places_.bytes,
-                          .sums = reinterpret_cast<double*>(rank.arena.data),
-                          .control = rank.memory.control(plan_),
-                          .max_norm = kMaxNorm,
-                          .measures = plan_.measures(),
-                          .parallel = parallel};
+    cpu::ShardedStep step;
+    step.arena = rank.arena.data;
+    step.arena_bytes = places_.bytes;
+    step.sums = reinterpret_cast<double*>(rank.arena.data);
+    step.control = rank.memory.control(plan_);
+    step.max_norm = kMaxNorm;
+    step.measures = plan_.measures();
+    step.parallel = parallel;
     for (std::size_t p = 0; p < whole_.size(); ++p) step.shards.push_back(shard(r, p));
     if (plan_.second_group) step.groups.push_back({plan_.form.settings, second()});
     step.groups.push_back({plan_.second_group ? other() : plan_.form.settings, whole_.size()});
@@ -250,14 +249,14 @@ class ShardedModel {
     return made;
   }
 
-  cpu::Shard shard(int r, std::size_t p) {
+  Shard shard(int r, std::size_t p) {
     const std::int64_t begin = first(r, p);
     std::vector<Parameter> one = {std::move(part(r, p))};
     if (is_averaged(p)) {  // in memory that only this rank has
       const std::byte* const data = whole_[p].grad.data() + bytes_of(plan_.form.grad, begin);
       one[0].grad = Bytes(data, data + bytes_of(plan_.form.grad, one[0].count));
     }
-    cpu::Shard shard{segments(plan_.form, one)[0], plan_.counts[p], is_averaged(p)};
+    Shard shard{segments(plan_.form, one)[0], plan_.counts[p], is_averaged(p)};
     part(r, p) = std::move(one[0]);
     shard.part.step = &part(r, p).step;
     shard.part.param = param(r, p) + bytes_of(plan_.form.param, begin);

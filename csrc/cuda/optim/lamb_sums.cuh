@@ -1,0 +1,37 @@
+// LAMB's sums of squares of weights and of update directions.
+#pragma once
+
+#include "core/optim/lamb.h"
+#include "cuda/optim/sums.cuh"
+
+namespace pycomm::cuda {
+
+// Adds this lane's share of a run of `left` elements, whose gradients lie at `grads`.
+__device__ inline void add_lamb_run(const Segment& segment, const Lamb& lamb, float scale,
+                                    const void* grads, std::int64_t at, int left,
+                                    double (&sum)[2]) {
+  AnyWeights<Strided> weights;
+  AnyState<Strided> first, second;
+  weights.load(segment, grads, at, left);
+  first.load(segment, 0, at, left);
+  second.load(segment, 1, at, left);
+#pragma unroll
+  for (int i = 0; i < kEight; ++i) {
+    if (Strided::offset(i) >= left) continue;
+    const float weight = weights.weight(i);
+    float m = first.value(0, i), v = second.value(1, i);
+    const double both[] = {weight, lamb.direction(weights.gradient(i) * scale, weight, m, v)};
+    for (int k = 0; k < 2; ++k) sum[k] += both[k] * both[k];
+  }
+}
+
+// The sums of all lanes' shares, for all lanes.
+template <int kSums>
+__device__ void fold_lanes(double (&sum)[kSums]) {
+  for (int k = 0; k < kSums; ++k) {
+    const double mine = sum[k];
+    sum[k] = sum_by_warp(kSumLanes, [mine](std::int64_t) { return mine; });
+  }
+}
+
+}  // namespace pycomm::cuda

@@ -1,0 +1,64 @@
+// Sharded optimizer steps and averages on a device, with the same bits as cpu/optim/sharded_step.h and
+// sharded_average.h. Host code; no torch.
+//
+// Each is one launch, like a collective. What it reads lies in a table in device memory.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "core/call.h"
+#include "core/optim/shard.h"
+#include "cuda/layout.h"
+#include "cuda/optim/device_words.h"
+
+namespace pycomm::cuda {
+
+struct ShardGroup {
+  Settings settings;
+  std::size_t end;  // after the group's last shard
+  // Not null: a float or double in device memory that replaces the settings' learning rate.
+  const void* lr = nullptr;
+  bool lr_is_double = false;
+};
+
+// What one rank passes to a sharded step. Pointers are to device memory.
+struct ShardedStep {
+  std::vector<ShardGroup> groups;  // of one rule
+  std::vector<Shard> shards;
+  std::byte* arena = nullptr;  // in the window; has the same layout on every rank
+  std::int64_t arena_bytes = 0;
+  double* sums = nullptr;  // in the arena: kShardSums per 1,024 elements of all shards
+  StepControl control = {};
+  double max_norm = 0.0;
+  bool measures = false;   // the norm is needed, or a search for infinities
+  double* norm = nullptr;  // for the norm, if it is measured
+};
+
+struct ShardedAverage {
+  std::vector<OwnGradient> gradients;
+  std::byte* arena = nullptr;
+  std::int64_t arena_bytes = 0;
+};
+
+class ShardTable {
+ public:
+  // Takes a new step or average; returns the bytes of device memory, aligned to 16, that it needs.
+  std::int64_t set(const ShardedStep& step);
+  std::int64_t set(const ShardedAverage& average);
+  void upload(void* memory, int device, std::uintptr_t stream) {
+    words_.upload(memory, device, stream);
+  }
+  // For the launch, on the upload's stream.
+  Sharding sharding() const { return {static_cast<const std::uint64_t*>(words_.memory()), rule_}; }
+
+ private:
+  DeviceWords words_;
+  Rule rule_{};
+};
+
+// The calls that run them. All ranks must pass the same `label`, which names what else must agree.
+Call step_call(const ShardedStep& step, const std::string& label);
+Call average_call(const ShardedAverage& average, const std::string& label);
+
+}  // namespace pycomm::cuda

@@ -1,0 +1,7 @@
+#include "cuda/optim/sharded_step.cuh"
+
+namespace pycomm::cuda {
+
+template void launch_sharded_step<LionRule>(const ShardedLaunch&, cudaStream_t);
+
+}  // namespace pycomm::cuda
