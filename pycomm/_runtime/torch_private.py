@@ -98,6 +98,22 @@ def call_itself(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
+def is_transformed() -> bool:
+    """True if this thread records or transforms operations, as in a trace or in torch.func."""
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None
+    )
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor inside of the wrappers of torch.func's transforms."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def fsdp_interfaces() -> tuple[Any, Any]:
     """FSDP2's base classes of an all-gather and a reduce-scatter; takes seconds to import."""
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from pycomm._runtime.torch_private import call_itself, is_compiled
+from pycomm._runtime.torch_private import call_itself, is_compiled, unwrapped
 
 
 class Arrivals(Protocol):
@@ -142,6 +142,8 @@ def _count(change: int) -> None:
 
 def _wait_in_forward(module: nn.Module, _inputs: object) -> None:
     members = module.parameters() if is_compiled(module) else module._parameters.values()
-    for parameter in members:
+    for member in members:
+        # torch.func may have wrapped it, and dynamo cannot trace how to unwrap it.
+        parameter = unwrapped(member) if type(member) is torch.Tensor else member
         if type(parameter) is _Pending:
             parameter.arrival.wait()

@@ -8,13 +8,16 @@ owner keeps what this leaves of the difference in `error`, which is part of the 
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.utils.weak import TensorWeakRef
 
+from pycomm._runtime.torch_private import is_transformed
 from pycomm._training.pending import expect, settle
 from pycomm._training.step_guard import StepGuard
 from pycomm._work import Work, launch
@@ -103,8 +106,9 @@ class Publication:
             self._flights[number] = self._start(number, seen)
         for number in self._seen:
             parameters = _alive(self._spreads[number])
-            if not (self._overlaps and all(expect(p, self, number) for p, _, _ in parameters)):
-                self.arrive(number)
+            with self._lock:  # a parameter must not arrive before the bucket's others are expected
+                if not (self._overlaps and all(expect(p, self, number) for p, _, _ in parameters)):
+                    self.arrive(number)
         self._seen = {}
 
     def end_step(self, stepped: Iterable[torch.Tensor]) -> None:
@@ -125,7 +129,7 @@ class Publication:
             try:
                 flight.work.wait()
                 if flight.rows is not None:
-                    self._add(number, flight.rows)
+                    _outside(functools.partial(self._add, number, flight.rows))
             except BaseException:
                 self._guard.step_failed()
                 raise
@@ -141,7 +145,7 @@ class Publication:
             exact = spread.own.float()
             self.errors[number].copy_(exact)
             source = compression.encode(exact.sub_(seen))
-            result = rows = torch.empty(group.size, len(source), dtype=torch.uint8)
+            result = rows = torch.empty(group.size, len(source), dtype=torch.uint8, device="cpu")
             spread.own.copy_(seen)
         work = launch(
             group, "all_gather", source, result, source.shape,
@@ -154,10 +158,19 @@ class Publication:
         assert self._compression is not None
         spread = self._spreads[number]
         blocks = spread.whole.view(self._group.size, -1)
-        difference = torch.empty(len(spread.own))
+        difference = torch.empty(len(spread.own), dtype=torch.float32, device="cpu")
         for row, block in zip(rows, blocks, strict=True):
             block.add_(self._compression.decode(row, len(block), out=difference))
         self.errors[number].sub_(spread.own)
+
+
+def _outside(function: Callable[[], None]) -> None:
+    """Calls a function outside of the transforms and traces of this thread."""
+    if not is_transformed():
+        function()
+        return
+    with ThreadPoolExecutor(1) as executor:
+        executor.submit(function).result()
 
 
 def _alive(spread: Spread) -> list[tuple[torch.Tensor, int, int]]:

@@ -114,7 +114,10 @@ class Scatter:
         )  # fmt: skip
 
         def take() -> None:
-            torch._foreach_copy_(list(places), list(torch.split(flat, [len(p) for p in places])))
+            for place, mean in zip(
+                places, torch.split(flat, [len(p) for p in places]), strict=True
+            ):
+                place.copy_(mean)
 
         self._works.insert(0, (work, take))
 

@@ -151,6 +151,14 @@ def test_a_rank_without_gradients_is_a_mismatch():
         world.run(body)
 
 
+def in_double(parameter: torch.Tensor, _: torch.nn.Module) -> torch.Tensor:
+    torch.set_default_dtype(torch.float64)
+    try:
+        return parameter.detach().clone()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 USES = {
     "arithmetic": lambda p, _: (p.detach() * 1).clone(),
     "a list": lambda p, _: torch.cat([p, p]).detach()[: len(p)].clone(),
@@ -160,12 +168,21 @@ USES = {
     "pickle": lambda p, _: pickle.loads(pickle.dumps(p)).detach(),
     "state_dict": lambda _, model: model.state_dict()["0.weight"].clone(),
     "forward": lambda _, model: model.module[0](torch.eye(60)).clone(),
+    "torch.func, as an input": lambda _, model: torch.func.grad(
+        lambda given: torch.func.functional_call(model.module, given, (torch.eye(60),)).pow(2).sum()
+    )(dict(model.module.named_parameters()))["0.weight"],
+    "torch.func, as a constant": lambda p, _: torch.func.grad(lambda x: (p.detach() * x).sum())(
+        torch.ones(60, 60)
+    ),
+    "a trace": lambda _, model: torch.jit.trace(model.module, torch.eye(60))(torch.eye(60)),
+    "another default dtype": in_double,
     "a parameter of its type": lambda p, _: type(p)(p.detach().clone()).detach(),
 }
 
 
+@pytest.mark.parametrize("publish", [None, pycomm.Int8()], ids=["values", "changes"])
 @pytest.mark.parametrize("use", USES)
-def test_who_uses_a_parameter_on_its_way_waits_for_it(use, monkeypatch):
+def test_who_uses_a_parameter_on_its_way_waits_for_it(use, publish, monkeypatch):
     """Rank 1 sends late; what rank 0 does with its parameter must see the new values."""
     start, sends = Publication._start, threading.Event()
 
@@ -175,7 +192,7 @@ def test_who_uses_a_parameter_on_its_way_waits_for_it(use, monkeypatch):
         return start(self, *args)
 
     def body(group: pycomm.Group, overlaps: bool) -> torch.Tensor | None:
-        model, optimizer = small(group, overlap_params=overlaps)
+        model, optimizer = small(group, overlap_params=overlaps, publish=publish)
         backward(model)
         optimizer.step()
         weight = model.module[0].weight
