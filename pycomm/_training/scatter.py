@@ -1,11 +1,12 @@
 """Averages buckets of gradients in equal blocks, of which every rank gets its own.
 
 With a compression, all ranks send what they contribute encoded, and residuals keep what that loses.
-Parameters that are sent uncompressed go through an all-reduce, as there are few of them.
+Parameters that are sent uncompressed go through one all-reduce, as they are few and small.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,6 +14,7 @@ import torch
 
 from pycomm._training.zeros import zeros
 from pycomm._work import Work, launch
+from pycomm.collectives import all_reduce
 from pycomm.compressed import compressed_reduce_scatter
 
 if TYPE_CHECKING:
@@ -46,6 +48,8 @@ class Scatter:
     def __init__(self, state: CommState) -> None:
         self._state, self._group = state, state.group
         self._works: list[tuple[Work, Callable[[], object]]] = []
+        # Gradients that are sent uncompressed, with their places in buckets.
+        self._exact: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._residual: torch.Tensor | None = None
         self._sent = 0  # bytes
 
@@ -82,11 +86,11 @@ class Scatter:
             )  # fmt: skip
             self._works.append((work, lambda: None))
             return
-        places = [
-            bucket.gradients[(begin := bucket.begins[id(p)]) : begin + p.numel()] for p in dense
-        ]
-        if places:
-            self._average(places)
+        for parameter in dense:
+            begin = bucket.begins[id(parameter)]
+            place = bucket.gradients[begin : begin + parameter.numel()]
+            self._exact.append((place, place.clone()))
+            place.zero_()
         self._encode(bucket)
 
     def finish(self) -> int:
@@ -95,31 +99,28 @@ class Scatter:
         Returns:
             The bytes of the buckets as they were sent.
         """
+        exact, self._exact = self._exact, []
+        if exact:
+            self._average([values for _, values in exact])
         works, self._works = self._works, []
         for work, take in works:
             work.wait()
             take()
+        for place, values in exact:
+            place.copy_(values)
         sent, self._sent = self._sent, 0
         return sent
 
-    def _average(self, places: Sequence[torch.Tensor]) -> None:
-        """Starts to average some gradients uncompressed, and takes them out of their bucket."""
-        flat = torch.cat(list(places))
-        self._sent += flat.nbytes
-        for place in places:
-            place.zero_()
-        work = launch(
-            self._group, "all_reduce", flat, flat, flat.shape, "avg",
-            label="uncompressed gradients", async_op=True,
-        )  # fmt: skip
-
-        def take() -> None:
-            for place, mean in zip(
-                places, torch.split(flat, [len(p) for p in places]), strict=True
-            ):
-                place.copy_(mean)
-
-        self._works.insert(0, (work, take))
+    def _average(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Starts to average some gradients uncompressed."""
+        flats = {
+            tensor.dtype: [t for t in tensors if t.dtype == tensor.dtype] for tensor in tensors
+        }
+        for members in flats.values():
+            flat = torch.cat(members)
+            self._sent += flat.nbytes
+            work = all_reduce(flat, "avg", group=self._group, deterministic=True, async_op=True)
+            self._works.append((work, functools.partial(_split, flat, members)))
 
     def _encode(self, bucket: Blocks) -> None:
         """Starts to average a bucket with encoded contributions."""
@@ -134,9 +135,17 @@ class Scatter:
             step=state.step - state._warmup_steps, offset=bucket.first, group=self._group,
             async_op=True, tag="gradients to their owners",
         )  # fmt: skip
-        self._works.insert(0, (work, lambda: bucket.own.copy_(mean)))
+        self._works.append((work, lambda: bucket.own.copy_(mean)))
 
 
 def encoded_bytes(compression: Compression | None, bucket: torch.Tensor) -> int:
     """The bytes of a bucket as it is sent."""
     return bucket.nbytes if compression is None else compression.encoded_bytes(len(bucket))
+
+
+def _split(flat: torch.Tensor, members: Sequence[torch.Tensor]) -> None:
+    """Copies a flat tensor back to the tensors that it was made of."""
+    begin = 0
+    for member in members:
+        member.copy_(flat[begin : begin + len(member)])
+        begin += len(member)

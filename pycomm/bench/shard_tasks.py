@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 import pycomm
 from pycomm._training.gradient_exchange import GradientExchange
 from pycomm._training.gradient_ring import GradientRing
+from pycomm._training.spanning_shards import SpanningShards
 from pycomm.bench.optim_tasks import Scheme
 from pycomm.bench.streams import Mix
 from pycomm.bench.training import WIDTH, TrainingSettings, make_module
@@ -73,6 +74,12 @@ class Own(Stepper):
         exchange = self._wrapped._exchange
         if exchange._ring is not None:
             self._divide(exchange, exchange._ring)
+        elif exchange._scatter is not None and isinstance(exchange.shards, SpanningShards):
+            for bucket in exchange._buckets:
+                blocks = exchange.shards.blocks[id(bucket.parameters[0])]
+                exchange._scatter.start(blocks, bucket.parameters)
+            exchange._scatter.finish()
+            exchange.shards.note_backward(exchange.parameters)
         elif exchange.shards is not None:
             exchange.shards.note_backward(exchange.parameters)
         else:

@@ -60,7 +60,7 @@ class Row:
     """One contestant in one case; the keys of the JSON file. Written before it is measured.
 
     Attributes:
-        case: ``"all_reduce"``, ``"training"``, or ``"step"`` of a sharded wrapper.
+        case: ``"all_reduce"``, ``"training"``, or one of `SHARDED_CASES`.
         bytes: of the tensor, or of all gradients.
         predicted_us: the model's prediction; None if it does not know the contestant.
         predicted_link_bytes: that a node sends, as well.
@@ -133,26 +133,31 @@ def training_rows(
     return rows
 
 
+SHARDED_CASES = ("step", "exchange and optimizer")
+
+
 def sharded_rows(layout: Layout, parameters: int, names: Iterable[str]) -> list[Row]:
     """Steps of wrappers, which the model does not predict."""
     goals = SHARDED_GOALS if layout == Layout(2, 1, "1gbit") else {}
     return [
         Row(
-            "step", layout.nodes, layout.ranks, layout.rate, name, 4 * parameters, None, None,
-            goal=goals.get(name),
+            case, layout.nodes, layout.ranks, layout.rate, name, 4 * parameters, None, None,
+            goal=goals.get(name) if case != "step" else None,
         )
+        for case in SHARDED_CASES
         for name in names
+        if case == "step" or "overlapping" not in name
     ]  # fmt: skip
 
 
 HEADER = """\
-#     case  nodes      rate       size  contestant                   time  predicted    off     sends   formula    off   base   goal
-#         x ranks                 (MB)                               (ms)       (ms)    (%)      (MB)      (MB)    (%) / this"""  # noqa: E501
+#                 case  nodes      rate       size  contestant                   time  predicted    off     sends   formula    off   base   goal
+#                     x ranks                 (MB)                               (ms)       (ms)    (%)      (MB)      (MB)    (%) / this"""  # noqa: E501
 
 
 def format_row(row: Row) -> str:
     """Formats a line of the table."""
-    what = f"{row.case:>10}  {row.nodes} x {row.ranks_per_node}  {row.rate:>8} "
+    what = f"{row.case:>22}  {row.nodes} x {row.ranks_per_node}  {row.rate:>8} "
     times = (_number(value, 1e-3, 10) for value in (row.time_us, row.predicted_us))
     sent = (_number(value, 1e-6, 9) for value in (row.link_bytes, row.predicted_link_bytes))
     return " ".join(

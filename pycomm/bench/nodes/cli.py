@@ -28,6 +28,7 @@ from pycomm.bench.nodes.cases import (
     HEADER,
     PEER,
     RATES,
+    SHARDED_CASES,
     TRAINEES,
     Layout,
     Row,
@@ -126,7 +127,7 @@ class Results:
         for row in self.rows:
             here = (row.case, row.nodes, row.ranks_per_node)
             if here == meant and row.rate == answered["rate"] and row.time_us is None:
-                base = BASE if row.case == "step" else PEER
+                base = BASE if row.case in SHARDED_CASES else PEER
                 row.fill(base_us=figures[base]["time_us"], **figures[row.contestant])
                 print(format_row(row), flush=True)
         if answered["case"] == "training":

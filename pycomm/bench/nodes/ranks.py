@@ -246,10 +246,9 @@ def main() -> None:
         train(group, asking, case)
     for case in plan["step"]:
         asking.ask("rate", rate=case["rate"])
-        steppers = sharded.make(group, case["parameters"])
-        calls = {name: stepper.steps for name, stepper in steppers.items()}
-        figures = interleave(calls, case["rounds"])
-        asking.ask("result", case="step", figures=figures, **case)
+        for name, calls in sharded.cases(sharded.make(group, case["parameters"])).items():
+            figures = interleave(calls, case["rounds"])
+            asking.ask("result", case=name, figures=figures, **case)
     group.close()
     dist.barrier()
     dist.destroy_process_group()
