@@ -8,6 +8,7 @@ owner keeps what this leaves of the difference in `error`, which is part of the 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -21,6 +22,7 @@ from pycomm._runtime.torch_private import is_transformed
 from pycomm._training.pending import expect, settle
 from pycomm._training.step_guard import StepGuard
 from pycomm._work import Work, launch
+from pycomm.errors import PycommError
 
 if TYPE_CHECKING:
     from pycomm._training.shard_options import Sharding
@@ -131,11 +133,23 @@ class Publication:
                 if flight.rows is not None:
                     _outside(functools.partial(self._add, number, flight.rows))
             except BaseException:
-                self._guard.step_failed()
+                self._give_up()
                 raise
             finally:
-                for parameter, _, _ in _alive(self._spreads[number]):
-                    settle(parameter)
+                self._settle(number)
+
+    def _give_up(self) -> None:
+        """Lets nobody wait for what has not arrived, so that a checkpoint can be loaded."""
+        self._guard.step_failed()
+        while self._flights:
+            number, flight = self._flights.popitem()
+            with contextlib.suppress(PycommError):
+                flight.work.wait()
+            self._settle(number)
+
+    def _settle(self, number: int) -> None:
+        for parameter, _, _ in _alive(self._spreads[number]):
+            settle(parameter)
 
     def _start(self, number: int, seen: torch.Tensor | None) -> _Flight:
         """Sends a bucket."""
