@@ -218,6 +218,21 @@ def test_who_uses_a_parameter_on_its_way_waits_for_it(use, publish, monkeypatch)
     assert pending._hook is None
 
 
+def test_full_weights_wait_for_parameters_on_their_way():
+    def body(group: pycomm.Group, overlaps: bool) -> torch.Tensor:
+        net = copy.deepcopy(NET).bfloat16()
+        options = {"publish": pycomm.Int8(), "overlap_params": overlaps}
+        model = pycomm.DataParallel(net, group=group, shard="optimizer", **options)
+        optimizer = pycomm.optim.FusedAdamW(model.parameters(), master_weights="remainder")
+        model(torch.ones(2, 60, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        return optimizer.full_weights(net[0].weight)
+
+    with pycomm.LocalWorld(2, nodes=(1, 1), timeout=20) as world:
+        wanted, found = world.run(body, False), world.run(body, True)
+    assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+
+
 def test_parameters_that_do_not_arrive_are_half_new():
     def body(group: pycomm.Group) -> str:
         model, optimizer = small(group, overlap_params=True, bucket_cap_mb=0.001)
