@@ -45,6 +45,7 @@ __all__ = [
     "pytree",
     "queue_callback",
     "scale_of",
+    "schema_of",
     "storage_users",
     "store_of",
     "symmetric_handle",
@@ -75,6 +76,11 @@ no_torch_function: Any = torch._C._disabled_torch_function_impl
 def backend_that_does_nothing() -> str:
     """The name of a torch.distributed backend whose operations return at once."""
     return "fake"
+
+
+def schema_of(operation: Any) -> Any:
+    """The schema of an operation that __torch_dispatch__ gets: its name, and what it writes to."""
+    return operation._schema
 
 
 def backend_of(group: ProcessGroup, device: torch.device) -> Any:

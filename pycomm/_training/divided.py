@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from pycomm._runtime.torch_private import no_dispatch, no_torch_function, pytree
+from pycomm._runtime.torch_private import no_dispatch, no_torch_function, pytree, schema_of
 
 ADVICE = (
     "this rank has only a part of it: call reduce_gradients() of the wrapper before changing "
@@ -49,7 +49,7 @@ class DividedGradient(torch.Tensor):
         func: Any,
         types: Sequence[type],
         args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Runs an operation, unless it writes to some elements, or writes other values than 0."""
         kwargs = kwargs or {}
@@ -63,19 +63,19 @@ class DividedGradient(torch.Tensor):
             return pytree.tree_map(lambda view: cls.of(view, args[0].whole), made)
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[DividedGradient]:
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[DividedGradient]:
     """The divided gradients that an operation writes to."""
-    if not func._schema.is_mutable:
+    schema = schema_of(func)
+    if not schema.is_mutable:
         return []
-    named = zip(func._schema.arguments, args, strict=False)
-    values = [value for argument, value in named if argument.is_write]
-    values += [kwargs[a.name] for a in func._schema.arguments if a.is_write and a.name in kwargs]
+    named = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
+    values = [named[a.name] for a in schema.arguments if a.is_write and a.name in named]
     return [one for one in pytree.tree_leaves(values) if isinstance(one, DividedGradient)]
 
 
 def _zeroes(func: Any, args: Sequence[Any]) -> bool:
     """True for an operation that sets all elements to 0."""
-    name = func._schema.name
+    name = schema_of(func).name
     return name in ("aten::zero_", "aten::_foreach_zero_") or (
         name == "aten::fill_" and not args[1]
     )
