@@ -214,8 +214,8 @@ class DataParallel(nn.Module):
 
         Raises:
             ValueError: another sharded wrapper of the group is in join().
-            RuntimeError: with `shard`, ranks with batches have made different calls, or an error
-                has left the loop on another rank.
+            RuntimeError: with `shard`, ranks with batches have made different calls, an error has
+                left the loop on another rank, or parameters differ at the end.
         """
         if isinstance(self.comm_state, LocalSGDState):
             with self.comm_state.join():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -130,6 +130,11 @@ class Announcer:
             flat = torch.empty(int(size), dtype=torch.uint8)
         broadcast(flat, source, group=self.group)
         return value if sends else pickle.loads(flat.numpy().tobytes())
+
+    def on_any(self, flags: Sequence[bool]) -> list[bool]:
+        """For each flag, whether it is true on any rank."""
+        anywhere = all_reduce(torch.tensor(flags, dtype=torch.uint8), "max", group=self.group)
+        return [bool(flag) for flag in anywhere.tolist()]
 
     def share_tensor(self, source: int, tensor: torch.Tensor) -> torch.Tensor:
         """One rank's elements of a tensor of the same shape and type on all ranks."""

@@ -8,6 +8,7 @@ those of the others, with gradients that do not count, and with their options of
 from __future__ import annotations
 
 import enum
+import itertools
 import threading
 import weakref
 from collections.abc import Iterable
@@ -19,6 +20,7 @@ import torch
 
 from pycomm._training.announcing import Announced, Announcer, Command
 from pycomm._training.shards import part_of
+from pycomm._training.step_guard import differ
 from pycomm._training.weighing import Weighing
 from pycomm.errors import PycommError
 
@@ -63,14 +65,12 @@ class _Details:
     """The details of a command.
 
     Attributes:
-        edited: numbers of parameters that have been written since all ranks had the same.
         statuses: gradients that the command needs, by the parameter's number.
         whole: the types of those that are sent.
         optimizer: the optimizer.
         arguments: arguments of the optimizer's method.
     """
 
-    edited: list[int]
     statuses: dict[int, _Status] = field(default_factory=dict)
     whole: dict[int, torch.dtype] = field(default_factory=dict)
     optimizer: _Name | None = None
@@ -131,20 +131,20 @@ class Joining:
     def before_backward(self) -> None:
         """Announces an exchange; only the first call in a backward has an effect."""
         if not self.in_backward:
-            self._announce(Command.BACKWARD, _Details([]))
+            self._announce(Command.BACKWARD, _Details())
             self.in_backward = True
 
     def before_average(self, parameters: Iterable[torch.Tensor]) -> None:
         """Announces an average of gradients if any of them is pending."""
         parameters = list(parameters)
         if self.is_pending(parameters):
-            self._announce(Command.AVERAGE, _Details([], self._statuses(parameters)))
+            self._announce(Command.AVERAGE, _Details(self._statuses(parameters)))
 
     def before_step(self, optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> None:
         """Announces a step of an optimizer, for which others need these settings."""
         if self._active:
             own = [p for p in _params(optimizer) if id(p) in self._number]
-            details = _Details([], self._statuses(own), {}, self._name(optimizer), settings)
+            details = _Details(self._statuses(own), {}, self._name(optimizer), settings)
             for number, status in details.statuses.items():
                 gradient = self._parameters[number].grad
                 if status is _Status.WHOLE and gradient is not None:
@@ -158,7 +158,7 @@ class Joining:
     def before_gather(self, optimizer: torch.optim.Optimizer, **arguments: Any) -> None:
         """Announces a call of ``state_dict``."""
         if self._active:
-            details = _Details([], {}, {}, self._name(optimizer), arguments)
+            details = _Details({}, {}, self._name(optimizer), arguments)
             self._announce(Command.GATHER, details)
 
     def is_pending(self, parameters: Iterable[torch.Tensor]) -> bool:
@@ -202,12 +202,17 @@ class Joining:
 
     def share_rest(self, source: int) -> None:
         """Sends what one rank has changed since the last step: parameters and options."""
-        self._share_edited(source, self._announcer.share(source, self._edited()))
+        self._share_edited(source)
         options = [(name, optimizer.group_options()) for name, optimizer in self._named()]
         for name, groups in self._announcer.share(source, options):
             for own, optimizer in self._named():
                 if own == name:
                     optimizer.take_group_options(groups)
+        if differ(self._shards.settled(), self._announcer.group):
+            raise RuntimeError(
+                "parameters differ between ranks at the end of join(): in the loop, change them in "
+                "place and alike on all ranks, and not through .data, which hides changes"
+            )
 
     def _take_part(self, told: Announced) -> None:
         if told.command is Command.FORWARD:
@@ -245,10 +250,8 @@ class Joining:
     def _send(self, told: Announced, details: _Details | None) -> _Details:
         """Sends a command's details, or receives and prepares for them."""
         announcer, sends = self._announcer, told.source == self._announcer.group.rank
-        if sends and details is not None:
-            details.edited = self._edited()
         received: _Details = announcer.share(told.source, details)
-        self._share_edited(told.source, received.edited)
+        self._share_edited(told.source)
         gradients = {}
         for number, dtype in received.whole.items():
             parameter = self._parameters[number]
@@ -266,18 +269,16 @@ class Joining:
         announcer.settle(error)
         return received
 
-    def _share_edited(self, source: int, edited: Iterable[int]) -> None:
-        for number in edited:
-            parameter = self._parameters[number]
+    def _share_edited(self, source: int) -> None:
+        """Sends parameters that any rank has written since all had the same."""
+        versions = zip(self._versions, self._current_versions(), strict=True)
+        edited = self._announcer.on_any([before != now for before, now in versions])
+        for parameter in itertools.compress(self._parameters, edited):
             values = self._announcer.share_tensor(source, parameter)
             if not self._active and self._announcer.group.rank != source:
                 with torch.no_grad():
                     parameter.copy_(values)
         self._versions = self._current_versions()
-
-    def _edited(self) -> list[int]:
-        now = enumerate(zip(self._versions, self._current_versions(), strict=True))
-        return [number for number, (before, version) in now if before != version]
 
     def _current_versions(self) -> list[int]:
         return [parameter._version for parameter in self._parameters]

@@ -243,6 +243,11 @@ class Shards:
         """Bytes that a rank reads or receives for gradients of so many, and for parameters."""
         return dense_wire_bytes(nbytes, self.group)
 
+    def settled(self) -> list[torch.Tensor]:
+        """The memory of all parameters, when they are those of the last step."""
+        self.settle()
+        return [p.parameters for p in self.layout.pieces if p.parameters is not None]
+
     def settle(self) -> None:
         """Waits until all parameters are those of the last step."""
 

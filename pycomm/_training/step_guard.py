@@ -95,15 +95,19 @@ class StepGuard:
         Raises:
             RuntimeError: they differ; on all ranks.
         """
-        crc = 0
-        for buffer in buffers:
-            crc = zlib.crc32(buffer.view(torch.uint8).cpu().numpy().data, crc)
-        bounds = torch.tensor([crc, -crc])
-        all_reduce(bounds, "max", group=self._group)
         has_nan = not takes_nan and any(bool(buffer.isnan().any()) for buffer in buffers)
-        if bounds.sum() != 0 or has_nan:
+        if differ(buffers, self._group) or has_nan:
             raise RuntimeError(
                 "parameters differ between ranks or are NaN, as after a step with gradients that "
                 "are not whole: use an optimizer of pycomm.optim, or call reduce_gradients() of "
                 "the wrapper before the step"
             )
+
+
+def differ(buffers: Iterable[torch.Tensor], group: Group) -> bool:
+    """True if these elements are not the same on all ranks of a group; all must call this."""
+    crc = 0
+    for buffer in buffers:
+        crc = zlib.crc32(buffer.view(torch.uint8).cpu().numpy().data, crc)
+    bounds = torch.tensor([crc, -crc])
+    return bool(all_reduce(bounds, "max", group=group).sum() != 0)
