@@ -74,7 +74,7 @@ class _Pending(nn.Parameter):
         return nn.Parameter(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        self.arrival.wait()
+        _wait_for(self)
         return nn.Parameter.__deepcopy__(self, memo)  # type: ignore[no-untyped-call]
 
     @classmethod
@@ -89,7 +89,7 @@ class _Pending(nn.Parameter):
         if func in _HARMLESS:
             return call_itself(func, args, kwargs)
         for parameter in _pending_in((args, kwargs)):
-            parameter.arrival.wait()
+            _wait_for(parameter)
         return func(*args, **kwargs)
 
 
@@ -102,6 +102,13 @@ def _pending_in(values: object) -> Iterator[_Pending]:
     elif isinstance(values, (list, tuple)):
         for value in values:
             yield from _pending_in(value)
+
+
+def _wait_for(parameter: _Pending) -> None:
+    """Waits for a parameter's values, unless another thread has seen them arrive by now."""
+    arrival: _Arrival | None = vars(parameter).get("arrival")
+    if arrival is not None:
+        arrival.wait()
 
 
 def expect(parameter: torch.Tensor, arrivals: Arrivals, number: int) -> bool:
@@ -146,4 +153,4 @@ def _wait_in_forward(module: nn.Module, _inputs: object) -> None:
         # torch.func may have wrapped it, and dynamo cannot trace how to unwrap it.
         parameter = unwrapped(member) if type(member) is torch.Tensor else member
         if type(parameter) is _Pending:
-            parameter.arrival.wait()
+            _wait_for(parameter)
