@@ -213,7 +213,8 @@ class DataParallel(nn.Module):
         states. Make fused optimizers before, on all ranks.
 
         Raises:
-            ValueError: another sharded wrapper of the group is in join().
+            ValueError: another sharded wrapper of the group is in join(), or sharded parameters
+                are not on the CPU.
             RuntimeError: with `shard`, ranks with batches have made different calls, an error has
                 left the loop on another rank, or parameters differ at the end.
         """

@@ -99,6 +99,8 @@ class Joining:
         self.in_backward = False
 
     def __enter__(self) -> Joining:
+        if any(not parameter.is_cpu for parameter in self._parameters):
+            raise ValueError("join() of a sharded model needs parameters on the CPU")
         if any(other._announcer.group is self._announcer.group for other in tuple(_open)):
             raise ValueError("join() of a sharded model must not be inside of another one's")
         _open.append(self)
