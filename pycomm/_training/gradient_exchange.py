@@ -22,7 +22,6 @@ from pycomm._training.buckets import (
     window_layout,
 )
 from pycomm._training.comm_state import CommState
-from pycomm._training.flat import Memory
 from pycomm._training.gradient_ring import GradientRing
 from pycomm._training.graphs import leads_to
 from pycomm._training.local_sgd import LocalSGDState
@@ -30,6 +29,7 @@ from pycomm._training.members import Members
 from pycomm._training.promise import Promise, compare
 from pycomm._training.scatter import Scatter
 from pycomm._training.shards import Shards, forget_parts
+from pycomm._training.spanning_ring import SpanningRing
 from pycomm._training.spanning_shards import SpanningShards
 from pycomm.collectives import broadcast
 from pycomm.errors import PycommError
@@ -90,9 +90,9 @@ class GradientExchange:
             if self._scatter is not None and isinstance(self.shards, SpanningShards):
                 self._scatter.place_residuals(self.shards.blocks.values())
             if sharding is not None and sharding.stage == "gradients":
-                self._ring = self.shards.ring = GradientRing(
-                    self.shards, self._buckets, int(self._slab.limit)
-                )
+                kind = SpanningRing if isinstance(self.shards, SpanningShards) else GradientRing
+                slot_bytes = int(self._slab.limit)
+                self._ring = self.shards.ring = kind(self.shards, self._buckets, slot_bytes)
         self._ready: list[torch.Tensor] | None = []  # in the order of the first backward
         self._repeated: set[int] = set()  # ids of parameters that come several times in a backward
         self._had_backward = False  # a complete one, after which repeated parameters are known
@@ -107,15 +107,15 @@ class GradientExchange:
         assert isinstance(state, CommState)
         owns = group is self._group
         plain = owns and state.compression is None
-        memory: Memory = functools.partial(gradient_memory, self._group)
-        if len(group.nodes) > 1:
-            limit = bucket_limit(self.parameters, bucket_bytes)
-            scatters = plain or (owns and sharding.publish is not None and state.encodes_once)
-            self._scatter = Scatter(state) if scatters else None
-            return SpanningShards(self.parameters, group, memory, limit, scatters, sharding)
-        if sharding.stage == "gradients":
-            memory = no_memory
-        return Shards(self.parameters, group, None if memory is not no_memory and plain else memory)
+        divides = sharding.stage == "gradients"
+        memory = no_memory if divides else functools.partial(gradient_memory, self._group)
+        if len(group.nodes) == 1:
+            return Shards(self.parameters, group, None if plain and not divides else memory)
+        limit = bucket_limit(self.parameters, bucket_bytes)
+        scatters = plain or (owns and sharding.publish is not None and state.encodes_once)
+        scatters = scatters and not divides
+        self._scatter = Scatter(state) if scatters else None
+        return SpanningShards(self.parameters, group, memory, limit, scatters, sharding)
 
     def catch_up(self) -> None:
         """Takes part in the others' exchange after this rank's backward has raised."""

@@ -14,9 +14,10 @@ the stream of the step waits for the last average.
 
 from __future__ import annotations
 
+import functools
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -37,7 +38,7 @@ SLOTS = 3
 _LINE = 64  # bytes
 
 
-class _Run(NamedTuple):
+class Run(NamedTuple):
     """Neighbouring elements of one of a bucket's parameters, of one owner, in a slot."""
 
     number: int  # of the parameter
@@ -118,7 +119,7 @@ class GradientRing:
             self._stand_ins[id(parameter)] = _StandIn(parameter, kind.grad_dtype)
         self.buffers = list(made.values())
         self._adds: set[int] = set()  # ids of parameters whose averages are added to
-        self._works: list[tuple[Work, _C.ShardedAverage] | None] = [None] * SLOTS
+        self._landings: list[Callable[[], object] | None] = [None] * SLOTS  # wait for averages
         self._sent = 0
 
     def is_divided(self, parameter: torch.Tensor) -> bool:
@@ -175,7 +176,7 @@ class GradientRing:
                 if weighing is not None:
                     weighing.scale(flat)  # may raise, so nothing counts as sent before
                 self._sent += 1
-                self._works[slot] = self._average(bucket.parameters, runs, flat)
+                self._landings[slot] = self._average(bucket.parameters, runs, flat)
         for parameter in bucket.parameters:
             parameter.grad = None
 
@@ -208,7 +209,7 @@ class GradientRing:
             parameter.grad = part.gather(self.own(parameter), parameter.detach())
         self._kept.difference_update(map(id, parameters))
 
-    def _take(self, parameter: torch.Tensor, run: _Run, flat: torch.Tensor) -> None:
+    def _take(self, parameter: torch.Tensor, run: Run, flat: torch.Tensor) -> None:
         """Copies a run of a gradient into a slot."""
         gradient = parameter.grad
         place = flat[run.offset : run.offset + run.end - run.begin]
@@ -225,9 +226,9 @@ class GradientRing:
         place.copy_(gradient.detach().as_strided(place.shape, (1,), begin))
 
     def _average(
-        self, parameters: Sequence[torch.Tensor], runs: Iterable[_Run], flat: torch.Tensor
-    ) -> tuple[Work, _C.ShardedAverage] | None:
-        """Starts to average this rank's part of a slot; returns what must be waited for."""
+        self, parameters: Sequence[torch.Tensor], runs: Iterable[Run], flat: torch.Tensor
+    ) -> Callable[[], object] | None:
+        """Starts to average this rank's part of a slot; returns what waits for it."""
         group, mine, adds = self._shards.group, array("q"), []
         for number, begin, end, offset, rank in runs:
             parameter = parameters[number]
@@ -242,7 +243,8 @@ class GradientRing:
         arena = self.memory.data_ptr(), self.memory.nbytes
         if self._stream is None:
             average = _C.ShardedAverage(*arena, mine)
-            return Work(average.submit(group._core, label), (self.memory, *self.buffers)), average
+            work = Work(average.submit(group._core, label), (self.memory, *self.buffers))
+            return functools.partial(_wait_for, work, average)
         on_device = _C.CudaShardedAverage(*arena, mine)
         table = torch.empty(on_device.bytes, dtype=torch.uint8, device=flat.device)
         side = group._cuda_side(flat.device)
@@ -251,16 +253,21 @@ class GradientRing:
         return None
 
     def _wait(self, slot: int) -> None:
-        flight, self._works[slot] = self._works[slot], None
-        if flight is not None:
-            flight[0].wait()
+        land, self._landings[slot] = self._landings[slot], None
+        if land is not None:
+            land()
 
 
-def _plan(bucket: Bucket, ranks: int, slot_bytes: int) -> list[list[_Run]]:
+def _wait_for(work: Work, _average: _C.ShardedAverage) -> None:
+    """Waits for an average, which must live until then."""
+    work.wait()
+
+
+def _plan(bucket: Bucket, ranks: int, slot_bytes: int) -> list[list[Run]]:
     """Divides a bucket among slots, each with an equal share of every owner's elements."""
     item = bucket.flat.itemsize
     room, line = slot_bytes // ranks // item, _LINE // item
-    plan: list[list[_Run]] = []
+    plan: list[list[Run]] = []
     used = [0] * ranks  # elements of each owner so far, padding included
     for number, parameter in enumerate(bucket.parameters):
         part = part_of(parameter)
@@ -272,7 +279,7 @@ def _plan(bucket: Bucket, ranks: int, slot_bytes: int) -> list[list[_Run]]:
                 count = min(end - begin, room - place)
                 if slot == len(plan):
                     plan.append([])
-                plan[slot].append(_Run(number, begin, begin + count, rank * room + place, rank))
+                plan[slot].append(Run(number, begin, begin + count, rank * room + place, rank))
                 begin += count
                 used[rank] += -(-count // line) * line
     return plan

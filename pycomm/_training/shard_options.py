@@ -70,10 +70,10 @@ def check_sharding(
     group = comm_state.group if shard_group is None else shard_group
     _check_device([p for p in module.parameters() if p.requires_grad], group)
     plain = comm_state.compression is None and group is comm_state.group
-    if shard == "gradients" and not (plain and len(group.nodes) == 1):
+    if shard == "gradients" and not plain:
         raise ValueError(
-            "shard='gradients' takes no compression, no shard_group and one node: use "
-            "shard='optimizer' with these"
+            "shard='gradients' takes no compression and no shard_group: use shard='optimizer' with "
+            "these"
         )
 
 
