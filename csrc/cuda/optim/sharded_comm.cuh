@@ -10,8 +10,8 @@
 
 namespace pycomm::cuda {
 
-// Threads of a block: few enough that LAMB's get the registers that they need.
-inline constexpr int kShardThreads = 384;
+// Threads of a block: few enough that they get the registers that updates need.
+inline constexpr int kShardThreads = 256;
 
 class ShardedComm {
  public:
