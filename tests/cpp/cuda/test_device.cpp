@@ -104,9 +104,9 @@ void compare(const Case& c, World& world, DeviceWorld& on_device) {
   for (int r = 0; r < n; ++r) {
     workspaces[r].resize(
         static_cast<std::size_t>(cuda::workspace_bytes(operation.codec, operation.count, n, true)));
-    on_device.endpoints[r]->check(operation);
+    on_device.endpoints[r]->check(operation, got.x[r].data());
     on_device.shared->put(r, operation, got.x[r].data(), got.y[r].data() + odd, 0,
-                          {got.feedback(r, c), &flags[r], workspaces[r].data()});
+                          cuda::Compression{got.feedback(r, c), &flags[r], workspaces[r].data()});
   }
   on_device.shared->launch();
   const std::string what = describe(operation) + ", seed " + std::to_string(c.seed);
@@ -373,8 +373,9 @@ void drains(const Codec& codec) {
       threads.emplace_back([&, r] {
         std::vector<std::byte> workspace(
             static_cast<std::size_t>(cuda::workspace_bytes(codec, kCount, 3, true)));
-        world.endpoints[r]->launch(c.operation, after.x[r].data(), after.y[r].data(), 0,
-                                   {after.feedback(r, c), nullptr, workspace.data()});
+        world.endpoints[r]->launch(
+            c.operation, after.x[r].data(), after.y[r].data(), 0,
+            cuda::Compression{after.feedback(r, c), nullptr, workspace.data()});
       });
     }
     for (std::thread& thread : threads) thread.join();

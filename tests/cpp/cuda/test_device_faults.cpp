@@ -38,7 +38,7 @@ struct Ranks {
       workspaces.emplace_back(
           static_cast<std::size_t>(cuda::workspace_bytes(operation.codec, kCount, size(), true)));
       world.shared->put(r, operation, x[r].data(), y[r].data(), 0,
-                        {{}, nullptr, workspaces.back().data()});
+                        cuda::Compression{{}, nullptr, workspaces.back().data()});
     }
     world.shared->launch();
   }
