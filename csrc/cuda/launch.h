@@ -29,7 +29,7 @@ struct Launch {
   RankLaunch ranks[kMaxLocalRanks];
 };
 
-// Of a sharded step or average: with every rank's table.
+// A sharded step or average, with every rank's table.
 struct ShardedLaunch : Launch {
   const std::uint64_t* tables[kMaxLocalRanks];
 };
