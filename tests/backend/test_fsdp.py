@@ -237,7 +237,7 @@ def with_errors(rank, _size):
         ((pycomm.default_group(),), TypeError, "must be a torch.distributed process group"),
         ((group, "int8"), TypeError, "must be pycomm.Int8"),
         ((group, pycomm.TopK(density=0.01)), TypeError, "without a residual"),
-        ((group, pycomm.Int8(rounding="stochastic")), ValueError, "does not tell the step"),
+        ((group, pycomm.Int8(rounding="stochastic")), ValueError, "random bits are made"),
         ((dist.new_group(backend="gloo"),), ValueError, "must be on the backend pycomm"),
     ]:
         for kind in (AllGather, ReduceScatter):
