@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <deque>
 #include <mutex>
 #include <stdexcept>
 #include <string>
@@ -83,38 +84,71 @@ void enable_peer_access(const std::vector<std::uintptr_t>& windows, int device) 
   }
 }
 
-// Orders all launches that use one set of flags, on whatever streams they are.
+// With lazy loading, CUDA loads a kernel when it is first launched, and may wait until the device is
+// idle to do so. A collective that waits for another rank may then keep the device busy for ever, if
+// that rank waits for the loader. So all kernels are loaded before any can wait.
+void load_kernels() {
+  for (const void* const kernel : kernels()) {
+    cudaFuncAttributes attributes;
+    PYCOMM_CUDA_CHECK(cudaFuncGetAttributes(&attributes, kernel));
+  }
+}
+
+// Work that follows the latest of some launches can wait for it.
+struct Latest {
+  Latest() { PYCOMM_CUDA_CHECK(cudaEventCreateWithFlags(&done, cudaEventDisableTiming)); }
+  ~Latest() { (void)cudaEventDestroy(done); }
+  Latest(const Latest&) = delete;
+  Latest& operator=(const Latest&) = delete;
+
+  cudaEvent_t done = nullptr;
+  cudaStream_t stream = nullptr;
+  bool launched = false;
+  unsigned long long capture = 0;
+};
+
+// Orders all launches that use one set of flags, on whatever streams they are. Those of a capture are
+// ordered among each other; the caller orders a graph with all that is not in it.
 class Order {
  public:
-  Order() { PYCOMM_CUDA_CHECK(cudaEventCreateWithFlags(&last_, cudaEventDisableTiming)); }
-  ~Order() { (void)cudaEventDestroy(last_); }
-  Order(const Order&) = delete;
-  Order& operator=(const Order&) = delete;
-
   // Returns false if the device has failed and will run nothing more.
   bool can_run() const {
-    const cudaError_t error = cudaEventQuery(last_);
+    const cudaError_t error = cudaEventQuery(live_.done);
     return error == cudaSuccess || error == cudaErrorNotReady;
   }
 
   void launch(const AnyLaunch& launch, cudaStream_t stream) {
-    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-    PYCOMM_CUDA_CHECK(cudaStreamIsCapturing(stream, &capture));
-    // Events recorded in a capture are meaningless outside of it, and vice versa.
-    const bool live = capture == cudaStreamCaptureStatusNone;
-    if (live && used_ && stream != stream_)
-      PYCOMM_CUDA_CHECK(cudaStreamWaitEvent(stream, last_, 0));
+    Latest& latest = latest_beside(stream);
+    if (latest.launched && stream != latest.stream) {
+      PYCOMM_CUDA_CHECK(cudaStreamWaitEvent(stream, latest.done, 0));
+    }
     launch_any(launch, stream);
-    if (!live) return;
-    PYCOMM_CUDA_CHECK(cudaEventRecord(last_, stream));
-    stream_ = stream;
-    used_ = true;
+    PYCOMM_CUDA_CHECK(cudaEventRecord(latest.done, stream));
+    latest.stream = stream;
+    latest.launched = true;
   }
 
  private:
-  cudaEvent_t last_ = nullptr;
-  cudaStream_t stream_ = nullptr;
-  bool used_ = false;
+  // As many captures can be in progress at the same time. Nothing says that one has ended.
+  static constexpr std::size_t kCaptures = 16;
+
+  // An event that is recorded in a capture is meaningless outside of it, and vice versa.
+  Latest& latest_beside(cudaStream_t stream) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    unsigned long long capture = 0;
+    PYCOMM_CUDA_CHECK(cudaStreamGetCaptureInfo(stream, &status, &capture));
+    if (status == cudaStreamCaptureStatusNone) return live_;
+    for (Latest& latest : captured_) {
+      if (latest.capture == capture) return latest;
+    }
+    if (captured_.size() == kCaptures) captured_.pop_front();
+    Latest& latest = captured_.emplace_back();
+    latest.capture = capture;
+    return latest;
+  }
+
+  Latest live_;
+  std::deque<Latest> captured_;
 };
 
 }  // namespace
@@ -134,6 +168,7 @@ struct Endpoint::Impl {
                                                  std::to_string(kMaxRanks) + " ranks, got " +
                                                  std::to_string(options.ranks));
     const DeviceGuard guard(options.device);
+    load_kernels();
     order = std::make_unique<Order>();
     const auto ranks = static_cast<std::size_t>(options.ranks);
     if (options.one_address_space) enable_peer_access(options.windows, options.device);

@@ -18,27 +18,26 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ La
 
 // Launches blocks that wait for each other inside the kernel, so that they must be resident together. A
 // cooperative launch guarantees that, or fails.
-template <class L>
-void launch_resident(void (*kernel)(L), const L& launch, cudaStream_t stream,
-                     int threads = kThreads) {
+template <auto kernel, class L>
+void launch_resident(const L& launch, cudaStream_t stream, int threads = kThreads) {
+  static_assert(takes<kernel, L>);
   const std::int64_t blocks = launch.local_ranks * launch.layout.lanes;
   void* arguments[] = {const_cast<L*>(&launch)};
-  PYCOMM_CUDA_CHECK(cudaLaunchCooperativeKernel(
-      reinterpret_cast<const void*>(kernel), dim3(static_cast<unsigned>(blocks)),
-      dim3(static_cast<unsigned>(threads)), arguments, 0, stream));
+  PYCOMM_CUDA_CHECK(
+      cudaLaunchCooperativeKernel(kKernel<kernel>, dim3(static_cast<unsigned>(blocks)),
+                                  dim3(static_cast<unsigned>(threads)), arguments, 0, stream));
 }
 
 // Launches blocks that wait only for blocks of other ranks.
-template <class L>
-void launch_meeting(void (*kernel)(L), const L& launch, cudaStream_t stream,
-                    int threads = kThreads) {
-  if (launch.local_ranks > 1) return launch_resident(kernel, launch, stream, threads);
-  launch_blocks(kernel, launch.layout.lanes, launch, stream, threads);
+template <auto kernel, class L>
+void launch_meeting(const L& launch, cudaStream_t stream, int threads = kThreads) {
+  if (launch.local_ranks > 1) return launch_resident<kernel>(launch, stream, threads);
+  launch_blocks<kernel>(launch.layout.lanes, launch, stream, threads);
 }
 
 template <class Body, class T, ReduceOp op>
 void launch_kernel(const Launch& launch, cudaStream_t stream) {
-  launch_meeting(&kernel<Body, T, op>, launch, stream);
+  launch_meeting<&kernel<Body, T, op>>(launch, stream);
 }
 
 template <class Body>

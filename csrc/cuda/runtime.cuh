@@ -4,6 +4,8 @@
 #include <cuda_runtime.h>
 
 #include <string>
+#include <type_traits>
+#include <vector>
 
 #include "cuda/layout.h"
 
@@ -34,13 +36,26 @@ class DeviceGuard {
   bool changed_ = false;
 };
 
+// All kernels that this library can launch.
+inline std::vector<const void*>& kernels() {
+  static std::vector<const void*> all;
+  return all;
+}
+
+// A kernel's address; naming it here makes it one of kernels() before main().
+template <auto kernel>
+inline const void* const kKernel = kernels().emplace_back(reinterpret_cast<const void*>(kernel));
+
+template <auto kernel, class L>
+inline constexpr bool takes = std::is_same_v<decltype(kernel), void (*)(L)>;
+
 // Launches blocks that do not wait for blocks of other ranks.
-template <class L>
-void launch_blocks(void (*kernel)(L), std::int64_t blocks, const L& launch, cudaStream_t stream,
+template <auto kernel, class L>
+void launch_blocks(std::int64_t blocks, const L& launch, cudaStream_t stream,
                    int threads = kThreads) {
+  static_assert(takes<kernel, L>);
   void* arguments[] = {const_cast<L*>(&launch)};
-  PYCOMM_CUDA_CHECK(cudaLaunchKernel(reinterpret_cast<const void*>(kernel),
-                                     dim3(static_cast<unsigned>(blocks)),
+  PYCOMM_CUDA_CHECK(cudaLaunchKernel(kKernel<kernel>, dim3(static_cast<unsigned>(blocks)),
                                      dim3(static_cast<unsigned>(threads)), arguments, 0, stream));
 }
 

@@ -133,12 +133,12 @@ void launch_topk_exchange(const CodedLaunch& coded, cudaStream_t stream) {
   launch_topk_selection(launch, false, stream);
   launch_topk_lists(launch, stream);
   visit_compressible(launch.ranks[0].operation.dtype, [&](auto element) {
-    launch_meeting(&meet_kernel<decltype(element)>, launch, stream);
+    launch_meeting<&meet_kernel<decltype(element)>>(launch, stream);
   });
   launch_topk_selection(launch, true, stream);
   launch_topk_results(launch, stream);
   visit_compressible(launch.ranks[0].operation.dtype, [&](auto element) {
-    launch_meeting(&gather_kernel<decltype(element)>, launch, stream);
+    launch_meeting<&gather_kernel<decltype(element)>>(launch, stream);
   });
 }
 

@@ -33,7 +33,7 @@ void visit_compressible(DType dtype, Visit visit) {
 template <class Body, class Codecs>
 void launch_coded(const CodedLaunch& launch, cudaStream_t stream) {
   visit_compressible(launch.ranks[0].operation.dtype, [&](auto element) {
-    launch_meeting(&coded_kernel<Body, decltype(element), Codecs>, launch, stream);
+    launch_meeting<&coded_kernel<Body, decltype(element), Codecs>>(launch, stream);
   });
 }
 

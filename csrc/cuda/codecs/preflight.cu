@@ -35,8 +35,8 @@ __global__ void __launch_bounds__(kThreads)
 
 void launch_preflight(const CodedLaunch& launch, cudaStream_t stream) {
   visit_compressible(launch.ranks[0].operation.dtype, [&](auto element) {
-    launch_blocks(&preflight_kernel<decltype(element)>, launch.local_ranks * launch.layout.lanes,
-                  launch, stream);
+    launch_blocks<&preflight_kernel<decltype(element)>>(launch.local_ranks * launch.layout.lanes,
+                                                        launch, stream);
   });
 }
 

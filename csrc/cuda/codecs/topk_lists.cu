@@ -216,12 +216,12 @@ __global__ void __launch_bounds__(kThreads)
 
 void launch_topk_lists(const TopkLaunch& launch, cudaStream_t stream) {
   const std::int64_t blocks = launch.local_ranks * launch.layout.lanes;
-  launch_blocks(&cut_kernel, blocks, launch, stream);
-  launch_blocks(&list_kernel, blocks, launch, stream);
+  launch_blocks<&cut_kernel>(blocks, launch, stream);
+  launch_blocks<&list_kernel>(blocks, launch, stream);
 }
 
 void launch_topk_results(const TopkLaunch& launch, cudaStream_t stream) {
-  launch_blocks(&result_kernel, launch.local_ranks * launch.layout.lanes, launch, stream);
+  launch_blocks<&result_kernel>(launch.local_ranks * launch.layout.lanes, launch, stream);
 }
 
 }  // namespace pycomm::cuda

@@ -131,11 +131,11 @@ void launch_topk_selection(TopkLaunch& launch, bool sums, cudaStream_t stream) {
   visit_compressible(sums ? DType::f32 : launch.ranks[0].operation.dtype, [&](auto element) {
     using T = decltype(element);
     for (launch.digit = 0; launch.digit < kDigits; ++launch.digit) {
-      launch_blocks(&count_kernel<T>, blocks, launch, stream);
+      launch_blocks<&count_kernel<T>>(blocks, launch, stream);
     }
-    launch_blocks(&tally_kernel<T>, blocks, launch, stream);
-    launch_blocks(&scan_kernel, blocks, launch, stream);
-    launch_blocks(&write_kernel<T>, blocks, launch, stream);
+    launch_blocks<&tally_kernel<T>>(blocks, launch, stream);
+    launch_blocks<&scan_kernel>(blocks, launch, stream);
+    launch_blocks<&write_kernel<T>>(blocks, launch, stream);
   });
 }
 

@@ -125,7 +125,7 @@ void encode_topk(const WireJob& job) {
   TopkLaunch launch = launch_of(job);
   PYCOMM_CUDA_CHECK(cudaMemsetAsync(
       job.wire, 0, static_cast<std::size_t>(encoded_bytes(job.codec, job.n)), stream_of(job)));
-  launch_blocks(&header_kernel, 1, job, stream_of(job));
+  launch_blocks<&header_kernel>(1, job, stream_of(job));
   select_on_stream(job, launch);
   launch_topk_lists(launch, stream_of(job));
 }
@@ -134,9 +134,9 @@ void decode_topk(const WireJob& job, std::int64_t bytes, bool add) {
   check_list(job, bytes - static_cast<std::int64_t>(sizeof(WireHeader)));
   PYCOMM_CUDA_CHECK(cudaMemsetAsync(job.workspace, 0, 4, stream_of(job)));
   visit_compressible(job.dtype, [&](auto element) {
-    launch_blocks(&decode_kernel<decltype(element)>,
-                  std::clamp<std::int64_t>(topk_chunks(job.n), 1, 1024), Decode{job, bytes, add},
-                  stream_of(job));
+    launch_blocks<&decode_kernel<decltype(element)>>(
+        std::clamp<std::int64_t>(topk_chunks(job.n), 1, 1024), Decode{job, bytes, add},
+        stream_of(job));
   });
   std::uint32_t wrong = 0;
   copy_to_host(&wrong, job.workspace, sizeof(wrong), stream_of(job));
@@ -147,8 +147,8 @@ std::int64_t select(const WireJob& job, std::int64_t* indices, float* values) {
   const DeviceGuard guard(job.device);
   TopkLaunch launch = launch_of(job);
   select_on_stream(job, launch);
-  launch_blocks(&export_kernel, launch.layout.lanes, Export{launch, indices, values},
-                stream_of(job));
+  launch_blocks<&export_kernel>(launch.layout.lanes, Export{launch, indices, values},
+                                stream_of(job));
   const TopkScratch scratch(job.workspace, job.n, job.codec.k, 1, false);
   std::uint32_t found = 0;
   copy_to_host(&found, scratch.entries, sizeof(found), stream_of(job));

@@ -61,11 +61,12 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(const __grid_constant_
   }
 }
 
-void launch_wire(void (*kernel)(WireJob), const WireJob& job) {
+template <auto kernel>
+void launch_wire(const WireJob& job) {
   constexpr std::int64_t kMostBlocks = 1024;
   const std::int64_t blocks =
       std::clamp<std::int64_t>(ceil_div(job.n, kBlockElements), 1, kMostBlocks);
-  launch_blocks(kernel, blocks, job, reinterpret_cast<cudaStream_t>(job.stream));
+  launch_blocks<kernel>(blocks, job, reinterpret_cast<cudaStream_t>(job.stream));
 }
 
 void check_aligned(const WireJob& job) {
@@ -80,7 +81,7 @@ void encode(const WireJob& job) {
   const DeviceGuard guard(job.device);
   if (job.codec.kind == CodecKind::topk) return encode_topk(job);
   visit_compressible(job.dtype,
-                     [&](auto element) { launch_wire(&encode_kernel<decltype(element)>, job); });
+                     [&](auto element) { launch_wire<&encode_kernel<decltype(element)>>(job); });
 }
 
 void decode(const WireJob& job, std::int64_t bytes, bool add) {
@@ -96,9 +97,9 @@ void decode(const WireJob& job, std::int64_t bytes, bool add) {
   }
   check_header(job.codec, header, bytes, job.n);
   if (job.codec.kind == CodecKind::topk) return decode_topk(job, bytes, add);
-  if (add) return launch_wire(&decode_kernel<float, true>, job);
+  if (add) return launch_wire<&decode_kernel<float, true>>(job);
   visit_compressible(
-      job.dtype, [&](auto element) { launch_wire(&decode_kernel<decltype(element), false>, job); });
+      job.dtype, [&](auto element) { launch_wire<&decode_kernel<decltype(element), false>>(job); });
 }
 
 }  // namespace pycomm::cuda

@@ -42,8 +42,8 @@ void DeviceWords::upload(void* memory, int device, std::uintptr_t stream) {
     patch.to = static_cast<std::uint64_t*>(memory) + at;
     patch.count = static_cast<std::int64_t>(end - at);
     std::copy(wanted_.data() + at, wanted_.data() + end, patch.words);
-    launch_blocks(&patch_kernel, ceil_div(patch.count, kThreads), patch,
-                  reinterpret_cast<cudaStream_t>(stream));
+    launch_blocks<&patch_kernel>(ceil_div(patch.count, kThreads), patch,
+                                 reinterpret_cast<cudaStream_t>(stream));
     at = end;
   }
   written_ = wanted_;

@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kStepThreads, kGradNormBlocks)
 }  // namespace
 
 void launch_grad_norm(const GradNormLaunch& launch, std::int64_t blocks, cudaStream_t stream) {
-  launch_blocks(&grad_norm_kernel, blocks, launch, stream, kStepThreads);
+  launch_blocks<&grad_norm_kernel>(blocks, launch, stream, kStepThreads);
 }
 
 }  // namespace pycomm::cuda

@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
 }  // namespace
 
 void launch_lamb_ratios(const StepLaunch& launch, std::int64_t blocks, cudaStream_t stream) {
-  launch_blocks(&ratio_kernel, blocks, launch, stream, kStepThreads);
+  launch_blocks<&ratio_kernel>(blocks, launch, stream, kStepThreads);
 }
 
 }  // namespace pycomm::cuda

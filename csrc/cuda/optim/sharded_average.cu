@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kShardThreads, 1)
 }  // namespace
 
 void launch_sharded_average(const ShardedLaunch& launch, cudaStream_t stream) {
-  launch_meeting(&sharded_average_kernel, launch, stream, kShardThreads);
+  launch_meeting<&sharded_average_kernel>(launch, stream, kShardThreads);
 }
 
 }  // namespace pycomm::cuda

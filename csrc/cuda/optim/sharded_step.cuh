@@ -319,7 +319,7 @@ __global__ void __launch_bounds__(kShardThreads, 1)
 
 template <class Rule>
 void launch_sharded_step(const ShardedLaunch& launch, cudaStream_t stream) {
-  launch_resident(&sharded_step_kernel<Rule>, launch, stream, kShardThreads);
+  launch_resident<&sharded_step_kernel<Rule>>(launch, stream, kShardThreads);
 }
 
 }  // namespace pycomm::cuda

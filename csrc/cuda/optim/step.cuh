@@ -222,7 +222,7 @@ __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
 
 template <class Element>
 void launch_step(const StepLaunch& launch, std::int64_t blocks, cudaStream_t stream) {
-  launch_blocks(&step_kernel<Element>, blocks, launch, stream, kStepThreads);
+  launch_blocks<&step_kernel<Element>>(blocks, launch, stream, kStepThreads);
 }
 
 }  // namespace pycomm::cuda

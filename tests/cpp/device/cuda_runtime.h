@@ -1,7 +1,8 @@
 // CUDA's language and runtime on a CPU, as far as csrc/cuda/ needs them, so that tests run the
 // actual kernels. A block is a system thread. Its threads are fibers, which switch at barriers,
 // shuffles and atomic loads, in an order that is random every time, so that tests soon find a
-// missing barrier. Streams execute their work immediately.
+// missing barrier. Streams execute their work immediately (streams.cpp), except while they are
+// captured: then it becomes a node of a graph.
 #pragma once
 
 #include <cstddef>
@@ -24,6 +25,10 @@ struct dim3 {
   explicit dim3(unsigned x) : x(x) {}
 };
 
+struct Stream;
+struct Graph;
+struct Event;
+
 namespace device {
 
 extern thread_local dim3 thread_index, block_index, block_size, grid_size;
@@ -33,7 +38,14 @@ void pause();
 bool meet(bool vote);
 // A barrier of the warp. Returns the values of all threads.
 const std::uint64_t* exchange(std::uint64_t value);
-int launch(const void* kernel, dim3 grid, dim3 block, void** arguments);
+
+// Runs work, or adds it to the graph of the stream's capture.
+void enqueue(Stream* stream, std::function<void()> work);
+int launch(const void* kernel, dim3 grid, dim3 block, void** arguments, Stream* stream);
+// How many kernels were launched that had not been loaded.
+int unloaded_launches();
+// True if the nodes of a graph can run in one order only.
+bool in_one_order(const Graph& graph);
 
 template <class To, class From>
 To converted(From from) {
@@ -102,11 +114,14 @@ inline unsigned atomicOr(unsigned* word, unsigned value) {
 }
 
 using cudaError_t = int;
-using cudaStream_t = struct Stream*;
-using cudaEvent_t = struct Event*;
+using cudaStream_t = Stream*;
+using cudaEvent_t = Event*;
+using cudaGraph_t = Graph*;
 inline constexpr cudaError_t cudaSuccess = 0, cudaErrorNotReady = 600,
                              cudaErrorPeerAccessAlreadyEnabled = 704;
-enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone };
+inline constexpr cudaError_t cudaErrorStreamCaptureUnjoined = 904,
+                             cudaErrorStreamCaptureIsolation = 905, cudaErrorCapturedEvent = 907;
+enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
 enum cudaStreamCaptureMode { cudaStreamCaptureModeRelaxed = 2 };
 enum cudaMemoryType { cudaMemoryTypeHost, cudaMemoryTypeDevice };
 enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice };
@@ -138,21 +153,22 @@ inline cudaError_t cudaMemcpy(void* to, const void* from, std::size_t bytes, int
   std::memcpy(to, from, bytes);
   return cudaSuccess;
 }
-inline cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, int kind,
-                                   cudaStream_t) {
-  return cudaMemcpy(to, from, bytes, kind);
+inline cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, int,
+                                   cudaStream_t stream) {
+  device::enqueue(stream, [=] { std::memcpy(to, from, bytes); });
+  return cudaSuccess;
 }
-inline cudaError_t cudaMemsetAsync(void* to, int value, std::size_t bytes, cudaStream_t) {
-  std::memset(to, value, bytes);
+inline cudaError_t cudaMemsetAsync(void* to, int value, std::size_t bytes, cudaStream_t stream) {
+  device::enqueue(stream, [=] { std::memset(to, value, bytes); });
   return cudaSuccess;
 }
 inline cudaError_t cudaLaunchKernel(const void* kernel, dim3 grid, dim3 block, void** arguments,
-                                    std::size_t, cudaStream_t) {
-  return device::launch(kernel, grid, block, arguments);
+                                    std::size_t, cudaStream_t stream) {
+  return device::launch(kernel, grid, block, arguments, stream);
 }
 inline cudaError_t cudaLaunchCooperativeKernel(const void* kernel, dim3 grid, dim3 block,
-                                               void** arguments, std::size_t, cudaStream_t) {
-  return device::launch(kernel, grid, block, arguments);
+                                               void** arguments, std::size_t, cudaStream_t stream) {
+  return device::launch(kernel, grid, block, arguments, stream);
 }
 inline cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* to, const void*) {
   *to = {cudaMemoryTypeDevice, 0};
@@ -168,10 +184,6 @@ inline cudaError_t cudaGetDevice(int* to) {
   *to = 0;
   return cudaSuccess;
 }
-inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* to) {
-  *to = cudaStreamCaptureStatusNone;
-  return cudaSuccess;
-}
 inline const char* cudaGetErrorString(cudaError_t) { return "error"; }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
@@ -180,11 +192,25 @@ inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
 inline cudaError_t cudaDeviceEnablePeerAccess(int, int) { return cudaSuccess; }
 inline cudaError_t cudaHostRegister(void*, std::size_t, int) { return cudaSuccess; }
 inline cudaError_t cudaHostUnregister(void*) { return cudaSuccess; }
-inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t*, int) { return cudaSuccess; }
-inline cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
-inline cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return cudaSuccess; }
-inline cudaError_t cudaEventQuery(cudaEvent_t) { return cudaSuccess; }
 inline cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) {
   return cudaSuccess;
 }
-inline cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, int) { return cudaSuccess; }
+
+struct cudaFuncAttributes {};
+// Loads a kernel.
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, const void* kernel);
+
+cudaError_t cudaStreamCreate(cudaStream_t* stream);
+cudaError_t cudaStreamDestroy(cudaStream_t stream);
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, int);
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status,
+                                     unsigned long long* id);
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode);
+cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph);
+// Runs a graph's nodes one by one, in a random order that its edges allow.
+cudaError_t cudaGraphLaunch(cudaGraph_t graph, cudaStream_t);
+cudaError_t cudaGraphDestroy(cudaGraph_t graph);
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, int);
+cudaError_t cudaEventDestroy(cudaEvent_t event);
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream);
+cudaError_t cudaEventQuery(cudaEvent_t event);

@@ -8,6 +8,7 @@
 #include <mutex>
 #include <numeric>
 #include <random>
+#include <set>
 #include <thread>
 #include <vector>
 
@@ -194,6 +195,10 @@ void run(Block& to, unsigned index, dim3 grid, dim3 threads) {
   leave_stacks(stacks);
 }
 
+std::mutex loaded_mutex;  // guards the kernels that are loaded, and how many launched ones were not
+std::set<const void*> loaded;
+int unloaded = 0;
+
 // The bytes between an address on this thread's stack and the stack's end.
 std::size_t stack_above(const void* address) {
   pthread_attr_t attributes;
@@ -229,18 +234,35 @@ const std::uint64_t* exchange(std::uint64_t value) {
   return values;
 }
 
-int launch(const void* kernel, dim3 grid, dim3 threads, void** arguments) {
+int launch(const void* kernel, dim3 grid, dim3 threads, void** arguments, Stream* stream) {
+  {
+    const std::lock_guard lock(loaded_mutex);
+    if (!loaded.contains(kernel)) ++unloaded;
+  }
   Arguments copy;
   std::memcpy(&copy, arguments[0], std::min(sizeof(copy), stack_above(arguments[0])));
-  std::vector<Block> blocks(grid.x);
-  std::vector<std::thread> running;
-  for (unsigned i = 0; i < grid.x; ++i) {
-    blocks[i].kernel = reinterpret_cast<Kernel>(const_cast<void*>(kernel));
-    blocks[i].arguments = &copy;
-    running.emplace_back([&, i] { run(blocks[i], i, grid, threads); });
-  }
-  for (std::thread& thread : running) thread.join();
+  enqueue(stream, [=] {
+    std::vector<Block> blocks(grid.x);
+    std::vector<std::thread> running;
+    for (unsigned i = 0; i < grid.x; ++i) {
+      blocks[i].kernel = reinterpret_cast<Kernel>(const_cast<void*>(kernel));
+      blocks[i].arguments = &copy;
+      running.emplace_back([&, i] { run(blocks[i], i, grid, threads); });
+    }
+    for (std::thread& thread : running) thread.join();
+  });
   return cudaSuccess;
 }
 
+int unloaded_launches() {
+  const std::lock_guard lock(loaded_mutex);
+  return unloaded;
+}
+
 }  // namespace device
+
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, const void* kernel) {
+  const std::lock_guard lock(device::loaded_mutex);
+  device::loaded.insert(kernel);
+  return cudaSuccess;
+}
