@@ -122,7 +122,7 @@ class BlockComm {
     bool stop = false;
     for (int r = threadIdx.x; r < size(); r += blockDim.x) {
       if (r == rank()) continue;
-      stop |= !poll(flag_at(const_cast<std::uint32_t*>(&announced(r).epoch), sequence_), r);
+      stop |= !poll_flag(const_cast<std::uint32_t*>(&announced(r).epoch), sequence_, r);
     }
     vote_to_stop(stop);
     compare();
@@ -175,7 +175,7 @@ class BlockComm {
   __device__ void wait(int r, int channel, std::int64_t step) {
     if (step <= 0 || r == rank()) return;
     bool stop = false;
-    if (threadIdx.x == 0) stop = !poll(flag_at(flag(channel, r), target(channel, step)), r);
+    if (threadIdx.x == 0) stop = !poll_flag(flag(channel, r), target(channel, step), r);
     vote_to_stop(stop);
   }
 
@@ -183,7 +183,7 @@ class BlockComm {
     if (step <= 0) return;
     bool stop = false;
     for (int r = threadIdx.x; r < size(); r += blockDim.x) {
-      if (r != rank()) stop |= !poll(flag_at(flag(channel, r), target(channel, step)), r);
+      if (r != rank()) stop |= !poll_flag(flag(channel, r), target(channel, step), r);
     }
     vote_to_stop(stop);
   }
@@ -243,8 +243,18 @@ class BlockComm {
     auto* target = reinterpret_cast<Word*>(to.data);
     const auto* source = reinterpret_cast<const Word*>(from.data);
     const std::int64_t words = bytes / kWord;
-#pragma unroll 4
-    for (std::int64_t i = threadIdx.x; i < words; i += blockDim.x) target[i] = source[i];
+    // The loads come first, because the compiler cannot know that no store changes what they read.
+    constexpr int kDepth = 8;
+    const std::int64_t stride = blockDim.x;
+    std::int64_t i = threadIdx.x;
+    for (; i + (kDepth - 1) * stride < words; i += kDepth * stride) {
+      Word held[kDepth];
+#pragma unroll
+      for (int k = 0; k < kDepth; ++k) held[k] = source[i + k * stride];
+#pragma unroll
+      for (int k = 0; k < kDepth; ++k) target[i + k * stride] = held[k];
+    }
+    for (; i < words; i += stride) target[i] = source[i];
     return words * kWord;
   }
 
@@ -314,11 +324,17 @@ class BlockComm {
     }
   }
 
-  __device__ static auto flag_at(std::uint32_t* address, std::uint32_t target) {
-    return [address, target] {
-      return reached(shared_word<std::uint32_t>(address).load(::cuda::std::memory_order_acquire),
-                     target);
+  // Waits for a flag of rank r. The loads that poll do not acquire, because each acquire empties the
+  // multiprocessor's L1 cache. One more load does: it is cheaper than a fence, which also waits for
+  // this thread's stores.
+  __device__ bool poll_flag(std::uint32_t* address, std::uint32_t target, int r) {
+    const auto word = shared_word<std::uint32_t>(address);
+    const auto has_come = [word, target] {
+      return reached(word.load(::cuda::std::memory_order_relaxed), target);
     };
+    const bool come = poll(has_come, r);
+    (void)word.load(::cuda::std::memory_order_acquire);
+    return come;
   }
 
   // One thread waits for one word of rank r. Returns false if the wait cannot be satisfied.
