@@ -23,7 +23,7 @@ class CudaSide:
         device: the device of this rank's tensors.
         transport: ``"threads"``, ``"peer memory"`` or ``"pinned host memory"``.
         lanes: the number of blocks per rank.
-        shares_device: True if the ranks are threads on one GPU.
+        shares_device: True if the ranks are several threads on one GPU.
     """
 
     def __init__(

@@ -4,14 +4,15 @@ This happens at a group's first operation on a CUDA tensor, so all ranks must st
 together. Windows are
 
 - device memory in one address space, if the ranks are threads;
-- torch's symmetric memory, if the ranks are processes and every pair of GPUs has peer access;
-- pinned host memory in the group's window, on all ranks, if a pair of GPUs has no peer access.
+- torch's symmetric memory, if the ranks are processes and it works on all of them;
+- pinned host memory in the group's window, on all ranks, if it does not.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,15 +20,24 @@ import torch
 from pycomm import _C
 from pycomm._inputs.dtypes import operation_of
 from pycomm._runtime.cuda import CudaSide
+from pycomm._runtime.log import fallback
 from pycomm._runtime.torch_private import symmetric_handle, symmetric_tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from pycomm._runtime.member import Member
 
 DEFAULT_MAX_BLOCKS = 32
 STAGING_BYTES = 32 << 20  # per rank, at least
+
+# What torch reads when it makes symmetric memory. Multicast is not used here, and on some machines
+# setting it up fails or hangs. And torch takes GPUs of one number for one GPU, but numbers depend on
+# each process's CUDA_VISIBLE_DEVICES.
+_SYMMETRIC_MEMORY = {
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+}
 
 
 def _lanes(max_blocks: int, device: torch.device, ranks_here: int) -> int:
@@ -80,17 +90,19 @@ def _device_id(device: torch.device) -> int:
     return int(uuid.replace("-", "")[:15], 16)
 
 
-def _sees_all(device: torch.device, devices: list[int]) -> bool:
-    """True if a device can use the memory of all `devices`, given by :func:`_device_id`."""
-    visible = {
-        _device_id(torch.device("cuda", i)): torch.device("cuda", i)
-        for i in range(torch.cuda.device_count())
-    }
-    peers = [visible.get(number) for number in devices]
-    return all(
-        peer is not None and (peer == device or torch.cuda.can_device_access_peer(device, peer))
-        for peer in peers
-    )
+def _denied(device: torch.device, devices: list[int]) -> str:
+    """Names a GPU whose memory a device cannot use, or returns an empty string.
+
+    A GPU that this process cannot see may still be within reach; only the attempt tells.
+    """
+    numbers = set(devices)
+    for i in range(torch.cuda.device_count()):
+        peer = torch.device("cuda", i)
+        if peer == device or _device_id(peer) not in numbers:
+            continue
+        if not torch.cuda.can_device_access_peer(device, peer):
+            return f"{device} has no peer access to {peer}"
+    return ""
 
 
 def join_processes(
@@ -104,22 +116,21 @@ def join_processes(
     lanes = min(_gather(group, _lanes(max_blocks, device, crowd)))
     staging = _staging_bytes(lanes, group)
     window_bytes = _C.cuda_window_bytes(group.size, lanes, staging, heap_bytes)
-    memory = None
-    if _all_agree(group, _sees_all(device, devices)):
-        memory = _symmetric_memory(window_bytes, device)
     keep: Any
     heap = None
-    if _all_agree(group, memory is not None):
-        assert memory is not None
+    symmetric, why = _symmetric_windows(group, device, devices, process_group, window_bytes)
+    if symmetric is not None:
         transport = "peer memory"
-        shared_device = len(set(devices)) < group.size
-        windows, handle = _symmetric_windows(memory, process_group, group.rank, shared_device)
+        windows, memory, handle = symmetric
         keep = (memory, handle)
         heap = memory[_C.cuda_heap_begin(group.size, lanes, staging) :]
+        if crowd > 1:
+            fallback(group, "%d processes share %s: their kernels take turns", crowd, device)
     else:
         transport = "pinned host memory"
         window_bytes -= heap_bytes
         windows, keep = _pinned_windows(group, device, window_bytes)
+        fallback(group, "CUDA tensors go through host memory, which is slow: %s", why)
     _barrier(group)  # every window is zero
     endpoint = _C.CudaEndpoint(
         device.index,
@@ -136,51 +147,86 @@ def join_processes(
     return CudaSide(group, device, transport, endpoint, None, lanes, heap, keep)
 
 
-def _symmetric_memory(nbytes: int, device: torch.device) -> torch.Tensor | None:
-    """Zeroed memory that can be shared; None if there is none."""
-    try:
-        memory = symmetric_tensor(nbytes, device)
-        memory.zero_()
-        torch.cuda.synchronize(device)
-    except RuntimeError:
-        return None
-    return memory
-
-
 def _symmetric_windows(
-    memory: torch.Tensor, process_group: Any, rank: int, shared_device: bool
-) -> tuple[list[int], Any]:
-    """The address of every rank's window in this process, and the object that keeps them mapped."""
-    variable = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
-    before = os.environ.get(variable)
-    if shared_device:  # slow, and fine for tests
-        os.environ[variable] = "1"
+    group: Member,
+    device: torch.device,
+    devices: list[int],
+    process_group: Any,
+    nbytes: int,
+) -> tuple[tuple[list[int], torch.Tensor, Any] | None, str]:
+    """The address of every rank's window in this process, this rank's memory, and its handle.
+
+    All ranks get them, or None and the reason; a collective call.
+    """
+    elsewhere = "another rank's GPU cannot use all windows, see its log"
+    why = _denied(device, devices)
+    if not _all_agree(group, not why):
+        return None, why or elsewhere
+    memory = handle = None
+    with _environment(_SYMMETRIC_MEMORY):
+        try:
+            memory = symmetric_tensor(nbytes, device)
+            memory.zero_()
+            torch.cuda.synchronize(device)
+        except RuntimeError as error:
+            why = f"torch's symmetric memory failed: {error}"
+        if not _all_agree(group, memory is not None and not why):
+            return None, why or elsewhere
+        assert memory is not None
+        try:
+            handle = symmetric_handle(memory, process_group)
+        except RuntimeError as error:
+            why = f"torch's symmetric memory failed: {error}"
+    windows: list[int] = []
+    if handle is not None:
+        windows = [int(pointer) + getattr(handle, "offset", 0) for pointer in handle.buffer_ptrs]
+        if windows[group.rank] != memory.data_ptr():
+            why = "torch's symmetric memory is not where its handle says"
+    if not _all_agree(group, not why):
+        return None, why or elsewhere
+    return (windows, memory, handle), ""
+
+
+@contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    """Sets environment variables for a scope."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
     try:
-        handle = symmetric_handle(memory, process_group)
+        yield
     finally:
-        if shared_device and before is None:
-            del os.environ[variable]
-    windows = [int(pointer) + getattr(handle, "offset", 0) for pointer in handle.buffer_ptrs]
-    if windows[rank] != memory.data_ptr():
-        raise RuntimeError("torch's symmetric memory is not where its handle says")
-    return windows, handle
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+class _Pinned:
+    """Memory in the group's window, and every rank's, pinned for a device."""
+
+    def __init__(self, memory: torch.Tensor, registrations: list[_C.CudaHostRegistration]) -> None:
+        self.memory = memory
+        self.registrations = registrations
+
+    def __del__(self) -> None:
+        self.registrations.clear()  # before the memory goes
 
 
 def _pinned_windows(
     group: Member, device: torch.device, window_bytes: int
-) -> tuple[list[int], Any]:
+) -> tuple[list[int], _Pinned]:
     """Windows in the group's shared host memory, pinned for this rank's device."""
     memory = group.empty(window_bytes, dtype=torch.uint8)
     memory.zero_()
     offsets = _gather(group, group._core.offset_of(memory.data_ptr()))
-    pinned = [
+    registrations = [
         _C.CudaHostRegistration(
             device.index, group._core.address(rank, offset, window_bytes), window_bytes
         )
         for rank, offset in enumerate(offsets)
     ]
-    # In this order, so that memory is unpinned before it is freed.
-    return [registration.address for registration in pinned], (pinned, memory)
+    return [each.address for each in registrations], _Pinned(memory, registrations)
 
 
 class LocalDevices:
@@ -207,7 +253,7 @@ class LocalDevices:
 
     def _connect(self, devices: list[torch.device]) -> list[CudaSide | None]:
         size = len(self._groups)
-        together = len(set(devices)) == 1
+        together = size > 1 and len(set(devices)) == 1
         if not together and len(set(devices)) != size:
             raise ValueError(
                 f"the ranks' tensors must lie all on one GPU or each on its own, got {devices}"

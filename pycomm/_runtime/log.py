@@ -116,8 +116,6 @@ def group_made(group: Member, cores: int, between: str) -> None:
 def cuda_made(group: Member, device: torch.device, transport: str, lanes: int) -> None:
     """Logs how a group's ranks exchange CUDA tensors."""
     _group.info("rank %d: %s over %s, %d blocks", group.rank, device, transport, lanes)
-    if transport == "pinned host memory":
-        fallback(group, "CUDA tensors go through host memory: not every GPU sees every other")
 
 
 def all_reduce_called(

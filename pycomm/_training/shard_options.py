@@ -103,7 +103,7 @@ def _check_device(parameters: Sequence[torch.Tensor], group: Group) -> None:
             "on CUDA, shard needs GPUs with access to each other's memory, and a pair of this "
             "group's has none"
         )
-    if side.shares_device and group.size > 1:
+    if side.shares_device:
         raise ValueError(
             "ranks that are threads must have a GPU each to share a model's shards, got "
             f"{device} for all: autograd has one thread per device"

@@ -1,0 +1,177 @@
+"""How ranks on CUDA decide where their windows lie. GPUs and kernels are fakes."""
+
+import contextlib
+import logging
+import os
+import weakref
+from dataclasses import dataclass
+from types import SimpleNamespace
+from unittest import mock
+
+import helpers
+import pytest
+import torch
+
+from pycomm import _C
+from pycomm._runtime import cuda_windows
+from pycomm._runtime.cuda_windows import LocalDevices, join_processes
+
+BYTES = 1 << 20
+SETTINGS = ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES")
+PINNED = "pinned host memory"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the ranks' GPUs can do. Rank r has GPU r, which is cuda:0 in its process."""
+
+    visible: int = 1  # GPUs of a process; the second one is the other rank's
+    access: bool = True
+    no_memory: int = -1  # the rank for which each of these fails
+    no_rendezvous: int = -1
+    wrong_place: int = -1
+
+
+class Fakes:
+    """Stands in for torch's GPUs and pycomm's kernels in one rank's process."""
+
+    def __init__(self, machine, rank):
+        self.machine = machine
+        self.rank = rank
+        self.settings = []
+        self.events = []
+
+    def symmetric_tensor(self, nbytes, _device):
+        self.settings.append([os.environ.get(name) for name in SETTINGS])
+        if self.rank == self.machine.no_memory:
+            raise RuntimeError("no memory")
+        return torch.ones(nbytes, dtype=torch.uint8)
+
+    def symmetric_handle(self, memory, _process_group):
+        self.settings.append([os.environ.get(name) for name in SETTINGS])
+        if self.rank == self.machine.no_rendezvous:
+            raise RuntimeError("no rendezvous")
+        mine = memory.data_ptr() + (self.rank == self.machine.wrong_place)
+        return SimpleNamespace(buffer_ptrs=[mine, mine])
+
+    def properties(self, device):
+        gpu = (self.rank + torch.device(device).index) % 2
+        return SimpleNamespace(uuid=str(gpu + 1) * 32, multi_processor_count=100)
+
+    def registration(self, _device, address, _nbytes):
+        fakes = self
+
+        class Registration:
+            def __init__(self):
+                self.address = address
+
+            def __del__(self):
+                fakes.events.append("unpinned")
+
+        return Registration()
+
+    @contextlib.contextmanager
+    def installed(self):
+        native = SimpleNamespace(
+            cuda_least_staging_bytes=lambda *_: 0,
+            cuda_window_bytes=lambda *_: BYTES,
+            cuda_heap_begin=lambda *_: BYTES // 2,
+            CudaEndpoint=lambda *_, **__: SimpleNamespace(),
+            CudaSharedLaunch=lambda *_: SimpleNamespace(),
+            CudaGroup=lambda *_: SimpleNamespace(close=lambda: None),
+            CudaHostRegistration=self.registration,
+            Operation=_C.Operation,
+        )
+        windows = mock.patch.multiple(
+            cuda_windows,
+            _C=native,
+            symmetric_tensor=self.symmetric_tensor,
+            symmetric_handle=self.symmetric_handle,
+        )
+        kernels = mock.patch("pycomm._runtime.cuda._C", native)
+        devices = mock.patch.multiple(
+            torch.cuda,
+            get_device_properties=self.properties,
+            device_count=lambda: self.machine.visible,
+            can_device_access_peer=lambda *_: self.machine.access,
+            synchronize=lambda *_: None,
+        )
+        with windows, kernels, devices:
+            yield
+
+
+class Warnings(logging.Handler):
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.texts = []
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+
+def connect(group, machine):
+    """One rank's transport, what it warned of, and what happened to its memory."""
+    for name in SETTINGS:
+        os.environ.pop(name, None)
+    fakes, warnings = Fakes(machine, group.rank), Warnings()
+    logging.getLogger("pycomm").addHandler(warnings)
+    with fakes.installed():
+        side = join_processes(group, torch.device("cuda", 0), None, 32, BYTES // 2)
+        transport, shares = side.transport, side.shares_device
+        if transport == PINNED:
+            weakref.finalize(side._keep.memory, fakes.events.append, "freed")
+        side.close()
+    logging.getLogger("pycomm").removeHandler(warnings)
+    left = [os.environ.get(name) for name in SETTINGS]
+    return transport, shares, warnings.texts, fakes.settings, left, fakes.events
+
+
+def run(machine):
+    return helpers.run_group(2, connect, machine, staging_bytes=4 << 20)
+
+
+def test_one_visible_gpu_per_process_uses_peer_memory():
+    for transport, shares, texts, settings, left, _ in run(Machine()):
+        assert transport == "peer memory"
+        assert not shares
+        assert texts == []
+        assert settings == [["1", "1"], ["1", "1"]]  # no multicast; the same number is no overlap
+        assert left == [None, None]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("fault", ["no_memory", "no_rendezvous", "wrong_place"])
+def test_all_ranks_fall_back_if_one_fails(fault, rank):
+    causes = {
+        "no_memory": "no memory",
+        "no_rendezvous": "no rendezvous",
+        "wrong_place": "not where its handle says",
+    }
+    seen = run(Machine(**{fault: rank}))
+    for r, (transport, _, texts, _, left, events) in enumerate(seen):
+        assert transport == PINNED
+        (text,) = texts
+        assert (causes[fault] if r == rank else "another rank's GPU") in text
+        assert left == [None, None]
+        assert events == ["unpinned", "unpinned", "freed"]
+
+
+def test_no_attempt_without_peer_access():
+    for transport, _, texts, settings, _, _ in run(Machine(visible=2, access=False)):
+        assert transport == PINNED
+        assert settings == []
+        assert "cuda:0 has no peer access to cuda:1" in texts[0]
+
+
+def test_visible_peers_with_access_use_peer_memory():
+    assert [seen[0] for seen in run(Machine(visible=2))] == ["peer memory"] * 2
+
+
+def test_a_group_of_one_does_not_share_its_device(world):
+    with world(1) as one:
+        zeros = torch.zeros
+        on_cpu = mock.patch("torch.zeros", lambda n, dtype, **_: zeros(n, dtype=dtype))
+        with Fakes(Machine(), 0).installed(), on_cpu:
+            side = LocalDevices(one.groups, 32, stage_always=False).side(0, torch.device("cuda", 0))
+        assert side.transport == "threads"
+        assert not side.shares_device
