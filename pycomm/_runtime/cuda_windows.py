@@ -32,8 +32,8 @@ DEFAULT_MAX_BLOCKS = 32
 STAGING_BYTES = 32 << 20  # per rank, at least
 
 # What torch reads when it makes symmetric memory. Multicast is not used here, and on some machines
-# setting it up fails or hangs. And torch takes GPUs of one number for one GPU, but numbers depend on
-# each process's CUDA_VISIBLE_DEVICES.
+# setting it up fails or hangs. And torch takes GPUs of one number for one GPU, but the numbers
+# depend on each process's CUDA_VISIBLE_DEVICES.
 _SYMMETRIC_MEMORY = {
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
