@@ -244,7 +244,7 @@ class BlockComm {
     const auto* source = reinterpret_cast<const Word*>(from.data);
     const std::int64_t words = bytes / kWord;
     // The loads come first, because the compiler cannot know that no store changes what they read.
-    constexpr int kDepth = 8;
+    constexpr int kDepth = 4;
     const std::int64_t stride = blockDim.x;
     std::int64_t i = threadIdx.x;
     for (; i + (kDepth - 1) * stride < words; i += kDepth * stride) {
