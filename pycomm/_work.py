@@ -133,6 +133,13 @@ def stand_ins(
         fetch(given)
         made = given if result is source else StandIn(result)
         return given.host, made.host, made.put_back
+    return dense_stand_ins(source, result)
+
+
+def dense_stand_ins(
+    source: torch.Tensor, result: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, Callable[[], None]]:
+    """Contiguous tensors on the tensors' own device; see stand_ins()."""
     dense_source = source.detach().contiguous()
     dense_result = dense_source if result is source else result.detach()
     if not dense_result.is_contiguous():

@@ -28,7 +28,8 @@ from pycomm._inputs.tensors import (
     check_written,
 )
 from pycomm._runtime.log import DEBUG, all_reduce_called
-from pycomm._work import Work, launch
+from pycomm._spanning import launch
+from pycomm._work import Work
 from pycomm.group import Group
 
 
@@ -86,6 +87,7 @@ def all_reduce(
         and not async_op
         and tag is None
         and not DEBUG
+        and group._span is None
         and _C.all_reduce(group._handle, tensor, OPS[op], ALGORITHMS[algorithm])
     ):
         return tensor

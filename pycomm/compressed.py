@@ -112,6 +112,7 @@ def compressed_all_reduce(
     source = as_tensor("tensor", tensor, written=out is None)
     (check_written if out is None else check_tensor)("tensor", source)
     check_compressible("tensor", source)
+    group._check_transport("compressed_all_reduce", source.device)
     result = source if out is None else as_tensor("out", out, written=True)
     if out is not None:
         check_written("out", result)
@@ -218,6 +219,7 @@ def compressed_reduce_scatter(
     check_written("output", result)
     check_tensor("input", source)
     check_compressible("input", source)
+    group._check_transport("compressed_reduce_scatter", source.device)
     check_blocks("input", source, "output", result, group.size)
     check_disjoint("output", result, "input", source)
     kept = _check_state("residual", residual, "input", {"input": source, "output": result})

@@ -23,13 +23,15 @@ from pycomm._inputs.arguments import (
     process_group_of,
     seconds,
 )
-from pycomm._inputs.dtypes import check_dtype
+from pycomm._inputs.dtypes import check_choice, check_dtype
 from pycomm._runtime import log
+from pycomm._runtime.carriers import Carriers, backends_to_make
 from pycomm._runtime.cuda_windows import DEFAULT_MAX_BLOCKS, join_processes
 from pycomm._runtime.internode import Nodes
 from pycomm._runtime.open_groups import OpenGroups
 from pycomm._runtime.plan import Plan, make_cuda_plan, make_plan, make_spanning_plan
 from pycomm._runtime.rendezvous import join, set_up_torch_distributed
+from pycomm._runtime.span import Span
 from pycomm._runtime.torch_private import store_of
 
 if TYPE_CHECKING:
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 
 DEFAULT_TIMEOUT = 300.0
 DEFAULT_STAGING_BYTES = 2 << 20
+TRANSPORTS = {"auto": 0, "gloo": 1, "process_group": 2}
 
 _names = itertools.count()
 _open_groups: OpenGroups[Group] = OpenGroups()
@@ -101,6 +104,7 @@ class Group:
         self._handle = self._core.handle
         self._tags = itertools.cycle(range(1, 1 << 16))
         self._told: set[str] = set()  # messages that are logged once
+        self._span: Span | None = None  # process groups between nodes
         self._cuda: CudaSide | None = None
         self._join_cuda: Callable[[torch.device], CudaSide] = _no_cuda
         _C.register_group(self.name, self._core)
@@ -218,17 +222,30 @@ class Group:
         Any thread may call this. Afterwards the group cannot be used any more.
         """
         self._core.abort()
+        if self._span is not None:
+            self._span.abort()
 
     def close(self) -> None:
         """Finishes running operations, then leaves the group without waiting for other ranks."""
         side, self._cuda, self._join_cuda = self._cuda, None, _no_cuda
         if side is not None:
             side.close()
+        span, self._span = self._span, None
+        if span is not None:
+            span.close()
         self._core.close()
 
     def _next_tag(self) -> int:
         """A number, compared by ranks, that distinguishes one user's operations. 0 means none."""
         return next(self._tags)
+
+    def _check_transport(self, what: str, device: torch.device | None = None) -> None:
+        """Raises ValueError if process groups are to carry this between nodes, and cannot."""
+        if self._span is not None and (device is None or self._span.serves(device)):
+            raise ValueError(
+                f'transport must be "gloo" in a group that spans nodes for {what}: the process '
+                "groups between its nodes carry uncompressed collectives only"
+            )
 
     def _stages(self, device: torch.device) -> bool:
         """True if tensors on `device` are exchanged through host memory, as between nodes."""
@@ -269,7 +286,8 @@ class Group:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if kind is not None and not self._core.idle():
+        busy = not self._core.idle() or (self._span is not None and self._span.busy())
+        if kind is not None and busy:
             self.abort()  # other ranks may never do their part of running operations
         self.close()
 
@@ -298,6 +316,7 @@ def init(
     staging_bytes: int = DEFAULT_STAGING_BYTES,
     max_blocks: int = DEFAULT_MAX_BLOCKS,
     cuda_heap_bytes: int = 0,
+    transport: str = "auto",
 ) -> Group:
     """Makes a group of the processes of a torch.distributed group; a collective call.
 
@@ -319,12 +338,17 @@ def init(
         max_blocks: the largest number of thread blocks that an operation uses on a GPU.
         cuda_heap_bytes: device memory per rank, in bytes, for ``group.empty(..., device="cuda")``.
             The same on every rank.
+        transport: what carries tensors between nodes; the same on every rank. ``"gloo"``: Gloo,
+            through host memory. ``"process_group"``: a new process group for each stripe, with the
+            backend that `group` has for the tensors' device. ``"auto"``: Gloo. docs/clusters.md
+            compares them.
 
     Returns:
         This rank's membership in the group.
 
     Raises:
-        ValueError: this process is not in `group`; or, on every rank, ranks passed different values
+        ValueError: `transport` is none of these, or `group` has no backend that can be made anew;
+            this process is not in `group`; or, on every rank, ranks passed different values
             that must be the same, or run incompatible builds of pycomm.
         pycomm.Timeout: a rank did not arrive in time; on all ranks that arrived.
         pycomm.PeerDied: a rank died after all had arrived; on all ranks.
@@ -332,6 +356,7 @@ def init(
     """
     global _default
     timeout = seconds(timeout, DEFAULT_TIMEOUT)
+    check_choice("transport", transport, TRANSPORTS)
     check_process_group(group)
     if group is None:
         check_is_rank()
@@ -346,9 +371,12 @@ def init(
     # Always the same prefix, so ranks that have tried unequally often still meet (see meet).
     prefix = f"pycomm/{process_group.group_name}"
     store = PrefixStore(prefix, store_of(process_group))
+    backends = backends_to_make(process_group) if transport == "process_group" else {}
     with _joining[prefix]:
-        members = join(store, rank, size, timeout, staging_bytes, cuda_heap_bytes)
+        members = join(store, rank, size, timeout, staging_bytes, cuda_heap_bytes, backends)
         made = make_group(members, rank, timeout, staging_bytes)
+        if backends and len(made.nodes) > 1:
+            made._span = _make_span(made, members, backends, process_group)
     if len(made.nodes) == 1:
         made._join_cuda = lambda device: join_processes(
             made, device, process_group, max_blocks, cuda_heap_bytes
@@ -376,6 +404,31 @@ def make_group(
     )
     log.group_made(made, members.cores, "Gloo")
     return made
+
+
+def _make_span(
+    made: Group,
+    members: Membership,
+    backends: dict[str, str],
+    process_group: dist.ProcessGroup,
+) -> Span:
+    """Connects the nodes over process groups, and the ranks of this node; a collective call."""
+    nodes, timeout, store = members.nodes, made.timeout, members.store
+    local, index = nodes.local, nodes.local.index(made.rank)
+    node = None
+    if len(local) > 1:
+        inside = PrefixStore(f"node/{nodes.here}", store)
+        staging_bytes = made.staging_bytes
+        joined = join(inside, index, len(local), timeout, staging_bytes)
+        node = make_group(joined, index, timeout, staging_bytes)
+    carriers: dict[str, Carriers | None] = {}
+    for device, name in backends.items():
+        carriers[device] = None
+        if index < nodes.stripes:
+            theirs = PrefixStore(f"carriers/{index}/{device}", store)
+            ranks = [dist.get_global_rank(process_group, local[index]) for local in nodes.ranks]
+            carriers[device] = Carriers(name, theirs, ranks, nodes.here, timeout)
+    return Span(made._core, nodes, made.rank, node, carriers)
 
 
 def default_group() -> Group:

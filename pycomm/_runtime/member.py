@@ -40,3 +40,6 @@ class Member(Protocol):
 
     def abort(self) -> None:
         """Ends every rank's operations."""
+
+    def close(self) -> None:
+        """Leaves the group."""

@@ -33,6 +33,8 @@ from pycomm._runtime.peers import Peers
 from pycomm._runtime.waiting import Deadline
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from torch.distributed.distributed_c10d import Store
 
 _NAMESPACES = ("net", "pid", "ipc")
@@ -154,6 +156,7 @@ def join(
     timeout: float,
     staging_bytes: int,
     cuda_heap_bytes: int = 0,
+    backends: Mapping[str, str] | None = None,
 ) -> Membership:
     """Meets the other ranks over `store`.
 
@@ -165,6 +168,7 @@ def join(
         timeout: seconds for the whole rendezvous.
         staging_bytes: shared memory of every rank for tensors that are not in the window.
         cuda_heap_bytes: device memory of every rank for tensors in the window.
+        backends: the backends of process groups between nodes, by device.
 
     Raises:
         ValueError: the ranks' settings differ, or a rank could not map the window; on all ranks.
@@ -182,6 +186,7 @@ def join(
             "the message format of pycomm's build": _C.message_version,
             "staging_bytes": int(staging_bytes),
             "cuda_heap_bytes": int(cuda_heap_bytes),
+            "transport": _describe(backends),
         },
     }
     texts, store = meet(store, rank, size, json.dumps(mine), deadline)
@@ -202,7 +207,13 @@ def join(
     return Membership(nodes, window, pids, processes, len(cores), link, store)
 
 
-def check_same(settings: list[dict[str, int]]) -> None:
+def _describe(backends: Mapping[str, str] | None) -> str:
+    """The transport between nodes, as text that ranks compare."""
+    pairs = (f"{name} for {device}" for device, name in (backends or {}).items())
+    return f"process_group with {', '.join(pairs)}" if backends else "gloo"
+
+
+def check_same(settings: Sequence[Mapping[str, int | str]]) -> None:
     """Raises ValueError if ranks differ; it names the first one that differs from rank 0."""
     for name, expected in settings[0].items():
         for rank, others in enumerate(settings):

@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch._C._distributed_c10d import GradBucket
+from torch._C._distributed_c10d import GradBucket, _DistributedBackendOptions
 from torch._compile import _disable_dynamo as not_compiled
 from torch.autograd import Variable
 from torch.distributed import distributed_c10d
@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
+    from datetime import timedelta
 
     from torch.distributed import ProcessGroup
     from torch.distributed.distributed_c10d import Store
@@ -30,14 +31,17 @@ __all__ = [
     "after_autograd_keys",
     "backend_of",
     "backend_that_does_nothing",
+    "backends_of",
     "backward_id",
     "backward_node",
     "call_itself",
+    "can_make_backend",
     "fsdp_interfaces",
     "internal_overlap",
     "is_compiled",
     "is_traceable_wrapper_subclass",
     "keep_device_busy",
+    "new_backend",
     "no_dispatch",
     "no_torch_function",
     "not_compiled",
@@ -86,6 +90,47 @@ def schema_of(operation: Any) -> Any:
 def backend_of(group: ProcessGroup, device: torch.device) -> Any:
     """The backend that runs a process group's operations on a device."""
     return group._get_backend(device)
+
+
+def new_backend(
+    name: str, store: Store, ranks: Sequence[int], rank: int, timeout: timedelta
+) -> Any:
+    """A new backend of torch.distributed among the users of a Store; a collective call.
+
+    Args:
+        name: the backend's name.
+        store: a Store that only these ranks use.
+        ranks: the ranks in the default group.
+        rank: this rank's index among them.
+        timeout: how long an operation may take.
+    """
+    if name == "gloo":
+        return torch.distributed.ProcessGroupGloo(store, rank, len(ranks), timeout)
+    if name == "nccl":
+        options = torch.distributed.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return torch.distributed.ProcessGroupNCCL(store, rank, len(ranks), options)
+    plugin = torch.distributed.Backend._plugins[name.upper()]
+    if not plugin.extended_api:
+        return plugin.creator_fn(store, rank, len(ranks), timeout)
+    given = _DistributedBackendOptions()
+    given.store, given.group_rank, given.group_size = store, rank, len(ranks)
+    given.timeout, given.group_id = timeout, "pycomm"
+    given.global_ranks_in_group = list(ranks)
+    return plugin.creator_fn(given, None)
+
+
+def can_make_backend(name: str) -> bool:
+    """True if new_backend() knows the backend."""
+    if name == "nccl":
+        return torch.distributed.is_nccl_available()
+    return name == "gloo" or name.upper() in torch.distributed.Backend._plugins
+
+
+def backends_of(group: ProcessGroup) -> dict[str, str]:
+    """The name of a process group's backend for each type of device."""
+    pairs = torch.distributed.get_backend_config(group).split(",")
+    return dict(pair.split(":") for pair in pairs)
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

@@ -87,6 +87,7 @@ class CommState(HookState):
         )
         self._exposed_before = 0.0
         self._group: Group | None = group if group is not None else default_group()
+        self.group._check_transport("hooks and wrappers")
         self._tag = self.group._next_tag()
         self._begin_anew()
 

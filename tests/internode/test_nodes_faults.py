@@ -227,3 +227,58 @@ def test_all_ranks_of_the_first_node_are_killed(tmp_path):
         assert (kind, culprit) == (pycomm.PeerDied, outcomes[0].value[1])
         assert culprit in (0, 1)
         assert at - killed < 3
+
+
+OVER_GROUPS = {"transport": "process_group"}
+
+
+@pytest.mark.parametrize(("nodes", "victim"), [([1, 1], 1), ([2, 2], 0), ([2, 1], 1)], ids=str)
+def test_a_killed_rank_over_process_groups(tmp_path, nodes, victim):
+    with spanning.ranks(nodes, storm, str(tmp_path), timeout=20.0, **OVER_GROUPS) as ranks:
+        wait_for_start(tmp_path, sum(nodes))
+        killed = ranks.signal(victim, signal.SIGKILL)
+        for at in ends(ranks, sum(nodes), victim, pycomm.PeerDied):
+            assert at - killed < 3
+
+
+@pytest.mark.parametrize(("nodes", "victim"), [([1, 1], 0), ([2, 1], 1)], ids=str)
+def test_a_stopped_rank_over_process_groups(tmp_path, nodes, victim):
+    """The process group's deadline, and then the barrier's in which the culprit is found."""
+    with spanning.ranks(nodes, storm, str(tmp_path), timeout=TIMEOUT, **OVER_GROUPS) as ranks:
+        wait_for_start(tmp_path, sum(nodes))
+        stopped = ranks.signal(victim, signal.SIGSTOP)
+        for at in ends(ranks, sum(nodes), victim, pycomm.Timeout):
+            assert TIMEOUT - 0.1 < at - stopped < 2 * TIMEOUT + 2
+        ranks.signal(victim, signal.SIGCONT)
+        (late,) = ranks.wait_for([victim], 30)
+        assert issubclass(late.value[0], pycomm.CollectiveError)
+
+
+def test_other_failures_over_process_groups():
+    assert spanning.run([2, 1], aborting, timeout=20.0, **OVER_GROUPS) == [1, "aborted", 1]
+    assert spanning.run([2, 1], disagreeing, timeout=20.0, **OVER_GROUPS) == [2, 2, 2]
+    assert spanning.run([2, 1], leaving, False, timeout=20.0, **OVER_GROUPS) == [9.0] * 3
+    assert spanning.run([2, 1], leaving, True, timeout=20.0, **OVER_GROUPS) == ["left", 0, 0]
+
+
+def stuck(group: pycomm.Group, folder: str) -> tuple:
+    """A process group that no longer completes anything, though all ranks live."""
+    from pycomm._runtime import carriers
+
+    if group.rank == 1:
+        real = carriers.Carriers.all_to_all
+        carriers.Carriers.all_to_all = lambda *given: (time.sleep(2.5 * TIMEOUT), real(*given))[1]
+    try:
+        pycomm.all_reduce(torch.ones(100), group=group)
+    except pycomm.CollectiveError as error:
+        return type(error), Path(folder, "late").exists()
+    finally:
+        Path(folder, "late").touch()
+    return None
+
+
+def test_a_process_group_that_overruns_its_deadline(tmp_path):
+    with spanning.ranks([1, 1], stuck, str(tmp_path), timeout=TIMEOUT, **OVER_GROUPS) as ranks:
+        first, second = ranks.join()
+    assert first.value == (pycomm.Timeout, False), first.trace
+    assert issubclass(second.value[0], pycomm.CollectiveError), second.trace

@@ -61,8 +61,14 @@ def test_core_includes_only_the_standard_library():
 
 # From the lowest layer up; a module imports only what comes before it, for type checkers, too.
 PYTHON_LAYERS = [
-    {"_C", "_runtime.c10d_build", "_runtime.torch_private", "errors"},
-    {"_inputs.arguments", "_inputs.arrays", "_inputs.dtypes", "_runtime.buffers"},
+    {"_C", "_runtime.c10d_build", "_runtime.combine", "_runtime.torch_private", "errors"},
+    {
+        "_runtime.carriers",
+        "_inputs.arguments",
+        "_inputs.arrays",
+        "_inputs.dtypes",
+        "_runtime.buffers",
+    },
     {
         "_training.cuts",
         "_training.graphs",
@@ -76,10 +82,10 @@ PYTHON_LAYERS = [
     {"_runtime.log", "_runtime.open_groups", "_runtime.peers", "ops"},
     {"_inputs.labels", "_runtime.c10d_cache", "_runtime.cuda", "_runtime.meeting"},
     {"_runtime.cuda_windows", "_runtime.rendezvous", "compression"},
-    {"_runtime.subgroup"},
+    {"_runtime.span", "_runtime.subgroup"},
     {"group", "_names"},
     {"_given", "backend", "local_world", "_work"},
-    {"_blocks", "p2p"},
+    {"_blocks", "_spanning", "p2p"},
     {"collectives", "block_collectives"},
     {"compressed", "_training.members", "_training.parameters"},
     {"compressed_ops", "fsdp", "_training.flat"},

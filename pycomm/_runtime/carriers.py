@@ -1,0 +1,197 @@
+"""The exchange between nodes over a process group of torch.distributed.
+
+The ranks that carry a stripe, one of each node, have a backend of their own: the one that torch has
+for the tensors' device. Tensors travel as bytes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import queue
+import threading
+import time
+import weakref
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.distributed_c10d import AllToAllOptions, BroadcastOptions
+
+from pycomm._runtime.torch_private import backends_of, can_make_backend, new_backend
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch.distributed.distributed_c10d import Store
+
+_PATIENCE_AT_END = 0.2  # seconds
+
+
+def backends_to_make(group: Any) -> dict[str, str]:
+    """The backends between nodes for each type of device, by those of a process group.
+
+    Raises:
+        ValueError: it has none, or one that only torch can make.
+    """
+    # Gloo accepts CUDA tensors in some operations only.
+    found = {device: name for device, name in backends_of(group).items()
+             if (device, name) != ("cuda", "gloo")}  # fmt: skip
+    for device, name in found.items():
+        if not can_make_backend(name):
+            raise ValueError(
+                "group must have backends that are gloo, nccl or registered with torch.distributed "
+                f'for transport="process_group", got {name} for {device}'
+            )
+    return found
+
+
+class Overrun(RuntimeError):
+    """The process group did not complete an operation before the deadline."""
+
+
+class Carriers:
+    """The ranks of all nodes that carry one stripe.
+
+    Args:
+        name: the name of a backend of torch.distributed.
+        store: a Store that only these ranks use.
+        ranks: these ranks, in torch.distributed's default group.
+        here: the index of this rank among them, which is that of its node.
+        timeout: seconds that an operation may take.
+    """
+
+    def __init__(
+        self, name: str, store: Store, ranks: Sequence[int], here: int, timeout: float
+    ) -> None:
+        self._timeout = timedelta(seconds=timeout)
+        self._backend = new_backend(name, store, ranks, here, self._timeout)
+
+    def all_to_all(self, output: torch.Tensor, given: torch.Tensor) -> Transfer:
+        """Sends part m of `given` to node m; `output` receives a part of each node, in order."""
+        return self._start(
+            self._backend.alltoall_base, _bytes(output), _bytes(given), [], [], AllToAllOptions()
+        )
+
+    def all_gather(self, output: torch.Tensor, given: torch.Tensor) -> Transfer:
+        """Collects all nodes' `given` in `output`, in their order."""
+        return self._start(self._backend._allgather_base, _bytes(output), _bytes(given))
+
+    def broadcast(self, tensor: torch.Tensor, node: int) -> Transfer:
+        """Copies a node's tensor to all others."""
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor = node, 0
+        return self._start(self._backend.broadcast, [_bytes(tensor)], options)
+
+    def abort(self) -> None:
+        """Ends all transfers, also those of other nodes that wait for this one."""
+        self._backend.abort()
+
+    def _start(self, operation: Any, *arguments: Any) -> Transfer:
+        return Transfer(operation(*arguments), arguments, self._timeout)
+
+
+class Transfer:
+    """A running operation. It keeps its tensors alive."""
+
+    def __init__(self, work: Any, tensors: Any, timeout: timedelta) -> None:
+        self._work, self._tensors, self._timeout = work, tensors, timeout
+        self._end = time.monotonic() + timeout.total_seconds()
+
+    def wait(self) -> None:
+        """Waits for it; on a CUDA device the current stream does.
+
+        Raises:
+            Overrun: the deadline has passed.
+            RuntimeError: it failed.
+        """
+        try:
+            self._work.wait(self._timeout)
+        except RuntimeError as error:
+            if time.monotonic() < self._end:
+                raise
+            seconds = self._timeout.total_seconds()
+            raise Overrun(f"no answer within {seconds:g} s: {error}") from error
+        self._tensors = None
+
+
+class Worker:
+    """A thread that runs functions in the order in which they were given."""
+
+    def __init__(self, abort: Callable[[], None]) -> None:
+        self._tasks: queue.SimpleQueue[tuple[Callable[[], None], Task] | None] = queue.SimpleQueue()
+        self._abort = abort
+        self._given = self._done = 0
+        self._thread = threading.Thread(target=self._run, name="pycomm-carriers", daemon=True)
+        self._thread.start()
+        _workers.add(self)
+
+    def submit(self, function: Callable[[], None]) -> Task:
+        """Hands over a function."""
+        task = Task()
+        self._given += 1
+        self._tasks.put((function, task))
+        return task
+
+    def busy(self) -> bool:
+        """True if a function has not ended."""
+        return self._given > self._done
+
+    def end(self, patience: float | None = None) -> None:
+        """Ends the thread after the last function, and waits for that."""
+        self._tasks.put(None)
+        self._thread.join(patience)
+
+    def end_now(self) -> None:
+        """Ends the thread with the interpreter."""
+        self.end(0)
+        if self._thread.is_alive():
+            self._abort()
+            self._thread.join(_PATIENCE_AT_END)
+
+    def _run(self) -> None:
+        while (given := self._tasks.get()) is not None:
+            function, task = given
+            task.start = time.perf_counter()
+            try:
+                function()
+            except BaseException as error:
+                task.error = error
+            task.stop = time.perf_counter()
+            self._done += 1
+            task.ended.set()
+
+
+class Task:
+    """A function that a worker runs.
+
+    Attributes:
+        ended: set when it has ended.
+        error: what it has raised.
+        start: when it began, in seconds of ``time.perf_counter``.
+        stop: when it ended.
+    """
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+        self.error: BaseException | None = None
+        self.start = self.stop = 0.0
+
+    def wait(self) -> None:
+        """Waits until it has ended, and raises its error."""
+        self.ended.wait()
+        if self.error is not None:
+            raise self.error
+
+
+_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_workers() -> None:
+    """Ends all threads; one that waits in torch at the interpreter's end aborts the process."""
+    for worker in list(_workers):
+        worker.end_now()
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)

@@ -1,0 +1,299 @@
+"""Collectives of a group that spans nodes, over a process group of torch.distributed.
+
+The phases are those of csrc/cpu/internode/group.h, and so are the bits. Inside the nodes they are
+collectives of a group of the node's ranks, between the nodes operations of a process group
+(pycomm/_runtime/carriers.py), and the sums in between are operations of torch. So nothing depends
+on the tensors' device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch.autograd.graph import increment_version
+
+from pycomm import _work
+from pycomm._inputs.dtypes import operation_of
+from pycomm._runtime.combine import combine
+from pycomm._work import Work, dense_stand_ins
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pycomm._runtime.carriers import Carriers, Task, Transfer
+    from pycomm._runtime.span import Span
+    from pycomm.group import Group
+
+_TILE_BYTES = 4 << 20  # of one stripe
+_PIPELINE_DEPTH = 1  # tiles: the distance between a tile's phases
+
+
+class SpanningWork(Work):
+    """A collective that the group's thread runs."""
+
+    def __init__(self, task: Task, tensors: tuple[object, ...], finish: Callable[[], None]) -> None:
+        super().__init__(None, tensors, finish)
+        self._task = task
+
+    def wait(self) -> None:
+        """Blocks until the operation is complete, and raises its error if it failed."""
+        self._task.wait()
+        super().wait()
+
+    def is_completed(self) -> bool:
+        """True if :meth:`wait` would return at once."""
+        return self._task.ended.is_set()
+
+    def interval(self) -> tuple[float, float]:
+        """Start and end, in seconds of ``time.perf_counter``. Waits."""
+        self.wait()
+        return self._task.start, self._task.stop
+
+
+def launch(
+    group: Group,
+    collective: str,
+    source: torch.Tensor,
+    result: torch.Tensor,
+    shape: torch.Size,
+    op: str = "sum",
+    *,
+    label: str,
+    algorithm: str = "two_shot",
+    root: int = 0,
+    written: bool = True,
+    async_op: bool,
+) -> Any:
+    """Runs an operation over the process group if the group has one for the tensors' device.
+
+    The arguments are those of :func:`pycomm._work.launch`, which runs all others.
+    """
+    span = group._span
+    if span is None or not span.serves(source.device) or collective not in _FLOWS:
+        return _work.launch(
+            group, collective, source, result, shape, op, label=label, algorithm=algorithm,
+            root=root, written=written, async_op=async_op,
+        )  # fmt: skip
+    increment_version(result)
+    given, made, finish = dense_stand_ins(source, result)
+    # Ranks compare the operation, and wait for each other, before any of them sends data.
+    operation = operation_of(collective, algorithm, source.dtype, op, root)
+    flat = given.view(-1)
+    flat_result = flat if made is given else made.view(-1)
+    exchange = Exchange(Between(span, source.device), flat, flat_result, op, root)
+    flow = _FLOWS[collective] if given.numel() else _nothing
+    task = span.run(operation, shape, label, lambda: flow(exchange))
+    if async_op:
+        return SpanningWork(task, (given, made, result), finish)
+    task.wait()
+    finish()
+    return result
+
+
+class Between:
+    """The ranks of this node, and the ranks of other nodes that carry the same stripe."""
+
+    def __init__(self, span: Span, device: torch.device) -> None:
+        self.here, self.index, self.stripes = span.here, span.index, span.stripes
+        self.nodes, self.world, self.rank = len(span.nodes), span.world, span.rank
+        self.even, self.place_of = span.even, span.place_of
+        self._ranks = span.nodes
+        self._node = cast("Group | None", span.node)
+        self._carriers = span.carriers[device.type]
+
+    @property
+    def carriers(self) -> Carriers:
+        """The carriers of this rank's stripe."""
+        assert self._carriers is not None
+        return self._carriers
+
+    @property
+    def carries(self) -> bool:
+        """True if this rank carries a stripe."""
+        return self._carriers is not None
+
+    def by_index(self, device: torch.device) -> torch.Tensor:
+        """All ranks, if nodes are of one size: the first of every node, then the second ones."""
+        order = list(zip(*self._ranks, strict=True))
+        return torch.tensor(order, device=device).flatten()
+
+    def sum_to_carriers(self, stripes: torch.Tensor, op: str) -> torch.Tensor:
+        """This node's sums of a row per stripe; a carrier gets its own, the others something."""
+        op = "sum" if op == "avg" else op  # divided once, between nodes
+        mine = stripes[min(self.index, self.stripes - 1)]
+        if self._node is None:
+            return mine
+        if self.even:
+            sums = torch.empty_like(mine)
+            self._inside("reduce_scatter", stripes, sums, sums.shape, op)
+            return sums
+        for i, stripe in enumerate(stripes):
+            self._inside("reduce", stripe, stripe, stripe.shape, op, i)
+        return mine
+
+    def gather_from_carriers(self, stripes: torch.Tensor, mine: torch.Tensor) -> None:
+        """Every rank of this node gets all rows, of which a carrier has its own."""
+        if self._node is None:
+            _copy(stripes[0], mine)
+        elif self.even:
+            self._inside("all_gather", mine, stripes, mine.shape)
+        else:
+            if self.carries:
+                _copy(stripes[self.index], mine)
+            for i, stripe in enumerate(stripes):
+                self.broadcast_inside(stripe, i)
+
+    def broadcast_inside(self, data: torch.Tensor, index: int) -> None:
+        """Copies the tensor of one of this node's ranks to the others."""
+        if self._node is not None:
+            self._inside("broadcast", data, data, data.shape, root=index)
+
+    def _inside(
+        self,
+        collective: str,
+        source: torch.Tensor,
+        result: torch.Tensor,
+        shape: torch.Size,
+        op: str = "sum",
+        root: int = 0,
+    ) -> None:
+        assert self._node is not None
+        _work.launch(
+            self._node, collective, source, result, shape, op, label="", root=root,
+            written=collective != "reduce" or root == self.index, async_op=False,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One collective on flat tensors."""
+
+    between: Between
+    source: torch.Tensor
+    result: torch.Tensor
+    op: str
+    root: int
+
+    def all_reduce(self) -> None:
+        """Reduces inside the nodes to stripes, then between nodes, and gathers."""
+        if self.result is not self.source:
+            self.result.copy_(self.source)
+        unit = self.between.stripes * self.between.nodes
+        tile = _TILE_BYTES // self.result.element_size() // self.between.nodes * unit
+        run_tiles([_Tile(self.between, self.op, part) for part in torch.split(self.result, tile)])
+
+    def reduce_scatter(self) -> None:
+        """Every rank gets the sums of its own block."""
+        between, count = self.between, self.result.numel()
+        if not between.even:
+            whole = self.source.clone()
+            Exchange(between, whole, whole, self.op, 0).all_reduce()
+            self.result.copy_(whole.view(between.world, count)[between.rank])
+            return
+        # The i-th rank of a node adds up the blocks of the i-th ranks of all nodes.
+        blocks = self.source.view(between.world, count)[between.by_index(self.source.device)]
+        mine = between.sum_to_carriers(blocks.view(between.stripes, -1), self.op)
+        parts = torch.empty_like(mine)
+        between.carriers.all_to_all(parts, mine).wait()
+        self.result.copy_(combine(parts.view(between.nodes, count), self.op, between.world))
+
+    def all_gather(self) -> None:
+        """Every rank gets all blocks."""
+        between, count = self.between, self.source.numel()
+        if not between.even:  # the blocks of others are zeros
+            self.result.zero_().view(between.world, count)[between.rank] = self.source
+            bits = self.result.view(torch.uint8)
+            Exchange(between, bits, bits, "bor", 0).all_reduce()
+            return
+        mine = self.source.new_empty(between.nodes * count)
+        between.carriers.all_gather(mine, self.source).wait()
+        blocks = self.source.new_empty((between.stripes, between.nodes * count))
+        between.gather_from_carriers(blocks, mine)
+        order = between.by_index(self.source.device)
+        self.result.view(between.world, count)[order] = blocks.view(between.world, count)
+
+    def broadcast(self) -> None:
+        """Sends the root's tensor inside its node, in stripes between nodes, and gathers them."""
+        between, data = self.between, self.result
+        node, index = between.place_of(self.root)
+        if node == between.here:
+            between.broadcast_inside(data, index)
+        whole = _padded(data, between.stripes)
+        stripes = whole.view(between.stripes, -1)
+        mine = stripes[min(between.index, between.stripes - 1)].clone()
+        if between.carries:
+            between.carriers.broadcast(mine, node).wait()
+        if node != between.here:
+            between.gather_from_carriers(stripes, mine)
+            data.copy_(whole[: data.numel()])
+
+
+def _nothing(_: Exchange) -> None:
+    """The flow of an operation without elements."""
+
+
+_FLOWS: dict[str, Callable[[Exchange], None]] = {
+    "all_reduce": Exchange.all_reduce,
+    "reduce_scatter": Exchange.reduce_scatter,
+    "all_gather": Exchange.all_gather,
+    "broadcast": Exchange.broadcast,
+}
+
+
+class _Tile:
+    """A part of a tensor's all-reduce: the stages of csrc/core/algorithms/internode.h."""
+
+    def __init__(self, between: Between, op: str, data: torch.Tensor) -> None:
+        self._between, self._op, self._data = between, op, data
+        self._whole = self._stripes = self._mine = self._parts = data
+        self._transfer: Transfer | None = None
+
+    def stage(self) -> None:
+        """Adds up inside the node, and sends every node its part of this rank's stripe."""
+        between = self._between
+        self._whole = _padded(self._data, between.stripes * between.nodes)
+        self._stripes = self._whole.view(between.stripes, -1)
+        self._mine = between.sum_to_carriers(self._stripes, self._op)
+        if between.carries:
+            self._parts = torch.empty_like(self._mine)
+            self._transfer = between.carriers.all_to_all(self._parts, self._mine)
+
+    def reduce(self) -> None:
+        """Adds up what this node owns, in the order of nodes, and sends it to all."""
+        between = self._between
+        if self._transfer is not None:
+            self._transfer.wait()
+            sums = combine(self._parts.view(between.nodes, -1), self._op, between.world)
+            self._transfer = between.carriers.all_gather(self._mine, sums)
+
+    def gather(self) -> None:
+        """Spreads the results inside the node."""
+        if self._transfer is not None:
+            self._transfer.wait()
+        self._between.gather_from_carriers(self._stripes, self._mine)
+        _copy(self._data, self._whole[: self._data.numel()])
+
+
+def run_tiles(tiles: list[_Tile]) -> None:
+    """Runs the stages of all tiles; while one tile is added up, others are on the wire."""
+    depth = _PIPELINE_DEPTH
+    for step in range(len(tiles) + 2 * depth):
+        if step < len(tiles):
+            tiles[step].stage()
+        if 0 <= step - depth < len(tiles):
+            tiles[step - depth].reduce()
+        if step >= 2 * depth:
+            tiles[step - 2 * depth].gather()
+
+
+def _padded(data: torch.Tensor, unit: int) -> torch.Tensor:
+    """A tensor's elements and so many zeros that their number is a multiple of `unit`."""
+    missing = -data.numel() % unit
+    return torch.cat([data, data.new_zeros(missing)]) if missing else data
+
+
+def _copy(to: torch.Tensor, given: torch.Tensor) -> None:
+    if to.data_ptr() != given.data_ptr():
+        to.copy_(given)

@@ -1,0 +1,167 @@
+"""Groups that span nodes, over process groups of torch.distributed."""
+
+from __future__ import annotations
+
+import compressing
+import helpers
+import pytest
+import spanning
+import torch
+import torch.distributed as dist
+
+import pycomm
+
+LAYOUTS = [[1, 1], [2, 2], [2, 1], [1, 1, 1], "abba"]
+INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
+FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+ARITHMETIC = ("sum", "avg", "min", "max", "prod")
+BITWISE = ("band", "bor", "bxor")
+REDUCTIONS = [
+    *((dtype, op) for dtype in FLOATS for op in ARITHMETIC),
+    *((dtype, op) for dtype in INTEGERS for op in (*ARITHMETIC, *BITWISE)),
+    *((torch.bool, op) for op in ("sum", "min", "max", "prod", *BITWISE)),
+    *((torch.uint16, op) for op in ("sum", "prod", *BITWISE)),
+    *((torch.complex64, op) for op in ("sum", "avg")),
+]
+SPECIAL = [float("nan"), -float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-40, 65504.0]
+
+
+def values(dtype: torch.dtype, count: int, rank: int) -> torch.Tensor:
+    """Random values; floats begin with special ones, each meeting each on some two ranks."""
+    generator = torch.Generator().manual_seed(100 + rank)
+    if dtype == torch.bool:
+        return torch.randint(0, 2, (count,), generator=generator).bool()
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return torch.randint(0, 200, (count,), generator=generator).to(dtype)
+    x = torch.randn(count, generator=generator)
+    special = torch.tensor(SPECIAL)
+    first = special.repeat(8) if rank % 2 else special.repeat_interleave(8)
+    x[:64] = first[: min(count, 64)]
+    return torch.complex(x, x.flip(0)) if dtype.is_complex else x.to(dtype)
+
+
+def bits(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """As bytes, because torch cannot pickle all dtypes by value."""
+    return [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+
+
+def reductions(group: pycomm.Group) -> list[torch.Tensor]:
+    return bits(
+        [
+            pycomm.all_reduce(values(dtype, 1003, group.rank), op, group=group)
+            for dtype, op in REDUCTIONS
+        ]
+    )
+
+
+def collectives(group: pycomm.Group) -> list[torch.Tensor]:
+    """All of them; of odd sizes and of several tiles, strided, out of place, async."""
+    made = []
+    for count in (0, 1, 7, 3_000_001):
+        x = values(torch.float32, max(count, 64), group.rank)[:count]
+        made.append(pycomm.all_reduce(x, "avg", out=torch.empty(count), group=group))
+        made.append(later := x.clone())
+        pycomm.all_reduce(later, group=group, async_op=True).wait()
+        made.append(pycomm.broadcast(x.clone(), group.size - 1, group=group))
+    for dtype in (torch.bfloat16, torch.bool, torch.float8_e5m2):
+        for block in (0, 3, 70_001):
+            x = values(torch.float32, 64 + block * group.size, group.rank)[64:].to(dtype)
+            gathered = torch.empty(block * group.size, dtype=dtype)
+            made.append(pycomm.all_gather(gathered, x[:block], group=group))
+            if dtype != torch.float8_e5m2:
+                output = torch.empty(block, dtype=dtype)
+                made.append(pycomm.reduce_scatter(output, x, group=group))
+    x = values(torch.float32, 64, group.rank).view(8, 8)
+    made.append(pycomm.all_reduce(x.clone().t(), group=group))
+    twice = x.clone()
+    works = [pycomm.all_reduce(twice, group=group, async_op=True) for _ in range(2)]
+    pycomm.barrier(group=group)
+    for work in reversed(works):
+        work.wait()
+        begin, end = work.interval()
+        assert work.is_completed()
+        assert begin < end
+    return bits([*made, twice])
+
+
+@pytest.mark.parametrize("nodes", LAYOUTS, ids=str)
+@pytest.mark.parametrize("function", [reductions, collectives])
+def test_the_bits_of_the_other_transport(world, nodes, function):
+    names = spanning.names(nodes)
+    over_gloo = (
+        spanning.run(nodes, function)
+        if names == "abba"
+        else world(len(names), nodes=nodes).run(function)
+    )
+    over_groups = spanning.run(nodes, function, transport="process_group")
+    for rank, (made, wanted) in enumerate(zip(over_groups, over_gloo, strict=True)):
+        for i, (got, expected) in enumerate(zip(made, wanted, strict=True)):
+            compressing.compare(f"bytes of tensor {i} of rank {rank}", got, expected)
+
+
+def on_pycomms_backend(rank: int, size: int, store: str) -> tuple:
+    """The backend "pycomm" between the nodes."""
+    spanning.pretend("ab"[rank])
+    dist.init_process_group("pycomm", store=dist.FileStore(store, size), rank=rank, world_size=size)
+    with pycomm.init(transport="process_group", timeout=30) as group:
+        x = values(torch.float32, 1003, rank)
+        made = pycomm.all_reduce(x, group=group), pycomm.broadcast(x.clone(), 1, group=group)
+    dist.destroy_process_group()
+    return made
+
+
+def test_any_backend_of_torch(world):
+    def body(group):
+        x = values(torch.float32, 1003, group.rank)
+        return pycomm.all_reduce(x, group=group), pycomm.broadcast(x.clone(), 1, group=group)
+
+    wanted = world(2, nodes=[1, 1]).run(body)
+    for made, expected in zip(helpers.run_ranks(2, on_pycomms_backend), wanted, strict=True):
+        for got, other in zip(made, expected, strict=True):
+            compressing.compare("tensor", got, other)
+
+
+def refused(group: pycomm.Group) -> None:
+    x = torch.ones(1000)
+    with pytest.raises(ValueError, match=r'transport must be "gloo" .* for compressed_all_reduce'):
+        pycomm.compressed_all_reduce(x, pycomm.Int8(), group=group)
+    with pytest.raises(ValueError, match=r'transport must be "gloo" .* compressed_reduce_scatter'):
+        pycomm.compressed_reduce_scatter(x[:500].clone(), x, pycomm.Int8(), group=group)
+    with pytest.raises(ValueError, match=r'transport must be "gloo" .* for hooks and wrappers'):
+        pycomm.DataParallel(torch.nn.Linear(2, 2), group=group)
+    with pytest.raises(ValueError, match="algorithm must be auto or two_shot"):
+        pycomm.all_reduce(x, algorithm="ring", group=group)
+    with pytest.raises(ValueError, match="cannot run in a group that spans nodes"):
+        pycomm.reduce(x, group=group)
+    pycomm.barrier(group=group)  # the group is as good as before
+
+
+def test_what_is_refused():
+    spanning.run([1, 1], refused, transport="process_group")
+
+
+def one_node(group: pycomm.Group) -> float:
+    return float(pycomm.all_reduce(torch.ones(3), group=group)[0])
+
+
+def test_on_one_node_there_is_no_transport():
+    assert spanning.run([2], one_node, transport="process_group") == [2.0, 2.0]
+
+
+def differing(rank: int, size: int, store: str) -> str:
+    spanning.pretend("ab"[rank])
+    helpers.join_world(rank, size, store)
+    with pytest.raises(ValueError, match="transport must be one of auto, gloo, process_group"):
+        pycomm.init(transport="nccl")
+    with pytest.raises(ValueError) as raised:
+        pycomm.init(transport=["gloo", "process_group"][rank], timeout=20)
+    dist.destroy_process_group()
+    return str(raised.value)
+
+
+def test_ranks_that_want_different_transports():
+    expected = (
+        "transport must be the same on every rank: rank 0 has gloo, rank 1 has process_group with "
+        "gloo for cpu"
+    )
+    assert helpers.run_ranks(2, differing) == [expected] * 2
