@@ -11,7 +11,7 @@
 #include "core/executor.h"
 #include "core/layout.h"
 #include "core/reduce.h"
-#include "cuda/failing.cuh"
+#include "cuda/announcing.cuh"
 #include "cuda/layout.h"
 
 namespace pycomm::cuda {
@@ -44,12 +44,13 @@ class BlockComm {
   // Stores the state for the next operation. An operation whose waits were all satisfied still fails
   // if the group was aborted meanwhile: a failed rank may have changed the data that was read.
   __device__ void finish() {
+    auto& state = *reinterpret_cast<LaneState*>(window(me_.rank) + layout_.state(lane_));
+    if (failed_ && state.failed == 0) withdraw(announcements());
     __syncthreads();
     if (threadIdx.x != 0) return;
     __threadfence_system();  // looks after the block's last read and write
     failed_ = failed_ || aborted(me_, sequence_);
     if (can_be_direct()) inside().store(0, ::cuda::std::memory_order_release);
-    auto& state = *reinterpret_cast<LaneState*>(window(me_.rank) + layout_.state(lane_));
     state.failed = failed_;
     state.sequence = sequence_;
     for (int channel = 0; channel < kChannels; ++channel)
@@ -108,24 +109,31 @@ class BlockComm {
     __syncthreads();
     for (int r = threadIdx.x; r < size(); r += blockDim.x) {
       if (failed_) continue;
-      auto& line = *reinterpret_cast<Announcement*>(window(r) +
-                                                    layout_.announcement(lane_, sequence_, rank()));
+      Announcement& line = announcements().at(r, rank());
       line.operation = me_.operation;
       line.input = me_.input_location;
       line.output = me_.output_location;
       line.preflight = preflight_;
-      shared_word<std::uint32_t>(&line.epoch).store(sequence_, ::cuda::std::memory_order_release);
+      announcements().epoch(r, rank()).store(sequence_, ::cuda::std::memory_order_release);
     }
   }
 
   __device__ void await_announcements() {
-    bool stop = false;
+    if (failed_) return;
+    bool stop = false, staged = !can_be_direct();
     for (int r = threadIdx.x; r < size(); r += blockDim.x) {
-      if (r == rank()) continue;
-      stop |= !poll_flag(const_cast<std::uint32_t*>(&announced(r).epoch), sequence_, r);
+      const Announcement& other = announced(r);
+      stop |= !has_announced(r) || !(other.operation == me_.operation);
+      staged |= (other.input == kNotInWindow && shares_input(me_.operation, r)) ||
+                (other.output == kNotInWindow && shares_output(me_.operation, r));
+    }
+    zero_copy_ = __syncthreads_or(stop || staged) == 0;
+    if (zero_copy_) {
+      for (int r = threadIdx.x; r < size(); r += blockDim.x) stop |= !enter_heap_of(r);
     }
     vote_to_stop(stop);
-    compare();
+    // All lanes see a mismatch; the first one reports it.
+    if (failed_ && threadIdx.x == 0 && lane_ == 0) report_mismatch(announcements());
   }
 
   // Depends on the whole tensor, so that all lanes agree; a lane begins at a multiple of a line.
@@ -292,10 +300,8 @@ class BlockComm {
     return reinterpret_cast<std::uintptr_t>(address) % 16 == 0;
   }
   __device__ std::byte* window(int r) const { return me_.windows[r]; }
-  __device__ const Announcement& announced(int r) const {
-    return *reinterpret_cast<const Announcement*>(window(rank()) +
-                                                  layout_.announcement(lane_, sequence_, r));
-  }
+  __device__ Announcements announcements() const { return {me_, layout_, lane_, sequence_}; }
+  __device__ const Announcement& announced(int r) const { return announcements().at(rank(), r); }
   __device__ std::uint32_t* flag(int channel, int from) const {
     return reinterpret_cast<std::uint32_t*>(window(rank()) + layout_.flag(lane_, channel, from));
   }
@@ -360,37 +366,20 @@ class BlockComm {
   __device__ auto inside() const {
     return shared_word<std::uint32_t>(&me_.mailbox->in_peers_heaps[lane_]);
   }
-  // Returns false if this lane must not use other ranks' tensors. Either the lane sees an abort here,
-  // or the host sees the lane inside: each writes its own word before it reads the other's.
-  __device__ bool enter_peers_heaps() {
+  __device__ bool has_announced(int r) {
+    return r == rank() || poll_flag(&announcements().at(rank(), r).epoch, sequence_, r);
+  }
+  // Returns false if this lane must not use rank r's tensors. It says that it is inside, and then
+  // looks for an abort and for the announcement once more. So the host sees the lane inside, or the
+  // lane sees the abort; and a rank that has drained has withdrawn its announcement.
+  __device__ bool enter_heap_of(int r) {
     inside().store(1, ::cuda::std::memory_order_relaxed);
     __threadfence_system();
-    return !aborted(me_, sequence_);
+    return !aborted(me_, sequence_) && has_announced(r);
   }
 
   __device__ bool report(Reason reason, int r) {
     return cuda::report(me_, sequence_, reason, r, me_.operation, me_.operation);
-  }
-
-  __device__ void compare() {
-    if (failed_) return;
-    bool zero_copy = can_be_direct();
-    int differs = -1;
-    for (int r = 0; r < size(); ++r) {
-      const Announcement& other = announced(r);
-      if (differs < 0 && !(other.operation == announced(0).operation)) differs = r;
-      zero_copy = zero_copy && (other.input != kNotInWindow || !shares_input(me_.operation, r)) &&
-                  (other.output != kNotInWindow || !shares_output(me_.operation, r));
-    }
-    zero_copy_ = zero_copy;
-    // All lanes see the mismatch; the first one reports it.
-    if (differs >= 0 && threadIdx.x == 0 && lane_ == 0) {
-      cuda::report(me_, sequence_, Reason::mismatch, differs, announced(0).operation,
-                   announced(differs).operation);
-    }
-    bool stop = differs >= 0;
-    if (zero_copy && !stop && threadIdx.x == 0) stop = !enter_peers_heaps();
-    vote_to_stop(stop);
   }
 
   const RankLaunch& me_;

@@ -25,7 +25,7 @@ Operation all_reduce(Algorithm algorithm, CodecKind codec = CodecKind::none) {
 
 // Ranks, each with a tensor of ones and a result of zeros.
 struct Ranks {
-  explicit Ranks(int n, bool staged = false) : world(n, 60, staged) {
+  explicit Ranks(int n, bool staged = false, double timeout = 60) : world(n, timeout, staged) {
     for (int r = 0; r < n; ++r) {
       x.emplace_back(kCount, 1.0f);
       y.emplace_back(kCount, 0.0f);
@@ -41,6 +41,11 @@ struct Ranks {
                         cuda::Compression{{}, nullptr, workspaces.back().data()});
     }
     world.shared->launch();
+  }
+
+  // Ranks with a GPU each launch a kernel each.
+  void launch_alone(int r, const Operation& operation) {
+    world.endpoints[r]->launch(operation, x[r].data(), y[r].data(), 0);
   }
 
   int size() const { return static_cast<int>(x.size()); }
@@ -112,6 +117,21 @@ void is_seen_inside(Algorithm algorithm) {
   fails_as_aborted(endpoint, operation);
 }
 
+// The host has not heard of the timeout yet. Rank 0's later operations, which fail at once, must not
+// look like the announcement that rank 1 waits for.
+void a_late_rank_leaves_tensors_alone(Algorithm algorithm) {
+  Ranks ranks(2, false, 0.1);
+  const Operation operation = all_reduce(algorithm);
+  for (int i = 0; i < 3; ++i) ranks.launch_alone(0, operation);
+  ranks.launch_alone(1, operation);
+  for (int r = 0; r < 2; ++r) {
+    const cuda::Failure failure = ranks.world.endpoints[r]->failure();
+    PYCOMM_CHECK(failure.reason == Reason::timeout && failure.rank == 1 - r,
+                 "each misses the other");
+    PYCOMM_CHECK(ranks.y[r] == std::vector<float>(kCount, 0.0f), "results stay as they were");
+  }
+}
+
 void is_not_launched_once_a_rank_has_given_up() {
   Ranks ranks(2);
   const Operation operation = all_reduce(Algorithm::two_shot);
@@ -152,6 +172,12 @@ int main() {
        [] {
          for (const Algorithm algorithm : {Algorithm::two_shot, Algorithm::ring}) {
            is_seen_inside(algorithm);
+         }
+       }},
+      {"a late rank leaves tensors alone",
+       [] {
+         for (const Algorithm algorithm : {Algorithm::two_shot, Algorithm::ring, Algorithm::tree}) {
+           a_late_rank_leaves_tensors_alone(algorithm);
          }
        }},
       {"not launched once a rank has given up", is_not_launched_once_a_rank_has_given_up},
