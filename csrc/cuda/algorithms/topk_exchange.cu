@@ -33,7 +33,7 @@ __device__ void feed(const TopkBlock& block) {
       const std::uint32_t index = scratch.indices[i];
       const std::int64_t chunk = index / kTopkChunk;
       const float value = scratch.values[i];
-      if (!scratch.cuts[block.area.owner(chunk)].keeps(index, value)) continue;
+      if (!scratch.cuts[block.area.owner(chunk)].keeps(index, magnitude(value))) continue;
       const bool scaled = block.codec.values == DType::u8;
       const BlockScale scale = int8_scale(scaled ? scratch.largest[chunk] : 0);
       const float sent = through_wire(value, block.codec.values, scale);

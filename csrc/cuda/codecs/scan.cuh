@@ -33,6 +33,34 @@ __device__ inline std::uint64_t sum_of_all(std::uint64_t value) {
   return total;
 }
 
+// Calls put(i, sum of the numbers before the i-th) for n numbers; returns the sum over all. A thread
+// takes neighbours, whose loads are in flight together. All threads call it together.
+template <class Number, class Put>
+__device__ std::uint64_t scan_all(std::int64_t n, Number number, Put put) {
+  constexpr int kEach = 8;
+  std::uint64_t carry = 0;
+  for (std::int64_t begin = 0; begin < n; begin += kThreads * kEach) {
+    const std::int64_t first = begin + threadIdx.x * kEach;
+    std::uint64_t numbers[kEach], mine = 0, total;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) mine += numbers[i] = first + i < n ? number(first + i) : 0;
+    std::uint64_t before = carry + sum_before(mine, total);
+    carry += total;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      if (first + i < n) put(first + i, before);
+      before += numbers[i];
+    }
+  }
+  return carry;
+}
+
+__device__ inline std::uint32_t sum_of_warp(std::uint32_t value) {
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) value += __shfl_xor_sync(0xffffffffu, value, step);
+  return value;
+}
+
 // Finds from the top the bin with the `left`-th element, and which one it is in there. False: there
 // are not so many.
 __device__ inline bool pick_bin(const std::uint32_t* bins, int count, std::uint32_t& left,

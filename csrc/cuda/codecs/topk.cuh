@@ -30,8 +30,7 @@ struct Cut {
   std::uint32_t least;
   std::uint32_t last;
 
-  __device__ bool keeps(std::uint32_t index, float value) const {
-    const std::uint32_t size = magnitude(value);
+  __device__ bool keeps(std::uint32_t index, std::uint32_t size) const {
     return size > least || (size == least && index <= last);
   }
 };

@@ -13,43 +13,99 @@ __device__ void each_entry(const TopkBlock& block, std::int64_t chunk, Visit vis
   }
 }
 
+__device__ std::int64_t selected_in(const TopkBlock& block, std::int64_t chunk) {
+  return block.entries_before_chunk(chunk + 1, block.n()) -
+         block.entries_before_chunk(chunk, block.n());
+}
+
+// Calls visit(entry, magnitude) for the selected entries of a chunk, by the threads of one warp.
 template <class Visit>
-__device__ void each_entry(const TopkBlock& block, const TopkRegion& region, Visit visit) {
-  for (std::int64_t j = 0; j < region.chunks(); ++j) {
-    each_entry(block, region.first + j * region.ranks, visit);
+__device__ void each_of_warp(const TopkBlock& block, std::int64_t chunk, Visit visit) {
+  constexpr int kAhead = 4;  // loads in flight
+  const float* const values = block.scratch.values;
+  const std::int64_t end = block.entries_before_chunk(chunk + 1, block.n());
+  std::int64_t i = block.entries_before_chunk(chunk, block.n()) + threadIdx.x % 32;
+  for (; i < end; i += 32 * kAhead) {
+    std::uint32_t sizes[kAhead];
+#pragma unroll
+    for (int a = 0; a < kAhead; ++a)
+      sizes[a] = i + 32 * a < end ? magnitude(values[i + 32 * a]) : 0;
+#pragma unroll
+    for (int a = 0; a < kAhead; ++a) {
+      if (sizes[a] != 0) visit(i + 32 * a, sizes[a]);
+    }
   }
+}
+
+// Calls visit(chunk) for the chunks of a region, each by one warp.
+template <class Visit>
+__device__ void each_chunk(const TopkRegion& region, Visit visit) {
+  for (std::int64_t j = threadIdx.x / 32; j < region.chunks(); j += kThreads / 32) {
+    visit(region.first + j * region.ranks);
+  }
+}
+
+// Writes to scratch.begins how many entries of each chunk satisfy `counts`.
+template <class Counts>
+__device__ void count_entries(const TopkBlock& block, const TopkRegion& region, Counts counts) {
+  each_chunk(region, [&](std::int64_t chunk) {
+    std::uint32_t count = 0;
+    each_of_warp(block, chunk,
+                 [&](std::int64_t i, std::uint32_t size) { count += counts(i, size) ? 1 : 0; });
+    count = sum_of_warp(count);
+    if (threadIdx.x % 32 == 0) block.scratch.begins[chunk] = count;
+  });
+  __syncthreads();
+}
+
+// The index of the `left`-th entry of exactly this magnitude.
+__device__ std::uint32_t find_tie(const TopkBlock& block, const TopkRegion& region,
+                                  std::uint32_t least, std::uint32_t left) {
+  __shared__ std::int64_t chunk;
+  __shared__ std::uint32_t before, last;
+  const TopkScratch& scratch = block.scratch;
+  count_entries(block, region, [&](std::int64_t, std::uint32_t size) { return size == least; });
+  const auto ties_in = [&](std::int64_t j) {
+    return std::uint64_t{scratch.begins[region.first + j * region.ranks]};
+  };
+  scan_all(region.chunks(), ties_in, [&](std::int64_t j, std::uint64_t ties) {
+    if (ties >= left || ties + ties_in(j) < left) return;
+    chunk = region.first + j * region.ranks;
+    before = static_cast<std::uint32_t>(ties);
+  });
+  __syncthreads();
+  std::uint64_t ties = before;
+  each_entry(block, chunk, [&](std::int64_t i, bool exists) {
+    const bool tie = exists && magnitude(scratch.values[i]) == least;
+    std::uint64_t total;
+    const std::uint64_t here = ties + sum_before(tie ? 1 : 0, total);
+    if (tie && here + 1 == left) last = scratch.indices[i];
+    ties += total;
+  });
+  __syncthreads();
+  return last;
 }
 
 // The `capacity` largest entries for an owner; of equal ones, those with the lower index.
 __device__ Cut find_cut(const TopkBlock& block, const TopkRegion& region, std::int64_t capacity) {
   __shared__ std::uint32_t bins[digit_bins(0)];
-  __shared__ std::uint32_t last;
-  const TopkScratch& scratch = block.scratch;
   std::uint32_t prefix = 0, left = static_cast<std::uint32_t>(capacity), bin = 0;
   for (int digit = 0; digit < kDigits; ++digit) {
     for (int i = threadIdx.x; i < digit_bins(digit); i += kThreads) bins[i] = 0;
     __syncthreads();
-    each_entry(block, region, [&](std::int64_t i, bool exists) {
-      const std::uint32_t size = exists ? magnitude(scratch.values[i]) : 0;
-      if (size == 0 || (digit > 0 && size >> digit_shift(digit - 1) != prefix)) return;
-      const auto mask = static_cast<std::uint32_t>(digit_bins(digit) - 1);
-      atomicAdd(&bins[size >> digit_shift(digit) & mask], 1u);
+    each_chunk(region, [&](std::int64_t chunk) {
+      each_of_warp(block, chunk, [&](std::int64_t, std::uint32_t size) {
+        if (digit > 0 && size >> digit_shift(digit - 1) != prefix) return;
+        const auto mask = static_cast<std::uint32_t>(digit_bins(digit) - 1);
+        atomicAdd(&bins[size >> digit_shift(digit) & mask], 1u);
+      });
     });
     __syncthreads();
     pick_bin(bins, digit_bins(digit), left, bin);
     prefix = digit == 0 ? bin : prefix * digit_bins(digit) + bin;
     __syncthreads();  // all threads have read the bins
   }
-  std::uint64_t ties = 0;
-  each_entry(block, region, [&](std::int64_t i, bool exists) {
-    const bool tie = exists && magnitude(scratch.values[i]) == prefix;
-    std::uint64_t total;
-    const std::uint64_t before = ties + sum_before(tie ? 1 : 0, total);
-    if (tie && before + 1 == left) last = scratch.indices[i];
-    ties += total;
-  });
-  __syncthreads();
-  return {prefix, last};
+  return {prefix, find_tie(block, region, prefix, left)};
 }
 
 // For each owner's list: the entries that are kept, and where its chunks begin.
@@ -61,21 +117,26 @@ __global__ void __launch_bounds__(kThreads, 1)
     const TopkRegion region = block.region(owner);
     const std::int64_t capacity = region.capacity(block.codec.k);
     std::int64_t found = 0;
-    for (std::int64_t j = 0; j < region.chunks(); ++j) {
+    for (std::int64_t j = threadIdx.x; j < region.chunks(); j += kThreads) {
       const std::int64_t chunk = region.first + j * region.ranks;
-      found += block.entries_before_chunk(chunk + 1, block.n()) -
-               block.entries_before_chunk(chunk, block.n());
+      const std::int64_t here = selected_in(block, chunk);
+      scratch.begins[chunk] = static_cast<std::uint32_t>(here);
+      found += here;
     }
-    const Cut cut = found > capacity ? find_cut(block, region, capacity) : Cut{0, 0};
-    std::uint64_t kept = 0;
-    for (std::int64_t j = 0; j < region.chunks(); ++j) {
-      const std::int64_t chunk = region.first + j * region.ranks;
-      if (threadIdx.x == 0) scratch.begins[chunk] = static_cast<std::uint32_t>(kept);
-      each_entry(block, chunk, [&](std::int64_t i, bool exists) {
-        const bool keeps = exists && cut.keeps(scratch.indices[i], scratch.values[i]);
-        kept += sum_of_all(keeps ? 1 : 0);
+    found = static_cast<std::int64_t>(sum_of_all(static_cast<std::uint64_t>(found)));
+    Cut cut{0, 0};
+    if (found > capacity) {
+      cut = find_cut(block, region, capacity);
+      count_entries(block, region, [&](std::int64_t i, std::uint32_t size) {
+        return cut.keeps(scratch.indices[i], size);
       });
     }
+    const auto at = [&](std::int64_t j) -> std::uint32_t& {
+      return scratch.begins[region.first + j * region.ranks];
+    };
+    const std::uint64_t kept = scan_all(
+        region.chunks(), [&](std::int64_t j) { return std::uint64_t{at(j)}; },
+        [&](std::int64_t j, std::uint64_t before) { at(j) = static_cast<std::uint32_t>(before); });
     if (threadIdx.x != 0) continue;
     scratch.cuts[owner] = cut;
     scratch.entries[owner] = static_cast<std::uint32_t>(kept);
@@ -142,7 +203,7 @@ __global__ void __launch_bounds__(kThreads) list_kernel(const __grid_constant__ 
     ChunkWriter writer{layout, block.lists() + block.area.list(owner), c / block.ranks(),
                        scratch.begins[c]};
     const auto keeps = [&](std::int64_t i, bool exists) {
-      return exists && cut.keeps(scratch.indices[i], scratch.values[i]);
+      return exists && cut.keeps(scratch.indices[i], magnitude(scratch.values[i]));
     };
     if (layout.scaled()) {
       std::uint32_t largest = 0;

@@ -73,20 +73,18 @@ __global__ void __launch_bounds__(kThreads) scan_kernel(const __grid_constant__ 
   const Selector<float> from(block);
   std::uint32_t least, ties;
   from.threshold(kDigits, least, ties);
-  std::uint64_t carry = 0;
-  for (std::int64_t begin = 0; begin <= from.tiles(); begin += kThreads) {
-    const std::int64_t tile = begin + threadIdx.x;
-    std::uint64_t both = 0, total;
-    if (tile < from.tiles()) {
-      both = std::uint64_t{block.scratch.above[tile]} << 32 | block.scratch.equal[tile];
-    }
-    both = carry + sum_before(both, total);
-    carry += total;
-    if (tile > from.tiles()) continue;
-    block.scratch.above[tile] = static_cast<std::uint32_t>(both >> 32);
-    block.scratch.equal[tile] = static_cast<std::uint32_t>(both);
-  }
-  if (threadIdx.x == 0) *block.scratch.ties = ties;
+  std::uint32_t *const above = block.scratch.above, *const equal = block.scratch.equal;
+  const std::uint64_t both = scan_all(
+      from.tiles(),
+      [&](std::int64_t tile) { return std::uint64_t{above[tile]} << 32 | equal[tile]; },
+      [&](std::int64_t tile, std::uint64_t before) {
+        above[tile] = static_cast<std::uint32_t>(before >> 32);
+        equal[tile] = static_cast<std::uint32_t>(before);
+      });
+  if (threadIdx.x != 0) return;
+  above[from.tiles()] = static_cast<std::uint32_t>(both >> 32);
+  equal[from.tiles()] = static_cast<std::uint32_t>(both);
+  *block.scratch.ties = ties;
 }
 
 // Sums that are not selected stay in the residual.
