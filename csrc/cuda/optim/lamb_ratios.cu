@@ -27,7 +27,8 @@ __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
   const float scale = gradient_factor(settings.maximize, launch.control);
   double step = 0.0;
   Lamb lamb(settings, 1.0);
-  visit_pieces(table, params.first, params.first + params.count, [&](const SumPiece& piece) {
+  const std::int64_t end = params.first + params.count;
+  visit_pieces<1>(table, params.first, end, [&](const SumPiece& piece) {
     const Segment segment = table.segment(piece.segment);
     if (*segment.step + 1.0 != step) {
       step = *segment.step + 1.0;
@@ -35,7 +36,7 @@ __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
     }
     double sum[2];
     lamb_sums(segment, piece.number, lamb, scale, sum);
-    if (within.climb(piece.first, piece.segment, piece.number, piece.pieces, sum) && lane() == 0) {
+    if (within.climb(piece.first, piece.segment, piece.number, 1, piece.sums, sum) && lane() == 0) {
       table.ratios()[piece.segment] = lamb_ratio(sum[0], sum[1]);
     }
   });

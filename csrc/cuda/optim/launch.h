@@ -11,7 +11,7 @@ namespace pycomm::cuda {
 // Blocks per multiprocessor: few enough that threads get the registers they need. Each thread has 100
 // bytes or more in flight, which keeps memory busy.
 inline constexpr int kStepBlocks = 2;
-inline constexpr int kGradNormBlocks = 5;
+inline constexpr int kGradNormBlocks = 3;
 
 struct StepLaunch {
   Table table;

@@ -53,7 +53,7 @@ class ShardedStepComm : public ShardedComm {
     const StepHeader& header = table_.header();
     meet_lanes();
     for_nodes<1>([&](std::int64_t s, double (&sum)[1]) {
-      if (!over<1>().climb(0, 0, s, header.shards, sum) || lane() != 0) return;
+      if (!over<1>().climb(0, 0, s, 1, header.shards, sum) || lane() != 0) return;
       *header.norm = conclude(sum[0], header.max_norm, header.control);
     });
     meet_lanes();
@@ -186,7 +186,7 @@ class ShardedStepComm : public ShardedComm {
         sum[k] = sum_by_warp(rest < kSumBlock ? rest : kSumBlock,
                              [from](std::int64_t i) { return from[i]; });
       }
-      if (within.climb(row.first_node, s, number, nodes_of(leaves), sum)) visit(s, sum);
+      if (within.climb(row.first_node, s, number, 1, nodes_of(leaves), sum)) visit(s, sum);
     }
   }
   template <int kSums>

@@ -1,7 +1,9 @@
-// Sums of squares over segments, in the order of core/optim/square_sum.h. A warp adds up 1024 elements.
-// The warp that brings the last of a sum's 1024 terms adds them up and goes on with the result, so that
-// the whole device works on the tree and no block waits for another one.
+// Sums of squares over segments, in the order of core/optim/square_sum.h. A warp adds up 1024 elements,
+// or several times 1024 at once. The warp that brings the last of a sum's 1024 terms adds them up and
+// goes on with the result, so that the whole device works on the tree and no block waits for another one.
 #pragma once
+
+#include <algorithm>
 
 #include "cuda/optim/numbers.cuh"
 #include "cuda/runtime.cuh"
@@ -30,21 +32,25 @@ struct Trees {
   double* terms;
   std::uint32_t* tickets;
 
-  // All threads of a warp bring term i of n of the tree whose leaves begin at `first`. Returns true in
-  // exactly one warp: there `sum` is then the whole tree's sum.
-  __device__ bool climb(std::int64_t first, std::int64_t tree, std::int64_t i, std::int64_t n,
-                        double (&sum)[kSums]) const {
-    for (int level = 0; n > 1; ++level) {
+  // A warp brings `count` of n terms of the tree whose leaves begin at `first`: lane l holds term
+  // i + l. They are terms of one sum. Returns true in exactly one warp: there `sum` is then the whole
+  // tree's sum, in lane 0.
+  __device__ bool climb(std::int64_t first, std::int64_t tree, std::int64_t i, int count,
+                        std::int64_t n, double (&sum)[kSums]) const {
+    for (int level = 0; n > 1; ++level, count = 1) {
       double* const row = terms + kSums * forest.place(level, first, tree);
       const std::int64_t parent = i / kSumBlock, left = n - parent * kSumBlock;
       const std::int64_t size = left < kSumBlock ? left : kSumBlock;
       std::uint32_t* const ticket =
           tickets + forest.place(level + 1, first, tree) - forest.begin(1) + parent;
+      if (lane() < count) {
+        for (int k = 0; k < kSums; ++k) row[(i + lane()) * kSums + k] = sum[k];
+      }
+      __syncwarp();
       bool last = false;
       if (lane() == 0) {
-        for (int k = 0; k < kSums; ++k) row[i * kSums + k] = sum[k];
         __threadfence();
-        last = atomicAdd(ticket, 1u) == size - 1;
+        last = atomicAdd(ticket, static_cast<std::uint32_t>(count)) + count == size;
         if (last) *ticket = 0;
       }
       if (!__any_sync(0xffffffffu, last)) return false;
@@ -72,29 +78,40 @@ __device__ Trees<kSums> trees_over(const Table& table) {
           table.step_ticket() + 1 + forest.tickets()};
 }
 
-// A warp's piece of a segment.
+// Neighbouring sums of a segment that are terms of one sum.
 struct SumPiece {
   std::int64_t segment, first;  // its trees' first leaf
-  std::int64_t number, pieces;  // of the segment
+  std::int64_t number;          // of the first sum, in the segment
+  int count;
+  std::int64_t sums;  // of the segment
 };
 
-// Calls visit(piece) for each of this warp's pieces of the segments [first, last). Called by all
-// threads of the warp.
-template <class Visit>
+// Calls visit(piece) for this warp's sums of the segments [first, last), at most kMost at a time.
+// Called by all threads of the warp.
+template <int kMost, class Visit>
 __device__ void visit_pieces(const Table& table, std::int64_t first, std::int64_t last,
                              const Visit& visit) {
   const std::int64_t stop = table.first_tile(last) * kTileSums;
-  std::int64_t at = table.first_tile(first) * kTileSums + blockIdx.x * kSumWarps + threadIdx.x / 32;
+  const std::int64_t warp = blockIdx.x * kSumWarps + threadIdx.x / 32;
+  std::int64_t at = table.first_tile(first) * kTileSums + warp * kMost, end = 0;
   SumPiece piece{};
-  for (std::int64_t end = 0; at < stop; at += gridDim.x * kSumWarps) {
-    if (at >= end) {
-      const std::int64_t s = table.segment_at(at / kTileSums, first, last);
-      const std::int64_t count = table.segment(s).count;
-      end = table.first_tile(s + 1) * kTileSums;
-      piece = {s, table.first_tile(s) * kTileSums, 0, count == 0 ? 1 : sum_blocks(count)};
+  for (; at < stop; at += gridDim.x * kSumWarps * kMost) {
+    const std::int64_t batch_end = std::min(at + kMost, stop);
+    for (std::int64_t from = at; from < batch_end;) {
+      if (from >= end) {
+        const std::int64_t s = table.segment_at(from / kTileSums, first, last);
+        const std::int64_t elements = table.segment(s).count;
+        end = table.first_tile(s + 1) * kTileSums;
+        piece = {s, table.first_tile(s) * kTileSums, 0, 0,
+                 elements == 0 ? 1 : sum_blocks(elements)};
+      }
+      piece.number = from - piece.first;
+      const std::int64_t parent_end = round_up(piece.number + 1, kSumBlock);
+      const std::int64_t piece_end = piece.first + std::min(piece.sums, parent_end);
+      piece.count = static_cast<int>(std::min(batch_end, piece_end) - from);
+      if (piece.count > 0) visit(piece);
+      from += piece.count > 0 ? piece.count : 1;  // a segment's last slot may be empty
     }
-    piece.number = at - piece.first;
-    if (piece.number < piece.pieces) visit(piece);
   }
 }
 

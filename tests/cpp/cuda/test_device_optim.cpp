@@ -282,14 +282,14 @@ void grad_norms() {
   const Settings settings = settings_of(Rule::sgd);
   for (int turn = 0; turn < 8; ++turn) {
     std::vector<Form> forms;
-    const int segments = turn == 0 ? 1 : turn == 1 ? 1100 : 40;
+    const int segments = turn == 0 ? 2 : turn == 1 ? 1100 : 40;
     for (int s = 0; s < segments; ++s) {
       constexpr Storage floats[] = {Storage::f32, Storage::f16, Storage::bf16};
       const std::int64_t count =
           turn == 0 ? 1'060'007
-                    : static_cast<std::int64_t>(random() % (segments > 100 ? 300 : 3000));
-      forms.push_back({s % 7 == 0 && segments > 1 ? 0 : count, Storage::f32, floats[random() % 3],
-                       Storage::none, Storage::none, static_cast<int>(random() % 2)});
+                    : static_cast<std::int64_t>(random() % (segments > 100 ? 300 : 9000));
+      forms.push_back({s % 7 == 0 ? 0 : count, Storage::f32, floats[random() % 3], Storage::none,
+                       Storage::none, static_cast<int>(random() % 2)});
     }
     Parameters parameters(forms, settings, 0, turn % 4 == 3, static_cast<unsigned>(turn));
     Scalars want, got;

@@ -83,6 +83,12 @@ T __shfl_xor_sync(unsigned, T value, int mask) {
 }
 
 template <class T>
+T __shfl_sync(unsigned, T value, int lane) {
+  const auto all = device::exchange(device::converted<std::uint64_t>(value));
+  return device::converted<T>(all[lane % 32]);
+}
+
+template <class T>
 T __shfl_up_sync(unsigned, T value, int distance) {
   const auto all = device::exchange(device::converted<std::uint64_t>(value));
   const int from = static_cast<int>(threadIdx.x % 32) - distance;
