@@ -78,12 +78,21 @@ def launch(
         )  # fmt: skip
     increment_version(result)
     given, made, finish = dense_stand_ins(source, result)
-    # Ranks compare the operation, and wait for each other, before any of them sends data.
     operation = operation_of(collective, algorithm, source.dtype, op, root)
+    flow = _FLOWS[collective] if given.numel() else _nothing
     flat = given.view(-1)
     flat_result = flat if made is given else made.view(-1)
     exchange = Exchange(Between(span, source.device), flat, flat_result, op, root)
-    flow = _FLOWS[collective] if given.numel() else _nothing
+    if source.is_cuda:
+        if algorithm not in ("auto", "two_shot"):
+            raise ValueError(
+                f"algorithm must be auto or two_shot in a group that spans nodes, got {algorithm}"
+            )
+        if given.numel():
+            span.enqueue(source.device, lambda: flow(exchange), (given, made))
+        finish()
+        return Work(None) if async_op else result
+    # Ranks compare the operation, and wait for each other, before any of them sends data.
     task = span.run(operation, shape, label, lambda: flow(exchange))
     if async_op:
         return SpanningWork(task, (given, made, result), finish)
@@ -99,7 +108,7 @@ class Between:
         self.here, self.index, self.stripes = span.here, span.index, span.stripes
         self.nodes, self.world, self.rank = len(span.nodes), span.world, span.rank
         self.even, self.place_of = span.even, span.place_of
-        self._ranks = span.nodes
+        self.by_index = span.by_index(device) if span.even else None
         self._node = cast("Group | None", span.node)
         self._carriers = span.carriers[device.type]
 
@@ -113,11 +122,6 @@ class Between:
     def carries(self) -> bool:
         """True if this rank carries a stripe."""
         return self._carriers is not None
-
-    def by_index(self, device: torch.device) -> torch.Tensor:
-        """All ranks, if nodes are of one size: the first of every node, then the second ones."""
-        order = list(zip(*self._ranks, strict=True))
-        return torch.tensor(order, device=device).flatten()
 
     def sum_to_carriers(self, stripes: torch.Tensor, op: str) -> torch.Tensor:
         """This node's sums of a row per stripe; a carrier gets its own, the others something."""
@@ -193,7 +197,7 @@ class Exchange:
             self.result.copy_(whole.view(between.world, count)[between.rank])
             return
         # The i-th rank of a node adds up the blocks of the i-th ranks of all nodes.
-        blocks = self.source.view(between.world, count)[between.by_index(self.source.device)]
+        blocks = self.source.view(between.world, count)[between.by_index]
         mine = between.sum_to_carriers(blocks.view(between.stripes, -1), self.op)
         parts = torch.empty_like(mine)
         between.carriers.all_to_all(parts, mine).wait()
@@ -211,7 +215,7 @@ class Exchange:
         between.carriers.all_gather(mine, self.source).wait()
         blocks = self.source.new_empty((between.stripes, between.nodes * count))
         between.gather_from_carriers(blocks, mine)
-        order = between.by_index(self.source.device)
+        order = between.by_index
         self.result.view(between.world, count)[order] = blocks.view(between.world, count)
 
     def broadcast(self) -> None:

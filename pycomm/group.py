@@ -25,7 +25,7 @@ from pycomm._inputs.arguments import (
 )
 from pycomm._inputs.dtypes import check_choice, check_dtype
 from pycomm._runtime import log
-from pycomm._runtime.carriers import Carriers, backends_to_make
+from pycomm._runtime.carriers import Carriers, backends_to_make, subgroup_of
 from pycomm._runtime.cuda_windows import DEFAULT_MAX_BLOCKS, join_processes
 from pycomm._runtime.internode import Nodes
 from pycomm._runtime.open_groups import OpenGroups
@@ -195,6 +195,8 @@ class Group:
         """
         if self._cuda is not None:
             self._cuda.check()
+        if self._span is not None:
+            self._span.check()
 
     def traffic(self) -> tuple[int, int, int]:
         """Signals, bytes read from and bytes written to other ranks in the last operation."""
@@ -241,7 +243,8 @@ class Group:
 
     def _check_transport(self, what: str, device: torch.device | None = None) -> None:
         """Raises ValueError if process groups are to carry this between nodes, and cannot."""
-        if self._span is not None and (device is None or self._span.serves(device)):
+        span = self._span
+        if span is not None and span.strict and (device is None or span.serves(device)):
             raise ValueError(
                 f'transport must be "gloo" in a group that spans nodes for {what}: the process '
                 "groups between its nodes carry uncompressed collectives only"
@@ -340,8 +343,8 @@ def init(
             The same on every rank.
         transport: what carries tensors between nodes; the same on every rank. ``"gloo"``: Gloo,
             through host memory. ``"process_group"``: a new process group for each stripe, with the
-            backend that `group` has for the tensors' device. ``"auto"``: Gloo. docs/clusters.md
-            compares them.
+            backend that `group` has for the tensors' device. ``"auto"``: NCCL for CUDA
+            tensors where every rank has it, and Gloo for the rest (docs/clusters.md).
 
     Returns:
         This rank's membership in the group.
@@ -371,12 +374,15 @@ def init(
     # Always the same prefix, so ranks that have tried unequally often still meet (see meet).
     prefix = f"pycomm/{process_group.group_name}"
     store = PrefixStore(prefix, store_of(process_group))
-    backends = backends_to_make(process_group) if transport == "process_group" else {}
+    backends = backends_to_make(transport, process_group)
     with _joining[prefix]:
-        members = join(store, rank, size, timeout, staging_bytes, cuda_heap_bytes, backends)
+        members = join(
+            store, rank, size, timeout, staging_bytes, cuda_heap_bytes, transport, backends
+        )
         made = make_group(members, rank, timeout, staging_bytes)
-        if backends and len(made.nodes) > 1:
-            made._span = _make_span(made, members, backends, process_group)
+        if members.backends and len(made.nodes) > 1:
+            strict = transport == "process_group"
+            made._span = _make_span(made, members, process_group, max_blocks, strict)
     if len(made.nodes) == 1:
         made._join_cuda = lambda device: join_processes(
             made, device, process_group, max_blocks, cuda_heap_bytes
@@ -402,15 +408,19 @@ def make_group(
         staging_bytes,
         members.link,
     )
-    log.group_made(made, members.cores, "Gloo")
+    over = [f"{name} for {device}" for device, name in members.backends.items()]
+    log.group_made(
+        made, members.cores, ", ".join([*over, "Gloo for the rest"] if over else ["Gloo"])
+    )
     return made
 
 
 def _make_span(
     made: Group,
     members: Membership,
-    backends: dict[str, str],
     process_group: dist.ProcessGroup,
+    max_blocks: int,
+    strict: bool,
 ) -> Span:
     """Connects the nodes over process groups, and the ranks of this node; a collective call."""
     nodes, timeout, store = members.nodes, made.timeout, members.store
@@ -418,17 +428,19 @@ def _make_span(
     node = None
     if len(local) > 1:
         inside = PrefixStore(f"node/{nodes.here}", store)
-        staging_bytes = made.staging_bytes
-        joined = join(inside, index, len(local), timeout, staging_bytes)
-        node = make_group(joined, index, timeout, staging_bytes)
+        joined = join(inside, index, len(local), timeout, made.staging_bytes)
+        node = inner = make_group(joined, index, timeout, made.staging_bytes)
+        inner._join_cuda = lambda device: join_processes(
+            inner, device, subgroup_of(process_group, local), max_blocks, 0
+        )
     carriers: dict[str, Carriers | None] = {}
-    for device, name in backends.items():
+    for device, name in members.backends.items():
         carriers[device] = None
         if index < nodes.stripes:
             theirs = PrefixStore(f"carriers/{index}/{device}", store)
             ranks = [dist.get_global_rank(process_group, local[index]) for local in nodes.ranks]
             carriers[device] = Carriers(name, theirs, ranks, nodes.here, timeout)
-    return Span(made._core, nodes, made.rank, node, carriers)
+    return Span(made._core, nodes, made.rank, node, carriers, timeout, strict)
 
 
 def default_group() -> Group:

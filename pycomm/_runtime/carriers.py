@@ -12,9 +12,10 @@ import threading
 import time
 import weakref
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllToAllOptions, BroadcastOptions
 
 from pycomm._runtime.torch_private import backends_of, can_make_backend, new_backend
@@ -25,14 +26,23 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 _PATIENCE_AT_END = 0.2  # seconds
+_LOOK_EVERY = 0.02  # seconds, at work on a device
 
 
-def backends_to_make(group: Any) -> dict[str, str]:
-    """The backends between nodes for each type of device, by those of a process group.
+def backends_to_make(transport: str, group: Any) -> dict[str, str]:
+    """The backends that shall connect nodes, for each type of device.
+
+    Args:
+        transport: ``"auto"`` takes NCCL where it is, ``"gloo"`` takes none.
+        group: ``"process_group"`` takes the backends of this process group.
 
     Raises:
-        ValueError: it has none, or one that only torch can make.
+        ValueError: the process group has one that cannot be made anew.
     """
+    if transport == "auto" and torch.cuda.is_available() and can_make_backend("nccl"):
+        return {"cuda": "nccl"}
+    if transport != "process_group":
+        return {}
     # Gloo accepts CUDA tensors in some operations only.
     found = {device: name for device, name in backends_of(group).items()
              if (device, name) != ("cuda", "gloo")}  # fmt: skip
@@ -43,6 +53,12 @@ def backends_to_make(group: Any) -> dict[str, str]:
                 f'for transport="process_group", got {name} for {device}'
             )
     return found
+
+
+def subgroup_of(group: Any, ranks: Sequence[int]) -> Any:
+    """A new process group of some ranks of another one, in which only these take part."""
+    found = [dist.get_global_rank(group, rank) for rank in ranks]
+    return dist.new_group(found, backend="gloo", use_local_synchronization=True)
 
 
 class Overrun(RuntimeError):
@@ -64,6 +80,7 @@ class Carriers:
         self, name: str, store: Store, ranks: Sequence[int], here: int, timeout: float
     ) -> None:
         self._timeout = timedelta(seconds=timeout)
+        self._on_stream = name == "nccl"
         self._backend = new_backend(name, store, ranks, here, self._timeout)
 
     def all_to_all(self, output: torch.Tensor, given: torch.Tensor) -> Transfer:
@@ -87,29 +104,34 @@ class Carriers:
         self._backend.abort()
 
     def _start(self, operation: Any, *arguments: Any) -> Transfer:
-        return Transfer(operation(*arguments), arguments, self._timeout)
+        return Transfer(
+            operation(*arguments), arguments, None if self._on_stream else self._timeout
+        )
 
 
 class Transfer:
     """A running operation. It keeps its tensors alive."""
 
-    def __init__(self, work: Any, tensors: Any, timeout: timedelta) -> None:
+    def __init__(self, work: Any, tensors: Any, timeout: timedelta | None) -> None:
         self._work, self._tensors, self._timeout = work, tensors, timeout
-        self._end = time.monotonic() + timeout.total_seconds()
+        self._begin = time.monotonic()
 
     def wait(self) -> None:
-        """Waits for it; on a CUDA device the current stream does.
+        """Waits for it; on a CUDA device the current stream does, and nothing is raised.
 
         Raises:
             Overrun: the deadline has passed.
             RuntimeError: it failed.
         """
+        if self._timeout is None:
+            self._work.wait()
+            return
+        seconds = self._timeout.total_seconds()
         try:
             self._work.wait(self._timeout)
         except RuntimeError as error:
-            if time.monotonic() < self._end:
+            if time.monotonic() < self._begin + seconds:
                 raise
-            seconds = self._timeout.total_seconds()
             raise Overrun(f"no answer within {seconds:g} s: {error}") from error
         self._tensors = None
 
@@ -159,6 +181,55 @@ class Worker:
             task.stop = time.perf_counter()
             self._done += 1
             task.ended.set()
+
+
+class Watch:
+    """A thread that watches the deadlines of work on a device.
+
+    Args:
+        timeout: seconds that a piece of work may take once it has begun.
+        overrun: called once, when one takes longer; nothing is watched afterwards.
+    """
+
+    def __init__(self, timeout: float, overrun: Callable[[], None]) -> None:
+        self._pairs: queue.SimpleQueue[tuple[Event, Event] | None] = queue.SimpleQueue()
+        self._timeout, self._overrun = timeout, overrun
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="pycomm-watch", daemon=True)
+        self._thread.start()
+
+    def add(self, begin: Event, end: Event) -> None:
+        """Watches the work between two events."""
+        self._pairs.put((begin, end))
+
+    def end(self) -> None:
+        """Ends the thread."""
+        self._ending.set()
+        self._pairs.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (pair := self._pairs.get()) is not None:
+            if not all(self._await(event, i > 0) for i, event in enumerate(pair)):
+                return
+
+    def _await(self, event: Event, timed: bool) -> bool:
+        """Waits for an event; False if the deadline has passed, or the thread is to end."""
+        deadline = time.monotonic() + self._timeout
+        while not event.query():
+            if timed and time.monotonic() > deadline:
+                self._overrun()
+                return False
+            if self._ending.wait(_LOOK_EVERY):
+                return False
+        return True
+
+
+class Event(Protocol):
+    """What tells whether work on a device has come to a point, such as torch.cuda.Event."""
+
+    def query(self) -> bool:
+        """True if it has."""
 
 
 class Task:

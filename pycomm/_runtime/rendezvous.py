@@ -63,6 +63,7 @@ class Membership:
         cores: the number of cores that the ranks of this node may run on, all together.
         link: the transport to other nodes; None if this rank does not exchange with them.
         store: a Store that only this group uses.
+        backends: the backends of process groups between nodes, by device; none if ranks differ.
     """
 
     nodes: Nodes
@@ -72,6 +73,7 @@ class Membership:
     cores: int
     link: GlooTransport | None
     store: Store
+    backends: dict[str, str]
 
 
 def node_identity() -> str:
@@ -156,6 +158,7 @@ def join(
     timeout: float,
     staging_bytes: int,
     cuda_heap_bytes: int = 0,
+    transport: str = "gloo",
     backends: Mapping[str, str] | None = None,
 ) -> Membership:
     """Meets the other ranks over `store`.
@@ -168,7 +171,8 @@ def join(
         timeout: seconds for the whole rendezvous.
         staging_bytes: shared memory of every rank for tensors that are not in the window.
         cuda_heap_bytes: device memory of every rank for tensors in the window.
-        backends: the backends of process groups between nodes, by device.
+        transport: the transport between nodes that the caller has asked for.
+        backends: the backends of process groups between nodes that this rank can make, by device.
 
     Raises:
         ValueError: the ranks' settings differ, or a rank could not map the window; on all ranks.
@@ -181,12 +185,13 @@ def join(
         "pid": os.getpid(),
         "node": node_identity(),
         "cores": sorted(os.sched_getaffinity(0)),
+        "backends": dict(backends or {}),
         "settings": {
             "the window layout of pycomm's build": _C.window_layout,
             "the message format of pycomm's build": _C.message_version,
             "staging_bytes": int(staging_bytes),
             "cuda_heap_bytes": int(cuda_heap_bytes),
-            "transport": _describe(backends),
+            "transport": transport,
         },
     }
     texts, store = meet(store, rank, size, json.dumps(mine), deadline)
@@ -204,13 +209,9 @@ def join(
             _await_all(store, size, deadline, peers)
     processes = [peers.processes.get(r) for r in nodes.local]
     link = None if carriers is None else GlooTransport(*carriers)
-    return Membership(nodes, window, pids, processes, len(cores), link, store)
-
-
-def _describe(backends: Mapping[str, str] | None) -> str:
-    """The transport between nodes, as text that ranks compare."""
-    pairs = (f"{name} for {device}" for device, name in (backends or {}).items())
-    return f"process_group with {', '.join(pairs)}" if backends else "gloo"
+    found = [member["backends"] for member in everyone]
+    common = found[0] if all(each == found[0] for each in found) else {}
+    return Membership(nodes, window, pids, processes, len(cores), link, store, common)
 
 
 def check_same(settings: Sequence[Mapping[str, int | str]]) -> None:

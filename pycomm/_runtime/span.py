@@ -1,8 +1,9 @@
 """A rank's connections to other nodes over process groups, and the order of operations on them.
 
-A thread runs the operations of a group one after another. The group's own link
-(pycomm/_runtime/internode.py) remains for what ranks tell each other: which operation comes next,
-and after a failure, whose fault it is.
+On the CPU a thread runs the operations of a group one after another. On a CUDA device they are
+enqueued on a stream of their own, and a thread watches their deadlines. The group's own link
+(pycomm/_runtime/internode.py) remains for what ranks tell each other: on the CPU, which operation
+comes next, and whose fault a failure is.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from pycomm._inputs.dtypes import operation_of
-from pycomm._runtime.carriers import Overrun, Task, Worker
+from pycomm._runtime.carriers import Overrun, Task, Watch, Worker
 from pycomm.errors import CollectiveError, Timeout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from pycomm import _C
     from pycomm._runtime.carriers import Carriers
@@ -34,6 +35,8 @@ class Span:
         node: a group of this node's ranks; None if there is only one.
         carriers: for each type of device, the ranks that carry the same stripe; None if this rank
             carries none.
+        timeout: seconds that an operation may take.
+        strict: True if operations that process groups do not carry shall be refused.
 
     Attributes:
         world: the number of ranks.
@@ -50,14 +53,20 @@ class Span:
         rank: int,
         node: Member | None,
         carriers: Mapping[str, Carriers | None],
+        timeout: float,
+        strict: bool,
     ) -> None:
-        self.node, self.carriers = node, carriers
+        self.node, self.carriers, self.strict = node, carriers, strict
         self.nodes, self.here, self.stripes = nodes.ranks, nodes.here, nodes.stripes
         self.rank, self.index = rank, nodes.local.index(rank)
         self.world = sum(map(len, nodes.ranks))
         self.even = {len(ranks) for ranks in nodes.ranks} == {nodes.stripes}
-        self._core = core
+        self._core, self._timeout = core, timeout
         self._worker = Worker(self.abort)
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._orders: dict[torch.device, torch.Tensor] = {}
+        self._watch: Watch | None = None
+        self._overrun = False
 
     def serves(self, device: torch.device) -> bool:
         """True if tensors on the device go over a process group."""
@@ -67,6 +76,56 @@ class Span:
         """The node of a rank, and its index there."""
         node = next(m for m, ranks in enumerate(self.nodes) if rank in ranks)
         return node, self.nodes[node].index(rank)
+
+    def by_index(self, device: torch.device) -> torch.Tensor:
+        """All ranks, if nodes are of one size: the first of every node, then the second ones."""
+        if device not in self._orders:
+            order = list(zip(*self.nodes, strict=True))
+            self._orders[device] = torch.tensor(order, device=device).flatten()
+        return self._orders[device]
+
+    def enqueue(
+        self, device: torch.device, flow: Callable[[], None], tensors: Iterable[torch.Tensor]
+    ) -> None:
+        """Enqueues the flow of an operation on a CUDA device, after the current stream's work.
+
+        Later work on the current stream waits for it. A captured stream captures it.
+        """
+        self.check()
+        self._core.check_usable()
+        current = torch.cuda.current_stream(device)
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream = self._streams[device]
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            captured = torch.cuda.is_current_stream_capturing()
+            begin = None if captured else stream.record_event()
+            try:
+                flow()
+            except CollectiveError as error:  # the ranks of this node have numbers of their own
+                self._end_all()
+                rank = self.nodes[self.here][error.rank]
+                raise type(error)(
+                    f"inside node {self.here}: {error}", rank=rank, pid=error.pid
+                ) from error
+            if begin is not None:
+                if self._watch is None:
+                    self._watch = Watch(self._timeout, self._end_overrun)
+                self._watch.add(begin, stream.record_event())
+        current.wait_stream(stream)
+        for tensor in tensors:
+            tensor.record_stream(stream)
+
+    def check(self) -> None:
+        """Raises Timeout, once, if work on a device has overrun its deadline."""
+        if self._overrun:
+            self._overrun = False
+            raise Timeout(
+                f"an operation between nodes took longer than {self._timeout:g} s: its process "
+                "group was aborted",
+                rank=self.rank,
+            )
 
     def run(
         self, operation: _C.Operation, shape: torch.Size, label: str, flow: Callable[[], None]
@@ -103,9 +162,20 @@ class Span:
     def close(self) -> None:
         """Finishes operations that are under way."""
         self._worker.end()
+        if self._watch is not None:
+            self._watch.end()
         self.carriers = dict.fromkeys(self.carriers)
         if self.node is not None:
             self.node.close()
+
+    def _end_overrun(self) -> None:
+        """Ends everything, because work on a device has overrun its deadline."""
+        self._overrun = True
+        self._end_all()
+
+    def _end_all(self) -> None:
+        self.abort()
+        self._core.abort()
 
     def _failure(self, error: RuntimeError) -> CollectiveError:
         """The reason for a failure, the same on every rank; afterwards the group has failed.

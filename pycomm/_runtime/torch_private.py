@@ -6,6 +6,7 @@ They exist in torch 2.11, 2.12, 2.13 and 2.14.
 from __future__ import annotations
 
 import sys
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -19,12 +20,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
-    from datetime import timedelta
 
     from torch.distributed import ProcessGroup
     from torch.distributed.distributed_c10d import Store
 
 T = TypeVar("T", bound=torch.Tensor)
+_ALWAYS = timedelta(days=365)
 
 __all__ = [
     "GradBucket",
@@ -102,13 +103,13 @@ def new_backend(
         store: a Store that only these ranks use.
         ranks: the ranks in the default group.
         rank: this rank's index among them.
-        timeout: how long an operation may take.
+        timeout: how long an operation may take; for NCCL the caller must see to it.
     """
     if name == "gloo":
         return torch.distributed.ProcessGroupGloo(store, rank, len(ranks), timeout)
     if name == "nccl":
         options = torch.distributed.ProcessGroupNCCL.Options()
-        options._timeout = timeout
+        options._timeout = _ALWAYS  # torch would end the process
         return torch.distributed.ProcessGroupNCCL(store, rank, len(ranks), options)
     plugin = torch.distributed.Backend._plugins[name.upper()]
     if not plugin.extended_api:
