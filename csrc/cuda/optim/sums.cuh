@@ -54,6 +54,7 @@ struct Trees {
         if (last) *ticket = 0;
       }
       if (!__any_sync(0xffffffffu, last)) return false;
+      __syncwarp();  // unlike the vote, it orders memory: first lane 0's ticket, then all lanes' loads
       __threadfence();
       const volatile double* const block = row + parent * kSumBlock * kSums;
       for (int k = 0; k < kSums; ++k) {

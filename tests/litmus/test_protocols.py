@@ -1,0 +1,233 @@
+"""The protocols of csrc/cuda, as small programs, in the PTX memory model (docs/cuda.md).
+
+Every part of a protocol can be left out. Then the model allows old data or a race, so each part is
+needed, and the checks can fail.
+"""
+
+import pytest
+from ptx import GPU, SYSTEM, Program
+
+
+class Protocol:
+    """A program, the condition under which its threads get to its end, and what must hold then."""
+
+    def __init__(self, without=None):
+        self.program = Program()
+        self.without = without
+        self.given = {}
+        self.loads = {}
+        self.last = {}
+
+    def has(self, part):
+        return part != self.without
+
+    def expect(self, load, value):
+        self.loads[load] = value
+
+    def holds(self):
+        outcome = self.program.run(self.given)
+        assert outcome.values, "no execution gets to the end"
+        return (
+            not outcome.races
+            and all(outcome.values[load] == {value} for load, value in self.loads.items())
+            and all(outcome.final[where] == {value} for where, value in self.last.items())
+        )
+
+
+class Rank:
+    """A block on a GPU of its own: the thread that handles flags, and one of the others."""
+
+    def __init__(self, protocol, number):
+        self.protocol = protocol
+        self.number = number
+        self.flags = protocol.program.thread(gpu=number)
+        self.data = protocol.program.thread(gpu=number)
+        self.barriers = 0
+
+    def sync(self, part="barrier"):
+        """__syncthreads(), or a vote."""
+        if self.protocol.has(part):
+            self.barriers += 1
+            for thread in (self.flags, self.data):
+                thread.barrier(f"{self.number}.{self.barriers}")
+
+    def signal(self, flag, value):
+        """The store of BlockComm::signal() and publish()."""
+        order = "release" if self.protocol.has("release") else "relaxed"
+        scope = SYSTEM if self.protocol.has("system scope") else GPU
+        self.flags.store(flag, value, scope, order=order)
+
+    def wait(self, flag, *values):
+        """BlockComm::poll_flag()."""
+        poll = self.flags.load(flag, SYSTEM)
+        self.protocol.given[poll] = values
+        if self.protocol.has("acquire"):
+            self.flags.load(flag, SYSTEM, order="acquire")
+
+
+def publish_and_meet(without=None):
+    """A rank reads a tensor of another where it lies, and returns a result in the same way."""
+    protocol = Protocol(without)
+    owner, reader = Rank(protocol, 0), Rank(protocol, 1)
+    owner.data.store("tensor", 1)
+    owner.sync("barrier before the signal")
+    owner.flags.store("operation", 1)
+    owner.signal("epoch", 1)
+
+    reader.wait("epoch", 1)
+    protocol.expect(reader.flags.load("operation"), 1)
+    reader.sync("barrier after the wait")
+    protocol.expect(reader.data.load("tensor"), 1)
+    reader.data.store("result", 1)
+    reader.sync("barrier before the signal")
+    reader.signal("reduced", 1)
+
+    owner.wait("reduced", 1)
+    owner.sync("barrier after the wait")
+    protocol.expect(owner.data.load("result"), 1)
+    return protocol
+
+
+def packet_with_clear(without=None):
+    """A packet of operation 3 comes where one of operation 1 has been read and overwritten."""
+    protocol = Protocol(without)
+    writer, reader = Rank(protocol, 0), Rank(protocol, 1)
+    writer.data.store("packet", 1, SYSTEM)
+    protocol.given[reader.data.load("packet", SYSTEM)] = {1}
+    reader.data.store("packet", 0, SYSTEM)
+    reader.sync("barrier before the signal")
+    reader.signal("epoch", 2)
+
+    writer.wait("epoch", 2)
+    writer.sync("barrier after the wait")
+    writer.data.store("packet", 3, SYSTEM)
+    protocol.last["packet"] = 3  # so the reader will find it
+    return protocol
+
+
+def announcement_parity(without=None):
+    """Announcement 3 is written where announcement 1 was, which has been read."""
+    protocol = Protocol(without)
+    writer, reader = Rank(protocol, 0), Rank(protocol, 1)
+    writer.flags.store("line", 1)
+    writer.signal("odd epoch", 1)
+    reader.wait("odd epoch", 1)
+    protocol.expect(reader.flags.load("line"), 1)
+    reader.sync()
+    reader.signal("even epoch", 2)
+    if protocol.has("operation 2"):
+        writer.wait("even epoch", 2)
+    writer.sync()
+    writer.flags.store("line", 3)
+    writer.signal("odd epoch", 3)
+    return protocol
+
+
+def slot_reuse(without=None):
+    """One-shot stages tile 2 in the slot of tile 0."""
+    protocol = Protocol(without)
+    writer, reader = Rank(protocol, 0), Rank(protocol, 1)
+    writer.data.store("slot", 10)
+    writer.sync("barrier before the signal")
+    writer.signal("staged", 1)
+    reader.wait("staged", 1)
+    reader.sync("barrier after the wait")
+    protocol.expect(reader.data.load("slot"), 10)
+    reader.sync("barrier before the signal")
+    reader.signal("also staged", 2)  # tile 1, which lies in the other slot
+
+    if protocol.has("rotation of slots"):
+        writer.wait("also staged", 2)
+        writer.sync("barrier after the wait")
+    writer.data.store("slot", 12)
+    return protocol
+
+
+def tickets_of_sums(without=None):
+    """Trees::climb(): the warp that comes last reads what the others have written."""
+    protocol = Protocol(without)
+    early = protocol.program.thread(block=0)
+    late, lane = protocol.program.thread(block=1), protocol.program.thread(block=1)
+    for number, thread in enumerate((early, late)):
+        thread.store(f"term {number}", 1)
+        if protocol.has("fence before the ticket"):
+            thread.fence(GPU)
+        protocol.given[thread.add("ticket", GPU)] = {number}
+    late.store("ticket", 0)
+    if protocol.has("warp barrier"):
+        late.barrier("warp")
+        lane.barrier("warp")
+    for thread in (late, lane):
+        if protocol.has("fence after the ticket"):
+            thread.fence(GPU)
+    for number in range(2):
+        protocol.expect(lane.load(f"term {number}"), 1)
+    protocol.last["ticket"] = 0
+    return protocol
+
+
+def meeting_of_lanes(without=None):
+    """meet_lanes(): a lane reads what another one has written, and whether it has failed."""
+    protocol = Protocol(without)
+    writer, reader = (
+        [protocol.program.thread(block=block) for _ in range(2)] for block in range(2)
+    )
+    writer[1].store("sum", 1)
+    for thread in writer if protocol.has("barrier before the ticket") else ():
+        thread.barrier("writer")
+    writer[0].store("failed", 1, SYSTEM)
+    if protocol.has("fence"):
+        writer[0].fence(GPU)
+    writer[0].add("came", GPU)
+    order = "acquire" if protocol.has("acquire") else "relaxed"
+    protocol.given[reader[0].load("came", SYSTEM, order=order)] = {1}
+    protocol.expect(reader[0].load("failed", SYSTEM), 1)
+    for thread in reader if protocol.has("barrier after the wait") else ():
+        thread.barrier("reader")
+    protocol.expect(reader[1].load("sum"), 1)
+    return protocol
+
+
+def entering_peers_heaps(without=None):
+    """The lane sees the abort, or the host sees the lane inside."""
+    protocol = Protocol(without)
+    loads = []
+    for mine, other, fence in (("inside", "abort", "fence"), ("abort", "inside", "host's fence")):
+        thread = protocol.program.thread(gpu=len(loads))
+        thread.store(mine, 1, SYSTEM)
+        thread.fence(SYSTEM, order="sc" if protocol.has(fence) else "acq_rel")
+        loads.append(thread.load(other, SYSTEM))
+    return protocol, loads
+
+
+EXCHANGE = (
+    "release", "acquire", "system scope", "barrier before the signal", "barrier after the wait",
+)  # fmt: skip
+PARTS = [
+    (publish_and_meet, EXCHANGE),
+    (packet_with_clear, EXCHANGE),
+    (announcement_parity, ("operation 2",)),
+    (slot_reuse, (*EXCHANGE, "rotation of slots")),
+    (tickets_of_sums, ("fence before the ticket", "fence after the ticket", "warp barrier")),
+    (
+        meeting_of_lanes,
+        ("fence", "acquire", "barrier before the ticket", "barrier after the wait"),
+    ),
+]
+
+
+@pytest.mark.parametrize("make", [make for make, _ in PARTS])
+def test_protocol(make):
+    assert make().holds()
+
+
+@pytest.mark.parametrize(("make", "part"), [(make, p) for make, parts in PARTS for p in parts])
+def test_every_part_is_needed(make, part):
+    assert not make(without=part).holds()
+
+
+@pytest.mark.parametrize("without", [None, "fence", "host's fence"])
+def test_a_lane_enters_or_sees_the_abort(without):
+    protocol, loads = entering_peers_heaps(without)
+    neither = protocol.program.run({load: {0} for load in loads})
+    assert bool(neither.values) == (without is not None)
