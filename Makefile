@@ -67,6 +67,17 @@ compile-commands: $(VENV)/.torch
 cuda-check: $(VENV)/.torch
 	$(BIN)/python tests/cpp/cuda_check.py
 
+# The machine code of the kernels: rules, and limits per hot loop, which sass-limits writes anew.
+.PHONY: disassembler sass sass-limits
+disassembler: $(VENV)/.torch
+	PYTHONPATH=tests/cpp $(BIN)/python -m sass.disassembler build/disassembler
+
+sass: cuda-check disassembler
+	PYTHONPATH=tests/cpp $(BIN)/python -m sass
+
+sass-limits: cuda-check disassembler
+	PYTHONPATH=tests/cpp $(BIN)/python -m sass --write
+
 # The torch.distributed backend against the headers of the other versions of torch, about 10 MB each.
 torch-headers: $(VENV)/.torch
 	$(BIN)/python tests/cpp/torch_headers.py build/torch-headers

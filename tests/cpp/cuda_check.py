@@ -1,6 +1,7 @@
 """Compiles every kernel for sm_80, sm_90 and sm_100 with nvcc alone; refuses spills and warnings.
 
-Needs neither a GPU nor torch: ``python tests/cpp/cuda_check.py``.
+Needs neither a GPU nor torch: ``python tests/cpp/cuda_check.py [FILE ...]``. The objects stay in
+build/cuda, where `make sass` reads them, and are compiled again only when a file has changed.
 """
 
 from __future__ import annotations
@@ -10,11 +11,10 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 ARCHITECTURES = ("80", "90", "100")
 FLAGS = (
     "-std=c++20",
@@ -27,35 +27,59 @@ FLAGS = (
 )
 
 
-def check(source: Path, architecture: str, folder: str) -> str:
+def object_of(source: Path, architecture: str) -> Path:
+    """Where a file's kernels for one architecture are, compiled."""
+    name = source.relative_to(ROOT / "csrc" / "cuda").with_suffix(".o")
+    return ROOT / "build" / "cuda" / f"sm_{architecture}" / name
+
+
+def is_current(output: Path) -> bool:
+    """True if an object is newer than all files that it was made of."""
+    listed = output.with_suffix(".d")
+    if not (output.exists() and listed.exists()):
+        return False
+    files = listed.read_text().replace("\\\n", " ").partition(": ")[2].split()
+    made = output.stat().st_mtime
+    needed = [Path(__file__), *map(Path, files)]
+    return all(file.exists() and file.stat().st_mtime < made for file in needed)
+
+
+def check(source: Path, architecture: str) -> str:
     """Compiles one file for one architecture; returns the problems found."""
-    output = Path(folder) / f"{'_'.join(source.parts[-2:])}_{architecture}.o"
+    output = object_of(source, architecture)
+    name = f"{source.name} for sm_{architecture}"
+    if is_current(output):
+        print(f"ok  {name}: unchanged", flush=True)
+        return ""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    made = output.with_suffix(".new")  # becomes the object if all is well
     code = f"arch=compute_{architecture},code=sm_{architecture}"
     command = ["nvcc", *FLAGS, "-gencode", code, f"-I{ROOT / 'csrc'}"]
     run = subprocess.run(
-        [*command, "-c", str(source), "-o", str(output)],
+        [*command, "-MD", "-MF", str(output.with_suffix(".d")), "-c", str(source), "-o", str(made)],
         capture_output=True,
         text=True,
         check=False,
     )
-    name = f"{source.name} for sm_{architecture}"
     if run.returncode != 0:
         return f"{name} does not compile:\n{run.stdout}{run.stderr}"
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", run.stderr)
     if any(int(count) for count in spills):
         return f"{name} spills"
+    made.replace(output)
     print(f"ok  {name}: {len(spills) // 2} kernels, no spills", flush=True)
     return ""
 
 
 def main() -> int:
-    """Checks all; the exit status says whether all is well."""
+    """Checks all files or those named; the exit status says whether all is well."""
     if shutil.which("nvcc") is None:
         print("nvcc is not on PATH: nothing has been checked", file=sys.stderr)
         return 1
-    sources = sorted((ROOT / "csrc" / "cuda").rglob("*.cu"))
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
-        jobs = [pool.submit(check, s, a, folder) for s in sources for a in ARCHITECTURES]
+    named = [Path(name).resolve() for name in sys.argv[1:]]
+    sources = named or sorted((ROOT / "csrc" / "cuda").rglob("*.cu"))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        jobs = [pool.submit(check, s, a) for s in sources for a in ARCHITECTURES]
         problems = [problem for job in jobs if (problem := job.result())]
     for problem in problems:
         print(problem, file=sys.stderr)

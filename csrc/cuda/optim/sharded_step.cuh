@@ -150,8 +150,9 @@ class ShardedStepComm : public ShardedComm {
       __threadfence();
       atomicAdd(tickets + StepTable::kCame, 1u);
       const auto came = shared_word<std::uint32_t>(tickets + StepTable::kCame);
-      while (came.load(::cuda::std::memory_order_acquire) < came_) {
+      while (came.load(::cuda::std::memory_order_relaxed) < came_) {
       }
+      (void)came.load(::cuda::std::memory_order_acquire);  // as BlockComm::poll_flag()
       stop = failed.load(::cuda::std::memory_order_relaxed) != 0;
     }
     comm_.vote_to_stop(stop);
