@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pycomm.group import Group
 
 _TILE_BYTES = 4 << 20  # of one stripe
-_PIPELINE_DEPTH = 1  # tiles: the distance between a tile's phases
+_PIPELINE_DEPTH = 2  # tiles: the distance between a tile's phases
 
 
 class SpanningWork(Work):
@@ -186,7 +186,9 @@ class Exchange:
             self.result.copy_(self.source)
         unit = self.between.stripes * self.between.nodes
         tile = _TILE_BYTES // self.result.element_size() // self.between.nodes * unit
-        run_tiles([_Tile(self.between, self.op, part) for part in torch.split(self.result, tile)])
+        spare: list[torch.Tensor] = []
+        parts = torch.split(self.result, tile)
+        run_tiles([_Tile(self.between, self.op, part, spare) for part in parts])
 
     def reduce_scatter(self) -> None:
         """Every rank gets the sums of its own block."""
@@ -247,10 +249,15 @@ _FLOWS: dict[str, Callable[[Exchange], None]] = {
 
 
 class _Tile:
-    """A part of a tensor's all-reduce: the stages of csrc/core/algorithms/internode.h."""
+    """A part of a tensor's all-reduce: the stages of csrc/core/algorithms/internode.h.
 
-    def __init__(self, between: Between, op: str, data: torch.Tensor) -> None:
-        self._between, self._op, self._data = between, op, data
+    `spare` holds memory of tiles that have ended, for those that begin.
+    """
+
+    def __init__(
+        self, between: Between, op: str, data: torch.Tensor, spare: list[torch.Tensor]
+    ) -> None:
+        self._between, self._op, self._data, self._spare = between, op, data, spare
         self._whole = self._stripes = self._mine = self._parts = data
         self._transfer: Transfer | None = None
 
@@ -261,7 +268,9 @@ class _Tile:
         self._stripes = self._whole.view(between.stripes, -1)
         self._mine = between.sum_to_carriers(self._stripes, self._op)
         if between.carries:
-            self._parts = torch.empty_like(self._mine)
+            old = self._spare.pop() if self._spare else self._mine.new_empty(0)
+            fits = old.numel() == self._mine.numel()
+            self._parts = old if fits else torch.empty_like(self._mine)
             self._transfer = between.carriers.all_to_all(self._parts, self._mine)
 
     def reduce(self) -> None:
@@ -276,6 +285,7 @@ class _Tile:
         """Spreads the results inside the node."""
         if self._transfer is not None:
             self._transfer.wait()
+            self._spare.append(self._parts)
         self._between.gather_from_carriers(self._stripes, self._mine)
         _copy(self._data, self._whole[: self._data.numel()])
 

@@ -7,6 +7,7 @@ for the tensors' device. Tensors travel as bytes.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import queue
 import threading
 import time
@@ -100,8 +101,9 @@ class Carriers:
         return self._start(self._backend.broadcast, [_bytes(tensor)], options)
 
     def abort(self) -> None:
-        """Ends all transfers, also those of other nodes that wait for this one."""
-        self._backend.abort()
+        """Ends all transfers, also those of other nodes that wait for this one, if that can be."""
+        with contextlib.suppress(RuntimeError):  # the backend cannot
+            self._backend.abort()
 
     def _start(self, operation: Any, *arguments: Any) -> Transfer:
         return Transfer(

@@ -44,12 +44,12 @@ def combine(parts: torch.Tensor, op: str, ranks: int) -> torch.Tensor:
     """Reduces over the first dimension, in its order.
 
     Args:
-        parts: the contributions, contiguous; their dtype has the reduction.
+        parts: the contributions, contiguous; their dtype has the reduction. Overwritten.
         op: the reduction, by pycomm's name.
         ranks: the number of ranks that have contributed; the mean's divisor.
 
     Returns:
-        A new tensor of the same dtype.
+        A tensor of the same dtype, which may lie in `parts`.
     """
     dtype = parts.dtype
     if dtype.is_complex:
@@ -60,7 +60,7 @@ def combine(parts: torch.Tensor, op: str, ranks: int) -> torch.Tensor:
     if dtype in _SIGNED:
         return combine(parts.view(_SIGNED[dtype]), op, ranks).view(dtype)
     wide = _WIDE.get(dtype, dtype)
-    total = parts[0].to(wide, copy=True)
+    total = parts[0].to(wide)
     for part in parts[1:]:
         total = _FOLDS[op](total, part.to(wide))
     if op == "avg":
@@ -68,9 +68,7 @@ def combine(parts: torch.Tensor, op: str, ranks: int) -> torch.Tensor:
         divisor = torch.full((), ranks, dtype=wide, device=parts.device)
         total.div_(divisor, rounding_mode=None if wide.is_floating_point else "trunc")
     result = total.to(dtype)
-    return canonical(result) if dtype.is_floating_point else result
-
-
-def canonical(tensor: torch.Tensor) -> torch.Tensor:
-    """Gives all NaNs of a float tensor the same bits, in place; processors make different ones."""
-    return tensor.masked_fill_(tensor.isnan(), math.nan)
+    # Where reading a value costs nothing, NaNs are looked for in the sum of all elements first.
+    if dtype.is_floating_point and (parts.is_cuda or total.sum().isnan()):
+        result.masked_fill_(result.isnan(), math.nan)  # processors make different ones
+    return result

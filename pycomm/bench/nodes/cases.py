@@ -16,6 +16,7 @@ RATES = {"100mbit": 100e6, "1gbit": 1e9, "10gbit": 10e9}
 COMPRESSIONS = ("none", "bf16", "int8", "topk:0.01")
 DENSITY = 0.01
 PEER = "gloo"
+OVER_GROUPS = "pycomm process_group"  # without compression, with transport="process_group"
 # DDP's ways to average gradients, with the model's names; None if the model lacks them.
 TRAINEES = {
     "gloo": ("ring", "none"),
@@ -27,9 +28,11 @@ TRAINEES = {
 # Goals: Gloo's time over ours at 1 Gbit, by ranks per node (2 nodes) and contestant.
 GOALS = {
     (1, "pycomm none"): 0.95,
+    (1, OVER_GROUPS): round(0.95 / 1.1, 2),  # at most 1.1 times the time of the other transport
     (1, "pycomm int8"): 3.6,
     (1, "pycomm topk:0.01"): 15.0,
     (2, "pycomm none"): 1.3,
+    (2, OVER_GROUPS): round(1.3 / 1.1, 2),
     (2, "pycomm int8"): 5.0,
 }
 TRAINING_GOAL = 2.5
@@ -94,6 +97,8 @@ def split(contestant: str) -> tuple[str, str]:
     """The model's algorithm and compression of ``"gloo"``, ``"pycomm int8"``."""
     if contestant == PEER:
         return "ring", "none"
+    if contestant == OVER_GROUPS:
+        return "stripes", "none"
     return "stripes", contestant.removeprefix("pycomm ").partition(":")[0]
 
 
@@ -101,7 +106,8 @@ def all_reduce_rows(layout: Layout, nbytes: int, constants: Constants, cores: in
     """Predictions of an all-reduce of float32 by every contestant."""
     model = Model(layout.cluster(constants, cores), constants, DENSITY)
     rows = []
-    for contestant in (PEER, *(f"pycomm {compression}" for compression in COMPRESSIONS)):
+    ours = [f"pycomm {compression}" for compression in COMPRESSIONS]
+    for contestant in (PEER, *ours, OVER_GROUPS):
         exchange = model.exchange(*split(contestant), nbytes // 4)
         is_goal = layout.nodes == 2 and layout.rate == "1gbit" and nbytes == 64 * MIB
         rows.append(

@@ -26,7 +26,7 @@ from pycomm.bench import training
 from pycomm.bench.cases import Case
 from pycomm.bench.contestants import Compressed, Contestant, Pycomm
 from pycomm.bench.nodes import sharded
-from pycomm.bench.nodes.cases import COMPRESSIONS, TRAINEES
+from pycomm.bench.nodes.cases import COMPRESSIONS, OVER_GROUPS, TRAINEES
 from pycomm.bench.nodes.namespaces import sent_bytes
 from pycomm.bench.overlap import Link
 from pycomm.bench.peers import TorchPeer
@@ -95,7 +95,9 @@ def interleave(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[s
     return medians
 
 
-def all_reduces(group: pycomm.Group, asking: Asking, cases: list[dict[str, Any]]) -> None:
+def all_reduces(
+    group: pycomm.Group, over_groups: pycomm.Group, asking: Asking, cases: list[dict[str, Any]]
+) -> None:
     """Measures every contestant in every case."""
     for case in cases:
         asking.ask("rate", rate=case["rate"])
@@ -104,6 +106,7 @@ def all_reduces(group: pycomm.Group, asking: Asking, cases: list[dict[str, Any]]
         for name in COMPRESSIONS:
             make = Pycomm if name == "none" else Compressed
             field[f"pycomm {name}"] = make(group, "auto", "tensor", name)
+        field[OVER_GROUPS] = Pycomm(over_groups, "auto", "tensor")
         prepared = {name: contestant.prepare(what) for name, contestant in field.items()}
         for run in prepared.values():
             run.settle()
@@ -241,7 +244,8 @@ def main() -> None:
     torch.manual_seed(group.rank)
     asking = Asking(folder)
     asking.ask("nodes", nodes=group.nodes)
-    all_reduces(group, asking, plan["all_reduce"])
+    with pycomm.init(timeout=SETUP_S, transport="process_group") as over_groups:
+        all_reduces(group, over_groups, asking, plan["all_reduce"])
     for case in plan["training"]:
         train(group, asking, case)
     for case in plan["step"]:
