@@ -67,7 +67,8 @@ compile-commands: $(VENV)/.torch
 cuda-check: $(VENV)/.torch
 	$(BIN)/python tests/cpp/cuda_check.py
 
-# The machine code of the kernels: rules, and limits per hot loop, which sass-limits writes anew.
+# The machine code of the kernels: rules, and limits per hot loop, which sass-limits writes anew, with
+# the predictions in docs/performance.md.
 .PHONY: disassembler sass sass-limits
 disassembler: $(VENV)/.torch
 	PYTHONPATH=tests/cpp $(BIN)/python -m sass.disassembler build/disassembler
@@ -77,6 +78,7 @@ sass: cuda-check disassembler
 
 sass-limits: cuda-check disassembler
 	PYTHONPATH=tests/cpp $(BIN)/python -m sass --write
+	PYTHONPATH=tests/cpp $(BIN)/python -m sass.model
 
 # The torch.distributed backend against the headers of the other versions of torch, about 10 MB each.
 torch-headers: $(VENV)/.torch

@@ -1,9 +1,10 @@
 """``make sass``: the reader of machine code, on listings written by hand."""
 
+import json
 from pathlib import Path
 
 import pytest
-from sass import disassembler, limits, rules
+from sass import disassembler, limits, model, rules
 from sass.cubin import Resources
 from sass.disassembler import Kernel
 from sass.flow import Flow
@@ -293,8 +294,16 @@ def test_polls_that_acquire():
     assert found(*PUBLISH, *acquiring) == [
         "empties the L1 cache at every spin (CCTL.IVALL): it polls with acquire"
     ]
+    one_flag_per_rank = [POLL[0], "IADD3 R14, R14, R15, RZ", *acquiring[1:]]
+    assert found(*PUBLISH, *one_flag_per_rank) == []
     now_and_then = [*POLL[:2], "@P1 BRA `(.L_x_8)", "CCTL.IVALL", ".L_x_8:", *POLL[2:]]
     assert found(*PUBLISH, *now_and_then) == []
+
+
+def test_an_announcement_that_is_withdrawn():
+    text = listing(*POLL) + "$kernel$withdraw:\n        /*0100*/   ST.E.STRONG.SYS [R12], R7 ;\n"
+    flows = {function.name: Flow(function) for function in parse(text)}
+    assert list(rules.problems(Kernel("kernel", Resources(1, 32, 256, 0, 0), flows))) == []
 
 
 def test_a_kernel_without_flags_is_no_kernel_that_meets():
@@ -312,6 +321,39 @@ def test_limits_are_kept_per_architecture(tmp_path, monkeypatch):
     assert list(limits.worse(written, figures)) == []
     assert list(limits.worse(written, {})) == ["copy has limits, but is no hot loop any more"]
     assert limits.read("80") == ("", {})
+
+
+FIGURES = {
+    "instructions": 1.0, "loads": 2, "rounds": 1, "registers": 32, "stack": 0, "threads": 512,
+    "blocks": 4, "bytes_in_flight": 0,
+}  # fmt: skip
+
+
+def predicted(blocks=0, **figures):
+    """A row of int8_decode: 8 elements per thread and pass, 5 bytes of each."""
+    gpu = model.Gpu("90", 4.8, 100, 2.0, "imagined")
+    row = model.Row({"int8_decode": 1}, 5, blocks=blocks)
+    return model.predict(row, gpu, {"int8_decode": {**FIGURES, **figures}})
+
+
+def test_predictions_take_the_longest():
+    assert predicted().limited_by == "memory"
+    assert predicted().time == pytest.approx(5 / 4.3)
+    slow = predicted(instructions=51.2)  # per element, of 100 multiprocessors
+    assert (slow.limited_by, slow.time) == ("instructions", pytest.approx(2.0))
+    waiting = predicted(rounds=20)
+    assert waiting.limited_by == "waits"
+    assert waiting.time == pytest.approx(20 * 0.7e6 / (8 * 512 * 4 * 100))
+    assert predicted(rounds=20, blocks=200).time == pytest.approx(2 * waiting.time)
+
+
+def test_predictions_are_those_of_the_limits():
+    """`make sass-limits` has written the file and the tables."""
+    made = model.predictions()
+    assert json.loads(model.RESULTS.read_text())["predicted"] == made
+    page = model.PAGE.read_text()
+    assert model.with_predictions(page, made) == page
+    assert page.count("not run yet") > 10
 
 
 def test_every_hot_loop_has_limits_on_every_architecture():

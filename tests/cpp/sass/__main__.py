@@ -23,6 +23,7 @@ def examine(programs: disassembler.Disassembler, source: Path, architecture: str
     hot_loops = [one for one in HOT_LOOPS if CUDA / one.source == source]
     found: dict[str, Figures] = {}
     problems: list[str] = []
+    seen: set[str] = set()
 
     def is_wanted(name: str) -> bool:
         return bool(rules.MEETING.search(name)) or any(one.kernel in name for one in hot_loops)
@@ -34,11 +35,12 @@ def examine(programs: disassembler.Disassembler, source: Path, architecture: str
             problems += [f"{kernel.name} {problem}" for problem in rules.problems(kernel)]
         for one in hot_loops:
             if one.kernel in kernel.name:
+                seen.add(one.name)
                 try:
                     found[one.name] = measure(kernel, one, architecture)
                 except ValueError as error:
                     problems.append(f"{one.name}: {error}")
-    problems += [f"no kernel for {one.name}" for one in hot_loops if one.name not in found]
+    problems += [f"no kernel for {one.name}" for one in hot_loops if one.name not in seen]
     return found, problems
 
 

@@ -73,6 +73,12 @@ class Instruction:
         return frozenset(f"R{first + i}" for i in range(max(1, self.width // 4)))
 
     @cached_property
+    def written(self) -> str:
+        """The first register that it writes, or ""."""
+        found = REGISTER.match(self.operands)
+        return "" if found is None or self.is_store else found.group(1)
+
+    @cached_property
     def used(self) -> frozenset[str]:
         """The registers that it reads; a pair by both of its numbers."""
         operands = self.operands

@@ -15,6 +15,8 @@ MEETING = re.compile(
 )
 # Lanes of one rank meet here, too, by counters in their device's memory.
 MEETS_ON_ONE_DEVICE = re.compile("sharded_")
+# Takes an announcement back: its flag publishes nothing.
+RETRACTS = re.compile("withdraw")
 
 
 def problems(kernel: Kernel) -> Iterator[str]:
@@ -29,7 +31,7 @@ def problems(kernel: Kernel) -> Iterator[str]:
             yield f"{opcode} orders nothing for peers on other devices"
     for flow in flows:
         unfenced = sum(1 for at, i in flags(flow) if not is_fenced(flow, at, i, one_device))
-        if unfenced:
+        if unfenced and not RETRACTS.search(flow.function.name):
             yield f"stores {unfenced} flags without a fence of system scope"
         for loop in flow.loops():
             if invalidates_while_it_spins(flow, loop):
@@ -85,7 +87,10 @@ def _fence_is_before(flow: Flow, at: int, index: int, seen: set[int]) -> bool:
 
 
 def invalidates_while_it_spins(flow: Flow, loop: Loop) -> bool:
-    """True if the shortest way around a loop that polls a flag empties the L1 cache."""
+    """True if the shortest way around a loop that polls one flag empties the L1 cache."""
     way = flow.shortest_way_around(loop)
-    polls = any(one.is_load and {"STRONG", "SYS"} <= one.modifiers for one in way)
+    written = {one.written for one in way}
+    polls = any(
+        one.is_load and {"STRONG", "SYS"} <= one.modifiers and not one.used & written for one in way
+    )
     return polls and any(one.name == "CCTL" and "IVALL" in one.modifiers for one in way)
