@@ -163,7 +163,7 @@ def _symmetric_windows(
     if not _all_agree(group, not why):
         return None, why or elsewhere
     memory = handle = None
-    with _environment(_SYMMETRIC_MEMORY):
+    with symmetric_memory_settings():
         try:
             memory = symmetric_tensor(nbytes, device)
             memory.zero_()
@@ -188,10 +188,10 @@ def _symmetric_windows(
 
 
 @contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Sets environment variables for a scope."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
+def symmetric_memory_settings() -> Iterator[None]:
+    """Sets, for a scope, the environment variables that torch reads when it makes such memory."""
+    before = {name: os.environ.get(name) for name in _SYMMETRIC_MEMORY}
+    os.environ.update(_SYMMETRIC_MEMORY)
     try:
         yield
     finally:

@@ -6,11 +6,10 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
+import gpu_ranks
 import pytest
 import torch
-import torch.distributed as dist
 
 import pycomm
 from pycomm._inputs.dtypes import ALGORITHMS, DTYPES, OPS
@@ -157,34 +156,24 @@ def test_closing_lets_enqueued_work_end() -> None:
         assert torch.equal(tensor.cpu(), torch.full((1 << 20,), 402.0))
 
 
-def process_body(rank: int, size: int, store: str, transport: str) -> None:
-    """One of several processes that share one GPU."""
-    if transport == "pinned host memory":
-        pycomm._runtime.cuda_windows._sees_all = lambda *_: False
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-    with pycomm.init(timeout=60, cuda_heap_bytes=4 << 20) as group:
-        for count in (1, 1000, 300_007):
-            for algorithm in ("one_shot", "two_shot", "ring", "tree"):
-                tensor = torch.full((count,), float(rank), device="cuda")
-                pycomm.all_reduce(tensor, algorithm=algorithm)
-                assert tensor.cpu().eq(sum(range(size))).all(), (count, algorithm)
-        assert group.explain(4, device="cuda").path == transport
-        if transport == "peer memory":
-            tensor = group.empty(4099, device="cuda").fill_(rank)
-            pycomm.all_reduce(tensor, algorithm="two_shot")
-            assert tensor.cpu().eq(sum(range(size))).all()
-        torch.cuda.synchronize()
-        group.check()
-    dist.destroy_process_group()
+def reduce_in_every_way(group: pycomm.Group) -> None:
+    total = sum(range(group.size))
+    for count in (1, 1000, 300_007):
+        for algorithm in ("one_shot", "two_shot", "ring", "tree"):
+            tensor = torch.full((count,), float(group.rank), device="cuda")
+            pycomm.all_reduce(tensor, algorithm=algorithm, group=group)
+            assert tensor.cpu().eq(total).all(), (count, algorithm)
+    if group.explain(4, device="cuda").path == gpu_ranks.PEER:
+        tensor = group.empty(4099, device="cuda").fill_(group.rank)
+        pycomm.all_reduce(tensor, algorithm="two_shot", group=group)
+        assert tensor.cpu().eq(total).all()
 
 
-@pytest.mark.parametrize("transport", ["peer memory", "pinned host memory"])
+@pytest.mark.parametrize("layout", gpu_ranks.LAYOUTS)
 @pytest.mark.parametrize("size", [2, 4])
-def test_processes_on_one_gpu(tmp_path: Path, size: int, transport: str) -> None:
-    """They take turns on the device, so this says nothing about speed."""
-    torch.multiprocessing.spawn(
-        process_body, (size, str(tmp_path / "store"), transport), nprocs=size
-    )
+def test_processes(size: int, layout: str) -> None:
+    """On one GPU they take turns, so this says nothing about speed."""
+    gpu_ranks.run(size, layout, reduce_in_every_way, cuda_heap_bytes=4 << 20)
 
 
 def test_two_groups_at_once() -> None:

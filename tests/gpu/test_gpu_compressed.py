@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import Any
 
 import compressing
+import gpu_ranks
 import pytest
 import torch
-import torch.distributed as dist
 from compressing import FLOATS, gradient
 
 import pycomm
@@ -269,24 +268,15 @@ def test_disagreement_about_compression_is_told() -> None:
         world.run(body)
 
 
-def process_body(rank: int, size: int, store: str, transport: str, want: Any) -> None:
-    """One of several processes that share one GPU."""
-    if transport == "pinned host memory":
-        pycomm._runtime.cuda_windows._sees_all = lambda *_: False
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-    with pycomm.init(timeout=60) as group:
-        for case, of_rank in want:
-            assert all(map(same_bits, run(group, case, "cuda"), of_rank[rank])), case
-        group.check()
-    dist.destroy_process_group()
+def check_cases(group: pycomm.Group, wanted: Any) -> None:
+    for case, of_rank in wanted:
+        assert all(map(same_bits, run(group, case, "cuda"), of_rank[group.rank])), case
 
 
-@pytest.mark.parametrize("transport", ["peer memory", "pinned host memory"])
+@pytest.mark.parametrize("layout", [gpu_ranks.PEER, gpu_ranks.PINNED])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_processes_on_one_gpu(tmp_path: Path, size: int, transport: str) -> None:
+def test_processes(size: int, layout: str) -> None:
     cases = [Case(c, count=70_001) for c in (pycomm.Int8(), pycomm.Cast(), pycomm.TopK(0.01))]
     with pycomm.LocalWorld(size) as world:
-        want = [(case, world.run(run, case, "cpu")) for case in cases]
-    torch.multiprocessing.spawn(
-        process_body, (size, str(tmp_path / "store"), transport, want), nprocs=size
-    )
+        wanted = [(case, world.run(run, case, "cpu")) for case in cases]
+    gpu_ranks.run(size, layout, check_cases, wanted)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
+import gpu_ranks
 import pytest
 import sharded_by_hand
 import torch
@@ -75,25 +75,17 @@ def train(shard: str | None, steps: int = 4) -> list[torch.Tensor]:
     return [parameter.detach().cpu() for parameter in net.parameters()]
 
 
-def process_body(rank: int, size: int, store: str, transport: str) -> None:
-    """One of several processes that share one GPU."""
-    if transport == "pinned host memory":
-        pycomm._runtime.cuda_windows._sees_all = lambda *_: False
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-    with pycomm.init(timeout=60, cuda_heap_bytes=64 << 20) as group:
-        if transport == "pinned host memory":
-            with pytest.raises(ValueError, match="access to each other's memory"):
-                train("optimizer")
-        else:
-            whole = train(None)
-            for shard in ("optimizer", "gradients"):
-                for ours, wanted in zip(train(shard), whole, strict=True):
-                    assert torch.equal(ours, wanted), shard
-        torch.cuda.synchronize()
-        group.check()
-    dist.destroy_process_group()
+def shard_like_a_whole_model(group: pycomm.Group) -> None:
+    if group.explain(4, device="cuda").path == gpu_ranks.PINNED:
+        with pytest.raises(ValueError, match="access to each other's memory"):
+            train("optimizer")
+        return
+    whole = train(None)
+    for shard in ("optimizer", "gradients"):
+        for ours, wanted in zip(train(shard), whole, strict=True):
+            assert torch.equal(ours, wanted), shard
 
 
-@pytest.mark.parametrize("transport", ["peer memory", "pinned host memory"])
-def test_processes_on_one_gpu(tmp_path: Path, transport: str) -> None:
-    torch.multiprocessing.spawn(process_body, (2, str(tmp_path / "store"), transport), nprocs=2)
+@pytest.mark.parametrize("layout", [gpu_ranks.PEER, gpu_ranks.PINNED])
+def test_processes(layout: str) -> None:
+    gpu_ranks.run(2, layout, shard_like_a_whole_model, cuda_heap_bytes=64 << 20)

@@ -1,18 +1,15 @@
-"""Parts of pycomm.bench.gpu and benchmarks/gpu.sh that need no GPU."""
+"""Parts of pycomm.bench.gpu that need no GPU."""
 
 import contextlib
 import json
-import stat
-import subprocess
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
 from pycomm.bench.cases import GIB, KIB, MIB
 from pycomm.bench.contestants import Prepared
-from pycomm.bench.gpu import cases, cli, ranks, small
+from pycomm.bench.gpu import cases, cli, machine, ranks, small
 
 NBYTES = MIB
 # The rows that the project's goals speak of.
@@ -26,7 +23,6 @@ NAMES = (
     "topk_select",
     "all_reduce_loopback",
 )
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks/gpu.sh"
 
 
 class Event:
@@ -53,7 +49,6 @@ def pretended(monkeypatch):
     monkeypatch.setattr(ranks.Loopback, "capture", lambda self: self)
     monkeypatch.setattr(ranks, "large_cases", lambda device: large(device, NBYTES))
     monkeypatch.setattr(ranks, "SMALL_REPEATS", 3)
-    monkeypatch.setattr(ranks, "in_processes", lambda: {"pycomm": "not here"})
     monkeypatch.setattr(cli, "STEP_SIZES", {NBYTES // 4: "_small", NBYTES: ""})
     monkeypatch.setattr(cli, "CODEC_SIZES", {NBYTES: ""})
     monkeypatch.setattr(cli, "LEAST_COPIED", 0)
@@ -119,7 +114,6 @@ def test_every_set_runs_is_right_and_reported(tmp_path, capsys):
     assert results.good()
     stored = json.loads(path.read_text())
     assert stored["meta"]["gpu"] == {"name": "pretended"}
-    assert stored["meta"]["processes"] == {"pycomm": "not here"}
     rows = {row["name"]: row for row in stored["rows"]}
     assert len(rows) == len(stored["rows"])
     assert set(NAMES) <= rows.keys()
@@ -214,7 +208,7 @@ def test_without_a_gpu(monkeypatch, capsys):
     assert cli.main([]) == 0
     assert capsys.readouterr().out == "skipped: torch finds no CUDA device\n"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(cli._C, "has_cuda", False)
+    monkeypatch.setattr(machine._C, "has_cuda", False)
     assert cli.main([]) == 0
     assert capsys.readouterr().out == "skipped: this build of pycomm has no CUDA\n"
 
@@ -229,53 +223,5 @@ def test_arguments(capsys):
     assert "at least 2" in capsys.readouterr().err
 
 
-def test_processes_that_fail_say_why(monkeypatch):
-    monkeypatch.setattr(ranks, "RANKS", 1)
-    monkeypatch.setattr(ranks, "CONTESTANTS", {"nobody": None})  # the process knows none
-    assert ranks.in_processes() == {"nobody": "KeyError: 'nobody'"}
-
-
 def test_what_sanitizers_watch_runs():
     small.run("cpu")
-
-
-def test_script(tmp_path):
-    """All parts run whatever becomes of those before; the exit code tells."""
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    for name, body in {
-        "python": 'echo "python $*"; case "$*" in *"-m pytest"*) exit 1;; esac',
-        "compute-sanitizer": 'echo "$*"; test "$2" != racecheck',
-    }.items():
-        (tools / name).write_text(f"#!/bin/sh\n{body}\n")
-        (tools / name).chmod(stat.S_IRWXU)
-    environment = {"PATH": f"{tools}:/usr/bin:/bin", "PYTHON": "python"}
-    out = tmp_path / "out"
-    done = subprocess.run(
-        [SCRIPT, out], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 1
-    assert [line.split(",")[0] for line in (out / "summary.txt").read_text().splitlines()] == [
-        "build: passed",
-        "tests: failed (1)",
-        "benchmarks: passed",
-        "sanitizer-memcheck: passed",
-        "sanitizer-racecheck: failed (1)",
-        "sanitizer-synccheck: passed",
-        "sanitizer-initcheck: passed",
-    ]
-    assert f"-m pycomm.bench.gpu --json {out}/gpu.json" in (out / "benchmarks.log").read_text()
-    assert sorted(path.name for path in out.iterdir()) == [
-        "benchmarks.log", "build.log", "sanitizer.log", "summary.txt", "tests.log",
-    ]  # fmt: skip
-    (tools / "python").write_text("#!/bin/sh\n")
-    (tools / "compute-sanitizer").write_text("#!/bin/sh\n")
-    assert subprocess.run([SCRIPT, out], env=environment, check=False).returncode == 0
-
-
-def test_limits_of_the_script_add_up():
-    """The limits add up to 8 minutes, including the time to stop parts."""
-    words = [line.split() for line in SCRIPT.read_text().splitlines()]
-    limits = [int(line[2]) for line in words if line[:1] == ["part"]]
-    (sanitizer,) = (int(line[2]) for line in words if line[:1] == ["part"] and "sanit" in line[1])
-    assert sum(limits) + 3 * sanitizer <= 480 - 10

@@ -10,7 +10,6 @@ import gc
 import json
 import shlex
 import statistics
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -21,14 +20,12 @@ from typing import Any
 
 import torch
 
-from pycomm import _C
 from pycomm._runtime.torch_private import keep_device_busy
 from pycomm.bench import report
-from pycomm.bench.cases import GIB, MIB
+from pycomm.bench.cases import MIB
 from pycomm.bench.gpu import ranks
 from pycomm.bench.gpu.cases import (
     CODEC_SIZES,
-    RANKS,
     STEP_SIZES,
     STEPS,
     Call,
@@ -37,6 +34,7 @@ from pycomm.bench.gpu.cases import (
     step_cases,
     topk_cases,
 )
+from pycomm.bench.gpu.machine import gpu, missing
 from pycomm.bench.streams import Mix, streams
 
 # The device waits this long (1 ms) before every timed call, so that the host can run ahead.
@@ -188,34 +186,6 @@ def format_row(row: Row) -> str:
     ).rstrip()
 
 
-def missing() -> str | None:
-    """The reason why nothing can be measured here, or None."""
-    if not torch.cuda.is_available():
-        return "torch finds no CUDA device"
-    if not _C.has_cuda:
-        return "this build of pycomm has no CUDA"
-    return None
-
-
-def gpu() -> dict[str, Any]:
-    """Describes the device for the file."""
-    found = torch.cuda.get_device_properties(0)
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
-    try:
-        driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        driver = "unknown"
-    return {
-        "name": found.name,
-        "memory_GiB": round(found.total_memory / GIB, 1),
-        "multiprocessors": found.multi_processor_count,
-        "L2_MiB": round(found.L2_cache_size / MIB, 1),
-        "capability": f"{found.major}.{found.minor}",
-        "driver": driver,
-        "cuda": torch.version.cuda,
-    }
-
-
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Options from a command line."""
     parser = argparse.ArgumentParser(
@@ -225,7 +195,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--rounds", type=int, default=ROUNDS, help=f"samples of each row (default {ROUNDS})")
     add("--only", action="append", choices=names, metavar="SET",
-        help=f"repeatable; {', '.join(names)} (default all, and processes)")  # fmt: skip
+        help=f"repeatable; {', '.join(names)} (default all)")  # fmt: skip
     add("--json", metavar="FILE", help="write results")
     options = parser.parse_args(argv)
     if options.rounds < 2:
@@ -280,11 +250,6 @@ def run(options: argparse.Namespace, device: str = "cuda") -> Results:
         made = []
         gc.collect()
         torch.cuda.empty_cache()
-    if not options.only:
-        results.meta["processes"] = ranks.in_processes()
-        results.save()
-        for name, times in results.meta["processes"].items():
-            print(f"# {RANKS} processes, by size in bytes (us): {name}: {times}")
     return results
 
 

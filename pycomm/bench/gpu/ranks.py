@@ -1,27 +1,16 @@
-"""All-reduces among ranks that share one GPU ("HBM loopback"), which does not measure links.
+"""All-reduces among ranks that are threads and share one GPU.
 
-Ranks that are threads of this process share one launch. Ranks that are processes take turns on the
-GPU, pycomm's and others' alike, so their times only compare with each other.
+They share one launch ("HBM loopback"), so they do not measure links.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import statistics
-import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.multiprocessing.spawn import start_processes
 
 import pycomm
-from pycomm._runtime.torch_private import symmetric_handle, symmetric_tensor
 from pycomm.bench import floor
 from pycomm.bench.cases import KIB, MIB
 from pycomm.bench.gpu.cases import RANKS, Call, Case
@@ -29,9 +18,6 @@ from pycomm.bench.gpu.cases import RANKS, Call, Case
 SIZE = 256 * MIB
 SMALL = KIB
 SMALL_REPEATS = 100
-PROCESS_SIZES = (KIB, 64 * MIB)
-PROCESS_CALLS = 15
-PROCESS_LIMIT_S = 20.0
 
 
 class Loopback:
@@ -149,84 +135,3 @@ def small_cases(device: str) -> Iterator[list[Case]]:
             Case("all_reduce_1KiB", *both, many.call, SMALL_REPEATS, wrong=many.wrong),
             Case("all_reduce_1KiB_replay", *both, replays, SMALL_REPEATS, wrong=one.wrong),
         ]  # fmt: skip
-
-
-def in_processes() -> dict[str, Any]:
-    """Median microseconds of all-reduces among processes, or the error, by contestant.
-
-    torch's kernels wait for each other without a deadline: each contestant has processes of its
-    own, and they are killed when its time is up.
-    """
-    return {name: _in_processes(name) for name in CONTESTANTS}
-
-
-def _in_processes(name: str) -> dict[str, float] | str:
-    with tempfile.TemporaryDirectory(prefix="pycomm-gpu-") as folder:
-        context = start_processes(  # type: ignore[no-untyped-call]
-            _process, (RANKS, name, folder), nprocs=RANKS, join=False, start_method="spawn"
-        )
-        deadline = time.monotonic() + PROCESS_LIMIT_S
-        try:
-            while not context.join(timeout=max(deadline - time.monotonic(), 0.01)):
-                if time.monotonic() > deadline:
-                    return f"did not end within {PROCESS_LIMIT_S:g} s"
-        except Exception as error:
-            return str(error).strip().splitlines()[-1]
-        finally:
-            for process in context.processes:
-                process.kill()
-            for process in context.processes:
-                process.join()
-        found: dict[str, float] = json.loads(Path(folder, "times").read_text())
-        return found
-
-
-def _process(rank: int, ranks: int, name: str, folder: str) -> None:
-    make = CONTESTANTS[name]
-    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
-    )
-    with pycomm.init(timeout=PROCESS_LIMIT_S):
-        times = {str(nbytes): _median_us(make(nbytes // 4)) for nbytes in PROCESS_SIZES}
-        if rank == 0:
-            Path(folder, "times").write_text(json.dumps(times))
-        dist.barrier()
-    dist.destroy_process_group()
-
-
-def _median_us(call: Call) -> float:
-    samples = []
-    for _ in range(PROCESS_CALLS + 2):
-        torch.cuda.synchronize()
-        dist.barrier()
-        began = time.perf_counter_ns()
-        call()
-        torch.cuda.synchronize()
-        samples.append((time.perf_counter_ns() - began) / 1e3)
-    return round(statistics.median(samples[2:]), 1)
-
-
-def _pycomm(count: int) -> Call:
-    tensor = torch.zeros(count, device="cuda")
-    return lambda: pycomm.all_reduce(tensor)
-
-
-def _symmetric_memory(operator: str) -> Callable[[int], Call]:
-    def make(count: int) -> Call:
-        memory = symmetric_tensor(4 * count, torch.device("cuda", torch.cuda.current_device()))
-        tensor = memory.view(torch.float32).zero_()
-        group = dist.group.WORLD
-        assert group is not None
-        symmetric_handle(tensor, group)
-        reduce = getattr(torch.ops.symm_mem, operator)
-        return lambda: reduce(tensor, "sum", group.group_name)
-
-    return make
-
-
-CONTESTANTS: dict[str, Callable[[int], Call]] = {
-    "pycomm": _pycomm,
-    "symmetric memory, one-shot": _symmetric_memory("one_shot_all_reduce"),
-    "symmetric memory, two-shot": _symmetric_memory("two_shot_all_reduce_"),
-}

@@ -1,0 +1,50 @@
+"""Ranks that are processes on the GPUs of this machine, which they take in turn."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import helpers
+import torch
+
+import pycomm
+from pycomm._runtime import cuda_windows
+
+PEER, PINNED = "peer memory", "pinned host memory"
+ONE_VISIBLE = "one visible GPU each"  # as under Ray or SLURM
+LAYOUTS = (PEER, PINNED, ONE_VISIBLE)
+
+
+def run(
+    size: int, layout: str, function: Callable[..., Any], *args: Any, **options: Any
+) -> list[Any]:
+    """Results of ``function(group, *args)`` on every rank; `options` are ``pycomm.init``'s."""
+    return helpers.run_ranks(size, member, layout, function, options, *args)
+
+
+def member(
+    rank: int, size: int, store: str, layout: str, function: Callable[..., Any], options: dict,
+    *args: Any,
+) -> Any:  # fmt: skip
+    """For :class:`helpers.Ranks`."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(
+        map(str, range(torch.cuda.device_count()))
+    )
+    gpus = visible.split(",")
+    if layout == ONE_VISIBLE:  # torch reads it when it first uses a device
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[rank % len(gpus)]
+    else:
+        torch.cuda.set_device(rank % len(gpus))
+    if layout == PINNED:
+        mock.patch.object(cuda_windows, "_denied", return_value="a test says so").start()
+    with helpers.member(rank, size, store, timeout=60, **options) as group:
+        pycomm.all_reduce(torch.ones(1, device="cuda"), group=group)  # connects
+        path = group.explain(4, device="cuda").path
+        assert size == 1 or path == (PINNED if layout == PINNED else PEER)
+        value = function(group, *args)
+        torch.cuda.synchronize()
+        group.check()
+    return value

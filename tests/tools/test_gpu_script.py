@@ -1,0 +1,167 @@
+"""benchmarks/gpu.sh and benchmarks/parts.sh with programs that pretend."""
+
+import os
+import re
+import signal
+import stat
+import subprocess
+from pathlib import Path
+
+import helpers
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "benchmarks/gpu.sh"
+PARTS = ROOT / "benchmarks/parts.sh"
+OBEY = "trap 'echo >${0%/*}/told; exit' INT"
+
+
+def summary(out):
+    return [line.split(",")[0] for line in (out / "summary.txt").read_text().splitlines()]
+
+
+@pytest.fixture
+def tools(tmp_path):
+    """Writes programs into a folder; returns it and an environment that has no others."""
+    folder = tmp_path / "tools"
+    folder.mkdir()
+
+    def write(**programs):
+        for name, body in programs.items():
+            path = folder / name.replace("_", "-")
+            path.write_text(f"#!/bin/sh\n{body}\n")
+            path.chmod(stat.S_IRWXU)
+        return {"PATH": f"{folder}:/usr/bin:/bin", "PYTHON": "python"}
+
+    return write
+
+
+def test_all_parts_run_whatever_becomes_of_those_before(tmp_path, tools):
+    environment = tools(
+        python='echo "python $*"; case "$*" in *"-m pytest"*" tests") exit 1;; esac',
+        compute_sanitizer='echo "$*"; test "$2" != racecheck',
+        nvidia_smi='echo "clocks"; exec sleep 100',
+    )
+    out = tmp_path / "out"
+    done = subprocess.run(
+        [SCRIPT, out], env=environment, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 1
+    assert summary(out) == [
+        "build: passed",
+        "tests: failed (1)",
+        "benchmarks: passed",
+        "processes: passed",
+        "sanitizer-memcheck: passed",
+        "sanitizer-racecheck: failed (1)",
+        "sanitizer-synccheck: passed",
+        "sanitizer-initcheck: passed",
+        "modes-blocking: passed",
+        "modes-eager: passed",
+        "modes-expandable: passed",
+    ]
+    assert f"-m pycomm.bench.gpu --json {out}/gpu.json" in (out / "benchmarks.log").read_text()
+    assert sorted(path.name for path in out.iterdir()) == [
+        "benchmarks.log", "build.log", "clocks.csv", "modes.log", "processes.log",
+        "sanitizer.log", "summary.txt", "tests.log",
+    ]  # fmt: skip
+    tools(python="", compute_sanitizer="")
+    assert subprocess.run([SCRIPT, out], env=environment, check=False, timeout=60).returncode == 0
+
+
+def test_limits_add_up():
+    """The limits add up to 8 minutes, including the time to stop the last part."""
+    script = SCRIPT.read_text()
+    times = {
+        "mode": len(re.findall(r"^mode ", script, re.MULTILINE)),
+        "sanitize": len(re.search(r"for tool in (.*);", script)[1].split()),
+    }
+    total = 0
+    for body, name in re.findall(r"^( *)part \"?([\w-]+)", script, re.MULTILINE):
+        (seconds,) = re.findall(rf"^{body}part \"?{name}\S* (\d+)", script, re.MULTILINE)
+        kind = {"modes-": "mode", "sanitizer-": "sanitize"}.get(name)
+        total += int(seconds) * times.get(kind, 1)
+    assert total > 400
+    assert total + 10 <= 480
+
+
+def test_the_tests_of_modes_exist():
+    file, names = re.search(r"(tests/gpu/\S+\.py)::test_\{(\S+)\}", SCRIPT.read_text()).groups()
+    text = (ROOT / file).read_text()
+    for name in names.split(","):
+        assert f"def test_{name}(" in text
+
+
+def run_parts(tmp_path, *lines):
+    """Runs parts; returns the shell."""
+    script = "\n".join([f"out={tmp_path}", f"source {PARTS}", "grace=1", *lines])
+    return subprocess.Popen(
+        ["bash", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
+    )
+
+
+def ended(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def pid_in(path):
+    helpers.wait_until(lambda: path.exists() and path.read_text().strip())
+    return int(path.read_text())
+
+
+def child(tmp_path, *lines):
+    """A command that starts a process which ignores SIGINT, and writes its number to a file."""
+    program = tmp_path / "child"
+    start = f"(trap '' INT; exec sleep 300) &\necho $! >{tmp_path}/pid"
+    program.write_text("\n".join([start, *lines]))
+    return f"bash {program}"
+
+
+@pytest.mark.parametrize(
+    ("limit", "lines", "end"),
+    [
+        (60, ["exit 0"], "passed"),  # before its child
+        (1, [OBEY, "wait"], "stopped after 1 s"),  # it obeys, its child does not
+        (1, ["trap '' INT", "wait"], "stopped after 1 s"),
+    ],
+    ids=["ends", "obeys", "ignores"],
+)
+def test_no_process_outlives_its_part(tmp_path, limit, lines, end):
+    shell = run_parts(tmp_path, f"part parent {limit} {child(tmp_path, *lines)}", "read")
+    pid = pid_in(tmp_path / "pid")
+    helpers.wait_until(lambda: ended(pid))
+    shell.communicate(b"\n")
+    assert summary(tmp_path) == [f"parent: {end}"]
+    assert (tmp_path / "told").exists() == (OBEY in lines)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_script_that_is_stopped_stops_its_part(tmp_path, number):
+    shell = run_parts(tmp_path, f"part long 60 {child(tmp_path, 'wait')}", "part never 60 true")
+    pid = pid_in(tmp_path / "pid")
+    os.kill(shell.pid, number)
+    assert shell.wait(30) == 130
+    assert not (tmp_path / "summary.txt").exists()
+    helpers.wait_until(lambda: ended(pid))
+
+
+def test_time_that_is_left_passes_on(tmp_path):
+    """And time to stop a part is taken from the next one."""
+    shell = run_parts(
+        tmp_path,
+        "part first 50 true",
+        "part second 2 bash -c 'exit 3'",
+        "echo $spare >$out/spare",
+        "spare=0",
+        f"part third 1 {child(tmp_path, 'trap : INT', 'wait', 'wait')}",
+        "echo $spare $failed >>$out/spare",
+    )
+    assert shell.wait(60) == 0
+    assert summary(tmp_path) == ["first: passed", "second: failed (3)", "third: stopped after 1 s"]
+    first, second = (tmp_path / "spare").read_text().splitlines()
+    assert 50 <= int(first) <= 52
+    assert second.split()[0] in ("-1", "-2")
+    assert second.split()[1] == "1"
