@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -139,26 +139,30 @@ class Transfer:
 
 
 class Worker:
-    """A thread that runs functions in the order in which they were given."""
+    """A thread that runs functions in the order in which they were given.
+
+    It ends when nobody has the worker any more, because the thread has only its tasks.
+    """
 
     def __init__(self, abort: Callable[[], None]) -> None:
-        self._tasks: queue.SimpleQueue[tuple[Callable[[], None], Task] | None] = queue.SimpleQueue()
+        self._tasks: Tasks = queue.SimpleQueue()
         self._abort = abort
-        self._given = self._done = 0
-        self._thread = threading.Thread(target=self._run, name="pycomm-carriers", daemon=True)
+        self._last: Task | None = None
+        self._thread = threading.Thread(
+            target=_run_tasks, args=(self._tasks,), name="pycomm-carriers", daemon=True
+        )
         self._thread.start()
         _workers.add(self)
 
     def submit(self, function: Callable[[], None]) -> Task:
         """Hands over a function."""
-        task = Task()
-        self._given += 1
+        self._last = task = Task()
         self._tasks.put((function, task))
         return task
 
     def busy(self) -> bool:
         """True if a function has not ended."""
-        return self._given > self._done
+        return self._last is not None and not self._last.ended.is_set()
 
     def end(self, patience: float | None = None) -> None:
         """Ends the thread after the last function, and waits for that."""
@@ -172,17 +176,21 @@ class Worker:
             self._abort()
             self._thread.join(_PATIENCE_AT_END)
 
-    def _run(self) -> None:
-        while (given := self._tasks.get()) is not None:
-            function, task = given
-            task.start = time.perf_counter()
-            try:
-                function()
-            except BaseException as error:
-                task.error = error
-            task.stop = time.perf_counter()
-            self._done += 1
-            task.ended.set()
+    def __del__(self) -> None:
+        self._tasks.put(None)
+
+
+def _run_tasks(tasks: Tasks) -> None:
+    while (given := tasks.get()) is not None:
+        function, task = given
+        task.start = time.perf_counter()
+        try:
+            function()
+        except BaseException as error:
+            task.error = error
+        task.stop = time.perf_counter()
+        task.ended.set()
+        del given, function, task  # they may be the last to have the group
 
 
 class Watch:
@@ -256,6 +264,7 @@ class Task:
             raise self.error
 
 
+Tasks: TypeAlias = "queue.SimpleQueue[tuple[Callable[[], None], Task] | None]"
 _workers: weakref.WeakSet[Worker] = weakref.WeakSet()
 
 
