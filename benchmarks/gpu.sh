@@ -9,7 +9,7 @@ mkdir -p "${1:?usage: benchmarks/gpu.sh FOLDER}"
 out=$(cd "$1" && pwd)
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
-rm -f "$out"/*.log "$out"/{summary.txt,clocks.csv} "$out"/{gpu,processes}.json
+rm -f "$out"/*.log "$out"/{summary.txt,clocks.csv} "$out"/{gpu,processes,sweep}.json "$out/ncu.csv"
 source benchmarks/parts.sh
 
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 PYCOMM_CUDA=1
@@ -18,12 +18,12 @@ pytest=("$python" -m pytest -q -n 4 --tb=short -p no:cacheprovider
   --continue-on-collection-errors -m gpu)
 
 mode() { # NAME VARIABLE=VALUE
-  part "modes-$1" 15 env "$2" "${pytest[@]}" \
+  part "modes-$1" 13 env "$2" "${pytest[@]}" \
     tests/gpu/test_gpu.py::test_{other_collectives,processes}
 }
 
 sanitize() { # TOOL; without torch's caching, every tensor is an allocation that it can watch
-  part "sanitizer-$1" 15 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
+  part "sanitizer-$1" 14 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
     compute-sanitizer --tool "$1" --error-exitcode 1 "$python" -m pycomm.bench.gpu.small
 }
 
@@ -31,14 +31,23 @@ TORCH_CUDA_ARCH_LIST=$("$python" -c \
   'import torch; print("%d.%d" % torch.cuda.get_device_capability())') || failed=1
 export TORCH_CUDA_ARCH_LIST
 
+metrics=gpu__time_duration.sum,dram__bytes.sum.per_second
+metrics+=,dram__throughput.avg.pct_of_peak_sustained_elapsed
+metrics+=,sm__warps_active.avg.pct_of_peak_sustained_active,launch__registers_per_thread
 clocks=timestamp,index,clocks.sm,clocks.max.sm,clocks.mem,clocks.max.mem,power.draw,temperature.gpu
 nvidia-smi --query-gpu="$clocks" --format=csv --loop-ms=500 >"$out/clocks.csv" 2>&1 &
 trap 'kill_group; kill %nvidia-smi 2>/dev/null' EXIT
 
-part build 140 "$python" setup.py build_ext --inplace
-part tests 95 "${pytest[@]}" tests
-part benchmarks 75 "$python" -m pycomm.bench.gpu --json "$out/gpu.json"
-part processes 45 "$python" -m pycomm.bench.gpu.processes --json "$out/processes.json"
+part build 130 "$python" setup.py build_ext --inplace
+part tests 90 "${pytest[@]}" tests
+part benchmarks 70 "$python" -m pycomm.bench.gpu --json "$out/gpu.json"
+part processes 40 "$python" -m pycomm.bench.gpu.processes --json "$out/processes.json"
+part sweep 20 "$python" -m pycomm.bench.gpu.sweep --json "$out/sweep.json"
+if command -v ncu >/dev/null; then
+  part profile 20 ncu --profile-from-start off --kernel-name-base demangled \
+    --kernel-name regex:pycomm --metrics "$metrics" --page raw --csv --log-file "$out/ncu.csv" \
+    "$python" -m pycomm.bench.gpu.kernels
+fi
 for tool in memcheck racecheck synccheck initcheck; do
   sanitize "$tool"
 done

@@ -40,6 +40,7 @@ def test_all_parts_run_whatever_becomes_of_those_before(tmp_path, tools):
     environment = tools(
         python='echo "python $*"; case "$*" in *"-m pytest"*" tests") exit 1;; esac',
         compute_sanitizer='echo "$*"; test "$2" != racecheck',
+        ncu='echo "$*"',
         nvidia_smi='echo "clocks"; exec sleep 100',
     )
     out = tmp_path / "out"
@@ -52,6 +53,8 @@ def test_all_parts_run_whatever_becomes_of_those_before(tmp_path, tools):
         "tests: failed (1)",
         "benchmarks: passed",
         "processes: passed",
+        "sweep: passed",
+        "profile: passed",
         "sanitizer-memcheck: passed",
         "sanitizer-racecheck: failed (1)",
         "sanitizer-synccheck: passed",
@@ -62,8 +65,8 @@ def test_all_parts_run_whatever_becomes_of_those_before(tmp_path, tools):
     ]
     assert f"-m pycomm.bench.gpu --json {out}/gpu.json" in (out / "benchmarks.log").read_text()
     assert sorted(path.name for path in out.iterdir()) == [
-        "benchmarks.log", "build.log", "clocks.csv", "modes.log", "processes.log",
-        "sanitizer.log", "summary.txt", "tests.log",
+        "benchmarks.log", "build.log", "clocks.csv", "modes.log", "processes.log", "profile.log",
+        "sanitizer.log", "summary.txt", "sweep.log", "tests.log",
     ]  # fmt: skip
     tools(python="", compute_sanitizer="")
     assert subprocess.run([SCRIPT, out], env=environment, check=False, timeout=60).returncode == 0

@@ -18,13 +18,13 @@ inline constexpr std::int64_t kAnySize = INT64_MAX;
 inline constexpr int kAnyRanks = INT32_MAX;
 
 // Measured with `python -m pycomm.bench all_reduce -a all` (benchmarks/results/). The first
-// matching row applies. The rows for CUDA are not measured yet: they follow the published crossover
-// points of vLLM's kernels.
+// matching row applies. `python -m pycomm.bench.gpu.sweep` writes the rows for CUDA.
 inline constexpr Choice kChoices[] = {
     {Device::cpu, 2, 64 << 10, Algorithm::one_shot},
     {Device::cpu, 4, 32 << 10, Algorithm::one_shot},
     {Device::cpu, kAnyRanks, 16 << 10, Algorithm::one_shot},
     {Device::cpu, kAnyRanks, kAnySize, Algorithm::two_shot},
+    // CUDA: not measured yet, the published crossover points of vLLM's kernels.
     {Device::cuda, 4, 512 << 10, Algorithm::one_shot},
     {Device::cuda, kAnyRanks, 256 << 10, Algorithm::one_shot},
     {Device::cuda, kAnyRanks, kAnySize, Algorithm::two_shot},

@@ -241,6 +241,48 @@ def int8_cases(nbytes: int, suffix: str, device: str) -> Iterator[list[Case]]:
 
 
 @contextmanager
+def stream_cases(nbytes: int, suffix: str, device: str) -> Iterator[list[Case]]:
+    """Reading and writing alone, the least that a kernel with such a mix can take."""
+    x = torch.randn(nbytes // 4, device=device)
+    total = torch.zeros((), device=device)
+    yield [
+        Case("read", x.nbytes, x.nbytes, lambda: torch.sum(x, 0, out=total), suffix=suffix),
+        Case("write", x.nbytes, x.nbytes, x.zero_, suffix=suffix),
+    ]
+
+
+@contextmanager
+def small_tensor_cases(device: str) -> Iterator[list[Case]]:
+    """A step of 500 small tensors."""
+    scheme = SCHEMES["fp32"]
+    settings = OptimizerSettings(
+        name="adamw", schemes=("fp32",), count=0, small=True, full=False, peers=("torch",),
+        device=device, threads=1, iters=None, json=None, command="",
+    )  # fmt: skip
+    count = sum(param.numel() for param in make_params(settings, scheme.dtype))
+    moved = scheme.mix("adamw", count, False).total
+    yield [
+        Case("adamw_fp32_500_tensors", 16 * count, moved, our_step(settings, scheme, full=False),
+             peer_name="torch", peer=peer_step("torch", settings, scheme))
+    ]  # fmt: skip
+
+
+@contextmanager
+def extreme_cases(nbytes: int, suffix: str, device: str) -> Iterator[list[Case]]:
+    """Codecs on zeros, and on gradients with few elements that are not zero."""
+    zeros = torch.zeros(nbytes // 4, device=device)
+    sparse = zeros.clone()
+    sparse[::5000] = 1.5
+    made = []
+    for what, x in {"zeros": zeros, "sparse": sparse}.items():
+        for codec, name in ((pycomm.Int8(), "int8_encode"), (TOPK, "topk_select")):
+            operation = name.rpartition("_")[2]
+            (task,) = (task for task in tasks(codec, x) if task.operation == operation)
+            made.append(Case(f"{name}_{what}", x.nbytes, task.mix.total, task.ours, suffix=suffix))
+    yield made
+
+
+@contextmanager
 def topk_cases(nbytes: int, suffix: str, device: str) -> Iterator[list[Case]]:
     """Selecting, which must read everything once, and encoding, which selects."""
     x = torch.randn(nbytes // 4, device=device)

@@ -30,8 +30,11 @@ from pycomm.bench.gpu.cases import (
     STEPS,
     Call,
     Case,
+    extreme_cases,
     int8_cases,
+    small_tensor_cases,
     step_cases,
+    stream_cases,
     topk_cases,
 )
 from pycomm.bench.gpu.machine import gpu, missing
@@ -90,6 +93,9 @@ def sets(device: str) -> Iterator[tuple[str, Cases]]:
     for nbytes, suffix in CODEC_SIZES.items():
         yield f"int8{suffix}", partial(int8_cases, nbytes, suffix, device)
         yield f"topk{suffix}", partial(topk_cases, nbytes, suffix, device)
+        yield f"extremes{suffix}", partial(extreme_cases, nbytes, suffix, device)
+        yield f"streams{suffix}", partial(stream_cases, nbytes, suffix, device)
+    yield "small_tensors", partial(small_tensor_cases, device)
     yield "all_reduce", partial(ranks.large_cases, device)
     yield "all_reduce_1KiB", partial(ranks.small_cases, device)
 

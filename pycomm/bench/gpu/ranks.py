@@ -30,11 +30,13 @@ class Loopback:
         device: str,
         compression: pycomm.Compression | None = None,
         repeats: int = 1,
+        algorithm: str = "auto",
     ) -> None:
         self.tensors = [torch.empty(count, device=device) for _ in world]
         self._world = world
         self._compression = compression
         self._repeats = repeats
+        self._algorithm = algorithm
         self._stream: torch.cuda.Stream | None = None
         self.call: Call = self.enqueue
 
@@ -79,7 +81,7 @@ class Loopback:
         with torch.cuda.stream(self._stream):
             for _ in range(self._repeats):
                 if self._compression is None:
-                    pycomm.all_reduce(tensor, "avg", group=group)
+                    pycomm.all_reduce(tensor, "avg", algorithm=self._algorithm, group=group)
                 else:
                     pycomm.compressed_all_reduce(tensor, self._compression, op="avg", group=group)
 
@@ -91,8 +93,9 @@ def moved_bytes(nbytes: int, ranks: int) -> int:
 
 @contextmanager
 def large_cases(device: str, nbytes: int = SIZE) -> Iterator[list[Case]]:
-    """Uncompressed and with int8, which reads and writes the same tensors; slots lie in the L2."""
-    with pycomm.LocalWorld(RANKS) as world:
+    """Uncompressed, with int8 (whose slots lie in the L2), and staged, of the same tensors."""
+    with pycomm.LocalWorld(RANKS) as world, pycomm.LocalWorld(RANKS, _stage_always=True) as staging:
+        staged = Loopback(staging, nbytes // 4, device).capture()
         plain = Loopback(world, nbytes // 4, device).capture()
         coded = Loopback(world, nbytes // 4, device, pycomm.Int8()).capture()
         both = RANKS * nbytes, moved_bytes(nbytes, RANKS)
@@ -100,6 +103,8 @@ def large_cases(device: str, nbytes: int = SIZE) -> Iterator[list[Case]]:
             Case("all_reduce_loopback", *both, plain.call, wrong=plain.wrong,
                  peer_name="torch, add and copy", peer=by_torch(plain.tensors)),
             Case("int8_all_reduce_loopback", *both, coded.call, wrong=coded.wrong,
+                 base="all_reduce_loopback"),
+            Case("all_reduce_staged", *both, staged.call, wrong=staged.wrong,
                  base="all_reduce_loopback"),
         ]  # fmt: skip
 
@@ -121,10 +126,11 @@ def by_torch(tensors: list[torch.Tensor]) -> Call:
 
 @contextmanager
 def small_cases(device: str) -> Iterator[list[Case]]:
-    """A graph of many all-reduces, and many replays of a graph of one."""
+    """A graph of many all-reduces, many replays of a graph of one, and many without a graph."""
     with pycomm.LocalWorld(RANKS) as world:
         many = Loopback(world, SMALL // 4, device, repeats=SMALL_REPEATS).capture()
         one = Loopback(world, SMALL // 4, device).capture()
+        eager = Loopback(world, SMALL // 4, device, repeats=SMALL_REPEATS)
 
         def replays() -> None:
             for _ in range(SMALL_REPEATS):
@@ -134,4 +140,5 @@ def small_cases(device: str) -> Iterator[list[Case]]:
         yield [
             Case("all_reduce_1KiB", *both, many.call, SMALL_REPEATS, wrong=many.wrong),
             Case("all_reduce_1KiB_replay", *both, replays, SMALL_REPEATS, wrong=one.wrong),
+            Case("all_reduce_1KiB_eager", *both, eager.call, SMALL_REPEATS, wrong=eager.wrong),
         ]  # fmt: skip

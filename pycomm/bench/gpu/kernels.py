@@ -1,0 +1,61 @@
+"""Eight kinds of kernels, each launched once between a profiler's start and stop; for ncu.
+
+See benchmarks/gpu.sh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import torch
+
+import pycomm
+from pycomm.bench.cases import KIB, MIB
+from pycomm.bench.gpu.cases import TOPK
+from pycomm.bench.gpu.ranks import Loopback
+from pycomm.bench.optim_tasks import SCHEMES, OptimizerSettings, our_step
+
+COUNT = 64 * MIB  # elements
+SHARED = 16 * MIB  # elements per rank
+
+
+def calls(device: str, stack: ExitStack, count: int = COUNT) -> dict[str, Callable[[], object]]:
+    """What to profile."""
+    settings = OptimizerSettings(
+        name="adamw", schemes=(), count=count, small=False, full=True, peers=(), device=device,
+        threads=1, iters=None, json=None, command="",
+    )  # fmt: skip
+    world = stack.enter_context(pycomm.LocalWorld(4))
+    shared = min(count, SHARED)
+    x = torch.randn(count, device=device)
+    wire, total = pycomm.Int8().encode(x), torch.zeros_like(x)
+    return {
+        "adamw_fp32": our_step(settings, SCHEMES["fp32"], full=False),
+        "adamw_8bit_states, norm": our_step(settings, SCHEMES["bf16_remainder_8bit"], full=True),
+        "int8_encode": lambda: pycomm.Int8().encode(x, wire),
+        "int8_decode_add": lambda: pycomm.Int8().decode(wire, count, total, add=True),
+        "topk_select": lambda: TOPK.select(x),
+        "one_shot": Loopback(world, KIB // 4, device).call,
+        "two_shot": Loopback(world, shared, device).call,
+        "int8_two_shot": Loopback(world, shared, device, pycomm.Int8()).call,
+    }
+
+
+def main() -> None:
+    """Runs everything twice; the profiler sees the second time."""
+    with ExitStack() as stack:
+        made = calls("cuda", stack)
+        for call in made.values():
+            call()
+        torch.cuda.synchronize()
+        torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
+        for name, call in made.items():
+            print(name, flush=True)
+            call()
+            torch.cuda.synchronize()
+        torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""A killed peer, a rank that does not come in time, and an abort, on real devices."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from pathlib import Path
+
+import helpers
+import pytest
+import torch
+
+import pycomm
+
+pytestmark = pytest.mark.gpu
+
+SIZE = 3
+
+
+def fail(rank: int, size: int, store: str, how: str, folder: str) -> tuple[Exception, float]:
+    """The error of a rank, and when it came; afterwards its device still works."""
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    helpers.join_world(rank, size, store)
+    group = pycomm.init(timeout=10)
+    tensor = torch.ones(1 << 18, device="cuda")
+    pycomm.all_reduce(tensor, group=group)
+    torch.cuda.synchronize()
+    Path(folder, str(rank)).touch()
+    if rank == 1 and how == "abort":
+        threading.Timer(0.2, group.abort).start()
+    try:
+        while True:
+            if rank == 1 and how == "late":
+                time.sleep(15)
+            pycomm.all_reduce(tensor, "avg", group=group)
+            torch.cuda.synchronize()
+            group.check()
+    except pycomm.CollectiveError as error:
+        at = time.monotonic()
+        assert torch.ones(3, device="cuda").sum().item() == 3
+        return error, at
+
+
+@pytest.mark.parametrize(
+    ("how", "kind"),
+    [("kill", pycomm.PeerDied), ("late", pycomm.Timeout), ("abort", pycomm.Aborted)],
+)
+def test_every_rank_learns_who_failed(tmp_path: Path, how: str, kind: type) -> None:
+    with helpers.Ranks(SIZE, fail, how, str(tmp_path)) as ranks:
+        helpers.wait_until(lambda: len(list(tmp_path.iterdir())) == SIZE, limit=60)
+        began = ranks.signal(1, signal.SIGKILL) if how == "kill" else time.monotonic()
+        for outcome in ranks.wait_for([0, 2]):
+            assert outcome.error is None, outcome.trace
+            error, at = outcome.value
+            assert type(error) is kind
+            assert how == "late" or error.rank == 1
+            assert at - began < (20 if how == "late" else 9)  # 10 s are the timeout

@@ -1,0 +1,60 @@
+"""Hooks, the wrapper and the scaler on real devices: the same bits as on the CPU.
+
+Gradients are given, so that they do not depend on a device's matrix products.
+"""
+
+from __future__ import annotations
+
+import ddp
+import gpu_ranks
+import helpers
+import pytest
+import torch
+
+import pycomm
+from pycomm import optim
+
+pytestmark = pytest.mark.gpu
+
+STEPS = 4
+OVERFLOW = 2  # the step in which a gradient of one rank is infinite
+
+
+def train(group: pycomm.Group, device: str, front: str, name: str) -> list[torch.Tensor]:
+    """Gradients, weights and the scale after each step."""
+    module = ddp.Given().to(device)
+    compression = ddp.COMPRESSIONS[name]
+    if front == "hooks":
+        model = ddp.Watched(module, compression, layout={"bucket_cap_mb": 0.05}, group=group).model
+    else:
+        model = pycomm.DataParallel(
+            module, compression=compression, bucket_cap_mb=0.05, group=group
+        )
+    optimizer = optim.FusedAdamW(module.parameters(), max_norm=1.0)
+    scaler = optim.GradScaler(device, init_scale=4.0)
+    seen = []
+    for step in range(STEPS):
+        given = ddp.gradients(model, group.rank, step)
+        if step == OVERFLOW and group.rank == 1:
+            given["square"][3, 3] = float("inf")
+        optimizer.zero_grad()
+        loss = model({name: gradient.to(device) for name, gradient in given.items()})
+        scaler.scale(loss).backward()
+        seen += [parameter.grad.cpu() for parameter in module.parameters()]
+        scaler.step(optimizer)
+        scaler.update()
+        seen += [parameter.detach().cpu() for parameter in module.parameters()]
+        seen.append(torch.tensor(scaler.get_scale()))
+    return seen
+
+
+@pytest.mark.parametrize("name", ddp.COMPRESSIONS)
+@pytest.mark.parametrize("front", ["hooks", "wrapper"])
+@pytest.mark.parametrize("layout", gpu_ranks.LAYOUTS)
+def test_bits_of_the_cpu(layout: str, front: str, name: str) -> None:
+    wanted = helpers.run_group(2, train, "cpu", front, name)
+    for mine, theirs in zip(
+        gpu_ranks.run(2, layout, train, "cuda", front, name), wanted, strict=True
+    ):
+        for ours, other in zip(mine, theirs, strict=True):
+            assert torch.equal(ours.nan_to_num(7), other.nan_to_num(7))
