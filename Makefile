@@ -54,9 +54,9 @@ bench: $(VENV)/.built
 	$(BIN)/python -m pycomm.bench all_reduce --ranks 2 -b 8 -e 64M -f 2 -a all --peer gloo
 
 # The C++ tests, plain and under sanitizers. Ranks are threads, so that they see every rank.
-# The mutants of the code that the checkers check need g++.
-.PHONY: cpp-test mutants
-cpp-test mutants tsan asan: $(VENV)/.torch
+# The mutants of the code that the checkers check, and the races of kernels, need g++.
+.PHONY: cpp-test mutants racecheck
+cpp-test mutants racecheck tsan asan: $(VENV)/.torch
 	PATH="$(abspath $(BIN)):$$PATH" sh tests/cpp/run.sh $@
 
 # How each source is compiled, for clangd and the like; on x86-64 with the kernels, as C++.

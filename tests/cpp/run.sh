@@ -1,14 +1,16 @@
 #!/bin/sh
 # Builds and runs the C++ tests: cpp-test (plain), tsan or asan. "mutants" runs the checkers against
-# the mutants of the code they check, in the build folder of cpp-test.
+# the mutants of the code they check, in the build folder of cpp-test. "racecheck" searches the kernels
+# and mutants of them for races, in the build folder of tsan.
 set -eu
-folder="build/$1" target=all tests="-LE mutant" sanitize="" jobs=2
+folder="build/$1" target=all tests="-LE mutant|race" sanitize="" jobs=2
 case "$1" in
   cpp-test) ;;
   mutants) folder=build/cpp-test target=mutants tests="-L mutant" ;;
   tsan) sanitize=thread jobs=1 ;;
+  racecheck) folder=build/tsan target=racecheck tests="-L mutant|race" sanitize=thread ;;
   asan) sanitize=address jobs=1 ;;
-  *) echo "usage: $0 cpp-test|mutants|tsan|asan" >&2; exit 2 ;;
+  *) echo "usage: $0 cpp-test|mutants|tsan|racecheck|asan" >&2; exit 2 ;;
 esac
 cmake -S . -B "$folder" -G Ninja -DPYCOMM_SANITIZE="$sanitize" >/dev/null
 cmake --build "$folder" --target "$target"

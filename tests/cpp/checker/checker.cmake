@@ -2,6 +2,7 @@
 # test_interleavings for what the CPU code does when an operation fails, test_close for close(),
 # test_ring for the ring of messages.
 # `make mutants` runs each test also against mutants of the code it checks, and expects a complaint.
+include(tests/cpp/mutate.cmake)
 set(CHECKER ${CMAKE_CURRENT_LIST_DIR})
 add_library(checker OBJECT ${CHECKER}/test_checker.cpp ${CHECKER}/fibers.cpp
   ${CHECKER}/link.cpp ${CHECKER}/loops.cpp ${CHECKER}/memory.cpp ${CHECKER}/symbols.cpp
@@ -48,32 +49,6 @@ add_executable(test_ring ${CHECKER}/test_ring.cpp)
 target_compile_options(test_ring PRIVATE ${RING_OPTIONS} ${QUICKLY_COMPILED})
 target_link_libraries(test_ring PRIVATE memory scheduler)
 add_test(NAME ring COMMAND test_ring)
-
-# Writes to `to` a copy of a file of csrc/ or `from`, with text `old`, which must be there, replaced
-# by `new`.
-function(mutate file to old new)
-  set(from csrc ${ARGN})
-  list(GET from -1 from)
-  set(original ${PROJECT_SOURCE_DIR}/${from}/${file})
-  file(READ ${original} text)
-  string(FIND "${text}" "${old}" place)
-  if(place EQUAL -1)
-    message(FATAL_ERROR "${from}/${file} has no text for the mutant ${to}:\n${old}")
-  endif()
-  string(REPLACE "${old}" "${new}" text "${text}")
-  file(GENERATE OUTPUT ${to}/${file} CONTENT "${text}")
-  set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${original})
-endfunction()
-
-add_custom_target(mutants)
-function(expect_failure target)
-  target_compile_options(${target} PRIVATE -O0 -g0 -w)
-  set_target_properties(${target} PROPERTIES EXCLUDE_FROM_ALL ON)
-  add_dependencies(mutants ${target})
-  add_test(NAME ${target} COMMAND ${target})
-  set_tests_properties(${target} PROPERTIES
-    PASS_REGULAR_EXPRESSION "FAILED" TIMEOUT 60 LABELS mutant)
-endfunction()
 
 # Recompiles only the part that includes the file: the algorithms, the code between nodes, or the
 # counting of epochs.

@@ -1,7 +1,7 @@
 // CUDA's language and runtime on a CPU, as far as csrc/cuda/ needs them, so that tests run the
 // actual kernels. A block is a system thread. Its threads are fibers, which switch at barriers,
 // shuffles and atomic loads, in an order that is random every time, so that tests soon find a
-// missing barrier. Streams execute their work immediately (streams.cpp), except while they are
+// missing barrier; `make racecheck` finds it in any order (order.h). Streams execute their work immediately (streams.cpp), except while they are
 // captured: then it becomes a node of a graph.
 #pragma once
 
@@ -18,6 +18,8 @@
 #include <string>
 #include <thread>
 #include <vector>
+
+#include "order.h"
 
 struct dim3 {
   unsigned x = 1, y = 1, z = 1;
@@ -36,8 +38,8 @@ extern thread_local dim3 thread_index, block_index, block_size, grid_size;
 void pause();
 // A barrier of the block. Returns true if any thread votes.
 bool meet(bool vote);
-// A barrier of the warp. Returns the values of all threads.
-const std::uint64_t* exchange(std::uint64_t value);
+// Returns the values of all threads of the warp. It orders memory accesses only if it is a barrier.
+const std::uint64_t* exchange(std::uint64_t value, bool barrier = false);
 
 // Runs work, or adds it to the graph of the stream's capture.
 void enqueue(Stream* stream, std::function<void()> work);
@@ -74,7 +76,7 @@ struct alignas(16) uint4 {
 
 inline void __syncthreads() { device::meet(false); }
 inline int __syncthreads_or(int vote) { return device::meet(vote != 0) ? 1 : 0; }
-inline void __syncwarp() { device::exchange(0); }
+inline void __syncwarp() { device::exchange(0, true); }
 
 template <class T>
 T __shfl_xor_sync(unsigned, T value, int mask) {
@@ -109,14 +111,26 @@ inline unsigned __reduce_max_sync(unsigned, unsigned value) {
   return static_cast<unsigned>(most);
 }
 
-inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
-inline void __threadfence_system() { __threadfence(); }
+inline void __threadfence() { device::fence(device::Scope::device); }
+inline void __threadfence_system() { device::fence(device::Scope::system); }
 inline unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
+
+namespace device {
+// Stores change(value). Returns the value before.
+template <class Change>
+unsigned update(unsigned* word, Change change) {
+  for (unsigned before = 0;;) {
+    const unsigned found = compare_exchange(word, before, change(before));
+    if (found == before) return found;
+    before = found;
+  }
+}
+}  // namespace device
 inline unsigned atomicAdd(unsigned* word, unsigned value) {
-  return __atomic_fetch_add(word, value, __ATOMIC_RELAXED);
+  return device::update(word, [value](unsigned before) { return before + value; });
 }
 inline unsigned atomicOr(unsigned* word, unsigned value) {
-  return __atomic_fetch_or(word, value, __ATOMIC_RELAXED);
+  return device::update(word, [value](unsigned before) { return before | value; });
 }
 
 using cudaError_t = int;
@@ -187,14 +201,15 @@ inline cudaError_t cudaDeviceGetAttribute(int* to, int, int) {
   return cudaSuccess;
 }
 inline cudaError_t cudaGetDevice(int* to) {
-  *to = 0;
+  *to = device::current_device();
   return cudaSuccess;
 }
 inline const char* cudaGetErrorString(cudaError_t) { return "error"; }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
-inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
-inline cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
-inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
+inline cudaError_t cudaSetDevice(int device) {
+  device::set_device(device);
+  return cudaSuccess;
+}
 inline cudaError_t cudaDeviceEnablePeerAccess(int, int) { return cudaSuccess; }
 inline cudaError_t cudaHostRegister(void*, std::size_t, int) { return cudaSuccess; }
 inline cudaError_t cudaHostUnregister(void*) { return cudaSuccess; }
@@ -206,6 +221,8 @@ struct cudaFuncAttributes {};
 // Loads a kernel.
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, const void* kernel);
 
+cudaError_t cudaDeviceSynchronize();
+cudaError_t cudaStreamSynchronize(cudaStream_t stream);
 cudaError_t cudaStreamCreate(cudaStream_t* stream);
 cudaError_t cudaStreamDestroy(cudaStream_t stream);
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, int);

@@ -4,8 +4,9 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdio>
-#include <mutex>
+#include <map>
 #include <numeric>
 #include <random>
 #include <set>
@@ -43,7 +44,25 @@ pycomm_switch_stacks:
   ret
 )");
 
-constexpr std::size_t kStack = 96 << 10;
+// A lock of which ThreadSanitizer knows nothing: through a mutex, kernels that share only this file would
+// be ordered.
+class QuietGuard {
+ public:
+  explicit QuietGuard(char& lock) : lock_(lock) {
+    while (__atomic_test_and_set(&lock_, __ATOMIC_ACQUIRE)) sched_yield();
+  }
+  ~QuietGuard() { __atomic_clear(&lock_, __ATOMIC_RELEASE); }
+  QuietGuard(const QuietGuard&) = delete;
+  QuietGuard& operator=(const QuietGuard&) = delete;
+
+ private:
+  char& lock_;
+};
+
+thread_local int this_device = 0;
+
+// Enough for a report of ThreadSanitizer. Not a power of two, so that stacks share no sets of caches.
+constexpr std::size_t kStack = (260 << 10) + 64;
 constexpr unsigned kWarp = 32;
 constexpr unsigned kMostThreads = 1024;  // of a block
 
@@ -59,11 +78,15 @@ enum class State { ready, at_block, at_warp, done };
 struct Fiber {
   void* stack;
   State state;
+  Actor* actor;
 };
 
+// Rounds alternate between two sets of values, and between two addresses at which barriers publish: a
+// slow thread may still read the previous ones.
 struct Warp {
   unsigned arrived = 0, alive = kWarp, round = 0;
-  std::uint64_t values[2][kWarp];  // alternate: a slow thread may still read the previous ones
+  std::uint64_t values[2][kWarp];
+  std::uint64_t barrier[2];
 };
 
 struct Block {
@@ -72,7 +95,10 @@ struct Block {
   std::vector<Fiber> fibers;
   std::vector<Warp> warps;
   void* scheduler = nullptr;
-  unsigned current = 0, arrived = 0, alive = 0;
+  Actor* scheduling = nullptr;
+  unsigned current = 0, arrived = 0, alive = 0, round = 0;
+  std::uint64_t barrier[2];  // as a warp's
+  std::uint64_t begin, end;  // the addresses at which the threads' lives are ordered
   bool vote = false, result = false;
   std::uint32_t asleep = 0;  // warps
 };
@@ -82,6 +108,7 @@ thread_local Block* block = nullptr;
 void leave(State state) {
   Fiber& fiber = block->fibers[block->current];
   fiber.state = state;
+  become(block->scheduling);
   pycomm_switch_stacks(&fiber.stack, block->scheduler);
 }
 
@@ -96,7 +123,9 @@ void release(unsigned warp) {
 }
 
 void body() {
+  observe(&block->begin);
   block->kernel(*block->arguments);
+  publish(&block->end);
   const unsigned warp = block->current / kWarp;
   --block->alive;
   --block->warps[warp].alive;
@@ -104,35 +133,48 @@ void body() {
   leave(State::done);
 }
 
-// The stacks of a block's threads. Blocks that have ended leave theirs to later ones: to map them
-// again takes longer than most kernels.
-std::mutex stacks_mutex;
-std::vector<std::byte*> unused_stacks;
+// The threads of a block: their stacks, and what ThreadSanitizer takes them for.
+struct Team {
+  std::byte* stacks;
+  std::array<Actor*, kMostThreads> actors{};
+};
 
-std::byte* take_stacks() {
-  const std::lock_guard lock(stacks_mutex);
-  if (unused_stacks.empty()) {
-    return static_cast<std::byte*>(mmap(nullptr, kStack * kMostThreads, PROT_READ | PROT_WRITE,
-                                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+// Blocks that have ended leave their team to the same block of a later kernel of the stream: to make
+// another one takes longer than most kernels. Teams of two streams share no actors.
+using TeamKey = std::pair<Actor*, unsigned>;
+std::map<TeamKey, std::vector<Team>> unused_teams;
+char teams_lock = 0;
+
+Team take_team(TeamKey key, unsigned threads) {
+  Team team{};
+  {
+    const QuietGuard guard(teams_lock);
+    std::vector<Team>& unused = unused_teams[key];
+    if (!unused.empty()) {
+      team = unused.back();
+      unused.pop_back();
+    }
   }
-  std::byte* const stacks = unused_stacks.back();
-  unused_stacks.pop_back();
-  return stacks;
+  if (team.stacks == nullptr) {
+    team.stacks =
+        static_cast<std::byte*>(mmap(nullptr, kStack * kMostThreads, PROT_READ | PROT_WRITE,
+                                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+  }
+  for (unsigned i = 0; i < threads; ++i) {
+    if (team.actors[i] == nullptr) team.actors[i] = make_actor();
+  }
+  return team;
 }
 
-void leave_stacks(std::byte* stacks) {
-  const std::lock_guard lock(stacks_mutex);
-  unused_stacks.push_back(stacks);
-}
-
-void prepare(Block& to, std::byte* stacks, unsigned threads) {
+void prepare(Block& to, const Team& team, unsigned threads) {
+  to.scheduling = current_actor();
   to.alive = threads;
   to.warps.resize(threads / kWarp);
   for (unsigned i = 0; i < threads; ++i) {
-    auto** top = reinterpret_cast<void**>(stacks + kStack * (i + 1) - 64);
+    auto** top = reinterpret_cast<void**>(team.stacks + kStack * (i + 1) - 64);
     *--top = nullptr;  // return address of body()
     *--top = reinterpret_cast<void*>(&body);
-    to.fibers.push_back({top - 6, State::ready});
+    to.fibers.push_back({top - 6, State::ready, team.actors[i]});
   }
 }
 
@@ -159,20 +201,23 @@ bool take_turns(std::vector<unsigned>& order, std::mt19937& random) {
     }
     ran = true;
     block->current = i;
-    thread_index = dim3(i);
+    thread_index.x = i;
+    become(block->fibers[i].actor);
     pycomm_switch_stacks(&block->scheduler, block->fibers[i].stack);
   }
   if (!ran) block->asleep = 0;
   return ran || slept;
 }
 
-void run(Block& to, unsigned index, dim3 grid, dim3 threads) {
+void run(Block& to, Actor* stream, unsigned index, dim3 grid, dim3 threads) {
   block = &to;
-  block_index = dim3(index);
-  block_size = threads;
-  grid_size = grid;
-  std::byte* const stacks = take_stacks();
-  prepare(to, stacks, threads.x);
+  block_index.x = index;
+  block_size.x = threads.x;
+  grid_size.x = grid.x;
+  const TeamKey key{stream, index};
+  const Team team = take_team(key, threads.x);
+  prepare(to, team, threads.x);
+  publish(&to.begin);
   std::mt19937 random(std::random_device{}());
   std::vector<unsigned> order(threads.x);
   std::iota(order.begin(), order.end(), 0u);
@@ -182,6 +227,7 @@ void run(Block& to, unsigned index, dim3 grid, dim3 threads) {
       to.result = to.vote;
       to.vote = false;
       to.arrived = 0;
+      ++to.round;
       for (Fiber& fiber : to.fibers) {
         if (fiber.state == State::at_block) fiber.state = State::ready;
       }
@@ -192,10 +238,12 @@ void run(Block& to, unsigned index, dim3 grid, dim3 threads) {
       sched_yield();  // they may wait for another block
     }
   }
-  leave_stacks(stacks);
+  observe(&to.end);
+  const QuietGuard guard(teams_lock);
+  unused_teams[key].push_back(team);
 }
 
-std::mutex loaded_mutex;  // guards the kernels that are loaded, and how many launched ones were not
+char loaded_lock = 0;  // guards the kernels that are loaded, and how many launched ones were not
 std::set<const void*> loaded;
 int unloaded = 0;
 
@@ -213,41 +261,54 @@ std::size_t stack_above(const void* address) {
 
 }  // namespace
 
+int current_device() { return this_device; }
+void set_device(int device) { this_device = device; }
+
 void pause() { leave(State::ready); }
 
 bool meet(bool vote) {
+  const void* const barrier = &block->barrier[block->round % 2];
+  publish(barrier);
   block->vote |= vote;
   ++block->arrived;
   leave(State::at_block);
+  observe(barrier);
   return block->result;
 }
 
-const std::uint64_t* exchange(std::uint64_t value) {
+const std::uint64_t* exchange(std::uint64_t value, bool barrier) {
   const unsigned warp = thread_index.x / kWarp;
   Warp& meeting = block->warps[warp];
   std::uint64_t* const values = meeting.values[meeting.round % 2];
+  const void* const place = &meeting.barrier[meeting.round % 2];
+  if (barrier) publish(place);
   values[thread_index.x % kWarp] = value;
   ++meeting.arrived;
   block->fibers[block->current].state = State::at_warp;
   release(warp);
   leave(block->fibers[block->current].state);
+  if (barrier) observe(place);
   return values;
 }
 
 int launch(const void* kernel, dim3 grid, dim3 threads, void** arguments, Stream* stream) {
   {
-    const std::lock_guard lock(loaded_mutex);
+    const QuietGuard guard(loaded_lock);
     if (!loaded.contains(kernel)) ++unloaded;
   }
   Arguments copy;
   std::memcpy(&copy, arguments[0], std::min(sizeof(copy), stack_above(arguments[0])));
-  enqueue(stream, [=] {
+  enqueue(stream, [=, device = current_device()] {
+    Actor* const actor = current_actor();
     std::vector<Block> blocks(grid.x);
     std::vector<std::thread> running;
     for (unsigned i = 0; i < grid.x; ++i) {
       blocks[i].kernel = reinterpret_cast<Kernel>(const_cast<void*>(kernel));
       blocks[i].arguments = &copy;
-      running.emplace_back([&, i] { run(blocks[i], i, grid, threads); });
+      running.emplace_back([&, i] {
+        set_device(device);
+        run(blocks[i], actor, i, grid, threads);
+      });
     }
     for (std::thread& thread : running) thread.join();
   });
@@ -255,14 +316,14 @@ int launch(const void* kernel, dim3 grid, dim3 threads, void** arguments, Stream
 }
 
 int unloaded_launches() {
-  const std::lock_guard lock(loaded_mutex);
+  const QuietGuard guard(loaded_lock);
   return unloaded;
 }
 
 }  // namespace device
 
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, const void* kernel) {
-  const std::lock_guard lock(device::loaded_mutex);
+  const device::QuietGuard guard(device::loaded_lock);
   device::loaded.insert(kernel);
   return cudaSuccess;
 }

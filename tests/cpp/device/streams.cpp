@@ -44,14 +44,57 @@ std::vector<std::size_t> up_to(const Graph& graph, std::vector<std::size_t> node
 
 struct Stream {
   Point end;
+  const int device = device::current_device();
+  device::Actor* const actor = device::make_actor();  // does the stream's work
 };
 
 struct Event {
   Point at;
 };
 
+namespace {
+
+constexpr int kDevices = 8;
+
+// A stream, or the default one of the current device.
+device::Actor* actor_of(Stream* stream) {
+  static device::Actor* of_devices[kDevices];
+  if (stream != nullptr) return stream->actor;
+  device::Actor*& actor = of_devices[device::current_device()];
+  if (actor == nullptr) actor = device::make_actor();
+  return actor;
+}
+
+// Does a stream's work, after what the host has done so far.
+template <class Work>
+void run_on(Stream* stream, const Work& work) {
+  device::Actor* const actor = actor_of(stream);
+  device::publish(actor);
+  device::Actor* const host = device::become(actor);
+  device::observe(actor);
+  work();
+  device::become(host);
+}
+
+// The host waits for a stream.
+void wait_for(Stream* stream) {
+  const std::uint64_t done = 0;
+  run_on(stream, [&done] { device::publish(&done); });
+  device::observe(&done);
+}
+
+thread_local std::vector<Stream*> created;  // on this thread, and not destroyed
+
+}  // namespace
+
 void device::enqueue(Stream* stream, std::function<void()> work) {
-  if (stream == nullptr || stream->end.graph == nullptr) return work();
+  if (stream == nullptr || stream->end.graph == nullptr) {
+    auto* const its_own = new std::function<void()>(std::move(work));
+    return run_on(stream, [its_own] {
+      (*its_own)();
+      delete its_own;
+    });
+  }
   Graph& graph = *stream->end.graph;
   graph.nodes.push_back({std::move(work), stream->end.nodes});
   stream->end.nodes = {graph.nodes.size() - 1};
@@ -64,18 +107,35 @@ bool device::in_one_order(const Graph& graph) {
   return true;
 }
 
+// Waits for the default stream and for those that this thread has created.
+cudaError_t cudaDeviceSynchronize() {
+  wait_for(nullptr);
+  for (Stream* const stream : created) {
+    if (stream->device == device::current_device()) wait_for(stream);
+  }
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  wait_for(stream);
+  return cudaSuccess;
+}
+
 cudaError_t cudaStreamCreate(cudaStream_t* stream) {
   *stream = new Stream;
+  created.push_back(*stream);
   return cudaSuccess;
 }
 
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+  std::erase(created, stream);
   delete stream;
   return cudaSuccess;
 }
 
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, int) {
   const Point& point = event->at;
+  run_on(stream, [event] { device::observe(event); });
   if (stream == nullptr)
     return point.graph == nullptr ? cudaSuccess : cudaErrorStreamCaptureIsolation;
   Point& end = stream->end;
@@ -112,7 +172,7 @@ cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
   return joined ? cudaSuccess : cudaErrorStreamCaptureUnjoined;
 }
 
-cudaError_t cudaGraphLaunch(cudaGraph_t graph, cudaStream_t) {
+cudaError_t cudaGraphLaunch(cudaGraph_t graph, cudaStream_t stream) {
   static thread_local std::mt19937 random(std::random_device{}());
   std::vector<std::size_t> order;
   while (order.size() < graph->nodes.size()) {
@@ -122,7 +182,10 @@ cudaError_t cudaGraphLaunch(cudaGraph_t graph, cudaStream_t) {
                                    [&](std::size_t before) { return holds(order, before); });
     if (ready && !holds(order, node)) order.push_back(node);
   }
-  for (const std::size_t node : order) graph->nodes[node].work();
+  // One after the other: ThreadSanitizer does not see which nodes a graph leaves without order.
+  run_on(stream, [&] {
+    for (const std::size_t node : order) graph->nodes[node].work();
+  });
   return cudaSuccess;
 }
 
@@ -142,10 +205,12 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 }
 
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  run_on(stream, [event] { device::publish(event); });
   event->at = stream == nullptr ? Point{} : stream->end;
   return cudaSuccess;
 }
 
 cudaError_t cudaEventQuery(cudaEvent_t event) {
+  device::observe(event);
   return event->at.graph == nullptr ? cudaSuccess : cudaErrorCapturedEvent;
 }

@@ -1,0 +1,53 @@
+# add_race_mutant(part test name file old new), of a file of csrc/
+
+# A barrier less.
+add_race_mutant(plain "all-reduce" goes_on_before_the_flag_has_come cuda/comm.cuh
+  "failed_ = __syncthreads_or(stop) != 0 || failed_;" "failed_ = stop || failed_;")
+
+# A release, an acquire or a scope less.
+add_race_mutant(plain "all-reduce" signals_relaxed cuda/comm.cuh
+  ".store(signalled_[channel], ::cuda::std::memory_order_release);"
+  ".store(signalled_[channel], ::cuda::std::memory_order_relaxed);")
+add_race_mutant(plain "all-reduce" publishes_relaxed cuda/comm.cuh
+  ".store(sequence_, ::cuda::std::memory_order_release);"
+  ".store(sequence_, ::cuda::std::memory_order_relaxed);")
+add_race_mutant(plain "all-reduce" never_acquires cuda/comm.cuh "(void)word.load(::cuda::std::memory_order_acquire);" "")
+add_race_mutant(plain "all-reduce" flags_are_for_one_device cuda/failing.cuh "thread_scope_system" "thread_scope_device")
+add_race_mutant(plain "all-reduce" fences_for_one_device cuda/comm.cuh
+  "for (int r = threadIdx.x; r < size(); r += blockDim.x) {
+      if (r == rank() || failed_) continue;
+      shared_word<std::uint32_t>(window(r) + layout_.flag(lane_, channel, rank()))
+          .store(signalled_[channel], ::cuda::std::memory_order_release);"
+  "__threadfence();
+    for (int r = threadIdx.x; r < size(); r += blockDim.x) {
+      if (r == rank() || failed_) continue;
+      shared_word<std::uint32_t>(window(r) + layout_.flag(lane_, channel, rank()))
+          .store(signalled_[channel], ::cuda::std::memory_order_relaxed);")
+
+# A slot less.
+add_race_mutant(plain "all-reduce" operations_share_announcements cuda/layout.h
+  "((parity & 1u) * ranks + from) * static_cast<std::int64_t>(sizeof(Announcement))"
+  "((parity & 0u) * ranks + from) * static_cast<std::int64_t>(sizeof(Announcement))")
+add_race_mutant(plain "all-reduce" operations_share_staging cuda/layout.h "(parity & 1u) * half_bytes()" "(parity & 0u) * half_bytes()")
+add_race_mutant(plain "all-reduce" one_shot_on_a_device_has_one_slot core/algorithms/one_shot.h "t % 2" "0")
+add_race_mutant(plain "collectives" shots_on_a_device_have_three_slots core/algorithms/two_shot.h "t % kStagingSlots" "t % 3")
+add_race_mutant(plain "all-reduce" ring_on_a_device_has_one_slot core/algorithms/ring.h "t % kStagingSlots" "0")
+
+# A wait less.
+add_race_mutant(plain "all-reduce" ring_on_a_device_returns_while_it_is_read core/algorithms/ring.h
+  "if (zero_copy) comm.wait(right, kUp, signalled);" "")
+
+# In the kernels of compression.
+add_race_mutant(coded "two-shot" draws_before_all_have_read cuda/random_run.cuh "__syncwarp();  // everyone is through with the last ones" "")
+add_race_mutant(coded "two-shot" reads_random_words_too_early cuda/random_run.cuh "  }
+  __syncwarp();" "  }")
+add_race_mutant(coded "two-shot" finds_the_largest_too_early cuda/codecs/loops.cuh
+  "of_warp[threadIdx.x / 32] = value;
+  __syncthreads();" "of_warp[threadIdx.x / 32] = value;")
+add_race_mutant(coded "two-shot" writes_over_the_largest cuda/codecs/loops.cuh
+  "__syncthreads();  // all threads have read the previous values" "")
+add_race_mutant(coded "top-k" counts_in_bins_that_are_not_empty cuda/codecs/topk_select.cu "bins[i] = 0;
+  __syncthreads();" "bins[i] = 0;")
+add_race_mutant(coded "top-k" clears_what_is_decoded cuda/algorithms/topk_exchange.cu
+  "to[i] = T{};
+    __syncthreads();" "to[i] = T{};")

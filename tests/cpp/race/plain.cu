@@ -1,0 +1,40 @@
+// The kernels of uncompressed collectives that are searched for races: each with one type of elements,
+// because the others differ in nothing that orders accesses.
+#include "cuda/launch.cuh"
+
+namespace pycomm::cuda {
+namespace {
+
+// Two warps to a block: ThreadSanitizer's work at a barrier grows with the square of the threads.
+constexpr int kFewThreads = 64;
+
+template <class Body>
+void launch_one(const Launch& launch, cudaStream_t stream) {
+  if constexpr (requires { Body::kMovesOnly; }) {
+    launch_meeting<&kernel<Body, std::byte, ReduceOp::sum>>(launch, stream, kFewThreads);
+  } else {
+    launch_meeting<&kernel<Body, float, ReduceOp::sum>>(launch, stream, kFewThreads);
+  }
+}
+
+}  // namespace
+
+#define PYCOMM_LAUNCH(Body)                                            \
+  template <>                                                          \
+  void launch_plain<Body>(const Launch& launch, cudaStream_t stream) { \
+    launch_one<Body>(launch, stream);                                  \
+  }
+PYCOMM_LAUNCH(OneShot)
+PYCOMM_LAUNCH(TwoShot)
+PYCOMM_LAUNCH(Ring)
+PYCOMM_LAUNCH(Tree)
+PYCOMM_LAUNCH(ReduceScatter)
+PYCOMM_LAUNCH(AllGather)
+PYCOMM_LAUNCH(Broadcast)
+PYCOMM_LAUNCH(Barrier)
+PYCOMM_LAUNCH(Reduce)
+PYCOMM_LAUNCH(Gather)
+PYCOMM_LAUNCH(Scatter)
+PYCOMM_LAUNCH(AllToAll)
+
+}  // namespace pycomm::cuda

@@ -1,0 +1,55 @@
+# `make racecheck`: searches the kernels for races, by ThreadSanitizer and with their threads as fibers
+# (tests/cpp/device/order.h), then mutants of them, in which it must find one.
+include(tests/cpp/mutate.cmake)
+set(RACE ${CMAKE_CURRENT_LIST_DIR})
+add_custom_target(racecheck)
+add_dependencies(racecheck mutants)
+
+add_library(race_device OBJECT ${RACE}/../device/device.cpp ${RACE}/../device/streams.cpp
+  ${RACE}/../device/racecheck.cpp)
+target_compile_options(race_device PRIVATE -fno-sanitize=thread)
+set_target_properties(race_device PROPERTIES EXCLUDE_FROM_ALL ON)
+
+function(add_kernels target source)
+  set_source_files_properties(${source} PROPERTIES LANGUAGE CXX)
+  add_library(${target} OBJECT ${source})
+  set_target_properties(${target} PROPERTIES EXCLUDE_FROM_ALL ON)
+  target_include_directories(${target} BEFORE PRIVATE ${ARGN} tests/cpp/device csrc)
+  target_compile_options(${target} PRIVATE -xc++ "SHELL:-include cuda_runtime.h" -Wno-unknown-pragmas)
+endfunction()
+set(RACE_PARTS plain coded sharded)
+foreach(part ${RACE_PARTS})
+  add_kernels(race_${part} ${RACE}/${part}.cu)
+endforeach()
+add_kernels(race_endpoint csrc/cuda/endpoint.cu)
+
+# Links a test of a part with the kernels of all parts, or with `mutant` in place of the part's own.
+function(link_race_test target part)
+  list(TRANSFORM RACE_PARTS PREPEND race_ OUTPUT_VARIABLE kernels)
+  if(ARGN)
+    list(REMOVE_ITEM kernels race_${part})
+  endif()
+  add_executable(${target})
+  set_target_properties(${target} PROPERTIES EXCLUDE_FROM_ALL ON)
+  target_link_libraries(${target} PRIVATE race_test_${part} ${ARGN} ${kernels} race_endpoint race_device
+    Threads::Threads)
+endfunction()
+foreach(part plain coded)
+  add_kernels(race_test_${part} ${RACE}/test_race_${part}.cpp)
+  target_include_directories(race_test_${part} PRIVATE tests/cpp)
+  link_race_test(test_race_${part} ${part})
+  add_dependencies(racecheck test_race_${part})
+  add_test(NAME race_${part} COMMAND test_race_${part})
+  set_tests_properties(race_${part} PROPERTIES LABELS race)
+endforeach()
+
+# A mutant of a part's kernels, for those of the part's tests whose names contain `test`.
+function(add_race_mutant part test name file old new)
+  set(copy ${PROJECT_BINARY_DIR}/mutants/${name})
+  mutate(${file} ${copy} "${old}" "${new}")
+  add_kernels(kernels_${name} ${RACE}/${part}.cu ${copy})
+  target_compile_options(kernels_${name} PRIVATE -g0 -w)
+  link_race_test(mutant_${name} ${part} kernels_${name})
+  expect_failure(mutant_${name} COMPLAINT "ThreadSanitizer: data race" ARGUMENTS ${test})
+endfunction()
+include(${RACE}/mutants.cmake)

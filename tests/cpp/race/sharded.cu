@@ -1,0 +1,6 @@
+// The kernels of sharded steps and averages that are searched for races.
+#include "cuda/optim/sharded_adamw.cu"
+#include "cuda/optim/sharded_average.cu"
+#include "cuda/optim/sharded_lamb.cu"
+#include "cuda/optim/sharded_lion.cu"
+#include "cuda/optim/sharded_sgd.cu"
