@@ -47,7 +47,10 @@ PYCOMM_HD std::uint32_t random_bits(const Random& random, std::int64_t index) {
   const std::int64_t run = index / kRandomRun, place = index % kRandomRun;
   const RandomWords words =
       philox(random, static_cast<std::uint64_t>(run * (kRandomRun / 4) + place % 64));
-  return words.word[place / 64];
+  // Not word[place / 64]: for an index that is known only at run time, a GPU keeps the words in memory.
+  const std::uint32_t low = place < 64 ? words.word[0] : words.word[1];
+  const std::uint32_t high = place < 192 ? words.word[2] : words.word[3];
+  return place < 128 ? low : high;
 }
 
 // The random bits for rounding in optimizers. A Philox key per 1024 elements is mixed with the

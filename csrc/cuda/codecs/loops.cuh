@@ -150,6 +150,13 @@ __device__ float scale_at(const Encoded& encoded, std::int64_t element, int shif
   }
 }
 
+template <class Codec>
+__device__ void store_encoded(const Encoded& to, std::int64_t start, int n, int shift,
+                              const Octet<typename Codec::Payload>& made, float scale) {
+  store_octet(reinterpret_cast<typename Codec::Payload*>(to.payload) + start, made, n);
+  if (Codec::kScaled && (start & ((1 << shift) - 1)) == 0) to.scales[start >> shift] = scale;
+}
+
 // The sum of encoded contributions, which lie in slots, so that octets are aligned and have room.
 // All are loaded before the first is needed.
 template <class Codec>
@@ -266,10 +273,7 @@ __device__ __noinline__ bool encode_blocks(const Pass& pass, bool own, bool stoc
     finite &=
         encode_octet<Codec>(v, stochastic, shift, pass.random, pass.first + stride, made, scale);
     if (n == 0) continue;
-    store_octet(reinterpret_cast<Payload*>(pass.to.payload) + start, made, n);
-    if (Codec::kScaled && (start & ((1 << shift) - 1)) == 0) {
-      pass.to.scales[start >> shift] = scale;
-    }
+    store_encoded<Codec>(pass.to, start, n, shift, made, scale);
     float values[kOctet];
 #pragma unroll
     for (int i = 0; i < kOctet; ++i) values[i] = Codec::decode(made.element[i], scale);
@@ -280,8 +284,7 @@ __device__ __noinline__ bool encode_blocks(const Pass& pass, bool own, bool stoc
 }
 
 template <class T, class Codec, bool add>
-__device__ __noinline__ bool decode_blocks(const Encoded& from, T* output, std::int64_t count,
-                                           int shift) {
+__device__ __noinline__ bool decode_blocks(Encoded from, T* output, std::int64_t count, int shift) {
   bool finite = true;
   for (std::int64_t start = threadIdx.x * kOctet; start < count; start += kBlockElements) {
     const int n = octet_count(count - start);
@@ -319,7 +322,7 @@ __device__ bool encode_pass(const Codec& codec, const Pass& pass, bool own, int 
 
 // output[i] = decoded, or += decoded; returns, to each thread, whether some of it is not finite.
 template <class T, bool add, class Codecs = BlockCodecs>
-__device__ bool decode_pass(const Codec& codec, const Encoded& from, T* output, std::int64_t n,
+__device__ bool decode_pass(const Codec& codec, Encoded from, T* output, std::int64_t n,
                             int shift) {
   bool nonfinite = false;
   Codecs::visit(codec, [&](auto type) {

@@ -56,7 +56,7 @@ HOT_LOOPS = (
     HotLoop("adamw_8bit_states", *ADAMW, 8, 8, 6, slack=8, launched=2, work=("MUFU.RSQ", 32)),
     HotLoop("grad_norm_fp32", *NORM, 32, 4, 0, launched=3, work=("DFMA", 32)),
     HotLoop("grad_norm_bf16", *NORM, 64, 2, 0, launched=3, work=("DFMA", 64)),
-    HotLoop("int8_encode", WIRE, "encode_kernelIfE", 8, 4, 1, slack=8),
+    HotLoop("int8_encode", WIRE, "encode_kernelIfE", 8, 4, 1, slack=8, work=("SHFL", 1)),
     HotLoop("int8_decode", WIRE, "decode_kernelIfLb0E", 8, 1, 4, slack=4),
     HotLoop("int8_decode_add", WIRE, "decode_kernelIfLb1E", 8, 5, 4, slack=4),
     HotLoop("topk_count", SELECT, "count_kernelIfE", 8, 4, 0, work=("ATOMS", 8)),
