@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -35,6 +36,13 @@ class DeviceGuard {
   int before_ = 0;
   bool changed_ = false;
 };
+
+// The number of blocks that a device runs at once, or the number of pieces of work if that is less.
+inline std::int64_t blocks_for(std::int64_t pieces, int per_processor, int device) {
+  int processors = 0;
+  PYCOMM_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+  return std::clamp<std::int64_t>(pieces, 1, std::int64_t{processors} * per_processor);
+}
 
 // All kernels that this library can launch.
 inline std::vector<const void*>& kernels() {

@@ -18,7 +18,7 @@ __device__ void feed(const TopkBlock& block) {
   const Selector<T> from(block);
   const TopkScratch& scratch = block.scratch;
   const Feedback& feedback = block.feedback;
-  for (std::int64_t tile = block.lane; tile < from.tiles(); tile += block.lanes) {
+  for (std::int64_t tile = block.first; tile < from.tiles(); tile += block.stride) {
     const std::int64_t start = tile * kBlockElements + threadIdx.x * kOctet;
     const int n = octet_count(from.n - start);
     Octet<float> v, faster;
@@ -49,7 +49,7 @@ __device__ void add_lists(const TopkBlock& block, const Comm& comm, bool unused)
   const int me = comm.rank(), lists = unused ? 0 : comm.size();
   const TopkRegion mine = block.region(me);
   const TopkArea& area = block.area;
-  for (std::int64_t j = block.lane; j < mine.chunks(); j += block.lanes) {
+  for (std::int64_t j = block.first; j < mine.chunks(); j += block.stride) {
     const Range range = mine.chunk(j);
     float* const sums = block.scratch.sums + j * kTopkChunk;
     for (std::int64_t i = threadIdx.x; i < range.count; i += kThreads) sums[i] = 0;
@@ -70,13 +70,13 @@ template <class T>
 __global__ void __launch_bounds__(kThreads, 1)
     meet_kernel(const __grid_constant__ TopkLaunch launch) {
   BlockComm<T, ReduceOp::sum> comm(launch);
-  const TopkBlock block(launch);
-  comm.set_preflight(preflight_of(launch, block.index));
+  const TopkBlock block(launch, launch.layout.lanes);
+  comm.set_preflight(block.preflight());
   comm.announce();
   if (!comm.failed()) {
     const Preflight preflight = comm.preflight();
     const bool overflow = preflight.overflow != 0, unused = preflight.unused != 0;
-    if (block.lane == 0 && threadIdx.x == 0) {
+    if (block.first == 0 && threadIdx.x == 0) {
       *block.scratch.keep = overflow || unused ? 1 : 0;
       if (overflow) block.report_nonfinite();
     }
@@ -91,7 +91,7 @@ template <class T, class Comm>
 __device__ bool gather(const TopkBlock& block, const Comm& comm) {
   const TopkArea& area = block.area;
   bool finite = true;
-  for (std::int64_t c = block.lane; c < topk_chunks(block.n()); c += block.lanes) {
+  for (std::int64_t c = block.first; c < topk_chunks(block.n()); c += block.stride) {
     const int owner = area.owner(c);
     const TopkRegion region = block.region(owner);
     const std::int64_t j = c / comm.size();
@@ -115,7 +115,7 @@ template <class T>
 __global__ void __launch_bounds__(kThreads, 1)
     gather_kernel(const __grid_constant__ TopkLaunch launch) {
   BlockComm<T, ReduceOp::sum> comm(launch);
-  const TopkBlock block(launch);
+  const TopkBlock block(launch, launch.layout.lanes);
   comm.announce();
   if (!comm.failed() && !gather<T>(block, comm)) block.report_nonfinite();
   comm.finish();
@@ -126,6 +126,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 void launch_topk_exchange(const CodedLaunch& coded, cudaStream_t stream) {
   TopkLaunch launch{};
   static_cast<CodedLaunch&>(launch) = coded;
+  launch.blocks = topk_blocks(launch.ranks[0].operation.count);
   for (int i = 0; i < launch.local_ranks; ++i) {
     PYCOMM_CUDA_CHECK(
         cudaMemsetAsync(launch.compressions[i].workspace, 0, TopkScratch::kZeroed, stream));

@@ -16,6 +16,14 @@ struct CodedLaunch : Launch {
   Preflight* preflights[kMaxLocalRanks];
 };
 
+// From the largest contribution, and whether an element is not zero.
+__device__ inline Preflight preflight_from(const CodedLaunch& launch, int index,
+                                           std::uint32_t largest, bool used) {
+  const bool holds = launch.compressions[index].feedback.hold_unused;
+  const float limit = largest_safe(launch.ranks[index].operation, launch.layout.ranks);
+  return make_preflight(largest > magnitude(limit), holds && !used);
+}
+
 // One part's, from the largest contribution that each thread has seen; all threads of the block
 // together.
 __device__ inline void put_preflight(const CodedLaunch& launch, std::uint32_t largest, bool used) {
@@ -23,10 +31,8 @@ __device__ inline void put_preflight(const CodedLaunch& launch, std::uint32_t la
   largest = largest_of(largest, kThreads);
   used = __syncthreads_or(used) != 0;
   if (threadIdx.x != 0) return;
-  const bool holds = launch.compressions[index].feedback.hold_unused;
-  const float limit = largest_safe(launch.ranks[index].operation, launch.layout.ranks);
   launch.preflights[index][static_cast<int>(blockIdx.x) % lanes] =
-      make_preflight(largest > magnitude(limit), holds && !used);
+      preflight_from(launch, index, largest, used);
 }
 
 // A rank's.

@@ -1,20 +1,27 @@
-// Sums over the threads of a block.
+// Sums over the threads of a block or a warp.
 #pragma once
 
+#include "core/codecs/topk.h"
 #include "cuda/layout.h"
 
 namespace pycomm::cuda {
 
-// Over the threads before this one; `total` becomes the sum over all. All threads call it together.
+// Over the threads of the warp up to this one. All threads of the warp call it together.
+template <class T>
+__device__ T sum_in_warp(T value) {
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const T other = __shfl_up_sync(0xffffffffu, value, step);
+    if (static_cast<int>(threadIdx.x % 32) >= step) value += other;
+  }
+  return value;
+}
+
+// Over the threads of the block before this one; `total` becomes the sum over all. All threads call it together.
 __device__ inline std::uint64_t sum_before(std::uint64_t value, std::uint64_t& total) {
   __shared__ std::uint64_t of_warp[kThreads / 32];
   const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
-  std::uint64_t sum = value;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const std::uint64_t other = __shfl_up_sync(0xffffffffu, sum, step);
-    if (lane >= step) sum += other;
-  }
+  const std::uint64_t sum = sum_in_warp(value);
   __syncthreads();  // everyone is through with the last ones
   if (lane == 31) of_warp[warp] = sum;
   __syncthreads();
@@ -59,6 +66,14 @@ __device__ inline std::uint32_t sum_of_warp(std::uint32_t value) {
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) value += __shfl_xor_sync(0xffffffffu, value, step);
   return value;
+}
+
+// Counts a digit of a magnitude, if it is not zero and the digits before are `prefix`.
+__device__ inline void count_digit(std::uint32_t* bins, int digit, std::uint32_t prefix,
+                                   std::uint32_t size) {
+  if (size == 0 || (digit > 0 && size >> digit_shift(digit - 1) != prefix)) return;
+  const auto mask = static_cast<std::uint32_t>(digit_bins(digit) - 1);
+  atomicAdd(&bins[size >> digit_shift(digit) & mask], 1u);
 }
 
 // Finds from the top the bin with the `left`-th element, and which one it is in there. False: there

@@ -1,9 +1,6 @@
 // Top-k on a device: the memory through which its kernels pass results, and the steps they share.
 //
-//   1. Select (topk_select.cu): histograms of the magnitudes' three digits, highest first, give the
-//      smallest magnitude that is taken, and how many entries of exactly that size. Count both per
-//      tile, form prefix sums over tiles, and write each entry to its position. Entries are in index
-//      order, so of equal ones the first are taken.
+//   1. Select (topk_select.cu).
 //   2. Cut and encode the lists (topk_lists.cu).
 //   3. Exchange (topk_exchange.cu): announce; add up the region's lists in rank order; select among
 //      the sums; encode them; announce again; decode every region's result.
@@ -20,6 +17,7 @@
 namespace pycomm::cuda {
 
 struct TopkLaunch : CodedLaunch {
+  int blocks;       // per rank, in kernels that do not meet other ranks
   int digit;        // the digit that is counted
   bool sums;        // true: select among the sums of this rank's region; false: in the tensor
   std::byte* wire;  // without a window: where the list goes, after its header
@@ -35,18 +33,34 @@ struct Cut {
   }
 };
 
-// Device memory of one operation. The histograms come first; they must be zero at the start.
+// What one pass over all values finds.
+struct Found {
+  std::uint32_t above;    // values larger than the floor
+  std::uint32_t equal;    // values that are equal to it
+  std::uint32_t largest;  // the largest magnitude()
+  std::uint32_t used;     // not zero: an element of the tensor is not
+};
+
+// Device memory of one operation. What must be zero at the start comes first.
 struct TopkScratch {
   static constexpr int kBins = digit_bins(0) + digit_bins(1) + digit_bins(2);
-  static constexpr std::int64_t kZeroed = 2 * kBins * 4;
+  static constexpr std::int64_t kZeroed = 2 * (kBins * 4 + sizeof(Found));
+  static constexpr std::int64_t kMostSamples = 32768;
 
   std::uint32_t* histograms;  // those of the tensor, then those of the sums
+  Found* found;               // in the tensor, then in the sums
+  std::uint32_t* floor;       // larger values are candidates
+  std::uint32_t* samples;     // magnitudes
   std::uint32_t* ties;        // how many entries of exactly the smallest magnitude are taken
   std::uint32_t* keep;        // not zero: residuals stay unchanged
   std::uint32_t* above;       // per tile: larger entries in the tiles before it
   std::uint32_t*
       equal;  // per tile: entries of exactly the smallest magnitude in the tiles before it
-  Cut* cuts;  // per owner: which entries of its list are kept
+  std::uint32_t* listed;  // per tile: how many candidates it has, even if they have no slots
+  float* candidates;      // per tile: slots for their values, and for their places in the tile
+  std::uint16_t* places;
+  std::int64_t slots;      // of a tile
+  Cut* cuts;               // per owner: which entries of its list are kept
   std::uint32_t* entries;  // per owner: how many entries are kept
   std::uint32_t* begins;   // per chunk: its first entry in its owner's list
   std::uint32_t* largest;  // per chunk: the largest magnitude() of its entries
@@ -63,11 +77,18 @@ struct TopkScratch {
       return reinterpret_cast<std::uint32_t*>(begin);
     };
     const std::int64_t tiles = ceil_div(n, kBlockElements) + 1, chunks = topk_chunks(n);
+    slots = slots_of(n, k);
     histograms = take(2 * kBins);
+    found = reinterpret_cast<Found*>(take(2 * sizeof(Found) / 4));
+    floor = take(1);
+    samples = take(samples_of(n));
     ties = take(1);
     keep = take(1);
     above = take(tiles);
     equal = take(tiles);
+    listed = take(tiles);
+    candidates = reinterpret_cast<float*>(take(tiles * slots));
+    places = reinterpret_cast<std::uint16_t*>(take(tiles * slots / 2));
     cuts = reinterpret_cast<Cut*>(take(2 * ranks));
     entries = take(ranks);
     begins = take(chunks);
@@ -77,25 +98,46 @@ struct TopkScratch {
     sums = reinterpret_cast<float*>(take(exchange ? ceil_div(chunks, ranks) * kTopkChunk : 0));
     bytes = static_cast<std::int64_t>(at - reinterpret_cast<std::uintptr_t>(base));
   }
+
+  // Whole octets, and not more than a quarter of the values.
+  PYCOMM_HD static std::int64_t samples_of(std::int64_t n) {
+    if (n <= kMostSamples) return 0;
+    const std::int64_t some = n / 4 / kOctet * kOctet;
+    return some < kMostSamples ? some : kMostSamples;
+  }
+  // The i-th octet of the sample: one in each of as many equal ranges, at random, so that no period in
+  // the tensor can mislead.
+  PYCOMM_HD static std::int64_t sampled_octet(std::int64_t i, std::int64_t n) {
+    const std::int64_t ranges = samples_of(n) / kOctet, octets = n / kOctet;
+    const std::int64_t begin = i * octets / ranges, end = (i + 1) * octets / ranges;
+    const std::uint32_t hash = static_cast<std::uint32_t>(i) * 2654435769u;
+    return begin + static_cast<std::int64_t>(std::uint64_t{hash} * (end - begin) >> 32);
+  }
+  // Several times as many as a tile needs if large values are spread evenly.
+  PYCOMM_HD static std::int64_t slots_of(std::int64_t n, std::int64_t k) {
+    const std::int64_t even = n == 0 ? 0 : ceil_div(k * kBlockElements, n);
+    const std::int64_t most = round_up(4 * even + 64, kOctet);
+    return most < kBlockElements ? most : kBlockElements;
+  }
 };
 
-// A block's view of a launch.
+// A block's view of a launch. The rank's blocks take pieces of work in turn.
 struct TopkBlock {
   const TopkLaunch& launch;
-  const int index;  // of the rank in the launch
-  const int lane;
-  const int lanes;
+  const int index;   // of the rank in the launch
+  const int first;   // this block's first piece
+  const int stride;  // from a piece to the next
   const RankLaunch& me;
   const Feedback& feedback;
   const Codec& codec;
   const TopkArea area;
   const TopkScratch scratch;
 
-  __device__ explicit TopkBlock(const TopkLaunch& launch)
+  __device__ TopkBlock(const TopkLaunch& launch, int blocks)
       : launch(launch),
-        index(static_cast<int>(blockIdx.x) / launch.layout.lanes),
-        lane(static_cast<int>(blockIdx.x) % launch.layout.lanes),
-        lanes(launch.layout.lanes),
+        index(static_cast<int>(blockIdx.x) / blocks),
+        first(static_cast<int>(blockIdx.x) % blocks),
+        stride(blocks),
         me(launch.ranks[index]),
         feedback(launch.compressions[index].feedback),
         codec(me.operation.codec),
@@ -128,7 +170,7 @@ struct TopkBlock {
   __device__ bool failed() const {
     if (!exchanges()) return false;
     bool failed = false;
-    for (int i = 0; i < lanes; ++i) failed |= state(i).failed != 0;
+    for (int i = 0; i < launch.layout.lanes; ++i) failed |= state(i).failed != 0;
     return failed;
   }
   __device__ const LaneState& state(int lane) const {
@@ -137,6 +179,11 @@ struct TopkBlock {
   // True if residuals take part; valid after the first announcement.
   __device__ bool feeds() const {
     return feedback.residual != nullptr && *scratch.keep == 0 && !failed();
+  }
+  __device__ Preflight preflight() const {
+    if (feedback.residual == nullptr) return {};
+    const Found& found = scratch.found[0];
+    return preflight_from(launch, index, found.largest, found.used != 0);
   }
   __device__ void report_nonfinite() const {
     std::uint32_t* const word = launch.compressions[index].nonfinite;
@@ -161,8 +208,10 @@ struct Selector {
   std::int64_t n;
   std::uint32_t k;
   std::uint32_t* histograms;
+  Found& found;
 
-  __device__ explicit Selector(const TopkBlock& of) : block(of) {
+  __device__ explicit Selector(const TopkBlock& of)
+      : block(of), found(of.scratch.found[of.launch.sums ? 1 : 0]) {
     const TopkRegion mine = of.region(of.me.rank);
     const bool sums = of.launch.sums;
     x = sums ? reinterpret_cast<const T*>(of.scratch.sums)
@@ -210,12 +259,19 @@ struct Selector {
     return used;
   }
 
+  // True if the sample has misled: the floor is too high, so candidates are not enough.
+  __device__ bool misled() const {
+    return *block.scratch.floor != 0 && found.above + found.equal < k;
+  }
+  // True if all candidates are taken, and then the first of those that are equal to the floor.
+  __device__ bool takes_all() const { return found.above < k && !misled(); }
+
   // From the first `digits` digits: the leading bits of the smallest magnitude that is taken, and how
-  // many entries with these bits are taken. Returns false if all nonzero entries are taken, or none.
+  // many entries with these bits are taken. Returns false if it needs no digits.
   __device__ bool threshold(int digits, std::uint32_t& least, std::uint32_t& ties) const {
-    least = k == 0 ? 0xffffffffu : 1;
-    ties = 0xffffffffu;
-    if (k == 0) return false;
+    least = k == 0 ? 0xffffffffu : takes_all() ? *block.scratch.floor : 0;
+    ties = least == 0 || k == 0 ? 0 : k - found.above;
+    if (k == 0 || takes_all()) return false;
     const std::uint32_t* bins = histograms;
     std::uint32_t prefix = 0, left = k, bin = 0;
     for (int digit = 0; digit < digits; ++digit) {
@@ -229,6 +285,8 @@ struct Selector {
   }
 };
 
+// How many blocks keep a device busy, one per tile at most.
+int topk_blocks(std::int64_t n);
 void launch_topk_selection(TopkLaunch& launch, bool sums, cudaStream_t stream);
 void launch_topk_lists(const TopkLaunch& launch, cudaStream_t stream);
 void launch_topk_results(const TopkLaunch& launch, cudaStream_t stream);

@@ -95,9 +95,7 @@ __device__ Cut find_cut(const TopkBlock& block, const TopkRegion& region, std::i
     __syncthreads();
     each_chunk(region, [&](std::int64_t chunk) {
       each_of_warp(block, chunk, [&](std::int64_t, std::uint32_t size) {
-        if (digit > 0 && size >> digit_shift(digit - 1) != prefix) return;
-        const auto mask = static_cast<std::uint32_t>(digit_bins(digit) - 1);
-        atomicAdd(&bins[size >> digit_shift(digit) & mask], 1u);
+        count_digit(bins, digit, prefix, size);
       });
     });
     __syncthreads();
@@ -111,9 +109,9 @@ __device__ Cut find_cut(const TopkBlock& block, const TopkRegion& region, std::i
 // For each owner's list: the entries that are kept, and where its chunks begin.
 __global__ void __launch_bounds__(kThreads, 1)
     cut_kernel(const __grid_constant__ TopkLaunch launch) {
-  const TopkBlock block(launch);
+  const TopkBlock block(launch, launch.blocks);
   const TopkScratch& scratch = block.scratch;
-  for (int owner = block.lane; owner < block.ranks(); owner += block.lanes) {
+  for (int owner = block.first; owner < block.ranks(); owner += block.stride) {
     const TopkRegion region = block.region(owner);
     const std::int64_t capacity = region.capacity(block.codec.k);
     std::int64_t found = 0;
@@ -191,11 +189,12 @@ struct ChunkWriter {
 };
 
 // The lists for the owners.
-__global__ void __launch_bounds__(kThreads) list_kernel(const __grid_constant__ TopkLaunch launch) {
-  const TopkBlock block(launch);
+__global__ void __launch_bounds__(kThreads, 1)
+    list_kernel(const __grid_constant__ TopkLaunch launch) {
+  const TopkBlock block(launch, launch.blocks);
   if (block.failed()) return;
   const TopkScratch& scratch = block.scratch;
-  for (std::int64_t c = block.lane; c < topk_chunks(block.n()); c += block.lanes) {
+  for (std::int64_t c = block.first; c < topk_chunks(block.n()); c += block.stride) {
     const int owner = block.area.owner(c);
     const TopkLayout layout{block.region(owner).chunks(), scratch.entries[owner],
                             block.codec.values};
@@ -235,9 +234,9 @@ __device__ float as_stored(float value, DType dtype) {
 
 // The result of this rank's region for all ranks, in the tensor's type; the rest of the sums stays in
 // the residual.
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 1)
     result_kernel(const __grid_constant__ TopkLaunch launch) {
-  const TopkBlock block(launch);
+  const TopkBlock block(launch, launch.blocks);
   if (block.failed()) return;
   const TopkScratch& scratch = block.scratch;
   const TopkRegion mine = block.region(block.me.rank);
@@ -248,7 +247,7 @@ __global__ void __launch_bounds__(kThreads)
   const TopkLayout layout{mine.chunks(), block.entries_before_chunk(mine.chunks(), n),
                           block.codec.values};
   std::byte* const list = block.lists() + block.area.result();
-  for (std::int64_t j = block.lane; j < mine.chunks(); j += block.lanes) {
+  for (std::int64_t j = block.first; j < mine.chunks(); j += block.stride) {
     const std::int64_t begin = block.entries_before_chunk(j, n);
     const std::int64_t end = block.entries_before_chunk(j + 1, n);
     ChunkWriter writer{layout, list, j, begin};
@@ -276,13 +275,13 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 void launch_topk_lists(const TopkLaunch& launch, cudaStream_t stream) {
-  const std::int64_t blocks = launch.local_ranks * launch.layout.lanes;
+  const std::int64_t blocks = std::int64_t{launch.local_ranks} * launch.blocks;
   launch_blocks<&cut_kernel>(blocks, launch, stream);
   launch_blocks<&list_kernel>(blocks, launch, stream);
 }
 
 void launch_topk_results(const TopkLaunch& launch, cudaStream_t stream) {
-  launch_blocks<&result_kernel>(launch.local_ranks * launch.layout.lanes, launch, stream);
+  launch_blocks<&result_kernel>(std::int64_t{launch.local_ranks} * launch.blocks, launch, stream);
 }
 
 }  // namespace pycomm::cuda

@@ -12,11 +12,9 @@ cudaStream_t stream_of(const WireJob& job) { return reinterpret_cast<cudaStream_
 
 // A launch for one rank without a window.
 TopkLaunch launch_of(const WireJob& job) {
-  constexpr std::int64_t kMostBlocks = 128;
   TopkLaunch launch{};
-  const std::int64_t blocks =
-      std::clamp<std::int64_t>(ceil_div(job.n, kBlockElements), 1, kMostBlocks);
-  launch.layout = {1, static_cast<int>(blocks), 0};
+  launch.layout = {1, 1, 0};
+  launch.blocks = topk_blocks(job.n);
   launch.local_ranks = 1;
   launch.ranks[0].operation.dtype = job.dtype;
   launch.ranks[0].operation.count = job.n;
@@ -46,14 +44,14 @@ struct Export {
 
 // Writes the selected entries, and their number to the workspace.
 __global__ void __launch_bounds__(kThreads) export_kernel(const __grid_constant__ Export to) {
-  const TopkBlock block(to.launch);
+  const TopkBlock block(to.launch, to.launch.blocks);
   const std::int64_t found = block.entries_before_tile(ceil_div(block.n(), kBlockElements));
-  for (std::int64_t i = block.lane * kThreads + threadIdx.x; i < found;
-       i += block.lanes * kThreads) {
+  for (std::int64_t i = block.first * kThreads + threadIdx.x; i < found;
+       i += block.stride * kThreads) {
     to.indices[i] = block.scratch.indices[i];
     to.values[i] = block.scratch.values[i];
   }
-  if (block.lane == 0 && threadIdx.x == 0) {
+  if (block.first == 0 && threadIdx.x == 0) {
     *block.scratch.entries = static_cast<std::uint32_t>(found);
   }
 }
@@ -147,8 +145,7 @@ std::int64_t select(const WireJob& job, std::int64_t* indices, float* values) {
   const DeviceGuard guard(job.device);
   TopkLaunch launch = launch_of(job);
   select_on_stream(job, launch);
-  launch_blocks<&export_kernel>(launch.layout.lanes, Export{launch, indices, values},
-                                stream_of(job));
+  launch_blocks<&export_kernel>(launch.blocks, Export{launch, indices, values}, stream_of(job));
   const TopkScratch scratch(job.workspace, job.n, job.codec.k, 1, false);
   std::uint32_t found = 0;
   copy_to_host(&found, scratch.entries, sizeof(found), stream_of(job));

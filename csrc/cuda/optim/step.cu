@@ -15,13 +15,6 @@ Table table_of(const StepJob& job) {
           job.table->tiles()};
 }
 
-// The number of blocks that a device runs at once, or the number of pieces of work if that is less.
-std::int64_t blocks_for(std::int64_t pieces, int per_processor, int device) {
-  int processors = 0;
-  PYCOMM_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
-  return std::clamp<std::int64_t>(pieces, 1, std::int64_t{processors} * per_processor);
-}
-
 }  // namespace
 
 std::int64_t SegmentTable::set(const std::vector<Segment>& segments) {

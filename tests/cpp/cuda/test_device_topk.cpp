@@ -7,6 +7,7 @@
 
 #include "cpu/codecs/wire.h"
 #include "cuda/codecs/scan.cuh"
+#include "cuda/codecs/topk.cuh"
 #include "cuda/codecs/wire.h"
 #include "cuda/runtime.cuh"
 #include "support/device_world.h"
@@ -81,10 +82,7 @@ bool same(const std::vector<V>& a, const std::vector<V>& b) {
 }
 
 template <class T>
-void select(DType dtype, const Shape& shape, std::int64_t n, std::int64_t k, unsigned seed) {
-  std::vector<T> x = tensor<T>(shape, n, k, seed);
-  T* const first = x.data() + seed % 2;
-  n -= seed % 2 == 0 ? 0 : 1;
+void select(DType dtype, const char* name, const T* first, std::int64_t n, std::int64_t k) {
   Codec codec;
   codec.kind = CodecKind::topk;
   codec.k = k;
@@ -92,7 +90,7 @@ void select(DType dtype, const Shape& shape, std::int64_t n, std::int64_t k, uns
   job.codec = codec;
   job.dtype = dtype;
   job.n = n;
-  job.elements = reinterpret_cast<std::byte*>(first);
+  job.elements = reinterpret_cast<std::byte*>(const_cast<T*>(first));
   std::vector<std::byte> workspace(
       static_cast<std::size_t>(cuda::workspace_bytes(codec, n, 1, false)), std::byte{0xcd});
   job.workspace = workspace.data();
@@ -104,8 +102,28 @@ void select(DType dtype, const Shape& shape, std::int64_t n, std::int64_t k, uns
   for (std::size_t i = 0; right && i < want.size(); ++i) {
     right = indices[i] == want[i].index && std::memcmp(&values[i], &want[i].value, 4) == 0;
   }
-  PYCOMM_CHECK(right, std::string(shape.name) + ": " + std::to_string(k) + " of " +
-                          std::to_string(n) + " as " + name_of(dtype));
+  PYCOMM_CHECK(right, std::string(name) + ": " + std::to_string(k) + " of " + std::to_string(n) +
+                          " as " + name_of(dtype));
+}
+
+template <class T>
+void select(DType dtype, const Shape& shape, std::int64_t n, std::int64_t k, unsigned seed) {
+  const std::vector<T> x = tensor<T>(shape, n, k, seed);
+  const std::int64_t odd = seed % 2;
+  select(dtype, shape.name, x.data() + odd, n - odd, k);
+}
+
+// All large elements are in the sample, so that it promises several times as many.
+void misled() {
+  constexpr std::int64_t kElements = 70'001;
+  Dice dice(3);
+  Values x(kElements, 1e-3f);
+  const std::int64_t octets = cuda::TopkScratch::samples_of(kElements) / cuda::kOctet;
+  for (std::int64_t i = 0; i < octets; ++i) {
+    const std::int64_t at = cuda::TopkScratch::sampled_octet(i, kElements) * cuda::kOctet;
+    for (int e = 0; e < cuda::kOctet; ++e) x[static_cast<std::size_t>(at + e)] = normal(dice);
+  }
+  for (const std::int64_t k : {700, 3000}) select(DType::f32, "misled", x.data(), kElements, k);
 }
 
 void selections() {
@@ -220,6 +238,7 @@ int main() {
   return run_all({
       {"prefix sums", scans},
       {"selections", selections},
+      {"a misleading sample", misled},
       {"exchanges, 3 ranks", [] { exchanges(3); }},
   });
 }

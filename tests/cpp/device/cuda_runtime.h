@@ -129,6 +129,9 @@ unsigned update(unsigned* word, Change change) {
 inline unsigned atomicAdd(unsigned* word, unsigned value) {
   return device::update(word, [value](unsigned before) { return before + value; });
 }
+inline unsigned atomicMax(unsigned* word, unsigned value) {
+  return device::update(word, [value](unsigned before) { return before > value ? before : value; });
+}
 inline unsigned atomicOr(unsigned* word, unsigned value) {
   return device::update(word, [value](unsigned before) { return before | value; });
 }

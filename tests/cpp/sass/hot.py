@@ -45,7 +45,6 @@ class HotLoop:
 ADAMW = ("optim/adamw.cu", "step_kernelINS_5AdamW")
 NORM = ("optim/grad_norm.cu", "grad_norm_kernel")
 WIRE = "codecs/wire.cu"
-SELECT = "codecs/topk_select.cu"
 
 TWO_SHOT = ("algorithms/two_shot.cu", "TwoShotEfLNS_8ReduceOpE0EEE")
 
@@ -59,9 +58,16 @@ HOT_LOOPS = (
     HotLoop("int8_encode", WIRE, "encode_kernelIfE", 8, 4, 1, slack=8, work=("SHFL", 1)),
     HotLoop("int8_decode", WIRE, "decode_kernelIfLb0E", 8, 1, 4, slack=4),
     HotLoop("int8_decode_add", WIRE, "decode_kernelIfLb1E", 8, 5, 4, slack=4),
-    HotLoop("topk_count", SELECT, "count_kernelIfE", 8, 4, 0, work=("ATOMS", 8)),
-    HotLoop("topk_tally", SELECT, "tally_kernelIfE", 8, 4, 0, work=("SHFL", 1)),
-    HotLoop("topk_write", SELECT, "write_kernelIfE", 8, 4, 0, slack=8, work=("SHFL", 1)),
+    HotLoop(
+        "topk_collect",
+        "codecs/topk_select.cu",
+        "collect_kernelIfE",
+        8,
+        4,
+        0,
+        launched=2,
+        work=("SHFL", 6),
+    ),
     HotLoop("copy", *TWO_SHOT, 16, 4, 4),
     HotLoop("reduce_4_ranks", *TWO_SHOT, 4, 16, 4),
 )

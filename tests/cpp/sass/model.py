@@ -25,7 +25,6 @@ ISSUED = 4 * 32  # threads' instructions that a multiprocessor issues in a cycle
 COPY = 4.3 / 4.8  # of the data sheet's bandwidth, by docs/performance.md's figure of an H200
 LATENCY_US = 0.7  # of a load from memory under load, an assumption
 LANES, RANKS = 32, 4  # blocks of a rank, by default; ranks of the benchmark
-SELECTING = 128  # blocks that select elements
 
 
 @dataclass(frozen=True)
@@ -86,9 +85,7 @@ ROWS = {
     "int8_encode": Row({"int8_encode": 1}, 5.02, 0.85),
     "int8_decode": Row({"int8_decode": 1}, 5.02),
     "int8_decode_add": Row({"int8_decode_add": RANKS}, 36.06, 0.85),
-    "topk_select": Row(
-        {"topk_count": 3, "topk_tally": 1, "topk_write": 1}, 4, 0.4, blocks=SELECTING
-    ),
+    "topk_select": Row({"topk_collect": 1}, 4, 0.4),
     "all_reduce_loopback": Row({"reduce_4_ranks": 1}, 32, 0.8, blocks=LANES * RANKS),
 }
 HOT = {one.name: one for one in HOT_LOOPS}
