@@ -1,0 +1,155 @@
+// The kernels of ranks that are processes, run on the CPU (support/mapped_world.h): every collective,
+// algorithm, type, reduction and codec, among 1 to 8 ranks, with tensors in and outside of heaps at
+// any address, eager and in graphs. They must give the bits of the CPU's executors.
+#include <cuda_runtime.h>
+
+#include <functional>
+
+#include "core/call.h"
+#include "support/operations.h"
+#include "support/rank_tensors.h"
+
+namespace pycomm::test {
+namespace {
+
+constexpr std::int64_t kHeap = 4 << 20, kHostStaging = 8 << 20;
+
+class Processes {
+ public:
+  explicit Processes(int n) : hosts_(n, kHostStaging), device_(n, kHeap) {}
+
+  // Runs it once on CUDA and once on the CPU, and compares.
+  void compare(const Operation& operation, Room room = Room::heap) {
+    const unsigned seed = ++seed_;
+    Tensors want(operation, hosts_.size(), seed);
+    OnDevice got(operation, want, device_, room, seed);
+    run_on_host(operation, hosts_, want);
+    hosts_.run([&](int r) { got.launch(r, *device_.endpoints[r]); });
+    expect(got, want, ", case " + std::to_string(seed));
+  }
+
+  // Captures all of them in one graph per rank, and runs it again and again. No rank waits for another
+  // one in between.
+  void replay(const std::vector<Operation>& operations, int times) {
+    std::vector<Tensors> want;
+    std::vector<OnDevice> got;
+    for (const Operation& operation : operations) {
+      want.emplace_back(operation, hosts_.size(), ++seed_);
+      want.back().in_place = operation.collective == Collective::all_reduce;
+      got.emplace_back(operation, want.back(), device_, Room::outside, seed_);
+    }
+    hosts_.run([&](int r) {
+      cudaStream_t stream = nullptr;
+      cudaGraph_t graph = nullptr;
+      cudaStreamCreate(&stream);
+      cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed);
+      for (OnDevice& each : got) each.launch(r, *device_.endpoints[r], stream);
+      PYCOMM_CHECK(cudaStreamEndCapture(stream, &graph) == cudaSuccess, "a capture ends");
+      for (int i = 0; i < times; ++i) cudaGraphLaunch(graph, stream);
+      cudaGraphDestroy(graph);
+      cudaStreamDestroy(stream);
+    });
+    for (std::size_t i = 0; i < operations.size(); ++i) {
+      for (int time = 0; time < times; ++time) run_on_host(operations[i], hosts_, want[i]);
+      expect(got[i], want[i], " after replays");
+    }
+  }
+
+ private:
+  void expect(const OnDevice& got, const Tensors& want, const std::string& when) const {
+    for (int r = 0; r < static_cast<int>(want.x.size()); ++r) {
+      PYCOMM_CHECK(device_.endpoints[r]->failure().reason == Reason::none, "failed" + when);
+      got.expect(r, want, when);
+    }
+  }
+
+  World hosts_;
+  MappedWorld device_;
+  unsigned seed_ = 0;
+};
+
+// Types and reductions take turns.
+void collectives(int n) {
+  Processes ranks(n);
+  unsigned turn = static_cast<unsigned>(n);
+  for (const std::int64_t count : {0, 1, 3001, 20'011}) {
+    for (const Room room : {Room::heap, Room::outside, Room::mixed}) {
+      if (room != Room::heap && count < 2) continue;
+      for (Operation operation : plain_operations()) {
+        operation.dtype = static_cast<DType>(++turn % kCountOf<DType>);
+        operation.op = static_cast<ReduceOp>(turn / 2 % 5);
+        operation.root = static_cast<int>(turn % static_cast<unsigned>(n));
+        operation.count = operation.collective == Collective::barrier ? 0 : count;
+        ranks.compare(operation, room);
+      }
+    }
+  }
+}
+
+constexpr DType kCompressible[] = {DType::f32, DType::f16, DType::bf16};
+
+// On CUDA, ring and tree cut at multiples of the largest block, on the CPU at multiples of the
+// codec's. So that both cut at the same places, blocks are of that size, or all parts are.
+void codecs(int n) {
+  Processes ranks(n);
+  unsigned turn = static_cast<unsigned>(n);
+  const auto compare = [&](Algorithm algorithm, const Codec& codec, std::int64_t count) {
+    const Room room = ++turn % 2 == 0 ? Room::heap : Room::outside;
+    ranks.compare(compressed(algorithm, kCompressible[turn % 3], codec, count), room);
+  };
+  for (const std::int64_t count : {1, 30'011}) {
+    for (const Codec& codec : {int8(256, true), int8(128, false), cast(),
+                               top(count / 20 + 1, DType::f32), top(count / 50 + 1, DType::u8)}) {
+      compare(Algorithm::two_shot, codec, count);
+    }
+  }
+  for (const Algorithm algorithm : {Algorithm::ring, Algorithm::tree}) {
+    for (const bool feedback : {false, true}) {
+      compare(algorithm, int8(kLargestBlock, feedback), 30'011);
+    }
+    compare(algorithm, cast(), 2 * kLargestBlock * n * kLanes);
+  }
+}
+
+// Every kernel that reduces or compresses.
+void every_kernel() {
+  Processes ranks(2);
+  for (Operation operation : plain_operations()) {
+    for (int d = 0; d < kCountOf<DType>; ++d) {
+      for (int o = 0; o < kCountOf<ReduceOp>; ++o) {
+        operation.dtype = static_cast<DType>(d);
+        operation.op = static_cast<ReduceOp>(o);
+        operation.count = operation.collective == Collective::barrier ? 0 : 301;
+        if (refusal_of({operation}, 2).empty()) ranks.compare(operation);
+      }
+    }
+  }
+  for (const DType dtype : kCompressible) {
+    for (const Algorithm algorithm : {Algorithm::two_shot, Algorithm::ring, Algorithm::tree}) {
+      ranks.compare(compressed(algorithm, dtype, int8(kLargestBlock, true), 9001));
+    }
+    ranks.compare(compressed(Algorithm::two_shot, dtype, top(30, DType::bf16), 9001));
+  }
+}
+
+// All-reduces are done in place, so that a replay starts with the results and residuals of the last.
+void replays(int n) {
+  Processes ranks(n);
+  std::vector<Operation> operations = all_operations(1001);
+  for (Operation& operation : operations) operation.op = ReduceOp::avg;
+  ranks.replay(operations, 100);
+}
+
+}  // namespace
+}  // namespace pycomm::test
+
+int main() {
+  using namespace pycomm::test;
+  std::vector<std::pair<const char*, std::function<void()>>> tests{{"every kernel", every_kernel}};
+  for (int n = 1; n <= 8; ++n) {
+    tests.push_back({"collectives", [n] { collectives(n); }});
+    tests.push_back({"codecs", [n] { codecs(n); }});
+  }
+  tests.push_back({"replays", [] { replays(2); }});
+  return run_all(tests);
+}
