@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch  # noqa: F401 - its libraries must be loaded before ours
 
 from pycomm import backend, compressed_ops, hooks, ops, optim
+from pycomm._init import default_group, init, set_default_group
 from pycomm._inputs.arguments import old_names
 from pycomm._names import parse_compression
 from pycomm._runtime.plan import Plan
@@ -41,7 +42,7 @@ from pycomm.errors import (
     PycommError,
     Timeout,
 )
-from pycomm.group import Group, default_group, init, set_default_group
+from pycomm.group import Group
 from pycomm.local_world import LocalWorld
 from pycomm.memory import MemoryReport, memory_report
 from pycomm.p2p import Request, irecv, isend, recv, send

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from pycomm.group import Group, default_group
+from pycomm._init import default_group
+from pycomm.group import Group
 
 
 def given_group(group: Group | None) -> Group:

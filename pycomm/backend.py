@@ -24,13 +24,14 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 import pycomm_backend
+from pycomm._init import make_group
 from pycomm._inputs.arguments import seconds
 from pycomm._runtime import c10d_cache, log
 from pycomm._runtime.rendezvous import join
 from pycomm._runtime.subgroup import Subgroup
 from pycomm._runtime.waiting import Deadline
 from pycomm.errors import GroupUnusable, Timeout
-from pycomm.group import DEFAULT_STAGING_BYTES, Group, _open_groups, make_group
+from pycomm.group import DEFAULT_STAGING_BYTES, Group, _open_groups
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

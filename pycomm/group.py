@@ -1,50 +1,29 @@
-"""Groups of ranks, and how to make them."""
+"""Groups of ranks."""
 
 from __future__ import annotations
 
 import itertools
-import os
-import threading
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
 
 from pycomm import _C
-from pycomm._inputs.arguments import (
-    check_is_rank,
-    check_process_group,
-    not_set_up,
-    process_group_of,
-    seconds,
-)
-from pycomm._inputs.dtypes import check_choice, check_dtype
+from pycomm._inputs.dtypes import check_dtype
 from pycomm._runtime import log
-from pycomm._runtime.carriers import Carriers, backends_to_make, subgroup_of
-from pycomm._runtime.cuda_windows import DEFAULT_MAX_BLOCKS, join_processes
 from pycomm._runtime.internode import Nodes
 from pycomm._runtime.open_groups import OpenGroups
 from pycomm._runtime.plan import Plan, make_cuda_plan, make_plan, make_spanning_plan
-from pycomm._runtime.rendezvous import join, set_up_torch_distributed
 from pycomm._runtime.span import Span
-from pycomm._runtime.torch_private import store_of
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from torch.distributed.device_mesh import DeviceMesh
-
     from pycomm._runtime.cuda import CudaSide
-    from pycomm._runtime.rendezvous import Membership
 
 DEFAULT_TIMEOUT = 300.0
 DEFAULT_STAGING_BYTES = 2 << 20
-TRANSPORTS = {"auto": 0, "gloo": 1, "process_group": 2}
 
 _names = itertools.count()
 _open_groups: OpenGroups[Group] = OpenGroups()
@@ -305,152 +284,3 @@ def find_group(name: str) -> Group:
 
 def _no_cuda(device: torch.device) -> CudaSide:
     raise ValueError(f"the group must be open to take tensors, it is closed: got one on {device}")
-
-
-_default: Group | None = None
-_default_lock = threading.Lock()
-_joining: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # by prefix in the Store
-
-
-def init(
-    group: dist.ProcessGroup | DeviceMesh | None = None,
-    timeout: float | timedelta | None = DEFAULT_TIMEOUT,
-    *,
-    staging_bytes: int = DEFAULT_STAGING_BYTES,
-    max_blocks: int = DEFAULT_MAX_BLOCKS,
-    cuda_heap_bytes: int = 0,
-    transport: str = "auto",
-) -> Group:
-    """Makes a group of the processes of a torch.distributed group; a collective call.
-
-    Ranks on the same node (with the same boot id and the same network, pid and ipc namespaces)
-    share memory. Between nodes, data is exchanged over torch.distributed (Gloo), by as many ranks
-    of each node as the smallest node has, and CUDA tensors are copied to host memory.
-
-    The first group made becomes the default group of every operation. When it is closed or has
-    failed, the next group made takes its place. If torch.distributed is not set up yet, this
-    function sets it up with Gloo, from torchrun's environment.
-
-    Args:
-        group: a torch.distributed process group, or a DeviceMesh of one dimension; by default the
-            default process group. Its Store serves as the rendezvous.
-        timeout: how long ranks wait for another rank, here and in every operation, in seconds or as
-            a timedelta. Ranks may pass different values; the shortest ends a wait for all.
-        staging_bytes: shared memory per rank, in bytes, for tensors that are not in the window. The
-            same on every rank.
-        max_blocks: the largest number of thread blocks that an operation uses on a GPU.
-        cuda_heap_bytes: device memory per rank, in bytes, for ``group.empty(..., device="cuda")``.
-            The same on every rank.
-        transport: what carries tensors between nodes; the same on every rank. ``"gloo"``: Gloo,
-            through host memory. ``"process_group"``: a new process group for each stripe, with the
-            backend that `group` has for the tensors' device. ``"auto"``: NCCL for CUDA
-            tensors where every rank has it, and Gloo for the rest (docs/clusters.md).
-
-    Returns:
-        This rank's membership in the group.
-
-    Raises:
-        ValueError: `transport` is none of these, or `group` has no backend that can be made anew;
-            this process is not in `group`; or, on every rank, ranks passed different values
-            that must be the same, or run incompatible builds of pycomm.
-        pycomm.Timeout: a rank did not arrive in time; on all ranks that arrived.
-        pycomm.PeerDied: a rank died after all had arrived; on all ranks.
-        pycomm.Aborted: a rank was interrupted; on all other ranks that had arrived.
-    """
-    global _default
-    timeout = seconds(timeout, DEFAULT_TIMEOUT)
-    check_choice("transport", transport, TRANSPORTS)
-    check_process_group(group)
-    if group is None:
-        check_is_rank()
-    if not dist.is_initialized():
-        if "MASTER_ADDR" not in os.environ:
-            raise not_set_up(in_threads=_open_groups.any_usable())
-        set_up_torch_distributed(timeout)
-    process_group = process_group_of(group)
-    rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
-    if rank < 0:
-        raise ValueError("group must contain this process")
-    # Always the same prefix, so ranks that have tried unequally often still meet (see meet).
-    prefix = f"pycomm/{process_group.group_name}"
-    store = PrefixStore(prefix, store_of(process_group))
-    backends = backends_to_make(transport, process_group)
-    with _joining[prefix]:
-        members = join(
-            store, rank, size, timeout, staging_bytes, cuda_heap_bytes, transport, backends
-        )
-        made = make_group(members, rank, timeout, staging_bytes)
-        if members.backends and len(made.nodes) > 1:
-            strict = transport == "process_group"
-            made._span = _make_span(made, members, process_group, max_blocks, strict)
-    if len(made.nodes) == 1:
-        made._join_cuda = lambda device: join_processes(
-            made, device, process_group, max_blocks, cuda_heap_bytes
-        )
-    with _default_lock:
-        if _default is None or not _default._core.usable():
-            _default = made
-    return made
-
-
-def make_group(
-    members: Membership, rank: int, timeout: float, staging_bytes: int = DEFAULT_STAGING_BYTES
-) -> Group:
-    """Makes a group of ranks that know each other, without a CUDA side."""
-    made = Group(
-        members.window,
-        members.nodes,
-        members.pids,
-        members.processes,
-        rank,
-        members.cores,
-        timeout,
-        staging_bytes,
-        members.link,
-    )
-    over = [f"{name} for {device}" for device, name in members.backends.items()]
-    log.group_made(
-        made, members.cores, ", ".join([*over, "Gloo for the rest"] if over else ["Gloo"])
-    )
-    return made
-
-
-def _make_span(
-    made: Group,
-    members: Membership,
-    process_group: dist.ProcessGroup,
-    max_blocks: int,
-    strict: bool,
-) -> Span:
-    """Connects the nodes over process groups, and the ranks of this node; a collective call."""
-    nodes, timeout, store = members.nodes, made.timeout, members.store
-    local, index = nodes.local, nodes.local.index(made.rank)
-    node = None
-    if len(local) > 1:
-        inside = PrefixStore(f"node/{nodes.here}", store)
-        joined = join(inside, index, len(local), timeout, made.staging_bytes)
-        node = inner = make_group(joined, index, timeout, made.staging_bytes)
-        inner._join_cuda = lambda device: join_processes(
-            inner, device, subgroup_of(process_group, local), max_blocks, 0
-        )
-    carriers: dict[str, Carriers | None] = {}
-    for device, name in members.backends.items():
-        carriers[device] = None
-        if index < nodes.stripes:
-            theirs = PrefixStore(f"carriers/{index}/{device}", store)
-            ranks = [dist.get_global_rank(process_group, local[index]) for local in nodes.ranks]
-            carriers[device] = Carriers(name, theirs, ranks, nodes.here, timeout)
-    return Span(made._core, nodes, made.rank, node, carriers, timeout, strict)
-
-
-def default_group() -> Group:
-    """Returns the default group, which is made at the first use on torch's default group."""
-    return _default if _default is not None else init()
-
-
-def set_default_group(group: Group | None) -> None:
-    """Replaces the default group; with None, the next use makes a new one."""
-    global _default
-    if not (group is None or isinstance(group, Group)):
-        raise TypeError(f"group must be a pycomm.Group or None, got {group!r}")
-    _default = group

@@ -13,6 +13,7 @@ import torch
 from torch.futures import Future
 
 from pycomm._given import check_group
+from pycomm._init import default_group
 from pycomm._inputs.arguments import renamed
 from pycomm._inputs.tensors import check_memory
 from pycomm._runtime.torch_private import backward_id, backward_node, not_compiled, profiler_runs
@@ -27,7 +28,7 @@ from pycomm._training.step import Step
 from pycomm._work import Work
 from pycomm.compression import Cast, Compression, Identity, Int8, check_whole
 from pycomm.errors import PycommError
-from pycomm.group import Group, default_group
+from pycomm.group import Group
 
 NamedParameters = Iterable[tuple[str, torch.Tensor]]
 

@@ -84,7 +84,8 @@ PYTHON_LAYERS = [
     {"_runtime.cuda_windows", "_runtime.rendezvous", "compression"},
     {"_runtime.span", "_runtime.subgroup"},
     {"group", "_names"},
-    {"_given", "backend", "local_world", "_work"},
+    {"_init", "local_world", "_work"},
+    {"_given", "backend"},
     {"_blocks", "_spanning", "p2p"},
     {"collectives", "block_collectives"},
     {"compressed", "_training.members", "_training.parameters"},
@@ -227,7 +228,7 @@ import os, threading, torch
 before = set(os.listdir("/proc/self/task")), set(os.listdir("/proc/self/fd"))
 import pycomm
 after = set(os.listdir("/proc/self/task")), set(os.listdir("/proc/self/fd"))
-print(before == after, threading.active_count(), pycomm.group._default)
+print(before == after, threading.active_count(), pycomm._init._default)
 """
     assert run_python(code).split() == ["True", "1", "None"]
 
