@@ -70,8 +70,8 @@ def init(
             The same on every rank.
         transport: what carries tensors between nodes; the same on every rank. ``"gloo"``: Gloo,
             through host memory. ``"process_group"``: a new process group for each stripe, with the
-            backend that `group` has for the tensors' device. ``"auto"``: NCCL for CUDA
-            tensors where every rank has it, and Gloo for the rest (docs/clusters.md).
+            backend that `group` has for the tensors' device. ``"auto"``: Gloo, until
+            NCCL has run on a device here (docs/clusters.md).
 
     Returns:
         This rank's membership in the group.

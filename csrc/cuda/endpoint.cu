@@ -326,7 +326,7 @@ void Endpoint::synchronize() {
 
 void Endpoint::set_gone(int r) { __atomic_store_n(&impl_->mailbox->gone[r], 1u, __ATOMIC_RELEASE); }
 
-// Sequentially consistent with the reads of in_peers_heaps(); see BlockComm::enter_peers_heaps().
+// Sequentially consistent with the reads of in_peers_heaps(); see BlockComm::enter_heap_of().
 void Endpoint::set_abort(std::uint64_t word) {
   __atomic_store_n(&impl_->mailbox->abort, word, __ATOMIC_SEQ_CST);
 }

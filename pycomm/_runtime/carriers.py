@@ -28,20 +28,20 @@ if TYPE_CHECKING:
 
 _PATIENCE_AT_END = 0.2  # seconds
 _LOOK_EVERY = 0.02  # seconds, at work on a device
+_SLICE = 0.05  # seconds of a wait, after which it looks for an abort
+_LEAST = 0.001
 
 
 def backends_to_make(transport: str, group: Any) -> dict[str, str]:
     """The backends that shall connect nodes, for each type of device.
 
     Args:
-        transport: ``"auto"`` takes NCCL where it is, ``"gloo"`` takes none.
+        transport: ``"auto"`` and ``"gloo"`` take none.
         group: ``"process_group"`` takes the backends of this process group.
 
     Raises:
         ValueError: the process group has one that cannot be made anew.
     """
-    if transport == "auto" and torch.cuda.is_available() and can_make_backend("nccl"):
-        return {"cuda": "nccl"}
     if transport != "process_group":
         return {}
     # Gloo accepts CUDA tensors in some operations only.
@@ -82,6 +82,8 @@ class Carriers:
     ) -> None:
         self._timeout = timedelta(seconds=timeout)
         self._on_stream = name == "nccl"
+        self._slice = _SLICE if name == "gloo" else timeout  # nothing else ends Gloo's waits
+        self._aborted = threading.Event()
         self._backend = new_backend(name, store, ranks, here, self._timeout)
 
     def all_to_all(self, output: torch.Tensor, given: torch.Tensor) -> Transfer:
@@ -102,39 +104,48 @@ class Carriers:
 
     def abort(self) -> None:
         """Ends all transfers, also those of other nodes that wait for this one, if that can be."""
+        self._aborted.set()
         with contextlib.suppress(RuntimeError):  # the backend cannot
             self._backend.abort()
 
     def _start(self, operation: Any, *arguments: Any) -> Transfer:
-        return Transfer(
-            operation(*arguments), arguments, None if self._on_stream else self._timeout
-        )
+        return Transfer(self, operation(*arguments), arguments)
+
+    def _wait(self, work: Any) -> None:
+        if self._on_stream:  # nothing is raised
+            work.wait()
+            return
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        while True:
+            begin, patience = time.monotonic(), max(_LEAST, deadline - time.monotonic())
+            patience = min(patience, self._slice)
+            try:
+                work.wait(timedelta(seconds=patience))
+            except RuntimeError as error:
+                now = time.monotonic()
+                if self._aborted.is_set() or now < begin + patience:
+                    raise
+                if now >= deadline:
+                    seconds = self._timeout.total_seconds()
+                    raise Overrun(f"no answer within {seconds:g} s: {error}") from error
+            else:
+                return
 
 
 class Transfer:
     """A running operation. It keeps its tensors alive."""
 
-    def __init__(self, work: Any, tensors: Any, timeout: timedelta | None) -> None:
-        self._work, self._tensors, self._timeout = work, tensors, timeout
-        self._begin = time.monotonic()
+    def __init__(self, carriers: Carriers, work: Any, tensors: Any) -> None:
+        self._carriers, self._work, self._tensors = carriers, work, tensors
 
     def wait(self) -> None:
         """Waits for it; on a CUDA device the current stream does, and nothing is raised.
 
         Raises:
             Overrun: the deadline has passed.
-            RuntimeError: it failed.
+            RuntimeError: it failed, or it was aborted.
         """
-        if self._timeout is None:
-            self._work.wait()
-            return
-        seconds = self._timeout.total_seconds()
-        try:
-            self._work.wait(self._timeout)
-        except RuntimeError as error:
-            if time.monotonic() < self._begin + seconds:
-                raise
-            raise Overrun(f"no answer within {seconds:g} s: {error}") from error
+        self._carriers._wait(self._work)
         self._tensors = None
 
 
@@ -196,16 +207,20 @@ def _run_tasks(tasks: Tasks) -> None:
 class Watch:
     """A thread that watches the deadlines of work on a device.
 
+    It ends when nobody has the watch any more, as a worker's thread does.
+
     Args:
         timeout: seconds that a piece of work may take once it has begun.
-        overrun: called once, when one takes longer; nothing is watched afterwards.
+        overrun: a method, called once, when one takes longer; nothing is watched afterwards.
     """
 
     def __init__(self, timeout: float, overrun: Callable[[], None]) -> None:
-        self._pairs: queue.SimpleQueue[tuple[Event, Event] | None] = queue.SimpleQueue()
-        self._timeout, self._overrun = timeout, overrun
+        self._pairs: Pairs = queue.SimpleQueue()
         self._ending = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="pycomm-watch", daemon=True)
+        arguments = (self._pairs, self._ending, timeout, weakref.WeakMethod(overrun))
+        self._thread = threading.Thread(
+            target=_watch_pairs, args=arguments, name="pycomm-watch", daemon=True
+        )
         self._thread.start()
 
     def add(self, begin: Event, end: Event) -> None:
@@ -214,25 +229,41 @@ class Watch:
 
     def end(self) -> None:
         """Ends the thread."""
-        self._ending.set()
-        self._pairs.put(None)
+        self._tell()
         self._thread.join()
 
-    def _run(self) -> None:
-        while (pair := self._pairs.get()) is not None:
-            if not all(self._await(event, i > 0) for i, event in enumerate(pair)):
-                return
+    def _tell(self) -> None:
+        self._ending.set()
+        self._pairs.put(None)
 
-    def _await(self, event: Event, timed: bool) -> bool:
-        """Waits for an event; False if the deadline has passed, or the thread is to end."""
-        deadline = time.monotonic() + self._timeout
-        while not event.query():
-            if timed and time.monotonic() > deadline:
-                self._overrun()
-                return False
-            if self._ending.wait(_LOOK_EVERY):
-                return False
-        return True
+    def __del__(self) -> None:
+        self._tell()
+
+
+def _watch_pairs(
+    pairs: Pairs,
+    ending: threading.Event,
+    timeout: float,
+    overrun: weakref.WeakMethod[Callable[[], None]],
+) -> None:
+    while (pair := pairs.get()) is not None:
+        begin, end = pair
+        if not _await(begin, ending, None):
+            return
+        if not _await(end, ending, time.monotonic() + timeout):
+            call = overrun()
+            if call is not None and not ending.is_set():
+                call()
+            return
+
+
+def _await(event: Event, ending: threading.Event, deadline: float | None) -> bool:
+    """Waits for an event; False if the deadline has passed, or the thread is to end."""
+    while not event.query():
+        late = deadline is not None and time.monotonic() > deadline
+        if late or ending.wait(_LOOK_EVERY):
+            return False
+    return True
 
 
 class Event(Protocol):
@@ -264,6 +295,7 @@ class Task:
             raise self.error
 
 
+Pairs: TypeAlias = "queue.SimpleQueue[tuple[Event, Event] | None]"
 Tasks: TypeAlias = "queue.SimpleQueue[tuple[Callable[[], None], Task] | None]"
 _workers: weakref.WeakSet[Worker] = weakref.WeakSet()
 

@@ -8,13 +8,14 @@ comes next, and whose fault a failure is.
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 import torch
 
 from pycomm._inputs.dtypes import operation_of
 from pycomm._runtime.carriers import Overrun, Task, Watch, Worker
-from pycomm.errors import CollectiveError, Timeout
+from pycomm.errors import CollectiveError, GroupUnusable, Timeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -63,6 +64,7 @@ class Span:
         self.even = {len(ranks) for ranks in nodes.ranks} == {nodes.stripes}
         self._core, self._timeout = core, timeout
         self._worker = Worker(self.abort)
+        self._submitting = threading.Lock()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._orders: dict[torch.device, torch.Tensor] = {}
         self._watch: Watch | None = None
@@ -109,13 +111,17 @@ class Span:
                 raise type(error)(
                     f"inside node {self.here}: {error}", rank=rank, pid=error.pid
                 ) from error
+            except BaseException:  # the other ranks wait for what has not been enqueued
+                self._end_all()
+                raise
+            finally:  # kernels that have been enqueued use the tensors
+                current.wait_stream(stream)
+                for tensor in tensors:
+                    tensor.record_stream(stream)
             if begin is not None:
                 if self._watch is None:
                     self._watch = Watch(self._timeout, self._end_overrun)
                 self._watch.add(begin, stream.record_event())
-        current.wait_stream(stream)
-        for tensor in tensors:
-            tensor.record_stream(stream)
 
     def check(self) -> None:
         """Raises Timeout, once, if work on a device has overrun its deadline."""
@@ -136,16 +142,17 @@ class Span:
             ValueError: the operation does not span nodes.
             pycomm.GroupUnusable: the group is closed or has failed.
         """
-        agreed = self._core.submit(operation, 0, 0, 0, shape, label)
 
         def run() -> None:
             agreed.wait()
             try:
                 flow()
-            except RuntimeError as error:
+            except Exception as error:
                 raise self._failure(error) from error
 
-        return self._worker.submit(run)
+        with self._submitting:  # the worker's order is the one that ranks agree on
+            agreed = self._core.submit(operation, 0, 0, 0, shape, label)
+            return self._worker.submit(run)
 
     def busy(self) -> bool:
         """True if an operation is under way."""
@@ -162,6 +169,8 @@ class Span:
     def close(self) -> None:
         """Finishes operations that are under way."""
         self._worker.end()
+        for stream in self._streams.values():
+            stream.synchronize()  # a backend that is dropped aborts what it still runs
         if self._watch is not None:
             self._watch.end()
         self.carriers = dict.fromkeys(self.carriers)
@@ -177,7 +186,7 @@ class Span:
         self.abort()
         self._core.abort()
 
-    def _failure(self, error: RuntimeError) -> CollectiveError:
+    def _failure(self, error: Exception) -> CollectiveError:
         """The reason for a failure, the same on every rank; afterwards the group has failed.
 
         All ranks come to a barrier, in which those that are gone or do not answer are noticed.
@@ -187,6 +196,8 @@ class Span:
             self._core.run(operation_of("barrier", "one_shot", torch.uint8), 0, 0, 0)
         except CollectiveError as found:
             return found
+        except GroupUnusable as found:  # another rank's failure came first
+            return CollectiveError(str(found), rank=self.rank)
         self._core.abort()
         kind = Timeout if isinstance(error, Overrun) else CollectiveError
         return kind(f"the process group between nodes failed: {error}", rank=self.rank)

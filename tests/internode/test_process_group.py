@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import hashlib
+import threading
 
 import compressing
 import helpers
@@ -181,3 +183,34 @@ def test_a_thread_that_nobody_needs_ends():
     del worker
     thread.join(20)
     assert not thread.is_alive()
+
+
+def two_carriers() -> list[carriers.Carriers]:
+    store = dist.HashStore()
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        made = pool.map(
+            lambda rank: carriers.Carriers("gloo", store, [0, 1], rank, timeout=60), range(2)
+        )
+        return list(made)
+
+
+def test_an_abort_ends_a_wait_that_gloo_would_not_end():
+    here, _other = two_carriers()
+    transfer = here.all_gather(torch.empty(2), torch.zeros(1))
+    threading.Timer(0.2, here.abort).start()
+    with pytest.raises(RuntimeError) as raised:
+        transfer.wait()
+    assert not isinstance(raised.value, carriers.Overrun)
+
+
+def test_a_wait_for_gloo_outlives_its_slices():
+    pair = two_carriers()
+    results = [torch.empty(2), torch.empty(2)]
+    first = pair[0].all_gather(results[0], torch.ones(1))
+    timer = threading.Timer(
+        4 * carriers._SLICE, lambda: pair[1].all_gather(results[1], torch.full((1,), 2.0)).wait()
+    )
+    timer.start()
+    first.wait()
+    timer.join()
+    assert [result.tolist() for result in results] == [[1.0, 2.0]] * 2

@@ -8,7 +8,6 @@ import types
 
 import helpers
 import pytest
-import torch
 
 import pycomm
 from pycomm._runtime import carriers, span
@@ -65,6 +64,9 @@ class Stream:
     def record_event(self) -> Point:
         return Point(self.reached)
 
+    def synchronize(self) -> None:
+        self.log.append(f"await {self.name}")
+
 
 class Core:
     """A group's core that is only ever aborted."""
@@ -116,10 +118,19 @@ ENQUEUED = [
     "own waits for current",
     "enter own",
     "exchange",
-    "leave own",
     "current waits for own",
     "keep for own",
+    "leave own",
 ]
+
+
+def test_a_watch_that_is_dropped_ends_its_thread():
+    watch = carriers.Watch(TIMEOUT, threading.Event().set)
+    thread = watch._thread
+    watch.add(Point(True), Point(False))
+    del watch
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 def test_an_operation_runs_on_a_stream_of_its_own(device):
@@ -127,6 +138,28 @@ def test_an_operation_runs_on_a_stream_of_its_own(device):
     enqueue(made, log)
     assert log == ENQUEUED
     made.check()
+
+
+def test_closing_waits_for_what_is_enqueued(device):
+    """A backend that is dropped aborts what it still runs."""
+    made, log, _, _ = device
+    enqueue(made, log)
+    made.close()
+    assert log == [*ENQUEUED, "await own"]
+
+
+def test_a_failure_while_enqueuing_ends_the_group_and_keeps_the_tensors(device):
+    made, log, _, _ = device
+
+    def fail() -> None:
+        raise MemoryError
+
+    tensor = types.SimpleNamespace(record_stream=lambda _: log.append("keep"))
+    with pytest.raises(MemoryError):
+        made.enqueue("cuda", fail, [tensor])
+    assert log[2:] == ["abort", "current waits for own", "keep"]
+    with pytest.raises(pycomm.GroupUnusable):
+        enqueue(made, log)
 
 
 def test_a_deadline_of_the_device_becomes_a_timeout(device):
@@ -165,10 +198,7 @@ def test_a_failure_inside_the_node_ends_the_others(device):
     assert "abort" in log
 
 
-@pytest.mark.parametrize(("gpu", "nccl"), [(True, True), (True, False), (False, True)])
-def test_auto_takes_nccl_where_it_is(monkeypatch, gpu, nccl):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    monkeypatch.setattr(carriers, "can_make_backend", lambda name: name == "nccl" and nccl)
-    expected = {"cuda": "nccl"} if gpu and nccl else {}
-    assert carriers.backends_to_make("auto", None) == expected
-    assert carriers.backends_to_make("gloo", None) == {}
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
+def test_nccl_has_to_be_asked_for(transport):
+    """It has not run on a device yet."""
+    assert carriers.backends_to_make(transport, None) == {}

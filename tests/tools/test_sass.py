@@ -281,6 +281,9 @@ def test_flags_without_fences():
     only_sometimes = ("@P0 BRA `(.L_x_9)", PUBLISH[1], ".L_x_9:", PUBLISH[3])
     assert found(*only_sometimes, *POLL) == unfenced
     assert found("ST.E.STRONG.SYS desc[UR8][R12.64], R7", "MEMBAR.SC.SYS", *POLL) == []
+    inside = "ST.E.STRONG.SYS desc[UR8][R12.64], R7"
+    assert found(inside, "MOV R3, 0x1", "MEMBAR.SC.SYS", *POLL) == []
+    assert found(inside, "RED.E.ADD [R2.64], R3", "MEMBAR.SC.SYS", *POLL) != []
 
 
 def test_fences_of_device_scope():

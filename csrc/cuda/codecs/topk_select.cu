@@ -87,7 +87,7 @@ template <class T, class Visit>
 __device__ void each_octet(const Selector<T>& from, std::int64_t tile, Visit visit) {
   const std::int64_t first = tile * kBlockElements, lane = threadIdx.x % 32 * kOctet;
   const std::int64_t end = first + Tiles{from.n, kBlockElements}[tile].count;
-  float v[kOctet], next[kOctet];
+  float v[kOctet], next[kOctet] = {};
   bool used = from.load_values(first + lane, v);
   for (std::int64_t start = first; start < end; start += kWarpElements) {
     // Loads before the first use of what is loaded already.
@@ -142,7 +142,8 @@ __global__ void __launch_bounds__(kThreads)
     all_above += above;
     all_equal += equal;
     if (leads) scratch.listed[tile] = scratch.above[tile] = above;
-    if (leads) scratch.equal[tile] = equal;
+    // Nothing is looked for among zeros, which include the padding: its count could overflow a sum.
+    if (leads) scratch.equal[tile] = floor == 0 ? 0 : equal;
   });
   largest = __reduce_max_sync(0xffffffffu, largest);
   used = __any_sync(0xffffffffu, used);

@@ -65,12 +65,16 @@ def is_fenced(flow: Flow, at: int, index: int, one_device: bool) -> bool:
 
     The latter orders the flag before a later access, and publishes nothing.
     """
-    after = flow.blocks[at].code[index + 1 : index + 2]
-    publishes_nothing = any(
-        one.name == "MEMBAR" and "SC" in one.modifiers and (one_device or is_fence(one))
-        for one in after
-    )
-    return publishes_nothing or _fence_is_before(flow, at, index, set())
+    return _fence_is_next(flow, at, index, one_device) or _fence_is_before(flow, at, index, set())
+
+
+def _fence_is_next(flow: Flow, at: int, index: int, one_device: bool) -> bool:
+    for one in flow.blocks[at].code[index + 1 :]:
+        if one.name == "MEMBAR":
+            return "SC" in one.modifiers and (one_device or is_fence(one))
+        if one.is_load or one.is_store or one.name in ("ATOM", "ATOMG", "RED", "CALL"):
+            return False
+    return False
 
 
 def _fence_is_before(flow: Flow, at: int, index: int, seen: set[int]) -> bool:
