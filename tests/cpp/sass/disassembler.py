@@ -36,10 +36,12 @@ class Disassembler:
         self._folder = folder
 
     def kernels(self, file: Path, wanted: Callable[[str], object]) -> Iterator[Kernel]:
-        """The wanted kernels of an object file for one architecture."""
+        """The wanted kernels of an object file for one architecture, or of a cubin."""
         with tempfile.TemporaryDirectory() as temporary:
-            self._run("cuobjdump", "-xelf", "all", str(file.resolve()), cwd=temporary)
-            (cubin,) = Path(temporary).iterdir()
+            cubin = file
+            if file.suffix == ".o":
+                self._run("cuobjdump", "-xelf", "all", str(file.resolve()), cwd=temporary)
+                (cubin,) = Path(temporary).iterdir()
             found = {name: it for name, it in Cubin(cubin).kernels().items() if wanted(name)}
             if not found:
                 return
