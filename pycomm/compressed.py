@@ -155,7 +155,7 @@ def compressed_all_reduce(
         put_result()
         put_state()
 
-    call = _Call(core, codec, dense, (dense_result, result, *state), finish, strict)
+    call = _Call(core, dense, (dense_result, result, *state), finish, strict)
     run = call.on_stream if dense.device.type == "cuda" else call.on_cpu
     work = run(group, async_op)
     return work if async_op else tensor if out is None else out
@@ -252,7 +252,7 @@ def compressed_reduce_scatter(
         put_result()
         put_state()
 
-    call = _Call(core, codec, dense, (dense_result, result, *state), finish, strict)
+    call = _Call(core, dense, (dense_result, result, *state), finish, strict)
     work = call.on_cpu(group, async_op)
     return work if async_op else output
 
@@ -265,7 +265,6 @@ class _Call:
     """A prepared call: contiguous stand-ins, and a function that copies results back."""
 
     core: _C.Call
-    codec: _C.Codec
     source: torch.Tensor
     others: tuple[torch.Tensor, ...]
     finish: Callable[[], None]
@@ -290,7 +289,7 @@ class _Call:
         """Enqueues the call; waits for it only if strict."""
         side = group._cuda_side(self.source.device)
         flag = NonfiniteFlag(side) if async_op or self.strict else None
-        side.run_compressed(self.core, self.codec, self.source.numel(), self.tensors(), flag)
+        side.run_bucket([self.core], self.tensors(), flag)
         self.finish()
         if async_op:
             return _StreamWork(flag, self.strict)

@@ -24,12 +24,20 @@ struct DeleteWithoutGil {
   }
 };
 
-void run_compressed(cuda::Group& group, const Call& call, std::uintptr_t nonfinite,
-                    std::uintptr_t workspace, std::uintptr_t stream) {
+void run_bucket(cuda::Group& group, const std::vector<Call>& calls, std::uintptr_t nonfinite,
+                std::uintptr_t workspace, std::uintptr_t stream) {
   const WithoutGil no_gil;
-  const cuda::Compression compression{call.feedback, reinterpret_cast<std::uint32_t*>(nonfinite),
-                                      reinterpret_cast<std::byte*>(workspace)};
-  group.run(call, stream, compression);
+  group.run(
+      calls, stream,
+      {{}, reinterpret_cast<std::uint32_t*>(nonfinite), reinterpret_cast<std::byte*>(workspace)});
+}
+
+std::int64_t bucket_workspace_bytes(const std::vector<Call>& calls, int ranks) {
+  std::vector<cuda::Part> parts;
+  for (const Call& call : calls) {
+    if (call.operation.codec.kind != CodecKind::none) parts.push_back({call.operation});
+  }
+  return cuda::workspace_bytes(parts, ranks);
 }
 
 // A job on a device: its stream and workspace, and elements in the device's memory.
@@ -112,12 +120,14 @@ void bind_cuda(py::module_& m) {
              const WithoutGil no_gil;
              group.run(make_call(kind, count, input, output, shape, label), stream);
            })
-      .def("run_compressed", &run_compressed);
+      .def("run_bucket", &run_bucket);
   m.def("cuda_encode", &encode);
   m.def("cuda_decode", &decode);
   m.def("cuda_select", &select);
-  m.def("cuda_workspace_bytes", &cuda::workspace_bytes, py::arg("codec"), py::arg("n"),
-        py::arg("ranks"), py::arg("exchange"));
+  m.def("cuda_workspace_bytes",
+        py::overload_cast<const Codec&, std::int64_t>(&cuda::workspace_bytes), py::arg("codec"),
+        py::arg("n"));
+  m.def("cuda_bucket_workspace_bytes", &bucket_workspace_bytes, py::arg("calls"), py::arg("ranks"));
   m.def("cuda_least_staging_bytes", &cuda::least_staging_bytes, py::arg("ranks"), py::arg("lanes"));
   m.def("cuda_window_bytes", &cuda::window_bytes, py::arg("ranks"), py::arg("lanes"),
         py::arg("staging_bytes"), py::arg("heap_bytes"));

@@ -23,9 +23,10 @@ class BlockComm {
  public:
   static constexpr bool kCoded = false;
 
-  // Lanes begin at multiples of `unit` elements.
-  __device__ BlockComm(const Launch& launch, std::int64_t unit = kLine / sizeof(T))
-      : me_(launch.ranks[blockIdx.x / launch.layout.lanes]),
+  // `me`: the rank that the block works for. Lanes begin at multiples of `unit` elements.
+  __device__ BlockComm(const Launch& launch, const RankLaunch& me,
+                       std::int64_t unit = kLine / sizeof(T))
+      : me_(me),
         layout_(launch.layout),
         timeout_ns_(launch.timeout_ns),
         lane_(static_cast<int>(blockIdx.x) % launch.layout.lanes) {
@@ -40,6 +41,9 @@ class BlockComm {
     count_ = part.count;
     __syncthreads();  // all threads have read the state before finish() writes it
   }
+
+  __device__ explicit BlockComm(const Launch& launch)
+      : BlockComm(launch, launch.ranks[blockIdx.x / launch.layout.lanes]) {}
 
   // Stores the state for the next operation. An operation whose waits were all satisfied still fails
   // if the group was aborted meanwhile: a failed rank may have changed the data that was read.

@@ -9,11 +9,9 @@
 #include <stdexcept>
 #include <string>
 
-#include "core/algorithms/coded.h"
 #include "core/algorithms/run.h"
-#include "core/codecs/topk.h"
 #include "core/optim/table.h"
-#include "cuda/codecs/coded_comm.cuh"
+#include "cuda/codecs/bucket.cuh"
 #include "cuda/launch.h"
 #include "cuda/runtime.cuh"
 
@@ -22,34 +20,24 @@ namespace {
 
 cudaStream_t stream_of(std::uintptr_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
 
-void snapshot_residuals(const CodedLaunch& launch, cudaStream_t stream) {
-  for (int i = 0; i < launch.local_ranks; ++i) {
-    const auto bytes = static_cast<std::size_t>(launch.ranks[i].operation.count) * sizeof(float);
-    const auto keep = [&](float* to, const float* from) {
-      if (to == nullptr) return;
-      PYCOMM_CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream));
-    };
-    const Feedback& feedback = launch.compressions[i].feedback;
-    keep(feedback.residual_before, feedback.residual);
-    keep(feedback.velocity_before, feedback.velocity);
-  }
-}
+// A launch of any operation, before it is known what the kernel needs.
+struct AnyLaunch : Launch {
+  Bucket buckets[kMaxLocalRanks];
+  Sharding shardings[kMaxLocalRanks];
+};
 
 // A group of one compresses as well, so that it gives the errors and residuals of a larger group.
-void launch_compressed(const CodedLaunch& launch, cudaStream_t stream) {
-  const Operation& operation = launch.ranks[0].operation;
-  snapshot_residuals(launch, stream);
+void launch_compressed(const AnyLaunch& any, cudaStream_t stream) {
+  const CodedLaunch launch = prepare(any, any.buckets, stream);
+  const Operation& operation = any.ranks[0].operation;
   if (operation.codec.kind == CodecKind::topk) return launch_topk_exchange(launch, stream);
-  if (launch.compressions[0].feedback.residual != nullptr) launch_preflight(launch, stream);
+  const std::vector<Part>& parts = any.buckets[0].parts;
+  const auto feeds = [](const Part& part) { return part.feedback.residual != nullptr; };
+  if (std::any_of(parts.begin(), parts.end(), feeds)) launch_preflight(launch, stream);
   Algorithms::visit(operation.algorithm, launch.layout.ranks, [&](auto row) {
     if constexpr (row.kCoded) launch_coded<decltype(row)>(launch, stream);
   });
 }
-
-// A launch of any operation, before it is known what the kernel needs.
-struct AnyLaunch : CodedLaunch {
-  Sharding shardings[kMaxLocalRanks];
-};
 
 void launch_sharded(const AnyLaunch& launch, cudaStream_t stream) {
   ShardedLaunch sharded{launch, {}};
@@ -159,7 +147,6 @@ struct Endpoint::Impl {
   Mailbox* mailbox = nullptr;         // its address on the host
   Mailbox* device_mailbox = nullptr;  // its address on the device
   std::byte** tables = nullptr;       // device memory: windows, then bases
-  Preflight* preflights = nullptr;    // device memory: CodedLaunch::preflights
   std::unique_ptr<Order> order;
 
   explicit Impl(EndpointOptions given)
@@ -187,7 +174,6 @@ struct Endpoint::Impl {
     const std::size_t bytes = rows.size() * sizeof(std::uintptr_t);
     PYCOMM_CUDA_CHECK(cudaMalloc(reinterpret_cast<void**>(&tables), bytes));
     PYCOMM_CUDA_CHECK(cudaMemcpy(tables, rows.data(), bytes, cudaMemcpyHostToDevice));
-    PYCOMM_CUDA_CHECK(cudaMalloc(reinterpret_cast<void**>(&preflights), lanes * sizeof(Preflight)));
   }
 
   ~Impl() {
@@ -198,7 +184,6 @@ struct Endpoint::Impl {
     (void)cudaDeviceSynchronize();
     order.reset();
     (void)cudaFree(tables);
-    (void)cudaFree(preflights);
     (void)cudaFreeHost(mailbox);
     (void)cudaSetDevice(before);
   }
@@ -227,10 +212,8 @@ struct Endpoint::Impl {
     launch.bases = tables + options.ranks;
     launch.mailbox = device_mailbox;
     launch.rank = options.rank;
-    to.compressions[index] = extras.compression;
+    to.buckets[index] = extras.bucket;
     to.shardings[index] = extras.sharding;
-    to.staging = CodedStaging::in(layout.slot_bytes() * kStagingSlots, operation.codec);
-    to.preflights[index] = preflights;
   }
 
   // Returns false if the device has failed: a lane that uses other ranks' tensors then never leaves.
@@ -300,15 +283,19 @@ void Endpoint::check(const Operation& operation, const void* input) const {
   }
   if (operation.codec.kind != CodecKind::topk) return;
   const WindowLayout& layout = impl_->layout;
-  const TopkArea area(operation, layout.ranks);
-  std::int64_t most = 0;
-  for (int r = 0; r < layout.ranks; ++r) most = std::max(most, area.bytes(r));
+  const std::int64_t most = preflight_bytes(1) + most_list_bytes(operation, layout.ranks);
   PYCOMM_CHECK(most <= layout.half_bytes(),
                "top-k lists of " + std::to_string(most) +
                    " bytes do not fit the CUDA window, which " + "stages " +
                    std::to_string(layout.half_bytes()) +
                    ": send fewer elements, or make the group with a staging_bytes of at least " +
                    std::to_string(round_up(2 * most, 1 << 20) + (1 << 20)));
+}
+
+bool Endpoint::fits(const std::vector<Part>& parts) const {
+  std::int64_t most = preflight_bytes(parts.size());
+  for (const Part& part : parts) most += most_list_bytes(part.operation, impl_->layout.ranks);
+  return most <= impl_->layout.half_bytes();
 }
 
 void Endpoint::launch(const Operation& operation, const void* input, void* output,

@@ -10,6 +10,7 @@
 
 #include "core/operation.h"
 #include "core/signal.h"
+#include "cuda/codecs/bucket.h"
 #include "cuda/layout.h"
 
 namespace pycomm::cuda {
@@ -37,6 +38,17 @@ struct Failure {
   Operation
       first;  // what failed; for a mismatch, rank 0's operation, and `other` is that of `rank`
   Operation other;
+};
+
+// What a rank passes to an operation apart from its tensors. A compressed one takes its tensors from the
+// bucket.
+struct Extras {
+  Extras() = default;
+  Extras(Bucket given) : bucket(std::move(given)) {}
+  Extras(const Sharding& given) : sharding(given) {}
+
+  Bucket bucket;
+  Sharding sharding;
 };
 
 // The least staging that is enough for every operation except top-k.
@@ -72,6 +84,8 @@ class Endpoint {
   // Throws std::invalid_argument if the window is too small for the operation, or must hold its input
   // and does not.
   void check(const Operation& operation, const void* input) const;
+  // True if the lists of a top-k bucket fit into the window together.
+  bool fits(const std::vector<Part>& parts) const;
   // Enqueues this rank's kernel on the stream, after the previous one, and returns. A graph can
   // capture it; the caller then orders it with operations outside of the graph.
   void launch(const Operation& operation, const void* input, void* output, std::uintptr_t stream,

@@ -1,5 +1,6 @@
 #include "cuda/group.h"
 
+#include <algorithm>
 #include <chrono>
 
 #include "core/algorithms/select.h"
@@ -36,9 +37,38 @@ Group::~Group() {
   }
 }
 
-void Group::run(const Call& call, std::uintptr_t stream, const Extras& extras) {
+void Group::run(const Call& call, std::uintptr_t stream, const Sharding& sharding) {
   const std::lock_guard lock(running_);
   check();
+  enqueue({admit(call), call.input, call.output}, stream, sharding);
+}
+
+void Group::run(const std::vector<Call>& calls, std::uintptr_t stream, Bucket bucket) {
+  const std::lock_guard lock(running_);
+  check();
+  std::vector<Part> parts;
+  for (const Call& call : calls) {
+    parts.push_back({admit(call), call.input, call.output, call.feedback});
+  }
+  for (auto begin = parts.begin(); begin != parts.end();) {
+    const Part first = *begin;
+    auto end = begin + 1;
+    if (first.operation.codec.kind == CodecKind::none) {
+      enqueue(first, stream, {});
+    } else {
+      end = std::stable_partition(end, parts.end(), [&](const Part& part) {
+        return share_launches(first.operation, part.operation);
+      });
+      bucket.parts.assign(begin, end);
+      for (; !endpoint_->fits(bucket.parts); --end) bucket.parts.pop_back();
+      enqueue({whole_of(bucket.parts), first.input, first.output}, stream, bucket);
+    }
+    begin = end;
+  }
+}
+
+// Returns the operation as kernels run it. Throws std::invalid_argument if they cannot.
+Operation Group::admit(const Call& call) {
   PYCOMM_CHECK(!call.inputs && !call.outputs,
                "on CUDA, blocks must have equal sizes and follow each other in one tensor");
   PYCOMM_CHECK(call.timeout == 0, "on CUDA, operations have the timeout of the group");
@@ -52,11 +82,15 @@ void Group::run(const Call& call, std::uintptr_t stream, const Extras& extras) {
   operation.details = hash_of(details_of(call, host_->size()));
   operation.algorithm = resolve(operation, host_->size());
   endpoint_->check(operation, call.input);
+  return operation;
+}
+
+void Group::enqueue(const Part& part, std::uintptr_t stream, const Extras& extras) {
   try {
     if (shared_ == nullptr) {
-      endpoint_->launch(operation, call.input, call.output, stream, extras);
+      endpoint_->launch(part.operation, part.input, part.output, stream, extras);
     } else {
-      run_together(operation, call, stream, extras);
+      run_together(part, stream, extras);
     }
   } catch (const CollectiveError&) {
     throw;
@@ -109,12 +143,11 @@ CollectiveError Group::describe_failure(const Failure& found, std::uint64_t word
 }
 
 // Rank 0 launches for all ranks.
-void Group::run_together(const Operation& operation, const Call& call, std::uintptr_t stream,
-                         const Extras& extras) {
+void Group::run_together(const Part& part, std::uintptr_t stream, const Extras& extras) {
   const int rank = host_->rank();
-  shared_->put(rank, operation, call.input, call.output, stream, extras);
+  shared_->put(rank, part.operation, part.input, part.output, stream, extras);
   try {
-    host_->agree(operation, interrupt_);
+    host_->agree(part.operation, interrupt_);
     if (rank == 0) shared_->launch([this] { return host_->abort_word() != 0; });
     host_->agree({}, interrupt_);  // a barrier: it has been launched
   } catch (...) {

@@ -26,9 +26,12 @@ class Group {
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
 
-  // Enqueues an operation on the stream. A failure here aborts the group; the next call, or check(),
-  // raises a failure in the kernel.
-  void run(const Call& call, std::uintptr_t stream, const Extras& extras = {});
+  // Enqueues an uncompressed operation on the stream. A failure here aborts the group; the next call, or
+  // check(), raises a failure in the kernel.
+  void run(const Call& call, std::uintptr_t stream, const Sharding& sharding = {});
+  // Enqueues several operations, in an order that all ranks find. Compressed ones share launches if they
+  // can. `bucket`: all but its parts.
+  void run(const std::vector<Call>& calls, std::uintptr_t stream, Bucket bucket);
   // Raises a kernel's failure, once; from then on the group refuses work. First waits, within the
   // group's timeout, until no rank's kernels use this rank's tensors.
   void check();
@@ -36,10 +39,11 @@ class Group {
   void close();
 
  private:
+  Operation admit(const Call& call);
+  void enqueue(const Part& part, std::uintptr_t stream, const Extras& extras);
   void report(const Failure& found);
   CollectiveError describe_failure(const Failure& found, std::uint64_t word) const;
-  void run_together(const Operation& operation, const Call& call, std::uintptr_t stream,
-                    const Extras& extras);
+  void run_together(const Part& part, std::uintptr_t stream, const Extras& extras);
   void watch();
   void stop_watching();
 

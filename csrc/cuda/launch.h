@@ -34,7 +34,7 @@ struct ShardedLaunch : Launch {
   const std::uint64_t* tables[kMaxLocalRanks];
 };
 
-struct CodedLaunch;  // cuda/codecs/coded_comm.cuh
+struct CodedLaunch;  // cuda/codecs/bucket.cuh
 
 template <class Body>
 void launch_plain(const Launch& launch, cudaStream_t stream);
@@ -46,7 +46,5 @@ void launch_topk_exchange(const CodedLaunch& launch, cudaStream_t stream);
 template <class Rule>
 void launch_sharded_step(const ShardedLaunch& launch, cudaStream_t stream);
 void launch_sharded_average(const ShardedLaunch& launch, cudaStream_t stream);
-// Runs before a block codec with feedback: computes CodedLaunch::preflights.
-void launch_preflight(const CodedLaunch& launch, cudaStream_t stream);
 
 }  // namespace pycomm::cuda

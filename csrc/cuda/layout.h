@@ -7,7 +7,6 @@
 // announcements into the window of the rank that waits, so that polling stays in local memory.
 #pragma once
 
-#include "core/codecs/feedback.h"
 #include "core/layout.h"
 #include "core/operation.h"
 #include "core/optim/optimizer.h"
@@ -72,28 +71,11 @@ struct WindowLayout {
   }
 };
 
-// One rank's part of a compressed operation.
-struct Compression {
-  Feedback feedback;
-  std::uint32_t* nonfinite = nullptr;  // device memory, set to 1 if a value is not finite; or null
-  std::byte* workspace = nullptr;      // top-k: device memory, used until the operation is complete
-};
-
 // One rank's part of a sharded step or average: its table in device memory (cuda/optim/shard_table.h),
 // used until the operation is complete.
 struct Sharding {
   const std::uint64_t* table = nullptr;
   Rule rule{};
-};
-
-// What a rank passes to an operation apart from its tensors.
-struct Extras {
-  Extras() = default;
-  Extras(const Compression& given) : compression(given) {}
-  Extras(const Sharding& given) : sharding(given) {}
-
-  Compression compression;
-  Sharding sharding;
 };
 
 // Pinned host memory through which a kernel reports failures and hears of aborts. The host polls and

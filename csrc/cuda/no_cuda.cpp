@@ -29,6 +29,7 @@ HostRegistration::~HostRegistration() = default;
 Endpoint::Endpoint(EndpointOptions) { unavailable(); }
 Endpoint::~Endpoint() = default;
 void Endpoint::check(const Operation&, const void*) const { unavailable(); }
+bool Endpoint::fits(const std::vector<Part>&) const { unavailable(); }
 void Endpoint::launch(const Operation&, const void*, void*, std::uintptr_t, const Extras&) {
   unavailable();
 }
@@ -47,7 +48,8 @@ void SharedLaunch::follow(int) { unavailable(); }
 void encode(const WireJob&) { unavailable(); }
 void decode(const WireJob&, std::int64_t, bool) { unavailable(); }
 std::int64_t select(const WireJob&, std::int64_t*, float*) { unavailable(); }
-std::int64_t workspace_bytes(const Codec&, std::int64_t, int, bool) { unavailable(); }
+std::int64_t workspace_bytes(const Codec&, std::int64_t) { unavailable(); }
+std::int64_t workspace_bytes(const std::vector<Part>&, int) { unavailable(); }
 std::int64_t SegmentTable::set(const std::vector<Segment>&) { unavailable(); }
 void DeviceWords::upload(void*, int, std::uintptr_t) { unavailable(); }
 std::int64_t ShardTable::set(const ShardedStep&) { unavailable(); }

@@ -11,7 +11,7 @@ from pycomm._inputs.dtypes import CODECS
 from pycomm._runtime.log import cuda_made
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from pycomm._runtime.member import Member
 
@@ -76,22 +76,20 @@ class CudaSide:
             label,
         )
 
-    def run_compressed(
+    def run_bucket(
         self,
-        call: _C.Call,
-        codec: _C.Codec,
-        count: int,
+        calls: Sequence[_C.Call],
         tensors: Iterable[torch.Tensor],
-        flag: NonfiniteFlag | None,
+        flag: NonfiniteFlag | None = None,
     ) -> None:
-        """Enqueues a compressed all-reduce of `count` elements, which uses `tensors`."""
+        """Enqueues all-reduces, which use `tensors`; compressed ones share kernel launches."""
         stream = torch.cuda.current_stream(self.device)
-        nbytes = _C.cuda_workspace_bytes(codec, count, self._size, exchange=True)
+        nbytes = _C.cuda_bucket_workspace_bytes(calls, self._size)
         workspace = _workspace(nbytes, self.device)
         for tensor in tensors:
             tensor.record_stream(stream)
         word = 0 if flag is None else flag.word.data_ptr()
-        self._core.run_compressed(call, word, workspace.data_ptr(), stream.cuda_stream)
+        self._core.run_bucket(calls, word, workspace.data_ptr(), stream.cuda_stream)
         if flag is not None:
             flag.event.record(stream)
 
@@ -149,7 +147,7 @@ class Codecs:
         offset: int,
     ) -> None:
         """Enqueues the encoding."""
-        space = _workspace(_C.cuda_workspace_bytes(codec, n, 1, exchange=False), self._device)
+        space = _workspace(_C.cuda_workspace_bytes(codec, n), self._device)
         _C.cuda_encode(*self._place, space.data_ptr(), codec, dtype, x, n, wire, seed, step, offset)
 
     def decode(
@@ -162,7 +160,7 @@ class Codecs:
     def select(self, dtype: int, x: int, n: int, k: int, indices: int, values: int) -> int:
         """Selects, and waits for the stream to return the number of elements."""
         codec = _C.Codec(CODECS["topk"], k=k)
-        space = _workspace(_C.cuda_workspace_bytes(codec, n, 1, exchange=False), self._device)
+        space = _workspace(_C.cuda_workspace_bytes(codec, n), self._device)
         return _C.cuda_select(*self._place, space.data_ptr(), codec, dtype, x, n, indices, values)
 
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from pycomm import _C
-from pycomm._inputs.dtypes import operation_of
 from pycomm._runtime.staging import StandIn, fetch
 from pycomm._work import Work
 
@@ -28,7 +27,6 @@ class Part:
 
     Attributes:
         call: the operation.
-        codec: the codec; None sends gradients uncompressed.
         tensor: the gradients.
         kept: other tensors that the operation reads and writes, by name.
         wire_bytes: the most bytes that this rank reads from other ranks, or receives from other
@@ -36,7 +34,6 @@ class Part:
     """
 
     call: _C.Call
-    codec: _C.Codec | None
     tensor: torch.Tensor
     kept: dict[str, torch.Tensor]
     wire_bytes: int
@@ -84,14 +81,9 @@ class BucketExchange:
 
     def enqueue(self, step: int, group: Group, device: torch.device) -> None:
         """Enqueues the operations on the current stream."""
-        side = group._cuda_side(device)
         for part in self._parts:
-            x = part.tensor
-            if part.codec is None:
-                side.run(operation_of("all_reduce", "auto", x.dtype, "avg"), x.numel(), x, x)
-            else:
-                part.call.set_step(step)
-                side.run_compressed(part.call, part.codec, x.numel(), part.tensors, None)
+            part.call.set_step(step)
+        group._cuda_side(device).run_bucket([part.call for part in self._parts], self._tensors)
 
     def give_back(self) -> None:
         """Adds the means to this rank's residuals, after an exchange whose result is dropped."""

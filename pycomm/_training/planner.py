@@ -154,7 +154,7 @@ class Planner:
         if tensor.numel() == 0:
             return []
         call = self._call(tensor, first, _C.Codec(0))
-        return [Part(call, None, tensor, {}, dense_wire_bytes(tensor.nbytes, group))]
+        return [Part(call, tensor, {}, dense_wire_bytes(tensor.nbytes, group))]
 
     def _compressed(
         self,
@@ -186,7 +186,7 @@ class Planner:
         )
         ranks, stripes = parties(group)
         wire_bytes = compression.wire_bytes(entry.numel, ranks, tensor.dtype, step=step)
-        return Part(call, codec, tensor, kept, wire_bytes // stripes)
+        return Part(call, tensor, kept, wire_bytes // stripes)
 
     def _call(self, tensor: torch.Tensor, first: Entry, codec: _C.Codec, **options: Any) -> _C.Call:
         """An average in place, in rank order; ranks compare tag and place in the model."""

@@ -127,7 +127,7 @@ def run_fed(
     if device == "cpu":
         group._core.run_call(call)
     else:
-        group._cuda_side(x.device).run_compressed(call, codec, count, tensors, None)
+        group._cuda_side(x.device).run_bucket([call], tensors)
     return [tensor.cpu() for tensor in tensors]
 
 

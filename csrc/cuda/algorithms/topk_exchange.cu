@@ -18,7 +18,7 @@ __device__ void feed(const TopkBlock& block) {
   const Selector<T> from(block);
   const TopkScratch& scratch = block.scratch;
   const Feedback& feedback = block.feedback;
-  for (std::int64_t tile = block.first; tile < from.tiles(); tile += block.stride) {
+  for (std::int64_t tile = block.share.first; tile < from.tiles(); tile += block.share.stride) {
     const std::int64_t start = tile * kBlockElements + threadIdx.x * kOctet;
     const int n = octet_count(from.n - start);
     Octet<float> v, faster;
@@ -49,14 +49,14 @@ __device__ void add_lists(const TopkBlock& block, const Comm& comm, bool unused)
   const int me = comm.rank(), lists = unused ? 0 : comm.size();
   const TopkRegion mine = block.region(me);
   const TopkArea& area = block.area;
-  for (std::int64_t j = block.first; j < mine.chunks(); j += block.stride) {
+  for (std::int64_t j = block.share.first; j < mine.chunks(); j += block.share.stride) {
     const Range range = mine.chunk(j);
     float* const sums = block.scratch.sums + j * kTopkChunk;
     for (std::int64_t i = threadIdx.x; i < range.count; i += kThreads) sums[i] = 0;
     __syncthreads();
     for (int r = 0; r < lists; ++r) {
-      const ChunkReader list(mine, j, block.codec.values, comm.area(r) + area.list(me),
-                             area.room(me, false));
+      const ChunkReader list(mine, j, block.codec.values,
+                             comm.area(r) + block.me.lists + area.list(me), area.room(me, false));
       for (std::int64_t i = threadIdx.x; i < list.count; i += kThreads) {
         const std::int64_t index = list.index(i);
         if (index < range.count) sums[index] += list.value(i);
@@ -66,17 +66,28 @@ __device__ void add_lists(const TopkBlock& block, const Comm& comm, bool unused)
   }
 }
 
+// What all ranks tell of a part.
+template <class Comm>
+__device__ Preflight preflight_of_all(const TopkBlock& block, const Comm& comm) {
+  if (block.feedback.residual == nullptr) return {};
+  Preflight all = kNeutralPreflight;
+  for (int r = threadIdx.x; r < comm.size(); r += kThreads) {
+    all = all | reinterpret_cast<const Preflight*>(comm.area(r))[block.share.part];
+  }
+  const bool overflow = __syncthreads_or(all.overflow) != 0;
+  return make_preflight(overflow, __syncthreads_or(all.unused == 0) == 0);
+}
+
 template <class T>
 __global__ void __launch_bounds__(kThreads, 1)
     meet_kernel(const __grid_constant__ TopkLaunch launch) {
   BlockComm<T, ReduceOp::sum> comm(launch);
-  const TopkBlock block(launch, launch.layout.lanes);
-  comm.set_preflight(block.preflight());
   comm.announce();
-  if (!comm.failed()) {
-    const Preflight preflight = comm.preflight();
+  for (int part = 0; part < launch.parts && !comm.failed(); ++part) {
+    const TopkBlock block(launch, share_of_lane(launch, part));
+    const Preflight preflight = preflight_of_all(block, comm);
     const bool overflow = preflight.overflow != 0, unused = preflight.unused != 0;
-    if (block.first == 0 && threadIdx.x == 0) {
+    if (block.share.first == 0 && threadIdx.x == 0) {
       *block.scratch.keep = overflow || unused ? 1 : 0;
       if (overflow) block.report_nonfinite();
     }
@@ -91,11 +102,12 @@ template <class T, class Comm>
 __device__ bool gather(const TopkBlock& block, const Comm& comm) {
   const TopkArea& area = block.area;
   bool finite = true;
-  for (std::int64_t c = block.first; c < topk_chunks(block.n()); c += block.stride) {
+  for (std::int64_t c = block.share.first; c < topk_chunks(block.n()); c += block.share.stride) {
     const int owner = area.owner(c);
     const TopkRegion region = block.region(owner);
     const std::int64_t j = c / comm.size();
-    const ChunkReader list(region, j, block.codec.values, comm.area(owner) + area.result(),
+    const ChunkReader list(region, j, block.codec.values,
+                           comm.area(owner) + block.me.lists + area.result(),
                            area.room(owner, true));
     const Range range = region.chunk(j);
     T* const to = reinterpret_cast<T*>(block.me.output) + range.begin;
@@ -115,22 +127,18 @@ template <class T>
 __global__ void __launch_bounds__(kThreads, 1)
     gather_kernel(const __grid_constant__ TopkLaunch launch) {
   BlockComm<T, ReduceOp::sum> comm(launch);
-  const TopkBlock block(launch, launch.layout.lanes);
   comm.announce();
-  if (!comm.failed() && !gather<T>(block, comm)) block.report_nonfinite();
+  for (int part = 0; part < launch.parts && !comm.failed(); ++part) {
+    const TopkBlock block(launch, share_of_lane(launch, part));
+    if (!gather<T>(block, comm)) block.report_nonfinite();
+  }
   comm.finish();
 }
 
 }  // namespace
 
 void launch_topk_exchange(const CodedLaunch& coded, cudaStream_t stream) {
-  TopkLaunch launch{};
-  static_cast<CodedLaunch&>(launch) = coded;
-  launch.blocks = topk_blocks(launch.ranks[0].operation.count);
-  for (int i = 0; i < launch.local_ranks; ++i) {
-    PYCOMM_CUDA_CHECK(
-        cudaMemsetAsync(launch.compressions[i].workspace, 0, TopkScratch::kZeroed, stream));
-  }
+  TopkLaunch launch{coded, 0, false, nullptr};
   launch_topk_selection(launch, false, stream);
   launch_topk_lists(launch, stream);
   visit_compressible(launch.ranks[0].operation.dtype, [&](auto element) {

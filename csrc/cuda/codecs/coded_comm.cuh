@@ -3,44 +3,20 @@
 // the tensor at multiples of the largest block, so two-shot's owners and bits are those of the CPU.
 #pragma once
 
+#include "cuda/codecs/bucket.cuh"
 #include "cuda/codecs/loops.cuh"
 #include "cuda/comm.cuh"
 
 namespace pycomm::cuda {
 
-struct CodedLaunch : Launch {
-  Compression compressions[kMaxLocalRanks];
-  CodedStaging staging;  // of a lane; here it costs a kernel no registers
-  // Device memory. With feedback: what a kernel before has found in each of as many parts of the
-  // tensor as there are lanes.
-  Preflight* preflights[kMaxLocalRanks];
-};
+// What launch_preflight() has found, as bits in a part's zeroed memory.
+inline constexpr std::uint32_t kOverflow = 1, kUsed = 2;
 
-// From the largest contribution, and whether an element is not zero.
-__device__ inline Preflight preflight_from(const CodedLaunch& launch, int index,
-                                           std::uint32_t largest, bool used) {
-  const bool holds = launch.compressions[index].feedback.hold_unused;
-  const float limit = largest_safe(launch.ranks[index].operation, launch.layout.ranks);
-  return make_preflight(largest > magnitude(limit), holds && !used);
-}
-
-// One part's, from the largest contribution that each thread has seen; all threads of the block
-// together.
-__device__ inline void put_preflight(const CodedLaunch& launch, std::uint32_t largest, bool used) {
-  const int lanes = launch.layout.lanes, index = static_cast<int>(blockIdx.x) / lanes;
-  largest = largest_of(largest, kThreads);
-  used = __syncthreads_or(used) != 0;
-  if (threadIdx.x != 0) return;
-  launch.preflights[index][static_cast<int>(blockIdx.x) % lanes] =
-      preflight_from(launch, index, largest, used);
-}
-
-// A rank's.
-__device__ inline Preflight preflight_of(const CodedLaunch& launch, int index) {
-  if (launch.compressions[index].feedback.residual == nullptr) return {};
-  Preflight all = launch.preflights[index][0];
-  for (int i = 1; i < launch.layout.lanes; ++i) all = all | launch.preflights[index][i];
-  return all;
+// What a rank tells of a part when it announces it.
+__device__ inline Preflight preflight_of(const PartRow& row) {
+  if (row.feedback.residual == nullptr) return {};
+  const std::uint32_t found = *reinterpret_cast<const std::uint32_t*>(row.zeroed);
+  return make_preflight((found & kOverflow) != 0, row.feedback.hold_unused && (found & kUsed) == 0);
 }
 
 // `Codecs`: the table that has the operation's codec.
@@ -49,20 +25,16 @@ class CodedComm {
  public:
   static constexpr bool kCoded = true;
 
-  __device__ CodedComm(BlockComm<T, ReduceOp::sum>& comm, const CodedLaunch& launch)
-      : comm_(comm),
-        operation_(launch.ranks[blockIdx.x / launch.layout.lanes].operation),
-        compression_(launch.compressions[blockIdx.x / launch.layout.lanes]),
-        staging_(launch.staging) {
-    comm_.set_preflight(preflight_of(launch, static_cast<int>(blockIdx.x) / launch.layout.lanes));
+  __device__ CodedComm(BlockComm<T, ReduceOp::sum>& comm, const PartRow& row,
+                       const CodedStaging& staging)
+      : comm_(comm), row_(row), staging_(staging) {
+    comm_.set_preflight(preflight_of(row));
   }
 
   // Reports a value that was not finite, if this block has seen one.
   __device__ void finish() {
     const bool any = __syncthreads_or(nonfinite_ || preflight_.overflow != 0) != 0;
-    if (any && threadIdx.x == 0 && compression_.nonfinite != nullptr) {
-      atomicOr(compression_.nonfinite, 1u);
-    }
+    if (any && threadIdx.x == 0 && row_.nonfinite != nullptr) atomicOr(row_.nonfinite, 1u);
   }
 
   __device__ int rank() const { return comm_.rank(); }
@@ -106,7 +78,7 @@ class CodedComm {
       const Sources sources = sources_of(1, [&](int) { return from; });
       encode(sources, to, to, n, false);
     } else if (to.coded == kPlain) {
-      nonfinite_ |= decode_pass<T, false, Codecs>(operation_.codec, staging_[from],
+      nonfinite_ |= decode_pass<T, false, Codecs>(row_.operation.codec, staging_[from],
                                                   reinterpret_cast<T*>(to.data), n, staging_.shift);
       __syncthreads();
     } else {
@@ -125,7 +97,7 @@ class CodedComm {
 
   // Two-shot's chunks: as large as slots allow.
   __device__ CyclicChunks<CodedComm> chunks() {
-    return {*this, first_element(operation_) + comm_.begin(), staging_.piece(size())};
+    return {*this, first_element(row_.operation) + comm_.begin(), staging_.piece(size())};
   }
 
  private:
@@ -165,7 +137,7 @@ class CodedComm {
   // Without an output, `output` is `to`.
   __device__ __noinline__ void encode(const Sources& sources, Location to, Location output,
                                       std::int64_t n, bool last) {
-    const Feedback& feedback = compression_.feedback;
+    const Feedback& feedback = row_.feedback;
     const bool writes = output.coded == kPlain;
     const std::int64_t element =
         comm_.begin() + (writes ? index(output, this->output()) : sources.own_element);
@@ -178,14 +150,14 @@ class CodedComm {
       pass.residual = feedback.residual + element;
     }
     pass.scaling = scaling_of(feedback);
-    if (preflight_.overflow != 0) pass.limit = largest_safe(operation_, size());
+    if (preflight_.overflow != 0) pass.limit = largest_safe(row_.operation, size());
     pass.last = last;
-    if (last && operation_.op == ReduceOp::avg) pass.divisor = static_cast<float>(size());
+    if (last && row_.operation.op == ReduceOp::avg) pass.divisor = static_cast<float>(size());
     pass.n = n;
     pass.random = {feedback.seed, feedback.step,
                    last ? kResultStream : static_cast<std::uint32_t>(rank())};
-    pass.first = first_element(operation_) + element;
-    nonfinite_ |= encode_pass<T, Codecs>(operation_.codec, pass, sources.own, staging_.shift);
+    pass.first = first_element(row_.operation) + element;
+    nonfinite_ |= encode_pass<T, Codecs>(row_.operation.codec, pass, sources.own, staging_.shift);
     __syncthreads();
   }
 
@@ -197,14 +169,13 @@ class CodedComm {
 #pragma unroll 4
     for (std::int64_t i = threadIdx.x; i < words; i += blockDim.x) target[i] = source[i];
     const std::int64_t scales =
-        is_scaled(operation_.codec) ? (n + staging_.block - 1) >> staging_.shift : 0;
+        is_scaled(row_.operation.codec) ? (n + staging_.block - 1) >> staging_.shift : 0;
     for (std::int64_t i = threadIdx.x; i < scales; i += blockDim.x) to.scales[i] = from.scales[i];
     __syncthreads();
   }
 
   BlockComm<T, ReduceOp::sum>& comm_;
-  const Operation& operation_;
-  const Compression& compression_;
+  const PartRow& row_;
   const CodedStaging& staging_;
   Preflight preflight_;     // of all ranks
   bool nonfinite_ = false;  // of this thread's elements

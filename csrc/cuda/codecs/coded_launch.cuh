@@ -10,11 +10,14 @@ namespace pycomm::cuda {
 template <class Body, class T, class Codecs>
 __global__ void __launch_bounds__(kThreads, 1)
     coded_kernel(const __grid_constant__ CodedLaunch launch) {
-  BlockComm<T, ReduceOp::sum> comm(launch, kLargestBlock);
-  CodedComm<T, Codecs> coded(comm, launch);
-  Body::run(coded);
-  coded.finish();
-  comm.finish();
+  for (int part = 0; part < launch.parts; ++part) {
+    const PartRow& row = fetch(launch, static_cast<int>(blockIdx.x) / launch.layout.lanes, part);
+    BlockComm<T, ReduceOp::sum> comm(launch, row, kLargestBlock);
+    CodedComm<T, Codecs> coded(comm, row, launch.staging);
+    Body::run(coded);
+    coded.finish();
+    comm.finish();
+  }
 }
 
 // Calls visit(T{}) with the element type of a tensor that can be compressed.

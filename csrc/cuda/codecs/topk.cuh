@@ -17,7 +17,6 @@
 namespace pycomm::cuda {
 
 struct TopkLaunch : CodedLaunch {
-  int blocks;       // per rank, in kernels that do not meet other ranks
   int digit;        // the digit that is counted
   bool sums;        // true: select among the sums of this rank's region; false: in the tensor
   std::byte* wire;  // without a window: where the list goes, after its header
@@ -41,7 +40,7 @@ struct Found {
   std::uint32_t used;     // not zero: an element of the tensor is not
 };
 
-// Device memory of one operation. What must be zero at the start comes first.
+// Device memory of one part: what must be zero at the start, and the rest.
 struct TopkScratch {
   static constexpr int kBins = digit_bins(0) + digit_bins(1) + digit_bins(2);
   static constexpr std::int64_t kZeroed = 2 * (kBins * 4 + sizeof(Found));
@@ -66,11 +65,14 @@ struct TopkScratch {
   std::uint32_t* largest;  // per chunk: the largest magnitude() of its entries
   std::uint32_t* indices;  // of the selected entries
   float* values;
-  float* sums;  // of this rank's region; null if there is no other rank
-  std::int64_t bytes;
+  float* sums;         // of this rank's region; null if there is no other rank
+  std::int64_t bytes;  // without what must be zero
 
-  PYCOMM_HD TopkScratch(std::byte* base, std::int64_t n, std::int64_t k, int ranks, bool exchange) {
-    auto at = reinterpret_cast<std::uintptr_t>(base);
+  PYCOMM_HD TopkScratch(std::byte* zeroed, std::byte* rest, std::int64_t n, std::int64_t k,
+                        int ranks, bool exchange)
+      : histograms(reinterpret_cast<std::uint32_t*>(zeroed)),
+        found(reinterpret_cast<Found*>(histograms + 2 * kBins)) {
+    auto at = reinterpret_cast<std::uintptr_t>(rest);
     const auto take = [&at](std::int64_t words) {
       const std::uintptr_t begin = at;
       at += static_cast<std::uintptr_t>(round_up(words * 4, 256));
@@ -78,8 +80,6 @@ struct TopkScratch {
     };
     const std::int64_t tiles = ceil_div(n, kBlockElements) + 1, chunks = topk_chunks(n);
     slots = slots_of(n, k);
-    histograms = take(2 * kBins);
-    found = reinterpret_cast<Found*>(take(2 * sizeof(Found) / 4));
     floor = take(1);
     samples = take(samples_of(n));
     ties = take(1);
@@ -96,7 +96,7 @@ struct TopkScratch {
     indices = take(k);
     values = reinterpret_cast<float*>(take(k));
     sums = reinterpret_cast<float*>(take(exchange ? ceil_div(chunks, ranks) * kTopkChunk : 0));
-    bytes = static_cast<std::int64_t>(at - reinterpret_cast<std::uintptr_t>(base));
+    bytes = static_cast<std::int64_t>(at - reinterpret_cast<std::uintptr_t>(rest));
   }
 
   // Whole octets, and not more than a quarter of the values.
@@ -121,28 +121,24 @@ struct TopkScratch {
   }
 };
 
-// A block's view of a launch. The rank's blocks take pieces of work in turn.
+// A block's view of a part.
 struct TopkBlock {
   const TopkLaunch& launch;
-  const int index;   // of the rank in the launch
-  const int first;   // this block's first piece
-  const int stride;  // from a piece to the next
-  const RankLaunch& me;
+  const Share share;
+  const PartRow& me;
   const Feedback& feedback;
   const Codec& codec;
   const TopkArea area;
   const TopkScratch scratch;
 
-  __device__ TopkBlock(const TopkLaunch& launch, int blocks)
+  __device__ TopkBlock(const TopkLaunch& launch, const Share& share)
       : launch(launch),
-        index(static_cast<int>(blockIdx.x) / blocks),
-        first(static_cast<int>(blockIdx.x) % blocks),
-        stride(blocks),
-        me(launch.ranks[index]),
-        feedback(launch.compressions[index].feedback),
+        share(share),
+        me(fetch(launch, share.rank, share.part)),
+        feedback(me.feedback),
         codec(me.operation.codec),
         area(me.operation, launch.layout.ranks),
-        scratch(launch.compressions[index].workspace, n(), codec.k, ranks(), exchanges()) {}
+        scratch(me.zeroed, me.scratch, n(), codec.k, ranks(), exchanges()) {}
 
   // False for one rank without a window.
   __device__ bool exchanges() const { return me.windows != nullptr; }
@@ -181,18 +177,20 @@ struct TopkBlock {
     return feedback.residual != nullptr && *scratch.keep == 0 && !failed();
   }
   __device__ Preflight preflight() const {
-    if (feedback.residual == nullptr) return {};
     const Found& found = scratch.found[0];
-    return preflight_from(launch, index, found.largest, found.used != 0);
+    const float limit = largest_safe(me.operation, ranks());
+    return make_preflight(found.largest > magnitude(limit),
+                          feedback.hold_unused && found.used == 0);
   }
   __device__ void report_nonfinite() const {
-    std::uint32_t* const word = launch.compressions[index].nonfinite;
-    if (word != nullptr) atomicOr(word, 1u);
+    if (me.nonfinite != nullptr) atomicOr(me.nonfinite, 1u);
   }
-  // Where this rank puts lists for the next announcement.
-  __device__ std::byte* lists() const {
-    if (!exchanges()) return launch.wire + sizeof(WireHeader);
+  // This rank's staging for the next announcement: preflights, then the lists of each part.
+  __device__ std::byte* staging() const {
     return me.windows[me.rank] + launch.layout.staging(next_sequence(state(0).sequence), 0, 0);
+  }
+  __device__ std::byte* lists() const {
+    return exchanges() ? staging() + me.lists : launch.wire + sizeof(WireHeader);
   }
 };
 
@@ -203,6 +201,7 @@ struct Selector {
   const T* x;
   const float* residual;
   const float* velocity;
+  float momentum;
   Scaling scaling;
   float limit;  // no value exceeds it unless there is an overflow
   std::int64_t n;
@@ -218,6 +217,7 @@ struct Selector {
              : reinterpret_cast<const T*>(of.me.input);
     residual = sums ? nullptr : of.feedback.residual;
     velocity = sums ? nullptr : of.feedback.velocity;
+    momentum = of.feedback.momentum;
     scaling = scaling_of(of.feedback);
     limit = largest_safe(of.me.operation, of.ranks());
     n = sums ? mine.elements() : of.n();
@@ -242,7 +242,7 @@ struct Selector {
       const Octet<float> speed = load_octet(velocity + start, count);
 #pragma unroll
       for (int i = 0; i < kOctet; ++i) {
-        v[i] = accelerated(speed.element[i], block.feedback.momentum, v[i], scaling.scale);
+        v[i] = accelerated(speed.element[i], momentum, v[i], scaling.scale);
         if (faster != nullptr) faster[i] = v[i];
       }
     }
@@ -285,8 +285,6 @@ struct Selector {
   }
 };
 
-// How many blocks keep a device busy, one per tile at most.
-int topk_blocks(std::int64_t n);
 void launch_topk_selection(TopkLaunch& launch, bool sums, cudaStream_t stream);
 void launch_topk_lists(const TopkLaunch& launch, cudaStream_t stream);
 void launch_topk_results(const TopkLaunch& launch, cudaStream_t stream);

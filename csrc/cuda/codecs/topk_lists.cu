@@ -109,9 +109,9 @@ __device__ Cut find_cut(const TopkBlock& block, const TopkRegion& region, std::i
 // For each owner's list: the entries that are kept, and where its chunks begin.
 __global__ void __launch_bounds__(kThreads, 1)
     cut_kernel(const __grid_constant__ TopkLaunch launch) {
-  const TopkBlock block(launch, launch.blocks);
+  const TopkBlock block(launch, share_of_block(launch));
   const TopkScratch& scratch = block.scratch;
-  for (int owner = block.first; owner < block.ranks(); owner += block.stride) {
+  for (int owner = block.share.first; owner < block.ranks(); owner += block.share.stride) {
     const TopkRegion region = block.region(owner);
     const std::int64_t capacity = region.capacity(block.codec.k);
     std::int64_t found = 0;
@@ -188,13 +188,16 @@ struct ChunkWriter {
   }
 };
 
-// The lists for the owners.
+// The lists for the owners, and what this rank tells of its tensor.
 __global__ void __launch_bounds__(kThreads, 1)
     list_kernel(const __grid_constant__ TopkLaunch launch) {
-  const TopkBlock block(launch, launch.blocks);
+  const TopkBlock block(launch, share_of_block(launch));
   if (block.failed()) return;
+  if (block.exchanges() && block.share.first == 0 && threadIdx.x == 0) {
+    reinterpret_cast<Preflight*>(block.staging())[block.share.part] = block.preflight();
+  }
   const TopkScratch& scratch = block.scratch;
-  for (std::int64_t c = block.first; c < topk_chunks(block.n()); c += block.stride) {
+  for (std::int64_t c = block.share.first; c < topk_chunks(block.n()); c += block.share.stride) {
     const int owner = block.area.owner(c);
     const TopkLayout layout{block.region(owner).chunks(), scratch.entries[owner],
                             block.codec.values};
@@ -236,7 +239,7 @@ __device__ float as_stored(float value, DType dtype) {
 // the residual.
 __global__ void __launch_bounds__(kThreads, 1)
     result_kernel(const __grid_constant__ TopkLaunch launch) {
-  const TopkBlock block(launch, launch.blocks);
+  const TopkBlock block(launch, share_of_block(launch));
   if (block.failed()) return;
   const TopkScratch& scratch = block.scratch;
   const TopkRegion mine = block.region(block.me.rank);
@@ -247,7 +250,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const TopkLayout layout{mine.chunks(), block.entries_before_chunk(mine.chunks(), n),
                           block.codec.values};
   std::byte* const list = block.lists() + block.area.result();
-  for (std::int64_t j = block.first; j < mine.chunks(); j += block.stride) {
+  for (std::int64_t j = block.share.first; j < mine.chunks(); j += block.share.stride) {
     const std::int64_t begin = block.entries_before_chunk(j, n);
     const std::int64_t end = block.entries_before_chunk(j + 1, n);
     ChunkWriter writer{layout, list, j, begin};

@@ -34,11 +34,11 @@ __device__ std::uint32_t samples_above(std::int64_t samples, std::int64_t k, std
   return static_cast<std::uint32_t>(expected + 4 * std::sqrt(kOctet * expected) + 4 * kOctet);
 }
 
-// One block per rank.
+// One block per part.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     sample_kernel(const __grid_constant__ TopkLaunch launch) {
-  const TopkBlock block(launch, 1);
+  const TopkBlock block(launch, whole_part(launch));
   const Selector<T> from(block);
   __shared__ std::uint32_t bins[digit_bins(0)];
   const std::int64_t samples = TopkScratch::samples_of(from.n);
@@ -75,8 +75,8 @@ template <class T, class Visit>
 __device__ void each_tile(const Selector<T>& from, Visit visit) {
   const TopkBlock& block = from.block;
   const auto warp = static_cast<std::int64_t>(threadIdx.x / 32);
-  for (std::int64_t tile = block.first + warp * block.stride; tile < from.tiles();
-       tile += std::int64_t{block.stride} * kWarps) {
+  for (std::int64_t tile = block.share.first + warp * block.share.stride; tile < from.tiles();
+       tile += std::int64_t{block.share.stride} * kWarps) {
     visit(tile);
   }
 }
@@ -103,7 +103,7 @@ __device__ void each_octet(const Selector<T>& from, std::int64_t tile, Visit vis
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     collect_kernel(const __grid_constant__ TopkLaunch launch) {
-  const TopkBlock block(launch, launch.blocks);
+  const TopkBlock block(launch, share_of_block(launch));
   const Selector<T> from(block);
   const TopkScratch& scratch = block.scratch;
   const std::uint32_t floor = *scratch.floor;
@@ -186,7 +186,7 @@ __device__ void each_candidate(const Selector<T>& from, std::int64_t tile, bool 
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     count_kernel(const __grid_constant__ TopkLaunch launch) {
-  const TopkBlock block(launch, launch.blocks);
+  const TopkBlock block(launch, share_of_block(launch));
   const Selector<T> from(block);
   __shared__ std::uint32_t bins[digit_bins(0)];
   const int digit = launch.digit, count = digit_bins(digit);
@@ -226,7 +226,7 @@ __device__ std::uint32_t count_both(const float* v, std::uint32_t least) {
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     tally_kernel(const __grid_constant__ TopkLaunch launch) {
-  const TopkBlock block(launch, launch.blocks);
+  const TopkBlock block(launch, share_of_block(launch));
   const Selector<T> from(block);
   std::uint32_t least, ties;
   from.threshold(kDigits, least, ties);
@@ -242,9 +242,9 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
-// One block per rank: prefix sums over the tiles, and the totals at the end.
+// One block per part: prefix sums over the tiles, and the totals at the end.
 __global__ void __launch_bounds__(kThreads) scan_kernel(const __grid_constant__ TopkLaunch launch) {
-  const TopkBlock block(launch, 1);
+  const TopkBlock block(launch, whole_part(launch));
   const Selector<float> from(block);
   std::uint32_t least, ties;
   from.threshold(kDigits, least, ties);
@@ -266,7 +266,7 @@ __global__ void __launch_bounds__(kThreads) scan_kernel(const __grid_constant__ 
 template <class T>
 __global__ void __launch_bounds__(kThreads, 1)
     write_kernel(const __grid_constant__ TopkLaunch launch) {
-  const TopkBlock block(launch, launch.blocks);
+  const TopkBlock block(launch, share_of_block(launch));
   const Selector<T> from(block);
   const TopkScratch& scratch = block.scratch;
   const bool feeds = launch.sums && block.feeds(), takes_all = from.takes_all();
@@ -304,25 +304,19 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 }  // namespace
 
-int topk_blocks(std::int64_t n) {
-  constexpr int kPerProcessor = 2;
-  int device = 0;
-  PYCOMM_CUDA_CHECK(cudaGetDevice(&device));
-  return static_cast<int>(blocks_for(ceil_div(n, kBlockElements), kPerProcessor, device));
-}
-
 void launch_topk_selection(TopkLaunch& launch, bool sums, cudaStream_t stream) {
   launch.sums = sums;
-  const std::int64_t ranks = launch.local_ranks, blocks = ranks * launch.blocks;
+  const std::int64_t parts = std::int64_t{launch.local_ranks} * launch.parts;
+  const std::int64_t blocks = std::int64_t{launch.local_ranks} * launch.blocks;
   visit_compressible(sums ? DType::f32 : launch.ranks[0].operation.dtype, [&](auto element) {
     using T = decltype(element);
-    launch_blocks<&sample_kernel<T>>(ranks, launch, stream);
+    launch_blocks<&sample_kernel<T>>(parts, launch, stream);
     launch_blocks<&collect_kernel<T>>(blocks, launch, stream);
     for (launch.digit = 0; launch.digit < kDigits; ++launch.digit) {
       launch_blocks<&count_kernel<T>>(blocks, launch, stream);
     }
     launch_blocks<&tally_kernel<T>>(blocks, launch, stream);
-    launch_blocks<&scan_kernel>(ranks, launch, stream);
+    launch_blocks<&scan_kernel>(parts, launch, stream);
     launch_blocks<&write_kernel<T>>(blocks, launch, stream);
   });
 }

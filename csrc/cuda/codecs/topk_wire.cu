@@ -8,26 +8,31 @@
 namespace pycomm::cuda {
 namespace {
 
+// The workspace begins with a word that kernels write for the host; a bucket's follows.
+constexpr std::int64_t kWord = 256;
+
+std::uint32_t* word_of(const WireJob& job) {
+  return reinterpret_cast<std::uint32_t*>(job.workspace);
+}
 cudaStream_t stream_of(const WireJob& job) { return reinterpret_cast<cudaStream_t>(job.stream); }
 
-// A launch for one rank without a window.
-TopkLaunch launch_of(const WireJob& job) {
-  TopkLaunch launch{};
-  launch.layout = {1, 1, 0};
-  launch.blocks = topk_blocks(job.n);
-  launch.local_ranks = 1;
-  launch.ranks[0].operation.dtype = job.dtype;
-  launch.ranks[0].operation.count = job.n;
-  launch.ranks[0].operation.codec = job.codec;
-  launch.ranks[0].input = job.elements;
-  launch.compressions[0].workspace = job.workspace;
-  launch.wire = job.wire;
-  return launch;
+std::vector<Part> parts_of(const Codec& codec, std::int64_t n) {
+  Part part;
+  part.operation.count = n;
+  part.operation.codec = codec;
+  return {part};
 }
 
-void select_on_stream(const WireJob& job, TopkLaunch& launch) {
-  PYCOMM_CUDA_CHECK(cudaMemsetAsync(job.workspace, 0, TopkScratch::kZeroed, stream_of(job)));
-  launch_topk_selection(launch, false, stream_of(job));
+// A launch for one rank without a window.
+TopkLaunch prepare(const WireJob& job) {
+  Bucket bucket{parts_of(job.codec, job.n), nullptr, job.workspace + kWord};
+  bucket.parts[0].operation.dtype = job.dtype;
+  bucket.parts[0].input = job.elements;
+  Launch launch{};
+  launch.layout = {1, 1, 0};
+  launch.local_ranks = 1;
+  launch.ranks[0].operation = bucket.parts[0].operation;
+  return {prepare(launch, &bucket, stream_of(job)), 0, false, job.wire};
 }
 
 void copy_to_host(void* to, const void* from, std::int64_t bytes, cudaStream_t stream) {
@@ -40,20 +45,19 @@ struct Export {
   TopkLaunch launch;
   std::int64_t* indices;
   float* values;
+  std::uint32_t* count;
 };
 
-// Writes the selected entries, and their number to the workspace.
+// Writes the selected entries and their number.
 __global__ void __launch_bounds__(kThreads) export_kernel(const __grid_constant__ Export to) {
-  const TopkBlock block(to.launch, to.launch.blocks);
+  const TopkBlock block(to.launch, share_of_block(to.launch));
   const std::int64_t found = block.entries_before_tile(ceil_div(block.n(), kBlockElements));
-  for (std::int64_t i = block.first * kThreads + threadIdx.x; i < found;
-       i += block.stride * kThreads) {
+  for (std::int64_t i = block.share.first * kThreads + threadIdx.x; i < found;
+       i += block.share.stride * kThreads) {
     to.indices[i] = block.scratch.indices[i];
     to.values[i] = block.scratch.values[i];
   }
-  if (block.first == 0 && threadIdx.x == 0) {
-    *block.scratch.entries = static_cast<std::uint32_t>(found);
-  }
+  if (block.share.first == 0 && threadIdx.x == 0) *to.count = static_cast<std::uint32_t>(found);
 }
 
 __global__ void __launch_bounds__(kThreads) header_kernel(const __grid_constant__ WireJob job) {
@@ -114,17 +118,16 @@ void check_list(const WireJob& job, std::int64_t bytes) {
 
 }  // namespace
 
-std::int64_t workspace_bytes(const Codec& codec, std::int64_t n, int ranks, bool exchange) {
-  if (codec.kind != CodecKind::topk) return 0;
-  return TopkScratch(nullptr, n, codec.k, ranks, exchange).bytes;
+std::int64_t workspace_bytes(const Codec& codec, std::int64_t n) {
+  return codec.kind == CodecKind::topk ? kWord + workspace_bytes(parts_of(codec, n), 1) : 0;
 }
 
 void encode_topk(const WireJob& job) {
-  TopkLaunch launch = launch_of(job);
+  TopkLaunch launch = prepare(job);
   PYCOMM_CUDA_CHECK(cudaMemsetAsync(
       job.wire, 0, static_cast<std::size_t>(encoded_bytes(job.codec, job.n)), stream_of(job)));
   launch_blocks<&header_kernel>(1, job, stream_of(job));
-  select_on_stream(job, launch);
+  launch_topk_selection(launch, false, stream_of(job));
   launch_topk_lists(launch, stream_of(job));
 }
 
@@ -143,12 +146,12 @@ void decode_topk(const WireJob& job, std::int64_t bytes, bool add) {
 
 std::int64_t select(const WireJob& job, std::int64_t* indices, float* values) {
   const DeviceGuard guard(job.device);
-  TopkLaunch launch = launch_of(job);
-  select_on_stream(job, launch);
-  launch_blocks<&export_kernel>(launch.blocks, Export{launch, indices, values}, stream_of(job));
-  const TopkScratch scratch(job.workspace, job.n, job.codec.k, 1, false);
+  TopkLaunch launch = prepare(job);
+  launch_topk_selection(launch, false, stream_of(job));
+  launch_blocks<&export_kernel>(launch.blocks, Export{launch, indices, values, word_of(job)},
+                                stream_of(job));
   std::uint32_t found = 0;
-  copy_to_host(&found, scratch.entries, sizeof(found), stream_of(job));
+  copy_to_host(&found, word_of(job), sizeof(found), stream_of(job));
   return found;
 }
 

@@ -29,9 +29,8 @@ void decode(const WireJob& job, std::int64_t bytes, bool add);
 // The indices and values of the k largest elements, in order of index; returns how many.
 std::int64_t select(const WireJob& job, std::int64_t* indices, float* values);
 
-// Bytes of device memory that these functions, or an operation between ranks, need. 0 except for
-// top-k.
-std::int64_t workspace_bytes(const Codec& codec, std::int64_t n, int ranks, bool exchange);
+// Bytes of device memory that these functions need: 0 except for top-k.
+std::int64_t workspace_bytes(const Codec& codec, std::int64_t n);
 
 // The parts of encode() and decode() that are top-k's.
 void encode_topk(const WireJob& job);

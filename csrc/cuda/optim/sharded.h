@@ -9,8 +9,8 @@
 
 #include "core/call.h"
 #include "core/optim/shard.h"
+#include "cuda/device_words.h"
 #include "cuda/layout.h"
-#include "cuda/optim/device_words.h"
 
 namespace pycomm::cuda {
 

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "core/optim/segment.h"
-#include "cuda/optim/device_words.h"
+#include "cuda/device_words.h"
 
 namespace pycomm::cuda {
 

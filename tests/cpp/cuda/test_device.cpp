@@ -102,11 +102,13 @@ void compare(const Case& c, World& world, DeviceWorld& on_device) {
   std::vector<std::uint32_t> flags(static_cast<std::size_t>(n));
   std::vector<std::vector<std::byte>> workspaces(static_cast<std::size_t>(n));
   for (int r = 0; r < n; ++r) {
-    workspaces[r].resize(
-        static_cast<std::size_t>(cuda::workspace_bytes(operation.codec, operation.count, n, true)));
+    workspaces[r].resize(static_cast<std::size_t>(cuda::workspace_bytes({{operation}}, n)));
     on_device.endpoints[r]->check(operation, got.x[r].data());
-    on_device.shared->put(r, operation, got.x[r].data(), got.y[r].data() + odd, 0,
-                          cuda::Compression{got.feedback(r, c), &flags[r], workspaces[r].data()});
+    on_device.shared->put(
+        r, operation, got.x[r].data(), got.y[r].data() + odd, 0,
+        cuda::Bucket{{{operation, got.x[r].data(), got.y[r].data() + odd, got.feedback(r, c)}},
+                     &flags[r],
+                     workspaces[r].data()});
   }
   on_device.shared->launch();
   const std::string what = describe(operation) + ", seed " + std::to_string(c.seed);
@@ -331,8 +333,7 @@ void encode_and_decode(std::int64_t n, const Codec& codec) {
   auto* const x = reinterpret_cast<std::byte*>(tensors.x[0].data());
   const std::int64_t bytes = encoded_bytes(codec, n);
   std::vector<std::uint32_t> want(static_cast<std::size_t>(bytes) / 4 + 1), got = want;
-  std::vector<std::byte> workspace(
-      static_cast<std::size_t>(cuda::workspace_bytes(codec, n, 1, false)) + 4);
+  std::vector<std::byte> workspace(static_cast<std::size_t>(cuda::workspace_bytes(codec, n)) + 4);
   cuda::WireJob job;
   job.codec = codec;
   job.n = n;
@@ -373,10 +374,12 @@ void drains(const Codec& codec) {
     for (int r = 0; r < 2; ++r) {
       threads.emplace_back([&, r] {
         std::vector<std::byte> workspace(
-            static_cast<std::size_t>(cuda::workspace_bytes(codec, kCount, 3, true)));
-        world.endpoints[r]->launch(
-            c.operation, after.x[r].data(), after.y[r].data(), 0,
-            cuda::Compression{after.feedback(r, c), nullptr, workspace.data()});
+            static_cast<std::size_t>(cuda::workspace_bytes({{c.operation}}, 3)));
+        world.endpoints[r]->launch(c.operation, after.x[r].data(), after.y[r].data(), 0,
+                                   cuda::Bucket{{{c.operation, after.x[r].data(), after.y[r].data(),
+                                                  after.feedback(r, c)}},
+                                                nullptr,
+                                                workspace.data()});
       });
     }
     for (std::thread& thread : threads) thread.join();

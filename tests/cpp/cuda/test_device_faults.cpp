@@ -36,9 +36,10 @@ struct Ranks {
     std::vector<std::vector<std::byte>> workspaces;
     for (int r = 0; r < size(); ++r) {
       workspaces.emplace_back(
-          static_cast<std::size_t>(cuda::workspace_bytes(operation.codec, kCount, size(), true)));
-      world.shared->put(r, operation, x[r].data(), y[r].data(), 0,
-                        cuda::Compression{{}, nullptr, workspaces.back().data()});
+          static_cast<std::size_t>(cuda::workspace_bytes({{operation}}, size())));
+      world.shared->put(
+          r, operation, x[r].data(), y[r].data(), 0,
+          cuda::Bucket{{{operation, x[r].data(), y[r].data()}}, nullptr, workspaces.back().data()});
     }
     world.shared->launch();
   }

@@ -24,15 +24,15 @@ struct AllReduce {
       x.emplace_back(kCount, value + static_cast<float>(r));
       y.emplace_back(kCount, 0.0f);
       workspaces.emplace_back(
-          static_cast<std::size_t>(cuda::workspace_bytes(operation.codec, kCount, kRanks, true)));
+          static_cast<std::size_t>(cuda::workspace_bytes({{operation}}, kRanks)));
     }
   }
 
   void launch(DeviceWorld& world, cudaStream_t stream) {
     for (int r = 0; r < kRanks; ++r) {
-      world.shared->put(r, operation, x[r].data(), y[r].data(),
-                        reinterpret_cast<std::uintptr_t>(stream),
-                        cuda::Compression{{}, nullptr, workspaces[r].data()});
+      world.shared->put(
+          r, operation, x[r].data(), y[r].data(), reinterpret_cast<std::uintptr_t>(stream),
+          cuda::Bucket{{{operation, x[r].data(), y[r].data()}}, nullptr, workspaces[r].data()});
     }
     world.shared->launch();
     for (int r = 0; r < kRanks; ++r) world.shared->follow(r);

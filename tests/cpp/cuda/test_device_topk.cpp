@@ -91,8 +91,8 @@ void select(DType dtype, const char* name, const T* first, std::int64_t n, std::
   job.dtype = dtype;
   job.n = n;
   job.elements = reinterpret_cast<std::byte*>(const_cast<T*>(first));
-  std::vector<std::byte> workspace(
-      static_cast<std::size_t>(cuda::workspace_bytes(codec, n, 1, false)), std::byte{0xcd});
+  std::vector<std::byte> workspace(static_cast<std::size_t>(cuda::workspace_bytes(codec, n)),
+                                   std::byte{0xcd});
   job.workspace = workspace.data();
   std::vector<std::int64_t> indices(static_cast<std::size_t>(k));
   Values values(static_cast<std::size_t>(k));
@@ -165,7 +165,7 @@ void exchange(int ranks, const Shape& shape, std::int64_t n, std::int64_t k, Wor
     x.push_back(tensor<float>(shape, n, k, of_rank));
     residual.push_back(tensor<float>(shapes()[of_rank % 4], n, k, of_rank));
     workspace.emplace_back(
-        static_cast<std::size_t>(cuda::workspace_bytes(operation.codec, n, ranks, true)) / 4 + 1);
+        static_cast<std::size_t>(cuda::workspace_bytes({{operation}}, ranks)) / 4 + 1);
     want.emplace_back(size);
   }
   got = want;
@@ -180,9 +180,10 @@ void exchange(int ranks, const Shape& shape, std::int64_t n, std::int64_t k, Wor
     Feedback feedback;
     feedback.residual = residual[r].data();
     on_device.endpoints[r]->check(operation, x[r].data());
-    on_device.shared->put(
-        r, operation, x[r].data(), got[r].data(), 0,
-        cuda::Compression{feedback, nullptr, reinterpret_cast<std::byte*>(workspace[r].data())});
+    on_device.shared->put(r, operation, x[r].data(), got[r].data(), 0,
+                          cuda::Bucket{{{operation, x[r].data(), got[r].data(), feedback}},
+                                       nullptr,
+                                       reinterpret_cast<std::byte*>(workspace[r].data())});
   }
   on_device.shared->launch();
   for (int r = 0; r < ranks; ++r) {

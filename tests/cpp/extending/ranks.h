@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "cpu/comm.h"
-#include "cuda/codecs/coded_comm.cuh"
+#include "cuda/codecs/bucket.cuh"
 
 namespace pycomm::test {
 
@@ -55,7 +55,7 @@ class DeviceRanks {
   static constexpr int kLanes = 2;
 
   explicit DeviceRanks(int n, std::int64_t staging_bytes)
-      : windows_(2 * static_cast<std::size_t>(n)), mailboxes_(n) {
+      : windows_(2 * static_cast<std::size_t>(n)), mailboxes_(n), buckets_(n), workspaces_(n) {
     launch_.layout = {n, kLanes, staging_bytes};
     launch_.timeout_ns = 60'000'000'000;
     launch_.local_ranks = n;
@@ -77,32 +77,34 @@ class DeviceRanks {
                         windows_.data() + mailboxes_.size(),
                         &mailboxes_[r].mailbox,
                         static_cast<int>(r)};
-    launch_.compressions[r].feedback = feedback;
-    launch_.preflights[r] = mailboxes_[r].preflights;
-    const WindowLayout& layout = launch_.layout;
-    launch_.staging = CodedStaging::in(layout.slot_bytes() * kStagingSlots, operation.codec);
+    buckets_[r].parts = {{operation, in, out, feedback}};
+    workspaces_[r].resize(
+        static_cast<std::size_t>(cuda::workspace_bytes(buckets_[r].parts, launch_.layout.ranks)));
+    buckets_[r].workspace = workspaces_[r].data();
   }
   // Calls body(launch).
-  void run(const std::function<void(const cuda::CodedLaunch&)>& body) {
+  void run(const std::function<void(const cuda::Launch&)>& body) {
     body(launch_);
     for (const auto& rank : mailboxes_) PYCOMM_CHECK(rank.mailbox.failure == 0, "a kernel failed");
   }
 
+  const cuda::Bucket* buckets() const { return buckets_.data(); }
+
  private:
-  using WindowLayout = cuda::WindowLayout;
   struct alignas(4096) Line {
     std::byte bytes[4096];
   };
   struct RankMailbox {
     cuda::Mailbox mailbox;
     std::uint32_t more_lanes[kLanes - 1];  // continues the mailbox's last member
-    Preflight preflights[kLanes];
   };
 
   std::vector<std::vector<Line>> memory_;
   std::vector<std::byte*> windows_;  // and one unused base for locations
   std::vector<RankMailbox> mailboxes_;
-  cuda::CodedLaunch launch_{};
+  std::vector<cuda::Bucket> buckets_;
+  std::vector<std::vector<std::byte>> workspaces_;
+  cuda::Launch launch_{};
 };
 
 }  // namespace pycomm::test

@@ -94,7 +94,8 @@ void run(DeviceRanks& ranks, const Operation& operation, std::vector<Tensor>& x,
   for (std::size_t r = 0; r < x.size(); ++r) {
     ranks.put(r, operation, x[r].data(), x[r].data(), feedback[r]);
   }
-  ranks.run([&](const cuda::CodedLaunch& launch) {
+  ranks.run([&](const cuda::Launch& plain) {
+    const cuda::CodedLaunch launch = cuda::prepare(plain, ranks.buckets(), nullptr);
     if (feedback[0].residual != nullptr) cuda::launch_preflight(launch, nullptr);
     Algorithms::visit(operation.algorithm, launch.layout.ranks, [&](auto row) {
       if constexpr (row.kCoded) cuda::launch_coded<decltype(row), CodecsAndE4m3>(launch, nullptr);

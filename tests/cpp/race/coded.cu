@@ -1,7 +1,7 @@
 // The kernels of compressed collectives that are searched for races, with one type of elements, and those
 // of top-k.
 #include "cuda/algorithms/topk_exchange.cu"
-#include "cuda/codecs/preflight.cu"
+#include "cuda/codecs/bucket.cu"
 #include "cuda/codecs/topk_lists.cu"
 #include "cuda/codecs/topk_select.cu"
 

@@ -51,3 +51,5 @@ add_race_mutant(coded "top-k" counts_in_bins_that_are_not_empty cuda/codecs/topk
 add_race_mutant(coded "top-k" clears_what_is_decoded cuda/algorithms/topk_exchange.cu
   "to[i] = T{};
     __syncthreads();" "to[i] = T{};")
+add_race_mutant(coded "ring" takes_the_next_tensor_too_early cuda/codecs/bucket.cuh "  __syncthreads();
+  for (int i" "  for (int i")

@@ -22,6 +22,7 @@ foreach(part ${RACE_PARTS})
   add_kernels(race_${part} ${RACE}/${part}.cu)
 endforeach()
 add_kernels(race_endpoint csrc/cuda/endpoint.cu)
+add_kernels(race_words csrc/cuda/device_words.cu)
 
 # Links a test of a part with the kernels of all parts, or with `mutant` in place of the part's own.
 function(link_race_test target part)
@@ -31,7 +32,7 @@ function(link_race_test target part)
   endif()
   add_executable(${target})
   set_target_properties(${target} PROPERTIES EXCLUDE_FROM_ALL ON)
-  target_link_libraries(${target} PRIVATE race_test_${part} ${ARGN} ${kernels} race_endpoint race_device
+  target_link_libraries(${target} PRIVATE race_test_${part} ${ARGN} ${kernels} race_endpoint race_words race_device
     Threads::Threads)
 endfunction()
 foreach(part plain coded)

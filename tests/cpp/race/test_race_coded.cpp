@@ -1,6 +1,6 @@
 // Searches the kernels of compressed collectives for races, as test_race_plain.cpp does for the others.
 #include "core/algorithms/two_shot.h"
-#include "cuda/codecs/topk.cuh"
+#include "cuda/codecs/bucket.h"
 #include "race/world.h"
 #include "support/run_all.h"
 
@@ -8,41 +8,44 @@ namespace pycomm::test {
 namespace {
 
 struct Buffers {
+  explicit Buffers(std::size_t size) : input(size), output(size), residual(size), velocity(size) {
+    for (std::size_t i = 0; i < size; ++i) input[i] = static_cast<float>(i * 7919 % 1009);
+  }
+
+  cuda::Part part(const Operation& operation) {
+    cuda::Part made{operation, input.data(), output.data()};
+    made.feedback.residual = residual.data();
+    if (operation.codec.kind == CodecKind::topk) made.feedback.velocity = velocity.data();
+    return made;
+  }
+
   std::vector<float> input, output, residual, velocity;
-  std::vector<std::byte> workspace;
-  std::uint32_t nonfinite = 0;
 };
 
-std::int64_t workspace_bytes(const Operation& operation, int n) {
-  return cuda::TopkScratch(nullptr, operation.count, operation.codec.k, n, true).bytes;
-}
-
-void run(int n, const std::vector<Operation>& operations) {
-  RaceWorld world(n, 1, false);
-  std::vector<Buffers> ranks(static_cast<std::size_t>(n));
-  for (const Operation& operation : operations) {
-    for (Buffers& of : ranks) {
-      const auto size = static_cast<std::size_t>(operation.count);
-      for (auto* const tensor : {&of.input, &of.output, &of.residual, &of.velocity}) {
-        tensor->resize(std::max(tensor->size(), size));
-      }
-      of.workspace.resize(
-          std::max(of.workspace.size(), static_cast<std::size_t>(workspace_bytes(operation, n))));
-      for (std::size_t i = 0; i < size; ++i) of.input[i] = static_cast<float>(i * 7919 % 1009);
-    }
+// Each bucket uses the tensors of the one before.
+void run(int n, const std::vector<std::vector<Operation>>& buckets) {
+  std::int64_t most = 0;
+  for (const auto& bucket : buckets) {
+    for (const Operation& operation : bucket) most = std::max(most, operation.count);
   }
+  RaceWorld world(n, 1, false);
   world.run([&](int r) {
-    Buffers& mine = ranks[static_cast<std::size_t>(r)];
-    for (const Operation& operation : operations) {
-      cuda::Compression compression{{}, &mine.nonfinite, mine.workspace.data()};
-      compression.feedback.residual = mine.residual.data();
-      if (operation.codec.kind == CodecKind::topk) {
-        compression.feedback.velocity = mine.velocity.data();
+    std::vector<Buffers> tensors(2, Buffers(static_cast<std::size_t>(most)));
+    std::vector<std::byte> workspace;
+    std::uint32_t nonfinite = 0;
+    for (const auto& operations : buckets) {
+      cuda::Bucket bucket{{}, &nonfinite, nullptr};
+      for (const Operation& operation : operations) {
+        bucket.parts.push_back(tensors[bucket.parts.size()].part(operation));
       }
-      world[r].check(operation, mine.input.data());
-      world[r].launch(operation, mine.input.data(), mine.output.data(), 0, compression);
-      world.write(mine.output);
+      world[r].synchronize();  // the workspace is used no more
+      workspace.resize(static_cast<std::size_t>(cuda::workspace_bytes(bucket.parts, n)));
+      bucket.workspace = workspace.data();
+      const cuda::Part& first = bucket.parts[0];
+      world[r].launch(cuda::whole_of(bucket.parts), first.input, first.output, 0, bucket);
+      for (Buffers& mine : tensors) world.write(mine.output);
     }
+    world[r].synchronize();
   });
 }
 
@@ -72,19 +75,22 @@ Operation top(std::int64_t count, std::int64_t k, DType values) {
 // The first tensor has more tiles than there are slots.
 void two_shot(int n) {
   const std::int64_t tiles = (kStagingSlots + 1) * n * kOwnedElements;
-  run(n, {int8(Algorithm::two_shot, tiles + 3, 256, true),
-          int8(Algorithm::two_shot, 9001, 4096, false)});
+  run(n, {{int8(Algorithm::two_shot, tiles + 3, 256, true),
+           int8(Algorithm::two_shot, 4097, 256, true)},
+          {int8(Algorithm::two_shot, 9001, 4096, false)}});
 }
 
 void partial_sums(int n) {
   for (const Algorithm algorithm : {Algorithm::ring, Algorithm::tree}) {
-    run(n, {int8(algorithm, 40'001, 256, false), int8(algorithm, 9001, 4096, true)});
+    run(n, {{int8(algorithm, 40'001, 256, false)},
+            {int8(algorithm, 9001, 4096, true), int8(algorithm, 300, 4096, true)}});
   }
 }
 
 // The first tensor has more chunks than there are ranks.
 void lists(int n) {
-  run(n, {top(n * kTopkChunk + 9001, 900, DType::u8), top(9001, 2000, DType::f32)});
+  run(n, {{top(n * kTopkChunk + 9001, 900, DType::u8), top(300, 20, DType::u8)},
+          {top(9001, 2000, DType::f32)}});
 }
 
 }  // namespace

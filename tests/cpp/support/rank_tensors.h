@@ -55,6 +55,7 @@ struct Tensors {
     Feedback made;
     made.seed = 77;
     made.step = 5;
+    made.hold_unused = hold_unused;
     if (operation.codec.feedback == 0) return made;
     made.residual = residual[r].data() + begin;
     if (operation.codec.kind == CodecKind::topk) {
@@ -76,6 +77,7 @@ struct Tensors {
   }
 
   bool in_place = false;
+  bool hold_unused = false;
   std::vector<Bytes> x, y;
   std::vector<std::vector<float>> residual, velocity;
 };
@@ -151,16 +153,17 @@ class OnDevice {
       };
       x_.push_back(place(tensors.x[r], 0));
       y_.push_back(place(tensors.y[r], 1));
-      workspaces_.emplace_back(static_cast<std::size_t>(
-          cuda::workspace_bytes(operation.codec, operation.count, n, true)));
+      workspaces_.emplace_back(static_cast<std::size_t>(cuda::workspace_bytes({{operation}}, n)));
     }
   }
 
   void launch(int r, cuda::Endpoint& endpoint, cudaStream_t stream = nullptr) {
+    const auto* const input = tensors_.input(operation_, x_[r].data(), y_[r].data());
     endpoint.launch(
-        operation_, tensors_.input(operation_, x_[r].data(), y_[r].data()), y_[r].data(),
-        reinterpret_cast<std::uintptr_t>(stream),
-        cuda::Compression{tensors_.feedback(operation_, r), nullptr, workspaces_[r].data()});
+        operation_, input, y_[r].data(), reinterpret_cast<std::uintptr_t>(stream),
+        cuda::Bucket{{{operation_, input, y_[r].data(), tensors_.feedback(operation_, r)}},
+                     nullptr,
+                     workspaces_[r].data()});
   }
 
   // Fails unless rank r has these tensors.

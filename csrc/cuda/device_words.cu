@@ -1,4 +1,4 @@
-#include "cuda/optim/device_words.h"
+#include "cuda/device_words.h"
 
 #include <algorithm>
 
@@ -8,11 +8,13 @@
 namespace pycomm::cuda {
 namespace {
 
+constexpr std::size_t kWordsAtOnce = 1000;
+
 // Words that one launch writes; they travel as kernel parameters.
 struct Patch {
   std::uint64_t* to;
   std::int64_t count;
-  std::uint64_t words[1000];
+  std::uint64_t words[kWordsAtOnce];
 };
 static_assert(sizeof(Patch) <= 8 << 10);
 
@@ -22,6 +24,18 @@ __global__ void __launch_bounds__(kThreads) patch_kernel(const __grid_constant__
 }
 
 }  // namespace
+
+void write_words(std::uint64_t* to, const std::uint64_t* words, std::size_t count,
+                 std::uintptr_t stream) {
+  Patch patch;
+  for (std::size_t at = 0; at < count; at += kWordsAtOnce) {
+    patch.to = to + at;
+    patch.count = static_cast<std::int64_t>(std::min(count - at, kWordsAtOnce));
+    std::copy_n(words + at, patch.count, patch.words);
+    launch_blocks<&patch_kernel>(ceil_div(patch.count, kThreads), patch,
+                                 reinterpret_cast<cudaStream_t>(stream));
+  }
+}
 
 void DeviceWords::upload(void* memory, int device, std::uintptr_t stream) {
   // Forget the old content first: a launch may throw.
@@ -36,14 +50,9 @@ void DeviceWords::upload(void* memory, int device, std::uintptr_t stream) {
       ++at;
       continue;
     }
-    Patch patch;
-    std::size_t end = std::min(wanted_.size(), at + std::size(patch.words));
+    std::size_t end = std::min(wanted_.size(), at + kWordsAtOnce);
     while (!differs(end - 1)) --end;
-    patch.to = static_cast<std::uint64_t*>(memory) + at;
-    patch.count = static_cast<std::int64_t>(end - at);
-    std::copy(wanted_.data() + at, wanted_.data() + end, patch.words);
-    launch_blocks<&patch_kernel>(ceil_div(patch.count, kThreads), patch,
-                                 reinterpret_cast<cudaStream_t>(stream));
+    write_words(static_cast<std::uint64_t*>(memory) + at, wanted_.data() + at, end - at, stream);
     at = end;
   }
   written_ = wanted_;
