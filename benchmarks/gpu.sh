@@ -27,7 +27,7 @@ sanitize() { # TOOL; without torch's caching, every tensor is an allocation that
     compute-sanitizer --tool "$1" --error-exitcode 1 "$python" -m pycomm.bench.gpu.small
 }
 
-TORCH_CUDA_ARCH_LIST=$("$python" -c \
+TORCH_CUDA_ARCH_LIST=$(timeout 20 "$python" -c \
   'import torch; print("%d.%d" % torch.cuda.get_device_capability())') || failed=1
 export TORCH_CUDA_ARCH_LIST
 
@@ -42,7 +42,7 @@ part build 130 "$python" setup.py build_ext --inplace
 part tests 90 "${pytest[@]}" tests
 part benchmarks 70 "$python" -m pycomm.bench.gpu --json "$out/gpu.json"
 part processes 40 "$python" -m pycomm.bench.gpu.processes --json "$out/processes.json"
-part sweep 20 "$python" -m pycomm.bench.gpu.sweep --json "$out/sweep.json"
+part sweep 25 "$python" -m pycomm.bench.gpu.sweep --json "$out/sweep.json"
 if command -v ncu >/dev/null; then
   part profile 20 ncu --profile-from-start off --kernel-name-base demangled \
     --kernel-name regex:pycomm --metrics "$metrics" --page raw --csv --log-file "$out/ncu.csv" \

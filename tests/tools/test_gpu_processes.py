@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pycomm.bench.cases import MIB
-from pycomm.bench.gpu import processes
+from pycomm.bench.gpu import machine, processes
 
 GROUP = SimpleNamespace(group_name="world")
 
@@ -21,6 +21,16 @@ def test_a_contestant_that_fails_says_why(monkeypatch):
 
 def test_a_gpu_per_process_where_there_are_several():
     assert [processes.ranks_for(gpus) for gpus in (1, 2, 8, 16)] == [4, 2, 8, 8]
+
+
+def test_a_program_that_hangs_or_is_missing_says_so(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert machine.nvidia_smi("topo", "-m").startswith("unknown: ")
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nexec /bin/sleep 100\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(machine, "PATIENCE_S", 0.2)
+    assert "timed out" in machine.nvidia_smi("topo", "-m")
 
 
 def test_bus_bandwidth():
@@ -68,6 +78,7 @@ def test_what_fails_does_not_stop_the_others(monkeypatch, tmp_path, capsys, gpus
     assert len(stored["meta"]["failed"]) == count - 1
     assert ("NCCL" in stored["meta"]["failed"]) == (gpus > 1)
     assert stored["meta"]["peer_access"] == {1: [[True]], 2: [[True, True], [False, True]]}[gpus]
+    assert stored["meta"]["nvlink"].keys() >= {"before", "pycomm"}
     assert "it hangs" in capsys.readouterr().out
     monkeypatch.setattr(processes, "measure", lambda *_: {1024: 2.0})
     assert processes.run(None)

@@ -2,18 +2,20 @@
 
 import contextlib
 import json
+import re
 
 import pytest
 import torch
 
 from pycomm.bench.cases import KIB, MIB
-from pycomm.bench.gpu import kernels, sweep
+from pycomm.bench.gpu import kernels, processes, sweep
 
 
-def rows(crossovers):
+def rows(crossovers, among="threads"):
     """One-shot is faster up to the given size by number of ranks."""
     return [
         {
+            "among": among,
             "ranks": ranks,
             "bytes": nbytes,
             "max_blocks": 32,
@@ -22,7 +24,7 @@ def rows(crossovers):
         }
         for ranks, largest in crossovers.items()
         for nbytes in sweep.SIZES
-        for algorithm in sweep.ALGORITHMS
+        for algorithm in processes.ALGORITHMS
     ]
 
 
@@ -76,9 +78,9 @@ def test_the_source_is_rewritten(tmp_path, monkeypatch, capsys):
     copy.write_text(text)
     monkeypatch.setattr(sweep, "TABLE", copy)
     large = [
-        {"ranks": 4, "bytes": sweep.LARGE, "max_blocks": blocks, "algorithm": algorithm,
-         "time_us": abs(blocks - 16) + 1.0}
-        for blocks in sweep.BLOCKS for algorithm in sweep.ALGORITHMS
+        {"among": "threads", "ranks": 4, "bytes": sweep.LARGE, "max_blocks": blocks,
+         "algorithm": algorithm, "time_us": abs(blocks - 16) + 1.0}
+        for blocks in sweep.BLOCKS for algorithm in processes.ALGORITHMS
     ]  # fmt: skip
     stored = {
         "meta": {"gpu": {"name": "Fast GPU"}},
@@ -96,9 +98,59 @@ def test_the_source_is_rewritten(tmp_path, monkeypatch, capsys):
     assert [line for line in before if "Device::cpu" in line or "cuda" not in line.lower()] == [
         line for line in after if "Device::cpu" in line or "cuda" not in line.lower()
     ]
-    assert "max_blocks of a large two-shot: 16" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "max_blocks of a large two-shot: 16" in told
+    assert "8 ranks, 16384 bytes: 2.0 us in packets, 2.0 with flags" in told
     with pytest.raises(ValueError, match="CUDA rows"):
         sweep.rewrite("no table", "")
+
+
+def test_processes_with_a_gpu_each_count_more():
+    of_threads = rows({2: 64 * KIB, 4: 64 * KIB})
+    of_processes = rows({4: 512 * KIB}, "processes")
+    for made in (of_threads + of_processes, of_processes + of_threads):
+        assert sweep.crossovers(made) == {2: 64 * KIB, 4: 512 * KIB}
+
+
+@pytest.mark.parametrize("lost", [0, 7, -1])
+def test_truncated_results_choose_nothing(lost):
+    made = rows({2: 64 * KIB, 4: 64 * KIB})
+    del made[lost]
+    with pytest.raises(ValueError, match=r"the results for [24] ranks lack tensors of \[\d+\]"):
+        sweep.crossovers(made)
+
+
+def test_the_largest_packet_is_that_of_the_kernels():
+    (limit,) = re.findall(
+        r"kPacketBytes = (\d+) << 10;", (sweep.TABLE.parents[2] / "cuda/layout.h").read_text()
+    )
+    assert int(limit) * KIB == sweep.PACKETS
+    assert sweep.SIZES[sweep.SIZES.index(sweep.PACKETS) + 1] == sweep.PACKETS + 128
+
+
+@pytest.mark.parametrize("gpus", [1, 4])
+def test_a_case_that_fails_does_not_stop_the_others(monkeypatch, tmp_path, gpus):
+    def measure(ranks, nbytes, max_blocks, _device):
+        if (ranks, nbytes) == (4, MIB):
+            raise RuntimeError("the device is gone")
+        return [{"among": "threads", "ranks": ranks, "bytes": nbytes, "max_blocks": max_blocks,
+                 "algorithm": "one_shot", "time_us": 1.0}]  # fmt: skip
+
+    def of_processes(name, ranks, sizes):
+        assert ranks == gpus
+        return dict.fromkeys(sizes, 2.0) if name == "one_shot" else "it hangs"
+
+    monkeypatch.setattr(sweep, "measure", measure)
+    monkeypatch.setattr(processes, "measure", of_processes)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(sweep, "gpu", lambda: {"name": "pretended"})
+    assert not sweep.run(str(tmp_path / "sweep.json"))
+    stored = json.loads((tmp_path / "sweep.json").read_text())
+    failed = ["RuntimeError: the device is gone", "RuntimeError: it hangs"]
+    assert list(stored["meta"]["failed"].values()) == failed[: 1 if gpus == 1 else 2]
+    among = [row["among"] for row in stored["rows"]]
+    assert among.count("threads") == len(sweep.RANKS) * len(sweep.SIZES) - 1 + len(sweep.BLOCKS)
+    assert among.count("processes") == (len(sweep.SIZES) if gpus > 1 else 0)
 
 
 def test_without_a_gpu(monkeypatch, capsys):

@@ -10,6 +10,8 @@ import torch
 from pycomm import _C
 from pycomm.bench.cases import GIB, MIB
 
+PATIENCE_S = 10.0  # with nvidia-smi
+
 
 def missing() -> str | None:
     """The reason why nothing can be measured here, or None."""
@@ -20,20 +22,27 @@ def missing() -> str | None:
     return None
 
 
+def nvidia_smi(*arguments: str) -> str:
+    """What nvidia-smi prints, or why it prints nothing."""
+    command = ["nvidia-smi", *arguments]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=PATIENCE_S
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"unknown: {error}"
+    return done.stdout.strip()
+
+
 def gpu() -> dict[str, Any]:
     """Describes the device for the file."""
     found = torch.cuda.get_device_properties(0)
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
-    try:
-        driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        driver = "unknown"
     return {
         "name": found.name,
         "memory_GiB": round(found.total_memory / GIB, 1),
         "multiprocessors": found.multi_processor_count,
         "L2_MiB": round(found.L2_cache_size / MIB, 1),
         "capability": f"{found.major}.{found.minor}",
-        "driver": driver,
+        "driver": nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader", "--id=0"),
         "cuda": torch.version.cuda,
     }

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,7 +27,7 @@ from pycomm._runtime.torch_private import symmetric_handle, symmetric_tensor
 from pycomm.bench import report
 from pycomm.bench.cases import KIB, MIB, bus_factor
 from pycomm.bench.gpu.cases import RANKS, Call
-from pycomm.bench.gpu.machine import gpu, missing
+from pycomm.bench.gpu.machine import gpu, missing, nvidia_smi
 
 SIZES = (KIB, 64 * KIB, MIB, 64 * MIB)
 CALLS = 15
@@ -49,18 +48,12 @@ def peer_access(gpus: int) -> list[list[bool]]:
     ]
 
 
-def links() -> str:
-    """How the GPUs are connected, as nvidia-smi draws it."""
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", "topo", "-m"], capture_output=True, text=True, check=True
-        )
-    except (OSError, subprocess.CalledProcessError) as error:
-        return f"unknown: {error}"
-    return done.stdout
+def nvlink_counters() -> list[str]:
+    """The bytes that every GPU has sent and received over its links so far."""
+    return nvidia_smi("nvlink", "--getthroughput", "d").splitlines()
 
 
-def measure(name: str, ranks: int) -> dict[int, float] | str:
+def measure(name: str, ranks: int, sizes: tuple[int, ...] = SIZES) -> dict[int, float] | str:
     """Median microseconds by bytes, or the error.
 
     Kernels of other libraries wait for each other without a deadline: each contestant has processes
@@ -68,7 +61,7 @@ def measure(name: str, ranks: int) -> dict[int, float] | str:
     """
     with tempfile.TemporaryDirectory(prefix="pycomm-gpu-") as folder:
         context = start_processes(  # type: ignore[no-untyped-call]
-            _process, (ranks, name, folder), nprocs=ranks, join=False, start_method="spawn"
+            _process, (ranks, name, sizes, folder), nprocs=ranks, join=False, start_method="spawn"
         )
         deadline = time.monotonic() + LIMIT_S
         try:
@@ -86,15 +79,15 @@ def measure(name: str, ranks: int) -> dict[int, float] | str:
         return {int(nbytes): time_us for nbytes, time_us in found.items()}
 
 
-def _process(rank: int, ranks: int, name: str, folder: str) -> None:
-    make = CONTESTANTS[name]
+def _process(rank: int, ranks: int, name: str, sizes: tuple[int, ...], folder: str) -> None:
+    make = (CONTESTANTS | ALGORITHMS)[name]
     torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if name == NCCL else "gloo",
         init_method=f"file://{folder}/store", rank=rank, world_size=ranks,
     )  # fmt: skip
     with pycomm.init(timeout=LIMIT_S):
-        times = {nbytes: _median_us(make(nbytes // 4)) for nbytes in SIZES}
+        times = {nbytes: _median_us(make(nbytes // 4)) for nbytes in sizes}
         if rank == 0:
             Path(folder, "times").write_text(json.dumps(times))
         pycomm.barrier()
@@ -113,9 +106,12 @@ def _median_us(call: Call) -> float:
     return round(statistics.median(samples[WARM_UP:]), 1)
 
 
-def _pycomm(count: int) -> Call:
-    tensor = torch.zeros(count, device="cuda")
-    return lambda: pycomm.all_reduce(tensor)
+def _pycomm(algorithm: str) -> Callable[[int], Call]:
+    def make(count: int) -> Call:
+        tensor = torch.zeros(count, device="cuda")
+        return lambda: pycomm.all_reduce(tensor, algorithm=algorithm)
+
+    return make
 
 
 def _nccl(count: int) -> Call:
@@ -139,11 +135,15 @@ def _symmetric_memory(operator: str) -> Callable[[int], Call]:
 
 NCCL = "NCCL"
 CONTESTANTS: dict[str, Callable[[int], Call]] = {
-    "pycomm": _pycomm,
+    "pycomm": _pycomm("auto"),
     NCCL: _nccl,
     "symmetric memory, one-shot": _symmetric_memory("one_shot_all_reduce"),
     "symmetric memory, two-shot": _symmetric_memory("two_shot_all_reduce_"),
 }
+
+
+# What pycomm.bench.gpu.sweep compares.
+ALGORITHMS = {name: _pycomm(name) for name in ("one_shot", "two_shot")}
 
 
 def rows(name: str, ranks: int, times: dict[int, float]) -> list[dict[str, Any]]:
@@ -169,7 +169,8 @@ def run(path: str | None) -> bool:
         "gpu": gpu(),
         "gpus": gpus,
         "peer_access": peer_access(gpus),
-        "links": links(),
+        "links": nvidia_smi("topo", "-m"),
+        "nvlink": {"before": nvlink_counters()},
         "failed": {},
     }
     print(f"# {ranks} processes on {gpus} x {meta['gpu']['name']}\n{meta['links']}")
@@ -187,6 +188,7 @@ def run(path: str | None) -> bool:
                 print(
                     "{impl:28} {bytes:12} {time_us:10.1f} us {busbw_GBps:10.2f} GB/s".format(**row)
                 )
+        meta["nvlink"][name] = nvlink_counters()
         if path is not None:
             report.write_json(path, meta, measured)
     return not meta["failed"]

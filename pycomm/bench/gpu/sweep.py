@@ -1,7 +1,8 @@
 """Measures where one-shot and two-shot cross over, and how many blocks two-shot should have.
 
 ``python -m pycomm.bench.gpu.sweep --json FILE`` measures ranks that are threads on one GPU:
-one-shot (small tensors in packets) beside two-shot, and both with several ``max_blocks``.
+one-shot (small tensors in packets) beside two-shot, and both with several ``max_blocks``. If there
+are several GPUs, it also measures a process on each.
 
 ``python -m pycomm.bench.gpu.sweep --choose FILE`` needs no GPU. It reads such a file and prints the
 CUDA rows of the table in csrc/core/algorithms/select.h; with ``--write`` it rewrites them there.
@@ -15,19 +16,23 @@ import re
 import statistics
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch
 
 import pycomm
 from pycomm.bench import report
 from pycomm.bench.cases import KIB, MIB
+from pycomm.bench.gpu import processes
 from pycomm.bench.gpu.cli import interleave
 from pycomm.bench.gpu.machine import gpu, missing
 from pycomm.bench.gpu.ranks import Loopback
 
-SIZES = tuple(KIB << power for power in range(13))
+PACKETS = 16 * KIB  # the largest tensor in packets: kPacketBytes of csrc/cuda/layout.h
+SIZES = tuple(sorted([*(KIB << power for power in range(13)), PACKETS + 128]))
 RANKS = (2, 4, 8)
-ALGORITHMS = ("one_shot", "two_shot")
 LARGE = 64 * MIB
 BLOCKS = (4, 8, 16, 32)
 ROUNDS = 11
@@ -44,45 +49,96 @@ def measure(ranks: int, nbytes: int, max_blocks: int, device: str = "cuda") -> l
             algorithm: Loopback(world, nbytes // 4, device, repeats=REPEATS, algorithm=algorithm)
             .capture()
             .call
-            for algorithm in ALGORITHMS
+            for algorithm in processes.ALGORITHMS
         }
         samples = interleave(calls, ROUNDS)
     return [
-        {"ranks": ranks, "bytes": nbytes, "max_blocks": max_blocks, "algorithm": algorithm,
-         "time_us": round(statistics.median(taken) / REPEATS, 3)}
+        {"among": "threads", "ranks": ranks, "bytes": nbytes, "max_blocks": max_blocks,
+         "algorithm": algorithm, "time_us": round(statistics.median(taken) / REPEATS, 3)}
         for algorithm, taken in samples.items()
     ]  # fmt: skip
 
 
-def run(path: str, device: str = "cuda") -> None:
-    """Measures everything, and writes the file after each size."""
-    meta = report.circumstances("python -m pycomm.bench.gpu.sweep") | {"gpu": gpu()}
+def measure_processes(algorithm: str, ranks: int) -> list[Row]:
+    """Rows for all sizes, with a process on each GPU."""
+    times = processes.measure(algorithm, ranks, SIZES)
+    if isinstance(times, str):
+        raise RuntimeError(times)
+    return [
+        {"among": "processes", "ranks": ranks, "bytes": nbytes, "algorithm": algorithm,
+         "time_us": time_us}
+        for nbytes, time_us in times.items()
+    ]  # fmt: skip
+
+
+def run(path: str, device: str = "cuda") -> bool:
+    """Measures everything, and writes the file after each case; True if none has failed."""
+    failed: dict[str, str] = {}
+    meta = report.circumstances("python -m pycomm.bench.gpu.sweep") | {
+        "gpu": gpu(),
+        "failed": failed,
+    }
     rows: list[Row] = []
-    cases = [(ranks, nbytes, max(BLOCKS)) for ranks in RANKS for nbytes in SIZES]
-    cases += [(4, LARGE, blocks) for blocks in BLOCKS]
-    for case in cases:
-        rows += measure(*case, device)
-        for row in rows[-len(ALGORITHMS) :]:
-            print(
-                "{ranks} {bytes:10} {max_blocks:3} {algorithm:9} {time_us:10.2f} us".format(**row)
-            )
+    measured: list[tuple[Callable[..., list[Row]], tuple[Any, ...]]] = [
+        (measure, (ranks, nbytes, max(BLOCKS), device)) for ranks in RANKS for nbytes in SIZES
+    ]
+    measured += [(measure, (4, LARGE, blocks, device)) for blocks in BLOCKS]
+    if (gpus := torch.cuda.device_count()) > 1:
+        ranks = processes.ranks_for(gpus)
+        measured += [(measure_processes, (name, ranks)) for name in processes.ALGORITHMS]
+    for function, case in measured:
+        try:
+            found = function(*case)
+        except Exception as error:
+            failed[str(case)] = f"{type(error).__name__}: {error}"
+            found = []
+            print(f"{case} FAILED: {error}")
+        for row in found:
+            print("{among} {ranks} {bytes:10} {algorithm:9} {time_us:10.2f} us".format(**row))
+        rows += found
         report.write_json(path, meta, rows)
+    return not failed
+
+
+def times_of(rows: list[Row]) -> dict[int, dict[int, dict[str, float]]]:
+    """Times by ranks, bytes and algorithm; those of processes count more than those of threads.
+
+    Raises:
+        ValueError: a time is missing.
+    """
+    times: dict[int, dict[int, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
+    for row in sorted(rows, key=lambda row: row["among"] == "processes"):
+        if row["bytes"] != LARGE:
+            times[row["ranks"]][row["bytes"]][row["algorithm"]] = row["time_us"]
+    for ranks, by_size in times.items():
+        missing = [n for n in SIZES if by_size[n].keys() != processes.ALGORITHMS.keys()]
+        if missing:
+            raise ValueError(f"the results for {ranks} ranks lack tensors of {missing} bytes")
+    return times
 
 
 def crossovers(rows: list[Row]) -> dict[int, int]:
-    """By number of ranks, the largest size up to which one-shot is never slower; 0 if none is."""
-    times: dict[int, dict[int, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
-    for row in rows:
-        if row["bytes"] != LARGE:
-            times[row["ranks"]][row["bytes"]][row["algorithm"]] = row["time_us"]
+    """By number of ranks, the largest size up to which one-shot is never slower; 0 if none is.
+
+    Raises:
+        ValueError: a time is missing.
+    """
     found = {}
-    for ranks, by_size in sorted(times.items()):
+    for ranks, by_size in sorted(times_of(rows).items()):
         found[ranks] = 0
         for nbytes, of in sorted(by_size.items()):
             if of["one_shot"] > of["two_shot"]:
                 break
             found[ranks] = nbytes
     return found
+
+
+def packet_times(rows: list[Row]) -> dict[int, tuple[float, float]]:
+    """By number of ranks, one-shot's time for the largest tensor in packets, and just above."""
+    return {
+        ranks: (by_size[PACKETS]["one_shot"], by_size[PACKETS + 128]["one_shot"])
+        for ranks, by_size in sorted(times_of(rows).items())
+    }
 
 
 def table(found: dict[int, int]) -> list[tuple[str, str, str]]:
@@ -140,6 +196,8 @@ def main(argv: list[str] | None = None) -> int:
         stored = json.loads(Path(options.choose).read_text())
         rows = source(stored)
         print(f"{rows}max_blocks of a large two-shot: {best_blocks(stored['rows'])}")
+        for ranks, (packets, flags) in packet_times(stored["rows"]).items():
+            print(f"{ranks} ranks, {PACKETS} bytes: {packets} us in packets, {flags} with flags")
         if options.write:
             TABLE.write_text(rewrite(TABLE.read_text(), rows))
         return 0
@@ -147,8 +205,7 @@ def main(argv: list[str] | None = None) -> int:
     if reason is not None:
         print(f"skipped: {reason}")
         return 0
-    run(options.json)
-    return 0
+    return 0 if run(options.json) else 1
 
 
 if __name__ == "__main__":
