@@ -3,17 +3,17 @@
 # the mutants of the code they check, in the build folder of cpp-test. "racecheck" searches the kernels
 # and mutants of them for races, in the build folder of tsan.
 set -eu
-folder="build/$1" target=all tests="-LE mutant|race" sanitize="" jobs=2
+folder="build/$1" target=all tests="-LE mutant|race" sanitize=""
 case "$1" in
   cpp-test) ;;
   mutants) folder=build/cpp-test target=mutants tests="-L mutant" ;;
-  tsan) sanitize=thread jobs=1 ;;
+  tsan) sanitize=thread ;;
   racecheck) folder=build/tsan target=racecheck tests="-L mutant|race" sanitize=thread ;;
-  asan) sanitize=address jobs=1 ;;
+  asan) sanitize=address ;;
   *) echo "usage: $0 cpp-test|mutants|tsan|racecheck|asan" >&2; exit 2 ;;
 esac
 cmake -S . -B "$folder" -G Ninja -DPYCOMM_SANITIZE="$sanitize" >/dev/null
 cmake --build "$folder" --target "$target"
 export TSAN_OPTIONS=halt_on_error=1 ASAN_OPTIONS=detect_leaks=1
 # shellcheck disable=SC2086
-ctest --test-dir "$folder" --output-on-failure -j "$jobs" $tests
+ctest --test-dir "$folder" --output-on-failure -j 2 $tests
