@@ -325,40 +325,45 @@ void fed(int n) {
   }
 }
 
-void encode_and_decode(std::int64_t n, const Codec& codec) {
+template <class T>
+void encode_and_decode(DType dtype, std::int64_t n, const Codec& codec) {
   Case c;
   c.operation.count = n;
   c.seed = static_cast<unsigned>(n) % 4;
-  Tensors<float> tensors(1, c);
+  Tensors<T> tensors(1, c);
   auto* const x = reinterpret_cast<std::byte*>(tensors.x[0].data());
+  const std::string what = describe(codec) + " from and to " + name_of(dtype);
   const std::int64_t bytes = encoded_bytes(codec, n);
   std::vector<std::uint32_t> want(static_cast<std::size_t>(bytes) / 4 + 1), got = want;
   std::vector<std::byte> workspace(static_cast<std::size_t>(cuda::workspace_bytes(codec, n)) + 4);
   cuda::WireJob job;
   job.codec = codec;
+  job.dtype = dtype;
   job.n = n;
   job.elements = x;
   job.wire = reinterpret_cast<std::byte*>(got.data());
   job.workspace = workspace.data();
   job.random = {9, 8, 0};
   job.offset = 1000;
-  cpu::encode(codec, DType::f32, x, n, reinterpret_cast<std::byte*>(want.data()), job.random, 1000);
+  cpu::encode(codec, dtype, x, n, reinterpret_cast<std::byte*>(want.data()), job.random, 1000);
   cuda::encode(job);
-  PYCOMM_CHECK(same(want, got), "encoded as " + describe(codec));
+  PYCOMM_CHECK(same(want, got), "encoded: " + what);
   for (const bool add : {false, true}) {
-    std::vector<float> a = tensors.residual[0], b = a;
-    cpu::decode(codec, job.wire, bytes, n, DType::f32, a.data(), add);
+    if (add && dtype != DType::f32) continue;  // only sums in fp32 are offered
+    std::vector<T> a = tensors.x[0], b = a;
+    cpu::decode(codec, job.wire, bytes, n, dtype, a.data(), add);
     job.elements = reinterpret_cast<std::byte*>(b.data());
     cuda::decode(job, bytes, add);
-    PYCOMM_CHECK(same(a, b), "decoded from " + describe(codec));
+    PYCOMM_CHECK(same(a, b), "decoded: " + what);
   }
 }
 
-void wires() {
+template <class T>
+void wires(DType dtype) {
   for (const std::int64_t n : {0, 1, 15, 4097, 65'536, 140'001}) {
-    for (const Codec& codec : block_codecs()) encode_and_decode(n, codec);
+    for (const Codec& codec : block_codecs()) encode_and_decode<T>(dtype, n, codec);
     for (const DType values : {DType::f32, DType::bf16, DType::u8}) {
-      encode_and_decode(n, top(ceil_div(n, 30), values));
+      encode_and_decode<T>(dtype, n, top(ceil_div(n, 30), values));
     }
   }
 }
@@ -415,7 +420,9 @@ int main() {
       {"scaled and unused tensors, alone", [] { fed(1); }},
       {"scaled and unused tensors, 2 ranks", [] { fed(2); }},
       {"scaled and unused tensors, 3 ranks", [] { fed(3); }},
-      {"encoded tensors", [] { wires(); }},
+      {"encoded fp32", [] { wires<float>(pycomm::DType::f32); }},
+      {"encoded fp16", [] { wires<pycomm::Half>(pycomm::DType::f16); }},
+      {"encoded bf16", [] { wires<pycomm::BFloat16>(pycomm::DType::bf16); }},
       {"a missing rank",
        [] {
          for (const auto& codec : {int8(256, false), top(700, pycomm::DType::f32)}) drains(codec);

@@ -161,6 +161,20 @@ void many(CodecKind kind) {
   compare(ranks, reference, Contents(operations, kRanks));
 }
 
+// What the host enqueues does not depend on the number of tensors.
+void few_launches(CodecKind kind, int want) {
+  World reference(1, kReferenceStaging);
+  for (const std::size_t parts : {1, 30}) {
+    Ranks ranks(1, false, DeviceWorld::staging_bytes(1));
+    const Operations operations(
+        parts, compressed(Algorithm::two_shot, DType::f32, codec_of(kind, 1000), 1000));
+    const int before = device::enqueued();
+    compare(ranks, reference, Contents(operations, 1));
+    const int each = (device::enqueued() - before) / 2;  // runs
+    PYCOMM_CHECK(each == want, std::to_string(each) + " launches for " + std::to_string(parts));
+  }
+}
+
 // The lists of all tensors do not fit into the window together.
 void too_many_lists() {
   constexpr int kRanks = 2;
@@ -218,6 +232,8 @@ int main() {
       {"top-k: one of each", [] { one_of_each(CodecKind::topk); }},
       {"int8: many", [] { many(CodecKind::int8); }},
       {"top-k: many", [] { many(CodecKind::topk); }},
+      {"int8: few launches", [] { few_launches(CodecKind::int8, 4); }},
+      {"top-k: few launches", [] { few_launches(CodecKind::topk, 23); }},
       {"too many lists", too_many_lists},
       {"int8: a mismatch", [] { mismatch(CodecKind::int8, false); }},
       {"top-k: a mismatch", [] { mismatch(CodecKind::topk, false); }},

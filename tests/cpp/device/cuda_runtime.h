@@ -44,6 +44,8 @@ const std::uint64_t* exchange(std::uint64_t value, bool barrier = false);
 // Runs work, or adds it to the graph of the stream's capture.
 void enqueue(Stream* stream, std::function<void()> work);
 int launch(const void* kernel, dim3 grid, dim3 block, void** arguments, Stream* stream);
+// How many kernels, copies and fills the host has enqueued.
+int enqueued();
 // How many kernels were launched that had not been loaded.
 int unloaded_launches();
 // True if the nodes of a graph can run in one order only.

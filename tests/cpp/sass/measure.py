@@ -18,17 +18,17 @@ REGISTERS, WARPS, BLOCKS = 1 << 16, 64, 32  # of a multiprocessor
 
 @dataclass(frozen=True)
 class Figures:
-    """What is known of a hot loop, per thread if not said otherwise.
+    """What a hot loop needs.
 
     Attributes:
-        instructions: per element.
-        loads: that are in flight at once.
-        rounds: how often a pass waits for memory.
-        registers: that a thread takes.
-        stack: bytes of it.
-        threads: of a block.
-        blocks: that a multiprocessor holds.
-        bytes_in_flight: of a multiprocessor.
+        instructions: instructions per element.
+        loads: loads of a thread that are in flight at once.
+        rounds: how often a thread waits for memory in one pass.
+        registers: registers of a thread.
+        stack: bytes of a thread's stack.
+        threads: threads of a block.
+        blocks: blocks that a multiprocessor holds.
+        bytes_in_flight: bytes that a multiprocessor waits for at once.
     """
 
     instructions: float

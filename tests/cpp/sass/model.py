@@ -93,7 +93,12 @@ HOT = {one.name: one for one in HOT_LOOPS}
 
 @dataclass
 class Prediction:
-    """Of a row on a GPU: picoseconds per element, and what takes them."""
+    """How long a row of the table takes on one GPU.
+
+    Attributes:
+        time: picoseconds per element.
+        parts: the same by what limits each pass.
+    """
 
     time: float = 0.0
     parts: dict[str, float] = field(default_factory=dict)
