@@ -13,6 +13,7 @@
 #include <thread>
 #include <vector>
 
+#include "census.h"
 #include "cuda_runtime.h"
 
 namespace device {
@@ -297,6 +298,7 @@ int launch(const void* kernel, dim3 grid, dim3 threads, void** arguments, Stream
     const QuietGuard guard(loaded_lock);
     if (!loaded.contains(kernel)) ++unloaded;
   }
+  count_launch(kernel);
   Arguments copy;
   std::memcpy(&copy, arguments[0], std::min(sizeof(copy), stack_above(arguments[0])));
   enqueue(stream, [=, device = current_device()] {

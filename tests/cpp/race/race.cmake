@@ -6,7 +6,7 @@ add_custom_target(racecheck)
 add_dependencies(racecheck mutants)
 
 add_library(race_device OBJECT ${RACE}/../device/device.cpp ${RACE}/../device/streams.cpp
-  ${RACE}/../device/racecheck.cpp)
+  ${RACE}/../device/census.cpp ${RACE}/../device/racecheck.cpp)
 target_compile_options(race_device PRIVATE -fno-sanitize=thread)
 set_target_properties(race_device PROPERTIES EXCLUDE_FROM_ALL ON)
 
