@@ -18,6 +18,10 @@ window_layout: int
 tree_piece_bytes: int
 pipeline_depth: int
 internode_tiles: int
+owned_elements: int
+topk_chunk: int
+topk_spread: int
+result_stream: int
 least_transfer_bytes: int
 most_tile_bytes: int
 
@@ -76,11 +80,22 @@ def cost(
 def link_cost(group: Group, operation: Operation, count: int) -> tuple[int, int]: ...
 def stripes(nodes: Sequence[Sequence[int]]) -> int: ...
 def encode(
-    codec: Codec, dtype: int, x: int, n: int, wire: int, seed: int, step: int, offset: int
+    codec: Codec,
+    dtype: int,
+    x: int,
+    n: int,
+    wire: int,
+    seed: int,
+    step: int,
+    offset: int,
+    stream: int = 0,
+    run: int = 0,
+    stride: int = 0,
 ) -> bool: ...
 def decode(
     codec: Codec, wire: int, bytes: int, n: int, dtype: int, output: int, add: bool
 ) -> bool: ...
+def largest_safe(codec: Codec, dtype: int, op: int, nodes: int, world: int) -> float: ...
 def select(dtype: int, x: int, n: int, k: int, indices: int, values: int) -> int: ...
 
 class OptimizerSettings:
@@ -360,6 +375,7 @@ def tree_node(tree: int, rank: int, size: int) -> tuple[int, int, int]: ...
 def cuda_window_bytes(ranks: int, lanes: int, staging_bytes: int, heap_bytes: int) -> int: ...
 def cuda_heap_begin(ranks: int, lanes: int, staging_bytes: int) -> int: ...
 def cuda_least_staging_bytes(ranks: int, lanes: int) -> int: ...
+def cuda_completed(event: int) -> bool: ...
 def cuda_workspace_bytes(codec: Codec, n: int) -> int: ...
 def cuda_bucket_workspace_bytes(calls: Sequence[Call], ranks: int) -> int: ...
 def cuda_encode(
@@ -374,6 +390,9 @@ def cuda_encode(
     seed: int,
     step: int,
     offset: int,
+    stream_of_bits: int,
+    run: int,
+    stride: int,
     /,
 ) -> None: ...
 def cuda_decode(
@@ -387,6 +406,7 @@ def cuda_decode(
     dtype: int,
     output: int,
     add: bool,
+    checks: bool,
     /,
 ) -> None: ...
 def cuda_select(

@@ -25,6 +25,8 @@ from pycomm._runtime.cuda_windows import DEFAULT_MAX_BLOCKS, join_processes
 from pycomm._runtime.rendezvous import join, set_up_torch_distributed
 from pycomm._runtime.span import Span
 from pycomm._runtime.torch_private import store_of
+from pycomm._runtime.waiting import Deadline
+from pycomm.errors import CollectiveError
 from pycomm.group import DEFAULT_STAGING_BYTES, DEFAULT_TIMEOUT, Group, _open_groups
 
 if TYPE_CHECKING:
@@ -51,8 +53,8 @@ def init(
     """Makes a group of the processes of a torch.distributed group; a collective call.
 
     Ranks on the same node (with the same boot id and the same network, pid and ipc namespaces)
-    share memory. Between nodes, data is exchanged over torch.distributed (Gloo), by as many ranks
-    of each node as the smallest node has, and CUDA tensors are copied to host memory.
+    share memory. Between nodes, data is exchanged over torch.distributed, by as many ranks of each
+    node as the smallest node has.
 
     The first group made becomes the default group of every operation. When it is closed or has
     failed, the next group made takes its place. If torch.distributed is not set up yet, this
@@ -70,8 +72,8 @@ def init(
             The same on every rank.
         transport: what carries tensors between nodes; the same on every rank. ``"gloo"``: Gloo,
             through host memory. ``"process_group"``: a new process group for each stripe, with the
-            backend that `group` has for the tensors' device. ``"auto"``: Gloo, until
-            NCCL has run on a device here (docs/clusters.md).
+            backend that `group` has for the tensors' device. ``"auto"``: NCCL for CUDA tensors if
+            every rank has it in `group`, otherwise Gloo (docs/clusters.md).
 
     Returns:
         This rank's membership in the group.
@@ -83,6 +85,7 @@ def init(
         pycomm.Timeout: a rank did not arrive in time; on all ranks that arrived.
         pycomm.PeerDied: a rank died after all had arrived; on all ranks.
         pycomm.Aborted: a rank was interrupted; on all other ranks that had arrived.
+        pycomm.CollectiveError: ``transport="process_group"``, and a rank could not connect.
     """
     global _default
     timeout = seconds(timeout, DEFAULT_TIMEOUT)
@@ -108,8 +111,7 @@ def init(
         )
         made = make_group(members, rank, timeout, staging_bytes)
         if members.backends and len(made.nodes) > 1:
-            strict = transport == "process_group"
-            made._span = _make_span(made, members, process_group, max_blocks, strict)
+            made._span = _join_nodes(made, members, process_group, max_blocks, transport)
     if len(made.nodes) == 1:
         made._join_cuda = lambda device: join_processes(
             made, device, process_group, max_blocks, cuda_heap_bytes
@@ -142,12 +144,53 @@ def make_group(
     return made
 
 
+def _join_nodes(
+    made: Group,
+    members: Membership,
+    process_group: dist.ProcessGroup,
+    max_blocks: int,
+    transport: str,
+) -> Span | None:
+    """Connects the nodes over process groups; a collective call.
+
+    Returns:
+        None if that failed on a rank, and Gloo is to do instead.
+
+    Raises:
+        pycomm.CollectiveError: it failed on a rank, and `transport` wants process groups.
+    """
+    span, why = None, ""
+    try:
+        span = _make_span(made, members, process_group, max_blocks)
+        span.connect()
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+    members.store.set(f"nodes/{made.rank}", why)
+    keys = [f"nodes/{rank}" for rank in range(made.size)]
+    deadline = Deadline(2 * made.timeout)  # a rank may have waited for one that has failed
+    with deadline.guarding("every rank joining the process groups between nodes"):
+        deadline.await_keys(members.store, keys, lambda: False)
+    told = [(rank, members.store.get(key).decode()) for rank, key in enumerate(keys)]
+    reasons = [(rank, reason) for rank, reason in told if reason]
+    if not reasons:
+        return span
+    if span is not None:
+        span.abort()
+        span.close()
+    said = "; ".join(f"rank {rank}: {reason}" for rank, reason in reasons)
+    what = f"process groups between nodes could not be made ({said})"
+    if transport == "process_group":
+        made.abort()
+        raise CollectiveError(what, rank=reasons[0][0])
+    log.fallback(made, "%s: Gloo carries CUDA tensors through host memory", what)
+    return None
+
+
 def _make_span(
     made: Group,
     members: Membership,
     process_group: dist.ProcessGroup,
     max_blocks: int,
-    strict: bool,
 ) -> Span:
     """Connects the nodes over process groups, and the ranks of this node; a collective call."""
     nodes, timeout, store = members.nodes, made.timeout, members.store
@@ -158,16 +201,21 @@ def _make_span(
         joined = join(inside, index, len(local), timeout, made.staging_bytes)
         node = inner = make_group(joined, index, timeout, made.staging_bytes)
         inner._join_cuda = lambda device: join_processes(
-            inner, device, subgroup_of(process_group, local), max_blocks, 0
+            inner, device, subgroup_of(process_group, local, timeout), max_blocks, 0
         )
     carriers: dict[str, Carriers | None] = {}
-    for device, name in members.backends.items():
-        carriers[device] = None
-        if index < nodes.stripes:
-            theirs = PrefixStore(f"carriers/{index}/{device}", store)
-            ranks = [dist.get_global_rank(process_group, local[index]) for local in nodes.ranks]
-            carriers[device] = Carriers(name, theirs, ranks, nodes.here, timeout)
-    return Span(made._core, nodes, made.rank, node, carriers, timeout, strict)
+    try:
+        for device, name in members.backends.items():
+            carriers[device] = None
+            if index < nodes.stripes:
+                theirs = PrefixStore(f"carriers/{index}/{device}", store)
+                ranks = [dist.get_global_rank(process_group, local[index]) for local in nodes.ranks]
+                carriers[device] = Carriers(name, theirs, ranks, nodes.here, timeout)
+        return Span(made._core, nodes, made.rank, node, carriers, timeout)
+    except BaseException:
+        if node is not None:
+            node.close()
+        raise
 
 
 def default_group() -> Group:

@@ -28,7 +28,7 @@ from pycomm._inputs.tensors import (
     check_written,
 )
 from pycomm._runtime.log import DEBUG, all_reduce_called
-from pycomm._spanning import launch
+from pycomm._spanning.collectives import launch
 from pycomm._work import Work
 from pycomm.group import Group
 

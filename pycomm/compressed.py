@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import increment_version
 
 from pycomm import _C
+from pycomm._coded_call import PreparedCall
 from pycomm._given import given_group
 from pycomm._inputs.arguments import reduction, renamed
 from pycomm._inputs.arrays import as_tensor
@@ -25,10 +26,13 @@ from pycomm._inputs.tensors import (
     check_tensor,
     check_written,
 )
-from pycomm._runtime.cuda import NonfiniteFlag
 from pycomm._runtime.log import DEBUG, all_reduce_called
 from pycomm._runtime.staging import StandIn, fetch
-from pycomm._work import Work, stand_ins
+from pycomm._spanning.between import check_two_shot
+from pycomm._spanning.call import CodedCall
+from pycomm._spanning.coded import all_reduce
+from pycomm._spanning.scatter import reduce_scatter
+from pycomm._work import dense_stand_ins, stand_ins
 from pycomm.compression import (
     SMALLEST_BLOCK,
     Compression,
@@ -36,7 +40,6 @@ from pycomm.compression import (
     check_compressible,
     check_step,
 )
-from pycomm.errors import NonFinite
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -112,7 +115,6 @@ def compressed_all_reduce(
     source = as_tensor("tensor", tensor, written=out is None)
     (check_written if out is None else check_tensor)("tensor", source)
     check_compressible("tensor", source)
-    group._check_transport("compressed_all_reduce", source.device)
     result = source if out is None else as_tensor("out", out, written=True)
     if out is not None:
         check_written("out", result)
@@ -131,13 +133,18 @@ def compressed_all_reduce(
     if DEBUG:
         all_reduce_called(group, source, algorithm, compression)
     increment_version([result, *(t for t in (kept, speed) if t is not None)])
-    dense, dense_result, put_result = stand_ins(group, source, result)
-    state, put_state = _state_stand_ins(group, [t for t in (kept, speed) if t is not None])
+    spans = group._spans(source.device)
+    if spans:
+        check_two_shot(algorithm)
+    made = dense_stand_ins(source, result) if spans else stand_ins(group, source, result)
+    dense, dense_result, put_result = made
+    state = [t for t in (kept, speed) if t is not None]
+    state, put_state = (state, _nothing) if spans else _state_stand_ins(group, state)
     pointers = [tensor.data_ptr() for tensor in state]
     codec = compression.codec(dense.numel(), dense.dtype, step)
     core = _C.Call(
         operation_of("all_reduce", algorithm, dense.dtype, op),
-        count=dense.numel(),
+        count=0 if spans else dense.numel(),
         input=dense.data_ptr(),
         output=dense_result.data_ptr(),
         codec=codec,
@@ -155,9 +162,22 @@ def compressed_all_reduce(
         put_result()
         put_state()
 
-    call = _Call(core, dense, (dense_result, result, *state), finish, strict)
-    run = call.on_stream if dense.device.type == "cuda" else call.on_cpu
-    work = run(group, async_op)
+    call = PreparedCall(core, dense, dense_result, (result, *state), finish, strict)
+    if spans:
+        coded = CodedCall(
+            dense.view(-1),
+            dense_result.view(-1),
+            compression,
+            op,
+            step,
+            offset,
+            None if kept is None else kept.view(-1),
+            None if speed is None else speed.view(-1),
+        )
+        work = call.on_span(group, async_op, functools.partial(all_reduce, call=coded))
+    else:
+        run = call.on_stream if dense.device.type == "cuda" else call.on_cpu
+        work = run(group, async_op)
     return work if async_op else tensor if out is None else out
 
 
@@ -219,22 +239,23 @@ def compressed_reduce_scatter(
     check_written("output", result)
     check_tensor("input", source)
     check_compressible("input", source)
-    group._check_transport("compressed_reduce_scatter", source.device)
     check_blocks("input", source, "output", result, group.size)
     check_disjoint("output", result, "input", source)
     kept = _check_state("residual", residual, "input", {"input": source, "output": result})
-    if source.is_cuda and not group._stages(source.device):
+    spans = group._spans(source.device)
+    if source.is_cuda and not (spans or group._stages(source.device)):
         raise ValueError(
             f"input must lie on the CPU, unless the group spans nodes, got {source.device}"
         )
     state = [] if kept is None else [kept]
     increment_version([result, *state])
-    dense, dense_result, put_result = stand_ins(group, source, result)
-    state, put_state = _state_stand_ins(group, state)
+    made = dense_stand_ins(source, result) if spans else stand_ins(group, source, result)
+    dense, dense_result, put_result = made
+    state, put_state = (state, _nothing) if spans else _state_stand_ins(group, state)
     codec = compression.codec(dense.numel(), dense.dtype, step)
     core = _C.Call(
         operation_of("reduce_scatter", "two_shot", dense.dtype, op),
-        count=dense_result.numel(),
+        count=0 if spans else dense_result.numel(),
         input=dense.data_ptr(),
         output=dense_result.data_ptr(),
         codec=codec,
@@ -252,50 +273,20 @@ def compressed_reduce_scatter(
         put_result()
         put_state()
 
-    call = _Call(core, dense, (dense_result, result, *state), finish, strict)
-    work = call.on_cpu(group, async_op)
+    call = PreparedCall(core, dense, dense_result, (result, *state), finish, strict)
+    if spans:
+        coded = CodedCall(
+            dense.view(-1), dense_result.view(-1), compression, op, step, offset,
+            None if kept is None else kept.view(-1),
+        )  # fmt: skip
+        work = call.on_span(group, async_op, functools.partial(reduce_scatter, call=coded))
+    else:
+        work = call.on_cpu(group, async_op)
     return work if async_op else output
 
 
-_NONFINITE = "a gradient has an infinity or a NaN, on this rank or another"
-
-
-@dataclass(frozen=True)
-class _Call:
-    """A prepared call: contiguous stand-ins, and a function that copies results back."""
-
-    core: _C.Call
-    source: torch.Tensor
-    others: tuple[torch.Tensor, ...]
-    finish: Callable[[], None]
-    strict: bool
-
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All tensors that must stay alive until the operation is complete."""
-        return (self.source, *self.others)
-
-    def on_cpu(self, group: Group, async_op: bool) -> Work | None:
-        """Runs the call, or hands it to the group's worker."""
-        if async_op:
-            work = group._core.submit_call(self.core)
-            return _CompressedWork(work, self.tensors(), self.finish, self.strict)
-        nonfinite = group._core.run_call(self.core)
-        self.finish()
-        if self.strict and nonfinite:
-            raise NonFinite(_NONFINITE)
-        return None
-
-    def on_stream(self, group: Group, async_op: bool) -> Work | None:
-        """Enqueues the call; waits for it only if strict."""
-        side = group._cuda_side(self.source.device)
-        flag = NonfiniteFlag(side) if async_op or self.strict else None
-        side.run_bucket([self.core], self.tensors(), flag)
-        self.finish()
-        if async_op:
-            return _StreamWork(flag, self.strict)
-        if flag is not None and flag.read():
-            raise NonFinite(_NONFINITE)
-        return None
+def _nothing() -> None:
+    """Copies nothing back."""
 
 
 def _state_stand_ins(
@@ -310,41 +301,6 @@ def _state_stand_ins(
             stand_in.put_back()
 
     return [stand_in.host for stand_in in staged] or state, put_back
-
-
-class _CompressedWork(Work):
-    def __init__(self, *details: Any) -> None:
-        *rest, self._strict = details
-        super().__init__(*rest)
-
-    def wait(self) -> None:
-        """Blocks until the operation is complete, and raises its error if it failed."""
-        super().wait()
-        if self._strict and self._core is not None and self._core.nonfinite():
-            raise NonFinite(_NONFINITE)
-
-
-class _StreamWork(Work):
-    """An operation on a CUDA stream. Later work on the stream need not wait for it."""
-
-    def __init__(self, flag: NonfiniteFlag | None, strict: bool) -> None:
-        super().__init__(None)
-        self._flag = flag
-        self._strict = strict
-
-    def wait(self) -> None:
-        """If strict, blocks until the stream has run the operation, and raises its error."""
-        if self._strict and self.nonfinite:
-            raise NonFinite(_NONFINITE)
-
-    @property
-    def nonfinite(self) -> bool:
-        """See :attr:`Work.nonfinite`. Waits until the stream has run the operation."""
-        return self._flag is not None and self._flag.read()
-
-    def is_completed(self) -> bool:
-        """True if :attr:`nonfinite` would return at once."""
-        return self._flag is None or self._flag.event.query()  # type: ignore[no-untyped-call]
 
 
 def _check_options(

@@ -203,8 +203,9 @@ class Group:
         Any thread may call this. Afterwards the group cannot be used any more.
         """
         self._core.abort()
-        if self._span is not None:
-            self._span.abort()
+        span = self._span  # another thread may close the group
+        if span is not None:
+            span.abort()
 
     def close(self) -> None:
         """Finishes running operations, then leaves the group without waiting for other ranks."""
@@ -220,17 +221,16 @@ class Group:
         """A number, compared by ranks, that distinguishes one user's operations. 0 means none."""
         return next(self._tags)
 
-    def _check_transport(self, what: str, device: torch.device | None = None) -> None:
-        """Raises ValueError if process groups are to carry this between nodes, and cannot."""
-        span = self._span
-        if span is not None and span.strict and (device is None or span.serves(device)):
-            raise ValueError(
-                f'transport must be "gloo" in a group that spans nodes for {what}: the process '
-                "groups between its nodes carry uncompressed collectives only"
-            )
+    def _spans(self, device: torch.device) -> bool:
+        """True if tensors on `device` travel between nodes over process groups."""
+        return self._span is not None and self._span.serves(device)
+
+    def _exchanges_on_host(self, device: torch.device) -> bool:
+        """True if gradients on `device` are exchanged through host memory."""
+        return not self._spans(device) and self._stages(device)
 
     def _stages(self, device: torch.device) -> bool:
-        """True if tensors on `device` are exchanged through host memory, as between nodes."""
+        """True if operations that process groups lack take tensors on `device` to the host."""
         stages = device.type == "cuda" and len(self.nodes) > 1
         if stages:
             log.fallback(self, "CUDA tensors go through host memory: the group spans nodes")

@@ -4,6 +4,7 @@
 
 #include "bind/gil.h"
 #include "bind/python.h"
+#include "core/codecs/cast.h"
 #include "cpu/codecs/topk_comm.h"
 #include "cpu/codecs/wire.h"
 
@@ -24,11 +25,13 @@ Codec make_codec(int kind, int values, bool stochastic, std::int64_t block, std:
 }
 
 bool encode(const Codec& codec, int dtype, std::uintptr_t x, std::int64_t n, std::uintptr_t wire,
-            std::uint64_t seed, std::uint32_t step, std::int64_t offset) {
+            std::uint64_t seed, std::uint32_t step, std::int64_t offset, std::uint32_t stream,
+            std::int64_t run, std::int64_t stride) {
   check_memory(x, n);
   const WithoutGil no_gil;
   return cpu::encode(codec, static_cast<DType>(dtype), reinterpret_cast<const void*>(x), n,
-                     reinterpret_cast<std::byte*>(wire), {seed, step, 0}, offset);
+                     reinterpret_cast<std::byte*>(wire), {seed, step, stream},
+                     {offset, run, stride});
 }
 
 bool decode(const Codec& codec, std::uintptr_t wire, std::int64_t bytes, std::int64_t n, int dtype,
@@ -38,6 +41,16 @@ bool decode(const Codec& codec, std::uintptr_t wire, std::int64_t bytes, std::in
   const WithoutGil no_gil;
   return cpu::decode(codec, reinterpret_cast<const std::byte*>(wire), bytes, n,
                      static_cast<DType>(dtype), reinterpret_cast<void*>(output), add);
+}
+
+// The largest contribution of a node that cannot make a sum, or its result, infinite.
+float largest_safe(const Codec& codec, int dtype, int op, int nodes, int world) {
+  Operation operation;
+  operation.codec = codec;
+  operation.algorithm = Algorithm::two_shot;
+  operation.op = static_cast<ReduceOp>(op);
+  return pycomm::largest_safe(
+      operation, nodes, largest_result(static_cast<DType>(dtype), operation.op, nodes, world));
 }
 
 // Writes at most k indices and values; returns their number.
@@ -63,11 +76,18 @@ void bind_codec(py::module_& m) {
       .def(py::init(&make_codec), py::arg("kind"), py::arg("values") = 0,
            py::arg("stochastic") = false, py::arg("block") = 0, py::arg("k") = 0)
       .def("__repr__", [](const Codec& codec) { return describe(codec); });
+  m.attr("owned_elements") = kOwnedElements;
+  m.attr("topk_chunk") = kTopkChunk;
+  m.attr("topk_spread") = kSpread;
+  m.attr("result_stream") = kResultStream;
   m.def("encoded_bytes", &encoded_bytes, py::arg("codec"), py::arg("n"));
   m.def("encode", &encode, py::arg("codec"), py::arg("dtype"), py::arg("x"), py::arg("n"),
-        py::arg("wire"), py::arg("seed"), py::arg("step"), py::arg("offset"));
+        py::arg("wire"), py::arg("seed"), py::arg("step"), py::arg("offset"), py::arg("stream") = 0,
+        py::arg("run") = 0, py::arg("stride") = 0);
   m.def("decode", &decode, py::arg("codec"), py::arg("wire"), py::arg("bytes"), py::arg("n"),
         py::arg("dtype"), py::arg("output"), py::arg("add"));
+  m.def("largest_safe", &largest_safe, py::arg("codec"), py::arg("dtype"), py::arg("op"),
+        py::arg("nodes"), py::arg("world"));
   m.def("select", &select, py::arg("dtype"), py::arg("x"), py::arg("n"), py::arg("k"),
         py::arg("indices"), py::arg("values"));
 }

@@ -58,19 +58,21 @@ cuda::WireJob wire_job(int device, std::uintptr_t stream, std::uintptr_t workspa
 
 void encode(int device, std::uintptr_t stream, std::uintptr_t workspace, const Codec& codec,
             int dtype, std::uintptr_t x, std::int64_t n, std::uintptr_t wire, std::uint64_t seed,
-            std::uint32_t step, std::int64_t offset) {
+            std::uint32_t step, std::int64_t offset, std::uint32_t stream_of_bits, std::int64_t run,
+            std::int64_t stride) {
   const WithoutGil no_gil;
   cuda::WireJob job = wire_job(device, stream, workspace, codec, dtype, n, x, wire);
-  job.random = {seed, step, 0};
-  job.offset = offset;
+  job.random = {seed, step, stream_of_bits};
+  job.places = {offset, run, stride};
   cuda::encode(job);
 }
 
 void decode(int device, std::uintptr_t stream, std::uintptr_t workspace, const Codec& codec,
             std::uintptr_t wire, std::int64_t bytes, std::int64_t n, int dtype,
-            std::uintptr_t output, bool add) {
+            std::uintptr_t output, bool add, bool checks) {
   const WithoutGil no_gil;
-  cuda::decode(wire_job(device, stream, workspace, codec, dtype, n, output, wire), bytes, add);
+  cuda::decode(wire_job(device, stream, workspace, codec, dtype, n, output, wire), bytes, add,
+               checks);
 }
 
 std::int64_t select(int device, std::uintptr_t stream, std::uintptr_t workspace, const Codec& codec,
@@ -121,6 +123,7 @@ void bind_cuda(py::module_& m) {
              group.run(make_call(kind, count, input, output, shape, label), stream);
            })
       .def("run_bucket", &run_bucket);
+  m.def("cuda_completed", &cuda::completed, py::arg("event"));
   m.def("cuda_encode", &encode);
   m.def("cuda_decode", &decode);
   m.def("cuda_select", &select);

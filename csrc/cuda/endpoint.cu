@@ -219,12 +219,8 @@ struct Endpoint::Impl {
   // Returns false if the device has failed: a lane that uses other ranks' tensors then never leaves.
   bool can_run() const {
     (void)cudaSetDevice(options.device);
-    // Does not break a capture that runs on another thread.
-    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-    (void)cudaThreadExchangeStreamCaptureMode(&mode);
-    const bool can = order->can_run();
-    (void)cudaThreadExchangeStreamCaptureMode(&mode);
-    return can;
+    const BesideCaptures beside;
+    return order->can_run();
   }
 
   AnyLaunch frame(int local_ranks) const {
@@ -255,6 +251,14 @@ std::int64_t heap_begin(int ranks, int lanes, std::int64_t staging_bytes) {
   PYCOMM_CHECK(staging_bytes >= least, "staging_bytes must be at least " + std::to_string(least) +
                                            " for this world size and number of blocks");
   return WindowLayout{ranks, lanes, staging_bytes}.heap_begin();
+}
+
+bool completed(std::uintptr_t event) {
+  const BesideCaptures beside;
+  const cudaError_t error = cudaEventQuery(reinterpret_cast<cudaEvent_t>(event));
+  if (error == cudaErrorNotReady) return false;
+  PYCOMM_CUDA_CHECK(error);
+  return true;
 }
 
 HostRegistration::HostRegistration(int device, std::uintptr_t data, std::int64_t bytes)

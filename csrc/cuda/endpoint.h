@@ -58,6 +58,10 @@ std::int64_t window_bytes(int ranks, int lanes, std::int64_t staging_bytes,
                           std::int64_t heap_bytes);
 std::int64_t heap_begin(int ranks, int lanes, std::int64_t staging_bytes);
 
+// True if all work that an event has recorded is complete. Unlike torch's query, this does not break a
+// capture on another thread.
+bool completed(std::uintptr_t event);
+
 // Pins a range of host memory for a device during the object's lifetime.
 class HostRegistration {
  public:

@@ -24,6 +24,7 @@ struct SharedLaunch::Impl {};
 std::int64_t least_staging_bytes(int, int) { unavailable(); }
 std::int64_t window_bytes(int, int, std::int64_t, std::int64_t) { unavailable(); }
 std::int64_t heap_begin(int, int, std::int64_t) { unavailable(); }
+bool completed(std::uintptr_t) { unavailable(); }
 HostRegistration::HostRegistration(int, std::uintptr_t, std::int64_t) { unavailable(); }
 HostRegistration::~HostRegistration() = default;
 Endpoint::Endpoint(EndpointOptions) { unavailable(); }
@@ -46,7 +47,7 @@ void SharedLaunch::put(int, const Operation&, const void*, void*, std::uintptr_t
 void SharedLaunch::launch(const std::function<bool()>&) { unavailable(); }
 void SharedLaunch::follow(int) { unavailable(); }
 void encode(const WireJob&) { unavailable(); }
-void decode(const WireJob&, std::int64_t, bool) { unavailable(); }
+void decode(const WireJob&, std::int64_t, bool, bool) { unavailable(); }
 std::int64_t select(const WireJob&, std::int64_t*, float*) { unavailable(); }
 std::int64_t workspace_bytes(const Codec&, std::int64_t) { unavailable(); }
 std::int64_t workspace_bytes(const std::vector<Part>&, int) { unavailable(); }

@@ -37,6 +37,18 @@ class DeviceGuard {
   bool changed_ = false;
 };
 
+// Lets this thread call the runtime while other threads capture, without breaking their captures.
+class BesideCaptures {
+ public:
+  BesideCaptures() { (void)cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~BesideCaptures() { (void)cudaThreadExchangeStreamCaptureMode(&mode_); }
+  BesideCaptures(const BesideCaptures&) = delete;
+  BesideCaptures& operator=(const BesideCaptures&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
 // The number of blocks that a device runs at once, or the number of pieces of work if that is less.
 inline std::int64_t blocks_for(std::int64_t pieces, int per_processor, int device) {
   int processors = 0;

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllToAllOptions, BroadcastOptions
 
+from pycomm import _C
 from pycomm._runtime.torch_private import backends_of, can_make_backend, new_backend
 
 if TYPE_CHECKING:
@@ -36,17 +37,21 @@ def backends_to_make(transport: str, group: Any) -> dict[str, str]:
     """The backends that shall connect nodes, for each type of device.
 
     Args:
-        transport: ``"auto"`` and ``"gloo"`` take none.
-        group: ``"process_group"`` takes the backends of this process group.
+        transport: ``"gloo"`` takes none.
+        group: ``"process_group"`` takes the backends of this process group; ``"auto"`` takes its
+            NCCL.
 
     Raises:
         ValueError: the process group has one that cannot be made anew.
     """
-    if transport != "process_group":
+    if transport == "gloo":
         return {}
-    # Gloo accepts CUDA tensors in some operations only.
-    found = {device: name for device, name in backends_of(group).items()
-             if (device, name) != ("cuda", "gloo")}  # fmt: skip
+    found = backends_of(group)
+    if transport == "auto":
+        takes = found.get("cuda") == "nccl" and torch.cuda.is_available()
+        return {"cuda": "nccl"} if takes else {}
+    if found.get("cuda") == "gloo":  # it accepts CUDA tensors in some operations only
+        del found["cuda"]
     for device, name in found.items():
         if not can_make_backend(name):
             raise ValueError(
@@ -56,10 +61,11 @@ def backends_to_make(transport: str, group: Any) -> dict[str, str]:
     return found
 
 
-def subgroup_of(group: Any, ranks: Sequence[int]) -> Any:
+def subgroup_of(group: Any, ranks: Sequence[int], timeout: float) -> Any:
     """A new process group of some ranks of another one, in which only these take part."""
     found = [dist.get_global_rank(group, rank) for rank in ranks]
-    return dist.new_group(found, backend="gloo", use_local_synchronization=True)
+    patience = timedelta(seconds=timeout)
+    return dist.new_group(found, patience, "gloo", use_local_synchronization=True)
 
 
 class Overrun(RuntimeError):
@@ -75,11 +81,16 @@ class Carriers:
         ranks: these ranks, in torch.distributed's default group.
         here: the index of this rank among them, which is that of its node.
         timeout: seconds that an operation may take.
+
+    Attributes:
+        received: bytes that have come from other nodes.
     """
 
     def __init__(
         self, name: str, store: Store, ranks: Sequence[int], here: int, timeout: float
     ) -> None:
+        self.received = 0
+        self._nodes, self._here = len(ranks), here
         self._timeout = timedelta(seconds=timeout)
         self._on_stream = name == "nccl"
         self._slice = _SLICE if name == "gloo" else timeout  # nothing else ends Gloo's waits
@@ -88,19 +99,37 @@ class Carriers:
 
     def all_to_all(self, output: torch.Tensor, given: torch.Tensor) -> Transfer:
         """Sends part m of `given` to node m; `output` receives a part of each node, in order."""
+        self.received += output.nbytes - output.nbytes // self._nodes
         return self._start(
             self._backend.alltoall_base, _bytes(output), _bytes(given), [], [], AllToAllOptions()
         )
 
     def all_gather(self, output: torch.Tensor, given: torch.Tensor) -> Transfer:
         """Collects all nodes' `given` in `output`, in their order."""
+        self.received += output.nbytes - given.nbytes
         return self._start(self._backend._allgather_base, _bytes(output), _bytes(given))
 
     def broadcast(self, tensor: torch.Tensor, node: int) -> Transfer:
         """Copies a node's tensor to all others."""
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = node, 0
+        self.received += tensor.nbytes if node != self._here else 0
         return self._start(self._backend.broadcast, [_bytes(tensor)], options)
+
+    def connect(self, device: torch.device) -> None:
+        """Makes NCCL connect now, so that the first operation does not take long.
+
+        Raises:
+            Overrun: another node has not come within the deadline.
+        """
+        if not self._on_stream:
+            return
+        sums = torch.zeros(self._nodes, device=device)
+        self.all_gather(sums, sums[:1].clone()).wait()
+        done = Point(torch.cuda.current_stream(device).record_event())
+        if not _await(done, self._aborted, time.monotonic() + self._timeout.total_seconds()):
+            self.abort()
+            raise Overrun(f"NCCL has not connected within {self._timeout.total_seconds():g} s")
 
     def abort(self) -> None:
         """Ends all transfers, also those of other nodes that wait for this one, if that can be."""
@@ -165,7 +194,7 @@ class Worker:
         self._thread.start()
         _workers.add(self)
 
-    def submit(self, function: Callable[[], None]) -> Task:
+    def submit(self, function: Callable[[], int]) -> Task:
         """Hands over a function."""
         self._last = task = Task()
         self._tasks.put((function, task))
@@ -196,7 +225,7 @@ def _run_tasks(tasks: Tasks) -> None:
         function, task = given
         task.start = time.perf_counter()
         try:
-            function()
+            task.result = function()
         except BaseException as error:
             task.error = error
         task.stop = time.perf_counter()
@@ -259,7 +288,7 @@ def _watch_pairs(
 
 def _await(event: Event, ending: threading.Event, deadline: float | None) -> bool:
     """Waits for an event; False if the deadline has passed, or the thread is to end."""
-    while not event.query():
+    while not _happened(event):
         late = deadline is not None and time.monotonic() > deadline
         if late or ending.wait(_LOOK_EVERY):
             return False
@@ -273,6 +302,25 @@ class Event(Protocol):
         """True if it has."""
 
 
+class Point:
+    """An event of a CUDA stream, which any thread may query while another one captures."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def query(self) -> bool:
+        """True if the stream has come to the event."""
+        return _C.cuda_completed(self._event.cuda_event)
+
+
+def _happened(event: Event) -> bool:
+    """True if it has; a device that has failed never comes to it."""
+    try:
+        return event.query()
+    except RuntimeError:
+        return False
+
+
 class Task:
     """A function that a worker runs.
 
@@ -281,12 +329,14 @@ class Task:
         error: what it has raised.
         start: when it began, in seconds of ``time.perf_counter``.
         stop: when it ended.
+        result: what it has returned.
     """
 
     def __init__(self) -> None:
         self.ended = threading.Event()
         self.error: BaseException | None = None
         self.start = self.stop = 0.0
+        self.result = 0
 
     def wait(self) -> None:
         """Waits until it has ended, and raises its error."""
@@ -296,7 +346,7 @@ class Task:
 
 
 Pairs: TypeAlias = "queue.SimpleQueue[tuple[Event, Event] | None]"
-Tasks: TypeAlias = "queue.SimpleQueue[tuple[Callable[[], None], Task] | None]"
+Tasks: TypeAlias = "queue.SimpleQueue[tuple[Callable[[], int], Task] | None]"
 _workers: weakref.WeakSet[Worker] = weakref.WeakSet()
 
 

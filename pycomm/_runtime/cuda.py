@@ -11,7 +11,7 @@ from pycomm._inputs.dtypes import CODECS
 from pycomm._runtime.log import cuda_made
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from pycomm._runtime.member import Member
 
@@ -114,25 +114,40 @@ class CudaSide:
 
 
 class NonfiniteFlag:
-    """Reports if a compressed operation has met an infinity or a NaN."""
+    """Reports if a compressed operation has met an infinity or a NaN.
 
-    def __init__(self, side: CudaSide) -> None:
-        self.word = torch.zeros(1, dtype=torch.int32, device=side.device)
+    Args:
+        device: where it runs.
+        check: raises the error of an operation that has failed.
+    """
+
+    def __init__(self, device: torch.device, check: Callable[[], None]) -> None:
+        self.word = torch.zeros(1, dtype=torch.int32, device=device)
         self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._side = side
+        self._check = check
+
+    def set(self, found: torch.Tensor) -> None:
+        """Sets the flag on the current stream."""
+        self.word.copy_(found)
+        self.event.record()
 
     def read(self) -> bool:
         """Waits on the host until the operation has run, and raises its error if it failed."""
         self.event.synchronize()
-        self._side.check()
+        self._check()
         return bool(self.word.item())
 
 
 class Codecs:
-    """Encoding and decoding on a device's current stream, with the interface of ``_C``'s."""
+    """Encoding and decoding on a device's current stream, with the interface of ``_C``'s.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    Args:
+        device: the device.
+        checks: decode bytes that may be anything; that waits for the stream.
+    """
+
+    def __init__(self, device: torch.device, *, checks: bool = True) -> None:
+        self._device, self._checks = device, checks
         self._place = (device.index, torch.cuda.current_stream(device).cuda_stream)
 
     def encode(
@@ -145,17 +160,26 @@ class Codecs:
         seed: int,
         step: int,
         offset: int,
+        stream: int = 0,
+        run: int = 0,
+        stride: int = 0,
     ) -> None:
         """Enqueues the encoding."""
         space = _workspace(_C.cuda_workspace_bytes(codec, n), self._device)
-        _C.cuda_encode(*self._place, space.data_ptr(), codec, dtype, x, n, wire, seed, step, offset)
+        _C.cuda_encode(
+            *self._place, space.data_ptr(), codec, dtype, x, n, wire, seed, step, offset, stream,
+            run, stride,
+        )  # fmt: skip
 
     def decode(
         self, codec: _C.Codec, wire: int, nbytes: int, n: int, dtype: int, output: int, add: bool
     ) -> None:
-        """Decodes, and waits for the stream to check the bytes."""
+        """Decodes; if it checks the bytes, it waits for the stream."""
         space = _workspace(4, self._device)
-        _C.cuda_decode(*self._place, space.data_ptr(), codec, wire, nbytes, n, dtype, output, add)
+        _C.cuda_decode(
+            *self._place, space.data_ptr(), codec, wire, nbytes, n, dtype, output, add,
+            self._checks,
+        )  # fmt: skip
 
     def select(self, dtype: int, x: int, n: int, k: int, indices: int, values: int) -> int:
         """Selects, and waits for the stream to return the number of elements."""

@@ -10,9 +10,7 @@ together. Windows are
 
 from __future__ import annotations
 
-import os
 import threading
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,11 +18,12 @@ import torch
 from pycomm import _C
 from pycomm._inputs.dtypes import operation_of
 from pycomm._runtime.cuda import CudaSide
+from pycomm._runtime.environment import environment
 from pycomm._runtime.log import fallback
 from pycomm._runtime.torch_private import symmetric_handle, symmetric_tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from pycomm._runtime.member import Member
 
@@ -34,7 +33,7 @@ STAGING_BYTES = 32 << 20  # per rank, at least
 # What torch reads when it makes symmetric memory. Multicast is not used here, and on some machines
 # setting it up fails or hangs. And torch takes GPUs of one number for one GPU, but the numbers
 # depend on each process's CUDA_VISIBLE_DEVICES.
-_SYMMETRIC_MEMORY = {
+SYMMETRIC_MEMORY = {
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
 }
@@ -163,7 +162,7 @@ def _symmetric_windows(
     if not _all_agree(group, not why):
         return None, why or elsewhere
     memory = handle = None
-    with symmetric_memory_settings():
+    with environment(SYMMETRIC_MEMORY):
         try:
             memory = symmetric_tensor(nbytes, device)
             memory.zero_()
@@ -185,21 +184,6 @@ def _symmetric_windows(
     if not _all_agree(group, not why):
         return None, why or elsewhere
     return (windows, memory, handle), ""
-
-
-@contextmanager
-def symmetric_memory_settings() -> Iterator[None]:
-    """Sets, for a scope, the environment variables that torch reads when it makes such memory."""
-    before = {name: os.environ.get(name) for name in _SYMMETRIC_MEMORY}
-    os.environ.update(_SYMMETRIC_MEMORY)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 class _Pinned:

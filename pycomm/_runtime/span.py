@@ -8,13 +8,14 @@ comes next, and whose fault a failure is.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from typing import TYPE_CHECKING
 
 import torch
 
 from pycomm._inputs.dtypes import operation_of
-from pycomm._runtime.carriers import Overrun, Task, Watch, Worker
+from pycomm._runtime.carriers import Overrun, Point, Task, Watch, Worker
 from pycomm.errors import CollectiveError, GroupUnusable, Timeout
 
 if TYPE_CHECKING:
@@ -37,7 +38,6 @@ class Span:
         carriers: for each type of device, the ranks that carry the same stripe; None if this rank
             carries none.
         timeout: seconds that an operation may take.
-        strict: True if operations that process groups do not carry shall be refused.
 
     Attributes:
         world: the number of ranks.
@@ -55,9 +55,8 @@ class Span:
         node: Member | None,
         carriers: Mapping[str, Carriers | None],
         timeout: float,
-        strict: bool,
     ) -> None:
-        self.node, self.carriers, self.strict = node, carriers, strict
+        self.node, self.carriers = node, carriers
         self.nodes, self.here, self.stripes = nodes.ranks, nodes.here, nodes.stripes
         self.rank, self.index = rank, nodes.local.index(rank)
         self.world = sum(map(len, nodes.ranks))
@@ -66,7 +65,7 @@ class Span:
         self._worker = Worker(self.abort)
         self._submitting = threading.Lock()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._orders: dict[torch.device, torch.Tensor] = {}
+        self._orders: dict[tuple[tuple[int, ...], torch.device], torch.Tensor] = {}
         self._watch: Watch | None = None
         self._overrun = False
 
@@ -81,10 +80,18 @@ class Span:
 
     def by_index(self, device: torch.device) -> torch.Tensor:
         """All ranks, if nodes are of one size: the first of every node, then the second ones."""
-        if device not in self._orders:
-            order = list(zip(*self.nodes, strict=True))
-            self._orders[device] = torch.tensor(order, device=device).flatten()
-        return self._orders[device]
+        return self._order(itertools.chain(*zip(*self.nodes, strict=True)), device)
+
+    def node_order(self, device: torch.device) -> torch.Tensor | None:
+        """All ranks, node by node; None if that is their order anyway."""
+        ranks = list(itertools.chain(*self.nodes))
+        return None if ranks == sorted(ranks) else self._order(ranks, device)
+
+    def _order(self, ranks: Iterable[int], device: torch.device) -> torch.Tensor:
+        key = (*ranks,), device
+        if key not in self._orders:
+            self._orders[key] = torch.tensor(key[0], device=device)
+        return self._orders[key]
 
     def enqueue(
         self, device: torch.device, flow: Callable[[], None], tensors: Iterable[torch.Tensor]
@@ -102,7 +109,7 @@ class Span:
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             captured = torch.cuda.is_current_stream_capturing()
-            begin = None if captured else stream.record_event()
+            begin = None if captured else Point(stream.record_event())
             try:
                 flow()
             except CollectiveError as error:  # the ranks of this node have numbers of their own
@@ -121,7 +128,7 @@ class Span:
             if begin is not None:
                 if self._watch is None:
                     self._watch = Watch(self._timeout, self._end_overrun)
-                self._watch.add(begin, stream.record_event())
+                self._watch.add(begin, Point(stream.record_event()))
 
     def check(self) -> None:
         """Raises Timeout, once, if work on a device has overrun its deadline."""
@@ -133,25 +140,35 @@ class Span:
                 rank=self.rank,
             )
 
-    def run(
-        self, operation: _C.Operation, shape: torch.Size, label: str, flow: Callable[[], None]
-    ) -> Task:
+    def connect(self) -> None:
+        """Connects the nodes; otherwise their first operation would."""
+        for kind, carriers in self.carriers.items():
+            if carriers is not None and kind == "cuda":
+                carriers.connect(torch.device(kind, torch.cuda.current_device()))
+
+    def run(self, submit: Callable[[_C.Group], _C.Work], flow: Callable[[], None]) -> Task:
         """Runs the flow of an operation once all ranks have called it.
+
+        Args:
+            submit: submits what ranks compare to the group's core: the operation without elements.
+            flow: runs the operation.
 
         Raises:
             ValueError: the operation does not span nodes.
             pycomm.GroupUnusable: the group is closed or has failed.
         """
 
-        def run() -> None:
+        def run() -> int:
             agreed.wait()
+            before = self._received()
             try:
                 flow()
             except Exception as error:
                 raise self._failure(error) from error
+            return self._received() - before
 
         with self._submitting:  # the worker's order is the one that ranks agree on
-            agreed = self._core.submit(operation, 0, 0, 0, shape, label)
+            agreed = submit(self._core)
             return self._worker.submit(run)
 
     def busy(self) -> bool:
@@ -176,6 +193,10 @@ class Span:
         self.carriers = dict.fromkeys(self.carriers)
         if self.node is not None:
             self.node.close()
+
+    def _received(self) -> int:
+        """Bytes that have come from other nodes."""
+        return sum(c.received for c in self.carriers.values() if c is not None)
 
     def _end_overrun(self) -> None:
         """Ends everything, because work on a device has overrun its deadline."""

@@ -17,6 +17,8 @@ from torch.distributed import distributed_c10d
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from pycomm._runtime.environment import environment
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound=torch.Tensor)
 _ALWAYS = timedelta(days=365)
+# NCCL's watchdog would end the process after an abort or an error.
+_HARMLESS_NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 
 __all__ = [
     "GradBucket",
@@ -109,8 +113,9 @@ def new_backend(
         return torch.distributed.ProcessGroupGloo(store, rank, len(ranks), timeout)
     if name == "nccl":
         options = torch.distributed.ProcessGroupNCCL.Options()
-        options._timeout = _ALWAYS  # torch would end the process
-        return torch.distributed.ProcessGroupNCCL(store, rank, len(ranks), options)
+        options._timeout = _ALWAYS
+        with environment(_HARMLESS_NCCL):
+            return torch.distributed.ProcessGroupNCCL(store, rank, len(ranks), options)
     plugin = torch.distributed.Backend._plugins[name.upper()]
     if not plugin.extended_api:
         return plugin.creator_fn(store, rank, len(ranks), timeout)

@@ -88,7 +88,6 @@ class CommState(HookState):
         )
         self._exposed_before = 0.0
         self._group: Group | None = group if group is not None else default_group()
-        self.group._check_transport("hooks and wrappers")
         self._tag = self.group._next_tag()
         self._begin_anew()
 
@@ -334,7 +333,7 @@ class CommState(HookState):
 
     def _begin_step(self, device: torch.device, group: Group) -> None:
         if not self._placed:
-            self._residuals.to(torch.device("cpu") if group._stages(device) else device)
+            self._residuals.to(torch.device("cpu") if group._exchanges_on_host(device) else device)
             self._placed = True
         scale = self._scale.read(group)
         self._residuals.settle(scale)
@@ -351,7 +350,8 @@ class CommState(HookState):
         future: Future[Any] = Future(devices=[device] if buffer.is_cuda else None)
         if buffer.is_cpu or exchange.stand_in is not None:
             return Flight(exchange, exchange.submit(step, group), future, buffer)
-        if group._cuda_side(device).shares_device and backward_id() >= 0:
+        spans = group._spans(device)
+        if not spans and group._cuda_side(device).shares_device and backward_id() >= 0:
             raise ValueError(
                 "ranks that are threads must have a GPU each to exchange in backward, got "
                 f"{device} for all: autograd has one thread per device"

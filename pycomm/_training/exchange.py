@@ -6,8 +6,8 @@ stream) runs them while backward goes on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,10 @@ import torch
 
 from pycomm import _C
 from pycomm._runtime.staging import StandIn, fetch
+from pycomm._spanning.between import Between, SpanningWork
+from pycomm._spanning.call import CodedCall
+from pycomm._spanning.coded import all_reduce
+from pycomm._spanning.collectives import Exchange
 from pycomm._work import Work
 
 if TYPE_CHECKING:
@@ -31,12 +35,15 @@ class Part:
         kept: other tensors that the operation reads and writes, by name.
         wire_bytes: the most bytes that this rank reads from other ranks, or receives from other
             nodes.
+        flow: runs the operation at a step, if process groups carry it between nodes. Ranks only
+            compare `call` then.
     """
 
     call: _C.Call
     tensor: torch.Tensor
     kept: dict[str, torch.Tensor]
     wire_bytes: int
+    flow: Callable[[Between, int], object] | None = None
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -74,6 +81,13 @@ class BucketExchange:
 
     def submit(self, step: int, group: Group) -> Work:
         """Hands the operations to the group's worker."""
+        if (span := group._span) is not None and self._parts and self._parts[0].flow is not None:
+            device = self._parts[0].tensor.device
+            task = span.run(
+                lambda core: self._core.submit(core, step),
+                lambda: self._run_flows(Between(span, device), step),
+            )
+            return SpanningWork(task, self._tensors, lambda: None)
         if self.stand_in is None:
             return Work(self._core.submit(group._core, step), self._tensors)
         fetch(self.stand_in)
@@ -81,9 +95,19 @@ class BucketExchange:
 
     def enqueue(self, step: int, group: Group, device: torch.device) -> None:
         """Enqueues the operations on the current stream."""
+        if (span := group._span) is not None and self._parts and self._parts[0].flow is not None:
+            span.enqueue(
+                device, lambda: self._run_flows(Between(span, device), step), self._tensors
+            )
+            return
         for part in self._parts:
             part.call.set_step(step)
         group._cuda_side(device).run_bucket([part.call for part in self._parts], self._tensors)
+
+    def _run_flows(self, between: Between, step: int) -> None:
+        for part in self._parts:
+            assert part.flow is not None
+            part.flow(between, step)
 
     def give_back(self) -> None:
         """Adds the means to this rank's residuals, after an exchange whose result is dropped."""
@@ -92,6 +116,16 @@ class BucketExchange:
             # After an overflow the mean may not be finite, and residuals were not changed.
             if residual is not None and bool(part.tensor.isfinite().all()):
                 residual.add_(part.tensor if scale is None else part.tensor.float() / scale)
+
+
+def spanning_mean(tensor: torch.Tensor, between: Between, _: int) -> None:
+    """Averages over process groups; for :attr:`Part.flow`."""
+    Exchange(between, tensor, tensor, "avg", 0).all_reduce()
+
+
+def spanning_coded_mean(call: CodedCall, between: Between, step: int) -> None:
+    """Averages compressed over process groups; for :attr:`Part.flow`."""
+    all_reduce(between, False, replace(call, step=step))
 
 
 def dense_wire_bytes(nbytes: int, group: Group) -> int:

@@ -30,7 +30,7 @@ class LossScale:
         if self._scaler is None or not self._scaler.is_enabled():
             return None
         scale = scale_of(self._scaler)  # none before the first loss was scaled
-        if scale is None or not group._stages(scale.device):
+        if scale is None or not group._exchanges_on_host(scale.device):
             return scale
         if self._staged is None:
             self._staged = StandIn(scale)

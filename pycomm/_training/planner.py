@@ -7,6 +7,7 @@ uncompressed parameters share an operation.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,15 @@ from pycomm import _C
 from pycomm._inputs.dtypes import operation_of
 from pycomm._runtime.log import operations
 from pycomm._runtime.staging import StandIn
-from pycomm._training.exchange import BucketExchange, Part, dense_wire_bytes, parties
+from pycomm._spanning.call import CodedCall
+from pycomm._training.exchange import (
+    BucketExchange,
+    Part,
+    dense_wire_bytes,
+    parties,
+    spanning_coded_mean,
+    spanning_mean,
+)
 from pycomm._training.parameters import Entry, Parameters, dense_strides, same_places
 from pycomm.compression import Compression, check_compressible
 
@@ -87,7 +96,7 @@ class Planner:
         if begins is None:
             begins = list(itertools.accumulate((e.numel for e in entries[:-1]), initial=0))
         _check_bucket(buffer, entries, begins)
-        stand_in = StandIn(buffer) if group._stages(buffer.device) else None
+        stand_in = StandIn(buffer) if group._exchanges_on_host(buffer.device) else None
         flat = buffer if stand_in is None else stand_in.host
         parts = self._parts(flat, entries, begins, step, scale, group)
         exchange = BucketExchange(parts, stand_in)
@@ -153,8 +162,10 @@ class Planner:
         """The operation for uncompressed neighbours, of which `first` is the first."""
         if tensor.numel() == 0:
             return []
-        call = self._call(tensor, first, _C.Codec(0))
-        return [Part(call, tensor, {}, dense_wire_bytes(tensor.nbytes, group))]
+        spans = group._spans(tensor.device)
+        call = self._call(tensor, first, _C.Codec(0), spans)
+        flow = functools.partial(spanning_mean, tensor) if spans else None
+        return [Part(call, tensor, {}, dense_wire_bytes(tensor.nbytes, group), flow)]
 
     def _compressed(
         self,
@@ -175,10 +186,12 @@ class Planner:
                 kept[f"{kind}_before"] = before
         if scale is not None:
             kept["scale"] = scale
+        spans = group._spans(tensor.device)
         call = self._call(
             tensor,
             entry,
             codec,
+            spans,
             momentum=compression.momentum,
             seed=compression.seed,
             hold_unused=True,
@@ -186,20 +199,33 @@ class Planner:
         )
         ranks, stripes = parties(group)
         wire_bytes = compression.wire_bytes(entry.numel, ranks, tensor.dtype, step=step)
-        return Part(call, tensor, kept, wire_bytes // stripes)
+        flow = None
+        if spans:
+            coded = CodedCall(
+                tensor, tensor, compression, "avg", 0, entry.first, density_step=step,
+                hold_unused=True, **kept,
+            )  # fmt: skip
+            flow = functools.partial(spanning_coded_mean, coded)
+        return Part(call, tensor, kept, wire_bytes // stripes, flow)
 
-    def _call(self, tensor: torch.Tensor, first: Entry, codec: _C.Codec, **options: Any) -> _C.Call:
-        """An average in place, in rank order; ranks compare tag and place in the model."""
+    def _call(
+        self, tensor: torch.Tensor, first: Entry, codec: _C.Codec, spans: bool, **options: Any
+    ) -> _C.Call:
+        """An average in place, in rank order; ranks compare tag and place in the model.
+
+        If the group spans nodes over process groups, the call only compares, without elements.
+        """
         defaults = {"residual": 0, "velocity": 0, "momentum": 0.0, "seed": 0}
         return _C.Call(
             operation_of("all_reduce", "auto", tensor.dtype, "avg"),
-            count=tensor.numel(),
+            count=0 if spans else tensor.numel(),
             input=tensor.data_ptr(),
             output=tensor.data_ptr(),
             codec=codec,
             step=0,
             offset=first.first,
             tag=self._tag,
+            shape=tensor.shape if spans else None,
             **(defaults | options),
         )
 

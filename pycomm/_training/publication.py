@@ -19,9 +19,10 @@ import torch
 from torch.utils.weak import TensorWeakRef
 
 from pycomm._runtime.torch_private import is_transformed
+from pycomm._spanning.collectives import launch
 from pycomm._training.pending import expect, settle
 from pycomm._training.step_guard import StepGuard
-from pycomm._work import Work, launch
+from pycomm._work import Work
 from pycomm.errors import PycommError
 
 if TYPE_CHECKING:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from pycomm._spanning.collectives import launch
 from pycomm._training.zeros import zeros
-from pycomm._work import Work, launch
+from pycomm._work import Work
 from pycomm.collectives import all_reduce
 from pycomm.compressed import compressed_reduce_scatter
 

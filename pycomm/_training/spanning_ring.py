@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from pycomm._spanning.collectives import launch
 from pycomm._training.gradient_ring import GradientRing, Run
 from pycomm._training.shards import part_of
-from pycomm._work import launch
 
 
 class SpanningRing(GradientRing):

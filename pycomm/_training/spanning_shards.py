@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils.weak import TensorWeakRef
 
+from pycomm._spanning.collectives import launch
 from pycomm._training.buckets import partition
 from pycomm._training.cuts import UNIT, Range
 from pycomm._training.exchange import dense_wire_bytes
@@ -23,7 +24,6 @@ from pycomm._training.flat import Memory, kind_of
 from pycomm._training.publication import Publication, Spread
 from pycomm._training.scatter import Blocks, encoded_bytes
 from pycomm._training.shards import Shards
-from pycomm._work import launch
 
 if TYPE_CHECKING:
     from pycomm._training.shard_options import Sharding

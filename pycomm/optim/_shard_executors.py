@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from pycomm import _C
+from pycomm._spanning.collectives import launch
 from pycomm._training.shards import Shards
 from pycomm._training.spanning_shards import SpanningShards
-from pycomm._work import launch
 from pycomm.errors import PycommError
 from pycomm.optim._executors import (
     WORDS,

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import pycomm
+from pycomm import _init
 from pycomm._runtime import carriers
 
 LAYOUTS = [[1, 1], [2, 2], [2, 1], [1, 1, 1], "abba"]
@@ -133,12 +134,6 @@ def test_any_backend_of_torch(world):
 
 def refused(group: pycomm.Group) -> None:
     x = torch.ones(1000)
-    with pytest.raises(ValueError, match=r'transport must be "gloo" .* for compressed_all_reduce'):
-        pycomm.compressed_all_reduce(x, pycomm.Int8(), group=group)
-    with pytest.raises(ValueError, match=r'transport must be "gloo" .* compressed_reduce_scatter'):
-        pycomm.compressed_reduce_scatter(x[:500].clone(), x, pycomm.Int8(), group=group)
-    with pytest.raises(ValueError, match=r'transport must be "gloo" .* for hooks and wrappers'):
-        pycomm.DataParallel(torch.nn.Linear(2, 2), group=group)
     with pytest.raises(ValueError, match="algorithm must be auto or two_shot"):
         pycomm.all_reduce(x, algorithm="ring", group=group)
     with pytest.raises(ValueError, match="cannot run in a group that spans nodes"):
@@ -172,6 +167,37 @@ def differing(rank: int, size: int, store: str) -> str:
 def test_ranks_that_want_different_transports():
     expected = "transport must be the same on every rank: rank 0 has gloo, rank 1 has process_group"
     assert helpers.run_ranks(2, differing) == [expected] * 2
+
+
+def unconnected(rank: int, size: int, store: str, transport: str) -> tuple[str, float]:
+    """A rank's process group cannot be made."""
+    spanning.pretend("ab"[rank])
+    helpers.join_world(rank, size, store)
+    real = _init.Carriers
+
+    def carriers_of(*args):
+        if rank == 1:
+            raise RuntimeError("no link")
+        return real(*args)
+
+    _init.Carriers = carriers_of
+    _init.backends_to_make = lambda *_: {"cpu": "gloo"}
+    told, total = "", 0.0
+    try:
+        with pycomm.init(transport=transport, timeout=2) as group:
+            total = float(pycomm.all_reduce(torch.ones(3), group=group)[0])
+    except pycomm.CollectiveError as error:
+        told = str(error)
+    dist.destroy_process_group()
+    return told, total
+
+
+def test_a_process_group_that_cannot_be_made():
+    """All ranks say so; by default they do without it."""
+    told = helpers.run_ranks(2, unconnected, "process_group")
+    assert told[0] == told[1]
+    assert "rank 1: RuntimeError: no link" in told[0][0]
+    assert helpers.run_ranks(2, unconnected, "auto") == [("", 2.0)] * 2
 
 
 def test_a_thread_that_nobody_needs_ends():

@@ -100,9 +100,10 @@ def device(monkeypatch):
         is_current_stream_capturing=lambda: False,
     )
     monkeypatch.setattr(span.torch, "cuda", fake)
+    monkeypatch.setattr(span, "Point", lambda event: event)
     aborted = types.SimpleNamespace(abort=lambda: log.append("abort"))
     core = Core()
-    made = span.Span(core, Nodes(((0,), (1,)), 0), 0, None, {"cuda": aborted}, TIMEOUT, strict=True)
+    made = span.Span(core, Nodes(((0,), (1,)), 0), 0, None, {"cuda": aborted}, TIMEOUT)
     yield made, log, own, fake
     made.close()
 
@@ -198,7 +199,31 @@ def test_a_failure_inside_the_node_ends_the_others(device):
     assert "abort" in log
 
 
-@pytest.mark.parametrize("transport", ["auto", "gloo"])
-def test_nccl_has_to_be_asked_for(transport):
-    """It has not run on a device yet."""
-    assert carriers.backends_to_make(transport, None) == {}
+@pytest.mark.parametrize(
+    ("transport", "backends", "gpus", "wanted"),
+    [
+        ("auto", {"cpu": "gloo", "cuda": "nccl"}, True, {"cuda": "nccl"}),
+        ("auto", {"cpu": "gloo", "cuda": "nccl"}, False, {}),
+        ("auto", {"cpu": "gloo", "cuda": "gloo"}, True, {}),
+        ("gloo", {"cpu": "gloo", "cuda": "nccl"}, True, {}),
+        ("process_group", {"cpu": "gloo", "cuda": "nccl"}, True, {"cpu": "gloo", "cuda": "nccl"}),
+        ("process_group", {"cpu": "gloo", "cuda": "gloo"}, True, {"cpu": "gloo"}),
+    ],
+)
+def test_what_carries_which_tensors(monkeypatch, transport, backends, gpus, wanted):
+    monkeypatch.setattr(carriers, "backends_of", lambda _: dict(backends))
+    monkeypatch.setattr(carriers, "can_make_backend", lambda _: True)
+    monkeypatch.setattr(carriers.torch.cuda, "is_available", lambda: gpus)
+    assert carriers.backends_to_make(transport, None) == wanted
+
+
+def test_an_event_of_a_device_that_has_failed_never_happens(watch):
+    """Its deadline tells."""
+
+    class Broken:
+        def query(self) -> bool:
+            raise RuntimeError("an illegal memory access was encountered")
+
+    watch, overrun = watch
+    watch.add(Point(True), Broken())
+    assert overrun.wait(10 * TIMEOUT)

@@ -61,7 +61,8 @@ def test_core_includes_only_the_standard_library():
 
 # From the lowest layer up; a module imports only what comes before it, for type checkers, too.
 PYTHON_LAYERS = [
-    {"_C", "_runtime.c10d_build", "_runtime.combine", "_runtime.torch_private", "errors"},
+    {"_C", "_runtime.c10d_build", "_runtime.environment", "errors"},
+    {"_runtime.torch_private"},
     {
         "_runtime.carriers",
         "_inputs.arguments",
@@ -87,7 +88,7 @@ PYTHON_LAYERS = [
     {"_init", "local_world", "_work"},
     {"_given", "backend"},
     {"_blocks", "_spanning", "p2p"},
-    {"collectives", "block_collectives"},
+    {"collectives", "block_collectives", "_coded_call"},
     {"compressed", "_training.members", "_training.parameters"},
     {"compressed_ops", "fsdp", "_training.flat"},
     {"_training.buckets", "_training.promise", "_training.reports", "_training.weighing"},

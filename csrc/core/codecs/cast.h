@@ -36,4 +36,10 @@ PYCOMM_HD float largest_safe(const Operation& operation, int ranks) {
   return largest_safe(operation, ranks, bit_cast<float>(largest_finite(operation.dtype)));
 }
 
+// The largest sum or mean of contributions of nodes whose result fits into the tensor's type.
+inline float largest_result(DType dtype, ReduceOp op, int nodes, int world) {
+  const float ranks_per_node = static_cast<float>(world) / static_cast<float>(nodes);
+  return bit_cast<float>(largest_finite(dtype)) * (op == ReduceOp::avg ? ranks_per_node : 1.0f);
+}
+
 }  // namespace pycomm

@@ -26,6 +26,25 @@ PYCOMM_HD constexpr WireHeader header_of(const Codec& codec, std::int64_t count)
   return header;
 }
 
+// Which elements of a whole tensor are encoded, for random bits: from `first`, all in a row, or in
+// runs of `run` elements that begin `stride` elements apart.
+struct Places {
+  std::int64_t first = 0;
+  std::int64_t run = 0;  // 0: all in a row
+  std::int64_t stride = 0;
+
+  PYCOMM_HD constexpr std::int64_t operator[](std::int64_t i) const {
+    return first + (run == 0 ? i : i / run * stride + i % run);
+  }
+};
+
+// Throws std::invalid_argument unless a run can be encoded by itself.
+inline void check_places(const Places& places) {
+  PYCOMM_CHECK(places.run >= 0 && places.run % kLargestBlock == 0,
+               "run must be a multiple of " + std::to_string(kLargestBlock) + ", got " +
+                   std::to_string(places.run));
+}
+
 // Stored payloads with scales are divided into tiles of this many elements. The last tile is short;
 // its payload is padded to a multiple of 16 bytes.
 inline constexpr std::int64_t kWireTile = 65536;

@@ -20,10 +20,10 @@ Tiles wire_tiles(const Codec& codec, std::int64_t n) {
 }
 
 // An encoding larger than the caches is written around them, so that its lines need not be read first.
-// It is made in the first-level cache, kStreamedElements at a time. (Streamed stores did not make
+// It is made in the first-level cache, kPartElements at a time. (Streamed stores did not make
 // decoding faster.)
 constexpr std::int64_t kStreamedBytes = 16 << 20;
-constexpr std::int64_t kStreamedElements = kLargestBlock;
+constexpr std::int64_t kPartElements = kLargestBlock;
 
 // Calls visit(range of elements, address of their encoding).
 template <class Visit>
@@ -45,9 +45,11 @@ Encoded part_of_tile(const Codec& codec, const Encoded& tile, std::int64_t begin
           tile.scales == nullptr ? nullptr : tile.scales + begin / codec.block};
 }
 
-bool encode_streamed(const CodecLoops& loops, const Codec& codec, DType dtype, const Pass& whole) {
-  alignas(kLine) std::byte made[kStreamedElements * sizeof(float)];
-  const Tiles parts{whole.n, kStreamedElements};
+// Encodes `whole`, the elements from `begin`, in parts whose elements lie in a row.
+bool encode_in_parts(const CodecLoops& loops, const Codec& codec, DType dtype, const Pass& whole,
+                     const Places& places, std::int64_t begin, bool stream) {
+  alignas(kLine) std::byte made[kPartElements * sizeof(float)];
+  const Tiles parts{whole.n, kPartElements};
   bool nonfinite = false;
   for (std::int64_t t = 0; t < parts.count(); ++t) {
     const Range part = parts[t];
@@ -58,9 +60,9 @@ bool encode_streamed(const CodecLoops& loops, const Codec& codec, DType dtype, c
     pass.from = &own;
     pass.to = {made, to.scales};
     pass.n = part.count;
-    pass.first = whole.first + part.begin;
+    pass.first = places[begin + part.begin];
     nonfinite |= loops.encode(pass, codec.block);
-    copy({to.payload, true}, made, part.count * payload_size(codec));
+    copy({to.payload, stream}, made, part.count * payload_size(codec));
   }
   return nonfinite;
 }
@@ -94,8 +96,9 @@ bool decode_topk(const TopkReader& reader, const TopkRegion& region, void* outpu
 }  // namespace
 
 bool encode(const Codec& codec, DType dtype, const void* x, std::int64_t n, std::byte* wire,
-            const Random& random, std::int64_t offset) {
+            const Random& random, const Places& places) {
   check_aligned(wire);
+  check_places(places);
   std::memset(wire, 0,
               static_cast<std::size_t>(codec.kind == CodecKind::topk ? encoded_bytes(codec, n)
                                                                      : sizeof(WireHeader)));
@@ -115,9 +118,10 @@ bool encode(const Codec& codec, DType dtype, const void* x, std::int64_t n, std:
     pass.to = to;
     pass.n = range.count;
     pass.random = random;
-    pass.first = offset + range.begin;
-    nonfinite |=
-        stream ? encode_streamed(loops, codec, dtype, pass) : loops.encode(pass, codec.block);
+    pass.first = places[range.begin];
+    nonfinite |= stream || places.run != 0
+                     ? encode_in_parts(loops, codec, dtype, pass, places, range.begin, stream)
+                     : loops.encode(pass, codec.block);
     if (to.scales != nullptr) {  // no byte is left undefined
       const std::int64_t padding = round_up(range.count, 16) - range.count;
       std::memset(to.payload + range.count, 0, static_cast<std::size_t>(padding));

@@ -9,10 +9,10 @@
 namespace pycomm::cpu {
 
 // Encodes n elements as encoded_bytes() bytes, aligned to four. If top-k finds fewer than k
-// elements that are not zero, the rest of the bytes is zero. `offset` is the index of the first
-// element in the whole, for random bits. Returns whether an element was not finite.
+// elements that are not zero, the rest of the bytes is zero. `places` are those of the elements in the
+// whole. Returns whether an element was not finite.
 bool encode(const Codec& codec, DType dtype, const void* x, std::int64_t n, std::byte* wire,
-            const Random& random, std::int64_t offset);
+            const Random& random, const Places& places);
 
 // Decodes n elements, or adds them to an fp32 output. Returns whether an element was not finite.
 // Throws std::invalid_argument if the bytes are not an encoding of n elements by `codec`; some of

@@ -193,12 +193,8 @@ bool InternodeGroup::compressed(const Operation& operation, const Call& call) {
   return exchange_coded(operation, call, largest_result(operation), nullptr).nonfinite != 0;
 }
 
-// The largest sum or mean of contributions of nodes whose result fits into the tensor's type.
 float InternodeGroup::largest_result(const Operation& operation) const {
-  const float ranks_per_node =
-      static_cast<float>(nodes_.world()) / static_cast<float>(nodes_.count());
-  return bit_cast<float>(largest_finite(operation.dtype)) *
-         (operation.op == ReduceOp::avg ? ranks_per_node : 1.0f);
+  return pycomm::largest_result(operation.dtype, operation.op, nodes_.count(), nodes_.world());
 }
 
 bool InternodeGroup::compressed_sum(const Operation& operation, const Call& call) {

@@ -47,7 +47,7 @@ __device__ void encode_strides(const WireJob& job) {
     for (int i = 0; i < kOctet; ++i) v[i] = load(octet.element[i]);
     Octet<typename Codec::Payload> made;
     float scale = 1.0f;
-    encode_octet<Codec>(v, job.codec.stochastic != 0, shift, job.random, job.offset + stride, made,
+    encode_octet<Codec>(v, job.codec.stochastic != 0, shift, job.random, job.places[stride], made,
                         scale);
     if (n > 0) store_encoded<Codec>(wire_at(job, stride), start, n, shift, made, scale);
   }
@@ -84,20 +84,8 @@ void check_aligned(const WireJob& job) {
                "wire must be aligned to 4 bytes");
 }
 
-}  // namespace
-
-void encode(const WireJob& job) {
-  check_aligned(job);
-  const DeviceGuard guard(job.device);
-  if (job.codec.kind == CodecKind::topk) return encode_topk(job);
-  visit_compressible(job.dtype,
-                     [&](auto element) { launch_wire<&encode_kernel<decltype(element)>>(job); });
-}
-
-void decode(const WireJob& job, std::int64_t bytes, bool add) {
-  check_aligned(job);
-  PYCOMM_CHECK(!add || job.dtype == DType::f32, "out must be float32 to be added to");
-  const DeviceGuard guard(job.device);
+// Throws std::invalid_argument unless the header is that of an encoding of n elements by `codec`.
+void check_header(const WireJob& job, std::int64_t bytes) {
   const auto stream = reinterpret_cast<cudaStream_t>(job.stream);
   WireHeader header;
   if (bytes >= static_cast<std::int64_t>(sizeof(header))) {
@@ -105,8 +93,26 @@ void decode(const WireJob& job, std::int64_t bytes, bool add) {
         cudaMemcpyAsync(&header, job.wire, sizeof(header), cudaMemcpyDeviceToHost, stream));
     PYCOMM_CUDA_CHECK(cudaStreamSynchronize(stream));
   }
-  check_header(job.codec, header, bytes, job.n);
-  if (job.codec.kind == CodecKind::topk) return decode_topk(job, bytes, add);
+  pycomm::check_header(job.codec, header, bytes, job.n);
+}
+
+}  // namespace
+
+void encode(const WireJob& job) {
+  check_aligned(job);
+  check_places(job.places);
+  const DeviceGuard guard(job.device);
+  if (job.codec.kind == CodecKind::topk) return encode_topk(job);
+  visit_compressible(job.dtype,
+                     [&](auto element) { launch_wire<&encode_kernel<decltype(element)>>(job); });
+}
+
+void decode(const WireJob& job, std::int64_t bytes, bool add, bool checks) {
+  check_aligned(job);
+  PYCOMM_CHECK(!add || job.dtype == DType::f32, "out must be float32 to be added to");
+  const DeviceGuard guard(job.device);
+  if (checks) check_header(job, bytes);
+  if (job.codec.kind == CodecKind::topk) return decode_topk(job, bytes, add, checks);
   if (add) return launch_wire<&decode_kernel<float, true>>(job);
   visit_compressible(
       job.dtype, [&](auto element) { launch_wire<&decode_kernel<decltype(element), false>>(job); });

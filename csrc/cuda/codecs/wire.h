@@ -1,6 +1,6 @@
 // Encodes into device memory outside of windows, and decodes from it: the bytes of
-// cpu/codecs/wire.h. Host code without torch. All work is enqueued on the stream; decode() and
-// select() wait for it, because they return what they have read.
+// cpu/codecs/wire.h. Host code without torch. All work is enqueued on the stream; decode() with a
+// check and select() wait for it, because they return what they have read.
 #pragma once
 
 #include <cstdint>
@@ -20,12 +20,13 @@ struct WireJob {
   std::byte* wire = nullptr;       // aligned to four
   std::byte* workspace = nullptr;  // workspace_bytes()
   Random random = {};              // of encode()
-  std::int64_t offset = 0;
+  Places places = {};
 };
 
 void encode(const WireJob& job);
-// Throws std::invalid_argument if the bytes are not an encoding of n elements by `codec`.
-void decode(const WireJob& job, std::int64_t bytes, bool add);
+// With `checks`, throws std::invalid_argument if the bytes are not an encoding of n elements by
+// `codec`; without, they must be one.
+void decode(const WireJob& job, std::int64_t bytes, bool add, bool checks);
 // The indices and values of the k largest elements, in order of index; returns how many.
 std::int64_t select(const WireJob& job, std::int64_t* indices, float* values);
 
@@ -34,6 +35,6 @@ std::int64_t workspace_bytes(const Codec& codec, std::int64_t n);
 
 // The parts of encode() and decode() that are top-k's.
 void encode_topk(const WireJob& job);
-void decode_topk(const WireJob& job, std::int64_t bytes, bool add);
+void decode_topk(const WireJob& job, std::int64_t bytes, bool add, bool checks);
 
 }  // namespace pycomm::cuda

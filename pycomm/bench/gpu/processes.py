@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
 import pycomm
-from pycomm._runtime.cuda_windows import symmetric_memory_settings
+from pycomm._runtime.cuda_windows import SYMMETRIC_MEMORY
+from pycomm._runtime.environment import environment
 from pycomm._runtime.torch_private import symmetric_handle, symmetric_tensor
 from pycomm.bench import report
 from pycomm.bench.cases import KIB, MIB, bus_factor
@@ -123,7 +124,7 @@ def _symmetric_memory(operator: str) -> Callable[[int], Call]:
     def make(count: int) -> Call:
         group = dist.group.WORLD
         assert group is not None
-        with symmetric_memory_settings():
+        with environment(SYMMETRIC_MEMORY):
             memory = symmetric_tensor(4 * count, torch.device("cuda", torch.cuda.current_device()))
             tensor = memory.view(torch.float32).zero_()
             symmetric_handle(tensor, group)

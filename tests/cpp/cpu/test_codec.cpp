@@ -168,7 +168,7 @@ void decode_anything(std::int64_t inputs) {
     const Exact x = any_tensor(dice, dtype, n);
     Exact wire(encoded_bytes(codec, n));
     const Random random{dice(), static_cast<std::uint32_t>(dice()), 0};
-    cpu::encode(codec, dtype, x.data(), n, wire.data(), random, roll(dice, 1000) * kLargestBlock);
+    cpu::encode(codec, dtype, x.data(), n, wire.data(), random, {roll(dice, 1000) * kLargestBlock});
 
     Exact output(n * size_of(dtype));
     Codec reading = codec;
@@ -201,7 +201,7 @@ void wrong_headers() {
   codec.block = 256;
   const Exact x = any_tensor(dice, DType::f32, n), output(n * 4);
   Exact wire(encoded_bytes(codec, n));
-  cpu::encode(codec, DType::f32, x.data(), n, wire.data(), {}, 0);
+  cpu::encode(codec, DType::f32, x.data(), n, wire.data(), {}, {});
   for (std::size_t at = 0; at < sizeof(WireHeader); ++at) {
     for (unsigned flip = 1; flip < 256; ++flip) {
       Exact bad(wire, wire.bytes());

@@ -344,16 +344,19 @@ void encode_and_decode(DType dtype, std::int64_t n, const Codec& codec) {
   job.wire = reinterpret_cast<std::byte*>(got.data());
   job.workspace = workspace.data();
   job.random = {9, 8, 0};
-  job.offset = 1000;
-  cpu::encode(codec, dtype, x, n, reinterpret_cast<std::byte*>(want.data()), job.random, 1000);
-  cuda::encode(job);
-  PYCOMM_CHECK(same(want, got), "encoded: " + what);
+  for (const Places places : {Places{1000}, Places{1024, 16'384, 49'152}}) {
+    job.places = places;
+    cpu::encode(codec, dtype, x, n, reinterpret_cast<std::byte*>(want.data()), job.random, places);
+    cuda::encode(job);
+    PYCOMM_CHECK(same(want, got), "encoded: " + what);
+  }
   for (const bool add : {false, true}) {
     if (add && dtype != DType::f32) continue;  // only sums in fp32 are offered
     std::vector<T> a = tensors.x[0], b = a;
     cpu::decode(codec, job.wire, bytes, n, dtype, a.data(), add);
     job.elements = reinterpret_cast<std::byte*>(b.data());
-    cuda::decode(job, bytes, add);
+    const bool checks = n % 2 == 0;
+    cuda::decode(job, bytes, add, checks);
     PYCOMM_CHECK(same(a, b), "decoded: " + what);
   }
 }

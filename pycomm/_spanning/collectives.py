@@ -9,47 +9,24 @@ on the tensors' device.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import increment_version
 
 from pycomm import _work
 from pycomm._inputs.dtypes import operation_of
-from pycomm._runtime.combine import combine
+from pycomm._spanning.between import Between, SpanningWork, check_two_shot, copy, run_tiles
+from pycomm._spanning.combine import combine
 from pycomm._work import Work, dense_stand_ins
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pycomm._runtime.carriers import Carriers, Task, Transfer
-    from pycomm._runtime.span import Span
+    from pycomm._runtime.carriers import Transfer
     from pycomm.group import Group
 
 _TILE_BYTES = 4 << 20  # of one stripe
-_PIPELINE_DEPTH = 2  # tiles: the distance between a tile's phases
-
-
-class SpanningWork(Work):
-    """A collective that the group's thread runs."""
-
-    def __init__(self, task: Task, tensors: tuple[object, ...], finish: Callable[[], None]) -> None:
-        super().__init__(None, tensors, finish)
-        self._task = task
-
-    def wait(self) -> None:
-        """Blocks until the operation is complete, and raises its error if it failed."""
-        self._task.wait()
-        super().wait()
-
-    def is_completed(self) -> bool:
-        """True if :meth:`wait` would return at once."""
-        return self._task.ended.is_set()
-
-    def interval(self) -> tuple[float, float]:
-        """Start and end, in seconds of ``time.perf_counter``. Waits."""
-        self.wait()
-        return self._task.start, self._task.stop
 
 
 def launch(
@@ -71,7 +48,7 @@ def launch(
     The arguments are those of :func:`pycomm._work.launch`, which runs all others.
     """
     span = group._span
-    if span is None or not span.serves(source.device) or collective not in _FLOWS:
+    if span is None or not group._spans(source.device) or collective not in _FLOWS:
         return _work.launch(
             group, collective, source, result, shape, op, label=label, algorithm=algorithm,
             root=root, written=written, async_op=async_op,
@@ -84,90 +61,20 @@ def launch(
     flat_result = flat if made is given else made.view(-1)
     exchange = Exchange(Between(span, source.device), flat, flat_result, op, root)
     if source.is_cuda:
-        if algorithm not in ("auto", "two_shot"):
-            raise ValueError(
-                f"algorithm must be auto or two_shot in a group that spans nodes, got {algorithm}"
-            )
+        check_two_shot(algorithm)
         if given.numel():
             span.enqueue(source.device, lambda: flow(exchange), (given, made))
         finish()
         return Work(None) if async_op else result
     # Ranks compare the operation, and wait for each other, before any of them sends data.
-    task = span.run(operation, shape, label, lambda: flow(exchange))
+    task = span.run(
+        lambda core: core.submit(operation, 0, 0, 0, shape, label), lambda: flow(exchange)
+    )
     if async_op:
         return SpanningWork(task, (given, made, result), finish)
     task.wait()
     finish()
     return result
-
-
-class Between:
-    """The ranks of this node, and the ranks of other nodes that carry the same stripe."""
-
-    def __init__(self, span: Span, device: torch.device) -> None:
-        self.here, self.index, self.stripes = span.here, span.index, span.stripes
-        self.nodes, self.world, self.rank = len(span.nodes), span.world, span.rank
-        self.even, self.place_of = span.even, span.place_of
-        self.by_index = span.by_index(device) if span.even else None
-        self._node = cast("Group | None", span.node)
-        self._carriers = span.carriers[device.type]
-
-    @property
-    def carriers(self) -> Carriers:
-        """The carriers of this rank's stripe."""
-        assert self._carriers is not None
-        return self._carriers
-
-    @property
-    def carries(self) -> bool:
-        """True if this rank carries a stripe."""
-        return self._carriers is not None
-
-    def sum_to_carriers(self, stripes: torch.Tensor, op: str) -> torch.Tensor:
-        """This node's sums of a row per stripe; a carrier gets its own, the others something."""
-        op = "sum" if op == "avg" else op  # divided once, between nodes
-        mine = stripes[min(self.index, self.stripes - 1)]
-        if self._node is None:
-            return mine
-        if self.even:
-            sums = torch.empty_like(mine)
-            self._inside("reduce_scatter", stripes, sums, sums.shape, op)
-            return sums
-        for i, stripe in enumerate(stripes):
-            self._inside("reduce", stripe, stripe, stripe.shape, op, i)
-        return mine
-
-    def gather_from_carriers(self, stripes: torch.Tensor, mine: torch.Tensor) -> None:
-        """Every rank of this node gets all rows, of which a carrier has its own."""
-        if self._node is None:
-            _copy(stripes[0], mine)
-        elif self.even:
-            self._inside("all_gather", mine, stripes, mine.shape)
-        else:
-            if self.carries:
-                _copy(stripes[self.index], mine)
-            for i, stripe in enumerate(stripes):
-                self.broadcast_inside(stripe, i)
-
-    def broadcast_inside(self, data: torch.Tensor, index: int) -> None:
-        """Copies the tensor of one of this node's ranks to the others."""
-        if self._node is not None:
-            self._inside("broadcast", data, data, data.shape, root=index)
-
-    def _inside(
-        self,
-        collective: str,
-        source: torch.Tensor,
-        result: torch.Tensor,
-        shape: torch.Size,
-        op: str = "sum",
-        root: int = 0,
-    ) -> None:
-        assert self._node is not None
-        _work.launch(
-            self._node, collective, source, result, shape, op, label="", root=root,
-            written=collective != "reduce" or root == self.index, async_op=False,
-        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -209,7 +116,8 @@ class Exchange:
         """Every rank gets all blocks."""
         between, count = self.between, self.source.numel()
         if not between.even:  # the blocks of others are zeros
-            self.result.zero_().view(between.world, count)[between.rank] = self.source
+            own = self.source.clone()  # it may lie in the result
+            self.result.zero_().view(between.world, count)[between.rank] = own
             bits = self.result.view(torch.uint8)
             Exchange(between, bits, bits, "bor", 0).all_reduce()
             return
@@ -287,27 +195,10 @@ class _Tile:
             self._transfer.wait()
             self._spare.append(self._parts)
         self._between.gather_from_carriers(self._stripes, self._mine)
-        _copy(self._data, self._whole[: self._data.numel()])
-
-
-def run_tiles(tiles: list[_Tile]) -> None:
-    """Runs the stages of all tiles; while one tile is added up, others are on the wire."""
-    depth = _PIPELINE_DEPTH
-    for step in range(len(tiles) + 2 * depth):
-        if step < len(tiles):
-            tiles[step].stage()
-        if 0 <= step - depth < len(tiles):
-            tiles[step - depth].reduce()
-        if step >= 2 * depth:
-            tiles[step - 2 * depth].gather()
+        copy(self._data, self._whole[: self._data.numel()])
 
 
 def _padded(data: torch.Tensor, unit: int) -> torch.Tensor:
     """A tensor's elements and so many zeros that their number is a multiple of `unit`."""
     missing = -data.numel() % unit
     return torch.cat([data, data.new_zeros(missing)]) if missing else data
-
-
-def _copy(to: torch.Tensor, given: torch.Tensor) -> None:
-    if to.data_ptr() != given.data_ptr():
-        to.copy_(given)

@@ -67,8 +67,13 @@ def combine(parts: torch.Tensor, op: str, ranks: int) -> torch.Tensor:
         # A tensor on the device: by a number, CUDA would multiply with the inverse.
         divisor = torch.full((), ranks, dtype=wide, device=parts.device)
         total.div_(divisor, rounding_mode=None if wide.is_floating_point else "trunc")
+    return rounded(total, dtype)
+
+
+def rounded(total: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A sum in the dtype of its result, with canonical NaNs; it may be the same tensor."""
     result = total.to(dtype)
     # Where reading a value costs nothing, NaNs are looked for in the sum of all elements first.
-    if dtype.is_floating_point and (parts.is_cuda or total.sum().isnan()):
+    if dtype.is_floating_point and (total.is_cuda or total.sum().isnan()):
         result.masked_fill_(result.isnan(), math.nan)  # processors make different ones
     return result
