@@ -103,16 +103,15 @@ def _spread(
     between: Between, stripes: Deal, mine: torch.Tensor | None, result: torch.Tensor
 ) -> None:
     """Writes all stripes to this node's ranks."""
-    if between.single and mine is not None:
-        result.copy_(mine)
+    if between.single:
         return
-    rows = result.new_zeros((between.stripes, stripes.width))
+    rows = result.new_empty((between.stripes, stripes.width))
     row = rows[0]
     if mine is not None:
         row = result.new_zeros(stripes.width)
         row[stripes.part(between.index)] = rounded(mine, result.dtype)
     between.gather_from_carriers(rows, row)
-    result.copy_(stripes.flat(rows))
+    stripes.collect(rows, result)
 
 
 def _store(
@@ -125,7 +124,9 @@ def _store(
     rows = kept.new_zeros((between.stripes, stripes.width))
     if mine is not None:
         rows[between.index][stripes.part(between.index)] = mine
-    kept.copy_(choose(keeps, stripes.flat(rows), kept))
+    new = torch.empty_like(kept)
+    stripes.collect(rows, new)
+    kept.copy_(choose(keeps, new, kept))
 
 
 class _Stripe:
@@ -180,10 +181,11 @@ class _Stripe:
         return findings(self.between, self.call, self.value, self._gradient)
 
     def exchange(self, found: Found) -> torch.Tensor:
-        """The sums or means of all nodes, decoded: in the result's dtype, or in fp32."""
+        """The sums or means of all nodes, decoded: in the call's result, or in fp32."""
         self.value = sendable(self.between, self.call, self.value, found)
-        dtype = self.call.result.dtype if self.between.single else torch.float32
-        result = torch.empty(self.count, dtype=dtype, device=self.value.device)
+        result = self.call.result
+        if not self.between.single:
+            result = torch.empty(self.count, device=self.value.device)
         if self.count:
             run_tiles([_CodedTile(self, part, result) for part in self._tiles()])
         return result
@@ -225,8 +227,7 @@ class _CodedTile:
         """Encodes the parts of all owners, and sends them."""
         between, wires = self._between, self._wires
         value = self._stripe.value[self._part]
-        rows = self._deal.rows(value)
-        sent = self._deal.rows(wires.largest(value)) if self._lists and len(value) else rows
+        sent = self._deal.rows(wires.largest(value) if self._lists else value)
         outgoing = wires.rooms(self._counts, _C.topk_spread)
         stream = between.here * between.stripes + between.index
         for node, part, _ in self._owned_parts():
@@ -237,6 +238,7 @@ class _CodedTile:
         self._incoming = torch.empty_like(outgoing)
         self._transfer = between.carriers.all_to_all(self._incoming, outgoing)
         if self._stripe.residual is not None:
+            rows = self._deal.rows(value) if self._lists else sent
             decoded = torch.zeros_like(rows)
             for node, part, _ in self._owned_parts():
                 wires.decode(outgoing[node], decoded[node][part], _C.topk_spread)
@@ -250,7 +252,9 @@ class _CodedTile:
         for node, part, _ in self._owned_parts():
             taken[node][part] = self._wires.largest(sent[node][part], _C.topk_spread)
         assert self._stripe.velocity is not None
-        self._stripe.velocity.masked_fill_(self._deal.flat(taken != 0), 0)
+        mask = torch.empty_like(self._stripe.velocity, dtype=torch.bool)
+        self._deal.collect(taken != 0, mask)
+        self._stripe.velocity.masked_fill_(mask, 0)
 
     def reduce(self) -> None:
         """Adds up what this node owns, in the order of nodes, and sends it to all."""
@@ -296,9 +300,9 @@ class _CodedTile:
         )  # fmt: skip
         for node, part, _ in self._owned_parts():
             self._wires.decode(self._results[node], rows[node][part])
-        self._result[self._part] = self._deal.flat(rows)
+        self._deal.collect(rows, self._result[self._part])
         if self._lost is not None and self._stripe.residual is not None:
-            self._stripe.residual[self._part] = self._deal.flat(self._lost)
+            self._deal.collect(self._lost, self._stripe.residual[self._part])
 
     def _owned_parts(self) -> list[tuple[int, slice, int]]:
         """The nodes that own something, where it lies in their rows, and how much it is."""

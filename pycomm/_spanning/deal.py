@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
 
 
 class Deal:
@@ -32,17 +37,42 @@ class Deal:
         """A row for each party with its elements; zeros where this tensor has none for it."""
         if self._parties == 1:
             return tensor.view(1, -1)
-        back = self._rounds * self._piece * self._parties - self._front - self._count
-        whole = torch.nn.functional.pad(tensor, (self._front, back))
-        dealt = whole.view(self._rounds, self._parties, self._piece).transpose(0, 1)
-        return dealt.reshape(self._parties, -1)
+        rows = tensor.new_empty((self._parties, self.width))
+        dealt = rows.view(self._parties, self._rounds, self._piece)
+        for edge in {0, self._rounds - 1} if self._rounds else ():
+            dealt[:, edge] = 0
+        for place, elements in self._pairs(dealt, tensor):
+            place.copy_(elements)
+        return rows
 
-    def flat(self, rows: torch.Tensor) -> torch.Tensor:
-        """The inverse of :meth:`rows`."""
+    def collect(self, rows: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Writes the elements of :meth:`rows` back to their places in the tensor."""
         if self._parties == 1:
-            return rows.view(-1)
-        dealt = rows.view(self._parties, self._rounds, self._piece).transpose(0, 1)
-        return dealt.reshape(-1)[self._front : self._front + self._count]
+            tensor.copy_(rows.view(-1))
+            return
+        dealt = rows.view(self._parties, self._rounds, self._piece)
+        for place, elements in self._pairs(dealt, tensor):
+            elements.copy_(place)
+
+    def _pairs(
+        self, dealt: torch.Tensor, tensor: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Places in rows, and the elements that belong there: whole rounds at a time."""
+        turn = self._piece * self._parties
+        first, last = -(-self._front // turn), (self._front + self._count) // turn
+        if first < last:
+            begin = first * turn - self._front
+            whole = tensor[begin : begin + (last - first) * turn]
+            yield (
+                dealt[:, first:last].transpose(0, 1),
+                whole.view(last - first, self._parties, self._piece),
+            )
+        for edge in {0, self._rounds - 1} - {*range(first, last)} if self._rounds else ():
+            for party in range(self._parties):
+                at = edge * turn + party * self._piece - self._front
+                begin, end = max(at, 0), min(at + self._piece, self._count)
+                if begin < end:
+                    yield dealt[party, edge, begin - at : end - at], tensor[begin:end]
 
     def part(self, party: int) -> slice:
         """Where a party's row has elements of this tensor."""

@@ -106,7 +106,7 @@ def all_reduces(
         for name in COMPRESSIONS:
             make = Pycomm if name == "none" else Compressed
             field[f"pycomm {name}"] = make(group, "auto", "tensor", name)
-        field[OVER_GROUPS] = Pycomm(over_groups, "auto", "tensor")
+            field[f"pycomm {name}{OVER_GROUPS}"] = make(over_groups, "auto", "tensor", name)
         prepared = {name: contestant.prepare(what) for name, contestant in field.items()}
         for run in prepared.values():
             run.settle()
