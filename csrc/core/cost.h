@@ -83,10 +83,10 @@ class CountingComm {
   }
 
   bool fits_packets() const { return count() * element_size_ <= rank_.packet_bytes; }
-  void put_packets(int, Location) {
-    traffic_.bytes_out += 2 * round_up(count() * element_size_, 4);
+  void put_packets(Location) {
+    traffic_.bytes_out += (size() - 1) * 2 * round_up(count() * element_size_, 4);
   }
-  void take_packets(int) {}
+  void take_packets() {}
   Location taken(int) const { return tensor(rank()); }
 
   const Traffic& traffic() const { return traffic_; }

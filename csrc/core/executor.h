@@ -57,8 +57,8 @@ concept PlainExecutor =
       comm.publish();                                  // the two halves of announce()
       comm.await_announcements();
       { comm.fits_packets() } -> std::same_as<bool>;  // core/algorithms/packet.h
-      comm.put_packets(r, location);
-      comm.take_packets(r);
+      comm.put_packets(location);                     // for all other ranks
+      comm.take_packets();                            // of all other ranks
       { comm.taken(r) } -> std::same_as<Location>;
     };
 

@@ -233,6 +233,11 @@ void Comm::check_agreement() {
   }
 }
 
+void Comm::put_packets(Location from) {
+  for (int i = 1; i < size_; ++i) put_packets((rank_ + i) % size_, from);
+  wake();
+}
+
 void Comm::put_packets(int r, Location from) {
   std::atomic<std::uint64_t>* packets = window_->packets(r, sequence_, rank_);
   const std::int64_t bytes = count() * element_size_;
@@ -242,7 +247,6 @@ void Comm::put_packets(int r, Location from) {
     std::memcpy(&data, from.data + done, static_cast<std::size_t>(n));
     packets[done / 4].store(make_packet(data, sequence_), std::memory_order_relaxed);
   }
-  wake();
   traffic_.bytes_out += 2 * round_up(bytes, 4);
 }
 
@@ -250,6 +254,10 @@ void Comm::put_packets(int r, Location from) {
 void Comm::empty_packet(std::uint32_t parity, int r, std::int64_t i) {
   window_->packets(rank_, parity, r)[i].store(make_packet(0, ~parity & 1u),
                                               std::memory_order_relaxed);
+}
+
+void Comm::take_packets() {
+  for (int i = 1; i < size_; ++i) take_packets((rank_ + i) % size_);
 }
 
 void Comm::take_packets(int r) {

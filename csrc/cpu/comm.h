@@ -136,8 +136,8 @@ class Comm {
   std::byte* announced_area(int r, std::int64_t bytes);
 
   bool fits_packets() const { return count() * element_size_ <= kPacketBytes; }
-  void put_packets(int r, Location from);
-  void take_packets(int r);
+  void put_packets(Location from);
+  void take_packets();
   Location taken(int r) { return {taken_.data() + r * kPacketBytes, rank_}; }
 
   void signal(Channel channel) {
@@ -278,6 +278,8 @@ class Comm {
   const Announcement& met(int r) const { return met_[static_cast<std::size_t>(r)]; }
   void read_announcement(int r);
   Details& details(int r) const { return window_->control(r).details[sequence_ & 1u]; }
+  void put_packets(int r, Location from);
+  void take_packets(int r);
   void empty_packet(std::uint32_t parity, int r, std::int64_t i);
   // `word` is a flag or a packet of rank r; culprit() uses `channel`, which says which one.
   template <class Word>

@@ -143,30 +143,30 @@ class BlockComm {
   // Depends on the whole tensor, so that all lanes agree; a lane begins at a multiple of a line.
   __device__ bool fits_packets() const { return block() * kSize <= kPacketBytes; }
 
-  __device__ void put_packets(int r, Location from) {
+  __device__ void put_packets(Location from) {
     if (failed_) return;
-    std::uint64_t* packets = packets_of(r, rank());
-    for (std::int64_t i = threadIdx.x; i < packet_count(); i += blockDim.x) {
-      const std::uint32_t data = word_of(from.data, i);
-      shared_word<std::uint64_t>(packets + i)
-          .store(make_packet(data, sequence_), ::cuda::std::memory_order_relaxed);
-    }
+    each_packet([&](int r, std::int64_t i) {
+      shared_word<std::uint64_t>(packets_of(r, rank()) + i)
+          .store(make_packet(word_of(from.data, i), sequence_), ::cuda::std::memory_order_relaxed);
+    });
   }
 
-  // Takes the packets into this lane's own staging, where reduce() reads them.
-  __device__ void take_packets(int r) {
-    std::uint64_t* packets = packets_of(rank(), r);
+  // Takes the packets into this lane's own staging, where reduce() reads them. Threads wait for all
+  // ranks at once, and use the very load that has found a packet.
+  __device__ void take_packets() {
     bool stop = false;
-    for (std::int64_t i = threadIdx.x; i < packet_count() && !stop; i += blockDim.x) {
-      const auto packet = shared_word<std::uint64_t>(packets + i);
+    each_packet([&](int r, std::int64_t i) {
+      const auto place = shared_word<std::uint64_t>(packets_of(rank(), r) + i);
+      std::uint64_t packet = 0;
       const auto has_come = [&] {
-        return packet_sequence(packet.load(::cuda::std::memory_order_relaxed)) == sequence_;
+        packet = place.load(::cuda::std::memory_order_relaxed);
+        return packet_sequence(packet) == sequence_;
       };
-      stop = !poll(has_come, r);
-      reinterpret_cast<std::uint32_t*>(taken(r).data)[i] =
-          packet_data(packet.load(::cuda::std::memory_order_relaxed));
-      packet.store(make_packet(0, ~sequence_ & 1u), ::cuda::std::memory_order_relaxed);
-    }
+      stop = stop || !poll(has_come, r);
+      if (stop) return;
+      reinterpret_cast<std::uint32_t*>(taken(r).data)[i] = packet_data(packet);
+      place.store(make_packet(0, ~sequence_ & 1u), ::cuda::std::memory_order_relaxed);
+    });
     vote_to_stop(stop);
   }
 
@@ -317,7 +317,14 @@ class BlockComm {
     return reinterpret_cast<std::uint64_t*>(window(to) + layout_.packets(sequence_, from)) +
            begin_ * kSize / 4;
   }
-  __device__ std::int64_t packet_count() const { return ceil_div(count() * kSize, 4); }
+  // Divides the packets of all other ranks among the threads, first the next rank's.
+  template <class Visit>
+  __device__ void each_packet(Visit visit) const {
+    const auto packets = static_cast<unsigned>(ceil_div(count() * kSize, 4));
+    for (unsigned j = threadIdx.x; j < packets * (size() - 1); j += blockDim.x) {
+      visit((rank() + 1 + static_cast<int>(j / packets)) % size(), j % packets);
+    }
+  }
 
   // Word i of a tensor, padded with zeros beyond the end.
   __device__ std::uint32_t word_of(const std::byte* data, std::int64_t i) const {

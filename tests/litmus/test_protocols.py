@@ -88,6 +88,18 @@ def publish_and_meet(without=None):
     return protocol
 
 
+def withdrawn_announcement(without=None):
+    """A rank that drains withdraws its announcement; another one may have seen it before."""
+    protocol = Protocol(without)
+    owner, reader = Rank(protocol, 0), Rank(protocol, 1)
+    owner.flags.store("operation", 1)
+    owner.signal("epoch", 1)
+    owner.flags.store("epoch", 0, SYSTEM)
+    reader.wait("epoch", 1)
+    protocol.expect(reader.flags.load("operation"), 1)
+    return protocol
+
+
 def packet_with_clear(without=None):
     """A packet of operation 3 comes where one of operation 1 has been read and overwritten."""
     protocol = Protocol(without)
@@ -205,6 +217,7 @@ EXCHANGE = (
 )  # fmt: skip
 PARTS = [
     (publish_and_meet, EXCHANGE),
+    (withdrawn_announcement, ("release", "acquire")),
     (packet_with_clear, EXCHANGE),
     (announcement_parity, ("operation 2",)),
     (slot_reuse, (*EXCHANGE, "rotation of slots")),

@@ -35,9 +35,9 @@ template <PlainExecutor Comm>
 PYCOMM_HD void one_shot_packets(Comm& comm) {
   const int n = comm.size(), me = comm.rank();
   comm.publish();
-  for (int i = 1; i < n; ++i) comm.put_packets((me + i) % n, comm.input());
+  comm.put_packets(comm.input());
   comm.await_announcements();
-  for (int i = 1; i < n; ++i) comm.take_packets((me + i) % n);
+  comm.take_packets();
   comm.reduce(
       1, [&](int) { return comm.output(); }, n,
       [&](int r) { return r == me ? comm.input() : comm.taken(r); }, comm.count(), true);

@@ -121,20 +121,25 @@ Preflight Comm::preflight() const {
   return all;
 }
 
-void Comm::put_packets(int r, Location from) {
-  node_.fibers.pause();  // no clock shows their arrival
-  write({packets(r, rank_), r}, read(from, count(), unit_), unit_);
-  member(r).put[static_cast<std::size_t>(rank_)][sequence_ & 1u] = sequence_;
+void Comm::put_packets(Location from) {
+  for (int i = 1; i < size(); ++i) {
+    const int r = (rank_ + i) % size();
+    node_.fibers.pause();  // no clock shows their arrival
+    write({packets(r, rank_), r}, read(from, count(), unit_), unit_);
+    member(r).put[static_cast<std::size_t>(rank_)][sequence_ & 1u] = sequence_;
+  }
 }
 
-void Comm::take_packets(int r) {
-  if (count() == 0) return;
-  const auto& put = member(rank_).put[static_cast<std::size_t>(r)];
-  await(
-      r, [&] { return put[sequence_ & 1u] == sequence_; },
-      "for the packets of " + member(r).thread->name);
-  write(taken(r), node_.memory.take(me(), *member(r).thread, packets(rank_, r), count(), unit_),
-        unit_);
+void Comm::take_packets() {
+  for (int i = 1; i < size() && count() > 0; ++i) {
+    const int r = (rank_ + i) % size();
+    const auto& put = member(rank_).put[static_cast<std::size_t>(r)];
+    await(
+        r, [&] { return put[sequence_ & 1u] == sequence_; },
+        "for the packets of " + member(r).thread->name);
+    write(taken(r), node_.memory.take(me(), *member(r).thread, packets(rank_, r), count(), unit_),
+          unit_);
+  }
 }
 
 Location Comm::taken(int r) const {

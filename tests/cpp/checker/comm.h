@@ -127,8 +127,8 @@ class Comm {
   std::byte* announced_area(int r, std::int64_t) const { return announced(r).input; }
 
   bool fits_packets() const { return count() * unit_.bytes <= node_.layout.packet_bytes; }
-  void put_packets(int r, Location from);
-  void take_packets(int r);
+  void put_packets(Location from);
+  void take_packets();
   Location taken(int r) const;
 
   void signal(int channel);

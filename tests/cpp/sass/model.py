@@ -24,6 +24,10 @@ BEGIN, END = "<!-- predicted: made by python -m sass.model -->\n", "<!-- end of 
 ISSUED = 4 * 32  # threads' instructions that a multiprocessor issues in a cycle
 COPY = 4.3 / 4.8  # of the data sheet's bandwidth, by docs/performance.md's figure of an H200
 LATENCY_US = 0.7  # of a load from memory under load, an assumption
+# Assumptions for a device that does little else.
+TRIP_US = 0.3  # from a load or a fence to the L2 cache and back
+HOST_US = 1.0  # the same to memory of the host
+LAUNCH_US = 1.3  # from one kernel of a graph to the next
 LANES, RANKS = 32, 4  # blocks of a rank, by default; ranks of the benchmark
 
 
@@ -67,6 +71,31 @@ class Row:
     times: float = 0.0
 
 
+@dataclass(frozen=True)
+class Chain:
+    """A row that consists of waits, each of which needs the one before; counted by hand.
+
+    Attributes:
+        trips: to the L2 cache.
+        host_trips: to memory of the host.
+        goal: in microseconds.
+    """
+
+    trips: int
+    host_trips: int
+    goal: float
+
+    @property
+    def time(self) -> float:
+        """Microseconds."""
+        return LAUNCH_US + self.trips * TRIP_US + self.host_trips * HOST_US
+
+    def cell(self) -> str:
+        """What a table says of the row."""
+        text = f"{self.time:.1f} us"
+        return text if self.time <= self.goal else f"{text}, **missed**: waits"
+
+
 def _full(step: str, norm: str, ideal: float) -> Row:
     return Row({norm: 1, step: 1}, ideal, base=step, times=1.15)
 
@@ -88,6 +117,11 @@ ROWS = {
     "topk_select": Row({"topk_collect": 1}, 4, 0.4),
     "all_reduce_loopback": Row({"reduce_4_ranks": 1}, 32, 0.8, blocks=LANES * RANKS),
 }
+# The lane's state; the fence of publish() and the announcement's way to the other ranks; three loads
+# of theirs (the number, that number to acquire, the operation); a packet; the sums' terms; the fence
+# of finish(), and its look for an abort in the mailbox.
+PACKETS = Chain(trips=9, host_trips=1, goal=6.0)
+CHAINS = {"all_reduce_1KiB": PACKETS, "all_reduce_1KiB_replay": PACKETS}
 HOT = {one.name: one for one in HOT_LOOPS}
 
 
@@ -187,6 +221,8 @@ def with_predictions(page: str, made: Mapping[str, Mapping[str, Mapping[str, flo
         name = cells[0].strip("| `")
         if name in ROWS:
             cells[5] = cell(ROWS[name], made[name]["H200"])
+        elif name in CHAINS:
+            cells[5] = CHAINS[name].cell()
         return " | ".join(cells)
 
     head = re.sub(r"^\| `.*$", beside, head, flags=re.MULTILINE)
@@ -197,7 +233,8 @@ def main() -> None:
     """Writes the predictions and the tables."""
     made = predictions()
     sources = {name: gpu.source for name, gpu in GPUS.items()}
-    stored = {"predicted": made, "gpus": sources, "latency_us": LATENCY_US}
+    waits = {name: round(chain.time, 3) for name, chain in CHAINS.items()}
+    stored = {"predicted": made, "waits_us": waits, "gpus": sources, "latency_us": LATENCY_US}
     RESULTS.write_text(json.dumps(stored, indent=2) + "\n")
     PAGE.write_text(with_predictions(PAGE.read_text(), made))
     print(table(made), end="")
