@@ -117,9 +117,9 @@ ROWS = {
     "topk_select": Row({"topk_collect": 1}, 4, 0.4),
     "all_reduce_loopback": Row({"reduce_4_ranks": 1}, 32, 0.8, blocks=LANES * RANKS),
 }
-# The lane's state; the fence of publish() and the announcement's way to the other ranks; three loads
-# of theirs (the number, that number to acquire, the operation); a packet; the sums' terms; the fence
-# of finish(), and its look for an abort in the mailbox.
+# The lane's state; the fence of publish() and the announcement's way to the other ranks; three
+# loads of theirs (the number, that number to acquire, the operation); a packet; the sums' terms;
+# the fence of finish(), and its look for an abort in the mailbox.
 PACKETS = Chain(trips=9, host_trips=1, goal=6.0)
 CHAINS = {"all_reduce_1KiB": PACKETS, "all_reduce_1KiB_replay": PACKETS}
 HOT = {one.name: one for one in HOT_LOOPS}
