@@ -165,13 +165,12 @@ def tickets_of_sums(without=None):
         if protocol.has("fence before the ticket"):
             thread.fence(GPU)
         protocol.given[thread.add("ticket", GPU)] = {number}
-    late.store("ticket", 0)
+    if protocol.has("fence after the ticket"):
+        late.fence(GPU)
+    late.store("ticket", 0, GPU)
     if protocol.has("warp barrier"):
         late.barrier("warp")
         lane.barrier("warp")
-    for thread in (late, lane):
-        if protocol.has("fence after the ticket"):
-            thread.fence(GPU)
     for number in range(2):
         protocol.expect(lane.load(f"term {number}"), 1)
     protocol.last["ticket"] = 0

@@ -182,6 +182,13 @@ __device__ inline State8Scale scale_of(const float* values, int left) {
   return state8_scale(__reduce_max_sync(0xffffffffu, most));
 }
 
+// Writes the scale of a block, by all threads of a warp.
+__device__ inline void store_largest(const Segment& s, int number, std::int64_t at,
+                                     const State8Scale& scale) {
+  __syncwarp();  // all of them have read the old one
+  if (lane() == 0) s.largest[number][at / kStateBlock] = scale.largest;
+}
+
 struct CodedState {
   static constexpr bool kRandom = true;
   Eight<std::uint8_t> codes;
@@ -196,7 +203,7 @@ struct CodedState {
   __device__ void set(int, int i, float value, const Dice&) { values[i] = value; }
   __device__ void store(const Segment& s, int number, std::int64_t at, int, const Dice& dice) {
     const State8Scale scale = scale_of(values, kRun);
-    if (lane() == 0) s.largest[number][at / kStateBlock] = scale.largest;
+    store_largest(s, number, at, scale);
 #pragma unroll
     for (int i = 0; i < kEight; ++i) {
       codes[i] = encode(number, values[i], scale.inverse, dice, i);
@@ -350,7 +357,7 @@ struct AnyState {
     const Storage storage = s.state_storage[number];
     if (storage == Storage::code8) {
       const State8Scale scale = scale_of(values, left);
-      if (lane() == 0) s.largest[number][at / kStateBlock] = scale.largest;
+      store_largest(s, number, at, scale);
       store_as<std::uint8_t>(
           data, at, left, [&](int i) { return encode(number, values[i], scale.inverse, dice, i); });
     } else if (storage == Storage::f16 && number > 0) {

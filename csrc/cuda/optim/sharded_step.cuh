@@ -9,6 +9,7 @@
 #include "cuda/optim/lamb_sums.cuh"
 #include "cuda/optim/sharded_comm.cuh"
 #include "cuda/optim/step.cuh"
+#include "cuda/optim/ticket.cuh"
 
 namespace pycomm::cuda {
 
@@ -93,17 +94,14 @@ class ShardedStepComm : public ShardedComm {
     __shared__ bool last;
     __syncthreads();
     std::uint32_t* const tickets = table_.tickets();
-    if (threadIdx.x == 0) {
-      __threadfence();
-      last = atomicAdd(tickets + StepTable::kLeft, 1u) == static_cast<unsigned>(lanes_) - 1;
-    }
+    if (threadIdx.x == 0) last = take_ticket(tickets + StepTable::kLeft, 1, lanes_);
     __syncthreads();
     if (last) {
       const std::int64_t counted = comm_.failed() || skips() ? 0 : table_.header().shards;
       for (std::int64_t s = threadIdx.x; s < counted; s += blockDim.x) {
         *table_.shards()[s].shard.part.step += 1.0f;
       }
-      if (threadIdx.x < StepTable::kLaneTickets) tickets[threadIdx.x] = 0;
+      if (threadIdx.x == 0) tickets[StepTable::kCame] = tickets[StepTable::kFailed] = 0;
     }
     comm_.finish();
   }

@@ -16,6 +16,7 @@
 #include "core/optim/lamb.h"
 #include "cuda/optim/launch.h"
 #include "cuda/optim/numbers.cuh"
+#include "cuda/optim/ticket.cuh"
 #include "cuda/runtime.cuh"
 
 namespace pycomm::cuda {
@@ -150,16 +151,12 @@ __device__ void update(const SegmentCursor& cursor, const Element& element, std:
 __device__ inline void count_step(const Table& table, const ParamRange& params) {
   __shared__ bool last;
   __syncthreads();
-  if (threadIdx.x == 0) {
-    __threadfence();
-    last = atomicAdd(table.step_ticket(), 1u) == gridDim.x - 1;
-  }
+  if (threadIdx.x == 0) last = take_ticket(table.step_ticket(), 1, gridDim.x);
   __syncthreads();
   if (!last) return;
   for (std::int64_t s = threadIdx.x; s < params.count; s += kStepThreads) {
     *table.segment(params.first + s).step += 1.0f;
   }
-  if (threadIdx.x == 0) *table.step_ticket() = 0;
 }
 
 // `ratio` is LAMB's; null for 1.

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "cuda/optim/numbers.cuh"
+#include "cuda/optim/ticket.cuh"
 #include "cuda/runtime.cuh"
 
 namespace pycomm::cuda {
@@ -47,15 +48,9 @@ struct Trees {
         for (int k = 0; k < kSums; ++k) row[(i + lane()) * kSums + k] = sum[k];
       }
       __syncwarp();
-      bool last = false;
-      if (lane() == 0) {
-        __threadfence();
-        last = atomicAdd(ticket, static_cast<std::uint32_t>(count)) + count == size;
-        if (last) *ticket = 0;
-      }
+      const bool last = lane() == 0 && take_ticket(ticket, count, size);
       if (!__any_sync(0xffffffffu, last)) return false;
       __syncwarp();  // unlike the vote, it orders memory: first lane 0's ticket, then all lanes' loads
-      __threadfence();
       const volatile double* const block = row + parent * kSumBlock * kSums;
       for (int k = 0; k < kSums; ++k) {
         sum[k] = sum_by_warp(size, [&](std::int64_t t) { return block[t * kSums + k]; });

@@ -131,6 +131,9 @@ unsigned update(unsigned* word, Change change) {
 inline unsigned atomicAdd(unsigned* word, unsigned value) {
   return device::update(word, [value](unsigned before) { return before + value; });
 }
+inline unsigned atomicExch(unsigned* word, unsigned value) {
+  return device::update(word, [value](unsigned) { return value; });
+}
 inline unsigned atomicMax(unsigned* word, unsigned value) {
   return device::update(word, [value](unsigned before) { return before > value ? before : value; });
 }

@@ -53,3 +53,16 @@ add_race_mutant(coded "top-k" clears_what_is_decoded cuda/algorithms/topk_exchan
     __syncthreads();" "to[i] = T{};")
 add_race_mutant(coded "ring" takes_the_next_tensor_too_early cuda/codecs/bucket.cuh "  __syncthreads();
   for (int i" "  for (int i")
+
+# In the kernels of optimizers.
+add_race_mutant(optim "lamb" takes_a_ticket_before_its_part_is_seen cuda/optim/ticket.cuh "  __threadfence();
+  if (atomicAdd" "  if (atomicAdd")
+add_race_mutant(optim "lamb" goes_on_before_all_parts_are_seen cuda/optim/ticket.cuh "  __threadfence();
+  atomicExch" "  atomicExch")
+add_race_mutant(optim "adamw" resets_a_ticket_by_a_store cuda/optim/ticket.cuh "atomicExch(ticket, 0u);" "*ticket = 0;")
+add_race_mutant(optim "lamb" lanes_do_not_wait_for_the_ticket cuda/optim/sums.cuh "__syncwarp();  // unlike" "// unlike")
+add_race_mutant(optim "adamw" writes_a_scale_that_is_being_read cuda/optim/numbers.cuh "__syncwarp();  // all of them" "// all of them")
+add_race_mutant(sharded "adamw" lanes_meet_without_a_fence cuda/optim/sharded_step.cuh "      __threadfence();
+      atomicAdd(tickets" "      atomicAdd(tickets")
+add_race_mutant(sharded "adamw" lanes_meet_without_acquiring cuda/optim/sharded_step.cuh
+  "(void)came.load(::cuda::std::memory_order_acquire);" "")

@@ -1,4 +1,5 @@
 // The kernels of sharded steps and averages that are searched for races.
+#include "cuda/optim/sharded.cu"
 #include "cuda/optim/sharded_adamw.cu"
 #include "cuda/optim/sharded_average.cu"
 #include "cuda/optim/sharded_lamb.cu"
