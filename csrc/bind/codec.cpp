@@ -31,7 +31,7 @@ bool encode(const Codec& codec, int dtype, std::uintptr_t x, std::int64_t n, std
   const WithoutGil no_gil;
   return cpu::encode(codec, static_cast<DType>(dtype), reinterpret_cast<const void*>(x), n,
                      reinterpret_cast<std::byte*>(wire), {seed, step, stream},
-                     {offset, run, stride});
+                     places_of(offset, run, stride));
 }
 
 bool decode(const Codec& codec, std::uintptr_t wire, std::int64_t bytes, std::int64_t n, int dtype,

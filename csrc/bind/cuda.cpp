@@ -63,7 +63,7 @@ void encode(int device, std::uintptr_t stream, std::uintptr_t workspace, const C
   const WithoutGil no_gil;
   cuda::WireJob job = wire_job(device, stream, workspace, codec, dtype, n, x, wire);
   job.random = {seed, step, stream_of_bits};
-  job.places = {offset, run, stride};
+  job.places = places_of(offset, run, stride);
   cuda::encode(job);
 }
 

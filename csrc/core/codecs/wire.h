@@ -27,22 +27,27 @@ PYCOMM_HD constexpr WireHeader header_of(const Codec& codec, std::int64_t count)
 }
 
 // Which elements of a whole tensor are encoded, for random bits: from `first`, all in a row, or in
-// runs of `run` elements that begin `stride` elements apart.
+// runs that begin `stride` apart. Both are in units of kLargestBlock, as is what is encoded at a time.
 struct Places {
   std::int64_t first = 0;
-  std::int64_t run = 0;  // 0: all in a row
-  std::int64_t stride = 0;
+  std::uint32_t run = 0;  // 0: all in a row
+  std::uint32_t stride = 0;
 
+  // The place of element i, a multiple of kLargestBlock.
   PYCOMM_HD constexpr std::int64_t operator[](std::int64_t i) const {
-    return first + (run == 0 ? i : i / run * stride + i % run);
+    if (run == 0) return first + i;
+    const auto block = static_cast<std::uint32_t>(i / kLargestBlock);
+    return first + (std::int64_t{block / run} * stride + block % run) * kLargestBlock;
   }
 };
 
-// Throws std::invalid_argument unless a run can be encoded by itself.
-inline void check_places(const Places& places) {
-  PYCOMM_CHECK(places.run >= 0 && places.run % kLargestBlock == 0,
-               "run must be a multiple of " + std::to_string(kLargestBlock) + ", got " +
-                   std::to_string(places.run));
+// Places in units of elements. Throws std::invalid_argument unless runs consist of whole blocks.
+inline Places places_of(std::int64_t first, std::int64_t run, std::int64_t stride) {
+  PYCOMM_CHECK(run >= 0 && run % kLargestBlock == 0 && stride % kLargestBlock == 0,
+               "run and stride must be multiples of " + std::to_string(kLargestBlock) + ", got " +
+                   std::to_string(run) + " and " + std::to_string(stride));
+  return {first, static_cast<std::uint32_t>(run / kLargestBlock),
+          static_cast<std::uint32_t>(stride / kLargestBlock)};
 }
 
 // Stored payloads with scales are divided into tiles of this many elements. The last tile is short;

@@ -344,7 +344,7 @@ void encode_and_decode(DType dtype, std::int64_t n, const Codec& codec) {
   job.wire = reinterpret_cast<std::byte*>(got.data());
   job.workspace = workspace.data();
   job.random = {9, 8, 0};
-  for (const Places places : {Places{1000}, Places{1024, 16'384, 49'152}}) {
+  for (const Places places : {Places{1000}, places_of(1024, 16'384, 49'152)}) {
     job.places = places;
     cpu::encode(codec, dtype, x, n, reinterpret_cast<std::byte*>(want.data()), job.random, places);
     cuda::encode(job);
