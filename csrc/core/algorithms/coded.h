@@ -49,11 +49,6 @@ PYCOMM_HD constexpr std::int64_t payload_size(const Codec& codec) {
   return is_scaled(codec) ? 1 : size_of(codec.values);
 }
 
-// The codec's block size. Codecs without blocks are processed in units of kSmallestBlock.
-PYCOMM_HD constexpr std::int64_t block_of(const Codec& codec) {
-  return is_scaled(codec) ? codec.block : kSmallestBlock;
-}
-
 // The layout of a staging area that holds encoded elements: the payload of all slots, then the
 // scales of all slots.
 struct CodedStaging {
@@ -66,9 +61,7 @@ struct CodedStaging {
   PYCOMM_HD static constexpr CodedStaging in(std::int64_t bytes, const Codec& codec) {
     const std::int64_t payload = payload_size(codec), block = block_of(codec);
     const std::int64_t blocks = bytes / (block * payload + 4);
-    int shift = 0;
-    while (std::int64_t{1} << shift < block) ++shift;
-    return {payload, block, blocks / kStagingSlots * block, shift};
+    return {payload, block, blocks / kStagingSlots * block, block_shift(codec)};
   }
   // The piece size for CyclicChunks, such that a slot holds one piece per rank; 0 if none fits.
   PYCOMM_HD constexpr std::int64_t piece(int ranks) const {

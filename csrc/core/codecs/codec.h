@@ -36,6 +36,19 @@ PYCOMM_HD bool operator==(const Codec& a, const Codec& b) {
 // True if a scale per block follows the payload. (Top-k's lists have scales of their own.)
 PYCOMM_HD constexpr bool is_scaled(const Codec& codec) { return codec.block != 0; }
 
+// The codec's block size, a power of two. Codecs without blocks are processed in units of
+// kSmallestBlock.
+PYCOMM_HD constexpr std::int64_t block_of(const Codec& codec) {
+  return is_scaled(codec) ? codec.block : kSmallestBlock;
+}
+
+// log2 of the block size.
+PYCOMM_HD constexpr int block_shift(const Codec& codec) {
+  int shift = 0;
+  while (std::int64_t{1} << shift < block_of(codec)) ++shift;
+  return shift;
+}
+
 inline std::string describe(const Codec& codec) {
   const char* values = codec.values == DType::u8 ? "int8" : name_of(codec.values);
   std::string text;

@@ -42,16 +42,6 @@ PYCOMM_HD float int8_dequantize(std::int8_t q, float scale) {
   return static_cast<float>(q) * scale;
 }
 
-// One tile of encoded elements: the payload, then the scales of its blocks.
-struct ScaledTile {
-  std::int64_t elements;  // capacity of the payload, a multiple of four
-  std::int64_t block;
-
-  PYCOMM_HD constexpr std::int64_t scale_offset(std::int64_t element) const {
-    return elements + element / block * 4;
-  }
-};
-
 // The bytes of n encoded elements that begin at a block boundary, without padding.
 PYCOMM_HD constexpr std::int64_t int8_bytes(std::int64_t n, std::int64_t block) {
   return n + (n + block - 1) / block * 4;

@@ -54,13 +54,23 @@ inline Places places_of(std::int64_t first, std::int64_t run, std::int64_t strid
 // its payload is padded to a multiple of 16 bytes.
 inline constexpr std::int64_t kWireTile = 65536;
 
-PYCOMM_HD constexpr ScaledTile scaled_wire_tile(std::int64_t elements, std::int64_t block) {
-  return {round_up(elements, 16), block};
-}
+// Where n elements with a scale for every 2^shift of them lie: each tile's payload, then its scales.
+struct WireTiles {
+  std::int64_t n;
+  int shift;
 
-PYCOMM_HD constexpr std::int64_t scaled_wire_tile_bytes(std::int64_t elements, std::int64_t block) {
-  return round_up(elements, 16) + ceil_div(elements, block) * 4;
-}
+  PYCOMM_HD constexpr std::int64_t payload(std::int64_t element) const {
+    return element + ((element & -kWireTile) >> shift) * 4;
+  }
+  // Of an element that begins a block.
+  PYCOMM_HD constexpr std::int64_t scale(std::int64_t element) const {
+    const std::int64_t end = (element & -kWireTile) + kWireTile, padded = round_up(n, 16);
+    return (end < padded ? end : padded) + (element >> shift) * 4;
+  }
+  PYCOMM_HD constexpr std::int64_t bytes() const {
+    return round_up(n, 16) + ((n + (1 << shift) - 1) >> shift) * 4;
+  }
+};
 
 // The bytes of n encoded elements with their header. For top-k, the bytes if k elements are not
 // zero.
@@ -70,8 +80,7 @@ PYCOMM_HD constexpr std::int64_t encoded_bytes(const Codec& codec, std::int64_t 
     return header + TopkLayout{topk_chunks(n), codec.k < n ? codec.k : n, codec.values}.bytes();
   }
   if (!is_scaled(codec)) return header + n * size_of(codec.values);
-  return header + n / kWireTile * scaled_wire_tile_bytes(kWireTile, codec.block) +
-         scaled_wire_tile_bytes(n % kWireTile, codec.block);
+  return header + WireTiles{n, block_shift(codec)}.bytes();
 }
 
 // Throws std::invalid_argument unless a header and a total of `bytes` bytes match an encoding of n

@@ -14,29 +14,23 @@ void check_aligned(const std::byte* wire) {
   PYCOMM_CHECK(reinterpret_cast<std::uintptr_t>(wire) % 4 == 0, "wire must be aligned to 4 bytes");
 }
 
-// With scales, tiles; otherwise everything is one.
-Tiles wire_tiles(const Codec& codec, std::int64_t n) {
-  return {n, is_scaled(codec) ? kWireTile : n};
-}
-
 // An encoding larger than the caches is written around them, so that its lines need not be read first.
 // It is made in the first-level cache, kPartElements at a time. (Streamed stores did not make
 // decoding faster.)
 constexpr std::int64_t kStreamedBytes = 16 << 20;
 constexpr std::int64_t kPartElements = kLargestBlock;
 
-// Calls visit(range of elements, address of their encoding).
+// Calls visit(range of elements, address of their encoding); without scales, everything is one tile.
 template <class Visit>
 void each_tile(const Codec& codec, std::byte* wire, std::int64_t n, Visit visit) {
-  std::byte* at = wire + sizeof(WireHeader);
-  const Tiles tiles = wire_tiles(codec, n);
+  std::byte* const body = wire + sizeof(WireHeader);
+  if (!is_scaled(codec)) return visit(Range{0, n}, Encoded{body, nullptr});
+  const WireTiles layout{n, block_shift(codec)};
+  const Tiles tiles{n, kWireTile};
   for (std::int64_t t = 0; t < tiles.count(); ++t) {
     const Range range = tiles[t];
-    const ScaledTile tile = scaled_wire_tile(range.count, codec.block);
-    const bool scaled = is_scaled(codec);
-    visit(range, Encoded{at, scaled ? reinterpret_cast<float*>(at + tile.elements) : nullptr});
-    if (!scaled) return;
-    at += scaled_wire_tile_bytes(range.count, codec.block);
+    visit(range, Encoded{body + layout.payload(range.begin),
+                         reinterpret_cast<float*>(body + layout.scale(range.begin))});
   }
 }
 

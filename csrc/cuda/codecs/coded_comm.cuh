@@ -78,8 +78,8 @@ class CodedComm {
       const Sources sources = sources_of(1, [&](int) { return from; });
       encode(sources, to, to, n, false);
     } else if (to.coded == kPlain) {
-      nonfinite_ |= decode_pass<T, false, Codecs>(row_.operation.codec, staging_[from],
-                                                  reinterpret_cast<T*>(to.data), n, staging_.shift);
+      nonfinite_ |= decode_pass<T, Codecs>(row_.operation.codec, staging_[from],
+                                           reinterpret_cast<T*>(to.data), n, staging_.shift);
       __syncthreads();
     } else {
       move(staging_[to], staging_[from], n);

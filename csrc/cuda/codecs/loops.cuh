@@ -92,11 +92,11 @@ __device__ inline void draw(const Random& random, std::int64_t first, std::uint3
 
 // Encodes this thread's elements from fp32. Returns whether all were finite. All threads of the
 // block call it together. A codec's block has 2^shift elements; the first of this stride is element
-// `first` of the whole.
-template <class Codec>
+// first() of the whole, which only random bits ask for.
+template <class Codec, class First>
   requires Codec::kScaled
 __device__ bool encode_octet(const float* v, bool stochastic, int shift, const Random& random,
-                             std::int64_t first, Octet<typename Codec::Payload>& made,
+                             const First& first, Octet<typename Codec::Payload>& made,
                              float& scale) {
   std::uint32_t largest = 0;
 #pragma unroll
@@ -109,7 +109,7 @@ __device__ bool encode_octet(const float* v, bool stochastic, int shift, const R
     at_random = stochastic;
     if (at_random) {
       std::uint32_t bits[kOctet];
-      draw(random, first, bits);
+      draw(random, first(), bits);
 #pragma unroll
       for (int i = 0; i < kOctet; ++i) made.element[i] = Codec::encode(v[i], found, bits[i]);
     }
@@ -123,9 +123,9 @@ __device__ bool encode_octet(const float* v, bool stochastic, int shift, const R
   return largest < kInfinityBits;
 }
 
-template <class Codec>
+template <class Codec, class First>
   requires(!Codec::kScaled)
-__device__ bool encode_octet(const float* v, bool, int, const Random&, std::int64_t,
+__device__ bool encode_octet(const float* v, bool, int, const Random&, const First&,
                              Octet<typename Codec::Payload>& made, float&) {
   bool finite = true;
 #pragma unroll
@@ -270,8 +270,8 @@ __device__ __noinline__ bool encode_blocks(const Pass& pass, bool own, bool stoc
     }
     Octet<Payload> made;
     float scale = 1.0f;
-    finite &=
-        encode_octet<Codec>(v, stochastic, shift, pass.random, pass.first + stride, made, scale);
+    const auto first = [&] { return pass.first + stride; };
+    finite &= encode_octet<Codec>(v, stochastic, shift, pass.random, first, made, scale);
     if (n == 0) continue;
     store_encoded<Codec>(pass.to, start, n, shift, made, scale);
     float values[kOctet];
@@ -283,6 +283,7 @@ __device__ __noinline__ bool encode_blocks(const Pass& pass, bool own, bool stoc
   return !finite;
 }
 
+// output[i] = decoded, or += decoded.
 template <class T, class Codec, bool add>
 __device__ __noinline__ bool decode_blocks(Encoded from, T* output, std::int64_t count, int shift) {
   bool finite = true;
@@ -320,13 +321,13 @@ __device__ bool encode_pass(const Codec& codec, const Pass& pass, bool own, int 
   return nonfinite;
 }
 
-// output[i] = decoded, or += decoded; returns, to each thread, whether some of it is not finite.
-template <class T, bool add, class Codecs = BlockCodecs>
+// Decodes; returns, to each thread, whether some of it is not finite.
+template <class T, class Codecs = BlockCodecs>
 __device__ bool decode_pass(const Codec& codec, Encoded from, T* output, std::int64_t n,
                             int shift) {
   bool nonfinite = false;
   Codecs::visit(codec, [&](auto type) {
-    nonfinite = decode_blocks<T, typename decltype(type)::type, add>(from, output, n, shift);
+    nonfinite = decode_blocks<T, typename decltype(type)::type, false>(from, output, n, shift);
   });
   return nonfinite;
 }

@@ -9,34 +9,35 @@ namespace pycomm::cuda {
 namespace {
 
 // Where the elements of one stride lie, encoded.
-__device__ Encoded wire_at(const WireJob& job, std::int64_t start) {
+template <class Codec>
+__device__ Encoded wire_at(const WireJob& job, std::int64_t start, int shift) {
   std::byte* const body = job.wire + sizeof(WireHeader);
-  if (!is_scaled(job.codec)) {
-    return {body + start * size_of(job.codec.values), nullptr};
+  if constexpr (Codec::kScaled) {
+    const WireTiles tiles{job.n, shift};
+    return {body + tiles.payload(start), reinterpret_cast<float*>(body + tiles.scale(start))};
+  } else {
+    return {body + start * static_cast<std::int64_t>(sizeof(typename Codec::Payload)), nullptr};
   }
-  const Range tile = Tiles{job.n, kWireTile}[start / kWireTile];
-  const std::int64_t block = job.codec.block, within = start - tile.begin;
-  std::byte* const at = body + start / kWireTile * scaled_wire_tile_bytes(kWireTile, block);
-  return {at + within,
-          reinterpret_cast<float*>(at + scaled_wire_tile(tile.count, block).scale_offset(within))};
 }
 
 // The header, and what pads the last tile's payload, so that no byte is left undefined.
-__device__ void write_frame(const WireJob& job) {
+template <class Codec>
+__device__ void write_frame(const WireJob& job, int shift) {
   const WireHeader header = header_of(job.codec, job.n);
   if (threadIdx.x == 0) {
     std::memcpy(__builtin_assume_aligned(job.wire, 4), &header, sizeof(header));
   }
-  if (!is_scaled(job.codec) || job.n % 16 == 0) return;
+  if (!Codec::kScaled || job.n % 16 == 0) return;
   const std::int64_t last = (job.n - 1) / kBlockElements * kBlockElements;
-  std::byte* const end = wire_at(job, last).payload + (job.n - last);
+  std::byte* const end = wire_at<Codec>(job, last, shift).payload + (job.n - last);
   if (threadIdx.x < 16 - job.n % 16) end[threadIdx.x] = std::byte{0};
 }
 
 // Like encode_blocks(), for one source without feedback, which takes a third of the registers.
 template <class T, class Codec>
 __device__ void encode_strides(const WireJob& job) {
-  const int shift = CodedStaging::in(0, job.codec).shift;
+  const int shift = block_shift(job.codec);
+  if (blockIdx.x == 0) write_frame<Codec>(job, shift);
   const std::int64_t start = threadIdx.x * kOctet;
   for (std::int64_t stride = blockIdx.x * kBlockElements; stride < job.n;
        stride += gridDim.x * kBlockElements) {
@@ -47,28 +48,35 @@ __device__ void encode_strides(const WireJob& job) {
     for (int i = 0; i < kOctet; ++i) v[i] = load(octet.element[i]);
     Octet<typename Codec::Payload> made;
     float scale = 1.0f;
-    encode_octet<Codec>(v, job.codec.stochastic != 0, shift, job.random, job.places[stride], made,
-                        scale);
-    if (n > 0) store_encoded<Codec>(wire_at(job, stride), start, n, shift, made, scale);
+    const auto first = [&] { return job.places[stride]; };
+    encode_octet<Codec>(v, job.codec.stochastic != 0, shift, job.random, first, made, scale);
+    if (n > 0) {
+      store_encoded<Codec>(wire_at<Codec>(job, stride, shift), start, n, shift, made, scale);
+    }
   }
 }
 
 template <class T>
 __global__ void __launch_bounds__(kThreads, 3) encode_kernel(const __grid_constant__ WireJob job) {
-  if (blockIdx.x == 0) write_frame(job);
   BlockCodecs::visit(job.codec,
                      [&](auto type) { encode_strides<T, typename decltype(type)::type>(job); });
 }
 
-template <class T, bool add>
-__global__ void __launch_bounds__(kThreads) decode_kernel(const __grid_constant__ WireJob job) {
-  const int shift = CodedStaging::in(0, job.codec).shift;
+template <class T, class Codec, bool add>
+__device__ void decode_strides(const WireJob& job) {
+  const int shift = block_shift(job.codec);
   for (std::int64_t start = blockIdx.x * kBlockElements; start < job.n;
        start += gridDim.x * kBlockElements) {
     const std::int64_t n = job.n - start < kBlockElements ? job.n - start : kBlockElements;
     T* const output = reinterpret_cast<T*>(job.elements) + start;
-    decode_pass<T, add>(job.codec, wire_at(job, start), output, n, shift);
+    decode_blocks<T, Codec, add>(wire_at<Codec>(job, start, shift), output, n, shift);
   }
+}
+
+template <class T, bool add>
+__global__ void __launch_bounds__(kThreads, 4) decode_kernel(const __grid_constant__ WireJob job) {
+  BlockCodecs::visit(
+      job.codec, [&](auto type) { decode_strides<T, typename decltype(type)::type, add>(job); });
 }
 
 template <auto kernel>

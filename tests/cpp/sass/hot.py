@@ -56,8 +56,8 @@ HOT_LOOPS = (
     HotLoop("grad_norm_fp32", *NORM, 32, 4, 0, launched=3, work=("DFMA", 32)),
     HotLoop("grad_norm_bf16", *NORM, 64, 2, 0, launched=3, work=("DFMA", 64)),
     HotLoop("int8_encode", WIRE, "encode_kernelIfE", 8, 4, 1, slack=8, work=("SHFL", 1)),
-    HotLoop("int8_decode", WIRE, "decode_kernelIfLb0E", 8, 1, 4, slack=4),
-    HotLoop("int8_decode_add", WIRE, "decode_kernelIfLb1E", 8, 5, 4, slack=4),
+    HotLoop("int8_decode", WIRE, "decode_kernelIfLb0E", 8, 1, 4, slack=4, work=("I2F", 8)),
+    HotLoop("int8_decode_add", WIRE, "decode_kernelIfLb1E", 8, 5, 4, slack=4, work=("I2F", 8)),
     HotLoop(
         "topk_collect",
         "codecs/topk_select.cu",
