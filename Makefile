@@ -6,7 +6,7 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: demo test test-slow test-gpu gpu bench-gpu convergence cuda-check lint format tsan asan bench clean
+.PHONY: demo test test-slow test-gpu test-emulated gpu bench-gpu convergence cuda-check lint format tsan asan bench clean
 .PHONY: compile-commands torch-headers torch-check
 
 $(BIN)/python:
@@ -36,6 +36,11 @@ test-slow: $(VENV)/.built
 test-gpu: $(VENV)/.built
 	$(BIN)/python -m pytest -q -m gpu tests
 
+# The tests for a CUDA device without one: kernels run as fibers, tensors lie in host memory.
+test-emulated: $(VENV)/.built emulator
+	OMP_NUM_THREADS=1 PYTHONPATH=tests/emulator PYCOMM_EMULATOR=$(abspath build/cpp-test/emulator.so) \
+	$(BIN)/python -m pytest -n $(JOBS) -q -m "gpu and not hardware" tests/gpu
+
 # All that needs a GPU, in at most 8 minutes, with the torch that is there: results come to out/gpu.
 gpu:
 	PYTHON=$(PYTHON) benchmarks/gpu.sh out/gpu
@@ -55,8 +60,8 @@ bench: $(VENV)/.built
 
 # The C++ tests, plain and under sanitizers. Ranks are threads, so that they see every rank.
 # The mutants of the code that the checkers check, and the races of kernels, need g++.
-.PHONY: cpp-test mutants racecheck
-cpp-test mutants racecheck tsan asan: $(VENV)/.torch
+.PHONY: cpp-test mutants emulator racecheck
+cpp-test mutants emulator racecheck tsan asan: $(VENV)/.torch
 	PATH="$(abspath $(BIN)):$$PATH" sh tests/cpp/run.sh $@
 
 # How each source is compiled, for clangd and the like; on x86-64 with the kernels, as C++.

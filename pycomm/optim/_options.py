@@ -140,9 +140,9 @@ def one_device(optimizer: str, params: Iterable[torch.Tensor]) -> torch.device:
     """The device of all parameters."""
     devices = {param.device for param in params}
     if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
         raise ValueError(
-            f"{optimizer} takes parameters on one device, got {', '.join(map(str, devices))}: "
-            "make an optimizer for each"
+            f"{optimizer} takes parameters on one device, got {names}: make an optimizer for each"
         )
     return devices.pop()
 

@@ -16,7 +16,6 @@ from pycomm._inputs.dtypes import ALGORITHMS, DTYPES, OPS
 
 pytestmark = pytest.mark.gpu
 
-SIZES = (1, 2, 3, 4, 8)
 COUNTS = (0, 1, 17, 1000, 4099, 300_007)
 
 
@@ -39,7 +38,7 @@ def on_cpu(size: int, body: Callable[[pycomm.Group], torch.Tensor]) -> list[torc
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("algorithm", [a for a in ALGORITHMS if a != "auto"])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", gpu_ranks.SIZES)
 @pytest.mark.parametrize("staged", [False, True], ids=["zero_copy", "staged"])
 def test_all_reduce_has_the_bits_of_the_cpu(
     staged: bool, size: int, algorithm: str, dtype: torch.dtype

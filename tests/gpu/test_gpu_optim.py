@@ -65,7 +65,7 @@ def pair(case: Case, **more: Any) -> tuple[Any, Any, list[Any], list[Any]]:
     return case.make(params, **more), case.make(twins, **more), params, twins
 
 
-@pytest.mark.parametrize("case", cases(), ids=str)
+@pytest.mark.parametrize("case", list(cases()), ids=str)
 def test_bits_of_the_cpu(case: Case) -> None:
     ours, theirs, params, twins = pair(case, max_norm=1.0)
     for step in range(4):
@@ -199,6 +199,7 @@ def _kernels(step: Any) -> list[str]:
     return [event.name for event in profile.events() if "Synchronize" not in event.name]
 
 
+@pytest.mark.hardware
 @pytest.mark.parametrize(
     ("name", "max_norm", "launches"),
     [("adamw", None, 1), ("adamw", 1.0, 2), ("sgd", 1.0, 2), ("lion", 1.0, 2), ("lamb", 1.0, 3)],
@@ -257,6 +258,7 @@ def test_two_devices_are_refused() -> None:
         optim.FusedAdamW(params)
 
 
+@pytest.mark.hardware
 def test_huge_tensors() -> None:
     """More than 2^31 elements: 64-bit indices; the last ones move as the first ones do."""
     count = (1 << 31) + 5000

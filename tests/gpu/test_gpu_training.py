@@ -40,10 +40,10 @@ def train(group: pycomm.Group, device: str, front: str, name: str) -> list[torch
         optimizer.zero_grad()
         loss = model({name: gradient.to(device) for name, gradient in given.items()})
         scaler.scale(loss).backward()
-        seen += [parameter.grad.cpu() for parameter in module.parameters()]
+        seen += [parameter.grad.cpu().clone() for parameter in module.parameters()]
         scaler.step(optimizer)
         scaler.update()
-        seen += [parameter.detach().cpu() for parameter in module.parameters()]
+        seen += [parameter.detach().cpu().clone() for parameter in module.parameters()]
         seen.append(torch.tensor(scaler.get_scale()))
     return seen
 

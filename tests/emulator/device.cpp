@@ -1,0 +1,215 @@
+// torch's CUDA devices in host memory, for a torch without CUDA: allocator, streams and events. The work of streams is
+// done at once, so they are only names; stream_order.h finds what would go wrong if it were not.
+#include <ATen/DeviceAccelerator.h>
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <pybind11/pybind11.h>
+#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
+
+#include "device.h"
+
+// In place of torch's, which knows from its own build that there is none. This file is loaded first.
+namespace at::accelerator {
+__attribute__((visibility("default"))) std::optional<c10::DeviceType> getAccelerator(bool) {
+  return c10::kCUDA;
+}
+}  // namespace at::accelerator
+
+namespace emulator {
+
+Memory memory;
+StreamOrder order;
+
+namespace {
+
+constexpr std::size_t kAlignment = 512;
+thread_local c10::StreamId current[kDevices] = {};
+bool may_wait = true;
+
+void free_memory(void* data) {
+  order.freed(data);
+  std::free(data);
+}
+
+}  // namespace
+
+// Fresh memory holds garbage, so that nothing relies on zeros. What a capture allocates belongs to its graph, and is
+// never freed here.
+c10::DataPtr Memory::allocate(std::size_t bytes) {
+  const c10::Stream stream = current_stream();
+  if (bytes == 0) return {nullptr, stream.device()};
+  void* const data =
+      std::aligned_alloc(kAlignment, (bytes + kAlignment - 1) / kAlignment * kAlignment);
+  std::memset(data, 0xcd, bytes);
+  order.allocated(data, line_of(stream));
+  if (is_captured(stream)) return {data, stream.device()};
+  return {data, data, &free_memory, stream.device()};
+}
+
+void Memory::copy_data(void* to, const void* from, std::size_t bytes) const {
+  std::memcpy(to, from, bytes);
+}
+
+c10::Stream current_stream(c10::Device device) {
+  const auto index =
+      static_cast<c10::DeviceIndex>(device.has_index() ? device.index() : device::current_device());
+  return c10::Stream(c10::Stream::UNSAFE, c10::Device(c10::kCUDA, index), current[index]);
+}
+
+cudaStream_t native(const c10::Stream& stream) {
+  return reinterpret_cast<cudaStream_t>(stream.id());
+}
+
+Line line_of(const c10::Stream& stream) { return {stream.device_index(), stream.id()}; }
+
+bool is_captured(const c10::Stream& stream) {
+  cudaStreamCaptureStatus status{};
+  unsigned long long id = 0;
+  cudaStreamGetCaptureInfo(native(stream), &status, &id);
+  return status == cudaStreamCaptureStatusActive;
+}
+
+void wait() { TORCH_CHECK(may_wait, "called a synchronizing CUDA operation"); }
+
+namespace {
+
+cudaEvent_t event_of(void* event) { return static_cast<cudaEvent_t>(event); }
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override { return c10::kCUDA; }
+  c10::Device exchangeDevice(c10::Device to) const override {
+    const c10::Device before = getDevice();
+    setDevice(to);
+    return before;
+  }
+  c10::Device getDevice() const override {
+    return {c10::kCUDA, static_cast<c10::DeviceIndex>(device::current_device())};
+  }
+  void setDevice(c10::Device to) const override { uncheckedSetDevice(to); }
+  void uncheckedSetDevice(c10::Device to) const noexcept override {
+    if (to.has_index()) device::set_device(to.index());
+  }
+  c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
+  c10::Device with_index(c10::Device device) const {
+    return device.has_index() ? device : getDevice();
+  }
+  c10::Stream getStream(c10::Device device) const override { return current_stream(device); }
+  c10::Stream getDefaultStream(c10::Device device) const override {
+    return c10::Stream(c10::Stream::UNSAFE, with_index(device), 0);
+  }
+  c10::Stream getNewStream(c10::Device device, int) const override {
+    cudaStream_t made = nullptr;
+    cudaStreamCreate(&made);
+    return c10::Stream(c10::Stream::UNSAFE, with_index(device),
+                       reinterpret_cast<c10::StreamId>(made));
+  }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {
+    return getNewStream(device, 0);
+  }
+  c10::Stream exchangeStream(c10::Stream to) const override {
+    const c10::Stream before = getStream(to.device());
+    current[to.device_index()] = to.id();
+    return before;
+  }
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex,
+              const c10::EventFlag) const override {
+    if (*event == nullptr) cudaEventCreateWithFlags(reinterpret_cast<cudaEvent_t*>(event), 0);
+    cudaEventRecord(event_of(*event), native(stream));
+    order.record(*event, line_of(stream));
+  }
+  void block(void* event, const c10::Stream& stream) const override {
+    if (event == nullptr) return;
+    cudaStreamWaitEvent(native(stream), event_of(event), 0);
+    order.wait(line_of(stream), event);
+  }
+  bool queryEvent(void* event) const override {
+    if (event != nullptr) order.host_waits(event);
+    return event == nullptr || cudaEventQuery(event_of(event)) == cudaSuccess;
+  }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+    if (event == nullptr) return;
+    order.forget(event);
+    cudaEventDestroy(event_of(event));
+  }
+  bool queryStream(const c10::Stream& stream) const override {
+    order.host_waits(line_of(stream));
+    return true;
+  }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    wait();
+    order.host_waits(line_of(stream));
+  }
+  void synchronizeEvent(void* event) const override {
+    wait();
+    queryEvent(event);
+  }
+  void synchronizeDevice(const c10::DeviceIndex device) const override {
+    wait();
+    order.host_waits_for_all(device);
+  }
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
+    order.recorded(data.get(), line_of(stream));
+  }
+};
+C10_REGISTER_GUARD_IMPL(CUDA, Guard);
+
+struct CUDAHooks final : at::CUDAHooksInterface {
+  explicit CUDAHooks(at::CUDAHooksArgs) {}
+  void init() const override {}
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasCUDA() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  c10::DeviceIndex deviceCount() const override { return kDevices; }
+  int getNumGPUs() const override { return kDevices; }
+  c10::DeviceIndex current_device() const override { return getCurrentDevice(); }
+  c10::DeviceIndex getCurrentDevice() const override {
+    return static_cast<c10::DeviceIndex>(device::current_device());
+  }
+  void setCurrentDevice(c10::DeviceIndex to) const override { device::set_device(to); }
+  bool isPinnedPtr(const void*) const override { return false; }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return c10::GetAllocator(c10::kCPU); }
+};
+using at::CUDAHooksRegistry;
+using at::RegistererCUDAHooksRegistry;
+REGISTER_CUDA_HOOKS(CUDAHooks);
+
+// For DistributedDataParallel.
+struct Timer final : c10d::Timer {
+  explicit Timer(c10::Device) {}
+  std::optional<std::int64_t> measureDifference(Event start, Event end) override {
+    const auto from = getTimestamp(start), to = getTimestamp(end);
+    return from && to ? std::optional(*to - *from) : std::nullopt;
+  }
+};
+using c10d::RegistererTimerRegistry;
+using c10d::TimerRegistry;
+C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::kCUDA, Timer);
+
+}  // namespace
+}  // namespace emulator
+
+PYBIND11_MODULE(_emulator, m) {
+  using namespace emulator;
+  c10::SetAllocator(c10::kCUDA, &memory);
+  m.attr("devices") = static_cast<int>(kDevices);
+  m.def("current_device", &device::current_device);
+  m.def("set_device", &device::set_device);
+  m.def("let_wait", [](bool may) { may_wait = may; });
+  m.def("is_captured", [] { return is_captured(current_stream()); });
+  m.def("begin_capture", [] {
+    return cudaStreamBeginCapture(native(current_stream()), cudaStreamCaptureModeRelaxed);
+  });
+  m.def("end_capture", [] {
+    cudaGraph_t graph = nullptr;
+    TORCH_CHECK(cudaStreamEndCapture(native(current_stream()), &graph) == cudaSuccess,
+                "a stream has not been joined");
+    return reinterpret_cast<std::uintptr_t>(graph);
+  });
+  m.def("launch_graph", [](std::uintptr_t graph) {
+    const pybind11::gil_scoped_release no_gil;
+    cudaGraphLaunch(reinterpret_cast<cudaGraph_t>(graph), native(current_stream()));
+  });
+  m.def("destroy_graph",
+        [](std::uintptr_t graph) { cudaGraphDestroy(reinterpret_cast<cudaGraph_t>(graph)); });
+}

@@ -1,0 +1,209 @@
+"""CUDA devices for programs on a machine without a GPU: in host memory, with kernels as fibers.
+
+``make emulator`` builds the module that ``PYCOMM_EMULATOR`` names. It holds `pycomm._C` with the
+kernels (tests/cpp/device), and registers the devices with torch (device.cpp, operators.cpp). Here,
+what torch.cuda does in Python is replaced. torch must be a build without CUDA.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import mmap
+import os
+import sys
+import time
+import types
+import uuid
+from importlib.machinery import ExtensionFileLoader
+from pathlib import Path
+from typing import Any, ClassVar
+
+PATH = os.environ.get("PYCOMM_EMULATOR", "")
+PROCESSORS = 2  # of a device
+
+
+def _load(name: str) -> types.ModuleType:
+    """One of the modules in the file."""
+    spec = importlib.util.spec_from_file_location(
+        name, PATH, loader=ExtensionFileLoader(name, PATH)
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+device = _load("_emulator")  # before torch, which asks once for its devices
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import torch.distributed._symmetric_memory  # noqa: E402
+
+
+class Stream(torch.Stream):
+    """Stands for torch.cuda.Stream."""
+
+    def __new__(cls, device: Any = None, priority: int = 0, **handle: int) -> Stream:
+        if handle:
+            return super().__new__(cls, **handle)
+        return super().__new__(cls, device=_device(device), priority=priority)
+
+    @property
+    def cuda_stream(self) -> int:
+        return self.stream_id
+
+
+class Event(torch.Event):
+    """Stands for torch.cuda.Event."""
+
+    def __new__(cls, enable_timing: bool = False, **_: Any) -> Event:
+        return super().__new__(cls, device="cuda", enable_timing=enable_timing)
+
+    def record(self, stream: Any = None) -> None:
+        self.recorded_at = time.monotonic()  # work is done when it is enqueued
+        super().record(current_stream() if stream is None else stream)
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1e3 * (end.recorded_at - self.recorded_at)
+
+
+def _device(device: Any) -> torch.device:
+    if isinstance(device, int):
+        return torch.device("cuda", device)
+    device = torch.device("cuda" if device is None else device)
+    return device if device.index is not None else torch.device("cuda", current_device())
+
+
+def _visible() -> list[int]:
+    """The numbers of the devices that this process may use."""
+    numbers = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [int(n) for n in numbers.split(",")] if numbers else list(range(device.devices))
+
+
+def current_device() -> int:
+    return device.current_device()
+
+
+def exchange_device(to: int) -> int:
+    before = device.current_device()
+    if to >= 0:
+        device.set_device(to)
+    return before
+
+
+def current_stream(of: Any = None) -> Stream:
+    found = torch.accelerator.current_stream(_device(of))
+    return Stream(
+        stream_id=found.stream_id,
+        device_index=found.device_index,
+        device_type=found.device_type,
+    )
+
+
+def get_device_properties(of: Any = None) -> Any:
+    number = _visible()[_device(of).index]
+    return types.SimpleNamespace(
+        name="emulated", multi_processor_count=PROCESSORS, uuid=uuid.UUID(int=(number + 1) << 100)
+    )
+
+
+class CUDAGraph:
+    """Stands for torch.cuda.CUDAGraph."""
+
+    _graph = 0
+
+    def capture_begin(self, *_: Any, **__: Any) -> None:
+        device.begin_capture()
+
+    def capture_end(self) -> None:
+        self._graph = device.end_capture()
+
+    def replay(self) -> None:
+        device.launch_graph(self._graph)
+
+    def reset(self) -> None:
+        if self._graph:
+            device.destroy_graph(self._graph)
+        self._graph = 0
+
+    def __del__(self) -> None:
+        self.reset()
+
+
+REPLACED = {
+    "CUDAGraph": CUDAGraph,
+    "Stream": Stream,
+    "Event": Event,
+    "_exchange_device": exchange_device,
+    "_maybe_exchange_device": exchange_device,
+    "_lazy_init": lambda: None,
+    "can_device_access_peer": lambda *_: True,
+    "current_device": current_device,
+    "current_stream": current_stream,
+    "empty_cache": lambda: None,
+    "device_count": lambda: len(_visible()),
+    "get_device_properties": get_device_properties,
+    "is_available": lambda: True,
+    "is_current_stream_capturing": lambda: device.is_captured(),
+    "is_initialized": lambda: True,
+    "set_sync_debug_mode": lambda mode: device.let_wait(mode != "error"),
+    "set_device": lambda to: device.set_device(_device(to).index),
+    "set_stream": torch.accelerator.set_stream,
+    "synchronize": lambda of=None: torch.accelerator.synchronize(_device(of)),
+}
+
+
+class SymmetricMemory:
+    """Stands for torch's symmetric memory: files without names, mapped by every rank."""
+
+    files: ClassVar[dict[int, tuple[int, int]]] = {}  # descriptor and size, by address
+    mappings: ClassVar[list[mmap.mmap]] = []
+
+    @classmethod
+    def map(cls, descriptor: int, nbytes: int) -> int:
+        """The address at which this process now has a file."""
+        mapping = mmap.mmap(descriptor, nbytes)
+        cls.mappings.append(mapping)
+        return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+
+    @classmethod
+    def empty_strided_p2p(
+        cls, shape: tuple[int], stride: tuple[int], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        assert dtype is torch.uint8
+        assert stride == (1,)
+        descriptor = os.memfd_create("emulator")
+        os.truncate(descriptor, shape[0])
+        address = cls.map(descriptor, shape[0])
+        cls.files[address] = descriptor, shape[0]
+        return torch.ops.emulator.bytes_at(address, shape[0], device)
+
+    def __init__(self, memory: torch.Tensor, process_group: Any) -> None:
+        every: list[Any] = [None] * dist.get_world_size(process_group)
+        mine = os.getpid(), *self.files[memory.data_ptr()]
+        dist.all_gather_object(every, mine, group=process_group)
+        own = dist.get_rank(process_group)
+        self.buffer_ptrs = [
+            memory.data_ptr() if rank == own else self.map_of(*of) for rank, of in enumerate(every)
+        ]
+        dist.barrier(process_group)  # nobody ends while others open its file
+
+    @classmethod
+    def map_of(cls, pid: int, descriptor: int, nbytes: int) -> int:
+        """The address at which this process now has a file of another one."""
+        with Path(f"/proc/{pid}/fd/{descriptor}").open("r+b") as file:
+            return cls.map(file.fileno(), nbytes)
+
+
+for name, value in REPLACED.items():
+    setattr(torch.cuda, name, value)
+torch._C._host_emptyCache = lambda: None
+torch._C._distributed_c10d._SymmetricMemory = SymmetricMemory
+torch.distributed._symmetric_memory.rendezvous = SymmetricMemory
+sys.modules["pycomm._C"] = _load("pycomm._C")
+
+import pycomm  # noqa: E402
+
+pycomm._C = sys.modules["pycomm._C"]

@@ -1,0 +1,250 @@
+// torch's operations on the emulated device: the CPU's kernels run them, on aliases of their tensors.
+#include <ATen/EmptyTensor.h>
+#include <torch/library.h>
+
+#include "device.h"
+
+namespace emulator {
+namespace {
+
+at::Tensor made_of(c10::Storage storage, c10::DispatchKey key, const at::Tensor& like) {
+  at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(
+      std::move(storage), c10::DispatchKeySet(key), like.dtype());
+  made.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides(),
+                                                    like.storage_offset());
+  return made;
+}
+
+c10::Storage new_storage(const void* from, std::size_t bytes) {
+  c10::DataPtr data = memory.allocate(bytes);
+  if (bytes > 0) std::memcpy(data.get(), from, bytes);
+  return {c10::Storage::use_byte_size_t(), bytes, std::move(data), &memory, true};
+}
+
+// The work that has begun on the current stream reads or writes a tensor.
+void note_access(const at::Tensor& tensor, const c10::Stream& stream, bool writes,
+                 const std::string& work) {
+  if (!tensor.defined() || !tensor.is_cuda() || tensor.numel() == 0) return;
+  std::int64_t last = 0;
+  for (std::int64_t i = 0; i < tensor.dim(); ++i) last += (tensor.size(i) - 1) * tensor.stride(i);
+  const auto bytes = static_cast<std::int64_t>(tensor.element_size());
+  const std::int64_t begin = tensor.storage_offset() * bytes;
+  order.access(tensor.storage().data(), begin, begin + (last + 1) * bytes, line_of(stream), writes,
+               work);
+}
+
+// The tensors of a call on this device, and the CPU's aliases that take their places.
+class Aliases {
+ public:
+  at::Tensor of(const at::Tensor& tensor) {
+    if (!tensor.defined() || !tensor.is_cuda()) return tensor;
+    for (const auto& [original, alias] : pairs_) {
+      if (original.is_same(tensor)) return alias;
+    }
+    const c10::Storage& storage = tensor.storage();
+    c10::Storage host;
+    for (const auto& [original, alias] : pairs_) {  // tensors may overlap
+      if (original.storage().is_alias_of(storage)) host = alias.storage();
+    }
+    if (!host) {
+      host = c10::Storage(c10::Storage::use_byte_size_t(), storage.nbytes(),
+                          c10::DataPtr(storage.mutable_data(), c10::kCPU),
+                          c10::GetAllocator(c10::kCPU), true);
+    }
+    pairs_.emplace_back(tensor, made_of(std::move(host), c10::DispatchKey::CPU, tensor));
+    return pairs_.back().second;
+  }
+
+  // What a result is on this device.
+  at::Tensor result(const at::Tensor& made) {
+    if (!made.defined() || !made.is_cpu()) return made;
+    for (const auto& [original, alias] : pairs_) {
+      if (alias.is_same(made)) return original;
+    }
+    for (const auto& [original, alias] : pairs_) {
+      if (alias.storage().is_alias_of(made.storage())) {
+        return made_of(original.storage(), c10::DispatchKey::CUDA, made);
+      }
+    }
+    const c10::Storage& storage = made.storage();
+    at::Tensor copy =
+        made_of(new_storage(storage.data(), storage.nbytes()), c10::DispatchKey::CUDA, made);
+    note_access(copy, current_stream(), true, "making a result");
+    return copy;
+  }
+
+  // Operations may have resized their arguments.
+  void update_originals() {
+    for (auto& [original, alias] : pairs_) {
+      c10::StorageImpl* const to = original.storage().unsafeGetStorageImpl();
+      const c10::Storage& from = alias.storage();
+      if (from.data() != to->data()) {
+        to->set_data_ptr_noswap(new_storage(from.data(), from.nbytes()).set_data_ptr({}));
+        to->set_nbytes(from.nbytes());
+      }
+      if (original.sizes() != alias.sizes() || original.strides() != alias.strides()) {
+        original.unsafeGetTensorImpl()->set_sizes_and_strides(alias.sizes(), alias.strides(),
+                                                              alias.storage_offset());
+      }
+    }
+  }
+  bool empty() const { return pairs_.empty(); }
+
+ private:
+  std::vector<std::pair<at::Tensor, at::Tensor>> pairs_;
+};
+
+// Replaces the tensors of a value by change(tensor).
+template <class Change>
+c10::IValue changed(const c10::IValue& value, Change change) {
+  if (value.isTensor()) return change(value.toTensor());
+  if (value.isTensorList()) {
+    c10::List<at::Tensor> list;
+    for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(change(tensor));
+    return list;
+  }
+  if (value.isOptionalTensorList()) {
+    c10::List<std::optional<at::Tensor>> list;
+    for (const auto& tensor : value.toOptionalTensorVector()) {
+      list.push_back(tensor ? std::optional(change(*tensor)) : std::nullopt);
+    }
+    return list;
+  }
+  return value;
+}
+
+// True for what makes the host wait for a stream: the value of a tensor, and copies that do not say otherwise.
+bool waits(const c10::OperatorHandle& op, const c10::Stack& stack) {
+  if (op.schema().name() == "aten::_local_scalar_dense") return true;
+  if (op.schema().name() != "aten::copy_") return false;
+  const auto copy = torch::jit::last(stack, 3);
+  return !copy[2].toBool() && copy[0].toTensor().is_cuda() != copy[1].toTensor().is_cuda();
+}
+
+// Views read nothing: their schema says that a result is an argument's alias.
+void note_accesses(const c10::OperatorHandle& op, const c10::Stack& stack,
+                   const c10::Stream& stream) {
+  order.begin(line_of(stream));
+  const auto& arguments = op.schema().arguments();
+  for (std::size_t i = 0; i < arguments.size(); ++i) {
+    const c10::AliasInfo* const alias = arguments[i].alias_info();
+    if (alias != nullptr && !alias->isWrite()) continue;
+    changed(stack[stack.size() - arguments.size() + i], [&](const at::Tensor& tensor) {
+      note_access(tensor, stream, alias != nullptr, op.schema().name());
+      return tensor;
+    });
+  }
+}
+
+void run_on_host(const c10::OperatorHandle& op, c10::Stack* stack) {
+  const c10::Stream stream = current_stream();
+  const bool host_waits = waits(op, *stack);
+  if (host_waits) wait();
+  note_accesses(op, *stack, stream);
+  const std::size_t arguments = op.schema().arguments().size();
+  Aliases aliases;
+  for (std::size_t i = stack->size() - arguments; i < stack->size(); ++i) {
+    (*stack)[i] = changed((*stack)[i], [&](const at::Tensor& t) { return aliases.of(t); });
+  }
+  {
+    const at::AutoDispatchBelowAutograd below;
+    op.callBoxed(stack);
+  }
+  aliases.update_originals();
+  const std::size_t results = op.schema().returns().size();
+  for (std::size_t i = stack->size() - results; i < stack->size(); ++i) {
+    (*stack)[i] = changed((*stack)[i], [&](const at::Tensor& t) { return aliases.result(t); });
+  }
+  if (host_waits) order.host_waits(line_of(stream));
+}
+
+// The arguments that an operation writes to are its results.
+void push_written(const c10::OperatorHandle& op, const c10::Stack& arguments, c10::Stack* stack) {
+  for (const c10::Argument& result : op.schema().returns()) {
+    for (std::size_t i = 0; i < arguments.size(); ++i) {
+      const c10::AliasInfo* const written = op.schema().arguments()[i].alias_info();
+      if (written != nullptr && result.alias_info() != nullptr &&
+          *written == *result.alias_info()) {
+        stack->push_back(arguments[i]);
+      }
+    }
+  }
+}
+
+// Runs an operation on the current stream. While that is captured, every replay runs it; results that are new tensors
+// are made now, and each replay copies into them.
+void run_on_stream(const c10::OperatorHandle& op, c10::Stack* stack) {
+  const c10::Stream stream = current_stream();
+  if (!is_captured(stream)) return run_on_host(op, stack);
+  TORCH_CHECK(op.schema().name() != "aten::_local_scalar_dense",
+              "a captured stream cannot be waited for");
+  const auto arguments = torch::jit::last(*stack, op.schema().arguments().size()).vec();
+  c10::Stack results;
+  if (op.schema().is_mutable()) {
+    torch::jit::drop(*stack, arguments.size());
+    push_written(op, arguments, stack);
+  } else {
+    run_on_host(op, stack);
+    results = torch::jit::last(*stack, op.schema().returns().size()).vec();
+  }
+  device::enqueue(native(stream), [op, arguments, results] {
+    c10::Stack again = arguments;
+    run_on_host(op, &again);
+    for (std::size_t i = 0; i < results.size(); ++i) {
+      if (results[i].isTensor()) results[i].toTensor().copy_(again[i].toTensor());
+    }
+  });
+}
+
+at::Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype,
+                 std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool>,
+                 std::optional<at::MemoryFormat> format) {
+  const c10::DeviceGuard guard(device.value_or(c10::Device(c10::kCUDA)));
+  return at::detail::empty_generic(size, &memory, c10::DispatchKeySet(c10::DispatchKey::CUDA),
+                                   c10::dtype_or_default(dtype), format);
+}
+
+at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride,
+                         std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+                         std::optional<at::Device> device, std::optional<bool>) {
+  const c10::DeviceGuard guard(device.value_or(c10::Device(c10::kCUDA)));
+  return at::detail::empty_strided_generic(size, stride, &memory,
+                                           c10::DispatchKeySet(c10::DispatchKey::CUDA),
+                                           c10::dtype_or_default(dtype));
+}
+
+// pycomm calls it for the tensors of its kernels.
+void record_stream(at::Tensor& tensor, c10::Stream stream) {
+  if (is_captured(stream)) return;
+  order.begin(line_of(stream));
+  note_access(tensor, stream, true, "what record_stream announces");
+  order.recorded(tensor.storage().data(), line_of(stream));
+}
+
+// A tensor over memory that is there.
+at::Tensor bytes_at(std::int64_t address, std::int64_t bytes, at::Device device) {
+  return at::for_blob(reinterpret_cast<void*>(address), {bytes})
+      .options(at::TensorOptions(device).dtype(at::kByte))
+      .target_device(device)
+      .make_tensor();
+}
+
+}  // namespace
+
+TORCH_LIBRARY(emulator, m) {
+  m.def("bytes_at(int address, int bytes, Device device) -> Tensor", &bytes_at);
+}
+TORCH_LIBRARY_IMPL(_, CUDA, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_stream>());
+}
+TORCH_LIBRARY_IMPL(aten, CUDA, m) {
+  m.impl("empty.memory_format", &empty);
+  m.impl("empty_strided", &empty_strided);
+  m.impl("record_stream", &record_stream);
+  // Without these, torch would look for kernels of its own.
+  for (const char* name : {"copy_"}) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_stream>());
+  }
+}
+
+}  // namespace emulator
