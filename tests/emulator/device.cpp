@@ -4,6 +4,7 @@
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 #include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 
 #include "device.h"
@@ -41,7 +42,7 @@ c10::DataPtr Memory::allocate(std::size_t bytes) {
   void* const data =
       std::aligned_alloc(kAlignment, (bytes + kAlignment - 1) / kAlignment * kAlignment);
   std::memset(data, 0xcd, bytes);
-  order.allocated(data, line_of(stream));
+  order.allocated(data, bytes, line_of(stream));
   if (is_captured(stream)) return {data, stream.device()};
   return {data, data, &free_memory, stream.device()};
 }
@@ -195,6 +196,12 @@ PYBIND11_MODULE(_emulator, m) {
   m.attr("devices") = static_cast<int>(kDevices);
   m.def("current_device", &device::current_device);
   m.def("set_device", &device::set_device);
+  m.def("kernel_uses_addresses", [](const std::vector<std::int64_t>& addresses) {
+    const c10::Stream stream = current_stream();
+    if (is_captured(stream)) return;
+    order.begin(line_of(stream));
+    for (const std::int64_t address : addresses) order.access_at(address, line_of(stream), "a kernel");
+  });
   m.def("let_wait", [](bool may) { may_wait = may; });
   m.def("is_captured", [] { return is_captured(current_stream()); });
   m.def("begin_capture", [] {

@@ -15,6 +15,7 @@ import sys
 import time
 import types
 import uuid
+from collections.abc import Callable, Sequence
 from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
 from typing import Any, ClassVar
@@ -207,3 +208,50 @@ sys.modules["pycomm._C"] = _load("pycomm._C")
 import pycomm  # noqa: E402
 
 pycomm._C = sys.modules["pycomm._C"]
+
+from pycomm._runtime.cuda import CudaSide  # noqa: E402
+from pycomm.optim._executors import OnCuda  # noqa: E402
+from pycomm.optim._shard_executors import OnCudaShards  # noqa: E402
+
+
+def announce(kind: type, name: str, uses: Callable[..., None]) -> None:
+    """Calls `uses` with the arguments of a method that enqueues kernels, before it does so."""
+    method = getattr(kind, name)
+
+    def announced(self: Any, *args: Any, **kwargs: Any) -> Any:
+        uses(self, *args, **kwargs)
+        return method(self, *args, **kwargs)
+
+    setattr(kind, name, announced)
+
+
+def of_operation(
+    side: CudaSide, operation: Any, count: int, source: Any, result: Any, *_: Any, **__: Any
+) -> None:
+    torch.ops.emulator.kernel_uses(source, False)
+    torch.ops.emulator.kernel_uses(result, True)
+
+
+def of_bucket(side: CudaSide, calls: Any, tensors: Sequence[torch.Tensor], *_: Any) -> None:
+    for tensor in tensors:
+        torch.ops.emulator.kernel_uses(tensor, True)
+
+
+def of_step(executor: OnCuda | OnCudaShards, _: Any) -> None:
+    for _group, words in executor._tables:
+        device.kernel_uses_addresses(list(words))
+
+
+def sharded_average(
+    arena: int, nbytes: int, gradients: Sequence[int], _made: Any = pycomm._C.CudaShardedAverage
+) -> Any:
+    """Stands for the class: its kernel is enqueued as soon as an instance has been made."""
+    device.kernel_uses_addresses(list(gradients))
+    return _made(arena, nbytes, gradients)
+
+
+pycomm._C.CudaShardedAverage = sharded_average
+announce(CudaSide, "run", of_operation)
+announce(CudaSide, "run_bucket", of_bucket)
+announce(OnCuda, "run", of_step)
+announce(OnCudaShards, "run", of_step)

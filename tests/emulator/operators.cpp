@@ -213,16 +213,22 @@ at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride,
                                            c10::dtype_or_default(dtype));
 }
 
-// pycomm calls it for the tensors of its kernels.
 void record_stream(at::Tensor& tensor, c10::Stream stream) {
+  order.recorded(tensor.storage().data(), line_of(stream));
+}
+
+// A kernel that is about to be enqueued on the current stream reads or writes a tensor.
+void kernel_uses(const at::Tensor& tensor, bool writes) {
+  const c10::Stream stream = current_stream(tensor.device());
   if (is_captured(stream)) return;
   order.begin(line_of(stream));
-  note_access(tensor, stream, true, "what record_stream announces");
-  order.recorded(tensor.storage().data(), line_of(stream));
+  note_access(tensor, stream, writes, "a kernel");
 }
 
 // A tensor over memory that is there.
 at::Tensor bytes_at(std::int64_t address, std::int64_t bytes, at::Device device) {
+  order.allocated(reinterpret_cast<void*>(address), static_cast<std::size_t>(bytes),
+                  line_of(current_stream(device)));
   return at::for_blob(reinterpret_cast<void*>(address), {bytes})
       .options(at::TensorOptions(device).dtype(at::kByte))
       .target_device(device)
@@ -232,6 +238,7 @@ at::Tensor bytes_at(std::int64_t address, std::int64_t bytes, at::Device device)
 }  // namespace
 
 TORCH_LIBRARY(emulator, m) {
+  m.def("kernel_uses(Tensor tensor, bool writes) -> ()", &kernel_uses);
   m.def("bytes_at(int address, int bytes, Device device) -> Tensor", &bytes_at);
 }
 TORCH_LIBRARY_IMPL(_, CUDA, m) {

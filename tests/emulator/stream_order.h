@@ -55,9 +55,9 @@ class StreamOrder {
     events_.erase(event);
   }
 
-  void allocated(const void* memory, Line stream) {
+  void allocated(const void* memory, std::size_t bytes, Line stream) {
     const std::lock_guard lock(mutex_);
-    allocations_[memory] = {stream, {}, {}};
+    allocations_[memory] = {static_cast<std::int64_t>(bytes), stream, {}, {}};
   }
   // The work that has begun on a stream reads or writes a piece of an allocation.
   void access(const void* memory, std::int64_t begin, std::int64_t end, Line stream, bool writes,
@@ -77,6 +77,18 @@ class StreamOrder {
              (writes || (!other.writes && other.stream == stream));
     });
     accesses.push_back({begin, end, stream, now.at(stream), writes, work});
+  }
+  // The same of a number that may be the address of something that a kernel writes.
+  void access_at(std::int64_t address, Line stream, const std::string& work) {
+    const auto* const end = reinterpret_cast<const void*>(address);
+    std::unique_lock lock(mutex_);
+    auto found = allocations_.upper_bound(end);
+    if (found == allocations_.begin()) return;
+    const void* const memory = (--found)->first;
+    const std::int64_t begin = address - reinterpret_cast<std::int64_t>(memory);
+    const bool inside = begin < found->second.bytes;
+    lock.unlock();
+    if (inside) access(memory, begin, begin + 1, stream, true, work);
   }
   // The memory goes to its stream's next allocation, but waits for streams that are recorded.
   void recorded(const void* memory, Line stream) {
@@ -106,6 +118,7 @@ class StreamOrder {
     std::string work;
   };
   struct Allocation {
+    std::int64_t bytes = 0;
     Line stream;
     std::vector<Access> accesses;
     std::set<Line> recorded;
