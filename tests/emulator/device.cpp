@@ -54,6 +54,7 @@ void Memory::copy_data(void* to, const void* from, std::size_t bytes) const {
 c10::Stream current_stream(c10::Device device) {
   const auto index =
       static_cast<c10::DeviceIndex>(device.has_index() ? device.index() : device::current_device());
+  TORCH_CHECK(index < kDevices, "there is no device cuda:", static_cast<int>(index));
   return c10::Stream(c10::Stream::UNSAFE, c10::Device(c10::kCUDA, index), current[index]);
 }
 
@@ -200,7 +201,8 @@ PYBIND11_MODULE(_emulator, m) {
     const c10::Stream stream = current_stream();
     if (is_captured(stream)) return;
     order.begin(line_of(stream));
-    for (const std::int64_t address : addresses) order.access_at(address, line_of(stream), "a kernel");
+    for (const std::int64_t address : addresses)
+      order.access_at(address, line_of(stream), "a kernel");
   });
   m.def("let_wait", [](bool may) { may_wait = may; });
   m.def("is_captured", [] { return is_captured(current_stream()); });

@@ -209,35 +209,46 @@ import pycomm  # noqa: E402
 
 pycomm._C = sys.modules["pycomm._C"]
 
-from pycomm._runtime.cuda import CudaSide  # noqa: E402
+from pycomm._runtime.cuda import Codecs, CudaSide  # noqa: E402
 from pycomm.optim._executors import OnCuda  # noqa: E402
 from pycomm.optim._shard_executors import OnCudaShards  # noqa: E402
 
+Given = tuple[Any, ...]
 
-def announce(kind: type, name: str, uses: Callable[..., None]) -> None:
-    """Calls `uses` with the arguments of a method that enqueues kernels, before it does so."""
+
+def announce(kind: type, name: str, uses: Callable[[Any, Given], None]) -> None:
+    """Calls `uses` with an object and arguments before a method of it enqueues kernels."""
     method = getattr(kind, name)
 
     def announced(self: Any, *args: Any, **kwargs: Any) -> Any:
-        uses(self, *args, **kwargs)
+        uses(self, args)
         return method(self, *args, **kwargs)
 
     setattr(kind, name, announced)
 
 
-def of_operation(
-    side: CudaSide, operation: Any, count: int, source: Any, result: Any, *_: Any, **__: Any
-) -> None:
+def of_operation(_: CudaSide, given: Given) -> None:
+    _operation, _count, source, result, *_others = given
     torch.ops.emulator.kernel_uses(source, False)
     torch.ops.emulator.kernel_uses(result, True)
 
 
-def of_bucket(side: CudaSide, calls: Any, tensors: Sequence[torch.Tensor], *_: Any) -> None:
-    for tensor in tensors:
+def of_bucket(_: CudaSide, given: Given) -> None:
+    for tensor in given[1]:
         torch.ops.emulator.kernel_uses(tensor, True)
 
 
-def of_step(executor: OnCuda | OnCudaShards, _: Any) -> None:
+def of_encoding(_: Codecs, given: Given) -> None:
+    _codec, _dtype, x, _n, wire, *_others = given
+    device.kernel_uses_addresses([x, wire])
+
+
+def of_decoding(_: Codecs, given: Given) -> None:
+    _codec, wire, _nbytes, _n, _dtype, output, *_others = given
+    device.kernel_uses_addresses([wire, output])
+
+
+def of_step(executor: OnCuda | OnCudaShards, _: Given) -> None:
     for _group, words in executor._tables:
         device.kernel_uses_addresses(list(words))
 
@@ -253,5 +264,7 @@ def sharded_average(
 pycomm._C.CudaShardedAverage = sharded_average
 announce(CudaSide, "run", of_operation)
 announce(CudaSide, "run_bucket", of_bucket)
+announce(Codecs, "encode", of_encoding)
+announce(Codecs, "decode", of_decoding)
 announce(OnCuda, "run", of_step)
 announce(OnCudaShards, "run", of_step)

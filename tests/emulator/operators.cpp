@@ -88,7 +88,6 @@ class Aliases {
       }
     }
   }
-  bool empty() const { return pairs_.empty(); }
 
  private:
   std::vector<std::pair<at::Tensor, at::Tensor>> pairs_;
@@ -171,13 +170,37 @@ void push_written(const c10::OperatorHandle& op, const c10::Stack& arguments, c1
   }
 }
 
-// Runs an operation on the current stream. While that is captured, every replay runs it; results that are new tensors
-// are made now, and each replay copies into them.
+// The current streams of the devices that an operation's tensors are on.
+std::vector<c10::Stream> streams_of(const c10::OperatorHandle& op, const c10::Stack& stack) {
+  std::vector<c10::Stream> found;
+  for (const c10::IValue& value : torch::jit::last(stack, op.schema().arguments().size())) {
+    changed(value, [&](const at::Tensor& tensor) {
+      if (!tensor.defined() || !tensor.is_cuda()) return tensor;
+      const c10::Stream stream = current_stream(tensor.device());
+      if (std::find(found.begin(), found.end(), stream) == found.end()) found.push_back(stream);
+      return tensor;
+    });
+  }
+  return found;
+}
+
+// Runs an operation on the stream of its first tensor's device. As in torch's copies between devices, the streams of
+// all devices wait for each other.
+void run_on_streams(const c10::OperatorHandle& op, c10::Stack* stack) {
+  const std::vector<c10::Stream> streams = streams_of(op, *stack);
+  c10::OptionalDeviceGuard guard;
+  if (!streams.empty()) guard.reset_device(streams.front().device());
+  for (const c10::Stream& other : streams) order.follow(line_of(streams.front()), line_of(other));
+  run_on_host(op, stack);
+  for (const c10::Stream& other : streams) order.follow(line_of(other), line_of(streams.front()));
+}
+
+// While the current stream is captured, every replay runs the operation; results that are new tensors are made now, and
+// each replay copies into them.
 void run_on_stream(const c10::OperatorHandle& op, c10::Stack* stack) {
   const c10::Stream stream = current_stream();
-  if (!is_captured(stream)) return run_on_host(op, stack);
-  TORCH_CHECK(op.schema().name() != "aten::_local_scalar_dense",
-              "a captured stream cannot be waited for");
+  if (!is_captured(stream)) return run_on_streams(op, stack);
+  TORCH_CHECK(!waits(op, *stack), "a captured stream cannot be waited for");
   const auto arguments = torch::jit::last(*stack, op.schema().arguments().size()).vec();
   c10::Stack results;
   if (op.schema().is_mutable()) {
@@ -188,6 +211,7 @@ void run_on_stream(const c10::OperatorHandle& op, c10::Stack* stack) {
     results = torch::jit::last(*stack, op.schema().returns().size()).vec();
   }
   device::enqueue(native(stream), [op, arguments, results] {
+    const at::AutoDispatchBelowADInplaceOrView below;
     c10::Stack again = arguments;
     run_on_host(op, &again);
     for (std::size_t i = 0; i < results.size(); ++i) {
@@ -248,10 +272,8 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("empty.memory_format", &empty);
   m.impl("empty_strided", &empty_strided);
   m.impl("record_stream", &record_stream);
-  // Without these, torch would look for kernels of its own.
-  for (const char* name : {"copy_"}) {
-    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_stream>());
-  }
+  // Without it, torch would look for a kernel of its own.
+  m.impl("copy_", torch::CppFunction::makeFromBoxedFunction<&run_on_stream>());
 }
 
 }  // namespace emulator

@@ -1,7 +1,7 @@
 // Finds accesses of one piece of memory by two streams that nothing orders: a missing wait, or a missing
-// record_stream(). Streams do their work at once here, so that results alone would not show it. Each stream has a
-// vector clock (Mattern 1989); events carry clocks. The host's threads share one: this trusts the host too much, and
-// reports nothing that is in order.
+// record_stream(). Streams do their work at once here, so results alone would not show it. Each
+// stream has a vector clock (Mattern 1989), and events carry clocks. All threads of the host share
+// one, so it trusts the host too much. A strided tensor counts as all that lies between its ends.
 #pragma once
 
 #include <cstdint>
@@ -35,6 +35,11 @@ class StreamOrder {
   void wait(Line stream, const void* event) {
     const std::lock_guard lock(mutex_);
     join(clocks_[stream], events_[event]);
+  }
+  // Later work of a stream waits for what is enqueued on another one.
+  void follow(Line stream, Line other) {
+    const std::lock_guard lock(mutex_);
+    join(clocks_[stream], clocks_[other]);
   }
   void host_waits(Line stream) {
     const std::lock_guard lock(mutex_);
@@ -98,6 +103,7 @@ class StreamOrder {
   void freed(const void* memory) {
     const std::lock_guard lock(mutex_);
     const auto found = allocations_.find(memory);
+    if (found == allocations_.end()) return;
     Clock now = clocks_[found->second.stream];
     join(now, host_);
     for (const Access& access : found->second.accesses) {
