@@ -253,12 +253,13 @@ def of_step(executor: OnCuda | OnCudaShards, _: Given) -> None:
         device.kernel_uses_addresses(list(words))
 
 
-def sharded_average(
-    arena: int, nbytes: int, gradients: Sequence[int], _made: Any = pycomm._C.CudaShardedAverage
-) -> Any:
+ShardedAverage = pycomm._C.CudaShardedAverage
+
+
+def sharded_average(arena: int, nbytes: int, gradients: Sequence[int]) -> Any:
     """Stands for the class: its kernel is enqueued as soon as an instance has been made."""
     device.kernel_uses_addresses(list(gradients))
-    return _made(arena, nbytes, gradients)
+    return ShardedAverage(arena, nbytes, gradients)
 
 
 pycomm._C.CudaShardedAverage = sharded_average

@@ -2,6 +2,8 @@
 #include <ATen/EmptyTensor.h>
 #include <torch/library.h>
 
+#include <algorithm>
+
 #include "device.h"
 
 namespace emulator {

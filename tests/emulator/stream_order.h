@@ -4,6 +4,7 @@
 // one, so it trusts the host too much. A strided tensor counts as all that lies between its ends.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -83,11 +84,10 @@ class StreamOrder {
     });
     accesses.push_back({begin, end, stream, now.at(stream), writes, work});
   }
-  // The same of a number that may be the address of something that a kernel writes.
+  // The same for a number that may be the address of something that a kernel writes.
   void access_at(std::int64_t address, Line stream, const std::string& work) {
-    const auto* const end = reinterpret_cast<const void*>(address);
     std::unique_lock lock(mutex_);
-    auto found = allocations_.upper_bound(end);
+    auto found = allocations_.upper_bound(reinterpret_cast<const void*>(address));
     if (found == allocations_.begin()) return;
     const void* const memory = (--found)->first;
     const std::int64_t begin = address - reinterpret_cast<std::int64_t>(memory);

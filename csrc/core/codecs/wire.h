@@ -62,7 +62,7 @@ struct WireTiles {
   PYCOMM_HD constexpr std::int64_t payload(std::int64_t element) const {
     return element + ((element & -kWireTile) >> shift) * 4;
   }
-  // Of an element that begins a block.
+  // The element must begin a block.
   PYCOMM_HD constexpr std::int64_t scale(std::int64_t element) const {
     const std::int64_t end = (element & -kWireTile) + kWireTile, padded = round_up(n, 16);
     return (end < padded ? end : padded) + (element >> shift) * 4;
