@@ -62,9 +62,15 @@ inline std::vector<const void*>& kernels() {
   return all;
 }
 
-// A kernel's address; naming it here makes it one of kernels() before main().
+template <class K>
+K* listed(K* kernel) {
+  kernels().push_back(reinterpret_cast<const void*>(kernel));
+  return kernel;
+}
+
+// A kernel; naming it here makes it one of kernels() before main().
 template <auto kernel>
-inline const void* const kKernel = kernels().emplace_back(reinterpret_cast<const void*>(kernel));
+inline const auto kKernel = listed(kernel);
 
 template <auto kernel, class L>
 inline constexpr bool takes = std::is_same_v<decltype(kernel), void (*)(L)>;

@@ -43,7 +43,8 @@ const std::uint64_t* exchange(std::uint64_t value, bool barrier = false);
 
 // Runs work, or adds it to the graph of the stream's capture.
 void enqueue(Stream* stream, std::function<void()> work);
-int launch(const void* kernel, dim3 grid, dim3 block, void** arguments, Stream* stream);
+// Every thread calls `run`, which calls the kernel.
+int launch(const void* kernel, std::function<void()> run, dim3 grid, dim3 block, Stream* stream);
 // How many kernels, copies and fills the host has enqueued.
 int enqueued();
 // How many kernels were launched that had not been loaded.
@@ -190,13 +191,16 @@ inline cudaError_t cudaMemsetAsync(void* to, int value, std::size_t bytes, cudaS
   device::enqueue(stream, [=] { std::memset(to, value, bytes); });
   return cudaSuccess;
 }
-inline cudaError_t cudaLaunchKernel(const void* kernel, dim3 grid, dim3 block, void** arguments,
-                                    std::size_t, cudaStream_t stream) {
-  return device::launch(kernel, grid, block, arguments, stream);
+template <class L>
+cudaError_t cudaLaunchKernel(void (*kernel)(L), dim3 grid, dim3 block, void** arguments,
+                             std::size_t, cudaStream_t stream) {
+  const auto run = [kernel, launch = *static_cast<const L*>(arguments[0])] { kernel(launch); };
+  return device::launch(reinterpret_cast<const void*>(kernel), run, grid, block, stream);
 }
-inline cudaError_t cudaLaunchCooperativeKernel(const void* kernel, dim3 grid, dim3 block,
-                                               void** arguments, std::size_t, cudaStream_t stream) {
-  return device::launch(kernel, grid, block, arguments, stream);
+template <class L>
+cudaError_t cudaLaunchCooperativeKernel(void (*kernel)(L), dim3 grid, dim3 block, void** arguments,
+                                        std::size_t bytes, cudaStream_t stream) {
+  return cudaLaunchKernel(kernel, grid, block, arguments, bytes, stream);
 }
 inline cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* to, const void*) {
   *to = {cudaMemoryTypeDevice, 0};

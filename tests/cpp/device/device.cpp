@@ -1,5 +1,4 @@
 // The implementation of cuda_runtime.h: blocks and threads.
-#include <pthread.h>
 #include <sched.h>
 #include <sys/mman.h>
 
@@ -67,13 +66,6 @@ constexpr std::size_t kStack = (260 << 10) + 64;
 constexpr unsigned kWarp = 32;
 constexpr unsigned kMostThreads = 1024;  // of a block
 
-// A kernel takes one struct by value, which the ABI copies to the stack, so any struct that is
-// large enough serves all kernels.
-struct alignas(16) Arguments {
-  std::byte bytes[8 << 10];
-};
-using Kernel = void (*)(Arguments);
-
 enum class State { ready, at_block, at_warp, done };
 
 struct Fiber {
@@ -91,8 +83,7 @@ struct Warp {
 };
 
 struct Block {
-  Kernel kernel;
-  const Arguments* arguments;
+  const std::function<void()>* kernel;
   std::vector<Fiber> fibers;
   std::vector<Warp> warps;
   void* scheduler = nullptr;
@@ -125,7 +116,7 @@ void release(unsigned warp) {
 
 void body() {
   observe(&block->begin);
-  block->kernel(*block->arguments);
+  (*block->kernel)();
   publish(&block->end);
   const unsigned warp = block->current / kWarp;
   --block->alive;
@@ -249,18 +240,6 @@ char loaded_lock = 0;  // guards the kernels that are loaded, and how many launc
 std::set<const void*> loaded;
 int unloaded = 0;
 
-// The bytes between an address on this thread's stack and the stack's end.
-std::size_t stack_above(const void* address) {
-  pthread_attr_t attributes;
-  void* begin = nullptr;
-  std::size_t bytes = 0;
-  pthread_getattr_np(pthread_self(), &attributes);
-  pthread_attr_getstack(&attributes, &begin, &bytes);
-  pthread_attr_destroy(&attributes);
-  return static_cast<std::size_t>(static_cast<std::byte*>(begin) + bytes -
-                                  static_cast<const std::byte*>(address));
-}
-
 }  // namespace
 
 int current_device() { return this_device; }
@@ -293,21 +272,19 @@ const std::uint64_t* exchange(std::uint64_t value, bool barrier) {
   return values;
 }
 
-int launch(const void* kernel, dim3 grid, dim3 threads, void** arguments, Stream* stream) {
+int launch(const void* kernel, std::function<void()> run_thread, dim3 grid, dim3 threads,
+           Stream* stream) {
   {
     const QuietGuard guard(loaded_lock);
     if (!loaded.contains(kernel)) ++unloaded;
   }
   count_launch(kernel);
-  Arguments copy;
-  std::memcpy(&copy, arguments[0], std::min(sizeof(copy), stack_above(arguments[0])));
   enqueue(stream, [=, device = current_device()] {
     Actor* const actor = current_actor();
     std::vector<Block> blocks(grid.x);
     std::vector<std::thread> running;
     for (unsigned i = 0; i < grid.x; ++i) {
-      blocks[i].kernel = reinterpret_cast<Kernel>(const_cast<void*>(kernel));
-      blocks[i].arguments = &copy;
+      blocks[i].kernel = &run_thread;
       running.emplace_back([&, i] {
         set_device(device);
         run(blocks[i], actor, i, grid, threads);
