@@ -43,8 +43,9 @@ const std::uint64_t* exchange(std::uint64_t value, bool barrier = false);
 
 // Runs work, or adds it to the graph of the stream's capture.
 void enqueue(Stream* stream, std::function<void()> work);
-// Every thread calls `run`, which calls the kernel.
-int launch(const void* kernel, std::function<void()> run, dim3 grid, dim3 block, Stream* stream);
+// Every thread calls `run_thread`, which calls the kernel.
+int launch(const void* kernel, std::function<void()> run_thread, dim3 grid, dim3 threads,
+           Stream* stream);
 // How many kernels, copies and fills the host has enqueued.
 int enqueued();
 // How many kernels were launched that had not been loaded.
