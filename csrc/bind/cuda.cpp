@@ -101,8 +101,13 @@ void bind_cuda(py::module_& m) {
            py::arg("windows"), py::arg("one_address_space"), py::arg("stage_always"),
            py::call_guard<WithoutGil>());
   py::class_<HostRegistration>(m, "CudaHostRegistration")
-      .def(py::init<int, std::uintptr_t, std::int64_t>(), py::arg("device"), py::arg("data"),
-           py::arg("bytes"))
+      .def(py::init([](int device, const std::shared_ptr<cpu::Group>& group, int rank,
+                       std::int64_t offset, std::int64_t bytes) {
+             return std::make_unique<HostRegistration>(device, group->address(rank, offset, bytes),
+                                                       bytes);
+           }),
+           py::arg("device"), py::arg("group"), py::arg("rank"), py::arg("offset"),
+           py::arg("bytes"), py::keep_alive<1, 3>())  // the memory is unpinned before it goes
       .def_property_readonly("address", &HostRegistration::address);
   py::class_<SharedLaunch, std::shared_ptr<SharedLaunch>>(m, "CudaSharedLaunch")
       .def(py::init<std::vector<std::shared_ptr<Endpoint>>>(), py::arg("endpoints"));

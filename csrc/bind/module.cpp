@@ -207,6 +207,7 @@ void bind_group(py::module_& m) {
            [](Group& group, std::int64_t bytes) {
              return std::make_unique<Allocation>(group.heap(), bytes);
            })
+      .def("allocate_for_good", &Group::allocate_for_good, py::arg("bytes"))
       .def("offset_of", &Group::offset_of, py::arg("data"))
       .def("address", &Group::address, py::arg("rank"), py::arg("offset"), py::arg("bytes"))
       .def("check_usable", &Group::check_usable)

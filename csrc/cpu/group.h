@@ -129,6 +129,10 @@ class Group {
     return internode_ == nullptr ? LinkTraffic{} : internode_->traffic();
   }
   const std::shared_ptr<Heap>& heap() const { return heap_; }
+  // Zeroed memory in this rank's heap that is freed when all ranks have left the group.
+  std::uintptr_t allocate_for_good(std::int64_t bytes) const {
+    return reinterpret_cast<std::uintptr_t>(window_->allocate_for_good(comm_.rank(), bytes));
+  }
   // Convert between addresses in a heap and offsets, which are the same on all ranks; kNotInWindow
   // if an address is not in this rank's heap.
   std::int64_t offset_of(std::uintptr_t data) const {

@@ -49,7 +49,7 @@ class CudaSide:
         cuda_made(group, device, transport, lanes)
 
     def close(self) -> None:
-        """Waits for everything that was enqueued, then frees the windows."""
+        """Waits for everything that was enqueued, then gives the windows up."""
         self._core.close()
         self._heap = self._keep = None
 

@@ -186,31 +186,20 @@ def _symmetric_windows(
     return (windows, memory, handle), ""
 
 
-class _Pinned:
-    """Memory in the group's window, and every rank's, pinned for a device."""
-
-    def __init__(self, memory: torch.Tensor, registrations: list[_C.CudaHostRegistration]) -> None:
-        self.memory = memory
-        self.registrations = registrations
-
-    def __del__(self) -> None:
-        self.registrations.clear()  # before the memory goes
-
-
 def _pinned_windows(
     group: Member, device: torch.device, window_bytes: int
-) -> tuple[list[int], _Pinned]:
-    """Windows in the group's shared host memory, pinned for this rank's device."""
-    memory = group.empty(window_bytes, dtype=torch.uint8)
-    memory.zero_()
-    offsets = _gather(group, group._core.offset_of(memory.data_ptr()))
+) -> tuple[list[int], list[_C.CudaHostRegistration]]:
+    """Windows in the group's shared host memory, pinned for this rank's device.
+
+    A rank may leave while another one's kernel still reads what it has staged, so the memory stays
+    until all ranks have left.
+    """
+    offset = group._core.offset_of(group._core.allocate_for_good(window_bytes))
     registrations = [
-        _C.CudaHostRegistration(
-            device.index, group._core.address(rank, offset, window_bytes), window_bytes
-        )
-        for rank, offset in enumerate(offsets)
+        _C.CudaHostRegistration(device.index, group._core, rank, offset, window_bytes)
+        for rank, offset in enumerate(_gather(group, offset))
     ]
-    return [each.address for each in registrations], _Pinned(memory, registrations)
+    return [each.address for each in registrations], registrations
 
 
 class LocalDevices:

@@ -24,9 +24,6 @@ class Member(Protocol):
     _core: _C.Group
     _told: set[str]
 
-    def empty(self, *size: int, dtype: torch.dtype = ...) -> torch.Tensor:
-        """Makes a tensor in the window."""
-
     def explain(
         self,
         nbytes: int,

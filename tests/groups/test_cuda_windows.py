@@ -1,9 +1,9 @@
 """How ranks on CUDA decide where their windows lie. GPUs and kernels are fakes."""
 
 import contextlib
+import ctypes
 import logging
 import os
-import weakref
 from dataclasses import dataclass
 from types import SimpleNamespace
 from unittest import mock
@@ -11,6 +11,7 @@ from unittest import mock
 import helpers
 import pytest
 import torch
+import torch.distributed as dist
 
 from pycomm import _C
 from pycomm._runtime import cuda_windows
@@ -39,7 +40,7 @@ class Fakes:
         self.machine = machine
         self.rank = rank
         self.settings = []
-        self.events = []
+        self.unpinned = 0
 
     def symmetric_tensor(self, nbytes, _device):
         self.settings.append([os.environ.get(name) for name in SETTINGS])
@@ -58,15 +59,15 @@ class Fakes:
         gpu = (self.rank + torch.device(device).index) % 2
         return SimpleNamespace(uuid=str(gpu + 1) * 32, multi_processor_count=100)
 
-    def registration(self, _device, address, _nbytes):
+    def registration(self, _device, core, rank, offset, nbytes):
         fakes = self
 
         class Registration:
             def __init__(self):
-                self.address = address
+                self.address = core.address(rank, offset, nbytes)
 
             def __del__(self):
-                fakes.events.append("unpinned")
+                fakes.unpinned += 1
 
         return Registration()
 
@@ -110,7 +111,7 @@ class Warnings(logging.Handler):
 
 
 def connect(group, machine):
-    """One rank's transport, what it warned of, and what happened to its memory."""
+    """One rank's transport, what it warned of, and how much was pinned until it was closed."""
     for name in SETTINGS:
         os.environ.pop(name, None)
     fakes, warnings = Fakes(machine, group.rank), Warnings()
@@ -118,12 +119,10 @@ def connect(group, machine):
     with fakes.installed():
         side = join_processes(group, torch.device("cuda", 0), None, 32, BYTES // 2)
         transport, shares = side.transport, side.shares_device
-        if transport == PINNED:
-            weakref.finalize(side._keep.memory, fakes.events.append, "freed")
         side.close()
     logging.getLogger("pycomm").removeHandler(warnings)
     left = [os.environ.get(name) for name in SETTINGS]
-    return transport, shares, warnings.texts, fakes.settings, left, fakes.events
+    return transport, shares, warnings.texts, fakes.settings, left, fakes.unpinned
 
 
 def run(machine):
@@ -148,12 +147,33 @@ def test_all_ranks_fall_back_if_one_fails(fault, rank):
         "wrong_place": "not where its handle says",
     }
     seen = run(Machine(**{fault: rank}))
-    for r, (transport, _, texts, _, left, events) in enumerate(seen):
+    for r, (transport, _, texts, _, left, unpinned) in enumerate(seen):
         assert transport == PINNED
         (text,) = texts
         assert (causes[fault] if r == rank else "another rank's GPU") in text
         assert left == [None, None]
-        assert events == ["unpinned", "unpinned", "freed"]
+        assert unpinned == 2
+
+
+def leave_first(group):
+    """Rank 0 leaves; the others tell whether its pinned window is still what it was."""
+    with Fakes(Machine(visible=2, access=False), group.rank).installed():
+        side = join_processes(group, torch.device("cuda", 0), None, 32, 0)
+        windows = [each.address for each in side._keep]
+        assert ctypes.string_at(windows[group.rank], BYTES) == bytes(BYTES)
+        ctypes.memset(windows[group.rank], 1 + group.rank, BYTES)
+        dist.barrier()
+        if group.rank == 0:
+            side.close()
+            group.close()
+        dist.barrier()
+        return [ctypes.string_at(window, BYTES) for window in windows] if group.rank > 0 else None
+
+
+def test_a_pinned_window_outlasts_its_rank():
+    """A kernel of another rank may still read it."""
+    _, seen = helpers.run_group(2, leave_first, staging_bytes=4 << 20)
+    assert seen == [bytes([1]) * BYTES, bytes([2]) * BYTES]
 
 
 def test_no_attempt_without_peer_access():
