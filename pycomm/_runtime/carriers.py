@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllToAllOptions, BroadcastOptions
 
 from pycomm import _C
+from pycomm._runtime.gloo import disconnect
 from pycomm._runtime.torch_private import backends_of, can_make_backend, new_backend
 
 if TYPE_CHECKING:
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
 
 _PATIENCE_AT_END = 0.2  # seconds
 _LOOK_EVERY = 0.02  # seconds, at work on a device
-_SLICE = 0.05  # seconds of a wait, after which it looks for an abort
-_LEAST = 0.001
 
 
 def backends_to_make(transport: str, group: Any) -> dict[str, str]:
@@ -92,8 +91,7 @@ class Carriers:
         self.received = 0
         self._nodes, self._here = len(ranks), here
         self._timeout = timedelta(seconds=timeout)
-        self._on_stream = name == "nccl"
-        self._slice = _SLICE if name == "gloo" else timeout  # nothing else ends Gloo's waits
+        self._on_stream, self._over_gloo = name == "nccl", name == "gloo"
         self._aborted = threading.Event()
         self._backend = new_backend(name, store, ranks, here, self._timeout)
 
@@ -134,6 +132,9 @@ class Carriers:
     def abort(self) -> None:
         """Ends all transfers, also those of other nodes that wait for this one, if that can be."""
         self._aborted.set()
+        if self._over_gloo:
+            disconnect(self._backend, [n for n in range(self._nodes) if n != self._here])
+            return
         with contextlib.suppress(RuntimeError):  # the backend cannot
             self._backend.abort()
 
@@ -145,20 +146,13 @@ class Carriers:
             work.wait()
             return
         deadline = time.monotonic() + self._timeout.total_seconds()
-        while True:
-            begin, patience = time.monotonic(), max(_LEAST, deadline - time.monotonic())
-            patience = min(patience, self._slice)
-            try:
-                work.wait(timedelta(seconds=patience))
-            except RuntimeError as error:
-                now = time.monotonic()
-                if self._aborted.is_set() or now < begin + patience:
-                    raise
-                if now >= deadline:
-                    seconds = self._timeout.total_seconds()
-                    raise Overrun(f"no answer within {seconds:g} s: {error}") from error
-            else:
-                return
+        try:
+            work.wait(self._timeout)
+        except RuntimeError as error:
+            if self._aborted.is_set() or time.monotonic() < deadline:
+                raise
+            seconds = self._timeout.total_seconds()
+            raise Overrun(f"no answer within {seconds:g} s: {error}") from error
 
 
 class Transfer:

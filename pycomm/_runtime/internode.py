@@ -33,6 +33,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from pycomm import _C
+from pycomm._runtime import gloo
 from pycomm._runtime.pulse import SILENCE
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 Transfer = tuple[int, int, int]  # node, address, bytes
 
-_NOTHING, _DATA, _FAREWELL = 0, 1 << 29, 1 << 30  # tags, to which a message's length is added
+_DATA, _FAREWELL = 1 << 29, 1 << 30  # tags, to which a message's length is added
 _SECRET_BYTES = 16
 _ALWAYS = timedelta(days=365)  # as long as the group lives
 _PATIENCE_AT_END = timedelta(milliseconds=200)
@@ -219,7 +220,7 @@ class GlooTransport(_C.Transport):
     def disconnect(self) -> None:
         """Ends all transfers: when this returns, posted memory is not touched any more."""
         with self._ending:
-            self._disconnect()
+            gloo.disconnect(self._group, self._nodes)
             self._batches.put(None)
 
     def leave(self, farewell: bytes) -> None:
@@ -234,11 +235,6 @@ class GlooTransport(_C.Transport):
         for thread in self._threads:
             thread.join(_PATIENCE_AT_END.total_seconds())
 
-    def _disconnect(self) -> None:
-        """Gives up a receive on each connection, which closes it and ends all waits for it."""
-        for node in self._nodes:
-            _finish(self._start(self._group.recv, node, torch.empty(1), _NOTHING), _AT_ONCE)
-
     def _tell(self, farewell: bytes) -> None:
         """Sends a farewell to all nodes; only the first call has an effect."""
         if self._told:
@@ -248,22 +244,21 @@ class GlooTransport(_C.Transport):
         self._told = True
         end = time.monotonic() + _PATIENCE_AT_END.total_seconds()
         for work in works:
-            _finish(work, max(timedelta(seconds=end - time.monotonic()), _AT_ONCE))
+            gloo.finish(work, max(timedelta(seconds=end - time.monotonic()), _AT_ONCE))
 
-    def _start(self, start: Any, node: int, memory: torch.Tensor, tag: int) -> Any:
+    def _start(self, operation: Any, node: int, memory: torch.Tensor, tag: int) -> Any:
         """Starts a send or receive; returns None if the connection is lost."""
-        try:
-            return start([memory], node, tag)
-        except RuntimeError:
+        work = gloo.start(operation, node, memory, tag)
+        if work is None:
             self.lose(node)
-            return None
+        return work
 
     def _wait(self) -> None:
         """Completes batches in their order, up to the first one that fails."""
         while (works := self._batches.get()) is not None:
             for node, work in works:
                 self.await_node(node)
-                if not _finish(work, _ALWAYS):
+                if not gloo.finish(work, _ALWAYS):
                     self.lose(node)
                     return
             self.complete()
@@ -272,7 +267,7 @@ class GlooTransport(_C.Transport):
         """Waits for a node's farewell."""
         farewell = torch.zeros(_C.farewell_bytes, dtype=torch.uint8)
         work = self._start(self._group.recv, node, farewell, _FAREWELL + _C.farewell_bytes)
-        if _finish(work, _ALWAYS):
+        if gloo.finish(work, _ALWAYS):
             self.heard(node, bytes(farewell.tolist()))
         self.lose(node)
         self.finished(node)
@@ -287,14 +282,6 @@ def _end_links() -> None:
     """Ends all links; a thread that waits in torch at the interpreter's end aborts the process."""
     for link in list(_links):
         link.end()
-
-
-def _finish(work: Any, patience: timedelta) -> bool:
-    """Waits for a send or receive; returns True if it has completed."""
-    try:
-        return work is not None and bool(work.wait(patience))
-    except RuntimeError:
-        return False
 
 
 def _memory(address: int, nbytes: int) -> torch.Tensor:

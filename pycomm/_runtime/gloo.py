@@ -1,0 +1,46 @@
+"""How operations over Gloo are ended, which has no abort."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_AT_ONCE = timedelta(milliseconds=1)
+
+
+def disconnect(gloo: Any, nodes: Sequence[int]) -> None:
+    """Closes connections, which ends all operations over them, on both sides.
+
+    Gloo closes a connection if a receive over it is given up. It has one for each network
+    interface, which tags choose.
+
+    Args:
+        gloo: a process group or backend, already connected.
+        nodes: the ranks in it that this one is connected with.
+    """
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "").count(",") + 1
+    for node in nodes:
+        for tag in range(interfaces):
+            finish(start(gloo.recv, node, torch.empty(1), tag), _AT_ONCE)
+
+
+def start(operation: Any, node: int, memory: torch.Tensor, tag: int) -> Any:
+    """Starts a send or receive; returns None if the connection is lost."""
+    try:
+        return operation([memory], node, tag)
+    except RuntimeError:
+        return None
+
+
+def finish(work: Any, patience: timedelta) -> bool:
+    """Waits for a send or receive; returns True if it has completed."""
+    try:
+        return work is not None and bool(work.wait(patience))
+    except RuntimeError:
+        return False
