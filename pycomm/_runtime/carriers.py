@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import queue
 import threading
 import time
@@ -93,6 +94,7 @@ class Carriers:
         self._timeout = timedelta(seconds=timeout)
         self._on_stream, self._over_gloo = name == "nccl", name == "gloo"
         self._aborted = threading.Event()
+        self._owner = os.getpid()
         self._backend = new_backend(name, store, ranks, here, self._timeout)
 
     def all_to_all(self, output: torch.Tensor, given: torch.Tensor) -> Transfer:
@@ -131,6 +133,8 @@ class Carriers:
 
     def abort(self) -> None:
         """Ends all transfers, also those of other nodes that wait for this one, if that can be."""
+        if os.getpid() != self._owner:  # a forked child has the parent's connections
+            return
         self._aborted.set()
         if self._over_gloo:
             disconnect(self._backend, [n for n in range(self._nodes) if n != self._here])

@@ -243,7 +243,8 @@ class GradientRing:
         arena = self.memory.data_ptr(), self.memory.nbytes
         if self._stream is None:
             average = _C.ShardedAverage(*arena, mine)
-            work = Work(average.submit(group._core, label), (self.memory, *self.buffers))
+            used = (self.memory, *self.buffers, average)
+            work = Work(average.submit(group._core, label), used)
             return functools.partial(_wait_for, work, average)
         on_device = _C.CudaShardedAverage(*arena, mine)
         table = torch.empty(on_device.bytes, dtype=torch.uint8, device=flat.device)

@@ -197,13 +197,16 @@ PYBIND11_MODULE(_emulator, m) {
   m.attr("devices") = static_cast<int>(kDevices);
   m.def("current_device", &device::current_device);
   m.def("set_device", &device::set_device);
-  m.def("kernel_uses_addresses", [](const std::vector<std::int64_t>& addresses) {
-    const c10::Stream stream = current_stream();
-    if (is_captured(stream)) return;
-    order.begin(line_of(stream));
-    for (const std::int64_t address : addresses)
-      order.access_at(address, line_of(stream), "a kernel");
-  });
+  m.def("kernel_uses_addresses",
+        [](const std::vector<std::int64_t>& read, const std::vector<std::int64_t>& written) {
+          const c10::Stream stream = current_stream();
+          if (is_captured(stream)) return;
+          order.begin(line_of(stream));
+          for (const auto address : read)
+            order.access_at(address, line_of(stream), false, "a kernel");
+          for (const auto address : written)
+            order.access_at(address, line_of(stream), true, "a kernel");
+        });
   m.def("let_wait", [](bool may) { may_wait = may; });
   m.def("is_captured", [] { return is_captured(current_stream()); });
   m.def("begin_capture", [] {

@@ -55,6 +55,11 @@ class Stream(torch.Stream):
     def cuda_stream(self) -> int:
         return self.stream_id
 
+    def record_event(self, event: Event | None = None) -> Event:
+        event = Event() if event is None else event
+        event.record(self)
+        return event
+
 
 class Event(torch.Event):
     """Stands for torch.cuda.Event."""
@@ -65,6 +70,10 @@ class Event(torch.Event):
     def record(self, stream: Any = None) -> None:
         self.recorded_at = time.monotonic()  # work is done when it is enqueued
         super().record(current_stream() if stream is None else stream)
+
+    @property
+    def cuda_event(self) -> int:
+        return self.event_id
 
     def elapsed_time(self, end: Event) -> float:
         return 1e3 * (end.recorded_at - self.recorded_at)
@@ -240,17 +249,17 @@ def of_bucket(_: CudaSide, given: Given) -> None:
 
 def of_encoding(_: Codecs, given: Given) -> None:
     _codec, _dtype, x, _n, wire, *_others = given
-    device.kernel_uses_addresses([x, wire])
+    device.kernel_uses_addresses([x], [wire])
 
 
 def of_decoding(_: Codecs, given: Given) -> None:
     _codec, wire, _nbytes, _n, _dtype, output, *_others = given
-    device.kernel_uses_addresses([wire, output])
+    device.kernel_uses_addresses([wire], [output])
 
 
 def of_step(executor: OnCuda | OnCudaShards, _: Given) -> None:
     for _group, words in executor._tables:
-        device.kernel_uses_addresses(list(words))
+        device.kernel_uses_addresses([], list(words))
 
 
 ShardedAverage = pycomm._C.CudaShardedAverage
@@ -258,7 +267,7 @@ ShardedAverage = pycomm._C.CudaShardedAverage
 
 def sharded_average(arena: int, nbytes: int, gradients: Sequence[int]) -> Any:
     """Stands for the class: its kernel is enqueued as soon as an instance has been made."""
-    device.kernel_uses_addresses(list(gradients))
+    device.kernel_uses_addresses([], list(gradients))
     return ShardedAverage(arena, nbytes, gradients)
 
 

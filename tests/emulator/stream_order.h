@@ -84,8 +84,8 @@ class StreamOrder {
     });
     accesses.push_back({begin, end, stream, now.at(stream), writes, work});
   }
-  // The same for a number that may be the address of something that a kernel writes.
-  void access_at(std::int64_t address, Line stream, const std::string& work) {
+  // The same for a number that may be the address of something that a kernel uses.
+  void access_at(std::int64_t address, Line stream, bool writes, const std::string& work) {
     std::unique_lock lock(mutex_);
     auto found = allocations_.upper_bound(reinterpret_cast<const void*>(address));
     if (found == allocations_.begin()) return;
@@ -93,7 +93,7 @@ class StreamOrder {
     const std::int64_t begin = address - reinterpret_cast<std::int64_t>(memory);
     const bool inside = begin < found->second.bytes;
     lock.unlock();
-    if (inside) access(memory, begin, begin + 1, stream, true, work);
+    if (inside) access(memory, begin, begin + 1, stream, writes, work);
   }
   // The memory goes to its stream's next allocation, but waits for streams that are recorded.
   void recorded(const void* memory, Line stream) {
@@ -106,10 +106,9 @@ class StreamOrder {
     if (found == allocations_.end()) return;
     Clock now = clocks_[found->second.stream];
     join(now, host_);
+    for (const Line& recorded : found->second.recorded) join(now, clocks_[recorded]);
     for (const Access& access : found->second.accesses) {
-      if (!found->second.recorded.contains(access.stream) && !precedes(access, now)) {
-        fail("to free", found->second.stream, access);
-      }
+      if (!precedes(access, now)) fail("to free", found->second.stream, access);
     }
     allocations_.erase(found);
   }

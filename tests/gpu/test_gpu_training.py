@@ -6,9 +6,11 @@ Gradients are given, so that they do not depend on a device's matrix products.
 from __future__ import annotations
 
 import ddp
+import gpu_nodes
 import gpu_ranks
 import helpers
 import pytest
+import spanning
 import torch
 
 import pycomm
@@ -48,13 +50,23 @@ def train(group: pycomm.Group, device: str, front: str, name: str) -> list[torch
     return seen
 
 
+def compare(seen: list[list[torch.Tensor]], wanted: list[list[torch.Tensor]]) -> None:
+    for mine, theirs in zip(seen, wanted, strict=True):
+        for ours, other in zip(mine, theirs, strict=True):
+            assert torch.equal(ours.nan_to_num(7), other.nan_to_num(7))
+
+
 @pytest.mark.parametrize("name", ddp.COMPRESSIONS)
 @pytest.mark.parametrize("front", ["hooks", "wrapper"])
 @pytest.mark.parametrize("layout", gpu_ranks.LAYOUTS)
 def test_bits_of_the_cpu(layout: str, front: str, name: str) -> None:
     wanted = helpers.run_group(2, train, "cpu", front, name)
-    for mine, theirs in zip(
-        gpu_ranks.run(2, layout, train, "cuda", front, name), wanted, strict=True
-    ):
-        for ours, other in zip(mine, theirs, strict=True):
-            assert torch.equal(ours.nan_to_num(7), other.nan_to_num(7))
+    compare(gpu_ranks.run(2, layout, train, "cuda", front, name), wanted)
+
+
+@gpu_nodes.needs_gpus
+@pytest.mark.parametrize("name", ddp.COMPRESSIONS)
+@pytest.mark.parametrize("front", ["hooks", "wrapper"])
+def test_bits_of_the_cpu_between_nodes(front: str, name: str) -> None:
+    wanted = spanning.run([2, 1], train, "cpu", front, name)
+    compare(gpu_nodes.run([2, 1], train, "cuda", front, name), wanted)
