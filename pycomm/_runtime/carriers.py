@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllToAllOptions, BroadcastOptions
 
 from pycomm import _C
-from pycomm._runtime.gloo import disconnect
+from pycomm._runtime.gloo import disconnect, interfaces
 from pycomm._runtime.torch_private import backends_of, can_make_backend, new_backend
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class Carriers:
         self._timeout = timedelta(seconds=timeout)
         self._on_stream, self._over_gloo = name == "nccl", name == "gloo"
         self._aborted = threading.Event()
-        self._owner = os.getpid()
+        self._owner, self._interfaces = os.getpid(), interfaces()
         self._backend = new_backend(name, store, ranks, here, self._timeout)
 
     def all_to_all(self, output: torch.Tensor, given: torch.Tensor) -> Transfer:
@@ -137,7 +137,8 @@ class Carriers:
             return
         self._aborted.set()
         if self._over_gloo:
-            disconnect(self._backend, [n for n in range(self._nodes) if n != self._here])
+            others = [node for node in range(self._nodes) if node != self._here]
+            disconnect(self._backend, others, self._interfaces)
             return
         with contextlib.suppress(RuntimeError):  # the backend cannot
             self._backend.abort()

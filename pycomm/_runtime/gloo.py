@@ -14,7 +14,12 @@ if TYPE_CHECKING:
 _AT_ONCE = timedelta(milliseconds=1)
 
 
-def disconnect(gloo: Any, nodes: Sequence[int]) -> None:
+def interfaces() -> int:
+    """The number of network interfaces over which Gloo connects ranks now."""
+    return os.environ.get("GLOO_SOCKET_IFNAME", "").count(",") + 1
+
+
+def disconnect(gloo: Any, nodes: Sequence[int], interfaces: int) -> None:
     """Closes connections, which ends all operations over them, on both sides.
 
     Gloo closes a connection if a receive over it is given up. It has one for each network
@@ -23,8 +28,8 @@ def disconnect(gloo: Any, nodes: Sequence[int]) -> None:
     Args:
         gloo: a process group or backend, already connected.
         nodes: the ranks in it that this one is connected with.
+        interfaces: over how many interfaces.
     """
-    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "").count(",") + 1
     for node in nodes:
         for tag in range(interfaces):
             finish(start(gloo.recv, node, torch.empty(1), tag), _AT_ONCE)

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from pycomm import _C
-from pycomm._runtime import gloo
+from pycomm._runtime.gloo import disconnect, finish, interfaces, start
 from pycomm._runtime.pulse import SILENCE
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ class GlooTransport(_C.Transport):
     def __init__(self, process_group: Any, nodes: list[int], secret: bytes) -> None:
         super().__init__(secret)
         self._group = process_group
-        self._nodes = nodes
+        self._nodes, self._interfaces = nodes, interfaces()
         self._batches: queue.SimpleQueue[list[tuple[int, Any]] | None] = queue.SimpleQueue()
         self._ending = threading.RLock()  # a signal's handler may abort the group in the middle
         self._told = False
@@ -206,10 +206,10 @@ class GlooTransport(_C.Transport):
     def post(self, sends: list[Transfer], receives: list[Transfer]) -> None:
         """Starts a batch of transfers."""
         works: list[tuple[int, Any]] = []
-        for start, transfers in ((self._group.recv, receives), (self._group.send, sends)):
+        for operation, transfers in ((self._group.recv, receives), (self._group.send, sends)):
             for node, address, nbytes in transfers:
                 tag = _DATA + nbytes
-                works.append((node, self._start(start, node, _memory(address, nbytes), tag)))
+                works.append((node, self._start(operation, node, _memory(address, nbytes), tag)))
         self._batches.put(works)
 
     def stop(self, farewell: bytes) -> None:
@@ -220,7 +220,7 @@ class GlooTransport(_C.Transport):
     def disconnect(self) -> None:
         """Ends all transfers: when this returns, posted memory is not touched any more."""
         with self._ending:
-            gloo.disconnect(self._group, self._nodes)
+            disconnect(self._group, self._nodes, self._interfaces)
             self._batches.put(None)
 
     def leave(self, farewell: bytes) -> None:
@@ -244,11 +244,11 @@ class GlooTransport(_C.Transport):
         self._told = True
         end = time.monotonic() + _PATIENCE_AT_END.total_seconds()
         for work in works:
-            gloo.finish(work, max(timedelta(seconds=end - time.monotonic()), _AT_ONCE))
+            finish(work, max(timedelta(seconds=end - time.monotonic()), _AT_ONCE))
 
     def _start(self, operation: Any, node: int, memory: torch.Tensor, tag: int) -> Any:
         """Starts a send or receive; returns None if the connection is lost."""
-        work = gloo.start(operation, node, memory, tag)
+        work = start(operation, node, memory, tag)
         if work is None:
             self.lose(node)
         return work
@@ -258,7 +258,7 @@ class GlooTransport(_C.Transport):
         while (works := self._batches.get()) is not None:
             for node, work in works:
                 self.await_node(node)
-                if not gloo.finish(work, _ALWAYS):
+                if not finish(work, _ALWAYS):
                     self.lose(node)
                     return
             self.complete()
@@ -267,7 +267,7 @@ class GlooTransport(_C.Transport):
         """Waits for a node's farewell."""
         farewell = torch.zeros(_C.farewell_bytes, dtype=torch.uint8)
         work = self._start(self._group.recv, node, farewell, _FAREWELL + _C.farewell_bytes)
-        if gloo.finish(work, _ALWAYS):
+        if finish(work, _ALWAYS):
             self.heard(node, bytes(farewell.tolist()))
         self.lose(node)
         self.finished(node)

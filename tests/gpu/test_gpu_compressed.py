@@ -9,7 +9,7 @@ import compressing
 import gpu_ranks
 import pytest
 import torch
-from compressing import FLOATS, gradient
+from compressing import FLOATS, gradient, on_device
 
 import pycomm
 from pycomm import _C
@@ -38,35 +38,15 @@ LISTS = (
 Case = functools.partial(compressing.Case, algorithm="auto", steps=2, scale=0.01)
 
 
-def run(group: pycomm.Group, case: compressing.Case, device: str) -> list[torch.Tensor]:
-    """One rank's results, and at the end residual and velocity."""
-    feeds = case.feedback or case.compression.momentum > 0
-    residual = torch.zeros(case.count, device=device) if feeds else None
-    velocity = torch.zeros(case.count, device=device) if case.compression.momentum else None
-    seen = [
-        pycomm.compressed_all_reduce(
-            case.input(group.rank, step).to(device),
-            case.compression,
-            residual=residual,
-            velocity=velocity,
-            op=case.op,
-            algorithm=case.algorithm,
-            step=step,
-            offset=case.offset,
-            group=group,
-        )
-        for step in range(case.steps)
-    ]
-    return [t.cpu() for t in (*seen, residual, velocity) if t is not None]
-
-
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
 def check(world: pycomm.LocalWorld, case: compressing.Case) -> None:
-    want = world.run(run, case, "cpu")
-    for rank, (mine, wanted) in enumerate(zip(world.run(run, case, "cuda"), want, strict=True)):
+    want = world.run(on_device, case, "cpu")
+    for rank, (mine, wanted) in enumerate(
+        zip(world.run(on_device, case, "cuda"), want, strict=True)
+    ):
         assert all(map(same_bits, mine, wanted)), (rank, case)
 
 
@@ -159,7 +139,7 @@ def test_ring_and_tree_lose_nothing(
     """Their order of addition is that of the device's lanes; so ranks agree, and sums are kept."""
     case = Case(compression, count=100_003, algorithm=algorithm, op="sum", steps=1)
     with pycomm.LocalWorld(size) as world:
-        seen = world.run(run, case, "cuda")
+        seen = world.run(on_device, case, "cuda")
     results, residuals = zip(*seen, strict=True)
     assert all(same_bits(result, results[0]) for result in results)
     before = sum(case.input(rank, 0).double() for rank in range(size))
@@ -269,7 +249,7 @@ def test_disagreement_about_compression_is_told() -> None:
 
 def check_cases(group: pycomm.Group, wanted: Any) -> None:
     for case, of_rank in wanted:
-        assert all(map(same_bits, run(group, case, "cuda"), of_rank[group.rank])), case
+        assert all(map(same_bits, on_device(group, case, "cuda"), of_rank[group.rank])), case
 
 
 @pytest.mark.parametrize("layout", [gpu_ranks.PEER, gpu_ranks.PINNED])
@@ -277,5 +257,5 @@ def check_cases(group: pycomm.Group, wanted: Any) -> None:
 def test_processes(size: int, layout: str) -> None:
     cases = [Case(c, count=70_001) for c in (pycomm.Int8(), pycomm.Cast(), pycomm.TopK(0.01))]
     with pycomm.LocalWorld(size) as world:
-        wanted = [(case, world.run(run, case, "cpu")) for case in cases]
+        wanted = [(case, world.run(on_device, case, "cpu")) for case in cases]
     gpu_ranks.run(size, layout, check_cases, wanted)

@@ -44,26 +44,7 @@ def collectives(group: pycomm.Group, device: str) -> list[torch.Tensor]:
 
 def compressed(group: pycomm.Group, device: str) -> list[torch.Tensor]:
     """Results, and what is left to send."""
-    seen = []
-    for case in CASES:
-        momentum = case.compression.momentum > 0
-        residual = torch.zeros(case.count, device=device) if case.feedback else None
-        velocity = torch.zeros(case.count, device=device) if momentum else None
-        for step in range(case.steps):
-            seen.append(
-                pycomm.compressed_all_reduce(
-                    case.input(group.rank, step).to(device),
-                    case.compression,
-                    residual=residual,
-                    velocity=velocity,
-                    op=case.op,
-                    step=step,
-                    offset=case.offset,
-                    group=group,
-                )
-            )
-        seen += [kept for kept in (residual, velocity) if kept is not None]
-    return seen
+    return [kept for case in CASES for kept in compressing.on_device(group, case, device)]
 
 
 def abandoned(group: pycomm.Group) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import gc
 import hashlib
+import os
 import threading
 import time
 
@@ -226,6 +227,7 @@ def two_carriers() -> list[carriers.Carriers]:
 def test_an_abort_ends_what_gloo_would_not_end(monkeypatch, interfaces):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", interfaces)
     here, other = two_carriers()
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     transfers = [here.all_gather(torch.empty(2), torch.zeros(1)) for _ in range(3)]
     begin = time.monotonic()
     threading.Timer(0.2, here.abort).start()
@@ -238,3 +240,22 @@ def test_an_abort_ends_what_gloo_would_not_end(monkeypatch, interfaces):
     del here, other, transfer, transfers  # Gloo's threads end with their operations
     gc.collect()
     assert time.monotonic() - begin < 30  # the timeout is 60
+
+
+def abort_in_a_child(*_):
+    here, other = two_carriers()
+    pid = os.fork()
+    if pid == 0:
+        here.abort()
+        os._exit(7)
+    helpers.wait_until(lambda: os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT), 20)
+    status = os.waitpid(pid, 0)[1]
+    results = [torch.empty(2), torch.empty(2)]
+    first = here.all_gather(results[0], torch.ones(1))
+    other.all_gather(results[1], torch.ones(1)).wait()
+    first.wait()
+    return os.waitstatus_to_exitcode(status), [result.tolist() for result in results]
+
+
+def test_a_forked_childs_abort_leaves_the_parents_connections():
+    assert helpers.run_ranks(1, abort_in_a_child) == [(7, [[1.0, 1.0]] * 2)]

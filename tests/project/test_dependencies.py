@@ -61,7 +61,7 @@ def test_core_includes_only_the_standard_library():
 
 # From the lowest layer up; a module imports only what comes before it, for type checkers, too.
 PYTHON_LAYERS = [
-    {"_C", "_runtime.c10d_build", "_runtime.environment", "errors"},
+    {"_C", "_runtime.c10d_build", "_runtime.environment", "_runtime.gloo", "errors"},
     {"_runtime.torch_private"},
     {
         "_runtime.carriers",

@@ -79,6 +79,28 @@ def run(group: pycomm.Group, case: Case) -> list[Step]:
     return seen
 
 
+def on_device(group: pycomm.Group, case: Case, device: str) -> list[torch.Tensor]:
+    """One rank's results, and at the end residual and velocity."""
+    feeds = case.feedback or case.compression.momentum > 0
+    residual = torch.zeros(case.count, device=device) if feeds else None
+    velocity = torch.zeros(case.count, device=device) if case.compression.momentum else None
+    seen = [
+        pycomm.compressed_all_reduce(
+            case.input(group.rank, step).to(device),
+            case.compression,
+            residual=residual,
+            velocity=velocity,
+            op=case.op,
+            algorithm=case.algorithm,
+            step=step,
+            offset=case.offset,
+            group=group,
+        )
+        for step in range(case.steps)
+    ]
+    return [t.cpu() for t in (*seen, residual, velocity) if t is not None]
+
+
 @dataclass
 class Model:
     """The expected results of all ranks, step by step."""

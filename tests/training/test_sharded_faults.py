@@ -4,7 +4,9 @@ Each survivor raises an error that names the dead rank. Its parameters are then,
 before or after the step, or its model refuses to go on until it has loaded a checkpoint.
 """
 
+import contextlib
 import functools
+import gc
 import os
 import random
 import signal
@@ -145,3 +147,44 @@ def test_a_killed_rank():
 def test_sixty_killed_ranks():
     """Some of them in the middle of an update."""
     assert sum(check(100 + seed) for seed in range(60)) > 0
+
+
+def drop_the_model_after_a_backward_that_raised(*_):
+    """Rank 0's first bucket still waits for rank 1, which comes later."""
+
+    def made(group):
+        torch.manual_seed(0)
+        net = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+        model = pycomm.DataParallel(net, group=group, shard="gradients", bucket_cap_mb=0.035)
+        model(torch.ones(2, 64)).sum().backward()
+        net.zero_grad()
+        return model
+
+    def fail(*_):
+        raise ValueError("in the last layer of backward")
+
+    world = pycomm.LocalWorld(2, timeout=30)
+    models = world.run(made)
+    models[0].module[0].register_full_backward_hook(fail)
+    with pytest.raises(ValueError, match="in the last layer"):
+        models[0](torch.ones(2, 64, requires_grad=True)).sum().backward()
+    assert not world.groups[0]._core.idle()
+    models[0] = None
+    gc.collect()
+    junk = [bytearray(b"A" * nbytes) for nbytes in range(24, 256, 8) for _ in range(64)]
+
+    def come():
+        with contextlib.suppress(pycomm.Aborted):
+            models[1](torch.ones(2, 64)).sum().backward()
+
+    late = threading.Thread(target=come)
+    late.start()
+    helpers.wait_until(world.groups[0]._core.idle)
+    world.groups[0].abort()
+    late.join()
+    world.close()
+    return len(junk)
+
+
+def test_an_average_outlives_the_model_that_began_it():
+    assert helpers.run_ranks(1, drop_the_model_after_a_backward_that_raised)
