@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
@@ -210,12 +211,13 @@ class Group:
     def close(self) -> None:
         """Finishes running operations, then leaves the group without waiting for other ranks."""
         side, self._cuda, self._join_cuda = self._cuda, None, _no_cuda
-        if side is not None:
-            side.close()
         span, self._span = self._span, None
-        if span is not None:
-            span.close()
-        self._core.close()
+        with contextlib.ExitStack() as last_first:  # the others also if one raises
+            last_first.callback(self._core.close)
+            if span is not None:
+                last_first.callback(span.close)
+            if side is not None:
+                last_first.callback(side.close)
 
     def _next_tag(self) -> int:
         """A number, compared by ranks, that distinguishes one user's operations. 0 means none."""

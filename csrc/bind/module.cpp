@@ -191,7 +191,8 @@ void bind_group(py::module_& m) {
       .def("run_call", &run_call)
       .def("submit_call", &submit_call)
       .def_property_readonly("handle", &handle_of)
-      .def("abort", [](Group& group) { group.abort(); })
+      .def(
+          "abort", [](Group& group) { group.abort(); }, py::call_guard<WithoutGil>())
       .def(
           "trim", [](Group& group) { group.trim(check_signals); }, py::call_guard<WithoutGil>())
       .def("leave", &Group::leave)
@@ -212,7 +213,7 @@ void bind_group(py::module_& m) {
       .def("address", &Group::address, py::arg("rank"), py::arg("offset"), py::arg("bytes"))
       .def("check_usable", &Group::check_usable)
       .def("usable", &Group::usable)
-      .def("idle", &Group::idle)
+      .def("idle", &Group::idle, py::call_guard<WithoutGil>())
       .def_property_readonly("slot_bytes",
                              [](const Group& group) { return group.comm().slot_bytes(); })
       .def_property_readonly("sequence", [](const Group& group) { return group.comm().ordinal(); })

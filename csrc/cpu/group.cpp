@@ -62,9 +62,12 @@ void Group::abort(std::uint64_t word) {
 
 void Group::leave() {
   if (forked()) return;
-  const std::lock_guard lock(departing_mutex_);
-  if (departed_) return;
-  comm_.leave();
+  {
+    const std::lock_guard lock(departing_mutex_);
+    if (departed_) return;
+    comm_.leave();
+  }
+  // Without the lock, because a transport may run Python, and with it a handler that aborts.
   if (internode_ != nullptr) internode_->leave();
 }
 
@@ -325,11 +328,8 @@ p2p::Engine& Group::p2p() {
   const std::lock_guard lock(p2p_mutex_);
   if (p2p_ != nullptr) return *p2p_;
   if (closed_) check_usable();  // nobody would close it
-  p2p_ =
-      std::make_unique<p2p::Engine>(*window_, comm_, told_, [this](const CollectiveError& error) {
-        if (internode_ != nullptr) internode_->tell();
-        fail(error);
-      });
+  p2p_ = std::make_unique<p2p::Engine>(*window_, comm_, told_,
+                                       [this](const CollectiveError& error) { fail(error); });
   return *p2p_;
 }
 

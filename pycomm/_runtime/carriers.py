@@ -93,7 +93,7 @@ class Carriers:
         self._nodes, self._here = len(ranks), here
         self._timeout = timedelta(seconds=timeout)
         self._on_stream, self._over_gloo = name == "nccl", name == "gloo"
-        self._aborted = threading.Event()
+        self._aborted = False  # no Event, because a signal's handler may abort
         self._owner, self._interfaces = os.getpid(), interfaces()
         self._backend = new_backend(name, store, ranks, here, self._timeout)
 
@@ -127,21 +127,31 @@ class Carriers:
         sums = torch.zeros(self._nodes, device=device)
         self.all_gather(sums, sums[:1].clone()).wait()
         done = Point(torch.cuda.current_stream(device).record_event())
-        if not _await(done, self._aborted, time.monotonic() + self._timeout.total_seconds()):
-            self.abort()
-            raise Overrun(f"NCCL has not connected within {self._timeout.total_seconds():g} s")
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        while not _happened(done):
+            if self._aborted or time.monotonic() > deadline:
+                self.abort()
+                raise Overrun(f"NCCL has not connected within {self._timeout.total_seconds():g} s")
+            time.sleep(_LOOK_EVERY)
 
     def abort(self) -> None:
         """Ends all transfers, also those of other nodes that wait for this one, if that can be."""
         if os.getpid() != self._owner:  # a forked child has the parent's connections
             return
-        self._aborted.set()
+        self._aborted = True
         if self._over_gloo:
             others = [node for node in range(self._nodes) if node != self._here]
             disconnect(self._backend, others, self._interfaces)
             return
         with contextlib.suppress(RuntimeError):  # the backend cannot
             self._backend.abort()
+
+    def close(self) -> None:
+        """Ends the backend. What this rank has sent still arrives."""
+        if self._aborted or os.getpid() != self._owner:
+            return
+        with contextlib.suppress(RuntimeError):  # another node has gone
+            self._backend.shutdown()  # without it, NCCL aborts what it still sends
 
     def _start(self, operation: Any, *arguments: Any) -> Transfer:
         return Transfer(self, operation(*arguments), arguments)
@@ -154,7 +164,7 @@ class Carriers:
         try:
             work.wait(self._timeout)
         except RuntimeError as error:
-            if self._aborted.is_set() or time.monotonic() < deadline:
+            if self._aborted or time.monotonic() < deadline:
                 raise
             seconds = self._timeout.total_seconds()
             raise Overrun(f"no answer within {seconds:g} s: {error}") from error

@@ -185,14 +185,22 @@ class Span:
 
     def close(self) -> None:
         """Finishes operations that are under way."""
-        self._worker.end()
-        for stream in self._streams.values():
-            stream.synchronize()  # a backend that is dropped aborts what it still runs
-        if self._watch is not None:
-            self._watch.end()
-        self.carriers = dict.fromkeys(self.carriers)
-        if self.node is not None:
-            self.node.close()
+        try:
+            self._worker.end()
+            for stream in self._streams.values():
+                stream.synchronize()
+        except BaseException:  # interrupted
+            self._end_all()
+            raise
+        finally:
+            if self._watch is not None:
+                self._watch.end()
+            ended, self.carriers = self.carriers, dict.fromkeys(self.carriers)
+            for carriers in ended.values():
+                if carriers is not None:
+                    carriers.close()
+            if self.node is not None:
+                self.node.close()
 
     def _received(self) -> int:
         """Bytes that have come from other nodes."""
@@ -210,15 +218,18 @@ class Span:
     def _failure(self, error: Exception) -> CollectiveError:
         """The reason for a failure, the same on every rank; afterwards the group has failed.
 
-        All ranks come to a barrier, in which those that are gone or do not answer are noticed.
+        All ranks tell each other whether a deadline has passed; those that are gone or do not
+        answer are noticed.
         """
         self.abort()
+        overrun = torch.tensor(float(isinstance(error, Overrun)))
+        at = overrun.data_ptr()
         try:
-            self._core.run(operation_of("barrier", "one_shot", torch.uint8), 0, 0, 0)
+            self._core.run(operation_of("all_reduce", "auto", overrun.dtype, "max"), 1, at, at)
         except CollectiveError as found:
             return found
         except GroupUnusable as found:  # another rank's failure came first
             return CollectiveError(str(found), rank=self.rank)
         self._core.abort()
-        kind = Timeout if isinstance(error, Overrun) else CollectiveError
+        kind = Timeout if overrun.item() else CollectiveError
         return kind(f"the process group between nodes failed: {error}", rank=self.rank)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import spanning
 import torch
 
 import pycomm
+from pycomm._runtime import internode
 
 TIMEOUT = 1.5
 
@@ -141,8 +143,6 @@ def test_leaving(nodes):
 
 def slow(group: pycomm.Group):
     """A link on which every round takes a while; the whole takes longer than the timeout."""
-    from pycomm._runtime import internode
-
     original = internode.GlooTransport.complete
 
     def late(link):
@@ -294,3 +294,26 @@ def test_a_process_group_that_overruns_its_deadline(tmp_path):
         first, second = ranks.join()
     assert first.value == (pycomm.Timeout, False), first.trace
     assert issubclass(second.value[0], pycomm.CollectiveError), second.trace
+
+
+def leave_while_aborting(group: pycomm.Group, way: str) -> None:
+    """Another thread, or a signal's handler, aborts the group while it tells that it leaves."""
+    leave = internode.GlooTransport.leave
+    signal.signal(signal.SIGUSR1, lambda *_: group.abort())
+
+    def leave_late(link: internode.GlooTransport, farewell: bytes) -> None:
+        if way == "handler":
+            signal.raise_signal(signal.SIGUSR1)
+        else:
+            thread = threading.Thread(target=group.abort)
+            thread.start()
+            thread.join()
+        leave(link, farewell)
+
+    internode.GlooTransport.leave = leave_late
+    group.close()
+
+
+@pytest.mark.parametrize("way", ["handler", "thread"])
+def test_a_group_is_aborted_while_it_leaves(way):
+    assert spanning.run([1, 1], leave_while_aborting, way) == [None, None]

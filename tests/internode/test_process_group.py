@@ -8,6 +8,7 @@ import hashlib
 import os
 import threading
 import time
+from types import SimpleNamespace
 
 import compressing
 import helpers
@@ -203,6 +204,47 @@ def test_a_process_group_that_cannot_be_made():
     assert helpers.run_ranks(2, unconnected, "auto") == [("", 2.0)] * 2
 
 
+def late(group: pycomm.Group) -> type:
+    """Rank 1 comes when rank 0 has given up and ended the connections."""
+    start = carriers.Carriers._start
+    if group.rank == 1:
+        carriers.Carriers._start = lambda *given: time.sleep(3) or start(*given)
+    with pytest.raises(pycomm.CollectiveError) as raised:
+        pycomm.all_reduce(torch.ones(9), group=group)
+    return raised.type
+
+
+def test_all_ranks_call_an_overrun_a_timeout():
+    options = {"transport": "process_group", "timeout": 2}
+    assert spanning.run([1, 1], late, **options) == [pycomm.Timeout] * 2
+
+
+def interrupted(group: pycomm.Group) -> list[str]:
+    """close() is interrupted while it waits for the operations."""
+    if group.rank == 1:
+        group.close()
+        return []
+    span, log = group._span, []
+    real = span._worker.end
+
+    def end() -> None:
+        span._worker.end = real
+        raise KeyboardInterrupt
+
+    span._worker.end = end
+    abort = span.abort
+    span.abort = lambda: [log.append("abort"), abort()]
+    with pytest.raises(KeyboardInterrupt):
+        group.close()
+    with pytest.raises(pycomm.GroupUnusable, match="closed"):
+        pycomm.barrier(group=group)
+    return log
+
+
+def test_an_interrupt_of_close_ends_the_group():
+    assert spanning.run([1, 1], interrupted, transport="process_group") == [["abort"], []]
+
+
 def test_a_thread_that_nobody_needs_ends():
     """As when a group is dropped without being closed."""
     worker = carriers.Worker(lambda: None)
@@ -240,6 +282,19 @@ def test_an_abort_ends_what_gloo_would_not_end(monkeypatch, interfaces):
     del here, other, transfer, transfers  # Gloo's threads end with their operations
     gc.collect()
     assert time.monotonic() - begin < 30  # the timeout is 60
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_only_a_backend_that_was_not_aborted_is_shut_down(aborted):
+    """NCCL still sends when a stream has come to the end of an operation; shutdown() waits."""
+    made, log = two_carriers()[0], []
+    made._backend = SimpleNamespace(
+        shutdown=lambda: log.append("shutdown"), recv=made._backend.recv
+    )
+    if aborted:
+        made.abort()
+    made.close()
+    assert log == ([] if aborted else ["shutdown"])
 
 
 def abort_in_a_child(*_):

@@ -101,9 +101,11 @@ def device(monkeypatch):
     )
     monkeypatch.setattr(span.torch, "cuda", fake)
     monkeypatch.setattr(span, "Point", lambda event: event)
-    aborted = types.SimpleNamespace(abort=lambda: log.append("abort"))
+    imagined = types.SimpleNamespace(
+        abort=lambda: log.append("abort"), close=lambda: log.append("close")
+    )
     core = Core()
-    made = span.Span(core, Nodes(((0,), (1,)), 0), 0, None, {"cuda": aborted}, TIMEOUT)
+    made = span.Span(core, Nodes(((0,), (1,)), 0), 0, None, {"cuda": imagined}, TIMEOUT)
     yield made, log, own, fake
     made.close()
 
@@ -146,7 +148,7 @@ def test_closing_waits_for_what_is_enqueued(device):
     made, log, _, _ = device
     enqueue(made, log)
     made.close()
-    assert log == [*ENQUEUED, "await own"]
+    assert log == [*ENQUEUED, "await own", "close"]
 
 
 def test_a_failure_while_enqueuing_ends_the_group_and_keeps_the_tensors(device):

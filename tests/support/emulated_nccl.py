@@ -44,6 +44,9 @@ class ProcessGroupNCCL:
     def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Work:
         return self._enqueue(lambda to: self._gloo.broadcast([to], options), *tensors)
 
+    def shutdown(self) -> None:
+        self._stream.synchronize()
+
     def _enqueue(self, operation: Callable[..., Any], *tensors: torch.Tensor) -> Work:
         """Runs an operation, which writes the first tensor and reads the others."""
         self._stream.wait_stream(torch.cuda.current_stream())

@@ -219,20 +219,25 @@ std::uint64_t Link::least_word() {
 }
 
 void Link::tell() {
-  if (local_.aborted() == 0) return;
-  const std::uint64_t word = local_.last_word();
+  if (local_.aborted() != 0) tell(local_.last_word());
+}
+
+void Link::tell(std::uint64_t word) {
   const Farewell farewell{header_of(MessageKind::farewell, sender(rank())), word};
   transport_->stop(std::as_bytes(std::span(&farewell, 1)));
 }
 
+// Reads the window with the lock, so that no other thread that leaves gives it away meanwhile.
 void Link::leave() {
+  std::uint64_t word = 0;
   {
     const std::lock_guard lock(left_mutex_);
     if (left_) return;
+    if (local_.aborted() != 0) word = local_.last_word();
     left_ = true;
     left_changed_.notify_all();
   }
-  tell();  // first, so that an abort is not taken for a normal farewell
+  if (word != 0) tell(word);  // first, so that an abort is not taken for a normal farewell
   const Farewell farewell{header_of(MessageKind::farewell, sender(rank())), 0};
   transport_->leave(std::as_bytes(std::span(&farewell, 1)));
 }

@@ -109,6 +109,7 @@ class Link {
 
   // Tells the other nodes if this one has been aborted.
   void tell();
+  void tell(std::uint64_t word);
   // Like tell(), then hears why the other nodes stop and decides on one culprit for all
   // (Comm::decide_culprit). Afterwards nothing uses the memory of posted transfers. A background
   // thread also calls it, in case no operation is under way.
