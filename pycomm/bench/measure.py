@@ -64,7 +64,8 @@ def interleave(
         warmup_iters: untimed calls before each block; by default a tenth of the block.
     """
     gc.disable()
-    blocks = [_split(iters or fitting) for fitting in _fitting(group, runs)]
+    counts = _fitting(group, runs) if iters is None else [iters] * len(runs)
+    blocks = [_split(count) for count in counts]
     samples: list[list[list[int]]] = [[] for _ in runs]
     for number in range(len(blocks[0])):
         for offset in range(len(runs)):

@@ -20,7 +20,7 @@ def session(rank, size, store, argv):
 def test_backends_compete(tmp_path):
     file = tmp_path / "c10d.json"
     operations = "all_reduce,all_to_all_single,ping_pong,new_group,ddp,fsdp"
-    helpers.run_ranks(2, session, ["-n", "8", "--operation", operations, "-J", str(file)])
+    helpers.run_ranks(2, session, ["-n", "2", "--operation", operations, "-J", str(file)])
     rows = json.loads(file.read_text())["rows"]
     found = {(row["operation"], row["bytes"], row["impl"]) for row in rows}
     cases = [(name, size) for name in operations.split(",") for size in c10d.SIZES[name]]
