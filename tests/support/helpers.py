@@ -36,7 +36,8 @@ CONTEXT.set_forkserver_preload(
     ]
 )
 
-LIMIT = 90.0  # seconds that a set of processes may take
+# Seconds after which a set of processes counts as stuck. Machines are at times several times slower.
+LIMIT = 300.0
 
 
 @dataclass
