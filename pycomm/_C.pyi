@@ -1,6 +1,7 @@
 """The extension module: numbers and pointers, no tensors."""
 
 from collections.abc import Sequence
+from enum import Enum
 
 from typing_extensions import Buffer
 
@@ -97,6 +98,27 @@ def decode(
 ) -> bool: ...
 def largest_safe(codec: Codec, dtype: int, op: int, nodes: int, world: int) -> float: ...
 def select(dtype: int, x: int, n: int, k: int, indices: int, values: int) -> int: ...
+
+class Crossing:
+    class Route(Enum):
+        one_shot = 0
+        two_shot = 1
+        window = 2
+
+    flag_bytes: int
+
+    def __init__(
+        self,
+        route: Route,
+        flags: Sequence[int],
+        slots: Sequence[int],
+        rank: int,
+        bytes: int,
+        tile: int,
+    ) -> None: ...
+    @staticmethod
+    def slot_bytes(route: Route, bytes: int, tile: int) -> int: ...
+    def run(self, input: int, output: int, timeout: float) -> None: ...
 
 class OptimizerSettings:
     def __init__(self, rule: int, **settings: float) -> None: ...

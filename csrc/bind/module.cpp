@@ -277,6 +277,7 @@ PYBIND11_MODULE(_C, m) {
   py::register_local_exception_translator(translate);  // torch may share our pybind11 internals
   bind_fast_call(m);
   bind_codec(m);
+  bind_crossing(m);
   bind_transport(m);
   bind_works_and_windows(m);
   bind_group(m);

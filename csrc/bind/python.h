@@ -77,6 +77,7 @@ using GroupClass = pybind11::class_<cpu::Group, std::shared_ptr<cpu::Group>>;
 void bind_backend_table(pybind11::module_& m);
 void bind_call(pybind11::module_& m);
 void bind_codec(pybind11::module_& m);
+void bind_crossing(pybind11::module_& m);
 void bind_cuda(pybind11::module_& m);
 void bind_optim(pybind11::module_& m);
 void bind_sharded(pybind11::module_& m);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -67,6 +68,16 @@ class Case:
             return whole, whole
         block = empty(self.count // self.ranks, dtype=self.dtype)
         return (block, whole) if self.collective == "all_gather" else (whole, block)
+
+    def data(self, source: torch.Tensor) -> torch.Tensor:
+        """What `source` gets before each sample: normal deviates, or small integers."""
+        return _deviates(self)[: source.numel()]
+
+
+@functools.lru_cache(maxsize=1)  # all contestants of a case have the same
+def _deviates(case: Case) -> torch.Tensor:
+    whole = torch.empty(case.count, dtype=case.dtype, device=case.device)
+    return whole.normal_() if case.dtype.is_floating_point else whole.random_(0, 3)
 
 
 def bus_factor(collective: str, ranks: int) -> float:

@@ -25,21 +25,21 @@ class Prepared:
         source: receives the input.
         result: holds the output after a call; may be `source` itself.
         call: runs the collective once, through the API that users call.
-        fill: gives `source` data for the clock: repeated calls must leave them what they are.
+        data: what `source` gets before each sample, as backward writes new gradients; None if
+            it keeps what it has.
         residual: what `call` keeps of what compression loses.
     """
 
     source: torch.Tensor
     result: torch.Tensor
     call: Callable[[], object]
-    fill: Callable[[torch.Tensor], object] = torch.Tensor.zero_
+    data: torch.Tensor | None = None
     residual: torch.Tensor | None = None
 
-    def settle(self) -> None:
-        """Prepares the data for timing."""
-        self.fill(self.source)
-        if self.residual is not None:
-            self.residual.zero_()
+    def rewrite(self) -> None:
+        """Writes the input."""
+        if self.data is not None:
+            self.source.copy_(self.data)
 
 
 class Contestant(Protocol):
@@ -93,7 +93,7 @@ class Pycomm:
             "all_gather": lambda: pycomm.all_gather(result, source, group=group),
             "broadcast": lambda: pycomm.broadcast(source, group=group),
         }
-        return Prepared(source, result, calls[case.collective])
+        return Prepared(source, result, calls[case.collective], case.data(source))
 
     def chosen(self, case: Case) -> str | None:
         """The algorithm that ``"auto"`` picks for an all-reduce; None if there is no choice."""
@@ -110,12 +110,7 @@ class Pycomm:
 
 @dataclass(frozen=True)
 class Compressed(Pycomm):
-    """pycomm's compressed all-reduce, with or without a residual.
-
-    It works in place, as the others do, on what repeated calls leave as it is: a mean on normal
-    deviates, a sum on zeros. Top-k, whose work depends on the data, goes from normal deviates to a
-    second tensor: its own results are nearly all zeros.
-    """
+    """pycomm's compressed all-reduce, with or without a residual, in place as the others."""
 
     feedback: bool = False
 
@@ -143,23 +138,18 @@ class Compressed(Pycomm):
 
     def prepare(self, case: Case) -> Prepared:
         """Prepares ordinary tensors, since compression always stages."""
-        compression = pycomm.parse_compression(self.compression)
-        sparse = isinstance(compression, pycomm.TopK)
         source = torch.empty(case.count, dtype=case.dtype, device=case.device)
-        result = torch.empty_like(source) if sparse else source
         residual = torch.zeros_like(source, dtype=torch.float32) if self.feedback else None
         call = functools.partial(
             pycomm.compressed_all_reduce,
             source,
-            compression,
+            pycomm.parse_compression(self.compression),
             residual=residual,
             op=case.op,
-            out=result if sparse else None,
             algorithm=self.algorithm,
             group=self.group,
         )
-        fill = torch.Tensor.normal_ if sparse or case.op == "avg" else torch.Tensor.zero_
-        return Prepared(source, result, call, fill, residual)
+        return Prepared(source, source, call, case.data(source), residual)
 
     def chosen(self, case: Case) -> str | None:  # noqa: ARG002
         """Two-shot, at every size."""

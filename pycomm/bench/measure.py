@@ -32,15 +32,15 @@ PILOT_CALLS = 5
 class Figures:
     """A contestant's times for one call, in microseconds.
 
-    A rank's sample is the time from one call's return to the next one's, on its own clock, so
-    nothing between calls goes uncounted; the collective itself keeps the ranks together.
+    A sample is the time of one call on the slowest rank. Before it, every rank writes its input
+    anew, and all ranks meet at a barrier.
 
     Attributes:
-        time_us: for each round, the slowest rank's mean over the middle half of its samples, which
-            preemption does not affect; then the median over rounds.
-        p50_us: the slowest rank's median over all samples.
-        p99_us: the slowest rank's 99th percentile over all samples.
-        iterations: samples per rank.
+        time_us: for each round, the mean over the middle half of its samples, which preemption
+            does not affect; then the median over rounds.
+        p50_us: the median over all samples.
+        p99_us: the 99th percentile over all samples.
+        iterations: the number of samples.
     """
 
     time_us: float
@@ -93,58 +93,61 @@ def barrier_us(group: pycomm.Group, calls: int = 2000) -> float:
 def _fitting(group: pycomm.Group | None, runs: list[Prepared]) -> list[int]:
     """The calls of each contestant that fit into the budget: the same numbers on every rank."""
     pilots = [min(_block(group, run, PILOT_CALLS, PILOT_CALLS)) for run in runs]
-    slowest = _slowest(group, torch.tensor(pilots))
-    return [min(max(int(BUDGET_S * 1e9 / ns), FEWEST), MOST) for ns in slowest.tolist()]
+    return [min(max(int(BUDGET_S * 1e9 / ns), FEWEST), MOST) for ns in _slowest(group, pilots)]
 
 
-def _slowest(group: pycomm.Group | None, times: torch.Tensor) -> torch.Tensor:
-    """The slowest rank's times."""
-    if group is not None:
-        dist.all_reduce(times, dist.ReduceOp.MAX)
-    return times
+def _slowest(group: pycomm.Group | None, samples: list[int]) -> list[int]:
+    """The slowest rank's samples."""
+    if group is None:
+        return samples
+    times = torch.tensor(samples)
+    dist.all_reduce(times, dist.ReduceOp.MAX)
+    return times.tolist()
 
 
-def _block(group: pycomm.Group | None, run: Prepared, warmup: int, iterations: int) -> list[int]:
-    """Nanoseconds of each call in a sequence."""
-    call = _synchronised(run)
-    if group is not None:
-        pycomm.barrier(group=group)
+def _block(group: pycomm.Group | None, run: Prepared, warmup: int, calls: int) -> list[int]:
+    """Nanoseconds of each call in a sequence, on this rank."""
+    call, clock = _synchronised(run, run.call), time.perf_counter_ns
+    rewrite = _synchronised(run, run.rewrite)
+
+    def sample() -> int:
+        rewrite()
+        if group is not None:
+            pycomm.barrier(group=group)
+        begin = clock()
+        call()
+        return clock() - begin
+
     for _ in range(warmup):
-        call()
-    stamps = [0] * (iterations + 1)
-    clock = time.perf_counter_ns
-    stamps[0] = clock()
-    for i in range(1, iterations + 1):
-        call()
-        stamps[i] = clock()
-    return [after - before for before, after in itertools.pairwise(stamps)]
+        sample()
+    return [sample() for _ in range(calls)]
 
 
-def _synchronised(run: Prepared) -> Callable[[], object]:
-    """The call, complete when it returns."""
+def _synchronised(run: Prepared, function: Callable[[], object]) -> Callable[[], object]:
+    """The function, complete when it returns."""
     if run.source.device.type == "cpu":
-        return run.call
+        return function
 
     def call() -> None:
-        run.call()
+        function()
         torch.cuda.synchronize()
 
     return call
 
 
 def _figures(group: pycomm.Group | None, samples: list[list[list[int]]]) -> list[Figures]:
-    """The figures of every contestant, from all ranks' samples per round; the same on all ranks."""
-    mine = []
-    for rounds in samples:
-        ordered = sorted(itertools.chain.from_iterable(rounds))
-        mine.append(
-            [percentile(ordered, 0.5), percentile(ordered, 0.99), *map(middle_mean, rounds)]
-        )
-    slowest = _slowest(group, torch.tensor(mine, dtype=torch.float64) / 1e3)
-    return [
-        Figures(statistics.median(means), p50, p99, sum(map(len, rounds)))
-        for rounds, (p50, p99, *means) in zip(samples, slowest.tolist(), strict=True)
-    ]
+    """The figures of every contestant, from its samples per round; the same on all ranks."""
+    return [_figure([_slowest(group, block) for block in rounds]) for rounds in samples]
+
+
+def _figure(rounds: list[list[int]]) -> Figures:
+    ordered = sorted(itertools.chain.from_iterable(rounds))
+    return Figures(
+        time_us=statistics.median(map(middle_mean, rounds)) / 1e3,
+        p50_us=percentile(ordered, 0.5) / 1e3,
+        p99_us=percentile(ordered, 0.99) / 1e3,
+        iterations=len(ordered),
+    )
 
 
 def percentile(ordered: list[int], share: float) -> int:

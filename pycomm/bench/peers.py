@@ -66,7 +66,7 @@ class TorchPeer:
             "all_gather": lambda: gather(result, source, group),
             "broadcast": lambda: dist.broadcast(source, 0, group),
         }
-        return Prepared(source, result, calls[case.collective])
+        return Prepared(source, result, calls[case.collective], case.data(source))
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class MpiPeer:
             "all_gather": lambda: world.Allgather(given, taken),
             "broadcast": lambda: world.Bcast(given, 0),
         }
-        return Prepared(source, result, calls[case.collective])
+        return Prepared(source, result, calls[case.collective], case.data(source))
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class DeepSpeedPeer:
         """Ordinary tensors."""
         source, result = case.tensors(torch.empty)
         reduce = torch.ops.deepspeed.inference_all_reduce_
-        return Prepared(source, result, lambda: reduce(source))
+        return Prepared(source, result, lambda: reduce(source), case.data(source))
 
 
 FINDERS: dict[str, Callable[[], list[Contestant]]] = {

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pycomm import collect_env
+from pycomm.bench import floor
 from pycomm.bench.cases import GIB, KIB, MIB, Case, Settings, bus_factor
 from pycomm.bench.contestants import Contestant, Pycomm
 from pycomm.bench.measure import Figures
@@ -25,7 +26,7 @@ class Row:
         wire_bytes: bytes that a rank reads from other ranks; None for other libraries.
         algbw_GBps: bytes of the tensor per time; with compression the effective bandwidth.
         wrong: wrong elements over all ranks; None if nothing was checked.
-        floor_percent: the floor's time over this row's; None where the floor was not measured.
+        over_floor: this row's time over the floor's; None if there is no floor for it.
     """
 
     collective: str
@@ -48,15 +49,19 @@ class Row:
     algbw_GBps: float  # noqa: N815 - the unit
     busbw_GBps: float  # noqa: N815 - the unit
     wrong: int | None
-    floor_percent: float | None
+    over_floor: float | None
 
 
 def make_row(
-    case: Case, contestant: Contestant, figures: Figures, wrong: int | None, floor_us: float | None
+    case: Case,
+    contestant: Contestant,
+    figures: Figures,
+    wrong: int | None,
+    least: dict[str, Any] | None,
 ) -> Row:
-    """Makes a row from the measured figures."""
+    """Makes a row from the measured figures; `least` is the floor."""
     bandwidth = case.nbytes / figures.time_us / 1e3
-    in_window = contestant.buffer == "window"
+    floor_us = least["time_us"] if least and contestant.compression == "none" else None
     ours = contestant if isinstance(contestant, Pycomm) else None
     return Row(
         collective=case.collective,
@@ -79,9 +84,7 @@ def make_row(
         algbw_GBps=round(bandwidth, 3),
         busbw_GBps=round(bandwidth * bus_factor(case.collective, case.ranks), 3),
         wrong=wrong,
-        floor_percent=round(100 * floor_us / figures.time_us, 1)
-        if in_window and floor_us
-        else None,
+        over_floor=round(figures.time_us / floor_us, 2) if floor_us else None,
     )
 
 
@@ -125,8 +128,8 @@ def write_json(path: str, meta: dict[str, Any], rows: Iterable[dict[str, Any]]) 
 
 
 HEADER = """\
-#       size        count      type  redop  impl       algorithm    buffer compression         wire        time   algbw   busbw  #wrong       p50       p99  floor
-#        (B)   (elements)                                                                       (B)        (us)  (GB/s)  (GB/s)               (us)      (us)    (%)"""  # noqa: E501
+#       size        count      type  redop  impl       algorithm    buffer compression         wire        time   algbw   busbw  #wrong       p50       p99   time
+#        (B)   (elements)                                                                       (B)        (us)  (GB/s)  (GB/s)               (us)      (us) /floor"""  # noqa: E501
 
 
 def preamble(meta: dict[str, Any], settings: Settings) -> str:
@@ -157,13 +160,30 @@ def format_row(row: Row) -> str:
     algorithm = f"{row.algorithm}:{row.chosen}" if row.chosen else row.algorithm
     wrong = "N/A" if row.wrong is None else str(row.wrong)
     wire = "" if row.wire_bytes is None else str(row.wire_bytes)
-    floor = "" if row.floor_percent is None else f"{row.floor_percent:.0f}"
+    over = "" if row.over_floor is None else f"{row.over_floor:.2f}"
     return (
         f"{row.bytes:12} {row.count:12} {row.dtype:>9} {op:>6}  "
         f"{row.impl:10} {algorithm:12} {row.buffer:6} {row.compression:11} {wire:>12} "
         f"{row.time_us:11.2f} {row.algbw_GBps:7.2f} {row.busbw_GBps:7.2f} {wrong:>7} "
-        f"{row.p50_us:9.2f} {row.p99_us:9.2f} {floor:>6}"
+        f"{row.p50_us:9.2f} {row.p99_us:9.2f} {over:>6}"
     ).rstrip()
+
+
+def floors(found: list[dict[str, Any]], buffers: tuple[str, ...]) -> list[str]:
+    """Per size, the floor of tensors on each buffer, and the time of a call of one rank."""
+    lines = []
+    sizes: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    for row in found:
+        sizes.setdefault((row["bytes"], row["dtype"]), []).append(row)
+    for (nbytes, dtype), same in sizes.items():
+        words = []
+        for buffer in buffers:
+            least = floor.fastest(same, buffer)
+            if least is not None:
+                words.append(f"{buffer} {least['time_us']:,.2f} us ({least['algorithm']})")
+        words += [f"{r['impl']} {r['time_us']:,.2f} us" for r in same if r["impl"] != "floor"]
+        lines.append(f"floor at {human_bytes(nbytes)} {dtype}: {', '.join(words)}")
+    return lines
 
 
 def human_bytes(count: int) -> str:

@@ -13,7 +13,6 @@ import pycomm
 from pycomm.bench import contestants, floor, measure, peers, report, verify, verify_compressed
 from pycomm.bench.cases import Case, Settings, expand
 from pycomm.bench.contestants import Compressed, Contestant, Prepared
-from pycomm.bench.measure import Figures
 from pycomm.bench.report import Row
 
 
@@ -23,6 +22,8 @@ def run(settings: Settings) -> None:
     if settings.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     torch.manual_seed(group.rank)  # random numbers differ between ranks, as gradients do
+    alone = pycomm.init(dist.new_group([group.rank], use_local_synchronization=True))
+    probes = floor.probes(group, alone, settings.buffers)
     cases = list(expand(settings, group.size))
     others, absent = peers.find(settings.peers)
     for peer in others:
@@ -36,13 +37,15 @@ def run(settings: Settings) -> None:
     for case in cases:
         able = [contestant for contestant in field if contestant.supports(case)]
         if able:
-            added = _run_case(settings, group, able, case, meta)
+            able_probes = [probe for probe in probes if probe.supports(case)]
+            added = _run_case(settings, group, able, able_probes, case, meta)
             _say("\n".join(map(report.format_row, added)))
             rows += added
     meta["barrier_us_after"] = round(measure.barrier_us(group), 3)
     meta["load_after"] = os.getloadavg()[0]
     if group.rank == 0:
         _finish(settings, meta, rows)
+    alone.close()
     group.close()
 
 
@@ -58,21 +61,28 @@ def _run_case(
     settings: Settings,
     group: pycomm.Group,
     able: list[Contestant],
+    probes: list[Contestant],
     case: Case,
     meta: dict[str, Any],
 ) -> list[Row]:
-    """Checks, then times, all contestants of a case."""
-    streams = [probe for probe in floor.probes(group) if probe.supports(case)]
-    runs = [contestant.prepare(case) for contestant in [*able, *streams]]
+    """Checks all contestants of a case, then times them beside the probes."""
+    runs = [contestant.prepare(case) for contestant in [*able, *probes]]
     wrong = _check(case, group.rank, able, runs) if settings.check else [None] * len(able)
-    for run in runs:
-        run.settle()
     figures = measure.interleave(group, runs, settings.iters, settings.warmup_iters)
-    floor_us = None
-    if streams:
-        floor_us = _note_floor(case, streams, figures[len(able) :], meta)
+    floors = [
+        {
+            "bytes": case.nbytes,
+            "dtype": str(case.dtype).removeprefix("torch."),
+            "impl": probe.impl,
+            "algorithm": probe.algorithm,
+            "buffer": probe.buffer,
+            "time_us": round(figure.time_us, 3),
+        }
+        for probe, figure in zip(probes, figures[len(able) :], strict=True)
+    ]
+    meta["floor"] += floors
     return [
-        report.make_row(case, contestant, figure, errors, floor_us)
+        report.make_row(case, contestant, figure, errors, floor.fastest(floors, contestant.buffer))
         for contestant, figure, errors in zip(able, figures, wrong, strict=False)
     ]
 
@@ -91,23 +101,6 @@ def _check(case: Case, rank: int, able: list[Contestant], runs: list[Prepared]) 
     return [int(count) for count in wrong]
 
 
-def _note_floor(
-    case: Case, streams: list[Contestant], figures: list[Figures], meta: dict[str, Any]
-) -> float:
-    """Keeps the fastest stream's rate; returns its time."""
-    best = min(range(len(streams)), key=lambda index: figures[index].time_us)
-    time_us = figures[best].time_us
-    meta["floor"].append(
-        {
-            "bytes": case.nbytes,
-            "probe": streams[best].algorithm,
-            "time_us": round(time_us, 1),
-            "GBps": round(floor.rate(case, time_us), 2),
-        }
-    )
-    return time_us
-
-
 def _say(text: str) -> None:
     if dist.get_rank() == 0:
         print(text, flush=True)
@@ -115,10 +108,8 @@ def _say(text: str) -> None:
 
 def _finish(settings: Settings, meta: dict[str, Any], rows: list[Row]) -> None:
     """What comes after the table."""
-    for entry in meta["floor"]:
-        size = report.human_bytes(entry["bytes"])
-        rate = f"{entry['GBps']} GB/s read plus written, all ranks together"
-        print(f"# floor at {size}: {rate} ({entry['probe']})")
+    for line in report.floors(meta["floor"], settings.buffers):
+        print(f"# {line}")
     print(f"# load {meta['load_after']:.2f}, barrier {meta['barrier_us_after']:.2f} us")
     for line in [*report.compare(rows), *report.compare_compressed(rows)]:
         print(f"# {line}")

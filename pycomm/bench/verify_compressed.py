@@ -26,7 +26,9 @@ SOME_ULPS = 4
 def count_wrong(case: Case, rank: int, contestant: Compressed, prepared: Prepared) -> int:
     """Runs the case on known inputs; returns the number of elements that fail a check here."""
     wrong = _count(case, rank, contestant, prepared)
-    if prepared.residual is None:
+    if prepared.residual is not None:
+        prepared.residual.zero_()  # as it was
+    else:
         kept = replace(contestant, feedback=True)
         wrong += _count(case, rank, kept, kept.prepare(case))
     return wrong

@@ -36,7 +36,7 @@ CONTEXT.set_forkserver_preload(
     ]
 )
 
-# Seconds after which a set of processes counts as stuck. Machines are at times several times slower.
+# Seconds after which processes count as stuck. Machines are at times several times slower.
 LIMIT = 300.0
 
 

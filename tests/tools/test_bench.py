@@ -93,16 +93,15 @@ def test_wrong_results_are_found():
     assert run_group(2, count_spoilt) == [[0, 0, 0, 0], [1, 1, 2, 2]]
 
 
-def test_feedback_settles():
-    """A residual from a check is cleared before timing."""
-    with pycomm.LocalWorld(1) as world:
-        contestant = Compressed(world.groups[0], "auto", "tensor", "int8", feedback=True)
-        for op, zeros in (("avg", False), ("sum", True)):
-            prepared = contestant.prepare(replace(CASE, op=op, ranks=1))
-            prepared.residual.fill_(3)
-            prepared.settle()
-            assert not prepared.residual.any()
-            assert prepared.source.any() != zeros
+def residual_after_checks(group):
+    contestant = Compressed(group, "auto", "tensor", "int8", feedback=True)
+    prepared = contestant.prepare(CASE)
+    assert verify_compressed.count_wrong(CASE, group.rank, contestant, prepared) == 0
+    return prepared.residual.any().item()
+
+
+def test_checks_leave_no_residual():
+    assert run_group(2, residual_after_checks) == [False, False]
 
 
 @pytest.mark.parametrize("read", [0, 4, 16 * 127, 16 * 500, 16 * 1000, 16 * 3900, 16 * 9000])

@@ -68,17 +68,28 @@ def wait_for(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
-def interleave(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, Any]:
+def interleave(
+    calls: Mapping[str, Callable[[], object]],
+    rounds: int,
+    rewrites: Mapping[str, Callable[[], object]] | None = None,
+) -> dict[str, Any]:
     """Medians of the slowest rank's time for a call, and of the bytes that the busiest node sent.
 
     Every round has every contestant once, in an order that rotates, with pauses between; calls are
     too long for the many that `pycomm.bench.measure` takes.
+
+    Args:
+        calls: the contestants.
+        rounds: how many are timed.
+        rewrites: what runs before each call, untimed.
     """
     names = list(calls)
     samples: dict[str, list[list[float]]] = {name: [] for name in calls}
     for number in range(rounds + 1):  # the first one warms up
         for offset in range(len(names)):
             name = names[(number + offset) % len(names)]
+            if rewrites is not None:
+                rewrites[name]()
             dist.barrier()
             sent, began = sent_bytes(), time.perf_counter()
             calls[name]()
@@ -108,10 +119,10 @@ def all_reduces(
             field[f"pycomm {name}"] = make(group, "auto", "tensor", name)
             field[f"pycomm {name}{OVER_GROUPS}"] = make(over_groups, "auto", "tensor", name)
         prepared = {name: contestant.prepare(what) for name, contestant in field.items()}
-        for run in prepared.values():
-            run.settle()
         calls = {name: run.call for name, run in prepared.items()}
-        asking.ask("result", case="all_reduce", figures=interleave(calls, case["rounds"]), **case)
+        rewrites = {name: run.rewrite for name, run in prepared.items()}
+        figures = interleave(calls, case["rounds"], rewrites)
+        asking.ask("result", case="all_reduce", figures=figures, **case)
 
 
 def bf16_over_gloo(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
