@@ -23,7 +23,6 @@ from pycomm._inputs.tensors import check_memory, check_no_gradient
 
 SMALLEST_BLOCK = 128
 COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16)
-_INDEX_BYTES = 2
 # int8 values on the wire have uint8's number.
 VALUES = {
     **{dtype: DTYPES[dtype] for dtype in COMPRESSIBLE},
@@ -317,14 +316,16 @@ class TopK(Compression):
         return indices[:found], values[:found]
 
     def _check_worth(self, n: int, dtype: torch.dtype, step: int) -> None:
-        entry = _INDEX_BYTES + self.values.itemsize
         share = self.density_at(step) if self.density is not None else self.count(n) / max(n, 1)
-        if share * entry >= dtype.itemsize and n > 1:
+        many = 1 << 20  # so that no rounding counts
+        codec = _C.Codec(CODECS["topk"], values=VALUES[self.values], k=math.ceil(share * many))
+        sent = _C.encoded_bytes(codec, many) / many
+        if sent >= dtype.itemsize and n > 1:
             what = f"density {share:g}" if self.density is not None else f"k = {self.k} of {n}"
             raise ValueError(
-                f"{what} would send {share * entry:.2f} bytes per element, where dense "
-                f"{str(dtype).removeprefix('torch.')} takes {dtype.itemsize}: must be below "
-                f"{dtype.itemsize / entry:.3f} of the elements, or use pycomm.Identity()"
+                f"{what} would send {sent:.2f} bytes per element, where dense "
+                f"{str(dtype).removeprefix('torch.')} takes {dtype.itemsize}: send fewer elements, "
+                "or use pycomm.Identity()"
             )
 
     def _reading_codec(self, n: int, dtype: torch.dtype) -> _C.Codec:  # noqa: ARG002

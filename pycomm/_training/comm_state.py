@@ -246,6 +246,11 @@ class CommState(HookState):
         self._settle()
         return self._residuals.find(name)
 
+    def residuals(self) -> dict[str, torch.Tensor]:
+        """All parameters' residuals by name; see :meth:`residual`."""
+        self._settle()
+        return self._residuals.views()
+
     def tensors(self) -> list[torch.Tensor]:
         """All tensors kept from step to step: residuals, and the copies for restoring them."""
         return self._residuals.tensors()

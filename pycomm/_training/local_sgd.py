@@ -49,6 +49,12 @@ class LocalSGDState(HookState):
     After every exchange all ranks have the same parameters, bit for bit. Optimizer states and
     buffers are not exchanged.
 
+    With `local_residuals`, a rank also continues from what compression has held back of its own
+    changes (error reset; Xie et al., "CSER: communication-efficient SGD with error reset", 2020).
+    So no change that it has made is undone until it is sent, and small densities lose far less.
+    All ranks still have the same *outer* parameters, bit for bit; :meth:`outer_parameters` gives
+    them to the model.
+
     Args:
         params: ``model.named_parameters()``.
         optimizer: the model's optimizer, the only one that changes these parameters. If one of
@@ -58,6 +64,8 @@ class LocalSGDState(HookState):
             what it loses of each parameter and send it later.
         outer_lr: learning rate of the outer step; 1 goes all the way to the mean.
         outer_momentum: momentum of the outer steps.
+        local_residuals: each rank continues from the outer parameters plus its own residuals. Needs
+            a compression with residuals.
         gradient_steps: the number of first steps that exchange gradients instead, uncompressed.
         inner_group: ranks that also exchange gradients in every step after the warm-up, such as
             those of one node.
@@ -85,6 +93,7 @@ class LocalSGDState(HookState):
         compression: Compression | None = None,
         outer_lr: float = 1.0,
         outer_momentum: float = 0.0,
+        local_residuals: bool = False,
         gradient_steps: int = 0,
         inner_group: Group | None = None,
         group: Group | None = None,
@@ -96,13 +105,19 @@ class LocalSGDState(HookState):
             raise TypeError("params must be model.named_parameters(), got None")
         _check_options(optimizer, period, gradient_steps, inner_group)
         plain = outer_lr == 1 and not outer_momentum
-        rule = Rule(outer_lr, outer_momentum, compression is not None or not plain)
+        rule = Rule(
+            outer_lr, outer_momentum, compression is not None or not plain, bool(local_residuals)
+        )
         named = list(params)
         self._parameters = Parameters(named, exclude)
         self._optimizer = optimizer
         self._check_optimizer()
         check_exchangeable(self._parameters, compression)
         self._differences = CommState(compression, named, group=group, exclude=exclude)
+        if local_residuals and not self._differences.residuals():
+            raise ValueError(
+                f"local_residuals must come with a lossy compression, got {compression}"
+            )
         self.period = period
         self.steps = self.agreements = 0
         self._gradient_steps = gradient_steps
@@ -180,7 +195,7 @@ class LocalSGDState(HookState):
         A step that a GradScaler has skipped counts, too, as other ranks may not have skipped it.
 
         Returns:
-            True if all ranks have the same parameters now.
+            True if all ranks have the same (outer) parameters now.
 
         Raises:
             RuntimeError: there has been no backward of the model since the last call.
@@ -245,6 +260,24 @@ class LocalSGDState(HookState):
         finally:
             self.joining = self._left = False
 
+    @contextlib.contextmanager
+    def outer_parameters(self) -> Iterator[None]:
+        """Gives the model the outer parameters: for evaluations and for a model to keep.
+
+        These are the parameters after the last exchange, the same on all ranks. Afterwards the
+        model has this rank's own parameters again. Do not train inside.
+
+        Raises:
+            ValueError: this state averages parameters as they are, and keeps no others.
+        """
+        if not self._outer.keeps_last:
+            raise ValueError(
+                "outer_parameters() must come with compression, outer_lr or outer_momentum: plain "
+                "averages are in the model itself, after exchange()"
+            )
+        with self._outer.shown():
+            yield
+
     # For loggers and checkpoints.
 
     def stats(self) -> dict[str, float]:
@@ -270,8 +303,11 @@ class LocalSGDState(HookState):
                 :meth:`CommState.state_dict`.
 
         Raises:
-            ValueError: `gathered`, and there have been steps since the last exchange.
+            ValueError: `gathered`, and there have been steps since the last exchange, or there are
+                `local_residuals`.
         """
+        if gathered and self._outer.local_residuals:
+            raise ValueError("gathered must be False with local_residuals: save on every rank")
         if gathered and self._pending:
             raise ValueError(
                 f"gathered must be False, or exchange() be called before, {self._pending} steps "

@@ -6,8 +6,9 @@ the same bits and get the same mean end with the same bits, on any processor.
 
 from __future__ import annotations
 
+import contextlib
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,11 +32,13 @@ class Rule:
         lr: learning rate; 1 without momentum makes the step the mean itself.
         momentum: factor of the steps before.
         on_differences: exchange the changes since the last exchange, instead of parameters.
+        local_residuals: each rank continues from the common parameters plus its residuals.
     """
 
     lr: float
     momentum: float
     on_differences: bool
+    local_residuals: bool
 
     def __post_init__(self) -> None:
         if not 0 < self.lr < float("inf"):
@@ -97,27 +100,44 @@ class _Piece:
             place.copy_(weights_of(optimizer, parameter))
 
     def contribute(
-        self, optimizer: torch.optim.Optimizer, flat: torch.Tensor, factor: float
+        self,
+        optimizer: torch.optim.Optimizer,
+        flat: torch.Tensor,
+        factor: float,
+        residuals: dict[str, torch.Tensor],
     ) -> None:
         """Writes this rank's contribution, times `factor`, to `flat`."""
-        known = None if self.last is None else list(self.views(self.last).values())
+        starts = None if self.last is None else list(self._starts(self.last, residuals))
         for index, place in enumerate(self.views(flat).values()):
             weights = weights_of(optimizer, self.parameters[index])
             place.copy_(weights)
-            if known is not None:
-                place.sub_(known[index].to(weights.dtype))  # where the optimizer began
+            if starts is not None:
+                place.sub_(starts[index].to(weights.dtype))
         if factor != 1:
             flat.mul_(factor)
 
-    def advance(self, optimizer: torch.optim.Optimizer, rule: Rule, mean: torch.Tensor) -> None:
+    def advance(
+        self,
+        optimizer: torch.optim.Optimizer,
+        rule: Rule,
+        mean: torch.Tensor,
+        residuals: dict[str, torch.Tensor],
+    ) -> None:
         """Takes the outer step; overwrites `mean`."""
         if self.last is not None:
             if self.velocity is not None:
                 self.velocity.mul_(rule.momentum).add_(mean)
                 mean.add_(self.velocity * rule.momentum)
             mean = self.last.add_(mean.mul_(rule.lr))
-        for parameter, place in zip(self.parameters, self.views(mean).values(), strict=True):
-            set_weights_of(optimizer, parameter, place)
+        for parameter, start in zip(self.parameters, self._starts(mean, residuals), strict=True):
+            set_weights_of(optimizer, parameter, start)
+
+    def _starts(
+        self, common: torch.Tensor, residuals: dict[str, torch.Tensor]
+    ) -> Iterator[torch.Tensor]:
+        """Where this rank's optimizer begins: the common parameters, plus residuals if given."""
+        for name, place in self.views(common).items():
+            yield place + residuals[name] if name in residuals else place
 
 
 class Outer:
@@ -140,9 +160,19 @@ class Outer:
         self._checked = False  # True once ranks have compared fingerprints
 
     @property
+    def keeps_last(self) -> bool:
+        """True if there are outer parameters, apart from the model's."""
+        return self._rule.on_differences
+
+    @property
+    def local_residuals(self) -> bool:
+        """See :class:`Rule`."""
+        return self._rule.local_residuals
+
+    @property
     def anchored(self) -> bool:
         """True if an exchange has all that it needs to know of the past."""
-        return not self._rule.on_differences or self._pieces[0].last is not None
+        return not self.keeps_last or self._pieces[0].last is not None
 
     @torch.no_grad()
     def anchor(self) -> None:
@@ -172,10 +202,11 @@ class Outer:
                 does not count. It is applied before the exchange, so residuals contain it, too.
         """
         self._checked = True
+        residuals = comm.residuals() if self._rule.local_residuals else {}
         for index, piece in enumerate(self._pieces):
             flat = self._buffer(index)
             if factor:
-                piece.contribute(self._optimizer, flat, factor)
+                piece.contribute(self._optimizer, flat, factor, residuals)
             else:
                 flat.zero_()
             try:
@@ -184,8 +215,30 @@ class Outer:
                 comm.finish(index - 1)  # raises the error that caused this one, if there is one
                 raise
             if index:
-                self._finish(index - 1, comm)
-        self._finish(len(self._pieces) - 1, comm)
+                self._finish(index - 1, comm, residuals)
+        self._finish(len(self._pieces) - 1, comm, residuals)
+
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[None]:
+        """Gives the model the common parameters; afterwards it has its own again."""
+        with torch.no_grad():
+            kept = [
+                (parameter, weights_of(self._optimizer, parameter).clone())
+                for piece in self._pieces
+                for parameter in piece.parameters
+            ]
+            for piece in self._pieces:
+                if piece.last is None:
+                    continue
+                places = piece.views(piece.last).values()
+                for parameter, place in zip(piece.parameters, places, strict=True):
+                    set_weights_of(self._optimizer, parameter, place)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for parameter, weights in kept:
+                    set_weights_of(self._optimizer, parameter, weights)
 
     def dump(self) -> dict[str, dict[str, torch.Tensor]]:
         """Copies by name; empty if there is nothing yet."""
@@ -246,9 +299,9 @@ class Outer:
             self._buffers[key] = torch.empty(most, dtype=dtype, device=device)
         return self._buffers[key][: piece.count]
 
-    def _finish(self, index: int, comm: CommState) -> None:
+    def _finish(self, index: int, comm: CommState, residuals: dict[str, torch.Tensor]) -> None:
         comm.finish(index)
-        self._pieces[index].advance(self._optimizer, self._rule, self._buffer(index))
+        self._pieces[index].advance(self._optimizer, self._rule, self._buffer(index), residuals)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -90,6 +90,10 @@ class Residuals:
         entry = self._entries[name]
         return entry.view(self.of(entry, kind))
 
+    def views(self) -> dict[str, torch.Tensor]:
+        """All parameters' residuals by name, in the parameters' shapes."""
+        return {name: self.find(name) for name in self._entries} if self else {}
+
     def reorder(self, entry: Entry, strides: tuple[int, ...]) -> None:
         """Converts a parameter's parts to another memory format."""
         wholes = [whole for whole in self.tensors() if whole.numel() and entry.name in self._begin]

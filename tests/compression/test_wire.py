@@ -258,12 +258,24 @@ def test_what_is_wrong_is_said(name):
         pycomm.Int8().decode(bad, 300)
 
 
+# Three entries: counts at 16 and 20, values from 24 on, then the indices 3 and 9 (low bits of 15
+# each, and two bits from bit 30 on), and 7 (12 low bits, and bit 12).
 BAD_LISTS = {
     "a count beyond the chunk": (16, (65_537).to_bytes(4, "little"), "65537 entries in a chunk"),
     "a count beyond the bytes": (16, (900).to_bytes(4, "little"), "truncated"),
-    "indices in the wrong order": (24, b"\x09\0\x03\0", "index 3 after 9 in a chunk of 65536"),
-    "an index twice": (24, b"\x03\0\x03\0", "index 3 after 3"),
-    "an index beyond a short chunk": (28, (4464).to_bytes(2, "little"), "index 4464 .* of 4464"),
+    "indices in the wrong order": (
+        36,
+        (9 | 3 << 15 | 3 << 30).to_bytes(8, "little"),
+        "after 1 of 2",
+    ),
+    "an index twice": (36, (3 | 3 << 15 | 3 << 30).to_bytes(8, "little"), "after 1 of 2 entries"),
+    "an entry too few": (36, (3 | 9 << 15 | 1 << 30).to_bytes(8, "little"), "after 1 of 2"),
+    "an entry too many": (36, (3 | 9 << 15 | 7 << 30).to_bytes(8, "little"), "after 2 of 2"),
+    "an index beyond a short chunk": (
+        44,
+        (4464 % 4096 | 1 << 13).to_bytes(4, "little"),
+        "after 0 of 1 entries in a chunk of 4464",
+    ),
 }
 
 
@@ -333,6 +345,9 @@ def test_top_k_reads_wire_bytes_where_all_lists_are_full(size):
 
     compression = pycomm.TopK(k=share * size)
     read = bytes_read(compression, size, 65_536 * size, make=crowded)
-    # A count of 4 bytes per list, 6 bytes per element.
-    assert read == (size - 1) * (4 + 2 * share * 6) + (size - 1) * (4 + share * 6)
+
+    def list_bytes(entries):
+        return reference.top_k_bytes(65_536, entries, torch.float32) - 16
+
+    assert read == (size - 1) * (list_bytes(2 * share) + list_bytes(share))
     assert read == compression.wire_bytes(65_536 * size, size)

@@ -97,6 +97,7 @@ def check(runs: list[Any], options: dict[str, Any]) -> None:
         options.get("outer_lr", 1.0),
         options.get("outer_momentum", 0.0),
         options.get("compression"),
+        options.get("local_residuals", False),
     )
     if options.keys() & {"outer_lr", "compression"}:
         outer.last = {name: wide(w).numpy().ravel() for name, w in began.items()}
@@ -107,8 +108,8 @@ def check(runs: list[Any], options: dict[str, Any]) -> None:
             one, other = (next(iter(moments[rank].before.values())) for rank in (0, -1))
             assert not torch.equal(one, other)  # they have been on their own
             expected = outer.exchange([moment.before for moment in moments])
-        for moment in moments:
-            assert wrapped.same(moment.after, expected if due else moment.before)
+        for rank, moment in enumerate(moments):
+            assert wrapped.same(moment.after, expected[rank] if due else moment.before)
             for name, parameter in moment.parameters.items():
                 close(parameter, moment.after[name])
 

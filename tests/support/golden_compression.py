@@ -379,8 +379,8 @@ def top_k(
 # Bytes that leave the window: a header of 16, then what is encoded.
 
 
-def header(kind: int, parameter: int, count: int) -> bytes:
-    return struct.pack("<2sBBIq", b"PC", 1, kind, parameter, count)
+def header(kind: int, parameter: int, count: int, version: int = 1) -> bytes:
+    return struct.pack("<2sBBIq", b"PC", version, kind, parameter, count)
 
 
 def pad(data: bytes, unit: int) -> bytes:
@@ -403,13 +403,16 @@ def cast_wire(x: torch.Tensor, dtype: torch.dtype) -> bytes:
 
 
 def top_k_wire(x: torch.Tensor, k: int, kind: torch.dtype = torch.float32) -> bytes:
-    """Counts, scales of int8 values, indices within chunks, values; as long as k entries take."""
+    """Counts, scales of int8 values, values, indices; with zeros up to the most that k take."""
     values = golden.widen(x)
-    chunks = -(-len(values) // CHUNK)
     at = largest(values, k)
-    parts = [at[at // CHUNK == chunk] for chunk in range(chunks)]
+    starts = range(0, len(values), CHUNK)
+    parts = [at[at // CHUNK == start // CHUNK] for start in starts]
     counts = np.array([len(part) for part in parts], np.uint32).tobytes()
-    indices = pad((at % CHUNK).astype(np.uint16).tobytes(), 4)
+    indices = b"".join(
+        elias_fano(part - start, min(CHUNK, len(values) - start))
+        for start, part in zip(starts, parts, strict=True)
+    )
     scales = b""
     if kind == torch.int8:
         made = [scaled_int8(values[part]) for part in parts]
@@ -417,13 +420,31 @@ def top_k_wire(x: torch.Tensor, k: int, kind: torch.dtype = torch.float32) -> by
         payload = b"".join(whole.tobytes() for whole, _, _ in made)
     else:
         payload = golden.bits(golden.narrow(values[at], kind)).numpy().tobytes()
-    wire = header(3, DTYPE_NUMBERS[kind], len(values)) + counts + scales + indices
-    wire += pad(payload, 4)
+    wire = header(3, DTYPE_NUMBERS[kind], len(values), version=2) + counts + scales
+    wire += pad(payload, 4) + indices
     return wire + bytes(top_k_bytes(len(values), min(k, len(values)), kind) - len(wire))
 
 
+def elias_fano(indices: np.ndarray, count: int) -> bytes:
+    """The indices of a chunk of `count` elements, as a number whose bits are the sequence."""
+    if not len(indices):
+        return b""
+    low = (count // len(indices)).bit_length() - 1
+    whole = 0
+    for i, index in enumerate(indices.tolist()):
+        whole |= (index % 2**low) << (i * low)
+        whole |= 1 << (len(indices) * low + (index >> low) + i)
+    bits = len(indices) * (low + 1) + (count - 1) // 2**low
+    return whole.to_bytes(-(-bits // 32) * 4, "little")
+
+
 def top_k_bytes(count: int, entries: int, kind: torch.dtype) -> int:
-    """Length with a header."""
+    """The greatest length with a header: with entries spread evenly, and whole words per chunk."""
     chunks = -(-count // CHUNK)
     per_chunk = 8 if kind == torch.int8 else 4
-    return 16 + chunks * per_chunk + -(-2 * entries // 4) * 4 + -(-entries * kind.itemsize // 4) * 4
+    words = 0
+    if entries:
+        low = (count // entries).bit_length() - 1
+        bits = entries * (low + 1) + -(-count // 2**low) - chunks
+        words = (bits + 31 * min(chunks, entries)) // 32
+    return 16 + chunks * per_chunk + -(-entries * kind.itemsize // 4) * 4 + words * 4

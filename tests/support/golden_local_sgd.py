@@ -27,6 +27,7 @@ class Outer:
         first: index of each parameter's first element in the model.
         lr, momentum: of the outer step.
         compression: of the differences, or None.
+        local_residuals: ranks continue from `last` plus their residuals.
         last: what ranks began with; None where parameters themselves are averaged.
     """
 
@@ -35,32 +36,42 @@ class Outer:
     lr: float = 1.0
     momentum: float = 0.0
     compression: pycomm.Compression | None = None
+    local_residuals: bool = False
     last: dict[str, np.ndarray] | None = None
     velocity: dict[str, np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.means = Reference(self.size, self.compression)
 
-    def exchange(self, weights: list[Weights]) -> Weights:
-        """The weights of all ranks after an exchange, from each rank's weights before it."""
+    def exchange(self, weights: list[Weights]) -> list[Weights]:
+        """Each rank's weights after an exchange, from each rank's weights before it."""
         after = {name: self._advance(name, [w[name] for w in weights]) for name in weights[0]}
         self.means.steps += 1
-        return after
+        return [{name: parts[rank] for name, parts in after.items()} for rank in range(self.size)]
 
-    def _advance(self, name: str, weights: list[torch.Tensor]) -> torch.Tensor:
+    def _advance(self, name: str, weights: list[torch.Tensor]) -> list[torch.Tensor]:
         shape, dtype = weights[0].shape, weights[0].dtype
         if self.last is None:
             mean = self._mean(name, [golden.widen(w) for w in weights])
-            return golden.narrow(mean, dtype).view(shape)
-        began = golden.widen(golden.narrow(self.last[name], dtype)).reshape(shape)
-        change = self._mean(name, [golden.widen(w) - began for w in weights])
+            return [golden.narrow(mean, dtype).view(shape)] * self.size
+        began = [golden.widen(start).reshape(shape) for start in self._starts(name, dtype)]
+        changes = [golden.widen(w) - b for w, b in zip(weights, began, strict=True)]
+        change = self._mean(name, changes)
         lr, momentum = (change.dtype.type(value) for value in (self.lr, self.momentum))
         if self.momentum:
             before = self.velocity.get(name, np.zeros_like(change))
             self.velocity[name] = before * momentum + change
             change = change + self.velocity[name] * momentum
         self.last[name] = self.last[name].ravel() + change * lr
-        return golden.narrow(self.last[name], dtype).view(shape)
+        return [start.view(shape) for start in self._starts(name, dtype)]
+
+    def _starts(self, name: str, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Where each rank's optimizer begins, flat."""
+        assert self.last is not None
+        last = self.last[name].ravel()
+        if not self.local_residuals or name not in self.means.residuals:
+            return [golden.narrow(last, dtype)] * self.size
+        return [golden.narrow(last + kept, dtype) for kept in self.means.residuals[name]]
 
     def _mean(self, name: str, parts: list[np.ndarray]) -> np.ndarray:
         inputs = [torch.from_numpy(np.ascontiguousarray(part)) for part in parts]

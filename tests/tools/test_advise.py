@@ -67,8 +67,8 @@ def test_two_nodes_by_hand():
     assert small.link_bytes == pytest.approx(16 * MILLION * (1 + 4 / 256), rel=1e-5)
     assert small.seconds == pytest.approx(0.130 + 0.003, rel=1e-3)
     lists = model.exchange("stripes", "topk", 16 * MILLION)
-    assert lists.link_bytes == pytest.approx(0.96 * MILLION, rel=0.01)  # 6 bytes of 160,000
-    assert lists.seconds == pytest.approx(7.68e-3 + 0.005, rel=0.01)
+    assert lists.link_bytes == pytest.approx(0.813 * MILLION, rel=0.01)  # 40.6 bits of 160,000
+    assert lists.seconds == pytest.approx(6.5e-3 + 0.005, rel=0.01)
 
 
 def test_cores_by_hand():

@@ -38,7 +38,7 @@ def test_sizes():
         ("--step-ms nan", "expected milliseconds"),
         ("--step-ms inf", "expected milliseconds"),
         ("--density 2", "expected a share"),
-        ("--density 0.7", "must be below 0.667 of the elements"),
+        ("--density 0.98", "send fewer elements"),
         ("--constants nowhere.json", "there is no file nowhere.json"),
         ("--measure --constants no/where.json", "there is no folder no"),
     ],

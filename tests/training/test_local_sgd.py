@@ -24,6 +24,8 @@ CASES = {
     "int8, DiLoCo": {"period": 2, "compression": STOCHASTIC, **DILOCO},
     "top-k, DiLoCo": {"period": 2, "compression": TOPK, **DILOCO},
     "casts": {"period": 2, "compression": pycomm.Cast()},
+    "top-k, error reset": {"period": 1, "compression": TOPK, "local_residuals": True},
+    "int8, error reset": {"period": 2, "compression": pycomm.Int8(), "local_residuals": True},
 }
 
 
@@ -86,11 +88,11 @@ def in_several_types():
 
 MODELS = {
     "several types": (in_several_types, ["averages", "DiLoCo"]),
-    "bf16": (averaging.in_bf16, ["averages", "int8, DiLoCo"]),
+    "bf16": (averaging.in_bf16, ["averages", "int8, DiLoCo", "top-k, error reset"]),
     "masters": (lambda: averaging.in_bf16(master_weights="fp32"), ["averages", "DiLoCo"]),
     "remainders": (
         lambda: averaging.in_bf16(master_weights="remainder"),
-        ["averages", "int8, DiLoCo"],
+        ["averages", "int8, DiLoCo", "top-k, error reset"],
     ),
     "flat": (in_flat_buffers, ["top-k, DiLoCo"]),
 }
@@ -122,6 +124,26 @@ def test_steps_between_are_each_ranks_own(world):
 
     one, other = world(2).run(body)
     assert wrapped.same(one, other)
+
+
+def test_outer_parameters_are_the_same_on_all_ranks(world):
+    """Also in the middle of a period; afterwards a rank has its own again."""
+
+    def body(group):
+        options = {"period": 2, "compression": TOPK, "local_residuals": True}
+        trainee = Trainee(group, options=options, **averaging.in_bf16(master_weights="remainder"))
+        trainee.run(range(3))
+        own, last = trainee.weights(), trainee.state.state_dict()["outer"]["last"]
+        with trainee.state.outer_parameters():
+            shown = trainee.weights()
+        assert wrapped.same(trainee.weights(), own)
+        assert wrapped.same(shown, {name: last[name] for name in shown})
+        return own, shown
+
+    (own, shown), (other, also_shown) = world(2).run(body)
+    assert wrapped.same(shown, also_shown)
+    assert not golden.same_bits(own["wide"], shown["wide"])
+    assert not golden.same_bits(own["wide"], other["wide"])
 
 
 def plain_sgd(parameters):

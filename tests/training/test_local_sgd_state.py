@@ -42,6 +42,7 @@ def with_remainders():
         (5, with_remainders, {}),
         (1, dict, {"gradient_steps": 2}),
         (4, dict, {"gradient_steps": 2}),
+        (5, with_remainders, {"local_residuals": True}),
     ],
 )
 def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(world, at, make, more):
@@ -89,6 +90,27 @@ def test_one_rank_cannot_save_for_all_in_mid_period(world):
         trainee.state.state_dict(gathered=True)
     trainee.state.exchange()
     assert trainee.state.state_dict(gathered=True)["steps"] == 4
+
+
+def test_one_rank_cannot_save_for_all_with_local_residuals(world):
+    trainee = Trainee(world(1).groups[0], options={**OPTIONS, "local_residuals": True})
+    with pytest.raises(ValueError, match="gathered must be False with local_residuals"):
+        trainee.state.state_dict(gathered=True)
+
+
+def test_outer_parameters_of_plain_averages_are_refused(world):
+    trainee = Trainee(world(1).groups[0])
+    with (
+        pytest.raises(ValueError, match=r"outer_parameters\(\) must come with"),
+        trainee.state.outer_parameters(),
+    ):
+        pass
+
+
+def test_local_residuals_without_compression_are_refused(world):
+    options = {"period": 2, "local_residuals": True}
+    with pytest.raises(ValueError, match="local_residuals must come with a compression"):
+        Trainee(world(1).groups[0], options=options)
 
 
 def test_a_forgotten_state_is_seen(world):
@@ -299,7 +321,7 @@ def test_parameters_that_nobody_exchanges_are_refused(world):
     [
         (torch.complex64, None, "real floats, got torch.complex64 for weight"),
         (torch.float64, pycomm.Int8(), "params: weight must have one of the dtypes"),
-        (torch.float32, pycomm.TopK(k=9000), "k = 9000 of 10000 would send"),
+        (torch.float32, pycomm.TopK(k=9700), "k = 9700 of 10000 would send"),
     ],
 )
 def test_what_no_exchange_could_carry_is_refused(world, dtype, compression, match):

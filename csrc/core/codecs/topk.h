@@ -2,7 +2,7 @@
 //
 // Elements are ordered by magnitude(), the float's bits without the sign. Among equal elements the
 // one with the lower index is selected; zeros are never selected. Elements are grouped into chunks
-// of 65,536, so that an index within a chunk takes 16 bits.
+// of 65,536, whose indices are encoded together.
 //
 // In an exchange the ranks own chunks cyclically; the chunks of one rank are its region. A rank
 // sends each owner at most `kSpread` times the region's fair share of k, and the owner sends a fair
@@ -11,20 +11,23 @@
 //
 // An encoded list of chunks, in the machine's (little-endian) byte order:
 //
-//   | u32 count of each chunk | int8 values: fp32 scale of each chunk | u16 indices, all chunks,
-//   padded to 4 bytes | values, all chunks |
+//   | u32 count of each chunk | int8 values: fp32 scale of each chunk | values of all chunks, padded to
+//   4 bytes | indices of each chunk (core/codecs/topk_indices.h) |
 //
 // References: Aji and Heafield 2017 for top-k with feedback; Li and Hoefler 2022 (Ok-Topk) for
 // regions; the format: docs/wire-format.md.
 #pragma once
 
 #include "core/codecs/int8.h"
+#include "core/codecs/topk_indices.h"
 #include "core/layout.h"
 #include "core/operation.h"
 
 namespace pycomm {
 
 inline constexpr std::int64_t kTopkChunk = 65536;
+// The most words of a chunk's indices: if all elements are selected.
+inline constexpr std::int64_t kMostIndexWords = TopkIndices{kTopkChunk, kTopkChunk}.words();
 inline constexpr std::int64_t kSpread = 2;
 // Indices of selected elements have 32 bits, and products of two of them have 64.
 inline constexpr std::int64_t kMostTopkElements = 0xffffffff;
@@ -77,14 +80,19 @@ struct TopkLayout {
 
   PYCOMM_HD constexpr bool scaled() const { return values == DType::u8; }
   PYCOMM_HD constexpr std::int64_t scales() const { return chunks * 4; }
-  PYCOMM_HD constexpr std::int64_t indices() const { return chunks * (scaled() ? 8 : 4); }
-  PYCOMM_HD constexpr std::int64_t first_value() const {
-    return indices() + round_up(entries * 2, 4);
-  }
-  PYCOMM_HD constexpr std::int64_t bytes() const {
+  PYCOMM_HD constexpr std::int64_t first_value() const { return chunks * (scaled() ? 8 : 4); }
+  PYCOMM_HD constexpr std::int64_t indices() const {
     return first_value() + round_up(entries * size_of(values), 4);
   }
 };
+
+// The most bytes of a list of so many entries of so many elements.
+PYCOMM_HD constexpr std::int64_t most_list_bytes(std::int64_t elements, std::int64_t entries,
+                                                 DType values) {
+  const std::int64_t chunks = topk_chunks(elements);
+  return TopkLayout{chunks, entries, values}.indices() +
+         TopkIndices::most_words(entries, elements, chunks) * 4;
+}
 
 // Which rank owns which region of a tensor, and where the lists of one rank are in its area: one
 // list for each owner, then the result of the region that it owns.
@@ -110,7 +118,7 @@ struct TopkArea {
   PYCOMM_HD constexpr std::int64_t list_bytes(int owner, bool result) const {
     const TopkRegion owned = region(owner);
     const std::int64_t entries = result ? owned.share(codec.k) : owned.capacity(codec.k);
-    return TopkLayout{owned.chunks(), entries, codec.values}.bytes();
+    return most_list_bytes(owned.elements(), entries, codec.values);
   }
   PYCOMM_HD constexpr std::int64_t room(int owner, bool result) const {
     return round_up(list_bytes(owner, result), kLine);

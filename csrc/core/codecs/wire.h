@@ -7,11 +7,15 @@
 namespace pycomm {
 
 inline constexpr std::uint16_t kWireMagic = 0x4350;  // "PC" in memory
-inline constexpr std::uint8_t kWireVersion = 1;
+
+// Changes with the format of the codec.
+PYCOMM_HD constexpr std::uint8_t wire_version(CodecKind kind) {
+  return kind == CodecKind::topk ? 2 : 1;
+}
 
 struct WireHeader {
   std::uint16_t magic = kWireMagic;
-  std::uint8_t version = kWireVersion;
+  std::uint8_t version = 0;
   CodecKind kind = CodecKind::none;
   std::uint32_t parameter = 0;  // block size if there are scales; else the values' DType
   std::int64_t count = 0;       // elements
@@ -20,6 +24,7 @@ static_assert(sizeof(WireHeader) == 16);
 
 PYCOMM_HD constexpr WireHeader header_of(const Codec& codec, std::int64_t count) {
   WireHeader header;
+  header.version = wire_version(codec.kind);
   header.kind = codec.kind;
   header.parameter = is_scaled(codec) ? codec.block : static_cast<std::uint32_t>(codec.values);
   header.count = count;
@@ -72,12 +77,12 @@ struct WireTiles {
   }
 };
 
-// The bytes of n encoded elements with their header. For top-k, the bytes if k elements are not
-// zero.
+// The bytes of n encoded elements with their header. For top-k, the most: fewer selected elements, or
+// elements in few of the chunks, take less.
 PYCOMM_HD constexpr std::int64_t encoded_bytes(const Codec& codec, std::int64_t n) {
   const std::int64_t header = sizeof(WireHeader);
   if (codec.kind == CodecKind::topk) {
-    return header + TopkLayout{topk_chunks(n), codec.k < n ? codec.k : n, codec.values}.bytes();
+    return header + most_list_bytes(n, codec.k < n ? codec.k : n, codec.values);
   }
   if (!is_scaled(codec)) return header + n * size_of(codec.values);
   return header + WireTiles{n, block_shift(codec)}.bytes();

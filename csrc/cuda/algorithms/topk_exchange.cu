@@ -53,15 +53,10 @@ __device__ void add_lists(const TopkBlock& block, const Comm& comm, bool unused)
     const Range range = mine.chunk(j);
     float* const sums = block.scratch.sums + j * kTopkChunk;
     for (std::int64_t i = threadIdx.x; i < range.count; i += kThreads) sums[i] = 0;
-    __syncthreads();
     for (int r = 0; r < lists; ++r) {
       const ChunkReader list(mine, j, block.codec.values,
                              comm.area(r) + block.me.lists + area.list(me), area.room(me, false));
-      for (std::int64_t i = threadIdx.x; i < list.count; i += kThreads) {
-        const std::int64_t index = list.index(i);
-        if (index < range.count) sums[index] += list.value(i);
-      }
-      __syncthreads();
+      list.read([&](std::int64_t index, float value) { sums[index] += value; });
     }
   }
 }
@@ -112,13 +107,10 @@ __device__ bool gather(const TopkBlock& block, const Comm& comm) {
     const Range range = region.chunk(j);
     T* const to = reinterpret_cast<T*>(block.me.output) + range.begin;
     for (std::int64_t i = threadIdx.x; i < range.count; i += kThreads) to[i] = T{};
-    __syncthreads();
-    for (std::int64_t i = threadIdx.x; i < list.count; i += kThreads) {
-      const std::int64_t index = list.index(i);
-      if (index >= range.count) continue;
-      to[index] = store<T>(list.value(i));
+    list.read([&](std::int64_t index, float value) {
+      to[index] = store<T>(value);
       finite = finite && magnitude(load(to[index])) < kInfinityBits;
-    }
+    });
   }
   return finite;
 }

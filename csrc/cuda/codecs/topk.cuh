@@ -285,6 +285,12 @@ struct Selector {
   }
 };
 
+// Where a block keeps the encoded indices of one chunk.
+__device__ inline std::uint32_t* index_words() {
+  __shared__ std::uint32_t words[kMostIndexWords];
+  return words;
+}
+
 void launch_topk_selection(TopkLaunch& launch, bool sums, cudaStream_t stream);
 void launch_topk_lists(const TopkLaunch& launch, cudaStream_t stream);
 void launch_topk_results(const TopkLaunch& launch, cudaStream_t stream);

@@ -141,31 +141,71 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-// One chunk of an encoded list.
-struct ChunkWriter {
-  const TopkLayout layout;
-  std::byte* const to;
-  const std::int64_t chunk;  // in the list
-  std::int64_t at;           // in the list: the next entry
-  BlockScale scale{1.0f, 1.0f};
+// The words of the indices in the chunks of a region before chunk j. All threads call it together.
+template <class Count>
+__device__ std::int64_t words_before(const TopkRegion& region, std::int64_t j, Count count_of) {
+  std::uint64_t words = 0;
+  for (std::int64_t i = threadIdx.x; i < j; i += kThreads) {
+    const TopkIndices indices{count_of(i), region.chunk(i).count};
+    words += static_cast<std::uint64_t>(indices.words());
+  }
+  return static_cast<std::int64_t>(sum_of_all(words));
+}
 
+// One chunk of an encoded list. Indices are encoded in the block's memory and copied in the end. All
+// threads call its functions together.
+class ChunkWriter {
+ public:
+  // Chunk j of the region, whose chunks have count_of(j) entries; `first` is the chunk's first entry.
+  template <class Count>
+  __device__ ChunkWriter(const TopkLayout& layout, std::byte* to, const TopkRegion& region,
+                         std::int64_t j, std::int64_t first, Count count_of)
+      : layout_(layout),
+        to_(to),
+        chunk_(j),
+        first_(first),
+        indices_{count_of(j), region.chunk(j).count},
+        first_word_(layout.indices() + words_before(region, j, count_of) * 4),
+        encoder_(indices_) {
+    // The same threads have copied them in finish(); write() waits for all before it sets bits.
+    for (std::int64_t w = threadIdx.x; w < indices_.words(); w += kThreads) index_words()[w] = 0;
+  }
+
+  __device__ const BlockScale& scale() const { return scale_; }
   __device__ void write_scale(std::uint32_t largest) {
-    scale = int8_scale(largest);
+    scale_ = int8_scale(largest);
     if (threadIdx.x == 0) {
-      reinterpret_cast<float*>(to + layout.scales())[chunk] = scale.scale;
+      reinterpret_cast<float*>(to_ + layout_.scales())[chunk_] = scale_.scale;
     }
   }
 
-  // Called by all threads; the entries of threads that have one are stored next to each other.
+  // The entries of threads that have one are stored next to each other.
   __device__ void write(bool has, std::uint32_t index, float value) {
     std::uint64_t total;
-    const std::int64_t i = at + static_cast<std::int64_t>(sum_before(has ? 1 : 0, total));
-    at += static_cast<std::int64_t>(total);
+    const std::int64_t i = written_ + static_cast<std::int64_t>(sum_before(has ? 1 : 0, total));
+    written_ += static_cast<std::int64_t>(total);
     if (!has) return;
-    reinterpret_cast<std::uint16_t*>(to + layout.indices())[i] =
-        static_cast<std::uint16_t>(index % kTopkChunk);
-    std::byte* const values = to + layout.first_value();
-    switch (layout.values) {
+    encoder_.write(
+        i, static_cast<std::uint32_t>(index % kTopkChunk),
+        [](std::int64_t word, std::uint32_t bits) { atomicOr(index_words() + word, bits); });
+    write_value(first_ + i, value);
+  }
+
+  __device__ void finish() const {
+    __syncthreads();  // all bits are set
+    auto* const words = reinterpret_cast<std::uint32_t*>(to_ + first_word_);
+    for (std::int64_t w = threadIdx.x; w < indices_.words(); w += kThreads) {
+      words[w] = index_words()[w];
+    }
+    if (threadIdx.x == 0) {
+      reinterpret_cast<std::uint32_t*>(to_)[chunk_] = static_cast<std::uint32_t>(indices_.entries);
+    }
+  }
+
+ private:
+  __device__ void write_value(std::int64_t i, float value) const {
+    std::byte* const values = to_ + layout_.first_value();
+    switch (layout_.values) {
       case DType::f16:
         reinterpret_cast<Half*>(values)[i] = store<Half>(value);
         break;
@@ -174,18 +214,22 @@ struct ChunkWriter {
         break;
       case DType::u8:
         reinterpret_cast<std::int8_t*>(values)[i] =
-            scale.finite() ? int8_quantize(value, scale.inverse) : std::int8_t{0};
+            scale_.finite() ? int8_quantize(value, scale_.inverse) : std::int8_t{0};
         break;
       default:
         reinterpret_cast<float*>(values)[i] = store<float>(value);
     }
   }
 
-  __device__ void write_count(std::int64_t begin) {
-    if (threadIdx.x == 0) {
-      reinterpret_cast<std::uint32_t*>(to)[chunk] = static_cast<std::uint32_t>(at - begin);
-    }
-  }
+  const TopkLayout layout_;
+  std::byte* const to_;
+  const std::int64_t chunk_;  // in the list, as all that follows
+  const std::int64_t first_;
+  const TopkIndices indices_;
+  const std::int64_t first_word_;  // in bytes
+  const TopkIndexWriter encoder_;
+  std::int64_t written_ = 0;
+  BlockScale scale_{1.0f, 1.0f};
 };
 
 // The lists for the owners, and what this rank tells of its tensor.
@@ -199,11 +243,15 @@ __global__ void __launch_bounds__(kThreads, 1)
   const TopkScratch& scratch = block.scratch;
   for (std::int64_t c = block.share.first; c < topk_chunks(block.n()); c += block.share.stride) {
     const int owner = block.area.owner(c);
-    const TopkLayout layout{block.region(owner).chunks(), scratch.entries[owner],
-                            block.codec.values};
+    const TopkRegion region = block.region(owner);
+    const TopkLayout layout{region.chunks(), scratch.entries[owner], block.codec.values};
     const Cut cut = scratch.cuts[owner];
-    ChunkWriter writer{layout, block.lists() + block.area.list(owner), c / block.ranks(),
-                       scratch.begins[c]};
+    const auto begin_of = [&](std::int64_t j) -> std::int64_t {
+      return j < layout.chunks ? scratch.begins[region.first + j * region.ranks] : layout.entries;
+    };
+    ChunkWriter writer(layout, block.lists() + block.area.list(owner), region, c / block.ranks(),
+                       scratch.begins[c],
+                       [&](std::int64_t j) { return begin_of(j + 1) - begin_of(j); });
     const auto keeps = [&](std::int64_t i, bool exists) {
       return exists && cut.keeps(scratch.indices[i], magnitude(scratch.values[i]));
     };
@@ -220,7 +268,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       const bool has = keeps(i, exists);
       writer.write(has, has ? scratch.indices[i] : 0, has ? scratch.values[i] : 0.0f);
     });
-    writer.write_count(scratch.begins[c]);
+    writer.finish();
   }
 }
 
@@ -253,7 +301,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   for (std::int64_t j = block.share.first; j < mine.chunks(); j += block.share.stride) {
     const std::int64_t begin = block.entries_before_chunk(j, n);
     const std::int64_t end = block.entries_before_chunk(j + 1, n);
-    ChunkWriter writer{layout, list, j, begin};
+    ChunkWriter writer(layout, list, mine, j, begin, [&](std::int64_t i) {
+      return block.entries_before_chunk(i + 1, n) - block.entries_before_chunk(i, n);
+    });
     if (layout.scaled()) {
       std::uint32_t largest = 0;
       for (std::int64_t i = begin + threadIdx.x; i < end; i += kThreads) {
@@ -267,11 +317,11 @@ __global__ void __launch_bounds__(kThreads, 1)
       const float value = has ? scratch.values[i] / divisor : 0.0f;
       writer.write(has, has ? scratch.indices[i] : 0, value);
       if (!has || !feeds) continue;
-      const float sent = through_wire(value, layout.values, writer.scale);
+      const float sent = through_wire(value, layout.values, writer.scale());
       block.feedback.residual[block.element(scratch.indices[i])] +=
           lost(value, as_stored(sent, block.me.operation.dtype), factor);
     }
-    writer.write_count(begin);
+    writer.finish();
   }
 }
 

@@ -73,7 +73,7 @@ struct Decode {
   bool add;
 };
 
-// Reports in the workspace an index that is not above the one before it, or lies beyond the chunk.
+// Reports wrong indices in the workspace.
 template <class T>
 __global__ void __launch_bounds__(kThreads) decode_kernel(const __grid_constant__ Decode decode) {
   const WireJob& job = decode.job;
@@ -84,15 +84,10 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(const __grid_constant_
                            decode.bytes - static_cast<std::int64_t>(sizeof(WireHeader)));
     T* const to = reinterpret_cast<T*>(job.elements) + range.begin;
     for (std::int64_t i = threadIdx.x; i < range.count && !decode.add; i += kThreads) to[i] = T{};
-    __syncthreads();
-    for (std::int64_t i = threadIdx.x; i < list.count; i += kThreads) {
-      const std::int64_t index = list.index(i), before = i > 0 ? list.index(i - 1) : -1;
-      if (index > before && index < range.count) {
-        to[index] = store<T>(decode.add ? load(to[index]) + list.value(i) : list.value(i));
-      } else {
-        *reinterpret_cast<std::uint32_t*>(job.workspace) = 1;
-      }
-    }
+    const bool valid = list.read([&](std::int64_t index, float value) {
+      to[index] = store<T>(decode.add ? load(to[index]) + value : value);
+    });
+    if (!valid) *reinterpret_cast<std::uint32_t*>(job.workspace) = 1;
   }
 }
 
@@ -100,20 +95,22 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(const __grid_constant_
 void check_list(const WireJob& job, std::int64_t bytes) {
   const TopkRegion all{job.n, 1, 0};
   TopkLayout layout{all.chunks(), 0, job.codec.values};
-  PYCOMM_CHECK(layout.bytes() <= bytes, "encoded list is truncated: " + std::to_string(bytes) +
-                                            " bytes for " + std::to_string(layout.chunks) +
-                                            " chunks");
+  const auto check_length = [&](std::int64_t needed, std::int64_t number, const char* what) {
+    PYCOMM_CHECK(needed <= bytes, "encoded list is truncated: " + std::to_string(bytes) +
+                                      " bytes for " + std::to_string(number) + what);
+  };
+  check_length(layout.indices(), layout.chunks, " chunks");
   std::vector<std::uint32_t> counts(static_cast<std::size_t>(layout.chunks));
   copy_to_host(counts.data(), job.wire + sizeof(WireHeader), layout.chunks * 4, stream_of(job));
+  std::int64_t words = 0;
   for (std::int64_t j = 0; j < layout.chunks; ++j) {
     const std::int64_t count = counts[static_cast<std::size_t>(j)], room = all.chunk(j).count;
     PYCOMM_CHECK(count <= room, "encoded list has " + std::to_string(count) +
                                     " entries in a chunk of " + std::to_string(room));
     layout.entries += count;
+    words += TopkIndices{count, room}.words();
   }
-  PYCOMM_CHECK(layout.bytes() <= bytes, "encoded list is truncated: " + std::to_string(bytes) +
-                                            " bytes for " + std::to_string(layout.entries) +
-                                            " entries");
+  check_length(layout.indices() + words * 4, layout.entries, " entries");
 }
 
 }  // namespace
@@ -142,7 +139,7 @@ void decode_topk(const WireJob& job, std::int64_t bytes, bool add, bool checks) 
   if (!checks) return;
   std::uint32_t wrong = 0;
   copy_to_host(&wrong, job.workspace, sizeof(wrong), stream_of(job));
-  PYCOMM_CHECK(wrong == 0, "encoded list has an index out of order or beyond its chunk");
+  PYCOMM_CHECK(wrong == 0, "encoded list has a wrong index");
 }
 
 std::int64_t select(const WireJob& job, std::int64_t* indices, float* values) {

@@ -140,14 +140,12 @@ void damage(Dice& dice, const Codec& codec, std::int64_t n, std::byte* data, std
       words[header / 4 + roll(dice, counts / 4)] += static_cast<std::uint32_t>(roll(dice, 3)) - 1;
       break;
     }
-    case 4: {  // two neighbouring indices in the wrong order
-      if (bytes < header + counts + 8) break;
-      const auto shorts = cpu::part_at<std::uint16_t>(data, 0);
-      const std::int64_t at = (header + counts) / 2;
-      const std::int64_t i = at + roll(dice, bytes / 2 - at - 1);
-      std::swap(shorts[i], shorts[i + 1]);
+    case 4:  // a few of the last bits, which are a chunk's indices
+      for (std::int64_t i = roll(dice, 4); i >= 0; --i) {
+        data[bytes - 1 - roll(dice, std::min<std::int64_t>(bytes, 16))] ^=
+            static_cast<std::byte>(1u << roll(dice, 8));
+      }
       break;
-    }
     case 5:  // the header
       data[roll(dice, std::min(bytes, header))] = static_cast<std::byte>(dice());
       break;
@@ -234,8 +232,7 @@ void read_anything(std::int64_t inputs) {
       }
     }
     const auto size = static_cast<std::int64_t>(entries.size());
-    const TopkLayout layout{region.chunks(), size, values};
-    Exact list(layout.bytes());
+    Exact list(most_list_bytes(region.elements(), size, values));
     cpu::TopkWriter(region, values, list.data(), list.bytes())
         .write(entries, [](const cpu::Entry&, float) {});
 
@@ -282,6 +279,30 @@ void read_anything(std::int64_t inputs) {
                std::to_string(refusals) + " of " + std::to_string(inputs) + " were refused");
 }
 
+// However entries are spread over chunks, their indices fit into the words that are reserved for them;
+// with one chunk, exactly. Fewer entries need no more.
+void indices_fit() {
+  Dice dice(7);
+  for (int turn = 0; turn < 20'000; ++turn) {
+    const std::int64_t n = 1 + roll(dice, 4 * kTopkChunk), chunks = topk_chunks(n);
+    const Tiles tiles{n, kTopkChunk};
+    std::int64_t entries = 0, words = 0;
+    for (std::int64_t j = 0; j < chunks; ++j) {
+      const std::int64_t most = tiles[j].count >> roll(dice, 17);
+      const std::int64_t count = roll(dice, 3) == 0 ? 0 : roll(dice, most + 1);
+      entries += count;
+      words += TopkIndices{count, tiles[j].count}.words();
+    }
+    const std::int64_t reserved = TopkIndices::most_words(entries, n, chunks);
+    const std::string what = std::to_string(entries) + " of " + std::to_string(n);
+    PYCOMM_CHECK(words <= reserved && (chunks > 1 || words == reserved), what);
+    if (entries < n) {
+      PYCOMM_CHECK(reserved <= TopkIndices::most_words(entries + 1, n, chunks), what);
+    }
+    PYCOMM_CHECK(reserved <= chunks * kMostIndexWords, what);
+  }
+}
+
 }  // namespace
 }  // namespace pycomm::test
 
@@ -291,5 +312,6 @@ int main() {
       {"decode anything", [] { decode_anything(100'000); }},
       {"every wrong header", wrong_headers},
       {"read any list", [] { read_anything(30'000); }},
+      {"indices fit", indices_fit},
   });
 }

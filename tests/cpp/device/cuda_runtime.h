@@ -142,6 +142,7 @@ inline unsigned atomicMax(unsigned* word, unsigned value) {
 inline unsigned atomicOr(unsigned* word, unsigned value) {
   return device::update(word, [value](unsigned before) { return before | value; });
 }
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 
 using cudaError_t = int;
 using cudaStream_t = Stream*;

@@ -48,9 +48,11 @@ add_race_mutant(coded "two-shot" writes_over_the_largest cuda/codecs/loops.cuh
   "__syncthreads();  // all threads have read the previous values" "")
 add_race_mutant(coded "top-k" counts_in_bins_that_are_not_empty cuda/codecs/topk_select.cu "bins[i] = 0;
   __syncthreads();" "bins[i] = 0;")
-add_race_mutant(coded "top-k" clears_what_is_decoded cuda/algorithms/topk_exchange.cu
-  "to[i] = T{};
-    __syncthreads();" "to[i] = T{};")
+add_race_mutant(coded "top-k" reads_indices_before_all_are_copied cuda/codecs/topk_reader.cuh
+  "words[w] = source[w];
+    __syncthreads();" "words[w] = source[w];")
+add_race_mutant(coded "top-k" copies_indices_before_all_are_written cuda/codecs/topk_lists.cu
+  "__syncthreads();  // all bits are set" "")
 add_race_mutant(coded "ring" takes_the_next_tensor_too_early cuda/codecs/bucket.cuh "  __syncthreads();
   for (int i" "  for (int i")
 
