@@ -88,7 +88,7 @@ static_assert(sizeof(Control) <= kControlBytes);
 
 // A hash of the window's layout, so every member of Control is listed. Raise the version when
 // something changes its meaning but not its offset.
-inline constexpr std::uint64_t kLayoutVersion = 3;
+inline constexpr std::uint64_t kLayoutVersion = 4;
 inline constexpr std::uint64_t kLayout = hash_of({kLayoutVersion,
                                                   sizeof(Header),
                                                   sizeof(Operation),

@@ -49,11 +49,12 @@ class LocalSGDState(HookState):
     After every exchange all ranks have the same parameters, bit for bit. Optimizer states and
     buffers are not exchanged.
 
-    With `local_residuals`, a rank also continues from what compression has held back of its own
-    changes (error reset; Xie et al., "CSER: communication-efficient SGD with error reset", 2020).
-    So no change that it has made is undone until it is sent, and small densities lose far less.
-    All ranks still have the same *outer* parameters, bit for bit; :meth:`outer_parameters` gives
-    them to the model.
+    With `local_residuals`, each rank continues from these *outer* parameters plus its own residuals
+    instead (error reset; Xie et al., "CSER: communication-efficient SGD with error reset", 2020).
+    So changes that it has made, but not sent yet, stay in its parameters, and small densities lose
+    far less. Then only the outer parameters are the same on all ranks, bit for bit;
+    :meth:`outer_parameters` gives them to the model. A residual also holds what this rank, as the
+    owner of a region, has not sent back of the sums of all ranks.
 
     Args:
         params: ``model.named_parameters()``.
@@ -65,7 +66,7 @@ class LocalSGDState(HookState):
         outer_lr: learning rate of the outer step; 1 goes all the way to the mean.
         outer_momentum: momentum of the outer steps.
         local_residuals: each rank continues from the outer parameters plus its own residuals. Needs
-            a compression with residuals.
+            a compression without momentum correction; :meth:`join` is refused.
         gradient_steps: the number of first steps that exchange gradients instead, uncompressed.
         inner_group: ranks that also exchange gradients in every step after the warm-up, such as
             those of one node.
@@ -76,8 +77,8 @@ class LocalSGDState(HookState):
         group: the group that exchanges parameters.
         period: steps from one exchange to the next.
         steps: the number of steps so far.
-        agreements: how many times all ranks have had the same parameters: steps of the warm-up, and
-            exchanges.
+        agreements: how many times all ranks have had the same (outer) parameters: steps of the
+            warm-up, and exchanges.
         joining: True inside of :meth:`join`.
 
     Raises:
@@ -105,18 +106,17 @@ class LocalSGDState(HookState):
             raise TypeError("params must be model.named_parameters(), got None")
         _check_options(optimizer, period, gradient_steps, inner_group)
         plain = outer_lr == 1 and not outer_momentum
-        rule = Rule(
-            outer_lr, outer_momentum, compression is not None or not plain, bool(local_residuals)
-        )
+        rule = Rule(outer_lr, outer_momentum, compression is not None or not plain, local_residuals)
         named = list(params)
         self._parameters = Parameters(named, exclude)
         self._optimizer = optimizer
         self._check_optimizer()
         check_exchangeable(self._parameters, compression)
         self._differences = CommState(compression, named, group=group, exclude=exclude)
-        if local_residuals and not self._differences.residuals():
+        if local_residuals and (compression is None or compression.momentum):
             raise ValueError(
-                f"local_residuals must come with a lossy compression, got {compression}"
+                "local_residuals must come with a compression, and without momentum correction, "
+                f"got {compression}"
             )
         self.period = period
         self.steps = self.agreements = 0
@@ -128,7 +128,7 @@ class LocalSGDState(HookState):
         options = repr((rule, gradient_steps, compression, inner_group is None))
         self._options = zlib.crc32(options.encode())
         self._pending = 0  # steps since the last exchange
-        self.joining = self._left = False
+        self.joining = self._left = self._shown = False
         self._had_backward = self._had_step = False
         self._watch_optimizer()
 
@@ -243,7 +243,15 @@ class LocalSGDState(HookState):
         A rank that has no more batches takes part in the others' exchanges. It counts in the mean
         only if it has made steps since its last exchange. At the end all ranks have the same
         parameters.
+
+        Raises:
+            ValueError: in the warm-up, with `inner_group` or with `local_residuals`.
         """
+        if self._outer.rule.local_residuals:
+            raise ValueError(
+                "join() must come without local_residuals: residuals would be scaled to the ranks "
+                "that still have batches"
+            )
         if self.steps < self._gradient_steps or self._late is not None:
             raise ValueError(
                 "join() must come after the warm-up, and without inner_group: gradients are "
@@ -265,18 +273,24 @@ class LocalSGDState(HookState):
         """Gives the model the outer parameters: for evaluations and for a model to keep.
 
         These are the parameters after the last exchange, the same on all ranks. Afterwards the
-        model has this rank's own parameters again. Do not train inside.
+        model has this rank's own parameters again, of which there is a copy meanwhile. Steps and
+        exchanges inside raise RuntimeError.
 
         Raises:
             ValueError: this state averages parameters as they are, and keeps no others.
         """
-        if not self._outer.keeps_last:
+        if not self._outer.rule.on_differences:
             raise ValueError(
                 "outer_parameters() must come with compression, outer_lr or outer_momentum: plain "
                 "averages are in the model itself, after exchange()"
             )
-        with self._outer.shown():
-            yield
+        self._check_not_shown()
+        self._shown = True
+        try:
+            with self._outer.shown():
+                yield
+        finally:
+            self._shown = False
 
     # For loggers and checkpoints.
 
@@ -306,7 +320,7 @@ class LocalSGDState(HookState):
             ValueError: `gathered`, and there have been steps since the last exchange, or there are
                 `local_residuals`.
         """
-        if gathered and self._outer.local_residuals:
+        if gathered and self._outer.rule.local_residuals:
             raise ValueError("gathered must be False with local_residuals: save on every rank")
         if gathered and self._pending:
             raise ValueError(
@@ -321,6 +335,7 @@ class LocalSGDState(HookState):
             "steps": self.steps,
             "pending": self._pending,
             "agreements": self.agreements,
+            "local_residuals": self._outer.rule.local_residuals,
             "outer": self._outer.dump(),
             "differences": differences,
         }
@@ -334,6 +349,10 @@ class LocalSGDState(HookState):
         known = isinstance(state_dict, dict) and state_dict.get("format") == FORMAT
         if not known or "outer" not in state_dict:
             raise ValueError("state_dict must come from state_dict() of a LocalSGDState")
+        self._check_not_shown()
+        saved = state_dict.get("local_residuals", False)
+        if saved != self._outer.rule.local_residuals:
+            raise ValueError(f"state_dict must be of the same local_residuals, it has {saved}")
         self._outer.check(state_dict["outer"])
         self._differences.load_state_dict(state_dict["differences"])
         self._outer.load(state_dict["outer"])
@@ -365,8 +384,13 @@ class LocalSGDState(HookState):
         self._had_backward = True
         return self._gradients
 
+    def _check_not_shown(self) -> None:
+        if self._shown:
+            raise RuntimeError("this must not be called inside of outer_parameters()")
+
     def _before_step(self) -> None:
         """Runs before each step of the optimizer."""
+        self._check_not_shown()
         if self._had_step:
             raise RuntimeError(
                 "step() of the LocalSGDState must be called after every step of the optimizer"
@@ -377,6 +401,7 @@ class LocalSGDState(HookState):
 
     def _meet(self) -> list[Report]:
         """Exchanges if any rank has made a step; returns every rank's report from before."""
+        self._check_not_shown()
         self._check_optimizer()
         if not self._outer.anchored:
             self._outer.anchor()

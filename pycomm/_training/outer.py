@@ -107,12 +107,14 @@ class _Piece:
         residuals: dict[str, torch.Tensor],
     ) -> None:
         """Writes this rank's contribution, times `factor`, to `flat`."""
-        starts = None if self.last is None else list(self._starts(self.last, residuals))
-        for index, place in enumerate(self.views(flat).values()):
-            weights = weights_of(optimizer, self.parameters[index])
-            place.copy_(weights)
-            if starts is not None:
-                place.sub_(starts[index].to(weights.dtype))
+        places = self.views(flat).values()
+        for parameter, place in zip(self.parameters, places, strict=True):
+            place.copy_(weights_of(optimizer, parameter))
+        if self.last is not None:
+            for parameter, place, start in zip(
+                self.parameters, places, self._starts(self.last, residuals), strict=True
+            ):
+                place.sub_(start.to(weights_of(optimizer, parameter).dtype))
         if factor != 1:
             flat.mul_(factor)
 
@@ -132,12 +134,20 @@ class _Piece:
         for parameter, start in zip(self.parameters, self._starts(mean, residuals), strict=True):
             set_weights_of(optimizer, parameter, start)
 
+    def show(self, optimizer: torch.optim.Optimizer) -> None:
+        """Gives the model the common parameters, if there are any yet."""
+        if self.last is not None:
+            for parameter, place in zip(
+                self.parameters, self.views(self.last).values(), strict=True
+            ):
+                set_weights_of(optimizer, parameter, place)
+
     def _starts(
         self, common: torch.Tensor, residuals: dict[str, torch.Tensor]
     ) -> Iterator[torch.Tensor]:
         """Where this rank's optimizer begins: the common parameters, plus residuals if given."""
         for name, place in self.views(common).items():
-            yield place + residuals[name] if name in residuals else place
+            yield place + residuals[name].to(place.device) if name in residuals else place
 
 
 class Outer:
@@ -147,38 +157,31 @@ class Outer:
         parameters: the model's parameters.
         optimizer: the optimizer that changes them between exchanges.
         rule: the rule of the outer step.
+
+    Attributes:
+        rule: the same.
     """
 
     def __init__(
         self, parameters: Parameters, optimizer: torch.optim.Optimizer, rule: Rule
     ) -> None:
         self._optimizer = optimizer
-        self._rule = rule
+        self.rule = rule
         lists = partition(parameters.tensors, _PIECE_BYTES)
         self._pieces = [_Piece(members, parameters.of(members)) for members in lists]
         self._buffers: dict[tuple[Kind, int], torch.Tensor] = {}
         self._checked = False  # True once ranks have compared fingerprints
 
     @property
-    def keeps_last(self) -> bool:
-        """True if there are outer parameters, apart from the model's."""
-        return self._rule.on_differences
-
-    @property
-    def local_residuals(self) -> bool:
-        """See :class:`Rule`."""
-        return self._rule.local_residuals
-
-    @property
     def anchored(self) -> bool:
         """True if an exchange has all that it needs to know of the past."""
-        return not self.keeps_last or self._pieces[0].last is not None
+        return not self.rule.on_differences or self._pieces[0].last is not None
 
     @torch.no_grad()
     def anchor(self) -> None:
         """Records the present parameters as those that all ranks have in common."""
         for piece in self._pieces:
-            piece.anchor(self._optimizer, self._rule)
+            piece.anchor(self._optimizer, self.rule)
         self._checked = False
 
     def fingerprint(self) -> int:
@@ -202,11 +205,10 @@ class Outer:
                 does not count. It is applied before the exchange, so residuals contain it, too.
         """
         self._checked = True
-        residuals = comm.residuals() if self._rule.local_residuals else {}
         for index, piece in enumerate(self._pieces):
             flat = self._buffer(index)
             if factor:
-                piece.contribute(self._optimizer, flat, factor, residuals)
+                piece.contribute(self._optimizer, flat, factor, self._residuals(comm))
             else:
                 flat.zero_()
             try:
@@ -215,8 +217,8 @@ class Outer:
                 comm.finish(index - 1)  # raises the error that caused this one, if there is one
                 raise
             if index:
-                self._finish(index - 1, comm, residuals)
-        self._finish(len(self._pieces) - 1, comm, residuals)
+                self._finish(index - 1, comm)
+        self._finish(len(self._pieces) - 1, comm)
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
@@ -227,13 +229,10 @@ class Outer:
                 for piece in self._pieces
                 for parameter in piece.parameters
             ]
-            for piece in self._pieces:
-                if piece.last is None:
-                    continue
-                places = piece.views(piece.last).values()
-                for parameter, place in zip(piece.parameters, places, strict=True):
-                    set_weights_of(self._optimizer, parameter, place)
         try:
+            with torch.no_grad():
+                for piece in self._pieces:
+                    piece.show(self._optimizer)
             yield
         finally:
             with torch.no_grad():
@@ -260,7 +259,7 @@ class Outer:
         for piece in self._pieces:
             piece.last = piece.velocity = None
             if dump:
-                piece.anchor(self._optimizer, self._rule)
+                piece.anchor(self._optimizer, self.rule)
             for kind, saved in dump.items():
                 for name, place in piece.views(getattr(piece, kind)).items():
                     place.copy_(saved[name])
@@ -273,9 +272,9 @@ class Outer:
 
     def check(self, dump: dict[str, Any]) -> None:
         """Raises ValueError for a dump of another model, or under another rule."""
-        kinds = [["last"], ["last", "velocity"]][self._rule.momentum > 0]
-        if dump and (not self._rule.on_differences or list(dump) != kinds):
-            wanted = kinds if self._rule.on_differences else []
+        kinds = [["last"], ["last", "velocity"]][self.rule.momentum > 0]
+        if dump and (not self.rule.on_differences or list(dump) != kinds):
+            wanted = kinds if self.rule.on_differences else []
             raise ValueError(
                 f"state_dict must hold what this state keeps, {wanted}, got {list(dump)}"
             )
@@ -299,9 +298,14 @@ class Outer:
             self._buffers[key] = torch.empty(most, dtype=dtype, device=device)
         return self._buffers[key][: piece.count]
 
-    def _finish(self, index: int, comm: CommState, residuals: dict[str, torch.Tensor]) -> None:
+    def _finish(self, index: int, comm: CommState) -> None:
         comm.finish(index)
-        self._pieces[index].advance(self._optimizer, self._rule, self._buffer(index), residuals)
+        piece, mean = self._pieces[index], self._buffer(index)
+        piece.advance(self._optimizer, self.rule, mean, self._residuals(comm))
+
+    def _residuals(self, comm: CommState) -> dict[str, torch.Tensor]:
+        """The residuals that belong to where this rank begins. An exchange may have moved them."""
+        return comm.residuals() if self.rule.local_residuals else {}
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

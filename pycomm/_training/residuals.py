@@ -92,7 +92,7 @@ class Residuals:
 
     def views(self) -> dict[str, torch.Tensor]:
         """All parameters' residuals by name, in the parameters' shapes."""
-        return {name: self.find(name) for name in self._entries} if self else {}
+        return {name: self.find(name) for name in self._entries}
 
     def reorder(self, entry: Entry, strides: tuple[int, ...]) -> None:
         """Converts a parameter's parts to another memory format."""

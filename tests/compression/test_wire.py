@@ -104,6 +104,16 @@ def test_top_k_of_ties_and_of_fewer_than_k(values):
     assert pycomm.TopK(k=3).select(x)[0].tolist() == [7, 8, 1007]
 
 
+@pytest.mark.parametrize("k", [1, 2, 8, 300])
+def test_top_k_of_few_elements_in_many_chunks(k):
+    x = torch.zeros(1 << 24)
+    x[:: (1 << 16) - 1] = 1
+    wire = encoded(pycomm.TopK(k=k), x)
+    assert wire == reference.top_k_wire(x, k)
+    decoded = pycomm.TopK(k=k).decode(torch.frombuffer(bytearray(wire), dtype=torch.uint8), len(x))
+    assert decoded.nonzero().flatten().tolist() == reference.largest(x.numpy(), k).tolist()
+
+
 @pytest.mark.parametrize("spread", ["narrow", "one value", "few bits", "growing", "subnormal"])
 def test_selection_where_magnitudes_crowd(spread):
     """More elements share the leading bits than are collected at once, so that all digits count."""

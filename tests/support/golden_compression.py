@@ -444,7 +444,7 @@ def top_k_bytes(count: int, entries: int, kind: torch.dtype) -> int:
     per_chunk = 8 if kind == torch.int8 else 4
     words = 0
     if entries:
-        low = (count // entries).bit_length() - 1
+        low = min((count // entries).bit_length() - 1, 16)
         bits = entries * (low + 1) + -(-count // 2**low) - chunks
         words = (bits + 31 * min(chunks, entries)) // 32
     return 16 + chunks * per_chunk + -(-entries * kind.itemsize // 4) * 4 + words * 4

@@ -107,10 +107,45 @@ def test_outer_parameters_of_plain_averages_are_refused(world):
         pass
 
 
-def test_local_residuals_without_compression_are_refused(world):
-    options = {"period": 2, "local_residuals": True}
+@pytest.mark.parametrize("compression", [None, pycomm.TopK(0.1, momentum=0.9)], ids=str)
+def test_local_residuals_need_a_compression_without_momentum(world, compression):
+    options = {"period": 2, "compression": compression, "local_residuals": True}
     with pytest.raises(ValueError, match="local_residuals must come with a compression"):
         Trainee(world(1).groups[0], options=options)
+
+
+def test_local_residuals_and_uneven_batches_are_refused(world):
+    trainee = Trainee(world(1).groups[0], options={**OPTIONS, "local_residuals": True})
+    with pytest.raises(ValueError, match="must come without local_residuals"), trainee.state.join():
+        pass
+
+
+def test_a_state_with_and_one_without_local_residuals_do_not_mix(world):
+    group = world(1).groups[0]
+    trainees = [
+        Trainee(group, options={**OPTIONS, "local_residuals": local}) for local in (False, True)
+    ]
+    for one, other in (trainees, reversed(trainees)):
+        one.run(range(3))
+        with pytest.raises(ValueError, match="must be of the same local_residuals"):
+            other.state.load_state_dict(one.state.state_dict())
+
+
+def test_outer_parameters_are_only_for_looking(world):
+    trainee = Trainee(world(1).groups[0], options=OPTIONS)
+    trainee.run(range(4))
+    saved, own = trainee.state.state_dict(), trainee.weights()
+    with trainee.state.outer_parameters():
+        for wrong in (
+            trainee.state.exchange,
+            trainee.optimizer.step,
+            lambda: trainee.state.load_state_dict(saved),
+            trainee.state.outer_parameters().__enter__,
+        ):
+            with pytest.raises(RuntimeError, match=r"inside of outer_parameters\(\)"):
+                wrong()
+    assert wrapped.same(trainee.weights(), own)
+    trainee.run(range(4, 6))
 
 
 def test_a_forgotten_state_is_seen(world):

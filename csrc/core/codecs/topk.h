@@ -25,7 +25,7 @@
 
 namespace pycomm {
 
-inline constexpr std::int64_t kTopkChunk = 65536;
+inline constexpr std::int64_t kTopkChunk = std::int64_t{1} << kIndexBits;
 // The most words of a chunk's indices: if all elements are selected.
 inline constexpr std::int64_t kMostIndexWords = TopkIndices{kTopkChunk, kTopkChunk}.words();
 inline constexpr std::int64_t kSpread = 2;

@@ -19,13 +19,16 @@
 
 namespace pycomm {
 
+// Of an index in a chunk.
+inline constexpr int kIndexBits = 16;
+
 struct TopkIndices {
   std::int64_t entries;   // m, at most `elements`
   std::int64_t elements;  // n
 
   PYCOMM_HD constexpr int low_bits() const {
     int bits = 0;
-    while (entries != 0 && entries << (bits + 1) <= elements) ++bits;
+    while (bits < kIndexBits && entries << (bits + 1) <= elements) ++bits;
     return bits;
   }
   PYCOMM_HD constexpr std::int64_t words() const {
@@ -34,9 +37,8 @@ struct TopkIndices {
     return ceil_div(entries * (low + 1) + ((elements - 1) >> low), 32);
   }
 
-  // The most words of so many entries of so many elements in so many chunks, if all chunks but the last
-  // have a power of two of elements. words() chooses the best b for each chunk, so one b for all takes
-  // no less.
+  // The most words of so many entries of so many elements in so many chunks, of which all but the last
+  // have 2^16 elements. words() chooses the best b for each chunk, so one b for all takes no less.
   PYCOMM_HD static constexpr std::int64_t most_words(std::int64_t entries, std::int64_t elements,
                                                      std::int64_t chunks) {
     if (entries == 0) return 0;

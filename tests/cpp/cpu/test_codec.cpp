@@ -303,6 +303,25 @@ void indices_fit() {
   }
 }
 
+// The same for tensors of up to 2^32 elements, with entries spread evenly over some of the chunks.
+void indices_of_large_tensors_fit() {
+  Dice dice(8);
+  for (int turn = 0; turn < 20'000; ++turn) {
+    const std::int64_t chunks = std::int64_t{1} << (1 + roll(dice, 16)), n = chunks * kTopkChunk;
+    const std::int64_t entries = 1 + roll(dice, roll(dice, 2) == 0 ? chunks : n / 4);
+    const std::int64_t used = std::min(1 + roll(dice, chunks), entries), each = entries / used;
+    if (each >= kTopkChunk) continue;
+    const std::int64_t more = entries % used;  // chunks with one entry more
+    const std::int64_t words = more * TopkIndices{each + 1, kTopkChunk}.words() +
+                               (used - more) * TopkIndices{each, kTopkChunk}.words();
+    const std::string what = std::to_string(entries) + " of " + std::to_string(n);
+    PYCOMM_CHECK(words <= TopkIndices::most_words(entries, n, chunks), what);
+    PYCOMM_CHECK(TopkIndices::most_words(entries, n, chunks) <=
+                     TopkIndices::most_words(entries + 1, n, chunks),
+                 what);
+  }
+}
+
 }  // namespace
 }  // namespace pycomm::test
 
@@ -313,5 +332,6 @@ int main() {
       {"every wrong header", wrong_headers},
       {"read any list", [] { read_anything(30'000); }},
       {"indices fit", indices_fit},
+      {"indices of large tensors fit", indices_of_large_tensors_fit},
   });
 }
