@@ -1,9 +1,12 @@
 """The extension module: numbers and pointers, no tensors."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
+from typing import Any, TypeVar
 
 from typing_extensions import Buffer
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 dtypes: dict[str, int]
 elements: list[str]
@@ -390,7 +393,16 @@ class CudaGroup:
         self, calls: Sequence[Call], nonfinite: int, workspace: int, stream: int, /
     ) -> None: ...
 
-def all_reduce(handle: object, tensor: object, op: int, algorithm: int, /) -> bool: ...
+def short_way_first(
+    whole_way: _Function,
+    group_type: type,
+    module: dict[str, Any],
+    ops: Mapping[Any, int],
+    algorithms: dict[str, int],
+    doc: str,
+    reader: object | None,
+    /,
+) -> _Function: ...
 def create_window(ranks: int, slice_bytes: int, staging_bytes: int) -> int: ...
 def register_group(name: str, group: Group) -> None: ...
 def select_algorithm(bytes: int, ranks: int, device: str) -> str: ...

@@ -112,6 +112,8 @@ def init(
         made = make_group(members, rank, timeout, staging_bytes)
         if members.backends and len(made.nodes) > 1:
             made._span = _join_nodes(made, members, process_group, max_blocks, transport)
+            if made._span is not None:
+                made._short_way = None
     if len(made.nodes) == 1:
         made._join_cuda = lambda device: join_processes(
             made, device, process_group, max_blocks, cuda_heap_bytes

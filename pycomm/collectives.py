@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
-from pycomm import _C
+from pycomm import _C, _init
 from pycomm._blocks import Side, is_list, launch_blocks, listed
 from pycomm._given import given_group
-from pycomm._inputs.arguments import check_rank, reduction
+from pycomm._inputs.arguments import TORCH_OPS, check_rank, reduction
 from pycomm._inputs.arrays import as_tensor
 from pycomm._inputs.dtypes import (
     ALGORITHMS,
@@ -27,12 +30,40 @@ from pycomm._inputs.tensors import (
     check_tensor,
     check_written,
 )
+from pycomm._runtime.c10d_build import module_name
 from pycomm._runtime.log import DEBUG, all_reduce_called
 from pycomm._spanning.collectives import launch
 from pycomm._work import Work
 from pycomm.group import Group
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
+
+def _tensor_reader() -> Any:
+    """The reader of tensors that is compiled for the torch that runs; None without it."""
+    try:
+        module = importlib.import_module(f"pycomm.{module_name(torch.__version__)}")
+    except ImportError:
+        return None
+    return module.tensor_reader
+
+
+def _short_way_first(function: _Function) -> _Function:
+    """A function in C that runs the common calls of all_reduce itself, and `function` for the rest.
+
+    For `inspect` and `help`, it has the signature of `function`, without annotations.
+    """
+    if DEBUG:  # calls are logged
+        return function
+    signature = inspect.signature(function)
+    bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    text = signature.replace(parameters=bare, return_annotation=signature.empty)
+    doc = f"{function.__name__}{text}\n--\n\n{function.__doc__}"
+    ops = OPS | {torchs: OPS[name] for name, torchs in TORCH_OPS.items()}
+    return _C.short_way_first(function, Group, vars(_init), ops, ALGORITHMS, doc, _tensor_reader())
+
+
+@_short_way_first
 def all_reduce(
     tensor: Any,
     op: str = "sum",
@@ -74,23 +105,12 @@ def all_reduce(
         pycomm.CollectiveError: the operation failed; for its subclasses see :mod:`pycomm.errors`.
         pycomm.GroupUnusable: the group is closed, has failed, or was inherited by a fork.
     """
-    if type(group) is not Group:
-        group = given_group(group)
-    if op not in OPS or algorithm not in ALGORITHMS:
-        op = reduction(op, OPS)
-        check_choice("algorithm", algorithm, ALGORITHMS)
+    group = given_group(group)
+    op = reduction(op, OPS)
+    check_choice("algorithm", algorithm, ALGORITHMS)
     if deterministic and algorithm not in FIXED_ORDER:
         allowed = f"{', '.join(FIXED_ORDER[:-1])} or {FIXED_ORDER[-1]}"
         raise ValueError(f"algorithm must be {allowed} when deterministic, got {algorithm!r}")
-    if (
-        out is None
-        and not async_op
-        and tag is None
-        and not DEBUG
-        and group._span is None
-        and _C.all_reduce(group._handle, tensor, OPS[op], ALGORITHMS[algorithm])
-    ):
-        return tensor
     source = as_tensor("tensor", tensor, written=out is None)
     (check_tensor if out is not None else check_written)("tensor", source)
     result = source

@@ -82,6 +82,8 @@ class Group:
         if len(nodes.ranks) > 1:
             self._core.span(nodes.ranks, nodes.here, link, timeout)
         self._handle = self._core.handle
+        # The handle for the short way of all_reduce; None if process groups carry tensors.
+        self._short_way: object = self._handle
         self._tags = itertools.cycle(range(1, 1 << 16))
         self._told: set[str] = set()  # messages that are logged once
         self._span: Span | None = None  # process groups between nodes

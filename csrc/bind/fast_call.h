@@ -1,6 +1,6 @@
-// A fast path for the most frequent call, an in-place all-reduce of an ordinary tensor. It uses
-// CPython's vectorcall and DLPack's C exchange, and takes half the time of pybind11 and an eighth
-// of torch's dispatcher.
+// The short way of the most frequent call, an in-place all-reduce of an ordinary tensor: one C function
+// that takes the arguments as Python passes them. What it does not know, it leaves to the function in
+// Python, which checks everything.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -9,13 +9,12 @@
 
 namespace pycomm::bind {
 
-// Adds `all_reduce(handle, tensor, op, algorithm) -> bool` to the module. It returns False without
-// doing anything if the tensor is not a dense, contiguous CPU tensor of a supported type that needs
-// no gradient, or if this torch has no DLPack exchange. The caller then examines the tensor in
-// Python.
+// Adds `short_way_first` to the module, which makes that function. It runs calls itself if the tensor is
+// a dense, contiguous CPU tensor of a supported type and of torch's own class that needs no gradient,
+// and the other arguments are in order and ask for nothing but an operation on it.
 void bind_fast_call(pybind11::module_& m);
 
-// The handle of a group for all_reduce; valid as long as the group exists.
+// The handle of a group; valid as long as the group exists.
 pybind11::capsule handle_of(cpu::Group& group);
 
 }  // namespace pycomm::bind

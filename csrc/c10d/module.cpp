@@ -7,6 +7,7 @@
 
 #include "c10d/backend.h"
 #include "c10d/completer.h"
+#include "c10d/tensor_reader.h"
 
 namespace py = pybind11;
 
@@ -25,6 +26,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<Backend, ::c10d::Backend, c10::intrusive_ptr<Backend>>(m, "Backend")
       .def(py::init<int, int, std::chrono::milliseconds, py::object>(), py::arg("rank"),
            py::arg("size"), py::arg("timeout"), py::arg("ranks"));
+  pycomm::c10d::bind_tensor_reader(m);
   m.def("stop_completing", &pycomm::c10d::stop_completing,
         py::call_guard<py::gil_scoped_release>());
 }

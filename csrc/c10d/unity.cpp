@@ -6,4 +6,5 @@
 #include "c10d/future.cpp"
 #include "c10d/module.cpp"
 #include "c10d/request.cpp"
+#include "c10d/tensor_reader.cpp"
 #include "c10d/work.cpp"

@@ -15,7 +15,7 @@ from torch.utils.data import get_worker_info
 
 from pycomm import _C
 
-_TORCH_OPS = {
+TORCH_OPS = {
     "sum": dist.ReduceOp.SUM,
     "avg": dist.ReduceOp.AVG,
     "min": dist.ReduceOp.MIN,
@@ -122,7 +122,7 @@ def not_set_up(in_threads: bool) -> ValueError:
 def reduction(op: object, allowed: Iterable[str]) -> str:
     """Pycomm's name of a reduction that is given by name or as torch.distributed's ReduceOp."""
     for name in allowed:
-        if op == (name if isinstance(op, str) else _TORCH_OPS[name]):
+        if op == (name if isinstance(op, str) else TORCH_OPS[name]):
             return name
     torchs = "" if isinstance(op, str) else " or torch.distributed's ReduceOp of that meaning,"
     raise ValueError(f"op must be one of {', '.join(allowed)},{torchs} got {op!r}")

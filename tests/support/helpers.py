@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import multiprocessing
 import os
 import pickle
@@ -9,6 +11,7 @@ import signal
 import tempfile
 import time
 import traceback
+import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -198,3 +201,11 @@ def data_begin(size: int) -> int:
     """The offset of staging in a rank's slice: after a page of flags, packets and mailboxes."""
     packets, mailboxes = 2 * size * 2 * 64, size * 256
     return 4096 + sum(-(-area // 4096) * 4096 for area in (packets, mailboxes))
+
+
+@functools.cache
+def whole_way() -> Callable[..., Any]:
+    """The all_reduce in Python, which calls do not reach if they can go the short way."""
+    objects = (found for found in gc.get_objects() if type(found) is types.FunctionType)
+    module, name = "pycomm.collectives", "all_reduce"
+    return next(f for f in objects if (f.__module__, f.__qualname__) == (module, name))
