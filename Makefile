@@ -54,6 +54,7 @@ convergence: $(VENV)/.built
 	OMP_NUM_THREADS=1 PYTHONPATH=tests/support $(BIN)/python -m convergence
 	OMP_NUM_THREADS=1 PYTHONPATH=tests/support $(BIN)/python -m convergence.states
 	OMP_NUM_THREADS=1 PYTHONPATH=tests/support $(BIN)/python -m convergence.shards
+	OMP_NUM_THREADS=1 PYTHONPATH=tests/support $(BIN)/python -m convergence.sparse
 
 bench: $(VENV)/.built
 	$(BIN)/python -m pycomm.bench all_reduce --ranks 2 -b 8 -e 64M -f 2 -a all --peer gloo

@@ -45,7 +45,7 @@ def _tensor_reader() -> Any:
         module = importlib.import_module(f"pycomm.{module_name(torch.__version__)}")
     except ImportError:
         return None
-    return module.tensor_reader
+    return getattr(module, "tensor_reader", None)  # None in a module that an older pycomm has built
 
 
 def _short_way_first(function: _Function) -> _Function:
