@@ -125,7 +125,8 @@ LISTS = {
     "a negative length": (1, (0, 8, -1)),
     "a length without end": (1, (0, 8, 2**62)),
     "more entries than elements": (2, (0, 4, 2**32 - 1)),
-    "an index twice": (2, (4, 4, 0)),
+    # The indices follow a count and 100 values, with 3 low bits each: 0 and 0 instead of 0 and 1.
+    "an index twice": (2, (4 + 100 * 4, 1, 0b10_000_000)),
 }
 
 

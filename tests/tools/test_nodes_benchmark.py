@@ -66,7 +66,7 @@ def test_formula(count, ranks):
     assert shares["pycomm none"] == pytest.approx(once)
     assert shares["pycomm bf16"] == pytest.approx(once / 2, rel=1e-4)
     assert shares["pycomm int8"] == pytest.approx(once * 1.015625 / 4, rel=1e-4)
-    assert shares["pycomm topk:0.01"] == pytest.approx(once * 0.015, rel=0.01)
+    assert shares["pycomm topk:0.01"] == pytest.approx(once * 0.01 * 40.6 / 32, rel=0.01)
     total = count * ranks
     assert shares["gloo"] == pytest.approx(2 * (total - 1) / total)
 
