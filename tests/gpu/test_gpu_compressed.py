@@ -217,10 +217,14 @@ def test_wrong_bytes_are_refused(compression: pycomm.Compression) -> None:
     with pytest.raises(ValueError, match="no encoding"):
         compression.decode(broken, 5000)
     if isinstance(compression, pycomm.TopK):
-        broken = wire.clone()
-        broken[22:24] = broken[20:22]  # the second index like the first
-        with pytest.raises(ValueError, match="out of order"):
-            compression.decode(broken, 5000)
+        # Of ones, the indices 0 to 49, with 6 low bits each, after a header, a count and 50 values.
+        twice = compression.encode(torch.ones(5000).cuda())
+        twice[16 + 4 + 50 * 4] = 0
+        few, many = wire.clone(), wire.clone()
+        few[-8:], many[-8:] = 0, 255
+        for wrong in (twice, few, many):
+            with pytest.raises(ValueError, match="wrong index"):
+                compression.decode(wrong, 5000)
 
 
 def test_lists_beyond_the_window_are_refused_at_the_door() -> None:
