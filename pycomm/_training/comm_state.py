@@ -246,10 +246,10 @@ class CommState(HookState):
         self._settle()
         return self._residuals.find(name)
 
-    def residuals(self) -> dict[str, torch.Tensor]:
-        """All parameters' residuals by name; see :meth:`residual`."""
+    def residuals(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """The residuals of those of the named parameters that have one; see :meth:`residual`."""
         self._settle()
-        return self._residuals.views()
+        return self._residuals.views(names)
 
     def tensors(self) -> list[torch.Tensor]:
         """All tensors kept from step to step: residuals, and the copies for restoring them."""

@@ -273,8 +273,9 @@ class LocalSGDState(HookState):
         """Gives the model the outer parameters: for evaluations and for a model to keep.
 
         These are the parameters after the last exchange, the same on all ranks. Afterwards the
-        model has this rank's own parameters again, of which there is a copy meanwhile. Steps and
-        exchanges inside raise RuntimeError.
+        model has this rank's own parameters again, of which there is a copy meanwhile. Inside,
+        steps and exchanges raise RuntimeError, and so do saving, loading and copying this state,
+        because it belongs to the rank's own parameters.
 
         Raises:
             ValueError: this state averages parameters as they are, and keeps no others.
@@ -320,6 +321,7 @@ class LocalSGDState(HookState):
             ValueError: `gathered`, and there have been steps since the last exchange, or there are
                 `local_residuals`.
         """
+        self._check_not_shown()
         if gathered and self._outer.rule.local_residuals:
             raise ValueError("gathered must be False with local_residuals: save on every rank")
         if gathered and self._pending:
@@ -363,6 +365,7 @@ class LocalSGDState(HookState):
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for pickling and copying, optimizer included; see :class:`CommState`."""
+        self._check_not_shown()
         if self._late is not None:
             raise TypeError(
                 "a LocalSGDState with inner_group cannot be pickled or copied, because groups "

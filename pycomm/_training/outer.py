@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +85,11 @@ class _Piece:
         self.last: torch.Tensor | None = None
         self.velocity: torch.Tensor | None = None
 
+    @property
+    def names(self) -> list[str]:
+        """The names of the parameters."""
+        return [entry.name for entry in self._entries]
+
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """Views of each parameter's part of `flat`, in the parameter's shape, by name."""
         parts = torch.split(flat, [entry.numel for entry in self._entries])
@@ -107,14 +112,15 @@ class _Piece:
         residuals: dict[str, torch.Tensor],
     ) -> None:
         """Writes this rank's contribution, times `factor`, to `flat`."""
-        places = self.views(flat).values()
-        for parameter, place in zip(self.parameters, places, strict=True):
-            place.copy_(weights_of(optimizer, parameter))
+        starts: Iterable[torch.Tensor | None] = [None] * len(self.parameters)
         if self.last is not None:
-            for parameter, place, start in zip(
-                self.parameters, places, self._starts(self.last, residuals), strict=True
-            ):
-                place.sub_(start.to(weights_of(optimizer, parameter).dtype))
+            starts = self._starts(self.last, residuals)
+        places = self.views(flat).values()
+        for parameter, place, start in zip(self.parameters, places, starts, strict=True):
+            weights = weights_of(optimizer, parameter)
+            place.copy_(weights)
+            if start is not None:
+                place.sub_(start.to(weights.dtype))
         if factor != 1:
             flat.mul_(factor)
 
@@ -159,7 +165,7 @@ class Outer:
         rule: the rule of the outer step.
 
     Attributes:
-        rule: the same.
+        rule: the rule of the outer step.
     """
 
     def __init__(
@@ -208,7 +214,7 @@ class Outer:
         for index, piece in enumerate(self._pieces):
             flat = self._buffer(index)
             if factor:
-                piece.contribute(self._optimizer, flat, factor, self._residuals(comm))
+                piece.contribute(self._optimizer, flat, factor, self._residuals(piece, comm))
             else:
                 flat.zero_()
             try:
@@ -301,11 +307,11 @@ class Outer:
     def _finish(self, index: int, comm: CommState) -> None:
         comm.finish(index)
         piece, mean = self._pieces[index], self._buffer(index)
-        piece.advance(self._optimizer, self.rule, mean, self._residuals(comm))
+        piece.advance(self._optimizer, self.rule, mean, self._residuals(piece, comm))
 
-    def _residuals(self, comm: CommState) -> dict[str, torch.Tensor]:
+    def _residuals(self, piece: _Piece, comm: CommState) -> dict[str, torch.Tensor]:
         """The residuals that belong to where this rank begins. An exchange may have moved them."""
-        return comm.residuals() if self.rule.local_residuals else {}
+        return comm.residuals(piece.names) if self.rule.local_residuals else {}
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -90,9 +90,9 @@ class Residuals:
         entry = self._entries[name]
         return entry.view(self.of(entry, kind))
 
-    def views(self) -> dict[str, torch.Tensor]:
-        """All parameters' residuals by name, in the parameters' shapes."""
-        return {name: self.find(name) for name in self._entries}
+    def views(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """The residuals of the named parameters, in their shapes, without those that have none."""
+        return {name: self.find(name) for name in names if name in self._entries}
 
     def reorder(self, entry: Entry, strides: tuple[int, ...]) -> None:
         """Converts a parameter's parts to another memory format."""

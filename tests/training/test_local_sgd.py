@@ -39,7 +39,7 @@ def trained(group, front, options, make=None):
     return averaging.train(group, front, 6, make, **options)
 
 
-@pytest.mark.parametrize("name", ["averages", "int8, DiLoCo"])
+@pytest.mark.parametrize("name", ["averages", "int8, DiLoCo", "top-k, error reset"])
 def test_pieces_that_follow_each_other_are_exchanged_alike(world, monkeypatch, name):
     monkeypatch.setattr("pycomm._training.outer._PIECE_BYTES", 1)  # a piece for every parameter
     averaging.check(world(2).run(trained, "wrapper", CASES[name]), CASES[name])

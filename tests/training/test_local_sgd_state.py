@@ -1,5 +1,7 @@
 """LocalSGDState saves and restores its state, refuses wrong ones, and raises if misused."""
 
+import copy
+
 import averaging
 import ddp
 import golden
@@ -140,6 +142,8 @@ def test_outer_parameters_are_only_for_looking(world):
             trainee.state.exchange,
             trainee.optimizer.step,
             lambda: trainee.state.load_state_dict(saved),
+            trainee.state.state_dict,
+            lambda: copy.deepcopy(trainee.state),
             trainee.state.outer_parameters().__enter__,
         ):
             with pytest.raises(RuntimeError, match=r"inside of outer_parameters\(\)"):

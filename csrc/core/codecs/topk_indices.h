@@ -1,10 +1,10 @@
 // The indices of a chunk's selected elements, as an Elias-Fano sequence: close to the entropy, and
 // its length depends on the number of entries alone.
 //
-// Of each index, the low b bits are stored as they are. The high bits are stored as differences in
-// unary: entry i sets bit (index >> b) + i of a bit vector. With m entries of n elements, b is the
-// largest number for which m * 2^b <= n. So an index takes about b + 1 + n / (m 2^b) bits: 8.6 at 1 %,
-// where the entropy is 8.1, and 7.0 at 3 %.
+// The low b bits of an index are stored as they are. Its high bits are stored in unary, as the
+// difference to the index before: entry i sets bit (index >> b) + i of a bit vector. With m entries of
+// n elements, b is the largest number for which m * 2^b <= n. So an index takes about
+// b + 1 + n / (m 2^b) bits: 8.6 at 1 %, where the entropy is 8.1, and 7.0 at 3 %.
 //
 //   | low bits of entry 0, 1, ... | the bit vector | zeros up to a whole word |
 //
@@ -19,7 +19,7 @@
 
 namespace pycomm {
 
-// Of an index in a chunk.
+// The bits of an index within a chunk, unencoded.
 inline constexpr int kIndexBits = 16;
 
 struct TopkIndices {

@@ -75,7 +75,7 @@ class ChunkReader {
   }
 
  private:
-  // Of entry i of the chunk.
+  // The value of the chunk's entry i.
   __device__ float value(std::int64_t i) const {
     const std::byte* const values = from_ + layout_.first_value();
     switch (layout_.values) {

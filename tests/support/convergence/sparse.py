@@ -44,13 +44,13 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 }
 
 
-# Of the learning rate, if updates are sent.
+# How many times as high the learning rate is if updates are sent.
 RESET_FACTOR = {"adamw": 1.7}
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is sent.
+    """A way to exchange what ranks have learned.
 
     Attributes:
         compression: of every parameter; None sends gradients as they are.
