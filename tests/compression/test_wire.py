@@ -300,6 +300,16 @@ def test_what_is_wrong_with_a_list_is_said(name):
         pycomm.TopK(k=3).decode(wire, 70_000)
 
 
+def test_an_index_twice_where_a_word_ends():
+    """Of ten indices with 6 low bits each, entries 3 and 4 have the last and first bit of words."""
+    wire = pycomm.TopK(k=10).encode(torch.ones(1000))
+    indices = 16 + 4 + 10 * 4
+    assert wire[indices + 3] == 4 | (5 & 3) << 6  # entry 4 and a part of entry 5
+    wire[indices + 3] = 3 | (5 & 3) << 6
+    with pytest.raises(ValueError, match="after 4 of 10 entries"):
+        pycomm.TopK(k=10).decode(wire, 1000)
+
+
 # Bytes that ranks read from each other.
 
 
