@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -30,22 +29,13 @@ from pycomm._inputs.tensors import (
     check_tensor,
     check_written,
 )
-from pycomm._runtime.c10d_build import module_name
 from pycomm._runtime.log import DEBUG, all_reduce_called
+from pycomm._runtime.torch_module import tensor_reader
 from pycomm._spanning.collectives import launch
 from pycomm._work import Work
 from pycomm.group import Group
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def _tensor_reader() -> Any:
-    """The reader of tensors that is compiled for the torch that runs; None without it."""
-    try:
-        module = importlib.import_module(f"pycomm.{module_name(torch.__version__)}")
-    except ImportError:
-        return None
-    return getattr(module, "tensor_reader", None)  # None in a module that an older pycomm has built
 
 
 def _short_way_first(function: _Function) -> _Function:
@@ -60,7 +50,7 @@ def _short_way_first(function: _Function) -> _Function:
     text = signature.replace(parameters=bare, return_annotation=signature.empty)
     doc = f"{function.__name__}{text}\n--\n\n{function.__doc__}"
     ops = OPS | {torchs: OPS[name] for name, torchs in TORCH_OPS.items()}
-    return _C.short_way_first(function, Group, vars(_init), ops, ALGORITHMS, doc, _tensor_reader())
+    return _C.short_way_first(function, Group, vars(_init), ops, ALGORITHMS, doc, tensor_reader)
 
 
 @_short_way_first

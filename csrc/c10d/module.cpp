@@ -11,6 +11,20 @@
 
 namespace py = pybind11;
 
+namespace {
+
+// Gives a storage, and so all tensors that share it, the memory of another one. The taker's old
+// memory is freed, and the giver is left without any.
+void take_memory(const at::Tensor& taker, const at::Tensor& giver) {
+  const c10::Storage &taking = taker.storage(), &giving = giver.storage();
+  TORCH_CHECK_VALUE(giving.nbytes() >= taking.nbytes(), "giver must have ", taking.nbytes(),
+                    " bytes of memory, got ", giving.nbytes());
+  taking.set_data_ptr(giving.set_data_ptr({nullptr, taker.device()}));
+  giving.set_nbytes(0);
+}
+
+}  // namespace
+
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using pycomm::c10d::Backend;
   pycomm::c10d::find_native();
@@ -27,6 +41,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(py::init<int, int, std::chrono::milliseconds, py::object>(), py::arg("rank"),
            py::arg("size"), py::arg("timeout"), py::arg("ranks"));
   pycomm::c10d::bind_tensor_reader(m);
+  m.def("take_memory", &take_memory, py::arg("taker"), py::arg("giver"));
   m.def("stop_completing", &pycomm::c10d::stop_completing,
         py::call_guard<py::gil_scoped_release>());
 }

@@ -17,6 +17,7 @@ from pycomm._init import default_group
 from pycomm._inputs.arguments import renamed
 from pycomm._inputs.tensors import check_memory
 from pycomm._runtime.torch_private import backward_id, backward_node, not_compiled, profiler_runs
+from pycomm._training.bucket_memory import move_into_window
 from pycomm._training.exchange import BucketExchange, dense_wire_bytes
 from pycomm._training.flights import Flight, Flights
 from pycomm._training.hook_state import HookState
@@ -175,6 +176,8 @@ class CommState(HookState):
         backward = backward_id()
         self._give_back_dropped()
         if buffer.layout == torch.strided:  # start() refuses others
+            if self.compression is None and not self._planner.knows(buffer, parameters):
+                move_into_window(buffer, self.group)
             self._planner.follow_formats(buffer, parameters)
         future = self.start(buffer, parameters, backward)
         if backward_node() is None:

@@ -112,13 +112,17 @@ class Planner:
         self._made[key] = (state, exchange)
         return exchange
 
+    def knows(self, buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> bool:
+        """True if the bucket has an exchange already."""
+        return (buffer.data_ptr(), *map(id, parameters)) in self._made
+
     def follow_formats(self, buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> None:
         """Adapts residuals to new memory formats, or raises if the buckets have old ones.
 
         DDP makes buckets in the parameters' memory formats, and makes new ones once. It reads
         results in the present formats, so a bucket must have those.
         """
-        rebuilt = (buffer.data_ptr(), *map(id, parameters)) not in self._made
+        rebuilt = not self.knows(buffer, parameters)
         for parameter in parameters:
             entry = self._parameters[parameter]
             if parameter.stride() != entry.strides and not same_places(

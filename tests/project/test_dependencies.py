@@ -62,7 +62,7 @@ def test_core_includes_only_the_standard_library():
 # From the lowest layer up; a module imports only what comes before it, for type checkers, too.
 PYTHON_LAYERS = [
     {"_C", "_runtime.c10d_build", "_runtime.environment", "_runtime.gloo", "errors"},
-    {"_runtime.torch_private"},
+    {"_runtime.torch_module", "_runtime.torch_private"},
     {
         "_runtime.carriers",
         "_inputs.arguments",
@@ -93,7 +93,12 @@ PYTHON_LAYERS = [
     {"compressed_ops", "fsdp", "_training.flat"},
     {"_training.buckets", "_training.promise", "_training.reports", "_training.weighing"},
     {"_training.loss_scale", "_training.residuals"},
-    {"_training.announcing", "_training.exchange", "_training.step_guard"},
+    {
+        "_training.announcing",
+        "_training.bucket_memory",
+        "_training.exchange",
+        "_training.step_guard",
+    },
     {"_training.pending", "_training.shards"},
     {"_training.gradient_ring"},
     {"_training.flights"},
