@@ -20,7 +20,8 @@ inline constexpr int kAnyRanks = INT32_MAX;
 // Measured with `python -m pycomm.bench all_reduce -a all` (benchmarks/results/). The first
 // matching row applies. `python -m pycomm.bench.gpu.sweep` writes the rows for CUDA.
 inline constexpr Choice kChoices[] = {
-    {Device::cpu, 2, 64 << 10, Algorithm::one_shot},
+    {Device::cpu, 2, 4 << 10, Algorithm::one_shot},
+    {Device::cpu, 2, kAnySize, Algorithm::two_shot},
     {Device::cpu, 4, 32 << 10, Algorithm::one_shot},
     {Device::cpu, kAnyRanks, 16 << 10, Algorithm::one_shot},
     {Device::cpu, kAnyRanks, kAnySize, Algorithm::two_shot},
