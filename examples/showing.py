@@ -96,7 +96,7 @@ class Tracer:
         self._exchanges: list[tuple[int, float, float]] = []
 
     @contextmanager
-    def step(self, number: int, state: hooks.CommState) -> Iterator[None]:
+    def step(self, number: int, state: hooks.CommState | hooks.LocalSGDState) -> Iterator[None]:
         """Surrounds a step."""
         if self._path is None or number < self._first:
             yield

@@ -5,6 +5,7 @@
     python examples/train_lm.py --mode ddp --compression int8
     torchrun --nproc-per-node 2 examples/train_lm.py --mode wrapper --compression topk:0.01
     python examples/train_lm.py --mode wrapper --shard gradients
+    python examples/train_lm.py --compression topk:0.03:values=int8 --error-reset
 
 `parallelise` makes the model data-parallel, with torch's DistributedDataParallel and one of
 pycomm's hooks, or with pycomm's own wrapper. The training loop is the same for both.
@@ -13,6 +14,7 @@ pycomm's hooks, or with pycomm's own wrapper. The training loop is the same for 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import os
 import statistics
@@ -42,6 +44,9 @@ CORPUS_BYTES = 4 << 20
 TALK_EVERY = 10  # steps
 LAST = 50  # steps in the mean that is the final loss
 OUT = Path(__file__).resolve().parent.parent / "out"
+
+
+State = hooks.CommState | hooks.LocalSGDState
 
 
 class Block(nn.Module):
@@ -121,6 +126,7 @@ class Settings:
         steps: number of steps.
         trace: file for a Chrome trace of the last steps.
         shard: the wrapper's option: ``"optimizer"``, ``"gradients"`` or None.
+        error_reset: compress each rank's update instead of its gradients (docs/data-parallel.md).
     """
 
     mode: str
@@ -128,12 +134,14 @@ class Settings:
     steps: int
     trace: str | None = None
     shard: str | None = None
+    error_reset: bool = False
 
     @property
     def name(self) -> str:
         """Describes the model and how it is trained."""
         sharding = f", shard={self.shard!r}" if self.shard else ""
-        return f"{self.mode}, {self.compression}{sharding}"
+        reset = ", error reset" if self.error_reset else ""
+        return f"{self.mode}, {self.compression}{sharding}{reset}"
 
 
 @dataclass(frozen=True)
@@ -172,9 +180,12 @@ class Run:
 
 
 def parallelise(
-    model: nn.Module, settings: Settings, group: pycomm.Group
-) -> tuple[nn.Module, hooks.CommState]:
-    """Returns a model whose backward averages gradients over all ranks, and its state."""
+    model: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings, group: pycomm.Group
+) -> tuple[nn.Module, State]:
+    """Returns a model whose backward averages gradients over all ranks, and its state.
+
+    With error reset, ``state.step()`` averages updates instead after each step of the optimizer.
+    """
     compression = None
     if settings.compression != "none":
         compression = pycomm.parse_compression(settings.compression)
@@ -185,7 +196,15 @@ def parallelise(
         assert isinstance(wrapped.comm_state, hooks.CommState)  # it exchanges gradients
         return wrapped, wrapped.comm_state
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    state = hooks.CommState(compression, model.named_parameters(), group=group)
+    parameters = model.named_parameters()
+    state: State
+    if settings.error_reset:
+        state = hooks.LocalSGDState(
+            parameters, optimizer, period=1, compression=compression, local_residuals=True,
+            gradient_steps=settings.steps // 10, group=group,
+        )  # fmt: skip
+    else:
+        state = hooks.CommState(compression, parameters, group=group)
     state.register(ddp)
     return ddp, state
 
@@ -206,7 +225,7 @@ def check_same(model: nn.Module, group: pycomm.Group) -> str:
 class Log:
     """Collects the results of a training; rank 0 shows progress."""
 
-    def __init__(self, settings: Settings, group: pycomm.Group, state: hooks.CommState) -> None:
+    def __init__(self, settings: Settings, group: pycomm.Group, state: State) -> None:
         self._group, self._state = group, state
         self._screen = Screen(settings.name, settings.steps, group.rank)
         self._recent = torch.zeros(1)
@@ -251,12 +270,13 @@ class Log:
 def train(settings: Settings, group: pycomm.Group) -> Run:
     """Trains on every rank; rank 0 shows progress."""
     torch.manual_seed(0)  # the same model on all ranks, ...
-    model, state = parallelise(Transformer(), settings, group)
-    corpus = read_corpus(group.rank, group.size)  # ... on different text
-    random = torch.Generator().manual_seed(group.rank)
+    module = Transformer()
     # With Adam, top-k's loss is further behind (docs/data-parallel.md).
     kind = pycomm.optim.FusedSGD if settings.shard else torch.optim.SGD
-    optimizer = kind(model.parameters(), lr=0.2, momentum=0.9)
+    optimizer = kind(module.parameters(), lr=0.2, momentum=0.9)
+    model, state = parallelise(module, optimizer, settings, group)
+    corpus = read_corpus(group.rank, group.size)  # ... on different text
+    random = torch.Generator().manual_seed(group.rank)
     log = Log(settings, group, state)
     tracer = Tracer(settings.trace if group.rank == 0 else None, settings.steps)
     for step in range(1, settings.steps + 1):
@@ -266,9 +286,14 @@ def train(settings: Settings, group: pycomm.Group) -> Run:
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
+            if isinstance(state, hooks.LocalSGDState):
+                state.step()
         log.add(loss.detach())
     tracer.close()
-    return log.close(pycomm.memory_report(model, optimizer), check_same(model, group))
+    with contextlib.ExitStack() as shown:
+        if isinstance(state, hooks.LocalSGDState):  # apart from the outer ones, parameters differ
+            shown.enter_context(state.outer_parameters())
+        return log.close(pycomm.memory_report(model, optimizer), check_same(model, group))
 
 
 def summarise(run: Run, ranks: int) -> str:
@@ -328,6 +353,8 @@ def main() -> None:
     )
     add("--shard", choices=("optimizer", "gradients"),
         help="divide these among the ranks, with the wrapper")  # fmt: skip
+    add("--error-reset", action="store_true",
+        help="compress updates instead of gradients, with DDP")  # fmt: skip
     add("--trace", help=f"a Chrome trace of the last {TRACED} steps, as JSON")
     arguments = parser.parse_args()
     if arguments.steps < TALK_EVERY:
@@ -335,8 +362,12 @@ def main() -> None:
     mode, shard = arguments.mode, arguments.shard
     if shard and mode == "ddp":
         parser.error("--shard needs --mode wrapper")
+    if arguments.error_reset and (mode == "wrapper" or arguments.compression == "none"):
+        parser.error("--error-reset needs --mode ddp and a --compression")
     extras.require("rich", "matplotlib")
-    settings = Settings(mode, arguments.compression, arguments.steps, arguments.trace, shard)
+    settings = Settings(
+        mode, arguments.compression, arguments.steps, arguments.trace, shard, arguments.error_reset
+    )
     launch.run(run_rank, settings, arguments.plot, ranks=arguments.ranks)
 
 

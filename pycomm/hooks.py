@@ -71,6 +71,10 @@ class Int8State(CommState):
 class TopKState(CommState):
     """The state of :func:`topk_hook`, which sends the largest gradients, with error feedback.
 
+    By default about half a bit per parameter travels. With momentum or Adam, the loss is then
+    closer to the uncompressed one than with 1 % in fp32, which takes as many bytes. It is closer
+    still with `local_residuals` of :class:`LocalSGDState` (docs/data-parallel.md).
+
     Args:
         params: see :class:`CommState`.
         density: see :class:`pycomm.TopK`.
@@ -83,8 +87,8 @@ class TopKState(CommState):
         self,
         params: NamedParameters,
         *,
-        density: float = 0.01,
-        values: torch.dtype = torch.float32,
+        density: float = 0.03,
+        values: torch.dtype = torch.int8,
         momentum: float = 0.0,
         **options: Any,
     ) -> None:

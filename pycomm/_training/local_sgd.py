@@ -299,6 +299,10 @@ class LocalSGDState(HookState):
         """Numbers about the exchanges of parameters; see :meth:`CommState.stats`."""
         return self._differences.stats()
 
+    def intervals(self) -> list[tuple[int, float, float]]:
+        """Times of the last exchange of parameters; see :meth:`CommState.intervals`."""
+        return self._differences.intervals()
+
     def residual(self, name: str) -> torch.Tensor:
         """The residual of a parameter's changes: an fp32 view in the parameter's shape."""
         return self._differences.residual(name)

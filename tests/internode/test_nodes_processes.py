@@ -181,7 +181,7 @@ def train_with_hook(group: pycomm.Group, name: str, bucket_cap_mb: float) -> tor
 @pytest.mark.parametrize("name", ["int8", "topk"])
 def test_hooks(world, name):
     """With DistributedDataParallel; the bits of the wrapper, for every layout of buckets."""
-    compression = pycomm.Int8() if name == "int8" else pycomm.TopK(0.02)
+    compression = pycomm.Int8() if name == "int8" else pycomm.TopK(0.02, values=torch.int8)
     wanted = world(4, nodes=[2, 2]).run(train, 25, compression)
     for bucket_cap_mb in (0.05, 25):
         for rank, got in enumerate(spanning.run([2, 2], train_with_hook, name, bucket_cap_mb)):

@@ -187,7 +187,7 @@ def with_a_wrong_dtype(group):
 
 def with_a_density_that_does_not_pay(group):
     model = ddp.network().bfloat16()
-    state = hooks.TopKState(model.named_parameters(), density=0.5)
+    state = hooks.TopKState(model.named_parameters(), density=0.5, values=torch.float32)
     hooked = register(model, state, hooks.topk_hook)
     with pytest.raises(ValueError, match="would send"):
         hooked(ddp.batch(group.rank, 0).bfloat16()).sum().backward()
