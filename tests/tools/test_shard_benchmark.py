@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from pycomm.bench.shard_tasks import count_different, count_far
 
 def measure_shards(rank, size, store, path):
     join_world(rank, size, store)
+    os.environ["LOCAL_RANK"] = str(rank)  # which DeepSpeed requires
     what = f"step --shard -p 1M,2M --scheme fp32,bf16_remainder_8bit --batch 2 -n 7 -J {path}"
     shard.run(cli.parse(what.split()))
 
