@@ -9,7 +9,8 @@ STEPS = 300
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_error_reset_ends_near_uncompressed_training_and_feedback_above():
-    settings = [s for s in sparse.SETTINGS if s.compression.density == 0.03]
-    feedback, reset = sparse.compare((0,), STEPS, "momentum", settings)
+    settings = tuple(s for s in sparse.SETTINGS if s.compression.density == 0.03)
+    asked = sparse.Comparison(2, STEPS, (0,), settings)
+    feedback, reset = sparse.compare(asked, "momentum")
     assert reset.bits == feedback.bits < 0.5
     assert abs(reset.differences[0]) < 0.01 < feedback.differences[0]
