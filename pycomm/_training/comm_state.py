@@ -176,9 +176,10 @@ class CommState(HookState):
         backward = backward_id()
         self._give_back_dropped()
         if buffer.layout == torch.strided:  # start() refuses others
-            if self.compression is None and not self._planner.knows(buffer, parameters):
+            rebuilt = not self._planner.knows(buffer, parameters)
+            if rebuilt and self.compression is None:
                 move_into_window(buffer, self.group)
-            self._planner.follow_formats(buffer, parameters)
+            self._planner.follow_formats(parameters, rebuilt)
         future = self.start(buffer, parameters, backward)
         if backward_node() is None:
             self.finish(backward)

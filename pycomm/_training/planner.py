@@ -116,13 +116,16 @@ class Planner:
         """True if the bucket has an exchange already."""
         return (buffer.data_ptr(), *map(id, parameters)) in self._made
 
-    def follow_formats(self, buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> None:
-        """Adapts residuals to new memory formats, or raises if the buckets have old ones.
+    def follow_formats(self, parameters: Sequence[torch.Tensor], rebuilt: bool) -> None:
+        """Adapts residuals to new memory formats, or raises if the bucket has old ones.
 
         DDP makes buckets in the parameters' memory formats, and makes new ones once. It reads
         results in the present formats, so a bucket must have those.
+
+        Args:
+            parameters: the parameters of the bucket.
+            rebuilt: True if the bucket is new; see :meth:`knows`.
         """
-        rebuilt = not self.knows(buffer, parameters)
         for parameter in parameters:
             entry = self._parameters[parameter]
             if parameter.stride() != entry.strides and not same_places(

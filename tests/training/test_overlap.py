@@ -63,11 +63,34 @@ def test_example_with_shards(tmp_path):
     assert len(digests) == 1
 
 
-def test_example_refuses_shards_of_ddp():
-    command = [sys.executable, str(EXAMPLES / "train_lm.py"), "--shard", "optimizer"]
+@pytest.mark.slow
+def test_example_with_error_reset(tmp_path):
+    """All ranks end with the same outer parameters, and send half a bit per parameter."""
+    what = ["--steps", "20", "--compression", "topk:0.03:values=int8", "--error-reset"]
+    command = [sys.executable, str(EXAMPLES / "train_lm.py"), *what]
+    said = subprocess.run(
+        [*command, "--plot", str(tmp_path / "loss.png")],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    ).stdout
+    assert "bit-equal on all ranks" in said
+    assert 30 < float(said.partition(" times less than uncompressed")[0].split()[-1]) < 60
+
+
+@pytest.mark.parametrize(
+    ("what", "needed"),
+    [
+        (["--shard", "optimizer"], "--shard needs --mode wrapper"),
+        (["--error-reset"], "--error-reset needs --mode ddp and a --compression"),
+    ],
+)
+def test_example_refuses(what, needed):
+    command = [sys.executable, str(EXAMPLES / "train_lm.py"), *what]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 2
-    assert "--shard needs --mode wrapper" in done.stderr
+    assert needed in done.stderr
 
 
 def named(events, name):
