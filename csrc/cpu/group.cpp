@@ -362,6 +362,21 @@ void Group::trim(void (*interrupt)()) {
   if (internode_ != nullptr) internode_->trim();
 }
 
+Survivors Group::shrink(Clock::duration patience, void (*interrupt)()) {
+  if (forked() || closed_) check_usable();
+  PYCOMM_CHECK(internode_ == nullptr, "a group that spans nodes cannot shrink");
+  running_.check_not_held();
+  abort();
+  close_p2p(interrupt);
+  wait_until_idle(interrupt != nullptr ? interrupt : [] {});
+  const std::lock_guard lock(running_);
+  fail("it was shrunk");  // if no operation has failed
+  if (shrunk_) throw GroupUnusable("group has been shrunk");
+  shrunk_ = true;
+  comm_.wait_for_kernels(patience, interrupt);
+  return cpu::shrink(*window_, comm_, patience, interrupt);
+}
+
 void Group::close(void (*interrupt)()) {
   if (forked()) return;  // only the parent may leave the group
   running_.check_not_held();

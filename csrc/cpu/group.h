@@ -18,6 +18,7 @@
 #include "cpu/internode/group.h"
 #include "cpu/operation_lock.h"
 #include "cpu/p2p/engine.h"
+#include "cpu/shrink.h"
 #include "cpu/window.h"
 #include "cpu/work.h"
 
@@ -112,6 +113,9 @@ class Group {
   // never begun cannot succeed. It ends as soon as no rank is in an earlier operation, which may
   // still succeed.
   void end_waits_of(std::span<const std::shared_ptr<Group>> others);
+  // After a failure: the survivors, all of whom call this, agree on a smaller group (cpu/shrink.h).
+  // Aborts the group if it has not failed. No rank is waited for longer than `patience`.
+  Survivors shrink(Clock::duration patience, void (*interrupt)() = nullptr);
   // Waits for submitted work, then takes part in no further operation. Idempotent. `interrupt` is
   // called from time to time; if it throws, the work that close() waits for is aborted.
   void close(void (*interrupt)() = nullptr);
@@ -187,6 +191,7 @@ class Group {
   std::unique_ptr<TopkWorkspace> topk_;        // created at the first use
   std::unique_ptr<InternodeGroup> internode_;  // if the group spans nodes
   OperationLock running_;
+  bool shrunk_ = false;
 
   std::mutex queue_mutex_;
   std::condition_variable queue_changed_;

@@ -115,24 +115,60 @@ Window::Window(int fd, int ranks, std::int64_t slice_bytes, std::int64_t staging
   slices_.emplace(fd, 0, ranks * stride_);
 }
 
+std::int64_t Window::control_position(const Place& place, int ranks, int r,
+                                      std::size_t member) const {
+  return file_->position(place.owner, place.offset) +
+         r * window_slice_bytes(ranks, 2 * half_bytes_) + static_cast<std::int64_t>(member);
+}
+
 Window::Place Window::reserve(int owner, int ranks, const std::vector<int>& departed) const {
   Heap& heap = file_->heap(seat(owner));
-  const std::int64_t stride = window_slice_bytes(ranks, 2 * half_bytes_);
-  const Place place{seat(owner), heap.reserve(ranks * stride), random_id()};
-  const std::int64_t position = file_->position(place.owner, place.offset);
-  const auto member = [&](std::size_t of_control, int r) {
-    return position + r * stride + static_cast<std::int64_t>(of_control);
+  const Place place{seat(owner), heap.reserve(ranks * window_slice_bytes(ranks, 2 * half_bytes_)),
+                    random_id()};
+  const auto position = [&](std::size_t member, int r) {
+    return control_position(place, ranks, r, member);
   };
   try {
-    file_->write(member(offsetof(Control, tenant), 0), place.id);
-    file_->write(member(offsetof(Control, departed), 0),
+    file_->write(position(offsetof(Control, tenant), 0), place.id);
+    file_->write(position(offsetof(Control, departed), 0),
                  static_cast<std::uint32_t>(departed.size()));
-    for (const int r : departed) file_->write(member(offsetof(Control, left), r), 1U);
+    for (const int r : departed) file_->write(position(offsetof(Control, left), r), 1U);
   } catch (...) {
     cancel(place);
     throw;
   }
   return place;
+}
+
+Window::Place Window::reserve(int owner, const std::vector<int>& members) const {
+  const auto ranks = static_cast<int>(members.size());
+  const Place place = reserve(owner, ranks, std::vector<int>{});
+  try {
+    for (int r = 0; r < ranks; ++r) {
+      file_->write(control_position(place, ranks, r, offsetof(Control, former_rank)),
+                   static_cast<std::uint32_t>(members[static_cast<std::size_t>(r)]));
+    }
+  } catch (...) {
+    cancel(place);
+    throw;
+  }
+  return place;
+}
+
+std::vector<int> Window::members_at(const Place& place, int ranks) const {
+  std::vector<int> members;
+  for (int r = 0; r < ranks; ++r) {
+    const auto member = static_cast<std::int64_t>(file_->read<std::uint32_t>(
+        control_position(place, ranks, r, offsetof(Control, former_rank))));
+    PYCOMM_CHECK(member < ranks_ && (members.empty() || member > members.back()),
+                 "the members of the smaller group are no ranks of this one");
+    members.push_back(static_cast<int>(member));
+  }
+  return members;
+}
+
+void Window::leave_at(const Place& place, int ranks, int r) const {
+  file_->write(control_position(place, ranks, r, offsetof(Control, left)), 1U);
 }
 
 void Window::cancel(const Place& place) const { file_->heap(place.owner).cancel(place.offset); }

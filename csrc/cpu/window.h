@@ -79,6 +79,14 @@ struct Control {
   // ranks that have. Only rank 0's are used.
   alignas(128) std::atomic<std::uint64_t> tenant;
   std::atomic<std::uint32_t> departed;
+  // How survivors agree on a smaller group (cpu/shrink.h).
+  alignas(128) std::atomic<std::uint32_t> shrinking;  // what this rank has said
+  std::atomic<std::uint32_t> decision;  // 1 + the rank whose proposal holds; only rank 0's is used
+  std::uint32_t former_rank;  // this rank's number in the group that has shrunk to this one
+  struct Proposal {
+    std::int64_t ranks, offset;  // of a window in this rank's heap
+    std::uint64_t id;
+  } proposal;
 };
 
 inline constexpr std::int64_t kControlBytes = 4096;
@@ -119,6 +127,11 @@ inline constexpr std::uint64_t kLayout = hash_of({kLayoutVersion,
                                                   offsetof(Control, p2p_in_peers_heaps),
                                                   offsetof(Control, tenant),
                                                   offsetof(Control, departed),
+                                                  offsetof(Control, shrinking),
+                                                  offsetof(Control, decision),
+                                                  offsetof(Control, former_rank),
+                                                  offsetof(Control, proposal),
+                                                  sizeof(Control::Proposal),
                                                   sizeof(p2p::Mailbox),
                                                   offsetof(p2p::Mailbox, sender),
                                                   offsetof(p2p::Mailbox, receiver),
@@ -167,6 +180,16 @@ class Window {
   // `ranks` ranks will never map the window. cancel() takes back a place that no rank has mapped.
   Place reserve(int owner, int ranks, const std::vector<int>& departed) const;
   void cancel(const Place& place) const;
+  // The same for the ranks `members` of this window, which the new one notes.
+  Place reserve(int owner, const std::vector<int>& members) const;
+  // The place of a window that rank `owner`, perhaps another process, has reserved.
+  Place place(int owner, std::int64_t offset, std::uint64_t id) const {
+    return {seat(owner), offset, id};
+  }
+  // The members that a window at a place, for `ranks` ranks, has noted.
+  std::vector<int> members_at(const Place& place, int ranks) const;
+  // Says there that rank r of the `ranks` ranks takes part in no operation.
+  void leave_at(const Place& place, int ranks, int r) const;
   // Maps a window for the ranks `members` of another one; this process is `members[rank]`.
   Window(const Window& whole, std::vector<int> members, int rank, const Place& place);
 
@@ -184,6 +207,10 @@ class Window {
   // Says that this rank does not use the window any more. The last rank to leave a window in a heap
   // gives its memory back. Idempotent.
   void depart();
+  // Says the same for `ranks` ranks that have ended without having said it.
+  void depart_for(std::uint32_t ranks) const {
+    if (in_heap()) control(0).departed.fetch_add(ranks);
+  }
 
   Control& control(int r) const { return *reinterpret_cast<Control*>(slice(r)); }
   // Rank r's staging area for operations of this parity.
@@ -236,6 +263,8 @@ class Window {
     return kControlBytes + packet_area_bytes(ranks_) + mailbox_area_bytes(ranks_);
   }
   void check(const Place& place) const;
+  // The position in the file of a member of rank r's control page in a window for `ranks` ranks.
+  std::int64_t control_position(const Place& place, int ranks, int r, std::size_t member) const;
   void reserve_staging(int r, std::int64_t bytes);
   void give_back();
   void punch_rings() const;

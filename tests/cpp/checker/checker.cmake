@@ -1,6 +1,6 @@
 # Tests of all interleavings: test_checker for the algorithms of core/ (checker/comm.h),
 # test_interleavings for what the CPU code does when an operation fails, test_close for close(),
-# test_ring for the ring of messages.
+# test_agreement for the agreement on a smaller group, test_ring for the ring of messages.
 # `make mutants` runs each test also against mutants of the code it checks, and expects a complaint.
 include(tests/cpp/mutate.cmake)
 set(CHECKER ${CMAKE_CURRENT_LIST_DIR})
@@ -24,14 +24,14 @@ add_library(scheduler OBJECT ${CHECKER}/atomics.cpp ${CHECKER}/fibers.cpp)
 target_include_directories(scheduler PUBLIC tests/cpp)
 target_compile_options(scheduler PRIVATE ${QUICKLY_COMPILED})
 # What runs, waits and fails on the CPU.
-set(OBSERVED_SOURCES group work operation_lock comm waiting failing)
+set(OBSERVED_SOURCES group work operation_lock comm waiting failing shrink)
 list(TRANSFORM OBSERVED_SOURCES PREPEND observed_ OUTPUT_VARIABLE OBSERVED)
 foreach(source ${OBSERVED_SOURCES})
   add_library(observed_${source} OBJECT csrc/cpu/${source}.cpp)
   target_compile_options(observed_${source} PRIVATE -fsanitize=thread ${QUICKLY_COMPILED})
   target_link_libraries(observed_${source} PRIVATE pycomm_cpu)
 endforeach()
-foreach(test interleavings close)
+foreach(test interleavings close agreement)
   add_library(${test} OBJECT ${CHECKER}/test_${test}.cpp)
   target_compile_options(${test} PRIVATE ${QUICKLY_COMPILED})
   target_link_libraries(${test} PUBLIC scheduler pycomm_cpu)

@@ -131,6 +131,22 @@ add_cpu_mutant(tells_of_own_updates_only comm interleavings cpu/comm.cpp
 add_cpu_mutant(takes_work_when_closed group close cpu/group.cpp
   "if (closed_) check_usable();  // nobody would join" "// nobody would join")
 
+# How survivors agree on a smaller group.
+add_cpu_mutant(last_proposal_holds shrink agreement cpu/shrink.cpp
+  "decision.compare_exchange_strong(none, mine)" "decision.exchange(mine) != mine")
+add_cpu_mutant(absent_ranks_are_members shrink agreement cpu/shrink.cpp
+  "(what == kArrived || what == kHasNoRoom) && " "")
+add_cpu_mutant(the_dead_are_awaited shrink agreement cpu/shrink.cpp " && !comm_.gone(r)" "")
+add_cpu_mutant(the_dead_are_to_propose shrink agreement cpu/shrink.cpp
+  "said(r) == kArrived && !comm_.ended(r)" "said(r) == kArrived")
+add_cpu_mutant(withdraws_before_it_says_so shrink agreement cpu/shrink.cpp "say(kWithdrawn);
+    if (decision() == 0) return;" "if (decision() == 0) return say(kWithdrawn);
+    say(kWithdrawn);")
+add_cpu_mutant(says_too_weakly shrink agreement cpu/shrink.cpp "shrinking.store(said);"
+  "shrinking.store(said, std::memory_order_release);")
+add_cpu_mutant(withdrawn_members_stay shrink agreement cpu/shrink.cpp "== kWithdrawn) leave(smaller, r);"
+  "== kNothing) leave(smaller, r);")
+
 # add_ring_mutant(name old new), of cpu/p2p/ring.h.
 # A memory order too weak.
 add_ring_mutant(ring_publishes_relaxed "mailbox_.sender.sent.exchange(sent_);"
