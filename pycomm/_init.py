@@ -6,7 +6,7 @@ import os
 import threading
 from collections import defaultdict
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
@@ -115,13 +115,32 @@ def init(
             if made._span is not None:
                 made._short_way = None
     if len(made.nodes) == 1:
-        made._join_cuda = lambda device: join_processes(
-            made, device, process_group, max_blocks, cuda_heap_bytes
-        )
+        _connect_cuda(made, process_group, max_blocks, cuda_heap_bytes)
     with _default_lock:
         if _default is None or not _default._core.usable():
             _default = made
     return made
+
+
+def _connect_cuda(
+    group: Group, process_group: dist.ProcessGroup, max_blocks: int, heap_bytes: int
+) -> None:
+    """Lets a group of processes of one node, and those it shrinks to, take CUDA tensors."""
+
+    def members() -> Any:
+        if group.size == dist.get_world_size(process_group):
+            return process_group
+        return subgroup_of(process_group, group.ranks, group.timeout)
+
+    def go_on(larger: Group, smaller: Group) -> None:
+        global _default
+        _connect_cuda(smaller, process_group, max_blocks, heap_bytes)
+        with _default_lock:
+            if _default is larger:
+                _default = smaller
+
+    group._join_cuda = lambda device: join_processes(group, device, members, max_blocks, heap_bytes)
+    group._succession = go_on
 
 
 def make_group(
@@ -203,7 +222,7 @@ def _make_span(
         joined = join(inside, index, len(local), timeout, made.staging_bytes)
         node = inner = make_group(joined, index, timeout, made.staging_bytes)
         inner._join_cuda = lambda device: join_processes(
-            inner, device, subgroup_of(process_group, local, timeout), max_blocks, 0
+            inner, device, lambda: subgroup_of(process_group, local, timeout), max_blocks, 0
         )
     carriers: dict[str, Carriers | None] = {}
     try:

@@ -6,11 +6,13 @@ import contextlib
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
 
 from pycomm import _C
+from pycomm._inputs.arguments import seconds
 from pycomm._inputs.dtypes import check_dtype
 from pycomm._runtime import log
 from pycomm._runtime.internode import Nodes
@@ -52,6 +54,8 @@ class Group:
         nodes: the ranks of each node, ascending; nodes are ordered by their first rank.
         stripes: the number of ranks of every node that exchange with other nodes. These are its
             first ranks, and the i-th ranks of all nodes exchange with each other. 0 on one node.
+        ranks: for each rank, its number in the group from which this one has shrunk, over however
+            many steps; for a new group, 0, 1, ...
     """
 
     def __init__(
@@ -74,6 +78,8 @@ class Group:
         self.name = f"pycomm:{next(_names)}"
         self.nodes = nodes.ranks
         self.stripes = nodes.stripes
+        self.ranks = tuple(range(self.size))
+        self._pids, self._processes, self._cores = pids, processes, cores
         local = nodes.local
         index, size = local.index(rank), len(local)
         self._core = _C.Group(
@@ -89,6 +95,8 @@ class Group:
         self._span: Span | None = None  # process groups between nodes
         self._cuda: CudaSide | None = None
         self._join_cuda: Callable[[torch.device], CudaSide] = _no_cuda
+        self._shrunk = 0  # how many times the first group has shrunk to become this one
+        self._succession: Callable[[Group, Group], None] | None = None  # called by shrink()
         _C.register_group(self.name, self._core)
         _open_groups.add(self)
 
@@ -209,6 +217,57 @@ class Group:
         span = self._span  # another thread may close the group
         if span is not None:
             span.abort()
+
+    def shrink(self, timeout: float | timedelta | None = None) -> Group:
+        """Makes a smaller group of the ranks that are left after a failure.
+
+        All survivors call this; a rank that calls it makes the others fail if they have not yet.
+        They agree over shared memory, without torch.distributed and its Store, which may have died
+        with a rank. If the group was the default group, the smaller one takes its place. This group
+        is closed.
+
+        A rank survives if it calls this method. Ranks that have ended or have closed the group are
+        not waited for, and neither is the rank that let others wait until :class:`pycomm.Timeout`.
+        If a rank dies in the meantime, the first operation of the smaller group may raise, and that
+        group can be shrunk in turn.
+
+        Args:
+            timeout: how long to wait for ranks that live but have not called this, in seconds or as
+                a timedelta; they are left out then. By default the group's timeout.
+
+        Returns:
+            The smaller group, whose ranks have the order of this group's;
+            :attr:`ranks` tells their former numbers.
+
+        Raises:
+            ValueError: the group spans nodes.
+            pycomm.GroupUnusable: the others have shrunk the group without this rank; or it is
+                closed.
+            MemoryError: no survivor has room in its part of shared memory.
+        """
+        patience = seconds(timeout, self.timeout)
+        if len(self.nodes) > 1:
+            raise ValueError(f"a group that spans nodes cannot shrink, got {len(self.nodes)} nodes")
+        try:
+            window, members = self._core.shrink(patience)
+        finally:
+            self.close()
+        smaller = Group(
+            window,
+            Nodes((tuple(range(len(members))),), 0),
+            [self._pids[rank] for rank in members],
+            [self._processes[rank] for rank in members],
+            members.index(self.rank),
+            self._cores,
+            self.timeout,
+            self.staging_bytes,
+        )
+        smaller.ranks = tuple(self.ranks[rank] for rank in members)
+        smaller._shrunk = self._shrunk + 1
+        if self._succession is not None:
+            self._succession(self, smaller)
+        log.group_shrunk(smaller, self)
+        return smaller
 
     def close(self) -> None:
         """Finishes running operations, then leaves the group without waiting for other ranks."""

@@ -44,7 +44,8 @@ class LocalWorld:
         hosts: the old name of `nodes`.
 
     Attributes:
-        groups: one :class:`Group` per rank, for use in threads of your own.
+        groups: one :class:`Group` per rank, for use in threads of your own. If a rank's group
+            shrinks, the smaller one takes its place.
     """
 
     def __init__(
@@ -96,7 +97,16 @@ class LocalWorld:
             return
         devices = LocalDevices(self.groups, max_blocks, _stage_always)
         for group in self.groups:
-            group._join_cuda = functools.partial(devices.side, group.rank)
+            self._serve(group, devices)
+
+    def _serve(self, group: Group, devices: LocalDevices) -> None:
+        """Lets a group take CUDA tensors, and shrink."""
+        group._join_cuda = functools.partial(devices.side, group.rank)
+        group._succession = functools.partial(self._go_on, devices)
+
+    def _go_on(self, devices: LocalDevices, larger: Group, smaller: Group) -> None:
+        self.groups[self.groups.index(larger)] = smaller
+        self._serve(smaller, devices.shrunk_to(smaller))
 
     def run(self, function: Any, *args: Any) -> list[Any]:
         """Calls ``function(group, *args)`` on a thread per rank; returns the results in rank order.
@@ -139,14 +149,16 @@ class LocalWorld:
 
     def _watch(self, ended: queue.SimpleQueue[int | None]) -> None:
         """Until all functions have ended, ends waits for ranks whose function has returned."""
-        cores = [group._core for group in self.groups]
         seen: list[int | None] = []  # None: the rank has raised
         while len(seen) < len(self.groups):
             with contextlib.suppress(queue.Empty):
                 seen.append(ended.get(timeout=_LOOK_EVERY if seen else None))
+            groups = list(self.groups)
             for rank in seen:
-                if rank is not None:
-                    cores[rank].end_waits_of(cores)
+                if rank is None:
+                    continue
+                together = [each._core for each in groups if each._shrunk == groups[rank]._shrunk]
+                groups[rank]._core.end_waits_of(together)
 
     def __len__(self) -> int:
         return len(self.groups)

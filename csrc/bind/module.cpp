@@ -203,6 +203,13 @@ void bind_group(py::module_& m) {
           },
           py::arg("others"), py::call_guard<WithoutGil>())
       .def(
+          "shrink",
+          [](Group& group, double patience) {
+            cpu::Survivors survivors = group.shrink(timeout_of(patience), check_signals);
+            return std::make_pair(std::move(survivors.window), std::move(survivors.members));
+          },
+          py::arg("patience"), py::call_guard<WithoutGil>())
+      .def(
           "close", [](Group& group) { group.close(check_signals); }, py::call_guard<WithoutGil>())
       .def("allocate",
            [](Group& group, std::int64_t bytes) {

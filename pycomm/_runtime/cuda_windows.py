@@ -23,7 +23,7 @@ from pycomm._runtime.log import fallback
 from pycomm._runtime.torch_private import symmetric_handle, symmetric_tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from pycomm._runtime.member import Member
 
@@ -105,9 +105,16 @@ def _denied(device: torch.device, devices: list[int]) -> str:
 
 
 def join_processes(
-    group: Member, device: torch.device, process_group: Any, max_blocks: int, heap_bytes: int
+    group: Member,
+    device: torch.device,
+    process_group: Callable[[], Any],
+    max_blocks: int,
+    heap_bytes: int,
 ) -> CudaSide:
-    """Makes the CUDA side of a group of processes; a collective call."""
+    """Makes the CUDA side of a group of processes; a collective call.
+
+    `process_group` returns torch's process group of these ranks, or raises RuntimeError.
+    """
     if group.size == 1:
         return LocalDevices([group], max_blocks, stage_always=False).side(0, device)
     devices = _gather(group, _device_id(device))
@@ -150,7 +157,7 @@ def _symmetric_windows(
     group: Member,
     device: torch.device,
     devices: list[int],
-    process_group: Any,
+    process_group: Callable[[], Any],
     nbytes: int,
 ) -> tuple[tuple[list[int], torch.Tensor, Any] | None, str]:
     """The address of every rank's window in this process, this rank's memory, and its handle.
@@ -173,7 +180,7 @@ def _symmetric_windows(
             return None, why or elsewhere
         assert memory is not None
         try:
-            handle = symmetric_handle(memory, process_group)
+            handle = symmetric_handle(memory, process_group())
         except RuntimeError as error:
             why = f"torch's symmetric memory failed: {error}"
     windows: list[int] = []
@@ -205,18 +212,32 @@ def _pinned_windows(
 class LocalDevices:
     """Makes the CUDA sides of ranks that are threads; one thread connects all of them."""
 
-    def __init__(self, groups: Sequence[Member], max_blocks: int, stage_always: bool) -> None:
-        self._groups = groups
+    def __init__(
+        self, groups: Sequence[Member | None], max_blocks: int, stage_always: bool
+    ) -> None:
+        self._groups = list(groups)
         self._max_blocks = max_blocks
         self._stage_always = stage_always
         self._devices: list[torch.device | None] = [None] * len(groups)
         self._sides: list[CudaSide | None] = []
         self._lock = threading.Lock()
+        self._smaller: LocalDevices | None = None
+
+    def shrunk_to(self, group: Member) -> LocalDevices:
+        """Makes the sides of the smaller group; each of its ranks passes its membership."""
+        with self._lock:
+            if self._smaller is None:
+                absent = [None] * group.size
+                self._smaller = LocalDevices(absent, self._max_blocks, self._stage_always)
+            self._smaller._groups[group.rank] = group
+            return self._smaller
 
     def side(self, rank: int, device: torch.device) -> CudaSide:
         """This rank's side; a collective call."""
         self._devices[rank] = device
-        _barrier(self._groups[rank])
+        group = self._groups[rank]
+        assert group is not None
+        _barrier(group)
         with self._lock:
             if not self._sides:
                 self._sides = self._connect([d for d in self._devices if d is not None])
@@ -225,14 +246,15 @@ class LocalDevices:
         return side
 
     def _connect(self, devices: list[torch.device]) -> list[CudaSide | None]:
-        size = len(self._groups)
+        groups = [group for group in self._groups if group is not None]
+        size = len(groups)
         together = size > 1 and len(set(devices)) == 1
         if not together and len(set(devices)) != size:
             raise ValueError(
                 f"the ranks' tensors must lie all on one GPU or each on its own, got {devices}"
             )
         lanes = min(_lanes(self._max_blocks, d, size if together else 1) for d in devices)
-        staging = _staging_bytes(lanes, self._groups[0])
+        staging = _staging_bytes(lanes, groups[0])
         window_bytes = _C.cuda_window_bytes(size, lanes, staging, 0)
         if not together:
             _grant_access(devices)
@@ -248,7 +270,7 @@ class LocalDevices:
                 lanes,
                 staging,
                 window_bytes,
-                self._groups[rank].timeout,
+                groups[rank].timeout,
                 windows,
                 one_address_space=True,
                 stage_always=self._stage_always,
@@ -258,7 +280,7 @@ class LocalDevices:
         shared = _C.CudaSharedLaunch(endpoints) if together else None
         return [
             CudaSide(group, device, "threads", endpoint, shared, lanes, None, memory)
-            for group, device, endpoint in zip(self._groups, devices, endpoints, strict=True)
+            for group, device, endpoint in zip(groups, devices, endpoints, strict=True)
         ]
 
 

@@ -113,6 +113,19 @@ def group_made(group: Member, cores: int, between: str) -> None:
         fallback(group, "torch %s has no DLPack exchange API: calls are slower", torch.__version__)
 
 
+def group_shrunk(smaller: Member, larger: Member) -> None:
+    """Logs which ranks a group has lost."""
+    lost = sorted(set(larger.ranks) - set(smaller.ranks))
+    _group.warning(
+        "rank %d of %d: %s goes on as %s without ranks %s",
+        smaller.rank,
+        smaller.size,
+        larger.name,
+        smaller.name,
+        lost,
+    )
+
+
 def cuda_made(group: Member, device: torch.device, transport: str, lanes: int) -> None:
     """Logs how a group's ranks exchange CUDA tensors."""
     _group.info("rank %d: %s over %s, %d blocks", group.rank, device, transport, lanes)

@@ -21,6 +21,7 @@ class Member(Protocol):
     name: str
     nodes: tuple[tuple[int, ...], ...]
     stripes: int
+    ranks: tuple[int, ...]
     _core: _C.Group
     _told: set[str]
 

@@ -117,7 +117,7 @@ def connect(group, machine):
     fakes, warnings = Fakes(machine, group.rank), Warnings()
     logging.getLogger("pycomm").addHandler(warnings)
     with fakes.installed():
-        side = join_processes(group, torch.device("cuda", 0), None, 32, BYTES // 2)
+        side = join_processes(group, torch.device("cuda", 0), lambda: None, 32, BYTES // 2)
         transport, shares = side.transport, side.shares_device
         side.close()
     logging.getLogger("pycomm").removeHandler(warnings)
@@ -158,7 +158,7 @@ def test_all_ranks_fall_back_if_one_fails(fault, rank):
 def leave_first(group):
     """Rank 0 leaves; the others tell whether its pinned window is still what it was."""
     with Fakes(Machine(visible=2, access=False), group.rank).installed():
-        side = join_processes(group, torch.device("cuda", 0), None, 32, 0)
+        side = join_processes(group, torch.device("cuda", 0), lambda: None, 32, 0)
         windows = [each.address for each in side._keep]
         assert ctypes.string_at(windows[group.rank], BYTES) == bytes(BYTES)
         ctypes.memset(windows[group.rank], 1 + group.rank, BYTES)
