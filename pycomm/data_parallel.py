@@ -30,6 +30,7 @@ from pycomm._training.local_sgd import LocalSGDState
 from pycomm._training.parameters import Exclude
 from pycomm._training.prefixes import without_prefix
 from pycomm._training.shard_options import Sharding, check_sharding
+from pycomm._training.step_guard import differ
 from pycomm._training.weighing import Weighing, check_weight
 from pycomm.collectives import all_reduce
 from pycomm.compression import Compression
@@ -250,6 +251,54 @@ class DataParallel(nn.Module):
         sharded = set(map(id, self._exchange.parameters))
         frozen = [p for p in self.module.parameters() if id(p) not in sharded]
         broadcast_all([*frozen, *self.module.buffers()], source, self._group)
+
+    def should_commit(self, ready: bool = True) -> bool:
+        """Decides whether all ranks take the step; see :meth:`pycomm.Group.should_commit`.
+
+        .. code-block:: python
+
+            try:
+                model(batch).backward()
+                if model.should_commit():
+                    optimizer.step()
+            except pycomm.CollectiveError:
+                model.regroup(model.comm_state.group.shrink())
+        """
+        return self._surviving_state().should_commit(ready)
+
+    def regroup(self, group: Group) -> None:
+        """Goes on with another group, such as a smaller one after a failure.
+
+        All ranks of the new group call this. Gradients are dropped, those of the step in which the
+        group failed as well; residuals stay (:meth:`pycomm.hooks.CommState.regroup`).
+
+        Raises:
+            ValueError: the wrapper was made with `shard` or `local_sgd`, so that a lost rank takes
+                a part of the training's state with it.
+            RuntimeError: the ranks' parameters differ, because only some of them took a step; on
+                all ranks.
+        """
+        state = self._surviving_state()
+        state.regroup(group)
+        for parameter in self.module.parameters():
+            parameter.grad = None
+        self._next_weight = self._joined_steps = None
+        self._own_exchange = self._make_exchange()
+        if differ((p.detach().contiguous().view(-1) for p in self.module.parameters()), group):
+            raise RuntimeError(
+                "the ranks' parameters differ: only some of them took a step before the group "
+                "failed; ask should_commit() before every step, or load a checkpoint"
+            )
+
+    def _surviving_state(self) -> CommState:
+        """The state, if every rank has the whole of it apart from residuals."""
+        if self._shard is not None or not isinstance(self.comm_state, CommState):
+            option = "shard" if self._shard is not None else "local_sgd"
+            raise ValueError(
+                f"{option} must not be given to survive failures: a lost rank takes its part of "
+                "the training's state with it, so load a checkpoint in a new wrapper"
+            )
+        return self.comm_state
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's ``state_dict``."""

@@ -218,6 +218,28 @@ class Group:
         if span is not None:
             span.abort()
 
+    def should_commit(self, ready: bool = True) -> bool:
+        """Decides whether all ranks take a step, such as the optimizer's; a collective call.
+
+        No operation can promise that it succeeds on all ranks or on none: a rank may die when some
+        have already gone on. This decision can. Every rank that survives gets the same answer, so a
+        step is taken by all of them or by none.
+
+        Args:
+            ready: False if this rank cannot take the step.
+
+        Returns:
+            True if all ranks are ready. That may be so although a rank has died since; the next
+            operation raises then.
+
+        Raises:
+            ValueError: the group spans nodes.
+            pycomm.CollectiveError: the group has failed before all ranks were ready; on all ranks.
+        """
+        if len(self.nodes) > 1:
+            raise ValueError(f"a group that spans nodes cannot decide, got {len(self.nodes)} nodes")
+        return self._core.should_commit(bool(ready))
+
     def shrink(self, timeout: float | timedelta | None = None) -> Group:
         """Makes a smaller group of the ranks that are left after a failure.
 

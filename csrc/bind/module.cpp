@@ -203,6 +203,10 @@ void bind_group(py::module_& m) {
           },
           py::arg("others"), py::call_guard<WithoutGil>())
       .def(
+          "should_commit",
+          [](Group& group, bool ready) { return group.should_commit(ready, check_signals); },
+          py::arg("ready"), py::call_guard<WithoutGil>())
+      .def(
           "shrink",
           [](Group& group, double patience) {
             cpu::Survivors survivors = group.shrink(timeout_of(patience), check_signals);

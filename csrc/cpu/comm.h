@@ -25,6 +25,9 @@ namespace pycomm::cpu {
 // The time that a live process may take to stop using a failed rank's tensors.
 inline constexpr auto kRetreatWithin = std::chrono::milliseconds(500);
 
+// What has become of a decision (cpu/decision.h).
+enum class Outcome : std::uint8_t { none, yes, no, failed };
+
 class Comm {
  public:
   static constexpr bool kCoded = false;
@@ -208,6 +211,8 @@ class Comm {
   void check_aborted() const {
     if (const std::uint64_t word = aborted()) throw failure_of(word);
   }
+  // The outcome of the decision with this number, from 1. The first outcome that any rank gives holds.
+  Outcome settle(std::uint64_t number, Outcome mine) const;
   // Shows the other ranks of this node that this rank is waiting for another node, with a deadline
   // of its own.
   void beat() { mine().beats.fetch_add(1, std::memory_order_relaxed); }

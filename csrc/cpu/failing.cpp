@@ -56,6 +56,16 @@ std::uint64_t Comm::decided_word() {
   return word.load();
 }
 
+Outcome Comm::settle(std::uint64_t number, Outcome mine) const {
+  std::atomic<std::uint64_t>& word = window_->control(0).outcomes[number & 1];
+  std::uint64_t settled = word.load();
+  while (settled >> 2 != number) {
+    const std::uint64_t wanted = number << 2 | static_cast<std::uint64_t>(mine);
+    if (word.compare_exchange_strong(settled, wanted)) return mine;
+  }
+  return static_cast<Outcome>(settled & 3);
+}
+
 // What the culprit is waiting for in another group, if it is on this node.
 std::string Comm::what_keeps(int culprit) const {
   const int r = index_of(culprit);

@@ -112,6 +112,18 @@ void Group::agree(const Operation& operation, void (*interrupt)()) {
   run_in_order({.calls = {&call, 1}, .agree_only = true}, interrupt);
 }
 
+bool Group::should_commit(bool ready, void (*interrupt)()) {
+  PYCOMM_CHECK(internode_ == nullptr, "a group that spans nodes cannot decide");
+  Decision decision(ready, decisions_);
+  try {
+    run(decision.call(), interrupt);
+  } catch (const CollectiveError&) {
+    if (decision.outcome() == Outcome::failed || decision.outcome() == Outcome::none) throw;
+    *told_ = false;  // the next operation fails
+  }
+  return decision.outcome() == Outcome::yes;
+}
+
 std::shared_ptr<Work> Group::submit(std::vector<Call> calls, Completion completion) {
   check_usable();
   for (const Call& call : calls) check_fits(call);

@@ -15,6 +15,7 @@
 #include "cpu/codecs/coded_comm.h"
 #include "cpu/codecs/topk_comm.h"
 #include "cpu/comm.h"
+#include "cpu/decision.h"
 #include "cpu/internode/group.h"
 #include "cpu/operation_lock.h"
 #include "cpu/p2p/engine.h"
@@ -49,6 +50,9 @@ class Group {
   bool supports(const Call& call) const { return refusal(call).empty(); }
   // Only checks that all ranks call this operation, whose data moves elsewhere.
   void agree(const Operation& operation, void (*interrupt)() = nullptr);
+  // Decides whether all ranks are ready for a step, for each rank alike. Throws if a rank has failed
+  // before it was decided; then it throws on all ranks.
+  bool should_commit(bool ready, void (*interrupt)() = nullptr);
   // Runs the calls one after another on the worker. The buffers must live until the work has
   // completed; then the worker calls `completion`.
   std::shared_ptr<Work> submit(std::vector<Call> calls, Completion completion = {});
@@ -192,6 +196,7 @@ class Group {
   std::unique_ptr<InternodeGroup> internode_;  // if the group spans nodes
   OperationLock running_;
   bool shrunk_ = false;
+  std::uint64_t decisions_ = 0;
 
   std::mutex queue_mutex_;
   std::condition_variable queue_changed_;

@@ -79,6 +79,8 @@ struct Control {
   // ranks that have. Only rank 0's are used.
   alignas(128) std::atomic<std::uint64_t> tenant;
   std::atomic<std::uint32_t> departed;
+  // Outcomes of decisions (Comm::settle). A rank may be one decision ahead. Only rank 0's are used.
+  alignas(128) std::atomic<std::uint64_t> outcomes[2];
   // How survivors agree on a smaller group (cpu/shrink.h).
   alignas(128) std::atomic<std::uint32_t> shrinking;  // what this rank has said
   std::atomic<std::uint32_t> decision;  // 1 + the rank whose proposal holds; only rank 0's is used
@@ -127,6 +129,7 @@ inline constexpr std::uint64_t kLayout = hash_of({kLayoutVersion,
                                                   offsetof(Control, p2p_in_peers_heaps),
                                                   offsetof(Control, tenant),
                                                   offsetof(Control, departed),
+                                                  offsetof(Control, outcomes),
                                                   offsetof(Control, shrinking),
                                                   offsetof(Control, decision),
                                                   offsetof(Control, former_rank),

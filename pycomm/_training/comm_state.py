@@ -27,6 +27,7 @@ from pycomm._training.planner import Planner
 from pycomm._training.residuals import FORMAT, residuals_for
 from pycomm._training.step import Step
 from pycomm._work import Work
+from pycomm.collectives import all_reduce
 from pycomm.compression import Cast, Compression, Identity, Int8, check_whole
 from pycomm.errors import PycommError
 from pycomm.group import Group
@@ -88,6 +89,7 @@ class CommState(HookState):
             compression, self._parameters, feedback=feedback, restorable=grad_scaler is not None
         )
         self._exposed_before = 0.0
+        self._residuals_lost = 0
         self._group: Group | None = group if group is not None else default_group()
         self._tag = self.group._next_tag()
         self._begin_anew()
@@ -212,6 +214,55 @@ class CommState(HookState):
         for flight in self._now.flights:
             flight.exchange.give_back()
 
+    def should_commit(self, ready: bool = True) -> bool:
+        """Decides whether all ranks take the step; see :meth:`pycomm.Group.should_commit`.
+
+        If they do not, the step's means go into the residuals, so that compression loses nothing.
+        """
+        self._now.undecided = True
+        commits = self.group.should_commit(ready)
+        self._now.undecided = False
+        if not commits:
+            self.give_back()
+        return commits
+
+    def regroup(self, group: Group) -> None:
+        """Goes on with another group, such as a smaller one after a failure.
+
+        All ranks of the new group call this. Residuals stay. What the step in which the group
+        failed has sent goes back into them; its gradients are to be computed again. The residuals
+        of ranks that are not in the new group are lost. Torch's DistributedDataParallel must be
+        made anew around the module, over a process group of the ranks that are left
+        (docs/data-parallel.md).
+        """
+        if not isinstance(group, Group):
+            raise TypeError(f"group must be a pycomm.Group, got {group!r}")
+        self._give_back_dropped()
+        self._drop_step()
+        if self._residuals.kinds:
+            self._residuals_lost += len(set(self.group.ranks) - set(group.ranks))
+        self._exposed_before += self._now.exposed()
+        self._group, self._tag = group, group._next_tag()
+        self._begin_anew()
+        self.step = int(all_reduce(torch.tensor([self.step]), "max", group=group))
+
+    def _drop_step(self) -> None:
+        """Gives the last step's means back if the step has failed.
+
+        On CUDA nothing is given back: it is not known which exchanges have completed.
+        """
+        landed, dropped = [], self._now.undecided
+        for flight in self._now.flights:
+            try:
+                flight.work.wait()
+            except PycommError:
+                dropped = True
+            else:
+                landed.append(flight)
+        for flight in landed if dropped else ():
+            if flight.buffer.is_cpu:
+                flight.exchange.give_back()
+
     def stats(self) -> dict[str, float]:
         """Numbers for a logger; sizes and times are those of the last step.
 
@@ -223,7 +274,8 @@ class CommState(HookState):
             ``ratio``: bytes of an uncompressed exchange divided by ``bytes_wire``;
             ``exposed_ms``: milliseconds that backward waited for exchanges at its end;
             ``exposed_ms_total``: the same for all steps together;
-            ``residual_norm``: Euclidean norm of this rank's residuals.
+            ``residual_norm``: Euclidean norm of this rank's residuals;
+            ``residuals_lost``: the number of ranks that were lost with their residuals.
         """
         self._settle()
         exposed = self._now.exposed()
@@ -239,6 +291,7 @@ class CommState(HookState):
             "exposed_ms": 1e3 * exposed,
             "exposed_ms_total": 1e3 * (self._exposed_before + exposed),
             "residual_norm": self._residuals.norm(),
+            "residuals_lost": float(self._residuals_lost),
         }
 
     def intervals(self) -> list[tuple[int, float, float]]:

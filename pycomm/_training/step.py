@@ -21,6 +21,7 @@ class Step:
         flights: their exchanges.
         bytes_in: bytes of gradients that shards average.
         bytes_wire: bytes that this rank reads or receives for that, and for new parameters.
+        undecided: True if the ranks were to decide whether to take the step, and have failed to.
         waited: seconds for which backward has only waited for them, on the CPU.
     """
 
@@ -29,6 +30,7 @@ class Step:
     flights: list[Flight] = field(default_factory=list)
     bytes_in: int = 0
     bytes_wire: int = 0
+    undecided: bool = False
     waited: float = 0.0
     _waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 

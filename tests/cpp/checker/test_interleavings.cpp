@@ -1,4 +1,5 @@
-// How operations end when a rank aborts the group, leaves, or calls something else. This depends on
+// How operations end when a rank aborts the group, leaves, or calls something else, and whether ranks
+// then decide alike. This depends on
 // the order of events, so the CPU's own code (cpu/comm.cpp, cpu/group.cpp) runs here in all orders
 // of its accesses to the window, up to a number of delays (checker/explorer.h).
 #include <linux/futex.h>
@@ -61,6 +62,7 @@ void wait_for_write() {
 
 struct Outcome {
   int succeeded = 0;  // operations
+  int decided = 0;    // decisions to go on
   std::optional<CollectiveError> error;
   float* tensor = nullptr;
 };
@@ -78,6 +80,7 @@ struct Scenario {
   int differs = -1;
   std::uint32_t first_epoch = 0;
   Sharded sharded = Sharded::no;  // instead of the last operation
+  bool decides = false;           // after each operation, whether to go on
 };
 
 float value(int rank, int operation) { return static_cast<float>(rank + 10 * operation + 1); }
@@ -147,7 +150,9 @@ bool about_sleep(std::ptrdiff_t place) {
 }
 bool matters_before_write(std::ptrdiff_t place) { return place >= 0 && !about_sleep(place); }
 bool matters_elsewhere(std::ptrdiff_t place) {
-  return place == offsetof(cpu::Control, abort) || place == offsetof(cpu::Control, in_peers_heaps);
+  const auto outcome = place - static_cast<std::ptrdiff_t>(offsetof(cpu::Control, outcomes));
+  return place == offsetof(cpu::Control, abort) ||
+         place == offsetof(cpu::Control, in_peers_heaps) || (outcome >= 0 && outcome < 16);
 }
 
 // Subtracts the average of value(0, k), value(1, k), ... from parameters value(0, k): rank r owns the
@@ -228,6 +233,13 @@ void live(Ranks& ranks, int r, const Scenario& scenario, Outcome& outcome) {
       return;
     }
     ++outcome.succeeded;
+    if (!scenario.decides) continue;
+    try {
+      if (!ranks[r].should_commit(true)) throw Violation("nobody was against it");
+      ++outcome.decided;
+    } catch (const CollectiveError&) {
+      return;
+    }
   }
 }
 
@@ -240,8 +252,9 @@ int operations_until(std::uint32_t number, std::uint32_t first_epoch) {
 
 void check(const Scenario& scenario, const std::vector<Outcome>& outcomes) {
   const CollectiveError* first = nullptr;
-  int least = outcomes[0].succeeded;
-  for (const Outcome& outcome : outcomes) least = std::min(least, outcome.succeeded);
+  const auto count = [](const Outcome& outcome) { return outcome.succeeded + outcome.decided; };
+  int least = count(outcomes[0]);
+  for (const Outcome& outcome : outcomes) least = std::min(least, count(outcome));
   for (const Outcome& outcome : outcomes) {
     if (!outcome.error) continue;
     const CollectiveError& error = *outcome.error;
@@ -258,6 +271,18 @@ void check(const Scenario& scenario, const std::vector<Outcome>& outcomes) {
     for (std::int64_t i = 0; i < kCount; ++i) {
       if (outcome.tensor[i] != kGivenBack) throw Violation("a tensor was written after the error");
     }
+  }
+}
+
+// Ranks that have come to a decision have made it alike.
+void check_decisions(const Scenario& scenario, const std::vector<Outcome>& outcomes) {
+  int most = 0;
+  for (const Outcome& outcome : outcomes) most = std::max(most, outcome.decided);
+  for (int r = 0; r < scenario.ranks; ++r) {
+    const int decided = outcomes[static_cast<std::size_t>(r)].decided;
+    const bool left =
+        r == scenario.leaves && decided == static_cast<int>(scenario.operations.size()) - 1;
+    if (decided != most && !left) throw Violation("only some ranks have decided to go on");
   }
 }
 
@@ -325,6 +350,7 @@ void once(const Scenario& scenario, const SharedMemory& memory, checker::Explore
   checker::observe_atomics(nullptr);
   run = nullptr;
   check(scenario, outcomes);
+  check_decisions(scenario, outcomes);
 }
 
 // `lateness` lists the values of AtomicsObserver::late_stores to try.
@@ -387,6 +413,12 @@ int main() {
        [] { explore({3, {tree, two_shot}, {}, 2, -1, 0, Sharded::measures}, 1); }},
       {"one calls another sharded step",
        [] { explore({3, {tree, two_shot}, {}, -1, 1, 0xfffffffe, Sharded::updates}, 1); }},
+      {"one aborts a decision",
+       [] { explore({2, {one_shot}, {0}, -1, -1, 0, Sharded::no, true}, 3); }},
+      {"one of three aborts a decision",
+       [] { explore({3, {one_shot}, {1}, -1, -1, 0, Sharded::no, true}, 2); }},
+      {"one leaves after a decision",
+       [] { explore({3, {one_shot, one_shot}, {}, 2, -1, 0, Sharded::no, true}, 2); }},
       {"nobody fails, all orders", [] { explore({2, {two_shot}, {}}, Explorer::kAll); }},
       {"one leaves, all orders", [] { explore({2, {two_shot}, {}, 1}, Explorer::kAll); }},
       {"one calls something else, all orders",
