@@ -45,13 +45,14 @@ def train(rank: int, steps: int, store: str, progress: Any) -> None:
     while step < steps:
         text, target = draw_batch(corpus, draw)
         try:
+            if model.comm_state.group is not group:
+                model.regroup(group)
             loss = functional.cross_entropy(model(text).view(-1, VOCABULARY), target.flatten())
             loss.backward()  # type: ignore[no-untyped-call]
             commits = model.should_commit()
         except pycomm.CollectiveError as error:
             began = time.perf_counter()
             group = group.shrink()
-            model.regroup(group)
             if group.rank == 0:
                 took = 1e3 * (time.perf_counter() - began)
                 print(f"{error}\n  ranks {group.ranks} go on after {took:.1f} ms", flush=True)

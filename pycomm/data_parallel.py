@@ -258,11 +258,15 @@ class DataParallel(nn.Module):
         .. code-block:: python
 
             try:
+                if model.comm_state.group is not group:
+                    model.regroup(group)
                 model(batch).backward()
-                if model.should_commit():
-                    optimizer.step()
+                commits = model.should_commit()
             except pycomm.CollectiveError:
-                model.regroup(model.comm_state.group.shrink())
+                group = group.shrink()
+                continue  # with the same step
+            if commits:
+                optimizer.step()
         """
         return self._surviving_state().should_commit(ready)
 

@@ -270,6 +270,7 @@ class Group:
         patience = seconds(timeout, self.timeout)
         if len(self.nodes) > 1:
             raise ValueError(f"a group that spans nodes cannot shrink, got {len(self.nodes)} nodes")
+        succession = self._succession
         try:
             window, members = self._core.shrink(patience)
         finally:
@@ -286,14 +287,15 @@ class Group:
         )
         smaller.ranks = tuple(self.ranks[rank] for rank in members)
         smaller._shrunk = self._shrunk + 1
-        if self._succession is not None:
-            self._succession(self, smaller)
+        if succession is not None:
+            succession(self, smaller)
         log.group_shrunk(smaller, self)
         return smaller
 
     def close(self) -> None:
         """Finishes running operations, then leaves the group without waiting for other ranks."""
-        side, self._cuda, self._join_cuda = self._cuda, None, _no_cuda
+        self._join_cuda, self._succession = _no_cuda, None  # which refer to this group
+        side, self._cuda = self._cuda, None
         span, self._span = self._span, None
         with contextlib.ExitStack() as last_first:  # the others also if one raises
             last_first.callback(self._core.close)

@@ -215,21 +215,22 @@ class LocalDevices:
     def __init__(
         self, groups: Sequence[Member | None], max_blocks: int, stage_always: bool
     ) -> None:
-        self._groups = list(groups)
+        self._groups = groups
         self._max_blocks = max_blocks
         self._stage_always = stage_always
         self._devices: list[torch.device | None] = [None] * len(groups)
         self._sides: list[CudaSide | None] = []
         self._lock = threading.Lock()
+        self._survivors: list[Member | None] = []
         self._smaller: LocalDevices | None = None
 
     def shrunk_to(self, group: Member) -> LocalDevices:
         """Makes the sides of the smaller group; each of its ranks passes its membership."""
         with self._lock:
             if self._smaller is None:
-                absent = [None] * group.size
-                self._smaller = LocalDevices(absent, self._max_blocks, self._stage_always)
-            self._smaller._groups[group.rank] = group
+                self._survivors = [None] * group.size
+                self._smaller = LocalDevices(self._survivors, self._max_blocks, self._stage_always)
+            self._survivors[group.rank] = group
             return self._smaller
 
     def side(self, rank: int, device: torch.device) -> CudaSide:
