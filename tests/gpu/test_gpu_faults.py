@@ -56,3 +56,52 @@ def test_every_rank_learns_who_failed(tmp_path: Path, how: str, kind: type) -> N
             assert type(error) is kind
             assert how == "late" or error.rank == 1
             assert at - began < (20 if how == "late" else 9)  # 10 s are the timeout
+
+
+def go_on(group: pycomm.Group) -> tuple[float, float]:
+    """Fails, shrinks the group, and adds up on the device and on the host."""
+    device = torch.device("cuda", group.rank % torch.cuda.device_count())
+    tensor = torch.ones(1 << 16, device=device)
+    try:
+        while True:
+            pycomm.all_reduce(tensor, "avg", group=group)
+            torch.cuda.synchronize(device)
+            group.check()
+    except pycomm.PeerDied:
+        smaller = group.shrink()
+    sums = pycomm.all_reduce(tensor.fill_(1 + smaller.rank), group=smaller)
+    torch.cuda.synchronize(device)
+    smaller.check()
+    assert sums.min() == sums.max()
+    return sums[0].item(), pycomm.all_reduce(torch.ones(1), group=smaller).item()
+
+
+def test_threads_go_on_in_a_smaller_group() -> None:
+    def body(group: pycomm.Group) -> tuple[float, float] | None:
+        if group.rank == 1:
+            device = torch.device("cuda", 1 % torch.cuda.device_count())
+            pycomm.all_reduce(torch.ones(1 << 16, device=device), "avg", group=group)
+            group.close()
+            return None
+        return go_on(group)
+
+    with pycomm.LocalWorld(SIZE, timeout=20) as world:
+        assert world.run(body) == [(3.0, 2.0), None, (3.0, 2.0)]
+
+
+def survive(rank: int, size: int, store: str, folder: str) -> tuple[float, float]:
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    helpers.join_world(rank, size, store)
+    group = pycomm.init(timeout=20)
+    pycomm.all_reduce(torch.ones(4, device="cuda"), group=group)
+    torch.cuda.synchronize()
+    Path(folder, str(rank)).touch()
+    return go_on(group)
+
+
+def test_processes_go_on_in_a_smaller_group(tmp_path: Path) -> None:
+    with helpers.Ranks(SIZE, survive, str(tmp_path)) as ranks:
+        helpers.wait_until(lambda: len(list(tmp_path.iterdir())) == SIZE, limit=60)
+        ranks.signal(1, signal.SIGKILL)
+        for outcome in ranks.wait_for([0, 2]):
+            assert outcome.value == (3.0, 2.0), outcome.trace
