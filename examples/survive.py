@@ -87,7 +87,7 @@ def main() -> int:
     context = multiprocessing.get_context("spawn")
     progress = context.Value("i", 0, lock=False)
     victims = choice.sample(range(RANKS), 2)
-    moments = sorted(choice.uniform(0.1, 0.9) * options.steps for _ in victims)
+    moments = sorted(choice.uniform(0.1, 0.8) * options.steps for _ in victims)
     with tempfile.TemporaryDirectory() as folder:
         arguments = (options.steps, f"{folder}/store", progress)
         ranks = [context.Process(target=train, args=(rank, *arguments)) for rank in range(RANKS)]

@@ -27,7 +27,13 @@ from pycomm._runtime.span import Span
 from pycomm._runtime.torch_private import store_of
 from pycomm._runtime.waiting import Deadline
 from pycomm.errors import CollectiveError
-from pycomm.group import DEFAULT_STAGING_BYTES, DEFAULT_TIMEOUT, Group, _open_groups
+from pycomm.group import (
+    DEFAULT_STAGING_BYTES,
+    DEFAULT_TIMEOUT,
+    Group,
+    _open_groups,
+    when_shrunk,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -132,15 +138,10 @@ def _connect_cuda(
             return process_group
         return subgroup_of(process_group, group.ranks, group.timeout)
 
-    def go_on(larger: Group, smaller: Group) -> None:
-        global _default
-        _connect_cuda(smaller, process_group, max_blocks, heap_bytes)
-        with _default_lock:
-            if _default is larger:
-                _default = smaller
-
     group._join_cuda = lambda device: join_processes(group, device, members, max_blocks, heap_bytes)
-    group._succession = go_on
+    group._succession = lambda _, smaller: _connect_cuda(
+        smaller, process_group, max_blocks, heap_bytes
+    )
 
 
 def make_group(
@@ -242,6 +243,16 @@ def _make_span(
 def default_group() -> Group:
     """Returns the default group, which is made at the first use on torch's default group."""
     return _default if _default is not None else init()
+
+
+def _replace_default(larger: Group, smaller: Group) -> None:
+    global _default
+    with _default_lock:
+        if _default is larger:
+            _default = smaller
+
+
+when_shrunk.append(_replace_default)
 
 
 def set_default_group(group: Group | None) -> None:

@@ -268,25 +268,33 @@ class DataParallel(nn.Module):
             if commits:
                 optimizer.step()
         """
-        return self._surviving_state().should_commit(ready)
+        state = self._surviving_state()
+        if self._exchange.promise.open:
+            raise RuntimeError(
+                "should_commit() must come after a backward, but this rank's has not come or has "
+                "raised, and the others wait for it: go on with the next forward"
+            )
+        return state.should_commit(ready)
 
     def regroup(self, group: Group) -> None:
         """Goes on with another group, such as a smaller one after a failure.
 
-        All ranks of the new group call this. Gradients are dropped, those of the step in which the
-        group failed as well; residuals stay (:meth:`pycomm.hooks.CommState.regroup`).
+        All ranks of the new group call this. Gradients are dropped, and residuals stay, as
+        :meth:`pycomm.hooks.CommState.regroup` says.
 
         Raises:
-            ValueError: the wrapper was made with `shard` or `local_sgd`, so that a lost rank takes
-                a part of the training's state with it.
+            ValueError: this is called inside :meth:`join`; or the wrapper was made with `shard` or
+                `local_sgd`, so that a lost rank takes a part of the training's state with it.
             RuntimeError: the ranks' parameters differ, because only some of them took a step; on
                 all ranks.
         """
         state = self._surviving_state()
+        if self._joined_steps is not None:
+            raise ValueError("regroup must be called outside of join(): leave it, and join anew")
         state.regroup(group)
         for parameter in self.module.parameters():
             parameter.grad = None
-        self._next_weight = self._joined_steps = None
+        self._next_weight = self._own_exchange = None  # before there are new buckets
         self._own_exchange = self._make_exchange()
         if differ((p.detach().contiguous().view(-1) for p in self.module.parameters()), group):
             raise RuntimeError(

@@ -30,6 +30,7 @@ DEFAULT_STAGING_BYTES = 2 << 20
 
 _names = itertools.count()
 _open_groups: OpenGroups[Group] = OpenGroups()
+when_shrunk: list[Callable[[Group, Group], None]] = []  # called with the old and the smaller group
 
 
 class Group:
@@ -211,7 +212,8 @@ class Group:
     def abort(self) -> None:
         """Makes every rank that is in an operation, or enters one, raise :class:`pycomm.Aborted`.
 
-        Any thread may call this. Afterwards the group cannot be used any more.
+        Any thread may call this. Afterwards the group cannot be used any more. If this rank is in
+        :meth:`shrink`, that ends, too.
         """
         self._core.abort()
         span = self._span  # another thread may close the group
@@ -238,7 +240,9 @@ class Group:
         """
         if len(self.nodes) > 1:
             raise ValueError(f"a group that spans nodes cannot decide, got {len(self.nodes)} nodes")
-        return self._core.should_commit(bool(ready))
+        if not isinstance(ready, bool):
+            raise TypeError(f"ready must be True or False, got {ready!r}")
+        return self._core.should_commit(ready)
 
     def shrink(self, timeout: float | timedelta | None = None) -> Group:
         """Makes a smaller group of the ranks that are left after a failure.
@@ -246,7 +250,7 @@ class Group:
         All survivors call this; a rank that calls it makes the others fail if they have not yet.
         They agree over shared memory, without torch.distributed and its Store, which may have died
         with a rank. If the group was the default group, the smaller one takes its place. This group
-        is closed.
+        is closed; close the smaller one yourself, also in a ``with`` block of this one.
 
         A rank survives if it calls this method. Ranks that have ended or have closed the group are
         not waited for, and neither is the rank that let others wait until :class:`pycomm.Timeout`.
@@ -263,8 +267,8 @@ class Group:
 
         Raises:
             ValueError: the group spans nodes.
-            pycomm.GroupUnusable: the others have shrunk the group without this rank; or it is
-                closed.
+            pycomm.GroupUnusable: the others have shrunk the group without this rank; it was shrunk
+                or closed before; or another thread has called :meth:`abort` meanwhile.
             MemoryError: no survivor has room in its part of shared memory.
         """
         patience = seconds(timeout, self.timeout)
@@ -287,8 +291,8 @@ class Group:
         )
         smaller.ranks = tuple(self.ranks[rank] for rank in members)
         smaller._shrunk = self._shrunk + 1
-        if succession is not None:
-            succession(self, smaller)
+        for go_on in (*when_shrunk, *([succession] if succession else [])):
+            go_on(self, smaller)
         log.group_shrunk(smaller, self)
         return smaller
 

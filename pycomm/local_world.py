@@ -157,6 +157,8 @@ class LocalWorld:
             for rank in seen:
                 if rank is None:
                     continue
+                if not groups[rank]._core.usable():
+                    groups[rank]._core.leave()  # survivors do not wait for it
                 together = [each._core for each in groups if each._shrunk == groups[rank]._shrunk]
                 groups[rank]._core.end_waits_of(together)
 

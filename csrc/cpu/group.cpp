@@ -51,6 +51,7 @@ void Group::wait_until_idle(void (*interrupt)()) {
 
 void Group::abort() {
   if (forked()) return;
+  if (shrunk_) stops_shrinking_ = true;
   abort(pycomm::abort_word(Reason::aborted, rank_));
   if (internode_ != nullptr) internode_->tell();
 }
@@ -356,6 +357,7 @@ bool Group::p2p_awaits(int rank) {
 }
 
 void Group::close_p2p(void (*interrupt)()) {
+  const std::lock_guard closing(closing_p2p_mutex_);  // close() and shrink() may come together
   p2p::Engine* engine = nullptr;
   {
     const std::lock_guard lock(p2p_mutex_);
@@ -378,15 +380,16 @@ Survivors Group::shrink(Clock::duration patience, void (*interrupt)()) {
   if (forked() || closed_) check_usable();
   PYCOMM_CHECK(internode_ == nullptr, "a group that spans nodes cannot shrink");
   running_.check_not_held();
+  if (shrunk_) throw GroupUnusable("group has been shrunk");
   abort();
   close_p2p(interrupt);
   wait_until_idle(interrupt != nullptr ? interrupt : [] {});
   const std::lock_guard lock(running_);
-  fail("it was shrunk");  // if no operation has failed
-  if (shrunk_) throw GroupUnusable("group has been shrunk");
-  shrunk_ = true;
+  if (closed_) check_usable();  // closed while this thread waited for the lock
+  fail("it was shrunk");        // if no operation has failed
+  if (shrunk_.exchange(true)) throw GroupUnusable("group has been shrunk");
   comm_.wait_for_kernels(patience, interrupt);
-  return cpu::shrink(*window_, comm_, patience, interrupt);
+  return cpu::shrink(*window_, comm_, stops_shrinking_, patience, interrupt);
 }
 
 void Group::close(void (*interrupt)()) {

@@ -195,7 +195,8 @@ class Group {
   std::unique_ptr<TopkWorkspace> topk_;        // created at the first use
   std::unique_ptr<InternodeGroup> internode_;  // if the group spans nodes
   OperationLock running_;
-  bool shrunk_ = false;
+  std::atomic<bool> shrunk_{false};
+  std::atomic<bool> stops_shrinking_{false};  // set by abort()
   std::uint64_t decisions_ = 0;
 
   std::mutex queue_mutex_;
@@ -212,6 +213,7 @@ class Group {
   const std::shared_ptr<std::atomic<bool>> told_ = std::make_shared<std::atomic<bool>>(false);
   std::thread worker_;
 
+  std::mutex closing_p2p_mutex_;
   std::mutex p2p_mutex_;
   std::unique_ptr<p2p::Engine> p2p_;  // created at the first use
 };

@@ -13,12 +13,22 @@ namespace {
 // What a rank says. The values of Control::shrinking.
 enum Said : std::uint32_t { kNothing, kArrived, kHasNoRoom, kWithdrawn };
 
+constexpr int kMostRanks = 64 * static_cast<int>(std::size(Control::Proposal{}.members));
+
 class Shrink {
  public:
-  Shrink(const Window& window, const Comm& comm, Clock::duration patience, void (*interrupt)())
-      : window_(window), comm_(comm), patience_(patience), interrupt_(interrupt) {}
+  Shrink(const Window& window, const Comm& comm, const std::atomic<bool>& stopped,
+         Clock::duration patience, void (*interrupt)())
+      : window_(window),
+        comm_(comm),
+        stopped_(stopped),
+        patience_(patience),
+        interrupt_(interrupt) {}
 
   Survivors run() {
+    PYCOMM_CHECK(comm_.size() <= kMostRanks, "a group that shrinks must have at most " +
+                                                 std::to_string(kMostRanks) + " ranks, it has " +
+                                                 std::to_string(comm_.size()));
     say(kArrived);
     try {
       await_decision();
@@ -46,6 +56,8 @@ class Shrink {
         propose();
         continue;
       }
+      if (waited.time() > 2 * patience_) throw no_room();  // others have, and do not answer
+      if (stopped_.load()) throw GroupUnusable("group was aborted while it shrank");
       if (interrupt_ != nullptr && now > interrupt_at) {
         interrupt_();
         interrupt_at = now + kInterruptEvery;
@@ -76,7 +88,10 @@ class Shrink {
     for (int r = 0; r < comm_.size(); ++r) {
       if (said(r) == kArrived && !comm_.ended(r)) return r == rank() || (late && has_room());
     }
-    throw OutOfMemory("no rank has room in its heap for the window of the smaller group");
+    throw no_room();
+  }
+  static OutOfMemory no_room() {
+    return OutOfMemory("no rank has room in its heap for the window of the smaller group");
   }
   bool has_room() const { return said(rank()) == kArrived; }
 
@@ -93,12 +108,14 @@ class Shrink {
     const std::vector<int> members = arrived();
     Window::Place place;
     try {
-      place = window_.reserve(rank(), members);
+      place = window_.reserve(rank(), static_cast<int>(members.size()), {});
     } catch (const OutOfMemory&) {
       say(kHasNoRoom);
       return;
     }
-    control(rank()).proposal = {static_cast<std::int64_t>(members.size()), place.offset, place.id};
+    Control::Proposal& proposal = control(rank()).proposal;
+    proposal = {place.offset, place.id, {}};
+    for (const int r : members) proposal.members[r / 64] |= std::uint64_t{1} << r % 64;
     std::uint32_t none = 0;
     const auto mine = static_cast<std::uint32_t>(rank()) + 1;
     if (control(0).decision.compare_exchange_strong(none, mine)) {
@@ -132,10 +149,12 @@ class Shrink {
   Decided decided() const {
     const int author = static_cast<int>(decision()) - 1;
     PYCOMM_CHECK(author >= 0 && author < comm_.size(), kOverwritten);
-    const Control::Proposal proposal = control(author).proposal;
-    PYCOMM_CHECK(proposal.ranks >= 1 && proposal.ranks <= comm_.size(), kOverwritten);
-    const Window::Place place = window_.place(author, proposal.offset, proposal.id);
-    return {place, window_.members_at(place, static_cast<int>(proposal.ranks))};
+    const Control::Proposal& proposal = control(author).proposal;
+    Decided smaller{window_.place(author, proposal.offset, proposal.id), {}};
+    for (int r = 0; r < comm_.size(); ++r) {
+      if ((proposal.members[r / 64] >> r % 64 & 1) != 0) smaller.members.push_back(r);
+    }
+    return smaller;
   }
 
   Survivors join() {
@@ -167,15 +186,16 @@ class Shrink {
 
   const Window& window_;
   const Comm& comm_;
+  const std::atomic<bool>& stopped_;
   const Clock::duration patience_;
   void (*const interrupt_)();
 };
 
 }  // namespace
 
-Survivors shrink(const Window& window, const Comm& comm, Clock::duration patience,
-                 void (*interrupt)()) {
-  return Shrink(window, comm, patience, interrupt).run();
+Survivors shrink(const Window& window, const Comm& comm, const std::atomic<bool>& stopped,
+                 Clock::duration patience, void (*interrupt)()) {
+  return Shrink(window, comm, stopped, patience, interrupt).run();
 }
 
 }  // namespace pycomm::cpu

@@ -140,33 +140,6 @@ Window::Place Window::reserve(int owner, int ranks, const std::vector<int>& depa
   return place;
 }
 
-Window::Place Window::reserve(int owner, const std::vector<int>& members) const {
-  const auto ranks = static_cast<int>(members.size());
-  const Place place = reserve(owner, ranks, std::vector<int>{});
-  try {
-    for (int r = 0; r < ranks; ++r) {
-      file_->write(control_position(place, ranks, r, offsetof(Control, former_rank)),
-                   static_cast<std::uint32_t>(members[static_cast<std::size_t>(r)]));
-    }
-  } catch (...) {
-    cancel(place);
-    throw;
-  }
-  return place;
-}
-
-std::vector<int> Window::members_at(const Place& place, int ranks) const {
-  std::vector<int> members;
-  for (int r = 0; r < ranks; ++r) {
-    const auto member = static_cast<std::int64_t>(file_->read<std::uint32_t>(
-        control_position(place, ranks, r, offsetof(Control, former_rank))));
-    PYCOMM_CHECK(member < ranks_ && (members.empty() || member > members.back()),
-                 "the members of the smaller group are no ranks of this one");
-    members.push_back(static_cast<int>(member));
-  }
-  return members;
-}
-
 void Window::leave_at(const Place& place, int ranks, int r) const {
   file_->write(control_position(place, ranks, r, offsetof(Control, left)), 1U);
 }

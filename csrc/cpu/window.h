@@ -84,10 +84,10 @@ struct Control {
   // How survivors agree on a smaller group (cpu/shrink.h).
   alignas(128) std::atomic<std::uint32_t> shrinking;  // what this rank has said
   std::atomic<std::uint32_t> decision;  // 1 + the rank whose proposal holds; only rank 0's is used
-  std::uint32_t former_rank;  // this rank's number in the group that has shrunk to this one
   struct Proposal {
-    std::int64_t ranks, offset;  // of a window in this rank's heap
+    std::int64_t offset;  // of a window in this rank's heap
     std::uint64_t id;
+    std::uint64_t members[16];  // a bit for each rank of this window
   } proposal;
 };
 
@@ -132,7 +132,6 @@ inline constexpr std::uint64_t kLayout = hash_of({kLayoutVersion,
                                                   offsetof(Control, outcomes),
                                                   offsetof(Control, shrinking),
                                                   offsetof(Control, decision),
-                                                  offsetof(Control, former_rank),
                                                   offsetof(Control, proposal),
                                                   sizeof(Control::Proposal),
                                                   sizeof(p2p::Mailbox),
@@ -183,14 +182,10 @@ class Window {
   // `ranks` ranks will never map the window. cancel() takes back a place that no rank has mapped.
   Place reserve(int owner, int ranks, const std::vector<int>& departed) const;
   void cancel(const Place& place) const;
-  // The same for the ranks `members` of this window, which the new one notes.
-  Place reserve(int owner, const std::vector<int>& members) const;
   // The place of a window that rank `owner`, perhaps another process, has reserved.
   Place place(int owner, std::int64_t offset, std::uint64_t id) const {
     return {seat(owner), offset, id};
   }
-  // The members that a window at a place, for `ranks` ranks, has noted.
-  std::vector<int> members_at(const Place& place, int ranks) const;
   // Says there that rank r of the `ranks` ranks takes part in no operation.
   void leave_at(const Place& place, int ranks, int r) const;
   // Maps a window for the ranks `members` of another one; this process is `members[rank]`.

@@ -124,10 +124,6 @@ void WindowFile::write(std::int64_t position, const void* data, std::size_t byte
   fail("pwrite");
 }
 
-void WindowFile::read(std::int64_t position, void* data, std::size_t bytes) const {
-  if (pread(fd_, data, bytes, position) != static_cast<ssize_t>(bytes)) fail("pread");
-}
-
 bool WindowFile::lasts(const Tenancy& tenancy) const {
   std::uint64_t word = 0;
   return pread(fd_, &word, sizeof(word), tenancy.position) != sizeof(word) || word == tenancy.id;

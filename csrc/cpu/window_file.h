@@ -71,20 +71,12 @@ class WindowFile : public std::enable_shared_from_this<WindowFile> {
   void write(std::int64_t position, Word word) const {
     write(position, &word, sizeof(word));
   }
-  // Reads a word of a place that another process has chosen.
-  template <class Word>
-  Word read(std::int64_t position) const {
-    Word word;
-    read(position, &word, sizeof(word));
-    return word;
-  }
   // True until the last rank has left the window.
   bool lasts(const Tenancy& tenancy) const;
 
  private:
   struct flock lock_of(int s) const;
   void write(std::int64_t position, const void* data, std::size_t bytes) const;
-  void read(std::int64_t position, void* data, std::size_t bytes) const;
 
   const int fd_;
   const std::uint32_t id_;

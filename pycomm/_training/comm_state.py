@@ -65,6 +65,8 @@ class CommState(HookState):
         ValueError, TypeError: an argument is not as described.
     """
 
+    _residuals_lost = 0
+
     def __init__(
         self,
         compression: Compression | None = None,
@@ -89,7 +91,6 @@ class CommState(HookState):
             compression, self._parameters, feedback=feedback, restorable=grad_scaler is not None
         )
         self._exposed_before = 0.0
-        self._residuals_lost = 0
         self._group: Group | None = group if group is not None else default_group()
         self._tag = self.group._next_tag()
         self._begin_anew()
@@ -212,12 +213,13 @@ class CommState(HookState):
     def give_back(self) -> None:
         """Adds the step's means, which will not be used, to residuals, so that nothing is lost."""
         for flight in self._now.flights:
-            flight.exchange.give_back()
+            flight.give_back()
 
     def should_commit(self, ready: bool = True) -> bool:
         """Decides whether all ranks take the step; see :meth:`pycomm.Group.should_commit`.
 
-        If they do not, the step's means go into the residuals, so that compression loses nothing.
+        Call it before anything changes the gradients. If the step is not taken, the means that it
+        has exchanged go into the residuals, and come with a later step.
         """
         self._now.undecided = True
         commits = self.group.should_commit(ready)
@@ -229,22 +231,31 @@ class CommState(HookState):
     def regroup(self, group: Group) -> None:
         """Goes on with another group, such as a smaller one after a failure.
 
-        All ranks of the new group call this. Residuals stay. What the step in which the group
-        failed has sent goes back into them; its gradients are to be computed again. The residuals
-        of ranks that are not in the new group are lost. Torch's DistributedDataParallel must be
-        made anew around the module, over a process group of the ranks that are left
-        (docs/data-parallel.md).
+        All ranks of the new group call this, before anything changes the gradients. Residuals stay.
+        Go on with the next batch: the means that the failed step has exchanged go into the
+        residuals, and come with a later step. The residuals of lost ranks are lost. Torch's
+        DistributedDataParallel must be made anew around the module, over a process group of the
+        ranks that are left (docs/recovery.md).
+
+        Raises:
+            TypeError: `group` is no group.
+            pycomm.GroupUnusable: it is closed or has failed.
         """
         if not isinstance(group, Group):
             raise TypeError(f"group must be a pycomm.Group, got {group!r}")
+        group._core.check_usable()
         self._give_back_dropped()
         self._drop_step()
-        if self._residuals.kinds:
-            self._residuals_lost += len(set(self.group.ranks) - set(group.ranks))
+        if self._residuals.kinds and self._group is not None:
+            self._residuals_lost += max(self._group.size - group.size, 0)
         self._exposed_before += self._now.exposed()
         self._group, self._tag = group, group._next_tag()
         self._begin_anew()
         self.step = int(all_reduce(torch.tensor([self.step]), "max", group=group))
+
+    def note_failure(self) -> None:
+        """Records that the step has failed although its exchanges may have completed."""
+        self._now.undecided = True
 
     def _drop_step(self) -> None:
         """Gives the last step's means back if the step has failed.
@@ -261,7 +272,7 @@ class CommState(HookState):
                 landed.append(flight)
         for flight in landed if dropped else ():
             if flight.buffer.is_cpu:
-                flight.exchange.give_back()
+                flight.give_back()
 
     def stats(self) -> dict[str, float]:
         """Numbers for a logger; sizes and times are those of the last step.
@@ -391,7 +402,7 @@ class CommState(HookState):
             self._now.parameters.clear()  # so that the next bucket begins a step
             with contextlib.suppress(PycommError):  # an exchange that failed has no mean
                 flight.land()
-                flight.exchange.give_back()
+                flight.give_back()
 
     def _begin_step(self, device: torch.device, group: Group) -> None:
         if not self._placed:

@@ -23,6 +23,13 @@ class Flight:
     work: Work
     future: Future[torch.Tensor]
     buffer: torch.Tensor
+    given_back: bool = False
+
+    def give_back(self) -> None:
+        """Adds the means to residuals, once, as they will not be used."""
+        if not self.given_back:
+            self.given_back = True
+            self.exchange.give_back()
 
     def land(self) -> None:
         """Waits for the exchange, and raises its error if it failed."""

@@ -263,7 +263,12 @@ class GradientExchange:
         self.promise.wait()
         self._state.finish()
         self._finish_shards()
-        used_elsewhere, raised_on = self._compare(unused, raised is True)
+        try:
+            used_elsewhere, raised_on = self._compare(unused, raised is True)
+        except PycommError:
+            if isinstance(self._state, CommState):
+                self._state.note_failure()
+            raise
         self._in_backward = False
         self.promise.settle(dropped=bool(raised_on))
         if self.session is not None:

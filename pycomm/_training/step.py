@@ -21,7 +21,7 @@ class Step:
         flights: their exchanges.
         bytes_in: bytes of gradients that shards average.
         bytes_wire: bytes that this rank reads or receives for that, and for new parameters.
-        undecided: True if the ranks were to decide whether to take the step, and have failed to.
+        undecided: True if it is not known that all ranks may take the step.
         waited: seconds for which backward has only waited for them, on the CPU.
     """
 

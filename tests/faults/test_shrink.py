@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -110,6 +111,46 @@ def test_a_rank_that_comes_too_late_is_left_out():
         assert world.run(body) == [(0, 1), (0, 1), None]
 
 
+def test_a_rank_that_has_caught_the_error_and_returned_is_not_waited_for():
+    def body(group):
+        if group.rank == 0:
+            raise KeyError("on purpose")
+        with pytest.raises(pycomm.PeerDied):
+            total(group)
+        return None if group.rank == 1 else group.shrink().ranks
+
+    seen = []
+    began = time.monotonic()
+    with pycomm.LocalWorld(3, timeout=30) as world, pytest.raises(KeyError, match="on purpose"):
+        world.run(lambda group: seen.append(body(group)))
+    assert sorted(seen, key=str) == [(2,), None]
+    assert time.monotonic() - began < 15
+
+
+def test_an_abort_ends_it():
+    with pycomm.LocalWorld(2) as world:
+        abort = threading.Timer(0.1, world.groups[0].abort)
+        abort.start()
+        with pytest.raises(pycomm.GroupUnusable, match="aborted while it shrank"):
+            world.groups[0].shrink()
+        abort.join()
+
+
+def test_the_smaller_group_becomes_the_default_group():
+    with pycomm.LocalWorld(2) as world:
+        try:
+            pycomm.set_default_group(world.groups[0])
+
+            def body(group):
+                smaller = group.shrink()
+                return pycomm.all_reduce(torch.ones(1), group=smaller if smaller.rank else None)
+
+            assert world.run(body) == [2.0, 2.0]
+            assert pycomm.default_group() is world.groups[0]
+        finally:
+            pycomm.set_default_group(None)
+
+
 def test_what_cannot_shrink_says_so():
     with pycomm.LocalWorld(4, nodes=[2, 2]) as world:
         for call in (world.groups[0].shrink, world.groups[0].should_commit):
@@ -119,6 +160,8 @@ def test_what_cannot_shrink_says_so():
         for timeout in (0, -1, "soon", True):
             with pytest.raises((TypeError, ValueError), match="timeout"):
                 world.groups[0].shrink(timeout)
+        with pytest.raises(TypeError, match="ready must be True or False, got 'no'"):
+            world.groups[0].should_commit("no")
         assert total(world.groups[0]) == 1  # nothing has happened
     with pytest.raises(pycomm.GroupUnusable, match="closed"):
         world.groups[0].shrink()

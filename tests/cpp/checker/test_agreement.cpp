@@ -42,6 +42,7 @@ struct Scenario {
 };
 
 struct Interrupt {};
+const std::atomic<bool> never{false};
 
 struct Outcome {
   bool ended = false;
@@ -163,7 +164,7 @@ struct Ranks {
     const auto author = static_cast<int>(window->control(0).decision.exchange(0)) - 1;
     if (author >= 0) {
       const auto& leased = outcomes[static_cast<std::size_t>(author)].survivors;
-      const auto [count, offset, id] = window->control(author).proposal;
+      const auto [offset, id, members] = window->control(author).proposal;
       if (leased) {
         leased->window->control(0).tenant.store(0);
       } else {
@@ -173,6 +174,7 @@ struct Ranks {
     outcomes.clear();
     for (int r = 0; r < static_cast<int>(comms.size()); ++r) {
       window->control(r).shrinking.store(0);
+      window->control(r).proposal = {};
       window->heap(r)->sweep();
     }
   }
@@ -198,7 +200,7 @@ void live(const Ranks& ranks, int r, const Scenario& scenario, Outcome& outcome)
   }
   const std::chrono::milliseconds patience(scenario.patient ? 10'000 : 1);
   try {
-    outcome.survivors = cpu::shrink(*ranks.window, *ranks.comms[fiber], patience, interrupt);
+    outcome.survivors = cpu::shrink(*ranks.window, *ranks.comms[fiber], never, patience, interrupt);
   } catch (const Interrupt&) {
   } catch (const cpu::GroupUnusable&) {
   } catch (const cpu::OutOfMemory&) {

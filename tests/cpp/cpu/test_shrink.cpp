@@ -179,6 +179,58 @@ void a_rank_that_comes_too_late_is_left_out() {
   });
 }
 
+// The smaller group has ended, and its memory is a tensor now.
+void a_rank_that_comes_even_later_touches_nothing() {
+  Ranks ranks(2);
+  Rank &early = ranks.all[0], &late = ranks.all[1];
+  must(early.shrink(Milliseconds(50)) == std::vector<int>{0}, "those in time");
+  must(early.shrink() == std::vector<int>{0}, "again");
+  constexpr std::int64_t kBytes = 4 << 20;
+  std::byte* const tensor = early.group->heap()->allocate(kBytes);
+  std::memset(tensor, 0, kBytes);
+  try {
+    late.shrink();
+    must(false, "it was left out");
+  } catch (const cpu::GroupUnusable& error) {
+    must(std::strstr(error.what(), "too late") != nullptr, error.what());
+  }
+  must(std::all_of(tensor, tensor + kBytes, [](std::byte b) { return b == std::byte{}; }),
+       "the tensor is untouched");
+}
+
+void an_abort_ends_it() {
+  Ranks ranks(2);
+  std::thread other([&] {
+    std::this_thread::sleep_for(Milliseconds(100));
+    ranks.all[0].group->abort();
+  });
+  try {
+    ranks.all[0].shrink();
+    must(false, "it was aborted");
+  } catch (const cpu::GroupUnusable& error) {
+    must(std::strstr(error.what(), "aborted") != nullptr, error.what());
+  }
+  other.join();
+  must(ranks.all[1].shrink() == std::vector<int>{1}, "the other one is alone");
+}
+
+// Another thread closes the group, which has a message to come.
+void a_group_is_closed_while_it_shrinks() {
+  for (int i = 0; i < 20; ++i) {
+    Ranks ranks(2);
+    cpu::Group& group = *ranks.all[0].group;
+    Bytes data(100'000);
+    const RequestPtr request = irecv(group, data, 1);
+    std::thread other([&] { group.close(); });
+    try {
+      group.shrink(Milliseconds(1));
+    } catch (const cpu::GroupUnusable&) {
+    }
+    other.join();
+    must(error_of([&] { request->wait(); }).reason == Reason::aborted, "it was aborted");
+  }
+}
+
 // The rank that has let others wait until the timeout is not awaited again.
 void a_rank_that_did_not_answer_is_not_awaited() {
   Ranks ranks(3);
@@ -250,6 +302,10 @@ int main() {
       {"down to one", down_to_one},
       {"without a failure", without_a_failure},
       {"a rank that comes too late is left out", a_rank_that_comes_too_late_is_left_out},
+      {"a rank that comes even later touches nothing",
+       a_rank_that_comes_even_later_touches_nothing},
+      {"an abort ends it", an_abort_ends_it},
+      {"a group is closed while it shrinks", a_group_is_closed_while_it_shrinks},
       {"a rank that did not answer is not awaited", a_rank_that_did_not_answer_is_not_awaited},
       {"a rank that is interrupted is gone", a_rank_that_is_interrupted_is_gone},
       {"submitted work fails first", submitted_work_fails_first},
