@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import random
 import signal
 import statistics
@@ -22,6 +21,7 @@ import helpers
 import torch
 
 import pycomm
+from pycomm.bench.report import circumstances
 
 LIMIT = 60.0  # seconds after which a world counts as stuck
 COUNTS = (1, 16, 1000, 5000, 100_000, 1_000_000)
@@ -186,11 +186,7 @@ def main() -> None:
             if seen.get("failures") and "continued" in seen["failures"][-1]:
                 recoveries.append(1e3 * (seen["failures"][-1]["continued"] - last))
     summary = {
-        "command": f"python tests/support/shrinking.py --kills {options.kills}",
-        "machine": {
-            "cpu": platform.processor() or platform.machine(),
-            "python": platform.python_version(),
-        },
+        "meta": circumstances(f"python tests/support/shrinking.py --kills {options.kills}"),
         "kills": kills,
         "worlds": seed - options.seed,
         "minutes": round((time.monotonic() - begin) / 60, 1),
