@@ -264,7 +264,7 @@ class DataParallel(nn.Module):
                 commits = model.should_commit()
             except pycomm.CollectiveError:
                 group = group.shrink()
-                continue  # with the same step
+                continue  # with the next batch
             if commits:
                 optimizer.step()
         """

@@ -19,6 +19,7 @@ from pycomm._runtime.internode import Nodes
 from pycomm._runtime.open_groups import OpenGroups
 from pycomm._runtime.plan import Plan, make_cuda_plan, make_plan, make_spanning_plan
 from pycomm._runtime.span import Span
+from pycomm.errors import GroupUnusable
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -225,7 +226,7 @@ class Group:
 
         No operation can promise that it succeeds on all ranks or on none: a rank may die when some
         have already gone on. This decision can. Every rank that survives gets the same answer, so a
-        step is taken by all of them or by none.
+        step is taken by all of them or by none. On CUDA it waits for the device first.
 
         Args:
             ready: False if this rank cannot take the step.
@@ -242,6 +243,9 @@ class Group:
             raise ValueError(f"a group that spans nodes cannot decide, got {len(self.nodes)} nodes")
         if not isinstance(ready, bool):
             raise TypeError(f"ready must be True or False, got {ready!r}")
+        if self._cuda is not None:
+            torch.cuda.synchronize(self._cuda.device)
+            self._cuda.check()
         return self._core.should_commit(ready)
 
     def shrink(self, timeout: float | timedelta | None = None) -> Group:
@@ -277,8 +281,11 @@ class Group:
         succession = self._succession
         try:
             window, members = self._core.shrink(patience)
-        finally:
-            self.close()
+        except BaseException as error:
+            if not isinstance(error, GroupUnusable):  # else another thread may still shrink it
+                self.close()
+            raise
+        self.close()
         smaller = Group(
             window,
             Nodes((tuple(range(len(members))),), 0),

@@ -4,8 +4,6 @@
 // decides, so a rank that dies cannot keep the others from knowing.
 #pragma once
 
-#include <string>
-
 #include "core/call.h"
 #include "cpu/own_body.h"
 

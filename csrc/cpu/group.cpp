@@ -385,9 +385,9 @@ Survivors Group::shrink(Clock::duration patience, void (*interrupt)()) {
   close_p2p(interrupt);
   wait_until_idle(interrupt != nullptr ? interrupt : [] {});
   const std::lock_guard lock(running_);
+  if (shrunk_.exchange(true)) throw GroupUnusable("group has been shrunk");
   if (closed_) check_usable();  // closed while this thread waited for the lock
   fail("it was shrunk");        // if no operation has failed
-  if (shrunk_.exchange(true)) throw GroupUnusable("group has been shrunk");
   comm_.wait_for_kernels(patience, interrupt);
   return cpu::shrink(*window_, comm_, stops_shrinking_, patience, interrupt);
 }
@@ -400,6 +400,7 @@ void Group::close(void (*interrupt)()) {
     if (closed_.exchange(true)) return;
     queue_changed_.notify_all();
   }
+  if (shrunk_) stops_shrinking_ = true;
   std::exception_ptr interrupted;
   try {
     close_p2p(interrupt);

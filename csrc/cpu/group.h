@@ -196,7 +196,7 @@ class Group {
   std::unique_ptr<InternodeGroup> internode_;  // if the group spans nodes
   OperationLock running_;
   std::atomic<bool> shrunk_{false};
-  std::atomic<bool> stops_shrinking_{false};  // set by abort()
+  std::atomic<bool> stops_shrinking_{false};  // set by abort() and close()
   std::uint64_t decisions_ = 0;
 
   std::mutex queue_mutex_;

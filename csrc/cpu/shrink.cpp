@@ -57,7 +57,7 @@ class Shrink {
         continue;
       }
       if (waited.time() > 2 * patience_) throw no_room();  // others have, and do not answer
-      if (stopped_.load()) throw GroupUnusable("group was aborted while it shrank");
+      if (stopped_.load()) throw GroupUnusable("group was aborted or closed while it shrank");
       if (interrupt_ != nullptr && now > interrupt_at) {
         interrupt_();
         interrupt_at = now + kInterruptEvery;

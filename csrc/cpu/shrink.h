@@ -7,8 +7,8 @@
 //    let others wait until the timeout, and for no rank longer than `patience`.
 // 3. The lowest rank that has arrived reserves a window in its heap for all that have. Its place and
 //    its members are the rank's proposal, which lies in the old window: it holds even if the rank
-//    dies. The first compare-and-swap on the
-//    decision word decides whose proposal holds. If some ranks lose patience, several may propose.
+//    dies. The first compare-and-swap on the decision word decides whose proposal holds. If some
+//    ranks lose patience, several may propose.
 // 4. Every rank maps the window that the decision names. A rank that is not among its members has
 //    been left out, and can only give up.
 //

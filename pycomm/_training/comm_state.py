@@ -65,7 +65,7 @@ class CommState(HookState):
         ValueError, TypeError: an argument is not as described.
     """
 
-    _residuals_lost = 0
+    _residuals_lost = 0  # ranks; states that were pickled by older versions have none
 
     def __init__(
         self,

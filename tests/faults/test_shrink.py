@@ -131,7 +131,7 @@ def test_an_abort_ends_it():
     with pycomm.LocalWorld(2) as world:
         abort = threading.Timer(0.1, world.groups[0].abort)
         abort.start()
-        with pytest.raises(pycomm.GroupUnusable, match="aborted while it shrank"):
+        with pytest.raises(pycomm.GroupUnusable, match="aborted or closed while it shrank"):
             world.groups[0].shrink()
         abort.join()
 
