@@ -221,7 +221,10 @@ void a_group_is_closed_while_it_shrinks() {
     cpu::Group& group = *ranks.all[0].group;
     Bytes data(100'000);
     const RequestPtr request = irecv(group, data, 1);
-    std::thread other([&] { group.close(); });
+    std::thread other([&] {
+      while (group.abort_word() == 0) std::this_thread::yield();  // shrink() has begun
+      group.close();
+    });
     try {
       group.shrink(std::chrono::minutes(10));
     } catch (const cpu::GroupUnusable&) {
