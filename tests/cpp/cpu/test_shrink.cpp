@@ -267,7 +267,8 @@ void a_rank_that_is_interrupted_is_gone() {
 // Work that is under way, or waits to be done, fails before the group shrinks.
 void submitted_work_fails_first() {
   Ranks ranks(2);
-  ranks.run([](Rank& rank) {
+  std::atomic<bool> submitted = false;
+  ranks.run([&](Rank& rank) {
     std::vector<float> data(1 << 20, 1.0f);
     std::vector<std::shared_ptr<cpu::Work>> works;
     if (rank.number == 0) {
@@ -275,6 +276,8 @@ void submitted_work_fails_first() {
         works.push_back(rank.group->submit(all_reduce_of(1 << 20), data.data(), data.data()));
       }
     }
+    if (rank.number == 0) submitted = true;
+    while (!submitted) std::this_thread::yield();
     must(rank.shrink().size() == 2, "nobody is gone");
     for (const auto& work : works) {
       must(error_of([&] { work->wait(nullptr); }).reason == Reason::aborted, "it was aborted");
