@@ -10,6 +10,7 @@ Call Decision::call() {
   return call;
 }
 
+// One rank with a finding suffices, as always (core/operation.h); here it is that it is not ready.
 Preflight Decision::preflight() const {
   Preflight mine;
   mine.nonfinite = static_cast<std::uint8_t>(!ready_);

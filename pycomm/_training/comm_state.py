@@ -212,8 +212,7 @@ class CommState(HookState):
 
     def give_back(self) -> None:
         """Adds the step's means, which will not be used, to residuals, so that nothing is lost."""
-        for flight in self._now.flights:
-            flight.give_back()
+        self._now.give_back()
 
     def should_commit(self, ready: bool = True) -> bool:
         """Decides whether all ranks take the step; see :meth:`pycomm.Group.should_commit`.
@@ -245,7 +244,7 @@ class CommState(HookState):
             raise TypeError(f"group must be a pycomm.Group, got {group!r}")
         group._core.check_usable()
         self._give_back_dropped()
-        self._drop_step()
+        self._now.give_back_if_failed()
         if self._residuals.kinds and self._group is not None:
             self._residuals_lost += max(self._group.size - group.size, 0)
         self._exposed_before += self._now.exposed()
@@ -256,23 +255,6 @@ class CommState(HookState):
     def note_failure(self) -> None:
         """Records that the step has failed although its exchanges may have completed."""
         self._now.undecided = True
-
-    def _drop_step(self) -> None:
-        """Gives the last step's means back if the step has failed.
-
-        On CUDA nothing is given back: it is not known which exchanges have completed.
-        """
-        landed, dropped = [], self._now.undecided
-        for flight in self._now.flights:
-            try:
-                flight.work.wait()
-            except PycommError:
-                dropped = True
-            else:
-                landed.append(flight)
-        for flight in landed if dropped else ():
-            if flight.buffer.is_cpu:
-                flight.give_back()
 
     def stats(self) -> dict[str, float]:
         """Numbers for a logger; sizes and times are those of the last step.

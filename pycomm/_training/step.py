@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pycomm.errors import PycommError
+
 if TYPE_CHECKING:
     from pycomm._training.flights import Flight
 
@@ -33,6 +35,28 @@ class Step:
     undecided: bool = False
     waited: float = 0.0
     _waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+
+    def give_back(self) -> None:
+        """Adds the means, which will not be used, to residuals, so that nothing is lost."""
+        for flight in self.flights:
+            flight.give_back()
+
+    def give_back_if_failed(self) -> None:
+        """After a failure of the group: does so with the means of completed exchanges.
+
+        On CUDA nothing is given back: it is not known which exchanges have completed.
+        """
+        landed, failed = [], self.undecided
+        for flight in self.flights:
+            try:
+                flight.work.wait()
+            except PycommError:
+                failed = True
+            else:
+                landed.append(flight)
+        for flight in landed if failed else ():
+            if flight.buffer.is_cpu:
+                flight.give_back()
 
     def time_stream(self, stream: torch.cuda.Stream) -> None:
         """Records the ends of backward and of the exchanges on their streams."""

@@ -44,37 +44,45 @@ def test_example(launcher, mode, compression, tmp_path):
     assert any(hides(events, *step) for step in steps)
 
 
+def short_training(folder, *options):
+    """What the example says of 20 steps."""
+    plot = str(folder / "loss.png")
+    return subprocess.run(
+        [sys.executable, str(EXAMPLES / "train_lm.py"), "--steps", "20", "--plot", plot, *options],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    ).stdout
+
+
 @pytest.mark.slow
 def test_example_with_shards(tmp_path):
     """The model is the same for each value of `shard`."""
     digests = set()
     for shard, formula in (("optimizer", "p + g + K/n"), ("gradients", "p + (g + K)/n")):
-        what = ["--steps", "20", "--mode", "wrapper", "--shard", shard]
-        command = [sys.executable, str(EXAMPLES / "train_lm.py"), *what]
-        said = subprocess.run(
-            [*command, "--plot", str(tmp_path / "loss.png")],
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=True,
-        ).stdout
+        said = short_training(tmp_path, "--mode", "wrapper", "--shard", shard)
         assert formula in said
         digests.add(said.partition("sha256")[2].split(")")[0])
     assert len(digests) == 1
 
 
 @pytest.mark.slow
+def test_example_that_survives():
+    """Two of four ranks are killed; the others take all steps, and end with the same parameters."""
+    command = [sys.executable, str(EXAMPLES / "survive.py"), "--steps", "50", "--seed", "3"]
+    said = subprocess.run(
+        command, capture_output=True, text=True, timeout=200, check=True
+    ).stdout.splitlines()
+    assert any(line.startswith("step 50: 2 ranks, loss ") for line in said)
+    assert sum("go on after" in line for line in said) == 2
+    assert "have the same parameters, bit for bit" in said[-1]
+
+
+@pytest.mark.slow
 def test_example_with_error_reset(tmp_path):
     """All ranks end with the same outer parameters, and send half a bit per parameter."""
-    what = ["--steps", "20", "--compression", "topk:0.03:values=int8", "--error-reset"]
-    command = [sys.executable, str(EXAMPLES / "train_lm.py"), *what]
-    said = subprocess.run(
-        [*command, "--plot", str(tmp_path / "loss.png")],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=True,
-    ).stdout
+    said = short_training(tmp_path, "--compression", "topk:0.03:values=int8", "--error-reset")
     assert "bit-equal on all ranks" in said
     assert 30 < float(said.partition(" times less than uncompressed")[0].split()[-1]) < 60
 

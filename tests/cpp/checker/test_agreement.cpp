@@ -364,8 +364,5 @@ int main() {
       {"the first has no room", [] { explore_deaths({.ranks = 3, .no_room = {0}}, 1, 1); }},
       {"nobody has room", [] { explore_deaths({.ranks = 2, .no_room = {0, 1}}, 1, 1); }},
   };
-  for (const auto& test : tests) {
-    if (run_all({test}) != 0) return 1;  // enough for a mutant
-  }
-  return 0;
+  return run_until_failure(tests);
 }

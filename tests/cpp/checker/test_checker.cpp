@@ -329,8 +329,5 @@ int main() {
     tests.push_back({"a failure in every wait between nodes", [=] { failures(scene, 3); }});
     tests.push_back({"and without retreat", [=] { failures_without_retreat(scene, 3); }});
   }
-  for (const auto& test : tests) {
-    if (run_all({test}) != 0) return 1;  // enough for a mutant
-  }
-  return 0;
+  return run_until_failure(tests);
 }

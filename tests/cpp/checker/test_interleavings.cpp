@@ -425,8 +425,5 @@ int main() {
        [] { explore({2, {two_shot}, {}, -1, 1}, Explorer::kAll); }},
       {"one aborts, all orders", [] { explore({2, {two_shot}, {0}}, Explorer::kAll, {false}); }},
   };
-  for (const auto& test : tests) {
-    if (run_all({test}) != 0) return 1;  // enough for a mutant
-  }
-  return 0;
+  return run_until_failure(tests);
 }

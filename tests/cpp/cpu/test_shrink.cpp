@@ -17,12 +17,6 @@ using Milliseconds = std::chrono::milliseconds;
 
 constexpr std::int64_t kSlice = 64 << 20, kStaging = 256 << 10;
 
-std::shared_ptr<const cpu::Liveness> threads(int size) {
-  const auto count = static_cast<std::size_t>(size);
-  return std::make_shared<const cpu::Liveness>(std::vector<int>(count),
-                                               std::vector<std::shared_ptr<cpu::Process>>(count));
-}
-
 std::unique_ptr<cpu::Group> group_on(std::shared_ptr<Window> window, int rank, int size) {
   return std::make_unique<cpu::Group>(std::move(window), threads(size), rank, size, 2,
                                       std::chrono::seconds(60), 0);
@@ -84,15 +78,6 @@ struct Ranks {
     must(!failed, "a rank has failed");
   }
 };
-
-Operation all_reduce_of(std::int64_t count) {
-  Operation operation{};
-  operation.collective = Collective::all_reduce;
-  operation.dtype = DType::f32;
-  operation.op = ReduceOp::sum;
-  operation.count = count;
-  return operation;
-}
 
 // The sum over all ranks of `number + i % 7`.
 void add(Rank& rank, std::int64_t count) {

@@ -16,12 +16,6 @@ using cpu::Window;
 
 constexpr std::int64_t kSlice = 64 << 20, kStaging = 256 << 10;
 
-std::shared_ptr<const cpu::Liveness> threads(int size) {
-  const auto count = static_cast<std::size_t>(size);
-  return std::make_shared<const cpu::Liveness>(std::vector<int>(count),
-                                               std::vector<std::shared_ptr<cpu::Process>>(count));
-}
-
 // A window of four ranks. `fd` is a second descriptor of its file.
 struct Whole {
   static constexpr int kRanks = 4;
@@ -54,15 +48,6 @@ struct Part {
               static_cast<int>(members.size()), 2, std::chrono::seconds(60), 0) {}
   cpu::Group group;
 };
-
-Operation all_reduce_of(std::int64_t count) {
-  Operation operation{};
-  operation.collective = Collective::all_reduce;
-  operation.dtype = DType::f32;
-  operation.op = ReduceOp::sum;
-  operation.count = count;
-  return operation;
-}
 
 // The sum over `size` ranks of `rank + i % 7`, computed by the group.
 void check_sum(cpu::Group& group, std::int64_t count) {

@@ -41,4 +41,13 @@ inline int run_all(const std::vector<std::pair<const char*, std::function<void()
   return failed == 0 ? 0 : 1;
 }
 
+// Runs named tests up to the first that fails, which is enough for a mutant.
+inline int run_until_failure(
+    const std::vector<std::pair<const char*, std::function<void()>>>& tests) {
+  for (const auto& test : tests) {
+    if (run_all({test}) != 0) return 1;
+  }
+  return 0;
+}
+
 }  // namespace pycomm::test

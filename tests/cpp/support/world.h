@@ -13,6 +13,22 @@
 
 namespace pycomm::test {
 
+// Ranks that are threads, without processes to watch.
+inline std::shared_ptr<const cpu::Liveness> threads(int size) {
+  const auto count = static_cast<std::size_t>(size);
+  return std::make_shared<const cpu::Liveness>(std::vector<int>(count),
+                                               std::vector<std::shared_ptr<cpu::Process>>(count));
+}
+
+inline Operation all_reduce_of(std::int64_t count) {
+  Operation operation{};
+  operation.collective = Collective::all_reduce;
+  operation.dtype = DType::f32;
+  operation.op = ReduceOp::sum;
+  operation.count = count;
+  return operation;
+}
+
 class World {
  public:
   explicit World(int size, std::int64_t staging_bytes = 64 << 10, std::uint32_t first_epoch = 0,
