@@ -125,7 +125,8 @@ struct Reduction {
 
 // Returns visit(Reduction<T, op>{}), or a default value if elements of type T have no such reduction.
 template <class T, class Visit>
-auto visit_reduction(ReduceOp op, Visit visit) -> decltype(visit(Reduction<T, ReduceOp::sum>{})) {
+PYCOMM_HD auto visit_reduction(ReduceOp op, Visit visit)
+    -> decltype(visit(Reduction<T, ReduceOp::sum>{})) {
   constexpr bool kBitwise = std::is_same_v<T, std::uint8_t>;
   switch (op) {
     case ReduceOp::sum:

@@ -16,9 +16,35 @@
 
 namespace pycomm::cuda {
 
+// How a kernel reduces elements. Sums, and averages of floats, have kernels of their own.
+template <ReduceOp known>
+struct Known {
+  template <class T, class A>
+  __device__ static A combined(ReduceOp, A a, A b) {
+    return combine<known>(a, b);
+  }
+  template <class T, class A>
+  __device__ static A finished(ReduceOp, A a, int ranks) {
+    return finish<known>(a, ranks);
+  }
+};
+
+// All other reductions of a type share a kernel, which looks the reduction up for each element: they
+// are rare, all threads take the same way, and memory is slower.
+struct LookedUp {
+  template <class T, class A>
+  __device__ static A combined(ReduceOp op, A a, A b) {
+    return visit_reduction<T>(op, [=](auto code) { return combine<decltype(code)::kOp>(a, b); });
+  }
+  template <class T, class A>
+  __device__ static A finished(ReduceOp op, A a, int ranks) {
+    return visit_reduction<T>(op, [=](auto code) { return finish<decltype(code)::kOp>(a, ranks); });
+  }
+};
+
 // T is the type of elements that are reduced. For std::byte, the executor only moves the operation's
 // elements and counts in bytes.
-template <class T, ReduceOp op>
+template <class T, class Reduction = Known<ReduceOp::sum>>
 class BlockComm {
  public:
   static constexpr bool kCoded = false;
@@ -280,6 +306,7 @@ class BlockComm {
   __device__ void reduce_packed(std::byte* const* to, int n_to, const std::byte* const* from,
                                 int n_from, std::int64_t begin, std::int64_t end, bool last) {
     using A = accumulator_t<T>;
+    const ReduceOp op = me_.operation.op;
     for (std::int64_t i = begin + threadIdx.x; i < end; i += blockDim.x) {
       A sum[width];
       const auto first = reinterpret_cast<const Pack<width>*>(from[0])[i];
@@ -289,12 +316,15 @@ class BlockComm {
       for (int r = 1; r < n_from; ++r) {
         const auto next = reinterpret_cast<const Pack<width>*>(from[r])[i];
 #pragma unroll
-        for (int k = 0; k < width; ++k) sum[k] = combine<op>(sum[k], load(next.element[k]));
+        for (int k = 0; k < width; ++k) {
+          sum[k] = Reduction::template combined<T>(op, sum[k], load(next.element[k]));
+        }
       }
       Pack<width> result;
 #pragma unroll
       for (int k = 0; k < width; ++k) {
-        result.element[k] = store<T>(last ? pycomm::finish<op>(sum[k], size()) : sum[k]);
+        result.element[k] =
+            store<T>(last ? Reduction::template finished<T>(op, sum[k], size()) : sum[k]);
       }
       for (int j = 0; j < n_to; ++j) reinterpret_cast<Pack<width>*>(to[j])[i] = result;
     }
@@ -407,6 +437,6 @@ class BlockComm {
   bool failed_ = false;
 };
 
-static_assert(PlainExecutor<BlockComm<float, ReduceOp::sum>>);
+static_assert(PlainExecutor<BlockComm<float>>);
 
 }  // namespace pycomm::cuda

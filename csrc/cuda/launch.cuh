@@ -1,5 +1,5 @@
-// Makes kernels of one body of core/algorithms/run.h: one per element type and reduction, or a single
-// one if the body only moves elements.
+// Makes kernels of one body of core/algorithms/run.h: for each element type one per frequent reduction
+// and one for all others, or a single one if the body only moves elements.
 #pragma once
 
 #include "core/algorithms/run.h"
@@ -9,9 +9,9 @@
 
 namespace pycomm::cuda {
 
-template <class Body, class T, ReduceOp op>
+template <class Body, class T, class Reduction = Known<ReduceOp::sum>>
 __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ Launch launch) {
-  BlockComm<T, op> comm(launch);
+  BlockComm<T, Reduction> comm(launch);
   Body::run(comm);
   comm.finish();
 }
@@ -35,27 +35,25 @@ void launch_meeting(const L& launch, cudaStream_t stream, int threads = kThreads
   launch_blocks<kernel>(launch.layout.lanes, launch, stream, threads);
 }
 
-template <class Body, class T, ReduceOp op>
-void launch_kernel(const Launch& launch, cudaStream_t stream) {
-  launch_meeting<&kernel<Body, T, op>>(launch, stream);
-}
-
-template <class Body>
-void launch_reducing(const Launch& launch, cudaStream_t stream) {
-  const Operation& operation = launch.ranks[0].operation;
-  visit_dtype(operation.dtype, [&](auto element) {
-    visit_reduction<decltype(element)>(operation.op, [&](auto code) {
-      launch_kernel<Body, typename decltype(code)::type, decltype(code)::kOp>(launch, stream);
-    });
-  });
-}
-
 template <class Body>
 void launch_plain(const Launch& launch, cudaStream_t stream) {
   if constexpr (requires { Body::kMovesOnly; }) {
-    launch_kernel<Body, std::byte, ReduceOp::sum>(launch, stream);
+    launch_meeting<&kernel<Body, std::byte>>(launch, stream);
   } else {
-    launch_reducing<Body>(launch, stream);
+    const Operation& operation = launch.ranks[0].operation;
+    visit_dtype(operation.dtype, [&](auto element) {
+      using T = decltype(element);
+      if (operation.op == ReduceOp::sum) {
+        using Summed = reduced_type_t<T, ReduceOp::sum>;
+        return launch_meeting<&kernel<Body, Summed, Known<ReduceOp::sum>>>(launch, stream);
+      }
+      if constexpr (std::is_floating_point_v<accumulator_t<T>>) {
+        if (operation.op == ReduceOp::avg) {
+          return launch_meeting<&kernel<Body, T, Known<ReduceOp::avg>>>(launch, stream);
+        }
+      }
+      launch_meeting<&kernel<Body, T, LookedUp>>(launch, stream);
+    });
   }
 }
 

@@ -76,7 +76,7 @@ __device__ Preflight preflight_of_all(const TopkBlock& block, const Comm& comm) 
 template <class T>
 __global__ void __launch_bounds__(kThreads, 1)
     meet_kernel(const __grid_constant__ TopkLaunch launch) {
-  BlockComm<T, ReduceOp::sum> comm(launch);
+  BlockComm<T> comm(launch);
   comm.announce();
   for (int part = 0; part < launch.parts && !comm.failed(); ++part) {
     const TopkBlock block(launch, share_of_lane(launch, part));
@@ -118,7 +118,7 @@ __device__ bool gather(const TopkBlock& block, const Comm& comm) {
 template <class T>
 __global__ void __launch_bounds__(kThreads, 1)
     gather_kernel(const __grid_constant__ TopkLaunch launch) {
-  BlockComm<T, ReduceOp::sum> comm(launch);
+  BlockComm<T> comm(launch);
   comm.announce();
   for (int part = 0; part < launch.parts && !comm.failed(); ++part) {
     const TopkBlock block(launch, share_of_lane(launch, part));

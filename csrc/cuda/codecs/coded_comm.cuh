@@ -25,8 +25,7 @@ class CodedComm {
  public:
   static constexpr bool kCoded = true;
 
-  __device__ CodedComm(BlockComm<T, ReduceOp::sum>& comm, const PartRow& row,
-                       const CodedStaging& staging)
+  __device__ CodedComm(BlockComm<T>& comm, const PartRow& row, const CodedStaging& staging)
       : comm_(comm), row_(row), staging_(staging) {
     comm_.set_preflight(preflight_of(row));
   }
@@ -174,7 +173,7 @@ class CodedComm {
     __syncthreads();
   }
 
-  BlockComm<T, ReduceOp::sum>& comm_;
+  BlockComm<T>& comm_;
   const PartRow& row_;
   const CodedStaging& staging_;
   Preflight preflight_;     // of all ranks

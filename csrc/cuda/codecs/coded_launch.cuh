@@ -12,7 +12,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     coded_kernel(const __grid_constant__ CodedLaunch launch) {
   for (int part = 0; part < launch.parts; ++part) {
     const PartRow& row = fetch(launch, static_cast<int>(blockIdx.x) / launch.layout.lanes, part);
-    BlockComm<T, ReduceOp::sum> comm(launch, row, kLargestBlock);
+    BlockComm<T> comm(launch, row, kLargestBlock);
     CodedComm<T, Codecs> coded(comm, row, launch.staging);
     Body::run(coded);
     coded.finish();

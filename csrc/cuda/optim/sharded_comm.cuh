@@ -75,7 +75,7 @@ class ShardedComm {
 
   static constexpr int kWarps = kShardThreads / 32;
 
-  BlockComm<std::byte, ReduceOp::sum> comm_;
+  BlockComm<std::byte> comm_;
   const int lanes_;
 };
 

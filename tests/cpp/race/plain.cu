@@ -11,9 +11,9 @@ constexpr int kFewThreads = 64;
 template <class Body>
 void launch_one(const Launch& launch, cudaStream_t stream) {
   if constexpr (requires { Body::kMovesOnly; }) {
-    launch_meeting<&kernel<Body, std::byte, ReduceOp::sum>>(launch, stream, kFewThreads);
+    launch_meeting<&kernel<Body, std::byte>>(launch, stream, kFewThreads);
   } else {
-    launch_meeting<&kernel<Body, float, ReduceOp::sum>>(launch, stream, kFewThreads);
+    launch_meeting<&kernel<Body, float>>(launch, stream, kFewThreads);
   }
 }
 

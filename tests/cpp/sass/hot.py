@@ -46,7 +46,7 @@ ADAMW = ("optim/adamw.cu", "step_kernelINS_5AdamW")
 NORM = ("optim/grad_norm.cu", "grad_norm_kernel")
 WIRE = "codecs/wire.cu"
 
-TWO_SHOT = ("algorithms/two_shot.cu", "TwoShotEfLNS_8ReduceOpE0EEE")
+TWO_SHOT = ("algorithms/two_shot.cu", "TwoShotEfNS0_5KnownILNS_8ReduceOpE0EEEE")
 
 HOT_LOOPS = (
     HotLoop("adamw_fp32", *ADAMW, 8, 16, 12, launched=2),
