@@ -4,7 +4,8 @@ VENV ?= .venv
 # Any torch from 2.11 on; a plain "torch" also works and brings CUDA along.
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
-JOBS ?= 2
+# More than two cores have, because ranks that wait in tests leave cores idle.
+JOBS ?= 3
 
 .PHONY: demo test test-slow test-gpu test-emulated gpu bench-gpu convergence cuda-check lint format tsan asan bench clean
 .PHONY: compile-commands torch-headers torch-check
@@ -30,7 +31,7 @@ test: $(VENV)/.built cpp-test
 
 # The long tests, which "test" leaves out: torch's own tests of backends, the wheel, training.
 test-slow: $(VENV)/.built
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -q -m slow tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -q -m slow tests
 
 # Needs a CUDA device; see docs/cuda.md.
 test-gpu: $(VENV)/.built

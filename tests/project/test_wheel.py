@@ -16,7 +16,8 @@ import torch
 
 from pycomm._runtime import c10d_build
 
-pytestmark = pytest.mark.timeout(900)
+# One worker builds the wheel, for all tests.
+pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("wheel")]
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = (
