@@ -11,6 +11,6 @@ STEPS = 300
 def test_error_reset_ends_near_uncompressed_training_and_feedback_above():
     settings = tuple(s for s in sparse.SETTINGS if s.compression.density == 0.03)
     asked = sparse.Comparison(2, STEPS, (0,), settings)
-    feedback, reset = sparse.compare(asked, "momentum")
+    feedback, reset = sparse.compare("characters", asked, "momentum")
     assert reset.bits == feedback.bits < 0.5
     assert abs(reset.differences[0]) < 0.01 < feedback.differences[0]
