@@ -109,8 +109,8 @@ PYCOMM_HD T store(accumulator_t<T> value) {
   }
 }
 
-// The type whose loops reduce elements of type T. Signed and unsigned bytes have the same sums and
-// products, and so the same code.
+// A type whose loops reduce elements of type T. Signed and unsigned bytes have the same sums and
+// products, so that one loop is enough for both.
 template <class T, ReduceOp op>
 using reduced_type_t = std::conditional_t<std::is_same_v<T, std::int8_t> &&
                                               (op == ReduceOp::sum || op == ReduceOp::prod),

@@ -16,7 +16,8 @@
 
 namespace pycomm::cuda {
 
-// How a kernel reduces elements. Sums, and averages of floats, have kernels of their own.
+// Reduces elements by a reduction that the compiler knows. Sums, and averages of floats, have kernels
+// that do.
 template <ReduceOp known>
 struct Known {
   template <class T, class A>
@@ -29,8 +30,9 @@ struct Known {
   }
 };
 
-// All other reductions of a type share a kernel, which looks the reduction up for each element: they
-// are rare, all threads take the same way, and memory is slower.
+// Looks the operation's reduction up for each element. All other reductions of a type share a kernel
+// that does, because they are rare and every kernel takes time to compile. All threads take the same
+// branch; the cost has not been measured on a device.
 struct LookedUp {
   template <class T, class A>
   __device__ static A combined(ReduceOp op, A a, A b) {
@@ -43,8 +45,9 @@ struct LookedUp {
 };
 
 // T is the type of elements that are reduced. For std::byte, the executor only moves the operation's
-// elements and counts in bytes.
-template <class T, class Reduction = Known<ReduceOp::sum>>
+// elements and counts in bytes. Reducer, Known or LookedUp, matters to reduce() only: executors of codecs
+// and of lists reduce by themselves.
+template <class T, class Reducer = Known<ReduceOp::sum>>
 class BlockComm {
  public:
   static constexpr bool kCoded = false;
@@ -317,14 +320,14 @@ class BlockComm {
         const auto next = reinterpret_cast<const Pack<width>*>(from[r])[i];
 #pragma unroll
         for (int k = 0; k < width; ++k) {
-          sum[k] = Reduction::template combined<T>(op, sum[k], load(next.element[k]));
+          sum[k] = Reducer::template combined<T>(op, sum[k], load(next.element[k]));
         }
       }
       Pack<width> result;
 #pragma unroll
       for (int k = 0; k < width; ++k) {
         result.element[k] =
-            store<T>(last ? Reduction::template finished<T>(op, sum[k], size()) : sum[k]);
+            store<T>(last ? Reducer::template finished<T>(op, sum[k], size()) : sum[k]);
       }
       for (int j = 0; j < n_to; ++j) reinterpret_cast<Pack<width>*>(to[j])[i] = result;
     }

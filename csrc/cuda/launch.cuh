@@ -9,9 +9,9 @@
 
 namespace pycomm::cuda {
 
-template <class Body, class T, class Reduction = Known<ReduceOp::sum>>
+template <class Body, class T, class Reducer = Known<ReduceOp::sum>>
 __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ Launch launch) {
-  BlockComm<T, Reduction> comm(launch);
+  BlockComm<T, Reducer> comm(launch);
   Body::run(comm);
   comm.finish();
 }

@@ -36,24 +36,52 @@ from pycomm.bench import report
 
 RESULTS = Path(__file__).resolve().parents[3] / "benchmarks/results"
 
-# Torch's optimizers.
-OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    "sgd": (torch.optim.SGD, {}),
-    "momentum": (torch.optim.SGD, {"momentum": 0.9}),
-    "adamw": (torch.optim.AdamW, {}),
-}
 
-# Their learning rates. With characters, the best of a few for uncompressed training. With digits,
-# all end at about the same loss; at higher rates the model learns the images by heart, and relative
-# differences of losses near zero say nothing.
-RATES = {
-    "characters": {"sgd": 1.0, "momentum": 0.4, "adamw": 4e-3},
-    "digits": {"sgd": 0.2, "momentum": 0.02, "adamw": 5e-4},
-}
+@dataclass(frozen=True)
+class Recipe:
+    """How a task is learned.
 
-# How many times as high the learning rate of a task is if updates are sent, over the root of the
-# ranks. Not with digits: its loss falls with every higher rate, which would hide what is lost.
-RESET_FACTOR = {("characters", "adamw"): 1.2}
+    Attributes:
+        make: the class of the optimizer.
+        rate: the learning rate at its highest.
+        momentum: of SGD; None leaves it out.
+        reset_factor: how many times as high the rate is if updates are sent, over the root of the
+            ranks; None leaves it as it is.
+    """
+
+    make: type[torch.optim.Optimizer]
+    rate: float
+    momentum: float | None = None
+    reset_factor: float | None = None
+
+    def make_optimizer(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        """A new optimizer."""
+        options = {} if self.momentum is None else {"momentum": self.momentum}
+        return self.make(parameters, lr=self.rate, **options)
+
+    def factor(self, ranks: int) -> float:
+        """How many times as high the rate is if updates are sent."""
+        return 1.0 if self.reset_factor is None else self.reset_factor * math.sqrt(ranks)
+
+
+SGD, ADAMW = torch.optim.SGD, torch.optim.AdamW
+
+# With characters, rates are the best of a few for uncompressed training. With digits, all lead to
+# about the same loss. There the loss falls with every higher rate, until the model knows the images
+# by heart and relative differences say nothing; so AdamW runs with the same rate and a higher one.
+RECIPES = {
+    "characters": {
+        "sgd": Recipe(SGD, 1.0),
+        "momentum": Recipe(SGD, 0.4, momentum=0.9),
+        "adamw": Recipe(ADAMW, 4e-3, reset_factor=1.2),
+    },
+    "digits": {
+        "sgd": Recipe(SGD, 0.2),
+        "momentum": Recipe(SGD, 0.02, momentum=0.9),
+        "adamw": Recipe(ADAMW, 5e-4),
+        "adamw, higher rate": Recipe(ADAMW, 5e-4, reset_factor=1.2),
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -138,25 +166,13 @@ class Outcome:
 def learn(
     group: pycomm.Group,
     tasks: Sequence[Task],
-    name: str,
-    kind: str,
+    recipe: Recipe,
     setting: Setting,
     steps: int,
 ) -> float:
-    """One rank's part; the final loss of the parameters that all ranks have.
-
-    Args:
-        group: the ranks.
-        tasks: of all ranks.
-        name: of the task.
-        kind: of optimizer.
-        setting: how to exchange.
-        steps: of the optimizer.
-    """
+    """One rank's part; the final loss of the parameters that all ranks have."""
     task = tasks[group.rank]
-    make, options = OPTIMIZERS[kind]
-    highest = RATES[name][kind]
-    optimizer = make(task.model.parameters(), lr=highest, **options)
+    optimizer = recipe.make_optimizer(task.model.parameters())
     dense = int(DENSE * steps)
     local, factor = None, 1.0
     if setting.reset:
@@ -166,14 +182,13 @@ def learn(
             gradient_steps=dense, local_residuals=True,
         )  # fmt: skip
         model = pycomm.DataParallel(task.model, local_sgd=local)
-        if (name, kind) in RESET_FACTOR:
-            factor = RESET_FACTOR[name, kind] * math.sqrt(group.size)
+        factor = recipe.factor(group.size)
     else:
         model = pycomm.DataParallel(
             task.model, compression=setting.compression, warmup_steps=dense, group=group
         )
     for step in range(steps):
-        rate = highest * rate_factor((step + 1) / (steps + 1))
+        rate = recipe.rate * rate_factor((step + 1) / (steps + 1))
         optimizer.param_groups[0]["lr"] = rate * (factor if step >= dense else 1)
         optimizer.zero_grad()
         task.loss(model, task.draw()).backward()
@@ -190,7 +205,7 @@ def final_loss(name: str, ranks: int, seed: int, kind: str, setting: Setting, st
     """The final loss in a task, on which all ranks agree."""
     tasks = [TASKS[name](rank, ranks, seed) for rank in range(ranks)]
     with pycomm.LocalWorld(ranks, 120) as world:
-        losses = world.run(learn, tasks, name, kind, setting, steps)
+        losses = world.run(learn, tasks, RECIPES[name][kind], setting, steps)
     if len(set(losses)) > 1:
         raise RuntimeError(f"ranks ended with different losses, {losses}")
     return losses[0]
@@ -238,7 +253,7 @@ def study(name: str) -> None:
     meta: dict[str, Any] = report.circumstances(f"python -m convergence.sparse {name}")
     begin = time.monotonic()
     outcomes: list[Outcome] = []
-    pairs = [(asked, kind) for asked in COMPARISONS for kind in OPTIMIZERS]
+    pairs = [(asked, kind) for asked in COMPARISONS for kind in RECIPES[name]]
     for asked, kind in progress.track(pairs, f"training {name}"):
         outcomes += compare(name, asked, kind)
     meta["minutes"] = round((time.monotonic() - begin) / 60, 1)
