@@ -31,7 +31,7 @@ test: $(VENV)/.built cpp-test
 
 # The long tests, which "test" leaves out: torch's own tests of backends, the wheel, training.
 test-slow: $(VENV)/.built
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -q -m slow tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -q -m slow tests
 
 # Needs a CUDA device; see docs/cuda.md.
 test-gpu: $(VENV)/.built

@@ -16,8 +16,7 @@ import torch
 
 from pycomm._runtime import c10d_build
 
-# One worker builds the wheel, for all tests.
-pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("wheel")]
+pytestmark = pytest.mark.timeout(900)
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = (
@@ -61,16 +60,19 @@ def run(*command, cwd, **env):
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("wheel")
-    build(tmp_path_factory.mktemp("sources"), folder)
-    (built,) = folder.glob("*.whl")
-    return built
+@pytest.mark.slow
+def test_wheel(tmp_path):
+    """A single test, so that workers do not each build the wheel."""
+    build(tmp_path / "sources", tmp_path / "wheel")
+    (wheel,) = (tmp_path / "wheel").glob("*.whl")
+    check_contents(wheel)
+    check_name(wheel)
+    check_works_in_an_environment_of_its_own(wheel, tmp_path)
 
 
 def build(copy, folder):
     """Builds from a copy, so that the build leaves nothing in the sources."""
+    copy.mkdir()
     for part in PARTS:
         source = ROOT / part
         if source.is_dir():
@@ -103,8 +105,7 @@ def test_warnings_are_errors_only_in_the_gate(monkeypatch, strict):
     assert "export PYCOMM_STRICT=1" in (ROOT / ".ci" / "run").read_text()
 
 
-@pytest.mark.slow
-def test_contents(wheel):
+def check_contents(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "pycomm").rglob("*.py")}
     assert modules <= set(names)
@@ -118,8 +119,7 @@ def test_contents(wheel):
     assert tops == {"pycomm", "pycomm_backend.py", "torch_pycomm"}
 
 
-@pytest.mark.slow
-def test_name(wheel):
+def check_name(wheel):
     """The name pycomm belongs to another project on the package index."""
     assert wheel.name.startswith("torch_pycomm-")
     for path in sources_that_name_it():
@@ -132,8 +132,7 @@ def sources_that_name_it():
     return [*found, *ROOT.glob("pycomm/**/*.py"), *ROOT.glob("examples/*.py")]
 
 
-@pytest.mark.slow
-def test_works_in_an_environment_of_its_own(wheel, tmp_path):
+def check_works_in_an_environment_of_its_own(wheel, tmp_path):
     environment = tmp_path / "environment"
     run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=tmp_path)
     python = environment / "bin" / "python"
