@@ -46,6 +46,7 @@ from pycomm.group import Group
 from pycomm.local_world import LocalWorld
 from pycomm.memory import MemoryReport, memory_report
 from pycomm.p2p import Request, irecv, isend, recv, send
+from pycomm.report import RankReport, RecordedOperation, Report
 
 __version__ = "0.1.0"
 
@@ -67,6 +68,9 @@ __all__ = [
     "Plan",
     "ProtocolError",
     "PycommError",
+    "RankReport",
+    "RecordedOperation",
+    "Report",
     "Request",
     "Timeout",
     "TopK",

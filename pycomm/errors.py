@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch.distributed as dist
+
+from pycomm.report import Report, make_report
 
 
 class PycommError(RuntimeError):
@@ -25,6 +30,8 @@ class CollectiveError(PycommError, dist.DistBackendError):
         sequence: the operation's number in the group, counted from 1.
         completed: operations up to this number are known to have succeeded on every rank; 0 if
             none is.
+        report: what the ranks of this node did when this one gave up, and their last operations;
+            None for errors of CUDA kernels. From Python 3.11 on, tracebacks show its text.
     """
 
     def __init__(
@@ -36,6 +43,7 @@ class CollectiveError(PycommError, dist.DistBackendError):
         operation: str = "",
         sequence: int = 0,
         completed: int = 0,
+        states: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         super().__init__(message)
         self.rank = rank
@@ -43,13 +51,18 @@ class CollectiveError(PycommError, dist.DistBackendError):
         self.operation = operation
         self.sequence = sequence
         self.completed = completed
+        self.report: Report | None = None
+        if states is not None:
+            self.report = make_report(states)
+            if hasattr(self, "add_note"):
+                self.add_note(str(self.report))
 
     def __reduce__(self) -> tuple[object, ...]:
         """Supports pickling, so that a worker process can pass the error to its parent."""
         return (_rebuild, (type(self), str(self), self.__dict__))
 
 
-def _rebuild(kind: type[CollectiveError], message: str, state: dict[str, int]) -> CollectiveError:
+def _rebuild(kind: type[CollectiveError], message: str, state: dict[str, Any]) -> CollectiveError:
     error = kind(message)
     error.__dict__.update(state)
     return error

@@ -20,6 +20,7 @@ from pycomm._runtime.open_groups import OpenGroups
 from pycomm._runtime.plan import Plan, make_cuda_plan, make_plan, make_spanning_plan
 from pycomm._runtime.span import Span
 from pycomm.errors import GroupUnusable
+from pycomm.report import Report, make_report
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -189,6 +190,26 @@ class Group:
             self._cuda.check()
         if self._span is not None:
             self._span.check()
+
+    def report(self, operations: int = 8) -> Report:
+        """Reports what the ranks of this node do, and their last operations.
+
+        Any thread may call this at any time, also while operations run or after the group has
+        failed. Other ranks need not call it, and are not slowed down.
+
+        Args:
+            operations: how many of each rank's operations to report, 1 to 128.
+
+        Returns:
+            The report; ``print`` shows it as text.
+
+        Raises:
+            ValueError: `operations` is out of range.
+            pycomm.GroupUnusable: the group is closed.
+        """
+        if not 1 <= operations <= _C.most_recorded:
+            raise ValueError(f"operations must be 1 to {_C.most_recorded}, got {operations}")
+        return make_report(self._core.states(operations))
 
     def traffic(self) -> tuple[int, int, int]:
         """Signals, bytes read from and bytes written to other ranks in the last operation."""

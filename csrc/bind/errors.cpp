@@ -38,7 +38,8 @@ void set_collective_error(const CollectiveError& error) {
   const py::object value =
       type(error.what(), py::arg("rank") = error.rank, py::arg("pid") = error.pid,
            py::arg("operation") = error.operation, py::arg("sequence") = error.sequence,
-           py::arg("completed") = error.completed);
+           py::arg("completed") = error.completed,
+           py::arg("states") = error.states ? py::object(to_python(*error.states)) : py::none());
   PyErr_SetObject(type.ptr(), value.ptr());
 }
 

@@ -251,6 +251,7 @@ void bind_group(py::module_& m) {
           },
           py::arg("rank"));
   bind_p2p(m, group);
+  bind_record(m, group);
   py::class_<Exchange>(m, "Exchange")
       .def(py::init<std::vector<Call>>(), py::arg("calls"))
       .def("submit", &Exchange::submit);

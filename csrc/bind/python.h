@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "core/call.h"
+#include "core/record.h"
 
 namespace pycomm::cpu {
 class Group;
@@ -72,6 +73,9 @@ inline Call make_call(const Operation& kind, std::int64_t count, std::uintptr_t 
           make_details(shape, label)};
 }
 
+// The states of ranks as a list of dicts.
+pybind11::list to_python(const std::vector<RankState>& states);
+
 using GroupClass = pybind11::class_<cpu::Group, std::shared_ptr<cpu::Group>>;
 
 void bind_backend_table(pybind11::module_& m);
@@ -82,6 +86,7 @@ void bind_cuda(pybind11::module_& m);
 void bind_optim(pybind11::module_& m);
 void bind_sharded(pybind11::module_& m);
 void bind_p2p(pybind11::module_& m, GroupClass& group);
+void bind_record(pybind11::module_& m, GroupClass& group);
 void bind_transport(pybind11::module_& m);
 
 }  // namespace pycomm::bind

@@ -1,11 +1,14 @@
 // The error that a failed collective throws, and how messages describe operations.
 #pragma once
 
+#include <memory>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "core/details.h"
 #include "core/operation.h"
+#include "core/record.h"
 #include "core/signal.h"
 
 namespace pycomm {
@@ -23,12 +26,13 @@ class CollectiveError : public std::runtime_error {
         sequence(sequence) {}
 
   // The same error, with the information that operations up to `completed` have succeeded on every
-  // rank.
-  CollectiveError knowing(std::uint32_t completed) const {
+  // rank, and with what the ranks had done lately.
+  CollectiveError knowing(std::uint32_t completed, std::vector<RankState> states) const {
     const std::string known =
         completed == 0 ? "none" : "operations up to " + std::to_string(completed);
     CollectiveError error = saying("; known to be complete on every rank: " + known);
     error.completed = completed;
+    error.states = std::make_shared<const std::vector<RankState>>(std::move(states));
     return error;
   }
   // The same error, with its cause.
@@ -40,6 +44,7 @@ class CollectiveError : public std::runtime_error {
   const std::string operation;
   const std::uint32_t sequence;
   std::uint32_t completed = 0;
+  std::shared_ptr<const std::vector<RankState>> states;  // may be null
 
  private:
   CollectiveError saying(const std::string& more) const {

@@ -28,6 +28,7 @@ bool fills_slots(const Operation& operation) {
 Comm::Comm(std::shared_ptr<Window> window, std::shared_ptr<const Liveness> peers, int rank,
            int size, int cores, Clock::duration timeout, std::uint32_t first_epoch)
     : window_(std::move(window)),
+      records_(window_->records(rank)),
       peers_(std::move(peers)),
       membership_(window_, peers_, rank, size),
       rank_(rank),
@@ -39,6 +40,7 @@ Comm::Comm(std::shared_ptr<Window> window, std::shared_ptr<const Liveness> peers
       sequence_(first_epoch),
       ordinal_(first_epoch),
       first_epoch_(first_epoch),
+      recorded_(first_epoch),
       met_(static_cast<std::size_t>(size)),
       tensors_(static_cast<std::size_t>(size)),
       taken_(static_cast<std::size_t>(size * kPacketBytes)),
@@ -57,12 +59,14 @@ Comm::Comm(std::shared_ptr<Window> window, std::shared_ptr<const Liveness> peers
   for (Announcement& announcement : mine().announcements) {
     epoch_of(announcement).store(first_epoch, std::memory_order_release);
   }
+  mine().identity.store(identity_word(peers_->pid(rank), number(rank)), std::memory_order_release);
 }
 
 void Comm::begin(const Operation& operation, const void* input, void* output, void (*interrupt)(),
                  Preflight preflight) {
   ordinal_.store(next_sequence(ordinal()), std::memory_order_relaxed);
   called_ = operation;
+  if (spans_) record_entry();
   interrupt_ = interrupt;
   traffic_ = {};
   begin_phase(operation, input, output, preflight);
@@ -117,6 +121,7 @@ void Comm::publish() {
   stream_fence();
   epoch_of(announced).store(sequence_, std::memory_order_release);
   wake();
+  record_entry();  // now that the others need not wait for it
 }
 
 void Comm::await_announcements() {
@@ -182,6 +187,7 @@ void Comm::finish() {
   leave_peers_heaps();
   stream_fence();  // the caller may tell another thread of its output
   mine().completed.store(ordinal(), std::memory_order_release);
+  if (recorded_ == ordinal()) record().end(std::max(input_bytes_, output_bytes_));
 }
 
 std::uint32_t Comm::completed() const {
@@ -236,6 +242,7 @@ void Comm::check_agreement() {
 void Comm::put_packets(Location from) {
   for (int i = 1; i < size_; ++i) put_packets((rank_ + i) % size_, from);
   wake();
+  record_entry();
 }
 
 void Comm::put_packets(int r, Location from) {

@@ -13,6 +13,7 @@
 #include "core/executor.h"
 #include "core/layout.h"
 #include "core/operation.h"
+#include "core/record.h"
 #include "cpu/blocks.h"
 #include "cpu/liveness.h"
 #include "cpu/loops.h"
@@ -24,6 +25,9 @@ namespace pycomm::cpu {
 
 // The time that a live process may take to stop using a failed rank's tensors.
 inline constexpr auto kRetreatWithin = std::chrono::milliseconds(500);
+
+// How many of each rank's operations an error reports.
+inline constexpr std::size_t kReported = 8;
 
 // What has become of a decision (cpu/decision.h).
 enum class Outcome : std::uint8_t { none, yes, no, failed };
@@ -207,6 +211,10 @@ class Comm {
   std::uint64_t decided_word();
   // The error that an abort word stands for, in this operation.
   CollectiveError failure_of(std::uint64_t word) const;
+  // The same error, with what is known of all ranks.
+  CollectiveError with_report(const CollectiveError& error) const {
+    return error.knowing(completed(), states(kReported));
+  }
   // Throws if the group has been aborted.
   void check_aborted() const {
     if (const std::uint64_t word = aborted()) throw failure_of(word);
@@ -252,6 +260,9 @@ class Comm {
   // True if any rank has signalled on the channel in this operation. Also works after a failure.
   bool anyone_signalled(Channel channel) const;
 
+  // What this node's ranks have done lately, and what they wait for. From any thread, also after a
+  // failure.
+  std::vector<RankState> states(std::size_t most) const;
   int pid(int r) const { return peers_->pid(r); }
   int pid_of(int number) const { return peers_->pid_of(number); }
   // True if a rank of this node waits in an operation after the one with this number.
@@ -275,6 +286,12 @@ class Comm {
 
  private:
   Control& mine() const { return window_->control(rank_); }
+  Record& record() const { return records_[ordinal() % kRecords]; }
+  void record_entry() {
+    if (recorded_ == ordinal()) return;
+    recorded_ = ordinal();
+    record().enter(called_, recorded_);
+  }
   // In the announcement that operations of this parity use.
   std::uint32_t announced(int r, std::uint32_t parity) const;
   Announcement& announcement(int r) const {
@@ -341,6 +358,7 @@ class Comm {
   }
 
   std::shared_ptr<Window> window_;
+  Record* const records_;  // this rank's
   std::shared_ptr<const Liveness> peers_;
   Membership membership_;
   int rank_;
@@ -354,6 +372,7 @@ class Comm {
   std::uint32_t sequence_;
   std::atomic<std::uint32_t> ordinal_;  // written by one thread at a time
   const std::uint32_t first_epoch_;
+  std::uint32_t recorded_;  // the last operation that has a record
   bool spans_ = false;
   std::uint32_t signalled_[kChannels];
   std::uint32_t started_[kChannels];

@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "cpu/comm.h"
+#include "cpu/onlooker.h"
 #include "cpu/waiting.h"
 #include "cpu/waiting_time.h"
 
@@ -99,6 +100,21 @@ std::string Comm::disagreement(std::uint64_t word) const {
   const int receiver = index_of(waiter_of(word));
   if (receiver < 0) return {};
   return p2p::describe(window_->control(receiver).disagreement, rank_of(word), waiter_of(word));
+}
+
+std::vector<RankState> Comm::states(std::size_t most) const {
+  const TickScale scale = TickScale::now();
+  std::vector<RankState> states;
+  for (int r = 0; r < size_; ++r) {
+    RankState state = state_of(window_->control(r), window_->records(r), size_, most, scale);
+    state.rank = number(r);
+    state.pid = pid(r);
+    state.gone = state.gone || ended(r);
+    if (state.waits_for >= 0) state.waits_for = number(state.waits_for);
+    state.elsewhere = membership_.describe(r);
+    states.push_back(std::move(state));
+  }
+  return states;
 }
 
 void Comm::retreat() {

@@ -79,6 +79,13 @@ void Group::depart() {
   comm_.depart();
 }
 
+std::vector<RankState> Group::states(std::size_t most) {
+  if (forked() || closed_) check_usable();
+  const std::lock_guard lock(departing_mutex_);
+  if (departed_) throw GroupUnusable("group is closed");
+  return comm_.states(most);
+}
+
 void Group::end_waits_of(std::span<const std::shared_ptr<Group>> others) {
   if (!idle() || closed_) return;  // its own work may follow; all ranks see one that has left
   std::vector<Group*> beyond;
@@ -251,14 +258,14 @@ bool Group::execute(const Call& call, bool agree_only, void (*interrupt)()) {
     retreat(call);
     const std::uint64_t decided_word = comm_.decided_word();
     const CollectiveError told =
-        (decided_word == word ? error : comm_.failure_of(decided_word)).knowing(comm_.completed());
+        comm_.with_report(decided_word == word ? error : comm_.failure_of(decided_word));
     fail(told);
     throw told;
   } catch (const std::exception& error) {
     abort();  // the other ranks do not know of it yet
     retreat(call);
     const CollectiveError told = comm_.failure_of(comm_.decided_word());
-    fail((told.rank == rank_ ? told.because(error.what()) : told).knowing(comm_.completed()));
+    fail(comm_.with_report(told.rank == rank_ ? told.because(error.what()) : told));
     throw;
   }
 }

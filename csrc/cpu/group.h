@@ -124,6 +124,9 @@ class Group {
   // called from time to time; if it throws, the work that close() waits for is aborted.
   void close(void (*interrupt)() = nullptr);
 
+  // What this node's ranks do, and their last operations. From any thread, until close().
+  std::vector<RankState> states(std::size_t most);
+
   // In the whole group; those of Comm count only this node.
   int rank() const { return rank_; }
   int size() const { return size_; }

@@ -46,7 +46,7 @@ class OutOfMemory : public std::bad_alloc {
 // the file with zeros.
 class Mapping {
  public:
-  Mapping(int fd, std::int64_t begin, std::int64_t bytes);
+  Mapping(int fd, std::int64_t begin, std::int64_t bytes, bool writable = true);
   ~Mapping();
   Mapping(Mapping&& other) noexcept;
   Mapping& operator=(Mapping&&) = delete;

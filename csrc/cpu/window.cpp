@@ -129,6 +129,8 @@ Window::Place Window::reserve(int owner, int ranks, const std::vector<int>& depa
     return control_position(place, ranks, r, member);
   };
   try {
+    file_->write(position(offsetof(Control, header), 0),
+                 Header{kMagic, kLayout, ranks, slice_bytes(), 2 * half_bytes_});
     file_->write(position(offsetof(Control, tenant), 0), place.id);
     file_->write(position(offsetof(Control, departed), 0),
                  static_cast<std::uint32_t>(departed.size()));
@@ -169,7 +171,7 @@ Window::Window(const Window& whole, std::vector<int> members, int rank, const Pl
       departed_(false) {
   check(place);
   for (int r = 0; r < ranks_; ++r) {
-    reserve_in_file(file_->fd(), position_ + r * stride_, staging_begin());
+    reserve_in_file(file_->fd(), position_ + r * stride_, staging_begin(ranks_));
   }
   slices_.emplace(file_->fd(), position_, ranks_ * stride_);
   if (place.owner == seat(rank)) file_->heap(place.owner).keep(place.offset, tenancy_);
@@ -191,7 +193,7 @@ void Window::reserve_staging(int r, std::int64_t bytes) {
 void Window::populate([[maybe_unused]] int r) {
 #if defined(MADV_POPULATE_WRITE)
   // Only an optimisation: older kernels fault the pages in at first use.
-  const std::int64_t bytes = in_heap() ? staging_begin() : stride_;
+  const std::int64_t bytes = in_heap() ? staging_begin(ranks_) : stride_;
   (void)madvise(slice(r), static_cast<std::size_t>(bytes), MADV_POPULATE_WRITE);
 #endif
 }

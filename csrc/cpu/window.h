@@ -1,6 +1,6 @@
 // The window: memory that the ranks of one group on one node share, with a slice per rank.
 //
-//   | control page | packets | mailboxes | staging, even operations | staging, odd ones |
+//   | control page | packets | mailboxes | records | staging, even operations | staging, odd ones |
 //
 // The slices lie in a file (cpu/window_file.h) one after another, so that a single mapping has them
 // all. The first window of a file precedes the heaps, and begins with a header, in rank 0's control
@@ -25,6 +25,7 @@
 #include "cpu/bell.h"
 #include "cpu/heap.h"
 #include "cpu/p2p/mailbox.h"
+#include "cpu/record.h"
 #include "cpu/shared_wait.h"
 #include "cpu/window_file.h"
 
@@ -41,9 +42,15 @@ struct alignas(128) Header {
 };
 inline constexpr std::uint64_t kMagic = 0x77206d6d6f637970;  // "pycomm w"
 
+// The process and the number, in its whole group, of a rank.
+constexpr std::uint64_t identity_word(int pid, int number) {
+  return static_cast<std::uint64_t>(pid) << 32 | static_cast<std::uint32_t>(number);
+}
+
 // What a rank shows to the others. Zero-initialised.
 struct Control {
-  Header header;  // only rank 0's is used
+  Header header;                        // only rank 0's is used
+  std::atomic<std::uint64_t> identity;  // identity_word() of a rank that has joined
   // 128 bytes, because processors fetch cache lines in pairs.
   struct alignas(128) Flag {
     std::atomic<std::uint32_t> value;
@@ -98,7 +105,7 @@ static_assert(sizeof(Control) <= kControlBytes);
 
 // A hash of the window's layout, so every member of Control is listed. Raise the version when
 // something changes its meaning but not its offset.
-inline constexpr std::uint64_t kLayoutVersion = 4;
+inline constexpr std::uint64_t kLayoutVersion = 5;
 inline constexpr std::uint64_t kLayout = hash_of({kLayoutVersion,
                                                   sizeof(Header),
                                                   sizeof(Operation),
@@ -106,6 +113,7 @@ inline constexpr std::uint64_t kLayout = hash_of({kLayoutVersion,
                                                   sizeof(Details),
                                                   sizeof(Control),
                                                   offsetof(Control, header),
+                                                  offsetof(Control, identity),
                                                   offsetof(Control, announcements),
                                                   offsetof(Control, details),
                                                   offsetof(Control, flags),
@@ -138,6 +146,8 @@ inline constexpr std::uint64_t kLayout = hash_of({kLayoutVersion,
                                                   offsetof(p2p::Mailbox, sender),
                                                   offsetof(p2p::Mailbox, receiver),
                                                   sizeof(p2p::Disagreement),
+                                                  sizeof(Record),
+                                                  kRecords,
                                                   p2p::kRingBytes,
                                                   p2p::kAnswers,
                                                   kChannels,
@@ -157,10 +167,19 @@ constexpr std::int64_t packet_area_bytes(int ranks) {
 constexpr std::int64_t mailbox_area_bytes(int ranks) {
   return round_up(ranks * static_cast<std::int64_t>(sizeof(p2p::Mailbox)), kPage);
 }
+inline constexpr std::int64_t kRecordBytes = kRecords * sizeof(Record);
+static_assert(kRecordBytes % kPage == 0);
+// Where staging begins in a slice.
+constexpr std::int64_t staging_begin(int ranks) {
+  return kControlBytes + packet_area_bytes(ranks) + mailbox_area_bytes(ranks) + kRecordBytes;
+}
 // The bytes of a rank's slice.
 constexpr std::int64_t window_slice_bytes(int ranks, std::int64_t staging_bytes) {
-  return kControlBytes + packet_area_bytes(ranks) + mailbox_area_bytes(ranks) +
-         round_up(staging_bytes, kPage);
+  return staging_begin(ranks) + round_up(staging_bytes, kPage);
+}
+
+inline Record* records_of(std::byte* slice, int ranks) {
+  return reinterpret_cast<Record*>(slice + staging_begin(ranks) - kRecordBytes);
 }
 
 class Window {
@@ -213,7 +232,7 @@ class Window {
   Control& control(int r) const { return *reinterpret_cast<Control*>(slice(r)); }
   // Rank r's staging area for operations of this parity.
   std::byte* staging(int r, std::uint32_t parity) const {
-    return slice(r) + staging_begin() + (parity & 1u) * half_bytes_;
+    return slice(r) + staging_begin(ranks_) + (parity & 1u) * half_bytes_;
   }
   // Where rank `from` writes packets for rank r in operations of this parity.
   std::atomic<std::uint64_t>* packets(int r, std::uint32_t parity, int from) const {
@@ -225,6 +244,9 @@ class Window {
     std::byte* const area = slice(r) + kControlBytes + packet_area_bytes(ranks_);
     return reinterpret_cast<p2p::Mailbox*>(area)[from];
   }
+  // The records of rank r's last operations; the one of an operation lies at its number modulo
+  // kRecords.
+  Record* records(int r) const { return records_of(slice(r), ranks_); }
   // Identifies the window, in all processes alike.
   std::uint32_t id() const { return id_; }
   // Bytes of a staging slot: each half has kStagingSlots.
@@ -257,9 +279,6 @@ class Window {
   int seat(int r) const { return seats_[static_cast<std::size_t>(r)]; }
   bool in_heap() const { return tenancy_.id != 0; }
   std::byte* slice(int r) const { return slices_->data() + r * stride_; }
-  std::int64_t staging_begin() const {
-    return kControlBytes + packet_area_bytes(ranks_) + mailbox_area_bytes(ranks_);
-  }
   void check(const Place& place) const;
   // The position in the file of a member of rank r's control page in a window for `ranks` ranks.
   std::int64_t control_position(const Place& place, int ranks, int r, std::size_t member) const;

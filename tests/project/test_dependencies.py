@@ -61,7 +61,8 @@ def test_core_includes_only_the_standard_library():
 
 # From the lowest layer up; a module imports only what comes before it, for type checkers, too.
 PYTHON_LAYERS = [
-    {"_C", "_runtime.c10d_build", "_runtime.environment", "_runtime.gloo", "errors"},
+    {"_C", "_runtime.c10d_build", "_runtime.environment", "_runtime.gloo", "report"},
+    {"errors"},
     {"_runtime.torch_module", "_runtime.torch_private"},
     {
         "_runtime.carriers",
@@ -115,7 +116,7 @@ PYTHON_LAYERS = [
     {"data_parallel", "optim"},
     {"memory"},
     {"__init__"},
-    {"collect_env"},
+    {"collect_env", "top"},
     {"bench"},
     {"advise", "bench.gpu"},
     {"bench.nodes"},

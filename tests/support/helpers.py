@@ -198,9 +198,10 @@ def run_group(size: int, function: Callable[..., Any], *args: Any, **options: An
 
 
 def data_begin(size: int) -> int:
-    """The offset of staging in a rank's slice: after a page of flags, packets and mailboxes."""
+    """The offset of staging in a rank's slice: after flags, packets, mailboxes and records."""
     packets, mailboxes = 2 * size * 2 * 64, size * 256
-    return 4096 + sum(-(-area // 4096) * 4096 for area in (packets, mailboxes))
+    records = pycomm._C.most_recorded * 64
+    return 4096 + sum(-(-area // 4096) * 4096 for area in (packets, mailboxes, records))
 
 
 @functools.cache

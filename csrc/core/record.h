@@ -1,0 +1,29 @@
+// What ranks have done lately, as read from the records that they keep (cpu/record.h).
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "core/operation.h"
+
+namespace pycomm {
+
+// An operation that a rank has recorded. Times are seconds of the steady clock, which all processes
+// of a machine share.
+struct Recorded {
+  Operation operation;
+  std::uint32_t number;
+  double entered;
+  double done;  // 0: not yet, or it has failed; `entered` if it has not been timed
+};
+
+struct RankState {
+  int rank = -1;
+  int pid = -1;
+  bool gone = false;               // it has left, or its process has ended
+  int waits_for = -1;              // a rank
+  std::string elsewhere;           // what it waits for in another group
+  std::vector<Recorded> recorded;  // its last operations, in order
+};
+
+}  // namespace pycomm

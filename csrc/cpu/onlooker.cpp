@@ -1,0 +1,97 @@
+#include "cpu/onlooker.h"
+
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "core/message.h"
+#include "cpu/waiting.h"
+
+namespace pycomm::cpu {
+namespace {
+
+std::int64_t stride_of(const Header& header) {
+  return window_slice_bytes(static_cast<int>(header.ranks), header.staging_bytes);
+}
+
+// Returns a header only if the whole window lies in the file.
+Header checked_header(int fd, std::int64_t position) {
+  Header header{};
+  struct stat file = {};
+  const bool is_window = pread(fd, &header, sizeof(header), position) == sizeof(header) &&
+                         header.magic == kMagic && fstat(fd, &file) == 0;
+  PYCOMM_CHECK(is_window, "no window of pycomm's begins at " + std::to_string(position));
+  if (header.layout != kLayout)
+    throw std::runtime_error("another version of pycomm made the window");
+  const bool fits = header.ranks > 0 && header.ranks <= static_cast<std::int64_t>(kField) &&
+                    header.staging_bytes > 0 && header.staging_bytes <= file.st_size &&
+                    header.ranks <= (file.st_size - position) / stride_of(header);
+  PYCOMM_CHECK(fits, "the window's header is damaged");
+  return header;
+}
+
+std::vector<RecordedTicks> last_entries(const Record* records, std::size_t most) {
+  std::vector<RecordedTicks> entries;
+  for (std::uint32_t i = 0; i < kRecords; ++i) {
+    if (const std::optional<RecordedTicks> entry = records[i].read()) entries.push_back(*entry);
+  }
+  std::sort(entries.begin(), entries.end(),
+            [](const RecordedTicks& a, const RecordedTicks& b) { return a.entered < b.entered; });
+  if (entries.size() > most) {
+    entries.erase(entries.begin(), entries.end() - static_cast<std::ptrdiff_t>(most));
+  }
+  return entries;
+}
+
+}  // namespace
+
+RankState state_of(const Control& control, const Record* records, int ranks, std::size_t most,
+                   const TickScale& scale) {
+  RankState state;
+  const std::uint64_t identity = control.identity.load(std::memory_order_acquire);
+  state.rank = static_cast<int>(identity & 0xffffffffu);
+  state.pid = static_cast<int>(identity >> 32);
+  state.gone = control.left.load(std::memory_order_acquire) != 0;
+  if (const auto waiting = parse_waiting(control.waiting.load(std::memory_order_acquire), ranks)) {
+    state.waits_for = waiting->rank;
+  } else if (const int sender = awaited_sender(control.p2p_waiting.load(), Clock::now());
+             sender < ranks) {
+    state.waits_for = sender;
+  }
+  for (const RecordedTicks& entry : last_entries(records, most)) {
+    const double entered = scale.seconds(entry.entered);
+    const double done = entry.done == kNotDone   ? 0
+                        : entry.done == kUntimed ? entered
+                                                 : scale.seconds(entry.done);
+    state.recorded.push_back({entry.operation, entry.number, entered, done});
+  }
+  return state;
+}
+
+Onlooker::Onlooker(int fd, std::int64_t position)
+    : header_(checked_header(fd, position)),
+      slices_(fd, position, header_.ranks * stride_of(header_), false) {}
+
+std::vector<RankState> Onlooker::states(std::size_t most) const {
+  const auto ranks = static_cast<int>(header_.ranks);
+  const TickScale scale = TickScale::now();
+  const auto slice = [&](int r) { return slices_.data() + r * stride_of(header_); };
+  const auto control = [&](int r) -> const Control& {
+    return *reinterpret_cast<const Control*>(slice(r));
+  };
+  std::vector<RankState> states;
+  for (int r = 0; r < ranks; ++r) {
+    if (control(r).identity.load(std::memory_order_acquire) == 0) continue;
+    RankState state = state_of(control(r), records_of(slice(r), ranks), ranks, most, scale);
+    if (state.waits_for >= 0) {
+      const std::uint64_t awaited = control(state.waits_for).identity.load();
+      state.waits_for = awaited == 0 ? -1 : static_cast<int>(awaited & 0xffffffffu);
+    }
+    states.push_back(std::move(state));
+  }
+  return states;
+}
+
+}  // namespace pycomm::cpu

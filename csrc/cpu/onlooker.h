@@ -1,0 +1,33 @@
+// Looks at a window without taking part: from a process that is not one of its ranks, or for the
+// report of a rank whose operation has failed. It never writes, and waits for nobody.
+#pragma once
+
+#include <vector>
+
+#include "core/record.h"
+#include "cpu/heap.h"
+#include "cpu/window.h"
+
+namespace pycomm::cpu {
+
+// What a rank's control page and records tell: at most `most` operations, and in `waits_for` the
+// rank of this window that it waits for. `rank` and `pid` are those of identity_word().
+RankState state_of(const Control& control, const Record* records, int ranks, std::size_t most,
+                   const TickScale& scale);
+
+class Onlooker {
+ public:
+  // Maps the window that begins at a position of a file, read-only. The caller may close `fd`
+  // afterwards. Throws std::invalid_argument if no window begins there, and std::runtime_error if
+  // it is one of another version.
+  Onlooker(int fd, std::int64_t position);
+
+  // The states of all ranks that have joined; see state_of().
+  std::vector<RankState> states(std::size_t most) const;
+
+ private:
+  const Header header_;
+  const Mapping slices_;
+};
+
+}  // namespace pycomm::cpu

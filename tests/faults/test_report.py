@@ -1,0 +1,252 @@
+"""Reports: what ranks did, who is late, and where everybody was when an operation failed."""
+
+import json
+import os
+import pickle
+import signal
+import threading
+import time
+
+import helpers
+import pytest
+import torch
+
+import pycomm
+from pycomm.report import make_report
+
+MOST_BYTES = 20_000
+
+
+def run_sizes(group):
+    """Runs small and large operations, with the clock read before and after each."""
+    clock = []
+    for count in (8, 250_000, 2, 50_000):
+        begin = time.monotonic()
+        pycomm.all_reduce(torch.ones(count), group=group)
+        clock.append((begin, time.monotonic()))
+    report = group.report()
+    pycomm.barrier(group=group)  # nobody goes on until all have looked
+    return clock, report
+
+
+def test_operations_are_recorded():
+    """Times agree with the clock of Python, which reads it by itself."""
+    for rank, (clock, report) in enumerate(helpers.run_group(2, run_sizes)):
+        assert [told.rank for told in report.ranks] == [0, 1]
+        mine = report.ranks[rank]
+        assert mine.pid > 0
+        assert not mine.gone
+        assert [told.sequence for told in mine.operations] == [1, 2, 3, 4]
+        assert [told.bytes for told in mine.operations] == [32, 1_000_000, 8, 200_000]
+        assert "all_reduce(float32, 250000 elements, op=sum" in mine.operations[1].description
+        for told, (begin, end) in zip(mine.operations, clock, strict=True):
+            assert begin - 1e-3 < told.entered <= told.done < end + 1e-3
+            assert (told.done == told.entered) == (told.bytes < 4096)
+
+
+def run_many(group):
+    for _ in range(300):
+        pycomm.barrier(group=group)
+    return [len(group.report(most).ranks[1 - group.rank].operations) for most in (1, 100, 128)]
+
+
+def test_the_last_ones_are_kept():
+    assert helpers.run_group(2, run_many) == [[1, 100, 128]] * 2
+
+
+def be_late(group, culprit):
+    for _ in range(50):
+        if group.rank == culprit:
+            time.sleep(0.002)
+        pycomm.all_reduce(torch.ones(10), group=group)
+    return group.report(50).lateness
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_a_late_rank_is_named(culprit):
+    for lateness in helpers.run_group(3, be_late, culprit):
+        assert max(lateness, key=lateness.get) == culprit
+        assert lateness[culprit] > 0.0015
+        assert min(lateness.values()) < 0.0015
+
+
+def stay_away(group):
+    pycomm.all_reduce(torch.ones(10), group=group)
+    if group.rank == 1:
+        time.sleep(1.5)
+        return None
+    with pytest.raises(pycomm.Timeout) as caught:
+        pycomm.all_reduce(torch.ones(1000), group=group)
+    time.sleep(0.5)  # so that the other's report does not find this rank gone
+    return caught.value
+
+
+def test_an_error_tells_who_is_late():
+    for rank, error in enumerate(helpers.run_group(3, stay_away, timeout=0.5)):
+        if rank == 1:
+            continue
+        assert error.report.late == (1,)
+        others = [error.report.ranks[r] for r in (0, 2)]
+        assert all(told.waits_for == 1 for told in others)
+        assert all(told.operations[-1].done is None for told in others)
+        assert error.report.ranks[1].operations[-1].sequence == 1
+        text = str(error.report)
+        assert "waited for: rank 1" in text
+        assert "rank 1: after operation 1, all_reduce(float32, 10 elements" in text
+        assert "ranks 0, 2: in operation 2, all_reduce(float32, 1000 elements" in text
+        told = json.loads(error.report.json())
+        assert (told["late"], told["omitted"]) == ([1], 0)
+        if hasattr(error, "__notes__"):  # from Python 3.11 on
+            assert error.__notes__ == [text]
+        assert pickle.loads(pickle.dumps(error)).report == error.report
+
+
+def die(group):
+    pycomm.barrier(group=group)
+    if group.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(pycomm.PeerDied) as caught:
+        pycomm.all_reduce(torch.ones(1000), group=group)
+    time.sleep(0.5)
+    return caught.value.report
+
+
+def in_dying_group(rank, size, store):
+    with helpers.member(rank, size, store, timeout=20) as group:
+        return die(group)
+
+
+def test_the_dead_keep_their_records():
+    with helpers.Ranks(3, in_dying_group) as ranks:
+        for outcome in ranks.wait_for((0, 2)):
+            report = outcome.value
+            assert [told.gone for told in report.ranks] == [False, True, False]
+            assert report.ranks[1].operations[0].operation == "barrier"
+            assert "rank 1: gone; after operation 1" in str(report)
+
+
+def cross(group):
+    """Two groups in opposite orders: each rank waits in a group that the other has not come to."""
+    with pycomm.init(timeout=1.0) as other:
+        first = group if group.rank == 0 else other
+        with pytest.raises(pycomm.CollectiveError) as caught:
+            pycomm.barrier(group=first)
+        return caught.value.report
+
+
+def test_a_circle_of_two_groups():
+    reports = helpers.run_group(2, cross, timeout=1.0)
+    assert any("in different orders" in str(report) for report in reports)
+
+
+def receive_in_vain(group):
+    if group.rank == 1:
+        time.sleep(1.2)
+        return None
+    with pytest.raises(pycomm.Timeout) as caught:
+        pycomm.recv(torch.empty(4), 1, group=group)
+    return caught.value.report
+
+
+def test_waiting_for_a_message():
+    report = helpers.run_group(2, receive_in_vain, timeout=0.5)[0]
+    assert report.ranks[0].waits_for == 1
+
+
+def test_from_another_thread(world):
+    """While a rank waits, and after a failure; not after close()."""
+    local_world = world(2)
+    group = local_world.groups[0]
+    seen = []
+
+    def look():
+        helpers.wait_until(lambda: group.report().ranks[0].waits_for == 1)
+        seen.append(group.report())
+        group.abort()
+
+    thread = threading.Thread(target=look)
+    thread.start()
+
+    def body(mine):
+        if mine.rank == 1:
+            thread.join()
+            return
+        with pytest.raises(pycomm.Aborted):
+            pycomm.barrier(group=mine)
+
+    local_world.run(body)
+    assert seen[0].late == (1,)
+    assert "in operation 1, barrier()" in str(group.report())
+    for wrong in (0, 129):
+        with pytest.raises(ValueError, match=f"operations must be 1 to 128, got {wrong}"):
+            group.report(wrong)
+    group.close()
+    with pytest.raises(pycomm.GroupUnusable, match="closed"):
+        group.report()
+
+
+def test_a_smaller_group_begins_anew(world):
+    local_world = world(3)
+
+    def body(group):
+        for _ in range(5):
+            group.should_commit()  # succeeds on all ranks, although the others go on
+        if group.rank == 1:
+            group.close()
+            return None
+        smaller = group.shrink()
+        pycomm.barrier(group=smaller)
+        told = smaller.report()
+        pycomm.barrier(group=smaller)
+        smaller.close()
+        return told
+
+    report = local_world.run(body)[0]
+    assert [told.rank for told in report.ranks] == [0, 1]
+    assert [told.sequence for told in report.ranks[0].operations] == [1]
+
+
+def state_of(rank, sequence, waits_for=None):
+    """A rank's state in another form than most, so that nothing can be merged."""
+    operation = {
+        "sequence": sequence,
+        "operation": "all_reduce",
+        "description": f"all_reduce({rank}{'x' * 200})",
+        "bytes": 4,
+        "entered": float(sequence),
+        "done": None,
+    }
+    return {
+        "rank": rank,
+        "pid": 10**6 + rank,
+        "gone": False,
+        "waits_for": waits_for,
+        "elsewhere": "",
+        "operations": [operation] * 8,
+    }
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 64, 1000])
+def test_sizes_are_bounded(size):
+    """Also if no two ranks do the same; the late rank is kept."""
+    late = size - 1
+    states = [state_of(rank, 5, late) for rank in range(late)] + [state_of(late, 4)]
+    report = make_report(states)
+    text, told = str(report), report.json()
+    assert len(text.encode()) < MOST_BYTES
+    assert len(told.encode()) < MOST_BYTES
+    kept = json.loads(told)
+    assert kept["omitted"] + len(kept["ranks"]) == size
+    assert kept["ranks"][-1]["rank"] == late
+    assert f"rank {late}: in operation 4" in text
+    if size > 50:
+        assert f"and {size - 40} more ranks" in text
+
+
+def test_equal_ranks_share_a_line():
+    states = [state_of(rank, 5, 3) for rank in range(9) if rank != 3]
+    for state in states:
+        state["operations"] = state_of(0, 5)["operations"]
+    lines = str(make_report([*states[:3], state_of(3, 4), *states[3:]])).splitlines()
+    assert lines[1].startswith("rank 3: in operation 4")
+    assert lines[2].startswith("ranks 0 to 2, 4 to 8: in operation 5")

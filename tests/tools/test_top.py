@@ -1,0 +1,125 @@
+"""``python -m pycomm.top`` sees ranks from outside, also those that hang."""
+
+import json
+import mmap
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+
+import helpers
+import pytest
+import torch
+
+import pycomm
+
+TOP = [sys.executable, "-m", "pycomm.top"]
+
+
+def hang(rank, size, store):
+    """Two groups; rank 1 stays away from the last operation of the second one."""
+    with helpers.member(rank, size, store) as group, pycomm.init() as other:
+        for _ in range(3):
+            pycomm.all_reduce(torch.ones(1000), group=group)
+        pycomm.barrier(group=other)
+        if rank == 1:
+            time.sleep(60)
+        pycomm.broadcast(torch.ones(77), group=other)
+
+
+def look(*options):
+    done = subprocess.run([*TOP, *options], capture_output=True, text=True, timeout=60, check=True)
+    return json.loads(done.stdout)
+
+
+def both_wait(pid):
+    groups = look(str(pid), "--json")["groups"]
+    return any(group["late"] == [1] for group in groups) and groups
+
+
+@pytest.fixture
+def hanging():
+    with helpers.Ranks(3, hang) as ranks:
+        helpers.wait_until(lambda: both_wait(ranks.pids[0]), 60)
+        yield ranks
+
+
+def test_a_job_that_hangs(hanging):
+    """Also if the late rank is stopped, or asked for by another rank's process."""
+    hanging.signal(1, signal.SIGSTOP)
+    for pid in hanging.pids:
+        first, second = sorted(both_wait(pid), key=lambda group: len(group["late"]))
+        assert [rank["pid"] for rank in first["ranks"]] == hanging.pids
+        assert [o["sequence"] for o in first["ranks"][2]["operations"]] == [1, 2, 3]
+        assert all(o["done"] > o["entered"] - 1e-6 for o in first["ranks"][2]["operations"])
+        assert "1000 elements" in first["ranks"][0]["operations"][0]["description"]
+        assert [rank["waits_for"] for rank in second["ranks"]] == [1, None, 1]
+        last = second["ranks"][2]["operations"][-1]
+        assert (last["operation"], last["done"]) == ("broadcast", None)
+
+
+def test_the_dead_are_shown(hanging):
+    hanging.signal(0, signal.SIGSTOP)  # so that it does not end with an error
+    hanging.signal(1, signal.SIGKILL)
+    helpers.wait_until(lambda: not hanging.processes[1].is_alive())
+    groups = look(str(hanging.pids[0]), "--json")["groups"]
+    assert all(group["ranks"][1]["gone"] for group in groups)
+    assert not any(group["ranks"][0]["gone"] for group in groups)
+
+
+def test_the_table(hanging):
+    """It is drawn again and again, for all processes, until Ctrl-C."""
+    leader, follower = pty.openpty()
+    with subprocess.Popen(
+        [*TOP, "--interval", "0.2"],
+        stdout=follower,
+        stderr=follower,
+        env={**os.environ, "COLUMNS": "200", "TERM": "xterm"},
+    ) as shown:
+        os.close(follower)
+        text = ""
+        while text.count("waits for rank 1") < 6:
+            text += os.read(leader, 1 << 16).decode(errors="replace")
+        shown.send_signal(signal.SIGINT)
+        while True:
+            try:
+                if not os.read(leader, 1 << 16):
+                    break
+            except OSError:  # a terminal's end
+                break
+        assert shown.wait(30) == 0
+    os.close(leader)
+    assert "group of 3 ranks, waiting for 1" in text
+    assert str(hanging.pids[1]) in text
+
+
+def test_no_job():
+    """A process without a group has none; one that does not exist is refused."""
+    assert look(str(os.getpid()), "--json")["groups"] == []
+    with subprocess.Popen(["true"]) as ended:
+        ended.wait()
+    for pid, words in ((ended.pid, "No such file"), ("x", "invalid int")):
+        refused = subprocess.run(
+            [*TOP, str(pid)], capture_output=True, text=True, timeout=60, check=False
+        )
+        assert refused.returncode == 2
+        assert words in refused.stderr
+
+
+@pytest.mark.parametrize("damage", ["layout", "ranks", "short"])
+def test_files_that_are_no_windows_of_ours(damage):
+    """A window of another version is told; a damaged one is left out."""
+    header = pycomm._C.window_magic.to_bytes(8, "little")
+    layout = pycomm._C.window_layout ^ (damage == "layout")
+    header += layout.to_bytes(8, "little")
+    header += (10**9 if damage == "ranks" else 2).to_bytes(8, "little")
+    fd = os.memfd_create("pycomm")
+    os.ftruncate(fd, 4096 if damage == "short" else 1 << 24)
+    os.pwrite(fd, header + (1 << 22).to_bytes(8, "little") + (1 << 20).to_bytes(8, "little"), 0)
+    with mmap.mmap(fd, 4096):
+        told = look(str(os.getpid()), "--json")
+    os.close(fd)
+    strangers = [os.getpid()] if damage == "layout" else []
+    assert told == {"groups": [], "other_versions": strangers}
