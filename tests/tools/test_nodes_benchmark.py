@@ -13,10 +13,12 @@ from pycomm.bench.cases import MIB
 from pycomm.bench.nodes import cli, namespaces, sharded
 from pycomm.bench.nodes.cases import (
     COMPRESSIONS,
+    FEEDBACK,
     GOALS,
     HEADER,
     SHARDED_GOALS,
     TRAINEES,
+    WITH_FEEDBACK,
     Layout,
     all_reduce_rows,
     format_row,
@@ -89,6 +91,14 @@ def test_goals_are_for_their_case_alone():
     assert rows_of(ranks=2)["pycomm none"].goal == 1.3
 
 
+def test_the_row_with_a_residual_has_the_formula_but_no_prediction():
+    rows = rows_of()
+    fed, plain = rows[f"pycomm {WITH_FEEDBACK}{FEEDBACK}"], rows[f"pycomm {WITH_FEEDBACK}"]
+    assert fed.predicted_us is None
+    assert fed.predicted_link_bytes == plain.predicted_link_bytes
+    assert fed.goal == 12.0
+
+
 def test_training_rows():
     rows = training_rows(Layout(2, 1, "1gbit"), 10**7, 0.2, TYPICAL, 2)
     assert [row.contestant for row in rows] == list(TRAINEES)
@@ -103,8 +113,8 @@ def test_predictions_are_in_the_file_first(tmp_path, capsys, monkeypatch):
     results = cli.Results(cli.parse(["--json", str(path)]), TYPICAL)
     results.predict(list(rows_of().values()))
     rows = json.loads(path.read_text())["rows"]
-    assert len(rows) == 1 + 2 * len(COMPRESSIONS)
-    assert all(row["predicted_us"] > 0 and row["time_us"] is None for row in rows)
+    assert len(rows) == 2 + 2 * len(COMPRESSIONS)
+    assert all(row["predicted_link_bytes"] > 0 and row["time_us"] is None for row in rows)
     figures = {row["contestant"]: {"time_us": 5.0, "link_bytes": 1, "rounds": 3} for row in rows}
     answered = {"case": "all_reduce", "rate": "1gbit", "figures": figures}
     results.fill(answered, Layout(2, 1, "1gbit"))

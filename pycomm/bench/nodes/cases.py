@@ -17,6 +17,8 @@ COMPRESSIONS = ("none", "bf16", "int8", "topk:0.01")
 DENSITY = 0.01
 PEER = "gloo"
 OVER_GROUPS = " process_group"  # ends the names of contestants with transport="process_group"
+FEEDBACK = " feedback"  # ends the name of the contestant with a residual, which has WITH_FEEDBACK
+WITH_FEEDBACK = "topk:0.01"  # of all compressions, it loses so much that training needs a residual
 # DDP's ways to average gradients, with the model's names; None if the model lacks them.
 TRAINEES = {
     "gloo": ("ring", "none"),
@@ -32,6 +34,7 @@ GOALS = {
     (1, "pycomm none" + OVER_GROUPS): round(0.95 / 1.1, 2),
     (1, "pycomm int8"): 3.6,
     (1, "pycomm topk:0.01"): 15.0,
+    (1, "pycomm topk:0.01" + FEEDBACK): 12.0,
     (2, "pycomm none"): 1.3,
     (2, "pycomm none" + OVER_GROUPS): round(1.3 / 1.1, 2),
     (2, "pycomm int8"): 5.0,
@@ -98,22 +101,24 @@ def split(contestant: str) -> tuple[str, str]:
     """The model's algorithm and compression of ``"gloo"``, ``"pycomm int8"``."""
     if contestant == PEER:
         return "ring", "none"
-    compression = contestant.removeprefix("pycomm ").removesuffix(OVER_GROUPS)
+    compression = contestant.removeprefix("pycomm ").partition(" ")[0]
     return "stripes", compression.partition(":")[0]
 
 
 def all_reduce_rows(layout: Layout, nbytes: int, constants: Constants, cores: int) -> list[Row]:
-    """Predictions of an all-reduce of float32 by every contestant."""
+    """Predictions of an all-reduce of float32 by every contestant; the model has no residuals."""
     model = Model(layout.cluster(constants, cores), constants, DENSITY)
     rows = []
     ours = [f"pycomm {compression}" for compression in COMPRESSIONS]
-    for contestant in (PEER, *ours, *(name + OVER_GROUPS for name in ours)):
+    with_feedback = f"pycomm {WITH_FEEDBACK}{FEEDBACK}"
+    for contestant in (PEER, *ours, with_feedback, *(name + OVER_GROUPS for name in ours)):
         exchange = model.exchange(*split(contestant), nbytes // 4)
         is_goal = layout.nodes == 2 and layout.rate == "1gbit" and nbytes == 64 * MIB
         rows.append(
             Row(
                 "all_reduce", layout.nodes, layout.ranks, layout.rate, contestant, nbytes,
-                round(1e6 * exchange.seconds, 1), round(exchange.link_bytes),
+                None if contestant == with_feedback else round(1e6 * exchange.seconds, 1),
+                round(exchange.link_bytes),
                 goal=GOALS.get((layout.ranks, contestant)) if is_goal else None,
             )
         )  # fmt: skip

@@ -26,7 +26,13 @@ from pycomm.bench import training
 from pycomm.bench.cases import Case
 from pycomm.bench.contestants import Compressed, Contestant, Pycomm
 from pycomm.bench.nodes import sharded
-from pycomm.bench.nodes.cases import COMPRESSIONS, OVER_GROUPS, TRAINEES
+from pycomm.bench.nodes.cases import (
+    COMPRESSIONS,
+    FEEDBACK,
+    OVER_GROUPS,
+    TRAINEES,
+    WITH_FEEDBACK,
+)
 from pycomm.bench.nodes.namespaces import sent_bytes
 from pycomm.bench.overlap import Link
 from pycomm.bench.peers import TorchPeer
@@ -118,6 +124,9 @@ def all_reduces(
             make = Pycomm if name == "none" else Compressed
             field[f"pycomm {name}"] = make(group, "auto", "tensor", name)
             field[f"pycomm {name}{OVER_GROUPS}"] = make(over_groups, "auto", "tensor", name)
+        field[f"pycomm {WITH_FEEDBACK}{FEEDBACK}"] = Compressed(
+            group, "auto", "tensor", WITH_FEEDBACK, feedback=True
+        )
         prepared = {name: contestant.prepare(what) for name, contestant in field.items()}
         calls = {name: run.call for name, run in prepared.items()}
         rewrites = {name: run.rewrite for name, run in prepared.items()}
