@@ -61,7 +61,8 @@ void TopkComm<Base>::announce() {
     candidates_.limit = limit_;
     workspace_.selection.prepare(candidates_, operation_.codec.k);
   }
-  workspace_.selection.collect(candidates_, feeds());
+  workspace_.selection.collect(candidates_);
+  if (feeds()) store_values(candidates_);
 }
 
 template <class Base>

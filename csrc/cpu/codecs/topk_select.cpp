@@ -24,10 +24,19 @@ constexpr std::int64_t kSampledOneIn = 128, kLargestSample = 64 << 10;
 // No magnitude.
 constexpr std::uint32_t kNone = 0xffffffffu;
 
-PYCOMM_HD void store_unscaled(const float* values, std::int64_t n, const Scaling& scaling,
-                              float* to) {
-#pragma omp simd
-  for (std::int64_t i = 0; i < n; ++i) to[i] = values[i] * scaling.inverse;
+// What replaces x.
+template <class T>
+float accelerated_at(const Candidates& from, std::int64_t i) {
+  const float x = load(static_cast<const T*>(from.x)[i]);
+  if (from.velocity == nullptr) return x;
+  return accelerated(from.velocity[i], from.momentum, x, from.scaling.scale);
+}
+
+template <class T>
+float candidate(const Candidates& from, std::int64_t i) {
+  const float value = accelerated_at<T>(from, i);
+  if (from.residual == nullptr) return value;
+  return limited(contribution(value, from.residual[i], from.scaling.scale), from.limit);
 }
 
 struct Stretch {
@@ -36,41 +45,26 @@ struct Stretch {
 };
 
 // Loads `n` candidates from `start` into `buffer`, or points to them in place, and writes a byte for
-// each: 1 if its magnitude is at least `least`. With `store` they replace residual and velocity.
+// each: 1 if its magnitude is at least `least`.
 template <class T>
 PYCOMM_CLONES Stretch load_stretch(const Candidates& from, std::int64_t start, std::int64_t n,
-                                   bool store, std::uint32_t least, float* buffer,
-                                   std::uint8_t* hits) {
-  const T* x = static_cast<const T*>(from.x) + start;
-  const float* values = buffer;
-  if (from.velocity != nullptr) {
-    float* velocity = from.velocity + start;
+                                   std::uint32_t least, float* buffer, std::uint8_t* hits) {
+  const Candidates all = from;  // a copy, which stores to `buffer` cannot change
+  const bool in_place =
+      std::is_same_v<T, float> && all.residual == nullptr && all.velocity == nullptr;
+  const float* values = in_place ? static_cast<const float*>(all.x) + start : buffer;
+  if (!in_place) {
 #pragma omp simd
-    for (std::int64_t i = 0; i < n; ++i) {
-      buffer[i] = accelerated(velocity[i], from.momentum, load(x[i]), from.scaling.scale);
-    }
-    if (store) store_unscaled(buffer, n, from.scaling, velocity);
-  } else if (std::is_same_v<T, float> && from.residual == nullptr) {
-    values = reinterpret_cast<const float*>(x);
-  } else {
-#pragma omp simd
-    for (std::int64_t i = 0; i < n; ++i) buffer[i] = load(x[i]);
-  }
-  if (from.residual != nullptr) {
-    float* residual = from.residual + start;
-#pragma omp simd
-    for (std::int64_t i = 0; i < n; ++i) {
-      buffer[i] = contribution(buffer[i], residual[i], from.scaling.scale);
-    }
-    if (from.limit != kInfinity) {
-#pragma omp simd
-      for (std::int64_t i = 0; i < n; ++i) buffer[i] = limited(buffer[i], from.limit);
-    }
-    if (store) store_unscaled(buffer, n, from.scaling, residual);
+    for (std::int64_t i = 0; i < n; ++i) buffer[i] = candidate<T>(all, start + i);
   }
   // Prefetches the next run, so that memory stays busy while this run's hits are visited.
-  prefetch(reinterpret_cast<const std::byte*>(x) + kPrefetchBytes,
-           n * static_cast<std::int64_t>(sizeof(T)));
+  const auto prefetch_next = [&](const void* data, std::int64_t element) {
+    if (data == nullptr) return;
+    prefetch(static_cast<const std::byte*>(data) + start * element + kPrefetchBytes, n * element);
+  };
+  prefetch_next(all.x, sizeof(T));
+  prefetch_next(all.residual, sizeof(float));
+  prefetch_next(all.velocity, sizeof(float));
   std::uint32_t largest = 0;
 #pragma omp simd reduction(max : largest)
   for (std::int64_t i = 0; i < n; ++i) {
@@ -81,10 +75,24 @@ PYCOMM_CLONES Stretch load_stretch(const Candidates& from, std::int64_t start, s
   return {values, largest};
 }
 
+// Replaces residual and velocity by the candidates. Alone, this runs at the speed of memory.
+template <class T>
+PYCOMM_CLONES void store_candidates(const Candidates& from) {
+  const Candidates all = from;
+  const float inverse = all.scaling.inverse;
+#pragma omp simd
+  for (std::int64_t i = 0; i < all.n; ++i) {
+    const float value = accelerated_at<T>(all, i);
+    const float left = contribution(value, all.residual[i], all.scaling.scale);
+    if (all.velocity != nullptr) all.velocity[i] = value * inverse;
+    all.residual[i] = left * inverse;
+  }
+}
+
 // Calls visit(index, value) for candidates of at least `least`, and from time to time after_chunk(),
 // which may raise `least`. Returns the largest magnitude().
 template <class Visit, class AfterChunk>
-std::uint32_t scan(const Candidates& from, bool store, const std::uint32_t& least, Visit visit,
+std::uint32_t scan(const Candidates& from, const std::uint32_t& least, Visit visit,
                    AfterChunk after_chunk) {
   const auto load = from.dtype == DType::f32   ? load_stretch<float>
                     : from.dtype == DType::f16 ? load_stretch<Half>
@@ -94,22 +102,12 @@ std::uint32_t scan(const Candidates& from, bool store, const std::uint32_t& leas
   std::uint32_t largest = 0;
   for (std::int64_t start = 0; start < from.n; start += kStretch) {
     const std::int64_t n = std::min(kStretch, from.n - start);
-    const Stretch stretch = load(from, start, n, store, least, buffer, hits.bytes);
+    const Stretch stretch = load(from, start, n, least, buffer, hits.bytes);
     largest = std::max(largest, stretch.largest);
     hits.each(n, [&](std::int64_t i) { visit(start + i, stretch.values[i]); });
     if ((start + kStretch) % kTopkChunk == 0) after_chunk();
   }
   return largest;
-}
-
-template <class T>
-float candidate(const Candidates& from, std::int64_t i) {
-  float value = load(static_cast<const T*>(from.x)[i]);
-  if (from.velocity != nullptr) {
-    value = accelerated(from.velocity[i], from.momentum, value, from.scaling.scale);
-  }
-  if (from.residual == nullptr) return value;
-  return limited(contribution(value, from.residual[i], from.scaling.scale), from.limit);
 }
 
 // A magnitude that at least k candidates almost certainly reach, and not many more. If k of n elements
@@ -150,7 +148,7 @@ std::uint32_t TopkSelection::prepare(const Candidates& from, std::int64_t k) {
   const std::int64_t most = most_collected(from.n, k);
   std::uint32_t least = floor_;
   const std::uint32_t largest = scan(
-      from, false, least,
+      from, least,
       [&](std::int64_t i, float value) {
         entries_.push_back({static_cast<std::uint32_t>(i), value});
       },
@@ -180,7 +178,7 @@ void TopkSelection::count(const Candidates& from) {
     collectable_ = above;
   };
   scan(
-      from, false, floor_,
+      from, floor_,
       [&](std::int64_t, float value) { ++counts_[magnitude(value) >> digit_shift(0)]; },
       raise_floor);
   raise_floor();
@@ -195,7 +193,7 @@ void TopkSelection::count_digit(const Candidates& from, int digit) {
   std::int64_t above = 0;  // candidates above that bin
   counts_.assign(static_cast<std::size_t>(digit_bins(digit)), 0);
   scan(
-      from, false, floor_,
+      from, floor_,
       [&](std::int64_t, float value) {
         const std::uint32_t size = magnitude(value);
         if (size >> bits != prefix) {
@@ -217,14 +215,12 @@ void TopkSelection::count_digit(const Candidates& from, int digit) {
   }
 }
 
-void TopkSelection::collect(const Candidates& from, bool store) {
-  if (collected_) {
-    if (store) scan(from, true, kNone, [](std::int64_t, float) {}, [] {});
-  } else {
+void TopkSelection::collect(const Candidates& from) {
+  if (!collected_) {
     entries_.clear();
     std::int64_t ties = ties_;
     scan(
-        from, store, floor_,
+        from, floor_,
         [&](std::int64_t i, float value) {
           if (ties_ >= 0 && magnitude(value) == floor_ && ties-- <= 0) return;
           entries_.push_back({static_cast<std::uint32_t>(i), value});
@@ -232,6 +228,13 @@ void TopkSelection::collect(const Candidates& from, bool store) {
         [] {});
   }
   keep_largest(entries_, k_, magnitudes_, [](const Entry&) {});
+}
+
+void store_values(const Candidates& from) {
+  const auto store = from.dtype == DType::f32   ? store_candidates<float>
+                     : from.dtype == DType::f16 ? store_candidates<Half>
+                                                : store_candidates<BFloat16>;
+  store(from);
 }
 
 }  // namespace pycomm::cpu

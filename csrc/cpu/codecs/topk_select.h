@@ -3,7 +3,10 @@
 //   1. prepare(): a sample gives a magnitude that slightly more than k elements reach, and collects all
 //      elements that reach it. They are few, so the pass needs a test per 64 elements and runs at the
 //      speed of memory.
-//   2. collect(): writes residuals, if there are any, and cuts the list to exactly k.
+//   2. collect(): cuts the list to exactly k.
+//
+// With a residual, store_values() then takes another pass, which writes residual and velocity. It comes
+// after all ranks have found out whether they may change theirs.
 //
 // If the sample misleads (fewer than k are found, or far too many because many are equal), prepare()
 // counts instead: a histogram of the top bits gives the bin of the k-th largest magnitude, and further
@@ -66,14 +69,16 @@ struct Candidates {
   float limit = kInfinity;  // x + residual is limited() to it
 };
 
+// Residual and velocity get all values. The caller then removes the entries that it sends.
+void store_values(const Candidates& from);
+
 class TopkSelection {
  public:
   // Returns the largest magnitude(), which also tells if all values are finite.
   std::uint32_t prepare(const Candidates& from, std::int64_t k);
 
-  // Makes the entries(), ordered by index. With `store`, residual and velocity get all values before
-  // selection; the caller then removes the entries that it sends.
-  void collect(const Candidates& from, bool store);
+  // Makes the entries(), ordered by index.
+  void collect(const Candidates& from);
   void clear() { entries_.clear(); }
   const std::vector<Entry>& entries() const { return entries_; }
 

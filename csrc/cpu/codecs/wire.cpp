@@ -162,7 +162,7 @@ std::vector<Entry> select(DType dtype, const void* x, std::int64_t n, std::int64
   from.x = x;
   from.n = n;
   selection.prepare(from, k);
-  selection.collect(from, false);
+  selection.collect(from);
   return selection.entries();
 }
 
