@@ -108,9 +108,18 @@ class Crossing:
     class Route(Enum):
         one_shot = 0
         two_shot = 1
-        window = 2
+        reduce_scatter = 2
+        all_gather = 3
+        broadcast = 4
+        two_shot_window = 5
+        reduce_scatter_window = 6
+        all_gather_push = 7
+        all_gather_pull = 8
+        broadcast_pull = 9
+        broadcast_share = 10
 
     flag_bytes: int
+    turns: int
 
     def __init__(
         self,
@@ -121,8 +130,6 @@ class Crossing:
         bytes: int,
         tile: int,
     ) -> None: ...
-    @staticmethod
-    def slot_bytes(route: Route, bytes: int, tile: int) -> int: ...
     def run(self, input: int, output: int, timeout: float) -> None: ...
 
 class Onlooker:

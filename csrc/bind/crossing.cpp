@@ -1,4 +1,4 @@
-// Python binding of the floor of an all-reduce, for pycomm.bench.
+// Python binding of the floors of collectives, for pycomm.bench.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -34,13 +34,20 @@ void bind_crossing(py::module_& m) {
   py::enum_<Route>(crossing, "Route")
       .value("one_shot", Route::one_shot)
       .value("two_shot", Route::two_shot)
-      .value("window", Route::window);
+      .value("reduce_scatter", Route::reduce_scatter)
+      .value("all_gather", Route::all_gather)
+      .value("broadcast", Route::broadcast)
+      .value("two_shot_window", Route::two_shot_window)
+      .value("reduce_scatter_window", Route::reduce_scatter_window)
+      .value("all_gather_push", Route::all_gather_push)
+      .value("all_gather_pull", Route::all_gather_pull)
+      .value("broadcast_pull", Route::broadcast_pull)
+      .value("broadcast_share", Route::broadcast_share);
   crossing.attr("flag_bytes") = Crossing::kFlagBytes;
+  crossing.attr("turns") = Crossing::kTurns;
   crossing
       .def(py::init(&make_crossing), py::arg("route"), py::arg("flags"), py::arg("slots"),
            py::arg("rank"), py::arg("bytes"), py::arg("tile"))
-      .def_static("slot_bytes", &Crossing::slot_bytes, py::arg("route"), py::arg("bytes"),
-                  py::arg("tile"))
       .def(
           "run",
           [](Crossing& crossing, std::uintptr_t input, std::uintptr_t output, double timeout) {

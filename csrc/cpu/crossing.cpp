@@ -2,18 +2,21 @@
 
 #include <sched.h>
 
-#include <algorithm>
 #include <stdexcept>
 #include <utility>
 
 #include "core/signal.h"
-#include "cpu/loops.h"
 #include "cpu/waiting.h"
 
 namespace pycomm::cpu {
 namespace {
 
-constexpr std::uint32_t kSlots = 3;  // of two_shot: one is filled, one is reduced, one is read
+constexpr int kRoot = 0;  // of broadcasts
+
+std::int64_t output_bytes(Route route, std::int64_t bytes, std::int64_t part) {
+  const bool scatters = route == Route::reduce_scatter || route == Route::reduce_scatter_window;
+  return scatters ? part : bytes;
+}
 
 }  // namespace
 
@@ -23,96 +26,147 @@ Crossing::Crossing(Route route, std::vector<Place> places, int rank, std::int64_
       places_(std::move(places)),
       rank_(rank),
       bytes_(bytes),
-      tile_(route == Route::one_shot ? bytes : tile),
-      stream_(bytes >= kStreamedOutput) {
+      tile_(tile),
+      part_(bytes / ranks()),
+      tile_part_(tile / ranks()),
+      stream_(output_bytes(route, bytes, part_) >= kStreamedOutput) {
   PYCOMM_CHECK(rank >= 0 && rank < ranks(), "rank must be one of the places");
   PYCOMM_CHECK(bytes_ > 0 && tile_ > 0 && bytes_ % ranks() == 0 && tile_ % ranks() == 0,
                "bytes and tile must be positive multiples of the number of ranks");
+  PYCOMM_CHECK(route != Route::one_shot || tile_ == bytes_, "one_shot must have a single tile");
   scratch_.resize(static_cast<std::size_t>(tile_));
-}
-
-std::int64_t Crossing::slot_bytes(Route route, std::int64_t bytes, std::int64_t tile) {
-  return route == Route::window ? bytes : kSlots * (route == Route::one_shot ? bytes : tile);
 }
 
 void Crossing::run(const std::byte* input, std::byte* output, Clock::duration timeout) {
   timeout_ = timeout;
-  if (route_ == Route::one_shot) return cross_whole(input, output);
-  if (route_ == Route::two_shot) return cross_tiles(input, output);
-  cross_window();
+  switch (route_) {
+    case Route::one_shot:
+      return cross_whole(input, output);
+    case Route::two_shot:
+    case Route::reduce_scatter:
+    case Route::all_gather:
+      return cross_tiles(input, output);
+    case Route::broadcast:
+      return cross_from_root(input, output);
+    default:
+      return cross_windows(input, output);
+  }
 }
 
 void Crossing::cross_whole(const std::byte* input, std::byte* output) {
   const std::uint32_t turn = said_[kGiven];
   copy({place(rank_, turn, 0), false}, input, bytes_);
   say(kGiven);
-  await(kGiven, said_[kGiven]);
-  for (int step = 1; step < ranks(); ++step) {
-    const bool last = step == ranks() - 1;
-    copy({last ? output : scratch_.data(), false}, place((rank_ + step) % ranks(), turn, 0),
-         bytes_);
-  }
+  await_all(kGiven, turn + 1);
+  read_others({output, false}, [&](int r) { return place(r, turn, 0); }, bytes_);
 }
 
 void Crossing::cross_tiles(const std::byte* input, std::byte* output) {
-  const std::uint32_t first = said_[kOwned];
-  const auto part_at = [&](std::int64_t begin) {
-    return std::min(tile_, bytes_ - begin) / ranks();
-  };
-  give(input, part_at(0), first);
-  for (std::int64_t begin = 0, next = tile_; begin < bytes_; begin = next, next += tile_) {
-    const std::uint32_t turn = said_[kOwned];
-    if (next < bytes_) give(input + next, part_at(next), turn + 1);
-    await(kGiven, turn + 1);
-    take_owned(output + begin, part_at(begin), turn);
-    await(kOwned, turn + 1);
-    take_rest(output + begin, part_at(begin), turn);
+  std::uint32_t turn = said_[kGiven];
+  give(input, output, 0, turn);
+  for (std::int64_t at = 0; at < part_; at += tile_part_, ++turn) {
+    if (at + tile_part_ < part_) give(input, output, at + tile_part_, turn + 1);
+    await_all(kGiven, turn + 1);
+    if (route_ != Route::all_gather) take_owned(output, at, turn);
+    if (route_ == Route::two_shot) await_all(kTaken, turn + 1);
+    if (route_ != Route::reduce_scatter) take_rest(output, at, turn);
   }
   stream_fence();
 }
 
-void Crossing::give(const std::byte* input, std::int64_t part, std::uint32_t turn) {
+void Crossing::give(const std::byte* input, std::byte* output, std::int64_t at,
+                    std::uint32_t turn) {
+  if (route_ == Route::all_gather) {
+    copy({place(rank_, turn, rank_), false}, input + at, length(at));
+    say(kGiven);
+    return copy({output + rank_ * part_ + at, stream_}, input + at, length(at));
+  }
   for (int p = 0; p < ranks(); ++p) {
-    if (p != rank_) copy({place(rank_, turn, p), false}, input + p * part, part);
+    if (p != rank_) copy({place(rank_, turn, p), false}, input + p * part_ + at, length(at));
   }
   say(kGiven);
 }
 
-void Crossing::take_owned(std::byte* output, std::int64_t part, std::uint32_t turn) {
-  for (int step = 1; step < ranks(); ++step) {
-    copy({scratch_.data(), false}, place((rank_ + step) % ranks(), turn, rank_), part);
+void Crossing::take_owned(std::byte* output, std::int64_t at, std::uint32_t turn) {
+  const auto from = [&](int r) { return place(r, turn, rank_); };
+  if (route_ == Route::reduce_scatter) {
+    return read_others({output + at, stream_}, from, length(at));
   }
-  copy({place(rank_, turn, rank_), false}, scratch_.data(), part);
-  say(kOwned);
-  copy({output + rank_ * part, stream_}, scratch_.data(), part);
+  read_others({scratch_.data(), false}, from, length(at));
+  copy({place(rank_, turn, rank_), false}, scratch_.data(), length(at));
+  say(kTaken);
+  copy({output + rank_ * part_ + at, stream_}, scratch_.data(), length(at));
 }
 
-void Crossing::take_rest(std::byte* output, std::int64_t part, std::uint32_t turn) const {
+void Crossing::take_rest(std::byte* output, std::int64_t at, std::uint32_t turn) const {
   for (int p = 0; p < ranks(); ++p) {
-    if (p != rank_) copy({output + p * part, stream_}, place(p, turn, p), part);
+    if (p != rank_) copy({output + p * part_ + at, stream_}, place(p, turn, p), length(at));
   }
 }
 
-void Crossing::cross_window() {
-  const std::int64_t part = bytes_ / ranks(), most = tile_ / ranks();
-  const auto tensor = [&](int r) { return places_[static_cast<std::size_t>(r)].slot; };
-  say(kGiven);
-  await(kGiven, said_[kGiven]);
-  for (std::int64_t at = 0; at < part; at += most) {
-    const std::int64_t begin = rank_ * part + at, length = std::min(most, part - at);
-    for (int step = 1; step < ranks(); ++step) {
-      copy({scratch_.data(), false}, tensor((rank_ + step) % ranks()) + begin, length);
+void Crossing::cross_from_root(const std::byte* input, std::byte* output) {
+  std::uint32_t turn = said_[kTaken];
+  for (std::int64_t at = 0; at < bytes_; at += tile_, ++turn) {
+    const std::int64_t bytes = std::min(tile_, bytes_ - at);
+    if (rank_ == kRoot) {
+      await_all(kTaken, turn + 1 - kTurns);
+      copy({place(kRoot, turn, 0), false}, input + at, bytes);
+      say(kGiven);
+    } else {
+      await(kRoot, kGiven, turn + 1);
+      copy({output + at, stream_}, place(kRoot, turn, 0), bytes);
     }
-    for (int r = 0; r < ranks(); ++r) copy({tensor(r) + begin, stream_}, scratch_.data(), length);
+    say(kTaken);
   }
   stream_fence();
-  say(kOwned);
-  await(kOwned, said_[kOwned]);
+}
+
+void Crossing::cross_windows(const std::byte* input, std::byte* output) {
+  say(kGiven);
+  await_all(kGiven, said_[kGiven]);
+  for (std::int64_t at = 0; at < part_; at += tile_part_) move(input, output, at);
+  stream_fence();
+  say(kTaken);
+  await_all(kTaken, said_[kTaken]);
+}
+
+void Crossing::move(const std::byte* input, std::byte* output, std::int64_t at) {
+  const std::int64_t bytes = length(at), mine = rank_ * part_ + at;
+  const auto owned = [&](int r) { return slot(r) + mine; };
+  const auto write_all = [&](const std::byte* from, int first) {
+    for (int r = first; r < ranks(); ++r) copy({slot(r) + mine, stream_}, from, bytes);
+  };
+  switch (route_) {
+    case Route::two_shot_window:
+      read_others({scratch_.data(), false}, owned, bytes);
+      return write_all(scratch_.data(), 0);
+    case Route::reduce_scatter_window:
+      return read_others({output + at, stream_}, owned, bytes);
+    case Route::all_gather_push:
+      return write_all(input + at, 0);
+    case Route::broadcast_share:
+      return write_all(slot(kRoot) + mine, kRoot + 1);
+    default:
+      break;
+  }
+  if (route_ == Route::broadcast_pull && rank_ == kRoot) return;
+  for (int p = 0; p < ranks(); ++p) {
+    const std::byte* const from =
+        route_ == Route::all_gather_pull ? slot(p) : slot(kRoot) + p * part_;
+    copy({output + p * part_ + at, stream_}, from + at, bytes);
+  }
+}
+
+template <class From>
+void Crossing::read_others(Target to, From from, std::int64_t bytes) {
+  for (int step = 1; step < ranks(); ++step) {
+    const bool last = step == ranks() - 1;
+    copy(last ? to : Target{scratch_.data(), false}, from((rank_ + step) % ranks()), bytes);
+  }
 }
 
 std::byte* Crossing::place(int rank, std::uint32_t turn, int part) const {
-  std::byte* const slot = places_[static_cast<std::size_t>(rank)].slot;
-  return slot + turn % kSlots * tile_ + part * (tile_ / ranks());
+  return slot(rank) + turn % kTurns * tile_ + part * tile_part_;
 }
 
 Crossing::Flag& Crossing::flag(int rank, Step step) const {
@@ -121,17 +175,19 @@ Crossing::Flag& Crossing::flag(int rank, Step step) const {
 
 void Crossing::say(Step step) { flag(rank_, step).store(++said_[step], std::memory_order_release); }
 
-void Crossing::await(Step step, std::uint32_t count) const {
+void Crossing::await_all(Step step, std::uint32_t count) const {
+  for (int r = 0; r < ranks(); ++r) await(r, step, count);
+}
+
+void Crossing::await(int rank, Step step, std::uint32_t count) const {
+  for (int spins = 0; spins < kSpins; ++spins) {
+    if (has_come(flag(rank, step), count)) return;
+    pause_core();
+  }
   const Clock::time_point end = Clock::now() + timeout_;
-  for (int r = 0; r < ranks(); ++r) {
-    for (int spins = 0; !has_come(flag(r, step), count); ++spins) {
-      if (spins < kSpins) {
-        pause_core();
-        continue;
-      }
-      sched_yield();
-      if (Clock::now() > end) throw std::runtime_error("another rank has not come in time");
-    }
+  while (!has_come(flag(rank, step), count)) {
+    sched_yield();
+    if (Clock::now() > end) throw std::runtime_error("another rank has not come in time");
   }
 }
 

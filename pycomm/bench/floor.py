@@ -1,21 +1,19 @@
-"""The floor: the least time in which this machine can move the bytes of an all-reduce.
+"""The floor: the least time in which this machine can move the bytes of a collective.
 
 It is measured for each size in the same rounds as the contestants. Several probes compete, and the
 fastest is the floor:
 
-- Crossings (csrc/cpu/crossing.h) move what must cross between the ranks' caches, in one step or in
-  two, without arithmetic.
-- Streams, for tensors in the window that are larger than caches. Every rank reads one byte and
-  writes one byte of main memory per byte of the tensor: it reads its share of n tensors, and writes
-  the sum into its share of n tensors. The streams do the same on private memory.
+- Crossings (csrc/cpu/crossing.h) move what must cross between the ranks' caches, in one step or
+  tile by tile, without arithmetic.
+- Streams, for tensors in the window that are larger than caches, read and write as many bytes of
+  private memory as every rank must read and write of all tensors (`_mix`).
 
 A call of one rank alone shows what a call costs in which nothing crosses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +23,7 @@ import pycomm
 from pycomm import _C
 from pycomm.bench.cases import KIB, MIB, Case
 from pycomm.bench.contestants import Contestant, Prepared, Pycomm
+from pycomm.bench.streams import Mix, streams
 
 WHOLE = 256 * KIB  # larger tensors do not cross in one step
 TILES = (16 * KIB, 64 * KIB, 256 * KIB, 1 * MIB)
@@ -33,17 +32,38 @@ SMALL = 4 * KIB  # here a call costs as much as the bytes
 _LINE = 64  # bytes
 
 Route = _C.Crossing.Route
+# Per collective and buffer, the competing routes. For tensors in the window all of them count.
+ROUTES: dict[str, dict[str, tuple[_C.Crossing.Route, ...]]] = {
+    "all_reduce": {
+        "tensor": (Route.one_shot, Route.two_shot),
+        "window": (Route.two_shot_window,),
+    },
+    "reduce_scatter": {
+        "tensor": (Route.reduce_scatter,),
+        "window": (Route.reduce_scatter_window,),
+    },
+    "all_gather": {
+        "tensor": (Route.all_gather,),
+        "window": (Route.all_gather_push, Route.all_gather_pull),
+    },
+    "broadcast": {
+        "tensor": (Route.broadcast,),
+        "window": (Route.broadcast_pull, Route.broadcast_share),
+    },
+}
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """What must cross between the caches, tile by tile.
+    """What must cross between the caches, whole or tile by tile.
 
     Attributes:
+        tile: bytes; 0 for the whole tensor.
         buffer: ``"tensor"`` or ``"window"``: whose floor it may be.
     """
 
     group: pycomm.Group
+    collective: str
     route: _C.Crossing.Route
     tile: int
     buffer: str
@@ -53,36 +73,34 @@ class Crossing:
     @property
     def algorithm(self) -> str:
         """The route and the tile."""
-        return f"{self.route.name}, tiles of {self.tile // KIB} KiB" if self.tile else "one_shot"
+        tiles = f", tiles of {self.tile // KIB} KiB" if self.tile else ""
+        return f"{self.route.name}{tiles}"
 
     def supports(self, case: Case) -> bool:
         """True if tensors of this size may be fastest this way."""
-        if case.collective != "all_reduce" or case.device != "cpu":
+        if case.collective != self.collective or case.device != "cpu":
             return False
-        return case.nbytes <= WHOLE if self.route == Route.one_shot else case.nbytes >= self.tile
+        return case.nbytes >= self.tile if self.tile else case.nbytes <= WHOLE
 
     def prepare(self, case: Case) -> Prepared:
-        """Tensors of the case's size, with a slot for each rank in the window."""
-        ranks = self.group.size
-        count, lines = -(-case.count // ranks) * ranks, max(self.tile // (_LINE * ranks), 1)
-        nbytes, tile = count * case.dtype.itemsize, lines * _LINE * ranks
-        source, result = torch.zeros(2, count, dtype=case.dtype).unbind()
-        flag = self.group.empty(_C.Crossing.flag_bytes, dtype=torch.uint8).zero_()
-        slot = self.group.empty(_C.Crossing.slot_bytes(self.route, nbytes, tile), dtype=torch.uint8)
-        if self.route == Route.window:
-            source = result = slot.view(case.dtype)
-        crossing = _C.Crossing(
-            self.route,
-            _addresses(self.group, flag),
-            _addresses(self.group, slot),
-            self.group.rank,
-            nbytes,
-            tile,
-        )
+        """Tensors of the case's size, in the window or with a slot for each rank there."""
+        group, ranks = self.group, self.group.size
+        padded = replace(case, count=-(-case.count // ranks) * ranks)
+        lines = max(self.tile // (_LINE * ranks), 1)
+        tile = lines * _LINE * ranks if self.tile else padded.nbytes
+        flag = group.empty(_C.Crossing.flag_bytes, dtype=torch.uint8).zero_()
+        if self.buffer == "window":
+            source, result = padded.tensors(group.empty)
+            slot = result if self.route == Route.all_gather_push else source
+        else:
+            source, result = padded.tensors(torch.zeros)
+            slot = group.empty(_C.Crossing.turns * tile, dtype=torch.uint8)
+        flags, slots = _addresses(group, flag), _addresses(group, slot)
+        crossing = _C.Crossing(self.route, flags, slots, group.rank, padded.nbytes, tile)
         given, taken, memory = source.data_ptr(), result.data_ptr(), (source, result, flag, slot)
 
         def call(_alive: object = memory) -> None:
-            crossing.run(given, taken, self.group.timeout)
+            crossing.run(given, taken, group.timeout)
 
         return Prepared(source[: case.count], result[: case.count], call, case.data(source))
 
@@ -96,60 +114,85 @@ def _addresses(group: pycomm.Group, tensor: torch.Tensor) -> list[int]:
 
 @dataclass(frozen=True)
 class Stream:
-    """A stream that reads and writes as much as the two-shot all-reduce in the window."""
+    """A stream that reads and writes as much as every rank must, with tensors in the window."""
 
     group: pycomm.Group
+    collective: str
     algorithm: str
-    stream: Callable[[torch.Tensor, torch.Tensor], object]
     impl: str = "floor"
     buffer: str = "window"
     compression: str = "none"
 
     def supports(self, case: Case) -> bool:
-        """True for all-reduces that are too large for the caches."""
-        on_cpu = case.collective == "all_reduce" and case.device == "cpu"
+        """True for tensors that are too large for the caches."""
+        on_cpu = case.collective == self.collective and case.device == "cpu"
         return on_cpu and case.nbytes >= STREAMED
 
     def prepare(self, case: Case) -> Prepared:
         """The same bytes as fp32, since fp32 loops are limited only by memory."""
-        source, target = torch.zeros(2, case.nbytes // 4, dtype=torch.float32).unbind()
+        stream = streams(_mix(case.collective, case.nbytes, case.ranks), "cpu")[self.algorithm]
+        in_place = case.collective in ("all_reduce", "broadcast")
+        written = stream.result if in_place else stream.source
 
         def call() -> None:
-            self.stream(source, target)
+            stream.call()
             # Without it, ranks that share a core could stream one after the other, unnoticed.
             pycomm.barrier(group=self.group)
 
-        return Prepared(source, source, call, torch.zeros_like(source))
+        return Prepared(written, written, call, torch.zeros_like(written))
+
+
+def _mix(collective: str, nbytes: int, ranks: int) -> Mix:
+    """The main memory that every rank must read and write, of tensors of `nbytes` bytes.
+
+    Of the n tensors, a rank reads and writes its n-th part.
+    """
+    part = nbytes // (4 * ranks) * 4
+    if collective == "broadcast":
+        return Mix(part, (ranks - 1) * part)
+    read = part if collective == "all_gather" else ranks * part
+    write = part if collective == "reduce_scatter" else ranks * part
+    return Mix(read, write)
 
 
 @dataclass(frozen=True)
 class Alone(Pycomm):
-    """An all-reduce of this rank only."""
+    """A collective of this rank only."""
 
     impl: str = "one rank"
 
     def supports(self, case: Case) -> bool:
         """True if the call is a part of the time."""
-        return case.collective == "all_reduce" and case.nbytes <= SMALL
+        return case.nbytes <= SMALL
+
+    def prepare(self, case: Case) -> Prepared:
+        """The case with one rank."""
+        return super().prepare(replace(case, ranks=1))
 
 
-def probes(group: pycomm.Group, alone: pycomm.Group, buffers: tuple[str, ...]) -> list[Contestant]:
+def probes(
+    group: pycomm.Group, alone: pycomm.Group, collective: str, buffers: tuple[str, ...]
+) -> list[Contestant]:
     """All probes.
 
     Args:
         group: the ranks.
         alone: a group of this rank only.
+        collective: what is measured.
         buffers: whose floors are wanted.
     """
-    found: list[Contestant] = [Crossing(group, Route.one_shot, 0, "tensor")]
-    found += [Crossing(group, Route.two_shot, tile, "tensor") for tile in TILES]
+    found: list[Contestant] = []
+    for buffer, routes in ROUTES[collective].items():
+        if buffer == "tensor" or buffer in buffers:
+            found += [
+                Crossing(group, collective, route, tile, buffer)
+                for route in routes
+                for tile in (0, *TILES)
+                if route != Route.one_shot or tile == 0
+            ]
     if "window" in buffers:
-        found += [Crossing(group, Route.window, tile, "window") for tile in TILES]
-        found += [
-            Stream(group, "x += x", lambda source, _: source.add_(source)),
-            Stream(group, "x *= 1", lambda source, _: source.mul_(1.0)),
-            Stream(group, "y = x", lambda source, target: target.copy_(source)),
-        ]
+        names = streams(_mix(collective, MIB, group.size), "cpu")
+        found += [Stream(group, collective, name) for name in names]
     return [*found, Alone(alone, "auto", "tensor")]
 
 

@@ -23,7 +23,7 @@ def run(settings: Settings) -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     torch.manual_seed(group.rank)  # random numbers differ between ranks, as gradients do
     alone = pycomm.init(dist.new_group([group.rank], use_local_synchronization=True))
-    probes = floor.probes(group, alone, settings.buffers)
+    probes = floor.probes(group, alone, settings.collective, settings.buffers)
     cases = list(expand(settings, group.size))
     others, absent = peers.find(settings.peers)
     for peer in others:

@@ -1,7 +1,9 @@
 """What a sample of the benchmark is, and the floor that it is compared with."""
 
 import json
+import re
 import time
+from itertools import product
 
 import pytest
 import torch
@@ -54,49 +56,69 @@ def test_data_is_written_anew(dtype):
         assert not (prepared.source == 77).any()
 
 
-def parts_of(count, tile, ranks):
-    """The part that each fp32 element is in, of a tile's as many parts as ranks."""
-    whole = tile // (64 * ranks) * 64 * ranks // 4 if tile < 4 * count else count
-    tiles = torch.arange(count).split(whole)
-    return torch.cat([torch.arange(len(one)) // (len(one) // ranks) for one in tiles])
+COLLECTIVES = {
+    route: (collective, buffer)
+    for collective, routes in floor.ROUTES.items()
+    for buffer, several in routes.items()
+    for route in several
+}
+
+
+def given_by(rank, turn, route, count, ranks):
+    """What a rank gives: fp32 numbers that name the rank, the turn and the element."""
+    collective, _ = COLLECTIVES[route]
+    own = count // ranks if collective == "all_gather" else count
+    return torch.arange(own) + 1e6 * rank + 1e5 * turn
+
+
+def taken_by(rank, turn, route, count, ranks):
+    """What a rank has at the end; where a collective adds, the numbers of the rank before."""
+    collective, _ = COLLECTIVES[route]
+    given = [given_by(r, turn, route, count, ranks) for r in range(ranks)]
+    if collective == "broadcast":
+        return given[0]
+    if collective == "all_gather":
+        return torch.cat(given)
+    if route == Route.one_shot:
+        return given[rank - 1]
+    parts = [given[p - 1].chunk(ranks)[p] for p in range(ranks)]
+    return parts[rank] if collective == "reduce_scatter" else torch.cat(parts)
 
 
 def crossings(group):
-    """Each route's result: part p of it comes from the rank before p."""
+    """Whether every route's result is right, whole and in tiles."""
     found = {}
-    for route, tile, count in (
-        (Route.one_shot, 0, 6),
-        (Route.one_shot, 0, 6000),
-        *((way, 16 * KIB, n) for way in (Route.two_shot, Route.window) for n in (6, 9000, 60000)),
-    ):
-        case = Case("all_reduce", torch.float32, "sum", count, group.size, "cpu")
-        run = floor.Crossing(group, route, tile, "tensor").prepare(case)
-        for turn in range(3):
-            run.source.copy_(torch.arange(count) + 1e6 * group.rank + turn)
+    me, ranks = group.rank, group.size
+    tiles = [(0, 6), (0, 6000), *((16 * KIB, n) for n in (6, 9000, 60000))]
+    for route, (tile, count) in product(COLLECTIVES, tiles):
+        if route == Route.one_shot and tile:
+            continue
+        collective, buffer = COLLECTIVES[route]
+        case = Case(collective, torch.float32, "sum", count, ranks, "cpu")
+        run = floor.Crossing(group, collective, route, tile, buffer).prepare(case)
+        for turn in range(6):
+            run.result.fill_(-1)
+            run.source.copy_(given_by(me, turn, route, count, ranks))
             pycomm.barrier(group=group)
             run.call()
             pycomm.barrier(group=group)
-        parts = parts_of(count, tile if route == Route.two_shot else 4 * count, group.size)
-        if route == Route.one_shot:
-            parts = torch.full((count,), group.rank)
-        before = (parts - 1) % group.size
-        found[route.name, count] = torch.equal(run.result, torch.arange(count) + 1e6 * before + 2)
+            right = torch.equal(run.result, taken_by(me, turn, route, count, ranks))
+            found.setdefault((route.name, tile, count), []).append(right)
     return found
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_crossings_move_what_they_say(ranks):
     for found in run_group(ranks, crossings):
-        assert len(found) == 8
-        assert all(found.values()), found
+        assert len(found) == 2 + 5 * 10
+        wrong = {what: right for what, right in found.items() if not all(right)}
+        assert not wrong
 
 
 def test_a_crossing_ends_if_another_rank_does_not_come():
     flags, memory = torch.zeros(64, dtype=torch.int32), torch.zeros(256, dtype=torch.uint8)
     at = [flags.data_ptr() + i * _C.Crossing.flag_bytes for i in range(2)]
-    slots = [
-        memory.data_ptr() + i * _C.Crossing.slot_bytes(Route.two_shot, 16, 16) for i in range(2)
-    ]
+    slots = [memory.data_ptr() + i * _C.Crossing.turns * 16 for i in range(2)]
     crossing = _C.Crossing(Route.two_shot, at, slots, 0, 16, 16)
     with pytest.raises(RuntimeError, match="has not come in time"):
         crossing.run(memory.data_ptr() + 128, memory.data_ptr() + 192, 0.05)
@@ -116,9 +138,6 @@ def test_rows_stand_beside_the_floor(tmp_path):
     run_ranks(2, compete, [*argv.split(), str(path)])
     results = json.loads(path.read_text())
     probes = results["meta"]["floor"]
-    tiled = {f"{way}, tiles of {tile} KiB" for way in ("two_shot", "window") for tile in (16, 64)}
-    expected = {(4096, "one_shot"), (65536, "one_shot"), *((65536, probe) for probe in tiled)}
-    assert {(p["bytes"], p["algorithm"]) for p in probes if p["impl"] == "floor"} == expected
     assert [p["bytes"] for p in probes if p["impl"] == "one rank"] == [4096]
     for row in results["rows"]:
         able = [p for p in probes if p["bytes"] == row["bytes"] and p["impl"] == "floor"]
@@ -129,6 +148,53 @@ def test_rows_stand_beside_the_floor(tmp_path):
         assert row["over_floor"] == (expected and pytest.approx(expected, rel=0.02, abs=0.01))
     small, large = report.floors(probes, ("tensor", "window"))
     assert small.startswith("floor at 4 KiB float32: tensor ")
-    assert "us (one_shot), window " in small
-    assert small.endswith(f"one rank {results['meta']['floor'][1]['time_us']:,.2f} us")
+    one_rank = next(p for p in probes if p["impl"] == "one rank")
+    assert re.search(r"us \((one|two)_shot[^)]*\), window ", small)
+    assert small.endswith(f"one rank {one_rank['time_us']:,.2f} us")
     assert "one rank" not in large
+
+
+ROUTES = {
+    "all_reduce": {"one_shot", "two_shot", "two_shot_window"},
+    "reduce_scatter": {"reduce_scatter", "reduce_scatter_window"},
+    "all_gather": {"all_gather", "all_gather_push", "all_gather_pull"},
+    "broadcast": {"broadcast", "broadcast_pull", "broadcast_share"},
+}
+
+
+@pytest.mark.parametrize("collective", ROUTES)
+def test_every_collective_has_probes_of_its_own(collective, tmp_path):
+    """Small tensors cross whole, larger ones in tiles; large ones in the window stream, too."""
+    path = tmp_path / "results.json"
+    argv = f"{collective} -b 4K -e 16M -f 64 --buffer both -n 1 -w 0 -J"
+    run_ranks(2, compete, [*argv.split(), str(path)])
+    results = json.loads(path.read_text())
+    tiles = {4: [], 256: [16, 64, 256], 16384: [16, 64, 256, 1024]}
+    expected = set()
+    for size, route in product(tiles, ROUTES[collective]):
+        own = [] if route == "one_shot" else tiles[size]
+        expected |= {(size, f"{route}, tiles of {tile} KiB") for tile in own}
+        expected |= {(size, route)} if size <= 256 else set()
+    probes = [p for p in results["meta"]["floor"] if p["impl"] == "floor"]
+    found = {(p["bytes"] // KIB, p["algorithm"]) for p in probes}
+    streamed = found - expected
+    assert expected < found
+    assert {size for size, _ in streamed} == {16384}
+    assert all("y " in name for _, name in streamed)
+    assert all(row["over_floor"] > 0 for row in results["rows"])
+    assert [p["bytes"] for p in results["meta"]["floor"] if p["impl"] == "one rank"] == [4096]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("collective", "read", "write"),  # in n-th parts of the tensor, for n ranks
+    [
+        ("all_reduce", lambda n: n, lambda n: n),
+        ("reduce_scatter", lambda n: n, lambda _: 1),
+        ("all_gather", lambda _: 1, lambda n: n),
+        ("broadcast", lambda _: 1, lambda n: n - 1),
+    ],
+)
+def test_streams_have_the_mix_of_the_collective(collective, read, write, ranks):
+    mix = floor._mix(collective, 1200 * ranks, ranks)
+    assert (mix.read, mix.write) == (1200 * read(ranks), 1200 * write(ranks))
