@@ -6,7 +6,8 @@ fastest is the floor:
 - Crossings (csrc/cpu/crossing.h) move what must cross between the ranks' caches, in one step or
   tile by tile, without arithmetic.
 - Streams, for tensors in the window that are larger than caches, read and write as many bytes of
-  private memory as every rank must read and write of all tensors (`_mix`).
+  private memory as every rank must read and write of all tensors. Only an all-reduce writes what it
+  has read; the streams of the others write other memory.
 
 A call of one rank alone shows what a call costs in which nothing crosses.
 """
@@ -131,8 +132,7 @@ class Stream:
     def prepare(self, case: Case) -> Prepared:
         """The same bytes as fp32, since fp32 loops are limited only by memory."""
         stream = streams(_mix(case.collective, case.nbytes, case.ranks), "cpu")[self.algorithm]
-        in_place = case.collective in ("all_reduce", "broadcast")
-        written = stream.result if in_place else stream.source
+        written = stream.result if case.collective == "all_reduce" else stream.source
 
         def call() -> None:
             stream.call()
@@ -192,7 +192,9 @@ def probes(
             ]
     if "window" in buffers:
         names = streams(_mix(collective, MIB, group.size), "cpu")
-        found += [Stream(group, collective, name) for name in names]
+        in_place = {name for name in names if "*=" in name or "+=" in name}
+        able = names if collective == "all_reduce" else names.keys() - in_place
+        found += [Stream(group, collective, name) for name in sorted(able)]
     return [*found, Alone(alone, "auto", "tensor")]
 
 
