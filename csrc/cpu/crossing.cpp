@@ -67,7 +67,7 @@ void Crossing::cross_tiles(const std::byte* input, std::byte* output) {
   for (std::int64_t at = 0; at < part_; at += tile_part_, ++turn) {
     if (at + tile_part_ < part_) give(input, output, at + tile_part_, turn + 1);
     await_all(kGiven, turn + 1);
-    if (route_ != Route::all_gather) take_owned(input, output, at, turn);
+    if (route_ != Route::all_gather) take_owned(output, at, turn);
     if (route_ == Route::two_shot) await_all(kTaken, turn + 1);
     if (route_ != Route::reduce_scatter) take_rest(output, at, turn);
   }
@@ -87,11 +87,9 @@ void Crossing::give(const std::byte* input, std::byte* output, std::int64_t at,
   say(kGiven);
 }
 
-void Crossing::take_owned(const std::byte* input, std::byte* output, std::int64_t at,
-                          std::uint32_t turn) {
+void Crossing::take_owned(std::byte* output, std::int64_t at, std::uint32_t turn) {
   const auto from = [&](int r) { return place(r, turn, rank_); };
   if (route_ == Route::reduce_scatter) {
-    read_own(input + rank_ * part_ + at, length(at));
     return read_others({output + at, stream_}, from, length(at));
   }
   read_others({scratch_.data(), false}, from, length(at));
@@ -143,7 +141,6 @@ void Crossing::move(const std::byte* input, std::byte* output, std::int64_t at) 
       read_others({scratch_.data(), false}, owned, bytes);
       return write_all(scratch_.data(), 0);
     case Route::reduce_scatter_window:
-      read_own(input + mine, bytes);
       return read_others({output + at, stream_}, owned, bytes);
     case Route::all_gather_push:
       return write_all(input + at, 0);
@@ -158,10 +155,6 @@ void Crossing::move(const std::byte* input, std::byte* output, std::int64_t at) 
         route_ == Route::all_gather_pull ? slot(p) : slot(kRoot) + p * part_;
     copy({output + p * part_ + at, stream_}, from + at, bytes);
   }
-}
-
-void Crossing::read_own(const std::byte* from, std::int64_t bytes) {
-  copy({scratch_.data(), false}, from, bytes);
 }
 
 template <class From>

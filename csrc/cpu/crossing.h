@@ -7,8 +7,7 @@
 //   two_shot:       (all-reduce) writes to its slot the (n - 1) / n of N that others own, reads what
 //                   it owns from all others, writes that to its slot, and reads the rest from the
 //                   others' slots;
-//   reduce_scatter: is the first half of two_shot: N / n come from each of the others. The rank also
-//                   reads its own N / n, which for large tensors come from main memory;
+//   reduce_scatter: is the first half of two_shot: N / n come from each of the others;
 //   all_gather:     is the second half: writes its N / n to its slot, and reads the rest from the
 //                   others' slots;
 //   broadcast:      reads N bytes from the root's slot, after the root has written them.
@@ -17,13 +16,15 @@
 //
 // Tensors in windows need no slots, because all ranks can read and write them. Every rank
 //   two_shot_window:       reads what it owns from the tensors of all others, and writes it to all;
-//   reduce_scatter_window: reads what it owns from all tensors;
+//   reduce_scatter_window: reads what it owns from the tensors of all others;
 //   all_gather_push:       writes its part to all tensors;
 //   all_gather_pull:       reads the parts of all others;
 //   broadcast_pull:        reads the root's tensor;
 //   broadcast_share:       copies its part of the root's tensor to all others, so that the root works
 //                          as much as they do. With two ranks each copies half of the tensor.
 //
+// A sum also needs the rank's own part, which crosses nothing, so no route reads it. For tensors
+// larger than the caches, reading it takes time, and these routes are a low floor.
 // Where a collective adds, part p gets the bytes of the rank before p, so that it can be checked.
 #pragma once
 
@@ -90,13 +91,11 @@ class Crossing {
 
   // The steps of cross_tiles(). `at` is where the tile begins in every part.
   void give(const std::byte* input, std::byte* output, std::int64_t at, std::uint32_t turn);
-  void take_owned(const std::byte* input, std::byte* output, std::int64_t at, std::uint32_t turn);
+  void take_owned(std::byte* output, std::int64_t at, std::uint32_t turn);
   void take_rest(std::byte* output, std::int64_t at, std::uint32_t turn) const;
   // The step of cross_windows().
   void move(const std::byte* input, std::byte* output, std::int64_t at);
 
-  // Reads what does not cross, because a sum needs it.
-  void read_own(const std::byte* from, std::int64_t bytes);
   // Reads from(r) of all other ranks r, and keeps that of the rank before this one.
   template <class From>
   void read_others(Target to, From from, std::int64_t bytes);
