@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -31,7 +31,8 @@ class CollectiveError(PycommError, dist.DistBackendError):
         completed: operations up to this number are known to have succeeded on every rank; 0 if
             none is.
         report: what the ranks of this node did when this one gave up, and their last operations;
-            None for errors of CUDA kernels. From Python 3.11 on, tracebacks show its text.
+            None if there is none, as for errors of CUDA kernels. From Python 3.11 on, tracebacks
+            show its text.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class CollectiveError(PycommError, dist.DistBackendError):
         operation: str = "",
         sequence: int = 0,
         completed: int = 0,
-        states: Sequence[Mapping[str, Any]] | None = None,
+        state: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(message)
         self.rank = rank
@@ -52,8 +53,8 @@ class CollectiveError(PycommError, dist.DistBackendError):
         self.sequence = sequence
         self.completed = completed
         self.report: Report | None = None
-        if states is not None:
-            self.report = make_report(states)
+        if state is not None:
+            self.report = make_report(state)
             if hasattr(self, "add_note"):
                 self.add_note(str(self.report))
 

@@ -209,7 +209,7 @@ class Group:
         """
         if not 1 <= operations <= _C.most_recorded:
             raise ValueError(f"operations must be 1 to {_C.most_recorded}, got {operations}")
-        return make_report(self._core.states(operations))
+        return make_report(self._core.state(operations))
 
     def traffic(self) -> tuple[int, int, int]:
         """Signals, bytes read from and bytes written to other ranks in the last operation."""

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import statistics
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
-# What a report lists at most, so that it stays below 20 KB for any number of ranks.
+_MOST_BYTES = 16_000  # of a report, for any number of ranks
 _MOST_LINES = 40
-_MOST_OPERATIONS = 40
+_MOMENT = 0.01  # seconds; shorter waits are the everyday ones of ranks that meet
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class RecordedOperation:
         description: the collective with its arguments.
         bytes: the bytes of the tensor, or of one rank's block.
         entered: when the rank came to it.
-        done: when it had succeeded on this rank; None while it runs, and if it has failed. For less
-            than 4 KiB it is the same as `entered`: so short a time is not taken.
+        done: when it had succeeded on this rank; None while it runs, and if it has failed. The same
+            as `entered` for less than 4 KiB if it took but a moment: that time is not taken.
     """
 
     sequence: int
@@ -45,7 +45,7 @@ class RankReport:
         rank: its number in the group.
         pid: its process.
         gone: True if it has left the group or its process has ended.
-        waits_for: the rank that it has waited for longer than for a moment, or None.
+        waits_for: the rank that it waits for, in an operation of 10 ms or more, or None.
         elsewhere: what it waits for in another group, or an empty string.
         operations: its last operations, in order.
     """
@@ -58,17 +58,15 @@ class RankReport:
     operations: tuple[RecordedOperation, ...]
 
     def state(self, now: float) -> str:
-        """What the rank does, in words; `now` is the time of the report."""
+        """What the rank does at the time `now`, in words."""
         words = ["gone; " if self.gone else ""]
         if not self.operations:
             words.append("before its first operation")
         else:
             last = self.operations[-1]
             where = f"operation {last.sequence}, {last.description}"
-            since = last.entered if last.done is None else last.done
-            words.append(
-                f"{'in' if last.done is None else 'after'} {where}, for {now - since:.1f} s"
-            )
+            since = now - (last.entered if last.done is None else last.done)
+            words.append(f"{'in' if last.done is None else 'after'} {where}, for {since:.1f} s")
         if self.waits_for is not None:
             words.append(f"; waits for rank {self.waits_for}")
         if self.elsewhere:
@@ -80,61 +78,83 @@ class RankReport:
 class Report:
     """What the ranks of a group on this node do, and their last operations.
 
-    ``str`` gives a text of at most 40 lines of ranks; ranks that do the same share a line.
+    ``str`` gives a text in which ranks that do the same share a line; it is shorter than 20 KB.
     Messages between two ranks (:func:`pycomm.send`) are not recorded, but waits for them are.
 
     Attributes:
-        time: when the report was made, on the clock of :func:`time.monotonic`.
-        ranks: the ranks, in order.
+        time: of the report, on the clock of :func:`time.monotonic`.
+        size: the number of ranks on this node.
+        failed: True if the group has failed or was aborted. Ranks then show where that found them.
+        ranks: the ranks that have joined, in order.
     """
 
     time: float
+    size: int
+    failed: bool
     ranks: tuple[RankReport, ...]
 
-    @property
+    @cached_property
     def late(self) -> tuple[int, ...]:
         """The ranks that others wait for, and that wait for no rank of this group themselves."""
         waiting = {rank.rank for rank in self.ranks if rank.waits_for is not None}
         awaited = [rank.waits_for for rank in self.ranks if rank.waits_for is not None]
         return tuple(sorted(set(awaited) - waiting))
 
-    @property
+    @cached_property
     def lateness(self) -> dict[int, float]:
         """By rank: how many seconds after the first rank it came to an operation, as a median.
 
         Counts the recorded operations that all ranks have entered. Without any, the dict is empty.
         """
         after: dict[int, list[float]] = {rank.rank: [] for rank in self.ranks}
-        for entered in self._meetings().values():
+        for entered in self._meetings():
+            first = min(entered.values())
             for rank, moment in entered.items():
-                after[rank].append(moment - min(entered.values()))
+                after[rank].append(moment - first)
         return {rank: statistics.median(times) for rank, times in after.items() if times}
 
     def json(self) -> str:
-        """The report as JSON, below 20 KB: of many ranks, those furthest behind, and `omitted`."""
-        kept = sorted(self.ranks, key=lambda rank: (rank.rank not in self.late, _progress(rank)))
-        kept = sorted(kept[:_MOST_OPERATIONS], key=lambda rank: rank.rank)
-        most = max(_MOST_OPERATIONS // max(len(kept), 1), 1)
-        told = {
-            "time": self.time,
-            "late": self.late[:_MOST_OPERATIONS],
-            "omitted": len(self.ranks) - len(kept),
-            "ranks": [asdict(replace(rank, operations=rank.operations[-most:])) for rank in kept],
-        }
-        return json.dumps(told)
+        """The report as JSON, shorter than 20 KB.
+
+        If it would be longer, it has fewer operations of each rank, and of many ranks those that
+        are waited for or furthest behind; `omitted` is the number of the others.
+        """
+        order = sorted(self.ranks, key=lambda rank: (rank.rank not in self.late, _progress(rank)))
+        most = 8 * max(len(order), 1)  # operations
+        while True:
+            kept = sorted(order[:most], key=lambda rank: rank.rank)
+            each = max(most // max(len(kept), 1), 1)
+            ranks = [asdict(replace(rank, operations=rank.operations[-each:])) for rank in kept]
+            told = {"time": self.time, "size": self.size, "failed": self.failed, "ranks": ranks}
+            late, omitted = self.late[:most], len(order) - len(kept)
+            text = json.dumps({**told, "late": late, "omitted": omitted})
+            if len(text) < _MOST_BYTES or most == 1:
+                return text
+            most //= 2
 
     def __str__(self) -> str:
         """The text."""
-        lines = [f"waited for: {_listed(self.late)}"] if self.late else []
+        lines = ["the group has failed"] if self.failed else []
+        if self.late:
+            lines.append(f"waited for: {_listed(self.late)}")
         groups = list(self._by_state())
-        lines += [f"{_listed(ranks)}: {state}" for state, ranks in groups[:_MOST_LINES]]
-        if len(groups) > _MOST_LINES:
-            lines.append(f"and {sum(len(r) for _, r in groups[_MOST_LINES:])} more ranks")
+        told = 0
+        for state, ranks in groups[:_MOST_LINES]:
+            if sum(map(len, lines)) > _MOST_BYTES:
+                break
+            pid = f" (pid {self._pid(ranks[0])})" if len(ranks) == 1 else ""
+            lines.append(f"{_listed(ranks)}{pid}: {state}")
+            told += len(ranks)
+        if told < len(self.ranks):
+            lines.append(f"and {len(self.ranks) - told} more ranks")
         if self.lateness:
             latest, seconds = max(self.lateness.items(), key=lambda item: item[1])
-            behind = f"{1e3 * seconds:.3g} ms after the first one"
+            behind = f"{1e3 * seconds:,.3f} ms after the first one"
             lines.append(f"latest in the last operations: rank {latest}, {behind} in the median")
         return "\n".join(lines)
+
+    def _pid(self, number: int) -> int:
+        return next(rank.pid for rank in self.ranks if rank.rank == number)
 
     def _by_state(self) -> Iterator[tuple[str, list[int]]]:
         """What ranks do, with the ranks that do it; those furthest behind come first.
@@ -147,24 +167,29 @@ class Report:
             longest = min(ranks, key=lambda rank: [o.entered for o in rank.operations[-1:]])
             yield longest.state(self.time), [rank.rank for rank in ranks]
 
-    def _meetings(self) -> dict[int, dict[int, float]]:
-        """By operation that all ranks have entered: when each did."""
+    def _meetings(self) -> Iterator[dict[int, float]]:
+        """For each operation that all ranks have entered: when each did."""
         entered: dict[int, dict[int, float]] = {}
         for rank in self.ranks:
             for operation in rank.operations:
                 entered.setdefault(operation.sequence, {})[rank.rank] = operation.entered
-        return {key: times for key, times in entered.items() if len(times) == len(self.ranks)}
+        return (times for times in entered.values() if len(times) == len(self.ranks))
 
 
-def make_report(states: Sequence[Mapping[str, Any]]) -> Report:
-    """The report of what the extension tells of ranks."""
-    ranks = (
-        RankReport(
-            **{**state, "operations": tuple(RecordedOperation(**o) for o in state["operations"])}
-        )
-        for state in states
+def make_report(state: Mapping[str, Any]) -> Report:
+    """The report of what the extension tells of a group."""
+    told = {**state, "ranks": ()}
+    ranks = (_make_rank(rank, state["time"], state["failed"]) for rank in state["ranks"])
+    return replace(Report(**told), ranks=tuple(ranks))
+
+
+def _make_rank(state: Mapping[str, Any], now: float, failed: bool) -> RankReport:
+    operations = tuple(RecordedOperation(**operation) for operation in state["operations"])
+    rank = RankReport(**{**state, "operations": operations})
+    young = (
+        bool(operations) and operations[-1].done is None and now - operations[-1].entered < _MOMENT
     )
-    return Report(time.monotonic(), tuple(ranks))
+    return replace(rank, waits_for=None) if rank.gone or (young and not failed) else rank
 
 
 def _progress(rank: RankReport) -> tuple[int, bool]:

@@ -13,7 +13,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,57 +26,51 @@ Place = tuple[int, int]  # a file's inode and the position of a window in it
 
 
 class Jobs:
-    """The groups of one process, or of all that this user may look at."""
+    """The groups of one process, or of all that this user may look at, except for this process.
+
+    A process must not open its own windows here: closing a file drops all its locks on it, by which
+    the other ranks know that it lives.
+    """
 
     def __init__(self, pid: int | None = None) -> None:
         self._pid = pid
-        self._windows: dict[Place, _C.Onlooker] = {}
         self.strangers: set[int] = set()  # processes that use another version of pycomm
 
     def reports(self) -> dict[Place, Report]:
         """The groups whose ranks have joined and have not all gone."""
         pids = [self._pid] if self._pid is not None else _all_pids()
-        mapped: set[Place] = set()
         self.strangers.clear()
+        windows: dict[Place, _C.Onlooker] = {}
         for pid in pids:
+            if pid == os.getpid():
+                continue
             with contextlib.suppress(OSError):  # it has ended, or belongs to another user
-                mapped.update(self._find(pid))
-        self._windows = {place: self._windows[place] for place in mapped}
+                for place in _mapped(pid) - windows.keys():
+                    self._open(pid, place, windows)
         reports = {}
-        for place, window in sorted(self._windows.items()):
-            report = make_report(window.states(_OPERATIONS))
-            ranks = tuple(
-                replace(rank, gone=rank.gone or _ended(rank.pid)) for rank in report.ranks
-            )
-            if not all(rank.gone for rank in ranks):
-                reports[place] = replace(report, ranks=ranks)
+        for place, window in sorted(windows.items()):
+            report = make_report(window.state(_OPERATIONS))
+            report = replace(report, ranks=_without_ended(report.ranks, place))
+            if not all(rank.gone for rank in report.ranks):
+                reports[place] = report
         return reports
 
-    def _find(self, pid: int) -> Iterator[Place]:
-        """Opens the windows that a process has mapped."""
-        for place in _mapped(pid):
-            if place not in self._windows:
-                try:
-                    self._windows[place] = _open(pid, place)
-                except ValueError:  # tensors, not a window
-                    continue
-                except RuntimeError:
-                    self.strangers.add(pid)
-                    continue
-            yield place
+    def _open(self, pid: int, place: Place, windows: dict[Place, _C.Onlooker]) -> None:
+        try:
+            windows[place] = _open(pid, place)
+        except (ValueError, MemoryError):  # tensors, not a window
+            pass
+        except RuntimeError:
+            self.strangers.add(pid)
 
 
 def _all_pids() -> list[int]:
     return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
 
 
-def _ended(pid: int) -> bool:
-    return not Path(f"/proc/{pid}").exists()
-
-
 def _mapped(pid: int) -> set[Place]:
     """The beginnings of a process's mappings of windows' files."""
-    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    lines = Path(f"/proc/{pid}/maps").read_text(errors="surrogateescape").splitlines()
     fields = [line.split(maxsplit=5) for line in lines if line.endswith(_FILE)]
     return {(int(inode), int(offset, 16)) for _, _, offset, _, inode, _ in fields}
 
@@ -85,13 +78,36 @@ def _mapped(pid: int) -> set[Place]:
 def _open(pid: int, place: Place) -> _C.Onlooker:
     inode, position = place
     for link in Path(f"/proc/{pid}/fd").iterdir():
-        if link.stat().st_ino == inode and str(link.readlink()) == _FILE:
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            if str(link.readlink()) != _FILE or link.stat().st_ino != inode:
+                continue
             fd = os.open(link, os.O_RDONLY)
             try:
                 return _C.Onlooker(fd, position)
             finally:
                 os.close(fd)
     raise OSError(f"process {pid} has closed the file of its window")
+
+
+def _without_ended(ranks: tuple[RankReport, ...], place: Place) -> tuple[RankReport, ...]:
+    """Marks the ranks whose processes do not map the window any more.
+
+    If no process does, the ranks' pids are those of another pid namespace, and tell nothing.
+    """
+    mapping = {rank.pid: _maps(rank.pid, place) for rank in ranks}
+    if not any(mapping.values()):
+        return ranks
+    return tuple(replace(rank, gone=rank.gone or not mapping[rank.pid]) for rank in ranks)
+
+
+def _maps(pid: int, place: Place) -> bool:
+    """True if a process maps a window, or may."""
+    try:
+        return any(inode == place[0] for inode, _ in _mapped(pid))
+    except PermissionError:
+        return True
+    except OSError:  # there is no such process
+        return False
 
 
 def _row(rank: RankReport, report: Report, before: Report | None) -> list[str]:
@@ -114,6 +130,16 @@ def _row(rank: RankReport, report: Report, before: Report | None) -> list[str]:
     ]
 
 
+def _title(report: Report) -> str:
+    """A line about a group."""
+    title = f"group of {report.size} ranks"
+    if len(report.ranks) < report.size:
+        title += f", of which {len(report.ranks)} have joined"
+    if report.failed:
+        title += ", failed"
+    return title + (f", waiting for {', '.join(map(str, report.late))}" if report.late else "")
+
+
 def _watch(jobs: Jobs, interval: float) -> None:
     """Shows a table per group until Ctrl-C."""
     try:
@@ -128,8 +154,7 @@ def _watch(jobs: Jobs, interval: float) -> None:
             reports = jobs.reports()
             tables = []
             for place, report in reports.items():
-                late = f", waiting for {', '.join(map(str, report.late))}" if report.late else ""
-                table = Table(title=f"group of {len(report.ranks)} ranks{late}")
+                table = Table(title=_title(report))
                 for name in ("rank", "pid", "state", "late (ms)", "ops/s", "GB/s"):
                     table.add_column(name, justify="left" if name == "state" else "right")
                 for rank in report.ranks:

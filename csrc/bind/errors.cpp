@@ -39,7 +39,7 @@ void set_collective_error(const CollectiveError& error) {
       type(error.what(), py::arg("rank") = error.rank, py::arg("pid") = error.pid,
            py::arg("operation") = error.operation, py::arg("sequence") = error.sequence,
            py::arg("completed") = error.completed,
-           py::arg("states") = error.states ? py::object(to_python(*error.states)) : py::none());
+           py::arg("state") = error.group ? py::object(to_python(*error.group)) : py::none());
   PyErr_SetObject(type.ptr(), value.ptr());
 }
 

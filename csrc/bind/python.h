@@ -73,8 +73,8 @@ inline Call make_call(const Operation& kind, std::int64_t count, std::uintptr_t 
           make_details(shape, label)};
 }
 
-// The states of ranks as a list of dicts.
-pybind11::list to_python(const std::vector<RankState>& states);
+// A group's state, made of dicts and lists.
+pybind11::dict to_python(const GroupState& group);
 
 using GroupClass = pybind11::class_<cpu::Group, std::shared_ptr<cpu::Group>>;
 

@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "bind/gil.h"
 #include "bind/python.h"
 #include "core/errors.h"
 #include "cpu/group.h"
@@ -26,9 +27,9 @@ py::dict to_python(const Recorded& recorded) {
 
 }  // namespace
 
-py::list to_python(const std::vector<RankState>& states) {
-  py::list made;
-  for (const RankState& state : states) {
+py::dict to_python(const GroupState& group) {
+  py::list ranks;
+  for (const RankState& state : group.ranks) {
     py::list operations;
     for (const Recorded& recorded : state.recorded) operations.append(to_python(recorded));
     py::dict rank;
@@ -38,21 +39,33 @@ py::list to_python(const std::vector<RankState>& states) {
     rank["waits_for"] = state.waits_for < 0 ? py::object(py::none()) : py::int_(state.waits_for);
     rank["elsewhere"] = state.elsewhere;
     rank["operations"] = operations;
-    made.append(rank);
+    ranks.append(rank);
   }
+  py::dict made;
+  made["time"] = group.time;
+  made["size"] = group.size;
+  made["failed"] = group.failed;
+  made["ranks"] = ranks;
   return made;
 }
 
 void bind_record(py::module_& m, GroupClass& group) {
   group.def(
-      "states", [](cpu::Group& group, std::size_t most) { return to_python(group.states(most)); },
+      "state",
+      [](cpu::Group& group, std::size_t most) {
+        const GroupState state = [&] {
+          const WithoutGil no_gil;
+          return group.state(most);
+        }();
+        return to_python(state);
+      },
       py::arg("most"));
   py::class_<cpu::Onlooker>(m, "Onlooker")
       .def(py::init<int, std::int64_t>(), py::arg("fd"), py::arg("position"))
       .def(
-          "states",
+          "state",
           [](const cpu::Onlooker& onlooker, std::size_t most) {
-            return to_python(onlooker.states(most));
+            return to_python(onlooker.state(most));
           },
           py::arg("most"));
   m.attr("most_recorded") = cpu::kRecords;

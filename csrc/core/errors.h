@@ -26,13 +26,12 @@ class CollectiveError : public std::runtime_error {
         sequence(sequence) {}
 
   // The same error, with the information that operations up to `completed` have succeeded on every
-  // rank, and with what the ranks had done lately.
-  CollectiveError knowing(std::uint32_t completed, std::vector<RankState> states) const {
+  // rank.
+  CollectiveError knowing(std::uint32_t completed) const {
     const std::string known =
         completed == 0 ? "none" : "operations up to " + std::to_string(completed);
     CollectiveError error = saying("; known to be complete on every rank: " + known);
     error.completed = completed;
-    error.states = std::make_shared<const std::vector<RankState>>(std::move(states));
     return error;
   }
   // The same error, with its cause.
@@ -44,7 +43,7 @@ class CollectiveError : public std::runtime_error {
   const std::string operation;
   const std::uint32_t sequence;
   std::uint32_t completed = 0;
-  std::shared_ptr<const std::vector<RankState>> states;  // may be null
+  std::shared_ptr<const GroupState> group;  // when it failed; may be null
 
  private:
   CollectiveError saying(const std::string& more) const {

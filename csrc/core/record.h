@@ -26,4 +26,12 @@ struct RankState {
   std::vector<Recorded> recorded;  // its last operations, in order
 };
 
+// The ranks of a group that are on this node and have joined, at a time of the steady clock.
+struct GroupState {
+  double time = 0;
+  int size = 0;  // with ranks that have not joined
+  bool failed = false;
+  std::vector<RankState> ranks;
+};
+
 }  // namespace pycomm

@@ -66,6 +66,7 @@ void Comm::begin(const Operation& operation, const void* input, void* output, vo
                  Preflight preflight) {
   ordinal_.store(next_sequence(ordinal()), std::memory_order_relaxed);
   called_ = operation;
+  waited_long_ = false;
   if (spans_) record_entry();
   interrupt_ = interrupt;
   traffic_ = {};
@@ -187,7 +188,9 @@ void Comm::finish() {
   leave_peers_heaps();
   stream_fence();  // the caller may tell another thread of its output
   mine().completed.store(ordinal(), std::memory_order_release);
-  if (recorded_ == ordinal()) record().end(std::max(input_bytes_, output_bytes_));
+  record_entry();  // of a group of one rank
+  const std::int64_t bytes = called_.count * size_of(called_.dtype);
+  record().end(bytes >= kTimedFrom || waited_long_);
 }
 
 std::uint32_t Comm::completed() const {

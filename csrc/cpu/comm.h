@@ -213,7 +213,9 @@ class Comm {
   CollectiveError failure_of(std::uint64_t word) const;
   // The same error, with what is known of all ranks.
   CollectiveError with_report(const CollectiveError& error) const {
-    return error.knowing(completed(), states(kReported));
+    CollectiveError known = error.knowing(completed());
+    known.group = report();
+    return known;
   }
   // Throws if the group has been aborted.
   void check_aborted() const {
@@ -262,7 +264,9 @@ class Comm {
 
   // What this node's ranks have done lately, and what they wait for. From any thread, also after a
   // failure.
-  std::vector<RankState> states(std::size_t most) const;
+  GroupState state(std::size_t most) const;
+  // The state for an error; null if there is no memory for it.
+  std::shared_ptr<const GroupState> report() const;
   int pid(int r) const { return peers_->pid(r); }
   int pid_of(int number) const { return peers_->pid_of(number); }
   // True if a rank of this node waits in an operation after the one with this number.
@@ -372,7 +376,8 @@ class Comm {
   std::uint32_t sequence_;
   std::atomic<std::uint32_t> ordinal_;  // written by one thread at a time
   const std::uint32_t first_epoch_;
-  std::uint32_t recorded_;  // the last operation that has a record
+  std::uint32_t recorded_;    // the last operation that has a record
+  bool waited_long_ = false;  // in this operation
   bool spans_ = false;
   std::uint32_t signalled_[kChannels];
   std::uint32_t started_[kChannels];

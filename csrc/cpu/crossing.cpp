@@ -99,8 +99,9 @@ void Crossing::take_owned(std::byte* output, std::int64_t at, std::uint32_t turn
 }
 
 void Crossing::take_rest(std::byte* output, std::int64_t at, std::uint32_t turn) const {
-  for (int p = 0; p < ranks(); ++p) {
-    if (p != rank_) copy({output + p * part_ + at, stream_}, place(p, turn, p), length(at));
+  for (int step = 1; step < ranks(); ++step) {
+    const int p = (rank_ + step) % ranks();
+    copy({output + p * part_ + at, stream_}, place(p, turn, p), length(at));
   }
 }
 
@@ -124,13 +125,13 @@ void Crossing::cross_from_root(const std::byte* input, std::byte* output) {
 void Crossing::cross_windows(const std::byte* input, std::byte* output) {
   say(kGiven);
   await_all(kGiven, said_[kGiven]);
-  for (std::int64_t at = 0; at < part_; at += tile_part_) move(input, output, at);
+  for (std::int64_t at = 0; at < part_; at += tile_part_) cross_window_tile(input, output, at);
   stream_fence();
   say(kTaken);
   await_all(kTaken, said_[kTaken]);
 }
 
-void Crossing::move(const std::byte* input, std::byte* output, std::int64_t at) {
+void Crossing::cross_window_tile(const std::byte* input, std::byte* output, std::int64_t at) {
   const std::int64_t bytes = length(at), mine = rank_ * part_ + at;
   const auto owned = [&](int r) { return slot(r) + mine; };
   const auto write_all = [&](const std::byte* from, int first) {

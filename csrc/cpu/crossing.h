@@ -11,14 +11,14 @@
 //   all_gather:     is the second half: writes its N / n to its slot, and reads the rest from the
 //                   others' slots;
 //   broadcast:      reads N bytes from the root's slot, after the root has written them.
-// All but one_shot go tile by tile, so that slots stay in caches, and write a tile ahead of those
-// that they read, so that ranks wait little.
+// All but one_shot go tile by tile, so that slots stay in caches. They write a tile ahead of those
+// that they read, so that ranks wait little; a broadcast's root writes up to four ahead.
 //
 // Tensors in windows need no slots, because all ranks can read and write them. Every rank
 //   two_shot_window:       reads what it owns from the tensors of all others, and writes it to all;
 //   reduce_scatter_window: reads what it owns from the tensors of all others;
 //   all_gather_push:       writes its part to all tensors;
-//   all_gather_pull:       reads the parts of all others;
+//   all_gather_pull:       reads the parts of all, its own, too;
 //   broadcast_pull:        reads the root's tensor;
 //   broadcast_share:       copies its part of the root's tensor to all others, so that the root works
 //                          as much as they do. With two ranks each copies half of the tensor.
@@ -60,7 +60,7 @@ class Crossing {
   using Flag = std::atomic<std::uint32_t>;
   static constexpr std::int64_t kFlagBytes = 2 * kLine;
   // Tiles in a slot. A rank that writes tile t has seen that the others have written t - 2, which
-  // they do after they have read t - 4.
+  // they do after they have read t - 4. A broadcast's root waits until all have taken t - 4.
   static constexpr std::uint32_t kTurns = 4;
 
   // A rank's memory as it is mapped here.
@@ -94,7 +94,7 @@ class Crossing {
   void take_owned(std::byte* output, std::int64_t at, std::uint32_t turn);
   void take_rest(std::byte* output, std::int64_t at, std::uint32_t turn) const;
   // The step of cross_windows().
-  void move(const std::byte* input, std::byte* output, std::int64_t at);
+  void cross_window_tile(const std::byte* input, std::byte* output, std::int64_t at);
 
   // Reads from(r) of all other ranks r, and keeps that of the rank before this one.
   template <class From>

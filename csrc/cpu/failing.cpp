@@ -102,22 +102,31 @@ std::string Comm::disagreement(std::uint64_t word) const {
   return p2p::describe(window_->control(receiver).disagreement, rank_of(word), waiter_of(word));
 }
 
-std::vector<RankState> Comm::states(std::size_t most) const {
+GroupState Comm::state(std::size_t most) const {
   const TickScale scale = TickScale::now();
-  std::vector<RankState> states;
+  GroupState group{scale.time(), size_, aborted() != 0, {}};
   for (int r = 0; r < size_; ++r) {
-    RankState state = state_of(window_->control(r), window_->records(r), size_, most, scale);
-    state.rank = number(r);
-    state.pid = pid(r);
-    state.gone = state.gone || ended(r);
-    if (state.waits_for >= 0) state.waits_for = number(state.waits_for);
-    state.elsewhere = membership_.describe(r);
-    states.push_back(std::move(state));
+    RankState rank = state_of(window_->control(r), window_->records(r), size_, most, scale);
+    rank.rank = number(r);
+    rank.pid = pid(r);
+    rank.gone = rank.gone || ended(r);
+    if (rank.waits_for >= 0) rank.waits_for = number(rank.waits_for);
+    rank.elsewhere = membership_.describe(r);
+    group.ranks.push_back(std::move(rank));
   }
-  return states;
+  return group;
+}
+
+std::shared_ptr<const GroupState> Comm::report() const {
+  try {
+    return std::make_shared<const GroupState>(state(kReported));
+  } catch (const std::bad_alloc&) {  // the error matters more
+    return nullptr;
+  }
 }
 
 void Comm::retreat() {
+  record_entry();  // if the operation has failed before it was announced
   leave_peers_heaps();
   if (!exposed_) return;
   if (await_outside(&Control::in_peers_heaps, [this] { detach(); })) exposed_ = false;

@@ -79,11 +79,11 @@ void Group::depart() {
   comm_.depart();
 }
 
-std::vector<RankState> Group::states(std::size_t most) {
+GroupState Group::state(std::size_t most) {
   if (forked() || closed_) check_usable();
   const std::lock_guard lock(departing_mutex_);
   if (departed_) throw GroupUnusable("group is closed");
-  return comm_.states(most);
+  return comm_.state(most);
 }
 
 void Group::end_waits_of(std::span<const std::shared_ptr<Group>> others) {

@@ -125,7 +125,7 @@ class Group {
   void close(void (*interrupt)() = nullptr);
 
   // What this node's ranks do, and their last operations. From any thread, until close().
-  std::vector<RankState> states(std::size_t most);
+  GroupState state(std::size_t most);
 
   // In the whole group; those of Comm count only this node.
   int rank() const { return rank_; }

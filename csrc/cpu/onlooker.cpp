@@ -74,24 +74,24 @@ Onlooker::Onlooker(int fd, std::int64_t position)
     : header_(checked_header(fd, position)),
       slices_(fd, position, header_.ranks * stride_of(header_), false) {}
 
-std::vector<RankState> Onlooker::states(std::size_t most) const {
+GroupState Onlooker::state(std::size_t most) const {
   const auto ranks = static_cast<int>(header_.ranks);
   const TickScale scale = TickScale::now();
   const auto slice = [&](int r) { return slices_.data() + r * stride_of(header_); };
   const auto control = [&](int r) -> const Control& {
     return *reinterpret_cast<const Control*>(slice(r));
   };
-  std::vector<RankState> states;
+  GroupState group{scale.time(), ranks, control(0).abort.load() != 0, {}};
   for (int r = 0; r < ranks; ++r) {
     if (control(r).identity.load(std::memory_order_acquire) == 0) continue;
-    RankState state = state_of(control(r), records_of(slice(r), ranks), ranks, most, scale);
-    if (state.waits_for >= 0) {
-      const std::uint64_t awaited = control(state.waits_for).identity.load();
-      state.waits_for = awaited == 0 ? -1 : static_cast<int>(awaited & 0xffffffffu);
+    RankState rank = state_of(control(r), records_of(slice(r), ranks), ranks, most, scale);
+    if (rank.waits_for >= 0) {
+      const std::uint64_t awaited = control(rank.waits_for).identity.load();
+      rank.waits_for = awaited == 0 ? -1 : static_cast<int>(awaited & 0xffffffffu);
     }
-    states.push_back(std::move(state));
+    group.ranks.push_back(std::move(rank));
   }
-  return states;
+  return group;
 }
 
 }  // namespace pycomm::cpu

@@ -22,8 +22,8 @@ class Onlooker {
   // it is one of another version.
   Onlooker(int fd, std::int64_t position);
 
-  // The states of all ranks that have joined; see state_of().
-  std::vector<RankState> states(std::size_t most) const;
+  // The state of the group; see state_of().
+  GroupState state(std::size_t most) const;
 
  private:
   const Header header_;

@@ -17,7 +17,8 @@
 
 namespace pycomm::cpu {
 
-// Operations on fewer bytes do not record when they have ended.
+// Operations on fewer bytes do not record when they have ended, unless they have waited for long:
+// they take so little time that reading the clock again would be 5 % of it.
 inline constexpr std::int64_t kTimedFrom = 4096;
 inline constexpr std::int64_t kNotDone = 0, kUntimed = 1;
 
@@ -42,11 +43,8 @@ class alignas(kLine) Record {
     done_.store(kNotDone, std::memory_order_release);
     number_.store(number, std::memory_order_release);
   }
-  // The operation has succeeded. Small ones take so little time that reading the clock again would
-  // be 5 % of it.
-  void end(std::int64_t bytes) {
-    done_.store(bytes < kTimedFrom ? kUntimed : ticks(), std::memory_order_release);
-  }
+  // The operation has succeeded.
+  void end(bool timed) { done_.store(timed ? ticks() : kUntimed, std::memory_order_release); }
 
   // Empty if there is nothing, or while it is written, or if it is damaged.
   std::optional<RecordedTicks> read() const {

@@ -29,11 +29,14 @@ inline std::int64_t ticks() {
 // Converts ticks to seconds of the steady clock.
 class TickScale {
  public:
-  // Waits until the process is 20 ms old, to know the counter's speed to 1 in 10,000.
+  // Waits until the process is 20 ms old, to know the counter's speed.
   static TickScale now();
 
+  double time() const { return seconds_; }  // when the scale was made
   double seconds(std::int64_t tick) const {
-    return seconds_ + static_cast<double>(tick - tick_) * seconds_per_tick_;
+    // Unsigned, because a damaged tick must not overflow.
+    const auto since = static_cast<std::uint64_t>(tick) - static_cast<std::uint64_t>(tick_);
+    return seconds_ + static_cast<double>(static_cast<std::int64_t>(since)) * seconds_per_tick_;
   }
 
  private:

@@ -13,6 +13,7 @@ namespace pycomm::cpu {
 
 template <class Word>
 void Comm::wait_long(const std::atomic<Word>& word, std::uint32_t target, int r, int channel) {
+  waited_long_ = true;
   mine().waiting.store(waiting_word({r, channel, target}), std::memory_order_release);
   const Clock::time_point start = Clock::now();
   Clock::time_point look_at = start + kLookEvery, interrupt_at = start + kInterruptEvery;

@@ -132,14 +132,14 @@ class Stream:
     def prepare(self, case: Case) -> Prepared:
         """The same bytes as fp32, since fp32 loops are limited only by memory."""
         stream = streams(_mix(case.collective, case.nbytes, case.ranks), "cpu")[self.algorithm]
-        written = stream.result if case.collective == "all_reduce" else stream.source
+        rewritten = stream.result if case.collective == "all_reduce" else stream.source
 
         def call() -> None:
             stream.call()
             # Without it, ranks that share a core could stream one after the other, unnoticed.
             pycomm.barrier(group=self.group)
 
-        return Prepared(written, written, call, torch.zeros_like(written))
+        return Prepared(rewritten, rewritten, call, torch.zeros_like(rewritten))
 
 
 def _mix(collective: str, nbytes: int, ranks: int) -> Mix:

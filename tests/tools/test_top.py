@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import helpers
 import pytest
 import torch
 
 import pycomm
+from pycomm.top import Jobs
 
 TOP = [sys.executable, "-m", "pycomm.top"]
 
@@ -32,6 +34,10 @@ def hang(rank, size, store):
 def look(*options):
     done = subprocess.run([*TOP, *options], capture_output=True, text=True, timeout=60, check=True)
     return json.loads(done.stdout)
+
+
+def gone(pid):
+    return not Path(f"/proc/{pid}/maps").read_text()
 
 
 def both_wait(pid):
@@ -63,7 +69,7 @@ def test_a_job_that_hangs(hanging):
 def test_the_dead_are_shown(hanging):
     hanging.signal(0, signal.SIGSTOP)  # so that it does not end with an error
     hanging.signal(1, signal.SIGKILL)
-    helpers.wait_until(lambda: not hanging.processes[1].is_alive())
+    helpers.wait_until(lambda: gone(hanging.pids[1]))  # but nobody has waited for it yet
     groups = look(str(hanging.pids[0]), "--json")["groups"]
     assert all(group["ranks"][1]["gone"] for group in groups)
     assert not any(group["ranks"][0]["gone"] for group in groups)
@@ -93,6 +99,51 @@ def test_the_table(hanging):
     os.close(leader)
     assert "group of 3 ranks, waiting for 1" in text
     assert str(hanging.pids[1]) in text
+
+
+def test_smaller_groups_are_seen():
+    """They lie in a rank's heap."""
+    with helpers.Ranks(3, shrink_and_hang) as ranks:
+
+        def seen():
+            groups = look(str(ranks.pids[0]), "--json")["groups"]
+            return [group for group in groups if (group["size"], group["late"]) == (2, [1])]
+
+        helpers.wait_until(seen, 60)
+        last = seen()[0]["ranks"][0]["operations"][-1]
+        assert (last["operation"], last["sequence"]) == ("barrier", 2)
+
+
+def shrink_and_hang(rank, size, store):
+    with helpers.member(rank, size, store) as group:
+        group.should_commit()
+        if rank == 2:
+            group.close()
+            time.sleep(60)
+        smaller = group.shrink()
+        smaller.should_commit()
+        if rank == 1:
+            time.sleep(60)
+        pycomm.barrier(group=smaller)
+
+
+def look_at_itself(group):
+    """Would drop the locks by which the others know that this rank lives."""
+    found = Jobs(os.getpid()).reports()
+    time.sleep(0.1)
+    pycomm.barrier(group=group)
+    return found
+
+
+def test_a_rank_does_not_look_at_itself():
+    assert helpers.run_group(2, look_at_itself) == [{}, {}]
+
+
+def test_mapped_files_have_any_name(tmp_path):
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
+    path.write_bytes(bytes(4096))
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 4096, prot=mmap.PROT_READ):
+        assert look(str(os.getpid()), "--json")["groups"] == []
 
 
 def test_no_job():

@@ -24,16 +24,16 @@ constexpr std::int64_t kSampledOneIn = 128, kLargestSample = 64 << 10;
 // No magnitude.
 constexpr std::uint32_t kNone = 0xffffffffu;
 
-// What replaces x.
+// x, or the new velocity if there is one.
 template <class T>
-float accelerated_at(const Candidates& from, std::int64_t i) {
+PYCOMM_HD float accelerated_at(const Candidates& from, std::int64_t i) {
   const float x = load(static_cast<const T*>(from.x)[i]);
   if (from.velocity == nullptr) return x;
   return accelerated(from.velocity[i], from.momentum, x, from.scaling.scale);
 }
 
 template <class T>
-float candidate(const Candidates& from, std::int64_t i) {
+PYCOMM_HD float candidate(const Candidates& from, std::int64_t i) {
   const float value = accelerated_at<T>(from, i);
   if (from.residual == nullptr) return value;
   return limited(contribution(value, from.residual[i], from.scaling.scale), from.limit);

@@ -69,7 +69,8 @@ struct Candidates {
   float limit = kInfinity;  // x + residual is limited() to it
 };
 
-// Residual and velocity get all values. The caller then removes the entries that it sends.
+// Residual, which there must be, and velocity get all values, which are not limited(). The caller then
+// removes the entries that it sends.
 void store_values(const Candidates& from);
 
 class TopkSelection {

@@ -19,11 +19,11 @@ void Engine::fail(const std::string& cause) {
   ended_ = true;
   retreat();
   const std::uint64_t word = node_.comm.aborted();
-  const auto states = std::make_shared<const std::vector<RankState>>(node_.comm.states(kReported));
+  const auto group = node_.comm.report();
   while (!node_.requests.pending().empty()) {
     const RequestPtr request = node_.requests.pending().front();
     CollectiveError error = failure_of(word, *request, cause);
-    error.states = states;
+    error.group = group;
     failed_(error);  // the first one counts
     request->error = std::make_exception_ptr(error);
     node_.requests.complete(request);

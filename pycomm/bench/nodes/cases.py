@@ -18,7 +18,7 @@ DENSITY = 0.01
 PEER = "gloo"
 OVER_GROUPS = " process_group"  # ends the names of contestants with transport="process_group"
 FEEDBACK = " feedback"  # ends the name of the contestant with a residual, which has WITH_FEEDBACK
-WITH_FEEDBACK = "topk:0.01"  # of all compressions, it loses so much that training needs a residual
+WITH_FEEDBACK = "topk:0.01"  # it loses most, so training needs a residual
 # DDP's ways to average gradients, with the model's names; None if the model lacks them.
 TRAINEES = {
     "gloo": ("ring", "none"),
