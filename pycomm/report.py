@@ -84,7 +84,8 @@ class Report:
     Attributes:
         time: of the report, on the clock of :func:`time.monotonic`.
         size: the number of ranks on this node.
-        failed: True if the group has failed or was aborted. Ranks then show where that found them.
+        failed: True if the group has failed or was aborted. Its ranks stay in the operation in
+            which that happened.
         ranks: the ranks that have joined, in order.
     """
 
