@@ -65,7 +65,8 @@ class RankReport:
         else:
             last = self.operations[-1]
             where = f"operation {last.sequence}, {last.description}"
-            since = now - (last.entered if last.done is None else last.done)
+            # A rank may have gone on between the reading of the clock and that of its record.
+            since = max(now - (last.entered if last.done is None else last.done), 0)
             words.append(f"{'in' if last.done is None else 'after'} {where}, for {since:.1f} s")
         if self.waits_for is not None:
             words.append(f"; waits for rank {self.waits_for}")
@@ -138,35 +139,29 @@ class Report:
         lines = ["the group has failed"] if self.failed else []
         if self.late:
             lines.append(f"waited for: {_listed(self.late)}")
-        groups = list(self._by_state())
         told = 0
-        for state, ranks in groups[:_MOST_LINES]:
+        for ranks in self._alike()[:_MOST_LINES]:
             if sum(map(len, lines)) > _MOST_BYTES:
                 break
-            pid = f" (pid {self._pid(ranks[0])})" if len(ranks) == 1 else ""
-            lines.append(f"{_listed(ranks)}{pid}: {state}")
+            pid = f" (pid {ranks[0].pid})" if len(ranks) == 1 else ""
+            # Ranks that came to the same state at different times share the longest one.
+            longest = min(ranks, key=lambda rank: [o.entered for o in rank.operations[-1:]])
+            who = _listed([rank.rank for rank in ranks])
+            lines.append(f"{who}{pid}: {longest.state(self.time)}")
             told += len(ranks)
         if told < len(self.ranks):
             lines.append(f"and {len(self.ranks) - told} more ranks")
-        if self.lateness:
+        if len(self.lateness) > 1:
             latest, seconds = max(self.lateness.items(), key=lambda item: item[1])
             behind = f"{1e3 * seconds:,.3f} ms after the first one"
             lines.append(f"latest in the last operations: rank {latest}, {behind} in the median")
         return "\n".join(lines)
 
-    def _pid(self, number: int) -> int:
-        return next(rank.pid for rank in self.ranks if rank.rank == number)
-
-    def _by_state(self) -> Iterator[tuple[str, list[int]]]:
-        """What ranks do, with the ranks that do it; those furthest behind come first.
-
-        Ranks that came to the same state at different times share the longest one.
-        """
+    def _alike(self) -> list[list[RankReport]]:
+        """Ranks that do the same; those furthest behind come first."""
         ordered = sorted(self.ranks, key=lambda rank: (_progress(rank), _kind(rank), rank.rank))
-        for _, same in groupby(ordered, key=lambda rank: (_progress(rank), _kind(rank))):
-            ranks = list(same)
-            longest = min(ranks, key=lambda rank: [o.entered for o in rank.operations[-1:]])
-            yield longest.state(self.time), [rank.rank for rank in ranks]
+        same = groupby(ordered, key=lambda rank: (_progress(rank), _kind(rank)))
+        return [list(ranks) for _, ranks in same]
 
     def _meetings(self) -> Iterator[dict[int, float]]:
         """For each operation that all ranks have entered: when each did."""
@@ -179,9 +174,8 @@ class Report:
 
 def make_report(state: Mapping[str, Any]) -> Report:
     """The report of what the extension tells of a group."""
-    told = {**state, "ranks": ()}
-    ranks = (_make_rank(rank, state["time"], state["failed"]) for rank in state["ranks"])
-    return replace(Report(**told), ranks=tuple(ranks))
+    ranks = [_make_rank(rank, state["time"], state["failed"]) for rank in state["ranks"]]
+    return Report(**{**state, "ranks": tuple(ranks)})
 
 
 def _make_rank(state: Mapping[str, Any], now: float, failed: bool) -> RankReport:

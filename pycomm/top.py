@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,42 +21,49 @@ from pycomm import _C
 from pycomm.report import RankReport, Report, make_report
 
 _FILE = "/memfd:pycomm (deleted)"
+_LONGEST = 3600.0  # seconds between updates
 _OPERATIONS = 64  # of each rank, for rates and lateness
 
 Place = tuple[int, int]  # a file's inode and the position of a window in it
 
 
 class Jobs:
-    """The groups of one process, or of all that this user may look at, except for this process.
+    """The groups of one process, or of all that this user may look at, except for this process's.
 
-    A process must not open its own windows here: closing a file drops all its locks on it, by which
-    the other ranks know that it lives.
+    A process must not open its own groups' files here: closing a file drops all its locks on it, by
+    which the other ranks know that it lives.
     """
 
     def __init__(self, pid: int | None = None) -> None:
         self._pid = pid
         self.strangers: set[int] = set()  # processes that use another version of pycomm
 
+    def ended(self) -> bool:
+        """True if this is about one process, and that has ended."""
+        return self._pid is not None and not Path(f"/proc/{self._pid}").exists()
+
     def reports(self) -> dict[Place, Report]:
         """The groups whose ranks have joined and have not all gone."""
-        pids = [self._pid] if self._pid is not None else _all_pids()
+        own = {inode for inode, _ in _mapped(os.getpid())}
         self.strangers.clear()
         windows: dict[Place, _C.Onlooker] = {}
-        for pid in pids:
-            if pid == os.getpid():
-                continue
+        knows_pids: dict[Place, bool] = {}
+        for pid in [self._pid] if self._pid is not None else _all_pids():
             with contextlib.suppress(OSError):  # it has ended, or belongs to another user
                 for place in _mapped(pid) - windows.keys():
-                    self._open(pid, place, windows)
+                    if place[0] not in own:
+                        knows_pids[place] = _namespace(pid) == _namespace(os.getpid())
+                        self._add(pid, place, windows)
         reports = {}
         for place, window in sorted(windows.items()):
             report = make_report(window.state(_OPERATIONS))
-            report = replace(report, ranks=_without_ended(report.ranks, place))
+            if knows_pids[place]:
+                report = replace(report, ranks=_without_ended(report.ranks, place))
             if not all(rank.gone for rank in report.ranks):
                 reports[place] = report
         return reports
 
-    def _open(self, pid: int, place: Place, windows: dict[Place, _C.Onlooker]) -> None:
+    def _add(self, pid: int, place: Place, windows: dict[Place, _C.Onlooker]) -> None:
         try:
             windows[place] = _open(pid, place)
         except (ValueError, MemoryError):  # tensors, not a window
@@ -89,19 +97,18 @@ def _open(pid: int, place: Place) -> _C.Onlooker:
     raise OSError(f"process {pid} has closed the file of its window")
 
 
-def _without_ended(ranks: tuple[RankReport, ...], place: Place) -> tuple[RankReport, ...]:
-    """Marks the ranks whose processes do not map the window any more.
+def _namespace(pid: int) -> Path:
+    """What a process's pids are numbered in."""
+    return Path(f"/proc/{pid}/ns/pid").readlink()
 
-    If no process does, the ranks' pids are those of another pid namespace, and tell nothing.
-    """
-    mapping = {rank.pid: _maps(rank.pid, place) for rank in ranks}
-    if not any(mapping.values()):
-        return ranks
-    return tuple(replace(rank, gone=rank.gone or not mapping[rank.pid]) for rank in ranks)
+
+def _without_ended(ranks: tuple[RankReport, ...], place: Place) -> tuple[RankReport, ...]:
+    """Marks the ranks whose processes do not map the window's file any more as gone."""
+    return tuple(replace(r, gone=r.gone or not _maps(r.pid, place)) for r in ranks)
 
 
 def _maps(pid: int, place: Place) -> bool:
-    """True if a process maps a window, or may."""
+    """True if a process maps a window's file, or may."""
     try:
         return any(inode == place[0] for inode, _ in _mapped(pid))
     except PermissionError:
@@ -110,24 +117,30 @@ def _maps(pid: int, place: Place) -> bool:
         return False
 
 
-def _row(rank: RankReport, report: Report, before: Report | None) -> list[str]:
-    """The cells of a rank: `before` is an earlier report of the group, for rates."""
-    operations = rank.operations
-    rates = ["", ""]
-    earlier = {r.rank: r for r in before.ranks}.get(rank.rank) if before is not None else None
-    if before is not None and earlier is not None and operations and earlier.operations:
-        count = operations[-1].sequence - earlier.operations[-1].sequence
-        per_second = count / (report.time - before.time)
-        mean = sum(operation.bytes for operation in operations) / len(operations)
-        rates = [f"{per_second:,.0f}", f"{per_second * mean / 1e9:.2f}"]
-    late = report.lateness.get(rank.rank)
-    return [
-        str(rank.rank),
-        str(rank.pid),
-        rank.state(report.time),
-        "" if late is None else f"{1e3 * late:.3f}",
-        *rates,
-    ]
+def _rows(report: Report, before: Report | None) -> Iterator[tuple[list[str], bool]]:
+    """The cells of each rank, and whether it holds others up; those that do come first.
+
+    `before` is an earlier report of the group, for rates.
+    """
+    earlier = {} if before is None else {rank.rank: rank for rank in before.ranks}
+    seconds = 0.0 if before is None else report.time - before.time
+    first = {rank.rank: rank.gone or rank.rank in report.late for rank in report.ranks}
+    for rank in sorted(report.ranks, key=lambda rank: not first[rank.rank]):
+        late = report.lateness.get(rank.rank)
+        cells = [str(rank.rank), str(rank.pid), rank.state(report.time)]
+        cells.append("" if late is None else f"{1e3 * late:.3f}")
+        yield cells + _rates(rank, earlier.get(rank.rank), seconds), first[rank.rank]
+
+
+def _rates(rank: RankReport, earlier: RankReport | None, seconds: float) -> list[str]:
+    """Operations and gigabytes per second, since an earlier report."""
+    if earlier is None or not earlier.operations or not rank.operations:
+        return ["", ""]
+    count = rank.operations[-1].sequence - earlier.operations[-1].sequence
+    if count < 0:  # another group has taken the place of an earlier one
+        return ["", ""]
+    mean = sum(operation.bytes for operation in rank.operations) / len(rank.operations)
+    return [f"{count / seconds:,.0f}", f"{count * mean / seconds / 1e9:.2f}"]
 
 
 def _title(report: Report) -> str:
@@ -141,7 +154,9 @@ def _title(report: Report) -> str:
 
 
 def _watch(jobs: Jobs, interval: float) -> None:
-    """Shows a table per group until Ctrl-C."""
+    """Shows a table per group, until Ctrl-C or the process ends; groups that wait come first."""
+    if not sys.stdout.isatty():
+        raise SystemExit("the table needs a terminal; use --json")
     try:
         from rich.console import Group
         from rich.live import Live
@@ -150,16 +165,16 @@ def _watch(jobs: Jobs, interval: float) -> None:
         raise SystemExit("the table needs rich: pip install rich, or use --json") from None
     before: dict[Place, Report] = {}
     with Live(refresh_per_second=4) as live:
-        while True:
+        while not jobs.ended():
             reports = jobs.reports()
             tables = []
-            for place, report in reports.items():
+            for place, report in sorted(reports.items(), key=lambda item: not item[1].late):
                 table = Table(title=_title(report))
                 for name in ("rank", "pid", "state", "late (ms)", "ops/s", "GB/s"):
-                    table.add_column(name, justify="left" if name == "state" else "right")
-                for rank in report.ranks:
-                    style = "red" if rank.gone or rank.rank in report.late else ""
-                    table.add_row(*_row(rank, report, before.get(place)), style=style)
+                    state = name == "state"
+                    table.add_column(name, justify="left" if state else "right", no_wrap=not state)
+                for row, holds_up in _rows(report, before.get(place)):
+                    table.add_row(*row, style="red" if holds_up else "")
                 tables.append(table)
             notes = [f"process {pid} uses another version" for pid in sorted(jobs.strangers)]
             live.update(Group(*tables, *notes) if tables or notes else "no groups", refresh=True)
@@ -174,8 +189,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="print one report as JSON, and end")
     parser.add_argument("--interval", type=float, default=1.0, help="seconds between updates")
     options = parser.parse_args(arguments)
-    if options.interval <= 0:
-        parser.error(f"--interval must be positive, got {options.interval}")
+    if not 0 < options.interval <= _LONGEST:
+        allowed = f"more than 0 and at most {_LONGEST:.0f}"
+        parser.error(f"--interval must be {allowed}, got {options.interval}")
     if options.pid is not None:
         try:
             _mapped(options.pid)

@@ -22,10 +22,10 @@ constexpr std::int64_t kChunk = 2 << 20;
 
 }  // namespace
 
-Mapping::Mapping(int fd, std::int64_t begin, std::int64_t bytes, bool writable) : bytes_(bytes) {
-  void* const data =
-      mmap(nullptr, static_cast<std::size_t>(bytes), writable ? PROT_READ | PROT_WRITE : PROT_READ,
-           MAP_SHARED | MAP_NORESERVE, fd, begin);
+Mapping::Mapping(int fd, std::int64_t begin, std::int64_t bytes, Access access) : bytes_(bytes) {
+  const int protection = access == Access::read ? PROT_READ : PROT_READ | PROT_WRITE;
+  void* const data = mmap(nullptr, static_cast<std::size_t>(bytes), protection,
+                          MAP_SHARED | MAP_NORESERVE, fd, begin);
   if (data == MAP_FAILED) {
     const int error = errno;
     const std::string what = std::to_string(bytes) + " bytes of the shared window";

@@ -46,7 +46,8 @@ class OutOfMemory : public std::bad_alloc {
 // the file with zeros.
 class Mapping {
  public:
-  Mapping(int fd, std::int64_t begin, std::int64_t bytes, bool writable = true);
+  enum class Access { read, read_and_write };
+  Mapping(int fd, std::int64_t begin, std::int64_t bytes, Access access = Access::read_and_write);
   ~Mapping();
   Mapping(Mapping&& other) noexcept;
   Mapping& operator=(Mapping&&) = delete;

@@ -72,7 +72,7 @@ RankState state_of(const Control& control, const Record* records, int ranks, std
 
 Onlooker::Onlooker(int fd, std::int64_t position)
     : header_(checked_header(fd, position)),
-      slices_(fd, position, header_.ranks * stride_of(header_), false) {}
+      slices_(fd, position, header_.ranks * stride_of(header_), Mapping::Access::read) {}
 
 GroupState Onlooker::state(std::size_t most) const {
   const auto ranks = static_cast<int>(header_.ranks);

@@ -7,7 +7,8 @@
 // page: every rank that maps the file compares the header and the file's size with what it expects.
 // All its memory is reserved when the file is made. A window for some of the file's ranks lies in
 // the heap of one of them. Its ranks need not meet: each reserves the control pages of all when it
-// joins, and as much of its own staging as its operations use.
+// joins, and as much of its own staging as its operations use. It has a header, too, by which
+// onlookers find it (cpu/onlooker.h).
 #pragma once
 
 #include <algorithm>

@@ -24,7 +24,7 @@ import pycomm
 from pycomm import _C
 from pycomm.bench.cases import KIB, MIB, Case
 from pycomm.bench.contestants import Contestant, Prepared, Pycomm
-from pycomm.bench.streams import Mix, streams
+from pycomm.bench.streams import LADDERS, OUT_OF_PLACE, Mix, streams
 
 WHOLE = 256 * KIB  # larger tensors do not cross in one step
 TILES = (16 * KIB, 64 * KIB, 256 * KIB, 1 * MIB)
@@ -145,7 +145,7 @@ class Stream:
 def _mix(collective: str, nbytes: int, ranks: int) -> Mix:
     """The main memory that every rank must read and write, of tensors of `nbytes` bytes.
 
-    Of the n tensors, a rank reads and writes its n-th part.
+    Each of n ranks does the n-th part of the work on all n tensors.
     """
     part = nbytes // (4 * ranks) * 4
     if collective == "broadcast":
@@ -191,10 +191,9 @@ def probes(
                 if route != Route.one_shot or tile == 0
             ]
     if "window" in buffers:
-        names = streams(_mix(collective, MIB, group.size), "cpu")
-        in_place = {name for name in names if "*=" in name or "+=" in name}
-        able = names if collective == "all_reduce" else names.keys() - in_place
-        found += [Stream(group, collective, name) for name in sorted(able)]
+        ladders = LADDERS if collective == "all_reduce" else OUT_OF_PLACE
+        names = streams(_mix(collective, MIB, group.size), "cpu", ladders)
+        found += [Stream(group, collective, name) for name in sorted(names)]
     return [*found, Alone(alone, "auto", "tensor")]
 
 

@@ -54,18 +54,24 @@ SCALE = Loop("y *= 1", 1, 0, lambda y: y.mul_(1.0))
 COPY = Loop("y = a", 1, 1, lambda y, a: y.copy_(a))
 ADD = Loop("y += a", 2, 1, lambda y, a: y.add_(a))
 ADD_PRODUCT = Loop("y += a * b", 3, 2, lambda y, a, b: y.addcmul_(a, b))
-# The loop at index i reads i elements per element written.
-LADDERS = ((FILL, COPY), (FILL, SCALE), (FILL, SCALE, ADD), (FILL, SCALE, ADD, ADD_PRODUCT))
+Ladder = tuple[Loop, ...]  # the loop at index i reads i elements per element written
+OUT_OF_PLACE: tuple[Ladder, ...] = ((FILL, COPY),)
+LADDERS = (*OUT_OF_PLACE, (FILL, SCALE), (FILL, SCALE, ADD), (FILL, SCALE, ADD, ADD_PRODUCT))
 READERS: dict[str, Callable[[torch.Tensor], object]] = {
     "sum(x)": lambda x: x.sum(),
     "max(x)": lambda x: x.max(),
 }
 
 
-def streams(mix: Mix, device: str) -> dict[str, Prepared]:
+def streams(mix: Mix, device: str, ladders: tuple[Ladder, ...] = LADDERS) -> dict[str, Prepared]:
     """The competing streams by name; on a GPU only a copy, to which GPU results are compared.
 
     They share one source and one target.
+
+    Args:
+        mix: the bytes that each of them reads and writes.
+        device: where.
+        ladders: the loops that they are made of; :data:`OUT_OF_PLACE` never reads what it writes.
     """
     reads, writes = mix.read // 4, mix.write // 4
     if device != "cpu":
@@ -74,7 +80,7 @@ def streams(mix: Mix, device: str) -> dict[str, Prepared]:
     if device != "cpu":
         return {COPY.name: Prepared(source, target, lambda: target.copy_(source))}
     found: dict[str, Prepared] = {}
-    for ladder in LADDERS:
+    for ladder in ladders:
         for reader in READERS:
             name, calls = _compose(source[:reads], target[:writes], ladder, reader)
             found[name] = Prepared(source, target, partial(_run, calls))
@@ -87,7 +93,7 @@ def _run(calls: list[Callable[[], object]]) -> None:
 
 
 def _compose(
-    source: torch.Tensor, target: torch.Tensor, ladder: tuple[Loop, ...], reader: str
+    source: torch.Tensor, target: torch.Tensor, ladder: Ladder, reader: str
 ) -> tuple[str, list[Callable[[], object]]]:
     """A stream that writes all of `target` and reads as many elements as `source` has."""
     reads, writes = source.numel(), target.numel()

@@ -289,3 +289,27 @@ def test_equal_ranks_share_a_line():
     lines = str(report).splitlines()
     assert lines[1].startswith("rank 3 (pid 1000003): in operation 4")
     assert lines[2].startswith("ranks 0 to 2, 4 to 8: in operation 5")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "failed", "late"), [(0.005, False, ()), (0.02, False, (1,)), (0.005, True, (1,))]
+)
+def test_short_waits_name_nobody(seconds, failed, late):
+    """All ranks have them, whenever they meet."""
+    states = [state_of(0, 5, 1), state_of(1, 4)]
+    now = states[0]["operations"][-1]["entered"] + seconds
+    report = make_report({"time": now, "size": 2, "failed": failed, "ranks": states})
+    assert report.late == late
+
+
+def test_no_state_lasts_less_than_nothing():
+    """A rank may have entered its operation just after the report's time."""
+    states = [state_of(0, 5)]
+    report = make_report({"time": 4.99, "size": 1, "failed": False, "ranks": states})
+    assert ", for 0.0 s;" in str(report)
+
+
+def test_the_end_of_a_chain_is_late():
+    states = [state_of(0, 5, 1), state_of(1, 5, 2), state_of(2, 5)]
+    report = make_report({"time": 9.0, "size": 3, "failed": False, "ranks": states})
+    assert report.late == (2,)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import pycomm
-from pycomm.top import Jobs
+from pycomm import top
 
 TOP = [sys.executable, "-m", "pycomm.top"]
 
@@ -37,7 +37,11 @@ def look(*options):
 
 
 def gone(pid):
-    return not Path(f"/proc/{pid}/maps").read_text()
+    """True if a process has ended, whether or not its parent knows."""
+    try:
+        return not Path(f"/proc/{pid}/maps").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 def both_wait(pid):
@@ -127,18 +131,6 @@ def shrink_and_hang(rank, size, store):
         pycomm.barrier(group=smaller)
 
 
-def look_at_itself(group):
-    """Would drop the locks by which the others know that this rank lives."""
-    found = Jobs(os.getpid()).reports()
-    time.sleep(0.1)
-    pycomm.barrier(group=group)
-    return found
-
-
-def test_a_rank_does_not_look_at_itself():
-    assert helpers.run_group(2, look_at_itself) == [{}, {}]
-
-
 def test_mapped_files_have_any_name(tmp_path):
     path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
     path.write_bytes(bytes(4096))
@@ -174,3 +166,83 @@ def test_files_that_are_no_windows_of_ours(damage):
     os.close(fd)
     strangers = [os.getpid()] if damage == "layout" else []
     assert told == {"groups": [], "other_versions": strangers}
+
+
+def look_at_the_other(group):
+    """All windows of a file share the locks, whichever process's they are."""
+    pids = [rank.pid for rank in group.report().ranks]
+    found = [top.Jobs(pid).reports() for pid in (*pids, None)]
+    time.sleep(0.1)
+    pycomm.barrier(group=group)
+    return len(found)
+
+
+def test_a_rank_does_not_look_at_its_own_groups():
+    assert helpers.run_group(2, look_at_the_other) == [3, 3]
+
+
+def fork_and_hang(rank, size, store):
+    with helpers.member(rank, size, store) as group:
+        if rank == 0 and os.fork() == 0:
+            time.sleep(60)
+            os._exit(0)
+        pycomm.barrier(group=group)
+        time.sleep(60)
+
+
+def test_a_child_does_not_keep_a_dead_job_alive():
+    """It maps the window, too, but it is no rank."""
+    with helpers.Ranks(2, fork_and_hang) as ranks:
+        child = Path(f"/proc/{ranks.pids[0]}/task/{ranks.pids[0]}/children")
+        helpers.wait_until(lambda: child.read_text().split() and both_joined(ranks.pids[0]), 60)
+        forked = int(child.read_text().split()[0])
+        for rank in range(2):
+            ranks.signal(rank, signal.SIGKILL)
+        helpers.wait_until(lambda: all(map(gone, ranks.pids)))
+        assert top._mapped(forked)
+        assert look(str(forked), "--json")["groups"] == []
+        os.kill(forked, signal.SIGKILL)
+
+
+def both_joined(pid):
+    return any(len(group["ranks"]) == 2 for group in look(str(pid), "--json")["groups"])
+
+
+def rank_at(number, pid, sequence, waits_for=None):
+    done = pycomm.RecordedOperation(sequence, "barrier", "barrier()", 0, 1.0, 1.0)
+    return pycomm.RankReport(number, pid, False, waits_for, "", (done,))
+
+
+def test_rows_begin_with_the_ranks_that_hold_others_up():
+    ranks = tuple(rank_at(r, 10 + r, 7, 2 if r != 2 else None) for r in range(4))
+    rows = list(top._rows(pycomm.Report(3.0, 4, False, ranks), None))
+    assert [(row[0], holds_up) for row, holds_up in rows] == [
+        ("2", True), ("0", False), ("1", False), ("3", False)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("before", "rate"), [(5, "1"), (9, "")])
+def test_rates(before, rate):
+    """None if the operations' numbers have begun anew, in another group."""
+    reports = [
+        pycomm.Report(t, 1, False, (rank_at(0, 1, n),)) for t, n in ((1.0, before), (3.0, 7))
+    ]
+    [(row, _)] = top._rows(reports[1], reports[0])
+    assert row[4] == rate
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--interval", "nan"], "more than 0 and at most 3600, got nan"),
+        (["--interval", "0"], "got 0.0"),
+        (["--interval", "inf"], "got inf"),
+        ([], "the table needs a terminal"),
+    ],
+)
+def test_refusals(options, words):
+    command = [*TOP, *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode != 0
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
