@@ -194,6 +194,8 @@ void bind_group(py::module_& m) {
       .def(
           "abort", [](Group& group) { group.abort(); }, py::call_guard<WithoutGil>())
       .def(
+          "fail", [](Group& group, const std::string& why) { group.fail(why); }, py::arg("why"))
+      .def(
           "trim", [](Group& group) { group.trim(check_signals); }, py::call_guard<WithoutGil>())
       .def("leave", &Group::leave)
       .def(

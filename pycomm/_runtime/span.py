@@ -230,6 +230,7 @@ class Span:
             return found
         except GroupUnusable as found:  # another rank's failure came first
             return CollectiveError(str(found), rank=self.rank)
-        self._core.abort()
+        why = f"the process group between nodes failed: {error}"
+        self._core.fail(why)  # not abort(), which could end this exchange on a rank still in it
         kind = Timeout if overrun.item() else CollectiveError
-        return kind(f"the process group between nodes failed: {error}", rank=self.rank)
+        return kind(why, rank=self.rank)
