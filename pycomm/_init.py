@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import threading
 from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +24,9 @@ from pycomm._inputs.dtypes import check_choice
 from pycomm._runtime import log
 from pycomm._runtime.carriers import Carriers, backends_to_make, subgroup_of
 from pycomm._runtime.cuda_windows import DEFAULT_MAX_BLOCKS, join_processes
-from pycomm._runtime.rendezvous import join, set_up_torch_distributed
+from pycomm._runtime.rendezvous import introduction, join, set_up_torch_distributed
 from pycomm._runtime.span import Span
+from pycomm._runtime.survivors import Survivors
 from pycomm._runtime.torch_private import store_of
 from pycomm._runtime.waiting import Deadline
 from pycomm.errors import CollectiveError
@@ -38,6 +41,7 @@ from pycomm.group import (
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from pycomm._runtime.listener import Listener
     from pycomm._runtime.rendezvous import Membership
 
 TRANSPORTS = {"auto": 0, "gloo": 1, "process_group": 2}
@@ -110,38 +114,81 @@ def init(
     # Always the same prefix, so ranks that have tried unequally often still meet (see meet).
     prefix = f"pycomm/{process_group.group_name}"
     store = PrefixStore(prefix, store_of(process_group))
-    backends = backends_to_make(transport, process_group)
+    mine = introduction(
+        staging_bytes, cuda_heap_bytes, transport, backends_to_make(transport, process_group)
+    )
     with _joining[prefix]:
-        members = join(
-            store, rank, size, timeout, staging_bytes, cuda_heap_bytes, transport, backends
-        )
-        made = make_group(members, rank, timeout, staging_bytes)
-        if members.backends and len(made.nodes) > 1:
-            made._span = _join_nodes(made, members, process_group, max_blocks, transport)
-            if made._span is not None:
-                made._short_way = None
-    if len(made.nodes) == 1:
-        _connect_cuda(made, process_group, max_blocks, cuda_heap_bytes)
+        members = join(store, rank, size, timeout, mine, listens=True)
+        options = _Options(process_group, rank, mine, timeout, max_blocks)
+        made = _complete(members, range(size), options)
     with _default_lock:
         if _default is None or not _default._core.usable():
             _default = made
     return made
 
 
-def _connect_cuda(
-    group: Group, process_group: dist.ProcessGroup, max_blocks: int, heap_bytes: int
-) -> None:
+@dataclass(frozen=True)
+class _Options:
+    """How to make a group, and those to which it shrinks.
+
+    Attributes:
+        process_group: the process group that has all of their ranks.
+        rank: this process in it.
+        mine: the introduction of this rank.
+        timeout: seconds that an operation may take.
+        max_blocks: the largest number of thread blocks on a GPU.
+    """
+
+    process_group: dist.ProcessGroup
+    rank: int
+    mine: dict[str, Any]
+    timeout: float
+    max_blocks: int
+
+
+def _complete(members: Membership, ranks: Sequence[int], options: _Options) -> Group:
+    """Makes a group of ranks of the process group that know each other; a collective call."""
+    staging_bytes = options.mine["settings"]["staging_bytes"]
+    made = make_group(members, ranks.index(options.rank), options.timeout, staging_bytes)
+    made.ranks = tuple(ranks)
+    if len(made.nodes) == 1:
+        _connect_cuda(made, options)
+        return made
+    if members.listener is not None:
+        _let_survive(made, members.listener, options)
+    if members.backends:
+        made._span = _join_nodes(made, members, options)
+        if made._span is not None:
+            made._short_way = None
+    return made
+
+
+def _let_survive(made: Group, listener: Listener, options: _Options) -> None:
+    """Lets a group that spans nodes, or has shrunk from one that did, shrink over listeners.
+
+    On one node, too: a rank that has failed to join it waits at the listeners of those that have.
+    """
+
+    def go_on(members: Membership, ranks: list[int]) -> Group:
+        smaller = _complete(members, ranks, options)
+        _let_survive(smaller, listener, options)
+        return smaller
+
+    made._survivors = Survivors(listener, options.rank, made.ranks, options.mine, go_on)
+
+
+def _connect_cuda(group: Group, options: _Options) -> None:
     """Lets a group of processes of one node, and those it shrinks to, take CUDA tensors."""
+    process_group = options.process_group
 
     def members() -> Any:
         if group.size == dist.get_world_size(process_group):
             return process_group
         return subgroup_of(process_group, group.ranks, group.timeout)
 
-    group._join_cuda = lambda device: join_processes(group, device, members, max_blocks, heap_bytes)
-    group._succession = lambda _, smaller: _connect_cuda(
-        smaller, process_group, max_blocks, heap_bytes
-    )
+    blocks, heap = options.max_blocks, options.mine["settings"]["cuda_heap_bytes"]
+    group._join_cuda = lambda device: join_processes(group, device, members, blocks, heap)
+    group._succession = lambda _, smaller: _connect_cuda(smaller, options)
 
 
 def make_group(
@@ -166,24 +213,18 @@ def make_group(
     return made
 
 
-def _join_nodes(
-    made: Group,
-    members: Membership,
-    process_group: dist.ProcessGroup,
-    max_blocks: int,
-    transport: str,
-) -> Span | None:
+def _join_nodes(made: Group, members: Membership, options: _Options) -> Span | None:
     """Connects the nodes over process groups; a collective call.
 
     Returns:
         None if that failed on a rank, and Gloo is to do instead.
 
     Raises:
-        pycomm.CollectiveError: it failed on a rank, and `transport` wants process groups.
+        pycomm.CollectiveError: it failed on a rank, and the caller wants process groups.
     """
     span, why = None, ""
     try:
-        span = _make_span(made, members, process_group, max_blocks)
+        span = _make_span(made, members, options)
         span.connect()
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
@@ -201,29 +242,30 @@ def _join_nodes(
         span.close()
     said = "; ".join(f"rank {rank}: {reason}" for rank, reason in reasons)
     what = f"process groups between nodes could not be made ({said})"
-    if transport == "process_group":
+    if options.mine["settings"]["transport"] == "process_group":
         made.abort()
         raise CollectiveError(what, rank=reasons[0][0])
     log.fallback(made, "%s: Gloo carries CUDA tensors through host memory", what)
     return None
 
 
-def _make_span(
-    made: Group,
-    members: Membership,
-    process_group: dist.ProcessGroup,
-    max_blocks: int,
-) -> Span:
+def _make_span(made: Group, members: Membership, options: _Options) -> Span:
     """Connects the nodes over process groups, and the ranks of this node; a collective call."""
     nodes, timeout, store = members.nodes, made.timeout, members.store
+    process_group = options.process_group
     local, index = nodes.local, nodes.local.index(made.rank)
     node = None
     if len(local) > 1:
         inside = PrefixStore(f"node/{nodes.here}", store)
-        joined = join(inside, index, len(local), timeout, made.staging_bytes)
+        joined = join(inside, index, len(local), timeout, introduction(made.staging_bytes))
         node = inner = make_group(joined, index, timeout, made.staging_bytes)
+        ours = [made.ranks[rank] for rank in local]
         inner._join_cuda = lambda device: join_processes(
-            inner, device, lambda: subgroup_of(process_group, local, timeout), max_blocks, 0
+            inner,
+            device,
+            lambda: subgroup_of(process_group, ours, timeout),
+            options.max_blocks,
+            0,
         )
     carriers: dict[str, Carriers | None] = {}
     try:
@@ -231,7 +273,10 @@ def _make_span(
             carriers[device] = None
             if index < nodes.stripes:
                 theirs = PrefixStore(f"carriers/{index}/{device}", store)
-                ranks = [dist.get_global_rank(process_group, local[index]) for local in nodes.ranks]
+                ranks = [
+                    dist.get_global_rank(process_group, made.ranks[local[index]])
+                    for local in nodes.ranks
+                ]
                 carriers[device] = Carriers(name, theirs, ranks, nodes.here, timeout)
         return Span(made._core, nodes, made.rank, node, carriers, timeout)
     except BaseException:

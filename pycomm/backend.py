@@ -27,7 +27,7 @@ import pycomm_backend
 from pycomm._init import make_group
 from pycomm._inputs.arguments import seconds
 from pycomm._runtime import c10d_cache, log
-from pycomm._runtime.rendezvous import join
+from pycomm._runtime.rendezvous import introduction, join
 from pycomm._runtime.subgroup import Subgroup
 from pycomm._runtime.waiting import Deadline
 from pycomm.errors import GroupUnusable, Timeout
@@ -116,7 +116,8 @@ class _Ranks:
     def meet(self) -> None:
         """Meets the other ranks and makes a window for the group."""
         store = PrefixStore("pycomm", self._store)
-        self._members = join(store, self._rank, self._size, self._timeout, DEFAULT_STAGING_BYTES)
+        mine = introduction(DEFAULT_STAGING_BYTES)
+        self._members = join(store, self._rank, self._size, self._timeout, mine)
         self._group = make_group(self._members, self._rank, self._timeout)
 
     def serve_others(self) -> None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from pycomm._runtime.cuda import CudaSide
+    from pycomm._runtime.survivors import Survivors
 
 DEFAULT_TIMEOUT = 300.0
 DEFAULT_STAGING_BYTES = 2 << 20
@@ -100,6 +101,8 @@ class Group:
         self._join_cuda: Callable[[torch.device], CudaSide] = _no_cuda
         self._shrunk = 0  # how many times the first group has shrunk to become this one
         self._succession: Callable[[Group, Group], None] | None = None  # called by shrink()
+        self._survivors: Survivors[Group] | None = None  # if the group has spanned nodes
+        self._meets_survivors = False  # in shrink()
         _C.register_group(self.name, self._core)
         _open_groups.add(self)
 
@@ -237,8 +240,14 @@ class Group:
         Any thread may call this. Afterwards the group cannot be used any more. If this rank is in
         :meth:`shrink`, that ends, too.
         """
+        self._abort_operations()
+        survivors = self._survivors  # another thread may close the group
+        if survivors is not None and self._meets_survivors:
+            survivors.listener.close()
+
+    def _abort_operations(self) -> None:
         self._core.abort()
-        span = self._span  # another thread may close the group
+        span = self._span
         if span is not None:
             span.abort()
 
@@ -257,13 +266,16 @@ class Group:
             operation raises then.
 
         Raises:
-            ValueError: the group spans nodes.
+            ValueError: the group is a ``LocalWorld`` with simulated nodes.
             pycomm.CollectiveError: the group has failed before all ranks were ready; on all ranks.
         """
-        if len(self.nodes) > 1:
-            raise ValueError(f"a group that spans nodes cannot decide, got {len(self.nodes)} nodes")
         if not isinstance(ready, bool):
             raise TypeError(f"ready must be True or False, got {ready!r}")
+        if len(self.nodes) > 1:
+            if self._spans(torch.device("cuda")):
+                torch.cuda.synchronize()
+                self.check()
+            return self._among_survivors().decide(self._core, ready, self.timeout)
         if self._cuda is not None:
             torch.cuda.synchronize(self._cuda.device)
             self._cuda.check()
@@ -291,14 +303,23 @@ class Group:
             :attr:`ranks` tells their former numbers.
 
         Raises:
-            ValueError: the group spans nodes.
-            pycomm.GroupUnusable: the others have shrunk the group without this rank; it was shrunk
-                or closed before; or another thread has called :meth:`abort` meanwhile.
+            ValueError: the group is a ``LocalWorld`` with simulated nodes.
+            pycomm.GroupUnusable: the others have shrunk the group without this rank, or may do so;
+                it was shrunk or closed before; or another thread has called :meth:`abort`
+                meanwhile.
+            pycomm.Timeout: between nodes, a rank that lives has not come; on all ranks.
             MemoryError: no survivor has room in its part of shared memory.
         """
         patience = seconds(timeout, self.timeout)
-        if len(self.nodes) > 1:
-            raise ValueError(f"a group that spans nodes cannot shrink, got {len(self.nodes)} nodes")
+        on_node = len(self.nodes) == 1 and self._survivors is None
+        smaller = (self._shrink_on_node if on_node else self._shrink_between_nodes)(patience)
+        smaller._shrunk = self._shrunk + 1
+        for go_on in when_shrunk:
+            go_on(self, smaller)
+        log.group_shrunk(smaller, self)
+        return smaller
+
+    def _shrink_on_node(self, patience: float) -> Group:
         succession = self._succession
         try:
             window, members = self._core.shrink(patience)
@@ -318,11 +339,29 @@ class Group:
             self.staging_bytes,
         )
         smaller.ranks = tuple(self.ranks[rank] for rank in members)
-        smaller._shrunk = self._shrunk + 1
-        for go_on in (*when_shrunk, *([succession] if succession else [])):
-            go_on(self, smaller)
-        log.group_shrunk(smaller, self)
+        if succession is not None:
+            succession(self, smaller)
         return smaller
+
+    def _shrink_between_nodes(self, patience: float) -> Group:
+        survivors, culprit = self._among_survivors(), self._core.unresponsive
+        self._meets_survivors = True
+        try:
+            self._abort_operations()
+            self.close()
+            smaller = survivors.shrink(culprit, patience)
+        except BaseException:
+            survivors.listener.close()
+            raise
+        self._survivors = None  # its listener is that of the smaller group
+        return smaller
+
+    def _among_survivors(self) -> Survivors[Group]:
+        survivors = self._survivors
+        if survivors is None or survivors.listener.closed or self._meets_survivors:
+            self._core.check_usable()
+            raise ValueError("group must consist of processes to outlive failures between nodes")
+        return survivors
 
     def close(self) -> None:
         """Finishes running operations, then leaves the group without waiting for other ranks."""
@@ -330,6 +369,8 @@ class Group:
         side, self._cuda = self._cuda, None
         span, self._span = self._span, None
         with contextlib.ExitStack() as last_first:  # the others also if one raises
+            if self._survivors is not None and not self._meets_survivors:
+                last_first.callback(self._survivors.listener.close)
             last_first.callback(self._core.close)
             if span is not None:
                 last_first.callback(span.close)

@@ -193,6 +193,8 @@ void bind_group(py::module_& m) {
       .def_property_readonly("handle", &handle_of)
       .def(
           "abort", [](Group& group) { group.abort(); }, py::call_guard<WithoutGil>())
+      .def_property_readonly("unresponsive", &Group::unresponsive)
+      .def("raise_again", &Group::raise_again)
       .def(
           "fail", [](Group& group, const std::string& why) { group.fail(why); }, py::arg("why"))
       .def(

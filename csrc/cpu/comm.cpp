@@ -67,7 +67,7 @@ void Comm::begin(const Operation& operation, const void* input, void* output, vo
   ordinal_.store(next_sequence(ordinal()), std::memory_order_relaxed);
   called_ = operation;
   waited_long_ = false;
-  if (spans_) record_entry();
+  if (spans()) record_entry();
   interrupt_ = interrupt;
   traffic_ = {};
   begin_phase(operation, input, output, preflight);
@@ -199,7 +199,7 @@ std::uint32_t Comm::completed() const {
     const std::uint32_t theirs = window_->control(r).completed.load(std::memory_order_acquire);
     if (!reached(theirs, least)) least = theirs;
   }
-  return spans_ && least != first_epoch_ ? least - 1 : least;
+  return spans() && least != first_epoch_ ? least - 1 : least;
 }
 
 Preflight Comm::preflight() const {

@@ -85,9 +85,9 @@ class Comm {
   Clock::duration patience() const { return timeout_; }
   // The last operation known to have succeeded on every rank.
   std::uint32_t completed() const;
-  // Says that the ranks are those of one node among several. Another node may then be one operation
-  // behind.
-  void span() { spans_ = true; }
+  // Says that the ranks are those of one node among several, of which the first `stripes` carry
+  // stripes. Another node may then be one operation behind.
+  void span(int stripes) { stripes_ = stripes; }
 
   int rank() const { return rank_; }
   int size() const { return size_; }
@@ -209,6 +209,9 @@ class Comm {
   // The word that all nodes have decided on. Ranks that carry no stripe wait here for a rank that
   // does.
   std::uint64_t decided_word();
+  // The number of the rank that has ended the group because it did not answer; -1 if another reason
+  // has. Call it after the failure.
+  int unresponsive() const;
   // The error that an abort word stands for, in this operation.
   CollectiveError failure_of(std::uint64_t word) const;
   // The same error, with what is known of all ranks.
@@ -361,6 +364,9 @@ class Comm {
     if (to.rank != rank_) traffic_.bytes_out += n * element_size_;
   }
 
+  bool spans() const { return stripes_ > 0; }
+  bool has_carrier() const;
+
   std::shared_ptr<Window> window_;
   Record* const records_;  // this rank's
   std::shared_ptr<const Liveness> peers_;
@@ -378,7 +384,7 @@ class Comm {
   const std::uint32_t first_epoch_;
   std::uint32_t recorded_;    // the last operation that has a record
   bool waited_long_ = false;  // in this operation
-  bool spans_ = false;
+  int stripes_ = 0;
   std::uint32_t signalled_[kChannels];
   std::uint32_t started_[kChannels];
 

@@ -48,13 +48,28 @@ void Comm::decide_culprit(std::uint64_t word) {
 }
 
 std::uint64_t Comm::decided_word() {
-  if (!spans_) return aborted();
+  if (!spans()) return aborted();
   const std::atomic<std::uint64_t>& word = window_->control(0).decided_word;
   for (WaitingTime waited; word.load() == 0;) {
-    if (waited.until(Clock::now()) > kDecidedWithin) decide_culprit(last_word());
+    if (waited.until(Clock::now()) > kDecidedWithin || !has_carrier()) decide_culprit(last_word());
     std::this_thread::sleep_for(kNap);
   }
   return word.load();
+}
+
+int Comm::unresponsive() const {
+  const std::uint64_t word = spans() ? window_->control(0).decided_word.load() : aborted();
+  if (!is_abort_word(word, peers_->count())) return -1;
+  const bool late = reason_of(word) == Reason::timeout && rank_of(word) != waiter_of(word);
+  return late || reason_of(word) == Reason::returned ? rank_of(word) : -1;
+}
+
+// True if a rank of this node lives that can hear the other nodes' reasons.
+bool Comm::has_carrier() const {
+  for (int r = 0; r < stripes_; ++r) {
+    if (!ended(r)) return true;
+  }
+  return false;
 }
 
 Outcome Comm::settle(std::uint64_t number, Outcome mine) const {

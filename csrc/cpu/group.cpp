@@ -23,7 +23,7 @@ Group::Group(std::shared_ptr<Window> window, std::shared_ptr<const Liveness> pee
 
 void Group::span(Nodes nodes, std::shared_ptr<Transport> transport, Clock::duration timeout) {
   size_ = nodes.world();
-  comm_.span();
+  comm_.span(nodes.stripes());
   internode_ =
       std::make_unique<InternodeGroup>(comm_, std::move(nodes), std::move(transport), timeout);
 }
@@ -79,6 +79,11 @@ void Group::depart() {
   comm_.depart();
 }
 
+int Group::unresponsive() {
+  const std::lock_guard lock(departing_mutex_);
+  return departed_ ? -1 : comm_.unresponsive();
+}
+
 GroupState Group::state(std::size_t most) {
   if (forked() || closed_) check_usable();
   const std::lock_guard lock(departing_mutex_);
@@ -127,7 +132,7 @@ bool Group::should_commit(bool ready, void (*interrupt)()) {
     run(decision.call(), interrupt);
   } catch (const CollectiveError&) {
     if (decision.outcome() == Outcome::failed || decision.outcome() == Outcome::none) throw;
-    *told_ = false;  // the next operation fails
+    raise_again();
   }
   return decision.outcome() == Outcome::yes;
 }

@@ -124,6 +124,11 @@ class Group {
   // called from time to time; if it throws, the work that close() waits for is aborted.
   void close(void (*interrupt)() = nullptr);
 
+  // As in Comm, until close(); afterwards -1.
+  int unresponsive();
+  // Has the next operation raise the group's failure, although it has been raised.
+  void raise_again() { *told_ = false; }
+
   // What this node's ranks do, and their last operations. From any thread, until close().
   GroupState state(std::size_t most);
 

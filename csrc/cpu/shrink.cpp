@@ -69,18 +69,11 @@ class Shrink {
 
   // True if no rank is to come any more.
   bool all_are_here() const {
+    const int unresponsive = comm_.unresponsive();
     for (int r = 0; r < comm_.size(); ++r) {
-      if (said(r) == kNothing && r != unresponsive() && !comm_.gone(r)) return false;
+      if (said(r) == kNothing && comm_.number(r) != unresponsive && !comm_.gone(r)) return false;
     }
     return true;
-  }
-
-  // The rank that has ended the group because it did not answer; -1 if another reason has.
-  int unresponsive() const {
-    const std::uint64_t word = comm_.aborted();
-    if (!is_abort_word(word, comm_.peers().count())) return -1;
-    const bool late = reason_of(word) == Reason::timeout && rank_of(word) != waiter_of(word);
-    return late || reason_of(word) == Reason::returned ? comm_.index_of(rank_of(word)) : -1;
   }
 
   // The lowest rank that lives and has room is to propose, and a rank that has lost patience.

@@ -34,6 +34,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from pycomm import _C
 from pycomm._runtime.gloo import disconnect, finish, interfaces, start
+from pycomm._runtime.listener import local_address
 from pycomm._runtime.pulse import SILENCE
 
 if TYPE_CHECKING:
@@ -82,9 +83,26 @@ class Nodes:
         return _C.stripes(self.ranks)
 
 
+@dataclass(frozen=True)
+class CarrierLinks:
+    """The connections of a rank to the ranks that carry the same stripe on other nodes.
+
+    Attributes:
+        process_group: these ranks, in the order of nodes.
+        nodes: the other nodes.
+        secret: the secret in all messages of the stripe.
+        host: this node's address, as other nodes know it.
+    """
+
+    process_group: Any
+    nodes: list[int]
+    secret: bytes
+    host: str | None
+
+
 def connect(
     nodes: Nodes, rank: int, store: Store, deadline: Deadline, look: Callable[[], object]
-) -> tuple[Any, list[int], bytes] | None:
+) -> CarrierLinks | None:
     """Connects this rank to the ranks that carry the same stripe on other nodes.
 
     All carriers of the stripe call this together. Their process group is independent of
@@ -98,7 +116,7 @@ def connect(
         look: raises the failure that ends the rendezvous, if there is one.
 
     Returns:
-        The arguments of :class:`GlooTransport`; None if this rank carries no stripe.
+        None if this rank carries no stripe.
     """
     stripe = nodes.local.index(rank)
     if stripe >= nodes.stripes:
@@ -116,14 +134,17 @@ def connect(
         carriers.set("secret", secrets.token_hex(_SECRET_BYTES))
     secret = bytes.fromhex(carriers.get("secret").decode())
     made: list[Any] = []
+    hosts: list[str | None] = []
 
     def construct() -> None:
         left = timedelta(seconds=deadline.left())
         before = _inheritable_sockets()
         try:
             gloo = dist.ProcessGroupGloo(carriers, nodes.here, count, left)
-            for fd in _inheritable_sockets() - before:
+            new = _inheritable_sockets() - before
+            for fd in new:
                 os.set_inheritable(fd, False)  # so that exec closes the connections
+            hosts.append(local_address(new))
             made.append(gloo)
         except Exception as error:
             made.append(error)
@@ -142,7 +163,8 @@ def connect(
         if carriers.has_address:  # a death may have caused this, and is detected later
             deadline.look_for(SILENCE + 1, look)
         raise made[0]
-    return made[0], [node for node in range(count) if node != nodes.here], secret
+    others = [node for node in range(count) if node != nodes.here]
+    return CarrierLinks(made[0], others, secret, hosts[0])
 
 
 class _LookedAfter(Store):
@@ -180,15 +202,13 @@ class GlooTransport(_C.Transport):
     """Transports one stripe over a process group. It has no timeouts; the group has them.
 
     Args:
-        process_group: the ranks that carry the stripe, in the order of nodes.
-        nodes: the other nodes.
-        secret: the secret in all messages of this stripe.
+        links: the connections.
     """
 
-    def __init__(self, process_group: Any, nodes: list[int], secret: bytes) -> None:
-        super().__init__(secret)
-        self._group = process_group
-        self._nodes, self._interfaces = nodes, interfaces()
+    def __init__(self, links: CarrierLinks) -> None:
+        super().__init__(links.secret)
+        self._group = links.process_group
+        self._nodes, self._interfaces = links.nodes, interfaces()
         self._batches: queue.SimpleQueue[list[tuple[int, Any]] | None] = queue.SimpleQueue()
         self._ending = threading.RLock()  # a signal's handler may abort the group in the middle
         self._told = False
@@ -197,7 +217,7 @@ class GlooTransport(_C.Transport):
             threading.Thread(
                 target=self._listen, args=(node,), name="pycomm-link-control", daemon=True
             )
-            for node in nodes
+            for node in links.nodes
         ]
         for thread in self._threads:
             thread.start()

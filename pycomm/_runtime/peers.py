@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from pycomm import _C
@@ -32,14 +32,21 @@ class Peers:
         store: a Store that only this group uses.
         rank: the rank of this process.
         pids: the process id of every rank.
+        lost: the ranks that are known otherwise to have ended.
 
     Attributes:
         processes: the other processes on this node, by rank. Ranks that are threads of this
             process end with it.
     """
 
-    def __init__(self, store: Store, rank: int, pids: Sequence[int]) -> None:
-        self._store, self._rank, self._pids = store, rank, pids
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        pids: Sequence[int],
+        lost: Callable[[], Sequence[int]] = tuple,
+    ) -> None:
+        self._store, self._rank, self._pids, self._lost = store, rank, pids, lost
         self.processes: dict[int, _C.Process] = {}
 
     @contextlib.contextmanager
@@ -63,9 +70,9 @@ class Peers:
 
     def look(self) -> None:
         """Raises the failure that has ended the rendezvous, the same on every rank, if any."""
-        for rank, process in self.processes.items():
-            if process.ended:
-                self._fail(self._died(rank))
+        ended = [rank for rank, process in self.processes.items() if process.ended]
+        for rank in ended or self._lost():
+            self._fail(self._died(rank))
         if self._store.check([_FAILED]):
             raise error_of(self._store.get(_FAILED).decode())
 

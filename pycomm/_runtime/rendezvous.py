@@ -20,7 +20,7 @@ import struct
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
@@ -28,12 +28,13 @@ from torch.distributed.rendezvous import rendezvous
 
 from pycomm import _C
 from pycomm._runtime.internode import GlooTransport, Nodes, connect
+from pycomm._runtime.listener import Listener
 from pycomm._runtime.meeting import meet
 from pycomm._runtime.peers import Peers
 from pycomm._runtime.waiting import Deadline
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch.distributed.distributed_c10d import Store
 
@@ -63,6 +64,8 @@ class Membership:
         cores: the number of cores that the ranks of this node may run on, all together.
         link: the transport to other nodes; None if this rank does not exchange with them.
         store: a Store that only this group uses.
+        listener: how ranks of other nodes reach this one after a failure; None if `join` was not
+            asked for it, or there is only one node.
         backends: the backends of process groups between nodes, by device; none if ranks differ.
     """
 
@@ -73,6 +76,7 @@ class Membership:
     cores: int
     link: GlooTransport | None
     store: Store
+    listener: Listener | None
     backends: dict[str, str]
 
 
@@ -151,37 +155,21 @@ def _take(address: str, secret: bytes, deadline: Deadline, peers: Peers) -> int:
     return fds[0]
 
 
-def join(
-    store: Store,
-    rank: int,
-    size: int,
-    timeout: float,
+def introduction(
     staging_bytes: int,
     cuda_heap_bytes: int = 0,
     transport: str = "gloo",
     backends: Mapping[str, str] | None = None,
-) -> Membership:
-    """Meets the other ranks over `store`.
+) -> dict[str, Any]:
+    """What other ranks must know of this one.
 
     Args:
-        store: the process group's own Store, under a prefix that only this group uses, now or
-            before its processes were restarted.
-        rank: the rank of this process.
-        size: the number of processes.
-        timeout: seconds for the whole rendezvous.
         staging_bytes: shared memory of every rank for tensors that are not in the window.
         cuda_heap_bytes: device memory of every rank for tensors in the window.
         transport: the transport between nodes that the caller has asked for.
         backends: the backends of process groups between nodes that this rank can make, by device.
-
-    Raises:
-        ValueError: the ranks' settings differ, or a rank could not map the window; on all ranks.
-        pycomm.Timeout: a rank did not arrive in time.
-        pycomm.PeerDied: a rank died after all had arrived; on all ranks.
-        pycomm.Aborted: a rank was interrupted.
     """
-    deadline = Deadline(timeout)
-    mine = {
+    return {
         "pid": os.getpid(),
         "node": node_identity(),
         "cores": sorted(os.sched_getaffinity(0)),
@@ -194,24 +182,80 @@ def join(
             "transport": transport,
         },
     }
+
+
+def join(
+    store: Store,
+    rank: int,
+    size: int,
+    timeout: float,
+    mine: Mapping[str, Any],
+    listens: bool = False,
+) -> Membership:
+    """Meets the other ranks over `store`, and sets up memory and connections with them.
+
+    Args:
+        store: the process group's own Store, under a prefix that only this group uses, now or
+            before its processes were restarted.
+        rank: the rank of this process.
+        size: the number of processes.
+        timeout: seconds for the whole rendezvous.
+        mine: the introduction of this rank.
+        listens: True if other nodes are to reach the ranks after a failure.
+
+    Raises:
+        As :func:`set_up`.
+        pycomm.Timeout: a rank did not arrive in time.
+    """
+    deadline = Deadline(timeout)
     texts, store = meet(store, rank, size, json.dumps(mine), deadline)
-    everyone = [json.loads(text) for text in texts]
+    return set_up(store, rank, [json.loads(text) for text in texts], deadline, listens=listens)
+
+
+def set_up(
+    store: Store,
+    rank: int,
+    everyone: Sequence[Mapping[str, Any]],
+    deadline: Deadline,
+    lost: Callable[[], Sequence[int]] = tuple,
+    listens: bool = False,
+) -> Membership:
+    """Sets up memory and connections with ranks that have introduced themselves.
+
+    Args:
+        store: an empty Store that only this group uses.
+        rank: the rank of this process.
+        everyone: the introductions of all ranks.
+        deadline: the deadline of all ranks.
+        lost: the ranks that are known otherwise to have ended.
+        listens: as for :func:`join`.
+
+    Raises:
+        ValueError: the ranks' settings differ, or a rank could not map the window; on all ranks.
+        pycomm.PeerDied: a rank died; on all ranks.
+        pycomm.Aborted: a rank was interrupted.
+    """
     check_same([member["settings"] for member in everyone])
     nodes = Nodes.of([member["node"] for member in everyone], rank)
     pids = [int(member["pid"]) for member in everyone]
     cores = set().union(*(everyone[r]["cores"] for r in nodes.local))
-    peers = Peers(store, rank, pids)
+    staging_bytes = everyone[rank]["settings"]["staging_bytes"]
+    peers = Peers(store, rank, pids, lost)
+    listener = None
     with peers.telling(), peers.watching(nodes):
         window = _share_window(store, rank, nodes, staging_bytes, deadline, peers)
         with deadline.guarding("every node connecting"):
             carriers = connect(nodes, rank, store, deadline, peers.look)
+            if listens and len(nodes.ranks) > 1:
+                host = None if carriers is None else carriers.host
+                listener = Listener.open(store, rank, nodes.ranks, host, deadline, peers.look)
         with deadline.guarding("every rank taking the window"):
-            _await_all(store, size, deadline, peers)
+            _await_all(store, len(everyone), deadline, peers)
     processes = [peers.processes.get(r) for r in nodes.local]
-    link = None if carriers is None else GlooTransport(*carriers)
+    link = None if carriers is None else GlooTransport(carriers)
     found = [member["backends"] for member in everyone]
     common = found[0] if all(each == found[0] for each in found) else {}
-    return Membership(nodes, window, pids, processes, len(cores), link, store, common)
+    return Membership(nodes, window, pids, processes, len(cores), link, store, listener, common)
 
 
 def check_same(settings: Sequence[Mapping[str, int | str]]) -> None:

@@ -97,6 +97,7 @@ class Subgroup:
             cores=self._whole.cores,
             link=None,
             store=self._store,
+            listener=None,
             backends={},
         )
 

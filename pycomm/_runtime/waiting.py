@@ -32,6 +32,10 @@ class Deadline:
         """Seconds left, never less than a millisecond (zero would mean "do not wait at all")."""
         return max(self._end - time.monotonic(), 1e-3)
 
+    def over(self) -> bool:
+        """True if no time is left."""
+        return time.monotonic() >= self._end
+
     def await_keys(self, store: Store, keys: Sequence[str], look: Callable[[], object]) -> bool:
         """Waits until all keys are there, or until `look`, called in between, returns True.
 
@@ -44,7 +48,7 @@ class Deadline:
         while not store.check(list(keys)):
             if look():
                 return False
-            with self._slice() as seconds:
+            with self.slice() as seconds:
                 time.sleep(min(nap, seconds))
             nap = min(_GROWTH * nap, _SLICE)
         return True
@@ -54,7 +58,7 @@ class Deadline:
         arrivals = select.poll()
         arrivals.register(connection, select.POLLIN)
         while True:
-            with self._slice() as seconds:
+            with self.slice() as seconds:
                 if arrivals.poll(1e3 * seconds):
                     return
             look()
@@ -62,7 +66,7 @@ class Deadline:
     def await_event(self, event: threading.Event, look: Callable[[], object]) -> None:
         """Returns once the event is set. Thread.join would not do: an interrupt breaks it."""
         while not event.is_set():
-            with self._slice() as seconds:
+            with self.slice() as seconds:
                 event.wait(seconds)
             look()
 
@@ -71,11 +75,11 @@ class Deadline:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             look()
-            with self._slice() as rest:
+            with self.slice() as rest:
                 time.sleep(rest)
 
     @contextlib.contextmanager
-    def _slice(self) -> Iterator[float]:
+    def slice(self) -> Iterator[float]:
         """The seconds that a wait may take; raises TimeoutError if no time is left."""
         begin = time.monotonic()
         if begin >= self._end:

@@ -1,8 +1,9 @@
 """Kills ranks at random moments; the survivors shrink their group and go on, with checked results.
 
 ``python tests/support/shrinking.py --kills 1000 --json FILE`` writes what was seen. A world has 2
-to 8 ranks, which run random operations and check the results. Some kills follow the one before at
-once, so that they fall into the recovery from it.
+to 8 ranks, which run random operations and check the results. With ``--nodes``, they take
+themselves for ranks of 2 to 4 nodes. Some kills follow the one before at once, so that they fall
+into the recovery from it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import helpers
+import spanning
 import torch
 
 import pycomm
@@ -30,14 +32,16 @@ COUNTS = (1, 16, 1000, 5000, 100_000, 1_000_000)
 def operate(group: pycomm.Group, number: int, rng: random.Random) -> None:
     """Runs a random operation, the same on all ranks, and checks its result."""
     count = rng.choice(COUNTS)
-    kind = rng.choice(
-        ["all_reduce", "window", "async", "int8", "topk", "broadcast", "gather", "p2p"]
-    )
+    kinds = ["all_reduce", "window", "async", "int8", "topk", "broadcast", "gather"]
+    kind = rng.choice(kinds if len(group.nodes) > 1 else [*kinds, "p2p"])
     mine, total = float(number + 1), float(sum(group.ranks) + group.size)
     x = torch.full((count,), mine)
     wanted = torch.full((count,), total)
     if kind == "all_reduce":
-        algorithm = rng.choice(["auto", "one_shot", "two_shot", "ring", "tree"])
+        algorithms = ["auto", "two_shot"]
+        if len(group.nodes) == 1:
+            algorithms += ["one_shot", "ring", "tree"]
+        algorithm = rng.choice(algorithms)
         pycomm.all_reduce(x, algorithm=algorithm, group=group)
     elif kind == "window":
         x = group.empty(count).fill_(mine)
@@ -75,8 +79,10 @@ def operate(group: pycomm.Group, number: int, rng: random.Random) -> None:
     assert torch.allclose(x, wanted, rtol=0, atol=tolerance), f"{kind}: {x[0]} for {wanted[0]}"
 
 
-def live(rank: int, size: int, store: str, seed: int) -> dict[str, Any]:
+def live(rank: int, size: int, store: str, seed: int, nodes: str) -> dict[str, Any]:
     """A rank's life: operations until told to stop, in ever smaller groups."""
+    if nodes:
+        spanning.pretend(nodes[rank])
     helpers.join_world(rank, size, store)
     group = pycomm.init(timeout=20, staging_bytes=1 << 20)
     Path(f"{store}.{rank}").touch()
@@ -109,20 +115,23 @@ def live(rank: int, size: int, store: str, seed: int) -> dict[str, Any]:
     return seen
 
 
-def run_world(seed: int) -> dict[str, Any]:
+def run_world(seed: int, spans: bool = False) -> dict[str, Any]:
     """Kills all but one or a few ranks of a world; returns what the survivors have seen."""
     rng = random.Random(seed)
     size = rng.randint(2, 8)
+    nodes = ""
+    while spans and len(set(nodes)) < 2:
+        nodes = "".join(rng.choice("abcd") for _ in range(size))
     victims = rng.sample(range(size), rng.randint(1, size - 1))
     killed = {}
     hung = False
-    with helpers.Ranks(size, live, seed) as ranks:
+    with helpers.Ranks(size, live, seed, nodes) as ranks:
         for rank in range(size):
             helpers.wait_until(Path(f"{ranks.store}.{rank}").exists)
         for victim in victims:
             time.sleep(rng.choice([0.0, rng.random() / 500, rng.random() / 20]))
             killed[victim] = ranks.signal(victim, signal.SIGKILL)
-        time.sleep(0.3 + 0.02 * size)
+        time.sleep(1.0 if spans else 0.3 + 0.02 * size)
         Path(f"{ranks.store}.stop").touch()
         survivors = sorted(set(range(size)) - set(victims))
         try:
@@ -132,6 +141,7 @@ def run_world(seed: int) -> dict[str, Any]:
     return {
         "seed": seed,
         "size": size,
+        "nodes": nodes,
         "killed": killed,
         "hung": hung,
         "survivors": [
@@ -168,12 +178,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--nodes", action="store_true", help="ranks on several nodes")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     kills, seed, begin = 0, options.seed, time.monotonic()
     wrong, recoveries, shrinks, failures, operations = [], [], [], Counter(), 0
     while kills < options.kills:
-        world = run_world(seed)
+        world = run_world(seed, options.nodes)
         kills += len(world["killed"])
         seed += 1
         last = max(world["killed"].values())
@@ -185,8 +196,9 @@ def main() -> None:
                 shrinks.append(1e3 * (failure["shrunk"] - failure["raised"]))
             if seen.get("failures") and "continued" in seen["failures"][-1]:
                 recoveries.append(1e3 * (seen["failures"][-1]["continued"] - last))
+    command = f"python tests/support/shrinking.py --kills {options.kills}"
     summary = {
-        "meta": circumstances(f"python tests/support/shrinking.py --kills {options.kills}"),
+        "meta": circumstances(f"{command} --nodes" if options.nodes else command),
         "kills": kills,
         "worlds": seed - options.seed,
         "minutes": round((time.monotonic() - begin) / 60, 1),

@@ -1,0 +1,291 @@
+"""How the survivors of a failed group that spans nodes agree.
+
+1. The lowest rank that lives is the coordinator. Every survivor looks for it: it connects to the
+   lower ranks' listeners (pycomm/_runtime/listener.py), lowest first. A rank that refuses a
+   connection has ended.
+2. The survivors tell the coordinator that they have come, and which decision of
+   :meth:`pycomm.Group.should_commit` they know last. It waits until every other rank has come, or
+   has ended, or has let the others wait until the timeout.
+3. It answers all of them: with the outcome of the decision if any of them knows it, or with the
+   members of the smaller group and the address of a Store, over which these set up their memory and
+   connections (pycomm/_runtime/rendezvous.py). Meanwhile the coordinator watches their connections.
+
+If the coordinator ends meanwhile, the others see its connections end, and the next rank becomes the
+coordinator. If a member ends before the smaller group is complete, all begin again at step 1. If it
+ends just when some ranks have seen that the group is complete, these fail in the group's first
+operation, and meet the others in the next agreement.
+
+A rank that lives is never left out, and a rank on a host that does not answer may live and go on by
+itself. So the survivors go on only if they are more than such ranks, or as many and the lowest rank
+is among them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import select
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch's stubs lack it
+
+from pycomm._runtime.listener import Connection, Listener
+from pycomm._runtime.waiting import Deadline
+from pycomm.errors import GroupUnusable, Timeout
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+_LOOK_EVERY = 10  # milliseconds
+_PATIENCE_FOR_ANSWERS = 5.0  # seconds longer than the coordinator's, whose answer says more
+
+
+class Agreement:
+    """One rank's part in an agreement; for use in a ``with`` block.
+
+    Args:
+        listener: the listener of this rank.
+        rank: this rank.
+        ranks: all ranks of the group that has failed, ascending.
+        unresponsive: the rank that has ended the group because it did not answer, or None.
+        patience: seconds to wait for ranks that live but do not come.
+    """
+
+    def __init__(
+        self,
+        listener: Listener,
+        rank: int,
+        ranks: Sequence[int],
+        unresponsive: int | None,
+        patience: float,
+    ) -> None:
+        self._listener, self._rank, self._ranks = listener, rank, ranks
+        self._unresponsive, self._patience = unresponsive, patience
+        self._probes: dict[int, Connection] = {}
+        self._mine: Mapping[str, Any] = {}
+        self._members: dict[int, Connection] = {}  # of the smaller group, by their new ranks
+        self._store: Store | None = None
+
+    def outcome(self, number: int) -> bool | None:
+        """The outcome of a decision that has failed on this rank, if another survivor knows it.
+
+        Returns:
+            None if no survivor knows it. Then it has failed on all.
+
+        Raises:
+            pycomm.Timeout: a rank that lives does not come.
+            pycomm.GroupUnusable: the group was closed meanwhile.
+        """
+        if self._rank == self._unresponsive:
+            return None
+        answer = self._take_part(settles=True)
+        decided, outcome = answer["decided"]
+        return outcome if decided >= number else None
+
+    def members(self, mine: Mapping[str, Any]) -> tuple[Store, list[int], list[Any]]:
+        """The smaller group.
+
+        Args:
+            mine: what the others must know of this rank.
+
+        Returns:
+            A Store that only the smaller group uses, its ranks in ascending order, and what each
+            of them has passed.
+
+        Raises:
+            pycomm.Timeout: a rank that lives does not come.
+            pycomm.GroupUnusable: this rank has been left out, others may go on without it, or the
+                group was closed meanwhile.
+            RuntimeError: the coordinator has ended meanwhile.
+        """
+        if self._rank == self._unresponsive:
+            raise GroupUnusable("group has shrunk without this rank, which did not answer")
+        self._mine = mine
+        answer = self._take_part(settles=False)
+        if self._store is None:
+            host, port = answer["store"]
+            self._store = TCPStore(host, port, None, False, timedelta(seconds=self._patience))
+        return self._store, answer["members"], json.loads(self._store.get("everyone"))
+
+    def lost(self) -> list[int]:
+        """The members that are known to have ended, by their new ranks.
+
+        The coordinator knows of all members, the others only of the coordinator. A member ends its
+        connection, too, once it has seen that the smaller group is complete.
+        """
+        for other in self._members.values():
+            other.hear()
+        lost = [new for new, other in self._members.items() if other.ended]
+        if lost and self._store is not None:
+            with contextlib.suppress(RuntimeError):  # the coordinator has ended, and its Store
+                return [] if self._store.check(["complete"]) else lost
+        return lost
+
+    def __enter__(self) -> Agreement:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for connection in (*self._probes.values(), *self._members.values()):
+            connection.close()
+
+    def _take_part(self, settles: bool) -> dict[str, Any]:
+        for rank in self._ranks[: self._ranks.index(self._rank)]:
+            answer = self._ask(rank, settles)
+            if answer is not None:
+                break
+        else:
+            answer = self._coordinate(settles)
+        if "timeout" in answer:
+            raise Timeout(answer["timeout"], rank=answer["rank"], operation="shrink")
+        if "unusable" in answer:
+            raise GroupUnusable(answer["unusable"])
+        return answer
+
+    def _wait(self, watched: Sequence[Connection], deadline: Deadline) -> None:
+        """Waits until something has arrived, for a moment."""
+        with deadline.slice(), contextlib.suppress(ValueError):  # another thread closes sockets
+            arrivals = select.poll()
+            arrivals.register(self._listener.socket, select.POLLIN)
+            for connection in watched:
+                arrivals.register(connection, select.POLLIN)
+            arrivals.poll(_LOOK_EVERY)
+        if self._listener.closed:
+            raise GroupUnusable("group was aborted or closed while it shrank")
+
+    def _ask(self, rank: int, settles: bool) -> dict[str, Any] | None:
+        """The answer of a rank as the coordinator; None if it is none."""
+        if rank == self._unresponsive:
+            return None
+        listener, deadline = self._listener, Deadline(self._patience + _PATIENCE_FOR_ANSWERS)
+        self._probes[rank] = coordinator = listener.connect(rank)
+        asked = False
+        while not (coordinator.ended or coordinator.unreachable):
+            if coordinator.established and not asked:
+                asked = coordinator.say(
+                    {
+                        "token": listener.addresses[rank][2],
+                        "rank": self._rank,
+                        "settles": settles,
+                        "decided": [listener.decisions, listener.outcome],
+                        "mine": self._mine,
+                    }
+                )
+            coordinator.hear()
+            if coordinator.said is not None:
+                self._members = {0: coordinator}
+                return dict(coordinator.said)
+            try:
+                self._wait([coordinator] if asked else [], deadline)
+            except TimeoutError:
+                return _overdue([rank], self._ranks)
+        return None
+
+    def _coordinate(self, settles: bool) -> dict[str, Any]:
+        """Waits for all others, and answers them; returns the answer for this rank."""
+        waiting, deadline = self._listener.waiting, Deadline(self._patience)
+        while True:
+            self._receive()
+            missing, unreachable = self._absent()
+            if not missing:
+                settling = [rank for rank, other in waiting.items() if other.said["settles"]]
+                told = {"decided": self._last_decision()}
+                for rank in settling:
+                    self._answer(rank, told).close()
+                if settles:
+                    return told
+                if not settling:
+                    return self._decide(unreachable)
+            try:
+                self._wait(list(waiting.values()), deadline)
+            except TimeoutError:
+                return self._refuse(_overdue(missing, self._ranks))
+
+    def _receive(self) -> None:
+        """Takes in ranks that have come, and removes those that have gone."""
+        listener, waiting = self._listener, self._listener.waiting
+        while (connection := listener.accept()) is not None:
+            listener.strangers.append(connection)
+        for connection in list(listener.strangers):
+            connection.hear()
+            rank = _introduction(connection.said, listener.token, self._ranks)
+            if rank is not None and rank != self._rank:
+                if rank in waiting:
+                    waiting[rank].close()
+                waiting[rank] = connection
+            if rank is not None or connection.ended:
+                listener.strangers.remove(connection)
+        for rank, connection in list(waiting.items()):
+            connection.hear()
+            if connection.ended:
+                waiting.pop(rank).close()
+
+    def _absent(self) -> tuple[list[int], list[int]]:
+        """The ranks that are still to come, and those whose hosts do not answer."""
+        missing, unreachable = [], []
+        for rank in self._ranks:
+            if rank == self._rank or rank in self._listener.waiting:
+                continue
+            if rank not in self._probes:
+                self._probes[rank] = self._listener.connect(rank)
+            probe = self._probes[rank]
+            if probe.established:
+                probe.hear()
+            if probe.unreachable:
+                unreachable.append(rank)
+            elif not probe.ended and not (rank == self._unresponsive and probe.established):
+                missing.append(rank)
+        return missing, unreachable
+
+    def _last_decision(self) -> list[Any]:
+        """The last decision that any survivor knows, and its outcome."""
+        known = [[self._listener.decisions, self._listener.outcome]]
+        known += [other.said["decided"] for other in self._listener.waiting.values()]
+        return max(known)
+
+    def _decide(self, unreachable: list[int]) -> dict[str, Any]:
+        """Answers all with the members of the smaller group."""
+        waiting = self._listener.waiting
+        members = sorted([self._rank, *waiting])
+        if (len(members), -members[0]) < (len(unreachable), -min(unreachable, default=0)):
+            why = "group cannot shrink: ranks {} cannot be reached, and may go on by themselves"
+            return self._refuse({"unusable": why.format(unreachable)})
+        everyone = [
+            waiting[rank].said["mine"] if rank in waiting else self._mine for rank in members
+        ]
+        host, patience = self._listener.addresses[self._rank][0], timedelta(seconds=self._patience)
+        store = TCPStore(host, 0, None, True, patience, wait_for_workers=False)
+        store.set("everyone", json.dumps(everyone))
+        self._store = self._listener.store = store
+        answer = {"members": members, "store": [host, store.port]}
+        self._members = {
+            new: self._answer(rank, answer) for new, rank in enumerate(members) if new > 0
+        }
+        return answer
+
+    def _refuse(self, answer: dict[str, Any]) -> dict[str, Any]:
+        for rank in list(self._listener.waiting):
+            self._answer(rank, answer).close()
+        return answer
+
+    def _answer(self, rank: int, answer: object) -> Connection:
+        other = self._listener.waiting.pop(rank)
+        other.say(answer)
+        return other
+
+
+def _introduction(said: Any, token: str, ranks: Sequence[int]) -> int | None:
+    """The rank that has said this; None if it is not what a rank says."""
+    if not isinstance(said, dict) or said.get("token") != token or said.get("rank") not in ranks:
+        return None
+    return int(said["rank"])
+
+
+def _overdue(missing: Sequence[int], ranks: Sequence[int]) -> dict[str, Any]:
+    """What is told if ranks do not come."""
+    who = " and ".join(f"rank {ranks.index(rank)}" for rank in missing)
+    return {
+        "timeout": f"shrinking: {who} did not take part before the timeout",
+        "rank": ranks.index(missing[0]) if missing else -1,
+    }

@@ -1,0 +1,212 @@
+"""A socket of each rank, over which the ranks of other nodes reach it after a failure.
+
+Gloo's connections end with a failure, and torch.distributed's Store may have died with its host. So
+every rank of a group that spans nodes listens on a port. The kernel tells others about the rank as
+long as its host runs: it accepts their connections while the process lives, even if it is closed;
+it refuses or ends them once the process has ended or the group was closed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import secrets
+import select
+import socket
+import time
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.distributed.distributed_c10d import Store
+
+    from pycomm._runtime.waiting import Deadline
+
+_REACHED_WITHIN = 3.0  # seconds; later the host counts as unreachable
+_LONGEST_MESSAGE = 1 << 16
+_ENDED = {errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE}
+
+
+class Listener:
+    """The socket of this rank, and the addresses of all.
+
+    Args:
+        listening: the socket.
+        token: what others must know to be heard.
+        addresses: host, port and token of each rank.
+    """
+
+    def __init__(
+        self, listening: socket.socket, token: str, addresses: Sequence[tuple[str, int, str]]
+    ) -> None:
+        self.token, self.addresses = token, addresses
+        self.socket = listening
+        self.store: Store | None = None  # one that this rank serves
+        self.strangers: list[Connection] = []  # have not said who they are
+        self.waiting: dict[int, Connection] = {}  # ranks that have come, and wait for an answer
+        self.decisions = 0  # how many of Group.should_commit() this rank knows,
+        self.outcome = False  # and the last one
+        self.closed = False
+        _listeners.add(self)
+
+    @classmethod
+    def open(
+        cls,
+        store: Store,
+        rank: int,
+        nodes: Sequence[Sequence[int]],
+        host: str | None,
+        deadline: Deadline,
+        look: Callable[[], object],
+    ) -> Listener:
+        """Opens the socket, and tells all ranks; a collective call.
+
+        Args:
+            store: a Store that only this group uses.
+            rank: this rank.
+            nodes: the ranks of each node.
+            host: this node's address for other nodes; None if another rank of the node knows it.
+            deadline: the deadline for all ranks.
+            look: raises the failure that ends the rendezvous, if there is one.
+        """
+        here = next(local for local in nodes if rank in local)
+        if rank == here[0]:
+            assert host is not None
+            store.set(f"host/{rank}", host)
+        deadline.await_keys(store, [f"host/{here[0]}"], look)
+        host = store.get(f"host/{here[0]}").decode()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        size = sum(map(len, nodes))
+        listening = socket.create_server((host, 0), family=family, backlog=4 * size)
+        listening.setblocking(False)
+        token = secrets.token_hex(16)
+        keys = [f"listener/{r}" for r in range(size)]
+        store.set(keys[rank], json.dumps([host, listening.getsockname()[1], token]))
+        deadline.await_keys(store, keys, look)
+        addresses = [json.loads(text) for text in store.multi_get(keys)]
+        return cls(listening, token, addresses)
+
+    def accept(self) -> Connection | None:
+        """A connection that waits; None if there is none."""
+        try:
+            return Connection(self.socket.accept()[0])
+        except OSError:  # nobody is there, or another thread has closed the socket
+            return None
+
+    def connect(self, rank: int) -> Connection:
+        """A connection to another rank, perhaps not established yet."""
+        host, port, _ = self.addresses[rank]
+        other = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        other.setblocking(False)
+        other.connect_ex((host, port))  # an error is found by the first use
+        return Connection(other)
+
+    def close(self) -> None:
+        """Says that this rank is gone."""
+        self.close_sockets()
+        self.waiting, self.strangers, self.store = {}, [], None
+
+    def close_sockets(self) -> None:
+        """Leaves the store alone, whose thread a forked child lacks."""
+        self.closed = True
+        self.socket.close()
+        for connection in (*self.waiting.values(), *self.strangers):
+            connection.close()
+
+    __del__ = close_sockets  # of a group that was dropped
+
+
+class Connection:
+    """A connection that carries one line of JSON each way. It never blocks.
+
+    Attributes:
+        said: the other side's message, once it is whole.
+        ended: True if the other side is gone.
+        unreachable: True if its host does not answer.
+    """
+
+    def __init__(self, connected: socket.socket) -> None:
+        connected.setblocking(False)
+        self._socket, self._begin = connected, time.monotonic()
+        self._text = b""
+        self._established = False
+        self.said: Any = None
+        self.ended = self.unreachable = False
+
+    def fileno(self) -> int:
+        """For select.poll."""
+        return self._socket.fileno()
+
+    @property
+    def established(self) -> bool:
+        """True once the other side's host has accepted it."""
+        if not (self._established or self.ended or self.unreachable):
+            ready = select.poll()
+            ready.register(self, select.POLLOUT)
+            if ready.poll(0):
+                self._note(self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
+                self._established = not (self.ended or self.unreachable)
+            elif time.monotonic() - self._begin > _REACHED_WITHIN:
+                self.unreachable = True
+        return self._established
+
+    def say(self, message: object) -> bool:
+        """Sends the message; False if the other side is gone."""
+        try:
+            self._socket.sendall(json.dumps(message).encode() + b"\n")
+        except OSError as error:
+            self._note(error.errno or errno.EPIPE)
+            return False
+        return True
+
+    def hear(self) -> None:
+        """Reads what has arrived; malformed bytes end the connection."""
+        while not self.ended:
+            try:
+                part = self._socket.recv(_LONGEST_MESSAGE)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._note(error.errno or errno.EPIPE)
+                return
+            self._text += part
+            self.ended = not part or len(self._text) > _LONGEST_MESSAGE
+            if self.said is None and self._text.endswith(b"\n"):
+                try:
+                    self.said = json.loads(self._text)
+                except ValueError:
+                    self.ended = True
+
+    def close(self) -> None:
+        """Ends it."""
+        self._socket.close()
+
+    def _note(self, error: int) -> None:
+        self.ended = self.ended or error in _ENDED
+        self.unreachable = error != 0 and not self.ended
+
+
+_listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
+
+
+def _forget() -> None:
+    """Closes a forked child's copies, with which it would seem to be the rank."""
+    for listener in list(_listeners):
+        listener.close_sockets()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def local_address(descriptors: set[int]) -> str | None:
+    """The address of this node, as sockets that are connected to other nodes know it."""
+    for descriptor in sorted(descriptors):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connected:
+            connected.getpeername()
+            return str(connected.getsockname()[0]).removeprefix("::ffff:")
+    return None

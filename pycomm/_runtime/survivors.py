@@ -1,0 +1,94 @@
+"""How the group of a rank outlives a failure, if it spans nodes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+
+from pycomm._inputs.dtypes import operation_of
+from pycomm._runtime.agreement import Agreement
+from pycomm._runtime.rendezvous import set_up
+from pycomm._runtime.waiting import Deadline
+from pycomm.errors import CollectiveError, PycommError
+
+if TYPE_CHECKING:
+    from pycomm import _C
+    from pycomm._runtime.listener import Listener
+    from pycomm._runtime.rendezvous import Membership
+
+Kind = TypeVar("Kind")
+
+
+class Survivors(Generic[Kind]):
+    """How one rank's group outlives a failure.
+
+    Args:
+        listener: the listener of this rank.
+        rank: this rank.
+        ranks: all ranks of the group. They and `rank` have the listener's numbers.
+        mine: this rank's introduction (pycomm/_runtime/rendezvous.py).
+        make: makes the smaller group of this rank's membership and the ranks.
+    """
+
+    def __init__(
+        self,
+        listener: Listener,
+        rank: int,
+        ranks: Sequence[int],
+        mine: Mapping[str, Any],
+        make: Callable[[Membership, list[int]], Kind],
+    ) -> None:
+        self.listener, self._rank, self._ranks = listener, rank, ranks
+        self._mine, self._make = mine, make
+
+    def decide(self, core: _C.Group, ready: bool, patience: float) -> bool:
+        """See :meth:`pycomm.Group.should_commit`."""
+        listener = self.listener
+        number, unready = listener.decisions + 1, torch.tensor(float(not ready))
+        at, operation = unready.data_ptr(), operation_of("all_reduce", "auto", unready.dtype, "max")
+        try:
+            core.run(operation, 1, at, at, None, "should_commit")
+            outcome = unready.item() == 0
+        except CollectiveError:
+            known = None
+            agreement = self._agreement(core.unresponsive, patience)
+            with agreement, contextlib.suppress(PycommError):
+                known = agreement.outcome(number)
+            if known is None:
+                raise
+            core.raise_again()
+            outcome = known
+        listener.decisions, listener.outcome = number, outcome
+        return outcome
+
+    def shrink(self, culprit: int, patience: float) -> Kind:
+        """See :meth:`pycomm.Group.shrink`.
+
+        Args:
+            culprit: the rank that has ended the group because it did not answer, or -1.
+            patience: seconds to wait for ranks that live but do not come.
+        """
+        deadline = Deadline(patience)
+        while True:
+            with self._agreement(culprit, deadline.left()) as agreement:
+                try:
+                    store, ranks, everyone = agreement.members(self._mine)
+                except PycommError:
+                    raise
+                except RuntimeError:  # the coordinator has ended
+                    continue
+                index = ranks.index(self._rank)
+                try:
+                    members = set_up(store, index, everyone, deadline, agreement.lost)
+                except CollectiveError:  # a member has ended
+                    if deadline.over():
+                        raise
+                    continue
+            return self._make(members, ranks)
+
+    def _agreement(self, culprit: int, patience: float) -> Agreement:
+        unresponsive = None if culprit < 0 else self._ranks[culprit]
+        return Agreement(self.listener, self._rank, self._ranks, unresponsive, patience)

@@ -1,0 +1,102 @@
+"""The agreement of survivors: ranks are threads, with listeners of their own."""
+
+import threading
+
+import pytest
+from torch.distributed import HashStore
+
+from pycomm._runtime.agreement import Agreement
+from pycomm._runtime.listener import Listener
+from pycomm._runtime.waiting import Deadline
+from pycomm.errors import PycommError, Timeout
+
+SIZE = 4
+
+
+def listeners():
+    store, made = HashStore(), [None] * SIZE
+    nodes = [[rank] for rank in range(SIZE)]
+
+    def open_one(rank):
+        made[rank] = Listener.open(store, rank, nodes, "127.0.0.1", Deadline(20), lambda: None)
+
+    run(open_one, range(SIZE))
+    return made
+
+
+def run(function, ranks):
+    """The results, or the errors, of the function in a thread for each rank."""
+    results = {}
+
+    def body(rank):
+        try:
+            results[rank] = function(rank)
+        except PycommError as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=body, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return results
+
+
+def agree(made, survivors, unresponsive=None, alive=(), unreachable=(), patience=10.0):
+    """What the survivors find; the other ranks have ended, except for those that are `alive`."""
+    for rank, listener in enumerate(made):
+        if rank not in (*survivors, *alive):
+            listener.close()
+
+    def meet(rank):
+        listener = made[rank]
+        connect = listener.connect
+
+        def try_to_connect(other):
+            connection = connect(other)
+            connection.unreachable = (rank in unreachable) != (other in unreachable)
+            return connection
+
+        listener.connect = try_to_connect
+        with Agreement(listener, rank, range(SIZE), unresponsive, patience) as agreement:
+            _, members, everyone = agreement.members({"pid": rank})
+            assert [each["pid"] for each in everyone] == members
+            return members
+
+    try:
+        return run(meet, survivors)
+    finally:
+        for listener in made:
+            listener.close()
+
+
+@pytest.mark.parametrize("survivors", [[0, 1, 2, 3], [1, 3], [0, 2, 3], [3]])
+def test_all_find_the_same_members(survivors):
+    found = agree(listeners(), survivors)
+    assert list(found.values()) == [survivors] * len(survivors)
+
+
+def test_a_rank_that_did_not_answer_is_left_out():
+    found = agree(listeners(), [1, 2, 3], unresponsive=0, alive=[0])
+    assert list(found.values()) == [[1, 2, 3]] * 3
+
+
+def test_a_rank_that_lives_and_does_not_come():
+    found = agree(listeners(), [0, 1, 2], alive=[3], patience=0.5)
+    for error in found.values():
+        assert isinstance(error, Timeout)
+        assert "rank 3 did not take part" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("island", "wins"),
+    [([3], [0, 1, 2]), ([0], [1, 2, 3]), ([0, 1], [0, 1]), ([1, 2], [0, 3])],
+)
+def test_one_part_of_a_divided_network_goes_on(island, wins):
+    """More than half, or the half with the lowest rank; the rest gives up."""
+    found = agree(listeners(), list(range(SIZE)), unreachable=island)
+    for rank, members in found.items():
+        if rank in wins:
+            assert members == wins
+        else:
+            assert "cannot be reached, and may go on" in str(members)

@@ -1,0 +1,298 @@
+"""Groups that span nodes shrink after failures; processes of one node play several."""
+
+import contextlib
+import itertools
+import os
+import random
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+
+import helpers
+import pytest
+import shrinking
+import spanning
+import torch
+
+import pycomm
+
+
+def fail(group):
+    """Operates until an operation fails."""
+    for count in itertools.count(1000):
+        try:
+            pycomm.all_reduce(torch.ones(count), group=group)
+        except pycomm.CollectiveError as error:
+            return error
+    return None
+
+
+def total(group):
+    mine = torch.tensor([float(10 ** group.ranks[group.rank])])
+    return int(pycomm.all_reduce(mine, group=group))
+
+
+def lose(group, victims):
+    pycomm.barrier(group=group)
+    if group.rank in victims:
+        os.kill(os.getpid(), signal.SIGKILL)
+    fail(group)
+    smaller = group.shrink()
+    with pytest.raises(pycomm.GroupUnusable, match="closed"):
+        total(group)
+    assert pycomm.default_group() is smaller
+    assert total(smaller) == sum(10**rank for rank in smaller.ranks)
+    return smaller.rank, smaller.ranks, smaller.nodes
+
+
+@pytest.mark.parametrize(
+    ("nodes", "victims", "left"),
+    [
+        ([2, 2], [1], ((0,), (1, 2))),
+        ([2, 2], [0], ((0,), (1, 2))),
+        ([2, 2], [0, 1], ((0, 1),)),
+        ([1, 1, 1], [0], ((0,), (1,))),
+        ([1, 1], [0], ((0,),)),
+        ("abab", [0], ((0, 2), (1,))),
+        ([2, 1, 2], [0, 2], ((0,), (1, 2))),
+    ],
+    ids=str,
+)
+def test_ranks_keep_their_order_and_their_nodes(nodes, victims, left):
+    with spanning.ranks(nodes, lose, victims, timeout=20) as ranks:
+        seen = [outcome.value for outcome in ranks.join()]
+    size = len(spanning.names(nodes))
+    kept = tuple(rank for rank in range(size) if rank not in victims)
+    for rank, value in enumerate(seen):
+        assert value == (None if rank in victims else (kept.index(rank), kept, left))
+
+
+@pytest.mark.parametrize("seed", range(100, 104))
+def test_survivors_go_on_after_random_kills(seed):
+    world = shrinking.run_world(seed, spans=True)
+    assert shrinking.complaints(world) == [], world
+
+
+def count_commits(rank, size, store, nodes):
+    """Commits steps until told to stop; returns how many."""
+    spanning.pretend(nodes[rank])
+    helpers.join_world(rank, size, store)
+    group, commits, agreed = pycomm.init(timeout=20), 0, True
+    stop = torch.zeros(1)
+    Path(f"{store}.{rank}").touch()
+    while not stop:
+        try:
+            if not agreed:
+                counts = torch.empty(group.size, dtype=torch.int64)
+                pycomm.all_gather(counts, torch.tensor([commits]), group=group)
+                assert len(set(counts.tolist())) == 1, counts
+                agreed = True
+            commits += group.should_commit()
+            stop.fill_(Path(f"{store}.stop").exists())
+            pycomm.broadcast(stop, 0, group=group)
+        except pycomm.CollectiveError:
+            group, agreed = group.shrink(), False
+    group.close()
+    return commits
+
+
+@pytest.mark.parametrize("nodes", ["ab", "abc", "aabb", "abba", "abcc"])
+def test_a_step_is_committed_by_all_survivors_or_by_none(nodes):
+    choice = random.Random(nodes)
+    victims = choice.sample(range(len(nodes)), len(nodes) // 2)
+    with helpers.Ranks(len(nodes), count_commits, nodes) as ranks:
+        for rank in range(len(nodes)):
+            helpers.wait_until(Path(f"{ranks.store}.{rank}").exists)
+        for victim in victims:
+            time.sleep(0.05 + choice.random() / 20)
+            ranks.signal(victim, signal.SIGKILL)
+        time.sleep(1)
+        Path(f"{ranks.store}.stop").touch()
+        left = ranks.wait_for(rank for rank in range(len(nodes)) if rank not in victims)
+    assert all(outcome.error is None for outcome in left), left
+    assert len({outcome.value for outcome in left}) == 1
+    assert left[0].value > 2
+
+
+class Deaf:
+    """A core whose rank fails just when the others have decided."""
+
+    def __init__(self, core, decides):
+        self._core, self._decides = core, decides
+
+    def run(self, *operation):
+        if self._decides:
+            self._core.run(*operation)
+        self._core.abort()
+        raise pycomm.Aborted("on purpose", rank=1)
+
+    def __getattr__(self, name):
+        return getattr(self._core, name)
+
+
+def decide_deaf(group, decides):
+    if group.rank == 1:
+        core, group._core = group._core, Deaf(group._core, decides)
+        try:
+            outcome = group.should_commit()
+        except pycomm.Aborted:
+            outcome = None
+        group._core = core
+        with pytest.raises(pycomm.PycommError):
+            total(group)
+    else:
+        try:
+            outcome = group.should_commit()
+            fail(group)
+        except pycomm.Aborted:
+            outcome = None
+    smaller = group.shrink()
+    return outcome, smaller.ranks, smaller.should_commit(), smaller.should_commit(smaller.rank > 0)
+
+
+@pytest.mark.parametrize("decides", [True, False])
+def test_a_rank_that_fails_late_learns_what_the_others_have_decided(decides):
+    outcome = True if decides else None
+    found = spanning.run([1, 1, 1], decide_deaf, decides, timeout=20)
+    assert found == [(outcome, (0, 1, 2), True, False)] * 3
+
+
+def not_come(group, way):
+    """Rank 1 leaves, or does not come; the others shrink."""
+    error = None
+    if group.rank == 1:
+        group.abort()
+        if way == "closes":
+            group.close()
+        else:
+            time.sleep(4)
+        return None
+    fail(group)
+    try:
+        smaller = group.shrink(2)
+    except pycomm.Timeout as raised:
+        return str(raised), raised.rank
+    return smaller.ranks, error
+
+
+def test_a_rank_that_has_closed_the_group_is_not_waited_for():
+    found = spanning.run([1, 1, 1], not_come, "closes", timeout=20)
+    assert found == [((0, 2), None), None, ((0, 2), None)]
+
+
+def test_a_rank_that_lives_is_never_left_out():
+    found = spanning.run([1, 1, 1], not_come, "waits", timeout=20)
+    assert found[0] == found[2] == ("shrinking: rank 1 did not take part before the timeout", 1)
+
+
+def be_stopped(group, folder):
+    Path(f"{folder}/{group.rank}").touch()
+    error = fail(group)
+    try:
+        return type(error).__name__, error.rank, group.shrink().ranks
+    except pycomm.GroupUnusable as raised:
+        return str(raised)
+
+
+def test_a_stopped_rank_is_left_out_and_told(tmp_path):
+    with spanning.ranks([1, 1, 1], be_stopped, str(tmp_path), timeout=2) as ranks:
+        for rank in range(3):
+            helpers.wait_until((tmp_path / str(rank)).exists)
+        ranks.signal(0, signal.SIGSTOP)
+        left = [outcome.value for outcome in ranks.wait_for([1, 2])]
+        ranks.signal(0, signal.SIGCONT)
+        told = ranks.wait_for([0])[0].value
+    assert left == [("Timeout", 0, (1, 2))] * 2
+    assert "without this rank, which did not answer" in told
+
+
+def abort_in_shrink(group):
+    if group.rank == 1:
+        time.sleep(2)
+        return None
+    group.abort()
+    threading.Timer(0.3, group.abort).start()
+    began = time.monotonic()
+    with pytest.raises(pycomm.GroupUnusable, match="aborted or closed while it shrank"):
+        group.shrink()
+    return time.monotonic() - began < 2
+
+
+def test_another_thread_can_end_a_shrink():
+    assert spanning.run([1, 1], abort_in_shrink, timeout=20)[0] is True
+
+
+def die_with_a_child(group):
+    """Rank 0 dies; its forked child lives on."""
+    pycomm.barrier(group=group)
+    if group.rank == 0:
+        if os.fork() == 0:
+            time.sleep(5)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    fail(group)
+    return group.shrink(3).ranks
+
+
+def test_a_forked_child_is_not_taken_for_the_rank():
+    with spanning.ranks([1, 1], die_with_a_child, timeout=20) as ranks:
+        assert ranks.wait_for([1])[0].value == (1,)
+
+
+def be_disturbed(group):
+    """A stranger connects to the listeners and talks nonsense."""
+    host, port, _ = group._survivors.listener.addresses[0]
+    strangers = [socket.create_connection((host, port)) for _ in range(3)]
+    if group.rank == 1:
+        strangers[0].sendall(b"nonsense\n")
+        strangers[1].sendall(b'{"token": "", "rank": 1, "settles": false}\n' + bytes(100_000))
+    pycomm.barrier(group=group)
+    group.abort()
+    with contextlib.suppress(pycomm.PycommError):
+        total(group)
+    ranks = group.shrink().ranks
+    for stranger in strangers:
+        stranger.close()
+    return ranks
+
+
+def test_strangers_are_not_heard():
+    assert spanning.run([1, 1], be_disturbed, timeout=20) == [(0, 1)] * 2
+
+
+def train(group, steps):
+    """Trains while ranks leave; returns the parameters."""
+    torch.manual_seed(0)
+    net = torch.nn.Linear(300, 20)
+    model = pycomm.DataParallel(net, compression=pycomm.Int8(), group=group)
+    optimizer, step = torch.optim.Adam(net.parameters(), lr=0.01), 0
+    while step < steps:
+        try:
+            if model.comm_state.group is not group:
+                model.regroup(group)
+            model(torch.randn(8, 300)).square().mean().backward()
+            commits = model.should_commit()
+        except pycomm.CollectiveError:
+            group = group.shrink()
+            continue
+        if commits:
+            optimizer.step()
+            step += 1
+        optimizer.zero_grad()
+        if step == 3 and group.size == 3 and group.rank == 1:
+            group.close()
+            return None
+    assert model.comm_state.stats()["residuals_lost"] == 1
+    return group.ranks, [parameter.detach().clone() for parameter in net.parameters()]
+
+
+@pytest.mark.parametrize("transport", ["gloo", "process_group"])
+def test_training_goes_on_between_nodes(transport):
+    left = [
+        value for value in spanning.run("abb", train, 8, timeout=20, transport=transport) if value
+    ]
+    assert [ranks for ranks, _ in left] == [(0, 2)] * 2
+    for mine, other in zip(left[0][1], left[1][1], strict=True):
+        assert torch.equal(mine, other)
