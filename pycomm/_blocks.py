@@ -13,6 +13,7 @@ from pycomm import _C
 from pycomm._inputs.arrays import as_tensor
 from pycomm._inputs.dtypes import operation_of
 from pycomm._inputs.tensors import check_same_kind, check_tensor, check_written
+from pycomm._runtime import ranges
 from pycomm._work import Work
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ def split(name: str, value: Any, sizes: Sequence[int] | None, size: int, *, writ
     return Side([tensor], False, tuple(n * row for n in sizes))
 
 
+@ranges.of_calls
 def launch_blocks(
     group: Group,
     collective: str,

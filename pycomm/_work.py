@@ -9,7 +9,7 @@ from torch.autograd.graph import increment_version
 
 from pycomm import _C
 from pycomm._inputs.dtypes import operation_of
-from pycomm._runtime import orphans
+from pycomm._runtime import orphans, ranges
 from pycomm._runtime.staging import StandIn, fetch
 
 if TYPE_CHECKING:
@@ -30,14 +30,22 @@ class Work:
         self._core = core
         self._tensors = tensors
         self._finish = finish
+        self._cause = None if core is None else ranges.launched(core)
 
     def wait(self) -> None:
         """Blocks until the operation is complete, and raises its error if it failed."""
         if self._core is not None:
-            self._core.wait()
+            self._wait_for(self._core)
         if self._finish is not None:
             self._finish()
             self._finish = None
+
+    def _wait_for(self, core: _C.Work) -> None:
+        if self._cause is None:
+            core.wait()
+        else:
+            with self._cause.waiting():
+                core.wait()
 
     @property
     def nonfinite(self) -> bool:
@@ -71,6 +79,7 @@ class Work:
             orphans.adopt(self._core, self._tensors)
 
 
+@ranges.of_calls
 def launch(
     group: Group,
     collective: str,

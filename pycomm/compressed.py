@@ -27,12 +27,13 @@ from pycomm._inputs.tensors import (
     check_written,
 )
 from pycomm._runtime.log import DEBUG, all_reduce_called
+from pycomm._runtime.ranges import named
 from pycomm._runtime.staging import StandIn, fetch
 from pycomm._spanning.between import check_two_shot
 from pycomm._spanning.call import CodedCall
 from pycomm._spanning.coded import all_reduce
 from pycomm._spanning.scatter import reduce_scatter
-from pycomm._work import dense_stand_ins, stand_ins
+from pycomm._work import Work, dense_stand_ins, stand_ins
 from pycomm.compression import (
     SMALLEST_BLOCK,
     Compression,
@@ -163,6 +164,7 @@ def compressed_all_reduce(
         put_state()
 
     call = PreparedCall(core, dense, dense_result, (result, *state), finish, strict)
+    run: Callable[[Group, bool], Work | None]
     if spans:
         coded = CodedCall(
             dense.view(-1),
@@ -174,9 +176,10 @@ def compressed_all_reduce(
             None if kept is None else kept.view(-1),
             None if speed is None else speed.view(-1),
         )
-        work = call.on_span(group, async_op, functools.partial(all_reduce, call=coded))
+        run = functools.partial(call.on_span, flow=functools.partial(all_reduce, call=coded))
     else:
         run = call.on_stream if dense.device.type == "cuda" else call.on_cpu
+    with named(group, "compressed_all_reduce"):
         work = run(group, async_op)
     return work if async_op else tensor if out is None else out
 
@@ -274,14 +277,17 @@ def compressed_reduce_scatter(
         put_state()
 
     call = PreparedCall(core, dense, dense_result, (result, *state), finish, strict)
+    run: Callable[[Group, bool], Work | None]
     if spans:
         coded = CodedCall(
             dense.view(-1), dense_result.view(-1), compression, op, step, offset,
             None if kept is None else kept.view(-1),
         )  # fmt: skip
-        work = call.on_span(group, async_op, functools.partial(reduce_scatter, call=coded))
+        run = functools.partial(call.on_span, flow=functools.partial(reduce_scatter, call=coded))
     else:
-        work = call.on_cpu(group, async_op)
+        run = call.on_cpu
+    with named(group, "compressed_reduce_scatter"):
+        work = run(group, async_op)
     return work if async_op else output
 
 

@@ -1,6 +1,7 @@
 #include "core/tensor_reader.h"
 
 #include <ATen/DLConvertor.h>
+#include <ATen/record_function.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -10,6 +11,8 @@ namespace pycomm::c10d {
 namespace {
 
 bool view(PyObject* object, void* view) {
+  // With a profiler, the call goes through Python and becomes a range (pycomm/_runtime/ranges.py).
+  if (at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE)) return false;
   const at::Tensor& tensor = THPVariable_Unpack(object);
   if (tensor.requires_grad() || tensor.is_neg()) return false;
   try {

@@ -8,7 +8,8 @@ namespace pycomm {
 
 struct TensorReader {
   // Fills `view`, a DLTensor of DLPack. `tensor` is of the class torch.Tensor itself. False without an
-  // error if it requires grad, is a negated view, or has no memory that DLPack can tell of.
+  // error if it requires grad, is a negated view, or has no memory that DLPack can tell of, or if a
+  // profiler runs.
   bool (*view)(_object* tensor, void* view);
   // Tells autograd, which may have saved the tensor, that its content changes. False with an error if
   // that is not allowed.

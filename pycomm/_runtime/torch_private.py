@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch._C._distributed_c10d import GradBucket, _DistributedBackendOptions
 from torch._compile import _disable_dynamo as not_compiled
-from torch.autograd import Variable
+from torch.autograd import Variable, profiler
 from torch.distributed import distributed_c10d
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -72,7 +72,6 @@ queue_callback: Callable[[Callable[[], None]], None] = Variable._execution_engin
 internal_overlap: Callable[[torch.Tensor], int] = torch._debug_has_internal_overlap
 # Makes the current CUDA stream wait for a number of cycles.
 keep_device_busy: Callable[[int], None] = torch.cuda._sleep
-profiler_runs: Callable[[], bool] = torch._C._autograd._profiler_enabled
 # The Store through which a process group was made.
 store_of: Callable[[ProcessGroup], Store] = distributed_c10d._get_process_group_store
 after_autograd_keys = torch._C._after_autograd_keyset
@@ -80,6 +79,11 @@ after_autograd_keys = torch._C._after_autograd_keyset
 no_dispatch: Callable[[], AbstractContextManager[None]] = torch._C._DisableTorchDispatch
 # The __torch_function__ of a subclass that has none of its own.
 no_torch_function: Any = torch._C._disabled_torch_function_impl
+
+
+def profiler_runs() -> bool:
+    """True if torch's profiler runs in this process."""
+    return profiler._is_profiler_enabled
 
 
 def backend_that_does_nothing() -> str:

@@ -16,6 +16,7 @@ from torch.autograd.graph import increment_version
 
 from pycomm import _work
 from pycomm._inputs.dtypes import operation_of
+from pycomm._runtime.ranges import named
 from pycomm._spanning.between import Between, SpanningWork, check_two_shot, copy, run_tiles
 from pycomm._spanning.combine import combine
 from pycomm._work import Work, dense_stand_ins
@@ -66,13 +67,14 @@ def launch(
             span.enqueue(source.device, lambda: flow(exchange), (given, made))
         finish()
         return Work(None) if async_op else result
-    # Ranks compare the operation, and wait for each other, before any of them sends data.
-    task = span.run(
-        lambda core: core.submit(operation, 0, 0, 0, shape, label), lambda: flow(exchange)
-    )
-    if async_op:
-        return SpanningWork(task, (given, made, result), finish)
-    task.wait()
+    with named(group, collective):
+        # Ranks compare the operation, and wait for each other, before any of them sends data.
+        task = span.run(
+            lambda core: core.submit(operation, 0, 0, 0, shape, label), lambda: flow(exchange)
+        )
+        if async_op:
+            return SpanningWork(task, (given, made, result), finish)
+        task.wait()
     finish()
     return result
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import time
 import warnings
 from collections.abc import Iterable, Sequence
@@ -16,7 +17,8 @@ from pycomm._given import check_group
 from pycomm._init import default_group
 from pycomm._inputs.arguments import renamed
 from pycomm._inputs.tensors import check_memory
-from pycomm._runtime.torch_private import backward_id, backward_node, not_compiled, profiler_runs
+from pycomm._runtime.ranges import named
+from pycomm._runtime.torch_private import backward_id, backward_node, not_compiled
 from pycomm._training.bucket_memory import move_into_window
 from pycomm._training.exchange import BucketExchange, dense_wire_bytes
 from pycomm._training.flights import Flight, Flights
@@ -158,8 +160,9 @@ class CommState(HookState):
             key, buffer, parameters, begins, step, self._now.scale, group
         )
         self._now.parameters.update(key[1:])
+        tells = functools.partial(self._parameters.describe, buffer, parameters)
         try:
-            with _named("pycomm::start"):
+            with named(group, f"bucket {len(self._now.flights)}", tells):
                 flight = self._launch(exchange, buffer, group)
         except PycommError:
             self.finish(backward)  # raises the error that caused this one, if there is one
@@ -199,7 +202,7 @@ class CommState(HookState):
         begin = time.perf_counter()
         if self._stream is not None:
             self._now.time_stream(self._stream)
-        with _named("pycomm::finish"):
+        with named(self.group, "finish"):
             for flight in flights:
                 flight.land()
         self._now.waited += time.perf_counter() - begin
@@ -423,13 +426,6 @@ class CommState(HookState):
 
 def _place_in(group: Group) -> tuple[int, int]:
     return group.rank, group.size
-
-
-def _named(name: str) -> contextlib.AbstractContextManager[Any]:
-    """A range for the profiler if one is running; otherwise nothing, as backward must be fast."""
-    if profiler_runs():
-        return torch.autograd.profiler.record_function(name)
-    return contextlib.nullcontext()
 
 
 def _check_options(

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.autograd.graph import Node
 
+from pycomm._runtime.ranges import named
 from pycomm._runtime.torch_private import not_compiled, queue_callback
 from pycomm._training.announcing import Session
 from pycomm._training.buckets import (
@@ -228,18 +230,26 @@ class GradientExchange:
     def _send(self, bucket: Bucket) -> None:
         try:
             if self._ring is not None:
-                self._ring.send(bucket, self.weighing)
+                with self._range_of(bucket):
+                    self._ring.send(bucket, self.weighing)
                 return
             if self.weighing is not None:
                 self.weighing.scale(bucket.flat)
             if self._scatter is not None and isinstance(self.shards, SpanningShards):
                 blocks = self.shards.blocks[id(bucket.parameters[0])]
-                self._scatter.start(blocks, bucket.parameters)
+                with self._range_of(bucket):
+                    self._scatter.start(blocks, bucket.parameters)
             elif self.shards is None or not self.shards.averages:
                 self._state.start(bucket.flat, bucket.parameters, begins=bucket.begins)
         except PycommError:
             self.promise.wait()  # raises the error that caused this one, if there is one
             raise
+
+    def _range_of(self, bucket: Bucket) -> AbstractContextManager[object]:
+        """The start of a bucket, for traces; the state names those that it starts itself."""
+        assert isinstance(self._state, CommState)
+        tells = functools.partial(self._state._parameters.describe, bucket.flat, bucket.parameters)
+        return named(self._group, f"bucket {self._next}", tells)
 
     @not_compiled
     def _end_backward(self, first: Node | None, creates_graph: bool) -> None:
@@ -308,10 +318,11 @@ class GradientExchange:
             return
         began = time.perf_counter()
         sent = nbytes = sum(bucket.flat.nbytes for bucket in self._buckets)
-        if self._ring is not None:
-            self._ring.finish()
-        if self._scatter is not None:
-            sent = self._scatter.finish()
+        with named(self._group, "finish"):
+            if self._ring is not None:
+                self._ring.finish()
+            if self._scatter is not None:
+                sent = self._scatter.finish()
         if self._ring is not None or self.shards.leaves_local:
             waited = time.perf_counter() - began
             self._state.count_step(nbytes, self.shards.wire_bytes(sent), waited)

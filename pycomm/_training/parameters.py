@@ -96,6 +96,11 @@ class Parameters:
         """The entries of these parameters."""
         return [self[parameter] for parameter in parameters]
 
+    def describe(self, bucket: torch.Tensor, parameters: Sequence[torch.Tensor]) -> dict[str, Any]:
+        """What a trace tells of a bucket: its size, and the parameters' names if they are known."""
+        names = [name for entry in self.of(parameters) if (name := entry.name)]
+        return {"bytes": bucket.nbytes} | ({"parameters": names} if names else {})
+
     def __getstate__(self) -> dict[str, Any]:
         """For pickling and copying: without ids, which differ for other objects."""
         return {**vars(self), "entries": list(self.entries.values())}

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from pycomm import _C
+from pycomm._runtime.ranges import named
 from pycomm._spanning.collectives import launch
 from pycomm._training.shards import Shards
 from pycomm._training.spanning_shards import SpanningShards
@@ -40,7 +41,8 @@ class OnCpuShards(OnCpu):
         shards, sharded = self._shards, self._prepare(step)
         core, label = shards.group._core, _label(self._tables, step)
         try:
-            value = sharded.run(core, *step.control, step.bound, step.measures, label)
+            with named(shards.group, "sharded_step"):
+                value = sharded.run(core, *step.control, step.bound, step.measures, label)
         finally:
             if sharded.half_done:
                 shards.guard.step_failed()

@@ -1,0 +1,133 @@
+"""Ranges of time with names, for torch's profiler and for traces (pycomm/tracing.py).
+
+While nobody watches, a range costs a look at two variables.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from pycomm._runtime.torch_private import profiler_runs
+
+if TYPE_CHECKING:
+    from pycomm import _C
+    from pycomm._runtime.member import Member
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Details = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Range:
+    """What a thread did, by the clock of :func:`time.monotonic`.
+
+    Attributes:
+        name: its name.
+        begin: when it began, in seconds.
+        end: when it ended.
+        thread: the thread's number.
+        details: more about it, for JSON.
+    """
+
+    name: str
+    begin: float
+    end: float
+    thread: int
+    details: Details
+
+
+@dataclass
+class Watch:
+    """What a trace sees of one rank's calls.
+
+    Attributes:
+        ranges: the ranges that have ended.
+        launched: operations that the group's worker runs, with the open range that launched them.
+    """
+
+    ranges: list[Range] = field(default_factory=list)
+    launched: list[tuple[Open, _C.Work]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Open:
+    """A range that has not ended."""
+
+    group: Member
+    name: str
+    details: Details
+
+    def waiting(self) -> AbstractContextManager[object]:
+        """The range of a wait for what was launched in this one."""
+        return named(self.group, f"wait for {self.name}")
+
+
+watches: dict[Member, Watch] = {}  # of traces that are running
+_NOTHING = contextlib.nullcontext()
+_here = threading.local()  # `opened`: this thread's open ranges
+
+
+def watched() -> bool:
+    """True if anybody wants ranges."""
+    return bool(watches) or profiler_runs()
+
+
+def named(
+    group: Member, name: str, details: Callable[[], Details] | None = None
+) -> AbstractContextManager[object]:
+    """A range of a rank of `group`; `details` is called only if somebody watches."""
+    if not watched():
+        return _NOTHING
+    return _record(Open(group, name, {} if details is None else details()))
+
+
+def of_calls(launch: Function) -> Function:
+    """Makes each call of ``launch(group, collective, ...)`` a range."""
+
+    @functools.wraps(launch)
+    def wrapped(group: Member, collective: str, *args: Any, **options: Any) -> Any:
+        if not watched():
+            return launch(group, collective, *args, **options)
+        with named(group, collective):
+            return launch(group, collective, *args, **options)
+
+    return wrapped  # type: ignore[return-value]
+
+
+def launched(work: _C.Work) -> Open | None:
+    """Tells that the group's worker runs an operation; returns the range that has launched it."""
+    opened: list[Open] | None = getattr(_here, "opened", None)
+    if not opened:
+        return None
+    watch = watches.get(opened[-1].group)
+    if watch is not None:
+        watch.launched.append((opened[-1], work))
+    return opened[-1]
+
+
+@contextlib.contextmanager
+def _record(opening: Open) -> Iterator[None]:
+    opened: list[Open] = vars(_here).setdefault("opened", [])
+    opened.append(opening)
+    seen = profiler_runs()
+    profiled = torch.autograd.profiler.record_function(f"pycomm:{opening.name}")
+    with profiled if seen else _NOTHING:
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            end = time.monotonic()
+            opened.pop()
+            watch = watches.get(opening.group)
+            if watch is not None:
+                thread = threading.get_native_id()
+                watch.ranges.append(Range(opening.name, begin, end, thread, opening.details))
