@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from showing import STEP, Screen
+from showing import Screen
 from torch import profiler
 from torch.nn import functional
 from train_lm import BATCH, CONTEXT, OUT, draw_batch, read_corpus
@@ -22,7 +22,7 @@ from pycomm.bench import extras, launch
 
 TRACED = 5  # steps that the profiler records; of these the last ones are drawn
 DRAWN = 2
-SEND, RECEIVE = "pycomm:send", "pycomm:recv"
+STEP, SEND, RECEIVE = "step", "pycomm:send", "pycomm:recv"
 COLOURS = {"compute": "#0072B2", "communicate": "#D55E00", "wait": "#DDDDDD"}
 
 # nn.Linear returns a view of its result, which nobody overwrites here.

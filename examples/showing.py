@@ -1,22 +1,10 @@
-"""Output of the examples: a progress bar, curves of the loss, a Chrome trace."""
+"""Output of the examples: a progress bar, curves of the loss."""
 
 from __future__ import annotations
 
-import json
-import statistics
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-
-from torch import profiler
-
-from pycomm import hooks
 
 LINES = 10  # number of lines that print the loss
-TRACED = 5  # number of steps in the trace
-STEP = "step"
 
 
 class Screen:
@@ -78,64 +66,3 @@ def draw_losses(path: str, curves: dict[str, list[float]], every: int) -> None:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     plt.close(figure)
-
-
-class Tracer:
-    """Records the last steps of a training as a Chrome trace, exchanges included.
-
-    The profiler does not see the exchanges, because they run on the group's worker outside of
-    torch. Their times are by the monotonic clock. At the start of every step this clock is read and
-    the profiler records an event by its own clock, which aligns the two clocks.
-    """
-
-    def __init__(self, path: str | None, steps: int) -> None:
-        self._path = path
-        self._first = steps - TRACED + 1
-        self._profile = profiler.profile(activities=[profiler.ProfilerActivity.CPU])
-        self._begins: list[float] = []
-        self._exchanges: list[tuple[int, float, float]] = []
-
-    @contextmanager
-    def step(self, number: int, state: hooks.CommState | hooks.LocalSGDState) -> Iterator[None]:
-        """Surrounds a step."""
-        if self._path is None or number < self._first:
-            yield
-            return
-        if not self._begins:
-            self._profile.start()
-        with profiler.record_function(STEP):
-            self._begins.append(time.perf_counter())
-            yield
-        self._exchanges += state.intervals()
-
-    def close(self) -> None:
-        """Writes the trace."""
-        if self._path is None:
-            return
-        self._profile.stop()
-        path = Path(self._path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._profile.export_chrome_trace(self._path)
-        trace = json.loads(path.read_text())
-        trace["traceEvents"] += self._exchange_events(trace["traceEvents"])
-        path.write_text(json.dumps(trace))
-
-    def _exchange_events(self, events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Events that show every exchange on a separate line, the worker's."""
-        steps = [event for event in events if event.get("name") == STEP]
-        pairs = zip(steps, self._begins, strict=True)
-        ahead = statistics.median(step["ts"] - 1e6 * begin for step, begin in pairs)
-        worker = {"pid": steps[0]["pid"], "tid": 1}
-        name = {"ph": "M", "name": "thread_name", "args": {"name": "pycomm's worker"}, **worker}
-        return [name] + [
-            {
-                "ph": "X",
-                "cat": "pycomm",
-                "name": "pycomm::exchange",
-                "ts": 1e6 * begin + ahead,
-                "dur": 1e6 * (end - begin),
-                "args": {"bytes": nbytes},
-                **worker,
-            }
-            for nbytes, begin, end in self._exchanges
-        ]

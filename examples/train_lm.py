@@ -24,7 +24,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from showing import TRACED, Screen, Tracer, draw_losses
+from showing import Screen, draw_losses
 from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -43,6 +43,7 @@ HEADS = 4
 CORPUS_BYTES = 4 << 20
 TALK_EVERY = 10  # steps
 LAST = 50  # steps in the mean that is the final loss
+TRACED = 5  # steps in the trace
 OUT = Path(__file__).resolve().parent.parent / "out"
 
 
@@ -124,7 +125,7 @@ class Settings:
         mode: ``"ddp"`` or ``"wrapper"``.
         compression: a name for :func:`pycomm.parse_compression`.
         steps: number of steps.
-        trace: file for a Chrome trace of the last steps.
+        trace: file for a trace of the last steps; the last one is drawn beside it.
         shard: the wrapper's option: ``"optimizer"``, ``"gradients"`` or None.
         error_reset: compress each rank's update instead of its gradients (docs/data-parallel.md).
     """
@@ -278,9 +279,11 @@ def train(settings: Settings, group: pycomm.Group) -> Run:
     corpus = read_corpus(group.rank, group.size)  # ... on different text
     random = torch.Generator().manual_seed(group.rank)
     log = Log(settings, group, state)
-    tracer = Tracer(settings.trace if group.rank == 0 else None, settings.steps)
-    for step in range(1, settings.steps + 1):
-        with tracer.step(step, state):
+    with contextlib.ExitStack() as traced:
+        trace = None
+        for step in range(1, settings.steps + 1):
+            if settings.trace and step > settings.steps - TRACED and trace is None:
+                trace = traced.enter_context(pycomm.trace(settings.trace, group=group))
             inputs, targets = draw_batch(corpus, random)
             loss = functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
             loss.backward()  # type: ignore[no-untyped-call]
@@ -288,8 +291,9 @@ def train(settings: Settings, group: pycomm.Group) -> Run:
             optimizer.zero_grad()
             if isinstance(state, hooks.LocalSGDState):
                 state.step()
-        log.add(loss.detach())
-    tracer.close()
+            log.add(loss.detach())
+            if trace is not None:
+                trace.step()
     with contextlib.ExitStack() as shown:
         if isinstance(state, hooks.LocalSGDState):  # apart from the outer ones, parameters differ
             shown.enter_context(state.outer_parameters())
@@ -331,7 +335,11 @@ def run_rank(settings: Settings, plot: str) -> None:
     if group.rank == 0:
         print(summarise(run, group.size))
         draw_losses(plot, {settings.name: run.losses}, TALK_EVERY)
-        print(f"drawn in {plot}" + (f", traced in {settings.trace}" if settings.trace else ""))
+        print(f"drawn in {plot}")
+        if settings.trace:
+            picture = Path(settings.trace).with_suffix(".png")
+            pycomm.plot_step(settings.trace, picture)
+            print(f"the last {TRACED} steps traced in {settings.trace}, one drawn in {picture}")
 
 
 def main() -> None:
@@ -355,7 +363,7 @@ def main() -> None:
         help="divide these among the ranks, with the wrapper")  # fmt: skip
     add("--error-reset", action="store_true",
         help="compress updates instead of gradients, with DDP")  # fmt: skip
-    add("--trace", help=f"a Chrome trace of the last {TRACED} steps, as JSON")
+    add("--trace", help=f"a trace of the last {TRACED} steps, and a picture of one beside it")
     arguments = parser.parse_args()
     if arguments.steps < TALK_EVERY:
         parser.error(f"--steps must be at least {TALK_EVERY}")

@@ -47,6 +47,8 @@ from pycomm.local_world import LocalWorld
 from pycomm.memory import MemoryReport, memory_report
 from pycomm.p2p import Request, irecv, isend, recv, send
 from pycomm.report import RankReport, RecordedOperation, Report
+from pycomm.timeline import plot_step
+from pycomm.tracing import Trace, trace
 
 __version__ = "0.1.0"
 
@@ -74,6 +76,7 @@ __all__ = [
     "Request",
     "Timeout",
     "TopK",
+    "Trace",
     "Work",
     "all_gather",
     "all_reduce",
@@ -94,12 +97,14 @@ __all__ = [
     "ops",
     "optim",
     "parse_compression",
+    "plot_step",
     "recv",
     "reduce",
     "reduce_scatter",
     "scatter",
     "send",
     "set_default_group",
+    "trace",
 ]
 
 if not TYPE_CHECKING:  # with a __getattr__, type checkers would accept any name
