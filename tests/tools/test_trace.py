@@ -128,6 +128,34 @@ def test_the_sampler_collects_what_the_record_forgets(world):
         assert seen["entered"] == pytest.approx(last.entered, abs=1e-4)
 
 
+class Recorded:
+    """A group of one rank with a record that the test writes."""
+
+    rank = 0
+
+    def __init__(self, operations):
+        self.operations = operations
+        self._core = self
+
+    def state(self, most):
+        return {"ranks": [{"rank": 0, "operations": self.operations[-most:]}]}
+
+
+def test_an_end_that_nobody_has_seen():
+    """The first operation runs when the sampler looks, and is forgotten when it looks again."""
+    group = Recorded([operation(1, 10.0, None)])
+    sampler = Sampler(group)
+    for latest in (0, 327):
+        end = time.monotonic() + 30
+        while latest not in sampler.operations and time.monotonic() < end:
+            time.sleep(0.001)
+        group.operations = [operation(1 + i, 20.0 + i, 20.5 + i) for i in range(200, 328)]
+    sampler.stop()
+    assert sampler.lost == 199
+    assert sampler.operations[0]["done"] == sampler.operations[0]["entered"] == 10.0
+    assert sampler.operations[327]["done"] == 347.5
+
+
 def train(group, path, options):
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 300))
