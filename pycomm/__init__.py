@@ -47,6 +47,7 @@ from pycomm.local_world import LocalWorld
 from pycomm.memory import MemoryReport, memory_report
 from pycomm.p2p import Request, irecv, isend, recv, send
 from pycomm.report import RankReport, RecordedOperation, Report
+from pycomm.stats import OperationStats, RankTimes, Stats, Times, suggest_batches
 from pycomm.timeline import plot_step
 from pycomm.tracing import Trace, trace
 
@@ -66,15 +67,19 @@ __all__ = [
     "MemoryReport",
     "Mismatch",
     "NonFinite",
+    "OperationStats",
     "PeerDied",
     "Plan",
     "ProtocolError",
     "PycommError",
     "RankReport",
+    "RankTimes",
     "RecordedOperation",
     "Report",
     "Request",
+    "Stats",
     "Timeout",
+    "Times",
     "TopK",
     "Trace",
     "Work",
@@ -104,6 +109,7 @@ __all__ = [
     "scatter",
     "send",
     "set_default_group",
+    "suggest_batches",
     "trace",
 ]
 

@@ -21,6 +21,7 @@ from pycomm._runtime.plan import Plan, make_cuda_plan, make_plan, make_spanning_
 from pycomm._runtime.span import Span
 from pycomm.errors import GroupUnusable
 from pycomm.report import Report, make_report
+from pycomm.stats import Stats, make_stats
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -213,6 +214,51 @@ class Group:
         if not 1 <= operations <= _C.most_recorded:
             raise ValueError(f"operations must be 1 to {_C.most_recorded}, got {operations}")
         return make_report(self._core.state(operations))
+
+    def stats(self, since: Stats | None = None) -> Stats:
+        """Tells what this rank's operations on CPU tensors have taken, by kind and size.
+
+        Every operation that has succeeded counts. Of those on less than 64 KiB that wait for less
+        than about a microsecond, one in 16 is timed and stands for all.
+
+        Any thread may call this at any time, also while operations run. Other ranks need not call
+        it, and nothing is synchronised. In a group that spans nodes, the wait for a late rank of
+        another node belongs to the exchange.
+
+        Args:
+            since: an earlier result, to tell only what has come after it.
+
+        Returns:
+            The statistics; ``print`` shows a table.
+
+        Raises:
+            ValueError: `since` is of another rank or group.
+            pycomm.GroupUnusable: the group is closed.
+        """
+        stats = make_stats(self._core.statistics(), self.rank, self.size)
+        return stats if since is None else stats.since(since)
+
+    def skew(self, since: Stats | None = None) -> dict[int, float]:
+        """Scores the ranks of this node by their own time, that is, outside of operations.
+
+        In synchronous training all ranks take the same time for a step, because the fast ones wait
+        for the slow one. This takes the time in which a rank's program is blocked in operations of
+        this group, or waits for works, off the whole. What is left is the rank's own: computing,
+        reading data, and also waits that this group does not see, such as those for messages or for
+        a CUDA device.
+
+        Args:
+            since: an earlier result of :meth:`stats`, to score only what has come after it.
+
+        Returns:
+            By rank, the fastest rank's own time divided by this rank's: 1 is the fastest, and 0.83
+            needs 20 % longer. Empty before two operations on CPU tensors have been timed.
+
+        Raises:
+            ValueError: `since` is of another rank or group.
+            pycomm.GroupUnusable: the group is closed.
+        """
+        return self.stats(since).skew
 
     def traffic(self) -> tuple[int, int, int]:
         """Signals, bytes read from and bytes written to other ranks in the last operation."""

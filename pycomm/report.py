@@ -26,7 +26,8 @@ class RecordedOperation:
         bytes: the bytes of the tensor, or of one rank's block.
         entered: when the rank came to it.
         done: when it had succeeded on this rank; None while it runs, and if it has failed. The same
-            as `entered` for less than 4 KiB if it took but a moment: that time is not taken.
+            as `entered` for most operations on less than 64 KiB that took but a moment; they are
+            not timed.
     """
 
     sequence: int

@@ -50,6 +50,45 @@ py::dict to_python(const GroupState& group) {
   return made;
 }
 
+namespace {
+
+py::dict to_python(const cpu::Times& times, double scale) {
+  py::dict buckets;
+  for (const auto& [bucket, count] : times.buckets) buckets[py::int_(bucket)] = count;
+  py::dict made;
+  made["seconds"] = static_cast<double>(times.ticks) * scale;
+  made["buckets"] = buckets;
+  return made;
+}
+
+py::dict to_python(const cpu::Group::Statistics& statistics) {
+  const double scale = statistics.seconds_per_tick;
+  py::list ranks, operations, middles;
+  for (const auto& [rank, own, blocked] : statistics.ranks) {
+    ranks.append(py::make_tuple(rank, static_cast<double>(own) * scale,
+                                static_cast<double>(blocked) * scale));
+  }
+  for (const cpu::CountedOperations& counted : statistics.operations) {
+    py::dict operation;
+    operation["operation"] = name_of(counted.collective);
+    operation["codec"] = name_of(counted.codec);
+    operation["size"] = counted.size;
+    operation["count"] = counted.count;
+    operation["bytes"] = counted.bytes;
+    operation["whole"] = to_python(counted.whole, scale);
+    operation["exchange"] = to_python(counted.exchange, scale);
+    operations.append(operation);
+  }
+  for (int i = 0; i < cpu::kBuckets; ++i) middles.append(cpu::middle_of(i) * scale);
+  py::dict made;
+  made["ranks"] = ranks;
+  made["operations"] = operations;
+  made["middles"] = middles;
+  return made;
+}
+
+}  // namespace
+
 void bind_record(py::module_& m, GroupClass& group) {
   group.def(
       "state",
@@ -61,6 +100,13 @@ void bind_record(py::module_& m, GroupClass& group) {
         return to_python(state);
       },
       py::arg("most"));
+  group.def("statistics", [](cpu::Group& group) {
+    const auto statistics = [&] {
+      const WithoutGil no_gil;
+      return group.statistics();
+    }();
+    return to_python(statistics);
+  });
   py::class_<cpu::Onlooker>(m, "Onlooker")
       .def(py::init<int, std::int64_t>(), py::arg("fd"), py::arg("position"))
       .def(

@@ -66,7 +66,8 @@ void Comm::begin(const Operation& operation, const void* input, void* output, vo
                  Preflight preflight) {
   ordinal_.store(next_sequence(ordinal()), std::memory_order_relaxed);
   called_ = operation;
-  waited_long_ = false;
+  waited_ = waited_long_ = false;
+  moments_.arrived = kNotDone;
   if (spans()) record_entry();
   interrupt_ = interrupt;
   traffic_ = {};
@@ -133,6 +134,7 @@ void Comm::await_announcements() {
     wait_for(epoch, sequence_, r, kAnnouncement);
     read_announcement(r);
   }
+  note_arrival();
   check_agreement();
 
   zero_copy_ = allows_zero_copy(operation_);
@@ -189,8 +191,25 @@ void Comm::finish() {
   stream_fence();  // the caller may tell another thread of its output
   mine().completed.store(ordinal(), std::memory_order_release);
   record_entry();  // of a group of one rank
-  const std::int64_t bytes = called_.count * size_of(called_.dtype);
-  record().end(bytes >= kTimedFrom || waited_long_);
+  note_arrival();
+  moments_.done = is_timed() ? ticks() : kUntimed;
+  record().end(moments_.done);
+  if (called_.device != Device::cpu) return;  // the host has only agreed on it
+  const bool one_of_many = called_bytes() < kTimedFrom && !waited_long_;
+  const std::int64_t weight = moments_.done == kUntimed ? 0 : one_of_many ? kSampledOneIn : 1;
+  counters_.add(called_, called_bytes(), weight, moments_);
+}
+
+// Threads may be blocked at the same time; then it counts once.
+void Comm::count_blocked(std::int64_t begin, std::int64_t end) {
+  if (end <= blocked_until_) return;
+  const auto increase = [](std::atomic<std::int64_t>& sum, std::int64_t ticks) {
+    sum.store(sum.load(std::memory_order_relaxed) + ticks, std::memory_order_relaxed);
+  };
+  begin = std::max(begin, blocked_until_);
+  if (blocked_until_ != 0) increase(mine().own, begin - blocked_until_);
+  increase(mine().blocked, end - begin);
+  blocked_until_ = end;
 }
 
 std::uint32_t Comm::completed() const {
@@ -268,6 +287,7 @@ void Comm::empty_packet(std::uint32_t parity, int r, std::int64_t i) {
 
 void Comm::take_packets() {
   for (int i = 1; i < size_; ++i) take_packets((rank_ + i) % size_);
+  note_arrival();
 }
 
 void Comm::take_packets(int r) {
@@ -285,6 +305,7 @@ void Comm::take_packets(int r) {
 template <class Word>
 void Comm::wait_for(const std::atomic<Word>& word, std::uint32_t target, int r, int channel) {
   if (has_come(word, target)) return;
+  waited_ = true;
   for (int i = 0; i < spins_; ++i) {
     pause_core();
     if (has_come(word, target)) return;

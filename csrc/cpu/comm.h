@@ -15,6 +15,7 @@
 #include "core/operation.h"
 #include "core/record.h"
 #include "cpu/blocks.h"
+#include "cpu/counters.h"
 #include "cpu/liveness.h"
 #include "cpu/loops.h"
 #include "cpu/membership.h"
@@ -270,6 +271,20 @@ class Comm {
   GroupState state(std::size_t most) const;
   // The state for an error; null if there is no memory for it.
   std::shared_ptr<const GroupState> report() const;
+  // What this rank's operations have taken so far.
+  const Counters& counters() const { return counters_; }
+  // Counts a time, in ticks, in which a caller was blocked by operations of this group. Equal ticks
+  // tell only that a caller was not blocked before. The second form is for the last operation.
+  void count_blocked(std::int64_t begin, std::int64_t end);
+  void count_blocked() {
+    count_blocked(moments_.entered, std::max(moments_.entered, moments_.done));
+  }
+  // The time between such times, and their sum, for rank r.
+  std::pair<std::int64_t, std::int64_t> own_and_blocked(int r) const {
+    const Control& theirs = window_->control(r);
+    return {theirs.own.load(std::memory_order_relaxed),
+            theirs.blocked.load(std::memory_order_relaxed)};
+  }
   int pid(int r) const { return peers_->pid(r); }
   int pid_of(int number) const { return peers_->pid_of(number); }
   // True if a rank of this node waits in an operation after the one with this number.
@@ -297,7 +312,17 @@ class Comm {
   void record_entry() {
     if (recorded_ == ordinal()) return;
     recorded_ = ordinal();
-    record().enter(called_, recorded_);
+    moments_.entered = record().enter(called_, recorded_);
+  }
+  std::int64_t called_bytes() const { return called_.count * size_of(called_.dtype); }
+  bool is_timed() const {
+    return called_bytes() >= kTimedFrom || waited_long_ || is_sampled(ordinal());
+  }
+  // All ranks have come to the operation.
+  void note_arrival() {
+    if (moments_.arrived == kNotDone) {
+      moments_.arrived = waited_ && is_timed() ? ticks() : moments_.entered;
+    }
   }
   // In the announcement that operations of this parity use.
   std::uint32_t announced(int r, std::uint32_t parity) const;
@@ -382,8 +407,11 @@ class Comm {
   std::uint32_t sequence_;
   std::atomic<std::uint32_t> ordinal_;  // written by one thread at a time
   const std::uint32_t first_epoch_;
-  std::uint32_t recorded_;    // the last operation that has a record
-  bool waited_long_ = false;  // in this operation
+  std::uint32_t recorded_;                     // the last operation that has a record
+  bool waited_ = false, waited_long_ = false;  // in this operation
+  Counters::Moments moments_{};
+  Counters counters_;
+  std::int64_t blocked_until_ = 0;
   int stripes_ = 0;
   std::uint32_t signalled_[kChannels];
   std::uint32_t started_[kChannels];

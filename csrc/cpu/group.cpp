@@ -91,6 +91,19 @@ GroupState Group::state(std::size_t most) {
   return comm_.state(most);
 }
 
+Group::Statistics Group::statistics() {
+  if (forked() || closed_) check_usable();
+  const std::lock_guard lock(departing_mutex_);
+  if (departed_) throw GroupUnusable("group is closed");
+  const TickScale scale = TickScale::now();
+  Statistics all{scale.seconds_per_tick(), {}, comm_.counters().read()};
+  for (int r = 0; r < comm_.size(); ++r) {
+    const auto [own, blocked] = comm_.own_and_blocked(r);
+    all.ranks.push_back({comm_.number(r), own, blocked});
+  }
+  return all;
+}
+
 void Group::end_waits_of(std::span<const std::shared_ptr<Group>> others) {
   if (!idle() || closed_) return;  // its own work may follow; all ranks see one that has left
   std::vector<Group*> beyond;
@@ -150,7 +163,9 @@ bool Group::run_in_order(const Task& task, void (*interrupt)()) {
     const std::lock_guard lock(running_);
     if (closed_) check_usable();  // closed while this thread waited for the lock
     try {
-      return execute(task, interrupt);
+      const bool nonfinite = execute(task, interrupt);
+      comm_.count_blocked();
+      return nonfinite;
     } catch (...) {
       *told_ = true;
       throw;
@@ -163,6 +178,7 @@ bool Group::run_in_order(const Task& task, void (*interrupt)()) {
 
 std::shared_ptr<Work> Group::enqueue(Task task) {
   task.work = std::make_shared<Work>(*this);
+  task.enqueued = ticks();
   const std::lock_guard lock(queue_mutex_);
   if (closed_) check_usable();  // nobody would join a worker that starts now
   if (!worker_.joinable()) worker_ = std::thread([this] { serve(); });
@@ -189,7 +205,11 @@ void Group::serve() {
     try {
       const std::lock_guard running(running_);
       rethrow_failure();
+      comm_.count_blocked(task.enqueued, task.enqueued);
       nonfinite = execute(task, nullptr, &moved);
+      if (const std::int64_t since = task.work->awaited_since()) {
+        comm_.count_blocked(since, ticks());
+      }
     } catch (...) {
       error = std::current_exception();
     }

@@ -131,6 +131,18 @@ class Group {
 
   // What this node's ranks do, and their last operations. From any thread, until close().
   GroupState state(std::size_t most);
+  // What this rank's operations have taken, and for each rank of this node the time between waits for
+  // operations, and in them. Times are ticks. From any thread, until close().
+  struct Statistics {
+    double seconds_per_tick;
+    struct RankTimes {
+      int rank;
+      std::int64_t own, blocked;
+    };
+    std::vector<RankTimes> ranks;
+    std::vector<CountedOperations> operations;
+  };
+  Statistics statistics();
 
   // In the whole group; those of Comm count only this node.
   int rank() const { return rank_; }
@@ -166,6 +178,7 @@ class Group {
     std::vector<Call> owned = {};  // calls of a task that the caller does not wait for
     std::shared_ptr<Work> work = nullptr;
     Completion completion = {};
+    std::int64_t enqueued = 0;  // tick
   };
 
   bool collectives_idle();

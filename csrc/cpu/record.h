@@ -17,9 +17,14 @@
 
 namespace pycomm::cpu {
 
-// Operations on fewer bytes do not record when they have ended, unless they have waited for long:
-// they take so little time that reading the clock again would be 5 % of it.
-inline constexpr std::int64_t kTimedFrom = 4096;
+// Operations on fewer bytes take so little time that reading the clock again would be up to 5 % of
+// it. They record when they have ended only if they have waited for long or are in a sample.
+inline constexpr std::int64_t kTimedFrom = 64 << 10;
+inline constexpr std::uint32_t kSampledOneIn = 16;
+// Multiples of the golden ratio spread evenly, and keep step with no period of a program's.
+constexpr bool is_sampled(std::uint32_t number) {
+  return number * 0x9e3779b9u < 0xffffffffu / kSampledOneIn;
+}
 inline constexpr std::int64_t kNotDone = 0, kUntimed = 1;
 
 // Times are ticks.
@@ -32,19 +37,22 @@ struct RecordedTicks {
 
 class alignas(kLine) Record {
  public:
-  // Every store is a release, so that a reader that sees one of them sees that the number has gone.
-  void enter(const Operation& operation, std::uint32_t number) {
+  // Returns the time. Every store is a release, so that a reader that sees one of them sees that the
+  // number has gone.
+  std::int64_t enter(const Operation& operation, std::uint32_t number) {
     number_.store(0, std::memory_order_relaxed);
     const auto words = std::bit_cast<Words>(operation);
     for (std::size_t i = 0; i < words.size(); ++i) {
       operation_[i].store(words[i], std::memory_order_release);
     }
-    entered_.store(ticks(), std::memory_order_release);
+    const std::int64_t now = ticks();
+    entered_.store(now, std::memory_order_release);
     done_.store(kNotDone, std::memory_order_release);
     number_.store(number, std::memory_order_release);
+    return now;
   }
   // The operation has succeeded.
-  void end(bool timed) { done_.store(timed ? ticks() : kUntimed, std::memory_order_release); }
+  void end(std::int64_t done) { done_.store(done, std::memory_order_release); }
 
   // Empty if there is nothing, or while it is written, or if it is damaged.
   std::optional<RecordedTicks> read() const {

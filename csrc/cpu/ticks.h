@@ -33,6 +33,7 @@ class TickScale {
   static TickScale now();
 
   double time() const { return seconds_; }  // when the scale was made
+  double seconds_per_tick() const { return seconds_per_tick_; }
   double seconds(std::int64_t tick) const {
     // Unsigned, because a damaged tick must not overflow.
     const auto since = static_cast<std::uint64_t>(tick) - static_cast<std::uint64_t>(tick_);

@@ -76,7 +76,8 @@ struct Control {
   // launched, cleared when no kernel can access them any more.
   alignas(128) std::atomic<std::uint32_t> kernels_in_peers_heaps;
   alignas(128) std::atomic<std::uint32_t> completed;  // last operation that succeeded here
-  SharedWait shared_wait;                             // a long wait of this rank in another group
+  std::atomic<std::int64_t> own, blocked;  // ticks between waits for operations, and in them
+  SharedWait shared_wait;                  // a long wait of this rank in another group
   // Point-to-point operations. This rank's threads sleep on a bell of their own.
   alignas(128) std::atomic<std::uint32_t> p2p_asleep;  // number of threads asleep
   std::atomic<std::uint64_t> p2p_waiting;              // message_wait_word() of a long wait
@@ -130,6 +131,8 @@ inline constexpr std::uint64_t kLayout = hash_of({kLayoutVersion,
                                                   offsetof(Control, in_peers_heaps),
                                                   offsetof(Control, kernels_in_peers_heaps),
                                                   offsetof(Control, completed),
+                                                  offsetof(Control, own),
+                                                  offsetof(Control, blocked),
                                                   offsetof(Control, shared_wait),
                                                   offsetof(Control, p2p_asleep),
                                                   offsetof(Control, p2p_waiting),

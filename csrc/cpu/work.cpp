@@ -2,6 +2,7 @@
 
 #include "cpu/fork.h"
 #include "cpu/group.h"
+#include "cpu/ticks.h"
 #include "cpu/waiting.h"
 
 namespace pycomm::cpu {
@@ -22,6 +23,10 @@ bool Work::wait(Clock::duration patience) {
 }
 
 void Work::wait(void (*interrupt)()) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (awaited_since_ == 0) awaited_since_ = ticks();
+  }
   while (!wait(kInterruptEvery)) {
     if (interrupt == nullptr) continue;
     try {
@@ -52,6 +57,11 @@ bool Work::completed() const {
 bool Work::nonfinite() const {
   const std::lock_guard lock(mutex_);
   return nonfinite_;
+}
+
+std::int64_t Work::awaited_since() const {
+  const std::lock_guard lock(mutex_);
+  return awaited_since_;
 }
 
 Interval Work::interval() const {

@@ -45,6 +45,8 @@ class Work {
 
  private:
   friend class Group;
+  // The tick since which a thread waits for this work, or 0.
+  std::int64_t awaited_since() const;
   void complete(bool nonfinite, std::exception_ptr error, Interval interval, std::int64_t moved);
   void abort_group();
 
@@ -52,6 +54,7 @@ class Work {
   mutable std::mutex mutex_;
   std::condition_variable done_;
   bool completed_ = false;
+  std::int64_t awaited_since_ = 0;
   bool nonfinite_ = false;
   std::exception_ptr error_;
   const std::shared_ptr<std::atomic<bool>> told_;  // shared with the group

@@ -61,7 +61,7 @@ def test_core_includes_only_the_standard_library():
 
 # From the lowest layer up; a module imports only what comes before it, for type checkers, too.
 PYTHON_LAYERS = [
-    {"_C", "_runtime.c10d_build", "_runtime.environment", "_runtime.gloo", "report"},
+    {"_C", "_runtime.c10d_build", "_runtime.environment", "_runtime.gloo", "report", "stats"},
     {"errors"},
     {"_runtime.torch_module", "_runtime.torch_private"},
     {
@@ -123,7 +123,7 @@ PYTHON_LAYERS = [
     {"_training.joining"},
     {"data_parallel", "optim"},
     {"_chrome_trace", "timeline"},
-    {"memory", "tracing"},
+    {"memory", "tracing", "exporters"},
     {"__init__"},
     {"collect_env", "top"},
     {"bench"},

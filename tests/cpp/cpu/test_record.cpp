@@ -1,9 +1,12 @@
-// Records: readers see whole entries while their rank writes, and what ranks have done.
+// Records: readers see whole entries while their rank writes, and what ranks have done. Counters: no
+// operation is lost, and buckets are near the times in them.
 #include <algorithm>
+#include <cmath>
 #include <memory>
 #include <thread>
 #include <vector>
 
+#include "cpu/counters.h"
 #include "cpu/onlooker.h"
 #include "support/world.h"
 
@@ -30,7 +33,7 @@ void readers_see_whole_entries() {
     while (!over) {
       ++written;
       record->enter(numbered(written), written);
-      record->end(written % 2 == 0);
+      record->end(written % 2 == 0 ? cpu::ticks() : cpu::kUntimed);
       if (written % 1024 == 0) std::this_thread::yield();
     }
   });
@@ -78,11 +81,75 @@ void tells_what_ranks_did() {
                "the last five");
 }
 
+void buckets_are_near_the_times_in_them() {
+  int before = 0;
+  for (std::int64_t time = 1; time < std::int64_t{1} << 48;
+       time += std::max(time / 50, std::int64_t{1})) {
+    const int bucket = cpu::bucket_of(time);
+    PYCOMM_CHECK(bucket == before || bucket == before + 1, "no bucket is left out");
+    PYCOMM_CHECK(std::abs(cpu::middle_of(bucket) / static_cast<double>(time) - 1) <= 0.0625,
+                 "a middle is far from a time");
+    before = bucket;
+  }
+  PYCOMM_CHECK(before == cpu::kBuckets - 1, "all buckets are used");
+  PYCOMM_CHECK(cpu::bucket_of(-5) == 0, "no time is negative");
+  PYCOMM_CHECK(cpu::bucket_of(std::int64_t{1} << 62) == before, "the last bucket has no end");
+}
+
+void samples_keep_step_with_no_period() {
+  for (const std::uint32_t period : {1u, 2u, 3u, 6u, 16u, 100u, 1024u}) {
+    for (std::uint32_t phase = 0; phase < period; phase += period / 5 + 1) {
+      int sampled = 0;
+      for (std::uint32_t i = 0; i < 16000; ++i) sampled += cpu::is_sampled(i * period + phase);
+      PYCOMM_CHECK(sampled > 900 && sampled < 1100, "a period has another share of samples");
+    }
+  }
+}
+
+void counts_while_others_read() {
+  constexpr int kOperations = 50000;
+  const auto counters = std::make_unique<cpu::Counters>();
+  std::atomic<bool> over{false};
+  std::jthread reader([&] {
+    std::uint64_t last = 0;
+    while (!over) {
+      for (const cpu::CountedOperations& counted : counters->read()) {
+        if (counted.size != 64) continue;
+        PYCOMM_CHECK(counted.count >= last, "a count grows");
+        last = counted.count;
+      }
+    }
+  });
+  for (int i = 1; i <= kOperations; ++i) {
+    Operation operation;
+    operation.collective = Collective::all_reduce;
+    const bool timed = i % 16 == 0;
+    counters->add(operation, i % 2 == 0 ? 100 : 0, timed ? 16 : 0, {1000, 1500, 3000});
+  }
+  over = true;
+  reader.join();
+  const auto all = counters->read();
+  PYCOMM_CHECK(all.size() == 2 && all[0].size == 0 && all[1].size == 64, "a row for each size");
+  const cpu::CountedOperations& counted = all[1];
+  PYCOMM_CHECK(counted.count == kOperations / 2 && counted.bytes == counted.count * 100,
+               "an operation is lost");
+  PYCOMM_CHECK(all[0].count == kOperations / 2 && all[0].whole.buckets.empty(), "nothing is timed");
+  const auto all_took = [](const cpu::Times& times, std::int64_t ticks) {
+    return times.buckets.size() == 1 && times.buckets[0].first == cpu::bucket_of(ticks) &&
+           times.buckets[0].second == kOperations && times.ticks == ticks * kOperations;
+  };
+  PYCOMM_CHECK(all_took(counted.whole, 2000) && all_took(counted.exchange, 1500),
+               "a time is wrong");
+}
+
 }  // namespace
 }  // namespace pycomm::test
 
 int main() {
   using namespace pycomm::test;
   return run_all({{"readers see whole entries", readers_see_whole_entries},
-                  {"tells what ranks did", tells_what_ranks_did}});
+                  {"tells what ranks did", tells_what_ranks_did},
+                  {"buckets are near the times in them", buckets_are_near_the_times_in_them},
+                  {"samples keep step with no period", samples_keep_step_with_no_period},
+                  {"counts while others read", counts_while_others_read}});
 }

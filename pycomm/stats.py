@@ -1,0 +1,280 @@
+"""Statistics of a group: what its operations have taken, and which rank is slow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+_UNDISTURBED = 0.1  # the share of exchanges that nothing has disturbed
+_MOST_LINES = 40
+
+
+@dataclass(frozen=True)
+class Times:
+    """A distribution of times in seconds, on a logarithmic scale: quantiles are within 6 %.
+
+    Attributes:
+        seconds: their sum.
+        buckets: the number of times by bucket.
+        middles: the time in the middle of each bucket.
+    """
+
+    seconds: float
+    buckets: Mapping[int, int]
+    middles: Sequence[float] = field(repr=False)
+
+    @property
+    def count(self) -> int:
+        """The number of times; a time from a sample counts for those it stands for."""
+        return sum(self.buckets.values())
+
+    @property
+    def mean(self) -> float:
+        """Their mean; 0 if there is none."""
+        return self.seconds / self.count if self.count else 0.0
+
+    def quantile(self, share: float) -> float:
+        """The time that this share of the times does not exceed; 0 if there is none."""
+        left = share * self.count
+        for bucket, count in sorted(self.buckets.items()):
+            left -= count
+            if left <= 0:
+                return self.middles[bucket]
+        return 0.0
+
+    def since(self, earlier: Times) -> Times:
+        """The times that have come after an earlier state."""
+        more = {b: n - earlier.buckets.get(b, 0) for b, n in self.buckets.items()}
+        buckets = {bucket: count for bucket, count in more.items() if count > 0}
+        return Times(max(self.seconds - earlier.seconds, 0.0), buckets, self.middles)
+
+
+@dataclass(frozen=True)
+class OperationStats:
+    """What one rank's operations of one kind and size have taken.
+
+    The mean time of an operation is the sum of three parts. :attr:`late` is the wait for the last
+    rank to come. The rest is the exchange. Its fastest tenth shows what it takes on this machine if
+    nothing disturbs it: :attr:`transfer`. The mean exchange takes longer by :attr:`contention`.
+
+    Attributes:
+        operation: the collective, such as ``"all_reduce"``.
+        codec: ``"none"``, ``"cast"``, ``"int8"`` or ``"topk"``.
+        size: the tensors, or a rank's blocks, have this many bytes to less than twice as many; a
+            power of two, or 0 for none.
+        count: the number of operations, all of which are counted.
+        bytes: the bytes of their tensors.
+        whole: the times from when this rank came to an operation to its end.
+        exchange: the times from when all ranks had come to the end.
+    """
+
+    operation: str
+    codec: str
+    size: int
+    count: int
+    bytes: int
+    whole: Times
+    exchange: Times
+
+    @property
+    def p50(self) -> float:
+        """The median time of an operation in seconds, with the wait for late ranks."""
+        return self.whole.quantile(0.5)
+
+    @property
+    def p99(self) -> float:
+        """The time that 99 % of the operations do not exceed, in seconds."""
+        return self.whole.quantile(0.99)
+
+    @property
+    def late(self) -> float:
+        """The mean wait for the last rank to come, in seconds per operation."""
+        return max(self.whole.mean - self.exchange.mean, 0.0)
+
+    @property
+    def transfer(self) -> float:
+        """What the fastest tenth of the exchanges take, in seconds."""
+        return min(self.exchange.quantile(_UNDISTURBED), self.exchange.mean)
+
+    @property
+    def contention(self) -> float:
+        """What exchanges take beyond that in the mean, in seconds.
+
+        A rank had lost its core, or others used the memory's bandwidth. Sizes that differ by less
+        than a factor of two share a row, and that shows here, too.
+        """
+        return self.exchange.mean - self.transfer
+
+    @property
+    def gb_per_s(self) -> float:
+        """Bytes of the tensors per second of the exchange, in 1e9; 0 if no time is known."""
+        seconds = self.exchange.mean * self.count
+        return self.bytes / seconds / 1e9 if seconds else 0.0
+
+    def since(self, earlier: OperationStats | None) -> OperationStats:
+        """Those that have come after an earlier state."""
+        if earlier is None:
+            return self
+        return OperationStats(
+            self.operation,
+            self.codec,
+            self.size,
+            self.count - earlier.count,
+            self.bytes - earlier.bytes,
+            self.whole.since(earlier.whole),
+            self.exchange.since(earlier.exchange),
+        )
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """How a rank has spent its time, from the end of its first operation to that of its last one.
+
+    Attributes:
+        own: seconds outside of operations: its computing, reading of data and so on.
+        blocked: seconds in which its program stood still in operations, or waited for works.
+    """
+
+    own: float
+    blocked: float
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Statistics of a group. ``print`` shows a table.
+
+    Attributes:
+        rank: the rank whose operations these are.
+        size: the number of ranks in the group.
+        operations: by kind and size.
+        ranks: the times of every rank of this node, by rank.
+    """
+
+    rank: int
+    size: int
+    operations: tuple[OperationStats, ...]
+    ranks: Mapping[int, RankTimes]
+
+    @cached_property
+    def skew(self) -> dict[int, float]:
+        """By rank: the own time of the fastest rank, divided by this rank's; 1 is the fastest.
+
+        A rank that needs 20 % longer than the others between operations has 0.83. Empty if no
+        operation has been timed.
+        """
+        own = {rank: times.own for rank, times in self.ranks.items()}
+        if not own or min(own.values()) <= 0:
+            return {}
+        return {rank: min(own.values()) / seconds for rank, seconds in own.items()}
+
+    def since(self, earlier: Stats) -> Stats:
+        """What has come after `earlier`, an earlier result of the same rank and group.
+
+        Raises:
+            ValueError: `earlier` is of another rank or group, or not earlier.
+        """
+        before = {(row.operation, row.codec, row.size): row for row in earlier.operations}
+        rows = [
+            row.since(before.pop((row.operation, row.codec, row.size), None))
+            for row in self.operations
+        ]
+        same = earlier.rank == self.rank and earlier.ranks.keys() == self.ranks.keys()
+        if not same or before or any(row.count < 0 for row in rows):
+            raise ValueError("earlier must be an earlier result of the same rank and group")
+        ranks = {
+            rank: RankTimes(
+                times.own - earlier.ranks[rank].own, times.blocked - earlier.ranks[rank].blocked
+            )
+            for rank, times in self.ranks.items()
+        }
+        return Stats(self.rank, self.size, tuple(row for row in rows if row.count), ranks)
+
+    def __str__(self) -> str:
+        """The table; times are in microseconds."""
+        lines = [
+            f"rank {self.rank} of {self.size}; times in us",
+            f"{'operation':<22}{'bytes from':>13}{'count':>11}{'p50':>11}{'p99':>11}"
+            f"{'late':>11}{'transfer':>11}{'contention':>11}{'GB/s':>8}",
+        ]
+        for row in self.operations[:_MOST_LINES]:
+            name = row.operation if row.codec == "none" else f"{row.operation}, {row.codec}"
+            times = (row.p50, row.p99, row.late, row.transfer, row.contention)
+            lines.append(
+                f"{name:<22}{row.size:>13,}{row.count:>11,}"
+                + "".join(f"{1e6 * seconds:>11,.1f}" for seconds in times)
+                + f"{row.gb_per_s:>8.2f}"
+            )
+        if len(self.operations) > _MOST_LINES:
+            lines.append(f"and {len(self.operations) - _MOST_LINES} more")
+        if len(self.skew) > 1:
+            slowest = min(self.skew, key=self.skew.__getitem__)
+            lines.append(f"slowest: rank {slowest}, with a score of {self.skew[slowest]:.2f}")
+        return "\n".join(lines)
+
+
+def make_stats(told: Mapping[str, Any], rank: int, size: int) -> Stats:
+    """The statistics of what the extension tells of a group."""
+    middles = told["middles"]
+    rows = [
+        OperationStats(
+            **{**row, "whole": Times(**row["whole"], middles=middles),
+               "exchange": Times(**row["exchange"], middles=middles)}
+        )
+        for row in told["operations"]
+    ]  # fmt: skip
+    ranks = {number: RankTimes(own, blocked) for number, own, blocked in told["ranks"]}
+    return Stats(rank, size, tuple(rows), ranks)
+
+
+def suggest_batches(stats: Stats, batches: int | Sequence[int]) -> tuple[int, ...]:
+    """Suggests how many samples each rank should take per step, so that all need the same time.
+
+    Each rank's speed is its batch divided by its own time. The total stays the same. Pass each rank
+    its new batch, and the batch also as `weight=` to :class:`pycomm.DataParallel`, so that the mean
+    is one over all samples. If a part of a step does not grow with the batch, a second suggestion,
+    from statistics that begin after the first one, comes closer.
+
+    Statistics of two ranks differ slightly, so let one rank decide and send the result to the
+    others.
+
+    Args:
+        stats: from :meth:`pycomm.Group.stats`, of a group on one node.
+        batches: the samples per step that each rank has had in this time, or of every rank.
+
+    Returns:
+        The number of samples for each rank, at least 1.
+
+    Raises:
+        ValueError: the group spans nodes, of which a rank sees only its own; or no operation has
+            been timed; or `batches` are not positive integers, one for each rank.
+        TypeError: `stats` are no statistics.
+    """
+    if not isinstance(stats, Stats):
+        raise TypeError(f"stats must come from group.stats(), got {type(stats).__name__}")
+    if len(stats.ranks) != stats.size:
+        raise ValueError(
+            f"stats must be of a group on one node, got {len(stats.ranks)} of {stats.size} ranks"
+        )
+    now = [batches] * stats.size if isinstance(batches, int) else list(batches)
+    if len(now) != stats.size or any(not isinstance(n, int) or n < 1 for n in now):
+        raise ValueError(f"batches must be {stats.size} positive integers, got {batches}")
+    if not stats.skew:
+        raise ValueError("stats must have operations that were timed, got none")
+    speeds = [n / stats.ranks[rank].own for rank, n in enumerate(now)]
+    ideal = [sum(now) * speed / sum(speeds) for speed in speeds]
+    return _rounded(ideal, sum(now))
+
+
+def _rounded(shares: Sequence[float], total: int) -> tuple[int, ...]:
+    """Integers of at least 1 near the shares, whose sum is `total`."""
+    whole = [max(int(share), 1) for share in shares]
+    while sum(whole) != total:
+        more = 1 if sum(whole) < total else -1
+        nearest = max(
+            (i for i, n in enumerate(whole) if n + more >= 1),
+            key=lambda i: more * (shares[i] - whole[i]),
+        )
+        whole[nearest] += more
+    return tuple(whole)

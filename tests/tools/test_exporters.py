@@ -1,0 +1,162 @@
+"""Exporters of statistics, with the real packages if they are installed."""
+
+import logging
+import threading
+
+import pytest
+import torch
+
+import pycomm
+from pycomm import exporters
+from pycomm.stats import OperationStats, RankTimes, Stats, Times
+
+MIDDLES = [0.001 * i for i in range(10)]
+
+
+def row(size, count=4):
+    whole = Times(0.003 * count, {1: count // 2, 5: count - count // 2}, MIDDLES)
+    return OperationStats(
+        "all_reduce", "int8", size, count, 2 * size * count, whole, Times(0.002, {1: 1}, MIDDLES)
+    )
+
+
+def of(*rows):
+    ranks = {0: RankTimes(2.0, 8.0), 1: RankTimes(4.0, 6.0), 2: RankTimes(5.0, 5.0)}
+    return Stats(1, 3, rows, ranks)
+
+
+EXPECTED = {
+    "operations_total": 4.0,
+    "bytes_total": 32768.0,
+    "p50_seconds": 0.001,
+    "p99_seconds": 0.005,
+    "late_seconds": 0.001,
+    "transfer_seconds": 0.001,
+    "contention_seconds": 0.001,
+    "gb_per_second": 32768 / 0.008 / 1e9,
+}
+EXPECTED_OF_RANK = {
+    "own_seconds_total": 4.0,
+    "blocked_seconds_total": 6.0,
+    "skew_score": 0.5,
+    "slowest_rank": 2.0,
+    "lowest_skew_score": 0.4,
+}
+
+
+def expected_by_path():
+    of_row = {f"pycomm/rank1/all_reduce/int8/4096/{n}": v for n, v in EXPECTED.items()}
+    return of_row | {f"pycomm/rank1/{n}": v for n, v in EXPECTED_OF_RANK.items()}
+
+
+def test_samples():
+    told = {sample.path: sample.value for sample in exporters.samples_of(of(row(4096)))}
+    assert told == pytest.approx(expected_by_path())
+
+
+def test_series_are_bounded():
+    rows = [row(1 << i, count=i + 1) for i in range(40)]
+    samples = list(exporters.samples_of(of(*rows)))
+    assert len(samples) == len({sample.path for sample in samples}) == 261
+    kept = {int(sample.labels["size"]) for sample in samples if "size" in sample.labels}
+    assert kept == {1 << i for i in range(8, 40)}  # those that have taken the most time
+
+
+def test_before_the_first_operation(tmp_path):
+    empty = Stats(0, 2, (), {0: RankTimes(0.0, 0.0), 1: RankTimes(0.0, 0.0)})
+    assert [sample.name for sample in exporters.samples_of(empty)] == [
+        "own_seconds_total",
+        "blocked_seconds_total",
+    ]
+    exporters.write_prometheus(empty, tmp_path / "x.prom")
+
+
+def test_the_text_of_prometheus(tmp_path):
+    path = tmp_path / "pycomm.prom"
+    exporters.write_prometheus(of(row(4096), row(8192)), path)
+    lines = path.read_text().splitlines()
+    begin = lines.index("# TYPE pycomm_operations_total counter")
+    assert lines[begin - 1].startswith("# HELP pycomm_operations_total ")
+    assert lines[begin + 1 : begin + 3] == [
+        f'pycomm_operations_total{{rank="1",operation="all_reduce",codec="int8",size="{size}"}} 4.0'
+        for size in (4096, 8192)
+    ]
+    assert "# TYPE pycomm_skew_score gauge" in lines
+    assert 'pycomm_skew_score{rank="1"} 0.5' in lines
+    assert [entry.name for entry in tmp_path.iterdir()] == ["pycomm.prom"]
+    with pytest.raises(OSError, match="missing"):
+        exporters.write_prometheus(of(), tmp_path / "missing" / "pycomm.prom")
+
+
+def test_readers_see_whole_files(tmp_path):
+    path, over = tmp_path / "pycomm.prom", threading.Event()
+    stats = of(*(row(1 << i) for i in range(32)))
+    exporters.write_prometheus(stats, path)
+    whole = path.read_text()
+
+    def write():
+        while not over.is_set():
+            exporters.write_prometheus(stats, path)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        assert all(path.read_text() == whole for _ in range(300))
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_prometheus_reads_it(tmp_path):
+    parser = pytest.importorskip("prometheus_client.parser")
+    path = tmp_path / "pycomm.prom"
+    exporters.write_prometheus(of(row(4096)), path)
+    families = list(parser.text_string_to_metric_families(path.read_text()))
+    told = {}
+    for family in families:
+        for sample in family.samples:
+            assert sample.labels["rank"] == "1"
+            assert (family.type == "counter") == sample.name.endswith("_total")
+            told[sample.name.removeprefix("pycomm_")] = sample.value
+    assert told == pytest.approx(EXPECTED | EXPECTED_OF_RANK)
+
+
+def test_tensorboard_reads_it(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(tmp_path) as writer:
+        exporters.add_to_tensorboard(of(row(4096)), writer, 7)
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    told = {}
+    for tag in events.Tags()["scalars"]:
+        (event,) = events.Scalars(tag)
+        assert event.step == 7
+        told[tag] = event.value
+    assert told == pytest.approx(expected_by_path())
+
+
+def test_mlflow_reads_it(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    mlflow.set_tracking_uri((tmp_path / "runs").as_uri())
+    with mlflow.start_run() as run:
+        exporters.log_to_mlflow(of(row(4096)), 7)
+    client = mlflow.MlflowClient()
+    assert client.get_run(run.info.run_id).data.metrics == pytest.approx(expected_by_path())
+    (metric,) = client.get_metric_history(run.info.run_id, "pycomm/rank1/skew_score")
+    assert metric.step == 7
+
+
+def test_logs(caplog, world):
+    def body(group):
+        pycomm.all_reduce(torch.ones(100_000), group=group)
+        return group.stats()
+
+    stats = world(2).run(body)[0]
+    with caplog.at_level(logging.INFO):
+        exporters.log(stats, logging.getLogger("train"))
+    assert "all_reduce" in caplog.text
+    assert "262,144" in caplog.text
