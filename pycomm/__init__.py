@@ -47,7 +47,7 @@ from pycomm.local_world import LocalWorld
 from pycomm.memory import MemoryReport, memory_report
 from pycomm.p2p import Request, irecv, isend, recv, send
 from pycomm.report import RankReport, RecordedOperation, Report
-from pycomm.stats import OperationStats, RankTimes, Stats, Times, suggest_batches
+from pycomm.stats import OperationStats, RankTimes, Stats, suggest_batches
 from pycomm.timeline import plot_step
 from pycomm.tracing import Trace, trace
 
@@ -79,7 +79,6 @@ __all__ = [
     "Request",
     "Stats",
     "Timeout",
-    "Times",
     "TopK",
     "Trace",
     "Work",

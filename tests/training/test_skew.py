@@ -10,11 +10,11 @@ import pycomm
 from pycomm.stats import RankTimes, Stats, make_stats
 
 STEPS = 50
-STEP = 0.02  # seconds
+STEP = 0.04  # seconds
 
 
 def sleep_and_reduce(group, slow):
-    """Steps of 20 ms; one rank needs 20 % more."""
+    """One rank needs 20 % more than 40 ms per step."""
     own = STEP * (1.2 if group.rank == slow else 1)
     for _ in range(STEPS):
         time.sleep(own)
@@ -25,10 +25,11 @@ def sleep_and_reduce(group, slow):
 
 
 def check_names(stats, slow):
+    """A busy machine adds to all ranks' own times, so that the score is more than 0.83."""
     score = stats.skew
     assert min(score, key=score.get) == slow
-    assert 0.75 < score[slow] < 0.92
-    assert all(score[rank] > 0.92 for rank in score if rank != slow)
+    assert 0.7 < score[slow] < 0.96
+    assert all(score[rank] > score[slow] + 0.03 for rank in score if rank != slow)
 
 
 @pytest.mark.parametrize("slow", [0, 2])
@@ -37,7 +38,7 @@ def test_processes(slow):
         check_names(stats, slow)
         assert sum(row.count for row in stats.operations) == STEPS
         times = stats.ranks[stats.rank]
-        assert 0.8 < (times.own + times.blocked) / (STEPS * STEP * 1.2) < 1.5
+        assert 0.8 < (times.own + times.blocked) / (STEPS * STEP * 1.2) < 2
 
 
 def test_threads(world):
