@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import os
+import secrets
 import threading
 import time
 import traceback
@@ -27,18 +28,18 @@ import pycomm_backend
 from pycomm._init import make_group
 from pycomm._inputs.arguments import seconds
 from pycomm._runtime import c10d_cache, log
-from pycomm._runtime.rendezvous import introduction, join
+from pycomm._runtime.internode import Nodes
+from pycomm._runtime.monitored_barrier import monitored_barrier
+from pycomm._runtime.rendezvous import Membership, introduction, join
 from pycomm._runtime.subgroup import Subgroup
-from pycomm._runtime.waiting import Deadline
-from pycomm.errors import GroupUnusable, Timeout
+from pycomm._runtime.torch_private import correct_shrunk_groups
+from pycomm.errors import GroupUnusable, PeerDied
 from pycomm.group import DEFAULT_STAGING_BYTES, Group, _open_groups
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch.distributed.distributed_c10d import Store
-
-    from pycomm._runtime.rendezvous import Membership
 
 _FAREWELL = 0.5  # seconds that running operations have when their group is destroyed
 
@@ -55,9 +56,12 @@ def create(options: Any) -> Any:
     rank, size, timeout = options.group_rank, options.group_size, options.timeout
     seconds(timeout, 0.0)  # checks it
     ranks = _Ranks(options.store, rank, size, timeout.total_seconds(), options.group_id)
-    if seats := options.global_ranks_in_group:
+    seats = options.global_ranks_in_group  # torch passes none for the default group
+    if getattr(options, "enable_reconfigure", False):  # from torch 2.14 on
+        ranks.await_reconfigure(default=not seats)
+    elif seats:
         ranks.join(None if _world is None else _world(), seats)
-    else:  # torch passes none for the default group
+    else:
         ranks.meet()
         ranks.serve_others()
     return module.Backend(rank, size, timeout, ranks)
@@ -95,16 +99,35 @@ _world: weakref.ref[_World] | None = None  # that of the default group, if it is
 
 
 class _Ranks:
-    """Connects the ranks of a group."""
+    """Connects the ranks of a group.
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: float, name: str) -> None:
-        self._store, self._rank, self._size = store, rank, size
+    Attributes:
+        rank: this rank in the group.
+        size: how many ranks it has.
+        handle: names this rank for :meth:`reconfigure`, which renames it.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout: float,
+        name: str,
+        first_store: Store | None = None,
+    ) -> None:
+        self._first_store = store if first_store is None else first_store
+        self._store, self.rank, self.size = store, rank, size
+        self.handle = f"pycomm:{rank}:{secrets.token_hex(8)}"
         self._timeout = timeout
         self._name = name
         self._told: set[str] = set()
         self._members: Membership | None = None
         self._world: _World | None = None
         self._seats: list[int] = []  # these ranks in the default group
+        self._is_default = False
+        self._is_shrunk = False
+        self._left = list(range(size))  # the ranks that failed calls of shrink() have left
         self._subgroup: Subgroup | None = None  # until it is used
         self._taking = threading.Lock()
         self._failed = False  # to be used for the first time
@@ -113,18 +136,24 @@ class _Ranks:
         self._gloo: Any = None
         self._monitored_barriers = 0
 
-    def meet(self) -> None:
-        """Meets the other ranks and makes a window for the group."""
+    def meet(self, patience: float | None = None) -> None:
+        """Meets the other ranks and makes a window for the group.
+
+        Args:
+            patience: how long to wait for them, in seconds; by default the group's timeout.
+        """
         store = PrefixStore("pycomm", self._store)
+        patience = self._timeout if patience is None else patience
         mine = introduction(DEFAULT_STAGING_BYTES)
-        self._members = join(store, self._rank, self._size, self._timeout, mine)
-        self._group = make_group(self._members, self._rank, self._timeout)
+        self._members = join(store, self.rank, self.size, patience, mine)
+        self._group = make_group(self._members, self.rank, self._timeout)
 
     def serve_others(self) -> None:
         """Makes this the default group, in whose window others can lie."""
         global _world
         assert self._members is not None
-        self._world, self._seats = _World(self._members), list(range(self._size))
+        self._is_default = True
+        self._world, self._seats = _World(self._members), list(range(self.size))
         _world = weakref.ref(self._world)
 
     def join(self, world: _World | None, seats: Sequence[int]) -> None:
@@ -138,7 +167,7 @@ class _Ranks:
         """
         self._world, self._seats = world, list(seats)
         if world is not None:
-            self._subgroup = world.subgroup(seats, self._rank, self._name)
+            self._subgroup = world.subgroup(seats, self.rank, self._name)
         if self._subgroup is None:
             self.meet()
 
@@ -156,12 +185,93 @@ class _Ranks:
         merged.meet()
         return merged
 
+    def shrink(self, excluded: Sequence[int], timeout: float) -> _Ranks:
+        """A group without some of these ranks; for c10d::Backend::shrink. All others call this.
+
+        Raises:
+            ValueError: `excluded` has this rank, or a number that no rank has.
+            pycomm.PeerDied: more ranks are gone. Then exclude them, too.
+            pycomm.CollectiveError: as :meth:`pycomm.Group.shrink`.
+        """
+        for rank in excluded:
+            if not 0 <= rank < self.size or rank == self.rank:
+                raise ValueError(
+                    f"ranks_to_exclude must be other ranks of the {self.size}, got {rank}"
+                )
+        group = self.connect()
+        kept = [rank for rank in range(self.size) if rank not in excluded]
+        smaller = group.shrink(
+            timeout, exclude=[i for i, rank in enumerate(self._left) if rank in excluded]
+        )
+        self._left = [self._left[group.ranks.index(number)] for number in smaller.ranks]
+        if self._left != kept:
+            self._group = smaller  # which shrinks next time
+            lost = sorted(set(kept) - set(self._left))
+            raise PeerDied(
+                f"ranks {lost} are gone, too: exclude them and those excluded so far",
+                rank=lost[0],
+                operation="shrink",
+            )
+        self._group = None
+        store = PrefixStore("shrunk", self._store)
+        made = _Ranks(store, smaller.rank, smaller.size, timeout, self._name, self._first_store)
+        made._group, made._is_shrunk = smaller, True
+        if self._is_default:
+            made._members = _membership(smaller, store)
+            made.serve_others()
+        else:
+            made._world = self._world
+            made._seats = [self._seats[rank] for rank in kept] if self._world else []
+        return made
+
+    def await_reconfigure(self, default: bool) -> None:
+        """Leaves it to :meth:`reconfigure` to connect this rank to others.
+
+        Args:
+            default: whether this is the default group.
+        """
+        self._failed, self._is_default = True, default
+
+    def reconfigure(
+        self, uuid: int, handles: list[str] | set[str], patience: float, timeout: float
+    ) -> _Ranks:
+        """The group that takes this one's place; for c10d::Backend::reconfigure.
+
+        All its ranks call this, and must use the same Store. This group is closed once they have.
+
+        Args:
+            uuid: a number that no call has used.
+            handles: of the ranks, in their order; a set is ordered by their ranks so far.
+            patience: how long to wait for the other ranks, in seconds.
+            timeout: of the group's operations, in seconds.
+
+        Raises:
+            ValueError: the handles are no handles, not unique or without this rank's, or `uuid` has
+                been used.
+            pycomm.CollectiveError: not all ranks have come.
+        """
+        order = handles if isinstance(handles, list) else sorted(handles, key=_rank_of)
+        if len(set(order)) < len(order) or self.handle not in order:
+            raise ValueError(f"handles must be unique and have {self.handle!r}, got {order}")
+        rank, claim = order.index(self.handle), secrets.token_hex(8)
+        store = PrefixStore(f"reconfigured/{uuid}", self._first_store)
+        if store.compare_set(f"claimed/{rank}", "", claim).decode() != claim:
+            raise ValueError(f"uuid must be new in each call, got {uuid} again")
+        made = _Ranks(store, rank, len(order), timeout, self._name, self._first_store)
+        made.meet(patience)
+        if self._is_default:
+            made.serve_others()
+        self.close()
+        return made
+
     def connect(self) -> Group:
         """The group that runs operations. If its first use fails, this rank leaves it."""
+        if self._is_shrunk:
+            correct_shrunk_groups("pycomm")
         if not self._failed and (subgroup := self._take_subgroup()) is not None:
             self._failed = True
             try:
-                self._group = make_group(subgroup.join(), self._rank, self._timeout)
+                self._group = make_group(subgroup.join(), self.rank, self._timeout)
             except BaseException as error:
                 # Its frames may hold a group, which must leave the window before the rank departs.
                 traceback.clear_frames(error.__traceback__)
@@ -171,7 +281,7 @@ class _Ranks:
             if self._closed:  # meanwhile
                 self.close()
         if self._group is None:
-            raise GroupUnusable("group is closed, or its first use has failed")
+            raise GroupUnusable("group is closed, not configured yet, or its first use has failed")
         return self._group
 
     def _take_subgroup(self) -> Subgroup | None:
@@ -207,68 +317,41 @@ class _Ranks:
         """A Gloo backend, for operations that pycomm does not have; logs why."""
         if what not in self._told:
             self._told.add(what)
-            log.backend_falls_back(self._name, self._rank, what)
+            log.backend_falls_back(self._name, self.rank, what)
         if self._gloo is None:
             store = PrefixStore("gloo", self._store)
-            self._gloo = _gloo(store, self._rank, self._size, timeout)
+            self._gloo = _gloo(store, self.rank, self.size, timeout)
         return self._gloo
 
     def monitored_barrier(self, timeout: float, wait_all_ranks: bool) -> None:
-        """A barrier over the Store, in which rank 0 finds out who is missing.
-
-        Args:
-            timeout: in seconds.
-            wait_all_ranks: report all missing ranks, instead of the first one.
-
-        Raises:
-            pycomm.Timeout: ranks are missing; on every rank that has come.
-        """
+        """As :func:`pycomm._runtime.monitored_barrier.monitored_barrier`."""
         self._monitored_barriers += 1
         store = PrefixStore(f"monitored_barrier/{self._monitored_barriers}", self._store)
-        deadline = Deadline(timeout)
-        if self._rank != 0:
-            mine = str(self._rank)
-            store.set(mine, "")
-            outcome = store.get("over") if _comes(store, "over", deadline) else None
-            if outcome is not None:  # rank 0 looks for no key any more
-                store.delete_key(mine)
-                if store.add("readers", 1) == self._size - 1:  # the last one
-                    store.delete_key("over")
-                    store.delete_key("readers")
-            if outcome != b"complete":
-                raise Timeout(
-                    f"Rank {self._rank} successfully reached monitoredBarrier, but received errors "
-                    "while waiting for send/recv from rank 0. Please check rank 0 logs for faulty "
-                    "rank.",
-                    rank=0,
-                    operation="monitored_barrier",
-                )
-            return
-        missing: list[int] = []
-        for rank in range(1, self._size):
-            if not _comes(store, str(rank), deadline):
-                missing.append(rank)
-                if not wait_all_ranks:
-                    break
-        if self._size > 1:
-            store.set("over", "incomplete" if missing else "complete")
-        if missing:
-            ranks = f"Rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-            late = "Rank 0 timed out in monitoredBarrier: " if timeout <= 0 else ""
-            raise Timeout(
-                f"{late}{ranks} failed to pass monitoredBarrier in {timeout * 1000:.0f} ms",
-                rank=missing[0],
-                operation="monitored_barrier",
-            )
+        monitored_barrier(store, self.rank, self.size, timeout, wait_all_ranks)
 
 
-def _comes(store: Store, key: str, deadline: Deadline) -> bool:
-    """Waits for a key in the Store; returns False if it has not come at the deadline."""
-    try:
-        deadline.await_keys(store, [key], lambda: None)
-    except TimeoutError:
-        return False
-    return True
+def _membership(group: Group, store: Store) -> Membership:
+    """That of a group that shrink() has made."""
+    return Membership(
+        nodes=Nodes((tuple(range(group.size)),), 0),
+        window=group._window,
+        pids=list(group._pids),
+        processes=list(group._processes),
+        cores=group._cores,
+        link=None,
+        store=store,
+        listener=None,
+        backends={},
+    )
+
+
+def _rank_of(handle: str) -> tuple[int, str]:
+    """The rank that a handle names, and what distinguishes it from others of this rank."""
+    kind, _, rest = handle.partition(":")
+    rank, _, token = rest.partition(":")
+    if kind != "pycomm" or not rank.isdecimal():
+        raise ValueError(f"handles must come from get_reconfigure_handle(), got {handle!r}")
+    return int(rank), token
 
 
 def _gloo(store: Store, rank: int, size: int, timeout: float) -> Any:

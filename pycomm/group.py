@@ -84,6 +84,7 @@ class Group:
         self.nodes = nodes.ranks
         self.stripes = nodes.stripes
         self.ranks = tuple(range(self.size))
+        self._window = window
         self._pids, self._processes, self._cores = pids, processes, cores
         local = nodes.local
         index, size = local.index(rank), len(local)
@@ -327,7 +328,9 @@ class Group:
             self._cuda.check()
         return self._core.should_commit(ready)
 
-    def shrink(self, timeout: float | timedelta | None = None) -> Group:
+    def shrink(
+        self, timeout: float | timedelta | None = None, *, exclude: Sequence[int] = ()
+    ) -> Group:
         """Makes a smaller group of the ranks that are left after a failure.
 
         All survivors call this; a rank that calls it makes the others fail if they have not yet.
@@ -342,14 +345,18 @@ class Group:
 
         Args:
             timeout: how long to wait for ranks that live but have not called this, in seconds or as
-                a timedelta; they are left out then. By default the group's timeout.
+                a timedelta. Then they are left out on one node; between nodes this raises. By
+                default the group's timeout.
+            exclude: ranks to leave out although they may live, the same on all survivors. They are
+                not waited for.
 
         Returns:
             The smaller group, whose ranks have the order of this group's;
             :attr:`ranks` tells their former numbers.
 
         Raises:
-            ValueError: the group is a ``LocalWorld`` with simulated nodes.
+            ValueError: the group is a ``LocalWorld`` with simulated nodes, or ranks in `exclude` are
+                no other ranks of the group.
             pycomm.GroupUnusable: the others have shrunk the group without this rank, or may do so;
                 it was shrunk or closed before; or another thread has called :meth:`abort`
                 meanwhile.
@@ -357,18 +364,22 @@ class Group:
             MemoryError: no survivor has room in its part of shared memory.
         """
         patience = seconds(timeout, self.timeout)
+        for rank in exclude:
+            if not 0 <= rank < self.size or rank == self.rank:
+                raise ValueError(f"exclude must have other ranks of the {self.size}, got {rank}")
         on_node = len(self.nodes) == 1 and self._survivors is None
-        smaller = (self._shrink_on_node if on_node else self._shrink_between_nodes)(patience)
+        shrink = self._shrink_on_node if on_node else self._shrink_between_nodes
+        smaller = shrink(patience, exclude)
         smaller._shrunk = self._shrunk + 1
         for go_on in when_shrunk:
             go_on(self, smaller)
         log.group_shrunk(smaller, self)
         return smaller
 
-    def _shrink_on_node(self, patience: float) -> Group:
+    def _shrink_on_node(self, patience: float, exclude: Sequence[int]) -> Group:
         succession = self._succession
         try:
-            window, members = self._core.shrink(patience)
+            window, members = self._core.shrink(patience, list(exclude))
         except BaseException as error:
             if not isinstance(error, GroupUnusable):  # else another thread may still shrink it
                 self.close()
@@ -389,13 +400,14 @@ class Group:
             succession(self, smaller)
         return smaller
 
-    def _shrink_between_nodes(self, patience: float) -> Group:
+    def _shrink_between_nodes(self, patience: float, exclude: Sequence[int]) -> Group:
         survivors, culprit = self._among_survivors(), self._core.unresponsive
+        left_out = {*exclude, culprit} - {-1}
         self._meets_survivors = True
         try:
             self._abort_operations()
             self.close()
-            smaller = survivors.shrink(culprit, patience)
+            smaller = survivors.shrink(left_out, patience)
         except BaseException:
             survivors.listener.close()
             raise

@@ -212,11 +212,11 @@ void bind_group(py::module_& m) {
           py::arg("ready"), py::call_guard<WithoutGil>())
       .def(
           "shrink",
-          [](Group& group, double patience) {
-            cpu::Survivors survivors = group.shrink(timeout_of(patience), check_signals);
+          [](Group& group, double patience, const std::vector<int>& excluded) {
+            cpu::Survivors survivors = group.shrink(timeout_of(patience), check_signals, excluded);
             return std::make_pair(std::move(survivors.window), std::move(survivors.members));
           },
-          py::arg("patience"), py::call_guard<WithoutGil>())
+          py::arg("patience"), py::arg("excluded"), py::call_guard<WithoutGil>())
       .def(
           "close", [](Group& group) { group.close(check_signals); }, py::call_guard<WithoutGil>())
       .def("allocate",

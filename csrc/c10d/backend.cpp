@@ -67,11 +67,11 @@ Request Backend::request(OpType type, const char* title, Milliseconds timeout) c
   return {type, title, getRank(), getSize(), timeout};
 }
 
-bool Backend::spans_nodes() { return native().spans_nodes(connection_->group()); }
+bool Backend::spans_nodes() { return native().spans_nodes(group()); }
 
 Backend::WorkPtr Backend::launch(Request request, bool async) {
   ++sequence_;
-  auto work = c10::make_intrusive<CollectiveWork>(connection_, std::move(request));
+  auto work = c10::make_intrusive<CollectiveWork>(connection_.load(), std::move(request));
   async ? CollectiveWork::submit(work) : work->run();
   return work;
 }
@@ -228,7 +228,7 @@ Backend::WorkPtr Backend::message(OpType type, const Tensors& tensors, int peer,
   const at::Tensor& tensor = only(tensors, what);
   check_tensor(tensor, what);
   if (type != OpType::RECVANYSOURCE) check_rank(peer, getSize(), sends ? "dst" : "src");
-  const auto work = c10::make_intrusive<MessageWork>(connection_, type, tensor);
+  const auto work = c10::make_intrusive<MessageWork>(connection_.load(), type, tensor);
   MessageWork::start(work, peer, tag, timeout_);
   return work;
 }
@@ -285,17 +285,69 @@ c10::intrusive_ptr<::c10d::Backend> Backend::merge(const c10::intrusive_ptr<::c1
   return c10::make_intrusive<Backend>(rank, size, options->timeout, std::move(made));
 }
 
+c10::intrusive_ptr<::c10d::Backend> Backend::shrink(const std::vector<int64_t>& excluded, int,
+                                                    const c10::intrusive_ptr<Options>& options) {
+  const Milliseconds timeout = options == nullptr ? timeout_.load() : options->timeout;
+  check_timeout(timeout);
+  const py::gil_scoped_acquire gil;
+  py::object made = ranks_.attr("shrink")(excluded, seconds_of(timeout));
+  const auto rank = made.attr("rank").cast<int>(), size = made.attr("size").cast<int>();
+  return c10::make_intrusive<Backend>(rank, size, timeout, std::move(made));
+}
+
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+::c10d::ReconfigureHandle Backend::get_reconfigure_handle() const {
+  const py::gil_scoped_acquire gil;
+  return ranks_.attr("handle").cast<std::string>();
+}
+
+// No other operation may be under way in this process, because rank and size change.
+Backend::WorkPtr Backend::reconfigure(const ::c10d::ReconfigureOptions& options) {
+  const Milliseconds patience = options.timeout.value_or(timeout_.load());
+  check_timeout(patience);
+  const py::gil_scoped_acquire gil;
+  const py::object handles =  // a list or a set
+      std::visit([](const auto& given) -> py::object { return py::cast(given); }, options.handles);
+  py::object ranks =
+      ranks_.attr("reconfigure")(options.uuid, handles, seconds_of(patience), seconds_of(timeout_));
+  rank_ = ranks.attr("rank").cast<int>();
+  size_ = ranks.attr("size").cast<int>();
+  connection_ = std::make_shared<Connection>(rank_, ranks.attr("connect"));
+  sequence_ = 0;
+  {
+    const py::gil_scoped_release no_gil;  // as in gloo()
+    const std::lock_guard lock(making_gloo_);
+    std::swap(ranks_, ranks);
+    gloo_.reset();
+  }
+  const auto done =
+      c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+  done->markCompleted(Tensors());
+  return ::c10d::Work::create_from_future(done);
+}
+#endif
+
 at::Tensor Backend::allocateTensor(long size, at::TensorOptions options) {
   const std::int64_t bytes = size * static_cast<std::int64_t>(options.dtype().itemsize());
   if (bytes == 0) return at::empty(size, options);
   void *data = nullptr, *owner = nullptr;
-  check(native().allocate(connection_->group(), bytes, &data, &owner));
+  check(native().allocate(group(), bytes, &data, &owner));
   return at::from_blob(data, {size}, [owner](void*) { native().free_memory(owner); }, options);
 }
 
-// Also if the group has not been used, because other ranks may be about to use it.
+// Also if the group has not been used, because other ranks may be about to use it. If this rank's
+// first use fails, for example because the Store is gone, it has left the group, and others see that.
 void Backend::abort() {
-  if (!closed_) native().abort(connection_->group());
+  if (closed_) return;
+  void* connected = nullptr;
+  try {
+    connected = group();
+  } catch (py::error_already_set& error) {
+    const py::gil_scoped_acquire gil;
+    if (error.matches(PyExc_Exception)) return;
+    throw;
+  }
+  native().abort(connected);
 }
 
 void Backend::shutdown() {

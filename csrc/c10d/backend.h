@@ -68,10 +68,20 @@ class Backend final : public ::c10d::Backend {
   c10::intrusive_ptr<::c10d::Backend> split(const c10::intrusive_ptr<::c10d::Store>& store,
                                             const std::vector<int>& ranks,
                                             const c10::intrusive_ptr<Options>& options) override;
+  bool supportsShrinking() const override { return true; }
+  // The backend of the group without some of its ranks. The flags make no difference: operations
+  // that still run are aborted in any case.
+  c10::intrusive_ptr<::c10d::Backend> shrink(const std::vector<int64_t>& excluded, int flags,
+                                             const c10::intrusive_ptr<Options>& options) override;
   // The backend of a group that joins this one with others.
   c10::intrusive_ptr<::c10d::Backend> merge(const c10::intrusive_ptr<::c10d::Store>& store,
                                             const c10::intrusive_ptr<Options>& options,
                                             const int& rank, const int& size) override;
+#ifdef C10D_BACKEND_HAS_RECONFIGURE  // torch 2.14
+  bool supportsReconfigure() const override { return true; }
+  ::c10d::ReconfigureHandle get_reconfigure_handle() const override;
+  WorkPtr reconfigure(const ::c10d::ReconfigureOptions& options) override;
+#endif
   bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
   void abort() override;
@@ -85,13 +95,14 @@ class Backend final : public ::c10d::Backend {
   Request request(OpType type, const char* title, Milliseconds timeout) const;
   // If the group spans nodes, some operations have no native path.
   bool spans_nodes();
+  void* group() { return connection_.load()->group(); }
   WorkPtr launch(Request request, bool async);
   WorkPtr message(OpType type, const Tensors& tensors, int peer, int tag);
 
   std::atomic<Milliseconds> timeout_;
   std::atomic<std::uint64_t> sequence_{0};
   std::atomic<bool> closed_{false};
-  const std::shared_ptr<Connection> connection_;
+  std::atomic<std::shared_ptr<Connection>> connection_;  // reconfigure() replaces it
   std::mutex making_gloo_;
   pybind11::object ranks_;
   c10::intrusive_ptr<::c10d::Backend> gloo_;

@@ -408,7 +408,8 @@ void Group::trim(void (*interrupt)()) {
   if (internode_ != nullptr) internode_->trim();
 }
 
-Survivors Group::shrink(Clock::duration patience, void (*interrupt)()) {
+Survivors Group::shrink(Clock::duration patience, void (*interrupt)(),
+                        const std::vector<int>& excluded) {
   if (forked() || closed_) check_usable();
   PYCOMM_CHECK(internode_ == nullptr, "a group that spans nodes cannot shrink");
   running_.check_not_held();
@@ -421,7 +422,7 @@ Survivors Group::shrink(Clock::duration patience, void (*interrupt)()) {
   if (closed_) check_usable();  // closed while this thread waited for the lock
   fail("it was shrunk");        // if no operation has failed
   comm_.wait_for_kernels(patience, interrupt);
-  return cpu::shrink(*window_, comm_, stops_shrinking_, patience, interrupt);
+  return cpu::shrink(*window_, comm_, stops_shrinking_, patience, interrupt, excluded);
 }
 
 void Group::close(void (*interrupt)()) {

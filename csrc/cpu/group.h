@@ -119,7 +119,8 @@ class Group {
   void end_waits_of(std::span<const std::shared_ptr<Group>> others);
   // After a failure: the survivors, all of whom call this, agree on a smaller group (cpu/shrink.h).
   // Aborts the group if it has not failed. No rank is waited for longer than `patience`.
-  Survivors shrink(Clock::duration patience, void (*interrupt)() = nullptr);
+  Survivors shrink(Clock::duration patience, void (*interrupt)() = nullptr,
+                   const std::vector<int>& excluded = {});
   // Waits for submitted work, then takes part in no further operation. Idempotent. `interrupt` is
   // called from time to time; if it throws, the work that close() waits for is aborted.
   void close(void (*interrupt)() = nullptr);

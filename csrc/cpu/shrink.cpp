@@ -18,12 +18,13 @@ constexpr int kMostRanks = 64 * static_cast<int>(std::size(Control::Proposal{}.m
 class Shrink {
  public:
   Shrink(const Window& window, const Comm& comm, const std::atomic<bool>& stopped,
-         Clock::duration patience, void (*interrupt)())
+         Clock::duration patience, void (*interrupt)(), const std::vector<int>& excluded)
       : window_(window),
         comm_(comm),
         stopped_(stopped),
         patience_(patience),
-        interrupt_(interrupt) {}
+        interrupt_(interrupt),
+        excluded_(excluded) {}
 
   Survivors run() {
     PYCOMM_CHECK(comm_.size() <= kMostRanks, "a group that shrinks must have at most " +
@@ -44,6 +45,9 @@ class Shrink {
   int rank() const { return comm_.rank(); }
   void say(Said said) { control(rank()).shrinking.store(said); }
   std::uint32_t said(int r) const { return control(r).shrinking.load(); }
+  bool excludes(int r) const {
+    return std::find(excluded_.begin(), excluded_.end(), r) != excluded_.end();
+  }
   std::uint32_t decision() const { return control(0).decision.load(); }
 
   void await_decision() {
@@ -71,6 +75,7 @@ class Shrink {
   bool all_are_here() const {
     const int unresponsive = comm_.unresponsive();
     for (int r = 0; r < comm_.size(); ++r) {
+      if (excludes(r)) continue;
       if (said(r) == kNothing && comm_.number(r) != unresponsive && !comm_.gone(r)) return false;
     }
     return true;
@@ -79,6 +84,7 @@ class Shrink {
   // The lowest rank that lives and has room is to propose, and a rank that has lost patience.
   bool is_to_propose(bool late) const {
     for (int r = 0; r < comm_.size(); ++r) {
+      if (excludes(r)) continue;
       if (said(r) == kArrived && !comm_.ended(r)) return r == rank() || (late && has_room());
     }
     throw no_room();
@@ -92,6 +98,7 @@ class Shrink {
     std::vector<int> ranks;
     for (int r = 0; r < comm_.size(); ++r) {
       const std::uint32_t what = said(r);
+      if (excludes(r)) continue;
       if ((what == kArrived || what == kHasNoRoom) && !comm_.ended(r)) ranks.push_back(r);
     }
     return ranks;
@@ -182,13 +189,14 @@ class Shrink {
   const std::atomic<bool>& stopped_;
   const Clock::duration patience_;
   void (*const interrupt_)();
+  const std::vector<int>& excluded_;
 };
 
 }  // namespace
 
 Survivors shrink(const Window& window, const Comm& comm, const std::atomic<bool>& stopped,
-                 Clock::duration patience, void (*interrupt)()) {
-  return Shrink(window, comm, stopped, patience, interrupt).run();
+                 Clock::duration patience, void (*interrupt)(), const std::vector<int>& excluded) {
+  return Shrink(window, comm, stopped, patience, interrupt, excluded).run();
 }
 
 }  // namespace pycomm::cpu

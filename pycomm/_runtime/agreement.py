@@ -25,7 +25,7 @@ from __future__ import annotations
 import contextlib
 import json
 import select
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +49,8 @@ class Agreement:
         listener: the listener of this rank.
         rank: this rank.
         ranks: all ranks of the group that has failed, ascending.
-        unresponsive: the rank that has ended the group because it did not answer, or None.
+        left_out: ranks that are not waited for: one that has ended the group because it did not
+            answer, and those that all survivors exclude.
         patience: seconds to wait for ranks that live but do not come.
     """
 
@@ -58,11 +59,11 @@ class Agreement:
         listener: Listener,
         rank: int,
         ranks: Sequence[int],
-        unresponsive: int | None,
+        left_out: Collection[int],
         patience: float,
     ) -> None:
         self._listener, self._rank, self._ranks = listener, rank, ranks
-        self._unresponsive, self._patience = unresponsive, patience
+        self._left_out, self._patience = left_out, patience
         self._probes: dict[int, Connection] = {}
         self._mine: Mapping[str, Any] = {}
         self._members: dict[int, Connection] = {}  # of the smaller group, by their new ranks
@@ -78,7 +79,7 @@ class Agreement:
             pycomm.Timeout: a rank that lives does not come.
             pycomm.GroupUnusable: the group was closed meanwhile.
         """
-        if self._rank == self._unresponsive:
+        if self._rank in self._left_out:
             return None
         answer = self._take_part(settles=True)
         decided, outcome = answer["decided"]
@@ -100,7 +101,7 @@ class Agreement:
                 group was closed meanwhile.
             RuntimeError: the coordinator has ended meanwhile.
         """
-        if self._rank == self._unresponsive:
+        if self._rank in self._left_out:
             raise GroupUnusable("group has shrunk without this rank, which did not answer")
         self._mine = mine
         answer = self._take_part(settles=False)
@@ -156,7 +157,7 @@ class Agreement:
 
     def _ask(self, rank: int, settles: bool) -> dict[str, Any] | None:
         """The answer of a rank as the coordinator; None if it is none."""
-        if rank == self._unresponsive:
+        if rank in self._left_out:
             return None
         listener, deadline = self._listener, Deadline(self._patience + _PATIENCE_FOR_ANSWERS)
         self._probes[rank] = coordinator = listener.connect(rank)
@@ -210,7 +211,10 @@ class Agreement:
         for connection in list(listener.strangers):
             connection.hear()
             rank = _introduction(connection.said, listener.token, self._ranks)
-            if rank is not None and rank != self._rank:
+            if rank in self._left_out:
+                connection.say({"unusable": "group has shrunk without this rank"})
+                connection.close()
+            elif rank is not None and rank != self._rank:
                 if rank in waiting:
                     waiting[rank].close()
                 waiting[rank] = connection
@@ -234,7 +238,7 @@ class Agreement:
                 probe.hear()
             if probe.unreachable:
                 unreachable.append(rank)
-            elif not probe.ended and not (rank == self._unresponsive and probe.established):
+            elif not probe.ended and not (rank in self._left_out and probe.established):
                 missing.append(rank)
         return missing, unreachable
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
@@ -54,7 +54,7 @@ class Survivors(Generic[Kind]):
             outcome = unready.item() == 0
         except CollectiveError:
             known = None
-            agreement = self._agreement(core.unresponsive, patience)
+            agreement = self._agreement({core.unresponsive} - {-1}, patience)
             with agreement, contextlib.suppress(PycommError):
                 known = agreement.outcome(number)
             if known is None:
@@ -64,16 +64,16 @@ class Survivors(Generic[Kind]):
         listener.decisions, listener.outcome = number, outcome
         return outcome
 
-    def shrink(self, culprit: int, patience: float) -> Kind:
+    def shrink(self, left_out: Collection[int], patience: float) -> Kind:
         """See :meth:`pycomm.Group.shrink`.
 
         Args:
-            culprit: the rank that has ended the group because it did not answer, or -1.
+            left_out: ranks of the group that are not waited for.
             patience: seconds to wait for ranks that live but do not come.
         """
         deadline = Deadline(patience)
         while True:
-            with self._agreement(culprit, deadline.left()) as agreement:
+            with self._agreement(left_out, deadline.left()) as agreement:
                 try:
                     store, ranks, everyone = agreement.members(self._mine)
                 except PycommError:
@@ -89,6 +89,6 @@ class Survivors(Generic[Kind]):
                     continue
             return self._make(members, ranks)
 
-    def _agreement(self, culprit: int, patience: float) -> Agreement:
-        unresponsive = None if culprit < 0 else self._ranks[culprit]
-        return Agreement(self.listener, self._rank, self._ranks, unresponsive, patience)
+    def _agreement(self, left_out: Collection[int], patience: float) -> Agreement:
+        ranks = {self._ranks[rank] for rank in left_out}
+        return Agreement(self.listener, self._rank, self._ranks, ranks, patience)

@@ -41,6 +41,7 @@ __all__ = [
     "backward_node",
     "call_itself",
     "can_make_backend",
+    "correct_shrunk_groups",
     "fsdp_interfaces",
     "internal_overlap",
     "is_compiled",
@@ -135,6 +136,24 @@ def can_make_backend(name: str) -> bool:
     if name == "nccl":
         return torch.distributed.is_nccl_available()
     return name == "gloo" or name.upper() in torch.distributed.Backend._plugins
+
+
+def correct_shrunk_groups(name: str) -> None:
+    """Corrects the type of process groups that torch's shrink_group() has made.
+
+    It says that every backend on the CPU is Gloo, whatever it is. DistributedDataParallel then
+    takes the backend for a ProcessGroupGloo, and crashes.
+
+    Args:
+        name: the backend's name.
+    """
+    cpu, custom = torch.device("cpu"), torch.distributed.ProcessGroup.BackendType.CUSTOM
+    for group in list(distributed_c10d._world.pg_map):
+        if group.name() != "gloo" or cpu not in group._device_types:
+            continue
+        if (backend := group._get_backend(cpu)).name() == name:
+            group._register_backend(cpu, custom, backend)
+            group._set_default_backend(custom)
 
 
 def backends_of(group: ProcessGroup) -> dict[str, str]:

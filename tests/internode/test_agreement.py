@@ -42,7 +42,7 @@ def run(function, ranks):
     return results
 
 
-def agree(made, survivors, unresponsive=None, alive=(), unreachable=(), patience=10.0):
+def agree(made, survivors, left_out=(), alive=(), unreachable=(), patience=10.0):
     """What the survivors find; the other ranks have ended, except for those that are `alive`."""
     for rank, listener in enumerate(made):
         if rank not in (*survivors, *alive):
@@ -58,7 +58,7 @@ def agree(made, survivors, unresponsive=None, alive=(), unreachable=(), patience
             return connection
 
         listener.connect = try_to_connect
-        with Agreement(listener, rank, range(SIZE), unresponsive, patience) as agreement:
+        with Agreement(listener, rank, range(SIZE), left_out, patience) as agreement:
             _, members, everyone = agreement.members({"pid": rank})
             assert [each["pid"] for each in everyone] == members
             return members
@@ -77,7 +77,7 @@ def test_all_find_the_same_members(survivors):
 
 
 def test_a_rank_that_did_not_answer_is_left_out():
-    found = agree(listeners(), [1, 2, 3], unresponsive=0, alive=[0])
+    found = agree(listeners(), [1, 2, 3], left_out=[0], alive=[0])
     assert list(found.values()) == [[1, 2, 3]] * 3
 
 

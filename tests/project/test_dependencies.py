@@ -81,7 +81,13 @@ PYTHON_LAYERS = [
     {"_training.divided"},
     {"_runtime.orphans", "_runtime.plan", "_runtime.pulse", "_runtime.staging", "_runtime.waiting"},
     {"_runtime.listener"},
-    {"_inputs.tensors", "_runtime.agreement", "_runtime.internode", "_runtime.member"},
+    {
+        "_inputs.tensors",
+        "_runtime.agreement",
+        "_runtime.internode",
+        "_runtime.member",
+        "_runtime.monitored_barrier",
+    },
     {
         "_runtime.log",
         "_runtime.open_groups",
