@@ -280,11 +280,12 @@ class DataParallel(nn.Module):
         """Goes on with another group, such as a smaller one after a failure.
 
         All ranks of the new group call this. Gradients are dropped, and residuals stay, as
-        :meth:`pycomm.hooks.CommState.regroup` says.
+        :meth:`pycomm.hooks.CommState.regroup` says; with `local_sgd`, see
+        :meth:`pycomm.hooks.LocalSGDState.regroup`.
 
         Raises:
-            ValueError: this is called inside :meth:`join`; or the wrapper was made with `shard` or
-                `local_sgd`, so that a lost rank takes a part of the training's state with it.
+            ValueError: this is called inside :meth:`join`; or the wrapper was made with `shard`, so
+                that a lost rank takes a part of the training's state with it.
             RuntimeError: the ranks' parameters differ, because only some of them took a step; on
                 all ranks.
         """
@@ -296,18 +297,20 @@ class DataParallel(nn.Module):
             parameter.grad = None
         self._next_weight = self._own_exchange = None  # before there are new buckets
         self._own_exchange = self._make_exchange()
+        self._agreements_seen = -1  # a broadcast of buffers may have failed on some ranks only
+        if state.gradient_group is None:
+            return  # ranks have parameters of their own
         if differ((p.detach().contiguous().view(-1) for p in self.module.parameters()), group):
             raise RuntimeError(
                 "the ranks' parameters differ: only some of them took a step before the group "
                 "failed; ask should_commit() before every step, or load a checkpoint"
             )
 
-    def _surviving_state(self) -> CommState:
-        """The state, if every rank has the whole of it apart from residuals."""
-        if self._shard is not None or not isinstance(self.comm_state, CommState):
-            option = "shard" if self._shard is not None else "local_sgd"
+    def _surviving_state(self) -> CommState | LocalSGDState:
+        """The state, if no rank has a part of it that the others need."""
+        if self._shard is not None:
             raise ValueError(
-                f"{option} must not be given to survive failures: a lost rank takes its part of "
+                "shard must not be given to survive failures: a lost rank takes its part of "
                 "the training's state with it, so load a checkpoint in a new wrapper"
             )
         return self.comm_state

@@ -355,8 +355,8 @@ class Group:
             :attr:`ranks` tells their former numbers.
 
         Raises:
-            ValueError: the group is a ``LocalWorld`` with simulated nodes, or ranks in `exclude` are
-                no other ranks of the group.
+            ValueError: the group is a ``LocalWorld`` with simulated nodes, or `exclude` has numbers
+                that are no other ranks'.
             pycomm.GroupUnusable: the others have shrunk the group without this rank, or may do so;
                 it was shrunk or closed before; or another thread has called :meth:`abort`
                 meanwhile.
@@ -413,6 +413,11 @@ class Group:
             raise
         self._survivors = None  # its listener is that of the smaller group
         return smaller
+
+    @property
+    def _decides(self) -> bool:
+        """False if the group is one of threads with simulated nodes, which cannot decide."""
+        return len(self.nodes) == 1 or self._survivors is not None
 
     def _among_survivors(self) -> Survivors[Group]:
         survivors = self._survivors

@@ -243,9 +243,7 @@ class CommState(HookState):
             TypeError: `group` is no group.
             pycomm.GroupUnusable: it is closed or has failed.
         """
-        if not isinstance(group, Group):
-            raise TypeError(f"group must be a pycomm.Group, got {group!r}")
-        group._core.check_usable()
+        check_successor(group)
         self._give_back_dropped()
         self._now.give_back_if_failed()
         if self._residuals.kinds and self._group is not None:
@@ -422,6 +420,13 @@ class CommState(HookState):
             buffer.record_stream(self._stream)
             future.set_result(buffer)
         return Flight(exchange, Work(None, (), group.check), future, buffer)
+
+
+def check_successor(group: object) -> None:
+    """Raises an error if training cannot go on with this."""
+    if not isinstance(group, Group):
+        raise TypeError(f"group must be a pycomm.Group, got {group!r}")
+    group._core.check_usable()
 
 
 def _place_in(group: Group) -> tuple[int, int]:

@@ -13,12 +13,13 @@ from torch.futures import Future
 
 from pycomm._inputs.arguments import renamed
 from pycomm._runtime.torch_private import not_compiled
-from pycomm._training.comm_state import CommState, NamedParameters
+from pycomm._training.comm_state import CommState, NamedParameters, check_successor
 from pycomm._training.hook_state import HookState
 from pycomm._training.outer import Outer, Rule
 from pycomm._training.parameters import Exclude, Parameters, check_exchangeable
 from pycomm._training.reports import Report, compare
 from pycomm._training.residuals import FORMAT
+from pycomm.collectives import all_reduce
 from pycomm.compression import Compression, check_whole
 from pycomm.group import Group
 
@@ -84,6 +85,8 @@ class LocalSGDState(HookState):
     Raises:
         ValueError, TypeError: an argument is not as described.
     """
+
+    _changes_lost = 0  # ranks; states that were pickled by older versions have none
 
     def __init__(
         self,
@@ -213,16 +216,15 @@ class LocalSGDState(HookState):
             self.agreements += 1
             return True
         self._pending += 1
-        if (self.steps - self._gradient_steps) % self.period:
-            return False
-        return self.exchange()
+        return self._is_due and self.exchange()
 
     @not_compiled
     def exchange(self) -> bool:
         """Exchanges now, at any point of the period: after training or before an evaluation.
 
         All ranks must call this. It does nothing if no rank has made a step since the last
-        exchange. After an error some parameters may be old and some new.
+        exchange. If the group fails, all ranks that survive have taken the outer step, or none;
+        then nothing has changed, and :meth:`regroup` goes on.
 
         Returns:
             True if there was an exchange.
@@ -235,6 +237,51 @@ class LocalSGDState(HookState):
         if self.steps < self._gradient_steps:
             return False
         return any(report.pending for report in self._meet())
+
+    def should_commit(self, ready: bool = True) -> bool:
+        """Decides whether a step of the optimizer is taken, before the optimizer's step.
+
+        In the warm-up, or with `inner_group`, all ranks that exchange gradients take the step or
+        none does; see :meth:`CommState.should_commit`. Otherwise every rank decides for itself:
+        this returns `ready`. Call :meth:`step` after a step that is not taken, too.
+        """
+        if not isinstance(ready, bool):
+            raise TypeError(f"ready must be True or False, got {ready!r}")
+        gradients = self._gradients
+        return ready if gradients is None else gradients.should_commit(ready)
+
+    @not_compiled
+    def regroup(self, group: Group) -> None:
+        """Goes on with another group, such as a smaller one after a failure.
+
+        All ranks of the new group call this. Each keeps its parameters, the changes that it has
+        made since the last exchange, its optimizer states and its residuals. All count as many
+        steps as the one that has made most. If an exchange is due, because the group failed in it,
+        it is made now. What lost ranks had changed since the last exchange is lost, and so are
+        their residuals; :meth:`stats` counts both.
+
+        Raises:
+            TypeError: `group` is no group.
+            ValueError: this is called inside of :meth:`join`, or there is an `inner_group`.
+            RuntimeError: only some ranks took the last step of the warm-up; on all ranks.
+            The errors of :meth:`exchange`.
+        """
+        self._check_not_shown()
+        if self.joining:
+            raise ValueError("regroup must be called outside of join(): leave it, and join anew")
+        if self._late is not None:
+            raise ValueError("inner_group must be None to go on with another group")
+        check_successor(group)
+        if self._pending:
+            self._changes_lost += max(self.group.size - group.size, 0)
+        for state in (self._differences, self._early):
+            if state is not None:
+                state.regroup(group)
+        self._outer.doubt()
+        self._had_backward = self._had_step = False
+        self._agree_on_steps()
+        if self._pending and self._is_due:
+            self.exchange()
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
@@ -296,8 +343,14 @@ class LocalSGDState(HookState):
     # For loggers and checkpoints.
 
     def stats(self) -> dict[str, float]:
-        """Numbers about the exchanges of parameters; see :meth:`CommState.stats`."""
-        return self._differences.stats()
+        """Numbers about the exchanges of parameters.
+
+        Returns:
+            those of :meth:`CommState.stats`;
+            ``changes_lost``: the number of ranks that were lost with what they had changed since
+            the last exchange.
+        """
+        return {**self._differences.stats(), "changes_lost": float(self._changes_lost)}
 
     def intervals(self) -> list[tuple[int, float, float]]:
         """Times of the last exchange of parameters; see :meth:`CommState.intervals`."""
@@ -384,6 +437,22 @@ class LocalSGDState(HookState):
     @property
     def _gradients(self) -> CommState | None:
         return self._early if self.steps < self._gradient_steps else self._late
+
+    @property
+    def _is_due(self) -> bool:
+        """True if a period ends with the last step."""
+        return (self.steps - self._gradient_steps) % self.period == 0
+
+    def _agree_on_steps(self) -> None:
+        """Makes all ranks count as many steps as the one that has made most."""
+        counts = torch.tensor([self.steps, self._pending, self.agreements, -self.agreements])
+        all_reduce(counts, "max", group=self.group)
+        self.steps, self._pending, most, least = counts.tolist()
+        if most != -least:
+            raise RuntimeError(
+                "the ranks' parameters differ: only some of them took a step before the group "
+                "failed; ask should_commit() before every step, or load a checkpoint"
+            )
 
     def _note_backward(self, parameters: Sequence[torch.Tensor]) -> CommState | None:
         if not self._had_backward:

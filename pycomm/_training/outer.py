@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
+from pycomm._training.all_or_none import on_all_or_none
 from pycomm._training.buckets import partition
 from pycomm._training.comm_state import CommState
 from pycomm._training.parameters import Entry, Parameters
-from pycomm.errors import PycommError
 
 _PIECE_BYTES = 25 << 20
 
@@ -175,7 +175,7 @@ class Outer:
         self.rule = rule
         lists = partition(parameters.tensors, _PIECE_BYTES)
         self._pieces = [_Piece(members, parameters.of(members)) for members in lists]
-        self._buffers: dict[tuple[Kind, int], torch.Tensor] = {}
+        self._buffers: dict[_Piece, torch.Tensor] = {}
         self._checked = False  # True once ranks have compared fingerprints
 
     @property
@@ -188,6 +188,10 @@ class Outer:
         """Records the present parameters as those that all ranks have in common."""
         for piece in self._pieces:
             piece.anchor(self._optimizer, self.rule)
+        self._checked = False
+
+    def doubt(self) -> None:
+        """Makes ranks compare fingerprints once more."""
         self._checked = False
 
     def fingerprint(self) -> int:
@@ -203,7 +207,8 @@ class Outer:
     def exchange(self, comm: CommState, factor: float) -> None:
         """Averages over all ranks, which have compared fingerprints, and takes the outer step.
 
-        While a piece is being exchanged, the next one is prepared.
+        While a piece is being exchanged, the next one is prepared. The outer step waits for all
+        pieces, so that all ranks that survive a failure have taken it, or none.
 
         Args:
             comm: runs the exchange.
@@ -211,20 +216,18 @@ class Outer:
                 does not count. It is applied before the exchange, so residuals contain it, too.
         """
         self._checked = True
-        for index, piece in enumerate(self._pieces):
-            flat = self._buffer(index)
-            if factor:
-                piece.contribute(self._optimizer, flat, factor, self._residuals(piece, comm))
-            else:
-                flat.zero_()
-            try:
-                comm.start(flat, piece.parameters, index)
-            except PycommError:
-                comm.finish(index - 1)  # raises the error that caused this one, if there is one
-                raise
-            if index:
-                self._finish(index - 1, comm)
-        self._finish(len(self._pieces) - 1, comm)
+        with on_all_or_none(comm):
+            for piece in self._pieces:
+                flat = self._buffer(piece)
+                if factor:
+                    piece.contribute(self._optimizer, flat, factor, self._residuals(piece, comm))
+                else:
+                    flat.zero_()
+                comm.start(flat, piece.parameters)
+            comm.finish()
+        for piece in self._pieces:
+            mean = self._buffer(piece)
+            piece.advance(self._optimizer, self.rule, mean, self._residuals(piece, comm))
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
@@ -294,20 +297,12 @@ class Outer:
                     f"{', '.join(wrong)}"
                 )
 
-    def _buffer(self, index: int) -> torch.Tensor:
-        """The flat buffer of a piece; two buffers alternate."""
-        piece = self._pieces[index]
-        key = piece.kind, index % 2
-        if key not in self._buffers:
+    def _buffer(self, piece: _Piece) -> torch.Tensor:
+        """The memory for what a piece contributes, and then for the mean."""
+        if piece not in self._buffers:
             dtype, device = piece.kind
-            most = max(other.count for other in self._pieces if other.kind == piece.kind)
-            self._buffers[key] = torch.empty(most, dtype=dtype, device=device)
-        return self._buffers[key][: piece.count]
-
-    def _finish(self, index: int, comm: CommState) -> None:
-        comm.finish(index)
-        piece, mean = self._pieces[index], self._buffer(index)
-        piece.advance(self._optimizer, self.rule, mean, self._residuals(piece, comm))
+            self._buffers[piece] = torch.empty(piece.count, dtype=dtype, device=device)
+        return self._buffers[piece]
 
     def _residuals(self, piece: _Piece, comm: CommState) -> dict[str, torch.Tensor]:
         """The residuals that belong to where this rank begins. An exchange may have moved them."""

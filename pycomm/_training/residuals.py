@@ -134,6 +134,15 @@ class Residuals:
             flat = self._flat[kind]
             torch.where(scale < noted, before, flat, out=flat)
 
+    def copy(self) -> dict[str, torch.Tensor]:
+        """Copies of everything, for :meth:`restore`."""
+        return {kind: flat.clone() for kind, flat in self._flat.items()}
+
+    def restore(self, copies: Mapping[str, torch.Tensor]) -> None:
+        """Restores the result of :meth:`copy`."""
+        for kind, flat in self._flat.items():
+            flat.copy_(copies[kind])
+
     def dump(self) -> dict[str, dict[str, torch.Tensor]]:
         """Copies by kind and name, in the parameters' shapes."""
         return {kind: self._split(flat) for kind, flat in self._flat.items()}

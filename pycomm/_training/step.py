@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,12 @@ class Step:
     undecided: bool = False
     waited: float = 0.0
     _waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+
+    def wait(self) -> None:
+        """Waits until no exchange uses memory any more, whether it has succeeded or not."""
+        for flight in self.flights:
+            with contextlib.suppress(PycommError):
+                flight.work.wait()
 
     def give_back(self) -> None:
         """Adds the means, which will not be used, to residuals, so that nothing is lost."""

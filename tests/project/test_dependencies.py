@@ -120,6 +120,7 @@ PYTHON_LAYERS = [
     {"_training.step"},
     {"_training.planner"},
     {"_training.comm_state"},
+    {"_training.all_or_none"},
     {"_training.outer"},
     {"_training.local_sgd"},
     {"hooks", "_training.shard_options"},
