@@ -37,6 +37,7 @@ from pycomm.errors import (
     GroupUnusable,
     Mismatch,
     NonFinite,
+    NotRecoverable,
     PeerDied,
     ProtocolError,
     PycommError,
@@ -46,6 +47,7 @@ from pycomm.group import Group
 from pycomm.local_world import LocalWorld
 from pycomm.memory import MemoryReport, memory_report
 from pycomm.p2p import Request, irecv, isend, recv, send
+from pycomm.recovery import recover
 from pycomm.report import RankReport, RecordedOperation, Report
 from pycomm.stats import OperationStats, RankTimes, Stats, suggest_batches
 from pycomm.timeline import plot_step
@@ -67,6 +69,7 @@ __all__ = [
     "MemoryReport",
     "Mismatch",
     "NonFinite",
+    "NotRecoverable",
     "OperationStats",
     "PeerDied",
     "Plan",
@@ -102,6 +105,7 @@ __all__ = [
     "optim",
     "parse_compression",
     "plot_step",
+    "recover",
     "recv",
     "reduce",
     "reduce_scatter",

@@ -31,9 +31,20 @@ class Work:
         self._tensors = tensors
         self._finish = finish
         self._cause = None if core is None else ranges.launched(core)
+        # Given a function that waits, also decides that the operation has succeeded on all ranks.
+        self._settle: Callable[[Callable[[], None]], None] | None = None
 
     def wait(self) -> None:
-        """Blocks until the operation is complete, and raises its error if it failed."""
+        """Blocks until the operation is complete, and raises its error if it failed.
+
+        With ``preserve=True``, all ranks must call this, in the same order as other operations.
+        """
+        if self._settle is None:
+            self._complete()
+        else:
+            self._settle(self._complete)
+
+    def _complete(self) -> None:
         if self._core is not None:
             self._wait_for(self._core)
         if self._finish is not None:
@@ -57,7 +68,7 @@ class Work:
         return self._core is not None and self._core.nonfinite()
 
     def is_completed(self) -> bool:
-        """True if :meth:`wait` would return at once."""
+        """True if :meth:`wait` would return at once, or only decides."""
         return self._core is None or self._core.completed()
 
     def interval(self) -> tuple[float, float]:

@@ -35,6 +35,7 @@ from pycomm._runtime.torch_module import tensor_reader
 from pycomm._spanning.collectives import launch
 from pycomm._work import Work
 from pycomm.group import Group
+from pycomm.recovery import Preserved
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -65,6 +66,7 @@ def all_reduce(
     group: Group | None = None,
     async_op: bool = False,
     tag: int | str | None = None,
+    preserve: bool = False,
 ) -> Any:
     """Reduces a tensor over all ranks of a group; every rank gets the same bits.
 
@@ -87,6 +89,10 @@ def all_reduce(
         tag: a number or a name that ranks compare, so that calls of equal size in another order
             raise :class:`pycomm.Mismatch`. With the environment variable ``PYCOMM_LOG=debug`` ranks
             also compare the file and line of the call.
+        preserve: succeed on all survivors or on none, so that :func:`pycomm.recover` can complete
+            the operation after a failure; on the CPU. Keeps a copy of `tensor` meanwhile unless
+            `out` is given, and takes as much longer as a barrier. All ranks must pass the same,
+            and, with `async_op`, wait for their works in the same order.
 
     Returns:
         `out` if given, otherwise `tensor`; a :class:`Work` with `async_op`.
@@ -112,18 +118,14 @@ def all_reduce(
         check_disjoint("out", result, "tensor", source)
     if DEBUG:
         all_reduce_called(group, result, algorithm)
-    work = launch(
-        group,
-        "all_reduce",
-        source,
-        result,
-        source.shape,
-        op,
-        label=label_of(tag),
-        algorithm=algorithm,
-        async_op=async_op,
-    )
-    return work if async_op else tensor if out is None else out
+    given = tensor if out is None else out
+    options: dict[str, Any] = {"op": op, "algorithm": algorithm, "label": label_of(tag)}
+    if preserve:
+        contribution = source.detach().clone() if out is None else source.detach()
+        kept = Preserved(group, "all_reduce", result, contribution, given, **options)
+        return kept.start(source, async_op)
+    work = launch(group, "all_reduce", source, result, source.shape, async_op=async_op, **options)
+    return work if async_op else given
 
 
 def reduce(
@@ -252,6 +254,7 @@ def broadcast(
     group: Group | None = None,
     async_op: bool = False,
     tag: int | str | None = None,
+    preserve: bool = False,
 ) -> Any:
     """Copies rank `src`'s tensor into the tensors of all other ranks.
 
@@ -261,6 +264,7 @@ def broadcast(
         group: as in :func:`all_reduce`.
         async_op: as in :func:`all_reduce`.
         tag: as in :func:`all_reduce`.
+        preserve: as in :func:`all_reduce`, without a copy: the tensor is `src`'s or is lost.
 
     Returns:
         `tensor`, or a :class:`Work`. Raises the errors of :func:`all_reduce`.
@@ -269,10 +273,12 @@ def broadcast(
     data = as_tensor("tensor", tensor, written=True)
     check_written("tensor", data)
     check_rank("src", src, group.size)
-    label = label_of(tag)
-    work = launch(
-        group, "broadcast", data, data, data.shape, label=label, root=src, async_op=async_op
-    )
+    options: dict[str, Any] = {"root": src, "label": label_of(tag)}
+    if preserve:
+        is_source = group.rank == src
+        kept = Preserved(group, "broadcast", data, None, tensor, holds=is_source, **options)
+        return kept.start(data, async_op)
+    work = launch(group, "broadcast", data, data, data.shape, async_op=async_op, **options)
     return work if async_op else tensor
 
 

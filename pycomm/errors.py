@@ -27,7 +27,8 @@ class CollectiveError(PycommError, dist.DistBackendError):
         rank: the rank to blame, within the group. All ranks name the same one.
         pid: the process id of that rank.
         operation: the collective that this rank was running, such as ``"all_reduce"``.
-        sequence: the operation's number in the group, counted from 1.
+        sequence: the operation's number in the group, counted from 1. All before it have succeeded
+            on this rank.
         completed: operations up to this number are known to have succeeded on every rank; 0 if
             none is.
         report: what the ranks of this node did when this one gave up, and their last operations;
@@ -100,6 +101,13 @@ class Aborted(CollectiveError):
 
 class NonFinite(PycommError):
     """A gradient had an infinity or a NaN. Raised on every rank; the group remains usable."""
+
+
+class NotRecoverable(PycommError):
+    """:func:`pycomm.recover` cannot complete an operation.
+
+    Raised on every rank; the group remains usable.
+    """
 
 
 class GroupUnusable(PycommError, dist.DistBackendError):

@@ -102,6 +102,8 @@ class Group:
         self._cuda: CudaSide | None = None
         self._join_cuda: Callable[[torch.device], CudaSide] = _no_cuda
         self._shrunk = 0  # how many times the first group has shrunk to become this one
+        self._origin = self.name  # the first group's name
+        self._preserved = itertools.count()  # numbers of operations with preserve=True
         self._succession: Callable[[Group, Group], None] | None = None  # called by shrink()
         self._survivors: Survivors[Group] | None = None  # if the group has spanned nodes
         self._meets_survivors = False  # in shrink()
@@ -370,7 +372,7 @@ class Group:
         on_node = len(self.nodes) == 1 and self._survivors is None
         shrink = self._shrink_on_node if on_node else self._shrink_between_nodes
         smaller = shrink(patience, exclude)
-        smaller._shrunk = self._shrunk + 1
+        smaller._shrunk, smaller._origin = self._shrunk + 1, self._origin
         for go_on in when_shrunk:
             go_on(self, smaller)
         log.group_shrunk(smaller, self)

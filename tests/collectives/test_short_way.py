@@ -204,7 +204,7 @@ def test_a_closed_group_raises_the_same(world):
 def test_it_is_a_function_like_any_other():
     assert str(inspect.signature(all_reduce)) == (
         "(tensor, op='sum', *, out=None, algorithm='auto', deterministic=False, group=None, "
-        "async_op=False, tag=None)"
+        "async_op=False, tag=None, preserve=False)"
     )
     assert pickle.loads(pickle.dumps(all_reduce)) is all_reduce is copy.deepcopy(all_reduce)
     assert (all_reduce.__name__, all_reduce.__module__) == ("all_reduce", "pycomm.collectives")

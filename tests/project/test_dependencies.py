@@ -103,6 +103,7 @@ PYTHON_LAYERS = [
     {"_init", "local_world", "_work"},
     {"_given", "backend"},
     {"_blocks", "_spanning", "p2p"},
+    {"recovery"},
     {"collectives", "block_collectives", "_coded_call"},
     {"compressed", "_training.members", "_training.parameters"},
     {"compressed_ops", "fsdp", "_training.flat"},
