@@ -174,6 +174,7 @@ def _let_survive(made: Group, listener: Listener, options: _Options) -> None:
         _let_survive(smaller, listener, options)
         return smaller
 
+    made._decides = True
     made._survivors = Survivors(listener, options.rank, made.ranks, options.mine, go_on)
 
 

@@ -64,7 +64,7 @@ class Work:
 
         The value is the same on every rank. If it is true, residuals are unchanged.
         """
-        self.wait()
+        self._complete()
         return self._core is not None and self._core.nonfinite()
 
     def is_completed(self) -> bool:
@@ -73,7 +73,7 @@ class Work:
 
     def interval(self) -> tuple[float, float]:
         """Start and end, in seconds of ``time.perf_counter``; on CUDA zeros. Waits."""
-        self.wait()
+        self._complete()
         return (0.0, 0.0) if self._core is None else self._core.interval()
 
     def moved(self) -> int:
@@ -81,7 +81,7 @@ class Work:
 
         In a group that spans nodes, the bytes that this rank has received from other nodes.
         """
-        self.wait()
+        self._complete()
         return 0 if self._core is None else self._core.moved()
 
     def __del__(self) -> None:

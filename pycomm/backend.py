@@ -199,6 +199,8 @@ class _Ranks:
                     f"ranks_to_exclude must be other ranks of the {self.size}, got {rank}"
                 )
         group = self.connect()
+        if len(group.nodes) > 1:
+            raise ValueError("pg must be on one node to shrink, got one that spans nodes")
         kept = [rank for rank in range(self.size) if rank not in excluded]
         smaller = group.shrink(
             timeout, exclude=[i for i, rank in enumerate(self._left) if rank in excluded]

@@ -19,7 +19,7 @@ from pycomm._runtime.internode import Nodes
 from pycomm._runtime.open_groups import OpenGroups
 from pycomm._runtime.plan import Plan, make_cuda_plan, make_plan, make_spanning_plan
 from pycomm._runtime.span import Span
-from pycomm.errors import GroupUnusable
+from pycomm.errors import GroupUnusable, Timeout
 from pycomm.report import Report, make_report
 from pycomm.stats import Stats, make_stats
 
@@ -107,6 +107,8 @@ class Group:
         self._succession: Callable[[Group, Group], None] | None = None  # called by shrink()
         self._survivors: Survivors[Group] | None = None  # if the group has spanned nodes
         self._meets_survivors = False  # in shrink()
+        self._unresponsive = -1  # the rank that has ended the group because it did not answer
+        self._decides = len(nodes.ranks) == 1  # False for threads with simulated nodes
         _C.register_group(self.name, self._core)
         _open_groups.add(self)
 
@@ -362,7 +364,8 @@ class Group:
             pycomm.GroupUnusable: the others have shrunk the group without this rank, or may do so;
                 it was shrunk or closed before; or another thread has called :meth:`abort`
                 meanwhile.
-            pycomm.Timeout: between nodes, a rank that lives has not come; on all ranks.
+            pycomm.Timeout: between nodes, a rank that lives has not come; on all that have. Call
+                this again to go on waiting, or close the group.
             MemoryError: no survivor has room in its part of shared memory.
         """
         patience = seconds(timeout, self.timeout)
@@ -403,39 +406,45 @@ class Group:
         return smaller
 
     def _shrink_between_nodes(self, patience: float, exclude: Sequence[int]) -> Group:
-        survivors, culprit = self._among_survivors(), self._core.unresponsive
-        left_out = {*exclude, culprit} - {-1}
-        self._meets_survivors = True
+        survivors = self._among_survivors()
         try:
+            self._meets_survivors = True
+            self._unresponsive = max(self._core.unresponsive, self._unresponsive)
             self._abort_operations()
-            self.close()
-            smaller = survivors.shrink(left_out, patience)
+            self._leave()
+            smaller = survivors.shrink(self._unresponsive, exclude, patience)
+        except Timeout:  # this rank is still one that others wait for, and may shrink again
+            self._meets_survivors = False
+            raise
         except BaseException:
             survivors.listener.close()
             raise
         self._survivors = None  # its listener is that of the smaller group
         return smaller
 
-    @property
-    def _decides(self) -> bool:
-        """False if the group is one of threads with simulated nodes, which cannot decide."""
-        return len(self.nodes) == 1 or self._survivors is not None
-
     def _among_survivors(self) -> Survivors[Group]:
         survivors = self._survivors
-        if survivors is None or survivors.listener.closed or self._meets_survivors:
+        if survivors is None:
             self._core.check_usable()
-            raise ValueError("group must consist of processes to outlive failures between nodes")
+            raise ValueError("group must not be one of threads with simulated nodes")
+        if survivors.listener.closed or self._meets_survivors:
+            raise GroupUnusable("group is closed, or another thread shrinks it")
         return survivors
 
     def close(self) -> None:
         """Finishes running operations, then leaves the group without waiting for other ranks."""
+        survivors = self._survivors
+        try:
+            self._leave()
+        finally:
+            if survivors is not None:
+                survivors.listener.close()
+
+    def _leave(self) -> None:
         self._join_cuda, self._succession = _no_cuda, None  # which refer to this group
         side, self._cuda = self._cuda, None
         span, self._span = self._span, None
         with contextlib.ExitStack() as last_first:  # the others also if one raises
-            if self._survivors is not None and not self._meets_survivors:
-                last_first.callback(self._survivors.listener.close)
             last_first.callback(self._core.close)
             if span is not None:
                 last_first.callback(span.close)

@@ -28,7 +28,7 @@ import torch
 from pycomm._given import given_group
 from pycomm._spanning.collectives import launch
 from pycomm._work import Work
-from pycomm.errors import CollectiveError, GroupUnusable, NotRecoverable, PycommError
+from pycomm.errors import CollectiveError, GroupUnusable, Mismatch, NotRecoverable, PycommError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -93,9 +93,7 @@ class Preserved:
         if result.device.type != "cpu":
             raise ValueError(f"preserve must be False for tensors on {result.device}, got True")
         if not group._decides:
-            raise ValueError(
-                "preserve must be False in a LocalWorld with simulated nodes, got True"
-            )
+            raise ValueError("preserve must be False for threads with simulated nodes, got True")
         self.given = given
         self._group = group
         self._collective = collective
@@ -126,7 +124,8 @@ class Preserved:
             return
         try:
             self._fill(run)
-            self._group.should_commit()
+            if not self._group.should_commit():
+                raise Mismatch("a rank called should_commit(False) beside a preserved operation")
         except _FAILURES as error:
             _operations[error] = self
             raise
@@ -218,10 +217,11 @@ _operations: WeakKeyDictionary[PycommError | Work, Preserved] = WeakKeyDictionar
 def recover(failed: CollectiveError | GroupUnusable | Work, *, group: Group | None = None) -> Any:
     """Completes an operation in which a rank was lost, among the survivors; a collective call.
 
-    The operation must have been called with ``preserve=True``, on the CPU. All survivors first call :meth:`Group.shrink`, then this. If a survivor has completed the operation,
-    all get its result. If none has, they repeat an all-reduce with their own contributions, which
-    are fewer: a sum lacks those of the lost ranks, and an average divides by the smaller size. All
-    survivors get the same bits, or all raise. docs/recovery.md shows a loop.
+    The operation must have been called with ``preserve=True``, on the CPU. All survivors first call
+    :meth:`Group.shrink`, then this. If a survivor has completed the operation, all get its result.
+    If none has, they repeat an all-reduce with their own contributions, which are fewer: a sum
+    lacks those of the lost ranks, and an average divides by the smaller size. All survivors get the
+    same bits, or all raise. docs/recovery.md shows a loop.
 
     Between the error and this call, leave the operation's tensors alone. Changes by torch are
     noticed, and are as if the rank did not have the tensor; others are not.

@@ -165,7 +165,7 @@ class Stats:
         operation has been timed.
         """
         own = {rank: times.own for rank, times in self.ranks.items()}
-        if not own or min(own.values()) <= 0:
+        if not self.operations or not own or min(own.values()) <= 0:
             return {}
         return {rank: min(own.values()) / seconds for rank, seconds in own.items()}
 

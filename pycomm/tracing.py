@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pycomm.group import Group
 
 _RANK = "{rank}"
-_TIMED = 1024  # elements of an operation that is large enough for its end to be recorded
+_TIMED = 16384  # elements of an operation that is large enough for its end to be recorded
 
 
 class Trace:
@@ -51,7 +51,7 @@ class Trace:
         group = self._group
         if group in watches:
             raise ValueError("trace must end before another one of the same group begins")
-        Path(self._path).parent.mkdir(parents=True, exist_ok=True)
+        Path(self._path.replace(_RANK, str(group.rank))).parent.mkdir(parents=True, exist_ok=True)
         all_reduce(torch.zeros(_TIMED), group=group, tag="pycomm.trace")
         node = next(index for index, ranks in enumerate(group.nodes) if group.rank in ranks)
         begin = time.monotonic()
@@ -59,6 +59,7 @@ class Trace:
             group.rank, group.size, os.getpid(), node, time.time() - begin, begin, steps=self._steps
         )
         self._sampler = Sampler(group)
+        self._short_way, group._short_way = group._short_way, None  # which makes no ranges
         watches[group] = self._watch
         self._steps.append(time.monotonic())
         return self
@@ -70,6 +71,7 @@ class Trace:
         trace: TracebackType | None,
     ) -> None:
         del watches[self._group]
+        self._group._short_way = self._short_way
         self._sampler.stop()
         self._finish_part()
         parts = [self._part]
@@ -111,7 +113,7 @@ class Trace:
         everyone = torch.empty(group.size, len(padded), dtype=torch.uint8)
         all_gather(everyone, padded, group=group, tag="pycomm.trace")
         return [
-            _parsed(zlib.decompress(row[:size].numpy().tobytes()))
+            _parsed(zlib.decompress(bytes(row[:size].tolist())))
             for row, size in zip(everyone, sizes.tolist(), strict=True)
         ]
 

@@ -154,6 +154,7 @@ void bind_works_and_windows(py::module_& m) {
           },
           py::arg("members"), py::arg("rank"), py::arg("owner"), py::arg("offset"), py::arg("id"),
           py::call_guard<py::gil_scoped_release>())
+      .def("leave", &Window::leave, py::arg("rank"))
       .def("depart", &Window::depart, py::call_guard<py::gil_scoped_release>());
   m.def("create_window", &Window::create, py::arg("ranks"), py::arg("slice_bytes"),
         py::arg("staging_bytes"), py::call_guard<py::gil_scoped_release>());

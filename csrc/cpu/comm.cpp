@@ -68,7 +68,7 @@ void Comm::begin(const Operation& operation, const void* input, void* output, vo
   called_ = operation;
   waited_ = waited_long_ = false;
   moments_.arrived = kNotDone;
-  if (spans()) record_entry();
+  if (spans() || size_ == 1) record_entry();  // nobody waits for this rank
   interrupt_ = interrupt;
   traffic_ = {};
   begin_phase(operation, input, output, preflight);
@@ -190,7 +190,6 @@ void Comm::finish() {
   leave_peers_heaps();
   stream_fence();  // the caller may tell another thread of its output
   mine().completed.store(ordinal(), std::memory_order_release);
-  record_entry();  // of a group of one rank
   note_arrival();
   moments_.done = is_timed() ? ticks() : kUntimed;
   record().end(moments_.done);

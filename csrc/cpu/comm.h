@@ -238,7 +238,7 @@ class Comm {
   void set_name(std::string name) { membership_.set_name(std::move(name)); }
   // Says that this rank takes part in no further operation.
   void leave() {
-    mine().left.store(1, std::memory_order_release);
+    window_->leave(rank_);
     wake(true);
   }
 

@@ -95,8 +95,9 @@ Group::Statistics Group::statistics() {
   if (forked() || closed_) check_usable();
   const std::lock_guard lock(departing_mutex_);
   if (departed_) throw GroupUnusable("group is closed");
-  const TickScale scale = TickScale::now();
-  Statistics all{scale.seconds_per_tick(), {}, comm_.counters().read()};
+  // One scale for all results, so that times never decrease from one to the next.
+  static const double seconds_per_tick = TickScale::now().seconds_per_tick();
+  Statistics all{seconds_per_tick, {}, comm_.counters().read()};
   for (int r = 0; r < comm_.size(); ++r) {
     const auto [own, blocked] = comm_.own_and_blocked(r);
     all.ranks.push_back({comm_.number(r), own, blocked});

@@ -233,6 +233,9 @@ class Window {
     if (in_heap()) control(0).departed.fetch_add(ranks);
   }
 
+  // Says that rank r, which is this process's, takes part in no operation.
+  void leave(int r) const { control(r).left.store(1, std::memory_order_release); }
+
   Control& control(int r) const { return *reinterpret_cast<Control*>(slice(r)); }
   // Rank r's staging area for operations of this parity.
   std::byte* staging(int r, std::uint32_t parity) const {

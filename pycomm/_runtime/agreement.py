@@ -15,9 +15,9 @@ coordinator. If a member ends before the smaller group is complete, all begin ag
 ends just when some ranks have seen that the group is complete, these fail in the group's first
 operation, and meet the others in the next agreement.
 
-A rank that lives is never left out, and a rank on a host that does not answer may live and go on by
-itself. So the survivors go on only if they are more than such ranks, or as many and the lowest rank
-is among them.
+A rank on a host that does not answer may live and go on by itself, and so may the rank that has let
+the others wait: perhaps the network was cut for a while, and it blames them. So the survivors go on
+only if they are more than such ranks, or as many and the lowest rank is among them.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch's s
 
 from pycomm._runtime.listener import Connection, Listener
 from pycomm._runtime.waiting import Deadline
-from pycomm.errors import GroupUnusable, Timeout
+from pycomm.errors import Aborted, GroupUnusable, Timeout
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 _LOOK_EVERY = 10  # milliseconds
+_TRIES_FOR = timedelta(seconds=0.5)
 _PATIENCE_FOR_ANSWERS = 5.0  # seconds longer than the coordinator's, whose answer says more
 
 
@@ -49,8 +50,8 @@ class Agreement:
         listener: the listener of this rank.
         rank: this rank.
         ranks: all ranks of the group that has failed, ascending.
-        left_out: ranks that are not waited for: one that has ended the group because it did not
-            answer, and those that all survivors exclude.
+        unresponsive: the rank that has ended the group because it did not answer, if there is one.
+        excluded: ranks that all survivors leave out.
         patience: seconds to wait for ranks that live but do not come.
     """
 
@@ -59,11 +60,13 @@ class Agreement:
         listener: Listener,
         rank: int,
         ranks: Sequence[int],
-        left_out: Collection[int],
+        unresponsive: Collection[int],
+        excluded: Collection[int],
         patience: float,
     ) -> None:
         self._listener, self._rank, self._ranks = listener, rank, ranks
-        self._left_out, self._patience = left_out, patience
+        self._unresponsive, self._patience = unresponsive, patience
+        self._left_out = {*unresponsive, *excluded}
         self._probes: dict[int, Connection] = {}
         self._mine: Mapping[str, Any] = {}
         self._members: dict[int, Connection] = {}  # of the smaller group, by their new ranks
@@ -106,9 +109,26 @@ class Agreement:
         self._mine = mine
         answer = self._take_part(settles=False)
         if self._store is None:
-            host, port = answer["store"]
-            self._store = TCPStore(host, port, None, False, timedelta(seconds=self._patience))
+            self._store = self._reach(*answer["store"])
+        self._listener.decisions, self._listener.outcome = answer["decided"]
         return self._store, answer["members"], json.loads(self._store.get("everyone"))
+
+    def _reach(self, host: str, port: int) -> Store:
+        """The coordinator's Store. Torch tries until its timeout, also if nobody is there."""
+        deadline = Deadline(self._patience)
+        while True:
+            try:
+                store = TCPStore(host, port, None, False, _TRIES_FOR)
+                store.set_timeout(timedelta(seconds=self._patience))
+                return store
+            except RuntimeError:
+                self._check_open()
+                if self.lost() or deadline.over():
+                    raise
+
+    def _check_open(self) -> None:
+        if self._listener.closed:
+            raise GroupUnusable("group was aborted or closed while it shrank")
 
     def lost(self) -> list[int]:
         """The members that are known to have ended, by their new ranks.
@@ -116,6 +136,8 @@ class Agreement:
         The coordinator knows of all members, the others only of the coordinator. A member ends its
         connection, too, once it has seen that the smaller group is complete.
         """
+        if self._listener.closed:
+            raise Aborted("a rank was aborted or closed while the group shrank")
         for other in self._members.values():
             other.hear()
         lost = [new for new, other in self._members.items() if other.ended]
@@ -132,7 +154,11 @@ class Agreement:
             connection.close()
 
     def _take_part(self, settles: bool) -> dict[str, Any]:
-        for rank in self._ranks[: self._ranks.index(self._rank)]:
+        self._listener.accept()  # so that its queue never fills up
+        lower = self._ranks[: self._ranks.index(self._rank)]
+        for rank in lower:  # all at once, because a lost host takes seconds
+            self._probes[rank] = self._listener.connect(rank)
+        for rank in lower:
             answer = self._ask(rank, settles)
             if answer is not None:
                 break
@@ -152,15 +178,14 @@ class Agreement:
             for connection in watched:
                 arrivals.register(connection, select.POLLIN)
             arrivals.poll(_LOOK_EVERY)
-        if self._listener.closed:
-            raise GroupUnusable("group was aborted or closed while it shrank")
+        self._check_open()
 
     def _ask(self, rank: int, settles: bool) -> dict[str, Any] | None:
         """The answer of a rank as the coordinator; None if it is none."""
         if rank in self._left_out:
             return None
         listener, deadline = self._listener, Deadline(self._patience + _PATIENCE_FOR_ANSWERS)
-        self._probes[rank] = coordinator = listener.connect(rank)
+        coordinator = self._probes[rank]
         asked = False
         while not (coordinator.ended or coordinator.unreachable):
             if coordinator.established and not asked:
@@ -201,25 +226,24 @@ class Agreement:
             try:
                 self._wait(list(waiting.values()), deadline)
             except TimeoutError:
-                return self._refuse(_overdue(missing, self._ranks))
+                return self._refuse(_overdue(missing, self._ranks), settles)
 
     def _receive(self) -> None:
         """Takes in ranks that have come, and removes those that have gone."""
         listener, waiting = self._listener, self._listener.waiting
-        while (connection := listener.accept()) is not None:
-            listener.strangers.append(connection)
-        for connection in list(listener.strangers):
-            connection.hear()
+        listener.accept()
+        strangers, listener.strangers = listener.strangers, []
+        for connection in strangers:
             rank = _introduction(connection.said, listener.token, self._ranks)
-            if rank in self._left_out:
+            if rank is None or rank == self._rank:
+                listener.strangers.append(connection)
+            elif rank in self._left_out:
                 connection.say({"unusable": "group has shrunk without this rank"})
                 connection.close()
-            elif rank is not None and rank != self._rank:
+            else:
                 if rank in waiting:
                     waiting[rank].close()
                 waiting[rank] = connection
-            if rank is not None or connection.ended:
-                listener.strangers.remove(connection)
         for rank, connection in list(waiting.items()):
             connection.hear()
             if connection.ended:
@@ -242,6 +266,11 @@ class Agreement:
                 missing.append(rank)
         return missing, unreachable
 
+    def _doubtful(self) -> list[int]:
+        """The rank that did not answer, if it lives: it may blame the others for the same."""
+        alive = (rank for rank in self._unresponsive if rank in self._probes)
+        return [rank for rank in alive if self._probes[rank].established]
+
     def _last_decision(self) -> list[Any]:
         """The last decision that any survivor knows, and its outcome."""
         known = [[self._listener.decisions, self._listener.outcome]]
@@ -252,9 +281,11 @@ class Agreement:
         """Answers all with the members of the smaller group."""
         waiting = self._listener.waiting
         members = sorted([self._rank, *waiting])
-        if (len(members), -members[0]) < (len(unreachable), -min(unreachable, default=0)):
-            why = "group cannot shrink: ranks {} cannot be reached, and may go on by themselves"
-            return self._refuse({"unusable": why.format(unreachable)})
+        others = sorted({*unreachable, *self._doubtful()})  # which may go on by themselves
+        numbers = [self._ranks.index(rank) for rank in others]
+        if (len(members), -members[0]) < (len(others), -min(others, default=0)):
+            why = "group cannot shrink: ranks {} cannot be reached or do not answer, and may go on"
+            return self._refuse({"unusable": why.format(numbers)}, settles=False)
         everyone = [
             waiting[rank].said["mine"] if rank in waiting else self._mine for rank in members
         ]
@@ -262,15 +293,18 @@ class Agreement:
         store = TCPStore(host, 0, None, True, patience, wait_for_workers=False)
         store.set("everyone", json.dumps(everyone))
         self._store = self._listener.store = store
-        answer = {"members": members, "store": [host, store.port]}
+        decided = self._last_decision()
+        answer = {"members": members, "store": [host, store.port], "decided": decided}
         self._members = {
             new: self._answer(rank, answer) for new, rank in enumerate(members) if new > 0
         }
         return answer
 
-    def _refuse(self, answer: dict[str, Any]) -> dict[str, Any]:
-        for rank in list(self._listener.waiting):
-            self._answer(rank, answer).close()
+    def _refuse(self, answer: dict[str, Any], settles: bool) -> dict[str, Any]:
+        """Answers those who wait for the same as this rank."""
+        for rank, other in list(self._listener.waiting.items()):
+            if other.said["settles"] or not settles:
+                self._answer(rank, answer).close()
         return answer
 
     def _answer(self, rank: int, answer: object) -> Connection:

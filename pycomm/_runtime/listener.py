@@ -29,7 +29,11 @@ if TYPE_CHECKING:
 
 _REACHED_WITHIN = 3.0  # seconds; later the host counts as unreachable
 _LONGEST_MESSAGE = 1 << 16
-_ENDED = {errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE}
+_ENDED = {errno.ECONNREFUSED, errno.ECONNRESET}
+_BACKLOG = 4096  # connections that wait for accept(); a full queue would look like a lost host
+_MOST_ACCEPTED = 256  # at once
+# So that the kernel notices within seconds if the other host is lost.
+_KEEPALIVE = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 5, "TCP_USER_TIMEOUT": 6000}
 
 
 class Listener:
@@ -70,19 +74,18 @@ class Listener:
             store: a Store that only this group uses.
             rank: this rank.
             nodes: the ranks of each node.
-            host: this node's address for other nodes; None if another rank of the node knows it.
+            host: this node's address for other nodes; None if this rank does not know it.
             deadline: the deadline for all ranks.
             look: raises the failure that ends the rendezvous, if there is one.
         """
         here = next(local for local in nodes if rank in local)
         if rank == here[0]:
-            assert host is not None
-            store.set(f"host/{rank}", host)
+            store.set(f"host/{rank}", host or socket.gethostbyname(socket.gethostname()))
         deadline.await_keys(store, [f"host/{here[0]}"], look)
         host = store.get(f"host/{here[0]}").decode()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         size = sum(map(len, nodes))
-        listening = socket.create_server((host, 0), family=family, backlog=4 * size)
+        listening = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
         listening.setblocking(False)
         token = secrets.token_hex(16)
         keys = [f"listener/{r}" for r in range(size)]
@@ -91,20 +94,27 @@ class Listener:
         addresses = [json.loads(text) for text in store.multi_get(keys)]
         return cls(listening, token, addresses)
 
-    def accept(self) -> Connection | None:
-        """A connection that waits; None if there is none."""
-        try:
-            return Connection(self.socket.accept()[0])
-        except OSError:  # nobody is there, or another thread has closed the socket
-            return None
+    def accept(self) -> None:
+        """Takes in those who have connected, and forgets strangers that have gone."""
+        with contextlib.suppress(OSError):  # nobody is there, or another thread closes the socket
+            for _ in range(_MOST_ACCEPTED):
+                self.strangers.append(Connection(self.socket.accept()[0]))
+        known = []
+        for stranger in self.strangers:
+            stranger.hear()
+            if stranger.ended and stranger.said is None:
+                stranger.close()
+            else:
+                known.append(stranger)
+        self.strangers = known
 
     def connect(self, rank: int) -> Connection:
         """A connection to another rank, perhaps not established yet."""
         host, port, _ = self.addresses[rank]
         other = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         other.setblocking(False)
-        other.connect_ex((host, port))  # an error is found by the first use
-        return Connection(other)
+        error = other.connect_ex((host, port))
+        return Connection(other, 0 if error == errno.EINPROGRESS else error)
 
     def close(self) -> None:
         """Says that this rank is gone."""
@@ -130,13 +140,18 @@ class Connection:
         unreachable: True if its host does not answer.
     """
 
-    def __init__(self, connected: socket.socket) -> None:
+    def __init__(self, connected: socket.socket, error: int = 0) -> None:
         connected.setblocking(False)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE.items():
+            connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
         self._socket, self._begin = connected, time.monotonic()
         self._text = b""
         self._established = False
         self.said: Any = None
         self.ended = self.unreachable = False
+        self._note(error)
+        _connections.add(self)
 
     def fileno(self) -> int:
         """For select.poll."""
@@ -160,7 +175,7 @@ class Connection:
         try:
             self._socket.sendall(json.dumps(message).encode() + b"\n")
         except OSError as error:
-            self._note(error.errno or errno.EPIPE)
+            self._note(error.errno or errno.ECONNRESET)
             return False
         return True
 
@@ -172,7 +187,7 @@ class Connection:
             except BlockingIOError:
                 return
             except OSError as error:
-                self._note(error.errno or errno.EPIPE)
+                self._note(error.errno or errno.ECONNRESET)
                 return
             self._text += part
             self.ended = not part or len(self._text) > _LONGEST_MESSAGE
@@ -187,17 +202,21 @@ class Connection:
         self._socket.close()
 
     def _note(self, error: int) -> None:
-        self.ended = self.ended or error in _ENDED
+        broken = error == errno.EPIPE and self._established  # the other side has closed it
+        self.ended = self.ended or error in _ENDED or broken
         self.unreachable = error != 0 and not self.ended
 
 
 _listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
+_connections: weakref.WeakSet[Connection] = weakref.WeakSet()
 
 
 def _forget() -> None:
     """Closes a forked child's copies, with which it would seem to be the rank."""
     for listener in list(_listeners):
         listener.close_sockets()
+    for connection in list(_connections):
+        connection.close()
 
 
 os.register_at_fork(after_in_child=_forget)
@@ -208,5 +227,6 @@ def local_address(descriptors: set[int]) -> str | None:
     for descriptor in sorted(descriptors):
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connected:
             connected.getpeername()
-            return str(connected.getsockname()[0]).removeprefix("::ffff:")
+            if connected.family in (socket.AF_INET, socket.AF_INET6):
+                return str(connected.getsockname()[0]).removeprefix("::ffff:")
     return None

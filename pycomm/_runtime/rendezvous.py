@@ -242,8 +242,10 @@ def set_up(
     staging_bytes = everyone[rank]["settings"]["staging_bytes"]
     peers = Peers(store, rank, pids, lost)
     listener = None
-    with peers.telling(), peers.watching(nodes):
+    with contextlib.ExitStack() as failed, peers.telling(), peers.watching(nodes):
         window = _share_window(store, rank, nodes, staging_bytes, deadline, peers)
+        # Others may have seen that all is complete just before this rank fails.
+        failed.callback(window.leave, nodes.local.index(rank))
         with deadline.guarding("every node connecting"):
             carriers = connect(nodes, rank, store, deadline, peers.look)
             if listens and len(nodes.ranks) > 1:
@@ -251,6 +253,7 @@ def set_up(
                 listener = Listener.open(store, rank, nodes.ranks, host, deadline, peers.look)
         with deadline.guarding("every rank taking the window"):
             _await_all(store, len(everyone), deadline, peers)
+        failed.pop_all()
     processes = [peers.processes.get(r) for r in nodes.local]
     link = None if carriers is None else GlooTransport(carriers)
     found = [member["backends"] for member in everyone]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -53,10 +52,12 @@ class Survivors(Generic[Kind]):
             core.run(operation, 1, at, at, None, "should_commit")
             outcome = unready.item() == 0
         except CollectiveError:
-            known = None
-            agreement = self._agreement({core.unresponsive} - {-1}, patience)
-            with agreement, contextlib.suppress(PycommError):
-                known = agreement.outcome(number)
+            try:
+                with self._agreement(core.unresponsive, (), patience) as agreement:
+                    known = agreement.outcome(number)
+            except BaseException:  # nobody knows what the others do: this rank cannot go on
+                listener.close()
+                raise
             if known is None:
                 raise
             core.raise_again()
@@ -64,31 +65,34 @@ class Survivors(Generic[Kind]):
         listener.decisions, listener.outcome = number, outcome
         return outcome
 
-    def shrink(self, left_out: Collection[int], patience: float) -> Kind:
+    def shrink(self, culprit: int, exclude: Collection[int], patience: float) -> Kind:
         """See :meth:`pycomm.Group.shrink`.
 
         Args:
-            left_out: ranks of the group that are not waited for.
+            culprit: the rank that has ended the group because it did not answer, or -1.
+            exclude: ranks that are left out although they may live.
             patience: seconds to wait for ranks that live but do not come.
         """
         deadline = Deadline(patience)
         while True:
-            with self._agreement(left_out, deadline.left()) as agreement:
+            with self._agreement(culprit, exclude, deadline.left()) as agreement:
                 try:
                     store, ranks, everyone = agreement.members(self._mine)
                 except PycommError:
                     raise
                 except RuntimeError:  # the coordinator has ended
+                    if deadline.over():
+                        raise
                     continue
                 index = ranks.index(self._rank)
                 try:
                     members = set_up(store, index, everyone, deadline, agreement.lost)
+                    return self._make(members, ranks)
                 except CollectiveError:  # a member has ended
                     if deadline.over():
                         raise
-                    continue
-            return self._make(members, ranks)
 
-    def _agreement(self, left_out: Collection[int], patience: float) -> Agreement:
-        ranks = {self._ranks[rank] for rank in left_out}
-        return Agreement(self.listener, self._rank, self._ranks, ranks, patience)
+    def _agreement(self, culprit: int, exclude: Collection[int], patience: float) -> Agreement:
+        unresponsive = [self._ranks[culprit]] if culprit >= 0 else []
+        excluded = [self._ranks[rank] for rank in exclude]
+        return Agreement(self.listener, self._rank, self._ranks, unresponsive, excluded, patience)

@@ -112,10 +112,9 @@ class SpanningWork(Work):
         super().__init__(None, tensors, finish)
         self._task = task
 
-    def wait(self) -> None:
-        """Blocks until the operation is complete, and raises its error if it failed."""
+    def _complete(self) -> None:
         self._task.wait()
-        super().wait()
+        super()._complete()
 
     def is_completed(self) -> bool:
         """True if :meth:`wait` would return at once."""
@@ -123,12 +122,12 @@ class SpanningWork(Work):
 
     def moved(self) -> int:
         """Bytes that this rank has received from other nodes. Waits."""
-        self.wait()
+        self._complete()
         return self._task.result
 
     def interval(self) -> tuple[float, float]:
         """Start and end, in seconds of ``time.perf_counter``. Waits."""
-        self.wait()
+        self._complete()
         return self._task.start, self._task.stop
 
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 from pycomm._training.comm_state import CommState
 from pycomm._training.step import Step
-from pycomm.errors import PycommError
 
 
 @contextlib.contextmanager
@@ -22,7 +21,7 @@ def on_all_or_none(state: CommState) -> Iterator[None]:
         yield
         if state.group._decides:
             state.group.should_commit()
-    except PycommError:
+    except BaseException:  # also if this rank is interrupted
         state._now.wait()
         state._now = Step()
         state._flying.clear()

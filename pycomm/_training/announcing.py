@@ -129,7 +129,7 @@ class Announcer:
         if flat is None:
             flat = torch.empty(int(size), dtype=torch.uint8)
         broadcast(flat, source, group=self.group)
-        return value if sends else pickle.loads(flat.numpy().tobytes())
+        return value if sends else pickle.loads(bytes(flat.tolist()))
 
     def on_any(self, flags: Sequence[bool]) -> list[bool]:
         """For each flag, whether it is true on any rank."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import zlib
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -108,6 +109,7 @@ def differ(buffers: Iterable[torch.Tensor], group: Group) -> bool:
     """True if these elements are not the same on all ranks of a group; all must call this."""
     crc = 0
     for buffer in buffers:
-        crc = zlib.crc32(buffer.view(torch.uint8).cpu().numpy().data, crc)
+        data = buffer.view(torch.uint8).cpu()
+        crc = zlib.crc32((ctypes.c_char * data.numel()).from_address(data.data_ptr()), crc)
     bounds = torch.tensor([crc, -crc])
     return bool(all_reduce(bounds, "max", group=group).sum() != 0)

@@ -276,7 +276,9 @@ def test_a_work_is_recovered_without_having_been_waited_for(world):
 def test_what_cannot_be_preserved_says_so(world):
     spanning = world(4, nodes=[2, 2]).groups[0]
     for call in (pycomm.all_reduce, pycomm.broadcast):
-        with pytest.raises(ValueError, match="preserve must be False in a group that spans nodes"):
+        with pytest.raises(
+            ValueError, match="preserve must be False for threads with simulated nodes"
+        ):
             call(torch.ones(1), group=spanning, preserve=True)
 
 

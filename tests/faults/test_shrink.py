@@ -154,7 +154,7 @@ def test_the_smaller_group_becomes_the_default_group():
 def test_what_cannot_shrink_says_so():
     with pycomm.LocalWorld(4, nodes=[2, 2]) as world:
         for call in (world.groups[0].shrink, world.groups[0].should_commit):
-            with pytest.raises(ValueError, match="must consist of processes"):
+            with pytest.raises(ValueError, match="must not be one of threads"):
                 call()
     with pycomm.LocalWorld(1) as world:
         for timeout in (0, -1, "soon", True):

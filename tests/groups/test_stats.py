@@ -96,7 +96,7 @@ def test_quantiles_agree_with_a_clock_outside():
 def be_late(group, count, async_op):
     for _ in range(20):
         if group.rank == 1:
-            time.sleep(0.01)
+            time.sleep(0.02)
         work = pycomm.all_reduce(torch.ones(count), group=group, async_op=async_op)
         if async_op:
             work.wait()
@@ -113,13 +113,13 @@ def test_waits_for_a_late_rank_are_told_from_exchanges(count, async_op):
         next(row for row in stats.operations if row.operation == "all_reduce")
         for stats in (early, late)
     )
-    assert 0.007 < early_row.late < 0.1
-    assert early_row.late > 0.8 * early_row.whole.mean
+    assert 0.014 < early_row.late < 1
+    assert early_row.late > 0.5 * early_row.whole.mean
     assert late_row.late < 0.5 * early_row.late
     for stats in (early, late):
         # A rank that is ahead may ask before the others have counted the last operation.
-        assert stats.ranks[0].blocked > 18 * 0.007
-        assert stats.ranks[1].own > 18 * 0.0099
+        assert stats.ranks[0].blocked > 18 * 0.014
+        assert stats.ranks[1].own > 18 * 0.0199
         assert stats.ranks[0].own < 0.5 * stats.ranks[1].own
 
 

@@ -42,7 +42,7 @@ def run(function, ranks):
     return results
 
 
-def agree(made, survivors, left_out=(), alive=(), unreachable=(), patience=10.0):
+def agree(made, survivors, unresponsive=(), excluded=(), alive=(), unreachable=(), patience=10.0):
     """What the survivors find; the other ranks have ended, except for those that are `alive`."""
     for rank, listener in enumerate(made):
         if rank not in (*survivors, *alive):
@@ -58,7 +58,7 @@ def agree(made, survivors, left_out=(), alive=(), unreachable=(), patience=10.0)
             return connection
 
         listener.connect = try_to_connect
-        with Agreement(listener, rank, range(SIZE), left_out, patience) as agreement:
+        with Agreement(listener, rank, range(SIZE), unresponsive, excluded, patience) as agreement:
             _, members, everyone = agreement.members({"pid": rank})
             assert [each["pid"] for each in everyone] == members
             return members
@@ -77,12 +77,13 @@ def test_all_find_the_same_members(survivors):
 
 
 def test_a_rank_that_did_not_answer_is_left_out():
-    found = agree(listeners(), [1, 2, 3], left_out=[0], alive=[0])
+    found = agree(listeners(), [1, 2, 3], unresponsive=[0], alive=[0])
     assert list(found.values()) == [[1, 2, 3]] * 3
 
 
 def test_a_rank_that_lives_and_does_not_come():
     found = agree(listeners(), [0, 1, 2], alive=[3], patience=0.5)
+    assert sorted(found) == [0, 1, 2]
     for error in found.values():
         assert isinstance(error, Timeout)
         assert "rank 3 did not take part" in str(error)
@@ -95,8 +96,28 @@ def test_a_rank_that_lives_and_does_not_come():
 def test_one_part_of_a_divided_network_goes_on(island, wins):
     """More than half, or the half with the lowest rank; the rest gives up."""
     found = agree(listeners(), list(range(SIZE)), unreachable=island)
+    assert sorted(found) == list(range(SIZE))
     for rank, members in found.items():
         if rank in wins:
             assert members == wins
         else:
-            assert "cannot be reached, and may go on" in str(members)
+            assert "and may go on" in str(members)
+
+
+def test_a_pair_in_which_each_may_blame_the_other():
+    """As after a network that was cut for a while: one of them at most goes on."""
+    found = agree(listeners(), [3], unresponsive=[0], alive=[0])
+    assert "do not answer, and may go on" in str(found[3])
+
+
+def test_excluded_ranks_are_not_waited_for():
+    found = agree(listeners(), [1, 2, 3], excluded=[0], alive=[0])
+    assert list(found.values()) == [[1, 2, 3]] * 3
+
+
+def test_many_connections_do_not_make_a_rank_unreachable():
+    made = listeners()
+    for _ in range(200):
+        made[0].connect(1).close()
+    found = agree(made, [0, 1])
+    assert list(found.values()) == [[0, 1]] * 2

@@ -1,6 +1,7 @@
 """Groups that span nodes shrink after failures; processes of one node play several."""
 
 import contextlib
+import functools
 import itertools
 import os
 import random
@@ -17,6 +18,7 @@ import spanning
 import torch
 
 import pycomm
+from pycomm._runtime import rendezvous
 
 
 def fail(group):
@@ -29,13 +31,19 @@ def fail(group):
     return None
 
 
+def meet(group):
+    """A barrier, and time for slower ranks to leave it before anybody does harm."""
+    pycomm.barrier(group=group)
+    time.sleep(0.3)
+
+
 def total(group):
     mine = torch.tensor([float(10 ** group.ranks[group.rank])])
     return int(pycomm.all_reduce(mine, group=group))
 
 
 def lose(group, victims):
-    pycomm.barrier(group=group)
+    meet(group)
     if group.rank in victims:
         os.kill(os.getpid(), signal.SIGKILL)
     fail(group)
@@ -125,6 +133,7 @@ class Deaf:
     def run(self, *operation):
         if self._decides:
             self._core.run(*operation)
+            time.sleep(0.5)  # the others must have their answer
         self._core.abort()
         raise pycomm.Aborted("on purpose", rank=1)
 
@@ -160,31 +169,30 @@ def test_a_rank_that_fails_late_learns_what_the_others_have_decided(decides):
 
 
 def not_come(group, way):
-    """Rank 1 leaves, or does not come; the others shrink."""
-    error = None
+    """Rank 1 leaves, or comes late; the others shrink."""
     if group.rank == 1:
         group.abort()
         if way == "closes":
             group.close()
-        else:
-            time.sleep(4)
-        return None
-    fail(group)
+            return None
+        time.sleep(3)
+    else:
+        fail(group)
     try:
-        smaller = group.shrink(2)
+        return group.shrink(1.5).ranks
     except pycomm.Timeout as raised:
-        return str(raised), raised.rank
-    return smaller.ranks, error
+        return str(raised), raised.rank, group.shrink(20).ranks
 
 
 def test_a_rank_that_has_closed_the_group_is_not_waited_for():
     found = spanning.run([1, 1, 1], not_come, "closes", timeout=20)
-    assert found == [((0, 2), None), None, ((0, 2), None)]
+    assert found == [(0, 2), None, (0, 2)]
 
 
-def test_a_rank_that_lives_is_never_left_out():
-    found = spanning.run([1, 1, 1], not_come, "waits", timeout=20)
-    assert found[0] == found[2] == ("shrinking: rank 1 did not take part before the timeout", 1)
+def test_a_rank_that_lives_is_not_left_out():
+    found = spanning.run([1, 1, 1], not_come, "is late", timeout=20)
+    told = "shrinking: rank 1 did not take part before the timeout"
+    assert found == [(told, 1, (0, 1, 2)), (0, 1, 2), (told, 1, (0, 1, 2))]
 
 
 def be_stopped(group, folder):
@@ -224,21 +232,92 @@ def test_another_thread_can_end_a_shrink():
     assert spanning.run([1, 1], abort_in_shrink, timeout=20)[0] is True
 
 
-def die_with_a_child(group):
-    """Rank 0 dies; its forked child lives on."""
-    pycomm.barrier(group=group)
+def die_with_a_child(group, folder):
+    """Rank 0 dies; its forked child lives on until the test ends."""
+    meet(group)
     if group.rank == 0:
         if os.fork() == 0:
-            time.sleep(5)
+            while Path(folder).exists():
+                time.sleep(0.1)
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
     fail(group)
-    return group.shrink(3).ranks
+    return group.shrink(2).ranks
 
 
-def test_a_forked_child_is_not_taken_for_the_rank():
-    with spanning.ranks([1, 1], die_with_a_child, timeout=20) as ranks:
-        assert ranks.wait_for([1])[0].value == (1,)
+def test_a_forked_child_is_not_taken_for_the_rank(tmp_path):
+    folder = tmp_path / "lives"
+    folder.mkdir()
+    try:
+        with spanning.ranks([1, 1], die_with_a_child, str(folder), timeout=20) as ranks:
+            assert ranks.wait_for([1])[0].value == (1,)
+    finally:
+        folder.rmdir()
+
+
+def miss_the_end(group):
+    """Rank 2 fails just when ranks 1 and 2 have made the smaller group."""
+    meet(group)
+    if group.rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    await_all = rendezvous._await_all
+
+    def fail_once(store, *others):
+        rendezvous._await_all = await_all
+        await_all(store, *others)
+        raise pycomm.PeerDied("rank 0 died", rank=0)
+
+    if group.rank == 2:
+        rendezvous._await_all = fail_once
+    began = time.monotonic()
+    fail(group)
+    while True:
+        group = group.shrink()
+        with contextlib.suppress(pycomm.CollectiveError):
+            assert total(group) == sum(10**rank for rank in group.ranks)
+            return group.ranks, time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("nodes", ["abb", "abc"])
+def test_a_rank_that_misses_the_end_of_a_shrink_is_not_lost(nodes):
+    with spanning.ranks(nodes, miss_the_end, timeout=20) as ranks:
+        found = [outcome.value for outcome in ranks.wait_for([1, 2])]
+    assert found == [((1, 2), True)] * 2
+
+
+def reduce_preserved(group, waits):
+    """A sum that the survivors complete."""
+    x = torch.full((1000,), float(10**group.rank))
+    meet(group)
+    if group.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if waits is None:
+        failed = functools.partial(pycomm.all_reduce, x, preserve=True)
+    else:
+        work = pycomm.all_reduce(x, preserve=True, async_op=True, group=group)
+        failed = functools.partial(pycomm.recover, work)
+        if waits:
+            with pytest.raises(pycomm.CollectiveError) as raised:
+                work.wait()
+            failed = functools.partial(pycomm.recover, raised.value)
+        group = group.shrink()
+    while True:
+        try:
+            return group.ranks, failed(group=group)
+        except pycomm.CollectiveError as error:
+            group = group.shrink()
+            failed = functools.partial(pycomm.recover, error)
+
+
+@pytest.mark.parametrize("transport", ["gloo", "process_group"])
+@pytest.mark.parametrize("waits", [None, True, False], ids=["sync", "waits", "does not wait"])
+def test_survivors_complete_an_operation(waits, transport):
+    options = {"timeout": 20, "transport": transport}
+    with spanning.ranks([2, 1, 1], reduce_preserved, waits, **options) as ranks:
+        found = [outcome.value for outcome in ranks.wait_for([0, 2, 3])]
+    for left, x in found:
+        assert left == (0, 2, 3)
+        assert x.tolist() == [1101.0] * 1000
 
 
 def be_disturbed(group):
@@ -248,7 +327,7 @@ def be_disturbed(group):
     if group.rank == 1:
         strangers[0].sendall(b"nonsense\n")
         strangers[1].sendall(b'{"token": "", "rank": 1, "settles": false}\n' + bytes(100_000))
-    pycomm.barrier(group=group)
+    meet(group)
     group.abort()
     with contextlib.suppress(pycomm.PycommError):
         total(group)
