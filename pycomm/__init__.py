@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch  # noqa: F401 - its libraries must be loaded before ours
 
-from pycomm import backend, compressed_ops, hooks, ops, optim
+from pycomm import backend, compressed_ops, exporters, hooks, ops, optim
 from pycomm._init import default_group, init, set_default_group
 from pycomm._inputs.arguments import old_names
 from pycomm._names import parse_compression
@@ -95,6 +95,7 @@ __all__ = [
     "compressed_ops",
     "compressed_reduce_scatter",
     "default_group",
+    "exporters",
     "gather",
     "hooks",
     "init",

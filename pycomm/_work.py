@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 class Work:
     """A running operation, returned with ``async_op=True``. It keeps its tensors alive."""
 
+    _core: _C.Work | None = None  # of an object whose making has failed
+
     def __init__(
         self,
         core: _C.Work | None,

@@ -252,7 +252,8 @@ class _Ranks:
                 been used.
             pycomm.CollectiveError: not all ranks have come.
         """
-        order = handles if isinstance(handles, list) else sorted(handles, key=_rank_of)
+        sorted_handles = sorted(handles, key=_rank_of)  # which checks each of them
+        order = handles if isinstance(handles, list) else sorted_handles
         if len(set(order)) < len(order) or self.handle not in order:
             raise ValueError(f"handles must be unique and have {self.handle!r}, got {order}")
         rank, claim = order.index(self.handle), secrets.token_hex(8)

@@ -258,7 +258,7 @@ def suggest_batches(stats: Stats, batches: int | Sequence[int]) -> tuple[int, ..
             f"stats must be of a group on one node, got {len(stats.ranks)} of {stats.size} ranks"
         )
     now = [batches] * stats.size if isinstance(batches, int) else list(batches)
-    if len(now) != stats.size or any(not isinstance(n, int) or n < 1 for n in now):
+    if len(now) != stats.size or any(type(n) is not int or n < 1 for n in now):
         raise ValueError(f"batches must be {stats.size} positive integers, got {batches}")
     if not stats.skew:
         raise ValueError("stats must have operations that were timed, got none")
