@@ -165,7 +165,7 @@ class Stats:
         operation has been timed.
         """
         own = {rank: times.own for rank, times in self.ranks.items()}
-        if not self.operations or not own or min(own.values()) <= 0:
+        if not own or min(own.values()) <= 0:
             return {}
         return {rank: min(own.values()) / seconds for rank, seconds in own.items()}
 
@@ -189,7 +189,10 @@ class Stats:
             )
             for rank, times in self.ranks.items()
         }
-        return Stats(self.rank, self.size, tuple(row for row in rows if row.count), ranks)
+        some = tuple(row for row in rows if row.count)
+        if not some:  # differences of a few nanoseconds would make scores
+            ranks = dict.fromkeys(ranks, RankTimes(0.0, 0.0))
+        return Stats(self.rank, self.size, some, ranks)
 
     def __str__(self) -> str:
         """The table; times are in microseconds."""
