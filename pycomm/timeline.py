@@ -140,7 +140,7 @@ def _bucket_of(span: Span, buckets: Iterable[tuple[Span, Event]]) -> str:
 
 
 def _without(whole: Span, parts: Iterable[Span]) -> list[Span]:
-    """What is left of a span."""
+    """A span without some of its parts."""
     left, now = [], whole[0]
     for first, last in sorted(parts):
         if first > now:

@@ -92,14 +92,14 @@ py::dict to_python(const cpu::Group::Statistics& statistics) {
 void bind_record(py::module_& m, GroupClass& group) {
   group.def(
       "state",
-      [](cpu::Group& group, std::size_t most) {
+      [](cpu::Group& group, std::size_t most, bool only_own) {
         const GroupState state = [&] {
           const WithoutGil no_gil;
-          return group.state(most);
+          return group.state(most, only_own);
         }();
         return to_python(state);
       },
-      py::arg("most"));
+      py::arg("most"), py::arg("only_own") = false);
   group.def("statistics", [](cpu::Group& group) {
     const auto statistics = [&] {
       const WithoutGil no_gil;

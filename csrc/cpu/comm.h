@@ -266,9 +266,9 @@ class Comm {
   // True if any rank has signalled on the channel in this operation. Also works after a failure.
   bool anyone_signalled(Channel channel) const;
 
-  // What this node's ranks have done lately, and what they wait for. From any thread, also after a
-  // failure.
-  GroupState state(std::size_t most) const;
+  // What this node's ranks, or only this one, have done lately, and what they wait for. From any
+  // thread, also after a failure.
+  GroupState state(std::size_t most, bool only_own = false) const;
   // The state for an error; null if there is no memory for it.
   std::shared_ptr<const GroupState> report() const;
   // What this rank's operations have taken so far.

@@ -117,10 +117,11 @@ std::string Comm::disagreement(std::uint64_t word) const {
   return p2p::describe(window_->control(receiver).disagreement, rank_of(word), waiter_of(word));
 }
 
-GroupState Comm::state(std::size_t most) const {
+GroupState Comm::state(std::size_t most, bool only_own) const {
   const TickScale scale = TickScale::now();
   GroupState group{scale.time(), size_, aborted() != 0, {}};
   for (int r = 0; r < size_; ++r) {
+    if (only_own && r != rank_) continue;
     RankState rank = state_of(window_->control(r), window_->records(r), size_, most, scale);
     rank.rank = number(r);
     rank.pid = pid(r);

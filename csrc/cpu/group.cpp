@@ -84,11 +84,11 @@ int Group::unresponsive() {
   return departed_ ? -1 : comm_.unresponsive();
 }
 
-GroupState Group::state(std::size_t most) {
+GroupState Group::state(std::size_t most, bool only_own) {
   if (forked() || closed_) check_usable();
   const std::lock_guard lock(departing_mutex_);
   if (departed_) throw GroupUnusable("group is closed");
-  return comm_.state(most);
+  return comm_.state(most, only_own);
 }
 
 Group::Statistics Group::statistics() {

@@ -130,8 +130,9 @@ class Group {
   // Has the next operation raise the group's failure, although it has been raised.
   void raise_again() { *told_ = false; }
 
-  // What this node's ranks do, and their last operations. From any thread, until close().
-  GroupState state(std::size_t most);
+  // What this node's ranks do, or only this one, and their last operations. From any thread, until
+  // close().
+  GroupState state(std::size_t most, bool only_own = false);
   // What this rank's operations have taken, and for each rank of this node the time between waits for
   // operations, and in them. Times are ticks. From any thread, until close().
   struct Statistics {

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch's stubs lack it
 
-from pycomm._runtime.listener import Connection, Listener
+from pycomm._runtime.listener import Connection, Listener, limit_receives
 from pycomm._runtime.waiting import Deadline
 from pycomm.errors import Aborted, GroupUnusable, Timeout
 
@@ -111,6 +111,7 @@ class Agreement:
         if self._store is None:
             self._store = self._reach(*answer["store"])
         self._listener.decisions, self._listener.outcome = answer["decided"]
+        self._listener.members = answer["members"]
         return self._store, answer["members"], json.loads(self._store.get("everyone"))
 
     def _reach(self, host: str, port: int) -> Store:
@@ -120,6 +121,7 @@ class Agreement:
             try:
                 store = TCPStore(host, port, None, False, _TRIES_FOR)
                 store.set_timeout(timedelta(seconds=self._patience))
+                limit_receives((host, port), self._patience)
                 return store
             except RuntimeError:
                 self._check_open()
@@ -234,12 +236,11 @@ class Agreement:
         listener.accept()
         strangers, listener.strangers = listener.strangers, []
         for connection in strangers:
-            rank = _introduction(connection.said, listener.token, self._ranks)
+            rank = listener.rank_of(connection)
             if rank is None or rank == self._rank:
                 listener.strangers.append(connection)
-            elif rank in self._left_out:
-                connection.say({"unusable": "group has shrunk without this rank"})
-                connection.close()
+            elif rank in self._left_out or rank not in self._ranks:
+                connection.turn_away()
             else:
                 if rank in waiting:
                     waiting[rank].close()
@@ -313,15 +314,8 @@ class Agreement:
         return other
 
 
-def _introduction(said: Any, token: str, ranks: Sequence[int]) -> int | None:
-    """The rank that has said this; None if it is not what a rank says."""
-    if not isinstance(said, dict) or said.get("token") != token or said.get("rank") not in ranks:
-        return None
-    return int(said["rank"])
-
-
 def _overdue(missing: Sequence[int], ranks: Sequence[int]) -> dict[str, Any]:
-    """What is told if ranks do not come."""
+    """The answer if ranks do not come."""
     who = " and ".join(f"rank {ranks.index(rank)}" for rank in missing)
     return {
         "timeout": f"shrinking: {who} did not take part before the timeout",

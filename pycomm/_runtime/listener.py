@@ -15,9 +15,12 @@ import os
 import secrets
 import select
 import socket
+import stat
+import struct
 import time
 import weakref
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -55,6 +58,7 @@ class Listener:
         self.waiting: dict[int, Connection] = {}  # ranks that have come, and wait for an answer
         self.decisions = 0  # how many of Group.should_commit() this rank knows,
         self.outcome = False  # and the last one
+        self.members: Sequence[int] = range(len(addresses))  # of the group that is left
         self.closed = False
         _listeners.add(self)
 
@@ -116,8 +120,17 @@ class Listener:
         error = other.connect_ex((host, port))
         return Connection(other, 0 if error == errno.EINPROGRESS else error)
 
+    def rank_of(self, connection: Connection) -> int | None:
+        """The rank that has introduced itself; None if it is not one."""
+        said, ranks = connection.said, range(len(self.addresses))
+        if not isinstance(said, dict) or said.get("token") != self.token:
+            return None
+        rank = said.get("rank")
+        return rank if type(rank) is int and rank in ranks else None
+
     def close(self) -> None:
-        """Says that this rank is gone."""
+        """Says that this rank is gone. Ranks that were left out before learn that instead."""
+        self._turn_away_others()
         self.close_sockets()
         self.waiting, self.strangers, self.store = {}, [], None
 
@@ -128,7 +141,17 @@ class Listener:
         for connection in (*self.waiting.values(), *self.strangers):
             connection.close()
 
-    __del__ = close_sockets  # of a group that was dropped
+    def __del__(self) -> None:  # of a group that was dropped
+        if not self.closed:
+            self._turn_away_others()
+            self.close_sockets()
+
+    def _turn_away_others(self) -> None:
+        self.accept()
+        for stranger in self.strangers:
+            rank = self.rank_of(stranger)
+            if rank is not None and rank not in self.members:
+                stranger.turn_away()
 
 
 class Connection:
@@ -197,6 +220,11 @@ class Connection:
                 except ValueError:
                     self.ended = True
 
+    def turn_away(self) -> None:
+        """Tells a rank that it is no member any more."""
+        self.say({"unusable": "group has shrunk without this rank"})
+        self.close()
+
     def close(self) -> None:
         """Ends it."""
         self._socket.close()
@@ -228,5 +256,27 @@ def local_address(descriptors: set[int]) -> str | None:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connected:
             connected.getpeername()
             if connected.family in (socket.AF_INET, socket.AF_INET6):
-                return str(connected.getsockname()[0]).removeprefix("::ffff:")
+                return _plain(connected.getsockname()[0])
     return None
+
+
+def limit_receives(address: tuple[str, int], seconds: float) -> None:
+    """Lets receives from an address fail after a time.
+
+    Some calls of torch's Store would wait for ever for an answer of a server that was stopped.
+    """
+    limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6) + 1)
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile, or not connected
+            descriptor = int(entry.name)
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(descriptor)) as other:
+                peer = other.getpeername()  # of an Internet socket a tuple, of others a string
+                if other.family != socket.AF_UNIX and (_plain(peer[0]), peer[1]) == address:
+                    other.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+
+
+def _plain(host: str) -> str:
+    """An address of IPv4 as such, although an IPv6 socket is connected to it."""
+    return host.removeprefix("::ffff:")

@@ -29,7 +29,7 @@ class Sampler:
     """
 
     def __init__(self, group: Member) -> None:
-        self._core, self._rank = group._core, group.rank
+        self._core = group._core
         self.operations: dict[int, Operation] = {}
         newest = self._last(1)
         self._first = newest[0]["sequence"] if newest else 1
@@ -79,8 +79,9 @@ class Sampler:
 
     def _last(self, most: int) -> list[Operation]:
         """This rank's last operations."""
-        ranks = self._core.state(min(most, _C.most_recorded))["ranks"]
-        return next((each["operations"] for each in ranks if each["rank"] == self._rank), [])
+        (own,) = self._core.state(min(most, _C.most_recorded), only_own=True)["ranks"]
+        operations: list[Operation] = own["operations"]
+        return operations
 
     def _number(self, operation: Operation) -> int:
         """The number from the first one on."""

@@ -56,6 +56,28 @@ def test_ranks_keep_their_order_and_their_numbers(victims):
         assert [world.groups[rank].ranks for rank in left] == [left] * len(left)
 
 
+def test_excluded_ranks_are_left_out_although_they_live():
+    out = threading.Event()
+
+    def body(group):
+        if group.rank == 1:
+            assert out.wait(60)
+            with pytest.raises(pycomm.PycommError):
+                total(group)
+            with pytest.raises(pycomm.GroupUnusable, match="without this rank"):
+                group.shrink()
+            return None
+        smaller = group.shrink(exclude=[1])
+        out.set()
+        return smaller.ranks, total(smaller)
+
+    with pycomm.LocalWorld(3) as world:
+        assert world.run(body) == [((0, 2), 2.0), None, ((0, 2), 2.0)]
+        for wrong in ([0], [2], [-1]):
+            with pytest.raises(ValueError, match="exclude must have other ranks of the 2"):
+                world.groups[0].shrink(exclude=wrong)
+
+
 def test_a_smaller_group_shrinks_in_turn():
     def body(group):
         while group.size > 1:

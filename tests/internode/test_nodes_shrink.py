@@ -195,6 +195,24 @@ def test_a_rank_that_lives_is_not_left_out():
     assert found == [(told, 1, (0, 1, 2)), (0, 1, 2), (told, 1, (0, 1, 2))]
 
 
+def leave_out(group):
+    """Ranks 0 and 2 go on without rank 1, which lives."""
+    meet(group)
+    if group.rank == 1:
+        fail(group)
+        with pytest.raises(pycomm.GroupUnusable, match="without this rank"):
+            group.shrink()
+        return None
+    group.abort()
+    with group.shrink(exclude=[1]) as smaller:
+        time.sleep(1)
+        return smaller.ranks
+
+
+def test_excluded_ranks_are_left_out_although_they_live():
+    assert spanning.run([1, 1, 1], leave_out, timeout=20) == [(0, 2), None, (0, 2)]
+
+
 def be_stopped(group, folder):
     Path(f"{folder}/{group.rank}").touch()
     error = fail(group)
@@ -283,6 +301,34 @@ def test_a_rank_that_misses_the_end_of_a_shrink_is_not_lost(nodes):
     with spanning.ranks(nodes, miss_the_end, timeout=20) as ranks:
         found = [outcome.value for outcome in ranks.wait_for([1, 2])]
     assert found == [((1, 2), True)] * 2
+
+
+def stop_in_the_middle(group, folder):
+    """The coordinator is stopped when the smaller group is all but complete."""
+    meet(group)
+    if group.rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if group.rank == 0:
+        await_all = rendezvous._await_all
+
+        def stop(*given):
+            Path(f"{folder}/stopped").touch()
+            os.kill(os.getpid(), signal.SIGSTOP)
+            await_all(*given)
+
+        rendezvous._await_all = stop
+    fail(group)
+    began = time.monotonic()
+    try:
+        return group.shrink(3).ranks
+    except pycomm.Timeout:
+        return "Timeout", time.monotonic() - began < 30
+
+
+def test_a_coordinator_that_is_stopped_does_not_hold_the_others_for_ever(tmp_path):
+    with spanning.ranks([1, 1, 1, 1], stop_in_the_middle, str(tmp_path), timeout=20) as ranks:
+        found = [outcome.value for outcome in ranks.wait_for([1, 2], 90)]
+    assert found == [("Timeout", True)] * 2
 
 
 def reduce_preserved(group, waits):

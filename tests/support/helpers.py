@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import json
 import multiprocessing
 import os
 import pickle
@@ -210,3 +211,11 @@ def whole_way() -> Callable[..., Any]:
     objects = (found for found in gc.get_objects() if type(found) is types.FunctionType)
     module, name = "pycomm.collectives", "all_reduce"
     return next(f for f in objects if (f.__module__, f.__qualname__) == (module, name))
+
+
+def publish(summary: dict[str, Any], path: Path | None) -> None:
+    """Prints a summary as JSON, and writes it to a file if there is one."""
+    text = json.dumps(summary, indent=2)
+    print(text)
+    if path:
+        path.write_text(text + "\n")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import random
 import signal
 import time
@@ -173,7 +172,8 @@ def main() -> None:
             seen["adopted"] += any(v & ~left for v in values if v.bit_count() > 1)
             seen["not recoverable"] += not values
         seed += 1
-    print(json.dumps({"kills": kills, "worlds": seed - options.seed, **seen, "wrong": wrong}))
+    summary = {"kills": kills, "worlds": seed - options.seed, **seen, "wrong": wrong}
+    helpers.publish(summary, None)
 
 
 if __name__ == "__main__":

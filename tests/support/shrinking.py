@@ -9,7 +9,6 @@ into the recovery from it.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import signal
 import statistics
@@ -208,10 +207,7 @@ def main() -> None:
         "kill_to_next_result_ms": {"median": statistics.median(recoveries), "max": max(recoveries)},
         "complaints": wrong,
     }
-    text = json.dumps(summary, indent=2)
-    print(text)
-    if options.json:
-        options.json.write_text(text + "\n")
+    helpers.publish(summary, options.json)
 
 
 if __name__ == "__main__":

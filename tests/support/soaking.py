@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import random
 import signal
@@ -169,10 +168,7 @@ def main() -> None:
         "held_at_last": seen["held"][-1],
         "growth": growth(seen["held"]),
     }
-    text = json.dumps(summary, indent=2)
-    print(text)
-    if options.json:
-        options.json.write_text(text + "\n")
+    helpers.publish(summary, options.json)
 
 
 if __name__ == "__main__":
