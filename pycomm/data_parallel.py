@@ -30,7 +30,7 @@ from pycomm._training.local_sgd import LocalSGDState
 from pycomm._training.parameters import Exclude
 from pycomm._training.prefixes import without_prefix
 from pycomm._training.shard_options import Sharding, check_sharding
-from pycomm._training.step_guard import differ
+from pycomm._training.step_guard import STEPPED_BY_SOME, differ
 from pycomm._training.weighing import Weighing, check_weight
 from pycomm.collectives import all_reduce
 from pycomm.compression import Compression
@@ -301,10 +301,7 @@ class DataParallel(nn.Module):
         if state.gradient_group is None:
             return  # ranks have parameters of their own
         if differ((p.detach().contiguous().view(-1) for p in self.module.parameters()), group):
-            raise RuntimeError(
-                "the ranks' parameters differ: only some of them took a step before the group "
-                "failed; ask should_commit() before every step, or load a checkpoint"
-            )
+            raise RuntimeError(STEPPED_BY_SOME)
 
     def _surviving_state(self) -> CommState | LocalSGDState:
         """The state, if no rank has a part of it that the others need."""

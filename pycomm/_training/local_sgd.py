@@ -19,6 +19,7 @@ from pycomm._training.outer import Outer, Rule
 from pycomm._training.parameters import Exclude, Parameters, check_exchangeable
 from pycomm._training.reports import Report, compare
 from pycomm._training.residuals import FORMAT
+from pycomm._training.step_guard import STEPPED_BY_SOME
 from pycomm.collectives import all_reduce
 from pycomm.compression import Compression, check_whole
 from pycomm.group import Group
@@ -449,10 +450,7 @@ class LocalSGDState(HookState):
         all_reduce(counts, "max", group=self.group)
         self.steps, self._pending, most, least = counts.tolist()
         if most != -least:
-            raise RuntimeError(
-                "the ranks' parameters differ: only some of them took a step before the group "
-                "failed; ask should_commit() before every step, or load a checkpoint"
-            )
+            raise RuntimeError(STEPPED_BY_SOME)
 
     def _note_backward(self, parameters: Sequence[torch.Tensor]) -> CommState | None:
         if not self._had_backward:

@@ -190,6 +190,10 @@ class Outer:
             piece.anchor(self._optimizer, self.rule)
         self._checked = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickling and copying: without working memory."""
+        return {**vars(self), "_buffers": {}}
+
     def doubt(self) -> None:
         """Makes ranks compare fingerprints once more."""
         self._checked = False

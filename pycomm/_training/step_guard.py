@@ -105,6 +105,12 @@ class StepGuard:
             )
 
 
+STEPPED_BY_SOME = (
+    "the ranks' parameters differ: only some of them took a step before the group failed; ask "
+    "should_commit() before every step, or load a checkpoint"
+)
+
+
 def differ(buffers: Iterable[torch.Tensor], group: Group) -> bool:
     """True if these elements are not the same on all ranks of a group; all must call this."""
     crc = 0
