@@ -122,6 +122,14 @@ def extension():  # type: ignore[no-untyped-def]
     )
 
 
+class BuildObjects(BuildExtension):
+    """Keeps the objects, so that the next build compiles only what has changed."""
+
+    def finalize_options(self) -> None:  # noqa: D102
+        super().finalize_options()
+        self.build_temp = str(ROOT / "build" / "objects")
+
+
 class BuildPackage(build_py):
     """Adds the backend's sources to a wheel, to be compiled where there is another torch."""
 
@@ -135,5 +143,5 @@ class BuildPackage(build_py):
 
 setup(
     ext_modules=[extension(), backend()],
-    cmdclass={"build_ext": BuildExtension, "build_py": BuildPackage},
+    cmdclass={"build_ext": BuildObjects, "build_py": BuildPackage},
 )
