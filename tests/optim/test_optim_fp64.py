@@ -1,6 +1,6 @@
 """Beside fp64: single steps over all magnitudes, and 1,000 steps of every form there is.
 
-Every step is judged by itself, from what was stored before it, so that errors cannot hide in drift.
+Steps are judged one by one, from what was stored before them, so that errors cannot hide in drift.
 """
 
 import itertools
@@ -291,7 +291,10 @@ class Stack:
 
 @pytest.mark.parametrize(("rule", "options"), RULES, ids=str)
 def test_thousand_steps(rule, options, monkeypatch):
-    """Every step of every form, from the stored values, is right up to rounding when stored."""
+    """Steps of every form, from the stored values, are right up to rounding when stored.
+
+    The first 100 steps are judged, and every tenth later one.
+    """
     monkeypatch.setattr(_storage, "SMALL", 1)
     stack = Stack(rule, options)
     settings = {**DEFAULTS[rule], **options}
@@ -301,13 +304,16 @@ def test_thousand_steps(rule, options, monkeypatch):
     states = [torch.zeros_like(p) for _ in names]
     columns = []
     for t in range(1, STEPS + 1):
+        judged = t <= 100 or t % 10 == 0
+        if judged and columns:
+            p, *states = [column.decode() for column in columns]
         grads = stack.draw(t)
         optimizer.step()
         columns = columns or stack.columns(optimizer, names)
-        expected = textbook.step(rule, settings, t, p, grads, states)
-        p, *states = got = [column.decode() for column in columns]
-        for column, one, near in zip(columns, got, expected, strict=True):
-            column.check(one, near)
+        if judged:
+            expected = textbook.step(rule, settings, t, p, grads, states)
+            for column, near in zip(columns, expected, strict=True):
+                column.check(column.decode(), near)
     for form, param in zip(stack.forms, stack.params, strict=True):
         state = optimizer.state[param]
         assert state["step"] == STEPS

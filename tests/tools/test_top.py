@@ -1,5 +1,7 @@
 """``python -m pycomm.top`` sees ranks from outside, also those that hang."""
 
+import contextlib
+import io
 import json
 import mmap
 import os
@@ -31,9 +33,16 @@ def hang(rank, size, store):
         pycomm.broadcast(torch.ones(77), group=other)
 
 
-def look(*options):
-    done = subprocess.run([*TOP, *options], capture_output=True, text=True, timeout=60, check=True)
-    return json.loads(done.stdout)
+def print_as_json(_rank, _size, _store, pid):
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        top.main([str(pid), "--json"])
+    return said.getvalue()
+
+
+def look(pid):
+    """What the program prints, in another process that has imported torch already."""
+    return json.loads(helpers.run_ranks(1, print_as_json, pid)[0])
 
 
 def gone(pid):
@@ -45,7 +54,7 @@ def gone(pid):
 
 
 def both_wait(pid):
-    groups = look(str(pid), "--json")["groups"]
+    groups = look(pid)["groups"]
     return any(group["late"] == [1] for group in groups) and groups
 
 
@@ -74,7 +83,7 @@ def test_the_dead_are_shown(hanging):
     hanging.signal(0, signal.SIGSTOP)  # so that it does not end with an error
     hanging.signal(1, signal.SIGKILL)
     helpers.wait_until(lambda: gone(hanging.pids[1]))  # but nobody has waited for it yet
-    groups = look(str(hanging.pids[0]), "--json")["groups"]
+    groups = look(hanging.pids[0])["groups"]
     assert all(group["ranks"][1]["gone"] for group in groups)
     assert not any(group["ranks"][0]["gone"] for group in groups)
 
@@ -110,7 +119,7 @@ def test_smaller_groups_are_seen():
     with helpers.Ranks(3, shrink_and_hang) as ranks:
 
         def seen():
-            groups = look(str(ranks.pids[0]), "--json")["groups"]
+            groups = look(ranks.pids[0])["groups"]
             return [group for group in groups if (group["size"], group["late"]) == (2, [1])]
 
         helpers.wait_until(seen, 60)
@@ -135,20 +144,18 @@ def test_mapped_files_have_any_name(tmp_path):
     path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
     path.write_bytes(bytes(4096))
     with path.open("rb") as file, mmap.mmap(file.fileno(), 4096, prot=mmap.PROT_READ):
-        assert look(str(os.getpid()), "--json")["groups"] == []
+        assert look(os.getpid())["groups"] == []
 
 
-def test_no_job():
+def test_no_job(capsys):
     """A process without a group has none; one that does not exist is refused."""
-    assert look(str(os.getpid()), "--json")["groups"] == []
+    assert look(os.getpid())["groups"] == []
     with subprocess.Popen(["true"]) as ended:
         ended.wait()
     for pid, words in ((ended.pid, "No such file"), ("x", "invalid int")):
-        refused = subprocess.run(
-            [*TOP, str(pid)], capture_output=True, text=True, timeout=60, check=False
-        )
-        assert refused.returncode == 2
-        assert words in refused.stderr
+        with pytest.raises(SystemExit, match="2"):
+            top.main([str(pid)])
+        assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("damage", ["layout", "ranks", "short"])
@@ -162,7 +169,7 @@ def test_files_that_are_no_windows_of_ours(damage):
     os.ftruncate(fd, 4096 if damage == "short" else 1 << 24)
     os.pwrite(fd, header + (1 << 22).to_bytes(8, "little") + (1 << 20).to_bytes(8, "little"), 0)
     with mmap.mmap(fd, 4096):
-        told = look(str(os.getpid()), "--json")
+        told = look(os.getpid())
     os.close(fd)
     strangers = [os.getpid()] if damage == "layout" else []
     assert told == {"groups": [], "other_versions": strangers}
@@ -200,12 +207,12 @@ def test_a_child_does_not_keep_a_dead_job_alive():
             ranks.signal(rank, signal.SIGKILL)
         helpers.wait_until(lambda: all(map(gone, ranks.pids)))
         assert top._mapped(forked)
-        assert look(str(forked), "--json")["groups"] == []
+        assert look(forked)["groups"] == []
         os.kill(forked, signal.SIGKILL)
 
 
 def both_joined(pid):
-    return any(len(group["ranks"]) == 2 for group in look(str(pid), "--json")["groups"])
+    return any(len(group["ranks"]) == 2 for group in look(pid)["groups"])
 
 
 def rank_at(number, pid, sequence, waits_for=None):
@@ -240,9 +247,8 @@ def test_rates(before, rate):
         ([], "the table needs a terminal"),
     ],
 )
-def test_refusals(options, words):
-    command = [*TOP, *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode != 0
-    assert words in done.stderr
-    assert "Traceback" not in done.stderr
+def test_refusals(options, words, capsys):
+    with pytest.raises(SystemExit) as refused:
+        top.main(options)
+    assert refused.value.code != 0
+    assert words in f"{refused.value} {capsys.readouterr().err}"
