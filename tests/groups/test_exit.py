@@ -41,9 +41,12 @@ def exit_during(operation, told):
 def main():
     """Forks a process for each operation; prints their exit statuses."""
     for told in (True, False):
+        pids = {}
         for name, operation in OPERATIONS.items():
-            if (pid := os.fork()) == 0:
+            pids[name] = os.fork()
+            if pids[name] == 0:
                 exit_during(operation, told)
+        for name, pid in pids.items():
             print(name, told, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 
 

@@ -271,7 +271,7 @@ def test_a_forked_child_is_not_taken_for_the_rank(tmp_path):
     folder = tmp_path / "lives"
     folder.mkdir()
     try:
-        with spanning.ranks([1, 1], die_with_a_child, str(folder), timeout=20) as ranks:
+        with spanning.ranks([1, 1], die_with_a_child, str(folder), timeout=8) as ranks:
             assert ranks.wait_for([1])[0].value == (1,)
     finally:
         folder.rmdir()

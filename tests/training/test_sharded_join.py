@@ -31,7 +31,7 @@ def joins(draw):
 
 
 @given(drawn=joins())
-@settings(max_examples=100)
+@settings(max_examples=50)
 def test_bits_are_those_without_shards(drawn):
     sharding.check_join(*drawn)
 

@@ -13,7 +13,7 @@ import pycomm
 
 
 @given(program=programs())
-@settings(max_examples=150)
+@settings(max_examples=75)
 def test_bits_are_those_without_shards(program):
     sharding.check(program)
 
