@@ -91,7 +91,7 @@ def test_a_stopped_rank_that_wakes_up(algorithm, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_many_stopped_ranks_that_wake_up(algorithm, tmp_path):
-    for seed in range(1, 26):
+    for seed in range(1, 11):
         values = run_with_a_sleeper(algorithm, seed, tmp_path / str(seed))
         assert {value[:2] for value in values} == {(pycomm.Timeout, 2)}
         assert all(untouched for *_, untouched in values), seed
