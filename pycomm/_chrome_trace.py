@@ -175,6 +175,8 @@ def _operations(part: Part, entered: dict[int, dict[int, float]], ahead: float) 
             "asynchronous": inside,
             "end is known": timed,
         }
+        if each["subject"]:
+            details["subject"] = each["subject"]
         if inside and run is not None:
             details["launched in"] = run.name
             end = min(end, run.end)

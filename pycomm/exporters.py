@@ -3,7 +3,7 @@
 .. code-block:: python
 
     stats = group.stats()
-    exporters.write_prometheus(stats, f"/var/lib/node_exporter/pycomm_{group.rank}.prom")
+    exporters.write_prometheus(stats, "/var/lib/node_exporter/pycomm_{rank}.prom")
     exporters.add_to_tensorboard(stats, writer, step)  # a SummaryWriter
     exporters.log_to_mlflow(stats, step)
     exporters.log(stats, logging.getLogger("train"))
@@ -14,8 +14,10 @@ Each rank exports its own numbers, in at most 261 series. :func:`samples_of` mak
 from __future__ import annotations
 
 import logging
+import math
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from typing import Any
 from pycomm.stats import OperationStats, Stats
 
 _MOST_ROWS = 32
+_RANK = "{rank}"  # in a file's name
 
 _HELP = {
     "operations_total": "operations that have succeeded",
@@ -63,7 +66,7 @@ class Sample:
 
 
 def samples_of(stats: Stats) -> Iterator[Sample]:
-    """The numbers of a rank's statistics.
+    """The numbers of a rank's statistics; times only of operations that were timed.
 
     Of more than 32 kinds and sizes of operations, those come that have taken the most time.
     """
@@ -80,7 +83,8 @@ def samples_of(stats: Stats) -> Iterator[Sample]:
             "contention_seconds": row.contention,
             "gb_per_second": row.gb_per_s,
         }.items():
-            yield Sample(name, value, {**rank, **kind})
+            if not math.isnan(value):
+                yield Sample(name, value, {**rank, **kind})
     if stats.rank in stats.ranks:
         times = stats.ranks[stats.rank]
         yield Sample("own_seconds_total", times.own, rank)
@@ -95,8 +99,15 @@ def samples_of(stats: Stats) -> Iterator[Sample]:
 def write_prometheus(stats: Stats, path: str | os.PathLike[str]) -> None:
     """Writes a file for the textfile collector of Prometheus' node exporter.
 
-    A reader sees the old file or the new one. The name must end in ``.prom``, and each rank needs a
-    file of its own. Let `stats` begin with the group, as Prometheus takes differences itself.
+    A reader sees the old file or the new one. Let `stats` begin with the group, as Prometheus takes
+    differences itself.
+
+    Args:
+        stats: from :meth:`pycomm.Group.stats`.
+        path: the file, whose name must end in ``.prom``. ``{rank}`` in the name stands for this
+            rank's number, so that each rank has its own file. Then this also removes such files of
+            ranks that the group does not have on this node: those of a larger group from which it
+            has shrunk, say, with their old numbers.
 
     Raises:
         OSError: the file cannot be written.
@@ -111,12 +122,25 @@ def write_prometheus(stats: Stats, path: str | os.PathLike[str]) -> None:
         kind = "counter" if name.endswith("_total") else "gauge"
         text += f"# HELP pycomm_{name} {_HELP[name]}\n# TYPE pycomm_{name} {kind}\n"
         text += "".join(lines)
-    temporary = Path(f"{os.fspath(path)}.{os.getpid()}")
+    pattern = Path(path)
+    file = pattern.with_name(pattern.name.replace(_RANK, str(stats.rank)))
+    temporary = Path(f"{file}.{os.getpid()}")
     try:
         temporary.write_text(text)
-        temporary.replace(path)
+        temporary.replace(file)
     finally:
         temporary.unlink(missing_ok=True)
+    if _RANK in pattern.name:
+        _remove_others(pattern, stats.ranks)
+
+
+def _remove_others(pattern: Path, ranks: Container[int]) -> None:
+    """Removes the files of ranks other than these."""
+    form = re.escape(pattern.name).replace(re.escape(_RANK), "([0-9]+)")
+    for file in pattern.parent.iterdir():
+        found = re.fullmatch(form, file.name)
+        if found is not None and int(found.group(1)) not in ranks:
+            file.unlink(missing_ok=True)
 
 
 def add_to_tensorboard(stats: Stats, writer: Any, step: int) -> None:
@@ -138,4 +162,4 @@ def log(stats: Stats, logger: logging.Logger, level: int = logging.INFO) -> None
 
 
 def _time(row: OperationStats) -> float:
-    return row.whole.mean * row.count
+    return row.whole.mean * row.count if row.whole.count else 0.0

@@ -12,6 +12,7 @@ from typing import Any
 
 _MOST_BYTES = 16_000  # of a report, for any number of ranks
 _MOST_LINES = 40
+_MOST_NODES = 8
 _MOMENT = 0.01  # seconds; shorter waits are the everyday ones of ranks that meet
 
 
@@ -28,6 +29,8 @@ class RecordedOperation:
         done: when it had succeeded on this rank; None while it runs, and if it has failed. The same
             as `entered` for most operations on less than 64 KiB that took but a moment; they are
             not timed.
+        subject: what it exchanges, such as the parameters of a bucket, ``"layers.3.weight ...
+            layers.5.bias (7 parameters)"``; an empty string if that is unknown.
     """
 
     sequence: int
@@ -36,6 +39,12 @@ class RecordedOperation:
     bytes: int
     entered: float
     done: float | None
+    subject: str = ""
+
+    def __str__(self) -> str:
+        """The operation in words."""
+        about = f" of {self.subject}" if self.subject else ""
+        return f"operation {self.sequence}, {self.description}{about}"
 
 
 @dataclass(frozen=True)
@@ -65,15 +74,44 @@ class RankReport:
             words.append("before its first operation")
         else:
             last = self.operations[-1]
-            where = f"operation {last.sequence}, {last.description}"
             # A rank may have gone on between the reading of the clock and that of its record.
             since = max(now - (last.entered if last.done is None else last.done), 0)
-            words.append(f"{'in' if last.done is None else 'after'} {where}, for {since:.1f} s")
+            words.append(f"{'in' if last.done is None else 'after'} {last}, for {since:.1f} s")
         if self.waits_for is not None:
             words.append(f"; waits for rank {self.waits_for}")
         if self.elsewhere:
             words.append(f"; {self.elsewhere}")
         return "".join(words)
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """What this rank knows of another node.
+
+    Attributes:
+        node: the index of the node in :attr:`pycomm.Group.nodes`.
+        ranks: its ranks.
+        peer: the rank there with which this one exchanges, or None if others of this node do.
+        awaited: True if this rank waits for that one.
+        lost: True if the connection has ended, and nothing was said before.
+        told: why the node stops, in words, if it has said so, or an empty string.
+    """
+
+    node: int
+    ranks: tuple[int, ...]
+    peer: int | None
+    awaited: bool
+    lost: bool
+    told: str
+
+    def __str__(self) -> str:
+        """What is known, in words."""
+        knows = "exchanges with none of them"
+        if self.peer is not None:
+            knows = f"{'waits for' if self.awaited else 'exchanges with'} rank {self.peer}"
+        lost = "; the connection is lost" if self.lost else ""
+        told = f"; it says: {self.told}" if self.told else ""
+        return f"node {self.node} ({_listed(self.ranks)}): this rank {knows}{lost}{told}"
 
 
 @dataclass(frozen=True)
@@ -89,12 +127,14 @@ class Report:
         failed: True if the group has failed or was aborted. Its ranks stay in the operation in
             which that happened.
         ranks: the ranks that have joined, in order.
+        nodes: what the rank that reports knows of other nodes.
     """
 
     time: float
     size: int
     failed: bool
     ranks: tuple[RankReport, ...]
+    nodes: tuple[NodeReport, ...] = ()
 
     @cached_property
     def late(self) -> tuple[int, ...]:
@@ -120,7 +160,8 @@ class Report:
         """The report as JSON, shorter than 20 KB.
 
         If it would be longer, it has fewer operations of each rank, and of many ranks those that
-        are waited for or furthest behind; `omitted` is the number of the others.
+        are waited for or furthest behind; `omitted` is the number of the others. Of many nodes, it
+        has those that are waited for, are lost or have said why they stop.
         """
         order = sorted(self.ranks, key=lambda rank: (rank.rank not in self.late, _progress(rank)))
         most = 8 * max(len(order), 1)  # operations
@@ -129,6 +170,7 @@ class Report:
             each = max(most // max(len(kept), 1), 1)
             ranks = [asdict(replace(rank, operations=rank.operations[-each:])) for rank in kept]
             told = {"time": self.time, "size": self.size, "failed": self.failed, "ranks": ranks}
+            told["nodes"] = [asdict(node) for node in self._nodes_by_news()[:most]]
             late, omitted = self.late[:most], len(order) - len(kept)
             text = json.dumps({**told, "late": late, "omitted": omitted})
             if len(text) < _MOST_BYTES or most == 1:
@@ -140,6 +182,9 @@ class Report:
         lines = ["the group has failed"] if self.failed else []
         if self.late:
             lines.append(f"waited for: {_listed(self.late)}")
+        lines += map(str, self._nodes_by_news()[:_MOST_NODES])
+        if len(self.nodes) > _MOST_NODES:
+            lines.append(f"and {len(self.nodes) - _MOST_NODES} more nodes")
         told = 0
         for ranks in self._alike()[:_MOST_LINES]:
             if sum(map(len, lines)) > _MOST_BYTES:
@@ -157,6 +202,10 @@ class Report:
             behind = f"{1e3 * seconds:,.3f} ms after the first one"
             lines.append(f"latest in the last operations: rank {latest}, {behind} in the median")
         return "\n".join(lines)
+
+    def _nodes_by_news(self) -> list[NodeReport]:
+        """The nodes of which something is known come first."""
+        return sorted(self.nodes, key=lambda node: not (node.awaited or node.lost or node.told))
 
     def _alike(self) -> list[list[RankReport]]:
         """Ranks that do the same; those furthest behind come first."""
@@ -176,7 +225,8 @@ class Report:
 def make_report(state: Mapping[str, Any]) -> Report:
     """The report of what the extension tells of a group."""
     ranks = [_make_rank(rank, state["time"], state["failed"]) for rank in state["ranks"]]
-    return Report(**{**state, "ranks": tuple(ranks)})
+    nodes = [NodeReport(**{**node, "ranks": tuple(node["ranks"])}) for node in state["nodes"]]
+    return Report(**{**state, "ranks": tuple(ranks), "nodes": tuple(nodes)})
 
 
 def _make_rank(state: Mapping[str, Any], now: float, failed: bool) -> RankReport:
@@ -197,7 +247,7 @@ def _progress(rank: RankReport) -> tuple[int, bool]:
 
 def _kind(rank: RankReport) -> tuple[bool, int, str, str]:
     """What ranks must share to share a line, besides how far they have come."""
-    what = rank.operations[-1].description if rank.operations else ""
+    what = str(rank.operations[-1]) if rank.operations else ""
     return rank.gone, -1 if rank.waits_for is None else rank.waits_for, rank.elsewhere, what
 
 

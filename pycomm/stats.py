@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -32,17 +33,17 @@ class Times:
 
     @property
     def mean(self) -> float:
-        """Their mean; 0 if there is none."""
-        return self.seconds / self.count if self.count else 0.0
+        """Their mean; NaN if there is none."""
+        return self.seconds / self.count if self.count else math.nan
 
     def quantile(self, share: float) -> float:
-        """The time that this share of the times does not exceed; 0 if there is none."""
+        """The time that this share of the times does not exceed; NaN if there is none."""
         left = share * self.count
         for bucket, count in sorted(self.buckets.items()):
             left -= count
             if left <= 0:
                 return self.middles[bucket]
-        return 0.0
+        return math.nan
 
     def since(self, earlier: Times) -> Times:
         """The times that have come after an earlier state."""
@@ -57,7 +58,8 @@ class OperationStats:
 
     The mean time of an operation is the sum of three parts. :attr:`late` is the wait for the last
     rank to come. The rest is the exchange. Its fastest tenth shows what it takes on this machine if
-    nothing disturbs it: :attr:`transfer`. The mean exchange takes longer by :attr:`contention`.
+    nothing disturbs it: :attr:`transfer`. The mean exchange takes longer by :attr:`contention`. All
+    times are NaN if no operation was timed, which may be so if there are few, on less than 64 KiB.
 
     Attributes:
         operation: the collective, such as ``"all_reduce"``.
@@ -91,12 +93,12 @@ class OperationStats:
     @property
     def late(self) -> float:
         """The mean wait for the last rank to come, in seconds per operation."""
-        return max(self.whole.mean - self.exchange.mean, 0.0)
+        return self._timed(max(self.whole.mean - self.exchange.mean, 0.0))
 
     @property
     def transfer(self) -> float:
         """What the fastest tenth of the exchanges take, in seconds."""
-        return min(self.exchange.quantile(_UNDISTURBED), self.exchange.mean)
+        return self._timed(min(self.exchange.quantile(_UNDISTURBED), self.exchange.mean))
 
     @property
     def contention(self) -> float:
@@ -109,9 +111,12 @@ class OperationStats:
 
     @property
     def gb_per_s(self) -> float:
-        """Bytes of the tensors per second of the exchange, in 1e9; 0 if no time is known."""
+        """Bytes of the tensors per second of the exchange, in 1e9; NaN if no time is known."""
         seconds = self.exchange.mean * self.count
-        return self.bytes / seconds / 1e9 if seconds else 0.0
+        return self.bytes / seconds / 1e9 if seconds else math.nan
+
+    def _timed(self, seconds: float) -> float:
+        return seconds if self.whole.count else math.nan
 
     def since(self, earlier: OperationStats | None) -> OperationStats:
         """Those that have come after an earlier state."""
@@ -204,11 +209,11 @@ class Stats:
         for row in self.operations[:_MOST_LINES]:
             name = row.operation if row.codec == "none" else f"{row.operation}, {row.codec}"
             times = (row.p50, row.p99, row.late, row.transfer, row.contention)
-            lines.append(
-                f"{name:<22}{row.size:>13,}{row.count:>11,}"
-                + "".join(f"{1e6 * seconds:>11,.1f}" for seconds in times)
-                + f"{row.gb_per_s:>8.2f}"
-            )
+            cells = "".join(f"{1e6 * seconds:>11,.1f}" for seconds in times)
+            if not row.whole.count:
+                cells = f"{'none was timed':>22}"
+            speed = "" if math.isnan(row.gb_per_s) else f"{row.gb_per_s:>8.2f}"
+            lines.append(f"{name:<22}{row.size:>13,}{row.count:>11,}{cells}{speed}")
         if len(self.operations) > _MOST_LINES:
             lines.append(f"and {len(self.operations) - _MOST_LINES} more")
         if len(self.skew) > 1:

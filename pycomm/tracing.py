@@ -39,7 +39,6 @@ class Trace:
 
     def __init__(self, path: str | os.PathLike[str], group: Group) -> None:
         self._path, self._group = os.fspath(path), group
-        self._watch = Watch()
         self._steps: list[float] = []
         self.lost = 0
 
@@ -55,14 +54,26 @@ class Trace:
         all_reduce(torch.zeros(_TIMED), group=group, tag="pycomm.trace")
         node = next(index for index, ranks in enumerate(group.nodes) if group.rank in ranks)
         begin = time.monotonic()
+        self._steps, self.lost = [], 0
         self._part = Part(
             group.rank, group.size, os.getpid(), node, time.time() - begin, begin, steps=self._steps
         )
-        self._sampler = Sampler(group)
-        self._short_way, group._short_way = group._short_way, None  # which makes no ranges
-        watches[group] = self._watch
-        self._steps.append(time.monotonic())
+        self._watch, self._sampler, self._short_way = Watch(), Sampler(group), group._short_way
+        try:
+            self._sampler.start()
+            group._short_way = None  # it makes no ranges
+            watches[group] = self._watch
+            self._steps.append(time.monotonic())
+        except BaseException:  # interrupted
+            self._stop()
+            raise
         return self
+
+    def _stop(self) -> None:
+        """Ends what the block has begun."""
+        watches.pop(self._group, None)
+        self._group._short_way = self._short_way
+        self._sampler.stop()
 
     def __exit__(
         self,
@@ -70,9 +81,7 @@ class Trace:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        del watches[self._group]
-        self._group._short_way = self._short_way
-        self._sampler.stop()
+        self._stop()
         self._finish_part()
         parts = [self._part]
         try:

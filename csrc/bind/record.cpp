@@ -22,7 +22,19 @@ py::dict to_python(const Recorded& recorded) {
   made["description"] = describe(operation);
   made["bytes"] = operation.count * size_of(operation.dtype);
   made["entered"] = recorded.entered;
+  made["subject"] = recorded.subject;
   made["done"] = recorded.done == 0 ? py::object(py::none()) : py::float_(recorded.done);
+  return made;
+}
+
+py::dict to_python(const NodeState& node) {
+  py::dict made;
+  made["node"] = node.node;
+  made["ranks"] = node.ranks;
+  made["peer"] = node.peer < 0 ? py::object(py::none()) : py::int_(node.peer);
+  made["awaited"] = node.awaited;
+  made["lost"] = node.lost;
+  made["told"] = node.told;
   return made;
 }
 
@@ -42,11 +54,14 @@ py::dict to_python(const GroupState& group) {
     rank["operations"] = operations;
     ranks.append(rank);
   }
+  py::list nodes;
+  for (const NodeState& node : group.nodes) nodes.append(to_python(node));
   py::dict made;
   made["time"] = group.time;
   made["size"] = group.size;
   made["failed"] = group.failed;
   made["ranks"] = ranks;
+  made["nodes"] = nodes;
   return made;
 }
 
@@ -100,6 +115,7 @@ void bind_record(py::module_& m, GroupClass& group) {
         return to_python(state);
       },
       py::arg("most"), py::arg("only_own") = false);
+  group.def_property("subject", &cpu::Group::subject, &cpu::Group::set_subject);
   group.def("statistics", [](cpu::Group& group) {
     const auto statistics = [&] {
       const WithoutGil no_gil;

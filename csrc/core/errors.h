@@ -34,6 +34,10 @@ class CollectiveError : public std::runtime_error {
     error.completed = completed;
     return error;
   }
+  // The same error, with what this rank's operation was about; `subject` may be empty.
+  CollectiveError about(const std::string& subject) const {
+    return subject.empty() ? *this : saying("; this rank exchanged " + subject);
+  }
   // The same error, with its cause.
   CollectiveError because(const std::string& cause) const { return saying(": " + cause); }
 

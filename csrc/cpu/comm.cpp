@@ -66,7 +66,7 @@ void Comm::begin(const Operation& operation, const void* input, void* output, vo
                  Preflight preflight) {
   ordinal_.store(next_sequence(ordinal()), std::memory_order_relaxed);
   called_ = operation;
-  waited_ = waited_long_ = false;
+  waited_long_ = false;
   moments_.arrived = kNotDone;
   if (spans() || size_ == 1) record_entry();  // nobody waits for this rank
   interrupt_ = interrupt;
@@ -191,12 +191,11 @@ void Comm::finish() {
   stream_fence();  // the caller may tell another thread of its output
   mine().completed.store(ordinal(), std::memory_order_release);
   note_arrival();
-  moments_.done = is_timed() ? ticks() : kUntimed;
+  const std::int64_t bytes = called_bytes(), weight = this->weight(bytes);
+  moments_.done = weight != 0 ? ticks() : kUntimed;
   record().end(moments_.done);
   if (called_.device != Device::cpu) return;  // the host has only agreed on it
-  const bool one_of_many = called_bytes() < kTimedFrom && !waited_long_;
-  const std::int64_t weight = moments_.done == kUntimed ? 0 : one_of_many ? kSampledOneIn : 1;
-  counters_.add(called_, called_bytes(), weight, moments_);
+  counters_.add(called_, bytes, weight, moments_);
 }
 
 // Threads may be blocked at the same time; then it counts once.
@@ -304,7 +303,6 @@ void Comm::take_packets(int r) {
 template <class Word>
 void Comm::wait_for(const std::atomic<Word>& word, std::uint32_t target, int r, int channel) {
   if (has_come(word, target)) return;
-  waited_ = true;
   for (int i = 0; i < spins_; ++i) {
     pause_core();
     if (has_come(word, target)) return;

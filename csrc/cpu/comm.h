@@ -57,6 +57,10 @@ class Comm {
             ? std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds))
             : timeout_;
   }
+  // Sets what the next operations are about: the number of one of this rank's subjects, or 0.
+  void set_subject(std::uint32_t number) { subject_ = number; }
+  // The text of one of this rank's subjects; may be empty. From any thread.
+  std::string subject(std::uint32_t number) const;
   // Begins another phase of the operation, to be followed by another algorithm's call.
   void begin_phase(const Operation& operation, const void* input, void* output,
                    Preflight preflight = {});
@@ -87,8 +91,12 @@ class Comm {
   // The last operation known to have succeeded on every rank.
   std::uint32_t completed() const;
   // Says that the ranks are those of one node among several, of which the first `stripes` carry
-  // stripes. Another node may then be one operation behind.
-  void span(int stripes) { stripes_ = stripes; }
+  // stripes. Another node may then be one operation behind. `other_nodes` tells what this rank
+  // knows of them, from any thread.
+  void span(int stripes, std::function<std::vector<NodeState>()> other_nodes) {
+    stripes_ = stripes;
+    other_nodes_ = std::move(other_nodes);
+  }
 
   int rank() const { return rank_; }
   int size() const { return size_; }
@@ -216,11 +224,7 @@ class Comm {
   // The error that an abort word stands for, in this operation.
   CollectiveError failure_of(std::uint64_t word) const;
   // The same error, with what is known of all ranks.
-  CollectiveError with_report(const CollectiveError& error) const {
-    CollectiveError known = error.knowing(completed());
-    known.group = report();
-    return known;
-  }
+  CollectiveError with_report(const CollectiveError& error) const;
   // Throws if the group has been aborted.
   void check_aborted() const {
     if (const std::uint64_t word = aborted()) throw failure_of(word);
@@ -312,16 +316,18 @@ class Comm {
   void record_entry() {
     if (recorded_ == ordinal()) return;
     recorded_ = ordinal();
-    moments_.entered = record().enter(called_, recorded_);
+    moments_.entered = record().enter(called_, recorded_, subject_);
   }
   std::int64_t called_bytes() const { return called_.count * size_of(called_.dtype); }
-  bool is_timed() const {
-    return called_bytes() >= kTimedFrom || waited_long_ || is_sampled(ordinal());
+  // For how many operations the times of this one count; 0: it is not timed.
+  std::int64_t weight(std::int64_t bytes) const {
+    if (bytes >= kTimedFrom || waited_long_) return 1;
+    return is_sampled(ordinal()) ? kSampledOneIn : 0;
   }
   // All ranks have come to the operation.
   void note_arrival() {
     if (moments_.arrived == kNotDone) {
-      moments_.arrived = waited_ && is_timed() ? ticks() : moments_.entered;
+      moments_.arrived = waited_long_ ? ticks() : moments_.entered;
     }
   }
   // In the announcement that operations of this parity use.
@@ -407,12 +413,14 @@ class Comm {
   std::uint32_t sequence_;
   std::atomic<std::uint32_t> ordinal_;  // written by one thread at a time
   const std::uint32_t first_epoch_;
-  std::uint32_t recorded_;                     // the last operation that has a record
-  bool waited_ = false, waited_long_ = false;  // in this operation
+  std::uint32_t recorded_;    // the last operation that has a record
+  bool waited_long_ = false;  // in this operation: for more than about a microsecond
   Counters::Moments moments_{};
   Counters counters_;
   std::int64_t blocked_until_ = 0;
+  std::uint32_t subject_ = 0;
   int stripes_ = 0;
+  std::function<std::vector<NodeState>()> other_nodes_;
   std::uint32_t signalled_[kChannels];
   std::uint32_t started_[kChannels];
 

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/layout.h"
 #include "core/operation.h"
 
 namespace pycomm::cpu {
@@ -53,7 +54,8 @@ class Counters {
   Counters(const Counters&) = delete;
   Counters& operator=(const Counters&) = delete;
 
-  // The ticks at which a rank came to an operation, at which all ranks had, and of its end.
+  // The ticks at which a rank came to an operation, at which all ranks had, and of its end. The
+  // first two are the same if the rank has not waited for others for long.
   struct Moments {
     std::int64_t entered, arrived, done;
   };
@@ -70,8 +72,12 @@ class Counters {
     increase(cell->count, 1);
     increase(cell->bytes, bytes);
     if (weight == 0) return;
-    cell->whole.add(moments.done - moments.entered, weight);
-    cell->exchange.add(moments.done - moments.arrived, weight);
+    if (moments.arrived == moments.entered) {
+      cell->unwaited.add(moments.done - moments.entered, weight);
+    } else {
+      cell->whole.add(moments.done - moments.entered, weight);
+      cell->exchange.add(moments.done - moments.arrived, weight);
+    }
   }
 
   std::vector<CountedOperations> read() const {
@@ -85,7 +91,7 @@ class Counters {
                      width == 0 ? 0 : std::int64_t{1} << (width - 1),
                      static_cast<std::uint64_t>(cell->count.load(std::memory_order_relaxed)),
                      static_cast<std::uint64_t>(cell->bytes.load(std::memory_order_relaxed)),
-                     cell->whole.read(), cell->exchange.read()});
+                     read(cell->unwaited, cell->whole), read(cell->unwaited, cell->exchange)});
     }
     return all;
   }
@@ -104,19 +110,24 @@ class Counters {
       increase(ticks, time * weight);
       increase(buckets[bucket_of(time)], weight);
     }
-    Times read() const {
-      Times times{ticks.load(std::memory_order_relaxed), {}};
-      for (int i = 0; i < kBuckets; ++i) {
-        const std::int64_t n = buckets[i].load(std::memory_order_relaxed);
-        if (n > 0) times.buckets.emplace_back(i, n);
-      }
-      return times;
-    }
   };
-  struct Cell {
+  // What an operation without a long wait changes lies in one cache line, but for a bucket.
+  struct alignas(kLine) Cell {
     Counter count{0}, bytes{0};
-    Distribution whole, exchange;
+    Distribution unwaited;         // of operations without a long wait, whose two times are one
+    Distribution whole, exchange;  // of the others
   };
+  static Times read(const Distribution& a, const Distribution& b) {
+    const auto sum = [](const Counter& x, const Counter& y) {
+      return x.load(std::memory_order_relaxed) + y.load(std::memory_order_relaxed);
+    };
+    Times times{sum(a.ticks, b.ticks), {}};
+    for (int i = 0; i < kBuckets; ++i) {
+      const std::int64_t n = sum(a.buckets[i], b.buckets[i]);
+      if (n > 0) times.buckets.emplace_back(i, n);
+    }
+    return times;
+  }
 
   static constexpr std::size_t kCodecs = kCountOf<CodecKind>, kSizes = 56;
   static std::size_t index_of(const Operation& operation, std::int64_t bytes) {

@@ -119,10 +119,12 @@ std::string Comm::disagreement(std::uint64_t word) const {
 
 GroupState Comm::state(std::size_t most, bool only_own) const {
   const TickScale scale = TickScale::now();
-  GroupState group{scale.time(), size_, aborted() != 0, {}};
+  GroupState group{scale.time(), size_, aborted() != 0, {}, {}};
+  if (other_nodes_ && !only_own) group.nodes = other_nodes_();
   for (int r = 0; r < size_; ++r) {
     if (only_own && r != rank_) continue;
-    RankState rank = state_of(window_->control(r), window_->records(r), size_, most, scale);
+    RankState rank = state_of(window_->control(r), window_->records(r), window_->subjects(r), size_,
+                              most, scale);
     rank.rank = number(r);
     rank.pid = pid(r);
     rank.gone = rank.gone || ended(r);
@@ -131,6 +133,16 @@ GroupState Comm::state(std::size_t most, bool only_own) const {
     group.ranks.push_back(std::move(rank));
   }
   return group;
+}
+
+std::string Comm::subject(std::uint32_t number) const {
+  return subject_of(mine(), window_->subjects(rank_), number);
+}
+
+CollectiveError Comm::with_report(const CollectiveError& error) const {
+  CollectiveError known = error.about(subject(subject_)).knowing(completed());
+  known.group = report();
+  return known;
 }
 
 std::shared_ptr<const GroupState> Comm::report() const {

@@ -2,6 +2,7 @@
 
 #include <cstring>
 #include <optional>
+#include <system_error>
 
 #include "core/algorithms/run.h"
 #include "core/algorithms/select.h"
@@ -11,6 +12,16 @@
 #include "cpu/waiting.h"
 
 namespace pycomm::cpu {
+namespace {
+
+// What the operations that a thread calls are about.
+struct Calling {
+  const Group* group = nullptr;
+  std::uint32_t subject = 0;
+};
+thread_local Calling calling;
+
+}  // namespace
 
 Group::Group(std::shared_ptr<Window> window, std::shared_ptr<const Liveness> peers, int rank,
              int size, int cores, Clock::duration timeout, std::uint32_t first_epoch)
@@ -23,7 +34,7 @@ Group::Group(std::shared_ptr<Window> window, std::shared_ptr<const Liveness> pee
 
 void Group::span(Nodes nodes, std::shared_ptr<Transport> transport, Clock::duration timeout) {
   size_ = nodes.world();
-  comm_.span(nodes.stripes());
+  comm_.span(nodes.stripes(), [this] { return internode_->other_nodes(); });
   internode_ =
       std::make_unique<InternodeGroup>(comm_, std::move(nodes), std::move(transport), timeout);
 }
@@ -105,6 +116,34 @@ Group::Statistics Group::statistics() {
   return all;
 }
 
+void Group::set_subject(const std::string& text) {
+  calling = {};
+  if (text.empty() || forked()) return;
+  const std::lock_guard lock(departing_mutex_);
+  if (departed_) return;
+  std::uint32_t& number = subjects_[text];
+  if (number == 0 || last_subject_ - number >= kSubjects) {
+    try {
+      number = window_->add_subject(comm_.rank(), text);
+    } catch (const std::system_error&) {  // no memory: the operation matters more
+      return;
+    }
+    last_subject_ = number;
+  }
+  calling = {this, number};
+  has_subjects_.store(true, std::memory_order_relaxed);
+}
+
+std::string Group::subject() {
+  const std::lock_guard lock(departing_mutex_);
+  return departed_ ? std::string() : comm_.subject(subject_number());
+}
+
+std::uint32_t Group::subject_number() const {
+  if (!has_subjects_.load(std::memory_order_relaxed)) return 0;  // nearly all groups
+  return calling.group == this ? calling.subject : 0;
+}
+
 void Group::end_waits_of(std::span<const std::shared_ptr<Group>> others) {
   if (!idle() || closed_) return;  // its own work may follow; all ranks see one that has left
   std::vector<Group*> beyond;
@@ -131,12 +170,12 @@ void Group::check_usable() {
 
 bool Group::run(const Call& call, void (*interrupt)()) {
   check_fits(call);
-  return run_in_order({.calls = {&call, 1}}, interrupt);
+  return run_in_order({.calls = {&call, 1}, .subject = subject_number()}, interrupt);
 }
 
 void Group::agree(const Operation& operation, void (*interrupt)()) {
   const Call call{operation};
-  run_in_order({.calls = {&call, 1}, .agree_only = true}, interrupt);
+  run_in_order({.calls = {&call, 1}, .agree_only = true, .subject = subject_number()}, interrupt);
 }
 
 bool Group::should_commit(bool ready, void (*interrupt)()) {
@@ -154,7 +193,10 @@ bool Group::should_commit(bool ready, void (*interrupt)()) {
 std::shared_ptr<Work> Group::submit(std::vector<Call> calls, Completion completion) {
   check_usable();
   for (const Call& call : calls) check_fits(call);
-  return enqueue({.calls = calls, .owned = std::move(calls), .completion = completion});
+  return enqueue({.calls = calls,
+                  .owned = std::move(calls),
+                  .completion = completion,
+                  .subject = subject_number()});
 }
 
 // Runs a task on this thread, unless submitted work is still pending.
@@ -226,6 +268,7 @@ void Group::serve() {
 
 bool Group::execute(const Task& task, void (*interrupt)(), std::int64_t* moved) {
   bool nonfinite = false;
+  comm_.set_subject(task.subject);
   for (const Call& call : task.calls) snapshot_residuals(call, size_);
   try {
     for (const Call& call : task.calls) {

@@ -8,7 +8,9 @@
 #include <memory>
 #include <mutex>
 #include <span>
+#include <string>
 #include <thread>
+#include <unordered_map>
 #include <vector>
 
 #include "core/call.h"
@@ -92,6 +94,10 @@ class Group {
   // True if this process is a fork of the one that created the group.
   bool forked() const;
 
+  // Sets what the operations that this thread calls next are about, in words, for records and
+  // errors; empty for nothing.
+  void set_subject(const std::string& text);
+  std::string subject();
   // Frees the buffers that operations leave to the next ones, once this rank runs no operation.
   // Until then, `interrupt` is called from time to time; it may throw.
   void trim(void (*interrupt)());
@@ -181,6 +187,7 @@ class Group {
     std::shared_ptr<Work> work = nullptr;
     Completion completion = {};
     std::int64_t enqueued = 0;  // tick
+    std::uint32_t subject = 0;
   };
 
   bool collectives_idle();
@@ -189,6 +196,7 @@ class Group {
   p2p::Engine& p2p();
   void close_p2p(void (*interrupt)());
   void depart();
+  std::uint32_t subject_number() const;
   std::string refusal(const Call& call) const;
   void check_fits(const Call& call) const;
   std::shared_ptr<Work> enqueue(Task task);
@@ -228,6 +236,9 @@ class Group {
   std::atomic<int> pending_{0};
   std::atomic<bool> closed_{false};
   std::mutex departing_mutex_;
+  std::unordered_map<std::string, std::uint32_t> subjects_;  // their numbers; by departing_mutex_
+  std::uint32_t last_subject_ = 0;
+  std::atomic<bool> has_subjects_{false};
   bool departed_ = false;  // this rank does not use the window any more
   std::atomic<bool> failed_{false};
   std::mutex failure_mutex_;

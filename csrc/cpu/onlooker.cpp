@@ -47,8 +47,13 @@ std::vector<RecordedTicks> last_entries(const Record* records, std::size_t most)
 
 }  // namespace
 
-RankState state_of(const Control& control, const Record* records, int ranks, std::size_t most,
-                   const TickScale& scale) {
+std::string subject_of(const Control& control, const Subject* subjects, std::uint32_t number) {
+  if (number == 0 || control.subjects.load(std::memory_order_acquire) == 0) return {};
+  return subjects[number % kSubjects].read(number);
+}
+
+RankState state_of(const Control& control, const Record* records, const Subject* subjects,
+                   int ranks, std::size_t most, const TickScale& scale) {
   RankState state;
   const std::uint64_t identity = control.identity.load(std::memory_order_acquire);
   state.rank = static_cast<int>(identity & 0xffffffffu);
@@ -65,7 +70,8 @@ RankState state_of(const Control& control, const Record* records, int ranks, std
     const double done = entry.done == kNotDone   ? 0
                         : entry.done == kUntimed ? entered
                                                  : scale.seconds(entry.done);
-    state.recorded.push_back({entry.operation, entry.number, entered, done});
+    state.recorded.push_back({entry.operation, entry.number, entered, done,
+                              subject_of(control, subjects, entry.subject)});
   }
   return state;
 }
@@ -81,10 +87,11 @@ GroupState Onlooker::state(std::size_t most) const {
   const auto control = [&](int r) -> const Control& {
     return *reinterpret_cast<const Control*>(slice(r));
   };
-  GroupState group{scale.time(), ranks, control(0).abort.load() != 0, {}};
+  GroupState group{scale.time(), ranks, control(0).abort.load() != 0, {}, {}};
   for (int r = 0; r < ranks; ++r) {
     if (control(r).identity.load(std::memory_order_acquire) == 0) continue;
-    RankState rank = state_of(control(r), records_of(slice(r), ranks), ranks, most, scale);
+    RankState rank = state_of(control(r), records_of(slice(r), ranks),
+                              subjects_of(slice(r), stride_of(header_)), ranks, most, scale);
     if (rank.waits_for >= 0) {
       const std::uint64_t awaited = control(rank.waits_for).identity.load();
       rank.waits_for = awaited == 0 ? -1 : static_cast<int>(awaited & 0xffffffffu);

@@ -10,10 +10,13 @@
 
 namespace pycomm::cpu {
 
-// What a rank's control page and records tell: at most `most` operations, and in `waits_for` the
+// The text of a rank's subject; empty if it has gone or there is none.
+std::string subject_of(const Control& control, const Subject* subjects, std::uint32_t number);
+
+// What a rank's control page, records and subjects tell: at most `most` operations, and in `waits_for` the
 // rank of this window that it waits for. `rank` and `pid` are those of identity_word().
-RankState state_of(const Control& control, const Record* records, int ranks, std::size_t most,
-                   const TickScale& scale);
+RankState state_of(const Control& control, const Record* records, const Subject* subjects,
+                   int ranks, std::size_t most, const TickScale& scale);
 
 class Onlooker {
  public:

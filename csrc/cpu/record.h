@@ -31,6 +31,7 @@ inline constexpr std::int64_t kNotDone = 0, kUntimed = 1;
 struct RecordedTicks {
   Operation operation;
   std::uint32_t number;
+  std::uint32_t subject;  // the number of a text (cpu/subject.h), or 0
   std::int64_t entered;
   std::int64_t done;  // kNotDone, kUntimed, or when the operation had succeeded
 };
@@ -39,12 +40,13 @@ class alignas(kLine) Record {
  public:
   // Returns the time. Every store is a release, so that a reader that sees one of them sees that the
   // number has gone.
-  std::int64_t enter(const Operation& operation, std::uint32_t number) {
+  std::int64_t enter(const Operation& operation, std::uint32_t number, std::uint32_t subject) {
     number_.store(0, std::memory_order_relaxed);
     const auto words = std::bit_cast<Words>(operation);
     for (std::size_t i = 0; i < words.size(); ++i) {
       operation_[i].store(words[i], std::memory_order_release);
     }
+    subject_.store(subject, std::memory_order_release);
     const std::int64_t now = ticks();
     entered_.store(now, std::memory_order_release);
     done_.store(kNotDone, std::memory_order_release);
@@ -61,9 +63,9 @@ class alignas(kLine) Record {
     for (std::size_t i = 0; i < words.size(); ++i) {
       words[i] = operation_[i].load(std::memory_order_acquire);
     }
-    const RecordedTicks entry{std::bit_cast<Operation>(words), number,
-                              entered_.load(std::memory_order_acquire),
-                              done_.load(std::memory_order_acquire)};
+    const RecordedTicks entry{
+        std::bit_cast<Operation>(words), number, subject_.load(std::memory_order_acquire),
+        entered_.load(std::memory_order_acquire), done_.load(std::memory_order_acquire)};
     const bool whole = number != 0 && number_.load(std::memory_order_relaxed) == number;
     if (!whole || !is_valid(entry.operation)) return {};
     return entry;
@@ -74,7 +76,7 @@ class alignas(kLine) Record {
 
   std::atomic<std::uint64_t> operation_[std::tuple_size_v<Words>];
   std::atomic<std::int64_t> entered_, done_;
-  std::atomic<std::uint32_t> number_;
+  std::atomic<std::uint32_t> number_, subject_;
 };
 static_assert(sizeof(Record) == kLine);
 

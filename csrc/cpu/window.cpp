@@ -190,6 +190,17 @@ void Window::reserve_staging(int r, std::int64_t bytes) {
   staged_ = more;
 }
 
+std::uint32_t Window::add_subject(int r, std::string_view text) {
+  std::atomic<std::uint32_t>& last = control(r).subjects;
+  const std::uint32_t number = last.load(std::memory_order_relaxed) + 1;
+  if (number == 1 && in_heap()) {
+    reserve_in_file(file_->fd(), position_ + (r + 1) * stride_ - kSubjectBytes, kSubjectBytes);
+  }
+  subjects(r)[number % kSubjects].write(number, text);
+  last.store(number, std::memory_order_release);
+  return number;
+}
+
 void Window::populate([[maybe_unused]] int r) {
 #if defined(MADV_POPULATE_WRITE)
   // Only an optimisation: older kernels fault the pages in at first use.

@@ -1,13 +1,15 @@
 // The window: memory that the ranks of one group on one node share, with a slice per rank.
 //
 //   | control page | packets | mailboxes | records | staging, even operations | staging, odd ones |
+//   | subjects |
 //
 // The slices lie in a file (cpu/window_file.h) one after another, so that a single mapping has them
 // all. The first window of a file precedes the heaps, and begins with a header, in rank 0's control
 // page: every rank that maps the file compares the header and the file's size with what it expects.
 // All its memory is reserved when the file is made. A window for some of the file's ranks lies in
 // the heap of one of them. Its ranks need not meet: each reserves the control pages of all when it
-// joins, and as much of its own staging as its operations use. It has a header, too, by which
+// joins, and as much of its own staging as its operations use, and its subjects if it has any. It has
+// a header, too, by which
 // onlookers find it (cpu/onlooker.h).
 #pragma once
 
@@ -28,6 +30,7 @@
 #include "cpu/p2p/mailbox.h"
 #include "cpu/record.h"
 #include "cpu/shared_wait.h"
+#include "cpu/subject.h"
 #include "cpu/window_file.h"
 
 namespace pycomm::cpu {
@@ -64,6 +67,7 @@ struct Control {
   alignas(128) std::atomic<std::uint32_t> asleep;   // number of ranks asleep; only rank 0's is used
   alignas(128) std::atomic<std::uint32_t> left;     // this rank starts no more operations
   std::atomic<std::uint32_t> holds;                 // this rank locks its slice (Window::hold)
+  std::atomic<std::uint32_t> subjects;              // the number of its last subject; 0: none
   alignas(128) std::atomic<std::uint32_t> beats;    // changes while it waits for another node
   alignas(128) std::atomic<std::uint64_t> abort;    // only rank 0's is used
   // If the group spans nodes: this node's word to the others, and the word that all nodes have
@@ -107,7 +111,7 @@ static_assert(sizeof(Control) <= kControlBytes);
 
 // A hash of the window's layout, so every member of Control is listed. Raise the version when
 // something changes its meaning but not its offset.
-inline constexpr std::uint64_t kLayoutVersion = 5;
+inline constexpr std::uint64_t kLayoutVersion = 6;
 inline constexpr std::uint64_t kLayout = hash_of({kLayoutVersion,
                                                   sizeof(Header),
                                                   sizeof(Operation),
@@ -124,6 +128,7 @@ inline constexpr std::uint64_t kLayout = hash_of({kLayoutVersion,
                                                   offsetof(Control, asleep),
                                                   offsetof(Control, left),
                                                   offsetof(Control, holds),
+                                                  offsetof(Control, subjects),
                                                   offsetof(Control, beats),
                                                   offsetof(Control, abort),
                                                   offsetof(Control, last_word),
@@ -152,6 +157,8 @@ inline constexpr std::uint64_t kLayout = hash_of({kLayoutVersion,
                                                   sizeof(p2p::Disagreement),
                                                   sizeof(Record),
                                                   kRecords,
+                                                  sizeof(Subject),
+                                                  kSubjects,
                                                   p2p::kRingBytes,
                                                   p2p::kAnswers,
                                                   kChannels,
@@ -173,17 +180,22 @@ constexpr std::int64_t mailbox_area_bytes(int ranks) {
 }
 inline constexpr std::int64_t kRecordBytes = kRecords * sizeof(Record);
 static_assert(kRecordBytes % kPage == 0);
+inline constexpr std::int64_t kSubjectBytes = kSubjects * sizeof(Subject);
+static_assert(kSubjectBytes % kPage == 0);
 // Where staging begins in a slice.
 constexpr std::int64_t staging_begin(int ranks) {
   return kControlBytes + packet_area_bytes(ranks) + mailbox_area_bytes(ranks) + kRecordBytes;
 }
 // The bytes of a rank's slice.
 constexpr std::int64_t window_slice_bytes(int ranks, std::int64_t staging_bytes) {
-  return staging_begin(ranks) + round_up(staging_bytes, kPage);
+  return staging_begin(ranks) + round_up(staging_bytes, kPage) + kSubjectBytes;
 }
 
 inline Record* records_of(std::byte* slice, int ranks) {
   return reinterpret_cast<Record*>(slice + staging_begin(ranks) - kRecordBytes);
+}
+inline Subject* subjects_of(std::byte* slice, std::int64_t slice_bytes) {
+  return reinterpret_cast<Subject*>(slice + slice_bytes - kSubjectBytes);
 }
 
 class Window {
@@ -254,6 +266,11 @@ class Window {
   // The records of rank r's last operations; the one of an operation lies at its number modulo
   // kRecords.
   Record* records(int r) const { return records_of(slice(r), ranks_); }
+  // The subjects of rank r's operations, each at its number modulo kSubjects. They may have no memory
+  // before the first one.
+  Subject* subjects(int r) const { return subjects_of(slice(r), stride_); }
+  // Adds a subject to those of rank r, which is this process's, and returns its number.
+  std::uint32_t add_subject(int r, std::string_view text);
   // Identifies the window, in all processes alike.
   std::uint32_t id() const { return id_; }
   // Bytes of a staging slot: each half has kStagingSlots.

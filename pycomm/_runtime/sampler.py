@@ -21,8 +21,8 @@ Operation = dict[str, Any]  # as in pycomm.report.RecordedOperation
 class Sampler:
     """Looks at the record from a thread of its own, as often as operations come.
 
-    It begins with this rank's last operation. If it sees an operation only while that runs, its end
-    is unknown, as that of a small one is.
+    It begins with the last operation before it was made. If it sees an operation only while that
+    runs, its end is unknown, as that of a small one is.
 
     Attributes:
         operations: those seen so far, by their number from the first one on.
@@ -36,12 +36,16 @@ class Sampler:
         self._known = -1  # up to this number, operations have been seen when they were done
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pycomm trace", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread, after a last look."""
+        """Ends the thread, after a last look, also if :meth:`start` was interrupted."""
         self._stop.set()
-        self._thread.join()
+        if self._thread.ident is not None:  # else it ends as soon as it begins, if it does
+            self._thread.join()
         for each in (self.operations[number] for number in sorted(self.operations)[:-1]):
             if each["done"] is None:  # it ran at the last look at it, and others came after it
                 each["done"] = each["entered"]

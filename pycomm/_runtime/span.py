@@ -164,9 +164,10 @@ class Span:
             try:
                 flow()
             except Exception as error:
-                raise self._failure(error) from error
+                raise self._failure(error, subject) from error
             return self._received() - before
 
+        subject = self._core.subject
         with self._submitting:  # the worker's order is the one that ranks agree on
             agreed = submit(self._core)
             return self._worker.submit(run)
@@ -215,13 +216,14 @@ class Span:
         self.abort()
         self._core.abort()
 
-    def _failure(self, error: Exception) -> CollectiveError:
+    def _failure(self, error: Exception, subject: str) -> CollectiveError:
         """The reason for a failure, the same on every rank; afterwards the group has failed.
 
-        All ranks tell each other whether a deadline has passed; those that are gone or do not
-        answer are noticed.
+        `subject` is what the operation was about. All ranks tell each other whether a deadline has
+        passed; those that are gone or do not answer are noticed.
         """
         self.abort()
+        self._core.subject = subject
         overrun = torch.tensor(float(isinstance(error, Overrun)))
         at = overrun.data_ptr()
         try:
@@ -230,7 +232,8 @@ class Span:
             return found
         except GroupUnusable as found:  # another rank's failure came first
             return CollectiveError(str(found), rank=self.rank)
-        why = f"the process group between nodes failed: {error}"
+        about = f"; this rank exchanged {subject}" if subject else ""
+        why = f"the process group between nodes failed: {error}{about}"
         self._core.fail(why)  # not abort(), which could end this exchange on a rank still in it
         kind = Timeout if overrun.item() else CollectiveError
         return kind(why, rank=self.rank)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import time
 import warnings
 from collections.abc import Iterable, Sequence
@@ -23,6 +22,7 @@ from pycomm._training.bucket_memory import move_into_window
 from pycomm._training.exchange import BucketExchange, dense_wire_bytes
 from pycomm._training.flights import Flight, Flights
 from pycomm._training.hook_state import HookState
+from pycomm._training.launching import launching
 from pycomm._training.loss_scale import LossScale
 from pycomm._training.parameters import Exclude, Parameters
 from pycomm._training.planner import Planner
@@ -160,9 +160,9 @@ class CommState(HookState):
             key, buffer, parameters, begins, step, self._now.scale, group
         )
         self._now.parameters.update(key[1:])
-        tells = functools.partial(self._parameters.describe, buffer, parameters)
+        number = len(self._now.flights)
         try:
-            with named(group, f"bucket {len(self._now.flights)}", tells):
+            with launching(group, number, buffer, parameters, self._parameters):
                 flight = self._launch(exchange, buffer, group)
         except PycommError:
             self.finish(backward)  # raises the error that caused this one, if there is one

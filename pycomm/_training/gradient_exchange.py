@@ -26,6 +26,7 @@ from pycomm._training.buckets import (
 from pycomm._training.comm_state import CommState
 from pycomm._training.gradient_ring import GradientRing
 from pycomm._training.graphs import leads_to
+from pycomm._training.launching import launching
 from pycomm._training.local_sgd import LocalSGDState
 from pycomm._training.members import Members
 from pycomm._training.promise import Promise, compare
@@ -230,14 +231,14 @@ class GradientExchange:
     def _send(self, bucket: Bucket) -> None:
         try:
             if self._ring is not None:
-                with self._range_of(bucket):
+                with self._launching(bucket):
                     self._ring.send(bucket, self.weighing)
                 return
             if self.weighing is not None:
                 self.weighing.scale(bucket.flat)
             if self._scatter is not None and isinstance(self.shards, SpanningShards):
                 blocks = self.shards.blocks[id(bucket.parameters[0])]
-                with self._range_of(bucket):
+                with self._launching(bucket):
                     self._scatter.start(blocks, bucket.parameters)
             elif self.shards is None or not self.shards.averages:
                 self._state.start(bucket.flat, bucket.parameters, begins=bucket.begins)
@@ -245,11 +246,12 @@ class GradientExchange:
             self.promise.wait()  # raises the error that caused this one, if there is one
             raise
 
-    def _range_of(self, bucket: Bucket) -> AbstractContextManager[object]:
-        """The start of a bucket, for traces; the state names those that it starts itself."""
+    def _launching(self, bucket: Bucket) -> AbstractContextManager[object]:
+        """Surrounds the start of a bucket that the state does not start itself."""
+        assert self.shards is not None
         assert isinstance(self._state, CommState)
-        tells = functools.partial(self._state._parameters.describe, bucket.flat, bucket.parameters)
-        return named(self._group, f"bucket {self._next}", tells)
+        group, model = self.shards.group, self._state._parameters
+        return launching(group, self._next, bucket.flat, bucket.parameters, model)
 
     @not_compiled
     def _end_backward(self, first: Node | None, creates_graph: bool) -> None:

@@ -87,7 +87,9 @@ class LocalSGDState(HookState):
         ValueError, TypeError: an argument is not as described.
     """
 
-    _changes_lost = 0  # ranks; states that were pickled by older versions have none
+    # Ranks; and True from the call of exchange() to its success. States that were pickled by older
+    # versions have neither.
+    _changes_lost, _owed = 0, False
 
     def __init__(
         self,
@@ -237,7 +239,10 @@ class LocalSGDState(HookState):
         """
         if self.steps < self._gradient_steps:
             return False
-        return any(report.pending for report in self._meet())
+        self._owed = True
+        reports = self._meet()
+        self._owed = False
+        return any(report.pending for report in reports)
 
     def should_commit(self, ready: bool = True) -> bool:
         """Decides whether a step of the optimizer is taken, before the optimizer's step.
@@ -257,9 +262,9 @@ class LocalSGDState(HookState):
 
         All ranks of the new group call this. Each keeps its parameters, the changes that it has
         made since the last exchange, its optimizer states and its residuals. All count as many
-        steps as the one that has made most. If an exchange is due, because the group failed in it,
-        it is made now. What lost ranks had changed since the last exchange is lost, and so are
-        their residuals; :meth:`stats` counts both.
+        steps as the one that has made most. If any of them has failed in an exchange, in
+        :meth:`step` or in :meth:`exchange`, it is made now. What lost ranks had changed since the
+        last exchange is lost, and so are their residuals; :meth:`stats` counts both.
 
         Raises:
             TypeError: `group` is no group.
@@ -281,7 +286,7 @@ class LocalSGDState(HookState):
         self._outer.doubt()
         self._had_backward = self._had_step = False
         self._agree_on_steps()
-        if self._pending and self._is_due:
+        if self._owed:
             self.exchange()
 
     @contextlib.contextmanager
@@ -419,6 +424,7 @@ class LocalSGDState(HookState):
         self.steps = state_dict["steps"]
         self.agreements = state_dict["agreements"]
         self._pending = state_dict["pending"]
+        self._owed = False
         self._had_backward = self._had_step = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -445,10 +451,12 @@ class LocalSGDState(HookState):
         return (self.steps - self._gradient_steps) % self.period == 0
 
     def _agree_on_steps(self) -> None:
-        """Makes all ranks count as many steps as the one that has made most."""
-        counts = torch.tensor([self.steps, self._pending, self.agreements, -self.agreements])
+        """Makes all ranks count as many steps as the one that has made most, and owe alike."""
+        mine = [self.steps, self._pending, self._owed, self.agreements, -self.agreements]
+        counts = torch.tensor(mine)
         all_reduce(counts, "max", group=self.group)
-        self.steps, self._pending, most, least = counts.tolist()
+        self.steps, self._pending, owed, most, least = counts.tolist()
+        self._owed = bool(owed)
         if most != -least:
             raise RuntimeError(STEPPED_BY_SOME)
 

@@ -18,6 +18,7 @@ from pycomm.compression import Compression, check_compressible
 # A multiple of every block.
 _ALIGNMENT = 4096
 _SMALL = 4096
+_LONGEST, _LONGEST_OF_TWO = 120, 46  # letters that records have room for
 _WRAPPERS = ("_orig_mod.", "module.")
 
 Exclude = Callable[[str, torch.Tensor], bool]
@@ -101,6 +102,14 @@ class Parameters:
         names = [name for entry in self.of(parameters) if (name := entry.name)]
         return {"bytes": bucket.nbytes} | ({"parameters": names} if names else {})
 
+    def subject(self, parameters: Sequence[torch.Tensor]) -> str:
+        """A bucket's parameters in short, for records and errors; empty if names are unknown."""
+        first, last = self[parameters[0]].name, self[parameters[-1]].name
+        if not first or len(parameters) == 1:
+            return _ending(first, _LONGEST)
+        both = f"{_ending(first, _LONGEST_OF_TWO)} ... {_ending(last, _LONGEST_OF_TWO)}"
+        return f"{both} ({len(parameters)} parameters)"
+
     def __getstate__(self) -> dict[str, Any]:
         """For pickling and copying: without ids, which differ for other objects."""
         return {**vars(self), "entries": list(self.entries.values())}
@@ -115,6 +124,11 @@ class Parameters:
         self.tensors.append(parameter)
         self.entries[id(parameter)] = entry
         return entry
+
+
+def _ending(name: str, most: int) -> str:
+    """A name, of which the end tells more than the beginning."""
+    return name if len(name) <= most else f"...{name[3 - most :]}"
 
 
 def dense_strides(parameter: torch.Tensor) -> tuple[int, ...]:

@@ -253,6 +253,7 @@ def state_of(rank, sequence, waits_for=None):
         "bytes": 4,
         "entered": float(sequence),
         "done": None,
+        "subject": "",
     }
     return {
         "rank": rank,
@@ -264,12 +265,24 @@ def state_of(rank, sequence, waits_for=None):
     }
 
 
+def state_of_group(states, nodes=(), **others):
+    """What the extension tells of a group."""
+    told = {"time": 9.0, "size": len(states), "failed": False, "ranks": states, "nodes": nodes}
+    return {**told, **others}
+
+
+def node_state(node, told=""):
+    return {"node": node, "ranks": [2 * node, 2 * node + 1], "peer": 2 * node,
+            "awaited": False, "lost": False, "told": told}  # fmt: skip
+
+
 @pytest.mark.parametrize("size", [1, 2, 7, 64, 1000])
 def test_sizes_are_bounded(size):
     """Also if no two ranks do the same; the late rank is kept."""
     late = size - 1
     states = [state_of(rank, 5, late) for rank in range(late)] + [state_of(late, 4)]
-    report = make_report({"time": 9.0, "size": size, "failed": False, "ranks": states})
+    nodes = [node_state(1 + i, "z" * 200) for i in range(size)]
+    report = make_report(state_of_group(states, nodes))
     text, told = str(report), report.json()
     assert len(text.encode()) < MOST_BYTES
     assert len(told.encode()) < MOST_BYTES
@@ -278,6 +291,18 @@ def test_sizes_are_bounded(size):
     assert kept["ranks"][-1]["rank"] == late
     assert f"rank {late} (pid {10**6 + late}): in operation 4" in text
     assert (" more ranks" in text) == (size > 40)
+    assert (" more nodes" in text) == (size > 8)
+    assert kept["nodes"]
+
+
+def test_nodes_with_news_come_first():
+    nodes = [node_state(1), {**node_state(2), "awaited": True}, node_state(3, "it has left")]
+    report = make_report(state_of_group([state_of(0, 5)], nodes))
+    assert str(report).splitlines()[:3] == [
+        "node 2 (ranks 4, 5): this rank waits for rank 4",
+        "node 3 (ranks 6, 7): this rank exchanges with rank 6; it says: it has left",
+        "node 1 (ranks 2, 3): this rank exchanges with rank 2",
+    ]
 
 
 def test_equal_ranks_share_a_line():
@@ -285,7 +310,7 @@ def test_equal_ranks_share_a_line():
     for state in states:
         state["operations"] = state_of(0, 5)["operations"]
     ranks = [*states[:3], state_of(3, 4), *states[3:]]
-    report = make_report({"time": 9.0, "size": 9, "failed": False, "ranks": ranks})
+    report = make_report(state_of_group(ranks))
     lines = str(report).splitlines()
     assert lines[1].startswith("rank 3 (pid 1000003): in operation 4")
     assert lines[2].startswith("ranks 0 to 2, 4 to 8: in operation 5")
@@ -298,18 +323,17 @@ def test_short_waits_name_nobody(seconds, failed, late):
     """All ranks have them, whenever they meet."""
     states = [state_of(0, 5, 1), state_of(1, 4)]
     now = states[0]["operations"][-1]["entered"] + seconds
-    report = make_report({"time": now, "size": 2, "failed": failed, "ranks": states})
+    report = make_report(state_of_group(states, time=now, failed=failed))
     assert report.late == late
 
 
 def test_no_state_lasts_less_than_nothing():
     """A rank may have entered its operation just after the report's time."""
-    states = [state_of(0, 5)]
-    report = make_report({"time": 4.99, "size": 1, "failed": False, "ranks": states})
+    report = make_report(state_of_group([state_of(0, 5)], time=4.99))
     assert ", for 0.0 s;" in str(report)
 
 
 def test_the_end_of_a_chain_is_late():
     states = [state_of(0, 5, 1), state_of(1, 5, 2), state_of(2, 5)]
-    report = make_report({"time": 9.0, "size": 3, "failed": False, "ranks": states})
+    report = make_report(state_of_group(states))
     assert report.late == (2,)

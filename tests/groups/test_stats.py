@@ -48,10 +48,24 @@ def test_every_operation_counts(size):
         for (_, _, size_from), row in rows_of(stats).items():
             if size_from >= 65536:
                 assert row.whole.count == row.exchange.count == row.count
-            parts = row.late + row.transfer + row.contention
-            assert math.isclose(parts, row.whole.mean, abs_tol=1e-12)
-            assert 0 <= row.transfer <= row.exchange.mean
+            if row.whole.count:
+                parts = row.late + row.transfer + row.contention
+                assert math.isclose(parts, row.whole.mean, abs_tol=1e-12)
+                assert 0 <= row.transfer <= row.exchange.mean
         assert "all_reduce, int8" in str(stats)
+
+
+def test_what_was_not_timed_says_so(world):
+    """The first operation is in no sample, and a rank alone waits for nobody."""
+    (group,) = world(1)
+    pycomm.barrier(group=group)
+    stats = group.stats()
+    (row,) = stats.operations
+    assert row.count == 1
+    times = (row.p50, row.p99, row.late, row.transfer, row.contention, row.gb_per_s)
+    assert all(map(math.isnan, times))
+    assert "none was timed" in str(stats)
+    assert "nan" not in str(stats)
 
 
 def small_ones(group):
@@ -189,7 +203,7 @@ def test_quantiles(share):
     times = Times(0.0, {0: 10, 5: 80, 9: 10}, [float(i) for i in range(10)])
     every = [0.0] * 10 + [5.0] * 80 + [9.0] * 10
     assert times.quantile(share) == every[math.ceil(share * 100) - 1]
-    assert Times(0.0, {}, []).quantile(share) == 0
+    assert math.isnan(Times(0.0, {}, []).quantile(share))
 
 
 def test_nodes():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -87,6 +88,40 @@ def test_a_stopped_rank(tmp_path, nodes, victim):
         ranks.signal(victim, signal.SIGCONT)
         (late,) = ranks.wait_for([victim], 30)
         assert issubclass(late.value[0], pycomm.CollectiveError)
+
+
+def reporting(group: pycomm.Group, victim: int):
+    """What a rank knows of the other nodes, before the victim dies and when that is noticed."""
+    pycomm.barrier(group=group)
+    before = group.report().nodes
+    if group.rank == victim:
+        time.sleep(0.3)  # so that the others wait
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(pycomm.PeerDied) as caught:
+        pycomm.all_reduce(torch.ones(10), group=group)
+    return before, caught.value.report.nodes, str(caught.value.report)
+
+
+@pytest.mark.parametrize("victim", [1, 2])
+def test_an_error_tells_of_other_nodes(victim):
+    """Rank 1 carries nothing; node 1 has only rank 2."""
+    with spanning.ranks([2, 1], reporting, victim, timeout=20.0) as ranks:
+        pid = ranks.pids[victim]
+        survivors = [rank for rank in range(3) if rank != victim]
+        for rank, outcome in zip(survivors, ranks.wait_for(survivors), strict=True):
+            assert outcome.error is None, outcome.trace
+            (before,), (after,), text = outcome.value
+            there = (2,) if rank < 2 else (0, 1)
+            assert (before.node, before.ranks) == (int(rank < 2), there)
+            assert (before.peer, before.lost, before.told) == ({0: 2, 2: 0}.get(rank), False, "")
+            assert f"node {after.node} (" in text
+            if (rank, victim) == (0, 2):
+                assert after.awaited
+                assert after.lost
+            if (rank, victim) == (2, 1):
+                assert after.told == f"rank 1 (pid {pid}) died or left"
+            if rank == 1:
+                assert "exchanges with none of them" in text
 
 
 def aborting(group: pycomm.Group):

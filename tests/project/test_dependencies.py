@@ -113,6 +113,7 @@ PYTHON_LAYERS = [
         "_training.announcing",
         "_training.bucket_memory",
         "_training.exchange",
+        "_training.launching",
         "_training.step_guard",
     },
     {"_training.pending", "_training.shards"},

@@ -88,6 +88,40 @@ def test_the_text_of_prometheus(tmp_path):
         exporters.write_prometheus(of(), tmp_path / "missing" / "pycomm.prom")
 
 
+def test_what_was_not_timed_has_no_times():
+    untimed = OperationStats(
+        "barrier", "none", 0, 3, 0, Times(0.0, {}, MIDDLES), Times(0.0, {}, MIDDLES)
+    )
+    told = [sample.name for sample in exporters.samples_of(of(untimed))]
+    assert told == ["operations_total", "bytes_total", *EXPECTED_OF_RANK]
+
+
+def test_files_of_ranks_that_have_gone_are_removed(world, tmp_path):
+    """After a shrink ranks have new numbers; other files stay."""
+    for name in ("pycomm_x.prom", "other_7.prom", "pycomm_7.prom.old"):
+        (tmp_path / name).touch()
+    names = [f"pycomm_{rank}.prom" for rank in range(3)]
+
+    def body(group):
+        pycomm.barrier(group=group)
+        exporters.write_prometheus(group.stats(), tmp_path / "pycomm_{rank}.prom")
+        assert group.should_commit()
+        assert all((tmp_path / name).exists() for name in names)
+        assert group.should_commit()
+        if group.rank == 1:
+            group.close()
+            return
+        with group.shrink() as smaller:
+            exporters.write_prometheus(smaller.stats(), tmp_path / "pycomm_{rank}.prom")
+            smaller.should_commit()
+
+    world(3).run(body)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == sorted(
+        ["pycomm_x.prom", "other_7.prom", "pycomm_7.prom.old", *names[:2]]
+    )
+    assert 'rank="1"' in (tmp_path / "pycomm_1.prom").read_text()
+
+
 def test_readers_see_whole_files(tmp_path):
     path, over = tmp_path / "pycomm.prom", threading.Event()
     stats = of(*(row(1 << i) for i in range(32)))

@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+import threading
 import time
 
 import pytest
@@ -116,6 +117,7 @@ def test_the_sampler_collects_what_the_record_forgets(world):
     (group,) = world(1)
     pycomm.barrier(group=group)
     sampler = Sampler(group)
+    sampler.start()
     for _ in range(1000):
         pycomm.barrier(group=group)
         time.sleep(0.0001)
@@ -146,6 +148,7 @@ def test_an_end_that_nobody_has_seen():
     """The first operation runs when the sampler looks, and is forgotten when it looks again."""
     group = Recorded([operation(1, 10.0, None)])
     sampler = Sampler(group)
+    sampler.start()
     for latest in (0, 327):
         end = time.monotonic() + 30
         while latest not in sampler.operations and time.monotonic() < end:
@@ -238,7 +241,7 @@ def test_a_file_per_rank(tmp_path):
 def operation(sequence, entered, done):
     told = "all_reduce(float32, 9 elements, op=sum)"
     return {"sequence": sequence, "operation": "all_reduce", "description": told, "bytes": 36,
-            "entered": entered, "done": done}  # fmt: skip
+            "entered": entered, "done": done, "subject": ""}  # fmt: skip
 
 
 def test_clocks_of_nodes_are_aligned():
@@ -259,6 +262,39 @@ def test_clocks_of_nodes_are_aligned():
         assert event["name"] == f"wait for rank {last}"
         assert event["ts"] / 1e6 + zero == pytest.approx(begin, abs=0.11)  # as ends allow
         assert event["dur"] / 1e6 == pytest.approx(lasts, abs=0.11)
+
+
+def test_an_object_that_is_used_twice(world, tmp_path):
+    """Nothing of the first block is in the second one's file."""
+    path = tmp_path / "trace.json"
+    (group,) = world(1)
+    trace = pycomm.trace(path, group=group)
+    for count in (3, 1):
+        with trace:
+            for _ in range(count):
+                pycomm.all_reduce(torch.ones(8), group=group)
+                trace.step()
+        found = load(path)
+        assert len(events_of(found, 0, "user_annotation")) == count
+        assert len(events_of(found, 0, "call")) == count
+        assert len(events_of(found, 0, "operation")) == count + 1  # with the trace's own
+
+
+def test_an_interrupt_at_the_beginning_leaves_nothing_behind(world, monkeypatch, tmp_path):
+    (group,) = world(1)
+    start, short_way = threading.Thread.start, group._short_way
+
+    def interrupted(thread):
+        start(thread)
+        if thread.name == "pycomm trace":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pycomm.trace(tmp_path / "trace.json", group=group).__enter__()
+    assert "pycomm trace" not in {thread.name for thread in threading.enumerate()}
+    assert group not in ranges.watches
+    assert group._short_way is short_way
 
 
 def run_on_nodes(group, path):

@@ -256,6 +256,37 @@ def test_ranks_that_had_come_less_far_count_the_same_steps(world):
         assert wrapped.same(moment.after, wanted)
 
 
+def test_an_exchange_by_hand_that_has_failed_is_repeated(world):
+    """Also if another rank did not come to it; and only once."""
+
+    def body(group):
+        trainee = Trainee(group, options={"period": 4, **DILOCO})
+        began = trainee.weights()
+        trainee.run(range(2))
+        assert group.should_commit()
+        if group.rank == VICTIM:
+            group.close()
+            return None
+        before = trainee.weights()
+        if group.rank == 0:
+            with pytest.raises(pycomm.CollectiveError):
+                trainee.state.exchange()
+        smaller = group.shrink()
+        trainee.model.regroup(smaller)
+        moment = averaging.Moment(before, trainee.weights(), {}, True)
+        trainee.model.regroup(smaller)
+        assert (trainee.state.agreements, trainee.state.steps) == (1, 2)
+        return began, moment
+
+    one, _, other = world(3).run(body)
+    outer = golden_local_sgd.Outer(2, ddp.first_elements(ddp.Given()), 0.7, 0.9)
+    outer.last = {name: weights.numpy().ravel() for name, weights in one[0].items()}
+    moments = [one[1], other[1]]
+    expected = outer.exchange([moment.before for moment in moments])
+    for moment, wanted in zip(moments, expected, strict=True):
+        assert wrapped.same(moment.after, wanted)
+
+
 def test_a_group_may_fail_again_in_the_exchange_of_regroup(world):
     def body(group):
         trainee = Trainee(group, options={"period": 1, **DILOCO})

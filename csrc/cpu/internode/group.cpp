@@ -172,6 +172,17 @@ void InternodeGroup::broadcast(const Operation& operation, const Call& call) {
   if (!from_here) gather_stripes(operation, operation.count, call.output);
 }
 
+std::vector<NodeState> InternodeGroup::other_nodes() {
+  std::vector<NodeState> others;
+  for (int m = 0; m < nodes_.count(); ++m) {
+    if (m == nodes_.here) continue;
+    NodeState state{m, nodes_.at(m), -1, false, false, {}};
+    if (link_ != nullptr) link_->describe(state);
+    others.push_back(std::move(state));
+  }
+  return others;
+}
+
 void InternodeGroup::trim() {
   topk_.trim(comm_.sequence());
   aggregate_memory_ = {};

@@ -56,6 +56,8 @@ class InternodeGroup {
   void leave() {
     if (link_ != nullptr) link_->leave();
   }
+  // What this rank knows of the other nodes. From any thread.
+  std::vector<NodeState> other_nodes();
   // Frees the buffers that operations leave to the next one. Call it between operations.
   void trim();
 

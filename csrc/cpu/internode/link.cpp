@@ -147,10 +147,12 @@ void Link::wait(std::int64_t batch) {
     Clock::duration lost_since = kNever;
     while (!transport_->wait(waited_ + 1, kLook)) {
       local_.beat();
+      waits_for_ = awaited();
       look_for_failure(waited_ + 1 == handshake_batch_, waited.until(Clock::now()), lost_since);
       if (interrupt_ != nullptr) interrupt_();
     }
   }
+  waits_for_ = -1;
 }
 
 void Link::look_for_failure(bool handshake, Clock::duration waited, Clock::duration& lost_since) {
@@ -192,7 +194,32 @@ void Link::stop() {
   tell();
   transport_->wait_for_farewells(size() - 1, kFarewells);
   local_.decide_culprit(least_word());
+  {
+    const std::lock_guard lock(heard_mutex_);
+    std::set<int>& lost = lost_.emplace();
+    for (int m = 0; m < size(); ++m) {
+      if (m != rank() && transport_->lost(m)) lost.insert(m);
+    }
+  }
   transport_->disconnect();
+}
+
+void Link::describe(NodeState& state) {
+  const int node = state.node;
+  state.peer = number(node);
+  state.awaited = waits_for_ == node;
+  const std::lock_guard lock(heard_mutex_);
+  const auto farewell = heard_.find(node);
+  if (farewell == heard_.end()) {
+    state.lost = lost_ ? lost_->contains(node) : transport_->lost(node);
+    return;
+  }
+  const std::uint64_t word = farewell->second;
+  const int culprit = word == 0 ? -1 : rank_of(word);
+  state.told = word == 0 ? "it has left"
+               : reason_of(word) == Reason::timeout
+                   ? timeout_text(word, false, local_.pid_of(culprit))
+                   : failure_text(reason_of(word), culprit, local_.pid_of(culprit));
 }
 
 // Every node sends its last word to every other node, and all take the smallest. If a node is lost

@@ -11,6 +11,8 @@
 #include <cstdlib>
 #include <map>
 #include <memory>
+#include <optional>
+#include <set>
 #include <span>
 #include <string>
 #include <thread>
@@ -116,6 +118,8 @@ class Link {
   void stop();
   void leave();
   const LinkTraffic& traffic() const { return traffic_; }
+  // Completes what is known of another node. From any thread.
+  void describe(NodeState& state);
 
  private:
   int number(int node) const { return nodes_.rank(node, stripe()); }
@@ -143,11 +147,13 @@ class Link {
   Preflight preflight_;
   std::vector<Scratch> areas_;
   std::int64_t posted_ = 0, waited_ = 0;
+  std::atomic<int> waits_for_{-1};  // a node, in a wait that has taken a while
   LinkTraffic traffic_;
   std::mutex stop_mutex_;
   bool stopped_ = false;
   std::mutex heard_mutex_;
   std::map<int, std::uint64_t> heard_;  // other nodes' farewells: abort word, or 0 if one leaves
+  std::optional<std::set<int>> lost_;   // the nodes that were lost when this one stopped
   std::mutex left_mutex_;
   std::condition_variable left_changed_;
   bool left_ = false;

@@ -1,5 +1,5 @@
-// Records: readers see whole entries while their rank writes, and what ranks have done. Counters: no
-// operation is lost, and buckets are near the times in them.
+// Records: readers see whole entries and texts while their rank writes, and what ranks have done.
+// Counters: no operation is lost, and buckets are near the times in them.
 #include <algorithm>
 #include <cmath>
 #include <memory>
@@ -8,6 +8,7 @@
 
 #include "cpu/counters.h"
 #include "cpu/onlooker.h"
+#include "cpu/subject.h"
 #include "support/world.h"
 
 namespace pycomm::test {
@@ -32,7 +33,7 @@ void readers_see_whole_entries() {
   std::jthread writer([&] {
     while (!over) {
       ++written;
-      record->enter(numbered(written), written);
+      record->enter(numbered(written), written, written);
       record->end(written % 2 == 0 ? cpu::ticks() : cpu::kUntimed);
       if (written % 1024 == 0) std::this_thread::yield();
     }
@@ -50,6 +51,39 @@ void readers_see_whole_entries() {
   over = true;
   writer.join();
   PYCOMM_CHECK(record->read()->number == written, "the last entry stays");
+}
+
+std::string text_of(std::uint32_t number) {
+  return std::string(1 + number % cpu::Subject::kBytes, static_cast<char>('a' + number % 26));
+}
+
+void readers_see_whole_subjects() {
+  constexpr int kReads = 20000;
+  const auto subject = std::make_unique<cpu::Subject>();
+  std::atomic<bool> over{false};
+  std::atomic<std::uint32_t> last{0};
+  std::jthread writer([&] {
+    while (!over) {
+      subject->write(last + 1, text_of(last + 1));
+      if (++last % 1024 == 0) std::this_thread::yield();
+    }
+  });
+  for (int seen = 0; seen < kReads;) {
+    const std::uint32_t number = last;
+    const std::string text = subject->read(number);
+    if (text.empty()) continue;
+    ++seen;
+    if (text != text_of(number)) over = true;
+    PYCOMM_CHECK(text == text_of(number), "a text is torn");
+  }
+  over = true;
+  writer.join();
+  PYCOMM_CHECK(subject->read(last) == text_of(last), "the last text stays");
+  PYCOMM_CHECK(subject->read(last - 1).empty(), "another text has taken its place");
+  subject->write(1, std::string(500, 'x') + "\n");
+  PYCOMM_CHECK(subject->read(1) == std::string(cpu::Subject::kBytes, 'x'), "a long text is cut");
+  subject->write(2, "a\x1b[2Jb");
+  PYCOMM_CHECK(subject->read(2) == "a?[2Jb", "a terminal gets no control characters");
 }
 
 void tells_what_ranks_did() {
@@ -148,6 +182,7 @@ void counts_while_others_read() {
 int main() {
   using namespace pycomm::test;
   return run_all({{"readers see whole entries", readers_see_whole_entries},
+                  {"readers see whole subjects", readers_see_whole_subjects},
                   {"tells what ranks did", tells_what_ranks_did},
                   {"buckets are near the times in them", buckets_are_near_the_times_in_them},
                   {"samples keep step with no period", samples_keep_step_with_no_period},
