@@ -58,7 +58,7 @@ std::string text_of(std::uint32_t number) {
 }
 
 void readers_see_whole_subjects() {
-  constexpr int kReads = 20000;
+  constexpr std::uint32_t kReads = 20000, kWrites = 100000;
   const auto subject = std::make_unique<cpu::Subject>();
   std::atomic<bool> over{false};
   std::atomic<std::uint32_t> last{0};
@@ -68,7 +68,7 @@ void readers_see_whole_subjects() {
       if (++last % 1024 == 0) std::this_thread::yield();
     }
   });
-  for (int seen = 0; seen < kReads;) {
+  for (std::uint32_t seen = 0; seen < kReads || last < kWrites;) {
     const std::uint32_t number = last;
     const std::string text = subject->read(number);
     if (text.empty()) continue;
@@ -159,11 +159,13 @@ void counts_while_others_read() {
     operation.collective = Collective::all_reduce;
     const bool timed = i % 16 == 0;
     counters->add(operation, i % 2 == 0 ? 100 : 0, timed ? 16 : 0, {1000, 1500, 3000});
+    counters->add(operation, 1000, 1, {1000, i % 2 == 0 ? 1000 : 1100, 3000});
   }
   over = true;
   reader.join();
   const auto all = counters->read();
-  PYCOMM_CHECK(all.size() == 2 && all[0].size == 0 && all[1].size == 64, "a row for each size");
+  PYCOMM_CHECK(all.size() == 3 && all[0].size == 0 && all[1].size == 64 && all[2].size == 512,
+               "a row for each size");
   const cpu::CountedOperations& counted = all[1];
   PYCOMM_CHECK(counted.count == kOperations / 2 && counted.bytes == counted.count * 100,
                "an operation is lost");
@@ -173,6 +175,9 @@ void counts_while_others_read() {
            times.buckets[0].second == kOperations && times.ticks == ticks * kOperations;
   };
   PYCOMM_CHECK(all_took(counted.whole, 2000) && all_took(counted.exchange, 1500),
+               "a time is wrong");
+  // Half of these have not waited.
+  PYCOMM_CHECK(all_took(all[2].whole, 2000) && all[2].exchange.ticks == 1950 * kOperations,
                "a time is wrong");
 }
 
