@@ -182,3 +182,25 @@ def test_long_names_are_cut():
         assert subject.startswith("...")
         assert all(end in subject for end in ends)
     assert Parameters(None, None).subject(tensors) == ""
+
+
+def test_a_smaller_group_has_names_of_its_own(world):
+    """Its window lies in a heap, where room for names is reserved with the first one."""
+
+    def body(group):
+        assert group.should_commit()
+        if group.rank == 1:
+            group.close()
+            return None
+        with group.shrink() as smaller:
+            model = wrap(smaller, WAYS["int8"])
+            before = [told.subject for rank in smaller.report().ranks for told in rank.operations]
+            model(torch.ones(2, 80)).sum().backward()
+            smaller.should_commit()
+            report = smaller.report(128)
+            smaller.should_commit()
+        return before, [[told.subject for told in rank.operations] for rank in report.ranks]
+
+    before, after = world(3).run(body)[0]
+    assert set(before) == {""}
+    assert all({FIRST, SECOND} <= set(subjects) for subjects in after)
