@@ -9,6 +9,7 @@
 3. It answers all of them: with the outcome of the decision if any of them knows it, or with the
    members of the smaller group and the address of a Store, over which these set up their memory and
    connections (pycomm/_runtime/rendezvous.py). Meanwhile the coordinator watches their connections.
+   It tells ranks that are left out although they live, for when they come.
 
 If the coordinator ends meanwhile, the others see its connections end, and the next rank becomes the
 coordinator. If a member ends before the smaller group is complete, all begin again at step 1. If it
@@ -31,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch's stubs lack it
 
-from pycomm._runtime.listener import Connection, Listener, limit_receives
+from pycomm._runtime.listener import LEFT_OUT, Connection, Listener, limit_receives
 from pycomm._runtime.waiting import Deadline
 from pycomm.errors import Aborted, GroupUnusable, Timeout
 
@@ -105,7 +106,7 @@ class Agreement:
             RuntimeError: the coordinator has ended meanwhile.
         """
         if self._rank in self._left_out:
-            raise GroupUnusable("group has shrunk without this rank, which did not answer")
+            raise GroupUnusable(f"{LEFT_OUT}, which did not answer")
         self._mine = mine
         answer = self._take_part(settles=False)
         if self._store is None:
@@ -124,13 +125,17 @@ class Agreement:
                 limit_receives((host, port), self._patience)
                 return store
             except RuntimeError:
-                self._check_open()
+                self._check_member()
                 if self.lost() or deadline.over():
                     raise
 
-    def _check_open(self) -> None:
+    def _check_member(self) -> None:
+        """Takes in those who have connected. Raises if this rank is left out or has closed."""
         if self._listener.closed:
             raise GroupUnusable("group was aborted or closed while it shrank")
+        self._listener.accept()  # so that its queue never fills up, and wakes no wait for ever
+        if self._listener.left_out:
+            raise GroupUnusable(LEFT_OUT)
 
     def lost(self) -> list[int]:
         """The members that are known to have ended, by their new ranks.
@@ -156,7 +161,7 @@ class Agreement:
             connection.close()
 
     def _take_part(self, settles: bool) -> dict[str, Any]:
-        self._listener.accept()  # so that its queue never fills up
+        self._check_member()
         lower = self._ranks[: self._ranks.index(self._rank)]
         for rank in lower:  # all at once, because a lost host takes seconds
             self._probes[rank] = self._listener.connect(rank)
@@ -180,7 +185,7 @@ class Agreement:
             for connection in watched:
                 arrivals.register(connection, select.POLLIN)
             arrivals.poll(_LOOK_EVERY)
-        self._check_open()
+        self._check_member()
 
     def _ask(self, rank: int, settles: bool) -> dict[str, Any] | None:
         """The answer of a rank as the coordinator; None if it is none."""
@@ -233,7 +238,6 @@ class Agreement:
     def _receive(self) -> None:
         """Takes in ranks that have come, and removes those that have gone."""
         listener, waiting = self._listener, self._listener.waiting
-        listener.accept()
         strangers, listener.strangers = listener.strangers, []
         for connection in strangers:
             rank = listener.rank_of(connection)
@@ -287,6 +291,7 @@ class Agreement:
         if (len(members), -members[0]) < (len(others), -min(others, default=0)):
             why = "group cannot shrink: ranks {} cannot be reached or do not answer, and may go on"
             return self._refuse({"unusable": why.format(numbers)}, settles=False)
+        self._tell_left_out()
         everyone = [
             waiting[rank].said["mine"] if rank in waiting else self._mine for rank in members
         ]
@@ -300,6 +305,12 @@ class Agreement:
             new: self._answer(rank, answer) for new, rank in enumerate(members) if new > 0
         }
         return answer
+
+    def _tell_left_out(self) -> None:
+        """Tells those that live that they are left out; they find it at their listeners."""
+        for rank in self._left_out & self._probes.keys():
+            if self._probes[rank].established:
+                self._probes[rank].turn_away(self._listener.addresses[rank][2])
 
     def _refuse(self, answer: dict[str, Any], settles: bool) -> dict[str, Any]:
         """Answers those who wait for the same as this rank."""

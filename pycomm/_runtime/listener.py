@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from pycomm._runtime.waiting import Deadline
 
+LEFT_OUT = "group has shrunk without this rank"
 _REACHED_WITHIN = 3.0  # seconds; later the host counts as unreachable
 _LONGEST_MESSAGE = 1 << 16
 _ENDED = {errno.ECONNREFUSED, errno.ECONNRESET}
@@ -122,11 +123,18 @@ class Listener:
 
     def rank_of(self, connection: Connection) -> int | None:
         """The rank that has introduced itself; None if it is not one."""
-        said, ranks = connection.said, range(len(self.addresses))
-        if not isinstance(said, dict) or said.get("token") != self.token:
-            return None
-        rank = said.get("rank")
+        rank, ranks = self._heard(connection).get("rank"), range(len(self.addresses))
         return rank if type(rank) is int and rank in ranks else None
+
+    @property
+    def left_out(self) -> bool:
+        """True if another rank has said that the group has shrunk without this one."""
+        return any("unusable" in self._heard(stranger) for stranger in self.strangers)
+
+    def _heard(self, connection: Connection) -> dict[str, Any]:
+        """What a rank of the group has said; empty if it is none, or has said nothing yet."""
+        said = connection.said
+        return said if isinstance(said, dict) and said.get("token") == self.token else {}
 
     def close(self) -> None:
         """Says that this rank is gone. Ranks that were left out before learn that instead."""
@@ -220,9 +228,9 @@ class Connection:
                 except ValueError:
                     self.ended = True
 
-    def turn_away(self) -> None:
-        """Tells a rank that it is no member any more."""
-        self.say({"unusable": "group has shrunk without this rank"})
+    def turn_away(self, token: str = "") -> None:
+        """Tells a rank that it is no member any more; with its token, if it has not asked."""
+        self.say({"unusable": LEFT_OUT, "token": token})
         self.close()
 
     def close(self) -> None:

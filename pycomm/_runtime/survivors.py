@@ -11,7 +11,7 @@ from pycomm._inputs.dtypes import operation_of
 from pycomm._runtime.agreement import Agreement
 from pycomm._runtime.rendezvous import set_up
 from pycomm._runtime.waiting import Deadline
-from pycomm.errors import CollectiveError, PycommError
+from pycomm.errors import CollectiveError, PycommError, Timeout
 
 if TYPE_CHECKING:
     from pycomm import _C
@@ -80,9 +80,9 @@ class Survivors(Generic[Kind]):
                     store, ranks, everyone = agreement.members(self._mine)
                 except PycommError:
                     raise
-                except RuntimeError:  # the coordinator has ended
+                except RuntimeError as error:  # the coordinator has ended
                     if deadline.over():
-                        raise
+                        raise Timeout(f"shrinking: no time is left ({error})") from error
                     continue
                 index = ranks.index(self._rank)
                 try:

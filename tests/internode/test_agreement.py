@@ -121,3 +121,20 @@ def test_many_connections_do_not_make_a_rank_unreachable():
         made[0].connect(1).close()
     found = agree(made, [0, 1])
     assert list(found.values()) == [[0, 1]] * 2
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_an_excluded_rank_that_comes_late_learns_it_at_once(late):
+    made, others = listeners(), sorted({*range(SIZE)} - {late})
+
+    def meet(rank):
+        excluded = [] if rank == late else [late]
+        with Agreement(made[rank], rank, range(SIZE), [], excluded, 10.0) as agreement:
+            return agreement.members({"pid": rank})[1]
+
+    try:
+        assert list(run(meet, others).values()) == [others] * 3
+        assert "without this rank" in str(run(meet, [late])[late])
+    finally:
+        for listener in made:
+            listener.close()

@@ -249,7 +249,9 @@ def set_up(
     try:
         with watch.telling(), deadline.guarding("every rank taking the window"):
             rendezvous._await_all(store, len(everyone), deadline, watch)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, PeerDied):
+            store._run.do("blame", everyone[error.rank]["pid"])
         store._run.do("break", store.port)  # as its connections end
         raise
     return store

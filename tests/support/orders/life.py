@@ -30,8 +30,6 @@ class Scenario:
         absent: ranks that live and do nothing.
         timeouts: how often a rank loses patience, however short it has waited.
         tries: how often a rank calls shrink() until it gives up.
-        island: ranks between which and the others the network may be cut.
-        heals: True if it may come back.
         preemptions: how often another rank goes on although this one has not come to a wait.
         delays: how many messages come late, after others that were sent later.
     """
@@ -45,15 +43,13 @@ class Scenario:
     absent: Sequence[int] = ()
     timeouts: int = 0
     tries: int = 1
-    island: Sequence[int] = ()
-    heals: bool = False
     preemptions: int = 0
     delays: int = 0
 
     @property
     def calm(self) -> bool:
         """True if ranks die at most, so that all that live are to go on."""
-        return not (self.blames or self.excluded or self.absent or self.timeouts or self.island)
+        return not (self.blames or self.excluded or self.absent or self.timeouts)
 
 
 class Life:

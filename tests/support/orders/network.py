@@ -32,12 +32,10 @@ class World:
         latest: the group in which each rank has last completed an operation.
         slow: ends of connections where something is delayed.
         deaths, timeouts, preemptions, delays: how many may still happen.
-        cut: True if the network is cut.
     """
 
     __slots__ = (
         "broken",
-        "cut",
         "deaths",
         "delays",
         "entered",
@@ -67,7 +65,6 @@ class World:
         self.deaths, self.timeouts = scenario.deaths, scenario.timeouts
         self.preemptions, self.delays = scenario.preemptions, scenario.delays
         self.slow: frozenset[tuple[int, Connection]] = frozenset()
-        self.cut = False
 
     def copy(self) -> World:
         """Another one that may change."""
@@ -94,7 +91,7 @@ class World:
             self.outcomes,
             self.latest,
             self.slow,
-            (self.deaths, self.timeouts, self.preemptions, self.delays, self.cut),
+            (self.deaths, self.timeouts, self.preemptions, self.delays),
         )
 
     # What ranks do.
@@ -125,6 +122,7 @@ class World:
 
     def _close_listener(self, rank: int) -> None:
         self.listening -= {rank}
+        self.outcomes = frozenset(each for each in self.outcomes if each[0] != rank)
         for end, connection in list(self.inbox):
             if end == connection[1] == rank and CONNECTED in self.inbox[end, connection]:
                 self._close(rank, connection)  # that it has not accepted
@@ -142,6 +140,10 @@ class World:
             raise Broken(f"rank {rank} is no member of its group of {ranks}")
         if any(self.points[other] is None for other in ranks):
             self.broken |= {group}
+
+    def _blame(self, rank: int, other: int) -> None:
+        if other in self.listening:
+            raise Broken(f"rank {rank} takes rank {other} for dead, which lives")
 
     def _enter(self, rank: int, group: int, number: int, value: float) -> None:
         self.entered |= {(group, number, rank, value)}
@@ -165,7 +167,6 @@ class World:
             if end == rank:
                 dead._close(rank, connection)
         dead.broken |= {group for group, members in self.groups.items() if rank in members}
-        dead.outcomes = frozenset(each for each in self.outcomes if each[0] != rank)
         return dead
 
     # What the network may answer.
