@@ -21,9 +21,6 @@ MANY = [DYING, DECIDING, Scenario(3, deaths=2, decisions=1), Scenario(4, delays=
 MORE = [
     Scenario(3, deaths=1, delays=1),
     Scenario(3, deaths=1, preemptions=1),
-    Scenario(3, deaths=2, decisions=2, delays=1),
-    Scenario(4, deaths=1),
-    Scenario(4, deaths=1, decisions=1, unready=[2]),
 ]
 ABSENT = Scenario(3, absent=[2], timeouts=UNLIMITED, tries=2)
 EXCLUDED = Scenario(3, deaths=1, excluded=[0])
