@@ -137,6 +137,7 @@ class CommState(HookState):
         backward: int = -1,
         *,
         begins: Sequence[int] | None = None,
+        sums: torch.Tensor | None = None,
     ) -> Future[Any]:
         """Begins to average a bucket over all ranks, in place; for hooks.
 
@@ -146,6 +147,7 @@ class CommState(HookState):
             parameters: the parameters of these gradients.
             backward: a number of the backward, to be passed to :meth:`finish`.
             begins: the offset of each gradient in `buffer`, if there are gaps between them.
+            sums: see :meth:`Planner.exchange_of`.
 
         Returns:
             A future of `buffer`; on the CPU, :meth:`finish` fulfils it.
@@ -157,7 +159,7 @@ class CommState(HookState):
             self._begin_step(buffer.device, group)
         step = self.step - 1 - self._warmup_steps
         exchange = self._planner.exchange_of(
-            key, buffer, parameters, begins, step, self._now.scale, group
+            key, buffer, parameters, begins, step, self._now.scale, group, sums
         )
         self._now.parameters.update(key[1:])
         number = len(self._now.flights)

@@ -34,6 +34,7 @@ from pycomm._training.scatter import Scatter
 from pycomm._training.shards import Shards, forget_parts
 from pycomm._training.spanning_ring import SpanningRing
 from pycomm._training.spanning_shards import SpanningShards
+from pycomm._training.square_sums import SquareSums, can_sum
 from pycomm.collectives import broadcast
 from pycomm.errors import PycommError
 
@@ -84,6 +85,7 @@ class GradientExchange:
             self.shards = self._make_shards(sharding, bucket_bytes)
             layout = self.shards.layout
         self._slab = Slab(self.parameters, bucket_bytes, layout)
+        self._sums = SquareSums() if self._can_sum() else None
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}
         self._lay_out()
@@ -119,6 +121,13 @@ class GradientExchange:
         scatters = scatters and not divides
         self._scatter = Scatter(state) if scatters else None
         return SpanningShards(self.parameters, group, memory, limit, scatters, sharding)
+
+    def _can_sum(self) -> bool:
+        """True if exchanges can add up squares: uncompressed ones of whole gradients."""
+        state, group = self._state, self._group
+        if self.shards is not None or not isinstance(state, CommState):
+            return False
+        return state.compression is None and can_sum(self.parameters, group)
 
     def catch_up(self) -> None:
         """Takes part in the others' exchange after this rank's backward has raised."""
@@ -209,6 +218,8 @@ class GradientExchange:
             self._ring.begin(self.parameters)
         self._in_backward = self.promise.open = True
         self._next = 0
+        if self._sums is not None:
+            self._sums.begin()
         if self._ready is not None:
             self._ready = []
         for bucket in self._buckets:
@@ -241,7 +252,8 @@ class GradientExchange:
                 with self._launching(bucket):
                     self._scatter.start(blocks, bucket.parameters)
             elif self.shards is None or not self.shards.averages:
-                self._state.start(bucket.flat, bucket.parameters, begins=bucket.begins)
+                sums = self._sums.of(bucket) if self._sums is not None else None
+                self._state.start(bucket.flat, bucket.parameters, begins=bucket.begins, sums=sums)
         except PycommError:
             self.promise.wait()  # raises the error that caused this one, if there is one
             raise
@@ -275,6 +287,8 @@ class GradientExchange:
         self.promise.wait()
         self._state.finish()
         self._finish_shards()
+        if self._sums is not None:
+            self._sums.finish(self._group)
         try:
             used_elsewhere, raised_on = self._compare(unused, raised is True)
         except PycommError:
@@ -304,6 +318,8 @@ class GradientExchange:
         for parameter in used_elsewhere:
             if parameter.grad is None:
                 self._bucket_of[id(parameter)].adopt(parameter)
+        if self._sums is not None:
+            self._sums.note(self.parameters)
         if self.shards is not None:
             if self.shards.leaves_local:
                 self.shards.note_backward(self.parameters)
@@ -352,11 +368,15 @@ class GradientExchange:
         without = set(map(id, unused))
         used = [id(p) not in without for p in self.parameters]
         changed = self.shards is not None and self.shards.guard.sees_change()
-        (*used_anywhere, changed_anywhere), raised_on = compare([*used, changed], raised, group)
+        sums = self._sums is not None and self._sums.wanted
+        found, raised_on = compare([*used, changed, sums], raised, group)
+        *used_anywhere, changed_anywhere, sums_anywhere = found
+        if self._sums is not None:
+            self._sums.agree(sums_anywhere)
         if changed_anywhere:
             self._compare_parameters()
-        found = zip(self.parameters, used_anywhere, strict=True)
-        return [p for p, is_used in found if is_used and id(p) in without], raised_on
+        pairs = zip(self.parameters, used_anywhere, strict=True)
+        return [p for p, is_used in pairs if is_used and id(p) in without], raised_on
 
     def _learn_order(self, ready: Sequence[torch.Tensor]) -> None:
         """Lays out buckets in the order of rank 0's first backward, repeated parameters last."""
@@ -372,6 +392,8 @@ class GradientExchange:
         """Makes new buckets, and moves gradients into them."""
         self._buckets = self._slab.cut(self.parameters)
         self._bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
+        if self._sums is not None:
+            self._sums.lay_out(self._buckets)
         for parameter in self.parameters:
             if parameter.grad is not None:
                 self._bucket_of[id(parameter)].put(parameter)

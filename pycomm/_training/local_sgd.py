@@ -162,6 +162,7 @@ class LocalSGDState(HookState):
         backward: int = -1,
         *,
         begins: Sequence[int] | None = None,
+        sums: torch.Tensor | None = None,
     ) -> Future[Any]:
         """Takes a bucket of gradients, and exchanges it only if this step exchanges gradients.
 
@@ -169,7 +170,7 @@ class LocalSGDState(HookState):
         """
         gradients = self._note_backward(parameters)
         if gradients is not None:
-            return gradients.start(buffer, parameters, backward, begins=begins)
+            return gradients.start(buffer, parameters, backward, begins=begins, sums=sums)
         return _done(buffer)
 
     @not_compiled

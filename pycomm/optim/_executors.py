@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from pycomm import _C
+from pycomm._training.square_sums import known_sums
 from pycomm.optim._options import Group
 
 # A group and its segments, as integers.
@@ -29,6 +30,7 @@ class Step(NamedTuple):
         max_norm: bound of the norm of all gradients together; None for no bound.
         sets_found: look for gradients that are not finite.
         params: the parameters of all tables.
+        grads: their gradients.
     """
 
     settings: Sequence[_C.OptimizerSettings]
@@ -36,6 +38,7 @@ class Step(NamedTuple):
     max_norm: float | None
     sets_found: bool
     params: Sequence[torch.Tensor]
+    grads: Sequence[torch.Tensor]
 
     @property
     def bound(self) -> float:
@@ -70,7 +73,8 @@ class OnCpu:
         """
         norm = None
         if step.measures:
-            value = _C.optimizer_grad_norm(_joined(self._tables), *step.control, step.bound)
+            known, _alive = known_sums(step.params, step.grads)
+            value = _C.optimizer_grad_norm(_joined(self._tables), known, *step.control, step.bound)
             norm = torch.tensor(value, dtype=torch.float64)
         for one, (_, words) in zip(step.settings, self._tables, strict=True):
             _C.optimizer_step(one, words, *step.control)

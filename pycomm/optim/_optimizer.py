@@ -97,7 +97,7 @@ class FusedOptimizer(StatefulOptimizer):
         session = session_of(self)
         if session is not None:
             session.before_step(self, self._step_settings())
-        tables, rows, keep = self._tables()
+        tables, rows, grads = self._tables()
         if not rows:
             self._compare_with_others()
             return
@@ -129,7 +129,9 @@ class FusedOptimizer(StatefulOptimizer):
             self.found_inf = self._found = found = steps.scalar()
         clip = None if self.max_norm is None else steps.scalar()
         control = _executors.control_of(scale, found, clip)
-        norm = steps.run(_executors.Step(settings, control, self.max_norm, sets_found, params))
+        norm = steps.run(
+            _executors.Step(settings, control, self.max_norm, sets_found, params, grads)
+        )
         if norm is not None:
             self.grad_norm = norm
         torch.autograd.graph.increment_version(params)
@@ -138,7 +140,6 @@ class FusedOptimizer(StatefulOptimizer):
         self._edits.note(row.own for row in rows if row.holds_weights)
         if session is not None:
             session.note_step()
-        del keep
 
     def _compare_with_others(self) -> None:
         """Takes part in the other ranks' step without a gradient: an error if they have some."""
@@ -147,7 +148,8 @@ class FusedOptimizer(StatefulOptimizer):
         if len(divisions) == 1:
             shards = divisions.pop()
             steps = shard_executor(shards.arena.device, [], shards, None)
-            steps.run(_executors.Step([], _executors.control_of(None, None, None), None, False, []))
+            control = _executors.control_of(None, None, None)
+            steps.run(_executors.Step([], control, None, False, [], []))
 
     # The step of another rank, in a join.
 
@@ -192,10 +194,13 @@ class FusedOptimizer(StatefulOptimizer):
     # The tables of a step.
 
     def _tables(self) -> tuple[list[Table], list[Row], list[torch.Tensor]]:
-        """Each group's table, all rows in them, and gradients to keep alive during the step."""
+        """Each group's table, all rows in them, and their gradients.
+
+        The gradients must stay alive during the step.
+        """
         tables: list[Table] = []
         rows: list[Row] = []
-        keep: list[torch.Tensor] = []
+        grads: list[torch.Tensor] = []
         stream = 0
         for group in self.param_groups:
             names, table = self._state_names(group), array("q")
@@ -203,12 +208,12 @@ class FusedOptimizer(StatefulOptimizer):
                 if param.grad is not None:
                     row, grad = self._row(param, param.grad, group, names, stream)
                     rows.append(row)
-                    keep.append(grad)
+                    grads.append(grad)
                     row.add_to(table)
                 stream += 1
             if table:
                 tables.append((group, table))
-        return tables, rows, keep
+        return tables, rows, grads
 
     def _row(
         self,
