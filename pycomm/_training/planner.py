@@ -56,7 +56,8 @@ class Planner:
         self._parameters = parameters
         self._residuals = residuals
         self._tag = tag
-        # By a bucket's address and parameters: phase, scale and sums, and the exchange for them.
+        # By whether there are sums, a bucket's address and parameters: phase and addresses of scale
+        # and sums, and the exchange made for them.
         self._made: dict[tuple[int, ...], tuple[tuple[int, int, int], BucketExchange]] = {}
         self._planned: set[int] = set()  # parameters that have been in a bucket
 
@@ -90,11 +91,13 @@ class Planner:
         """
         phase = max(-1, min(step, getattr(self._compression, "density_steps", 0)))
         state = phase, _address(scale), _address(sums)
-        found = self._made.get(key)
+        made = sums is not None, *key
+        found = self._made.get(made)
         if found is not None and found[0] == state:
             return found[1]
         if found is None:  # DDP has new buckets: free the old ones' memory
-            for old in [k for k in self._made if not set(key[1:]).isdisjoint(k[1:])]:
+            ids = set(key[1:])
+            for old in [k for k in self._made if k[1:] != key and not ids.isdisjoint(k[2:])]:
                 del self._made[old]
         entries = self._parameters.of(parameters)
         if begins is None:
@@ -116,12 +119,12 @@ class Planner:
             self._compression if step >= 0 else None,
             exchange.wire_bytes,
         )
-        self._made[key] = (state, exchange)
+        self._made[made] = (state, exchange)
         return exchange
 
     def knows(self, buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> bool:
         """True if the bucket has an exchange already."""
-        return (buffer.data_ptr(), *map(id, parameters)) in self._made
+        return (False, buffer.data_ptr(), *map(id, parameters)) in self._made
 
     def follow_formats(self, parameters: Sequence[torch.Tensor], rebuilt: bool) -> None:
         """Adapts residuals to new memory formats, or raises if the bucket has old ones.

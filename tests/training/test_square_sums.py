@@ -1,6 +1,7 @@
 """Norms from the sums of the exchange: the bits of the optimizer's own pass."""
 
 import contextlib
+import ctypes
 import math
 
 import pytest
@@ -13,7 +14,6 @@ from pycomm.optim import FusedAdamW
 
 SIZES = ((1,), (3, 1024), (64, 65), (70_001,), (8, 3, 5, 7), (1023,), (0,), (41, 1000), (2049,))
 HALF = (6, 8)  # the indices of those in bf16
-FOUND_BY_ENDS = 3  # a large one
 
 
 class Ragged(nn.Module):
@@ -37,6 +37,14 @@ def draw(rank, step):
     return [torch.randn(size, generator=generator) for size in SIZES]
 
 
+def check_sums(gradient, address):
+    """Compares sums with those of every 1,024 elements, in the order in which they lie."""
+    units = gradient.as_strided((gradient.numel(),), (1,)).split(1024)
+    squares = [float(unit.double().square().sum()) for unit in units if len(unit)]
+    sums = [*(ctypes.c_double * len(squares)).from_address(address)]
+    assert sums == pytest.approx(squares, rel=1e-12, nan_ok=True)
+
+
 class Pair:
     """A wrapped model, and tensors that no wrapper knows, which take the same steps."""
 
@@ -57,12 +65,19 @@ class Pair:
         with contextlib.nullcontext() if sync else self.model.no_sync():
             self.model(gradients).backward()
 
-    def step(self, unknown=()):
-        """Takes a step; all gradients' sums must be known except for these, or all if None."""
+    def step(self, unknown=(), stale=()):
+        """Takes a step.
+
+        The sums of `unknown` gradients (None: of all) must be missing, those of `stale` ones may be
+        wrong, and all others right.
+        """
         with_gradient = [p for p in self.parameters if p.grad is not None]
         known, _ = known_sums(with_gradient, [p.grad for p in with_gradient])
-        missing = [i for i, p in enumerate(with_gradient) if not known[i]]
+        missing = [i for i, address in enumerate(known) if not address]
         assert missing == ([*range(len(known))] if unknown is None else list(unknown))
+        for index, address in enumerate(known):
+            if address and index not in stale:
+                check_sums(with_gradient[index].grad, address)
         for parameter, twin in zip(self.parameters, self.alone, strict=True):
             twin.grad = None if parameter.grad is None else parameter.grad.clone()
         for optimizer in self.optimizers:
@@ -106,8 +121,8 @@ def changed(pair):
         change(pair.parameters[index])
         pair.step(unknown=[index])
     pair.backward(10)
-    pair.parameters[FOUND_BY_ENDS].grad.data.mul_(2)  # which torch does not count
-    pair.step()
+    pair.parameters[3].grad.data.mul_(2)  # which torch does not count
+    pair.step(stale=[3])
     pair.backward(11)
     pair.parameters[2].grad = None
     pair.step()
@@ -122,6 +137,10 @@ def accumulated(pair):
     pair.backward(9, sync=False)  # adds to what the exchange has left
     pair.step(unknown=None)
     pair.norms.pop()  # each rank's own
+    for step in (12, 14):  # the last exchange before the step makes sums
+        pair.backward(step)
+        pair.backward(step + 1)
+        pair.step()
 
 
 def nonfinite(pair):
