@@ -57,7 +57,8 @@ class ShardRow:
         ratio: the time of the unsharded wrapper over this one; with clipping if this one clips.
         floor_percent: the floor's time over this one's.
         wrong: parameters, over all ranks, that differ from the unsharded wrapper's after some
-            steps: in any bit, or for peers by a tenth of a step. None if peers keep fewer bits.
+            steps: in any bit, or for peers by a tenth of a step. None if peers keep fewer bits,
+            and for `REREAD`, whose steps are those of the unsharded wrapper.
     """
 
     scheme: str
