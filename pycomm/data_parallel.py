@@ -28,9 +28,10 @@ from pycomm._training.graphs import tensors_in
 from pycomm._training.joining import Joining
 from pycomm._training.local_sgd import LocalSGDState
 from pycomm._training.parameters import Exclude
-from pycomm._training.prefixes import without_prefix
+from pycomm._training.prefixes import insert_prefix, without_prefix
 from pycomm._training.shard_options import Sharding, check_sharding
 from pycomm._training.step_guard import STEPPED_BY_SOME, differ
+from pycomm._training.survival import ShardSurvival, lost_with_parts
 from pycomm._training.weighing import Weighing, check_weight
 from pycomm.collectives import all_reduce
 from pycomm.compression import Compression
@@ -68,6 +69,9 @@ class DataParallel(nn.Module):
             new parameters to all ranks. ``"gradients"`` divides gradients, too: backward averages
             them, and each rank keeps its share. Parameters get the same bits as without. See
             :meth:`reduce_gradients` to read or change gradients before the step.
+        replicas: 2 keeps two copies of the optimizer's states, so that training goes on when ranks
+            are lost: a step then counts on all ranks or on none, and :meth:`regroup` restores all
+            states. It needs a group on one node.
         shard_group: the ranks that divide the states; by default those of `group`. With the ranks
             of this node, each node divides them anew, and only gradients are sent between nodes.
         publish: compression of the parameters' changes that the owners of a share send to other
@@ -103,6 +107,7 @@ class DataParallel(nn.Module):
         warmup_steps: int = 0,
         broadcast_buffers: bool = True,
         shard: str | None = None,
+        replicas: int = 1,
         shard_group: Group | None = None,
         publish: Compression | None = None,
         overlap_params: bool = False,
@@ -133,7 +138,10 @@ class DataParallel(nn.Module):
         else:
             self.comm_state = _checked(local_sgd, compression=compression, **options)
         self._shard, self._publish, self._overlap_params = shard, publish, overlap_params
-        check_sharding(module, self.comm_state, shard, shard_group, publish, overlap_params)
+        self._replicas = replicas
+        check_sharding(
+            module, self.comm_state, shard, shard_group, publish, overlap_params, replicas
+        )
         self._given_shard_group = shard_group
         self._broadcast_buffers = broadcast_buffers
         self._agreements_seen = -1  # of local SGD, when buffers were broadcast
@@ -144,7 +152,7 @@ class DataParallel(nn.Module):
         self._next_weight: float | None = None
         self._joined_steps: int | None = None  # none outside of join()
         self.require_backward_grad_sync = True
-        self.register_load_state_dict_pre_hook(_insert_prefix)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(insert_prefix)  # type: ignore[no-untyped-call]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward.
@@ -267,6 +275,8 @@ class DataParallel(nn.Module):
                 continue  # with the next batch
             if commits:
                 optimizer.step()
+
+        With `replicas`, the step itself may raise such an error, so it belongs inside of ``try``.
         """
         state = self._surviving_state()
         if self._exchange.promise.open:
@@ -281,34 +291,39 @@ class DataParallel(nn.Module):
 
         All ranks of the new group call this. Gradients are dropped, and residuals stay, as
         :meth:`pycomm.hooks.CommState.regroup` says; with `local_sgd`, see
-        :meth:`pycomm.hooks.LocalSGDState.regroup`.
+        :meth:`pycomm.hooks.LocalSGDState.regroup`. With `replicas`, a step that has failed is
+        undone, and the states of fused optimizers, also those of lost ranks, are divided anew.
 
         Raises:
-            ValueError: this is called inside :meth:`join`; or the wrapper was made with `shard`, so
-                that a lost rank takes a part of the training's state with it.
-            RuntimeError: the ranks' parameters differ, because only some of them took a step; on
-                all ranks.
+            ValueError: this is called inside :meth:`join`; or the wrapper was made with `shard` and
+                without `replicas`, so that a lost rank takes a part of the states with it.
+            RuntimeError: the ranks' parameters differ, because only some of them took a step; or
+                states have no replicas yet; on all ranks.
         """
-        state = self._surviving_state()
+        state = self._surviving_state(group)
         if self._joined_steps is not None:
             raise ValueError("regroup must be called outside of join(): leave it, and join anew")
+        survival = ShardSurvival(state, self.module.parameters() if self._shard else (), group)
         state.regroup(group)
         for parameter in self.module.parameters():
             parameter.grad = None
+        survival.undo_steps()
         self._next_weight = self._own_exchange = None  # before there are new buckets
         self._own_exchange = self._make_exchange()
+        survival.divide_anew()
         self._agreements_seen = -1  # a broadcast of buffers may have failed on some ranks only
         if state.gradient_group is None:
             return  # ranks have parameters of their own
         if differ((p.detach().contiguous().view(-1) for p in self.module.parameters()), group):
             raise RuntimeError(STEPPED_BY_SOME)
 
-    def _surviving_state(self) -> CommState | LocalSGDState:
-        """The state, if no rank has a part of it that the others need."""
-        if self._shard is not None:
+    def _surviving_state(self, group: Group | None = None) -> CommState | LocalSGDState:
+        """The state, if no rank has a part of it that `group`, which is left, needs."""
+        if self._shard is not None and self._replicas == 1:
+            lost = "a lost rank takes its part of the optimizer's states with it"
             raise ValueError(
-                "shard must not be given to survive failures: a lost rank takes its part of "
-                "the training's state with it, so load a checkpoint in a new wrapper"
+                f"{lost if group is None else lost_with_parts(self._group, group)}: load a "
+                "checkpoint in a new wrapper; to survive failures, shard needs replicas=2"
             )
         return self.comm_state
 
@@ -370,7 +385,9 @@ class DataParallel(nn.Module):
         arrived = functools.partial(_arrived, weakref.ref(self))
         sharding = None
         if self._shard is not None and self._shard_group is not None:
-            sharding = Sharding(self._shard, self._shard_group, self._publish, self._overlap_params)
+            sharding = Sharding(
+                self._shard, self._shard_group, self._publish, self._overlap_params, self._replicas
+            )
         return GradientExchange(self.module, self.comm_state, self._bucket_bytes, sharding, arrived)
 
     @not_compiled
@@ -453,13 +470,3 @@ def _began(model: weakref.ref[DataParallel], gradient: torch.Tensor) -> None:  #
         alive._exchange.begin_backward(backward_node())
     else:
         alive._exchange.average()
-
-
-def _insert_prefix(
-    wrapper: DataParallel, state_dict: dict[str, Any], prefix: str, *_details: Any
-) -> None:
-    """Adds the prefix if the wrapper is part of a module, which loads children by their names."""
-    keys = [key for key in state_dict if key.startswith(prefix)]
-    own = {key.removeprefix(prefix): state_dict.pop(key) for key in keys}
-    for key, value in without_prefix(own, wrapper.module).items():
-        state_dict[f"{prefix}module.{key}"] = value

@@ -131,8 +131,9 @@ def memory_report(
             gradients. For a :class:`pycomm.DataParallel` in it, also counts the residuals, the
             group's staging areas, and with `shard` the memory through which ranks exchange norms,
             the buckets of divided gradients, and what owners keep with `publish`.
-        optimizer: counts its present states; most are made by the first step. If it wraps another
-            optimizer, as ``ZeroRedundancyOptimizer`` does, counts that one's states, too.
+        optimizer: counts its present states; most are made by the first step. With `replicas`, both
+            copies and master weights count as states. If it wraps another optimizer, as
+            ``ZeroRedundancyOptimizer`` does, counts that one's states, too.
         communication: further tensors that the exchange of gradients needs, such as
             ``comm_state.tensors()`` of a hook.
 
@@ -148,10 +149,12 @@ def memory_report(
         "parameters": counted.add(params),
         "buffers": counted.add(model.buffers()),
         "gradients": counted.add(_gradients(params)),
-        "master weights": counted.add(tensor for name, tensor in named if name in MASTERS),
+        "master weights": 0,
         "states": counted.add(tensor for name, tensor in named if name not in MASTERS),
         "communication": counted.add(communication),
     }
+    masters = (tensor for name, tensor in named if name in MASTERS)
+    sizes["master weights"] = counted.add(masters)  # with replicas, they lie among the states
     for wrapper in wrappers:
         sizes["communication"] += counted.add(wrapper.comm_state.tensors())
     groups = {wrapper.comm_state.group for wrapper in wrappers}

@@ -115,7 +115,8 @@ class GradientExchange:
         divides = sharding.stage == "gradients"
         memory = no_memory if divides else functools.partial(gradient_memory, self._group)
         if len(group.nodes) == 1:
-            return Shards(self.parameters, group, None if plain and not divides else memory)
+            gradients = None if plain and not divides else memory
+            return Shards(self.parameters, group, gradients, replicates=sharding.replicas > 1)
         limit = bucket_limit(self.parameters, bucket_bytes)
         scatters = plain or (owns and sharding.publish is not None and state.encodes_once)
         scatters = scatters and not divides

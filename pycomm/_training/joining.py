@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import enum
 import itertools
-import threading
-import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pycomm._training.announcing import Announced, Announcer, Command
+from pycomm._training.optimizers import Optimizer, optimizers_of, params_of
 from pycomm._training.shards import part_of
 from pycomm._training.step_guard import differ
 from pycomm._training.weighing import Weighing
@@ -31,24 +30,6 @@ if TYPE_CHECKING:
 # What identifies an optimizer on all ranks: its class, the numbers of its parameters, and how many
 # of the same were made after it.
 _Name = tuple[str, tuple[tuple[int, ...], ...], int]
-
-
-class Optimizer(Protocol):
-    """A fused optimizer: pycomm/optim/_optimizer.py."""
-
-    param_groups: list[dict[str, Any]]
-
-    def step_with(self, settings: dict[str, Any]) -> None:
-        """Takes the step of another rank, which has these settings."""
-
-    def group_options(self) -> list[dict[str, Any]]:
-        """The options of the groups."""
-
-    def take_group_options(self, groups: list[dict[str, Any]]) -> None:
-        """Adopts another rank's."""
-
-    def state_dict(self, *, format: str, to: int | None) -> dict[str, Any]:  # noqa: A002
-        """Gathers states."""
 
 
 class _Status(enum.Enum):
@@ -145,7 +126,7 @@ class Joining:
     def before_step(self, optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> None:
         """Announces a step of an optimizer, for which others need these settings."""
         if self._active:
-            own = [p for p in _params(optimizer) if id(p) in self._number]
+            own = [p for p in params_of(optimizer) if id(p) in self._number]
             details = _Details(self._statuses(own), {}, self._name(optimizer), settings)
             for number, status in details.statuses.items():
                 gradient = self._parameters[number].grad
@@ -329,9 +310,7 @@ class Joining:
         """The optimizers of these parameters, the last one first."""
         made: list[tuple[_Name, Optimizer]] = []
         count: dict[Any, int] = {}
-        for optimizer in _all_optimizers():
-            if not any(id(param) in self._number for param in _params(optimizer)):
-                continue
+        for optimizer in optimizers_of(self._parameters):
             numbers = (
                 tuple(self._number.get(id(param), -1) for param in group["params"])
                 for group in optimizer.param_groups
@@ -358,25 +337,14 @@ class Joining:
         )
 
 
-# The joins of all threads, and all fused optimizers, in the order in which they were made.
-_open: list[Joining] = []
-_optimizers: list[weakref.ref[Optimizer]] = []
-_lock = threading.Lock()
-
-
-def register(optimizer: Optimizer) -> None:
-    """Makes an optimizer known to joins of its parameters."""
-    with _lock:
-        _optimizers[:] = [made for made in _optimizers if made() is not None]
-        if all(made() is not optimizer for made in _optimizers):
-            _optimizers.append(weakref.ref(optimizer))
+_open: list[Joining] = []  # of all threads
 
 
 def session_of(optimizer: torch.optim.Optimizer) -> Joining | None:
     """The join of the wrapper that shards this optimizer's parameters; None outside of joins."""
     if not _open:
         return None
-    found = {part.shards for param in _params(optimizer) if (part := part_of(param)) is not None}
+    found = {part.shards for param in params_of(optimizer) if (part := part_of(param)) is not None}
     return next((one for one in tuple(_open) if one._shards in found), None)
 
 
@@ -384,13 +352,3 @@ def refuse_in_join(optimizer: torch.optim.Optimizer, call: str) -> None:
     """Raises RuntimeError in a join, where ranks without batches do not make this call."""
     if session_of(optimizer) is not None:
         raise RuntimeError(f"{call} cannot be used inside of join() of a sharded model")
-
-
-def _all_optimizers() -> list[Optimizer]:
-    """The last one first."""
-    with _lock:
-        return [alive for made in reversed(_optimizers) if (alive := made()) is not None]
-
-
-def _params(optimizer: Optimizer | torch.optim.Optimizer) -> Iterable[torch.Tensor]:
-    return (param for group in optimizer.param_groups for param in group["params"])

@@ -23,3 +23,13 @@ def without_prefix(state_dict: Mapping[str, Any], module: nn.Module) -> Mapping[
         plain._metadata = state_dict._metadata.copy()  # type: ignore[attr-defined]
     consume_prefix_in_state_dict_if_present(plain, _PREFIX)
     return plain
+
+
+def insert_prefix(
+    wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *_details: Any
+) -> None:
+    """Adds the prefix if the wrapper is part of a module, which loads children by their names."""
+    keys = [key for key in state_dict if key.startswith(prefix)]
+    own = {key.removeprefix(prefix): state_dict.pop(key) for key in keys}
+    for key, value in without_prefix(own, wrapper.get_submodule("module")).items():
+        state_dict[f"{prefix}module.{key}"] = value

@@ -28,12 +28,14 @@ class Sharding:
         group: the ranks.
         publish: compression of the parameters' changes between nodes.
         overlaps: parameters are sent between nodes while the next forward begins.
+        replicas: copies of the optimizer's states.
     """
 
     stage: str
     group: Group
     publish: Compression | None
     overlaps: bool
+    replicas: int
 
 
 def check_sharding(
@@ -43,6 +45,7 @@ def check_sharding(
     shard_group: Group | None,
     publish: object,
     overlap_params: object,
+    replicas: object,
 ) -> None:
     """Checks the options of a wrapper.
 
@@ -53,6 +56,7 @@ def check_sharding(
     if shard is None:
         given = {"shard_group": shard_group, "publish": publish}
         given["overlap_params"] = overlap_params or None
+        given["replicas"] = None if replicas == 1 else replicas
         for name, value in given.items():
             if value is not None:
                 raise ValueError(f"{name} must come with shard")
@@ -75,6 +79,22 @@ def check_sharding(
             "shard='gradients' takes no compression and no shard_group: use shard='optimizer' with "
             "these"
         )
+    if replicas not in (1, 2):
+        raise ValueError(f"replicas must be 1 or 2, got {replicas!r}")
+    if replicas == 2:
+        _check_replicas(module, group, shard_group)
+
+
+def _check_replicas(module: nn.Module, group: Group, shard_group: Group | None) -> None:
+    """Raises ValueError if states cannot have replicas."""
+    cannot = {
+        "parameters on the CPU": any(not parameter.is_cpu for parameter in module.parameters()),
+        "a group on one node": len(group.nodes) > 1,
+        "no shard_group": shard_group is not None,
+    }
+    for wanted, missing in cannot.items():
+        if missing:
+            raise ValueError(f"replicas=2 needs {wanted}")
 
 
 def _check_device(parameters: Sequence[torch.Tensor], group: Group) -> None:

@@ -155,6 +155,7 @@ class Shards:
         gradients: allocates memory for gradients; None puts them into the arena, where a step can
             average them itself.
         rooms: see :class:`Layout`.
+        replicates: True if optimizers keep replicas of their states.
 
     Attributes:
         group: the ranks that divide the parameters.
@@ -166,6 +167,7 @@ class Shards:
         local: gradients that are still each rank's own, with versions and addresses, by the
             parameter's id.
         ring: divided gradients; None if gradients are not divided.
+        replicates: see above.
         guard: watches the parameters between steps.
         session: the join that is going on.
     """
@@ -178,9 +180,10 @@ class Shards:
         group: Group,
         gradients: Memory | None,
         rooms: Mapping[int, int] | None = None,
+        replicates: bool = False,
     ) -> None:
         _leave_parts(parameters)
-        self.group = group
+        self.group, self.replicates = group, replicates
         self.averages = self.leaves_local = gradients is None
         self.guard = StepGuard(parameters, group)
         self.ring: OwnGradients | None = None

@@ -42,6 +42,10 @@ class StepGuard:
         alive = [(ref, p) for ref in self._parameters if (p := ref()) is not None]
         self._half_new = [(ref, parameter._version) for ref, parameter in alive]
 
+    def step_undone(self) -> None:
+        """Records that all parameters are those before the failed step."""
+        self._half_new = []
+
     def check(self) -> None:
         """Raises RuntimeError after a failed step, until all parameters have been written.
 
@@ -56,7 +60,7 @@ class StepGuard:
         if self._half_new:
             raise RuntimeError(
                 "parameters are partly those of a step that has failed: load a checkpoint of the "
-                "model and the optimizer"
+                "model and the optimizer; with replicas=2, regroup() undoes the step"
             )
 
     def _look_at_enqueued(self) -> None:

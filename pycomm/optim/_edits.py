@@ -32,6 +32,13 @@ class Edits:
         """Drops what is known of a parameter since its states have been those of its part."""
         self._seen.pop(param, None)
 
+    def take_whole(self, part: torch.Tensor, param: torch.Tensor, state: Mapping[str, Any]) -> None:
+        """Adapts the state of a whole parameter, of which this rank has stepped a part."""
+        before = self._seen.get(part)
+        if REMAINDER in state and before is not None and before[0] != part._version:
+            state[REMAINDER].zero_()
+        self.take(param, state)
+
     def take(self, param: torch.Tensor, state: Mapping[str, Any]) -> None:
         """Adapts the state to writes to its parameter.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from array import array
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -10,7 +11,8 @@ import torch
 
 from pycomm import _C
 from pycomm._runtime.torch_private import not_compiled
-from pycomm._training.joining import register, session_of
+from pycomm._training.joining import session_of
+from pycomm._training.optimizers import register
 from pycomm._training.shards import part_of
 from pycomm.optim import _executors, _options, _storage
 from pycomm.optim._executors import OnCpu, OnCuda, Table
@@ -104,6 +106,9 @@ class FusedOptimizer(StatefulOptimizer):
         params = [row.param for row in rows]
         device = _options.one_device(type(self).__name__, params)
         shards = one_division(type(self).__name__, rows)
+        self.in_step = shards is not None and shards.replicates
+        if self._replicate(shards):
+            tables, rows, keep = self._tables()
         steps: OnCpu | OnCuda | OnCpuShards | OnCudaShards
         if shards is not None:
             steps = shard_executor(device, tables, shards, self._on_cuda)
@@ -129,14 +134,15 @@ class FusedOptimizer(StatefulOptimizer):
             self.found_inf = self._found = found = steps.scalar()
         clip = None if self.max_norm is None else steps.scalar()
         control = _executors.control_of(scale, found, clip)
-        norm = steps.run(
-            _executors.Step(settings, control, self.max_norm, sets_found, params, grads)
-        )
+        step = _executors.Step(settings, control, self.max_norm, sets_found, params, grads)
+        with contextlib.nullcontext() if self._replicas is None else self._replicas.step():
+            norm = steps.run(step)
         if norm is not None:
             self.grad_norm = norm
         torch.autograd.graph.increment_version(params)
         if shards is not None:
             shards.end_step(params)
+        self.in_step = False
         self._edits.note(row.own for row in rows if row.holds_weights)
         if session is not None:
             session.note_step()

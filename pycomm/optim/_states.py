@@ -9,10 +9,11 @@ import torch
 
 from pycomm._runtime.torch_private import not_compiled
 from pycomm._training.joining import refuse_in_join, session_of
-from pycomm._training.shards import Part, part_of
+from pycomm._training.shards import Part, Shards, part_of
 from pycomm.optim import _checkpoint, _executors, _options, _sharded_checkpoint, _storage
 from pycomm.optim._edits import Edits
 from pycomm.optim._options import Group, Options
+from pycomm.optim._replicas import ReplicatedStates
 from pycomm.optim._rows import Row
 from pycomm.optim._storage import State
 from pycomm.optim.flat import Buffers
@@ -23,7 +24,10 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     Attributes:
         max_norm: bound of the norm of all gradients together, or None.
+        in_step: True if it has replicas of its states, and its last step has failed.
     """
+
+    in_step = False
 
     def __init__(self, params: Any, defaults: Group, options: Options) -> None:
         own, self.max_norm = _options.with_defaults(type(self).__name__, options)
@@ -32,6 +36,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self._rows: dict[int, Row] = {}  # by the parameter's id
         # The parts that states are of. Other states are of whole parameters, sharded or not.
         self._held: dict[torch.Tensor, Part] = {}
+        self._replicas: ReplicatedStates | None = None
+        self._new: list[torch.Tensor] = []  # parameters whose states this step has made
         super().__init__(params, {**defaults, **own})
 
     def _state_names(self, group: Group) -> tuple[str, ...]:
@@ -206,6 +212,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self._edits = Edits()
         self._rows = {}
         self._held = {}
+        self._replicas, self._new = None, []
         groups = getattr(self, "param_groups", ())
         own = [{key: group[key] for key in _options.DEFAULTS} for group in groups]
         super().__setstate__(state)
@@ -284,6 +291,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 f"{type(self).__name__}: states must exist before a step is captured: take one"
             )
         self._hold(param)
+        self._new.append(param)
         own = self._own(param)
         state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
         dtype = _storage.wanted_dtype(param, group["states"])
@@ -293,3 +301,75 @@ class StatefulOptimizer(torch.optim.Optimizer):
         master = _storage.master_beside(param, group["master_weights"])
         if master is not None:
             state.update(_storage.make_master(own, master, self._buffers))
+
+    # Replicas of sharded states.
+
+    def _replicate(self, shards: Shards | None) -> bool:
+        """Makes replicas of the states, if `shards` wants some that are missing.
+
+        All ranks must call this.
+
+        Returns:
+            True if states have been moved.
+        """
+        new, self._new = self._new, []
+        if shards is None or not shards.replicates:
+            self._replicas = None
+            return False
+        if self.is_replicated():
+            return False
+        try:
+            for group in self.param_groups:
+                names = self._state_names(group)
+                for param in filter(self._held.__contains__, group["params"]):
+                    if self._held[param] is not part_of(param):  # without a gradient since then
+                        self._follow(param, group, names)
+            self._use(ReplicatedStates(self._held, self.state))
+        except BaseException:
+            for param in new:  # the next step makes the same states
+                self.state.pop(param, None)
+                self._held.pop(param, None)
+            raise
+        return True
+
+    def _use(self, replicas: ReplicatedStates) -> None:
+        self._replicas, self._buffers = replicas, Buffers()
+        self.state.update(replicas.states)
+
+    def is_replicated(self) -> bool:
+        """True if there are replicas of all sharded states."""
+        replicas = self._replicas
+        return all(
+            replicas is not None and replicas.holds(param, part, self.state[param])
+            for param, part in self._held.items()
+        )
+
+    def undo_step(self) -> None:
+        """Gives all ranks' parts of the parameters their values before a step that failed."""
+        if self._replicas is not None and self._replicas.in_step:
+            self._replicas.undo()
+
+    @torch.no_grad()
+    def follow_regroup(self) -> None:
+        """Adopts this rank's new parts of the states from the replicas.
+
+        All ranks of the wrapper's new group must call this. If it fails, it can be repeated.
+        """
+        replicas, self.in_step = self._replicas, False
+        if replicas is None or not self._held:
+            return
+        states: dict[torch.Tensor, State] = {}
+        buffers = Buffers()
+        for group in self.param_groups:
+            names = self._state_names(group)
+            for param in filter(self._held.__contains__, group["params"]):
+                whole, own = replicas.whole(param), self._held[param].own
+                if not replicas.in_step:
+                    self._edits.take_whole(own, param, whole)
+                saved = _checkpoint.checked(param, whole, names)
+                states[param] = _checkpoint.Adopted(param, group, saved, names).settle(buffers)
+        parts = {param: part for param in states if (part := part_of(param)) is not None}
+        self._use(ReplicatedStates(parts, states))
+        for param in parts:
+            self._edits.forget(self._held[param].own)
+            self._hold(param)

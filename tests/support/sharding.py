@@ -63,6 +63,7 @@ class Step:
         steps: steps of the optimizer.
         checkpoint: record the optimizer's checkpoint, and load it.
         wraps: wrap the model anew before, with `shard` or without, and with other buckets.
+        regroups: go on in a new group after the step, if there are replicas.
     """
 
     without_sync: int = 0
@@ -78,6 +79,7 @@ class Step:
     steps: int = 1
     checkpoint: bool = False
     wraps: str | None = None
+    regroups: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ class Program:
     shard_ranks: int | None = None  # the number of ranks in a shard group
     nodes: tuple[int, ...] | None = None  # the number of ranks on each of several nodes
     overlaps: bool = False  # parameters arrive from other nodes during the next forward
+    replicas: int = 1
 
 
 class Given(nn.Module):
@@ -259,6 +262,10 @@ class Run:
         if step.edits:
             with torch.no_grad():
                 self.net.given[0].mul_(0.75)
+        if step.regroups and self.program.replicas == 2 and not self.joins:
+            assert self.group.should_commit()  # ranks that shrink end the operations of others
+            self.group = self.group.shrink()
+            self.model.regroup(self.group)
         if self.program.scheduled:
             for scheduler in self.schedulers:
                 scheduler.step()
@@ -323,7 +330,7 @@ def run_stages(program: Program, body: Any) -> dict[str | None, list[Any]]:
             ) -> Any:
                 part = parts[group.rank // size].groups[group.rank % size]
                 extra = {} if program.shard_ranks is None else {"shard_group": part}
-                extra["overlap_params"] = program.overlaps
+                extra |= {"overlap_params": program.overlaps, "replicas": program.replicas}
                 return body(Run(group, program, net, stage, **extra))
 
             runs[stage] = world(program.ranks, nodes=program.nodes).run(on_rank, stage, parts)

@@ -46,6 +46,7 @@ def options(draw, dtype, rule):
 
 @st.composite
 def steps(draw, ranks, weighs, scaled, joins):
+    regroups = draw(st.integers(0, 3)) == 0
     return Step(
         without_sync=draw(st.sampled_from([0, 0, 1, 2])),
         backwards=draw(st.sampled_from([1, 1, 1, 2])),
@@ -56,10 +57,11 @@ def steps(draw, ranks, weighs, scaled, joins):
         weighs=weighs,
         reads=draw(st.integers(0, 4)) == 0,
         clips=joins and not scaled and draw(st.integers(0, 4)) == 0,
-        edits=joins and draw(st.integers(0, 4)) == 0,
+        edits=(joins or regroups) and draw(st.integers(0, 4)) == 0,
         steps=1 if scaled else draw(st.sampled_from([0, 1, 1, 2] if joins else [1, 1, 1, 2])),
         checkpoint=draw(st.integers(0, 4)) == 0,
         wraps=None if joins else draw(st.sampled_from([*[None] * 6, "shard", "whole"])),
+        regroups=regroups,
     )
 
 
@@ -75,6 +77,8 @@ def programs(draw, joins=False):
     layouts = {2: [(1, 1)], 3: [(2, 1), (1, 1, 1)], 4: [(2, 2), (1, 3)], 5: [(2, 2, 1)]}
     # One that all ranks use, so that there is something to step.
     first = Parameter(draw(st.sampled_from([(40,), (50, 60)])))
+    shard_ranks = draw(st.sampled_from([None, 1, 2])) if ranks == 4 else None
+    nodes = draw(st.sampled_from([None, None, *layouts.get(ranks, [])]))
     return Program(
         ranks=ranks,
         dtype=dtype,
@@ -88,9 +92,10 @@ def programs(draw, joins=False):
         tied=draw(st.booleans()),
         optimizers=optimizers,
         adds_group_at=None if joins or optimizers != 1 else draw(st.sampled_from([None, None, 1])),
-        shard_ranks=draw(st.sampled_from([None, 1, 2])) if ranks == 4 else None,
+        shard_ranks=shard_ranks,
         begins=draw(st.sampled_from(["wrapped", "wrapped", "made", "stepped"])),
         compression=draw(st.sampled_from([None, None, None, pycomm.Int8()])),
-        nodes=draw(st.sampled_from([None, None, *layouts.get(ranks, [])])),
+        nodes=nodes,
         overlaps=draw(st.booleans()),
+        replicas=draw(st.sampled_from([1, 2])) if nodes is None and shard_ranks is None else 1,
     )

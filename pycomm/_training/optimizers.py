@@ -1,0 +1,72 @@
+"""The fused optimizers of this process, so that wrappers find those of their parameters."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+
+
+class Optimizer(Protocol):
+    """A fused optimizer: pycomm/optim/_optimizer.py.
+
+    Attributes:
+        in_step: True if it has replicas of its states, and its last step has failed.
+    """
+
+    param_groups: list[dict[str, Any]]
+    in_step: bool
+
+    # For joins.
+
+    def step_with(self, settings: dict[str, Any]) -> None:
+        """Takes the step of another rank, which has these settings."""
+
+    def group_options(self) -> list[dict[str, Any]]:
+        """The options of the groups."""
+
+    def take_group_options(self, groups: list[dict[str, Any]]) -> None:
+        """Adopts another rank's."""
+
+    def state_dict(self, *, format: str, to: int | None) -> dict[str, Any]:  # noqa: A002
+        """Gathers states."""
+
+    # After a failure.
+
+    def is_replicated(self) -> bool:
+        """True if there are replicas of all sharded states."""
+
+    def undo_step(self) -> None:
+        """Gives all ranks' parts of the parameters their values before a step that failed."""
+
+    def follow_regroup(self) -> None:
+        """Adopts this rank's new parts of the states from the replicas."""
+
+
+# In the order in which they were made.
+_optimizers: list[weakref.ref[Optimizer]] = []
+_lock = threading.Lock()
+
+
+def register(optimizer: Optimizer) -> None:
+    """Makes an optimizer known."""
+    with _lock:
+        _optimizers[:] = [made for made in _optimizers if made() is not None]
+        if all(made() is not optimizer for made in _optimizers):
+            _optimizers.append(weakref.ref(optimizer))
+
+
+def optimizers_of(parameters: Iterable[torch.Tensor]) -> list[Optimizer]:
+    """The optimizers of any of these parameters, the last one first."""
+    ids = set(map(id, parameters))
+    with _lock:
+        alive = [made for one in reversed(_optimizers) if (made := one()) is not None]
+    return [made for made in alive if any(id(param) in ids for param in params_of(made))]
+
+
+def params_of(optimizer: Optimizer | torch.optim.Optimizer) -> Iterable[torch.Tensor]:
+    """An optimizer's parameters."""
+    return (param for group in optimizer.param_groups for param in group["params"])

@@ -1,0 +1,381 @@
+"""Sharded training goes on when ranks are lost: as if its states came from a checkpoint."""
+
+import copy
+import os
+import random
+import signal
+import threading
+
+import helpers
+import pytest
+import sharding
+import torch
+from torch import nn
+
+import pycomm
+from pycomm import optim
+from pycomm._training import replicas
+from pycomm.optim._shard_executors import OnCpuShards
+
+STEPS = 6
+SHARDS = ["optimizer", "gradients"]
+EDITED = {"dtype": torch.bfloat16, "master_weights": "remainder"}  # a change drops remainders
+
+
+class Net(nn.Module):
+    """A model with parameters of any size, whose gradients depend on the batch."""
+
+    def __init__(self, elements, dtype):
+        super().__init__()
+        rng = torch.Generator().manual_seed(0)
+        parts = [torch.randn(elements - 100 * n, generator=rng).to(dtype) for n in range(3)]
+        self.parts = nn.ParameterList(parts)
+
+    def forward(self, batch):
+        return sum((part.float() * batch).square().mean() for part in self.parts)
+
+
+class Training:
+    """One rank's model and optimizer."""
+
+    def __init__(self, group, elements=5000, dtype=torch.float32, shard="optimizer", **options):
+        wrapper = {name: options.pop(name) for name in ("replicas",) if name in options}
+        net = Net(elements, dtype)
+        self.model = pycomm.DataParallel(net, group=group, shard=shard, **wrapper)
+        self.optimizer = optim.FusedAdamW(self.model.parameters(), lr=0.01, **options)
+
+    def backward(self, number, step):
+        self.optimizer.zero_grad()
+        rng = torch.Generator().manual_seed(1000 * number + step)
+        self.model(torch.randn(1, generator=rng)).backward()
+
+    def train(self, number, steps, edits=False):
+        for step in steps:
+            self.backward(number, step)
+            self.optimizer.step()
+        if edits:
+            with torch.no_grad():
+                self.model.module.parts[0].mul_(0.75)
+
+    def state(self):
+        return copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
+
+    def load(self, state):
+        self.model.load_state_dict(state[0])
+        self.optimizer.load_state_dict(state[1])
+
+
+def expect(losses, edits=False, **options):
+    """The state that survivors end with, by training in worlds that load checkpoints.
+
+    Args:
+        losses: the number of steps that count before each loss, and the ranks that are left then.
+        edits: a parameter is changed by hand before each loss.
+        options: those of :class:`Training`.
+    """
+
+    def train(group, state, numbers, steps):
+        training = Training(group, **options)
+        if state is not None:
+            training.load(state)
+        training.train(numbers[group.rank], steps, edits and steps.stop < STEPS)
+        return training.state()
+
+    state, first = None, 0
+    for (_, numbers), (last, _) in zip(losses, [*losses[1:], (STEPS, None)], strict=True):
+        with pycomm.LocalWorld(len(numbers)) as world:
+            state = world.run(train, state, numbers, range(first, last))[0]
+        first = last
+    return state
+
+
+def kill(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def copy_half(area, *_):
+    half = len(area._before) // 2
+    area._before[:half] = area._now[:half]
+    kill()
+
+
+def run_and_die(executor, step):
+    run(executor, step)
+    kill()
+
+
+run = OnCpuShards.run
+
+
+def survive(group, deaths, options):
+    """Trains until this rank is killed, or to the end.
+
+    Args:
+        group: the ranks.
+        deaths: for each victim, the step and the moment of its death.
+        options: those of :class:`Training`.
+
+    Returns:
+        For each loss the number of steps that count and the ranks that are left; the state.
+    """
+    training, number, step = Training(group, replicas=2, **options), group.rank, 0
+    losses = [(0, group.ranks)]
+    while step < STEPS or training.model.comm_state.group is not group:
+        when, moment = deaths.get(number, (None, None))
+        moment = moment if when == step else None
+        try:
+            if training.model.comm_state.group is not group:
+                if moment == "regrouping":
+                    replicas._open_file = kill
+                training.model.regroup(group)
+                losses.append((step, group.ranks))
+                continue
+            if moment == "sharing":
+                replicas._open_file = kill
+            elif moment == "backward":
+                training.model.module.parts[2].register_hook(kill)
+            elif moment == "copying":
+                replicas._Area.begin_step = copy_half
+            elif moment == "updated":
+                OnCpuShards.run = run_and_die
+            elif isinstance(moment, float):
+                timer = threading.Timer(moment, kill)
+                timer.start()
+            training.backward(number, step)
+            if training.model.should_commit():
+                training.optimizer.step()
+                if moment == "stepped":
+                    kill()
+                elif isinstance(moment, float):
+                    timer.join()
+                step += 1
+        except pycomm.CollectiveError:
+            with pytest.raises((pycomm.PycommError, RuntimeError)):
+                training.optimizer.step()  # must leave the copies alone
+            group = group.shrink()
+    return losses, training.state()
+
+
+def check(size, deaths, **options):
+    """Kills ranks, and compares the survivors with training from checkpoints."""
+    with helpers.Ranks(size, helpers.in_group, survive, {"timeout": 30}, deaths, options) as ranks:
+        outcomes = ranks.wait_for([rank for rank in range(size) if rank not in deaths])
+    for outcome in outcomes:
+        assert outcome.error is None, outcome.trace
+    losses, state = outcomes[0].value
+    for outcome in outcomes:
+        assert outcome.value[0] == losses
+        assert sharding.difference(outcome.value[1], state) is None
+    assert sharding.difference(expect(losses, **options), state) is None
+    return [steps for steps, _ in losses[1:]]
+
+
+@pytest.mark.parametrize(
+    ("moment", "options"),
+    [
+        ("backward", {"max_norm": 0.1}),
+        ("copying", {"states": "8bit"}),
+        ("updated", {"states": "8bit", "max_norm": 0.1, "shard": "gradients"}),
+        ("stepped", {"dtype": torch.bfloat16, "master_weights": "remainder"}),
+    ],
+)
+def test_ranks_are_killed_one_after_the_other(moment, options):
+    steps = check(4, {1: (2, moment), 2: (4, "updated")}, **options)
+    assert steps == [3 if moment == "stepped" else 2, 4]
+
+
+def test_a_rank_is_killed_in_the_first_step():
+    assert check(3, {1: (0, "sharing")}, states="8bit") == [0]
+
+
+def test_a_rank_is_killed_while_the_others_regroup():
+    assert check(4, {1: (2, "updated"), 2: (2, "regrouping")}, states="8bit") == [2]
+
+
+def test_ranks_are_killed_together():
+    deaths = dict.fromkeys((0, 1, 3), (1, "updated"))
+    assert check(4, deaths, dtype=torch.bfloat16, master_weights="fp32") == [1]
+
+
+def killed_at_random(seed):
+    """Kills a rank in the step; its updates take a few milliseconds."""
+    rng = random.Random(seed)
+    deaths = {rng.randrange(3): (3, rng.uniform(0.0, 0.01))}
+    return check(3, deaths, elements=200_000, states="8bit", shard=rng.choice(SHARDS))
+
+
+def test_a_rank_is_killed_at_random():
+    for seed in range(2):
+        killed_at_random(seed)
+
+
+@pytest.mark.slow
+def test_forty_ranks_are_killed_at_random():
+    """Some before the step, some after it, and some in the middle."""
+    assert {steps for seed in range(40) for steps in killed_at_random(100 + seed)} >= {3, 4}
+
+
+@pytest.mark.parametrize("options", [{"states": "8bit"}, EDITED])
+def test_a_rank_leaves(options):
+    """A thread, which closes its group and drops model and optimizer."""
+    edits = options is EDITED
+
+    def live(group):
+        training = Training(group, replicas=2, **options)
+        training.train(group.rank, range(2), edits)
+        if group.rank == 1:
+            group.close()
+            return None
+        with pytest.raises(pycomm.PeerDied):
+            training.backward(group.rank, 2)
+        group = group.shrink()
+        training.model.regroup(group)
+        assert all(parameter.grad is None for parameter in training.model.parameters())
+        training.train(group.ranks[group.rank], range(2, STEPS))
+        return training.state()
+
+    with pycomm.LocalWorld(3) as world:
+        states = [state for state in world.run(live) if state is not None]
+    expected = expect([(0, (0, 1, 2)), (2, (0, 2))], edits, **options)
+    for state in states:
+        assert sharding.difference(expected, state) is None
+
+
+def test_a_step_that_is_not_taken_changes_nothing():
+    def live(group):
+        training = Training(group, replicas=2)
+        training.backward(group.rank, 0)
+        training.optimizer.step()
+        before = training.state()
+        training.backward(group.rank, 1)
+        assert not training.model.should_commit(ready=group.rank != 1)
+        return sharding.difference(before, training.state())
+
+    with pycomm.LocalWorld(2) as world:
+        assert world.run(live) == [None, None]
+
+
+def test_only_the_step_that_failed_is_undone():
+    """Of two optimizers; the failure comes after the update, so all parameters are new."""
+
+    def live(group):
+        net = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40))
+        model = pycomm.DataParallel(net, group=group, shard="optimizer", replicas=2)
+        counts, fails = (optim.FusedAdamW(layer.parameters(), lr=0.1) for layer in net)
+
+        def backward():
+            model(torch.full((1, 40), 1.0 + group.rank)).square().sum().backward()
+
+        def fail():
+            group.abort()
+            raise pycomm.Aborted("on purpose")
+
+        backward()
+        counts.step()
+        fails.step()
+        before = copy.deepcopy((net[1].state_dict(), fails.state_dict()))
+        backward()
+        counts.step()
+        after = copy.deepcopy((net[0].state_dict(), counts.state_dict()))
+        fails._replicas._replicas.end_step = fail
+        with pytest.raises(pycomm.Aborted):
+            fails.step()
+        assert not torch.equal(net[1].weight, before[0]["weight"])
+        with pytest.raises(RuntimeError, match="regroup"):
+            model.state_dict()
+        model.regroup(group.shrink())
+        now = [
+            (net[0].state_dict(), counts.state_dict()),
+            (net[1].state_dict(), fails.state_dict()),
+        ]
+        return sharding.difference([after, before], now)
+
+    with pycomm.LocalWorld(2) as world:
+        assert world.run(live) == [None, None]
+
+
+def test_means_of_an_undone_step_go_into_the_residuals():
+    def live(group):
+        model = pycomm.DataParallel(
+            nn.Linear(64, 64), group=group, compression=pycomm.TopK(density=0.1),
+            shard="optimizer", replicas=2,
+        )  # fmt: skip
+        optimizer = optim.FusedAdamW(model.parameters())
+        model(torch.full((1, 64), 1.0 + group.rank)).square().sum().backward()
+        assert model.should_commit()
+        mean = model.module.weight.grad.clone()
+        kept = model.comm_state.residual("weight").clone()
+        group.abort()
+        with pytest.raises(pycomm.Aborted):
+            optimizer.step()
+        model.regroup(group.shrink())
+        return torch.equal(model.comm_state.residual("weight"), kept + mean)
+
+    with pycomm.LocalWorld(2) as world:
+        assert all(world.run(live))
+
+
+def test_states_without_replicas_are_lost():
+    """They have been loaded after the last step."""
+
+    def live(group):
+        training = Training(group, replicas=2)
+        training.backward(group.rank, 0)
+        training.optimizer.step()
+        training.load(training.state())
+        assert group.should_commit()  # all have loaded it
+        if group.rank == 1:
+            group.close()
+            return True
+        with pytest.raises(pycomm.PeerDied):
+            training.backward(group.rank, 1)
+        with pytest.raises(RuntimeError, match=r"ranks \[1\] are lost .* load the checkpoint"):
+            training.model.regroup(group.shrink())
+        return True
+
+    with pycomm.LocalWorld(3) as world:
+        assert all(world.run(live))
+
+
+def test_without_replicas_the_error_names_lost_ranks():
+    def live(group):
+        training = Training(group)
+        training.backward(group.rank, 0)
+        training.optimizer.step()
+        assert group.should_commit()  # all have stepped
+        if group.rank == 1:
+            group.close()
+            return True
+        smaller = group.shrink()
+        with pytest.raises(ValueError, match=r"ranks \[1\] are lost .* replicas=2"):
+            training.model.regroup(smaller)
+        return True
+
+    with pycomm.LocalWorld(3) as world:
+        assert all(world.run(live))
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"replicas": 2}, "must come with shard"),
+        ({"replicas": 3, "shard": "optimizer"}, "replicas must be 1 or 2, got 3"),
+    ],
+)
+def test_options(options, complaint):
+    with pycomm.LocalWorld(1) as world, pytest.raises(ValueError, match=complaint):
+        pycomm.DataParallel(nn.Linear(2, 2), group=world.groups[0], **options)
+
+
+def test_what_has_no_replicas():
+    def wrap(group, **options):
+        with pytest.raises(ValueError, match="replicas=2 needs"):
+            pycomm.DataParallel(
+                nn.Linear(2, 2), group=group, shard="optimizer", replicas=2, **options
+            )
+        return True
+
+    with pycomm.LocalWorld(2, nodes=[1, 1]) as world:
+        assert all(world.run(wrap))
+    with pycomm.LocalWorld(2) as world:
+        assert all(world.run(lambda group: wrap(group, shard_group=group)))
