@@ -108,7 +108,7 @@ class FusedOptimizer(StatefulOptimizer):
         shards = one_division(type(self).__name__, rows)
         self.in_step = shards is not None and shards.replicates
         if self._replicate(shards):
-            tables, rows, keep = self._tables()
+            tables, rows, grads = self._tables()
         steps: OnCpu | OnCuda | OnCpuShards | OnCudaShards
         if shards is not None:
             steps = shard_executor(device, tables, shards, self._on_cuda)
