@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch  # noqa: F401 - its libraries must be loaded before ours
 
 from pycomm import backend, compressed_ops, exporters, hooks, ops, optim
-from pycomm._init import default_group, init, set_default_group
+from pycomm._init import default_group, init, join, set_default_group
 from pycomm._inputs.arguments import old_names
 from pycomm._names import parse_compression
 from pycomm._runtime.plan import Plan
@@ -101,6 +101,7 @@ __all__ = [
     "init",
     "irecv",
     "isend",
+    "join",
     "memory_report",
     "ops",
     "optim",

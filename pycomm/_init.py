@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -21,10 +22,11 @@ from pycomm._inputs.arguments import (
     seconds,
 )
 from pycomm._inputs.dtypes import check_choice
-from pycomm._runtime import log
+from pycomm._runtime import log, rendezvous
 from pycomm._runtime.carriers import Carriers, backends_to_make, subgroup_of
 from pycomm._runtime.cuda_windows import DEFAULT_MAX_BLOCKS, join_processes
-from pycomm._runtime.rendezvous import introduction, join, set_up_torch_distributed
+from pycomm._runtime.door import Address, read_addresses
+from pycomm._runtime.growth import Growth, enter
 from pycomm._runtime.span import Span
 from pycomm._runtime.survivors import Survivors
 from pycomm._runtime.torch_private import store_of
@@ -35,7 +37,7 @@ from pycomm.group import (
     DEFAULT_TIMEOUT,
     Group,
     _open_groups,
-    when_shrunk,
+    when_replaced,
 )
 
 if TYPE_CHECKING:
@@ -97,7 +99,6 @@ def init(
         pycomm.Aborted: a rank was interrupted; on all other ranks that had arrived.
         pycomm.CollectiveError: ``transport="process_group"``, and a rank could not connect.
     """
-    global _default
     timeout = seconds(timeout, DEFAULT_TIMEOUT)
     check_choice("transport", transport, TRANSPORTS)
     check_process_group(group)
@@ -106,7 +107,7 @@ def init(
     if not dist.is_initialized():
         if "MASTER_ADDR" not in os.environ:
             raise not_set_up(in_threads=_open_groups.any_usable())
-        set_up_torch_distributed(timeout)
+        rendezvous.set_up_torch_distributed(timeout)
     process_group = process_group_of(group)
     rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
     if rank < 0:
@@ -114,17 +115,14 @@ def init(
     # Always the same prefix, so ranks that have tried unequally often still meet (see meet).
     prefix = f"pycomm/{process_group.group_name}"
     store = PrefixStore(prefix, store_of(process_group))
-    mine = introduction(
+    mine = rendezvous.introduction(
         staging_bytes, cuda_heap_bytes, transport, backends_to_make(transport, process_group)
     )
     with _joining[prefix]:
-        members = join(store, rank, size, timeout, mine, listens=True)
+        members = rendezvous.join(store, rank, size, timeout, mine, listens=True)
         options = _Options(process_group, rank, mine, timeout, max_blocks)
         made = _complete(members, range(size), options)
-    with _default_lock:
-        if _default is None or not _default._core.usable():
-            _default = made
-    return made
+    return _adopt(made)
 
 
 @dataclass(frozen=True)
@@ -132,14 +130,14 @@ class _Options:
     """How to make a group, and those to which it shrinks.
 
     Attributes:
-        process_group: the process group that has all of their ranks.
-        rank: this process in it.
+        process_group: the process group that has all of their ranks; None if the group has grown.
+        rank: this process in it, or in the group that has grown.
         mine: the introduction of this rank.
         timeout: seconds that an operation may take.
         max_blocks: the largest number of thread blocks on a GPU.
     """
 
-    process_group: dist.ProcessGroup
+    process_group: dist.ProcessGroup | None
     rank: int
     mine: dict[str, Any]
     timeout: float
@@ -152,8 +150,9 @@ def _complete(members: Membership, ranks: Sequence[int], options: _Options) -> G
     made = make_group(members, ranks.index(options.rank), options.timeout, staging_bytes)
     made.ranks = tuple(ranks)
     if len(made.nodes) == 1:
-        _connect_cuda(made, options)
+        _serve(made, members.everyone, options)
         return made
+    _let_grow(made, members.everyone, options)
     if members.listener is not None:
         _let_survive(made, members.listener, options)
     if members.backends:
@@ -178,18 +177,43 @@ def _let_survive(made: Group, listener: Listener, options: _Options) -> None:
     made._survivors = Survivors(listener, options.rank, made.ranks, options.mine, go_on)
 
 
+def _serve(group: Group, everyone: Sequence[Mapping[str, Any]], options: _Options) -> None:
+    """Lets a group on one node, and those it shrinks to, take CUDA tensors and grow."""
+
+    def go_on(larger: Group, smaller: Group) -> None:
+        left = [everyone[larger.ranks.index(number)] for number in smaller.ranks]
+        _serve(smaller, left, options)
+
+    _connect_cuda(group, options)
+    _let_grow(group, everyone, options)
+    group._succession = go_on
+
+
 def _connect_cuda(group: Group, options: _Options) -> None:
-    """Lets a group of processes of one node, and those it shrinks to, take CUDA tensors."""
     process_group = options.process_group
 
     def members() -> Any:
+        if process_group is None:
+            raise RuntimeError("torch.distributed has no process group of a group that has grown")
         if group.size == dist.get_world_size(process_group):
             return process_group
         return subgroup_of(process_group, group.ranks, group.timeout)
 
     blocks, heap = options.max_blocks, options.mine["settings"]["cuda_heap_bytes"]
     group._join_cuda = lambda device: join_processes(group, device, members, blocks, heap)
-    group._succession = lambda _, smaller: _connect_cuda(smaller, options)
+
+
+def _let_grow(group: Group, everyone: Sequence[Mapping[str, Any]], options: _Options) -> None:
+    """Lets newcomers join a group of processes that have introduced themselves."""
+    rank, terms = group.rank, {"timeout": group.timeout, "max_blocks": options.max_blocks}
+    group._growth = Growth(everyone, terms, lambda members: _make_larger(members, rank, terms))
+
+
+def _make_larger(members: Membership, rank: int, terms: Mapping[str, Any]) -> Group:
+    """Makes a group that has grown; a collective call of its members and the newcomers."""
+    mine = members.everyone[rank]
+    options = _Options(None, rank, dict(mine), terms["timeout"], terms["max_blocks"])
+    return _complete(members, range(len(members.everyone)), options)
 
 
 def make_group(
@@ -254,11 +278,14 @@ def _make_span(made: Group, members: Membership, options: _Options) -> Span:
     """Connects the nodes over process groups, and the ranks of this node; a collective call."""
     nodes, timeout, store = members.nodes, made.timeout, members.store
     process_group = options.process_group
+    assert process_group is not None, "a group that has grown has no backends"
     local, index = nodes.local, nodes.local.index(made.rank)
     node = None
     if len(local) > 1:
         inside = PrefixStore(f"node/{nodes.here}", store)
-        joined = join(inside, index, len(local), timeout, introduction(made.staging_bytes))
+        joined = rendezvous.join(
+            inside, index, len(local), timeout, rendezvous.introduction(made.staging_bytes)
+        )
         node = inner = make_group(joined, index, timeout, made.staging_bytes)
         ours = [made.ranks[rank] for rank in local]
         inner._join_cuda = lambda device: join_processes(
@@ -286,19 +313,58 @@ def _make_span(made: Group, members: Membership, options: _Options) -> Span:
         raise
 
 
+def join(address: str | os.PathLike[str], timeout: float | timedelta | None = None) -> Group:
+    """Joins a group that runs, as soon as its members call :meth:`pycomm.Group.grow`.
+
+    This process needs neither torchrun nor torch.distributed. It becomes the last rank of the
+    larger group, or one of the last, and takes over the group's options. The larger group becomes
+    the default group if there is none.
+
+    Args:
+        address: the group's :attr:`pycomm.Group.address`; or the path of a file with addresses, one
+            a line, which is read anew for each try, so that the members may write a new one.
+        timeout: how long to wait until the members let this process in, in seconds or as a
+            timedelta.
+
+    Returns:
+        This rank's membership in the larger group.
+
+    Raises:
+        ValueError: `address` is none; or the group refuses this process, because the secret is not
+            the group's, because it runs another build of pycomm, or because it is of another user
+            than the ranks of this node.
+        pycomm.Timeout: the members have not let this process in.
+        pycomm.CollectiveError: they could not, until the timeout.
+    """
+    patience = seconds(timeout, DEFAULT_TIMEOUT)
+    if isinstance(address, str):
+        addresses = [Address.parse(address)]
+        return _adopt(enter(lambda: addresses, patience, _make_larger))
+    return _adopt(enter(lambda: read_addresses(Path(address)), patience, _make_larger))
+
+
 def default_group() -> Group:
     """Returns the default group, which is made at the first use on torch's default group."""
     return _default if _default is not None else init()
 
 
-def _replace_default(larger: Group, smaller: Group) -> None:
+def _adopt(made: Group) -> Group:
+    """Makes a new group the default group if there is none."""
     global _default
     with _default_lock:
-        if _default is larger:
-            _default = smaller
+        if _default is None or not _default._core.usable():
+            _default = made
+    return made
 
 
-when_shrunk.append(_replace_default)
+def _replace_default(before: Group, successor: Group) -> None:
+    global _default
+    with _default_lock:
+        if _default is before:
+            _default = successor
+
+
+when_replaced.append(_replace_default)
 
 
 def set_default_group(group: Group | None) -> None:

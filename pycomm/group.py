@@ -16,28 +16,29 @@ from pycomm._inputs.arguments import seconds
 from pycomm._inputs.dtypes import check_dtype
 from pycomm._runtime import log
 from pycomm._runtime.internode import Nodes
+from pycomm._runtime.observed import Observed
 from pycomm._runtime.open_groups import OpenGroups
-from pycomm._runtime.plan import Plan, make_cuda_plan, make_plan, make_spanning_plan
 from pycomm._runtime.span import Span
 from pycomm.errors import GroupUnusable, Timeout
-from pycomm.report import Report, make_report
-from pycomm.stats import Stats, make_stats
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from pycomm._runtime.cuda import CudaSide
+    from pycomm._runtime.growth import Growth
+    from pycomm._runtime.listener import Listener
     from pycomm._runtime.survivors import Survivors
 
 DEFAULT_TIMEOUT = 300.0
 DEFAULT_STAGING_BYTES = 2 << 20
+_PATIENCE_WITH_NEWCOMERS = 30.0
 
 _names = itertools.count()
 _open_groups: OpenGroups[Group] = OpenGroups()
-when_shrunk: list[Callable[[Group, Group], None]] = []  # called with the old and the smaller group
+when_replaced: list[Callable[[Group, Group], None]] = []  # called with the old and the new group
 
 
-class Group:
+class Group(Observed):
     """One rank's membership in a group of ranks, on one node or several.
 
     :func:`init` and :class:`pycomm.LocalWorld` make groups. Operations on a group run in the order
@@ -60,7 +61,7 @@ class Group:
         stripes: the number of ranks of every node that exchange with other nodes. These are its
             first ranks, and the i-th ranks of all nodes exchange with each other. 0 on one node.
         ranks: for each rank, its number in the group from which this one has shrunk, over however
-            many steps; for a new group, 0, 1, ...
+            many steps; for a new group or one that has grown, 0, 1, ...
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class Group:
         self._succession: Callable[[Group, Group], None] | None = None  # called by shrink()
         self._survivors: Survivors[Group] | None = None  # if the group has spanned nodes
         self._meets_survivors = False  # in shrink()
+        self._growth: Growth[Group] | None = None  # if the ranks are processes
         self._unresponsive = -1  # the rank that has ended the group because it did not answer
         self._decides = len(nodes.ranks) == 1  # False for threads with simulated nodes
         _C.register_group(self.name, self._core)
@@ -154,39 +156,6 @@ class Group:
         allocation = self._core.allocate(count * dtype.itemsize)
         return torch.frombuffer(allocation, dtype=torch.uint8).view(dtype)[:count].view(shape)
 
-    def explain(
-        self,
-        nbytes: int,
-        dtype: torch.dtype = torch.float32,
-        *,
-        algorithm: str = "auto",
-        in_window: bool = False,
-        device: str = "cpu",
-    ) -> Plan:
-        """Explains how this group would run an all-reduce of `nbytes` bytes.
-
-        The choice is the same on every rank; steps and bytes are this rank's own.
-
-        Args:
-            nbytes: the tensor's size in bytes.
-            dtype: the tensor's dtype.
-            algorithm: as for :func:`pycomm.all_reduce`.
-            in_window: True if all ranks' tensors come from :meth:`empty`.
-            device: ``"cpu"`` or ``"cuda"``.
-
-        Returns:
-            The algorithm, its steps and bytes; ``print`` shows a table.
-        """
-        check_dtype("dtype", dtype)
-        if len(self.nodes) > 1:
-            return make_spanning_plan(
-                self._core, nbytes, dtype, len(self.nodes), self.stripes, algorithm
-            )
-        if device == "cuda":
-            transport = "not connected yet" if self._cuda is None else self._cuda.transport
-            return make_cuda_plan(nbytes, self.size, algorithm, transport)
-        return make_plan(self._core, nbytes, dtype, self.size, algorithm, in_window)
-
     def check(self) -> None:
         """Raises the error of CUDA kernels that have run so far, if there is one.
 
@@ -199,79 +168,6 @@ class Group:
             self._cuda.check()
         if self._span is not None:
             self._span.check()
-
-    def report(self, operations: int = 8) -> Report:
-        """Reports what the ranks of this node do, and their last operations.
-
-        Any thread may call this at any time, also while operations run or after the group has
-        failed. Other ranks need not call it, and are not slowed down.
-
-        Args:
-            operations: how many of each rank's operations to report, 1 to 128.
-
-        Returns:
-            The report; ``print`` shows it as text.
-
-        Raises:
-            ValueError: `operations` is out of range.
-            pycomm.GroupUnusable: the group is closed.
-        """
-        if not 1 <= operations <= _C.most_recorded:
-            raise ValueError(f"operations must be 1 to {_C.most_recorded}, got {operations}")
-        return make_report(self._core.state(operations))
-
-    def stats(self, since: Stats | None = None) -> Stats:
-        """Tells what this rank's operations on CPU tensors have taken, by kind and size.
-
-        Every operation that has succeeded counts. Of those on less than 64 KiB that wait for less
-        than about a microsecond, one in 16 is timed and stands for all.
-
-        Any thread may call this at any time, also while operations run. Other ranks need not call
-        it, and nothing is synchronised. In a group that spans nodes, the wait for a late rank of
-        another node belongs to the exchange.
-
-        Args:
-            since: an earlier result, to tell only what has come after it.
-
-        Returns:
-            The statistics; ``print`` shows a table.
-
-        Raises:
-            ValueError: `since` is of another rank or group.
-            pycomm.GroupUnusable: the group is closed.
-        """
-        stats = make_stats(self._core.statistics(), self.rank, self.size)
-        return stats if since is None else stats.since(since)
-
-    def skew(self, since: Stats | None = None) -> dict[int, float]:
-        """Scores the ranks of this node by their own time, that is, outside of operations.
-
-        In synchronous training all ranks take the same time for a step, because the fast ones wait
-        for the slow one. This takes the time in which a rank's program is blocked in operations of
-        this group, or waits for works, off the whole. What is left is the rank's own: computing,
-        reading data, and also waits that this group does not see, such as those for messages or for
-        a CUDA device.
-
-        Args:
-            since: an earlier result of :meth:`stats`, to score only what has come after it.
-
-        Returns:
-            By rank, the fastest rank's own time divided by this rank's: 1 is the fastest, and 0.83
-            needs 20 % longer. Empty before two operations on CPU tensors have been timed.
-
-        Raises:
-            ValueError: `since` is of another rank or group.
-            pycomm.GroupUnusable: the group is closed.
-        """
-        return self.stats(since).skew
-
-    def traffic(self) -> tuple[int, int, int]:
-        """Signals, bytes read from and bytes written to other ranks in the last operation."""
-        return self._core.traffic
-
-    def link_traffic(self) -> tuple[int, int]:
-        """Bytes sent to and received from other nodes in this rank's last operation."""
-        return self._core.link_traffic
 
     def trim(self) -> None:
         """Frees memory that operations keep for later ones of their kind.
@@ -376,8 +272,7 @@ class Group:
         shrink = self._shrink_on_node if on_node else self._shrink_between_nodes
         smaller = shrink(patience, exclude)
         smaller._shrunk, smaller._origin = self._shrunk + 1, self._origin
-        for go_on in when_shrunk:
-            go_on(self, smaller)
+        self._hand_on_to(smaller)
         log.group_shrunk(smaller, self)
         return smaller
 
@@ -389,7 +284,7 @@ class Group:
             if not isinstance(error, GroupUnusable):  # else another thread may still shrink it
                 self.close()
             raise
-        self.close()
+        self._leave()
         smaller = Group(
             window,
             Nodes((tuple(range(len(members))),), 0),
@@ -431,6 +326,69 @@ class Group:
             raise GroupUnusable("group is closed, or another thread shrinks it")
         return survivors
 
+    @property
+    def address(self) -> str | None:
+        """Where other processes can ask to join: ``host:port/secret``, for :func:`pycomm.join`.
+
+        Rank 0 listens there from its first use of this, or the first :meth:`grow`, on. The others
+        learn the address in :meth:`grow`; before, it is None there. The secret admits processes of
+        the same user, so keep it from others.
+        """
+        growth = self._growth
+        if growth is None:
+            return None
+        growth.open(self)
+        return None if growth.address is None else str(growth.address)
+
+    def grow(self, timeout: float | timedelta | None = None) -> Group:
+        """Lets processes in that wait in :func:`pycomm.join`; a collective call.
+
+        Call it between two steps, say. If nobody waits, it costs about as much as a barrier. If
+        processes wait, the members make a larger group with them: this one is closed, and if it was
+        the default group, the larger one takes its place. Close the larger one yourself, also in a
+        ``with`` block of this one.
+
+        Members keep their ranks, the newcomers come behind them. A newcomer that fails meanwhile
+        is left out. If one fails when some ranks have returned, the larger group's next operation
+        raises, and it can be shrunk.
+
+        Args:
+            timeout: how long to wait for newcomers that have come to the door and do not answer any
+                more, in seconds or as a timedelta; by default 30 seconds, or the group's timeout if
+                that is shorter. The shortest of all ranks counts.
+
+        Returns:
+            The larger group, or this one if nobody was let in. If a rank has failed just after the
+            members had agreed, those that are left.
+
+        Raises:
+            ValueError: the ranks are threads, or ``transport="process_group"``.
+            pycomm.CollectiveError: a rank of this group failed. The others can shrink it.
+            pycomm.GroupUnusable: the group is closed or has failed.
+        """
+        patience = seconds(timeout, min(self.timeout, _PATIENCE_WITH_NEWCOMERS))
+        self._core.check_usable()
+        growth = self._growth
+        if growth is None:
+            raise ValueError("group must be one of processes that pycomm.init made, to grow")
+        larger = growth.grow(self, patience)
+        if larger is None:
+            return self
+        self._hand_on_to(larger)
+        self.close()
+        log.group_grown(larger, self)
+        return larger if larger._core.usable() else larger.shrink()
+
+    def _hand_on_to(self, successor: Group) -> None:
+        if self._growth is not None and successor._growth is not None:
+            successor._growth.inherit(self._growth)
+        for go_on in when_replaced:
+            go_on(self, successor)
+
+    @property
+    def _listener(self) -> Listener | None:
+        return None if self._survivors is None else self._survivors.listener
+
     def close(self) -> None:
         """Finishes running operations, then leaves the group without waiting for other ranks."""
         survivors = self._survivors
@@ -439,6 +397,8 @@ class Group:
         finally:
             if survivors is not None:
                 survivors.listener.close()
+            if self._growth is not None:
+                self._growth.close()
 
     def _leave(self) -> None:
         self._join_cuda, self._succession = _no_cuda, None  # which refer to this group

@@ -27,12 +27,10 @@ import contextlib
 import json
 import select
 from collections.abc import Collection, Mapping, Sequence
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch's stubs lack it
-
-from pycomm._runtime.listener import LEFT_OUT, Connection, Listener, limit_receives
+from pycomm._runtime.listener import LEFT_OUT, Connection, Listener
+from pycomm._runtime.stores import reach, serve
 from pycomm._runtime.waiting import Deadline
 from pycomm.errors import Aborted, GroupUnusable, Timeout
 
@@ -40,7 +38,6 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 _LOOK_EVERY = 10  # milliseconds
-_TRIES_FOR = timedelta(seconds=0.5)
 _PATIENCE_FOR_ANSWERS = 5.0  # seconds longer than the coordinator's, whose answer says more
 
 
@@ -110,24 +107,10 @@ class Agreement:
         self._mine = mine
         answer = self._take_part(settles=False)
         if self._store is None:
-            self._store = self._reach(*answer["store"])
+            self._store = reach(answer["store"], self._patience, self._given_up)
         self._listener.decisions, self._listener.outcome = answer["decided"]
         self._listener.members = answer["members"]
         return self._store, answer["members"], json.loads(self._store.get("everyone"))
-
-    def _reach(self, host: str, port: int) -> Store:
-        """The coordinator's Store. Torch tries until its timeout, also if nobody is there."""
-        deadline = Deadline(self._patience)
-        while True:
-            try:
-                store = TCPStore(host, port, None, False, _TRIES_FOR)
-                store.set_timeout(timedelta(seconds=self._patience))
-                limit_receives((host, port), self._patience)
-                return store
-            except RuntimeError:
-                self._check_member()
-                if self.lost() or deadline.over():
-                    raise
 
     def _check_member(self) -> None:
         """Takes in those who have connected. Raises if this rank is left out or has closed."""
@@ -136,6 +119,10 @@ class Agreement:
         self._listener.accept()  # so that its queue never fills up, and wakes no wait for ever
         if self._listener.left_out:
             raise GroupUnusable(LEFT_OUT)
+
+    def _given_up(self) -> bool:
+        self._check_member()
+        return bool(self.lost())
 
     def lost(self) -> list[int]:
         """The members that are known to have ended, by their new ranks.
@@ -295,12 +282,12 @@ class Agreement:
         everyone = [
             waiting[rank].said["mine"] if rank in waiting else self._mine for rank in members
         ]
-        host, patience = self._listener.addresses[self._rank][0], timedelta(seconds=self._patience)
-        store = TCPStore(host, 0, None, True, patience, wait_for_workers=False)
+        host = self._listener.addresses[self._rank][0]
+        store, port = serve(host, self._patience)
         store.set("everyone", json.dumps(everyone))
         self._store = self._listener.store = store
         decided = self._last_decision()
-        answer = {"members": members, "store": [host, store.port], "decided": decided}
+        answer = {"members": members, "store": [host, port], "decided": decided}
         self._members = {
             new: self._answer(rank, answer) for new, rank in enumerate(members) if new > 0
         }

@@ -1,4 +1,4 @@
-"""A socket of each rank, over which the ranks of other nodes reach it after a failure.
+"""Sockets on which ranks listen, above all to be reached by other nodes after a failure.
 
 Gloo's connections end with a failure, and torch.distributed's Store may have died with its host. So
 every rank of a group that spans nodes listens on a port. The kernel tells others about the rank as
@@ -15,12 +15,9 @@ import os
 import secrets
 import select
 import socket
-import stat
-import struct
 import time
 import weakref
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -40,28 +37,67 @@ _MOST_ACCEPTED = 256  # at once
 _KEEPALIVE = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 5, "TCP_USER_TIMEOUT": 6000}
 
 
-class Listener:
+class Acceptor:
+    """A socket that others connect to.
+
+    Args:
+        host: the address of this node.
+        port: the port; by default any that is free.
+    """
+
+    closed = True
+
+    def __init__(self, host: str, port: int = 0) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.socket = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        self.socket.setblocking(False)
+        self.strangers: list[Connection] = []  # have not said who they are
+        self.closed = False
+        _acceptors.add(self)
+
+    @property
+    def port(self) -> int:
+        """Its number."""
+        return int(self.socket.getsockname()[1])
+
+    def accept(self) -> None:
+        """Takes in those who have connected, and forgets strangers that have gone."""
+        with contextlib.suppress(OSError):  # nobody is there, or another thread closes the socket
+            for _ in range(_MOST_ACCEPTED):
+                self.strangers.append(Connection(self.socket.accept()[0]))
+        known = []
+        for stranger in self.strangers:
+            stranger.hear()
+            if stranger.ended and stranger.said is None:
+                stranger.close()
+            else:
+                known.append(stranger)
+        self.strangers = known
+
+    def close_sockets(self) -> None:
+        """Closes the socket and all connections, without a word."""
+        self.closed = True
+        self.socket.close()
+        for connection in self.strangers:
+            connection.close()
+
+
+class Listener(Acceptor):
     """The socket of this rank, and the addresses of all.
 
     Args:
-        listening: the socket.
-        token: what others must know to be heard.
-        addresses: host, port and token of each rank.
+        host: the address of this node.
     """
 
-    def __init__(
-        self, listening: socket.socket, token: str, addresses: Sequence[tuple[str, int, str]]
-    ) -> None:
-        self.token, self.addresses = token, addresses
-        self.socket = listening
+    def __init__(self, host: str) -> None:
+        super().__init__(host)
+        self.token = secrets.token_hex(16)  # what others must know to be heard
+        self.addresses: Sequence[tuple[str, int, str]] = []  # host, port and token of each rank
+        self.members: Sequence[int] = []  # of the group that is left
         self.store: Store | None = None  # one that this rank serves
-        self.strangers: list[Connection] = []  # have not said who they are
         self.waiting: dict[int, Connection] = {}  # ranks that have come, and wait for an answer
         self.decisions = 0  # how many of Group.should_commit() this rank knows,
         self.outcome = False  # and the last one
-        self.members: Sequence[int] = range(len(addresses))  # of the group that is left
-        self.closed = False
-        _listeners.add(self)
 
     @classmethod
     def open(
@@ -85,41 +121,21 @@ class Listener:
         """
         here = next(local for local in nodes if rank in local)
         if rank == here[0]:
-            store.set(f"host/{rank}", host or socket.gethostbyname(socket.gethostname()))
+            store.set(f"host/{rank}", host or own_address())
         deadline.await_keys(store, [f"host/{here[0]}"], look)
         host = store.get(f"host/{here[0]}").decode()
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        size = sum(map(len, nodes))
-        listening = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
-        listening.setblocking(False)
-        token = secrets.token_hex(16)
-        keys = [f"listener/{r}" for r in range(size)]
-        store.set(keys[rank], json.dumps([host, listening.getsockname()[1], token]))
+        listener = cls(host)
+        keys = [f"listener/{r}" for r in range(sum(map(len, nodes)))]
+        store.set(keys[rank], json.dumps([host, listener.port, listener.token]))
         deadline.await_keys(store, keys, look)
-        addresses = [json.loads(text) for text in store.multi_get(keys)]
-        return cls(listening, token, addresses)
-
-    def accept(self) -> None:
-        """Takes in those who have connected, and forgets strangers that have gone."""
-        with contextlib.suppress(OSError):  # nobody is there, or another thread closes the socket
-            for _ in range(_MOST_ACCEPTED):
-                self.strangers.append(Connection(self.socket.accept()[0]))
-        known = []
-        for stranger in self.strangers:
-            stranger.hear()
-            if stranger.ended and stranger.said is None:
-                stranger.close()
-            else:
-                known.append(stranger)
-        self.strangers = known
+        listener.addresses = [json.loads(text) for text in store.multi_get(keys)]
+        listener.members = range(len(keys))
+        return listener
 
     def connect(self, rank: int) -> Connection:
         """A connection to another rank, perhaps not established yet."""
         host, port, _ = self.addresses[rank]
-        other = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-        other.setblocking(False)
-        error = other.connect_ex((host, port))
-        return Connection(other, 0 if error == errno.EINPROGRESS else error)
+        return Connection.to(host, port)
 
     def rank_of(self, connection: Connection) -> int | None:
         """The rank that has introduced itself; None if it is not one."""
@@ -144,9 +160,8 @@ class Listener:
 
     def close_sockets(self) -> None:
         """Leaves the store alone, whose thread a forked child lacks."""
-        self.closed = True
-        self.socket.close()
-        for connection in (*self.waiting.values(), *self.strangers):
+        super().close_sockets()
+        for connection in self.waiting.values():
             connection.close()
 
     def __del__(self) -> None:  # of a group that was dropped
@@ -184,6 +199,19 @@ class Connection:
         self._note(error)
         _connections.add(self)
 
+    @classmethod
+    def to(cls, host: str, port: int) -> Connection:
+        """A connection to an address, perhaps not established yet."""
+        other = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        other.setblocking(False)
+        error = other.connect_ex((host, port))
+        return cls(other, 0 if error == errno.EINPROGRESS else error)
+
+    @property
+    def age(self) -> float:
+        """Seconds since this rank has it."""
+        return time.monotonic() - self._begin
+
     def fileno(self) -> int:
         """For select.poll."""
         return self._socket.fileno()
@@ -195,9 +223,10 @@ class Connection:
             ready = select.poll()
             ready.register(self, select.POLLOUT)
             if ready.poll(0):
-                self._note(self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
+                error = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                self._note(error or self._is_own() * errno.ECONNREFUSED)
                 self._established = not (self.ended or self.unreachable)
-            elif time.monotonic() - self._begin > _REACHED_WITHIN:
+            elif self.age > _REACHED_WITHIN:
                 self.unreachable = True
         return self._established
 
@@ -228,6 +257,17 @@ class Connection:
                 except ValueError:
                     self.ended = True
 
+    def hears_end(self) -> bool:
+        """Reads what has arrived; True if the other side is gone."""
+        self.hear()
+        return self.ended
+
+    def wait(self, seconds: float) -> None:
+        """Waits until something has arrived, or the connection is established or has ended."""
+        news = select.poll()
+        news.register(self, select.POLLIN if self.established else select.POLLOUT)
+        news.poll(1e3 * seconds)
+
     def turn_away(self, token: str = "") -> None:
         """Tells a rank that it is no member any more; with its token, if it has not asked."""
         self.say({"unusable": LEFT_OUT, "token": token})
@@ -237,25 +277,40 @@ class Connection:
         """Ends it."""
         self._socket.close()
 
+    def _is_own(self) -> bool:
+        """True if nobody listens, and the kernel has chosen the very port for this side."""
+        with contextlib.suppress(OSError):  # it has ended since
+            return bool(self._socket.getsockname() == self._socket.getpeername())
+        return False
+
     def _note(self, error: int) -> None:
         broken = error == errno.EPIPE and self._established  # the other side has closed it
         self.ended = self.ended or error in _ENDED or broken
         self.unreachable = error != 0 and not self.ended
 
 
-_listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
+_acceptors: weakref.WeakSet[Acceptor] = weakref.WeakSet()
 _connections: weakref.WeakSet[Connection] = weakref.WeakSet()
 
 
 def _forget() -> None:
     """Closes a forked child's copies, with which it would seem to be the rank."""
-    for listener in list(_listeners):
-        listener.close_sockets()
+    for acceptor in list(_acceptors):
+        acceptor.close_sockets()
     for connection in list(_connections):
         connection.close()
 
 
 os.register_at_fork(after_in_child=_forget)
+
+
+def own_address() -> str:
+    """This node's address by its name; if it has none, the loopback's, as for Gloo."""
+    with contextlib.suppress(OSError), socket.socket() as probe:
+        host = socket.gethostbyname(socket.gethostname())
+        probe.bind((host, 0))
+        return host
+    return "127.0.0.1"
 
 
 def local_address(descriptors: set[int]) -> str | None:
@@ -264,27 +319,10 @@ def local_address(descriptors: set[int]) -> str | None:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connected:
             connected.getpeername()
             if connected.family in (socket.AF_INET, socket.AF_INET6):
-                return _plain(connected.getsockname()[0])
+                return plain_address(connected.getsockname()[0])
     return None
 
 
-def limit_receives(address: tuple[str, int], seconds: float) -> None:
-    """Lets receives from an address fail after a time.
-
-    Some calls of torch's Store would wait for ever for an answer of a server that was stopped.
-    """
-    limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6) + 1)
-    for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # closed meanwhile, or not connected
-            descriptor = int(entry.name)
-            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-                continue
-            with socket.socket(fileno=os.dup(descriptor)) as other:
-                peer = other.getpeername()  # of an Internet socket a tuple, of others a string
-                if other.family != socket.AF_UNIX and (_plain(peer[0]), peer[1]) == address:
-                    other.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-
-
-def _plain(host: str) -> str:
+def plain_address(host: str) -> str:
     """An address of IPv4 as such, although an IPv6 socket is connected to it."""
     return host.removeprefix("::ffff:")

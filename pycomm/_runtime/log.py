@@ -126,6 +126,23 @@ def group_shrunk(smaller: Member, larger: Member) -> None:
     )
 
 
+def group_grown(larger: Member, smaller: Member) -> None:
+    """Logs that a group has grown."""
+    _group.warning(
+        "rank %d of %d: %s goes on as %s with %d more ranks",
+        larger.rank,
+        larger.size,
+        smaller.name,
+        larger.name,
+        larger.size - smaller.size,
+    )
+
+
+def not_grown(group: Member, error: Exception) -> None:
+    """Logs why a group has not grown although processes have waited."""
+    _group.warning("rank %d: %s has not grown: %s", group.rank, group.name, error)
+
+
 def cuda_made(group: Member, device: torch.device, transport: str, lanes: int) -> None:
     """Logs how a group's ranks exchange CUDA tensors."""
     _group.info("rank %d: %s over %s, %d blocks", group.rank, device, transport, lanes)

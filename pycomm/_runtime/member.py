@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
 
     from pycomm import _C
+    from pycomm._runtime.listener import Listener
     from pycomm._runtime.plan import Plan
 
 
@@ -24,6 +25,7 @@ class Member(Protocol):
     ranks: tuple[int, ...]
     _core: _C.Group
     _told: set[str]
+    _growth: Any
 
     def explain(
         self,
@@ -35,6 +37,13 @@ class Member(Protocol):
         device: str = ...,
     ) -> Plan:
         """Explains how an all-reduce would run."""
+
+    @property
+    def _listener(self) -> Listener | None:
+        """How ranks of other nodes reach this one after a failure, if they do."""
+
+    def should_commit(self, ready: bool = ...) -> bool:
+        """Decides whether all ranks are ready."""
 
     def abort(self) -> None:
         """Ends every rank's operations."""

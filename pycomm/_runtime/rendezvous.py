@@ -39,6 +39,11 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 _NAMESPACES = ("net", "pid", "ipc")
+# What must be the same in all processes, whatever their programs want.
+BUILD = {
+    "the window layout of pycomm's build": _C.window_layout,
+    "the message format of pycomm's build": _C.message_version,
+}
 
 
 def set_up_torch_distributed(timeout: float) -> None:
@@ -67,6 +72,7 @@ class Membership:
         listener: how ranks of other nodes reach this one after a failure; None if `join` was not
             asked for it, or there is only one node.
         backends: the backends of process groups between nodes, by device; none if ranks differ.
+        everyone: the introductions of all ranks, if they have introduced themselves.
     """
 
     nodes: Nodes
@@ -78,6 +84,7 @@ class Membership:
     store: Store
     listener: Listener | None
     backends: dict[str, str]
+    everyone: Sequence[Mapping[str, Any]] = ()
 
 
 def node_identity() -> str:
@@ -171,12 +178,12 @@ def introduction(
     """
     return {
         "pid": os.getpid(),
+        "user": os.getuid(),
         "node": node_identity(),
         "cores": sorted(os.sched_getaffinity(0)),
         "backends": dict(backends or {}),
         "settings": {
-            "the window layout of pycomm's build": _C.window_layout,
-            "the message format of pycomm's build": _C.message_version,
+            **BUILD,
             "staging_bytes": int(staging_bytes),
             "cuda_heap_bytes": int(cuda_heap_bytes),
             "transport": transport,
@@ -258,7 +265,9 @@ def set_up(
     link = None if carriers is None else GlooTransport(carriers)
     found = [member["backends"] for member in everyone]
     common = found[0] if all(each == found[0] for each in found) else {}
-    return Membership(nodes, window, pids, processes, len(cores), link, store, listener, common)
+    return Membership(
+        nodes, window, pids, processes, len(cores), link, store, listener, common, everyone
+    )
 
 
 def check_same(settings: Sequence[Mapping[str, int | str]]) -> None:

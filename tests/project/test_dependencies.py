@@ -82,6 +82,7 @@ PYTHON_LAYERS = [
     {"_training.divided"},
     {"_runtime.orphans", "_runtime.plan", "_runtime.pulse", "_runtime.staging", "_runtime.waiting"},
     {"_runtime.listener"},
+    {"_runtime.door", "_runtime.stores"},
     {
         "_inputs.tensors",
         "_runtime.agreement",
@@ -99,7 +100,13 @@ PYTHON_LAYERS = [
     },
     {"_inputs.labels", "_runtime.c10d_cache", "_runtime.cuda", "_runtime.meeting"},
     {"_runtime.cuda_windows", "_runtime.rendezvous", "compression"},
-    {"_runtime.span", "_runtime.subgroup", "_runtime.survivors"},
+    {
+        "_runtime.growth",
+        "_runtime.observed",
+        "_runtime.span",
+        "_runtime.subgroup",
+        "_runtime.survivors",
+    },
     {"group", "_names"},
     {"_init", "local_world", "_work"},
     {"_given", "backend"},

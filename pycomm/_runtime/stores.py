@@ -1,0 +1,79 @@
+"""Stores that a rank serves to others, when torch.distributed's own may be gone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+import struct
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch's stubs lack it
+
+from pycomm._runtime.listener import plain_address
+from pycomm._runtime.waiting import Deadline
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch.distributed.distributed_c10d import Store
+
+_TRIES_FOR = timedelta(seconds=0.5)
+
+
+def serve(host: str, seconds: float) -> tuple[Store, int]:
+    """A new Store, which lives as long as the object, and its port.
+
+    Args:
+        host: this rank's address.
+        seconds: how long an operation on it may take.
+    """
+    patience = timedelta(seconds=seconds)
+    store = TCPStore(host, 0, None, True, patience, wait_for_workers=False)
+    return store, int(store.port)
+
+
+def reach(where: Sequence[Any], seconds: float, given_up: Callable[[], object]) -> Store:
+    """Another rank's Store.
+
+    Args:
+        where: the rank's host and the Store's port.
+        seconds: for reaching it, and then for each operation.
+        given_up: called between two tries; returns True, or raises, to end them.
+
+    Raises:
+        RuntimeError: it was not reached.
+    """
+    (host, port), deadline = where, Deadline(seconds)
+    while True:
+        try:
+            # Torch would go on trying, and print that, also if nobody listens any more.
+            socket.create_connection((host, port), _TRIES_FOR.total_seconds()).close()
+            store = TCPStore(host, port, None, False, _TRIES_FOR)
+            store.set_timeout(timedelta(seconds=seconds))
+            limit_receives((host, port), seconds)
+            return store
+        except (OSError, RuntimeError) as error:
+            ended = isinstance(error, ConnectionRefusedError)
+            if ended or given_up() or deadline.over():
+                raise RuntimeError(f"no Store was reached at {host}:{port}: {error}") from error
+
+
+def limit_receives(address: tuple[str, int], seconds: float) -> None:
+    """Lets receives from an address fail after a time.
+
+    Some calls of torch's Store would wait for ever for an answer of a server that was stopped.
+    """
+    limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6) + 1)
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile, or not connected
+            descriptor = int(entry.name)
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(descriptor)) as other:
+                peer = other.getpeername()  # of an Internet socket a tuple, of others a string
+                if other.family != socket.AF_UNIX and (plain_address(peer[0]), peer[1]) == address:
+                    other.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
