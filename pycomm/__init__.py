@@ -49,6 +49,7 @@ from pycomm.memory import MemoryReport, memory_report
 from pycomm.p2p import Request, irecv, isend, recv, send
 from pycomm.recovery import recover
 from pycomm.report import RankReport, RecordedOperation, Report
+from pycomm.sharing import share_state
 from pycomm.stats import OperationStats, RankTimes, Stats, suggest_batches
 from pycomm.timeline import plot_step
 from pycomm.tracing import Trace, trace
@@ -114,6 +115,7 @@ __all__ = [
     "scatter",
     "send",
     "set_default_group",
+    "share_state",
     "suggest_batches",
     "trace",
 ]

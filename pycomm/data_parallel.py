@@ -22,7 +22,7 @@ from pycomm._inputs.arguments import renamed
 from pycomm._inputs.tensors import check_memory
 from pycomm._runtime.torch_private import backward_id, backward_node, not_compiled
 from pycomm._training.buckets import broadcast_all
-from pycomm._training.comm_state import CommState
+from pycomm._training.comm_state import CommState, check_successor
 from pycomm._training.gradient_exchange import GradientExchange
 from pycomm._training.graphs import tensors_in
 from pycomm._training.joining import Joining
@@ -33,7 +33,7 @@ from pycomm._training.shard_options import Sharding, check_sharding
 from pycomm._training.step_guard import STEPPED_BY_SOME, differ
 from pycomm._training.survival import ShardSurvival, lost_with_parts
 from pycomm._training.weighing import Weighing, check_weight
-from pycomm.collectives import all_reduce
+from pycomm.collectives import all_gather, all_reduce
 from pycomm.compression import Compression
 from pycomm.group import Group
 
@@ -145,7 +145,7 @@ class DataParallel(nn.Module):
         self._given_shard_group = shard_group
         self._broadcast_buffers = broadcast_buffers
         self._agreements_seen = -1  # of local SGD, when buffers were broadcast
-        broadcast_all([*module.parameters(), *module.buffers()], 0, self._group)
+        self._meet(self._group)
         self._bucket_bytes = bucket_cap_mb * _MIB
         self._own_exchange: GradientExchange | None = self._make_exchange()
         self._module_takes_weight = "weight" in inspect.signature(module.forward).parameters
@@ -278,54 +278,82 @@ class DataParallel(nn.Module):
 
         With `replicas`, the step itself may raise such an error, so it belongs inside of ``try``.
         """
-        state = self._surviving_state()
+        self._check_survives()
         if self._exchange.promise.open:
             raise RuntimeError(
                 "should_commit() must come after a backward, but this rank's has not come or has "
                 "raised, and the others wait for it: go on with the next forward"
             )
-        return state.should_commit(ready)
+        return self.comm_state.should_commit(ready)
 
     def regroup(self, group: Group) -> None:
-        """Goes on with another group, such as a smaller one after a failure.
+        """Goes on with another group: a smaller one after a failure, or one that has grown.
 
-        All ranks of the new group call this. Gradients are dropped, and residuals stay, as
-        :meth:`pycomm.hooks.CommState.regroup` says; with `local_sgd`, see
-        :meth:`pycomm.hooks.LocalSGDState.regroup`. With `replicas`, a step that has failed is
-        undone, and the states of fused optimizers, also those of lost ranks, are divided anew.
+        All ranks of the new group call this, except for newcomers: these make a wrapper meanwhile,
+        and get parameters and buffers, which stay as they are on the other ranks. Gradients are
+        dropped, and residuals stay, as :meth:`pycomm.hooks.CommState.regroup` says; with
+        `local_sgd`, see :meth:`pycomm.hooks.LocalSGDState.regroup`. With `replicas`, a step that
+        has failed is undone, and the states of fused optimizers, also those of lost ranks, are
+        divided anew.
 
         Raises:
             ValueError: this is called inside :meth:`join`; or the wrapper was made with `shard` and
-                without `replicas`, so that a lost rank takes a part of the states with it.
+                without `replicas`, so that a lost rank takes a part of the states with it; or with
+                `local_sgd` or `shard`, and there are newcomers, on all ranks.
             RuntimeError: the ranks' parameters differ, because only some of them took a step; or
                 states have no replicas yet; on all ranks.
         """
-        state = self._surviving_state(group)
+        self._check_survives(group)
         if self._joined_steps is not None:
             raise ValueError("regroup must be called outside of join(): leave it, and join anew")
-        survival = ShardSurvival(state, self.module.parameters() if self._shard else (), group)
-        state.regroup(group)
+        check_successor(group)
+        sharded = self.module.parameters() if self._shard else ()
+        survival = ShardSurvival(self.comm_state, sharded, group)
+        self._meet(group, survival)
         for parameter in self.module.parameters():
             parameter.grad = None
-        survival.undo_steps()
         self._next_weight = self._own_exchange = None  # before there are new buckets
         self._own_exchange = self._make_exchange()
         survival.divide_anew()
         self._agreements_seen = -1  # a broadcast of buffers may have failed on some ranks only
-        if state.gradient_group is None:
-            return  # ranks have parameters of their own
-        if differ((p.detach().contiguous().view(-1) for p in self.module.parameters()), group):
-            raise RuntimeError(STEPPED_BY_SOME)
 
-    def _surviving_state(self, group: Group | None = None) -> CommState | LocalSGDState:
-        """The state, if no rank has a part of it that `group`, which is left, needs."""
+    def _meet(self, group: Group, survival: ShardSurvival | None = None) -> None:
+        """Makes all ranks begin with the same parameters and buffers; a collective call.
+
+        Args:
+            group: the ranks: those that make a wrapper, and those that go on with theirs.
+            survival: of the latter; None on the former, which get the model of the first of these.
+        """
+        is_new, state, parameters = survival is None, self.comm_state, [*self.module.parameters()]
+        has_more = isinstance(state, LocalSGDState) or self._shard is not None
+        told = torch.empty(group.size, 2, dtype=torch.bool)
+        all_gather(told, torch.tensor([is_new, has_more]), group=group)
+        news = told[:, 0]
+        others = [rank for rank, new in enumerate(news.tolist()) if not new]
+        if others:
+            if told.any(0).all():
+                raise ValueError(
+                    "local_sgd and shard must be None on all ranks to go on with ranks that are new"
+                )
+            state.regroup(group)
+            if survival is not None:
+                survival.undo_steps()
+            if state.gradient_group is not None:  # else ranks have parameters of their own
+                flat = (p.detach().contiguous().view(-1) for p in parameters if not is_new)
+                if differ(flat, group, counts=not is_new):
+                    raise RuntimeError(STEPPED_BY_SOME)
+        if news.any():
+            tensors = [*parameters, *self.module.buffers()]
+            broadcast_all(tensors, others[0] if others else 0, group, receives=is_new)
+
+    def _check_survives(self, group: Group | None = None) -> None:
+        """Raises ValueError if a rank has a part of the state that `group`, which is left, needs."""
         if self._shard is not None and self._replicas == 1:
             lost = "a lost rank takes its part of the optimizer's states with it"
             raise ValueError(
                 f"{lost if group is None else lost_with_parts(self._group, group)}: load a "
                 "checkpoint in a new wrapper; to survive failures, shard needs replicas=2"
             )
-        return self.comm_state
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's ``state_dict``."""

@@ -150,13 +150,15 @@ def partition(
     return [members for _, members in sorted(ends.values(), key=lambda end: end[0])]
 
 
-def broadcast_all(tensors: Iterable[torch.Tensor], source: int, group: Group) -> None:
-    """Sends one rank's tensors to all ranks, many small tensors at a time."""
+def broadcast_all(
+    tensors: Iterable[torch.Tensor], source: int, group: Group, receives: bool = True
+) -> None:
+    """Sends one rank's tensors to all ranks that receive them, many small tensors at a time."""
     for members in partition((tensor.data for tensor in tensors), _MIB):
         flat = torch.cat([member.reshape(-1) for member in members])
         broadcast(flat.view(torch.uint8), source, group=group)
         begin = 0
-        for member in members if group.rank != source else ():
+        for member in members if receives and group.rank != source else ():
             end = begin + member.numel()
             member.copy_(flat[begin:end].view(member.shape))
             begin = end

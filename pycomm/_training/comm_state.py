@@ -233,9 +233,10 @@ class CommState(HookState):
         return commits
 
     def regroup(self, group: Group) -> None:
-        """Goes on with another group, such as a smaller one after a failure.
+        """Goes on with another group: a smaller one after a failure, or one that has grown.
 
-        All ranks of the new group call this, before anything changes the gradients. Residuals stay.
+        All ranks of the new group call this, newcomers with the state that they have just made,
+        before anything changes the gradients. Residuals stay; those of newcomers begin with zeros.
         Go on with the next batch: the means that the failed step has exchanged go into the
         residuals, and come with a later step. The residuals of lost ranks are lost. Torch's
         DistributedDataParallel must be made anew around the module, over a process group of the
@@ -251,7 +252,8 @@ class CommState(HookState):
         if self._residuals.kinds and self._group is not None:
             self._residuals_lost += max(self._group.size - group.size, 0)
         self._exposed_before += self._now.exposed()
-        self._group, self._tag = group, group._next_tag()
+        if group is not self._group:
+            self._group, self._tag = group, group._next_tag()
         self._begin_anew()
         self.step = int(all_reduce(torch.tensor([self.step]), "max", group=group))
 

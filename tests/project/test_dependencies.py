@@ -113,7 +113,7 @@ PYTHON_LAYERS = [
     {"_blocks", "_spanning", "p2p"},
     {"recovery"},
     {"collectives", "block_collectives", "_coded_call"},
-    {"compressed", "_training.members", "_training.parameters"},
+    {"compressed", "sharing", "_training.members", "_training.parameters"},
     {"compressed_ops", "fsdp", "_training.flat"},
     {"_training.buckets", "_training.promise", "_training.reports", "_training.weighing"},
     {"_training.loss_scale", "_training.residuals"},

@@ -61,7 +61,7 @@ def live(
     pycomm.barrier(group=group)
     time.sleep(0.2)  # slower ranks are still in the barrier
     group.close()
-    return {"seen": seen, "address": group.address}
+    return {"seen": seen, "nodes": group.nodes}
 
 
 def member(
