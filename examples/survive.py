@@ -3,10 +3,12 @@
 .. code-block:: shell
 
     python examples/survive.py
+    python examples/survive.py --rejoin
 
 The model is that of ``train_lm.py``, on the standard library's sources. The survivors go on in a
 smaller group, without a checkpoint and without new processes. Every step is taken by all of them or
-by none, so at the end their parameters are the same, bit for bit.
+by none, so at the end their parameters are the same, bit for bit. With ``--rejoin``, a new process
+takes the place of each one that is killed, and gets the parameters and the optimizer's states.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import signal
 import sys
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,48 +33,73 @@ import pycomm
 RANKS = 4
 
 
-def train(rank: int, steps: int, store: str, progress: Any) -> None:
-    """Trains as one of the ranks; `progress` shows the parent the number of steps."""
+def train(number: int, steps: int, size: int, folder: str, progress: Any) -> None:
+    """Trains as one of the first ranks, or joins them if the number is higher.
+
+    Args:
+        number: of this process; the first ones are the ranks of these numbers.
+        steps: the number of steps.
+        size: how many ranks there must be at the end.
+        folder: where the processes find each other.
+        progress: shows the parent the number of steps.
+    """
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    world = dist.FileStore(store, RANKS)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=world, rank=rank, world_size=RANKS)
-    group = pycomm.init(timeout=30)
-    model = pycomm.DataParallel(Transformer(), compression=pycomm.Int8())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    corpus, draw = read_corpus(rank, RANKS), torch.Generator().manual_seed(rank)
-    step = 0
-    while step < steps:
+    door, is_new = Path(folder, "door"), number >= RANKS
+    if is_new:
+        group = pycomm.join(door, timeout=60)
+    else:
+        world = dist.FileStore(f"{folder}/store", RANKS)  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=world, rank=number, world_size=RANKS)
+        group = pycomm.init(timeout=30)
+    net = Transformer()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    corpus, draw = read_corpus(number % RANKS, RANKS), torch.Generator().manual_seed(number)
+    model: Any = None
+    trained_by, done = None, {"steps": 0}
+    while True:
         text, target = draw_batch(corpus, draw)
+        optimizer.zero_grad()
         try:
-            if model.comm_state.group is not group:
-                model.regroup(group)
+            if trained_by is not group:
+                if model is None:
+                    model = pycomm.DataParallel(net, compression=pycomm.Int8(), group=group)
+                else:
+                    model.regroup(group)
+                pycomm.share_state(optimizer, done, receive=is_new, group=group)
+                trained_by, is_new = group, False
+                if group.rank == 0:
+                    door.write_text(str(group.address))
             loss = functional.cross_entropy(model(text).view(-1, VOCABULARY), target.flatten())
             loss.backward()  # type: ignore[no-untyped-call]
-            commits = model.should_commit()
+            if model.should_commit():
+                optimizer.step()
+                done["steps"] += 1
+                progress.value = max(done["steps"], progress.value)
+                if group.rank == 0 and done["steps"] % 25 == 0:
+                    print(
+                        f"step {done['steps']}: {group.size} ranks, loss {loss.item():.3f}",
+                        flush=True,
+                    )
+            if done["steps"] >= steps and group.size >= size:
+                break
+            group = group.grow()
         except pycomm.CollectiveError as error:
             began = time.perf_counter()
             group = group.shrink()
             if group.rank == 0:
                 took = 1e3 * (time.perf_counter() - began)
-                print(f"{error}\n  ranks {group.ranks} go on after {took:.1f} ms", flush=True)
-            continue
-        if commits:
-            optimizer.step()
-            step += 1
-        optimizer.zero_grad()
-        progress.value = max(step, progress.value)
-        if group.rank == 0 and step % 25 == 0:
-            print(f"step {step}: {group.size} ranks, loss {loss.item():.3f}", flush=True)
+                print(f"{error}\n  {group.size} ranks go on after {took:.1f} ms", flush=True)
     digest = check_same(model, group)
     if group.rank == 0:
-        print(f"ranks {group.ranks} have the same parameters, bit for bit (sha256 {digest[:16]})")
+        print(f"{group.size} ranks have the same parameters, bit for bit (sha256 {digest[:16]})")
 
 
 def main() -> int:
     """Starts the ranks, and kills two of them at random moments."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--rejoin", action="store_true", help="replace processes that are killed")
     parser.add_argument("--seed", type=int, default=None, help="of the victims and the moments")
     options = parser.parse_args()
     choice = random.Random(options.seed)
@@ -79,20 +107,28 @@ def main() -> int:
     progress = context.Value("i", 0, lock=False)
     victims = choice.sample(range(RANKS), 2)
     moments = sorted(choice.uniform(0.1, 0.8) * options.steps for _ in victims)
+    processes: list[Any] = []
+
+    def start(folder: str) -> None:
+        size = RANKS if options.rejoin else 1
+        arguments = (len(processes), options.steps, size, folder, progress)
+        processes.append(context.Process(target=train, args=arguments))
+        processes[-1].start()
+
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (options.steps, f"{folder}/store", progress)
-        ranks = [context.Process(target=train, args=(rank, *arguments)) for rank in range(RANKS)]
-        for process in ranks:
-            process.start()
+        for _ in range(RANKS):
+            start(folder)
         for victim, moment in zip(victims, moments, strict=True):
-            while progress.value < moment and ranks[victim].is_alive():
+            while progress.value < moment and processes[victim].is_alive():
                 time.sleep(0.01)
             time.sleep(choice.uniform(0, 0.1))
-            ranks[victim].kill()
-        for process in ranks:
+            processes[victim].kill()
+            if options.rejoin:
+                start(folder)
+        for process in processes:
             process.join()
-    ends = [process.exitcode for process in ranks]
-    wanted = [-signal.SIGKILL if rank in victims else 0 for rank in range(RANKS)]
+    ends = [process.exitcode for process in processes]
+    wanted = [-signal.SIGKILL if number in victims else 0 for number in range(len(processes))]
     return 0 if ends == wanted else 1
 
 

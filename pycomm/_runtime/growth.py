@@ -99,6 +99,11 @@ class Growth(Generic[Kind]):
         Returns:
             The larger group; None if there is none.
         """
+        if self._everyone[0]["settings"]["transport"] == "process_group":
+            raise ValueError(
+                'transport must be "auto" or "gloo" in a group that grows, got "process_group": '
+                "newcomers have no torch.distributed"
+            )
         try:
             news = self._announce(group, patience)
             if "store" not in news:

@@ -86,6 +86,16 @@ def test_example_that_survives():
 
 
 @pytest.mark.slow
+def test_example_in_which_killed_ranks_are_replaced():
+    command = [sys.executable, str(EXAMPLES / "survive.py"), "--steps", "50", "--seed", "3"]
+    said = subprocess.run(
+        [*command, "--rejoin"], capture_output=True, text=True, timeout=200, check=True
+    ).stdout.splitlines()
+    assert sum("go on after" in line for line in said) == 2
+    assert said[-1].startswith("4 ranks have the same parameters, bit for bit")
+
+
+@pytest.mark.slow
 def test_example_with_error_reset(tmp_path):
     """All ranks end with the same outer parameters, and send half a bit per parameter."""
     said = short_training(tmp_path, "--compression", "topk:0.03:values=int8", "--error-reset")
