@@ -343,7 +343,7 @@ class Group(Observed):
     def grow(self, timeout: float | timedelta | None = None) -> Group:
         """Lets processes in that wait in :func:`pycomm.join`; a collective call.
 
-        Call it between two steps, say. If nobody waits, it costs about as much as a barrier. If
+        Call it between two steps, say. If nobody waits, it costs as much as a few barriers. If
         processes wait, the members make a larger group with them: this one is closed, and if it was
         the default group, the larger one takes its place. Close the larger one yourself, also in a
         ``with`` block of this one.

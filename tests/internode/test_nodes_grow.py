@@ -9,8 +9,10 @@ import growing
 import helpers
 import pytest
 import spanning
+import torch
 
 import pycomm
+from pycomm._runtime import growth
 
 
 @pytest.mark.parametrize(
@@ -41,6 +43,62 @@ def come(rank, size, store, first, path, nodes, wanted):
 @pytest.mark.parametrize("seed", range(3))
 def test_random_deaths_harm_nobody(seed):
     assert growing.run_world(seed, spans=True) == []
+
+
+def grow_once(rank, size, store, path, nodes, victim):
+    """Grows until a process dies; returns what is left, or who has died, and if it was fast."""
+    spanning.pretend(nodes[rank])
+    helpers.join_world(rank, size, store)
+    group = pycomm.init(timeout=20)
+    growing.publish(group, path)
+    helpers.wait_until(Path(f"{path}.2").exists)
+    if rank == victim:
+        growth.set_up = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+    began, over = time.monotonic(), torch.zeros(1)
+    try:
+        while not over:
+            group = group.grow()
+            over.fill_(Path(f"{path}.dead").exists())
+            pycomm.broadcast(over, 0, group=group)
+    except pycomm.PeerDied as error:
+        return f"rank {error.rank} died", time.monotonic() - began < 5
+    return group.size, time.monotonic() - began < 5
+
+
+def die_in_join(_rank, _size, _store, path, node, step):
+    spanning.pretend(node)
+    helpers.wait_until(Path(path).exists)
+
+    def die(*_, **__):
+        Path(f"{path}.dead").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if step:
+        setattr(growth, step, die)
+    Path(f"{path}.2").touch()
+    pycomm.join(Path(path), 10)
+
+
+@pytest.mark.parametrize("step", ["set_up", "_barrier"])
+@pytest.mark.parametrize("nodes", ["aaa", "aab", "abc"])
+def test_a_newcomer_that_dies_is_left_out_at_once(nodes, step, tmp_path):
+    path = str(tmp_path / "door")
+    with (
+        helpers.Ranks(2, grow_once, path, nodes, None) as members,
+        helpers.Ranks(1, die_in_join, path, nodes[2], step),
+    ):
+        assert [outcome.value for outcome in members.wait_for([0, 1])] == [(2, True)] * 2
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_member_that_dies_on_another_node_is_noticed_at_once(victim, tmp_path):
+    path = str(tmp_path / "door")
+    with (
+        helpers.Ranks(2, grow_once, path, "ab", victim) as members,
+        helpers.Ranks(1, die_in_join, path, "a", ""),
+    ):
+        (outcome,) = members.wait_for([1 - victim])
+        assert outcome.value == (f"rank {victim} died", True), outcome
 
 
 def lose_the_door(rank, _size, store, path):
