@@ -29,7 +29,7 @@ from pycomm._runtime import log
 from pycomm._runtime.door import Address, Door, knock
 from pycomm._runtime.listener import own_address
 from pycomm._runtime.member import Member
-from pycomm._runtime.rendezvous import BUILD, introduction, set_up
+from pycomm._runtime.rendezvous import build, introduction, set_up
 from pycomm._runtime.stores import reach, serve
 from pycomm._runtime.waiting import Deadline
 from pycomm.errors import CollectiveError, PycommError
@@ -126,9 +126,8 @@ class Growth(Generic[Kind]):
         """The first rank's news, on all ranks: the door's address, and the Store's."""
         core, text = group._core, b""
         if group.rank == 0:
-            self.open(group)
             news = self._invite(group, patience)
-            if news or not self._told:
+            if news or (self.address is not None and not self._told):
                 text = json.dumps({"door": self.address, **news}).encode()
             self._length.fill_(len(text))
         _broadcast(core, self._length)
@@ -142,12 +141,12 @@ class Growth(Generic[Kind]):
 
     def _invite(self, group: Kind, patience: float) -> dict[str, Any]:
         """If processes wait at the door, serves a Store for the larger group."""
-        assert self._door is not None
-        if not self._door.callers(self._objection):
-            return {}
         try:
+            self.open(group)
+            if self._door is None or not self._door.callers(self._objection):
+                return {}
             store, port = serve(self._door.address.host, patience)
-        except RuntimeError as error:  # too many open files, say
+        except (OSError, RuntimeError) as error:  # too many open files, say
             log.not_grown(group, error)
             return {}
         self._store = store
@@ -169,7 +168,7 @@ class Growth(Generic[Kind]):
         mine = said.get("mine")
         if not _is_introduction(mine):
             return "it has not introduced itself as a process with pycomm does"
-        for name, ours in BUILD.items():
+        for name, ours in build().items():
             if mine["settings"].get(name) != ours:
                 return f"{name} must be {ours}, as in the group, got {mine['settings'].get(name)}"
         for other in self._everyone:

@@ -39,11 +39,6 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 _NAMESPACES = ("net", "pid", "ipc")
-# What must be the same in all processes, whatever their programs want.
-BUILD = {
-    "the window layout of pycomm's build": _C.window_layout,
-    "the message format of pycomm's build": _C.message_version,
-}
 
 
 def set_up_torch_distributed(timeout: float) -> None:
@@ -162,6 +157,14 @@ def _take(address: str, secret: bytes, deadline: Deadline, peers: Peers) -> int:
     return fds[0]
 
 
+def build() -> dict[str, int]:
+    """What must be the same in all processes, whatever their programs want."""
+    return {
+        "the window layout of pycomm's build": _C.window_layout,
+        "the message format of pycomm's build": _C.message_version,
+    }
+
+
 def introduction(
     staging_bytes: int,
     cuda_heap_bytes: int = 0,
@@ -183,7 +186,7 @@ def introduction(
         "cores": sorted(os.sched_getaffinity(0)),
         "backends": dict(backends or {}),
         "settings": {
-            **BUILD,
+            **build(),
             "staging_bytes": int(staging_bytes),
             "cuda_heap_bytes": int(cuda_heap_bytes),
             "transport": transport,
