@@ -347,7 +347,7 @@ class DataParallel(nn.Module):
             broadcast_all(tensors, others[0] if others else 0, group, receives=is_new)
 
     def _check_survives(self, group: Group | None = None) -> None:
-        """Raises ValueError if a rank has a part of the state that `group`, which is left, needs."""
+        """Raises ValueError if a rank has a part of the state that the others need."""
         if self._shard is not None and self._replicas == 1:
             lost = "a lost rank takes its part of the optimizer's states with it"
             raise ValueError(
