@@ -147,7 +147,7 @@ def regroup_badly(rank, size, store, path):
             group = group.grow()
         with pytest.raises(RuntimeError, match="only some of them took a step"):
             model.regroup(group)
-        with pytest.raises(ValueError, match="local_sgd must be None"):
+        with pytest.raises(ValueError, match="local_sgd and shard must be None"):
             averaged.regroup(group)
     else:
         group = pycomm.join(Path(path), 30)
@@ -155,7 +155,7 @@ def regroup_badly(rank, size, store, path):
             pycomm.DataParallel(net)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         local = hooks.LocalSGDState(net.named_parameters(), optimizer, period=2)
-        with pytest.raises(ValueError, match="local_sgd must be None"):
+        with pytest.raises(ValueError, match="local_sgd and shard must be None"):
             pycomm.DataParallel(net, local_sgd=local)
         hooked = hooks.Int8State(net.named_parameters())
     hooked.regroup(group)

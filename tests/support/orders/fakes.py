@@ -10,12 +10,13 @@ import ctypes
 import errno
 import os
 import socket as real
+import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
 from orders.replay import Run
-from pycomm._runtime import agreement, listener, peers, rendezvous, survivors, waiting
+from pycomm._runtime import agreement, listener, peers, rendezvous, stores, survivors, waiting
 from pycomm.errors import PeerDied
 
 _run: Run  # that is under way
@@ -72,6 +73,14 @@ class Socket:
             return None
         return self._run.ask(what, self.connection)
 
+    def getsockname(self) -> str:
+        """An address."""
+        return "here"
+
+    def getpeername(self) -> str:
+        """Another one: no rank connects to itself."""
+        return "there"
+
     def setblocking(self, blocking: bool) -> None: ...
     def setsockopt(self, level: int, option: int, value: int) -> None: ...
 
@@ -116,6 +125,11 @@ class SocketModule:
     """The module."""
 
     socket = Socket
+
+    @staticmethod
+    def create_server(address: tuple[str, int], **_: Any) -> ListeningSocket:
+        """The rank's only one."""
+        return ListeningSocket()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(real, name)
@@ -206,6 +220,17 @@ class Store:
         return answer
 
 
+class SocketOfStores:
+    """The module; whether somebody serves a Store."""
+
+    @staticmethod
+    def create_connection(where: tuple[str, int], timeout: float) -> types.SimpleNamespace:
+        """A connection that is only closed."""
+        if not _run.ask("join", where[1]):
+            raise ConnectionRefusedError("no server")
+        return types.SimpleNamespace(close=lambda: None)
+
+
 class Core:
     """The operations of a group: a decision, and one that all members must come to."""
 
@@ -266,9 +291,11 @@ def installed() -> Iterator[None]:
             (listener, "select", Select),
             (listener, "time", Time),
             (agreement, "select", Select),
-            (agreement, "TCPStore", Store),
-            (agreement, "limit_receives", lambda *_: None),
             (agreement, "Deadline", Deadline),
+            (stores, "socket", SocketOfStores),
+            (stores, "TCPStore", Store),
+            (stores, "limit_receives", lambda *_: None),
+            (stores, "Deadline", Deadline),
             (survivors, "Deadline", Deadline),
             (survivors, "set_up", set_up),
             (waiting, "time", Time),

@@ -61,8 +61,10 @@ class Life:
     def __call__(self, run: Run) -> None:
         """Lives until nothing is left to do."""
         fakes.use(run)
-        addresses = [("host", rank, f"token {rank}") for rank in range(self._scenario.ranks)]
-        listener = Listener(fakes.ListeningSocket(), f"token {run.rank}", addresses)
+        ranks = range(self._scenario.ranks)
+        listener = Listener("host")
+        listener.addresses = [("host", rank, f"token {rank}") for rank in ranks]
+        listener.token, listener.members = f"token {run.rank}", ranks
         try:
             self._live(run, listener)
         except PycommError as error:
