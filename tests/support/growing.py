@@ -7,6 +7,7 @@ its own, and contributes it to sums, which all check.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
 import signal
 import time
@@ -50,6 +51,7 @@ def live(
             ranks = numbers(group, number)
             if seen[-1:] != [ranks]:
                 seen.append(ranks)
+                Path(f"{path}.seen.{number}").write_text(str(sorted(ranks)))
             publish(group, path)
             stop.fill_(Path(f"{path}.stop").exists() or len(ranks) == wanted)
             pycomm.broadcast(stop, 0, group=group)
@@ -110,7 +112,9 @@ def run_world(seed: int, spans: bool = False) -> list[str]:
                     world.signal(rank, signal.SIGKILL)
                     killed.add(victim)
             left = sorted(set(range(len(places))) - killed)
-            time.sleep(2.0 if spans else 1.0)
+            seen = [Path(f"{path}.seen.{number}") for number in left]
+            with contextlib.suppress(AssertionError):  # what they saw says more
+                helpers.wait_until(lambda: all(_says(file, left) for file in seen), LIMIT)
             Path(f"{path}.stop").touch()
             for number in left:
                 world, rank = places[number]
@@ -127,6 +131,10 @@ def run_world(seed: int, spans: bool = False) -> list[str]:
             for world in worlds:
                 world.__exit__()
     return wrong
+
+
+def _says(file: Path, ranks: list[int]) -> bool:
+    return file.exists() and file.read_text() == str(ranks)
 
 
 def _nothing(*_: Any) -> None:
