@@ -23,6 +23,7 @@
 
 #include "core/algorithms/stripes.h"
 #include "core/call.h"
+#include "core/record.h"
 #include "cpu/codecs/topk_comm.h"
 #include "cpu/internode/aggregate.h"
 #include "cpu/internode/link.h"

@@ -9,6 +9,7 @@
 
 #include "core/layout.h"
 #include "core/nodes.h"
+#include "core/record.h"
 #include "cpu/comm.h"
 
 namespace pycomm::cpu {
@@ -102,6 +103,7 @@ class Link {
     return areas_[static_cast<std::size_t>(r)].bytes(bytes);
   }
   [[noreturn]] void blame(int, const std::string& what) { throw checker::Violation(what); }
+  void describe(NodeState&) {}
 
   std::int64_t post(const Batch& batch);
   void wait(std::int64_t batch);
