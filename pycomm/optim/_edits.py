@@ -22,20 +22,25 @@ class Edits:
     def __init__(self) -> None:
         # Each parameter's count of writes and its address, after its last step.
         self._seen: dict[torch.Tensor, tuple[int, int]] = {}
+        self._changed: set[torch.Tensor] = set()  # whose remainders were dropped after that step
 
     def note(self, params: Iterable[torch.Tensor]) -> None:
         """Records that the parameters agree with their states."""
         for param in params:
             self._seen[param] = param._version, param.data_ptr()
+            self._changed.discard(param)
 
     def forget(self, param: torch.Tensor) -> None:
         """Drops what is known of a parameter since its states have been those of its part."""
         self._seen.pop(param, None)
+        self._changed.discard(param)
 
     def take_whole(self, part: torch.Tensor, param: torch.Tensor, state: Mapping[str, Any]) -> None:
-        """Adapts the state of a whole parameter, of which this rank has stepped a part."""
-        before = self._seen.get(part)
-        if REMAINDER in state and before is not None and before[0] != part._version:
+        """Adapts the state of a whole parameter, of which this rank has stepped a part.
+
+        The other ranks' parts may not have been adapted to writes to which this one has.
+        """
+        if REMAINDER in state and (part in self._changed or self._is_written(part)):
             state[REMAINDER].zero_()
         self.take(param, state)
 
@@ -53,7 +58,13 @@ class Edits:
             master = state[MASTER]
             own = param.detach().to(master.device)
             master.copy_(torch.where(is_rounded(own, master, own.dtype), master, own.float()))
-        elif REMAINDER in state and before is not None and before[0] != now[0]:
+        elif REMAINDER in state and self._is_written(param):
             state[REMAINDER].zero_()
+            self._changed.add(param)
         if before is not None:
             self._seen[param] = now
+
+    def _is_written(self, param: torch.Tensor) -> bool:
+        """True if torch has counted writes since the state was adapted to them."""
+        before = self._seen.get(param)
+        return before is not None and before[0] != param._version

@@ -77,11 +77,14 @@ class ReplicatedStates:
         return self._group.rank in self._replicas.ranks_in_step
 
     def undo(self) -> None:
-        """Gives all parts that such a step may have changed their parameters from before it."""
+        """Gives all parts that such a step may have changed their parameters from before it.
+
+        Torch does not count this, so the counts are again those of the values.
+        """
         for rank in self._replicas.ranks_in_step:
             before = self._replicas.parameters_of(rank)
             for param, values in zip(self._parts, before, strict=True):
-                _flat(param.detach())[self._range(param, "", rank)] = values
+                _flat(param.data)[self._range(param, "", rank)] = values
 
     def whole(self, param: torch.Tensor) -> State:
         """A parameter's state, of all ranks, after the last step that counts."""

@@ -364,8 +364,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             names = self._state_names(group)
             for param in filter(self._held.__contains__, group["params"]):
                 whole, own = replicas.whole(param), self._held[param].own
-                if not replicas.in_step:
-                    self._edits.take_whole(own, param, whole)
+                self._edits.take_whole(own, param, whole)
                 saved = _checkpoint.checked(param, whole, names)
                 states[param] = _checkpoint.Adopted(param, group, saved, names).settle(buffers)
         parts = {param: part for param in states if (part := part_of(param)) is not None}

@@ -55,7 +55,8 @@ class Training:
             self.optimizer.step()
         if edits:
             with torch.no_grad():
-                self.model.module.parts[0].mul_(0.75)
+                for part in self.model.module.parts:
+                    part.mul_(0.75)
 
     def state(self):
         return copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
@@ -70,7 +71,7 @@ def expect(losses, edits=False, **options):
 
     Args:
         losses: the number of steps that count before each loss, and the ranks that are left then.
-        edits: a parameter is changed by hand before each loss.
+        edits: parameters are changed by hand before each loss.
         options: those of :class:`Training`.
     """
 
@@ -237,6 +238,41 @@ def test_a_rank_leaves(options):
     with pycomm.LocalWorld(3) as world:
         states = [state for state in world.run(live) if state is not None]
     expected = expect([(0, (0, 1, 2)), (2, (0, 2))], edits, **options)
+    for state in states:
+        assert sharding.difference(expected, state) is None
+
+
+@pytest.mark.parametrize("master", ["remainder", "fp32"])
+def test_writes_of_the_program_survive_the_step_that_fails(master):
+    """Parameters are changed by hand, and a rank leaves before its step has seen that."""
+    options = EDITED | {"master_weights": master}
+    begun = threading.Barrier(3)
+
+    def live(group):
+        training = Training(group, replicas=2, **options)
+        training.train(group.rank, range(2), edits=True)
+        training.backward(group.rank, 2)
+        begin_step = training.optimizer._replicas._replicas.begin_step
+
+        def begin(parameters):
+            begin_step(parameters)
+            begun.wait()
+
+        if group.rank == 1:
+            begun.wait()
+            group.close()
+            return None
+        training.optimizer._replicas._replicas.begin_step = begin
+        with pytest.raises(pycomm.PeerDied):
+            training.optimizer.step()
+        group = group.shrink()
+        training.model.regroup(group)
+        training.train(group.ranks[group.rank], range(2, STEPS))
+        return training.state()
+
+    with pycomm.LocalWorld(3) as world:
+        states = [state for state in world.run(live) if state is not None]
+    expected = expect([(0, (0, 1, 2)), (2, (0, 2))], True, **options)
     for state in states:
         assert sharding.difference(expected, state) is None
 
