@@ -58,8 +58,8 @@ class ShardSurvival:
         lacking = not all(one.is_replicated() for one in self._optimizers)
         if all_reduce(torch.tensor([int(lacking)]), "max", group=self._group):
             raise RuntimeError(
-                f"{self._lost}, of which there are no replicas yet, because they were loaded after "
-                "the last step: load the checkpoint in a new wrapper"
+                f"{self._lost}, of which there are no replicas yet, because they were loaded or "
+                "converted after the last step: load the checkpoint in a new wrapper"
             )
         for optimizer in self._optimizers:
             optimizer.undo_step()

@@ -321,16 +321,21 @@ class StatefulOptimizer(torch.optim.Optimizer):
         try:
             for group in self.param_groups:
                 names = self._state_names(group)
-                for param in filter(self._held.__contains__, group["params"]):
+                for param in filter(self._parts().__contains__, group["params"]):
                     if self._held[param] is not part_of(param):  # without a gradient since then
                         self._follow(param, group, names)
-            self._use(ReplicatedStates(self._held, self.state))
+            self._use(ReplicatedStates(self._parts(), self.state))
         except BaseException:
             for param in new:  # the next step makes the same states
                 self.state.pop(param, None)
                 self._held.pop(param, None)
             raise
         return True
+
+    def _parts(self) -> dict[torch.Tensor, Part]:
+        """The parts that states are of, without those that the program has removed since."""
+        held, state = self._held, self.state
+        return {param: held[param] for param in self._params() if param in held and param in state}
 
     def _use(self, replicas: ReplicatedStates) -> None:
         self._replicas, self._buffers = replicas, Buffers()
@@ -341,7 +346,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         replicas = self._replicas
         return all(
             replicas is not None and replicas.holds(param, part, self.state[param])
-            for param, part in self._held.items()
+            for param, part in self._parts().items()
         )
 
     def undo_step(self) -> None:
@@ -355,20 +360,20 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
         All ranks of the wrapper's new group must call this. If it fails, it can be repeated.
         """
-        replicas, self.in_step = self._replicas, False
-        if replicas is None or not self._held:
+        replicas, held, self.in_step = self._replicas, self._parts(), False
+        if replicas is None or not held:
             return
         states: dict[torch.Tensor, State] = {}
         buffers = Buffers()
         for group in self.param_groups:
             names = self._state_names(group)
-            for param in filter(self._held.__contains__, group["params"]):
-                whole, own = replicas.whole(param), self._held[param].own
+            for param in filter(held.__contains__, group["params"]):
+                whole, own = replicas.whole(param), held[param].own
                 self._edits.take_whole(own, param, whole)
                 saved = _checkpoint.checked(param, whole, names)
                 states[param] = _checkpoint.Adopted(param, group, saved, names).settle(buffers)
         parts = {param: part for param in states if (part := part_of(param)) is not None}
         self._use(ReplicatedStates(parts, states))
         for param in parts:
-            self._edits.forget(self._held[param].own)
+            self._edits.forget(held[param].own)
             self._hold(param)

@@ -277,6 +277,26 @@ def test_writes_of_the_program_survive_the_step_that_fails(master):
         assert sharding.difference(expected, state) is None
 
 
+def test_a_parameter_is_taken_out_of_the_optimizer():
+    def live(group, fails):
+        training = Training(group, replicas=2)
+        training.train(group.rank, range(2))
+        removed = training.optimizer.param_groups[0]["params"].pop(1)
+        del training.optimizer.state[removed]
+        if fails:
+            assert group.should_commit()  # all have come here
+            group.abort()
+            training.model.regroup(group.shrink())
+        training.train(group.rank, range(2, 4))
+        return training.state()
+
+    states = []
+    for fails in (False, True):
+        with pycomm.LocalWorld(2) as world:
+            states += world.run(live, fails)
+    assert all(sharding.difference(states[0], state) is None for state in states)
+
+
 def test_a_step_that_is_not_taken_changes_nothing():
     def live(group):
         training = Training(group, replicas=2)
