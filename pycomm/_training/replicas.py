@@ -128,21 +128,19 @@ class Replicas:
             told = torch.zeros(group.size, 3, dtype=torch.int64)
             told[group.rank] = torch.tensor([own, inode, crc])
             all_reduce(told, group=group)
-            alike = bool((told[:, 2] == crc).all())
+            if not (told[:, 2] == crc).all():  # as all ranks see
+                raise RuntimeError("ranks have optimizer states of different kinds or parameters")
             self._areas: list[_Area] = []
             try:
-                for rank in range(group.size if alike else 0):
-                    number, inode, _ = told[rank].tolist()
+                for rank, (number, inode, _) in enumerate(told.tolist()):
                     file = _open_file(group._pids[rank], number, inode, at_end)
                     self._areas.append(_Area(file, rank, kinds, parameters))
-                self.tensors = self._areas[group.rank].tensors if alike else []
+                self.tensors = self._areas[group.rank].tensors
                 for memory, tensor in zip(self.tensors, tensors, strict=True):
                     memory.view(tensor.shape).copy_(tensor)
             except (OSError, RuntimeError) as raised:
                 error = error or raised
             ready = group.should_commit(error is None)
-        if not alike:
-            raise RuntimeError("ranks have optimizer states of different kinds or parameters")
         if not ready:
             raise MemoryError("a rank could not share memory for replicas of its states") from error
 

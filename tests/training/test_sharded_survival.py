@@ -411,6 +411,18 @@ def test_without_replicas_the_error_names_lost_ranks():
         assert all(world.run(live))
 
 
+def test_ranks_with_different_states_are_told():
+    def live(group):
+        training = Training(group, replicas=2, states=("fp32", "8bit")[group.rank])
+        training.backward(group.rank, 0)
+        with pytest.raises(RuntimeError, match="states of different kinds"):
+            training.optimizer.step()
+        return True
+
+    with pycomm.LocalWorld(2) as world:
+        assert all(world.run(live))
+
+
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
