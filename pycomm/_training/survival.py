@@ -44,8 +44,11 @@ class ShardSurvival:
         self._group, self._parameters = group, list(parameters)
         self._optimizers = optimizers_of(self._parameters)
         self._lost = lost_with_parts(state.group, group)
-        if isinstance(state, CommState) and any(one.in_step for one in self._optimizers):
-            state.note_failure()  # the means of this step have not counted
+        # The means of a step that has not counted come later. If another optimizer's step may have
+        # counted, that would apply some of them twice, so they are dropped.
+        undone = [one.in_step for one in self._optimizers]
+        if isinstance(state, CommState) and undone and all(undone):
+            state.note_failure()
 
     def undo_steps(self) -> None:
         """Undoes steps that do not count; all ranks must call this.
