@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pycomm._runtime.waiting import Deadline
 
 _GREETS_WITHIN = 5.0  # seconds
+_MOST_SILENT = 64  # connections that have not said who they are, for each takes a descriptor
 _TRIES_EVERY = 0.05  # seconds
 _WRITTEN = re.compile(r"\[?([^][/\s]+)\]?:(\d+)/([0-9a-f]{32})")
 
@@ -38,7 +39,7 @@ class Address(NamedTuple):
     def parse(cls, text: str) -> Address:
         """The address in a text; ValueError if it is none."""
         found = _WRITTEN.fullmatch(text.strip())
-        if found is None:
+        if found is None or int(found[2]) > 65535:
             raise ValueError(f"address must be that of a group, host:port/secret, got {text!r}")
         host, port, secret = found.groups()
         return cls(host, int(port), secret)
@@ -92,6 +93,8 @@ class Door(Acceptor):
                 self.strangers.append(stranger)
             else:
                 stranger.close()
+        while len(self.strangers) > _MOST_SILENT:  # newcomers greet at once, so the last may be one
+            self.strangers.pop(0).close()
         gone = [caller for caller in self._callers if caller.hears_end()]
         for caller in gone:
             caller.close()
@@ -111,8 +114,9 @@ class Door(Acceptor):
 
     def _doubt(self, said: Any) -> str:
         secret = said.get("secret") if isinstance(said, dict) else None
+        # Half of a surrogate pair, which JSON may have, could not be encoded.
         if isinstance(secret, str) and hmac.compare_digest(
-            secret.encode(), self.address.secret.encode()
+            secret.encode(errors="replace"), self.address.secret.encode()
         ):
             return ""
         return "the secret in the address is not this group's"
@@ -124,7 +128,8 @@ def knock(
     """Waits until a group lets this process in.
 
     Args:
-        addresses: returns where the group's door may be, anew for each try.
+        addresses: returns where the group's door may be now; a door that has moved is not waited
+            for.
         mine: what the group must know of this process.
         deadline: until when to try.
 
@@ -138,8 +143,8 @@ def knock(
     try:
         while True:
             for address in addresses():
-                door = Connection.to(address.host, address.port)
-                if _await_answer(door, {"secret": address.secret, "mine": mine}, deadline):
+                door = _ask(address, addresses, mine, deadline)
+                if door is not None:
                     if "refused" in door.said:
                         door.close()
                         raise ValueError(f"the group refuses this process: {door.said['refused']}")
@@ -151,20 +156,23 @@ def knock(
         raise Timeout(message, operation="join") from None
 
 
-def _await_answer(door: Connection, greeting: object, deadline: Deadline) -> bool:
-    """True once there is an answer; False if nobody is there any more."""
-    greeted = False
+def _ask(
+    address: Address, addresses: Callable[[], Sequence[Address]], mine: object, deadline: Deadline
+) -> Connection | None:
+    """The connection to a door that has answered; None if nobody is there, or it has moved."""
+    door, greeted = Connection.to(address.host, address.port), False
     try:
-        while not (door.ended or door.unreachable):
+        # There are no addresses while the file is written.
+        while not (door.ended or door.unreachable) and address in (addresses() or [address]):
             if door.established and not greeted:
-                greeted = door.say(greeting)
+                greeted = door.say({"secret": address.secret, "mine": mine})
             door.hear()
             if isinstance(door.said, dict):
-                return True
+                return door
             with deadline.slice():
                 door.wait(_TRIES_EVERY)
     except BaseException:
         door.close()
         raise
     door.close()
-    return False
+    return None

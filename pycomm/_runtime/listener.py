@@ -254,7 +254,7 @@ class Connection:
             if self.said is None and self._text.endswith(b"\n"):
                 try:
                     self.said = json.loads(self._text)
-                except ValueError:
+                except (ValueError, RecursionError):  # the latter for "[[[[..."
                     self.ended = True
 
     def hears_end(self) -> bool:

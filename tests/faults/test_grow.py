@@ -1,10 +1,12 @@
 """Groups that grow: by processes that join them, die while they do, or must not come in."""
 
+import contextlib
 import functools
 import os
 import signal
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import growing
@@ -13,6 +15,8 @@ import pytest
 
 import pycomm
 from pycomm._runtime import rendezvous
+from pycomm._runtime.door import Address, Door, knock
+from pycomm._runtime.waiting import Deadline
 
 
 def grow_until(group, size, path):
@@ -130,7 +134,8 @@ def be_refused(_rank, _size, _store, path, what):
     address = Path(path).read_text()
     host, _, port = address.partition("/")[0].rpartition(":")
     if what == "nonsense":
-        for text in (b"nonsense\n", b"[]\n", b"{}\n", b"\0" * 100_000):
+        half = b'{"secret": "\\ud800"}\n'  # of a surrogate pair
+        for text in (b"nonsense\n", b"[]\n", b"{}\n", half, b"\0" * 100_000):
             with socket.create_connection((host, int(port))) as stranger:
                 stranger.sendall(text)
                 time.sleep(0.1)
@@ -216,9 +221,39 @@ def test_nobody_is_there():
     with pytest.raises(pycomm.Timeout, match="not let this process in"):
         pycomm.join(Path("/nonexistent/door"), 0.5)
     assert time.monotonic() - began < 10
-    for text in ("", "host", f"host:1/{'0' * 31}", f"host:port/{'0' * 32}"):
+    secret = "0" * 32
+    for text in ("", "host", f"host:1/{secret[1:]}", f"host:port/{secret}", f"host:65536/{secret}"):
         with pytest.raises(ValueError, match="address must be that of a group"):
             pycomm.join(text)
+
+
+def test_silent_strangers_cost_few_descriptors():
+    """And nested brackets are nonsense, although they make Python's parser give up."""
+    door = Door("127.0.0.1", None)
+    with contextlib.ExitStack() as strangers:
+        for _ in range(500):
+            strangers.enter_context(socket.create_connection(("127.0.0.1", door.port)))
+        for _ in range(4):
+            assert door.callers(lambda _: "") == []
+            assert len(door.strangers) <= 64
+        last = strangers.enter_context(socket.create_connection(("127.0.0.1", door.port)))
+        last.sendall(b"[" * 60_000 + b"\n")
+        helpers.wait_until(lambda: door.callers(lambda _: "") == [] and len(door.strangers) == 64)
+    door.close_sockets()
+
+
+def test_a_door_that_has_moved_is_not_waited_for():
+    with socket.create_server(("127.0.0.1", 0)) as silent, ThreadPoolExecutor(1) as pool:
+        before = Address("127.0.0.1", silent.getsockname()[1], "0" * 32)
+        door, places = Door("127.0.0.1", before), iter([[before], [before], []])
+        asking = pool.submit(knock, lambda: next(places, [door.address]), {}, Deadline(10))
+        helpers.wait_until(lambda: door.callers(lambda _: ""), 5)
+        (caller,) = door.let_in()
+        caller.say({"rank": 2})
+        assert asking.result()[::2] == (door.address, {"rank": 2})
+        caller.close()
+        asking.result()[1].close()
+        door.close_sockets()
 
 
 def test_groups_of_threads_do_not_grow():
