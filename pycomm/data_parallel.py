@@ -11,7 +11,8 @@ import contextlib
 import functools
 import inspect
 import weakref
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from pycomm._training.survival import ShardSurvival, lost_with_parts
 from pycomm._training.weighing import Weighing, check_weight
 from pycomm.collectives import all_gather, all_reduce
 from pycomm.compression import Compression
+from pycomm.errors import CollectiveError
 from pycomm.group import Group
 
 _MIB = 1 << 20
@@ -91,7 +93,9 @@ class DataParallel(nn.Module):
             :meth:`no_sync`, gradients are only added up.
 
     Raises:
-        ValueError, TypeError: an argument is not as described.
+        ValueError, TypeError: an argument is not as described; or the modules' parameters and
+            buffers are not of the same shapes, dtypes and requires_grad on all ranks.
+        pycomm.CollectiveError: those of another rank that has joined are not.
     """
 
     def __init__(
@@ -302,6 +306,8 @@ class DataParallel(nn.Module):
                 `local_sgd` or `shard`, and there are newcomers, on all ranks.
             RuntimeError: the ranks' parameters differ, because only some of them took a step; or
                 states have no replicas yet; on all ranks.
+            pycomm.CollectiveError: a newcomer's module is of another kind, so that its wrapper
+                raises ValueError: shrink the group.
         """
         self._check_survives(group)
         if self._joined_steps is not None:
@@ -325,16 +331,20 @@ class DataParallel(nn.Module):
             survival: of the latter; None on the former, which get the model of the first of these.
         """
         is_new, state, parameters = survival is None, self.comm_state, [*self.module.parameters()]
+        tensors = [*parameters, *self.module.buffers()]
         has_more = isinstance(state, LocalSGDState) or self._shard is not None
-        told = torch.empty(group.size, 2, dtype=torch.bool)
-        all_gather(told, torch.tensor([is_new, has_more]), group=group)
+        mine = torch.tensor([is_new, has_more, _kind(tensors, has_more)])
+        told = mine.new_empty(group.size, 3)
+        all_gather(told, mine, group=group)
         news = told[:, 0]
         others = [rank for rank, new in enumerate(news.tolist()) if not new]
-        if others:
-            if told.any(0).all():
+        if news.any():
+            if told[others, 1].any():
                 raise ValueError(
                     "local_sgd and shard must be None on all ranks to go on with ranks that are new"
                 )
+            _check_alike(told[:, 2].tolist(), others, group)
+        if others:
             state.regroup(group)
             if survival is not None:
                 survival.undo_steps()
@@ -343,7 +353,6 @@ class DataParallel(nn.Module):
                 if differ(flat, group, counts=not is_new):
                     raise RuntimeError(STEPPED_BY_SOME)
         if news.any():
-            tensors = [*parameters, *self.module.buffers()]
             broadcast_all(tensors, others[0] if others else 0, group, receives=is_new)
 
     def _check_survives(self, group: Group | None = None) -> None:
@@ -472,6 +481,30 @@ class DataParallel(nn.Module):
         for output in tensors_in(outputs):
             if output.grad_fn is not None:
                 output.register_hook(began)  # type: ignore[no-untyped-call]
+
+
+def _kind(tensors: Sequence[torch.Tensor], has_more: bool) -> int:
+    """A number of a model's tensors, without their values, and of whether ranks' states differ."""
+    kinds = [(tuple(each.shape), each.dtype, each.requires_grad) for each in tensors]
+    return zlib.crc32(repr((kinds, has_more)).encode())
+
+
+def _check_alike(kinds: Sequence[int], others: Sequence[int], group: Group) -> None:
+    """Raises an error on all ranks if models are not of one kind.
+
+    Ranks that go on with theirs need only leave out the one that is new and of another kind.
+    """
+    source = others[0] if others else 0
+    wrong = [rank for rank, kind in enumerate(kinds) if kind != kinds[source]]
+    if wrong:
+        message = (
+            "module must have parameters and buffers of the same shapes, dtypes and requires_grad "
+            "on all ranks, and local_sgd or shard on all or none: those of rank "
+            f"{wrong[0]} are not like those of rank {source}"
+        )
+        if others and group.rank not in wrong:
+            raise CollectiveError(message, rank=wrong[0], operation="regroup")
+        raise ValueError(message)
 
 
 def _checked(local_sgd: object, **options: Any) -> LocalSGDState:

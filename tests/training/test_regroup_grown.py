@@ -198,3 +198,52 @@ def test_states_are_sent_to_those_that_ask_for_them():
             ((1, [1.0] * 3), 1, [1.0]),
             ((1, [1.0] * 3), 0, [0.0]),
         ]
+
+
+def two_layers(width=4):
+    shapes = [(width, 32 // width), (32 // width, width)]
+    return nn.Sequential(*(nn.Linear(*shape, bias=False) for shape in shapes))
+
+
+def transposed():
+    return two_layers(8)
+
+
+def frozen():
+    net = two_layers()
+    net[0].requires_grad_(False)
+    return net
+
+
+def with_a_buffer():
+    net = two_layers()
+    net.register_buffer("more", torch.zeros(0))
+    return net
+
+
+def bring_another_model(rank, size, store, path, make):
+    """The newcomer's tensors have as many bytes as the members', but are others."""
+    if rank == MEMBERS:
+        group = pycomm.join(Path(path), 30)
+        with pytest.raises(ValueError, match="rank 2 are not like those of rank 0"):
+            pycomm.DataParallel(make(), group=group)
+        time.sleep(0.3)  # slower ranks are still in there
+        group.close()
+        return None
+    helpers.join_world(rank, MEMBERS, store)
+    group = pycomm.init(timeout=20)
+    model = pycomm.DataParallel(two_layers())
+    while group.size < size:
+        growing.publish(group, path)
+        group = group.grow()
+    with pytest.raises(pycomm.CollectiveError, match="rank 2 are not like") as raised:
+        model.regroup(group)
+    time.sleep(0.2)
+    model.regroup(group.shrink())
+    return raised.value.rank, model.comm_state.group.ranks
+
+
+@pytest.mark.parametrize("make", [transposed, frozen, with_a_buffer])
+def test_a_newcomer_with_another_model_is_left_out(make, tmp_path):
+    found = helpers.run_ranks(3, bring_another_model, str(tmp_path / "door"), make)
+    assert found == [(2, (0, 1))] * 2 + [None]
