@@ -146,8 +146,17 @@ class _Options:
 
 def _complete(members: Membership, ranks: Sequence[int], options: _Options) -> Group:
     """Makes a group of ranks of the process group that know each other; a collective call."""
+    rank = ranks.index(options.rank)
+    try:
+        return _make(members, rank, ranks, options)
+    except BaseException:
+        members.leave(rank)  # the others may have their groups, and wait for this rank
+        raise
+
+
+def _make(members: Membership, rank: int, ranks: Sequence[int], options: _Options) -> Group:
     staging_bytes = options.mine["settings"]["staging_bytes"]
-    made = make_group(members, ranks.index(options.rank), options.timeout, staging_bytes)
+    made = make_group(members, rank, options.timeout, staging_bytes)
     made.ranks = tuple(ranks)
     if len(made.nodes) == 1:
         _serve(made, members.everyone, options)

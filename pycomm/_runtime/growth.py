@@ -146,7 +146,7 @@ class Growth(Generic[Kind]):
             if self._door is None or not self._door.callers(self._objection):
                 return {}
             store, port = serve(self._door.address.host, patience)
-        except (OSError, RuntimeError) as error:  # too many open files, say
+        except Exception as error:  # too many open files, say; the others wait for this rank's news
             log.not_grown(group, error)
             return {}
         self._store = store

@@ -81,6 +81,14 @@ class Membership:
     backends: dict[str, str]
     everyone: Sequence[Mapping[str, Any]] = ()
 
+    def leave(self, rank: int) -> None:
+        """Tells the others that this rank has gone, if it cannot make its group."""
+        self.window.leave(self.nodes.local.index(rank))
+        if self.link is not None:
+            self.link.end()
+        if self.listener is not None:
+            self.listener.close()
+
 
 def node_identity() -> str:
     """A string; equal for two processes only if they can share memory and watch each other."""

@@ -12,6 +12,7 @@ import spanning
 import torch
 
 import pycomm
+from pycomm import _init
 from pycomm._runtime import growth
 
 
@@ -88,6 +89,34 @@ def test_a_newcomer_that_dies_is_left_out_at_once(nodes, step, tmp_path):
         helpers.Ranks(1, die_in_join, path, nodes[2], step),
     ):
         assert [outcome.value for outcome in members.wait_for([0, 1])] == [(2, True)] * 2
+
+
+def fail_in_join(_rank, _size, _store, path, node):
+    """A newcomer that has all for the larger group, cannot make it, and lives on."""
+    spanning.pretend(node)
+    helpers.wait_until(Path(path).exists)
+
+    def fail(*_):
+        Path(f"{path}.dead").touch()
+        raise MemoryError("on purpose")
+
+    _init.make_group = fail
+    Path(f"{path}.2").touch()
+    with pytest.raises(MemoryError, match="on purpose"):
+        pycomm.join(Path(path), 10)
+    helpers.wait_until(Path(f"{path}.over").exists)
+
+
+@pytest.mark.parametrize("nodes", ["aaa", "abc"])
+def test_a_newcomer_that_cannot_make_its_group_is_left_out_at_once(nodes, tmp_path):
+    path = str(tmp_path / "door")
+    with (
+        helpers.Ranks(2, grow_once, path, nodes, None) as members,
+        helpers.Ranks(1, fail_in_join, path, nodes[2]) as newcomer,
+    ):
+        assert [outcome.value for outcome in members.wait_for([0, 1])] == [(2, True)] * 2
+        Path(f"{path}.over").touch()
+        assert newcomer.wait_for([0])[0].error is None
 
 
 @pytest.mark.parametrize("victim", [0, 1])
