@@ -126,7 +126,11 @@ class Growth(Generic[Kind]):
         """The first rank's news, on all ranks: the door's address, and the Store's."""
         core, text = group._core, b""
         if group.rank == 0:
-            news = self._invite(group, patience)
+            try:
+                news = self._invite(group, patience)
+            except Exception as error:  # too many open files, say; the others wait for the news
+                log.not_grown(group, error)
+                news = {}
             if news or (self.address is not None and not self._told):
                 text = json.dumps({"door": self.address, **news}).encode()
             self._length.fill_(len(text))
@@ -141,14 +145,10 @@ class Growth(Generic[Kind]):
 
     def _invite(self, group: Kind, patience: float) -> dict[str, Any]:
         """If processes wait at the door, serves a Store for the larger group."""
-        try:
-            self.open(group)
-            if self._door is None or not self._door.callers(self._objection):
-                return {}
-            store, port = serve(self._door.address.host, patience)
-        except Exception as error:  # too many open files, say; the others wait for this rank's news
-            log.not_grown(group, error)
+        self.open(group)
+        if self._door is None or not self._door.callers(self._objection):
             return {}
+        store, port = serve(self._door.address.host, patience)
         self._store = store
         callers = self._door.let_in()
         everyone = [*self._everyone, *(self._introduction_of(caller.said) for caller in callers)]

@@ -162,6 +162,34 @@ def test_other_ranks_open_the_next_door(tmp_path):
             assert outcome.value["seen"][-1] == [1, 2, 3], outcome
 
 
+def lack_descriptors(rank, size, store, path):
+    """The first rank cannot watch the other one's node at first."""
+    spanning.pretend("ab"[rank])
+    helpers.join_world(rank, size, store)
+    group = pycomm.init(timeout=20)
+    listener, connect = group._listener, group._listener.connect
+
+    def fail(_number):
+        listener.connect = connect
+        raise OSError("too many open files")
+
+    if rank == 0:
+        listener.connect = fail
+    seen = growing.live(group, rank, path, 3)["seen"]
+    return seen[-1], listener.connect == connect
+
+
+def test_a_failure_of_the_first_rank_is_none_of_the_group(tmp_path):
+    path = str(tmp_path / "door")
+    with (
+        helpers.Ranks(2, lack_descriptors, path) as members,
+        helpers.Ranks(1, growing.newcomer, 2, path, "a", 3) as newcomer,
+    ):
+        for outcome in members.wait_for([0, 1]):
+            assert outcome.value == ([0, 1, 2], True), outcome
+        assert newcomer.wait_for([0])[0].error is None
+
+
 def refuse(group):
     with pytest.raises(ValueError, match='transport must be "auto" or "gloo"'):
         group.grow()
