@@ -11,8 +11,7 @@ import contextlib
 import functools
 import inspect
 import weakref
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch.autograd.graph import increment_version
 from pycomm._inputs.arguments import renamed
 from pycomm._inputs.tensors import check_memory
 from pycomm._runtime.torch_private import backward_id, backward_node, not_compiled
+from pycomm._training.beginning import begin_alike
 from pycomm._training.buckets import broadcast_all
 from pycomm._training.comm_state import CommState, check_successor
 from pycomm._training.gradient_exchange import GradientExchange
@@ -31,12 +31,10 @@ from pycomm._training.local_sgd import LocalSGDState
 from pycomm._training.parameters import Exclude
 from pycomm._training.prefixes import insert_prefix, without_prefix
 from pycomm._training.shard_options import Sharding, check_sharding
-from pycomm._training.step_guard import STEPPED_BY_SOME, differ
 from pycomm._training.survival import ShardSurvival, lost_with_parts
 from pycomm._training.weighing import Weighing, check_weight
-from pycomm.collectives import all_gather, all_reduce
+from pycomm.collectives import all_reduce
 from pycomm.compression import Compression
-from pycomm.errors import CollectiveError
 from pycomm.group import Group
 
 _MIB = 1 << 20
@@ -149,7 +147,7 @@ class DataParallel(nn.Module):
         self._given_shard_group = shard_group
         self._broadcast_buffers = broadcast_buffers
         self._agreements_seen = -1  # of local SGD, when buffers were broadcast
-        self._meet(self._group)
+        begin_alike(module, self.comm_state, self._group, shard is not None)
         self._bucket_bytes = bucket_cap_mb * _MIB
         self._own_exchange: GradientExchange | None = self._make_exchange()
         self._module_takes_weight = "weight" in inspect.signature(module.forward).parameters
@@ -315,45 +313,13 @@ class DataParallel(nn.Module):
         check_successor(group)
         sharded = self.module.parameters() if self._shard else ()
         survival = ShardSurvival(self.comm_state, sharded, group)
-        self._meet(group, survival)
+        begin_alike(self.module, self.comm_state, group, self._shard is not None, survival)
         for parameter in self.module.parameters():
             parameter.grad = None
         self._next_weight = self._own_exchange = None  # before there are new buckets
         self._own_exchange = self._make_exchange()
         survival.divide_anew()
         self._agreements_seen = -1  # a broadcast of buffers may have failed on some ranks only
-
-    def _meet(self, group: Group, survival: ShardSurvival | None = None) -> None:
-        """Makes all ranks begin with the same parameters and buffers; a collective call.
-
-        Args:
-            group: the ranks: those that make a wrapper, and those that go on with theirs.
-            survival: of the latter; None on the former, which get the model of the first of these.
-        """
-        is_new, state, parameters = survival is None, self.comm_state, [*self.module.parameters()]
-        tensors = [*parameters, *self.module.buffers()]
-        has_more = isinstance(state, LocalSGDState) or self._shard is not None
-        mine = torch.tensor([is_new, has_more, _kind(tensors, has_more)])
-        told = mine.new_empty(group.size, 3)
-        all_gather(told, mine, group=group)
-        news = told[:, 0]
-        others = [rank for rank, new in enumerate(news.tolist()) if not new]
-        if news.any():
-            if told[others, 1].any():
-                raise ValueError(
-                    "local_sgd and shard must be None on all ranks to go on with ranks that are new"
-                )
-            _check_alike(told[:, 2].tolist(), others, group)
-        if others:
-            state.regroup(group)
-            if survival is not None:
-                survival.undo_steps()
-            if state.gradient_group is not None:  # else ranks have parameters of their own
-                flat = (p.detach().contiguous().view(-1) for p in parameters if not is_new)
-                if differ(flat, group, counts=not is_new):
-                    raise RuntimeError(STEPPED_BY_SOME)
-        if news.any():
-            broadcast_all(tensors, others[0] if others else 0, group, receives=is_new)
 
     def _check_survives(self, group: Group | None = None) -> None:
         """Raises ValueError if a rank has a part of the state that the others need."""
@@ -481,30 +447,6 @@ class DataParallel(nn.Module):
         for output in tensors_in(outputs):
             if output.grad_fn is not None:
                 output.register_hook(began)  # type: ignore[no-untyped-call]
-
-
-def _kind(tensors: Sequence[torch.Tensor], has_more: bool) -> int:
-    """A number of a model's tensors, without their values, and of whether ranks' states differ."""
-    kinds = [(tuple(each.shape), each.dtype, each.requires_grad) for each in tensors]
-    return zlib.crc32(repr((kinds, has_more)).encode())
-
-
-def _check_alike(kinds: Sequence[int], others: Sequence[int], group: Group) -> None:
-    """Raises an error on all ranks if models are not of one kind.
-
-    Ranks that go on with theirs need only leave out the one that is new and of another kind.
-    """
-    source = others[0] if others else 0
-    wrong = [rank for rank, kind in enumerate(kinds) if kind != kinds[source]]
-    if wrong:
-        message = (
-            "module must have parameters and buffers of the same shapes, dtypes and requires_grad "
-            "on all ranks, and local_sgd or shard on all or none: those of rank "
-            f"{wrong[0]} are not like those of rank {source}"
-        )
-        if others and group.rank not in wrong:
-            raise CollectiveError(message, rank=wrong[0], operation="regroup")
-        raise ValueError(message)
 
 
 def _checked(local_sgd: object, **options: Any) -> LocalSGDState:

@@ -67,13 +67,18 @@ def _send(objects: tuple[Any, ...], source: int, receive: bool, group: Group) ->
         try:
             states = [each if isinstance(each, dict) else each.state_dict() for each in objects]
             torch.save(states, written)
+            written.seek(0)
+            torch.load(written, map_location="cpu", weights_only=True)  # as the receivers will
         except Exception as error:  # the others wait
             why = error
-    size = torch.tensor([-1 if why else written.tell()])
+    size = torch.tensor([-1 if why else written.getbuffer().nbytes])
     broadcast(size, source, group=group)
     count = int(size)
     if count < 0:
-        raise ValueError(f"objects must have states that rank {source} can write") from why
+        raise ValueError(
+            "objects must have states of tensors, numbers, strings, and lists and dicts of them on "
+            f"rank {source}"
+        ) from why
     keeps = receive or group.rank == source
     memory = bytearray(count if keeps else min(count, _CHUNK))
     if group.rank == source:

@@ -134,7 +134,7 @@ PYTHON_LAYERS = [
     {"_training.outer"},
     {"_training.local_sgd"},
     {"hooks", "_training.shard_options", "_training.survival"},
-    {"_training.publication", "_training.scatter"},
+    {"_training.beginning", "_training.publication", "_training.scatter"},
     {"_training.spanning_ring", "_training.spanning_shards", "_training.square_sums"},
     {"_training.gradient_exchange"},
     {"_training.joining"},

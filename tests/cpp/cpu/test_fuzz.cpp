@@ -288,7 +288,7 @@ void words_in_a_window() {
 }
 
 void window_headers() {
-  constexpr std::int64_t kSlice = 1 << 16, kStaging = 1 << 14;
+  constexpr std::int64_t kSlice = 1 << 18, kStaging = 1 << 14;
   const int fd = cpu::Window::create(1, kSlice, kStaging);
   Bytes valid(sizeof(cpu::Header));
   must(pread(fd, valid.data(), valid.size(), 0) == static_cast<ssize_t>(valid.size()), "pread");
