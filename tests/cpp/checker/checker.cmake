@@ -1,6 +1,7 @@
 # Tests of all interleavings: test_checker for the algorithms of core/ (checker/comm.h),
 # test_interleavings for what the CPU code does when an operation fails, test_close for close(),
-# test_agreement for the agreement on a smaller group, test_ring for the ring of messages.
+# test_agreement for the agreement on a smaller group, test_ring for the ring of messages,
+# test_record for what others read of a rank's records.
 # `make mutants` runs each test also against mutants of the code it checks, and expects a complaint.
 include(tests/cpp/mutate.cmake)
 set(CHECKER ${CMAKE_CURRENT_LIST_DIR})
@@ -50,6 +51,16 @@ target_compile_options(test_ring PRIVATE ${RING_OPTIONS} ${QUICKLY_COMPILED})
 target_link_libraries(test_ring PRIVATE memory scheduler)
 add_test(NAME ring COMMAND test_ring)
 
+function(check_record target)
+  add_executable(${target} ${CHECKER}/test_record.cpp csrc/cpu/ticks.cpp)
+  target_include_directories(${target} BEFORE PRIVATE ${ARGN} csrc)
+  target_compile_options(${target} PRIVATE -fsanitize=thread)
+  target_link_libraries(${target} PRIVATE scheduler)
+endfunction()
+check_record(test_record_orders)
+target_compile_options(test_record_orders PRIVATE ${QUICKLY_COMPILED})
+add_test(NAME record_orders COMMAND test_record_orders)
+
 # Recompiles only the part that includes the file: the algorithms, the code between nodes, or the
 # counting of epochs.
 function(add_mutant_of part name file old new)
@@ -98,6 +109,14 @@ function(add_ring_mutant name old new)
   target_link_libraries(mutant_${name} PRIVATE memory scheduler)
   expect_failure(mutant_${name})
   target_compile_options(mutant_${name} PRIVATE ${RING_OPTIONS})
+endfunction()
+
+# A mutant of cpu/record.h or cpu/subject.h.
+function(add_record_mutant name header old new)
+  set(copy ${PROJECT_BINARY_DIR}/mutants/${name})
+  mutate(cpu/${header} ${copy} "${old}" "${new}")
+  check_record(mutant_${name} ${copy})
+  expect_failure(mutant_${name})
 endfunction()
 
 # Checks the algorithm of docs/EXTENDING.md in place of one-shot.

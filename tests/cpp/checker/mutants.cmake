@@ -184,3 +184,13 @@ add_ring_mutant(ring_gives_back_too_much "length_of(frame));
 add_ring_mutant(ring_publishes_before_it_writes "put(ring_, sent_, &frame, sizeof(frame));"
   "mailbox_.sender.sent.exchange(sent_ + static_cast<std::uint64_t>(length_of(frame)));
     put(ring_, sent_, &frame, sizeof(frame));")
+
+# add_record_mutant(name header old new), of cpu/record.h or cpu/subject.h: a part is taken for the whole.
+add_record_mutant(record_keeps_its_number record.h "number_.store(0, std::memory_order_relaxed);" "")
+add_record_mutant(record_has_its_number_early record.h "number_.store(0, std::memory_order_relaxed);"
+  "number_.store(number, std::memory_order_relaxed);")
+add_record_mutant(record_is_looked_at_once record.h " && number_.load(std::memory_order_relaxed) == number" "")
+add_record_mutant(subject_keeps_its_number subject.h "number_.store(0, std::memory_order_relaxed);" "")
+add_record_mutant(subject_has_its_number_early subject.h "number_.store(0, std::memory_order_relaxed);"
+  "number_.store(number, std::memory_order_relaxed);")
+add_record_mutant(subject_is_looked_at_once subject.h " || number_.load(std::memory_order_relaxed) != number" "")
