@@ -121,16 +121,17 @@ void Group::set_subject(const std::string& text) {
   if (text.empty() || forked()) return;
   const std::lock_guard lock(departing_mutex_);
   if (departed_) return;
-  std::uint32_t& number = subjects_[text];
-  if (number == 0 || last_subject_ - number >= kSubjects) {
+  auto found = subjects_.find(text);
+  if (found == subjects_.end()) {
+    if (last_subject_ % kSubjects == 0) subjects_.clear();  // the ring begins anew
     try {
-      number = window_->add_subject(comm_.rank(), text);
+      last_subject_ = window_->add_subject(comm_.rank(), text);
     } catch (const std::system_error&) {  // no memory: the operation matters more
       return;
     }
-    last_subject_ = number;
+    found = subjects_.emplace(text, last_subject_).first;
   }
-  calling = {this, number};
+  calling = {this, found->second};
   has_subjects_.store(true, std::memory_order_relaxed);
 }
 

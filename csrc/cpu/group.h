@@ -236,7 +236,8 @@ class Group {
   std::atomic<int> pending_{0};
   std::atomic<bool> closed_{false};
   std::mutex departing_mutex_;
-  std::unordered_map<std::string, std::uint32_t> subjects_;  // their numbers; by departing_mutex_
+  // The numbers of the texts since the ring last began anew; by departing_mutex_.
+  std::unordered_map<std::string, std::uint32_t> subjects_;
   std::uint32_t last_subject_ = 0;
   std::atomic<bool> has_subjects_{false};
   bool departed_ = false;  // this rank does not use the window any more

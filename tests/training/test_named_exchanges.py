@@ -161,9 +161,10 @@ def test_more_names_than_there_is_room_for(world):
 
     for number in range(300):
         run(f"parameter {number}")
+        run("always")
     run("parameter 0")
     subjects = [told.subject for told in group.report(3).ranks[0].operations]
-    assert subjects == ["parameter 298", "parameter 299", "parameter 0"]
+    assert subjects == ["parameter 299", "always", "parameter 0"]
     core.subject = "mine"
     thread = threading.Thread(target=pycomm.barrier, kwargs={"group": group})
     thread.start()
