@@ -127,7 +127,8 @@ class Parameters:
 
 
 def _ending(name: str, most: int) -> str:
-    """A name, of which the end tells more than the beginning."""
+    """A name in ASCII, of which the end tells more than the beginning."""
+    name = name.encode("ascii", "backslashreplace").decode()  # records have no other letters
     return name if len(name) <= most else f"...{name[3 - most :]}"
 
 

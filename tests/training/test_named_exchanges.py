@@ -185,6 +185,16 @@ def test_long_names_are_cut():
     assert Parameters(None, None).subject(tensors) == ""
 
 
+def test_names_in_other_letters(world):
+    """Also those that are no Unicode."""
+    (group,) = world(1)
+    x = torch.ones(1, requires_grad=True)
+    subject = Parameters([("\u5c64.\udc80", x)], None).subject([x])
+    group._core.subject = subject
+    assert group._core.subject == subject == r"\u5c64.\udc80"
+    group._core.subject = ""
+
+
 def test_a_smaller_group_has_names_of_its_own(world):
     """Its window lies in a heap, where room for names is reserved with the first one."""
 
