@@ -161,6 +161,7 @@ def _watch(jobs: Jobs, interval: float) -> None:
         from rich.console import Group
         from rich.live import Live
         from rich.table import Table
+        from rich.text import Text
     except ImportError:
         raise SystemExit("the table needs rich: pip install rich, or use --json") from None
     before: dict[Place, Report] = {}
@@ -174,7 +175,8 @@ def _watch(jobs: Jobs, interval: float) -> None:
                     state = name == "state"
                     table.add_column(name, justify="left" if state else "right", no_wrap=not state)
                 for row, holds_up in _rows(report, before.get(place)):
-                    table.add_row(*row, style="red" if holds_up else "")
+                    # Names of parameters may look like markup.
+                    table.add_row(*map(Text, row), style="red" if holds_up else "")
                 tables.append(table)
             notes = [f"process {pid} uses another version" for pid in sorted(jobs.strangers)]
             live.update(Group(*tables, *notes) if tables or notes else "no groups", refresh=True)

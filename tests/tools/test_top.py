@@ -19,6 +19,7 @@ import torch
 import pycomm
 from pycomm import top
 
+MARKUP = "user/[/item].weight"  # a parameter's name, which rich would take for its own
 TOP = [sys.executable, "-m", "pycomm.top"]
 
 
@@ -30,6 +31,7 @@ def hang(rank, size, store):
         pycomm.barrier(group=other)
         if rank == 1:
             time.sleep(60)
+        other._core.subject = MARKUP
         pycomm.broadcast(torch.ones(77), group=other)
 
 
@@ -112,6 +114,7 @@ def test_the_table(hanging):
     os.close(leader)
     assert "group of 3 ranks, waiting for 1" in text
     assert str(hanging.pids[1]) in text
+    assert MARKUP in text
 
 
 def test_smaller_groups_are_seen():
