@@ -147,7 +147,7 @@ void Link::wait(std::int64_t batch) {
     Clock::duration lost_since = kNever;
     while (!transport_->wait(waited_ + 1, kLook)) {
       local_.beat();
-      waits_for_ = awaited();
+      waits_for_ = transport_->awaited();
       look_for_failure(waited_ + 1 == handshake_batch_, waited.until(Clock::now()), lost_since);
       if (interrupt_ != nullptr) interrupt_();
     }
