@@ -107,10 +107,11 @@ def write_prometheus(stats: Stats, path: str | os.PathLike[str]) -> None:
         path: the file, whose name must end in ``.prom``. ``{rank}`` in the name stands for this
             rank's number, so that each rank has its own file. Then this also removes such files of
             ranks that the group does not have on this node: those of a larger group from which it
-            has shrunk, say, with their old numbers.
+            has shrunk, say, with their old numbers. So each node needs a directory of its own, and
+            each of several groups a name of its own.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: the file cannot be written, or one of those cannot be removed.
     """
     families: dict[str, list[str]] = {}
     for sample in samples_of(stats):
