@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -265,7 +265,7 @@ def suggest_batches(stats: Stats, batches: int | Sequence[int]) -> tuple[int, ..
         raise ValueError(
             f"stats must be of a group on one node, got {len(stats.ranks)} of {stats.size} ranks"
         )
-    now = [batches] * stats.size if isinstance(batches, int) else list(batches)
+    now = list(batches) if isinstance(batches, Iterable) else [batches] * stats.size
     if len(now) != stats.size or any(type(n) is not int or n < 1 for n in now):
         raise ValueError(f"batches must be {stats.size} positive integers, got {batches}")
     if not stats.skew:

@@ -171,7 +171,7 @@ def test_bad_arguments(world):
     with pytest.raises(ValueError, match="timed, got none"):
         pycomm.suggest_batches(stats, 4)
     fine = samples([1.0, 2.0])
-    for wrong in ([1, 2, 3], [0, 1], 0, [1.5, 2]):
+    for wrong in ([1, 2, 3], [0, 1], 0, [1.5, 2], 2.5, None):
         with pytest.raises(ValueError, match="batches must be 2 positive integers, got"):
             pycomm.suggest_batches(fine, wrong)
     with pytest.raises(TypeError, match=r"stats must come from group.stats\(\), got dict"):
