@@ -136,6 +136,7 @@ void Group::set_subject(const std::string& text) {
 }
 
 std::string Group::subject() {
+  if (forked()) return {};  // a thread of the parent may have held the lock
   const std::lock_guard lock(departing_mutex_);
   return departed_ ? std::string() : comm_.subject(subject_number());
 }

@@ -75,6 +75,18 @@ def test_operations_are_refused(world):
     assert local_world.run(lambda g: pycomm.all_reduce(torch.ones(1), group=g).item()) == [2, 2]
 
 
+def test_a_child_has_nothing_to_name(world):
+    (group,) = world(1)
+    group._core.subject = "mine"
+
+    def body():
+        assert group._core.subject == ""
+
+    in_child(body)
+    assert group._core.subject == "mine"
+    group._core.subject = ""
+
+
 def test_a_child_makes_a_group_of_its_own(world):
     local_world = world(2)
     local_world.run(lambda g: pycomm.barrier(group=g))
