@@ -15,6 +15,7 @@ from pycomm._runtime.rendezvous import slice_bytes
 PROT = {"none": 0, "read": 1}
 SIZE = 5
 STAGING = 1 << 20
+SUBJECTS = 256 * 128  # bytes of texts behind it
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -32,7 +33,7 @@ def mappings():
 def forbid(ranks, size, what):
     """Takes their staging and heaps away; touching them would be the end of this process."""
     data = helpers.data_begin(size)
-    before_heap = data + STAGING
+    before_heap = data + STAGING + SUBJECTS
     heap = slice_bytes() - before_heap
     assert data % mmap.PAGESIZE == STAGING % mmap.PAGESIZE == 0
     forbidden = []
