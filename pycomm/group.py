@@ -359,7 +359,8 @@ class Group(Observed):
 
         Returns:
             The larger group, or this one if nobody was let in. If a rank has failed just after the
-            members had agreed, those that are left.
+            members had agreed, those that are left; if they do not come before the group's timeout,
+            the larger group, which has failed and can be shrunk.
 
         Raises:
             ValueError: the ranks are threads, or ``transport="process_group"``.
@@ -377,7 +378,10 @@ class Group(Observed):
         self._hand_on_to(larger)
         self.close()
         log.group_grown(larger, self)
-        return larger if larger._core.usable() else larger.shrink()
+        if not larger._core.usable():
+            with contextlib.suppress(Timeout):  # then it is the caller's to shrink
+                return larger.shrink()
+        return larger
 
     def _hand_on_to(self, successor: Group) -> None:
         if self._growth is not None and successor._growth is not None:

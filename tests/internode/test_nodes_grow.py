@@ -91,6 +91,36 @@ def test_a_newcomer_that_dies_is_left_out_at_once(nodes, step, tmp_path):
         assert [outcome.value for outcome in members.wait_for([0, 1])] == [(2, True)] * 2
 
 
+def wait_in_vain(rank, size, store, path):
+    """A newcomer has died in the larger group, and its other ranks seem to be late."""
+    spanning.pretend("ab"[rank])
+    helpers.join_world(rank, size, store)
+    group = pycomm.init(timeout=20)
+    shrink = pycomm.Group.shrink
+
+    def time_out(*_):
+        pycomm.Group.shrink = shrink
+        raise pycomm.Timeout("another rank is late")
+
+    pycomm.Group.shrink = time_out
+    growing.publish(group, path)
+    helpers.wait_until(Path(f"{path}.2").exists)
+    while group.size == size:
+        group = group.grow()
+    with pytest.raises(pycomm.PycommError):
+        pycomm.barrier(group=group)
+    return group.shrink().ranks
+
+
+def test_a_larger_group_that_cannot_shrink_at_once_is_returned(tmp_path):
+    path = str(tmp_path / "door")
+    with (
+        helpers.Ranks(2, wait_in_vain, path) as members,
+        helpers.Ranks(1, die_in_join, path, "b", "_barrier"),
+    ):
+        assert [outcome.value for outcome in members.join()] == [(0, 1)] * 2
+
+
 def fail_in_join(_rank, _size, _store, path, node):
     """A newcomer that has all for the larger group, cannot make it, and lives on."""
     spanning.pretend(node)
