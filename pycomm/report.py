@@ -105,7 +105,7 @@ class NodeReport:
     told: str
 
     def __str__(self) -> str:
-        """What is known, in words."""
+        """The state as a sentence."""
         knows = "exchanges with none of them"
         if self.peer is not None:
             knows = f"{'waits for' if self.awaited else 'exchanges with'} rank {self.peer}"

@@ -7,8 +7,8 @@ it: when a rank is lost, the others still read its tensors.
 
 Before a step changes its tensors and the parameters, a rank copies them, and then writes the step's
 number. After the step, all ranks decide together whether it counts. So no rank begins a step before
-the last one is decided, and of a rank that has begun a step that does not count, the copy is whole.
-Of all others, the tensors themselves are.
+the last one is decided. If a rank has begun a step that does not count, its copy is whole.
+Otherwise its tensors are.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@
 #include "checker/explorer.h"
 #include "cpu/record.h"
 #include "cpu/subject.h"
+#include "support/numbered.h"
 #include "support/run_all.h"
 
 namespace pycomm::test {
@@ -26,17 +27,6 @@ struct Run {
   cpu::Subject subject{};
 };
 Run* run = nullptr;
-
-// An operation all of whose fields follow from its number.
-Operation numbered(std::uint32_t number) {
-  Operation operation;
-  operation.collective = Collective::all_reduce;
-  operation.count = number;
-  operation.offset = number;
-  operation.details = number;
-  operation.codec.k = number;
-  return operation;
-}
 
 void write_record(std::uint32_t number) {
   run->record.end(run->record.enter(numbered(number), number, number) + number);

@@ -10,21 +10,11 @@
 #include "cpu/counters.h"
 #include "cpu/onlooker.h"
 #include "cpu/subject.h"
+#include "support/numbered.h"
 #include "support/world.h"
 
 namespace pycomm::test {
 namespace {
-
-// An operation all of whose fields follow from its number.
-Operation numbered(std::uint32_t number) {
-  Operation operation;
-  operation.collective = Collective::all_reduce;
-  operation.count = number;
-  operation.offset = number;
-  operation.details = number;
-  operation.codec.k = number;
-  return operation;
-}
 
 void readers_see_whole_entries() {
   constexpr int kReads = 20000;

@@ -156,7 +156,7 @@ class Time:
 
 
 class TimeOfPeers(Time):
-    """Whoever looks for a death for a while looks twice."""
+    """A rank that looks for a death for a while looks twice."""
 
     @staticmethod
     def sleep(seconds: float) -> None:
