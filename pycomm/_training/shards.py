@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
-from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from pycomm._training.announcing import Session
 from pycomm._training.cuts import UNIT, Range, cut
@@ -29,6 +29,7 @@ from pycomm._training.flat import (
     move_out,
     room,
 )
+from pycomm._training.snapshots import Snapshot, take_snapshots
 from pycomm._training.step_guard import StepGuard
 from pycomm.collectives import all_reduce, broadcast
 from pycomm.p2p import recv, send
@@ -164,8 +165,7 @@ class Shards:
         layout: the places of parameters and gradients.
         arena: the arena, as bytes.
         sums: the beginning of the exchanged sums in the arena.
-        local: gradients that are still each rank's own, with versions and addresses, by the
-            parameter's id.
+        local: gradients that are still each rank's own, by the parameter's id.
         ring: divided gradients; None if gradients are not divided.
         replicates: see above.
         guard: watches the parameters between steps.
@@ -187,7 +187,7 @@ class Shards:
         self.averages = self.leaves_local = gradients is None
         self.guard = StepGuard(parameters, group)
         self.ring: OwnGradients | None = None
-        self.local: dict[int, tuple[TensorWeakRef, int, int]] = {}
+        self.local: dict[int, Snapshot] = {}
         units = sum(-(-parameter.numel() // UNIT) for parameter in parameters)
         rooms = {id(p): room(p) for p in parameters} if rooms is None else rooms
         sizes: dict[Kind, int] = {}
@@ -262,11 +262,7 @@ class Shards:
 
     def note_backward(self, parameters: Iterable[torch.Tensor]) -> None:
         """Records that the gradients of a backward are still each rank's own."""
-        self.local = {
-            id(p): (TensorWeakRef(p.grad), p.grad._version, p.grad.data_ptr())
-            for p in parameters
-            if p.grad is not None
-        }
+        self.local = take_snapshots(parameters)
 
     def is_local(self, parameter: torch.Tensor) -> bool:
         """True if the parameter's gradient is, except for this rank's part, its own.
@@ -278,8 +274,7 @@ class Shards:
         noted = local.get(id(parameter))
         if noted is None or gradient is None:
             return False
-        before, *seen = noted
-        if before() is gradient and seen == [gradient._version, gradient.data_ptr()]:
+        if noted.is_still(gradient):
             return True
         if gradient.any():
             raise RuntimeError(

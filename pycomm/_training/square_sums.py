@@ -14,10 +14,10 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch.utils.weak import TensorWeakRef
 
 from pycomm._training.cuts import UNIT
 from pycomm._training.flat import kind_of
+from pycomm._training.snapshots import Snapshot, take_snapshots
 from pycomm.collectives import all_reduce
 
 if TYPE_CHECKING:
@@ -39,8 +39,7 @@ class SquareSums:
     def __init__(self) -> None:
         self._agreed = False  # whether the next exchange makes sums, on all ranks alike
         self._makes = False  # whether this one does
-        # A gradient with its version and address, by the parameter's id.
-        self._measured: dict[int, tuple[TensorWeakRef, int, int]] = {}
+        self._measured: dict[int, Snapshot] = {}  # gradients, by the parameter's id
 
     def lay_out(self, buckets: Iterable[Bucket]) -> None:
         """Makes memory for the sums of these buckets."""
@@ -78,19 +77,12 @@ class SquareSums:
     def note(self, parameters: Iterable[torch.Tensor]) -> None:
         """Records that the sums of this exchange are those of the parameters' gradients."""
         if self._makes:
-            self._measured = {
-                id(p): (TensorWeakRef(p.grad), p.grad._version, p.grad.data_ptr())
-                for p in parameters
-                if p.grad is not None
-            }
+            self._measured = take_snapshots(parameters)
 
     def address(self, parameter: torch.Tensor, gradient: torch.Tensor) -> int:
         """The address of a gradient's sums; 0 if they are not known, or not those of its values."""
         measured = self._measured.get(id(parameter))
-        if measured is None:
-            return 0
-        before, *seen = measured
-        if before() is not gradient or seen != [gradient._version, gradient.data_ptr()]:
+        if measured is None or not measured.is_still(gradient):
             return 0
         return self._memory.data_ptr() + self._begins[id(parameter)] * self._memory.itemsize
 

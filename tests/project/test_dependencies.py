@@ -73,6 +73,7 @@ PYTHON_LAYERS = [
     },
     {
         "_training.cuts",
+        "_training.snapshots",
         "_training.graphs",
         "_training.hook_state",
         "_training.optimizers",
