@@ -36,7 +36,6 @@ metrics+=,dram__throughput.avg.pct_of_peak_sustained_elapsed
 metrics+=,sm__warps_active.avg.pct_of_peak_sustained_active,launch__registers_per_thread
 clocks=timestamp,index,clocks.sm,clocks.max.sm,clocks.mem,clocks.max.mem,power.draw,temperature.gpu
 nvidia-smi --query-gpu="$clocks" --format=csv --loop-ms=500 >"$out/clocks.csv" 2>&1 &
-trap 'kill_group; kill %nvidia-smi 2>/dev/null' EXIT
 
 part build 130 "$python" setup.py build_ext --inplace
 part tests 90 "${pytest[@]}" tests

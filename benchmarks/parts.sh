@@ -8,11 +8,11 @@ failed=0 spare=0 group=
 grace=5 # seconds from SIGINT to SIGKILL
 set -m  # background jobs get process groups of their own, and do not ignore SIGINT
 
-kill_group() {
-  [[ -z $group ]] || kill -KILL -- "-$group" 2>/dev/null
-  group=
+kill_groups() { # GROUP...
+  local one
+  for one; do kill -KILL -- "-$one" 2>/dev/null; done
 }
-trap kill_group EXIT
+trap 'kill_groups $group $(jobs -p)' EXIT # a part that has just begun is a job, but not yet $group
 trap 'exit 130' HUP INT TERM
 
 part() {
@@ -22,7 +22,8 @@ part() {
   timeout -s INT -k "$grace" "$limit" "${@:3}" </dev/null >>"$log" 2>&1 &
   group=$!
   wait "$group" || code=$?
-  kill_group
+  kill_groups "$group"
+  group=
   spare=$((limit - (SECONDS - began)))
   case $code in
     0) how=passed ;;

@@ -151,6 +151,15 @@ def test_a_script_that_is_stopped_stops_its_part(tmp_path, number):
     helpers.wait_until(lambda: ended(pid))
 
 
+def test_a_script_that_is_stopped_as_a_part_begins_stops_it(tmp_path):
+    stop = "until [[ -s $out/pid ]]; do sleep 0.01; done; kill -TERM $$"
+    begins = f"trap '[[ $BASH_COMMAND != group=* ]] || {{ {stop}; }}' DEBUG"
+    shell = run_parts(tmp_path, "set -T", begins, f"part long 60 {child(tmp_path, 'wait')}")
+    pid = pid_in(tmp_path / "pid")
+    assert shell.wait(30) == 130
+    helpers.wait_until(lambda: ended(pid))
+
+
 def test_time_that_is_left_passes_on(tmp_path):
     """And time to stop a part is taken from the next one."""
     shell = run_parts(
