@@ -21,10 +21,10 @@ import queue
 import secrets
 import stat
 import threading
-import time
 import weakref
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +48,6 @@ _DATA, _FAREWELL = 1 << 29, 1 << 30  # tags, to which a message's length is adde
 _SECRET_BYTES = 16
 _ALWAYS = timedelta(days=365)  # as long as the group lives
 _PATIENCE_AT_END = timedelta(milliseconds=200)
-_AT_ONCE = timedelta(milliseconds=1)
 
 
 @dataclass(frozen=True)
@@ -212,13 +211,11 @@ class GlooTransport(_C.Transport):
         self._batches: queue.SimpleQueue[list[tuple[int, Any]] | None] = queue.SimpleQueue()
         self._ending = threading.RLock()  # a signal's handler may abort the group in the middle
         self._told = False
-        self._threads = [threading.Thread(target=self._wait, name="pycomm-link", daemon=True)]
-        self._threads += [
-            threading.Thread(
-                target=self._listen, args=(node,), name="pycomm-link-control", daemon=True
-            )
-            for node in links.nodes
-        ]
+        self._farewells: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
+        self._farewells_sent = threading.Event()
+        jobs = [("pycomm-link", self._wait), ("pycomm-link-farewell", self._await_farewells)]
+        jobs += [("pycomm-link-control", partial(self._listen, node)) for node in links.nodes]
+        self._threads = [threading.Thread(target=job, name=name, daemon=True) for name, job in jobs]
         for thread in self._threads:
             thread.start()
         _links.add(self)
@@ -242,6 +239,7 @@ class GlooTransport(_C.Transport):
         with self._ending:
             disconnect(self._group, self._nodes, self._interfaces)
             self._batches.put(None)
+            self._farewells.put([])
 
     def leave(self, farewell: bytes) -> None:
         """Tells the other nodes that no batch will follow."""
@@ -262,9 +260,14 @@ class GlooTransport(_C.Transport):
         message, tag = torch.tensor(list(farewell), dtype=torch.uint8), _FAREWELL + len(farewell)
         works = [self._start(self._group.send, node, message, tag) for node in self._nodes]
         self._told = True
-        end = time.monotonic() + _PATIENCE_AT_END.total_seconds()
-        for work in works:
-            finish(work, max(timedelta(seconds=end - time.monotonic()), _AT_ONCE))
+        self._farewells.put(works)
+        self._farewells_sent.wait(_PATIENCE_AT_END.total_seconds())
+
+    def _await_farewells(self) -> None:
+        """In a thread, because Gloo closes connections if a send is given up."""
+        for work in self._farewells.get():
+            finish(work, _ALWAYS)
+        self._farewells_sent.set()
 
     def _start(self, operation: Any, node: int, memory: torch.Tensor, tag: int) -> Any:
         """Starts a send or receive; returns None if the connection is lost."""

@@ -18,7 +18,7 @@ import spanning
 import torch
 
 import pycomm
-from pycomm._runtime import rendezvous
+from pycomm._runtime import internode, rendezvous
 
 
 def fail(group):
@@ -237,6 +237,24 @@ def test_a_stopped_rank_is_left_out_and_told(tmp_path):
         told = ranks.wait_for([0])[0].value
     assert left == [("Timeout", 0, (1, 2))] * 2
     assert "without this rank, which did not answer" in told
+
+
+def be_stopped_early(rank, size, store, folder):
+    """Rank 0 is stopped before it can receive the others' reasons to stop."""
+    spanning.pretend(str(rank))
+    if rank == 0:
+        internode.GlooTransport._listen = lambda *_: threading.Event().wait()
+    with helpers.member(rank, size, store, timeout=2) as group:
+        return be_stopped(group, folder)
+
+
+def test_a_rank_that_cannot_hear_why_the_others_stop_is_left_out(tmp_path):
+    with helpers.Ranks(3, be_stopped_early, str(tmp_path)) as ranks:
+        for rank in range(3):
+            helpers.wait_until((tmp_path / str(rank)).exists)
+        ranks.signal(0, signal.SIGSTOP)
+        left = [outcome.value for outcome in ranks.wait_for([1, 2])]
+    assert left == [("Timeout", 0, (1, 2))] * 2
 
 
 def abort_in_shrink(group):
