@@ -108,6 +108,7 @@ void bind_transport(py::module_& m) {
            py::arg("secret"))
       .def("complete", &Transport::complete)
       .def("lose", &Transport::lose, py::arg("node"))
+      .def("fail", &Transport::fail, py::arg("node"))
       .def("finished", &Transport::finished, py::arg("node"))
       .def(
           "heard",

@@ -282,7 +282,7 @@ class GlooTransport(_C.Transport):
             for node, work in works:
                 self.await_node(node)
                 if not finish(work, _ALWAYS):
-                    self.lose(node)
+                    self.fail(node)
                     return
             self.complete()
 

@@ -160,7 +160,7 @@ void Link::look_for_failure(bool handshake, Clock::duration waited, Clock::durat
   const int lost = find_lost(handshake);
   lost_since = lost < 0 ? kNever : std::min(lost_since, waited);
   // What the node sent before it was lost may still be on its way through this process.
-  if (lost >= 0 && waited - lost_since > kGrace) {
+  if (lost >= 0 && (transport_->died(lost) || waited - lost_since > kGrace)) {
     local_.abort(abort_word(Reason::peer_died, number(lost)));
   } else if (waited > timeout_ + kGrace) {
     local_.abort(timeout_word(number(awaited()), local_.number(local_.rank()),

@@ -21,6 +21,15 @@ bool Transport::lost(int node) const {
   return lost_.contains(node);
 }
 
+bool Transport::died(int node) const {
+  {
+    const std::lock_guard lock(mutex_);
+    if (failed_ != node || !ended_.contains(node)) return false;
+  }
+  const std::lock_guard lock(listener_mutex_);
+  return !farewells_.contains(node);
+}
+
 void Transport::complete() {
   const std::lock_guard lock(mutex_);
   ++completed_;
@@ -30,6 +39,12 @@ void Transport::complete() {
 void Transport::lose(int node) {
   const std::lock_guard lock(mutex_);
   lost_.insert(node);
+}
+
+void Transport::fail(int node) {
+  const std::lock_guard lock(mutex_);
+  lost_.insert(node);
+  failed_ = node;
 }
 
 void Transport::finished(int node) {

@@ -56,13 +56,18 @@ class Transport {
   virtual int awaited() const = 0;
   // True if nothing more will arrive from a node.
   bool lost(int node) const;
+  // True if the oldest batch can never complete because of this node, which has died: nothing more
+  // will arrive from it, not even a farewell.
+  bool died(int node) const;
   // Waits up to `patience` until `nodes` other nodes have sent farewells or are lost.
   void wait_for_farewells(int nodes, Clock::duration patience);
 
   // The following functions are for implementations, which may call them from any thread.
   // complete(): one more batch has completed. lose(): nothing more will arrive from a node.
+  // fail(): nor will the oldest batch ever complete, because of this node.
   void complete();
   void lose(int node);
+  void fail(int node);
   // A node has sent its farewell, or is lost and will send none.
   void finished(int node);
   // Another node's farewell has arrived. Its bytes have not been checked.
@@ -78,7 +83,8 @@ class Transport {
   std::condition_variable changed_;
   std::int64_t completed_ = 0;
   std::set<int> lost_, ended_;
-  std::mutex listener_mutex_;
+  int failed_ = -1;
+  mutable std::mutex listener_mutex_;
   Listener listener_;
   std::map<int, std::vector<std::byte>> farewells_;
 };

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <vector>
 
+#include "support/messages.h"
 #include "support/world.h"
 
 namespace pycomm::test {
@@ -183,6 +184,21 @@ void aborts(const std::vector<int>& ranks_per_node) {
   }
 }
 
+// Only a node that has broken a batch and said nothing has died.
+void deaths() {
+  const auto ends = cpu::LocalTransport::make(2);
+  cpu::Transport &silent = *ends[0], &told = *ends[1];
+  silent.lose(1);
+  silent.finished(1);
+  must(!silent.died(1), "its last bytes may be on their way");
+  silent.fail(1);
+  must(silent.died(1), "a node that has broken a batch is dead");
+  told.fail(0);
+  must(!told.died(0), "its farewell may be on its way");
+  told.heard(0, {});
+  must(!told.died(0), "it has said why it stopped");
+}
+
 }  // namespace
 }  // namespace pycomm::test
 
@@ -207,5 +223,6 @@ int main() {
        everywhere([](const auto& ranks_per_node) { scattered(ranks_per_node, false); })},
       {"tensors that are partly zero", everywhere(partly_zero)},
       {"abort", everywhere(aborts)},
+      {"deaths", deaths},
   });
 }
