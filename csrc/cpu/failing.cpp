@@ -12,8 +12,8 @@
 namespace pycomm::cpu {
 namespace {
 
-// The time that the ranks of several nodes may take to decide whom to blame.
-constexpr auto kDecidedWithin = std::chrono::seconds(1);
+// The time that the ranks of several nodes may take to decide whom to blame (Link::stop).
+constexpr auto kDecidedWithin = std::chrono::seconds(3);
 
 }  // namespace
 

@@ -257,6 +257,48 @@ def test_a_rank_that_cannot_hear_why_the_others_stop_is_left_out(tmp_path):
     assert left == [("Timeout", 0, (1, 2))] * 2
 
 
+def be_slow(rank, size, store, folder):
+    """Rank 2 dies while the others are between operations, and rank 1 is stopped for a while."""
+    spanning.pretend(str(rank))
+    link, heard, at_end = internode.GlooTransport, set(), []
+    hear, tell, disconnect = link.heard, link.stop, link.disconnect
+
+    def hear_and_note(self, node, farewell):
+        heard.add(node)
+        hear(self, node, farewell)
+
+    def tell_and_say(self, farewell):
+        tell(self, farewell)
+        Path(f"{folder}/told-{rank}").touch()
+
+    def note_and_disconnect(self):
+        at_end.append(sorted(heard))
+        disconnect(self)
+
+    link.heard, link.stop, link.disconnect = hear_and_note, tell_and_say, note_and_disconnect
+    with helpers.member(rank, size, store, timeout=20) as group:
+        pycomm.barrier(group=group)
+        Path(f"{folder}/between-{rank}").touch()
+        if rank > 0:
+            helpers.wait_until(Path(f"{folder}/go").exists)
+        return *be_stopped(group, folder), at_end[0]
+
+
+def test_a_slow_rank_is_heard_before_the_connections_end(tmp_path):
+    """Otherwise it may take a rank that has disconnected for dead."""
+    with helpers.Ranks(3, be_slow, str(tmp_path)) as ranks:
+        for rank in range(3):
+            helpers.wait_until((tmp_path / f"between-{rank}").exists)
+        ranks.signal(1, signal.SIGSTOP)
+        ranks.signal(2, signal.SIGKILL)
+        helpers.wait_until((tmp_path / "told-0").exists)
+        time.sleep(0.5)
+        (tmp_path / "go").touch()
+        ranks.signal(1, signal.SIGCONT)
+        left = [outcome.value for outcome in ranks.wait_for([0, 1])]
+    assert left == [("PeerDied", 2, (0, 1), [1]), ("PeerDied", 2, (0, 1), [0])]
+
+
 def abort_in_shrink(group):
     if group.rank == 1:
         time.sleep(2)

@@ -12,8 +12,10 @@ constexpr Clock::duration kNever = Clock::duration::max();
 constexpr auto kWatchEvery = std::chrono::milliseconds(50);
 // Longer than in shared memory, so that a node with a late rank can report it first.
 constexpr auto kGrace = std::chrono::milliseconds(500);
-// How long to wait for the other nodes' farewells.
+// How long to wait for the other nodes' farewells; for nodes that nobody blames, longer: they live,
+// and this node would look dead to them if it disconnected before they have heard from it.
 constexpr auto kFarewells = std::chrono::milliseconds(300);
+constexpr auto kFarewellsOfBlameless = std::chrono::seconds(2);
 
 }  // namespace
 
@@ -192,7 +194,8 @@ void Link::stop() {
   if (stopped_ || local_.aborted() == 0) return;
   stopped_ = true;
   tell();
-  transport_->wait_for_farewells(size() - 1, kFarewells);
+  transport_->wait_for_farewells(others(), kFarewells);
+  transport_->wait_for_farewells(blameless(), kFarewellsOfBlameless);
   local_.decide_culprit(least_word());
   {
     const std::lock_guard lock(heard_mutex_);
@@ -202,6 +205,25 @@ void Link::stop() {
     }
   }
   transport_->disconnect();
+}
+
+std::set<int> Link::others() const {
+  std::set<int> found;
+  for (int m = 0; m < size(); ++m) {
+    if (m != rank()) found.insert(m);
+  }
+  return found;
+}
+
+// The other nodes without those that a farewell or this node's word blames.
+std::set<int> Link::blameless() {
+  std::set<int> found = others();
+  const std::lock_guard lock(heard_mutex_);
+  found.erase(nodes_.node_of(rank_of(local_.last_word())));
+  for (const auto& [node, word] : heard_) {
+    if (word != 0) found.erase(nodes_.node_of(rank_of(word)));
+  }
+  return found;
 }
 
 void Link::describe(NodeState& state) {

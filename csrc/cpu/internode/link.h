@@ -124,6 +124,8 @@ class Link {
  private:
   int number(int node) const { return nodes_.rank(node, stripe()); }
   Sender sender(int node) const { return {transport_->secret(), node}; }
+  std::set<int> others() const;
+  std::set<int> blameless();
   std::uint64_t least_word();
   void hear(int node, std::span<const std::byte> farewell);
   void watch();

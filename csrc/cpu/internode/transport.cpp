@@ -1,5 +1,6 @@
 #include "cpu/internode/transport.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "cpu/waiting_time.h"
@@ -63,9 +64,9 @@ void Transport::heard(int node, std::span<const std::byte> farewell) {
   finished(node);
 }
 
-void Transport::wait_for_farewells(int nodes, Clock::duration patience) {
+void Transport::wait_for_farewells(const std::set<int>& nodes, Clock::duration patience) {
   std::unique_lock lock(mutex_);
-  const auto all_ended = [&] { return static_cast<int>(ended_.size()) >= nodes; };
+  const auto all_ended = [&] { return std::ranges::includes(ended_, nodes); };
   for (WaitingTime waited; !changed_.wait_for(lock, kLook, all_ended);) {
     if (waited.until(Clock::now()) > patience) return;
   }

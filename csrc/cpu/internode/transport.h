@@ -59,8 +59,8 @@ class Transport {
   // True if the oldest batch can never complete because of this node, which has died: nothing more
   // will arrive from it, not even a farewell.
   bool died(int node) const;
-  // Waits up to `patience` until `nodes` other nodes have sent farewells or are lost.
-  void wait_for_farewells(int nodes, Clock::duration patience);
+  // Waits up to `patience` until these nodes have sent farewells or are lost.
+  void wait_for_farewells(const std::set<int>& nodes, Clock::duration patience);
 
   // The following functions are for implementations, which may call them from any thread.
   // complete(): one more batch has completed. lose(): nothing more will arrive from a node.
