@@ -13,6 +13,7 @@ Each rank exports its own numbers, in at most 261 series. :func:`samples_of` mak
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pycomm._runtime.rendezvous import node_identity
 from pycomm.stats import OperationStats, Stats
 
 _MOST_ROWS = 32
@@ -105,10 +107,10 @@ def write_prometheus(stats: Stats, path: str | os.PathLike[str]) -> None:
     Args:
         stats: from :meth:`pycomm.Group.stats`.
         path: the file, whose name must end in ``.prom``. ``{rank}`` in the name stands for this
-            rank's number, so that each rank has its own file. Then this also removes such files of
-            ranks that the group does not have on this node: those of a larger group from which it
-            has shrunk, say, with their old numbers. So each node needs a directory of its own, and
-            each of several groups a name of its own.
+            rank's number, so that each rank has its own file. Then this also removes such files
+            that this node has written for ranks that the group does not have here: those of a
+            larger group from which it has shrunk, say, with their old numbers. Nodes may share a
+            directory; several groups need names of their own. A file's first line tells its node.
 
     Raises:
         OSError: the file cannot be written, or one of those cannot be removed.
@@ -118,7 +120,7 @@ def write_prometheus(stats: Stats, path: str | os.PathLike[str]) -> None:
         labels = ",".join(f'{key}="{value}"' for key, value in sample.labels.items())
         lines = families.setdefault(sample.name, [])
         lines.append(f"pycomm_{sample.name}{{{labels}}} {float(sample.value)!r}\n")
-    text = ""
+    text = first_line = f"# node {node_identity()}\n"
     for name, lines in families.items():
         kind = "counter" if name.endswith("_total") else "gauge"
         text += f"# HELP pycomm_{name} {_HELP[name]}\n# TYPE pycomm_{name} {kind}\n"
@@ -132,16 +134,20 @@ def write_prometheus(stats: Stats, path: str | os.PathLike[str]) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     if _RANK in pattern.name:
-        _remove_others(pattern, stats.ranks)
+        _remove_others(pattern, stats.ranks, first_line)
 
 
-def _remove_others(pattern: Path, ranks: Container[int]) -> None:
-    """Removes the files of ranks other than these."""
+def _remove_others(pattern: Path, ranks: Container[int], first_line: str) -> None:
+    """Removes the files of ranks other than these that begin with this line."""
     form = re.escape(pattern.name).replace(re.escape(_RANK), "([0-9]+)")
     for file in pattern.parent.iterdir():
         found = re.fullmatch(form, file.name)
         if found is not None and int(found.group(1)) not in ranks:
-            file.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # another rank has removed it
+                with file.open(errors="replace") as other:
+                    own = other.readline() == first_line
+                if own:
+                    file.unlink()
 
 
 def add_to_tensorboard(stats: Stats, writer: Any, step: int) -> None:

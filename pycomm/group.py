@@ -364,6 +364,7 @@ class Group(Observed):
 
         Raises:
             ValueError: the ranks are threads, or ``transport="process_group"``.
+            RuntimeError: another thread of this rank is in this method.
             pycomm.CollectiveError: a rank of this group failed. The others can shrink it.
             pycomm.GroupUnusable: the group is closed or has failed.
         """

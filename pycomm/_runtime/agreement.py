@@ -168,7 +168,8 @@ class Agreement:
         """Waits until something has arrived, for a moment."""
         with deadline.slice(), contextlib.suppress(ValueError):  # another thread closes sockets
             arrivals = select.poll()
-            arrivals.register(self._listener.socket, select.POLLIN)
+            if self._listener.room:
+                arrivals.register(self._listener.socket, select.POLLIN)
             for connection in watched:
                 arrivals.register(connection, select.POLLIN)
             arrivals.poll(_LOOK_EVERY)

@@ -6,6 +6,7 @@ import contextlib
 import hmac
 import re
 import secrets
+import socket
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -138,12 +139,18 @@ def knock(
 
     Raises:
         ValueError: the group refuses this process.
-        pycomm.Timeout: the group has not let it in.
+        pycomm.Timeout: the group has not let it in, perhaps because its host's name is unknown.
     """
+    unknown = ""
     try:
         while True:
             for address in addresses():
-                door = _ask(address, addresses, mine, deadline)
+                try:
+                    door = _ask(address, addresses, mine, deadline)
+                except (socket.gaierror, UnicodeError) as error:  # it may become known
+                    unknown = f": the host name {address.host!r} is unknown ({error})"
+                    continue
+                unknown = ""
                 if door is not None:
                     if "refused" in door.said:
                         door.close()
@@ -153,7 +160,7 @@ def knock(
                 time.sleep(_TRIES_EVERY)
     except TimeoutError:
         message = "joining: the group has not let this process in before the timeout"
-        raise Timeout(message, operation="join") from None
+        raise Timeout(message + unknown, operation="join") from None
 
 
 def _ask(

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
@@ -71,6 +72,7 @@ class Growth(Generic[Kind]):
         self._length = torch.zeros(1, dtype=torch.int64)  # of news
         self._store: Store | None = None  # that this rank serves
         self._watched: dict[int, Connection] = {}  # by ranks of the larger group
+        self._busy = threading.Lock()
 
     def inherit(self, before: Growth[Kind]) -> None:
         """Takes the door of the group before, or its address."""
@@ -104,6 +106,8 @@ class Growth(Generic[Kind]):
                 'transport must be "auto" or "gloo" in a group that grows, got "process_group": '
                 "newcomers have no torch.distributed"
             )
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError("grow() is running in another thread of this rank")
         try:
             news = self._announce(group, patience)
             if "store" not in news:
@@ -121,6 +125,7 @@ class Growth(Generic[Kind]):
             for connection in self._watched.values():
                 connection.close()
             self._watched, self._store = {}, None
+            self._busy.release()
 
     def _announce(self, group: Kind, patience: float) -> dict[str, Any]:
         """The first rank's news, on all ranks: the door's address, and the Store's."""

@@ -33,6 +33,7 @@ _LONGEST_MESSAGE = 1 << 16
 _ENDED = {errno.ECONNREFUSED, errno.ECONNRESET}
 _BACKLOG = 4096  # connections that wait for accept(); a full queue would look like a lost host
 _MOST_ACCEPTED = 256  # at once
+_MOST_STRANGERS = 256  # that a listener keeps besides ranks, for each takes a descriptor
 # So that the kernel notices within seconds if the other host is lost.
 _KEEPALIVE = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 5, "TCP_USER_TIMEOUT": 6000}
 
@@ -60,10 +61,15 @@ class Acceptor:
         """Its number."""
         return int(self.socket.getsockname()[1])
 
+    @property
+    def room(self) -> int:
+        """The number of connections to take in now."""
+        return _MOST_ACCEPTED
+
     def accept(self) -> None:
         """Takes in those who have connected, and forgets strangers that have gone."""
         with contextlib.suppress(OSError):  # nobody is there, or another thread closes the socket
-            for _ in range(_MOST_ACCEPTED):
+            for _ in range(self.room):
                 self.strangers.append(Connection(self.socket.accept()[0]))
         known = []
         for stranger in self.strangers:
@@ -131,6 +137,16 @@ class Listener(Acceptor):
         listener.addresses = [json.loads(text) for text in store.multi_get(keys)]
         listener.members = range(len(keys))
         return listener
+
+    @property
+    def room(self) -> int:
+        """See :class:`Acceptor`. The others wait in the kernel's queue.
+
+        None is closed to make room: a silent connection may be that of a rank, to which its end
+        would mean that this rank has ended. Each rank has at most two.
+        """
+        most = _MOST_STRANGERS + 2 * len(self.addresses)
+        return min(max(most - len(self.strangers), 0), _MOST_ACCEPTED)
 
     def connect(self, rank: int) -> Connection:
         """A connection to another rank, perhaps not established yet."""

@@ -16,6 +16,7 @@ import pytest
 import pycomm
 from pycomm._runtime import rendezvous
 from pycomm._runtime.door import Address, Door, knock
+from pycomm._runtime.listener import Connection
 from pycomm._runtime.waiting import Deadline
 
 
@@ -227,6 +228,32 @@ def test_nobody_is_there():
             pycomm.join(text)
 
 
+def test_a_host_name_may_become_known(monkeypatch):
+    """Until the timeout; then the error names it."""
+    connect, failures = Connection.to, iter([socket.gaierror("not yet")] * 3)
+
+    def resolve_later(host, port):
+        for error in failures:
+            raise error
+        return connect(host, port)
+
+    monkeypatch.setattr(Connection, "to", resolve_later)
+    door = Door("127.0.0.1", None)
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(knock, lambda: [door.address], {}, Deadline(10))
+        helpers.wait_until(lambda: door.callers(lambda _: ""), 5)
+        (caller,) = door.let_in()
+        caller.say({"rank": 2})
+        assert asking.result()[2] == {"rank": 2}
+        caller.close()
+        asking.result()[1].close()
+    door.close_sockets()
+    monkeypatch.undo()
+    for host in ("nobody.invalid", "n" * 70):
+        with pytest.raises(pycomm.Timeout, match=f"the host name '{host}' is unknown"):
+            pycomm.join(f"{host}:1/{'0' * 32}", 0.3)
+
+
 def test_silent_strangers_cost_few_descriptors():
     """And nested brackets are nonsense, although they make Python's parser give up."""
     door = Door("127.0.0.1", None)
@@ -254,6 +281,30 @@ def test_a_door_that_has_moved_is_not_waited_for():
         caller.close()
         asking.result()[1].close()
         door.close_sockets()
+
+
+def grow_twice(rank, _size, store):
+    """Two threads of rank 1 call grow() at once, and rank 0 comes when one of them has raised."""
+    helpers.join_world(rank, 2, store)
+    group, raised = pycomm.init(timeout=20), Path(f"{store}.raised")
+    if rank == 0:
+        helpers.wait_until(raised.exists)
+        return [group.grow() is group]
+
+    def grow(_):
+        try:
+            return group.grow() is group
+        except RuntimeError as error:
+            raised.touch()
+            return str(error)
+
+    with ThreadPoolExecutor(2) as pool:
+        return sorted(map(str, pool.map(grow, range(2))))
+
+
+def test_two_threads_do_not_grow_a_group_at_once():
+    found = helpers.run_ranks(2, grow_twice)
+    assert found == [[True], ["True", "grow() is running in another thread of this rank"]]
 
 
 def test_groups_of_threads_do_not_grow():

@@ -122,6 +122,25 @@ def test_files_of_ranks_that_have_gone_are_removed(world, tmp_path):
     assert 'rank="1"' in (tmp_path / "pycomm_1.prom").read_text()
 
 
+def test_nodes_share_a_directory(monkeypatch, tmp_path):
+    """Each has two ranks; then one has one less, with other numbers."""
+    path = tmp_path / "{rank}.prom"
+
+    def write(node, *ranks):
+        monkeypatch.setattr(exporters, "node_identity", lambda: node)
+        for rank in ranks:
+            own = dict.fromkeys(ranks, RankTimes(1.0, 0.5))
+            exporters.write_prometheus(Stats(rank, 4, (), own), path)
+        return sorted(file.name for file in tmp_path.iterdir())
+
+    write("a", 0, 1)
+    assert write("b", 2, 3) == ["0.prom", "1.prom", "2.prom", "3.prom"]
+    assert write("a", 0) == ["0.prom", "2.prom", "3.prom"]
+    assert write("b", 1, 2) == ["0.prom", "1.prom", "2.prom"]
+    (tmp_path / "7.prom").write_bytes(b"\xff another program's")
+    assert write("b", 1, 2) == ["0.prom", "1.prom", "2.prom", "7.prom"]
+
+
 def test_readers_see_whole_files(tmp_path):
     path, over = tmp_path / "pycomm.prom", threading.Event()
     stats = of(*(row(1 << i) for i in range(32)))
