@@ -11,7 +11,7 @@ import contextlib
 import functools
 import inspect
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,18 +21,15 @@ from torch.autograd.graph import increment_version
 from pycomm._inputs.arguments import renamed
 from pycomm._inputs.tensors import check_memory
 from pycomm._runtime.torch_private import backward_id, backward_node, not_compiled
-from pycomm._training.beginning import begin_alike
 from pycomm._training.buckets import broadcast_all
 from pycomm._training.comm_state import CommState, check_successor
-from pycomm._training.gradient_exchange import GradientExchange
 from pycomm._training.graphs import tensors_in
 from pycomm._training.joining import Joining
 from pycomm._training.local_sgd import LocalSGDState
 from pycomm._training.parameters import Exclude
-from pycomm._training.prefixes import insert_prefix, without_prefix
-from pycomm._training.shard_options import Sharding, check_sharding
-from pycomm._training.survival import ShardSurvival, lost_with_parts
+from pycomm._training.shard_options import ShardOptions
 from pycomm._training.weighing import Weighing, check_weight
+from pycomm._training.wrapping import Wrapping
 from pycomm.collectives import all_reduce
 from pycomm.compression import Compression
 from pycomm.group import Group
@@ -41,7 +38,7 @@ _MIB = 1 << 20
 _BUCKET_CAP_MB = 25  # torch's default, too
 
 
-class DataParallel(nn.Module):
+class DataParallel(Wrapping):
     """Runs a module on every rank and averages its gradients in backward.
 
     .. code-block:: python
@@ -116,7 +113,6 @@ class DataParallel(nn.Module):
         local_sgd: LocalSGDState | None = None,
         bucket_mb: float | None = None,
     ) -> None:
-        super().__init__()
         bucket_cap_mb = renamed(
             "bucket_mb", bucket_mb, "bucket_cap_mb", bucket_cap_mb, _BUCKET_CAP_MB
         )
@@ -126,7 +122,6 @@ class DataParallel(nn.Module):
             raise ValueError(f"bucket_cap_mb must be positive, got {bucket_cap_mb}")
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             check_memory(f"module: {name}", tensor)
-        self.module = module
         options: dict[str, Any] = {
             "group": group,
             "exclude": exclude,
@@ -134,27 +129,18 @@ class DataParallel(nn.Module):
             "warmup_steps": warmup_steps,
             "feedback": feedback,
         }
-        self.comm_state: CommState | LocalSGDState
+        state: CommState | LocalSGDState
         if local_sgd is None:
-            self.comm_state = CommState(compression, module.named_parameters(), **options)
+            state = CommState(compression, module.named_parameters(), **options)
         else:
-            self.comm_state = _checked(local_sgd, compression=compression, **options)
-        self._shard, self._publish, self._overlap_params = shard, publish, overlap_params
-        self._replicas = replicas
-        check_sharding(
-            module, self.comm_state, shard, shard_group, publish, overlap_params, replicas
-        )
-        self._given_shard_group = shard_group
+            state = _checked(local_sgd, compression=compression, **options)
+        division = ShardOptions(shard, replicas, publish, overlap_params)
+        super().__init__(module, state, division, shard_group, bucket_cap_mb * _MIB)
         self._broadcast_buffers = broadcast_buffers
         self._agreements_seen = -1  # of local SGD, when buffers were broadcast
-        begin_alike(module, self.comm_state, self._group, shard is not None)
-        self._bucket_bytes = bucket_cap_mb * _MIB
-        self._own_exchange: GradientExchange | None = self._make_exchange()
         self._module_takes_weight = "weight" in inspect.signature(module.forward).parameters
         self._next_weight: float | None = None
         self._joined_steps: int | None = None  # none outside of join()
-        self.require_backward_grad_sync = True
-        self.register_load_state_dict_pre_hook(insert_prefix)  # type: ignore[no-untyped-call]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward.
@@ -280,7 +266,11 @@ class DataParallel(nn.Module):
 
         With `replicas`, the step itself may raise such an error, so it belongs inside of ``try``.
         """
-        self._check_survives()
+        if self._shard_options.shard is not None and self._shard_options.replicas == 1:
+            raise ValueError(
+                "a lost rank takes its part of the optimizer's states with it: load a checkpoint "
+                "in a new wrapper; to survive failures, shard needs replicas=2"
+            )
         if self._exchange.promise.open:
             raise RuntimeError(
                 "should_commit() must come after a backward, but this rank's has not come or has "
@@ -294,104 +284,30 @@ class DataParallel(nn.Module):
         All ranks of the new group call this, except for newcomers: these make a wrapper meanwhile,
         and get parameters and buffers, which stay as they are on the other ranks. Gradients are
         dropped, and residuals stay, as :meth:`pycomm.hooks.CommState.regroup` says; with
-        `local_sgd`, see :meth:`pycomm.hooks.LocalSGDState.regroup`. With `replicas`, a step that
-        has failed is undone, and the states of fused optimizers, also those of lost ranks, are
-        divided anew.
+        `local_sgd`, see :meth:`pycomm.hooks.LocalSGDState.regroup`. With `shard`, the states of
+        fused optimizers are divided anew; if there are newcomers, by the next step, before which
+        all ranks call :func:`pycomm.share_state`. With `replicas`, also those of lost ranks, and a
+        step that has failed is undone.
 
         Raises:
-            ValueError: this is called inside :meth:`join`; or the wrapper was made with `shard` and
-                without `replicas`, so that a lost rank takes a part of the states with it; or with
-                `local_sgd` or `shard`, and there are newcomers, on all ranks.
+            ValueError: this is called inside :meth:`join`; with `shard` and without `replicas`, a
+                lost rank has taken a part of the states with it; with `replicas`, the group spans
+                nodes; or there is a `shard_group`.
             RuntimeError: the ranks' parameters differ, because only some of them took a step; or
                 states have no replicas yet; on all ranks.
             pycomm.CollectiveError: a newcomer's module is of another kind, so that its wrapper
                 raises ValueError: shrink the group.
         """
-        self._check_survives(group)
         if self._joined_steps is not None:
             raise ValueError("regroup must be called outside of join(): leave it, and join anew")
         check_successor(group)
-        sharded = self.module.parameters() if self._shard else ()
-        survival = ShardSurvival(self.comm_state, sharded, group)
-        begin_alike(self.module, self.comm_state, group, self._shard is not None, survival)
-        for parameter in self.module.parameters():
-            parameter.grad = None
-        self._next_weight = self._own_exchange = None  # before there are new buckets
-        self._own_exchange = self._make_exchange()
-        survival.divide_anew()
+        self._next_weight = None
+        self._go_on_in(group)
         self._agreements_seen = -1  # a broadcast of buffers may have failed on some ranks only
 
-    def _check_survives(self, group: Group | None = None) -> None:
-        """Raises ValueError if a rank has a part of the state that the others need."""
-        if self._shard is not None and self._replicas == 1:
-            lost = "a lost rank takes its part of the optimizer's states with it"
-            raise ValueError(
-                f"{lost if group is None else lost_with_parts(self._group, group)}: load a "
-                "checkpoint in a new wrapper; to survive failures, shard needs replicas=2"
-            )
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's ``state_dict``."""
-        if self._shard_group is not None:
-            self._exchange.check_parameters()
-        return self.module.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Loads a ``state_dict`` of the module, saved with or without DistributedDataParallel."""
-        own = without_prefix(state_dict, self.module)
-        return self.module.load_state_dict(own, *args, **kwargs)
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The module's, with the names of its ``state_dict``."""
-        if recurse:
-            yield from self.module.named_parameters(prefix, True, remove_duplicate)
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The module's, with the names of its ``state_dict``."""
-        if recurse:
-            yield from self.module.named_buffers(prefix, True, remove_duplicate)
-
-    def _fqn_modifiers(self) -> dict[str, str]:
-        """Tells torch.distributed.checkpoint that ``state_dict`` has the module's names."""
-        own = self.module
-        names = (*own._modules, *own._parameters, *own._buffers)
-        return dict.fromkeys(names, "module")
-
     def __getstate__(self) -> dict[str, Any]:
-        """For pickling and copying: without running exchanges and `shard_group`."""
-        dropped = ("_own_exchange", "_joined_steps", "_next_weight", "_given_shard_group")
-        return {**vars(self), **dict.fromkeys(dropped)}
-
-    @property
-    def _shard_group(self) -> Group | None:
-        """The ranks that divide the states; None if they are not divided."""
-        if self._shard is None:
-            return None
-        return self._group if self._given_shard_group is None else self._given_shard_group
-
-    @property
-    def _group(self) -> Group:
-        return self.comm_state.group
-
-    @property
-    def _exchange(self) -> GradientExchange:
-        """The exchange. A copy makes its own when it is trained, as evaluation needs none."""
-        if self._own_exchange is None:
-            self._own_exchange = self._make_exchange()
-        return self._own_exchange
-
-    def _make_exchange(self) -> GradientExchange:
-        arrived = functools.partial(_arrived, weakref.ref(self))
-        sharding = None
-        if self._shard is not None and self._shard_group is not None:
-            sharding = Sharding(
-                self._shard, self._shard_group, self._publish, self._overlap_params, self._replicas
-            )
-        return GradientExchange(self.module, self.comm_state, self._bucket_bytes, sharding, arrived)
+        """See :class:`Wrapping`. A copy is outside of :meth:`join`."""
+        return {**super().__getstate__(), "_joined_steps": None, "_next_weight": None}
 
     @not_compiled
     def _prepare(self, weight: float | None, active: bool = True) -> bool:
@@ -457,12 +373,6 @@ def _checked(local_sgd: object, **options: Any) -> LocalSGDState:
         if value != inspect.signature(DataParallel).parameters[name].default:
             raise ValueError(f"{name} must be given to LocalSGDState where there is one")
     return local_sgd
-
-
-@not_compiled
-def _arrived(model: weakref.ref[DataParallel], parameter: torch.Tensor) -> None:
-    if (alive := model()) is not None and alive.require_backward_grad_sync:
-        alive._exchange.arrive(parameter)
 
 
 @not_compiled

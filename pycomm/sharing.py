@@ -25,7 +25,9 @@ def share_state(*objects: Any, receive: bool = False, group: Group | None = None
         pycomm.share_state(optimizer, scheduler, progress, receive=is_new)
 
     The first rank that does not receive sends the states of its objects. The others that do not
-    receive keep theirs as they are, bit for bit. If no rank receives, nothing is sent.
+    receive keep theirs as they are, bit for bit. If no rank receives, nothing is sent. Of a fused
+    optimizer whose states are sharded, ranks that receive get the options, and with the next step
+    their part of the states; call the wrapper's ``regroup()`` before.
 
     Args:
         objects: optimizers, schedulers, scalers and other objects with ``state_dict`` and
@@ -54,10 +56,24 @@ def share_state(*objects: Any, receive: bool = False, group: Group | None = None
         raise ValueError("receive must be False on a rank that has the states, got True on all")
     source = receives.tolist().index(False)
     data = _send(objects, source, receive, group)
+    found: list[Any] = [None] * len(objects)
     if receive:
         found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        for each, state in zip(objects, found, strict=True):
+    for each, state in zip(objects, found, strict=True):
+        if hasattr(each, "take_shared"):
+            each.take_shared(state, group)
+        elif state is not None:
             each.update(state) if isinstance(each, dict) else each.load_state_dict(state)
+
+
+def _state_of(each: Any, group: Group) -> dict[str, Any]:
+    """What is sent of an object. Ranks may have divided an optimizer's states among them."""
+    if isinstance(each, dict):
+        return each
+    state: dict[str, Any] = (
+        each.state_to_share(group) if hasattr(each, "state_to_share") else each.state_dict()
+    )
+    return state
 
 
 def _send(objects: tuple[Any, ...], source: int, receive: bool, group: Group) -> bytes:
@@ -65,8 +81,7 @@ def _send(objects: tuple[Any, ...], source: int, receive: bool, group: Group) ->
     written, why = io.BytesIO(), None
     if group.rank == source:
         try:
-            states = [each if isinstance(each, dict) else each.state_dict() for each in objects]
-            torch.save(states, written)
+            torch.save([_state_of(each, group) for each in objects], written)
             written.seek(0)
             torch.load(written, map_location="cpu", weights_only=True)  # as the receivers will
         except Exception as error:  # the others wait

@@ -12,21 +12,28 @@ from torch import nn
 from pycomm._training.buckets import broadcast_all
 from pycomm._training.comm_state import CommState
 from pycomm._training.local_sgd import LocalSGDState
+from pycomm._training.newcomers import check_alike, source_among
 from pycomm._training.step_guard import STEPPED_BY_SOME, differ
 from pycomm.collectives import all_gather
-from pycomm.errors import CollectiveError
 
 if TYPE_CHECKING:
+    from pycomm._training.shard_options import ShardOptions
     from pycomm._training.survival import ShardSurvival
     from pycomm.group import Group
+
+_WANTED = (
+    "module must have parameters and buffers of the same shapes, dtypes and requires_grad on all "
+    "ranks, and the same options of shards, and local_sgd on all or none"
+)
 
 
 def begin_alike(
     module: nn.Module,
     state: CommState | LocalSGDState,
     group: Group,
-    sharded: bool,
-    survival: ShardSurvival | None = None,
+    survival: ShardSurvival,
+    is_new: bool,
+    options: ShardOptions,
 ) -> None:
     """Makes all ranks begin with the same parameters and buffers; a collective call.
 
@@ -34,54 +41,46 @@ def begin_alike(
         module: this rank's module.
         state: its wrapper's state.
         group: the ranks: those that make a wrapper, and those that go on with theirs.
-        sharded: True if the wrapper divides states of optimizers.
-        survival: of the latter; None on the former, which get the model of the first of these.
+        survival: of the wrapper's sharded states.
+        is_new: True on the former, which get the model of the first of the latter.
+        options: the wrapper's options of sharding, which must be the same on all ranks.
+
+    Raises:
+        ValueError: models are not alike; or there is a `shard_group`, and ranks go on. Each is
+            raised on all ranks, on those that go on the former as CollectiveError.
+        RuntimeError: parameters of ranks that go on differ; on all ranks.
+        The errors of :meth:`ShardSurvival.agree`.
     """
-    is_new, parameters = survival is None, [*module.parameters()]
+    parameters = [*module.parameters()]
     tensors = [*parameters, *module.buffers()]
-    has_more = sharded or isinstance(state, LocalSGDState)
-    mine = torch.tensor([is_new, has_more, _kind(tensors, has_more)])
+    mine = torch.tensor([is_new, options.has_group, _kind(tensors, state, options)])
     told = mine.new_empty(group.size, 3)
     all_gather(told, mine, group=group)
-    news = told[:, 0]
-    others = [rank for rank, new in enumerate(news.tolist()) if not new]
-    if news.any():
-        if told[others, 1].any():
-            raise ValueError(
-                "local_sgd and shard must be None on all ranks to go on with ranks that are new"
-            )
-        _check_alike(told[:, 2].tolist(), others, group)
+    news = list(map(bool, told[:, 0].tolist()))
+    others = not all(news)
+    if others and told[:, 1].any():
+        raise ValueError("shard_group must be None on all ranks to go on with another group")
+    if any(news):
+        check_alike(told[:, 2].tolist(), news, group, _WANTED)
     if others:
+        if options.shard is not None:
+            survival.agree()
         state.regroup(group)
-        if survival is not None:
-            survival.undo_steps()
+        if isinstance(state, LocalSGDState):  # it has sent parameters
+            tensors = [each for each in tensors if not state.exchanges(each)]
+        survival.undo_steps()
         if state.gradient_group is not None:  # else ranks have parameters of their own
             flat = (p.detach().contiguous().view(-1) for p in parameters if not is_new)
             if differ(flat, group, counts=not is_new):
                 raise RuntimeError(STEPPED_BY_SOME)
-    if news.any():
-        broadcast_all(tensors, others[0] if others else 0, group, receives=is_new)
+    if any(news):
+        broadcast_all(tensors, source_among(news), group, receives=is_new)
 
 
-def _kind(tensors: Sequence[torch.Tensor], has_more: bool) -> int:
-    """A number of a model's tensors, without their values, and of whether ranks' states differ."""
+def _kind(
+    tensors: Sequence[torch.Tensor], state: CommState | LocalSGDState, options: ShardOptions
+) -> int:
+    """A number of a model's tensors, without their values, and of what the wrapper does."""
     kinds = [(tuple(each.shape), each.dtype, each.requires_grad) for each in tensors]
-    return zlib.crc32(repr((kinds, has_more)).encode())
-
-
-def _check_alike(kinds: Sequence[int], others: Sequence[int], group: Group) -> None:
-    """Raises an error on all ranks if models are not of one kind.
-
-    Ranks that go on with theirs need only leave out the one that is new and of another kind.
-    """
-    source = others[0] if others else 0
-    wrong = [rank for rank, kind in enumerate(kinds) if kind != kinds[source]]
-    if wrong:
-        message = (
-            "module must have parameters and buffers of the same shapes, dtypes and requires_grad "
-            "on all ranks, and local_sgd or shard on all or none: those of rank "
-            f"{wrong[0]} are not like those of rank {source}"
-        )
-        if others and group.rank not in wrong:
-            raise CollectiveError(message, rank=wrong[0], operation="regroup")
-        raise ValueError(message)
+    more = isinstance(state, LocalSGDState), *options
+    return zlib.crc32(repr((kinds, more)).encode())

@@ -240,7 +240,7 @@ class CommState(HookState):
         Go on with the next batch: the means that the failed step has exchanged go into the
         residuals, and come with a later step. The residuals of lost ranks are lost. Torch's
         DistributedDataParallel must be made anew around the module, over a process group of the
-        ranks that are left (docs/recovery.md).
+        same ranks (docs/recovery.md).
 
         Raises:
             TypeError: `group` is no group.

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.futures import Future
 
 from pycomm._inputs.arguments import renamed
-from pycomm._runtime.torch_private import not_compiled
-from pycomm._training.comm_state import CommState, NamedParameters, check_successor
-from pycomm._training.hook_state import HookState
+from pycomm._training.comm_state import CommState, NamedParameters
+from pycomm._training.local_rounds import LocalRounds, check_optimizer
 from pycomm._training.outer import Outer, Rule
 from pycomm._training.parameters import Exclude, Parameters, check_exchangeable
-from pycomm._training.reports import Report, compare
 from pycomm._training.residuals import FORMAT
-from pycomm._training.step_guard import STEPPED_BY_SOME
-from pycomm.collectives import all_reduce
 from pycomm.compression import Compression, check_whole
 from pycomm.group import Group
 
 
-class LocalSGDState(HookState):
+class LocalSGDState(LocalRounds):
     """Lets every rank train separately, and averages parameters every `period` steps.
 
     Use it if links cannot carry gradients in every step. With DistributedDataParallel:
@@ -87,10 +81,6 @@ class LocalSGDState(HookState):
         ValueError, TypeError: an argument is not as described.
     """
 
-    # Ranks; and True from the call of exchange() to its success. States that were pickled by older
-    # versions have neither.
-    _changes_lost, _owed = 0, False
-
     def __init__(
         self,
         params: NamedParameters,
@@ -114,213 +104,26 @@ class LocalSGDState(HookState):
         plain = outer_lr == 1 and not outer_momentum
         rule = Rule(outer_lr, outer_momentum, compression is not None or not plain, local_residuals)
         named = list(params)
-        self._parameters = Parameters(named, exclude)
-        self._optimizer = optimizer
-        self._check_optimizer()
-        check_exchangeable(self._parameters, compression)
-        self._differences = CommState(compression, named, group=group, exclude=exclude)
+        parameters = Parameters(named, exclude)
+        check_optimizer(optimizer, parameters)
+        check_exchangeable(parameters, compression)
+        differences = CommState(compression, named, group=group, exclude=exclude)
         if local_residuals and (compression is None or compression.momentum):
             raise ValueError(
                 "local_residuals must come with a compression, and without momentum correction, "
                 f"got {compression}"
             )
-        self.period = period
-        self.steps = self.agreements = 0
-        self._gradient_steps = gradient_steps
-        # These average gradients, during the warm-up and after it.
-        self._early = CommState(group=group) if gradient_steps else None
-        self._late = None if inner_group is None else CommState(group=inner_group)
-        self._outer = Outer(self._parameters, optimizer, rule)
         options = repr((rule, gradient_steps, compression, inner_group is None))
-        self._options = zlib.crc32(options.encode())
-        self._pending = 0  # steps since the last exchange
-        self.joining = self._left = self._shown = False
-        self._had_backward = self._had_step = False
-        self._watch_optimizer()
-
-    @property
-    def group(self) -> Group:
-        """The group whose ranks exchange parameters."""
-        return self._differences.group
-
-    def _watch_optimizer(self) -> None:
-        me = weakref.ref(self)
-        self._optimizer.register_step_pre_hook(lambda *_: _before_step(me))
-
-    # In backward.
-
-    @property
-    def gradient_group(self) -> Group | None:
-        """The group that exchanges gradients in this step, or None."""
-        gradients = self._gradients
-        return None if gradients is None else gradients.group
-
-    def start(
-        self,
-        buffer: torch.Tensor,
-        parameters: Sequence[torch.Tensor],
-        backward: int = -1,
-        *,
-        begins: Sequence[int] | None = None,
-        sums: torch.Tensor | None = None,
-    ) -> Future[Any]:
-        """Takes a bucket of gradients, and exchanges it only if this step exchanges gradients.
-
-        See :meth:`CommState.start`.
-        """
-        gradients = self._note_backward(parameters)
-        if gradients is not None:
-            return gradients.start(buffer, parameters, backward, begins=begins, sums=sums)
-        return _done(buffer)
-
-    @not_compiled
-    def start_in_backward(
-        self, buffer: torch.Tensor, parameters: Sequence[torch.Tensor]
-    ) -> Future[Any]:
-        """See :meth:`start` and :meth:`CommState.start_in_backward`."""
-        gradients = self._note_backward(parameters)
-        if gradients is not None:
-            return gradients.start_in_backward(buffer, parameters)
-        return _done(buffer)
-
-    def finish(self, backward: int = -1) -> None:
-        """See :meth:`CommState.finish`."""
-        if self._gradients is not None:
-            self._gradients.finish(backward)
-
-    def give_back(self) -> None:
-        """See :meth:`CommState.give_back`."""
-        if self._gradients is not None:
-            self._gradients.give_back()
-
-    # After the optimizer.
-
-    @not_compiled
-    def step(self) -> bool:
-        """Counts a step, and exchanges if it is time. Call it after every step of the optimizer.
-
-        A step that a GradScaler has skipped counts, too, as other ranks may not have skipped it.
-
-        Returns:
-            True if all ranks have the same (outer) parameters now.
-
-        Raises:
-            RuntimeError: there has been no backward of the model since the last call.
-            The errors of :meth:`exchange`.
-        """
-        if not self._had_backward:
-            raise RuntimeError(
-                "step() must come once after every optimizer step, and after a backward of a model "
-                "that leaves its gradients to this state: call register(model), or pass "
-                "local_sgd= to pycomm.DataParallel"
-            )
-        self._had_backward = self._had_step = False
-        self.steps += 1
-        if self.steps <= self._gradient_steps:
-            self.agreements += 1
-            return True
-        self._pending += 1
-        return self._is_due and self.exchange()
-
-    @not_compiled
-    def exchange(self) -> bool:
-        """Exchanges now, at any point of the period: after training or before an evaluation.
-
-        All ranks must call this. It does nothing if no rank has made a step since the last
-        exchange. If the group fails, all ranks that survive have taken the outer step, or none;
-        then nothing has changed, and :meth:`regroup` goes on.
-
-        Returns:
-            True if there was an exchange.
-
-        Raises:
-            pycomm.Mismatch: ranks are not at the same step, or differ in their settings or in the
-                parameters that they had in common.
-            The errors of :func:`pycomm.all_reduce`.
-        """
-        if self.steps < self._gradient_steps:
-            return False
-        self._owed = True
-        reports = self._meet()
-        self._owed = False
-        return any(report.pending for report in reports)
-
-    def should_commit(self, ready: bool = True) -> bool:
-        """Decides whether a step of the optimizer is taken, before the optimizer's step.
-
-        In the warm-up, or with `inner_group`, all ranks that exchange gradients take the step or
-        none does; see :meth:`CommState.should_commit`. Otherwise every rank decides for itself:
-        this returns `ready`. Call :meth:`step` after a step that is not taken, too.
-        """
-        if not isinstance(ready, bool):
-            raise TypeError(f"ready must be True or False, got {ready!r}")
-        gradients = self._gradients
-        return ready if gradients is None else gradients.should_commit(ready)
-
-    @not_compiled
-    def regroup(self, group: Group) -> None:
-        """Goes on with another group, such as a smaller one after a failure.
-
-        All ranks of the new group call this. Each keeps its parameters, the changes that it has
-        made since the last exchange, its optimizer states and its residuals. All count as many
-        steps as the one that has made most. If any of them has failed in an exchange, in
-        :meth:`step` or in :meth:`exchange`, it is made now. What lost ranks had changed since the
-        last exchange is lost, and so are their residuals; :meth:`stats` counts both.
-
-        Raises:
-            TypeError: `group` is no group.
-            ValueError: this is called inside of :meth:`join`, or there is an `inner_group`.
-            RuntimeError: only some ranks took the last step of the warm-up; on all ranks.
-            The errors of :meth:`exchange`.
-        """
-        self._check_not_shown()
-        if self.joining:
-            raise ValueError("regroup must be called outside of join(): leave it, and join anew")
-        if self._late is not None:
-            raise ValueError("inner_group must be None to go on with another group")
-        check_successor(group)
-        if self._pending:
-            self._changes_lost += max(self.group.size - group.size, 0)
-        for state in (self._differences, self._early):
-            if state is not None:
-                state.regroup(group)
-        self._outer.doubt()
-        self._had_backward = self._had_step = False
-        self._agree_on_steps()
-        if self._owed:
-            self.exchange()
-
-    @contextlib.contextmanager
-    def join(self) -> Iterator[None]:
-        """Surrounds a training loop in which ranks may have different numbers of batches.
-
-        A rank that has no more batches takes part in the others' exchanges. It counts in the mean
-        only if it has made steps since its last exchange. At the end all ranks have the same
-        parameters.
-
-        Raises:
-            ValueError: in the warm-up, with `inner_group` or with `local_residuals`.
-        """
-        if self._outer.rule.local_residuals:
-            raise ValueError(
-                "join() must come without local_residuals: residuals would be scaled to the ranks "
-                "that still have batches"
-            )
-        if self.steps < self._gradient_steps or self._late is not None:
-            raise ValueError(
-                "join() must come after the warm-up, and without inner_group: gradients are "
-                "exchanged there in every step"
-            )
-        self.joining = True
-        try:
-            yield
-            self._left = True
-            reports = self._meet()
-            while not all(report.left for report in reports):
-                reports = self._meet()
-            self.steps = max(report.steps for report in reports)
-        finally:
-            self.joining = self._left = False
+        super().__init__(
+            parameters,
+            optimizer,
+            Outer(parameters, optimizer, rule),
+            differences,
+            period,
+            zlib.crc32(options.encode()),
+            gradient_steps,
+            inner_group,
+        )
 
     @contextlib.contextmanager
     def outer_parameters(self) -> Iterator[None]:
@@ -400,6 +203,7 @@ class LocalSGDState(HookState):
             "format": FORMAT,
             "steps": self.steps,
             "pending": self._pending,
+            "came_late": self._came_late,
             "agreements": self.agreements,
             "local_residuals": self._outer.rule.local_residuals,
             "outer": self._outer.dump(),
@@ -425,7 +229,8 @@ class LocalSGDState(HookState):
         self.steps = state_dict["steps"]
         self.agreements = state_dict["agreements"]
         self._pending = state_dict["pending"]
-        self._owed = False
+        self._came_late = state_dict.get("came_late", False)
+        self._owed = self._is_new = False
         self._had_backward = self._had_step = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -441,88 +246,6 @@ class LocalSGDState(HookState):
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._watch_optimizer()
-
-    @property
-    def _gradients(self) -> CommState | None:
-        return self._early if self.steps < self._gradient_steps else self._late
-
-    @property
-    def _is_due(self) -> bool:
-        """True if a period ends with the last step."""
-        return (self.steps - self._gradient_steps) % self.period == 0
-
-    def _agree_on_steps(self) -> None:
-        """Makes all ranks count as many steps as the one that has made most, and owe alike."""
-        mine = [self.steps, self._pending, self._owed, self.agreements, -self.agreements]
-        counts = torch.tensor(mine)
-        all_reduce(counts, "max", group=self.group)
-        self.steps, self._pending, owed, most, least = counts.tolist()
-        self._owed = bool(owed)
-        if most != -least:
-            raise RuntimeError(STEPPED_BY_SOME)
-
-    def _note_backward(self, parameters: Sequence[torch.Tensor]) -> CommState | None:
-        if not self._had_backward:
-            self._parameters.of(parameters)  # raises if they are another model's
-        self._had_backward = True
-        return self._gradients
-
-    def _check_not_shown(self) -> None:
-        if self._shown:
-            raise RuntimeError("this must not be called inside of outer_parameters()")
-
-    def _before_step(self) -> None:
-        """Runs before each step of the optimizer."""
-        self._check_not_shown()
-        if self._had_step:
-            raise RuntimeError(
-                "step() of the LocalSGDState must be called after every step of the optimizer"
-            )
-        self._had_step = True
-        if self.steps >= self._gradient_steps and not self._outer.anchored:
-            self._outer.anchor()
-
-    def _meet(self) -> list[Report]:
-        """Exchanges if any rank has made a step; returns every rank's report from before."""
-        self._check_not_shown()
-        self._check_optimizer()
-        if not self._outer.anchored:
-            self._outer.anchor()
-        reports = compare(self._report(), self.group)
-        active = sum(report.pending > 0 for report in reports)
-        if active:
-            factor = self.group.size / active if self._pending else 0.0
-            self._outer.exchange(self._differences, factor)
-            self._pending = 0
-            self.agreements += 1
-        return reports
-
-    def _report(self) -> Report:
-        fingerprint = self._outer.fingerprint()
-        return Report(
-            self.steps, self.period, self._options, fingerprint, self._pending, self._left
-        )
-
-    def _check_optimizer(self) -> None:
-        """Raises an error if the optimizer changes parameters that are not exchanged."""
-        for group in self._optimizer.param_groups:
-            for param in group["params"]:
-                if id(param) not in self._parameters.entries and param.requires_grad:
-                    raise ValueError(
-                        "params must name every parameter that the optimizer changes; one of shape "
-                        f"{tuple(param.shape)} is not among them"
-                    )
-
-
-def _before_step(state: weakref.ref[LocalSGDState]) -> None:
-    if (alive := state()) is not None:
-        alive._before_step()
-
-
-def _done(buffer: torch.Tensor) -> Future[Any]:
-    future: Future[Any] = Future(devices=[buffer.device] if buffer.is_cuda else None)
-    future.set_result(buffer)
-    return future
 
 
 def _check_options(

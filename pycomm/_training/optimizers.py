@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable
-from typing import Any, Protocol
+from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+
+if TYPE_CHECKING:
+    from pycomm.group import Group
 
 
 class Optimizer(Protocol):
@@ -34,13 +37,22 @@ class Optimizer(Protocol):
     def state_dict(self, *, format: str, to: int | None) -> dict[str, Any]:  # noqa: A002
         """Gathers states."""
 
-    # After a failure.
+    # In another group.
+
+    def rank_in_division(self) -> int:
+        """This rank among those that have parts of the states; -1 if it has none."""
+
+    def lost_parts(self, owners: Collection[int]) -> set[int]:
+        """Ranks that have parts of the states and are not among these."""
 
     def is_replicated(self) -> bool:
         """True if there are replicas of all sharded states."""
 
     def undo_step(self) -> None:
         """Gives all ranks' parts of the parameters their values before a step that failed."""
+
+    def follow_parts(self, group: Group, owners: Mapping[int, int], restores: bool) -> None:
+        """Records which ranks of another group have the parts; later steps divide them anew."""
 
     def follow_regroup(self) -> None:
         """Adopts this rank's new parts of the states from the replicas."""

@@ -10,14 +10,17 @@ import contextlib
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pycomm._training.all_or_none import on_all_or_none
-from pycomm._training.buckets import partition
+from pycomm._training.buckets import broadcast_all, partition
 from pycomm._training.comm_state import CommState
 from pycomm._training.parameters import Entry, Parameters
+
+if TYPE_CHECKING:
+    from pycomm.group import Group
 
 _PIECE_BYTES = 25 << 20
 
@@ -140,13 +143,10 @@ class _Piece:
         for parameter, start in zip(self.parameters, self._starts(mean, residuals), strict=True):
             set_weights_of(optimizer, parameter, start)
 
-    def show(self, optimizer: torch.optim.Optimizer) -> None:
-        """Gives the model the common parameters, if there are any yet."""
-        if self.last is not None:
-            for parameter, place in zip(
-                self.parameters, self.views(self.last).values(), strict=True
-            ):
-                set_weights_of(optimizer, parameter, place)
+    def show(self, optimizer: torch.optim.Optimizer, flat: torch.Tensor) -> None:
+        """Gives the model these parameters."""
+        for parameter, place in zip(self.parameters, self.views(flat).values(), strict=True):
+            set_weights_of(optimizer, parameter, place)
 
     def _starts(
         self, common: torch.Tensor, residuals: dict[str, torch.Tensor]
@@ -233,6 +233,33 @@ class Outer:
             mean = self._buffer(piece)
             piece.advance(self._optimizer, self.rule, mean, self._residuals(piece, comm))
 
+    @torch.no_grad()
+    def hand_on(self, source: int, receives: bool, anchored: bool, group: Group) -> None:
+        """Sends what ranks have in common to those that receive it; a collective call.
+
+        Args:
+            source: the rank that sends it: parameters after the last exchange, and the momentum. If
+                there are none, it sends its present parameters.
+            receives: True if this rank is to have them.
+            anchored: True if any rank that does not receive them is anchored.
+            group: the ranks.
+        """
+        receives = receives and group.rank != source
+        for piece in self._pieces if receives else ():
+            piece.last = piece.velocity = None
+        if anchored and not self.anchored:
+            self.anchor()
+        for piece in self._pieces:
+            if piece.last is None:
+                flat = self._buffer(piece)
+                piece.contribute(self._optimizer, flat, 1.0, {})
+            else:
+                flat = piece.last
+            kept = [flat] if piece.velocity is None else [flat, piece.velocity]
+            broadcast_all(kept, source, group, receives)
+            if receives:
+                piece.show(self._optimizer, flat)
+
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
         """Gives the model the common parameters; afterwards it has its own again."""
@@ -245,7 +272,8 @@ class Outer:
         try:
             with torch.no_grad():
                 for piece in self._pieces:
-                    piece.show(self._optimizer)
+                    if piece.last is not None:
+                        piece.show(self._optimizer, piece.last)
             yield
         finally:
             with torch.no_grad():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -38,23 +39,53 @@ class Sharding:
     replicas: int
 
 
+class ShardOptions(NamedTuple):
+    """A wrapper's options of sharding, as it was given them.
+
+    Attributes:
+        shard: see :class:`pycomm.DataParallel`.
+        replicas: likewise.
+        publish: likewise.
+        overlap_params: likewise.
+        has_group: True if there is a `shard_group`.
+    """
+
+    shard: str | None
+    replicas: int
+    publish: Compression | None
+    overlap_params: bool
+    has_group: bool = False
+
+    def over(self, group: Group) -> Sharding | None:
+        """What these ranks divide; None if nothing is divided."""
+        if self.shard is None:
+            return None
+        return Sharding(self.shard, group, self.publish, self.overlap_params, self.replicas)
+
+
 def check_sharding(
     module: nn.Module,
     comm_state: CommState | LocalSGDState,
-    shard: object,
+    group: Group,
+    options: ShardOptions,
     shard_group: Group | None,
-    publish: object,
-    overlap_params: object,
-    replicas: object,
 ) -> None:
-    """Checks the options of a wrapper.
+    """Checks the options of a wrapper, or that it can go on with another group.
+
+    Args:
+        module: the module.
+        comm_state: the wrapper's state.
+        group: its group, or the other one.
+        options: its options.
+        shard_group: the ranks that divide the states, if they are not those of the group.
 
     Raises:
         ValueError, TypeError: an option is not as the wrapper describes it.
     """
     check_group(shard_group)
+    shard, replicas, publish, overlap_params, _ = options
     if shard is None:
-        given = {"shard_group": shard_group, "publish": publish}
+        given: dict[str, object] = {"shard_group": shard_group, "publish": publish}
         given["overlap_params"] = overlap_params or None
         given["replicas"] = None if replicas == 1 else replicas
         for name, value in given.items():
@@ -71,9 +102,9 @@ def check_sharding(
     for name, parameter in module.named_parameters():
         if home_of(parameter) is not None and part_of(parameter) is None:
             raise ValueError(f"shard flattens parameters itself, got {name} that was flattened")
-    group = comm_state.group if shard_group is None else shard_group
-    _check_device([p for p in module.parameters() if p.requires_grad], group)
-    plain = comm_state.compression is None and group is comm_state.group
+    divides = group if shard_group is None else shard_group
+    _check_device([p for p in module.parameters() if p.requires_grad], divides)
+    plain = comm_state.compression is None and divides is group
     if shard == "gradients" and not plain:
         raise ValueError(
             "shard='gradients' takes no compression and no shard_group: use shard='optimizer' with "
@@ -82,7 +113,7 @@ def check_sharding(
     if replicas not in (1, 2):
         raise ValueError(f"replicas must be 1 or 2, got {replicas!r}")
     if replicas == 2:
-        _check_replicas(module, group, shard_group)
+        _check_replicas(module, divides, shard_group)
 
 
 def _check_replicas(module: nn.Module, group: Group, shard_group: Group | None) -> None:

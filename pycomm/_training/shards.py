@@ -66,12 +66,14 @@ class Part(NamedTuple):
 
     Attributes:
         shards: the shards that they belong to.
+        group: the ranks that have the others.
         ranges: the elements of every rank that has any.
         first: the first element.
         own: a flat view of the elements in the parameter; empty if there are none.
     """
 
     shards: Shards
+    group: Group
     ranges: tuple[Range, ...]
     first: int
     own: torch.Tensor
@@ -105,6 +107,16 @@ class Part(NamedTuple):
         """
         return self.shards.is_local(parameter) and self.shards.averages
 
+    def moved(self, group: Group, owners: Mapping[int, int]) -> Part:
+        """The same elements in another group, which has this division's ranks.
+
+        Args:
+            group: the other group.
+            owners: its ranks, by their numbers in the present one.
+        """
+        ranges = (Range(owners[rank], begin, end) for rank, begin, end in self.ranges)
+        return self._replace(group=group, ranges=tuple(ranges))
+
     def gather(
         self, own: torch.Tensor, like: torch.Tensor, unit: int = 1, *, to: int | None = None
     ) -> torch.Tensor:
@@ -118,7 +130,7 @@ class Part(NamedTuple):
             unit: a divisor of 1,024.
             to: the only rank that gets them; None for all. Others get an empty tensor.
         """
-        group = self.shards.group
+        group = self.group
         if to is not None and len(group.nodes) > 1:  # messages do not leave a node
             whole = self.gather(own, like, unit)
             return whole if to == group.rank else own.new_empty(0)
@@ -233,7 +245,7 @@ class Shards:
             begin = int(parameter.storage_offset()) + first
             own = parameter.detach().as_strided((count,), (1,), begin)
             describe_states(own, Place(described[piece], offset, (1,)))
-            _parts[parameter] = Part(self, ranges, first, own)
+            _parts[parameter] = Part(self, self.group, ranges, first, own)
         _count_division()
 
     def check_places(self, parameters: Iterable[torch.Tensor]) -> None:

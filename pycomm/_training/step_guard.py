@@ -52,16 +52,20 @@ class StepGuard:
         Also raises the error of a step on CUDA that has failed since.
         """
         self._look_at_enqueued()
+        if self.is_broken():
+            raise RuntimeError(
+                "parameters are partly those of a step that has failed: load a checkpoint of the "
+                "model and the optimizer; with replicas=2, regroup() undoes the step"
+            )
+
+    def is_broken(self) -> bool:
+        """True after a failed step, until all parameters have been written."""
         self._half_new = [
             (ref, version)
             for ref, version in self._half_new
             if (parameter := ref()) is not None and parameter._version == version
         ]
-        if self._half_new:
-            raise RuntimeError(
-                "parameters are partly those of a step that has failed: load a checkpoint of the "
-                "model and the optimizer; with replicas=2, regroup() undoes the step"
-            )
+        return bool(self._half_new)
 
     def _look_at_enqueued(self) -> None:
         if self._enqueued is None:

@@ -1,4 +1,4 @@
-"""Sharded optimizer states after a loss: steps are undone, and new owners adopt the states."""
+"""Sharded optimizer states in another group: steps are undone, and new owners adopt the states."""
 
 from __future__ import annotations
 
@@ -7,21 +7,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pycomm._training.comm_state import CommState, check_successor
+from pycomm._training.comm_state import CommState
 from pycomm._training.optimizers import optimizers_of
 from pycomm._training.shards import part_of
-from pycomm.collectives import all_reduce
+from pycomm._training.step_guard import StepGuard
+from pycomm.collectives import all_gather, all_reduce
 
 if TYPE_CHECKING:
     from pycomm._training.local_sgd import LocalSGDState
     from pycomm.group import Group
-
-
-def lost_with_parts(former: Group, group: Group) -> str:
-    """The ranks of a group that are not in a smaller one, by their numbers in the first group."""
-    check_successor(group)
-    lost = sorted({*former.ranks} - {*group.ranks})
-    return f"ranks {lost} are lost with their parts of the optimizer's states"
 
 
 class ShardSurvival:
@@ -31,8 +25,9 @@ class ShardSurvival:
 
     Args:
         state: the state.
-        parameters: the wrapper's parameters, if they are sharded.
-        group: the ranks that are left.
+        parameters: the wrapper's parameters, if they are sharded; none on a newcomer.
+        group: the other group.
+        replicates: True if the states have replicas.
     """
 
     def __init__(
@@ -40,37 +35,80 @@ class ShardSurvival:
         state: CommState | LocalSGDState,
         parameters: Iterable[torch.Tensor],
         group: Group,
+        replicates: bool,
     ) -> None:
-        self._group, self._parameters = group, list(parameters)
-        self._optimizers = optimizers_of(self._parameters)
-        self._lost = lost_with_parts(state.group, group)
+        self._group, self._replicates = group, replicates
+        parameters = list(parameters)
+        self._optimizers = optimizers_of(parameters)
+        parts = (part for p in parameters if (part := part_of(p)) is not None)
+        self._guards: set[StepGuard] = {part.shards.guard for part in parts}
+        self._owners: list[dict[int, int]] = []  # of each optimizer's parts: see agree()
+        self._has_replicas = False
         # The means of a step that has not counted come later. If another optimizer's step may have
         # counted, that would apply some of them twice, so they are dropped.
         undone = [one.in_step for one in self._optimizers]
         if isinstance(state, CommState) and undone and all(undone):
             state.note_failure()
 
-    def undo_steps(self) -> None:
-        """Undoes steps that do not count; all ranks must call this.
+    def agree(self) -> None:
+        """Finds out which ranks of the other group have which parts; all ranks must call this.
 
         Raises:
-            RuntimeError: a rank has states without replicas; on all ranks.
+            ValueError: ranks are lost with their parts, and the states have no replicas.
+            RuntimeError: there are no replicas yet, or a step without replicas has failed. Each is
+                raised on all ranks.
         """
-        if not self._parameters:
-            return
+        count = all_reduce(torch.tensor([len(self._optimizers)]), "max", group=self._group)
         lacking = not all(one.is_replicated() for one in self._optimizers)
-        if all_reduce(torch.tensor([int(lacking)]), "max", group=self._group):
+        broken = not self._replicates and any(guard.is_broken() for guard in self._guards)
+        own = [one.rank_in_division() for one in self._optimizers]
+        own += [-1] * (int(count) - len(own))
+        table = torch.empty(self._group.size, 2 + len(own), dtype=torch.int64)
+        mine = torch.tensor([lacking, broken, *own], dtype=torch.int64)
+        all_gather(table, mine, group=self._group)
+        lacking, broken = table[:, :2].any(dim=0).tolist()
+        self._has_replicas = self._replicates and not lacking
+        self._owners = [
+            {former: rank for rank, former in enumerate(ranks) if former >= 0}
+            for ranks in table.T[2:].tolist()
+        ]
+        pairs = zip(self._optimizers, self._owners, strict=False)
+        lost = sorted({rank for one, owners in pairs for rank in one.lost_parts(owners)})
+        any_lost = all_reduce(torch.tensor([bool(lost)]), "max", group=self._group)
+        if any_lost and not self._has_replicas:
+            self._complain(f"ranks {lost}" if lost else "ranks of the others")
+        if broken:
             raise RuntimeError(
-                f"{self._lost}, of which there are no replicas yet, because they were loaded or "
-                "converted after the last step: load the checkpoint in a new wrapper"
+                "parameters are partly those of a step that has failed: load a checkpoint of the "
+                "model and the optimizer in a new wrapper"
             )
+
+    def _complain(self, lost: str) -> None:
+        message = f"{lost} are lost with their parts of the optimizer's states"
+        if self._replicates:
+            raise RuntimeError(
+                f"{message}, of which there are no replicas yet, because they were loaded, "
+                "converted or shared after the last step: load the checkpoint in a new wrapper"
+            )
+        raise ValueError(
+            f"{message}: load a checkpoint in a new wrapper; to survive failures, shard needs "
+            "replicas=2"
+        )
+
+    def undo_steps(self) -> None:
+        """Undoes steps that do not count; all ranks must call this."""
         for optimizer in self._optimizers:
             optimizer.undo_step()
-        parts = (part for p in self._parameters if (part := part_of(p)) is not None)
-        for shards in {part.shards for part in parts}:
-            shards.guard.step_undone()
+        for guard in self._guards:
+            guard.step_undone()
 
     def divide_anew(self) -> None:
-        """Moves states to the new owners of the parameters; all ranks must call this."""
-        for optimizer in self._optimizers:
-            optimizer.follow_regroup()
+        """Moves states to the new owners of the parameters; all ranks must call this.
+
+        If there are ranks without states, or no replicas, the states move in the next step.
+        """
+        for optimizer, owners in zip(self._optimizers, self._owners, strict=False):
+            if not owners or (self._has_replicas and len(owners) == self._group.size):
+                optimizer.follow_regroup()
+            else:
+                optimizer.follow_parts(self._group, owners, self._has_replicas)

@@ -150,7 +150,7 @@ def gathered(
         state: the state of the part.
         to: the rank that gets the result; None for all. The others get None.
     """
-    group = part.shards.group
+    group = part.group
     if to is not None:
         check_rank("to", to, group.size)
     made: State = {}

@@ -15,14 +15,14 @@ from pycomm._training.joining import session_of
 from pycomm._training.optimizers import register
 from pycomm._training.shards import part_of
 from pycomm.optim import _executors, _options, _storage
+from pycomm.optim._divided import DividedOptimizer
 from pycomm.optim._executors import OnCpu, OnCuda, Table
 from pycomm.optim._options import Group, Options
 from pycomm.optim._rows import Row, one_division
 from pycomm.optim._shard_executors import OnCpuShards, OnCudaShards, shard_executor
-from pycomm.optim._states import StatefulOptimizer
 
 
-class FusedOptimizer(StatefulOptimizer):
+class FusedOptimizer(DividedOptimizer):
     """Base of the fused optimizers.
 
     Attributes:
@@ -96,6 +96,7 @@ class FusedOptimizer(StatefulOptimizer):
     @not_compiled
     @torch.no_grad()
     def _step(self) -> None:
+        self._check_shared()
         session = session_of(self)
         if session is not None:
             session.before_step(self, self._step_settings())

@@ -84,7 +84,7 @@ class ReplicatedStates:
         for rank in self._replicas.ranks_in_step:
             before = self._replicas.parameters_of(rank)
             for param, values in zip(self._parts, before, strict=True):
-                _flat(param.data)[self._range(param, "", rank)] = values
+                flat(param.data)[self._range(param, "", rank)] = values
 
     def whole(self, param: torch.Tensor) -> State:
         """A parameter's state, of all ranks, after the last step that counts."""
@@ -92,7 +92,7 @@ class ReplicatedStates:
         for name, number in self._numbers[param].items():
             state[name] = whole = _empty(param, name, self._replicas.tensors[number].dtype)
             for rank in range(self._group.size):
-                _flat(whole)[self._range(param, name, rank)] = self._replicas.of(rank)[number]
+                flat(whole)[self._range(param, name, rank)] = self._replicas.of(rank)[number]
         return state
 
     def _kind(self, param: torch.Tensor, name: str, dtype: torch.dtype) -> Kind:
@@ -119,6 +119,6 @@ def _empty(param: torch.Tensor, name: str, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty_like(param, dtype=dtype)
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
+def flat(tensor: torch.Tensor) -> torch.Tensor:
     """A dense tensor's elements in the order in which they lie in memory."""
     return tensor.as_strided((tensor.numel(),), (1,))

@@ -9,7 +9,7 @@ import torch
 
 from pycomm._runtime.torch_private import not_compiled
 from pycomm._training.joining import refuse_in_join, session_of
-from pycomm._training.shards import Part, Shards, part_of
+from pycomm._training.shards import Part, part_of
 from pycomm.optim import _checkpoint, _executors, _options, _sharded_checkpoint, _storage
 from pycomm.optim._edits import Edits
 from pycomm.optim._options import Group, Options
@@ -43,6 +43,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
     def _state_names(self, group: Group) -> tuple[str, ...]:
         """The names of a parameter's states, in the order of the rule's arguments."""
         raise NotImplementedError
+
+    def _check_shared(self) -> None:
+        """Raises RuntimeError if other ranks cannot take part in a collective call."""
 
     # Parameters.
 
@@ -126,6 +129,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         """
         if format not in ("pycomm", "torch"):
             raise ValueError(f"format must be pycomm or torch, got {format!r}")
+        self._check_shared()
         if (session := session_of(self)) is not None:
             session.before_gather(self, format=format, to=to)
         state_dict, params = self._state_dict(), self._params()
@@ -301,79 +305,3 @@ class StatefulOptimizer(torch.optim.Optimizer):
         master = _storage.master_beside(param, group["master_weights"])
         if master is not None:
             state.update(_storage.make_master(own, master, self._buffers))
-
-    # Replicas of sharded states.
-
-    def _replicate(self, shards: Shards | None) -> bool:
-        """Makes replicas of the states, if `shards` wants some that are missing.
-
-        All ranks must call this.
-
-        Returns:
-            True if states have been moved.
-        """
-        new, self._new = self._new, []
-        if shards is None or not shards.replicates:
-            self._replicas = None
-            return False
-        if self.is_replicated():
-            return False
-        try:
-            for group in self.param_groups:
-                names = self._state_names(group)
-                for param in filter(self._parts().__contains__, group["params"]):
-                    if self._held[param] is not part_of(param):  # without a gradient since then
-                        self._follow(param, group, names)
-            self._use(ReplicatedStates(self._parts(), self.state))
-        except BaseException:
-            for param in new:  # the next step makes the same states
-                self.state.pop(param, None)
-                self._held.pop(param, None)
-            raise
-        return True
-
-    def _parts(self) -> dict[torch.Tensor, Part]:
-        """The parts that states are of, without those that the program has removed since."""
-        held, state = self._held, self.state
-        return {param: held[param] for param in self._params() if param in held and param in state}
-
-    def _use(self, replicas: ReplicatedStates) -> None:
-        self._replicas, self._buffers = replicas, Buffers()
-        self.state.update(replicas.states)
-
-    def is_replicated(self) -> bool:
-        """True if there are replicas of all sharded states."""
-        replicas = self._replicas
-        return all(
-            replicas is not None and replicas.holds(param, part, self.state[param])
-            for param, part in self._parts().items()
-        )
-
-    def undo_step(self) -> None:
-        """Gives all ranks' parts of the parameters their values before a step that failed."""
-        if self._replicas is not None and self._replicas.in_step:
-            self._replicas.undo()
-
-    @torch.no_grad()
-    def follow_regroup(self) -> None:
-        """Adopts this rank's new parts of the states from the replicas.
-
-        All ranks of the wrapper's new group must call this. If it fails, it can be repeated.
-        """
-        replicas, held, self.in_step = self._replicas, self._parts(), False
-        if replicas is None or not held:
-            return
-        states: dict[torch.Tensor, State] = {}
-        buffers = Buffers()
-        for group in self.param_groups:
-            names = self._state_names(group)
-            for param in filter(held.__contains__, group["params"]):
-                whole, own = replicas.whole(param), held[param].own
-                self._edits.take_whole(own, param, whole)
-                saved = _checkpoint.checked(param, whole, names)
-                states[param] = _checkpoint.Adopted(param, group, saved, names).settle(buffers)
-        parts = {param: part for param in states if (part := part_of(param)) is not None}
-        self._use(ReplicatedStates(parts, states))
-        for param in parts:
-            self._edits.forget(held[param].own)
-            self._hold(param)

@@ -43,20 +43,28 @@ class Outer:
     def __post_init__(self) -> None:
         self.means = Reference(self.size, self.compression)
 
-    def exchange(self, weights: list[Weights]) -> list[Weights]:
-        """Each rank's weights after an exchange, from each rank's weights before it."""
-        after = {name: self._advance(name, [w[name] for w in weights]) for name in weights[0]}
+    def exchange(self, weights: list[Weights], factors: list[float] | None = None) -> list[Weights]:
+        """Each rank's weights after an exchange, from each rank's weights before it.
+
+        What a rank contributes is multiplied by its factor.
+        """
+        factors = [1.0] * self.size if factors is None else factors
+        after = {
+            name: self._advance(name, [w[name] for w in weights], factors) for name in weights[0]
+        }
         self.means.steps += 1
         return [{name: parts[rank] for name, parts in after.items()} for rank in range(self.size)]
 
-    def _advance(self, name: str, weights: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _advance(
+        self, name: str, weights: list[torch.Tensor], factors: list[float]
+    ) -> list[torch.Tensor]:
         shape, dtype = weights[0].shape, weights[0].dtype
         if self.last is None:
-            mean = self._mean(name, [golden.widen(w) for w in weights])
+            mean = self._mean(name, _scaled([golden.widen(w) for w in weights], factors))
             return [golden.narrow(mean, dtype).view(shape)] * self.size
         began = [golden.widen(start).reshape(shape) for start in self._starts(name, dtype)]
         changes = [golden.widen(w) - b for w, b in zip(weights, began, strict=True)]
-        change = self._mean(name, changes)
+        change = self._mean(name, _scaled(changes, factors))
         lr, momentum = (change.dtype.type(value) for value in (self.lr, self.momentum))
         if self.momentum:
             before = self.velocity.get(name, np.zeros_like(change))
@@ -79,3 +87,7 @@ class Outer:
             return np.zeros(inputs[0].numel(), inputs[0].numpy().dtype)
         mean = self.means._mean(name, inputs, Step(first=self.first))
         return mean.numpy().ravel()
+
+
+def _scaled(parts: list[np.ndarray], factors: list[float]) -> list[np.ndarray]:
+    return [part * part.dtype.type(by) for part, by in zip(parts, factors, strict=True)]

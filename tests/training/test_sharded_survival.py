@@ -10,6 +10,7 @@ import helpers
 import pytest
 import sharding
 import torch
+from surviving import STEPS, Training, expect
 from torch import nn
 
 import pycomm
@@ -17,77 +18,8 @@ from pycomm import optim
 from pycomm._training import replicas
 from pycomm.optim._shard_executors import OnCpuShards
 
-STEPS = 6
 SHARDS = ["optimizer", "gradients"]
 EDITED = {"dtype": torch.bfloat16, "master_weights": "remainder"}  # a change drops remainders
-
-
-class Net(nn.Module):
-    """A model with parameters of any size, whose gradients depend on the batch."""
-
-    def __init__(self, elements, dtype):
-        super().__init__()
-        rng = torch.Generator().manual_seed(0)
-        parts = [torch.randn(elements - 100 * n, generator=rng).to(dtype) for n in range(3)]
-        self.parts = nn.ParameterList(parts)
-
-    def forward(self, batch):
-        return sum((part.float() * batch).square().mean() for part in self.parts)
-
-
-class Training:
-    """One rank's model and optimizer."""
-
-    def __init__(self, group, elements=5000, dtype=torch.float32, shard="optimizer", **options):
-        wrapper = {name: options.pop(name) for name in ("replicas",) if name in options}
-        net = Net(elements, dtype)
-        self.model = pycomm.DataParallel(net, group=group, shard=shard, **wrapper)
-        self.optimizer = optim.FusedAdamW(self.model.parameters(), lr=0.01, **options)
-
-    def backward(self, number, step):
-        self.optimizer.zero_grad()
-        rng = torch.Generator().manual_seed(1000 * number + step)
-        self.model(torch.randn(1, generator=rng)).backward()
-
-    def train(self, number, steps, edits=False):
-        for step in steps:
-            self.backward(number, step)
-            self.optimizer.step()
-        if edits:
-            with torch.no_grad():
-                for part in self.model.module.parts:
-                    part.mul_(0.75)
-
-    def state(self):
-        return copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
-
-    def load(self, state):
-        self.model.load_state_dict(state[0])
-        self.optimizer.load_state_dict(state[1])
-
-
-def expect(losses, edits=False, **options):
-    """The state that survivors end with, by training in worlds that load checkpoints.
-
-    Args:
-        losses: the number of steps that count before each loss, and the ranks that are left then.
-        edits: parameters are changed by hand before each loss.
-        options: those of :class:`Training`.
-    """
-
-    def train(group, state, numbers, steps):
-        training = Training(group, **options)
-        if state is not None:
-            training.load(state)
-        training.train(numbers[group.rank], steps, edits and steps.stop < STEPS)
-        return training.state()
-
-    state, first = None, 0
-    for (_, numbers), (last, _) in zip(losses, [*losses[1:], (STEPS, None)], strict=True):
-        with pycomm.LocalWorld(len(numbers)) as world:
-            state = world.run(train, state, numbers, range(first, last))[0]
-        first = last
-    return state
 
 
 def kill(*_):

@@ -1,0 +1,148 @@
+"""A module with the exchange of its gradients. It has the module's names and checkpoints."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from pycomm._runtime.torch_private import not_compiled
+from pycomm._training.beginning import begin_alike
+from pycomm._training.comm_state import CommState
+from pycomm._training.gradient_exchange import GradientExchange
+from pycomm._training.local_sgd import LocalSGDState
+from pycomm._training.prefixes import insert_prefix, without_prefix
+from pycomm._training.shard_options import ShardOptions, check_sharding
+from pycomm._training.survival import ShardSurvival
+from pycomm.group import Group
+
+
+class Wrapping(nn.Module):
+    """The parts of a wrapper; :class:`pycomm.DataParallel` trains with them.
+
+    All ranks begin with the same parameters and buffers.
+
+    Args:
+        module: the module.
+        state: exchanges its gradients.
+        division: what is divided among ranks.
+        shard_group: the ranks that divide it, if they are not those of the state's group.
+        bucket_bytes: the largest size of a bucket of several parameters.
+
+    Attributes:
+        module: the module.
+        comm_state: the state.
+        require_backward_grad_sync: see :class:`pycomm.DataParallel`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        state: CommState | LocalSGDState,
+        division: ShardOptions,
+        shard_group: Group | None,
+        bucket_bytes: float,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.comm_state = state
+        self._shard_options, self._given_shard_group = division, shard_group
+        self._bucket_bytes = bucket_bytes
+        self.require_backward_grad_sync = True
+        self._begin_in(self._group, is_new=True)
+        self._own_exchange: GradientExchange | None = self._make_exchange()
+        self.register_load_state_dict_pre_hook(insert_prefix)  # type: ignore[no-untyped-call]
+
+    # Names and checkpoints.
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's ``state_dict``."""
+        if self._shard_group is not None:
+            self._exchange.check_parameters()
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Loads a ``state_dict`` of the module, saved with or without DistributedDataParallel."""
+        own = without_prefix(state_dict, self.module)
+        return self.module.load_state_dict(own, *args, **kwargs)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The module's, with the names of its ``state_dict``."""
+        if recurse:
+            yield from self.module.named_parameters(prefix, True, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The module's, with the names of its ``state_dict``."""
+        if recurse:
+            yield from self.module.named_buffers(prefix, True, remove_duplicate)
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Tells torch.distributed.checkpoint that ``state_dict`` has the module's names."""
+        own = self.module
+        names = (*own._modules, *own._parameters, *own._buffers)
+        return dict.fromkeys(names, "module")
+
+    # The exchange.
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickling and copying: without running exchanges and `shard_group`."""
+        return {**vars(self), "_own_exchange": None, "_given_shard_group": None}
+
+    @property
+    def _shard_group(self) -> Group | None:
+        """The ranks that divide the states; None if they are not divided."""
+        if self._shard_options.shard is None:
+            return None
+        return self._group if self._given_shard_group is None else self._given_shard_group
+
+    @property
+    def _group(self) -> Group:
+        return self.comm_state.group
+
+    @property
+    def _exchange(self) -> GradientExchange:
+        """The exchange. A copy makes its own when it is trained, as evaluation needs none."""
+        if self._own_exchange is None:
+            self._own_exchange = self._make_exchange()
+        return self._own_exchange
+
+    def _make_exchange(self) -> GradientExchange:
+        arrived = functools.partial(_arrived, weakref.ref(self))
+        sharding = self._shard_options.over(self._shard_group or self._group)
+        return GradientExchange(self.module, self.comm_state, self._bucket_bytes, sharding, arrived)
+
+    # The group.
+
+    def _begin_in(self, group: Group, is_new: bool) -> ShardSurvival:
+        """Makes all ranks of a group begin with the same model, or go on with it."""
+        module, state = self.module, self.comm_state
+        has_group = self._given_shard_group is not None
+        options = self._shard_options._replace(has_group=has_group)
+        check_sharding(module, state, group, options, self._given_shard_group)
+        sharded = () if is_new or options.shard is None else module.parameters()
+        survival = ShardSurvival(state, sharded, group, options.replicas > 1)
+        begin_alike(module, state, group, survival, is_new, options)
+        return survival
+
+    def _go_on_in(self, group: Group) -> None:
+        """Goes on with another group; gradients are dropped."""
+        survival = self._begin_in(group, is_new=False)
+        for parameter in self.module.parameters():
+            parameter.grad = None
+        self._own_exchange = None  # before there are new buckets
+        self._own_exchange = self._make_exchange()
+        survival.divide_anew()
+
+
+@not_compiled
+def _arrived(model: weakref.ref[Wrapping], parameter: torch.Tensor) -> None:
+    if (alive := model()) is not None and alive.require_backward_grad_sync:
+        alive._exchange.arrive(parameter)

@@ -1,0 +1,193 @@
+"""Sharded states: their replicas, and their way to the ranks of another group."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from pycomm._training.cuts import Range
+from pycomm._training.shards import Part, Shards, part_of
+from pycomm.group import Group
+from pycomm.optim import _checkpoint
+from pycomm.optim._replicas import ReplicatedStates, flat
+from pycomm.optim._states import StatefulOptimizer
+from pycomm.optim._storage import State
+from pycomm.optim.flat import Buffers
+
+
+class DividedOptimizer(StatefulOptimizer):
+    """Keeps states that ranks may have divided among them."""
+
+    _awaits_sharing = False  # True if other ranks of the group have no states yet
+
+    def _replicate(self, shards: Shards | None) -> bool:
+        """Makes replicas of the states, if `shards` wants some that are missing.
+
+        All ranks must call this.
+
+        Returns:
+            True if states have been moved.
+        """
+        new, self._new = self._new, []
+        if shards is None or not shards.replicates:
+            self._replicas = None
+            return False
+        if self.is_replicated():
+            return False
+        try:
+            for group in self.param_groups:
+                names = self._state_names(group)
+                for param in filter(self._parts().__contains__, group["params"]):
+                    if self._held[param] is not part_of(param):  # without a gradient since then
+                        self._follow(param, group, names)
+            self._use(ReplicatedStates(self._parts(), self.state))
+        except BaseException:
+            for param in new:  # the next step makes the same states
+                self.state.pop(param, None)
+                self._held.pop(param, None)
+            raise
+        return True
+
+    def _parts(self) -> dict[torch.Tensor, Part]:
+        """The parts that states are of, without those that the program has removed since."""
+        held, state = self._held, self.state
+        return {param: held[param] for param in self._params() if param in held and param in state}
+
+    def _use(self, replicas: ReplicatedStates) -> None:
+        self._replicas, self._buffers = replicas, Buffers()
+        self.state.update(replicas.states)
+
+    def is_replicated(self) -> bool:
+        """True if there are replicas of all sharded states."""
+        replicas = self._replicas
+        return all(
+            replicas is not None and replicas.holds(param, part, self.state[param])
+            for param, part in self._parts().items()
+        )
+
+    def undo_step(self) -> None:
+        """Gives all ranks' parts of the parameters their values before a step that failed."""
+        if self._replicas is not None and self._replicas.in_step:
+            self._replicas.undo()
+
+    # In another group.
+
+    def rank_in_division(self) -> int:
+        """This rank among those that have parts of the states; -1 if it has none."""
+        return next((part.group.rank for part in self._parts().values()), -1)
+
+    def lost_parts(self, owners: Collection[int]) -> set[int]:
+        """Ranks that have parts of the states and are not among these; by their first numbers."""
+        ranges = ((part.group, own.rank) for part in self._parts().values() for own in part.ranges)
+        return {group.ranks[rank] for group, rank in ranges if rank not in owners}
+
+    @torch.no_grad()
+    def follow_regroup(self) -> None:
+        """Adopts this rank's new parts of the states from the replicas.
+
+        All ranks of the wrapper's new group must call this. If it fails, it can be repeated.
+        """
+        replicas, held, self.in_step = self._replicas, self._parts(), False
+        if replicas is None or not held:
+            return
+        states: dict[torch.Tensor, State] = {}
+        buffers = Buffers()
+        for group in self.param_groups:
+            names = self._state_names(group)
+            for param in filter(held.__contains__, group["params"]):
+                whole, own = replicas.whole(param), held[param].own
+                self._edits.take_whole(own, param, whole)
+                saved = _checkpoint.checked(param, whole, names)
+                states[param] = _checkpoint.Adopted(param, group, saved, names).settle(buffers)
+        parts = {param: part for param in states if (part := part_of(param)) is not None}
+        self._use(ReplicatedStates(parts, states))
+        for param in parts:
+            self._edits.forget(held[param].own)
+            self._hold(param)
+
+    @torch.no_grad()
+    def follow_parts(self, group: Group, owners: Mapping[int, int], restores: bool) -> None:
+        """Records which ranks of another group have the parts; the next step divides them anew.
+
+        Args:
+            group: the other group.
+            owners: its ranks that have parts, by their numbers in the division.
+            restores: True if parts come from the replicas, which all of these have. Each then keeps
+                whole parameters in turn.
+        """
+        replicas, self._replicas, self.in_step = self._replicas, None, False
+        self._awaits_sharing = len(owners) < group.size
+        for number, (param, held) in enumerate(self._parts().items()):
+            if replicas is None or not restores:
+                self._held[param] = held.moved(group, owners)
+                continue
+            whole = replicas.whole(param)
+            self._edits.take_whole(held.own, param, whole)
+            self._edits.forget(held.own)
+            owner = sorted(owners.values())[number % len(owners)]
+            last = param.numel() if owner == group.rank else 0
+            ranges = (Range(owner, 0, param.numel()),) if param.numel() else ()
+            self._held[param] = Part(held.shards, group, ranges, 0, flat(param.detach())[:last])
+            self.state[param] = {
+                name: tensor if name == "step" else flat(tensor) if last else flat(tensor)[:0]
+                for name, tensor in whole.items()
+            }
+
+    def state_to_share(self, group: Group) -> dict[str, Any]:
+        """What newcomers need to take part in the next step; for :func:`pycomm.share_state`.
+
+        Raises:
+            ValueError: the states are divided in another group.
+        """
+        if any(part.group is not group for part in self._parts().values()):
+            raise ValueError("share_state() must come after regroup() if states are sharded")
+        state_dict = self._state_dict()
+        states, divided = state_dict["state"], {}
+        for number, param in enumerate(self._params()):
+            held = self._held.get(param)
+            if held is not None and number in states:
+                state = states.pop(number)
+                empty = {name: tensor.new_empty(0) for name, tensor in state.items()}
+                divided[number] = {
+                    "ranges": [list(own) for own in held.ranges],
+                    "state": {**empty, "step": state["step"]},
+                }
+        return {**state_dict, "divided": divided}
+
+    def take_shared(self, state: Mapping[str, Any] | None, group: Group) -> None:
+        """Makes this rank take part in the next step with the others of `group`.
+
+        Args:
+            state: what another rank has sent; None on ranks that keep theirs.
+            group: the group.
+
+        Raises:
+            ValueError: this rank has parts of the states that would be lost; or its parameters are
+                not sharded as those of the others.
+        """
+        self._awaits_sharing = False
+        if state is None:
+            return
+        if any(part.own.numel() for part in self._parts().values()):
+            raise ValueError("receive must be False on a rank that has its part of the states")
+        self.load_state_dict({key: value for key, value in state.items() if key != "divided"})
+        params = self._params()
+        for number, each in state["divided"].items():
+            param, part = params[number], part_of(params[number])
+            if part is None:
+                raise ValueError(
+                    "the parameters must be sharded, as those of the rank that sends states"
+                )
+            ranges = tuple(Range(*own) for own in each["ranges"])
+            self.state[param] = {n: tensor.to(param.device) for n, tensor in each["state"].items()}
+            self._held[param] = Part(part.shards, group, ranges, 0, flat(param.detach())[:0])
+
+    def _check_shared(self) -> None:
+        """Raises RuntimeError if newcomers lack what all ranks need for the next call."""
+        if self._awaits_sharing:
+            raise RuntimeError(
+                "ranks that are new in the group have no states of this optimizer: call "
+                "pycomm.share_state(optimizer, receive=...) after regroup() on all ranks"
+            )
