@@ -1,7 +1,10 @@
 """The agreement of survivors: ranks are threads, with listeners of their own."""
 
+import contextlib
+import socket
 import threading
 
+import helpers
 import pytest
 from torch.distributed import HashStore
 
@@ -138,3 +141,31 @@ def test_an_excluded_rank_that_comes_late_learns_it_at_once(late):
     finally:
         for listener in made:
             listener.close()
+
+
+def test_strangers_cost_few_descriptors():
+    """Silent ones are not closed, because a rank may look in silence who lives; others wait."""
+    made = listeners()
+    with contextlib.ExitStack() as strangers:
+        for _ in range(600):
+            port = made[0].port
+            strangers.enter_context(socket.create_connection(("127.0.0.1", port)))
+        for _ in range(5):
+            made[0].accept()
+        assert 256 <= len(made[0].strangers) <= 256 + 2 * SIZE
+        assert made[0].room == 0
+        other = made[1].connect(0)
+        helpers.wait_until(lambda: other.established)
+        assert other.say({"token": made[0].token, "rank": 1})
+        made[0].accept()
+        assert not other.hears_end()
+        assert not any(made[0].rank_of(stranger) == 1 for stranger in made[0].strangers)
+
+    def is_heard():
+        made[0].accept()
+        return [made[0].rank_of(stranger) for stranger in made[0].strangers] == [1]
+
+    helpers.wait_until(is_heard)
+    other.close()
+    for listener in made:
+        listener.close()
