@@ -26,19 +26,14 @@ from pycomm._runtime import log, rendezvous
 from pycomm._runtime.carriers import Carriers, backends_to_make, subgroup_of
 from pycomm._runtime.cuda_windows import DEFAULT_MAX_BLOCKS, join_processes
 from pycomm._runtime.door import Address, read_addresses
+from pycomm._runtime.elastic import when_replaced
 from pycomm._runtime.growth import Growth, enter
 from pycomm._runtime.span import Span
 from pycomm._runtime.survivors import Survivors
 from pycomm._runtime.torch_private import store_of
 from pycomm._runtime.waiting import Deadline
 from pycomm.errors import CollectiveError
-from pycomm.group import (
-    DEFAULT_STAGING_BYTES,
-    DEFAULT_TIMEOUT,
-    Group,
-    _open_groups,
-    when_replaced,
-)
+from pycomm.group import DEFAULT_STAGING_BYTES, DEFAULT_TIMEOUT, Group, _open_groups
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -18,6 +18,7 @@ from pycomm._inputs.dtypes import (
     check_choice,
     operation_of,
 )
+from pycomm._inputs.encoding import check_compressible, check_step
 from pycomm._inputs.labels import label_of
 from pycomm._inputs.tensors import (
     check_blocks,
@@ -34,13 +35,7 @@ from pycomm._spanning.call import CodedCall
 from pycomm._spanning.coded import all_reduce
 from pycomm._spanning.scatter import reduce_scatter
 from pycomm._work import Work, dense_stand_ins, stand_ins
-from pycomm.compression import (
-    SMALLEST_BLOCK,
-    Compression,
-    TopK,
-    check_compressible,
-    check_step,
-)
+from pycomm.compression import SMALLEST_BLOCK, Compression, TopK
 
 if TYPE_CHECKING:
     from collections.abc import Callable

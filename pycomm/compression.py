@@ -16,25 +16,24 @@ import torch
 from torch.autograd.graph import increment_version
 
 from pycomm import _C
-from pycomm._inputs.arguments import old_names, renamed
+from pycomm._inputs.arguments import check_whole, old_names, renamed
 from pycomm._inputs.arrays import as_tensor
 from pycomm._inputs.dtypes import CODECS, DTYPES
-from pycomm._inputs.tensors import check_memory, check_no_gradient
+from pycomm._inputs.encoding import (
+    COMPRESSIBLE,
+    check_count,
+    check_step,
+    check_target,
+    check_wire,
+    elements,
+)
 
 SMALLEST_BLOCK = 128
-COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16)
 # int8 values on the wire have uint8's number.
 VALUES = {
     **{dtype: DTYPES[dtype] for dtype in COMPRESSIBLE},
     torch.int8: DTYPES[torch.uint8],
 }
-
-
-def check_compressible(argument: str, tensor: torch.Tensor) -> None:
-    """Raises ValueError unless codecs support the tensor's dtype."""
-    if tensor.dtype not in COMPRESSIBLE:
-        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in COMPRESSIBLE)
-        raise ValueError(f"{argument} must have one of the dtypes {allowed}, got {tensor.dtype}")
 
 
 class Compression(ABC):
@@ -53,7 +52,7 @@ class Compression(ABC):
 
     def encoded_bytes(self, n: int, dtype: torch.dtype = torch.float32, *, step: int = 0) -> int:
         """The number of bytes that :meth:`encode` returns for `n` elements, 16 of them header."""
-        _check_count(n)
+        check_count(n)
         return _C.encoded_bytes(self.codec(n, dtype, step), n)
 
     def wire_bytes(
@@ -63,7 +62,7 @@ class Compression(ABC):
 
         For top-k, and if ranks own unequal shares, this is the most that any rank reads.
         """
-        _check_count(n)
+        check_count(n)
         check_whole("ranks", ranks)
         if ranks < 1:
             raise ValueError(f"ranks must be at least 1, got {ranks}")
@@ -93,13 +92,13 @@ class Compression(ABC):
         check_step(step)
         if not 0 <= offset < 2**63:
             raise ValueError(f"offset must not be negative, got {offset}")
-        dense = _elements("x", x)
+        dense = elements("x", x)
         codec = self.codec(dense.numel(), dense.dtype, step)
         nbytes = _C.encoded_bytes(codec, dense.numel())
         if out is None:
             wire = torch.empty(nbytes, dtype=torch.uint8, device=dense.device)
         else:
-            wire = _check_wire("out", as_tensor("out", out, written=True), dense.device)
+            wire = check_wire("out", as_tensor("out", out, written=True), dense.device)
             if wire.numel() != nbytes:
                 raise ValueError(f"out must have {nbytes} bytes, got {wire.numel()}")
         _backend(dense.device).encode(
@@ -134,9 +133,9 @@ class Compression(ABC):
             ValueError: the bytes are not an encoding of `n` elements by this compression. A part of
                 `out` may have been written.
         """
-        _check_count(n)
+        check_count(n)
         source = as_tensor("wire", wire, written=False)
-        _check_wire("wire", source, source.device)
+        check_wire("wire", source, source.device)
         if out is None and add:
             raise ValueError("out must be given where add=True")
         if out is None and dtype not in COMPRESSIBLE:
@@ -146,7 +145,7 @@ class Compression(ABC):
             if out is None
             else as_tensor("out", out, written=True)
         )
-        _check_target(target, n, source.device, add)
+        check_target(target, n, source.device, add)
         increment_version(target)
         _backend(source.device).decode(
             self._reading_codec(n, target.dtype), source.data_ptr(), source.numel(), n,
@@ -304,7 +303,7 @@ class TopK(Compression):
 
         Zeros are never selected, so there may be fewer elements than `k` or `density` say.
         """
-        dense = _elements("x", x)
+        dense = elements("x", x)
         k = self.count(dense.numel(), step)
         self.codec(dense.numel(), dense.dtype, step)
         indices = torch.empty(k, dtype=torch.int64, device=dense.device)
@@ -358,55 +357,6 @@ def _backend(device: torch.device) -> Any:
     from pycomm._runtime.cuda import Codecs
 
     return Codecs(device)
-
-
-def check_step(step: int) -> None:
-    """Raises an error unless `step` is in the range of the random numbers' counter."""
-    check_whole("step", step)
-    if not 0 <= step < 2**32:
-        raise ValueError(f"step must be from 0 to 2^32 - 1, got {step}")
-
-
-def check_whole(name: str, value: object) -> None:
-    """Raises TypeError unless `value` is an int."""
-    if not isinstance(value, int | torch.SymInt) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an int, got {value!r}")
-
-
-def _check_count(n: int) -> None:
-    check_whole("n", n)
-    if n < 0:
-        raise ValueError(f"n must not be negative, got {n}")
-
-
-def _elements(argument: str, value: Any) -> torch.Tensor:
-    tensor = as_tensor(argument, value, written=False)
-    check_memory(argument, tensor)
-    check_compressible(argument, tensor)
-    return tensor.detach().contiguous()
-
-
-def _check_wire(argument: str, wire: torch.Tensor, device: torch.device) -> torch.Tensor:
-    check_memory(argument, wire)
-    if wire.dtype != torch.uint8 or not wire.is_contiguous():
-        raise ValueError(f"{argument} must be contiguous and uint8, got {wire.dtype}")
-    if wire.device != device:
-        raise ValueError(f"{argument} must lie on {device}, got {wire.device}")
-    if wire.data_ptr() % 4:
-        raise ValueError(f"{argument} must be aligned to 4 bytes")
-    return wire
-
-
-def _check_target(target: torch.Tensor, n: int, device: torch.device, add: bool) -> None:
-    check_memory("out", target)
-    check_compressible("out", target)
-    check_no_gradient("out", target)
-    if target.numel() != n or not target.is_contiguous():
-        raise ValueError(f"out must be contiguous and have {n} elements, got {target.numel()}")
-    if target.device != device:
-        raise ValueError(f"out must lie on {device}, got {target.device}")
-    if add and target.dtype != torch.float32:
-        raise ValueError(f"out must be float32 where add=True, got {target.dtype}")
 
 
 if not TYPE_CHECKING:

@@ -24,9 +24,10 @@ import torch
 import torch.distributed as dist
 
 from pycomm._inputs.arguments import check_process_group, process_group_of, reduction
+from pycomm._inputs.encoding import check_compressible
 from pycomm._runtime.buffers import buffers_of
 from pycomm._runtime.torch_private import backend_of, fsdp_interfaces
-from pycomm.compression import Compression, check_compressible, check_lossy_once
+from pycomm.compression import Compression, check_lossy_once
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

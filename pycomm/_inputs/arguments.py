@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.utils.data import get_worker_info
 
@@ -43,6 +44,12 @@ def seconds(timeout: object, default: float) -> float:
     if found > _C.most_seconds:
         raise ValueError(f"timeout must be at most {_C.most_seconds} s, got {timeout}")
     return found
+
+
+def check_whole(name: str, value: object) -> None:
+    """Raises TypeError unless `value` is an int."""
+    if not isinstance(value, int | torch.SymInt) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, got {value!r}")
 
 
 def renamed(old: str, before: Any, new: str, now: Any, default: Any, level: int = 3) -> Any:

@@ -14,7 +14,7 @@ from torch.futures import Future
 
 from pycomm._given import check_group
 from pycomm._init import default_group
-from pycomm._inputs.arguments import renamed
+from pycomm._inputs.arguments import check_whole, renamed
 from pycomm._inputs.tensors import check_memory
 from pycomm._runtime.ranges import named
 from pycomm._runtime.torch_private import backward_id, backward_node, not_compiled
@@ -30,7 +30,7 @@ from pycomm._training.residuals import FORMAT, residuals_for
 from pycomm._training.step import Step
 from pycomm._work import Work
 from pycomm.collectives import all_reduce
-from pycomm.compression import Cast, Compression, Identity, Int8, check_whole
+from pycomm.compression import Cast, Compression, Identity, Int8
 from pycomm.errors import PycommError
 from pycomm.group import Group
 

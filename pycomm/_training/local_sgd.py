@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from pycomm._inputs.arguments import renamed
+from pycomm._inputs.arguments import check_whole, renamed
 from pycomm._training.comm_state import CommState, NamedParameters
 from pycomm._training.local_rounds import LocalRounds, check_optimizer
 from pycomm._training.outer import Outer, Rule
 from pycomm._training.parameters import Exclude, Parameters, check_exchangeable
 from pycomm._training.residuals import FORMAT
-from pycomm.compression import Compression, check_whole
+from pycomm.compression import Compression
 from pycomm.group import Group
 
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
+from pycomm._inputs.encoding import check_compressible
 from pycomm._inputs.tensors import check_memory
-from pycomm.compression import Compression, check_compressible
+from pycomm.compression import Compression
 
 # A multiple of every block.
 _ALIGNMENT = 4096

@@ -16,6 +16,7 @@ import torch
 
 from pycomm import _C
 from pycomm._inputs.dtypes import operation_of
+from pycomm._inputs.encoding import check_compressible
 from pycomm._runtime.log import operations
 from pycomm._runtime.staging import StandIn
 from pycomm._spanning.call import CodedCall
@@ -28,7 +29,7 @@ from pycomm._training.exchange import (
     spanning_mean,
 )
 from pycomm._training.parameters import Entry, Parameters, dense_strides, same_places
-from pycomm.compression import Compression, check_compressible
+from pycomm.compression import Compression
 
 if TYPE_CHECKING:
     from pycomm._training.residuals import Residuals

@@ -12,6 +12,7 @@ import torch
 
 from pycomm import _C
 from pycomm._inputs.dtypes import ALGORITHMS, DTYPES, OPS
+from pycomm._inputs.encoding import COMPRESSIBLE
 from pycomm.bench import (
     c10d,
     codec_session,
@@ -32,7 +33,6 @@ from pycomm.bench.peers import FINDERS
 from pycomm.bench.shard import ShardSettings
 from pycomm.bench.shard_peers import PEERS as SHARD_PEERS
 from pycomm.bench.training import MODES, TrainingSettings
-from pycomm.compression import COMPRESSIBLE
 
 AnySettings = Settings | CodecSettings | OptimizerSettings | TrainingSettings | c10d.C10dSettings
 COLLECTIVES = {

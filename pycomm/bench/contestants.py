@@ -11,8 +11,8 @@ import torch
 
 import pycomm
 from pycomm._inputs.dtypes import CODED_ALGORITHMS
+from pycomm._inputs.encoding import COMPRESSIBLE
 from pycomm.bench.cases import Case, Settings, bus_factor
-from pycomm.compression import COMPRESSIBLE
 
 DENSE_ALGORITHMS = ("ring", "tree")  # they run with codecs, but not with top-k
 

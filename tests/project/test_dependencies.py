@@ -98,7 +98,13 @@ PYTHON_LAYERS = [
         "_runtime.sampler",
         "ops",
     },
-    {"_inputs.labels", "_runtime.c10d_cache", "_runtime.cuda", "_runtime.meeting"},
+    {
+        "_inputs.encoding",
+        "_inputs.labels",
+        "_runtime.c10d_cache",
+        "_runtime.cuda",
+        "_runtime.meeting",
+    },
     {"_runtime.cuda_windows", "_runtime.rendezvous", "compression"},
     {
         "_runtime.growth",
@@ -107,6 +113,7 @@ PYTHON_LAYERS = [
         "_runtime.subgroup",
         "_runtime.survivors",
     },
+    {"_runtime.elastic"},
     {"group", "_names"},
     {"_init", "local_world", "_work"},
     {"_given", "backend"},
