@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -167,18 +167,38 @@ def _make(members: Membership, rank: int, ranks: Sequence[int], options: _Option
 
 
 def _let_survive(made: Group, listener: Listener, options: _Options) -> None:
+    def complete(members: Membership, ranks: Sequence[int]) -> Group:
+        return _complete(members, ranks, options)
+
+    let_survive(made, listener, options.rank, options.mine, complete)
+
+
+def let_survive(
+    made: Group,
+    listener: Listener,
+    rank: int,
+    mine: Mapping[str, Any],
+    make: Callable[[Membership, Sequence[int]], Group],
+) -> None:
     """Lets a group that spans nodes, or has shrunk from one that did, shrink over listeners.
 
     On one node, too: a rank that has failed to join it waits at the listeners of those that have.
+
+    Args:
+        made: the group.
+        listener: the listener of this rank.
+        rank: this rank, as the listener numbers it.
+        mine: the introduction of this rank.
+        make: makes a smaller group of this rank's membership and its ranks, by those numbers.
     """
 
     def go_on(members: Membership, ranks: list[int]) -> Group:
-        smaller = _complete(members, ranks, options)
-        _let_survive(smaller, listener, options)
+        smaller = make(members, ranks)
+        let_survive(smaller, listener, rank, mine, make)
         return smaller
 
     made._decides = True
-    made._survivors = Survivors(listener, options.rank, made.ranks, options.mine, go_on)
+    made._survivors = Survivors(listener, rank, made.ranks, mine, go_on)
 
 
 def _serve(group: Group, everyone: Sequence[Mapping[str, Any]], options: _Options) -> None:

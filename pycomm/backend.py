@@ -10,30 +10,28 @@ pycomm's own collectives do; docs/torch-distributed.md says which ones and what 
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import os
 import secrets
 import threading
 import time
 import traceback
 import weakref
 from collections import Counter
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 import pycomm_backend
-from pycomm._init import make_group
+from pycomm._init import let_survive, make_group
 from pycomm._inputs.arguments import seconds
-from pycomm._runtime import c10d_cache, log
+from pycomm._runtime import c10d_cache, gloo, log
 from pycomm._runtime.internode import Nodes
 from pycomm._runtime.monitored_barrier import monitored_barrier
 from pycomm._runtime.rendezvous import Membership, introduction, join
 from pycomm._runtime.subgroup import Subgroup
 from pycomm._runtime.torch_private import correct_shrunk_groups
-from pycomm.errors import GroupUnusable, PeerDied
+from pycomm.errors import CollectiveError, GroupUnusable, PeerDied
 from pycomm.group import DEFAULT_STAGING_BYTES, Group, _open_groups
 
 if TYPE_CHECKING:
@@ -145,8 +143,11 @@ class _Ranks:
         store = PrefixStore("pycomm", self._store)
         patience = self._timeout if patience is None else patience
         mine = introduction(DEFAULT_STAGING_BYTES)
-        self._members = join(store, self.rank, self.size, patience, mine)
-        self._group = make_group(self._members, self.rank, self._timeout)
+        self._members = members = join(store, self.rank, self.size, patience, mine, listens=True)
+        self._group = make_group(members, self.rank, self._timeout)
+        if members.listener is not None:
+            make = functools.partial(_make_smaller, self.rank, self._timeout)
+            let_survive(self._group, members.listener, self.rank, mine, make)
 
     def serve_others(self) -> None:
         """Makes this the default group, in whose window others can lie."""
@@ -189,7 +190,8 @@ class _Ranks:
         """A group without some of these ranks; for c10d::Backend::shrink. All others call this.
 
         Raises:
-            ValueError: `excluded` has this rank, or a number that no rank has.
+            ValueError: `excluded` has this rank, or a number that no rank has; or ranks differ in
+                it.
             pycomm.PeerDied: more ranks are gone. Then exclude them, too.
             pycomm.CollectiveError: as :meth:`pycomm.Group.shrink`.
         """
@@ -198,22 +200,9 @@ class _Ranks:
                 raise ValueError(
                     f"ranks_to_exclude must be other ranks of the {self.size}, got {rank}"
                 )
-        group = self.connect()
-        if len(group.nodes) > 1:
-            raise ValueError("pg must be on one node to shrink, got one that spans nodes")
+        self._end_gloo()
         kept = [rank for rank in range(self.size) if rank not in excluded]
-        smaller = group.shrink(
-            timeout, exclude=[i for i, rank in enumerate(self._left) if rank in excluded]
-        )
-        self._left = [self._left[group.ranks.index(number)] for number in smaller.ranks]
-        if self._left != kept:
-            self._group = smaller  # which shrinks next time
-            lost = sorted(set(kept) - set(self._left))
-            raise PeerDied(
-                f"ranks {lost} are gone, too: exclude them and those excluded so far",
-                rank=lost[0],
-                operation="shrink",
-            )
+        smaller = self._shrink_to(kept, timeout)
         self._group = None
         store = PrefixStore("shrunk", self._store)
         made = _Ranks(store, smaller.rank, smaller.size, timeout, self._name, self._first_store)
@@ -225,6 +214,33 @@ class _Ranks:
             made._world = self._world
             made._seats = [self._seats[rank] for rank in kept] if self._world else []
         return made
+
+    def _shrink_to(self, kept: list[int], timeout: float) -> Group:
+        """The group of these ranks: all of them get it, or all raise."""
+        group, agreed = self.connect(), None
+        while agreed is None:
+            excluded = [i for i, rank in enumerate(self._left) if rank not in kept]
+            try:
+                smaller = group.shrink(timeout, exclude=excluded)
+            except CollectiveError as error:
+                if 0 <= error.rank != self._left[error.rank]:
+                    what = f"among ranks {self._left}: {error}"
+                    raise type(error)(what, rank=self._left[error.rank]) from error
+                raise
+            self._left = [self._left[group.ranks.index(number)] for number in smaller.ranks]
+            self._group = group = smaller  # which shrinks next time
+            with contextlib.suppress(CollectiveError):  # a rank has failed just now
+                agreed = group.should_commit(self._left == kept)
+        if agreed:
+            return group
+        lost = sorted(set(kept) - set(self._left))
+        if not lost:
+            raise ValueError("ranks_to_exclude must be the same on every rank that calls this")
+        raise PeerDied(
+            f"ranks {lost} are gone, too: exclude them and those excluded so far",
+            rank=lost[0],
+            operation="shrink",
+        )
 
     def await_reconfigure(self, default: bool) -> None:
         """Leaves it to :meth:`reconfigure` to connect this rank to others.
@@ -323,8 +339,14 @@ class _Ranks:
             log.backend_falls_back(self._name, self.rank, what)
         if self._gloo is None:
             store = PrefixStore("gloo", self._store)
-            self._gloo = _gloo(store, self.rank, self.size, timeout)
+            self._gloo = gloo.connect_lazily(store, self.rank, self.size, timeout)
         return self._gloo
+
+    def _end_gloo(self) -> None:
+        """Ends operations over Gloo, also those of ranks that wait for this one."""
+        if self._gloo is not None:
+            others = [rank for rank in range(self.size) if rank != self.rank]
+            gloo.disconnect(self._gloo, others, gloo.interfaces())
 
     def monitored_barrier(self, timeout: float, wait_all_ranks: bool) -> None:
         """As :func:`pycomm._runtime.monitored_barrier.monitored_barrier`."""
@@ -333,10 +355,18 @@ class _Ranks:
         monitored_barrier(store, self.rank, self.size, timeout, wait_all_ranks)
 
 
+def _make_smaller(number: int, timeout: float, members: Membership, ranks: Sequence[int]) -> Group:
+    """Makes the group that ranks of a larger one shrink to; `number` is this rank's there."""
+    smaller = make_group(members, ranks.index(number), timeout)
+    smaller.ranks = tuple(ranks)
+    return smaller
+
+
 def _membership(group: Group, store: Store) -> Membership:
     """That of a group that shrink() has made."""
+    here = next(node for node, ranks in enumerate(group.nodes) if group.rank in ranks)
     return Membership(
-        nodes=Nodes((tuple(range(group.size)),), 0),
+        nodes=Nodes(group.nodes, here),
         window=group._window,
         pids=list(group._pids),
         processes=list(group._processes),
@@ -355,21 +385,3 @@ def _rank_of(handle: str) -> tuple[int, str]:
     if kind != "pycomm" or not rank.isdecimal():
         raise ValueError(f"handles must come from get_reconfigure_handle(), got {handle!r}")
     return int(rank), token
-
-
-def _gloo(store: Store, rank: int, size: int, timeout: float) -> Any:
-    """A Gloo backend that connects two ranks when they first exchange something.
-
-    It uses the interfaces of ``GLOO_SOCKET_IFNAME``, as torch's own Gloo groups do.
-    """
-    made: Any = dist.ProcessGroupGloo
-    options = made._Options()
-    names = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
-    options._devices = [
-        made.create_device(interface=name, lazy_init=True)
-        if name
-        else made.create_default_device(lazy_init=True)
-        for name in names
-    ]
-    options._timeout = timedelta(seconds=timeout)
-    return made(store, rank, size, options)

@@ -1,4 +1,4 @@
-"""How operations over Gloo are ended, which has no abort."""
+"""How ranks connect over Gloo when they need to, and how its operations are ended."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from torch.distributed.distributed_c10d import Store
 
 _AT_ONCE = timedelta(milliseconds=1)
 
@@ -19,15 +22,33 @@ def interfaces() -> int:
     return os.environ.get("GLOO_SOCKET_IFNAME", "").count(",") + 1
 
 
+def connect_lazily(store: Store, rank: int, size: int, timeout: float) -> Any:
+    """A Gloo backend that connects two ranks when they first exchange something.
+
+    It uses the interfaces of ``GLOO_SOCKET_IFNAME``, as torch's own Gloo groups do.
+    """
+    made: Any = dist.ProcessGroupGloo
+    options = made._Options()
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
+    options._devices = [
+        made.create_device(interface=name, lazy_init=True)
+        if name
+        else made.create_default_device(lazy_init=True)
+        for name in names
+    ]
+    options._timeout = timedelta(seconds=timeout)
+    return made(store, rank, size, options)
+
+
 def disconnect(gloo: Any, nodes: Sequence[int], interfaces: int) -> None:
     """Closes connections, which ends all operations over them, on both sides.
 
-    Gloo closes a connection if a receive over it is given up. It has one for each network
-    interface, which tags choose.
+    Gloo has no abort, but it closes a connection if a receive over it is given up. It has one for
+    each network interface, which tags choose.
 
     Args:
-        gloo: a process group or backend, already connected.
-        nodes: the ranks in it that this one is connected with.
+        gloo: a process group or backend.
+        nodes: the ranks in it that this one may be connected with.
         interfaces: over how many interfaces.
     """
     for node in nodes:
