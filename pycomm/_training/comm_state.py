@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import time
 import warnings
 from collections.abc import Iterable, Sequence
@@ -21,12 +20,12 @@ from pycomm._runtime.torch_private import backward_id, backward_node, not_compil
 from pycomm._training.bucket_memory import move_into_window
 from pycomm._training.exchange import BucketExchange, dense_wire_bytes
 from pycomm._training.flights import Flight, Flights
-from pycomm._training.hook_state import HookState
 from pycomm._training.launching import launching
 from pycomm._training.loss_scale import LossScale
 from pycomm._training.parameters import Exclude, Parameters
 from pycomm._training.planner import Planner
-from pycomm._training.residuals import FORMAT, residuals_for
+from pycomm._training.residuals import residuals_for
+from pycomm._training.saved_state import SavedState, place_in
 from pycomm._training.step import Step
 from pycomm._work import Work
 from pycomm.collectives import all_reduce
@@ -37,11 +36,7 @@ from pycomm.group import Group
 NamedParameters = Iterable[tuple[str, torch.Tensor]]
 
 
-# Attributes that belong to this process or to a running exchange, which are not copied.
-_NOT_COPIED = ("_group", "_planner", "_flying", "_now", "_stream", "_placed")
-
-
-class CommState(HookState):
+class CommState(SavedState):
     """The state that a hook, or the wrapper, keeps from step to step.
 
     Args:
@@ -110,7 +105,7 @@ class CommState(HookState):
         """The group whose ranks exchange gradients."""
         if self._group is None:
             group = default_group()
-            self._residuals.check_owner(self._owner, _place_in(group))
+            self._residuals.check_owner(self._owner, place_in(group))
             self._group = group
         return self._group
 
@@ -310,70 +305,6 @@ class CommState(HookState):
         """All tensors kept from step to step: residuals, and the copies for restoring them."""
         return self._residuals.tensors()
 
-    def state_dict(self, gathered: bool = False) -> dict[str, Any]:
-        """Returns what must be saved with the model, at the end of a step.
-
-        Args:
-            gathered: collect the residuals of all ranks on rank 0, so that only rank 0 needs to
-                save. All ranks must call this; ranks other than 0 get an empty dict.
-
-        Returns:
-            Copies of this rank's residuals. Every rank must save its own, in a file of its own or
-            with torch.distributed.checkpoint. That keeps only one tensor of each name, so residuals
-            are stored under the rank's number.
-        """
-        self._settle()
-        kept = {"format": FORMAT, "size": self.group.size, "step": self.step}
-        if not gathered:
-            return kept | {"kept": {str(self.group.rank): self._residuals.dump()}}
-        dumps = self._residuals.gather(self.group)
-        return kept | {"gathered": dumps} if self.group.rank == 0 else {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the result of :meth:`state_dict`, bit for bit.
-
-        From a gathered one, every rank picks its own residuals. If the number of ranks has changed,
-        every rank gets the mean of the old residuals, so the mean that is still to be sent stays
-        the same.
-
-        Raises:
-            ValueError: it is of another model, or of another rank.
-        """
-        if not isinstance(state_dict, dict) or state_dict.get("format") != FORMAT:
-            raise ValueError("state_dict must come from state_dict() of a state of pycomm.hooks")
-        (rank, size), saved = _place_in(self.group), state_dict["size"]
-        if "gathered" in state_dict:
-            dumps = state_dict["gathered"]
-            if len(dumps) != saved:
-                raise ValueError(f"state_dict must be of all {saved} ranks, got {len(dumps)}")
-            self._residuals.load([dumps[rank]] if saved == size else dumps)
-        else:
-            ((owner, dump),) = state_dict["kept"].items()
-            self._residuals.check_owner((int(owner), saved), (rank, size))
-            self._residuals.load([dump])
-        self.step = state_dict["step"]
-        self._now = Step()
-        self._flying.clear()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For pickling and copying, between two backwards."""
-        self._settle()
-        kept = {name: value for name, value in vars(self).items() if name not in _NOT_COPIED}
-        return kept if self._group is None else kept | {"_owner": _place_in(self._group)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """An unpickled state belongs to the default group, which it looks up at its first use."""
-        vars(self).update(state)
-        self._group = None
-        self._begin_anew()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> CommState:
-        """A copy has residuals of its own and belongs to the same group."""
-        copied = memo[id(self)] = type(self).__new__(type(self))
-        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        copied._group = self._group
-        return copied
-
     def _settle(self) -> None:
         """Updates residuals for steps whose means were not used."""
         self._give_back_dropped()
@@ -431,10 +362,6 @@ def check_successor(group: object) -> None:
     if not isinstance(group, Group):
         raise TypeError(f"group must be a pycomm.Group, got {group!r}")
     group._core.check_usable()
-
-
-def _place_in(group: Group) -> tuple[int, int]:
-    return group.rank, group.size
 
 
 def _check_options(

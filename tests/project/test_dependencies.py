@@ -135,7 +135,7 @@ PYTHON_LAYERS = [
     {"_training.gradient_ring", "_training.optimizers"},
     {"_training.flights"},
     {"_training.step"},
-    {"_training.planner"},
+    {"_training.planner", "_training.saved_state"},
     {"_training.comm_state"},
     {"_training.all_or_none", "_training.local_gradients"},
     {"_training.outer"},
