@@ -2,9 +2,11 @@
 
 import itertools
 import os
+import random
 import signal
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import backends
 import helpers
@@ -260,3 +262,40 @@ def be_late(rank):
 
 def test_a_rank_that_lives_is_waited_for():
     assert survivors_of("abcd", [1], be_late) == [(2, 3), (3,), (2, 3)]
+
+
+def survive(rank, begun, stop):
+    """Operates until told to stop; returns how many are left."""
+    Path(f"{begun}.{rank}").touch()
+    excluded, stops = [], torch.zeros(1)
+    while True:
+        try:
+            if excluded:
+                shrink(excluded)
+                excluded = []
+            assert total() == dist.get_world_size()
+            stops.fill_(Path(stop).exists())
+            dist.broadcast(stops, 0)
+            if stops:
+                dist.barrier()  # so that nobody leaves while others still need it
+                return dist.get_world_size()
+        except pycomm.PeerDied as error:
+            excluded = [error.rank]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_survivors_of_random_kills(seed, tmp_path):
+    choice = random.Random(seed)
+    nodes = choice.choice(["abc", "abcd", "aabb", "abba", "aabbc"])
+    victims = choice.sample(range(len(nodes)), choice.randint(1, len(nodes) - 1))
+    begun, stop = tmp_path / "begun", tmp_path / "stop"
+    with helpers.Ranks(len(nodes), member, nodes, survive, str(begun), str(stop)) as ranks:
+        for rank in range(len(nodes)):
+            helpers.wait_until(Path(f"{begun}.{rank}").exists)
+        for victim in victims:
+            time.sleep(choice.random() / 10)
+            ranks.signal(victim, signal.SIGKILL)
+        stop.touch()
+        left = [rank for rank in range(len(nodes)) if rank not in victims]
+        found = [(outcome.value, outcome.trace) for outcome in ranks.wait_for(left)]
+    assert all(trace == "" for _, trace in found), found
