@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
+from pycomm._connecting import connect_nodes
 from pycomm._inputs.arguments import (
     check_is_rank,
     check_process_group,
@@ -23,23 +24,20 @@ from pycomm._inputs.arguments import (
 )
 from pycomm._inputs.dtypes import check_choice
 from pycomm._runtime import log, rendezvous
-from pycomm._runtime.carriers import Carriers, backends_to_make, subgroup_of
+from pycomm._runtime.carriers import backends_to_make, subgroup_of
 from pycomm._runtime.cuda_windows import DEFAULT_MAX_BLOCKS, join_processes
 from pycomm._runtime.door import Address, read_addresses
 from pycomm._runtime.elastic import when_replaced
 from pycomm._runtime.growth import Growth, enter
-from pycomm._runtime.span import Span
-from pycomm._runtime.survivors import Survivors
 from pycomm._runtime.torch_private import store_of
-from pycomm._runtime.waiting import Deadline
 from pycomm.errors import CollectiveError
-from pycomm.group import DEFAULT_STAGING_BYTES, DEFAULT_TIMEOUT, Group, _open_groups
+from pycomm.group import DEFAULT_STAGING_BYTES, DEFAULT_TIMEOUT, Group, _open_groups, make_group
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from pycomm._runtime.listener import Listener
     from pycomm._runtime.rendezvous import Membership
+    from pycomm._runtime.span import Span
 
 TRANSPORTS = {"auto": 0, "gloo": 1, "process_group": 2}
 
@@ -158,7 +156,12 @@ def _make(members: Membership, rank: int, ranks: Sequence[int], options: _Option
         return made
     _let_grow(made, members.everyone, options)
     if members.listener is not None:
-        _let_survive(made, members.listener, options)
+        made._survive(
+            members.listener,
+            options.rank,
+            options.mine,
+            lambda members, ranks: _complete(members, ranks, options),
+        )
     if members.backends:
         made._span = _join_nodes(made, members, options)
         if made._span is not None:
@@ -166,39 +169,25 @@ def _make(members: Membership, rank: int, ranks: Sequence[int], options: _Option
     return made
 
 
-def _let_survive(made: Group, listener: Listener, options: _Options) -> None:
-    def complete(members: Membership, ranks: Sequence[int]) -> Group:
-        return _complete(members, ranks, options)
+def _join_nodes(made: Group, members: Membership, options: _Options) -> Span | None:
+    """Connects the nodes over process groups; a collective call.
 
-    let_survive(made, listener, options.rank, options.mine, complete)
+    Returns:
+        None if that failed on a rank, and Gloo is to do instead.
 
-
-def let_survive(
-    made: Group,
-    listener: Listener,
-    rank: int,
-    mine: Mapping[str, Any],
-    make: Callable[[Membership, Sequence[int]], Group],
-) -> None:
-    """Lets a group that spans nodes, or has shrunk from one that did, shrink over listeners.
-
-    On one node, too: a rank that has failed to join it waits at the listeners of those that have.
-
-    Args:
-        made: the group.
-        listener: the listener of this rank.
-        rank: this rank, as the listener numbers it.
-        mine: the introduction of this rank.
-        make: makes a smaller group of this rank's membership and its ranks, by those numbers.
+    Raises:
+        pycomm.CollectiveError: a rank has died; or it failed, and the caller wants process groups.
     """
-
-    def go_on(members: Membership, ranks: list[int]) -> Group:
-        smaller = make(members, ranks)
-        let_survive(smaller, listener, rank, mine, make)
-        return smaller
-
-    made._decides = True
-    made._survivors = Survivors(listener, rank, made.ranks, mine, go_on)
+    process_group = options.process_group
+    assert process_group is not None, "a group that has grown has no backends"
+    try:
+        return connect_nodes(made, members, process_group, options.max_blocks)
+    except CollectiveError as error:
+        if options.mine["settings"]["transport"] == "process_group" or not made._core.usable():
+            made.abort()
+            raise
+        log.fallback(made, "%s: Gloo carries CUDA tensors through host memory", error)
+        return None
 
 
 def _serve(group: Group, everyone: Sequence[Mapping[str, Any]], options: _Options) -> None:
@@ -238,103 +227,6 @@ def _make_larger(members: Membership, rank: int, terms: Mapping[str, Any]) -> Gr
     mine = members.everyone[rank]
     options = _Options(None, rank, dict(mine), terms["timeout"], terms["max_blocks"])
     return _complete(members, range(len(members.everyone)), options)
-
-
-def make_group(
-    members: Membership, rank: int, timeout: float, staging_bytes: int = DEFAULT_STAGING_BYTES
-) -> Group:
-    """Makes a group of ranks that know each other, without a CUDA side."""
-    made = Group(
-        members.window,
-        members.nodes,
-        members.pids,
-        members.processes,
-        rank,
-        members.cores,
-        timeout,
-        staging_bytes,
-        members.link,
-    )
-    over = [f"{name} for {device}" for device, name in members.backends.items()]
-    log.group_made(
-        made, members.cores, ", ".join([*over, "Gloo for the rest"] if over else ["Gloo"])
-    )
-    return made
-
-
-def _join_nodes(made: Group, members: Membership, options: _Options) -> Span | None:
-    """Connects the nodes over process groups; a collective call.
-
-    Returns:
-        None if that failed on a rank, and Gloo is to do instead.
-
-    Raises:
-        pycomm.CollectiveError: it failed on a rank, and the caller wants process groups.
-    """
-    span, why = None, ""
-    try:
-        span = _make_span(made, members, options)
-        span.connect()
-    except Exception as error:
-        why = f"{type(error).__name__}: {error}"
-    members.store.set(f"nodes/{made.rank}", why)
-    keys = [f"nodes/{rank}" for rank in range(made.size)]
-    deadline = Deadline(2 * made.timeout)  # a rank may have waited for one that has failed
-    with deadline.guarding("every rank joining the process groups between nodes"):
-        deadline.await_keys(members.store, keys, lambda: False)
-    told = [(rank, members.store.get(key).decode()) for rank, key in enumerate(keys)]
-    reasons = [(rank, reason) for rank, reason in told if reason]
-    if not reasons:
-        return span
-    if span is not None:
-        span.abort()
-        span.close()
-    said = "; ".join(f"rank {rank}: {reason}" for rank, reason in reasons)
-    what = f"process groups between nodes could not be made ({said})"
-    if options.mine["settings"]["transport"] == "process_group":
-        made.abort()
-        raise CollectiveError(what, rank=reasons[0][0])
-    log.fallback(made, "%s: Gloo carries CUDA tensors through host memory", what)
-    return None
-
-
-def _make_span(made: Group, members: Membership, options: _Options) -> Span:
-    """Connects the nodes over process groups, and the ranks of this node; a collective call."""
-    nodes, timeout, store = members.nodes, made.timeout, members.store
-    process_group = options.process_group
-    assert process_group is not None, "a group that has grown has no backends"
-    local, index = nodes.local, nodes.local.index(made.rank)
-    node = None
-    if len(local) > 1:
-        inside = PrefixStore(f"node/{nodes.here}", store)
-        joined = rendezvous.join(
-            inside, index, len(local), timeout, rendezvous.introduction(made.staging_bytes)
-        )
-        node = inner = make_group(joined, index, timeout, made.staging_bytes)
-        ours = [made.ranks[rank] for rank in local]
-        inner._join_cuda = lambda device: join_processes(
-            inner,
-            device,
-            lambda: subgroup_of(process_group, ours, timeout),
-            options.max_blocks,
-            0,
-        )
-    carriers: dict[str, Carriers | None] = {}
-    try:
-        for device, name in members.backends.items():
-            carriers[device] = None
-            if index < nodes.stripes:
-                theirs = PrefixStore(f"carriers/{index}/{device}", store)
-                ranks = [
-                    dist.get_global_rank(process_group, made.ranks[local[index]])
-                    for local in nodes.ranks
-                ]
-                carriers[device] = Carriers(name, theirs, ranks, nodes.here, timeout)
-        return Span(made._core, nodes, made.rank, node, carriers, timeout)
-    except BaseException:
-        if node is not None:
-            node.close()
-        raise
 
 
 def join(address: str | os.PathLike[str], timeout: float | timedelta | None = None) -> Group:

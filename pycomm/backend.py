@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.distributed_c10d import PrefixStore
 
 import pycomm_backend
-from pycomm._init import let_survive, make_group
 from pycomm._inputs.arguments import seconds
 from pycomm._runtime import c10d_cache, gloo, log
 from pycomm._runtime.internode import Nodes
@@ -32,7 +31,7 @@ from pycomm._runtime.rendezvous import Membership, introduction, join
 from pycomm._runtime.subgroup import Subgroup
 from pycomm._runtime.torch_private import correct_shrunk_groups
 from pycomm.errors import CollectiveError, GroupUnusable, PeerDied
-from pycomm.group import DEFAULT_STAGING_BYTES, Group, _open_groups
+from pycomm.group import DEFAULT_STAGING_BYTES, Group, _open_groups, make_group
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -147,7 +146,7 @@ class _Ranks:
         self._group = make_group(members, self.rank, self._timeout)
         if members.listener is not None:
             make = functools.partial(_make_smaller, self.rank, self._timeout)
-            let_survive(self._group, members.listener, self.rank, mine, make)
+            self._group._survive(members.listener, self.rank, mine, make)
 
     def serve_others(self) -> None:
         """Makes this the default group, in whose window others can lie."""

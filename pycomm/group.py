@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from pycomm._runtime.cuda import CudaSide
+    from pycomm._runtime.rendezvous import Membership
 
 DEFAULT_TIMEOUT = 300.0
 DEFAULT_STAGING_BYTES = 2 << 20
@@ -272,6 +273,28 @@ class Group(Elastic):
 
     def __repr__(self) -> str:
         return f"pycomm.Group({self.name!r}, rank={self.rank}, size={self.size})"
+
+
+def make_group(
+    members: Membership, rank: int, timeout: float, staging_bytes: int = DEFAULT_STAGING_BYTES
+) -> Group:
+    """Makes a group of ranks that know each other, without a CUDA side."""
+    made = Group(
+        members.window,
+        members.nodes,
+        members.pids,
+        members.processes,
+        rank,
+        members.cores,
+        timeout,
+        staging_bytes,
+        members.link,
+    )
+    over = [f"{name} for {device}" for device, name in members.backends.items()]
+    log.group_made(
+        made, members.cores, ", ".join([*over, "Gloo for the rest"] if over else ["Gloo"])
+    )
+    return made
 
 
 def find_group(name: str) -> Group:

@@ -10,10 +10,11 @@ import torch
 from pycomm._inputs.arguments import seconds
 from pycomm._runtime import log
 from pycomm._runtime.observed import Observed
+from pycomm._runtime.survivors import Survivors
 from pycomm.errors import GroupUnusable, Timeout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from datetime import timedelta
     from typing import Any
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from pycomm import _C
     from pycomm._runtime.growth import Growth
     from pycomm._runtime.listener import Listener
-    from pycomm._runtime.survivors import Survivors
+    from pycomm._runtime.rendezvous import Membership
 
 _PATIENCE_WITH_NEWCOMERS = 30.0
 when_replaced: list[Callable[[Any, Any], None]] = []  # called with the old and the new group
@@ -245,6 +246,36 @@ class Elastic(Observed):
     @property
     def _listener(self) -> Listener | None:
         return None if self._survivors is None else self._survivors.listener
+
+    def _survive(
+        self,
+        listener: Listener,
+        rank: int,
+        mine: Mapping[str, Any],
+        make: Callable[[Membership, Sequence[int]], Self],
+    ) -> Self:
+        """Lets a group that spans nodes, or has shrunk from one that did, shrink over listeners.
+
+        On one node, too: a rank that failed to join it waits at the listeners of those that did.
+
+        Args:
+            listener: the listener of this rank.
+            rank: this rank, as the listener numbers it.
+            mine: the introduction of this rank.
+            make: makes a smaller group of this rank's membership and its ranks, by those numbers.
+
+        Returns:
+            This group.
+        """
+        self._decides = True
+        self._survivors = Survivors(
+            listener,
+            rank,
+            self.ranks,
+            mine,
+            lambda members, ranks: make(members, ranks)._survive(listener, rank, mine, make),
+        )
+        return self
 
     def _stop_shrinking(self) -> None:
         survivors = self._survivors  # another thread may close the group

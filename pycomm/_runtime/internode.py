@@ -128,7 +128,7 @@ def connect(
             raise RuntimeError("the rendezvous is over")
         look()
 
-    carriers = _LookedAfter(PrefixStore(f"link/{stripe}", store), deadline, look_for_end)
+    carriers = LookedAfter(PrefixStore(f"link/{stripe}", store), deadline, look_for_end)
     if nodes.here == 0:
         carriers.set("secret", secrets.token_hex(_SECRET_BYTES))
     secret = bytes.fromhex(carriers.get("secret").decode())
@@ -166,7 +166,7 @@ def connect(
     return CarrierLinks(made[0], others, secret, hosts[0])
 
 
-class _LookedAfter(Store):
+class LookedAfter(Store):
     """A Store for Gloo with waits that end when the rendezvous does."""
 
     def __init__(self, store: Store, deadline: Deadline, look: Callable[[], object]) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from usage import descriptors, mappings, threads
 
 import pycomm
-from pycomm._init import make_group
+from pycomm.group import make_group
 
 DIAGONALS = ([0, 3], [1, 2])
 

@@ -20,14 +20,14 @@ def before_connecting(happen):
 
 
 def having_told_its_address(happen):
-    original = internode._LookedAfter.set
+    original = internode.LookedAfter.set
 
     def tell(store, key, value):
         original(store, key, value)
         if key != "secret":
             happen()
 
-    internode._LookedAfter.set = tell
+    internode.LookedAfter.set = tell
 
 
 def once_connected(happen):

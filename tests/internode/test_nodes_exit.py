@@ -70,14 +70,14 @@ for rank in range(2):
         folder._finalizer.detach()
         signal.signal(signal.SIGINT, signal.default_int_handler)
         rendezvous.node_identity = lambda: str(rank)
-        original = internode._LookedAfter.wait
+        original = internode.LookedAfter.wait
         if rank == 0:
-            tell = internode._LookedAfter.set
-            internode._LookedAfter.set = lambda self, key, value: (
+            tell = internode.LookedAfter.set
+            internode.LookedAfter.set = lambda self, key, value: (
                 key == "secret" and tell(self, key, value)
             )
         else:
-            internode._LookedAfter.wait = wait
+            internode.LookedAfter.wait = wait
         store = dist.FileStore(folder.name + "/store", 2)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
         try:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import pycomm
-from pycomm import _init
+from pycomm import _connecting, _init
 from pycomm._runtime import carriers
 
 LAYOUTS = [[1, 1], [2, 2], [2, 1], [1, 1, 1], "abba"]
@@ -177,14 +177,14 @@ def unconnected(rank: int, size: int, store: str, transport: str) -> tuple[str, 
     """A rank's process group cannot be made."""
     spanning.pretend("ab"[rank])
     helpers.join_world(rank, size, store)
-    real = _init.Carriers
+    real = _connecting.Carriers
 
     def carriers_of(*args):
         if rank == 1:
             raise RuntimeError("no link")
         return real(*args)
 
-    _init.Carriers = carriers_of
+    _connecting.Carriers = carriers_of
     _init.backends_to_make = lambda *_: {"cpu": "gloo"}
     told, total = "", 0.0
     try:
