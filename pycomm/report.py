@@ -14,6 +14,7 @@ _MOST_BYTES = 16_000  # of a report, for any number of ranks
 _MOST_LINES = 40
 _MOST_NODES = 8
 _MOMENT = 0.01  # seconds; shorter waits are the everyday ones of ranks that meet
+_WHERE = {"launched": "before", "running": "in", "done": "after"}
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,42 @@ class RecordedOperation:
 
     def __str__(self) -> str:
         """The operation in words."""
-        about = f" of {self.subject}" if self.subject else ""
-        return f"operation {self.sequence}, {self.description}{about}"
+        return _in_words(self)
+
+
+@dataclass(frozen=True)
+class LaunchedOperation:
+    """One operation that a rank has launched on its device. Times are as in RecordedOperation.
+
+    Attributes:
+        sequence: its number among the rank's launches in the group, counted from 1.
+        operation: the collective, such as ``"all_reduce"``; an empty string if newer launches have
+            taken the place of its record.
+        description: the collective with its arguments.
+        bytes: the bytes of the tensor, or of one rank's block.
+        captured: True if it is part of a graph. Then `state` is that of the last replay, if no
+            other captured operation has been replayed since.
+        launched: when the rank launched or captured it.
+        state: ``"launched"`` if the device has not begun it, ``"running"``, or ``"done"`` if it has
+            succeeded. If it fails, it stays ``"running"``.
+        since: for the last operation that the device has begun, when it came to the state, to
+            within 5 ms or so; for all others, `launched`.
+        subject: as in RecordedOperation.
+    """
+
+    sequence: int
+    operation: str
+    description: str
+    bytes: int
+    captured: bool
+    launched: float
+    state: str
+    since: float
+    subject: str = ""
+
+    def __str__(self) -> str:
+        """The operation in words."""
+        return f"{'a replay of ' if self.captured else ''}{_in_words(self)}"
 
 
 @dataclass(frozen=True)
@@ -58,6 +93,7 @@ class RankReport:
         waits_for: the rank that it waits for, in an operation of 10 ms or more, or None.
         elsewhere: what it waits for in another group, or an empty string.
         operations: its last operations, in order.
+        launched: its last operations on CUDA tensors, in the order of their launches.
     """
 
     rank: int
@@ -66,22 +102,39 @@ class RankReport:
     waits_for: int | None
     elsewhere: str
     operations: tuple[RecordedOperation, ...]
+    launched: tuple[LaunchedOperation, ...] = ()
+
+    @property
+    def on_device(self) -> LaunchedOperation | None:
+        """The operation that its device is in, or is to begin next, or has done last."""
+        running = [operation for operation in self.launched if operation.state == "running"]
+        waiting = [operation for operation in self.launched if operation.state == "launched"]
+        done = [operation for operation in self.launched if operation.state == "done"]
+        eager = [operation for operation in waiting if not operation.captured]
+        last = running[-1:] or eager[:1] or sorted(done, key=lambda each: each.since)[-1:]
+        return last[0] if last else None
 
     def state(self, now: float) -> str:
         """What the rank does at the time `now`, in words."""
-        words = ["gone; " if self.gone else ""]
-        if not self.operations:
-            words.append("before its first operation")
-        else:
+        # A rank may have gone on between the reading of the clock and that of its record.
+        words = ["gone"] if self.gone else []
+        current = self.on_device
+        if self.operations:
             last = self.operations[-1]
-            # A rank may have gone on between the reading of the clock and that of its record.
             since = max(now - (last.entered if last.done is None else last.done), 0)
             words.append(f"{'in' if last.done is None else 'after'} {last}, for {since:.1f} s")
+        elif current is None:
+            words.append("before its first operation")
         if self.waits_for is not None:
-            words.append(f"; waits for rank {self.waits_for}")
+            words.append(f"waits for rank {self.waits_for}")
         if self.elsewhere:
-            words.append(f"; {self.elsewhere}")
-        return "".join(words)
+            words.append(self.elsewhere)
+        if current is not None:
+            since = max(now - current.since, 0)
+            words.append(f"its device is {_WHERE[current.state]} {current}, for {since:.1f} s")
+            if self.launched[-1].sequence > current.sequence:
+                words.append(f"launched up to operation {self.launched[-1].sequence}")
+        return "; ".join(words)
 
 
 @dataclass(frozen=True)
@@ -138,10 +191,13 @@ class Report:
 
     @cached_property
     def late(self) -> tuple[int, ...]:
-        """The ranks that others wait for, and that wait for no rank of this group themselves."""
+        """The ranks that others wait for, and that wait for no rank of this group themselves.
+
+        On CUDA, those whose device has not begun an operation in which another one waits.
+        """
         waiting = {rank.rank for rank in self.ranks if rank.waits_for is not None}
-        awaited = [rank.waits_for for rank in self.ranks if rank.waits_for is not None]
-        return tuple(sorted(set(awaited) - waiting))
+        awaited = {rank.waits_for for rank in self.ranks if rank.waits_for is not None}
+        return tuple(sorted((awaited - waiting) | self._late_devices()))
 
     @cached_property
     def lateness(self) -> dict[int, float]:
@@ -168,7 +224,7 @@ class Report:
         while True:
             kept = sorted(order[:most], key=lambda rank: rank.rank)
             each = max(most // max(len(kept), 1), 1)
-            ranks = [asdict(replace(rank, operations=rank.operations[-each:])) for rank in kept]
+            ranks = [asdict(_shortened(rank, each)) for rank in kept]
             told = {"time": self.time, "size": self.size, "failed": self.failed, "ranks": ranks}
             told["nodes"] = [asdict(node) for node in self._nodes_by_news()[:most]]
             late, omitted = self.late[:most], len(order) - len(kept)
@@ -191,7 +247,7 @@ class Report:
                 break
             pid = f" (pid {ranks[0].pid})" if len(ranks) == 1 else ""
             # Ranks that came to the same state at different times share the longest one.
-            longest = min(ranks, key=lambda rank: [o.entered for o in rank.operations[-1:]])
+            longest = min(ranks, key=_moment)
             who = _listed([rank.rank for rank in ranks])
             lines.append(f"{who}{pid}: {longest.state(self.time)}")
             told += len(ranks)
@@ -202,6 +258,17 @@ class Report:
             behind = f"{1e3 * seconds:,.3f} ms after the first one"
             lines.append(f"latest in the last operations: rank {latest}, {behind} in the median")
         return "\n".join(lines)
+
+    def _late_devices(self) -> set[int]:
+        before = self.time - (0 if self.failed else _MOMENT)
+        begun = {
+            rank.rank: [o for o in rank.launched if o.state != "launched" and not o.captured]
+            for rank in self.ranks
+        }
+        last = {rank: operations[-1] for rank, operations in begun.items() if operations}
+        waits = [o.sequence for o in last.values() if o.state == "running" and o.since <= before]
+        furthest = max(waits, default=0)
+        return {r for r in begun if (last[r].sequence if r in last else 0) < furthest}
 
     def _nodes_by_news(self) -> list[NodeReport]:
         """The nodes of which something is known come first."""
@@ -222,6 +289,11 @@ class Report:
         return (times for times in entered.values() if len(times) == len(self.ranks))
 
 
+def _in_words(operation: RecordedOperation | LaunchedOperation) -> str:
+    about = f" of {operation.subject}" if operation.subject else ""
+    return f"operation {operation.sequence}, {operation.description}{about}"
+
+
 def make_report(state: Mapping[str, Any]) -> Report:
     """The report of what the extension tells of a group."""
     ranks = [_make_rank(rank, state["time"], state["failed"]) for rank in state["ranks"]]
@@ -231,23 +303,40 @@ def make_report(state: Mapping[str, Any]) -> Report:
 
 def _make_rank(state: Mapping[str, Any], now: float, failed: bool) -> RankReport:
     operations = tuple(RecordedOperation(**operation) for operation in state["operations"])
-    rank = RankReport(**{**state, "operations": operations})
+    launched = tuple(LaunchedOperation(**launch) for launch in state["launched"])
+    rank = RankReport(**{**state, "operations": operations, "launched": launched})
     young = (
         bool(operations) and operations[-1].done is None and now - operations[-1].entered < _MOMENT
     )
     return replace(rank, waits_for=None) if rank.gone or (young and not failed) else rank
 
 
-def _progress(rank: RankReport) -> tuple[int, bool]:
-    """How far a rank has come."""
-    if not rank.operations:
-        return 0, False
-    return rank.operations[-1].sequence, rank.operations[-1].done is not None
+def _shortened(rank: RankReport, most: int) -> RankReport:
+    """With the last operations only, and those that the device is in."""
+    last = rank.launched[-most:]
+    launched = tuple(o for o in rank.launched if o in last or o.state == "running")
+    return replace(rank, operations=rank.operations[-most:], launched=launched)
+
+
+def _progress(rank: RankReport) -> tuple[int, bool, int, int]:
+    """How far a rank has come, and its device."""
+    last, current = rank.operations[-1:], rank.on_device
+    sequence, done = (last[0].sequence, last[0].done is not None) if last else (0, False)
+    if current is None:
+        return sequence, done, 0, 0
+    return sequence, done, current.sequence, list(_WHERE).index(current.state)
+
+
+def _moment(rank: RankReport) -> list[float]:
+    """When a rank came to its state."""
+    current = rank.on_device
+    entered = [operation.entered for operation in rank.operations[-1:]]
+    return entered if current is None else [*entered, current.since]
 
 
 def _kind(rank: RankReport) -> tuple[bool, int, str, str]:
     """What ranks must share to share a line, besides how far they have come."""
-    what = str(rank.operations[-1]) if rank.operations else ""
+    what = "".join(map(str, [*rank.operations[-1:], rank.on_device, *rank.launched[-1:]]))
     return rank.gone, -1 if rank.waits_for is None else rank.waits_for, rank.elsewhere, what
 
 

@@ -133,14 +133,20 @@ def _rows(report: Report, before: Report | None) -> Iterator[tuple[list[str], bo
 
 
 def _rates(rank: RankReport, earlier: RankReport | None, seconds: float) -> list[str]:
-    """Operations and gigabytes per second, since an earlier report."""
-    if earlier is None or not earlier.operations or not rank.operations:
+    """Operations and gigabytes per second, since an earlier report.
+
+    Of those on CUDA, if there were any: ranks that are threads also agree on each of these.
+    """
+    if earlier is None:
         return ["", ""]
-    count = rank.operations[-1].sequence - earlier.operations[-1].sequence
-    if count < 0:  # another group has taken the place of an earlier one
-        return ["", ""]
-    mean = sum(operation.bytes for operation in rank.operations) / len(rank.operations)
-    return [f"{count / seconds:,.0f}", f"{count * mean / seconds / 1e9:.2f}"]
+    rates = ["", ""]
+    rings = (rank.operations, earlier.operations), (rank.launched, earlier.launched)
+    for now, before in rings:
+        count = now[-1].sequence - before[-1].sequence if now and before else -1
+        if count > 0 or (count == 0 and rates[0] == ""):
+            mean = sum(operation.bytes for operation in now) / len(now)
+            rates = [f"{count / seconds:,.0f}", f"{count * mean / seconds / 1e9:.2f}"]
+    return rates  # none if another group has taken the place of an earlier one
 
 
 def _title(report: Report) -> str:

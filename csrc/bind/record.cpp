@@ -13,17 +13,40 @@ namespace py = pybind11;
 namespace pycomm::bind {
 namespace {
 
-py::dict to_python(const Recorded& recorded) {
-  Operation operation = recorded.operation;
+py::dict to_python(Operation operation) {
   operation.details = 0;  // a hash, which would tell nobody anything
   py::dict made;
-  made["sequence"] = recorded.number;
   made["operation"] = name_of(operation.collective);
   made["description"] = describe(operation);
   made["bytes"] = operation.count * size_of(operation.dtype);
+  return made;
+}
+
+py::dict to_python(const Recorded& recorded) {
+  py::dict made = to_python(recorded.operation);
+  made["sequence"] = recorded.number;
   made["entered"] = recorded.entered;
   made["subject"] = recorded.subject;
   made["done"] = recorded.done == 0 ? py::object(py::none()) : py::float_(recorded.done);
+  return made;
+}
+
+py::dict to_python(const Launched& launched) {
+  py::dict made;
+  if (launched.operation) {
+    made = to_python(*launched.operation);
+  } else {
+    made["operation"] = "";
+    made["description"] = "of which nothing is known any more";
+    made["bytes"] = 0;
+  }
+  const char* const states[] = {"launched", "running", "done"};
+  made["sequence"] = launched.number;
+  made["captured"] = launched.captured;
+  made["state"] = states[static_cast<int>(launched.state)];
+  made["launched"] = launched.launched;
+  made["since"] = launched.since;
+  made["subject"] = launched.subject;
   return made;
 }
 
@@ -45,6 +68,8 @@ py::dict to_python(const GroupState& group) {
   for (const RankState& state : group.ranks) {
     py::list operations;
     for (const Recorded& recorded : state.recorded) operations.append(to_python(recorded));
+    py::list launched;
+    for (const Launched& launch : state.launched) launched.append(to_python(launch));
     py::dict rank;
     rank["rank"] = state.rank;
     rank["pid"] = state.pid;
@@ -52,6 +77,7 @@ py::dict to_python(const GroupState& group) {
     rank["waits_for"] = state.waits_for < 0 ? py::object(py::none()) : py::int_(state.waits_for);
     rank["elsewhere"] = state.elsewhere;
     rank["operations"] = operations;
+    rank["launched"] = launched;
     ranks.append(rank);
   }
   py::list nodes;

@@ -1,6 +1,9 @@
 // What ranks have done lately, as read from the records that they keep (cpu/record.h).
 #pragma once
 
+#include <array>
+#include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -18,6 +21,23 @@ struct Recorded {
   std::string subject;  // what it is about, such as a bucket's parameters; may be empty
 };
 
+// Words of core/signal.h: how far a rank's device is with what its host has launched, and which operation
+// of a graph it has replayed last.
+using DeviceProgress = std::array<std::uint64_t, 2>;
+
+// An operation that a rank has launched on its device.
+struct Launched {
+  enum class State : std::uint8_t { launched, running, done };
+
+  std::optional<Operation> operation;  // empty if newer ones have taken its record's place
+  std::uint32_t number;
+  bool captured;  // in a graph: `state` is that of its last replay
+  State state;    // on the device
+  double launched;
+  double since;  // when this rank's host has seen the state, if the device has not gone on
+  std::string subject;
+};
+
 struct RankState {
   int rank = -1;
   int pid = -1;
@@ -25,6 +45,7 @@ struct RankState {
   int waits_for = -1;              // a rank
   std::string elsewhere;           // what it waits for in another group
   std::vector<Recorded> recorded;  // its last operations, in order
+  std::vector<Launched> launched;  // those on its device, in order of launches
 };
 
 // What a rank knows of another node.

@@ -88,4 +88,14 @@ PYCOMM_HD constexpr bool is_abort_word(std::uint64_t word, int ranks) {
          waiter_of(word) < ranks;
 }
 
+// How far a device is with the operations that are launched on it, numbered from 1: the last one that
+// it has begun, and whether that has succeeded. The word grows, unless graphs are replayed.
+PYCOMM_HD constexpr std::uint64_t begun_word(std::uint32_t number) {
+  return std::uint64_t{number} << 1;
+}
+PYCOMM_HD constexpr std::uint64_t done_word(std::uint32_t number) { return begun_word(number) | 1; }
+constexpr std::uint32_t number_of(std::uint64_t word) {
+  return static_cast<std::uint32_t>(word >> 1);
+}
+
 }  // namespace pycomm

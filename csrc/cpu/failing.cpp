@@ -123,8 +123,9 @@ GroupState Comm::state(std::size_t most, bool only_own) const {
   if (other_nodes_ && !only_own) group.nodes = other_nodes_();
   for (int r = 0; r < size_; ++r) {
     if (only_own && r != rank_) continue;
-    RankState rank = state_of(window_->control(r), window_->records(r), window_->subjects(r), size_,
-                              most, scale);
+    RankState rank = state_of(
+        {window_->control(r), window_->records(r), window_->launches(r), window_->subjects(r)},
+        size_, most, scale);
     rank.rank = number(r);
     rank.pid = pid(r);
     rank.gone = rank.gone || ended(r);

@@ -12,17 +12,6 @@
 #include "cpu/waiting.h"
 
 namespace pycomm::cpu {
-namespace {
-
-// What the operations that a thread calls are about.
-struct Calling {
-  const Group* group = nullptr;
-  std::uint32_t subject = 0;
-};
-thread_local Calling calling;
-
-}  // namespace
-
 Group::Group(std::shared_ptr<Window> window, std::shared_ptr<const Liveness> peers, int rank,
              int size, int cores, Clock::duration timeout, std::uint32_t first_epoch)
     : rank_(peers->number(rank)),
@@ -93,57 +82,6 @@ void Group::depart() {
 int Group::unresponsive() {
   const std::lock_guard lock(departing_mutex_);
   return departed_ ? -1 : comm_.unresponsive();
-}
-
-GroupState Group::state(std::size_t most, bool only_own) {
-  if (forked() || closed_) check_usable();
-  const std::lock_guard lock(departing_mutex_);
-  if (departed_) throw GroupUnusable("group is closed");
-  return comm_.state(most, only_own);
-}
-
-Group::Statistics Group::statistics() {
-  if (forked() || closed_) check_usable();
-  const std::lock_guard lock(departing_mutex_);
-  if (departed_) throw GroupUnusable("group is closed");
-  // One scale for all results, so that times never decrease from one to the next.
-  static const double seconds_per_tick = TickScale::now().seconds_per_tick();
-  Statistics all{seconds_per_tick, {}, comm_.counters().read()};
-  for (int r = 0; r < comm_.size(); ++r) {
-    const auto [own, blocked] = comm_.own_and_blocked(r);
-    all.ranks.push_back({comm_.number(r), own, blocked});
-  }
-  return all;
-}
-
-void Group::set_subject(const std::string& text) {
-  calling = {};
-  if (text.empty() || forked()) return;
-  const std::lock_guard lock(departing_mutex_);
-  if (departed_) return;
-  auto found = subjects_.find(text);
-  if (found == subjects_.end()) {
-    if (last_subject_ % kSubjects == 0) subjects_.clear();  // the ring begins anew
-    try {
-      last_subject_ = window_->add_subject(comm_.rank(), text);
-    } catch (const std::system_error&) {  // no memory: the operation matters more
-      return;
-    }
-    found = subjects_.emplace(text, last_subject_).first;
-  }
-  calling = {this, found->second};
-  has_subjects_.store(true, std::memory_order_relaxed);
-}
-
-std::string Group::subject() {
-  if (forked()) return {};  // a thread of the parent may have held the lock
-  const std::lock_guard lock(departing_mutex_);
-  return departed_ ? std::string() : comm_.subject(subject_number());
-}
-
-std::uint32_t Group::subject_number() const {
-  if (!has_subjects_.load(std::memory_order_relaxed)) return 0;  // nearly all groups
-  return calling.group == this ? calling.subject : 0;
 }
 
 void Group::end_waits_of(std::span<const std::shared_ptr<Group>> others) {

@@ -98,6 +98,13 @@ class Group {
   // errors; empty for nothing.
   void set_subject(const std::string& text);
   std::string subject();
+  // Records that this rank launches an operation on its device, on this thread and not on two at a time;
+  // `captured`: in a graph. Returns its number among the launches, from 1.
+  std::uint32_t record_launch(const Operation& operation, bool captured);
+  // Shows the others how far the device is.
+  void show_progress(const DeviceProgress& progress);
+  // The error of a launch, with what it was about and what is known of all ranks.
+  CollectiveError with_report(const CollectiveError& error, std::uint32_t launch);
   // Frees the buffers that operations leave to the next ones, once this rank runs no operation.
   // Until then, `interrupt` is called from time to time; it may throw.
   void trim(void (*interrupt)());
@@ -196,7 +203,11 @@ class Group {
   p2p::Engine& p2p();
   void close_p2p(void (*interrupt)());
   void depart();
-  std::uint32_t subject_number() const;
+  std::uint32_t subject_number() const {
+    return has_subjects_.load(std::memory_order_relaxed) ? calling_subject()
+                                                         : 0;  // nearly always 0
+  }
+  std::uint32_t calling_subject() const;
   std::string refusal(const Call& call) const;
   void check_fits(const Call& call) const;
   std::shared_ptr<Work> enqueue(Task task);
@@ -240,6 +251,7 @@ class Group {
   std::unordered_map<std::string, std::uint32_t> subjects_;
   std::uint32_t last_subject_ = 0;
   std::atomic<bool> has_subjects_{false};
+  std::uint32_t last_launch_ = 0;
   bool departed_ = false;  // this rank does not use the window any more
   std::atomic<bool> failed_{false};
   std::mutex failure_mutex_;

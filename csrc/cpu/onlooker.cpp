@@ -45,6 +45,60 @@ std::vector<RecordedTicks> last_entries(const Record* records, std::size_t most)
   return entries;
 }
 
+// How far a device is with one kind of launches.
+struct Reached {
+  std::uint32_t number;
+  bool done;
+  double since;
+
+  Reached(const Control& control, bool captured, const TickScale& scale)
+      : Reached(control.progress[captured].load(std::memory_order_acquire),
+                scale.seconds(control.progress_seen[captured].load(std::memory_order_acquire))) {}
+  Reached(std::uint64_t word, double seen)
+      : number(number_of(word)), done(word == done_word(number)), since(seen) {}
+
+  Launched::State state() const { return done ? Launched::State::done : Launched::State::running; }
+};
+
+Launched launch_of(const RecordedTicks& entry, const Reached& reached, const TickScale& scale) {
+  const bool captured = entry.done == kCaptured;
+  const double launched = scale.seconds(entry.entered);
+  Launched launch{entry.operation, entry.number, captured, Launched::State::launched,
+                  launched,        launched,     {}};
+  if (reached.number == entry.number) {
+    launch.state = reached.state();
+    launch.since = reached.since;
+  } else if (!captured && pycomm::reached(reached.number, entry.number)) {
+    launch.state = Launched::State::done;
+  }
+  return launch;
+}
+
+// An operation that the device was in last stays, however many have been launched since.
+std::vector<Launched> launched_of(const Slice& slice, std::size_t most, const TickScale& scale) {
+  const Reached all[] = {{slice.control, false, scale}, {slice.control, true, scale}};
+  std::vector<Launched> launched;
+  for (const RecordedTicks& entry : last_entries(slice.launches, kRecords)) {
+    launched.push_back(launch_of(entry, all[entry.done == kCaptured], scale));
+    launched.back().subject = subject_of(slice.control, slice.subjects, entry.subject);
+  }
+  const auto was_in = [&](const Launched& launch) {
+    return launch.number == all[launch.captured].number;
+  };
+  for (const bool captured : {false, true}) {
+    const auto& [number, done, since] = all[captured];
+    const bool found = std::any_of(launched.begin(), launched.end(), [&](const Launched& launch) {
+      return launch.captured == captured && was_in(launch);
+    });
+    if (found || number == 0) continue;
+    launched.insert(launched.begin(),
+                    {{}, number, captured, all[captured].state(), since, since, {}});
+  }
+  std::size_t left = launched.size();
+  std::erase_if(launched, [&](const Launched& launch) { return left-- > most && !was_in(launch); });
+  return launched;
+}
+
 }  // namespace
 
 std::string subject_of(const Control& control, const Subject* subjects, std::uint32_t number) {
@@ -52,8 +106,8 @@ std::string subject_of(const Control& control, const Subject* subjects, std::uin
   return subjects[number % kSubjects].read(number);
 }
 
-RankState state_of(const Control& control, const Record* records, const Subject* subjects,
-                   int ranks, std::size_t most, const TickScale& scale) {
+RankState state_of(const Slice& slice, int ranks, std::size_t most, const TickScale& scale) {
+  const Control& control = slice.control;
   RankState state;
   const std::uint64_t identity = control.identity.load(std::memory_order_acquire);
   state.rank = static_cast<int>(identity & 0xffffffffu);
@@ -65,14 +119,15 @@ RankState state_of(const Control& control, const Record* records, const Subject*
              sender < ranks) {
     state.waits_for = sender;
   }
-  for (const RecordedTicks& entry : last_entries(records, most)) {
+  for (const RecordedTicks& entry : last_entries(slice.records, most)) {
     const double entered = scale.seconds(entry.entered);
     const double done = entry.done == kNotDone   ? 0
                         : entry.done == kUntimed ? entered
                                                  : scale.seconds(entry.done);
     state.recorded.push_back({entry.operation, entry.number, entered, done,
-                              subject_of(control, subjects, entry.subject)});
+                              subject_of(control, slice.subjects, entry.subject)});
   }
+  state.launched = launched_of(slice, most, scale);
   return state;
 }
 
@@ -90,8 +145,10 @@ GroupState Onlooker::state(std::size_t most) const {
   GroupState group{scale.time(), ranks, control(0).abort.load() != 0, {}, {}};
   for (int r = 0; r < ranks; ++r) {
     if (control(r).identity.load(std::memory_order_acquire) == 0) continue;
-    RankState rank = state_of(control(r), records_of(slice(r), ranks),
-                              subjects_of(slice(r), stride_of(header_)), ranks, most, scale);
+    RankState rank =
+        state_of({control(r), records_of(slice(r), ranks), launches_of(slice(r), ranks),
+                  subjects_of(slice(r), stride_of(header_))},
+                 ranks, most, scale);
     if (rank.waits_for >= 0) {
       const std::uint64_t awaited = control(rank.waits_for).identity.load();
       rank.waits_for = awaited == 0 ? -1 : static_cast<int>(awaited & 0xffffffffu);

@@ -10,13 +10,21 @@
 
 namespace pycomm::cpu {
 
+// The parts of a rank's slice that tell what it does.
+struct Slice {
+  const Control& control;
+  const Record* records;
+  const Record* launches;
+  const Subject* subjects;
+};
+
 // The text of a rank's subject; empty if it has gone or there is none.
 std::string subject_of(const Control& control, const Subject* subjects, std::uint32_t number);
 
-// What a rank's control page, records and subjects tell: at most `most` operations, and in `waits_for` the
-// rank of this window that it waits for. `rank` and `pid` are those of identity_word().
-RankState state_of(const Control& control, const Record* records, const Subject* subjects,
-                   int ranks, std::size_t most, const TickScale& scale);
+// What the slice of a rank tells: at most `most` operations, and as many on its device, with those that
+// the device was in last; and in `waits_for` the rank of this window that it waits for. `rank` and `pid`
+// are those of identity_word().
+RankState state_of(const Slice& slice, int ranks, std::size_t most, const TickScale& scale);
 
 class Onlooker {
  public:

@@ -4,6 +4,9 @@
 //
 // When all ranks had come to an operation is not recorded: that is the latest of the times at which
 // they entered it.
+//
+// What a rank launches on its device is recorded in a second ring, whose records end without a time:
+// the device tells how far it is (core/signal.h).
 #pragma once
 
 #include <array>
@@ -25,7 +28,8 @@ inline constexpr std::uint32_t kSampledOneIn = 16;
 constexpr bool is_sampled(std::uint32_t number) {
   return number * 0x9e3779b9u < 0xffffffffu / kSampledOneIn;
 }
-inline constexpr std::int64_t kNotDone = 0, kUntimed = 1;
+// A launch that is captured begins only when its graph is replayed.
+inline constexpr std::int64_t kNotDone = 0, kUntimed = 1, kCaptured = 2;
 
 // Times are ticks.
 struct RecordedTicks {
@@ -33,7 +37,7 @@ struct RecordedTicks {
   std::uint32_t number;
   std::uint32_t subject;  // the number of a text (cpu/subject.h), or 0
   std::int64_t entered;
-  std::int64_t done;  // kNotDone, kUntimed, or when the operation had succeeded
+  std::int64_t done;  // kNotDone, kUntimed, kCaptured, or when the operation had succeeded
 };
 
 class alignas(kLine) Record {

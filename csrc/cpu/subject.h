@@ -13,6 +13,7 @@
 #include <string_view>
 
 #include "core/layout.h"
+#include "cpu/record.h"
 
 namespace pycomm::cpu {
 
@@ -55,5 +56,6 @@ class alignas(2 * kLine) Subject {
 
 // The number of subjects in a ring: more buckets than most models have.
 inline constexpr std::uint32_t kSubjects = 256;
+static_assert(kSubjects >= 2 * kRecords);
 
 }  // namespace pycomm::cpu

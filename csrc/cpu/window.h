@@ -1,7 +1,7 @@
 // The window: memory that the ranks of one group on one node share, with a slice per rank.
 //
-//   | control page | packets | mailboxes | records | staging, even operations | staging, odd ones |
-//   | subjects |
+//   | control page | packets | mailboxes | records | launches | staging, even operations |
+//   | staging, odd ones | subjects |
 //
 // The slices lie in a file (cpu/window_file.h) one after another, so that a single mapping has them
 // all. The first window of a file precedes the heaps, and begins with a header, in rank 0's control
@@ -102,6 +102,9 @@ struct Control {
     std::uint64_t id;
     std::uint64_t members[16];  // a bit for each rank of this window
   } proposal;
+  // A DeviceProgress, and the ticks at which this rank's host has seen each word first.
+  alignas(128) std::atomic<std::uint64_t> progress[2];
+  std::atomic<std::int64_t> progress_seen[2];
 };
 
 inline constexpr std::int64_t kControlBytes = 4096;
@@ -111,7 +114,7 @@ static_assert(sizeof(Control) <= kControlBytes);
 
 // A hash of the window's layout, so every member of Control is listed. Raise the version when
 // something changes its meaning but not its offset.
-inline constexpr std::uint64_t kLayoutVersion = 6;
+inline constexpr std::uint64_t kLayoutVersion = 7;
 inline constexpr std::uint64_t kLayout = hash_of({kLayoutVersion,
                                                   sizeof(Header),
                                                   sizeof(Operation),
@@ -151,6 +154,8 @@ inline constexpr std::uint64_t kLayout = hash_of({kLayoutVersion,
                                                   offsetof(Control, decision),
                                                   offsetof(Control, proposal),
                                                   sizeof(Control::Proposal),
+                                                  offsetof(Control, progress),
+                                                  offsetof(Control, progress_seen),
                                                   sizeof(p2p::Mailbox),
                                                   offsetof(p2p::Mailbox, sender),
                                                   offsetof(p2p::Mailbox, receiver),
@@ -178,13 +183,13 @@ constexpr std::int64_t packet_area_bytes(int ranks) {
 constexpr std::int64_t mailbox_area_bytes(int ranks) {
   return round_up(ranks * static_cast<std::int64_t>(sizeof(p2p::Mailbox)), kPage);
 }
-inline constexpr std::int64_t kRecordBytes = kRecords * sizeof(Record);
+inline constexpr std::int64_t kRecordBytes = kRecords * sizeof(Record);  // of a ring
 static_assert(kRecordBytes % kPage == 0);
 inline constexpr std::int64_t kSubjectBytes = kSubjects * sizeof(Subject);
 static_assert(kSubjectBytes % kPage == 0);
 // Where staging begins in a slice.
 constexpr std::int64_t staging_begin(int ranks) {
-  return kControlBytes + packet_area_bytes(ranks) + mailbox_area_bytes(ranks) + kRecordBytes;
+  return kControlBytes + packet_area_bytes(ranks) + mailbox_area_bytes(ranks) + 2 * kRecordBytes;
 }
 // The bytes of a rank's slice.
 constexpr std::int64_t window_slice_bytes(int ranks, std::int64_t staging_bytes) {
@@ -192,7 +197,10 @@ constexpr std::int64_t window_slice_bytes(int ranks, std::int64_t staging_bytes)
 }
 
 inline Record* records_of(std::byte* slice, int ranks) {
-  return reinterpret_cast<Record*>(slice + staging_begin(ranks) - kRecordBytes);
+  return reinterpret_cast<Record*>(slice + staging_begin(ranks) - 2 * kRecordBytes);
+}
+inline Record* launches_of(std::byte* slice, int ranks) {
+  return records_of(slice, ranks) + kRecords;
 }
 inline Subject* subjects_of(std::byte* slice, std::int64_t slice_bytes) {
   return reinterpret_cast<Subject*>(slice + slice_bytes - kSubjectBytes);
@@ -266,6 +274,8 @@ class Window {
   // The records of rank r's last operations; the one of an operation lies at its number modulo
   // kRecords.
   Record* records(int r) const { return records_of(slice(r), ranks_); }
+  // The same of what it has launched on its device, by the numbers of these.
+  Record* launches(int r) const { return launches_of(slice(r), ranks_); }
   // The subjects of rank r's operations, each at its number modulo kSubjects. They may have no memory
   // before the first one.
   Subject* subjects(int r) const { return subjects_of(slice(r), stride_); }

@@ -38,7 +38,7 @@ __device__ __noinline__ inline int differing_rank(Announcements all) {
 __device__ __noinline__ inline void report_mismatch(Announcements all) {
   const int r = differing_rank(all);
   if (r < 0) return;
-  report(all.me, all.sequence, Reason::mismatch, r, all.at(all.me.rank, 0).operation,
+  report(all.me, Reason::mismatch, r, all.at(all.me.rank, 0).operation,
          all.at(all.me.rank, r).operation);
 }
 

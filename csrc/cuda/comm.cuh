@@ -75,19 +75,21 @@ class BlockComm {
       : BlockComm(launch, launch.ranks[blockIdx.x / launch.layout.lanes]) {}
 
   // Stores the state for the next operation. An operation whose waits were all satisfied still fails
-  // if the group was aborted meanwhile: a failed rank may have changed the data that was read.
-  __device__ void finish() {
+  // if the group was aborted meanwhile: a failed rank may have changed the data that was read. `last`:
+  // no other meeting of the launch follows.
+  __device__ void finish(bool last = true) {
     auto& state = *reinterpret_cast<LaneState*>(window(me_.rank) + layout_.state(lane_));
     if (failed_ && state.failed == 0) withdraw(announcements());
     __syncthreads();
     if (threadIdx.x != 0) return;
     __threadfence_system();  // looks after the block's last read and write
-    failed_ = failed_ || aborted(me_, sequence_);
+    failed_ = failed_ || aborted(me_);
     if (can_be_direct()) inside().store(0, ::cuda::std::memory_order_release);
     state.failed = failed_;
     state.sequence = sequence_;
     for (int channel = 0; channel < kChannels; ++channel)
       state.signalled[channel] = signalled_[channel];
+    if (last) show(done_word(me_.number));
   }
 
   __device__ bool failed() const { return failed_; }
@@ -149,6 +151,7 @@ class BlockComm {
       line.preflight = preflight_;
       announcements().epoch(r, rank()).store(sequence_, ::cuda::std::memory_order_release);
     }
+    show(begun_word(me_.number));  // after the release, which would wait for it
   }
 
   __device__ void await_announcements() {
@@ -398,7 +401,7 @@ class BlockComm {
       const bool gone = shared_word<std::uint32_t>(&me_.mailbox->gone[r])
                             .load(::cuda::std::memory_order_acquire) != 0;
       if (gone && !has_come()) return report(Reason::peer_died, r);
-      if (aborted(me_, sequence_)) return false;
+      if (aborted(me_)) return false;
       if (now_ns() - start > timeout_ns_) return report(Reason::timeout, r);
     }
     return true;
@@ -406,6 +409,12 @@ class BlockComm {
 
   __device__ bool can_be_direct() const {
     return me_.operation.codec.kind == CodecKind::none && allows_zero_copy(me_.operation);
+  }
+  // Tells the host how far this rank is, as its first lane sees it.
+  __device__ void show(std::uint64_t word) const {
+    if (lane_ != 0 || threadIdx.x != 0 || failed_) return;
+    shared_word<std::uint64_t>(&me_.mailbox->progress[me_.captured])
+        .store(word, ::cuda::std::memory_order_relaxed);
   }
   __device__ auto inside() const {
     return shared_word<std::uint32_t>(&me_.mailbox->in_peers_heaps[lane_]);
@@ -419,11 +428,11 @@ class BlockComm {
   __device__ bool enter_heap_of(int r) {
     inside().store(1, ::cuda::std::memory_order_relaxed);
     __threadfence_system();
-    return !aborted(me_, sequence_) && has_announced(r);
+    return !aborted(me_) && has_announced(r);
   }
 
   __device__ bool report(Reason reason, int r) {
-    return cuda::report(me_, sequence_, reason, r, me_.operation, me_.operation);
+    return cuda::report(me_, reason, r, me_.operation, me_.operation);
   }
 
   const RankLaunch& me_;

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <deque>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 #include <string>
 
@@ -95,6 +96,15 @@ struct Latest {
   unsigned long long capture = 0;
 };
 
+// The capture that a stream is in, if any.
+std::optional<unsigned long long> capture_of(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long capture = 0;
+  PYCOMM_CUDA_CHECK(cudaStreamGetCaptureInfo(stream, &status, &capture));
+  if (status == cudaStreamCaptureStatusNone) return {};
+  return capture;
+}
+
 // Orders all launches that use one set of flags, on whatever streams they are. Those of a capture are
 // ordered among each other; the caller orders a graph with all that is not in it.
 class Order {
@@ -122,16 +132,14 @@ class Order {
 
   // An event that is recorded in a capture is meaningless outside of it, and vice versa.
   Latest& latest_beside(cudaStream_t stream) {
-    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    unsigned long long capture = 0;
-    PYCOMM_CUDA_CHECK(cudaStreamGetCaptureInfo(stream, &status, &capture));
-    if (status == cudaStreamCaptureStatusNone) return live_;
+    const std::optional<unsigned long long> capture = capture_of(stream);
+    if (!capture) return live_;
     for (Latest& latest : captured_) {
-      if (latest.capture == capture) return latest;
+      if (latest.capture == *capture) return latest;
     }
     if (captured_.size() == kCaptures) captured_.pop_front();
     Latest& latest = captured_.emplace_back();
-    latest.capture = capture;
+    latest.capture = *capture;
     return latest;
   }
 
@@ -211,7 +219,9 @@ struct Endpoint::Impl {
     launch.windows = tables;
     launch.bases = tables + options.ranks;
     launch.mailbox = device_mailbox;
-    launch.rank = options.rank;
+    launch.rank = static_cast<std::int16_t>(options.rank);
+    launch.captured = extras.captured;
+    launch.number = extras.number;
     to.buckets[index] = extras.bucket;
     to.shardings[index] = extras.sharding;
   }
@@ -330,6 +340,17 @@ bool Endpoint::in_peers_heaps() const {
   return inside && impl_->can_run();
 }
 
+bool Endpoint::captures(std::uintptr_t stream) const {
+  const DeviceGuard guard(impl_->options.device);
+  return capture_of(stream_of(stream)).has_value();
+}
+
+DeviceProgress Endpoint::progress() const {
+  const std::uint64_t* const words = impl_->mailbox->progress;
+  return {__atomic_load_n(&words[0], __ATOMIC_ACQUIRE),
+          __atomic_load_n(&words[1], __ATOMIC_ACQUIRE)};
+}
+
 Failure Endpoint::failure() const {
   const std::uint64_t word = __atomic_load_n(&impl_->mailbox->failure, __ATOMIC_ACQUIRE);
   if (word == 0) return {};
@@ -338,7 +359,7 @@ Failure Endpoint::failure() const {
   return {reason_of(word),
           rank_of(word),
           timed_out ? timeout_word(rank_of(word), options.rank, options.timeout) : word,
-          impl_->mailbox->sequence,
+          impl_->mailbox->number,
           impl_->mailbox->first,
           impl_->mailbox->other};
 }

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "core/operation.h"
+#include "core/record.h"
 #include "core/signal.h"
 #include "cuda/codecs/bucket.h"
 #include "cuda/layout.h"
@@ -34,7 +35,7 @@ struct Failure {
   Reason reason;
   int rank;
   std::uint64_t abort_word;  // for the other ranks
-  std::uint32_t sequence;
+  std::uint32_t number;      // of the launch
   Operation
       first;  // what failed; for a mismatch, rank 0's operation, and `other` is that of `rank`
   Operation other;
@@ -49,6 +50,8 @@ struct Extras {
 
   Bucket bucket;
   Sharding sharding;
+  std::uint32_t number = 0;  // of the launch, as records know it
+  bool captured = false;     // the stream is being captured
 };
 
 // The least staging that is enough for every operation except top-k.
@@ -103,6 +106,10 @@ class Endpoint {
   // After set_abort(): true if a kernel may still use tensors of other ranks. Once false, it stays
   // false. Call it on a thread that uses no other device.
   bool in_peers_heaps() const;
+  // True if what is enqueued on the stream becomes part of a graph.
+  bool captures(std::uintptr_t stream) const;
+  // How far the device is. From any thread; waits for nothing.
+  DeviceProgress progress() const;
   // The failure that a kernel has reported to the host.
   Failure failure() const;
 

@@ -26,12 +26,11 @@ __device__ ::cuda::atomic_ref<Word, ::cuda::thread_scope_system> shared_word(voi
 }
 
 // Not inlined, so that waiting code holds no registers for it.
-__device__ __noinline__ inline bool report(const RankLaunch& me, std::uint32_t sequence,
-                                           Reason reason, int r, const Operation& first,
-                                           const Operation& other) {
+__device__ __noinline__ inline bool report(const RankLaunch& me, Reason reason, int r,
+                                           const Operation& first, const Operation& other) {
   const auto failure = shared_word<std::uint64_t>(&me.mailbox->failure);
   if (failure.load(::cuda::std::memory_order_acquire) == 0) {
-    me.mailbox->sequence = sequence;
+    me.mailbox->number = me.number;
     me.mailbox->first = first;
     me.mailbox->other = other;
     failure.store(abort_word(reason, r), ::cuda::std::memory_order_release);
@@ -40,10 +39,10 @@ __device__ __noinline__ inline bool report(const RankLaunch& me, std::uint32_t s
 }
 
 // True if the host has aborted the group. The host knows the rank to blame.
-__device__ inline bool aborted(const RankLaunch& me, std::uint32_t sequence) {
+__device__ inline bool aborted(const RankLaunch& me) {
   const auto word = shared_word<std::uint64_t>(&me.mailbox->abort);
   if (word.load(::cuda::std::memory_order_acquire) == 0) return false;
-  report(me, sequence, Reason::aborted, me.rank, me.operation, me.operation);
+  report(me, Reason::aborted, me.rank, me.operation, me.operation);
   return true;
 }
 

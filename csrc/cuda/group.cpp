@@ -85,8 +85,10 @@ Operation Group::admit(const Call& call) {
   return operation;
 }
 
-void Group::enqueue(const Part& part, std::uintptr_t stream, const Extras& extras) {
+void Group::enqueue(const Part& part, std::uintptr_t stream, Extras extras) {
   try {
+    extras.captured = endpoint_->captures(stream);
+    extras.number = host_->record_launch(part.operation, extras.captured);
     if (shared_ == nullptr) {
       endpoint_->launch(part.operation, part.input, part.output, stream, extras);
     } else {
@@ -112,7 +114,8 @@ void Group::check() {
     host_->comm().wait_for_kernels(host_->comm().patience(), interrupt_);
     found = endpoint_->failure();  // now it also tells which operation failed
   }
-  const CollectiveError error = describe_failure(found, word);
+  host_->show_progress(endpoint_->progress());
+  const CollectiveError error = host_->with_report(describe_failure(found, word), found.number);
   host_->fail(error.what());
   throw error;
 }
@@ -120,6 +123,7 @@ void Group::check() {
 void Group::close() {
   if (host_->forked()) return;
   endpoint_->synchronize();
+  host_->show_progress(endpoint_->progress());
   stop_watching();
 }
 
@@ -132,14 +136,14 @@ void Group::report(const Failure& found) {
 CollectiveError Group::describe_failure(const Failure& found, std::uint64_t word) const {
   if (found.reason == Reason::mismatch) {
     const int pid = host_->pid(found.rank);
-    return mismatch(0, found.first, found.rank, found.other, pid, found.sequence);
+    return mismatch(0, found.first, found.rank, found.other, pid, found.number);
   }
-  if (!is_abort_word(word, host_->size())) return overwritten(found.first, found.sequence);
+  if (!is_abort_word(word, host_->size())) return overwritten(found.first, found.number);
   const int rank = rank_of(word), pid = host_->pid(rank);
   if (reason_of(word) == Reason::timeout) {
-    return timeout(word, rank == host_->rank(), pid, found.first, found.sequence);
+    return timeout(word, rank == host_->rank(), pid, found.first, found.number);
   }
-  return failure(reason_of(word), rank, pid, found.first, found.sequence);
+  return failure(reason_of(word), rank, pid, found.first, found.number);
 }
 
 // Rank 0 launches for all ranks.
@@ -158,10 +162,11 @@ void Group::run_together(const Part& part, std::uintptr_t stream, const Extras& 
   shared_->follow(rank);
 }
 
-// Passes aborts and deaths to running kernels, and kernels' failures to the host's group.
+// Passes aborts and deaths to running kernels, and kernels' failures and progress to the host's group.
 void Group::watch() {
   std::unique_lock lock(mutex_);
   while (!stopping_.wait_for(lock, kLookEvery, [&] { return stop_; })) {
+    host_->show_progress(endpoint_->progress());
     report(endpoint_->failure());
     for (int r = 0; r < host_->size(); ++r) {
       if (r != host_->rank() && host_->gone(r)) endpoint_->set_gone(r);

@@ -1,6 +1,6 @@
-// One rank's CUDA side of a group. It hands operations to kernels, and passes failures between them and
-// the group on the host (cpu/group.h), which knows the other ranks' processes. It is compiled in every
-// build; without CUDA no Endpoint can be made for it.
+// One rank's CUDA side of a group. It hands operations to kernels, and passes failures and progress
+// between them and the group on the host (cpu/group.h), which knows the other ranks' processes. It is
+// compiled in every build; without CUDA no Endpoint can be made for it.
 #pragma once
 
 #include <condition_variable>
@@ -40,7 +40,7 @@ class Group {
 
  private:
   Operation admit(const Call& call);
-  void enqueue(const Part& part, std::uintptr_t stream, const Extras& extras);
+  void enqueue(const Part& part, std::uintptr_t stream, Extras extras);
   void report(const Failure& found);
   CollectiveError describe_failure(const Failure& found, std::uint64_t word) const;
   void run_together(const Part& part, std::uintptr_t stream, const Extras& extras);

@@ -19,7 +19,9 @@ struct RankLaunch {
   std::byte* const* windows;  // device array: every rank's window, mapped on this device
   std::byte* const* bases;    // device array: the base of each rank's locations
   Mailbox* mailbox;
-  int rank;
+  std::int16_t rank;
+  bool captured;         // the launch is part of a graph
+  std::uint32_t number;  // of the launch on this rank, which records know
 };
 
 struct Launch {

@@ -81,11 +81,14 @@ struct Sharding {
 // Pinned host memory through which a kernel reports failures and hears of aborts. The host polls and
 // writes it.
 struct Mailbox {
-  std::uint64_t failure;   // written by this rank's kernels: an abort word; the first one stays
-  std::uint32_t sequence;  // of the operation that failed
+  std::uint64_t failure;  // written by this rank's kernels: an abort word; the first one stays
+  std::uint32_t number;   // of the launch that failed
   Operation
       first;  // what failed; for a mismatch, rank 0's operation, and `other` the one that differs
   Operation other;
+  // Written by kernels (core/signal.h): how far this rank's device is with what the host has launched,
+  // and which operation of a graph it has replayed last.
+  std::uint64_t progress[2];
   std::uint64_t abort;            // written by the host: the group's abort word
   std::uint32_t gone[kMaxRanks];  // written by the host: not zero once that rank has left or died
   std::uint32_t

@@ -262,6 +262,7 @@ def state_of(rank, sequence, waits_for=None):
         "waits_for": waits_for,
         "elsewhere": "waits for another rank in another group, " + 60 * "y",
         "operations": [operation] * 8,
+        "launched": [],
     }
 
 
@@ -337,3 +338,74 @@ def test_the_end_of_a_chain_is_late():
     states = [state_of(0, 5, 1), state_of(1, 5, 2), state_of(2, 5)]
     report = make_report(state_of_group(states))
     assert report.late == (2,)
+
+
+def launch_of(sequence, state, since=5.0, captured=False):
+    """What the extension tells of an operation on CUDA."""
+    return {
+        "sequence": sequence,
+        "operation": "all_reduce",
+        "description": "all_reduce(float32, on CUDA)",
+        "bytes": 4,
+        "captured": captured,
+        "launched": 5.0,
+        "state": state,
+        "since": since,
+        "subject": "",
+    }
+
+
+def report_of_devices(*launches, **others):
+    """Of ranks that have had no operation on the CPU."""
+    states = [
+        {**state_of(rank, 1), "elsewhere": "", "operations": [], "launched": launched}
+        for rank, launched in enumerate(launches)
+    ]
+    return make_report(state_of_group(states, **others))
+
+
+def test_where_devices_are():
+    report = report_of_devices(
+        [launch_of(3, "done"), launch_of(4, "running", 7.0), launch_of(5, "launched")],
+        [launch_of(3, "done", 6.0), launch_of(4, "launched")],
+        [launch_of(3, "done", 6.5)],
+        [launch_of(1, "running", 8.0, captured=True), launch_of(4, "done")],
+        [],
+    )
+    assert report.late == (1, 2, 4)
+    told = "all_reduce(float32, on CUDA)"
+    assert str(report).splitlines() == [
+        "waited for: ranks 1, 2, 4",
+        "rank 4 (pid 1000004): before its first operation",
+        f"rank 3 (pid 1000003): its device is in a replay of operation 1, {told}, for 1.0 s; "
+        "launched up to operation 4",
+        f"rank 2 (pid 1000002): its device is after operation 3, {told}, for 2.5 s",
+        f"rank 1 (pid 1000001): its device is before operation 4, {told}, for 4.0 s",
+        f"rank 0 (pid 1000000): its device is in operation 4, {told}, for 2.0 s; "
+        "launched up to operation 5",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "failed", "late"), [(0.005, False, ()), (0.02, False, (1,)), (0.005, True, (1,))]
+)
+def test_devices_that_have_just_begun_name_nobody(seconds, failed, late):
+    launches = [launch_of(2, "running", 6.0)], [launch_of(1, "done", 4.0)]
+    assert report_of_devices(*launches, time=6 + seconds, failed=failed).late == late
+
+
+def test_devices_in_one_state_share_a_line():
+    launches = [[launch_of(2, "running", 6.0 + rank)] for rank in range(3)]
+    told = "its device is in operation 2, all_reduce(float32, on CUDA), for 3.0 s"
+    assert str(report_of_devices(*launches)) == f"ranks 0 to 2: {told}"
+
+
+def test_the_operation_of_a_device_is_kept():
+    """However many the host has launched since, in as many ranks."""
+    launches = [
+        [launch_of(1, "running"), *(launch_of(i, "launched") for i in range(2, 129))]
+        for _ in range(64)
+    ]
+    told = report_of_devices(*launches).json()
+    assert len(told.encode()) < MOST_BYTES
+    assert all(rank["launched"][0]["state"] == "running" for rank in json.loads(told)["ranks"])

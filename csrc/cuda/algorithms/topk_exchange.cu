@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (block.feedback.residual != nullptr && !overflow && !unused) feed<T>(block);
     add_lists(block, comm, unused);
   }
-  comm.finish();
+  comm.finish(false);
 }
 
 // Writes every owner's result; all other elements become zero.

@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     CodedComm<T, Codecs> coded(comm, row, launch.staging);
     Body::run(coded);
     coded.finish();
-    comm.finish();
+    comm.finish(part + 1 == launch.parts);
   }
 }
 

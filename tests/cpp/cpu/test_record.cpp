@@ -57,6 +57,23 @@ void tells_subjects() {
   PYCOMM_CHECK(subject->read(2) == "a?[2Jb", "a terminal gets no control characters");
 }
 
+// Some buckets stay, and others come and go: no text is replaced while a record refers to it.
+void subjects_outlive_records() {
+  constexpr int kRounds = 6, kStaying = 200, kPassing = 30;
+  World world(1, 64 << 10);
+  const auto exchange = [&](const std::string& text) {
+    world[0].set_subject(text);
+    world[0].run({Collective::barrier}, nullptr, nullptr);
+    for (const Recorded& recorded : world[0].state(cpu::kRecords).ranks[0].recorded) {
+      PYCOMM_CHECK(!recorded.subject.empty(), "a record has lost its text");
+    }
+  };
+  for (int round = 0; round < kRounds; ++round) {
+    for (int i = 0; i < kStaying; ++i) exchange("bucket " + std::to_string(i));
+    for (int i = 0; i < kPassing; ++i) exchange("passing " + std::to_string(round * kPassing + i));
+  }
+}
+
 void tells_what_ranks_did() {
   constexpr int kRanks = 3, kOperations = 300;
   World world(kRanks, 64 << 10);
@@ -84,6 +101,47 @@ void tells_what_ranks_did() {
   }
   PYCOMM_CHECK(world[0].state(5).ranks[1].recorded.front().number == kOperations - 4,
                "the last five");
+}
+
+// Of 200 launches, the device is in the 150th; it has replayed the 11th, which was captured.
+void tells_what_devices_did() {
+  World world(2, 64 << 10);
+  for (std::uint32_t i = 1; i <= 200; ++i) {
+    world[0].set_subject(i == 150 ? "a bucket" : "");
+    const std::uint32_t number = world[0].record_launch(all_reduce_of(i), i == 11 || i == 199);
+    PYCOMM_CHECK(number == i, "launches are numbered from 1");
+  }
+  using State = Launched::State;
+  world[0].show_progress({begun_word(150), done_word(11)});
+  const GroupState all = world[1].state(cpu::kRecords);
+  PYCOMM_CHECK(all.ranks[1].launched.empty(), "rank 1 has launched nothing");
+  const std::vector<Launched>& launched = all.ranks[0].launched;
+  PYCOMM_CHECK(launched.size() == 1 + cpu::kRecords, "a ring, and what has no record any more");
+  const Launched& gone = launched[0];
+  PYCOMM_CHECK(gone.number == 11 && !gone.operation && gone.captured && gone.state == State::done,
+               "a replay is known, though not what of");
+  for (std::size_t i = 1; i < launched.size(); ++i) {
+    const Launched& each = launched[i];
+    const auto number = static_cast<std::uint32_t>(i) + 200 - cpu::kRecords;
+    PYCOMM_CHECK(each.number == number && each.operation->count == number, "in order");
+    PYCOMM_CHECK(each.captured == (number == 199), "what is captured");
+    PYCOMM_CHECK(each.state == (number < 150    ? State::done
+                                : number == 150 ? State::running
+                                                : State::launched),
+                 "the device goes on in order");
+    PYCOMM_CHECK(each.subject == (number == 150 ? "a bucket" : ""), "what it is about");
+    PYCOMM_CHECK((each.since > each.launched) == (number == 150), "since it was seen there");
+  }
+  const std::vector<Launched> last = world[1].state(4).ranks[0].launched;
+  std::vector<std::uint32_t> numbers;
+  for (const Launched& each : last) numbers.push_back(each.number);
+  PYCOMM_CHECK((numbers == std::vector<std::uint32_t>{11, 150, 197, 198, 199, 200}),
+               "the last ones, and those that the device was in");
+
+  world[0].show_progress({done_word(200), begun_word(199)});
+  const Launched replayed = world[1].state(2).ranks[0].launched[0];
+  PYCOMM_CHECK(replayed.number == 199 && replayed.state == State::running, "another replay");
+  PYCOMM_CHECK(world[1].state(1).ranks[0].launched.back().state == State::done, "all is done");
 }
 
 void buckets_are_near_the_times_in_them() {
@@ -159,7 +217,9 @@ int main() {
   using namespace pycomm::test;
   return run_all({{"readers see whole entries", readers_see_whole_entries},
                   {"tells subjects", tells_subjects},
+                  {"subjects outlive records", subjects_outlive_records},
                   {"tells what ranks did", tells_what_ranks_did},
+                  {"tells what devices did", tells_what_devices_did},
                   {"buckets are near the times in them", buckets_are_near_the_times_in_them},
                   {"samples keep step with no period", samples_keep_step_with_no_period},
                   {"counts while others read", counts_while_others_read}});

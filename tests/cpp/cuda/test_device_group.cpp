@@ -1,7 +1,11 @@
 // A group's CUDA side together with its group on the host: what kernels and hosts tell each other,
 // run on the CPU (device/cuda_runtime.h).
+#include <cuda_runtime.h>
+
+#include <array>
 #include <chrono>
 #include <functional>
+#include <optional>
 #include <string>
 #include <thread>
 
@@ -137,6 +141,128 @@ void disagree_together() {
   });
 }
 
+// The last operation that rank r has launched, as the other one sees it.
+std::optional<Launched> last_launch(Ranks& ranks, int r) {
+  const std::vector<Launched> launched = ranks.hosts[1 - r].state(1).ranks[r].launched;
+  return launched.empty() ? std::nullopt : std::optional(launched.back());
+}
+
+void wait_until(Ranks& ranks, int r, std::uint32_t number, Launched::State state) {
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+  while (true) {
+    const std::optional<Launched> last = last_launch(ranks, r);
+    if (last && last->number == number && last->state == state) return;
+    PYCOMM_CHECK(std::chrono::steady_clock::now() < deadline,
+                 "operation " + std::to_string(number) + " is never in that state");
+    std::this_thread::yield();
+  }
+}
+
+// An int8 bucket is one launch, though its parts meet one after the other; so is one of top-k.
+void run_bucket(Ranks& ranks, int r, CodecKind codec) {
+  std::vector<cuda::Part> parts;
+  std::vector<Call> calls;
+  for (std::int64_t first = 0; first < kCount; first += kCount / 4) {
+    Operation operation = all_reduce();
+    operation.count = kCount / 4;
+    operation.algorithm = Algorithm::two_shot;
+    operation.codec.kind = codec;
+    if (codec == CodecKind::int8) operation.codec.block = 256;
+    if (codec == CodecKind::topk) operation.codec.k = 100;
+    calls.push_back({operation, ranks.x[r].data() + first, ranks.y[r].data() + first});
+    parts.push_back({operation});
+  }
+  std::vector<std::byte> workspace(static_cast<std::size_t>(cuda::workspace_bytes(parts, 2)));
+  ranks.groups[r]->run(calls, 0, {{}, nullptr, workspace.data()});
+}
+
+// Others see what a rank has launched, and how far its device is.
+void shows_progress(bool together) {
+  using State = Launched::State;
+  Ranks ranks(together, 20);
+  ranks.run_both(all_reduce(), all_reduce());
+  ranks.hosts.run([&](int r) { run_bucket(ranks, r, CodecKind::int8); });
+  ranks.hosts.run([&](int r) { run_bucket(ranks, r, CodecKind::topk); });
+  for (int r = 0; r < 2; ++r) {
+    wait_until(ranks, r, 3, State::done);
+    PYCOMM_CHECK(last_launch(ranks, r)->operation->codec.kind == CodecKind::topk, "the last one");
+  }
+  std::thread kernel([&] {
+    ranks.hosts[0].set_subject("layers");
+    ranks.run(0);
+  });
+  wait_until(ranks, 0, 4, together ? State::launched : State::running);
+  PYCOMM_CHECK(last_launch(ranks, 0)->subject == "layers", "and what it is about");
+  PYCOMM_CHECK(last_launch(ranks, 1)->number == 3, "rank 1 has not come to it");
+  ranks.run(1);
+  kernel.join();
+  for (int r = 0; r < 2; ++r) wait_until(ranks, r, 4, State::done);
+}
+
+// A part of a bucket that fails leaves the whole launch where it was.
+void shows_where_it_failed(CodecKind codec) {
+  Ranks ranks(false, 0.2);
+  ranks.run_both(all_reduce(), all_reduce());
+  ranks.hosts[0].set_subject("layers");
+  codec == CodecKind::none ? ranks.run(0) : run_bucket(ranks, 0, codec);
+  try {
+    ranks.groups[0]->check();
+  } catch (const CollectiveError& error) {
+    const std::string text = error.what();
+    PYCOMM_CHECK(error.sequence == 2, "the number of the launch");
+    PYCOMM_CHECK(text.find("; this rank exchanged layers") != std::string::npos, text);
+    const std::vector<RankState>& told = error.group->ranks;
+    const Launched &mine = told[0].launched.back(), &theirs = told[1].launched.back();
+    PYCOMM_CHECK(mine.number == 2 && mine.state == Launched::State::running, "it is still in it");
+    PYCOMM_CHECK(theirs.number == 1 && theirs.state == Launched::State::done, "rank 1 was not");
+    ranks.groups[0]->close();
+    PYCOMM_CHECK(last_launch(ranks, 0)->state == Launched::State::running, "also at the end");
+    return;
+  }
+  PYCOMM_CHECK(false, "rank 1 does not come");
+}
+
+// What a graph has launched is done when it is replayed.
+void shows_replays() {
+  using State = Launched::State;
+  Ranks ranks(false, 20);
+  std::array<cudaStream_t, 2> streams{};
+  std::array<cudaGraph_t, 2> graphs{};
+  for (std::size_t r = 0; r < 2; ++r) {
+    cudaStreamCreate(&streams[r]);
+    cudaStreamBeginCapture(streams[r], cudaStreamCaptureModeRelaxed);
+    ranks.groups[r]->run({all_reduce(), ranks.x[r].data(), ranks.y[r].data()},
+                         reinterpret_cast<std::uintptr_t>(streams[r]));
+    cudaStreamEndCapture(streams[r], &graphs[r]);
+  }
+  ranks.run_both(all_reduce(), all_reduce());
+  const auto captured = [&](std::size_t r) {
+    const std::vector<Launched> all = ranks.hosts[0].state(8).ranks[r].launched;
+    PYCOMM_CHECK(all.size() == 2 && all[0].captured && !all[1].captured, "the first is captured");
+    return all[0];
+  };
+  for (int r = 0; r < 2; ++r) {
+    wait_until(ranks, r, 2, State::done);
+    PYCOMM_CHECK(captured(static_cast<std::size_t>(r)).state == State::launched, "not yet");
+  }
+  const auto replay = [&](std::size_t r) { cudaGraphLaunch(graphs[r], streams[r]); };
+  std::thread kernel([&] { replay(0); });
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+  while (captured(0).state != State::running) {
+    PYCOMM_CHECK(std::chrono::steady_clock::now() < deadline, "the replay waits for rank 1");
+    std::this_thread::yield();
+  }
+  PYCOMM_CHECK(captured(1).state == State::launched, "rank 1 has not come to it");
+  replay(1);
+  kernel.join();
+  for (std::size_t r = 0; r < 2; ++r) ranks.groups[r]->close();
+  for (std::size_t r = 0; r < 2; ++r) {
+    PYCOMM_CHECK(captured(r).state == State::done, "it is done");
+    cudaGraphDestroy(graphs[r]);
+    cudaStreamDestroy(streams[r]);
+  }
+}
+
 void overwritten_word() {
   Ranks ranks(false);
   ranks.hosts[0].abort(abort_word(Reason::timeout, 99));
@@ -197,6 +323,17 @@ int main() {
          ends_the_kernel([](cpu::Group& host) { host.leave(); }, Reason::peer_died,
                          "rank 1 (pid 0) died or left during all_reduce(float32");
        }},
+      {"progress is shown",
+       [] {
+         for (const bool together : {false, true}) shows_progress(together);
+       }},
+      {"a failure shows where it was",
+       [] {
+         for (const CodecKind codec : {CodecKind::none, CodecKind::int8, CodecKind::topk}) {
+           shows_where_it_failed(codec);
+         }
+       }},
+      {"so are replays", shows_replays},
       {"ranks disagree, each with its own launch", disagree_apart},
       {"ranks disagree before they launch together", disagree_together},
       {"a word that no rank writes", overwritten_word},

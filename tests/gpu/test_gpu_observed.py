@@ -1,0 +1,182 @@
+"""Reports, errors and pycomm.top tell what ranks launch on devices, and how far these are."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import gpu_ranks
+import helpers
+import pytest
+import torch
+
+import pycomm
+from pycomm import top
+
+pytestmark = pytest.mark.gpu
+
+SIZE = 3
+COUNT = 1 << 12
+BUCKET = "bias ... weight (2 parameters)"
+
+
+def wait_for(group: pycomm.Group, rank: int, sequence: int, state: str) -> pycomm.report.Report:
+    """A report in which a rank's device has come to an operation."""
+
+    def reports() -> list[pycomm.report.Report]:
+        report = group.report()
+        current = report.ranks[rank].on_device
+        there = current is not None and (current.sequence, current.state) == (sequence, state)
+        return [report] if there else []
+
+    helpers.wait_until(reports, 60)
+    return reports()[0]
+
+
+def run_some(group: pycomm.Group) -> list[list[tuple[int, str, int]]]:
+    """Several kinds of operations; one of them has connected the group."""
+    tensor = torch.ones(COUNT, device="cuda")
+    pycomm.all_reduce(tensor, "avg", group=group)
+    pycomm.compressed_all_reduce(tensor, pycomm.Int8(), group=group)
+    pycomm.compressed_all_reduce(tensor, pycomm.TopK(density=0.1), group=group)
+    pycomm.all_gather(torch.empty(group.size * COUNT, device="cuda"), tensor, group=group)
+    torch.cuda.synchronize()
+    report = [wait_for(group, rank, 5, "done") for rank in range(group.size)][-1]
+    pycomm.barrier(group=group)  # nobody goes on until all have looked
+    return [
+        [(told.sequence, told.operation, told.bytes) for told in rank.launched]
+        for rank in report.ranks
+    ]
+
+
+@pytest.mark.parametrize("layout", gpu_ranks.LAYOUTS)
+def test_launches_are_recorded(layout: str) -> None:
+    for ranks in gpu_ranks.run(SIZE, layout, run_some):
+        for launched in ranks:
+            assert launched == [
+                (1, "all_reduce", 4),
+                *((2 + i, "all_reduce", 4 * COUNT) for i in range(3)),
+                (5, "all_gather", 4 * COUNT),
+            ]
+
+
+class Model(torch.nn.Linear):
+    """With the parameters of BUCKET."""
+
+    def __init__(self) -> None:
+        super().__init__(64, 64, device="cuda")
+
+
+def hang(rank: int, size: int, store: str, folder: str) -> Any:
+    """Rank 1 does not come to its second backward, whose bucket the others exchange."""
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    with helpers.member(rank, size, store, timeout=30) as group:
+        model = pycomm.DataParallel(Model(), group=group)
+        x = torch.ones(2, 64, device="cuda")
+        model(x).sum().backward()
+        torch.cuda.synchronize()
+        Path(folder, str(rank)).touch()
+        if rank == 1:
+            time.sleep(120)
+        try:
+            while True:
+                model(x).sum().backward()
+                torch.cuda.synchronize()
+                group.check()
+        except pycomm.CollectiveError as error:
+            return error
+
+
+def look(pid: int) -> list[dict[str, Any]]:
+    """The groups of a process in which somebody waits."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        top.main([str(pid), "--json"])
+    return [group for group in json.loads(said.getvalue())["groups"] if group["late"]]
+
+
+def test_a_job_that_hangs(tmp_path: Path) -> None:
+    """From another process; then rank 1 is killed, and the others' errors tell the same."""
+    with helpers.Ranks(SIZE, hang, str(tmp_path)) as ranks:
+        helpers.wait_until(lambda: len(list(tmp_path.iterdir())) == SIZE, limit=60)
+        helpers.wait_until(lambda: look(ranks.pids[1]), 20)
+        (group,) = look(ranks.pids[1])
+        assert group["late"] == [1]
+        last = [rank["launched"][-1] for rank in group["ranks"]]
+        number = last[0]["sequence"]
+        assert [(each["sequence"], each["state"]) for each in last] == [
+            (number, "running"),
+            (number - 1, "done"),
+            (number, "running"),
+        ]
+        assert [each["subject"] for each in last] == [BUCKET] * SIZE
+        ranks.signal(1, signal.SIGKILL)
+        for outcome in ranks.wait_for([0, 2]):
+            assert outcome.error is None, outcome.trace
+            report = outcome.value.report
+            assert report.late == (1,)
+            current = [rank.on_device for rank in report.ranks]
+            assert (current[0].sequence, current[0].state) == (number, "running")
+            assert (current[1].sequence, current[1].state) == (number - 1, "done")
+            assert f"its device is in operation {number}, all_reduce(" in str(report)
+
+
+def stay_away(rank: int, size: int, store: str) -> pycomm.CollectiveError | None:
+    """Rank 1 does not launch the second operation."""
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    with helpers.member(rank, size, store, timeout=30) as group:
+        tensor = torch.ones(COUNT, device="cuda")
+        pycomm.all_reduce(tensor, group=group)
+        torch.cuda.synchronize()
+        if rank == 1:
+            wait_for(group, 0, 2, "running")
+            group.abort()
+            return None
+        group._core.subject = BUCKET
+        try:
+            pycomm.all_reduce(tensor, group=group)
+            torch.cuda.synchronize()
+            group.check()
+        except pycomm.Aborted as error:
+            return error
+    return None
+
+
+def test_an_error_of_a_kernel_tells_where_it_was() -> None:
+    error = helpers.run_ranks(2, stay_away)[0]
+    assert (error.rank, error.sequence) == (1, 2)
+    assert f"; this rank exchanged {BUCKET}" in str(error)
+    assert error.report.late == (1,)
+    current = [rank.on_device for rank in error.report.ranks]
+    assert [(each.sequence, each.state) for each in current] == [(2, "running"), (1, "done")]
+
+
+def test_replays_are_shown() -> None:
+    """One rank per stream cannot be captured by several threads; a world of one stream can."""
+    stream = torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
+    with pycomm.LocalWorld(2) as world:
+        tensors = [torch.ones(COUNT, device="cuda") for _ in range(2)]
+
+        def body(group: pycomm.Group) -> None:
+            with torch.cuda.stream(stream):
+                pycomm.all_reduce(tensors[group.rank], "avg", group=group)
+
+        world.run(body)  # connects outside the capture
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="relaxed"):
+            world.run(body)
+        for rank, group in enumerate(world.groups):
+            first, second = wait_for(group, rank, 1, "done").ranks[rank].launched
+            assert (first.captured, second.captured) == (False, True)
+            assert second.state == "launched"
+        graph.replay()
+        torch.cuda.synchronize()
+        for rank, group in enumerate(world.groups):
+            report = wait_for(group, rank, 2, "done")
+            assert "its device is after a replay of operation 2, all_reduce(" in str(report)
