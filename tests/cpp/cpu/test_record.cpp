@@ -59,7 +59,7 @@ void tells_subjects() {
 
 // Some buckets stay, and others come and go: no text is replaced while a record refers to it.
 void subjects_outlive_records() {
-  constexpr int kRounds = 6, kStaying = 200, kPassing = 30;
+  constexpr int kRounds = 12, kStaying = 60, kPassing = 30;
   World world(1, 64 << 10);
   const auto exchange = [&](const std::string& text) {
     world[0].set_subject(text);
