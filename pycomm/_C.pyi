@@ -30,6 +30,7 @@ topk_spread: int
 result_stream: int
 least_transfer_bytes: int
 most_tile_bytes: int
+sent_whole_bytes: int
 
 class Codec:
     def __init__(

@@ -135,6 +135,7 @@ void bind_call(py::module_& m) {
   m.attr("internode_tiles") = cpu::kTiles;
   m.attr("least_transfer_bytes") = cpu::kLeastTransferBytes;
   m.attr("most_tile_bytes") = cpu::kMostTileBytes;
+  m.attr("sent_whole_bytes") = kSentWholeBytes;
 }
 
 }  // namespace pycomm::bind

@@ -208,7 +208,9 @@ inline LinkTraffic link_cost(const Operation& operation, const Nodes& nodes, int
   if (stripe >= nodes.stripes() || operation.collective == Collective::barrier) return traffic;
   const bool reduces = operation.collective == Collective::all_reduce ||
                        operation.collective == Collective::reduce_scatter;
-  const bool gathers = operation.collective != Collective::reduce_scatter;
+  const bool gathers =
+      operation.collective != Collective::reduce_scatter &&
+      (operation.codec.kind != CodecKind::none || !adds_everywhere(operation, nodes, stripe));
   const std::vector<detail::WireShare> shares = detail::wire_shares(operation, nodes, stripe);
   for (int m = 0; m < nodes.count(); ++m) {
     if (m == nodes.here) continue;

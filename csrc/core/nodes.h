@@ -70,6 +70,15 @@ inline Range stripe_of(const Operation& operation, const Nodes& nodes, int strip
   return {begin + part.begin, part.count};
 }
 
+// A stripe of so few bytes is sent whole to all nodes, and each of them adds it up. The result needs
+// no second message then.
+inline constexpr std::int64_t kSentWholeBytes = 32 << 10;
+inline bool adds_everywhere(const Operation& operation, const Nodes& nodes, int stripe) {
+  const Range all = stripe_of(operation, nodes, stripe, 0, operation.count);
+  return operation.collective == Collective::all_reduce &&
+         (nodes.count() - 1) * all.count * size_of(operation.dtype) <= kSentWholeBytes;
+}
+
 // What each node owns of a contiguous stripe: it adds it up, or has it for all others.
 inline std::vector<Range> owned_by_nodes(const Operation& operation, const Nodes& nodes,
                                          int stripe) {
@@ -79,6 +88,10 @@ inline std::vector<Range> owned_by_nodes(const Operation& operation, const Nodes
     switch (operation.collective) {
       case Collective::all_reduce: {
         const Range all = stripe_of(operation, nodes, stripe, 0, operation.count);
+        if (adds_everywhere(operation, nodes, stripe)) {
+          mine = all;
+          break;
+        }
         mine = part_of(all.count, nodes.count(), m, kLine / size_of(operation.dtype));
         mine.begin += all.begin;
         break;

@@ -232,12 +232,15 @@ class Model:
         sent = two_shot_bytes(nbytes, nodes)
         # A handshake, contributions, results; top-k sends each list after its length.
         rounds, trips, messages = 1, 5, 5
-        if compression != "topk":  # which selects from the whole
+        if compression == "none" and (nodes - 1) * nbytes / stripes <= _C.sent_whole_bytes:
+            sent, trips, messages = (nodes - 1) * nbytes, 1, 2
+        elif compression != "topk":  # which selects from the whole
             owned = nbytes / stripes / nodes
             most = max(_C.most_tile_bytes / nodes, _C.least_transfer_bytes)
             transfer = min(max(owned / _C.internode_tiles, _C.least_transfer_bytes), most)
             rounds = math.ceil(owned / transfer)
-            trips, messages = 3, 1 + 2 * rounds
+            # Without compression, contributions do not wait for the handshake.
+            trips, messages = 2 if compression == "none" else 3, 1 + 2 * rounds
         core = self._coding(compression, elements / stripes, nodes)
         core += self._sending(sent / stripes, messages * (nodes - 1))
         core *= cluster.slowdown

@@ -119,6 +119,18 @@ def test_bytes_between_nodes(world, nodes):
         assert sent == pytest.approx(ideal, rel=0.01)
 
 
+@pytest.mark.parametrize(("count", "copies"), [(4096, 6), (4097, 4)], ids=["whole", "in parts"])
+def test_a_small_tensor_is_sent_whole(world, count, copies):
+    """32 KiB to both other nodes, and no results; one more element travels in two phases."""
+
+    def body(group):
+        pycomm.all_reduce(torch.zeros(count), group=group)
+        return group.link_traffic()[0]
+
+    sent = sum(world(3, nodes=[1, 1, 1]).run(body))
+    assert sent == copies * 4 * count + 6 * HANDSHAKE
+
+
 def test_what_a_group_says_of_itself(world):
     groups = world(3, nodes=[2, 1])
     assert [group.nodes for group in groups] == [((0, 1), (2,))] * 3

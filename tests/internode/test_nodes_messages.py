@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -54,9 +55,15 @@ def changed(message: bytes, change: Change) -> bytes:
     return message[:begin] + field + message[begin + size :]
 
 
+def reduce_twice(group: pycomm.Group) -> None:
+    """A rank that is done before another one has seen the damage fails in the second one."""
+    for _ in range(2):
+        pycomm.all_reduce(torch.ones(1000), group=group)
+
+
 def error_of(group: pycomm.Group) -> tuple[type, int]:
     with pytest.raises(pycomm.CollectiveError) as caught:
-        pycomm.all_reduce(torch.ones(1000), group=group)
+        reduce_twice(group)
     return caught.type, caught.value.rank
 
 
@@ -119,6 +126,32 @@ def test_handshakes():
     """Enums used to index tables of names."""
     wanted = dict.fromkeys(HANDSHAKES, (pycomm.ProtocolError, HARMFUL))
     assert spanning.run(NODES, harmful_handshakes, HANDSHAKES) == [wanted] * 3
+
+
+def late(group: pycomm.Group, posted: Path) -> float:
+    """Rank 1 comes when rank 0 has posted two batches."""
+    original, batches = internode.GlooTransport.post, []
+
+    def post(link, sends, receives):
+        original(link, sends, receives)
+        batches.append(None)
+        if len(batches) == 2:
+            posted.touch()
+
+    end = time.monotonic() + 30
+    while group.rank == 1 and not posted.exists():
+        assert time.monotonic() < end, "rank 0 posted no data"
+        time.sleep(0.001)
+    with pytest.MonkeyPatch.context() as patch:
+        if group.rank == 0:
+            patch.setattr(internode.GlooTransport, "post", post)
+        x = pycomm.all_reduce(torch.ones(100_000), group=group)
+    return float(x.sum())
+
+
+def test_data_follows_the_handshake_at_once(tmp_path):
+    """It used to wait until the other node had come."""
+    assert spanning.run([1, 1], late, tmp_path / "posted") == [200_000.0] * 2
 
 
 LISTS = {

@@ -92,8 +92,7 @@ def two_shot(part, transfer, latency, byte, add, ahead, inside=(0.0, 0.0)):
         inside: seconds of a core per byte, before a tile is sent and after its result arrives.
     """
     tiles = [min(transfer, part - begin) for begin in range(0, part, transfer)]
-    now = latency  # handshakes are complete
-    free = 0.0
+    now = free = 0.0  # the first tiles follow the handshake at once
     staged, reduced = {}, {}
 
     def post(tile):

@@ -57,18 +57,28 @@ def test_constants_are_checked(field, value):
 
 
 def test_two_nodes_by_hand():
-    """64 MB over 1 Gbit/s: 64 MB each way, 512 ms; int8 about a quarter. 1 ms of latency thrice,
-    for a handshake, contributions and results; of top-k twice more, for lengths."""
+    """64 MB over 1 Gbit/s: 64 MB each way, 512 ms; int8 about a quarter. 1 ms of latency twice,
+    for contributions and results; int8 waits for a handshake before, and top-k twice more, for
+    lengths."""
     model = Model(cluster(2, 2, latency=1e-3), imagined())
     plain = model.exchange("stripes", "none", 16 * MILLION)
     assert plain.link_bytes == plain.rank_bytes == 64 * MILLION
-    assert plain.seconds == pytest.approx(0.512 + 0.003, rel=1e-3)
+    assert plain.seconds == pytest.approx(0.512 + 0.002, rel=1e-3)
     small = model.exchange("stripes", "int8", 16 * MILLION)
     assert small.link_bytes == pytest.approx(16 * MILLION * (1 + 4 / 256), rel=1e-5)
     assert small.seconds == pytest.approx(0.130 + 0.003, rel=1e-3)
     lists = model.exchange("stripes", "topk", 16 * MILLION)
     assert lists.link_bytes == pytest.approx(0.813 * MILLION, rel=0.01)  # 40.6 bits of 160,000
     assert lists.seconds == pytest.approx(6.5e-3 + 0.005, rel=0.01)
+
+
+def test_a_small_tensor_by_hand():
+    """2,730 floats are sent whole to 3 other nodes, with the handshake; 2,731 are not."""
+    model = Model(cluster(4, 4, latency=1e-3), imagined())
+    whole = model.exchange("stripes", "none", 2730)
+    assert whole.link_bytes == 3 * 4 * 2730
+    assert whole.seconds == pytest.approx(1e-3 + whole.link_bytes * 8e-9, rel=1e-3)
+    assert model.exchange("stripes", "none", 2731).link_bytes == pytest.approx(1.5 * 4 * 2731)
 
 
 def test_cores_by_hand():
@@ -196,7 +206,7 @@ def transfer_bytes(owned: int, nodes: int) -> int:
 @pytest.mark.parametrize("add_ns", [0.1, 5.0, 100.0])
 @pytest.mark.parametrize("latency", [0.0, 1e-4, 5e-3])
 @pytest.mark.parametrize(
-    ("elements", "rate"), [(1000, 1e9), (8 * MILLION, 1e9), (8 * MILLION, 1e12)]
+    ("elements", "rate"), [(10_000, 1e9), (8 * MILLION, 1e9), (8 * MILLION, 1e12)]
 )
 def test_two_shot_against_its_simulation(nodes, add_ns, latency, elements, rate):
     model = Model(cluster(nodes, nodes, rate, latency), imagined(none__add=add_ns))

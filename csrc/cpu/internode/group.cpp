@@ -87,11 +87,12 @@ Preflight InternodeGroup::gather_stripes(const Operation& operation, std::int64_
 void InternodeGroup::exchange_plain(const Operation& operation, std::byte* data, bool reduces,
                                     bool gathers) {
   if (!owns_stripe()) return;
-  link_->await_announcements();
+  gathers = gathers && !adds_everywhere(operation, nodes_, comm_.rank());
   PlainStages stages(*link_, operation,
                      {data, owned_by_nodes(operation, nodes_, comm_.rank()), reduces, gathers},
                      scratch_.incoming);
   exchange(*link_, stages);
+  link_->await_announcements();  // if no data was exchanged
 }
 
 void InternodeGroup::all_reduce(const Operation& operation, const Call& call) {

@@ -4,7 +4,8 @@
 //      (core/algorithms/stripes.h), in rank order. The partial sums are rounded to the tensor's
 //      type, in which they are sent.
 //   2. Between nodes, all stripes in parallel: two-shot in node order
-//      (core/algorithms/internode.h). AVG divides here, once, by the number of all ranks.
+//      (core/algorithms/internode.h). AVG divides here, once, by the number of all ranks. A small
+//      stripe is sent whole to all nodes instead.
 //   3. Inside each node: all-gather of the stripes.
 //
 // So a tensor crosses a node's network link as if the node had a single rank, however many it has.

@@ -112,8 +112,7 @@ void Link::publish() {
   handshake_operation_ = local_.ordinal();
 }
 
-void Link::await_announcements() {
-  wait(handshake_batch_);
+void Link::check_announcements() {
   for (int m = 0; m < size(); ++m) {
     Handshake& handshake = handshakes_[static_cast<std::size_t>(m)];
     try {
@@ -153,6 +152,7 @@ void Link::wait(std::int64_t batch) {
       look_for_failure(waited_ + 1 == handshake_batch_, waited.until(Clock::now()), lost_since);
       if (interrupt_ != nullptr) interrupt_();
     }
+    if (waited_ + 1 == handshake_batch_) check_announcements();
   }
   waits_for_ = -1;
 }

@@ -70,7 +70,8 @@ class Link {
     await_announcements();
   }
   void publish();
-  void await_announcements();
+  // Every wait for a later batch includes this.
+  void await_announcements() { wait(handshake_batch_); }
   // The preflight of all nodes; valid after await_announcements().
   const Preflight& preflight() const { return preflight_; }
 
@@ -124,6 +125,7 @@ class Link {
  private:
   int number(int node) const { return nodes_.rank(node, stripe()); }
   Sender sender(int node) const { return {transport_->secret(), node}; }
+  void check_announcements();
   std::set<int> others() const;
   std::set<int> blameless();
   std::uint64_t least_word();

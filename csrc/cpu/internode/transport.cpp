@@ -95,7 +95,7 @@ void LocalTransport::post(const Batch& batch) {
   if (!connected_) return missing_.push_back(1);  // it will never complete
   missing_.push_back(static_cast<std::int64_t>(batch.sends.size() + batch.receives.size()) + 1);
   for (const Transfer& transfer : batch.sends) {
-    const std::pair way{node_, transfer.node};
+    const Way way{node_, transfer.node, transfer.bytes};
     if (match(shared_->receives[way], transfer, true)) {
       finish(number);
     } else {
@@ -103,7 +103,7 @@ void LocalTransport::post(const Batch& batch) {
     }
   }
   for (const Transfer& transfer : batch.receives) {
-    const std::pair way{transfer.node, node_};
+    const Way way{transfer.node, node_, transfer.bytes};
     if (match(shared_->sends[way], transfer, false)) {
       finish(number);
     } else {
@@ -118,7 +118,6 @@ bool LocalTransport::match(std::deque<Waiting>& others, const Transfer& transfer
   if (others.empty()) return false;
   const Waiting other = others.front();
   others.pop_front();
-  PYCOMM_CHECK(other.transfer.bytes == transfer.bytes, "nodes disagree about a transfer's size");
   std::memcpy(sending ? other.transfer.data : transfer.data,
               sending ? transfer.data : other.transfer.data,
               static_cast<std::size_t>(transfer.bytes));
@@ -140,10 +139,10 @@ void LocalTransport::finish(std::int64_t batch) {
 int LocalTransport::awaited() const {
   const std::lock_guard lock(shared_->mutex);
   for (const auto& [way, waiting] : shared_->receives) {
-    if (way.second == node_ && !waiting.empty()) return way.first;
+    if (way.to == node_ && !waiting.empty()) return way.from;
   }
   for (const auto& [way, waiting] : shared_->sends) {
-    if (way.first == node_ && !waiting.empty()) return way.second;
+    if (way.from == node_ && !waiting.empty()) return way.to;
   }
   return -1;
 }
@@ -152,10 +151,10 @@ void LocalTransport::disconnect() {
   const std::lock_guard lock(shared_->mutex);
   connected_ = false;
   for (auto& [way, waiting] : shared_->sends) {
-    if (way.first == node_) waiting.clear();
+    if (way.from == node_) waiting.clear();
   }
   for (auto& [way, waiting] : shared_->receives) {
-    if (way.second == node_) waiting.clear();
+    if (way.to == node_) waiting.clear();
   }
 }
 

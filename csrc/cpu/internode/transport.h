@@ -3,6 +3,7 @@
 // torch.distributed is in Python (pycomm/_runtime/internode.py).
 #pragma once
 
+#include <compare>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -103,6 +104,11 @@ class LocalTransport : public Transport {
   int awaited() const override;
 
  private:
+  struct Way {
+    int from, to;
+    std::int64_t bytes;
+    auto operator<=>(const Way&) const = default;
+  };
   struct Waiting {
     Transfer transfer;
     std::int64_t batch;
@@ -110,8 +116,9 @@ class LocalTransport : public Transport {
   struct Shared {
     std::mutex mutex;
     std::vector<std::weak_ptr<LocalTransport>> ends;
-    // Transfers that wait for their counterparts, by (sender, receiver).
-    std::map<std::pair<int, int>, std::deque<Waiting>> sends, receives;
+    // Transfers that wait for their counterparts. As over Gloo, a message of another length matches
+    // none: nodes that disagree find that out by their handshakes.
+    std::map<Way, std::deque<Waiting>> sends, receives;
   };
 
   LocalTransport(std::shared_ptr<Shared> shared, int node)

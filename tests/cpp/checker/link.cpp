@@ -30,8 +30,7 @@ void Link::publish() {
   handshake_batch_ = post(batch);
 }
 
-void Link::await_announcements() {
-  wait(handshake_batch_);
+void Link::check_announcements() {
   preflight_ = handshakes_[0].preflight;
   for (const Handshake& handshake : handshakes_) {
     if (!(handshake.operation == local_.called())) throw Violation("nodes do not mean the same");
@@ -95,6 +94,7 @@ void Link::wait(std::int64_t batch) {
     }
     under_way_.pop_front();
     local_.thread().clock.join(carrier.release());
+    if (waited_ + 1 == handshake_batch_) check_announcements();
   }
 }
 

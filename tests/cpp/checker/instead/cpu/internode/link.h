@@ -85,7 +85,7 @@ class Link {
     await_announcements();
   }
   void publish();
-  void await_announcements();
+  void await_announcements() { wait(handshake_batch_); }
   const Preflight& preflight() const { return preflight_; }
 
   int rank() const { return nodes_.here; }
@@ -134,6 +134,7 @@ class Link {
     Operation operation;
     Preflight preflight;
   };
+  void check_announcements();
   Network& network() const { return transport_->network; }
   checker::Thread& carrier(std::int64_t batch) const {
     return *transport_->carriers[static_cast<std::size_t>(batch) % transport_->carriers.size()];
