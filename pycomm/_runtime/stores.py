@@ -7,6 +7,7 @@ import os
 import socket
 import stat
 import struct
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.distributed_c10d import Store
 
-_TRIES_FOR = timedelta(seconds=0.5)
+_FIRST_TRY = 0.5  # seconds
 
 
 def serve(host: str, seconds: float) -> tuple[Store, int]:
@@ -47,12 +48,13 @@ def reach(where: Sequence[Any], seconds: float, given_up: Callable[[], object]) 
     Raises:
         RuntimeError: it was not reached.
     """
-    (host, port), deadline = where, Deadline(seconds)
+    (host, port), deadline, patience = where, Deadline(seconds), _FIRST_TRY
     while True:
+        began = time.monotonic()
         try:
             # Torch would go on trying, and print that, also if nobody listens any more.
-            socket.create_connection((host, port), _TRIES_FOR.total_seconds()).close()
-            store = TCPStore(host, port, None, False, _TRIES_FOR)
+            socket.create_connection((host, port), patience).close()
+            store = TCPStore(host, port, None, False, timedelta(seconds=patience))
             store.set_timeout(timedelta(seconds=seconds))
             limit_receives((host, port), seconds)
             return store
@@ -60,6 +62,8 @@ def reach(where: Sequence[Any], seconds: float, given_up: Callable[[], object]) 
             ended = isinstance(error, ConnectionRefusedError)
             if ended or given_up() or deadline.over():
                 raise RuntimeError(f"no Store was reached at {host}:{port}: {error}") from error
+            # Torch asks for the name of the host, and a name server may take seconds to answer.
+            patience = max(patience, 2 * (time.monotonic() - began))
 
 
 def limit_receives(address: tuple[str, int], seconds: float) -> None:

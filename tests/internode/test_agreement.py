@@ -3,11 +3,13 @@
 import contextlib
 import socket
 import threading
+import time
 
 import helpers
 import pytest
 from torch.distributed import HashStore
 
+from pycomm._runtime import stores
 from pycomm._runtime.agreement import Agreement
 from pycomm._runtime.listener import Listener
 from pycomm._runtime.waiting import Deadline
@@ -141,6 +143,27 @@ def test_an_excluded_rank_that_comes_late_learns_it_at_once(late):
     finally:
         for listener in made:
             listener.close()
+
+
+def test_a_slow_name_server_keeps_nobody_from_a_store(monkeypatch):
+    """Torch asks for hosts' names while it connects, and fails if that takes longer than a try."""
+    tries = []
+
+    class Slow:
+        def __init__(self, _host, _port, _size, _serves, timeout):
+            tries.append(timeout.total_seconds())
+            time.sleep(0.7)
+            if timeout.total_seconds() < 0.7:
+                raise RuntimeError("timed out")
+
+        def set_timeout(self, timeout):
+            self.timeout = timeout
+
+    monkeypatch.setattr(stores, "TCPStore", Slow)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        found = stores.reach(server.getsockname(), 20, lambda: False)
+    assert found.timeout.total_seconds() == 20
+    assert len(tries) == 2
 
 
 def test_strangers_cost_few_descriptors():
