@@ -56,7 +56,9 @@ def test_a_death_while_nodes_connect_ends_the_wait(nodes):
 @pytest.mark.parametrize("nodes", ["ab", "abab"])
 def test_a_rank_that_cannot_connect_ends_the_wait(nodes):
     found = helpers.run_ranks(len(nodes), make, nodes, 1, refuse)
-    assert found == [(pycomm.CollectiveError, 1, True)] * len(nodes)
+    assert [seen[1:] for seen in found] == [(1, True)] * len(nodes)
+    # A rank of its node may first see that it has given up.
+    assert {kind for kind, *_ in found} <= {pycomm.CollectiveError, pycomm.Aborted}
 
 
 def operate(group):
