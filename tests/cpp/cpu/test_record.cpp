@@ -51,7 +51,8 @@ void tells_subjects() {
   subject->write(2, "a text");
   PYCOMM_CHECK(subject->read(2) == "a text", "the last text stays");
   PYCOMM_CHECK(subject->read(1).empty(), "another text has taken its place");
-  subject->write(1, std::string(500, 'x') + "\n");
+  std::string text(500, 'x');
+  subject->write(1, text.append("\n"));
   PYCOMM_CHECK(subject->read(1) == std::string(cpu::Subject::kBytes, 'x'), "a long text is cut");
   subject->write(2, "a\x1b[2Jb");
   PYCOMM_CHECK(subject->read(2) == "a?[2Jb", "a terminal gets no control characters");

@@ -76,7 +76,9 @@ class DeviceRanks {
                         windows_.data(),
                         windows_.data() + mailboxes_.size(),
                         &mailboxes_[r].mailbox,
-                        static_cast<int>(r)};
+                        static_cast<std::int16_t>(r),
+                        false,
+                        1};
     buckets_[r].parts = {{operation, in, out, feedback}};
     workspaces_[r].resize(
         static_cast<std::size_t>(cuda::workspace_bytes(buckets_[r].parts, launch_.layout.ranks)));
