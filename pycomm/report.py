@@ -63,7 +63,7 @@ class LaunchedOperation:
         state: ``"launched"`` if the device has not begun it, ``"running"``, or ``"done"`` if it has
             succeeded. If it fails, it stays ``"running"``.
         since: for the last operation that the device has begun, when it came to the state, to
-            within 5 ms or so; for all others, `launched`.
+            within 5 ms or so, or in an earlier replay; for all others, `launched`.
         subject: as in RecordedOperation.
     """
 

@@ -34,7 +34,9 @@ struct Launched {
   bool captured;  // in a graph: `state` is that of its last replay
   State state;    // on the device
   double launched;
-  double since;  // when this rank's host has seen the state, if the device has not gone on
+  // When this rank's host has first seen the state, perhaps in an earlier replay; `launched` if the device
+  // has gone on, or has not begun.
+  double since;
   std::string subject;
 };
 

@@ -44,7 +44,7 @@ void Group::set_subject(const std::string& text) {
   if (departed_) return;
   auto found = subjects_.find(text);
   // A text in the older half of the ring is written once more: it must outlive the records, of which
-  // there are half as many.
+  // a ring has half as many.
   if (found == subjects_.end() || last_subject_ - found->second >= kSubjects / 2) {
     if (last_subject_ % kSubjects == 0) subjects_.clear();  // the ring begins anew
     try {

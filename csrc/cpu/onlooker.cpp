@@ -51,9 +51,11 @@ struct Reached {
   bool done;
   double since;
 
+  // The braces have the word read first: its rank stores the time first, so a time is never older than
+  // the word.
   Reached(const Control& control, bool captured, const TickScale& scale)
-      : Reached(control.progress[captured].load(std::memory_order_acquire),
-                scale.seconds(control.progress_seen[captured].load(std::memory_order_acquire))) {}
+      : Reached{control.progress[captured].load(std::memory_order_acquire),
+                scale.seconds(control.progress_seen[captured].load(std::memory_order_acquire))} {}
   Reached(std::uint64_t word, double seen)
       : number(number_of(word)), done(word == done_word(number)), since(seen) {}
 
