@@ -7,6 +7,7 @@ import os
 import socket
 import stat
 import struct
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +19,7 @@ from pycomm._runtime.listener import plain_address
 from pycomm._runtime.waiting import Deadline
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch.distributed.distributed_c10d import Store
 
@@ -48,13 +49,14 @@ def reach(where: Sequence[Any], seconds: float, given_up: Callable[[], object]) 
     Raises:
         RuntimeError: it was not reached.
     """
-    (host, port), deadline, patience = where, Deadline(seconds), _FIRST_TRY
+    (host, port), deadline, longest = where, Deadline(seconds), _FIRST_TRY
     while True:
-        began = time.monotonic()
+        began, patience = time.monotonic(), min(longest, deadline.left())
         try:
             # Torch would go on trying, and print that, also if nobody listens any more.
             socket.create_connection((host, port), patience).close()
-            store = TCPStore(host, port, None, False, timedelta(seconds=patience))
+            with _answers_within((host, port), patience):
+                store = TCPStore(host, port, None, False, timedelta(seconds=patience))
             store.set_timeout(timedelta(seconds=seconds))
             limit_receives((host, port), seconds)
             return store
@@ -63,7 +65,36 @@ def reach(where: Sequence[Any], seconds: float, given_up: Callable[[], object]) 
             if ended or given_up() or deadline.over():
                 raise RuntimeError(f"no Store was reached at {host}:{port}: {error}") from error
             # Torch asks for the name of the host, and a name server may take seconds to answer.
-            patience = max(patience, 2 * (time.monotonic() - began))
+            longest = max(longest, 2 * (time.monotonic() - began))
+
+
+@contextlib.contextmanager
+def _answers_within(address: tuple[str, int], seconds: float) -> Iterator[None]:
+    """Ends the connections that the block makes to an address, if it takes too long.
+
+    Torch's constructor would wait for ever for an answer of a server that was stopped.
+
+    Raises:
+        TimeoutError: it took too long.
+    """
+    done, ended = threading.Event(), threading.Event()
+
+    def watch() -> None:
+        while not done.wait(seconds):  # torch may try once more
+            ended.set()
+            for connection in _connections(address):
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    watcher = threading.Thread(target=watch, name="pycomm-store", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join()
+    if ended.is_set():
+        raise TimeoutError("it has not answered in time")
 
 
 def limit_receives(address: tuple[str, int], seconds: float) -> None:
@@ -71,7 +102,13 @@ def limit_receives(address: tuple[str, int], seconds: float) -> None:
 
     Some calls of torch's Store would wait for ever for an answer of a server that was stopped.
     """
-    limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6) + 1)
+    limit = struct.pack("ll", *divmod(int(seconds * 1e6) + 1, 10**6))
+    for connection in _connections(address):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+
+
+def _connections(address: tuple[str, int]) -> Iterator[socket.socket]:
+    """This process's connections to an address."""
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # closed meanwhile, or not connected
             descriptor = int(entry.name)
@@ -80,4 +117,4 @@ def limit_receives(address: tuple[str, int], seconds: float) -> None:
             with socket.socket(fileno=os.dup(descriptor)) as other:
                 peer = other.getpeername()  # of an Internet socket a tuple, of others a string
                 if other.family != socket.AF_UNIX and (plain_address(peer[0]), peer[1]) == address:
-                    other.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+                    yield other

@@ -2,6 +2,7 @@
 
 import contextlib
 import socket
+import struct
 import threading
 import time
 
@@ -164,6 +165,43 @@ def test_a_slow_name_server_keeps_nobody_from_a_store(monkeypatch):
         found = stores.reach(server.getsockname(), 20, lambda: False)
     assert found.timeout.total_seconds() == 20
     assert len(tries) == 2
+
+
+def test_a_store_that_never_answers_is_given_up():
+    """As that of a rank that was stopped."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        pytest.raises(RuntimeError, match="no St"),
+    ):
+        stores.reach(server.getsockname(), 1, lambda: False)
+
+
+def test_no_try_to_reach_a_store_outlasts_the_timeout(monkeypatch):
+    tries = []
+
+    def fail(_host, _port, _size, _serves, timeout):
+        tries.append(timeout.total_seconds())
+        time.sleep(0.7)
+        raise RuntimeError("timed out")
+
+    monkeypatch.setattr(stores, "TCPStore", fail)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        pytest.raises(RuntimeError, match="no St"),
+    ):
+        stores.reach(server.getsockname(), 1, lambda: False)
+    assert max(tries) <= 0.5
+
+
+@pytest.mark.parametrize("seconds", [0.0, 2.5, 3.9999999])
+def test_receives_are_limited_to_any_time(seconds):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+        with socket.create_connection(address) as connection:
+            stores.limit_receives(address, seconds)
+            limit = connection.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, 16)
+    whole, micros = struct.unpack("ll", limit)
+    assert seconds < whole + micros / 1e6 < seconds + 0.1
 
 
 def test_strangers_cost_few_descriptors():
