@@ -130,7 +130,8 @@ class _Ranks:
         self._failed = False  # to be used for the first time
         self._closed = False
         self._group: Group | None = None
-        self._gloo: Any = None
+        self._gloo: Any = None  # made when it is needed, with:
+        self._addresses: gloo.Addresses  # Gloo does not keep the object
         self._monitored_barriers = 0
 
     def meet(self, patience: float | None = None) -> None:
@@ -337,13 +338,14 @@ class _Ranks:
             self._told.add(what)
             log.backend_falls_back(self._name, self.rank, what)
         if self._gloo is None:
-            store = PrefixStore("gloo", self._store)
-            self._gloo = gloo.connect_lazily(store, self.rank, self.size, timeout)
+            self._addresses = gloo.Addresses(PrefixStore("gloo", self._store), timeout)
+            self._gloo = gloo.connect_lazily(self._addresses, self.rank, self.size, timeout)
         return self._gloo
 
     def _end_gloo(self) -> None:
         """Ends operations over Gloo, also those of ranks that wait for this one."""
         if self._gloo is not None:
+            self._addresses.end()
             others = [rank for rank in range(self.size) if rank != self.rank]
             gloo.disconnect(self._gloo, others, gloo.interfaces())
 

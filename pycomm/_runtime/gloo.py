@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from pycomm._runtime.waiting import Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from torch.distributed.distributed_c10d import Store
 
 _AT_ONCE = timedelta(milliseconds=1)
 
@@ -20,6 +21,40 @@ _AT_ONCE = timedelta(milliseconds=1)
 def interfaces() -> int:
     """The number of network interfaces over which Gloo connects ranks now."""
     return os.environ.get("GLOO_SOCKET_IFNAME", "").count(",") + 1
+
+
+class Addresses(Store):
+    """A Store for Gloo with waits that :meth:`end` ends: a rank that has died will publish nothing.
+
+    Args:
+        store: where ranks publish their addresses.
+        seconds: how long to wait for one, unless Gloo says it.
+    """
+
+    def __init__(self, store: Store, seconds: float) -> None:
+        super().__init__()
+        self._store, self._seconds, self._ended = store, seconds, False
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._store.get(key)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        seconds = timeout.total_seconds() if timeout else self._seconds
+        try:
+            found = Deadline(seconds).await_keys(self._store, keys, lambda: self._ended)
+        except TimeoutError:
+            found = False
+        if not found:
+            why = "the group shrinks" if self._ended else f"waited for {seconds:g} s"
+            raise RuntimeError(f"another rank has not published its address over Gloo: {why}")
+
+    def end(self) -> None:
+        """Ends waits for ranks that have published nothing yet."""
+        self._ended = True
 
 
 def connect_lazily(store: Store, rank: int, size: int, timeout: float) -> Any:

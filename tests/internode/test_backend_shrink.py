@@ -131,6 +131,27 @@ def test_survivors_of_kill_9_shrink_the_default_group(nodes, victims):
     assert survivors_of(nodes, victims, go_on_without, nodes, victims) == left
 
 
+def lose_a_rank_without_gloo(rank):
+    """The others have exchanged a message over Gloo, rank 2 never will."""
+    if rank == 0:
+        dist.send(torch.ones(5), 1)
+    elif rank == 1:
+        dist.recv(torch.zeros(5), 0)
+    meet()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    culprit, begin = fail(), time.monotonic()
+    shrink([culprit])
+    elapsed = time.monotonic() - begin
+    check_messages()
+    return rank, total(), elapsed < SOON
+
+
+def test_nobody_waits_for_the_gloo_of_a_rank_that_has_died():
+    expected = [(rank, 2.0, True) for rank in range(2)]
+    assert survivors_of("abc", [2], lose_a_rank_without_gloo) == expected
+
+
 def shrink_in_turn(rank):
     for _ in range(2):
         meet()

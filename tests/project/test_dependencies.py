@@ -61,9 +61,10 @@ def test_core_includes_only_the_standard_library():
 
 # From the lowest layer up; a module imports only what comes before it, for type checkers, too.
 PYTHON_LAYERS = [
-    {"_C", "_runtime.c10d_build", "_runtime.environment", "_runtime.gloo", "report", "stats"},
+    {"_C", "_runtime.c10d_build", "_runtime.environment", "report", "stats"},
     {"errors"},
-    {"_runtime.torch_module", "_runtime.torch_private"},
+    {"_runtime.torch_module", "_runtime.torch_private", "_runtime.waiting"},
+    {"_runtime.gloo"},
     {
         "_runtime.carriers",
         "_inputs.arguments",
@@ -80,7 +81,7 @@ PYTHON_LAYERS = [
         "_training.zeros",
     },
     {"_training.divided"},
-    {"_runtime.orphans", "_runtime.plan", "_runtime.pulse", "_runtime.staging", "_runtime.waiting"},
+    {"_runtime.orphans", "_runtime.plan", "_runtime.pulse", "_runtime.staging"},
     {"_runtime.listener"},
     {"_runtime.door", "_runtime.stores"},
     {
