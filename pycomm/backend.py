@@ -225,7 +225,8 @@ class _Ranks:
             except CollectiveError as error:
                 if 0 <= error.rank != self._left[error.rank]:
                     what = f"among ranks {self._left}: {error}"
-                    raise type(error)(what, rank=self._left[error.rank]) from error
+                    rank = self._left[error.rank]
+                    raise type(error)(what, rank=rank, operation=error.operation) from error
                 raise
             self._left = [self._left[group.ranks.index(number)] for number in smaller.ranks]
             self._group = group = smaller  # which shrinks next time
