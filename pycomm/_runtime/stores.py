@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 _FIRST_TRY = 0.5  # seconds
+_ANSWER = 10.0  # seconds that a server may take for its first answer
 
 
 def serve(host: str, seconds: float) -> tuple[Store, int]:
@@ -55,7 +56,7 @@ def reach(where: Sequence[Any], seconds: float, given_up: Callable[[], object]) 
         try:
             # Torch would go on trying, and print that, also if nobody listens any more.
             socket.create_connection((host, port), patience).close()
-            with _answers_within((host, port), patience):
+            with _answers_within((host, port), min(max(patience, _ANSWER), deadline.left())):
                 store = TCPStore(host, port, None, False, timedelta(seconds=patience))
             store.set_timeout(timedelta(seconds=seconds))
             limit_receives((host, port), seconds)
