@@ -60,8 +60,7 @@ def live(
         except pycomm.CollectiveError:
             group = group.shrink()
             stop.zero_()
-    pycomm.barrier(group=group)
-    time.sleep(0.2)  # slower ranks are still in the barrier
+    helpers.pass_barrier(group, f"{path}.end.{len(group.ranks)}")
     group.close()
     return {"seen": seen, "nodes": group.nodes}
 

@@ -176,6 +176,19 @@ def wait_until(condition: Callable[[], bool], limit: float = 30) -> None:
         time.sleep(0.002)
 
 
+def pass_barrier(group: pycomm.Group, path: str) -> None:
+    """A barrier that every rank has left when this returns, so that a failure finds nobody in it.
+
+    `path`: a file for the calls of these ranks.
+    """
+    pycomm.barrier(group=group)
+    with Path(path).open("ab", buffering=0) as file:
+        file.write(b".")
+        passed = file.tell()
+    everyone = -(-passed // group.size) * group.size
+    wait_until(lambda: Path(path).stat().st_size >= everyone)
+
+
 @contextmanager
 def member(rank: int, size: int, store: str, **options: Any) -> Iterator[pycomm.Group]:
     """A rank's group, over a world of its own."""
