@@ -65,7 +65,8 @@ void subjects_outlive_records() {
   const auto exchange = [&](const std::string& text) {
     world[0].set_subject(text);
     world[0].run({Collective::barrier}, nullptr, nullptr);
-    for (const Recorded& recorded : world[0].state(cpu::kRecords).ranks[0].recorded) {
+    const GroupState state = world[0].state(cpu::kRecords);
+    for (const Recorded& recorded : state.ranks[0].recorded) {
       PYCOMM_CHECK(!recorded.subject.empty(), "a record has lost its text");
     }
   };
