@@ -184,7 +184,7 @@ def _join_nodes(made: Group, members: Membership, options: _Options) -> Span | N
         return connect_nodes(made, members, process_group, options.max_blocks)
     except CollectiveError as error:
         if options.mine["settings"]["transport"] == "process_group" or not made._core.usable():
-            made.abort()
+            made.close()  # not abort(), which could end what others still hear of the failure
             raise
         log.fallback(made, "%s: Gloo carries CUDA tensors through host memory", error)
         return None

@@ -212,9 +212,9 @@ def run_group(size: int, function: Callable[..., Any], *args: Any, **options: An
 
 
 def data_begin(size: int) -> int:
-    """The offset of staging in a rank's slice: after flags, packets, mailboxes and records."""
+    """The offset of staging in a rank's slice: after flags, packets, mailboxes and two records."""
     packets, mailboxes = 2 * size * 2 * 64, size * 256
-    records = pycomm._C.most_recorded * 64
+    records = 2 * pycomm._C.most_recorded * 64  # of operations, and of launches on a device
     return 4096 + sum(-(-area // 4096) * 4096 for area in (packets, mailboxes, records))
 
 

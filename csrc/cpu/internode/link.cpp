@@ -12,6 +12,8 @@ constexpr Clock::duration kNever = Clock::duration::max();
 constexpr auto kWatchEvery = std::chrono::milliseconds(50);
 // Longer than in shared memory, so that a node with a late rank can report it first.
 constexpr auto kGrace = std::chrono::milliseconds(500);
+// So that nodes whose carriers die at the same time see both deaths, and blame the same rank.
+constexpr auto kGraceForOtherDeaths = std::chrono::milliseconds(100);
 // How long to wait for the other nodes' farewells; for nodes that nobody blames, longer: they live,
 // and this node would look dead to them if it disconnected before they have heard from it.
 constexpr auto kFarewells = std::chrono::milliseconds(300);
@@ -162,7 +164,8 @@ void Link::look_for_failure(bool handshake, Clock::duration waited, Clock::durat
   const int lost = find_lost(handshake);
   lost_since = lost < 0 ? kNever : std::min(lost_since, waited);
   // What the node sent before it was lost may still be on its way through this process.
-  if (lost >= 0 && (transport_->died(lost) || waited - lost_since > kGrace)) {
+  const auto grace = lost >= 0 && transport_->died(lost) ? kGraceForOtherDeaths : kGrace;
+  if (lost >= 0 && waited - lost_since > grace) {
     local_.abort(abort_word(Reason::peer_died, number(lost)));
   } else if (waited > timeout_ + kGrace) {
     local_.abort(timeout_word(number(awaited()), local_.number(local_.rank()),
