@@ -211,6 +211,7 @@ class GlooTransport(_C.Transport):
         self._batches: queue.SimpleQueue[list[tuple[int, Any]] | None] = queue.SimpleQueue()
         self._ending = threading.RLock()  # a signal's handler may abort the group in the middle
         self._told = False
+        self._unfinished: list[tuple[int, Any]] = []  # the batch that has failed
         self._farewells: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
         self._farewells_sent = threading.Event()
         jobs = [("pycomm-link", self._wait), ("pycomm-link-farewell", self._await_farewells)]
@@ -282,6 +283,7 @@ class GlooTransport(_C.Transport):
             for node, work in works:
                 self.await_node(node)
                 if not finish(work, _ALWAYS):
+                    self._unfinished = works  # else Gloo would jam connections with live nodes
                     self.fail(node)
                     return
             self.complete()

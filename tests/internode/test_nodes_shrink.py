@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import itertools
 import os
 import random
 import signal
@@ -19,17 +18,7 @@ import torch
 import torch.distributed as dist
 
 import pycomm
-from pycomm._runtime import internode, rendezvous
-
-
-def fail(group):
-    """Operates until an operation fails."""
-    for count in itertools.count(1000):
-        try:
-            pycomm.all_reduce(torch.ones(count), group=group)
-        except pycomm.CollectiveError as error:
-            return error
-    return None
+from pycomm._runtime import rendezvous
 
 
 def meet(group):
@@ -46,7 +35,7 @@ def lose(group, victims):
     meet(group)
     if group.rank in victims:
         os.kill(os.getpid(), signal.SIGKILL)
-    fail(group)
+    spanning.operate_until_failure(group)
     smaller = group.shrink()
     with pytest.raises(pycomm.GroupUnusable, match="closed"):
         total(group)
@@ -154,7 +143,7 @@ def decide_deaf(group, decides):
     else:
         try:
             outcome = group.should_commit()
-            fail(group)
+            spanning.operate_until_failure(group)
         except pycomm.Aborted:
             outcome = None
     smaller = group.shrink()
@@ -177,7 +166,7 @@ def not_come(group, way):
             return None
         time.sleep(3)
     else:
-        fail(group)
+        spanning.operate_until_failure(group)
     told = []
     try:
         smaller = group.shrink(1.5 if way == "is late" else 20)
@@ -203,7 +192,7 @@ def leave_out(group):
     """Ranks 0 and 2 go on without rank 1, which comes when they are through with that."""
     meet(group)
     if group.rank == 1:
-        fail(group)
+        spanning.operate_until_failure(group)
         time.sleep(0.5)
         with pytest.raises(pycomm.GroupUnusable, match="without this rank"):
             group.shrink()
@@ -216,87 +205,6 @@ def leave_out(group):
 
 def test_excluded_ranks_are_left_out_although_they_live():
     assert spanning.run([1, 1, 1], leave_out, timeout=20) == [(0, 2), None, (0, 2)]
-
-
-def be_stopped(group, folder):
-    Path(f"{folder}/{group.rank}").touch()
-    error = fail(group)
-    try:
-        return type(error).__name__, error.rank, group.shrink(30).ranks
-    except pycomm.GroupUnusable as raised:
-        return str(raised)
-
-
-def test_a_stopped_rank_is_left_out_and_told(tmp_path):
-    with spanning.ranks([1, 1, 1], be_stopped, str(tmp_path), timeout=2) as ranks:
-        for rank in range(3):
-            helpers.wait_until((tmp_path / str(rank)).exists)
-        ranks.signal(0, signal.SIGSTOP)
-        left = [outcome.value for outcome in ranks.wait_for([1, 2])]
-        ranks.signal(0, signal.SIGCONT)
-        told = ranks.wait_for([0])[0].value
-    assert left == [("Timeout", 0, (1, 2))] * 2
-    assert "without this rank" in told  # perhaps before it hears that it did not answer
-
-
-def be_stopped_early(rank, size, store, folder):
-    """Rank 0 is stopped before it can receive the others' reasons to stop."""
-    spanning.pretend(str(rank))
-    if rank == 0:
-        internode.GlooTransport._listen = lambda *_: threading.Event().wait()
-    with helpers.member(rank, size, store, timeout=2) as group:
-        return be_stopped(group, folder)
-
-
-def test_a_rank_that_cannot_hear_why_the_others_stop_is_left_out(tmp_path):
-    with helpers.Ranks(3, be_stopped_early, str(tmp_path)) as ranks:
-        for rank in range(3):
-            helpers.wait_until((tmp_path / str(rank)).exists)
-        ranks.signal(0, signal.SIGSTOP)
-        left = [outcome.value for outcome in ranks.wait_for([1, 2])]
-    assert left == [("Timeout", 0, (1, 2))] * 2
-
-
-def be_slow(rank, size, store, folder):
-    """Rank 2 dies while the others are between operations, and rank 1 is stopped for a while."""
-    spanning.pretend(str(rank))
-    link, heard, at_end = internode.GlooTransport, set(), []
-    hear, tell, disconnect = link.heard, link.stop, link.disconnect
-
-    def hear_and_note(self, node, farewell):
-        heard.add(node)
-        hear(self, node, farewell)
-
-    def tell_and_say(self, farewell):
-        tell(self, farewell)
-        Path(f"{folder}/told-{rank}").touch()
-
-    def note_and_disconnect(self):
-        at_end.append(sorted(heard))
-        disconnect(self)
-
-    link.heard, link.stop, link.disconnect = hear_and_note, tell_and_say, note_and_disconnect
-    with helpers.member(rank, size, store, timeout=20) as group:
-        pycomm.barrier(group=group)
-        Path(f"{folder}/between-{rank}").touch()
-        if rank > 0:
-            helpers.wait_until(Path(f"{folder}/go").exists)
-        return *be_stopped(group, folder), at_end[0]
-
-
-def test_a_slow_rank_is_heard_before_the_connections_end(tmp_path):
-    """Otherwise it may take a rank that has disconnected for dead."""
-    with helpers.Ranks(3, be_slow, str(tmp_path)) as ranks:
-        for rank in range(3):
-            helpers.wait_until((tmp_path / f"between-{rank}").exists)
-        ranks.signal(1, signal.SIGSTOP)
-        ranks.signal(2, signal.SIGKILL)
-        helpers.wait_until((tmp_path / "told-0").exists)
-        time.sleep(0.5)
-        (tmp_path / "go").touch()
-        ranks.signal(1, signal.SIGCONT)
-        left = [outcome.value for outcome in ranks.wait_for([0, 1])]
-    assert left == [("PeerDied", 2, (0, 1), [1]), ("PeerDied", 2, (0, 1), [0])]
 
 
 def abort_in_shrink(group):
@@ -324,7 +232,7 @@ def die_with_a_child(group, folder):
                 time.sleep(0.1)
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
-    fail(group)
+    spanning.operate_until_failure(group)
     return group.shrink(20).ranks
 
 
@@ -353,7 +261,7 @@ def miss_the_end(group):
     if group.rank == 2:
         rendezvous._await_all = fail_once
     began = time.monotonic()
-    fail(group)
+    spanning.operate_until_failure(group)
     while True:
         group = group.shrink()
         with contextlib.suppress(pycomm.CollectiveError):
@@ -382,7 +290,7 @@ def stop_in_the_middle(group, folder):
             await_all(*given)
 
         rendezvous._await_all = stop
-    fail(group)
+    spanning.operate_until_failure(group)
     began = time.monotonic()
     try:
         return group.shrink(3).ranks

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import helpers
+import torch
 
+import pycomm
 from pycomm._runtime import rendezvous
 
 
@@ -46,3 +49,13 @@ def ranks(
     """The processes, to do harm to."""
     nodes = names(nodes)
     return helpers.Ranks(len(nodes), member, nodes, function, options, *args)
+
+
+def operate_until_failure(group: pycomm.Group) -> pycomm.CollectiveError:
+    """Calls all-reduces until one fails; returns its error."""
+    for count in itertools.count(1000):
+        try:
+            pycomm.all_reduce(torch.ones(count), group=group)
+        except pycomm.CollectiveError as error:
+            return error
+    raise AssertionError
