@@ -67,7 +67,7 @@ def share_state(*objects: Any, receive: bool = False, group: Group | None = None
 
 
 def _state_of(each: Any, group: Group) -> dict[str, Any]:
-    """What is sent of an object. Ranks may have divided an optimizer's states among them."""
+    """The state to send. If ranks share an optimizer's states, it tells who has which part."""
     if isinstance(each, dict):
         return each
     state: dict[str, Any] = (

@@ -135,7 +135,8 @@ def _rows(report: Report, before: Report | None) -> Iterator[tuple[list[str], bo
 def _rates(rank: RankReport, earlier: RankReport | None, seconds: float) -> list[str]:
     """Operations and gigabytes per second, since an earlier report.
 
-    Of those on CUDA, if there were any: ranks that are threads also agree on each of these.
+    If the rank has launched operations on CUDA, only these count: ranks that are threads also
+    record an operation on the CPU for each of them.
     """
     if earlier is None:
         return ["", ""]

@@ -356,7 +356,7 @@ def launch_of(sequence, state, since=5.0, captured=False):
 
 
 def report_of_devices(*launches, **others):
-    """Of ranks that have had no operation on the CPU."""
+    """A report of ranks that have used only their devices."""
     states = [
         {**state_of(rank, 1), "elsewhere": "", "operations": [], "launched": launched}
         for rank, launched in enumerate(launches)

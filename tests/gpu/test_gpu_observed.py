@@ -157,20 +157,9 @@ def test_an_error_of_a_kernel_tells_where_it_was() -> None:
 
 
 def test_replays_are_shown() -> None:
-    """One rank per stream cannot be captured by several threads; a world of one stream can."""
-    stream = torch.cuda.Stream()
-    graph = torch.cuda.CUDAGraph()
     with pycomm.LocalWorld(2) as world:
         tensors = [torch.ones(COUNT, device="cuda") for _ in range(2)]
-
-        def body(group: pycomm.Group) -> None:
-            with torch.cuda.stream(stream):
-                pycomm.all_reduce(tensors[group.rank], "avg", group=group)
-
-        world.run(body)  # connects outside the capture
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="relaxed"):
-            world.run(body)
+        graph = gpu_ranks.capture_averages(world, tensors)
         for rank, group in enumerate(world.groups):
             first, second = wait_for(group, rank, 1, "done").ranks[rank].launched
             assert (first.captured, second.captured) == (False, True)

@@ -17,6 +17,13 @@ import pycomm
 from pycomm import hooks, optim
 
 DILOCO = {"outer_lr": 0.7, "outer_momentum": 0.9}
+# Options of LocalSGDState, but for the period.
+RULES: dict[str, dict[str, Any]] = {
+    "averages": {},
+    "DiLoCo": DILOCO,
+    "int8, DiLoCo": {"compression": pycomm.Int8(512, "stochastic", seed=9), **DILOCO},
+    "top-k, error reset": {"compression": pycomm.TopK(0.05), "local_residuals": True},
+}
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

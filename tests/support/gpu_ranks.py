@@ -50,3 +50,21 @@ def member(
         torch.cuda.synchronize()
         group.check()
     return value
+
+
+def capture_averages(world: pycomm.LocalWorld, tensors: list[torch.Tensor]) -> torch.cuda.CUDAGraph:
+    """Averages the ranks' tensors once, and captures that in a graph.
+
+    Several threads cannot capture a stream per rank; a world can if its ranks share a stream.
+    """
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+
+    def average(group: pycomm.Group) -> None:
+        with torch.cuda.stream(stream):
+            pycomm.all_reduce(tensors[group.rank], "avg", group=group)
+
+    world.run(average)  # connects outside the capture
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="relaxed"):
+        world.run(average)
+    return graph

@@ -14,21 +14,12 @@ import numpy as np
 import pytest
 import torch
 import wrapped
-from averaging import DILOCO, Trainee
+from averaging import DILOCO, RULES, Trainee
 
 import pycomm
 from pycomm import hooks
 
-CASES = {
-    "averages": {"period": 3},
-    "DiLoCo": {"period": 3, **DILOCO},
-    "int8, DiLoCo": {
-        "period": 3, "compression": pycomm.Int8(512, "stochastic", seed=9), **DILOCO,
-    },
-    "top-k, error reset": {
-        "period": 3, "compression": pycomm.TopK(0.05), "local_residuals": True,
-    },
-}  # fmt: skip
+CASES = {name: {"period": 3, **rule} for name, rule in RULES.items()}
 MEMBERS, SIZE = 2, 3
 
 

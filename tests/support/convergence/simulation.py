@@ -180,7 +180,7 @@ class Optimizer(ABC):
 
     @abstractmethod
     def update(self, gradients: torch.Tensor, weights: torch.Tensor, rate: float) -> torch.Tensor:
-        """What is to be added to the weights."""
+        """Returns the changes of the weights."""
 
 
 class Sgd(Optimizer):
