@@ -26,6 +26,7 @@ UNITS = {
     "local.all_reduce": "ns/byte",
     "local.ranks": "ranks",
     "link.latency": "us",
+    "link.busy": "us",
     "link.message": "us",
     "link.core": "ns/byte",
     "link.payload": "ratio",

@@ -6,6 +6,7 @@ and messages run in two processes started for this purpose, or in torchrun's pro
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -13,8 +14,9 @@ import shlex
 import statistics
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -34,6 +36,8 @@ DENSITY = 0.01
 ITERS = 7
 LARGE, SMALL = 16 * MIB, 8  # bytes of all-reduces and messages
 BLOCKS, TRIPS, TRANSFERS = 7, 40, 1  # of small messages and of large ones, in each block
+BUSY_TRIPS = 10  # of small messages while the cores compute, which takes milliseconds
+PRODUCT = 256  # rows of the matrices that are multiplied meanwhile
 ETHERNET_MTU, HEADERS, FRAME = 1500, 52, 14  # bytes; IP and TCP with time stamps; of Ethernet
 
 
@@ -136,18 +140,25 @@ def link_constants(nodes: list[str]) -> dict[str, Constant]:
     peer = 1 if far is None else far
     small, large = torch.zeros(SMALL // 4), torch.zeros(LARGE // 4)
     blocks = [
-        [*_trips(peer, small, TRIPS), *_trips(peer, large, TRANSFERS)] for _ in range(1 + BLOCKS)
+        [*_trips(peer, small, TRIPS), *_trips(peer, large, TRANSFERS), _crossing(peer, large)]
+        for _ in range(1 + BLOCKS)
     ]
-    seconds, core, large_seconds, large_core = map(statistics.median, zip(*blocks[1:], strict=True))
+    seconds, core, large_seconds, _, crossing = map(
+        statistics.median, zip(*blocks[1:], strict=True)
+    )
+    with _computing():
+        busy = statistics.median(_trips(peer, small, BUSY_TRIPS)[0] for _ in range(BLOCKS))
     where = "loopback" if far is None else "the link"
     source = f"Gloo's send and recv over {where}, median of {BLOCKS} blocks,"
-    per_byte = max(large_core - core, 0.0) / LARGE
+    per_byte = max(crossing - 2 * core, 0.0) / (2 * LARGE)
     found = {
         "link.latency": Constant(_rounded(1e6 * seconds), "us", f"{source} {SMALL} bytes"),
+        "link.busy": Constant(_rounded(1e6 * busy), "us",
+                              f"{source} {SMALL} bytes: while each rank's only core computes"),
         "link.message": Constant(_rounded(1e6 * core), "us",
                                  f"{source} {SMALL} bytes: time of both ranks' cores"),
         "link.core": Constant(_rounded(1e9 * per_byte), "ns/byte",
-                              f"{source} {LARGE} bytes: time of both ranks' cores"),
+                              f"{source} {LARGE} bytes each way: time of both ranks' cores"),
     }  # fmt: skip
     if far is not None:
         gigabits = 8e-9 * LARGE / (large_seconds - seconds)
@@ -157,20 +168,71 @@ def link_constants(nodes: list[str]) -> dict[str, Constant]:
 
 def _trips(peer: int, message: torch.Tensor, trips: int) -> tuple[float, float]:
     """Seconds for one way from rank 0 to its peer or back, and of both ranks' cores for it."""
+
+    def go(other: int) -> None:
+        steps = (dist.send, dist.recv) if other else (dist.recv, dist.send)
+        for _ in range(trips):
+            for step in steps:
+                step(message, other)
+
+    seconds, core = _timed(peer, go)
+    return seconds / (2 * trips), core / (2 * trips)
+
+
+def _crossing(peer: int, message: torch.Tensor) -> float:
+    """Seconds of both ranks' cores for a message each way at once, as in an exchange."""
+    received = torch.empty_like(message)
+
+    def go(other: int) -> None:
+        sent = dist.isend(message, other)
+        dist.recv(received, other)
+        assert sent is not None
+        sent.wait()
+
+    return _timed(peer, go)[1]
+
+
+def _timed(peer: int, go: Callable[[int], None]) -> tuple[float, float]:
+    """Seconds that rank 0 and its peer take in the mean, and of both ranks' cores together."""
     rank = dist.get_rank()
     dist.barrier()
     began, core = time.perf_counter(), _core_seconds()
     if rank in (0, peer):
-        other = peer if rank == 0 else 0
-        steps = (dist.send, dist.recv) if rank == 0 else (dist.recv, dist.send)
-        for _ in range(trips):
-            for step in steps:
-                step(message, other)
+        go(0 if rank else peer)
     took = torch.tensor([time.perf_counter() - began, _core_seconds() - core])
     if rank not in (0, peer):
         took.zero_()
     dist.all_reduce(took)
-    return float(took[0]) / (4 * trips), float(took[1]) / (2 * trips)
+    return float(took[0]) / 2, float(took[1])
+
+
+@contextlib.contextmanager
+def _computing() -> Iterator[None]:
+    """Runs all threads of this process on one core, and another one that computes."""
+    usual = os.sched_getaffinity(0)
+    cores = sorted(usual)
+    done = threading.Event()
+
+    def compute() -> None:
+        x = torch.ones(PRODUCT, PRODUCT)
+        while not done.is_set():
+            torch.mm(x, x)
+
+    thread = threading.Thread(target=compute, name="pycomm-advise-computing")
+    _pin({cores[dist.get_rank() % len(cores)]})
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        _pin(usual)
+
+
+def _pin(cores: set[int]) -> None:
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(int(thread.name), cores)
 
 
 def _core_seconds() -> float:

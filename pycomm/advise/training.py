@@ -17,12 +17,15 @@ class Step:
 
     Attributes:
         bucket: the exchange of a bucket.
+        slower: the same while backward computes on the core that it needs; `bucket` if it has
+            another core.
         buckets: the number of buckets, which are exchanged one after the other.
         compute: the time of a step without any exchange.
         cores: cores per rank; see :class:`pycomm.advise.cluster.Cluster`.
     """
 
     bucket: Exchange
+    slower: Exchange
     buckets: int
     compute: float
     cores: float
@@ -36,15 +39,15 @@ class Step:
     def seconds(self) -> float:
         """The time of the whole step.
 
-        Backward makes a bucket ready at even intervals. Either the link is busy from the first
-        bucket on, or only the last bucket is left when backward ends. In any case, the cores must
-        do their work.
+        Backward makes a bucket ready at even intervals. Until it ends, as many of them are
+        exchanged as there is time for, but not the last one. In any case, the cores must do their
+        work.
         """
-        first_ready = self.compute * (1 - BACKWARD + BACKWARD / self.buckets)
+        interval = self.compute * BACKWARD / self.buckets
+        hidden = (self.buckets - 1) * interval / max(interval, self.slower.seconds)
         work = self.compute + self.buckets * self.bucket.work
         return max(
-            first_ready + self.exchange,
-            self.compute + self.bucket.seconds,
+            self.compute + (self.buckets - hidden) * self.bucket.seconds,
             work / min(max(self.cores, 1.0), 2.0),
         )
 
@@ -82,5 +85,15 @@ def predict(
     cluster, buckets = model.cluster, math.ceil(parameters * ELEMENT_BYTES / bucket_bytes)
     link = replace(cluster.link, burst=cluster.link.burst / buckets)  # there is one per step
     model = Model(replace(cluster, link=link), model.constants, model.density)
-    bucket = model.exchange(algorithm, compression, max(parameters // buckets, 1))
-    return Step(bucket, buckets, compute, cluster.cores_per_rank)
+    elements = max(parameters // buckets, 1)
+    bucket = slower = model.exchange(algorithm, compression, elements)
+    if cluster.cores_per_rank < 2:
+        slower = _busy(model).exchange(algorithm, compression, elements)
+    return Step(bucket, slower, buckets, compute, cluster.cores_per_rank)
+
+
+def _busy(model: Model) -> Model:
+    """The same cluster while its cores compute: a message waits until it is handled."""
+    wait = max(model.constants["link.busy"] - model.constants["link.latency"], 0.0)
+    link = replace(model.cluster.link, latency=model.cluster.link.latency + wait)
+    return Model(replace(model.cluster, link=link), model.constants, model.density)

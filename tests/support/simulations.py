@@ -4,6 +4,8 @@ import heapq
 
 from pycomm import _C
 
+PARTS = 1000  # of an exchange, each of which runs as fast as the core allows then
+
 
 def ring(node_of, segments, far, near):
     """Seconds until every rank has received its last segment.
@@ -112,10 +114,15 @@ def two_shot(part, transfer, latency, byte, add, ahead, inside=(0.0, 0.0)):
     return now
 
 
-def training(compute, backward, buckets, exchange):
-    """Seconds of a step with buckets that become ready evenly and are exchanged one by one."""
+def training(compute, backward, buckets, exchange, slower):
+    """Seconds of a step with buckets that become ready evenly and are exchanged one by one.
+
+    While backward runs, an exchange takes `slower` seconds.
+    """
     done = 0.0
     for bucket in range(1, buckets + 1):
         ready = compute * (1 - backward) + compute * backward * bucket / buckets
-        done = max(done, ready) + exchange
+        done = max(done, ready)
+        for _ in range(PARTS):
+            done += (slower if done < compute else exchange) / PARTS
     return done

@@ -243,12 +243,22 @@ def test_phases_inside_the_node_against_their_simulation(rate, local_ns):
 
 @pytest.mark.parametrize("parameters", [MILLION, 20 * MILLION, 125 * MILLION])
 @pytest.mark.parametrize("compute", [0.001, 0.1, 1.0, 30.0])
-def test_a_step_against_its_simulation(parameters, compute):
-    model = Model(cluster(2, 2), imagined())
+@pytest.mark.parametrize(("cores", "busy_us"), [(2, 1e6), (1, 1e-9), (1, 1e3), (1, 1e5)])
+def test_a_step_against_its_simulation(parameters, compute, cores, busy_us):
+    """With a core of its own, an exchange does not wait until computation makes room for it."""
+    nodes = cluster(2, 2, cores_per_rank=cores)
+    model = Model(nodes, imagined(link__busy=busy_us))
     step = training.predict(model, "stripes", "none", parameters, compute)
-    reference = simulations.training(compute, training.BACKWARD, step.buckets, step.bucket.seconds)
-    assert step.seconds == pytest.approx(reference)
-    assert step.exposed == pytest.approx(reference - compute)
+    link = dataclasses.replace(nodes.link, latency=nodes.link.latency + busy_us * 1e-6)
+    busy = Model(dataclasses.replace(nodes, link=link), imagined())
+    elements = parameters // step.buckets
+    exchange, slower = (m.exchange("stripes", "none", elements).seconds for m in (model, busy))
+    if cores == 2:
+        slower = exchange
+    assert (slower > 1.001 * exchange) == (cores == 1 and busy_us > 1)
+    reference = simulations.training(compute, training.BACKWARD, step.buckets, exchange, slower)
+    assert step.seconds == pytest.approx(reference, rel=1e-3)
+    assert step.exposed == pytest.approx(reference - compute, rel=1e-3, abs=1e-3 * reference)
 
 
 def test_who_shares_a_core_waits_for_it():

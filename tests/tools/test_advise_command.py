@@ -1,10 +1,15 @@
 """The advisor's command line."""
 
+import os
+import threading
+
+import helpers
 import pytest
+import torch
 from imagined import MACHINE, imagined
 
-from pycomm.advise import cli, constants
-from pycomm.advise.constants import Constant, Constants
+from pycomm.advise import cli, constants, measure
+from pycomm.advise.constants import UNITS, Constant, Constants
 
 MILLION = 10**6
 
@@ -72,6 +77,27 @@ def test_measuring_alone(monkeypatch, tmp_path, capsys):
     cli.main(["--measure", "--constants", str(path)])
     assert constants.load(path) == imagined()
     assert str(path) in capsys.readouterr().out
+
+
+def measure_link(rank, size, store):
+    helpers.join_world(rank, size, store)
+    cores = os.sched_getaffinity(0)
+    found = measure.link_constants(["here", "there"])
+    assert threading.active_count() == 1
+    assert os.sched_getaffinity(0) == cores
+    torch.distributed.destroy_process_group()
+    return found
+
+
+def test_a_link_is_measured():
+    """By ranks that take turns on one core meanwhile, and afterwards have all of theirs."""
+    one, other = helpers.run_ranks(2, measure_link)
+    units = UNITS | {"link.rate": "Gbit/s"}
+    assert list(one) == list(other) == [
+        "link.latency", "link.busy", "link.message", "link.core", "link.rate",
+    ]  # fmt: skip
+    assert all(constant.unit == units[name] for name, constant in one.items())
+    assert all(constant.value > 0 for constant in one.values())
 
 
 def test_a_measured_link_needs_no_rate(tmp_path, capsys):

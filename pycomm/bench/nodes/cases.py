@@ -106,18 +106,21 @@ def split(contestant: str) -> tuple[str, str]:
 
 
 def all_reduce_rows(layout: Layout, nbytes: int, constants: Constants, cores: int) -> list[Row]:
-    """Predictions of an all-reduce of float32 by every contestant; the model has no residuals."""
+    """Predictions of an all-reduce of float32 by every contestant.
+
+    The model knows neither residuals nor ``transport="process_group"``.
+    """
     model = Model(layout.cluster(constants, cores), constants, DENSITY)
     rows = []
     ours = [f"pycomm {compression}" for compression in COMPRESSIONS]
-    with_feedback = f"pycomm {WITH_FEEDBACK}{FEEDBACK}"
-    for contestant in (PEER, *ours, with_feedback, *(name + OVER_GROUPS for name in ours)):
+    unknown = [f"pycomm {WITH_FEEDBACK}{FEEDBACK}", *(name + OVER_GROUPS for name in ours)]
+    for contestant in (PEER, *ours, *unknown):
         exchange = model.exchange(*split(contestant), nbytes // 4)
         is_goal = layout.nodes == 2 and layout.rate == "1gbit" and nbytes == 64 * MIB
         rows.append(
             Row(
                 "all_reduce", layout.nodes, layout.ranks, layout.rate, contestant, nbytes,
-                None if contestant == with_feedback else round(1e6 * exchange.seconds, 1),
+                None if contestant in unknown else round(1e6 * exchange.seconds, 1),
                 round(exchange.link_bytes),
                 goal=GOALS.get((layout.ranks, contestant)) if is_goal else None,
             )
