@@ -83,6 +83,8 @@ int main() {
   using namespace pycomm::test;
   return run_all({
       {"threads change nothing", threads_change_nothing},
+#if !defined(__SANITIZE_THREAD__)  // the same loops by the same threads, for a minute
       {"skips touch nothing", skips_touch_nothing},
+#endif
   });
 }

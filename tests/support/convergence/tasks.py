@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "examples"))
-from train_lm import Transformer, draw_batch, read_corpus
+from train_lm import CONTEXT, VOCABULARY, Transformer, draw_batch, read_corpus
 
 PIXELS = 8 * 8
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -93,6 +93,41 @@ class Characters(Task):
         return inputs[: self.ROWS], targets[: self.ROWS]
 
 
+class LargeCharacters(Characters):
+    """The same by a transformer of ten million parameters, in batches that two cores can afford."""
+
+    ROWS = 2
+    JUDGED = 8
+
+    def make_model(self) -> nn.Module:
+        return Encoder(width=384, layers=6, heads=6)
+
+
+class Encoder(nn.Module):
+    """torch's transformer for characters; each sees those before it."""
+
+    def __init__(self, width: int, layers: int, heads: int) -> None:
+        super().__init__()
+        self.characters = nn.Embedding(VOCABULARY, width)
+        self.places = nn.Parameter(0.02 * torch.randn(CONTEXT, width))
+        block = nn.TransformerEncoderLayer(
+            width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True
+        )
+        # Each block is initialised anew, as the encoder's are copies of one.
+        self.blocks = nn.TransformerEncoder(block, layers, enable_nested_tensor=False)
+        for parameter in self.blocks.parameters():
+            if parameter.dim() > 1:
+                nn.init.xavier_uniform_(parameter)
+        self.logits = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, VOCABULARY))
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(CONTEXT))
+
+    def forward(self, characters: torch.Tensor) -> torch.Tensor:
+        """Maps (batch, time) of characters to (batch, time, vocabulary) of logits."""
+        x = self.characters(characters) + self.places
+        logits: torch.Tensor = self.logits(self.blocks(x, mask=self.mask, is_causal=True))
+        return logits
+
+
 class Digits(Task):
     """1,797 images of 8 x 8 pixels, by a small network."""
 
@@ -132,3 +167,4 @@ def load_digits() -> Batch:
 
 
 TASKS: dict[str, type[Task]] = {"characters": Characters, "digits": Digits}
+ALL_TASKS = TASKS | {"large": LargeCharacters}  # which takes an hour for a thousand steps
