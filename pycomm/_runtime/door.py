@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _GREETS_WITHIN = 5.0  # seconds
 _MOST_SILENT = 64  # connections that have not said who they are, for each takes a descriptor
 _TRIES_EVERY = 0.05  # seconds
-_WRITTEN = re.compile(r"\[?([^][/\s]+)\]?:(\d+)/([0-9a-f]{32})")
+_WRITTEN = re.compile(r"\[?([^][/\s\0]+)\]?:(\d+)/([0-9a-f]{32})")
 
 
 class Address(NamedTuple):

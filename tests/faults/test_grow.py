@@ -223,7 +223,8 @@ def test_nobody_is_there():
         pycomm.join(Path("/nonexistent/door"), 0.5)
     assert time.monotonic() - began < 10
     secret = "0" * 32
-    for text in ("", "host", f"host:1/{secret[1:]}", f"host:port/{secret}", f"host:65536/{secret}"):
+    rest = f":1/{secret[1:]}", f":port/{secret}", f":65536/{secret}", f"\0:1/{secret}"
+    for text in ("", "host", *("host" + wrong for wrong in rest)):
         with pytest.raises(ValueError, match="address must be that of a group"):
             pycomm.join(text)
 
