@@ -28,7 +28,7 @@ from pycomm._training.residuals import residuals_for
 from pycomm._training.saved_state import SavedState, place_in
 from pycomm._training.step import Step
 from pycomm._work import Work
-from pycomm.collectives import all_reduce
+from pycomm.collectives import all_gather
 from pycomm.compression import Cast, Compression, Identity, Int8
 from pycomm.errors import PycommError
 from pycomm.group import Group
@@ -63,6 +63,7 @@ class CommState(SavedState):
     """
 
     _residuals_lost = 0  # ranks; states that were pickled by older versions have none
+    _holders = 0  # ranks that had residuals before a regroup() that has failed
 
     def __init__(
         self,
@@ -244,13 +245,19 @@ class CommState(SavedState):
         check_successor(group)
         self._give_back_dropped()
         self._now.give_back_if_failed()
-        if self._residuals.kinds and self._group is not None:
-            self._residuals_lost += max(self._group.size - group.size, 0)
         self._exposed_before += self._now.exposed()
+        stays = False  # True on a rank with residuals of the group before
         if group is not self._group:
+            if self._group is not None and self._residuals and self.step > 0:
+                stays, self._holders = True, self._holders or self._group.size
             self._group, self._tag = group, group._next_tag()
         self._begin_anew()
-        self.step = int(all_reduce(torch.tensor([self.step]), "max", group=group))
+        told = torch.empty(group.size, 2, dtype=torch.int64)
+        all_gather(told, torch.tensor([self.step, stays]), group=group)
+        self.step = int(told[:, 0].max())
+        if stays:  # newcomers may have taken the places of lost ranks, so sizes do not tell
+            self._residuals_lost += self._holders - int(told[:, 1].sum())
+            self._holders = 0
 
     def note_failure(self) -> None:
         """Records that the step has failed although its exchanges may have completed."""

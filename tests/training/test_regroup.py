@@ -125,6 +125,26 @@ def test_a_step_that_was_not_decided_goes_back_into_the_residuals():
         assert world.run(live) == [(1.0, 1), None, (1.0, 1)]
 
 
+def test_a_newcomer_in_the_place_of_a_lost_rank_does_not_hide_it():
+    """The group has shrunk and grown before one regroup()."""
+
+    def live(group):
+        def wrap(group):
+            return pycomm.DataParallel(make_net(), group=group, compression=pycomm.TopK(0.1))
+
+        model = wrap(before.groups[group.rank])
+        backward(model, group.rank, 0)
+        state = model.comm_state
+        if group.rank == 1:  # lost; a newcomer has its number
+            state = hooks.CommState(pycomm.TopK(0.1), make_net().named_parameters(), group=group)
+        state.regroup(group)
+        state.regroup(group)  # counts nothing a second time
+        return state.stats()["residuals_lost"], state.step
+
+    with pycomm.LocalWorld(3) as before, pycomm.LocalWorld(3) as after:
+        assert after.run(live) == [(1.0, 1), (0.0, 1), (1.0, 1)]
+
+
 def test_a_step_that_was_taken_is_not_given_back():
     def live(group):
         model = pycomm.DataParallel(make_net(), group=group, compression=pycomm.TopK(density=0.1))
