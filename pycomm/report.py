@@ -116,6 +116,11 @@ class RankReport:
 
     def state(self, now: float) -> str:
         """What the rank does at the time `now`, in words."""
+        return self._state(now, 1)
+
+    def _state(self, now: float, ranks: int) -> str:
+        """The same of a number of ranks that do the same."""
+        waits, devices = ("waits", "its device is") if ranks == 1 else ("wait", "their devices are")
         # A rank may have gone on between the reading of the clock and that of its record.
         words = ["gone"] if self.gone else []
         current = self.on_device
@@ -126,12 +131,12 @@ class RankReport:
         elif current is None:
             words.append("before its first operation")
         if self.waits_for is not None:
-            words.append(f"waits for rank {self.waits_for}")
+            words.append(f"{waits} for rank {self.waits_for}")
         if self.elsewhere:
             words.append(self.elsewhere)
         if current is not None:
             since = max(now - current.since, 0)
-            words.append(f"its device is {_WHERE[current.state]} {current}, for {since:.1f} s")
+            words.append(f"{devices} {_WHERE[current.state]} {current}, for {since:.1f} s")
             if self.launched[-1].sequence > current.sequence:
                 words.append(f"launched up to operation {self.launched[-1].sequence}")
         return "; ".join(words)
@@ -249,7 +254,7 @@ class Report:
             # Ranks that came to the same state at different times share the longest one.
             longest = min(ranks, key=_moment)
             who = _listed([rank.rank for rank in ranks])
-            lines.append(f"{who}{pid}: {longest.state(self.time)}")
+            lines.append(f"{who}{pid}: {longest._state(self.time, len(ranks))}")
             told += len(ranks)
         if told < len(self.ranks):
             lines.append(f"and {len(self.ranks) - told} more ranks")

@@ -315,6 +315,7 @@ def test_equal_ranks_share_a_line():
     lines = str(report).splitlines()
     assert lines[1].startswith("rank 3 (pid 1000003): in operation 4")
     assert lines[2].startswith("ranks 0 to 2, 4 to 8: in operation 5")
+    assert "; wait for rank 3" in lines[2]
 
 
 @pytest.mark.parametrize(
@@ -396,8 +397,8 @@ def test_devices_that_have_just_begun_name_nobody(seconds, failed, late):
 
 def test_devices_in_one_state_share_a_line():
     launches = [[launch_of(2, "running", 6.0 + rank)] for rank in range(3)]
-    told = "its device is in operation 2, all_reduce(float32, on CUDA), for 3.0 s"
-    assert str(report_of_devices(*launches)) == f"ranks 0 to 2: {told}"
+    told = "devices are in operation 2, all_reduce(float32, on CUDA), for 3.0 s"
+    assert str(report_of_devices(*launches)) == f"ranks 0 to 2: their {told}"
 
 
 def test_the_operation_of_a_device_is_kept():
