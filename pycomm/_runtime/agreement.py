@@ -168,8 +168,7 @@ class Agreement:
         """Waits until something has arrived, for a moment."""
         with deadline.slice(), contextlib.suppress(ValueError):  # another thread closes sockets
             arrivals = select.poll()
-            if self._listener.room:
-                arrivals.register(self._listener.socket, select.POLLIN)
+            arrivals.register(self._listener.socket, select.POLLIN)
             for connection in watched:
                 arrivals.register(connection, select.POLLIN)
             arrivals.poll(_LOOK_EVERY)
@@ -181,10 +180,9 @@ class Agreement:
             return None
         listener, deadline = self._listener, Deadline(self._patience + _PATIENCE_FOR_ANSWERS)
         coordinator = self._probes[rank]
-        asked = False
         while not (coordinator.ended or coordinator.unreachable):
-            if coordinator.established and not asked:
-                asked = coordinator.say(
+            if coordinator.established and not coordinator.spoken:
+                coordinator.say(
                     {
                         "token": listener.addresses[rank][2],
                         "rank": self._rank,
@@ -198,7 +196,7 @@ class Agreement:
                 self._members = {0: coordinator}
                 return dict(coordinator.said)
             try:
-                self._wait([coordinator] if asked else [], deadline)
+                self._wait([coordinator] if coordinator.spoken else [], deadline)
             except TimeoutError:
                 return _overdue([rank], self._ranks)
         return None

@@ -167,12 +167,12 @@ def _ask(
     address: Address, addresses: Callable[[], Sequence[Address]], mine: object, deadline: Deadline
 ) -> Connection | None:
     """The connection to a door that has answered; None if nobody is there, or it has moved."""
-    door, greeted = Connection.to(address.host, address.port), False
+    door = Connection.to(address.host, address.port)
     try:
         # There are no addresses while the file is written.
         while not (door.ended or door.unreachable) and address in (addresses() or [address]):
-            if door.established and not greeted:
-                greeted = door.say({"secret": address.secret, "mine": mine})
+            if door.established and not door.spoken:
+                door.say({"secret": address.secret, "mine": mine})
             door.hear()
             if isinstance(door.said, dict):
                 return door

@@ -34,6 +34,7 @@ _ENDED = {errno.ECONNREFUSED, errno.ECONNRESET}
 _BACKLOG = 4096  # connections that wait for accept(); a full queue would look like a lost host
 _MOST_ACCEPTED = 256  # at once
 _MOST_STRANGERS = 256  # that a listener keeps besides ranks, for each takes a descriptor
+_CROWDED = "there are too many connections, connect anew"
 # So that the kernel notices within seconds if the other host is lost.
 _KEEPALIVE = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 5, "TCP_USER_TIMEOUT": 6000}
 
@@ -61,15 +62,10 @@ class Acceptor:
         """Its number."""
         return int(self.socket.getsockname()[1])
 
-    @property
-    def room(self) -> int:
-        """The number of connections to take in now."""
-        return _MOST_ACCEPTED
-
     def accept(self) -> None:
         """Takes in those who have connected, and forgets strangers that have gone."""
         with contextlib.suppress(OSError):  # nobody is there, or another thread closes the socket
-            for _ in range(self.room):
+            for _ in range(_MOST_ACCEPTED):
                 self.strangers.append(Connection(self.socket.accept()[0]))
         known = []
         for stranger in self.strangers:
@@ -138,15 +134,19 @@ class Listener(Acceptor):
         listener.members = range(len(keys))
         return listener
 
-    @property
-    def room(self) -> int:
-        """See :class:`Acceptor`. The others wait in the kernel's queue.
+    def accept(self) -> None:
+        """See :class:`Acceptor`. Drops the oldest strangers if there are too many.
 
-        None is closed to make room: a silent connection may be that of a rank, to which its end
-        would mean that this rank has ended. Each rank has at most two.
+        A rank may look in silence who lives. So those that are dropped are told why, and a rank
+        connects anew. Each has at most two connections.
         """
+        super().accept()
+        unknown = [stranger for stranger in self.strangers if not self._heard(stranger)]
         most = _MOST_STRANGERS + 2 * len(self.addresses)
-        return min(max(most - len(self.strangers), 0), _MOST_ACCEPTED)
+        for stranger in unknown[: max(len(unknown) - most, 0)]:
+            stranger.say(_CROWDED)
+            stranger.close()
+            self.strangers.remove(stranger)
 
     def connect(self, rank: int) -> Connection:
         """A connection to another rank, perhaps not established yet."""
@@ -196,13 +196,28 @@ class Listener(Acceptor):
 class Connection:
     """A connection that carries one line of JSON each way. It never blocks.
 
+    If the other side drops it because there are too many, it connects anew.
+
     Attributes:
         said: the other side's message, once it is whole.
+        spoken: True if this side has sent its message.
         ended: True if the other side is gone.
         unreachable: True if its host does not answer.
     """
 
     def __init__(self, connected: socket.socket, error: int = 0) -> None:
+        self._address: tuple[str, int] | None = None  # that it connects to
+        self._use(connected, error)
+        _connections.add(self)
+
+    @classmethod
+    def to(cls, host: str, port: int) -> Connection:
+        """A connection to an address, perhaps not established yet."""
+        made = cls(*_begin_to_connect(host, port))
+        made._address = host, port
+        return made
+
+    def _use(self, connected: socket.socket, error: int) -> None:
         connected.setblocking(False)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEPALIVE.items():
@@ -211,17 +226,8 @@ class Connection:
         self._text = b""
         self._established = False
         self.said: Any = None
-        self.ended = self.unreachable = False
+        self.spoken = self.ended = self.unreachable = False
         self._note(error)
-        _connections.add(self)
-
-    @classmethod
-    def to(cls, host: str, port: int) -> Connection:
-        """A connection to an address, perhaps not established yet."""
-        other = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-        other.setblocking(False)
-        error = other.connect_ex((host, port))
-        return cls(other, 0 if error == errno.EINPROGRESS else error)
 
     @property
     def age(self) -> float:
@@ -247,12 +253,16 @@ class Connection:
         return self._established
 
     def say(self, message: object) -> bool:
-        """Sends the message; False if the other side is gone."""
+        """Sends the message; False if the other side is gone, or it connects anew."""
+        connected = self._socket
         try:
-            self._socket.sendall(json.dumps(message).encode() + b"\n")
+            connected.sendall(json.dumps(message).encode() + b"\n")
         except OSError as error:
-            self._note(error.errno or errno.ECONNRESET)
+            self.hear()  # the other side may have dropped it
+            if self._socket is connected:
+                self._note(error.errno or errno.ECONNRESET)
             return False
+        self.spoken = True
         return True
 
     def hear(self) -> None:
@@ -272,6 +282,10 @@ class Connection:
                     self.said = json.loads(self._text)
                 except (ValueError, RecursionError):  # the latter for "[[[[..."
                     self.ended = True
+                if self.said == _CROWDED and self._address is not None:
+                    self._socket.close()
+                    self._use(*_begin_to_connect(*self._address))
+                    return
 
     def hears_end(self) -> bool:
         """Reads what has arrived; True if the other side is gone."""
@@ -303,6 +317,14 @@ class Connection:
         broken = error == errno.EPIPE and self._established  # the other side has closed it
         self.ended = self.ended or error in _ENDED or broken
         self.unreachable = error != 0 and not self.ended
+
+
+def _begin_to_connect(host: str, port: int) -> tuple[socket.socket, int]:
+    """A socket that connects to an address, and the error, if it has failed at once."""
+    other = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    other.setblocking(False)
+    error = other.connect_ex((host, port))
+    return other, 0 if error == errno.EINPROGRESS else error
 
 
 _acceptors: weakref.WeakSet[Acceptor] = weakref.WeakSet()

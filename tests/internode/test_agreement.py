@@ -204,29 +204,45 @@ def test_receives_are_limited_to_any_time(seconds):
     assert seconds < whole + micros / 1e6 < seconds + 0.1
 
 
-def test_strangers_cost_few_descriptors():
-    """Silent ones are not closed, because a rank may look in silence who lives; others wait."""
-    made = listeners()
+@contextlib.contextmanager
+def crowded(listener):
+    """Many strangers have connected to it, say nothing, and stay."""
     with contextlib.ExitStack() as strangers:
         for _ in range(600):
-            port = made[0].port
-            strangers.enter_context(socket.create_connection(("127.0.0.1", port)))
+            strangers.enter_context(socket.create_connection(("127.0.0.1", listener.port)))
+        yield
+
+
+def test_strangers_cost_few_descriptors():
+    """And keep no rank out, nor one that looks in silence who lives, which connects anew."""
+    made = listeners()
+    looking, asking, late = (made[rank].connect(0) for rank in (2, 1, 3))
+    helpers.wait_until(lambda: looking.established and asking.established and late.established)
+    with crowded(made[0]):
         for _ in range(5):
             made[0].accept()
-        assert 256 <= len(made[0].strangers) <= 256 + 2 * SIZE
-        assert made[0].room == 0
-        other = made[1].connect(0)
-        helpers.wait_until(lambda: other.established)
-        assert other.say({"token": made[0].token, "rank": 1})
-        made[0].accept()
-        assert not other.hears_end()
-        assert not any(made[0].rank_of(stranger) == 1 for stranger in made[0].strangers)
+            assert 256 <= len(made[0].strangers) <= 256 + 2 * SIZE
+            assert not looking.hears_end()
 
-    def is_heard():
-        made[0].accept()
-        return [made[0].rank_of(stranger) for stranger in made[0].strangers] == [1]
+        def is_heard():
+            if asking.established and not asking.spoken:
+                asking.say({"token": made[0].token, "rank": 1})
+            assert [asking.hears_end(), asking.unreachable] == [False] * 2
+            made[0].accept()
+            return 1 in map(made[0].rank_of, made[0].strangers)
 
-    helpers.wait_until(is_heard)
-    other.close()
-    for listener in made:
-        listener.close()
+        helpers.wait_until(is_heard)
+        assert not looking.hears_end()
+        assert late.say({})  # although it was dropped
+        helpers.wait_until(lambda: not late.say({}))
+        assert [late.spoken, late.ended, late.unreachable] == [False] * 3
+    made[0].close()
+    helpers.wait_until(looking.hears_end)
+    for connection in (looking, asking, late, *made[1:]):
+        connection.close()
+
+
+def test_survivors_agree_among_strangers():
+    made = listeners()
+    with crowded(made[0]), crowded(made[2]):
+        assert list(agree(made, [0, 2]).values()) == [[0, 2]] * 2
