@@ -3,7 +3,8 @@
 Torch's constructors wait for the other nodes, and nothing ends them before their timeouts. So a
 thread of every rank connects. Meanwhile the ranks tell each other over the group, again and again,
 whether they are connected. These operations fail if a rank has died, and they end the wait on all
-ranks if one could not connect. All of it has one deadline.
+ranks if one could not connect. All of it has one deadline, which begins once all ranks have come.
+If it passes, the rank to blame is the one that has done the least of its own part.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ def connect_nodes(
         pycomm.CollectiveError: a rank has died, and the group has failed; or one could not connect
             within the group's timeout, and the group can be used. On all ranks.
     """
+    made._core.run(operation_of("barrier", "one_shot", torch.uint8), 0, 0, 0, None, "connect")
     attempt = _Attempt(made, members, process_group, max_blocks)
     try:
         return attempt.await_all()
@@ -69,6 +71,10 @@ class _Attempt:
         self._deadline = Deadline(made.timeout)
         self._over = threading.Event()
         self._spans: list[Span] = []  # one, once this rank is connected
+        self._steps = 1 + 2 * len(members.backends)  # of a rank's own part
+        self._joined = False  # True once this rank is in the group of its node
+        self._made_carriers = 0
+        self._stores: list[LookedAfter] = []  # in which others find it
         on_cuda = "cuda" in members.backends
         self._device = torch.cuda.current_device() if on_cuda else None
         self._worker = Worker(self._over.set)
@@ -76,16 +82,22 @@ class _Attempt:
 
     def await_all(self) -> Span:
         """This rank's connections, once all ranks have theirs."""
-        made, task = self._made, self._task
-        state = torch.zeros(2, dtype=torch.int64)  # whether a rank still waits; who has failed
+        made, task, size = self._made, self._task, self._made.size
+        # Whether a rank waits; whether one has failed; and which one has the most steps left.
+        state = torch.zeros(3, dtype=torch.int64)
         operation, at = operation_of("all_reduce", "auto", state.dtype, "max"), state.data_ptr()
         while True:
-            waits = not task.ended.wait(_LOOK_EVERY)
-            failed = self._deadline.over() if waits else task.error is not None
-            state[0], state[1] = waits, failed * (made.size - made.rank)
+            waits, error = not task.ended.wait(_LOOK_EVERY), task.error
+            over = self._deadline.over()
+            fails = error is not None and not over  # else it only ends a wait for others
+            connected = not waits and error is None
+            left = self._steps + 1 if fails else self._steps - self._done()
+            state[0], state[1] = waits, fails or (over and not connected)
+            state[2] = 0 if connected else (left + 1) * size - made.rank
             made._core.run(operation, len(state), at, at, None, "connect")
-            waits, culprit = bool(state[0]), made.size - int(state[1])
-            if culprit < made.size:
+            waits = bool(state[0])
+            if state[1]:
+                culprit = -int(state[2]) % size
                 why = _told(made, culprit, self._reason())
                 raise CollectiveError(
                     f"process groups between nodes could not be made (rank {culprit}: {why})",
@@ -102,6 +114,10 @@ class _Attempt:
         for span in self._spans:
             _drop(span)
 
+    def _done(self) -> int:
+        """The steps that this rank has done."""
+        return self._joined + self._made_carriers + sum(s.has_address for s in self._stores)
+
     def _reason(self) -> str:
         error = self._task.error
         if error is None:
@@ -112,6 +128,7 @@ class _Attempt:
         if self._device is not None:
             torch.cuda.set_device(self._device)
         node = self._join_node()
+        self._joined = True
         try:
             span = self._make_span(node)
         except BaseException:
@@ -152,11 +169,13 @@ class _Attempt:
                 store: Store = PrefixStore(f"carriers/{index}/{device}", members.store)
                 if name == "gloo":  # whose constructor waits for the others
                     store = LookedAfter(store, self._deadline, self._look)
+                    self._stores.append(store)
                 ranks = [
                     dist.get_global_rank(self._process_group, made.ranks[local[index]])
                     for local in nodes.ranks
                 ]
                 carriers[device] = Carriers(name, store, ranks, nodes.here, made.timeout)
+                self._made_carriers += 1
         return Span(made._core, nodes, made.rank, node, carriers, made.timeout)
 
     def _look(self) -> None:
