@@ -25,6 +25,7 @@ cudaStream_t stream_of(std::uintptr_t stream) { return reinterpret_cast<cudaStre
 struct AnyLaunch : Launch {
   Bucket buckets[kMaxLocalRanks];
   Sharding shardings[kMaxLocalRanks];
+  std::optional<std::uint64_t> captures[kMaxLocalRanks];
 };
 
 // A group of one compresses as well, so that it gives the errors and residuals of a larger group.
@@ -93,17 +94,8 @@ struct Latest {
   cudaEvent_t done = nullptr;
   cudaStream_t stream = nullptr;
   bool launched = false;
-  unsigned long long capture = 0;
+  std::uint64_t capture = 0;
 };
-
-// The capture that a stream is in, if any.
-std::optional<unsigned long long> capture_of(cudaStream_t stream) {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  unsigned long long capture = 0;
-  PYCOMM_CUDA_CHECK(cudaStreamGetCaptureInfo(stream, &status, &capture));
-  if (status == cudaStreamCaptureStatusNone) return {};
-  return capture;
-}
 
 // Orders all launches that use one set of flags, on whatever streams they are. Those of a capture are
 // ordered among each other; the caller orders a graph with all that is not in it.
@@ -115,8 +107,9 @@ class Order {
     return error == cudaSuccess || error == cudaErrorNotReady;
   }
 
+  // The stream is that of the launch's first rank.
   void launch(const AnyLaunch& launch, cudaStream_t stream) {
-    Latest& latest = latest_beside(stream);
+    Latest& latest = latest_in(launch.captures[0]);
     if (latest.launched && stream != latest.stream) {
       PYCOMM_CUDA_CHECK(cudaStreamWaitEvent(stream, latest.done, 0));
     }
@@ -131,8 +124,7 @@ class Order {
   static constexpr std::size_t kCaptures = 16;
 
   // An event that is recorded in a capture is meaningless outside of it, and vice versa.
-  Latest& latest_beside(cudaStream_t stream) {
-    const std::optional<unsigned long long> capture = capture_of(stream);
+  Latest& latest_in(std::optional<std::uint64_t> capture) {
     if (!capture) return live_;
     for (Latest& latest : captured_) {
       if (latest.capture == *capture) return latest;
@@ -220,10 +212,11 @@ struct Endpoint::Impl {
     launch.bases = tables + options.ranks;
     launch.mailbox = device_mailbox;
     launch.rank = static_cast<std::int16_t>(options.rank);
-    launch.captured = extras.captured;
+    launch.captured = extras.capture.has_value();
     launch.number = extras.number;
     to.buckets[index] = extras.bucket;
     to.shardings[index] = extras.sharding;
+    to.captures[index] = extras.capture;
   }
 
   // Returns false if the device has failed: a lane that uses other ranks' tensors then never leaves.
@@ -340,9 +333,13 @@ bool Endpoint::in_peers_heaps() const {
   return inside && impl_->can_run();
 }
 
-bool Endpoint::captures(std::uintptr_t stream) const {
+std::optional<std::uint64_t> Endpoint::capture_of(std::uintptr_t stream) const {
   const DeviceGuard guard(impl_->options.device);
-  return capture_of(stream_of(stream)).has_value();
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long capture = 0;
+  PYCOMM_CUDA_CHECK(cudaStreamGetCaptureInfo(stream_of(stream), &status, &capture));
+  if (status == cudaStreamCaptureStatusNone) return {};
+  return capture;
 }
 
 DeviceProgress Endpoint::progress() const {

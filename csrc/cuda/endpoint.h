@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "core/operation.h"
@@ -50,8 +51,8 @@ struct Extras {
 
   Bucket bucket;
   Sharding sharding;
-  std::uint32_t number = 0;  // of the launch, as records know it
-  bool captured = false;     // the stream is being captured
+  std::uint32_t number = 0;              // of the launch, as records know it
+  std::optional<std::uint64_t> capture;  // what the stream is in; see Endpoint::capture_of()
 };
 
 // The least staging that is enough for every operation except top-k.
@@ -106,8 +107,8 @@ class Endpoint {
   // After set_abort(): true if a kernel may still use tensors of other ranks. Once false, it stays
   // false. Call it on a thread that uses no other device.
   bool in_peers_heaps() const;
-  // True if what is enqueued on the stream becomes part of a graph.
-  bool captures(std::uintptr_t stream) const;
+  // The capture that the stream is in, if any: what is enqueued on it becomes part of a graph.
+  std::optional<std::uint64_t> capture_of(std::uintptr_t stream) const;
   // How far the device is. From any thread; waits for nothing.
   DeviceProgress progress() const;
   // The failure that a kernel has reported to the host.

@@ -87,8 +87,8 @@ Operation Group::admit(const Call& call) {
 
 void Group::enqueue(const Part& part, std::uintptr_t stream, Extras extras) {
   try {
-    extras.captured = endpoint_->captures(stream);
-    extras.number = host_->record_launch(part.operation, extras.captured);
+    extras.capture = endpoint_->capture_of(stream);
+    extras.number = host_->record_launch(part.operation, extras.capture.has_value());
     if (shared_ == nullptr) {
       endpoint_->launch(part.operation, part.input, part.output, stream, extras);
     } else {

@@ -38,7 +38,7 @@ void Endpoint::synchronize() { unavailable(); }
 void Endpoint::set_gone(int) { unavailable(); }
 void Endpoint::set_abort(std::uint64_t) { unavailable(); }
 bool Endpoint::in_peers_heaps() const { unavailable(); }
-bool Endpoint::captures(std::uintptr_t) const { unavailable(); }
+std::optional<std::uint64_t> Endpoint::capture_of(std::uintptr_t) const { unavailable(); }
 DeviceProgress Endpoint::progress() const { unavailable(); }
 Failure Endpoint::failure() const { unavailable(); }
 SharedLaunch::SharedLaunch(std::vector<std::shared_ptr<Endpoint>>) { unavailable(); }

@@ -29,10 +29,12 @@ struct AllReduce {
   }
 
   void launch(DeviceWorld& world, cudaStream_t stream) {
+    const auto handle = reinterpret_cast<std::uintptr_t>(stream);
     for (int r = 0; r < kRanks; ++r) {
-      world.shared->put(
-          r, operation, x[r].data(), y[r].data(), reinterpret_cast<std::uintptr_t>(stream),
+      cuda::Extras extras(
           cuda::Bucket{{{operation, x[r].data(), y[r].data()}}, nullptr, workspaces[r].data()});
+      extras.capture = world.endpoints[r]->capture_of(handle);
+      world.shared->put(r, operation, x[r].data(), y[r].data(), handle, extras);
     }
     world.shared->launch();
     for (int r = 0; r < kRanks; ++r) world.shared->follow(r);

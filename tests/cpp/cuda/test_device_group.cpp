@@ -79,7 +79,9 @@ void refuses_work(Ranks& ranks, int r) {
 
 void adds_up(bool together) {
   Ranks ranks(together);
+  const int queries = device::capture_queries();
   for (int i = 0; i < 2; ++i) ranks.run_both(all_reduce(), all_reduce());
+  PYCOMM_CHECK(device::capture_queries() - queries == 4, "a launch asks once for the capture");
   for (int r = 0; r < 2; ++r) {
     ranks.groups[r]->check();
     PYCOMM_CHECK(ranks.y[r] == std::vector<float>(kCount, 2.0f), "the sum of both ranks");

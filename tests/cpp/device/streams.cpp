@@ -83,12 +83,13 @@ void wait_for(Stream* stream) {
   device::observe(&done);
 }
 
-std::atomic<int> enqueued_so_far = 0;
+std::atomic<int> enqueued_so_far = 0, capture_queries_so_far = 0;
 thread_local std::vector<Stream*> created;  // on this thread, and not destroyed
 
 }  // namespace
 
 int device::enqueued() { return enqueued_so_far; }
+int device::capture_queries() { return capture_queries_so_far; }
 
 void device::enqueue(Stream* stream, std::function<void()> work) {
   ++enqueued_so_far;
@@ -156,6 +157,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, int) {
 
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status,
                                      unsigned long long* id) {
+  ++capture_queries_so_far;
   const bool captured = stream != nullptr && stream->end.graph != nullptr;
   *status = captured ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
   if (captured) *id = stream->end.graph->id;

@@ -159,11 +159,13 @@ class OnDevice {
 
   void launch(int r, cuda::Endpoint& endpoint, cudaStream_t stream = nullptr) {
     const auto* const input = tensors_.input(operation_, x_[r].data(), y_[r].data());
-    endpoint.launch(
-        operation_, input, y_[r].data(), reinterpret_cast<std::uintptr_t>(stream),
+    const auto handle = reinterpret_cast<std::uintptr_t>(stream);
+    cuda::Extras extras(
         cuda::Bucket{{{operation_, input, y_[r].data(), tensors_.feedback(operation_, r)}},
                      nullptr,
                      workspaces_[r].data()});
+    extras.capture = endpoint.capture_of(handle);
+    endpoint.launch(operation_, input, y_[r].data(), handle, extras);
   }
 
   // Fails unless rank r has these tensors.
