@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 if TYPE_CHECKING:
+    from pycomm._training.cuts import Range
     from pycomm.group import Group
 
 
@@ -45,16 +46,25 @@ class Optimizer(Protocol):
     def lost_parts(self, owners: Collection[int]) -> set[int]:
         """Ranks that have parts of the states and are not among these."""
 
+    def lost_with_replicas(self, owners: Collection[int]) -> set[int]:
+        """Those of which these have no replicas, either."""
+
     def is_replicated(self) -> bool:
         """True if there are replicas of all sharded states."""
 
+    def undoes_step(self) -> bool:
+        """True if this rank has begun a step that does not count, and has copies from before."""
+
     def undo_step(self) -> None:
-        """Gives all ranks' parts of the parameters their values before a step that failed."""
+        """Gives parts of the parameters their values before a step that failed."""
+
+    def to_restore(self, owners: Mapping[int, int]) -> list[tuple[torch.Tensor, list[Range]]]:
+        """Parameters that ranks must send each other after that."""
 
     def follow_parts(self, group: Group, owners: Mapping[int, int], restores: bool) -> None:
         """Records which ranks of another group have the parts; later steps divide them anew."""
 
-    def follow_regroup(self) -> None:
+    def follow_regroup(self, group: Group, owners: Mapping[int, int]) -> None:
         """Adopts this rank's new parts of the states from the replicas."""
 
 

@@ -1,4 +1,6 @@
-"""Two copies of each rank's tensors, in memory that outlives the rank.
+"""Two copies of each rank's tensors, in memory that outlives the rank, on one node.
+
+Ranks on several nodes keep them otherwise: pycomm/_training/spanning_replicas.py.
 
 The ranks of a node map a file of each of them. It has no name, and lasts as long as any rank maps
 it: when a rank is lost, the others still read its tensors.
@@ -17,7 +19,7 @@ import contextlib
 import itertools
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -58,13 +60,10 @@ class _Area:
     def __init__(
         self, file: int, rank: int, kinds: Sequence[Kind], parameters: Sequence[Kind]
     ) -> None:
-        places = _places([*kinds, *kinds, *parameters], rank)
+        places = places_of([*kinds, *kinds, *parameters], rank, _LINE)
         path = f"/proc/self/fd/{file}"
         memory = torch.from_file(path, shared=True, size=places[-1], dtype=torch.uint8)
-        views = [
-            memory[begin : begin + kind.nbytes(rank)].view(kind.dtype)
-            for begin, kind in zip(places, [*kinds, *kinds, *parameters], strict=False)
-        ]
+        views = views_in(memory, [*kinds, *kinds, *parameters], rank, _LINE)
         count = len(kinds)
         self.tensors, self.former = views[:count], views[count : 2 * count]
         self.parameters = views[2 * count :]
@@ -99,6 +98,7 @@ class Replicas:
     Attributes:
         tensors: this rank's tensors, flat. Steps change them.
         steps: the number of steps that count.
+        copied: the ranks whose parts of parameters this rank copies before a step.
 
     Raises:
         MemoryError: a rank could not share its memory; on all ranks.
@@ -113,9 +113,9 @@ class Replicas:
         parameters: Sequence[Kind],
         label: str,
     ) -> None:
-        self.steps = 0
+        self.steps, self.copied = 0, (group.rank,)
         self._group, self._rank = group, group.rank
-        own_bytes = _places([*kinds, *kinds, *parameters], group.rank)[-1]
+        own_bytes = places_of([*kinds, *kinds, *parameters], group.rank, _LINE)[-1]
         with contextlib.ExitStack() as at_end:
             error: Exception | None = None
             own = inode = -1
@@ -124,12 +124,11 @@ class Replicas:
                 inode = os.fstat(own).st_ino
             except OSError as raised:
                 error = raised
-            crc = zlib.crc32(repr((kinds, parameters, label)).encode())
+            crc = checksum(kinds, parameters, label)
             told = torch.zeros(group.size, 3, dtype=torch.int64)
             told[group.rank] = torch.tensor([own, inode, crc])
             all_reduce(told, group=group)
-            if not (told[:, 2] == crc).all():  # as all ranks see
-                raise RuntimeError("ranks have optimizer states of different kinds or parameters")
+            check_same(told[:, 2])
             self._areas: list[_Area] = []
             try:
                 for rank, (number, inode, _) in enumerate(told.tolist()):
@@ -144,14 +143,17 @@ class Replicas:
         if not ready:
             raise MemoryError("a rank could not share memory for replicas of its states") from error
 
-    def begin_step(self, parameters: Sequence[torch.Tensor]) -> None:
+    def begin_step(self, parameters: Mapping[int, Sequence[torch.Tensor]]) -> None:
         """Copies everything that a step is about to change.
+
+        Args:
+            parameters: parts of the parameters of all ranks in `copied`.
 
         Raises:
             pycomm.GroupUnusable: the group has failed, so the copies of a failed step must stay.
         """
         self._group._core.check_usable()
-        self._areas[self._rank].begin_step(self.steps, parameters)
+        self._areas[self._rank].begin_step(self.steps, parameters[self._rank])
 
     def end_step(self) -> None:
         """Decides that the step counts; all ranks must call this.
@@ -164,7 +166,7 @@ class Replicas:
 
     @property
     def ranks_in_step(self) -> list[int]:
-        """The ranks that have begun a step that does not count."""
+        """The ranks that have begun a step that does not count, as far as this one has copies."""
         return [rank for rank, area in enumerate(self._areas) if area.has_begun(self.steps)]
 
     def of(self, rank: int) -> list[torch.Tensor]:
@@ -176,11 +178,36 @@ class Replicas:
         """A rank's parts of parameters, before the step that it has begun last."""
         return self._areas[rank].parameters
 
+    def keepers(self, rank: int) -> list[int]:
+        """The ranks that have a rank's tensors, itself first."""
+        return [(rank + number) % self._group.size for number in range(self._group.size)]
 
-def _places(kinds: Sequence[Kind], rank: int) -> list[int]:
-    """Where each tensor of a rank begins in its file, in whole cache lines, and the file's size."""
+
+def places_of(kinds: Sequence[Kind], rank: int, first: int) -> list[int]:
+    """Where each tensor of a rank begins behind `first`, in whole cache lines, and their end."""
     lines = (-(-kind.nbytes(rank) // _LINE) * _LINE for kind in kinds)
-    return list(itertools.accumulate(lines, initial=_LINE))
+    return list(itertools.accumulate(lines, initial=first))
+
+
+def views_in(
+    memory: torch.Tensor, kinds: Sequence[Kind], rank: int, first: int
+) -> list[torch.Tensor]:
+    """A rank's tensors in memory, at these places."""
+    return [
+        memory[begin : begin + kind.nbytes(rank)].view(kind.dtype)
+        for begin, kind in zip(places_of(kinds, rank, first), kinds, strict=False)
+    ]
+
+
+def checksum(kinds: Sequence[Kind], parameters: Sequence[Kind], label: str) -> int:
+    """A number that is the same on all ranks if their tensors fit together."""
+    return zlib.crc32(repr((list(kinds), list(parameters), label)).encode())
+
+
+def check_same(checksums: torch.Tensor) -> None:
+    """Raises RuntimeError, on all ranks, if ranks have tensors that do not fit together."""
+    if not (checksums == checksums[0]).all():
+        raise RuntimeError("ranks have optimizer states of different kinds or parameters")
 
 
 def _make_file(nbytes: int, at_end: contextlib.ExitStack) -> int:

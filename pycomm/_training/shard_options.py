@@ -113,15 +113,17 @@ def check_sharding(
     if replicas not in (1, 2):
         raise ValueError(f"replicas must be 1 or 2, got {replicas!r}")
     if replicas == 2:
-        _check_replicas(module, divides, shard_group)
+        _check_replicas(module, divides, options)
 
 
-def _check_replicas(module: nn.Module, group: Group, shard_group: Group | None) -> None:
+def _check_replicas(module: nn.Module, group: Group, options: ShardOptions) -> None:
     """Raises ValueError if states cannot have replicas."""
+    spans = len(group.nodes) > 1
     cannot = {
         "parameters on the CPU": any(not parameter.is_cpu for parameter in module.parameters()),
-        "a group on one node": len(group.nodes) > 1,
-        "no shard_group": shard_group is not None,
+        "no shard_group": options.has_group,
+        "overlap_params=False between nodes": spans and options.overlap_params,
+        "ranks that are processes, or a group on one node": not group._decides,
     }
     for wanted, missing in cannot.items():
         if missing:

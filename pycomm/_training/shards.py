@@ -69,7 +69,8 @@ class Part(NamedTuple):
         group: the ranks that have the others.
         ranges: the elements of every rank that has any.
         first: the first element.
-        own: a flat view of the elements in the parameter; empty if there are none.
+        own: a flat view of the elements in the parameter; empty if there are none. Of states that
+            move to another group, a rank may have several ranges; then a copy, and `first` is 0.
     """
 
     shards: Shards
@@ -125,7 +126,7 @@ class Part(NamedTuple):
         All ranks must call this.
 
         Args:
-            own: this rank's elements, or one value for every `unit` of them.
+            own: this rank's elements, in the order of its ranges, or one value for every `unit`.
             like: the parameter; for other units, a flat tensor of the result's size.
             unit: a divisor of 1,024.
             to: the only rank that gets them; None for all. Others get an empty tensor.
@@ -137,11 +138,14 @@ class Part(NamedTuple):
         receives = to in (None, group.rank)
         whole = torch.empty_like(like, dtype=own.dtype) if receives else own.new_empty(0)
         flat = whole.as_strided((whole.numel(),), (1,))
-        if receives:
-            begin = self.first // unit
-            flat[begin : begin + own.numel()] = own
+        given = 0
         for rank, first, last in self.ranges:
-            elements = flat[first // unit : -(-last // unit)] if receives else own
+            begin, end = first // unit, -(-last // unit)
+            elements = flat[begin:end] if receives else own[:0]
+            if rank == group.rank:
+                mine = own[given : given + end - begin]
+                given += len(mine)
+                elements = elements.copy_(mine) if receives else mine
             data = elements.view(torch.uint8)
             if to is None:
                 broadcast(data, rank, group=group)

@@ -62,7 +62,7 @@ class SpanningShards(Shards):
         rooms: dict[int, int] = {}
         for bucket in partition(parameters, limit, kind_of):
             rooms |= _rooms(bucket, group.size)
-        super().__init__(parameters, group, gradients, rooms)
+        super().__init__(parameters, group, gradients, rooms, sharding.replicas > 1)
         self.leaves_local = scatters
 
     def cut(self, bucket: Sequence[torch.Tensor]) -> list[tuple[Range, ...]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,8 +15,11 @@ from pycomm._training.step_guard import StepGuard
 from pycomm.collectives import all_gather, all_reduce
 
 if TYPE_CHECKING:
+    from pycomm._training.cuts import Range
     from pycomm._training.local_sgd import LocalSGDState
     from pycomm.group import Group
+
+_ALIGN = 8  # bytes
 
 
 class ShardSurvival:
@@ -42,7 +46,10 @@ class ShardSurvival:
         self._optimizers = optimizers_of(parameters)
         parts = (part for p in parameters if (part := part_of(p)) is not None)
         self._guards: set[StepGuard] = {part.shards.guard for part in parts}
-        self._owners: list[dict[int, int]] = []  # of each optimizer's parts: see agree()
+        # Of each optimizer, see agree(): the owners of its parts; what ranks must restore.
+        self._owners: list[dict[int, int]] = []
+        self._to_restore: list[tuple[torch.Tensor, list[Range]]] = []
+        self._restored_bytes = 0
         self._has_replicas = False
         # The means of a step that has not counted come later. If another optimizer's step may have
         # counted, that would apply some of them twice, so they are dropped.
@@ -55,36 +62,59 @@ class ShardSurvival:
 
         Raises:
             ValueError: ranks are lost with their parts, and the states have no replicas.
-            RuntimeError: there are no replicas yet, or a step without replicas has failed. Each is
-                raised on all ranks.
+            RuntimeError: there are no replicas yet, or they are lost, too, or a step without
+                replicas has failed. Each is raised on all ranks.
         """
         count = all_reduce(torch.tensor([len(self._optimizers)]), "max", group=self._group)
         lacking = not all(one.is_replicated() for one in self._optimizers)
         broken = not self._replicates and any(guard.is_broken() for guard in self._guards)
-        own = [one.rank_in_division() for one in self._optimizers]
-        own += [-1] * (int(count) - len(own))
-        table = torch.empty(self._group.size, 2 + len(own), dtype=torch.int64)
-        mine = torch.tensor([lacking, broken, *own], dtype=torch.int64)
+        own = [(one.rank_in_division(), one.undoes_step()) for one in self._optimizers]
+        own += [(-1, False)] * (int(count) - len(own))
+        table = torch.empty(self._group.size, 2 + 2 * len(own), dtype=torch.int64)
+        mine = torch.tensor([lacking, broken, *itertools.chain(*own)], dtype=torch.int64)
         all_gather(table, mine, group=self._group)
         lacking, broken = table[:, :2].any(dim=0).tolist()
         self._has_replicas = self._replicates and not lacking
         self._owners = [
             {former: rank for rank, former in enumerate(ranks) if former >= 0}
-            for ranks in table.T[2:].tolist()
+            for ranks in table.T[2::2].tolist()
         ]
-        pairs = zip(self._optimizers, self._owners, strict=False)
-        lost = sorted({rank for one, owners in pairs for rank in one.lost_parts(owners)})
-        any_lost = all_reduce(torch.tensor([bool(lost)]), "max", group=self._group)
-        if any_lost and not self._has_replicas:
-            self._complain(f"ranks {lost}" if lost else "ranks of the others")
+        self._check_lost(table.T[3::2].any(dim=1).tolist())
         if broken:
             raise RuntimeError(
                 "parameters are partly those of a step that has failed: load a checkpoint of the "
                 "model and the optimizer in a new wrapper"
             )
 
-    def _complain(self, lost: str) -> None:
-        message = f"{lost} are lost with their parts of the optimizer's states"
+    def _check_lost(self, undone: Sequence[bool]) -> None:
+        """Raises errors if states are lost, and finds out what ranks must restore.
+
+        Args:
+            undone: for each optimizer, True if any rank must undo a step.
+        """
+        pairs = list(zip(self._optimizers, self._owners, strict=False))
+        lost = sorted({rank for one, owners in pairs for rank in one.lost_parts(owners)})
+        gone = sorted({rank for one, owners in pairs for rank in one.lost_with_replicas(owners)})
+        if self._has_replicas and not gone:
+            for (one, owners), undoes in zip(pairs, undone, strict=False):
+                self._to_restore += one.to_restore(owners) if undoes else []
+        nbytes = sum(_room(elements) for elements, _ in self._to_restore)
+        found = torch.tensor([bool(lost), bool(gone), nbytes])
+        any_lost, any_gone, self._restored_bytes = all_reduce(
+            found, "max", group=self._group
+        ).tolist()
+        if any_lost and (any_gone or not self._has_replicas):
+            self._complain(lost, gone)
+
+    def _complain(self, lost: Sequence[int], gone: Sequence[int]) -> None:
+        """Raises the error for ranks that are lost, and `gone` for both copies of their parts."""
+        who = f"ranks {lost}" if lost else "ranks of the others"
+        message = f"{who} are lost with their parts of the optimizer's states"
+        if self._has_replicas:
+            both = f"ranks {gone}" if gone else "some"
+            raise RuntimeError(
+                f"{message}, both copies of those of {both}: load the checkpoint in a new wrapper"
+            )
         if self._replicates:
             raise RuntimeError(
                 f"{message}, of which there are no replicas yet, because they were loaded, "
@@ -99,8 +129,28 @@ class ShardSurvival:
         """Undoes steps that do not count; all ranks must call this."""
         for optimizer in self._optimizers:
             optimizer.undo_step()
+        if self._restored_bytes:
+            self._restore()
         for guard in self._guards:
             guard.step_undone()
+
+    def _restore(self) -> None:
+        """Gives all ranks the parameters before a step from those that have copies of them.
+
+        Each element comes from one rank, and the others give zeros, so the maximum is its bits.
+        """
+        values = torch.zeros(self._restored_bytes, dtype=torch.uint8)
+        places, end = [], 0
+        for elements, ranges in self._to_restore:
+            begin, end = end, end + _room(elements)
+            place = values[begin : begin + elements.nbytes].view(elements.dtype)
+            places.append((elements, place))
+            for rank, first, last in ranges:
+                if rank == self._group.rank:
+                    place[first:last] = elements[first:last]
+        all_reduce(values, "max", group=self._group)
+        for elements, place in places:
+            elements.copy_(place)
 
     def divide_anew(self) -> None:
         """Moves states to the new owners of the parameters; all ranks must call this.
@@ -109,6 +159,11 @@ class ShardSurvival:
         """
         for optimizer, owners in zip(self._optimizers, self._owners, strict=False):
             if not owners or (self._has_replicas and len(owners) == self._group.size):
-                optimizer.follow_regroup()
+                optimizer.follow_regroup(self._group, owners)
             else:
                 optimizer.follow_parts(self._group, owners, self._has_replicas)
+
+
+def _room(tensor: torch.Tensor) -> int:
+    """The bytes of a tensor, so that another one of any type can follow."""
+    return -(-tensor.nbytes // _ALIGN) * _ALIGN

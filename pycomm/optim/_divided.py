@@ -67,10 +67,18 @@ class DividedOptimizer(StatefulOptimizer):
             for param, part in self._parts().items()
         )
 
+    def undoes_step(self) -> bool:
+        """True if this rank has begun a step that does not count, and has copies from before."""
+        return self._replicas is not None and self._replicas.in_step
+
     def undo_step(self) -> None:
-        """Gives all ranks' parts of the parameters their values before a step that failed."""
-        if self._replicas is not None and self._replicas.in_step:
+        """Gives parts of the parameters their values before a step that failed."""
+        if self._replicas is not None:
             self._replicas.undo()
+
+    def to_restore(self, owners: Mapping[int, int]) -> list[tuple[torch.Tensor, list[Range]]]:
+        """Parameters that ranks must send each other after :meth:`undo_step` on one of them."""
+        return [] if self._replicas is None else self._replicas.to_restore(owners)
 
     # In another group.
 
@@ -83,24 +91,34 @@ class DividedOptimizer(StatefulOptimizer):
         ranges = ((part.group, own.rank) for part in self._parts().values() for own in part.ranges)
         return {group.ranks[rank] for group, rank in ranges if rank not in owners}
 
+    def lost_with_replicas(self, owners: Collection[int]) -> set[int]:
+        """Those of which these have no replicas, either."""
+        return set() if self._replicas is None else self._replicas.lost(owners)
+
     @torch.no_grad()
-    def follow_regroup(self) -> None:
-        """Adopts this rank's new parts of the states from the replicas.
+    def follow_regroup(self, group: Group, owners: Mapping[int, int]) -> None:
+        """Adopts this rank's new parts of the states from the replicas, and makes new replicas.
 
         All ranks of the wrapper's new group must call this. If it fails, it can be repeated.
+
+        Args:
+            group: the new group.
+            owners: its ranks by their numbers in the division.
         """
         replicas, held, self.in_step = self._replicas, self._parts(), False
         if replicas is None or not held:
             return
         states: dict[torch.Tensor, State] = {}
         buffers = Buffers()
-        for group in self.param_groups:
-            names = self._state_names(group)
-            for param in filter(held.__contains__, group["params"]):
-                whole, own = replicas.whole(param), held[param].own
-                self._edits.take_whole(own, param, whole)
+        for options in self.param_groups:
+            names = self._state_names(options)
+            for param in filter(held.__contains__, options["params"]):
+                given, state = replicas.given(param, group, owners)
+                self._edits.take_given(held[param].own, given.own, state)
+                whole = _checkpoint.gathered(given, param, state)
+                assert whole is not None
                 saved = _checkpoint.checked(param, whole, names)
-                states[param] = _checkpoint.Adopted(param, group, saved, names).settle(buffers)
+                states[param] = _checkpoint.Adopted(param, options, saved, names).settle(buffers)
         parts = {param: part for param in states if (part := part_of(param)) is not None}
         self._use(ReplicatedStates(parts, states))
         for param in parts:
@@ -114,26 +132,18 @@ class DividedOptimizer(StatefulOptimizer):
         Args:
             group: the other group.
             owners: its ranks that have parts, by their numbers in the division.
-            restores: True if parts come from the replicas, which all of these have. Each then keeps
-                whole parameters in turn.
+            restores: True if lost parts come from the replicas.
         """
         replicas, self._replicas, self.in_step = self._replicas, None, False
         self._awaits_sharing = len(owners) < group.size
-        for number, (param, held) in enumerate(self._parts().items()):
+        for param, held in self._parts().items():
             if replicas is None or not restores:
                 self._held[param] = held.moved(group, owners)
                 continue
-            whole = replicas.whole(param)
-            self._edits.take_whole(held.own, param, whole)
+            part, state = replicas.given(param, group, owners)
+            self._edits.take_given(held.own, part.own, state)
             self._edits.forget(held.own)
-            owner = sorted(owners.values())[number % len(owners)]
-            last = param.numel() if owner == group.rank else 0
-            ranges = (Range(owner, 0, param.numel()),) if param.numel() else ()
-            self._held[param] = Part(held.shards, group, ranges, 0, flat(param.detach())[:last])
-            self.state[param] = {
-                name: tensor if name == "step" else flat(tensor) if last else flat(tensor)[:0]
-                for name, tensor in whole.items()
-            }
+            self._held[param], self.state[param] = part, state
 
     def state_to_share(self, group: Group) -> dict[str, Any]:
         """What newcomers need to take part in the next step; for :func:`pycomm.share_state`.

@@ -22,7 +22,7 @@ class Edits:
     def __init__(self) -> None:
         # Each parameter's count of writes and its address, after its last step.
         self._seen: dict[torch.Tensor, tuple[int, int]] = {}
-        self._changed: set[torch.Tensor] = set()  # whose remainders were dropped after that step
+        self._changed: set[torch.Tensor] = set()  # whose states were adapted after that step
 
     def note(self, params: Iterable[torch.Tensor]) -> None:
         """Records that the parameters agree with their states."""
@@ -35,14 +35,22 @@ class Edits:
         self._seen.pop(param, None)
         self._changed.discard(param)
 
-    def take_whole(self, part: torch.Tensor, param: torch.Tensor, state: Mapping[str, Any]) -> None:
-        """Adapts the state of a whole parameter, of which this rank has stepped a part.
+    def take_given(self, part: torch.Tensor, given: torch.Tensor, state: Mapping[str, Any]) -> None:
+        """Adapts the state of elements of a parameter, of which this rank has stepped a part.
 
-        The other ranks' parts may not have been adapted to writes to which this one has.
+        The other elements' states may not have been adapted to writes to which this part's has.
+
+        Args:
+            part: this rank's part.
+            given: these elements.
+            state: their state.
         """
+        before = self._seen.get(part)
+        if part not in self._changed and before == (part._version, part.data_ptr()):
+            return
         if REMAINDER in state and (part in self._changed or self._is_written(part)):
             state[REMAINDER].zero_()
-        self.take(param, state)
+        self.take(given, state)
 
     def take(self, param: torch.Tensor, state: Mapping[str, Any]) -> None:
         """Adapts the state to writes to its parameter.
@@ -58,6 +66,8 @@ class Edits:
             master = state[MASTER]
             own = param.detach().to(master.device)
             master.copy_(torch.where(is_rounded(own, master, own.dtype), master, own.float()))
+            if self._is_written(param):
+                self._changed.add(param)
         elif REMAINDER in state and self._is_written(param):
             state[REMAINDER].zero_()
             self._changed.add(param)

@@ -1,17 +1,25 @@
-"""Two copies of sharded states: pycomm/_training/replicas.py."""
+"""Two copies of sharded states.
+
+pycomm/_training/replicas.py keeps them on one node, spanning_replicas.py on several.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pycomm._training.cuts import Range
 from pycomm._training.replicas import Kind, Replicas
 from pycomm._training.shards import Part
+from pycomm._training.spanning_replicas import SpanningReplicas
 from pycomm.optim import _storage
 from pycomm.optim._storage import BLOCK, State
+
+if TYPE_CHECKING:
+    from pycomm.group import Group
 
 
 class ReplicatedStates:
@@ -37,7 +45,8 @@ class ReplicatedStates:
         self._shards = next(iter(parts.values())).shards
         self._group = self._shards.group
         places = [(param, name, states[param][name]) for param in parts for name in states[param]]
-        self._replicas = Replicas(
+        kind = Replicas if len(self._group.nodes) == 1 else SpanningReplicas
+        self._replicas: Replicas | SpanningReplicas = kind(
             self._group,
             [tensor for _, _, tensor in places],
             [self._kind(param, name, tensor.dtype) for param, name, tensor in places],
@@ -49,6 +58,10 @@ class ReplicatedStates:
         for number, (param, name, tensor) in enumerate(places):
             self.states[param][name] = self._replicas.tensors[number].view(tensor.shape)
             self._numbers[param][name] = number
+        self._copied = {
+            rank: [flat(param.detach())[self._range(param, "", rank)] for param in parts]
+            for rank in self._replicas.copied
+        }
 
     def holds(self, param: torch.Tensor, part: Part, state: Mapping[str, Any]) -> bool:
         """True if this state of a parameter's part lies in the replicas' memory."""
@@ -61,7 +74,7 @@ class ReplicatedStates:
     def step(self) -> Iterator[None]:
         """Surrounds a step, which counts on all ranks or on none."""
         self._shards.guard.check()
-        self._replicas.begin_step([part.own for part in self._parts.values()])
+        self._replicas.begin_step(self._copied)
         yield
         try:
             self._replicas.end_step()
@@ -77,8 +90,9 @@ class ReplicatedStates:
         return self._group.rank in self._replicas.ranks_in_step
 
     def undo(self) -> None:
-        """Gives all parts that such a step may have changed their parameters from before it.
+        """Gives parts that such a step may have changed their parameters from before it.
 
+        Between nodes only those that this rank has copies of; the others: :meth:`to_restore`.
         Torch does not count this, so the counts are again those of the values.
         """
         for rank in self._replicas.ranks_in_step:
@@ -86,14 +100,66 @@ class ReplicatedStates:
             for param, values in zip(self._parts, before, strict=True):
                 flat(param.data)[self._range(param, "", rank)] = values
 
-    def whole(self, param: torch.Tensor) -> State:
-        """A parameter's state, of all ranks, after the last step that counts."""
+    def to_restore(self, owners: Mapping[int, int]) -> list[tuple[torch.Tensor, list[Range]]]:
+        """Parameters that ranks must send each other after :meth:`undo`; none on one node.
+
+        Args:
+            owners: the ranks of another group that have parts, by their numbers in this one.
+
+        Returns:
+            For each parameter its elements, flat, and the ranks of the other group that send them.
+        """
+        if isinstance(self._replicas, Replicas):
+            return []
+        return [(flat(param.data), self._given(param, owners)) for param in self._parts]
+
+    def lost(self, owners: Collection[int]) -> set[int]:
+        """The ranks whose states are lost with both copies; by their first numbers.
+
+        Args:
+            owners: the ranks that are left.
+        """
+        found = {own.rank for part in self._parts.values() for own in part.ranges}
+        left = {r for r in found if any(k in owners for k in self._replicas.keepers(r))}
+        return {self._group.ranks[rank] for rank in found - left}
+
+    def given(
+        self, param: torch.Tensor, group: Group, owners: Mapping[int, int]
+    ) -> tuple[Part, State]:
+        """What this rank gives of a parameter's state after the last step that counts.
+
+        For each lost rank, another one that has its copies gives its part.
+
+        Args:
+            param: the parameter.
+            group: another group.
+            owners: its ranks that have parts, by their numbers in this one.
+
+        Returns:
+            The elements of all ranks of the other group, and the state of this rank's.
+        """
+        ranges, held = self._given(param, owners), self._parts[param]
+        mine = [
+            own for own, given in zip(held.ranges, ranges, strict=True) if given.rank == group.rank
+        ]
+        elements = flat(param.detach())
+        values = _together([elements[own.begin : own.end] for own in mine], elements)
         state: State = {}
         for name, number in self._numbers[param].items():
-            state[name] = whole = _empty(param, name, self._replicas.tensors[number].dtype)
-            for rank in range(self._group.size):
-                flat(whole)[self._range(param, name, rank)] = self._replicas.of(rank)[number]
-        return state
+            like = self._replicas.of(self._group.rank)[number]
+            if name == "step":
+                state[name] = like.clone().view(())
+            else:
+                tensors = [self._replicas.of(own.rank)[number] for own in mine]
+                state[name] = _together(tensors, like)
+        return Part(held.shards, group, tuple(ranges), 0, values), state
+
+    def _given(self, param: torch.Tensor, owners: Mapping[int, int]) -> list[Range]:
+        """All ranks' elements of a parameter, with the ranks of another group that have them."""
+        return [
+            Range(next(owners[k] for k in self._replicas.keepers(rank) if k in owners), begin, end)
+            for rank, begin, end in self._parts[param].ranges
+        ]
 
     def _kind(self, param: torch.Tensor, name: str, dtype: torch.dtype) -> Kind:
         ranges = (self._range(param, name, rank) for rank in range(self._group.size))
@@ -110,13 +176,9 @@ class ReplicatedStates:
         return slice(0, 0)
 
 
-def _empty(param: torch.Tensor, name: str, dtype: torch.dtype) -> torch.Tensor:
-    """Memory for the whole state of a parameter."""
-    if name == "step":
-        return torch.empty(())
-    if name.endswith(_storage.SCALE):
-        return torch.empty(_storage.blocks_of(param))
-    return torch.empty_like(param, dtype=dtype)
+def _together(tensors: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """A copy of flat tensors, one behind the other."""
+    return torch.cat(list(tensors)) if tensors else like.new_empty(0)
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -40,7 +40,7 @@ class Training:
         seed: int = 0,
         **options: Any,
     ) -> None:
-        own = ("replicas", "publish", "overlap_params", "compression")
+        own = ("replicas", "publish", "overlap_params", "compression", "bucket_cap_mb")
         wrapper = {name: options.pop(name) for name in own if name in options}
         net = Net(elements, dtype, seed)
         self.model = pycomm.DataParallel(net, group=group, shard=shard, **wrapper)

@@ -271,7 +271,7 @@ def test_what_cannot_grow_says_so_on_all_ranks(world):
         if group.rank:
             with pytest.raises(ValueError, match="shard_group must be None"):
                 pycomm.DataParallel(nn.Linear(3, 3), group=group, shard="optimizer")
-            with pytest.raises(ValueError, match="replicas=2 needs a group on one node"):
+            with pytest.raises(ValueError, match="replicas=2 needs ranks that are processes"):
                 Training(spread.groups[1], replicas=2)
             return
         own = smaller.groups[0]
@@ -279,7 +279,7 @@ def test_what_cannot_grow_says_so_on_all_ranks(world):
         model = pycomm.DataParallel(nn.Linear(3, 3), shard_group=own, **options)
         with pytest.raises(ValueError, match="shard_group must be None"):
             model.regroup(group)
-        with pytest.raises(ValueError, match="replicas=2 needs a group on one node"):
+        with pytest.raises(ValueError, match="replicas=2 needs ranks that are processes"):
             Training(own, replicas=2).model.regroup(spread.groups[0])
 
     world(2).run(live)
