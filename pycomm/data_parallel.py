@@ -68,7 +68,8 @@ class DataParallel(Wrapping):
             :meth:`reduce_gradients` to read or change gradients before the step.
         replicas: 2 keeps two copies of the optimizer's states, so that training goes on when ranks
             are lost: a step then counts on all ranks or on none, and :meth:`regroup` restores all
-            states. It needs a group on one node.
+            states. Between nodes, every step sends a rank's states to another node, so that a whole
+            node may be lost; that needs processes and ``overlap_params=False``. CPU only.
         shard_group: the ranks that divide the states; by default those of `group`. With the ranks
             of this node, each node divides them anew, and only gradients are sent between nodes.
         publish: compression of the parameters' changes that the owners of a share send to other
@@ -291,10 +292,11 @@ class DataParallel(Wrapping):
 
         Raises:
             ValueError: this is called inside :meth:`join`; with `shard` and without `replicas`, a
-                lost rank has taken a part of the states with it; with `replicas`, the group spans
-                nodes; or there is a `shard_group`.
+                lost rank has taken a part of the states with it; with `replicas` and
+                `overlap_params`, the group has begun to span nodes; or there is a `shard_group`.
             RuntimeError: the ranks' parameters differ, because only some of them took a step; or
-                states have no replicas yet; on all ranks.
+                states have no replicas yet; or between nodes, both copies of a rank's states are
+                lost; on all ranks.
             pycomm.CollectiveError: a newcomer's module is of another kind, so that its wrapper
                 raises ValueError: shrink the group.
         """

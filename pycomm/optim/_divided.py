@@ -119,6 +119,7 @@ class DividedOptimizer(StatefulOptimizer):
                 assert whole is not None
                 saved = _checkpoint.checked(param, whole, names)
                 states[param] = _checkpoint.Adopted(param, options, saved, names).settle(buffers)
+                self._edits.settled(held[param].own)  # else a repetition would take it for an edit
         parts = {param: part for param in states if (part := part_of(param)) is not None}
         self._use(ReplicatedStates(parts, states))
         for param in parts:

@@ -45,12 +45,19 @@ class Edits:
             given: these elements.
             state: their state.
         """
+        if self._is_written(part):
+            self._changed.add(part)
         before = self._seen.get(part)
         if part not in self._changed and before == (part._version, part.data_ptr()):
             return
-        if REMAINDER in state and (part in self._changed or self._is_written(part)):
+        if REMAINDER in state and part in self._changed:
             state[REMAINDER].zero_()
         self.take(given, state)
+
+    def settled(self, part: torch.Tensor) -> None:
+        """Records that the last write to a part's parameter was that of its weights."""
+        if part in self._seen:
+            self._seen[part] = part._version, part.data_ptr()
 
     def take(self, param: torch.Tensor, state: Mapping[str, Any]) -> None:
         """Adapts the state to writes to its parameter.

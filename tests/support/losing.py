@@ -1,0 +1,133 @@
+"""Sharded training between nodes, of which ranks are killed at chosen moments."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+import sharding
+import spanning
+import torch
+from surviving import STEPS, Training, expect
+
+import pycomm
+from pycomm._training import publication, replicas, spanning_replicas
+from pycomm._training.spanning_replicas import SpanningReplicas
+from pycomm._training.survival import ShardSurvival
+from pycomm.optim._shard_executors import OnSpanningShards
+
+REMAINDER = {"dtype": torch.bfloat16, "master_weights": "remainder"}
+MASTER = {"dtype": torch.bfloat16, "master_weights": "fp32", "states": "8bit"}
+
+
+def kill(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def after(owner, name):
+    """Dies after the next call of a function."""
+    function = getattr(owner, name)
+
+    def run(*args, **kwargs):
+        function(*args, **kwargs)
+        kill()
+
+    setattr(owner, name, run)
+
+
+def before_second_call(owner, name):
+    """Dies before this call of a function."""
+    function, calls = getattr(owner, name), []
+
+    def run(*args, **kwargs):
+        calls.append(None)
+        if len(calls) == 2:
+            kill()
+        return function(*args, **kwargs)
+
+    setattr(owner, name, run)
+
+
+def die_at(moment, training):
+    """Makes this rank die in its next step."""
+    if moment == "backward":
+        training.model.module.parts[2].register_hook(kill)
+    elif moment == "replicating":  # in the first step
+        before_second_call(spanning_replicas, "launch")
+    elif moment == "copying":
+        SpanningReplicas.begin_step = kill
+    elif moment == "publishing":  # others may have some of its new parameters
+        before_second_call(publication, "launch")
+    elif moment == "updated":
+        after(OnSpanningShards, "run")
+    elif moment == "sending":
+        before_second_call(spanning_replicas, "launch")
+    elif moment == "sent":
+        after(SpanningReplicas, "_send")
+    elif moment == "decided":
+        after(SpanningReplicas, "end_step")
+    elif isinstance(moment, float):
+        threading.Timer(moment, kill).start()
+
+
+def die_in_regroup(moment):
+    if moment == "restoring":
+        ShardSurvival._restore = kill
+    elif moment == "moving":  # its new states are whole, and others wait for it
+        after(SpanningReplicas, "_send")
+        replicas._open_file = kill
+
+
+def survive(group, deaths, options):
+    """Trains until this rank is killed, or to the end.
+
+    Args:
+        group: the ranks.
+        deaths: for each victim, the step and the moment of its death.
+        options: those of :class:`Training`.
+
+    Returns:
+        For each loss the number of steps that count, the ranks that are left and the sizes of their
+        nodes; the state.
+    """
+    spanning_replicas._PIECES_BYTES = spanning_replicas._SMALLEST_PIECE = 1000  # several pieces
+    training, number, step = Training(group, replicas=2, **options), group.rank, 0
+    when, moment = deaths.get(number, (None, None))
+    losses = [(0, group.ranks, list(map(len, group.nodes)))]
+    while step < STEPS or training.model.comm_state.group is not group:
+        try:
+            if training.model.comm_state.group is not group:
+                if when == step:
+                    die_in_regroup(moment)
+                training.model.regroup(group)
+                losses.append((step, group.ranks, list(map(len, group.nodes))))
+                continue
+            if when == step:
+                die_at(moment, training)
+            training.backward(number, step)
+            training.optimizer.step()
+            step += 1
+        except pycomm.CollectiveError:
+            with pytest.raises((pycomm.PycommError, RuntimeError)):
+                training.optimizer.step()  # must leave the copies alone
+            group = group.shrink()
+    return losses, training.state()
+
+
+def check(nodes, deaths, **options):
+    """Kills ranks, and compares the survivors with training from checkpoints."""
+    size = len(spanning.names(nodes))
+    with spanning.ranks(nodes, survive, deaths, options, timeout=30) as ranks:
+        outcomes = ranks.wait_for([rank for rank in range(size) if rank not in deaths])
+    for outcome in outcomes:
+        assert outcome.error is None, outcome.trace
+    losses, state = outcomes[0].value
+    for outcome in outcomes:
+        assert outcome.value[0] == losses
+        assert sharding.difference(outcome.value[1], state) is None
+    steps = [(count, left) for count, left, _ in losses]
+    expected = expect(steps, nodes=[counts for _, _, counts in losses], **options)
+    assert sharding.difference(expected, state) is None
+    return [count for count, _ in steps[1:]]
