@@ -27,12 +27,8 @@ bool fills_slots(const Operation& operation) {
 
 Comm::Comm(std::shared_ptr<Window> window, std::shared_ptr<const Liveness> peers, int rank,
            int size, int cores, Clock::duration timeout, std::uint32_t first_epoch)
-    : window_(std::move(window)),
-      records_(window_->records(rank)),
-      peers_(std::move(peers)),
+    : NodeRanks(std::move(window), std::move(peers), rank, size),
       membership_(window_, peers_, rank, size),
-      rank_(rank),
-      size_(size),
       timeout_(timeout),
       slot_bytes_(window_->slot_bytes()),
       spins_(size <= cores ? kSpins : 0),
@@ -40,7 +36,7 @@ Comm::Comm(std::shared_ptr<Window> window, std::shared_ptr<const Liveness> peers
       sequence_(first_epoch),
       ordinal_(first_epoch),
       first_epoch_(first_epoch),
-      recorded_(first_epoch),
+      recorder_(window_->records(rank), mine(), first_epoch),
       met_(static_cast<std::size_t>(size)),
       tensors_(static_cast<std::size_t>(size)),
       taken_(static_cast<std::size_t>(size * kPacketBytes)),
@@ -66,9 +62,8 @@ void Comm::begin(const Operation& operation, const void* input, void* output, vo
                  Preflight preflight) {
   ordinal_.store(next_sequence(ordinal()), std::memory_order_relaxed);
   called_ = operation;
-  waited_long_ = false;
-  moments_.arrived = kNotDone;
-  if (spans() || size_ == 1) record_entry();  // nobody waits for this rank
+  recorder_.begin();
+  if (spans() || size_ == 1) recorder_.enter(called_, ordinal());  // nobody waits for this rank
   interrupt_ = interrupt;
   traffic_ = {};
   begin_phase(operation, input, output, preflight);
@@ -123,7 +118,7 @@ void Comm::publish() {
   stream_fence();
   epoch_of(announced).store(sequence_, std::memory_order_release);
   wake();
-  record_entry();  // now that the others need not wait for it
+  recorder_.enter(called_, ordinal());  // now that the others need not wait for it
 }
 
 void Comm::await_announcements() {
@@ -134,7 +129,7 @@ void Comm::await_announcements() {
     wait_for(epoch, sequence_, r, kAnnouncement);
     read_announcement(r);
   }
-  note_arrival();
+  recorder_.arrive();
   check_agreement();
 
   zero_copy_ = allows_zero_copy(operation_);
@@ -190,24 +185,7 @@ void Comm::finish() {
   leave_peers_heaps();
   stream_fence();  // the caller may tell another thread of its output
   mine().completed.store(ordinal(), std::memory_order_release);
-  note_arrival();
-  const std::int64_t bytes = called_bytes(), weight = this->weight(bytes);
-  moments_.done = weight != 0 ? ticks() : kUntimed;
-  record().end(moments_.done);
-  if (called_.device != Device::cpu) return;  // the host has only agreed on it
-  counters_.add(called_, bytes, weight, moments_);
-}
-
-// Threads may be blocked at the same time; then it counts once.
-void Comm::count_blocked(std::int64_t begin, std::int64_t end) {
-  if (end <= blocked_until_) return;
-  const auto increase = [](std::atomic<std::int64_t>& sum, std::int64_t ticks) {
-    sum.store(sum.load(std::memory_order_relaxed) + ticks, std::memory_order_relaxed);
-  };
-  begin = std::max(begin, blocked_until_);
-  if (blocked_until_ != 0) increase(mine().own, begin - blocked_until_);
-  increase(mine().blocked, end - begin);
-  blocked_until_ = end;
+  recorder_.end(called_);
 }
 
 std::uint32_t Comm::completed() const {
@@ -233,13 +211,6 @@ std::byte* Comm::announced_area(int r, std::int64_t bytes) {
   return window_->in_heap(r, begin, bytes);
 }
 
-int Comm::index_of(int number) const {
-  for (int r = 0; r < size_; ++r) {
-    if (this->number(r) == number) return r;
-  }
-  return -1;
-}
-
 bool Comm::anyone_signalled(Channel channel) const {
   for (int r = 0; r < size_; ++r) {
     if (reached(published(r, channel), started_[channel] + 1)) return true;
@@ -262,7 +233,7 @@ void Comm::check_agreement() {
 void Comm::put_packets(Location from) {
   for (int i = 1; i < size_; ++i) put_packets((rank_ + i) % size_, from);
   wake();
-  record_entry();
+  recorder_.enter(called_, ordinal());
 }
 
 void Comm::put_packets(int r, Location from) {
@@ -285,7 +256,7 @@ void Comm::empty_packet(std::uint32_t parity, int r, std::int64_t i) {
 
 void Comm::take_packets() {
   for (int i = 1; i < size_; ++i) take_packets((rank_ + i) % size_);
-  note_arrival();
+  recorder_.arrive();
 }
 
 void Comm::take_packets(int r) {

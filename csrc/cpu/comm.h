@@ -15,12 +15,11 @@
 #include "core/operation.h"
 #include "core/record.h"
 #include "cpu/blocks.h"
-#include "cpu/counters.h"
-#include "cpu/liveness.h"
 #include "cpu/loops.h"
 #include "cpu/membership.h"
+#include "cpu/node_ranks.h"
+#include "cpu/recorder.h"
 #include "cpu/store_policy.h"
-#include "cpu/window.h"
 
 namespace pycomm::cpu {
 
@@ -30,10 +29,7 @@ inline constexpr auto kRetreatWithin = std::chrono::milliseconds(500);
 // How many of each rank's operations an error reports.
 inline constexpr std::size_t kReported = 8;
 
-// What has become of a decision (cpu/decision.h).
-enum class Outcome : std::uint8_t { none, yes, no, failed };
-
-class Comm {
+class Comm : public NodeRanks {
  public:
   static constexpr bool kCoded = false;
 
@@ -57,8 +53,6 @@ class Comm {
             ? std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds))
             : timeout_;
   }
-  // Sets what the next operations are about: the number of one of this rank's subjects, or 0.
-  void set_subject(std::uint32_t number) { subject_ = number; }
   // The text of one of this rank's subjects; may be empty. From any thread.
   std::string subject(std::uint32_t number) const;
   // Begins another phase of the operation, to be followed by another algorithm's call.
@@ -80,13 +74,6 @@ class Comm {
   // After a failure: stops using other ranks' memory, and returns when they have stopped using this
   // rank's. A live process that does not confirm this in time loses its access.
   void retreat();
-  // Tell the others that this rank's kernels may use tensors in other ranks' heaps, and that they
-  // no longer do, after an abort or at the kernels' end. From any thread.
-  void kernels_begin() { mine().kernels_in_peers_heaps.exchange(1); }
-  void kernels_ended() { mine().kernels_in_peers_heaps.store(0, std::memory_order_release); }
-  // After an abort: returns true when no live rank's kernels use other ranks' tensors, and false if
-  // that takes longer than `patience`. From any thread; `interrupt` may throw.
-  bool wait_for_kernels(Clock::duration patience, void (*interrupt)() = nullptr) const;
   Clock::duration patience() const { return timeout_; }
   // The last operation known to have succeeded on every rank.
   std::uint32_t completed() const;
@@ -98,9 +85,6 @@ class Comm {
     other_nodes_ = std::move(other_nodes);
   }
 
-  int rank() const { return rank_; }
-  int size() const { return size_; }
-  const Liveness& peers() const { return *peers_; }
   // How long a wait polls before it yields the core, and yields before it sleeps.
   int spins() const { return spins_; }
   Clock::duration yield_for() const { return yield_for_; }
@@ -229,15 +213,6 @@ class Comm {
   void check_aborted() const {
     if (const std::uint64_t word = aborted()) throw failure_of(word);
   }
-  // The outcome of the decision with this number, from 1. The first outcome that any rank gives holds.
-  Outcome settle(std::uint64_t number, Outcome mine) const;
-  // Shows the other ranks of this node that this rank is waiting for another node, with a deadline
-  // of its own.
-  void beat() { mine().beats.fetch_add(1, std::memory_order_relaxed); }
-  // The number of rank r in the whole group, of which this node's ranks may be only a part.
-  int number(int r) const { return peers_->number(r); }
-  // The rank with this number in the whole group, or -1 if it is on another node.
-  int index_of(int number) const;
   // Sets the group's name for messages.
   void set_name(std::string name) { membership_.set_name(std::move(name)); }
   // Says that this rank takes part in no further operation.
@@ -275,32 +250,10 @@ class Comm {
   GroupState state(std::size_t most, bool only_own = false) const;
   // The state for an error; null if there is no memory for it.
   std::shared_ptr<const GroupState> report() const;
-  // What this rank's operations have taken so far.
-  const Counters& counters() const { return counters_; }
-  // Counts a time, in ticks, in which a caller was blocked by operations of this group. Equal ticks
-  // tell only that a caller was not blocked before. The second form is for the last operation.
-  void count_blocked(std::int64_t begin, std::int64_t end);
-  void count_blocked() {
-    count_blocked(moments_.entered, std::max(moments_.entered, moments_.done));
-  }
-  // The time between such times, and their sum, for rank r.
-  std::pair<std::int64_t, std::int64_t> own_and_blocked(int r) const {
-    const Control& theirs = window_->control(r);
-    return {theirs.own.load(std::memory_order_relaxed),
-            theirs.blocked.load(std::memory_order_relaxed)};
-  }
-  int pid(int r) const { return peers_->pid(r); }
-  int pid_of(int number) const { return peers_->pid_of(number); }
+  // What this rank notes of its operations.
+  Recorder& recorder() { return recorder_; }
   // True if a rank of this node waits in an operation after the one with this number.
   bool anyone_waits_after(std::uint32_t ordinal) const;
-  // The abort word: not zero if the group has been aborted.
-  std::uint64_t aborted() const { return window_->control(0).abort.load(); }
-  // True if rank r has left or its process has ended. Costs a system call.
-  bool gone(int r) const { return left(r) || ended(r); }
-  // The two parts of it, and whether the process has executed another program.
-  bool left(int r) const { return window_->control(r).left.load(std::memory_order_acquire) != 0; }
-  bool ended(int r) const { return peers_->ended(r) || replaced(r); }
-  bool replaced(int r) const;
   // The rank to blame for a wait for rank r, which may itself be waiting. From any thread.
   int culprit(int r) const;
   // Describes two messages that do not match; empty if the abort word stands for something else.
@@ -311,25 +264,6 @@ class Comm {
                      const std::function<void()>& detach) const;
 
  private:
-  Control& mine() const { return window_->control(rank_); }
-  Record& record() const { return records_[ordinal() % kRecords]; }
-  void record_entry() {
-    if (recorded_ == ordinal()) return;
-    recorded_ = ordinal();
-    moments_.entered = record().enter(called_, recorded_, subject_);
-  }
-  std::int64_t called_bytes() const { return called_.count * size_of(called_.dtype); }
-  // For how many operations the times of this one count; 0: it is not timed.
-  std::int64_t weight(std::int64_t bytes) const {
-    if (bytes >= kTimedFrom || waited_long_) return 1;
-    return is_sampled(ordinal()) ? kSampledOneIn : 0;
-  }
-  // All ranks have come to the operation.
-  void note_arrival() {
-    if (moments_.arrived == kNotDone) {
-      moments_.arrived = waited_long_ ? ticks() : moments_.entered;
-    }
-  }
   // In the announcement that operations of this parity use.
   std::uint32_t announced(int r, std::uint32_t parity) const;
   Announcement& announcement(int r) const {
@@ -357,7 +291,6 @@ class Comm {
   void ring(bool everyone) const;
   void look_for_the_gone();
   std::string what_keeps(int culprit) const;
-  std::uint32_t beats() const;
   void check_agreement();
   void find_tensors();
   void enter_peers_heaps();
@@ -398,12 +331,7 @@ class Comm {
   bool spans() const { return stripes_ > 0; }
   bool has_carrier() const;
 
-  std::shared_ptr<Window> window_;
-  Record* const records_;  // this rank's
-  std::shared_ptr<const Liveness> peers_;
   Membership membership_;
-  int rank_;
-  int size_;
   const Clock::duration timeout_;
   Clock::duration operation_timeout_ = timeout_;
   std::int64_t slot_bytes_;
@@ -413,12 +341,7 @@ class Comm {
   std::uint32_t sequence_;
   std::atomic<std::uint32_t> ordinal_;  // written by one thread at a time
   const std::uint32_t first_epoch_;
-  std::uint32_t recorded_;    // the last operation that has a record
-  bool waited_long_ = false;  // in this operation: for more than about a microsecond
-  Counters::Moments moments_{};
-  Counters counters_;
-  std::int64_t blocked_until_ = 0;
-  std::uint32_t subject_ = 0;
+  Recorder recorder_;
   int stripes_ = 0;
   std::function<std::vector<NodeState>()> other_nodes_;
   std::uint32_t signalled_[kChannels];

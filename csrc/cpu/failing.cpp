@@ -72,16 +72,6 @@ bool Comm::has_carrier() const {
   return false;
 }
 
-Outcome Comm::settle(std::uint64_t number, Outcome mine) const {
-  std::atomic<std::uint64_t>& word = window_->control(0).outcomes[number & 1];
-  std::uint64_t settled = word.load();
-  while (settled >> 2 != number) {
-    const std::uint64_t wanted = number << 2 | static_cast<std::uint64_t>(mine);
-    if (word.compare_exchange_strong(settled, wanted)) return mine;
-  }
-  return static_cast<Outcome>(settled & 3);
-}
-
 // What the culprit is waiting for in another group, if it is on this node.
 std::string Comm::what_keeps(int culprit) const {
   const int r = index_of(culprit);
@@ -141,7 +131,7 @@ std::string Comm::subject(std::uint32_t number) const {
 }
 
 CollectiveError Comm::with_report(const CollectiveError& error) const {
-  CollectiveError known = error.about(subject(subject_)).knowing(completed());
+  CollectiveError known = error.about(subject(recorder_.subject())).knowing(completed());
   known.group = report();
   return known;
 }
@@ -155,7 +145,7 @@ std::shared_ptr<const GroupState> Comm::report() const {
 }
 
 void Comm::retreat() {
-  record_entry();  // if the operation has failed before it was announced
+  recorder_.enter(called_, ordinal());  // if the operation has failed before it was announced
   leave_peers_heaps();
   if (!exposed_) return;
   if (await_outside(&Control::in_peers_heaps, [this] { detach(); })) exposed_ = false;
@@ -202,24 +192,6 @@ void Comm::detach() {
     if (input.count > 0) window_->detach(rank_, input);
     if (output.count > 0) window_->detach(rank_, output);
   }
-}
-
-bool Comm::wait_for_kernels(Clock::duration patience, void (*interrupt)()) const {
-  WaitingTime waited;
-  Clock::time_point interrupt_at = Clock::now() + kInterruptEvery;
-  for (int r = 0; r < size_; ++r) {
-    const std::atomic<std::uint32_t>& inside = window_->control(r).kernels_in_peers_heaps;
-    while (inside.load() != 0 && !ended(r)) {
-      const Clock::time_point now = Clock::now();
-      if (waited.until(now) > patience) return false;
-      if (interrupt != nullptr && now > interrupt_at) {
-        interrupt();
-        interrupt_at = now + kInterruptEvery;
-      }
-      std::this_thread::sleep_for(kLookEvery);
-    }
-  }
-  return true;
 }
 
 }  // namespace pycomm::cpu

@@ -100,7 +100,7 @@ bool Group::run_in_order(const Task& task, void (*interrupt)()) {
     if (closed_) check_usable();  // closed while this thread waited for the lock
     try {
       const bool nonfinite = execute(task, interrupt);
-      comm_.count_blocked();
+      comm_.recorder().count_blocked();
       return nonfinite;
     } catch (...) {
       *told_ = true;
@@ -141,10 +141,10 @@ void Group::serve() {
     try {
       const std::lock_guard running(running_);
       rethrow_failure();
-      comm_.count_blocked(task.enqueued, task.enqueued);
+      comm_.recorder().count_blocked(task.enqueued, task.enqueued);
       nonfinite = execute(task, nullptr, &moved);
       if (const std::int64_t since = task.work->awaited_since()) {
-        comm_.count_blocked(since, ticks());
+        comm_.recorder().count_blocked(since, ticks());
       }
     } catch (...) {
       error = std::current_exception();
@@ -161,7 +161,7 @@ void Group::serve() {
 
 bool Group::execute(const Task& task, void (*interrupt)(), std::int64_t* moved) {
   bool nonfinite = false;
-  comm_.set_subject(task.subject);
+  comm_.recorder().set_subject(task.subject);
   for (const Call& call : task.calls) snapshot_residuals(call, size_);
   try {
     for (const Call& call : task.calls) {

@@ -29,7 +29,7 @@ Group::Statistics Group::statistics() {
   if (departed_) throw GroupUnusable("group is closed");
   // One scale for all results, so that times never decrease from one to the next.
   static const double seconds_per_tick = TickScale::now().seconds_per_tick();
-  Statistics all{seconds_per_tick, {}, comm_.counters().read()};
+  Statistics all{seconds_per_tick, {}, comm_.recorder().counters().read()};
   for (int r = 0; r < comm_.size(); ++r) {
     const auto [own, blocked] = comm_.own_and_blocked(r);
     all.ranks.push_back({comm_.number(r), own, blocked});

@@ -13,7 +13,7 @@ namespace pycomm::cpu {
 
 template <class Word>
 void Comm::wait_long(const std::atomic<Word>& word, std::uint32_t target, int r, int channel) {
-  waited_long_ = true;
+  recorder_.wait_long();
   mine().waiting.store(waiting_word({r, channel, target}), std::memory_order_release);
   const Clock::time_point start = Clock::now();
   Clock::time_point look_at = start + kLookEvery, interrupt_at = start + kInterruptEvery;
@@ -85,12 +85,6 @@ void Comm::look_for_the_gone() {
   if (replaced(looked_at_)) check(looked_at_);
 }
 
-// True if the process of rank r has executed another program.
-bool Comm::replaced(int r) const {
-  return peers_->watched(r) && window_->control(r).holds.load(std::memory_order_acquire) != 0 &&
-         !window_->held(r);
-}
-
 // I wait for `r`, which may in turn wait for another rank. The rank to blame waits for nobody, or
 // for something that has already come. If all wait in a circle, it is `r` itself.
 int Comm::culprit(int r) const {
@@ -124,15 +118,6 @@ bool Comm::anyone_waits_after(std::uint32_t ordinal) const {
     if (reached(theirs.completed.load(), ordinal) && theirs.waiting.load() != 0) return true;
   }
   return false;
-}
-
-// The sum over all ranks, because a rank that this one waits for may itself wait for another node.
-std::uint32_t Comm::beats() const {
-  std::uint32_t sum = 0;
-  for (int r = 0; r < size_; ++r) {
-    sum += window_->control(r).beats.load(std::memory_order_relaxed);
-  }
-  return sum;
 }
 
 }  // namespace pycomm::cpu

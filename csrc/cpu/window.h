@@ -92,7 +92,7 @@ struct Control {
   // ranks that have. Only rank 0's are used.
   alignas(128) std::atomic<std::uint64_t> tenant;
   std::atomic<std::uint32_t> departed;
-  // Outcomes of decisions (Comm::settle). A rank may be one decision ahead. Only rank 0's are used.
+  // Outcomes of decisions (NodeRanks::settle). A rank may be one decision ahead. Only rank 0's are used.
   alignas(128) std::atomic<std::uint64_t> outcomes[2];
   // How survivors agree on a smaller group (cpu/shrink.h).
   alignas(128) std::atomic<std::uint32_t> shrinking;  // what this rank has said

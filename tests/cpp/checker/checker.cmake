@@ -25,7 +25,7 @@ add_library(scheduler OBJECT ${CHECKER}/atomics.cpp ${CHECKER}/fibers.cpp)
 target_include_directories(scheduler PUBLIC tests/cpp)
 target_compile_options(scheduler PRIVATE ${QUICKLY_COMPILED})
 # What runs, waits and fails on the CPU.
-set(OBSERVED_SOURCES group ending observing work operation_lock comm waiting failing shrink decision)
+set(OBSERVED_SOURCES group ending observing work operation_lock comm node_ranks waiting failing shrink decision)
 list(TRANSFORM OBSERVED_SOURCES PREPEND observed_ OUTPUT_VARIABLE OBSERVED)
 foreach(source ${OBSERVED_SOURCES})
   add_library(observed_${source} OBJECT csrc/cpu/${source}.cpp)

@@ -133,7 +133,7 @@ add_cpu_mutant(takes_work_when_closed group close cpu/group.cpp
 
 add_cpu_mutant(goes_on_alone decision interleavings cpu/decision.cpp
   "outcome_ = comm.settle(made_ + 1, Outcome::failed);" "outcome_ = Outcome::failed;")
-add_cpu_mutant(last_outcome_holds failing interleavings cpu/failing.cpp "while (settled >> 2 != number)" "while (true)")
+add_cpu_mutant(last_outcome_holds node_ranks interleavings cpu/node_ranks.cpp "while (settled >> 2 != number)" "while (true)")
 # How survivors agree on a smaller group.
 add_cpu_mutant(last_proposal_holds shrink agreement cpu/shrink.cpp
   "decision.compare_exchange_strong(none, mine)" "decision.exchange(mine) != mine")
