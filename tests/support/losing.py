@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import sharding
@@ -20,28 +22,29 @@ from pycomm.optim._shard_executors import OnSpanningShards
 
 REMAINDER = {"dtype": torch.bfloat16, "master_weights": "remainder"}
 MASTER = {"dtype": torch.bfloat16, "master_weights": "fp32", "states": "8bit"}
+Deaths = Mapping[int, tuple[int, str | float]]
 
 
-def kill(*_):
+def kill(*_: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def after(owner, name):
+def after(owner: Any, name: str) -> None:
     """Dies after the next call of a function."""
     function = getattr(owner, name)
 
-    def run(*args, **kwargs):
+    def run(*args: Any, **kwargs: Any) -> Any:
         function(*args, **kwargs)
         kill()
 
     setattr(owner, name, run)
 
 
-def before_second_call(owner, name):
+def before_second_call(owner: Any, name: str) -> None:
     """Dies before this call of a function."""
     function, calls = getattr(owner, name), []
 
-    def run(*args, **kwargs):
+    def run(*args: Any, **kwargs: Any) -> Any:
         calls.append(None)
         if len(calls) == 2:
             kill()
@@ -50,8 +53,8 @@ def before_second_call(owner, name):
     setattr(owner, name, run)
 
 
-def die_at(moment, training):
-    """Makes this rank die in its next step."""
+def die_at(moment: str | float, training: Training) -> None:
+    """Makes this rank die in its next step, or so many seconds later and before it goes on."""
     if moment == "backward":
         training.model.module.parts[2].register_hook(kill)
     elif moment == "replicating":  # in the first step
@@ -69,10 +72,12 @@ def die_at(moment, training):
     elif moment == "decided":
         after(SpanningReplicas, "end_step")
     elif isinstance(moment, float):
-        threading.Timer(moment, kill).start()
+        timer, step = threading.Timer(moment, kill), training.optimizer.step
+        training.optimizer.step = lambda: (step(), timer.join())
+        timer.start()
 
 
-def die_in_regroup(moment):
+def die_in_regroup(moment: str | float) -> None:
     if moment == "restoring":
         ShardSurvival._restore = kill
     elif moment == "moving":  # its new states are whole, and others wait for it
@@ -80,21 +85,22 @@ def die_in_regroup(moment):
         replicas._open_file = kill
 
 
-def survive(group, deaths, options):
+def survive(group: pycomm.Group, deaths: Deaths, options: dict[str, Any]) -> Any:
     """Trains until this rank is killed, or to the end.
 
     Args:
         group: the ranks.
         deaths: for each victim, the step and the moment of its death.
-        options: those of :class:`Training`.
+        options: those of :class:`Training`; `piece`, how many bytes of states are sent at a time.
 
     Returns:
         For each loss the number of steps that count, the ranks that are left and the sizes of their
         nodes; the state.
     """
-    spanning_replicas._PIECES_BYTES = spanning_replicas._SMALLEST_PIECE = 1000  # several pieces
+    piece = options.pop("piece", 1000)  # so small that there are several
+    spanning_replicas._PIECES_BYTES = spanning_replicas._SMALLEST_PIECE = piece
     training, number, step = Training(group, replicas=2, **options), group.rank, 0
-    when, moment = deaths.get(number, (None, None))
+    when, moment = deaths.get(number, (-1, ""))
     losses = [(0, group.ranks, list(map(len, group.nodes)))]
     while step < STEPS or training.model.comm_state.group is not group:
         try:
@@ -116,7 +122,7 @@ def survive(group, deaths, options):
     return losses, training.state()
 
 
-def check(nodes, deaths, **options):
+def check(nodes: list[int] | str, deaths: Deaths, **options: Any) -> list[int]:
     """Kills ranks, and compares the survivors with training from checkpoints."""
     size = len(spanning.names(nodes))
     with spanning.ranks(nodes, survive, deaths, options, timeout=30) as ranks:
@@ -128,6 +134,7 @@ def check(nodes, deaths, **options):
         assert outcome.value[0] == losses
         assert sharding.difference(outcome.value[1], state) is None
     steps = [(count, left) for count, left, _ in losses]
+    options.pop("piece", None)
     expected = expect(steps, nodes=[counts for _, _, counts in losses], **options)
     assert sharding.difference(expected, state) is None
     return [count for count, _ in steps[1:]]

@@ -137,7 +137,8 @@ def killed_at_random(seed):
     node = [rank for rank, name in enumerate(names) if name == names[victim]]
     deaths = dict.fromkeys(rng.choice([node, [victim]]), (3, when))
     shard = rng.choice(["optimizer", "gradients"])
-    return check(nodes, deaths, elements=100_000, states="8bit", shard=shard)
+    options = {"elements": 100_000, "states": "8bit", "shard": shard, "piece": 50_000}
+    return check(nodes, deaths, **options)
 
 
 def test_ranks_are_killed_at_random():
@@ -148,4 +149,4 @@ def test_ranks_are_killed_at_random():
 @pytest.mark.slow
 def test_many_ranks_are_killed_at_random():
     """Some before the step, some after it, and some in the middle."""
-    assert {steps for seed in range(30) for steps in killed_at_random(100 + seed)} >= {3, 4}
+    assert {steps for seed in range(20) for steps in killed_at_random(100 + seed)} >= {3, 4}
