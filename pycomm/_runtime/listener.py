@@ -143,10 +143,12 @@ class Listener(Acceptor):
         super().accept()
         unknown = [stranger for stranger in self.strangers if not self._heard(stranger)]
         most = _MOST_STRANGERS + 2 * len(self.addresses)
-        for stranger in unknown[: max(len(unknown) - most, 0)]:
+        dropped = unknown[: max(len(unknown) - most, 0)]
+        for stranger in dropped:
             stranger.say(_CROWDED)
             stranger.close()
-            self.strangers.remove(stranger)
+        # Anew, because another thread, or a signal's handler, may close the listener meanwhile.
+        self.strangers = [stranger for stranger in self.strangers if stranger not in dropped]
 
     def connect(self, rank: int) -> Connection:
         """A connection to another rank, perhaps not established yet."""

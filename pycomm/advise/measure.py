@@ -219,13 +219,14 @@ def _computing() -> Iterator[None]:
             torch.mm(x, x)
 
     thread = threading.Thread(target=compute, name="pycomm-advise-computing")
-    _pin({cores[dist.get_rank() % len(cores)]})
-    thread.start()
     try:
+        _pin({cores[dist.get_rank() % len(cores)]})
+        thread.start()
         yield
     finally:
         done.set()
-        thread.join()
+        if thread.ident is not None:
+            thread.join()
         _pin(usual)
 
 

@@ -12,7 +12,7 @@ from torch.distributed import HashStore
 
 from pycomm._runtime import stores
 from pycomm._runtime.agreement import Agreement
-from pycomm._runtime.listener import Listener
+from pycomm._runtime.listener import Connection, Listener
 from pycomm._runtime.waiting import Deadline
 from pycomm.errors import PycommError, Timeout
 
@@ -54,6 +54,8 @@ def agree(made, survivors, unresponsive=(), excluded=(), alive=(), unreachable=(
         if rank not in (*survivors, *alive):
             listener.close()
 
+    done = []
+
     def meet(rank):
         listener = made[rank]
         connect = listener.connect
@@ -65,7 +67,11 @@ def agree(made, survivors, unresponsive=(), excluded=(), alive=(), unreachable=(
 
         listener.connect = try_to_connect
         with Agreement(listener, rank, range(SIZE), unresponsive, excluded, patience) as agreement:
-            _, members, everyone = agreement.members({"pid": rank})
+            try:
+                _, members, everyone = agreement.members({"pid": rank})
+            finally:
+                done.append(rank)  # the coordinator's Store lasts until all have reached it
+                helpers.wait_until(lambda: len(done) == len(survivors))
             assert [each["pid"] for each in everyone] == members
             return members
 
@@ -240,6 +246,26 @@ def test_strangers_cost_few_descriptors():
     helpers.wait_until(looking.hears_end)
     for connection in (looking, asking, late, *made[1:]):
         connection.close()
+
+
+def test_a_listener_may_be_closed_while_it_drops_strangers(monkeypatch):
+    """By another thread or by a signal's handler, which aborts the group."""
+    made = listeners()
+    say = Connection.say
+
+    def close_and_say(stranger, message):
+        monkeypatch.undo()
+        made[0].close()
+        return say(stranger, message)
+
+    with crowded(made[0]):
+        monkeypatch.setattr(Connection, "say", close_and_say)
+        made[0].accept()
+        made[0].accept()
+    assert made[0].closed
+    assert made[0].strangers == []
+    for listener in made[1:]:
+        listener.close()
 
 
 def test_survivors_agree_among_strangers():
