@@ -297,6 +297,7 @@ class DataParallel(Wrapping):
             RuntimeError: the ranks' parameters differ, because only some of them took a step; or
                 states have no replicas yet; or between nodes, both copies of a rank's states are
                 lost; on all ranks.
+            MemoryError: a rank lacks memory for replicas; on all ranks.
             pycomm.CollectiveError: a newcomer's module is of another kind, so that its wrapper
                 raises ValueError: shrink the group.
         """

@@ -69,8 +69,9 @@ class Part(NamedTuple):
         group: the ranks that have the others.
         ranges: the elements of every rank that has any.
         first: the first element.
-        own: a flat view of the elements in the parameter; empty if there are none. Of states that
-            move to another group, a rank may have several ranges; then a copy, and `first` is 0.
+        own: a flat view of the elements in the parameter; empty if there are none.
+        in_pieces: True if ranks may have several ranges: until the next step, those of lost ranks,
+            too. Then `own` is a copy, and `first` is 0.
     """
 
     shards: Shards
@@ -78,9 +79,17 @@ class Part(NamedTuple):
     ranges: tuple[Range, ...]
     first: int
     own: torch.Tensor
+    in_pieces: bool = False
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same elements of a dense tensor with the parameter's shape and strides."""
+        """The same elements of a dense tensor with the parameter's shape and strides.
+
+        It is a view, unless they are in pieces.
+        """
+        if self.in_pieces:
+            flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+            mine = [flat[own.begin : own.end] for own in self.ranges if own.rank == self.group.rank]
+            return torch.cat(mine) if mine else flat[:0]
         begin = int(tensor.storage_offset()) + self.first
         return tensor.detach().as_strided((self.own.numel(),), (1,), begin)
 
@@ -108,15 +117,35 @@ class Part(NamedTuple):
         """
         return self.shards.is_local(parameter) and self.shards.averages
 
-    def moved(self, group: Group, owners: Mapping[int, int]) -> Part:
+    def moved(self, parameter: torch.Tensor, group: Group, owners: Mapping[int, int]) -> Part:
         """The same elements in another group, which has this division's ranks.
 
         Args:
+            parameter: the parameter, whose memory may be another one in that group.
             group: the other group.
             owners: its ranks, by their numbers in the present one.
         """
-        ranges = (Range(owners[rank], begin, end) for rank, begin, end in self.ranges)
-        return self._replace(group=group, ranges=tuple(ranges))
+        ranges = [Range(owners[rank], begin, end) for rank, begin, end in self.ranges]
+        return Part.held(self.shards, group, ranges, parameter)
+
+    @classmethod
+    def held(
+        cls, shards: Shards, group: Group, ranges: Sequence[Range], parameter: torch.Tensor
+    ) -> Part:
+        """The elements whose states this rank has until they move to their owners.
+
+        Args:
+            shards: the shards that they belong to.
+            group: the ranks.
+            ranges: the elements of each; some may have several ranges.
+            parameter: the parameter.
+        """
+        flat = parameter.detach().as_strided((parameter.numel(),), (1,))
+        if len({own.rank for own in ranges}) < len(ranges):
+            part = cls(shards, group, tuple(ranges), 0, flat[:0], in_pieces=True)
+            return part._replace(own=part.of(parameter))
+        _, begin, end = next((o for o in ranges if o.rank == group.rank), Range(group.rank, 0, 0))
+        return cls(shards, group, tuple(ranges), begin, flat[begin:end])
 
     def gather(
         self, own: torch.Tensor, like: torch.Tensor, unit: int = 1, *, to: int | None = None

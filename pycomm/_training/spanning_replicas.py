@@ -72,18 +72,18 @@ class SpanningReplicas:
         error: Exception | None = None
         try:
             self._lay_out(kinds, parameters)
+            for memory, tensor in zip(self.tensors, tensors, strict=True):
+                memory.view(tensor.shape).copy_(tensor)
         except RuntimeError as raised:  # torch's error if there is no memory
             error = raised
         if not group.should_commit(error is None):
             raise MemoryError("a rank lacks memory for replicas of its states") from error
-        for memory, tensor in zip(self.tensors, tensors, strict=True):
-            memory.view(tensor.shape).copy_(tensor)
         self._send()
         group.should_commit()
         self._take_next()
 
     def _lay_out(self, kinds: Sequence[Kind], parameters: Sequence[Kind]) -> None:
-        """Allocates everything at once, so that who counts the memory of states counts all."""
+        """Allocates everything in one storage, so that memory_report() counts all of it."""
         size, length = self._group.size, self._bytes
         self._piece = min(max(_PIECES_BYTES // size, _SMALLEST_PIECE), max(length, 1))
         ends = [4 * length]

@@ -62,12 +62,12 @@ class ShardSurvival:
 
         Raises:
             ValueError: ranks are lost with their parts, and the states have no replicas.
-            RuntimeError: there are no replicas yet, or they are lost, too, or a step without
-                replicas has failed. Each is raised on all ranks.
+            RuntimeError: there are no replicas yet, or they are lost, too, or a step has failed and
+                not all states have replicas. Each is raised on all ranks.
         """
         count = all_reduce(torch.tensor([len(self._optimizers)]), "max", group=self._group)
         lacking = not all(one.is_replicated() for one in self._optimizers)
-        broken = not self._replicates and any(guard.is_broken() for guard in self._guards)
+        broken = any(guard.is_broken() for guard in self._guards)
         own = [(one.rank_in_division(), one.undoes_step()) for one in self._optimizers]
         own += [(-1, False)] * (int(count) - len(own))
         table = torch.empty(self._group.size, 2 + 2 * len(own), dtype=torch.int64)
@@ -80,7 +80,7 @@ class ShardSurvival:
             for ranks in table.T[2::2].tolist()
         ]
         self._check_lost(table.T[3::2].any(dim=1).tolist())
-        if broken:
+        if broken and not self._has_replicas:
             raise RuntimeError(
                 "parameters are partly those of a step that has failed: load a checkpoint of the "
                 "model and the optimizer in a new wrapper"

@@ -11,7 +11,7 @@ from pycomm._training.cuts import Range
 from pycomm._training.shards import Part, Shards, part_of
 from pycomm.group import Group
 from pycomm.optim import _checkpoint
-from pycomm.optim._replicas import ReplicatedStates, flat
+from pycomm.optim._replicas import ReplicatedStates
 from pycomm.optim._states import StatefulOptimizer
 from pycomm.optim._storage import State
 from pycomm.optim.flat import Buffers
@@ -139,12 +139,15 @@ class DividedOptimizer(StatefulOptimizer):
         self._awaits_sharing = len(owners) < group.size
         for param, held in self._parts().items():
             if replicas is None or not restores:
-                self._held[param] = held.moved(group, owners)
-                continue
-            part, state = replicas.given(param, group, owners)
-            self._edits.take_given(held.own, part.own, state)
+                self._edits.take(held.own, self.state[param])
+                part = held.moved(param, group, owners)
+            else:
+                part, self.state[param] = replicas.given(param, group, owners)
+                self._edits.take_given(held.own, part.own, self.state[param])
             self._edits.forget(held.own)
-            self._held[param], self.state[param] = part, state
+            self._held[param] = part
+            if not part.in_pieces:
+                self._edits.note([part.own])
 
     def state_to_share(self, group: Group) -> dict[str, Any]:
         """What newcomers need to take part in the next step; for :func:`pycomm.share_state`.
@@ -193,7 +196,7 @@ class DividedOptimizer(StatefulOptimizer):
                 )
             ranges = tuple(Range(*own) for own in each["ranges"])
             self.state[param] = {n: tensor.to(param.device) for n, tensor in each["state"].items()}
-            self._held[param] = Part(part.shards, group, ranges, 0, flat(param.detach())[:0])
+            self._held[param] = Part.held(part.shards, group, ranges, param)
 
     def _check_shared(self) -> None:
         """Raises RuntimeError if newcomers lack what all ranks need for the next call."""

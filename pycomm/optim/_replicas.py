@@ -6,7 +6,7 @@ pycomm/_training/replicas.py keeps them on one node, spanning_replicas.py on sev
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -142,8 +142,6 @@ class ReplicatedStates:
         mine = [
             own for own, given in zip(held.ranges, ranges, strict=True) if given.rank == group.rank
         ]
-        elements = flat(param.detach())
-        values = _together([elements[own.begin : own.end] for own in mine], elements)
         state: State = {}
         for name, number in self._numbers[param].items():
             like = self._replicas.of(self._group.rank)[number]
@@ -151,8 +149,8 @@ class ReplicatedStates:
                 state[name] = like.clone().view(())
             else:
                 tensors = [self._replicas.of(own.rank)[number] for own in mine]
-                state[name] = _together(tensors, like)
-        return Part(held.shards, group, tuple(ranges), 0, values), state
+                state[name] = torch.cat(tensors) if tensors else like.new_empty(0)
+        return Part.held(held.shards, group, ranges, param), state
 
     def _given(self, param: torch.Tensor, owners: Mapping[int, int]) -> list[Range]:
         """All ranks' elements of a parameter, with the ranks of another group that have them."""
@@ -174,11 +172,6 @@ class ReplicatedStates:
             if owner == rank:
                 return slice(begin // unit, -(-end // unit))
         return slice(0, 0)
-
-
-def _together(tensors: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """A copy of flat tensors, one behind the other."""
-    return torch.cat(list(tensors)) if tensors else like.new_empty(0)
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:

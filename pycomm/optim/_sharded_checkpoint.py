@@ -144,6 +144,10 @@ class TensorPart(torch.Tensor):
 
 def _in_parts(part: Part, param: torch.Tensor, state: Mapping[str, Any]) -> State:
     """A sharded parameter's state, of which each rank has a part."""
+    if part.in_pieces:  # on all ranks
+        raise RuntimeError(
+            "sharded_state_dict() must come after a step: parts of lost ranks have not moved yet"
+        )
     made: State = {}
     order = tuple(sorted(range(param.dim()), key=lambda dim: -param.stride()[dim]))
     for name, tensor in state.items():

@@ -109,7 +109,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
         refuse_in_join(self, "set_full_weights()")
         part = self._held.get(param)
         _storage.write_weights(param, self.state.get(param, {}), weights, part)
-        self._edits.note([self._own(param)])
+        if part is None or not part.in_pieces:
+            self._edits.note([self._own(param)])
 
     # Checkpoints.
 
@@ -263,7 +264,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self._check_options(group)
         state, held = self.state[param], self._held.get(param)
         if held is not None:
-            self._edits.take(held.own, state)
+            self._edits.take(self._own(param), state)
             self._edits.forget(param)
             state = _checkpoint.gathered(held, param, state)
         self._edits.take(param, state)
@@ -277,7 +278,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
     def _own(self, param: torch.Tensor) -> torch.Tensor:
         """The elements of a parameter whose states are this rank's."""
         part = self._held.get(param)
-        return param if part is None else part.own
+        if part is None:
+            return param
+        return part.of(param) if part.in_pieces else part.own
 
     def _hold(self, param: torch.Tensor) -> None:
         """Records that the states of a parameter are those of its part, if it has one."""

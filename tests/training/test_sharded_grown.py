@@ -116,6 +116,64 @@ def test_a_rank_is_lost_and_another_one_comes(world, name, fails):
     same(states, world(3).run(again, checkpoint)[0])
 
 
+SMALL_BUCKETS = {"bucket_cap_mb": 0.005}  # so that all ranks have a part of each parameter
+
+
+def write_weights(training):
+    """Before the next step; returns what was written and what is read."""
+    random, wrote, read = torch.Generator().manual_seed(3), [], []
+    for parameter in training.model.parameters():
+        wrote.append(torch.randn(parameter.shape, generator=random))
+        training.optimizer.set_full_weights(parameter, wrote[-1])
+        read.append(training.optimizer.full_weights(parameter))
+    return wrote, read
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("name", ["remainder", "master"])
+def test_weights_are_written_before_newcomers_take_their_part(world, name, replicas):
+    options, smaller = CASES[name] | SMALL_BUCKETS, world(2)
+
+    def live(group):
+        is_new = group.rank == 2
+        own = group if is_new else smaller.groups[group.rank]
+        training = Training(own, replicas=replicas, **options)
+        if not is_new:
+            training.train(group.rank, range(2))
+            training.model.regroup(group)
+        pycomm.share_state(training.optimizer, receive=is_new, group=group)
+        training.optimizer.sharded_state_dict(training.model)
+        return write_weights(training)
+
+    for wrote, read in world(3).run(live):
+        same([read], wrote)
+
+
+@pytest.mark.parametrize("name", ["remainder", "master"])
+def test_weights_are_written_before_parts_of_lost_ranks_have_moved(world, name):
+    options, former, lost = CASES[name] | SMALL_BUCKETS, world(3), threading.Barrier(3)
+
+    def live(group):
+        is_new = group.rank == 2
+        own = former.groups[1 if is_new else 2 * group.rank]
+        training = Training(own, replicas=2, **options)
+        training.train(own.rank, range(2))
+        assert own.should_commit()
+        lost.wait()
+        if is_new:
+            own.close()
+            training = Training(group, seed=7, replicas=2, **options)
+        else:
+            training.model.regroup(group)
+        pycomm.share_state(training.optimizer, receive=is_new, group=group)
+        with pytest.raises(RuntimeError, match="must come after a step"):
+            training.optimizer.sharded_state_dict(training.model)
+        return write_weights(training)
+
+    for wrote, read in world(3).run(live):
+        same([read], wrote)
+
+
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_newcomer_is_lost_before_it_has_a_part(world, replicas, shared):

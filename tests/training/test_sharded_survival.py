@@ -334,6 +334,33 @@ def test_states_without_replicas_are_lost():
         assert all(world.run(live))
 
 
+def test_a_failed_step_beside_states_without_replicas_is_not_undone_by_half(monkeypatch):
+    """No rank is lost. Two optimizers have loaded states, and the first step of one fails."""
+    net = nn.Sequential(nn.Linear(70, 70), nn.Linear(70, 70))
+
+    def live(group):
+        model = pycomm.DataParallel(copy.deepcopy(net), group=group, shard="optimizer", replicas=2)
+        fails, waits = (optim.FusedAdamW(layer.parameters()) for layer in model.module)
+        model(torch.ones(1, 70)).sum().backward()
+        for one in (fails, waits):
+            one.step()
+            one.load_state_dict(one.state_dict())
+        model(torch.ones(1, 70)).sum().backward()
+        assert group.should_commit()
+        monkeypatch.setattr(replicas.Replicas, "end_step", fail)
+        with pytest.raises(pycomm.PeerDied):
+            fails.step()
+        with pytest.raises(RuntimeError, match="partly those of a step that has failed"):
+            model.regroup(later.groups[group.rank])
+        return True
+
+    def fail(_):
+        raise pycomm.PeerDied("a rank has died")
+
+    with pycomm.LocalWorld(2) as world, pycomm.LocalWorld(2) as later:
+        assert all(world.run(live))
+
+
 def test_without_replicas_the_error_names_lost_ranks():
     def live(group):
         training = Training(group)
