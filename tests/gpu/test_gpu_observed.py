@@ -123,7 +123,7 @@ def test_a_job_that_hangs(tmp_path: Path) -> None:
             current = [rank.on_device for rank in report.ranks]
             assert (current[0].sequence, current[0].state) == (number, "running")
             assert (current[1].sequence, current[1].state) == (number - 1, "done")
-            assert f"its device is in operation {number}, all_reduce(" in str(report)
+            assert f"their devices are in operation {number}, all_reduce(" in str(report)
 
 
 def stay_away(rank: int, size: int, store: str) -> pycomm.CollectiveError | None:
@@ -168,4 +168,4 @@ def test_replays_are_shown() -> None:
         torch.cuda.synchronize()
         for rank, group in enumerate(world.groups):
             report = wait_for(group, rank, 2, "done")
-            assert "its device is after a replay of operation 2, all_reduce(" in str(report)
+            assert "their devices are after a replay of operation 2, all_reduce(" in str(report)
