@@ -87,8 +87,9 @@ def test_what_published_changes_have_lost_is_dropped(moment, publish, options):
 
 def train_with_two_optimizers(group, dies):
     """The second one's second step fails, or is not taken."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(70, 70), nn.Linear(70, 70))
+    net, rng = nn.Sequential(nn.Linear(70, 70), nn.Linear(70, 70)), torch.Generator().manual_seed(0)
+    for parameter in net.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=rng) / 8)
     options = {"bucket_cap_mb": 0.01, "replicas": 2 if dies else 1}
     model = pycomm.DataParallel(net, group=group, shard="optimizer", **options)
     counts, fails = (optim.FusedAdamW(layer.parameters(), lr=0.1) for layer in net)
