@@ -320,32 +320,3 @@ def test_survivors_of_random_kills(seed, tmp_path):
         left = [rank for rank in range(len(nodes)) if rank not in victims]
         found = [(outcome.value, outcome.trace) for outcome in ranks.wait_for(left)]
     assert all(trace == "" for _, trace in found), found
-
-
-def be_late_in_the_second_try(rank, folder):
-    """Two have died, the list names one of them at first, and rank 3 comes late with both."""
-    meet()
-    if rank < 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    fail()
-    with pytest.raises(pycomm.PeerDied, match="gone, too"):
-        dist.shrink_group([1])
-    if rank == 3:
-        helpers.wait_until(lambda: any(Path(folder).iterdir()), 60)
-    told = []
-    try:
-        dist.shrink_group([0, 1], pg_options=Backend.Options("pycomm", timedelta(seconds=1.5)))
-    except pycomm.Timeout as error:
-        Path(folder, str(rank)).touch()
-        told = [error.rank]
-        dist.shrink_group([0, 1])
-    return *told, total()
-
-
-def test_a_late_rank_is_told_by_its_first_number(tmp_path):
-    """Mostly rank 3, but on a busy machine another one may come even later."""
-    found = survivors_of("abcde", [0, 1], be_late_in_the_second_try, str(tmp_path))
-    assert [sizes[-1] for sizes in found] == [3] * 3
-    told = [told[0] for told in found if len(told) == 2]
-    assert told
-    assert set(told) <= {2, 3, 4}
