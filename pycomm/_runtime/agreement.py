@@ -5,7 +5,8 @@
    connection has ended.
 2. The survivors tell the coordinator that they have come, and which decision of
    :meth:`pycomm.Group.should_commit` they know last. It waits until every other rank has come, or
-   has ended, or has let the others wait until the timeout.
+   has ended, or has let the others wait until the timeout. A rank that asks for a decision need not
+   wait any longer once any rank that has come knows it: its outcome holds for all.
 3. It answers all of them: with the outcome of the decision if any of them knows it, or with the
    members of the smaller group and the address of a Store, over which these set up their memory and
    connections (pycomm/_runtime/rendezvous.py). Meanwhile the coordinator watches their connections.
@@ -77,7 +78,7 @@ class Agreement:
             None if no survivor knows it. Then it has failed on all.
 
         Raises:
-            pycomm.Timeout: a rank that lives does not come.
+            pycomm.Timeout: a rank that lives does not come, and none that has come knows it.
             pycomm.GroupUnusable: the group was closed meanwhile.
         """
         if self._rank in self._left_out:
@@ -203,19 +204,23 @@ class Agreement:
 
     def _coordinate(self, settles: bool) -> dict[str, Any]:
         """Waits for all others, and answers them; returns the answer for this rank."""
-        waiting, deadline = self._listener.waiting, Deadline(self._patience)
+        listener, deadline = self._listener, Deadline(self._patience)
+        waiting = listener.waiting
         while True:
             self._receive()
             missing, unreachable = self._absent()
-            if not missing:
-                settling = [rank for rank, other in waiting.items() if other.said["settles"]]
-                told = {"decided": self._last_decision()}
-                for rank in settling:
-                    self._answer(rank, told).close()
-                if settles:
-                    return told
-                if not settling:
-                    return self._decide(unreachable)
+            last = self._last_decision()
+            settling = [
+                rank
+                for rank, other in waiting.items()
+                if other.said["settles"] and (not missing or other.said["decided"][0] < last[0])
+            ]
+            for rank in settling:
+                self._answer(rank, {"decided": last}).close()
+            if settles and (not missing or listener.decisions < last[0]):
+                return {"decided": last}
+            if not missing and not settling:
+                return self._decide(unreachable)
             try:
                 self._wait(list(waiting.values()), deadline)
             except TimeoutError:

@@ -122,6 +122,33 @@ def test_a_pair_in_which_each_may_blame_the_other():
     assert "do not answer, and may go on" in str(found[3])
 
 
+@pytest.mark.parametrize("asks", [0, 1])
+def test_who_asks_for_a_decision_waits_for_nobody_once_one_knows_it(asks):
+    """Rank 2 comes only then, so that the others cannot shrink the group before."""
+    made, answered, met = listeners(), threading.Event(), threading.Barrier(3)
+    made[3].close()
+    made[1 - asks].decisions, made[1 - asks].outcome = 1, True
+
+    def meet(rank):
+        outcome = None
+        if rank == asks:
+            with Agreement(made[rank], rank, range(SIZE), [], [], 20.0) as agreement:
+                outcome = agreement.outcome(1)
+            answered.set()
+        elif rank == 2:
+            assert answered.wait(30)
+        with Agreement(made[rank], rank, range(SIZE), [], [], 20.0) as agreement:
+            members = agreement.members({"pid": rank})[1]
+            met.wait(30)
+            return outcome, members
+
+    found = run(meet, [0, 1, 2])
+    assert [outcome for outcome, _ in found.values()].count(True) == 1
+    assert [members for _, members in found.values()] == [[0, 1, 2]] * 3
+    for listener in made:
+        listener.close()
+
+
 def test_excluded_ranks_are_not_waited_for():
     found = agree(listeners(), [1, 2, 3], excluded=[0], alive=[0])
     assert list(found.values()) == [[1, 2, 3]] * 3

@@ -320,3 +320,31 @@ def test_survivors_of_random_kills(seed, tmp_path):
         left = [rank for rank in range(len(nodes)) if rank not in victims]
         found = [(outcome.value, outcome.trace) for outcome in ranks.wait_for(left)]
     assert all(trace == "" for _, trace in found), found
+
+
+def be_late_in_the_second_try(rank, folder):
+    """Two have died, the list names one of them at first, and rank 3 comes late with both."""
+    meet()
+    if rank < 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    fail()
+    with pytest.raises(pycomm.PeerDied, match="gone, too"):
+        dist.shrink_group([1])
+    if rank == 3:
+        helpers.wait_until(lambda: len(list(Path(folder).glob("told*"))) == 2, 60)
+    else:
+        Path(folder, f"come{rank}").touch()
+        helpers.wait_until(lambda: len(list(Path(folder).glob("come*"))) == 2, 60)
+    told = []
+    try:
+        dist.shrink_group([0, 1], pg_options=Backend.Options("pycomm", timedelta(seconds=1.5)))
+    except pycomm.Timeout as error:
+        Path(folder, f"told{rank}").touch()
+        told = [error.rank, error.operation]
+        dist.shrink_group([0, 1])
+    return *told, total()
+
+
+def test_a_late_rank_is_told_by_its_first_number(tmp_path):
+    expected = [(3, "shrink", 3), (3,), (3, "shrink", 3)]
+    assert survivors_of("abcde", [0, 1], be_late_in_the_second_try, str(tmp_path)) == expected

@@ -82,9 +82,9 @@ def within(what, got, expected, limit):
         )
 
 
-# Many steps.
+# 1,000 steps.
 
-STEPS = 400
+STEPS = 1000
 COUNT = 264  # elements: a whole block of 8-bit states, and a short one
 WEIGHTS = [
     *((FP32, None), (FP16, None), (FP16, "fp32")),
@@ -290,7 +290,7 @@ class Stack:
 
 
 @pytest.mark.parametrize(("rule", "options"), RULES, ids=str)
-def test_many_steps(rule, options, monkeypatch):
+def test_thousand_steps(rule, options, monkeypatch):
     """Steps of every form, from the stored values, are right up to rounding when stored.
 
     The first 100 steps are judged, and every tenth later one.
