@@ -20,90 +20,62 @@ the tensors of the other one. With m nodes, each receives those of all m - 1 oth
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from pycomm._spanning.collectives import launch
-from pycomm._training.replicas import Kind, check_same, checksum, places_of, views_in
-from pycomm.collectives import all_reduce
+from pycomm._training.replicas import Kind, Replicas, places_of, views_in
 
 if TYPE_CHECKING:
     from pycomm._work import Work
-    from pycomm.group import Group
 
 _PIECES_BYTES = 8 << 20  # of all ranks together
 _SMALLEST_PIECE = 64 << 10  # bytes
 _AHEAD = 2  # all-gathers at a time
 
 
-class SpanningReplicas:
-    """Tensors of all ranks of a group on several nodes; see :class:`Replicas`.
+class SpanningReplicas(Replicas):
+    """Of ranks on several nodes: each has copies of its ward's tensors, too."""
 
-    Attributes:
-        tensors: this rank's tensors, flat. Steps change them.
-        steps: the number of steps that count.
-        copied: the ranks whose parts of parameters this rank copies before a step.
+    reaches_all = False
 
-    Raises:
-        MemoryError: a rank lacks memory; on all ranks.
-        RuntimeError: the ranks have different tensors; on all ranks.
-    """
-
-    def __init__(
+    def _allocate(
         self,
-        group: Group,
-        tensors: Sequence[torch.Tensor],
         kinds: Sequence[Kind],
         parameters: Sequence[Kind],
-        label: str,
-    ) -> None:
-        self._group, self._rank = group, group.rank
-        self.steps, self._begun = 0, 0
-        self._buddies = buddies(group.nodes)
-        self._ward = ward = self._buddies.index(self._rank)
-        self.copied = (self._rank, ward)
-        told = torch.zeros(group.size, dtype=torch.int64)
-        told[self._rank] = checksum(kinds, parameters, label)
-        all_reduce(told, group=group)
-        check_same(told)
-        self._bytes = max(places_of(kinds, rank, 0)[-1] for rank in range(group.size))
-        error: Exception | None = None
-        try:
-            self._lay_out(kinds, parameters)
-            for memory, tensor in zip(self.tensors, tensors, strict=True):
-                memory.view(tensor.shape).copy_(tensor)
-        except RuntimeError as raised:  # torch's error if there is no memory
-            error = raised
-        if not group.should_commit(error is None):
-            raise MemoryError("a rank lacks memory for replicas of its states") from error
-        self._send()
-        group.should_commit()
-        self._take_next()
-
-    def _lay_out(self, kinds: Sequence[Kind], parameters: Sequence[Kind]) -> None:
-        """Allocates everything in one storage, so that memory_report() counts all of it."""
-        size, length = self._group.size, self._bytes
+        until_made: contextlib.ExitStack,  # noqa: ARG002
+    ) -> Exception | None:
+        self._begun = 0
+        self._buddies = buddies(self._group.nodes)
+        self._ward = self._buddies.index(self._rank)
+        self.copied = (self._rank, self._ward)
+        size, all_ranks = self._group.size, range(self._group.size)
+        self._bytes = length = max(places_of(kinds, rank, 0)[-1] for rank in all_ranks)
         self._piece = min(max(_PIECES_BYTES // size, _SMALLEST_PIECE), max(length, 1))
         ends = [4 * length]
         for rank in self.copied:
             ends.append(places_of(parameters, rank, ends[-1])[-1])
-        rooms = _AHEAD * size * self._piece
-        memory = torch.zeros(ends[-1] + rooms, dtype=torch.uint8)
-        self._now, self._before, *self._of_ward = memory[: ends[0]].view(4, length)
+        try:  # all in one storage, so that memory_report() counts all of it
+            memory = torch.zeros(ends[-1] + _AHEAD * size * self._piece, dtype=torch.uint8)
+        except RuntimeError as raised:  # torch's error if there is no memory
+            return raised
+        self._now, self._before, *wards = memory[: ends[0]].view(4, length)
         self.tensors = views_in(self._now, kinds, self._rank, 0)
         self._former = views_in(self._before, kinds, self._rank, 0)
-        # The last one that counts, and the next one.
-        self._wards = [views_in(each, kinds, self._ward, 0) for each in self._of_ward]
+        # The last ones that count, and the next ones: their bytes, and they.
+        self._wards = [(each, views_in(each, kinds, self._ward, 0)) for each in wards]
         self._parameters = {
             rank: views_in(memory, parameters, rank, begin)
             for rank, begin in zip(self.copied, ends, strict=False)
         }
         self._rooms = memory[ends[-1] :].view(_AHEAD, size * self._piece)
+        return None
 
     def begin_step(self, parameters: Mapping[int, Sequence[torch.Tensor]]) -> None:
-        """Copies everything that a step is about to change; see :meth:`Replicas.begin_step`."""
+        """See :meth:`Replicas.begin_step`."""
         self._group._core.check_usable()
         self._before.copy_(self._now)
         for rank in self.copied:
@@ -111,16 +83,10 @@ class SpanningReplicas:
                 former.copy_(parameter)
         self._begun = self.steps + 1
 
-    def end_step(self) -> None:
-        """Decides that the step counts; all ranks must call this.
-
-        Raises:
-            pycomm.CollectiveError: it does not count on any rank.
-        """
+    def _decide(self) -> None:
         self._send()
-        self._group.should_commit()
-        self.steps += 1
-        self._take_next()
+        super()._decide()
+        self._wards.reverse()
 
     def _send(self) -> None:
         """Sends this rank's tensors to its buddy, and receives the next ones of its ward."""
@@ -141,30 +107,26 @@ class SpanningReplicas:
     def _receive(self, work: Work, pieces: torch.Tensor, begin: int) -> None:
         work.wait()
         piece = pieces[self._ward]
-        self._of_ward[1][begin : begin + len(piece)] = piece
-
-    def _take_next(self) -> None:
-        self._of_ward.reverse()
-        self._wards.reverse()
+        self._wards[1][0][begin : begin + len(piece)] = piece
 
     @property
     def ranks_in_step(self) -> list[int]:
-        """The ranks that have begun a step that does not count, as far as this one has copies."""
+        """See :attr:`Replicas.ranks_in_step`."""
         return list(self.copied) if self._begun > self.steps else []
 
     def of(self, rank: int) -> list[torch.Tensor]:
-        """A rank's tensors after the last step that counts, of this rank or its ward."""
+        """See :meth:`Replicas.of`."""
         if rank == self._ward:
-            return self._wards[0]
+            return self._wards[0][1]
         assert rank == self._rank
         return self._former if self._begun > self.steps else self.tensors
 
     def parameters_of(self, rank: int) -> list[torch.Tensor]:
-        """A rank's parts of parameters before the last step, of this rank or its ward."""
+        """See :meth:`Replicas.parameters_of`."""
         return self._parameters[rank]
 
     def keepers(self, rank: int) -> list[int]:
-        """The ranks that have a rank's tensors, itself first."""
+        """See :meth:`Replicas.keepers`."""
         return [rank, self._buddies[rank]]
 
 

@@ -46,7 +46,7 @@ class ShardSurvival:
         self._optimizers = optimizers_of(parameters)
         parts = (part for p in parameters if (part := part_of(p)) is not None)
         self._guards: set[StepGuard] = {part.shards.guard for part in parts}
-        # Of each optimizer, see agree(): the owners of its parts; what ranks must restore.
+        # For each optimizer, who owns its parts. agree() finds that out, and what to restore.
         self._owners: list[dict[int, int]] = []
         self._to_restore: list[tuple[torch.Tensor, list[Range]]] = []
         self._restored_bytes = 0

@@ -1,6 +1,6 @@
 """Two copies of sharded states.
 
-pycomm/_training/replicas.py keeps them on one node, spanning_replicas.py on several.
+pycomm/_training/node_replicas.py keeps them on one node, spanning_replicas.py on several.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pycomm._training.cuts import Range
+from pycomm._training.node_replicas import NodeReplicas
 from pycomm._training.replicas import Kind, Replicas
 from pycomm._training.shards import Part
 from pycomm._training.spanning_replicas import SpanningReplicas
@@ -45,8 +46,8 @@ class ReplicatedStates:
         self._shards = next(iter(parts.values())).shards
         self._group = self._shards.group
         places = [(param, name, states[param][name]) for param in parts for name in states[param]]
-        kind = Replicas if len(self._group.nodes) == 1 else SpanningReplicas
-        self._replicas: Replicas | SpanningReplicas = kind(
+        make = NodeReplicas if len(self._group.nodes) == 1 else SpanningReplicas
+        self._replicas: Replicas = make(
             self._group,
             [tensor for _, _, tensor in places],
             [self._kind(param, name, tensor.dtype) for param, name, tensor in places],
@@ -109,7 +110,7 @@ class ReplicatedStates:
         Returns:
             For each parameter its elements, flat, and the ranks of the other group that send them.
         """
-        if isinstance(self._replicas, Replicas):
+        if self._replicas.reaches_all:
             return []
         return [(flat(param.data), self._given(param, owners)) for param in self._parts]
 

@@ -134,7 +134,12 @@ PYTHON_LAYERS = [
         "_training.step_guard",
     },
     {"_training.pending", "_training.replicas", "_training.shards"},
-    {"_training.gradient_ring", "_training.optimizers", "_training.spanning_replicas"},
+    {
+        "_training.gradient_ring",
+        "_training.node_replicas",
+        "_training.optimizers",
+        "_training.spanning_replicas",
+    },
     {"_training.flights"},
     {"_training.step"},
     {"_training.planner", "_training.saved_state"},

@@ -12,10 +12,10 @@ import pytest
 import sharding
 import spanning
 import torch
-from surviving import STEPS, Training, expect
+from surviving import STEPS, Training, common_end, expect
 
 import pycomm
-from pycomm._training import publication, replicas, spanning_replicas
+from pycomm._training import node_replicas, publication, spanning_replicas
 from pycomm._training.spanning_replicas import SpanningReplicas
 from pycomm._training.survival import ShardSurvival
 from pycomm.optim._shard_executors import OnSpanningShards
@@ -82,7 +82,7 @@ def die_in_regroup(moment: str | float) -> None:
         ShardSurvival._restore = kill
     elif moment == "moving":  # its new states are whole, and others wait for it
         after(SpanningReplicas, "_send")
-        replicas._open_file = kill
+        node_replicas._open_file = kill
 
 
 def survive(group: pycomm.Group, deaths: Deaths, options: dict[str, Any]) -> Any:
@@ -127,12 +127,7 @@ def check(nodes: list[int] | str, deaths: Deaths, **options: Any) -> list[int]:
     size = len(spanning.names(nodes))
     with spanning.ranks(nodes, survive, deaths, options, timeout=30) as ranks:
         outcomes = ranks.wait_for([rank for rank in range(size) if rank not in deaths])
-    for outcome in outcomes:
-        assert outcome.error is None, outcome.trace
-    losses, state = outcomes[0].value
-    for outcome in outcomes:
-        assert outcome.value[0] == losses
-        assert sharding.difference(outcome.value[1], state) is None
+    losses, state = common_end(outcomes)
     steps = [(count, left) for count, left, _ in losses]
     options.pop("piece", None)
     expected = expect(steps, nodes=[counts for _, _, counts in losses], **options)

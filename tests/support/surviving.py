@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import sharding
 import torch
 from torch import nn
 
@@ -98,3 +99,14 @@ def expect(
             state = world.run(train, state, numbers, range(first, last))[0]
         first = last
     return state
+
+
+def common_end(outcomes: Sequence[Any]) -> Any:
+    """What all survivors ended with: the losses of ranks, and the state."""
+    for outcome in outcomes:
+        assert outcome.error is None, outcome.trace
+    losses, state = outcomes[0].value
+    for outcome in outcomes:
+        assert outcome.value[0] == losses
+        assert sharding.difference(outcome.value[1], state) is None
+    return losses, state

@@ -1,7 +1,6 @@
 """Local SGD goes on when ranks are lost: an exchange counts on all survivors or on none."""
 
 import contextlib
-import copy
 import os
 import pickle
 import signal
@@ -18,10 +17,8 @@ import torch
 import wrapped
 from averaging import DILOCO, RULES, Trainee
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
-from pycomm import hooks
 
 CASES = {name: {"period": 2, **rule} for name, rule in RULES.items()}
 MOMENTS = ["before", "within", "after"]
@@ -314,65 +311,6 @@ def test_a_group_may_fail_again_in_the_exchange_of_regroup(world):
 # The warm-up, and steps that are not taken.
 
 
-def test_a_step_of_the_warm_up_is_taken_by_all_or_by_none(world):
-    def body(group):
-        trainee = Trainee(group, options={"period": 2, "gradient_steps": 2})
-        trainee.step(0)
-        trainee.optimizer.zero_grad()
-        trainee.backward(1)
-        assert not trainee.model.should_commit(ready=group.rank != 1)
-        trainee.step(1)
-        trainee.optimizer.zero_grad()
-        trainee.backward(2)
-        own = group.rank != 1
-        assert trainee.model.should_commit(own) is own  # without asking anybody
-        with pytest.raises(TypeError, match="ready must be"):
-            trainee.model.should_commit(1)
-        return trainee.state.steps
-
-    assert world(3).run(body) == [2] * 3
-
-
-def test_a_rank_lost_in_the_warm_up(world):
-    def body(group):
-        trainee = Trainee(group, options={"period": 2, "gradient_steps": 2, **DILOCO})
-        trainee.step(0)
-        if group.rank == VICTIM:
-            group.close()
-            return None
-        with pytest.raises(pycomm.PeerDied):
-            trainee.step(1)
-        trainee.model.regroup(group.shrink())
-        moments = trainee.run(range(1, 4))
-        assert trainee.state.stats()["changes_lost"] == 0
-        return moments
-
-    one, _, other = world(3).run(body)
-    for steps in (0, 2):
-        assert wrapped.same(one[steps].after, other[steps].after)
-    assert [moment.exchanged for moment in one] == [True, False, True]
-
-
-def test_a_step_of_the_warm_up_that_only_some_took_is_noticed(world):
-    both = threading.Barrier(2)
-
-    def body(group):
-        trainee = Trainee(group, options={"period": 2, "gradient_steps": 3})
-        trainee.step(0)
-        trainee.backward(1)
-        if group.rank:
-            trainee.optimizer.step()
-            trainee.state.step()
-        both.wait()
-        with pytest.raises(RuntimeError, match="only some of them took a step"):
-            trainee.model.regroup(group.shrink())
-
-    world(2).run(body)
-
-
-# What else belongs to it.
-
-
 class Counting(nn.Module):
     """A model with a buffer of each rank's own."""
 
@@ -403,49 +341,6 @@ def test_buffers_come_from_the_first_rank_that_is_left(world):
         return trainee.module.seen.item()
 
     assert world(3).run(body) == [None, 1.0, 1.0]
-
-
-def train_hooked(rank, size, store):
-    """Trains under DistributedDataParallel, which survivors make anew."""
-    helpers.join_world(rank, size, store)
-    group = pycomm.init(timeout=20)
-    net = ddp.network()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    state = hooks.LocalSGDState(net.named_parameters(), optimizer, period=3, **DILOCO)
-    process_group, model = None, None
-    while state.steps < 9:
-        try:
-            if state.group is not group:
-                state.regroup(group)
-            if model is None:
-                before = copy.deepcopy(net.state_dict())
-                model = DistributedDataParallel(
-                    net, process_group=process_group, broadcast_buffers=False, init_sync=False
-                )
-                assert all(torch.equal(v, before[n]) for n, v in net.state_dict().items())
-                state.register(model)
-            if state.steps == 4 and rank == VICTIM:
-                os.kill(os.getpid(), signal.SIGKILL)
-            optimizer.zero_grad()
-            wrapped.batch_loss(model, rank, state.steps).backward()
-            if state.should_commit():
-                optimizer.step()
-            state.step()
-        except pycomm.CollectiveError:
-            group = group.shrink()
-            process_group = torch.distributed.new_group(
-                list(group.ranks), use_local_synchronization=True
-            )
-            model = None
-    return group.ranks, state.agreements, state.stats()["changes_lost"], net.state_dict()
-
-
-def test_hooks_go_on_in_a_new_distributed_data_parallel():
-    with helpers.Ranks(3, train_hooked) as ranks:
-        one, other = ranks.wait_for([0, 2])
-    assert one.error is None, one.trace
-    assert one.value[:3] == other.value[:3] == ((0, 2), 3, 1.0)
-    assert all(torch.equal(v, other.value[3][n]) for n, v in one.value[3].items())
 
 
 def test_when_it_may_not_be_called(world):

@@ -10,12 +10,12 @@ import helpers
 import pytest
 import sharding
 import torch
-from surviving import STEPS, Training, expect
+from surviving import STEPS, Training, common_end, expect
 from torch import nn
 
 import pycomm
 from pycomm import optim
-from pycomm._training import replicas
+from pycomm._training import node_replicas, replicas
 from pycomm.optim._shard_executors import OnCpuShards
 
 SHARDS = ["optimizer", "gradients"]
@@ -59,16 +59,16 @@ def survive(group, deaths, options):
         try:
             if training.model.comm_state.group is not group:
                 if moment == "regrouping":
-                    replicas._open_file = kill
+                    node_replicas._open_file = kill
                 training.model.regroup(group)
                 losses.append((step, group.ranks))
                 continue
             if moment == "sharing":
-                replicas._open_file = kill
+                node_replicas._open_file = kill
             elif moment == "backward":
                 training.model.module.parts[2].register_hook(kill)
             elif moment == "copying":
-                replicas._Area.begin_step = copy_half
+                node_replicas._Area.begin_step = copy_half
             elif moment == "updated":
                 OnCpuShards.run = run_and_die
             elif isinstance(moment, float):
@@ -93,12 +93,7 @@ def check(size, deaths, **options):
     """Kills ranks, and compares the survivors with training from checkpoints."""
     with helpers.Ranks(size, helpers.in_group, survive, {"timeout": 30}, deaths, options) as ranks:
         outcomes = ranks.wait_for([rank for rank in range(size) if rank not in deaths])
-    for outcome in outcomes:
-        assert outcome.error is None, outcome.trace
-    losses, state = outcomes[0].value
-    for outcome in outcomes:
-        assert outcome.value[0] == losses
-        assert sharding.difference(outcome.value[1], state) is None
+    losses, state = common_end(outcomes)
     assert sharding.difference(expect(losses, **options), state) is None
     return [steps for steps, _ in losses[1:]]
 

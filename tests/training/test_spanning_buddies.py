@@ -15,7 +15,7 @@ from torch import nn
 import pycomm
 from pycomm._training.spanning_replicas import buddies
 
-# What is not covered.
+# Losses that no copy covers.
 
 
 def lose_both(group, victims):
