@@ -103,8 +103,9 @@ __global__ void __launch_bounds__(kThreads)
   });
   const bool overflow = __any_sync(0xffffffffu, largest > limit);
   used = __any_sync(0xffffffffu, used);
+  // Tested as two flags: of `all != 0`, ptxas 13.0.88 makes "not both".
   const std::uint32_t all = (overflow ? kOverflow : 0) | (used ? kUsed : 0);
-  if (threadIdx.x % 32 == 0 && all != 0) atomicOr(found, all);
+  if (threadIdx.x % 32 == 0 && (overflow || used)) atomicOr(found, all);
 }
 
 }  // namespace
