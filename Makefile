@@ -42,7 +42,7 @@ test-emulated: $(VENV)/.built emulator
 	OMP_NUM_THREADS=1 PYTHONPATH=tests/emulator PYCOMM_EMULATOR=$(abspath build/cpp-test/emulator.so) \
 	$(BIN)/python -m pytest -n $(JOBS) -q -m "gpu and not hardware" tests/gpu
 
-# All that needs a GPU, in at most 8 minutes, with the torch that is there: results come to out/gpu.
+# All that needs a GPU, in at most 10 minutes, with the torch that is there: results come to out/gpu.
 gpu:
 	PYTHON=$(PYTHON) benchmarks/gpu.sh out/gpu
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All that needs a GPU, in at most 8 minutes: build, tests, benchmarks, profiles, compute-sanitizer.
+# All that needs a GPU, in at most 10 minutes: build, tests, benchmarks, profiles, compute-sanitizer.
 # Uses the torch that is there and downloads nothing.
 #   benchmarks/gpu.sh FOLDER    writes summary.txt, JSON files, clocks.csv and a log per part into it
 # A part that fails or is stopped does not keep the next ones from running; the exit code says
@@ -14,7 +14,7 @@ source benchmarks/parts.sh
 
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 PYCOMM_CUDA=1
 
-pytest=("$python" -m pytest -q -n 4 --tb=short -p no:cacheprovider
+pytest=("$python" -m pytest -q -n "$(($(nproc) * 2 / 3 + 1))" --tb=short -p no:cacheprovider
   --continue-on-collection-errors -m gpu)
 
 mode() { # NAME VARIABLE=VALUE
@@ -23,7 +23,7 @@ mode() { # NAME VARIABLE=VALUE
 }
 
 sanitize() { # TOOL; without torch's caching, every tensor is an allocation that it can watch
-  part "sanitizer-$1" 14 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
+  part "sanitizer-$1" 25 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
     compute-sanitizer --tool "$1" --error-exitcode 1 "$python" -m pycomm.bench.gpu.small
 }
 
@@ -38,8 +38,8 @@ clocks=timestamp,index,clocks.sm,clocks.max.sm,clocks.mem,clocks.max.mem,power.d
 nvidia-smi --query-gpu="$clocks" --format=csv --loop-ms=500 >"$out/clocks.csv" 2>&1 &
 
 part build 130 "$python" setup.py build_ext --inplace
-part tests 90 "${pytest[@]}" tests
-part benchmarks 70 "$python" -m pycomm.bench.gpu --json "$out/gpu.json"
+part tests 130 "${pytest[@]}" tests
+part benchmarks 60 "$python" -m pycomm.bench.gpu --json "$out/gpu.json"
 part processes 40 "$python" -m pycomm.bench.gpu.processes --json "$out/processes.json"
 part sweep 25 "$python" -m pycomm.bench.gpu.sweep --json "$out/sweep.json"
 if command -v ncu >/dev/null; then
@@ -47,7 +47,7 @@ if command -v ncu >/dev/null; then
     --kernel-name regex:pycomm --metrics "$metrics" --page raw --csv --log-file "$out/ncu.csv" \
     "$python" -m pycomm.bench.gpu.kernels
 fi
-for tool in memcheck racecheck synccheck initcheck; do
+for tool in memcheck synccheck initcheck racecheck; do # the last one takes what the others leave
   sanitize "$tool"
 done
 mode blocking CUDA_LAUNCH_BLOCKING=1

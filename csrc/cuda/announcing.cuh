@@ -20,7 +20,7 @@ struct Announcements {
     return shared_word<std::uint32_t>(&at(to, from).epoch);
   }
   __device__ bool has_come(int from) const {
-    return reached(epoch(me.rank, from).load(::cuda::std::memory_order_acquire), sequence);
+    return epoch(me.rank, from).load(::cuda::std::memory_order_acquire) == sequence;
   }
 };
 

@@ -10,39 +10,11 @@
 #include "core/algorithms/table.h"
 #include "core/executor.h"
 #include "core/layout.h"
-#include "core/reduce.h"
 #include "cuda/announcing.cuh"
+#include "cuda/elements.cuh"
 #include "cuda/layout.h"
 
 namespace pycomm::cuda {
-
-// Reduces elements by a reduction that the compiler knows. Sums, and averages of floats, have kernels
-// that do.
-template <ReduceOp known>
-struct Known {
-  template <class T, class A>
-  __device__ static A combined(ReduceOp, A a, A b) {
-    return combine<known>(a, b);
-  }
-  template <class T, class A>
-  __device__ static A finished(ReduceOp, A a, int ranks) {
-    return finish<known>(a, ranks);
-  }
-};
-
-// Looks the operation's reduction up for each element. All other reductions of a type share a kernel
-// that does, because they are rare and every kernel takes time to compile. All threads take the same
-// branch; the cost has not been measured on a device.
-struct LookedUp {
-  template <class T, class A>
-  __device__ static A combined(ReduceOp op, A a, A b) {
-    return visit_reduction<T>(op, [=](auto code) { return combine<decltype(code)::kOp>(a, b); });
-  }
-  template <class T, class A>
-  __device__ static A finished(ReduceOp op, A a, int ranks) {
-    return visit_reduction<T>(op, [=](auto code) { return finish<decltype(code)::kOp>(a, ranks); });
-  }
-};
 
 // T is the type of elements that are reduced. For std::byte, the executor only moves the operation's
 // elements and counts in bytes. Reducer, Known or LookedUp, matters to reduce() only: executors of codecs
@@ -55,36 +27,41 @@ class BlockComm {
   // `me`: the rank that the block works for. Lanes begin at multiples of `unit` elements.
   __device__ BlockComm(const Launch& launch, const RankLaunch& me,
                        std::int64_t unit = kLine / sizeof(T))
-      : me_(me),
+      : launch_(launch),
+        me_(me),
         layout_(launch.layout),
         timeout_ns_(launch.timeout_ns),
-        lane_(static_cast<int>(blockIdx.x) % launch.layout.lanes) {
-    const auto& state =
-        *reinterpret_cast<const LaneState*>(window(me_.rank) + layout_.state(lane_));
-    failed_ = state.failed != 0;
+        lane_(static_cast<int>(blockIdx.x) % launch.lanes) {
+    const LaneState& state = state_of(lane_);
     sequence_ = next_sequence(state.sequence);
     for (int channel = 0; channel < kChannels; ++channel)
       started_[channel] = signalled_[channel] = state.signalled[channel];
-    const Range part = part_of(block(), layout_.lanes, lane_, unit);
+    const Range part = part_of(block(), launch_.lanes, lane_, unit);
     begin_ = part.begin;
     count_ = part.count;
-    __syncthreads();  // all threads have read the state before finish() writes it
+    bool failed = state.failed != 0;
+    for (int idle = launch_.lanes + threadIdx.x; idle < layout_.lanes; idle += blockDim.x) {
+      failed |= state_of(idle).failed != 0;
+    }
+    // All threads have read the state before finish() writes it.
+    failed_ = __syncthreads_or(failed) != 0;
   }
 
   __device__ explicit BlockComm(const Launch& launch)
-      : BlockComm(launch, launch.ranks[blockIdx.x / launch.layout.lanes]) {}
+      : BlockComm(launch, launch.ranks[blockIdx.x / launch.lanes]) {}
 
   // Stores the state for the next operation. An operation whose waits were all satisfied still fails
   // if the group was aborted meanwhile: a failed rank may have changed the data that was read. `last`:
   // no other meeting of the launch follows.
   __device__ void finish(bool last = true) {
-    auto& state = *reinterpret_cast<LaneState*>(window(me_.rank) + layout_.state(lane_));
+    LaneState& state = state_of(lane_);
     if (failed_ && state.failed == 0) withdraw(announcements());
+    pass_on();
     __syncthreads();
     if (threadIdx.x != 0) return;
     __threadfence_system();  // looks after the block's last read and write
-    failed_ = failed_ || aborted(me_);
-    if (can_be_direct()) inside().store(0, ::cuda::std::memory_order_release);
+    failed_ = failed_ || aborted(me_, lane_);
+    if (zero_copy_) inside().store(0, ::cuda::std::memory_order_release);
     state.failed = failed_;
     state.sequence = sequence_;
     for (int channel = 0; channel < kChannels; ++channel)
@@ -128,6 +105,7 @@ class BlockComm {
   __device__ void announce() {
     publish();
     await_announcements();
+    enter_heaps();
   }
   // Call before announce(), which publishes it.
   __device__ void set_preflight(Preflight preflight) { preflight_ = preflight; }
@@ -164,9 +142,6 @@ class BlockComm {
                 (other.output == kNotInWindow && shares_output(me_.operation, r));
     }
     zero_copy_ = __syncthreads_or(stop || staged) == 0;
-    if (zero_copy_) {
-      for (int r = threadIdx.x; r < size(); r += blockDim.x) stop |= !enter_heap_of(r);
-    }
     vote_to_stop(stop);
     // All lanes see a mismatch; the first one reports it.
     if (failed_ && threadIdx.x == 0 && lane_ == 0) report_mismatch(announcements());
@@ -219,7 +194,7 @@ class BlockComm {
   __device__ void wait(int r, int channel, std::int64_t step) {
     if (step <= 0 || r == rank()) return;
     bool stop = false;
-    if (threadIdx.x == 0) stop = !poll_flag(flag(channel, r), target(channel, step), r);
+    if (threadIdx.x == 0) stop = !poll_signals(channel, r, step);
     vote_to_stop(stop);
   }
 
@@ -227,7 +202,7 @@ class BlockComm {
     if (step <= 0) return;
     bool stop = false;
     for (int r = threadIdx.x; r < size(); r += blockDim.x) {
-      if (r != rank()) stop |= !poll_flag(flag(channel, r), target(channel, step), r);
+      if (r != rank()) stop |= !poll_signals(channel, r, step);
     }
     vote_to_stop(stop);
   }
@@ -237,13 +212,13 @@ class BlockComm {
     const std::int64_t bytes = n * kSize;
     std::int64_t done = 0;
     if (aligned(to.data) && aligned(from.data)) {
-      done = copy_words<uint4>(to, from, bytes);
+      done = copy_words<uint4>(to.data, from.data, bytes);
     } else if constexpr (kMovesBytes) {  // the widest words that both addresses allow
       const auto both =
           reinterpret_cast<std::uintptr_t>(to.data) | reinterpret_cast<std::uintptr_t>(from.data);
-      done = both % 8 == 0   ? copy_words<std::uint64_t>(to, from, bytes)
-             : both % 4 == 0 ? copy_words<std::uint32_t>(to, from, bytes)
-             : both % 2 == 0 ? copy_words<std::uint16_t>(to, from, bytes)
+      done = both % 8 == 0   ? copy_words<std::uint64_t>(to.data, from.data, bytes)
+             : both % 4 == 0 ? copy_words<std::uint32_t>(to.data, from.data, bytes)
+             : both % 2 == 0 ? copy_words<std::uint16_t>(to.data, from.data, bytes)
                              : 0;
     }
     auto* target = reinterpret_cast<T*>(to.data);
@@ -266,87 +241,36 @@ class BlockComm {
       sources[i] = from(i).data;
       odd |= !aligned(sources[i]);
     }
+    const Reduction<T, Reducer> reduction{me_.operation.op, size(), last};
     std::int64_t done = 0;
     if (__syncthreads_or(odd) == 0) {
-      reduce_packed<kPerVector>(targets, n_to, sources, n_from, 0, n / kPerVector, last);
+      reduction.template run<kPerVector>(targets, n_to, sources, n_from, 0, n / kPerVector);
       done = n / kPerVector * kPerVector;
     }
-    reduce_packed<1>(targets, n_to, sources, n_from, done, n, last);
+    reduction.template run<1>(targets, n_to, sources, n_from, done, n);
     __syncthreads();
   }
 
  private:
   static constexpr bool kMovesBytes = std::is_same_v<T, std::byte>;
   static constexpr std::int64_t kSize = sizeof(T);
-  static constexpr int kPerVector = 16 / sizeof(T);
+  // Elements that move in one access; each needs a register for its sum.
+  static constexpr int kPerVector = sizeof(T) == 1 ? 8 : 16 / sizeof(T);
 
-  // Copies the whole words of `bytes` bytes; returns how many bytes these are.
-  template <class Word>
-  __device__ static std::int64_t copy_words(Location to, Location from, std::int64_t bytes) {
-    constexpr std::int64_t kWord = sizeof(Word);
-    auto* target = reinterpret_cast<Word*>(to.data);
-    const auto* source = reinterpret_cast<const Word*>(from.data);
-    const std::int64_t words = bytes / kWord;
-    // The loads come first, because the compiler cannot know that no store changes what they read.
-    constexpr int kDepth = 4;
-    const std::int64_t stride = blockDim.x;
-    std::int64_t i = threadIdx.x;
-    for (; i + (kDepth - 1) * stride < words; i += kDepth * stride) {
-      Word held[kDepth];
-#pragma unroll
-      for (int k = 0; k < kDepth; ++k) held[k] = source[i + k * stride];
-#pragma unroll
-      for (int k = 0; k < kDepth; ++k) target[i + k * stride] = held[k];
-    }
-    for (; i < words; i += stride) target[i] = source[i];
-    return words * kWord;
-  }
-
-  // `width` elements that move in one memory access.
-  template <int width>
-  struct alignas(width * sizeof(T)) Pack {
-    T element[width];
-  };
-
-  template <int width>
-  __device__ void reduce_packed(std::byte* const* to, int n_to, const std::byte* const* from,
-                                int n_from, std::int64_t begin, std::int64_t end, bool last) {
-    using A = accumulator_t<T>;
-    const ReduceOp op = me_.operation.op;
-    for (std::int64_t i = begin + threadIdx.x; i < end; i += blockDim.x) {
-      A sum[width];
-      const auto first = reinterpret_cast<const Pack<width>*>(from[0])[i];
-#pragma unroll
-      for (int k = 0; k < width; ++k) sum[k] = load(first.element[k]);
-#pragma unroll 4
-      for (int r = 1; r < n_from; ++r) {
-        const auto next = reinterpret_cast<const Pack<width>*>(from[r])[i];
-#pragma unroll
-        for (int k = 0; k < width; ++k) {
-          sum[k] = Reducer::template combined<T>(op, sum[k], load(next.element[k]));
-        }
-      }
-      Pack<width> result;
-#pragma unroll
-      for (int k = 0; k < width; ++k) {
-        result.element[k] =
-            store<T>(last ? Reducer::template finished<T>(op, sum[k], size()) : sum[k]);
-      }
-      for (int j = 0; j < n_to; ++j) reinterpret_cast<Pack<width>*>(to[j])[i] = result;
-    }
-  }
-
-  __device__ static bool aligned(const void* address) {
-    return reinterpret_cast<std::uintptr_t>(address) % 16 == 0;
-  }
   __device__ std::byte* window(int r) const { return me_.windows[r]; }
+  __device__ LaneState& state_of(int lane) const {
+    return *reinterpret_cast<LaneState*>(window(me_.rank) + layout_.state(lane));
+  }
+  // Tells every lane that does not work in this launch, one of which each thread takes, how far the
+  // group is: all lanes of a rank count operations alike.
+  __device__ void pass_on() const {
+    const int lane = lane_ + (static_cast<int>(threadIdx.x) + 1) * launch_.lanes;
+    if (lane < layout_.lanes) state_of(lane).sequence = sequence_;
+  }
   __device__ Announcements announcements() const { return {me_, layout_, lane_, sequence_}; }
   __device__ const Announcement& announced(int r) const { return announcements().at(rank(), r); }
   __device__ std::uint32_t* flag(int channel, int from) const {
     return reinterpret_cast<std::uint32_t*>(window(rank()) + layout_.flag(lane_, channel, from));
-  }
-  __device__ std::uint32_t target(int channel, std::int64_t step) const {
-    return started_[channel] + static_cast<std::uint32_t>(step);
   }
 
   __device__ std::uint64_t* packets_of(int to, int from) const {
@@ -380,14 +304,19 @@ class BlockComm {
   // Waits for a flag of rank r. The loads that poll do not acquire, because each acquire empties the
   // multiprocessor's L1 cache. One more load does: it is cheaper than a fence, which also waits for
   // this thread's stores.
-  __device__ bool poll_flag(std::uint32_t* address, std::uint32_t target, int r) {
+  template <class IsIt>
+  __device__ bool poll_flag(std::uint32_t* address, int r, IsIt is_it) {
     const auto word = shared_word<std::uint32_t>(address);
-    const auto has_come = [word, target] {
-      return reached(word.load(::cuda::std::memory_order_relaxed), target);
-    };
+    const auto has_come = [=] { return is_it(word.load(::cuda::std::memory_order_relaxed)); };
     const bool come = poll(has_come, r);
     (void)word.load(::cuda::std::memory_order_acquire);
     return come;
+  }
+  // Waits for a number of signals.
+  __device__ bool poll_signals(int channel, int r, std::int64_t step) {
+    const std::uint32_t target = started_[channel] + static_cast<std::uint32_t>(step);
+    return poll_flag(flag(channel, r), r,
+                     [target](std::uint32_t count) { return reached(count, target); });
   }
 
   // One thread waits for one word of rank r. Returns false if the wait cannot be satisfied.
@@ -401,7 +330,7 @@ class BlockComm {
       const bool gone = shared_word<std::uint32_t>(&me_.mailbox->gone[r])
                             .load(::cuda::std::memory_order_acquire) != 0;
       if (gone && !has_come()) return report(Reason::peer_died, r);
-      if (aborted(me_)) return false;
+      if (given_up(me_, lane_)) return false;
       if (now_ns() - start > timeout_ns_) return report(Reason::timeout, r);
     }
     return true;
@@ -417,24 +346,35 @@ class BlockComm {
         .store(word, ::cuda::std::memory_order_relaxed);
   }
   __device__ auto inside() const {
-    return shared_word<std::uint32_t>(&me_.mailbox->in_peers_heaps[lane_]);
+    return shared_word<std::uint32_t>(&me_.mailbox->lanes[lane_].in_peers_heaps);
   }
   __device__ bool has_announced(int r) {
-    return r == rank() || poll_flag(&announcements().at(rank(), r).epoch, sequence_, r);
+    const std::uint32_t awaited = sequence_;
+    return r == rank() || poll_flag(&announcements().at(rank(), r).epoch, r,
+                                    [awaited](std::uint32_t epoch) { return epoch == awaited; });
   }
-  // Returns false if this lane must not use rank r's tensors. It says that it is inside, and then
-  // looks for an abort and for the announcement once more. So the host sees the lane inside, or the
-  // lane sees the abort; and a rank that has drained has withdrawn its announcement.
-  __device__ bool enter_heap_of(int r) {
-    inside().store(1, ::cuda::std::memory_order_relaxed);
-    __threadfence_system();
-    return !aborted(me_) && has_announced(r);
+  // Before this lane uses other ranks' tensors where they lie. It says that it is inside, and then looks
+  // for an abort and for all announcements once more. So the host sees the lane inside, or the lane sees
+  // the abort; and a rank that has drained has withdrawn its announcement. One thread does what crosses
+  // the bus to the host; the barrier of its vote orders the other threads' looks after its fence.
+  __device__ void enter_heaps() {
+    if (!zero_copy_ || failed_) return;
+    bool stop = false;
+    if (threadIdx.x == 0) {
+      inside().store(1, ::cuda::std::memory_order_relaxed);
+      __threadfence_system();
+      stop = aborted(me_, lane_);
+    }
+    vote_to_stop(stop);
+    for (int r = threadIdx.x; r < size(); r += blockDim.x) stop |= !has_announced(r);
+    vote_to_stop(stop);
   }
 
   __device__ bool report(Reason reason, int r) {
     return cuda::report(me_, reason, r, me_.operation, me_.operation);
   }
 
+  const Launch& launch_;
   const RankLaunch& me_;
   const WindowLayout& layout_;
   const std::uint64_t timeout_ns_;

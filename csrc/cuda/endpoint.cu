@@ -62,7 +62,7 @@ struct Endpoint::Impl {
     const auto ranks = static_cast<std::size_t>(options.ranks);
     if (options.one_address_space) enable_peer_access(options.windows, options.device);
     const auto lanes = static_cast<std::size_t>(options.lanes);
-    const std::size_t mailbox_bytes = sizeof(Mailbox) + lanes * sizeof(std::uint32_t);
+    const std::size_t mailbox_bytes = sizeof(Mailbox) + lanes * sizeof(LaneMail);
     PYCOMM_CUDA_CHECK(cudaHostAlloc(reinterpret_cast<void**>(&mailbox), mailbox_bytes,
                                     cudaHostAllocMapped | cudaHostAllocPortable));
     std::memset(static_cast<void*>(mailbox), 0, mailbox_bytes);
@@ -88,6 +88,11 @@ struct Endpoint::Impl {
     (void)cudaFree(tables);
     (void)cudaFreeHost(mailbox);
     (void)cudaSetDevice(before);
+  }
+
+  LaneMail& lane(int number) const {
+    LaneMail* const first = mailbox->lanes;
+    return first[number];
   }
 
   std::int64_t location(const void* data, std::int64_t bytes) const {
@@ -128,9 +133,24 @@ struct Endpoint::Impl {
     return order->can_run();
   }
 
+  // How many lanes work for an operation: all ranks' lanes, if it is the same on all.
+  int lanes_for(const Operation& operation) const {
+    if (operation.codec.kind != CodecKind::none || stays_in_node(operation.collective)) {
+      return layout.lanes;
+    }
+    std::int64_t bytes = std::max(input_bytes(operation, layout.ranks, operation.root),
+                                  output_bytes(operation, layout.ranks, operation.root));
+    const bool reads_all = operation.collective == Collective::all_reduce &&
+                           operation.algorithm == Algorithm::one_shot;
+    if (reads_all) bytes *= layout.ranks;
+    return static_cast<int>(
+        std::clamp<std::int64_t>(ceil_div(bytes, options.lane_bytes), 1, layout.lanes));
+  }
+
   AnyLaunch frame(int local_ranks) const {
     AnyLaunch launch;
     launch.layout = layout;
+    launch.lanes = layout.lanes;
     launch.timeout_ns = static_cast<std::uint64_t>(std::min(options.timeout, 1e9) * 1e9);
     launch.local_ranks = local_ranks;
     return launch;
@@ -211,6 +231,7 @@ void Endpoint::launch(const Operation& operation, const void* input, void* outpu
                       std::uintptr_t stream, const Extras& extras) {
   const DeviceGuard guard(impl_->options.device);
   AnyLaunch launch = impl_->frame(1);
+  launch.lanes = impl_->lanes_for(operation);
   impl_->put(launch, 0, operation, input, output, extras);
   impl_->order->launch(launch, stream_of(stream));
 }
@@ -222,16 +243,18 @@ void Endpoint::synchronize() {
 
 void Endpoint::set_gone(int r) { __atomic_store_n(&impl_->mailbox->gone[r], 1u, __ATOMIC_RELEASE); }
 
-// Sequentially consistent with the reads of in_peers_heaps(); see BlockComm::enter_heap_of().
+// Sequentially consistent with the reads of in_peers_heaps(); see BlockComm::enter_heaps().
 void Endpoint::set_abort(std::uint64_t word) {
-  __atomic_store_n(&impl_->mailbox->abort, word, __ATOMIC_SEQ_CST);
+  for (int lane = 0; lane < impl_->options.lanes; ++lane) {
+    __atomic_store_n(&impl_->lane(lane).abort, word, __ATOMIC_SEQ_CST);
+  }
 }
 
 bool Endpoint::in_peers_heaps() const {
-  const std::uint32_t* const lanes = impl_->mailbox->in_peers_heaps;
-  const bool inside = std::any_of(lanes, lanes + impl_->options.lanes, [](const auto& lane) {
-    return __atomic_load_n(&lane, __ATOMIC_SEQ_CST) != 0;
-  });
+  bool inside = false;
+  for (int lane = 0; lane < impl_->options.lanes; ++lane) {
+    inside = inside || __atomic_load_n(&impl_->lane(lane).in_peers_heaps, __ATOMIC_SEQ_CST) != 0;
+  }
   return inside && impl_->can_run();
 }
 
@@ -310,7 +333,9 @@ void SharedLaunch::put(int rank, const Operation& operation, const void* input, 
 void SharedLaunch::launch(const std::function<bool()>& given_up) {
   const std::lock_guard lock(impl_->mutex);
   if (given_up()) return;
-  const DeviceGuard guard(impl_->endpoints[0]->impl_->options.device);
+  const Endpoint::Impl& first = *impl_->endpoints[0]->impl_;
+  const DeviceGuard guard(first.options.device);
+  impl_->launch.lanes = first.lanes_for(impl_->launch.ranks[0].operation);
   const cudaStream_t leader = impl_->leader = impl_->streams[0];
   for (std::size_t r = 1; r < impl_->streams.size(); ++r) {
     if (impl_->streams[r] != leader) {

@@ -28,6 +28,7 @@ struct EndpointOptions {
   std::vector<std::uintptr_t> windows;  // every rank's window, as this device sees it; zeroed
   bool one_address_space;  // ranks are threads, so every rank can read any tensor of another
   bool stage_always;       // never zero copy
+  std::int64_t lane_bytes = kLaneBytes;  // see lanes_for()
 };
 
 // How a kernel failed; `reason` is none if none did. If the host has aborted the group, the host

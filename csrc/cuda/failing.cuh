@@ -39,11 +39,18 @@ __device__ __noinline__ inline bool report(const RankLaunch& me, Reason reason, 
 }
 
 // True if the host has aborted the group. The host knows the rank to blame.
-__device__ inline bool aborted(const RankLaunch& me) {
-  const auto word = shared_word<std::uint64_t>(&me.mailbox->abort);
+__device__ inline bool aborted(const RankLaunch& me, int lane) {
+  const auto word = shared_word<std::uint64_t>(&me.mailbox->lanes[lane].abort);
   if (word.load(::cuda::std::memory_order_acquire) == 0) return false;
   report(me, Reason::aborted, me.rank, me.operation, me.operation);
   return true;
+}
+
+// True if nobody need wait any longer: the host has aborted the group, or another lane of this rank has
+// failed. Not inlined, as above.
+__device__ __noinline__ inline bool given_up(const RankLaunch& me, int lane) {
+  const auto failure = shared_word<std::uint64_t>(&me.mailbox->failure);
+  return aborted(me, lane) || failure.load(::cuda::std::memory_order_relaxed) != 0;
 }
 
 }  // namespace pycomm::cuda

@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ La
 template <auto kernel, class L>
 void launch_resident(const L& launch, cudaStream_t stream, int threads = kThreads) {
   static_assert(takes<kernel, L>);
-  const std::int64_t blocks = launch.local_ranks * launch.layout.lanes;
+  const std::int64_t blocks = std::int64_t{launch.local_ranks} * launch.lanes;
   void* arguments[] = {const_cast<L*>(&launch)};
   PYCOMM_CUDA_CHECK(
       cudaLaunchCooperativeKernel(kKernel<kernel>, dim3(static_cast<unsigned>(blocks)),
@@ -32,7 +32,7 @@ void launch_resident(const L& launch, cudaStream_t stream, int threads = kThread
 template <auto kernel, class L>
 void launch_meeting(const L& launch, cudaStream_t stream, int threads = kThreads) {
   if (launch.local_ranks > 1) return launch_resident<kernel>(launch, stream, threads);
-  launch_blocks<kernel>(launch.layout.lanes, launch, stream, threads);
+  launch_blocks<kernel>(launch.lanes, launch, stream, threads);
 }
 
 template <class Body>

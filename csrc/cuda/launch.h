@@ -27,6 +27,7 @@ struct RankLaunch {
 struct Launch {
   WindowLayout layout;
   std::uint64_t timeout_ns;
+  int lanes;        // that work: the first ones of the layout
   int local_ranks;  // blocks [i * lanes, (i + 1) * lanes) belong to ranks[i]
   RankLaunch ranks[kMaxLocalRanks];
 };

@@ -22,13 +22,16 @@ inline constexpr int kThreads = 512;
 inline constexpr int kMaxRanks = 64;
 
 // The largest tensor that travels in packets (core/algorithms/packet.h).
-inline constexpr std::int64_t kPacketBytes = 16 << 10;
+inline constexpr std::int64_t kPacketBytes = 2 << 10;
+
+// What a lane moves at most before another one works, too.
+inline constexpr std::int64_t kLaneBytes = 16 << 10;
 
 // A lane's state between operations. It lies in device memory, so that a replayed graph goes on
 // counting where the last operation stopped.
 struct LaneState {
-  std::uint32_t
-      failed;  // an earlier operation drained: its signal counts are not those that peers expect
+  // An earlier operation drained: its signal counts are not those that peers expect.
+  std::uint32_t failed;
   std::uint32_t sequence;
   std::uint32_t signalled[kChannels];
 };
@@ -78,6 +81,14 @@ struct Sharding {
   Rule rule{};
 };
 
+// A lane's part of a mailbox, in lines of its own: a GPU reads one place of the host's memory for one
+// block after the other, and each read takes a microsecond.
+struct alignas(128) LaneMail {
+  std::uint64_t abort;           // written by the host: the group's abort word
+  std::uint32_t in_peers_heaps;  // written by kernels: not zero while the lane uses other ranks'
+                                 // tensors where they lie
+};
+
 // Pinned host memory through which a kernel reports failures and hears of aborts. The host polls and
 // writes it.
 struct Mailbox {
@@ -89,11 +100,8 @@ struct Mailbox {
   // Written by kernels (core/signal.h): how far this rank's device is with what the host has launched,
   // and which operation of a graph it has replayed last.
   std::uint64_t progress[2];
-  std::uint64_t abort;            // written by the host: the group's abort word
   std::uint32_t gone[kMaxRanks];  // written by the host: not zero once that rank has left or died
-  std::uint32_t
-      in_peers_heaps[1];  // written by kernels, one word per lane: not zero while the lane uses
-                          // other ranks' tensors where they lie
+  LaneMail lanes[1];              // as many as there are
 };
 
 }  // namespace pycomm::cuda

@@ -1,4 +1,6 @@
-"""Compiles every kernel for sm_80, sm_90 and sm_100 with nvcc alone; refuses spills and warnings.
+"""Compiles every kernel for sm_80, sm_90 and sm_100 with nvcc alone.
+
+Refuses spills, warnings and what ptxas compiles wrongly (ptx_flags.py).
 
 Needs neither a GPU nor torch: ``python tests/cpp/cuda_check.py [FILE ...]``. The objects stay in
 build/cuda, where `make sass` reads them, and are compiled again only when a file has changed.
@@ -14,6 +16,8 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from ptx_flags import functions_testing_words
 
 ROOT = Path(__file__).resolve().parents[2]
 CUDA = ROOT / "csrc" / "cuda"
@@ -69,6 +73,7 @@ def check(source: Path, front_end: str) -> str:
     listed.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as kept:
         options = [f"-I{ROOT / 'csrc'}", "-MD", "-MF", str(listed), "--keep", "--keep-dir", kept]
+        ptx = Path(kept, source.stem).with_suffix(".ptx")
         compiled = [str(source), *options]
         for architecture in FRONT_ENDS[front_end]:
             name = f"{source.name} for sm_{architecture}"
@@ -77,15 +82,15 @@ def check(source: Path, front_end: str) -> str:
                 print(f"ok  {name}: unchanged", flush=True)
                 continue
             code = f"arch=compute_{front_end},code=sm_{architecture}"
-            problem = compile_one([*compiled, "-gencode", code], output, name)
+            problem = compile_one([*compiled, "-gencode", code], ptx, output, name)
             if problem:
                 return problem
-            compiled = [str(Path(kept, source.stem).with_suffix(".ptx"))]
+            compiled = [str(ptx)]
     return ""
 
 
-def compile_one(arguments: list[str], output: Path, name: str) -> str:
-    """Makes one object; returns the problem found."""
+def compile_one(arguments: list[str], ptx: Path, output: Path, name: str) -> str:
+    """Makes one object, by way of the PTX; returns the problem found."""
     output.parent.mkdir(parents=True, exist_ok=True)
     made = output.with_suffix(".new")  # becomes the object if all is well
     kind = "-c" if output.suffix == ".o" else "-cubin"
@@ -100,6 +105,8 @@ def compile_one(arguments: list[str], output: Path, name: str) -> str:
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", run.stderr)
     if any(int(count) for count in spills):
         return f"{name} spills"
+    if functions := functions_testing_words(ptx.read_text()):
+        return f"{name} tests a word of flags, which ptxas compiles wrongly: {functions}"
     made.replace(output)
     print(f"ok  {name}: {len(spills) // 2} kernels, no spills", flush=True)
     return ""

@@ -56,9 +56,9 @@ def test_all_parts_run_whatever_becomes_of_those_before(tmp_path, tools):
         "sweep: passed",
         "profile: passed",
         "sanitizer-memcheck: passed",
-        "sanitizer-racecheck: failed (1)",
         "sanitizer-synccheck: passed",
         "sanitizer-initcheck: passed",
+        "sanitizer-racecheck: failed (1)",
         "modes-blocking: passed",
         "modes-eager: passed",
         "modes-expandable: passed",
@@ -73,7 +73,7 @@ def test_all_parts_run_whatever_becomes_of_those_before(tmp_path, tools):
 
 
 def test_limits_add_up():
-    """The limits add up to 8 minutes, including the time to stop the last part."""
+    """The limits add up to 10 minutes, including the time to stop the last part."""
     script = SCRIPT.read_text()
     times = {
         "mode": len(re.findall(r"^mode ", script, re.MULTILINE)),
@@ -85,7 +85,7 @@ def test_limits_add_up():
         kind = {"modes-": "mode", "sanitizer-": "sanitize"}.get(name)
         total += int(seconds) * times.get(kind, 1)
     assert total > 400
-    assert total + 10 <= 480
+    assert total + 10 <= 600
 
 
 def test_the_tests_of_modes_exist():

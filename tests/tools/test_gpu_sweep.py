@@ -100,7 +100,7 @@ def test_the_source_is_rewritten(tmp_path, monkeypatch, capsys):
     ]
     told = capsys.readouterr().out
     assert "max_blocks of a large two-shot: 16" in told
-    assert "8 ranks, 16384 bytes: 2.0 us in packets, 2.0 with flags" in told
+    assert "8 ranks, 2048 bytes: 2.0 us in packets, 2.0 with flags" in told
     with pytest.raises(ValueError, match="CUDA rows"):
         sweep.rewrite("no table", "")
 

@@ -356,7 +356,6 @@ def test_predictions_are_those_of_the_limits():
     assert json.loads(model.RESULTS.read_text())["predicted"] == made
     page = model.PAGE.read_text()
     assert model.with_predictions(page, made) == page
-    assert page.count("not run yet") > 10
 
 
 def test_every_hot_loop_has_limits_on_every_architecture():

@@ -25,7 +25,7 @@ inline constexpr Choice kChoices[] = {
     {Device::cpu, 4, 32 << 10, Algorithm::one_shot},
     {Device::cpu, kAnyRanks, 16 << 10, Algorithm::one_shot},
     {Device::cpu, kAnyRanks, kAnySize, Algorithm::two_shot},
-    // CUDA: not measured yet, the published crossover points of vLLM's kernels.
+    // CUDA: not measured over links yet, the published crossover points of vLLM's kernels.
     {Device::cuda, 4, 512 << 10, Algorithm::one_shot},
     {Device::cuda, kAnyRanks, 256 << 10, Algorithm::one_shot},
     {Device::cuda, kAnyRanks, kAnySize, Algorithm::two_shot},

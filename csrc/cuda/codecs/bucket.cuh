@@ -59,7 +59,7 @@ __device__ inline Share share_of_block(const CodedLaunch& launch) {
 // For kernels with a block per rank and lane, which take all parts in turn. Small parts begin at
 // different lanes.
 __device__ inline Share share_of_lane(const CodedLaunch& launch, int part) {
-  const int lanes = launch.layout.lanes, block = static_cast<int>(blockIdx.x);
+  const int lanes = launch.lanes, block = static_cast<int>(blockIdx.x);
   return {block / lanes, part, (block + part) % lanes, lanes};
 }
 

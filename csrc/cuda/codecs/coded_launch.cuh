@@ -11,7 +11,7 @@ template <class Body, class T, class Codecs>
 __global__ void __launch_bounds__(kThreads, 1)
     coded_kernel(const __grid_constant__ CodedLaunch launch) {
   for (int part = 0; part < launch.parts; ++part) {
-    const PartRow& row = fetch(launch, static_cast<int>(blockIdx.x) / launch.layout.lanes, part);
+    const PartRow& row = fetch(launch, static_cast<int>(blockIdx.x) / launch.lanes, part);
     BlockComm<T> comm(launch, row, kLargestBlock);
     CodedComm<T, Codecs> coded(comm, row, launch.staging);
     Body::run(coded);

@@ -17,7 +17,7 @@ __device__ void lamb_sums(const Segment& segment, std::int64_t piece, const Lamb
   fold_lanes(sum);
 }
 
-__global__ void __launch_bounds__(kStepThreads, kStepBlocks)
+__global__ void __launch_bounds__(kStepThreads, kLambRatioBlocks)
     ratio_kernel(const __grid_constant__ StepLaunch launch) {
   const Table& table = launch.table;
   const ParamRange& params = launch.params;

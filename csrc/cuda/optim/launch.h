@@ -10,7 +10,8 @@ namespace pycomm::cuda {
 
 // Blocks per multiprocessor: few enough that threads get the registers they need. Each thread has 100
 // bytes or more in flight, which keeps memory busy.
-inline constexpr int kStepBlocks = 2;
+constexpr int step_blocks(int states) { return states > 2 ? 2 : 3; }
+inline constexpr int kLambRatioBlocks = 2;
 inline constexpr int kGradNormBlocks = 3;
 
 struct StepLaunch {

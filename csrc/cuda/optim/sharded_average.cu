@@ -9,7 +9,7 @@ namespace {
 class ShardedAverageComm : public ShardedComm {
  public:
   __device__ explicit ShardedAverageComm(const ShardedLaunch& launch)
-      : ShardedComm(launch), table_{launch.tables[blockIdx.x / launch.layout.lanes]} {}
+      : ShardedComm(launch), table_{launch.tables[blockIdx.x / launch.lanes]} {}
 
   __device__ void average() {
     if (comm_.failed()) return;

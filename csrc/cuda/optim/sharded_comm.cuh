@@ -16,7 +16,7 @@ inline constexpr int kShardThreads = 256;
 class ShardedComm {
  public:
   __device__ explicit ShardedComm(const ShardedLaunch& launch)
-      : comm_(launch), lanes_(launch.layout.lanes) {}
+      : comm_(launch), lanes_(launch.lanes) {}
 
   __device__ int rank() const { return comm_.rank(); }
   __device__ int size() const { return comm_.size(); }

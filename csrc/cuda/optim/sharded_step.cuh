@@ -19,7 +19,7 @@ class ShardedStepComm : public ShardedComm {
  public:
   __device__ explicit ShardedStepComm(const ShardedLaunch& launch)
       : ShardedComm(launch),
-        table_{const_cast<std::uint64_t*>(launch.tables[blockIdx.x / launch.layout.lanes])} {}
+        table_{const_cast<std::uint64_t*>(launch.tables[blockIdx.x / launch.lanes])} {}
 
   __device__ void announce() {
     const StepControl& control = table_.header().control;

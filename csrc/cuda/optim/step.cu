@@ -48,12 +48,13 @@ void step(const StepJob& job, const ParamRange& params) {
   const StepLaunch launch{table_of(job), job.control, params};
   const auto stream = reinterpret_cast<cudaStream_t>(job.stream);
   const std::int64_t tiles = job.table->tiles(params.first, params.count);
-  const std::int64_t blocks = blocks_for(tiles, kStepBlocks, job.device);
   if (params.settings.rule == Rule::lamb && params.settings.adapt) {
-    launch_lamb_ratios(launch, blocks, stream);
+    launch_lamb_ratios(launch, blocks_for(tiles, kLambRatioBlocks, job.device), stream);
   }
   Rules::visit(params.settings, [&](auto type) {
-    launch_step<typename decltype(type)::type>(launch, blocks, stream);
+    using Element = typename decltype(type)::type;
+    launch_step<Element>(launch, blocks_for(tiles, step_blocks(Element::kStates), job.device),
+                         stream);
   });
 }
 

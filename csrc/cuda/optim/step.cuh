@@ -197,7 +197,7 @@ __device__ void enter(const StepLaunch& launch, std::int64_t tile, SegmentCursor
 }
 
 template <class Element>
-__global__ void __launch_bounds__(kStepThreads, kStepBlocks)
+__global__ void __launch_bounds__(kStepThreads, step_blocks(Element::kStates))
     step_kernel(const __grid_constant__ StepLaunch launch) {
   __shared__ SegmentCursor cursor;
   alignas(Element) __shared__ std::byte element[sizeof(Element)];

@@ -37,6 +37,7 @@ class Loopback:
         self._repeats = repeats
         self._algorithm = algorithm
         self._stream: torch.cuda.Stream | None = None
+        self._graph: torch.cuda.CUDAGraph | None = None
         self.call: Call = self.enqueue
 
     def enqueue(self) -> None:
@@ -49,11 +50,16 @@ class Loopback:
         self.fill()
         self.enqueue()  # connects, which a capture cannot
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
+        graph = self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="relaxed"):
             self.enqueue()
-        self.call = graph.replay
+        self.call = self.replay
         return self
+
+    def replay(self) -> None:
+        """Replays the graph. A graph does not keep its tensors; one who has this method does."""
+        assert self._graph is not None
+        self._graph.replay()
 
     def fill(self) -> None:
         """Fills every rank's tensor with random numbers."""

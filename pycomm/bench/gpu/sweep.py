@@ -30,7 +30,7 @@ from pycomm.bench.gpu.cli import interleave
 from pycomm.bench.gpu.machine import gpu, missing
 from pycomm.bench.gpu.ranks import Loopback
 
-PACKETS = 16 * KIB  # the largest tensor in packets: kPacketBytes of csrc/cuda/layout.h
+PACKETS = 2 * KIB  # the largest tensor in packets: kPacketBytes of csrc/cuda/layout.h
 SIZES = tuple(sorted([*(KIB << power for power in range(13)), PACKETS + 128]))
 RANKS = (2, 4, 8)
 LARGE = 64 * MIB

@@ -135,6 +135,22 @@ void disagree_apart() {
   }
 }
 
+// Rank 1's operation has work for one lane only. Rank 0's other lane must not wait for it until its
+// time is up.
+void disagree_about_lanes() {
+  Ranks ranks(false, 30);
+  Operation small = all_reduce();
+  small.count = 4;
+  const auto began = std::chrono::steady_clock::now();
+  ranks.run_both(all_reduce(), small);
+  for (const auto& endpoint : ranks.device.endpoints) endpoint->synchronize();
+  PYCOMM_CHECK(std::chrono::steady_clock::now() - began < std::chrono::seconds(20),
+               "all lanes hear of the mismatch");
+  for (int r = 0; r < 2; ++r) {
+    fails([&] { ranks.groups[r]->check(); }, Reason::mismatch, 1, "10000 elements");
+  }
+}
+
 void disagree_together() {
   Ranks ranks(true);
   ranks.hosts.run([&](int r) {
@@ -337,6 +353,7 @@ int main() {
        }},
       {"so are replays", shows_replays},
       {"ranks disagree, each with its own launch", disagree_apart},
+      {"ranks disagree about the lanes that work", disagree_about_lanes},
       {"ranks disagree before they launch together", disagree_together},
       {"a word that no rank writes", overwritten_word},
       {"check() waits for the others' kernels", waits_for_the_others_kernels},

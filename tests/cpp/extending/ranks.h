@@ -58,6 +58,7 @@ class DeviceRanks {
       : windows_(2 * static_cast<std::size_t>(n)), mailboxes_(n), buckets_(n), workspaces_(n) {
     launch_.layout = {n, kLanes, staging_bytes};
     launch_.timeout_ns = 60'000'000'000;
+    launch_.lanes = kLanes;
     launch_.local_ranks = n;
     for (int r = 0; r < n; ++r) {
       memory_.emplace_back(static_cast<std::size_t>(launch_.layout.heap_begin()) / sizeof(Line));
@@ -98,7 +99,7 @@ class DeviceRanks {
   };
   struct RankMailbox {
     cuda::Mailbox mailbox;
-    std::uint32_t more_lanes[kLanes - 1];  // continues the mailbox's last member
+    cuda::LaneMail more_lanes[kLanes - 1];  // continues the mailbox's last member
   };
 
   std::vector<std::vector<Line>> memory_;

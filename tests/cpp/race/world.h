@@ -24,8 +24,8 @@ class RaceWorld {
       windows.push_back((reinterpret_cast<std::uintptr_t>(memory_[r].data()) + 4095) / 4096 * 4096);
     }
     for (int r = 0; r < n; ++r) {
-      endpoints_.push_back(std::make_unique<cuda::Endpoint>(
-          cuda::EndpointOptions{r, r, n, lanes, staging, bytes, 60, windows, true, stage_always}));
+      endpoints_.push_back(std::make_unique<cuda::Endpoint>(cuda::EndpointOptions{
+          r, r, n, lanes, staging, bytes, 60, windows, true, stage_always, kLine}));
     }
   }
 

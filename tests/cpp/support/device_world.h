@@ -24,7 +24,7 @@ class DeviceWorld {
     }
     for (int r = 0; r < n; ++r) {
       endpoints.push_back(std::make_shared<cuda::Endpoint>(cuda::EndpointOptions{
-          0, r, n, kLanes, staging, bytes, timeout, windows, true, stage_always}));
+          0, r, n, kLanes, staging, bytes, timeout, windows, true, stage_always, kLine}));
     }
     shared = std::make_shared<cuda::SharedLaunch>(endpoints);
   }

@@ -31,7 +31,7 @@ class MappedWorld {
       for (const int file : files) windows.push_back(map(file));
       heaps_.push_back(reinterpret_cast<std::byte*>(windows[r]) + heap_begin_);
       endpoints.push_back(std::make_unique<cuda::Endpoint>(cuda::EndpointOptions{
-          0, r, n, kLanes, staging, bytes_, timeout, std::move(windows), false, false}));
+          0, r, n, kLanes, staging, bytes_, timeout, std::move(windows), false, false, kLine}));
     }
     for (const int file : files) close(file);
   }
