@@ -95,6 +95,9 @@ def test_a_farewell_as_it_should_be():
     assert spanning.run(NODES, harmful_farewells, changes) == [found, found, {}]
 
 
+SENT: list[ctypes.Array[ctypes.c_char]] = []  # Gloo reads it after post() has returned
+
+
 def harm_message(number: int, change: Change) -> None:
     """Changes the messages that this rank sends in its next batch, or `number` batches later."""
     original, passed = internode.GlooTransport.post, []
@@ -103,7 +106,8 @@ def harm_message(number: int, change: Change) -> None:
         if len(passed) == number:
             ((node, address, nbytes),) = sends
             message = changed(ctypes.string_at(address, nbytes), change)
-            passed.append(room := ctypes.create_string_buffer(message, nbytes))
+            SENT.append(room := ctypes.create_string_buffer(message, nbytes))
+            passed.append(None)
             sends = [(node, ctypes.addressof(room), nbytes)]
             internode.GlooTransport.post = original
         passed.append(None)
