@@ -143,7 +143,7 @@ class BlockComm {
     }
     zero_copy_ = __syncthreads_or(stop || staged) == 0;
     vote_to_stop(stop);
-    // All lanes see a mismatch; the first one reports it.
+    // The first lane works for every operation, so it sees each mismatch, and reports it.
     if (failed_ && threadIdx.x == 0 && lane_ == 0) report_mismatch(announcements());
   }
 

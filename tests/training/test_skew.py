@@ -140,8 +140,8 @@ def test_suggestions_of_any_sizes_keep_the_total():
 
 
 def balance(group):
-    """Each sample takes 2 ms on rank 0 and 4 ms on rank 1."""
-    cost = 0.002 * (group.rank + 1)
+    """Each sample takes 10 ms on rank 0 and 20 ms on rank 1: what a sleep takes longer is little."""
+    cost = 0.01 * (group.rank + 1)
     batches, totals = [9, 9], []
     for _ in range(2):
         before = group.stats()
@@ -159,8 +159,7 @@ def test_suggested_batches_balance_the_ranks():
     for batches, (before, after) in helpers.run_group(2, balance):
         assert batches == [12, 6]
         assert before[1] < 0.6
-        # About 1 on an idle machine; on a busy one, sleeps take longer than asked for.
-        assert min(after.values()) > before[1] + 0.1
+        assert min(after.values()) > 0.85
 
 
 def test_bad_arguments(world):
