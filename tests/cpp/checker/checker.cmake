@@ -12,12 +12,11 @@ target_include_directories(checker PUBLIC ${CHECKER}/instead csrc tests/cpp)
 foreach(part algorithms comm nodes)
   add_library(checked_${part} OBJECT ${CHECKER}/${part}.cpp)
   target_link_libraries(checked_${part} PUBLIC checker)
-  target_compile_options(checked_${part} PRIVATE -O1)
+  target_compile_options(checked_${part} PRIVATE ${QUICKLY_COMPILED})
 endforeach()
 add_executable(test_checker)
 target_link_libraries(test_checker PRIVATE checker checked_algorithms checked_comm checked_nodes)
 add_test(NAME checker COMMAND test_checker)
-set(QUICKLY_COMPILED -O1)  # they take longer to compile than to run
 target_compile_options(checker PRIVATE ${QUICKLY_COMPILED})
 
 # checker/atomics.cpp defines the calls that ThreadSanitizer inserts.

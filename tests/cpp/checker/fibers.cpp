@@ -3,10 +3,10 @@
 #include <cxxabi.h>
 
 #include <cstdint>
-#include <random>
 #include <utility>
 
 #include "checker/clock.h"
+#include "support/dice.h"
 
 namespace pycomm::checker {
 namespace {
@@ -22,7 +22,7 @@ Exceptions& exceptions() { return *reinterpret_cast<Exceptions*>(abi::__cxa_get_
 
 Fibers::Choice choice_of(unsigned seed) {
   if (seed != 0) {
-    return [random = std::mt19937(seed)](const auto& ready, std::size_t) mutable {
+    return [random = test::Dice(seed)](const auto& ready, std::size_t) mutable {
       return ready[random() % ready.size()];
     };
   }

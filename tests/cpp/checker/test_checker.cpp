@@ -1,9 +1,9 @@
 // Runs the algorithms of core/ on the checker's executor (checker/comm.h). Whatever the order in
 // which ranks advance, no run has a race, a deadlock or a wrong result.
-#include <random>
 #include <string>
 
 #include "checker/world.h"
+#include "support/dice.h"
 #include "support/run_all.h"
 
 namespace pycomm::test {
@@ -23,11 +23,11 @@ const Layout kCoded{256 << 10, 64, false, kLastEpochs};
 const Layout kLikeCuda{512 << 10, 2 << 10, true, kLastEpochs};
 
 template <class T, std::size_t N>
-T one_of(const T (&from)[N], std::mt19937& random) {
+T one_of(const T (&from)[N], Dice& random) {
   return from[random() % N];
 }
 
-Step plain_step(int ranks, std::mt19937& random) {
+Step plain_step(int ranks, Dice& random) {
   constexpr std::int64_t kCounts[] = {0, 1, 16, 33, 1000, 5003, 20011, 300007};
   constexpr Algorithm kAlgorithms[] = {Algorithm::one_shot, Algorithm::two_shot, Algorithm::ring,
                                        Algorithm::tree};
@@ -50,7 +50,7 @@ Step plain_step(int ranks, std::mt19937& random) {
 }
 
 // int8 with several block sizes, or casts.
-Step coded_step(std::mt19937& random) {
+Step coded_step(Dice& random) {
   constexpr std::int64_t kCounts[] = {1, 128, 5003, 16384, 70000, 300007};
   constexpr Algorithm kAlgorithms[] = {Algorithm::two_shot, Algorithm::ring, Algorithm::tree};
   constexpr std::uint32_t kBlocks[] = {128, 256, 4096};
@@ -70,7 +70,7 @@ Step coded_step(std::mt19937& random) {
 }
 
 // Every rank gets whole blocks of the codec.
-Step coded_scatter_step(std::mt19937& random) {
+Step coded_scatter_step(Dice& random) {
   constexpr std::int64_t kBlocksPerRank[] = {0, 1, 3, 20, 41};
   Step step = coded_step(random);
   step.operation.collective = Collective::reduce_scatter;
@@ -81,7 +81,7 @@ Step coded_scatter_step(std::mt19937& random) {
   return step;
 }
 
-Step topk_step(std::mt19937& random) {
+Step topk_step(Dice& random) {
   constexpr std::int64_t kCounts[] = {0, 1, 65536, 65537, 300007, 1500001};
   constexpr DType kValues[] = {DType::f32, DType::bf16, DType::u8};
   Step step;
@@ -98,7 +98,7 @@ Step topk_step(std::mt19937& random) {
   return step;
 }
 
-Step striped_step(std::mt19937& random) {
+Step striped_step(Dice& random) {
   Step step;
   step.operation.collective = Collective::all_reduce;
   step.operation.algorithm = Algorithm::two_shot;
@@ -128,7 +128,7 @@ Step sharded_average(std::int64_t count) {
 }
 
 void sharded(int ranks, const Layout& layout, unsigned order) {
-  std::mt19937 random(static_cast<unsigned>(ranks));
+  Dice random(static_cast<unsigned>(ranks));
   std::vector<Step> steps;
   for (int i = 0; i < 30; ++i) {
     if (i % 2 == 0) steps.push_back(sharded_average(1000));
@@ -139,7 +139,7 @@ void sharded(int ranks, const Layout& layout, unsigned order) {
 }
 
 void plain(int ranks, const Layout& layout, unsigned order = 0) {
-  std::mt19937 random(static_cast<unsigned>(ranks));
+  Dice random(static_cast<unsigned>(ranks));
   std::vector<Step> steps;
   for (int i = 0; i < 60; ++i) steps.push_back(plain_step(ranks, random));
   World(ranks, layout, order).run(steps);
@@ -157,7 +157,7 @@ void packets_across_the_wrap() {
 
 // Compressed operations mixed with others.
 void mixed(int ranks, const Layout& layout) {
-  std::mt19937 random(static_cast<unsigned>(ranks));
+  Dice random(static_cast<unsigned>(ranks));
   std::vector<Step> steps;
   for (int i = 0; i < 12; ++i) {
     steps.push_back(coded_step(random));
@@ -172,7 +172,7 @@ void mixed(int ranks, const Layout& layout) {
 }
 
 // Every operation of a group that spans nodes.
-std::vector<Step> steps_between_nodes(int ranks, std::mt19937& random) {
+std::vector<Step> steps_between_nodes(int ranks, Dice& random) {
   std::vector<Step> steps;
   for (int i = 0; i < 5; ++i) {
     steps.push_back(plain_step(ranks, random));
@@ -192,7 +192,7 @@ std::vector<Step> steps_between_nodes(int ranks, std::mt19937& random) {
 void between_nodes(const World::Nodes& nodes) {
   int ranks = 0;
   for (const auto& node : nodes) ranks += static_cast<int>(node.size());
-  std::mt19937 random(static_cast<unsigned>(nodes.size()));
+  Dice random(static_cast<unsigned>(nodes.size()));
   for (int i = 0; i < 3; ++i) World(nodes, kCoded).run(steps_between_nodes(ranks, random));
 }
 

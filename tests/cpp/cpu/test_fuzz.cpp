@@ -6,7 +6,6 @@
 
 #include <cstring>
 #include <memory>
-#include <random>
 #include <span>
 #include <string>
 #include <vector>
@@ -16,18 +15,16 @@
 #include "core/errors.h"
 #include "core/message.h"
 #include "cpu/comm.h"
+#include "support/dice.h"
 #include "support/run_all.h"
 
 namespace pycomm::test {
 namespace {
 
 using Bytes = std::vector<std::byte>;
-using Dice = std::mt19937_64;
 
 constexpr int kInputs = 100'000;
 constexpr int kRanks = 6;
-
-std::size_t roll(Dice& dice, std::size_t sides) { return dice() % sides; }
 
 template <class Value>
 Bytes bytes_of(const Value& value) {

@@ -4,7 +4,6 @@
 #include <atomic>
 #include <cmath>
 #include <limits>
-#include <random>
 #include <thread>
 
 #include "core/optim/root_half.h"
@@ -14,6 +13,7 @@
 #include "core/optim/table.h"
 #include "cpu/loops.h"
 #include "cpu/optim/loops.h"
+#include "support/dice.h"
 #include "support/run_all.h"
 
 namespace pycomm::test {
@@ -264,7 +264,7 @@ void lamb_stays_finite() {
 
 // The error is at most a tree's roundings: six per level, for any length.
 void sums() {
-  std::mt19937_64 dice(0);
+  Dice dice(0);
   for (const std::int64_t n : {0, 1, 31, 32, 33, 1023, 1024, 1025, 40'000, 1'048'577}) {
     std::vector<double> terms(static_cast<std::size_t>(n));
     long double exact = 0;

@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "cpu/optim/sharded_average.h"
+#include "support/dice.h"
 #include "support/run_all.h"
 #include "support/sharded_model.h"
 
@@ -137,15 +138,6 @@ void large_parameters() {
     model.draw();
     step_and_compare(world, model, 2, "large parameters");
   }
-}
-
-template <class T>
-std::vector<T> draw(int rank, int round, std::int64_t n) {
-  Dice dice(static_cast<unsigned>(10 * round + rank));
-  std::normal_distribution<float> normal;
-  std::vector<T> made;
-  for (std::int64_t i = 0; i < n; ++i) made.push_back(store<T>(normal(dice)));
-  return made;
 }
 
 // Averages whose elements are divided among ranks at any places. Later backwards add to them.

@@ -2,12 +2,12 @@
 // executors, for plain and compressed all-reduces and for encoded tensors. Also how kernels fail.
 #include <cmath>
 #include <cstring>
-#include <random>
 
 #include "core/reduce.h"
 #include "cpu/codecs/wire.h"
 #include "cuda/codecs/wire.h"
 #include "support/device_world.h"
+#include "support/dice.h"
 #include "support/world.h"
 
 namespace pycomm::test {
@@ -37,8 +37,7 @@ struct Tensors {
 
   Tensors(int n, const Case& c) : scale(c.scale) {
     const auto size = static_cast<std::size_t>(c.operation.count);
-    std::mt19937 random(c.seed);
-    std::normal_distribution<float> normal;
+    Dice random(c.seed);
     const auto values = [&](float spread) {
       std::vector<float> made(size);
       for (float& value : made) value = normal(random) * spread;
@@ -199,8 +198,7 @@ using Buffers = std::vector<std::vector<std::byte>>;
 
 // A tensor per rank, of `size` elements.
 Buffers random_tensors(int n, DType dtype, std::size_t size, unsigned seed) {
-  std::mt19937 random(seed);
-  std::normal_distribution<float> normal;
+  Dice random(seed);
   Buffers tensors(static_cast<std::size_t>(n));
   for (auto& tensor : tensors) {
     tensor.resize(size * static_cast<std::size_t>(size_of(dtype)));

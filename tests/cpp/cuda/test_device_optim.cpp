@@ -4,12 +4,12 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
-#include <random>
 
 #include "core/optim/table.h"
 #include "core/reduce.h"
 #include "cpu/optim/step.h"
 #include "cuda/optim/step.h"
+#include "support/dice.h"
 #include "support/world.h"
 
 namespace pycomm::test {
@@ -24,7 +24,7 @@ struct Form {
   int shift = 0;
 };
 
-float special(std::mt19937& random) {
+float special(Dice& random) {
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
   constexpr float values[] = {0.0f, -0.0f, 1e-40f, -1e-40f, 1e-20f, 3e38f, kInfinity, -kInfinity};
   const auto pick = random() % 9;
@@ -32,8 +32,7 @@ float special(std::mt19937& random) {
 }
 
 // Random numbers in their storage format.
-Bytes numbers(Storage storage, std::int64_t n, bool positive, bool specials, std::mt19937& random) {
-  std::normal_distribution<float> normal;
+Bytes numbers(Storage storage, std::int64_t n, bool positive, bool specials, Dice& random) {
   Bytes bytes(static_cast<std::size_t>(n * size_of(storage)));
   for (std::int64_t i = 0; i < n; ++i) {
     float value = normal(random) * std::ldexp(1.0f, -static_cast<int>(random() % 12));
@@ -55,7 +54,7 @@ class Parameters {
   Parameters(const std::vector<Form>& forms, const Settings& settings, int states, bool specials,
              unsigned seed)
       : forms_(forms), states_(states) {
-    std::mt19937 random(seed);
+    Dice random(seed);
     const bool squares = Rules::squares(settings.rule);
     for (const Form& form : forms) {
       put(numbers(form.param, form.count, false, specials, random));
@@ -278,7 +277,7 @@ void rates() {
 // Norms of few and many segments, of a segment with more than 1024 sums, with and without
 // infinities.
 void grad_norms() {
-  std::mt19937 random(5);
+  Dice random(5);
   const Settings settings = settings_of(Rule::sgd);
   for (int turn = 0; turn < 8; ++turn) {
     std::vector<Form> forms;

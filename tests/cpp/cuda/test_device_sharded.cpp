@@ -7,6 +7,7 @@
 #include "cuda/group.h"
 #include "cuda/optim/sharded.h"
 #include "support/device_world.h"
+#include "support/dice.h"
 #include "support/run_all.h"
 #include "support/sharded_model.h"
 
@@ -269,15 +270,6 @@ void arena_outside() {
     return;
   }
   PYCOMM_CHECK(false, "must be refused");
-}
-
-template <class T>
-std::vector<T> draw(int rank, int round, std::int64_t n) {
-  Dice dice(static_cast<unsigned>(10 * round + rank));
-  std::normal_distribution<float> normal;
-  std::vector<T> made;
-  for (std::int64_t i = 0; i < n; ++i) made.push_back(store<T>(normal(dice)));
-  return made;
 }
 
 // Averages whose elements are divided among ranks at any places. Later backwards add to them.

@@ -25,8 +25,6 @@ struct Shape {
   float (*value)(std::int64_t i, std::int64_t n, std::int64_t k, Dice& dice);
 };
 
-float normal(Dice& dice) { return std::normal_distribution<float>()(dice); }
-
 const std::vector<Shape>& shapes() {
   static const std::vector<Shape> all = {
       {"normal", [](std::int64_t, std::int64_t, std::int64_t, Dice& dice) { return normal(dice); }},

@@ -12,6 +12,7 @@
 #include <thread>
 #include <vector>
 
+#include "../support/dice.h"
 #include "census.h"
 #include "cuda_runtime.h"
 
@@ -20,6 +21,8 @@ namespace device {
 thread_local dim3 thread_index, block_index, block_size, grid_size;
 
 namespace {
+
+using pycomm::test::Dice;
 
 // Saves the callee-saved registers, switches stacks, and continues where the other stack has
 // stopped.
@@ -171,7 +174,7 @@ void prepare(Block& to, const Team& team, unsigned threads) {
 }
 
 // Runs each thread that is ready once, in a new order. Returns true if any of them could run.
-bool take_turns(std::vector<unsigned>& order, std::mt19937& random) {
+bool take_turns(std::vector<unsigned>& order, Dice& random) {
   switch (random() % 3) {
     case 0:
       std::shuffle(order.begin(), order.end(), random);
@@ -210,7 +213,7 @@ void run(Block& to, Actor* stream, unsigned index, dim3 grid, dim3 threads) {
   const Team team = take_team(key, threads.x);
   prepare(to, team, threads.x);
   publish(&to.begin);
-  std::mt19937 random(std::random_device{}());
+  Dice random(std::random_device{}());
   std::vector<unsigned> order(threads.x);
   std::iota(order.begin(), order.end(), 0u);
   unsigned rounds = 0;

@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "../support/dice.h"
 #include "cuda_runtime.h"
 
 // The work of a capture. A node runs after others, which have smaller numbers.
@@ -179,7 +180,7 @@ cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
 }
 
 cudaError_t cudaGraphLaunch(cudaGraph_t graph, cudaStream_t stream) {
-  static thread_local std::mt19937 random(std::random_device{}());
+  static thread_local pycomm::test::Dice random(std::random_device{}());
   std::vector<std::size_t> order;
   while (order.size() < graph->nodes.size()) {
     const std::size_t node = random() % graph->nodes.size();

@@ -95,7 +95,6 @@ struct Parameter {
 
 inline Bytes random_numbers(Dice& dice, Storage storage, std::int64_t n) {
   Bytes made(bytes_of(storage, n));
-  std::normal_distribution<float> normal;
   for (std::int64_t i = 0; i < n; ++i) {
     const float value = std::ldexp(normal(dice), static_cast<int>(dice() % 8) - 6);
     const cpu::Numbers numbers{storage, false, made.data(), nullptr, nullptr};

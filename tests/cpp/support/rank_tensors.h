@@ -4,7 +4,6 @@
 #include <cuda_runtime.h>
 
 #include <cstring>
-#include <random>
 #include <vector>
 
 #include "core/algorithms/table.h"
@@ -22,7 +21,6 @@ using Bytes = std::vector<std::byte>;
 inline Bytes random_elements(DType dtype, std::int64_t count, Dice& dice) {
   Bytes made(static_cast<std::size_t>(count * size_of(dtype)));
   for (std::byte& byte : made) byte = static_cast<std::byte>(dice());
-  std::normal_distribution<float> normal;
   visit_dtype(dtype, [&](auto type) {
     using T = decltype(type);
     if constexpr (std::is_floating_point_v<accumulator_t<T>>) {
@@ -44,8 +42,7 @@ struct Tensors {
       x.push_back(random_elements(operation.dtype, most, dice));
       y.push_back(random_elements(operation.dtype, most, dice));
       std::vector<float> values(static_cast<std::size_t>(operation.count));
-      std::normal_distribution<float> normal(0, 0.01f);
-      for (float& value : values) value = normal(dice);
+      for (float& value : values) value = 0.01f * normal(dice);
       residual.push_back(values);
       velocity.push_back(std::move(values));
     }

@@ -6,10 +6,20 @@
 
 #include "core/reduce.h"
 #include "cpu/optim/sharded_step.h"
+#include "support/dice.h"
 #include "support/optim.h"
 #include "support/world.h"
 
 namespace pycomm::test {
+
+// Random elements of a rank.
+template <class T>
+std::vector<T> draw(int rank, int round, std::int64_t n) {
+  Dice dice(static_cast<unsigned>(10 * round + rank));
+  std::vector<T> made;
+  for (std::int64_t i = 0; i < n; ++i) made.push_back(store<T>(normal(dice)));
+  return made;
+}
 
 // What a test varies.
 struct Plan {
