@@ -220,11 +220,14 @@ void bind_group(py::module_& m) {
           py::arg("patience"), py::arg("excluded"), py::call_guard<WithoutGil>())
       .def(
           "close", [](Group& group) { group.close(check_signals); }, py::call_guard<WithoutGil>())
-      .def("allocate",
-           [](Group& group, std::int64_t bytes) {
-             return std::make_unique<Allocation>(group.heap(), bytes);
-           })
-      .def("allocate_for_good", &Group::allocate_for_good, py::arg("bytes"))
+      .def(
+          "allocate",
+          [](Group& group, std::int64_t bytes) {
+            return std::make_unique<Allocation>(group.heap(), bytes);
+          },
+          py::call_guard<WithoutGil>())
+      .def("allocate_for_good", &Group::allocate_for_good, py::arg("bytes"),
+           py::call_guard<WithoutGil>())
       .def("offset_of", &Group::offset_of, py::arg("data"))
       .def("address", &Group::address, py::arg("rank"), py::arg("offset"), py::arg("bytes"))
       .def("check_usable", &Group::check_usable)

@@ -10,6 +10,7 @@
 
 #include "core/operation.h"
 #include "cpu/fork.h"
+#include "cpu/operation_lock.h"
 #include "cpu/window_file.h"
 
 namespace pycomm::cpu {
@@ -182,8 +183,16 @@ Heap::Heap(WindowFile& file, int slice) : file_(file), slice_(slice), forks_(cur
   free_[file.heap_range().begin] = file.heap_range().count;
 }
 
+// A forked child has a copy of the free ranges, and would take what its parent takes next.
+std::unique_lock<std::mutex> Heap::lock_own() {
+  if (forks_ != current_forks()) {
+    throw GroupUnusable("the window's memory belongs to the parent of this forked process");
+  }
+  return std::unique_lock(mutex_);
+}
+
 std::byte* Heap::allocate(std::int64_t bytes) {
-  const std::lock_guard lock(mutex_);
+  const auto lock = lock_own();
   return take_and_map(bytes);
 }
 
@@ -214,7 +223,7 @@ void Heap::unmap_and_give(std::byte* data) {
 
 std::int64_t Heap::reserve(std::int64_t bytes) {
   sweep();
-  const std::lock_guard lock(mutex_);
+  const auto lock = lock_own();
   const Range range = take(bytes);
   places_[range.begin] = range.count;
   return range.begin;
@@ -231,7 +240,7 @@ void Heap::keep(std::int64_t offset, const Tenancy& tenancy) {
 }
 
 std::byte* Heap::lease(std::int64_t bytes, const Tenancy& tenancy) {
-  const std::lock_guard lock(mutex_);
+  const auto lock = lock_own();
   std::byte* const data = take_and_map(bytes);
   leases_.push_back({tenancy, used_.at(data).begin, data});
   return data;

@@ -135,6 +135,7 @@ class Heap {
     std::int64_t offset;
     std::byte* data;  // null for a place
   };
+  std::unique_lock<std::mutex> lock_own();
   std::byte* take_and_map(std::int64_t bytes);
   void unmap_and_give(std::byte* data);
   Range take(std::int64_t bytes);

@@ -44,11 +44,16 @@ void load_kernels() {
 }  // namespace
 
 struct Endpoint::Impl {
+  struct Free {
+    void operator()(Mailbox* pinned) const { (void)cudaFreeHost(pinned); }
+    void operator()(std::byte** on_device) const { (void)cudaFree(on_device); }
+  };
+
   EndpointOptions options;
   WindowLayout layout;
-  Mailbox* mailbox = nullptr;         // its address on the host
-  Mailbox* device_mailbox = nullptr;  // its address on the device
-  std::byte** tables = nullptr;       // device memory: windows, then bases
+  std::unique_ptr<Mailbox, Free> mailbox;    // by its address on the host
+  Mailbox* device_mailbox = nullptr;         // its address on the device
+  std::unique_ptr<std::byte*, Free> tables;  // device memory: windows, then bases
   std::unique_ptr<Order> order;
 
   explicit Impl(EndpointOptions given)
@@ -63,19 +68,21 @@ struct Endpoint::Impl {
     if (options.one_address_space) enable_peer_access(options.windows, options.device);
     const auto lanes = static_cast<std::size_t>(options.lanes);
     const std::size_t mailbox_bytes = sizeof(Mailbox) + lanes * sizeof(LaneMail);
-    PYCOMM_CUDA_CHECK(cudaHostAlloc(reinterpret_cast<void**>(&mailbox), mailbox_bytes,
-                                    cudaHostAllocMapped | cudaHostAllocPortable));
-    std::memset(static_cast<void*>(mailbox), 0, mailbox_bytes);
+    void *pinned = nullptr, *on_device = nullptr;
     PYCOMM_CUDA_CHECK(
-        cudaHostGetDevicePointer(reinterpret_cast<void**>(&device_mailbox), mailbox, 0));
+        cudaHostAlloc(&pinned, mailbox_bytes, cudaHostAllocMapped | cudaHostAllocPortable));
+    mailbox.reset(static_cast<Mailbox*>(std::memset(pinned, 0, mailbox_bytes)));
+    PYCOMM_CUDA_CHECK(
+        cudaHostGetDevicePointer(reinterpret_cast<void**>(&device_mailbox), pinned, 0));
     std::vector<std::uintptr_t> rows = options.windows;
     rows.resize(2 * ranks, 0);
     if (!options.one_address_space) {
       std::copy(options.windows.begin(), options.windows.end(), rows.begin() + options.ranks);
     }
     const std::size_t bytes = rows.size() * sizeof(std::uintptr_t);
-    PYCOMM_CUDA_CHECK(cudaMalloc(reinterpret_cast<void**>(&tables), bytes));
-    PYCOMM_CUDA_CHECK(cudaMemcpy(tables, rows.data(), bytes, cudaMemcpyHostToDevice));
+    PYCOMM_CUDA_CHECK(cudaMalloc(&on_device, bytes));
+    tables.reset(static_cast<std::byte**>(on_device));
+    PYCOMM_CUDA_CHECK(cudaMemcpy(on_device, rows.data(), bytes, cudaMemcpyHostToDevice));
   }
 
   ~Impl() {
@@ -85,8 +92,8 @@ struct Endpoint::Impl {
     (void)cudaSetDevice(options.device);
     (void)cudaDeviceSynchronize();
     order.reset();
-    (void)cudaFree(tables);
-    (void)cudaFreeHost(mailbox);
+    tables.reset();
+    mailbox.reset();
     (void)cudaSetDevice(before);
   }
 
@@ -115,8 +122,8 @@ struct Endpoint::Impl {
     launch.output = static_cast<std::byte*>(output);
     launch.input_location = location(input, input_bytes(operation, options.ranks, options.rank));
     launch.output_location = location(output, output_bytes(operation, options.ranks, options.rank));
-    launch.windows = tables;
-    launch.bases = tables + options.ranks;
+    launch.windows = tables.get();
+    launch.bases = tables.get() + options.ranks;
     launch.mailbox = device_mailbox;
     launch.rank = static_cast<std::int16_t>(options.rank);
     launch.captured = extras.capture.has_value();
@@ -290,9 +297,9 @@ struct SharedLaunch::Impl {
   std::vector<std::shared_ptr<Endpoint>> endpoints;
   AnyLaunch launch;
   std::vector<cudaStream_t> streams;
-  std::vector<cudaEvent_t> arrived;
+  std::deque<Event> arrived;
   std::mutex mutex;  // guards the members below
-  cudaEvent_t done = nullptr;
+  Event done;
   cudaStream_t leader = nullptr;  // the stream of the latest launch
   std::unique_ptr<Order> order;
 };
@@ -308,17 +315,10 @@ SharedLaunch::SharedLaunch(std::vector<std::shared_ptr<Endpoint>> endpoints)
   impl_->launch = impl_->endpoints[0]->impl_->frame(static_cast<int>(ranks));
   impl_->order = std::make_unique<Order>();
   impl_->streams.resize(ranks);
-  impl_->arrived.resize(ranks);
-  for (cudaEvent_t& event : impl_->arrived) {
-    PYCOMM_CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
-  }
-  PYCOMM_CUDA_CHECK(cudaEventCreateWithFlags(&impl_->done, cudaEventDisableTiming));
+  while (impl_->arrived.size() < ranks) impl_->arrived.emplace_back();
 }
 
-SharedLaunch::~SharedLaunch() {
-  for (const cudaEvent_t event : impl_->arrived) (void)cudaEventDestroy(event);
-  (void)cudaEventDestroy(impl_->done);
-}
+SharedLaunch::~SharedLaunch() = default;
 
 void SharedLaunch::put(int rank, const Operation& operation, const void* input, void* output,
                        std::uintptr_t stream, const Extras& extras) {

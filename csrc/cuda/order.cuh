@@ -56,12 +56,7 @@ inline void launch_any(const AnyLaunch& launch, cudaStream_t stream) {
 
 // Work that follows the latest of some launches can wait for it.
 struct Latest {
-  Latest() { PYCOMM_CUDA_CHECK(cudaEventCreateWithFlags(&done, cudaEventDisableTiming)); }
-  ~Latest() { (void)cudaEventDestroy(done); }
-  Latest(const Latest&) = delete;
-  Latest& operator=(const Latest&) = delete;
-
-  cudaEvent_t done = nullptr;
+  Event done;
   cudaStream_t stream = nullptr;
   bool launched = false;
   std::uint64_t capture = 0;

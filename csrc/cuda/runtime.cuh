@@ -37,6 +37,20 @@ class DeviceGuard {
   bool changed_ = false;
 };
 
+// An event that others wait for.
+class Event {
+ public:
+  Event() { PYCOMM_CUDA_CHECK(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming)); }
+  ~Event() { (void)cudaEventDestroy(event_); }
+  Event(const Event&) = delete;
+  Event& operator=(const Event&) = delete;
+
+  operator cudaEvent_t() const { return event_; }
+
+ private:
+  cudaEvent_t event_ = nullptr;
+};
+
 // Lets this thread call the runtime while other threads capture, without breaking their captures.
 class BesideCaptures {
  public:

@@ -236,12 +236,16 @@ def test_split_and_merge():
 
 def forked(rank, _size):
     """A child of rank 0 can neither use nor leave a group of its parent's."""
-    group = dist.new_group([0, 1])
+    group, cpu = dist.new_group([0, 1]), torch.device("cpu")
+    dist.all_reduce(torch.ones(3))
+    used = dist.group.WORLD._get_backend(cpu)
     if rank == 0 and (child := os.fork()) == 0:
         code = 1
         with contextlib.suppress(BaseException):
             with pytest.raises(pycomm.GroupUnusable, match="forked"):
                 dist.all_reduce(torch.ones(3), group=group)
+            with pytest.raises(RuntimeError, match="parent of this forked"):
+                used.allocate_tensor(3, dtype=torch.float32, device=cpu)
             group.shutdown()
             code = 0
         os._exit(code)
