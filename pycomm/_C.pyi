@@ -21,9 +21,16 @@ has_cuda: bool
 window_layout: int
 window_magic: int
 most_recorded: int
+timed_from_bytes: int
 tree_piece_bytes: int
 pipeline_depth: int
 internode_tiles: int
+smallest_block: int
+most_topk_elements: int
+sum_block: int
+segment_words: int
+shard_words: int
+shard_sums: int
 owned_elements: int
 topk_chunk: int
 topk_spread: int
@@ -263,7 +270,6 @@ farewell_bytes: int
 message_version: int
 element_numbers: dict[str, int]
 any_source: int
-eager_bytes: int
 most_seconds: int
 
 class Transport:

@@ -28,7 +28,7 @@ from pycomm._inputs.encoding import (
     elements,
 )
 
-SMALLEST_BLOCK = 128
+SMALLEST_BLOCK: int = _C.smallest_block
 # int8 values on the wire have uint8's number.
 VALUES = {
     **{dtype: DTYPES[dtype] for dtype in COMPRESSIBLE},
@@ -293,7 +293,7 @@ class TopK(Compression):
 
     def codec(self, n: int, dtype: torch.dtype, step: int = 0) -> _C.Codec:
         """See :meth:`Compression.codec`."""
-        if n >= 2**32:
+        if n > _C.most_topk_elements:
             raise ValueError(f"tensor must have fewer than 2^32 elements for top-k, got {n}")
         self._check_worth(n, dtype, step)
         return _C.Codec(CODECS["topk"], values=VALUES[self.values], k=self.count(n, step))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pycomm import _C
 from pycomm._chrome_trace import Part, make_trace
 from pycomm._given import given_group
 from pycomm._runtime.ranges import Range, Watch, watches
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from pycomm.group import Group
 
 _RANK = "{rank}"
-_TIMED = 16384  # elements of an operation that is large enough for its end to be recorded
 
 
 class Trace:
@@ -51,7 +51,8 @@ class Trace:
         if group in watches:
             raise ValueError("trace must end before another one of the same group begins")
         Path(self._path.replace(_RANK, str(group.rank))).parent.mkdir(parents=True, exist_ok=True)
-        all_reduce(torch.zeros(_TIMED), group=group, tag="pycomm.trace")
+        # Large enough for its end to be recorded.
+        all_reduce(torch.zeros(_C.timed_from_bytes // 4), group=group, tag="pycomm.trace")
         node = next(index for index, ranks in enumerate(group.nodes) if group.rank in ranks)
         begin = time.monotonic()
         self._steps, self.lost = [], 0

@@ -76,6 +76,8 @@ void bind_codec(py::module_& m) {
       .def(py::init(&make_codec), py::arg("kind"), py::arg("values") = 0,
            py::arg("stochastic") = false, py::arg("block") = 0, py::arg("k") = 0)
       .def("__repr__", [](const Codec& codec) { return describe(codec); });
+  m.attr("smallest_block") = kSmallestBlock;
+  m.attr("most_topk_elements") = kMostTopkElements;
   m.attr("owned_elements") = kOwnedElements;
   m.attr("topk_chunk") = kTopkChunk;
   m.attr("topk_spread") = kSpread;

@@ -110,6 +110,8 @@ Settings make_settings(int rule, const py::kwargs& values) {
 }  // namespace
 
 void bind_optim(py::module_& m) {
+  m.attr("sum_block") = kSumBlock;
+  m.attr("segment_words") = sizeof(Segment) / 8;
   py::class_<Settings>(m, "OptimizerSettings")
       .def(py::init(&make_settings), py::arg("rule"))
       .def_readwrite("amsgrad", &Settings::amsgrad)

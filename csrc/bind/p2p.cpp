@@ -81,7 +81,6 @@ void bind_p2p(py::module_& m, GroupClass& group) {
   m.attr("element_numbers") = numbers;
   m.attr("most_seconds") = kMostSeconds;
   m.attr("any_source") = cpu::p2p::kAnySource;
-  m.attr("eager_bytes") = cpu::p2p::kEagerBytes;
 }
 
 }  // namespace pycomm::bind

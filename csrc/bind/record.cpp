@@ -158,6 +158,7 @@ void bind_record(py::module_& m, GroupClass& group) {
           },
           py::arg("most"));
   m.attr("most_recorded") = cpu::kRecords;
+  m.attr("timed_from_bytes") = cpu::kTimedFrom;
   m.attr("window_magic") = cpu::kMagic;
 }
 

@@ -205,6 +205,8 @@ std::unique_ptr<cpu::MeasuredAverage> make_measured_average(
 }  // namespace
 
 void bind_sharded(py::module_& m) {
+  m.attr("shard_words") = sizeof(Shard) / 8;
+  m.attr("shard_sums") = static_cast<int>(kShardSums);
   py::class_<cpu::MeasuredAverage>(m, "MeasuredAverage")
       .def(py::init(&make_measured_average), py::arg("average"), py::arg("gradients"),
            py::arg("sums"))

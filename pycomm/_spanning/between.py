@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 
-from pycomm import _work
+from pycomm import _C, _work
 from pycomm._work import Work
 
 if TYPE_CHECKING:
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from pycomm._runtime.carriers import Carriers, Task
     from pycomm._runtime.span import Span
     from pycomm.group import Group
-
-_PIPELINE_DEPTH = 2  # tiles: the distance between a tile's phases
 
 
 class Between:
@@ -154,7 +152,7 @@ class Tile(Protocol):
 
 def run_tiles(tiles: Sequence[Tile]) -> None:
     """Runs the stages of all tiles; while one tile is added up, others are on the wire."""
-    depth = _PIPELINE_DEPTH
+    depth = _C.pipeline_depth
     for step in range(len(tiles) + 2 * depth):
         if step < len(tiles):
             tiles[step].stage()

@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 import torch
 
-UNIT = 1024  # elements between possible cuts: kSumBlock of csrc/core/optim/square_sum.h
+from pycomm import _C
+
+UNIT: int = _C.sum_block  # elements between possible cuts
 
 
 class Range(NamedTuple):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from pycomm import _C
 from pycomm._training.announcing import Session
 from pycomm._training.cuts import UNIT, Range, cut
 from pycomm._training.exchange import dense_wire_bytes
@@ -37,7 +38,6 @@ from pycomm.p2p import recv, send
 if TYPE_CHECKING:
     from pycomm.group import Group
 
-_SUMS = 3  # numbers that ranks exchange per unit: csrc/core/optim/shard.h
 _LINE = 64  # bytes
 _TAG = -(1 << 31)  # of messages between ranks, apart from the user's
 
@@ -238,14 +238,14 @@ class Shards:
         sizes: dict[Kind, int] = {}
         for parameter in parameters:
             sizes[kind_of(parameter)] = sizes.get(kind_of(parameter), 0) + rooms[id(parameter)]
-        total = _SUMS * units * 8 + len(sizes) * 2 * _LINE
+        total = _C.shard_sums * units * 8 + len(sizes) * 2 * _LINE
         for kind, count in sizes.items():
             of_gradients = kind.grad_dtype.itemsize if self.averages else 0
             total += count * (kind.dtype.itemsize + of_gradients)
         device = parameters[0].device if parameters else torch.device("cpu")
         self.arena = group.empty(total, dtype=torch.uint8, device=device)
         self._used = 0
-        self.sums = self._take(_SUMS * units, torch.float64)
+        self.sums = self._take(_C.shard_sums * units, torch.float64)
         self.layout = Layout(parameters, gradients or self._take, False, rooms)
         for piece in self.layout.pieces:
             kind = piece.kind

@@ -18,8 +18,6 @@ Table = tuple[Group, "array[int]"]
 # 0 for a missing one.
 Control = tuple[int, int, int]
 
-WORDS = 14  # in a segment: struct Segment of csrc/core/optim/segment.h
-
 
 class Step(NamedTuple):
     """What an executor does with its tables.
@@ -119,8 +117,8 @@ class OnCuda:
             self._table.grad_norm(*step.control, step.bound, step.sets_found, norm.data_ptr())
         first = 0
         for one, (group, words) in zip(step.settings, self._tables, strict=True):
-            self._step(one, group["lr"], first, len(words) // WORDS, step.control)
-            first += len(words) // WORDS
+            self._step(one, group["lr"], first, len(words) // _C.segment_words, step.control)
+            first += len(words) // _C.segment_words
         return norm
 
     def _step(

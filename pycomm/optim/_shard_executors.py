@@ -17,7 +17,6 @@ from pycomm._training.shards import Shards
 from pycomm._training.spanning_shards import SpanningShards
 from pycomm.errors import PycommError
 from pycomm.optim._executors import (
-    WORDS,
     OnCpu,
     Step,
     Table,
@@ -25,8 +24,6 @@ from pycomm.optim._executors import (
     rate_for,
     rate_on_device,
 )
-
-SHARD_WORDS = WORDS + 2  # struct Shard of csrc/core/optim/shard.h
 
 
 class OnCpuShards(OnCpu):
@@ -188,7 +185,7 @@ def shard_executor(
 def _label(tables: Sequence[Table], step: Step) -> str:
     """What ranks must agree on, for messages; the extension adds a hash of the rest."""
     rates = "/".join(_rate_in_words(group["lr"]) for group, _ in tables) or "none"
-    count = sum(len(words) for _, words in tables) // SHARD_WORDS
+    count = sum(len(words) for _, words in tables) // _C.shard_words
     scale, found, _ = step.control
     return (
         f"lr={rates}, max_norm={step.max_norm}, {count} gradients, scaled={scale != 0}, "

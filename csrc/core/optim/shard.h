@@ -16,8 +16,7 @@ struct Shard {
 static_assert(sizeof(Shard) == 16 * 8);
 
 // The sums that ranks exchange: of the squares of gradients, and for LAMB of weights and directions.
-enum ShardSum : int { kGradients, kWeights, kDirections };
-inline constexpr int kShardSums = 3;
+enum ShardSum : int { kGradients, kWeights, kDirections, kShardSums };
 
 // This rank's elements of one parameter's gradient. Python fills it in as 64-bit words:
 // pycomm/_training/gradient_ring.py.
