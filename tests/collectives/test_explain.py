@@ -45,7 +45,6 @@ def test_every_algorithm_has_costs(world):
     """A new algorithm needs no formula: its costs are counted."""
     for algorithm in pycomm._C.algorithms:
         plan = world(2).groups[0].explain(4096, algorithm=algorithm)
-        assert plan.steps >= 0
         assert plan.bytes_in > 0
 
 

@@ -1,10 +1,9 @@
 """One-shot: every rank reads all contributions, adds in rank order and rounds once."""
 
+import functools
+
 import pytest
 import sweep
-import torch
-
-import pycomm
 
 SIZES = range(1, 10)
 
@@ -20,16 +19,7 @@ def test_exact_with_many_pieces(size):
     sweep.check_large("one_shot", size)
 
 
-def measured(size, elements, in_window):
-    """Each rank's traffic in one all-reduce of float32."""
-
-    def body(group):
-        x = group.empty(elements) if in_window else torch.empty(elements)
-        pycomm.all_reduce(x.fill_(1), algorithm="one_shot", group=group)
-        return group.traffic()
-
-    with pycomm.LocalWorld(size, timeout=60) as world:
-        return world.run(body)
+measured = functools.partial(sweep.traffic, "one_shot")
 
 
 @pytest.mark.parametrize("in_window", [False, True])

@@ -1,5 +1,7 @@
 """The ring: added around it, rounded at every hop; 2(n-1)/n of the bytes, from the left."""
 
+import functools
+
 import pytest
 import sweep
 import torch
@@ -20,16 +22,7 @@ def test_exact_with_many_pieces(size):
     sweep.check_large("ring", size)
 
 
-def measured(size, elements, in_window):
-    """Each rank's traffic in one all-reduce of float32."""
-
-    def body(group):
-        x = group.empty(elements) if in_window else torch.empty(elements)
-        pycomm.all_reduce(x.fill_(1), algorithm="ring", group=group)
-        return group.traffic()
-
-    with pycomm.LocalWorld(size, timeout=60) as world:
-        return world.run(body)
+measured = functools.partial(sweep.traffic, "ring")
 
 
 @pytest.mark.parametrize("in_window", [False, True])

@@ -10,7 +10,6 @@ import pycomm
 from pycomm._inputs.dtypes import ELEMENTS
 
 LAYOUTS = ("plain", "offset", "strided", "window", "window offset", "window on even ranks")
-SENTINEL_BITS = 77
 
 
 def counts(size, dtype):

@@ -1,5 +1,7 @@
 """The double binary tree: left, own, right, rounded at inner nodes; at most twice the bytes."""
 
+import functools
+
 import pytest
 import sweep
 import torch
@@ -21,16 +23,7 @@ def test_exact_with_many_pieces(size):
     sweep.check_large("tree", size)
 
 
-def measured(size, elements, in_window):
-    """Each rank's traffic in one all-reduce of float32."""
-
-    def body(group):
-        x = group.empty(elements) if in_window else torch.empty(elements)
-        pycomm.all_reduce(x.fill_(1), algorithm="tree", group=group)
-        return group.traffic()
-
-    with pycomm.LocalWorld(size, timeout=60) as world:
-        return world.run(body)
+measured = functools.partial(sweep.traffic, "tree")
 
 
 @pytest.mark.parametrize("in_window", [False, True])

@@ -1,10 +1,9 @@
 """Two-shot: a chunk's owner adds it in rank order and rounds once; 2(n-1)/n of the bytes."""
 
+import functools
+
 import pytest
 import sweep
-import torch
-
-import pycomm
 
 SIZES = range(1, 10)
 
@@ -20,16 +19,7 @@ def test_exact_with_many_pieces(size):
     sweep.check_large("two_shot", size)
 
 
-def measured(size, elements, in_window):
-    """Each rank's traffic in one all-reduce of float32."""
-
-    def body(group):
-        x = group.empty(elements) if in_window else torch.empty(elements)
-        pycomm.all_reduce(x.fill_(1), algorithm="two_shot", group=group)
-        return group.traffic()
-
-    with pycomm.LocalWorld(size, timeout=60) as world:
-        return world.run(body)
+measured = functools.partial(sweep.traffic, "two_shot")
 
 
 @pytest.mark.parametrize("size", range(2, 10))

@@ -242,3 +242,15 @@ def check_large(algorithm: str, size: int) -> None:
     ]
     with pycomm.LocalWorld(size, timeout=60) as world:
         check(cases, world.run(run_cases, cases), staging_bytes)
+
+
+def traffic(algorithm, size, elements, in_window):
+    """Each rank's traffic in one all-reduce of float32."""
+
+    def body(group):
+        x = group.empty(elements) if in_window else torch.empty(elements)
+        pycomm.all_reduce(x.fill_(1), algorithm=algorithm, group=group)
+        return group.traffic()
+
+    with pycomm.LocalWorld(size, timeout=60) as world:
+        return world.run(body)

@@ -389,7 +389,7 @@ def test_what_top_k_costs_is_said():
     """If top-k is chosen, the time of int8 is shown, too."""
     slow, fast = ask(rate=1e8), ask(rate=1e13)
     said = ["\n".join(table.advice(q, advice.choose(q))) for q in (slow, fast)]
-    assert "a loss\n6 % higher with Adam" in said[0]
+    assert "a loss\n13 % higher with AdamW" in said[0]
     int8 = table.human_figure(1e3 * slow.step("stripes", "int8").seconds)
     assert f"With int8, {int8} ms a step, no difference could be found." in said[0]
     assert "Adam" not in said[1]

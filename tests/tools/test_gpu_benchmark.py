@@ -2,7 +2,9 @@
 
 import contextlib
 import json
+import re
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from pycomm.bench.cases import GIB, KIB, MIB
 from pycomm.bench.contestants import Prepared
 from pycomm.bench.gpu import cases, cli, machine, ranks, small
 
+ROOT = Path(__file__).resolve().parents[2]
 NBYTES = MIB
 # The rows that the project's goals speak of.
 NAMES = (
@@ -226,3 +229,33 @@ def test_arguments(capsys):
 
 def test_what_sanitizers_watch_runs():
     small.run("cpu")
+
+
+def table_of_gpus():
+    """Of docs/performance.md: the cells of each row that is in the file of results, by name."""
+    head = (ROOT / "docs/performance.md").read_text().partition("### ")[0]
+    lines = (line.strip("| \n").split(" | ") for line in head.splitlines() if line[:3] == "| `")
+    return {cells[0].strip("`"): cells for cells in lines if "*" not in cells[0]}
+
+
+def test_the_table_says_what_was_measured():
+    stored = json.loads((ROOT / "benchmarks/results/h200/gpu.json").read_text())["rows"]
+    rows, table = {row["name"]: row for row in stored}, table_of_gpus()
+    assert set(NAMES) <= set(table) <= set(rows)
+    units = {"share": (100, " %"), "over": (1, " times"), "time_us": (1, " us")}
+    for name, (_, _, _, least, _, _, reached, _) in table.items():
+        row = rows[name]
+        goals = {goal.split()[0]: met for goal, met in row["goals"].items()}
+        shown = next((figure for figure in goals if figure != "peer_ratio"), "share")
+        factor, unit = units[shown]
+        figure, told = re.match(r"([\d.]+)( %| times| us)", reached).groups()
+        decimals = len(figure.partition(".")[2])
+        assert (f"{factor * row[shown]:.{decimals}f}", unit) == (figure, told), name
+        for ratio in re.findall(r", ([\d.]+) times", reached):
+            assert f"{row['peer_ratio']:.{len(ratio.partition('.')[2])}f}" == ratio, name
+        assert ("**missed**" in reached) == (not all(goals.values())), name
+        floor = row["floor_us"]
+        told = {"-", f"{floor:,.0f}"}
+        if row["base"] is not None:
+            told = {f"{floor / rows[row['base']]['floor_us']:.2f} of the step's", f"{floor:,.0f}"}
+        assert least in told, name

@@ -29,7 +29,7 @@ class Matcher {
   // For what has found no match.
   void keep(RequestPtr receive);
   void keep(Arrival arrival);
-  // Forgets all receives.
+  // Forgets all receives and arrivals.
   void clear() { tags_.clear(); }
 
  private:
