@@ -33,7 +33,7 @@ class CollectiveError(PycommError, dist.DistBackendError):
             none is.
         report: what the ranks of this node did when this one gave up, and their last operations,
             with the parameters of buckets, and what this rank knew of other nodes; None if there is
-            none, as for errors of CUDA kernels. From Python 3.11 on, tracebacks show its text.
+            none. From Python 3.11 on, tracebacks show its text.
     """
 
     def __init__(
