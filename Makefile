@@ -5,7 +5,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 # More than two cores have, because ranks that wait in tests leave cores idle.
-JOBS ?= 3
+JOBS ?= 4
 
 .PHONY: demo test test-slow test-gpu test-emulated gpu bench-gpu convergence cuda-check lint format tsan asan bench clean
 .PHONY: compile-commands torch-headers torch-check
