@@ -133,6 +133,21 @@ void a_late_rank_leaves_tensors_alone(Algorithm algorithm) {
   }
 }
 
+// A later operation may have no work for the lane that has failed. It fails all the same.
+void a_failed_lane_fails_operations_without_it() {
+  Ranks ranks(2);
+  const cuda::WindowLayout layout{2, kLanes, DeviceWorld::staging_bytes(2)};
+  for (const std::uintptr_t window : ranks.world.windows) {
+    reinterpret_cast<cuda::LaneState*>(window + layout.state(kLanes - 1))->failed = 1;
+  }
+  Operation operation = all_reduce(Algorithm::two_shot);
+  operation.count = 4;  // for the first lane only
+  ranks.launch_together(operation);
+  for (const auto& y : ranks.y) {
+    PYCOMM_CHECK(y[0] == 0.0f, "results stay as they were");
+  }
+}
+
 void is_not_launched_once_a_rank_has_given_up() {
   Ranks ranks(2);
   const Operation operation = all_reduce(Algorithm::two_shot);
@@ -169,6 +184,7 @@ int main() {
            for (const int n : {1, 2}) stays_outside(n, algorithm);
          }
        }},
+      {"a failed lane fails operations without it", a_failed_lane_fails_operations_without_it},
       {"a kernel is seen inside",
        [] {
          for (const Algorithm algorithm : {Algorithm::two_shot, Algorithm::ring}) {

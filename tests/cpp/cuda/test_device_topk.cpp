@@ -192,12 +192,28 @@ void exchange(int ranks, const Shape& shape, std::int64_t n, std::int64_t k, Wor
   }
 }
 
+// An operation that has work for the first lane only; the others must count it, too.
+void run_one_lane(int ranks, DeviceWorld& on_device) {
+  Operation operation{Collective::all_reduce, Algorithm::two_shot, DType::f32};
+  operation.count = 4;
+  operation.device = Device::cuda;
+  std::vector<Values> x(static_cast<std::size_t>(ranks), Values(4, 1.0f));
+  for (int r = 0; r < ranks; ++r) {
+    on_device.shared->put(r, operation, x[r].data(), x[r].data(), 0, {});
+  }
+  on_device.shared->launch();
+  for (const Values& sum : x) {
+    PYCOMM_CHECK(sum == Values(4, static_cast<float>(ranks)), "a small tensor between lists");
+  }
+}
+
 void exchanges(int ranks) {
   constexpr std::int64_t kElements = 3 * kTopkChunk + 5000;
   World world(ranks, 4 << 20);
   DeviceWorld on_device(ranks);
   unsigned seed = 0;
   for (const Shape& shape : shapes()) {
+    run_one_lane(ranks, on_device);
     exchange(ranks, shape, kElements, 2200, world, on_device, ++seed);
   }
 }
