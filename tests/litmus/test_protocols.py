@@ -211,6 +211,20 @@ def entering_peers_heaps(without=None):
     return protocol, loads
 
 
+def entering_beside_a_rank_that_drains(without=None):
+    """Another thread of the lane sees that a rank has withdrawn, or that rank's host sees the lane
+    inside."""
+    protocol = Protocol(without)
+    lane = Rank(protocol, 0)
+    lane.flags.store("inside", 1, SYSTEM)
+    lane.flags.fence(SYSTEM, order="sc" if protocol.has("fence") else "acq_rel")
+    lane.sync("barrier after the fence")
+    drained = protocol.program.thread(gpu=1)
+    drained.store("withdrawn", 1, SYSTEM)
+    drained.fence(SYSTEM, order="sc" if protocol.has("host's fence") else "acq_rel")
+    return protocol, [lane.data.load("withdrawn", SYSTEM), drained.load("inside", SYSTEM)]
+
+
 EXCHANGE = (
     "release", "acquire", "system scope", "barrier before the signal", "barrier after the wait",
 )  # fmt: skip
@@ -238,8 +252,19 @@ def test_every_part_is_needed(make, part):
     assert not make(without=part).holds()
 
 
-@pytest.mark.parametrize("without", [None, "fence", "host's fence"])
-def test_a_lane_enters_or_sees_the_abort(without):
-    protocol, loads = entering_peers_heaps(without)
+ENTERING = [
+    (entering_peers_heaps, ("fence", "host's fence")),
+    (
+        entering_beside_a_rank_that_drains,
+        ("fence", "host's fence", "barrier after the fence"),
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("enter", "without"), [(enter, p) for enter, parts in ENTERING for p in (None, *parts)]
+)
+def test_a_lane_enters_or_sees_why_not(enter, without):
+    protocol, loads = enter(without)
     neither = protocol.program.run({load: {0} for load in loads})
     assert bool(neither.values) == (without is not None)
