@@ -230,12 +230,13 @@ std::int64_t Heap::reserve(std::int64_t bytes) {
 }
 
 void Heap::cancel(std::int64_t offset) {
+  if (forks_ != current_forks()) return;
   const std::lock_guard lock(mutex_);
   end({{}, offset, nullptr});
 }
 
 void Heap::keep(std::int64_t offset, const Tenancy& tenancy) {
-  const std::lock_guard lock(mutex_);
+  const auto lock = lock_own();
   leases_.push_back({tenancy, offset, nullptr});
 }
 

@@ -4,8 +4,10 @@
 
 #include <algorithm>
 #include <cstring>
+#include <deque>
+#include <memory>
 #include <mutex>
-#include <stdexcept>
+#include <optional>
 #include <string>
 
 #include "cuda/order.cuh"
@@ -299,7 +301,7 @@ struct SharedLaunch::Impl {
   std::vector<cudaStream_t> streams;
   std::deque<Event> arrived;
   std::mutex mutex;  // guards the members below
-  Event done;
+  std::optional<Event> done;
   cudaStream_t leader = nullptr;  // the stream of the latest launch
   std::unique_ptr<Order> order;
 };
@@ -316,6 +318,7 @@ SharedLaunch::SharedLaunch(std::vector<std::shared_ptr<Endpoint>> endpoints)
   impl_->order = std::make_unique<Order>();
   impl_->streams.resize(ranks);
   while (impl_->arrived.size() < ranks) impl_->arrived.emplace_back();
+  impl_->done.emplace();
 }
 
 SharedLaunch::~SharedLaunch() = default;
@@ -343,7 +346,7 @@ void SharedLaunch::launch(const std::function<bool()>& given_up) {
     }
   }
   impl_->order->launch(impl_->launch, leader);
-  PYCOMM_CUDA_CHECK(cudaEventRecord(impl_->done, leader));
+  PYCOMM_CUDA_CHECK(cudaEventRecord(*impl_->done, leader));
 }
 
 void SharedLaunch::follow(int rank) {
@@ -351,7 +354,7 @@ void SharedLaunch::follow(int rank) {
   const std::lock_guard lock(impl_->mutex);
   if (impl_->streams[r] == impl_->leader) return;
   const DeviceGuard guard(impl_->endpoints[r]->impl_->options.device);
-  PYCOMM_CUDA_CHECK(cudaStreamWaitEvent(impl_->streams[r], impl_->done, 0));
+  PYCOMM_CUDA_CHECK(cudaStreamWaitEvent(impl_->streams[r], *impl_->done, 0));
 }
 
 }  // namespace pycomm::cuda

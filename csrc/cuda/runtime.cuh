@@ -37,7 +37,7 @@ class DeviceGuard {
   bool changed_ = false;
 };
 
-// An event that others wait for.
+// An event of the current device that others wait for.
 class Event {
  public:
   Event() { PYCOMM_CUDA_CHECK(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming)); }

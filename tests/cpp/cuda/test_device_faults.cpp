@@ -143,8 +143,11 @@ void a_failed_lane_fails_operations_without_it() {
   Operation operation = all_reduce(Algorithm::two_shot);
   operation.count = 4;  // for the first lane only
   ranks.launch_together(operation);
-  for (const auto& y : ranks.y) {
-    PYCOMM_CHECK(y[0] == 0.0f, "results stay as they were");
+  for (int r = 0; r < 2; ++r) {
+    PYCOMM_CHECK(ranks.y[r][0] == 0.0f, "results stay as they were");
+    const auto* first =
+        reinterpret_cast<cuda::LaneState*>(ranks.world.windows[r] + layout.state(0));
+    PYCOMM_CHECK(first->failed == 1, "the first lane has run, and fails, too");
   }
 }
 

@@ -149,8 +149,8 @@ using cudaError_t = int;
 using cudaStream_t = Stream*;
 using cudaEvent_t = Event*;
 using cudaGraph_t = Graph*;
-inline constexpr cudaError_t cudaSuccess = 0, cudaErrorNotReady = 600,
-                             cudaErrorPeerAccessAlreadyEnabled = 704;
+inline constexpr cudaError_t cudaSuccess = 0, cudaErrorInvalidResourceHandle = 400,
+                             cudaErrorNotReady = 600, cudaErrorPeerAccessAlreadyEnabled = 704;
 inline constexpr cudaError_t cudaErrorStreamCaptureUnjoined = 904,
                              cudaErrorStreamCaptureIsolation = 905, cudaErrorCapturedEvent = 907;
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };

@@ -51,6 +51,7 @@ struct Stream {
 
 struct Event {
   Point at;
+  const int device = device::current_device();
 };
 
 namespace {
@@ -212,6 +213,8 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 }
 
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  const int device = stream == nullptr ? device::current_device() : stream->device;
+  if (event->device != device) return cudaErrorInvalidResourceHandle;
   run_on(stream, [event] { device::publish(event); });
   event->at = stream == nullptr ? Point{} : stream->end;
   return cudaSuccess;

@@ -13,6 +13,8 @@ inline constexpr int kLanes = 2;
 
 class DeviceWorld {
  public:
+  static constexpr int kDevice = 1;  // not the current one of the threads that use it
+
   explicit DeviceWorld(int n, double timeout = 60, bool stage_always = false)
       : DeviceWorld(n, timeout, stage_always, staging_bytes(n)) {}
   DeviceWorld(int n, double timeout, bool stage_always, std::int64_t staging) {
@@ -24,7 +26,7 @@ class DeviceWorld {
     }
     for (int r = 0; r < n; ++r) {
       endpoints.push_back(std::make_shared<cuda::Endpoint>(cuda::EndpointOptions{
-          0, r, n, kLanes, staging, bytes, timeout, windows, true, stage_always, kLine}));
+          kDevice, r, n, kLanes, staging, bytes, timeout, windows, true, stage_always, kLine}));
     }
     shared = std::make_shared<cuda::SharedLaunch>(endpoints);
   }
