@@ -3,6 +3,7 @@
 
 #include "core/errors.h"
 #include "cuda/codecs/wire.h"
+#include "cuda/runtime.cuh"
 #include "support/device_world.h"
 #include "support/run_all.h"
 
@@ -55,6 +56,7 @@ struct AllReduce {
 class TwoStreams {
  public:
   TwoStreams() {
+    const cuda::DeviceGuard guard(DeviceWorld::kDevice);
     for (cudaStream_t& stream : streams) cudaStreamCreate(&stream);
     cudaEventCreateWithFlags(&event_, 0);
   }

@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "cuda/group.h"
+#include "cuda/runtime.cuh"
 #include "support/device_world.h"
 #include "support/run_all.h"
 #include "support/world.h"
@@ -244,6 +245,7 @@ void shows_where_it_failed(CodecKind codec) {
 void shows_replays() {
   using State = Launched::State;
   Ranks ranks(false, 20);
+  const cuda::DeviceGuard guard(DeviceWorld::kDevice);
   std::array<cudaStream_t, 2> streams{};
   std::array<cudaGraph_t, 2> graphs{};
   for (std::size_t r = 0; r < 2; ++r) {
