@@ -7,6 +7,7 @@ import io
 import json
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +26,24 @@ COUNT = 1 << 12
 BUCKET = "bias ... weight (2 parameters)"
 
 
-def wait_for(group: pycomm.Group, rank: int, sequence: int, state: str) -> pycomm.report.Report:
-    """A report in which a rank's device has come to an operation."""
+def wait_for(
+    group: pycomm.Group, ranks: Sequence[int], sequence: int, state: str
+) -> pycomm.report.Report:
+    """A report in which the devices of `ranks` have come to an operation.
+
+    Each host notices by itself how far its device is, so that one rank's news says nothing of
+    another's.
+    """
 
     def reports() -> list[pycomm.report.Report]:
         report = group.report()
-        current = report.ranks[rank].on_device
-        there = current is not None and (current.sequence, current.state) == (sequence, state)
+        current = [report.ranks[rank].on_device for rank in ranks]
+        there = all(each and (each.sequence, each.state) == (sequence, state) for each in current)
         return [report] if there else []
 
-    helpers.wait_until(reports, 60)
-    return reports()[0]
+    found: list[pycomm.report.Report] = []
+    helpers.wait_until(lambda: found.extend(reports()) or found, 60)
+    return found[0]
 
 
 def run_some(group: pycomm.Group) -> list[list[tuple[int, str, int]]]:
@@ -46,7 +54,7 @@ def run_some(group: pycomm.Group) -> list[list[tuple[int, str, int]]]:
     pycomm.compressed_all_reduce(tensor, pycomm.TopK(density=0.1), group=group)
     pycomm.all_gather(torch.empty(group.size * COUNT, device="cuda"), tensor, group=group)
     torch.cuda.synchronize()
-    report = [wait_for(group, rank, 5, "done") for rank in range(group.size)][-1]
+    report = wait_for(group, range(group.size), 5, "done")
     pycomm.barrier(group=group)  # nobody goes on until all have looked
     return [
         [(told.sequence, told.operation, told.bytes) for told in rank.launched]
@@ -134,7 +142,7 @@ def stay_away(rank: int, size: int, store: str) -> pycomm.CollectiveError | None
         pycomm.all_reduce(tensor, group=group)
         torch.cuda.synchronize()
         if rank == 1:
-            wait_for(group, 0, 2, "running")
+            wait_for(group, [0], 2, "running")
             group.abort()
             return None
         group._core.subject = BUCKET
@@ -161,11 +169,11 @@ def test_replays_are_shown() -> None:
         tensors = [torch.ones(COUNT, device="cuda") for _ in range(2)]
         graph = gpu_ranks.capture_averages(world, tensors)
         for rank, group in enumerate(world.groups):
-            first, second = wait_for(group, rank, 1, "done").ranks[rank].launched
+            first, second = wait_for(group, [rank], 1, "done").ranks[rank].launched
             assert (first.captured, second.captured) == (False, True)
             assert second.state == "launched"
         graph.replay()
         torch.cuda.synchronize()
-        for rank, group in enumerate(world.groups):
-            report = wait_for(group, rank, 2, "done")
+        for group in world.groups:
+            report = wait_for(group, range(2), 2, "done")
             assert "their devices are after a replay of operation 2, all_reduce(" in str(report)
