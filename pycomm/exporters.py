@@ -62,7 +62,7 @@ class Sample:
 
     @property
     def path(self) -> str:
-        """Labels and name in one, such as ``"pycomm/rank0/all_reduce/int8/4096/p99_seconds"``."""
+        """Labels and name in one: ``"pycomm/rank0/all_reduce/int8/cpu/4096/p99_seconds"``, say."""
         rank, *others = self.labels.values()
         return "/".join(["pycomm", f"rank{rank}", *others, self.name])
 
@@ -74,7 +74,8 @@ def samples_of(stats: Stats) -> Iterator[Sample]:
     """
     rank = {"rank": str(stats.rank)}
     for row in sorted(stats.operations, key=_time, reverse=True)[:_MOST_ROWS]:
-        kind = {"operation": row.operation, "codec": row.codec, "size": str(row.size)}
+        what = {"operation": row.operation, "codec": row.codec, "device": row.device}
+        kind = {**what, "size": str(row.size)}
         for name, value in {
             "operations_total": row.count,
             "bytes_total": row.bytes,

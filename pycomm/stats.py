@@ -64,6 +64,7 @@ class OperationStats:
     Attributes:
         operation: the collective, such as ``"all_reduce"``.
         codec: ``"none"``, ``"cast"``, ``"int8"`` or ``"topk"``.
+        device: ``"cpu"`` or ``"cuda"``, where the tensors lie and whose clock gives the times.
         size: the tensors, or a rank's blocks, have this many bytes to less than twice as many; a
             power of two, or 0 for none.
         count: the number of operations, all of which are counted.
@@ -74,6 +75,7 @@ class OperationStats:
 
     operation: str
     codec: str
+    device: str
     size: int
     count: int
     bytes: int
@@ -115,6 +117,10 @@ class OperationStats:
         seconds = self.exchange.mean * self.count
         return self.bytes / seconds / 1e9 if seconds else math.nan
 
+    @property
+    def _kind(self) -> tuple[str, str, str, int]:
+        return self.operation, self.codec, self.device, self.size
+
     def _timed(self, seconds: float) -> float:
         return seconds if self.whole.count else math.nan
 
@@ -125,6 +131,7 @@ class OperationStats:
         return OperationStats(
             self.operation,
             self.codec,
+            self.device,
             self.size,
             self.count - earlier.count,
             self.bytes - earlier.bytes,
@@ -180,11 +187,8 @@ class Stats:
         Raises:
             ValueError: `earlier` is of another rank or group, or not earlier.
         """
-        before = {(row.operation, row.codec, row.size): row for row in earlier.operations}
-        rows = [
-            row.since(before.pop((row.operation, row.codec, row.size), None))
-            for row in self.operations
-        ]
+        before = {row._kind: row for row in earlier.operations}
+        rows = [row.since(before.pop(row._kind, None)) for row in self.operations]
         same = earlier.rank == self.rank and earlier.ranks.keys() == self.ranks.keys()
         if not same or before or any(row.count < 0 for row in rows):
             raise ValueError("earlier must be an earlier result of the same rank and group")
@@ -207,7 +211,8 @@ class Stats:
             f"{'late':>11}{'transfer':>11}{'contention':>11}{'GB/s':>8}",
         ]
         for row in self.operations[:_MOST_LINES]:
-            name = row.operation if row.codec == "none" else f"{row.operation}, {row.codec}"
+            told = [row.operation, row.codec, row.device]
+            name = ", ".join(word for word in told if word not in ("none", "cpu"))
             times = (row.p50, row.p99, row.late, row.transfer, row.contention)
             cells = "".join(f"{1e6 * seconds:>11,.1f}" for seconds in times)
             if not row.whole.count:

@@ -105,21 +105,24 @@ py::dict to_python(const cpu::Times& times, double scale) {
 py::dict to_python(const cpu::Group::Statistics& statistics) {
   const double scale = statistics.seconds_per_tick;
   py::list ranks, operations, middles;
-  for (const auto& [rank, own, blocked] : statistics.ranks) {
-    ranks.append(py::make_tuple(rank, static_cast<double>(own) * scale,
-                                static_cast<double>(blocked) * scale));
-  }
-  for (const cpu::CountedOperations& counted : statistics.operations) {
+  const auto add = [&](const cpu::CountedOperations& counted, const char* device) {
     py::dict operation;
     operation["operation"] = name_of(counted.collective);
     operation["codec"] = name_of(counted.codec);
+    operation["device"] = device;
     operation["size"] = counted.size;
     operation["count"] = counted.count;
     operation["bytes"] = counted.bytes;
     operation["whole"] = to_python(counted.whole, scale);
     operation["exchange"] = to_python(counted.exchange, scale);
     operations.append(operation);
+  };
+  for (const auto& [rank, own, blocked] : statistics.ranks) {
+    ranks.append(py::make_tuple(rank, static_cast<double>(own) * scale,
+                                static_cast<double>(blocked) * scale));
   }
+  for (const cpu::CountedOperations& counted : statistics.operations) add(counted, "cpu");
+  for (const cpu::CountedOperations& counted : statistics.on_device) add(counted, "cuda");
   for (int i = 0; i < cpu::kBuckets; ++i) middles.append(cpu::middle_of(i) * scale);
   py::dict made;
   made["ranks"] = ranks;

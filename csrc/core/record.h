@@ -40,6 +40,15 @@ struct Launched {
   std::string subject;
 };
 
+// An operation that a device has ended. Times are nanoseconds, up to the end.
+struct TimedOperation {
+  Collective collective;
+  CodecKind codec;
+  std::int64_t bytes;
+  std::int64_t whole;     // since this rank had come
+  std::int64_t exchange;  // since all ranks had
+};
+
 struct RankState {
   int rank = -1;
   int pid = -1;

@@ -103,6 +103,8 @@ class Group {
   std::uint32_t record_launch(const Operation& operation, bool captured);
   // Shows the others how far the device is.
   void show_progress(const DeviceProgress& progress);
+  // Counts what the device has ended, on one thread at a time.
+  void count_on_device(const TimedOperation& ended);
   // The error of a launch, with what it was about and what is known of all ranks.
   CollectiveError with_report(const CollectiveError& error, std::uint32_t launch);
   // Frees the buffers that operations leave to the next ones, once this rank runs no operation.
@@ -156,6 +158,7 @@ class Group {
     };
     std::vector<RankTimes> ranks;
     std::vector<CountedOperations> operations;
+    std::vector<CountedOperations> on_device;
   };
   Statistics statistics();
 
@@ -252,6 +255,7 @@ class Group {
   std::uint32_t last_subject_ = 0;
   std::atomic<bool> has_subjects_{false};
   std::uint32_t last_launch_ = 0;
+  Counters on_device_;
   bool departed_ = false;  // this rank does not use the window any more
   std::atomic<bool> failed_{false};
   std::mutex failure_mutex_;

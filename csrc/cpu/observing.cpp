@@ -1,5 +1,6 @@
 // What others see of a rank: its state, its statistics, what its operations are about, and what it has
 // launched on its device.
+#include <cmath>
 #include <system_error>
 
 #include "cpu/group.h"
@@ -14,6 +15,12 @@ struct Calling {
 };
 thread_local Calling calling;
 
+// One scale for all statistics, so that times never decrease from one to the next.
+double seconds_per_tick() {
+  static const double seconds = TickScale::now().seconds_per_tick();
+  return seconds;
+}
+
 }  // namespace
 
 GroupState Group::state(std::size_t most, bool only_own) {
@@ -27,9 +34,7 @@ Group::Statistics Group::statistics() {
   if (forked() || closed_) check_usable();
   const std::lock_guard lock(departing_mutex_);
   if (departed_) throw GroupUnusable("group is closed");
-  // One scale for all results, so that times never decrease from one to the next.
-  static const double seconds_per_tick = TickScale::now().seconds_per_tick();
-  Statistics all{seconds_per_tick, {}, comm_.recorder().counters().read()};
+  Statistics all{seconds_per_tick(), {}, comm_.recorder().counters().read(), on_device_.read()};
   for (int r = 0; r < comm_.size(); ++r) {
     const auto [own, blocked] = comm_.own_and_blocked(r);
     all.ranks.push_back({comm_.number(r), own, blocked});
@@ -85,6 +90,15 @@ void Group::show_progress(const DeviceProgress& progress) {
     mine.progress_seen[i].store(ticks(), std::memory_order_release);
     mine.progress[i].store(progress[i], std::memory_order_release);
   }
+}
+
+void Group::count_on_device(const TimedOperation& ended) {
+  const auto in_ticks = [](std::int64_t nanoseconds) {
+    return std::llround(static_cast<double>(nanoseconds) * 1e-9 / seconds_per_tick());
+  };
+  const std::int64_t whole = in_ticks(ended.whole);
+  const Counters::Moments moments{0, whole - in_ticks(ended.exchange), whole};
+  on_device_.add(ended.collective, ended.codec, ended.bytes, 1, moments);
 }
 
 CollectiveError Group::with_report(const CollectiveError& error, std::uint32_t launch) {

@@ -67,6 +67,7 @@ class BlockComm {
     for (int channel = 0; channel < kChannels; ++channel)
       state.signalled[channel] = signalled_[channel];
     if (last) show(done_word(me_.number));
+    tell_times(last);
   }
 
   __device__ bool failed() const { return failed_; }
@@ -130,6 +131,7 @@ class BlockComm {
       announcements().epoch(r, rank()).store(sequence_, ::cuda::std::memory_order_release);
     }
     show(begun_word(me_.number));  // after the release, which would wait for it
+    if (tells()) *begun() = *arrived() = now_ns();
   }
 
   __device__ void await_announcements() {
@@ -145,6 +147,7 @@ class BlockComm {
     vote_to_stop(stop);
     // The first lane works for every operation, so it sees each mismatch, and reports it.
     if (failed_ && threadIdx.x == 0 && lane_ == 0) report_mismatch(announcements());
+    if (tells()) *arrived() = now_ns();
   }
 
   // Depends on the whole tensor, so that all lanes agree; a lane begins at a multiple of a line.
@@ -339,11 +342,30 @@ class BlockComm {
   __device__ bool can_be_direct() const {
     return me_.operation.codec.kind == CodecKind::none && allows_zero_copy(me_.operation);
   }
-  // Tells the host how far this rank is, as its first lane sees it.
+  // One thread tells the host what this rank does, as its first lane sees it.
+  __device__ bool tells() const { return lane_ == 0 && threadIdx.x == 0 && !failed_; }
   __device__ void show(std::uint64_t word) const {
-    if (lane_ != 0 || threadIdx.x != 0 || failed_) return;
+    if (!tells()) return;
     shared_word<std::uint64_t>(&me_.mailbox->progress[me_.captured])
         .store(word, ::cuda::std::memory_order_relaxed);
+  }
+  // The times of the meeting, in shared memory, because algorithms have no registers left for them.
+  static __device__ std::uint64_t* begun() {
+    __shared__ std::uint64_t time;
+    return &time;
+  }
+  static __device__ std::uint64_t* arrived() {
+    __shared__ std::uint64_t time;
+    return &time;
+  }
+  __device__ void tell_times(bool last) const {
+    if (!tells()) return;
+    const std::uint64_t values[Timing::kWords] = {*begun(), *arrived(), now_ns(), me_.bytes,
+                                                  kind_word(me_.operation, last)};  // a Meeting
+    for (std::size_t i = 0; i < Timing::kWords; ++i) {
+      shared_word<std::uint64_t>(&me_.mailbox->timings[sequence_ % kTimings].words[i])
+          .store(timing_word(sequence_, values[i]), ::cuda::std::memory_order_relaxed);
+    }
   }
   __device__ auto inside() const {
     return shared_word<std::uint32_t>(&me_.mailbox->lanes[lane_].in_peers_heaps);

@@ -57,6 +57,7 @@ struct Endpoint::Impl {
   Mailbox* device_mailbox = nullptr;         // its address on the device
   std::unique_ptr<std::byte*, Free> tables;  // device memory: windows, then bases
   std::unique_ptr<Order> order;
+  TimingReader timings;
 
   explicit Impl(EndpointOptions given)
       : options(std::move(given)), layout{options.ranks, options.lanes, options.staging_bytes} {
@@ -130,6 +131,7 @@ struct Endpoint::Impl {
     launch.rank = static_cast<std::int16_t>(options.rank);
     launch.captured = extras.capture.has_value();
     launch.number = extras.number;
+    launch.bytes = static_cast<std::uint64_t>(operation.count * size_of(operation.dtype));
     to.buckets[index] = extras.bucket;
     to.shardings[index] = extras.sharding;
     to.captures[index] = extras.capture;
@@ -280,6 +282,10 @@ DeviceProgress Endpoint::progress() const {
   const std::uint64_t* const words = impl_->mailbox->progress;
   return {__atomic_load_n(&words[0], __ATOMIC_ACQUIRE),
           __atomic_load_n(&words[1], __ATOMIC_ACQUIRE)};
+}
+
+std::optional<TimedOperation> Endpoint::next_timed() {
+  return impl_->timings.next(impl_->mailbox->timings);
 }
 
 Failure Endpoint::failure() const {

@@ -112,6 +112,8 @@ class Endpoint {
   std::optional<std::uint64_t> capture_of(std::uintptr_t stream) const;
   // How far the device is. From any thread; waits for nothing.
   DeviceProgress progress() const;
+  // The next operation that the device has ended. One thread at a time may ask; waits for nothing.
+  std::optional<TimedOperation> next_timed();
   // The failure that a kernel has reported to the host.
   Failure failure() const;
 

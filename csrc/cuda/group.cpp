@@ -167,6 +167,7 @@ void Group::watch() {
   std::unique_lock lock(mutex_);
   while (!stopping_.wait_for(lock, kLookEvery, [&] { return stop_; })) {
     host_->show_progress(endpoint_->progress());
+    count_ended();
     report(endpoint_->failure());
     for (int r = 0; r < host_->size(); ++r) {
       if (r != host_->rank() && host_->gone(r)) endpoint_->set_gone(r);
@@ -186,7 +187,15 @@ void Group::stop_watching() {
   }
   stopping_.notify_all();
   if (watcher_.joinable()) watcher_.join();
+  count_ended();
   host_->kernels_ended();
+}
+
+// One thread at a time.
+void Group::count_ended() {
+  while (const std::optional<TimedOperation> ended = endpoint_->next_timed()) {
+    host_->count_on_device(*ended);
+  }
 }
 
 }  // namespace pycomm::cuda

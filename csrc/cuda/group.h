@@ -45,6 +45,7 @@ class Group {
   CollectiveError describe_failure(const Failure& found, std::uint64_t word) const;
   void run_together(const Part& part, std::uintptr_t stream, const Extras& extras);
   void watch();
+  void count_ended();
   void stop_watching();
 
   std::shared_ptr<cpu::Group> host_;

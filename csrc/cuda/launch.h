@@ -22,6 +22,7 @@ struct RankLaunch {
   std::int16_t rank;
   bool captured;         // the launch is part of a graph
   std::uint32_t number;  // of the launch on this rank, which records know
+  std::uint64_t bytes;   // of the whole operation, which statistics tell
 };
 
 struct Launch {

@@ -12,6 +12,7 @@
 #include "core/optim/optimizer.h"
 #include "core/signal.h"
 #include "core/types.h"
+#include "cuda/timing.h"
 
 namespace pycomm::cuda {
 
@@ -100,6 +101,7 @@ struct Mailbox {
   // Written by kernels (core/signal.h): how far this rank's device is with what the host has launched,
   // and which operation of a graph it has replayed last.
   std::uint64_t progress[2];
+  Timing timings[kTimings];       // written by kernels
   std::uint32_t gone[kMaxRanks];  // written by the host: not zero once that rank has left or died
   LaneMail lanes[1];              // as many as there are
 };

@@ -40,6 +40,7 @@ void Endpoint::set_abort(std::uint64_t) { unavailable(); }
 bool Endpoint::in_peers_heaps() const { unavailable(); }
 std::optional<std::uint64_t> Endpoint::capture_of(std::uintptr_t) const { unavailable(); }
 DeviceProgress Endpoint::progress() const { unavailable(); }
+std::optional<TimedOperation> Endpoint::next_timed() { unavailable(); }
 Failure Endpoint::failure() const { unavailable(); }
 SharedLaunch::SharedLaunch(std::vector<std::shared_ptr<Endpoint>>) { unavailable(); }
 SharedLaunch::~SharedLaunch() = default;

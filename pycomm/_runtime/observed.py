@@ -80,10 +80,13 @@ class Observed:
         return make_report(self._core.state(operations))
 
     def stats(self, since: Stats | None = None) -> Stats:
-        """Tells what this rank's operations on CPU tensors have taken, by kind and size.
+        """Tells what this rank's operations have taken, by kind, device and size.
 
-        Every operation that has succeeded counts. Of those on less than 64 KiB that wait for less
-        than about a microsecond, one in 16 is timed and stands for all.
+        Every operation that has succeeded counts. Of those on CPU tensors of less than 64 KiB that
+        wait for less than about a microsecond, one in 16 is timed and stands for all. Those on CUDA
+        tensors count within about 5 ms of their end, with times of the device's clock; so does
+        every replay of a graph. If the device ends more than 4096 while the host does not look, the
+        oldest of them are missing.
 
         Any thread may call this at any time, also while operations run. Other ranks need not call
         it, and nothing is synchronised. In a group that spans nodes, the wait for a late rank of

@@ -73,6 +73,66 @@ def test_launches_are_recorded(layout: str) -> None:
             ]
 
 
+def counted(group: pycomm.Group) -> dict[tuple[str, str, int], tuple[int, int]]:
+    """The number of operations on the device and their bytes, by kind."""
+    rows = [row for row in group.stats().operations if row.device == "cuda"]
+    return {(row.operation, row.codec, row.size): (row.count, row.bytes) for row in rows}
+
+
+def await_counted(group: pycomm.Group, operations: int) -> pycomm.Stats:
+    """The statistics when the host has heard of so many operations."""
+    helpers.wait_until(lambda: sum(n for n, _ in counted(group).values()) >= operations, 60)
+    return group.stats()
+
+
+def run_counted(group: pycomm.Group) -> tuple[dict[tuple[str, str, int], tuple[int, int]], str]:
+    run_some(group)
+    before = await_counted(group, 5)
+    pycomm.all_reduce(torch.ones(COUNT, device="cuda"), group=group)
+    (row,) = await_counted(group, 6).since(before).operations
+    assert (row.operation, row.device, row.count, row.bytes) == ("all_reduce", "cuda", 1, 4 * COUNT)
+    for row in before.operations:
+        if row.device == "cuda":
+            assert row.whole.count == row.exchange.count == row.count
+            assert row.exchange.seconds <= row.whole.seconds
+    pycomm.barrier(group=group)
+    return counted(group), str(before)
+
+
+@pytest.mark.parametrize("layout", [gpu_ranks.PEER, gpu_ranks.PINNED])
+def test_statistics_count_what_devices_do(layout: str) -> None:
+    for rows, text in gpu_ranks.run(SIZE, layout, run_counted):
+        assert rows == {
+            ("all_reduce", "none", 4): (1, 4),
+            ("all_reduce", "none", 4 * COUNT): (2, 8 * COUNT),
+            ("all_reduce", "int8", 4 * COUNT): (1, 4 * COUNT),
+            ("all_reduce", "topk", 4 * COUNT): (1, 4 * COUNT),
+            ("all_gather", "none", 4 * COUNT): (1, 4 * COUNT),
+        }
+        assert "all_reduce, int8, cuda" in text
+
+
+def be_late(group: pycomm.Group) -> pycomm.Stats:
+    tensor = torch.ones(COUNT, device="cuda")
+    for _ in range(5):
+        if group.rank == 1:
+            time.sleep(0.1)
+        pycomm.all_reduce(tensor, group=group)
+        torch.cuda.synchronize()
+    stats = await_counted(group, 6)
+    pycomm.barrier(group=group)
+    return stats
+
+
+def test_devices_tell_who_is_late() -> None:
+    late = []
+    for stats in gpu_ranks.run(2, gpu_ranks.PEER, be_late):
+        (row,) = (row for row in stats.operations if (row.device, row.size) == ("cuda", 4 * COUNT))
+        late.append(row.late)
+    assert 0.05 < late[0] < 1
+    assert late[1] < 0.5 * late[0]
+
+
 class Model(torch.nn.Linear):
     """With the parameters of BUCKET."""
 
@@ -177,3 +237,9 @@ def test_replays_are_shown() -> None:
         for group in world.groups:
             report = wait_for(group, range(2), 2, "done")
             assert "their devices are after a replay of operation 2, all_reduce(" in str(report)
+        for _ in range(3):
+            graph.replay()
+        torch.cuda.synchronize()
+        for group in world.groups:
+            await_counted(group, 5)
+            assert counted(group) == {("all_reduce", "none", 4 * COUNT): (5, 20 * COUNT)}

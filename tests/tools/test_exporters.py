@@ -15,9 +15,9 @@ MIDDLES = [0.001 * i for i in range(10)]
 
 def row(size, count=4):
     whole = Times(0.003 * count, {1: count // 2, 5: count - count // 2}, MIDDLES)
-    return OperationStats(
-        "all_reduce", "int8", size, count, 2 * size * count, whole, Times(0.002, {1: 1}, MIDDLES)
-    )
+    exchange = Times(0.002, {1: 1}, MIDDLES)
+    total = 2 * size * count
+    return OperationStats("all_reduce", "int8", "cpu", size, count, total, whole, exchange)
 
 
 def of(*rows):
@@ -45,7 +45,7 @@ EXPECTED_OF_RANK = {
 
 
 def expected_by_path():
-    of_row = {f"pycomm/rank1/all_reduce/int8/4096/{n}": v for n, v in EXPECTED.items()}
+    of_row = {f"pycomm/rank1/all_reduce/int8/cpu/4096/{n}": v for n, v in EXPECTED.items()}
     return of_row | {f"pycomm/rank1/{n}": v for n, v in EXPECTED_OF_RANK.items()}
 
 
@@ -77,9 +77,9 @@ def test_the_text_of_prometheus(tmp_path):
     lines = path.read_text().splitlines()
     begin = lines.index("# TYPE pycomm_operations_total counter")
     assert lines[begin - 1].startswith("# HELP pycomm_operations_total ")
+    kind = 'rank="1",operation="all_reduce",codec="int8",device="cpu"'
     assert lines[begin + 1 : begin + 3] == [
-        f'pycomm_operations_total{{rank="1",operation="all_reduce",codec="int8",size="{size}"}} 4.0'
-        for size in (4096, 8192)
+        f'pycomm_operations_total{{{kind},size="{size}"}} 4.0' for size in (4096, 8192)
     ]
     assert "# TYPE pycomm_skew_score gauge" in lines
     assert 'pycomm_skew_score{rank="1"} 0.5' in lines
@@ -90,7 +90,7 @@ def test_the_text_of_prometheus(tmp_path):
 
 def test_what_was_not_timed_has_no_times():
     untimed = OperationStats(
-        "barrier", "none", 0, 3, 0, Times(0.0, {}, MIDDLES), Times(0.0, {}, MIDDLES)
+        "barrier", "none", "cpu", 0, 3, 0, Times(0.0, {}, MIDDLES), Times(0.0, {}, MIDDLES)
     )
     told = [sample.name for sample in exporters.samples_of(of(untimed))]
     assert told == ["operations_total", "bytes_total", *EXPECTED_OF_RANK]
