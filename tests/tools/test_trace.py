@@ -17,7 +17,7 @@ from pycomm._runtime import ranges
 from pycomm._runtime.ranges import Range
 from pycomm._runtime.sampler import Sampler
 
-LATE = 0.05  # seconds
+LATE = 0.2  # seconds, of which a busy machine may take half
 LARGE = 300_000  # elements of an operation whose end is timed
 
 
@@ -63,7 +63,7 @@ def test_a_late_rank_is_blamed(tmp_path):
         assert [step["name"] for step in steps] == ["ProfilerStep#0", "ProfilerStep#1"]
         for operation, step, (begin, end) in zip(operations, steps, clock, strict=True):
             assert operation["args"]["last rank"] == 1
-            assert operation["args"]["after the first (us)"] > 0.8e6 * LATE
+            assert operation["args"]["after the first (us)"] > 0.5e6 * LATE
             assert inside(operation, step)
             moment = trace["baseTimeNanoseconds"] / 1e9 + operation["ts"] / 1e6
             assert begin - 0.005 < moment < end + 0.005
@@ -77,7 +77,7 @@ def test_a_late_rank_is_blamed(tmp_path):
             assert names == (["transfer"] if rank == 1 else ["wait for rank 1", "transfer"])
             assert sum(e["dur"] for e in children) == pytest.approx(operation["dur"], abs=0.01)
             if rank != 1:
-                assert children[0]["dur"] > 0.8e6 * LATE > children[1]["dur"]
+                assert children[0]["dur"] > 0.5e6 * LATE > children[1]["dur"]
 
 
 def run_slowly(group, path):
