@@ -32,7 +32,6 @@ from torch.nn.parallel import DistributedDataParallel
 import pycomm
 from pycomm import hooks
 from pycomm.bench import extras, launch
-from pycomm.bench.old_flags import keep_old_flag
 
 VOCABULARY = 128  # ASCII
 CONTEXT = 64
@@ -349,13 +348,12 @@ def main() -> None:
     add("--ranks", type=int, default=2, help="processes to start (default 2)")
     add("--steps", type=int, default=1500, help="training steps (default 1500)")
     add("--mode", choices=("ddp", "wrapper"), default="ddp", help="torch's DDP, or pycomm's own")
-    compression = add(
+    add(
         "--compression",
         type=compression_name,
         default="none",
         help="none, bf16, int8, topk:DENSITY (default none)",
     )
-    keep_old_flag(parser, "--compress", compression)
     add(
         "--plot", default=str(OUT / "train_lm.png"), help="the loss, as a PNG (default %(default)s)"
     )

@@ -9,13 +9,10 @@
     pycomm.compressed_all_reduce(x, pycomm.Int8(), residual=state)
 """
 
-from typing import TYPE_CHECKING
-
 import torch  # noqa: F401 - its libraries must be loaded before ours
 
 from pycomm import backend, compressed_ops, exporters, hooks, ops, optim
 from pycomm._init import default_group, init, join, set_default_group
-from pycomm._inputs.arguments import old_names
 from pycomm._names import parse_compression
 from pycomm._runtime.plan import Plan
 from pycomm._work import Work
@@ -119,8 +116,3 @@ __all__ = [
     "suggest_batches",
     "trace",
 ]
-
-if not TYPE_CHECKING:  # with a __getattr__, type checkers would accept any name
-    __getattr__ = old_names(
-        __name__, {"Compressor": "Compression", "parse_compressor": "parse_compression"}
-    )

@@ -28,7 +28,6 @@ _OPTIONS: dict[str, Callable[[str], Any]] = {
     "k": int,
     "values": {str(dtype).removeprefix("torch."): dtype for dtype in VALUES}.__getitem__,
     "density_steps": int,
-    "warmup_steps": int,
     "momentum": float,
 }
 

@@ -11,7 +11,7 @@ from torch.autograd.graph import increment_version
 from pycomm import _C
 from pycomm._coded_call import PreparedCall
 from pycomm._given import given_group
-from pycomm._inputs.arguments import reduction, renamed
+from pycomm._inputs.arguments import reduction
 from pycomm._inputs.arrays import as_tensor
 from pycomm._inputs.dtypes import (
     CODED_ALGORITHMS,
@@ -60,7 +60,6 @@ def compressed_all_reduce(
     group: Group | None = None,
     async_op: bool = False,
     tag: int | str | None = None,
-    compressor: Compression | None = None,
 ) -> Any:
     """Averages a tensor over all ranks, compressed on the way; every rank gets the same bits.
 
@@ -93,7 +92,6 @@ def compressed_all_reduce(
         group: by default the first group made, or one on torch.distributed's default group.
         async_op: return a :class:`Work` at once.
         tag: as in :func:`pycomm.all_reduce`.
-        compressor: the old name of `compression`.
 
     Returns:
         `out` if given, otherwise `tensor`; a :class:`Work` with `async_op`.
@@ -104,7 +102,6 @@ def compressed_all_reduce(
         The errors of :func:`pycomm.all_reduce`. After a :class:`pycomm.CollectiveError` the result,
         `residual` and `velocity` are undefined: copy them before the call if you need them then.
     """
-    compression = renamed("compressor", compressor, "compression", compression, None)
     group = given_group(group)
     op = reduction(op, _OPS)
     compression = _check_options(compression, algorithm, step, offset)

@@ -2,10 +2,10 @@
 
 A compression is passed as text (:func:`pycomm.parse_compression`), a group as its ``group.name``:
 
-- ``compressed_all_reduce_(tensor, compressor, residual, velocity, op, algorithm, step, offset,
+- ``compressed_all_reduce_(tensor, compression, residual, velocity, op, algorithm, step, offset,
   strict, group)``, in place; residual and velocity may be None
-- ``encode(x, compressor, step, offset) -> Tensor``
-- ``decode(wire, compressor, n, dtype) -> Tensor``
+- ``encode(x, compression, step, offset) -> Tensor``
+- ``decode(wire, compression, n, dtype) -> Tensor``
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from pycomm.compressed import compressed_all_reduce
 from pycomm.group import find_group
 from pycomm.ops import refuse_gradients
 
-# Saved programs contain the names of operators' arguments, so `compressor` stays.
 _library = torch.library.Library("pycomm", "FRAGMENT")
 _library.define(
-    "compressed_all_reduce_(Tensor(a!) tensor, str compressor, Tensor(b!)? residual, "
+    "compressed_all_reduce_(Tensor(a!) tensor, str compression, Tensor(b!)? residual, "
     "Tensor(c!)? velocity, str op, str algorithm, int step, int offset, bool strict, str group) "
     "-> ()"
 )
-_library.define("encode(Tensor x, str compressor, int step, int offset) -> Tensor")
-_library.define("decode(Tensor wire, str compressor, SymInt n, ScalarType dtype) -> Tensor")
+_library.define("encode(Tensor x, str compression, int step, int offset) -> Tensor")
+_library.define("decode(Tensor wire, str compression, SymInt n, ScalarType dtype) -> Tensor")
 
 
 def _compressed_all_reduce(

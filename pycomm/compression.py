@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import InitVar, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
 
 from pycomm import _C
-from pycomm._inputs.arguments import check_whole, old_names, renamed
+from pycomm._inputs.arguments import check_whole
 from pycomm._inputs.arrays import as_tensor
 from pycomm._inputs.dtypes import CODECS, DTYPES
 from pycomm._inputs.encoding import (
@@ -238,8 +238,7 @@ class TopK(Compression):
         values: the dtype of sent values: ``torch.float32``, ``torch.bfloat16``, ``torch.float16``
             or ``torch.int8`` (a scale per 65,536 elements). The residual keeps what rounding loses.
         density_steps: the number of first steps in which the density falls exponentially from a
-            quarter to `density` (Lin et al. 2018, "Deep gradient compression"). Its old name is
-            warmup_steps.
+            quarter to `density` (Lin et al. 2018, "Deep gradient compression").
         momentum: factor of momentum correction with masking (the same paper), for optimizers
             without momentum of their own; needs ``velocity=``.
     """
@@ -249,13 +248,10 @@ class TopK(Compression):
     values: torch.dtype = torch.float32
     density_steps: int = 0
     momentum: float = 0.0
-    warmup_steps: InitVar[int | None] = None
 
     FIRST_DENSITY = 0.25
 
-    def __post_init__(self, warmup_steps: int | None) -> None:
-        steps = renamed("warmup_steps", warmup_steps, "density_steps", self.density_steps, 0, 4)
-        object.__setattr__(self, "density_steps", steps)
+    def __post_init__(self) -> None:
         if (self.density is None) == (self.k is None):
             raise ValueError("exactly one of density and k must be given")
         if self.density is not None and not 0 < self.density <= 1:
@@ -357,7 +353,3 @@ def _backend(device: torch.device) -> Any:
     from pycomm._runtime.cuda import Codecs
 
     return Codecs(device)
-
-
-if not TYPE_CHECKING:
-    __getattr__ = old_names(__name__, {"Compressor": "Compression"})

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from pycomm._inputs.arguments import renamed
 from pycomm._inputs.tensors import check_memory
 from pycomm._runtime.torch_private import backward_id, backward_node, not_compiled
 from pycomm._training.buckets import broadcast_all
@@ -79,7 +78,6 @@ class DataParallel(Wrapping):
             while the next forward begins; whatever uses a parameter before waits for it.
         local_sgd: exchanges parameters every few steps instead of gradients in backward. Call its
             ``step()`` after every step of the optimizer. It replaces the options above by its own.
-        bucket_mb: the old name of `bucket_cap_mb`.
 
     Attributes:
         module: the wrapped module; ``state_dict`` and ``load_state_dict`` are the module's.
@@ -112,11 +110,7 @@ class DataParallel(Wrapping):
         publish: Compression | None = None,
         overlap_params: bool = False,
         local_sgd: LocalSGDState | None = None,
-        bucket_mb: float | None = None,
     ) -> None:
-        bucket_cap_mb = renamed(
-            "bucket_mb", bucket_mb, "bucket_cap_mb", bucket_cap_mb, _BUCKET_CAP_MB
-        )
         if not isinstance(module, nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
         if not bucket_cap_mb > 0:

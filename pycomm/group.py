@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -250,12 +249,6 @@ class Group(Elastic):
                 f"device must be {self._cuda.device}, where this rank has been so far, got {device}"
             )
         return self._cuda
-
-    @property
-    def hosts(self) -> tuple[tuple[int, ...], ...]:
-        """The old name of `nodes`."""
-        warnings.warn("hosts is called nodes now", DeprecationWarning, stacklevel=2)
-        return self.nodes
 
     def __enter__(self) -> Group:
         return self

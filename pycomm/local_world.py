@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from pycomm import _C
-from pycomm._inputs.arguments import renamed, seconds
+from pycomm._inputs.arguments import seconds
 from pycomm._runtime import log
 from pycomm._runtime.cuda_windows import DEFAULT_MAX_BLOCKS, LocalDevices
 from pycomm._runtime.internode import Nodes
@@ -41,7 +41,6 @@ class LocalWorld:
         max_blocks: the largest number of thread blocks that a rank's operation uses on a GPU.
         nodes: the number of ranks on each of several emulated nodes; by default there is one node.
             The bits are those of real nodes.
-        hosts: the old name of `nodes`.
 
     Attributes:
         groups: one :class:`Group` per rank, for use in threads of your own. If a rank's group
@@ -56,14 +55,12 @@ class LocalWorld:
         staging_bytes: int = DEFAULT_STAGING_BYTES,
         max_blocks: int = DEFAULT_MAX_BLOCKS,
         nodes: Sequence[int] | None = None,
-        hosts: Sequence[int] | None = None,
         _first_epoch: int = 0,
         _stage_always: bool = False,
     ) -> None:
         if size < 1:
             raise ValueError(f"size must be at least 1, got {size}")
         timeout = seconds(timeout, DEFAULT_TIMEOUT)
-        nodes = renamed("hosts", hosts, "nodes", nodes, None)
         nodes = (size,) if nodes is None else tuple(nodes)
         if any(count < 1 for count in nodes) or sum(nodes) != size:
             raise ValueError(f"nodes must be positive and make up size, {size}, got {list(nodes)}")

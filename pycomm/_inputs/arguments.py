@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import numbers
-import sys
-import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -50,42 +48,6 @@ def check_whole(name: str, value: object) -> None:
     """Raises TypeError unless `value` is an int."""
     if not isinstance(value, int | torch.SymInt) or isinstance(value, bool):
         raise TypeError(f"{name} must be an int, got {value!r}")
-
-
-def renamed(old: str, before: Any, new: str, now: Any, default: Any, level: int = 3) -> Any:
-    """The value of a renamed argument, with a warning if it was passed under its old name.
-
-    Args:
-        old: the old name.
-        before: the value passed under the old name; None if there is none.
-        new: the new name.
-        now: the value passed under the new name.
-        default: the value of `now` if nothing was passed.
-        level: number of stack frames from here to the caller's own code.
-    """
-    if before is None:
-        return now
-    warnings.warn(f"{old} is called {new} now", DeprecationWarning, stacklevel=level)
-    if now != default:
-        raise TypeError(f"{new} and {old}, its old name, must not be given together")
-    return before
-
-
-def old_names(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
-    """Makes a module's ``__getattr__`` that resolves old names with a warning.
-
-    Args:
-        module: the module's name.
-        names: maps old names to new ones.
-    """
-
-    def find(name: str) -> Any:
-        if name not in names:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        warnings.warn(f"{name} is called {names[name]} now", DeprecationWarning, stacklevel=2)
-        return getattr(sys.modules[module], names[name])
-
-    return find
 
 
 def check_process_group(group: object) -> None:

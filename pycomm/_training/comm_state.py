@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch.futures import Future
 
 from pycomm._given import check_group
 from pycomm._init import default_group
-from pycomm._inputs.arguments import check_whole, renamed
+from pycomm._inputs.arguments import check_whole
 from pycomm._inputs.tensors import check_memory
 from pycomm._runtime.ranges import named
 from pycomm._runtime.torch_private import backward_id, backward_node, not_compiled
@@ -52,7 +51,6 @@ class CommState(SavedState):
         warmup_steps: the number of first steps that are sent uncompressed. A warm-up of the
             compression begins after them.
         feedback: False keeps no residuals even with `params`.
-        compressor: the old name of `compression`.
 
     Attributes:
         step: the number of steps that have begun; a step exchanges every parameter once.
@@ -75,9 +73,7 @@ class CommState(SavedState):
         grad_scaler: torch.amp.GradScaler | None = None,
         warmup_steps: int = 0,
         feedback: bool = True,
-        compressor: Compression | None = None,
     ) -> None:
-        compression = renamed("compressor", compressor, "compression", compression, None)
         _check_options(compression, group, grad_scaler, warmup_steps)
         self.compression = compression
         self.step = 0
@@ -109,12 +105,6 @@ class CommState(SavedState):
             self._residuals.check_owner(self._owner, place_in(group))
             self._group = group
         return self._group
-
-    @property
-    def compressor(self) -> Compression | None:
-        """The old name of `compression`."""
-        warnings.warn("compressor is called compression now", DeprecationWarning, stacklevel=2)
-        return self.compression
 
     @property
     def encodes_once(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pycomm._inputs.arguments import check_whole, renamed
+from pycomm._inputs.arguments import check_whole
 from pycomm._training.comm_state import CommState, NamedParameters
 from pycomm._training.local_rounds import LocalRounds, check_optimizer
 from pycomm._training.outer import Outer, Rule
@@ -95,9 +95,7 @@ class LocalSGDState(LocalRounds):
         inner_group: Group | None = None,
         group: Group | None = None,
         exclude: Exclude | None = None,
-        warmup_steps: int | None = None,
     ) -> None:
-        gradient_steps = renamed("warmup_steps", warmup_steps, "gradient_steps", gradient_steps, 0)
         if params is None:
             raise TypeError("params must be model.named_parameters(), got None")
         _check_options(optimizer, period, gradient_steps, inner_group)

@@ -26,7 +26,6 @@ from pycomm.bench import (
 )
 from pycomm.bench.cases import MIB, Settings
 from pycomm.bench.codec_tasks import UNIT, CodecSettings
-from pycomm.bench.old_flags import keep_old_flag
 from pycomm.bench.optim_tasks import OPTIMIZERS, PEERS, SCHEMES, OptimizerSettings
 from pycomm.bench.parsers import compressions, picture, seconds, size, sizes, some_of, whole
 from pycomm.bench.peers import FINDERS
@@ -109,9 +108,8 @@ def _add_what_flags(command: argparse.ArgumentParser, collective: str) -> None:
     if collective == "all_reduce":
         add("-a", "--algorithm", type=some_of(tuple(ALGORITHMS)), default=("auto",),
             metavar="ALGORITHM", help=f"{', '.join(ALGORITHMS)} (default auto)")  # fmt: skip
-        compression = add("--compression", type=compressions, default=("none",),
+        add("--compression", type=compressions, default=("none",),
             metavar="COMPRESSION", help=f"{COMPRESSION_HELP} (default none)")  # fmt: skip
-        keep_old_flag(command, "--compress", compression)
     add("--buffer", choices=("tensor", "window", "both"), default="tensor",
         help="ordinary tensors (default), tensors made by group.empty, or both")  # fmt: skip
     add("--peer", type=some_of(tuple(FINDERS)), default=(), metavar="PEER",
@@ -134,9 +132,8 @@ def _add_how_flags(command: argparse.ArgumentParser, collective: str) -> None:
 
 def _add_codec_flags(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    compression = add("--compression", type=compressions, action="extend", metavar="COMPRESSION",
+    add("--compression", type=compressions, action="extend", metavar="COMPRESSION",
         help=f"{COMPRESSION_HELP}, comma-separated, or `all` (default int8)")  # fmt: skip
-    keep_old_flag(command, "--codec", compression)
     add("-n", "--elements", type=size, default=64 * MIB, metavar="N",
         help=f"elements, rounded down to a multiple of {UNIT} (default 64M)")  # fmt: skip
     add("-d", "--datatype", type=some_of(CODEC_DTYPE_NAMES), default=("float32",), metavar="TYPE",

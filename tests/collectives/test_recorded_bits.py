@@ -25,7 +25,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 OPS = ("sum", "avg", "min", "max", "prod")
 ALGORITHMS = ("auto", "one_shot", "two_shot", "ring", "tree")
 WORLDS = {"2": (2,), "3": (3,), "5": (5,), "2+1": (2, 1), "2+2": (2, 2)}
-COMPRESSORS = {
+COMPRESSIONS = {
     "identity": (pycomm.Identity(), ("two_shot", "ring", "tree")),
     "bf16": (pycomm.Cast(torch.bfloat16), ("two_shot", "ring", "tree")),
     "fp16": (pycomm.Cast(torch.float16), ("two_shot", "ring", "tree")),
@@ -127,27 +127,27 @@ def others(world: pycomm.LocalWorld, dtype: torch.dtype) -> str:
 def compressed(hosts: tuple[int, ...]) -> dict[str, str]:
     hashes = {}
     with pycomm.LocalWorld(sum(hosts), nodes=hosts) as world:
-        for name, (compressor, algorithms) in COMPRESSORS.items():
+        for name, (compression, algorithms) in COMPRESSIONS.items():
             for dtype in FLOATS:
                 for algorithm in algorithms[: None if len(hosts) == 1 else 1]:
                     key = f"{name} {algorithm} {str(dtype).removeprefix('torch.')}"
-                    hashes[key] = steps(world, compressor, algorithm, dtype)
+                    hashes[key] = steps(world, compression, algorithm, dtype)
     return hashes
 
 
-def steps(world, compressor, algorithm, dtype) -> str:
+def steps(world, compression, algorithm, dtype) -> str:
     result = Hash()
 
     def body(group):
         made = []
         for n in (130, 200_003):
             residual = torch.zeros(n)
-            velocity = torch.zeros(n) if compressor.momentum > 0 else None
+            velocity = torch.zeros(n) if compression.momentum > 0 else None
             for step in range(3):
                 made.append(
                     pycomm.compressed_all_reduce(
                         tensor(n, dtype, seed=group.rank + 100 * step),
-                        compressor,
+                        compression,
                         residual=residual,
                         velocity=velocity,
                         algorithm=algorithm,

@@ -25,7 +25,7 @@ def read_only():
 
 
 # What is called, which exception comes, what its message says.
-BAD_COMPRESSORS = {
+BAD_COMPRESSIONS = {
     "block of 100": (
         lambda: pycomm.Int8(100),
         "block must be a power of two from 128 to 4096, got 100",
@@ -79,9 +79,9 @@ BAD_COMPRESSORS = {
 }
 
 
-@pytest.mark.parametrize("name", BAD_COMPRESSORS)
+@pytest.mark.parametrize("name", BAD_COMPRESSIONS)
 def test_compressions(name):
-    call, message = BAD_COMPRESSORS[name]
+    call, message = BAD_COMPRESSIONS[name]
     with pytest.raises(ValueError, match=re.escape(message)):
         call()
 

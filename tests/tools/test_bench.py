@@ -151,24 +151,6 @@ def test_codecs(tmp_path, capsys):
     assert capsys.readouterr().out.count("times faster than torch.topk") == 4
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("all_reduce --compress int8,none", "all_reduce --compression int8,none"),
-        ("codec --codec int8 --codec bf16,none", "codec --compression int8,bf16,none"),
-    ],
-)
-def test_old_flags_warn(old, new, capsys):
-    settings = [replace(cli.parse(argv.split()), command="") for argv in (new, old)]
-    assert settings[0] == settings[1]
-    error = capsys.readouterr().err
-    assert "is called --compression now" in error
-    assert len(error.splitlines()) == old.count("--")
-    with pytest.raises(SystemExit):
-        cli.parse([old.split()[0], "-h"])
-    assert old.split()[1] + " " not in capsys.readouterr().out
-
-
 class WrongInt8(pycomm.Int8):
     def decode(self, wire, n, out=None, **options):
         taken = super().decode(wire, n, out, **options)
