@@ -89,6 +89,8 @@ class DataParallel(Wrapping):
     Raises:
         ValueError, TypeError: an argument is not as described; or the modules' parameters and
             buffers are not of the same shapes, dtypes and requires_grad on all ranks.
+        MemoryError: a rank lacks memory for its shards; on all ranks of a group on one node or of
+            processes.
         pycomm.CollectiveError: those of another rank that has joined are not.
     """
 
@@ -291,7 +293,7 @@ class DataParallel(Wrapping):
             RuntimeError: the ranks' parameters differ, because only some of them took a step; or
                 states have no replicas yet; or between nodes, both copies of a rank's states are
                 lost; on all ranks.
-            MemoryError: a rank lacks memory for replicas; on all ranks.
+            MemoryError: a rank lacks memory for shards or replicas; on all ranks.
             pycomm.CollectiveError: a newcomer's module is of another kind, so that its wrapper
                 raises ValueError: shrink the group.
         """

@@ -29,6 +29,7 @@ _WANTED = (
 
 def begin_alike(
     module: nn.Module,
+    exchanged: Sequence[torch.Tensor],
     state: CommState | LocalSGDState,
     group: Group,
     survival: ShardSurvival,
@@ -39,6 +40,7 @@ def begin_alike(
 
     Args:
         module: this rank's module.
+        exchanged: those of its parameters that the wrapper exchanges.
         state: its wrapper's state.
         group: the ranks: those that make a wrapper, and those that go on with theirs.
         survival: of the wrapper's sharded states.
@@ -53,7 +55,7 @@ def begin_alike(
     """
     parameters = [*module.parameters()]
     tensors = [*parameters, *module.buffers()]
-    mine = torch.tensor([is_new, options.has_group, _kind(tensors, state, options)])
+    mine = torch.tensor([is_new, options.has_group, _kind(tensors, exchanged, state, options)])
     told = mine.new_empty(group.size, 3)
     all_gather(told, mine, group=group)
     news = list(map(bool, told[:, 0].tolist()))
@@ -78,9 +80,13 @@ def begin_alike(
 
 
 def _kind(
-    tensors: Sequence[torch.Tensor], state: CommState | LocalSGDState, options: ShardOptions
+    tensors: Sequence[torch.Tensor],
+    exchanged: Sequence[torch.Tensor],
+    state: CommState | LocalSGDState,
+    options: ShardOptions,
 ) -> int:
     """A number of a model's tensors, without their values, and of what the wrapper does."""
-    kinds = [(tuple(each.shape), each.dtype, each.requires_grad) for each in tensors]
+    chosen = set(map(id, exchanged))
+    kinds = [(tuple(each.shape), each.dtype, id(each) in chosen) for each in tensors]
     more = isinstance(state, LocalSGDState), *options
     return zlib.crc32(repr((kinds, more)).encode())

@@ -49,13 +49,14 @@ class GradientExchange:
 
     Args:
         module: the module.
+        parameters: those of its parameters that are exchanged, in its order.
         comm_state: exchanges buckets.
         bucket_bytes: the largest size of a bucket of several parameters.
         sharding: what is divided among ranks; None for nothing.
         arrived: called with a parameter whose gradient is ready; calls :meth:`arrive`.
 
     Attributes:
-        parameters: the parameters that require gradients, in the order of the buckets.
+        parameters: the parameters, in the order of the buckets.
         members: the same parameters, with a check that they are still this module's.
         promise: tells whether an exchange is still to come.
         weighing: the ranks' weights in the next exchange, if they differ.
@@ -68,6 +69,7 @@ class GradientExchange:
     def __init__(
         self,
         module: nn.Module,
+        parameters: Sequence[torch.Tensor],
         comm_state: CommState | LocalSGDState,
         bucket_bytes: float,
         sharding: Sharding | None,
@@ -75,7 +77,7 @@ class GradientExchange:
     ) -> None:
         self._state = comm_state
         self._group = comm_state.group
-        self.parameters = [p for p in module.parameters() if p.requires_grad][::-1]
+        self.parameters = list(reversed(parameters))
         self.shards: Shards | None = None
         self._scatter: Scatter | None = None
         if sharding is None:
@@ -105,7 +107,7 @@ class GradientExchange:
         self._next = 0  # bucket to be exchanged
         self.promise = Promise()
         self.weighing: Weighing | None = None
-        self.members = Members(module, arrived)
+        self.members = Members(module, self.parameters, arrived)
 
     def _make_shards(self, sharding: Sharding, bucket_bytes: float) -> Shards:
         group, state = sharding.group, self._state

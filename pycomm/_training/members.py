@@ -1,10 +1,14 @@
-"""The parameters that a wrapper averages, and checks that they are still its own."""
+"""The parameters that a wrapper averages, and checks that they are still its own.
+
+They are those that require gradients when it is made. One that is frozen later stays: its gradient
+counts as zeros, as if the model did not use it.
+"""
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,21 +18,28 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 
 class Members:
-    """The parameters of a module that require gradients, as of when it was wrapped.
+    """The parameters of a wrapper.
 
     A parameter belongs to the wrapper that was made last. An older wrapper must not average the
     same gradient, and raises an error.
 
     Args:
         module: the wrapped module.
+        parameters: the parameters.
         arrived: called with a parameter whose gradient is ready, as long as it belongs here.
     """
 
-    def __init__(self, module: nn.Module, arrived: Callable[[torch.Tensor], None]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: Sequence[torch.Tensor],
+        arrived: Callable[[torch.Tensor], None],
+    ) -> None:
         self._names: dict[int, str] = {}
         self._lost: str | None = None
+        chosen = set(map(id, parameters))
         for name, parameter in module.named_parameters():
-            if parameter.requires_grad:
+            if id(parameter) in chosen:
                 self._names[id(parameter)] = name
                 self._claim(parameter, arrived)
         self._look(module)
@@ -75,7 +86,10 @@ class Members:
             before.hook.remove()
             if (owner := before.owner()) is not None:
                 owner._lost = owner._lost or owner._names[id(parameter)]
+        frozen = not parameter.requires_grad
+        parameter.requires_grad_()  # else torch takes no hook
         hook = parameter.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
+        parameter.requires_grad_(not frozen)
         _claims[parameter] = _Claim(weakref.ref(self), hook)
 
 

@@ -65,6 +65,7 @@ class ShardOptions(NamedTuple):
 
 def check_sharding(
     module: nn.Module,
+    exchanged: Sequence[torch.Tensor],
     comm_state: CommState | LocalSGDState,
     group: Group,
     options: ShardOptions,
@@ -74,6 +75,7 @@ def check_sharding(
 
     Args:
         module: the module.
+        exchanged: those of its parameters that the wrapper exchanges.
         comm_state: the wrapper's state.
         group: its group, or the other one.
         options: its options.
@@ -103,7 +105,7 @@ def check_sharding(
         if home_of(parameter) is not None and part_of(parameter) is None:
             raise ValueError(f"shard flattens parameters itself, got {name} that was flattened")
     divides = group if shard_group is None else shard_group
-    _check_device([p for p in module.parameters() if p.requires_grad], divides)
+    _check_device(exchanged, divides)
     plain = comm_state.compression is None and divides is group
     if shard == "gradients" and not plain:
         raise ValueError(

@@ -18,6 +18,7 @@ from pycomm._training.local_sgd import LocalSGDState
 from pycomm._training.prefixes import insert_prefix, without_prefix
 from pycomm._training.shard_options import ShardOptions, check_sharding
 from pycomm._training.survival import ShardSurvival
+from pycomm.errors import PycommError
 from pycomm.group import Group
 
 
@@ -53,8 +54,10 @@ class Wrapping(nn.Module):
         self._shard_options, self._given_shard_group = division, shard_group
         self._bucket_bytes = bucket_bytes
         self.require_backward_grad_sync = True
-        self._begin_in(self._group, is_new=True)
-        self._own_exchange: GradientExchange | None = self._make_exchange()
+        self._own_exchange: GradientExchange | None = None
+        exchanged = self._exchanged()
+        self._begin_in(self._group, exchanged, is_new=True)
+        self._own_exchange = self._make_on_all(exchanged)
         self.register_load_state_dict_pre_hook(insert_prefix)  # type: ignore[no-untyped-call]
 
     # Names and checkpoints.
@@ -111,34 +114,64 @@ class Wrapping(nn.Module):
     def _exchange(self) -> GradientExchange:
         """The exchange. A copy makes its own when it is trained, as evaluation needs none."""
         if self._own_exchange is None:
-            self._own_exchange = self._make_exchange()
+            self._own_exchange = self._make_exchange(self._exchanged())
         return self._own_exchange
 
-    def _make_exchange(self) -> GradientExchange:
+    def _exchanged(self) -> list[torch.Tensor]:
+        """The parameters that the wrapper exchanges, in the module's order.
+
+        Ranks that go on with another group keep those they have, also if some are frozen since.
+        """
+        parameters = list(self.module.parameters())
+        if self._own_exchange is None:
+            return [p for p in parameters if p.requires_grad]
+        kept = set(map(id, self._own_exchange.parameters))
+        return [p for p in parameters if id(p) in kept]
+
+    def _make_exchange(self, parameters: list[torch.Tensor]) -> GradientExchange:
         arrived = functools.partial(_arrived, weakref.ref(self))
         sharding = self._shard_options.over(self._shard_group or self._group)
-        return GradientExchange(self.module, self.comm_state, self._bucket_bytes, sharding, arrived)
+        return GradientExchange(
+            self.module, parameters, self.comm_state, self._bucket_bytes, sharding, arrived
+        )
+
+    def _make_on_all(self, parameters: list[torch.Tensor]) -> GradientExchange:
+        """Makes the exchange on all ranks, or raises on all if one lacks memory for its shards."""
+        group = self._group
+        if self._shard_options.shard is None or not group._decides:
+            return self._make_exchange(parameters)
+        try:
+            made = self._make_exchange(parameters)
+        except PycommError:
+            raise
+        except (MemoryError, RuntimeError):  # torch's allocator raises the latter
+            group.should_commit(False)
+            raise
+        if not group.should_commit():
+            raise MemoryError("another rank lacks memory for its shards of the model")
+        return made
 
     # The group.
 
-    def _begin_in(self, group: Group, is_new: bool) -> ShardSurvival:
+    def _begin_in(self, group: Group, exchanged: list[torch.Tensor], is_new: bool) -> ShardSurvival:
         """Makes all ranks of a group begin with the same model, or go on with it."""
         module, state = self.module, self.comm_state
         has_group = self._given_shard_group is not None
         options = self._shard_options._replace(has_group=has_group)
-        check_sharding(module, state, group, options, self._given_shard_group)
+        check_sharding(module, exchanged, state, group, options, self._given_shard_group)
         sharded = () if is_new or options.shard is None else module.parameters()
         survival = ShardSurvival(state, sharded, group, options.replicas > 1)
-        begin_alike(module, state, group, survival, is_new, options)
+        begin_alike(module, exchanged, state, group, survival, is_new, options)
         return survival
 
     def _go_on_in(self, group: Group) -> None:
         """Goes on with another group; gradients are dropped."""
-        survival = self._begin_in(group, is_new=False)
+        exchanged = self._exchanged()
+        survival = self._begin_in(group, exchanged, is_new=False)
         for parameter in self.module.parameters():
             parameter.grad = None
         self._own_exchange = None  # before there are new buckets
-        self._own_exchange = self._make_exchange()
+        self._own_exchange = self._make_on_all(exchanged)
         survival.divide_anew()
 
 

@@ -30,7 +30,7 @@ class Net(nn.Module):
 
 
 class Training:
-    """One rank's model and optimizer."""
+    """One rank's model and optimizer; `freezes`: the step from which on a parameter is frozen."""
 
     def __init__(
         self,
@@ -39,8 +39,10 @@ class Training:
         dtype: torch.dtype = torch.float32,
         shard: str = "optimizer",
         seed: int = 0,
+        freezes: int = STEPS,
         **options: Any,
     ) -> None:
+        self.freezes = freezes
         own = ("replicas", "publish", "overlap_params", "compression", "bucket_cap_mb")
         wrapper = {name: options.pop(name) for name in own if name in options}
         net = Net(elements, dtype, seed)
@@ -48,6 +50,7 @@ class Training:
         self.optimizer = optim.FusedAdamW(self.model.parameters(), lr=0.01, **options)
 
     def backward(self, number: int, step: int) -> None:
+        self.model.module.parts[0].requires_grad_(step < self.freezes)
         self.optimizer.zero_grad()
         rng = torch.Generator().manual_seed(1000 * number + step)
         self.model(torch.randn(1, generator=rng)).backward()
