@@ -53,7 +53,8 @@ class Sample:
     Attributes:
         name: such as ``"p99_seconds"``. If it ends in ``_total``, the number only grows.
         value: the number.
-        labels: what it is about: `rank`, and for operations also `operation`, `codec` and `size`.
+        labels: what it is about: `rank`, and for operations also `operation`, `codec`,
+            `device` and `size`.
     """
 
     name: str

@@ -67,7 +67,7 @@ class OperationStats:
         device: ``"cpu"`` or ``"cuda"``, where the tensors lie and whose clock gives the times.
         size: the tensors, or a rank's blocks, have this many bytes to less than twice as many; a
             power of two, or 0 for none.
-        count: the number of operations, all of which are counted.
+        count: the number of operations.
         bytes: the bytes of their tensors.
         whole: the times from when this rank came to an operation to its end.
         exchange: the times from when all ranks had come to the end.
@@ -199,7 +199,7 @@ class Stats:
             for rank, times in self.ranks.items()
         }
         some = tuple(row for row in rows if row.count)
-        if not some:  # differences of a few nanoseconds would make scores
+        if all(row.device != "cpu" for row in some):  # differences of nanoseconds would make scores
             ranks = dict.fromkeys(ranks, RankTimes(0.0, 0.0))
         return Stats(self.rank, self.size, some, ranks)
 

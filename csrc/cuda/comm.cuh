@@ -13,6 +13,7 @@
 #include "cuda/announcing.cuh"
 #include "cuda/elements.cuh"
 #include "cuda/layout.h"
+#include "cuda/telling.cuh"
 
 namespace pycomm::cuda {
 
@@ -66,8 +67,7 @@ class BlockComm {
     state.sequence = sequence_;
     for (int channel = 0; channel < kChannels; ++channel)
       state.signalled[channel] = signalled_[channel];
-    if (last) show(done_word(me_.number));
-    tell_times(last);
+    if (tells()) tell_end(me_, state, last);
   }
 
   __device__ bool failed() const { return failed_; }
@@ -130,8 +130,7 @@ class BlockComm {
       line.preflight = preflight_;
       announcements().epoch(r, rank()).store(sequence_, ::cuda::std::memory_order_release);
     }
-    show(begun_word(me_.number));  // after the release, which would wait for it
-    if (tells()) *begun() = *arrived() = now_ns();
+    if (tells()) tell_begin(me_, state_of(lane_));  // after the release, which would wait for it
   }
 
   __device__ void await_announcements() {
@@ -147,7 +146,7 @@ class BlockComm {
     vote_to_stop(stop);
     // The first lane works for every operation, so it sees each mismatch, and reports it.
     if (failed_ && threadIdx.x == 0 && lane_ == 0) report_mismatch(announcements());
-    if (tells()) *arrived() = now_ns();
+    if (tells()) note_arrival();
   }
 
   // Depends on the whole tensor, so that all lanes agree; a lane begins at a multiple of a line.
@@ -342,31 +341,8 @@ class BlockComm {
   __device__ bool can_be_direct() const {
     return me_.operation.codec.kind == CodecKind::none && allows_zero_copy(me_.operation);
   }
-  // One thread tells the host what this rank does, as its first lane sees it.
+  // True for the thread that tells the host what this rank does (cuda/telling.cuh).
   __device__ bool tells() const { return lane_ == 0 && threadIdx.x == 0 && !failed_; }
-  __device__ void show(std::uint64_t word) const {
-    if (!tells()) return;
-    shared_word<std::uint64_t>(&me_.mailbox->progress[me_.captured])
-        .store(word, ::cuda::std::memory_order_relaxed);
-  }
-  // The times of the meeting, in shared memory, because algorithms have no registers left for them.
-  static __device__ std::uint64_t* begun() {
-    __shared__ std::uint64_t time;
-    return &time;
-  }
-  static __device__ std::uint64_t* arrived() {
-    __shared__ std::uint64_t time;
-    return &time;
-  }
-  __device__ void tell_times(bool last) const {
-    if (!tells()) return;
-    const std::uint64_t values[Timing::kWords] = {*begun(), *arrived(), now_ns(), me_.bytes,
-                                                  kind_word(me_.operation, last)};  // a Meeting
-    for (std::size_t i = 0; i < Timing::kWords; ++i) {
-      shared_word<std::uint64_t>(&me_.mailbox->timings[sequence_ % kTimings].words[i])
-          .store(timing_word(sequence_, values[i]), ::cuda::std::memory_order_relaxed);
-    }
-  }
   __device__ auto inside() const {
     return shared_word<std::uint32_t>(&me_.mailbox->lanes[lane_].in_peers_heaps);
   }

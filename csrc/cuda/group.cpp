@@ -153,7 +153,7 @@ void Group::run_together(const Part& part, std::uintptr_t stream, const Extras& 
   try {
     host_->agree(part.operation, interrupt_);
     if (rank == 0) shared_->launch([this] { return host_->abort_word() != 0; });
-    host_->agree({}, interrupt_);  // a barrier: it has been launched
+    host_->agree({.device = Device::cuda}, interrupt_);  // a barrier: it has been launched
   } catch (...) {
     host_->abort();
     shared_->follow(rank);  // if it has been launched, it uses this rank's tensors

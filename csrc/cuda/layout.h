@@ -28,6 +28,11 @@ inline constexpr std::int64_t kPacketBytes = 2 << 10;
 // What a lane moves at most before another one works, too.
 inline constexpr std::int64_t kLaneBytes = 16 << 10;
 
+// A word of 64 bits that is aligned as one of 32.
+struct Halves {
+  std::uint32_t low, high;
+};
+
 // A lane's state between operations. It lies in device memory, so that a replayed graph goes on
 // counting where the last operation stopped.
 struct LaneState {
@@ -35,6 +40,10 @@ struct LaneState {
   std::uint32_t failed;
   std::uint32_t sequence;
   std::uint32_t signalled[kChannels];
+  // The first lane's: how many operations it has told the host of (cuda/timing.h), and the times of one
+  // that has more meetings to come, else zeros.
+  std::uint32_t told;
+  Halves begun, arrived;
 };
 
 struct WindowLayout {

@@ -83,10 +83,12 @@ class Observed:
         """Tells what this rank's operations have taken, by kind, device and size.
 
         Every operation that has succeeded counts. Of those on CPU tensors of less than 64 KiB that
-        wait for less than about a microsecond, one in 16 is timed and stands for all. Those on CUDA
-        tensors count within about 5 ms of their end, with times of the device's clock; so does
-        every replay of a graph. If the device ends more than 4096 while the host does not look, the
-        oldest of them are missing.
+        wait for less than about a microsecond, one in 16 is timed and stands for all.
+
+        Those on CUDA tensors count within about 5 ms of their end, with times of the device's
+        clock; so does every replay of a graph. If the device ends more than 4096 of them while this
+        process does not run, the oldest are missing. In a group that spans nodes, CUDA tensors that
+        go through host memory count as CPU tensors.
 
         Any thread may call this at any time, also while operations run. Other ranks need not call
         it, and nothing is synchronised. In a group that spans nodes, the wait for a late rank of

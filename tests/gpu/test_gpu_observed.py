@@ -81,8 +81,15 @@ def counted(group: pycomm.Group) -> dict[tuple[str, str, int], tuple[int, int]]:
 
 def await_counted(group: pycomm.Group, operations: int) -> pycomm.Stats:
     """The statistics when the host has heard of so many operations."""
-    helpers.wait_until(lambda: sum(n for n, _ in counted(group).values()) >= operations, 60)
-    return group.stats()
+    found: list[pycomm.Stats] = []
+
+    def are_counted() -> bool:
+        found[:] = [group.stats()]
+        rows = [row for row in found[0].operations if row.device == "cuda"]
+        return sum(row.exchange.count for row in rows) >= operations  # counted last
+
+    helpers.wait_until(are_counted, 60)
+    return found[0]
 
 
 def run_counted(group: pycomm.Group) -> tuple[dict[tuple[str, str, int], tuple[int, int]], str]:
@@ -241,5 +248,7 @@ def test_replays_are_shown() -> None:
             graph.replay()
         torch.cuda.synchronize()
         for group in world.groups:
-            await_counted(group, 5)
+            stats = await_counted(group, 5)
+            (row,) = (row for row in stats.operations if row.device == "cpu")  # it connected them
+            assert (row.operation, row.count) == ("barrier", 1)
             assert counted(group) == {("all_reduce", "none", 4 * COUNT): (5, 20 * COUNT)}

@@ -1,5 +1,6 @@
 // What kernels tell of the times of operations, run on the CPU (device/cuda_runtime.h), and how the host
 // reads it.
+#include <algorithm>
 #include <array>
 #include <chrono>
 #include <memory>
@@ -18,92 +19,84 @@ namespace {
 constexpr std::int64_t kCount = 3'000;
 
 using Ring = std::array<cuda::Timing, cuda::kTimings>;
+using Clock = std::chrono::steady_clock;
 
-Operation all_reduce(CodecKind codec = CodecKind::none) {
-  Operation operation{
-      Collective::all_reduce, Algorithm::two_shot, DType::f32, ReduceOp::sum, 0, kCount};
+Operation all_reduce(CodecKind codec = CodecKind::none, Algorithm algorithm = Algorithm::two_shot,
+                     std::int64_t count = kCount) {
+  Operation operation{Collective::all_reduce, algorithm, DType::f32, ReduceOp::sum, 0, count};
   operation.codec.kind = codec;
   if (codec == CodecKind::int8) operation.codec.block = 256;
   if (codec == CodecKind::topk) operation.codec.k = 30;
   return operation;
 }
 
-// As kernels do. The meeting takes as many nanoseconds as its number, half of them for the exchange.
-void write(Ring& ring, std::uint32_t sequence, bool last = true, std::size_t words = 5) {
-  const std::uint64_t begun = 1'000'000 + 1'000 * std::uint64_t{sequence};
-  const std::uint64_t values[] = {begun, begun + sequence / 2, begun + sequence, 4 * kCount,
-                                  cuda::kind_word(all_reduce(CodecKind::int8), last)};
-  for (std::size_t i = 0; i < words; ++i) {
-    ring[sequence % cuda::kTimings].words[i] = cuda::timing_word(sequence, values[i]);
+// As kernels do; the word `missing` is still on its way. The operation takes twice as many nanoseconds as its number
+// plus one, half of them for the exchange. It begins before the clock passes a multiple of 2^48.
+void write(Ring& ring, std::uint32_t number, std::size_t missing = cuda::Timing::kWords) {
+  const std::uint64_t taken = 2 * (std::uint64_t{number} + 1);
+  const std::uint64_t end = (std::uint64_t{6} << 58) + 1;
+  const std::uint64_t values[] = {end - taken, end - taken / 2, end, 4 * kCount,
+                                  cuda::kind_word(all_reduce(CodecKind::int8))};
+  for (std::size_t i = 0; i < cuda::Timing::kWords; ++i) {
+    if (i == missing) continue;
+    ring[number % cuda::kTimings].words[i] = cuda::timing_word(number, values[i]);
   }
 }
 
-std::vector<std::int64_t> wholes(cuda::TimingReader& reader, const Ring& ring) {
-  std::vector<std::int64_t> all;
-  while (const auto timed = reader.next(ring.data())) all.push_back(timed->whole);
-  return all;
+std::vector<std::uint32_t> read(cuda::TimingReader& reader, const Ring& ring) {
+  std::vector<std::uint32_t> numbers;
+  while (const auto timed = reader.next(ring.data())) {
+    PYCOMM_CHECK(timed->whole == 2 * timed->exchange && timed->bytes == 4 * kCount &&
+                     timed->collective == Collective::all_reduce && timed->codec == CodecKind::int8,
+                 "all words are of one operation");
+    numbers.push_back(static_cast<std::uint32_t>(timed->exchange - 1));
+  }
+  return numbers;
 }
 
-void reads_meetings_in_order() {
+void reads_whole_operations_in_order() {
   const auto ring = std::make_unique<Ring>();
   cuda::TimingReader reader;
-  PYCOMM_CHECK(wholes(reader, *ring).empty(), "nothing has been written");
+  PYCOMM_CHECK(read(reader, *ring).empty(), "nothing has been written");
+  write(*ring, 0);
   write(*ring, 1);
+  write(*ring, 2, 4);
+  PYCOMM_CHECK((read(reader, *ring) == std::vector<std::uint32_t>{0, 1}), "two are whole");
   write(*ring, 2);
-  write(*ring, 3, true, 4);
-  PYCOMM_CHECK((wholes(reader, *ring) == std::vector<std::int64_t>{1, 2}), "two are whole");
-  write(*ring, 3);
-  const auto timed = reader.next(ring->data());
-  PYCOMM_CHECK(timed && timed->whole == 3 && timed->exchange == 2 && timed->bytes == 4 * kCount &&
-                   timed->collective == Collective::all_reduce && timed->codec == CodecKind::int8,
-               "all that was written");
-  PYCOMM_CHECK(!reader.next(ring->data()), "each is read once");
+  PYCOMM_CHECK((read(reader, *ring) == std::vector<std::uint32_t>{2}), "and then the third");
+  PYCOMM_CHECK(read(reader, *ring).empty(), "each is read once");
 }
 
-// The times are from the first meeting's beginning to the last one's end.
-void meetings_of_an_operation_are_one() {
+// A reader that keeps pace misses nothing. When it looks first, the word `missing` is on its way.
+void goes_round(std::uint32_t first, std::uint32_t rounds, std::size_t missing) {
   const auto ring = std::make_unique<Ring>();
   cuda::TimingReader reader;
-  write(*ring, 1, false);
-  write(*ring, 2, false);
-  PYCOMM_CHECK(!reader.next(ring->data()), "the operation goes on");
-  write(*ring, 3);
-  const auto timed = reader.next(ring->data());
-  PYCOMM_CHECK(timed && timed->whole == 2'003 && timed->exchange == 2'003, "three meetings");
-}
-
-// Past the largest round, and the reader misses nothing.
-void goes_round() {
-  const auto ring = std::make_unique<Ring>();
-  cuda::TimingReader reader;
-  constexpr auto kRounds = static_cast<std::uint32_t>(cuda::kTimingRounds);
-  std::uint32_t sequence = (kRounds - 4) * cuda::kTimings;
-  while (sequence < (kRounds - 3) * cuda::kTimings) write(*ring, sequence++);
-  PYCOMM_CHECK(wholes(reader, *ring).back() == sequence - 1, "a round is read");
-  for (; sequence < (kRounds + 2) * cuda::kTimings; ++sequence) {
-    write(*ring, sequence);
-    const auto timed = reader.next(ring->data());
-    PYCOMM_CHECK(timed && timed->whole == sequence, "each is read");
+  std::uint32_t number = first;
+  if (first != 0) {  // it has been behind, and finds a round
+    while (number != first + cuda::kTimings) write(*ring, number++);
+    PYCOMM_CHECK(read(reader, *ring).back() == number - 1, "a round is read");
   }
-  PYCOMM_CHECK(!reader.next(ring->data()), "none is read twice");
+  for (; number != first + rounds * cuda::kTimings; ++number) {
+    write(*ring, number, missing);
+    PYCOMM_CHECK(read(reader, *ring).empty(), "none is read that is not whole");
+    write(*ring, number);
+    PYCOMM_CHECK(read(reader, *ring) == std::vector<std::uint32_t>{number}, "each is read");
+  }
 }
 
 void who_is_behind_misses_the_oldest() {
   const auto ring = std::make_unique<Ring>();
   cuda::TimingReader reader;
-  write(*ring, 1, false);
-  PYCOMM_CHECK(!reader.next(ring->data()), "the operation goes on");
+  write(*ring, 0);
+  PYCOMM_CHECK(read(reader, *ring).size() == 1, "one is read");
   constexpr std::uint32_t kWritten = 3 * cuda::kTimings + 77;
-  for (std::uint32_t sequence = 2; sequence <= kWritten; ++sequence) write(*ring, sequence);
-  const std::vector<std::int64_t> read = wholes(reader, *ring);
-  PYCOMM_CHECK(read.size() <= cuda::kTimings && read.size() + 100 > cuda::kTimings,
-               "those that are there, got " + std::to_string(read.size()));
-  PYCOMM_CHECK(read.back() == kWritten, "up to the newest");
-  for (std::size_t i = 1; i < read.size(); ++i) {
-    PYCOMM_CHECK(read[i] == read[i - 1] + 1, "in order");
-  }
-  write(*ring, kWritten + 1);
-  PYCOMM_CHECK(wholes(reader, *ring) == std::vector<std::int64_t>{kWritten + 1}, "and the next");
+  for (std::uint32_t number = 1; number < kWritten; ++number) write(*ring, number);
+  const std::vector<std::uint32_t> numbers = read(reader, *ring);
+  PYCOMM_CHECK(numbers.size() == cuda::kTimings && numbers.back() == kWritten - 1,
+               "those that are there");
+  PYCOMM_CHECK(std::is_sorted(numbers.begin(), numbers.end()), "in order");
+  write(*ring, kWritten);
+  PYCOMM_CHECK(read(reader, *ring) == std::vector<std::uint32_t>{kWritten}, "and the next");
 }
 
 // Ranks, each with a bucket of tensors.
@@ -120,7 +113,7 @@ struct Ranks {
     }
   }
 
-  void launch_together() {
+  void put_and_launch() {
     for (int r = 0; r < size(); ++r) {
       const cuda::Part first = buckets[r].parts[0];
       world.shared->put(r, whole(), first.input, first.output, 0, buckets[r]);
@@ -129,7 +122,9 @@ struct Ranks {
   }
   void launch_alone(int r) {
     const cuda::Part first = buckets[r].parts[0];
-    world.endpoints[r]->launch(whole(), first.input, first.output, 0, buckets[r]);
+    cuda::Extras extras(buckets[r]);
+    extras.number = 1;
+    world.endpoints[r]->launch(whole(), first.input, first.output, 0, extras);
   }
   Operation whole() const { return cuda::whole_of(buckets[0].parts); }
   int size() const { return static_cast<int>(buckets.size()); }
@@ -141,46 +136,57 @@ struct Ranks {
 };
 
 // However many meetings it has.
-void an_operation_counts_once(CodecKind codec, std::size_t parts) {
+void an_operation_counts_once(int n, const Operation& operation, std::size_t parts) {
   constexpr int kOperations = 3;
-  Ranks ranks(2, std::vector<Operation>(parts, all_reduce(codec)));
-  for (int i = 0; i < kOperations; ++i) ranks.launch_together();
+  Ranks ranks(n, std::vector<Operation>(parts, operation));
+  const auto begin = Clock::now();
+  for (int i = 0; i < kOperations; ++i) ranks.put_and_launch();
+  const std::int64_t most = std::chrono::nanoseconds(Clock::now() - begin).count();
   for (const auto& endpoint : ranks.world.endpoints) {
+    std::int64_t sum = 0;
     for (int i = 0; i < kOperations; ++i) {
       const auto timed = endpoint->next_timed();
-      PYCOMM_CHECK(timed && timed->collective == Collective::all_reduce && timed->codec == codec,
+      PYCOMM_CHECK(timed && timed->collective == Collective::all_reduce &&
+                       timed->codec == operation.codec.kind,
                    "each operation counts");
-      PYCOMM_CHECK(timed->bytes == static_cast<std::int64_t>(parts) * kCount * 4,
+      PYCOMM_CHECK(timed->bytes == static_cast<std::int64_t>(parts) * operation.count * 4,
                    "with all its tensors");
       PYCOMM_CHECK(0 < timed->exchange && timed->exchange <= timed->whole, "and has times");
+      sum += timed->whole;
     }
+    PYCOMM_CHECK(sum <= most, "which lie one after the other");
     PYCOMM_CHECK(!endpoint->next_timed(), "once");
   }
 }
 
+// Rank 1 launches a while after rank 0's kernel has told that it is there.
 void tells_who_has_waited() {
-  constexpr auto kLate = std::chrono::milliseconds(50);
-  constexpr std::int64_t kLateNs = std::chrono::nanoseconds(kLate).count();
   Ranks ranks(2, {all_reduce()});
+  cuda::Endpoint &first = *ranks.world.endpoints[0], &second = *ranks.world.endpoints[1];
   std::jthread early([&] { ranks.launch_alone(0); });
-  std::this_thread::sleep_for(kLate);
+  while (first.progress()[0] != begun_word(1)) std::this_thread::yield();
+  std::this_thread::sleep_for(std::chrono::milliseconds(1));  // for its clock's next reading
+  const auto begin = Clock::now();
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  const std::int64_t waited = std::chrono::nanoseconds(Clock::now() - begin).count();
   ranks.launch_alone(1);
   early.join();
-  const auto first = ranks.world.endpoints[0]->next_timed();
-  const auto second = ranks.world.endpoints[1]->next_timed();
-  PYCOMM_CHECK(first && second, "both have ended");
-  PYCOMM_CHECK(first->whole - first->exchange > kLateNs / 2, "rank 0 has waited for rank 1");
-  PYCOMM_CHECK(second->whole - second->exchange < kLateNs / 2, "rank 1 has not waited");
+  const auto long_one = first.next_timed(), short_one = second.next_timed();
+  PYCOMM_CHECK(long_one && short_one, "both have ended");
+  PYCOMM_CHECK(long_one->whole - long_one->exchange >= waited, "rank 0 has waited for rank 1");
+  PYCOMM_CHECK(short_one->whole < long_one->whole, "rank 1 has not waited");
 }
 
 void failures_are_not_told() {
   Ranks ranks(2, {all_reduce()});
+  ranks.put_and_launch();
   for (const auto& endpoint : ranks.world.endpoints) {
+    PYCOMM_CHECK(endpoint->next_timed().has_value(), "the first one has succeeded");
     endpoint->set_abort(abort_word(Reason::timeout, 1));
   }
-  ranks.launch_together();
+  ranks.put_and_launch();
   for (const auto& endpoint : ranks.world.endpoints) {
-    PYCOMM_CHECK(!endpoint->next_timed(), "the operation has failed");
+    PYCOMM_CHECK(!endpoint->next_timed(), "the second one has failed");
   }
 }
 
@@ -189,15 +195,24 @@ void failures_are_not_told() {
 
 int main() {
   using namespace pycomm::test;
-  using pycomm::CodecKind;
+  using pycomm::Algorithm, pycomm::CodecKind;
+  constexpr auto kLastRounds = static_cast<std::uint32_t>(pycomm::cuda::kTimingRounds) - 3;
   return run_all(
-      {{"meetings are read in order", reads_meetings_in_order},
-       {"meetings of an operation are one", meetings_of_an_operation_are_one},
-       {"the ring goes round", goes_round},
+      {{"whole operations are read in order", reads_whole_operations_in_order},
+       {"the ring goes round, the first word late", [] { goes_round(0, 4, 0); }},
+       {"the ring goes round, the last word late", [] { goes_round(0, 4, 4); }},
+       {"rounds go round", [] { goes_round(kLastRounds * pycomm::cuda::kTimings, 6, 2); }},
+       {"operations go round", [] { goes_round(0u - 2 * pycomm::cuda::kTimings, 4, 2); }},
        {"who is behind misses the oldest", who_is_behind_misses_the_oldest},
-       {"a plain operation counts once", [] { an_operation_counts_once(CodecKind::none, 1); }},
-       {"a bucket of int8 counts once", [] { an_operation_counts_once(CodecKind::int8, 3); }},
-       {"a bucket of top-k counts once", [] { an_operation_counts_once(CodecKind::topk, 2); }},
+       {"a plain operation", [] { an_operation_counts_once(2, all_reduce(), 1); }},
+       {"one rank", [] { an_operation_counts_once(1, all_reduce(), 1); }},
+       {"packets",
+        [] {
+          const auto small = all_reduce(CodecKind::none, Algorithm::one_shot, 100);
+          an_operation_counts_once(3, small, 1);
+        }},
+       {"a bucket of int8", [] { an_operation_counts_once(2, all_reduce(CodecKind::int8), 3); }},
+       {"a bucket of top-k", [] { an_operation_counts_once(2, all_reduce(CodecKind::topk), 2); }},
        {"who has waited", tells_who_has_waited},
        {"failures are not told", failures_are_not_told}});
 }
