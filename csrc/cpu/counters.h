@@ -60,9 +60,9 @@ class Counters {
     std::int64_t entered, arrived, done;
   };
   // Counts an operation. Its times count `weight` times; 0: it has none.
-  void add(Collective collective, CodecKind codec, std::int64_t bytes, std::int64_t weight,
+  void add(const Operation& operation, std::int64_t bytes, std::int64_t weight,
            const Moments& moments) {
-    std::atomic<Cell*>& place = cells_[index_of(collective, codec, bytes)];
+    std::atomic<Cell*>& place = cells_[index_of(operation, bytes)];
     Cell* cell = place.load(std::memory_order_relaxed);
     if (cell == nullptr) {
       cell = new (std::nothrow) Cell;
@@ -130,9 +130,9 @@ class Counters {
   }
 
   static constexpr std::size_t kCodecs = kCountOf<CodecKind>, kSizes = 56;
-  static std::size_t index_of(Collective collective, CodecKind codec, std::int64_t bytes) {
-    const auto kind =
-        static_cast<std::size_t>(collective) * kCodecs + static_cast<std::size_t>(codec);
+  static std::size_t index_of(const Operation& operation, std::int64_t bytes) {
+    const auto kind = static_cast<std::size_t>(operation.collective) * kCodecs +
+                      static_cast<std::size_t>(operation.codec.kind);
     const auto width = static_cast<std::size_t>(std::bit_width(static_cast<std::uint64_t>(bytes)));
     return kind * kSizes + std::min(width, kSizes - 1);
   }

@@ -98,7 +98,9 @@ void Group::count_on_device(const TimedOperation& ended) {
   };
   const std::int64_t whole = in_ticks(ended.whole);
   const Counters::Moments moments{0, whole - in_ticks(ended.exchange), whole};
-  on_device_.add(ended.collective, ended.codec, ended.bytes, 1, moments);
+  Operation operation{ended.collective};
+  operation.codec.kind = ended.codec;
+  on_device_.add(operation, ended.bytes, 1, moments);
 }
 
 CollectiveError Group::with_report(const CollectiveError& error, std::uint32_t launch) {

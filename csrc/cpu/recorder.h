@@ -52,7 +52,7 @@ class Recorder {
     moments_.done = weight != 0 ? ticks() : kUntimed;
     record().end(moments_.done);
     if (operation.device != Device::cpu) return;  // the host has only agreed on it
-    counters_.add(operation.collective, operation.codec.kind, bytes, weight, moments_);
+    counters_.add(operation, bytes, weight, moments_);
   }
 
   // What the operations have taken so far. From any thread.

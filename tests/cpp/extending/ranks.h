@@ -79,7 +79,8 @@ class DeviceRanks {
                         &mailboxes_[r].mailbox,
                         static_cast<std::int16_t>(r),
                         false,
-                        1};
+                        1,
+                        static_cast<std::uint64_t>(operation.count * size_of(operation.dtype))};
     buckets_[r].parts = {{operation, in, out, feedback}};
     workspaces_[r].resize(
         static_cast<std::size_t>(cuda::workspace_bytes(buckets_[r].parts, launch_.layout.ranks)));
