@@ -146,7 +146,7 @@ class Comparison:
 USUAL = (
     Comparison(2, 1000, (0, 1, 2), SETTINGS),
     Comparison(4, 1000, (0, 1), (RESET,)),
-    Comparison(2, 3000, (0,), (RESET,), goal=0.01),
+    Comparison(2, 3000, (0, 1, 2), (RESET,), goal=0.01),
 )
 COMPARISONS = {
     "characters": USUAL,
