@@ -29,6 +29,8 @@ class Members:
         arrived: called with a parameter whose gradient is ready, as long as it belongs here.
     """
 
+    _module: nn.Module | None
+
     def __init__(
         self,
         module: nn.Module,
@@ -43,6 +45,7 @@ class Members:
                 self._names[id(parameter)] = name
                 self._claim(parameter, arrived)
         self._look(module)
+        self._module = None  # so that the first forward checks
 
     def check(self, module: nn.Module) -> None:
         """Raises ValueError if other parameters of the module would get gradients."""

@@ -54,6 +54,8 @@ class Wrapping(nn.Module):
         self._shard_options, self._given_shard_group = division, shard_group
         self._bucket_bytes = bucket_bytes
         self.require_backward_grad_sync = True
+        # Those that the wrapper exchanges, also if some are frozen since.
+        self._kept = [p for p in module.parameters() if p.requires_grad]
         self._own_exchange: GradientExchange | None = None
         exchanged = self._exchanged()
         self._begin_in(self._group, exchanged, is_new=True)
@@ -118,15 +120,9 @@ class Wrapping(nn.Module):
         return self._own_exchange
 
     def _exchanged(self) -> list[torch.Tensor]:
-        """The parameters that the wrapper exchanges, in the module's order.
-
-        Ranks that go on with another group keep those they have, also if some are frozen since.
-        """
-        parameters = list(self.module.parameters())
-        if self._own_exchange is None:
-            return [p for p in parameters if p.requires_grad]
-        kept = set(map(id, self._own_exchange.parameters))
-        return [p for p in parameters if id(p) in kept]
+        """The kept parameters that the module still has, in its order."""
+        kept = set(map(id, self._kept))
+        return [p for p in self.module.parameters() if id(p) in kept]
 
     def _make_exchange(self, parameters: list[torch.Tensor]) -> GradientExchange:
         arrived = functools.partial(_arrived, weakref.ref(self))
@@ -144,7 +140,7 @@ class Wrapping(nn.Module):
             made = self._make_exchange(parameters)
         except PycommError:
             raise
-        except (MemoryError, RuntimeError):  # torch's allocator raises the latter
+        except (MemoryError, OSError, RuntimeError):  # torch's allocator raises the last one
             group.should_commit(False)
             raise
         if not group.should_commit():

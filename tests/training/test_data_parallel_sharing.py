@@ -189,6 +189,24 @@ def test_parameters_that_came_later_are_refused(world, change, name):
     world(2).run(body)
 
 
+@pytest.mark.parametrize(("change", "name"), [(replaced, "0.weight"), (thawed, "1.scale")])
+def test_they_are_refused_in_another_group_too(world, change, name):
+    """Not silently left out of the averages."""
+
+    def body(group):
+        module = copy.deepcopy(NETWORK)
+        module[1].scale = nn.Parameter(torch.ones(3), requires_grad=False)
+        model = wrap(module, group)
+        check_steps(group, model, copy.deepcopy(module), range(2))
+        change(module)
+        group.should_commit()  # nobody shrinks the group while the other is in its last step
+        model.regroup(group.shrink())
+        with pytest.raises(ValueError, match=f"{name!r} is new.*wrap it anew"):
+            wrapped.batch_loss(model, group.rank, 0)
+
+    world(2).run(body)
+
+
 def pruned(module):
     prune.random_unstructured(module[0], "weight", 0.0)
 
