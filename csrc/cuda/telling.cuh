@@ -6,8 +6,8 @@
 
 namespace pycomm::cuda {
 
-// Of the operation. In shared memory, because algorithms have no registers left for them. The functions
-// below are not inlined for the same reason.
+// The times of the operation that runs. They lie in shared memory, because algorithms have no registers
+// left. For the same reason, the functions that tell are not inlined.
 struct Times {
   std::uint64_t begun, arrived;
   std::uint32_t told;

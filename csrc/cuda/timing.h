@@ -27,7 +27,8 @@ inline constexpr int kTimingBits = 48;
 inline constexpr std::uint64_t kTimingMask = (std::uint64_t{1} << kTimingBits) - 1;
 inline constexpr std::uint64_t kTimingRounds = std::uint64_t{1} << (64 - kTimingBits);
 
-// Of an operation's number, counted from 0. The first round is 1, because memory begins with zeros.
+// The round in which an operation is written. Operations are numbered from 0, rounds from 1, because memory
+// begins with zeros.
 PYCOMM_HD constexpr std::uint64_t timing_round(std::uint32_t number) {
   return (number / kTimings + 1) % kTimingRounds;
 }

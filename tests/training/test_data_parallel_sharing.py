@@ -159,6 +159,15 @@ def thawed(module):
     module[1].scale.requires_grad_()
 
 
+def trained(group):
+    """A module with a frozen parameter, and its wrapper, which has made two steps."""
+    module = copy.deepcopy(NETWORK)
+    module[1].scale = nn.Parameter(torch.ones(3), requires_grad=False)
+    model = wrap(module, group)
+    check_steps(group, model, copy.deepcopy(module), range(2))
+    return module, model
+
+
 @pytest.mark.parametrize(
     ("change", "name"),
     [
@@ -174,10 +183,7 @@ def test_parameters_that_came_later_are_refused(world, change, name):
     """Raises before anything is exchanged, on every rank; wrapped again, gradients are averaged."""
 
     def body(group):
-        module = copy.deepcopy(NETWORK)
-        module[1].scale = nn.Parameter(torch.ones(3), requires_grad=False)
-        model = wrap(module, group)
-        check_steps(group, model, copy.deepcopy(module), range(2))
+        module, model = trained(group)
         change(module)
         for syncing in (contextlib.nullcontext(), model.no_sync()):
             with syncing, pytest.raises(ValueError, match=f"{name!r} is new.*wrap it anew"):
@@ -194,10 +200,7 @@ def test_they_are_refused_in_another_group_too(world, change, name):
     """Not silently left out of the averages."""
 
     def body(group):
-        module = copy.deepcopy(NETWORK)
-        module[1].scale = nn.Parameter(torch.ones(3), requires_grad=False)
-        model = wrap(module, group)
-        check_steps(group, model, copy.deepcopy(module), range(2))
+        module, model = trained(group)
         change(module)
         group.should_commit()  # nobody shrinks the group while the other is in its last step
         model.regroup(group.shrink())

@@ -1,12 +1,10 @@
 """Sharded training goes on when ranks are lost: as if its states came from a checkpoint."""
 
-import contextlib
 import copy
 import os
 import random
 import signal
 import threading
-import time
 
 import helpers
 import pytest
@@ -126,47 +124,6 @@ def test_a_rank_is_killed_while_the_others_regroup():
 def test_a_parameter_is_frozen_before(shard):
     """Its states move to the new owners like the others."""
     assert check(3, {1: (3, "updated")}, shard=shard, freezes=2) == [3]
-
-
-def raise_memory_error(*_, **__):
-    raise MemoryError("no memory, the test says")
-
-
-@contextlib.contextmanager
-def lacking_memory(group):
-    """Rank 1 lacks memory."""
-    with pytest.MonkeyPatch.context() as patch:
-        if group.rank == 1:
-            patch.setattr(pycomm.Group, "empty", raise_memory_error)
-        yield
-
-
-def lack_memory(group, options):
-    with lacking_memory(group), pytest.raises(MemoryError, match="memory"):
-        Training(group)
-    training = Training(group, replicas=2, **options)
-    training.train(group.rank, range(2))
-    group.should_commit()
-    if group.rank == 2:
-        time.sleep(1)  # so that the others leave it out
-        return None
-    smaller = group.shrink(exclude=[2])
-    with lacking_memory(smaller), pytest.raises(MemoryError, match="memory"):
-        training.model.regroup(smaller)
-    training.model.regroup(smaller)
-    training.train(smaller.rank, range(2, STEPS))
-    return training.state()
-
-
-@pytest.mark.parametrize("options", [{}, {"freezes": 1}], ids=str)
-def test_a_rank_lacks_memory(options):
-    """All ranks raise, and all can try again."""
-    with helpers.Ranks(3, helpers.in_group, lack_memory, {"timeout": 30}, options) as ranks:
-        outcomes = ranks.wait_for([0, 1])
-    for outcome in outcomes:
-        assert outcome.error is None, outcome.trace
-        expected = expect([(0, (0, 1, 2)), (2, (0, 1))], **options)
-        assert sharding.difference(expected, outcome.value) is None
 
 
 def test_ranks_are_killed_together():
