@@ -86,10 +86,22 @@ def backend():  # type: ignore[no-untyped-def]
     )
 
 
+def united(folder: str) -> list[Path]:
+    """A folder's sources as two, one for each of two cores: headers take most of the time."""
+    sources = sorted(Path("csrc", folder).glob("*.cpp"))
+    units = [Path("build", f"{folder}_{number}.cpp") for number in (1, 2)]
+    units[0].parent.mkdir(exist_ok=True)
+    for number, unit in enumerate(units):
+        text = "".join(f'#include "{source.relative_to("csrc")}"\n' for source in sources[number::2])
+        if not unit.exists() or unit.read_text() != text:
+            unit.write_text(text)
+    return units
+
+
 def extension():  # type: ignore[no-untyped-def]
     """pycomm._C, which has the algorithms: for every torch from 2.11 on."""
     cuda = with_cuda()
-    sources = [*Path().glob("csrc/cpu/**/*.cpp"), *Path().glob("csrc/bind/*.cpp")]
+    sources = [*Path().glob("csrc/cpu/**/*.cpp"), *united("bind")]
     sources += Path("csrc/cuda").glob("**/*.cu" if cuda else "no_cuda.cpp")
     sources.append(Path("csrc/cuda/group.cpp"))  # of every build
     common = ["-std=c++20", "-O3"]

@@ -135,7 +135,7 @@ Error check_waiting(void* group) {
 
 void abort(void* group) { static_cast<Group*>(group)->abort(); }
 
-struct Allocation {
+struct Owner {
   std::shared_ptr<Heap> heap;
   std::byte* data;
 };
@@ -143,15 +143,15 @@ struct Allocation {
 Error allocate(void* group, std::int64_t bytes, void** data, void** owner) {
   return guarded([&] {
     const std::shared_ptr<Heap> heap = static_cast<Group*>(group)->heap();
-    auto allocation = std::make_unique<Allocation>(Allocation{heap, heap->allocate(bytes)});
+    auto allocation = std::make_unique<Owner>(Owner{heap, heap->allocate(bytes)});
     *data = allocation->data;
     *owner = allocation.release();
   });
 }
 
 void free_memory(void* owner) {
-  const std::unique_ptr<Allocation> allocation(static_cast<Allocation*>(owner));
-  allocation->heap->free(allocation->data);
+  const std::unique_ptr<Owner> found(static_cast<Owner*>(owner));
+  found->heap->free(found->data);
 }
 
 constexpr BackendTable kTable = {

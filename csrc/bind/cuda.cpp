@@ -56,10 +56,10 @@ cuda::WireJob wire_job(int device, std::uintptr_t stream, std::uintptr_t workspa
   return job;
 }
 
-void encode(int device, std::uintptr_t stream, std::uintptr_t workspace, const Codec& codec,
-            int dtype, std::uintptr_t x, std::int64_t n, std::uintptr_t wire, std::uint64_t seed,
-            std::uint32_t step, std::int64_t offset, std::uint32_t stream_of_bits, std::int64_t run,
-            std::int64_t stride) {
+void cuda_encode(int device, std::uintptr_t stream, std::uintptr_t workspace, const Codec& codec,
+                 int dtype, std::uintptr_t x, std::int64_t n, std::uintptr_t wire,
+                 std::uint64_t seed, std::uint32_t step, std::int64_t offset,
+                 std::uint32_t stream_of_bits, std::int64_t run, std::int64_t stride) {
   const WithoutGil no_gil;
   cuda::WireJob job = wire_job(device, stream, workspace, codec, dtype, n, x, wire);
   job.random = {seed, step, stream_of_bits};
@@ -67,17 +67,17 @@ void encode(int device, std::uintptr_t stream, std::uintptr_t workspace, const C
   cuda::encode(job);
 }
 
-void decode(int device, std::uintptr_t stream, std::uintptr_t workspace, const Codec& codec,
-            std::uintptr_t wire, std::int64_t bytes, std::int64_t n, int dtype,
-            std::uintptr_t output, bool add, bool checks) {
+void cuda_decode(int device, std::uintptr_t stream, std::uintptr_t workspace, const Codec& codec,
+                 std::uintptr_t wire, std::int64_t bytes, std::int64_t n, int dtype,
+                 std::uintptr_t output, bool add, bool checks) {
   const WithoutGil no_gil;
   cuda::decode(wire_job(device, stream, workspace, codec, dtype, n, output, wire), bytes, add,
                checks);
 }
 
-std::int64_t select(int device, std::uintptr_t stream, std::uintptr_t workspace, const Codec& codec,
-                    int dtype, std::uintptr_t x, std::int64_t n, std::uintptr_t indices,
-                    std::uintptr_t values) {
+std::int64_t cuda_select(int device, std::uintptr_t stream, std::uintptr_t workspace,
+                         const Codec& codec, int dtype, std::uintptr_t x, std::int64_t n,
+                         std::uintptr_t indices, std::uintptr_t values) {
   const WithoutGil no_gil;
   return cuda::select(wire_job(device, stream, workspace, codec, dtype, n, x, 0),
                       reinterpret_cast<std::int64_t*>(indices), reinterpret_cast<float*>(values));
@@ -129,9 +129,9 @@ void bind_cuda(py::module_& m) {
            })
       .def("run_bucket", &run_bucket);
   m.def("cuda_completed", &cuda::completed, py::arg("event"));
-  m.def("cuda_encode", &encode);
-  m.def("cuda_decode", &decode);
-  m.def("cuda_select", &select);
+  m.def("cuda_encode", &cuda_encode);
+  m.def("cuda_decode", &cuda_decode);
+  m.def("cuda_select", &cuda_select);
   m.def("cuda_workspace_bytes",
         py::overload_cast<const Codec&, std::int64_t>(&cuda::workspace_bytes), py::arg("codec"),
         py::arg("n"));

@@ -59,15 +59,15 @@ void delete_group(Group* group) {
   }
 }
 
-void run(Group& group, const Operation& kind, std::int64_t count, std::uintptr_t input,
-         std::uintptr_t output, const Shape& shape, const std::string& label) {
+void run_kind(Group& group, const Operation& kind, std::int64_t count, std::uintptr_t input,
+              std::uintptr_t output, const Shape& shape, const std::string& label) {
   const WithoutGil no_gil;
   group.run(make_call(kind, count, input, output, shape, label), check_signals);
 }
 
-std::shared_ptr<Work> submit(Group& group, const Operation& kind, std::int64_t count,
-                             std::uintptr_t input, std::uintptr_t output, const Shape& shape,
-                             const std::string& label) {
+std::shared_ptr<Work> submit_kind(Group& group, const Operation& kind, std::int64_t count,
+                                  std::uintptr_t input, std::uintptr_t output, const Shape& shape,
+                                  const std::string& label) {
   const WithoutGil no_gil;
   return group.submit({make_call(kind, count, input, output, shape, label)});
 }
@@ -185,9 +185,9 @@ void bind_group(py::module_& m) {
           },
           py::arg("nodes"), py::arg("here"), py::arg("transport"), py::arg("timeout"),
           py::keep_alive<1, 4>())
-      .def("run", &run, py::arg("operation"), py::arg("count"), py::arg("input"), py::arg("output"),
-           py::arg("shape") = py::none(), py::arg("label") = "")
-      .def("submit", &submit, py::arg("operation"), py::arg("count"), py::arg("input"),
+      .def("run", &run_kind, py::arg("operation"), py::arg("count"), py::arg("input"),
+           py::arg("output"), py::arg("shape") = py::none(), py::arg("label") = "")
+      .def("submit", &submit_kind, py::arg("operation"), py::arg("count"), py::arg("input"),
            py::arg("output"), py::arg("shape") = py::none(), py::arg("label") = "")
       .def("run_call", &run_call)
       .def("submit_call", &submit_call)
