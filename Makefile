@@ -6,32 +6,45 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 # More than two cores have, because ranks that wait in tests leave cores idle.
 JOBS ?= 4
+# Of the mutants and the long tests, the fifth to run, 0 to 4; all of them if it is empty.
+PART ?=
+# --once gives a test that fails no second try.
+TESTS := OMP_NUM_THREADS=1 $(BIN)/python tests/run.py $(if $(PART),--part $(PART)) $(TRIES) -n $(JOBS)
+# Compute capabilities for which the kernels are compiled and read.
+ARCHITECTURES ?= 80 90 100
 
-.PHONY: demo test test-slow test-gpu test-emulated gpu bench-gpu convergence cuda-check lint format tsan asan bench clean
+.PHONY: demo test test-slow nightly test-gpu test-emulated gpu bench-gpu convergence cuda-check lint format tsan asan bench clean
 .PHONY: compile-commands torch-headers torch-check
 
 $(BIN)/python:
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --upgrade pip
+	@echo "making the environment $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install -q --upgrade pip
 
 $(VENV)/.torch: | $(BIN)/python
-	$(BIN)/pip install -q "$(TORCH)" "setuptools>=77" "pybind11>=2.13" ninja wheel cmake
-	touch $@
+	@echo "installing $(TORCH) and what builds need"
+	@$(BIN)/pip install -q "$(TORCH)" numpy "setuptools>=77" "pybind11>=2.13" ninja wheel cmake
+	@touch $@
 
 # The build itself; again whenever a source changes.
 $(VENV)/.built: $(VENV)/.torch setup.py pyproject.toml $(shell find csrc -type f)
-	$(BIN)/pip install -q --no-build-isolation -e ".[bench,test]"
-	touch $@
+	@echo "compiling the extension (about 2 minutes on 2 cores), and installing what tests need"
+	@$(BIN)/pip install -q --no-build-isolation -e ".[bench,test]"
+	@touch $@
 
 demo: $(VENV)/.built
-	$(BIN)/python examples/demo.py
+	@$(BIN)/python examples/demo.py
 
 test: $(VENV)/.built cpp-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -q tests
+	@$(TESTS) tests
 
-# The long tests, which "test" leaves out: torch's own tests of backends, the wheel, training.
+# The long tests, which "test" leaves out: torch's own tests of backends, the wheel, training, fuzz.
 test-slow: $(VENV)/.built
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -q -m slow tests
+	@$(TESTS) -m slow tests
+
+# All tests and checks that need no GPU, whole, and without second tries. Takes an hour or more.
+nightly:
+	.ci/run nightly
 
 # Needs a CUDA device; see docs/cuda.md.
 test-gpu: $(VENV)/.built
@@ -39,8 +52,8 @@ test-gpu: $(VENV)/.built
 
 # The tests for a CUDA device without one: kernels run as fibers, tensors lie in host memory.
 test-emulated: $(VENV)/.built emulator
-	OMP_NUM_THREADS=1 PYTHONPATH=tests/emulator PYCOMM_EMULATOR=$(abspath build/cpp-test/emulator.so) \
-	$(BIN)/python -m pytest -n $(JOBS) -q -m "gpu and not hardware" tests/gpu
+	@PYTHONPATH=tests/emulator PYCOMM_EMULATOR=$(abspath build/cpp-test/emulator.so) \
+	$(TESTS) -m "gpu and not hardware" tests/gpu
 
 # All that needs a GPU, in at most 10 minutes, with the torch that is there: results come to out/gpu.
 gpu:
@@ -64,7 +77,7 @@ bench: $(VENV)/.built
 # The mutants of the code that the checkers check, and the races of kernels, need g++.
 .PHONY: cpp-test mutants emulator racecheck
 cpp-test mutants emulator racecheck tsan asan: $(VENV)/.torch
-	PATH="$(abspath $(BIN)):$$PATH" sh tests/cpp/run.sh $@
+	@PATH="$(abspath $(BIN)):$$PATH" sh tests/cpp/run.sh $@ $(PART)
 
 # How each source is compiled, for clangd and the like; on x86-64 with the kernels, as C++.
 compile-commands: $(VENV)/.torch
@@ -72,7 +85,7 @@ compile-commands: $(VENV)/.torch
 	ln -sf build/$@/compile_commands.json .
 
 cuda-check: $(VENV)/.torch
-	$(BIN)/python tests/cpp/cuda_check.py
+	$(BIN)/python tests/cpp/cuda_check.py --for $(ARCHITECTURES)
 
 # The machine code of the kernels: rules, and limits per hot loop, which sass-limits writes anew, with
 # the predictions in docs/performance.md.
@@ -81,7 +94,7 @@ disassembler: $(VENV)/.torch
 	PYTHONPATH=tests/cpp $(BIN)/python -m sass.disassembler build/disassembler
 
 sass: cuda-check disassembler
-	PYTHONPATH=tests/cpp $(BIN)/python -m sass
+	PYTHONPATH=tests/cpp $(BIN)/python -m sass --for $(ARCHITECTURES)
 
 sass-limits: cuda-check disassembler
 	PYTHONPATH=tests/cpp $(BIN)/python -m sass --write

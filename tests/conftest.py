@@ -17,6 +17,23 @@ torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+PARTS = 5
+
+
+def pytest_addoption(parser):
+    parser.addoption("--part", type=int, help="of the tests marked slow, only a fifth, 0 to 4")
+
+
+def pytest_collection_modifyitems(config, items):
+    part = config.getoption("part")
+    if part is None:
+        return
+    slow = sorted(item.nodeid for item in items if item.get_closest_marker("slow"))
+    left_out = set(slow) - set(slow[part::PARTS])
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
+    items[:] = [item for item in items if item.nodeid not in left_out]
+
+
 @pytest.fixture(autouse=True)
 def no_default_group():
     """Every test starts and ends without one."""

@@ -1,19 +1,22 @@
-"""Compiles every kernel for sm_80, sm_90 and sm_100 with nvcc alone.
+"""Compiles every kernel with nvcc alone, by default for sm_80, sm_90 and sm_100.
 
 Refuses spills, warnings and what ptxas compiles wrongly (ptx_flags.py).
 
-Needs neither a GPU nor torch: ``python tests/cpp/cuda_check.py [FILE ...]``. The objects stay in
-build/cuda, where `make sass` reads them, and are compiled again only when a file has changed.
+Needs neither a GPU nor torch: ``python tests/cpp/cuda_check.py [FILE ...] [--for 90 ...]``. The
+objects stay in build/cuda, where `make sass` reads them. They are compiled again only when a file
+has changed.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -67,15 +70,15 @@ def is_current(output: Path, listed: Path) -> bool:
     return all(file.exists() and file.stat().st_mtime < made for file in needed)
 
 
-def check(source: Path, front_end: str) -> str:
-    """Compiles one file for the architectures of a front end; returns the problem found."""
+def check(source: Path, front_end: str, wanted: Sequence[str]) -> str:
+    """Compiles one file for the wanted architectures of a front end; returns the problem found."""
     listed = path_of(source, f"compute_{front_end}", ".d")
     listed.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as kept:
         options = [f"-I{ROOT / 'csrc'}", "-MD", "-MF", str(listed), "--keep", "--keep-dir", kept]
         ptx = Path(kept, source.stem).with_suffix(".ptx")
         compiled = [str(source), *options]
-        for architecture in FRONT_ENDS[front_end]:
+        for architecture in (one for one in FRONT_ENDS[front_end] if one in wanted):
             name = f"{source.name} for sm_{architecture}"
             output = object_of(source, architecture)
             if is_current(output, listed):
@@ -112,15 +115,24 @@ def compile_one(arguments: list[str], ptx: Path, output: Path, name: str) -> str
     return ""
 
 
+def add_architectures(parser: argparse.ArgumentParser) -> None:
+    """Adds the option that chooses architectures."""
+    parser.add_argument("--for", dest="architectures", nargs="+", choices=ARCHITECTURES)
+    parser.set_defaults(architectures=ARCHITECTURES)
+
+
 def main() -> int:
     """Checks all files or those named; the exit status says whether all is well."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("files", nargs="*", type=Path)
+    add_architectures(parser)
+    given = parser.parse_args()
     if shutil.which("nvcc") is None:
         print("nvcc is not on PATH: nothing has been checked", file=sys.stderr)
         return 1
-    named = [Path(name).resolve() for name in sys.argv[1:]]
-    sources = named or sorted(CUDA.rglob("*.cu"))
+    sources = [path.resolve() for path in given.files] or sorted(CUDA.rglob("*.cu"))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        jobs = [pool.submit(check, s, f) for s in sources for f in FRONT_ENDS]
+        jobs = [pool.submit(check, s, f, given.architectures) for s in sources for f in FRONT_ENDS]
         problems = [problem for job in jobs if (problem := job.result())]
     for problem in problems:
         print(problem, file=sys.stderr)

@@ -16,15 +16,25 @@ function(mutate file to old new)
   set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${original})
 endfunction()
 
+# Of five parts of the mutants, the one to build and run, 0 to 4; or nothing, for all.
+set(PYCOMM_PART "" CACHE STRING "a fifth of the mutants, 0 to 4, or nothing")
+set_property(GLOBAL PROPERTY PYCOMM_MUTANTS 0)  # so many
 add_custom_target(mutants)
 # The test says FAILED, or what COMPLAINT says. It is called with ARGUMENTS.
 function(expect_failure target)
+  get_property(number GLOBAL PROPERTY PYCOMM_MUTANTS)
+  math(EXPR number "${number} + 1")
+  set_property(GLOBAL PROPERTY PYCOMM_MUTANTS ${number})
+  math(EXPR part "${number} % 5")
   cmake_parse_arguments(PARSE_ARGV 1 HOW "" COMPLAINT ARGUMENTS)
   if(NOT HOW_COMPLAINT)
     set(HOW_COMPLAINT FAILED)
   endif()
   target_compile_options(${target} PRIVATE -O0 -g0 -w)
   set_target_properties(${target} PROPERTIES EXCLUDE_FROM_ALL ON)
+  if(NOT PYCOMM_PART STREQUAL "" AND NOT PYCOMM_PART EQUAL part)
+    return()
+  endif()
   add_dependencies(mutants ${target})
   add_test(NAME ${target} COMMAND ${target} ${HOW_ARGUMENTS})
   set_tests_properties(${target} PROPERTIES

@@ -3,6 +3,7 @@
 # the mutants of the code they check, in the build folder of cpp-test. "racecheck" searches the kernels
 # and mutants of them for races, in the build folder of tsan. "emulator" builds what tests in Python
 # need to run the kernels on the CPU.
+#   run.sh WHAT [PART]    with PART, 0 to 4, only a fifth of the mutants
 set -eu
 folder="build/$1" target=all tests="-LE mutant|race" mutants="" sanitize="" python=""
 case "$1" in
@@ -14,15 +15,25 @@ case "$1" in
   racecheck) folder=build/tsan target=racecheck tests="-L race" sanitize=thread
     mutants="-L mutant --repeat until-pass:3" ;;
   asan) sanitize=address ;;
-  *) echo "usage: $0 cpp-test|mutants|emulator|tsan|racecheck|asan" >&2; exit 2 ;;
+  *) echo "usage: $0 cpp-test|mutants|emulator|tsan|racecheck|asan [PART]" >&2; exit 2 ;;
 esac
-# shellcheck disable=SC2086
-cmake -S . -B "$folder" -G Ninja -DPYCOMM_SANITIZE="$sanitize" $python >/dev/null
-cmake --build "$folder" --target "$target"
-[ -n "$tests" ] || exit 0
 export TSAN_OPTIONS=halt_on_error=1 ASAN_OPTIONS=detect_leaks=1
-run() { ctest --test-dir "$folder" --output-on-failure --no-tests=error -j 2 "$@"; }
+
+# Runs a command, whose output appears only if it fails.
+quietly() {
+  "$@" >"$folder/output" 2>&1 || { cat "$folder/output"; exit 1; }
+}
+run() {
+  quietly ctest --test-dir "$folder" --output-on-failure --no-tests=error -j 2 "$@"
+  sed -n 's/^100% tests passed, 0 tests failed out of /C++ tests passed: /p' "$folder/output"
+}
+
+mkdir -p "$folder"
 # shellcheck disable=SC2086
-run $tests
+quietly cmake -S . -B "$folder" -G Ninja -DPYCOMM_SANITIZE="$sanitize" -DPYCOMM_PART="${2-}" $python
+echo "building $target in $folder"
+quietly cmake --build "$folder" --target "$target"
+# shellcheck disable=SC2086
+[ -z "$tests" ] || run $tests
 # shellcheck disable=SC2086
 [ -z "$mutants" ] || run $mutants

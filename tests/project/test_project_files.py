@@ -77,10 +77,25 @@ def test_every_test_has_a_target():
     left_out = re.findall(r"not (\w+)", PROJECT["tool"]["pytest"]["ini_options"]["addopts"])
     assert left_out == ["gpu", "slow"]
     for marker in left_out:
-        recipe = rf"^test-{marker}:.*\n\t.* -m pytest .*-q -m {marker} tests$"
+        recipe = rf"^test-{marker}:.*\n\t.* -m {marker} tests$"
         assert re.search(recipe, text("Makefile"), re.M)
     gate = {"test", "test-slow", "mutants", "tsan", "racecheck", "asan"}
     assert gate <= set(targets_in(text(".ci/run")))
+
+
+def test_the_parts_of_five_days_are_all_long_tests():
+    """Each of the gate's parts is a fifth of the tests marked slow, and none is left out."""
+
+    def listed(*options):
+        command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", "slow", *options]
+        found = subprocess.run(
+            [*command, "tests/backend"], cwd=ROOT, check=True, capture_output=True, text=True
+        ).stdout
+        return [line for line in found.splitlines() if "::" in line]
+
+    parts = [listed("--part", str(part)) for part in range(5)]
+    assert all(parts)
+    assert sorted(test for part in parts for test in part) == sorted(listed())
 
 
 @pytest.mark.parametrize("page", PAGES)

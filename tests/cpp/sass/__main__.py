@@ -1,14 +1,18 @@
-"""Reads the machine code that cuda_check.py has compiled; ``--write`` writes new limits."""
+"""Reads the machine code that cuda_check.py has compiled; ``--write`` writes new limits.
+
+``python -m sass [--write] [--for 90 ...]``
+"""
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from cuda_check import ARCHITECTURES, ROOT, object_of
+from cuda_check import ROOT, add_architectures, object_of
 
 from sass import disassembler, limits, rules
 from sass.hot import HOT_LOOPS
@@ -57,6 +61,10 @@ def report(architecture: str, found: dict[str, Figures]) -> None:
 
 def main() -> int:
     """Examines all kernels; the exit status says whether all is well."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--write", action="store_true")
+    add_architectures(parser)
+    given = parser.parse_args()
     if shutil.which("nvcc") is None:
         print("nvcc is not on PATH: nothing has been read", file=sys.stderr)
         return 1
@@ -70,17 +78,17 @@ def main() -> int:
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         jobs = {
             a: [pool.submit(examine, programs, source, a) for source in sources]
-            for a in ARCHITECTURES
+            for a in given.architectures
         }
     failed = False
-    for architecture in ARCHITECTURES:
+    for architecture in given.architectures:
         results = [job.result() for job in jobs[architecture]]
         merged = {name: one for found, _ in results for name, one in found.items()}
         figures = {one.name: merged[one.name] for one in HOT_LOOPS if one.name in merged}
         report(architecture, figures)
         problems = [problem for _, some in results for problem in some]
         written_with, limited = limits.read(architecture)
-        if "--write" in sys.argv[1:]:
+        if given.write:
             limits.write(architecture, nvcc, figures)
         elif limited and written_with != nvcc:
             print(f"not compared: the limits are for nvcc {written_with}, this is {nvcc}")
