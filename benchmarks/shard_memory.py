@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,10 +20,10 @@ from pycomm.memory import MemoryReport, plot_reports
 RANKS = 4
 WIDTH, LAYERS = 512, 48  # so many that the slots of divided gradients count for little
 MODES = (None, "optimizer", "gradients")
-STORAGE = {"fp32 states": {}, "8-bit states": {"states": "8bit"}}
+STORAGE: dict[str, dict[str, Any]] = {"fp32 states": {}, "8-bit states": {"states": "8bit"}}
 
 
-def measure(group: pycomm.Group, shard: str | None, options: dict[str, str]) -> MemoryReport:
+def measure(group: pycomm.Group, shard: str | None, options: dict[str, Any]) -> MemoryReport:
     """The memory that this rank holds after a step."""
     net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).bfloat16()
     model = pycomm.DataParallel(net, group=group, shard=shard, bucket_cap_mb=1)

@@ -9,6 +9,5 @@ measures memory, `codec_report` shows the results, and `codec_session` runs all 
 
 `overlap` and `step` time training steps; `training` defines the models.
 
-The sub-packages have command lines of their own: `gpu` times every kernel on a GPU, `nodes` what
-exchanges between nodes.
+`gpu` has command lines of its own, which time every kernel on a GPU.
 """

@@ -160,12 +160,11 @@ PYTHON_LAYERS = [
     {"collect_env", "top"},
     {"bench"},
     {"advise", "bench.gpu"},
-    {"bench.nodes"},
 ]
 # Packages whose modules have layers of their own.
 OPENED = ("_inputs", "_runtime", "_training")
 # Packages that stand above the package that they lie in.
-ABOVE = ("bench.gpu", "bench.nodes")
+ABOVE = ("bench.gpu",)
 LEVEL = {name: level for level, names in enumerate(PYTHON_LAYERS) for name in names}
 
 

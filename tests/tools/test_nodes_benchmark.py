@@ -1,4 +1,4 @@
-"""Parts of pycomm.bench.nodes that need neither root nor nodes."""
+"""Parts of benchmarks.nodes that need neither root nor nodes."""
 
 import argparse
 import json
@@ -9,9 +9,8 @@ import spanning
 import torch
 from imagined import TYPICAL
 
-from pycomm.bench.cases import MIB
-from pycomm.bench.nodes import cli, namespaces, sharded
-from pycomm.bench.nodes.cases import (
+from benchmarks.nodes import cli, namespaces, sharded
+from benchmarks.nodes.cases import (
     COMPRESSIONS,
     FEEDBACK,
     GOALS,
@@ -25,7 +24,8 @@ from pycomm.bench.nodes.cases import (
     sharded_rows,
     training_rows,
 )
-from pycomm.bench.nodes.sharded import STEPPERS
+from benchmarks.nodes.sharded import STEPPERS
+from pycomm.bench.cases import MIB
 
 SIZE = 64 * MIB
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from benchmarks.nodes.namespaces import BURST_BYTES
 from pycomm.advise.cluster import Cluster, Link
 from pycomm.advise.constants import Constants
 from pycomm.advise.model import Model
 from pycomm.advise.training import predict
 from pycomm.bench.cases import MIB
-from pycomm.bench.nodes.namespaces import BURST_BYTES
 
 RATES = {"100mbit": 100e6, "1gbit": 1e9, "10gbit": 10e9}
 COMPRESSIONS = ("none", "bf16", "int8", "topk:0.01")

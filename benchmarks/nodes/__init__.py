@@ -1,4 +1,4 @@
-"""Exchanges between nodes: ``python -m pycomm.bench.nodes``; needs root.
+"""Exchanges between nodes: ``python -m benchmarks.nodes`` in a clone, as root.
 
 `namespaces` emulates nodes by network namespaces of one machine. `cases` defines what is measured
 between them, and the predictions of ``python -m pycomm.advise``. `ranks` runs on every rank, and

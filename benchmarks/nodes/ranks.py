@@ -1,4 +1,4 @@
-"""A rank of ``python -m pycomm.bench.nodes``, which torchrun starts on every node.
+"""A rank of ``python -m benchmarks.nodes``, which torchrun starts on every node.
 
 Rank 0 asks the main process, which alone can set rates and cut links, through files of a folder
 that all nodes see: ``ask("rate", ...)`` returns when it has been done.
@@ -21,19 +21,19 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
-from pycomm._runtime.torch_private import GradBucket
-from pycomm.bench import training
-from pycomm.bench.cases import Case
-from pycomm.bench.contestants import Compressed, Contestant, Pycomm
-from pycomm.bench.nodes import sharded
-from pycomm.bench.nodes.cases import (
+from benchmarks.nodes import sharded
+from benchmarks.nodes.cases import (
     COMPRESSIONS,
     FEEDBACK,
     OVER_GROUPS,
     TRAINEES,
     WITH_FEEDBACK,
 )
-from pycomm.bench.nodes.namespaces import sent_bytes
+from benchmarks.nodes.namespaces import sent_bytes
+from pycomm._runtime.torch_private import GradBucket
+from pycomm.bench import training
+from pycomm.bench.cases import Case
+from pycomm.bench.contestants import Compressed, Contestant, Pycomm
 from pycomm.bench.overlap import Link
 from pycomm.bench.peers import TorchPeer
 

@@ -1,6 +1,6 @@
 """Measures exchanges between nodes, emulated by network namespaces of this machine; needs root.
 
-``python -m pycomm.bench.nodes --json FILE`` measures all-reduces, training and cut links. What the
+``python -m benchmarks.nodes --json FILE`` measures all-reduces, training and cut links. What the
 model of ``python -m pycomm.advise`` predicts for a row is in the file before the row is measured.
 """
 
@@ -19,11 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pycomm import collect_env
-from pycomm.advise import constants
-from pycomm.bench import report
-from pycomm.bench.cases import MIB
-from pycomm.bench.nodes.cases import (
+from benchmarks.nodes.cases import (
     BUCKET_MIB,
     HEADER,
     PEER,
@@ -37,12 +33,16 @@ from pycomm.bench.nodes.cases import (
     sharded_rows,
     training_rows,
 )
-from pycomm.bench.nodes.namespaces import INTERFACE, Nodes, address, missing
-from pycomm.bench.nodes.ranks import POLL_S, write
-from pycomm.bench.nodes.sharded import BASE, STEPPERS
+from benchmarks.nodes.namespaces import INTERFACE, Nodes, address, missing
+from benchmarks.nodes.ranks import POLL_S, write
+from benchmarks.nodes.sharded import BASE, STEPPERS
+from pycomm import collect_env
+from pycomm.advise import constants
+from pycomm.bench import report
+from pycomm.bench.cases import MIB
 
 PORT = 29500
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 STUCK_S = 900.0  # seconds without a question after which the run is stuck
 START_S = 120.0  # seconds that processes have to start, on a busy machine
 CUT_TIMEOUT = 3.0  # the group's timeout in the trials, in seconds
@@ -75,7 +75,7 @@ def rates(text: str) -> tuple[str, ...]:
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Options from a command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m pycomm.bench.nodes",
+        prog="python -m benchmarks.nodes",
         description=__doc__.splitlines()[0] if __doc__ else None,
     )
     add = parser.add_argument
@@ -105,7 +105,7 @@ class Results:
 
     def __init__(self, options: argparse.Namespace, known: constants.Constants) -> None:
         self.path = options.json
-        command = shlex.join(["python", "-m", "pycomm.bench.nodes", *sys.argv[1:]])
+        command = shlex.join(["python", "-m", "benchmarks.nodes", *sys.argv[1:]])
         self.meta = report.circumstances(command) | {
             "constants": {
                 "date": known.machine["date"],
@@ -188,7 +188,7 @@ def torchrun(nodes: Nodes, ranks: int, arguments: list[str]) -> list[Any]:
 def start(nodes: Nodes, ranks: int, plan: dict[str, Any], folder: Path) -> list[Any]:
     """Starts the ranks with a plan."""
     write(folder / "plan", plan)
-    module = ["-m", "pycomm.bench.nodes.ranks"]
+    module = ["-m", "benchmarks.nodes.ranks"]
     return torchrun(nodes, ranks, [*module, str(folder / "plan"), str(folder)])
 
 

@@ -1,0 +1,1 @@
+"""Benchmarks that need a clone of the repository."""
