@@ -126,6 +126,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--constants: there is no file {file}")
     if file and arguments.measure and not file.absolute().parent.is_dir():
         parser.error(f"--constants: there is no folder {file.parent}")
+    if arguments.measure:
+        extras.require("numpy")  # for torch's collectives of objects
     if arguments.plot:
         extras.require("matplotlib")
     return arguments

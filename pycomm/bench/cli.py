@@ -321,8 +321,7 @@ def _settings(
                 f"--minbytes and --stepbytes must be multiples of an element's size, {element} for "
                 f"{name}, got {arguments.minbytes} and {arguments.stepbytes}"
             )
-    if arguments.plot:
-        extras.require("matplotlib")
+    extras.require("numpy", *(["matplotlib"] if arguments.plot else []))
     return Settings(
         collective=arguments.collective,
         ranks=arguments.ranks,

@@ -1,7 +1,6 @@
 """accelerate and Lightning shard models on the backend, the real packages, on the CPU."""
 
 import os
-from importlib.util import find_spec
 
 import backends
 import pytest
@@ -12,8 +11,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 
-needs_accelerate = pytest.mark.skipif(not find_spec("accelerate"), reason="needs accelerate")
-needs_lightning = pytest.mark.skipif(not find_spec("lightning"), reason="needs lightning")
 STEPS = 3
 
 
@@ -54,7 +51,6 @@ def accelerated(rank, size, shards):
     return losses, dist.get_backend()
 
 
-@needs_accelerate
 @pytest.mark.parametrize("shards", [False, True])
 def test_accelerate(shards):
     """With DistributedDataParallel, and with a model that the caller has sharded."""
@@ -74,7 +70,6 @@ def accelerated_with_plugin(rank, size):
     return type(net).__name__
 
 
-@needs_accelerate
 def test_accelerate_s_fsdp_plugin_has_no_effect_on_the_cpu():
     """If this fails, accelerate has learnt it: change docs/torch-distributed.md."""
     names = backends.run(2, accelerated_with_plugin)
@@ -127,7 +122,6 @@ def under_lightning(rank, size, tensor_parallel_size):
     return module.losses, dist.get_backend()
 
 
-@needs_lightning
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2])
 def test_lightning_s_model_parallel_strategy(tensor_parallel_size):
     losses, _ = alone(STEPS, parts=2)

@@ -121,7 +121,6 @@ def test_a_link_must_be_known(tmp_path):
 
 def test_command_line(tmp_path, capsys):
     """Every algorithm with every compression, a choice, and a picture."""
-    pytest.importorskip("matplotlib")
     picture = tmp_path / "out" / "plot.png"
     cli.main([*GOOD.split(), "--plot", str(picture)])
     out = capsys.readouterr().out

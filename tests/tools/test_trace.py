@@ -332,7 +332,6 @@ def synthetic():
 
 def test_the_picture(tmp_path):
     """Rank 0 computes until it waits for the bucket; rank 1's operation is synchronous."""
-    pytest.importorskip("matplotlib")
     figure = pycomm.plot_step(synthetic(), tmp_path / "step.png", step=0)
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
     (axes,) = figure.axes
@@ -348,7 +347,6 @@ def test_the_picture(tmp_path):
 
 
 def test_a_step_that_is_not_there():
-    pytest.importorskip("matplotlib")
     with pytest.raises(ValueError, match="step must be one of the trace's 2 steps, got 2"):
         pycomm.plot_step(synthetic(), step=2)
     with pytest.raises(ValueError, match="0 steps"):

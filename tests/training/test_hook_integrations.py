@@ -1,7 +1,6 @@
 """Hooks under other people's training loops, the real packages, on the CPU."""
 
 import os
-from importlib.util import find_spec
 
 import ddp
 import golden
@@ -13,9 +12,6 @@ from torch.utils.data import DataLoader
 
 import pycomm
 
-# Importing them takes seconds: ranks do, where a test runs.
-needs_accelerate = pytest.mark.skipif(not find_spec("accelerate"), reason="needs accelerate")
-needs_lightning = pytest.mark.skipif(not find_spec("lightning"), reason="needs lightning")
 NAMES = ["dense", "int8", "topk"]
 STEPS = 3
 
@@ -61,7 +57,6 @@ def accelerated(rank, size, store, name):
     return seen, [p.detach() for p in accelerator.unwrap_model(model).parameters()]
 
 
-@needs_accelerate
 @pytest.mark.parametrize("name", NAMES)
 def test_accelerate(name):
     check(helpers.run_ranks(2, accelerated, name), name)
@@ -110,7 +105,6 @@ def under_lightning(rank, size, store):
         return [train(name) for name in NAMES]
 
 
-@needs_lightning
 def test_lightning():
     mine, theirs = helpers.run_ranks(2, under_lightning)
     for name, *runs in zip(NAMES, mine, theirs, strict=True):

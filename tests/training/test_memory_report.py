@@ -32,7 +32,6 @@ def test_memory_report(options, expected, tmp_path):
     assert found == pytest.approx([*expected[:4], expected[4] + step, 4])
     assert report.total == sum(report.bytes.values())
     assert str(report).splitlines()[-1].split()[0] == "total"
-    pytest.importorskip("matplotlib")
     report.plot(tmp_path / "memory.png")
     assert (tmp_path / "memory.png").stat().st_size > 1000
 
@@ -151,7 +150,6 @@ def test_memory_report_without_shards_has_no_formula():
 
 
 def test_reports_side_by_side(tmp_path):
-    pytest.importorskip("matplotlib")
     model = nn.Linear(8, 8)
     report = pycomm.memory_report(model, torch.optim.SGD(model.parameters()))
     plot_reports({"one": report, "another": report}, tmp_path / "memory.png")
