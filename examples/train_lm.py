@@ -124,7 +124,7 @@ class Settings:
         mode: ``"ddp"`` or ``"wrapper"``.
         compression: a name for :func:`pycomm.parse_compression`.
         steps: number of steps.
-        trace: file for a trace of the last steps; the last one is drawn beside it.
+        trace: file for a trace of the last steps.
         shard: the wrapper's option: ``"optimizer"``, ``"gradients"`` or None.
         error_reset: compress each rank's update instead of its gradients (docs/data-parallel.md).
     """
@@ -336,9 +336,7 @@ def run_rank(settings: Settings, plot: str) -> None:
         draw_losses(plot, {settings.name: run.losses}, TALK_EVERY)
         print(f"drawn in {plot}")
         if settings.trace:
-            picture = Path(settings.trace).with_suffix(".png")
-            pycomm.plot_step(settings.trace, picture)
-            print(f"the last {TRACED} steps traced in {settings.trace}, one drawn in {picture}")
+            print(f"the last {TRACED} steps are in {settings.trace}, for https://ui.perfetto.dev")
 
 
 def main() -> None:
@@ -361,7 +359,7 @@ def main() -> None:
         help="divide these among the ranks, with the wrapper")  # fmt: skip
     add("--error-reset", action="store_true",
         help="compress updates instead of gradients, with DDP")  # fmt: skip
-    add("--trace", help=f"a trace of the last {TRACED} steps, and a picture of one beside it")
+    add("--trace", help=f"writes a trace of the last {TRACED} steps")
     arguments = parser.parse_args()
     if arguments.steps < TALK_EVERY:
         parser.error(f"--steps must be at least {TALK_EVERY}")

@@ -9,11 +9,14 @@
     pycomm.compressed_all_reduce(x, pycomm.Int8(), residual=state)
 """
 
+from typing import TYPE_CHECKING
+
 import torch  # noqa: F401 - its libraries must be loaded before ours
 
 from pycomm import backend, compressed_ops, exporters, hooks, ops, optim
 from pycomm._init import default_group, init, join, set_default_group
 from pycomm._names import parse_compression
+from pycomm._retired import missing_attribute
 from pycomm._runtime.plan import Plan
 from pycomm._work import Work
 from pycomm.block_collectives import all_to_all, gather, scatter
@@ -48,7 +51,6 @@ from pycomm.recovery import recover
 from pycomm.report import RankReport, RecordedOperation, Report
 from pycomm.sharing import share_state
 from pycomm.stats import OperationStats, RankTimes, Stats, suggest_batches
-from pycomm.timeline import plot_step
 from pycomm.tracing import Trace, trace
 
 __version__ = "0.1.0"
@@ -104,7 +106,6 @@ __all__ = [
     "ops",
     "optim",
     "parse_compression",
-    "plot_step",
     "recover",
     "recv",
     "reduce",
@@ -116,3 +117,8 @@ __all__ = [
     "suggest_batches",
     "trace",
 ]
+
+if not TYPE_CHECKING:  # a type checker would take every name for one that exists
+
+    def __getattr__(name: str) -> object:
+        raise missing_attribute(__name__, name)

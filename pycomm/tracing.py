@@ -160,7 +160,6 @@ def trace(path: str | os.PathLike[str], *, group: Group | None = None) -> Trace:
             for batch in batches:
                 train(batch)
                 trace.step()
-        pycomm.plot_step("trace.json", "step.png")
 
     The trace shows on one clock what each rank did: its steps, its calls of pycomm, its buckets,
     and each operation as a wait until the last rank had come, and a transfer. ``ui.perfetto.dev``

@@ -62,7 +62,7 @@ def test_core_includes_only_the_standard_library():
 # From the lowest layer up; a module imports only what comes before it, for type checkers, too.
 PYTHON_LAYERS = [
     {"_C", "_runtime.c10d_build", "_runtime.environment", "report", "stats"},
-    {"errors"},
+    {"errors", "_retired"},
     {"_runtime.torch_module", "_runtime.torch_private", "_runtime.waiting"},
     {"_runtime.gloo"},
     {
@@ -154,7 +154,7 @@ PYTHON_LAYERS = [
     {"_training.gradient_exchange"},
     {"_training.joining", "_training.wrapping"},
     {"data_parallel", "optim"},
-    {"_chrome_trace", "timeline"},
+    {"_chrome_trace"},
     {"memory", "tracing", "exporters"},
     {"__init__"},
     {"collect_env", "top"},
