@@ -1,4 +1,4 @@
-"""Compressed training in one process, to try exchanges that the library does not have.
+"""Compressed training of all ranks in one process, to compare the library with.
 
 Ranks' parameters, gradients and residuals are rows of matrices. Selection is the library's own;
 what is sent, how it is rounded and what the optimizer makes of it is plain PyTorch.
@@ -9,99 +9,18 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 import pycomm
-from convergence.tasks import Task
+from convergence.sparse import RECIPES
+from convergence.tasks import TASKS, Task
+from convergence.training import DENSE, rate_factor
 
 MOMENTUM = 0.9
 BETAS, EPSILON, WEIGHT_DECAY = (0.9, 0.999), 1e-8, 0.01  # torch.optim.AdamW's
 SMALL = 4096  # elements; smaller parameters are sent as they are
-CHUNK = 65_536  # the most elements of a parameter here, and of a chunk in a list
-
-
-@dataclass(frozen=True)
-class Values:
-    """How the values of a list are rounded.
-
-    Attributes:
-        bits: per value: 32 sends floats; otherwise a sign and a level of the magnitude.
-        share: how many values share a scale; None for all values of a chunk.
-        levels: ``"uniform"`` ones are multiples of the largest magnitude over their number;
-            ``"geometric"`` ones go from the smallest to the largest magnitude, which are both sent.
-    """
-
-    bits: int = 8
-    share: int | None = None
-    levels: str = "uniform"
-
-    def round(self, values: torch.Tensor) -> torch.Tensor:
-        """The values as they arrive."""
-        if self.bits == 32 or not len(values):
-            return values
-        if self.share is None or self.share >= len(values):
-            return self._round_together(values)
-        return torch.cat([self._round_together(part) for part in values.split(self.share)])
-
-    def bits_per_value(self, count: int) -> float:
-        """Bits of a value among `count`, scales included: two bytes each, one float per chunk."""
-        if self.bits == 32:
-            return 32
-        each = self.share or count
-        scales = 2 if self.levels == "geometric" and self.bits > 1 else 1
-        return self.bits + scales * (32 if self.share is None else 16) / each
-
-    def _round_together(self, values: torch.Tensor) -> torch.Tensor:
-        sizes = values.abs()
-        if self.bits == 1:
-            return values.sign() * sizes.mean()
-        if self.levels == "uniform":
-            scale = sizes.max() / (2 ** (self.bits - 1) - 1)
-            return (values / scale).round() * scale
-        least, most = sizes.min(), sizes.max()
-        step = (most / least).log() / (2 ** (self.bits - 1) - 1)
-        if step == 0:
-            return values
-        return values.sign() * least * (((sizes / least).log() / step).round() * step).exp()
-
-
-@dataclass(frozen=True)
-class Lists:
-    """What a rank sends of a matrix of elements.
-
-    Attributes:
-        density: the share of the elements.
-        values: how they are rounded.
-        first: the density after the warm-up, which falls to `density` exponentially...
-        falling: ... in this share of the steps.
-        feedback: False loses what is not sent.
-    """
-
-    density: float
-    values: Values = Values()
-    first: float | None = None
-    falling: float = 0.0
-    feedback: bool = True
-
-    def density_at(self, done: float) -> float:
-        """The density when a share `done` of the compressed steps is over."""
-        if self.first is None or done >= self.falling:
-            return self.density
-        return float(self.first * (self.density / self.first) ** (done / self.falling))
-
-    def bits(self) -> float:
-        """Bits of a list per element, as a mean over the compressed steps."""
-        grid = 100 if self.first is not None else 1
-        return sum(self._bits_at(self.density_at(i / grid)) for i in range(grid)) / grid
-
-    def _bits_at(self, density: float) -> float:
-        sent = math.ceil(density * CHUNK)
-        floats = pycomm.TopK(k=sent)
-        indices = 8 * (floats.encoded_bytes(CHUNK) - floats.encoded_bytes(0)) - 32 * sent
-        return (indices + sent * self.values.bits_per_value(sent)) / CHUNK
 
 
 class Ranks:
@@ -125,10 +44,11 @@ class Ranks:
         for rank, task in enumerate(tasks):
             self._place(rank, task.model)
 
+    @torch.no_grad()
     def _place(self, rank: int, model: nn.Module) -> None:
         for (begin, end), parameter in zip(self.spans, model.parameters(), strict=True):
             place = self.weights[rank, begin:end].view_as(parameter)
-            place.copy_(parameter.detach())
+            place.copy_(parameter)
             parameter.data = place
             parameter.grad = self.gradients[rank, begin:end].view_as(parameter)
 
@@ -139,16 +59,13 @@ class Ranks:
             task.loss(task.model, task.draw()).backward()
         return self.gradients
 
-    def exchange(
-        self, asked: torch.Tensor, lists: Lists, done: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The mean of all rows that lists make of them, and what of each row is left.
+    def exchange(self, asked: torch.Tensor, density: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """The mean of all rows that lists with int8 values make of them, and each row's residual.
 
         As in the library, an owner sends only a list of the sums; the rest stays with it.
         """
         mean, left = asked.mean(0), torch.zeros_like(asked)
         size = len(asked)
-        density = lists.density_at(done)
         for place, (begin, end) in enumerate(self.spans):
             if self.sent_dense[place]:
                 continue
@@ -156,27 +73,27 @@ class Ranks:
             rest = asked[:, begin:end].clone()
             total = torch.zeros(end - begin)
             for row in rest:
-                _move(row, total, top, lists.values)
+                _move(row, total, top)
             total /= size
             sent = torch.zeros_like(total)
-            _move(total, sent, top, lists.values)
+            _move(total, sent, top)
             rest[place % size] += size * total
             mean[begin:end] = sent
-            if lists.feedback:
-                left[:, begin:end] = rest
+            left[:, begin:end] = rest
         return mean, left
 
 
-def _move(source: torch.Tensor, target: torch.Tensor, top: pycomm.TopK, values: Values) -> None:
+def _move(source: torch.Tensor, target: torch.Tensor, top: pycomm.TopK) -> None:
     """Moves the largest elements, rounded, to `target`; what rounding loses stays."""
     indices, found = top.select(source)
-    rounded = values.round(found)
+    scale = found.abs().max() / 127
+    rounded = (found / scale).round() * scale
     source[indices] -= rounded
     target[indices] += rounded
 
 
 class Optimizer(ABC):
-    """Makes updates of gradients; a row of gradients has its own states."""
+    """Makes updates of gradients; each row of gradients has its own states."""
 
     @abstractmethod
     def update(self, gradients: torch.Tensor, weights: torch.Tensor, rate: float) -> torch.Tensor:
@@ -191,34 +108,61 @@ class Sgd(Optimizer):
 
     def update(self, gradients: torch.Tensor, weights: torch.Tensor, rate: float) -> torch.Tensor:  # noqa: ARG002
         """See the base."""
-        self.velocity.mul_(MOMENTUM).add_(gradients)
+        self.velocity = MOMENTUM * self.velocity + gradients
         return -rate * self.velocity
 
 
 class AdamW(Optimizer):
-    """torch.optim.AdamW.
-
-    Attributes:
-        first, second: the moments.
-        frozen: leave the second moments as they are.
-    """
+    """torch.optim.AdamW."""
 
     def __init__(self, like: torch.Tensor) -> None:
         self.first, self.second = torch.zeros_like(like), torch.zeros_like(like)
-        self.frozen = False
         self._steps = 0
-
-    def observe(self, gradients: torch.Tensor, steps: int = 1) -> None:
-        """Takes these gradients into the second moments, as if of so many steps."""
-        decay = BETAS[1] ** steps
-        self.second.mul_(decay).add_(gradients.square(), alpha=1 - decay)
 
     def update(self, gradients: torch.Tensor, weights: torch.Tensor, rate: float) -> torch.Tensor:
         """See the base."""
         self._steps += 1
-        self.first.lerp_(gradients, 1 - BETAS[0])
-        if not self.frozen:
-            self.observe(gradients)
+        self.first = BETAS[0] * self.first + (1 - BETAS[0]) * gradients
+        self.second = BETAS[1] * self.second + (1 - BETAS[1]) * gradients.square()
         firsts, seconds = (1 - beta**self._steps for beta in BETAS)
         scaled = (self.second / seconds).sqrt_().add_(EPSILON)
         return -rate * ((self.first / firsts) / scaled + WEIGHT_DECAY * weights)
+
+
+OPTIMIZERS = {"momentum": Sgd, "adamw": AdamW}
+
+
+def learn(name: str, kind: str, method: str | None, density: float, seed: int, steps: int) -> float:
+    """The final loss of a task on two ranks, of the parameters that both have.
+
+    Args:
+        name: of the task.
+        kind: of the optimizer.
+        method: what is sent after the first steps: ``"feedback"`` are gradients and residuals,
+            ``"reset"`` each rank's differences to the common parameters; None are gradients, whole.
+        density: of lists.
+        seed: of model and batches.
+        steps: how many.
+    """
+    ranks = Ranks([TASKS[name](rank, 2, seed) for rank in range(2)])
+    optimizer = OPTIMIZERS[kind](ranks.weights[:1])
+    common, residuals = ranks.weights[:1].clone(), torch.zeros_like(ranks.weights)
+    for step in range(steps):
+        rate = RECIPES[name][kind].rate * rate_factor((step + 1) / (steps + 1))
+        gradients = ranks.find_gradients()
+        with torch.no_grad():
+            if method is None or step < int(DENSE * steps):
+                common += optimizer.update(gradients.mean(0, keepdim=True), common, rate)
+                ranks.weights.copy_(common)
+            elif method == "feedback":
+                mean, residuals = ranks.exchange(gradients + residuals, density)
+                common += optimizer.update(mean[None], common, rate)
+                ranks.weights.copy_(common)
+            else:
+                update = optimizer.update(gradients, ranks.weights, rate)
+                mean, residuals = ranks.exchange(ranks.weights - common + update, density)
+                common += mean
+                ranks.weights.copy_(common + residuals)
+    with torch.no_grad():
+        ranks.weights.copy_(common)
+    return ranks.tasks[0].final_loss()
