@@ -134,7 +134,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         if (session := session_of(self)) is not None:
             session.before_gather(self, format=format, to=to)
         state_dict, params = self._state_dict(), self._params()
-        names = {n for group in self.param_groups for n in self._state_names(group)}
+        names = dict.fromkeys(n for group in self.param_groups for n in self._state_names(group))
         wanted = names if format == "torch" else None
         _checkpoint.complete(state_dict, params, self._held, to, wanted)
         if format == "torch":
