@@ -19,6 +19,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from pycomm._inputs.tensors import check_memory
+from pycomm._retired import refuse_retired
 from pycomm._runtime.torch_private import backward_id, backward_node, not_compiled
 from pycomm._training.buckets import broadcast_all
 from pycomm._training.comm_state import CommState, check_successor
@@ -68,14 +69,12 @@ class DataParallel(Wrapping):
         replicas: 2 keeps two copies of the optimizer's states, so that training goes on when ranks
             are lost: a step then counts on all ranks or on none, and :meth:`regroup` restores all
             states. Between nodes, every step sends a rank's states to another node, so that a whole
-            node may be lost; that needs processes and ``overlap_params=False``. CPU only.
+            node may be lost; that needs processes. CPU only.
         shard_group: the ranks that divide the states; by default those of `group`. With the ranks
             of this node, each node divides them anew, and only gradients are sent between nodes.
         publish: compression of the parameters' changes that the owners of a share send to other
             nodes: :class:`Int8`, :class:`Cast` or :class:`Identity`. By default they send the
             parameters. On one node it has no effect.
-        overlap_params: a step ends before all parameters have arrived from other nodes. They arrive
-            while the next forward begins; whatever uses a parameter before waits for it.
         local_sgd: exchanges parameters every few steps instead of gradients in backward. Call its
             ``step()`` after every step of the optimizer. It replaces the options above by its own.
 
@@ -94,6 +93,7 @@ class DataParallel(Wrapping):
         pycomm.CollectiveError: those of another rank that has joined are not.
     """
 
+    @refuse_retired("DataParallel")
     def __init__(
         self,
         module: nn.Module,
@@ -110,7 +110,6 @@ class DataParallel(Wrapping):
         replicas: int = 1,
         shard_group: Group | None = None,
         publish: Compression | None = None,
-        overlap_params: bool = False,
         local_sgd: LocalSGDState | None = None,
     ) -> None:
         if not isinstance(module, nn.Module):
@@ -131,7 +130,7 @@ class DataParallel(Wrapping):
             state = CommState(compression, module.named_parameters(), **options)
         else:
             state = _checked(local_sgd, compression=compression, **options)
-        division = ShardOptions(shard, replicas, publish, overlap_params)
+        division = ShardOptions(shard, replicas, publish)
         super().__init__(module, state, division, shard_group, bucket_cap_mb * _MIB)
         self._broadcast_buffers = broadcast_buffers
         self._agreements_seen = -1  # of local SGD, when buffers were broadcast
@@ -288,8 +287,7 @@ class DataParallel(Wrapping):
 
         Raises:
             ValueError: this is called inside :meth:`join`; with `shard` and without `replicas`, a
-                lost rank has taken a part of the states with it; with `replicas` and
-                `overlap_params`, the group has begun to span nodes; or there is a `shard_group`.
+                lost rank has taken a part of the states with it; or there is a `shard_group`.
             RuntimeError: the ranks' parameters differ, because only some of them took a step; or
                 states have no replicas yet; or between nodes, both copies of a rank's states are
                 lost; on all ranks.

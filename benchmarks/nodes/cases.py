@@ -160,7 +160,6 @@ def sharded_rows(layout: Layout, parameters: int, names: Iterable[str]) -> list[
         )
         for case in SHARDED_CASES
         for name in names
-        if case == "step" or "overlapping" not in name
     ]  # fmt: skip
 
 

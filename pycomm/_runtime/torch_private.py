@@ -5,7 +5,6 @@ They exist in torch 2.11, 2.12, 2.13 and 2.14.
 
 from __future__ import annotations
 
-import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -39,12 +38,10 @@ __all__ = [
     "backends_of",
     "backward_id",
     "backward_node",
-    "call_itself",
     "can_make_backend",
     "correct_shrunk_groups",
     "fsdp_interfaces",
     "internal_overlap",
-    "is_compiled",
     "is_traceable_wrapper_subclass",
     "keep_device_busy",
     "new_backend",
@@ -160,38 +157,6 @@ def backends_of(group: ProcessGroup) -> dict[str, str]:
     """The name of a process group's backend for each type of device."""
     pairs = torch.distributed.get_backend_config(group).split(",")
     return dict(pair.split(":") for pair in pairs)
-
-
-def is_compiled(module: torch.nn.Module) -> bool:
-    """True if the module's forward does not run as Python code: if it is scripted or compiled."""
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # importing it takes long
-    return (
-        isinstance(module, torch.jit.ScriptModule)
-        or (dynamo is not None and isinstance(module, dynamo.OptimizedModule))
-        or module._compiled_call_impl is not None
-    )
-
-
-def call_itself(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Calls a function of torch without the ``__torch_function__`` of its arguments."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **kwargs)
-
-
-def is_transformed() -> bool:
-    """True if this thread records or transforms operations, as in a trace or in torch.func."""
-    return (
-        torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._get_tracing_state() is not None
-    )
-
-
-def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor inside of the wrappers of torch.func's transforms."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor
 
 
 def fsdp_interfaces() -> tuple[Any, Any]:

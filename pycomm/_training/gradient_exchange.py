@@ -182,7 +182,7 @@ class GradientExchange:
     def _compare_parameters(self) -> None:
         """Raises RuntimeError on all ranks if their parameters differ."""
         if self.shards is not None:
-            self.shards.guard.compare(self.shards.settled(), takes_nan=self._ring is None)
+            self.shards.guard.compare(self.shards.buffers(), takes_nan=self._ring is None)
 
     def arrive(self, parameter: torch.Tensor) -> None:
         """Handles a gradient that has been accumulated."""

@@ -191,7 +191,7 @@ class Joining:
             for own, optimizer in self._named():
                 if own == name:
                     optimizer.take_group_options(groups)
-        if differ(self._shards.settled(), self._announcer.group):
+        if differ(self._shards.buffers(), self._announcer.group):
             raise RuntimeError(
                 "parameters differ between ranks at the end of join(): in the loop, change them in "
                 "place and alike on all ranks, and not through .data, which hides changes"

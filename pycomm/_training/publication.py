@@ -9,19 +9,13 @@ owner keeps what this leaves of the difference in `error`, which is part of the 
 from __future__ import annotations
 
 import contextlib
-import functools
-import threading
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.utils.weak import TensorWeakRef
 
-from pycomm._runtime.torch_private import is_transformed
 from pycomm._spanning.collectives import launch
-from pycomm._training.pending import expect, settle
-from pycomm._training.step_guard import StepGuard
 from pycomm._work import Work
 from pycomm.errors import PycommError
 
@@ -46,6 +40,7 @@ class Spread(NamedTuple):
 class _Flight(NamedTuple):
     """A bucket on its way."""
 
+    number: int
     work: Work
     rows: torch.Tensor | None  # the encoded differences of all ranks
 
@@ -54,32 +49,27 @@ class Publication:
     """Sends the parameters of all buckets, in the order in which forward needs them.
 
     Args:
-        sharding: the ranks, the compression of the differences (None sends the parameters
-            themselves), and whether to return before all parameters have arrived. A parameter that
-            is on its way waits for itself when anybody uses it.
+        sharding: the ranks, and the compression of the differences; None sends the parameters
+            themselves.
         spreads: the buckets.
-        guard: is told of failures.
 
     Attributes:
         errors: for each bucket, exact parameters minus those that all ranks see, of this rank's
             block; empty without a compression.
     """
 
-    def __init__(self, sharding: Sharding, spreads: Sequence[Spread], guard: StepGuard) -> None:
-        self._group, self._spreads, self._guard = sharding.group, spreads, guard
-        self._compression, self._overlaps = sharding.publish, sharding.overlaps
+    def __init__(self, sharding: Sharding, spreads: Sequence[Spread]) -> None:
+        self._group, self._spreads = sharding.group, spreads
+        self._compression = sharding.publish
         self.errors: list[torch.Tensor] = []
         if sharding.publish is not None:
             self.errors = [torch.zeros(len(s.own), dtype=torch.float32) for s in spreads]
-        self._versions: dict[int, int] = {}  # of parameters, after what is in errors
+        self._versions: dict[int, int] = {}  # of parameters, when errors were last updated
         # In a step, what all ranks see of this rank's blocks that it changes, by number.
         self._seen: dict[int, torch.Tensor | None] = {}
-        self._flights: dict[int, _Flight] = {}  # by the bucket's number
-        self._lock = threading.RLock()
 
     def forget_written(self) -> None:
         """Drops the errors of parameters that others than steps have written."""
-        self.finish()
         for spread, error in zip(self._spreads, self.errors, strict=False):
             for parameter, begin, end in _alive(spread):
                 if self._versions.get(id(parameter)) != parameter._version:
@@ -105,52 +95,22 @@ class Publication:
 
     def send(self) -> None:
         """Sends this rank's blocks, and receives the others'."""
-        for number, seen in self._seen.items():
-            self._flights[number] = self._start(number, seen)
-        for number in self._seen:
-            parameters = _alive(self._spreads[number])
-            with self._lock:  # a parameter must not arrive before the bucket's others are expected
-                if not (self._overlaps and all(expect(p, self, number) for p, _, _ in parameters)):
-                    self.arrive(number)
-        self._seen = {}
+        seen, self._seen = self._seen, {}
+        flights: list[_Flight] = []
+        try:
+            for number, values in seen.items():
+                flights.append(self._start(number, values))
+            for flight in flights:
+                self._land(flight)
+        except BaseException:
+            for flight in flights:  # a late one must not write to parameters that are loaded
+                with contextlib.suppress(PycommError):
+                    flight.work.wait()
+            raise
 
     def end_step(self, stepped: Iterable[torch.Tensor]) -> None:
         """Records that a step has written these parameters."""
         self._versions |= {id(p): p._version for p in stepped}
-
-    def finish(self) -> None:
-        """Waits until all parameters have arrived."""
-        for number in list(self._flights):
-            self.arrive(number)
-
-    def arrive(self, number: int) -> None:
-        """Waits until the parameters of a bucket have arrived."""
-        with self._lock:  # any thread may use a parameter
-            flight = self._flights.pop(number, None)
-            if flight is None:
-                return
-            try:
-                flight.work.wait()
-                if flight.rows is not None:
-                    _outside(functools.partial(self._add, number, flight.rows))
-            except BaseException:
-                self._give_up()
-                raise
-            finally:
-                self._settle(number)
-
-    def _give_up(self) -> None:
-        """Lets nobody wait for what has not arrived, so that a checkpoint can be loaded."""
-        self._guard.step_failed()
-        while self._flights:
-            number, flight = self._flights.popitem()
-            with contextlib.suppress(PycommError):
-                flight.work.wait()
-            self._settle(number)
-
-    def _settle(self, number: int) -> None:
-        for parameter, _, _ in _alive(self._spreads[number]):
-            settle(parameter)
 
     def _start(self, number: int, seen: torch.Tensor | None) -> _Flight:
         """Sends a bucket."""
@@ -166,26 +126,20 @@ class Publication:
             group, "all_gather", source, result, source.shape,
             label="new parameters", async_op=True,
         )  # fmt: skip
-        return _Flight(work, rows)
+        return _Flight(number, work, rows)
 
-    def _add(self, number: int, rows: torch.Tensor) -> None:
-        """Adds decoded differences to what all ranks see."""
+    def _land(self, flight: _Flight) -> None:
+        """Waits for a bucket; adds decoded differences to what all ranks see."""
+        flight.work.wait()
+        if flight.rows is None:
+            return
         assert self._compression is not None
-        spread = self._spreads[number]
+        spread = self._spreads[flight.number]
         blocks = spread.whole.view(self._group.size, -1)
         difference = torch.empty(len(spread.own), dtype=torch.float32, device="cpu")
-        for row, block in zip(rows, blocks, strict=True):
+        for row, block in zip(flight.rows, blocks, strict=True):
             block.add_(self._compression.decode(row, len(block), out=difference))
-        self.errors[number].sub_(spread.own)
-
-
-def _outside(function: Callable[[], None]) -> None:
-    """Calls a function outside of the transforms and traces of this thread."""
-    if not is_transformed():
-        function()
-        return
-    with ThreadPoolExecutor(1) as executor:
-        executor.submit(function).result()
+        self.errors[flight.number].sub_(spread.own)
 
 
 def _alive(spread: Spread) -> list[tuple[torch.Tensor, int, int]]:

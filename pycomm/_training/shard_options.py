@@ -28,14 +28,12 @@ class Sharding:
         stage: ``"optimizer"`` or ``"gradients"``.
         group: the ranks.
         publish: compression of the parameters' changes between nodes.
-        overlaps: parameters are sent between nodes while the next forward begins.
         replicas: copies of the optimizer's states.
     """
 
     stage: str
     group: Group
     publish: Compression | None
-    overlaps: bool
     replicas: int
 
 
@@ -46,21 +44,19 @@ class ShardOptions(NamedTuple):
         shard: see :class:`pycomm.DataParallel`.
         replicas: likewise.
         publish: likewise.
-        overlap_params: likewise.
         has_group: True if there is a `shard_group`.
     """
 
     shard: str | None
     replicas: int
     publish: Compression | None
-    overlap_params: bool
     has_group: bool = False
 
     def over(self, group: Group) -> Sharding | None:
         """What these ranks divide; None if nothing is divided."""
         if self.shard is None:
             return None
-        return Sharding(self.shard, group, self.publish, self.overlap_params, self.replicas)
+        return Sharding(self.shard, group, self.publish, self.replicas)
 
 
 def check_sharding(
@@ -85,10 +81,9 @@ def check_sharding(
         ValueError, TypeError: an option is not as the wrapper describes it.
     """
     check_group(shard_group)
-    shard, replicas, publish, overlap_params, _ = options
+    shard, replicas, publish, _ = options
     if shard is None:
         given: dict[str, object] = {"shard_group": shard_group, "publish": publish}
-        given["overlap_params"] = overlap_params or None
         given["replicas"] = None if replicas == 1 else replicas
         for name, value in given.items():
             if value is not None:
@@ -97,8 +92,6 @@ def check_sharding(
     if shard not in SHARDS:
         raise ValueError(f"shard must be None, 'optimizer' or 'gradients', got {shard!r}")
     check_lossy_once("publish", publish)
-    if not isinstance(overlap_params, bool):
-        raise TypeError(f"overlap_params must be True or False, got {overlap_params!r}")
     if isinstance(comm_state, LocalSGDState):
         raise ValueError("shard must be None with local_sgd, whose ranks step on their own")
     for name, parameter in module.named_parameters():
@@ -120,11 +113,9 @@ def check_sharding(
 
 def _check_replicas(module: nn.Module, group: Group, options: ShardOptions) -> None:
     """Raises ValueError if states cannot have replicas."""
-    spans = len(group.nodes) > 1
     cannot = {
         "parameters on the CPU": any(not parameter.is_cpu for parameter in module.parameters()),
         "no shard_group": options.has_group,
-        "overlap_params=False between nodes": spans and options.overlap_params,
         "ranks that are processes, or a group on one node": not group._decides,
     }
     for wanted, missing in cannot.items():

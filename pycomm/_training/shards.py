@@ -291,13 +291,9 @@ class Shards:
         """Bytes that a rank reads or receives for gradients of so many, and for parameters."""
         return dense_wire_bytes(nbytes, self.group)
 
-    def settled(self) -> list[torch.Tensor]:
-        """The memory of all parameters, when they are those of the last step."""
-        self.settle()
+    def buffers(self) -> list[torch.Tensor]:
+        """The memory of all parameters."""
         return [p.parameters for p in self.layout.pieces if p.parameters is not None]
-
-    def settle(self) -> None:
-        """Waits until all parameters are those of the last step."""
 
     def end_step(self, parameters: Iterable[torch.Tensor]) -> None:
         """Records that a step has written these parameters."""

@@ -99,7 +99,7 @@ class SpanningShards(Shards):
                 ranges.append((TensorWeakRef(parameter), at + mine.begin, at + mine.end))
             spreads.append(Spread(whole, own, tuple(ranges)))
         spreads.reverse()  # forward uses those first whose gradients come last
-        self.publication = Publication(self._sharding, spreads, self.guard)
+        self.publication = Publication(self._sharding, spreads)
 
     def _average_local(self, local: Sequence[torch.Tensor]) -> None:
         """Collects the blocks of the buckets that these gradients lie in."""
@@ -121,10 +121,6 @@ class SpanningShards(Shards):
         for bucket in self.blocks.values():
             nbytes += encoded_bytes(self._sharding.publish, bucket.gradients)
         return dense_wire_bytes(nbytes, self.group) // 2
-
-    def settle(self) -> None:
-        """See :meth:`Shards.settle`."""
-        self.publication.finish()
 
     def end_step(self, parameters: Iterable[torch.Tensor]) -> None:
         """See :meth:`Shards.end_step`."""

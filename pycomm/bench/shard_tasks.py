@@ -64,11 +64,6 @@ class Own(Stepper):
         self._fused.max_norm = max_norm
         return self
 
-    def settle(self) -> None:
-        """Waits until all parameters have arrived."""
-        if (shards := self._wrapped._exchange.shards) is not None:
-            shards.settle()
-
     def finish(self, sums: bool = True) -> None:
         """Averages the gradients that are there, and steps; gradients may be averages already.
 

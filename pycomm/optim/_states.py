@@ -91,8 +91,6 @@ class StatefulOptimizer(torch.optim.Optimizer):
         state, part = self.state.get(param, {}), self._held.get(param)
         if not _storage.holds_weights(state):
             return param.detach()
-        if part is not None:
-            part.shards.settle()  # `own` is no parameter, which would wait by itself
         own = self._own(param)
         self._edits.take(own, state)
         weights = _storage.joined(own, state)

@@ -61,8 +61,8 @@ def test_core_includes_only_the_standard_library():
 
 # From the lowest layer up; a module imports only what comes before it, for type checkers, too.
 PYTHON_LAYERS = [
-    {"_C", "_runtime.c10d_build", "_runtime.environment", "report", "stats"},
-    {"errors", "_retired"},
+    {"_C", "_retired", "_runtime.c10d_build", "_runtime.environment", "report", "stats"},
+    {"errors"},
     {"_runtime.torch_module", "_runtime.torch_private", "_runtime.waiting"},
     {"_runtime.gloo"},
     {
@@ -133,7 +133,7 @@ PYTHON_LAYERS = [
         "_training.launching",
         "_training.step_guard",
     },
-    {"_training.pending", "_training.replicas", "_training.shards"},
+    {"_training.replicas", "_training.shards"},
     {
         "_training.gradient_ring",
         "_training.node_replicas",

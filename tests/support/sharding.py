@@ -102,7 +102,6 @@ class Program:
     compression: pycomm.Compression | None = None
     shard_ranks: int | None = None  # the number of ranks in a shard group
     nodes: tuple[int, ...] | None = None  # the number of ranks on each of several nodes
-    overlaps: bool = False  # parameters arrive from other nodes during the next forward
     replicas: int = 1
 
 
@@ -330,7 +329,7 @@ def run_stages(program: Program, body: Any) -> dict[str | None, list[Any]]:
             ) -> Any:
                 part = parts[group.rank // size].groups[group.rank % size]
                 extra = {} if program.shard_ranks is None else {"shard_group": part}
-                extra |= {"overlap_params": program.overlaps, "replicas": program.replicas}
+                extra |= {"replicas": program.replicas}
                 return body(Run(group, program, net, stage, **extra))
 
             runs[stage] = world(program.ranks, nodes=program.nodes).run(on_rank, stage, parts)

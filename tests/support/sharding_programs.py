@@ -96,6 +96,5 @@ def programs(draw, joins=False):
         begins=draw(st.sampled_from(["wrapped", "wrapped", "made", "stepped"])),
         compression=draw(st.sampled_from([None, None, None, pycomm.Int8()])),
         nodes=nodes,
-        overlaps=draw(st.booleans()),
         replicas=draw(st.sampled_from([1, 2])) if nodes is None and shard_ranks is None else 1,
     )

@@ -43,7 +43,7 @@ class Training:
         **options: Any,
     ) -> None:
         self.freezes = freezes
-        own = ("replicas", "publish", "overlap_params", "compression", "bucket_cap_mb")
+        own = ("replicas", "publish", "compression", "bucket_cap_mb")
         wrapper = {name: options.pop(name) for name in own if name in options}
         net = Net(elements, dtype, seed)
         self.model = pycomm.DataParallel(net, group=group, shard=shard, **wrapper)

@@ -56,7 +56,7 @@ def test_newcomers_take_their_part_of_the_states(world, name, replicas):
     same(states, expect([(0, (0, 1)), (2, (0, 1, 2, 3))], edits=True, **options))
 
 
-@pytest.mark.parametrize("options", [{}, {"publish": pycomm.Cast()}, {"overlap_params": True}])
+@pytest.mark.parametrize("options", [{}, {"publish": pycomm.Cast()}])
 def test_newcomers_on_other_nodes(world, options):
     """With `publish`, what its code has lost is dropped, as in a checkpoint."""
     smaller = world(2, nodes=[1, 1])

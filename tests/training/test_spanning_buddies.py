@@ -10,7 +10,6 @@ import sharding
 import spanning
 from losing import MASTER, REMAINDER, die_at, kill
 from surviving import STEPS, Training, expect
-from torch import nn
 
 import pycomm
 from pycomm._training.spanning_replicas import buddies
@@ -62,18 +61,6 @@ def lose_what_was_loaded(group):
 def test_states_that_were_loaded_have_no_replicas_before_the_next_step():
     with spanning.ranks([1, 1], lose_what_was_loaded, timeout=30) as ranks:
         assert ranks.wait_for([0])[0].value is True
-
-
-def refuse(group):
-    with pytest.raises(ValueError, match="replicas=2 needs overlap_params=False between nodes"):
-        pycomm.DataParallel(
-            nn.Linear(2, 2), group=group, shard="optimizer", replicas=2, overlap_params=True
-        )
-    return True
-
-
-def test_what_is_refused():
-    assert all(spanning.run([1, 1], refuse, timeout=30))
 
 
 # Newcomers.
