@@ -11,9 +11,11 @@ import json
 import os
 import random
 import shlex
+import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -284,13 +286,11 @@ def cut_links(trials: int, to: Results) -> None:
             cuts.append(judge(trial, compression, began, found))
             nodes.set_link(1, "up")
             write(folder / f"mended-{trial}", None)
-    to.meta["cuts"] = cuts
+    to.meta["cuts"] = found = summarise(cuts)
     to.save()
-    bad = [cut for cut in cuts if cut["complaints"]]
-    longest = max((s for cut in cuts for s in cut["seconds"]), default=float("nan"))
-    print(f"# {trials} cuts, timeout {CUT_TIMEOUT} s: {len(bad)} broken promises; the last error "
-          f"came after {longest:.2f} s")  # fmt: skip
-    for cut in bad:
+    print(f"# {trials} cuts, timeout {CUT_TIMEOUT} s: {len(found['broken_promises'])} broken "
+          f"promises; the last error came after {found['seconds']['max']:.2f} s")  # fmt: skip
+    for cut in found["broken_promises"]:
         print(f"# cut {cut}")
 
 
@@ -321,6 +321,19 @@ def judge(
             complaints.append(f"rank {rank} took {seconds[-1]} s")
     return {"trial": trial, "compression": compression, "errors": errors, "seconds": seconds,
             "complaints": complaints}  # fmt: skip
+
+
+def summarise(cuts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Errors of all ranks, and seconds from the cut to them; cuts that break a promise are whole."""
+    seconds = [s for cut in cuts for s in cut["seconds"]] or [float("nan")]
+    return {
+        "trials": len(cuts),
+        "errors": Counter(error for cut in cuts for error in cut["errors"]),
+        "seconds": {
+            "min": min(seconds), "median": statistics.median(seconds), "max": max(seconds)
+        },
+        "broken_promises": [cut for cut in cuts if cut["complaints"]],
+    }  # fmt: skip
 
 
 def main() -> None:

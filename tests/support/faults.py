@@ -1,6 +1,6 @@
 """Kills ranks in every phase of their life, and records the survivors' errors and their times.
 
-``python tests/support/faults.py --kills 60 --json FILE`` writes a row per kill. A kill aims at a
+``python tests/support/faults.py --kills 60 --json FILE`` writes a summary. A kill aims at a
 phase; the phase that it hit is read afterwards from what the victim had published by then: whether
 it had announced the operation, and how many tiles it had staged and reduced. Aims:
 
@@ -13,11 +13,11 @@ it had announced the operation, and how many tiles it had staged and reduced. Ai
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import random
+import statistics
 import time
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from trials import (
 )
 
 import pycomm
+from pycomm.bench.report import circumstances
 
 
 def participate(rank: int, size: int, store: str, trial: Trial) -> dict[str, Any]:
@@ -219,18 +220,44 @@ def complaints(row: dict[str, Any]) -> list[str]:
     return found
 
 
+def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Survivors' errors, and ms from the kill to them, by the phase that was hit.
+
+    Rows that break a promise are in it whole.
+    """
+    hit: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        hit.setdefault(row["hit"], []).append(row)
+    outside = [row for row in rows if row["hit"] != "rendezvous"]
+    return {
+        "kills": len(rows),
+        "broken_promises": [row for row in rows if row["complaints"]],
+        "outside_rendezvous": summary_of(outside),
+        "phases": {phase: summary_of(found) for phase, found in hit.items()},
+    }
+
+
+def summary_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    survivors = [survivor for row in rows for survivor in row["survivors"]]
+    times = [survivor["ms"] for survivor in survivors] or [float("nan")]
+    return {
+        "kills": len(rows),
+        "errors": Counter(survivor["error"] for survivor in survivors),
+        "ms": {"min": min(times), "median": statistics.median(times), "max": max(times)},
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    rows, bad = [], 0
+    rows = []
     for i in range(options.kills):
         trial = make_trial(PHASES[i % len(PHASES)], options.seed + i // len(PHASES))
         row = run_trial(trial)
         row["complaints"] = complaints(row)
-        bad += bool(row["complaints"])
         rows.append(row)
         slowest = max((s["ms"] for s in row["survivors"]), default=float("nan"))
         print(
@@ -239,19 +266,9 @@ def main() -> None:
             *row["complaints"],
             flush=True,
         )
-    meta = {
-        "what": "kill -9 of one rank; ms from the kill to the exception in each survivor",
-        "kills": options.kills,
-        "broken_promises": bad,
-        "seed": options.seed,
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "pycomm": pycomm.__version__,
-    }
-    if options.json:
-        options.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
-    raise SystemExit(bad != 0)
+    command = f"python tests/support/faults.py --kills {options.kills} --seed {options.seed}"
+    helpers.publish({"meta": circumstances(command), **summarise(rows)}, options.json)
+    raise SystemExit(any(row["complaints"] for row in rows))
 
 
 if __name__ == "__main__":

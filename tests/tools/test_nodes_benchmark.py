@@ -133,6 +133,13 @@ def test_cuts_are_judged():
     assert cli.judge(0, "int8", 10.0, late)["complaints"] == ["rank 0 took 4.5 s", "rank 1 hung"]
     wrong = [outcome("RuntimeError", 10.5), outcome("Timeout", 13.0)]
     assert cli.judge(0, "none", 10.0, wrong)["complaints"] == ["rank 0 raised RuntimeError: "]
+    cuts = [cli.judge(0, "int8", 10.0, good), cli.judge(1, "none", 10.0, late)]
+    assert cli.summarise(cuts) == {
+        "trials": 2,
+        "errors": {"Timeout": 2, "PeerDied": 1},
+        "seconds": {"min": 3.4, "median": 3.9, "max": 4.5},
+        "broken_promises": cuts[1:],
+    }
 
 
 def test_steps_of_sharded_wrappers_are_compared_with_one_without():
