@@ -24,6 +24,7 @@ from pycomm._training.buckets import (
     window_layout,
 )
 from pycomm._training.comm_state import CommState
+from pycomm._training.exchange import dense_wire_bytes
 from pycomm._training.gradient_ring import GradientRing
 from pycomm._training.graphs import leads_to
 from pycomm._training.launching import launching
@@ -32,7 +33,6 @@ from pycomm._training.members import Members
 from pycomm._training.promise import Promise, compare
 from pycomm._training.scatter import Scatter
 from pycomm._training.shards import Shards, forget_parts
-from pycomm._training.spanning_ring import SpanningRing
 from pycomm._training.spanning_shards import SpanningShards
 from pycomm._training.square_sums import SquareSums, can_sum
 from pycomm.collectives import broadcast
@@ -97,9 +97,8 @@ class GradientExchange:
             if self._scatter is not None and isinstance(self.shards, SpanningShards):
                 self._scatter.place_residuals(self.shards.blocks.values())
             if sharding is not None and sharding.stage == "gradients":
-                kind = SpanningRing if isinstance(self.shards, SpanningShards) else GradientRing
                 slot_bytes = int(self._slab.limit)
-                self._ring = self.shards.ring = kind(self.shards, self._buckets, slot_bytes)
+                self._ring = self.shards.ring = GradientRing(self.shards, self._buckets, slot_bytes)
         self._ready: list[torch.Tensor] | None = []  # in the order of the first backward
         self._repeated: set[int] = set()  # ids of parameters that come several times in a backward
         self._had_backward = False  # a complete one, after which repeated parameters are known
@@ -337,16 +336,17 @@ class GradientExchange:
         """Waits for the averages that shards make."""
         if isinstance(self._state, LocalSGDState) or self.shards is None:
             return
-        began = time.perf_counter()
+        began, gathered = time.perf_counter(), 0
         sent = nbytes = sum(bucket.flat.nbytes for bucket in self._buckets)
         with named(self._group, "finish"):
             if self._ring is not None:
-                self._ring.finish()
+                gathered = self._ring.finish()
             if self._scatter is not None:
                 sent = self._scatter.finish()
         if self._ring is not None or self.shards.leaves_local:
             waited = time.perf_counter() - began
-            self._state.count_step(nbytes, self.shards.wire_bytes(sent), waited)
+            wire = self.shards.wire_bytes(sent) + dense_wire_bytes(gathered, self._group) // 2
+            self._state.count_step(nbytes, wire, waited)
 
     def _exchange_nothing(self, raised: bool | None = None) -> None:
         """Sends zeros as the remaining buckets, and drops the result."""

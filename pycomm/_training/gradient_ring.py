@@ -1,8 +1,13 @@
 """Gradients that are divided among the ranks: each rank keeps its part of the averages.
 
+Each bucket is divided into equal blocks, one per rank: an owner's elements and some padding.
 Backward's gradients are copied into one of three slots in the window, and freed. While backward
-goes on, each rank averages its part of the slot into memory of its own. A bucket that is larger
-than a slot goes through several, of which each has some elements of every owner.
+goes on, a reduce-scatter averages each block of the slot into its owner's memory. A bucket that is
+larger than a slot goes through several, a range of every block at a time.
+
+If a rank has averages of earlier backwards, an all-gather first brings all ranks' averages into the
+slot. Each rank adds its gradients to them, and the sums are averaged. So the bits are those of
+gradients that no rank divides.
 
 Between backward and step, a parameter's gradient is a stand-in that takes no memory: all its
 elements are one NaN, so that nobody mistakes it for the gradient. It shows what others do with the
@@ -14,19 +19,17 @@ the stream of the step waits for the last average.
 
 from __future__ import annotations
 
-import functools
 import math
-from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from pycomm import _C
-from pycomm._inputs.dtypes import DTYPES
+from pycomm._spanning.collectives import launch
+from pycomm._training.cuts import Range
 from pycomm._training.divided import ADVICE, DividedGradient
-from pycomm._training.flat import place_of_states
-from pycomm._training.shards import Shards, part_of
+from pycomm._training.flat import ALIGN
+from pycomm._training.shards import Part, Shards, part_of
 from pycomm._training.zeros import zeros
 from pycomm._work import Work
 
@@ -38,14 +41,33 @@ SLOTS = 3
 _LINE = 64  # bytes
 
 
-class Run(NamedTuple):
-    """Neighbouring elements of one of a bucket's parameters, of one owner, in a slot."""
+class _Span(NamedTuple):
+    """The elements of one of a bucket's parameters that one rank owns."""
+
+    number: int  # of the parameter
+    owned: Range
+    place: int  # in the rank's block
+
+
+class _Run(NamedTuple):
+    """Neighbouring elements of one of a bucket's parameters that one rank owns, in a slot."""
 
     number: int  # of the parameter
     begin: int
     end: int
     offset: int  # in the slot, in elements
-    rank: int
+
+
+class _Portion(NamedTuple):
+    """What goes through a slot at once: the same range of each of a bucket's blocks.
+
+    Attributes:
+        own: this rank's averages, padding included.
+        runs: the gradients.
+    """
+
+    own: torch.Tensor
+    runs: list[_Run]
 
 
 class _StandIn:
@@ -89,7 +111,7 @@ class GradientRing:
 
     Attributes:
         memory: the slots in the window, as bytes.
-        buffers: memory of the averages.
+        buffers: this rank's block of each bucket.
     """
 
     def __init__(self, shards: Shards, buckets: Sequence[Bucket], slot_bytes: int) -> None:
@@ -98,29 +120,35 @@ class GradientRing:
         self._slot_bytes = -(-slot_bytes // (ranks * _LINE)) * ranks * _LINE
         device = buckets[0].parameters[0].device if buckets else torch.device("cpu")
         self.memory = shards.group.empty(SLOTS * self._slot_bytes, dtype=torch.uint8, device=device)
+        self.memory.zero_()  # padding is sent, too
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._plans = {
-            id(bucket.parameters[0]): _plan(bucket, ranks, self._slot_bytes) for bucket in buckets
-        }
         self._own: dict[int, torch.Tensor] = {}
         self._stand_ins: dict[int, _StandIn] = {}
         self._kept: set[int] = set()  # ids of parameters that have got their stand-ins
-        made: dict[object, torch.Tensor] = {}
-        for parameter in (p for bucket in buckets for p in bucket.parameters):
-            part = part_of(parameter)
-            assert part is not None
-            place = place_of_states(part.own)
-            assert place is not None
-            kind = place.piece.kind
-            if place.piece not in made:
-                length = len(place.piece.gradients)
-                made[place.piece] = zeros(length, kind.grad_dtype, kind.device)
-            self._own[id(parameter)] = place.of(made[place.piece], part.own)
-            self._stand_ins[id(parameter)] = _StandIn(parameter, kind.grad_dtype)
-        self.buffers = list(made.values())
+        self.buffers: list[torch.Tensor] = []
+        self._portions = {id(bucket.parameters[0]): self._divide(bucket) for bucket in buckets}
         self._adds: set[int] = set()  # ids of parameters whose averages are added to
-        self._landings: list[Callable[[], object] | None] = [None] * SLOTS  # wait for averages
-        self._sent = 0
+        self._works: list[Work | None] = [None] * SLOTS
+        self._sent = self._gathered_bytes = 0
+
+    def _divide(self, bucket: Bucket) -> list[_Portion]:
+        """Makes this rank's memory for a bucket, and cuts the bucket into portions."""
+        ranks, dtype = self._shards.group.size, bucket.flat.dtype
+        spans, count = _lay_out(bucket.parameters, ranks)
+        block = zeros(count, dtype, self.memory.device)
+        self.buffers.append(block)
+        for parameter in bucket.parameters:
+            self._own[id(parameter)] = block[:0]
+            self._stand_ins[id(parameter)] = _StandIn(parameter, dtype)
+        for span in spans:
+            if span.owned.rank == self._shards.group.rank:
+                place = block[span.place : span.place + span.owned.end - span.owned.begin]
+                self._own[id(bucket.parameters[span.number])] = place
+        room = self._slot_bytes // ranks // dtype.itemsize
+        portions = (
+            _portion(spans, block, at, min(at + room, count)) for at in range(0, count, room)
+        )
+        return [portion for portion in portions if portion.runs]  # else it is padding
 
     def is_divided(self, parameter: torch.Tensor) -> bool:
         """True if this rank's part of the parameter's gradient lies here.
@@ -166,29 +194,28 @@ class GradientRing:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
-            for runs in self._plans[id(bucket.parameters[0])]:
+            for portion in self._portions[id(bucket.parameters[0])]:
                 slot = self._sent % SLOTS
                 self._wait(slot)
-                begin = slot * self._slot_bytes
-                flat = self.memory[begin : begin + self._slot_bytes].view(bucket.flat.dtype)
-                for run in runs:
-                    self._take(bucket.parameters[run.number], run, flat)
-                if weighing is not None:
-                    weighing.scale(flat)  # may raise, so nothing counts as sent before
+                self._works[slot] = self._average(bucket.parameters, portion, slot, weighing)
                 self._sent += 1
-                self._landings[slot] = self._average(bucket.parameters, runs, flat)
         for parameter in bucket.parameters:
             parameter.grad = None
 
-    def finish(self) -> None:
-        """Waits until all buckets have been averaged."""
+    def finish(self) -> int:
+        """Waits until all buckets have been averaged.
+
+        Returns:
+            The bytes of averages of earlier backwards that all ranks have got.
+        """
         for slot in range(SLOTS):
             self._wait(slot)
         if self._stream is not None:
             current = torch.cuda.current_stream(self._stream.device)
             current.wait_stream(self._stream)
             self._shards.group.check()
-        self._sent = 0
+        gathered, self._gathered_bytes, self._sent = self._gathered_bytes, 0, 0
+        return gathered
 
     def keep(self, parameters: Iterable[torch.Tensor]) -> None:
         """Makes the averages the gradients of these parameters."""
@@ -204,17 +231,42 @@ class GradientRing:
         """Makes gradients that lie here whole; all ranks must call this."""
         parameters = list(parameters)
         for parameter in filter(self.is_divided, parameters):
-            part = part_of(parameter)
-            assert part is not None
-            parameter.grad = part.gather(self.own(parameter), parameter.detach())
+            parameter.grad = _part(parameter).gather(self.own(parameter), parameter.detach())
         self._kept.difference_update(map(id, parameters))
 
-    def _take(self, parameter: torch.Tensor, run: Run, flat: torch.Tensor) -> None:
-        """Copies a run of a gradient into a slot."""
+    def _average(
+        self,
+        parameters: Sequence[torch.Tensor],
+        portion: _Portion,
+        slot: int,
+        weighing: Weighing | None,
+    ) -> Work:
+        """Fills a slot, and starts to average each block at its owner."""
+        group, (own, runs) = self._shards.group, portion
+        adds = [id(parameters[run.number]) in self._adds for run in runs]
+        begin, nbytes = slot * self._slot_bytes, group.size * own.nbytes
+        flat = self.memory[begin : begin + nbytes].view(own.dtype)
+        bits = int("".join("01"[add] for add in adds), 2)
+        label = f"slot {slot}, {len(runs)} runs, adds {bits:x}"
+        if any(adds):
+            launch(group, "all_gather", own, flat, own.shape, label=label, async_op=False)
+            self._gathered_bytes += nbytes
+        for run, add in zip(runs, adds, strict=True):
+            self._take(parameters[run.number], run, flat, add)
+        if weighing is not None:
+            weighing.scale(flat)  # may raise, so nothing counts as sent before
+        work: Work = launch(
+            group, "reduce_scatter", flat, own, own.shape, "avg", label=label, async_op=True
+        )
+        return work
+
+    def _take(self, parameter: torch.Tensor, run: _Run, flat: torch.Tensor, add: bool) -> None:
+        """Copies a run of a gradient into a slot, or adds it to what is there."""
         gradient = parameter.grad
         place = flat[run.offset : run.offset + run.end - run.begin]
-        if gradient is None:  # -0 leaves what it is added to as it is
-            place.fill_(-0.0 if id(parameter) in self._adds else 0.0)
+        if gradient is None:
+            if not add:
+                place.zero_()
             return
         if self._stream is not None:
             gradient.record_stream(self._stream)  # it is dropped before the copy has run
@@ -223,64 +275,38 @@ class GradientRing:
             dense = gradient.new_empty_strided(gradient.shape, strides)
             gradient = parameter.grad = dense.copy_(gradient.detach())
         begin = int(gradient.storage_offset()) + run.begin
-        place.copy_(gradient.detach().as_strided(place.shape, (1,), begin))
-
-    def _average(
-        self, parameters: Sequence[torch.Tensor], runs: Iterable[Run], flat: torch.Tensor
-    ) -> Callable[[], object] | None:
-        """Starts to average this rank's part of a slot; returns what waits for it."""
-        group, mine, adds = self._shards.group, array("q"), []
-        for number, begin, end, offset, rank in runs:
-            parameter = parameters[number]
-            adds.append(str(int(id(parameter) in self._adds)))
-            if rank == group.rank:  # struct OwnGradient of csrc/core/optim/shard.h
-                part = part_of(parameter)
-                assert part is not None
-                own = self.own(parameter)[begin - part.first : end - part.first]
-                mine.extend((flat.data_ptr() + offset * flat.itemsize, own.data_ptr(), end - begin))
-                mine.extend((int(adds[-1]), DTYPES[flat.dtype]))
-        label = f"slot {self._sent % SLOTS}, {len(adds)} runs, adds {int('0' + ''.join(adds), 2):x}"
-        arena = self.memory.data_ptr(), self.memory.nbytes
-        if self._stream is None:
-            average = _C.ShardedAverage(*arena, mine)
-            used = (self.memory, *self.buffers, average)
-            work = Work(average.submit(group._core, label), used)
-            return functools.partial(_wait_for, work, average)
-        on_device = _C.CudaShardedAverage(*arena, mine)
-        table = torch.empty(on_device.bytes, dtype=torch.uint8, device=flat.device)
-        side = group._cuda_side(flat.device)
-        place = table.data_ptr(), side.device.index, self._stream.cuda_stream
-        on_device.run(side._core, *place, label)
-        return None
+        values = gradient.detach().as_strided(place.shape, (1,), begin)
+        place.add_(values) if add else place.copy_(values)
 
     def _wait(self, slot: int) -> None:
-        land, self._landings[slot] = self._landings[slot], None
-        if land is not None:
-            land()
+        work, self._works[slot] = self._works[slot], None
+        if work is not None:
+            work.wait()
 
 
-def _wait_for(work: Work, _average: _C.ShardedAverage) -> None:
-    """Waits for an average, which must live until then."""
-    work.wait()
+def _part(parameter: torch.Tensor) -> Part:
+    part = part_of(parameter)
+    assert part is not None
+    return part
 
 
-def _plan(bucket: Bucket, ranks: int, slot_bytes: int) -> list[list[Run]]:
-    """Divides a bucket among slots, each with an equal share of every owner's elements."""
-    item = bucket.flat.itemsize
-    room, line = slot_bytes // ranks // item, _LINE // item
-    plan: list[list[Run]] = []
-    used = [0] * ranks  # elements of each owner so far, padding included
-    for number, parameter in enumerate(bucket.parameters):
-        part = part_of(parameter)
-        assert part is not None
-        for rank, first, end in part.ranges:
-            begin = first
-            while begin < end:
-                slot, place = divmod(used[rank], room)
-                count = min(end - begin, room - place)
-                if slot == len(plan):
-                    plan.append([])
-                plan[slot].append(Run(number, begin, begin + count, rank * room + place, rank))
-                begin += count
-                used[rank] += -(-count // line) * line
-    return plan
+def _lay_out(parameters: Sequence[torch.Tensor], ranks: int) -> tuple[list[_Span], int]:
+    """Places a bucket's parameters in blocks; returns the places, and the elements of a block."""
+    spans: list[_Span] = []
+    used = [0] * ranks
+    for number, parameter in enumerate(parameters):
+        for owned in _part(parameter).ranges:
+            spans.append(_Span(number, owned, used[owned.rank]))
+            used[owned.rank] += -(-(owned.end - owned.begin) // ALIGN) * ALIGN
+    return spans, max(used)
+
+
+def _portion(spans: Iterable[_Span], block: torch.Tensor, first: int, last: int) -> _Portion:
+    """Elements [first, last) of each block."""
+    runs = []
+    for number, (rank, begin, end), place in spans:
+        low, high = max(place, first), min(place + end - begin, last)
+        if low < high:
+            offset = rank * (last - first) + low - first
+            runs.append(_Run(number, begin + low - place, begin + high - place, offset))
+    return _Portion(block[first:last], runs)

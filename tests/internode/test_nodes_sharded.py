@@ -221,26 +221,12 @@ def test_residuals_hold_what_encoded_gradients_have_lost(nodes):
         torch.testing.assert_close(ours[0], exact + lost, rtol=0, atol=2e-6)
 
 
-def test_divided_gradients_of_micro_batches_are_added():
-    """As averages, so the last bits may differ; those of no_sync() are added before."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("nodes", [(2, 1), (2, 2)], ids=str)
+def test_divided_gradients_of_micro_batches_are_added(nodes, dtype):
     parameters = tuple(Parameter(shape) for shape in [(70, 40), (3,), (5000,)])
     steps = (Step(backwards=2), Step(), Step(backwards=3, zero="none"), Step(set_to_none=False))
-    given = Program(3, torch.float32, parameters, steps, "momentum")
-    net = sharding.Given(given)
-
-    def body(group: pycomm.Group, shard: str | None) -> list[torch.Tensor]:
-        run = sharding.Run(group, given, net, shard)
-        run.run()
-        assert shard is None or run.model._exchange._ring is not None
-        return [p.detach().clone() for p in run.net.parameters()]
-
-    with pycomm.LocalWorld(3, nodes=(2, 1), timeout=20) as world:
-        wanted = world.run(body, None)[0]
-        results = world.run(body, "gradients")
-    for result in results:
-        for value, other, exact in zip(result, results[0], wanted, strict=True):
-            assert torch.equal(value, other)
-            torch.testing.assert_close(value, exact, rtol=0, atol=1e-6)
+    sharding.check(Program(sum(nodes), dtype, parameters, steps, "momentum", nodes=nodes))
 
 
 def test_memory_of_divided_gradients_is_that_of_the_formula():

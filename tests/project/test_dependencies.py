@@ -150,7 +150,7 @@ PYTHON_LAYERS = [
     {"_training.local_sgd"},
     {"hooks", "_training.shard_options", "_training.survival"},
     {"_training.beginning", "_training.publication", "_training.scatter"},
-    {"_training.spanning_ring", "_training.spanning_shards", "_training.square_sums"},
+    {"_training.spanning_shards", "_training.square_sums"},
     {"_training.gradient_exchange"},
     {"_training.joining", "_training.wrapping"},
     {"data_parallel", "optim"},

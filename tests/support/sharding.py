@@ -312,8 +312,6 @@ def run_stages(program: Program, body: Any) -> dict[str | None, list[Any]]:
     stages = ["optimizer", "gradients"]
     if program.compression is not None or program.shard_ranks is not None:
         stages.remove("gradients")
-    elif program.nodes and any(step.backwards > 1 or step.zero == "none" for step in program.steps):
-        stages.remove("gradients")  # averages are added to averages, which rounds differently
     with contextlib.ExitStack() as stack:
 
         def world(size: int, **options: Any) -> pycomm.LocalWorld:

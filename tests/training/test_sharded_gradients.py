@@ -234,3 +234,17 @@ def test_zeroing_an_empty_gradient_changes_nothing():
     with pycomm.LocalWorld(2) as world:
         plain, divided = (world.run(zeroed_while_empty, stage) for stage in (None, "gradients"))
     assert all(torch.equal(one, other) for one, other in zip(plain, divided, strict=True))
+
+
+@pytest.mark.parametrize("dropped", [1, 6], ids=["one", "all"])
+def test_ranks_that_add_to_different_gradients_raise(dropped):
+    def check(group):
+        net, model, _ = made(group, "gradients")
+        model(torch.ones(3, 40)).sum().backward()
+        for parameter in list(net.parameters())[: dropped if group.rank == 0 else 0]:
+            parameter.grad = None
+        with pytest.raises(pycomm.Mismatch):
+            model(torch.ones(3, 40)).sum().backward()
+
+    with pycomm.LocalWorld(2) as world:
+        world.run(check)

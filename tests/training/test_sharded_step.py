@@ -36,3 +36,18 @@ def test_stats_count_steps_and_bytes_of_shards():
                 assert stats["steps"] == 3
                 assert stats["bytes_in"] == pytest.approx(4 * 300 * 301, rel=0.001)
                 assert stats["bytes_wire"] == stats["bytes_in"]  # half of 2 ranks, both ways
+
+
+def bytes_of_backwards(group):
+    model = pycomm.DataParallel(torch.nn.Linear(300, 300), group=group, shard="gradients")
+    counted = []
+    for _ in range(2):
+        model(torch.ones(2, 300)).sum().backward()
+        counted.append(model.comm_state.stats()["bytes_wire"])
+    return counted
+
+
+def test_a_backward_that_adds_to_averages_gathers_them():
+    with pycomm.LocalWorld(2) as world:
+        for first, second in world.run(bytes_of_backwards):
+            assert second == pytest.approx(1.5 * first, rel=0.01)  # a third is of parameters
