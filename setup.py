@@ -92,7 +92,9 @@ def united(folder: str) -> list[Path]:
     units = [Path("build", f"{folder}_{number}.cpp") for number in (1, 2)]
     units[0].parent.mkdir(exist_ok=True)
     for number, unit in enumerate(units):
-        text = "".join(f'#include "{source.relative_to("csrc")}"\n' for source in sources[number::2])
+        text = "".join(
+            f'#include "{source.relative_to("csrc")}"\n' for source in sources[number::2]
+        )
         if not unit.exists() or unit.read_text() != text:
             unit.write_text(text)
     return units
