@@ -286,11 +286,11 @@ def cut_links(trials: int, to: Results) -> None:
             cuts.append(judge(trial, compression, began, found))
             nodes.set_link(1, "up")
             write(folder / f"mended-{trial}", None)
-    to.meta["cuts"] = found = summarise(cuts)
+    summary = to.meta["cuts"] = summarise(cuts)
     to.save()
-    print(f"# {trials} cuts, timeout {CUT_TIMEOUT} s: {len(found['broken_promises'])} broken "
-          f"promises; the last error came after {found['seconds']['max']:.2f} s")  # fmt: skip
-    for cut in found["broken_promises"]:
+    print(f"# {trials} cuts, timeout {CUT_TIMEOUT} s: {len(summary['broken_promises'])} broken "
+          f"promises; the last error came after {summary['seconds']['max']:.2f} s")  # fmt: skip
+    for cut in summary["broken_promises"]:
         print(f"# cut {cut}")
 
 
@@ -324,7 +324,7 @@ def judge(
 
 
 def summarise(cuts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Errors of all ranks, and seconds from the cut to them; cuts that break a promise are whole."""
+    """Errors of all ranks and seconds to them; cuts that break a promise are in it whole."""
     seconds = [s for cut in cuts for s in cut["seconds"]] or [float("nan")]
     return {
         "trials": len(cuts),
