@@ -22,7 +22,6 @@ window_layout: int
 window_magic: int
 most_recorded: int
 timed_from_bytes: int
-tree_piece_bytes: int
 pipeline_depth: int
 internode_tiles: int
 smallest_block: int

@@ -130,7 +130,6 @@ void bind_call(py::module_& m) {
         return py::make_tuple(node.parent, node.left, node.right);
       },
       py::arg("tree"), py::arg("rank"), py::arg("size"));
-  m.attr("tree_piece_bytes") = kTreePieceBytes;
   m.attr("pipeline_depth") = kPipelineDepth;
   m.attr("internode_tiles") = cpu::kTiles;
   m.attr("least_transfer_bytes") = cpu::kLeastTransferBytes;

@@ -1,11 +1,10 @@
-"""Predicts all-reduces from latency, bandwidth and the work of cores, for every algorithm.
+"""Predicts all-reduces from latency, bandwidth and the work of cores: pycomm's, and a ring.
 
 docs/advisor.md derives all formulas, with the names used here.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from pycomm.advise.constants import COMPRESSIONS, OPERATIONS, Constants
 
 MOST_RANKS = 16384  # the largest number that the command line accepts
 ELEMENT_BYTES = 4  # gradients are float32
-PIECE_BYTES = _C.tree_piece_bytes  # of the pipelined tree, before compression
 SEGMENT_BYTES = 1 << 20  # the most that Gloo's ring sends at a time; a part has at least two
 TILED = ("bf16", "int8")  # reduced inside a node tile by tile, while others are on the wire
 UNDER_WAY = _C.pipeline_depth + 1  # tiles in each phase: one is waited for, others follow
@@ -32,8 +30,8 @@ class Exchange:
         compression: one of `COMPRESSIONS`.
         rank_bytes: bytes that the busiest rank sends, over memory or link; it receives as many.
         link_bytes: bytes that a node sends to others; it receives as many.
-        wire: seconds for which the busiest link carries bytes; in ring and tree, of the longest
-            chain of hops.
+        wire: seconds for which the busiest link carries bytes; in a ring, of the longest chain of
+            hops.
         core: seconds of work of the busiest rank's core while the link is in use.
         local: seconds inside the node, before and after the link is in use.
         latency: seconds until the very first byte arrives, with nothing else to do.
@@ -79,23 +77,6 @@ def two_shot_bytes(nbytes: float, parties: int) -> float:
     return 2 * (parties - 1) / parties * nbytes
 
 
-@functools.cache
-def tree_shape(parties: int) -> tuple[float, int]:
-    """Bytes that a double tree's busiest party sends per byte of the tensor, and its levels."""
-    sent, deepest = [0.0] * parties, 0
-    for tree in range(2):
-        parents = [_C.tree_node(tree, party, parties)[0] for party in range(parties)]
-        for party, parent in enumerate(parents):
-            levels, above = 0, parent
-            while above >= 0:
-                levels, above = levels + 1, parents[above]
-            deepest = max(deepest, levels)
-            if parent >= 0:  # half of the tensor up, and half of the result down
-                sent[party] += 0.5
-                sent[parent] += 0.5
-    return max(sent), deepest
-
-
 class Model:
     """Predicts all-reduces of a cluster.
 
@@ -115,7 +96,7 @@ class Model:
 
         Args:
             algorithm: one of `ALGORITHMS`.
-            compression: one of `COMPRESSIONS`; ring and tree do not support top-k.
+            compression: one of `COMPRESSIONS`; a ring has none or bf16.
             elements: number of elements of the tensor, at least one.
 
         Raises:
@@ -129,7 +110,7 @@ class Model:
         if elements < 1:
             raise ValueError(f"elements must be at least 1, got {elements}")
         if not possible(algorithm, compression):
-            raise ValueError(f"compression by {algorithm} must not be topk")
+            raise ValueError(f"compression by a ring must be none or bf16, got {compression!r}")
         return ALGORITHMS[algorithm](self, compression, elements)
 
     def _encoded(self, elements: int, compression: str) -> int:
@@ -187,48 +168,14 @@ class Model:
             rounds=steps * segments,
         )
 
-    def _tree(self, compression: str, elements: int) -> Exchange:
-        """A double tree of nodes, with a chain of ranks in each; on one node a tree of ranks."""
-        cluster, near = self.cluster, self.constants["local.latency"]
-        spans = cluster.nodes > 1
-        parties, chain = (cluster.nodes, cluster.most_ranks - 1) if spans else (cluster.ranks, 0)
-        nbytes, per_byte = self._encoded(elements, compression), self.constants["local.all_reduce"]
-        pieces = max(math.ceil(elements * ELEMENT_BYTES / 2 / PIECE_BYTES), 1)
-        share, levels = tree_shape(parties)
-        piece, sent = nbytes / 2 / pieces, share * nbytes
-        busiest = self._carrying(sent) if spans else sent * per_byte
-        served = min(parties - 1, 2) * piece * (busiest / sent if sent else 0.0)
-        way = levels * ((cluster.link.latency if spans else near) + served)
-        way += chain * (near + piece * per_byte)
-        core = self._coding(compression, elements, cluster.ranks)
-        core += self._sending(sent, 4 * pieces) if spans else 0.0
-        return Exchange(
-            algorithm="tree",
-            compression=compression,
-            rank_bytes=sent + (nbytes if chain else 0),
-            link_bytes=sent if spans else 0.0,
-            wire=busiest * (1 - 1 / pieces),
-            core=core * cluster.slowdown if cluster.ranks > 1 else 0.0,
-            local=0.0,
-            latency=2 * way,
-            rounds=pieces,
-        )
-
-    def _hierarchical(self, compression: str, elements: int) -> Exchange:
-        """Reduces inside each node; one rank of each node exchanges with other nodes."""
-        return self._between("hierarchical", compression, elements, 1)
-
     def _stripes(self, compression: str, elements: int) -> Exchange:
-        """The same, but each rank exchanges a part, as in pycomm."""
-        return self._between("stripes", compression, elements, self.cluster.stripes)
-
-    def _between(self, name: str, compression: str, elements: int, stripes: int) -> Exchange:
-        cluster, latency = self.cluster, self.cluster.link.latency
+        """Reduces inside each node, where each rank exchanges a part with the other nodes."""
+        cluster, latency, stripes = self.cluster, self.cluster.link.latency, self.cluster.stripes
         nodes, nbytes = cluster.nodes, self._encoded(elements, compression)
         local = self._local(elements)
         inside = two_shot_bytes(elements * ELEMENT_BYTES, cluster.most_ranks)
         if nodes == 1:
-            return Exchange(name, compression, inside, 0.0, 0.0, 0.0, local, 0.0, 1)
+            return Exchange("stripes", compression, inside, 0.0, 0.0, 0.0, local, 0.0, 1)
         sent = two_shot_bytes(nbytes, nodes)
         # A handshake, contributions, results; top-k sends each list after its length.
         rounds, trips, messages = 1, 5, 5
@@ -249,7 +196,7 @@ class Model:
         # A tile's slot is free again once the tile has arrived and has been added.
         turn = latency + core / rounds
         return Exchange(
-            algorithm=name,
+            algorithm="stripes",
             compression=compression,
             rank_bytes=inside + sent / stripes,
             link_bytes=sent,
@@ -263,34 +210,10 @@ class Model:
 
 ALGORITHMS: dict[str, Callable[[Model, str, int], Exchange]] = {
     "ring": Model._ring,
-    "tree": Model._tree,
-    "hierarchical": Model._hierarchical,
     "stripes": Model._stripes,
 }
 
 
 def possible(algorithm: str, compression: str) -> bool:
-    """True if the algorithm supports the compression: top-k needs owners, which select again."""
-    return compression != "topk" or algorithm in ("hierarchical", "stripes")
-
-
-def crossing(model: Callable[[int], Model], elements: int, largest: int = MOST_RANKS) -> int | None:
-    """The smallest power of two from which on a tree of that many ranks is faster than a ring.
-
-    Args:
-        model: returns the model of a cluster with a given number of ranks.
-        elements: number of elements of the tensor, uncompressed.
-        largest: the largest number of ranks to try.
-
-    Returns:
-        None if the ring is still faster with `largest` ranks.
-    """
-    found = None
-    ranks = largest
-    while ranks >= 2:
-        this = model(ranks)
-        ring, tree = (this.exchange(name, "none", elements).seconds for name in ("ring", "tree"))
-        if tree >= ring:
-            break
-        found, ranks = ranks, ranks // 2
-    return found
+    """True if the algorithm is ours, or if DDP has a hook for the compression."""
+    return algorithm == "stripes" or compression in ("none", "bf16")

@@ -72,7 +72,7 @@ def _draw_ranks(panel: Axes, question: Question) -> None:
     bucket = question.step(OURS, "none")
     elements = max(question.parameters // bucket.buckets, 1)
     nodes = [n for n in (1 << power for power in range(1, 15)) if n * per_node <= MOST_RANKS]
-    for algorithm, colour in zip(ALGORITHMS, COLOURS, strict=True):
+    for algorithm, colour in zip(ALGORITHMS, COLOURS, strict=False):
         times = []
         for count in nodes:
             cluster = replace(question.cluster, ranks=count * per_node, nodes=count)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from pycomm.advise.advice import OURS, WORTH, Question, break_even, choose
 from pycomm.advise.constants import COMPRESSIONS
-from pycomm.advise.model import ELEMENT_BYTES, MOST_RANKS, Model, crossing
 from pycomm.advise.training import Step
 
 COLUMNS = (
@@ -20,8 +17,7 @@ COLUMNS = (
 )
 NOTES = """\
 exchange: all gradients, with nothing else to do; exposed: what of it the step waits for
-ring: Gloo and NCCL; tree: NCCL; hierarchical: one rank of each node exchanges;
-stripes: pycomm, every rank of a node exchanges its part"""
+ring: Gloo and NCCL; stripes: pycomm, every rank of a node exchanges its part"""
 
 
 def show(question: Question) -> None:
@@ -89,8 +85,7 @@ def advice(question: Question, best: Step) -> list[str]:
     else:
         choice += f"{none.seconds / best.seconds:.3g} times as fast as uncompressed."
     lines = [choice]
-    known = [step for step in question.steps() if step.bucket.compression in COMPRESSIONS[:2]]
-    fastest = min(known, key=lambda step: step.seconds)  # others have no int8
+    fastest = min(question.steps(), key=lambda step: step.seconds)
     if fastest.seconds < WORTH * best.seconds:
         what = f"{fastest.bucket.algorithm}, {fastest.bucket.compression}"
         lines.append(f"Faster, but not pycomm's: {what}, {human_figure(1e3 * fastest.seconds)} ms.")
@@ -102,7 +97,7 @@ def advice(question: Question, best: Step) -> list[str]:
             f"With int8, {safe} ms a step, no difference could be found.",
         ]
     lines += [f"{name} {_paying(question, name)}" for name in COMPRESSIONS[1:]]
-    return [*lines, _crossing(question)]
+    return lines
 
 
 def _paying(question: Question, compression: str) -> str:
@@ -113,27 +108,6 @@ def _paying(question: Question, compression: str) -> str:
     if limit == float("inf"):
         return "pays on every link."
     return f"pays on links below {human_rate(limit)}; above, {less} takes as long."
-
-
-def _crossing(question: Question) -> str:
-    """The crossing of ring and tree for one bucket, with this question's ranks per node."""
-    per_node = question.cluster.most_ranks
-    bucket = question.step("ring", "none")
-    elements = max(question.parameters // bucket.buckets, 1)
-
-    def model(ranks: int) -> Model:
-        nodes = max(ranks // per_node, 1)
-        cluster = replace(question.cluster, ranks=max(ranks, nodes), nodes=nodes)
-        return Model(cluster, question.constants)
-
-    found = crossing(model, elements)
-    case = (
-        f"(a bucket of {elements * ELEMENT_BYTES / 1e6:,.3g} MB, uncompressed, "
-        f"{per_node} to a node)"
-    )
-    if found is None:
-        return f"A ring is faster than a tree up to {MOST_RANKS:,} ranks {case}."
-    return f"A tree is faster than a ring from {found:,} ranks on {case}."
 
 
 def human_figure(value: float) -> str:

@@ -1,9 +1,5 @@
 """All-reduces message by message, as references for the advisor's closed forms."""
 
-import heapq
-
-from pycomm import _C
-
 PARTS = 1000  # of an exchange, each of which runs as fast as the core allows then
 
 
@@ -29,56 +25,6 @@ def ring(node_of, segments, far, near):
                 arrived[receiver].append(free[sender] + latency)
         has = arrived
     return max(max(times) for times in has)
-
-
-def tree(n, pieces, latency, occupied):
-    """Seconds until the last piece of both trees is everywhere, one rank per node.
-
-    Args:
-        n: ranks.
-        pieces: of each half of the tensor.
-        latency: seconds until a message arrives.
-        occupied: seconds that a piece keeps the sender's link, and the receiver's.
-    """
-    nodes = [[_C.tree_node(t, rank, n) for rank in range(n)] for t in range(2)]
-    sending, receiving, finished, count = [0.0] * n, [0.0] * n, 0.0, 0
-    missing, events = {}, []  # events: when a message can be sent, or has come, and which
-
-    def offer(when, *event):
-        nonlocal count
-        count += 1
-        heapq.heappush(events, (when, count, *event))
-
-    def go_on(when, way, t, k, rank):
-        parent, *children = nodes[t][rank]
-        if way == "up" and parent >= 0:
-            offer(when, "send", rank, parent, ("up", t, k))
-            return
-        for child in children:
-            if child >= 0:
-                offer(when, "send", rank, child, ("down", t, k))
-
-    for k in range(pieces):
-        for t in range(2):
-            for rank in range(n):
-                missing[t, k, rank] = sum(child >= 0 for child in nodes[t][rank][1:])
-                if missing[t, k, rank] == 0:
-                    go_on(0.0, "up", t, k, rank)
-    while events:
-        when, _, what, sender, receiver, (way, t, k) = heapq.heappop(events)
-        if what == "send":
-            if sending[sender] > when:  # its link carries something else
-                offer(sending[sender], "send", sender, receiver, (way, t, k))
-                continue
-            sending[sender] = when + occupied
-            receiving[receiver] = max(when + latency, receiving[receiver]) + occupied
-            offer(receiving[receiver], "has", sender, receiver, (way, t, k))
-            continue
-        finished = max(finished, when)
-        missing[t, k, receiver] -= way == "up"
-        if way == "down" or missing[t, k, receiver] == 0:
-            go_on(when, way, t, k, receiver)
-    return finished
 
 
 def two_shot(part, transfer, latency, byte, add, ahead, inside=(0.0, 0.0)):
