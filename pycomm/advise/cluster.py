@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -72,13 +71,6 @@ class Cluster:
     def most_ranks(self) -> int:
         """The number of ranks of the fullest node."""
         return -(-self.ranks // self.nodes)
-
-    @cached_property
-    def node_of(self) -> tuple[int, ...]:
-        """The node of every rank; neighbouring ranks share a node."""
-        longer = self.ranks % self.nodes
-        sizes = [self.stripes + (node < longer) for node in range(self.nodes)]
-        return tuple(node for node, size in enumerate(sizes) for _ in range(size))
 
     @property
     def slowdown(self) -> float:

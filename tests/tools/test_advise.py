@@ -166,7 +166,8 @@ def test_ring_against_its_simulation(ranks, nodes, latency, elements):
     assert exchange.rounds == 2 * (ranks - 1) * segments
     segment = 4 * elements / ranks / segments
     far, near = (latency, segment * 8e-9), (1e-5, segment * 1e-10)
-    reference = simulations.ring(model.cluster.node_of, segments, far, near)
+    node_of = [rank * nodes // ranks for rank in range(ranks)]  # neighbours share a node
+    reference = simulations.ring(node_of, segments, far, near)
     assert exchange.wire == pytest.approx(reference, rel=0.3)
 
 
