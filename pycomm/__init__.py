@@ -50,7 +50,7 @@ from pycomm.p2p import Request, irecv, isend, recv, send
 from pycomm.recovery import recover
 from pycomm.report import RankReport, RecordedOperation, Report
 from pycomm.sharing import share_state
-from pycomm.stats import OperationStats, RankTimes, Stats, suggest_batches
+from pycomm.stats import OperationStats, RankTimes, Stats
 from pycomm.tracing import Trace, trace
 
 __version__ = "0.1.0"
@@ -114,7 +114,6 @@ __all__ = [
     "send",
     "set_default_group",
     "share_state",
-    "suggest_batches",
     "trace",
 ]
 

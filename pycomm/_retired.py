@@ -12,6 +12,9 @@ R = TypeVar("R")
 
 # By the module or function, and the name.
 _RETIRED = {
+    ("pycomm", "suggest_batches"): (
+        "give each rank samples in proportion to those that it had over stats.ranks[rank].own"
+    ),
     ("pycomm", "plot_step"): "open the file that pycomm.trace writes in https://ui.perfetto.dev",
     ("DataParallel", "overlap_params"): (
         "leave it out, a step waits until parameters have arrived from other nodes"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -239,55 +239,3 @@ def make_stats(told: Mapping[str, Any], rank: int, size: int) -> Stats:
     ]  # fmt: skip
     ranks = {number: RankTimes(own, blocked) for number, own, blocked in told["ranks"]}
     return Stats(rank, size, tuple(rows), ranks)
-
-
-def suggest_batches(stats: Stats, batches: int | Sequence[int]) -> tuple[int, ...]:
-    """Suggests how many samples each rank should take per step, so that all need the same time.
-
-    Each rank's speed is its batch divided by its own time. The total stays the same. Pass each rank
-    its new batch, and the batch also as `weight=` to :class:`pycomm.DataParallel`, so that the mean
-    is one over all samples. If a part of a step does not grow with the batch, a second suggestion,
-    from statistics that begin after the first one, comes closer.
-
-    Statistics of two ranks differ slightly, so let one rank decide and send the result to the
-    others.
-
-    Args:
-        stats: from :meth:`pycomm.Group.stats`, of a group on one node.
-        batches: the samples per step that each rank has had in this time, or of every rank.
-
-    Returns:
-        The number of samples for each rank, at least 1.
-
-    Raises:
-        ValueError: the group spans nodes, of which a rank sees only its own; or no operation has
-            been timed; or `batches` are not positive integers, one for each rank.
-        TypeError: `stats` are no statistics.
-    """
-    if not isinstance(stats, Stats):
-        raise TypeError(f"stats must come from group.stats(), got {type(stats).__name__}")
-    if len(stats.ranks) != stats.size:
-        raise ValueError(
-            f"stats must be of a group on one node, got {len(stats.ranks)} of {stats.size} ranks"
-        )
-    now = list(batches) if isinstance(batches, Iterable) else [batches] * stats.size
-    if len(now) != stats.size or any(type(n) is not int or n < 1 for n in now):
-        raise ValueError(f"batches must be {stats.size} positive integers, got {batches}")
-    if not stats.skew:
-        raise ValueError("stats must have operations that were timed, got none")
-    speeds = [n / stats.ranks[rank].own for rank, n in enumerate(now)]
-    ideal = [sum(now) * speed / sum(speeds) for speed in speeds]
-    return _rounded(ideal, sum(now))
-
-
-def _rounded(shares: Sequence[float], total: int) -> tuple[int, ...]:
-    """Integers of at least 1 near the shares, whose sum is `total`."""
-    whole = [max(int(share), 1) for share in shares]
-    while sum(whole) != total:
-        more = 1 if sum(whole) < total else -1
-        nearest = max(
-            (i for i, n in enumerate(whole) if n + more >= 1),
-            key=lambda i: more * (shares[i] - whole[i]),
-        )
-        whole[nearest] += more
-    return tuple(whole)

@@ -218,5 +218,3 @@ def test_nodes():
         for rank, stats in enumerate(nodes.run(body)):
             assert rows_of(stats)["all_reduce", "none", 16384].count == 5
             assert (stats.size, sorted(stats.ranks)) == (3, [2] if rank == 2 else [0, 1])
-            with pytest.raises(ValueError, match="on one node"):
-                pycomm.suggest_batches(stats, 8)

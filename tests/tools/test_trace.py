@@ -315,13 +315,6 @@ def test_a_trace_of_several_nodes(tmp_path):
     assert max(starts) < min(end["ts"] + end["dur"] for end in ends)
 
 
-def test_the_picture_of_a_step_has_gone():
-    with pytest.raises(AttributeError, match=r"any more: .*pycomm\.trace .*ui\.perfetto"):
-        pycomm.plot_step  # noqa: B018
-    with pytest.raises(AttributeError, match=r"no attribute 'never_was'$"):
-        pycomm.never_was  # noqa: B018
-
-
 def test_one_trace_at_a_time(world, tmp_path):
     (group,) = world(1)
     with pycomm.trace(tmp_path / "a.json", group=group):

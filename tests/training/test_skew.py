@@ -1,4 +1,4 @@
-"""A slow rank is named by its own time, and batches are suggested that balance the ranks."""
+"""A slow rank is named by its own time."""
 
 import time
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import pycomm
-from pycomm.stats import RankTimes, Stats, make_stats
+from pycomm.stats import make_stats
 
 STEPS = 50
 STEP = 0.04  # seconds
@@ -104,85 +104,12 @@ def test_exchanges_that_overlap_backward(compression, wrap):
         assert sum(row.count for row in rows) >= 4 * (STEPS - 5)
 
 
-def samples(own):
-    return Stats(0, len(own), (), {r: RankTimes(seconds, 0.0) for r, seconds in enumerate(own)})
-
-
-@pytest.mark.parametrize(
-    ("own", "batches", "expected"),
-    [
-        ([1.0, 1.2], 33, (36, 30)),
-        ([1.0, 1.0, 1.0], 5, (5, 5, 5)),
-        ([3.0, 1.0], [30, 10], (20, 20)),  # equal speeds, unequal batches
-        ([1.0, 1.0, 100.0], [1, 1, 1], (1, 1, 1)),  # nobody is left without any
-        ([1.0, 2.0, 4.0], 7, (12, 6, 3)),
-    ],
-)
-def test_suggestions(own, batches, expected):
-    suggested = pycomm.suggest_batches(samples(own), batches)
-    assert suggested == expected
-    given = [batches] * len(own) if isinstance(batches, int) else batches
-    assert sum(suggested) == sum(given)
-
-
-def test_suggestions_of_any_sizes_keep_the_total():
-    generator = torch.Generator().manual_seed(0)
-    for size in range(1, 40):
-        own = (torch.rand(size, generator=generator) + 0.01).tolist()
-        batches = torch.randint(1, 50, (size,), generator=generator).tolist()
-        suggested = pycomm.suggest_batches(samples(own), batches)
-        assert sum(suggested) == sum(batches)
-        assert min(suggested) >= 1
-        speeds = [n / seconds for n, seconds in zip(batches, own, strict=True)]
-        for n, speed in zip(suggested, speeds, strict=True):
-            ideal = sum(batches) * speed / sum(speeds)
-            assert n <= max(ideal, 1) + 1
-
-
-def balance(group):
-    """Each sample takes 2 ms on rank 0 and 4 ms on rank 1."""
-    cost = 0.002 * (group.rank + 1)
-    batches, totals = [9, 9], []
-    for _ in range(2):
-        before = group.stats()
-        for _ in range(10):
-            time.sleep(batches[group.rank] * cost)
-            pycomm.all_reduce(torch.ones(10_000), group=group)
-        totals.append(group.skew(before))
-        suggested = torch.tensor(pycomm.suggest_batches(group.stats(before), batches))
-        pycomm.broadcast(suggested, 0, group=group)
-        batches = suggested.tolist()
-    return batches, totals
-
-
-def is_balanced(outcome):
-    batches, (before, after) = outcome
-    return batches == [12, 6] and before[1] < 0.6 and min(after.values()) > 0.85
-
-
-def test_suggested_batches_balance_the_ranks():
-    """A busy machine may wake a rank late in some of the attempts."""
-    attempts = (helpers.run_group(2, balance) for _ in range(8))
-    assert any(all(map(is_balanced, outcomes)) for outcomes in attempts)
-
-
-def test_bad_arguments(world):
+def test_statistics_of_nothing(world):
     def body(group):
         return group.stats()
 
     stats, other = world(2).run(body)
     assert stats.skew == {}
-    with pytest.raises(ValueError, match="timed, got none"):
-        pycomm.suggest_batches(stats, 4)
-    fine = samples([1.0, 2.0])
-    for wrong in ([1, 2, 3], [0, 1], 0, [1.5, 2], 2.5, None):
-        with pytest.raises(ValueError, match="batches must be 2 positive integers, got"):
-            pycomm.suggest_batches(fine, wrong)
-    with pytest.raises(TypeError, match=r"stats must come from group.stats\(\), got dict"):
-        pycomm.suggest_batches({}, 4)
-    part = Stats(0, 4, (), fine.ranks)
-    with pytest.raises(ValueError, match="one node, got 2 of 4 ranks"):
-        pycomm.suggest_batches(part, 4)
     with pytest.raises(ValueError, match="earlier"):
         stats.since(other)
     told = {"ranks": [(0, 0.0, 0.0)], "operations": [], "middles": []}
