@@ -1,4 +1,4 @@
-// Python bindings of sharded steps and averages, on the CPU and on CUDA, and of measured averages.
+// Python bindings of sharded steps, on the CPU and on CUDA, and of measured averages.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -9,7 +9,6 @@
 #include "bind/python.h"
 #include "cpu/group.h"
 #include "cpu/optim/measured_average.h"
-#include "cpu/optim/sharded_average.h"
 #include "cpu/optim/sharded_step.h"
 #include "cuda/group.h"
 #include "cuda/optim/sharded.h"
@@ -97,26 +96,6 @@ class ShardedStep {
   std::optional<cpu::ShardUpdate> update_;
 };
 
-// A sharded average, to be submitted; it must live until the work has completed.
-class ShardedAverage {
- public:
-  ShardedAverage(std::uintptr_t arena, std::int64_t arena_bytes, const py::buffer& table) {
-    average_.arena = reinterpret_cast<std::byte*>(arena);
-    average_.arena_bytes = arena_bytes;
-    const py::buffer_info info = table.request();
-    const std::span<const OwnGradient> rows = rows_of<OwnGradient>(info);
-    average_.gradients.assign(rows.begin(), rows.end());
-  }
-
-  std::shared_ptr<cpu::Work> submit(cpu::Group& group, const std::string& label) {
-    const WithoutGil no_gil;
-    return group.submit({cpu::average_call(average_, label)});
-  }
-
- private:
-  cpu::ShardedAverage average_;
-};
-
 // A rank's sharded steps on a device, each in this order: clear, add, set, run.
 class CudaShardedStep {
  public:
@@ -164,35 +143,6 @@ class CudaShardedStep {
   cuda::ShardTable table_;
 };
 
-// A sharded average on a device.
-class CudaShardedAverage {
- public:
-  CudaShardedAverage(std::uintptr_t arena, std::int64_t arena_bytes, const py::buffer& table) {
-    average_.arena = reinterpret_cast<std::byte*>(arena);
-    average_.arena_bytes = arena_bytes;
-    const py::buffer_info info = table.request();
-    const std::span<const OwnGradient> rows = rows_of<OwnGradient>(info);
-    average_.gradients.assign(rows.begin(), rows.end());
-    bytes_ = table_.set(average_);
-  }
-
-  // The bytes of device memory that it needs.
-  std::int64_t bytes() const { return bytes_; }
-
-  // Enqueues it. `memory` must live until it has run.
-  void run(cuda::Group& group, std::uintptr_t memory, int device, std::uintptr_t stream,
-           const std::string& label) {
-    const WithoutGil no_gil;
-    table_.upload(reinterpret_cast<void*>(memory), device, stream);
-    group.run(cuda::average_call(average_, label), stream, table_.sharding());
-  }
-
- private:
-  cuda::ShardedAverage average_;
-  cuda::ShardTable table_;
-  std::int64_t bytes_;
-};
-
 std::unique_ptr<cpu::MeasuredAverage> make_measured_average(
     const Call& average, const std::vector<std::pair<std::int64_t, std::int64_t>>& gradients,
     std::uintptr_t sums) {
@@ -231,10 +181,6 @@ void bind_sharded(py::module_& m) {
       .def("conclude_ratios", &ShardedStep::conclude_ratios)
       .def("skips", &ShardedStep::skips)
       .def("finish", &ShardedStep::finish);
-  py::class_<ShardedAverage>(m, "ShardedAverage")
-      .def(py::init<std::uintptr_t, std::int64_t, const py::buffer&>(), py::arg("arena"),
-           py::arg("arena_bytes"), py::arg("table"))
-      .def("submit", &ShardedAverage::submit, py::arg("group"), py::arg("label"));
   py::class_<CudaShardedStep>(m, "CudaShardedStep")
       .def(py::init<std::uintptr_t, std::int64_t, std::uintptr_t>(), py::arg("arena"),
            py::arg("arena_bytes"), py::arg("sums"))
@@ -244,12 +190,6 @@ void bind_sharded(py::module_& m) {
       .def("set", &CudaShardedStep::set, py::arg("grad_scale"), py::arg("found_inf"),
            py::arg("clip"), py::arg("max_norm"), py::arg("measures"), py::arg("norm"))
       .def("run", &CudaShardedStep::run, py::arg("group"), py::arg("memory"), py::arg("device"),
-           py::arg("stream"), py::arg("label"));
-  py::class_<CudaShardedAverage>(m, "CudaShardedAverage")
-      .def(py::init<std::uintptr_t, std::int64_t, const py::buffer&>(), py::arg("arena"),
-           py::arg("arena_bytes"), py::arg("table"))
-      .def_property_readonly("bytes", &CudaShardedAverage::bytes)
-      .def("run", &CudaShardedAverage::run, py::arg("group"), py::arg("memory"), py::arg("device"),
            py::arg("stream"), py::arg("label"));
 }
 

@@ -18,14 +18,13 @@ enum class Collective : std::uint8_t {
   gather,
   scatter,
   all_to_all,
-  sharded_step,  // of an optimizer: core/algorithms/sharded_step.h
-  sharded_average
+  sharded_step  // of an optimizer: core/algorithms/sharded_step.h
 };
 template <>
 struct Names<Collective> {
-  static constexpr const char* all[] = {
-      "all_reduce", "reduce_scatter", "all_gather", "broadcast",    "barrier",        "reduce",
-      "gather",     "scatter",        "all_to_all", "sharded_step", "sharded_average"};
+  static constexpr const char* all[] = {"all_reduce", "reduce_scatter", "all_gather", "broadcast",
+                                        "barrier",    "reduce",         "gather",     "scatter",
+                                        "all_to_all", "sharded_step"};
 };
 
 enum class Device : std::uint8_t { cpu, cuda };
@@ -184,7 +183,7 @@ PYCOMM_HD constexpr bool shares_output(const Operation& operation, int rank) {
 
 // True if only the ranks of a node take part, each node for itself. Tensors must then lie in windows.
 PYCOMM_HD constexpr bool stays_in_node(Collective collective) {
-  return collective >= Collective::sharded_step;
+  return collective == Collective::sharded_step;
 }
 
 // True if groups that span nodes can run the collective.

@@ -33,7 +33,7 @@ struct Launch {
   RankLaunch ranks[kMaxLocalRanks];
 };
 
-// A sharded step or average, with every rank's table.
+// A sharded step, with every rank's table.
 struct ShardedLaunch : Launch {
   const std::uint64_t* tables[kMaxLocalRanks];
 };
@@ -49,6 +49,5 @@ void launch_topk_exchange(const CodedLaunch& launch, cudaStream_t stream);
 // `Rule` is a row of core/optim/table.h.
 template <class Rule>
 void launch_sharded_step(const ShardedLaunch& launch, cudaStream_t stream);
-void launch_sharded_average(const ShardedLaunch& launch, cudaStream_t stream);
 
 }  // namespace pycomm::cuda

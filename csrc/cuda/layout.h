@@ -84,8 +84,8 @@ struct WindowLayout {
   }
 };
 
-// One rank's part of a sharded step or average: its table in device memory (cuda/optim/shard_table.h),
-// used until the operation is complete.
+// One rank's part of a sharded step: its table in device memory (cuda/optim/shard_table.h), used until the
+// step is complete.
 struct Sharding {
   const std::uint64_t* table = nullptr;
   Rule rule{};

@@ -57,9 +57,7 @@ std::int64_t workspace_bytes(const std::vector<Part>&, int) { unavailable(); }
 std::int64_t SegmentTable::set(const std::vector<Segment>&) { unavailable(); }
 void DeviceWords::upload(void*, int, std::uintptr_t) { unavailable(); }
 std::int64_t ShardTable::set(const ShardedStep&) { unavailable(); }
-std::int64_t ShardTable::set(const ShardedAverage&) { unavailable(); }
 Call step_call(const ShardedStep&, const std::string&) { unavailable(); }
-Call average_call(const ShardedAverage&, const std::string&) { unavailable(); }
 void grad_norm(const StepJob&, const GradNormPass&) { unavailable(); }
 void step(const StepJob&, const ParamRange&) { unavailable(); }
 

@@ -39,9 +39,6 @@ inline void launch_compressed(const AnyLaunch& any, cudaStream_t stream) {
 inline void launch_sharded(const AnyLaunch& launch, cudaStream_t stream) {
   ShardedLaunch sharded{launch, {}};
   for (int i = 0; i < launch.local_ranks; ++i) sharded.tables[i] = launch.shardings[i].table;
-  if (launch.ranks[0].operation.collective == Collective::sharded_average) {
-    return launch_sharded_average(sharded, stream);
-  }
   Rules::visit_row(launch.shardings[0].rule,
                    [&](auto row) { launch_sharded_step<decltype(row)>(sharded, stream); });
 }

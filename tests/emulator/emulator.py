@@ -15,7 +15,7 @@ import sys
 import time
 import types
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
 from typing import Any, ClassVar
@@ -262,16 +262,6 @@ def of_step(executor: OnCuda | OnCudaShards, _: Given) -> None:
         device.kernel_uses_addresses([], list(words))
 
 
-ShardedAverage = pycomm._C.CudaShardedAverage
-
-
-def sharded_average(arena: int, nbytes: int, gradients: Sequence[int]) -> Any:
-    """Stands for the class: its kernel is enqueued as soon as an instance has been made."""
-    device.kernel_uses_addresses([], list(gradients))
-    return ShardedAverage(arena, nbytes, gradients)
-
-
-pycomm._C.CudaShardedAverage = sharded_average
 announce(CudaSide, "run", of_operation)
 announce(CudaSide, "run_bucket", of_bucket)
 announce(Codecs, "encode", of_encoding)

@@ -98,8 +98,7 @@ void visit_body(const Operation& operation, int ranks, Visit visit) {
     case Collective::all_to_all:
       return visit(AllToAll{});
     case Collective::sharded_step:
-    case Collective::sharded_average:
-      return;  // have executors of their own: core/algorithms/sharded_step.h, sharded_average.h
+      return;  // has executors of its own: core/algorithms/sharded_step.h
   }
 }
 

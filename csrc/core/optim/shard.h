@@ -1,5 +1,5 @@
-// What sharded steps and averages read, on CPU and CUDA alike: the parts of parameters and gradients
-// that one rank owns.
+// What sharded steps read, on CPU and CUDA alike: the parts of parameters and gradients that one rank
+// owns.
 #pragma once
 
 #include "core/hash.h"
@@ -17,17 +17,6 @@ static_assert(sizeof(Shard) == 16 * 8);
 
 // The sums that ranks exchange: of the squares of gradients, and for LAMB of weights and directions.
 enum ShardSum : int { kGradients, kWeights, kDirections, kShardSums };
-
-// This rank's elements of one parameter's gradient. Python fills it in as 64-bit words:
-// pycomm/_training/gradient_ring.py.
-struct OwnGradient {
-  const std::byte* from;  // in the bucket, which lies in the arena
-  std::byte* to;
-  std::int64_t count;
-  std::int64_t adds;   // not 0: `to` holds an average, to which each rank's gradient is added
-  std::int64_t dtype;  // a DType
-};
-static_assert(sizeof(OwnGradient) == 5 * 8);
 
 // Hashes of what changes the result and that ranks have alike.
 

@@ -1,8 +1,7 @@
-// The tables that sharded steps and averages read in device memory. Host and device.
+// The table that a sharded step reads in device memory. Host and device.
 //
-//   step:     | header | groups | shards, and the end | tickets | terms of sums | ratios |
-//              <--------------- written by the host ----------->
-//   average:  | header | gradients, and the end |
+//   | header | groups | shards, and the end | tickets | terms of sums | ratios |
+//    <--------------- written by the host ----------->
 //
 // A chunk is 1,024 elements of this rank's part of a parameter, a leaf is the sum of a chunk of any rank,
 // and a node is the sum of 1,024 leaves of a parameter. Tickets are zero between launches.
@@ -39,24 +38,14 @@ struct ShardRow {
   std::int64_t first_chunk, first_leaf, first_node;
 };
 
-struct AverageHeader {
-  std::int64_t gradients, chunks;
-};
-
-struct AverageRow {
-  OwnGradient gradient;
-  std::int64_t first_chunk;
-};
-
 // A parameter without elements has a node, too, so that it takes part in sums.
 PYCOMM_HD constexpr std::int64_t nodes_of(std::int64_t leaves) {
   return leaves == 0 ? 1 : sum_blocks(leaves);
 }
 
 // The row in [0, rows) that a chunk or node belongs to.
-template <class Row>
-PYCOMM_HD std::int64_t row_at(const Row* rows, std::int64_t count, std::int64_t Row::* first,
-                              std::int64_t place) {
+PYCOMM_HD std::int64_t row_at(const ShardRow* rows, std::int64_t count,
+                              std::int64_t ShardRow::* first, std::int64_t place) {
   std::int64_t low = 0;
   for (std::int64_t high = count; high - low > 1;) {
     const std::int64_t middle = (low + high) / 2;
@@ -104,17 +93,6 @@ struct StepTable {
   }
   PYCOMM_HD double* terms() const { return reinterpret_cast<double*>(words + written()); }
   PYCOMM_HD double* ratios() const { return reinterpret_cast<double*>(words + ratios_at()); }
-};
-
-struct AverageTable {
-  const std::uint64_t* words;
-
-  PYCOMM_HD const AverageHeader& header() const {
-    return *reinterpret_cast<const AverageHeader*>(words);
-  }
-  PYCOMM_HD const AverageRow* gradients() const {
-    return reinterpret_cast<const AverageRow*>(words + kWordsOf<AverageHeader>);
-  }
 };
 
 }  // namespace pycomm::cuda

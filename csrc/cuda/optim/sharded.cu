@@ -1,4 +1,4 @@
-// The host's side of sharded steps and averages: their tables and calls.
+// The host's side of sharded steps: their tables and calls.
 #include "cuda/optim/sharded.h"
 
 #include <algorithm>
@@ -27,17 +27,6 @@ std::uint64_t hash_of(const ShardedStep& step) {
   }
   for (const Shard& shard : step.shards) hash = add_to_hash(hash, shard);
   return add_to_hash(hash, bit_cast<std::uint64_t>(step.max_norm));
-}
-
-Call make_call(Collective collective, std::byte* arena, std::int64_t bytes,
-               const std::string& label) {
-  Call call;
-  call.operation.collective = collective;
-  call.operation.dtype = DType::u8;
-  call.operation.count = bytes;
-  call.input = call.output = arena;
-  call.details.set_label(label);
-  return call;
 }
 
 }  // namespace
@@ -81,30 +70,16 @@ std::int64_t ShardTable::set(const ShardedStep& step) {
   return bytes;
 }
 
-std::int64_t ShardTable::set(const ShardedAverage& average) {
-  std::vector<std::uint64_t> words;
-  AverageHeader header{static_cast<std::int64_t>(average.gradients.size()), 0};
-  put(words, header);
-  for (const OwnGradient& gradient : average.gradients) {
-    put(words, AverageRow{gradient, header.chunks});
-    header.chunks += sum_blocks(gradient.count);
-  }
-  put(words, AverageRow{{}, header.chunks});
-  std::memcpy(words.data(), &header, sizeof(header));
-  const auto bytes = static_cast<std::int64_t>(words.size()) * 8;
-  words_.set(std::move(words));
-  return round_up(bytes, 16);
-}
-
 Call step_call(const ShardedStep& step, const std::string& label) {
   char hash[17];
   std::snprintf(hash, sizeof(hash), "%016llx", static_cast<unsigned long long>(hash_of(step)));
-  return make_call(Collective::sharded_step, step.arena, step.arena_bytes,
-                   label + ", options " + hash);
-}
-
-Call average_call(const ShardedAverage& average, const std::string& label) {
-  return make_call(Collective::sharded_average, average.arena, average.arena_bytes, label);
+  Call call;
+  call.operation.collective = Collective::sharded_step;
+  call.operation.dtype = DType::u8;
+  call.operation.count = step.arena_bytes;
+  call.input = call.output = step.arena;
+  call.details.set_label(label + ", options " + hash);
+  return call;
 }
 
 }  // namespace pycomm::cuda

@@ -1,5 +1,5 @@
-// Sharded optimizer steps and averages on a device, with the same bits as cpu/optim/sharded_step.h and
-// sharded_average.h. Host code; no torch.
+// Sharded optimizer steps on a device, with the same bits as cpu/optim/sharded_step.h. Host code; no
+// torch.
 //
 // Each is one launch, like a collective. What it reads lies in a table in device memory.
 #pragma once
@@ -35,17 +35,10 @@ struct ShardedStep {
   double* norm = nullptr;  // for the norm, if it is measured
 };
 
-struct ShardedAverage {
-  std::vector<OwnGradient> gradients;
-  std::byte* arena = nullptr;
-  std::int64_t arena_bytes = 0;
-};
-
 class ShardTable {
  public:
-  // Takes a new step or average; returns the bytes of device memory, aligned to 16, that it needs.
+  // Takes a new step; returns the bytes of device memory, aligned to 16, that it needs.
   std::int64_t set(const ShardedStep& step);
-  std::int64_t set(const ShardedAverage& average);
   void upload(void* memory, int device, std::uintptr_t stream) {
     words_.upload(memory, device, stream);
   }
@@ -57,8 +50,7 @@ class ShardTable {
   Rule rule_{};
 };
 
-// The calls that run them. All ranks must pass the same `label`, which names what else must agree.
+// The call that runs it. All ranks must pass the same `label`, which names what else must agree.
 Call step_call(const ShardedStep& step, const std::string& label);
-Call average_call(const ShardedAverage& average, const std::string& label);
 
 }  // namespace pycomm::cuda

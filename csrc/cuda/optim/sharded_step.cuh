@@ -1,33 +1,50 @@
 // The CUDA executor of the sharded optimizer step (core/algorithms/sharded_step.h): one launch, in which
-// the lanes of a rank also wait for each other.
+// the lanes of a rank also wait for each other. Each warp takes chunks of its own, in runs of 256 elements
+// as in cuda/optim/step.cuh.
 #pragma once
 
 #include <algorithm>
 
 #include "core/algorithms/sharded_step.h"
+#include "core/optim/shard.h"
 #include "core/optim/table.h"
+#include "cuda/comm.cuh"
+#include "cuda/launch.cuh"
 #include "cuda/optim/lamb_sums.cuh"
-#include "cuda/optim/sharded_comm.cuh"
+#include "cuda/optim/numbers.cuh"
+#include "cuda/optim/shard_table.h"
 #include "cuda/optim/step.cuh"
 #include "cuda/optim/ticket.cuh"
 
 namespace pycomm::cuda {
 
+// Threads of a block: few enough that they get the registers that updates need.
+inline constexpr int kShardThreads = 256;
+
 // `Rule` is a row of core/optim/table.h.
 template <class Rule>
-class ShardedStepComm : public ShardedComm {
+class ShardedStepComm {
  public:
   __device__ explicit ShardedStepComm(const ShardedLaunch& launch)
-      : ShardedComm(launch),
+      : comm_(launch),
+        lanes_(launch.lanes),
         table_{const_cast<std::uint64_t*>(launch.tables[blockIdx.x / launch.lanes])} {}
 
+  __device__ int rank() const { return comm_.rank(); }
+  __device__ int size() const { return comm_.size(); }
   __device__ void announce() {
     const StepControl& control = table_.header().control;
     comm_.set_preflight(make_preflight(pycomm::skips(control), false));
-    ShardedComm::announce();
+    comm_.announce();
+    for (int r = threadIdx.x; r < size() && !comm_.failed(); r += blockDim.x) {
+      arenas()[r] = comm_.input(r).data - comm_.begin();
+    }
+    __syncthreads();
     found_ = comm_.preflight().overflow != 0;
     if (found_ && threadIdx.x == 0 && control.found_inf != nullptr) *control.found_inf = 1.0f;
   }
+  __device__ void signal(int channel) { comm_.signal(channel); }
+  __device__ void wait_all(int channel, std::int64_t step) { comm_.wait_all(channel, step); }
 
   __device__ bool measures() const { return table_.header().measures != 0; }
   __device__ void measure() {
@@ -108,6 +125,7 @@ class ShardedStepComm : public ShardedComm {
 
  private:
   static constexpr bool kAdapts = Rule::kRule == pycomm::Rule::lamb;
+  static constexpr int kWarps = kShardThreads / 32;
 
   // What a warp works on. It lies in shared memory, so that elements get the registers.
   template <class... Elements>
@@ -136,6 +154,24 @@ class ShardedStepComm : public ShardedComm {
   __device__ bool skips() const { return found_ || pycomm::skips(table_.header().control); }
   __device__ const GroupRow& group_of(const ShardRow& row) const { return table_.group(row.group); }
 
+  // Every rank's arena; valid after announce().
+  __device__ static std::byte** arenas() {
+    __shared__ std::byte* all[kMaxRanks];
+    return all;
+  }
+  // The address in rank r's arena that corresponds to one in this rank's.
+  template <class T>
+  __device__ T* there(int r, T* here) const {
+    return reinterpret_cast<T*>(arenas()[r] + (reinterpret_cast<std::uintptr_t>(here) -
+                                               reinterpret_cast<std::uintptr_t>(arenas()[rank()])));
+  }
+
+  // This warp's number among the warps of the rank.
+  __device__ std::int64_t warp() const {
+    return static_cast<std::int64_t>(blockIdx.x) % lanes_ * kWarps + threadIdx.x / 32;
+  }
+  __device__ std::int64_t warps() const { return std::int64_t{lanes_} * kWarps; }
+
   // Returns once all lanes of this rank have come. If one of them has failed, all have.
   __device__ void meet_lanes() {
     bool stop = false;
@@ -156,13 +192,30 @@ class ShardedStepComm : public ShardedComm {
     comm_.vote_to_stop(stop);
   }
 
+  // Calls visit(row, first, last) for this warp's chunks of each shard.
   template <class Visit>
   __device__ void for_shards(const Visit& visit) const {
     const ShardRow* const rows = table_.shards();
-    for_chunks(rows, table_.header().shards,
-               [&](std::int64_t s, std::int64_t first, std::int64_t last) {
-                 visit(rows[s], first, last);
-               });
+    const std::int64_t count = table_.header().shards;
+    const Range mine = part_of(rows[count].first_chunk, warps(), warp(), 1);
+    const std::int64_t end = mine.begin + mine.count;
+    for (std::int64_t at = mine.begin; at < end;) {
+      const ShardRow* const row = rows + row_at(rows, count, &ShardRow::first_chunk, at);
+      const std::int64_t first = row->first_chunk, next = row[1].first_chunk;
+      const std::int64_t stop = next < end ? next : end;
+      visit(*row, at - first, stop - first);
+      at = stop;
+    }
+  }
+
+  // Calls visit(at, left) for the runs of chunks [first, last) of `count` elements.
+  template <class Visit>
+  __device__ static void for_runs(std::int64_t first, std::int64_t last, std::int64_t count,
+                                  const Visit& visit) {
+    const std::int64_t end = last * kSumBlock < count ? last * kSumBlock : count;
+    for (std::int64_t at = first * kSumBlock; at < end; at += kRun) {
+      visit(at, static_cast<int>(end - at < kRun ? end - at : kRun));
+    }
   }
 
   // Adds up each parameter's sums; one warp calls visit(shard, sum).
@@ -302,6 +355,8 @@ class ShardedStepComm : public ShardedComm {
     }
   }
 
+  BlockComm<std::byte> comm_;
+  const int lanes_;
   const StepTable table_;
   std::uint32_t came_ = 0;
   bool found_ = false;  // a rank had already found an infinity

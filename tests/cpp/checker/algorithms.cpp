@@ -43,9 +43,6 @@ void run_on_node(Comm& comm, const Buffers& buffers) {
     if (operation.collective == Collective::sharded_step) {
       ShardedStepComm sharded(comm, buffers);
       sharded_step(sharded);
-    } else if (operation.collective == Collective::sharded_average) {
-      ShardedAverageComm average(comm, buffers);
-      sharded_average(average);
     } else if (operation.codec.kind == CodecKind::none) {
       run(comm, operation);
     } else {

@@ -23,10 +23,6 @@ add_mutant(sharded_step_takes_ratios_too_early algorithms/sharded_step.h
   "comm.wait_all(kStaged, ++measured);
     comm.conclude_ratios();" "comm.wait_all(kStaged, measured);
     comm.conclude_ratios();")
-add_mutant(sharded_average_does_not_wait_for_buckets algorithms/sharded_average.h
-  "comm.announce();" "comm.publish();")
-add_mutant(sharded_average_returns_while_its_bucket_is_read algorithms/sharded_average.h
-  "comm.wait_all(kReduced, 1);" "")
 add_mutant(sharded_step_returns_before_all_have_published algorithms/sharded_step.h
   "comm.wait_all(kReduced, 1);" "")
 add_mutant(sharded_step_tells_too_late_that_it_updates algorithms/sharded_step.h "comm.signal(kUpdating);

@@ -1,17 +1,16 @@
-// The checker's executors of the sharded optimizer step, with a rank's input for its gradients and its
-// output for its parameters, and of the sharded average.
+// The checker's executor of the sharded optimizer step, with a rank's input for its gradients and its
+// output for its parameters.
 #pragma once
 
 #include "checker/algorithms.h"
 #include "checker/fibers.h"
-#include "core/algorithms/sharded_average.h"
 #include "core/algorithms/sharded_step.h"
 
 namespace pycomm::checker {
 
-class ShardedComm {
+class ShardedStepComm {
  public:
-  ShardedComm(Comm& comm, const Buffers& buffers) : comm_(comm), buffers_(buffers) {}
+  ShardedStepComm(Comm& comm, const Buffers& buffers) : comm_(comm), buffers_(buffers) {}
 
   int rank() const { return comm_.rank(); }
   int size() const { return comm_.size(); }
@@ -19,15 +18,6 @@ class ShardedComm {
   void publish() { comm_.publish(); }  // for a mutant
   void signal(int channel) { comm_.signal(channel); }
   void wait_all(int channel, std::int64_t step) { comm_.wait_all(channel, step); }
-
- protected:
-  Comm& comm_;
-  const Buffers& buffers_;
-};
-
-class ShardedStepComm : public ShardedComm {
- public:
-  using ShardedComm::ShardedComm;
 
   bool measures() const { return buffers_.measures; }
   void measure() { put_sum(0); }
@@ -77,32 +67,11 @@ class ShardedStepComm : public ShardedComm {
     std::byte* const sums = buffers_.shared[rank()].sums + kind * size() * kSum.bytes;
     comm_.read({sums, rank()}, size(), kSum);
   }
+
+  Comm& comm_;
+  const Buffers& buffers_;
 };
 
 static_assert(ShardExecutor<ShardedStepComm>);
-
-class ShardedAverageComm : public ShardedComm {
- public:
-  using ShardedComm::ShardedComm;
-
-  // Each rank reads some of everybody's bucket. Throws a Violation unless all are of one operation.
-  void average() {
-    std::vector<Pieces> terms;
-    for (int r = 0; r < size(); ++r) {
-      comm_.fibers().pause();
-      terms.push_back(comm_.read({buffers_.shared[r].input, r}, comm_.count(), comm_.unit()));
-    }
-    for (const Piece& piece : comm_.sum(terms, true)) {
-      const std::vector<Contribution> parts = comm_.symbols().contributions(piece.symbol);
-      for (int r = 0; r < size(); ++r) {
-        if (parts[r].rank != r || parts[r].operation != parts[0].operation) {
-          throw Violation("a bucket of another operation is averaged");
-        }
-      }
-    }
-  }
-};
-
-static_assert(AverageExecutor<ShardedAverageComm>);
 
 }  // namespace pycomm::checker

@@ -120,18 +120,10 @@ Step sharded_step(std::int64_t count, unsigned exchanges) {
   return step;
 }
 
-Step sharded_average(std::int64_t count) {
-  Step step{
-      {Collective::sharded_average, Algorithm::two_shot, DType::f32, ReduceOp::sum, 0, count}};
-  step.where = Where::window;
-  return step;
-}
-
 void sharded(int ranks, const Layout& layout, unsigned order) {
   Dice random(static_cast<unsigned>(ranks));
   std::vector<Step> steps;
   for (int i = 0; i < 30; ++i) {
-    if (i % 2 == 0) steps.push_back(sharded_average(1000));
     steps.push_back(sharded_step(i % 5 == 0 ? ranks - 1 : 5003, random() % 4));
     if (i % 3 == 0) steps.push_back(plain_step(ranks, random));
   }
@@ -230,7 +222,6 @@ Scene on_node(int ranks) {
   for (unsigned exchanges = 0; exchanges < 4; ++exchanges) {
     scene.steps.push_back(sharded_step(100, exchanges));
   }
-  scene.steps.push_back(sharded_average(100));
   for (int r = 0; r < ranks; ++r) scene.nodes[0].push_back(r);
   return scene;
 }

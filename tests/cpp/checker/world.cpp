@@ -273,7 +273,6 @@ void World::check_residuals(const Step& step, std::size_t index) const {
 
 void World::check_output(const Step& step, std::size_t index, int r) const {
   const Operation& operation = step.operation;
-  if (operation.collective == Collective::sharded_average) return;  // which checks its own result
   const auto wrong = [&](const Piece& piece, const std::string& what) {
     throw Violation("after " + describe(step, index) + " rank " + std::to_string(r) + " has " +
                     what + " at element " + std::to_string(piece.element) + ": " +

@@ -3,7 +3,7 @@
 #include <cstring>
 #include <limits>
 
-#include "cpu/optim/sharded_average.h"
+#include "cpu/optim/sharded_step.h"
 #include "support/dice.h"
 #include "support/run_all.h"
 #include "support/sharded_model.h"
@@ -140,58 +140,6 @@ void large_parameters() {
   }
 }
 
-// Averages whose elements are divided among ranks at any places. Later backwards add to them.
-template <class T>
-void averages(int ranks, DType dtype) {
-  constexpr std::int64_t kCount = 5003, kBytes = kCount * sizeof(T);
-  World world(ranks);
-  world.run([&](int me) {
-    const Allocation spacer(world[me].heap(), kLine * (me + 1)), arena(world[me].heap(), kBytes);
-    const std::int64_t begin = kCount * me * me / (ranks * ranks), middle = begin + 100;
-    const std::int64_t end = kCount * (me + 1) * (me + 1) / (ranks * ranks);
-    std::vector<T> own(static_cast<std::size_t>(end - begin), store<T>(std::nanf(""))),
-        wanted = own;
-    for (int round = 0; round < 3; ++round) {
-      const std::vector<T> mine = draw<T>(me, round, kCount);
-      std::memcpy(arena.data, mine.data(), kBytes);
-      cpu::ShardedAverage average;
-      average.arena = arena.data;
-      average.arena_bytes = kBytes;
-      for (const auto& [from, to] : {std::pair(begin, middle), std::pair(middle, end)}) {
-        average.gradients.push_back({arena.data + from * static_cast<std::int64_t>(sizeof(T)),
-                                     reinterpret_cast<std::byte*>(own.data() + (from - begin)),
-                                     to - from, round > 0, static_cast<std::int64_t>(dtype)});
-      }
-      world[me].run(cpu::average_call(average, "averages"));
-
-      std::vector<accumulator_t<T>> sums(own.size());
-      for (int r = 0; r < ranks; ++r) {
-        const std::vector<T> drawn = draw<T>(r, round, kCount);
-        for (std::size_t i = 0; i < own.size(); ++i) {
-          const accumulator_t<T> gradient = load(drawn[static_cast<std::size_t>(begin) + i]);
-          const accumulator_t<T> held = round == 0 ? 0 : load(wanted[i]);
-          const auto sum = round == 0 ? gradient : load(store<T>(held + gradient));
-          sums[i] = r == 0 ? sum : sums[i] + sum;
-        }
-      }
-      for (std::size_t i = 0; i < own.size(); ++i) {
-        wanted[i] = store<T>(sums[i] / static_cast<accumulator_t<T>>(ranks));
-      }
-      PYCOMM_CHECK(std::memcmp(own.data(), wanted.data(), own.size() * sizeof(T)) == 0,
-                   "averages among " + std::to_string(ranks) + " in " + name_of(dtype));
-    }
-  });
-}
-
-void averages_of_all_types() {
-  for (int n = 1; n <= 4; ++n) {
-    averages<float>(n, DType::f32);
-    averages<double>(n, DType::f64);
-    averages<Half>(n, DType::f16);
-    averages<BFloat16>(n, DType::bf16);
-  }
-}
-
 void no_parameters() {
   World world(2);
   Plan plan{form_of("adam"), 2, {0, 0}};
@@ -215,6 +163,5 @@ int main() {
   tests.push_back({"and also if it measures", [] { one_rank_finds_for_all(true); }});
   tests.push_back({"large parameters", large_parameters});
   tests.push_back({"no parameters", no_parameters});
-  tests.push_back({"averages of all types", averages_of_all_types});
   return run_all(tests);
 }

@@ -1,4 +1,4 @@
-// The kernels of sharded steps and averages, run on the CPU (device/cuda_runtime.h): every rule with
+// The kernels of sharded steps, run on the CPU (device/cuda_runtime.h): every rule with
 // every storage. They give the bits of a step of the whole model on averaged gradients, as the executor
 // on the CPU does (cpu/test_sharded_step.cpp).
 #include <cstring>
@@ -20,9 +20,8 @@ const std::vector<std::int64_t> kCounts = {0, 1, 1024, 9219, 255, 0, 2048, 4099}
 // A table and its memory.
 class OnDevice {
  public:
-  template <class Content>
-  void hold(const Content& content) {
-    const auto bytes = static_cast<std::size_t>(table_.set(content));
+  void hold(const cuda::ShardedStep& step) {
+    const auto bytes = static_cast<std::size_t>(table_.set(step));
     if (memory_.size() * 8 < bytes) memory_.assign(bytes / 8, 0xcdcdcdcdcdcdcdcdu);
     table_.upload(memory_.data(), 0, 0);
   }
@@ -259,71 +258,17 @@ void ranks_disagree() {
 void arena_outside() {
   DeviceWorld device(1, 60, true);
   std::vector<std::byte> arena(64);
-  cuda::ShardedAverage average;
-  average.arena = arena.data();
-  average.arena_bytes = 64;
+  cuda::ShardedStep step;
+  step.arena = arena.data();
+  step.arena_bytes = 64;
   try {
-    device.endpoints[0]->check(cuda::average_call(average, "").operation, arena.data());
+    device.endpoints[0]->check(cuda::step_call(step, "").operation, arena.data());
   } catch (const std::invalid_argument& error) {
     PYCOMM_CHECK(std::string(error.what()).find("group.empty()") != std::string::npos,
                  error.what());
     return;
   }
   PYCOMM_CHECK(false, "must be refused");
-}
-
-// Averages whose elements are divided among ranks at any places. Later backwards add to them.
-template <class T>
-void averages(int ranks, DType dtype) {
-  constexpr std::int64_t kCount = 5003, kBytes = kCount * sizeof(T);
-  DeviceWorld device(ranks);
-  std::vector<std::vector<T>> arenas(ranks), own(ranks), wanted(ranks);
-  std::vector<OnDevice> tables(static_cast<std::size_t>(ranks));
-  const auto begin = [&](int r) { return kCount * r * r / (ranks * ranks); };
-  for (int round = 0; round < 3; ++round) {
-    for (int r = 0; r < ranks; ++r) {
-      arenas[r] = draw<T>(r, round, kCount);
-      const auto n = static_cast<std::size_t>(begin(r + 1) - begin(r));
-      if (round == 0) own[r].assign(n, store<T>(std::nanf("")));
-      wanted[r].resize(n);
-      cuda::ShardedAverage average;
-      average.arena = reinterpret_cast<std::byte*>(arenas[r].data());
-      average.arena_bytes = kBytes;
-      const std::int64_t first = begin(r), middle = first + (begin(r + 1) - first) / 3 + 1;
-      for (const auto& [from, to] : {std::pair(first, middle), std::pair(middle, begin(r + 1))}) {
-        average.gradients.push_back({reinterpret_cast<std::byte*>(arenas[r].data() + from),
-                                     reinterpret_cast<std::byte*>(own[r].data() + (from - first)),
-                                     to - from, round > 0, static_cast<std::int64_t>(dtype)});
-      }
-      tables[r].hold(average);
-      const Call call = cuda::average_call(average, "averages");
-      device.shared->put(r, call.operation, call.input, call.output, 0, tables[r].sharding());
-    }
-    device.shared->launch();
-    for (int me = 0; me < ranks; ++me) {
-      for (std::size_t i = 0; i < own[me].size(); ++i) {
-        using A = accumulator_t<T>;
-        A sum = 0;
-        for (int r = 0; r < ranks; ++r) {
-          const A gradient = load(arenas[r][static_cast<std::size_t>(begin(me)) + i]);
-          const A next = round == 0 ? gradient : load(store<T>(load(wanted[me][i]) + gradient));
-          sum = r == 0 ? next : sum + next;
-        }
-        wanted[me][i] = store<T>(sum / static_cast<A>(ranks));
-      }
-      PYCOMM_CHECK(std::memcmp(own[me].data(), wanted[me].data(), own[me].size() * sizeof(T)) == 0,
-                   "averages among " + std::to_string(ranks) + " in " + name_of(dtype));
-    }
-  }
-}
-
-void averages_of_all_types() {
-  for (int n = 1; n <= 4; ++n) {
-    averages<float>(n, DType::f32);
-    averages<double>(n, DType::f64);
-    averages<Half>(n, DType::f16);
-    averages<BFloat16>(n, DType::bf16);
-  }
 }
 
 }  // namespace
@@ -343,6 +288,5 @@ int main() {
   tests.push_back({"launches of their own", launches_of_their_own});
   tests.push_back({"ranks disagree", ranks_disagree});
   tests.push_back({"an arena outside", arena_outside});
-  tests.push_back({"averages of all types", averages_of_all_types});
   return run_all(tests);
 }

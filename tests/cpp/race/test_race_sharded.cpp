@@ -1,5 +1,5 @@
-// Searches the kernels of sharded steps and averages for races: runs them under ThreadSanitizer
-// (device/order.h), which reports them. That results are right is for other tests.
+// Searches the kernels of sharded steps for races: runs them under ThreadSanitizer (device/order.h), which
+// reports them. That results are right is for other tests.
 #include "core/optim/square_sum.h"
 #include "core/optim/table.h"
 #include "cuda/optim/sharded.h"
@@ -69,36 +69,21 @@ cuda::ShardedStep step_of(Rule rule, int kept, int r, Memory& mine) {
   return step;
 }
 
-cuda::ShardedAverage average_of(int r, Memory& mine) {
-  cuda::ShardedAverage average;
-  average.arena = reinterpret_cast<std::byte*>(mine.arena.data());
-  average.arena_bytes = static_cast<std::int64_t>(mine.arena.size() * sizeof(float));
-  for (int p = 0; p < kParameters; ++p) {
-    average.gradients.push_back({reinterpret_cast<std::byte*>(mine.gradient(p) + r * kPart),
-                                 reinterpret_cast<std::byte*>(mine.own_part(p, 0).data()), kPart, p,
-                                 static_cast<std::int64_t>(DType::f32)});
-  }
-  return average;
-}
-
-Call call_of(const cuda::ShardedStep& step) { return cuda::step_call(step, "step"); }
-Call call_of(const cuda::ShardedAverage& average) { return cuda::average_call(average, "average"); }
-
-// Ranks run operations one after the other. What an operation has used belongs to its rank again
-// afterwards: the gradients are written, as by a backward.
-template <class Make>
-void run(int n, int lanes, const Make& make) {
-  RaceWorld world(n, lanes, false);
-  std::vector<Memory> memory(static_cast<std::size_t>(n), Memory(n));
+// Ranks run steps one after the other. What a step has used belongs to its rank again afterwards: the
+// gradients are written, as by a backward.
+void run(Rule rule, int kept, int lanes) {
+  constexpr int kRanks = 2;
+  RaceWorld world(kRanks, lanes, false);
+  std::vector<Memory> memory(kRanks, Memory(kRanks));
   world.run([&](int r) {
     Memory& mine = memory[static_cast<std::size_t>(r)];
-    const auto given = make(r, mine);
+    const cuda::ShardedStep step = step_of(rule, kept, r, mine);
     cuda::ShardTable table;
-    mine.table.resize(static_cast<std::size_t>(table.set(given)) / 8);
+    mine.table.resize(static_cast<std::size_t>(table.set(step)) / 8);
     for (int turn = 0; turn < 2; ++turn) {
-      table.set(given);
+      table.set(step);
       table.upload(mine.table.data(), r, 0);
-      const Call call = call_of(given);
+      const Call call = cuda::step_call(step, "step");
       world[r].launch(call.operation, call.input, call.output, 0, table.sharding());
       cudaMemsetAsync(mine.gradient(0), 1, 2 * static_cast<std::size_t>(mine.whole) * sizeof(float),
                       nullptr);
@@ -107,9 +92,7 @@ void run(int n, int lanes, const Make& make) {
 }
 
 void steps(Rule rule, int kept) {
-  for (const int lanes : {1, 2}) {
-    run(2, lanes, [=](int r, Memory& mine) { return step_of(rule, kept, r, mine); });
-  }
+  for (const int lanes : {1, 2}) run(rule, kept, lanes);
 }
 
 }  // namespace
@@ -124,7 +107,6 @@ int main(int argc, char** argv) {
           {"lamb", [] { steps(Rule::lamb, 2); }},
           {"lion", [] { steps(Rule::lion, 1); }},
           {"sgd", [] { steps(Rule::sgd, 1); }},
-          {"average", [] { run(2, 2, average_of); }},
       },
       argc > 1 ? argv[1] : "");
 }
