@@ -19,6 +19,7 @@ from pycomm._names import parse_compression
 from pycomm._retired import missing_attribute
 from pycomm._runtime.plan import Plan
 from pycomm._work import Work
+from pycomm.batches import even_batches
 from pycomm.block_collectives import all_to_all, gather, scatter
 from pycomm.collectives import (
     all_gather,
@@ -95,6 +96,7 @@ __all__ = [
     "compressed_ops",
     "compressed_reduce_scatter",
     "default_group",
+    "even_batches",
     "exporters",
     "gather",
     "hooks",

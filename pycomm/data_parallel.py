@@ -24,11 +24,10 @@ from pycomm._runtime.torch_private import backward_id, backward_node, not_compil
 from pycomm._training.buckets import broadcast_all
 from pycomm._training.comm_state import CommState, check_successor
 from pycomm._training.graphs import tensors_in
-from pycomm._training.joining import Joining
 from pycomm._training.local_sgd import LocalSGDState
 from pycomm._training.parameters import Exclude
 from pycomm._training.shard_options import ShardOptions
-from pycomm._training.weighing import Weighing, check_weight
+from pycomm._training.weighing import Weighing
 from pycomm._training.wrapping import Wrapping
 from pycomm.collectives import all_reduce
 from pycomm.compression import Compression
@@ -202,47 +201,32 @@ class DataParallel(Wrapping):
         last. Buffers are not exchanged before, and optimizer states not at all. With `local_sgd`,
         see :meth:`pycomm.hooks.LocalSGDState.join`; all ranks end with rank 0's buffers.
 
-        With `shard`, the rank also takes part in the others' steps, so all ranks end with the same
-        states. Make fused optimizers before, on all ranks.
-
         Raises:
-            ValueError: another sharded wrapper of the group is in join(), or sharded parameters
-                are not on the CPU.
-            RuntimeError: with `shard`, ranks with batches have made different calls, an error has
-                left the loop on another rank, or parameters differ at the end.
+            ValueError: there is `shard`, with which every rank must take every step: use
+                :func:`pycomm.even_batches`.
         """
+        if self._shard_group is not None:
+            raise ValueError(
+                "join() cannot be used with shard, because every rank must take every step: use "
+                "pycomm.even_batches"
+            )
         if isinstance(self.comm_state, LocalSGDState):
             with self.comm_state.join():
                 yield
             broadcast_all(self.module.buffers(), 0, self._group)
             return
         self._joined_steps = 0
-        sharded = self._shard_group is not None
-        joining = Joining(self._exchange, self._group) if sharded else contextlib.nullcontext()
         try:
-            with joining as session:
-                yield
-                if session is not None:
-                    session.repeat()
-                while session is None and self._prepare(0.0, active=False):
-                    self._exchange.stand_in()
-                last = torch.tensor([self._joined_steps * self._group.size + self._group.rank])
-                all_reduce(last, "max", group=self._group)
-                self._adopt_model(int(last) % self._group.size, session)
+            yield
+            while self._prepare(0.0, active=False):
+                self._exchange.stand_in()
+            last = torch.tensor([self._joined_steps * self._group.size + self._group.rank])
+            all_reduce(last, "max", group=self._group)
+            tensors = [*self.module.parameters(), *self.module.buffers()]
+            broadcast_all(tensors, int(last) % self._group.size, self._group)
+            increment_version(self._exchange.parameters)  # so that optimizers drop remainders
         finally:
             self._joined_steps = self._exchange.weighing = None
-
-    def _adopt_model(self, source: int, session: Joining | None) -> None:
-        """Gives all ranks one rank's parameters, apart from sharded ones, and buffers."""
-        if session is None:
-            tensors = [*self.module.parameters(), *self.module.buffers()]
-            broadcast_all(tensors, source, self._group)
-            increment_version(self._exchange.parameters)  # so that optimizers drop remainders
-            return
-        session.share_rest(source)
-        sharded = set(map(id, self._exchange.parameters))
-        frozen = [p for p in self.module.parameters() if id(p) not in sharded]
-        broadcast_all([*frozen, *self.module.buffers()], source, self._group)
 
     def should_commit(self, ready: bool = True) -> bool:
         """Decides whether all ranks take the step; see :meth:`pycomm.Group.should_commit`.
@@ -326,16 +310,9 @@ class DataParallel(Wrapping):
             raise ValueError("weight must be given where gradients are exchanged, not elsewhere")
         if not syncing:
             return True
-        session = exchange.session
-        if session is not None and session.in_backward:
-            return True  # repeated by a checkpoint in it
         exchange.weighing = None
         if group is not None and (weight is not None or self._joined_steps is not None):
-            weight = 1.0 if weight is None else weight
-            check_weight(weight)
-            if session is not None:
-                session.before_forward()
-            exchange.weighing = Weighing(weight, active, group)
+            exchange.weighing = Weighing(1.0 if weight is None else weight, active, group)
         if exchange.weighing is not None and self._joined_steps is not None:
             self._joined_steps += active
             exchange.promise.open = active

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,6 @@ from torch.autograd.graph import Node
 
 from pycomm._runtime.ranges import named
 from pycomm._runtime.torch_private import not_compiled, queue_callback
-from pycomm._training.announcing import Session
 from pycomm._training.buckets import (
     Bucket,
     Slab,
@@ -41,7 +40,6 @@ from pycomm.errors import PycommError
 if TYPE_CHECKING:
     from pycomm._training.shard_options import Sharding
     from pycomm._training.weighing import Weighing
-    from pycomm.group import Group
 
 
 class GradientExchange:
@@ -61,10 +59,7 @@ class GradientExchange:
         promise: tells whether an exchange is still to come.
         weighing: the ranks' weights in the next exchange, if they differ.
         shards: the division of the parameters, if they are divided.
-        session: the join that is going on, if they are divided.
     """
-
-    session: Session | None = None
 
     def __init__(
         self,
@@ -134,29 +129,17 @@ class GradientExchange:
     def catch_up(self) -> None:
         """Takes part in the others' exchange after this rank's backward has raised."""
         group = self._state.gradient_group
-        if group is not None and self._is_broken(group):
+        if group is not None and self.promise.is_broken(group):
             if not self._in_backward:
                 self._complete_last()
                 self._reset()
             self._exchange_nothing(raised=True)
         self._in_backward = False
 
-    def _is_broken(self, group: Group) -> bool:
-        """True if other ranks are in an exchange that this rank has promised."""
-        if self.session is None:
-            return self.promise.is_broken(group)
-        return self.session.in_backward or self.session.others_exchange()
-
     def stand_in(self) -> None:
         """Takes part in the others' exchange without a backward on this rank."""
-        if self.shards is None:
-            self._reset()
-            self._exchange_nothing()
-            return
-        self.weighing = None
-        self._drop_gradients()
         self._reset()
-        self._exchange_rest(raised=None)  # the next step needs the averages
+        self._exchange_nothing()
 
     def begin_backward(self, first: Node | None = None) -> None:
         """Makes the running backward end with the exchange; it entered the module at `first`."""
@@ -208,10 +191,7 @@ class GradientExchange:
             shards.check_places(self.parameters)
         if shards is None or (self._ring is not None and self.weighing is None):
             return  # a ring adds to parts; but weights scale whole gradients
-        if self.session is not None:
-            if self.session.is_pending(self.parameters):
-                self.average()
-        elif group is not None and shards.has_pending(self.parameters):
+        if group is not None and shards.has_pending(self.parameters):
             self.promise.announce(group)  # ranks that have raised do the same then
             self.average()
 
@@ -234,8 +214,6 @@ class GradientExchange:
             if bucket.waiting or not (last or self._repeated.isdisjoint(bucket.ids)):
                 return
             if (group := self._state.gradient_group) is not None:
-                if self.session is not None:
-                    self.session.before_backward()
                 self.promise.announce(group)
             self._send(bucket)
             bucket.sent = True
@@ -284,7 +262,9 @@ class GradientExchange:
         `raised` is True if backward has raised, and None if there was none. If backward has raised
         on any rank, gradients are dropped on all ranks, and the ranks that have not raised do so.
         """
-        unused = [parameter for bucket in self._buckets for parameter in bucket.complete()]
+        unused = {id(parameter) for bucket in self._buckets for parameter in bucket.complete()}
+        if self.weighing is not None and self.weighing.is_zero:
+            unused = set(map(id, self.parameters))
         self._start_full(last=True)
         self.promise.wait()
         self._state.finish()
@@ -292,15 +272,13 @@ class GradientExchange:
         if self._sums is not None:
             self._sums.finish(self._group)
         try:
-            used_elsewhere, raised_on = self._compare(unused, raised is True)
+            used_nowhere, raised_on = self._compare(unused, raised is True)
         except PycommError:
             if isinstance(self._state, CommState):
                 self._state.note_failure()
             raise
         self._in_backward = False
         self.promise.settle(dropped=bool(raised_on))
-        if self.session is not None:
-            self.session.in_backward = False
         if raised_on:
             self._state.give_back()
             self._drop_gradients()
@@ -313,13 +291,16 @@ class GradientExchange:
             return
         self._had_backward |= raised is False
         if self._ring is not None:
-            without = set(map(id, unused)) - set(map(id, used_elsewhere))
             ring = self._ring
-            ring.keep(p for p in self.parameters if id(p) not in without or ring.accumulates(p))
-            used_elsewhere = []
-        for parameter in used_elsewhere:
-            if parameter.grad is None:
-                self._bucket_of[id(parameter)].adopt(parameter)
+            ring.keep(
+                p for p in self.parameters if id(p) not in used_nowhere or ring.accumulates(p)
+            )
+        else:
+            for parameter in self.parameters:
+                if id(parameter) in used_nowhere:
+                    parameter.grad = None  # a rank without weight may have used it
+                elif parameter.grad is None:
+                    self._bucket_of[id(parameter)].adopt(parameter)
         if self._sums is not None:
             self._sums.note(self.parameters)
         if self.shards is not None:
@@ -361,15 +342,12 @@ class GradientExchange:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def _compare(
-        self, unused: Sequence[torch.Tensor], raised: bool
-    ) -> tuple[list[torch.Tensor], list[int]]:
-        """The parameters unused here that others have used, and ranks whose backward has raised."""
+    def _compare(self, unused: Set[int], raised: bool) -> tuple[Set[int], list[int]]:
+        """Ids of the parameters that no rank has used, and the ranks whose backward has raised."""
         group = self._state.gradient_group
         if group is None:
-            return [], []
-        without = set(map(id, unused))
-        used = [id(p) not in without for p in self.parameters]
+            return unused, []
+        used = [id(p) not in unused for p in self.parameters]
         changed = self.shards is not None and self.shards.guard.sees_change()
         sums = self._sums is not None and self._sums.wanted
         found, raised_on = compare([*used, changed, sums], raised, group)
@@ -379,7 +357,7 @@ class GradientExchange:
         if changed_anywhere:
             self._compare_parameters()
         pairs = zip(self.parameters, used_anywhere, strict=True)
-        return [p for p, is_used in pairs if is_used and id(p) in without], raised_on
+        return {id(p) for p, is_used in pairs if not is_used}, raised_on
 
     def _learn_order(self, ready: Sequence[torch.Tensor]) -> None:
         """Lays out buckets in the order of rank 0's first backward, repeated parameters last."""

@@ -170,13 +170,6 @@ class GradientRing:
             f"{ADVICE}"
         )
 
-    def is_zeroed(self, parameter: torch.Tensor) -> bool:
-        """True if the part that lies here is to be zeroed, as its stand-in has been."""
-        stand_in = self._stand_ins[id(parameter)]
-        if id(parameter) not in self._kept or parameter.grad is not stand_in.tensor:
-            return False
-        return stand_in.is_zeroed()
-
     def own(self, parameter: torch.Tensor) -> torch.Tensor:
         """This rank's part of the parameter's averaged gradient, flat."""
         return self._own[id(parameter)]

@@ -24,22 +24,6 @@ class Optimizer(Protocol):
     param_groups: list[dict[str, Any]]
     in_step: bool
 
-    # For joins.
-
-    def step_with(self, settings: dict[str, Any]) -> None:
-        """Takes the step of another rank, which has these settings."""
-
-    def group_options(self) -> list[dict[str, Any]]:
-        """The options of the groups."""
-
-    def take_group_options(self, groups: list[dict[str, Any]]) -> None:
-        """Adopts another rank's."""
-
-    def state_dict(self, *, format: str, to: int | None) -> dict[str, Any]:  # noqa: A002
-        """Gathers states."""
-
-    # In another group.
-
     def rank_in_division(self) -> int:
         """This rank among those that have parts of the states; -1 if it has none."""
 
@@ -86,9 +70,8 @@ def optimizers_of(parameters: Iterable[torch.Tensor]) -> list[Optimizer]:
     ids = set(map(id, parameters))
     with _lock:
         alive = [made for one in reversed(_optimizers) if (made := one()) is not None]
-    return [made for made in alive if any(id(param) in ids for param in params_of(made))]
+    return [made for made in alive if any(id(param) in ids for param in _params_of(made))]
 
 
-def params_of(optimizer: Optimizer | torch.optim.Optimizer) -> Iterable[torch.Tensor]:
-    """An optimizer's parameters."""
+def _params_of(optimizer: Optimizer) -> Iterable[torch.Tensor]:
     return (param for group in optimizer.param_groups for param in group["params"])

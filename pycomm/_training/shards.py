@@ -15,7 +15,6 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pycomm import _C
-from pycomm._training.announcing import Session
 from pycomm._training.cuts import UNIT, Range, cut
 from pycomm._training.exchange import dense_wire_bytes
 from pycomm._training.flat import (
@@ -50,9 +49,6 @@ class OwnGradients(Protocol):
 
     def is_divided(self, parameter: torch.Tensor) -> bool:
         """True if this rank has only its part of the parameter's gradient."""
-
-    def is_zeroed(self, parameter: torch.Tensor) -> bool:
-        """True if this part is to be zeroed."""
 
     def own(self, parameter: torch.Tensor) -> torch.Tensor:
         """This part, flat."""
@@ -214,10 +210,7 @@ class Shards:
         ring: divided gradients; None if gradients are not divided.
         replicates: see above.
         guard: watches the parameters between steps.
-        session: the join that is going on.
     """
-
-    session: Session | None = None
 
     def __init__(
         self,
@@ -336,8 +329,6 @@ class Shards:
         All ranks must call this.
         """
         parameters = list(parameters)
-        if self.session is not None:
-            self.session.before_average(parameters)
         if self.ring is not None:
             self.ring.gather(parameters)
         self._average_local([p for p in parameters if self.is_local(p)])

@@ -18,11 +18,17 @@ class Weighing:
     """Exchanges the sum of all ranks' weights, and applies this rank's weight."""
 
     def __init__(self, weight: float, active: bool, group: Group) -> None:
-        check_weight(weight)
+        if not (weight >= 0 and math.isfinite(weight)):
+            raise ValueError(f"weight must be finite and not negative, got {weight}")
         self._weight = float(weight)
         self._size = group.size
         self._sums = torch.tensor([self._weight, active], dtype=torch.float64)
         self._work: Work = all_reduce(self._sums, "sum", group=group, async_op=True)
+
+    @property
+    def is_zero(self) -> bool:
+        """True if this rank does not count."""
+        return self._weight == 0
 
     def active_ranks(self) -> int:
         """The number of ranks that still have batches."""
@@ -35,13 +41,7 @@ class Weighing:
         total = float(self._sums[0])
         if total == 0:
             raise ValueError("weight must be positive on some rank, got 0 on all")
-        if self._weight == 0:
+        if self.is_zero:
             gradients.zero_()
         else:
             gradients.mul_(self._weight * self._size / total)
-
-
-def check_weight(weight: float) -> None:
-    """Raises ValueError for weights that cannot be those of a mean."""
-    if not (weight >= 0 and math.isfinite(weight)):
-        raise ValueError(f"weight must be finite and not negative, got {weight}")

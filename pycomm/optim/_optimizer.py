@@ -11,7 +11,6 @@ import torch
 
 from pycomm import _C
 from pycomm._runtime.torch_private import not_compiled
-from pycomm._training.joining import session_of
 from pycomm._training.optimizers import register
 from pycomm._training.shards import part_of
 from pycomm.optim import _executors, _options, _storage
@@ -97,9 +96,6 @@ class FusedOptimizer(DividedOptimizer):
     @torch.no_grad()
     def _step(self) -> None:
         self._check_shared()
-        session = session_of(self)
-        if session is not None:
-            session.before_step(self, self._step_settings())
         tables, rows, grads = self._tables()
         if not rows:
             self._compare_with_others()
@@ -145,8 +141,6 @@ class FusedOptimizer(DividedOptimizer):
             shards.end_step(params)
         self.in_step = False
         self._edits.note(row.own for row in rows if row.holds_weights)
-        if session is not None:
-            session.note_step()
 
     def _compare_with_others(self) -> None:
         """Takes part in the other ranks' step without a gradient: an error if they have some."""
@@ -157,46 +151,6 @@ class FusedOptimizer(DividedOptimizer):
             steps = shard_executor(shards.arena.device, [], shards, None)
             control = _executors.control_of(None, None, None)
             steps.run(_executors.Step([], control, None, False, [], []))
-
-    # The step of another rank, in a join.
-
-    def group_options(self) -> list[Group]:
-        """The options of the groups."""
-        return [{key: group[key] for key in self.defaults} for group in self.param_groups]
-
-    def take_group_options(self, groups: list[Group]) -> None:
-        """Adopts another rank's."""
-        for group, options in zip(self.param_groups, groups, strict=True):
-            for key, value in options.items():
-                if isinstance(value, torch.Tensor) and isinstance(group[key], torch.Tensor):
-                    group[key].copy_(value)  # a graph or a scheduler may hold it
-                else:
-                    group[key] = value
-
-    def _step_settings(self) -> dict[str, Any]:
-        """What other ranks need for the same step, apart from gradients."""
-        found = getattr(self, "found_inf", None)
-        return {
-            "groups": self.group_options(),
-            "max_norm": self.max_norm,
-            "grad_scale": getattr(self, "grad_scale", None),
-            "found_inf": None if found is self._found else found,
-        }
-
-    def step_with(self, settings: dict[str, Any]) -> None:
-        """Takes the step of another rank, and keeps its options."""
-        self.take_group_options(settings["groups"])
-        self.max_norm = settings["max_norm"]
-        names = ("grad_scale", "found_inf")
-        before = {name: getattr(self, name) for name in names if hasattr(self, name)}
-        try:
-            for name in names:
-                setattr(self, name, settings[name])
-            self._step()
-        finally:
-            for name in names:
-                delattr(self, name)
-            self.__dict__.update(before)
 
     # The tables of a step.
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from pycomm._runtime.torch_private import not_compiled
-from pycomm._training.joining import refuse_in_join, session_of
 from pycomm._training.shards import Part, part_of
 from pycomm.optim import _checkpoint, _executors, _options, _sharded_checkpoint, _storage
 from pycomm.optim._edits import Edits
@@ -87,7 +86,6 @@ class StatefulOptimizer(torch.optim.Optimizer):
             An fp32 tensor if the parameter has master weights or a remainder, otherwise the
             parameter itself, detached.
         """
-        refuse_in_join(self, "full_weights()")
         state, part = self.state.get(param, {}), self._held.get(param)
         if not _storage.holds_weights(state):
             return param.detach()
@@ -104,7 +102,6 @@ class StatefulOptimizer(torch.optim.Optimizer):
             param: a parameter of this optimizer.
             weights: fp32, of the parameter's shape.
         """
-        refuse_in_join(self, "set_full_weights()")
         part = self._held.get(param)
         _storage.write_weights(param, self.state.get(param, {}), weights, part)
         if part is None or not part.in_pieces:
@@ -129,8 +126,6 @@ class StatefulOptimizer(torch.optim.Optimizer):
         if format not in ("pycomm", "torch"):
             raise ValueError(f"format must be pycomm or torch, got {format!r}")
         self._check_shared()
-        if (session := session_of(self)) is not None:
-            session.before_gather(self, format=format, to=to)
         state_dict, params = self._state_dict(), self._params()
         names = dict.fromkeys(n for group in self.param_groups for n in self._state_names(group))
         wanted = names if format == "torch" else None
@@ -149,7 +144,6 @@ class StatefulOptimizer(torch.optim.Optimizer):
         Args:
             model: the model, or its wrapper, that has this optimizer's parameters.
         """
-        refuse_in_join(self, "sharded_state_dict()")
         return _sharded_checkpoint.by_name(model, self, self._state_dict, self._held)
 
     def _state_dict(self) -> dict[str, Any]:
@@ -172,7 +166,6 @@ class StatefulOptimizer(torch.optim.Optimizer):
             ValueError: the checkpoint is of another kind of optimizer, or of other parameters, or
                 its states are on another rank.
         """
-        refuse_in_join(self, "load_state_dict()")
         before, hooks = self.__dict__.copy(), self._optimizer_load_state_dict_pre_hooks
         state_dict = state_dict.copy()
         for hook in hooks.values():

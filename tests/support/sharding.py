@@ -150,11 +150,13 @@ class Run:
     """One rank's run of a program, with or without shards.
 
     Attributes:
-        joins: the run is in join(), where checkpoints are not loaded.
+        uneven: ranks have different numbers of batches; checkpoints are then not loaded.
+        weight: the weight of the batch, from even_batches().
         seen: everything that both must have alike, in order.
     """
 
-    joins = False
+    uneven = False
+    weight: float | None = None
 
     def __init__(
         self, group: pycomm.Group, program: Program, net: nn.Module, shard: str | None, **extra: Any
@@ -210,18 +212,22 @@ class Run:
         self.note("end")
         return self.seen
 
-    def join(self, steps: int) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
-        """Takes only some steps, in join(); returns what it has seen in them and at the end."""
-        self.joins = True
+    def join(self, batches: int) -> list[tuple[str, Any]]:
+        """Takes steps for so many batches, in join()."""
+        self.uneven = True
         with self.model.join():
-            for number, step in enumerate(self.program.steps[:steps]):
+            for number, step in enumerate(self.program.steps[:batches]):
                 self.step(number, step)
-            seen, self.seen = self.seen, []
-            if self.shard is None:  # at the end, ranks drop remainders
-                self.note("end")
-        if self.shard is not None:
-            self.note("end")
-        return seen, self.seen
+        return self.seen
+
+    def even(self, batches: int) -> list[tuple[str, Any]]:
+        """Takes steps with so many batches of its own, in even_batches()."""
+        self.uneven = True
+        numbered = pycomm.even_batches(range(batches), self.group)
+        for (number, weight), step in zip(numbered, self.program.steps, strict=False):
+            self.weight = weight
+            self.step(number, step)
+        return self.seen
 
     def step(self, number: int, step: Step) -> None:
         if step.wraps is not None:
@@ -234,7 +240,10 @@ class Run:
             quiet = micro < step.without_sync
             overflows = step.overflows_on == self.group.rank
             gradients = gradients_for(self.program, self.group.rank, 9 * number + micro, overflows)
-            weight = 1.0 + self.group.rank if step.weighs and not quiet else None
+            weight = self.weight
+            if step.weighs:
+                weight = (1.0 + self.group.rank) * (1.0 if weight is None else weight)
+            weight = None if quiet else weight
             with self.model.no_sync() if quiet else contextlib.nullcontext():
                 loss = self.model(gradients, weight=weight)
                 if micro == 0 and step.zero_after_forward:
@@ -261,7 +270,7 @@ class Run:
         if step.edits:
             with torch.no_grad():
                 self.net.given[0].mul_(0.75)
-        if step.regroups and self.program.replicas == 2 and not self.joins:
+        if step.regroups and self.program.replicas == 2 and not self.uneven:
             assert self.group.should_commit()  # ranks that shrink end the operations of others
             self.group = self.group.shrink()
             self.model.regroup(self.group)
@@ -269,7 +278,7 @@ class Run:
             for scheduler in self.schedulers:
                 scheduler.step()
         self.note("checkpoint" if step.checkpoint else "")
-        if step.checkpoint and not self.joins:
+        if step.checkpoint and not self.uneven:
             for optimizer in self.optimizers:
                 optimizer.load_state_dict(optimizer.state_dict())
 
@@ -343,17 +352,23 @@ def check(program: Program) -> None:
             assert found is None, found
 
 
-def check_join(program: Program, batches: Sequence[int]) -> None:
-    """Runs a program in join(), and compares it with one without shards.
+def check_even(program: Program, batches: Sequence[int]) -> None:
+    """Runs a program in even_batches(), and compares each step with one without shards in join().
 
     Args:
         program: the program.
-        batches: the number of its steps that each rank takes.
+        batches: the number of batches that each rank has.
     """
-    runs = run_stages(program, lambda run: run.join(batches[run.group.rank]))
-    last = max(range(program.ranks), key=lambda rank: (batches[rank], rank))
-    for stage in runs.keys() - {None}:
-        for rank, (seen, end) in enumerate(runs[stage]):
-            expected = runs[None][rank][0], runs[None][last][1]
-            found = difference(expected, (seen, end), f"{stage}, rank {rank}")
+
+    def body(run: Run) -> tuple[list[tuple[str, Any]], ...]:
+        own = batches[run.group.rank]
+        if run.shard is not None:
+            return (run.even(own),)
+        return run.even(own), Run(run.group, program, Given(program), None).join(own)
+
+    runs = run_stages(program, body)
+    expected = runs[None][batches.index(max(batches))][1]
+    for stage, ranks in runs.items():
+        for rank, (seen, *_) in enumerate(ranks):
+            found = difference(expected, seen, f"{stage}, rank {rank}")
             assert found is None, found

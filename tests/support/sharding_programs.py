@@ -45,7 +45,7 @@ def options(draw, dtype, rule):
 
 
 @st.composite
-def steps(draw, ranks, weighs, scaled, joins):
+def steps(draw, ranks, weighs, scaled, uneven):
     regroups = draw(st.integers(0, 3)) == 0
     return Step(
         without_sync=draw(st.sampled_from([0, 0, 1, 2])),
@@ -56,19 +56,19 @@ def steps(draw, ranks, weighs, scaled, joins):
         overflows_on=draw(st.sampled_from([None, None, ranks - 1])) if scaled else None,
         weighs=weighs,
         reads=draw(st.integers(0, 4)) == 0,
-        clips=joins and not scaled and draw(st.integers(0, 4)) == 0,
-        edits=(joins or regroups) and draw(st.integers(0, 4)) == 0,
-        steps=1 if scaled else draw(st.sampled_from([0, 1, 1, 2] if joins else [1, 1, 1, 2])),
+        clips=uneven and not scaled and draw(st.integers(0, 4)) == 0,
+        edits=(uneven or regroups) and draw(st.integers(0, 4)) == 0,
+        steps=1 if scaled else draw(st.sampled_from([0, 1, 1, 2] if uneven else [1, 1, 1, 2])),
         checkpoint=draw(st.integers(0, 4)) == 0,
-        wraps=None if joins else draw(st.sampled_from([*[None] * 6, "shard", "whole"])),
+        wraps=None if uneven else draw(st.sampled_from([*[None] * 6, "shard", "whole"])),
         regroups=regroups,
     )
 
 
 @st.composite
-def programs(draw, joins=False):
-    """Programs; with `joins`, those that ranks may leave early in join()."""
-    ranks = draw(st.integers(2, 4) if joins else st.integers(1, 5))
+def programs(draw, uneven=False):
+    """Programs; with `uneven`, those for ranks with different numbers of batches."""
+    ranks = draw(st.integers(2, 4) if uneven else st.integers(1, 5))
     dtype = draw(st.sampled_from(DTYPES))
     rule = draw(st.sampled_from(sorted(sharding.RULES)))
     scaled = draw(st.booleans()) if dtype == torch.float16 else False
@@ -83,7 +83,7 @@ def programs(draw, joins=False):
         ranks=ranks,
         dtype=dtype,
         parameters=(first, *draw(st.lists(parameters(ranks), max_size=7))),
-        steps=tuple(draw(st.lists(steps(ranks, weighs, scaled, joins), min_size=1, max_size=4))),
+        steps=tuple(draw(st.lists(steps(ranks, weighs, scaled, uneven), min_size=1, max_size=4))),
         rule=rule,
         options=draw(options(dtype, rule)),
         bucket_cap_mb=draw(st.sampled_from([1e-5, 0.004, 0.02, 25])),
@@ -91,7 +91,7 @@ def programs(draw, joins=False):
         scheduled=draw(st.booleans()),
         tied=draw(st.booleans()),
         optimizers=optimizers,
-        adds_group_at=None if joins or optimizers != 1 else draw(st.sampled_from([None, None, 1])),
+        adds_group_at=None if uneven or optimizers != 1 else draw(st.sampled_from([None, None, 1])),
         shard_ranks=shard_ranks,
         begins=draw(st.sampled_from(["wrapped", "wrapped", "made", "stepped"])),
         compression=draw(st.sampled_from([None, None, None, pycomm.Int8()])),
