@@ -30,9 +30,9 @@ void launch_resident(const L& launch, cudaStream_t stream, int threads = kThread
 
 // Launches blocks that wait only for blocks of other ranks.
 template <auto kernel, class L>
-void launch_meeting(const L& launch, cudaStream_t stream) {
-  if (launch.local_ranks > 1) return launch_resident<kernel>(launch, stream);
-  launch_blocks<kernel>(launch.lanes, launch, stream);
+void launch_meeting(const L& launch, cudaStream_t stream, int threads = kThreads) {
+  if (launch.local_ranks > 1) return launch_resident<kernel>(launch, stream, threads);
+  launch_blocks<kernel>(launch.lanes, launch, stream, threads);
 }
 
 template <class Body>

@@ -104,14 +104,20 @@ def of_calls(launch: Function) -> Function:
 
 
 def launched(work: _C.Work) -> Open | None:
-    """Tells that the group's worker runs an operation; returns the range that has launched it."""
+    """Tells that the group's worker runs an operation.
+
+    Returns:
+        The range that has launched it: the innermost one with details, such as a bucket; without
+        any, the innermost one.
+    """
     opened: list[Open] | None = getattr(_here, "opened", None)
     if not opened:
         return None
-    watch = watches.get(opened[-1].group)
+    launching = next((one for one in reversed(opened) if one.details), opened[-1])
+    watch = watches.get(launching.group)
     if watch is not None:
-        watch.launched.append((opened[-1], work))
-    return opened[-1]
+        watch.launched.append((launching, work))
+    return launching
 
 
 @contextlib.contextmanager
