@@ -66,6 +66,7 @@ class _State(enum.IntEnum):
 def _even_batches(loader: Iterable[_Batch], group: Group) -> Iterator[tuple[_Batch, float]]:
     batches = itertools.chain.from_iterable([loader])  # calls iter() with the first next()
     for number in itertools.count():
+        group._keep_promise()  # a rank may have caught an error while others wait in backward
         state = _State.YIELDED
         try:
             batch = next(batches)

@@ -162,7 +162,8 @@ class DataParallel(Wrapping):
     def weigh(self, weight: float | None) -> None:
         """Sets the weight of this rank's gradients in the mean, for batches of different sizes.
 
-        The mean is sum(weight * gradient) / sum(weight).
+        The mean is sum(weight * gradient) / sum(weight). A parameter that only ranks with weight 0
+        have used gets no gradient.
 
         Args:
             weight: the weight for the next forward that records gradients. Set it on all ranks or
@@ -302,7 +303,7 @@ class DataParallel(Wrapping):
         self._next_weight = None
         exchange, syncing = self._exchange, self.require_backward_grad_sync
         inside_backward = backward_id() >= 0
-        if exchange.promise.open and not inside_backward:
+        if not inside_backward:
             exchange.catch_up()
         exchange.members.check(self.module)
         group = self.comm_state.gradient_group if syncing else None
@@ -319,7 +320,7 @@ class DataParallel(Wrapping):
             return exchange.weighing.active_ranks() > 0
         if self._broadcast_buffers and self._agree_anew():
             broadcast_all(self.module.buffers(), 0, self._group)
-        exchange.promise.make(inside_backward)
+        exchange.promise_backward(inside_backward)
         return True
 
     def _agree_anew(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -94,6 +95,8 @@ class Group(Elastic):
         self._span: Span | None = None  # process groups between nodes
         self._cuda: CudaSide | None = None
         self._join_cuda: Callable[[torch.device], CudaSide] = _no_cuda
+        # Catches up with the exchange of gradients that a forward has promised last.
+        self._catch_up: weakref.WeakMethod[Callable[[], None]] | None = None
         self._preserved = itertools.count()  # numbers of operations with preserve=True
         self._begin_elastic()
         _C.register_group(self.name, self._core)
@@ -213,6 +216,15 @@ class Group(Elastic):
         )
         smaller.ranks = tuple(self.ranks[rank] for rank in members)
         return smaller
+
+    def _keep_promise(self) -> None:
+        """Takes part in an exchange of gradients that this rank has promised, if others are in it.
+
+        So a rank whose backward has raised can call other operations with the others.
+        """
+        catch_up = None if self._catch_up is None else self._catch_up()
+        if catch_up is not None:
+            catch_up()
 
     def _next_tag(self) -> int:
         """A number, compared by ranks, that distinguishes one user's operations. 0 means none."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+import weakref
 from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
@@ -126,8 +127,15 @@ class GradientExchange:
             return False
         return state.compression is None and can_sum(self.parameters, group)
 
+    def promise_backward(self, inside_backward: bool) -> None:
+        """Promises an exchange, in a forward; inside a backward it repeats a counted forward."""
+        self.promise.make(inside_backward)
+        self._group._catch_up = weakref.WeakMethod(self.catch_up)
+
     def catch_up(self) -> None:
-        """Takes part in the others' exchange after this rank's backward has raised."""
+        """Takes part in the others' exchange if this rank's backward has raised."""
+        if not self.promise.open:
+            return
         group = self._state.gradient_group
         if group is not None and self.promise.is_broken(group):
             if not self._in_backward:

@@ -229,6 +229,75 @@ def test_gradient_accumulation(world):
         assert sharding.difference(seen, joined[1]) is None
 
 
+class OwnError(Exception):
+    pass
+
+
+class Raises(torch.autograd.Function):
+    """Raises in its backward."""
+
+    @staticmethod
+    def forward(_ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx, _gradient):
+        raise OwnError
+
+
+@pytest.mark.parametrize("where", ["forward", "loss", "backward", "second loss"])
+@pytest.mark.parametrize("stage", [None, "optimizer", "gradients"])
+def test_errors_that_a_loop_catches(world, stage, where):
+    """All ranks skip the batch, as in join(); also the first one, and the last one of a rank."""
+    failing = [(0, 2), (1, 0), (1, 4)]  # ranks and steps
+
+    def body(group, shard, join):
+        net = copy.deepcopy(NETWORK)
+        model = pycomm.DataParallel(net, group=group, shard=shard, bucket_cap_mb=0.01)
+        optimizer = optim.FusedAdamW(model.parameters(), lr=0.01)
+        own, seen = [3, 6, 4][group.rank], []
+
+        def step(number, x, weight):
+            fails = (group.rank, number) in failing
+            if fails and where == "backward":
+                x = Raises.apply(x.requires_grad_())
+            out = model(x[:, :3] if fails and where == "forward" else x, weight=weight)
+            if fails and where == "loss":
+                raise OwnError
+            out.square().mean().backward()
+            if where == "second loss":
+                loss = model(x, weight=weight).square().mean()
+                if fails:
+                    raise OwnError  # the others average the first gradients before they add to them
+                loss.backward()
+            optimizer.step()
+
+        def train(number, x, weight):
+            try:
+                step(number, x, weight)
+            except pycomm.PycommError:
+                raise
+            except (OwnError, RuntimeError):
+                return  # gradients are dropped on all ranks
+            optimizer.zero_grad()
+            seen.append((number, [parameter.detach().clone() for parameter in model.parameters()]))
+
+        if join:
+            with model.join():
+                for number in range(own):
+                    train(number, batch(group.rank, number), 1.0)
+        else:
+            numbered = enumerate(pycomm.even_batches(range(own), group))
+            for number, (of_batch, weight) in numbered:
+                train(number, batch(group.rank, of_batch), weight)
+        return seen
+
+    _, joined, _ = world(3, timeout=20).run(body, None, True)
+    assert [number for number, _ in joined] == [1, 3, 5]
+    for seen in world(3, timeout=20).run(body, stage, False):
+        assert sharding.difference(seen, joined) is None
+
+
 def test_join_is_refused_with_shards(world):
     def body(group, stage):
         model = pycomm.DataParallel(network(), group=group, shard=stage)
