@@ -261,7 +261,7 @@ void bind_group(py::module_& m) {
   bind_p2p(m, group);
   bind_record(m, group);
   py::class_<Exchange>(m, "Exchange")
-      .def(py::init<std::vector<Call>>(), py::arg("calls"), py::keep_alive<1, 2>())
+      .def(py::init<std::vector<Call>>(), py::arg("calls"))
       .def("submit", &Exchange::submit);
   m.def("register_group", &register_group, py::arg("name"), py::arg("group"));
 }

@@ -29,15 +29,11 @@ std::vector<Segment> segments_of(const py::buffer& table) {
   return {rows.begin(), rows.end()};
 }
 
-double grad_norm(const py::buffer& table, const py::buffer& known, std::uintptr_t grad_scale,
-                 std::uintptr_t found_inf, std::uintptr_t clip, double max_norm) {
+double grad_norm(const py::buffer& table, std::uintptr_t grad_scale, std::uintptr_t found_inf,
+                 std::uintptr_t clip, double max_norm) {
   const std::vector<Segment> segments = segments_of(table);
-  const py::buffer_info info = known.request();
-  const std::span<const double* const> sums = rows_of<const double*>(info);
-  PYCOMM_CHECK(sums.size() == segments.size(), "known must have an address per segment");
   const WithoutGil no_gil;
-  return cpu::grad_norm(segments, control(grad_scale, found_inf, clip), max_norm, torch_parallel,
-                        {sums.begin(), sums.end()});
+  return cpu::grad_norm(segments, control(grad_scale, found_inf, clip), max_norm, torch_parallel);
 }
 
 void step(const Settings& settings, const py::buffer& table, std::uintptr_t grad_scale,
@@ -147,8 +143,8 @@ void bind_optim(py::module_& m) {
         py::arg("squares"), py::arg("values"));
   m.def("encode_state", &encode_state, py::arg("values"), py::arg("n"), py::arg("squares"),
         py::arg("codes"), py::arg("largest"));
-  m.def("optimizer_grad_norm", &grad_norm, py::arg("table"), py::arg("known"),
-        py::arg("grad_scale"), py::arg("found_inf"), py::arg("clip"), py::arg("max_norm"));
+  m.def("optimizer_grad_norm", &grad_norm, py::arg("table"), py::arg("grad_scale"),
+        py::arg("found_inf"), py::arg("clip"), py::arg("max_norm"));
   m.def("optimizer_step", &step, py::arg("settings"), py::arg("table"), py::arg("grad_scale"),
         py::arg("found_inf"), py::arg("clip"));
 }

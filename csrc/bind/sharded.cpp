@@ -1,6 +1,5 @@
-// Python bindings of sharded steps, on the CPU and on CUDA, and of measured averages.
+// Python bindings of sharded steps, on the CPU and on CUDA.
 #include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
 
 #include <optional>
 
@@ -8,7 +7,6 @@
 #include "bind/optim.h"
 #include "bind/python.h"
 #include "cpu/group.h"
-#include "cpu/optim/measured_average.h"
 #include "cpu/optim/sharded_step.h"
 #include "cuda/group.h"
 #include "cuda/optim/sharded.h"
@@ -143,25 +141,11 @@ class CudaShardedStep {
   cuda::ShardTable table_;
 };
 
-std::unique_ptr<cpu::MeasuredAverage> make_measured_average(
-    const Call& average, const std::vector<std::pair<std::int64_t, std::int64_t>>& gradients,
-    std::uintptr_t sums) {
-  std::vector<Range> ranges;
-  for (const auto& [begin, count] : gradients) ranges.push_back({begin, count});
-  return std::make_unique<cpu::MeasuredAverage>(average, std::move(ranges),
-                                                reinterpret_cast<double*>(sums));
-}
-
 }  // namespace
 
 void bind_sharded(py::module_& m) {
   m.attr("shard_words") = sizeof(Shard) / 8;
   m.attr("shard_sums") = static_cast<int>(kShardSums);
-  py::class_<cpu::MeasuredAverage>(m, "MeasuredAverage")
-      .def(py::init(&make_measured_average), py::arg("average"), py::arg("gradients"),
-           py::arg("sums"))
-      .def_property_readonly("call", &cpu::MeasuredAverage::call,
-                             py::return_value_policy::reference_internal);
   py::class_<ShardedStep>(m, "ShardedStep")
       .def(py::init<std::uintptr_t, std::int64_t, std::uintptr_t>(), py::arg("arena"),
            py::arg("arena_bytes"), py::arg("sums"))

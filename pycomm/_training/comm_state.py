@@ -123,7 +123,6 @@ class CommState(SavedState):
         backward: int = -1,
         *,
         begins: Sequence[int] | None = None,
-        sums: torch.Tensor | None = None,
     ) -> Future[Any]:
         """Begins to average a bucket over all ranks, in place; for hooks.
 
@@ -133,7 +132,6 @@ class CommState(SavedState):
             parameters: the parameters of these gradients.
             backward: a number of the backward, to be passed to :meth:`finish`.
             begins: the offset of each gradient in `buffer`, if there are gaps between them.
-            sums: see :meth:`Planner.exchange_of`.
 
         Returns:
             A future of `buffer`; on the CPU, :meth:`finish` fulfils it.
@@ -145,7 +143,7 @@ class CommState(SavedState):
             self._begin_step(buffer.device, group)
         step = self.step - 1 - self._warmup_steps
         exchange = self._planner.exchange_of(
-            key, buffer, parameters, begins, step, self._now.scale, group, sums
+            key, buffer, parameters, begins, step, self._now.scale, group
         )
         self._now.parameters.update(key[1:])
         number = len(self._now.flights)

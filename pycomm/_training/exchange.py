@@ -79,11 +79,6 @@ class BucketExchange:
     def _tensors(self) -> tuple[torch.Tensor, ...]:
         return tuple(tensor for part in self._parts for tensor in part.tensors)
 
-    @property
-    def _kept(self) -> tuple[object, ...]:
-        """What must stay alive until the operations have run."""
-        return self._core, *self._tensors
-
     def submit(self, step: int, group: Group) -> Work:
         """Hands the operations to the group's worker."""
         if (span := group._span) is not None and self._parts and self._parts[0].flow is not None:
@@ -94,9 +89,9 @@ class BucketExchange:
             )
             return SpanningWork(task, self._tensors, lambda: None)
         if self.stand_in is None:
-            return Work(self._core.submit(group._core, step), self._kept)
+            return Work(self._core.submit(group._core, step), self._tensors)
         fetch(self.stand_in)
-        return Work(self._core.submit(group._core, step), self._kept, self.stand_in.put_back)
+        return Work(self._core.submit(group._core, step), self._tensors, self.stand_in.put_back)
 
     def enqueue(self, step: int, group: Group, device: torch.device) -> None:
         """Enqueues the operations on the current stream."""

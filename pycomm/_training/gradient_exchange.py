@@ -34,7 +34,6 @@ from pycomm._training.promise import Promise, compare
 from pycomm._training.scatter import Scatter
 from pycomm._training.shards import Shards, forget_parts
 from pycomm._training.spanning_shards import SpanningShards
-from pycomm._training.square_sums import SquareSums, can_sum
 from pycomm.collectives import broadcast
 from pycomm.errors import PycommError
 
@@ -83,7 +82,6 @@ class GradientExchange:
             self.shards = self._make_shards(sharding, bucket_bytes)
             layout = self.shards.layout
         self._slab = Slab(self.parameters, bucket_bytes, layout)
-        self._sums = SquareSums() if self._can_sum() else None
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}
         self._lay_out()
@@ -119,13 +117,6 @@ class GradientExchange:
         scatters = scatters and not divides
         self._scatter = Scatter(state) if scatters else None
         return SpanningShards(self.parameters, group, memory, limit, scatters, sharding)
-
-    def _can_sum(self) -> bool:
-        """True if exchanges can add up squares: uncompressed ones of whole gradients."""
-        state, group = self._state, self._group
-        if self.shards is not None or not isinstance(state, CommState):
-            return False
-        return state.compression is None and can_sum(self.parameters, group)
 
     def promise_backward(self, inside_backward: bool) -> None:
         """Promises an exchange, in a forward; inside a backward it repeats a counted forward."""
@@ -208,8 +199,6 @@ class GradientExchange:
             self._ring.begin(self.parameters)
         self._in_backward = self.promise.open = True
         self._next = 0
-        if self._sums is not None:
-            self._sums.begin()
         if self._ready is not None:
             self._ready = []
         for bucket in self._buckets:
@@ -240,8 +229,7 @@ class GradientExchange:
                 with self._launching(bucket):
                     self._scatter.start(blocks, bucket.parameters)
             elif self.shards is None or not self.shards.averages:
-                sums = self._sums.of(bucket) if self._sums is not None else None
-                self._state.start(bucket.flat, bucket.parameters, begins=bucket.begins, sums=sums)
+                self._state.start(bucket.flat, bucket.parameters, begins=bucket.begins)
         except PycommError:
             self.promise.wait()  # raises the error that caused this one, if there is one
             raise
@@ -277,8 +265,6 @@ class GradientExchange:
         self.promise.wait()
         self._state.finish()
         self._finish_shards()
-        if self._sums is not None:
-            self._sums.finish(self._group)
         try:
             used_nowhere, raised_on = self._compare(unused, raised is True)
         except PycommError:
@@ -309,8 +295,6 @@ class GradientExchange:
                     parameter.grad = None  # a rank without weight may have used it
                 elif parameter.grad is None:
                     self._bucket_of[id(parameter)].adopt(parameter)
-        if self._sums is not None:
-            self._sums.note(self.parameters)
         if self.shards is not None:
             if self.shards.leaves_local:
                 self.shards.note_backward(self.parameters)
@@ -357,11 +341,7 @@ class GradientExchange:
             return unused, []
         used = [id(p) not in unused for p in self.parameters]
         changed = self.shards is not None and self.shards.guard.sees_change()
-        sums = self._sums is not None and self._sums.wanted
-        found, raised_on = compare([*used, changed, sums], raised, group)
-        *used_anywhere, changed_anywhere, sums_anywhere = found
-        if self._sums is not None:
-            self._sums.agree(sums_anywhere)
+        (*used_anywhere, changed_anywhere), raised_on = compare([*used, changed], raised, group)
         if changed_anywhere:
             self._compare_parameters()
         pairs = zip(self.parameters, used_anywhere, strict=True)
@@ -381,8 +361,6 @@ class GradientExchange:
         """Makes new buckets, and moves gradients into them."""
         self._buckets = self._slab.cut(self.parameters)
         self._bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
-        if self._sums is not None:
-            self._sums.lay_out(self._buckets)
         for parameter in self.parameters:
             if parameter.grad is not None:
                 self._bucket_of[id(parameter)].put(parameter)

@@ -60,7 +60,6 @@ class LocalGradients(HookState):
         backward: int = -1,
         *,
         begins: Sequence[int] | None = None,
-        sums: torch.Tensor | None = None,
     ) -> Future[Any]:
         """Takes a bucket of gradients, and exchanges it only if this step exchanges gradients.
 
@@ -68,7 +67,7 @@ class LocalGradients(HookState):
         """
         gradients = self._note_backward(parameters)
         if gradients is not None:
-            return gradients.start(buffer, parameters, backward, begins=begins, sums=sums)
+            return gradients.start(buffer, parameters, backward, begins=begins)
         return _done(buffer)
 
     @not_compiled

@@ -57,9 +57,8 @@ class Planner:
         self._parameters = parameters
         self._residuals = residuals
         self._tag = tag
-        # By whether there are sums, a bucket's address and parameters: phase and addresses of scale
-        # and sums, and the exchange made for them.
-        self._made: dict[tuple[int, ...], tuple[tuple[int, int, int], BucketExchange]] = {}
+        # By a bucket's address and parameters: phase and the scale's address, and the exchange.
+        self._made: dict[tuple[int, ...], tuple[tuple[int, int], BucketExchange]] = {}
         self._planned: set[int] = set()  # parameters that have been in a bucket
 
     def exchange_of(
@@ -71,7 +70,6 @@ class Planner:
         step: int,
         scale: torch.Tensor | None,
         group: Group,
-        sums: torch.Tensor | None = None,
     ) -> BucketExchange:
         """Returns a bucket's exchange.
 
@@ -83,22 +81,18 @@ class Planner:
             step: number of the step since compression began, from 0; negative before.
             scale: the loss scale, as a tensor on the same device; None if gradients are not scaled.
             group: the group that exchanges.
-            sums: memory for the sums of squares of every 1,024 elements of each gradient, in
-                float64, for buckets in the window that are not compressed. The exchange writes
-                those that this rank makes, and zeros for the others.
 
         Raises:
             ValueError: `buffer` does not consist of the parameters' gradients.
         """
         phase = max(-1, min(step, getattr(self._compression, "density_steps", 0)))
-        state = phase, _address(scale), _address(sums)
-        made = sums is not None, *key
-        found = self._made.get(made)
+        state = (phase, 0 if scale is None else scale.data_ptr())
+        found = self._made.get(key)
         if found is not None and found[0] == state:
             return found[1]
         if found is None:  # DDP has new buckets: free the old ones' memory
             ids = set(key[1:])
-            for old in [k for k in self._made if k[1:] != key and not ids.isdisjoint(k[2:])]:
+            for old in [k for k in self._made if not ids.isdisjoint(k[1:])]:
                 del self._made[old]
         entries = self._parameters.of(parameters)
         if begins is None:
@@ -106,10 +100,7 @@ class Planner:
         _check_bucket(buffer, entries, begins)
         stand_in = StandIn(buffer) if group._exchanges_on_host(buffer.device) else None
         flat = buffer if stand_in is None else stand_in.host
-        if sums is None or not flat.numel():
-            parts = self._parts(flat, entries, begins, step, scale, group)
-        else:
-            parts = [self._summing(flat, entries, begins, sums, group)]
+        parts = self._parts(flat, entries, begins, step, scale, group)
         exchange = BucketExchange(parts, stand_in)
         operations.debug(
             "rank %d: bucket of %d bytes, %s: %d operations, %s, at most %d bytes in",
@@ -120,12 +111,12 @@ class Planner:
             self._compression if step >= 0 else None,
             exchange.wire_bytes,
         )
-        self._made[made] = (state, exchange)
+        self._made[key] = (state, exchange)
         return exchange
 
     def knows(self, buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> bool:
         """True if the bucket has an exchange already."""
-        return (False, buffer.data_ptr(), *map(id, parameters)) in self._made
+        return (buffer.data_ptr(), *map(id, parameters)) in self._made
 
     def follow_formats(self, parameters: Sequence[torch.Tensor], rebuilt: bool) -> None:
         """Adapts residuals to new memory formats, or raises if the bucket has old ones.
@@ -184,20 +175,6 @@ class Planner:
         call = self._call(tensor, first, _C.Codec(0), spans)
         flow = functools.partial(spanning_mean, tensor) if spans else None
         return [Part(call, tensor, {}, dense_wire_bytes(tensor.nbytes, group), flow)]
-
-    def _summing(
-        self,
-        flat: torch.Tensor,
-        entries: Sequence[Entry],
-        begins: Sequence[int],
-        sums: torch.Tensor,
-        group: Group,
-    ) -> Part:
-        """The operation for uncompressed gradients that also adds up their squares."""
-        call = self._call(flat, entries[0], _C.Codec(0), spans=False)
-        gradients = [(begin, entry.numel) for begin, entry in zip(begins, entries, strict=True)]
-        measured = _C.MeasuredAverage(call, gradients, sums.data_ptr())
-        return Part(measured.call, flat, {"sums": sums}, dense_wire_bytes(flat.nbytes, group))
 
     def _compressed(
         self,
@@ -260,10 +237,6 @@ class Planner:
             shape=tensor.shape if spans else None,
             **(defaults | options),
         )
-
-
-def _address(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _check_bucket(buffer: torch.Tensor, entries: Sequence[Entry], begins: Sequence[int]) -> None:

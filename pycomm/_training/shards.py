@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from pycomm import _C
 from pycomm._training.cuts import UNIT, Range, cut
@@ -29,7 +29,6 @@ from pycomm._training.flat import (
     move_out,
     room,
 )
-from pycomm._training.snapshots import Snapshot, take_snapshots
 from pycomm._training.step_guard import StepGuard
 from pycomm.collectives import all_reduce, broadcast
 from pycomm.p2p import recv, send
@@ -55,6 +54,22 @@ class OwnGradients(Protocol):
 
     def gather(self, parameters: Iterable[torch.Tensor]) -> None:
         """Makes gradients whole of which this rank has only its part."""
+
+
+class _Snapshot(NamedTuple):
+    """A gradient with its count of writes and its address after a backward."""
+
+    gradient: TensorWeakRef
+    version: int
+    address: int
+
+    def is_still(self, gradient: torch.Tensor) -> bool:
+        """True if it is this gradient, and torch has not written to it or moved it since."""
+        return (
+            self.gradient() is gradient
+            and self.version == gradient._version
+            and self.address == gradient.data_ptr()
+        )
 
 
 class Part(NamedTuple):
@@ -225,7 +240,7 @@ class Shards:
         self.averages = self.leaves_local = gradients is None
         self.guard = StepGuard(parameters, group)
         self.ring: OwnGradients | None = None
-        self.local: dict[int, Snapshot] = {}
+        self.local: dict[int, _Snapshot] = {}
         units = sum(-(-parameter.numel() // UNIT) for parameter in parameters)
         rooms = {id(p): room(p) for p in parameters} if rooms is None else rooms
         sizes: dict[Kind, int] = {}
@@ -296,7 +311,11 @@ class Shards:
 
     def note_backward(self, parameters: Iterable[torch.Tensor]) -> None:
         """Records that the gradients of a backward are still each rank's own."""
-        self.local = take_snapshots(parameters)
+        self.local = {
+            id(p): _Snapshot(TensorWeakRef(p.grad), p.grad._version, p.grad.data_ptr())
+            for p in parameters
+            if p.grad is not None
+        }
 
     def is_local(self, parameter: torch.Tensor) -> bool:
         """True if the parameter's gradient is, except for this rank's part, its own.

@@ -61,10 +61,9 @@ class Link:
         backward: int = -1,
         *,
         begins: Sequence[int] | None = None,
-        sums: torch.Tensor | None = None,
     ) -> Future[Any]:
         bucket = buffer, parameters, begins
-        future = self._start(buffer, parameters, backward, begins=begins, sums=sums)
+        future = self._start(buffer, parameters, backward, begins=begins)
         if self._state.step != self._step:
             self._step, self.buckets = self._state.step, []
         self.buckets.append(bucket)

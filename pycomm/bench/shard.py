@@ -35,7 +35,6 @@ from pycomm.bench.training import SETTLING, TrainingSettings, begin
 
 MODES = {"unsharded": None, "optimizer": "optimizer", "gradients": "gradients"}
 BOUNDS = {"": None, " clipped": MAX_NORM}
-REREAD = "own pass clipped"  # unsharded; the optimizer reads the gradients for their norm
 
 
 @dataclass(frozen=True)
@@ -57,8 +56,7 @@ class ShardRow:
         ratio: the time of the unsharded wrapper over this one; with clipping if this one clips.
         floor_percent: the floor's time over this one's.
         wrong: parameters, over all ranks, that differ from the unsharded wrapper's after some
-            steps: in any bit, or for peers by a tenth of a step. None if peers keep fewer bits,
-            and for `REREAD`, whose steps are those of the unsharded wrapper.
+            steps: in any bit, or for peers by a tenth of a step. None if peers keep fewer bits.
     """
 
     scheme: str
@@ -112,7 +110,7 @@ def _measure(name: str, settings: ShardSettings, group: pycomm.Group) -> list[Sh
     gc.collect()  # the models of the case before, which are in cycles
     scheme = SCHEMES[name]
     own = {mode: Own(settings, scheme, group, shard=shard) for mode, shard in MODES.items()}
-    wrong: dict[str, int | None] = dict.fromkeys((*own, *settings.peers, REREAD), None)
+    wrong: dict[str, int | None] = dict.fromkeys((*own, *settings.peers), None)
     peers = {
         peer: make_peer(peer, settings, scheme, group)
         for peer in dict.fromkeys((*settings.peers, *map(IDLE.__getitem__, settings.peers)))
@@ -164,12 +162,11 @@ def _calls(own: dict[str, Own], peers: dict[str, Stepper]) -> dict[str, Callable
     for suffix, bound in BOUNDS.items():
         for mode, made in own.items():
             calls[mode + suffix] = partial(_finish, made, bound)
-    calls[REREAD] = partial(_finish, own["unsharded"], MAX_NORM, sums=False)
     return calls | {name: peer.step for name, peer in peers.items()}
 
 
-def _finish(made: Own, bound: float | None, sums: bool = True) -> None:
-    made.clip(bound).finish(sums)
+def _finish(made: Own, bound: float | None) -> None:
+    made.clip(bound).finish()
 
 
 def _time(

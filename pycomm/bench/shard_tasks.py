@@ -64,11 +64,8 @@ class Own(Stepper):
         self._fused.max_norm = max_norm
         return self
 
-    def finish(self, sums: bool = True) -> None:
-        """Averages the gradients that are there, and steps; gradients may be averages already.
-
-        If the step clips and gradients are whole, the exchange adds up their squares with `sums`.
-        """
+    def finish(self) -> None:
+        """Averages the gradients that are there, and steps; gradients may be averages already."""
         exchange = self._wrapped._exchange
         if exchange._ring is not None:
             self._divide(exchange, exchange._ring)
@@ -81,23 +78,12 @@ class Own(Stepper):
         elif exchange.shards is not None:
             exchange.shards.note_backward(exchange.parameters)
         else:
-            self._exchange_whole(exchange, sums and self._fused.max_norm is not None)
+            state = self._wrapped.comm_state
+            assert isinstance(state, pycomm.hooks.CommState)
+            for bucket in exchange._buckets:
+                state.start(bucket.flat, bucket.parameters, begins=bucket.begins)
+            state.finish()
         self._fused.step()
-
-    def _exchange_whole(self, exchange: GradientExchange, makes_sums: bool) -> None:
-        """Averages whole gradients."""
-        state, sums = self._wrapped.comm_state, exchange._sums
-        assert isinstance(state, pycomm.hooks.CommState)
-        if sums is not None:
-            sums.agree(makes_sums)
-            sums.begin()
-        for bucket in exchange._buckets:
-            memory = None if sums is None else sums.of(bucket)
-            state.start(bucket.flat, bucket.parameters, begins=bucket.begins, sums=memory)
-        state.finish()
-        if sums is not None:
-            sums.finish(state.group)
-            sums.note(exchange.parameters)
 
     def _divide(self, exchange: GradientExchange, ring: GradientRing) -> None:
         """Averages the gradients of a backward of which each rank keeps its part."""

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 
 from pycomm import _C
-from pycomm._training.square_sums import known_sums
 from pycomm.optim._options import Group
 
 # A group and its segments, as integers.
@@ -28,7 +27,7 @@ class Step(NamedTuple):
         max_norm: bound of the norm of all gradients together; None for no bound.
         sets_found: look for gradients that are not finite.
         params: the parameters of all tables.
-        grads: their gradients.
+        grads: their gradients, which must stay alive until the step has run.
     """
 
     settings: Sequence[_C.OptimizerSettings]
@@ -71,8 +70,7 @@ class OnCpu:
         """
         norm = None
         if step.measures:
-            known, _alive = known_sums(step.params, step.grads)
-            value = _C.optimizer_grad_norm(_joined(self._tables), known, *step.control, step.bound)
+            value = _C.optimizer_grad_norm(_joined(self._tables), *step.control, step.bound)
             norm = torch.tensor(value, dtype=torch.float64)
         for one, (_, words) in zip(step.settings, self._tables, strict=True):
             _C.optimizer_step(one, words, *step.control)

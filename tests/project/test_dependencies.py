@@ -74,7 +74,6 @@ PYTHON_LAYERS = [
     },
     {
         "_training.cuts",
-        "_training.snapshots",
         "_training.graphs",
         "_training.hook_state",
         "_training.prefixes",
@@ -156,7 +155,7 @@ PYTHON_LAYERS = [
     {"_training.local_sgd"},
     {"hooks", "_training.shard_options", "_training.survival"},
     {"_training.beginning", "_training.publication", "_training.scatter"},
-    {"_training.spanning_shards", "_training.square_sums"},
+    {"_training.spanning_shards"},
     {"_training.gradient_exchange"},
     {"_training.wrapping"},
     {"data_parallel", "optim"},

@@ -107,6 +107,27 @@ def test_gradients_are_the_mean_in_rank_order():
     helpers.run_group(3, mean_of_three)
 
 
+def test_the_norm_is_that_of_the_gradients_that_a_step_takes(world):
+    """Also if some elements have been changed in a way that torch does not count."""
+
+    def run(group):
+        net = torch.nn.Sequential(torch.nn.Linear(90, 70), torch.nn.Linear(70, 3))
+        model = pycomm.DataParallel(net, group=group)
+        optimizer = pycomm.optim.FusedSGD(model.parameters(), lr=0.0, max_norm=1.0)
+        for step in range(6):
+            optimizer.zero_grad()
+            model(torch.full((2, 90), group.rank + step + 1.0)).sum().backward()
+            if step % 2:
+                net[0].weight.grad.data.view(-1)[3000] = 1e4
+            optimizer.step()
+            squares = [p.grad.double().square().sum() for p in model.parameters()]
+            assert float(optimizer.grad_norm) == pytest.approx(
+                float(sum(squares).sqrt()), rel=1e-12
+            )
+
+    world(2).run(run)
+
+
 def in_the_window(group, name):
     """The offsets of gradients in this rank's slice, for every step."""
     model = pycomm.DataParallel(ddp.network(), compression=COMPRESSIONS[name], bucket_cap_mb=0.02)

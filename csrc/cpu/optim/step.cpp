@@ -15,12 +15,6 @@ double square_sum(const Segment& segment, std::int64_t chunk) {
   return square_sum(grad, at, std::min(kChunk, segment.count - at));
 }
 
-// Whether the first and the last of these sums are those of the segment's gradients.
-bool are_sums_of(const Segment& segment, const double* sums) {
-  const std::int64_t last = sum_blocks(segment.count) - 1;
-  return last > 0 && sums[0] == square_sum(segment, 0) && sums[last] == square_sum(segment, last);
-}
-
 // LAMB's first pass: the ratio of each segment.
 std::vector<double> lamb_ratios(const Settings& settings, const std::vector<Segment>& segments,
                                 const Row& row, float scale, const Parallel& parallel) {
@@ -48,19 +42,13 @@ std::vector<double> lamb_ratios(const Settings& settings, const std::vector<Segm
 }  // namespace
 
 double grad_norm(const std::vector<Segment>& segments, const StepControl& control, double max_norm,
-                 const Parallel& parallel, const std::vector<const double*>& known) {
+                 const Parallel& parallel) {
   const Row row(segments);
   std::vector<double> sums(static_cast<std::size_t>(row.chunks())), totals;
-  const auto knows = [&](std::size_t s) {
-    return !known.empty() && known[s] != nullptr && are_sums_of(segments[s], known[s]);
-  };
   parallel(row.chunks(), [&](std::int64_t begin, std::int64_t end) {
     row.visit(begin, end, [&](std::size_t s, std::int64_t first, std::int64_t last) {
-      double* const to = sums.data() + row.begin(s);
-      if (knows(s)) {
-        std::copy(known[s] + first, known[s] + last, to + first);
-      } else {
-        for (std::int64_t c = first; c < last; ++c) to[c] = square_sum(segments[s], c);
+      for (std::int64_t c = first; c < last; ++c) {
+        sums[row.begin(s) + c] = square_sum(segments[s], c);
       }
     });
   });

@@ -16,12 +16,8 @@ using Parallel = std::function<void(std::int64_t n, const Body& body)>;
 
 // The norm of the unscaled gradients, exact up to rounding in double. Sets found_inf if a gradient
 // is not finite, and clip to the factor that reduces the norm to `max_norm`.
-//
-// `known`: for each segment, the sums of squares of every 1,024 gradients if they are known, else null;
-// may be empty. Such gradients are not read, except for the first and the last chunk: if these have
-// other sums, the gradients have been changed since, and all are read.
 double grad_norm(const std::vector<Segment>& segments, const StepControl& control, double max_norm,
-                 const Parallel& parallel, const std::vector<const double*>& known = {});
+                 const Parallel& parallel);
 
 void step(const Settings& settings, const std::vector<Segment>& segments,
           const StepControl& control, const Parallel& parallel);
