@@ -38,5 +38,5 @@ function(expect_failure target)
   add_dependencies(mutants ${target})
   add_test(NAME ${target} COMMAND ${target} ${HOW_ARGUMENTS})
   set_tests_properties(${target} PROPERTIES
-    PASS_REGULAR_EXPRESSION ${HOW_COMPLAINT} TIMEOUT 60 LABELS mutant)
+    PASS_REGULAR_EXPRESSION ${HOW_COMPLAINT} TIMEOUT 240 LABELS mutant)
 endfunction()
