@@ -17,7 +17,7 @@ def be_stopped(group, folder):
     Path(f"{folder}/{group.rank}").touch()
     error = spanning.operate_until_failure(group)
     try:
-        return type(error).__name__, error.rank, group.shrink(30).ranks
+        return type(error).__name__, error.rank, spanning.shrink(group, 30)
     except pycomm.GroupUnusable as raised:
         return str(raised)
 

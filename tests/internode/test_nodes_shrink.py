@@ -350,7 +350,7 @@ def be_disturbed(group):
     group.abort()
     with contextlib.suppress(pycomm.PycommError):
         total(group)
-    ranks = group.shrink().ranks
+    ranks = spanning.shrink(group)
     for stranger in strangers:
         stranger.close()
     return ranks

@@ -51,6 +51,17 @@ def ranks(
     return helpers.Ranks(len(nodes), member, nodes, function, options, *args)
 
 
+def shrink(group: pycomm.Group, timeout: float | None = None) -> tuple[int, ...]:
+    """The ranks of the smaller group, once all of them have met in it.
+
+    A rank that ends just when it has seen that the smaller group is complete may be dead for one
+    that has not seen that yet, and this one would shrink the group again.
+    """
+    smaller = group.shrink(timeout)
+    pycomm.barrier(group=smaller)
+    return smaller.ranks
+
+
 def operate_until_failure(group: pycomm.Group) -> pycomm.CollectiveError:
     """Calls all-reduces until one fails; returns its error."""
     for count in itertools.count(1000):
