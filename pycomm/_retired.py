@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -30,26 +30,15 @@ def missing_attribute(module: str, name: str) -> AttributeError:
     return AttributeError(message, name=name, obj=sys.modules[module])
 
 
-def check_retired(where: str, options: Iterable[str]) -> None:
-    """Raises TypeError with the replacement if an option of a function is retired.
-
-    Args:
-        where: the function's name.
-        options: the names of given options; ``name=value`` if only a value is retired.
-    """
-    for option in options:
-        replacement = _RETIRED.get((where, option))
-        if replacement is not None:
-            raise TypeError(f"{where}() has no {option} any more: {replacement}")
-
-
 def refuse_retired(where: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Makes a function call :func:`check_retired` before it looks at its options."""
+    """Makes the function of this name raise TypeError with the replacement of a retired option."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            check_retired(where, kwargs)
+            for option in kwargs:
+                if replacement := _RETIRED.get((where, option)):
+                    raise TypeError(f"{where}() has no {option} any more: {replacement}")
             return function(*args, **kwargs)
 
         return call

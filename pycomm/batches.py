@@ -100,7 +100,7 @@ def _exchange(state: _State, number: int, group: Group) -> list[int]:
     Raises:
         RuntimeError: ranks have come to batches of different numbers; on all ranks.
     """
-    words = torch.zeros(group.size + 2, dtype=torch.int64)
+    words = torch.zeros(group.size + 2, dtype=torch.int64, device="cpu")
     words[group.rank] = state
     words[-2], words[-1] = number, -number
     all_reduce(words, "max", group=group)

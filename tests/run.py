@@ -48,8 +48,7 @@ class Recorder:
             self.skipped[report.longrepr[2].removeprefix("Skipped: ")] += 1
         if report.when == "teardown":
             self._ended += 1
-            stage = self._ended * STAGES // self._total if self._total else 0
-            if stage > (self._ended - 1) * STAGES // self._total:
+            if self._ended * STAGES // self._total > (self._ended - 1) * STAGES // self._total:
                 seconds = time.monotonic() - self._began
                 print(f"{self._ended:6,} of {self._total:,} tests, {seconds:4.0f} s", flush=True)
 

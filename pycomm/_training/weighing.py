@@ -22,7 +22,7 @@ class Weighing:
             raise ValueError(f"weight must be finite and not negative, got {weight}")
         self._weight = float(weight)
         self._size = group.size
-        self._sums = torch.tensor([self._weight, active], dtype=torch.float64)
+        self._sums = torch.tensor([self._weight, active], dtype=torch.float64, device="cpu")
         self._work: Work = all_reduce(self._sums, "sum", group=group, async_op=True)
 
     @property

@@ -202,7 +202,7 @@ class Training:
 
 
 def excluded(name: str, _parameter: torch.Tensor) -> bool:
-    """What is sent uncompressed."""
+    """True for the parameters that are sent uncompressed."""
     return name in ("vector", "scalar")
 
 

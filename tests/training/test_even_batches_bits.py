@@ -197,7 +197,7 @@ def test_processes(stage):
 
 
 def test_gradient_accumulation(world):
-    """Of batches in lists: the weight of the last forward counts for all of a step."""
+    """A loader yields lists of batches; the last forward's weight counts for the whole step."""
 
     def body(group, join):
         net = copy.deepcopy(NETWORK)

@@ -33,7 +33,7 @@ def holds(values, wanted):
 
 
 def resume(training, saved):
-    """What is loaded, and the digest at the end."""
+    """Loads a checkpoint and trains on; returns digests of the loaded states and of the last."""
     training.load(saved)
     return digest(training.save()), training.finish()
 
