@@ -76,7 +76,7 @@ def main(arguments: list[str]) -> int:
     once = "--once" in arguments
     arguments = [argument for argument in arguments if argument != "--once"]
     recorder = Recorder()
-    quiet = ["-q", "-rN", "-o", "console_output_style=classic"]
+    quiet = ["-q", "-rN", "--disable-warnings", "-o", "console_output_style=classic"]
     status = int(pytest.main([*quiet, *arguments], plugins=[recorder]))
     for reason, count in sorted(recorder.skipped.items()):
         print(f"skipped {count}: {reason}")

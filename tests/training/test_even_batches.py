@@ -86,6 +86,15 @@ def test_batches_and_weights(world, batches, kind):
         assert seen == [expected(batches, rank)] * 2
 
 
+def test_the_default_device_does_not_matter(world):
+    def body(group):
+        with torch.device("meta"):
+            return list(pycomm.even_batches(range(1 + group.rank), group))
+
+    for rank, seen in enumerate(world(2).run(body)):
+        assert seen == expected([1, 2], rank)
+
+
 def test_a_repeated_batch_is_the_same_object(world):
     def body(group):
         own = [object() for _ in range(1 + group.rank)]
