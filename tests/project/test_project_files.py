@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import yaml
@@ -83,19 +84,28 @@ def test_every_test_has_a_target():
     assert gate <= set(targets_in(text(".ci/run")))
 
 
-def test_the_parts_of_five_days_are_all_long_tests():
+def test_the_parts_of_five_days_are_all_long_tests(pytestconfig):
     """Each of the gate's parts is a fifth of the tests marked slow, and none is left out."""
+    choose = pytestconfig.pluginmanager.get_plugin(str(ROOT / "tests/conftest.py"))
+    slow, quick = [f"test_{n}" for n in range(13)], ["test_a", "test_z"]
 
-    def listed(*options):
-        command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", "slow", *options]
-        found = subprocess.run(
-            [*command, "tests/backend"], cwd=ROOT, check=True, capture_output=True, text=True
-        ).stdout
-        return [line for line in found.splitlines() if "::" in line]
+    def listed(part):
+        items = [mock.Mock(nodeid=test) for test in (*reversed(slow), *quick)]
+        for item in items:
+            item.get_closest_marker = {"slow": item.nodeid in slow}.get
+        found, config = list(items), mock.Mock()
+        config.getoption = {"part": part}.get
+        choose.pytest_collection_modifyitems(config, found)
+        told = config.hook.pytest_deselected.call_args
+        left_out = told.kwargs["items"] if told else []
+        assert [item for item in items if item not in left_out] == found
+        return [item.nodeid for item in found]
 
-    parts = [listed("--part", str(part)) for part in range(5)]
-    assert all(parts)
-    assert sorted(test for part in parts for test in part) == sorted(listed())
+    assert listed(None) == [*reversed(slow), *quick]
+    parts = [listed(part) for part in range(5)]
+    assert all(part[-2:] == quick for part in parts)
+    assert sorted(len(part) - 2 for part in parts) == [2, 2, 3, 3, 3]
+    assert sorted(test for part in parts for test in part[:-2]) == sorted(slow)
 
 
 @pytest.mark.parametrize("page", PAGES)
