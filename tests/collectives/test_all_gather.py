@@ -68,7 +68,7 @@ def all_cases(size):
     ]
 
 
-@pytest.mark.parametrize("size", range(1, 10))
+@pytest.mark.parametrize("size", sweep.SIZES)
 def test_exact(world, size):
     cases, staging_bytes = all_cases(size), sweep.small_staging(size)
     check(cases, world(size, staging_bytes=staging_bytes).run(gathered, cases), staging_bytes)

@@ -5,16 +5,13 @@ import functools
 import pytest
 import sweep
 
-SIZES = range(1, 10)
 
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("dtype", sweep.DTYPES, ids=str)
+@pytest.mark.parametrize(("dtype", "size"), sweep.a_third_of(sweep.DTYPES, range(1, 10)), ids=str)
 def test_exact_at_every_border(dtype, size):
     sweep.check_grid("one_shot", dtype, size)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", sweep.SIZES)
 def test_exact_with_many_pieces(size):
     sweep.check_large("one_shot", size)
 
@@ -23,7 +20,7 @@ measured = functools.partial(sweep.traffic, "one_shot")
 
 
 @pytest.mark.parametrize("in_window", [False, True])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", range(1, 10))
 def test_reads_all_the_others_in_one_round(size, in_window):
     nbytes = 4096 * size
     assert measured(size, nbytes // 4, in_window) == [(0, (size - 1) * nbytes, 0)] * size

@@ -6,6 +6,7 @@ bits that is meant, and say why in CHANGELOG.md.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from pathlib import Path
@@ -53,6 +54,7 @@ STORAGES = (
 )
 
 
+@functools.lru_cache(128)  # ranks, steps and types have the same
 def numbers(n: int, seed: int) -> np.ndarray:
     """From -1 to 1, of many magnitudes, by integer arithmetic: the same everywhere."""
     x = np.arange(n, dtype=np.uint64) + np.uint64(seed * 0x9E3779B97F4A7C15 % 2**64)
@@ -65,7 +67,9 @@ def numbers(n: int, seed: int) -> np.ndarray:
 
 def tensor(n: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     values = numbers(n, seed)
-    return torch.from_numpy(values if dtype.is_floating_point else np.abs(100 * values)).to(dtype)
+    return torch.from_numpy(values if dtype.is_floating_point else np.abs(100 * values)).to(
+        dtype, copy=True
+    )
 
 
 class Hash:

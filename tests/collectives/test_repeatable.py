@@ -34,10 +34,14 @@ def reduce_everything(group, run, delays):
     return digest(results)
 
 
+LONG = pytest.mark.slow
+
+
+@pytest.mark.parametrize("runs", [6, pytest.param(20, marks=LONG)])
 @pytest.mark.parametrize("size", [2, 3, 4, 7])
-def test_twenty_runs_with_and_without_delays(world, size):
+def test_runs_with_and_without_delays(world, size, runs):
     hashes = set()
-    for run in range(20):
+    for run in range(runs):
         local_world = world(size, staging_bytes=1 << 16)
         hashes |= set(local_world.run(reduce_everything, run, run % 2 == 1))
     assert len(hashes) == 1
@@ -76,10 +80,13 @@ def test_flags_and_epochs_wrap(size):
         with pycomm.LocalWorld(
             size, 30, staging_bytes=sweep.small_staging(size), _first_epoch=2**32 - before
         ) as local_world:
-            assert local_world.run(thousands) == [(True, 2**32 - before)] * size
+            assert local_world.run(operate, before + 200) == [(True, 2**32 - before)] * size
 
 
-@pytest.mark.parametrize(("size", "worlds"), [(9, 500), (16, 250)])
+@pytest.mark.parametrize(
+    ("size", "worlds"),
+    [(9, 80), (16, 40), pytest.param(9, 500, marks=LONG), pytest.param(16, 250, marks=LONG)],
+)
 def test_a_fresh_window_holds_nothing_that_passes_for_new(size, worlds):
     """Zeros look like future epochs; ranks must wait for missing data all the same."""
 
@@ -96,10 +103,10 @@ def test_a_fresh_window_holds_nothing_that_passes_for_new(size, worlds):
             assert world.run(body) == [True] * size, f"world {number}"
 
 
-def thousands(group):
+def operate(group, turns):
     first = group._core.sequence
     right = True
-    for turn in range(1200):
+    for turn in range(turns):
         x = torch.arange(turn % 300) + group.rank + turn
         expected = group.size * (torch.arange(turn % 300) + turn) + sum(range(group.size))
         kind = turn % 7
@@ -116,5 +123,5 @@ def thousands(group):
             x = pycomm.all_reduce(y, algorithm=sweep.ALGORITHMS[1 + turn % 3], group=group)
         right = right and torch.equal(x, expected)
     # Numbers 0 and 1 are left out when it wraps.
-    assert group._core.sequence == first + 1200 - 2**32 + 2
+    assert group._core.sequence == first + turns - 2**32 + 2
     return right, first

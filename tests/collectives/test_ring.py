@@ -8,16 +8,13 @@ import torch
 
 import pycomm
 
-SIZES = range(1, 10)
 
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("dtype", sweep.DTYPES, ids=str)
+@pytest.mark.parametrize(("dtype", "size"), sweep.a_third_of(sweep.DTYPES, range(1, 10)), ids=str)
 def test_exact_at_every_border(dtype, size):
     sweep.check_grid("ring", dtype, size)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", sweep.SIZES)
 def test_exact_with_many_pieces(size):
     sweep.check_large("ring", size)
 

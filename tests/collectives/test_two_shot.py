@@ -5,16 +5,13 @@ import functools
 import pytest
 import sweep
 
-SIZES = range(1, 10)
 
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("dtype", sweep.DTYPES, ids=str)
+@pytest.mark.parametrize(("dtype", "size"), sweep.a_third_of(sweep.DTYPES, range(1, 10)), ids=str)
 def test_exact_at_every_border(dtype, size):
     sweep.check_grid("two_shot", dtype, size)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", sweep.SIZES)
 def test_exact_with_many_pieces(size):
     sweep.check_large("two_shot", size)
 

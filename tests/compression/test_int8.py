@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import compressing
 import pytest
+import sweep
 import torch
 from compressing import ALGORITHMS, FLOATS, Case
 
@@ -27,9 +28,9 @@ def test_a_hundred_steps_with_feedback(algorithm, size):
     compressing.check(Case(compression, dtype, 701, algorithm, op, steps=100), size)
 
 
-@pytest.mark.parametrize("size", range(1, 6))
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(
+    ("algorithm", "dtype", "size"), sweep.a_third_of(ALGORITHMS, FLOATS, range(1, 6)), ids=str
+)
 def test_every_block_around_every_border(algorithm, dtype, size):
     for turn, block in enumerate(BLOCKS):
         for count in (0, 1, block - 1, block, block + 1, 3 * block + 17):

@@ -2,6 +2,7 @@
 
 import compressing
 import pytest
+import sweep
 import torch
 from compressing import FLOATS, Case
 
@@ -19,8 +20,7 @@ def test_a_hundred_steps_with_feedback(values, size):
     compressing.check(Case(compression, dtype, 1501, op=op, steps=100, scale=0.01), size)
 
 
-@pytest.mark.parametrize("size", range(1, 6))
-@pytest.mark.parametrize("values", VALUES, ids=str)
+@pytest.mark.parametrize(("values", "size"), sweep.a_third_of(VALUES, range(1, 6)), ids=str)
 def test_many_regions(values, size):
     """Several chunks per owner, owners with more, fewer and no chunks; shares and capacities."""
     for turn, count in enumerate((65_536, 65_537, 2 * 65_536 - 1, 3 * 65_536 + 1111, 390_001)):

@@ -11,14 +11,16 @@ from pycomm._runtime.agreement import Agreement
 from pycomm._runtime.listener import Listener
 
 # Every order, and every delay.
-TWO = [
-    Scenario(2, deaths=1, delays=UNLIMITED, preemptions=UNLIMITED),
-    Scenario(2, deaths=1, decisions=2, delays=UNLIMITED, preemptions=UNLIMITED),
-]
+TWO = [Scenario(2, deaths=1, decisions=2, delays=UNLIMITED, preemptions=UNLIMITED)]
 DYING = Scenario(3, deaths=1)
 DECIDING = Scenario(3, deaths=1, decisions=2, delays=1)
-MANY = [DYING, DECIDING, Scenario(3, deaths=2, decisions=1), Scenario(4, delays=1)]
+MANY = [DYING, Scenario(3, deaths=1, decisions=2), Scenario(3, deaths=2, decisions=1), Scenario(4)]
+IMPATIENT = Scenario(3, deaths=1, decisions=2, timeouts=1)
+# These take seconds each.
 MORE = [
+    Scenario(2, deaths=1, delays=UNLIMITED, preemptions=UNLIMITED),
+    DECIDING,
+    Scenario(4, delays=1),
     Scenario(3, deaths=1, delays=1),
     Scenario(3, deaths=1, preemptions=1),
 ]
@@ -26,7 +28,6 @@ ABSENT = Scenario(3, absent=[2], timeouts=UNLIMITED, tries=2)
 EXCLUDED = Scenario(3, deaths=1, excluded=[0])
 BLAMED = Scenario(3, blames={0: 2, 1: 2}, timeouts=1)
 RIVALS = Scenario(2, blames={0: 1, 1: 0}, timeouts=1, preemptions=2)
-IMPATIENT = Scenario(3, deaths=1, decisions=2, timeouts=1)
 
 
 def name(scenario):
@@ -61,7 +62,9 @@ def test_an_excluded_rank_learns_it():
         assert end[0] == "dead" or "without this rank" in end[0]
 
 
-@pytest.mark.parametrize("scenario", [BLAMED, RIVALS, IMPATIENT], ids=name)
+@pytest.mark.parametrize(
+    "scenario", [BLAMED, RIVALS, pytest.param(IMPATIENT, marks=pytest.mark.slow)], ids=name
+)
 def test_impatient_ranks_do_not_go_on_without_each_other(scenario):
     assert len(explore(scenario).ends) > 1
 
@@ -115,7 +118,14 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
+# Those that few orders find take seconds.
+RARE = ("nobody watches members", "who has gone is a member")
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [pytest.param(name, marks=pytest.mark.slow if name in RARE else []) for name in MUTANTS],
+)
 def test_a_mutant_is_found(mutant):
     mutate, scenario = MUTANTS[mutant]
     with mutate(), pytest.raises(Broken):

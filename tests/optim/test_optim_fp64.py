@@ -84,7 +84,7 @@ def within(what, got, expected, limit):
 
 # 1,000 steps.
 
-STEPS = 1000
+STEPS, FEW_STEPS = 1000, 60
 COUNT = 264  # elements: a whole block of 8-bit states, and a short one
 WEIGHTS = [
     *((FP32, None), (FP16, None), (FP16, "fp32")),
@@ -289,8 +289,11 @@ class Stack:
         return torch.stack([grad.float() for grad in grads]).double()
 
 
+@pytest.mark.parametrize(
+    "steps", [FEW_STEPS, pytest.param(STEPS, marks=pytest.mark.slow)], ids="{}-steps".format
+)
 @pytest.mark.parametrize(("rule", "options"), RULES, ids=str)
-def test_thousand_steps(rule, options, monkeypatch):
+def test_steps(rule, options, steps, monkeypatch):
     """Steps of every form, from the stored values, are right up to rounding when stored.
 
     The first 100 steps are judged, and every tenth later one.
@@ -303,7 +306,7 @@ def test_thousand_steps(rule, options, monkeypatch):
     p = torch.stack([param.detach().double() for param in stack.params])
     states = [torch.zeros_like(p) for _ in names]
     columns = []
-    for t in range(1, STEPS + 1):
+    for t in range(1, steps + 1):
         judged = t <= 100 or t % 10 == 0
         if judged and columns:
             p, *states = [column.decode() for column in columns]
@@ -316,7 +319,7 @@ def test_thousand_steps(rule, options, monkeypatch):
                 column.check(column.decode(), near)
     for form, param in zip(stack.forms, stack.params, strict=True):
         state = optimizer.state[param]
-        assert state["step"] == STEPS
+        assert state["step"] == steps
         assert param.isfinite().all()
         if "master_param" in state:
             seen = state["master_param"].to(form.dtype)

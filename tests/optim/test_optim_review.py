@@ -2,12 +2,12 @@
 
 import copy
 import inspect
-import subprocess
-import sys
 
+import helpers
 import pytest
 import torch
 from optimizing import Case, gradients, parameters, set_gradients
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import pycomm.optim as optim
 
@@ -150,47 +150,39 @@ def test_max_norm_of_a_group_is_refused():
         optim.FusedAdamW(groups)
 
 
-@pytest.mark.parametrize("what", ["torch.ones(100000)", "torch.ones(3, 2)[:, 0]"])
-def test_parameters_of_another_shape_are_refused(what):
+def step_another_shape(_rank, _size, _store, data):
+    param = ones(3)
+    optimizer = optim.FusedAdamW([param])
+    step(optimizer, torch.ones(3))
+    param.grad = None
+    param.data = data
+    with pytest.raises((RuntimeError, ValueError)):
+        step(optimizer, torch.ones_like(param))
+
+
+@pytest.mark.parametrize("shape", [(100_000,), (3, 2)], ids=str)
+def test_parameters_of_another_shape_are_refused(shape):
     """In a process of its own: it corrupts the heap."""
-    program = f"""
-import torch, pycomm.optim as optim
-param = torch.nn.Parameter(torch.ones(3))
-optimizer = optim.FusedAdamW([param])
-param.grad = torch.ones(3)
-optimizer.step()
-param.grad = None
-param.data = {what}
-param.grad = torch.ones_like(param)
-try:
-    optimizer.step()
-except (RuntimeError, ValueError):
-    print("refused")
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout == "refused\n"
+    data = torch.ones(shape)
+    helpers.run_ranks(1, step_another_shape, data if data.dim() == 1 else data[:, 0])
+
+
+def step_distributed(rank, size, store):
+    helpers.join_world(rank, size, store)
+    mesh = init_device_mesh("cpu", (1,))
+    param = torch.nn.Parameter(distribute_tensor(torch.ones(8), mesh, [Shard(0)]))
+    try:
+        optimizer = optim.FusedSGD([param], lr=1.0)
+        param.grad = distribute_tensor(torch.ones(8), mesh, [Shard(0)])
+        optimizer.step()
+    except (TypeError, ValueError):
+        return True
+    return not param.to_local().any().item()
 
 
 def test_distributed_tensors_are_refused():
     """Or stepped; in a process of its own."""
-    program = """
-import torch, torch.distributed as dist
-import pycomm.optim as optim
-from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-mesh = init_device_mesh("cpu", (1,))
-make = lambda: distribute_tensor(torch.ones(8), mesh, [Shard(0)])
-param = torch.nn.Parameter(make())
-try:
-    optimizer = optim.FusedSGD([param], lr=1.0)
-    param.grad = make()
-    optimizer.step()
-    print("right" if not param.to_local().any() else "wrong")
-except (TypeError, ValueError):
-    print("right")
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout == "right\n"
+    assert helpers.run_ranks(1, step_distributed) == [True]
 
 
 def test_hooks_before_loading_may_change_states():

@@ -34,6 +34,13 @@ def test_dies():
         os._exit(1)
 """
 
+ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin",
+    # Other plugins take longer to import than these tests to run.
+    "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    "PYTEST_ADDOPTS": "-p xdist.plugin",
+}
+
 
 @pytest.fixture
 def run(tmp_path):
@@ -45,7 +52,7 @@ def run(tmp_path):
     def call(*options, flaky=0, also=""):
         done = subprocess.run(
             [sys.executable, RUN, *options, "-n1", "-p", "no:cacheprovider", "tests"],
-            cwd=tmp_path, env={"FLAKY": str(flaky), "ALSO": also, "PATH": "/usr/bin:/bin"},
+            cwd=tmp_path, env={"FLAKY": str(flaky), "ALSO": also, **ENVIRONMENT},
             capture_output=True, text=True, check=False, timeout=200,
         )  # fmt: skip
         return done.returncode, done.stdout

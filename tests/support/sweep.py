@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
+from itertools import product
+from typing import Any
 
 import golden
+import pytest
 import textbook
 import torch
 
@@ -27,6 +30,11 @@ DTYPES = (
     torch.int8,
 )
 SENTINEL = 77
+# One rank, and even and odd numbers of them; other sizes differ little, and are long tests.
+SIZES = [
+    pytest.param(size, marks=[] if size in (1, 2, 3, 4, 7) else pytest.mark.slow)
+    for size in range(1, 10)
+]
 
 # How a rank's tensor and `out` lie in memory.
 LAYOUTS = (
@@ -44,6 +52,17 @@ LAYOUTS = (
 ZERO_COPY = ("window", "window offset", "window out")
 
 
+def a_third_of(*lists: Sequence[Any]) -> list[Any]:
+    """All combinations for `parametrize`; of those in which a value occurs, two thirds are slow."""
+    return [
+        pytest.param(
+            *(value for _, value in chosen),
+            marks=pytest.mark.slow if sum(at for at, _ in chosen) % 3 else [],
+        )
+        for chosen in product(*map(enumerate, lists))
+    ]
+
+
 @dataclass(frozen=True)
 class Case:
     """One all-reduce."""
@@ -56,8 +75,8 @@ class Case:
 
     def input(self, rank: int) -> torch.Tensor:
         """A rank's contribution, which is the same in every process."""
-        seed = zlib.crc32(f"{self.op} {self.dtype} {self.count} {rank}".encode())
-        return sample(self.dtype, self.count, self.op, torch.Generator().manual_seed(seed))
+        make = contribution if self.count < 1 << 15 else contribution.__wrapped__
+        return make(self.op, self.dtype, self.count, rank).clone()
 
     @property
     def zero_copy(self) -> bool:
@@ -89,6 +108,12 @@ def sample(dtype: torch.dtype, count: int, op: str, generator: torch.Generator) 
     pool = specials(dtype)
     pick = torch.randint(0, len(pool), (count,), generator=generator)
     return torch.where(torch.arange(count) % 8 == 5, pool[pick], values)
+
+
+@lru_cache(1000)  # the same in all layouts and algorithms
+def contribution(op: str, dtype: torch.dtype, count: int, rank: int) -> torch.Tensor:
+    seed = zlib.crc32(f"{op} {dtype} {count} {rank}".encode())
+    return sample(dtype, count, op, torch.Generator().manual_seed(seed))
 
 
 class Buffer:

@@ -31,8 +31,15 @@ def uneven(draw):
 
 
 @given(drawn=uneven())
-@settings(max_examples=50)
+@settings(max_examples=6)
 def test_bits_are_those_of_join_without_shards(drawn):
+    sharding.check_even(*drawn)
+
+
+@pytest.mark.slow
+@given(drawn=uneven())
+@settings(max_examples=50)
+def test_bits_are_those_of_join_in_more_programs(drawn):
     sharding.check_even(*drawn)
 
 

