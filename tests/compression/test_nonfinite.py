@@ -74,29 +74,27 @@ def test_every_rank_is_told_and_nothing_is_kept(world, name, algorithm, feedback
         again = reduce_with(group, compression, after, State(compression, group.rank, COUNT))
         return work.nonfinite, again.nonfinite, state.untouched() or not feedback, x, after
 
-    turn = 0
-    local_world = world(size)
-    for value in (float("inf"), float("-inf"), float("nan")):
-        for at in (0, 40_000, COUNT - 1):
-            turn += 1
-            seen = local_world.run(body, value, at, turn % size)
-            for told, again, untouched, x, after in seen:
-                assert told
-                assert not again
-                assert untouched
-                assert not x[at].isfinite()
-                assert golden.same_bits(x, seen[0][3])
-                assert golden.same_bits(after, seen[0][4])
-                wrong = (~x.isfinite()).nonzero().flatten()
-                if isinstance(compression, pycomm.Int8):  # the block and nothing else
-                    begin = at // compression.block * compression.block
-                    end = min(begin + compression.block, COUNT)
-                    assert wrong.tolist() == list(range(begin, end))
-                    assert x[begin:end].isnan().all()
-                elif name == "top-k as int8":
-                    assert (wrong // 65536 == at // 65536).all()
-                else:
-                    assert wrong.tolist() == [at]
+    local_world, way = world(size), WAYS.index((name, algorithm))
+    for turn, value in enumerate((float("inf"), float("-inf"), float("nan"))):
+        at = (0, 40_000, COUNT - 1)[(turn + way) % 3]
+        seen = local_world.run(body, value, at, (turn + way // 3) % size)
+        for told, again, untouched, x, after in seen:
+            assert told
+            assert not again
+            assert untouched
+            assert not x[at].isfinite()
+            assert golden.same_bits(x, seen[0][3])
+            assert golden.same_bits(after, seen[0][4])
+            wrong = (~x.isfinite()).nonzero().flatten()
+            if isinstance(compression, pycomm.Int8):  # the block and nothing else
+                begin = at // compression.block * compression.block
+                end = min(begin + compression.block, COUNT)
+                assert wrong.tolist() == list(range(begin, end))
+                assert x[begin:end].isnan().all()
+            elif name == "top-k as int8":
+                assert (wrong // 65536 == at // 65536).all()
+            else:
+                assert wrong.tolist() == [at]
 
 
 @pytest.mark.parametrize(("name", "algorithm"), WAYS)

@@ -9,6 +9,7 @@ import golden
 import golden_compression as reference
 import numpy as np
 import pytest
+import sweep
 import torch
 from compressing import FLOATS, codec_of, compare, gradient, sent_elements
 
@@ -323,9 +324,12 @@ def bytes_read(compression, size, count, dtype=torch.float32, make=gradient):
         return max(world.run(body))
 
 
-@pytest.mark.parametrize("size", range(1, 6))
 @pytest.mark.parametrize(
-    "compression", [pycomm.Int8(), pycomm.Int8(4096), pycomm.Cast(), pycomm.Identity()], ids=str
+    ("compression", "size"),
+    sweep.a_third_of(
+        [pycomm.Int8(), pycomm.Int8(4096), pycomm.Cast(), pycomm.Identity()], range(1, 6)
+    ),
+    ids=str,
 )
 def test_wire_bytes_are_what_is_read(compression, size):
     """The rank that owns most reads n - 1 encodings of its own part, and all other parts once."""
@@ -341,8 +345,7 @@ def test_wire_bytes_are_what_is_read(compression, size):
             assert read == max((size - 1) * own + cost.sum() - own for own in cost)
 
 
-@pytest.mark.parametrize("size", range(1, 6))
-@pytest.mark.parametrize("values", VALUES, ids=str)
+@pytest.mark.parametrize(("values", "size"), sweep.a_third_of(VALUES, range(1, 6)), ids=str)
 def test_top_k_reads_no_more_than_wire_bytes(values, size):
     for count in (1000, 65_536 * size, 65_536 * size * 2 - 77):
         for density in (0.001, 0.05):

@@ -10,6 +10,7 @@ import golden
 import golden_nodes
 import numpy as np
 import pytest
+import sweep
 import torch
 from compressing import Case
 
@@ -64,23 +65,21 @@ def check(case: Case, nodes: list[int], groups) -> None:
                 assert golden.same_bits(steps[step].velocity, kept), (step, rank)
 
 
-@pytest.mark.parametrize("nodes", LAYOUTS, ids=str)
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(INT8, count=1000, steps=2),
-        Case(INT8, count=200_003, offset=65_536 + 256, steps=2),
-        Case(INT8, torch.bfloat16, count=150_000, op="sum", steps=2),
-        Case(pycomm.Int8(block=1024, rounding="stochastic", seed=5), count=150_000, steps=2),
-        Case(pycomm.Cast(), count=150_000, feedback=False),
-        Case(pycomm.Identity(), torch.float16, count=70_000, steps=2),
-        Case(TOPK, count=3000, steps=3),
-        Case(TOPK, count=400_003, steps=2),
-        Case(pycomm.TopK(k=2000, values=torch.int8), torch.float16, count=300_000, steps=2),
-        Case(pycomm.TopK(density=0.02, momentum=0.9), count=200_000, op="sum", steps=2),
-    ],
-    ids=str,
-)
+CASES = [
+    Case(INT8, count=1000, steps=2),
+    Case(INT8, count=200_003, offset=65_536 + 256, steps=2),
+    Case(INT8, torch.bfloat16, count=150_000, op="sum", steps=2),
+    Case(pycomm.Int8(block=1024, rounding="stochastic", seed=5), count=150_000, steps=2),
+    Case(pycomm.Cast(), count=150_000, feedback=False),
+    Case(pycomm.Identity(), torch.float16, count=70_000, steps=2),
+    Case(TOPK, count=3000, steps=3),
+    Case(TOPK, count=400_003, steps=2),
+    Case(pycomm.TopK(k=2000, values=torch.int8), torch.float16, count=300_000, steps=2),
+    Case(pycomm.TopK(density=0.02, momentum=0.9), count=200_000, op="sum", steps=2),
+]
+
+
+@pytest.mark.parametrize(("nodes", "case"), sweep.a_third_of(LAYOUTS, CASES), ids=str)
 def test_follows_the_model(world, nodes, case):
     check(case, nodes, world(sum(nodes), nodes=nodes))
 

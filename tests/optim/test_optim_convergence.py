@@ -14,4 +14,4 @@ def test_states_in_8_bits_end_in_the_band_and_a_coarser_code_outside():
 
 def test_remainders_are_fp32_masters_to_the_bit():
     """Through forward and backward, so the bf16 weights agree as well."""
-    assert states.compare_masters(seed=0, steps=20).as_claimed
+    assert states.compare_masters(seed=0, steps=6).as_claimed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import product
@@ -52,7 +52,7 @@ LAYOUTS = (
 ZERO_COPY = ("window", "window offset", "window out")
 
 
-def a_third_of(*lists: Sequence[Any]) -> list[Any]:
+def a_third_of(*lists: Iterable[Any]) -> list[Any]:
     """All combinations for `parametrize`; of those in which a value occurs, two thirds are slow."""
     return [
         pytest.param(
