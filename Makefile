@@ -74,9 +74,12 @@ bench: $(VENV)/.built
 	$(BIN)/python -m pycomm.bench all_reduce --ranks 2 -b 8 -e 64M -f 2 -a all --peer gloo
 
 # The C++ tests, plain and under sanitizers. Ranks are threads, so that they see every rank.
-# The mutants of the code that the checkers check, and the races of kernels, need g++.
+# The mutants of the code that the checkers check, and the races of kernels, need g++. What needs no
+# sanitizer tests the objects of the extension.
 .PHONY: cpp-test mutants emulator racecheck
-cpp-test mutants emulator racecheck tsan asan: $(VENV)/.torch
+cpp-test mutants emulator: $(VENV)/.built
+racecheck tsan asan: $(VENV)/.torch
+cpp-test mutants emulator racecheck tsan asan:
 	@PATH="$(abspath $(BIN)):$$PATH" sh tests/cpp/run.sh $@ $(PART)
 
 # How each source is compiled, for clangd and the like; on x86-64 with the kernels, as C++.

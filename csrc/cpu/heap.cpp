@@ -19,7 +19,7 @@ namespace {
 // The least that this process maps of another process's heap.
 constexpr std::int64_t kSmallestView = 1 << 20;
 
-constexpr std::int64_t kChunk = 2 << 20;
+constexpr std::int64_t kMappedChunk = 2 << 20;
 
 }  // namespace
 
@@ -49,9 +49,10 @@ Mapping::Mapping(Mapping&& other) noexcept
     : data_(std::exchange(other.data_, nullptr)), bytes_(other.bytes_) {}
 
 Range HeapMap::chunk_at(std::int64_t offset) const {
-  const std::int64_t begin = offset / kChunk * kChunk, heap_end = heap_.begin + heap_.count;
+  const std::int64_t begin = offset / kMappedChunk * kMappedChunk,
+                     heap_end = heap_.begin + heap_.count;
   const std::int64_t first = std::max(begin, heap_.begin);
-  return {first, std::min(begin + kChunk, heap_end) - first};
+  return {first, std::min(begin + kMappedChunk, heap_end) - first};
 }
 
 HeapMap::Allocation HeapMap::make(const Range& offsets) {

@@ -15,11 +15,12 @@ namespace {
 std::mutex mutex;
 auto& memberships = *new std::vector<Membership*>;
 
-[[maybe_unused]] const int registered = pthread_atfork([] { mutex.lock(); }, [] { mutex.unlock(); },
-                                                       [] {
-                                                         memberships.clear();
-                                                         mutex.unlock();
-                                                       });
+[[maybe_unused]] const int forks_handled =
+    pthread_atfork([] { mutex.lock(); }, [] { mutex.unlock(); },
+                   [] {
+                     memberships.clear();
+                     mutex.unlock();
+                   });
 
 // If the other ranks on the node are not watched, all ranks are threads of this process.
 int thread_of(const Liveness& peers, int rank, int size) {

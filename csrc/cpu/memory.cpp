@@ -33,7 +33,7 @@ std::optional<std::int64_t> number_in(const fs::path& file) {
 }
 
 // The number that follows a key at the beginning of a line.
-std::optional<std::int64_t> number_of(const fs::path& file, const std::string& key) {
+std::optional<std::int64_t> number_in(const fs::path& file, const std::string& key) {
   std::ifstream in(file);
   std::string found, rest;
   for (std::int64_t number = 0; in >> found >> number; std::getline(in, rest)) {
@@ -46,7 +46,7 @@ std::int64_t available_in(const fs::path& group, const ControlGroups& version) {
   const auto limit = number_in(group / version.limit), usage = number_in(group / version.usage);
   if (!limit || !usage) return kUnlimited;
   const std::int64_t reclaimable =
-      number_of(group / "memory.stat", version.reclaimable).value_or(0);
+      number_in(group / "memory.stat", version.reclaimable).value_or(0);
   return std::max<std::int64_t>(*limit - std::max<std::int64_t>(*usage - reclaimable, 0), 0);
 }
 
@@ -63,7 +63,7 @@ std::int64_t available_in_all(const fs::path& mount, fs::path group, const Contr
 }  // namespace
 
 std::int64_t available_memory(const fs::path& root) {
-  const auto kib = number_of(root / "proc/meminfo", "MemAvailable:");
+  const auto kib = number_in(root / "proc/meminfo", "MemAvailable:");
   std::int64_t available = kib ? *kib * 1024 : kUnlimited;
   // Lines of "number:controllers:/path"; version 2 has no controllers.
   std::ifstream groups(root / "proc/self/cgroup");

@@ -16,25 +16,21 @@
 namespace pycomm::cpu {
 namespace {
 
-[[noreturn]] void fail(const char* call) {
-  throw std::system_error(errno, std::generic_category(), std::string(call) + PYCOMM_WHERE);
-}
-
 void write_header(int fd, const Header& header) {
   if (pwrite(fd, &header, sizeof(Header), 0) != static_cast<ssize_t>(sizeof(Header))) {
-    fail("pwrite");
+    throw_errno("pwrite");
   }
 }
 
 Header read_header(int fd) {
   Header header{};
-  if (pread(fd, &header, sizeof(Header), 0) < 0) fail("pread");
+  if (pread(fd, &header, sizeof(Header), 0) < 0) throw_errno("pread");
   return header;
 }
 
 std::int64_t size_of_file(int fd) {
   struct stat status = {};
-  if (fstat(fd, &status) != 0) fail("fstat");
+  if (fstat(fd, &status) != 0) throw_errno("fstat");
   return status.st_size;
 }
 
@@ -68,7 +64,7 @@ std::shared_ptr<WindowFile> open_file(int fd, const Header& expected) {
   }
 }
 
-std::vector<int> first(int ranks) {
+std::vector<int> first_seats(int ranks) {
   std::vector<int> seats(static_cast<std::size_t>(ranks));
   std::iota(seats.begin(), seats.end(), 0);
   return seats;
@@ -93,7 +89,8 @@ int Window::create(int ranks, std::int64_t slice_bytes, std::int64_t staging_byt
   try {
     reserve_in_file(fd, 0, ranks * window_slice_bytes(ranks, staging_bytes));
     // The size is final, so a rank that has checked it once meets no SIGBUS later.
-    if (fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) fail("F_ADD_SEALS");
+    if (fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0)
+      throw_errno("F_ADD_SEALS");
     write_header(fd, {kMagic, kLayout, ranks, slice_bytes, staging_bytes});
   } catch (...) {
     close(fd);
@@ -104,7 +101,7 @@ int Window::create(int ranks, std::int64_t slice_bytes, std::int64_t staging_byt
 
 Window::Window(int fd, int ranks, std::int64_t slice_bytes, std::int64_t staging_bytes)
     : file_(open_file(fd, {kMagic, kLayout, ranks, slice_bytes, staging_bytes})),
-      seats_(first(ranks)),
+      seats_(first_seats(ranks)),
       ranks_(ranks),
       half_bytes_(staging_bytes / 2),
       stride_(window_slice_bytes(ranks, staging_bytes)),

@@ -15,10 +15,6 @@
 namespace pycomm::cpu {
 namespace {
 
-[[noreturn]] void fail(const char* call) {
-  throw std::system_error(errno, std::generic_category(), std::string(call) + PYCOMM_WHERE);
-}
-
 // Smaller reservations do not check the available memory, because the check would take longer than
 // the rest.
 constexpr std::int64_t kAskFrom = 1 << 20;
@@ -40,14 +36,18 @@ std::uint32_t inode_of(int fd) {
 
 }  // namespace
 
+void throw_errno(const char* call) {
+  throw std::system_error(errno, std::generic_category(), std::string(call) + PYCOMM_WHERE);
+}
+
 int make_window_file(std::int64_t bytes) {
   const int fd = make_file();
-  if (fd < 0) fail("memfd_create");
+  if (fd < 0) throw_errno("memfd_create");
   if (fchmod(fd, 0600) == 0 && ftruncate(fd, bytes) == 0) return fd;
   const int error = errno;
   close(fd);
   errno = error;
-  fail("fchmod or ftruncate");
+  throw_errno("fchmod or ftruncate");
 }
 
 void reserve_in_file(int fd, std::int64_t position, std::int64_t bytes) {
@@ -62,7 +62,7 @@ void reserve_in_file(int fd, std::int64_t position, std::int64_t bytes) {
       throw OutOfMemory("no memory for " + std::to_string(bytes) +
                         " bytes of shared window: " + std::strerror(errno));
     }
-    fail("fallocate");
+    throw_errno("fallocate");
   }
 }
 
@@ -121,7 +121,7 @@ bool WindowFile::held(int s) const {
 void WindowFile::write(std::int64_t position, const void* data, std::size_t bytes) const {
   if (pwrite(fd_, data, bytes, position) == static_cast<ssize_t>(bytes)) return;
   if (errno == ENOSPC || errno == ENOMEM) throw OutOfMemory("no memory for a shared window");
-  fail("pwrite");
+  throw_errno("pwrite");
 }
 
 bool WindowFile::lasts(const Tenancy& tenancy) const {

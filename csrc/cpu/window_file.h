@@ -21,6 +21,8 @@
 
 namespace pycomm::cpu {
 
+// Throws the error of a system call that has just failed.
+[[noreturn]] void throw_errno(const char* call);
 // Makes an anonymous file of this size, without memory, and returns its descriptor.
 int make_window_file(std::int64_t bytes);
 // Reserves memory for a range of a file. Throws OutOfMemory. A range may be reserved again.

@@ -7,7 +7,6 @@
 namespace pycomm::cpu {
 namespace {
 
-constexpr auto kLook = std::chrono::milliseconds(20);
 constexpr Clock::duration kNever = Clock::duration::max();
 constexpr auto kWatchEvery = std::chrono::milliseconds(50);
 // Longer than in shared memory, so that a node with a late rank can report it first.

@@ -6,11 +6,7 @@
 #include "cpu/waiting_time.h"
 
 namespace pycomm::cpu {
-namespace {
-
-constexpr auto kLook = std::chrono::milliseconds(20);
-
-}  // namespace
+namespace {}  // namespace
 
 bool Transport::wait(std::int64_t batches, Clock::duration patience) {
   std::unique_lock lock(mutex_);

@@ -3,6 +3,7 @@
 // torch.distributed is in Python (pycomm/_runtime/internode.py).
 #pragma once
 
+#include <chrono>
 #include <compare>
 #include <condition_variable>
 #include <cstdint>
@@ -19,6 +20,9 @@
 #include "cpu/store_policy.h"
 
 namespace pycomm::cpu {
+
+// A wait between nodes looks so often whether it should end.
+inline constexpr auto kLook = std::chrono::milliseconds(20);
 
 // Memory to send to a node or to receive from it.
 struct Transfer {
