@@ -40,7 +40,7 @@ test: $(VENV)/.built cpp-test
 
 # The long tests, which "test" leaves out: torch's own tests of backends, the wheel, training, fuzz.
 test-slow: $(VENV)/.built
-	@$(TESTS) -m slow tests
+	@$(TESTS) -m "slow and not gpu" tests
 
 # All tests and checks that need no GPU, whole, and without second tries. Takes an hour or more.
 nightly:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import gpu_ranks
 import pytest
+import sweep
 import torch
 
 import pycomm
@@ -36,10 +37,13 @@ def on_cpu(size: int, body: Callable[[pycomm.Group], torch.Tensor]) -> list[torc
         return world.run(body)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("algorithm", [a for a in ALGORITHMS if a != "auto"])
-@pytest.mark.parametrize("size", gpu_ranks.SIZES)
-@pytest.mark.parametrize("staged", [False, True], ids=["zero_copy", "staged"])
+@pytest.mark.parametrize(
+    ("dtype", "algorithm", "size", "staged"),
+    sweep.a_third_of(
+        DTYPES, [a for a in ALGORITHMS if a != "auto"], gpu_ranks.SIZES, [False, True]
+    ),
+    ids=str,
+)
 def test_all_reduce_has_the_bits_of_the_cpu(
     staged: bool, size: int, algorithm: str, dtype: torch.dtype
 ) -> None:

@@ -127,7 +127,7 @@ def test_scaled_and_unused_tensors_have_the_bits_of_the_cpu(
 def test_few_blocks_and_large_tensors(lanes: int) -> None:
     with pycomm.LocalWorld(2, max_blocks=lanes) as world:
         for compression in (pycomm.Int8(), pycomm.Identity(), pycomm.TopK(0.01)):
-            check(world, Case(compression, count=(1 << 22) + 3))
+            check(world, Case(compression, count=(1 << 21) + 3))
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "tree"])
@@ -229,15 +229,15 @@ def test_wrong_bytes_are_refused(compression: pycomm.Compression) -> None:
 
 def test_lists_beyond_the_window_are_refused_at_the_door() -> None:
     def body(group: pycomm.Group) -> None:
-        tensor = torch.ones(1 << 24, device="cuda")
+        tensor = torch.ones(1 << 22, device="cuda")
         with pytest.raises(ValueError, match="staging_bytes of at least"):
-            pycomm.compressed_all_reduce(tensor, pycomm.TopK(0.3), group=group)
+            pycomm.compressed_all_reduce(tensor, pycomm.TopK(0.6), group=group)
         assert pycomm.all_reduce(torch.ones(3, device="cuda"), group=group).sum().item() == 6
 
     with pycomm.LocalWorld(2) as world:
         world.run(body)
-    with pycomm.LocalWorld(2, staging_bytes=256 << 20) as world:
-        check(world, Case(pycomm.TopK(0.3), count=1 << 24, steps=1))
+    with pycomm.LocalWorld(2, staging_bytes=64 << 20) as world:
+        check(world, Case(pycomm.TopK(0.6), count=1 << 22, steps=1))
 
 
 def test_disagreement_about_compression_is_told() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import sweep
 import torch
 from optimizing import Case, gradients, parameters, set_gradients
 
@@ -65,7 +66,7 @@ def pair(case: Case, **more: Any) -> tuple[Any, Any, list[Any], list[Any]]:
     return case.make(params, **more), case.make(twins, **more), params, twins
 
 
-@pytest.mark.parametrize("case", list(cases()), ids=str)
+@pytest.mark.parametrize("case", sweep.a_third_of(cases()), ids=str)
 def test_bits_of_the_cpu(case: Case) -> None:
     ours, theirs, params, twins = pair(case, max_norm=1.0)
     for step in range(4):
@@ -83,7 +84,9 @@ def test_bits_of_the_cpu(case: Case) -> None:
         assert_same(ours, theirs)
 
 
-@pytest.mark.parametrize("case", [c for c in cases() if c.name in ("adamw", "lamb")], ids=str)
+@pytest.mark.parametrize(
+    "case", sweep.a_third_of(c for c in cases() if c.name in ("adamw", "lamb")), ids=str
+)
 def test_a_captured_step_replays_what_eager_steps_do(case: Case) -> None:
     """Rates, scales, overflows and gradients change between replays; eager steps come between."""
     rates = [torch.tensor(0.01, dtype=torch.float64, device="cuda") for _ in range(2)]

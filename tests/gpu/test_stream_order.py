@@ -84,7 +84,15 @@ def test_what_is_not_ordered_aborts(name: str) -> None:
     wrong = subprocess.run(program, capture_output=True, text=True, check=False, timeout=60)
     assert "is not ordered after" in wrong.stderr, wrong.stderr
     assert wrong.returncode < 0
+
+
+def test_what_is_ordered_passes() -> None:
+    programs = [BEGIN + textwrap.dedent(program) + END for program in PROGRAMS.values()]
     right = subprocess.run(
-        [*program, "ordered"], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-c", f"for program in {programs}: exec(program, {{}})", "ordered"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
     )
     assert right.returncode == 0, right.stderr
