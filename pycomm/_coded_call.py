@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pycomm._runtime.cuda import NonfiniteFlag
-from pycomm._spanning.between import Between, SpanningWork
+from pycomm._spanning.between import Between
 from pycomm._work import Work
 from pycomm.errors import NonFinite
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pycomm import _C
-    from pycomm._spanning.call import Flag, Flow
+    from pycomm._spanning.call import Flow
     from pycomm.group import Group
 
 _NONFINITE = "a gradient has an infinity or a NaN, on this rank or another"
@@ -27,7 +27,6 @@ class PreparedCall:
     """Contiguous stand-ins for a call's tensors, and a function that copies results back.
 
     Attributes:
-        core: the call.
         source: the stand-in for the gradient.
         result: the stand-in for the result.
         others: other tensors that must stay alive until the operation is complete.
@@ -35,7 +34,6 @@ class PreparedCall:
         strict: raise NonFinite if a value is not finite.
     """
 
-    core: _C.Call
     source: torch.Tensor
     result: torch.Tensor
     others: tuple[torch.Tensor, ...]
@@ -46,43 +44,35 @@ class PreparedCall:
         """All tensors that must stay alive until the operation is complete."""
         return (self.source, self.result, *self.others)
 
-    def on_cpu(self, group: Group, async_op: bool) -> Work | None:
+    def on_cpu(self, group: Group, call: _C.Call, async_op: bool) -> Work | None:
         """Runs the call, or hands it to the group's worker."""
         if async_op:
-            work = group._core.submit_call(self.core)
+            work = group._core.submit_call(call)
             return _CompressedWork(work, self.tensors(), self.finish, self.strict)
-        self._conclude(group._core.run_call(self.core))
+        self._conclude(group._core.run_call(call))
         return None
 
-    def on_stream(self, group: Group, async_op: bool) -> Work | None:
+    def on_stream(self, group: Group, call: _C.Call, async_op: bool) -> Work | None:
         """Enqueues the call; waits for it only if strict."""
         side = group._cuda_side(self.source.device)
         flag = NonfiniteFlag(side.device, side.check) if async_op or self.strict else None
-        side.run_bucket([self.core], self.tensors(), flag)
+        side.run_bucket([call], self.tensors(), flag)
         return self._enqueued(flag, async_op)
 
-    def on_span(self, group: Group, async_op: bool, flow: Flow) -> Work | None:
-        """Runs the call over the group's process groups; on a CUDA device, enqueues it."""
+    def on_span(self, group: Group, flow: Flow, async_op: bool) -> Work | None:
+        """Enqueues the flow of the call over NCCL; waits for it only if strict."""
         span = group._span
         assert span is not None
-        device, looks = self.source.device, async_op or self.strict
-        seen: list[Flag] = [False]
-        flag = NonfiniteFlag(device, group.check) if looks and self.source.is_cuda else None
+        device = self.source.device
+        flag = NonfiniteFlag(device, group.check) if async_op or self.strict else None
 
         def run() -> None:
-            seen[0] = flow(Between(span, device), looks)
-            if flag is not None:
-                flag.set(torch.as_tensor(seen[0]))
+            found = flow(Between(span, device), flag is not None)
+            if flag is not None and found is not None:
+                flag.set(found)
 
-        if self.source.is_cuda:
-            span.enqueue(device, run, self.tensors())
-            return self._enqueued(flag, async_op)
-        task = span.run(lambda core: core.submit_call(self.core), run)
-        if async_op:
-            return _SpanningWork(task, self.tensors(), self.finish, seen, self.strict)
-        task.wait()
-        self._conclude(bool(seen[0]))
-        return None
+        span.enqueue(device, run, self.tensors())
+        return self._enqueued(flag, async_op)
 
     def _enqueued(self, flag: NonfiniteFlag | None, async_op: bool) -> Work | None:
         if async_op:
@@ -107,26 +97,6 @@ class _CompressedWork(Work):
         super().wait()
         if self._strict and self._core is not None and self._core.nonfinite():
             raise NonFinite(_NONFINITE)
-
-
-class _SpanningWork(SpanningWork):
-    """An operation that the thread of a group that spans nodes runs."""
-
-    def __init__(self, *details: Any) -> None:
-        *rest, self._seen, self._strict = details
-        super().__init__(*rest)
-
-    def wait(self) -> None:
-        """Blocks until the operation is complete, and raises its error if it failed."""
-        super().wait()
-        if self._strict and self._seen[0]:
-            raise NonFinite(_NONFINITE)
-
-    @property
-    def nonfinite(self) -> bool:
-        """See :attr:`Work.nonfinite`. Waits."""
-        super().wait()
-        return bool(self._seen[0])
 
 
 class _StreamWork(Work):

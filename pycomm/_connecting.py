@@ -1,45 +1,47 @@
-"""How a group connects its nodes over process groups of torch.distributed.
+"""How a group connects its nodes over NCCL.
 
-Torch's constructors wait for the other nodes, and nothing ends them before their timeouts. So a
-thread of every rank connects. Meanwhile the ranks tell each other over the group, again and again,
-whether they are connected. These operations fail if a rank has died, and they end the wait on all
-ranks if one could not connect. All of it has one deadline, which begins once all ranks have come.
-If it passes, the rank to blame is the one that has done the least of its own part.
+NCCL's first operation waits for the other nodes, also for dead ones, and cannot be interrupted. So
+a thread of every rank connects. Meanwhile the ranks tell each other over the group, again and
+again, whether they are connected. These operations fail if a rank has died, and they end the wait
+on all ranks if one could not connect. All of it has one deadline, which begins once all ranks have
+come. If it passes, the rank to blame is the one that has done the least of its own part before
+NCCL's first operation; if all ranks have done theirs, it is the first of those that wait.
 """
 
 from __future__ import annotations
 
+import atexit
 import threading
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from pycomm._inputs.dtypes import operation_of
 from pycomm._runtime import rendezvous
-from pycomm._runtime.carriers import Carriers, Worker, subgroup_of
+from pycomm._runtime.carriers import Carriers, subgroup_of
 from pycomm._runtime.cuda_windows import join_processes
-from pycomm._runtime.internode import LookedAfter
 from pycomm._runtime.span import Span
 from pycomm._runtime.waiting import Deadline
 from pycomm.errors import CollectiveError
 from pycomm.group import Group, make_group
 
 if TYPE_CHECKING:
-    from torch.distributed.distributed_c10d import Store
+    import torch.distributed as dist
 
     from pycomm._runtime.rendezvous import Membership
 
 _LOOK_EVERY = 0.01  # seconds
 _PATIENCE_AT_END = 0.2  # seconds
 _LONGEST_REASON = 500  # bytes
+_STEPS = 2  # of a rank's own part: it joins the group of its node, and makes its carriers
 
 
 def connect_nodes(
     made: Group, members: Membership, process_group: dist.ProcessGroup, max_blocks: int
 ) -> Span:
-    """Connects the nodes over process groups; a collective call.
+    """Connects the nodes over NCCL; a collective call.
 
     Args:
         made: the group; none of its operations is running.
@@ -69,29 +71,28 @@ class _Attempt:
         self._made, self._members = made, members
         self._process_group, self._max_blocks = process_group, max_blocks
         self._deadline = Deadline(made.timeout)
-        self._over = threading.Event()
-        self._spans: list[Span] = []  # one, once this rank is connected
-        self._steps = 1 + 2 * len(members.backends)  # of a rank's own part
-        self._joined = False  # True once this rank is in the group of its node
-        self._made_carriers = 0
-        self._stores: list[LookedAfter] = []  # in which others find it
-        on_cuda = "cuda" in members.backends
-        self._device = torch.cuda.current_device() if on_cuda else None
-        self._worker = Worker(self._over.set)
-        self._task = self._worker.submit(self._connect)
+        self._over = False
+        self._done = 0  # steps
+        self._span: Span | None = None
+        self._error: BaseException | None = None
+        self._device = torch.cuda.current_device()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="pycomm-nccl", daemon=True)
+        self._thread.start()
+        _attempts.add(self)
 
     def await_all(self) -> Span:
         """This rank's connections, once all ranks have theirs."""
-        made, task, size = self._made, self._task, self._made.size
+        made, size = self._made, self._made.size
         # Whether a rank waits; whether one has failed; and which one has the most steps left.
         state = torch.zeros(3, dtype=torch.int64)
         operation, at = operation_of("all_reduce", "auto", state.dtype, "max"), state.data_ptr()
         while True:
-            waits, error = not task.ended.wait(_LOOK_EVERY), task.error
+            waits, error = not self._ended.wait(_LOOK_EVERY), self._error
             over = self._deadline.over()
             fails = error is not None and not over  # else it only ends a wait for others
             connected = not waits and error is None
-            left = self._steps + 1 if fails else self._steps - self._done()
+            left = _STEPS + 1 if fails else _STEPS - self._done
             state[0], state[1] = waits, fails or (over and not connected)
             state[2] = 0 if connected else (left + 1) * size - made.rank
             made._core.run(operation, len(state), at, at, None, "connect")
@@ -100,46 +101,57 @@ class _Attempt:
                 culprit = -int(state[2]) % size
                 why = _told(made, culprit, self._reason())
                 raise CollectiveError(
-                    f"process groups between nodes could not be made (rank {culprit}: {why})",
+                    f"NCCL could not connect the nodes (rank {culprit}: {why})",
                     rank=culprit,
                 )
             if not waits:
-                self._worker.end()
-                return self._spans[0]
+                self._thread.join()
+                assert self._span is not None
+                return self._span
 
     def end(self) -> None:
         """Gives up, and waits for a short time until the thread has ended."""
-        self._over.set()
-        self._worker.end(_PATIENCE_AT_END)
-        for span in self._spans:
-            _drop(span)
+        self._over = True
+        if self._span is not None:
+            self._span.abort()
+        self._thread.join(_PATIENCE_AT_END)
+        if self._span is not None:
+            _drop(self._span)
 
-    def _done(self) -> int:
-        """The steps that this rank has done."""
-        return self._joined + self._made_carriers + sum(s.has_address for s in self._stores)
+    def end_now(self) -> None:
+        """Gives up if the thread still runs."""
+        if self._thread.is_alive():
+            self.end()
 
     def _reason(self) -> str:
-        error = self._task.error
-        if error is None:
+        if self._error is None:
             return f"not connected within {self._made.timeout:g} s"
-        return f"{type(error).__name__}: {error}"
+        return f"{type(self._error).__name__}: {self._error}"
 
-    def _connect(self) -> int:
-        if self._device is not None:
-            torch.cuda.set_device(self._device)
-        node = self._join_node()
-        self._joined = True
+    def _run(self) -> None:
         try:
-            span = self._make_span(node)
+            self._connect()
+        except BaseException as error:
+            self._error = error
+        self._ended.set()
+
+    def _connect(self) -> None:
+        torch.cuda.set_device(self._device)
+        node = self._join_node()
+        self._done += 1
+        try:
+            carriers = self._make_carriers()
         except BaseException:
             if node is not None:
                 node.close()
             raise
-        self._spans.append(span)
-        if self._over.is_set():  # perhaps end() has come before
+        self._done += 1
+        made, nodes = self._made, self._members.nodes
+        self._span = span = Span(made._core, nodes, made.rank, node, carriers, made.timeout)
+        if self._over:  # perhaps end() has come before
             _drop(span)
-        span.connect()
-        return 0
+        elif carriers is not None:
+            carriers.connect()
 
     def _join_node(self) -> Group | None:
         """A group of this node's ranks; None if there is only one."""
@@ -159,28 +171,23 @@ class _Attempt:
         )
         return node
 
-    def _make_span(self, node: Group | None) -> Span:
-        made, members = self._made, self._members
-        nodes, index = members.nodes, members.nodes.local.index(made.rank)
-        carriers: dict[str, Carriers | None] = {}
-        for device, name in members.backends.items():
-            carriers[device] = None
-            if index < nodes.stripes:
-                store: Store = PrefixStore(f"carriers/{index}/{device}", members.store)
-                if name == "gloo":  # whose constructor waits for the others
-                    store = LookedAfter(store, self._deadline, self._look)
-                    self._stores.append(store)
-                ranks = [
-                    dist.get_global_rank(self._process_group, made.ranks[local[index]])
-                    for local in nodes.ranks
-                ]
-                carriers[device] = Carriers(name, store, ranks, nodes.here, made.timeout)
-                self._made_carriers += 1
-        return Span(made._core, nodes, made.rank, node, carriers, made.timeout)
+    def _make_carriers(self) -> Carriers | None:
+        nodes = self._members.nodes
+        index = nodes.local.index(self._made.rank)
+        if index >= nodes.stripes:
+            return None
+        store = PrefixStore(f"carriers/{index}", self._members.store)
+        return Carriers(store, nodes.here, len(nodes.ranks), self._made.timeout)
 
-    def _look(self) -> None:
-        if self._over.is_set():
-            raise RuntimeError("another rank has died or could not connect")
+
+_attempts: weakref.WeakSet[_Attempt] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_attempts() -> None:
+    """Gives up: a thread that waits in torch at the interpreter's end aborts the process."""
+    for attempt in list(_attempts):
+        attempt.end_now()
 
 
 def _drop(span: Span) -> None:

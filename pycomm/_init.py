@@ -23,8 +23,9 @@ from pycomm._inputs.arguments import (
     seconds,
 )
 from pycomm._inputs.dtypes import check_choice
+from pycomm._retired import refuse_retired
 from pycomm._runtime import log, rendezvous
-from pycomm._runtime.carriers import backends_to_make, subgroup_of
+from pycomm._runtime.carriers import has_nccl, subgroup_of
 from pycomm._runtime.cuda_windows import DEFAULT_MAX_BLOCKS, join_processes
 from pycomm._runtime.door import Address, read_addresses
 from pycomm._runtime.elastic import when_replaced
@@ -39,13 +40,14 @@ if TYPE_CHECKING:
     from pycomm._runtime.rendezvous import Membership
     from pycomm._runtime.span import Span
 
-TRANSPORTS = {"auto": 0, "gloo": 1, "process_group": 2}
+TRANSPORTS = {"auto": 0, "gloo": 1}
 
 _default: Group | None = None
 _default_lock = threading.Lock()
 _joining: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # by prefix in the Store
 
 
+@refuse_retired("init")
 def init(
     group: dist.ProcessGroup | DeviceMesh | None = None,
     timeout: float | timedelta | None = DEFAULT_TIMEOUT,
@@ -75,22 +77,20 @@ def init(
         max_blocks: the largest number of thread blocks that an operation uses on a GPU.
         cuda_heap_bytes: device memory per rank, in bytes, for ``group.empty(..., device="cuda")``.
             The same on every rank.
-        transport: what carries tensors between nodes; the same on every rank. ``"gloo"``: Gloo,
-            through host memory. ``"process_group"``: a new process group for each stripe, with the
-            backend that `group` has for the tensors' device. ``"auto"``: NCCL for CUDA tensors if
-            every rank has it in `group`, otherwise Gloo (docs/clusters.md).
+        transport: what carries tensors between nodes; the same on every rank. ``"gloo"``: Gloo;
+            CUDA tensors go through host memory. ``"auto"``: NCCL for CUDA tensors if every rank has
+            it in `group`, otherwise Gloo (docs/clusters.md).
 
     Returns:
         This rank's membership in the group.
 
     Raises:
-        ValueError: `transport` is none of these, or `group` has no backend that can be made anew;
-            this process is not in `group`; or, on every rank, ranks passed different values
-            that must be the same, or run incompatible builds of pycomm.
+        ValueError: `transport` is none of these; this process is not in `group`; or, on every rank,
+            ranks passed different values that must be the same, or run incompatible builds of
+            pycomm.
         pycomm.Timeout: a rank did not arrive in time; on all ranks that arrived.
         pycomm.PeerDied: a rank died after all had arrived; on all ranks.
         pycomm.Aborted: a rank was interrupted; on all other ranks that had arrived.
-        pycomm.CollectiveError: ``transport="process_group"``, and a rank could not connect.
     """
     timeout = seconds(timeout, DEFAULT_TIMEOUT)
     check_choice("transport", transport, TRANSPORTS)
@@ -108,9 +108,8 @@ def init(
     # Always the same prefix, so ranks that have tried unequally often still meet (see meet).
     prefix = f"pycomm/{process_group.group_name}"
     store = PrefixStore(prefix, store_of(process_group))
-    mine = rendezvous.introduction(
-        staging_bytes, cuda_heap_bytes, transport, backends_to_make(transport, process_group)
-    )
+    nccl = transport == "auto" and has_nccl(process_group)
+    mine = rendezvous.introduction(staging_bytes, cuda_heap_bytes, transport, nccl)
     with _joining[prefix]:
         members = rendezvous.join(store, rank, size, timeout, mine, listens=True)
         options = _Options(process_group, rank, mine, timeout, max_blocks)
@@ -162,28 +161,26 @@ def _make(members: Membership, rank: int, ranks: Sequence[int], options: _Option
             options.mine,
             lambda members, ranks: _complete(members, ranks, options),
         )
-    if members.backends:
+    if members.nccl:
         made._span = _join_nodes(made, members, options)
-        if made._span is not None:
-            made._short_way = None
     return made
 
 
 def _join_nodes(made: Group, members: Membership, options: _Options) -> Span | None:
-    """Connects the nodes over process groups; a collective call.
+    """Connects the nodes over NCCL; a collective call.
 
     Returns:
         None if that failed on a rank, and Gloo is to do instead.
 
     Raises:
-        pycomm.CollectiveError: a rank has died; or it failed, and the caller wants process groups.
+        pycomm.CollectiveError: a rank has died.
     """
     process_group = options.process_group
-    assert process_group is not None, "a group that has grown has no backends"
+    assert process_group is not None, "a group that has grown has no NCCL"
     try:
         return connect_nodes(made, members, process_group, options.max_blocks)
     except CollectiveError as error:
-        if options.mine["settings"]["transport"] == "process_group" or not made._core.usable():
+        if not made._core.usable():
             made.close()  # not abort(), which could end what others still hear of the failure
             raise
         log.fallback(made, "%s: Gloo carries CUDA tensors through host memory", error)

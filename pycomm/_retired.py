@@ -10,12 +10,15 @@ from typing import ParamSpec, TypeVar
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# By the module or function, and the name.
+# By the module or function, and the name; or by an option with a value.
 _RETIRED = {
     ("pycomm", "suggest_batches"): (
         "give each rank samples in proportion to those that it had over stats.ranks[rank].own"
     ),
     ("pycomm", "plot_step"): "open the file that pycomm.trace writes in https://ui.perfetto.dev",
+    ("init", 'transport="process_group"'): (
+        'CUDA tensors take NCCL with "auto", and CPU tensors take Gloo in any case'
+    ),
     ("DataParallel", "overlap_params"): (
         "leave it out, a step waits until parameters have arrived from other nodes"
     ),
@@ -31,14 +34,15 @@ def missing_attribute(module: str, name: str) -> AttributeError:
 
 
 def refuse_retired(where: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Makes the function of this name raise TypeError with the replacement of a retired option."""
+    """Makes a function refuse retired options and values; the TypeError names the replacement."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            for option in kwargs:
-                if replacement := _RETIRED.get((where, option)):
-                    raise TypeError(f"{where}() has no {option} any more: {replacement}")
+            for option, value in kwargs.items():
+                for name in (option, f'{option}="{value}"' if isinstance(value, str) else ""):
+                    if replacement := _RETIRED.get((where, name)):
+                        raise TypeError(f"{where}() has no {name} any more: {replacement}")
             return function(*args, **kwargs)
 
         return call

@@ -376,7 +376,6 @@ def _membership(group: Group, store: Store) -> Membership:
         link=None,
         store=store,
         listener=None,
-        backends={},
     )
 
 

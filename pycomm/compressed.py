@@ -133,30 +133,14 @@ def compressed_all_reduce(
     dense, dense_result, put_result = made
     state = [t for t in (kept, speed) if t is not None]
     state, put_state = (state, _nothing) if spans else _state_stand_ins(group, state)
-    pointers = [tensor.data_ptr() for tensor in state]
-    codec = compression.codec(dense.numel(), dense.dtype, step)
-    core = _C.Call(
-        operation_of("all_reduce", algorithm, dense.dtype, op),
-        count=0 if spans else dense.numel(),
-        input=dense.data_ptr(),
-        output=dense_result.data_ptr(),
-        codec=codec,
-        residual=pointers[0] if kept is not None else 0,
-        velocity=pointers[1] if speed is not None else 0,
-        momentum=compression.momentum,
-        seed=compression.seed,
-        step=step,
-        offset=offset,
-        shape=source.shape,
-        label=label_of(tag),
-    )
+    label = label_of(tag)
 
     def finish() -> None:
         put_result()
         put_state()
 
-    call = PreparedCall(core, dense, dense_result, (result, *state), finish, strict)
-    run: Callable[[Group, bool], Work | None]
+    call = PreparedCall(dense, dense_result, (result, *state), finish, strict)
+    run: Callable[[], Work | None]
     if spans:
         coded = CodedCall(
             dense.view(-1),
@@ -168,11 +152,29 @@ def compressed_all_reduce(
             None if kept is None else kept.view(-1),
             None if speed is None else speed.view(-1),
         )
-        run = functools.partial(call.on_span, flow=functools.partial(all_reduce, call=coded))
+        flow = functools.partial(all_reduce, call=coded)
+        run = functools.partial(call.on_span, group, flow, async_op)
     else:
-        run = call.on_stream if dense.device.type == "cuda" else call.on_cpu
+        pointers = [tensor.data_ptr() for tensor in state]
+        core = _C.Call(
+            operation_of("all_reduce", algorithm, dense.dtype, op),
+            count=dense.numel(),
+            input=dense.data_ptr(),
+            output=dense_result.data_ptr(),
+            codec=compression.codec(dense.numel(), dense.dtype, step),
+            residual=pointers[0] if kept is not None else 0,
+            velocity=pointers[1] if speed is not None else 0,
+            momentum=compression.momentum,
+            seed=compression.seed,
+            step=step,
+            offset=offset,
+            shape=source.shape,
+            label=label,
+        )
+        start = call.on_stream if dense.device.type == "cuda" else call.on_cpu
+        run = functools.partial(start, group, core, async_op)
     with named(group, "compressed_all_reduce"):
-        work = run(group, async_op)
+        work = run()
     return work if async_op else tensor if out is None else out
 
 
@@ -247,39 +249,40 @@ def compressed_reduce_scatter(
     made = dense_stand_ins(source, result) if spans else stand_ins(group, source, result)
     dense, dense_result, put_result = made
     state, put_state = (state, _nothing) if spans else _state_stand_ins(group, state)
-    codec = compression.codec(dense.numel(), dense.dtype, step)
-    core = _C.Call(
-        operation_of("reduce_scatter", "two_shot", dense.dtype, op),
-        count=0 if spans else dense_result.numel(),
-        input=dense.data_ptr(),
-        output=dense_result.data_ptr(),
-        codec=codec,
-        residual=state[0].data_ptr() if state else 0,
-        velocity=0,
-        momentum=0.0,
-        seed=compression.seed,
-        step=step,
-        offset=offset,
-        shape=result.shape,
-        label=label_of(tag),
-    )
+    label = label_of(tag)
 
     def finish() -> None:
         put_result()
         put_state()
 
-    call = PreparedCall(core, dense, dense_result, (result, *state), finish, strict)
-    run: Callable[[Group, bool], Work | None]
+    call = PreparedCall(dense, dense_result, (result, *state), finish, strict)
+    run: Callable[[], Work | None]
     if spans:
         coded = CodedCall(
             dense.view(-1), dense_result.view(-1), compression, op, step, offset,
             None if kept is None else kept.view(-1),
         )  # fmt: skip
-        run = functools.partial(call.on_span, flow=functools.partial(reduce_scatter, call=coded))
+        flow = functools.partial(reduce_scatter, call=coded)
+        run = functools.partial(call.on_span, group, flow, async_op)
     else:
-        run = call.on_cpu
+        core = _C.Call(
+            operation_of("reduce_scatter", "two_shot", dense.dtype, op),
+            count=dense_result.numel(),
+            input=dense.data_ptr(),
+            output=dense_result.data_ptr(),
+            codec=compression.codec(dense.numel(), dense.dtype, step),
+            residual=state[0].data_ptr() if state else 0,
+            velocity=0,
+            momentum=0.0,
+            seed=compression.seed,
+            step=step,
+            offset=offset,
+            shape=result.shape,
+            label=label,
+        )
+        run = functools.partial(call.on_cpu, group, core, async_op)
     with named(group, "compressed_reduce_scatter"):
-        work = run(group, async_op)
+        work = run()
     return work if async_op else output
 
 

@@ -88,11 +88,11 @@ class Group(Elastic):
         if len(nodes.ranks) > 1:
             self._core.span(nodes.ranks, nodes.here, link, timeout)
         self._handle = self._core.handle
-        # The handle for the short way of all_reduce; None if process groups carry tensors.
+        # The handle for the short way of all_reduce; None while a trace runs.
         self._short_way: object = self._handle
         self._tags = itertools.cycle(range(1, 1 << 16))
         self._told: set[str] = set()  # messages that are logged once
-        self._span: Span | None = None  # process groups between nodes
+        self._span: Span | None = None  # NCCL between nodes
         self._cuda: CudaSide | None = None
         self._join_cuda: Callable[[torch.device], CudaSide] = _no_cuda
         # Catches up with the exchange of gradients that a forward has promised last.
@@ -231,15 +231,15 @@ class Group(Elastic):
         return next(self._tags)
 
     def _spans(self, device: torch.device) -> bool:
-        """True if tensors on `device` travel between nodes over process groups."""
-        return self._span is not None and self._span.serves(device)
+        """True if tensors on `device` travel between nodes over NCCL."""
+        return self._span is not None and device.type == "cuda"
 
     def _exchanges_on_host(self, device: torch.device) -> bool:
         """True if gradients on `device` are exchanged through host memory."""
         return not self._spans(device) and self._stages(device)
 
     def _stages(self, device: torch.device) -> bool:
-        """True if operations that process groups lack take tensors on `device` to the host."""
+        """True if operations that do not go over NCCL take tensors on `device` to the host."""
         stages = device.type == "cuda" and len(self.nodes) > 1
         if stages:
             log.fallback(self, "CUDA tensors go through host memory: the group spans nodes")
@@ -271,8 +271,7 @@ class Group(Elastic):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        busy = not self._core.idle() or (self._span is not None and self._span.busy())
-        if kind is not None and busy:
+        if kind is not None and not self._core.idle():
             self.abort()  # other ranks may never do their part of running operations
         self.close()
 
@@ -295,9 +294,8 @@ def make_group(
         staging_bytes,
         members.link,
     )
-    over = [f"{name} for {device}" for device, name in members.backends.items()]
     log.group_made(
-        made, members.cores, ", ".join([*over, "Gloo for the rest"] if over else ["Gloo"])
+        made, members.cores, "NCCL for cuda, Gloo for the rest" if members.nccl else "Gloo"
     )
     return made
 

@@ -25,7 +25,6 @@ from benchmarks.nodes import sharded
 from benchmarks.nodes.cases import (
     COMPRESSIONS,
     FEEDBACK,
-    OVER_GROUPS,
     TRAINEES,
     WITH_FEEDBACK,
 )
@@ -112,9 +111,7 @@ def interleave(
     return medians
 
 
-def all_reduces(
-    group: pycomm.Group, over_groups: pycomm.Group, asking: Asking, cases: list[dict[str, Any]]
-) -> None:
+def all_reduces(group: pycomm.Group, asking: Asking, cases: list[dict[str, Any]]) -> None:
     """Measures every contestant in every case."""
     for case in cases:
         asking.ask("rate", rate=case["rate"])
@@ -123,7 +120,6 @@ def all_reduces(
         for name in COMPRESSIONS:
             make = Pycomm if name == "none" else Compressed
             field[f"pycomm {name}"] = make(group, "auto", "tensor", name)
-            field[f"pycomm {name}{OVER_GROUPS}"] = make(over_groups, "auto", "tensor", name)
         field[f"pycomm {WITH_FEEDBACK}{FEEDBACK}"] = Compressed(
             group, "auto", "tensor", WITH_FEEDBACK, feedback=True
         )
@@ -264,8 +260,7 @@ def main() -> None:
     torch.manual_seed(group.rank)
     asking = Asking(folder)
     asking.ask("nodes", nodes=group.nodes)
-    with pycomm.init(timeout=SETUP_S, transport="process_group") as over_groups:
-        all_reduces(group, over_groups, asking, plan["all_reduce"])
+    all_reduces(group, asking, plan["all_reduce"])
     for case in plan["training"]:
         train(group, asking, case)
     for case in plan["step"]:

@@ -25,13 +25,11 @@ Codec make_codec(int kind, int values, bool stochastic, std::int64_t block, std:
 }
 
 bool encode(const Codec& codec, int dtype, std::uintptr_t x, std::int64_t n, std::uintptr_t wire,
-            std::uint64_t seed, std::uint32_t step, std::int64_t offset, std::uint32_t stream,
-            std::int64_t run, std::int64_t stride) {
+            std::uint64_t seed, std::uint32_t step, std::int64_t offset) {
   check_memory(x, n);
   const WithoutGil no_gil;
   return cpu::encode(codec, static_cast<DType>(dtype), reinterpret_cast<const void*>(x), n,
-                     reinterpret_cast<std::byte*>(wire), {seed, step, stream},
-                     places_of(offset, run, stride));
+                     reinterpret_cast<std::byte*>(wire), {seed, step}, {offset});
 }
 
 bool decode(const Codec& codec, std::uintptr_t wire, std::int64_t bytes, std::int64_t n, int dtype,
@@ -84,8 +82,7 @@ void bind_codec(py::module_& m) {
   m.attr("result_stream") = kResultStream;
   m.def("encoded_bytes", &encoded_bytes, py::arg("codec"), py::arg("n"));
   m.def("encode", &encode, py::arg("codec"), py::arg("dtype"), py::arg("x"), py::arg("n"),
-        py::arg("wire"), py::arg("seed"), py::arg("step"), py::arg("offset"), py::arg("stream") = 0,
-        py::arg("run") = 0, py::arg("stride") = 0);
+        py::arg("wire"), py::arg("seed"), py::arg("step"), py::arg("offset"));
   m.def("decode", &decode, py::arg("codec"), py::arg("wire"), py::arg("bytes"), py::arg("n"),
         py::arg("dtype"), py::arg("output"), py::arg("add"));
   m.def("largest_safe", &largest_safe, py::arg("codec"), py::arg("dtype"), py::arg("op"),

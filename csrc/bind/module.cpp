@@ -197,8 +197,6 @@ void bind_group(py::module_& m) {
       .def_property_readonly("unresponsive", &Group::unresponsive)
       .def("raise_again", &Group::raise_again)
       .def(
-          "fail", [](Group& group, const std::string& why) { group.fail(why); }, py::arg("why"))
-      .def(
           "trim", [](Group& group) { group.trim(check_signals); }, py::call_guard<WithoutGil>())
       .def("leave", &Group::leave)
       .def(

@@ -1,12 +1,11 @@
-"""The exchange between nodes over a process group of torch.distributed.
+"""The exchange between nodes over NCCL.
 
-The ranks that carry a stripe, one of each node, have a backend of their own: the one that torch has
-for the tensors' device. Tensors travel as bytes.
+The ranks that carry a stripe, one of each node, have an NCCL communicator of their own. Tensors
+travel as bytes.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import queue
@@ -21,44 +20,19 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllToAllOptions, BroadcastOptions
 
 from pycomm import _C
-from pycomm._runtime.gloo import disconnect, interfaces
-from pycomm._runtime.torch_private import backends_of, can_make_backend, new_backend
+from pycomm._runtime.torch_private import backends_of, new_nccl
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch.distributed.distributed_c10d import Store
 
-_PATIENCE_AT_END = 0.2  # seconds
 _LOOK_EVERY = 0.02  # seconds, at work on a device
 
 
-def backends_to_make(transport: str, group: Any) -> dict[str, str]:
-    """The backends that shall connect nodes, for each type of device.
-
-    Args:
-        transport: ``"gloo"`` takes none.
-        group: ``"process_group"`` takes the backends of this process group; ``"auto"`` takes its
-            NCCL.
-
-    Raises:
-        ValueError: the process group has one that cannot be made anew.
-    """
-    if transport == "gloo":
-        return {}
-    found = backends_of(group)
-    if transport == "auto":
-        takes = found.get("cuda") == "nccl" and torch.cuda.is_available()
-        return {"cuda": "nccl"} if takes else {}
-    if found.get("cuda") == "gloo":  # it accepts CUDA tensors in some operations only
-        del found["cuda"]
-    for device, name in found.items():
-        if not can_make_backend(name):
-            raise ValueError(
-                "group must have backends that are gloo, nccl or registered with torch.distributed "
-                f'for transport="process_group", got {name} for {device}'
-            )
-    return found
+def has_nccl(group: Any) -> bool:
+    """True if the process group has NCCL for CUDA tensors, and this rank has a device."""
+    return backends_of(group).get("cuda") == "nccl" and torch.cuda.is_available()
 
 
 def subgroup_of(group: Any, ranks: Sequence[int], timeout: float) -> Any:
@@ -68,184 +42,95 @@ def subgroup_of(group: Any, ranks: Sequence[int], timeout: float) -> Any:
     return dist.new_group(found, patience, "gloo", use_local_synchronization=True)
 
 
-class Overrun(RuntimeError):
-    """The process group did not complete an operation before the deadline."""
-
-
 class Carriers:
     """The ranks of all nodes that carry one stripe.
 
     Args:
-        name: the name of a backend of torch.distributed.
         store: a Store that only these ranks use.
-        ranks: these ranks, in torch.distributed's default group.
         here: the index of this rank among them, which is that of its node.
-        timeout: seconds that an operation may take.
-
-    Attributes:
-        received: bytes that have come from other nodes.
+        nodes: the number of nodes.
+        timeout: seconds that connecting may take.
     """
 
-    def __init__(
-        self, name: str, store: Store, ranks: Sequence[int], here: int, timeout: float
-    ) -> None:
-        self.received = 0
-        self._nodes, self._here = len(ranks), here
-        self._timeout = timedelta(seconds=timeout)
-        self._on_stream, self._over_gloo = name == "nccl", name == "gloo"
+    def __init__(self, store: Store, here: int, nodes: int, timeout: float) -> None:
+        self._nodes, self._timeout = nodes, timeout
         self._aborted = False  # no Event, because a signal's handler may abort
-        self._owner, self._interfaces = os.getpid(), interfaces()
-        self._backend = new_backend(name, store, ranks, here, self._timeout)
+        self._owner = os.getpid()
+        self._backend = new_nccl(store, here, nodes)
 
     def all_to_all(self, output: torch.Tensor, given: torch.Tensor) -> Transfer:
         """Sends part m of `given` to node m; `output` receives a part of each node, in order."""
-        self.received += output.nbytes - output.nbytes // self._nodes
         return self._start(
             self._backend.alltoall_base, _bytes(output), _bytes(given), [], [], AllToAllOptions()
         )
 
     def all_gather(self, output: torch.Tensor, given: torch.Tensor) -> Transfer:
         """Collects all nodes' `given` in `output`, in their order."""
-        self.received += output.nbytes - given.nbytes
         return self._start(self._backend._allgather_base, _bytes(output), _bytes(given))
 
     def broadcast(self, tensor: torch.Tensor, node: int) -> Transfer:
         """Copies a node's tensor to all others."""
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = node, 0
-        self.received += tensor.nbytes if node != self._here else 0
         return self._start(self._backend.broadcast, [_bytes(tensor)], options)
 
-    def connect(self, device: torch.device) -> None:
-        """Makes NCCL connect now, so that the first operation does not take long.
+    def connect(self) -> None:
+        """Makes NCCL connect on the current device, so that no operation has to.
 
         Raises:
-            Overrun: another node has not come within the deadline.
+            TimeoutError: another node has not come within the timeout.
         """
-        if not self._on_stream:
-            return
-        sums = torch.zeros(self._nodes, device=device)
+        sums = torch.zeros(self._nodes, device="cuda")
         self.all_gather(sums, sums[:1].clone()).wait()
-        done = Point(torch.cuda.current_stream(device).record_event())
-        deadline = time.monotonic() + self._timeout.total_seconds()
+        done = Point(torch.cuda.current_stream().record_event())
+        deadline = time.monotonic() + self._timeout
         while not _happened(done):
             if self._aborted or time.monotonic() > deadline:
                 self.abort()
-                raise Overrun(f"NCCL has not connected within {self._timeout.total_seconds():g} s")
+                raise TimeoutError(f"NCCL has not connected within {self._timeout:g} s")
             time.sleep(_LOOK_EVERY)
 
     def abort(self) -> None:
-        """Ends all transfers, also those of other nodes that wait for this one, if that can be."""
+        """Ends all transfers, also those of other nodes that wait for this one."""
         if os.getpid() != self._owner:  # a forked child has the parent's connections
             return
         self._aborted = True
-        if self._over_gloo:
-            others = [node for node in range(self._nodes) if node != self._here]
-            disconnect(self._backend, others, self._interfaces)
-            return
-        with contextlib.suppress(RuntimeError):  # the backend cannot
+        with contextlib.suppress(RuntimeError):  # the device has failed
             self._backend.abort()
 
     def close(self) -> None:
-        """Ends the backend. What this rank has sent still arrives."""
-        if self._aborted or os.getpid() != self._owner:
+        """Ends the communicator. What this rank has sent still arrives."""
+        if os.getpid() != self._owner:
+            _inherited.append(self._backend)
+            return
+        if self._aborted:
             return
         with contextlib.suppress(RuntimeError):  # another node has gone
             self._backend.shutdown()  # without it, NCCL aborts what it still sends
 
     def _start(self, operation: Any, *arguments: Any) -> Transfer:
-        return Transfer(self, operation(*arguments), arguments)
+        return Transfer(operation(*arguments), arguments)
 
-    def _wait(self, work: Any) -> None:
-        if self._on_stream:  # nothing is raised
-            work.wait()
-            return
-        deadline = time.monotonic() + self._timeout.total_seconds()
-        try:
-            work.wait(self._timeout)
-        except RuntimeError as error:
-            if self._aborted or time.monotonic() < deadline:
-                raise
-            seconds = self._timeout.total_seconds()
-            raise Overrun(f"no answer within {seconds:g} s: {error}") from error
+
+_inherited: list[Any] = []  # a forked child lacks the threads that a backend's end waits for
 
 
 class Transfer:
     """A running operation. It keeps its tensors alive."""
 
-    def __init__(self, carriers: Carriers, work: Any, tensors: Any) -> None:
-        self._carriers, self._work, self._tensors = carriers, work, tensors
+    def __init__(self, work: Any, tensors: Any) -> None:
+        self._work, self._tensors = work, tensors
 
     def wait(self) -> None:
-        """Waits for it; on a CUDA device the current stream does, and nothing is raised.
-
-        Raises:
-            Overrun: the deadline has passed.
-            RuntimeError: it failed, or it was aborted.
-        """
-        self._carriers._wait(self._work)
+        """Makes the current stream wait for it; nothing is raised."""
+        self._work.wait()
         self._tensors = None
-
-
-class Worker:
-    """A thread that runs functions in the order in which they were given.
-
-    It ends when nobody has the worker any more, because the thread has only its tasks.
-    """
-
-    def __init__(self, abort: Callable[[], None]) -> None:
-        self._tasks: Tasks = queue.SimpleQueue()
-        self._abort = abort
-        self._last: Task | None = None
-        self._thread = threading.Thread(
-            target=_run_tasks, args=(self._tasks,), name="pycomm-carriers", daemon=True
-        )
-        self._thread.start()
-        _workers.add(self)
-
-    def submit(self, function: Callable[[], int]) -> Task:
-        """Hands over a function."""
-        self._last = task = Task()
-        self._tasks.put((function, task))
-        return task
-
-    def busy(self) -> bool:
-        """True if a function has not ended."""
-        return self._last is not None and not self._last.ended.is_set()
-
-    def end(self, patience: float | None = None) -> None:
-        """Ends the thread after the last function, and waits for that."""
-        self._tasks.put(None)
-        self._thread.join(patience)
-
-    def end_now(self) -> None:
-        """Ends the thread with the interpreter."""
-        self.end(0)
-        if self._thread.is_alive():
-            self._abort()
-            self._thread.join(_PATIENCE_AT_END)
-
-    def __del__(self) -> None:
-        self._tasks.put(None)
-
-
-def _run_tasks(tasks: Tasks) -> None:
-    while (given := tasks.get()) is not None:
-        function, task = given
-        task.start = time.perf_counter()
-        try:
-            task.result = function()
-        except BaseException as error:
-            task.error = error
-        task.stop = time.perf_counter()
-        task.ended.set()
-        del given, function, task  # they may be the last to have the group
 
 
 class Watch:
     """A thread that watches the deadlines of work on a device.
 
-    It ends when nobody has the watch any more, as a worker's thread does.
+    It ends when nobody has the watch any more.
 
     Args:
         timeout: seconds that a piece of work may take once it has begun.
@@ -330,40 +215,7 @@ def _happened(event: Event) -> bool:
         return False
 
 
-class Task:
-    """A function that a worker runs.
-
-    Attributes:
-        ended: set when it has ended.
-        error: what it has raised.
-        start: when it began, in seconds of ``time.perf_counter``.
-        stop: when it ended.
-        result: what it has returned.
-    """
-
-    def __init__(self) -> None:
-        self.ended = threading.Event()
-        self.error: BaseException | None = None
-        self.start = self.stop = 0.0
-        self.result = 0
-
-    def wait(self) -> None:
-        """Waits until it has ended, and raises its error."""
-        self.ended.wait()
-        if self.error is not None:
-            raise self.error
-
-
 Pairs: TypeAlias = "queue.SimpleQueue[tuple[Event, Event] | None]"
-Tasks: TypeAlias = "queue.SimpleQueue[tuple[Callable[[], int], Task] | None]"
-_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
-
-
-@atexit.register
-def _end_workers() -> None:
-    """Ends all threads; one that waits in torch at the interpreter's end aborts the process."""
-    for worker in list(_workers):
-        worker.end_now()
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -139,7 +139,7 @@ class NonfiniteFlag:
 
 
 class Codecs:
-    """Encoding and decoding on a device's current stream, with the interface of ``_C``'s.
+    """Encoding and decoding on a device's current stream: as ``_C``'s, and for parts of a tensor.
 
     Args:
         device: the device.

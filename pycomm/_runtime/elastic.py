@@ -216,7 +216,7 @@ class Elastic(Observed):
             the larger group, which has failed and can be shrunk.
 
         Raises:
-            ValueError: the ranks are threads, or ``transport="process_group"``.
+            ValueError: the ranks are threads.
             RuntimeError: another thread of this rank is in this method.
             pycomm.CollectiveError: a rank of this group failed. The others can shrink it.
             pycomm.GroupUnusable: the group is closed or has failed.

@@ -101,11 +101,6 @@ class Growth(Generic[Kind]):
         Returns:
             The larger group; None if there is none.
         """
-        if self._everyone[0]["settings"]["transport"] == "process_group":
-            raise ValueError(
-                'transport must be "auto" or "gloo" in a group that grows, got "process_group": '
-                "newcomers have no torch.distributed"
-            )
         if not self._busy.acquire(blocking=False):
             raise RuntimeError("grow() is running in another thread of this rank")
         try:
@@ -157,7 +152,7 @@ class Growth(Generic[Kind]):
         self._store = store
         callers = self._door.let_in()
         everyone = [*self._everyone, *(self._introduction_of(caller.said) for caller in callers)]
-        store.set("everyone", json.dumps([{**each, "backends": {}} for each in everyone]))
+        store.set("everyone", json.dumps([{**each, "nccl": False} for each in everyone]))
         where = self._door.address.host, port
         for rank, caller in enumerate(callers, start=group.size):
             caller.say({"store": where, "rank": rank, "patience": patience, "terms": self._terms})

@@ -66,7 +66,7 @@ class Membership:
         store: a Store that only this group uses.
         listener: how ranks of other nodes reach this one after a failure; None if `join` was not
             asked for it, or there is only one node.
-        backends: the backends of process groups between nodes, by device; none if ranks differ.
+        nccl: True if every rank can take NCCL between nodes, for CUDA tensors.
         everyone: the introductions of all ranks, if they have introduced themselves.
     """
 
@@ -78,7 +78,7 @@ class Membership:
     link: GlooTransport | None
     store: Store
     listener: Listener | None
-    backends: dict[str, str]
+    nccl: bool = False
     everyone: Sequence[Mapping[str, Any]] = ()
 
     def leave(self, rank: int) -> None:
@@ -177,7 +177,7 @@ def introduction(
     staging_bytes: int,
     cuda_heap_bytes: int = 0,
     transport: str = "gloo",
-    backends: Mapping[str, str] | None = None,
+    nccl: bool = False,
 ) -> dict[str, Any]:
     """What other ranks must know of this one.
 
@@ -185,14 +185,14 @@ def introduction(
         staging_bytes: shared memory of every rank for tensors that are not in the window.
         cuda_heap_bytes: device memory of every rank for tensors in the window.
         transport: the transport between nodes that the caller has asked for.
-        backends: the backends of process groups between nodes that this rank can make, by device.
+        nccl: True if this rank can take NCCL between nodes, for CUDA tensors.
     """
     return {
         "pid": os.getpid(),
         "user": os.getuid(),
         "node": node_identity(),
         "cores": sorted(os.sched_getaffinity(0)),
-        "backends": dict(backends or {}),
+        "nccl": nccl,
         "settings": {
             **build(),
             "staging_bytes": int(staging_bytes),
@@ -274,10 +274,9 @@ def set_up(
         failed.pop_all()
     processes = [peers.processes.get(r) for r in nodes.local]
     link = None if carriers is None else GlooTransport(carriers)
-    found = [member["backends"] for member in everyone]
-    common = found[0] if all(each == found[0] for each in found) else {}
+    nccl = all(member["nccl"] for member in everyone)
     return Membership(
-        nodes, window, pids, processes, len(cores), link, store, listener, common, everyone
+        nodes, window, pids, processes, len(cores), link, store, listener, nccl, everyone
     )
 
 

@@ -1,25 +1,21 @@
-"""A rank's connections to other nodes over process groups, and the order of operations on them.
+"""A rank's connections to other nodes over NCCL, and its operations on them.
 
-On the CPU a thread runs the operations of a group one after another. On a CUDA device they are
-enqueued on a stream of their own, and a thread watches their deadlines. The group's own link
-(pycomm/_runtime/internode.py) remains for what ranks tell each other: on the CPU, which operation
-comes next, and whose fault a failure is.
+Operations are enqueued on a stream of their own, and a thread watches their deadlines. Tensors on
+the CPU take the group's own link (pycomm/_runtime/internode.py).
 """
 
 from __future__ import annotations
 
 import itertools
-import threading
 from typing import TYPE_CHECKING
 
 import torch
 
-from pycomm._inputs.dtypes import operation_of
-from pycomm._runtime.carriers import Overrun, Point, Task, Watch, Worker
-from pycomm.errors import CollectiveError, GroupUnusable, Timeout
+from pycomm._runtime.carriers import Point, Watch
+from pycomm.errors import CollectiveError, Timeout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable
 
     from pycomm import _C
     from pycomm._runtime.carriers import Carriers
@@ -35,8 +31,7 @@ class Span:
         nodes: the ranks of each node.
         rank: this rank.
         node: a group of this node's ranks; None if there is only one.
-        carriers: for each type of device, the ranks that carry the same stripe; None if this rank
-            carries none.
+        carriers: the ranks that carry the same stripe; None if this rank carries none.
         timeout: seconds that an operation may take.
 
     Attributes:
@@ -53,7 +48,7 @@ class Span:
         nodes: Nodes,
         rank: int,
         node: Member | None,
-        carriers: Mapping[str, Carriers | None],
+        carriers: Carriers | None,
         timeout: float,
     ) -> None:
         self.node, self.carriers = node, carriers
@@ -62,16 +57,10 @@ class Span:
         self.world = sum(map(len, nodes.ranks))
         self.even = {len(ranks) for ranks in nodes.ranks} == {nodes.stripes}
         self._core, self._timeout = core, timeout
-        self._worker = Worker(self.abort)
-        self._submitting = threading.Lock()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._orders: dict[tuple[tuple[int, ...], torch.device], torch.Tensor] = {}
         self._watch: Watch | None = None
         self._overrun = False
-
-    def serves(self, device: torch.device) -> bool:
-        """True if tensors on the device go over a process group."""
-        return device.type in self.carriers
 
     def place_of(self, rank: int) -> tuple[int, int]:
         """The node of a rank, and its index there."""
@@ -135,59 +124,22 @@ class Span:
         if self._overrun:
             self._overrun = False
             raise Timeout(
-                f"an operation between nodes took longer than {self._timeout:g} s: its process "
-                "group was aborted",
+                f"an operation between nodes took longer than {self._timeout:g} s: "
+                "NCCL was aborted",
                 rank=self.rank,
             )
 
-    def connect(self) -> None:
-        """Connects the nodes; otherwise their first operation would."""
-        for kind, carriers in self.carriers.items():
-            if carriers is not None and kind == "cuda":
-                carriers.connect(torch.device(kind, torch.cuda.current_device()))
-
-    def run(self, submit: Callable[[_C.Group], _C.Work], flow: Callable[[], None]) -> Task:
-        """Runs the flow of an operation once all ranks have called it.
-
-        Args:
-            submit: submits what ranks compare to the group's core: the operation without elements.
-            flow: runs the operation.
-
-        Raises:
-            ValueError: the operation does not span nodes.
-            pycomm.GroupUnusable: the group is closed or has failed.
-        """
-
-        def run() -> int:
-            agreed.wait()
-            before = self._received()
-            try:
-                flow()
-            except Exception as error:
-                raise self._failure(error, subject) from error
-            return self._received() - before
-
-        subject = self._core.subject
-        with self._submitting:  # the worker's order is the one that ranks agree on
-            agreed = submit(self._core)
-            return self._worker.submit(run)
-
-    def busy(self) -> bool:
-        """True if an operation is under way."""
-        return self._worker.busy()
-
     def abort(self) -> None:
-        """Ends operations that are under way, here and, if their backend tells them, elsewhere."""
-        for carriers in self.carriers.values():
-            if carriers is not None:
-                carriers.abort()
+        """Ends operations that are under way, here and on other nodes."""
+        carriers = self.carriers  # another thread may close the group
+        if carriers is not None:
+            carriers.abort()
         if self.node is not None:
             self.node.abort()
 
     def close(self) -> None:
         """Finishes operations that are under way."""
         try:
-            self._worker.end()
             for stream in self._streams.values():
                 stream.synchronize()
         except BaseException:  # interrupted
@@ -196,16 +148,11 @@ class Span:
         finally:
             if self._watch is not None:
                 self._watch.end()
-            ended, self.carriers = self.carriers, dict.fromkeys(self.carriers)
-            for carriers in ended.values():
-                if carriers is not None:
-                    carriers.close()
+            carriers, self.carriers = self.carriers, None
+            if carriers is not None:
+                carriers.close()
             if self.node is not None:
                 self.node.close()
-
-    def _received(self) -> int:
-        """Bytes that have come from other nodes."""
-        return sum(c.received for c in self.carriers.values() if c is not None)
 
     def _end_overrun(self) -> None:
         """Ends everything, because work on a device has overrun its deadline."""
@@ -215,25 +162,3 @@ class Span:
     def _end_all(self) -> None:
         self.abort()
         self._core.abort()
-
-    def _failure(self, error: Exception, subject: str) -> CollectiveError:
-        """The reason for a failure, the same on every rank; afterwards the group has failed.
-
-        `subject` is what the operation was about. All ranks tell each other whether a deadline has
-        passed; those that are gone or do not answer are noticed.
-        """
-        self.abort()
-        self._core.subject = subject
-        overrun = torch.tensor(float(isinstance(error, Overrun)))
-        at = overrun.data_ptr()
-        try:
-            self._core.run(operation_of("all_reduce", "auto", overrun.dtype, "max"), 1, at, at)
-        except CollectiveError as found:
-            return found
-        except GroupUnusable as found:  # another rank's failure came first
-            return CollectiveError(str(found), rank=self.rank)
-        about = f"; this rank exchanged {subject}" if subject else ""
-        why = f"the process group between nodes failed: {error}{about}"
-        self._core.fail(why)  # not abort(), which could end this exchange on a rank still in it
-        kind = Timeout if overrun.item() else CollectiveError
-        return kind(why, rank=self.rank)

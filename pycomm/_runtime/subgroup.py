@@ -98,7 +98,6 @@ class Subgroup:
             link=None,
             store=self._store,
             listener=None,
-            backends={},
         )
 
     def leave(self) -> None:

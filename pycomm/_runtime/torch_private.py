@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch._C._distributed_c10d import GradBucket, _DistributedBackendOptions
+from torch._C._distributed_c10d import GradBucket
 from torch._compile import _disable_dynamo as not_compiled
 from torch.autograd import Variable, profiler
 from torch.distributed import distributed_c10d
@@ -38,13 +38,12 @@ __all__ = [
     "backends_of",
     "backward_id",
     "backward_node",
-    "can_make_backend",
     "correct_shrunk_groups",
     "fsdp_interfaces",
     "internal_overlap",
     "is_traceable_wrapper_subclass",
     "keep_device_busy",
-    "new_backend",
+    "new_nccl",
     "no_dispatch",
     "no_torch_function",
     "not_compiled",
@@ -99,40 +98,18 @@ def backend_of(group: ProcessGroup, device: torch.device) -> Any:
     return group._get_backend(device)
 
 
-def new_backend(
-    name: str, store: Store, ranks: Sequence[int], rank: int, timeout: timedelta
-) -> Any:
-    """A new backend of torch.distributed among the users of a Store; a collective call.
+def new_nccl(store: Store, rank: int, size: int) -> Any:
+    """An NCCL backend among the users of a Store; the caller sees to timeouts.
 
     Args:
-        name: the backend's name.
         store: a Store that only these ranks use.
-        ranks: the ranks in the default group.
         rank: this rank's index among them.
-        timeout: how long an operation may take; for NCCL the caller must see to it.
+        size: the number of ranks.
     """
-    if name == "gloo":
-        return torch.distributed.ProcessGroupGloo(store, rank, len(ranks), timeout)
-    if name == "nccl":
-        options = torch.distributed.ProcessGroupNCCL.Options()
-        options._timeout = _ALWAYS
-        with environment(_HARMLESS_NCCL):
-            return torch.distributed.ProcessGroupNCCL(store, rank, len(ranks), options)
-    plugin = torch.distributed.Backend._plugins[name.upper()]
-    if not plugin.extended_api:
-        return plugin.creator_fn(store, rank, len(ranks), timeout)
-    given = _DistributedBackendOptions()
-    given.store, given.group_rank, given.group_size = store, rank, len(ranks)
-    given.timeout, given.group_id = timeout, "pycomm"
-    given.global_ranks_in_group = list(ranks)
-    return plugin.creator_fn(given, None)
-
-
-def can_make_backend(name: str) -> bool:
-    """True if new_backend() knows the backend."""
-    if name == "nccl":
-        return torch.distributed.is_nccl_available()
-    return name == "gloo" or name.upper() in torch.distributed.Backend._plugins
+    options = torch.distributed.ProcessGroupNCCL.Options()
+    options._timeout = _ALWAYS
+    with environment(_HARMLESS_NCCL):
+        return torch.distributed.ProcessGroupNCCL(store, rank, size, options)
 
 
 def correct_shrunk_groups(name: str) -> None:

@@ -1,1 +1,1 @@
-"""Operations of a group that spans nodes, over process groups of torch.distributed."""
+"""Operations on CUDA tensors of a group that spans nodes, over NCCL."""

@@ -1,4 +1,4 @@
-"""What operations that span nodes have in common: their ranks, their tiles and their handles."""
+"""What operations that span nodes have in common: their ranks and their tiles."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Protocol, cast
 import torch
 
 from pycomm import _C, _work
-from pycomm._work import Work
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from pycomm._runtime.carriers import Carriers, Task
+    from pycomm._runtime.carriers import Carriers
     from pycomm._runtime.span import Span
     from pycomm.group import Group
 
@@ -29,7 +28,7 @@ class Between:
         self.sizes = [len(ranks) for ranks in span.nodes]
         self._order = span.node_order(device)
         self._node = cast("Group | None", span.node)
-        self._carriers = span.carriers[device.type]
+        self._carriers = span.carriers
 
     @property
     def carriers(self) -> Carriers:
@@ -101,32 +100,6 @@ class Between:
             self._node, collective, source, result, shape, op, label="", root=root,
             written=collective != "reduce" or root == self.index, async_op=False,
         )  # fmt: skip
-
-
-class SpanningWork(Work):
-    """A collective that the group's thread runs."""
-
-    def __init__(self, task: Task, tensors: tuple[object, ...], finish: Callable[[], None]) -> None:
-        super().__init__(None, tensors, finish)
-        self._task = task
-
-    def _complete(self) -> None:
-        self._task.wait()
-        super()._complete()
-
-    def is_completed(self) -> bool:
-        """True if :meth:`wait` would return at once."""
-        return self._task.ended.is_set()
-
-    def moved(self) -> int:
-        """Bytes that this rank has received from other nodes. Waits."""
-        self._complete()
-        return self._task.result
-
-    def interval(self) -> tuple[float, float]:
-        """Start and end, in seconds of ``time.perf_counter``. Waits."""
-        self._complete()
-        return self._task.start, self._task.stop
 
 
 def check_two_shot(algorithm: str) -> None:

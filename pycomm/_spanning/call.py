@@ -14,8 +14,8 @@ from pycomm._spanning.between import Between
 from pycomm._spanning.collectives import Exchange
 from pycomm.compression import Compression, TopK
 
-Flag = bool | torch.Tensor  # on a CUDA device a tensor, which the host does not read
-Flow = Callable[[Between, bool], Flag]  # such as all_reduce() on a call
+# Such as all_reduce() on a call: whether a value was not finite; None if that is not asked for.
+Flow = Callable[[Between, bool], torch.Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -82,26 +82,22 @@ class CodedCall:
 class Found:
     """What ranks have found out about all contributions before they send them.
 
+    The flags are on the device, and the host does not read them.
+
     Attributes:
         overflow: a sum might not be finite. Residuals stay as they are.
-        unused: all gradients are zero. Nothing is sent, and residuals stay as they are.
+        unused: all gradients are zero. Nothing is sent, and residuals stay as they are. None if
+            that makes no difference.
     """
 
-    overflow: Flag
-    unused: Flag
+    overflow: torch.Tensor
+    unused: torch.Tensor | None
 
     @property
-    def keeps(self) -> Flag:
+    def keeps(self) -> torch.Tensor:
         """True if residuals change."""
-        stays = self.overflow | self.unused
-        return not stays if isinstance(stays, bool) else stays.logical_not()
-
-
-def choose(flag: Flag, yes: torch.Tensor, no: torch.Tensor) -> torch.Tensor:
-    """One of two tensors."""
-    if isinstance(flag, bool):
-        return yes if flag else no
-    return torch.where(flag, yes, no)
+        stays = self.overflow if self.unused is None else self.overflow | self.unused
+        return stays.logical_not()
 
 
 def findings(
@@ -115,29 +111,29 @@ def findings(
     return flags
 
 
-def agree(between: Between, call: CodedCall, flags: torch.Tensor | None) -> Found:
-    """What all ranks have found."""
+def agree(between: Between, call: CodedCall, flags: torch.Tensor | None) -> Found | None:
+    """What all ranks have found; None without residuals."""
     if call.residual is None:
-        return Found(False, False)
+        return None
     if flags is None:
         flags = torch.zeros(2, dtype=torch.uint8, device=call.source.device)
     Exchange(between, flags, flags, "bor", 0).all_reduce()
-    if flags.is_cuda:
-        overflow, used = flags.bool()
-        return Found(overflow, call.hold_unused and used.logical_not())
-    overflow, used = map(bool, flags.tolist())
-    return Found(overflow, call.hold_unused and not used)
+    overflow, used = flags.bool()
+    return Found(overflow, used.logical_not() if call.hold_unused else None)
 
 
-def sendable(between: Between, call: CodedCall, value: torch.Tensor, found: Found) -> torch.Tensor:
+def sendable(
+    between: Between, call: CodedCall, value: torch.Tensor, found: Found | None
+) -> torch.Tensor:
     """A contribution that is limited after an overflow, and zero if it is not used."""
-    if found.overflow is not False:
-        largest = call.largest(between)
-        limited = value.masked_fill(value > largest, math.inf)
-        limited.masked_fill_(value < -largest, -math.inf)
-        value = choose(found.overflow, limited, value)
-    if found.unused is not False:
-        value = choose(found.unused, torch.zeros_like(value), value)
+    if found is None:
+        return value
+    largest = call.largest(between)
+    limited = value.masked_fill(value > largest, math.inf)
+    limited.masked_fill_(value < -largest, -math.inf)
+    value = torch.where(found.overflow, limited, value)
+    if found.unused is not None:
+        value = torch.where(found.unused, torch.zeros_like(value), value)
     return value
 
 
@@ -149,7 +145,6 @@ def divided(sums: torch.Tensor, divisor: int) -> torch.Tensor:
     return sums / torch.full((), float(divisor), device=sums.device)
 
 
-def nonfinite(result: torch.Tensor) -> Flag:
+def nonfinite(result: torch.Tensor) -> torch.Tensor:
     """True if a value is not finite."""
-    found = result.isfinite().all().logical_not()
-    return found if found.is_cuda else bool(found)
+    return result.isfinite().all().logical_not()

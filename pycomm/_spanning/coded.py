@@ -1,4 +1,4 @@
-"""Compressed all-reduces of a group that spans nodes, over a process group of torch.distributed.
+"""Compressed all-reduces on CUDA tensors of a group that spans nodes, over NCCL.
 
 The phases are those of csrc/cpu/internode/group.h, and so are the bits:
 
@@ -26,10 +26,8 @@ from pycomm import _C
 from pycomm._spanning.between import Between, run_tiles
 from pycomm._spanning.call import (
     CodedCall,
-    Flag,
     Found,
     agree,
-    choose,
     divided,
     findings,
     nonfinite,
@@ -46,11 +44,11 @@ if TYPE_CHECKING:
 _TILE_ELEMENTS = 4 << 20
 
 
-def all_reduce(between: Between, looks: bool, call: CodedCall) -> Flag:
+def all_reduce(between: Between, looks: bool, call: CodedCall) -> torch.Tensor | None:
     """Runs the operation.
 
     Returns:
-        Whether a value was not finite, or too large; False if it does not look.
+        Whether a value was not finite, or too large; None if it does not look.
     """
     for kept, copy in (
         (call.residual, call.residual_before),
@@ -59,7 +57,7 @@ def all_reduce(between: Between, looks: bool, call: CodedCall) -> Flag:
         if kept is not None and copy is not None:
             copy.copy_(kept)
     if not call.source.numel():
-        return False
+        return None
     turn = between.nodes * _owned(call.compression)
     stripes = Deal(call.offset, call.source.numel(), turn, between.stripes)
     gradient = _collect(between, stripes, call.source)
@@ -78,9 +76,12 @@ def all_reduce(between: Between, looks: bool, call: CodedCall) -> Flag:
         (call.residual, None if stripe is None else stripe.residual),
         (call.velocity, None if stripe is None else stripe.velocity),
     ):
-        if kept is not None and found.keeps is not False:
+        if kept is not None and found is not None:
             _store(between, stripes, made, kept, found.keeps)
-    return found.overflow | nonfinite(call.result) if looks else False
+    if not looks:
+        return None
+    seen = nonfinite(call.result)
+    return seen if found is None else seen | found.overflow
 
 
 def _owned(compression: Compression) -> int:
@@ -115,18 +116,22 @@ def _spread(
 
 
 def _store(
-    between: Between, stripes: Deal, mine: torch.Tensor | None, kept: torch.Tensor, keeps: Flag
+    between: Between,
+    stripes: Deal,
+    mine: torch.Tensor | None,
+    kept: torch.Tensor,
+    keeps: torch.Tensor,
 ) -> None:
     """Writes the new values of this rank's stripe; those of other stripes become zero."""
     if between.single and mine is not None:
-        kept.copy_(choose(keeps, mine, kept))
+        kept.copy_(torch.where(keeps, mine, kept))
         return
     rows = kept.new_zeros((between.stripes, stripes.width))
     if mine is not None:
         rows[between.index][stripes.part(between.index)] = mine
     new = torch.empty_like(kept)
     stripes.collect(rows, new)
-    kept.copy_(choose(keeps, new, kept))
+    kept.copy_(torch.where(keeps, new, kept))
 
 
 class _Stripe:
@@ -180,7 +185,7 @@ class _Stripe:
         """See :func:`findings`."""
         return findings(self.between, self.call, self.value, self._gradient)
 
-    def exchange(self, found: Found) -> torch.Tensor:
+    def exchange(self, found: Found | None) -> torch.Tensor:
         """The sums or means of all nodes, decoded: in the call's result, or in fp32."""
         self.value = sendable(self.between, self.call, self.value, found)
         result = self.call.result

@@ -1,9 +1,8 @@
-"""Collectives of a group that spans nodes, over a process group of torch.distributed.
+"""Collectives on CUDA tensors of a group that spans nodes, over NCCL.
 
 The phases are those of csrc/cpu/internode/group.h, and so are the bits. Inside the nodes they are
-collectives of a group of the node's ranks, between the nodes operations of a process group
-(pycomm/_runtime/carriers.py), and the sums in between are operations of torch. So nothing depends
-on the tensors' device.
+collectives of a group of the node's ranks, between the nodes operations of NCCL
+(pycomm/_runtime/carriers.py), and the sums in between are operations of torch.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ from torch.autograd.graph import increment_version
 
 from pycomm import _work
 from pycomm._inputs.dtypes import operation_of
-from pycomm._runtime.ranges import named
-from pycomm._spanning.between import Between, SpanningWork, check_two_shot, copy, run_tiles
+from pycomm._spanning.between import Between, check_two_shot, copy, run_tiles
 from pycomm._spanning.combine import combine
 from pycomm._work import Work, dense_stand_ins
 
@@ -44,39 +42,27 @@ def launch(
     written: bool = True,
     async_op: bool,
 ) -> Any:
-    """Runs an operation over the process group if the group has one for the tensors' device.
+    """Runs an operation over NCCL if the group has it and the tensors lie on a CUDA device.
 
     The arguments are those of :func:`pycomm._work.launch`, which runs all others.
     """
     span = group._span
-    if span is None or not group._spans(source.device) or collective not in _FLOWS:
+    if span is None or not source.is_cuda or collective not in _FLOWS:
         return _work.launch(
             group, collective, source, result, shape, op, label=label, algorithm=algorithm,
             root=root, written=written, async_op=async_op,
         )  # fmt: skip
+    check_two_shot(algorithm)
+    operation_of(collective, algorithm, source.dtype, op, root)  # refuses what the dtype lacks
     increment_version(result)
     given, made, finish = dense_stand_ins(source, result)
-    operation = operation_of(collective, algorithm, source.dtype, op, root)
-    flow = _FLOWS[collective] if given.numel() else _nothing
-    flat = given.view(-1)
-    flat_result = flat if made is given else made.view(-1)
-    exchange = Exchange(Between(span, source.device), flat, flat_result, op, root)
-    if source.is_cuda:
-        check_two_shot(algorithm)
-        if given.numel():
-            span.enqueue(source.device, lambda: flow(exchange), (given, made))
-        finish()
-        return Work(None) if async_op else result
-    with named(group, collective):
-        # Ranks compare the operation, and wait for each other, before any of them sends data.
-        task = span.run(
-            lambda core: core.submit(operation, 0, 0, 0, shape, label), lambda: flow(exchange)
-        )
-        if async_op:
-            return SpanningWork(task, (given, made, result), finish)
-        task.wait()
+    if given.numel():
+        flat = given.view(-1)
+        flat_result = flat if made is given else made.view(-1)
+        exchange = Exchange(Between(span, source.device), flat, flat_result, op, root)
+        span.enqueue(source.device, lambda: _FLOWS[collective](exchange), (given, made))
     finish()
-    return result
+    return Work(None) if async_op else result
 
 
 @dataclass(frozen=True)
@@ -144,10 +130,6 @@ class Exchange:
         if node != between.here:
             between.gather_from_carriers(stripes, mine)
             data.copy_(whole[: data.numel()])
-
-
-def _nothing(_: Exchange) -> None:
-    """The flow of an operation without elements."""
 
 
 _FLOWS: dict[str, Callable[[Exchange], None]] = {

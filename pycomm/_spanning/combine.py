@@ -1,4 +1,4 @@
-"""Reductions over the parts of several nodes as operations of torch, so on any device.
+"""Reductions over the parts of several nodes as operations of torch.
 
 The bits are those of csrc/core/reduce.h: 16-bit floats accumulate in fp32, integers wrap around,
 the mean divides once, and NaNs are canonical.
@@ -73,7 +73,6 @@ def combine(parts: torch.Tensor, op: str, ranks: int) -> torch.Tensor:
 def rounded(total: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A sum in the dtype of its result, with canonical NaNs; it may be the same tensor."""
     result = total.to(dtype)
-    # Where reading a value costs nothing, NaNs are looked for in the sum of all elements first.
-    if dtype.is_floating_point and (total.is_cuda or total.sum().isnan()):
+    if dtype.is_floating_point:
         result.masked_fill_(result.isnan(), math.nan)  # processors make different ones
     return result

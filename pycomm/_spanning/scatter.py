@@ -1,4 +1,4 @@
-"""Compressed reduce-scatters of a group that spans nodes, over process groups.
+"""Compressed reduce-scatters on CUDA tensors of a group that spans nodes, over NCCL.
 
 The phases are those of csrc/cpu/internode/group.h, and so are the bits. A node's ranks add their
 gradients in fp32. Every node's blocks lie one behind the other, and each carrier has a stripe of
@@ -14,16 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pycomm._spanning.between import Between
-from pycomm._spanning.call import (
-    CodedCall,
-    Flag,
-    agree,
-    choose,
-    divided,
-    findings,
-    nonfinite,
-    sendable,
-)
+from pycomm._spanning.call import CodedCall, agree, divided, findings, nonfinite, sendable
 from pycomm._spanning.collectives import Exchange
 from pycomm._spanning.combine import rounded
 from pycomm._spanning.deal import part_of
@@ -34,14 +25,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-def reduce_scatter(between: Between, looks: bool, call: CodedCall) -> Flag:
+def reduce_scatter(between: Between, looks: bool, call: CodedCall) -> torch.Tensor | None:
     """Runs the operation: `call.source` holds a block per rank, and each rank gets its own.
 
     Returns:
-        Whether a value was not finite, or too large, on any rank; False if it does not look.
+        Whether a value was not finite, or too large, on any rank; None if it does not look.
     """
     if not call.result.numel():
-        return False
+        return None
     cuts = _Cuts(between, call)
     value = gradient = cuts.collect(between, call.source.float())
     residual = None if call.residual is None else between.in_node_order(call.residual)
@@ -55,20 +46,19 @@ def reduce_scatter(between: Between, looks: bool, call: CodedCall) -> Flag:
         value = sendable(between, call, value, found)
         made, lost = _exchange(between, call, value, mine)
     cuts.spread(between, made, call.result)
-    if residual is not None and call.residual is not None and lost is not None:
+    if call.residual is None:
+        flag = nonfinite(call.result).view(1).to(torch.uint8)
+        Exchange(between, flag, flag, "bor", 0).all_reduce()
+        return flag[0].bool() if looks else None
+    assert found is not None
+    assert residual is not None
+    if lost is not None:
         new = residual.clone()
         for part, values in zip(mine, lost, strict=True):
             new[part] = values
         new = between.in_rank_order(new)
-        call.residual.copy_(choose(found.keeps, new, call.residual))
-    if call.residual is not None:  # all ranks know already
-        return found.overflow | nonfinite(call.result) if looks else False
-    flag = torch.zeros(1, dtype=torch.uint8, device=call.result.device)
-    flag.copy_(call.result.isfinite().all().logical_not())
-    Exchange(between, flag, flag, "bor", 0).all_reduce()
-    if not looks:
-        return False
-    return flag[0].bool() if flag.is_cuda else bool(flag)
+        call.residual.copy_(torch.where(found.keeps, new, call.residual))
+    return found.overflow | nonfinite(call.result) if looks else None  # all ranks know already
 
 
 def _exchange(

@@ -6,12 +6,13 @@ anything to send it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from pycomm import _C
 from pycomm._inputs.dtypes import CODECS, DTYPES
+from pycomm._runtime.cuda import Codecs
 from pycomm.compression import VALUES, TopK
 
 if TYPE_CHECKING:
@@ -43,11 +44,7 @@ class Wires:
     ) -> None:
         self._compression, self._step, self._device = compression, step, device
         self._codec, self._count, self._k = codec, count, k
-        self._codecs: Any = _C
-        if device.type != "cpu":
-            from pycomm._runtime.cuda import Codecs
-
-            self._codecs = Codecs(device, checks=False)
+        self._codecs = Codecs(device, checks=False)
 
     def codec_of(self, count: int, spread: int = 1) -> _C.Codec:
         """The codec of a part; a list of top-k has room for `spread` times the part's share."""

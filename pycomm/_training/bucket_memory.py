@@ -18,14 +18,13 @@ def move_into_window(bucket: torch.Tensor, group: Group) -> None:
 
     NumPy arrays and DLPack tensors that were made of a view before are no longer valid. The bucket
     stays where it is if it is only a part of its storage or shared with other processes, if the
-    group has one rank or exchanges it over process groups, or if the window has no memory left.
+    group has one rank, or if the window has no memory left.
     """
     storage = bucket.untyped_storage()
     alone = storage.nbytes() == bucket.nbytes and not storage.is_shared()
     if take_memory is None or not bucket.is_cpu or not alone:
         return
-    staged = group.size > 1 and not group._spans(bucket.device)
-    if not staged or group._core.offset_of(bucket.data_ptr()) >= 0:
+    if group.size == 1 or group._core.offset_of(bucket.data_ptr()) >= 0:
         return
     try:
         memory = group.empty(bucket.numel(), dtype=bucket.dtype)

@@ -15,7 +15,7 @@ import torch
 
 from pycomm import _C
 from pycomm._runtime.staging import StandIn, fetch
-from pycomm._spanning.between import Between, SpanningWork
+from pycomm._spanning.between import Between
 from pycomm._spanning.call import CodedCall
 from pycomm._spanning.coded import all_reduce
 from pycomm._spanning.collectives import Exchange
@@ -25,25 +25,25 @@ if TYPE_CHECKING:
     from pycomm.group import Group
 
 
+StepFlow = Callable[[Between, int], object]  # runs an operation over NCCL at a step
+
+
 @dataclass(frozen=True)
 class Part:
     """One operation: an average in place.
 
     Attributes:
-        call: the operation.
+        call: the operation; or, if it goes over NCCL between nodes, what runs it at a step.
         tensor: the gradients.
         kept: other tensors that the operation reads and writes, by name.
         wire_bytes: the most bytes that this rank reads from other ranks, or receives from other
             nodes.
-        flow: runs the operation at a step, if process groups carry it between nodes. Ranks only
-            compare `call` then.
     """
 
-    call: _C.Call
+    call: _C.Call | StepFlow
     tensor: torch.Tensor
     kept: dict[str, torch.Tensor]
     wire_bytes: int
-    flow: Callable[[Between, int], object] | None = None
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -72,8 +72,14 @@ class BucketExchange:
         return len(self._parts)
 
     @cached_property
+    def _calls(self) -> list[_C.Call]:
+        calls = [part.call for part in self._parts if isinstance(part.call, _C.Call)]
+        assert len(calls) == len(self._parts)
+        return calls
+
+    @cached_property
     def _core(self) -> _C.Exchange:
-        return _C.Exchange([part.call for part in self._parts])
+        return _C.Exchange(self._calls)
 
     @cached_property
     def _tensors(self) -> tuple[torch.Tensor, ...]:
@@ -81,13 +87,6 @@ class BucketExchange:
 
     def submit(self, step: int, group: Group) -> Work:
         """Hands the operations to the group's worker."""
-        if (span := group._span) is not None and self._parts and self._parts[0].flow is not None:
-            device = self._parts[0].tensor.device
-            task = span.run(
-                lambda core: self._core.submit(core, step),
-                lambda: self._run_flows(Between(span, device), step),
-            )
-            return SpanningWork(task, self._tensors, lambda: None)
         if self.stand_in is None:
             return Work(self._core.submit(group._core, step), self._tensors)
         fetch(self.stand_in)
@@ -95,19 +94,19 @@ class BucketExchange:
 
     def enqueue(self, step: int, group: Group, device: torch.device) -> None:
         """Enqueues the operations on the current stream."""
-        if (span := group._span) is not None and self._parts and self._parts[0].flow is not None:
+        if (span := group._span) is not None:
             span.enqueue(
                 device, lambda: self._run_flows(Between(span, device), step), self._tensors
             )
             return
-        for part in self._parts:
-            part.call.set_step(step)
-        group._cuda_side(device).run_bucket([part.call for part in self._parts], self._tensors)
+        for call in self._calls:
+            call.set_step(step)
+        group._cuda_side(device).run_bucket(self._calls, self._tensors)
 
     def _run_flows(self, between: Between, step: int) -> None:
         for part in self._parts:
-            assert part.flow is not None
-            part.flow(between, step)
+            assert not isinstance(part.call, _C.Call)
+            part.call(between, step)
 
     def give_back(self) -> None:
         """Adds the means to this rank's residuals, after an exchange whose result is dropped."""
@@ -119,12 +118,12 @@ class BucketExchange:
 
 
 def spanning_mean(tensor: torch.Tensor, between: Between, _: int) -> None:
-    """Averages over process groups; for :attr:`Part.flow`."""
+    """Averages over NCCL; for :attr:`Part.call`."""
     Exchange(between, tensor, tensor, "avg", 0).all_reduce()
 
 
 def spanning_coded_mean(call: CodedCall, between: Between, step: int) -> None:
-    """Averages compressed over process groups; for :attr:`Part.flow`."""
+    """Averages compressed over NCCL; for :attr:`Part.call`."""
     all_reduce(between, False, replace(call, step=step))
 
 

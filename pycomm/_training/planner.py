@@ -23,6 +23,7 @@ from pycomm._spanning.call import CodedCall
 from pycomm._training.exchange import (
     BucketExchange,
     Part,
+    StepFlow,
     dense_wire_bytes,
     parties,
     spanning_coded_mean,
@@ -171,10 +172,12 @@ class Planner:
         """The operation for uncompressed neighbours, of which `first` is the first."""
         if tensor.numel() == 0:
             return []
-        spans = group._spans(tensor.device)
-        call = self._call(tensor, first, _C.Codec(0), spans)
-        flow = functools.partial(spanning_mean, tensor) if spans else None
-        return [Part(call, tensor, {}, dense_wire_bytes(tensor.nbytes, group), flow)]
+        call: _C.Call | StepFlow
+        if group._spans(tensor.device):
+            call = functools.partial(spanning_mean, tensor)
+        else:
+            call = self._call(tensor, first, _C.Codec(0))
+        return [Part(call, tensor, {}, dense_wire_bytes(tensor.nbytes, group))]
 
     def _compressed(
         self,
@@ -195,46 +198,39 @@ class Planner:
                 kept[f"{kind}_before"] = before
         if scale is not None:
             kept["scale"] = scale
-        spans = group._spans(tensor.device)
-        call = self._call(
-            tensor,
-            entry,
-            codec,
-            spans,
-            momentum=compression.momentum,
-            seed=compression.seed,
-            hold_unused=True,
-            **{name: part.data_ptr() for name, part in kept.items()},
-        )
-        ranks, stripes = parties(group)
-        wire_bytes = compression.wire_bytes(entry.numel, ranks, tensor.dtype, step=step)
-        flow = None
-        if spans:
+        call: _C.Call | StepFlow
+        if group._spans(tensor.device):
             coded = CodedCall(
                 tensor, tensor, compression, "avg", 0, entry.first, density_step=step,
                 hold_unused=True, **kept,
             )  # fmt: skip
-            flow = functools.partial(spanning_coded_mean, coded)
-        return Part(call, tensor, kept, wire_bytes // stripes, flow)
+            call = functools.partial(spanning_coded_mean, coded)
+        else:
+            call = self._call(
+                tensor,
+                entry,
+                codec,
+                momentum=compression.momentum,
+                seed=compression.seed,
+                hold_unused=True,
+                **{name: part.data_ptr() for name, part in kept.items()},
+            )
+        ranks, stripes = parties(group)
+        wire_bytes = compression.wire_bytes(entry.numel, ranks, tensor.dtype, step=step)
+        return Part(call, tensor, kept, wire_bytes // stripes)
 
-    def _call(
-        self, tensor: torch.Tensor, first: Entry, codec: _C.Codec, spans: bool, **options: Any
-    ) -> _C.Call:
-        """An average in place, in rank order; ranks compare tag and place in the model.
-
-        If the group spans nodes over process groups, the call only compares, without elements.
-        """
+    def _call(self, tensor: torch.Tensor, first: Entry, codec: _C.Codec, **options: Any) -> _C.Call:
+        """An average in place, in rank order; ranks compare tag and place in the model."""
         defaults = {"residual": 0, "velocity": 0, "momentum": 0.0, "seed": 0}
         return _C.Call(
             operation_of("all_reduce", "auto", tensor.dtype, "avg"),
-            count=0 if spans else tensor.numel(),
+            count=tensor.numel(),
             input=tensor.data_ptr(),
             output=tensor.data_ptr(),
             codec=codec,
             step=0,
             offset=first.first,
             tag=self._tag,
-            shape=tensor.shape if spans else None,
             **(defaults | options),
         )
 

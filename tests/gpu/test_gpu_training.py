@@ -14,11 +14,12 @@ import spanning
 import torch
 
 import pycomm
-from pycomm import optim
+from pycomm import hooks, optim
 
 pytestmark = pytest.mark.gpu
 
 STEPS = 4
+UNUSED = 1  # the step in which the gradient of a parameter is zero on all ranks
 OVERFLOW = 2  # the step in which a gradient of one rank is infinite
 
 
@@ -37,6 +38,8 @@ def train(group: pycomm.Group, device: str, front: str, name: str) -> list[torch
     seen = []
     for step in range(STEPS):
         given = ddp.gradients(model, group.rank, step)
+        if step == UNUSED:
+            given["wide"].zero_()
         if step == OVERFLOW and group.rank == 1:
             given["square"][3, 3] = float("inf")
         optimizer.zero_grad()
@@ -70,3 +73,31 @@ def test_bits_of_the_cpu(layout: str, front: str, name: str) -> None:
 def test_bits_of_the_cpu_between_nodes(front: str, name: str) -> None:
     wanted = spanning.run([2, 1], train, "cpu", front, name)
     compare(gpu_nodes.run([2, 1], train, "cuda", front, name), wanted)
+
+
+def train_locally(group: pycomm.Group, device: str, name: str) -> list[torch.Tensor]:
+    """Weights after each step of local SGD."""
+    module = ddp.Given().to(device)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    state = hooks.LocalSGDState(
+        module.named_parameters(), optimizer, period=2, compression=ddp.COMPRESSIONS[name],
+        outer_lr=0.7, outer_momentum=0.9, group=group,
+    )  # fmt: skip
+    model = pycomm.DataParallel(module, local_sgd=state)
+    seen = []
+    for step in range(STEPS):
+        given = ddp.gradients(model, group.rank, step)
+        optimizer.zero_grad()
+        model({key: gradient.to(device) for key, gradient in given.items()}).backward()
+        optimizer.step()
+        state.step()
+        seen += [parameter.detach().cpu().clone() for parameter in module.parameters()]
+    return seen
+
+
+@gpu_nodes.needs_gpus
+@pytest.mark.parametrize("name", ["dense", "int8", "topk"])
+@pytest.mark.parametrize("nodes", [[1, 1], [2, 1]], ids=str)
+def test_local_sgd_between_nodes(nodes: list[int], name: str) -> None:
+    wanted = spanning.run(nodes, train_locally, "cpu", name)
+    compare(gpu_nodes.run(nodes, train_locally, "cuda", name), wanted)

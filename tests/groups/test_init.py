@@ -209,6 +209,10 @@ def some_heap(_):
     return {"cuda_heap_bytes": 4096}
 
 
+def no_nccl(_):
+    return {"transport": "gloo"}
+
+
 def another_build(patch):
     patch.setattr(pycomm._C, "window_layout", 1)
     return {}
@@ -217,6 +221,7 @@ def another_build(patch):
 SETTINGS = {
     more_staging: ("staging_bytes", 2 << 20, 4 << 20),
     some_heap: ("cuda_heap_bytes", 0, 4096),
+    no_nccl: ("transport", "auto", "gloo"),
     another_build: ("the window layout of pycomm's build", pycomm._C.window_layout, 1),
 }
 
@@ -233,6 +238,13 @@ def test_ranks_that_differ(spoil, odd_rank, nodes):
     for kind, message, took in helpers.run_ranks(3, join_in_vain, nodes, spoil, odd_rank):
         assert (kind, message) == (ValueError, expected)
         assert took < 10
+
+
+def test_transports():
+    with pytest.raises(ValueError, match="transport must be one of auto, gloo, got 'nccl'"):
+        pycomm.init(transport="nccl")
+    with pytest.raises(TypeError, match='CUDA tensors take NCCL with "auto"'):
+        pycomm.init(transport="process_group")
 
 
 def another_slice(patch):

@@ -273,65 +273,6 @@ def test_all_ranks_of_the_first_node_are_killed(tmp_path):
         assert at - killed < 3
 
 
-OVER_GROUPS = {"transport": "process_group"}
-
-
-@pytest.mark.parametrize(("nodes", "victim"), [([1, 1], 1), ([2, 2], 0), ([2, 1], 1)], ids=str)
-def test_a_killed_rank_over_process_groups(tmp_path, nodes, victim):
-    with spanning.ranks(nodes, storm, str(tmp_path), timeout=20.0, **OVER_GROUPS) as ranks:
-        wait_for_start(tmp_path, sum(nodes))
-        killed = ranks.signal(victim, signal.SIGKILL)
-        for at in ends(ranks, sum(nodes), victim, pycomm.PeerDied):
-            assert at - killed < 3
-
-
-@pytest.mark.parametrize(("nodes", "victim"), [([1, 1], 0), ([2, 1], 1)], ids=str)
-def test_a_stopped_rank_over_process_groups(tmp_path, nodes, victim):
-    """The process group's deadline, and then the barrier's in which the culprit is found.
-
-    Another node sees that rank 0, which carries its stripe, is late, and may be the first to tell.
-    """
-    with spanning.ranks(nodes, storm, str(tmp_path), timeout=TIMEOUT, **OVER_GROUPS) as ranks:
-        wait_for_start(tmp_path, sum(nodes))
-        stopped = ranks.signal(victim, signal.SIGSTOP)
-        for at in ends(ranks, sum(nodes), victim, pycomm.Timeout, (0,)):
-            assert TIMEOUT - 0.1 < at - stopped < 2 * TIMEOUT + 2
-        ranks.signal(victim, signal.SIGCONT)
-        (late,) = ranks.wait_for([victim], 30)
-        assert issubclass(late.value[0], pycomm.CollectiveError)
-
-
-def test_other_failures_over_process_groups():
-    assert spanning.run([2, 1], aborting, timeout=20.0, **OVER_GROUPS) == [1, "aborted", 1]
-    assert spanning.run([2, 1], disagreeing, timeout=20.0, **OVER_GROUPS) == [2, 2, 2]
-    assert spanning.run([2, 1], leaving, False, timeout=20.0, **OVER_GROUPS) == [9.0] * 3
-    assert spanning.run([2, 1], leaving, True, timeout=20.0, **OVER_GROUPS) == ["left", 0, 0]
-
-
-def stuck(group: pycomm.Group, path: str) -> type[pycomm.CollectiveError]:
-    """A process group that completes nothing before rank 0 has given up, though all ranks live."""
-    from pycomm._runtime import carriers
-
-    if group.rank == 1:
-        real, given_up = carriers.Carriers.all_to_all, Path(path)
-        carriers.Carriers.all_to_all = lambda *given: (
-            helpers.wait_until(given_up.exists),
-            real(*given),
-        )[1]
-    with pytest.raises(pycomm.CollectiveError) as failure:
-        pycomm.all_reduce(torch.ones(100), group=group)
-    Path(path).touch()
-    return failure.type
-
-
-def test_a_process_group_that_overruns_its_deadline(tmp_path):
-    path = str(tmp_path / "given up")
-    with spanning.ranks([1, 1], stuck, path, timeout=TIMEOUT, **OVER_GROUPS) as ranks:
-        first, second = ranks.join()
-    assert first.value is pycomm.Timeout, first.trace
-    assert issubclass(second.value, pycomm.CollectiveError), second.trace
-
-
 def leave_while_aborting(group: pycomm.Group, way: str) -> None:
     """Another thread, or a signal's handler, aborts the group while it tells that it leaves."""
     leave = internode.GlooTransport.leave

@@ -218,13 +218,3 @@ def test_a_failure_of_the_first_rank_is_none_of_the_group(tmp_path):
         for outcome in members.wait_for([0, 1]):
             assert outcome.value == ([0, 1, 2], True), outcome
         assert newcomer.wait_for([0])[0].error is None
-
-
-def refuse(group):
-    with pytest.raises(ValueError, match='transport must be "auto" or "gloo"'):
-        group.grow()
-    return True
-
-
-def test_process_groups_do_not_grow():
-    assert all(spanning.run([1, 1], refuse, timeout=20, transport="process_group"))

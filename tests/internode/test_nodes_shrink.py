@@ -328,11 +328,9 @@ def reduce_preserved(group, waits):
             failed = functools.partial(pycomm.recover, error)
 
 
-@pytest.mark.parametrize("transport", ["gloo", "process_group"])
 @pytest.mark.parametrize("waits", [None, True, False], ids=["sync", "waits", "does not wait"])
-def test_survivors_complete_an_operation(waits, transport):
-    options = {"timeout": 20, "transport": transport}
-    with spanning.ranks([2, 1, 1], reduce_preserved, waits, **options) as ranks:
+def test_survivors_complete_an_operation(waits):
+    with spanning.ranks([2, 1, 1], reduce_preserved, waits, timeout=20) as ranks:
         found = [outcome.value for outcome in ranks.wait_for([0, 2, 3])]
     for left, x in found:
         assert left == (0, 2, 3)
@@ -386,11 +384,8 @@ def train(group, steps):
     return group.ranks, [parameter.detach().clone() for parameter in net.parameters()]
 
 
-@pytest.mark.parametrize("transport", ["gloo", "process_group"])
-def test_training_goes_on_between_nodes(transport):
-    left = [
-        value for value in spanning.run("abb", train, 8, timeout=20, transport=transport) if value
-    ]
+def test_training_goes_on_between_nodes():
+    left = [value for value in spanning.run("abb", train, 8, timeout=20) if value]
     assert [ranks for ranks, _ in left] == [(0, 2)] * 2
     for mine, other in zip(left[0][1], left[1][1], strict=True):
         assert torch.equal(mine, other)

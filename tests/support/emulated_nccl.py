@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Callable
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
+
+from pycomm._runtime.gloo import Addresses, disconnect, interfaces
+
+TIMEOUT = 60.0  # seconds for connecting, which an abort ends
 
 
 class Work:
@@ -23,13 +29,23 @@ class Work:
 
 
 class ProcessGroupNCCL:
-    """Stands for torch's. Its stream waits for the current one before each operation."""
+    """Stands for torch's, and like it connects at the first operation.
+
+    Its stream waits for the current one before each operation.
+    """
 
     Options = SimpleNamespace
 
-    def __init__(self, store: Store, rank: int, size: int, options: Any) -> None:
-        self._gloo = dist.ProcessGroupGloo(store, rank, size, options._timeout)
+    def __init__(self, store: Store, rank: int, size: int, _options: Any) -> None:
+        self._store = Addresses(store, TIMEOUT)
+        self._rank, self._size = rank, size
+        self._gloo: Any = None
         self._stream = torch.cuda.Stream()
+
+    def _connect(self) -> None:
+        if self._gloo is None:
+            patience = timedelta(seconds=TIMEOUT)
+            self._gloo = dist.ProcessGroupGloo(self._store, self._rank, self._size, patience)
 
     def alltoall_base(
         self, output: torch.Tensor, given: torch.Tensor, theirs: list, mine: list, options: Any
@@ -39,21 +55,35 @@ class ProcessGroupNCCL:
         )
 
     def _allgather_base(self, output: torch.Tensor, given: torch.Tensor) -> Work:
-        return self._enqueue(self._gloo._allgather_base, output, given)
+        return self._enqueue(lambda to, of: self._gloo._allgather_base(to, of), output, given)
 
     def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Work:
         return self._enqueue(lambda to: self._gloo.broadcast([to], options), *tensors)
+
+    def abort(self) -> None:
+        """Ends operations on both sides, and also the wait for other ranks.
+
+        NCCL's abort() does not end that wait; the Store's timeout does.
+        """
+        self._store.end()
+        if self._gloo is not None:
+            others = [rank for rank in range(self._size) if rank != self._rank]
+            disconnect(self._gloo, others, interfaces())
 
     def shutdown(self) -> None:
         self._stream.synchronize()
 
     def _enqueue(self, operation: Callable[..., Any], *tensors: torch.Tensor) -> Work:
         """Runs an operation, which writes the first tensor and reads the others."""
+        self._connect()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for index, tensor in enumerate(tensors):
                 torch.ops.emulator.kernel_uses(tensor, index == 0)
-            operation(*map(_on_host, tensors)).wait()
+            with contextlib.suppress(
+                RuntimeError
+            ):  # a connection is lost, which NCCL does not tell
+                operation(*map(_on_host, tensors)).wait()
             return Work(self._stream.record_event())
 
 

@@ -23,15 +23,15 @@ class Step:
     residual: torch.Tensor | None
 
 
-def run(group: pycomm.Group, case: Case) -> list[Step]:
+def run(group: pycomm.Group, case: Case, device: str = "cpu") -> list[Step]:
     """One rank's part, all steps. `case.count` is the number of elements of an input."""
-    residual = torch.zeros(case.count) if case.feedback else None
+    residual = torch.zeros(case.count, device=device) if case.feedback else None
     seen = []
     for step in range(case.steps):
-        output = torch.full((case.count // group.size,), 7, dtype=case.dtype)
+        output = torch.full((case.count // group.size,), 7, dtype=case.dtype, device=device)
         pycomm.compressed_reduce_scatter(
             output,
-            case.input(group.rank, step),
+            case.input(group.rank, step).to(device),
             case.compression,
             residual=residual,
             op=case.op,

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import types
 
 import helpers
 import pytest
+import spanning
+import torch
 
 import pycomm
+from pycomm import _init
 from pycomm._runtime import carriers, span
 from pycomm._runtime.internode import Nodes
 
@@ -105,7 +109,7 @@ def device(monkeypatch):
         abort=lambda: log.append("abort"), close=lambda: log.append("close")
     )
     core = Core()
-    made = span.Span(core, Nodes(((0,), (1,)), 0), 0, None, {"cuda": imagined}, TIMEOUT)
+    made = span.Span(core, Nodes(((0,), (1,)), 0), 0, None, imagined, TIMEOUT)
     yield made, log, own, fake
     made.close()
 
@@ -151,6 +155,22 @@ def test_closing_waits_for_what_is_enqueued(device):
     assert log == [*ENQUEUED, "await own", "close"]
 
 
+def test_an_interrupt_of_close_ends_the_group(device):
+    made, log, own, _ = device
+    enqueue(made, log)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    real, own.synchronize = own.synchronize, interrupt
+    with pytest.raises(KeyboardInterrupt):
+        made.close()
+    own.synchronize = real
+    assert log == [*ENQUEUED, "abort", "close"]
+    with pytest.raises(pycomm.GroupUnusable):
+        enqueue(made, log)
+
+
 def test_a_failure_while_enqueuing_ends_the_group_and_keeps_the_tensors(device):
     made, log, _, _ = device
 
@@ -174,7 +194,7 @@ def test_a_deadline_of_the_device_becomes_a_timeout(device):
     enqueue(made, log)
     helpers.wait_until(lambda: "abort" in log)
     own.record_event = real
-    with pytest.raises(pycomm.Timeout, match=r"took longer than 0\.2 s: its process group was"):
+    with pytest.raises(pycomm.Timeout, match=r"took longer than 0\.2 s: NCCL was"):
         enqueue(made, log)
     with pytest.raises(pycomm.GroupUnusable):
         enqueue(made, log)
@@ -202,21 +222,80 @@ def test_a_failure_inside_the_node_ends_the_others(device):
 
 
 @pytest.mark.parametrize(
-    ("transport", "backends", "gpus", "wanted"),
+    ("backends", "gpus", "wanted"),
     [
-        ("auto", {"cpu": "gloo", "cuda": "nccl"}, True, {"cuda": "nccl"}),
-        ("auto", {"cpu": "gloo", "cuda": "nccl"}, False, {}),
-        ("auto", {"cpu": "gloo", "cuda": "gloo"}, True, {}),
-        ("gloo", {"cpu": "gloo", "cuda": "nccl"}, True, {}),
-        ("process_group", {"cpu": "gloo", "cuda": "nccl"}, True, {"cpu": "gloo", "cuda": "nccl"}),
-        ("process_group", {"cpu": "gloo", "cuda": "gloo"}, True, {"cpu": "gloo"}),
+        ({"cpu": "gloo", "cuda": "nccl"}, True, True),
+        ({"cpu": "gloo", "cuda": "nccl"}, False, False),
+        ({"cpu": "gloo", "cuda": "gloo"}, True, False),
+        ({"cpu": "pycomm"}, True, False),
     ],
 )
-def test_what_carries_which_tensors(monkeypatch, transport, backends, gpus, wanted):
+def test_which_ranks_have_nccl(monkeypatch, backends, gpus, wanted):
     monkeypatch.setattr(carriers, "backends_of", lambda _: dict(backends))
-    monkeypatch.setattr(carriers, "can_make_backend", lambda _: True)
     monkeypatch.setattr(carriers.torch.cuda, "is_available", lambda: gpus)
-    assert carriers.backends_to_make(transport, None) == wanted
+    assert carriers.has_nccl(None) is wanted
+
+
+def connected(rank: int, size: int, store: str, transport: str, with_nccl: str) -> list[bool]:
+    """Whether a rank would connect over NCCL, which only the given ranks have."""
+    spanning.pretend("ab"[rank])
+    seen: list[bool] = []
+    _init.has_nccl = lambda _: str(rank) in with_nccl
+    _init.connect_nodes = lambda *_: seen.append(True)
+    with helpers.member(rank, size, store, transport=transport, timeout=30) as group:
+        assert pycomm.all_reduce(torch.ones(3), group=group).tolist() == [2.0] * 3
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("transport", "with_nccl", "wanted"),
+    [("auto", "01", [True]), ("auto", "0", []), ("gloo", "01", [])],
+)
+def test_every_rank_or_none_takes_nccl(transport, with_nccl, wanted):
+    assert helpers.run_ranks(2, connected, transport, with_nccl) == [wanted] * 2
+
+
+@pytest.fixture
+def nccl(monkeypatch):
+    """The carriers of a stripe on two nodes over an imagined NCCL, and what that was told to do."""
+    log: list[str] = []
+    backend = types.SimpleNamespace(
+        abort=lambda: log.append("abort"), shutdown=lambda: log.append("shutdown")
+    )
+    monkeypatch.setattr(carriers, "new_nccl", lambda *_: backend)
+    return carriers.Carriers(None, 0, 2, TIMEOUT), log
+
+
+def test_only_what_was_not_aborted_is_shut_down(nccl):
+    """NCCL still sends when a stream has come to the end of an operation; shutdown() waits."""
+    made, log = nccl
+    made.close()
+    assert log == ["shutdown"]
+    made.abort()
+    made.close()
+    assert log == ["shutdown", "abort"]
+
+
+def test_a_forked_child_leaves_the_parents_connections(nccl, monkeypatch):
+    made, log = nccl
+    child = os.getpid() + 1
+    monkeypatch.setattr(carriers.os, "getpid", lambda: child)
+    made.abort()
+    made.close()
+    assert log == []
+
+
+def test_connecting_ends_with_the_timeout(nccl, monkeypatch):
+    """As the other node does not come, the device does not come to the end of the exchange."""
+    made, log = nccl
+    monkeypatch.setattr(carriers.torch, "zeros", lambda *_, **__: torch.ones(2))
+    monkeypatch.setattr(made, "all_gather", lambda *_: types.SimpleNamespace(wait=lambda: None))
+    stream = types.SimpleNamespace(record_event=lambda: Point(False))
+    monkeypatch.setattr(carriers.torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(carriers, "Point", lambda event: event)
+    with pytest.raises(TimeoutError, match=r"NCCL has not connected within 0\.2 s"):
+        made.connect()
+    assert log == ["abort"]
 
 
 def test_an_event_of_a_device_that_has_failed_never_happens(watch):
