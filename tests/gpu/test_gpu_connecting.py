@@ -168,35 +168,14 @@ def test_a_death_while_the_smaller_group_connects(nodes, spans):
     assert found == [(((0, 2), True, (spans, [3.0] * 5)), "")] * 2
 
 
-def train(group, steps):
-    """Trains, also after rank 0 has died; returns the group and the sum of the parameters."""
-    torch.manual_seed(0)
-    net = torch.nn.Linear(300, 20).cuda()
-    model = pycomm.DataParallel(net, compression=pycomm.Int8(), group=group)
-    optimizer, step = torch.optim.Adam(net.parameters(), lr=0.01), 0
-    while step < steps:
-        try:
-            if model.comm_state.group is not group:
-                model.regroup(group)
-            model(torch.randn(8, 300).cuda()).square().mean().backward()
-            commits = model.should_commit()
-        except pycomm.CollectiveError:
-            group = group.shrink()
-            continue
-        if commits:
-            optimizer.step()
-            step += 1
-        optimizer.zero_grad()
-        if step == 3 and group.size == 3 and group.rank == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-    assert model.comm_state.stats()["residuals_lost"] == 1
-    spans = group._spans(CUDA)
-    return group.ranks, spans, [p.detach().cpu().tolist() for p in net.parameters()]
+def train(group):
+    last, parameters = spanning.train(group, 0, lambda _: die(), "cuda")
+    return last.ranks, last._spans(CUDA), [parameter.tolist() for parameter in parameters]
 
 
 @pytest.mark.parametrize(("names", "spans"), [("abc", True), ("abb", False)])
 def test_training_goes_on_when_a_rank_dies(names, spans):
-    with helpers.Ranks(3, gpu_nodes.member, names, train, 8) as ranks:
+    with helpers.Ranks(3, gpu_nodes.member, names, train) as ranks:
         outcomes = ranks.wait_for([1, 2])
     assert [outcome.trace for outcome in outcomes] == [""] * 2
     mine, other = (outcome.value for outcome in outcomes)

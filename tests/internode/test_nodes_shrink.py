@@ -358,34 +358,13 @@ def test_strangers_are_not_heard():
     assert spanning.run([1, 1], be_disturbed, timeout=20) == [(0, 1)] * 2
 
 
-def train(group, steps):
-    """Trains while ranks leave; returns the parameters."""
-    torch.manual_seed(0)
-    net = torch.nn.Linear(300, 20)
-    model = pycomm.DataParallel(net, compression=pycomm.Int8(), group=group)
-    optimizer, step = torch.optim.Adam(net.parameters(), lr=0.01), 0
-    while step < steps:
-        try:
-            if model.comm_state.group is not group:
-                model.regroup(group)
-            model(torch.randn(8, 300)).square().mean().backward()
-            commits = model.should_commit()
-        except pycomm.CollectiveError:
-            group = group.shrink()
-            continue
-        if commits:
-            optimizer.step()
-            step += 1
-        optimizer.zero_grad()
-        if step == 3 and group.size == 3 and group.rank == 1:
-            group.close()
-            return None
-    assert model.comm_state.stats()["residuals_lost"] == 1
-    return group.ranks, [parameter.detach().clone() for parameter in net.parameters()]
+def train(group):
+    outcome = spanning.train(group, 1, pycomm.Group.close)
+    return outcome and (outcome[0].ranks, outcome[1])
 
 
 def test_training_goes_on_between_nodes():
-    left = [value for value in spanning.run("abb", train, 8, timeout=20) if value]
+    left = [value for value in spanning.run("abb", train, timeout=20) if value]
     assert [ranks for ranks, _ in left] == [(0, 2)] * 2
     for mine, other in zip(left[0][1], left[1][1], strict=True):
         assert torch.equal(mine, other)

@@ -70,3 +70,38 @@ def operate_until_failure(group: pycomm.Group) -> pycomm.CollectiveError:
         except pycomm.CollectiveError as error:
             return error
     raise AssertionError
+
+
+def train(
+    group: pycomm.Group,
+    loser: int,
+    leave: Callable[[pycomm.Group], None],
+    device: str = "cpu",
+) -> tuple[pycomm.Group, list[torch.Tensor]] | None:
+    """Trains on three ranks, of which `loser` leaves after three steps, and then on two.
+
+    Returns:
+        The last group and the parameters, on the CPU; None on the rank that has left.
+    """
+    torch.manual_seed(0)
+    net = torch.nn.Linear(300, 20).to(device)
+    model = pycomm.DataParallel(net, compression=pycomm.Int8(), group=group)
+    optimizer, step = torch.optim.Adam(net.parameters(), lr=0.01), 0
+    while step < 8:
+        try:
+            if model.comm_state.group is not group:
+                model.regroup(group)
+            model(torch.randn(8, 300).to(device)).square().mean().backward()
+            commits = model.should_commit()
+        except pycomm.CollectiveError:
+            group = group.shrink()
+            continue
+        if commits:
+            optimizer.step()
+            step += 1
+        optimizer.zero_grad()
+        if step == 3 and group.size == 3 and group.rank == loser:
+            leave(group)
+            return None
+    assert model.comm_state.stats()["residuals_lost"] == 1
+    return group, [parameter.detach().cpu() for parameter in net.parameters()]
