@@ -89,8 +89,9 @@ int Window::create(int ranks, std::int64_t slice_bytes, std::int64_t staging_byt
   try {
     reserve_in_file(fd, 0, ranks * window_slice_bytes(ranks, staging_bytes));
     // The size is final, so a rank that has checked it once meets no SIGBUS later.
-    if (fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0)
+    if (fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
       throw_errno("F_ADD_SEALS");
+    }
     write_header(fd, {kMagic, kLayout, ranks, slice_bytes, staging_bytes});
   } catch (...) {
     close(fd);

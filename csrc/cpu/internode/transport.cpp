@@ -6,7 +6,6 @@
 #include "cpu/waiting_time.h"
 
 namespace pycomm::cpu {
-namespace {}  // namespace
 
 bool Transport::wait(std::int64_t batches, Clock::duration patience) {
   std::unique_lock lock(mutex_);
