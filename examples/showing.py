@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-LINES = 10  # number of lines that print the loss
+LINES = 2  # number of lines that print the loss
 
 
 class Screen:
@@ -15,7 +15,7 @@ class Screen:
 
         self._active = rank == 0
         self._line_every = steps / LINES
-        self._next_line = 0.0
+        self._next_line = self._line_every
         self._bar = progress.Progress(
             progress.TextColumn(title),
             progress.BarColumn(),

@@ -29,6 +29,7 @@ class Settings:
     iters: int | None
     warmup_iters: int | None
     check: bool
+    brief: bool
     device: str
     timeout: float
     json: str | None

@@ -126,6 +126,7 @@ def _add_how_flags(command: argparse.ArgumentParser, collective: str) -> None:
     if collective == "all_reduce":
         add("--feedback", action="store_true", help="compress with a residual")
     add("--timeout", type=seconds, default=60.0, help="seconds to wait for a rank (default 60)")
+    add("--brief", action="store_true", help="print only medians, as they come")
     add("-J", "--json", metavar="FILE", help="write results")
     add("--plot", type=picture, metavar="FILE", help="draw results as a PNG")
 
@@ -336,6 +337,7 @@ def _settings(
         iters=arguments.iters,
         warmup_iters=arguments.warmup_iters,
         check=bool(arguments.check),
+        brief=arguments.brief,
         device=arguments.device,
         timeout=arguments.timeout,
         json=arguments.json,

@@ -194,7 +194,21 @@ def human_bytes(count: int) -> str:
     return f"{count:,} B"
 
 
+def closing(meta: dict[str, Any], settings: Settings, rows: list[Row]) -> list[str]:
+    """The lines below the table."""
+    return [
+        *floors(meta["floor"], settings.buffers),
+        f"load {meta['load_after']:.2f}, barrier {meta['barrier_us_after']:.2f} us",
+        *compare(rows),
+    ]
+
+
 def compare(rows: list[Row]) -> list[str]:
+    """Per size, our times beside others': the best peer's, and uncompressed ones."""
+    return [*_compare_peers(rows), *_compare_compressed(rows)]
+
+
+def _compare_peers(rows: list[Row]) -> list[str]:
     """Per size, our uncompressed time on each buffer as a ratio to the best peer's."""
     lines = []
     for what, same in _by_case(rows).items():
@@ -210,7 +224,7 @@ def compare(rows: list[Row]) -> list[str]:
     return lines
 
 
-def compare_compressed(rows: list[Row]) -> list[str]:
+def _compare_compressed(rows: list[Row]) -> list[str]:
     """Per size, the time of every compression as a ratio to the uncompressed one's."""
     lines = []
     for what, same in _by_case(rows).items():

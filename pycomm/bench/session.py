@@ -32,14 +32,16 @@ def run(settings: Settings) -> None:
     field = [*contestants.own(group, settings), *others]
     meta = report.make_meta(settings, group.size, absent, contestants.refusals(field, cases))
     meta["barrier_us_before"] = round(measure.barrier_us(group), 3)
-    _say(report.preamble(meta, settings))
+    if not settings.brief:
+        _say(report.preamble(meta, settings))
     rows: list[Row] = []
     for case in cases:
         able = [contestant for contestant in field if contestant.supports(case)]
         if able:
             able_probes = [probe for probe in probes if probe.supports(case)]
             added = _run_case(settings, group, able, able_probes, case, meta)
-            _say("\n".join(map(report.format_row, added)))
+            lines = report.compare(added) if settings.brief else map(report.format_row, added)
+            _say("\n".join(lines))
             rows += added
     meta["barrier_us_after"] = round(measure.barrier_us(group), 3)
     meta["load_after"] = os.getloadavg()[0]
@@ -108,11 +110,9 @@ def _say(text: str) -> None:
 
 def _finish(settings: Settings, meta: dict[str, Any], rows: list[Row]) -> None:
     """What comes after the table."""
-    for line in report.floors(meta["floor"], settings.buffers):
-        print(f"# {line}")
-    print(f"# load {meta['load_after']:.2f}, barrier {meta['barrier_us_after']:.2f} us")
-    for line in [*report.compare(rows), *report.compare_compressed(rows)]:
-        print(f"# {line}")
+    if not settings.brief:
+        for line in report.closing(meta, settings, rows):
+            print(f"# {line}")
     if settings.json is not None:
         report.write_json(settings.json, meta, map(asdict, rows))
     if settings.plot is not None:
