@@ -10,6 +10,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from pycomm import _C
+from pycomm._inputs import host
 from pycomm._inputs.arrays import as_tensor
 from pycomm._inputs.dtypes import operation_of
 from pycomm._inputs.tensors import check_same_kind, check_tensor, check_written
@@ -124,7 +125,7 @@ def launch_blocks(
     increment_version(result.tensors)
     given = [tensor.detach().contiguous() for tensor in source.tensors]
     made = [
-        tensor.detach() if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype)
+        tensor.detach() if tensor.is_contiguous() else host.empty(*tensor.shape, dtype=tensor.dtype)
         for tensor in result.tensors
     ]
     operation = operation_of(collective, "two_shot", first.dtype, op, root)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.distributed_c10d import PrefixStore
 
+from pycomm._inputs import host
 from pycomm._inputs.dtypes import operation_of
 from pycomm._runtime import rendezvous
 from pycomm._runtime.carriers import Carriers, subgroup_of
@@ -85,7 +86,7 @@ class _Attempt:
         """This rank's connections, once all ranks have theirs."""
         made, size = self._made, self._made.size
         # Whether a rank waits; whether one has failed; and which one has the most steps left.
-        state = torch.zeros(3, dtype=torch.int64)
+        state = host.zeros(3, dtype=torch.int64)
         operation, at = operation_of("all_reduce", "auto", state.dtype, "max"), state.data_ptr()
         while True:
             waits, error = not self._ended.wait(_LOOK_EVERY), self._error
@@ -197,10 +198,10 @@ def _drop(span: Span) -> None:
 
 def _told(made: Group, culprit: int, reason: str) -> str:
     """The culprit's reason, on all ranks."""
-    text = torch.zeros(_LONGEST_REASON, dtype=torch.uint8)
+    text = host.zeros(_LONGEST_REASON, dtype=torch.uint8)
     if made.rank == culprit:
         given = reason.encode()[:_LONGEST_REASON]
-        text[: len(given)] = torch.tensor(list(given), dtype=torch.uint8)
+        text[: len(given)] = host.tensor(list(given), dtype=torch.uint8)
     operation, at = operation_of("broadcast", "auto", text.dtype, root=culprit), text.data_ptr()
     made._core.run(operation, len(text), at, at, None, "connect")
     return bytes(text.tolist()).rstrip(b"\0").decode(errors="replace")

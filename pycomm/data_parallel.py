@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
+from pycomm._inputs import host
 from pycomm._inputs.tensors import check_memory
 from pycomm._retired import refuse_retired
 from pycomm._runtime.torch_private import backward_id, backward_node, not_compiled
@@ -221,7 +222,7 @@ class DataParallel(Wrapping):
             yield
             while self._prepare(0.0, active=False):
                 self._exchange.stand_in()
-            last = torch.tensor([self._joined_steps * self._group.size + self._group.rank])
+            last = host.tensor([self._joined_steps * self._group.size + self._group.rank])
             all_reduce(last, "max", group=self._group)
             tensors = [*self.module.parameters(), *self.module.buffers()]
             broadcast_all(tensors, int(last) % self._group.size, self._group)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pycomm import _C
+from pycomm._inputs import host
 from pycomm._inputs.dtypes import check_dtype
 from pycomm._runtime import log
 from pycomm._runtime.elastic import Elastic
@@ -140,7 +141,7 @@ class Group(Elastic):
             return self._cuda_side(torch.device(device)).empty(shape, dtype)
         count = shape.numel()
         if count == 0:
-            return torch.empty(shape, dtype=dtype)
+            return host.empty(*shape, dtype=dtype)
         allocation = self._core.allocate(count * dtype.itemsize)
         return torch.frombuffer(allocation, dtype=torch.uint8).view(dtype)[:count].view(shape)
 

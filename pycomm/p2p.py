@@ -10,6 +10,7 @@ from torch.autograd.graph import increment_version
 
 from pycomm import _C
 from pycomm._given import given_group
+from pycomm._inputs import host
 from pycomm._inputs.arguments import seconds
 from pycomm._inputs.tensors import check_memory, check_no_gradient, check_no_overlap
 from pycomm._runtime import orphans
@@ -194,7 +195,7 @@ def _to_receive(tensor: torch.Tensor) -> torch.Tensor:
     increment_version(tensor)  # autograd may have saved the old value
     if tensor.is_contiguous():
         return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype)
+    return host.empty(*tensor.shape, dtype=tensor.dtype)
 
 
 def _arguments(

@@ -26,6 +26,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from pycomm._given import given_group
+from pycomm._inputs import host
 from pycomm._spanning.collectives import launch
 from pycomm._work import Work
 from pycomm.errors import CollectiveError, GroupUnusable, Mismatch, NotRecoverable, PycommError
@@ -271,8 +272,8 @@ def _raise(error: Exception) -> None:
 
 def _exchange(group: Group, claim: list[int]) -> list[list[int]]:
     """The claims of all ranks."""
-    mine = torch.tensor(claim)
-    everyone = torch.empty(group.size, len(claim), dtype=mine.dtype)
+    mine = host.tensor(claim)
+    everyone = host.empty(group.size, len(claim), dtype=torch.int64)
     launch(group, "all_gather", mine, everyone, mine.shape, label=_LABEL, async_op=False)
     return everyone.tolist()
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pycomm._given import given_group
+from pycomm._inputs import host
 from pycomm.collectives import all_gather, broadcast
 
 if TYPE_CHECKING:
@@ -48,8 +49,8 @@ def share_state(*objects: Any, receive: bool = False, group: Group | None = None
                 f"got {type(each).__name__}"
             )
     group = given_group(group)
-    receives = torch.empty(group.size, dtype=torch.bool)
-    all_gather(receives, torch.tensor([bool(receive)]), group=group)
+    receives = host.empty(group.size, dtype=torch.bool)
+    all_gather(receives, host.tensor([bool(receive)], dtype=torch.bool), group=group)
     if not receives.any():
         return
     if receives.all():
@@ -86,7 +87,7 @@ def _send(objects: tuple[Any, ...], source: int, receive: bool, group: Group) ->
             torch.load(written, map_location="cpu", weights_only=True)  # as the receivers will
         except Exception as error:  # the others wait
             why = error
-    size = torch.tensor([-1 if why else written.getbuffer().nbytes])
+    size = host.tensor([-1 if why else written.getbuffer().nbytes])
     broadcast(size, source, group=group)
     count = int(size)
     if count < 0:

@@ -17,6 +17,7 @@ import torch
 from pycomm import _C
 from pycomm._chrome_trace import Part, make_trace
 from pycomm._given import given_group
+from pycomm._inputs import host
 from pycomm._runtime.ranges import Range, Watch, watches
 from pycomm._runtime.sampler import Sampler
 from pycomm.collectives import all_gather, all_reduce
@@ -52,7 +53,11 @@ class Trace:
             raise ValueError("trace must end before another one of the same group begins")
         Path(self._path.replace(_RANK, str(group.rank))).parent.mkdir(parents=True, exist_ok=True)
         # Large enough for its end to be recorded.
-        all_reduce(torch.zeros(_C.timed_from_bytes // 4), group=group, tag="pycomm.trace")
+        all_reduce(
+            host.zeros(_C.timed_from_bytes // 4, dtype=torch.float32),
+            group=group,
+            tag="pycomm.trace",
+        )
         node = next(index for index, ranks in enumerate(group.nodes) if group.rank in ranks)
         begin = time.monotonic()
         self._steps, self.lost = [], 0
@@ -116,11 +121,11 @@ class Trace:
         mine = torch.frombuffer(
             bytearray(zlib.compress(json.dumps(asdict(self._part)).encode())), dtype=torch.uint8
         )
-        sizes = torch.empty(group.size, dtype=torch.int64)
-        all_gather(sizes, torch.tensor([len(mine)]), group=group, tag="pycomm.trace")
-        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+        sizes = host.empty(group.size, dtype=torch.int64)
+        all_gather(sizes, host.tensor([len(mine)]), group=group, tag="pycomm.trace")
+        padded = host.zeros(int(sizes.max()), dtype=torch.uint8)
         padded[: len(mine)] = mine
-        everyone = torch.empty(group.size, len(padded), dtype=torch.uint8)
+        everyone = host.empty(group.size, len(padded), dtype=torch.uint8)
         all_gather(everyone, padded, group=group, tag="pycomm.trace")
         return [
             _parsed(zlib.decompress(bytes(row[:size].tolist())))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pycomm._inputs import host
 from pycomm._runtime.torch_private import backend_of, storage_users
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class Buffers:
                     nbytes, dtype=torch.uint8, device=_CPU
                 )
             else:
-                buffer = torch.empty(nbytes, dtype=torch.uint8)
+                buffer = host.empty(nbytes, dtype=torch.uint8)
         self._kept.append(buffer)
         self._users.append(storage_users(buffer))
         return buffer

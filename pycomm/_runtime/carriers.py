@@ -80,7 +80,7 @@ class Carriers:
         Raises:
             TimeoutError: another node has not come within the timeout.
         """
-        sums = torch.zeros(self._nodes, device="cuda")
+        sums = torch.zeros(self._nodes, dtype=torch.float32, device="cuda")
         self.all_gather(sums, sums[:1].clone()).wait()
         done = Point(torch.cuda.current_stream().record_event())
         deadline = time.monotonic() + self._timeout

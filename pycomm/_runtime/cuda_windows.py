@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pycomm import _C
+from pycomm._inputs import host
 from pycomm._inputs.dtypes import operation_of
 from pycomm._runtime.cuda import CudaSide
 from pycomm._runtime.environment import environment
@@ -64,21 +65,21 @@ def _run(
 
 
 def _barrier(group: Member) -> None:
-    nothing = torch.empty(0, dtype=torch.uint8)
+    nothing = host.empty(0, dtype=torch.uint8)
     _run(group, "barrier", nothing, nothing)
 
 
 def _all_agree(group: Member, flag: bool) -> bool:
     """True if the flag holds on every rank."""
-    value = torch.tensor([int(flag)], dtype=torch.int32)
+    value = host.tensor([int(flag)], dtype=torch.int32)
     _run(group, "all_reduce", value, value, op="min")
     return bool(value.item())
 
 
 def _gather(group: Member, number: int) -> list[int]:
     """Every rank's number."""
-    mine = torch.tensor([number], dtype=torch.int64)
-    every = torch.empty(group.size, dtype=torch.int64)
+    mine = host.tensor([number])
+    every = host.empty(group.size, dtype=torch.int64)
     _run(group, "all_gather", mine, every)
     return [int(n) for n in every]
 
@@ -292,4 +293,4 @@ def _grant_access(devices: list[torch.device]) -> None:
             if source != target:
                 if not torch.cuda.can_device_access_peer(target, source):
                     raise ValueError(f"ranks that are threads need peer access, {target} lacks it")
-                torch.empty(1, device=source).to(target)
+                torch.empty(1, dtype=torch.uint8, device=source).to(target)

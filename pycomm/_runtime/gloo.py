@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from pycomm._inputs import host
 from pycomm._runtime.waiting import Deadline
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def disconnect(gloo: Any, nodes: Sequence[int], interfaces: int) -> None:
     """
     for node in nodes:
         for tag in range(interfaces):
-            finish(start(gloo.recv, node, torch.empty(1), tag), _AT_ONCE)
+            finish(start(gloo.recv, node, host.empty(1, dtype=torch.float32), tag), _AT_ONCE)
 
 
 def start(operation: Any, node: int, memory: torch.Tensor, tag: int) -> Any:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
+from pycomm._inputs import host
 from pycomm._inputs.dtypes import operation_of
 from pycomm._runtime import log
 from pycomm._runtime.door import Address, Door, knock
@@ -69,7 +70,7 @@ class Growth(Generic[Kind]):
         self._everyone, self._terms, self._make = everyone, terms, make
         self._door: Door | None = None  # on the first rank, once it is open
         self._told = False  # whether all ranks know the address
-        self._length = torch.zeros(1, dtype=torch.int64)  # of news
+        self._length = host.zeros(1, dtype=torch.int64)  # of news
         self._store: Store | None = None  # that this rank serves
         self._watched: dict[int, Connection] = {}  # by ranks of the larger group
         self._busy = threading.Lock()
@@ -137,7 +138,7 @@ class Growth(Generic[Kind]):
         _broadcast(core, self._length)
         if not self._length:
             return {}
-        data = torch.tensor(list(text or bytes(int(self._length))), dtype=torch.uint8)
+        data = host.tensor(list(text or bytes(int(self._length))), dtype=torch.uint8)
         _broadcast(core, data)
         found: dict[str, Any] = json.loads(bytes(data.tolist()))
         self.address, self._told = Address(*found["door"]), True

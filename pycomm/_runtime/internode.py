@@ -33,6 +33,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from pycomm import _C
+from pycomm._inputs import host
 from pycomm._runtime.gloo import disconnect, finish, interfaces, start
 from pycomm._runtime.listener import local_address
 from pycomm._runtime.pulse import SILENCE
@@ -258,7 +259,7 @@ class GlooTransport(_C.Transport):
         """Sends a farewell to all nodes; only the first call has an effect."""
         if self._told:
             return
-        message, tag = torch.tensor(list(farewell), dtype=torch.uint8), _FAREWELL + len(farewell)
+        message, tag = host.tensor(list(farewell), dtype=torch.uint8), _FAREWELL + len(farewell)
         works = [self._start(self._group.send, node, message, tag) for node in self._nodes]
         self._told = True
         self._farewells.put(works)
@@ -290,7 +291,7 @@ class GlooTransport(_C.Transport):
 
     def _listen(self, node: int) -> None:
         """Waits for a node's farewell."""
-        farewell = torch.zeros(_C.farewell_bytes, dtype=torch.uint8)
+        farewell = host.zeros(_C.farewell_bytes, dtype=torch.uint8)
         work = self._start(self._group.recv, node, farewell, _FAREWELL + _C.farewell_bytes)
         if finish(work, _ALWAYS):
             self.heard(node, bytes(farewell.tolist()))

@@ -79,7 +79,7 @@ class Span:
     def _order(self, ranks: Iterable[int], device: torch.device) -> torch.Tensor:
         key = (*ranks,), device
         if key not in self._orders:
-            self._orders[key] = torch.tensor(key[0], device=device)
+            self._orders[key] = torch.tensor(key[0], dtype=torch.int64, device=device)
         return self._orders[key]
 
     def enqueue(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
+from pycomm._inputs import host
 from pycomm._inputs.dtypes import operation_of
 from pycomm._runtime.agreement import Agreement
 from pycomm._runtime.rendezvous import set_up
@@ -46,7 +47,7 @@ class Survivors(Generic[Kind]):
     def decide(self, core: _C.Group, ready: bool, patience: float) -> bool:
         """See :meth:`pycomm.Group.should_commit`."""
         listener = self.listener
-        number, unready = listener.decisions + 1, torch.tensor(float(not ready))
+        number, unready = listener.decisions + 1, host.tensor(not ready, dtype=torch.float32)
         at, operation = unready.data_ptr(), operation_of("all_reduce", "auto", unready.dtype, "max")
         try:
             core.run(operation, 1, at, at, None, "should_commit")

@@ -142,7 +142,7 @@ def divided(sums: torch.Tensor, divisor: int) -> torch.Tensor:
     if divisor == 1:
         return sums
     # A tensor: by a number, CUDA would multiply with the inverse.
-    return sums / torch.full((), float(divisor), device=sums.device)
+    return sums / torch.full((), divisor, dtype=torch.float32, device=sums.device)
 
 
 def nonfinite(result: torch.Tensor) -> torch.Tensor:

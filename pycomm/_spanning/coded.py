@@ -190,7 +190,7 @@ class _Stripe:
         self.value = sendable(self.between, self.call, self.value, found)
         result = self.call.result
         if not self.between.single:
-            result = torch.empty(self.count, device=self.value.device)
+            result = torch.empty(self.count, dtype=torch.float32, device=self.value.device)
         if self.count:
             run_tiles([_CodedTile(self, part, result) for part in self._tiles()])
         return result
@@ -270,7 +270,7 @@ class _CodedTile:
         mine = torch.empty_like(self._results[0])
         for node, _, count in self._owned_parts():
             if node == between.here:
-                total = torch.empty(count, device=mine.device)
+                total = torch.empty(count, dtype=torch.float32, device=mine.device)
                 for other, wire in enumerate(self._incoming):
                     wires.decode(wire, total, _C.topk_spread, add=other > 0)
                 self._conclude(total, mine)

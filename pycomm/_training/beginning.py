@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from pycomm._inputs import host
 from pycomm._training.buckets import broadcast_all
 from pycomm._training.comm_state import CommState
 from pycomm._training.local_sgd import LocalSGDState
@@ -55,7 +56,7 @@ def begin_alike(
     """
     parameters = [*module.parameters()]
     tensors = [*parameters, *module.buffers()]
-    mine = torch.tensor([is_new, options.has_group, _kind(tensors, exchanged, state, options)])
+    mine = host.tensor([is_new, options.has_group, _kind(tensors, exchanged, state, options)])
     told = mine.new_empty(group.size, 3)
     all_gather(told, mine, group=group)
     news = list(map(bool, told[:, 0].tolist()))

@@ -12,6 +12,7 @@ from torch.futures import Future
 
 from pycomm._given import check_group
 from pycomm._init import default_group
+from pycomm._inputs import host
 from pycomm._inputs.arguments import check_whole
 from pycomm._inputs.tensors import check_memory
 from pycomm._runtime.ranges import named
@@ -240,8 +241,8 @@ class CommState(SavedState):
                 stays, self._holders = True, self._holders or self._group.size
             self._group, self._tag = group, group._next_tag()
         self._begin_anew()
-        told = torch.empty(group.size, 2, dtype=torch.int64)
-        all_gather(told, torch.tensor([self.step, stays]), group=group)
+        told = host.empty(group.size, 2, dtype=torch.int64)
+        all_gather(told, host.tensor([self.step, stays]), group=group)
         self.step = int(told[:, 0].max())
         if stays:  # newcomers may have taken the places of lost ranks, so sizes do not tell
             self._residuals_lost += self._holders - int(told[:, 1].sum())

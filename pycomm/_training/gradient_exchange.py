@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 
+from pycomm._inputs import host
 from pycomm._runtime.ranges import named
 from pycomm._runtime.torch_private import not_compiled, queue_callback
 from pycomm._training.buckets import (
@@ -352,7 +353,7 @@ class GradientExchange:
         index = {id(p): i for i, p in enumerate(self.parameters)}
         arrived = sorted(ready, key=lambda parameter: id(parameter) in self._repeated)
         seen = list(dict.fromkeys(index[id(parameter)] for parameter in arrived))
-        order = torch.tensor([*seen, *sorted(set(index.values()) - set(seen))])
+        order = host.tensor([*seen, *sorted(set(index.values()) - set(seen))])
         broadcast(order, 0, group=self._group)
         self.parameters = [self.parameters[i] for i in order.tolist()]
         self._lay_out()

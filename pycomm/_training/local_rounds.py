@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from pycomm._inputs import host
 from pycomm._runtime.torch_private import not_compiled
 from pycomm._training.comm_state import CommState, check_successor
 from pycomm._training.local_gradients import LocalGradients
@@ -244,8 +245,8 @@ class LocalRounds(LocalGradients):
             self._late is not None,
             kind,
         )
-        table = torch.empty(group.size, len(mine), dtype=torch.int64)
-        all_gather(table, torch.tensor(mine, dtype=torch.int64), group=group)
+        table = host.empty(group.size, len(mine), dtype=torch.int64)
+        all_gather(table, host.tensor(mine), group=group)
         accounts = [_Account(*row) for row in table.tolist()]
         if any(account.divides for account in accounts):
             raise ValueError("inner_group must be None to go on with another group")

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from pycomm._inputs import host
 from pycomm._training.replicas import Kind, Replicas, places_of, views_in
 from pycomm.collectives import all_reduce
 
@@ -77,8 +78,8 @@ class NodeReplicas(Replicas):
             inode = os.fstat(own).st_ino
         except OSError as raised:
             error = raised
-        told = torch.zeros(group.size, 2, dtype=torch.int64)
-        told[self._rank] = torch.tensor([own, inode])
+        told = host.zeros(group.size, 2, dtype=torch.int64)
+        told[self._rank] = host.tensor([own, inode])
         all_reduce(told, group=group)
         self._areas: list[_Area] = []
         try:

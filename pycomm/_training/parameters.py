@@ -138,7 +138,9 @@ def dense_strides(parameter: torch.Tensor) -> tuple[int, ...]:
     outer_first = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
     if parameter.permute(outer_first).is_contiguous():
         return parameter.stride()
-    return torch.empty(parameter.shape, device="meta").stride()
+    return torch.empty_like(
+        parameter, device="meta", memory_format=torch.contiguous_format
+    ).stride()
 
 
 def same_places(shape: Sequence[int], strides: Sequence[int], other_strides: Sequence[int]) -> bool:

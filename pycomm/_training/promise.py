@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pycomm._inputs import host
 from pycomm._work import Work
 from pycomm.collectives import all_reduce
 
@@ -43,13 +44,13 @@ class Promise:
         """Announces an exchange before it sends anything; only the first call has an effect."""
         if not self._announced:
             self._announced = True
-            announced = torch.ones(1, dtype=torch.uint8)
+            announced = host.tensor([1], dtype=torch.uint8)
             self._work = all_reduce(announced, "max", group=group, async_op=True)
 
     def is_broken(self, group: Group) -> bool:
         """In another forward: true if other ranks are in the exchange, so this one must join it."""
         if not self._announced:
-            others = all_reduce(torch.zeros(1, dtype=torch.uint8), "max", group=group)
+            others = all_reduce(host.zeros(1, dtype=torch.uint8), "max", group=group)
             self._announced = bool(others)
             if not self._announced:  # so forwards left over then will not have a backward
                 self._forwards -= self._left
@@ -72,6 +73,6 @@ class Promise:
 def compare(used: Sequence[bool], raised: bool, group: Group) -> tuple[list[bool], list[int]]:
     """After an exchange: what any rank has used, and the ranks whose backward has raised."""
     flags = [*used, *(raised and rank == group.rank for rank in range(group.size))]
-    anywhere = all_reduce(torch.tensor(flags).byte(), "max", group=group).bool().tolist()
+    anywhere = all_reduce(host.tensor(flags, dtype=torch.uint8), "max", group=group).bool().tolist()
     raised_on = [rank for rank, flag in enumerate(anywhere[len(used) :]) if flag]
     return anywhere[: len(used)], raised_on

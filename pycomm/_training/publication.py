@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch.utils.weak import TensorWeakRef
 
+from pycomm._inputs import host
 from pycomm._spanning.collectives import launch
 from pycomm._work import Work
 from pycomm.errors import PycommError
@@ -63,7 +64,7 @@ class Publication:
         self._compression = sharding.publish
         self.errors: list[torch.Tensor] = []
         if sharding.publish is not None:
-            self.errors = [torch.zeros(len(s.own), dtype=torch.float32) for s in spreads]
+            self.errors = [host.zeros(len(s.own), dtype=torch.float32) for s in spreads]
         self._versions: dict[int, int] = {}  # of parameters, when errors were last updated
         # In a step, what all ranks see of this rank's blocks that it changes, by number.
         self._seen: dict[int, torch.Tensor | None] = {}

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from pycomm._inputs import host
 from pycomm.collectives import all_reduce
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class Replicas(ABC):
     ) -> None:
         self._group, self._rank, self.steps = group, group.rank, 0
         crc = zlib.crc32(repr((list(kinds), list(parameters), label)).encode())
-        told = torch.zeros(group.size, dtype=torch.int64)
+        told = host.zeros(group.size, dtype=torch.int64)
         told[group.rank] = crc
         all_reduce(told, group=group)
         if not (told == told[0]).all():  # as all ranks see

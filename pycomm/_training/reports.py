@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from pycomm._inputs import host
 from pycomm.collectives import all_gather
 from pycomm.errors import Mismatch
 
@@ -50,8 +51,8 @@ def compare(mine: Report, group: Group) -> list[Report]:
     Raises:
         pycomm.Mismatch: the reports do not fit each other.
     """
-    table = torch.empty(group.size, len(mine), dtype=torch.int64)
-    all_gather(table, torch.tensor(mine, dtype=torch.int64), group=group)
+    table = host.empty(group.size, len(mine), dtype=torch.int64)
+    all_gather(table, host.tensor(mine), group=group)
     reports = [Report(*row) for row in table.tolist()]
     against = next((rank for rank, report in enumerate(reports) if not report.left), 0)
     for rank, report in enumerate(reports):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pycomm._inputs import host
 from pycomm.collectives import broadcast
 
 if TYPE_CHECKING:
@@ -36,8 +37,10 @@ class Residuals:
         for entry in self._entries.values():
             self._begin[entry.name] = count
             count += -(-entry.numel // _LINE) * _LINE
-        self._flat = {kind: torch.zeros(count) for kind in kinds}
-        self._before = {kind: torch.zeros(count if restorable else 0) for kind in kinds}
+        self._flat = {kind: host.zeros(count, dtype=torch.float32) for kind in kinds}
+        self._before = {
+            kind: host.zeros(count if restorable else 0, dtype=torch.float32) for kind in kinds
+        }
         self._scale: torch.Tensor | None = None  # in the step that may have to be undone
 
     def __bool__(self) -> bool:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pycomm._inputs import host
 from pycomm._spanning.collectives import launch
 from pycomm._training.replicas import Kind, Replicas, places_of, views_in
 
@@ -59,7 +60,7 @@ class SpanningReplicas(Replicas):
         for rank in self.copied:
             ends.append(places_of(parameters, rank, ends[-1])[-1])
         try:  # all in one storage, so that memory_report() counts all of it
-            memory = torch.zeros(ends[-1] + _AHEAD * size * self._piece, dtype=torch.uint8)
+            memory = host.zeros(ends[-1] + _AHEAD * size * self._piece, dtype=torch.uint8)
         except RuntimeError as raised:  # torch's error if there is no memory
             return raised
         self._now, self._before, *wards = memory[: ends[0]].view(4, length)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils.weak import TensorWeakRef
 
+from pycomm._inputs import host
 from pycomm.collectives import all_reduce
 from pycomm.errors import PycommError
 
@@ -133,5 +134,5 @@ def differ(buffers: Iterable[torch.Tensor], group: Group, counts: bool = True) -
     for buffer in buffers:
         data = buffer.view(torch.uint8).cpu()
         crc = zlib.crc32((ctypes.c_char * data.numel()).from_address(data.data_ptr()), crc)
-    bounds = torch.tensor([crc, -crc] if counts else [_BELOW_ANY, _BELOW_ANY])
+    bounds = host.tensor([crc, -crc] if counts else [_BELOW_ANY, _BELOW_ANY])
     return bool(all_reduce(bounds, "max", group=group).sum() != 0)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pycomm._inputs import host
 from pycomm._training.comm_state import CommState
 from pycomm._training.optimizers import optimizers_of
 from pycomm._training.shards import part_of
@@ -65,13 +66,13 @@ class ShardSurvival:
             RuntimeError: there are no replicas yet, or they are lost, too, or a step has failed and
                 not all states have replicas. Each is raised on all ranks.
         """
-        count = all_reduce(torch.tensor([len(self._optimizers)]), "max", group=self._group)
+        count = all_reduce(host.tensor([len(self._optimizers)]), "max", group=self._group)
         lacking = not all(one.is_replicated() for one in self._optimizers)
         broken = any(guard.is_broken() for guard in self._guards)
         own = [(one.rank_in_division(), one.undoes_step()) for one in self._optimizers]
         own += [(-1, False)] * (int(count) - len(own))
-        table = torch.empty(self._group.size, 2 + 2 * len(own), dtype=torch.int64)
-        mine = torch.tensor([lacking, broken, *itertools.chain(*own)], dtype=torch.int64)
+        table = host.empty(self._group.size, 2 + 2 * len(own), dtype=torch.int64)
+        mine = host.tensor([lacking, broken, *itertools.chain(*own)])
         all_gather(table, mine, group=self._group)
         lacking, broken = table[:, :2].any(dim=0).tolist()
         self._has_replicas = self._replicates and not lacking
@@ -99,7 +100,7 @@ class ShardSurvival:
             for (one, owners), undoes in zip(pairs, undone, strict=False):
                 self._to_restore += one.to_restore(owners) if undoes else []
         nbytes = sum(_room(elements) for elements, _ in self._to_restore)
-        found = torch.tensor([bool(lost), bool(gone), nbytes])
+        found = host.tensor([bool(lost), bool(gone), nbytes])
         any_lost, any_gone, self._restored_bytes = all_reduce(
             found, "max", group=self._group
         ).tolist()
@@ -139,7 +140,7 @@ class ShardSurvival:
 
         Each element comes from one rank, and the others give zeros, so the maximum is its bits.
         """
-        values = torch.zeros(self._restored_bytes, dtype=torch.uint8)
+        values = host.zeros(self._restored_bytes, dtype=torch.uint8)
         places, end = [], 0
         for elements, ranges in self._to_restore:
             begin, end = end, end + _room(elements)

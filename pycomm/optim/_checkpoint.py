@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from pycomm._inputs import host
 from pycomm._inputs.arguments import check_rank
 from pycomm._training.shards import Part, part_of
 from pycomm.optim import _storage
@@ -58,7 +59,7 @@ class Adopted:
         # torch.optim.SGD and Lion have no counter; apex and TransformerEngine keep it in the group.
         started = any(saved.get(_storage.place_in(saved, name)) is not None for name in names)
         step = saved.get("step", group.get("step", float(started)))
-        self._state["step"] = torch.tensor(float(step), device=param.device)
+        self._state["step"] = torch.tensor(float(step), dtype=torch.float32, device=param.device)
         for name in names:
             self._state.update(_adopt_state(param, group, saved, name))
         master = _storage.master_beside(param, group["master_weights"])
@@ -158,7 +159,9 @@ def gathered(
         if name == "step":
             made[name] = tensor
         elif name.endswith(_storage.SCALE):
-            made[name] = part.gather(tensor, torch.empty(_storage.blocks_of(param)), BLOCK, to=to)
+            made[name] = part.gather(
+                tensor, host.empty(_storage.blocks_of(param), dtype=torch.float32), BLOCK, to=to
+            )
         else:
             made[name] = part.gather(tensor, param, to=to)
     return made if to in (None, group.rank) else None

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from pycomm import _C
+from pycomm._inputs import host
 from pycomm.optim._options import Group
 
 # A group and its segments, as integers.
@@ -56,7 +57,7 @@ class OnCpu:
 
     def scalar(self) -> torch.Tensor:
         """Memory for a number that run() fills in."""
-        return torch.zeros(())
+        return host.zeros(dtype=torch.float32)
 
     def rate(self, lr: float | torch.Tensor) -> float:
         """A learning rate for the settings."""
@@ -71,7 +72,7 @@ class OnCpu:
         norm = None
         if step.measures:
             value = _C.optimizer_grad_norm(_joined(self._tables), *step.control, step.bound)
-            norm = torch.tensor(value, dtype=torch.float64)
+            norm = host.tensor(value, dtype=torch.float64)
         for one, (_, words) in zip(step.settings, self._tables, strict=True):
             _C.optimizer_step(one, words, *step.control)
         return norm
@@ -101,7 +102,7 @@ class OnCuda:
 
     def scalar(self) -> torch.Tensor:
         """Memory for a number that run() fills in."""
-        return torch.empty((), device=self._device)
+        return torch.empty((), dtype=torch.float32, device=self._device)
 
     def rate(self, lr: float | torch.Tensor) -> float:
         """A learning rate for the settings; one on the device is read there."""

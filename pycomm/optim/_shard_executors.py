@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from pycomm import _C
+from pycomm._inputs import host
 from pycomm._runtime.ranges import named
 from pycomm._spanning.collectives import launch
 from pycomm._training.shards import Shards
@@ -43,7 +44,7 @@ class OnCpuShards(OnCpu):
         finally:
             if sharded.half_done:
                 shards.guard.step_failed()
-        return torch.tensor(value, dtype=torch.float64) if step.measures else None
+        return host.tensor(value, dtype=torch.float64) if step.measures else None
 
     def _prepare(self, step: Step) -> _C.ShardedStep:
         """The tables, for the extension."""
@@ -67,13 +68,13 @@ class OnSpanningShards(OnCpuShards):
         sharded, norm = self._prepare(step), None
         self._publication.forget_written()
         sharded.begin(*step.control, step.bound)
-        found = torch.tensor([sharded.skips()]).byte()
+        found = host.tensor([sharded.skips()], dtype=torch.uint8)
         self._reduce(found, "max", sharded.compared(_label(self._tables, step)))
         sharded.note_found(bool(found))
         count = sharded.sums
         if step.measures:
             self._sum_up(self._shards.sums[:count], sharded.measure)
-            norm = torch.tensor(sharded.conclude_norm(), dtype=torch.float64)
+            norm = host.tensor(sharded.conclude_norm(), dtype=torch.float64)
         if sharded.adapts():
             self._sum_up(self._shards.sums[count : 3 * count], sharded.measure_ratios)
             sharded.conclude_ratios()
@@ -125,7 +126,7 @@ class OnCudaShards:
 
     def scalar(self) -> torch.Tensor:
         """Memory for a number that run() fills in."""
-        return torch.zeros((), device=self._device)
+        return torch.zeros((), dtype=torch.float32, device=self._device)
 
     def rate(self, lr: float | torch.Tensor) -> float:
         """A learning rate for the settings; one on the device is read there."""

@@ -83,7 +83,9 @@ def make_state(
     place = place_of(name, dtype)
     state: State = {place: zeros_for(buffers, param, place, dtype)}
     if dtype == torch.uint8:
-        state[scale_name(name)] = torch.zeros(blocks_of(param), device=param.device)
+        state[scale_name(name)] = torch.zeros(
+            blocks_of(param), dtype=torch.float32, device=param.device
+        )
     return state
 
 
