@@ -87,7 +87,8 @@ class DataParallel(Wrapping):
 
     Raises:
         ValueError, TypeError: an argument is not as described; or the modules' parameters and
-            buffers are not of the same shapes, dtypes and requires_grad on all ranks.
+            buffers have not the same names, order, shapes, strides, dtypes and requires_grad on all
+            ranks, or the options are not the same. It names the first difference.
         MemoryError: a rank lacks memory for its shards; on all ranks of a group on one node or of
             processes.
         pycomm.CollectiveError: those of another rank that has joined are not.
@@ -131,7 +132,16 @@ class DataParallel(Wrapping):
         else:
             state = _checked(local_sgd, compression=compression, **options)
         division = ShardOptions(shard, replicas, publish)
-        super().__init__(module, state, division, shard_group, bucket_cap_mb * _MIB)
+        alike = {
+            "compression": compression,
+            "bucket_cap_mb": float(bucket_cap_mb),
+            "feedback": feedback,
+            "grad_scaler": grad_scaler is not None,
+            "warmup_steps": warmup_steps,
+            "broadcast_buffers": broadcast_buffers,
+            "local_sgd": local_sgd is not None,
+        }
+        super().__init__(module, state, division, shard_group, bucket_cap_mb * _MIB, alike)
         self._broadcast_buffers = broadcast_buffers
         self._agreements_seen = -1  # of local SGD, when buffers were broadcast
         self._module_takes_weight = "weight" in inspect.signature(module.forward).parameters

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,19 +12,14 @@ from pycomm._inputs import host
 from pycomm._training.buckets import broadcast_all
 from pycomm._training.comm_state import CommState
 from pycomm._training.local_sgd import LocalSGDState
-from pycomm._training.newcomers import check_alike, source_among
+from pycomm._training.newcomers import check_alike, number_of, source_among
+from pycomm._training.parameters import bare_names, describe_tensor
 from pycomm._training.step_guard import STEPPED_BY_SOME, differ
 from pycomm.collectives import all_gather
 
 if TYPE_CHECKING:
-    from pycomm._training.shard_options import ShardOptions
     from pycomm._training.survival import ShardSurvival
     from pycomm.group import Group
-
-_WANTED = (
-    "module must have parameters and buffers of the same shapes, dtypes and requires_grad on all "
-    "ranks, and the same options of shards, and local_sgd on all or none"
-)
 
 
 def begin_alike(
@@ -35,7 +29,7 @@ def begin_alike(
     group: Group,
     survival: ShardSurvival,
     is_new: bool,
-    options: ShardOptions,
+    options: Mapping[str, object],
 ) -> None:
     """Makes all ranks begin with the same parameters and buffers; a collective call.
 
@@ -46,7 +40,7 @@ def begin_alike(
         group: the ranks: those that make a wrapper, and those that go on with theirs.
         survival: of the wrapper's sharded states.
         is_new: True on the former, which get the model of the first of the latter.
-        options: the wrapper's options of sharding, which must be the same on all ranks.
+        options: the wrapper's options, which must be the same on all ranks.
 
     Raises:
         ValueError: models are not alike; or there is a `shard_group`, and ranks go on. Each is
@@ -56,7 +50,8 @@ def begin_alike(
     """
     parameters = [*module.parameters()]
     tensors = [*parameters, *module.buffers()]
-    mine = host.tensor([is_new, options.has_group, _kind(tensors, exchanged, state, options)])
+    lines = _describe(module, exchanged, state, options)
+    mine = host.tensor([is_new, bool(options["has_group"]), number_of(lines)])
     told = mine.new_empty(group.size, 3)
     all_gather(told, mine, group=group)
     news = list(map(bool, told[:, 0].tolist()))
@@ -64,9 +59,9 @@ def begin_alike(
     if others and told[:, 1].any():
         raise ValueError("shard_group must be None on all ranks to go on with another group")
     if any(news):
-        check_alike(told[:, 2].tolist(), news, group, _WANTED)
+        check_alike(lines, told[:, 2].tolist(), news, group, "module and options")
     if others:
-        if options.shard is not None:
+        if options["shard"] is not None:
             survival.agree()
         state.regroup(group)
         if isinstance(state, LocalSGDState):  # it has sent parameters
@@ -80,14 +75,19 @@ def begin_alike(
         broadcast_all(tensors, source_among(news), group, receives=is_new)
 
 
-def _kind(
-    tensors: Sequence[torch.Tensor],
+def _describe(
+    module: nn.Module,
     exchanged: Sequence[torch.Tensor],
     state: CommState | LocalSGDState,
-    options: ShardOptions,
-) -> int:
-    """A number of a model's tensors, without their values, and of what the wrapper does."""
+    options: Mapping[str, object],
+) -> list[str]:
+    """What must be the same on all ranks, in words: a line per option, parameter and buffer."""
+    named = [*module.named_parameters(), *module.named_buffers()]
     chosen = set(map(id, exchanged))
-    kinds = [(tuple(each.shape), each.dtype, id(each) in chosen) for each in tensors]
-    more = isinstance(state, LocalSGDState), *options
-    return zlib.crc32(repr((kinds, more)).encode())
+    lines = [f"{name}={value!r}" for name, value in options.items()]
+    for name, (_, tensor) in zip(bare_names([name for name, _ in named]), named, strict=True):
+        lines.append(describe_tensor(name, tensor))
+        if id(tensor) in chosen:
+            compressed = isinstance(state, CommState) and not state.sends_dense(tensor)
+            lines[-1] += ", compressed" if compressed else ", uncompressed"
+    return lines

@@ -248,6 +248,10 @@ class CommState(SavedState):
             self._residuals_lost += self._holders - int(told[:, 1].sum())
             self._holders = 0
 
+    def sends_dense(self, parameter: torch.Tensor) -> bool:
+        """True if this parameter's gradient is sent uncompressed."""
+        return self.compression is None or self._parameters[parameter].dense
+
     def note_failure(self) -> None:
         """Records that the step has failed although its exchanges may have completed."""
         self._now.undecided = True

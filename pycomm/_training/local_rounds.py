@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-import zlib
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -14,9 +13,9 @@ from pycomm._inputs import host
 from pycomm._runtime.torch_private import not_compiled
 from pycomm._training.comm_state import CommState, check_successor
 from pycomm._training.local_gradients import LocalGradients
-from pycomm._training.newcomers import check_alike, source_among
+from pycomm._training.newcomers import check_alike, number_of, source_among
 from pycomm._training.outer import Outer
-from pycomm._training.parameters import Parameters
+from pycomm._training.parameters import Parameters, describe_tensor
 from pycomm._training.reports import Report, compare
 from pycomm._training.step_guard import STEPPED_BY_SOME
 from pycomm.collectives import all_gather
@@ -35,7 +34,7 @@ class _Account(NamedTuple):
         agreements: how many times it has had the same parameters as the others.
         anchored: True if it has what all had in common.
         divides: True if it has an `inner_group`.
-        kind: a hash of its parameters' names, shapes and types, and of its options.
+        number: of its parameters and options.
     """
 
     is_new: int
@@ -46,7 +45,7 @@ class _Account(NamedTuple):
     agreements: int
     anchored: int
     divides: int
-    kind: int
+    number: int
 
 
 class LocalRounds(LocalGradients):
@@ -232,8 +231,8 @@ class LocalRounds(LocalGradients):
     def _compare_accounts(self, group: Group) -> list[_Account]:
         """Collects every rank's account, in rank order; a collective call."""
         named = zip(self._parameters.tensors, self._parameters.entries.values(), strict=True)
-        kinds = [(entry.name, tuple(entry.shape), tensor.dtype) for tensor, entry in named]
-        kind = zlib.crc32(repr((self.period, self._options, kinds)).encode())
+        lines = [f"period={self.period}", str(self._options)]
+        lines += [describe_tensor(entry.name, tensor) for tensor, entry in named]
         mine = _Account(
             self._is_new,
             self._came_late,
@@ -243,7 +242,7 @@ class LocalRounds(LocalGradients):
             self.agreements,
             self._outer.anchored,
             self._late is not None,
-            kind,
+            number_of(lines),
         )
         table = host.empty(group.size, len(mine), dtype=torch.int64)
         all_gather(table, host.tensor(mine), group=group)
@@ -252,8 +251,8 @@ class LocalRounds(LocalGradients):
             raise ValueError("inner_group must be None to go on with another group")
         news = [bool(account.is_new) for account in accounts]
         if any(news):
-            wanted = "params and options of LocalSGDState must be the same on all ranks"
-            check_alike([account.kind for account in accounts], news, group, wanted)
+            numbers = [account.number for account in accounts]
+            check_alike(lines, numbers, news, group, "params and options of LocalSGDState")
         return accounts
 
     def _adopt(self, accounts: Sequence[_Account]) -> None:

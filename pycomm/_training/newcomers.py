@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
+from pycomm._inputs import host
+from pycomm.collectives import broadcast
 from pycomm.errors import CollectiveError
 
 if TYPE_CHECKING:
@@ -16,26 +22,55 @@ def source_among(news: Sequence[bool]) -> int:
     return [*news, False].index(False) % len(news)
 
 
-def check_alike(kinds: Sequence[int], news: Sequence[bool], group: Group, wanted: str) -> None:
-    """Raises an error on all ranks if those that are new are of another kind.
+def number_of(lines: Sequence[str]) -> int:
+    """A number that is the same on two ranks if their lines are."""
+    return zlib.crc32("\n".join(lines).encode())
 
-    Ranks that go on with what they have need only leave out one that is new.
+
+def check_alike(
+    lines: Sequence[str], numbers: Sequence[int], news: Sequence[bool], group: Group, what: str
+) -> None:
+    """Raises an error on all ranks if one that is new differs from the others.
+
+    Ranks that go on with what they have need only leave out one that is new. If ranks differ, this
+    is a collective call.
 
     Args:
-        kinds: a number for each rank.
+        lines: what must be the same on all ranks, in words.
+        numbers: the :func:`number_of` each rank's lines.
         news: True for ranks that are new.
         group: the ranks.
-        wanted: what must be alike on all ranks.
+        what: whose lines they are.
 
     Raises:
-        ValueError: this rank is new and of another kind; or all are new.
-        pycomm.CollectiveError: another one is.
+        ValueError: this rank is new and differs, or all are new. It names the first difference.
+        pycomm.CollectiveError: another one differs.
     """
     source = source_among(news)
-    wrong = [rank for rank, kind in enumerate(kinds) if kind != kinds[source]]
+    wrong = [rank for rank, number in enumerate(numbers) if number != numbers[source]]
     if not wrong:
         return
-    message = f"{wanted}: those of rank {wrong[0]} are not like those of rank {source}"
+    difference = _first_difference(lines, source, wrong[0], group)
+    message = f"{what} must be the same on all ranks: {difference}"
     if all(news) or group.rank in wrong:
         raise ValueError(message)
     raise CollectiveError(message, rank=wrong[0], operation="regroup")
+
+
+def _first_difference(lines: Sequence[str], source: int, other: int, group: Group) -> str:
+    """The first line that rank `other` has otherwise than rank `source`, on all ranks."""
+    theirs = _broadcast_text("\n".join(lines), source, group).split("\n")
+    pairs = itertools.zip_longest(lines, theirs, fillvalue="nothing")
+    here, there = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
+    found = f"rank {group.rank} has {here}, but rank {source} has {there}"
+    return _broadcast_text(found, other, group)
+
+
+def _broadcast_text(text: str, source: int, group: Group) -> str:
+    data = host.tensor(list(text.encode()), dtype=torch.uint8)
+    length = host.tensor([len(data)])
+    broadcast(length, source, group=group)
+    if group.rank != source:
+        data = host.empty(int(length), dtype=torch.uint8)
+    broadcast(data, source, group=group)
+    return bytes(data.tolist()).decode()

@@ -143,6 +143,15 @@ def dense_strides(parameter: torch.Tensor) -> tuple[int, ...]:
     ).stride()
 
 
+def describe_tensor(name: str, tensor: torch.Tensor) -> str:
+    """What must be the same on all ranks; strides of dimensions of size 1 do not matter."""
+    strides = [
+        stride if n > 1 else 1 for n, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    ]
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{name}: {dtype}, shape {tuple(tensor.shape)}, strides {tuple(strides)}"
+
+
 def same_places(shape: Sequence[int], strides: Sequence[int], other_strides: Sequence[int]) -> bool:
     """True if both strides place elements alike; dimensions of size 1 do not matter."""
     triples = zip(shape, strides, other_strides, strict=True)
@@ -171,7 +180,7 @@ def _checked(params: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torc
         if item[1].requires_grad:
             check_memory(f"params: {item[0]}", item[1])
             named.append(item)
-    names = _bare([name for name, _ in named])
+    names = bare_names([name for name, _ in named])
     if len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"params must have names of their own, got {twice!r} twice")
@@ -183,7 +192,7 @@ def _checked(params: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torc
     return [(name, parameter) for name, (_, parameter) in zip(names, named, strict=True)]
 
 
-def _bare(names: list[str]) -> list[str]:
+def bare_names(names: list[str]) -> list[str]:
     """Removes the prefixes of DistributedDataParallel and torch.compile."""
     for wrapper in _WRAPPERS * 2:
         if all(name.startswith(wrapper) for name in names):

@@ -31,6 +31,7 @@ class Wrapping(nn.Module):
         module: the module.
         state: exchanges its gradients.
         division: what is divided among ranks.
+        options: other options that must be the same on all ranks.
         shard_group: the ranks that divide it, if they are not those of the state's group.
         bucket_bytes: the largest size of a bucket of several parameters.
 
@@ -47,12 +48,13 @@ class Wrapping(nn.Module):
         division: ShardOptions,
         shard_group: Group | None,
         bucket_bytes: float,
+        options: Mapping[str, object],
     ) -> None:
         super().__init__()
         self.module = module
         self.comm_state = state
         self._shard_options, self._given_shard_group = division, shard_group
-        self._bucket_bytes = bucket_bytes
+        self._bucket_bytes, self._options = bucket_bytes, options
         self.require_backward_grad_sync = True
         # Those that the wrapper exchanges, also if some are frozen since.
         self._kept = [p for p in module.parameters() if p.requires_grad]
@@ -157,7 +159,8 @@ class Wrapping(nn.Module):
         check_sharding(module, exchanged, state, group, options, self._given_shard_group)
         sharded = () if is_new or options.shard is None else module.parameters()
         survival = ShardSurvival(state, sharded, group, options.replicas > 1)
-        begin_alike(module, exchanged, state, group, survival, is_new, options)
+        alike = {**self._options, **options._asdict()}
+        begin_alike(module, exchanged, state, group, survival, is_new, alike)
         return survival
 
     def _go_on_in(self, group: Group) -> None:
