@@ -26,7 +26,7 @@ from pycomm._training.buckets import broadcast_all
 from pycomm._training.comm_state import CommState, check_successor
 from pycomm._training.graphs import tensors_in
 from pycomm._training.local_sgd import LocalSGDState
-from pycomm._training.parameters import Exclude
+from pycomm._training.parameters import Exclude, common_buffers, common_parameters
 from pycomm._training.shard_options import ShardOptions
 from pycomm._training.weighing import Weighing
 from pycomm._training.wrapping import Wrapping
@@ -50,7 +50,9 @@ class DataParallel(Wrapping):
     that was made last: an older wrapper of it raises in its next forward.
 
     Args:
-        module: the module to train.
+        module: the module to train. Parameters and buffers that its attribute
+            ``_ddp_params_and_buffers_to_ignore`` names, such as each rank's experts, are neither
+            exchanged nor compared, as in DistributedDataParallel.
         compression: compression of the gradients; None sends them uncompressed.
         bucket_cap_mb: the largest size, in MiB, of a bucket of several parameters. Models of fewer
             than 16 such buckets have smaller ones.
@@ -117,7 +119,8 @@ class DataParallel(Wrapping):
             raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
         if not bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb must be positive, got {bucket_cap_mb}")
-        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        parameters = common_parameters(module)
+        for name, tensor in (*parameters, *common_buffers(module)):
             check_memory(f"module: {name}", tensor)
         options: dict[str, Any] = {
             "group": group,
@@ -128,9 +131,10 @@ class DataParallel(Wrapping):
         }
         state: CommState | LocalSGDState
         if local_sgd is None:
-            state = CommState(compression, module.named_parameters(), **options)
+            state = CommState(compression, parameters, **options)
         else:
             state = _checked(local_sgd, compression=compression, **options)
+            state.check_ignored(module)
         division = ShardOptions(shard, replicas, publish)
         alike = {
             "compression": compression,
@@ -225,7 +229,7 @@ class DataParallel(Wrapping):
         if isinstance(self.comm_state, LocalSGDState):
             with self.comm_state.join():
                 yield
-            broadcast_all(self.module.buffers(), 0, self._group)
+            broadcast_all(self._buffers_in_common(), 0, self._group)
             return
         self._joined_steps = 0
         try:
@@ -234,7 +238,7 @@ class DataParallel(Wrapping):
                 self._exchange.stand_in()
             last = host.tensor([self._joined_steps * self._group.size + self._group.rank])
             all_reduce(last, "max", group=self._group)
-            tensors = [*self.module.parameters(), *self.module.buffers()]
+            tensors = [*dict(common_parameters(self.module)).values(), *self._buffers_in_common()]
             broadcast_all(tensors, int(last) % self._group.size, self._group)
             increment_version(self._exchange.parameters)  # so that optimizers drop remainders
         finally:
@@ -330,7 +334,7 @@ class DataParallel(Wrapping):
             exchange.promise.open = active
             return exchange.weighing.active_ranks() > 0
         if self._broadcast_buffers and self._agree_anew():
-            broadcast_all(self.module.buffers(), 0, self._group)
+            broadcast_all(self._buffers_in_common(), 0, self._group)
         exchange.promise_backward(inside_backward)
         return True
 
@@ -342,10 +346,13 @@ class DataParallel(Wrapping):
         before, self._agreements_seen = self._agreements_seen, state.agreements
         return before != state.agreements and not state.joining
 
+    def _buffers_in_common(self) -> list[torch.Tensor]:
+        return [buffer for _, buffer in common_buffers(self.module)]
+
     @not_compiled
     def _watch(self, outputs: Any) -> None:
         """Makes the backward that begins at these tensors end with the exchange."""
-        began = functools.partial(_began, weakref.ref(self))
+        began = functools.partial(_began, weakref.ref(self), self._exchange.promise.latest)
         for output in tensors_in(outputs):
             if output.grad_fn is not None:
                 output.register_hook(began)  # type: ignore[no-untyped-call]
@@ -362,10 +369,14 @@ def _checked(local_sgd: object, **options: Any) -> LocalSGDState:
 
 
 @not_compiled
-def _began(model: weakref.ref[DataParallel], gradient: torch.Tensor) -> None:  # noqa: ARG001
+def _began(
+    model: weakref.ref[DataParallel],
+    forward: int | None,
+    gradient: torch.Tensor,  # noqa: ARG001
+) -> None:
     if (alive := model()) is None:
         return
     if alive.require_backward_grad_sync:
-        alive._exchange.begin_backward(backward_node())
+        alive._exchange.begin_backward(backward_node(), forward)
     else:
         alive._exchange.average()

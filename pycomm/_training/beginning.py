@@ -13,7 +13,12 @@ from pycomm._training.buckets import broadcast_all
 from pycomm._training.comm_state import CommState
 from pycomm._training.local_sgd import LocalSGDState
 from pycomm._training.newcomers import check_alike, number_of, source_among
-from pycomm._training.parameters import bare_names, describe_tensor
+from pycomm._training.parameters import (
+    bare_names,
+    common_buffers,
+    common_parameters,
+    describe_tensor,
+)
 from pycomm._training.step_guard import STEPPED_BY_SOME, differ
 from pycomm.collectives import all_gather
 
@@ -48,8 +53,8 @@ def begin_alike(
         RuntimeError: parameters of ranks that go on differ; on all ranks.
         The errors of :meth:`ShardSurvival.agree`.
     """
-    parameters = [*module.parameters()]
-    tensors = [*parameters, *module.buffers()]
+    parameters = [parameter for _, parameter in common_parameters(module)]
+    tensors = [*parameters, *(buffer for _, buffer in common_buffers(module))]
     lines = _describe(module, exchanged, state, options)
     mine = host.tensor([is_new, bool(options["has_group"]), number_of(lines)])
     told = mine.new_empty(group.size, 3)
@@ -82,7 +87,7 @@ def _describe(
     options: Mapping[str, object],
 ) -> list[str]:
     """What must be the same on all ranks, in words: a line per option, parameter and buffer."""
-    named = [*module.named_parameters(), *module.named_buffers()]
+    named = [*common_parameters(module), *common_buffers(module)]
     chosen = set(map(id, exchanged))
     lines = [f"{name}={value!r}" for name, value in options.items()]
     for name, (_, tensor) in zip(bare_names([name for name, _ in named]), named, strict=True):

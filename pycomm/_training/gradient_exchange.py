@@ -16,6 +16,7 @@ from torch.autograd.graph import Node
 from pycomm._inputs import host
 from pycomm._runtime.ranges import named
 from pycomm._runtime.torch_private import not_compiled, queue_callback
+from pycomm._training import unannounced
 from pycomm._training.buckets import (
     Bucket,
     Slab,
@@ -31,7 +32,7 @@ from pycomm._training.graphs import leads_to
 from pycomm._training.launching import launching
 from pycomm._training.local_sgd import LocalSGDState
 from pycomm._training.members import Members
-from pycomm._training.promise import Promise, compare
+from pycomm._training.promise import Errors, Promise, compare
 from pycomm._training.scatter import Scatter
 from pycomm._training.shards import Shards, forget_parts
 from pycomm._training.spanning_shards import SpanningShards
@@ -99,6 +100,7 @@ class GradientExchange:
         self._had_backward = False  # a complete one, after which repeated parameters are known
         self._in_backward = False
         self._next = 0  # bucket to be exchanged
+        self._versions: list[int] = []  # of the parameters when the backward began
         self.promise = Promise()
         self.weighing: Weighing | None = None
         self.members = Members(module, self.parameters, arrived)
@@ -120,7 +122,7 @@ class GradientExchange:
         return SpanningShards(self.parameters, group, memory, limit, scatters, sharding)
 
     def promise_backward(self, inside_backward: bool) -> None:
-        """Promises an exchange, in a forward; inside a backward it repeats a counted forward."""
+        """Promises an exchange; see :meth:`Promise.make`."""
         self.promise.make(inside_backward)
         self._group._catch_up = weakref.WeakMethod(self.catch_up)
 
@@ -141,8 +143,13 @@ class GradientExchange:
         self._reset()
         self._exchange_nothing()
 
-    def begin_backward(self, first: Node | None = None) -> None:
-        """Makes the running backward end with the exchange; it entered the module at `first`."""
+    def begin_backward(self, first: Node | None = None, forward: int | None = None) -> None:
+        """Makes the running backward end with the exchange.
+
+        It entered the module at `first`, in the outputs of the forward with this number.
+        """
+        if first is not None:
+            self.promise.enter(forward)
         if self._in_backward:
             return
         self.members.check_owned()
@@ -168,6 +175,10 @@ class GradientExchange:
 
     def arrive(self, parameter: torch.Tensor) -> None:
         """Handles a gradient that has been accumulated."""
+        if not (self._in_backward or self.promise.open or self._state.gradient_group is None):
+            self.keep_local(parameter)
+            unannounced.note(parameter)
+            return
         self.begin_backward()
         if self._ready is not None:
             self._ready.append(parameter)
@@ -183,6 +194,11 @@ class GradientExchange:
         bucket.put(parameter)
         if self._had_backward:
             self._start_full()
+
+    def keep_local(self, parameter: torch.Tensor) -> None:
+        """Handles a gradient of a backward without an exchange."""
+        if self.shards is not None:
+            self.shards.forget_dropped(parameter)
 
     def _complete_last(self) -> None:
         """Averages what the last backward has left to a step, before this one adds to it."""
@@ -200,6 +216,7 @@ class GradientExchange:
             self._ring.begin(self.parameters)
         self._in_backward = self.promise.open = True
         self._next = 0
+        self._versions = [parameter._version for parameter in self.parameters]
         if self._ready is not None:
             self._ready = []
         for bucket in self._buckets:
@@ -267,22 +284,20 @@ class GradientExchange:
         self._state.finish()
         self._finish_shards()
         try:
-            used_nowhere, raised_on = self._compare(unused, raised is True)
+            used_nowhere, errors = self._compare(unused, raised is True)
         except PycommError:
             if isinstance(self._state, CommState):
                 self._state.note_failure()
             raise
         self._in_backward = False
-        self.promise.settle(dropped=bool(raised_on))
-        if raised_on:
+        self.promise.settle(dropped=bool(errors.raised))
+        for parameter in self.parameters:
+            unannounced.forget(parameter)
+        if why := errors.explain(self._group):
             self._state.give_back()
             self._drop_gradients()
             if raised is False:
-                raise RuntimeError(
-                    f"backward has raised on ranks {raised_on} of {self._group.size}, or they have "
-                    "made another forward instead (evaluate under torch.no_grad()): gradients are "
-                    "dropped on all; go on with the next forward"
-                )
+                raise RuntimeError(f"{why}; gradients are dropped on all ranks")
             return
         self._had_backward |= raised is False
         if self._ring is not None:
@@ -335,18 +350,20 @@ class GradientExchange:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def _compare(self, unused: Set[int], raised: bool) -> tuple[Set[int], list[int]]:
-        """Ids of the parameters that no rank has used, and the ranks whose backward has raised."""
+    def _compare(self, unused: Set[int], raised: bool) -> tuple[Set[int], Errors]:
+        """Ids of the parameters that no rank has used, and the ranks' errors in this backward."""
         group = self._state.gradient_group
         if group is None:
-            return unused, []
+            return unused, Errors([], [], [])
         used = [id(p) not in unused for p in self.parameters]
         changed = self.shards is not None and self.shards.guard.sees_change()
-        (*used_anywhere, changed_anywhere), raised_on = compare([*used, changed], raised, group)
+        stepped = self._versions != [parameter._version for parameter in self.parameters]
+        own = raised, self.promise.is_repeated, stepped
+        (*used_anywhere, changed_anywhere), errors = compare([*used, changed], own, group)
         if changed_anywhere:
             self._compare_parameters()
         pairs = zip(self.parameters, used_anywhere, strict=True)
-        return {id(p) for p, is_used in pairs if not is_used}, raised_on
+        return {id(p) for p, is_used in pairs if not is_used}, errors
 
     def _learn_order(self, ready: Sequence[torch.Tensor]) -> None:
         """Lays out buckets in the order of rank 0's first backward, repeated parameters last."""

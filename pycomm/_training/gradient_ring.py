@@ -170,6 +170,11 @@ class GradientRing:
             f"{ADVICE}"
         )
 
+    def forget_dropped(self, parameter: torch.Tensor) -> None:
+        """Forgets a gradient that the user has dropped, as another one has come."""
+        if parameter.grad is not self._stand_ins[id(parameter)].tensor:
+            self._kept.discard(id(parameter))
+
     def own(self, parameter: torch.Tensor) -> torch.Tensor:
         """This rank's part of the parameter's averaged gradient, flat."""
         return self._own[id(parameter)]

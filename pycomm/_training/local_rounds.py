@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -81,7 +82,7 @@ class LocalRounds(LocalGradients):
         outer: Outer,
         differences: CommState,
         period: int,
-        options: int,
+        options: str,
         gradient_steps: int,
         inner_group: Group | None,
     ) -> None:
@@ -231,7 +232,7 @@ class LocalRounds(LocalGradients):
     def _compare_accounts(self, group: Group) -> list[_Account]:
         """Collects every rank's account, in rank order; a collective call."""
         named = zip(self._parameters.tensors, self._parameters.entries.values(), strict=True)
-        lines = [f"period={self.period}", str(self._options)]
+        lines = [f"period={self.period}", self._options]
         lines += [describe_tensor(entry.name, tensor) for tensor, entry in named]
         mine = _Account(
             self._is_new,
@@ -313,9 +314,8 @@ class LocalRounds(LocalGradients):
 
     def _report(self) -> Report:
         fingerprint = self._outer.fingerprint()
-        return Report(
-            self.steps, self.period, self._options, fingerprint, self._counted, self._left
-        )
+        options = zlib.crc32(self._options.encode())
+        return Report(self.steps, self.period, options, fingerprint, self._counted, self._left)
 
     @property
     def _counted(self) -> int:

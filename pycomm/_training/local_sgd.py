@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import zlib
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from pycomm._inputs.arguments import check_whole
 from pycomm._training.comm_state import CommState, NamedParameters
 from pycomm._training.local_rounds import LocalRounds, check_optimizer
 from pycomm._training.outer import Outer, Rule
-from pycomm._training.parameters import Exclude, Parameters, check_exchangeable
+from pycomm._training.parameters import Exclude, Parameters, check_exchangeable, ignored
 from pycomm._training.residuals import FORMAT
 from pycomm.compression import Compression
 from pycomm.group import Group
@@ -118,10 +119,24 @@ class LocalSGDState(LocalRounds):
             Outer(parameters, optimizer, rule),
             differences,
             period,
-            zlib.crc32(options.encode()),
+            options,
             gradient_steps,
             inner_group,
         )
+
+    def register(self, model: DistributedDataParallel) -> None:
+        """See :meth:`CommState.register`."""
+        self.check_ignored(model.module)
+        super().register(model)
+
+    def check_ignored(self, module: nn.Module) -> None:
+        """Raises ValueError if this exchanges what each rank of the module keeps for itself."""
+        for name, parameter in module.named_parameters():
+            if name in ignored(module) and self.exchanges(parameter):
+                raise ValueError(
+                    f"params must leave out {name}, which module._ddp_params_and_buffers_to_ignore "
+                    "names: give the state the other parameters, with an optimizer of their own"
+                )
 
     @contextlib.contextmanager
     def outer_parameters(self) -> Iterator[None]:

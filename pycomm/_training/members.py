@@ -16,6 +16,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from pycomm._training.parameters import common_parameters
+
 
 class Members:
     """The parameters of a wrapper.
@@ -53,7 +55,7 @@ class Members:
         same = module is self._module and list(map(id, self._parts())) == self._ids
         if same and not any(parameter.requires_grad for parameter in self._frozen):
             return
-        for name, parameter in module.named_parameters():
+        for name, parameter in common_parameters(module):
             gets_gradients = parameter.requires_grad and parameter.is_leaf
             if gets_gradients and id(parameter) not in self._names:
                 raise ValueError(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from pycomm._inputs.encoding import check_compressible
 from pycomm._inputs.tensors import check_memory
@@ -198,6 +199,26 @@ def bare_names(names: list[str]) -> list[str]:
         if all(name.startswith(wrapper) for name in names):
             names = [name.removeprefix(wrapper) for name in names]
     return [name.replace("._orig_mod.", ".").removeprefix("_orig_mod.") for name in names]
+
+
+def ignored(module: nn.Module) -> frozenset[str]:
+    """Names of parameters and buffers that each rank keeps for itself, such as its experts.
+
+    DistributedDataParallel leaves them out, too.
+    """
+    return frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def common_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that all ranks have in common, with their names."""
+    names = ignored(module)
+    return [(name, each) for name, each in module.named_parameters() if name not in names]
+
+
+def common_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """The buffers that all ranks have in common, with their names."""
+    names = ignored(module)
+    return [(name, each) for name, each in module.named_buffers() if name not in names]
 
 
 def check_exchangeable(parameters: Parameters, compression: Compression | None) -> None:

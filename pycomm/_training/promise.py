@@ -8,8 +8,9 @@ If none has, there are several forwards before one backward.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -26,19 +27,35 @@ class Promise:
 
     Attributes:
         open: True if an exchange is promised and has not ended.
+        latest: the number of the last forward; None if that was inside of a backward.
     """
 
     def __init__(self) -> None:
         self.open = False
-        self._forwards = 0  # forwards that no exchange has followed
-        self._left = 0  # those of them that came before the last exchange
+        self.latest: int | None = None
+        self._numbers = itertools.count()
+        self._forwards: set[int] = set()  # that no backward has followed
+        self._left: set[int] = set()  # those from before the last exchange
+        self._entered: set[int | None] = set()  # whose outputs the running backward has passed
+        self._taken: set[int] = set()  # whose exchange went to a backward that passed no outputs
         self._announced = False
         self._work: Work | None = None
 
     def make(self, inside_backward: bool) -> None:
         """Promises an exchange, in a forward; inside a backward it repeats a counted forward."""
         self.open = True
-        self._forwards += not inside_backward
+        self.latest = None if inside_backward else next(self._numbers)
+        if self.latest is not None:
+            self._forwards.add(self.latest)
+
+    def enter(self, forward: int | None) -> None:
+        """Records that the running backward has passed an output of this forward."""
+        self._entered.add(forward)
+
+    @property
+    def is_repeated(self) -> bool:
+        """True if another backward, which passed no outputs, has had the running one's exchange."""
+        return not self._taken.isdisjoint(self._entered)
 
     def announce(self, group: Group) -> None:
         """Announces an exchange before it sends anything; only the first call has an effect."""
@@ -54,7 +71,7 @@ class Promise:
             self._announced = bool(others)
             if not self._announced:  # so forwards left over then will not have a backward
                 self._forwards -= self._left
-                self._left = 0
+                self._left = set()
         return self._announced
 
     def wait(self) -> None:
@@ -64,15 +81,62 @@ class Promise:
 
     def settle(self, dropped: bool = False) -> None:
         """Ends a backward; other forwards before it may have backwards of their own."""
-        self._forwards = self._left = 0 if dropped else max(self._forwards - 1, 0)
-        self.open = self._forwards > 0
+        ended = self._forwards & self._entered
+        if not ended and self._forwards and None not in self._entered:
+            ended = {min(self._forwards)}
+            self._taken |= ended
+        self._forwards = set() if dropped else self._forwards - ended
+        self._taken -= self._entered
+        self._left, self._entered = set(self._forwards), set()
+        self.open = bool(self._forwards)
         self._announced = False
         self._work = None
 
 
-def compare(used: Sequence[bool], raised: bool, group: Group) -> tuple[list[bool], list[int]]:
-    """After an exchange: what any rank has used, and the ranks whose backward has raised."""
-    flags = [*used, *(raised and rank == group.rank for rank in range(group.size))]
+class Errors(NamedTuple):
+    """Ranks with errors in a backward.
+
+    Attributes:
+        raised: their backward has raised.
+        repeated: another backward, which passed no outputs, has had this one's exchange.
+        stepped: parameters have changed while backward ran.
+    """
+
+    raised: list[int]
+    repeated: list[int]
+    stepped: list[int]
+
+    def explain(self, group: Group) -> str:
+        """What to raise; empty for nothing."""
+        if self.raised:
+            return (
+                f"backward has raised on ranks {self.raised} of {group.size}, or they have made "
+                "another forward instead (evaluate under torch.no_grad()): go on with the next "
+                "forward"
+            )
+        if 0 < len(self.repeated) < group.size:
+            return (
+                f"backward on ranks {self.repeated} of {group.size} came after another one, which "
+                "did not begin in the outputs of the wrapper's forward and was exchanged in its "
+                "place: run such backwards before the forward or after its backward"
+            )
+        if self.stepped:
+            return (
+                f"parameters have changed during backward on ranks {self.stepped} of "
+                f"{group.size}, as by a step in a hook of a gradient, which sees only its own "
+                "rank's gradients: step after backward, or wrap with LocalSGDState for steps on "
+                "each rank's own"
+            )
+        return ""
+
+
+def compare(
+    used: Sequence[bool], errors: Sequence[bool], group: Group
+) -> tuple[list[bool], Errors]:
+    """After an exchange: what any rank has used, and which ranks have which of :class:`Errors`."""
+    ranks = range(group.size)
+    flags = [*used, *(error and rank == group.rank for error in errors for rank in ranks)]
     anywhere = all_reduce(host.tensor(flags, dtype=torch.uint8), "max", group=group).bool().tolist()
-    raised_on = [rank for rank, flag in enumerate(anywhere[len(used) :]) if flag]
-    return anywhere[: len(used)], raised_on
+    begins = range(len(used), len(flags), group.size)
+    on = ([rank for rank in ranks if anywhere[begin + rank]] for begin in begins)
+    return anywhere[: len(used)], Errors(*on)

@@ -13,6 +13,7 @@ from pycomm._given import check_group
 from pycomm._training.comm_state import CommState
 from pycomm._training.flat import home_of
 from pycomm._training.local_sgd import LocalSGDState
+from pycomm._training.parameters import common_parameters
 from pycomm._training.shards import part_of
 from pycomm.compression import Compression, check_lossy_once
 from pycomm.group import Group
@@ -94,7 +95,7 @@ def check_sharding(
     check_lossy_once("publish", publish)
     if isinstance(comm_state, LocalSGDState):
         raise ValueError("shard must be None with local_sgd, whose ranks step on their own")
-    for name, parameter in module.named_parameters():
+    for name, parameter in common_parameters(module):
         if home_of(parameter) is not None and part_of(parameter) is None:
             raise ValueError(f"shard flattens parameters itself, got {name} that was flattened")
     divides = group if shard_group is None else shard_group
@@ -114,7 +115,9 @@ def check_sharding(
 def _check_replicas(module: nn.Module, group: Group, options: ShardOptions) -> None:
     """Raises ValueError if states cannot have replicas."""
     cannot = {
-        "parameters on the CPU": any(not parameter.is_cpu for parameter in module.parameters()),
+        "parameters on the CPU": any(
+            not parameter.is_cpu for _, parameter in common_parameters(module)
+        ),
         "no shard_group": options.has_group,
         "ranks that are processes, or a group on one node": not group._decides,
     }

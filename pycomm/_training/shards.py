@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
-from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from pycomm import _C
 from pycomm._training.cuts import UNIT, Range, cut
@@ -30,6 +30,7 @@ from pycomm._training.flat import (
     room,
 )
 from pycomm._training.step_guard import StepGuard
+from pycomm._training.unannounced import Snapshot
 from pycomm.collectives import all_reduce, broadcast
 from pycomm.p2p import recv, send
 
@@ -49,27 +50,14 @@ class OwnGradients(Protocol):
     def is_divided(self, parameter: torch.Tensor) -> bool:
         """True if this rank has only its part of the parameter's gradient."""
 
+    def forget_dropped(self, parameter: torch.Tensor) -> None:
+        """Forgets a gradient that the user has dropped, as another one has come."""
+
     def own(self, parameter: torch.Tensor) -> torch.Tensor:
         """This part, flat."""
 
     def gather(self, parameters: Iterable[torch.Tensor]) -> None:
         """Makes gradients whole of which this rank has only its part."""
-
-
-class _Snapshot(NamedTuple):
-    """A gradient with its count of writes and its address after a backward."""
-
-    gradient: TensorWeakRef
-    version: int
-    address: int
-
-    def is_still(self, gradient: torch.Tensor) -> bool:
-        """True if it is this gradient, and torch has not written to it or moved it since."""
-        return (
-            self.gradient() is gradient
-            and self.version == gradient._version
-            and self.address == gradient.data_ptr()
-        )
 
 
 class Part(NamedTuple):
@@ -240,7 +228,7 @@ class Shards:
         self.averages = self.leaves_local = gradients is None
         self.guard = StepGuard(parameters, group)
         self.ring: OwnGradients | None = None
-        self.local: dict[int, _Snapshot] = {}
+        self.local: dict[int, Snapshot] = {}
         units = sum(-(-parameter.numel() // UNIT) for parameter in parameters)
         rooms = {id(p): room(p) for p in parameters} if rooms is None else rooms
         sizes: dict[Kind, int] = {}
@@ -311,11 +299,7 @@ class Shards:
 
     def note_backward(self, parameters: Iterable[torch.Tensor]) -> None:
         """Records that the gradients of a backward are still each rank's own."""
-        self.local = {
-            id(p): _Snapshot(TensorWeakRef(p.grad), p.grad._version, p.grad.data_ptr())
-            for p in parameters
-            if p.grad is not None
-        }
+        self.local = {id(p): Snapshot.of(p.grad) for p in parameters if p.grad is not None}
 
     def is_local(self, parameter: torch.Tensor) -> bool:
         """True if the parameter's gradient is, except for this rank's part, its own.
@@ -337,6 +321,14 @@ class Shards:
             )
         del local[id(parameter)]  # zeroed
         return False
+
+    def forget_dropped(self, parameter: torch.Tensor) -> None:
+        """Forgets a gradient that the user has dropped, as another one has come."""
+        noted = self.local.get(id(parameter))
+        if noted is not None and noted.gradient() is not parameter.grad:
+            del self.local[id(parameter)]
+        if self.ring is not None:
+            self.ring.forget_dropped(parameter)
 
     def has_pending(self, parameters: Iterable[torch.Tensor]) -> bool:
         """True if a gradient is still each rank's own, or divided."""

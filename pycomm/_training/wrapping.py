@@ -15,6 +15,7 @@ from pycomm._training.beginning import begin_alike
 from pycomm._training.comm_state import CommState
 from pycomm._training.gradient_exchange import GradientExchange
 from pycomm._training.local_sgd import LocalSGDState
+from pycomm._training.parameters import common_parameters
 from pycomm._training.prefixes import insert_prefix, without_prefix
 from pycomm._training.shard_options import ShardOptions, check_sharding
 from pycomm._training.survival import ShardSurvival
@@ -57,7 +58,7 @@ class Wrapping(nn.Module):
         self._bucket_bytes, self._options = bucket_bytes, options
         self.require_backward_grad_sync = True
         # Those that the wrapper exchanges, also if some are frozen since.
-        self._kept = [p for p in module.parameters() if p.requires_grad]
+        self._kept = [p for _, p in common_parameters(module) if p.requires_grad]
         self._own_exchange: GradientExchange | None = None
         exchanged = self._exchanged()
         self._begin_in(self._group, exchanged, is_new=True)
@@ -176,5 +177,9 @@ class Wrapping(nn.Module):
 
 @not_compiled
 def _arrived(model: weakref.ref[Wrapping], parameter: torch.Tensor) -> None:
-    if (alive := model()) is not None and alive.require_backward_grad_sync:
+    if (alive := model()) is None:
+        return
+    if alive.require_backward_grad_sync:
         alive._exchange.arrive(parameter)
+    else:
+        alive._exchange.keep_local(parameter)
