@@ -19,7 +19,7 @@ from pycomm._runtime.ranges import named
 from pycomm._runtime.torch_private import backward_id, backward_node, not_compiled
 from pycomm._training.bucket_memory import move_into_window
 from pycomm._training.exchange import BucketExchange, dense_wire_bytes
-from pycomm._training.flights import Flight, Flights
+from pycomm._training.flights import BucketFuture, Flight, Flights
 from pycomm._training.launching import launching
 from pycomm._training.loss_scale import LossScale
 from pycomm._training.parameters import Exclude, Parameters
@@ -338,7 +338,7 @@ class CommState(SavedState):
     def _launch(self, exchange: BucketExchange, buffer: torch.Tensor, group: Group) -> Flight:
         step = self.step - 1
         device = buffer.device
-        future: Future[Any] = Future(devices=[device] if buffer.is_cuda else None)
+        future = BucketFuture(devices=[device] if buffer.is_cuda else None)
         if buffer.is_cpu or exchange.stand_in is not None:
             return Flight(exchange, exchange.submit(step, group), future, buffer)
         spans = group._spans(device)

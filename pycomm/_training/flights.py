@@ -6,6 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.futures import Future
@@ -15,15 +16,67 @@ from pycomm._training.exchange import BucketExchange
 from pycomm._work import Work
 
 
+class BucketFuture(Future[Any]):
+    """The future of a bucket, or of a function that runs after its exchange.
+
+    The end of backward completes it. Whoever waits for it before, as in another hook, completes it.
+    """
+
+    _flight: weakref.ref[Flight] | None = None
+
+    def follow(self, flight: Flight) -> None:
+        """Makes waits for this future wait for the exchange."""
+        self._flight = weakref.ref(flight)
+
+    def is_set(self) -> bool:
+        """True if there is a result."""
+        return bool(super().done())
+
+    def done(self) -> bool:
+        """True if the exchange has ended; see :meth:`torch.futures.Future.done`."""
+        flight = self._flight and self._flight()
+        if flight and flight.work.is_completed() and not self.is_set():
+            flight.land()
+        return self.is_set()
+
+    def wait(self) -> Any:
+        """See :meth:`torch.futures.Future.wait`; raises the error of the exchange."""
+        flight = self._flight and self._flight()
+        if flight and not self.is_set():
+            flight.land()
+        return super().wait()
+
+    def then(self, callback: Callable[[Future[Any]], Any]) -> BucketFuture:
+        """See :meth:`torch.futures.Future.then`."""
+        following, flight = BucketFuture(), self._flight and self._flight()
+        if flight:
+            following.follow(flight)
+
+        def run(_: Future[Any]) -> None:
+            try:
+                following.set_result(callback(self))
+            except Exception as error:
+                following.set_exception(error)
+                if flight:
+                    flight.failure = error
+
+        self.add_done_callback(run)
+        return following
+
+
 @dataclass
 class Flight:
     """One bucket's exchange in one step."""
 
     exchange: BucketExchange
     work: Work
-    future: Future[torch.Tensor]
+    future: BucketFuture
     buffer: torch.Tensor
     given_back: bool = False
+    failure: Exception | None = None  # of a function that was to run after the exchange
+
+    def __post_init__(self) -> None:
+        self.future.follow(self)
 
     def give_back(self) -> None:
         """Adds the means to residuals, once, as they will not be used."""
@@ -34,10 +87,12 @@ class Flight:
     def land(self) -> None:
         """Waits for the exchange, and raises its error if it failed."""
         self.work.wait()
-        if self.future.done():
-            self.future.wait()  # on CUDA only the current stream waits
+        if self.future.is_set():
+            Future.wait(self.future)  # on CUDA only the current stream waits
         else:
             self.future.set_result(self.buffer)
+        if self.failure is not None:
+            raise self.failure
 
     def wire_bytes(self) -> int:
         """Bytes that this rank has moved; on CUDA, an upper bound."""

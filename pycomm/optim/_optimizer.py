@@ -198,6 +198,7 @@ class FusedOptimizer(DividedOptimizer):
         part = part_of(param)
         if part is None or not part.is_divided(param):
             grad = _options.usable_grad(type(self).__name__, param, grad)
+        self._take_assigned(param, group)
         if len(state) == 0:
             self._init_state(param, group, state)
         elif self._held.get(param) is not part:

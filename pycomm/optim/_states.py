@@ -148,6 +148,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     def _state_dict(self) -> dict[str, Any]:
         """Torch's state_dict, with sharded states in parts."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                self._take_assigned(param, group)
         self._take_edits()
         state_dict = super().state_dict()
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
@@ -245,6 +248,13 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 self._edits.take(self._own(param), state)
 
     # The states of one parameter.
+
+    @torch.no_grad()
+    def _take_assigned(self, param: torch.Tensor, group: Group) -> None:
+        """Takes states that the user has assigned; see :func:`_storage.take_assigned`."""
+        if state := self.state.get(param):
+            names, dtype = self._state_names(group), _storage.wanted_dtype(param, group["states"])
+            _storage.take_assigned(param, state, names, dtype, self._held.get(param))
 
     def _follow(self, param: torch.Tensor, group: Group, names: tuple[str, ...]) -> None:
         """Converts a parameter's states after the parameter or its part has changed, or raises.

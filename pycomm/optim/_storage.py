@@ -141,6 +141,43 @@ def from_fp32(values: torch.Tensor, name: str, dtype: torch.dtype) -> State:
     return {key: tensor.to(values.device) for key, tensor in state.items()}
 
 
+def take_assigned(
+    param: torch.Tensor,
+    state: State,
+    names: tuple[str, ...],
+    dtype: torch.dtype,
+    part: Part | None,
+) -> None:
+    """Takes states that a program has assigned under torch's names, such as ``exp_avg``.
+
+    Args:
+        param: the parameter.
+        state: its state, or that of a part.
+        names: the states' names.
+        dtype: the type in which they are stored.
+        part: the part; None for the whole parameter.
+
+    Raises:
+        ValueError: an assigned state has another shape than the parameter.
+    """
+    own = param if part is None else part.own
+    for name in names:
+        given, place = state.get(name), place_of(name, dtype)
+        if given is None or (place == name and (given.shape, given.dtype) == (own.shape, dtype)):
+            continue
+        if given.shape == param.shape:
+            given = part_in(torch.empty_like(param, dtype=given.dtype).copy_(given), param, part)
+        elif given.shape != own.shape:
+            raise ValueError(
+                f"{name} must have the shape of its parameter, {tuple(param.shape)}, got "
+                f"{tuple(given.shape)}"
+            )
+        del state[name]
+        state.update(from_fp32(given.detach().to(param.device, torch.float32), name, dtype))
+    if state and "step" not in state:
+        state["step"] = torch.ones((), dtype=torch.float32, device=param.device)
+
+
 def squares(name: str) -> bool:
     """True if a state holds second moments, which have a code of their own."""
     return name.endswith("_sq")
