@@ -21,7 +21,12 @@ from torch.autograd.graph import increment_version
 from pycomm._inputs import host
 from pycomm._inputs.tensors import check_memory
 from pycomm._retired import refuse_retired
-from pycomm._runtime.torch_private import backward_id, backward_node, not_compiled
+from pycomm._runtime.torch_private import (
+    backward_id,
+    backward_node,
+    internal_overlap,
+    not_compiled,
+)
 from pycomm._training.buckets import broadcast_all
 from pycomm._training.comm_state import CommState, check_successor
 from pycomm._training.graphs import tensors_in
@@ -32,6 +37,7 @@ from pycomm._training.weighing import Weighing
 from pycomm._training.wrapping import Wrapping
 from pycomm.collectives import all_reduce
 from pycomm.compression import Compression
+from pycomm.errors import Mismatch
 from pycomm.group import Group
 
 _MIB = 1 << 20
@@ -62,7 +68,8 @@ class DataParallel(Wrapping):
         grad_scaler: see :class:`pycomm.hooks.CommState`.
         warmup_steps: see :class:`pycomm.hooks.CommState`.
         broadcast_buffers: send rank 0's buffers to all ranks before every forward that records
-            gradients; with `local_sgd`, before the first one after an exchange.
+            gradients, unless a backward of another forward is still to come; with `local_sgd`,
+            before the first one after an exchange.
         shard: ``"optimizer"`` divides the optimizer's states among the ranks. The step of a fused
             optimizer then averages the gradients of its rank's share, updates it, and writes the
             new parameters to all ranks. ``"gradients"`` divides gradients, too: backward averages
@@ -122,6 +129,7 @@ class DataParallel(Wrapping):
         parameters = common_parameters(module)
         for name, tensor in (*parameters, *common_buffers(module)):
             check_memory(f"module: {name}", tensor)
+            _check_overlap(name, tensor)
         options: dict[str, Any] = {
             "group": group,
             "exclude": exclude,
@@ -147,6 +155,7 @@ class DataParallel(Wrapping):
         }
         super().__init__(module, state, division, shard_group, bucket_cap_mb * _MIB, alike)
         self._broadcast_buffers = broadcast_buffers
+        self._buffer_shapes = {name: buffer.shape for name, buffer in common_buffers(module)}
         self._agreements_seen = -1  # of local SGD, when buffers were broadcast
         self._module_takes_weight = "weight" in inspect.signature(module.forward).parameters
         self._next_weight: float | None = None
@@ -208,6 +217,29 @@ class DataParallel(Wrapping):
         """
         self._exchange.average()
 
+    def sync_buffers(self) -> None:
+        """Sends rank 0's buffers to all ranks, such as the statistics of batch normalisation.
+
+        All ranks must call this. A forward in training does so by itself (see `broadcast_buffers`),
+        but what it changes after that is each rank's own: call this before an evaluation that shall
+        have the same results on all ranks.
+
+        Raises:
+            ValueError: elements of a buffer share memory; or, with the error of the operation as
+                its cause, a buffer has changed its size, and not alike on all ranks.
+        """
+        buffers = common_buffers(self.module)
+        for name, buffer in buffers:
+            _check_overlap(name, buffer)
+        try:
+            broadcast_all((buffer for _, buffer in buffers), 0, self._group)
+        except Mismatch as error:
+            grown = [n for n, buffer in buffers if self._buffer_shapes.get(n) != buffer.shape]
+            raise ValueError(
+                "buffers must have the same shapes on all ranks, got other ones than at first for "
+                f"{', '.join(grown) or 'none on this rank'}"
+            ) from error
+
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
         """Surrounds a training loop in which ranks may have different numbers of batches.
@@ -229,7 +261,7 @@ class DataParallel(Wrapping):
         if isinstance(self.comm_state, LocalSGDState):
             with self.comm_state.join():
                 yield
-            broadcast_all(self._buffers_in_common(), 0, self._group)
+            self.sync_buffers()
             return
         self._joined_steps = 0
         try:
@@ -238,8 +270,10 @@ class DataParallel(Wrapping):
                 self._exchange.stand_in()
             last = host.tensor([self._joined_steps * self._group.size + self._group.rank])
             all_reduce(last, "max", group=self._group)
-            tensors = [*dict(common_parameters(self.module)).values(), *self._buffers_in_common()]
-            broadcast_all(tensors, int(last) % self._group.size, self._group)
+            named = [*common_parameters(self.module), *common_buffers(self.module)]
+            broadcast_all(
+                (tensor for _, tensor in named), int(last) % self._group.size, self._group
+            )
             increment_version(self._exchange.parameters)  # so that optimizers drop remainders
         finally:
             self._joined_steps = self._exchange.weighing = None
@@ -333,8 +367,9 @@ class DataParallel(Wrapping):
             self._joined_steps += active
             exchange.promise.open = active
             return exchange.weighing.active_ranks() > 0
-        if self._broadcast_buffers and self._agree_anew():
-            broadcast_all(self._buffers_in_common(), 0, self._group)
+        # While a backward is to come, it may need the buffers as its forward has seen them.
+        if self._broadcast_buffers and not exchange.promise.open and self._agree_anew():
+            self.sync_buffers()
         exchange.promise_backward(inside_backward)
         return True
 
@@ -346,9 +381,6 @@ class DataParallel(Wrapping):
         before, self._agreements_seen = self._agreements_seen, state.agreements
         return before != state.agreements and not state.joining
 
-    def _buffers_in_common(self) -> list[torch.Tensor]:
-        return [buffer for _, buffer in common_buffers(self.module)]
-
     @not_compiled
     def _watch(self, outputs: Any) -> None:
         """Makes the backward that begins at these tensors end with the exchange."""
@@ -356,6 +388,15 @@ class DataParallel(Wrapping):
         for output in tensors_in(outputs):
             if output.grad_fn is not None:
                 output.register_hook(began)  # type: ignore[no-untyped-call]
+
+
+def _check_overlap(name: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError if a tensor cannot be written because elements share memory."""
+    if internal_overlap(tensor) == 1:
+        raise ValueError(
+            f"module must have tensors whose elements have memory of their own, got {name}, which "
+            "is expanded: call clone()"
+        )
 
 
 def _checked(local_sgd: object, **options: Any) -> LocalSGDState:

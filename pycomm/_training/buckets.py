@@ -154,7 +154,7 @@ def broadcast_all(
     tensors: Iterable[torch.Tensor], source: int, group: Group, receives: bool = True
 ) -> None:
     """Sends one rank's tensors to all ranks that receive them, many small tensors at a time."""
-    for members in partition((tensor.data for tensor in tensors), _MIB):
+    for members in partition((tensor.detach() for tensor in tensors), _MIB):
         flat = torch.cat([member.reshape(-1) for member in members])
         broadcast(flat.view(torch.uint8), source, group=group)
         begin = 0
