@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -13,6 +12,7 @@ import torch
 from pycomm._inputs import host
 from pycomm._runtime.torch_private import not_compiled
 from pycomm._training.comm_state import CommState, check_successor
+from pycomm._training.inner_optimizers import InnerOptimizers
 from pycomm._training.local_gradients import LocalGradients
 from pycomm._training.newcomers import check_alike, number_of, source_among
 from pycomm._training.outer import Outer
@@ -54,7 +54,7 @@ class LocalRounds(LocalGradients):
 
     Args:
         parameters: the model's parameters.
-        optimizer: the optimizer that changes them.
+        optimizers: change them.
         outer: what ranks have in common.
         differences: exchanges parameters.
         period: the steps of a round.
@@ -78,7 +78,7 @@ class LocalRounds(LocalGradients):
     def __init__(
         self,
         parameters: Parameters,
-        optimizer: torch.optim.Optimizer,
+        optimizers: InnerOptimizers,
         outer: Outer,
         differences: CommState,
         period: int,
@@ -89,12 +89,12 @@ class LocalRounds(LocalGradients):
         super().__init__(parameters, gradient_steps, differences.group, inner_group)
         self.period = period
         self.agreements = 0
-        self._optimizer, self._outer, self._differences = optimizer, outer, differences
+        self._optimizers, self._outer, self._differences = optimizers, outer, differences
         self._options = options
         self._pending = 0  # steps since the last exchange
         self.joining = self._left = self._shown = False
-        self._had_step = False
-        self._watch_optimizer()
+        self._stepped: set[int] = set()  # numbers of optimizers, since the last step()
+        self._optimizers.watch(self)
 
     @property
     def group(self) -> Group:
@@ -120,7 +120,8 @@ class LocalRounds(LocalGradients):
                 "that leaves its gradients to this state: call register(model), or pass "
                 "local_sgd= to pycomm.DataParallel"
             )
-        self._had_backward = self._had_step = False
+        self._had_backward = False
+        self._stepped.clear()
         self.steps += 1
         if self.steps <= self._gradient_steps:
             self.agreements += 1
@@ -187,7 +188,8 @@ class LocalRounds(LocalGradients):
             if state is not None:
                 state.regroup(group)
         self._outer.doubt()
-        self._had_backward = self._had_step = False
+        self._had_backward = False
+        self._stepped.clear()
         self._adopt(accounts)
         if self._owed:
             self.exchange()
@@ -281,25 +283,21 @@ class LocalRounds(LocalGradients):
         if self._shown:
             raise RuntimeError("this must not be called inside of outer_parameters()")
 
-    def _watch_optimizer(self) -> None:
-        me = weakref.ref(self)
-        self._optimizer.register_step_pre_hook(lambda *_: _before_step(me))
-
-    def _before_step(self) -> None:
-        """Runs before each step of the optimizer."""
+    def before_step(self, number: int) -> None:
+        """Runs before each step of the optimizer with this number."""
         self._check_not_shown()
-        if self._had_step:
+        if number in self._stepped:
             raise RuntimeError(
                 "step() of the LocalSGDState must be called after every step of the optimizer"
             )
-        self._had_step = True
+        self._stepped.add(number)
         if self.steps >= self._gradient_steps and not self._outer.anchored:
             self._outer.anchor()
 
     def _meet(self) -> list[Report]:
         """Exchanges if any rank has made a step; returns every rank's report from before."""
         self._check_not_shown()
-        check_optimizer(self._optimizer, self._parameters)
+        self._optimizers.check(self._parameters)
         if not self._outer.anchored:
             self._outer.anchor()
         reports = compare(self._report(), self.group)
@@ -321,19 +319,3 @@ class LocalRounds(LocalGradients):
     def _counted(self) -> int:
         """The steps of this round, if they count."""
         return 0 if self._came_late else self._pending
-
-
-def check_optimizer(optimizer: torch.optim.Optimizer, parameters: Parameters) -> None:
-    """Raises ValueError if the optimizer changes parameters that are not exchanged."""
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if id(param) not in parameters.entries and param.requires_grad:
-                raise ValueError(
-                    "params must name every parameter that the optimizer changes; one of shape "
-                    f"{tuple(param.shape)} is not among them"
-                )
-
-
-def _before_step(state: weakref.ref[LocalRounds]) -> None:
-    if (alive := state()) is not None:
-        alive._before_step()

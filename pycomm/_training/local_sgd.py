@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -12,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pycomm._inputs.arguments import check_whole
 from pycomm._training.comm_state import CommState, NamedParameters
-from pycomm._training.local_rounds import LocalRounds, check_optimizer
+from pycomm._training.inner_optimizers import InnerOptimizers
+from pycomm._training.local_rounds import LocalRounds
 from pycomm._training.outer import Outer, Rule
 from pycomm._training.parameters import Exclude, Parameters, check_exchangeable, ignored
 from pycomm._training.residuals import FORMAT
@@ -55,8 +56,8 @@ class LocalSGDState(LocalRounds):
 
     Args:
         params: ``model.named_parameters()``.
-        optimizer: the model's optimizer, the only one that changes these parameters. If one of
-            pycomm's optimizers keeps full-precision weights, those are exchanged.
+        optimizer: the model's optimizer, or several: those that change these parameters, and no
+            others. If one of pycomm's optimizers keeps full-precision weights, those are exchanged.
         period: steps from one exchange to the next.
         compression: compression of the changes since the last exchange, or None. Residuals keep
             what it loses of each parameter and send it later.
@@ -85,7 +86,7 @@ class LocalSGDState(LocalRounds):
     def __init__(
         self,
         params: NamedParameters,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
         *,
         period: int,
         compression: Compression | None = None,
@@ -99,12 +100,13 @@ class LocalSGDState(LocalRounds):
     ) -> None:
         if params is None:
             raise TypeError("params must be model.named_parameters(), got None")
-        _check_options(optimizer, period, gradient_steps, inner_group)
+        _check_options(period, gradient_steps, inner_group)
         plain = outer_lr == 1 and not outer_momentum
         rule = Rule(outer_lr, outer_momentum, compression is not None or not plain, local_residuals)
         named = list(params)
         parameters = Parameters(named, exclude)
-        check_optimizer(optimizer, parameters)
+        optimizers = InnerOptimizers(optimizer)
+        optimizers.check(parameters)
         check_exchangeable(parameters, compression)
         differences = CommState(compression, named, group=group, exclude=exclude)
         if local_residuals and (compression is None or compression.momentum):
@@ -115,8 +117,8 @@ class LocalSGDState(LocalRounds):
         options = repr((rule, gradient_steps, compression, inner_group is None))
         super().__init__(
             parameters,
-            optimizer,
-            Outer(parameters, optimizer, rule),
+            optimizers,
+            Outer(parameters, optimizers, rule),
             differences,
             period,
             options,
@@ -244,7 +246,8 @@ class LocalSGDState(LocalRounds):
         self._pending = state_dict["pending"]
         self._came_late = state_dict.get("came_late", False)
         self._owed = self._is_new = False
-        self._had_backward = self._had_step = False
+        self._had_backward = False
+        self._stepped.clear()
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for pickling and copying, optimizer included; see :class:`CommState`."""
@@ -258,17 +261,14 @@ class LocalSGDState(LocalRounds):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._watch_optimizer()
+        self._optimizers.watch(self)
 
 
 def _check_options(
-    optimizer: object,
     period: int,
     gradient_steps: int,
     inner_group: object,
 ) -> None:
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {optimizer!r}")
     check_whole("period", period)
     if period < 1:
         raise ValueError(f"period must be at least 1, got {period}")

@@ -17,6 +17,7 @@ import torch
 from pycomm._training.all_or_none import on_all_or_none
 from pycomm._training.buckets import broadcast_all, partition
 from pycomm._training.comm_state import CommState
+from pycomm._training.inner_optimizers import InnerOptimizers
 from pycomm._training.parameters import Entry, Parameters
 
 if TYPE_CHECKING:
@@ -50,24 +51,6 @@ class Rule:
             raise ValueError(f"outer_momentum must be at least 0 and below 1, got {self.momentum}")
 
 
-def weights_of(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> torch.Tensor:
-    """A parameter's weights at the optimizer's full precision; not a copy."""
-    if hasattr(optimizer, "full_weights"):
-        weights: torch.Tensor = optimizer.full_weights(param)
-        return weights
-    return param.detach()
-
-
-def set_weights_of(
-    optimizer: torch.optim.Optimizer, param: torch.Tensor, weights: torch.Tensor
-) -> None:
-    """Sets a parameter, and the optimizer's full-precision weights of it, to `weights`."""
-    if hasattr(optimizer, "set_full_weights"):
-        optimizer.set_full_weights(param, weights)
-    else:
-        param.detach().copy_(weights)
-
-
 class _Piece:
     """Some parameters of one type, exchanged together: flat, in fp32 (doubles in fp64).
 
@@ -98,18 +81,18 @@ class _Piece:
         parts = torch.split(flat, [entry.numel for entry in self._entries])
         return {e.name: e.view(part) for e, part in zip(self._entries, parts, strict=True)}
 
-    def anchor(self, optimizer: torch.optim.Optimizer, rule: Rule) -> None:
+    def anchor(self, optimizers: InnerOptimizers, rule: Rule) -> None:
         """Records the present parameters as those that all ranks have in common."""
         dtype, device = self.kind
         self.last = torch.empty(self.count, dtype=dtype, device=device)
         if rule.momentum:
             self.velocity = torch.zeros_like(self.last)
         for parameter, place in zip(self.parameters, self.views(self.last).values(), strict=True):
-            place.copy_(weights_of(optimizer, parameter))
+            place.copy_(optimizers.weights_of(parameter))
 
     def contribute(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizers: InnerOptimizers,
         flat: torch.Tensor,
         factor: float,
         residuals: dict[str, torch.Tensor],
@@ -120,7 +103,7 @@ class _Piece:
             starts = self._starts(self.last, residuals)
         places = self.views(flat).values()
         for parameter, place, start in zip(self.parameters, places, starts, strict=True):
-            weights = weights_of(optimizer, parameter)
+            weights = optimizers.weights_of(parameter)
             place.copy_(weights)
             if start is not None:
                 place.sub_(start.to(weights.dtype))
@@ -129,7 +112,7 @@ class _Piece:
 
     def advance(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizers: InnerOptimizers,
         rule: Rule,
         mean: torch.Tensor,
         residuals: dict[str, torch.Tensor],
@@ -141,12 +124,12 @@ class _Piece:
                 mean.add_(self.velocity * rule.momentum)
             mean = self.last.add_(mean.mul_(rule.lr))
         for parameter, start in zip(self.parameters, self._starts(mean, residuals), strict=True):
-            set_weights_of(optimizer, parameter, start)
+            optimizers.set_weights_of(parameter, start)
 
-    def show(self, optimizer: torch.optim.Optimizer, flat: torch.Tensor) -> None:
+    def show(self, optimizers: InnerOptimizers, flat: torch.Tensor) -> None:
         """Gives the model these parameters."""
         for parameter, place in zip(self.parameters, self.views(flat).values(), strict=True):
-            set_weights_of(optimizer, parameter, place)
+            optimizers.set_weights_of(parameter, place)
 
     def _starts(
         self, common: torch.Tensor, residuals: dict[str, torch.Tensor]
@@ -161,17 +144,15 @@ class Outer:
 
     Args:
         parameters: the model's parameters.
-        optimizer: the optimizer that changes them between exchanges.
+        optimizers: change them between exchanges.
         rule: the rule of the outer step.
 
     Attributes:
         rule: the rule of the outer step.
     """
 
-    def __init__(
-        self, parameters: Parameters, optimizer: torch.optim.Optimizer, rule: Rule
-    ) -> None:
-        self._optimizer = optimizer
+    def __init__(self, parameters: Parameters, optimizers: InnerOptimizers, rule: Rule) -> None:
+        self._optimizers = optimizers
         self.rule = rule
         lists = partition(parameters.tensors, _PIECE_BYTES)
         self._pieces = [_Piece(members, parameters.of(members)) for members in lists]
@@ -187,7 +168,7 @@ class Outer:
     def anchor(self) -> None:
         """Records the present parameters as those that all ranks have in common."""
         for piece in self._pieces:
-            piece.anchor(self._optimizer, self.rule)
+            piece.anchor(self._optimizers, self.rule)
         self._checked = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -224,14 +205,14 @@ class Outer:
             for piece in self._pieces:
                 flat = self._buffer(piece)
                 if factor:
-                    piece.contribute(self._optimizer, flat, factor, self._residuals(piece, comm))
+                    piece.contribute(self._optimizers, flat, factor, self._residuals(piece, comm))
                 else:
                     flat.zero_()
                 comm.start(flat, piece.parameters)
             comm.finish()
         for piece in self._pieces:
             mean = self._buffer(piece)
-            piece.advance(self._optimizer, self.rule, mean, self._residuals(piece, comm))
+            piece.advance(self._optimizers, self.rule, mean, self._residuals(piece, comm))
 
     @torch.no_grad()
     def hand_on(self, source: int, receives: bool, anchored: bool, group: Group) -> None:
@@ -252,20 +233,20 @@ class Outer:
         for piece in self._pieces:
             if piece.last is None:
                 flat = self._buffer(piece)
-                piece.contribute(self._optimizer, flat, 1.0, {})
+                piece.contribute(self._optimizers, flat, 1.0, {})
             else:
                 flat = piece.last
             kept = [flat] if piece.velocity is None else [flat, piece.velocity]
             broadcast_all(kept, source, group, receives)
             if receives:
-                piece.show(self._optimizer, flat)
+                piece.show(self._optimizers, flat)
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
         """Gives the model the common parameters; afterwards it has its own again."""
         with torch.no_grad():
             kept = [
-                (parameter, weights_of(self._optimizer, parameter).clone())
+                (parameter, self._optimizers.weights_of(parameter).clone())
                 for piece in self._pieces
                 for parameter in piece.parameters
             ]
@@ -273,12 +254,12 @@ class Outer:
             with torch.no_grad():
                 for piece in self._pieces:
                     if piece.last is not None:
-                        piece.show(self._optimizer, piece.last)
+                        piece.show(self._optimizers, piece.last)
             yield
         finally:
             with torch.no_grad():
                 for parameter, weights in kept:
-                    set_weights_of(self._optimizer, parameter, weights)
+                    self._optimizers.set_weights_of(parameter, weights)
 
     def dump(self) -> dict[str, dict[str, torch.Tensor]]:
         """Copies by name; empty if there is nothing yet."""
@@ -300,7 +281,7 @@ class Outer:
         for piece in self._pieces:
             piece.last = piece.velocity = None
             if dump:
-                piece.anchor(self._optimizer, self.rule)
+                piece.anchor(self._optimizers, self.rule)
             for kind, saved in dump.items():
                 for name, place in piece.views(getattr(piece, kind)).items():
                     place.copy_(saved[name])

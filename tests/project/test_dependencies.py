@@ -136,7 +136,13 @@ PYTHON_LAYERS = [
         "_training.newcomers",
         "_training.parameters",
     },
-    {"compressed_ops", "fsdp", "_training.flat", "_training.members"},
+    {
+        "compressed_ops",
+        "fsdp",
+        "_training.flat",
+        "_training.inner_optimizers",
+        "_training.members",
+    },
     {"_training.buckets", "_training.promise", "_training.reports", "_training.weighing"},
     {"_training.loss_scale", "_training.residuals"},
     {
