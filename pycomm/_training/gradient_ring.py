@@ -218,7 +218,10 @@ class GradientRing:
     def keep(self, parameters: Iterable[torch.Tensor]) -> None:
         """Makes the averages the gradients of these parameters."""
         for parameter in parameters:
-            parameter.grad = self._stand_ins[id(parameter)].tensor
+            stand_in = self._stand_ins[id(parameter)]
+            if not stand_in.is_whole():  # zeroed after the last step, and then dropped
+                stand_in.renew()
+            parameter.grad = stand_in.tensor
             self._kept.add(id(parameter))
 
     def accumulates(self, parameter: torch.Tensor) -> bool:

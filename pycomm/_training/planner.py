@@ -58,8 +58,9 @@ class Planner:
         self._parameters = parameters
         self._residuals = residuals
         self._tag = tag
-        # By a bucket's address and parameters: phase and the scale's address, and the exchange.
-        self._made: dict[tuple[int, ...], tuple[tuple[int, int], BucketExchange]] = {}
+        # By a bucket's address and parameters: phase, the scale's address, the bucket's dtype and
+        # number of elements, and the exchange.
+        self._made: dict[tuple[int, ...], tuple[tuple[object, ...], BucketExchange]] = {}
         self._planned: set[int] = set()  # parameters that have been in a bucket
 
     def exchange_of(
@@ -87,7 +88,8 @@ class Planner:
             ValueError: `buffer` does not consist of the parameters' gradients.
         """
         phase = max(-1, min(step, getattr(self._compression, "density_steps", 0)))
-        state = (phase, 0 if scale is None else scale.data_ptr())
+        scaled = 0 if scale is None else scale.data_ptr()
+        state = (phase, scaled, buffer.dtype, buffer.numel())
         found = self._made.get(key)
         if found is not None and found[0] == state:
             return found[1]

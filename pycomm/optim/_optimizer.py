@@ -192,6 +192,8 @@ class FusedOptimizer(DividedOptimizer):
         state, rest = self.state[param], (group, names, stream)
         row = self._rows.get(id(param))
         if row is not None and row.is_of(param, grad, state, *rest):
+            if row.part is not None:
+                row.part.is_divided(param)  # zeroes its elements if the user has zeroed them
             if row.holds_weights:
                 self._edits.take(row.own, state)
             return row, grad

@@ -59,6 +59,56 @@ def test_gradients_are_zeroed(zeroing):
     check_bits(ZEROINGS[zeroing])
 
 
+def zeroed_before_some_steps(group, shard, max_norm, zero):
+    """From the second step on, rows of optimizers are those of the step before."""
+    net, model, optimizer = made(group, shard, max_norm=max_norm)
+    generator = torch.Generator().manual_seed(group.rank)
+    seen = []
+    for step in range(5):
+        optimizer.zero_grad()
+        model(torch.randn(8, 40, generator=generator)).square().mean().backward()
+        if step in (1, 3):
+            zero(net)
+        optimizer.step()
+        seen.append(optimizer.grad_norm.clone() if max_norm else torch.zeros(()))
+    return [*seen, *(p.detach().clone() for p in net.parameters())]
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+@pytest.mark.parametrize("zeroing", ["a layer", "the module", "each", "data"])
+def test_gradients_are_zeroed_before_a_step(zeroing, max_norm):
+    with pycomm.LocalWorld(2) as world:
+        wanted = world.run(zeroed_before_some_steps, None, max_norm, ZEROINGS[zeroing])
+        for shard in STAGES:
+            seen = world.run(zeroed_before_some_steps, shard, max_norm, ZEROINGS[zeroing])
+            for got, expected in zip(seen, wanted, strict=True):
+                assert all(map(torch.equal, got, expected)), shard
+
+
+def zeroed_twice(group, shard, micro_batches):
+    """In place after the step, and dropped before the next one."""
+    net, model, optimizer = made(group, shard)
+    generator = torch.Generator().manual_seed(group.rank)
+    for _ in range(4):
+        optimizer.zero_grad()
+        for _ in range(micro_batches):
+            model(torch.randn(8, 40, generator=generator)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    return [p.detach().clone() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_gradients_are_zeroed_after_and_before_a_step(micro_batches):
+    with pycomm.LocalWorld(2) as world:
+        wanted = world.run(zeroed_twice, None, micro_batches)
+        for shard in STAGES:
+            for got, expected in zip(
+                world.run(zeroed_twice, shard, micro_batches), wanted, strict=True
+            ):
+                assert all(map(torch.equal, got, expected)), shard
+
+
 def step_after(optimizer, change, *args):
     change(*args)
     optimizer.step()
