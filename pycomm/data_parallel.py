@@ -172,9 +172,8 @@ class DataParallel(Wrapping):
         Returns:
             The module's outputs.
         """
-        training = torch.is_grad_enabled()
-        if self._shard_group is not None:
-            self._exchange.check_parameters()
+        training = torch.is_grad_enabled() and not self._is_frozen_copy()
+        self._check_parameters()
         weight = None if self._module_takes_weight else kwargs.pop("weight", None)
         if training:
             self._prepare(weight)
@@ -182,6 +181,12 @@ class DataParallel(Wrapping):
         if training and (self.require_backward_grad_sync or self._shard_group is not None):
             self._watch(outputs)
         return outputs
+
+    def _is_frozen_copy(self) -> bool:
+        """True for a copy to evaluate, such as a moving average."""
+        return self._own_exchange is None and not any(
+            parameter.requires_grad for parameter in self.module.parameters()
+        )
 
     def weigh(self, weight: float | None) -> None:
         """Sets the weight of this rank's gradients in the mean, for batches of different sizes.

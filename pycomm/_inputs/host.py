@@ -6,10 +6,14 @@ default, and ``torch.inference_mode()``, whose tensors cannot be written to afte
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -29,9 +33,19 @@ def tensor(
     return ordinary(torch.tensor, values, dtype=dtype, device="cpu")
 
 
-def ordinary(make: Callable[..., torch.Tensor], *arguments: Any, **options: Any) -> torch.Tensor:
-    """Calls `make` outside of ``torch.inference_mode()``, so that its tensor may be written to."""
+def ordinary(make: Callable[..., T], *arguments: Any, **options: Any) -> T:
+    """Calls `make` outside of ``torch.inference_mode()``, so that its tensors may be written to."""
     if not torch.is_inference_mode_enabled():
         return make(*arguments, **options)
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), torch.no_grad():
         return make(*arguments, **options)
+
+
+def makes_lasting(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorates a function that makes tensors which later calls write to."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        return ordinary(function, *args, **kwargs)
+
+    return call

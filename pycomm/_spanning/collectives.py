@@ -14,6 +14,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from pycomm import _work
+from pycomm._inputs import host
 from pycomm._inputs.dtypes import operation_of
 from pycomm._spanning.between import Between, check_two_shot, copy, run_tiles
 from pycomm._spanning.combine import combine
@@ -162,7 +163,7 @@ class _Tile:
         if between.carries:
             old = self._spare.pop() if self._spare else self._mine.new_empty(0)
             fits = old.numel() == self._mine.numel()
-            self._parts = old if fits else torch.empty_like(self._mine)
+            self._parts = old if fits else host.ordinary(torch.empty_like, self._mine)
             self._transfer = between.carriers.all_to_all(self._parts, self._mine)
 
     def reduce(self) -> None:

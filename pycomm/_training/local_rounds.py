@@ -102,6 +102,7 @@ class LocalRounds(LocalGradients):
         return self._differences.group
 
     @not_compiled
+    @host.makes_lasting
     def step(self) -> bool:
         """Counts a step, and exchanges if it is time. Call it after every step of the optimizer.
 
@@ -130,6 +131,7 @@ class LocalRounds(LocalGradients):
         return self._is_due and self.exchange()
 
     @not_compiled
+    @host.makes_lasting
     def exchange(self) -> bool:
         """Exchanges now, at any point of the period: after training or before an evaluation.
 
@@ -153,6 +155,7 @@ class LocalRounds(LocalGradients):
         return any(report.pending for report in reports)
 
     @not_compiled
+    @host.makes_lasting
     def regroup(self, group: Group) -> None:
         """Goes on with another group: a smaller one after a failure, or one that has grown.
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pycomm._inputs import host
 from pycomm._runtime.torch_private import not_compiled
 from pycomm._training.beginning import begin_alike
 from pycomm._training.comm_state import CommState
@@ -69,8 +70,7 @@ class Wrapping(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's ``state_dict``."""
-        if self._shard_group is not None:
-            self._exchange.check_parameters()
+        self._check_parameters()
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -119,7 +119,7 @@ class Wrapping(nn.Module):
     def _exchange(self) -> GradientExchange:
         """The exchange. A copy makes its own when it is trained, as evaluation needs none."""
         if self._own_exchange is None:
-            self._own_exchange = self._make_exchange(self._exchanged())
+            self._own_exchange = host.ordinary(self._make_exchange, self._exchanged())
         return self._own_exchange
 
     def _exchanged(self) -> list[torch.Tensor]:
@@ -149,6 +149,11 @@ class Wrapping(nn.Module):
         if not group.should_commit():
             raise MemoryError("another rank lacks memory for its shards of the model")
         return made
+
+    def _check_parameters(self) -> None:
+        """Raises RuntimeError after a failed step; a copy that was not trained has taken none."""
+        if self._own_exchange is not None:
+            self._own_exchange.check_parameters()
 
     # The group.
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from pycomm import _C
+from pycomm._inputs import host
 from pycomm._runtime.torch_private import not_compiled
 from pycomm._training.optimizers import register
 from pycomm._training.shards import part_of
@@ -93,6 +94,7 @@ class FusedOptimizer(DividedOptimizer):
         return loss
 
     @not_compiled
+    @host.makes_lasting
     @torch.no_grad()
     def _step(self) -> None:
         self._check_shared()
