@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from pycomm._training.flat import place_of
+from pycomm._training.flat import home_of, place_of
 from pycomm._training.shards import Shards, part_of
 from pycomm._training.spanning_shards import SpanningShards
 from pycomm.data_parallel import DataParallel
@@ -146,7 +146,7 @@ def memory_report(
     counted = _Storages()
     in_arenas = _count_arenas(params, counted)
     sizes = {
-        "parameters": counted.add(params),
+        "parameters": counted.add(map(_memory_of, params)),
         "buffers": counted.add(model.buffers()),
         "gradients": counted.add(_gradients(params)),
         "master weights": 0,
@@ -226,6 +226,13 @@ def _named(name: str, value: object) -> Iterator[tuple[str, torch.Tensor]]:
     elif isinstance(value, (list, tuple)):
         for part in value:
             yield from _named(name, part)
+
+
+def _memory_of(param: torch.Tensor) -> torch.Tensor:
+    """The flat memory that a parameter lies in; itself if it lies elsewhere."""
+    home = home_of(param)
+    whole = None if home is None else home.piece.parameters
+    return param if whole is None else whole
 
 
 def _gradients(params: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:

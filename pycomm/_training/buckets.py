@@ -153,14 +153,19 @@ def partition(
 def broadcast_all(
     tensors: Iterable[torch.Tensor], source: int, group: Group, receives: bool = True
 ) -> None:
-    """Sends one rank's tensors to all ranks that receive them, many small tensors at a time."""
+    """Sends one rank's tensors to all ranks that receive them, many small tensors at a time.
+
+    Those that have the same bits already are not written, so that nobody takes it for a change.
+    """
     for members in partition((tensor.detach() for tensor in tensors), _MIB):
         flat = torch.cat([member.reshape(-1) for member in members])
         broadcast(flat.view(torch.uint8), source, group=group)
         begin = 0
         for member in members if receives and group.rank != source else ():
             end = begin + member.numel()
-            member.copy_(flat[begin:end].view(member.shape))
+            new, old = flat[begin:end], member.reshape(-1)
+            if not torch.equal(new.view(torch.uint8), old.view(torch.uint8)):
+                member.copy_(new.view(member.shape))
             begin = end
 
 

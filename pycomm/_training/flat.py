@@ -95,7 +95,7 @@ class Place(NamedTuple):
             length, kind = len(piece.gradients), piece.kind
             piece.parameters = zeros(length, kind.dtype, kind.device)
         view = self.of(piece.parameters, parameter)
-        parameter.data = view.copy_(parameter.detach())
+        parameter.data = with_own_storage(view.copy_(parameter.detach()))
         if parameter not in _homes:
             parameter.register_post_accumulate_grad_hook(settle)  # type: ignore[no-untyped-call]
         _homes[parameter] = self
@@ -174,6 +174,14 @@ class Layout:
             if piece in used:
                 self._places[id(parameter)] = self[parameter]._replace(offset=used[piece])
                 used[piece] += self.room(parameter)
+
+
+def with_own_storage(view: torch.Tensor) -> torch.Tensor:
+    """The same memory as a storage of its own, so that whoever saves or copies it has it alone.
+
+    torch saves and copies whole storages, and safetensors takes tensors of one storage for one.
+    """
+    return torch.from_dlpack(view.detach())  # type: ignore[attr-defined]
 
 
 def room(parameter: torch.Tensor) -> int:

@@ -203,8 +203,6 @@ class GradientExchange:
     def _complete_last(self) -> None:
         """Averages what the last backward has left to a step, before this one adds to it."""
         group, shards = self._state.gradient_group, self.shards
-        if shards is not None:
-            shards.check_places(self.parameters)
         if shards is None or (self._ring is not None and self.weighing is None):
             return  # a ring adds to parts; but weights scale whole gradients
         if group is not None and shards.has_pending(self.parameters):
@@ -293,7 +291,7 @@ class GradientExchange:
         self.promise.settle(dropped=bool(errors.raised))
         for parameter in self.parameters:
             unannounced.forget(parameter)
-        if why := errors.explain(self._group):
+        if why := errors.explain(self._group, self._moved()):
             self._state.give_back()
             self._drop_gradients()
             if raised is False:
@@ -354,16 +352,21 @@ class GradientExchange:
         """Ids of the parameters that no rank has used, and the ranks' errors in this backward."""
         group = self._state.gradient_group
         if group is None:
-            return unused, Errors([], [], [])
+            return unused, Errors([], [], [], [])
         used = [id(p) not in unused for p in self.parameters]
         changed = self.shards is not None and self.shards.guard.sees_change()
         stepped = self._versions != [parameter._version for parameter in self.parameters]
-        own = raised, self.promise.is_repeated, stepped
+        own = raised, self.promise.is_repeated, stepped, bool(self._moved())
         (*used_anywhere, changed_anywhere), errors = compare([*used, changed], own, group)
         if changed_anywhere:
             self._compare_parameters()
         pairs = zip(self.parameters, used_anywhere, strict=True)
         return {id(p) for p, is_used in pairs if not is_used}, errors
+
+    def _moved(self) -> list[str]:
+        """Names of parameters that have left the memory of shards."""
+        moved = [] if self.shards is None else self.shards.moved(self.parameters)
+        return [self.members.name_of(parameter) for parameter in moved]
 
     def _learn_order(self, ready: Sequence[torch.Tensor]) -> None:
         """Lays out buckets in the order of rank 0's first backward, repeated parameters last."""

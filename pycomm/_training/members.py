@@ -64,6 +64,10 @@ class Members:
                 )
         self._look(module)
 
+    def name_of(self, parameter: torch.Tensor) -> str:
+        """The name of one of the parameters."""
+        return self._names[id(parameter)]
+
     def check_owned(self) -> None:
         """Raises ValueError if a later wrapper has taken one of the parameters."""
         if self._lost is not None:

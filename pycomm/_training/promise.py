@@ -100,14 +100,16 @@ class Errors(NamedTuple):
         raised: their backward has raised.
         repeated: another backward, which passed no outputs, has had this one's exchange.
         stepped: parameters have changed while backward ran.
+        moved: parameters have left the memory of shards.
     """
 
     raised: list[int]
     repeated: list[int]
     stepped: list[int]
+    moved: list[int]
 
-    def explain(self, group: Group) -> str:
-        """What to raise; empty for nothing."""
+    def explain(self, group: Group, moved: Sequence[str]) -> str:
+        """What to raise, empty for nothing; `moved` are this rank's parameters that have moved."""
         if self.raised:
             return (
                 f"backward has raised on ranks {self.raised} of {group.size}, or they have made "
@@ -126,6 +128,13 @@ class Errors(NamedTuple):
                 f"{group.size}, as by a step in a hook of a gradient, which sees only its own "
                 "rank's gradients: step after backward, or wrap with LocalSGDState for steps on "
                 "each rank's own"
+            )
+        if self.moved:
+            here = f" (here {', '.join(moved)})" if moved else ""
+            return (
+                f"parameters on ranks {self.moved} of {group.size}{here} have left the memory in "
+                "which the wrapper shards them, as by share_memory() or model.to(): wrap the model "
+                "anew"
             )
         return ""
 

@@ -277,11 +277,9 @@ class Shards:
             _parts[parameter] = Part(self, self.group, ranges, first, own)
         _count_division()
 
-    def check_places(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Raises ValueError if a parameter has been moved out of the arena."""
-        for parameter in parameters:
-            if parameter.data_ptr() != self._addresses[id(parameter)]:
-                part_of(parameter)
+    def moved(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """The parameters that have been moved out of the arena."""
+        return [p for p in parameters if p.data_ptr() != self._addresses[id(p)]]
 
     def wire_bytes(self, nbytes: int) -> int:
         """Bytes that a rank reads or receives for gradients of so many, and for parameters."""
