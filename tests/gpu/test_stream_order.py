@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import textwrap
 
+import programs
 import pytest
 import torch
 
@@ -16,8 +14,7 @@ pytestmark = [
 ]
 
 BEGIN = """
-import sys, torch, pycomm
-ordered = len(sys.argv) > 1
+import torch, pycomm
 x = torch.zeros(1000, device="cuda")
 torch.cuda.synchronize()
 main, side = torch.cuda.current_stream(), torch.cuda.Stream()
@@ -79,40 +76,17 @@ PROGRAMS = {
 }
 
 
-# Runs each program in a fork, without an order and with one; prints how it ended and what it said.
-RUN_EACH = """
-import json, os, sys, tempfile, torch, pycomm
-ends = {}
-for name, program in json.load(sys.stdin).items():
-    for ordered in ([], ["ordered"]):
-        with tempfile.TemporaryFile() as said:
-            pid = os.fork()
-            if pid == 0:
-                os.dup2(said.fileno(), 2)
-                sys.argv[1:] = ordered
-                exec(program, {})
-                os._exit(0)
-            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            said.seek(0)
-            ends.setdefault(name, []).append((status, said.read().decode()))
-print(json.dumps(ends))
-"""
-
-
 def test_what_is_not_ordered_aborts_and_what_is_ordered_passes() -> None:
-    programs = {name: BEGIN + textwrap.dedent(body) + END for name, body in PROGRAMS.items()}
-    done = subprocess.run(
-        [sys.executable, "-c", RUN_EACH],
-        input=json.dumps(programs),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
+    texts = {name: BEGIN + textwrap.dedent(body) + END for name, body in PROGRAMS.items()}
+    ends = programs.run_all(
+        {
+            f"{name}, {ordered}": f"ordered = {ordered}\n{text}"
+            for name, text in texts.items()
+            for ordered in (False, True)
+        }
     )
-    assert done.returncode == 0, done.stderr
-    ends = json.loads(done.stdout)
-    assert ends.keys() == PROGRAMS.keys()
-    for name, ((wrong, told), (right, said)) in ends.items():
-        assert "is not ordered after" in told, (name, told)
-        assert wrong < 0, (name, told)
-        assert right == 0, (name, said)
+    for name in PROGRAMS:
+        wrong, right = ends[f"{name}, False"], ends[f"{name}, True"]
+        assert "is not ordered after" in wrong.stderr, (name, wrong)
+        assert wrong.status < 0, (name, wrong)
+        assert right.status == 0, (name, right)
