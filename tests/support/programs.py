@@ -1,6 +1,6 @@
 """Programs that run at once, each in a fork of one interpreter, to the interpreter's end.
 
-The interpreter has imported torch and pycomm, which takes longer than most of the programs.
+The interpreter has imported torch, which takes longer than most of the programs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 RUNNER = """
 import json, os, sys, tempfile
-import torch, torch.distributed, pycomm
+import torch, torch.distributed
 
 pids, files = {}, {}
 for name, program in json.load(sys.stdin).items():
