@@ -6,7 +6,8 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 # More than two cores have, because ranks that wait in tests leave cores idle.
 JOBS ?= 4
-# Of the mutants and the long tests, the fifth to run, 0 to 4; all of them if it is empty.
+# Of the mutants, the long tests and the kernels' element types, the fifth to run, 0 to 4; all of them
+# if it is empty.
 PART ?=
 # --once gives a test that fails no second try.
 TESTS := OMP_NUM_THREADS=1 $(BIN)/python tests/run.py $(if $(PART),--part $(PART)) $(TRIES) -n $(JOBS)
@@ -88,7 +89,7 @@ compile-commands: $(VENV)/.torch
 	ln -sf build/$@/compile_commands.json .
 
 cuda-check: $(VENV)/.torch
-	$(BIN)/python tests/cpp/cuda_check.py --for $(ARCHITECTURES)
+	$(BIN)/python tests/cpp/cuda_check.py --for $(ARCHITECTURES) $(if $(PART),--part $(PART))
 
 # The machine code of the kernels: rules, and limits per hot loop, which sass-limits writes anew, with
 # the predictions in docs/performance.md.

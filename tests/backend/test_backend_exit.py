@@ -2,13 +2,13 @@
 
 import os
 import resource
-import subprocess
 import sys
 import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
 
+import programs
 import pytest
 import torch
 import torch.distributed as dist
@@ -134,35 +134,16 @@ def large_stacks():
     resource.setrlimit(resource.RLIMIT_STACK, (1 << 30, hard))
 
 
-def run(what):
-    return subprocess.run(
-        [sys.executable, __file__, what],
-        preexec_fn=large_stacks,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-
-
-@pytest.mark.parametrize("what", ["collective", "receive"])
-def test_exit_with_callbacks_to_come(what):
-    done = run(what)
-    assert done.returncode == 7, done.stderr
-    assert "terminate" not in done.stderr
-    assert done.stdout.count("called") == 6
-
-
-@pytest.mark.parametrize("what", ["fork", "wait in a fork"])
-def test_forks(what):
-    done = run(what)
-    assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
-
-
-def test_a_future_that_no_thread_would_complete():
-    done = run("no threads")
-    assert (done.returncode, done.stdout) == (0, "[1.0, 1.0, 1.0]\n"), done.stderr
-
-
-if __name__ == "__main__":
-    PROGRAMS[sys.argv[1]]()
+def test_exits_and_forks():
+    """Each program is a process of its own, at the same time as the others."""
+    texts = {name: f"import {__name__}\n{__name__}.PROGRAMS[{name!r}]()" for name in PROGRAMS}
+    env = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    ends = programs.run_all(texts, env=env, before=large_stacks)
+    for name in ("collective", "receive"):  # with callbacks to come
+        assert ends[name].status == 7, ends[name]
+        assert "terminate" not in ends[name].stderr, ends[name]
+        assert ends[name].stdout.count("called") == 6, ends[name]
+    for name in ("fork", "wait in a fork"):
+        assert ends[name][:2] == (0, "0\n"), ends[name]
+    # A future that no thread would complete.
+    assert ends["no threads"][:2] == (0, "[1.0, 1.0, 1.0]\n"), ends["no threads"]

@@ -4,7 +4,8 @@ Refuses spills, warnings and what ptxas compiles wrongly (ptx_flags.py).
 
 Needs neither a GPU nor torch: ``python tests/cpp/cuda_check.py [FILE ...] [--for 90 ...]``. The
 objects stay in build/cuda, where `make sass` reads them. They are compiled again only when a file
-has changed.
+has changed. With ``--part``, 0 to 4, algorithms are compiled for float and a fifth of the other
+element types only.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from ptx_flags import functions_testing_words
 
 ROOT = Path(__file__).resolve().parents[2]
 CUDA = ROOT / "csrc" / "cuda"
+SOME_TYPES = ROOT / "tests" / "cpp" / "some_types.h"
 ARCHITECTURES = ("80", "90", "100")
 FLAGS = (
     "-std=c++20",
@@ -71,12 +73,23 @@ def is_current(output: Path, listed: Path) -> bool:
     return all(file.exists() and file.stat().st_mtime < made for file in needed)
 
 
-def check(source: Path, front_end: str, wanted: Sequence[str]) -> str:
+def forget_another_part(part: int | None) -> None:
+    """Removes objects with other element types than those that are to be compiled."""
+    stamp = ROOT / "build" / "cuda" / "part"
+    if stamp.exists() and stamp.read_text() != str(part):
+        shutil.rmtree(stamp.parent)
+    stamp.parent.mkdir(parents=True, exist_ok=True)
+    stamp.write_text(str(part))
+
+
+def check(source: Path, front_end: str, wanted: Sequence[str], part: int | None) -> str:
     """Compiles one file for the wanted architectures of a front end; returns the problem found."""
     listed = path_of(source, f"compute_{front_end}", ".d")
     listed.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as kept:
         options = [f"-I{ROOT / 'csrc'}", "-MD", "-MF", str(listed), "--keep", "--keep-dir", kept]
+        if part is not None and source.parent.name == "algorithms":
+            options += [f"-DPYCOMM_PART={part}", "-include", str(SOME_TYPES)]
         ptx = Path(kept, source.stem).with_suffix(".ptx")
         compiled = [str(source), *options]
         for architecture in (one for one in FRONT_ENDS[front_end] if one in wanted):
@@ -127,13 +140,19 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("files", nargs="*", type=Path)
     add_architectures(parser)
+    parser.add_argument("--part", type=int, choices=range(5))
     given = parser.parse_args()
     if shutil.which("nvcc") is None:
         print("nvcc is not on PATH: nothing has been checked", file=sys.stderr)
         return 1
+    forget_another_part(given.part)
     sources = [path.resolve() for path in given.files] or sorted(CUDA.rglob("*.cu"))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        jobs = [pool.submit(check, s, f, given.architectures) for s in sources for f in FRONT_ENDS]
+        jobs = [
+            pool.submit(check, source, front_end, given.architectures, given.part)
+            for source in sources
+            for front_end in FRONT_ENDS
+        ]
         problems = [problem for job in jobs if (problem := job.result())]
     for problem in problems:
         print(problem, file=sys.stderr)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import threading
 import time
-from collections.abc import Callable
 
 import gpu_ranks
 import pytest
@@ -21,7 +21,7 @@ COUNTS = (0, 1, 17, 1000, 4099, 300_007)
 
 
 def values(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Fresh values of a rank, on the CPU."""
+    """A rank's values, on the CPU."""
     generator = torch.Generator().manual_seed(1000 * rank + count)
     if dtype.is_floating_point:
         return torch.randn(count, generator=generator, dtype=torch.float64).to(dtype)
@@ -30,11 +30,6 @@ def values(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
 
 def bits(tensor: torch.Tensor) -> str:
     return hashlib.sha256(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
-
-
-def on_cpu(size: int, body: Callable[[pycomm.Group], torch.Tensor]) -> list[torch.Tensor]:
-    with pycomm.LocalWorld(size) as world:
-        return world.run(body)
 
 
 @pytest.mark.parametrize(
@@ -50,12 +45,13 @@ def test_all_reduce_has_the_bits_of_the_cpu(
     """Shot algorithms add in rank order on both; ring and tree need exact values for that."""
     in_rank_order = algorithm in ("one_shot", "two_shot")
 
+    @functools.cache
     def inputs(rank: int, count: int) -> torch.Tensor:
         tensor = values(rank, count, dtype)
         whole = tensor.to(torch.float64).round().clamp(-3, 3) + 0.0  # no negative zeros
         return tensor if in_rank_order else whole.to(dtype)
 
-    with pycomm.LocalWorld(size, _stage_always=staged) as world:
+    with pycomm.LocalWorld(size, _stage_always=staged) as world, pycomm.LocalWorld(size) as on_cpu:
         for count in COUNTS:
             for op in OPS:
                 if op in ("band", "bor", "bxor") and dtype.is_floating_point:
@@ -66,11 +62,11 @@ def test_all_reduce_has_the_bits_of_the_cpu(
                 def body(
                     group: pycomm.Group, device: str, count: int = count, op: str = op
                 ) -> torch.Tensor:
-                    tensor = inputs(group.rank, count).to(device)
+                    tensor = inputs(group.rank, count).to(device, copy=True)
                     pycomm.all_reduce(tensor, op, algorithm=algorithm, group=group)
                     return tensor.cpu()
 
-                want = on_cpu(size, lambda g, body=body: body(g, "cpu"))[0]
+                want = on_cpu.run(body, "cpu")[0]
                 for got in world.run(body, "cuda"):
                     assert bits(got) == bits(want), (count, op)
 
@@ -172,8 +168,7 @@ def reduce_in_every_way(group: pycomm.Group) -> None:
         assert tensor.cpu().eq(total).all()
 
 
-@pytest.mark.parametrize("layout", gpu_ranks.LAYOUTS)
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("size", "layout"), sweep.half_of([2, 4], gpu_ranks.LAYOUTS))
 def test_processes(size: int, layout: str) -> None:
     """On one GPU they take turns, so this says nothing about speed."""
     gpu_ranks.run(size, layout, reduce_in_every_way, cuda_heap_bytes=4 << 20)

@@ -8,12 +8,14 @@ from typing import Any
 import compressing
 import gpu_ranks
 import pytest
+import sweep
 import torch
 from compressing import FLOATS, gradient, on_device
 
 import pycomm
 from pycomm import _C
 from pycomm._inputs.dtypes import operation_of
+from pycomm._runtime import cuda_windows
 
 pytestmark = pytest.mark.gpu
 
@@ -50,9 +52,9 @@ def check(world: pycomm.LocalWorld, case: compressing.Case) -> None:
         assert all(map(same_bits, mine, wanted)), (rank, case)
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("compression", BLOCKS, ids=str)
-@pytest.mark.parametrize("size", gpu_ranks.SIZES)
+@pytest.mark.parametrize(
+    ("size", "compression", "dtype"), sweep.a_third_of(gpu_ranks.SIZES, BLOCKS, FLOATS), ids=str
+)
 def test_blocks_have_the_bits_of_the_cpu(
     size: int, compression: pycomm.Compression, dtype: torch.dtype
 ) -> None:
@@ -64,9 +66,9 @@ def test_blocks_have_the_bits_of_the_cpu(
             check(world, Case(compression, dtype, count, op=op, feedback=feedback, offset=offset))
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("compression", LISTS, ids=str)
-@pytest.mark.parametrize("size", gpu_ranks.SIZES)
+@pytest.mark.parametrize(
+    ("size", "compression", "dtype"), sweep.a_third_of(gpu_ranks.SIZES, LISTS, FLOATS), ids=str
+)
 def test_top_k_has_the_bits_of_the_cpu(
     size: int, compression: pycomm.Compression, dtype: torch.dtype
 ) -> None:
@@ -125,14 +127,17 @@ def test_scaled_and_unused_tensors_have_the_bits_of_the_cpu(
 
 @pytest.mark.parametrize("lanes", [1, 5])
 def test_few_blocks_and_large_tensors(lanes: int) -> None:
+    count = (1 << (19 if gpu_ranks.EMULATED else 21)) + 3
     with pycomm.LocalWorld(2, max_blocks=lanes) as world:
         for compression in (pycomm.Int8(), pycomm.Identity(), pycomm.TopK(0.01)):
-            check(world, Case(compression, count=(1 << 21) + 3))
+            check(world, Case(compression, count=count))
 
 
-@pytest.mark.parametrize("algorithm", ["ring", "tree"])
-@pytest.mark.parametrize("compression", BLOCKS, ids=str)
-@pytest.mark.parametrize("size", [2, 3, 8])
+@pytest.mark.parametrize(
+    ("size", "compression", "algorithm"),
+    sweep.a_third_of([2, 3, 8], BLOCKS, ["ring", "tree"]),
+    ids=str,
+)
 def test_ring_and_tree_lose_nothing(
     size: int, compression: pycomm.Compression, algorithm: str
 ) -> None:
@@ -173,8 +178,9 @@ def test_what_is_not_finite_is_told_and_residuals_stay(
         world.run(body)
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("compression", [*BLOCKS, *LISTS], ids=str)
+@pytest.mark.parametrize(
+    ("compression", "dtype"), sweep.a_third_of([*BLOCKS, *LISTS], FLOATS), ids=str
+)
 def test_encode_and_decode_are_those_of_the_cpu(
     compression: pycomm.Compression, dtype: torch.dtype
 ) -> None:
@@ -227,17 +233,19 @@ def test_wrong_bytes_are_refused(compression: pycomm.Compression) -> None:
                 compression.decode(wrong, 5000)
 
 
-def test_lists_beyond_the_window_are_refused_at_the_door() -> None:
+def test_lists_beyond_the_window_are_refused_at_the_door(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_windows, "STAGING_BYTES", 4 << 20)
+
     def body(group: pycomm.Group) -> None:
-        tensor = torch.ones(1 << 22, device="cuda")
+        tensor = torch.ones(1 << 19, device="cuda")
         with pytest.raises(ValueError, match="staging_bytes of at least"):
             pycomm.compressed_all_reduce(tensor, pycomm.TopK(0.6), group=group)
         assert pycomm.all_reduce(torch.ones(3, device="cuda"), group=group).sum().item() == 6
 
     with pycomm.LocalWorld(2) as world:
         world.run(body)
-    with pycomm.LocalWorld(2, staging_bytes=64 << 20) as world:
-        check(world, Case(pycomm.TopK(0.6), count=1 << 22, steps=1))
+    with pycomm.LocalWorld(2, staging_bytes=8 << 20) as world:
+        check(world, Case(pycomm.TopK(0.6), count=1 << 19, steps=1))
 
 
 def test_disagreement_about_compression_is_told() -> None:
@@ -256,8 +264,9 @@ def check_cases(group: pycomm.Group, wanted: Any) -> None:
         assert all(map(same_bits, on_device(group, case, "cuda"), of_rank[group.rank])), case
 
 
-@pytest.mark.parametrize("layout", [gpu_ranks.PEER, gpu_ranks.PINNED])
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("size", "layout"), sweep.half_of([1, 2, 4], [gpu_ranks.PEER, gpu_ranks.PINNED])
+)
 def test_processes(size: int, layout: str) -> None:
     cases = [Case(c, count=70_001) for c in (pycomm.Int8(), pycomm.Cast(), pycomm.TopK(0.01))]
     with pycomm.LocalWorld(size) as world:

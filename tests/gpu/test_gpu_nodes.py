@@ -10,6 +10,7 @@ import gpu_nodes
 import helpers
 import pytest
 import scattering
+import sweep
 import torch
 from compressing import Case
 
@@ -125,7 +126,7 @@ def compressed(group: pycomm.Group, device: str) -> list[torch.Tensor]:
 
 def tiles(group: pycomm.Group, device: str) -> list[torch.Tensor]:
     coded._TILE_ELEMENTS = 1 << 17
-    cases = [Case(INT8, count=1_500_000, offset=256), Case(STOCHASTIC, count=700_000, steps=2)]
+    cases = [Case(INT8, count=750_000, offset=256), Case(STOCHASTIC, count=350_000, steps=2)]
     return [kept for case in cases for kept in compressing.on_device(group, case, device)]
 
 
@@ -152,8 +153,13 @@ def on_both(
         assert same, index
 
 
-@pytest.mark.parametrize("function", [reductions, collectives, other_forms, compressed, scattered])
-@pytest.mark.parametrize("nodes", gpu_nodes.LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    ("nodes", "function"),
+    sweep.a_third_of(
+        gpu_nodes.LAYOUTS, [reductions, collectives, compressed, other_forms, scattered]
+    ),
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 def test_bits_of_the_cpu(
     nodes: list[int] | str, function: Callable[[pycomm.Group, str], list[torch.Tensor]]
 ) -> None:

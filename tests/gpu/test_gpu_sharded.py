@@ -7,6 +7,7 @@ from typing import Any
 import gpu_ranks
 import pytest
 import sharded_by_hand
+import sweep
 import torch
 import torch.distributed as dist
 from optimizing import Case
@@ -34,8 +35,7 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.flatten().view(torch.uint8)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("case", "size"), sweep.a_third_of(CASES, [1, 2, 4]), ids=str)
 def test_bits_of_the_cpu(case: Case, size: int) -> None:
     """Ranks are threads that share one launch."""
     with pycomm.LocalWorld(size) as world:

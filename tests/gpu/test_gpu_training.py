@@ -5,12 +5,13 @@ Gradients are given, so that they do not depend on a device's matrix products.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import ddp
 import gpu_nodes
 import gpu_ranks
-import helpers
 import pytest
-import spanning
+import sweep
 import torch
 
 import pycomm
@@ -18,6 +19,7 @@ from pycomm import hooks, optim
 
 pytestmark = pytest.mark.gpu
 
+FRONTS = ("hooks", "wrapper")
 STEPS = 4
 UNUSED = 1  # the step in which the gradient of a parameter is zero on all ranks
 OVERFLOW = 2  # the step in which a gradient of one rank is infinite
@@ -53,26 +55,25 @@ def train(group: pycomm.Group, device: str, front: str, name: str) -> list[torch
     return seen
 
 
-def compare(seen: list[list[torch.Tensor]], wanted: list[list[torch.Tensor]]) -> None:
-    for mine, theirs in zip(seen, wanted, strict=True):
-        for ours, other in zip(mine, theirs, strict=True):
-            assert torch.equal(ours.nan_to_num(7), other.nan_to_num(7))
+def on_both(group: pycomm.Group, train: Callable[..., list[torch.Tensor]], *args: str) -> None:
+    """Compares a GPU with the CPU."""
+    seen, wanted = (train(group, device, *args) for device in ("cuda", "cpu"))
+    for ours, other in zip(seen, wanted, strict=True):
+        assert torch.equal(ours.nan_to_num(7), other.nan_to_num(7))
 
 
-@pytest.mark.parametrize("name", ddp.COMPRESSIONS)
-@pytest.mark.parametrize("front", ["hooks", "wrapper"])
-@pytest.mark.parametrize("layout", gpu_ranks.LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "front", "name"),
+    sweep.a_third_of(gpu_ranks.LAYOUTS, FRONTS, ddp.COMPRESSIONS),
+)
 def test_bits_of_the_cpu(layout: str, front: str, name: str) -> None:
-    wanted = helpers.run_group(2, train, "cpu", front, name)
-    compare(gpu_ranks.run(2, layout, train, "cuda", front, name), wanted)
+    gpu_ranks.run(2, layout, on_both, train, front, name)
 
 
 @gpu_nodes.needs_gpus
-@pytest.mark.parametrize("name", ddp.COMPRESSIONS)
-@pytest.mark.parametrize("front", ["hooks", "wrapper"])
+@pytest.mark.parametrize(("front", "name"), sweep.half_of(FRONTS, ddp.COMPRESSIONS))
 def test_bits_of_the_cpu_between_nodes(front: str, name: str) -> None:
-    wanted = spanning.run([2, 1], train, "cpu", front, name)
-    compare(gpu_nodes.run([2, 1], train, "cuda", front, name), wanted)
+    gpu_nodes.run([2, 1], on_both, train, front, name)
 
 
 def train_locally(group: pycomm.Group, device: str, name: str) -> list[torch.Tensor]:
@@ -96,8 +97,8 @@ def train_locally(group: pycomm.Group, device: str, name: str) -> list[torch.Ten
 
 
 @gpu_nodes.needs_gpus
-@pytest.mark.parametrize("name", ["dense", "int8", "topk"])
-@pytest.mark.parametrize("nodes", [[1, 1], [2, 1]], ids=str)
+@pytest.mark.parametrize(
+    ("nodes", "name"), sweep.half_of([[1, 1], [2, 1]], ["dense", "int8", "topk"]), ids=str
+)
 def test_local_sgd_between_nodes(nodes: list[int], name: str) -> None:
-    wanted = spanning.run(nodes, train_locally, "cpu", name)
-    compare(gpu_nodes.run(nodes, train_locally, "cuda", name), wanted)
+    gpu_nodes.run(nodes, on_both, train_locally, name)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import textwrap
 
+import programs
 import pytest
 import torch
 
@@ -15,8 +14,7 @@ pytestmark = [
 ]
 
 BEGIN = """
-import sys, torch, pycomm
-ordered = len(sys.argv) > 1
+import torch, pycomm
 x = torch.zeros(1000, device="cuda")
 torch.cuda.synchronize()
 main, side = torch.cuda.current_stream(), torch.cuda.Stream()
@@ -78,21 +76,17 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_what_is_not_ordered_aborts(name: str) -> None:
-    program = [sys.executable, "-c", BEGIN + textwrap.dedent(PROGRAMS[name]) + END]
-    wrong = subprocess.run(program, capture_output=True, text=True, check=False, timeout=60)
-    assert "is not ordered after" in wrong.stderr, wrong.stderr
-    assert wrong.returncode < 0
-
-
-def test_what_is_ordered_passes() -> None:
-    programs = [BEGIN + textwrap.dedent(program) + END for program in PROGRAMS.values()]
-    right = subprocess.run(
-        [sys.executable, "-c", f"for program in {programs}: exec(program, {{}})", "ordered"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
+def test_what_is_not_ordered_aborts_and_what_is_ordered_passes() -> None:
+    texts = {name: BEGIN + textwrap.dedent(body) + END for name, body in PROGRAMS.items()}
+    ends = programs.run_all(
+        {
+            f"{name}, {ordered}": f"ordered = {ordered}\n{text}"
+            for name, text in texts.items()
+            for ordered in (False, True)
+        }
     )
-    assert right.returncode == 0, right.stderr
+    for name in PROGRAMS:
+        wrong, right = ends[f"{name}, False"], ends[f"{name}, True"]
+        assert "is not ordered after" in wrong.stderr, (name, wrong)
+        assert wrong.status < 0, (name, wrong)
+        assert right.status == 0, (name, right)

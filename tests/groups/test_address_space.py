@@ -2,40 +2,22 @@
 
 import contextlib
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import programs
 import pytest
 
-HERE = Path(__file__).parent
+# A limit on the growth of a program's address space.
+LIMIT = """
+import resource, torch, pycomm
+pages = int(open('/proc/self/statm').read().split()[0])
+most = pages * resource.getpagesize() + {}
+resource.setrlimit(resource.RLIMIT_AS, (most, most))
+"""
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
 
-
-def run(program, *, limit=None):
-    """The output of a program with a limit on the growth of its address space after imports."""
-    lines = ["import resource, torch, pycomm"]
-    if limit is not None:
-        lines += [
-            "pages = int(open('/proc/self/statm').read().split()[0])",
-            f"most = pages * resource.getpagesize() + {limit}",
-            "resource.setrlimit(resource.RLIMIT_AS, (most, most))",
-        ]
-    found = subprocess.run(
-        [sys.executable, "-c", "\n".join([*lines, program])],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        cwd=HERE,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"},
-    )
-    assert found.returncode == 0, found.stderr
-    return found.stdout.strip()
-
-
-def test_groups_take_the_address_space_that_they_use():
-    """Sixteen ranks, eight groups, and tensors in the window fit into a free gigabyte."""
-    program = """
+# Sixteen ranks, eight groups, and tensors in the window fit into a free gigabyte.
+MANY_GROUPS = """
 import contextlib
 def body(group):
     x = group.empty(1 << 18).fill_(group.rank)
@@ -44,11 +26,7 @@ with contextlib.ExitStack() as stack:
     worlds = [stack.enter_context(pycomm.LocalWorld(16)) for _ in range(8)]
     print({total for world in worlds for total in world.run(body)})
 """
-    assert run(program, limit=1 << 30) == "{120.0}"
-
-
-def test_too_little_address_space_is_an_exception():
-    program = """
+TOO_LITTLE = """
 with pycomm.LocalWorld(1) as world:
     try:
         world.groups[0].empty(1 << 28)
@@ -56,9 +34,36 @@ with pycomm.LocalWorld(1) as world:
         print(error)
     print(pycomm.all_reduce(world.groups[0].empty(4).fill_(1), group=world.groups[0]))
 """
-    first, second = run(program, limit=128 << 20).splitlines()
+# More than a process may have mappings, as the usual limit is; a higher one shows nothing.
+MANY_TENSORS = """
+import torch, pycomm
+from pathlib import Path
+most = int(Path('/proc/sys/vm/max_map_count').read_text())
+with pycomm.LocalWorld(2) as world:
+    group = world.groups[0]
+    tensors = [group.empty(4).fill_(i) for i in range(min(most, 100_000) + 5_000)]
+    del tensors[1::2]
+    group.empty(1 << 20)
+    print(all(tensor[3].item() == 2 * i for i, tensor in enumerate(tensors)))
+"""
+
+
+def test_groups_take_the_address_space_that_they_use():
+    """Too little of it is an exception."""
+    ends = programs.run_all(
+        {
+            "many groups": LIMIT.format(1 << 30) + MANY_GROUPS,
+            "too little": LIMIT.format(128 << 20) + TOO_LITTLE,
+            "many tensors": MANY_TENSORS,
+        },
+        env=ENVIRONMENT,
+    )
+    assert [ended.status for ended in ends.values()] == [0] * 3, ends
+    assert ends["many groups"].stdout == "{120.0}\n"
+    first, second = ends["too little"].stdout.splitlines()
     assert first.startswith("no room to map 1073741824 bytes of the shared window: ")
     assert second == "tensor([1., 1., 1., 1.])"
+    assert ends["many tensors"].stdout == "True\n"
 
 
 @contextlib.contextmanager
@@ -87,8 +92,8 @@ def control_group(limit):
 
 def test_a_control_group_is_asked_before_the_node():
     program = """
-import os, sys
-open(sys.stdin.readline().strip(), "w").write(str(os.getpid()))
+import os, pycomm
+open({!r}, "w").write(str(os.getpid()))
 with pycomm.LocalWorld(1) as world:
     world.groups[0].empty(1 << 20)
     try:
@@ -97,14 +102,16 @@ with pycomm.LocalWorld(1) as world:
         print(error)
 """
     with control_group(700 << 20) as processes:
-        said = run(f"import io, sys; sys.stdin = io.StringIO({str(processes)!r})\n{program}")
-    assert said.startswith("the shared window needs 1073741824 bytes, the node or its control")
+        text = program.format(str(processes))
+        (ended,) = programs.run_all({"limited": text}, env=ENVIRONMENT).values()
+    assert ended.stdout.startswith(
+        "the shared window needs 1073741824 bytes, the node or its control"
+    )
 
 
-@pytest.mark.parametrize("what", ["reduce_scatter", "top-k", "top-k between nodes"])
-def test_memory_between_operations_can_be_given_back(what):
+def test_memory_between_operations_can_be_given_back():
     program = """
-import re
+import re, torch, pycomm
 def resident():
     fields = dict(re.findall(r"Rss(Anon|Shmem):\\s*(\\d+)", open("/proc/self/status").read()))
     return sum(int(kib) for kib in fields.values()) >> 10
@@ -127,21 +134,15 @@ with pycomm.LocalWorld(2, nodes=nodes) as world:
     run()
     print(grown, kept)
 """
-    grown, kept = map(int, run(f"what = {what!r}\n{program}").split())
-    assert grown > 40
-    assert kept < grown / 4
-
-
-def test_more_tensors_than_a_process_may_have_mappings():
-    """As the usual limit is; a node with a higher one shows nothing."""
-    program = """
-from pathlib import Path
-most = int(Path('/proc/sys/vm/max_map_count').read_text())
-with pycomm.LocalWorld(2) as world:
-    group = world.groups[0]
-    tensors = [group.empty(4).fill_(i) for i in range(min(most, 100_000) + 5_000)]
-    del tensors[1::2]
-    group.empty(1 << 20)
-    print(all(tensor[3].item() == 2 * i for i, tensor in enumerate(tensors)))
-"""
-    assert run(program) == "True"
+    ends = programs.run_all(
+        {
+            what: f"what = {what!r}\n{program}"
+            for what in ("reduce_scatter", "top-k", "top-k between nodes")
+        },
+        env=ENVIRONMENT,
+    )
+    for what, ended in ends.items():
+        assert ended.status == 0, (what, ended)
+        grown, kept = map(int, ended.stdout.split())
+        assert grown > 40, what
+        assert kept < grown / 4, what

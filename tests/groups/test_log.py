@@ -2,10 +2,9 @@
 
 import logging
 import os
-import subprocess
-import sys
 
 import helpers
+import programs
 import pytest
 import torch
 
@@ -34,13 +33,6 @@ def said(caplog):
     return take
 
 
-def import_with(log, code=""):
-    return subprocess.run(
-        [sys.executable, "-c", f"import pycomm\n{code}"],
-        env=os.environ | {"PYCOMM_LOG": log}, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("value", ["verbose", "INFO", "0"])
 def test_other_values_are_refused(value, monkeypatch):
     monkeypatch.setenv("PYCOMM_LOG", value)
@@ -50,6 +42,8 @@ def test_other_values_are_refused(value, monkeypatch):
 
 MAKE = """
 import logging, os, torch
+os.environ["PYCOMM_LOG"] = LOG
+import pycomm
 os.sched_getaffinity = lambda _: {0}
 if CONFIGURED: logging.basicConfig(format="root %(message)s", level=logging.INFO)
 with pycomm.LocalWorld(2) as world:
@@ -57,28 +51,32 @@ with pycomm.LocalWorld(2) as world:
 """
 
 
-@pytest.mark.parametrize(
-    ("log", "levels", "configured"),
-    [
-        ("", "", False),
-        ("", "", True),
-        ("info", "INFO WARNING", True),
-        ("debug", "INFO WARNING DEBUG", False),
-    ],
-)
-def test_who_prints_what(log, levels, configured):
+def test_who_prints_what():
     """Nothing by itself, to stderr if asked; a program's own handlers if not."""
-    done = import_with(log, f"CONFIGURED = {configured}\n{MAKE}")
-    assert (done.returncode, done.stdout) == (0, "")
-    lines = done.stderr.splitlines()
-    if log:
-        assert {line.split()[4] for line in lines} == set(levels.split())
-        assert len(lines) == 2 * len(levels.split())
-    elif configured:
-        assert len(lines) == 4
-        assert all(line.startswith("root rank") for line in lines)
-    else:
-        assert lines == []
+    cases = {
+        "silent": ("", False, ""),
+        "own handlers": ("", True, ""),
+        "info": ("info", True, "INFO WARNING"),
+        "debug": ("debug", False, "INFO WARNING DEBUG"),
+    }
+    ends = programs.run_all(
+        {
+            name: f"LOG, CONFIGURED = {level!r}, {configured}\n{MAKE}"
+            for name, (level, configured, _) in cases.items()
+        }
+    )
+    for name, (level, configured, levels) in cases.items():
+        status, stdout, stderr = ends[name]
+        assert (status, stdout) == (0, ""), (name, stderr)
+        lines = stderr.splitlines()
+        if level:
+            assert {line.split()[4] for line in lines} == set(levels.split()), name
+            assert len(lines) == 2 * len(levels.split()), name
+        elif configured:
+            assert len(lines) == 4
+            assert all(line.startswith("root rank") for line in lines)
+        else:
+            assert lines == []
 
 
 def test_what_a_group_is_made_of(world, said):

@@ -1,9 +1,6 @@
 """Processes of a group that spans nodes come to their end while others go on."""
 
-import subprocess
-import sys
-
-import pytest
+import programs
 
 # Rank 1 goes while rank 0's interpreter takes itself apart: nothing that waits there may wake up.
 SCRIPT = """
@@ -35,15 +32,6 @@ for rank in range(2):
         sys.exit()
 print([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids])
 """
-
-
-@pytest.mark.parametrize(("pending", "late"), [(False, 0.3), (True, 2)])
-def test_who_exits_while_another_leaves_ends_well(pending, late):
-    """Also with an operation under way that the other never joins."""
-    command = [sys.executable, "-c", f"PENDING, LATE = {pending}, {late}\n{SCRIPT}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.stdout.splitlines()[-1:] == ["[0, 0]"], done.stderr
-    assert "terminate" not in done.stderr
 
 
 # Rank 1 is interrupted while a thread of its waits for rank 0's address, and exits at once.
@@ -89,8 +77,14 @@ print([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids])
 """
 
 
-def test_who_is_interrupted_while_nodes_connect_exits_well():
-    command = [sys.executable, "-c", INTERRUPTED]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.stdout.splitlines()[-1:] == ["[7, 7]"], done.stderr
-    assert "terminate" not in done.stderr
+def test_who_exits_while_others_go_on_ends_well():
+    """Also with an operation under way that the other never joins, and by an interrupt."""
+    texts = {
+        "leaves": f"PENDING, LATE = False, 0.3\n{SCRIPT}",
+        "leaves with an operation under way": f"PENDING, LATE = True, 2\n{SCRIPT}",
+        "is interrupted while nodes connect": INTERRUPTED,
+    }
+    for name, ended in programs.run_all(texts).items():
+        statuses = "[7, 7]" if "interrupted" in name else "[0, 0]"
+        assert ended.stdout.splitlines()[-1:] == [statuses], (name, ended)
+        assert "terminate" not in ended.stderr, (name, ended)

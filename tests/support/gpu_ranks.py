@@ -15,8 +15,9 @@ from pycomm._runtime import cuda_windows
 
 PEER, PINNED = "peer memory", "pinned host memory"
 ONE_VISIBLE = "one visible GPU each"  # as under Ray or SLURM
+EMULATED = torch.version.cuda is None
 # Numbers of ranks; one if the device is emulated, because the C++ tests run the kernels with all.
-SIZES = (1, 2, 3, 4, 8) if torch.version.cuda else (3,)
+SIZES = (3,) if EMULATED else (1, 2, 3, 4, 8)
 LAYOUTS = (PEER, PINNED, ONE_VISIBLE)
 
 

@@ -54,10 +54,19 @@ ZERO_COPY = ("window", "window offset", "window out")
 
 def a_third_of(*lists: Iterable[Any]) -> list[Any]:
     """All combinations for `parametrize`; of those in which a value occurs, two thirds are slow."""
+    return _one_in(3, lists)
+
+
+def half_of(*lists: Iterable[Any]) -> list[Any]:
+    """As :func:`a_third_of`, also for two lists of which one has two values."""
+    return _one_in(2, lists)
+
+
+def _one_in(parts: int, lists: Iterable[Iterable[Any]]) -> list[Any]:
     return [
         pytest.param(
             *(value for _, value in chosen),
-            marks=pytest.mark.slow if sum(at for at, _ in chosen) % 3 else [],
+            marks=pytest.mark.slow if sum(at for at, _ in chosen) % parts else [],
         )
         for chosen in product(*map(enumerate, lists))
     ]
