@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from pycomm._runtime.torch_private import not_compiled
@@ -181,7 +182,7 @@ def with_own_storage(view: torch.Tensor) -> torch.Tensor:
 
     torch saves and copies whole storages, and safetensors takes tensors of one storage for one.
     """
-    return torch.from_dlpack(view.detach())  # type: ignore[attr-defined]
+    return from_dlpack(to_dlpack(view.detach()))
 
 
 def room(parameter: torch.Tensor) -> int:
