@@ -31,7 +31,7 @@ from pycomm._training.buckets import broadcast_all
 from pycomm._training.comm_state import CommState, check_successor
 from pycomm._training.graphs import tensors_in
 from pycomm._training.local_sgd import LocalSGDState
-from pycomm._training.parameters import Exclude, common_buffers, common_parameters
+from pycomm._training.parameters import Exclude, common_buffers, common_parameters, ignored
 from pycomm._training.shard_options import ShardOptions
 from pycomm._training.weighing import Weighing
 from pycomm._training.wrapping import Wrapping
@@ -130,6 +130,7 @@ class DataParallel(Wrapping):
         for name, tensor in (*parameters, *common_buffers(module)):
             check_memory(f"module: {name}", tensor)
             _check_overlap(name, tensor)
+        _check_dense(module)
         options: dict[str, Any] = {
             "group": group,
             "exclude": exclude,
@@ -157,7 +158,7 @@ class DataParallel(Wrapping):
         self._broadcast_buffers = broadcast_buffers
         self._buffer_shapes = {name: buffer.shape for name, buffer in common_buffers(module)}
         self._agreements_seen = -1  # of local SGD, when buffers were broadcast
-        self._module_takes_weight = "weight" in inspect.signature(module.forward).parameters
+        self._module_takes_weight = _takes_weight(module)
         self._next_weight: float | None = None
         self._joined_steps: int | None = None  # none outside of join()
 
@@ -402,6 +403,24 @@ def _check_overlap(name: str, tensor: torch.Tensor) -> None:
             f"module must have tensors whose elements have memory of their own, got {name}, which "
             "is expanded: call clone()"
         )
+
+
+def _check_dense(module: nn.Module) -> None:
+    """Raises ValueError if the module says that a gradient will be sparse."""
+    names = ignored(module)
+    for prefix, each in module.named_modules():
+        if isinstance(each, (nn.Embedding, nn.EmbeddingBag)) and each.sparse:
+            name = f"{prefix}.weight".removeprefix(".")
+            if each.weight.requires_grad and name not in names:
+                raise ValueError(f"module must have dense gradients, got sparse=True for {name}")
+
+
+def _takes_weight(module: nn.Module) -> bool:
+    """True if forward has an argument `weight`; a scripted one may have no signature."""
+    try:
+        return "weight" in inspect.signature(module.forward).parameters
+    except (TypeError, ValueError):
+        return False
 
 
 def _checked(local_sgd: object, **options: Any) -> LocalSGDState:

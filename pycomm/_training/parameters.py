@@ -122,7 +122,8 @@ class Parameters:
 
     def _add(self, name: str, parameter: torch.Tensor, first: int, exclude: Exclude) -> Entry:
         dense = bool(exclude(name, parameter))
-        entry = Entry(name, parameter.shape, dense_strides(parameter), first, dense)
+        real = as_real(parameter)
+        entry = Entry(name, real.shape, dense_strides(real), first, dense)
         self.tensors.append(parameter)
         self.entries[id(parameter)] = entry
         return entry
@@ -132,6 +133,11 @@ def _ending(name: str, most: int) -> str:
     """A name in ASCII, of which the end tells more than the beginning."""
     name = name.encode("ascii", "backslashreplace").decode()  # records have no other letters
     return name if len(name) <= most else f"...{name[3 - most :]}"
+
+
+def as_real(parameter: torch.Tensor) -> torch.Tensor:
+    """A parameter as DistributedDataParallel puts it into buckets: with pairs of real numbers."""
+    return torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter
 
 
 def dense_strides(parameter: torch.Tensor) -> tuple[int, ...]:

@@ -29,7 +29,7 @@ from pycomm._training.exchange import (
     spanning_coded_mean,
     spanning_mean,
 )
-from pycomm._training.parameters import Entry, Parameters, dense_strides, same_places
+from pycomm._training.parameters import Entry, Parameters, as_real, dense_strides, same_places
 from pycomm.compression import Compression
 
 if TYPE_CHECKING:
@@ -132,9 +132,9 @@ class Planner:
             rebuilt: True if the bucket is new; see :meth:`knows`.
         """
         for parameter in parameters:
-            entry = self._parameters[parameter]
-            if parameter.stride() != entry.strides and not same_places(
-                entry.shape, strides := dense_strides(parameter), entry.strides
+            entry, real = self._parameters[parameter], as_real(parameter)
+            if real.stride() != entry.strides and not same_places(
+                entry.shape, strides := dense_strides(real), entry.strides
             ):
                 if not rebuilt or id(parameter) not in self._planned:
                     raise ValueError(

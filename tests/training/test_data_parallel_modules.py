@@ -376,3 +376,24 @@ def transparent(group):
 
 def test_state_dicts_are_the_modules_own(world):
     world(2).run(transparent)
+
+
+def test_a_scripted_module(world):
+    def body(group):
+        module = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
+        model = pycomm.DataParallel(module, group=group)
+        model(torch.full((2, 4), group.rank + 1.0)).sum().backward()
+        return [parameter.grad.clone() for parameter in module.parameters()]
+
+    one, other = world(2).run(body)
+    assert all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("make", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_are_refused_by_name(world, make):
+    (group,) = world(1)
+    module = nn.Sequential(make(4, 4, sparse=True))
+    with pytest.raises(ValueError, match=r"sparse=True for 0\.weight"):
+        pycomm.DataParallel(module, group=group)
+    module.requires_grad_(False)
+    pycomm.DataParallel(nn.Sequential(module, nn.Linear(4, 4)), group=group)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from ddp import COMPRESSIONS, Reference, Watched
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from pycomm import hooks
@@ -92,3 +93,33 @@ def test_names_are_the_users_own(world):
         state = hooks.Int8State(named, group=world(1).groups[0])
         assert state.residual("0.weight").shape == (200, 40)
         assert state.residual("3.weight").shape == (30, 200)
+
+
+class Complex(nn.Module):
+    """A complex parameter beside a real one."""
+
+    def __init__(self):
+        super().__init__()
+        self.wave = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+        self.line = nn.Parameter(torch.ones(5))
+
+    def forward(self, scale):
+        return (self.wave * scale).abs().sum() + self.line.sum()
+
+
+def with_complex_parameters(group):
+    model = DistributedDataParallel(Complex())
+    state = hooks.AllReduceState()
+    state.register(model)
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.tensor([1.0, 2.0, 3.0]) * (group.rank + 1)).backward()
+        expected = torch.tensor([1.5, 3.0, 4.5], dtype=torch.complex64)
+        torch.testing.assert_close(model.module.wave.grad, expected)
+    with pytest.raises(ValueError, match=r"real floats, got torch\.complex64 for wave"):
+        hooks.Int8State(model.named_parameters())
+
+
+def test_complex_parameters():
+    """Uncompressed, as pairs of real numbers; compressions refuse them by name."""
+    helpers.run_group(2, with_complex_parameters)
