@@ -13,7 +13,7 @@ from __future__ import annotations
 import atexit
 import threading
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.distributed_c10d import PrefixStore
@@ -161,8 +161,11 @@ class _Attempt:
             return None
         index, patience = local.index(made.rank), self._deadline.left()
         inside = PrefixStore(f"node/{members.nodes.here}", members.store)
-        mine = rendezvous.introduction(made.staging_bytes)
-        joined = rendezvous.join(inside, index, len(local), patience, mine)
+
+        def introduce() -> dict[str, Any]:
+            return rendezvous.introduction(made.staging_bytes)
+
+        joined = rendezvous.join(inside, index, len(local), patience, introduce)
         node = make_group(joined, index, made.timeout, made.staging_bytes)
         ranks, process_group = [made.ranks[rank] for rank in local], self._process_group
         blocks, timeout = self._max_blocks, made.timeout

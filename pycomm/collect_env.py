@@ -22,10 +22,11 @@ VARIABLES = ("PYCOMM_LOG", "OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "GLOO_SOCKET
 
 def cpu_model() -> str:
     """The processor's name, as the kernel gives it."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() in ("model name", "Model", "Processor"):
-            return value.strip()
+    with contextlib.suppress(OSError):  # /proc may be mounted with subset=pid
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() in ("model name", "Model", "Processor"):
+                return value.strip()
     return platform.machine()
 
 

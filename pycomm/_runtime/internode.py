@@ -19,13 +19,11 @@ import ctypes
 import os
 import queue
 import secrets
-import stat
 import threading
 import weakref
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +32,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from pycomm import _C
 from pycomm._runtime.gloo import disconnect, finish, interfaces, start
-from pycomm._runtime.listener import local_address
+from pycomm._runtime.listener import local_address, open_sockets
 from pycomm._runtime.pulse import SILENCE
 
 if TYPE_CHECKING:
@@ -137,8 +135,8 @@ def connect(
 
     def construct() -> None:
         left = timedelta(seconds=deadline.left())
-        before = _inheritable_sockets()
         try:
+            before = _inheritable_sockets()
             gloo = dist.ProcessGroupGloo(carriers, nodes.here, count, left)
             new = _inheritable_sockets() - before
             for fd in new:
@@ -189,10 +187,9 @@ class LookedAfter(Store):
 def _inheritable_sockets() -> set[int]:
     """Sockets that would survive exec. Python opens none, so new ones are Gloo's."""
     found = set()
-    for entry in Path("/proc/self/fd").iterdir():
+    for fd in open_sockets():
         with contextlib.suppress(OSError):  # closed meanwhile
-            fd = int(entry.name)
-            if stat.S_ISSOCK(os.fstat(fd).st_mode) and os.get_inheritable(fd):
+            if os.get_inheritable(fd):
                 found.add(fd)
     return found
 

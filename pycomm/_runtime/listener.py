@@ -15,9 +15,11 @@ import os
 import secrets
 import select
 import socket
+import stat
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ _ENDED = {errno.ECONNREFUSED, errno.ECONNRESET}
 _BACKLOG = 4096  # connections that wait for accept(); a full queue would look like a lost host
 _MOST_ACCEPTED = 256  # at once
 _MOST_STRANGERS = 256  # that a listener keeps besides ranks, for each takes a descriptor
+_MOST_TRIED = 1 << 16  # descriptors, if the system does not list those that are open
 _CROWDED = "there are too many connections, connect anew"
 # So that the kernel notices within seconds if the other host is lost.
 _KEEPALIVE = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 5, "TCP_USER_TIMEOUT": 6000}
@@ -361,6 +364,20 @@ def local_address(descriptors: set[int]) -> str | None:
             if connected.family in (socket.AF_INET, socket.AF_INET6):
                 return plain_address(connected.getsockname()[0])
     return None
+
+
+def open_sockets() -> list[int]:
+    """The descriptors of this process's sockets."""
+    try:
+        descriptors: Iterable[int] = [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]
+    except OSError:  # /proc is not mounted
+        descriptors = range(min(os.sysconf("SC_OPEN_MAX"), _MOST_TRIED))
+    found = []
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):  # none, or closed meanwhile
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                found.append(descriptor)
+    return found
 
 
 def plain_address(host: str) -> str:

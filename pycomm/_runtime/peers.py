@@ -87,7 +87,7 @@ class Peers:
             self._fail(error)
         except Exception as error:
             with contextlib.suppress(RuntimeError):
-                what = f"rank {self._rank} could not map the window: {error}"
+                what = f"rank {self._rank} could not set up the group: {error}"
                 tell(self._store, _word("ValueError", what))
             raise
         except BaseException as error:

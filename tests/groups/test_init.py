@@ -261,7 +261,7 @@ def test_a_rank_that_refuses_the_window(nodes):
     for rank, (kind, message, took) in enumerate(outcomes):
         assert kind is ValueError
         assert expected in message
-        assert message.startswith("the window" if rank == 2 else "rank 2 could not map the window")
+        assert message.startswith("the window" if rank == 2 else "rank 2 could not set up")
         assert took < 10
 
 
@@ -277,7 +277,7 @@ def test_a_rank_that_cannot_make_the_window():
     """The others are told, wherever they are."""
     outcomes = helpers.run_ranks(3, join_in_vain, "aab", no_memory, 0)
     assert [kind for kind, *_ in outcomes] == [OSError, ValueError, ValueError]
-    assert "rank 0 could not map the window: no more files" in outcomes[2][1]
+    assert "rank 0 could not set up the group: no more files" in outcomes[2][1]
     assert all(took < 10 for *_, took in outcomes)
 
 
