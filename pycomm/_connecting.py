@@ -23,6 +23,7 @@ from pycomm._runtime import rendezvous
 from pycomm._runtime.carriers import Carriers, subgroup_of
 from pycomm._runtime.cuda_windows import join_processes
 from pycomm._runtime.span import Span
+from pycomm._runtime.threads import start_thread
 from pycomm._runtime.waiting import Deadline
 from pycomm.errors import CollectiveError
 from pycomm.group import Group, make_group
@@ -78,7 +79,7 @@ class _Attempt:
         self._device = torch.cuda.current_device()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pycomm-nccl", daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
         _attempts.add(self)
 
     def await_all(self) -> Span:

@@ -74,11 +74,9 @@ def _shared_memory() -> str:
 
 
 def _memfd() -> str:
-    descriptor = os.memfd_create("pycomm-probe")
-    try:
-        os.posix_fallocate(descriptor, 0, os.sysconf("SC_PAGE_SIZE"))
-    finally:
-        os.close(descriptor)
+    from pycomm import _C
+
+    os.close(_C.create_file(os.sysconf("SC_PAGE_SIZE"), "pycomm-probe"))
     return "works"
 
 

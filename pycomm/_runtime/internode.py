@@ -34,6 +34,7 @@ from pycomm import _C
 from pycomm._runtime.gloo import disconnect, finish, interfaces, start
 from pycomm._runtime.listener import local_address, open_sockets
 from pycomm._runtime.pulse import SILENCE
+from pycomm._runtime.threads import start_thread, with_limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -150,7 +151,7 @@ def connect(
     # A thread, because construct() waits for connections and cannot be interrupted.
     thread = threading.Thread(target=construct, name="pycomm-connect", daemon=True)
     try:
-        thread.start()
+        start_thread(thread)
         deadline.await_event(ended, look)
     except BaseException:  # the interpreter may exit now, see _end_links
         over.set()
@@ -159,7 +160,7 @@ def connect(
     if isinstance(made[0], Exception):
         if carriers.has_address:  # a death may have caused this, and is detected later
             deadline.look_for(SILENCE + 1, look)
-        raise made[0]
+        raise with_limits(made[0])
     others = [node for node in range(count) if node != nodes.here]
     return CarrierLinks(made[0], others, secret, hosts[0])
 
@@ -215,7 +216,7 @@ class GlooTransport(_C.Transport):
         jobs += [("pycomm-link-control", partial(self._listen, node)) for node in links.nodes]
         self._threads = [threading.Thread(target=job, name=name, daemon=True) for name, job in jobs]
         for thread in self._threads:
-            thread.start()
+            start_thread(thread)
         _links.add(self)
 
     def post(self, sends: list[Transfer], receives: list[Transfer]) -> None:

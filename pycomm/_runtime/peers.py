@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from pycomm import _C
 from pycomm._runtime.pulse import Pulse
+from pycomm._runtime.threads import start_thread
 from pycomm.errors import Aborted, CollectiveError, PeerDied, PycommError, Timeout
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class Peers:
             return
         neighbour = nodes.ranks[(nodes.here + 1) % len(nodes.ranks)][0]
         pulse = Pulse(self._store, self._rank, neighbour, self._tell_of)
-        pulse.start()
+        start_thread(pulse)
         try:
             yield
         finally:

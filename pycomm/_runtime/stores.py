@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch's stubs lack it
 
 from pycomm._runtime.listener import open_sockets, plain_address
+from pycomm._runtime.threads import start_thread
 from pycomm._runtime.waiting import Deadline
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def _answers_within(address: tuple[str, int], seconds: float) -> Iterator[None]:
                     connection.shutdown(socket.SHUT_RDWR)
 
     watcher = threading.Thread(target=watch, name="pycomm-store", daemon=True)
-    watcher.start()
+    start_thread(watcher)
     try:
         yield
     finally:

@@ -1,6 +1,9 @@
 """Machines that hide, refuse or lack something that others have."""
 
+import errno
 import os
+import resource
+import signal
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +12,7 @@ import helpers
 import pytest
 import restricted
 import spanning
+import torch
 
 import pycomm
 from pycomm._runtime import door, listener, rendezvous
@@ -148,3 +152,132 @@ def test_a_name_with_addresses_of_both_families(monkeypatch):
     connection.close()
     opened.close_sockets()
     assert told == {"rank": 1}
+
+
+def make_in_vain(rank, size, store, nodes, odd_rank, restrict):
+    """Each rank's error of a group that one rank cannot make."""
+    spanning.pretend(nodes[rank])
+    helpers.join_world(rank, size, store)
+    start = time.monotonic()
+    if rank == odd_rank:
+        restrict()
+    with pytest.raises((ValueError, OSError, RuntimeError)) as caught:
+        pycomm.init(timeout=60)
+    took = time.monotonic() - start
+    return type(caught.value), str(caught.value), getattr(caught.value, "errno", None), took
+
+
+def limit_files():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+
+
+def test_a_limit_on_the_size_of_files():
+    first, second = helpers.run_ranks(2, make_in_vain, "aa", 0, limit_files)
+    said = "limit on the size of files (ulimit -f, RLIMIT_FSIZE) is 1048576 bytes"
+    assert first[0] is OSError
+    assert second[0] is ValueError
+    assert first[2] == errno.EFBIG
+    assert said in first[1]
+    assert "rank 0 could not set up the group" in second[1]
+    assert said in second[1]
+    assert max(first[3], second[3]) < 30
+
+
+def refuse_threads():
+    restricted.refuse("clone3", errno.ENOSYS)
+    restricted.refuse("clone", errno.EAGAIN, bits=0x10000)  # CLONE_THREAD
+
+
+@pytest.mark.parametrize("odd_rank", [0, 1])
+def test_no_thread_for_a_link(odd_rank):
+    """All ranks are told, and nobody waits for the timeout."""
+    outcomes = helpers.run_ranks(2, make_in_vain, "ab", odd_rank, refuse_threads)
+    for rank, (kind, message, _, took) in enumerate(outcomes):
+        assert kind is (RuntimeError if rank == odd_rank else ValueError)
+        assert "user's threads (ulimit -u, RLIMIT_NPROC: " in message
+        assert took < 30
+
+
+def without_threads(group):
+    """The errors of an operation that needs a thread, and of threads as ranks."""
+    world = pycomm.LocalWorld(2)
+    refuse_threads()
+    with pytest.raises(BlockingIOError) as operation:  # EAGAIN
+        pycomm.all_reduce(torch.ones(4), group=group, async_op=True)
+    with pytest.raises(RuntimeError) as ranks:
+        world.run(lambda each: pycomm.barrier(group=each))
+    total = pycomm.all_reduce(torch.ones(4), group=group)
+    return str(operation.value), str(ranks.value), total.tolist()
+
+
+def test_no_thread_for_an_operation():
+    for operation, ranks, total in helpers.run_group(2, without_threads):
+        for message in (operation, ranks):
+            assert "(ulimit -u, RLIMIT_NPROC: " in message
+            assert "(pids.max)" in message
+        assert total == [2.0] * 4
+
+
+def reserve_in_pieces(group):
+    """A signal for each call that reserves much, as from a timer on a slow machine."""
+    restricted.refuse("fallocate", errno.EINTR, argument=3, above=64 << 20)
+    return group.empty(40 << 20).fill_(2)[-1].item()
+
+
+def test_signals_do_not_keep_memory_from_being_reserved():
+    assert helpers.run_ranks(1, helpers.in_group, reserve_in_pieces, {}, limit=60) == [2.0]
+
+
+def meet_without_pidfds(rank, size, store, error):
+    restricted.refuse("pidfd_open", error)
+    helpers.join_world(rank, size, store)
+    with pycomm.init(timeout=60) as group:
+        total = pycomm.all_reduce(torch.ones(4), group=group)[0].item()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        start = time.monotonic()
+        with pytest.raises(pycomm.PeerDied) as caught:
+            pycomm.barrier(group=group)
+        return total, caught.value.rank, time.monotonic() - start < 30
+
+
+@pytest.mark.parametrize("error", [errno.EPERM, errno.ENOSYS])
+def test_refused_pidfds(error):
+    """As by older versions of Docker: a death is still noticed."""
+    with helpers.Ranks(2, meet_without_pidfds, error) as ranks:
+        (outcome,) = ranks.wait_for([0], 100)
+    assert outcome.value == (2.0, 1, True), outcome.trace
+
+
+def hold_replicas(group):
+    model = pycomm.DataParallel(torch.nn.Linear(4, 4), shard="optimizer", replicas=2, group=group)
+    optimizer = pycomm.optim.FusedAdamW(model.parameters(), lr=0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    return True
+
+
+def hold_replicas_that_never_execute(group):
+    """As if vm.memfd_noexec is 2."""
+    restricted.refuse("memfd_create", errno.EACCES, argument=1, lacks=8)
+    return hold_replicas(group)
+
+
+def hold_replicas_on_an_old_kernel(group):
+    restricted.refuse("memfd_create", errno.EINVAL, argument=1, bits=8)
+    return hold_replicas(group)
+
+
+def hold_replicas_in_vain(group):
+    if group.rank == 1:
+        restricted.refuse("memfd_create", errno.EMFILE)
+    with pytest.raises(OSError, match="Too many open files") as caught:
+        hold_replicas(group)
+    pycomm.barrier(group=group)
+    return caught.value.errno
+
+
+def test_files_of_replicas():
+    for hold in (hold_replicas_that_never_execute, hold_replicas_on_an_old_kernel):
+        assert helpers.run_group(2, hold, timeout=60) == [True, True]
+    assert helpers.run_group(2, hold_replicas_in_vain, timeout=60) == [errno.EMFILE] * 2

@@ -62,7 +62,7 @@ def test_core_includes_only_the_standard_library():
 # From the lowest layer up; a module imports only what comes before it, for type checkers, too.
 PYTHON_LAYERS = [
     {"_C", "_retired", "_runtime.c10d_build", "_runtime.environment", "report", "stats"},
-    {"errors"},
+    {"_runtime.threads", "errors"},
     {"_runtime.torch_module", "_runtime.torch_private", "_runtime.waiting"},
     {"_runtime.gloo"},
     {
