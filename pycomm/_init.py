@@ -65,7 +65,8 @@ def init(
 
     The first group made becomes the default group of every operation. When it is closed or has
     failed, the next group made takes its place. If torch.distributed is not set up yet, this
-    function sets it up with Gloo, from torchrun's environment.
+    function sets it up with Gloo, from torchrun's environment; torch's own operations then have
+    torch's default timeout (30 minutes), whatever `timeout` is.
 
     Args:
         group: a torch.distributed process group, or a DeviceMesh of one dimension; by default the

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
@@ -31,6 +32,7 @@ from pycomm._runtime.internode import GlooTransport, Nodes, connect
 from pycomm._runtime.listener import Listener
 from pycomm._runtime.meeting import meet
 from pycomm._runtime.peers import Peers
+from pycomm._runtime.torch_private import set_timeout
 from pycomm._runtime.waiting import Deadline
 
 if TYPE_CHECKING:
@@ -45,7 +47,11 @@ _NAMESPACES = ("net", "pid", "ipc")
 
 
 def set_up_torch_distributed(timeout: float) -> None:
-    """Sets up torch.distributed from torchrun's environment, also in restarted processes."""
+    """Sets up torch.distributed from torchrun's environment, also in restarted processes.
+
+    Args:
+        timeout: seconds for that. Afterwards torch's operations have torch's own timeout.
+    """
     deadline, patience = Deadline(timeout), timedelta(seconds=timeout)
     with deadline.guarding("every process joining torch.distributed"):
         store, rank, size = next(rendezvous("env://", timeout=patience))
@@ -53,6 +59,8 @@ def set_up_torch_distributed(timeout: float) -> None:
     _, store = meet(PrefixStore("pycomm", store), rank, size, "", deadline)
     with deadline.guarding("every process joining torch.distributed"):
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=patience)
+    set_timeout(default_pg_timeout)
+    store.set_timeout(default_pg_timeout)
 
 
 @dataclass(frozen=True)
