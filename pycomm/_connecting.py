@@ -13,7 +13,7 @@ from __future__ import annotations
 import atexit
 import threading
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.distributed_c10d import PrefixStore
@@ -24,6 +24,7 @@ from pycomm._runtime import rendezvous
 from pycomm._runtime.carriers import Carriers, subgroup_of
 from pycomm._runtime.cuda_windows import join_processes
 from pycomm._runtime.span import Span
+from pycomm._runtime.threads import start_thread
 from pycomm._runtime.waiting import Deadline
 from pycomm.errors import CollectiveError
 from pycomm.group import Group, make_group
@@ -79,7 +80,7 @@ class _Attempt:
         self._device = torch.cuda.current_device()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pycomm-nccl", daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
         _attempts.add(self)
 
     def await_all(self) -> Span:
@@ -162,8 +163,11 @@ class _Attempt:
             return None
         index, patience = local.index(made.rank), self._deadline.left()
         inside = PrefixStore(f"node/{members.nodes.here}", members.store)
-        mine = rendezvous.introduction(made.staging_bytes)
-        joined = rendezvous.join(inside, index, len(local), patience, mine)
+
+        def introduce() -> dict[str, Any]:
+            return rendezvous.introduction(made.staging_bytes)
+
+        joined = rendezvous.join(inside, index, len(local), patience, introduce)
         node = make_group(joined, index, made.timeout, made.staging_bytes)
         ranks, process_group = [made.ranks[rank] for rank in local], self._process_group
         blocks, timeout = self._max_blocks, made.timeout

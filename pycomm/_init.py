@@ -65,7 +65,8 @@ def init(
 
     The first group made becomes the default group of every operation. When it is closed or has
     failed, the next group made takes its place. If torch.distributed is not set up yet, this
-    function sets it up with Gloo, from torchrun's environment.
+    function sets it up with Gloo, from torchrun's environment; torch's own operations then have
+    torch's default timeout (30 minutes), whatever `timeout` is.
 
     Args:
         group: a torch.distributed process group, or a DeviceMesh of one dimension; by default the
@@ -108,11 +109,14 @@ def init(
     # Always the same prefix, so ranks that have tried unequally often still meet (see meet).
     prefix = f"pycomm/{process_group.group_name}"
     store = PrefixStore(prefix, store_of(process_group))
-    nccl = transport == "auto" and has_nccl(process_group)
-    mine = rendezvous.introduction(staging_bytes, cuda_heap_bytes, transport, nccl)
+
+    def introduce() -> dict[str, Any]:
+        nccl = transport == "auto" and has_nccl(process_group)
+        return rendezvous.introduction(staging_bytes, cuda_heap_bytes, transport, nccl)
+
     with _joining[prefix]:
-        members = rendezvous.join(store, rank, size, timeout, mine, listens=True)
-        options = _Options(process_group, rank, mine, timeout, max_blocks)
+        members = rendezvous.join(store, rank, size, timeout, introduce, listens=True)
+        options = _Options(process_group, rank, members.everyone[rank], timeout, max_blocks)
         made = _complete(members, range(size), options)
     return _adopt(made)
 
@@ -131,7 +135,7 @@ class _Options:
 
     process_group: dist.ProcessGroup | None
     rank: int
-    mine: dict[str, Any]
+    mine: Mapping[str, Any]
     timeout: float
     max_blocks: int
 
@@ -222,7 +226,7 @@ def _let_grow(group: Group, everyone: Sequence[Mapping[str, Any]], options: _Opt
 def _make_larger(members: Membership, rank: int, terms: Mapping[str, Any]) -> Group:
     """Makes a group that has grown; a collective call of its members and the newcomers."""
     mine = members.everyone[rank]
-    options = _Options(None, rank, dict(mine), terms["timeout"], terms["max_blocks"])
+    options = _Options(None, rank, mine, terms["timeout"], terms["max_blocks"])
     return _complete(members, range(len(members.everyone)), options)
 
 

@@ -142,11 +142,16 @@ class _Ranks:
         """
         store = PrefixStore("pycomm", self._store)
         patience = self._timeout if patience is None else patience
-        mine = introduction(DEFAULT_STAGING_BYTES)
-        self._members = members = join(store, self.rank, self.size, patience, mine, listens=True)
+
+        def introduce() -> dict[str, Any]:
+            return introduction(DEFAULT_STAGING_BYTES)
+
+        members = join(store, self.rank, self.size, patience, introduce, listens=True)
+        self._members = members
         self._group = make_group(members, self.rank, self._timeout)
         if members.listener is not None:
             make = functools.partial(_make_smaller, self.rank, self._timeout)
+            mine = members.everyone[self.rank]
             self._group._survive(members.listener, self.rank, mine, make)
 
     def serve_others(self) -> None:

@@ -22,10 +22,11 @@ VARIABLES = ("PYCOMM_LOG", "OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "GLOO_SOCKET
 
 def cpu_model() -> str:
     """The processor's name, as the kernel gives it."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() in ("model name", "Model", "Processor"):
-            return value.strip()
+    with contextlib.suppress(OSError):  # /proc may be mounted with subset=pid
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() in ("model name", "Model", "Processor"):
+                return value.strip()
     return platform.machine()
 
 
@@ -73,11 +74,9 @@ def _shared_memory() -> str:
 
 
 def _memfd() -> str:
-    descriptor = os.memfd_create("pycomm-probe")
-    try:
-        os.posix_fallocate(descriptor, 0, os.sysconf("SC_PAGE_SIZE"))
-    finally:
-        os.close(descriptor)
+    from pycomm import _C
+
+    os.close(_C.create_file(os.sysconf("SC_PAGE_SIZE"), "pycomm-probe"))
     return "works"
 
 

@@ -18,6 +18,7 @@ from pycomm._runtime import log
 from pycomm._runtime.cuda_windows import DEFAULT_MAX_BLOCKS, LocalDevices
 from pycomm._runtime.internode import Nodes
 from pycomm._runtime.rendezvous import slice_bytes
+from pycomm._runtime.threads import start_thread
 from pycomm.group import DEFAULT_STAGING_BYTES, DEFAULT_TIMEOUT, Group
 
 if TYPE_CHECKING:
@@ -130,13 +131,13 @@ class LocalWorld:
                 ended.put(rank)
 
         threads = [threading.Thread(target=body, args=(rank,)) for rank in range(size)]
-        for thread in threads:
-            thread.start()
         try:
+            for thread in threads:
+                start_thread(thread)
             self._watch(ended)
             for thread in threads:
                 thread.join()
-        except BaseException:  # Ctrl-C interrupts this thread, not the ranks' threads
+        except BaseException:  # Ctrl-C interrupts only this thread; or a rank has none
             for group in self.groups:
                 group.abort()
             raise

@@ -61,7 +61,8 @@ void translate_current() {
   } catch (const std::invalid_argument& error) {
     py::set_error(PyExc_ValueError, error.what());
   } catch (const std::system_error& error) {
-    py::set_error(PyExc_OSError, error.what());
+    // With the number, so that Python chooses the subclass.
+    PyErr_SetObject(PyExc_OSError, py::make_tuple(error.code().value(), error.what()).ptr());
   } catch (const std::exception& error) {
     py::set_error(PyExc_RuntimeError, error.what());
   }

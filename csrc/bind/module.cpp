@@ -10,6 +10,7 @@
 #include "core/algorithms/table.h"
 #include "core/optim/table.h"
 #include "cpu/group.h"
+#include "cpu/threads.h"
 
 namespace py = pybind11;
 
@@ -158,6 +159,20 @@ void bind_works_and_windows(py::module_& m) {
       .def("depart", &Window::depart, py::call_guard<py::gil_scoped_release>());
   m.def("create_window", &Window::create, py::arg("ranks"), py::arg("slice_bytes"),
         py::arg("staging_bytes"), py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "create_file",
+      [](std::int64_t bytes, const std::string& name) {
+        const int fd = cpu::make_window_file(bytes, name.c_str());
+        try {
+          cpu::reserve_in_file(fd, 0, bytes);
+        } catch (...) {
+          close(fd);
+          throw;
+        }
+        return fd;
+      },
+      py::arg("bytes"), py::arg("name"), py::call_guard<py::gil_scoped_release>());
+  m.def("thread_limits", &cpu::thread_limits);
   m.attr("window_layout") = cpu::kLayout;
 }
 

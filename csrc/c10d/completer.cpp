@@ -23,7 +23,13 @@ class Pool {
  public:
   void prepare() {
     const std::lock_guard lock(mutex_);
-    if (threads_ == 0) start();
+    if (threads_ > 0) return;
+    try {
+      start();
+    } catch (const std::system_error& error) {
+      throw std::runtime_error(std::string("no thread can be started (") + error.what() +
+                               "): see ulimit -u, and the container's pids.max");
+    }
   }
 
   void add(std::function<void()> task) {

@@ -30,6 +30,7 @@ struct Details {
   float scale = 1;
   std::uint8_t dims = 1;
   std::uint16_t label_bytes = 0;
+  std::uint32_t sequence = 0;    // of the operation for which they were published
   char label[kLabelBytes] = {};  // beginning of the caller's tag and code location
 
   void set_shape(const std::int64_t* sizes, int count) {
@@ -55,9 +56,10 @@ struct Details {
     std::fill_n(shape, kDims, 0);
     dims = 1;
   }
+  // Ranks compare the part before a line feed, if there is one. The rest is for messages only.
   void set_label(std::string_view text) {
-    if (text.empty()) return;
-    label_hash = hash_of(text);
+    const std::string_view compared = text.substr(0, text.find('\n'));
+    if (!compared.empty()) label_hash = hash_of(compared);
     label_bytes = static_cast<std::uint16_t>(std::min(text.size(), kLabelBytes));
     std::copy_n(text.begin(), label_bytes, label);
   }
@@ -113,11 +115,15 @@ inline std::string describe(const Details& details) {
   if (bits_of(details.momentum) != 0) text += ", momentum=" + number(details.momentum);
   if (details.scale != 1) text += ", scale=" + number(details.scale);
   if (details.label_bytes != 0) {
-    text += ", ";
+    if (details.label[0] != '\n') text += ", ";
     for (std::size_t i = 0; i < std::min<std::size_t>(details.label_bytes, sizeof(details.label));
          ++i) {
       const char c = details.label[i];
-      text += c >= ' ' && c <= '~' ? c : '?';  // the label may come from another process
+      if (c == '\n') {
+        text += ", ";
+      } else {
+        text += c >= ' ' && c <= '~' ? c : '?';  // the label may come from another process
+      }
     }
   }
   return text;

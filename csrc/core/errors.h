@@ -77,10 +77,11 @@ inline std::string describe(const Operation& operation, const Details* details =
   if (operation.collective == Collective::reduce || operation.collective == Collective::gather)
     text += ", dst=" + std::to_string(operation.root);
   if (operation.device == Device::cuda) text += ", on CUDA";
-  if (operation.details != 0) {
-    const std::string known = details != nullptr ? describe(*details) : std::string();
-    const std::string told =
-        !known.empty() ? known : ", details " + std::to_string(operation.details);
+  std::string told = details != nullptr ? describe(*details) : std::string();
+  if (told.empty() && operation.details != 0) {
+    told = ", details " + std::to_string(operation.details);
+  }
+  if (!told.empty()) {
     text += told.substr(text.back() == '(' ? 2 : 0);  // a barrier has nothing before it, so no ", "
   }
   return text + ")";

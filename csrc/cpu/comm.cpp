@@ -114,7 +114,11 @@ void Comm::publish() {
   announced.preflight = mine.preflight;
   announced.input = mine.input;
   announced.output = mine.output;
-  if (operation_.details != 0) details(rank_) = *details_;
+  if (operation_.details != 0 || (details_ != nullptr && details_->label_bytes != 0)) {
+    Details& told = details(rank_);
+    told = *details_;
+    told.sequence = sequence_;
+  }
   stream_fence();
   epoch_of(announced).store(sequence_, std::memory_order_release);
   wake();

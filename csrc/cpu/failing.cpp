@@ -86,10 +86,13 @@ CollectiveError Comm::failure_of(std::uint64_t word) const {
   }
   if (reason_of(word) == Reason::mismatch && announced(0) == sequence_) {
     const Operation& first = announcement(0).operation;
+    const auto told = [this](int r) {
+      return details(r).sequence == sequence_ ? &details(r) : nullptr;
+    };
     for (int r = 1; r < size_; ++r) {
       const Operation& other = announcement(r).operation;
       if (number(r) != culprit || announced(r) != sequence_ || other == first) continue;
-      return mismatch(number(0), first, culprit, other, pid, ordinal(), &details(0), &details(r));
+      return mismatch(number(0), first, culprit, other, pid, ordinal(), told(0), told(r));
     }
   }
   if (reason_of(word) == Reason::timeout) {

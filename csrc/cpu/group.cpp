@@ -9,6 +9,7 @@
 #include "core/codecs/cast.h"
 #include "cpu/fork.h"
 #include "cpu/own_body.h"
+#include "cpu/threads.h"
 #include "cpu/waiting.h"
 
 namespace pycomm::cpu {
@@ -117,7 +118,7 @@ std::shared_ptr<Work> Group::enqueue(Task task) {
   task.enqueued = ticks();
   const std::lock_guard lock(queue_mutex_);
   if (closed_) check_usable();  // nobody would join a worker that starts now
-  if (!worker_.joinable()) worker_ = std::thread([this] { serve(); });
+  if (!worker_.joinable()) worker_ = start_thread([this] { serve(); });
   pending_.fetch_add(1, std::memory_order_acq_rel);
   std::shared_ptr<Work> work = task.work;
   queue_.push_back(std::move(task));

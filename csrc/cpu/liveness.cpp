@@ -1,10 +1,13 @@
 #include "cpu/liveness.h"
 
+#include <fcntl.h>
 #include <sys/syscall.h>
 
 #include <cerrno>
+#include <csignal>
 #include <map>
 #include <mutex>
+#include <string>
 #include <system_error>
 
 #include "cpu/fork.h"
@@ -30,6 +33,21 @@ Registry& registry() {
   return *own;
 }
 
+std::shared_ptr<Process> open_process(int pid) {
+  int fd = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
+  if (fd >= 0) return std::make_shared<Process>(fd, Process::File::pidfd);
+  const int error = errno;
+  if (error == ESRCH) return nullptr;
+  if (error == EPERM || error == ENOSYS) {
+    fd = open(("/proc/" + std::to_string(pid) + "/statm").c_str(), O_RDONLY | O_CLOEXEC);
+    if (fd >= 0) return std::make_shared<Process>(fd, Process::File::statm);
+    if (kill(pid, 0) != 0 && errno == ESRCH) return nullptr;
+  }
+  throw std::system_error(error, std::generic_category(),
+                          "process " + std::to_string(pid) +
+                              " can be watched neither by its pidfd nor in /proc: pidfd_open");
+}
+
 }  // namespace
 
 std::shared_ptr<Process> Process::find(int pid) {
@@ -40,12 +58,19 @@ std::shared_ptr<Process> Process::find(int pid) {
     // If the known process has ended, its pid now belongs to another one.
     if (auto process = known->second.lock(); process && !process->ended()) return process;
   }
-  const auto fd = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
-  if (fd < 0 && errno == ESRCH) return nullptr;
-  if (fd < 0) throw std::system_error(errno, std::generic_category(), "pidfd_open");
-  auto process = std::make_shared<Process>(fd);
-  processes[pid] = process;
+  auto process = open_process(pid);
+  if (process) processes[pid] = process;
   return process;
+}
+
+bool Process::ended() const {
+  if (file_ == File::pidfd) {
+    pollfd watched = {fd_, POLLIN, 0};
+    return poll(&watched, 1, 0) > 0;
+  }
+  // Its first number is the size of the address space, which a zombie lacks.
+  char first = '0';
+  return pread(fd_, &first, 1, 0) != 1 || first == '0';
 }
 
 }  // namespace pycomm::cpu

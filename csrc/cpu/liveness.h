@@ -1,7 +1,8 @@
 // The processes of a group's ranks, and whether they still run.
 //
 // A pidfd becomes readable when its process ends for any reason. A reused pid, a zombie, or a child
-// that inherited a socket cannot confuse it. Ranks that are threads have no pidfd.
+// that inherited a socket cannot confuse it, nor an open file of /proc/PID, which serves instead where
+// seccomp refuses pidfds (Docker before 20.10). Ranks that are threads have neither.
 #pragma once
 
 #include <poll.h>
@@ -13,26 +14,26 @@
 
 namespace pycomm::cpu {
 
-// A process, watched by its pidfd.
+// A process, watched by its pidfd, or by its file statm.
 class Process {
  public:
   // The running process with this pid, or nullptr. Groups share the object, because the number of
   // file descriptors is limited.
   static std::shared_ptr<Process> find(int pid);
 
-  explicit Process(int pidfd) : fd_(pidfd) {}
+  enum class File { pidfd, statm };
+  Process(int fd, File file) : fd_(fd), file_(file) {}
   ~Process() { close(fd_); }
   Process(const Process&) = delete;
   Process& operator=(const Process&) = delete;
 
-  int fd() const { return fd_; }
-  bool ended() const {
-    pollfd watched = {fd_, POLLIN, 0};
-    return poll(&watched, 1, 0) > 0;
-  }
+  // -1 if it is watched by its other file.
+  int pidfd() const { return file_ == File::pidfd ? fd_ : -1; }
+  bool ended() const;
 
  private:
   const int fd_;
+  const File file_;
 };
 
 class Liveness {
@@ -43,8 +44,10 @@ class Liveness {
   Liveness(std::vector<int> pids, std::vector<std::shared_ptr<Process>> processes,
            std::vector<int> numbers = {})
       : pids_(std::move(pids)), processes_(std::move(processes)), numbers_(std::move(numbers)) {
-    for (const auto& process : processes_)
-      watched_.push_back({process ? process->fd() : -1, POLLIN, 0});
+    for (const auto& process : processes_) {
+      watched_.push_back({process ? process->pidfd() : -1, POLLIN, 0});
+      by_pidfds_ = by_pidfds_ && (!process || process->pidfd() >= 0);
+    }
     if (numbers_.empty()) {
       for (std::size_t r = 0; r < processes_.size(); ++r) numbers_.push_back(static_cast<int>(r));
     }
@@ -59,9 +62,15 @@ class Liveness {
   // True if rank r is another process, not a thread of this one.
   bool watched(int r) const { return processes_[static_cast<std::size_t>(r)] != nullptr; }
   bool ended(int r) const { return watched(r) && processes_[static_cast<std::size_t>(r)]->ended(); }
-  // Calls found(r) for each rank whose process has ended, with a single system call.
+  // Calls found(r) for each rank whose process has ended; with pidfds, a single system call.
   template <class Found>
   void find_ended(Found found) const {
+    if (!by_pidfds_) {
+      for (std::size_t r = 0; r < processes_.size(); ++r) {
+        if (ended(static_cast<int>(r))) found(static_cast<int>(r));
+      }
+      return;
+    }
     std::vector<pollfd> fds = watched_;
     if (poll(fds.data(), fds.size(), 0) <= 0) return;
     for (std::size_t r = 0; r < fds.size(); ++r) {
@@ -73,6 +82,7 @@ class Liveness {
   std::vector<int> pids_;
   std::vector<std::shared_ptr<Process>> processes_;
   std::vector<pollfd> watched_;  // pidfds of `processes_`
+  bool by_pidfds_ = true;
   std::vector<int> numbers_;
 };
 

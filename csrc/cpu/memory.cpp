@@ -2,6 +2,7 @@
 #include "cpu/memory.h"
 
 #include <algorithm>
+#include <array>
 #include <fstream>
 #include <limits>
 #include <optional>
@@ -19,11 +20,17 @@ struct ControlGroups {
   const char* mount;
   const char* limit;
   const char* usage;
-  const char* reclaimable;  // in memory.stat: counted as used, but freed on demand
+  // In memory.stat: counted as used, but freed on demand. Shared memory is in none of them.
+  std::array<const char*, 3> reclaimable;
 };
-constexpr ControlGroups kVersion2{"sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"};
-constexpr ControlGroups kVersion1{"sys/fs/cgroup/memory", "memory.limit_in_bytes",
-                                  "memory.usage_in_bytes", "total_inactive_file"};
+constexpr ControlGroups kVersion2{"sys/fs/cgroup",
+                                  "memory.max",
+                                  "memory.current",
+                                  {"active_file", "inactive_file", "slab_reclaimable"}};
+constexpr ControlGroups kVersion1{"sys/fs/cgroup/memory",
+                                  "memory.limit_in_bytes",
+                                  "memory.usage_in_bytes",
+                                  {"total_active_file", "total_inactive_file"}};
 
 std::optional<std::int64_t> number_in(const fs::path& file) {
   std::ifstream in(file);
@@ -32,21 +39,23 @@ std::optional<std::int64_t> number_in(const fs::path& file) {
   return std::nullopt;  // not there, or the word "max"
 }
 
-// The number that follows a key at the beginning of a line.
-std::optional<std::int64_t> number_in(const fs::path& file, const std::string& key) {
+// The sum of the numbers that follow one of the keys at the beginning of a line, if there are any.
+template <std::size_t n>
+std::optional<std::int64_t> sum_in(const fs::path& file, const std::array<const char*, n>& keys) {
   std::ifstream in(file);
+  std::optional<std::int64_t> sum;
   std::string found, rest;
   for (std::int64_t number = 0; in >> found >> number; std::getline(in, rest)) {
-    if (found == key) return number;
+    const auto wanted = [&](const char* key) { return key != nullptr && found == key; };
+    if (std::any_of(keys.begin(), keys.end(), wanted)) sum = sum.value_or(0) + number;
   }
-  return std::nullopt;
+  return sum;
 }
 
 std::int64_t available_in(const fs::path& group, const ControlGroups& version) {
   const auto limit = number_in(group / version.limit), usage = number_in(group / version.usage);
   if (!limit || !usage) return kUnlimited;
-  const std::int64_t reclaimable =
-      number_in(group / "memory.stat", version.reclaimable).value_or(0);
+  const std::int64_t reclaimable = sum_in(group / "memory.stat", version.reclaimable).value_or(0);
   return std::max<std::int64_t>(*limit - std::max<std::int64_t>(*usage - reclaimable, 0), 0);
 }
 
@@ -63,7 +72,7 @@ std::int64_t available_in_all(const fs::path& mount, fs::path group, const Contr
 }  // namespace
 
 std::int64_t available_memory(const fs::path& root) {
-  const auto kib = number_in(root / "proc/meminfo", "MemAvailable:");
+  const auto kib = sum_in(root / "proc/meminfo", std::array{"MemAvailable:"});
   std::int64_t available = kib ? *kib * 1024 : kUnlimited;
   // Lines of "number:controllers:/path"; version 2 has no controllers.
   std::ifstream groups(root / "proc/self/cgroup");

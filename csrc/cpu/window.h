@@ -59,7 +59,7 @@ struct Control {
     std::atomic<std::uint32_t> value;
   };
   Announcement announcements[2];
-  alignas(128) Details details[2];  // of announced operations that have a hash of details
+  alignas(128) Details details[2];  // of announced operations that have a hash of them, or a label
   Flag flags[kChannels];
   alignas(128) std::atomic<std::uint64_t> waiting;  // what a long wait is for
   Bell bell;                                        // wakes this rank from that wait
@@ -113,7 +113,7 @@ static_assert(sizeof(Control) <= kControlBytes);
 
 // A hash of the window's layout, so every member of Control is listed. Raise the version when
 // something changes its meaning but not its offset.
-inline constexpr std::uint64_t kLayoutVersion = 7;
+inline constexpr std::uint64_t kLayoutVersion = 8;
 inline constexpr std::uint64_t kLayout = hash_of({kLayoutVersion,
                                                   sizeof(Header),
                                                   sizeof(Operation),

@@ -1,9 +1,11 @@
 #include "cpu/window_file.h"
 
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <cstring>
@@ -19,13 +21,28 @@ namespace {
 // the rest.
 constexpr std::int64_t kAskFrom = 1 << 20;
 
+// Memory is reserved in pieces: some kernels undo the whole call when a signal arrives, so a timer
+// could prevent a large one for ever.
+constexpr std::int64_t kPiece = 64 << 20;
+
 // Makes an anonymous file that exec does not inherit, and that is not executable if the kernel
 // knows the last flag.
-int make_file() {
+int make_file(const char* name) {
   constexpr unsigned kNoExecSeal = 8;  // MFD_NOEXEC_SEAL, of Linux 6.3
-  const int fd = memfd_create("pycomm", MFD_CLOEXEC | MFD_ALLOW_SEALING | kNoExecSeal);
+  const int fd = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING | kNoExecSeal);
   if (fd >= 0 || errno != EINVAL) return fd;
-  return memfd_create("pycomm", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  return memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
+}
+
+// Files in memory count as well, and the signal that comes with the error is ignored by Python.
+[[noreturn]] void throw_too_large(std::int64_t bytes) {
+  rlimit most = {};
+  (void)getrlimit(RLIMIT_FSIZE, &most);
+  throw std::system_error(EFBIG, std::generic_category(),
+                          "shared memory needs a file of " + std::to_string(bytes) +
+                              " bytes, of which only reserved parts take memory; the limit on the "
+                              "size of files (ulimit -f, RLIMIT_FSIZE) is " +
+                              std::to_string(most.rlim_cur) + " bytes");
 }
 
 // Identifies a file without a name, the same in all processes.
@@ -40,12 +57,13 @@ void throw_errno(const char* call) {
   throw std::system_error(errno, std::generic_category(), std::string(call) + PYCOMM_WHERE);
 }
 
-int make_window_file(std::int64_t bytes) {
-  const int fd = make_file();
+int make_window_file(std::int64_t bytes, const char* name) {
+  const int fd = make_file(name);
   if (fd < 0) throw_errno("memfd_create");
   if (fchmod(fd, 0600) == 0 && ftruncate(fd, bytes) == 0) return fd;
   const int error = errno;
   close(fd);
+  if (error == EFBIG) throw_too_large(bytes);
   errno = error;
   throw_errno("fchmod or ftruncate");
 }
@@ -56,13 +74,16 @@ void reserve_in_file(int fd, std::int64_t position, std::int64_t bytes) {
     throw OutOfMemory("the shared window needs " + std::to_string(bytes) +
                       " bytes, the node or its control group has " + std::to_string(available));
   }
-  while (fallocate(fd, 0, position, bytes) != 0) {
-    if (errno == EINTR) continue;
-    if (errno == ENOSPC || errno == ENOMEM) {
+  for (std::int64_t done = 0; done < bytes;) {
+    const std::int64_t piece = std::min(bytes - done, kPiece);
+    if (fallocate(fd, 0, position + done, piece) == 0) {
+      done += piece;
+    } else if (errno == ENOSPC || errno == ENOMEM) {
       throw OutOfMemory("no memory for " + std::to_string(bytes) +
                         " bytes of shared window: " + std::strerror(errno));
+    } else if (errno != EINTR) {
+      throw_errno("fallocate");
     }
-    throw_errno("fallocate");
   }
 }
 
@@ -78,8 +99,8 @@ WindowFile::~WindowFile() { close(fd_); }
 
 std::byte* WindowFile::allocate(int s, const Range& pages) {
   const std::int64_t begin = position(s, pages.begin);
-  reserve_in_file(fd_, begin, pages.count);
   try {
+    reserve_in_file(fd_, begin, pages.count);
     return map(s).map(pages);
   } catch (...) {
     punch(begin, pages.count);

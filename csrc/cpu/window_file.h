@@ -23,9 +23,11 @@ namespace pycomm::cpu {
 
 // Throws the error of a system call that has just failed.
 [[noreturn]] void throw_errno(const char* call);
-// Makes an anonymous file of this size, without memory, and returns its descriptor.
-int make_window_file(std::int64_t bytes);
-// Reserves memory for a range of a file. Throws OutOfMemory. A range may be reserved again.
+// Makes an anonymous file of this size, without memory, and returns its descriptor. /proc shows the
+// name.
+int make_window_file(std::int64_t bytes, const char* name = "pycomm");
+// Reserves memory for a range of a file. Throws OutOfMemory; then a part may be reserved. A range may
+// be reserved again.
 void reserve_in_file(int fd, std::int64_t position, std::int64_t bytes);
 
 class WindowFile : public std::enable_shared_from_this<WindowFile> {

@@ -18,7 +18,7 @@ Group::Group(std::shared_ptr<cpu::Group> host, std::shared_ptr<Endpoint> endpoin
       endpoint_(std::move(endpoint)),
       shared_(std::move(shared)),
       interrupt_(interrupt) {
-  watcher_ = std::thread([this] { watch(); });
+  watcher_ = cpu::start_thread([this] { watch(); });
   host_->kernels_begin();
 }
 

@@ -11,6 +11,7 @@
 #include "core/call.h"
 #include "core/errors.h"
 #include "cpu/group.h"
+#include "cpu/threads.h"
 #include "cuda/endpoint.h"
 
 namespace pycomm::cuda {

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllToAllOptions, BroadcastOptions
 
 from pycomm import _C
+from pycomm._runtime.threads import start_thread
 from pycomm._runtime.torch_private import backends_of, new_nccl
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ class Watch:
         self._thread = threading.Thread(
             target=_watch_pairs, args=arguments, name="pycomm-watch", daemon=True
         )
-        self._thread.start()
+        start_thread(self._thread)
 
     def add(self, begin: Event, end: Event) -> None:
         """Watches the work between two events."""

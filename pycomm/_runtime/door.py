@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import re
 import secrets
@@ -10,7 +11,7 @@ import socket
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pycomm._runtime.listener import Acceptor, Connection
+from pycomm._runtime.listener import Acceptor, Connection, hosts_of
 from pycomm.errors import Timeout
 
 if TYPE_CHECKING:
@@ -146,7 +147,7 @@ def knock(
         while True:
             for address in addresses():
                 try:
-                    door = _ask(address, addresses, mine, deadline)
+                    door = _ask(address, hosts_of(address.host), addresses, mine, deadline)
                 except (socket.gaierror, UnicodeError) as error:  # it may become known
                     unknown = f": the host name {address.host!r} is unknown ({error})"
                     continue
@@ -164,22 +165,40 @@ def knock(
 
 
 def _ask(
-    address: Address, addresses: Callable[[], Sequence[Address]], mine: object, deadline: Deadline
+    address: Address,
+    hosts: Sequence[str],
+    addresses: Callable[[], Sequence[Address]],
+    mine: object,
+    deadline: Deadline,
 ) -> Connection | None:
-    """The connection to a door that has answered; None if nobody is there, or it has moved."""
-    door = Connection.to(address.host, address.port)
-    try:
-        # There are no addresses while the file is written.
-        while not (door.ended or door.unreachable) and address in (addresses() or [address]):
-            if door.established and not door.spoken:
-                door.say({"secret": address.secret, "mine": mine})
-            door.hear()
-            if isinstance(door.said, dict):
-                return door
-            with deadline.slice():
-                door.wait(_TRIES_EVERY)
-    except BaseException:
+    """The connection to a door that has answered; None if nobody is there, or it has moved.
+
+    Args:
+        address: the door's.
+        hosts: the addresses that its host may have, of which the first that answers is taken.
+        addresses: as for :func:`knock`.
+        mine: as for :func:`knock`.
+        deadline: as for :func:`knock`.
+    """
+    for host in hosts:
+        try:
+            door = Connection.to(host, address.port)
+        except OSError as error:
+            if error.errno == errno.EAFNOSUPPORT:  # this kernel has no IPv6
+                continue
+            raise
+        try:
+            # There are no addresses while the file is written.
+            while not (door.ended or door.unreachable) and address in (addresses() or [address]):
+                if door.established and not door.spoken:
+                    door.say({"secret": address.secret, "mine": mine})
+                door.hear()
+                if isinstance(door.said, dict):
+                    return door
+                with deadline.slice():
+                    door.wait(_TRIES_EVERY)
+        except BaseException:
+            door.close()
+            raise
         door.close()
-        raise
-    door.close()
     return None

@@ -19,13 +19,11 @@ import ctypes
 import os
 import queue
 import secrets
-import stat
 import threading
 import weakref
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,8 +33,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from pycomm import _C
 from pycomm._inputs import host
 from pycomm._runtime.gloo import disconnect, finish, interfaces, start
-from pycomm._runtime.listener import local_address
+from pycomm._runtime.listener import local_address, open_sockets
 from pycomm._runtime.pulse import SILENCE
+from pycomm._runtime.threads import start_thread, with_limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -138,8 +137,8 @@ def connect(
 
     def construct() -> None:
         left = timedelta(seconds=deadline.left())
-        before = _inheritable_sockets()
         try:
+            before = _inheritable_sockets()
             gloo = dist.ProcessGroupGloo(carriers, nodes.here, count, left)
             new = _inheritable_sockets() - before
             for fd in new:
@@ -153,7 +152,7 @@ def connect(
     # A thread, because construct() waits for connections and cannot be interrupted.
     thread = threading.Thread(target=construct, name="pycomm-connect", daemon=True)
     try:
-        thread.start()
+        start_thread(thread)
         deadline.await_event(ended, look)
     except BaseException:  # the interpreter may exit now, see _end_links
         over.set()
@@ -162,7 +161,7 @@ def connect(
     if isinstance(made[0], Exception):
         if carriers.has_address:  # a death may have caused this, and is detected later
             deadline.look_for(SILENCE + 1, look)
-        raise made[0]
+        raise with_limits(made[0])
     others = [node for node in range(count) if node != nodes.here]
     return CarrierLinks(made[0], others, secret, hosts[0])
 
@@ -190,10 +189,9 @@ class LookedAfter(Store):
 def _inheritable_sockets() -> set[int]:
     """Sockets that would survive exec. Python opens none, so new ones are Gloo's."""
     found = set()
-    for entry in Path("/proc/self/fd").iterdir():
+    for fd in open_sockets():
         with contextlib.suppress(OSError):  # closed meanwhile
-            fd = int(entry.name)
-            if stat.S_ISSOCK(os.fstat(fd).st_mode) and os.get_inheritable(fd):
+            if os.get_inheritable(fd):
                 found.add(fd)
     return found
 
@@ -219,7 +217,7 @@ class GlooTransport(_C.Transport):
         jobs += [("pycomm-link-control", partial(self._listen, node)) for node in links.nodes]
         self._threads = [threading.Thread(target=job, name=name, daemon=True) for name, job in jobs]
         for thread in self._threads:
-            thread.start()
+            start_thread(thread)
         _links.add(self)
 
     def post(self, sends: list[Transfer], receives: list[Transfer]) -> None:

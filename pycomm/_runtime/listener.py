@@ -15,9 +15,11 @@ import os
 import secrets
 import select
 import socket
+import stat
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -34,6 +36,8 @@ _ENDED = {errno.ECONNREFUSED, errno.ECONNRESET}
 _BACKLOG = 4096  # connections that wait for accept(); a full queue would look like a lost host
 _MOST_ACCEPTED = 256  # at once
 _MOST_STRANGERS = 256  # that a listener keeps besides ranks, for each takes a descriptor
+_MOST_TRIED = 1 << 16  # descriptors, if the system does not list those that are open
+_LOOPBACK = ("127.0.0.1", "::1")
 _CROWDED = "there are too many connections, connect anew"
 # So that the kernel notices within seconds if the other host is lost.
 _KEEPALIVE = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 5, "TCP_USER_TIMEOUT": 6000}
@@ -50,8 +54,7 @@ class Acceptor:
     closed = True
 
     def __init__(self, host: str, port: int = 0) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self.socket = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        self.socket = socket.create_server((host, port), family=_family_of(host), backlog=_BACKLOG)
         self.socket.setblocking(False)
         self.strangers: list[Connection] = []  # have not said who they are
         self.closed = False
@@ -323,7 +326,7 @@ class Connection:
 
 def _begin_to_connect(host: str, port: int) -> tuple[socket.socket, int]:
     """A socket that connects to an address, and the error, if it has failed at once."""
-    other = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    other = socket.socket(_family_of(host))
     other.setblocking(False)
     error = other.connect_ex((host, port))
     return other, 0 if error == errno.EINPROGRESS else error
@@ -345,12 +348,34 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def own_address() -> str:
-    """This node's address by its name; if it has none, the loopback's, as for Gloo."""
-    with contextlib.suppress(OSError), socket.socket() as probe:
-        host = socket.gethostbyname(socket.gethostname())
-        probe.bind((host, 0))
-        return host
-    return "127.0.0.1"
+    """This node's address by its name; if it has none, the loopback's, as for Gloo.
+
+    IPv4 comes first, which all nodes have but those that have IPv6 only.
+    """
+    named: list[str] = []
+    with contextlib.suppress(OSError, UnicodeError):
+        named = hosts_of(socket.gethostname())
+    return first_of_node(sorted(named, key=_family_of))
+
+
+def first_of_node(hosts: Iterable[str] = ()) -> str:
+    """The first of these addresses that is one of this node's, or else the loopback's."""
+    for host in [*hosts, *_LOOPBACK]:
+        with contextlib.suppress(OSError), socket.socket(_family_of(host)) as probe:
+            probe.bind((host, 0))
+            return host
+    return _LOOPBACK[0]
+
+
+def hosts_of(name: str) -> list[str]:
+    """The addresses of a host's name; an address is its own."""
+    found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(address[0]) for *_, address in found))
+
+
+def _family_of(host: str) -> socket.AddressFamily:
+    """The family of an address, not of a name."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def local_address(descriptors: set[int]) -> str | None:
@@ -361,6 +386,20 @@ def local_address(descriptors: set[int]) -> str | None:
             if connected.family in (socket.AF_INET, socket.AF_INET6):
                 return plain_address(connected.getsockname()[0])
     return None
+
+
+def open_sockets() -> list[int]:
+    """The descriptors of this process's sockets."""
+    try:
+        descriptors: Iterable[int] = [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]
+    except OSError:  # /proc is not mounted
+        descriptors = range(min(os.sysconf("SC_OPEN_MAX"), _MOST_TRIED))
+    found = []
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):  # none, or closed meanwhile
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                found.append(descriptor)
+    return found
 
 
 def plain_address(host: str) -> str:

@@ -1,8 +1,8 @@
 """Log messages, through Python's logging: the logger "pycomm" and its children.
 
 ``PYCOMM_LOG=info`` prints to stderr how a group is made up, and warnings about what slows it down.
-``PYCOMM_LOG=debug`` also prints what operations do, once for each kind and size class, and makes
-ranks compare the lines that operations are called from. Without the variable nothing is printed;
+``PYCOMM_LOG=debug`` also prints what operations do, once for each kind and size class, and lets a
+Mismatch tell the lines that operations were called from. Without the variable nothing is printed;
 programs may add handlers of their own.
 """
 

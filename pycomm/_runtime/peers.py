@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from pycomm import _C
 from pycomm._runtime.pulse import Pulse
+from pycomm._runtime.threads import start_thread
 from pycomm.errors import Aborted, CollectiveError, PeerDied, PycommError, Timeout
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class Peers:
             return
         neighbour = nodes.ranks[(nodes.here + 1) % len(nodes.ranks)][0]
         pulse = Pulse(self._store, self._rank, neighbour, self._tell_of)
-        pulse.start()
+        start_thread(pulse)
         try:
             yield
         finally:
@@ -87,7 +88,7 @@ class Peers:
             self._fail(error)
         except Exception as error:
             with contextlib.suppress(RuntimeError):
-                what = f"rank {self._rank} could not map the window: {error}"
+                what = f"rank {self._rank} could not set up the group: {error}"
                 tell(self._store, _word("ValueError", what))
             raise
         except BaseException as error:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
@@ -31,6 +32,7 @@ from pycomm._runtime.internode import GlooTransport, Nodes, connect
 from pycomm._runtime.listener import Listener
 from pycomm._runtime.meeting import meet
 from pycomm._runtime.peers import Peers
+from pycomm._runtime.torch_private import set_timeout
 from pycomm._runtime.waiting import Deadline
 
 if TYPE_CHECKING:
@@ -38,11 +40,18 @@ if TYPE_CHECKING:
 
     from torch.distributed.distributed_c10d import Store
 
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_MACHINE_ID = Path("/etc/machine-id")
+_FAILED = "failed"  # instead of an introduction
 _NAMESPACES = ("net", "pid", "ipc")
 
 
 def set_up_torch_distributed(timeout: float) -> None:
-    """Sets up torch.distributed from torchrun's environment, also in restarted processes."""
+    """Sets up torch.distributed from torchrun's environment, also in restarted processes.
+
+    Args:
+        timeout: seconds for that. Afterwards torch's operations have torch's own timeout.
+    """
     deadline, patience = Deadline(timeout), timedelta(seconds=timeout)
     with deadline.guarding("every process joining torch.distributed"):
         store, rank, size = next(rendezvous("env://", timeout=patience))
@@ -50,6 +59,8 @@ def set_up_torch_distributed(timeout: float) -> None:
     _, store = meet(PrefixStore("pycomm", store), rank, size, "", deadline)
     with deadline.guarding("every process joining torch.distributed"):
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=patience)
+    set_timeout(default_pg_timeout)
+    store.set_timeout(default_pg_timeout)
 
 
 @dataclass(frozen=True)
@@ -92,8 +103,23 @@ class Membership:
 
 def node_identity() -> str:
     """A string; equal for two processes only if they can share memory and watch each other."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return " ".join([boot, *(str(Path(f"/proc/self/ns/{n}").readlink()) for n in _NAMESPACES)])
+    return " ".join([_boot(), *map(_namespace, _NAMESPACES)])
+
+
+def _boot() -> str:
+    """Identifies the running kernel; without a boot id, by the host's name as in NCCL."""
+    with contextlib.suppress(OSError):  # /proc may be mounted with subset=pid
+        return _BOOT_ID.read_text().strip()
+    system, machine = os.uname(), ""
+    with contextlib.suppress(OSError):
+        machine = _MACHINE_ID.read_text().strip()
+    return json.dumps(["no boot id", system.nodename, system.release, system.version, machine])
+
+
+def _namespace(name: str) -> str:
+    with contextlib.suppress(OSError):
+        return str(Path(f"/proc/self/ns/{name}").readlink())
+    return f"{name}:unknown"
 
 
 def _get(store: Store, key: str, deadline: Deadline, peers: Peers) -> str:
@@ -207,7 +233,7 @@ def join(
     rank: int,
     size: int,
     timeout: float,
-    mine: Mapping[str, Any],
+    introduce: Callable[[], Mapping[str, Any]],
     listens: bool = False,
 ) -> Membership:
     """Meets the other ranks over `store`, and sets up memory and connections with them.
@@ -218,16 +244,28 @@ def join(
         rank: the rank of this process.
         size: the number of processes.
         timeout: seconds for the whole rendezvous.
-        mine: the introduction of this rank.
+        introduce: returns the introduction of this rank. If it raises an error, all ranks do.
         listens: True if other nodes are to reach the ranks after a failure.
 
     Raises:
         As :func:`set_up`.
+        ValueError: another rank could not introduce itself.
         pycomm.Timeout: a rank did not arrive in time.
     """
     deadline = Deadline(timeout)
-    texts, store = meet(store, rank, size, json.dumps(mine), deadline)
-    return set_up(store, rank, [json.loads(text) for text in texts], deadline, listens=listens)
+    try:
+        mine = json.dumps(introduce())
+    except Exception as error:
+        told = json.dumps({_FAILED: f"{type(error).__name__}: {error}"})
+        with contextlib.suppress(Exception):  # the others learn it as soon as all have come
+            meet(store, rank, size, told, deadline)
+        raise
+    texts, store = meet(store, rank, size, mine, deadline)
+    everyone = [json.loads(text) for text in texts]
+    for number, member in enumerate(everyone):
+        if _FAILED in member:
+            raise ValueError(f"rank {number} could not introduce itself: {member[_FAILED]}")
+    return set_up(store, rank, everyone, deadline, listens=listens)
 
 
 def set_up(
@@ -249,7 +287,7 @@ def set_up(
         listens: as for :func:`join`.
 
     Raises:
-        ValueError: the ranks' settings differ, or a rank could not map the window; on all ranks.
+        ValueError: the ranks' settings differ, or a rank could not set up the group; on all ranks.
         pycomm.PeerDied: a rank died; on all ranks.
         pycomm.Aborted: a rank was interrupted.
     """
@@ -269,11 +307,13 @@ def set_up(
             if listens and len(nodes.ranks) > 1:
                 host = None if carriers is None else carriers.host
                 listener = Listener.open(store, rank, nodes.ranks, host, deadline, peers.look)
+        link = None if carriers is None else GlooTransport(carriers)
+        if link is not None:
+            failed.callback(link.end)
         with deadline.guarding("every rank taking the window"):
             _await_all(store, len(everyone), deadline, peers)
         failed.pop_all()
     processes = [peers.processes.get(r) for r in nodes.local]
-    link = None if carriers is None else GlooTransport(carriers)
     nccl = all(member["nccl"] for member in everyone)
     return Membership(
         nodes, window, pids, processes, len(cores), link, store, listener, nccl, everyone

@@ -6,6 +6,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from pycomm import _C
+from pycomm._runtime.threads import start_thread
 from pycomm.errors import GroupUnusable
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class Sampler:
 
     def start(self) -> None:
         """Starts the thread."""
-        self._thread.start()
+        start_thread(self._thread)
 
     def stop(self) -> None:
         """Ends the thread, after a last look, also if :meth:`start` was interrupted."""

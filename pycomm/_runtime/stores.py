@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import stat
 import struct
 import threading
 import time
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch's stubs lack it
 
-from pycomm._runtime.listener import plain_address
+from pycomm._runtime.listener import open_sockets, plain_address
+from pycomm._runtime.threads import start_thread
 from pycomm._runtime.waiting import Deadline
 
 if TYPE_CHECKING:
@@ -88,7 +87,7 @@ def _answers_within(address: tuple[str, int], seconds: float) -> Iterator[None]:
                     connection.shutdown(socket.SHUT_RDWR)
 
     watcher = threading.Thread(target=watch, name="pycomm-store", daemon=True)
-    watcher.start()
+    start_thread(watcher)
     try:
         yield
     finally:
@@ -110,12 +109,11 @@ def limit_receives(address: tuple[str, int], seconds: float) -> None:
 
 def _connections(address: tuple[str, int]) -> Iterator[socket.socket]:
     """This process's connections to an address."""
-    for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # closed meanwhile, or not connected
-            descriptor = int(entry.name)
-            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-                continue
-            with socket.socket(fileno=os.dup(descriptor)) as other:
-                peer = other.getpeername()  # of an Internet socket a tuple, of others a string
-                if other.family != socket.AF_UNIX and (plain_address(peer[0]), peer[1]) == address:
-                    yield other
+    for descriptor in open_sockets():
+        with (
+            contextlib.suppress(OSError),  # closed meanwhile, or not connected
+            socket.socket(fileno=os.dup(descriptor)) as other,
+        ):
+            peer = other.getpeername()  # of an Internet socket a tuple, of others a string
+            if other.family != socket.AF_UNIX and (plain_address(peer[0]), peer[1]) == address:
+                yield other

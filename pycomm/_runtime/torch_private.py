@@ -52,6 +52,7 @@ __all__ = [
     "queue_callback",
     "scale_of",
     "schema_of",
+    "set_timeout",
     "storage_users",
     "store_of",
     "symmetric_handle",
@@ -71,6 +72,8 @@ internal_overlap: Callable[[torch.Tensor], int] = torch._debug_has_internal_over
 keep_device_busy: Callable[[int], None] = torch.cuda._sleep
 # The Store through which a process group was made.
 store_of: Callable[[ProcessGroup], Store] = distributed_c10d._get_process_group_store
+# Sets how long the operations of a process group, by default of the default one, may take.
+set_timeout: Callable[[timedelta], None] = distributed_c10d._set_pg_timeout
 after_autograd_keys = torch._C._after_autograd_keyset
 # A context in which operations pass over __torch_dispatch__.
 no_dispatch: Callable[[], AbstractContextManager[None]] = torch._C._DisableTorchDispatch

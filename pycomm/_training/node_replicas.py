@@ -12,11 +12,13 @@ step that does not count, its copy is whole. Otherwise its tensors are.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Mapping, Sequence
 
 import torch
 
+from pycomm import _C
 from pycomm._inputs import host
 from pycomm._training.replicas import Kind, Replicas, places_of, views_in
 from pycomm.collectives import all_reduce
@@ -76,17 +78,19 @@ class NodeReplicas(Replicas):
             nbytes = places_of([*kinds, *kinds, *parameters], self._rank, _FIRST)[-1]
             own = _make_file(nbytes, until_made)
             inode = os.fstat(own).st_ino
-        except OSError as raised:
-            error = raised
+        except (OSError, MemoryError) as raised:
+            error, own = raised, -(getattr(raised, "errno", None) or errno.ENOMEM)
         told = host.zeros(group.size, 2, dtype=torch.int64)
         told[self._rank] = host.tensor([own, inode])
         all_reduce(told, group=group)
         self._areas: list[_Area] = []
         try:
             for rank, (number, inode) in enumerate(told.tolist()):
+                if number < 0:
+                    raise _failure(rank, -number)
                 file = _open_file(group._pids[rank], number, inode, until_made)
                 self._areas.append(_Area(file, rank, kinds, parameters))
-        except (OSError, RuntimeError) as raised:
+        except (OSError, MemoryError, RuntimeError) as raised:
             return error or raised
         self.tensors = self._areas[self._rank].tensors
         return error
@@ -117,11 +121,17 @@ class NodeReplicas(Replicas):
 
 def _make_file(nbytes: int, at_end: contextlib.ExitStack) -> int:
     """A file in memory that has no name; `at_end` closes it."""
-    file = os.memfd_create("pycomm replicas", os.MFD_CLOEXEC)
+    file = _C.create_file(nbytes, "pycomm replicas")
     at_end.callback(os.close, file)
-    os.fchmod(file, 0o600)
-    os.posix_fallocate(file, 0, nbytes)  # so that lack of memory is an error now
     return file
+
+
+def _failure(rank: int, number: int) -> Exception:
+    """The error of a rank that could not make its file, by its number."""
+    what = f"rank {rank} cannot make a file for replicas of its states"
+    if number in (errno.ENOMEM, errno.ENOSPC):
+        return MemoryError(f"{what}: it lacks memory")
+    return OSError(number, f"{what}: {os.strerror(number)}")
 
 
 def _open_file(pid: int, number: int, inode: int, at_end: contextlib.ExitStack) -> int:

@@ -61,6 +61,7 @@ class Replicas(ABC):
 
     Raises:
         MemoryError: a rank lacks memory; on all ranks.
+        OSError: a rank cannot make or open a file in memory.
         RuntimeError: the ranks have different tensors; on all ranks.
     """
 
@@ -89,6 +90,8 @@ class Replicas(ABC):
                 for memory, tensor in zip(self.tensors, tensors, strict=True):
                     memory.view(tensor.shape).copy_(tensor)
             if not group.should_commit(error is None):
+                if isinstance(error, OSError):
+                    raise error
                 raise MemoryError("a rank lacks memory for replicas of its states") from error
         self._decide()
 

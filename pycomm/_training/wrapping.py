@@ -147,7 +147,9 @@ class Wrapping(nn.Module):
             group.should_commit(False)
             raise
         if not group.should_commit():
-            raise MemoryError("another rank lacks memory for its shards of the model")
+            raise MemoryError(
+                "another rank got no memory for its shards of the model: its own error tells why"
+            )
         return made
 
     def _check_parameters(self) -> None:

@@ -32,7 +32,11 @@ def _zeroed(made: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _look_for_huge_pages() -> None:
-    if not _HUGE_PAGES.exists() or "[never]" in _HUGE_PAGES.read_text():
+    try:
+        never = "[never]" in _HUGE_PAGES.read_text()
+    except OSError as error:  # some containers hide it, which says nothing
+        never = isinstance(error, FileNotFoundError)
+    if never:
         logging.getLogger("pycomm.memory").warning(
             "the system gives no huge pages (%s): optimizers read memory slower", _HUGE_PAGES
         )

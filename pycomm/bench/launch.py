@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch's stubs lack it
 from torch.multiprocessing.spawn import spawn
 
-LOOPBACK = "127.0.0.1"
+from pycomm._runtime.listener import first_of_node
+
+LOOPBACK = first_of_node()
 
 
 def under_torchrun() -> bool:

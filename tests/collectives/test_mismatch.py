@@ -215,31 +215,49 @@ def same(group): pycomm.compressed_all_reduce(torch.ones(4), pycomm.Cast(), grou
 def other(group):
     one(group) if group.rank == 0 else pycomm.all_reduce(torch.ones(4), group=group)
 
+def wrong(group):
+    if group.rank == 0: one(group)
+    else: pycomm.barrier(group=group, tag="late")
+
 with pycomm.LocalWorld(2) as world:
     world.run(same)
+    world.run(other)
+    print("no difference")
     try:
-        world.run(other)
+        world.run(wrong)
     except pycomm.Mismatch as error:
         print(error)
-    else:
-        print("no difference")
 """
 
 
 @pytest.mark.parametrize("log", ["debug", "info"])
 def test_where_calls_come_from(tmp_path, log):
+    """The line is told if the calls differ, and is no difference itself."""
     script = tmp_path / "script.py"
     script.write_text(SITES)
     said = subprocess.run(
         [sys.executable, script], env=os.environ | {"PYCOMM_LOG": log},
         capture_output=True, text=True, timeout=120, check=True,
     ).stdout  # fmt: skip
+    first, told = said.splitlines()
+    assert first == "no difference"
     if log == "debug":
         name = f"{tmp_path.name}/script.py"
-        assert f"called at {name}:4), rank 1 called" in said
-        assert f"called at {name}:7)" in said
+        assert f"algorithm=one_shot, called at {name}:4), rank 1 called barrier(" in told
+        assert f"tag='late', called at {name}:11)" in told
     else:
-        assert said == "no difference\n"
+        assert "called at" not in told
+
+
+def call_with_log(group):
+    """As if only rank 1 had PYCOMM_LOG=debug."""
+    labels.DEBUG = group.rank == 1
+    pycomm.barrier(group=group, tag=7)
+    return pycomm.broadcast(torch.full((3,), float(group.rank)), 0, group=group).tolist()
+
+
+def test_a_log_on_one_rank_only():
+    assert helpers.run_group(2, call_with_log, timeout=30) == [[0.0] * 3] * 2
 
 
 @pytest.mark.parametrize("folder", ["", "_training", "optim"])

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -82,6 +83,28 @@ def defaults(rank, size, store):
 
 def test_defaults():
     assert helpers.run_ranks(2, defaults) == [[8.0] * 3] * 2
+
+
+def torchs_timeouts(rank, size, _, port):
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+    }
+    group = pycomm.init(timeout=20)
+    found = [dist.group.WORLD, dist.new_group()]
+    cpu = torch.device("cpu")
+    seconds = [each._get_backend(cpu).options._timeout.total_seconds() for each in found]
+    return seconds, group.timeout
+
+
+def test_timeouts_of_torchs_own_groups():
+    """They are torch's own, which init leaves as they are."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    for found in helpers.run_ranks(2, torchs_timeouts, port):
+        assert found == ([1800.0, 1800.0], 20.0)
 
 
 def same_store(rank, size, store):
@@ -261,7 +284,7 @@ def test_a_rank_that_refuses_the_window(nodes):
     for rank, (kind, message, took) in enumerate(outcomes):
         assert kind is ValueError
         assert expected in message
-        assert message.startswith("the window" if rank == 2 else "rank 2 could not map the window")
+        assert message.startswith("the window" if rank == 2 else "rank 2 could not set up")
         assert took < 10
 
 
@@ -277,7 +300,7 @@ def test_a_rank_that_cannot_make_the_window():
     """The others are told, wherever they are."""
     outcomes = helpers.run_ranks(3, join_in_vain, "aab", no_memory, 0)
     assert [kind for kind, *_ in outcomes] == [OSError, ValueError, ValueError]
-    assert "rank 0 could not map the window: no more files" in outcomes[2][1]
+    assert "rank 0 could not set up the group: no more files" in outcomes[2][1]
     assert all(took < 10 for *_, took in outcomes)
 
 

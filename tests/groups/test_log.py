@@ -138,10 +138,16 @@ def test_cuda_through_host_memory(world, said):
     assert len(said("group", "WARNING")) == 1
 
 
-@pytest.mark.parametrize(("setting", "warnings"), [("always [madvise] never", 0), ("[never]", 1)])
+@pytest.mark.parametrize(
+    ("setting", "warnings"),
+    [("always [madvise] never", 0), ("[never]", 1), ("absent", 1), ("unreadable", 0)],
+)
 def test_huge_pages(tmp_path, said, monkeypatch, setting, warnings):
     monkeypatch.setattr(zeros, "_HUGE_PAGES", tmp_path / "enabled")
-    zeros._HUGE_PAGES.write_text(setting)
+    if setting == "unreadable":
+        zeros._HUGE_PAGES.mkdir()
+    elif setting != "absent":
+        zeros._HUGE_PAGES.write_text(setting)
     zeros._look_for_huge_pages.cache_clear()
     for _ in range(2):
         zeros.zeros(4, torch.float32, torch.device("cpu"))

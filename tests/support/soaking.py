@@ -9,6 +9,7 @@ the smaller one, and close it. Memory, file descriptors and threads of the two a
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import os
 import random
@@ -38,9 +39,10 @@ def make_group(store: Any, rank: int, number: int) -> pycomm.Group:
     """A group without a process group of torch: those would be made anew in every round."""
     spans = number % 2 == 1
     rendezvous.node_identity = lambda: IDENTITY() + (f" {rank > 0}" if spans else "")
-    mine = rendezvous.introduction(1 << 20)
-    members = rendezvous.join(PrefixStore(str(number), store), rank, SIZE, 30.0, mine, listens=True)
-    options = _init._Options(None, rank, mine, 30.0, 1)
+    store = PrefixStore(str(number), store)
+    introduce = functools.partial(rendezvous.introduction, 1 << 20)
+    members = rendezvous.join(store, rank, SIZE, 30.0, introduce, listens=True)
+    options = _init._Options(None, rank, members.everyone[rank], 30.0, 1)
     return _init._complete(members, range(SIZE), options)
 
 

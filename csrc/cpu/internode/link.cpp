@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "cpu/threads.h"
 #include "cpu/waiting_time.h"
 
 namespace pycomm::cpu {
@@ -32,7 +33,7 @@ Link::Link(Comm& local, std::shared_ptr<Transport> transport, const Nodes& nodes
   transport_->listen(
       [this](int node, std::span<const std::byte> farewell) { hear(node, farewell); });
   try {
-    watcher_ = std::thread([this] { watch(); });
+    watcher_ = start_thread([this] { watch(); });
   } catch (...) {
     transport_->listen({});  // this object will not exist
     throw;

@@ -5,6 +5,7 @@
 
 #include "cpu/fork.h"
 #include "cpu/operation_lock.h"
+#include "cpu/threads.h"
 
 namespace pycomm::cpu::p2p {
 
@@ -86,7 +87,7 @@ void Engine::start(const RequestPtr& request, bool inline_wait) {
 }
 
 void Engine::start_thread() {
-  if (!thread_.joinable()) thread_ = std::thread([this] { serve(); });
+  if (!thread_.joinable()) thread_ = cpu::start_thread([this] { serve(); });
 }
 
 void Engine::post_send(const RequestPtr& request) {

@@ -145,7 +145,8 @@ struct Ranks {
     window = std::make_shared<cpu::Window>(file, scenario.ranks, kSlice, kStaging);
     std::vector<std::shared_ptr<cpu::Process>> processes;
     for (int r = 0; r < scenario.ranks; ++r) {
-      processes.push_back(std::make_shared<cpu::Process>(kFirstDescriptor + r));
+      processes.push_back(
+          std::make_shared<cpu::Process>(kFirstDescriptor + r, cpu::Process::File::pidfd));
     }
     const auto peers = std::make_shared<const cpu::Liveness>(std::vector<int>(count), processes);
     for (int r = 0; r < scenario.ranks; ++r) {

@@ -161,6 +161,10 @@ void memory_is_what_is_left() {
   finds(3000);
   write(two / "a.slice/memory.stat", "anon 300\ninactive_file 250\nfile 900\n");
   finds(3250);
+  // A file that was read twice, and the kernel's own caches, are freed on demand as well.
+  write(two / "a.slice/memory.stat",
+        "anon 300\nshmem 90\nactive_file 400\ninactive_file 250\nslab_reclaimable 50\nslab 70\n");
+  finds(3700);
   write(two / "a.slice/b/memory.max", "90\n");
   finds(0);
 
@@ -168,8 +172,10 @@ void memory_is_what_is_left() {
   const fs::path one = root / "sys/fs/cgroup/memory";
   write(one / "memory.limit_in_bytes", "7000\n");
   write(one / "memory.usage_in_bytes", "6000\n");
-  write(one / "memory.stat", "total_inactive_file 10\n");
+  write(one / "memory.stat", "inactive_file 5\ntotal_inactive_file 10\n");
   finds(1010);
+  write(one / "memory.stat", "total_active_file 300\ntotal_inactive_file 10\n");
+  finds(1310);
   fs::remove_all(root);
 }
 
