@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/MemoryOverlap.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/distributed/c10d/Utils.hpp>
 
 #include <algorithm>
@@ -74,7 +75,15 @@ at::Tensor plain(const at::Tensor& tensor) {
   return tensor.detach().contiguous().resolve_conj().resolve_neg();
 }
 
-at::Tensor stand_in_for(const at::Tensor& output) {
+void count_write(const at::Tensor& tensor) {
+  if (!tensor.is_inference()) torch::autograd::impl::bump_version(tensor);  // those have no count
+}
+
+at::Tensor memory_to_write(const at::Tensor& output) {
+  if (is_plain(output)) {
+    count_write(output);
+    return output.detach();
+  }
   at::assert_no_internal_overlap(output);
   return at::empty(output.sizes(), output.options());
 }
@@ -238,12 +247,13 @@ at::Tensor Request::to_read(const at::Tensor& tensor) {
 }
 
 at::Tensor Request::to_write(const at::Tensor& tensor) {
+  const at::Tensor memory = memory_to_write(tensor);
   if (is_plain(tensor)) {
-    kept_.push_back(tensor.detach());
-    return kept_.back();
+    kept_.push_back(memory);
+  } else {
+    copies_.emplace_back(tensor, memory);  // which counts as a write
   }
-  copies_.emplace_back(tensor, stand_in_for(tensor));
-  return copies_.back().second;
+  return memory;
 }
 
 at::Tensor Request::to_update(const at::Tensor& tensor) {

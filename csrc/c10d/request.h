@@ -24,9 +24,11 @@ Element element_of(const at::Tensor& tensor);
 // Whether a tensor's memory holds its elements in order, and a tensor whose memory does.
 bool is_plain(const at::Tensor& tensor);
 at::Tensor plain(const at::Tensor& tensor);
-// Receives what is then copied to an output. Throws RuntimeError if elements of the output share
-// memory.
-at::Tensor stand_in_for(const at::Tensor& output);
+// Counts a write, so that autograd does not use what it has saved of the tensor.
+void count_write(const at::Tensor& tensor);
+// Where an operation writes an output: its own memory, or if it is not plain, memory to be copied to
+// it. Throws RuntimeError if elements of the output share memory.
+at::Tensor memory_to_write(const at::Tensor& output);
 
 // Throws ValueError unless there is a rank with this number; `name` is the argument's.
 void check_rank(std::int64_t rank, int ranks, const char* name);

@@ -5,6 +5,7 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include "c10d/request.h"
 #include "c10d/tensor_reader.h"
 
 namespace pycomm::c10d {
@@ -26,7 +27,7 @@ bool view(PyObject* object, void* view) {
 bool increment_version(PyObject* object) {
   const at::Tensor& tensor = THPVariable_Unpack(object);
   try {
-    if (!tensor.is_inference()) torch::autograd::impl::bump_version(tensor);  // those have none
+    count_write(tensor);
     return true;
   } catch (const std::exception& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());

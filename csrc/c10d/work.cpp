@@ -108,7 +108,7 @@ MessageWork::MessageWork(std::shared_ptr<Connection> connection, OpType type,
                          const at::Tensor& tensor)
     : Work(std::move(connection), type, title_of(type), {tensor}),
       tensor_(tensor),
-      dense_(type == OpType::SEND || is_plain(tensor) ? plain(tensor) : stand_in_for(tensor)),
+      dense_(type == OpType::SEND ? plain(tensor) : memory_to_write(tensor)),
       receives_(type != OpType::SEND) {}
 
 MessageWork::~MessageWork() {
