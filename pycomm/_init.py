@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections import defaultdict
@@ -102,6 +103,8 @@ def init(
         if "MASTER_ADDR" not in os.environ:
             raise not_set_up(in_threads=_open_groups.any_usable())
         rendezvous.set_up_torch_distributed(timeout)
+        take_down = rendezvous.take_down_torch_distributed
+        _open_groups.after_end(functools.partial(take_down, os.getpid(), dist.group.WORLD))
     process_group = process_group_of(group)
     rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
     if rank < 0:

@@ -63,6 +63,15 @@ def set_up_torch_distributed(timeout: float) -> None:
     store.set_timeout(default_pg_timeout)
 
 
+def take_down_torch_distributed(process: int, group: object) -> None:
+    """Ends what :func:`set_up_torch_distributed` has made, in the process that has made it.
+
+    Gloo's threads would end a process that has done everything with an error.
+    """
+    if os.getpid() == process and dist.is_initialized() and dist.group.WORLD is group:
+        dist.destroy_process_group()
+
+
 @dataclass(frozen=True)
 class Membership:
     """The results of the rendezvous for one rank.

@@ -1,6 +1,7 @@
 """The interpreter exits while threads are in operations that will not complete."""
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -80,3 +81,34 @@ def test_a_worker_waits_while_the_process_ends():
 
 if __name__ == "__main__":
     main()
+
+
+# What is registered first runs last.
+TAKES_DOWN = """
+import atexit, sys
+import torch.distributed as dist
+def tell(): print("left" if dist.is_initialized() else "taken down")
+atexit.register(tell)
+import pycomm
+if sys.argv[1:] == ["own"]:
+    dist.init_process_group("gloo")
+pycomm.init()
+"""
+
+
+def test_init_takes_down_what_it_has_set_up():
+    """Torch's threads could end a finished process with an error; a user's own group is theirs."""
+    for arguments, expected in (([], "taken down"), (["own"], "left")):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        done = subprocess.run(
+            [sys.executable, "-c", TAKES_DOWN, *arguments],
+            env=os.environ
+            | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            | {"RANK": "0", "WORLD_SIZE": "1"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert (done.stdout.strip(), done.returncode) == (expected, 0), done.stderr
