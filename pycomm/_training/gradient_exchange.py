@@ -89,6 +89,7 @@ class GradientExchange:
         self._lay_out()
         self._ring: GradientRing | None = None
         if self.shards is not None:
+            self.shards.owes = weakref.WeakMethod(self.catch_up)
             self.shards.assign(bucket.parameters for bucket in self._buckets)
             if self._scatter is not None and isinstance(self.shards, SpanningShards):
                 self._scatter.place_residuals(self.shards.blocks.values())
@@ -133,8 +134,11 @@ class GradientExchange:
         group = self._state.gradient_group
         if group is not None and self.promise.is_broken(group):
             if not self._in_backward:
-                self._complete_last()
-                self._reset()
+                # What it has dropped since does not matter: it takes part as the others do.
+                noted = self.promise.after_averages
+                if noted and self.shards is not None and self._averages_last:
+                    self.shards.average(self.parameters, noted=True)
+                self._reset(noted)
             self._exchange_nothing(raised=True)
         self._in_backward = False
 
@@ -203,15 +207,21 @@ class GradientExchange:
     def _complete_last(self) -> None:
         """Averages what the last backward has left to a step, before this one adds to it."""
         group, shards = self._state.gradient_group, self.shards
-        if shards is None or (self._ring is not None and self.weighing is None):
-            return  # a ring adds to parts; but weights scale whole gradients
+        if shards is None or not self._averages_last:
+            return
         if group is not None and shards.has_pending(self.parameters):
-            self.promise.announce(group)  # ranks that have raised do the same then
+            self.promise.announce(group, after_averages=True)
             self.average()
 
-    def _reset(self) -> None:
+    @property
+    def _averages_last(self) -> bool:
+        """False if a ring adds to its parts; but weights scale whole gradients."""
+        return self._ring is None or self.weighing is not None
+
+    def _reset(self, noted: bool = False) -> None:
+        """Prepares for a backward; see :meth:`GradientRing.begin`."""
         if self._ring is not None:
-            self._ring.begin(self.parameters)
+            self._ring.begin(self.parameters, noted)
         self._in_backward = self.promise.open = True
         self._next = 0
         self._versions = [parameter._version for parameter in self.parameters]
@@ -227,7 +237,7 @@ class GradientExchange:
             if bucket.waiting or not (last or self._repeated.isdisjoint(bucket.ids)):
                 return
             if (group := self._state.gradient_group) is not None:
-                self.promise.announce(group)
+                self.promise.announce(group, self._ring is not None and self._ring.adds)
             self._send(bucket)
             bucket.sent = True
             self._next += 1

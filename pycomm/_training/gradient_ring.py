@@ -179,13 +179,25 @@ class GradientRing:
         """This rank's part of the parameter's averaged gradient, flat."""
         return self._own[id(parameter)]
 
-    def begin(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Prepares for a backward, whose gradients will be added to those that lie here."""
+    def begin(self, parameters: Iterable[torch.Tensor], noted: bool = False) -> None:
+        """Prepares for a backward, whose gradients will be added to those that lie here.
+
+        Args:
+            parameters: the parameters.
+            noted: True counts those that lay here after the last backward, whatever has become of
+                them: for a rank whose backward has raised, and whose result is dropped.
+        """
         self._adds.clear()
-        for parameter in filter(self.is_divided, parameters):
-            self._adds.add(id(parameter))
-            parameter.grad = None  # backward would add to it
+        for parameter in parameters:
+            if id(parameter) in self._kept if noted else self.is_divided(parameter):
+                self._adds.add(id(parameter))
+                parameter.grad = None  # backward would add to it
         self._kept.clear()
+
+    @property
+    def adds(self) -> bool:
+        """True if the running backward adds to gradients that lie here."""
+        return bool(self._adds)
 
     def send(self, bucket: Bucket, weighing: Weighing | None) -> None:
         """Takes the gradients of a bucket, and starts to average them."""
@@ -228,10 +240,12 @@ class GradientRing:
         """True if the last backward added to a gradient that the parameter had."""
         return id(parameter) in self._adds
 
-    def gather(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Makes gradients that lie here whole; all ranks must call this."""
+    def gather(self, parameters: Iterable[torch.Tensor], noted: bool = False) -> None:
+        """Makes gradients that lie here whole; all ranks must call this. See :meth:`begin`."""
         parameters = list(parameters)
-        for parameter in filter(self.is_divided, parameters):
+        for parameter in parameters:
+            if not (id(parameter) in self._kept if noted else self.is_divided(parameter)):
+                continue
             parameter.grad = _part(parameter).gather(self.own(parameter), parameter.detach())
         self._kept.difference_update(map(id, parameters))
 

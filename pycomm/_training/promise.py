@@ -38,7 +38,7 @@ class Promise:
         self._left: set[int] = set()  # those from before the last exchange
         self._entered: set[int | None] = set()  # whose outputs the running backward has passed
         self._taken: set[int] = set()  # whose exchange went to a backward that passed no outputs
-        self._announced = False
+        self._announced = 0  # 1 for an exchange; 2 if averages of an earlier backward come before
         self._work: Work | None = None
 
     def make(self, inside_backward: bool) -> None:
@@ -57,22 +57,32 @@ class Promise:
         """True if another backward, which passed no outputs, has had the running one's exchange."""
         return not self._taken.isdisjoint(self._entered)
 
-    def announce(self, group: Group) -> None:
-        """Announces an exchange before it sends anything; only the first call has an effect."""
+    def announce(self, group: Group, after_averages: bool = False) -> None:
+        """Announces an exchange before it sends anything; only the first call has an effect.
+
+        Args:
+            group: the ranks.
+            after_averages: True if averages that an earlier backward has left come first.
+        """
         if not self._announced:
-            self._announced = True
-            announced = host.tensor([1], dtype=torch.uint8)
+            self._announced = 1 + after_averages
+            announced = host.tensor([self._announced], dtype=torch.uint8)
             self._work = all_reduce(announced, "max", group=group, async_op=True)
 
     def is_broken(self, group: Group) -> bool:
         """In another forward: true if other ranks are in the exchange, so this one must join it."""
         if not self._announced:
             others = all_reduce(host.zeros(1, dtype=torch.uint8), "max", group=group)
-            self._announced = bool(others)
+            self._announced = int(others)
             if not self._announced:  # so forwards left over then will not have a backward
                 self._forwards -= self._left
                 self._left = set()
-        return self._announced
+        return bool(self._announced)
+
+    @property
+    def after_averages(self) -> bool:
+        """True if averages that an earlier backward has left come before the announced exchange."""
+        return self._announced > 1
 
     def wait(self) -> None:
         """Waits until all ranks have answered; raises the error if that failed."""
@@ -89,7 +99,7 @@ class Promise:
         self._taken -= self._entered
         self._left, self._entered = set(self._forwards), set()
         self.open = bool(self._forwards)
-        self._announced = False
+        self._announced = 0
         self._work = None
 
 

@@ -8,7 +8,8 @@ norms and cache lines stay whole. Parts depend only on the parameters and the nu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -56,7 +57,7 @@ class OwnGradients(Protocol):
     def own(self, parameter: torch.Tensor) -> torch.Tensor:
         """This part, flat."""
 
-    def gather(self, parameters: Iterable[torch.Tensor]) -> None:
+    def gather(self, parameters: Iterable[torch.Tensor], noted: bool = False) -> None:
         """Makes gradients whole of which this rank has only its part."""
 
 
@@ -212,6 +213,7 @@ class Shards:
         local: gradients that are still each rank's own, by the parameter's id.
         ring: divided gradients; None if gradients are not divided.
         replicates: see above.
+        owes: takes part in an exchange that this rank owes the others; see :meth:`complete`.
         guard: watches the parameters between steps.
     """
 
@@ -228,6 +230,7 @@ class Shards:
         self.averages = self.leaves_local = gradients is None
         self.guard = StepGuard(parameters, group)
         self.ring: OwnGradients | None = None
+        self.owes: weakref.WeakMethod[Callable[[], None]] | None = None
         self.local: dict[int, Snapshot] = {}
         units = sum(-(-parameter.numel() // UNIT) for parameter in parameters)
         rooms = {id(p): room(p) for p in parameters} if rooms is None else rooms
@@ -249,6 +252,15 @@ class Shards:
         for parameter in parameters:
             self.layout[parameter].take_in(parameter)
         self._addresses = {id(parameter): parameter.data_ptr() for parameter in parameters}
+
+    def complete(self) -> None:
+        """Takes part in an exchange that others wait in because this rank's backward has raised.
+
+        Whatever all ranks call together begins with this.
+        """
+        owes = None if self.owes is None else self.owes()
+        if owes is not None:
+            owes()
 
     def cut(self, bucket: Sequence[torch.Tensor]) -> list[tuple[Range, ...]]:
         """The ranges of each parameter of a bucket; the parameters lie one after the other."""
@@ -332,15 +344,21 @@ class Shards:
         """True if a gradient is still each rank's own, or divided."""
         return any(self.is_local(p) or _parts[p].is_divided(p) for p in parameters)
 
-    def average(self, parameters: Iterable[torch.Tensor]) -> None:
+    def average(self, parameters: Iterable[torch.Tensor], noted: bool = False) -> None:
         """Averages gradients that are still each rank's own, and makes divided ones whole.
 
         All ranks must call this.
+
+        Args:
+            parameters: the parameters.
+            noted: True counts gradients as they were after the last backward, whatever has become
+                of them: for a rank whose backward has raised, and whose result is dropped.
         """
         parameters = list(parameters)
         if self.ring is not None:
-            self.ring.gather(parameters)
-        self._average_local([p for p in parameters if self.is_local(p)])
+            self.ring.gather(parameters, noted)
+        local = [p for p in parameters if (id(p) in self.local if noted else self.is_local(p))]
+        self._average_local(local)
         for parameter in parameters:
             self.local.pop(id(parameter), None)
         self.guard.note_step(parameters)

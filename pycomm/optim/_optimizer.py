@@ -98,6 +98,7 @@ class FusedOptimizer(DividedOptimizer):
     @torch.no_grad()
     def _step(self) -> None:
         self._check_shared()
+        self._complete_exchanges()
         tables, rows, grads = self._tables()
         if not rows:
             self._compare_with_others()
@@ -146,10 +147,8 @@ class FusedOptimizer(DividedOptimizer):
 
     def _compare_with_others(self) -> None:
         """Takes part in the other ranks' step without a gradient: an error if they have some."""
-        parts = map(part_of, self._params())
-        divisions = {part.shards for part in parts if part is not None}
-        if len(divisions) == 1:
-            shards = divisions.pop()
+        if len(self._divisions()) == 1:
+            (shards,) = self._divisions()
             steps = shard_executor(shards.arena.device, [], shards, None)
             control = _executors.control_of(None, None, None)
             steps.run(_executors.Step([], control, None, False, [], []))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from pycomm._runtime.torch_private import not_compiled
-from pycomm._training.shards import Part, part_of
+from pycomm._training.shards import Part, Shards, divisions, part_of
 from pycomm.optim import _checkpoint, _executors, _options, _sharded_checkpoint, _storage
 from pycomm.optim._edits import Edits
 from pycomm.optim._options import Group, Options
@@ -27,6 +27,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
     """
 
     in_step = False
+    _divided: tuple[tuple[int, int], set[Shards]] = (-1, -1), set()  # see _divisions()
 
     def __init__(self, params: Any, defaults: Group, options: Options) -> None:
         own, self.max_norm = _options.with_defaults(type(self).__name__, options)
@@ -47,6 +48,19 @@ class StatefulOptimizer(torch.optim.Optimizer):
         """Raises RuntimeError if other ranks cannot take part in a collective call."""
 
     # Parameters.
+
+    def _divisions(self) -> set[Shards]:
+        """The wrappers' divisions of the parameters."""
+        key = divisions(), sum(len(group["params"]) for group in self.param_groups)
+        if key != self._divided[0]:
+            parts = map(part_of, self._params())
+            self._divided = key, {part.shards for part in parts if part is not None}
+        return self._divided[1]
+
+    def _complete_exchanges(self) -> None:
+        """Comes before what all ranks call together; see :meth:`Shards.complete`."""
+        for division in self._divisions():
+            division.complete()
 
     def add_param_group(self, param_group: Group) -> None:
         """See :meth:`torch.optim.Optimizer.add_param_group`."""
@@ -86,6 +100,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             An fp32 tensor if the parameter has master weights or a remainder, otherwise the
             parameter itself, detached.
         """
+        self._complete_exchanges()
         state, part = self.state.get(param, {}), self._held.get(param)
         if not _storage.holds_weights(state):
             return param.detach()
@@ -126,6 +141,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         if format not in ("pycomm", "torch"):
             raise ValueError(f"format must be pycomm or torch, got {format!r}")
         self._check_shared()
+        self._complete_exchanges()
         state_dict, params = self._state_dict(), self._params()
         names = dict.fromkeys(n for group in self.param_groups for n in self._state_names(group))
         wanted = names if format == "torch" else None
@@ -144,6 +160,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         Args:
             model: the model, or its wrapper, that has this optimizer's parameters.
         """
+        self._complete_exchanges()
         return _sharded_checkpoint.by_name(model, self, self._state_dict, self._held)
 
     def _state_dict(self) -> dict[str, Any]:
