@@ -293,7 +293,8 @@ def test_an_error_in_backward_loses_nothing_that_waits(compression, scaled):
 
 def sparse(group):
     torch.manual_seed(0)
-    model = pycomm.DataParallel(nn.Embedding(50, 8, sparse=True))
+    model = pycomm.DataParallel(nn.Embedding(50, 8))
+    model.module.sparse = True
     with pytest.raises(ValueError, match=r"must be dense, got one of layout torch.sparse_coo"):
         model(torch.tensor([1, 2])).sum().backward()
     model.module.sparse = False
