@@ -31,7 +31,10 @@ class Edits:
             self._changed.discard(param)
 
     def forget(self, param: torch.Tensor) -> None:
-        """Drops what is known of a parameter since its states have been those of its part."""
+        """Forgets the version of a parameter, or of a part, whose states are of another part now.
+
+        It would keep the part's memory alive.
+        """
         self._seen.pop(param, None)
         self._changed.discard(param)
 

@@ -282,7 +282,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self._check_options(group)
         state, held = self.state[param], self._held.get(param)
         if held is not None:
-            self._edits.take(self._own(param), state)
+            own = self._own(param)
+            self._edits.take(own, state)
+            self._edits.forget(own)
             self._edits.forget(param)
             state = _checkpoint.gathered(held, param, state)
         self._edits.take(param, state)
