@@ -299,8 +299,7 @@ class GradientExchange:
             raise
         self._in_backward = False
         self.promise.settle(dropped=bool(errors.raised))
-        for parameter in self.parameters:
-            unannounced.forget(parameter)
+        unannounced.forget(self.parameters)
         if why := errors.explain(self._group, self._moved()):
             self._state.give_back()
             self._drop_gradients()

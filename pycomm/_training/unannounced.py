@@ -8,6 +8,7 @@ raises an error.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -51,9 +52,9 @@ def note(parameter: torch.Tensor) -> None:
         register_optimizer_step_pre_hook(_check)
 
 
-def forget(parameter: torch.Tensor) -> None:
-    """Records an exchange of the parameter's gradient."""
-    if len(_noted):
+def forget(parameters: Iterable[torch.Tensor]) -> None:
+    """Records an exchange of the parameters' gradients."""
+    for parameter in parameters if len(_noted) else ():
         _noted.pop(parameter, None)  # type: ignore[no-untyped-call]
 
 
